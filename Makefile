@@ -1,0 +1,35 @@
+# From a fresh clone, with only python3 (3.10 or newer) and make: `make demo`, `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: demo test check format bench-micro bench-gpu
+
+demo: $(INSTALLED)
+	$(BIN)/nanovllm demo
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest
+
+check: $(INSTALLED)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/test_imports.py
+
+format: $(INSTALLED)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench-micro: $(INSTALLED)
+	$(BIN)/python -m pytest benchmarks/micro --benchmark-only
+
+bench-gpu: $(INSTALLED)
+	$(BIN)/python bench.py
+	$(BIN)/python bench_offload.py
+
+$(INSTALLED): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@

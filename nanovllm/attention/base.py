@@ -1,0 +1,97 @@
+"""What a step's attention is made of: which keys each query sees, partial results, and the backend interface.
+
+Legend: T packed query tokens, B sequences, H query heads, K kv heads, D head dim,
+N blocks of a cache, P tokens per block, M columns of a block table.
+
+A backend computes attention of packed queries over a *paged* cache and always returns the log-sum-exp with it, so
+that attention over disjoint sets of keys can be merged exactly (attention/merge.py). The cache may be the all-GPU
+pool, the slots of the offload ring, or the staging buffers: to a backend these are all `[N, P, K, D]` tensors.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple, Protocol
+
+import torch
+
+
+class PartialAttention(NamedTuple):
+    """Attention over some of the keys. A row that saw no key: out 0, lse -inf."""
+
+    out_THD: torch.Tensor
+    lse_HT: torch.Tensor  # fp32, natural log
+
+
+@dataclass(frozen=True)
+class HostTables:
+    """The same numbers as PagedBatch on the host, for backends that loop over sequences (torch, cudnn)."""
+
+    query_lens: Sequence[int]  # [B]
+    context_lens: Sequence[int]  # [B]
+    block_tables: Sequence[Sequence[int]]  # [B][ceil(context_len / P)] or longer
+
+
+@dataclass(frozen=True)
+class PagedBatch:
+    """Which keys the packed queries attend to: keys 0..context_len-1 of each sequence, through its block table.
+
+    With `causal`, the queries of a sequence are its last `query_len` keys (aligned at the bottom right): query i of
+    n sees keys 0 .. context_len - n + i. Without, every query sees all `context_len` keys. A context_len of 0 means
+    the sequence sees no key here (out 0, lse -inf).
+    """
+
+    cu_seqlens_q: torch.Tensor  # [B + 1] int32, on the device
+    context_lens: torch.Tensor  # [B] int32, on the device
+    block_tables: torch.Tensor  # [B, M] int32, on the device; entries past the context are arbitrary but valid ids
+    max_query_len: int
+    max_context_len: int
+    causal: bool
+    host: HostTables | None = None  # None inside a CUDA graph, where sizes are not known on the host
+
+
+class AttentionBackend(ABC):
+    """One way to run the kernels. Stateless but for tuning caches; chosen once at start (attention/selection)."""
+
+    name: ClassVar[str]
+
+    @classmethod
+    @abstractmethod
+    def why_unavailable(cls, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+        """None when the backend can run here, else the reason, fit for an error message."""
+
+    @abstractmethod
+    def store(
+        self,
+        k_TKD: torch.Tensor,
+        v_TKD: torch.Tensor,
+        k_cache_NPKD: torch.Tensor,
+        v_cache_NPKD: torch.Tensor,
+        slot_mapping_T: torch.Tensor,
+    ) -> None:
+        """Write each token's K and V into cell `slot_mapping_T` (int64, block * P + offset; -1 is skipped)."""
+
+    @abstractmethod
+    def attend(
+        self,
+        q_THD: torch.Tensor,
+        k_cache_NPKD: torch.Tensor,
+        v_cache_NPKD: torch.Tensor,
+        batch: PagedBatch,
+        scale: float,
+    ) -> PartialAttention:
+        """Attention of the packed queries over the paged keys of `batch`, with LSE."""
+
+    def merge(self, a: PartialAttention, b: PartialAttention) -> PartialAttention:
+        """Attention over the union of two disjoint sets of keys. May reuse the memory of `a`."""
+        from nanovllm.attention.merge import merge_attention_outputs
+
+        return PartialAttention(*merge_attention_outputs(*a, *b))
+
+
+class StepAttention(Protocol):
+    """The attention of one step, an argument of `model(...)`."""
+
+    def attend(self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
+        """Store this layer's new K and V, then attend. Returns [T, H, D]. Hot: once per layer."""
+        ...

@@ -1,0 +1,199 @@
+"""Attention of many queries per sequence over a paged cache: whole prompts, chunks, mixed batches.
+
+Legend: T packed query tokens, B sequences, H query heads, K kv heads, D head dim, N blocks of a cache, P tokens per
+block, M columns of a block table.
+
+One program computes BLOCK_M queries of one head. It walks the keys in tiles of BLOCK_N with an online softmax in base
+2 (Milakov and Gimelshein 2018; Dao 2022). P is a multiple of BLOCK_N, so a tile lies in one block: one look at the
+block table and one bulk copy (TMA on Hopper) per tile. Tiles that every query sees whole run without a mask.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+LOG2_E = 1.4426950408889634
+
+
+class PrefillConfig(NamedTuple):
+    """Tile of queries x tile of keys, and how Triton runs it. benchmarks/bench_attention.py --tune compares them."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+@triton.jit
+def _attend_tiles(
+    acc,
+    row_sum,
+    row_max,
+    q,
+    k_desc,
+    v_desc,
+    table_ptr,
+    first_key,
+    last_key,
+    last_visible,  # [BLOCK_M]: the last key that each query sees
+    context_len,
+    column,
+    scale_log2,
+    PAGE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Keys first_key .. last_key - 1 (first_key at a tile's edge) added to the running softmax of BLOCK_M queries."""
+    for start in tl.range(first_key, last_key, BLOCK_N):
+        block = tl.load(table_ptr + start // PAGE)
+        row = block * PAGE + start % PAGE
+        k = k_desc.load([row, column])
+        score = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if MASKED:
+            key = start + tl.arange(0, BLOCK_N)
+            score = tl.where(key[None, :] <= last_visible[:, None], score, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(score, 1) * scale_log2)
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max) if MASKED else new_max
+        weight = tl.exp2(score * scale_log2 - shift[:, None])
+        rescale = tl.exp2(row_max - shift)
+        row_sum = row_sum * rescale + tl.sum(weight, 1)
+        acc = acc * rescale[:, None]
+        v = v_desc.load([row, column])
+        if MASKED:  # what lies past the context was never written: 0 * NaN is NaN
+            v = tl.where((key < context_len)[:, None], v, 0.0)
+        acc = tl.dot(weight.to(v.dtype), v, acc, input_precision="ieee")
+        row_max = new_max
+    return acc, row_sum, row_max
+
+
+@triton.jit
+def _prefill_kernel(
+    q_ptr,
+    k_desc,
+    v_desc,
+    out_ptr,
+    lse_ptr,
+    cu_seqlens_q_ptr,
+    context_lens_ptr,
+    block_tables_ptr,
+    num_tokens,
+    q_stride_t,
+    q_stride_h,
+    table_stride,
+    scale_log2,
+    PAGE: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr,
+):
+    head, sequence = tl.program_id(1), tl.program_id(2)
+    num_heads = tl.num_programs(1)
+    query_start = tl.load(cu_seqlens_q_ptr + sequence).to(tl.int64)
+    query_len = (tl.load(cu_seqlens_q_ptr + sequence + 1) - query_start).to(tl.int32)
+    first_query = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M  # the longest rows start first
+    if first_query < query_len:
+        context_len = tl.load(context_lens_ptr + sequence)
+        query = first_query + tl.arange(0, BLOCK_M)
+        dim = tl.arange(0, D)
+        inside = query < query_len
+        token = query_start + query
+        q_ptrs = q_ptr + token[:, None] * q_stride_t + head * q_stride_h + dim[None, :]
+        q = tl.load(q_ptrs, mask=inside[:, None], other=0.0)
+
+        if CAUSAL:
+            last_visible = context_len - query_len + query
+            num_keys = tl.minimum(context_len, context_len - query_len + first_query + BLOCK_M)
+            num_seen_by_all = tl.maximum(context_len - query_len + first_query + 1, 0)
+        else:
+            last_visible = tl.full([BLOCK_M], 0, tl.int32) + context_len - 1
+            num_keys = context_len
+            num_seen_by_all = context_len
+        edge = num_seen_by_all // BLOCK_N * BLOCK_N
+
+        table_ptr = block_tables_ptr + sequence.to(tl.int64) * table_stride
+        column = head // GROUP * D
+        acc = tl.zeros([BLOCK_M, D], tl.float32)
+        row_sum = tl.zeros([BLOCK_M], tl.float32)
+        row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        acc, row_sum, row_max = _attend_tiles(
+            acc, row_sum, row_max, q, k_desc, v_desc, table_ptr, 0, edge, last_visible, context_len, column,
+            scale_log2, PAGE, BLOCK_N, MASKED=False,
+        )  # fmt: skip
+        acc, row_sum, row_max = _attend_tiles(
+            acc, row_sum, row_max, q, k_desc, v_desc, table_ptr, edge, num_keys, last_visible, context_len, column,
+            scale_log2, PAGE, BLOCK_N, MASKED=True,
+        )  # fmt: skip
+
+        row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # no key seen: out 0, and row_max is -inf still
+        out_ptrs = out_ptr + (token[:, None] * num_heads + head) * D + dim[None, :]
+        tl.store(out_ptrs, (acc / row_sum[:, None]).to(out_ptr.dtype.element_ty), mask=inside[:, None])
+        lse = (row_max + tl.log2(row_sum)) * 0.6931471805599453  # ln 2
+        tl.store(lse_ptr + head.to(tl.int64) * num_tokens + token, lse, mask=inside)
+
+
+def default_config(head_dim: int, itemsize: int, max_query_len: int) -> PrefillConfig:
+    """Measured on an H200 (see docs/log.md): fixed, so that start-up spends no time on tuning."""
+    if itemsize == 4:  # no tensor cores: exact fp32
+        return PrefillConfig(64, 32 if head_dim <= 128 else 16, 8, 2)
+    if max_query_len <= 64:
+        return PrefillConfig(64, 64, 4, 3 if head_dim <= 128 else 2)
+    if head_dim <= 128:
+        return PrefillConfig(128, 128, 8, 2)
+    return PrefillConfig(128, 64, 8, 2)
+
+
+def paged_prefill(
+    q_THD: torch.Tensor,
+    k_cache_NPKD: torch.Tensor,
+    v_cache_NPKD: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    max_query_len: int,
+    scale: float,
+    causal: bool,
+    config: PrefillConfig | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of packed queries: `(out [T, H, D], lse [H, T] fp32)`; PagedBatch explains the rest. Hot: per layer."""
+    num_tokens, num_heads, head_dim = q_THD.shape
+    _, page, num_kv_heads, _ = k_cache_NPKD.shape
+    config = config or default_config(head_dim, q_THD.element_size(), max_query_len)
+    assert page % config.block_n == 0, f"blocks of {page} tokens do not divide into tiles of {config.block_n} keys"
+    assert q_THD.stride(2) == 1 and block_tables.stride(1) == 1, "the last dimension must lie together"
+    assert k_cache_NPKD.is_contiguous() and v_cache_NPKD.is_contiguous(), "a layer's cache is contiguous"
+    out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
+    lse_HT = torch.empty((num_heads, num_tokens), dtype=torch.float32, device=q_THD.device)
+    k_desc, v_desc = (
+        TensorDescriptor.from_tensor(cache.view(-1, num_kv_heads * head_dim), [config.block_n, head_dim])
+        for cache in (k_cache_NPKD, v_cache_NPKD)
+    )
+    grid = (triton.cdiv(max_query_len, config.block_m), num_heads, context_lens.shape[0])
+    _prefill_kernel[grid](
+        q_THD,
+        k_desc,
+        v_desc,
+        out_THD,
+        lse_HT,
+        cu_seqlens_q,
+        context_lens,
+        block_tables,
+        num_tokens,
+        q_THD.stride(0),
+        q_THD.stride(1),
+        block_tables.stride(0),
+        scale * LOG2_E,
+        PAGE=page,
+        GROUP=num_heads // num_kv_heads,
+        D=head_dim,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        CAUSAL=causal,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    return out_THD, lse_HT

@@ -1,0 +1,30 @@
+"""Attention of a step whose keys are all on the GPU: store the new K/V, then one call over the paged cache."""
+
+import torch
+
+from nanovllm.attention.base import AttentionBackend, PagedBatch
+
+
+class PagedAttention:
+    """A StepAttention over caches `[layers, N, P, K, D]` (legend: attention/base.py)."""
+
+    def __init__(
+        self,
+        backend: AttentionBackend,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        slot_mapping_T: torch.Tensor,
+        batch: PagedBatch,
+        scale: float,
+    ) -> None:
+        self.backend = backend
+        self.k_cache, self.v_cache = k_cache, v_cache
+        self.slot_mapping_T = slot_mapping_T
+        self.batch = batch
+        self.scale = scale
+
+    def attend(self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
+        """Hot: once per layer."""
+        k_cache, v_cache = self.k_cache[layer], self.v_cache[layer]
+        self.backend.store(k_TKD, v_TKD, k_cache, v_cache, self.slot_mapping_T)
+        return self.backend.attend(q_THD, k_cache, v_cache, self.batch, self.scale).out_THD

@@ -1,0 +1,63 @@
+"""Attention of a step with offload: the paged call over what is on the GPU, one call for each streamed group, merged.
+
+Keys carry their rotation, so the order of the blocks before the chunk does not matter; only the paged call, which
+holds the chunk itself, is causal.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import torch
+
+from nanovllm.attention.base import AttentionBackend, PagedBatch
+
+
+class KVStream(Protocol):
+    """Where streamed keys come from (kvcache/offload_engine.py), seen from one layer of a step."""
+
+    def begin_layer(self, layer: int) -> None:
+        """Called before the layer writes or reads any slot."""
+
+    def stored(self, layer: int) -> None:
+        """Called when the new K and V are in their slots, before the paged call."""
+
+    def attended(self, layer: int) -> None:
+        """Called after the paged call."""
+
+    def groups(self, layer: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """K and V `[N, P, K, D]` of each streamed group, in the order of the plan; valid until the next is asked for."""
+        ...
+
+
+class StreamedAttention:
+    """A StepAttention. `batch` describes the paged keys, `group_batches` those of each streamed group."""
+
+    def __init__(
+        self,
+        backend: AttentionBackend,
+        stream: KVStream,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        slot_mapping_T: torch.Tensor,
+        batch: PagedBatch,
+        group_batches: Sequence[PagedBatch],
+        scale: float,
+    ) -> None:
+        self.backend, self.stream = backend, stream
+        self.k_cache, self.v_cache = k_cache, v_cache
+        self.slot_mapping_T = slot_mapping_T
+        self.batch, self.group_batches = batch, group_batches
+        self.scale = scale
+
+    def attend(self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
+        """Hot: once per layer."""
+        backend, stream = self.backend, self.stream
+        k_cache, v_cache = self.k_cache[layer], self.v_cache[layer]
+        stream.begin_layer(layer)
+        backend.store(k_TKD, v_TKD, k_cache, v_cache, self.slot_mapping_T)
+        stream.stored(layer)
+        result = backend.attend(q_THD, k_cache, v_cache, self.batch, self.scale)
+        stream.attended(layer)
+        for (k_group, v_group), group_batch in zip(stream.groups(layer), self.group_batches, strict=True):
+            result = backend.merge(result, backend.attend(q_THD, k_group, v_group, group_batch, self.scale))
+        return result.out_THD

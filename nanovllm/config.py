@@ -1,0 +1,149 @@
+"""Config: what the user said, checked where it is made. KVCacheSpec: the shape of one rank's KV cache."""
+
+from dataclasses import dataclass
+
+BLOCK_SIZE_STEP = 256  # block sizes are multiples of this; prefix hits count in grains of it
+ALL_GPU_BLOCK_SIZE = 256
+OFFLOAD_BLOCK_SIZE = 4096
+STAGING_GROUP_TOKENS = 8192  # keys of one streamed partial attention
+NUM_STAGING_GROUPS = 3  # one attended, the others filled ahead of it
+
+_CHOICES = {
+    "attn_backend": ("auto", "flash", "cudnn", "triton", "torch"),
+    "dtype": ("auto", "float32", "bfloat16", "float16"),
+    "load_format": ("auto", "safetensors", "dummy"),
+}
+_AT_LEAST_ONE = ("max_num_batched_tokens", "max_num_seqs", "max_model_len", "kvcache_block_size", "num_cpu_blocks")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """The engine's options. A bad value raises ValueError with the value, the limit and the remedy.
+
+    model: a local directory, a hub name, or the name of a preset in benchmarks/configs (with load_format="dummy").
+    max_num_batched_tokens: most new tokens in one step; a longer prompt is split. max_num_seqs: most running
+    sequences. max_model_len: tokens of prompt and answer; None: the model's own limit. gpu_memory_utilization: share
+    of the GPU's memory the engine may use. kvcache_block_size: tokens per block; None: 256, or 4096 with offload.
+    num_kvcache_blocks: blocks of the all-GPU pool, -1: what fits. enable_cpu_offload: keep all KV in pinned CPU
+    memory and `num_gpu_blocks` slots of it on the GPU (None: what fits). num_cpu_blocks or cpu_memory_gb: size of the
+    CPU pool (None: two sequences of max_model_len, at most 70% of the memory available). chunked_prefill: one token
+    budget for decodes and prefill chunks in the same step; False: prefill before decode.
+    load_format: "dummy" draws random weights. seed: of dummy weights and of requests without a seed of their own.
+    """
+
+    model: str
+    max_num_batched_tokens: int = 16384
+    max_num_seqs: int = 512
+    max_model_len: int | None = None
+    gpu_memory_utilization: float = 0.9
+    tensor_parallel_size: int = 1
+    enforce_eager: bool = False
+    kvcache_block_size: int | None = None
+    num_kvcache_blocks: int = -1
+    enable_cpu_offload: bool = False
+    num_gpu_blocks: int | None = None
+    num_cpu_blocks: int | None = None
+    cpu_memory_gb: float | None = None
+    chunked_prefill: bool = True
+    enable_prefix_caching: bool = True
+    attn_backend: str = "auto"
+    device: str = "auto"
+    dtype: str = "auto"
+    load_format: str = "auto"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self._check_types()
+        for name in _AT_LEAST_ONE:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value} must be 1 or more")
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name}={getattr(self, name)!r} is unknown; choose one of {', '.join(choices)}")
+        if not (self.device in ("auto", "cpu", "cuda") or self.device.startswith("cuda:")):
+            raise ValueError(f"device={self.device!r} is unknown; choose auto, cpu, cuda or cuda:N")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(f"gpu_memory_utilization={self.gpu_memory_utilization} must be above 0 and at most 1")
+        if not 1 <= self.tensor_parallel_size <= 8:
+            raise ValueError(f"tensor_parallel_size={self.tensor_parallel_size} must be between 1 and 8")
+        if self.kvcache_block_size is not None and self.kvcache_block_size % BLOCK_SIZE_STEP:
+            raise ValueError(
+                f"kvcache_block_size={self.kvcache_block_size} must be a multiple of {BLOCK_SIZE_STEP}; "
+                f"try {-(-self.kvcache_block_size // BLOCK_SIZE_STEP) * BLOCK_SIZE_STEP}"
+            )
+        if self.num_kvcache_blocks != -1 and self.num_kvcache_blocks < 1:
+            raise ValueError(f"num_kvcache_blocks={self.num_kvcache_blocks} must be 1 or more, or -1 for what fits")
+        self._check_offload()
+
+    def _check_types(self) -> None:
+        for name, kind in self.__annotations__.items():
+            value = getattr(self, name)
+            if isinstance(value, bool) and kind is not bool:
+                raise ValueError(f"{name}={value!r} must not be a boolean")
+            if kind is float and isinstance(value, int):
+                continue
+            allowed = (float, int, type(None)) if kind == float | None else kind
+            if not isinstance(value, allowed):
+                raise ValueError(f"{name}={value!r} has type {type(value).__name__}, expected {kind}")
+
+    def _check_offload(self) -> None:
+        if not self.enable_cpu_offload:
+            for name in ("num_gpu_blocks", "num_cpu_blocks", "cpu_memory_gb"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"{name} belongs to the offload path; add enable_cpu_offload=True")
+            return
+        if self.num_kvcache_blocks != -1:
+            raise ValueError("num_kvcache_blocks is the all-GPU pool; with enable_cpu_offload use num_gpu_blocks")
+        if self.num_gpu_blocks is not None and self.num_gpu_blocks < 2:
+            raise ValueError(f"num_gpu_blocks={self.num_gpu_blocks} must be 2 or more")
+        if self.num_cpu_blocks is not None and self.cpu_memory_gb is not None:
+            raise ValueError("num_cpu_blocks and cpu_memory_gb both size the CPU pool; give one of them")
+        if self.cpu_memory_gb is not None and not 0 < self.cpu_memory_gb < float("inf"):
+            raise ValueError(f"cpu_memory_gb={self.cpu_memory_gb} must be above 0")
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block."""
+        if self.kvcache_block_size is not None:
+            return self.kvcache_block_size
+        return OFFLOAD_BLOCK_SIZE if self.enable_cpu_offload else ALL_GPU_BLOCK_SIZE
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVCacheSpec:
+    """Shape of one rank's KV cache."""
+
+    num_layers: int
+    block_size: int  # tokens
+    num_kv_heads: int  # of this rank
+    head_dim: int
+    itemsize: int  # bytes of one element
+
+    @property
+    def layer_block_bytes(self) -> int:
+        """K and V of one block in one layer."""
+        return 2 * self.block_size * self.num_kv_heads * self.head_dim * self.itemsize
+
+    @property
+    def block_bytes(self) -> int:
+        """K and V of one block in all layers: 2 x layers x block_size x kv_heads x head_dim x itemsize."""
+        return self.num_layers * self.layer_block_bytes
+
+    @property
+    def staging_group_blocks(self) -> int:
+        """Blocks that are streamed and attended together."""
+        return max(1, STAGING_GROUP_TOKENS // self.block_size)
+
+    @property
+    def staging_bytes(self) -> int:
+        """Staging buffers: single-layer blocks, shared by all layers."""
+        return NUM_STAGING_GROUPS * self.staging_group_blocks * self.layer_block_bytes
+
+
+@dataclass(frozen=True)
+class KVCacheSizes:
+    """What start-up measured or the user fixed: blocks on the GPU and, with offload, in CPU memory."""
+
+    num_gpu_blocks: int
+    num_cpu_blocks: int = 0  # 0: all-GPU

@@ -1,0 +1,63 @@
+"""Long prompts with a passkey hidden in them: source code of Python's standard library around one planted line.
+
+The prompt ends with the planted line's first words, so the answer is that line's rest. The retrieval model matches 6
+characters; a line of the library that holds 6 in a row of the planted line is left out, so the match is unique.
+"""
+
+import sysconfig
+from collections.abc import Iterator
+from itertools import cycle
+from pathlib import Path
+
+from nanovllm.demo.retrieval_model import MATCH_TOKENS
+
+LEAD_IN = "The passkey is "  # the answer is the passkey and a full stop
+QUESTION = f"\nWhat is the passkey? {LEAD_IN}"
+
+
+def build_haystack(num_tokens: int, depth: float, passkey: str) -> str:
+    """A prompt of exactly `num_tokens` ASCII characters, each a token of the demo's tokenizer.
+
+    depth: where the line with the passkey stands, from 0 (first line) to 1 (last one before the question).
+    The text is the same on every machine with the same version of Python. Raises ValueError for a depth outside 0..1,
+    too few tokens, or a passkey that is not printable ASCII or repeats itself within 6 characters.
+    """
+    needle = f"{LEAD_IN}{passkey}.\n"
+    grams = {needle[start : start + MATCH_TOKENS] for start in range(len(needle) - MATCH_TOKENS)}
+    num_text_tokens = num_tokens - len(needle) - len(QUESTION)
+    if not 0 <= depth <= 1:
+        raise ValueError(f"depth={depth} must be between 0 (the start of the prompt) and 1 (its end)")
+    if num_text_tokens < 1:
+        raise ValueError(f"num_tokens={num_tokens} is too few; this passkey needs {num_tokens + 1 - num_text_tokens}")
+    if not (passkey and passkey.isascii() and passkey.isprintable()):
+        raise ValueError(f"passkey={passkey!r} must be printable ASCII; use letters and digits")
+    if len(grams) < len(needle) - MATCH_TOKENS:
+        raise ValueError(f"passkey={passkey!r} has the same {MATCH_TOKENS} characters twice; use one with less repetition")
+    text = _library_text(num_text_tokens, grams)
+    start = text.rfind("\n", 0, round(depth * len(text))) + 1
+    return text[:start] + needle + text[start:] + QUESTION
+
+
+def _library_text(num_characters: int, forbidden: set[str]) -> str:
+    """Whole lines without any of the `forbidden` strings, the last one cut so that the length is exact."""
+    lines: list[str] = []
+    num_missing = num_characters
+    for line in _library_lines():
+        if any(gram in line for gram in forbidden):
+            continue
+        lines.append(line[: num_missing - 1].rstrip("\n") + "\n")
+        num_missing -= len(lines[-1])
+        if num_missing == 0:
+            break
+    return "".join(lines)
+
+
+def _library_lines() -> Iterator[str]:
+    """The ASCII lines of the standard library's modules in the order of their names, over and over."""
+    modules = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    if not modules:
+        raise FileNotFoundError(f"no Python sources in {sysconfig.get_paths()['stdlib']}; they are the haystack's text")
+    for module in cycle(modules):
+        for line in module.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
+            if line.isascii():
+                yield line

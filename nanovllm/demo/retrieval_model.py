@@ -1,0 +1,247 @@
+"""A two-layer Qwen3 checkpoint, its weights set by hand, that continues a text as an earlier passage of it went on.
+
+The last 6 tokens are looked up in the whole context, and what followed them there is the answer: an induction head.
+It is an ordinary checkpoint (`Qwen3ForCausalLM`, 0.7M parameters), so a long passkey prompt tells whether an engine
+attends to every token at its right position. Here is all of the construction; nothing is trained.
+
+**Residual stream**, 9 blocks of 16 channels:
+
+    block 0      a constant 1, in its first channel
+    block 1      the code of this token                              written by the embedding
+    block 1 + m  the code of the token m back, m = 1..6              written by layer 1
+    block 8      the code of the next token                          written by layer 2, read by the head
+
+A code has length 1, so the stream's length at the three norms is sqrt(2), sqrt(8) and 3 whatever the text. The norms'
+weights undo exactly that: norm(x) = x, and all below can be read without them. (At the first 6 positions there is
+nothing m back and layer 1 copies some other token there: those keys are wrong, and as weak as any non-match.)
+
+**Rotary.** theta = 1e32 turns the pair i of the 64 (dims i and i + 64) by 10^(-i/2) radians per token. Pairs 0..11 tell
+neighbours apart; pairs 16..63 turn by less than 0.011 radians in 2^20 tokens: they do not see positions.
+
+**Layer 1: who stood m back?** One head per m. Query and key come from the constant, so every position has the same key
+k, and the query of head m is k turned back by m tokens. With b_i the share of pair i in |k|^2, the score of the token d
+back is S * sum_i b_i cos(10^(-i/2) (d - m)): S at d = m. The shares fall as 0.8^i. The tokens beside m are then 19.5
+below, all the others up to 2^20 tokens together weigh 3e-8 of it. The value is the token's code.
+
+**Layer 2: where did these 6 tokens stand before?** The query holds the codes of the last 6 tokens (blocks 1..6), the key
+the codes of the 6 before its own (blocks 2..7), both in the pairs without position. The score is S/6 times the sum of 6
+products of codes: S for a full match. The value is the code of the key's own token: the one that followed the match.
+Each of the 6 heads does this and carries a part of the code's channels, so no head may be wrong.
+
+**Codes.** Different codes have products of at most 1/4, so 5 of 6 tokens score at most S (5 + 1/4)/6: S/8 below a match.
+This is the octacode over Z4 by Gray map (0, 1, 2, 3 -> 00, 01, 11, 10), the Nordstrom-Robinson code: 256 words of 16
+bits, any two at least 6 apart, written as +-1/4. The unit vectors have products of 1/4 with all of them and serve as the
+codes of the special tokens. Every entry is exact in bfloat16.
+
+**Sharpness.** The q and k norms give vectors of length 4 sqrt(128), so S = 16 sqrt(128) = 181. S/8 is 22.6: were each of
+131,072 tokens a match of 5 in 6, they would together have exp(11.8 - 22.6) = 2e-5 of the weight. Rounding to bfloat16
+moves a score by less than 1.
+"""
+
+import json
+import logging
+import math
+import os
+import shutil
+import tempfile
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from nanovllm.demo.tokenizer import END_TOKEN_ID, NUM_BYTES, SPECIAL_TOKENS, VOCAB_SIZE, save_tokenizer
+
+logger = logging.getLogger(__name__)
+
+VERSION = 1  # of the weights; part of the cache directory's name
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+MATCH_TOKENS = 6  # tokens that must match: heads of layer 1, codes in a query of layer 2
+CODE_DIM = 16
+HEAD_DIM = 128
+NUM_HEADS = MATCH_TOKENS
+NUM_KV_HEADS = 2
+NUM_LAYERS = 2
+THIS_BLOCK, NEXT_BLOCK = 1, 2 + MATCH_TOKENS  # blocks of the residual stream; block 0 holds the constant
+HIDDEN_SIZE = (NEXT_BLOCK + 1) * CODE_DIM
+MLP_SIZE = 32  # all zeros
+ROPE_THETA = 1e32
+NUM_POSITION_PAIRS = 12
+FIRST_FREE_PAIR = 16  # from here on a pair does not see positions
+SHARPNESS = 4.0
+LOGIT_GAIN = 32.0
+
+
+def build_retrieval_model(path: Path | None = None, *, dtype: str = "float32") -> Path:
+    """Build the checkpoint, unless it is there, and return its directory (config, weights, tokenizer; 1 to 3 MB).
+
+    path: a directory that is empty, absent, or holds this model; None: one in the user's cache
+    ($XDG_CACHE_HOME or ~/.cache, nanovllm). dtype: of the weights, "float32" or "bfloat16".
+    Raises ValueError if the dtype is unknown or `path` holds something else.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype={dtype!r} is unknown; choose one of {', '.join(DTYPES)}")
+    path = Path(path) if path is not None else _cache_directory() / f"retrieval-v{VERSION}-{dtype}"
+    if _is_built(path, dtype):
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
+    try:
+        _write_checkpoint(scratch, dtype)
+        _move_into_place(scratch, path, dtype)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    logger.info("built the retrieval model in %s", path)
+    return path
+
+
+def model_config(dtype: str) -> dict[str, Any]:
+    """The checkpoint's config.json."""
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": HIDDEN_SIZE,
+        "intermediate_size": MLP_SIZE,
+        "num_hidden_layers": NUM_LAYERS,
+        "num_attention_heads": NUM_HEADS,
+        "num_key_value_heads": NUM_KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": ROPE_THETA,
+        "max_position_embeddings": 2**20,
+        "tie_word_embeddings": False,
+        "eos_token_id": END_TOKEN_ID,
+        "torch_dtype": dtype,
+    }
+
+
+def token_codes() -> torch.Tensor:
+    """[VOCAB_SIZE, CODE_DIM], fp32: a code of length 1 per token; two different ones have a product of at most 1/4."""
+    generator = torch.tensor([(3, 1, 2, 1, 0, 0, 0, 1), (0, 3, 1, 2, 1, 0, 0, 1), (0, 0, 3, 1, 2, 1, 0, 1),
+                              (0, 0, 0, 3, 1, 2, 1, 1)])  # fmt: skip
+    gray = torch.tensor([(1, 1), (1, -1), (-1, -1), (-1, 1)]) / 4
+    words = torch.tensor(list(product(range(4), repeat=4))) @ generator % 4
+    byte_codes = gray[words].reshape(NUM_BYTES, CODE_DIM)
+    return torch.cat((byte_codes, torch.eye(CODE_DIM)[: len(SPECIAL_TOKENS)]))
+
+
+def model_weights() -> dict[str, torch.Tensor]:
+    """All weights in fp32, by their names in the checkpoint."""
+    codes = token_codes()
+    embedding = torch.zeros(VOCAB_SIZE, HIDDEN_SIZE)
+    embedding[:, 0] = 1
+    embedding[:, _block(THIS_BLOCK)] = codes
+    head = torch.zeros(VOCAB_SIZE, HIDDEN_SIZE)
+    head[:, _block(NEXT_BLOCK)] = LOGIT_GAIN * codes
+    weights = {
+        "model.embed_tokens.weight": embedding,
+        "model.norm.weight": _norm_weight(2 + MATCH_TOKENS + 1),
+        "lm_head.weight": head,
+    }
+    attention = (_look_back_attention(), _induction_attention())
+    stream_length_squared = (2, 2 + MATCH_TOKENS)
+    for layer in range(NUM_LAYERS):
+        weights |= {
+            f"model.layers.{layer}.{name}.weight": weight
+            for name, weight in {
+                "input_layernorm": _norm_weight(stream_length_squared[layer]),
+                "self_attn.q_norm": torch.full((HEAD_DIM,), SHARPNESS),
+                "self_attn.k_norm": torch.full((HEAD_DIM,), SHARPNESS),
+                **attention[layer],
+                "post_attention_layernorm": torch.ones(HIDDEN_SIZE),
+                "mlp.gate_proj": torch.zeros(MLP_SIZE, HIDDEN_SIZE),
+                "mlp.up_proj": torch.zeros(MLP_SIZE, HIDDEN_SIZE),
+                "mlp.down_proj": torch.zeros(HIDDEN_SIZE, MLP_SIZE),
+            }.items()
+        }
+    return weights
+
+
+def _look_back_attention() -> dict[str, torch.Tensor]:
+    """Layer 1: head m - 1 attends m tokens back and copies that token's code to block 1 + m."""
+    q = torch.zeros(NUM_HEADS, HEAD_DIM, HIDDEN_SIZE)
+    k = torch.zeros(NUM_KV_HEADS, HEAD_DIM, HIDDEN_SIZE)
+    o = torch.zeros(HIDDEN_SIZE, NUM_HEADS, HEAD_DIM)
+    pairs = torch.arange(NUM_POSITION_PAIRS)
+    radians_per_token = ROPE_THETA ** (-2 * pairs.double() / HEAD_DIM)
+    amplitude = 0.8 ** (pairs / 2)  # the square is the pair's share; q_norm and k_norm see to the sum
+    k[:, pairs, 0] = amplitude
+    for head in range(NUM_HEADS):
+        angle = (-(head + 1) * radians_per_token).float()
+        q[head, pairs, 0] = amplitude * angle.cos()
+        q[head, pairs + HEAD_DIM // 2, 0] = amplitude * angle.sin()
+        o[_block(THIS_BLOCK + head + 1), head, :CODE_DIM] = torch.eye(CODE_DIM)
+    return _projections(q, k, o)
+
+
+def _induction_attention() -> dict[str, torch.Tensor]:
+    """Layer 2: each head finds the match of the last tokens and copies its part of the code of what followed."""
+    q = torch.zeros(NUM_HEADS, HEAD_DIM, HIDDEN_SIZE)
+    k = torch.zeros(NUM_KV_HEADS, HEAD_DIM, HIDDEN_SIZE)
+    o = torch.zeros(HIDDEN_SIZE, NUM_HEADS, HEAD_DIM)
+    pairs = torch.arange(FIRST_FREE_PAIR, HEAD_DIM // 2)
+    free_dims = torch.cat((pairs, pairs + HEAD_DIM // 2)).view(MATCH_TOKENS, CODE_DIM)
+    channels = torch.arange(HIDDEN_SIZE).view(-1, CODE_DIM)
+    for back in range(MATCH_TOKENS):
+        q[:, free_dims[back], channels[THIS_BLOCK + back]] = 1
+        k[:, free_dims[back], channels[THIS_BLOCK + back + 1]] = 1
+    for dim in range(CODE_DIM):
+        o[channels[NEXT_BLOCK, dim], dim % NUM_HEADS, dim] = 1
+    return _projections(q, k, o)
+
+
+def _projections(q: torch.Tensor, k: torch.Tensor, o: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The four projections, heads flattened. The value is the token's own code in both layers."""
+    v = torch.zeros(NUM_KV_HEADS, HEAD_DIM, HIDDEN_SIZE)
+    v[:, :CODE_DIM, _block(THIS_BLOCK)] = torch.eye(CODE_DIM)
+    return {
+        "self_attn.q_proj": q.flatten(0, 1),
+        "self_attn.k_proj": k.flatten(0, 1),
+        "self_attn.v_proj": v.flatten(0, 1),
+        "self_attn.o_proj": o.flatten(1, 2),
+    }
+
+
+def _norm_weight(length_squared: int) -> torch.Tensor:
+    """The weight with which an RMSNorm leaves a vector of this length as it is."""
+    return torch.full((HIDDEN_SIZE,), math.sqrt(length_squared / HIDDEN_SIZE))
+
+
+def _block(block: int) -> slice:
+    """The channels of a block of the residual stream."""
+    return slice(block * CODE_DIM, (block + 1) * CODE_DIM)
+
+
+def _cache_directory() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nanovllm"
+
+
+def _is_built(path: Path, dtype: str) -> bool:
+    """Whether `path` holds the model. It appears there whole or not at all, so its config vouches for the rest."""
+    if not path.exists() or (path.is_dir() and not any(path.iterdir())):
+        return False
+    config = path / "config.json"
+    if config.is_file() and json.loads(config.read_text()) == model_config(dtype):
+        return True
+    raise ValueError(f"path={str(path)!r} holds something other than the {dtype} retrieval model; give an empty one")
+
+
+def _write_checkpoint(directory: Path, dtype: str) -> None:
+    weights = {name: weight.to(DTYPES[dtype]).contiguous() for name, weight in model_weights().items()}
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    save_tokenizer(directory)
+    (directory / "config.json").write_text(json.dumps(model_config(dtype), indent=2))
+    directory.chmod(0o755)  # mkdtemp made it private
+
+
+def _move_into_place(scratch: Path, path: Path, dtype: str) -> None:
+    try:
+        scratch.rename(path)  # atomic; replaces an empty directory
+    except OSError:
+        if not _is_built(path, dtype):  # else another process was first
+            raise

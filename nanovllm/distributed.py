@@ -1,0 +1,118 @@
+"""TPGroup: the ranks of one tensor-parallel engine and their collectives. An object that is passed, never a global.
+
+Each engine has a process group of its own, made without torch's default group, so several engines can live in one
+process. Its ranks meet at a TCPStore that rank 0 opens on a free loopback port.
+"""
+
+import socket
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeAlias, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions, BroadcastOptions
+
+HOST = "127.0.0.1"
+CONNECT_TIMEOUT = timedelta(seconds=60)
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # a rank may compile kernels first; a dead rank is noticed by other means
+
+Backend: TypeAlias = torch._C._distributed_c10d.Backend
+_Options = TypeVar("_Options")
+
+
+@dataclass(frozen=True)
+class TPGroup:
+    """Rank `rank` of `size`. With size 1 every collective is the identity.
+
+    Collectives take contiguous tensors. On a GPU they are enqueued in the order of the current stream and can be
+    captured in a CUDA graph; on the CPU they return when they are done.
+    """
+
+    rank: int = 0
+    size: int = 1
+    process_group: Backend | None = None
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum over ranks, in place. Hot: twice per layer."""
+        if self.process_group is not None:
+            _wait(self.process_group.allreduce([x], _ALL_REDUCE))
+        return x
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """Concatenate every rank's `x` along its last dimension, in rank order."""
+        if self.process_group is None:
+            return x
+        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)]
+        _wait(self.process_group.allgather([parts], [x.contiguous()], _ALL_GATHER))
+        return torch.cat(parts, dim=-1)
+
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        """Rank 0's `x` on every rank, in place."""
+        if self.process_group is not None:
+            _wait(self.process_group.broadcast([x], _BROADCAST))
+        return x
+
+    def close(self) -> None:
+        """Leave the group. Collectives still waiting for another rank end, on the GPU too."""
+        if self.process_group is not None and hasattr(self.process_group, "abort"):  # gloo: from torch 2.7 on
+            self.process_group.abort()
+
+
+def _wait(work: dist.Work | None) -> None:
+    """On the CPU, until done; on the GPU, the current stream waits and the host goes on."""
+    if work is not None:  # None: nccl has enqueued it on the current stream, so there is nothing to wait for
+        work.wait()
+
+
+def _on_current_stream(options: _Options) -> _Options:
+    """nccl then runs on the current stream instead of one of its own, which costs two events per collective."""
+    if hasattr(options, "asyncOp"):  # older torch has only the other way
+        options.asyncOp = False
+    return options
+
+
+_ALL_REDUCE = _on_current_stream(AllreduceOptions())
+_ALL_GATHER = _on_current_stream(AllgatherOptions())
+_BROADCAST = _on_current_stream(BroadcastOptions())
+
+
+def open_store() -> dist.TCPStore:
+    """Rank 0's end of the meeting point: listens on a port that the system chose (`store.port`)."""
+    listener = socket.create_server((HOST, 0))
+    port = listener.getsockname()[1]
+    return dist.TCPStore(
+        HOST, port, None, True, CONNECT_TIMEOUT, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+
+
+def join_store(port: int) -> dist.TCPStore:
+    """Another rank's end of it."""
+    return dist.TCPStore(HOST, port, None, False, CONNECT_TIMEOUT, wait_for_workers=False)
+
+
+def connect(store: dist.Store, rank: int, size: int, device_type: str) -> TPGroup:
+    """Meet the other ranks: nccl on device `cuda:rank`, which becomes the current one, or gloo on the CPU.
+
+    Returns when every rank is connected. Raises RuntimeError when one does not come within CONNECT_TIMEOUT.
+    """
+    if device_type == "cuda":
+        torch.cuda.set_device(rank)
+        group = TPGroup(rank, size, _nccl(store, rank, size))
+        group.all_reduce(torch.zeros(1, device="cuda"))  # nccl connects in the first call, too late inside a capture
+        torch.cuda.synchronize()
+        return group
+    return TPGroup(rank, size, _gloo(store, rank, size))
+
+
+def _nccl(store: dist.Store, rank: int, size: int) -> Backend:
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = COLLECTIVE_TIMEOUT
+    return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+def _gloo(store: dist.Store, rank: int, size: int) -> Backend:
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=HOST)]
+    options._timeout = COLLECTIVE_TIMEOUT
+    return dist.ProcessGroupGloo(store, rank, size, options)

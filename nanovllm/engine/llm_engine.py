@@ -1,0 +1,371 @@
+"""LLMEngine: requests in, outputs out; start-up and shutdown of everything between.
+
+One step: plan it, enqueue it on every rank, and hand the tokens of the step before back to the scheduler. On a GPU
+the host so works one step ahead of it; on the CPU a step has run when it is enqueued, and its own tokens are read.
+"""
+
+import itertools
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, TypedDict
+
+import torch
+
+from nanovllm.config import Config, KVCacheSizes
+from nanovllm.distributed import TPGroup
+from nanovllm.engine.batch import StepPlan
+from nanovllm.engine.detokenizer import Detokenizer
+from nanovllm.engine.model_runner import ModelRunner, StepResult, kv_cache_spec
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.sequence import Sequence
+from nanovllm.errors import EngineError
+from nanovllm.kvcache.base import KVCacheManager
+from nanovllm.kvcache.block_manager import BlockManager
+from nanovllm.kvcache.hybrid_manager import HybridKVCacheManager
+from nanovllm.model_config import ModelConfig
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.memory import available_host_bytes, format_bytes
+
+logger = logging.getLogger("nanovllm")
+
+MAX_HOST_SHARE = 0.7  # of the memory available, for a CPU pool whose size the user left open
+
+
+class RequestOutput(TypedDict):
+    """What a finished request returns. `text` is None when the model came without a tokenizer."""
+
+    text: str | None
+    token_ids: list[int]
+    finish_reason: str
+    num_prompt_tokens: int
+    num_cached_tokens: int  # prompt tokens found in the prefix cache
+    ttft_s: float | None  # arrival to first token
+    tpot_s: float | None  # mean time between tokens; None for a single token
+
+
+@dataclass
+class StepOutput:
+    """What a step brought: `texts` holds the new text of each request that got a token."""
+
+    finished: dict[int, RequestOutput] = field(default_factory=dict)
+    texts: dict[int, str] = field(default_factory=dict)
+    num_prefill_tokens: int = 0
+    num_decode_tokens: int = 0
+
+    def merge(self, other: "StepOutput") -> None:
+        """Add what a later step brought."""
+        self.finished |= other.finished
+        for request_id, text in other.texts.items():
+            self.texts[request_id] = self.texts.get(request_id, "") + text
+        self.num_prefill_tokens += other.num_prefill_tokens
+        self.num_decode_tokens += other.num_decode_tokens
+
+    def take(self, request_ids: Iterable[int] | None) -> "StepOutput":
+        """Remove and return what belongs to these requests (None: to any), and the token counts."""
+        ids = set(self.texts) | set(self.finished) if request_ids is None else set(request_ids)
+        taken = StepOutput(
+            {i: self.finished.pop(i) for i in ids & self.finished.keys()},
+            {i: self.texts.pop(i) for i in ids & self.texts.keys()},
+            self.num_prefill_tokens,
+            self.num_decode_tokens,
+        )
+        self.num_prefill_tokens = self.num_decode_tokens = 0
+        return taken
+
+
+class LLMEngine:
+    def __init__(self, model: str | Path, **options: Any) -> None:
+        """`model`: a directory, a hub name or a preset; `options`: the fields of Config. Raises ValueError for bad ones."""
+        known = {f.name for f in fields(Config)} - {"model"}
+        unknown = sorted(set(options) - known)
+        if unknown:
+            raise ValueError(f"unknown option {', '.join(unknown)}; the options are {', '.join(sorted(known))}")
+        self.config = Config(model=str(model), **options)
+        self.model_config, self._directory = ModelConfig.from_pretrained(self.config.model)
+        self.max_model_len = _max_model_len(self.config, self.model_config)
+        self.device = _resolve_device(self.config)
+        self._num_cpu_blocks = _num_cpu_blocks(self.config, self.model_config, self.max_model_len)
+        self._closed = False
+        self._workers, self.runner = self._start_ranks()
+        try:
+            self.tokenizer = _load_tokenizer(self._directory)
+            self.scheduler = self._make_scheduler()
+        except BaseException:
+            self.close()
+            raise
+        self._request_ids = itertools.count()
+        self._detokenizers: dict[int, Detokenizer] = {}
+        self._in_flight: tuple[StepPlan, StepResult] | None = None
+        self._num_steps = 0
+
+    # -- start and end -------------------------------------------------------------------------------------------
+
+    def _start_ranks(self) -> tuple[Any, ModelRunner]:
+        """Worker processes for ranks 1.., then rank 0's runner here."""
+        if self.config.tensor_parallel_size == 1:
+            return None, ModelRunner(self.config, self.model_config, self._directory, TPGroup(), self.device)
+        raise AssertionError("filled in with the worker transport")
+
+    def _make_scheduler(self) -> Scheduler:
+        sizes = self._kv_cache_sizes()
+        self._call("allocate_kv_cache", sizes)
+        config, spec = self.config, self.runner.spec
+        kv: KVCacheManager
+        if config.enable_cpu_offload:
+            kv = HybridKVCacheManager(
+                sizes.num_cpu_blocks,
+                sizes.num_gpu_blocks,
+                config.block_size,
+                spec.staging_group_blocks,
+                config.enable_prefix_caching,
+            )
+        else:
+            kv = BlockManager(sizes.num_gpu_blocks, config.block_size, config.enable_prefix_caching)
+        return Scheduler(
+            kv,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            chunked_prefill=config.chunked_prefill,
+            eos_token_ids=self.model_config.eos_token_ids,
+        )
+
+    def _kv_cache_sizes(self) -> KVCacheSizes:
+        """The user's numbers of blocks, or what start-up measures."""
+        config, block_size = self.config, self.config.block_size
+        given = config.num_gpu_blocks if config.enable_cpu_offload else config.num_kvcache_blocks
+        if given is not None and given > 0:
+            return KVCacheSizes(given, self._num_cpu_blocks)
+        useful = config.max_num_seqs * -(-self.max_model_len // block_size)
+        if config.enable_cpu_offload:
+            useful = max(2, min(useful, self._num_cpu_blocks))
+        fitting = self._call("measure_num_gpu_blocks")
+        if fitting < (2 if config.enable_cpu_offload else 1):
+            raise ValueError(
+                f"no room for KV blocks of {format_bytes(self.runner.spec.block_bytes)} beside the model with "
+                f"gpu_memory_utilization={config.gpu_memory_utilization}; raise it, lower max_num_batched_tokens or "
+                "kvcache_block_size, or use a smaller model or more ranks"
+            )
+        return KVCacheSizes(min(fitting, useful), self._num_cpu_blocks)
+
+    def _call(self, method: str, *args: Any) -> Any:
+        """Run a method of the runner on every rank; returns rank 0's result."""
+        if self._workers is not None:
+            self._workers.call(method, *args)
+        return getattr(self.runner, method)(*args)
+
+    def close(self) -> None:
+        """Stop the workers and give all memory back. The engine cannot be used afterwards; closing twice is fine."""
+        if self._closed:
+            return
+        self._closed = True
+        self.runner.close()
+        if self._workers is not None:
+            self._workers.close()
+
+    def __enter__(self) -> "LLMEngine":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    def check_request(self, prompt: str | list[int], params: SamplingParams) -> list[int]:
+        """The prompt's token ids. Raises ValueError for a request that can never run."""
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError("a text prompt needs a tokenizer, and this model has none; give a list of token ids")
+            token_ids = self.tokenizer.encode(prompt)
+        else:
+            token_ids = _check_token_ids(prompt, self.model_config.vocab_size)
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"sampling_params has type {type(params).__name__}, expected SamplingParams")
+        if not token_ids:
+            raise ValueError("the prompt is empty; it needs at least one token")
+        if len(token_ids) + params.max_tokens > self.max_model_len:
+            raise ValueError(
+                f"prompt of {len(token_ids)} tokens + max_tokens={params.max_tokens} exceeds "
+                f"max_model_len={self.max_model_len}; shorten the prompt, lower max_tokens or raise max_model_len"
+            )
+        if params.stop and self.tokenizer is None:
+            raise ValueError("stop strings need a tokenizer, and this model has none; use stop_token_ids")
+        return token_ids
+
+    def add_request(self, prompt: str | list[int], sampling_params: SamplingParams) -> int:
+        """Queue a request and return its id. Raises ValueError, and leaves all else untouched, when it can never run."""
+        self._check_open()
+        token_ids = self.check_request(prompt, sampling_params)
+        request_id = next(self._request_ids)
+        drawn = self.config.seed * 1_000_003 + request_id
+        seed = (drawn if sampling_params.seed is None else sampling_params.seed) & (2**63 - 1)
+        salt = len(token_ids) if self._kv_depends_on_prompt_len(len(token_ids)) else 0
+        self.scheduler.add(Sequence(request_id, list(token_ids), sampling_params, seed, salt))
+        if self.tokenizer is not None:
+            self._detokenizers[request_id] = Detokenizer(self.tokenizer, tuple(sampling_params.stop))
+        return request_id
+
+    def _kv_depends_on_prompt_len(self, num_prompt_tokens: int) -> bool:
+        """Dynamic rope turns keys by the prompt's length once it is past the original one: no sharing across lengths."""
+        original = self.model_config.rope.original_max_position_embeddings
+        return self.runner.model.needs_rope_lens and num_prompt_tokens > original
+
+    def abort(self, request_id: int) -> bool:
+        """End a request now; its blocks are free at once. False when it has ended already or never was."""
+        self._detokenizers.pop(request_id, None)
+        return self.scheduler.abort(request_id) is not None
+
+    def is_finished(self) -> bool:
+        return not self.scheduler.has_unfinished and self._in_flight is None
+
+    # -- one step ------------------------------------------------------------------------------------------------
+
+    def step(self) -> StepOutput:
+        """Run the next step (one ahead of the tokens returned, on a GPU). Raises EngineError when a worker died."""
+        self._check_open()
+        output = StepOutput()
+        plan = self.scheduler.schedule()
+        launched = None
+        if plan is not None:
+            launched = plan, self._call("launch", plan)
+            self._num_steps += 1
+        elif self._in_flight is None and self.scheduler.has_unfinished:
+            raise AssertionError("requests are waiting, and none of them can run")
+        if self.device.type == "cpu":
+            self._in_flight, launched = launched, None
+        if self._in_flight is not None:
+            self._commit(*self._in_flight, output)
+        self._in_flight = launched
+        return output
+
+    def _commit(self, plan: StepPlan, result: StepResult, output: StepOutput) -> None:
+        if self._workers is not None:
+            self._workers.wait_for(result.is_done)
+        for step in plan.sequences:
+            if step.sampling is not None and step.num_tokens == 1:
+                output.num_decode_tokens += 1
+            else:
+                output.num_prefill_tokens += step.num_tokens
+        for seq in self.scheduler.commit(plan, result.token_ids()):
+            self._collect(seq, output)
+
+    def _collect(self, seq: Sequence, output: StepOutput) -> None:
+        detokenizer = self._detokenizers.get(seq.seq_id)
+        text = None
+        if detokenizer is not None:
+            output.texts[seq.seq_id] = detokenizer.update(seq.output_token_ids, seq.finish_reason is not None)
+            text = detokenizer.text
+            if detokenizer.stopped and seq.finish_reason is None:
+                self.scheduler.finish(seq, "stop")
+            elif detokenizer.stopped:
+                seq.finish_reason = "stop"
+        if seq.finish_reason is not None:
+            output.finished[seq.seq_id] = _request_output(seq, text)
+            self._detokenizers.pop(seq.seq_id, None)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineError("the engine is closed; make a new one")
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since the start: blocks, bytes moved, preemptions; bytes in *_bytes, rates in their unit."""
+        stats: dict[str, Any] = {
+            "num_steps": self._num_steps,
+            "num_waiting": len(self.scheduler.waiting),
+            "num_running": len(self.scheduler.running),
+            "num_preemptions": self.scheduler.num_preemptions,
+            "block_bytes": self.runner.spec.block_bytes,
+        }
+        return stats | self.scheduler.kv.stats() | self.runner.stats()
+
+
+def _request_output(seq: Sequence, text: str | None) -> RequestOutput:
+    token_ids = seq.output_token_ids
+    assert seq.finish_reason is not None and seq.first_token_s is not None and seq.last_token_s is not None
+    spread_s = seq.last_token_s - seq.first_token_s
+    return RequestOutput(
+        text=text,
+        token_ids=token_ids,
+        finish_reason=seq.finish_reason,
+        num_prompt_tokens=seq.num_prompt_tokens,
+        num_cached_tokens=seq.num_hit_tokens or 0,
+        ttft_s=seq.first_token_s - seq.arrival_s,
+        tpot_s=spread_s / (len(token_ids) - 1) if len(token_ids) > 1 else None,
+    )
+
+
+def _check_token_ids(prompt: Any, vocab_size: int) -> list[int]:
+    if not isinstance(prompt, list | tuple):
+        raise ValueError(f"a prompt has type {type(prompt).__name__}, expected a string or a list of token ids")
+    for position, token_id in enumerate(prompt):
+        if not isinstance(token_id, int) or isinstance(token_id, bool):
+            raise ValueError(f"token_ids[{position}]={token_id!r} is no integer; a prompt is a string or token ids")
+        if not 0 <= token_id < vocab_size:
+            raise ValueError(f"token_ids[{position}]={token_id} is outside the vocabulary 0..{vocab_size - 1}")
+    return list(prompt)
+
+
+def _max_model_len(config: Config, model_config: ModelConfig) -> int:
+    limit = model_config.max_model_len_limit
+    if config.max_model_len is not None and config.max_model_len > limit:
+        raise ValueError(
+            f"max_model_len={config.max_model_len} is more than the {limit} tokens the model's rope covers; lower it, or "
+            "extend the rope in the model's config.json (rope_scaling)"
+        )
+    return config.max_model_len or limit
+
+
+def _resolve_device(config: Config) -> torch.device:
+    """Rank 0's device."""
+    name = config.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ValueError(f"device={config.device!r}: this machine has no usable CUDA GPU; use device='cpu'")
+    device = torch.device(name if ":" in name else "cuda:0")
+    last = (device.index or 0) + config.tensor_parallel_size
+    if last > torch.cuda.device_count():
+        raise ValueError(
+            f"tensor_parallel_size={config.tensor_parallel_size} from {device} on needs {last} GPUs, "
+            f"this machine has {torch.cuda.device_count()}"
+        )
+    return device
+
+
+def _num_cpu_blocks(config: Config, model_config: ModelConfig, max_model_len: int) -> int:
+    """Blocks of the CPU pool over all ranks; 0 without offload. Raises ValueError for a pool that cannot fit."""
+    if not config.enable_cpu_offload:
+        return 0
+    block_bytes = kv_cache_spec(config, model_config, tp_size=1).block_bytes
+    available = available_host_bytes()
+    if config.num_cpu_blocks is None and config.cpu_memory_gb is None:
+        wanted = 2 * -(-max_model_len // config.block_size)
+        return max(1, min(wanted, int(available * MAX_HOST_SHARE) // block_bytes))
+    if config.num_cpu_blocks is not None:
+        num_blocks = config.num_cpu_blocks
+    else:
+        num_blocks = int((config.cpu_memory_gb or 0) * 2**30) // block_bytes
+    if num_blocks < 1:
+        raise ValueError(
+            f"cpu_memory_gb={config.cpu_memory_gb} holds no block of {format_bytes(block_bytes)}; raise it or lower "
+            "kvcache_block_size"
+        )
+    if num_blocks * block_bytes > available:
+        raise ValueError(
+            f"a CPU pool of {num_blocks} blocks needs {format_bytes(num_blocks * block_bytes)}, "
+            f"{format_bytes(available)} of memory are available; lower num_cpu_blocks or cpu_memory_gb"
+        )
+    return num_blocks
+
+
+def _load_tokenizer(directory: Path | None) -> Any:
+    """The model's tokenizer, or None for a preset and for a directory without one."""
+    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+    if directory is None or not any((directory / name).is_file() for name in names):
+        return None
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(str(directory))

@@ -1,0 +1,184 @@
+"""ModelRunner: one rank's model and KV cache. Does what a plan says; the same on every rank."""
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from nanovllm.attention.base import StepAttention
+from nanovllm.attention.paged import PagedAttention
+from nanovllm.attention.selection import choose_backend
+from nanovllm.attention.streamed import StreamedAttention
+from nanovllm.config import Config, KVCacheSizes, KVCacheSpec
+from nanovllm.distributed import TPGroup
+from nanovllm.engine import inputs
+from nanovllm.engine.batch import KVMoves, SamplingRow, SequenceStep, StepPlan
+from nanovllm.kvcache.offload_engine import OffloadEngine
+from nanovllm.layers.sampler import SamplingTensors, sample
+from nanovllm.loader import load_weights
+from nanovllm.model_config import ModelConfig
+from nanovllm.models.registry import build_model
+from nanovllm.utils.memory import available_host_bytes
+
+logger = logging.getLogger("nanovllm")
+
+
+class StepResult:
+    """The sampled tokens of a step that may still be running."""
+
+    def __init__(self, tokens: torch.Tensor) -> None:
+        self._host = tokens
+        self._event: torch.cuda.Event | None = None
+        if tokens.is_cuda:
+            self._host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+            self._host.copy_(tokens, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def is_done(self) -> bool:
+        return self._event is None or self._event.query()
+
+    def token_ids(self) -> list[int]:
+        """One id per sampling sequence of the plan. Waits for the step."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host.tolist()
+
+
+class ModelRunner:
+    def __init__(
+        self, config: Config, model_config: ModelConfig, directory: Path | None, tp: TPGroup, device: torch.device
+    ) -> None:
+        """Builds and loads this rank's part of the model. `directory`: where the weights are."""
+        self.config, self.model_config, self.tp, self.device = config, model_config, tp, device
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        self.dtype = getattr(torch, model_config.torch_dtype if config.dtype == "auto" else config.dtype)
+        max_model_len = config.max_model_len or model_config.max_model_len_limit
+        self.model = build_model(model_config, tp, max_model_len=max_model_len, dtype=self.dtype, device=device)
+        load_weights(
+            self.model, directory, load_format=config.load_format, seed=config.seed, show_progress=tp.rank == 0
+        )
+        self.model.eval()
+        self.scale = model_config.head_dim**-0.5
+        self.spec = kv_cache_spec(config, model_config, tp.size)
+        self.backend = choose_backend(config.attn_backend, device, self.dtype, model_config.head_dim)
+        self.offload: OffloadEngine | None = None
+        self._sampled = torch.zeros(0, dtype=torch.int64, device=device)
+
+    # -- KV cache ------------------------------------------------------------------------------------------------
+
+    def measure_num_gpu_blocks(self) -> int:
+        """Blocks of KV that fit beside the model and the memory of its largest step, the smallest over all ranks."""
+        if self.device.type == "cuda":
+            num_bytes = self._measure_free_bytes()
+        else:  # the model itself and everything else on the machine live in the same memory
+            num_bytes = int(available_host_bytes() * self.config.gpu_memory_utilization / 2)
+        num_bytes -= self.spec.staging_bytes if self.config.enable_cpu_offload else 0
+        return max(0, num_bytes // self.spec.block_bytes)
+
+    def _measure_free_bytes(self) -> int:
+        """total x utilization - used - peak + current, after a step of the largest size."""
+        self._warm_up()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info()
+        stats = torch.cuda.memory_stats()
+        peak, current = stats["allocated_bytes.all.peak"], stats["allocated_bytes.all.current"]
+        return int(total * self.config.gpu_memory_utilization) - (total - free) - peak + current
+
+    def _warm_up(self) -> None:
+        """Run the largest step once, on two blocks of a throw-away cache that all its sequences share."""
+        torch.cuda.reset_peak_memory_stats()
+        shape = (self.spec.num_layers, 2, self.spec.block_size, self.spec.num_kv_heads, self.spec.head_dim)
+        self.k_cache, self.v_cache = (torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in "kv")
+        max_model_len = self.config.max_model_len or self.model_config.max_model_len_limit
+        longest = min(2 * self.spec.block_size, max_model_len)
+        remaining, steps = self.config.max_num_batched_tokens, []
+        while remaining:
+            num_tokens = min(longest, remaining)
+            remaining -= num_tokens
+            sampling = SamplingRow(1.0, 0, 1.0, 0.0, 0, num_tokens)
+            ids = np.zeros(num_tokens, dtype=np.int64)
+            steps.append(SequenceStep(len(steps), ids, 0, num_tokens, (0, 1), num_tokens, sampling))
+        self.launch(StepPlan(0, tuple(steps[: self.config.max_num_seqs]), KVMoves()))
+        del self.k_cache, self.v_cache
+
+    def allocate_kv_cache(self, sizes: KVCacheSizes) -> None:
+        """All KV memory, once. With CPU blocks the cache on the GPU is the slots of the OffloadEngine."""
+        if sizes.num_cpu_blocks:
+            self.offload = OffloadEngine(self.spec, sizes, self.dtype, self.device)
+            self.k_cache, self.v_cache = self.offload.k_cache_gpu, self.offload.v_cache_gpu
+            return
+        spec = self.spec
+        shape = (spec.num_layers, sizes.num_gpu_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
+        self.k_cache, self.v_cache = (torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in "kv")
+
+    # -- one step ------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> StepResult:
+        """Enqueue the step. On the CPU it has run when this returns, on the GPU it need not have."""
+        arrays = inputs.build_arrays(plan, self.spec.block_size)
+        arrays |= inputs.build_group_arrays(plan, self.spec.block_size, self.spec.staging_group_blocks)
+        tensors = inputs.to_device(arrays, self.device)
+        input_ids = tensors["input_ids"]
+        if len(arrays["pending_tokens"]):
+            input_ids[tensors["pending_tokens"]] = self._sampled[tensors["pending_rows"]]
+        rope_lens = tensors["rope_lens"] if self.model.needs_rope_lens else None
+        if self.offload is not None:
+            self.offload.begin_step(plan.moves, sorted({slot for step in plan.sequences for slot in step.block_table}))
+        hidden = self.model(input_ids, tensors["positions"], self._attention(plan, tensors), rope_lens)
+        if self.offload is not None:
+            self.offload.end_step()
+        if len(arrays["logits_rows"]):
+            logits = self.model.compute_logits(hidden[tensors["logits_rows"]])
+            self._sampled = self.tp.broadcast(sample(logits, _sampling_tensors(arrays, tensors)))
+        else:
+            self._sampled = input_ids[:0]
+        return StepResult(self._sampled)
+
+    def _attention(self, plan: StepPlan, tensors: dict[str, torch.Tensor]) -> StepAttention:
+        batches = inputs.build_batches(plan, tensors, self.spec.block_size)
+        mapping = tensors["slot_mapping"]
+        if self.offload is None:
+            return PagedAttention(self.backend, self.k_cache, self.v_cache, mapping, batches.paged, self.scale)
+        caches = self.k_cache, self.v_cache
+        return StreamedAttention(
+            self.backend, self.offload, *caches, mapping, batches.paged, batches.groups, self.scale
+        )
+
+    def stats(self) -> dict[str, int]:
+        """Counters of the copies of this rank."""
+        if self.offload is None:
+            return {}
+        return {
+            "num_loaded_bytes": self.offload.num_loaded_bytes,
+            "num_offloaded_bytes": self.offload.num_offloaded_bytes,
+        }
+
+    def close(self) -> None:
+        if self.offload is not None:
+            self.offload.close()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def kv_cache_spec(config: Config, model_config: ModelConfig, tp_size: int) -> KVCacheSpec:
+    """Shape of the KV cache of one of `tp_size` ranks."""
+    dtype = model_config.torch_dtype if config.dtype == "auto" else config.dtype
+    return KVCacheSpec(
+        num_layers=model_config.num_layers,
+        block_size=config.block_size,
+        num_kv_heads=model_config.num_kv_heads // tp_size,
+        head_dim=model_config.head_dim,
+        itemsize=4 if dtype == "float32" else 2,
+    )
+
+
+def _sampling_tensors(arrays: dict[str, np.ndarray], tensors: dict[str, torch.Tensor]) -> SamplingTensors:
+    names = ("temperature", "top_k", "top_p", "min_p", "seed", "sample_position")
+    cut = (arrays["top_k"] > 0) | (arrays["top_p"] < 1) | (arrays["min_p"] > 0)
+    random = arrays["temperature"] > 0
+    return SamplingTensors(*(tensors[n] for n in names), filtered=bool((cut & random).any()), random=bool(random.any()))

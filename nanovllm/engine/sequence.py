@@ -1,0 +1,78 @@
+"""Sequence: one request from arrival to end. All state of a request lives here, integers only."""
+
+import time
+from enum import Enum, auto
+
+from nanovllm.sampling_params import SamplingParams
+
+
+class SequenceStatus(Enum):
+    WAITING = auto()
+    RUNNING = auto()
+    FINISHED = auto()
+
+
+class Sequence:
+    """A prompt and its answer so far.
+
+    Always: num_cached_tokens <= num_tokens. `num_pending_tokens` counts tokens that planned steps are still sampling:
+    they have a position but no id yet, so they are part of num_tokens and not of token_ids.
+    """
+
+    def __init__(
+        self, seq_id: int, token_ids: list[int], params: SamplingParams, seed: int, hash_salt: int = 0
+    ) -> None:
+        self.seq_id = seq_id
+        self.token_ids = token_ids
+        self.num_prompt_tokens = len(token_ids)
+        self.params = params
+        self.seed = seed
+        self.status = SequenceStatus.WAITING
+        self.finish_reason: str | None = None  # "stop", "length" or "abort"
+
+        self.num_pending_tokens = 0
+        self.pending_row = -1  # of the newest pending token, among the sampled rows of the step that samples it
+        self.num_cached_tokens = 0  # tokens whose K/V are in the cache once all planned steps have run
+        self.num_hit_tokens: int | None = None  # prompt tokens found in the prefix cache; None before admission
+
+        # Owned by the KV cache manager.
+        self.block_table: list[int] = []
+        self.num_reserved_blocks = 0
+        self.hash_salt = hash_salt  # sequences of different salt never share blocks
+        self.grain_hashes: list[int] = []
+        self.num_registered_tokens = 0
+
+        self.arrival_s = time.perf_counter()
+        self.first_token_s: float | None = None
+        self.last_token_s: float | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids) + self.num_pending_tokens
+
+    @property
+    def num_output_tokens(self) -> int:
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def num_uncached_tokens(self) -> int:
+        return self.num_tokens - self.num_cached_tokens
+
+    @property
+    def max_kv_tokens(self) -> int:
+        """Most tokens whose K/V this request ever needs: the last sampled token is never an input."""
+        return self.num_prompt_tokens + self.params.max_tokens - 1
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    def append_pending(self, token_id: int, position: int) -> None:
+        """The id of the oldest pending token has arrived."""
+        assert self.num_pending_tokens > 0, f"sequence {self.seq_id} waits for no token"
+        assert position == len(self.token_ids), f"sequence {self.seq_id} got token {position} out of order"
+        self.token_ids.append(token_id)
+        self.num_pending_tokens -= 1
+        self.last_token_s = time.perf_counter()
+        if self.first_token_s is None:
+            self.first_token_s = self.last_token_s

@@ -1,0 +1,317 @@
+"""HybridKVCacheManager: all KV in CPU blocks, copies of some of them in GPU slots.
+
+What always holds:
+- A block's tokens are in CPU memory, or in its slot, or both (HybridBlock says how many are where). A full block is
+  copied out in the step that fills it, so giving up its slot later is free; a partial one is copied out once, when
+  its slot is needed for something else.
+- Every running sequence keeps the slot of its newest, partial block. All other slots hold copies that any plan may
+  give up; what a scheduled sequence then misses is streamed in that step.
+- The missing set is the smallest there can be: a slot is never idle, nor kept for a block nobody reads, while a
+  scheduled sequence misses a block.
+- A running sequence's CPU blocks are reserved to its last token when it is admitted, so memory never runs out halfway
+  and a preempted sequence keeps all it has computed.
+"""
+
+from collections.abc import Sequence as Seq
+
+from nanovllm.config import BLOCK_SIZE_STEP
+from nanovllm.engine.batch import KVMoves, SlotCopy, SlotLoad, SlotOffload, StreamedGroup
+from nanovllm.engine.sequence import Sequence
+from nanovllm.kvcache.base import KVCacheManager, PagedKeys
+from nanovllm.kvcache.prefix_index import BlockPool, PrefixMatch
+from nanovllm.kvcache.slot_ring import HybridBlock, SlotRing
+
+
+class _StepMoves:
+    """The moves of the step being planned."""
+
+    def __init__(self) -> None:
+        self.flushes: list[SlotOffload] = []
+        self.loads: list[SlotLoad] = []
+        self.copies: list[SlotCopy] = []
+        self.offloads: list[SlotOffload] = []
+        self.taken_slots: list[int] = []
+
+
+class HybridKVCacheManager(KVCacheManager):
+    def __init__(
+        self,
+        num_cpu_blocks: int,
+        num_gpu_blocks: int,
+        block_size: int,
+        group_blocks: int,
+        enable_prefix_caching: bool = True,
+    ) -> None:
+        self.block_size = block_size
+        self.group_blocks = group_blocks  # streamed blocks attended in one call
+        blocks = [HybridBlock(i) for i in range(num_cpu_blocks)]
+        self.pool = BlockPool(list(blocks), block_size, BLOCK_SIZE_STEP, enable_prefix_caching)
+        self.blocks = blocks
+        self.ring = SlotRing(num_gpu_blocks)
+        self.num_reserved_blocks = 0
+        self.num_hit_blocks = 0
+        self.num_missed_blocks = 0
+        self._step = 0
+        self._moves = _StepMoves()
+        self._running: Seq[Sequence] = ()
+        self._wanted_ids: set[int] | None = None  # blocks of running sequences; made when a slot must be given up
+        self._owed_ids: set[int] = set()  # running sequences that hold no slot and will need one
+        self._copy_sources: list[HybridBlock] = []
+        self._partial: dict[int, tuple[HybridBlock, int]] = {}  # seq_id -> source of its first block's first tokens
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    # -- which block is where ------------------------------------------------------------------------------------
+
+    def get_all_cpu_blocks(self, seq: Sequence) -> list[int]:
+        """CPU block ids of the sequence, in order of position."""
+        return list(seq.block_table)
+
+    def get_prefilled_cpu_blocks(self, seq: Sequence) -> list[int]:
+        """CPU block ids of the sequence whose tokens are all computed."""
+        return seq.block_table[: seq.num_cached_tokens // self.block_size]
+
+    # -- admission -----------------------------------------------------------------------------------------------
+
+    def check_fits(self, seq: Sequence) -> None:
+        needed, have = self._num_blocks(seq.max_kv_tokens), len(self.blocks)
+        if needed > have:
+            raise ValueError(
+                f"prompt of {seq.num_prompt_tokens} tokens + max_tokens={seq.params.max_tokens} needs {needed} CPU blocks "
+                f"of {self.block_size} tokens, the pool has {have}; shorten it, or raise num_cpu_blocks or cpu_memory_gb"
+            )
+
+    def begin_step(self, running: Seq[Sequence]) -> None:
+        self._step += 1
+        self._moves = _StepMoves()
+        self._running = running
+        self._wanted_ids = None
+        self._owed_ids = {seq.seq_id for seq in running if seq.num_cached_tokens % self.block_size == 0}
+
+    def _affordable_match(self, seq: Sequence) -> PrefixMatch | None:
+        """The prefix to start from, or None when the pool has no room for the rest of the sequence."""
+        match = self.pool.match(seq)
+        idle_hits = sum(self.blocks[i].ref_count == 0 for i in match.full_blocks)
+        needed = self._num_blocks(seq.max_kv_tokens) - len(match.full_blocks) + idle_hits
+        spare = self.pool.num_free - self.num_reserved_blocks - needed
+        if match.partial_block is not None and self.blocks[match.partial_block].ref_count == 0 and spare == 0:
+            match = PrefixMatch(match.full_blocks)  # the source would be the very block the sequence needs
+        return match if spare >= 0 else None
+
+    def can_admit(self, seq: Sequence) -> bool:
+        if self._num_spare_slots(seq) < 1:
+            return False
+        return bool(seq.block_table) or self._affordable_match(seq) is not None
+
+    def admit(self, seq: Sequence) -> None:
+        if seq.block_table:
+            return  # preempted: it kept its blocks
+        match = self._affordable_match(seq)
+        assert match is not None, f"sequence {seq.seq_id} admitted without room"
+        for block_id in match.full_blocks:
+            self.pool.retain(self.blocks[block_id])
+            seq.block_table.append(block_id)
+        seq.num_registered_tokens = len(seq.block_table) * self.block_size
+        seq.num_cached_tokens = seq.num_registered_tokens + match.num_partial_tokens
+        seq.num_hit_tokens = seq.num_cached_tokens
+        if match.partial_block is not None:
+            source = self.blocks[match.partial_block]
+            self.pool.retain(source)  # until the plan is made
+            self._copy_sources.append(source)
+            self._partial[seq.seq_id] = source, match.num_partial_tokens
+        seq.num_reserved_blocks = self._num_blocks(seq.max_kv_tokens) - len(seq.block_table)
+        self.num_reserved_blocks += seq.num_reserved_blocks
+
+    def _grow(self, seq: Sequence, num_tokens: int) -> None:
+        while len(seq.block_table) < self._num_blocks(num_tokens):
+            self.num_reserved_blocks -= 1
+            seq.num_reserved_blocks -= 1
+            free_id = next(iter(self.pool.free_ids))
+            self.ring.clear(self.blocks[free_id])
+            seq.block_table.append(self.pool.take().block_id)
+
+    # -- slots ---------------------------------------------------------------------------------------------------
+
+    def _can_give_up(self, block: HybridBlock | None) -> bool:
+        return block is None or not (block.being_written or block.used_in_step == self._step)
+
+    def _num_spare_slots(self, seq: Sequence) -> int:
+        """Slots `seq` may take: those to be had, less one for each other running sequence that needs one."""
+        return sum(map(self._can_give_up, self.ring.blocks)) - len(self._owed_ids - {seq.seq_id})
+
+    def _is_unwanted(self, block: HybridBlock | None) -> bool:
+        """Free, or holding what no running sequence reads."""
+        if self._wanted_ids is None:
+            self._wanted_ids = {block_id for seq in self._running for block_id in seq.block_table}
+        return block is None or (self._can_give_up(block) and block.block_id not in self._wanted_ids)
+
+    def _empty_slot(self, ring_slot: int) -> None:
+        """Give up a slot's content; what CPU memory lacks of it is copied out first."""
+        block = self.ring.blocks[ring_slot]
+        if block is None:
+            return
+        if block.is_dirty and (block.ref_count > 0 or block.indexed_hashes):
+            start, end = block.num_offloaded_tokens, block.num_tokens
+            self._moves.flushes.append(SlotOffload(ring_slot, block.block_id, start, end))
+            block.num_offloaded_tokens = end
+        block.num_tokens = block.num_offloaded_tokens
+        self.ring.clear(block)
+
+    def _take_slot(self, block: HybridBlock) -> None:
+        """A slot for `block`: a free one, else one nobody reads, else one that is streamed from now on."""
+        ring_slot = self.ring.find(lambda held: held is None)
+        if ring_slot is None:
+            ring_slot = self.ring.find(self._is_unwanted)
+        if ring_slot is None:
+            ring_slot = self.ring.find(self._can_give_up)
+        assert ring_slot is not None, "no slot to give up; the caller did not ask first"
+        self._empty_slot(ring_slot)
+        self.ring.put(ring_slot, block)
+        self._moves.taken_slots.append(ring_slot)
+
+    def num_placeable(self, seq: Sequence, num_tokens: int) -> int:
+        """Tokens whose blocks have a slot or can get one."""
+        room = self._num_spare_slots(seq)
+        block_idx = seq.num_cached_tokens // self.block_size
+        if block_idx < len(seq.block_table):
+            held = self.blocks[seq.block_table[block_idx]]
+            if held.ring_slot >= 0 and not self._can_give_up(held):
+                room += 1
+        return min(num_tokens, max(0, (block_idx + room) * self.block_size - seq.num_cached_tokens))
+
+    def place(self, seq: Sequence, num_tokens: int) -> None:
+        start, end = seq.num_cached_tokens, seq.num_cached_tokens + num_tokens
+        self._grow(seq, end)
+        self._owed_ids.discard(seq.seq_id)
+        if self._wanted_ids is not None:
+            self._wanted_ids.update(seq.block_table)
+        chunk = range(start // self.block_size, self._num_blocks(end))
+        for block_idx in chunk:  # those in place keep their slots before others look for one
+            self.blocks[seq.block_table[block_idx]].used_in_step = self._step
+        for block_idx in chunk:
+            block = self.blocks[seq.block_table[block_idx]]
+            if block.ring_slot < 0:
+                self._take_slot(block)
+                if block.num_tokens:
+                    self._moves.loads.append(SlotLoad(block.block_id, block.ring_slot, block.num_tokens))
+        self._fill_from_partial_match(seq)
+        for block_idx in chunk:
+            self._write(self.blocks[seq.block_table[block_idx]], end - block_idx * self.block_size)
+        self.pool.register(seq, end)
+
+    def _fill_from_partial_match(self, seq: Sequence) -> None:
+        """Bring the matched tokens of another sequence's block into the slot of this one's first new block."""
+        source, num_tokens = self._partial.pop(seq.seq_id, (None, 0))
+        if source is None:
+            return
+        block = self.blocks[seq.block_table[seq.num_cached_tokens // self.block_size]]
+        if source.ring_slot >= 0:
+            source.used_in_step = self._step
+            self._moves.copies.append(SlotCopy(source.ring_slot, block.ring_slot, num_tokens))
+        else:
+            self._moves.loads.append(SlotLoad(source.block_id, block.ring_slot, num_tokens))
+
+    def _write(self, block: HybridBlock, num_tokens: int) -> None:
+        block.num_tokens = min(num_tokens, self.block_size)
+        block.being_written = block.num_tokens < self.block_size
+        if not block.being_written:
+            start = block.num_offloaded_tokens
+            self._moves.offloads.append(SlotOffload(block.ring_slot, block.block_id, start, self.block_size))
+            block.num_offloaded_tokens = self.block_size
+
+    def preempt(self, seq: Sequence) -> None:
+        self._owed_ids.discard(seq.seq_id)
+        self._stop_writing(seq)
+
+    def _stop_writing(self, seq: Sequence) -> None:
+        block_idx = seq.num_cached_tokens // self.block_size
+        if block_idx < len(seq.block_table):
+            self.blocks[seq.block_table[block_idx]].being_written = False
+
+    def free(self, seq: Sequence) -> None:
+        self.pool.register(seq, seq.num_cached_tokens)
+        self._stop_writing(seq)
+        for block_id in reversed(seq.block_table):
+            self.pool.release(self.blocks[block_id])
+        seq.block_table.clear()
+        self.num_reserved_blocks -= seq.num_reserved_blocks
+        seq.num_reserved_blocks = 0
+
+    # -- the plan ------------------------------------------------------------------------------------------------
+
+    def plan_step(self, placed: Seq[tuple[Sequence, int]]) -> tuple[list[PagedKeys], KVMoves]:
+        history = [self._history(seq) for seq, _ in placed]
+        for block in (block for blocks in history for block in blocks):
+            block.used_in_step = self._step
+        missing = list(dict.fromkeys(b.block_id for blocks in history for b in blocks if b.ring_slot < 0))
+        self.num_hit_blocks += sum(b.ring_slot >= 0 for blocks in history for b in blocks)
+        self.num_missed_blocks += len(missing)
+        streamed = self._fill_idle_slots(missing)
+        keys = [self._paged_keys(seq, blocks, n) for (seq, n), blocks in zip(placed, history, strict=True)]
+        moves = KVMoves(
+            tuple(self._moves.flushes),
+            tuple(self._moves.loads),
+            tuple(self._moves.copies),
+            tuple(self._moves.offloads),
+            self._groups(streamed, history),
+            tuple(self._moves.taken_slots),
+        )
+        for source in self._copy_sources:
+            self.pool.release(source)
+        self._copy_sources.clear()
+        return keys, moves
+
+    def _history(self, seq: Sequence) -> list[HybridBlock]:
+        """The blocks before the one that holds the first new token: all full."""
+        return [self.blocks[i] for i in seq.block_table[: seq.num_cached_tokens // self.block_size]]
+
+    def _fill_idle_slots(self, missing: list[int]) -> list[int]:
+        """Load missing blocks into slots that no scheduled sequence reads, to stay; returns those left to stream."""
+        for i, block_id in enumerate(missing):
+            ring_slot = self.ring.find(self._can_give_up)
+            if ring_slot is None:
+                return missing[i:]
+            self._empty_slot(ring_slot)
+            self.ring.put(ring_slot, self.blocks[block_id])
+            self._moves.loads.append(SlotLoad(block_id, ring_slot, self.block_size))
+        return []
+
+    def _paged_keys(self, seq: Sequence, history: list[HybridBlock], num_tokens: int) -> PagedKeys:
+        first, end = len(history), seq.num_cached_tokens + num_tokens
+        slots = [block.ring_slot for block in history if block.ring_slot >= 0]
+        context_len = len(slots) * self.block_size + end - first * self.block_size
+        slots += [self.blocks[i].ring_slot for i in seq.block_table[first : self._num_blocks(end)]]
+        return PagedKeys(tuple(slots), context_len)
+
+    def _groups(self, streamed: list[int], history: list[list[HybridBlock]]) -> tuple[StreamedGroup, ...]:
+        readers = [{block.block_id for block in blocks} for blocks in history]
+        groups = []
+        for start in range(0, len(streamed), self.group_blocks):
+            ids = tuple(streamed[start : start + self.group_blocks])
+            tables = tuple(tuple(i for i, block_id in enumerate(ids) if block_id in read) for read in readers)
+            groups.append(StreamedGroup(ids, tables))
+        return tuple(groups)
+
+    def check_integrity(self, sequences: Seq[Sequence]) -> None:
+        self.pool.check_integrity(list(sequences))
+        assert self.num_reserved_blocks == sum(s.num_reserved_blocks for s in sequences), "reservations are miscounted"
+        assert self.num_reserved_blocks <= self.pool.num_free, "more blocks reserved than free"
+        for ring_slot, held in enumerate(self.ring.blocks):
+            assert held is None or held.ring_slot == ring_slot, f"slot {ring_slot} and its block disagree"
+        for block in self.blocks:
+            slot = block.ring_slot
+            assert slot < 0 or self.ring.blocks[slot] is block, f"block {block.block_id} believes in slot {slot}"
+            assert block.num_offloaded_tokens <= block.num_tokens, f"block {block.block_id} counts are reversed"
+            assert slot >= 0 or not block.is_dirty, f"block {block.block_id} lost tokens with its slot"
+            assert not block.being_written or slot >= 0, f"block {block.block_id} is written without a slot"
+
+    def stats(self) -> dict[str, int]:
+        return {
+            "num_cpu_blocks": len(self.blocks),
+            "num_free_cpu_blocks": self.pool.num_free,
+            "num_gpu_blocks": len(self.ring),
+            "num_resident_blocks": sum(block is not None for block in self.ring.blocks),
+            "num_hit_blocks": self.num_hit_blocks,
+            "num_missed_blocks": self.num_missed_blocks,
+        }

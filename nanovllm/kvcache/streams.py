@@ -1,0 +1,103 @@
+"""Streams and events, as the offload engine uses them: CUDA's, or stand-ins that run everything at once.
+
+Three queues of work: compute (the model's own), h2d and d2h. Work of one queue runs in order; an event recorded on
+one and waited for on another is the only order between them. As in CUDA, waiting for an event means waiting for the
+work recorded *so far*; an event never recorded is not waited for.
+"""
+
+from typing import Protocol
+
+import torch
+
+
+class Event(Protocol):
+    """A point in a stream's work. Created by `Streams.event`; recorded and waited for through a Stream."""
+
+
+class Stream(Protocol):
+    def record(self, event: "Event") -> None:
+        """`event` now stands for everything enqueued on this stream so far."""
+
+    def wait(self, event: "Event") -> None:
+        """Work enqueued on this stream from here on starts after `event`."""
+
+    def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        """Enqueue dst <- src (same shape, both contiguous)."""
+
+
+class Streams(Protocol):
+    compute: Stream
+    h2d: Stream
+    d2h: Stream
+
+    def event(self) -> Event: ...
+
+    def synchronize(self) -> None:
+        """Return when all work enqueued on h2d and d2h is done."""
+
+
+class ImmediateEvent:
+    pass
+
+
+class ImmediateStream:
+    """Runs each copy when it is enqueued; there is nothing left to wait for."""
+
+    def record(self, event: Event) -> None:
+        pass
+
+    def wait(self, event: Event) -> None:
+        pass
+
+    def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        dst.copy_(src)
+
+
+class ImmediateStreams:
+    def __init__(self) -> None:
+        self.compute = self.h2d = self.d2h = ImmediateStream()
+
+    def event(self) -> Event:
+        return ImmediateEvent()
+
+    def synchronize(self) -> None:
+        pass
+
+
+class CudaStream:
+    """A torch stream. The compute stream is whatever stream is current when it is used."""
+
+    def __init__(self, stream: torch.cuda.Stream | None) -> None:
+        self._stream = stream
+
+    @property
+    def stream(self) -> torch.cuda.Stream:
+        return self._stream or torch.cuda.current_stream()
+
+    def record(self, event: torch.cuda.Event) -> None:
+        event.record(self.stream)
+
+    def wait(self, event: torch.cuda.Event) -> None:
+        self.stream.wait_event(event)
+
+    def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        with torch.cuda.stream(self.stream):
+            dst.copy_(src, non_blocking=True)
+
+
+class CudaStreams:
+    def __init__(self, device: torch.device) -> None:
+        self.compute = CudaStream(None)
+        self.h2d = CudaStream(torch.cuda.Stream(device))
+        self.d2h = CudaStream(torch.cuda.Stream(device))
+
+    def event(self) -> torch.cuda.Event:
+        return torch.cuda.Event()
+
+    def synchronize(self) -> None:
+        self.h2d.stream.synchronize()
+        self.d2h.stream.synchronize()
+
+
+def make_streams(device: torch.device) -> Streams:
+    return CudaStreams(device) if device.type == "cuda" else ImmediateStreams()

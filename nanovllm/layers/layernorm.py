@@ -1,0 +1,45 @@
+"""RMSNorm, alone and fused with the residual addition before it.
+
+The two functions are the seam for a fused kernel: each is one call of the request path. Numbers as transformers':
+the norm is computed in fp32 and rounded to the input's dtype before it is multiplied by the weight.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from nanovllm.layers.weights import NamedShard, WeightShard, new_parameter
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich 2019)."""
+    x32 = x.float()
+    normed = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
+    return weight * normed.to(x.dtype)
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rms_norm(x + residual), x + residual); the sum is rounded to the dtype of `x` before it is normed."""
+    residual = x + residual
+    return rms_norm(residual, weight, eps), residual
+
+
+class RMSNorm(nn.Module):
+    """RMS norm over the last dimension, the same weight on every rank."""
+
+    def __init__(self, size: int, eps: float, *, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = new_parameter(size, dtype=dtype)
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """[..., size] -> (normed, the new residual). Without a residual, `x` starts one. Hot: twice per layer."""
+        if residual is None:
+            return rms_norm(x, self.weight, self.eps), x
+        return add_rms_norm(x, residual, self.weight, self.eps)
+
+    def weight_shards(self) -> Iterator[NamedShard]:
+        yield NamedShard(0, "weight", WeightShard(self.weight, tuple(self.weight.shape), (slice(None),)))

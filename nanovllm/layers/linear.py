@@ -1,0 +1,111 @@
+"""Tensor-parallel linear layers. A column-parallel and a row-parallel layer in sequence cost one all-reduce.
+
+Column: each rank owns output features, no communication. Row: each rank owns input features and the outputs are
+summed over ranks. The weight is [output, input] as in torch; `tp` is the rank group, passed and never global.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nanovllm.distributed import TPGroup
+from nanovllm.layers.weights import NamedShard, WeightShard, divide, new_parameter
+
+
+class MergedColumnParallelLinear(nn.Module):
+    """Several column-parallel layers over the same input, as one matrix product.
+
+    Takes [T, input_size], returns [T, sum(output_sizes) / tp]: this rank's part of the first layer, then of the
+    second, and so on. Raises ValueError when an output size is not divisible by tp.
+    """
+
+    def __init__(
+        self, input_size: int, output_sizes: Sequence[int], *, bias: bool, tp: TPGroup, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.tp = tp
+        self.input_size = input_size
+        self.output_sizes = list(output_sizes)
+        self.local_sizes = [divide(size, tp.size, "output features") for size in output_sizes]
+        self.weight = new_parameter(sum(self.local_sizes), input_size, dtype=dtype)
+        self.bias = new_parameter(sum(self.local_sizes), dtype=dtype) if bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+    def weight_shards(self) -> Iterator[NamedShard]:
+        end = 0
+        for layer, (size, local_size) in enumerate(zip(self.output_sizes, self.local_sizes, strict=True)):
+            rows = slice(self.tp.rank * local_size, (self.tp.rank + 1) * local_size)
+            start, end = end, end + local_size
+            weight = WeightShard(self.weight[start:end], (size, self.input_size), (rows, slice(None)))
+            yield NamedShard(layer, "weight", weight)
+            if self.bias is not None:
+                yield NamedShard(layer, "bias", WeightShard(self.bias[start:end], (size,), (rows,)))
+
+
+class ColumnParallelLinear(MergedColumnParallelLinear):
+    """Each rank owns output_size / tp output features: [T, input_size] -> [T, output_size / tp]."""
+
+    def __init__(self, input_size: int, output_size: int, *, bias: bool, tp: TPGroup, dtype: torch.dtype) -> None:
+        super().__init__(input_size, [output_size], bias=bias, tp=tp, dtype=dtype)
+
+
+class QKVParallelLinear(MergedColumnParallelLinear):
+    """The q, k and v projections as one product; each rank owns num_heads / tp heads and num_kv_heads / tp kv heads.
+
+    `split` returns q [T, H, D], k [T, K, D] and v [T, K, D] of this rank as views of the product.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        head_dim: int,
+        num_heads: int,
+        num_kv_heads: int,
+        *,
+        bias: bool,
+        tp: TPGroup,
+        dtype: torch.dtype,
+    ) -> None:
+        heads = divide(num_heads, tp.size, "num_attention_heads")
+        kv_heads = divide(num_kv_heads, tp.size, "num_key_value_heads")
+        sizes = [num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim]
+        super().__init__(hidden_size, sizes, bias=bias, tp=tp, dtype=dtype)
+        self.head_dim = head_dim
+        self.heads_per_part = [heads, kv_heads, kv_heads]
+
+    def split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Hot: once per layer."""
+        heads = qkv.view(qkv.shape[0], -1, self.head_dim)
+        q, k, v = heads.split(self.heads_per_part, dim=1)
+        return q, k, v
+
+
+class RowParallelLinear(nn.Module):
+    """Each rank owns input_size / tp input features: [T, input_size / tp] -> [T, output_size], summed over ranks.
+
+    The bias lives on rank 0 only, so that the sum counts it once. Raises ValueError when input_size is not divisible
+    by tp.
+    """
+
+    def __init__(self, input_size: int, output_size: int, *, bias: bool, tp: TPGroup, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.tp = tp
+        self.full_shape = (output_size, input_size)
+        self.has_bias = bias
+        self.weight = new_parameter(output_size, divide(input_size, tp.size, "input features"), dtype=dtype)
+        self.bias = new_parameter(output_size, dtype=dtype) if bias and tp.rank == 0 else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.tp.all_reduce(F.linear(x, self.weight, self.bias))
+
+    def weight_shards(self) -> Iterator[NamedShard]:
+        local_size = self.weight.shape[1]
+        columns = slice(self.tp.rank * local_size, (self.tp.rank + 1) * local_size)
+        yield NamedShard(0, "weight", WeightShard(self.weight, self.full_shape, (slice(None), columns)))
+        if self.has_bias:  # the other ranks know the tensor but take nothing of it
+            target = self.weight.new_empty(0) if self.bias is None else self.bias
+            yield NamedShard(0, "bias", WeightShard(target, self.full_shape[:1], (slice(0, target.shape[0]),)))

@@ -1,0 +1,76 @@
+"""Sampler: logits to token ids, each row by its own parameters and its own noise.
+
+A token is the argmax of probability over Exp(1) noise (the exponential race, equal in distribution to drawing from
+the probabilities). The noise is a hash of the request's seed, the token's position and the vocabulary entry, so a
+seeded request draws the same noise whatever it is batched with, on every device and rank.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+
+class SamplingTensors(NamedTuple):
+    """One entry per row, [S], on the device. `filtered`, `random`: whether any row cuts its distribution or draws."""
+
+    temperature: torch.Tensor  # float32, 0: greedy
+    top_k: torch.Tensor  # int64, 0: all
+    top_p: torch.Tensor  # float32
+    min_p: torch.Tensor  # float32
+    seed: torch.Tensor  # int64
+    position: torch.Tensor  # int64
+    filtered: bool
+    random: bool
+
+
+def sample(logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
+    """logits [S, vocab_size], any float type -> token ids int64 [S]."""
+    greedy = logits.argmax(dim=-1)
+    if not params.random:
+        return greedy
+    scaled = logits.float() / params.temperature.clamp(min=1e-10)[:, None]
+    if params.filtered:
+        scaled = filter_logits(scaled, params.top_k, params.top_p, params.min_p)
+    probs = torch.softmax(scaled, dim=-1)
+    drawn = (probs / exponential_noise(params.seed, params.position, logits.shape[-1])).argmax(dim=-1)
+    return torch.where(params.temperature == 0, greedy, drawn)
+
+
+def filter_logits(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
+    """-inf where a token is cut: top_k first, top_p of what is left, and min_p relative to the likeliest token."""
+    vocab_size = logits.shape[-1]
+    ordered, order = logits.sort(dim=-1, descending=True)
+    rank = torch.arange(vocab_size, device=logits.device)
+    keep = (rank < top_k[:, None]) | (top_k[:, None] == 0)
+    keep &= ordered >= ordered[:, :1] + min_p.log()[:, None]  # log 0 = -inf keeps all
+    probs = torch.softmax(ordered.masked_fill(~keep, -torch.inf), dim=-1)
+    before = probs.cumsum(dim=-1) - probs
+    keep &= before < top_p[:, None]
+    keep[:, 0] = True
+    return torch.empty_like(logits).scatter_(-1, order, ordered.masked_fill(~keep, -torch.inf))
+
+
+def exponential_noise(seed: torch.Tensor, position: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Exp(1) noise [S, vocab_size] in fp32, never 0: a function of (seed, position, entry).
+
+    The bits are splitmix64's finaliser (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014).
+    """
+    entry = torch.arange(vocab_size, device=seed.device)
+    row_key = _mix(_mix(seed) + position)
+    bits = _mix(row_key[:, None] + entry * _GOLDEN_GAMMA)
+    uniform = (((bits >> 40) & 0xFFFFFF).float() + 0.5) * 2.0**-24
+    return -uniform.log()
+
+
+_GOLDEN_GAMMA = -0x61C8864680B583EB  # 2^64 / golden ratio, as a signed 64-bit number
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    x = (x ^ _shift_right(x, 30)) * -0x40A7B892E31B1A47
+    x = (x ^ _shift_right(x, 27)) * -0x6B2FB644ECCEEE15
+    return x ^ _shift_right(x, 31)
+
+
+def _shift_right(x: torch.Tensor, num_bits: int) -> torch.Tensor:
+    """Logical shift of int64, which torch only shifts arithmetically."""
+    return (x >> num_bits) & ((1 << (64 - num_bits)) - 1)

@@ -1,0 +1,151 @@
+"""LLM: the engine with the calls a user makes."""
+
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeAlias
+
+from tqdm.auto import tqdm
+
+from nanovllm.engine.llm_engine import LLMEngine, RequestOutput, StepOutput
+from nanovllm.errors import EngineError
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.interrupt import deferred_interrupt
+
+Prompt: TypeAlias = str | list[int]
+Message: TypeAlias = dict[str, Any]
+
+
+class LLM(LLMEngine):
+    """An engine and its model.
+
+        with LLM("path/to/model", enable_cpu_offload=True, num_gpu_blocks=8) as llm:
+            outputs = llm.generate(["Hello"], SamplingParams(temperature=0))
+
+    The options are the fields of nanovllm.config.Config; bad ones raise ValueError before anything is allocated.
+    """
+
+    def __init__(self, model: str, **options: Any) -> None:
+        super().__init__(model, **options)
+        self._held = StepOutput()  # of requests that the call now running does not own
+
+    # -- calls ---------------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | list[str] | list[list[int]],
+        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer all prompts, strings or lists of token ids; the outputs come in the order of the prompts.
+
+        sampling_params: one for all, or one per prompt; None: the defaults. Raises ValueError, before any prompt is
+        queued, when one of them cannot run. After Ctrl-C these requests are gone and the engine can be used again.
+        """
+        prompts = _prompt_list(prompts)
+        params = _params_list(sampling_params, len(prompts))
+        prompts_ids = [self.check_request(prompt, p) for prompt, p in zip(prompts, params, strict=True)]
+        request_ids: list[int] = []
+        try:
+            for token_ids, p in zip(prompts_ids, params, strict=True):
+                request_ids.append(self.add_request(token_ids, p))
+            outputs = self._run(request_ids, use_tqdm)
+        except BaseException:
+            for request_id in request_ids:
+                self.abort(request_id)
+            self._held.take(request_ids)
+            raise
+        return [outputs[request_id] for request_id in request_ids]
+
+    def chat(
+        self,
+        messages: list[Message] | list[list[Message]],
+        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several, each a list of {"role", "content"}, with the model's chat template."""
+        if self.tokenizer is None or not self.tokenizer.chat_template:
+            raise ValueError("chat needs a tokenizer with a chat template, and this model has none; use generate")
+        if not messages:
+            raise ValueError("messages is empty; give at least one message")
+        conversations: Any = messages if isinstance(messages[0], list) else [messages]
+        prompts = [
+            self.tokenizer.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False)
+            for conversation in conversations
+        ]
+        token_ids = [self.tokenizer.encode(prompt, add_special_tokens=False) for prompt in prompts]
+        return self.generate(token_ids, sampling_params, use_tqdm)
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
+        """The answer's text, piece by piece as it comes. Leaving the loop early aborts the request."""
+        if self.tokenizer is None:
+            raise ValueError("stream yields text and needs a tokenizer, and this model has none; use generate")
+        request_id = self.add_request(prompt, sampling_params or SamplingParams())
+        return self._stream(request_id)
+
+    def _stream(self, request_id: int) -> Iterator[str]:
+        try:
+            finished = False
+            while not finished:
+                output = self._step_for([request_id])
+                finished = request_id in output.finished
+                if text := output.texts.get(request_id):
+                    yield text
+        finally:
+            self.abort(request_id)
+
+    # -- steps ---------------------------------------------------------------------------------------------------
+
+    def step(self) -> StepOutput:
+        """Run one step; returns all that has come since the last call."""
+        with deferred_interrupt():
+            self._held.merge(super().step())
+        return self._held.take(None)
+
+    def _step_for(self, request_ids: Iterable[int]) -> StepOutput:
+        """What has come for these requests, after a step if nothing has. The rest is held for its owners."""
+        held = self._held.take(request_ids)
+        if held.finished or held.texts:
+            return held
+        if self.is_finished():
+            raise EngineError("a request was aborted while a call waited for it")
+        with deferred_interrupt():
+            self._held.merge(super().step())
+        return self._held.take(request_ids)
+
+    def _run(self, request_ids: list[int], use_tqdm: bool) -> dict[int, RequestOutput]:
+        outputs: dict[int, RequestOutput] = {}
+        rates = {"Prefill": 0.0, "Decode": 0.0}
+        with tqdm(total=len(request_ids), desc="Generating", dynamic_ncols=True, disable=not use_tqdm) as bar:
+            while len(outputs) < len(request_ids):
+                start_s = time.perf_counter()
+                output = self._step_for(request_ids)
+                seconds = time.perf_counter() - start_s
+                kind = "Prefill" if output.num_prefill_tokens else "Decode"
+                if num_tokens := output.num_prefill_tokens or output.num_decode_tokens:
+                    rates[kind] = num_tokens / seconds
+                    bar.set_postfix({name: f"{rate:.0f}tok/s" for name, rate in rates.items()}, refresh=False)
+                outputs |= output.finished
+                bar.update(len(output.finished))
+        return outputs
+
+
+def _prompt_list(prompts: Any) -> list[Any]:
+    """A list of prompts, from one prompt or several. All strings, or all lists of token ids."""
+    if isinstance(prompts, str) or (isinstance(prompts, list | tuple) and prompts and isinstance(prompts[0], int)):
+        return [prompts]
+    if not isinstance(prompts, list | tuple):
+        raise ValueError(f"prompts has type {type(prompts).__name__}, expected a list of strings or of token id lists")
+    kinds = {type(prompt).__name__ for prompt in prompts}
+    if len(kinds) > 1:
+        raise ValueError(f"prompts mixes {', '.join(sorted(kinds))}; give all as strings, or all as lists of token ids")
+    return list(prompts)
+
+
+def _params_list(params: Any, num_prompts: int) -> list[SamplingParams]:
+    if params is None:
+        params = SamplingParams()
+    if not isinstance(params, list | tuple):
+        return [params] * num_prompts
+    if len(params) != num_prompts:
+        raise ValueError(f"{len(params)} sampling_params for {num_prompts} prompts; give one, or one per prompt")
+    return list(params)

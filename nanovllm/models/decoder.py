@@ -1,0 +1,158 @@
+"""The dense decoder that all supported architectures share: embedding, layers of attention and gated MLP, head.
+
+Every rank runs it on its own heads and features; what the step attends to is the argument `attn`.
+Shapes: T packed tokens, H query heads, K kv heads of this rank, D head dim, S sampled rows.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from nanovllm.attention.base import StepAttention
+from nanovllm.distributed import TPGroup
+from nanovllm.layers.activation import SiluAndMul
+from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from nanovllm.layers.rotary_embedding import RotaryEmbedding, apply_rotary, norm_apply_rotary
+from nanovllm.layers.weights import HasWeightShards, WeightShard
+from nanovllm.model_config import ModelConfig
+
+
+class Attention(nn.Module):
+    def __init__(self, config: ModelConfig, layer: int, tp: TPGroup, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layer = layer
+        self.qkv_proj = QKVParallelLinear(
+            config.hidden_size,
+            config.head_dim,
+            config.num_heads,
+            config.num_kv_heads,
+            bias=config.qkv_bias,
+            tp=tp,
+            dtype=dtype,
+        )
+        self.o_proj = RowParallelLinear(
+            config.num_heads * config.head_dim, config.hidden_size, bias=config.o_bias, tp=tp, dtype=dtype
+        )
+        self.qk_norm = config.qk_norm
+        if config.qk_norm:
+            self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype=dtype)
+            self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype=dtype)
+
+    def forward(self, hidden: torch.Tensor, cos_sin: torch.Tensor, attn: StepAttention) -> torch.Tensor:
+        q, k, v = self.qkv_proj.split(self.qkv_proj(hidden))
+        if self.qk_norm:
+            q, k = norm_apply_rotary(q, k, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, cos_sin)
+        else:
+            q, k = apply_rotary(q, k, cos_sin)
+        return self.o_proj(attn.attend(self.layer, q, k, v).flatten(1))
+
+
+class MLP(nn.Module):
+    def __init__(self, config: ModelConfig, tp: TPGroup, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.gate_up_proj = MergedColumnParallelLinear(
+            config.hidden_size, [config.intermediate_size] * 2, bias=config.mlp_bias, tp=tp, dtype=dtype
+        )
+        self.act_fn = SiluAndMul()
+        self.down_proj = RowParallelLinear(
+            config.intermediate_size, config.hidden_size, bias=config.mlp_bias, tp=tp, dtype=dtype
+        )
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.gate_up_proj(hidden)))
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, config: ModelConfig, layer: int, tp: TPGroup, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
+        self.self_attn = Attention(config, layer, tp, dtype)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
+        self.mlp = MLP(config, tp, dtype)
+
+    def forward(
+        self, hidden: torch.Tensor, residual: torch.Tensor | None, cos_sin: torch.Tensor, attn: StepAttention
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(output of the MLP, residual that it is still to be added to): the next norm does both at once."""
+        hidden, residual = self.input_layernorm(hidden, residual)
+        hidden = self.self_attn(hidden, cos_sin, attn)
+        hidden, residual = self.post_attention_layernorm(hidden, residual)
+        return self.mlp(hidden), residual
+
+
+class Decoder(nn.Module):
+    """Everything below the head. The names of its modules are those of the checkpoint."""
+
+    def __init__(self, config: ModelConfig, tp: TPGroup, *, max_model_len: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp=tp, dtype=dtype)
+        self.rotary_emb = RotaryEmbedding(config.rope, config.head_dim, max_model_len=max_model_len)
+        self.layers = nn.ModuleList(DecoderLayer(config, layer, tp, dtype) for layer in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
+
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, attn: StepAttention, rope_lens: torch.Tensor | None
+    ) -> torch.Tensor:
+        hidden = self.embed_tokens(token_ids)
+        cos_sin = self.rotary_emb.cos_sin(positions, rope_lens)
+        residual = None
+        for layer in self.layers:
+            hidden, residual = layer(hidden, residual, cos_sin, attn)
+        return self.norm(hidden, residual)[0]
+
+
+class CausalLM(nn.Module):
+    """A decoder and its head on one rank. Parameters are uninitialised until the loader has filled them.
+
+    A subclass per architecture names the checkpoint layers that are stacked in one module here, in their order.
+    """
+
+    stacked_names: ClassVar[Mapping[str, tuple[str, ...]]]
+
+    def __init__(self, config: ModelConfig, tp: TPGroup, *, max_model_len: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.config = config
+        self.model = Decoder(config, tp, max_model_len=max_model_len, dtype=dtype)
+        self.lm_head = ParallelLMHead(
+            config.vocab_size,
+            config.hidden_size,
+            tp=tp,
+            dtype=dtype,
+            tied_to=self.model.embed_tokens.weight if config.tie_word_embeddings else None,
+        )
+
+    @property
+    def needs_rope_lens(self) -> bool:
+        """True when `forward` must be given `rope_lens`: dynamic rope, past the original length."""
+        return self.model.rotary_emb.needs_rope_lens
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attn: StepAttention,
+        rope_lens: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Token ids [T] and their positions [T], both int64 -> hidden states [T, hidden_size], after the last norm.
+
+        `rope_lens` [T]: max(num_prompt_tokens, position + 1) of each token; read only when `needs_rope_lens`.
+        """
+        return self.model(input_ids, positions, attn, rope_lens)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[S, hidden_size] -> [S, vocab_size], the same on every rank, in the model's dtype."""
+        return self.lm_head(hidden)
+
+    def weight_shards(self) -> Iterator[tuple[str, WeightShard]]:
+        """(name in the checkpoint, where it goes) of every tensor that fills this rank's parameters."""
+        for path, module in self.named_modules():
+            if module is self or not isinstance(module, HasWeightShards):
+                continue
+            parent, _, name = path.rpartition(".")
+            checkpoint_names = self.stacked_names.get(name, (name,))
+            for layer, parameter, shard in module.weight_shards():
+                yield ".".join(filter(None, (parent, checkpoint_names[layer], parameter))), shard

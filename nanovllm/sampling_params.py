@@ -1,0 +1,51 @@
+"""SamplingParams: how one request's tokens are chosen and when it ends."""
+
+from dataclasses import dataclass
+
+
+def _require(condition: bool, name: str, value: object, limit: str) -> None:
+    if not condition:
+        raise ValueError(f"SamplingParams.{name}={value!r} must be {limit}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """Checked where it is made: a bad value raises ValueError with its name, the value and the limit.
+
+    temperature: 0 is greedy. max_tokens: most new tokens. ignore_eos: go on past the model's end token.
+    top_k: keep the k most likely tokens, 0 or -1 for all. top_p: keep the smallest set of tokens whose probability
+    reaches top_p. min_p: keep tokens at least min_p times as likely as the most likely one. stop: the text ends before
+    the first of these strings. stop_token_ids: end tokens besides the model's. seed: the same seed gives the same
+    tokens whatever the request is batched with; None draws one from the engine's seed.
+    """
+
+    temperature: float = 1.0
+    max_tokens: int = 64
+    ignore_eos: bool = False
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    stop: str | tuple[str, ...] | list[str] = ()
+    stop_token_ids: tuple[int, ...] | list[int] = ()
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("temperature", "top_p", "min_p"):
+            value = getattr(self, name)
+            _require(isinstance(value, int | float) and not isinstance(value, bool), name, value, "a number")
+        for name in ("max_tokens", "top_k"):
+            value = getattr(self, name)
+            _require(isinstance(value, int) and not isinstance(value, bool), name, value, "an integer")
+        _require(0 <= self.temperature < float("inf"), "temperature", self.temperature, "0 (greedy) or more, and finite")
+        _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "1 or more")
+        _require(self.top_k >= -1, "top_k", self.top_k, "1 or more, or 0 or -1 to keep every token")
+        _require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
+        _require(0 <= self.min_p <= 1, "min_p", self.min_p, "between 0 and 1")
+        seed_ok = self.seed is None or (isinstance(self.seed, int) and not isinstance(self.seed, bool))
+        _require(seed_ok, "seed", self.seed, "an integer or None")
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        _require(all(isinstance(s, str) and s for s in stop), "stop", self.stop, "a non-empty string or several")
+        ids = tuple(self.stop_token_ids)
+        _require(all(isinstance(t, int) and t >= 0 for t in ids), "stop_token_ids", self.stop_token_ids, "token ids")
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", ids)

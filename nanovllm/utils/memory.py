@@ -1,0 +1,55 @@
+"""How much host memory this process may still use."""
+
+from pathlib import Path
+
+_CGROUP_FILES = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),  # v2
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),  # v1
+)
+
+
+def _read_int(path: str) -> int | None:
+    try:
+        text = Path(path).read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None  # v2 writes "max" for no limit
+
+
+def available_host_bytes() -> int:
+    """Bytes that can still be allocated: the machine's, or the container's where its limit is nearer.
+
+    The container counts its page cache as used; inactive pages can be given back, so they are added again.
+    """
+    available = _meminfo_bytes("MemAvailable")
+    for limit_file, usage_file in _CGROUP_FILES:
+        limit, usage = _read_int(limit_file), _read_int(usage_file)
+        if limit is not None and usage is not None:
+            available = min(available, limit - usage + _reclaimable_bytes(Path(usage_file).parent))
+    return max(available, 0)
+
+
+def _meminfo_bytes(key: str) -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        name, value = line.split(":")
+        if name == key:
+            return int(value.split()[0]) * 1024
+    raise RuntimeError(f"/proc/meminfo has no {key}")
+
+
+def _reclaimable_bytes(cgroup: Path) -> int:
+    try:
+        lines = (cgroup / "memory.stat").read_text().splitlines()
+    except OSError:
+        return 0
+    stat = dict(line.split() for line in lines)
+    return int(stat.get("inactive_file", 0))
+
+
+def format_bytes(num_bytes: float) -> str:
+    """`4.70 GiB`: the largest binary unit in which the number is at least 1."""
+    for unit in ("B", "KiB", "MiB"):
+        if abs(num_bytes) < 1024:
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.2f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.2f} GiB"

@@ -1,0 +1,134 @@
+"""The layers against plain torch and transformers, on one rank and on several."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from thread_ranks import ThreadGroup, run_ranks
+
+from nanovllm.distributed import TPGroup
+from nanovllm.layers.activation import SiluAndMul
+from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.linear import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
+from nanovllm.layers.weights import HasWeightShards
+
+FP32 = torch.float32
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> Iterator[None]:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        yield
+
+
+def fill(module: HasWeightShards, tensors: dict[tuple[int, str], torch.Tensor]) -> None:
+    for layer, parameter, shard in module.weight_shards():
+        full = tensors[layer, parameter]
+        assert tuple(full.shape) == shard.full_shape
+        shard.target.copy_(full[shard.index])
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_column_row_pair_any_ranks_equals_dense_with_one_all_reduce(size: int) -> None:
+    x, w1, b1, w2, b2 = (torch.randn(shape) for shape in ((5, 12), (8, 12), (8,), (6, 8), (6,)))
+    expected = F.linear(F.linear(x, w1, b1), w2, b2)
+
+    def work(tp: ThreadGroup) -> torch.Tensor:
+        column = ColumnParallelLinear(12, 8, bias=True, tp=tp, dtype=FP32)
+        row = RowParallelLinear(8, 6, bias=True, tp=tp, dtype=FP32)
+        fill(column, {(0, "weight"): w1, (0, "bias"): b1})
+        fill(row, {(0, "weight"): w2, (0, "bias"): b2})
+        assert (row.bias is not None) == (tp.rank == 0)
+        out = row(column(x))
+        assert tp.calls == ["all_reduce"]
+        return out
+
+    for out in run_ranks(size, work):
+        torch.testing.assert_close(out, expected)
+
+
+def test_merged_column_two_ranks_holds_a_part_of_each_layer() -> None:
+    x, first, second = torch.randn(3, 4), torch.randn(6, 4), torch.randn(2, 4)
+
+    def work(tp: ThreadGroup) -> torch.Tensor:
+        merged = MergedColumnParallelLinear(4, [6, 2], bias=False, tp=tp, dtype=FP32)
+        fill(merged, {(0, "weight"): first, (1, "weight"): second})
+        return merged(x)
+
+    for rank, out in enumerate(run_ranks(2, work)):
+        expected = torch.cat((F.linear(x, first).chunk(2, -1)[rank], F.linear(x, second).chunk(2, -1)[rank]), -1)
+        torch.testing.assert_close(out, expected)
+
+
+def test_qkv_two_ranks_splits_into_whole_heads() -> None:
+    x, head_dim = torch.randn(3, 8), 2
+    weights = [torch.randn(heads * head_dim, 8) for heads in (4, 2, 2)]
+
+    def work(tp: ThreadGroup) -> tuple[torch.Tensor, ...]:
+        qkv = QKVParallelLinear(8, head_dim, 4, 2, bias=False, tp=tp, dtype=FP32)
+        fill(qkv, {(i, "weight"): weight for i, weight in enumerate(weights)})
+        return qkv.split(qkv(x))
+
+    for rank, parts in enumerate(run_ranks(2, work)):
+        for weight, part in zip(weights, parts, strict=True):
+            torch.testing.assert_close(part, F.linear(x, weight).view(3, -1, head_dim).chunk(2, 1)[rank])
+
+
+@pytest.mark.parametrize("vocab_size", [2, 11, 12, 13])
+@pytest.mark.parametrize("size", [1, 3])
+def test_embedding_and_head_padded_vocabulary_equal_dense(size: int, vocab_size: int) -> None:
+    weight, token_ids = torch.randn(vocab_size, 4), torch.arange(vocab_size)
+
+    def work(tp: ThreadGroup) -> tuple[torch.Tensor, torch.Tensor]:
+        embedding = VocabParallelEmbedding(vocab_size, 4, tp=tp, dtype=FP32)
+        embedding.weight.fill_(float("nan"))  # nothing may be read from the padding
+        fill(embedding, {(0, "weight"): weight})
+        head = ParallelLMHead(vocab_size, 4, tp=tp, dtype=FP32, tied_to=embedding.weight)
+        assert not list(head.weight_shards())
+        embedded = embedding(token_ids)
+        return embedded, head(embedded)
+
+    for embedded, logits in run_ranks(size, work):
+        torch.testing.assert_close(embedded, weight)
+        torch.testing.assert_close(logits, weight @ weight.T)
+
+
+def test_sizes_not_divisible_by_ranks_raise() -> None:
+    tp = TPGroup(0, 4)
+    with pytest.raises(ValueError, match="num_attention_heads=14 is not divisible by tensor_parallel_size=4"):
+        QKVParallelLinear(8, 2, 14, 2, bias=False, tp=tp, dtype=FP32)
+    with pytest.raises(ValueError, match="num_key_value_heads=2"):
+        QKVParallelLinear(8, 2, 16, 2, bias=False, tp=tp, dtype=FP32)
+    with pytest.raises(ValueError, match="output features=6"):
+        ColumnParallelLinear(8, 6, bias=False, tp=tp, dtype=FP32)
+    with pytest.raises(ValueError, match="input features=6"):
+        RowParallelLinear(6, 8, bias=False, tp=tp, dtype=FP32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rms_norm_equals_transformers_bit_for_bit(dtype: torch.dtype) -> None:
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    x, residual, weight = (torch.randn(shape).to(dtype) for shape in ((7, 33), (7, 33), (33,)))
+    norm = RMSNorm(33, 1e-5, dtype=dtype)
+    norm.weight.copy_(weight)
+    reference = LlamaRMSNorm(33, eps=1e-5).to(dtype)
+    reference.weight.data.copy_(weight)
+
+    normed, started = norm(x)
+    assert torch.equal(normed, reference(x)) and torch.equal(started, x)
+    normed, summed = norm(x, residual)
+    assert torch.equal(normed, reference(x + residual)) and torch.equal(summed, x + residual)
+
+
+def test_silu_and_mul_gates_with_the_first_half() -> None:
+    gate, up = torch.randn(3, 5), torch.randn(3, 5)
+    torch.testing.assert_close(SiluAndMul()(torch.cat((gate, up), -1)), gate * torch.sigmoid(gate) * up)

@@ -1,0 +1,149 @@
+"""Loading safetensors on one rank and on several, dummy weights, and an error for every kind of wrong file."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from dense_model import load_model, random_prompt, run_logits
+from safetensors.torch import load_file, save_file
+from thread_ranks import run_ranks
+from tiny_models import write_tiny_model
+
+from nanovllm.distributed import TPGroup
+from nanovllm.loader import load_weights
+from nanovllm.model_config import ModelConfig
+from nanovllm.models.decoder import CausalLM
+from nanovllm.models.registry import build_model
+
+PROMPT = random_prompt(30)
+
+
+def dummy_model(directory: Path, tp: TPGroup, seed: int = 0) -> CausalLM:
+    config, _ = ModelConfig.from_pretrained(str(directory))
+    model = build_model(config, tp, max_model_len=128, dtype=torch.float32, device="cpu")
+    load_weights(model, None, load_format="dummy", seed=seed)
+    return model
+
+
+def edit_tensors(directory: Path, **changes: torch.Tensor | None) -> None:
+    """Set a tensor of the checkpoint, or with None remove it."""
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    for name, tensor in changes.items():
+        if tensor is None:
+            del tensors[name]
+        else:
+            tensors[name] = tensor
+    save_file(tensors, file)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "llama"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_two_ranks_give_the_logits_of_one(tmp_path: Path, architecture: str, tied: bool) -> None:
+    write_tiny_model(tmp_path, architecture, tied=tied, bias=True, vocab_size=321)
+    expected = run_logits(load_model(tmp_path), PROMPT)
+    for logits in run_ranks(2, lambda tp: run_logits(load_model(tmp_path, tp), PROMPT)):
+        assert logits.shape == (len(PROMPT), 321)
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_sharded_checkpoint_equals_single_file(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path / "single")
+    write_tiny_model(tmp_path / "sharded", sharded=True)
+    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 1
+    single, sharded = (run_logits(load_model(tmp_path / name), PROMPT) for name in ("single", "sharded"))
+    assert torch.equal(single, sharded)
+
+
+def test_checkpoint_dtype_is_converted_to_the_models(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path, dtype=torch.bfloat16)
+    model = load_model(tmp_path)
+    expected = load_file(tmp_path / "model.safetensors")["model.norm.weight"]
+    assert torch.equal(model.model.norm.weight, expected.float())
+
+
+def test_tied_head_and_rotary_buffers_in_the_file_are_ignored(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path, tied=True)
+    expected = run_logits(load_model(tmp_path), PROMPT)
+    edit_tensors(
+        tmp_path,
+        **{"lm_head.weight": torch.zeros(320, 64), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)},
+    )
+    assert torch.equal(run_logits(load_model(tmp_path), PROMPT), expected)
+
+
+def test_missing_weight_raises_with_its_name(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path)
+    edit_tensors(tmp_path, **{"model.layers.1.self_attn.k_proj.weight": None})
+    with pytest.raises(ValueError, match=r"misses weights: model\.layers\.1\.self_attn\.k_proj\.weight;"):
+        load_model(tmp_path)
+
+
+def test_unknown_weight_raises_with_its_name(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path)
+    edit_tensors(tmp_path, **{"model.layers.0.mlp.experts.weight": torch.ones(3)})
+    with pytest.raises(ValueError, match=r"unknown to the model: model\.layers\.0\.mlp\.experts\.weight;"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_wrong_shape_raises_with_name_and_both_shapes(tmp_path: Path, size: int) -> None:
+    write_tiny_model(tmp_path)
+    edit_tensors(tmp_path, **{"model.norm.weight": torch.ones(65)})
+    with pytest.raises(ValueError, match=r"model\.norm\.weight in .* has shape \[65\], config\.json asks for \[64\]"):
+        run_ranks(size, lambda tp: load_model(tmp_path, tp))
+
+
+def test_quantised_weight_raises(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path)
+    edit_tensors(tmp_path, **{"model.norm.weight": torch.ones(64, dtype=torch.int8)})
+    with pytest.raises(ValueError, match=r"model\.norm\.weight .*I8; quantised"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 4, 1000, 100_000])
+def test_truncated_file_raises_with_its_name(tmp_path: Path, num_bytes: int) -> None:
+    write_tiny_model(tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:num_bytes])
+    with pytest.raises(ValueError, match=r"model\.safetensors is truncated"):
+        load_model(tmp_path)
+
+
+def test_no_weights_raise_with_the_remedy(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "model.bin")
+    with pytest.raises(ValueError, match=r"no safetensors file in .*save_pretrained"):
+        load_model(tmp_path)
+    with pytest.raises(ValueError, match="preset has no weights"):
+        load_weights(load_model(write_tiny_model(tmp_path / "other")), None)
+
+
+def test_index_broken_or_naming_a_missing_file_raises(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path, sharded=True)
+    index = tmp_path / "model.safetensors.index.json"
+    next(tmp_path.glob("model-00002*.safetensors")).unlink()
+    with pytest.raises(ValueError, match=r"files that do not exist: .*model-00002"):
+        load_model(tmp_path)
+    for text in ("{", "[]", json.dumps({"weight_map": None})):
+        index.write_text(text)
+        with pytest.raises(ValueError, match=r"index\.json is not an index"):
+            load_model(tmp_path)
+
+
+def test_dummy_same_seed_same_model_for_any_ranks(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path, vocab_size=9001)  # more rows than are drawn at a time
+    expected = run_logits(dummy_model(tmp_path, TPGroup()), PROMPT)
+    assert torch.equal(run_logits(dummy_model(tmp_path, TPGroup()), PROMPT), expected)
+    assert not torch.equal(run_logits(dummy_model(tmp_path, TPGroup(), seed=1), PROMPT), expected)
+    assert 0.1 < expected.std() < 10
+    for logits in run_ranks(2, lambda tp: run_logits(dummy_model(tmp_path, tp), PROMPT)):
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_progress_bar_counts_every_tensor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, path = ModelConfig.from_pretrained(str(write_tiny_model(tmp_path, "llama")))
+    model = build_model(config, TPGroup(), max_model_len=128, dtype=torch.float32, device="cpu")
+    load_weights(model, path, show_progress=True)
+    assert "Loading weights: 100%" in capsys.readouterr().err

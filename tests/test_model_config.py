@@ -1,0 +1,177 @@
+"""ModelConfig: presets, both forms of config.json, and an error for everything that is not implemented."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_models import ROPES, write_tiny_model
+
+from nanovllm.model_config import ModelConfig, RopeConfig, presets
+
+QWEN3 = json.loads(presets()["qwen3-0.6b"].read_text())
+QWEN2 = json.loads(presets()["qwen2.5-7b-1m"].read_text())
+NO_ROPE = {key: value for key, value in QWEN3.items() if not key.startswith("rope_")}
+LLAMA = json.loads(presets()["llama-3.1-8b"].read_text())
+
+
+def read(tmp_path: Path, config: dict[str, Any]) -> ModelConfig:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return ModelConfig.from_pretrained(str(tmp_path))[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "limit"),
+    [  # layers, hidden, heads, kv heads, head dim, vocabulary
+        ("qwen3-0.6b", (28, 1024, 16, 8, 128, 151936), 40960),
+        ("qwen3-4b", (36, 2560, 32, 8, 128, 151936), 40960),
+        ("qwen3-8b", (36, 4096, 32, 8, 128, 151936), 40960),
+        ("qwen2.5-7b-1m", (28, 3584, 28, 4, 128, 152064), 1010000),
+        ("llama-3.1-8b", (32, 4096, 32, 8, 128, 128256), 131072),
+    ],
+)
+def test_preset_has_the_published_shape_and_no_directory(name: str, shape: tuple[int, ...], limit: int) -> None:
+    config, directory = ModelConfig.from_pretrained(name)
+    assert directory is None
+    assert shape == (
+        *(config.num_layers, config.hidden_size, config.num_heads, config.num_kv_heads),
+        *(config.head_dim, config.vocab_size),
+    )
+    assert config.max_model_len_limit == limit
+    assert config.torch_dtype == "bfloat16"
+
+
+def test_architectures_have_their_biases_and_norms() -> None:
+    flags = {}
+    for name in ("qwen3-8b", "qwen2.5-7b-1m", "llama-3.1-8b"):
+        config, _ = ModelConfig.from_pretrained(name)
+        flags[name] = (config.qkv_bias, config.o_bias, config.mlp_bias, config.qk_norm)
+    assert flags == {
+        "qwen3-8b": (False, False, False, True),
+        "qwen2.5-7b-1m": (True, False, False, False),
+        "llama-3.1-8b": (False, False, False, False),
+    }
+
+
+def test_import_loads_neither_torch_nor_transformers() -> None:
+    code = "import sys, nanovllm.model_config; assert not {'torch', 'transformers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("rope", ROPES)
+def test_rope_old_and_new_form_on_disk_are_read_alike(tmp_path: Path, rope: str) -> None:
+    sizes = {**LLAMA, "max_position_embeddings": 128}
+    del sizes["rope_scaling"], sizes["rope_theta"]
+    old = read(tmp_path, {**sizes, "rope_theta": 5e5, "rope_scaling": ROPES[rope]})
+    new = read(tmp_path, {**sizes, "rope_parameters": {**ROPES[rope], "rope_theta": 5e5}})
+    assert old == new
+    assert old.rope.rope_type == rope
+    assert old.rope.rope_theta == 5e5
+    assert old.rope.factor == ROPES[rope].get("factor", 1.0)
+
+
+def test_rope_oldest_form_names_the_type_type(tmp_path: Path) -> None:
+    config = read(tmp_path, {**LLAMA, "rope_scaling": {"type": "linear", "factor": 3.0}})
+    assert (config.rope.rope_type, config.rope.factor) == ("linear", 3.0)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "limit"),
+    [
+        (None, 1000),
+        ({"rope_type": "linear", "factor": 2.0}, 2000),
+        ({"rope_type": "dynamic", "factor": 2.5}, 2500),
+        ({"rope_type": "yarn", "factor": 4.0}, 4000),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 800}, 3200),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 100}, 1000),
+    ],
+)
+def test_max_model_len_limit_is_what_the_rope_covers(
+    tmp_path: Path, scaling: dict[str, Any] | None, limit: int
+) -> None:
+    config = read(tmp_path, {**QWEN3, "max_position_embeddings": 1000, "rope_scaling": scaling})
+    assert config.max_model_len_limit == limit
+
+
+def test_eos_of_both_files_each_once(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [151645, 151643]}))
+    assert read(tmp_path, QWEN3).eos_token_ids == (151645, 151643)
+    (tmp_path / "generation_config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"generation_config\.json is not JSON"):
+        read(tmp_path, QWEN3)
+
+
+def test_saved_by_transformers_is_read(tmp_path: Path) -> None:
+    config, directory = ModelConfig.from_pretrained(str(write_tiny_model(tmp_path, "qwen3", tied=True, head_dim=32)))
+    assert directory == tmp_path
+    assert (config.head_dim, config.tie_word_embeddings, config.torch_dtype) == (32, True, "float32")
+    assert config.rope == RopeConfig(original_max_position_embeddings=128)
+    assert config.eos_token_ids == (319,)
+
+
+def rope(**scaling: Any) -> dict[str, Any]:
+    return {"rope_scaling": scaling}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({**QWEN3, "architectures": ["Qwen3MoeForCausalLM"]}, "Qwen3MoeForCausalLM.*supported are Qwen3ForCausalLM"),
+        ({**QWEN3, "architectures": None}, "architectures"),
+        ({**QWEN3, "model_type": "mistral"}, "model_type='mistral'"),
+        ({**QWEN3, "model_type": "no-such-type"}, "no-such-type"),
+        ({**QWEN3, "quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantization_config.*unquantised"),
+        ({**QWEN2, "dual_chunk_attention_config": {"chunk_size": 262144}}, "dual_chunk_attention_config.*remove"),
+        ({**QWEN2, "use_sliding_window": True}, "use_sliding_window=True.*full attention"),
+        ({**QWEN3, "layer_types": ["full_attention"] * 27 + ["sliding_attention"]}, "layer_types sliding_attention"),
+        ({**LLAMA, "sliding_window": 4096}, "sliding_window=4096"),
+        ({**LLAMA, "layer_types": ["chunked_attention"] * 32}, "chunked_attention"),
+        ({**LLAMA, "hidden_act": "gelu"}, "hidden_act='gelu'.*silu"),
+        ({**LLAMA, "partial_rotary_factor": 0.5}, r"partial_rotary_factor=0\.5"),
+        ({**LLAMA, "torch_dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
+        ({**LLAMA, **rope(rope_type="longrope", short_factor=[1.0] * 64, long_factor=[1.0] * 64)}, "longrope"),
+        ({**LLAMA, **rope(rope_type="mrope", mrope_section=[1, 2])}, "mrope"),
+        ({**LLAMA, **rope(rope_type="default", mrope_section=[1, 2])}, "mrope_section"),
+        ({**LLAMA, **rope(rope_type="linear")}, "factor"),
+        ({**LLAMA, **rope(rope_type="linear", factor=0.5)}, r"factor=0\.5"),
+        ({**LLAMA, **rope(rope_type="llama3", factor=8.0)}, "low_freq_factor"),
+        (
+            {**NO_ROPE, "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e6}}},
+            "per layer type",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_not_implemented_setting_raises_value_error(tmp_path: Path, config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        read(tmp_path, config)
+
+
+def test_named_but_unused_sliding_window_of_qwen_is_fine(tmp_path: Path) -> None:
+    assert read(tmp_path, {**QWEN2, "use_sliding_window": False, "sliding_window": 32768}).num_layers == 28
+
+
+def test_model_not_found_raises_with_the_ways_to_name_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"does not exist.*qwen3-0\.6b"):
+        ModelConfig.from_pretrained(str(tmp_path / "nothing"))
+    with pytest.raises(ValueError, match=r"no config\.json in"):
+        ModelConfig.from_pretrained(str(tmp_path))
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config\.json is not JSON"):
+        ModelConfig.from_pretrained(str(tmp_path))
+
+    def no_network(*args: Any, **kwargs: Any) -> str:
+        raise OSError("no network")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", no_network)
+    with pytest.raises(ValueError, match=r"owner/model.*preset.*no network"):
+        ModelConfig.from_pretrained("owner/model")
+
+
+def test_hub_name_is_downloaded_and_its_directory_returned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3))
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: str(tmp_path))
+    config, directory = ModelConfig.from_pretrained("owner/model")
+    assert directory == tmp_path and config.num_layers == 28

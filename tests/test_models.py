@@ -1,0 +1,90 @@
+"""Logits and greedy tokens of every architecture and rope type, against transformers in fp32."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from dense_model import load_model, random_prompt, run_greedy, run_logits
+from tiny_models import ARCHITECTURES, ROPES, greedy_reference, reference_model, write_tiny_model
+
+from nanovllm.distributed import TPGroup
+from nanovllm.model_config import ModelConfig
+from nanovllm.models.registry import build_model
+
+TOLERANCE = 1e-4
+
+
+def assert_same_logits(directory: Path, prompt: list[int], max_model_len: int) -> None:
+    with torch.no_grad():
+        expected = reference_model(directory)(torch.tensor([prompt])).logits[0]
+    model = load_model(directory, max_model_len=max_model_len)
+    for chunk in (1000, 37):
+        assert (run_logits(model, prompt, chunk) - expected).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("rope", ROPES)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_logits_every_rope_past_its_original_length_match_transformers(
+    tmp_path: Path, architecture: str, rope: str
+) -> None:
+    assert_same_logits(write_tiny_model(tmp_path, architecture, rope=rope), random_prompt(150), max_model_len=256)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_logits_tied_and_biased_match_transformers(tmp_path: Path, architecture: str) -> None:
+    assert_same_logits(write_tiny_model(tmp_path, architecture, tied=True, bias=True), random_prompt(50), 128)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_logits_bfloat16_error_is_at_most_twice_that_of_transformers(tmp_path: Path, architecture: str) -> None:
+    write_tiny_model(tmp_path, architecture, dtype=torch.bfloat16)
+    prompt = random_prompt(60)
+    reference = reference_model(tmp_path)
+    with torch.no_grad():
+        exact = reference(torch.tensor([prompt])).logits[0]
+        plain = reference.bfloat16()(torch.tensor([prompt])).logits[0]
+    ours = run_logits(load_model(tmp_path, dtype=torch.bfloat16), prompt)
+    assert ours.dtype == torch.bfloat16
+    assert (ours - exact).abs().mean() <= 2 * (plain - exact).abs().mean()
+
+
+@pytest.mark.parametrize("num_prompt_tokens", [100, 127, 128, 129, 140])
+def test_greedy_dynamic_rope_around_the_original_length_matches_transformers(
+    tmp_path: Path, num_prompt_tokens: int
+) -> None:
+    write_tiny_model(tmp_path, rope={**ROPES["dynamic"], "factor": 4.0})
+    prompt = random_prompt(num_prompt_tokens)
+    model = load_model(tmp_path, max_model_len=256)
+    assert model.needs_rope_lens
+    assert run_greedy(model, prompt, 40) == greedy_reference(tmp_path, prompt, 40)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_greedy_tokens_of_the_tiny_models_vary(tmp_path: Path, architecture: str) -> None:
+    """Tests that compare tokens would prove little on a model that repeats one."""
+    write_tiny_model(tmp_path, architecture)
+    tokens = run_greedy(load_model(tmp_path), random_prompt(20), 24)
+    assert tokens == greedy_reference(tmp_path, random_prompt(20), 24)
+    assert len(set(tokens)) >= 12
+
+
+def test_needs_rope_lens_within_the_original_length_is_false(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path, rope="dynamic")
+    assert not load_model(tmp_path, max_model_len=128).needs_rope_lens
+    assert load_model(tmp_path, max_model_len=129).needs_rope_lens
+
+
+@pytest.mark.parametrize(
+    ("preset", "num_billions"),
+    [
+        ("qwen3-0.6b", 0.596),
+        ("qwen3-4b", 4.022),
+        ("qwen3-8b", 8.191),
+        ("qwen2.5-7b-1m", 7.616),
+        ("llama-3.1-8b", 8.030),
+    ],
+)
+def test_presets_have_the_published_number_of_parameters(preset: str, num_billions: float) -> None:
+    config, _ = ModelConfig.from_pretrained(preset)
+    model = build_model(config, TPGroup(), max_model_len=4096, dtype=torch.bfloat16, device="meta")
+    assert sum(parameter.numel() for parameter in model.parameters()) / 1e9 == pytest.approx(num_billions, abs=0.001)

@@ -1,0 +1,107 @@
+"""Frequencies, cos and sin of every rope type against transformers."""
+
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import ROPES
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from nanovllm.layers.rotary_embedding import RotaryEmbedding, apply_rotary, norm_apply_rotary
+from nanovllm.model_config import RopeConfig
+
+HEAD_DIM = 64
+MAX_POSITION = 4096
+
+
+def scaled(rope_type: str, **changes: Any) -> dict[str, Any]:
+    """The rope of the tiny models at a real size."""
+    scaling = dict(ROPES[rope_type])
+    if "original_max_position_embeddings" in scaling:
+        scaling["original_max_position_embeddings"] = 1024
+    return {**scaling, **changes}
+
+
+def both(scaling: dict[str, Any], max_model_len: int = 65536) -> tuple[RotaryEmbedding, LlamaRotaryEmbedding]:
+    hf = LlamaConfig(
+        hidden_size=4 * HEAD_DIM,
+        num_attention_heads=4,
+        head_dim=HEAD_DIM,
+        max_position_embeddings=MAX_POSITION,
+        rope_theta=500000.0,
+        rope_scaling=dict(scaling),
+    )
+    fields = {"original_max_position_embeddings": MAX_POSITION, **scaling}
+    config = RopeConfig(rope_theta=500000.0, **fields)
+    return RotaryEmbedding(config, HEAD_DIM, max_model_len=max_model_len), LlamaRotaryEmbedding(config=hf)
+
+
+def reference_cos_sin(reference: LlamaRotaryEmbedding, positions: torch.Tensor) -> torch.Tensor:
+    cos, sin = reference(torch.zeros(1), positions[None])
+    return torch.cat((cos[0, :, : HEAD_DIM // 2], sin[0, :, : HEAD_DIM // 2]), -1)
+
+
+YARN_VARIANTS = [
+    {"truncate": False},
+    {"beta_fast": 20.0, "beta_slow": 2.0},
+    {"attention_factor": 0.7},
+    {"mscale": 1.2, "mscale_all_dim": 0.8},
+]
+VARIANTS = [scaled(rope_type) for rope_type in ROPES] + [scaled("yarn", **changes) for changes in YARN_VARIANTS]
+
+
+@pytest.mark.parametrize("scaling", VARIANTS, ids=str)
+def test_cos_sin_up_to_four_times_the_original_length_match_transformers(scaling: dict[str, Any]) -> None:
+    rotary, reference = both(scaling)
+    positions = torch.arange(0, 4 * MAX_POSITION, 7)
+    rope_lens = torch.full_like(positions, int(positions[-1]) + 1)
+    expected = reference_cos_sin(reference, positions)
+    got = rotary.cos_sin(positions, rope_lens)
+    assert got.dtype == torch.float32
+    # a frequency off by one rounding is off by that times the position in the angle
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_prompt_tokens", [MAX_POSITION - 1, MAX_POSITION, MAX_POSITION + 1])
+def test_dynamic_each_token_uses_the_length_it_was_first_run_at(num_prompt_tokens: int) -> None:
+    rotary, reference = both(scaled("dynamic"))
+    prompt = torch.arange(num_prompt_tokens)
+    expected = [reference_cos_sin(reference, prompt)]
+    expected += [reference_cos_sin(reference, torch.tensor([num_prompt_tokens + i])) for i in range(3)]
+    positions = torch.arange(num_prompt_tokens + 3)
+    got = rotary.cos_sin(positions, (positions + 1).clamp(min=num_prompt_tokens))
+    torch.testing.assert_close(got, torch.cat(expected), rtol=0, atol=1e-6)
+
+
+def test_dynamic_without_rope_lens_past_the_original_length_is_refused() -> None:
+    rotary, _ = both(scaled("dynamic"))
+    with pytest.raises(AssertionError, match="rope_lens"):
+        rotary.cos_sin(torch.arange(3))
+
+
+def test_apply_rotary_matches_transformers_and_normed_form_norms_first() -> None:
+    rotary, reference = both(scaled("default"))
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(5, heads, HEAD_DIM, generator=generator) for heads in (4, 2))
+    positions = torch.tensor([0, 9, 9, 4000, 123])
+    cos, sin = reference(torch.zeros(1), positions[None])
+    expected = [
+        out[0].transpose(0, 1) for out in apply_rotary_pos_emb(*(x.transpose(0, 1)[None] for x in (q, k)), cos, sin)
+    ]
+    cos_sin = rotary.cos_sin(positions)
+    for got, want in zip(apply_rotary(q, k, cos_sin), expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-6)
+
+    weight = torch.linspace(0.5, 1.5, HEAD_DIM)
+    normed = [torch.nn.functional.rms_norm(x, (HEAD_DIM,), weight, 1e-6) for x in (q, k)]
+    got_normed = norm_apply_rotary(q, k, weight, weight, 1e-6, cos_sin)
+    for got, want in zip(got_normed, apply_rotary(*normed, cos_sin), strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_apply_rotary_bfloat16_is_rounded_once() -> None:
+    rotary, _ = both(scaled("default"))
+    q = torch.randn(9, 2, HEAD_DIM, generator=torch.Generator().manual_seed(0)).bfloat16()
+    cos_sin = rotary.cos_sin(torch.arange(1000, 1009))
+    assert torch.equal(apply_rotary(q, q, cos_sin)[0], apply_rotary(q.float(), q.float(), cos_sin)[0].bfloat16())

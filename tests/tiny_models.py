@@ -1,0 +1,129 @@
+"""Tiny random checkpoints of every supported architecture, written by transformers. For everybody's tests."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ARCHITECTURES = ("qwen3", "qwen2", "llama")
+ROPES: dict[str, dict[str, Any]] = {  # `rope_scaling` for max_position_embeddings=128
+    "default": {"rope_type": "default"},
+    "linear": {"rope_type": "linear", "factor": 2.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+}
+
+
+def write_tiny_model(
+    directory: Path,
+    architecture: str = "qwen3",
+    *,
+    rope: str | dict[str, Any] = "default",
+    tied: bool = False,
+    bias: bool = False,
+    vocab_size: int = 320,
+    hidden_size: int = 64,
+    intermediate_size: int = 96,
+    num_layers: int = 2,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    head_dim: int = 16,
+    max_position_embeddings: int = 128,
+    sharded: bool = False,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> Path:
+    """Write config.json and safetensors to `directory` and return it. The same arguments write the same weights.
+
+    The weights are such that greedy output does not repeat one token: embeddings are small against the layers, so
+    that the next token depends on what attention saw. `bias`: where the architecture has the choice (llama: every
+    linear layer, qwen3: attention). Qwen2 has biases on q, k, v always, and head_dim = hidden_size / num_heads.
+    """
+    import transformers
+
+    kinds = {"qwen3": "Qwen3", "qwen2": "Qwen2", "llama": "Llama"}
+    options: dict[str, Any] = {
+        "qwen3": {"attention_bias": bias, "head_dim": head_dim},
+        "qwen2": {},
+        "llama": {"attention_bias": bias, "mlp_bias": bias, "head_dim": head_dim},
+    }[architecture]
+    config = getattr(transformers, f"{kinds[architecture]}Config")(
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_kv_heads,
+        max_position_embeddings=max_position_embeddings,
+        rope_theta=10000.0,
+        rope_scaling=dict(ROPES[rope] if isinstance(rope, str) else rope),
+        tie_word_embeddings=tied,
+        bos_token_id=None,
+        eos_token_id=vocab_size - 1,
+        pad_token_id=None,
+        **options,
+    )
+    model = getattr(transformers, f"{kinds[architecture]}ForCausalLM")(config)
+    _randomise(model, seed)
+    model.to(dtype).save_pretrained(directory, max_shard_size="100KB" if sharded else "5GB")
+    return directory
+
+
+def _randomise(model: torch.nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.8, 1.2, generator=generator)
+                continue
+            is_query_or_key = "q_proj" in name or "k_proj" in name
+            std = 0.03 if "embed" in name else 0.2 if is_query_or_key else 0.13
+            parameter.normal_(0, std, generator=generator)
+
+
+def write_tiny_tokenizer(directory: Path, vocab_size: int = 320) -> Path:
+    """A byte-level tokenizer for such a model: ids 0..255 are bytes, the last is the end token, the rest "<id>"."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = [*letters, *(f"<{token_id}>" for token_id in range(len(letters), vocab_size - 1)), "<eos>"]
+    tokenizer = Tokenizer(models.BPE(vocab={token: token_id for token_id, token in enumerate(tokens)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+    fast.chat_template = (
+        "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    fast.save_pretrained(directory)
+    return directory
+
+
+def reference_model(directory: Path) -> Any:
+    """The checkpoint as transformers runs it on the CPU in fp32."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(directory).float().eval()
+
+
+def greedy_reference(directory: Path, prompt: list[int], num_tokens: int) -> list[int]:
+    """`num_tokens` greedy token ids by transformers, the end token ignored."""
+    model = reference_model(directory)
+    ids = model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        do_sample=False,
+        min_new_tokens=num_tokens,
+        max_new_tokens=num_tokens,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return ids[0, len(prompt) :].tolist()
