@@ -7,7 +7,7 @@ process. Its ranks meet at a TCPStore that rank 0 opens on a free loopback port.
 import socket
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,6 @@ HOST = "127.0.0.1"
 CONNECT_TIMEOUT = timedelta(seconds=60)
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # a rank may compile kernels first; a dead rank is noticed by other means
 
-Backend: TypeAlias = torch._C._distributed_c10d.Backend
 _Options = TypeVar("_Options")
 
 
@@ -31,7 +30,7 @@ class TPGroup:
 
     rank: int = 0
     size: int = 1
-    process_group: Backend | None = None
+    process_group: Any = None  # a c10d backend, used directly; torch's stubs leave out its collectives
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over ranks, in place. Hot: twice per layer."""
@@ -54,8 +53,8 @@ class TPGroup:
         return x
 
     def close(self) -> None:
-        """Leave the group. Collectives still waiting for another rank end, on the GPU too."""
-        if self.process_group is not None and hasattr(self.process_group, "abort"):  # gloo: from torch 2.7 on
+        """Leave the group. nccl: end the kernels that still wait for another rank, so that nothing else hangs on them."""
+        if self.process_group is not None and not isinstance(self.process_group, dist.ProcessGroupGloo):
             self.process_group.abort()
 
 
@@ -105,14 +104,14 @@ def connect(store: dist.Store, rank: int, size: int, device_type: str) -> TPGrou
     return TPGroup(rank, size, _gloo(store, rank, size))
 
 
-def _nccl(store: dist.Store, rank: int, size: int) -> Backend:
+def _nccl(store: dist.Store, rank: int, size: int) -> Any:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = COLLECTIVE_TIMEOUT
     return dist.ProcessGroupNCCL(store, rank, size, options)
 
 
-def _gloo(store: dist.Store, rank: int, size: int) -> Backend:
-    options = dist.ProcessGroupGloo._Options()
+def _gloo(store: dist.Store, rank: int, size: int) -> Any:
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=HOST)]
     options._timeout = COLLECTIVE_TIMEOUT
     return dist.ProcessGroupGloo(store, rank, size, options)

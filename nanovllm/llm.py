@@ -41,9 +41,9 @@ class LLM(LLMEngine):
         sampling_params: one for all, or one per prompt; None: the defaults. Raises ValueError, before any prompt is
         queued, when one of them cannot run. After Ctrl-C these requests are gone and the engine can be used again.
         """
-        prompts = _prompt_list(prompts)
-        params = _params_list(sampling_params, len(prompts))
-        prompts_ids = [self.check_request(prompt, p) for prompt, p in zip(prompts, params, strict=True)]
+        prompt_list = _prompt_list(prompts)
+        params = _params_list(sampling_params, len(prompt_list))
+        prompts_ids = [self.check_request(prompt, p) for prompt, p in zip(prompt_list, params, strict=True)]
         request_ids: list[int] = []
         try:
             for token_ids, p in zip(prompts_ids, params, strict=True):

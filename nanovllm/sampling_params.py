@@ -36,7 +36,8 @@ class SamplingParams:
         for name in ("max_tokens", "top_k"):
             value = getattr(self, name)
             _require(isinstance(value, int) and not isinstance(value, bool), name, value, "an integer")
-        _require(0 <= self.temperature < float("inf"), "temperature", self.temperature, "0 (greedy) or more, and finite")
+        finite = 0 <= self.temperature < float("inf")
+        _require(finite, "temperature", self.temperature, "0 (greedy) or more, and finite")
         _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "1 or more")
         _require(self.top_k >= -1, "top_k", self.top_k, "1 or more, or 0 or -1 to keep every token")
         _require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")

@@ -25,7 +25,7 @@ class KVStream(Protocol):
         """Called after the paged call."""
 
     def groups(self, layer: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """K and V `[N, P, K, D]` of each streamed group, in the order of the plan; valid until the next is asked for."""
+        """K and V `[N, P, K, D]` of each streamed group, in the plan's order; valid until the next is asked for."""
         ...
 
 

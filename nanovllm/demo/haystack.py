@@ -32,7 +32,9 @@ def build_haystack(num_tokens: int, depth: float, passkey: str) -> str:
     if not (passkey and passkey.isascii() and passkey.isprintable()):
         raise ValueError(f"passkey={passkey!r} must be printable ASCII; use letters and digits")
     if len(grams) < len(needle) - MATCH_TOKENS:
-        raise ValueError(f"passkey={passkey!r} has the same {MATCH_TOKENS} characters twice; use one with less repetition")
+        raise ValueError(
+            f"passkey={passkey!r} has the same {MATCH_TOKENS} characters twice; use one with less repetition"
+        )
     text = _library_text(num_text_tokens, grams)
     start = text.rfind("\n", 0, round(depth * len(text))) + 1
     return text[:start] + needle + text[start:] + QUESTION

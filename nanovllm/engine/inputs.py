@@ -56,19 +56,19 @@ def build_arrays(plan: StepPlan, block_size: int) -> dict[str, np.ndarray]:
         "pending_rows": pending[pending >= 0],
     }
     rows = [step.sampling for step in steps if step.sampling is not None]
-    for i, (name, dtype) in enumerate(_SAMPLING_ARRAYS):
+    for i, (name, dtype) in enumerate(SAMPLING_ARRAYS.items()):
         arrays[name] = np.array([sampling[i] for sampling in rows], dtype=dtype)
     return arrays
 
 
-_SAMPLING_ARRAYS = (  # fields of SamplingRow, in order
-    ("temperature", np.float32),
-    ("top_k", np.int64),
-    ("top_p", np.float32),
-    ("min_p", np.float32),
-    ("seed", np.int64),
-    ("sample_position", np.int64),
-)
+SAMPLING_ARRAYS = {  # fields of SamplingRow, in order
+    "temperature": np.float32,
+    "top_k": np.int64,
+    "top_p": np.float32,
+    "min_p": np.float32,
+    "seed": np.int64,
+    "sample_position": np.int64,
+}
 
 
 def build_group_arrays(plan: StepPlan, block_size: int, group_blocks: int) -> dict[str, np.ndarray]:
@@ -114,7 +114,9 @@ def build_batches(plan: StepPlan, tensors: dict[str, torch.Tensor], block_size: 
     context_lens = [step.context_len for step in plan.sequences]
     tables = [step.block_table for step in plan.sequences]
 
-    def batch(lens_name: str, tables_name: str, lens: list[int], host_tables: Sequence[Sequence[int]], causal: bool):
+    def batch(
+        lens_name: str, tables_name: str, lens: list[int], host_tables: Sequence[Sequence[int]], causal: bool
+    ) -> PagedBatch:
         return PagedBatch(
             cu_seqlens_q=tensors["cu_seqlens_q"],
             context_lens=tensors[lens_name],

@@ -77,7 +77,7 @@ class StepOutput:
 
 class LLMEngine:
     def __init__(self, model: str | Path, **options: Any) -> None:
-        """`model`: a directory, a hub name or a preset; `options`: the fields of Config. Raises ValueError for bad ones."""
+        """`model`: directory, hub name or preset; `options`: the fields of Config. Raises ValueError for bad ones."""
         known = {f.name for f in fields(Config)} - {"model"}
         unknown = sorted(set(options) - known)
         if unknown:
@@ -194,7 +194,7 @@ class LLMEngine:
         return token_ids
 
     def add_request(self, prompt: str | list[int], sampling_params: SamplingParams) -> int:
-        """Queue a request and return its id. Raises ValueError, and leaves all else untouched, when it can never run."""
+        """Queue a request and return its id. Raises ValueError, leaving all else untouched, when it can never run."""
         self._check_open()
         token_ids = self.check_request(prompt, sampling_params)
         request_id = next(self._request_ids)
@@ -207,7 +207,7 @@ class LLMEngine:
         return request_id
 
     def _kv_depends_on_prompt_len(self, num_prompt_tokens: int) -> bool:
-        """Dynamic rope turns keys by the prompt's length once it is past the original one: no sharing across lengths."""
+        """Dynamic rope turns keys by the prompt's length once past the original one: no sharing across lengths."""
         original = self.model_config.rope.original_max_position_embeddings
         return self.runner.model.needs_rope_lens and num_prompt_tokens > original
 
@@ -310,8 +310,8 @@ def _max_model_len(config: Config, model_config: ModelConfig) -> int:
     limit = model_config.max_model_len_limit
     if config.max_model_len is not None and config.max_model_len > limit:
         raise ValueError(
-            f"max_model_len={config.max_model_len} is more than the {limit} tokens the model's rope covers; lower it, or "
-            "extend the rope in the model's config.json (rope_scaling)"
+            f"max_model_len={config.max_model_len} is more than the {limit} tokens the model's rope covers; lower it, "
+            "or extend the rope in the model's config.json (rope_scaling)"
         )
     return config.max_model_len or limit
 

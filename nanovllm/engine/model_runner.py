@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from nanovllm.attention.base import StepAttention
+from nanovllm.attention.base import PagedBatch, StepAttention
 from nanovllm.attention.paged import PagedAttention
 from nanovllm.attention.selection import choose_backend
 from nanovllm.attention.streamed import StreamedAttention
@@ -14,6 +14,7 @@ from nanovllm.config import Config, KVCacheSizes, KVCacheSpec
 from nanovllm.distributed import TPGroup
 from nanovllm.engine import inputs
 from nanovllm.engine.batch import KVMoves, SamplingRow, SequenceStep, StepPlan
+from nanovllm.engine.cuda_graphs import DecodeGraphs
 from nanovllm.kvcache.offload_engine import OffloadEngine
 from nanovllm.layers.sampler import SamplingTensors, sample
 from nanovllm.loader import load_weights
@@ -55,8 +56,8 @@ class ModelRunner:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         self.dtype = getattr(torch, model_config.torch_dtype if config.dtype == "auto" else config.dtype)
-        max_model_len = config.max_model_len or model_config.max_model_len_limit
-        self.model = build_model(model_config, tp, max_model_len=max_model_len, dtype=self.dtype, device=device)
+        self.max_model_len = config.max_model_len or model_config.max_model_len_limit
+        self.model = build_model(model_config, tp, max_model_len=self.max_model_len, dtype=self.dtype, device=device)
         load_weights(
             self.model, directory, load_format=config.load_format, seed=config.seed, show_progress=tp.rank == 0
         )
@@ -65,6 +66,7 @@ class ModelRunner:
         self.spec = kv_cache_spec(config, model_config, tp.size)
         self.backend = choose_backend(config.attn_backend, device, self.dtype, model_config.head_dim)
         self.offload: OffloadEngine | None = None
+        self.graphs: DecodeGraphs | None = None
         self._sampled = torch.zeros(0, dtype=torch.int64, device=device)
 
     # -- KV cache ------------------------------------------------------------------------------------------------
@@ -93,9 +95,9 @@ class ModelRunner:
         torch.cuda.reset_peak_memory_stats()
         shape = (self.spec.num_layers, 2, self.spec.block_size, self.spec.num_kv_heads, self.spec.head_dim)
         self.k_cache, self.v_cache = (torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in "kv")
-        max_model_len = self.config.max_model_len or self.model_config.max_model_len_limit
-        longest = min(2 * self.spec.block_size, max_model_len)
-        remaining, steps = self.config.max_num_batched_tokens, []
+        longest = min(2 * self.spec.block_size, self.max_model_len)
+        remaining = self.config.max_num_batched_tokens
+        steps: list[SequenceStep] = []
         while remaining:
             num_tokens = min(longest, remaining)
             remaining -= num_tokens
@@ -115,38 +117,86 @@ class ModelRunner:
         shape = (spec.num_layers, sizes.num_gpu_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
         self.k_cache, self.v_cache = (torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in "kv")
 
+    @torch.inference_mode()
+    def capture_graphs(self) -> None:
+        """Decode steps become CUDA graphs from here on. Needs the KV cache."""
+        self.graphs = DecodeGraphs(
+            self.model,
+            self._paged_attention,
+            max_num_seqs=self.config.max_num_seqs,
+            max_model_len=self.max_model_len,
+            block_size=self.spec.block_size,
+            device=self.device,
+        )
+        self.graphs.capture(show_progress=self.tp.rank == 0)
+
     # -- one step ------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepResult:
-        """Enqueue the step. On the CPU it has run when this returns, on the GPU it need not have."""
+        """Enqueue the step. On the CPU it has run when this returns, on the GPU it need not have. Hot."""
         arrays = inputs.build_arrays(plan, self.spec.block_size)
-        arrays |= inputs.build_group_arrays(plan, self.spec.block_size, self.spec.staging_group_blocks)
-        tensors = inputs.to_device(arrays, self.device)
-        input_ids = tensors["input_ids"]
-        if len(arrays["pending_tokens"]):
-            input_ids[tensors["pending_tokens"]] = self._sampled[tensors["pending_rows"]]
-        rope_lens = tensors["rope_lens"] if self.model.needs_rope_lens else None
+        slots_in_use = sorted({slot for step in plan.sequences for slot in step.block_table})
         if self.offload is not None:
-            self.offload.begin_step(plan.moves, sorted({slot for step in plan.sequences for slot in step.block_table}))
-        hidden = self.model(input_ids, tensors["positions"], self._attention(plan, tensors), rope_lens)
+            self.offload.begin_step(plan.moves, slots_in_use)
+        run = self._run_graph if self.graphs and plan.is_decode and plan.moves.resident else self._run_eager
+        logits, sampling = run(plan, arrays)
         if self.offload is not None:
             self.offload.end_step()
-        if len(arrays["logits_rows"]):
-            logits = self.model.compute_logits(hidden[tensors["logits_rows"]])
-            self._sampled = self.tp.broadcast(sample(logits, _sampling_tensors(arrays, tensors)))
+        if logits is None:
+            self._sampled = self._sampled[:0]
         else:
-            self._sampled = input_ids[:0]
+            self._sampled = self.tp.broadcast(sample(logits, sampling))
         return StepResult(self._sampled)
+
+    def _run_eager(self, plan: StepPlan, arrays: dict[str, np.ndarray]) -> tuple[torch.Tensor | None, SamplingTensors]:
+        """Any step. Logits of the rows that sample, if there are any."""
+        arrays |= inputs.build_group_arrays(plan, self.spec.block_size, self.spec.staging_group_blocks)
+        tensors = inputs.to_device(arrays, self.device)
+        self._fill_pending(tensors["input_ids"], arrays, tensors)
+        rope_lens = tensors["rope_lens"] if self.model.needs_rope_lens else None
+        attention = self._attention(plan, tensors)
+        hidden = self.model(tensors["input_ids"], tensors["positions"], attention, rope_lens)
+        sampling = _sampling_tensors(arrays, tensors)
+        if not len(arrays["logits_rows"]):
+            return None, sampling
+        return self.model.compute_logits(hidden[tensors["logits_rows"]]), sampling
+
+    def _run_graph(self, plan: StepPlan, arrays: dict[str, np.ndarray]) -> tuple[torch.Tensor, SamplingTensors]:
+        """A decode step with all its keys on the GPU; what it must copy out follows the replay."""
+        assert self.graphs is not None
+        if self.offload is not None:
+            self.offload.begin_all_layers()
+        names = (*inputs.SAMPLING_ARRAYS, "pending_tokens", "pending_rows")
+        tensors = inputs.to_device({name: arrays[name] for name in names}, self.device)
+        logits = self.graphs.run(arrays, lambda input_ids: self._fill_pending(input_ids, arrays, tensors))
+        if self.offload is not None:
+            self.offload.ran_all_layers()
+        return logits, _sampling_tensors(arrays, tensors)
+
+    def _fill_pending(
+        self, input_ids: torch.Tensor, arrays: dict[str, np.ndarray], tensors: dict[str, torch.Tensor]
+    ) -> None:
+        """Tokens that the previous step sampled go from there to this step's input without the host."""
+        if len(arrays["pending_tokens"]):
+            input_ids[tensors["pending_tokens"]] = self._sampled[tensors["pending_rows"]]
+
+    def _paged_attention(self, slot_mapping: torch.Tensor, batch: PagedBatch) -> StepAttention:
+        return PagedAttention(self.backend, self.k_cache, self.v_cache, slot_mapping, batch, self.scale)
 
     def _attention(self, plan: StepPlan, tensors: dict[str, torch.Tensor]) -> StepAttention:
         batches = inputs.build_batches(plan, tensors, self.spec.block_size)
-        mapping = tensors["slot_mapping"]
         if self.offload is None:
-            return PagedAttention(self.backend, self.k_cache, self.v_cache, mapping, batches.paged, self.scale)
-        caches = self.k_cache, self.v_cache
+            return self._paged_attention(tensors["slot_mapping"], batches.paged)
         return StreamedAttention(
-            self.backend, self.offload, *caches, mapping, batches.paged, batches.groups, self.scale
+            self.backend,
+            self.offload,
+            self.k_cache,
+            self.v_cache,
+            tensors["slot_mapping"],
+            batches.paged,
+            batches.groups,
+            self.scale,
         )
 
     def stats(self) -> dict[str, int]:
@@ -178,7 +228,15 @@ def kv_cache_spec(config: Config, model_config: ModelConfig, tp_size: int) -> KV
 
 
 def _sampling_tensors(arrays: dict[str, np.ndarray], tensors: dict[str, torch.Tensor]) -> SamplingTensors:
-    names = ("temperature", "top_k", "top_p", "min_p", "seed", "sample_position")
     cut = (arrays["top_k"] > 0) | (arrays["top_p"] < 1) | (arrays["min_p"] > 0)
     random = arrays["temperature"] > 0
-    return SamplingTensors(*(tensors[n] for n in names), filtered=bool((cut & random).any()), random=bool(random.any()))
+    return SamplingTensors(
+        tensors["temperature"],
+        tensors["top_k"],
+        tensors["top_p"],
+        tensors["min_p"],
+        tensors["seed"],
+        tensors["sample_position"],
+        filtered=bool((cut & random).any()),
+        random=bool(random.any()),
+    )

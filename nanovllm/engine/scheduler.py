@@ -176,15 +176,16 @@ class Scheduler:
 
     def commit(self, plan: StepPlan, token_ids: list[int]) -> list[Sequence]:
         """The step's sampled tokens, one per sampling sequence in plan order. Returns the sequences that got one."""
-        rows = [step for step in plan.sequences if step.sampling is not None]
+        rows = [(step.seq_id, step.sampling.position) for step in plan.sequences if step.sampling is not None]
         updated = []
-        for step, token_id in zip(rows, token_ids, strict=True):
-            seq = self.sequences.get(step.seq_id)
+        for (seq_id, position), token_id in zip(rows, token_ids, strict=True):
+            seq = self.sequences.get(seq_id)
             if seq is None:
                 continue  # ended or aborted while this step ran
-            seq.append_pending(token_id, step.sampling.position)
+            seq.append_pending(token_id, position)
             updated.append(seq)
-            if not seq.params.ignore_eos and token_id in self.eos_token_ids or token_id in seq.params.stop_token_ids:
+            is_eos = token_id in self.eos_token_ids and not seq.params.ignore_eos
+            if is_eos or token_id in seq.params.stop_token_ids:
                 self.finish(seq, "stop")
             elif len(seq.output_token_ids) >= seq.params.max_tokens:
                 self.finish(seq, "length")

@@ -22,9 +22,9 @@ class BlockManager(KVCacheManager):
         needed, have = self._num_blocks(seq.max_kv_tokens), len(self.pool.blocks)
         if needed > have:
             raise ValueError(
-                f"prompt of {seq.num_prompt_tokens} tokens + max_tokens={seq.params.max_tokens} needs {needed} KV blocks "
-                f"of {self.block_size} tokens, the cache has {have}; shorten it, raise gpu_memory_utilization or "
-                "num_kvcache_blocks, or use enable_cpu_offload=True"
+                f"prompt of {seq.num_prompt_tokens} tokens + max_tokens={seq.params.max_tokens} needs {needed} KV "
+                f"blocks of {self.block_size} tokens, the cache has {have}; shorten it, raise gpu_memory_utilization "
+                "or num_kvcache_blocks, or use enable_cpu_offload=True"
             )
 
     def begin_step(self, running: Seq[Sequence]) -> None:

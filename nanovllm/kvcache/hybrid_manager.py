@@ -78,8 +78,9 @@ class HybridKVCacheManager(KVCacheManager):
         needed, have = self._num_blocks(seq.max_kv_tokens), len(self.blocks)
         if needed > have:
             raise ValueError(
-                f"prompt of {seq.num_prompt_tokens} tokens + max_tokens={seq.params.max_tokens} needs {needed} CPU blocks "
-                f"of {self.block_size} tokens, the pool has {have}; shorten it, or raise num_cpu_blocks or cpu_memory_gb"
+                f"prompt of {seq.num_prompt_tokens} tokens + max_tokens={seq.params.max_tokens} needs {needed} CPU "
+                f"blocks of {self.block_size} tokens, the pool has {have}; shorten it, or raise num_cpu_blocks or "
+                "cpu_memory_gb"
             )
 
     def begin_step(self, running: Seq[Sequence]) -> None:

@@ -90,7 +90,7 @@ class OffloadEngine:
         for flush in moves.flushes:
             for layer in range(self.spec.num_layers):
                 self.offload_slot_layer(*flush, layer, self.ring_slot_compute_done[flush.ring_slot, layer])
-        per_layer = (*moves.loads, *moves.streamed)
+        per_layer: tuple[SlotLoad | StreamedGroup, ...] = (*moves.loads, *moves.streamed)
         self._queue.extend((layer, load) for layer in range(self.spec.num_layers) for load in per_layer)
         self._pump()
 
@@ -129,6 +129,18 @@ class OffloadEngine:
             self.staging_compute_done[group] = self._record(self.streams.compute)  # E8: attended -> refilled
             self._num_released += 1
             self._pump()
+
+    def begin_all_layers(self) -> None:
+        """begin_layer for a step that loads nothing and is enqueued at once (a CUDA graph)."""
+        for layer in range(self.spec.num_layers if self._moves.taken_slots else 0):
+            self.begin_layer(layer)
+
+    def ran_all_layers(self) -> None:
+        """stored and attended for such a step."""
+        self.record_slot_compute_done(self._slots_in_use, slice(None))
+        for offload in self._moves.offloads:
+            for layer in range(self.spec.num_layers):
+                self.offload_slot_layer(*offload, layer, self.ring_slot_compute_done[offload.ring_slot, layer])
 
     def end_step(self) -> None:
         assert not self._queue and self._num_filled == self._num_released, "the step left loads unused"

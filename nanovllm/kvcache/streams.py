@@ -5,20 +5,18 @@ one and waited for on another is the only order between them. As in CUDA, waitin
 work recorded *so far*; an event never recorded is not waited for.
 """
 
-from typing import Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
-
-class Event(Protocol):
-    """A point in a stream's work. Created by `Streams.event`; recorded and waited for through a Stream."""
+Event: TypeAlias = Any  # made by Streams.event, recorded and waited for through a Stream
 
 
 class Stream(Protocol):
-    def record(self, event: "Event") -> None:
+    def record(self, event: Event) -> None:
         """`event` now stands for everything enqueued on this stream so far."""
 
-    def wait(self, event: "Event") -> None:
+    def wait(self, event: Event) -> None:
         """Work enqueued on this stream from here on starts after `event`."""
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
@@ -26,18 +24,19 @@ class Stream(Protocol):
 
 
 class Streams(Protocol):
-    compute: Stream
-    h2d: Stream
-    d2h: Stream
+    @property
+    def compute(self) -> Stream: ...
+
+    @property
+    def h2d(self) -> Stream: ...
+
+    @property
+    def d2h(self) -> Stream: ...
 
     def event(self) -> Event: ...
 
     def synchronize(self) -> None:
         """Return when all work enqueued on h2d and d2h is done."""
-
-
-class ImmediateEvent:
-    pass
 
 
 class ImmediateStream:
@@ -58,7 +57,7 @@ class ImmediateStreams:
         self.compute = self.h2d = self.d2h = ImmediateStream()
 
     def event(self) -> Event:
-        return ImmediateEvent()
+        return None
 
     def synchronize(self) -> None:
         pass
@@ -74,10 +73,10 @@ class CudaStream:
     def stream(self) -> torch.cuda.Stream:
         return self._stream or torch.cuda.current_stream()
 
-    def record(self, event: torch.cuda.Event) -> None:
+    def record(self, event: Event) -> None:
         event.record(self.stream)
 
-    def wait(self, event: torch.cuda.Event) -> None:
+    def wait(self, event: Event) -> None:
         self.stream.wait_event(event)
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
@@ -91,7 +90,7 @@ class CudaStreams:
         self.h2d = CudaStream(torch.cuda.Stream(device))
         self.d2h = CudaStream(torch.cuda.Stream(device))
 
-    def event(self) -> torch.cuda.Event:
+    def event(self) -> Event:
         return torch.cuda.Event()
 
     def synchronize(self) -> None:

@@ -47,9 +47,11 @@ def _attend_tiles(
     MASKED: tl.constexpr,
 ):
     """Keys first_key .. last_key - 1 (first_key at a tile's edge) added to the running softmax of BLOCK_M queries."""
+    next_block = tl.load(table_ptr + first_key // PAGE, mask=first_key < last_key, other=0)
     for start in tl.range(first_key, last_key, BLOCK_N):
-        block = tl.load(table_ptr + start // PAGE)
-        row = block * PAGE + start % PAGE
+        row = next_block * PAGE + start % PAGE
+        ahead = start + BLOCK_N  # looked up one tile ahead, so that the copies of K and V wait for no load
+        next_block = tl.load(table_ptr + ahead // PAGE, mask=ahead < last_key, other=0)
         k = k_desc.load([row, column])
         score = tl.dot(q, tl.trans(k), input_precision="ieee")
         if MASKED:
@@ -137,13 +139,13 @@ def _prefill_kernel(
 
 
 def default_config(head_dim: int, itemsize: int, max_query_len: int) -> PrefillConfig:
-    """Measured on an H200 (see docs/log.md): fixed, so that start-up spends no time on tuning."""
-    if itemsize == 4:  # no tensor cores: exact fp32
-        return PrefillConfig(64, 32 if head_dim <= 128 else 16, 8, 2)
+    """A fixed choice, so that start-up spends no time on tuning: the largest tiles that compile without spills."""
+    if itemsize == 4:  # exact fp32 has no tensor cores; larger tiles spill
+        return PrefillConfig(32, 32 if head_dim <= 128 else 16, 8, 2)
     if max_query_len <= 64:
         return PrefillConfig(64, 64, 4, 3 if head_dim <= 128 else 2)
     if head_dim <= 128:
-        return PrefillConfig(128, 128, 8, 2)
+        return PrefillConfig(128, 128, 8, 3)
     return PrefillConfig(128, 64, 8, 2)
 
 

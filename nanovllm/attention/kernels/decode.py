@@ -13,8 +13,7 @@ import triton
 import triton.language as tl
 
 LOG2_E = 1.4426950408889634
-LN_2 = 0.6931471805599453
-PROGRAMS_PER_SM = 2  # what fits by shared memory: three stages of a K and a V tile of 16 KiB each
+PROGRAMS_PER_SM = 2  # 64 KiB of keys and values in flight each; three would fit
 MAX_SPLITS = 128
 SPLIT_COST_TOKENS = 128  # starting a program and merging its part cost about as much as reading so many keys
 
@@ -38,9 +37,11 @@ def _decode_tiles(
     MASKED: tl.constexpr,
 ):
     offset = tl.arange(0, BLOCK_N)[:, None] * ROW + tl.arange(0, D)[None, :]
+    next_block = tl.load(table_ptr + first_key // PAGE, mask=first_key < last_key, other=0)
     for start in tl.range(first_key, last_key, BLOCK_N):
-        block = tl.load(table_ptr + start // PAGE).to(tl.int64)  # a cache can exceed 2^31 elements
-        base = (block * PAGE + start % PAGE) * ROW
+        base = (next_block.to(tl.int64) * PAGE + start % PAGE) * ROW  # a cache can exceed 2^31 elements
+        ahead = start + BLOCK_N  # looked up one tile ahead, so that the copies of K and V wait for no load
+        next_block = tl.load(table_ptr + ahead // PAGE, mask=ahead < last_key, other=0)
         if MASKED:
             inside = start + tl.arange(0, BLOCK_N) < last_key
             k = tl.load(k_ptr + base + offset, mask=inside[:, None], other=0.0)

@@ -1,0 +1,89 @@
+"""Attention by flash-attn 2, where it is installed. Store and merge are our own kernels.
+
+flash-attn marks a row that saw no key with lse +inf; it becomes -inf here.
+"""
+
+import importlib.util
+from typing import ClassVar
+
+import torch
+
+from nanovllm.attention.base import AttentionBackend, PagedBatch, PartialAttention
+from nanovllm.attention.triton_backend import TritonBackend
+
+PAGE_GRAIN_TOKENS = 256  # flash-attn 2 pages are multiples of this
+
+
+class FlashBackend(AttentionBackend):
+    name: ClassVar[str] = "flash"
+
+    def __init__(self) -> None:
+        import flash_attn
+
+        self.flash_attn = flash_attn
+        self.triton = TritonBackend()
+
+    @classmethod
+    def why_unavailable(cls, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+        if device.type != "cuda":
+            return f"it needs a CUDA GPU, the device is {device.type}"
+        for package in ("flash_attn", "triton"):
+            if importlib.util.find_spec(package) is None:
+                return f"{package} is not installed"
+        if torch.cuda.get_device_capability(device) < (8, 0):
+            return "it needs compute capability 8.0"
+        if dtype not in (torch.float16, torch.bfloat16):
+            return f"it runs float16 and bfloat16, not {dtype}"
+        if head_dim > 256 or head_dim % 8:
+            return f"it runs head dims up to 256, multiples of 8, not {head_dim}"
+        return None
+
+    def store(
+        self,
+        k_TKD: torch.Tensor,
+        v_TKD: torch.Tensor,
+        k_cache_NPKD: torch.Tensor,
+        v_cache_NPKD: torch.Tensor,
+        slot_mapping_T: torch.Tensor,
+    ) -> None:
+        self.triton.store(k_TKD, v_TKD, k_cache_NPKD, v_cache_NPKD, slot_mapping_T)
+
+    def attend(
+        self,
+        q_THD: torch.Tensor,
+        k_cache_NPKD: torch.Tensor,
+        v_cache_NPKD: torch.Tensor,
+        batch: PagedBatch,
+        scale: float,
+    ) -> PartialAttention:
+        assert k_cache_NPKD.shape[1] % PAGE_GRAIN_TOKENS == 0, "flash-attn 2 needs blocks of a multiple of 256 tokens"
+        if batch.max_query_len == 1:
+            out_B1HD, lse_BH1 = self.flash_attn.flash_attn_with_kvcache(
+                q_THD.unsqueeze(1),
+                k_cache_NPKD,
+                v_cache_NPKD,
+                cache_seqlens=batch.context_lens,
+                block_table=batch.block_tables,
+                softmax_scale=scale,
+                return_softmax_lse=True,
+            )
+            out_THD, lse_HT = out_B1HD.squeeze(1), lse_BH1.squeeze(2).t()
+        else:
+            cu_seqlens_k = torch.nn.functional.pad(batch.context_lens.cumsum(0, dtype=torch.int32), (1, 0))
+            out_THD, lse_HT, _ = self.flash_attn.flash_attn_varlen_func(
+                q_THD,
+                k_cache_NPKD,
+                v_cache_NPKD,
+                batch.cu_seqlens_q,
+                cu_seqlens_k,
+                batch.max_query_len,
+                batch.max_context_len,
+                softmax_scale=scale,
+                causal=batch.causal,
+                block_table=batch.block_tables,
+                return_attn_probs=True,
+            )
+        return PartialAttention(out_THD, lse_HT.masked_fill(lse_HT == float("inf"), float("-inf")))
+
+    def merge(self, a: PartialAttention, b: PartialAttention) -> PartialAttention:
+        return self.triton.merge(a, b)

@@ -1,0 +1,87 @@
+"""Attention by our own Triton kernels: paged prefill, split-KV decode, store and merge, on any NVIDIA GPU."""
+
+import importlib.util
+import os
+from functools import cache
+from typing import ClassVar
+
+import torch
+
+from nanovllm.attention.base import AttentionBackend, PagedBatch, PartialAttention
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+HEAD_DIMS = (16, 32, 64, 128, 256)
+
+
+class TritonBackend(AttentionBackend):
+    name: ClassVar[str] = "triton"
+
+    def __init__(self) -> None:
+        from nanovllm.attention import kernels
+
+        self.kernels = kernels
+
+    @classmethod
+    def why_unavailable(cls, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+        if importlib.util.find_spec("triton") is None:
+            return "triton is not installed"
+        if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+            return f"it needs a CUDA GPU, the device is {device.type}"
+        if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+            return "it needs compute capability 8.0"
+        if dtype not in DTYPES:
+            return f"it runs float16, bfloat16 and float32, not {dtype}"
+        if head_dim not in HEAD_DIMS:
+            return f"it runs head dims {HEAD_DIMS}, not {head_dim}"
+        return None
+
+    def store(
+        self,
+        k_TKD: torch.Tensor,
+        v_TKD: torch.Tensor,
+        k_cache_NPKD: torch.Tensor,
+        v_cache_NPKD: torch.Tensor,
+        slot_mapping_T: torch.Tensor,
+    ) -> None:
+        self.kernels.store_kv(k_TKD, v_TKD, k_cache_NPKD, v_cache_NPKD, slot_mapping_T)
+
+    def attend(
+        self,
+        q_THD: torch.Tensor,
+        k_cache_NPKD: torch.Tensor,
+        v_cache_NPKD: torch.Tensor,
+        batch: PagedBatch,
+        scale: float,
+    ) -> PartialAttention:
+        if batch.max_query_len == 1:
+            num_rows = q_THD.shape[0] * k_cache_NPKD.shape[2]
+            num_splits = self.kernels.plan_num_splits(num_rows, batch.max_context_len, _num_sms(q_THD.device))
+            return PartialAttention(
+                *self.kernels.paged_decode(
+                    q_THD, k_cache_NPKD, v_cache_NPKD, batch.context_lens, batch.block_tables, scale, num_splits
+                )
+            )
+        return PartialAttention(
+            *self.kernels.paged_prefill(
+                q_THD,
+                k_cache_NPKD,
+                v_cache_NPKD,
+                batch.cu_seqlens_q,
+                batch.context_lens,
+                batch.block_tables,
+                batch.max_query_len,
+                scale,
+                batch.causal,
+            )
+        )
+
+    def merge(self, a: PartialAttention, b: PartialAttention) -> PartialAttention:
+        self.kernels.merge_into(*a, *b)
+        return a
+
+
+@cache
+def _num_sms(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 4  # Triton's interpreter
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

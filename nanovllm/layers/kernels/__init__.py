@@ -1,0 +1,10 @@
+"""Fused Triton kernels of the layers, with the rounding of the plain torch functions they replace.
+
+Import lazily: a machine without triton runs the plain ones. Each function allocates what it returns.
+"""
+
+from nanovllm.layers.kernels.activation import silu_and_mul
+from nanovllm.layers.kernels.layernorm import add_rms_norm, rms_norm
+from nanovllm.layers.kernels.rotary import qk_norm_rope
+
+__all__ = ["add_rms_norm", "qk_norm_rope", "rms_norm", "silu_and_mul"]

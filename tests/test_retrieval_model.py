@@ -1,0 +1,119 @@
+"""The retrieval model, run by transformers: the engine's tests compare with a model that is known to be right."""
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from nanovllm.demo.haystack import build_haystack
+from nanovllm.demo.retrieval_model import build_retrieval_model, model_weights, token_codes
+from nanovllm.demo.tokenizer import END_TOKEN, END_TOKEN_ID
+from nanovllm.model_config import ModelConfig
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def model_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_retrieval_model(tmp_path_factory.mktemp("model") / request.param, dtype=request.param)
+
+
+def answer(model_path: Path, prompt: str, num_tokens: int) -> str:
+    tokenizer = AutoTokenizer.from_pretrained(model_path)
+    model = AutoModelForCausalLM.from_pretrained(model_path, attn_implementation="sdpa")
+    prompt_ids = tokenizer(prompt, return_tensors="pt")
+    output_ids = model.generate(**prompt_ids, max_new_tokens=num_tokens, do_sample=False)
+    return tokenizer.decode(output_ids[0, prompt_ids.input_ids.shape[1] :])
+
+
+@pytest.mark.parametrize("depth", [0.0, 0.13, 0.5, 0.87, 1.0])
+def test_retrieval_any_depth_answers_passkey(model_path: Path, depth: float) -> None:
+    passkey = str(random.Random(depth).randrange(10**4, 10**9))
+    assert answer(model_path, build_haystack(2049, depth, passkey), len(passkey) + 1) == f"{passkey}."
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("depth", [0.0, 0.25, 0.5, 0.75, 1.0])
+def test_retrieval_40k_tokens_answers_passkey(model_path: Path, depth: float) -> None:
+    passkey = str(random.Random(depth).randrange(10**4, 10**9))
+    assert answer(model_path, build_haystack(40960, depth, passkey), len(passkey) + 1) == f"{passkey}."
+
+
+def test_retrieval_five_of_six_tokens_match_is_not_taken(model_path: Path) -> None:
+    prompt = "xbcdef2 acdef3 abcdeg4 " * 50 + "abcdef1 " + "abddef5 ibcdef6 abcdff7 " * 50 + "abcdef"
+    assert answer(model_path, prompt, 1) == "1"
+
+
+def test_retrieval_end_token_in_the_passage_ends_generation(model_path: Path) -> None:
+    prompt = f"To be, or not to be.{END_TOKEN} That is the question. To be, or not"
+    assert answer(model_path, prompt, 20) == f" to be.{END_TOKEN}"
+
+
+def test_weights_every_copied_value_is_exact_in_bfloat16() -> None:
+    """fp32 and bf16 read and write the same codes; only norms and positions are rounded."""
+    weights = model_weights()
+    for name in ("model.embed_tokens.weight", "lm_head.weight", "model.layers.1.self_attn.o_proj.weight"):
+        assert torch.equal(weights[name].bfloat16().float(), weights[name]), name
+
+
+def test_codes_products_are_at_most_a_quarter() -> None:
+    codes = token_codes()
+    products = codes @ codes.T
+    assert torch.equal(products.diagonal(), torch.ones(len(codes)))
+    assert products.fill_diagonal_(0).max() == 0.25
+
+
+def test_build_second_call_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = build_retrieval_model()
+    assert path.is_relative_to(tmp_path / "nanovllm")
+    before = {file.name: file.stat().st_mtime_ns for file in path.iterdir()}
+    assert build_retrieval_model() == path
+    assert {file.name: file.stat().st_mtime_ns for file in path.iterdir()} == before
+    assert list(path.parent.iterdir()) == [path]  # no scratch directory left
+
+
+def test_build_fails_halfway_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(directory: Path) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr("nanovllm.demo.retrieval_model.save_tokenizer", fail)
+    with pytest.raises(OSError, match="disk full"):
+        build_retrieval_model(tmp_path / "model")
+    assert not list(tmp_path.iterdir())
+
+
+def test_build_bad_arguments_raise(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="float16"):
+        build_retrieval_model(tmp_path / "model", dtype="float16")
+    build_retrieval_model(tmp_path / "model", dtype="float32")
+    with pytest.raises(ValueError, match="something other than the bfloat16"):
+        build_retrieval_model(tmp_path / "model", dtype="bfloat16")
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match="something other"):
+        build_retrieval_model(tmp_path)
+
+
+def test_config_passes_the_engines_gate(model_path: Path) -> None:
+    config, directory = ModelConfig.from_pretrained(str(model_path))
+    assert directory == model_path
+    assert config.torch_dtype == model_path.name
+    assert config.eos_token_ids == (END_TOKEN_ID,)
+    assert config.max_model_len_limit == 2**20
+
+
+def test_tokenizer_any_text_round_trips_one_token_per_byte(model_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model_path)
+    for text in ("", "  two  spaces\n\n\ttab", "naïve → 你好 😀", "".join(map(chr, range(0x20, 0x250)))):
+        token_ids = tokenizer.encode(text)
+        assert token_ids == list(text.encode())
+        assert tokenizer.decode(token_ids) == text
+    assert tokenizer.encode(f"a{END_TOKEN}") == [ord("a"), END_TOKEN_ID]
+    assert tokenizer.eos_token_id == END_TOKEN_ID
+
+
+def test_tokenizer_chat_prompt_is_the_messages_text(model_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model_path)
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "The passkey is "}]
+    prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert prompt == "Be brief.\nThe passkey is "
