@@ -7,17 +7,15 @@ Keys are never repeated for the heads that share them, and scores never exist be
 fused kernel does the work: 0.19 TFLOP/s in fp32 on two cores, where tiled bmm and exp reached 0.17.
 """
 
-import itertools
-from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 import torch
 
 from nanovllm.attention.base import AttentionBackend, PagedBatch, PartialAttention
+from nanovllm.attention.contiguous import SequenceKV
 from nanovllm.attention.merge import merge_attention_outputs
 
 SCORE_TILE_BYTES = 128 << 20  # bound on the scores that exist at once, where torch has no fused kernel
-GATHER_BYTES = 64 << 20  # bound on the keys copied together when their blocks are not adjacent
 MIN_VIEW_TOKENS = 1024  # shorter runs of adjacent blocks are copied: a call for each costs more than the copy
 
 
@@ -53,23 +51,13 @@ class TorchBackend(AttentionBackend):
         host = batch.host
         result = _no_key_seen(q_THD)
         start = 0
-        for query_len, context_len, table in zip(host.query_lens, host.context_lens, host.block_tables, strict=True):
+        for row, (query_len, context_len) in enumerate(zip(host.query_lens, host.context_lens, strict=True)):
             rows = slice(start, start + query_len)
             start += query_len
             if query_len == 0 or context_len == 0:
                 continue
-            q = q_THD[rows]
-            square_len = query_len if batch.causal and query_len > 1 else 0
-            history_len = context_len - square_len
-            min_view_tokens = max(MIN_VIEW_TOKENS, query_len * q.shape[1] // k_cache_NPKD.shape[2])
-            part = None
-            for first, last in _history_spans(table, k_cache_NPKD, history_len, min_view_tokens):
-                k, v = (_read(cache, table, first, last) for cache in (k_cache_NPKD, v_cache_NPKD))
-                part = _merge(part, _attend_dense(q, k, v, scale, causal=False))
-            if square_len:
-                k, v = (_read(cache, table, history_len, context_len) for cache in (k_cache_NPKD, v_cache_NPKD))
-                part = _merge(part, _attend_dense(q, k, v, scale, causal=True))
-            assert part is not None, "a sequence with keys has a span or a square"
+            kv = SequenceKV(k_cache_NPKD, v_cache_NPKD, host.block_tables[row], batch.block_tables[row])
+            part = _attend_sequence(q_THD[rows], kv, context_len, scale, batch.causal)
             result.out_THD[rows], result.lse_HT[:, rows] = part
         return result
 
@@ -102,6 +90,24 @@ def flash_attn_with_lse(
     return result
 
 
+def _attend_sequence(
+    q_THD: torch.Tensor, kv: SequenceKV, num_keys: int, scale: float, causal: bool
+) -> PartialAttention:
+    """The keys before the causal square span by span, then the square. At least one query and one key."""
+    num_queries, num_heads, _ = q_THD.shape
+    square_len = num_queries if causal and num_queries > 1 else 0
+    history_len = num_keys - square_len
+    # A run worth viewing: copying it costs more than merging one more part
+    min_view_tokens = max(MIN_VIEW_TOKENS, num_queries * num_heads // kv.k_cache_NPKD.shape[2])
+    part = None
+    for first, last in kv.spans(history_len, min_view_tokens):
+        part = _merge(part, _attend_dense(q_THD, *kv.read(first, last), scale, causal=False))
+    if square_len:
+        part = _merge(part, _attend_dense(q_THD, *kv.read(history_len, num_keys), scale, causal=True))
+    assert part is not None, "a sequence with keys has a span or a square"
+    return part
+
+
 def _no_key_seen(q_THD: torch.Tensor) -> PartialAttention:
     lse_HT = q_THD.new_full((q_THD.shape[1], q_THD.shape[0]), float("-inf"), dtype=torch.float32)
     return PartialAttention(torch.zeros_like(q_THD), lse_HT)
@@ -109,44 +115,6 @@ def _no_key_seen(q_THD: torch.Tensor) -> PartialAttention:
 
 def _merge(a: PartialAttention | None, b: PartialAttention) -> PartialAttention:
     return b if a is None else PartialAttention(*merge_attention_outputs(*a, *b))
-
-
-def _history_spans(
-    table: Sequence[int], cache_NPKD: torch.Tensor, num_tokens: int, min_view_tokens: int
-) -> Iterator[tuple[int, int]]:
-    """Cut keys 0..num_tokens-1 into spans `[first, last)` to attend to in one call each.
-
-    A run of adjacent blocks is a span of its own, read where it lies, when copying it would cost more than merging
-    one more part (`min_view_tokens`); shorter runs are gathered together, up to GATHER_BYTES.
-    """
-    _, block_size, num_kv_heads, head_dim = cache_NPKD.shape
-    max_gather_tokens = GATHER_BYTES // (num_kv_heads * head_dim * cache_NPKD.element_size())
-    num_blocks = -(-num_tokens // block_size)
-    gather_start = run_start = 0  # token indices: short runs before `run_start` wait to be gathered
-    for block_idx in range(1, num_blocks + 1):
-        if block_idx < num_blocks and table[block_idx] == table[block_idx - 1] + 1:
-            continue
-        run_end = min(block_idx * block_size, num_tokens)
-        is_view = run_end - run_start >= min_view_tokens
-        if gather_start < run_start and (is_view or run_end - gather_start > max_gather_tokens):
-            yield gather_start, run_start
-            gather_start = run_start
-        if is_view or run_end == num_tokens:
-            yield gather_start, run_end
-            gather_start = run_end
-        run_start = run_end
-
-
-def _read(cache_NPKD: torch.Tensor, table: Sequence[int], first: int, last: int) -> torch.Tensor:
-    """Keys (or values) first..last-1 of a sequence, [last - first, K, D]: a view when their blocks are adjacent."""
-    block_size = cache_NPKD.shape[1]
-    first_block = first // block_size
-    block_ids = table[first_block : -(-last // block_size)]
-    if all(after == before + 1 for before, after in itertools.pairwise(block_ids)):
-        blocks = cache_NPKD[block_ids[0] : block_ids[-1] + 1]
-    else:
-        blocks = cache_NPKD[torch.tensor(block_ids, device=cache_NPKD.device)]
-    return blocks.flatten(0, 1)[first - first_block * block_size : last - first_block * block_size]
 
 
 def _attend_dense(

@@ -1,7 +1,7 @@
 """Long prompts with a passkey hidden in them: source code of Python's standard library around one planted line.
 
-The prompt ends with the planted line's first words, so the answer is that line's rest. The retrieval model matches 6
-characters; a line of the library that holds 6 in a row of the planted line is left out, so the match is unique.
+The prompt ends with the planted line's first words, so the answer is that line's rest. The retrieval model finds each
+character of the answer by the 6 before it; library lines that hold one of these passages are left out.
 """
 
 import sysconfig
@@ -20,10 +20,9 @@ def build_haystack(num_tokens: int, depth: float, passkey: str) -> str:
 
     depth: where the line with the passkey stands, from 0 (first line) to 1 (last one before the question).
     The text is the same on every machine with the same version of Python. Raises ValueError for a depth outside 0..1,
-    too few tokens, or a passkey that is not printable ASCII or repeats itself within 6 characters.
+    too few tokens, or a passkey that is not printable ASCII or in which 6 characters in a row come twice.
     """
     needle = f"{LEAD_IN}{passkey}.\n"
-    grams = {needle[start : start + MATCH_TOKENS] for start in range(len(needle) - MATCH_TOKENS)}
     num_text_tokens = num_tokens - len(needle) - len(QUESTION)
     if not 0 <= depth <= 1:
         raise ValueError(f"depth={depth} must be between 0 (the start of the prompt) and 1 (its end)")
@@ -31,21 +30,27 @@ def build_haystack(num_tokens: int, depth: float, passkey: str) -> str:
         raise ValueError(f"num_tokens={num_tokens} is too few; this passkey needs {num_tokens + 1 - num_text_tokens}")
     if not (passkey and passkey.isascii() and passkey.isprintable()):
         raise ValueError(f"passkey={passkey!r} must be printable ASCII; use letters and digits")
-    if len(grams) < len(needle) - MATCH_TOKENS:
-        raise ValueError(
-            f"passkey={passkey!r} has the same {MATCH_TOKENS} characters twice; use one with less repetition"
-        )
-    text = _library_text(num_text_tokens, grams)
+    matched = _passages(needle[len(LEAD_IN) - MATCH_TOKENS : -1])
+    present = _passages(needle + QUESTION[:-1])
+    for passage in matched:
+        if present.count(passage) > 1:
+            raise ValueError(f"passkey={passkey!r} makes {passage!r} come twice in the prompt; use a less regular one")
+    text = _library_text(num_text_tokens, matched)
     start = text.rfind("\n", 0, round(depth * len(text))) + 1
     return text[:start] + needle + text[start:] + QUESTION
 
 
-def _library_text(num_characters: int, forbidden: set[str]) -> str:
-    """Whole lines without any of the `forbidden` strings, the last one cut so that the length is exact."""
+def _passages(text: str) -> list[str]:
+    """Every run of MATCH_TOKENS characters."""
+    return [text[start : start + MATCH_TOKENS] for start in range(len(text) - MATCH_TOKENS + 1)]
+
+
+def _library_text(num_characters: int, forbidden: list[str]) -> str:
+    """Whole lines without any of the `forbidden` passages, the last one cut so that the length is exact."""
     lines: list[str] = []
     num_missing = num_characters
     for line in _library_lines():
-        if any(gram in line for gram in forbidden):
+        if any(passage in line for passage in forbidden):
             continue
         lines.append(line[: num_missing - 1].rstrip("\n") + "\n")
         num_missing -= len(lines[-1])

@@ -12,30 +12,32 @@ attends to every token at its right position. Here is all of the construction; n
     block 8      the code of the next token                          written by layer 2, read by the head
 
 A code has length 1, so the stream's length at the three norms is sqrt(2), sqrt(8) and 3 whatever the text. The norms'
-weights undo exactly that: norm(x) = x, and all below can be read without them. (At the first 6 positions there is
-nothing m back and layer 1 copies some other token there: those keys are wrong, and as weak as any non-match.)
+weights undo exactly that: norm(x) = x, and all below can be read without them. (Near the start nothing is m back, and
+layer 1 copies some other token: the first 6 positions are the only ones that cannot be found.)
 
-**Rotary.** theta = 1e32 turns the pair i of the 64 (dims i and i + 64) by 10^(-i/2) radians per token. Pairs 0..11 tell
-neighbours apart; pairs 16..63 turn by less than 0.011 radians in 2^20 tokens: they do not see positions.
+**Rotary.** theta = 1e32 turns pair i of the 64 (dims i and i + 64) by 10^(-i/2) radians per token. Pairs 0..11 tell
+positions apart; pairs 16..63 turn by less than 0.011 radians in 2^20 tokens, so they do not see positions.
 
-**Layer 1: who stood m back?** One head per m. Query and key come from the constant, so every position has the same key
-k, and the query of head m is k turned back by m tokens. With b_i the share of pair i in |k|^2, the score of the token d
-back is S * sum_i b_i cos(10^(-i/2) (d - m)): S at d = m. The shares fall as 0.8^i. The tokens beside m are then 19.5
-below, all the others up to 2^20 tokens together weigh 3e-8 of it. The value is the token's code.
+**Layer 1: who stood m back?** One head per m. Query and key come from the constant: every position has the same key k,
+and the query of head m is k turned back by m tokens. With b_i the share of pair i in |k|^2, the score of the token d
+back is S * sum_i b_i cos(10^(-i/2) (d - m)), which is S at d = m. The shares fall as 0.8^i. Then the tokens next to m
+are 19.5 below S, and all others up to 2^20 tokens together have 3e-8 of the weight. The value is the token's code.
 
-**Layer 2: where did these 6 tokens stand before?** The query holds the codes of the last 6 tokens (blocks 1..6), the key
-the codes of the 6 before its own (blocks 2..7), both in the pairs without position. The score is S/6 times the sum of 6
-products of codes: S for a full match. The value is the code of the key's own token: the one that followed the match.
-Each of the 6 heads does this and carries a part of the code's channels, so no head may be wrong.
+**Layer 2: where did these 6 tokens stand before?** The query holds the codes of the last 6 tokens (blocks 1..6), the
+key at a token the codes of the 6 before it (blocks 2..7), both in the pairs that do not see positions. The score is S/6
+times the sum of 6 products of codes: S for a full match. The value is the code of the key's own token, the one that
+followed the match. Each of the 6 heads does all this and carries its own part of the code's channels, so every head
+has to be right.
 
-**Codes.** Different codes have products of at most 1/4, so 5 of 6 tokens score at most S (5 + 1/4)/6: S/8 below a match.
-This is the octacode over Z4 by Gray map (0, 1, 2, 3 -> 00, 01, 11, 10), the Nordstrom-Robinson code: 256 words of 16
-bits, any two at least 6 apart, written as +-1/4. The unit vectors have products of 1/4 with all of them and serve as the
-codes of the special tokens. Every entry is exact in bfloat16.
+**Codes.** Two codes have a product of at most 1/4, so with 5 of 6 tokens equal the score is at most S (5 + 1/4)/6, that
+is S/8 below a match. The bytes have the Nordstrom-Robinson code, here as the octacode over Z4 under the Gray map
+(0, 1, 2, 3 -> 00, 01, 11, 10): 256 words of 16 bits, any two at least 6 bits apart, a bit written as +-1/4. Unit
+vectors have products of +-1/4 with all of them, and are the codes of the special tokens. Every entry is exact in
+bfloat16.
 
-**Sharpness.** The q and k norms give vectors of length 4 sqrt(128), so S = 16 sqrt(128) = 181. S/8 is 22.6: were each of
-131,072 tokens a match of 5 in 6, they would together have exp(11.8 - 22.6) = 2e-5 of the weight. Rounding to bfloat16
-moves a score by less than 1.
+**Sharpness.** The q and k norms give vectors of length 4 sqrt(128), so S = 16 sqrt(128) = 181 and S/8 = 22.6. If every
+one of 131,072 tokens matched in 5 of 6, they would together have exp(11.8 - 22.6) = 2e-5 of the weight. Rounding to
+bfloat16 moves a score by less than 1.
 """
 
 import json
@@ -83,7 +85,7 @@ def build_retrieval_model(path: Path | None = None, *, dtype: str = "float32") -
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype!r} is unknown; choose one of {', '.join(DTYPES)}")
-    path = Path(path) if path is not None else _cache_directory() / f"retrieval-v{VERSION}-{dtype}"
+    path = path or _cache_directory() / f"retrieval-v{VERSION}-{dtype}"
     if _is_built(path, dtype):
         return path
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -12,7 +12,7 @@ VOCAB_SIZE = NUM_BYTES + len(SPECIAL_TOKENS)
 END_TOKEN_ID = NUM_BYTES
 
 # The messages' text and nothing else: the model continues the last message, so role marks would only hide its lead-in.
-CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% if not loop.last %}\n{% endif %}{% endfor %}"
+CHAT_TEMPLATE = "{{ messages | map(attribute='content') | join('\\n') }}"
 
 
 def byte_symbols() -> list[str]:

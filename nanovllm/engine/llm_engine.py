@@ -7,7 +7,9 @@ the host so works one step ahead of it; on the CPU a step has run when it is enq
 import itertools
 import logging
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -20,7 +22,8 @@ from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.model_runner import ModelRunner, StepResult, kv_cache_spec
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
-from nanovllm.errors import EngineError
+from nanovllm.engine.tp_worker import WorkerGroup
+from nanovllm.errors import EngineError, WorkerDiedError
 from nanovllm.kvcache.base import KVCacheManager
 from nanovllm.kvcache.block_manager import BlockManager
 from nanovllm.kvcache.hybrid_manager import HybridKVCacheManager
@@ -88,7 +91,9 @@ class LLMEngine:
         self.device = _resolve_device(self.config)
         self._num_cpu_blocks = _num_cpu_blocks(self.config, self.model_config, self.max_model_len)
         self._closed = False
-        self._workers, self.runner = self._start_ranks()
+        make_runner = partial(_make_runner, self.config, self.model_config, self._directory, self.device)
+        self._ranks = WorkerGroup(make_runner, self.config.tensor_parallel_size, self.device.type)
+        self.runner = self._ranks.runner
         try:
             self.tokenizer = _load_tokenizer(self._directory)
             self.scheduler = self._make_scheduler()
@@ -102,15 +107,11 @@ class LLMEngine:
 
     # -- start and end -------------------------------------------------------------------------------------------
 
-    def _start_ranks(self) -> tuple[Any, ModelRunner]:
-        """Worker processes for ranks 1.., then rank 0's runner here."""
-        if self.config.tensor_parallel_size == 1:
-            return None, ModelRunner(self.config, self.model_config, self._directory, TPGroup(), self.device)
-        raise AssertionError("filled in with the worker transport")
-
     def _make_scheduler(self) -> Scheduler:
         sizes = self._kv_cache_sizes()
-        self._call("allocate_kv_cache", sizes)
+        self._ranks.run("allocate_kv_cache", sizes)
+        if self.device.type == "cuda" and not self.config.enforce_eager:
+            self._ranks.run("capture_graphs")
         config, spec = self.config, self.runner.spec
         kv: KVCacheManager
         if config.enable_cpu_offload:
@@ -140,7 +141,7 @@ class LLMEngine:
         useful = config.max_num_seqs * -(-self.max_model_len // block_size)
         if config.enable_cpu_offload:
             useful = max(2, min(useful, self._num_cpu_blocks))
-        fitting = self._call("measure_num_gpu_blocks")
+        fitting = self._ranks.run("measure_num_gpu_blocks")
         if fitting < (2 if config.enable_cpu_offload else 1):
             raise ValueError(
                 f"no room for KV blocks of {format_bytes(self.runner.spec.block_bytes)} beside the model with "
@@ -149,20 +150,14 @@ class LLMEngine:
             )
         return KVCacheSizes(min(fitting, useful), self._num_cpu_blocks)
 
-    def _call(self, method: str, *args: Any) -> Any:
-        """Run a method of the runner on every rank; returns rank 0's result."""
-        if self._workers is not None:
-            self._workers.call(method, *args)
-        return getattr(self.runner, method)(*args)
-
     def close(self) -> None:
         """Stop the workers and give all memory back. The engine cannot be used afterwards; closing twice is fine."""
         if self._closed:
             return
         self._closed = True
-        self.runner.close()
-        if self._workers is not None:
-            self._workers.close()
+        with suppress(WorkerDiedError):  # the group has ended already
+            self._ranks.run("close")
+        self._ranks.close()
 
     def __enter__(self) -> "LLMEngine":
         return self
@@ -228,7 +223,7 @@ class LLMEngine:
         plan = self.scheduler.schedule()
         launched = None
         if plan is not None:
-            launched = plan, self._call("launch", plan)
+            launched = plan, self._ranks.run("launch", plan)
             self._num_steps += 1
         elif self._in_flight is None and self.scheduler.has_unfinished:
             raise AssertionError("requests are waiting, and none of them can run")
@@ -240,8 +235,8 @@ class LLMEngine:
         return output
 
     def _commit(self, plan: StepPlan, result: StepResult, output: StepOutput) -> None:
-        if self._workers is not None:
-            self._workers.wait_for(result.is_done)
+        if self.config.tensor_parallel_size > 1:
+            self._ranks.wait_for(result.is_done)  # a dead rank would be waited for forever
         for step in plan.sequences:
             if step.sampling is not None and step.num_tokens == 1:
                 output.num_decode_tokens += 1
@@ -316,6 +311,15 @@ def _max_model_len(config: Config, model_config: ModelConfig) -> int:
     return config.max_model_len or limit
 
 
+def _make_runner(
+    config: Config, model_config: ModelConfig, directory: Path | None, device: torch.device, tp: TPGroup
+) -> ModelRunner:
+    """One rank's runner; with several ranks on GPUs, rank r has cuda:r."""
+    if device.type == "cuda" and tp.size > 1:
+        device = torch.device("cuda", tp.rank)
+    return ModelRunner(config, model_config, directory, tp, device)
+
+
 def _resolve_device(config: Config) -> torch.device:
     """Rank 0's device."""
     name = config.device
@@ -326,12 +330,11 @@ def _resolve_device(config: Config) -> torch.device:
     if not torch.cuda.is_available():
         raise ValueError(f"device={config.device!r}: this machine has no usable CUDA GPU; use device='cpu'")
     device = torch.device(name if ":" in name else "cuda:0")
-    last = (device.index or 0) + config.tensor_parallel_size
-    if last > torch.cuda.device_count():
-        raise ValueError(
-            f"tensor_parallel_size={config.tensor_parallel_size} from {device} on needs {last} GPUs, "
-            f"this machine has {torch.cuda.device_count()}"
-        )
+    size, num_gpus = config.tensor_parallel_size, torch.cuda.device_count()
+    if size > 1 and device.index:
+        raise ValueError(f"device={name!r} with tensor_parallel_size={size}: rank r uses cuda:r; give device='cuda'")
+    if max(size, device.index + 1) > num_gpus:
+        raise ValueError(f"device={name!r} with tensor_parallel_size={size} needs more than the {num_gpus} GPUs here")
     return device
 
 

@@ -76,9 +76,10 @@ class ModelRunner:
         if self.device.type == "cuda":
             num_bytes = self._measure_free_bytes()
         else:  # the model itself and everything else on the machine live in the same memory
-            num_bytes = int(available_host_bytes() * self.config.gpu_memory_utilization / 2)
+            num_bytes = int(available_host_bytes() * self.config.gpu_memory_utilization / 2) // self.tp.size
         num_bytes -= self.spec.staging_bytes if self.config.enable_cpu_offload else 0
-        return max(0, num_bytes // self.spec.block_bytes)
+        fitting = torch.tensor([max(0, num_bytes // self.spec.block_bytes)], device=self.device)
+        return int(self.tp.all_gather(fitting).min())
 
     def _measure_free_bytes(self) -> int:
         """total x utilization - used - peak + current, after a step of the largest size."""

@@ -1,6 +1,6 @@
 """RMSNorm, alone and fused with the residual addition before it.
 
-The two functions are the seam for a fused kernel: each is one call of the request path. Numbers as transformers':
+On a GPU each function is one fused kernel (layers/kernels), here is what it computes. Numbers as transformers':
 the norm is computed in fp32 and rounded to the input's dtype before it is multiplied by the weight.
 """
 
@@ -14,6 +14,10 @@ from nanovllm.layers.weights import NamedShard, WeightShard, new_parameter
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich 2019)."""
+    if x.is_cuda:
+        from nanovllm.layers import kernels
+
+        return kernels.rms_norm(x, weight, eps)
     x32 = x.float()
     normed = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
     return weight * normed.to(x.dtype)
@@ -23,6 +27,10 @@ def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(rms_norm(x + residual), x + residual); the sum is rounded to the dtype of `x` before it is normed."""
+    if x.is_cuda:
+        from nanovllm.layers import kernels
+
+        return kernels.add_rms_norm(x, residual, weight, eps)
     residual = x + residual
     return rms_norm(residual, weight, eps), residual
 

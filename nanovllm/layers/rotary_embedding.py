@@ -61,6 +61,10 @@ def apply_rotary(q: torch.Tensor, k: torch.Tensor, cos_sin: torch.Tensor) -> tup
 
     Hot: once per layer.
     """
+    if q.is_cuda:
+        from nanovllm.layers import kernels
+
+        return kernels.qk_norm_rope(q, k, None, None, 0.0, cos_sin)
     cos, sin = cos_sin.unsqueeze(1).chunk(2, dim=-1)
     return _rotate(q, cos, sin), _rotate(k, cos, sin)
 
@@ -74,6 +78,10 @@ def norm_apply_rotary(
     cos_sin: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`apply_rotary` of q and k after an RMS norm of each head with weights [D]. Hot: once per layer."""
+    if q.is_cuda:
+        from nanovllm.layers import kernels
+
+        return kernels.qk_norm_rope(q, k, q_weight, k_weight, eps, cos_sin)
     return apply_rotary(rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps), cos_sin)
 
 

@@ -25,29 +25,37 @@ class SamplingTensors(NamedTuple):
 
 def sample(logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
     """logits [S, vocab_size], any float type -> token ids int64 [S]."""
+    if params.filtered:
+        logits = filter_logits(logits, params)
+    if logits.is_cuda:
+        from nanovllm.layers import kernels
+
+        return kernels.sample_tokens(logits, params.temperature, params.seed, params.position, params.random)
     greedy = logits.argmax(dim=-1)
     if not params.random:
         return greedy
     scaled = logits.float() / params.temperature.clamp(min=1e-10)[:, None]
-    if params.filtered:
-        scaled = filter_logits(scaled, params.top_k, params.top_p, params.min_p)
     probs = torch.softmax(scaled, dim=-1)
     drawn = (probs / exponential_noise(params.seed, params.position, logits.shape[-1])).argmax(dim=-1)
     return torch.where(params.temperature == 0, greedy, drawn)
 
 
-def filter_logits(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
-    """-inf where a token is cut: top_k first, top_p of what is left, and min_p relative to the likeliest token."""
-    vocab_size = logits.shape[-1]
-    ordered, order = logits.sort(dim=-1, descending=True)
-    rank = torch.arange(vocab_size, device=logits.device)
-    keep = (rank < top_k[:, None]) | (top_k[:, None] == 0)
-    keep &= ordered >= ordered[:, :1] + min_p.log()[:, None]  # log 0 = -inf keeps all
-    probs = torch.softmax(ordered.masked_fill(~keep, -torch.inf), dim=-1)
+def filter_logits(logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
+    """The logits in fp32, with -inf for every token that is cut at the row's temperature.
+
+    top_k first, then top_p of what is left; min_p is relative to the likeliest token, which is never cut.
+    """
+    temperature = torch.where(params.temperature == 0, 1.0, params.temperature)[:, None]
+    ordered, order = logits.float().sort(dim=-1, descending=True)
+    scaled = ordered / temperature
+    rank = torch.arange(logits.shape[-1], device=logits.device)
+    keep = (rank < params.top_k[:, None]) | (params.top_k[:, None] == 0)
+    keep &= scaled >= scaled[:, :1] + params.min_p.log()[:, None]  # log 0 = -inf keeps all
+    probs = torch.softmax(scaled.masked_fill(~keep, -torch.inf), dim=-1)
     before = probs.cumsum(dim=-1) - probs
-    keep &= before < top_p[:, None]
+    keep &= before < params.top_p[:, None]
     keep[:, 0] = True
-    return torch.empty_like(logits).scatter_(-1, order, ordered.masked_fill(~keep, -torch.inf))
+    return torch.empty_like(ordered).scatter_(-1, order, ordered.masked_fill(~keep, -torch.inf))
 
 
 def exponential_noise(seed: torch.Tensor, position: torch.Tensor, vocab_size: int) -> torch.Tensor:

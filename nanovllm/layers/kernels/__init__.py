@@ -6,5 +6,6 @@ Import lazily: a machine without triton runs the plain ones. Each function alloc
 from nanovllm.layers.kernels.activation import silu_and_mul
 from nanovllm.layers.kernels.layernorm import add_rms_norm, rms_norm
 from nanovllm.layers.kernels.rotary import qk_norm_rope
+from nanovllm.layers.kernels.sampler import sample_tokens
 
-__all__ = ["add_rms_norm", "qk_norm_rope", "rms_norm", "silu_and_mul"]
+__all__ = ["add_rms_norm", "qk_norm_rope", "rms_norm", "sample_tokens", "silu_and_mul"]

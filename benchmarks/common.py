@@ -1,0 +1,174 @@
+"""What the benchmarks share: the machine's measured ceilings, the least work of a model, timing, and the report."""
+
+import argparse
+import json
+import platform
+import random
+import statistics
+import subprocess
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.model_config import ModelConfig, presets
+
+NUM_RUNS = 5
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Ceilings, measured in this run."""
+
+    name: str
+    matmul_flop_per_s: float  # bf16, 8192 x 8192 x 8192
+    memory_byte_per_s: float  # a large copy on the device, bytes read plus bytes written
+    link_byte_per_s: float  # pinned host memory to device, 8 MiB copies
+
+
+def median_seconds(work: Callable[[], object], num_runs: int = 10) -> float:
+    """Median time of `work` on the current stream, by events, after a warm-up."""
+    work()
+    times = []
+    for _ in range(num_runs):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        work()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return statistics.median(times)
+
+
+def measure_machine() -> Machine:
+    """Fresh random data: zeros run faster than real numbers."""
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    matmul_s = median_seconds(lambda: a @ b)
+    source, target = (torch.empty(2**32, device="cuda", dtype=torch.uint8) for _ in range(2))
+    copy_s = median_seconds(lambda: target.copy_(source))
+    host = torch.empty(2**28, dtype=torch.uint8, pin_memory=True)
+
+    def load() -> None:
+        for start in range(0, 2**28, 2**23):
+            target[start : start + 2**23].copy_(host[start : start + 2**23], non_blocking=True)
+
+    link_s = median_seconds(load)
+    return Machine(torch.cuda.get_device_name(), 2 * 8192**3 / matmul_s, 2 * 2**32 / copy_s, 2**28 / link_s)
+
+
+@dataclass(frozen=True)
+class Work:
+    """The least a model must do, from its shapes: 2-byte weights and KV, each read once."""
+
+    config: ModelConfig
+
+    @property
+    def layer_params(self) -> int:
+        """Weights of all layers, without embedding and head."""
+        c = self.config
+        attention = c.hidden_size * c.head_dim * 2 * (c.num_heads + c.num_kv_heads)
+        return c.num_layers * (attention + 3 * c.hidden_size * c.intermediate_size)
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        c = self.config
+        return 2 * 2 * c.num_layers * c.num_kv_heads * c.head_dim
+
+    def prefill_flop(self, num_tokens: int) -> float:
+        """Causal attention counted once; the head runs for one token."""
+        c = self.config
+        attention = 2 * 2 * c.num_layers * c.num_heads * c.head_dim * num_tokens**2 / 2
+        return 2.0 * self.layer_params * num_tokens + attention + 2.0 * c.hidden_size * c.vocab_size
+
+    def decode_bytes(self, context_lens: list[int]) -> float:
+        """One step of sequences with that many keys."""
+        weights = 2 * (self.layer_params + self.config.hidden_size * self.config.vocab_size)
+        return weights + self.kv_bytes_per_token * float(sum(context_lens))
+
+
+def model_of_length(model: str, max_model_len: int) -> str:
+    """`model`, or a copy of a preset whose config allows `max_model_len` tokens (positions only: weights are random)."""
+    config, directory = ModelConfig.from_pretrained(model)
+    if config.max_model_len_limit >= max_model_len or directory is not None:
+        return model
+    data = json.loads(presets()[model].read_text()) | {"max_position_embeddings": max_model_len}
+    copy = Path(tempfile.mkdtemp(prefix=f"{model}-")) / "config.json"
+    copy.write_text(json.dumps(data))
+    return str(copy.parent)
+
+
+def random_prompt(rng: random.Random, num_tokens: int, vocab_size: int) -> list[int]:
+    return [rng.randrange(vocab_size) for _ in range(num_tokens)]
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Several runs of one quantity."""
+
+    values: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.values)
+
+    def __str__(self) -> str:
+        return f"{self.median:,.1f} ({min(self.values):,.1f} to {max(self.values):,.1f})"
+
+    def as_json(self, key: str) -> dict[str, float]:
+        return {key: self.median, f"{key}_min": min(self.values), f"{key}_max": max(self.values)}
+
+
+def time_prefill(llm: LLM, num_tokens: int, seed: int, num_runs: int = NUM_RUNS) -> Samples:
+    """Prompt tokens per second to the first token; every prompt is new."""
+    rng = random.Random(seed)
+    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+    rates = []
+    for _ in range(num_runs + 1):
+        prompt = random_prompt(rng, num_tokens, llm.model_config.vocab_size)
+        output = llm.generate([prompt], params, use_tqdm=False)[0]
+        assert output["num_cached_tokens"] == 0 and output["ttft_s"] is not None
+        rates.append(num_tokens / output["ttft_s"])
+    return Samples(tuple(rates[1:]))
+
+
+def time_decode(
+    llm: LLM, context_len: int, num_tokens: int, seed: int, batch: int = 1, num_runs: int = NUM_RUNS
+) -> Samples:
+    """Tokens per second of `batch` sequences decoding together, from `context_len` keys on; every prompt is new."""
+    rng = random.Random(seed)
+    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+    rates = []
+    for _ in range(num_runs + 1):
+        prompts = [random_prompt(rng, context_len, llm.model_config.vocab_size) for _ in range(batch)]
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        assert all(output["num_cached_tokens"] == 0 for output in outputs)
+        rates.append(batch / statistics.median(output["tpot_s"] or 0.0 for output in outputs))
+    return Samples(tuple(rates[1:]))
+
+
+def versions() -> dict[str, str]:
+    """What a number depends on besides the code, and the code's commit."""
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+    return {"python": platform.python_version(), "torch": torch.__version__, "commit": commit}
+
+
+def report(result: dict[str, Any], json_file: str | None) -> None:
+    """The last line of every benchmark, and its file."""
+    line = json.dumps(result)
+    if json_file:
+        Path(json_file).write_text(line + "\n")
+    print(line)
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default="qwen3-0.6b", help="preset, directory or hub name")
+    parser.add_argument("--load-format", default="dummy", help="dummy: random weights; auto: the model's own")
+    parser.add_argument("--max-model-len", type=int, default=40960, help="tokens of the long workload")
+    parser.add_argument("--tp", type=int, default=1, help="tensor parallel ranks")
+    parser.add_argument("--backend", default="auto", help="attention backend")
+    parser.add_argument("--json", metavar="FILE", help="also write the last line to FILE")

@@ -1,0 +1,277 @@
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from nanovllm.distributed import TPGroup
+from nanovllm.engine import tp_worker
+from nanovllm.engine.tp_worker import WorkerGroup
+from nanovllm.errors import EngineError, WorkerDiedError
+
+NOTICED_WITHIN_S = 5.0
+
+
+class EchoRunner:
+    """Remembers what it was called with. Also the factory of itself: EchoRunner(tp)."""
+
+    def __init__(self, tp: TPGroup, device: str = "cpu") -> None:
+        self.tp, self.device = tp, device
+        self.calls: list[int] = []
+
+    def remember(self, call: int) -> None:
+        self.calls.append(call)
+
+    def calls_of_all_ranks(self) -> list[list[int]]:
+        return self.tp.all_gather(torch.tensor([self.calls], device=self.device).T.contiguous()).T.tolist()
+
+    def sum_of_all_ranks(self, token_ids: np.ndarray) -> int:
+        return int(self.tp.all_reduce(torch.from_numpy(token_ids).sum().to(self.device)))
+
+    def collectives(self) -> tuple[list[float], list[list[float]], list[float]]:
+        mine = torch.tensor([[self.tp.rank + 1.0]], device=self.device)
+        gathered = self.tp.all_gather(mine)
+        return self.tp.all_reduce(mine.clone())[0].tolist(), gathered.tolist(), self.tp.broadcast(mine)[0].tolist()
+
+    def raise_on_worker(self) -> None:
+        if self.tp.rank == 1:
+            raise KeyError("what the worker says")
+
+    def raise_on_rank_0(self) -> None:
+        if self.tp.rank == 0:
+            raise ValueError("what rank 0 says")
+
+    def pids(self) -> list[int]:
+        return self.tp.all_gather(torch.tensor([os.getpid()])).tolist()
+
+    def nap_on_worker(self, seconds: float) -> None:
+        if self.tp.rank == 1:
+            time.sleep(seconds)
+
+    def die_in_collective(self) -> None:
+        if self.tp.rank == 1:
+            time.sleep(0.2)  # rank 0 is waiting by then
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.tp.all_reduce(torch.zeros(1))
+
+
+def failing_factory(tp: TPGroup) -> EchoRunner:
+    if tp.rank == 1:
+        raise torch.OutOfMemoryError("no memory on rank 1")
+    tp.all_reduce(torch.zeros(1))  # building waits for the other ranks, as measuring the pool does
+    return EchoRunner(tp)
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = NOTICED_WITHIN_S) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return condition()
+
+
+def is_gone(pid: int) -> bool:
+    """True also for a zombie that nobody has waited for."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[WorkerGroup[EchoRunner]]:
+    """Two ranks and a segment so small that every call goes in pieces."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(tp_worker, "SEGMENT_BYTES", 16)
+        group = WorkerGroup(EchoRunner, 2, "cpu")
+    yield group
+    group.close()
+
+
+def test_run_many_calls_reach_every_rank_in_order(group: WorkerGroup[EchoRunner]) -> None:
+    for call in range(200):
+        group.run("remember", call)
+    assert group.run("calls_of_all_ranks") == [list(range(200))] * 2
+
+
+def test_run_message_larger_than_the_segment_arrives_whole(group: WorkerGroup[EchoRunner]) -> None:
+    token_ids = np.arange(20_000)  # 160 KB through 16 bytes; 8 MB through 1 MiB is far less work
+    assert group.run("sum_of_all_ranks", token_ids) == 2 * token_ids.sum()
+
+
+def test_collectives_two_ranks(group: WorkerGroup[EchoRunner]) -> None:
+    assert group.run("collectives") == ([3.0], [[1.0, 2.0]], [1.0])
+
+
+def test_wait_for_polls_until_done(group: WorkerGroup[EchoRunner]) -> None:
+    deadline = time.perf_counter() + 0.2
+    group.wait_for(lambda: time.perf_counter() > deadline)
+    assert time.perf_counter() < deadline + 0.1
+    group.check()
+
+
+def test_worker_group_one_rank_needs_no_process() -> None:
+    group = WorkerGroup(EchoRunner, 1, "cpu")
+    assert group.run("collectives") == ([1.0], [[1.0]], [1.0])
+    with pytest.raises(ValueError, match="what rank 0 says"):
+        group.run("raise_on_rank_0")
+    assert group.run("pids") == [os.getpid()]
+    group.close()
+    with pytest.raises(EngineError, match="closed"):
+        group.run("pids")
+
+
+def test_close_beside_another_group_leaves_nothing_of_its_own(group: WorkerGroup[EchoRunner]) -> None:
+    other = WorkerGroup(EchoRunner, 2, "cpu")
+    rank_0, worker = other.run("pids")
+    assert rank_0 == os.getpid() == group.run("pids")[0] and worker != group.run("pids")[1]
+    other.close()
+    other.close()
+    assert is_gone(worker) and worker not in [child.pid for child in multiprocessing.active_children()]
+    assert not list(Path("/dev/shm").glob(f"*{os.getpid()}*"))
+    with pytest.raises(EngineError, match="closed"):
+        other.run("pids")
+    assert group.run("collectives")[0] == [3.0]
+
+
+def test_run_worker_raises_is_reported_with_its_traceback() -> None:
+    group = WorkerGroup(EchoRunner, 2, "cpu")
+    worker = group.run("pids")[1]
+    group.run("raise_on_worker")  # rank 0 does not notice: its own part went well
+    start = time.monotonic()
+    with pytest.raises(WorkerDiedError, match=r"rank 1 failed:\n(.*\n)*.*in raise_on_worker\n(.*\n)*.*what the worker"):
+        group.run("collectives")
+    assert time.monotonic() - start < NOTICED_WITHIN_S
+    with pytest.raises(WorkerDiedError, match="what the worker says"):
+        group.run("collectives")
+    assert is_gone(worker)
+
+
+def test_run_rank_0_raises_ends_the_group() -> None:
+    """The worker has done the call, rank 0 has not: going on would pair different collectives."""
+    group = WorkerGroup(EchoRunner, 2, "cpu")
+    worker = group.run("pids")[1]
+    with pytest.raises(ValueError, match="what rank 0 says"):
+        group.run("raise_on_rank_0")
+    assert is_gone(worker)
+    with pytest.raises(EngineError, match="closed"):
+        group.run("pids")
+
+
+def test_wait_for_worker_killed_raises() -> None:
+    group = WorkerGroup(EchoRunner, 2, "cpu")
+    os.kill(group.run("pids")[1], signal.SIGKILL)
+    start = time.monotonic()
+    with pytest.raises(WorkerDiedError, match="rank 1 died with signal SIGKILL"):
+        group.wait_for(lambda: False)
+    assert time.monotonic() - start < NOTICED_WITHIN_S
+
+
+def test_run_worker_killed_inside_a_collective_raises() -> None:
+    group = WorkerGroup(EchoRunner, 2, "cpu")
+    start = time.monotonic()
+    with pytest.raises(WorkerDiedError, match="rank 1 died with signal SIGKILL"):
+        group.run("die_in_collective")
+    assert time.monotonic() - start < NOTICED_WITHIN_S
+
+
+def test_worker_group_factory_fails_on_a_worker_raises_and_leaves_nothing() -> None:
+    before = multiprocessing.active_children()
+    with pytest.raises(WorkerDiedError, match=r"rank 1 failed:\n(.*\n)*.*no memory on rank 1"):
+        WorkerGroup(failing_factory, 2, "cpu")
+    assert multiprocessing.active_children() == before
+
+
+SCRIPT = """
+import time
+from nanovllm.engine.tp_worker import WorkerGroup
+from test_tp_worker import EchoRunner
+if __name__ == "__main__":
+    group = WorkerGroup(EchoRunner, 2, "cpu")
+    print(group.run("pids")[1], flush=True)
+    {then}
+"""
+
+
+def start_script(tmp_path: Path, then: str) -> tuple[subprocess.Popen[str], int]:
+    """A process that starts a group of two; returns it and the pid of its worker."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(then=then))
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+    pipe = subprocess.PIPE
+    process = subprocess.Popen([sys.executable, str(script)], stdout=pipe, stderr=pipe, text=True, env=env)
+    assert process.stdout is not None
+    return process, int(process.stdout.readline())
+
+
+def test_parent_killed_leaves_no_worker(tmp_path: Path) -> None:
+    """The worker is busy, so it does not see the end of its control pipe."""
+    process, worker = start_script(tmp_path, then="group.run('nap_on_worker', 60); time.sleep(60)")
+    time.sleep(0.2)
+    process.kill()
+    process.wait()
+    assert wait_until(lambda: is_gone(worker))
+
+
+def test_close_forgotten_exits_silently_and_leaves_no_worker(tmp_path: Path) -> None:
+    process, worker = start_script(tmp_path, then="pass")
+    _, errors = process.communicate(timeout=30)
+    assert (process.returncode, errors) == (0, "")
+    assert wait_until(lambda: is_gone(worker))
+
+
+class GpuRunner:
+    """Runs on cuda:rank; also the factory of itself."""
+
+    def __init__(self, tp: TPGroup) -> None:
+        self.tp = tp
+        self.x = torch.ones(4, device="cuda")
+
+    def replay_all_reduce(self) -> list[float]:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.tp.all_reduce(self.x)
+        graph.replay()
+        graph.replay()
+        return self.x.tolist()
+
+    def launch(self, dies: bool) -> torch.cuda.Event:
+        if dies and self.tp.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.tp.all_reduce(self.x)
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+
+@pytest.mark.multi_gpu
+def test_collectives_two_gpus() -> None:
+    group = WorkerGroup(partial(EchoRunner, device="cuda"), 2, "cuda")
+    assert group.run("collectives") == ([3.0], [[1.0, 2.0]], [1.0])
+    group.close()
+
+
+@pytest.mark.multi_gpu
+def test_all_reduce_two_gpus_inside_a_graph() -> None:
+    group = WorkerGroup(GpuRunner, 2, "cuda")
+    assert group.run("replay_all_reduce") == [4.0] * 4
+    group.close()
+
+
+@pytest.mark.multi_gpu
+def test_wait_for_two_gpus_worker_killed_raises_and_frees_the_gpu() -> None:
+    group = WorkerGroup(GpuRunner, 2, "cuda")
+    group.wait_for(group.run("launch", False).query)
+    event = group.run("launch", True)
+    start = time.monotonic()
+    with pytest.raises(WorkerDiedError, match="SIGKILL"):
+        group.wait_for(event.query)
+    torch.cuda.synchronize()  # the collective that waited for rank 1 has ended
+    assert time.monotonic() - start < NOTICED_WITHIN_S

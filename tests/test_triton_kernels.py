@@ -1,0 +1,182 @@
+"""Our Triton kernels: the same tests in Triton's interpreter, on CPU, and on a GPU at real sizes.
+
+TRITON_INTERPRET must be set before triton is first imported, so the interpreted tests run in a process of their own.
+The interpreter truncates to bf16 where a GPU rounds; it is tested in fp16.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from paged_cases import assert_as_good_as_plain_torch, make_paged
+
+from nanovllm.attention.base import PartialAttention
+from nanovllm.attention.merge import merge_attention_outputs
+from nanovllm.attention.torch_backend import TorchBackend
+from nanovllm.attention.triton_backend import TritonBackend
+from nanovllm.layers.activation import silu_and_mul
+from nanovllm.layers.layernorm import add_rms_norm, rms_norm
+from nanovllm.layers.rotary_embedding import apply_rotary, norm_apply_rotary
+
+pytest.importorskip("triton")
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+on_device = pytest.mark.parametrize("device", ["cpu"] if INTERPRETED else [pytest.param("cuda", marks=pytest.mark.gpu)])
+if INTERPRETED:
+    DTYPES = [torch.float32, torch.float16]
+    PAGED = [((2, 1), 16, 256, torch.float32), ((7, 1), 32, 256, torch.float16), ((3, 3), 16, 512, torch.float32)]
+    SIZES = [(1, 8), (3, 100)]
+else:
+    DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+    PAGED = [
+        (heads, head_dim, page, dtype)
+        for heads in [(8, 8), (16, 8), (32, 8), (28, 4), (8, 1)]
+        for head_dim in (64, 128)
+        for page in (256, 1024, 4096)
+        for dtype in DTYPES
+    ] + [((4, 2), 32, 256, torch.bfloat16), ((4, 2), 256, 256, torch.bfloat16), ((4, 2), 256, 256, torch.float32)]
+    SIZES = [(1, 1024), (513, 4096), (77, 3584)]
+paged_shapes = pytest.mark.parametrize(("heads", "head_dim", "page", "dtype"), PAGED)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the interpreted run")
+def test_interpreter_runs_every_kernel():
+    env = {**os.environ, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore::RuntimeWarning", __file__]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 0 and "passed" in done.stdout, done.stdout + done.stderr
+
+
+@on_device
+@paged_shapes
+@pytest.mark.parametrize("causal", [True, False])
+def test_attend_queries_matches_naive(device, heads, head_dim, page, dtype, causal):
+    """Decodes, chunks and whole prompts in one batch, at odd lengths around the edges of tiles and blocks."""
+    if INTERPRETED:
+        lens = [(1, 1), (3, 258), (40, 40), (7, 300)]
+    else:
+        lens = [(1, 1), (1, page + 1), (5, page), (333, 2 * page + 77), (129, 129), (64, page - 1), (1000, 1000)]
+    if not causal:
+        lens.insert(1, (3, 0))
+    case = make_paged(lens, page, heads, causal=causal, head_dim=head_dim, dtype=dtype, device=device)
+    scale = head_dim**-0.5
+    got = TritonBackend().attend(case.q_THD, case.k_cache, case.v_cache, case.batch, scale)
+    assert_as_good_as_plain_torch(got, case, scale)
+
+
+@on_device
+@paged_shapes
+@pytest.mark.parametrize("num_splits", [1, 2, 5, None])
+def test_attend_one_query_each_matches_naive(device, heads, head_dim, page, dtype, num_splits, monkeypatch):
+    """Lengths around a block's edge, a sequence without keys, splits without keys; None: as planned."""
+    contexts = [1, 0, 300, 257] if INTERPRETED else [1, 0, 17, page - 1, page, page + 1, 3 * page + 5]
+    case = make_paged(
+        [(1, n) for n in contexts], page, heads, causal=True, head_dim=head_dim, dtype=dtype, device=device
+    )
+    backend = TritonBackend()
+    if num_splits is not None:
+        monkeypatch.setattr(backend.kernels, "plan_num_splits", lambda *_: num_splits)
+    got = backend.attend(case.q_THD, case.k_cache, case.v_cache, case.batch, head_dim**-0.5)
+    assert got.lse_HT[:, 1].isneginf().all() and not got.out_THD[1].any()
+    assert_as_good_as_plain_torch(got, case, head_dim**-0.5)
+
+
+@on_device
+def test_attend_strided_queries(device):
+    """q as a view of the qkv product."""
+    case = make_paged([(5, 5), (1, 9)], 256, (4, 2), causal=True, head_dim=32, device=device)
+    qkv = torch.randn(6, 8, 32, device=device)
+    qkv[:, :4] = case.q_THD
+    got = TritonBackend().attend(qkv[:, :4], case.k_cache, case.v_cache, case.batch, 0.2)
+    assert_as_good_as_plain_torch(got, case, 0.2)
+
+
+@on_device
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_store_equals_torch_backend(device, dtype):
+    """Strided K and V, -1 skipped."""
+    qkv = torch.randn(5, 7, 16, device=device).to(dtype)
+    slot_mapping = torch.tensor([40, -1, 0, 7, 95], device=device)
+    got, want = (torch.zeros(2, 3, 32, 3, 16, dtype=dtype, device=device) for _ in range(2))
+    for backend, caches in ((TritonBackend(), got), (TorchBackend(), want)):
+        backend.store(qkv[:, 1:4], qkv[:, 4:], caches[0], caches[1], slot_mapping)
+    assert torch.equal(got, want) and got.any()
+
+
+@on_device
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_tokens", [1, 37])
+def test_merge_equals_plain_merge(device, dtype, num_tokens):
+    """In place into the first; rows where one, the other or both saw no key; lse of either layout."""
+    torch.manual_seed(0)
+    parts = []
+    for _ in range(2):
+        out, lse = (
+            torch.randn(num_tokens, 3, 24, device=device).to(dtype),
+            torch.randn(num_tokens, 3, device=device).t(),
+        )
+        empty = torch.rand(3, num_tokens, device=device) < 0.3
+        out[empty.t()] = 0
+        parts.append(PartialAttention(out, lse.masked_fill(empty, float("-inf"))))
+    want_out, want_lse = merge_attention_outputs(*parts[0], *parts[1])
+    got = TritonBackend().merge(*parts)
+    assert got.out_THD.data_ptr() == parts[0].out_THD.data_ptr()
+    tolerance = 4 * torch.finfo(dtype).eps
+    torch.testing.assert_close(got.out_THD, want_out, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(got.lse_HT, want_lse, atol=1e-6, rtol=1e-6)
+
+
+@on_device
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_tokens", "size"), SIZES)
+def test_layer_kernels_equal_plain_torch(device, dtype, num_tokens, size):
+    """One rounding apart at most, since sums run in another order."""
+    from nanovllm.layers import kernels
+
+    torch.manual_seed(0)
+    x, residual = (torch.randn(num_tokens, size, device=device).to(dtype) for _ in range(2))
+    weight = torch.randn(size, device=device).to(dtype)
+    pairs = [
+        (kernels.rms_norm(x, weight, 1e-6), rms_norm(x, weight, 1e-6)),
+        *zip(kernels.add_rms_norm(x, residual, weight, 1e-6), add_rms_norm(x, residual, weight, 1e-6), strict=True),
+        (kernels.silu_and_mul(x), silu_and_mul(x)),
+    ]
+    for got, want in pairs:
+        torch.testing.assert_close(got, want, atol=1e-6, rtol=2 * torch.finfo(dtype).eps)
+
+
+@on_device
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", [(16, 8), (9, 3)])
+@pytest.mark.parametrize("head_dim", [32] if INTERPRETED else [64, 128])
+def test_qk_norm_rope_equals_plain_torch(device, dtype, heads, head_dim):
+    """With norms (Qwen3) and without, of views of the qkv product."""
+    from nanovllm.layers import kernels
+
+    torch.manual_seed(0)
+    num_tokens = 2 if INTERPRETED else 70
+    qkv = torch.randn(num_tokens, heads[0] + 2 * heads[1], head_dim, device=device).to(dtype)
+    q, k, _ = qkv.split([heads[0], heads[1], heads[1]], dim=1)
+    q_weight, k_weight = (torch.randn(head_dim, device=device).to(dtype) for _ in range(2))
+    angles = torch.randn(num_tokens, head_dim // 2, device=device)
+    cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1)
+    got = kernels.qk_norm_rope(q, k, q_weight, k_weight, 1e-6, cos_sin)
+    want = norm_apply_rotary(q, k, q_weight, k_weight, 1e-6, cos_sin)
+    got += kernels.qk_norm_rope(q, k, None, None, 1e-6, cos_sin)
+    want += apply_rotary(q, k, cos_sin)
+    for got_x, want_x in zip(got, want, strict=True):
+        assert got_x.is_contiguous()
+        tolerance = 4 * torch.finfo(dtype).eps
+        torch.testing.assert_close(got_x, want_x, atol=tolerance, rtol=tolerance)
+
+
+def test_plan_num_splits_fills_the_gpu():
+    from nanovllm.attention.kernels import plan_num_splits
+
+    assert plan_num_splits(8, 40960, 132) * 8 in range(240, 265)  # one sequence: one full wave
+    assert plan_num_splits(64, 40960, 132) * 64 in range(240, 265)
+    assert plan_num_splits(256 * 8, 1024, 132) == 1  # many short ones: splitting only costs
+    assert plan_num_splits(8, 1, 132) == 1
+    assert plan_num_splits(320, 40960, 132) > 1  # 1.2 waves whole: the second would be nearly empty
