@@ -7,6 +7,7 @@ import random
 import statistics
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,7 +92,7 @@ class Work:
 
 
 def model_of_length(model: str, max_model_len: int) -> str:
-    """`model`, or a copy of a preset whose config allows `max_model_len` tokens (positions only: weights are random)."""
+    """`model`, or a copy of a preset whose config allows `max_model_len` tokens (its weights are random anyway)."""
     config, directory = ModelConfig.from_pretrained(model)
     if config.max_model_len_limit >= max_model_len or directory is not None:
         return model
@@ -138,15 +139,24 @@ def time_prefill(llm: LLM, num_tokens: int, seed: int, num_runs: int = NUM_RUNS)
 def time_decode(
     llm: LLM, context_len: int, num_tokens: int, seed: int, batch: int = 1, num_runs: int = NUM_RUNS
 ) -> Samples:
-    """Tokens per second of `batch` sequences decoding together, from `context_len` keys on; every prompt is new."""
+    """Tokens per second of `batch` sequences decoding together, from `context_len` keys on; every prompt is new.
+
+    Only steps in which all of them decode count: the time from the first to the last of these, which overlaps nothing
+    of the prefill.
+    """
     rng = random.Random(seed)
     params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
     rates = []
     for _ in range(num_runs + 1):
-        prompts = [random_prompt(rng, context_len, llm.model_config.vocab_size) for _ in range(batch)]
-        outputs = llm.generate(prompts, params, use_tqdm=False)
-        assert all(output["num_cached_tokens"] == 0 for output in outputs)
-        rates.append(batch / statistics.median(output["tpot_s"] or 0.0 for output in outputs))
+        for _ in range(batch):
+            llm.add_request(random_prompt(rng, context_len, llm.model_config.vocab_size), params)
+        ends = []
+        while not llm.is_finished():
+            output = llm.step()
+            assert all(finished["num_cached_tokens"] == 0 for finished in output.finished.values())
+            if output.num_decode_tokens == batch and not output.num_prefill_tokens:
+                ends.append(time.perf_counter())
+        rates.append(batch * (len(ends) - 1) / (ends[-1] - ends[0]))
     return Samples(tuple(rates[1:]))
 
 

@@ -63,17 +63,19 @@ SAMPLING_HELP: dict[str, dict[str, str]] = {
     }
 }
 DEMO_HELP: dict[str, dict[str, str]] = {
-    "options": {
+    "the text": {
         "num_tokens": "length of the prompt",
         "depth": "where the passkey stands: 0 the start, 1 the end",
         "passkey": "what to hide; unset: drawn from the seed",
         "seed": "of the passkey",
+    },
+    "the engine": {
         "num_gpu_blocks": "slots, 2 or more; unset: a fifth of the prompt's blocks",
         "device": "auto, cpu, cuda or cuda:N",
         "dtype": "float32 or bfloat16",
-    }
+    },
 }
-RENAMED = {(SamplingParams, "seed"): "sampling_seed"}  # Config has the plain name
+RENAMED: dict[tuple[type, str], str] = {(SamplingParams, "seed"): "sampling_seed"}  # Config has the plain name
 
 EXAMPLE = """\
 examples:
@@ -222,7 +224,7 @@ def _given(args: argparse.Namespace, options: type) -> dict[str, Any]:
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
-    """Room for the longest flag, so that the lines of meaning stand in one column."""
+    """Room for the usual flag, so that the lines of meaning stand in one column."""
 
     def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=36, width=112)
+        super().__init__(prog, max_help_position=30)

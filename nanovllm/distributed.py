@@ -53,7 +53,7 @@ class TPGroup:
         return x
 
     def close(self) -> None:
-        """Leave the group. nccl: end the kernels that still wait for another rank, so that nothing else hangs on them."""
+        """Leave the group. With nccl, kernels that still wait for another rank end, so that nothing hangs on them."""
         if self.process_group is not None and not isinstance(self.process_group, dist.ProcessGroupGloo):
             self.process_group.abort()
 
@@ -77,11 +77,11 @@ _BROADCAST = _on_current_stream(BroadcastOptions())
 
 
 def open_store() -> dist.TCPStore:
-    """Rank 0's end of the meeting point: listens on a port that the system chose (`store.port`)."""
+    """Rank 0's end of the meeting point, at a loopback port that the system chose (`store.port`)."""
     listener = socket.create_server((HOST, 0))
-    port = listener.getsockname()[1]
-    return dist.TCPStore(
-        HOST, port, None, True, CONNECT_TIMEOUT, wait_for_workers=False, master_listen_fd=listener.detach()
+    port, fd = listener.getsockname()[1], listener.detach()
+    return dist.TCPStore(  # without libuv, which takes no socket before torch 2.8
+        HOST, port, None, True, CONNECT_TIMEOUT, wait_for_workers=False, master_listen_fd=fd, use_libuv=False
     )
 
 

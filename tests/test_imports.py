@@ -23,12 +23,14 @@ ALLOWED = {
     "models": BASE | {"layers", "attention"},
     "engine": BASE | {"plan", "layers", "attention", "kvcache", "models"},
     "demo": BASE | {"layers", "models", "engine", "top"},
-    "top": BASE | {"plan", "layers", "attention", "kvcache", "models", "engine", "demo"},  # llm, cli
+    "top": BASE | {"plan", "layers", "attention", "kvcache", "models", "engine", "demo"},  # llm, cli, console
 }
 PART_OF_MODULE = {
     "nanovllm": "top",
+    "nanovllm.__main__": "top",
     "nanovllm.llm": "top",
     "nanovllm.cli": "top",
+    "nanovllm.console": "top",
     "nanovllm.engine.batch": "plan",
     "nanovllm.engine.sequence": "plan",
     "nanovllm.loader": "models",  # fills the parameters of the models

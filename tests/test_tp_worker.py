@@ -47,7 +47,9 @@ class EchoRunner:
 
     def raise_on_rank_0(self) -> None:
         if self.tp.rank == 0:
+            time.sleep(0.2)  # the worker is waiting by then
             raise ValueError("what rank 0 says")
+        self.tp.all_reduce(torch.zeros(1))
 
     def pids(self) -> list[int]:
         return self.tp.all_gather(torch.tensor([os.getpid()])).tolist()
@@ -155,11 +157,13 @@ def test_run_worker_raises_is_reported_with_its_traceback() -> None:
 
 
 def test_run_rank_0_raises_ends_the_group() -> None:
-    """The worker has done the call, rank 0 has not: going on would pair different collectives."""
+    """The worker waits in a collective that rank 0 never entered: going on would pair it with a later one."""
     group = WorkerGroup(EchoRunner, 2, "cpu")
     worker = group.run("pids")[1]
+    start = time.monotonic()
     with pytest.raises(ValueError, match="what rank 0 says"):
         group.run("raise_on_rank_0")
+    assert time.monotonic() - start < NOTICED_WITHIN_S
     assert is_gone(worker)
     with pytest.raises(EngineError, match="closed"):
         group.run("pids")
@@ -204,7 +208,7 @@ def start_script(tmp_path: Path, then: str) -> tuple[subprocess.Popen[str], int]
     """A process that starts a group of two; returns it and the pid of its worker."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(then=then))
-    env = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     pipe = subprocess.PIPE
     process = subprocess.Popen([sys.executable, str(script)], stdout=pipe, stderr=pipe, text=True, env=env)
     assert process.stdout is not None

@@ -30,13 +30,11 @@ if INTERPRETED:
     SIZES = [(1, 8), (3, 100)]
 else:
     DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-    PAGED = [
-        (heads, head_dim, page, dtype)
-        for heads in [(8, 8), (16, 8), (32, 8), (28, 4), (8, 1)]
-        for head_dim in (64, 128)
-        for page in (256, 1024, 4096)
-        for dtype in DTYPES
-    ] + [((4, 2), 32, 256, torch.bfloat16), ((4, 2), 256, 256, torch.bfloat16), ((4, 2), 256, 256, torch.float32)]
+    BF16, PAGED = torch.bfloat16, []
+    PAGED += [(heads, 128, 1024, BF16) for heads in [(8, 8), (16, 8), (32, 8), (28, 4), (8, 1)]]
+    PAGED += [((16, 8), 128, page, torch.float16) for page in (256, 4096)]
+    PAGED += [((28, 4), head_dim, 256, dtype) for head_dim in (64, 128) for dtype in (BF16, torch.float32)]
+    PAGED += [((4, 2), 32, 256, BF16), ((4, 2), 256, 256, BF16), ((4, 2), 256, 256, torch.float32)]
     SIZES = [(1, 1024), (513, 4096), (77, 3584)]
 paged_shapes = pytest.mark.parametrize(("heads", "head_dim", "page", "dtype"), PAGED)
 

@@ -2,26 +2,23 @@
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+import torch
+
+from nanovllm.attention.base import AttentionBackend
 from nanovllm.attention.cudnn_backend import CudnnBackend
 from nanovllm.attention.flash_backend import FlashBackend
 from nanovllm.attention.torch_backend import TorchBackend
 from nanovllm.attention.triton_backend import TritonBackend
 
-if TYPE_CHECKING:
-    import torch
-
-    from nanovllm.attention.base import AttentionBackend
-
 logger = logging.getLogger("nanovllm")
 
-BACKENDS: dict[str, type["AttentionBackend"]] = {
+BACKENDS: dict[str, type[AttentionBackend]] = {
     backend.name: backend for backend in (CudnnBackend, FlashBackend, TritonBackend, TorchBackend)
 }
 
 
-def choose_backend(name: str, device: "torch.device", dtype: "torch.dtype", head_dim: int) -> "AttentionBackend":
+def choose_backend(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> AttentionBackend:
     """The backend called `name`, or with "auto" the fastest that can run here.
 
     Raises ValueError with the reason and the backends that can run when `name` cannot, or is unknown.
@@ -43,17 +40,15 @@ def choose_backend(name: str, device: "torch.device", dtype: "torch.dtype", head
     return CudnnBackend(paged())
 
 
-def _preferred(device: "torch.device") -> Sequence[str]:
+def _preferred(device: torch.device) -> Sequence[str]:
     """Fastest first. cuDNN reaches twice flash-attn 2 on Hopper (658 and 373 TFLOP/s on an H200)."""
     if device.type != "cuda":
         return ("torch",)
-    import torch
-
     is_hopper = torch.cuda.get_device_capability(device)[0] == 9
     return ("cudnn", "flash", "triton", "torch") if is_hopper else ("flash", "triton", "torch")
 
 
-def _why_unavailable(name: str, device: "torch.device", dtype: "torch.dtype", head_dim: int) -> str | None:
+def _why_unavailable(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
     reason = BACKENDS[name].why_unavailable(device, dtype, head_dim)
     if reason is None and name == "cudnn" and _paged_beside_cudnn(device, dtype, head_dim) is None:
         return "it needs flash or triton beside it, and neither can run"
@@ -61,7 +56,7 @@ def _why_unavailable(name: str, device: "torch.device", dtype: "torch.dtype", he
 
 
 def _paged_beside_cudnn(
-    device: "torch.device", dtype: "torch.dtype", head_dim: int
+    device: torch.device, dtype: torch.dtype, head_dim: int
 ) -> type[FlashBackend] | type[TritonBackend] | None:
     for backend in (FlashBackend, TritonBackend):
         if backend.why_unavailable(device, dtype, head_dim) is None:

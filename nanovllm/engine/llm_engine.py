@@ -7,7 +7,6 @@ the host so works one step ahead of it; on the CPU a step has run when it is enq
 import itertools
 import logging
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
@@ -23,7 +22,7 @@ from nanovllm.engine.model_runner import ModelRunner, StepResult, kv_cache_spec
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.tp_worker import WorkerGroup
-from nanovllm.errors import EngineError, WorkerDiedError
+from nanovllm.errors import EngineError
 from nanovllm.kvcache.base import KVCacheManager
 from nanovllm.kvcache.block_manager import BlockManager
 from nanovllm.kvcache.hybrid_manager import HybridKVCacheManager
@@ -155,9 +154,8 @@ class LLMEngine:
         if self._closed:
             return
         self._closed = True
-        with suppress(WorkerDiedError):  # the group has ended already
-            self._ranks.run("close")
-        self._ranks.close()
+        self.runner.close()
+        self._ranks.close()  # the workers' memory goes with their processes
 
     def __enter__(self) -> "LLMEngine":
         return self

@@ -27,6 +27,7 @@ from multiprocessing.context import SpawnProcess
 from typing import Any, Generic, TypeVar
 
 import torch
+from tqdm import tqdm
 
 from nanovllm.distributed import TPGroup, connect, join_store, open_store
 from nanovllm.engine.channel import Receiver, Segment, Sender, make_segment
@@ -222,6 +223,7 @@ class _Job:
 def _worker_main(job: _Job, rank: int, segment: Segment, control: Connection, reports: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; rank 0 decides what it means
     threading.Thread(target=_exit_with_parent, daemon=True).start()
+    tqdm.set_lock(threading.RLock())  # its own is a named semaphore, which a worker that is killed would leave behind
     try:
         torch.set_num_threads(job.num_threads)
         reports.send((STARTED, ""))

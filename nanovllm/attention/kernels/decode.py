@@ -8,6 +8,8 @@ of a tensor core). A second kernel merges the splits. Lengths are read on the de
 size and S only, so that a CUDA graph replays with any lengths; S is planned on the host, once per shape.
 """
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
@@ -16,6 +18,7 @@ LOG2_E = 1.4426950408889634
 PROGRAMS_PER_SM = 2  # 64 KiB of keys and values in flight each; three would fit
 MAX_SPLITS = 128
 SPLIT_COST_TOKENS = 128  # starting a program and merging its part cost about as much as reading so many keys
+SPLIT_GRAIN_TOKENS = 64  # a split is whole tiles
 
 
 @triton.jit
@@ -61,7 +64,7 @@ def _decode_tiles(
     return acc, row_sum, row_max
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride", "num_splits"])  # they vary: one compilation for all
 def _decode_kernel(
     q_ptr,
     k_ptr,
@@ -73,6 +76,7 @@ def _decode_kernel(
     q_stride_t,
     q_stride_h,
     table_stride,
+    num_splits,
     scale_log2,
     PAGE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -80,11 +84,10 @@ def _decode_kernel(
     D: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
 ):
     split, kv_head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     context_len = tl.load(context_lens_ptr + sequence)
-    split_len = tl.cdiv(tl.cdiv(context_len, NUM_SPLITS), BLOCK_N) * BLOCK_N
+    split_len = tl.cdiv(tl.cdiv(context_len, num_splits), BLOCK_N) * BLOCK_N
     first_key = tl.minimum(split * split_len, context_len)
     last_key = tl.minimum(first_key + split_len, context_len)
     edge = first_key + (last_key - first_key) // BLOCK_N * BLOCK_N
@@ -111,26 +114,26 @@ def _decode_kernel(
     )  # fmt: skip
 
     row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # no key in this split: out 0, lse -inf
-    part = (sequence * (NUM_KV_HEADS * GROUP) + head) * NUM_SPLITS + split
+    part = (sequence * (NUM_KV_HEADS * GROUP) + head) * num_splits + split
     out = (acc / row_sum[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + part[:, None] * D + dim[None, :], out, mask=inside[:, None])
     tl.store(lse_ptr + part, (row_max + tl.log2(row_sum)) * 0.6931471805599453, mask=inside)  # ln 2
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def _merge_splits_kernel(
     part_out_ptr,  # [B * H, S, D] fp32
     part_lse_ptr,  # [B * H, S] fp32
     out_ptr,  # [B * H, D]
     lse_ptr,  # [B * H]
-    NUM_SPLITS: tl.constexpr,
+    num_splits,
     D: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     split, dim = tl.arange(0, BLOCK_S), tl.arange(0, D)
-    inside = split < NUM_SPLITS
-    part = row * NUM_SPLITS + split
+    inside = split < num_splits
+    part = row * num_splits + split
     part_lse = tl.load(part_lse_ptr + part, mask=inside, other=float("-inf"))
     top = tl.max(part_lse, 0)
     top = tl.where(top == float("-inf"), 0.0, top)
@@ -142,18 +145,20 @@ def _merge_splits_kernel(
     tl.store(lse_ptr + row, top + tl.log(total))
 
 
+@lru_cache(maxsize=4096)
 def plan_num_splits(num_rows: int, max_context_len: int, num_sms: int) -> int:
     """How many programs share the keys of each of `num_rows` (sequence, kv head) pairs.
 
     The least time of the slowest SM, in keys read: waves of programs x keys of one program. Up to MAX_SPLITS.
     """
-    slots = num_sms * PROGRAMS_PER_SM
+    programs_per_wave = num_sms * PROGRAMS_PER_SM
+    num_grains = -(-max_context_len // SPLIT_GRAIN_TOKENS)
 
-    def cost(num_splits: int) -> float:
-        waves = -(-num_rows * num_splits // slots)
-        return waves * (max_context_len / num_splits + SPLIT_COST_TOKENS)
+    def cost(num_splits: int) -> int:
+        waves = -(-num_rows * num_splits // programs_per_wave)
+        return waves * (-(-num_grains // num_splits) * SPLIT_GRAIN_TOKENS + SPLIT_COST_TOKENS)
 
-    return min(range(1, MAX_SPLITS + 1), key=cost)
+    return min(range(1, max(1, min(MAX_SPLITS, num_grains)) + 1), key=cost)
 
 
 def paged_decode(
@@ -193,6 +198,7 @@ def paged_decode(
         q_BHD.stride(0),
         q_BHD.stride(1),
         block_tables.stride(0),
+        num_splits,
         scale * LOG2_E,
         PAGE=page,
         NUM_KV_HEADS=num_kv_heads,
@@ -200,7 +206,6 @@ def paged_decode(
         D=head_dim,
         ROWS=max(16, triton.next_power_of_2(group)),
         BLOCK_N=block_n,
-        NUM_SPLITS=num_splits,
         num_warps=4,
         num_stages=3,
     )
@@ -210,7 +215,7 @@ def paged_decode(
             part_lse,
             out_BHD,
             lse_BH,
-            NUM_SPLITS=num_splits,
+            num_splits,
             D=head_dim,
             BLOCK_S=triton.next_power_of_2(num_splits),
             num_warps=4,

@@ -7,8 +7,10 @@ import torch
 import triton
 import triton.language as tl
 
+LSE_STRIDES = ["a_lse_stride_h", "a_lse_stride_t", "b_lse_stride_h", "b_lse_stride_t"]
 
-@triton.jit
+
+@triton.jit(do_not_specialize=["num_tokens", *LSE_STRIDES])  # they vary: one compilation for all
 def _merge_kernel(
     a_out_ptr,
     a_lse_ptr,
@@ -46,6 +48,7 @@ def _merge_kernel(
     a = tl.load(a_ptrs, mask=mask, other=0.0).to(tl.float32)
     b = tl.load(b_ptrs, mask=mask, other=0.0).to(tl.float32)
     merged = a * (1.0 - b_weight)[:, None] + b * b_weight[:, None]
+    tl.debug_barrier()  # threads may load the same cell of `a`: all have, before any overwrites it
     tl.store(a_ptrs, merged.to(a_out_ptr.dtype.element_ty), mask=mask)
     tl.store(a_lse_ptrs, top + tl.log(total), mask=inside)
 

@@ -71,7 +71,7 @@ def _attend_tiles(
     return acc, row_sum, row_max
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "table_stride"])  # they vary: one compilation for all
 def _prefill_kernel(
     q_ptr,
     k_desc,
@@ -142,11 +142,11 @@ def default_config(head_dim: int, itemsize: int, max_query_len: int) -> PrefillC
     """A fixed choice, so that start-up spends no time on tuning: the largest tiles that compile without spills."""
     if itemsize == 4:  # exact fp32 has no tensor cores; larger tiles spill
         return PrefillConfig(32, 32 if head_dim <= 128 else 16, 8, 2)
+    if head_dim > 128:
+        return PrefillConfig(128, 64, 8, 2)
     if max_query_len <= 64:
-        return PrefillConfig(64, 64, 4, 3 if head_dim <= 128 else 2)
-    if head_dim <= 128:
-        return PrefillConfig(128, 128, 8, 3)
-    return PrefillConfig(128, 64, 8, 2)
+        return PrefillConfig(64, 64, 4, 3)
+    return PrefillConfig(128, 128, 8, 3)
 
 
 def paged_prefill(

@@ -1,0 +1,174 @@
+"""The long workload with the KV cache in CPU memory, beside everything on the GPU and transformers' offloaded cache.
+
+Measures the link first. Decode with offload is bound by the link over the fewest bytes that must cross it per token:
+full blocks - (slots - write slots). Prefill is compared with the all-GPU engine's in the same run.
+"""
+
+import argparse
+import gc
+import random
+import time
+from typing import Any
+
+import torch
+
+from benchmarks.common import (
+    Machine,
+    Samples,
+    add_model_arguments,
+    measure_machine,
+    model_of_length,
+    random_prompt,
+    report,
+    time_decode,
+    time_prefill,
+    versions,
+)
+from nanovllm import LLM
+
+NUM_DECODED = 128
+
+
+def make_llm(args: argparse.Namespace, max_model_len: int, **options: Any) -> LLM:
+    torch.cuda.reset_peak_memory_stats()
+    return LLM(
+        model_of_length(args.model, max_model_len),
+        load_format=args.load_format,
+        max_model_len=max_model_len,
+        max_num_seqs=max(8, args.batch),
+        tensor_parallel_size=args.tp,
+        attn_backend=args.backend,
+        **options,
+    )
+
+
+def measure(llm: LLM, args: argparse.Namespace, max_model_len: int, prefix: str) -> dict[str, Any]:
+    """Prefill and decode of one engine, and its peak GPU memory."""
+    num_decoded = min(NUM_DECODED, args.decode_tokens)
+    prefill = time_prefill(llm, max_model_len - 1, seed=1, num_runs=args.runs)
+    decode = time_decode(llm, max_model_len - num_decoded, num_decoded, seed=2, batch=args.batch, num_runs=args.runs)
+    peak = torch.cuda.max_memory_allocated()
+    print(f"{prefix:8} prefill {prefill} tok/s, decode {decode} tok/s, peak {peak / 2**30:.2f} GiB")
+    return (
+        prefill.as_json(f"{prefix}_prefill_tok_per_s")
+        | decode.as_json(f"{prefix}_decode_tok_per_s")
+        | {f"{prefix}_peak_bytes": peak}
+    )
+
+
+def bench_offload(args: argparse.Namespace, machine: Machine, max_model_len: int, num_slots: int) -> dict[str, Any]:
+    """The engine with `num_slots` slots: its rates, the bytes it moved per token, and the bound they are held to."""
+    start_s = time.perf_counter()
+    llm = make_llm(
+        args,
+        max_model_len,
+        enable_cpu_offload=True,
+        num_gpu_blocks=num_slots,
+        kvcache_block_size=args.block_size,
+        num_cpu_blocks=(args.batch + 1) * -(-max_model_len // args.block_size),
+    )
+    start_s = time.perf_counter() - start_s
+    result = measure(llm, args, max_model_len, "offload")
+    block_bytes = llm.stats()["block_bytes"]
+    full_blocks = args.batch * ((max_model_len - 1) // args.block_size)
+    missing = max(0, full_blocks - (num_slots - args.batch))
+    llm.close()
+    result |= {"start_s": start_s, "num_missing_blocks": missing, "block_bytes": block_bytes}
+    if missing:
+        # each rank streams its own heads over its own link
+        bound = args.batch * machine.link_byte_per_s / (missing * block_bytes)
+        share = result["offload_decode_tok_per_s"] / bound
+        result |= {"link_bound_decode_tok_per_s": bound, "link_share": share}
+        print(f"         {missing} of {full_blocks} full blocks missing: bound {bound:.1f} tok/s, reached {share:.0%}")
+    return result
+
+
+def bench_gpu(args: argparse.Namespace, max_model_len: int) -> dict[str, Any]:
+    llm = make_llm(args, max_model_len)
+    result = measure(llm, args, max_model_len, "gpu")
+    llm.close()
+    return result
+
+
+def bench_transformers(args: argparse.Namespace, max_model_len: int) -> dict[str, Any]:
+    """The same shapes in transformers, random weights, KV in its offloaded cache."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(model_of_length(args.model, max_model_len))
+    torch.cuda.reset_peak_memory_stats()
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
+    rng = random.Random(4)
+    prefill, decode = [], []
+    num_decoded = 8
+    for _ in range(min(args.runs, 3) + 1):
+        prompt = random_prompt(rng, max_model_len - num_decoded - 1, config.vocab_size)
+        ids = torch.tensor([prompt], device="cuda")
+        seconds = []
+        for num_tokens in (1, num_decoded + 1):
+            torch.cuda.synchronize()
+            start_s = time.perf_counter()
+            model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                min_new_tokens=num_tokens,
+                max_new_tokens=num_tokens,
+                do_sample=False,
+                cache_implementation="offloaded",
+            )
+            torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - start_s)
+        prefill.append(len(prompt) / seconds[0])
+        decode.append(num_decoded / (seconds[1] - seconds[0]))
+    result = Samples(tuple(prefill[1:])).as_json("hf_prefill_tok_per_s")
+    result |= Samples(tuple(decode[1:])).as_json("hf_decode_tok_per_s")
+    result["hf_peak_bytes"] = torch.cuda.max_memory_allocated()
+    print(
+        f"hf       prefill {result['hf_prefill_tok_per_s']:,.1f} tok/s, "
+        f"decode {result['hf_decode_tok_per_s']:.1f} tok/s, "
+        f"peak {result['hf_peak_bytes'] / 2**30:.2f} GiB"
+    )
+    return result
+
+
+def free_gpu() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    add_model_arguments(parser)
+    parser.add_argument("--num-gpu-blocks", type=int, default=8, help="slots on the GPU")
+    parser.add_argument("--block-size", type=int, default=4096, help="tokens per block")
+    parser.add_argument("--batch", type=int, default=1, help="sequences that decode together")
+    parser.add_argument("--compare", default="gpu,hf", help="of gpu, hf: what else to measure; '' for nothing")
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--decode-tokens", type=int, default=64, help="tokens of each decode run")
+    args = parser.parse_args()
+    compare = {name for name in args.compare.split(",") if name}
+    if unknown := compare - {"gpu", "hf"}:
+        parser.error(f"--compare {', '.join(sorted(unknown))}: choose of gpu, hf")
+
+    machine = measure_machine()
+    free_gpu()
+    print(machine)
+    result = vars(args) | versions() | {"gpu": machine.name, "link_byte_per_s": machine.link_byte_per_s}
+    result |= bench_offload(args, machine, args.max_model_len, args.num_gpu_blocks)
+    if "gpu" in compare:
+        free_gpu()
+        result |= bench_gpu(args, args.max_model_len)
+        for kind in ("prefill", "decode"):
+            key = f"{kind}_tok_per_s"
+            result[f"{kind}_ratio_to_gpu"] = result[f"offload_{key}"] / result[f"gpu_{key}"]
+        print(
+            f"offload / gpu: prefill {result['prefill_ratio_to_gpu']:.2f}, decode {result['decode_ratio_to_gpu']:.3f}"
+        )
+    if "hf" in compare:
+        free_gpu()
+        result |= bench_transformers(args, args.max_model_len)
+    report(result, args.json)
+
+
+if __name__ == "__main__":
+    main()

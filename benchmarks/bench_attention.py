@@ -1,0 +1,246 @@
+"""Attention of each backend beside what the GPU can do: prefill, chunks at 40K, decode.
+
+    python benchmarks/bench_attention.py            # every backend that can run here
+    python benchmarks/bench_attention.py --tune     # our prefill tiles and decode splits compared
+    python benchmarks/bench_attention.py --smoke    # tiny lengths on CPU: does it run?
+
+First line: the bounds, measured. Last line: JSON. FLOPs count the visible keys only; bytes are K and V read once.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nanovllm.attention.base import AttentionBackend, HostTables, PagedBatch, PartialAttention
+from nanovllm.attention.selection import BACKENDS, choose_backend
+
+NUM_RUNS = 7
+HEAD_DIM = 128
+MODELS = {"Qwen3-0.6B": (16, 8), "Qwen3-8B": (32, 8), "Qwen2.5-7B": (28, 4)}  # query heads, kv heads
+
+
+@dataclass(frozen=True)
+class Workload:
+    name: str
+    num_sequences: int
+    query_len: int
+    context_len: int
+
+    def flops(self, num_heads: int) -> float:
+        history = self.context_len - self.query_len
+        visible = self.query_len * history + self.query_len * (self.query_len + 1) / 2
+        return 4.0 * self.num_sequences * num_heads * HEAD_DIM * visible
+
+    def kv_bytes(self, num_kv_heads: int) -> float:
+        return 2.0 * 2 * self.num_sequences * self.context_len * num_kv_heads * HEAD_DIM
+
+
+WORKLOADS = [
+    Workload("prefill 4096", 1, 4096, 4096),
+    Workload("chunk 8192 at 40960", 1, 8192, 40960),
+    Workload("chunk 8191 at 40959", 1, 8191, 40959),  # lengths that no plan was built for
+    Workload("chunk 16384 at 40960", 1, 16384, 40960),
+    Workload("prefill 16 x 1000", 16, 1000, 1000),
+    Workload("decode 1 x 40960", 1, 1, 40960),
+    Workload("decode 8 x 40960", 8, 1, 40960),
+    Workload("decode 256 x 1024", 256, 1, 1024),
+]
+
+
+class Timer:
+    """Milliseconds of each run after the first, and of the first (which compiles or plans)."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def __call__(self, run: Callable[[], object], num_runs: int = NUM_RUNS) -> dict[str, float]:
+        first_ms = self._wall_ms(run)
+        run()
+        times = [self._one_ms(run) for _ in range(num_runs)]
+        return {
+            "median_ms": statistics.median(times),
+            "min_ms": min(times),
+            "max_ms": max(times),
+            "first_ms": first_ms,
+        }
+
+    def _wall_ms(self, run: Callable[[], object]) -> float:
+        start = time.perf_counter()
+        run()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return (time.perf_counter() - start) * 1e3
+
+    def _one_ms(self, run: Callable[[], object]) -> float:
+        if self.device.type != "cuda":
+            return self._wall_ms(run)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(1_000_000)  # so that the launches below are queued before the first of them runs
+        start.record()
+        run()
+        end.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    q_THD: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    batch: PagedBatch
+
+    @property
+    def scale(self) -> float:
+        return HEAD_DIM**-0.5
+
+
+def make_inputs(work: Workload, heads: tuple[int, int], args: argparse.Namespace, device: torch.device) -> Inputs:
+    blocks_each = -(-work.context_len // args.block_size)
+    num_blocks = blocks_each * work.num_sequences
+    ids = torch.randperm(num_blocks) if args.order == "random" else torch.arange(num_blocks)
+    tables = ids.view(work.num_sequences, blocks_each).int()
+    dtype = torch.bfloat16
+    shape = (num_blocks, args.block_size, heads[1], HEAD_DIM)
+    query_lens, context_lens = ([n] * work.num_sequences for n in (work.query_len, work.context_len))
+    batch = PagedBatch(
+        cu_seqlens_q=torch.tensor([0, *query_lens], device=device).cumsum(0).int(),
+        context_lens=torch.tensor(context_lens, dtype=torch.int32, device=device),
+        block_tables=tables.to(device),
+        max_query_len=work.query_len,
+        max_context_len=work.context_len,
+        causal=True,
+        host=HostTables(query_lens, context_lens, tables.tolist()),
+    )
+    q = torch.randn(work.num_sequences * work.query_len, heads[0], HEAD_DIM, device=device, dtype=dtype)
+    return Inputs(q, *(torch.randn(shape, device=device, dtype=dtype) for _ in range(2)), batch)
+
+
+def report(work: Workload, heads: tuple[int, int], ms: dict[str, float], bounds: dict[str, float]) -> dict[str, Any]:
+    """The rate of a workload beside its bound: arithmetic for many queries, bandwidth for one each."""
+    seconds = ms["median_ms"] / 1e3
+    if work.query_len > 1:
+        rate, key, unit = work.flops(heads[0]) / seconds / 1e12, "tflop_per_s", "TFLOP/s"
+    else:
+        rate, key, unit = work.kv_bytes(heads[1]) / seconds / 1e12, "tb_per_s", "TB/s"
+    share = rate / bounds[key]
+    print(
+        f"{rate:8.2f} {unit:8} {share:5.0%} of bound   {ms['median_ms']:8.3f} ms "
+        f"[{ms['min_ms']:.3f}, {ms['max_ms']:.3f}]   first call {ms['first_ms']:.0f} ms",
+        flush=True,
+    )
+    return {key: rate, "share_of_bound": share, **ms}
+
+
+def measure_bounds(timer: Timer, device: torch.device, size: int) -> dict[str, float]:
+    """A square bf16 product, and a copy counted as read and written."""
+    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    product_s = timer(lambda: a @ b)["median_ms"] / 1e3
+    source = torch.empty(16 * size * size, device=device, dtype=torch.bfloat16)
+    target = torch.empty_like(source)
+    copy_s = timer(lambda: target.copy_(source))["median_ms"] / 1e3
+    return {"tflop_per_s": 2 * size**3 / product_s / 1e12, "tb_per_s": 2 * source.nbytes / copy_s / 1e12}
+
+
+def bench_backends(
+    backends: list[AttentionBackend],
+    works: list[Workload],
+    args: argparse.Namespace,
+    timer: Timer,
+    bounds: dict[str, float],
+) -> list[dict[str, Any]]:
+    rows = []
+    for model, heads in MODELS.items():
+        for work in works:
+            inputs = make_inputs(work, heads, args, timer.device)
+            for backend in backends:
+                print(f"{model:11} {work.name:21} {backend.name:7}", end=" ")
+                tensors = (inputs.q_THD, inputs.k_cache, inputs.v_cache)
+                ms = timer(lambda b=backend, t=tensors, i=inputs: b.attend(*t, i.batch, i.scale))
+                rate = report(work, heads, ms, bounds)
+                rows.append({"model": model, "workload": work.name, "backend": backend.name, **rate})
+    return rows
+
+
+def bench_merge(backends: list[AttentionBackend], timer: Timer) -> list[dict[str, Any]]:
+    rows = []
+    for num_tokens in (1, 8192):
+        parts = [
+            PartialAttention(
+                torch.randn(num_tokens, 16, HEAD_DIM, device=timer.device, dtype=torch.bfloat16),
+                torch.randn(16, num_tokens, device=timer.device),
+            )
+            for _ in range(2)
+        ]
+        for backend in backends:
+            ms = timer(lambda b=backend, p=parts: b.merge(*p))
+            print(
+                f"merge of {num_tokens} tokens, 16 heads: {backend.name:7} {ms['median_ms'] * 1e3:.1f} us", flush=True
+            )
+            rows.append({"workload": f"merge {num_tokens}", "backend": backend.name, **ms})
+    return rows
+
+
+def tune(args: argparse.Namespace, timer: Timer, bounds: dict[str, float]) -> list[dict[str, Any]]:
+    """Our prefill kernel with other tiles, our decode kernel with other splits."""
+    from nanovllm.attention.kernels import PrefillConfig, paged_decode, paged_prefill
+
+    configs = [(128, 128, 8, 3), (128, 128, 8, 2), (128, 64, 8, 3), (128, 64, 4, 3), (128, 64, 4, 2), (64, 64, 4, 3)]
+    rows = []
+    heads = MODELS["Qwen3-0.6B"]
+    for work in (w for w in WORKLOADS if w.query_len > 1):
+        inputs = make_inputs(work, heads, args, timer.device)
+        batch = inputs.batch
+        lens = (batch.cu_seqlens_q, batch.context_lens, batch.block_tables, batch.max_query_len)
+        for config in map(PrefillConfig._make, configs):
+            print(f"{work.name:21} {config}", end=" ")
+            call = (inputs.q_THD, inputs.k_cache, inputs.v_cache, *lens, inputs.scale, True, config)
+            rows.append({"workload": work.name, "config": config})
+            rows[-1] |= report(work, heads, timer(lambda c=call: paged_prefill(*c)), bounds)
+    for work in (w for w in WORKLOADS if w.query_len == 1):
+        inputs = make_inputs(work, heads, args, timer.device)
+        for num_splits in (1, 2, 4, 8, 16, 24, 32, 48, 64, 96):
+            print(f"{work.name:21} {num_splits:3} splits", end=" ")
+            lens = (inputs.batch.context_lens, inputs.batch.block_tables)
+            call = (inputs.q_THD, inputs.k_cache, inputs.v_cache, *lens, inputs.scale, num_splits)
+            rows.append({"workload": work.name, "num_splits": num_splits})
+            rows[-1] |= report(work, heads, timer(lambda c=call: paged_decode(*c)), bounds)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--backend", action="append", choices=sorted(BACKENDS), help="again for more; all but torch")
+    parser.add_argument("--block-size", type=int, default=256)
+    parser.add_argument("--order", choices=["adjacent", "random"], default="adjacent", help="of a table's blocks")
+    parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--smoke", action="store_true")
+    args = parser.parse_args()
+    if not args.smoke and not torch.cuda.is_available():
+        parser.error("no CUDA GPU here; --smoke runs tiny lengths on the CPU")
+    device = torch.device("cpu" if args.smoke else "cuda")
+    timer = Timer(device)
+    bounds = measure_bounds(timer, device, 64 if args.smoke else 8192)
+    print(f"bounds: {bounds['tflop_per_s']:.1f} TFLOP/s (bf16 product), {bounds['tb_per_s']:.2f} TB/s (copy)")
+    if args.tune:
+        rows = tune(args, timer, bounds)
+    else:
+        works = WORKLOADS
+        if args.smoke:
+            works = [Workload(w.name, 2, min(w.query_len, 5), 300) for w in works]
+        names = args.backend or (["torch"] if args.smoke else ["triton", "flash", "cudnn"])
+        possible = [n for n in names if BACKENDS[n].why_unavailable(device, torch.bfloat16, HEAD_DIM) is None]
+        backends = [choose_backend(name, device, torch.bfloat16, HEAD_DIM) for name in possible]
+        rows = bench_backends(backends, works, args, timer, bounds) + bench_merge(backends, timer)
+    device_name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+    print(json.dumps({"device": device_name, "bounds": bounds, "block_size_tokens": args.block_size, "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""An LLM on a tiny model whose every logit is compared with transformers', and the hooks that tests drive it with.
+
+Comparing logits, and not tokens alone, tells when a single key of thousands is missing.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from simulated_streams import SimulatedStreams, TrackedBackend
+from tiny_models import reference_model
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.engine.batch import StepPlan
+from nanovllm.engine.llm_engine import RequestOutput
+from nanovllm.engine.sequence import Sequence
+
+TOLERANCE = 1e-4  # of logits, fp32
+OFFLOAD = {"enable_cpu_offload": True, "num_cpu_blocks": 40, "kvcache_block_size": 256}
+ALL_GPU = {"num_kvcache_blocks": 40}
+
+
+def cache_options(num_gpu_blocks: int | None) -> dict[str, Any]:
+    """The cache with so many slots; None: all on the GPU."""
+    return ALL_GPU if num_gpu_blocks is None else OFFLOAD | {"num_gpu_blocks": num_gpu_blocks}
+
+
+def greedy(max_tokens: int = 6) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+
+
+class Reference:
+    """transformers on the CPU in fp32; remembers what it was asked."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._model = reference_model(directory)
+        self._logits: dict[tuple[tuple[int, ...], int], torch.Tensor] = {}
+
+    def logits(self, token_ids: list[int], num_last: int) -> torch.Tensor:
+        """Of the last positions, [num_last, vocab_size]."""
+        key = tuple(token_ids), num_last
+        if key not in self._logits:
+            with torch.inference_mode():
+                hidden = self._model.model(torch.tensor([token_ids])).last_hidden_state
+                self._logits[key] = self._model.lm_head(hidden[0, -num_last:])
+        return self._logits[key]
+
+    def check(self, prompt: list[int], answer: list[int], rows: list[torch.Tensor]) -> None:
+        """`answer` is the greedy answer, and each of its logits is right."""
+        expected = self.logits(prompt + answer[:-1], len(answer))
+        assert answer == expected.argmax(-1).tolist(), f"prompt of {len(prompt)} tokens is answered wrongly"
+        error = (torch.stack(rows) - expected).abs().max().item()
+        assert error < TOLERANCE, f"prompt of {len(prompt)} tokens: logits are {error:.1e} off"
+
+
+class CheckedLLM(LLM):
+    """Records the logits of each request and the plans of all steps."""
+
+    def __init__(self, reference: Reference, *, streams: SimulatedStreams | None = None, **options: Any) -> None:
+        self.reference = reference
+        defaults = {"dtype": "float32", "device": "cpu", "max_num_batched_tokens": 300, "enforce_eager": True}
+        with mock.patch("nanovllm.kvcache.offload_engine.make_streams", lambda device: streams) if streams else _nothing():
+            super().__init__(str(reference.directory), **(defaults | options))
+        if streams is not None:
+            self.runner.backend = TrackedBackend(self.runner.backend, streams)
+            assert self.runner.offload is not None
+            for name in ("k_cache_cpu", "v_cache_cpu", "k_cache_gpu", "v_cache_gpu", "k_staging", "v_staging"):
+                streams.name_region(name, getattr(self.runner.offload, name))
+        self.plans: list[StepPlan] = []
+        self.logits: dict[int, list[torch.Tensor]] = defaultdict(list)
+        self._launch, self._compute_logits = self.runner.launch, self.runner.model.compute_logits
+        self.runner.launch = self._recording_launch  # type: ignore[method-assign]
+        self.runner.model.compute_logits = self._recording_compute_logits  # type: ignore[method-assign]
+
+    def _recording_launch(self, plan: StepPlan) -> Any:
+        self.plans.append(plan)
+        return self._launch(plan)
+
+    def _recording_compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = self._compute_logits(hidden)
+        sampling = [step.seq_id for step in self.plans[-1].sequences if step.sampling is not None]
+        for seq_id, row in zip(sampling, logits.float().cpu(), strict=True):
+            self.logits[seq_id].append(row.clone())
+        return logits
+
+    def work_one_step_ahead(self) -> None:
+        """As on a GPU: plan a step before the tokens of the last one are back."""
+        self.device = SimpleNamespace(type="one step ahead")  # type: ignore[assignment]
+
+    # -- requests by hand ----------------------------------------------------------------------------------------
+
+    def finish_all(self) -> dict[int, RequestOutput]:
+        finished: dict[int, RequestOutput] = {}
+        while not self.is_finished():
+            finished |= self.step().finished
+        return finished
+
+    def check(self, request_id: int, prompt: list[int], output: RequestOutput) -> None:
+        rows = self.logits[request_id][: len(output["token_ids"])]  # a step may have run ahead
+        self.reference.check(prompt, output["token_ids"], rows)
+
+    def answer_and_check(self, prompts: list[list[int]], max_tokens: int = 6) -> list[RequestOutput]:
+        """All prompts together; checks every answer and every logit."""
+        ids = [self.add_request(prompt, greedy(max_tokens)) for prompt in prompts]
+        finished = self.finish_all()
+        for request_id, prompt in zip(ids, prompts, strict=True):
+            self.check(request_id, prompt, finished[request_id])
+        return [finished[request_id] for request_id in ids]
+
+    def preempt_next(self) -> None:
+        """Once, a running sequence finds no room, so that the tail of running must go. Waits until two run."""
+        kv = self.scheduler.kv
+        num_placeable, admit = kv.num_placeable, kv.admit
+        admitted: set[int] = set()
+
+        def no_room(seq: Sequence, num_tokens: int) -> int:
+            if seq.seq_id in admitted or len(self.scheduler.running) < 2:
+                return num_placeable(seq, num_tokens)
+            kv.num_placeable, kv.admit = num_placeable, admit  # type: ignore[method-assign]
+            return 0
+
+        def noted_admit(seq: Sequence) -> None:
+            admitted.add(seq.seq_id)
+            admit(seq)
+
+        kv.num_placeable, kv.admit = no_room, noted_admit  # type: ignore[method-assign]
+
+    # -- checks --------------------------------------------------------------------------------------------------
+
+    @property
+    def num_computed_tokens(self) -> int:
+        return sum(plan.num_tokens for plan in self.plans)
+
+    def assert_nothing_left(self) -> None:
+        self.scheduler.check_integrity()
+        stats = self.stats()
+        total, free = ("num_cpu_blocks", "num_free_cpu_blocks") if self.runner.offload else ("num_gpu_blocks", "num_free_gpu_blocks")
+        assert stats[total] == stats[free]
+        assert stats["num_running"] == stats["num_waiting"] == 0
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def small_staging(group_tokens: int, num_groups: int) -> Iterator[None]:
+    """Staging for few tokens, so that a few blocks fill it and it wraps."""
+    with (
+        mock.patch("nanovllm.config.STAGING_GROUP_TOKENS", group_tokens),
+        mock.patch("nanovllm.config.NUM_STAGING_GROUPS", num_groups),
+        mock.patch("nanovllm.kvcache.offload_engine.NUM_STAGING_GROUPS", num_groups),
+    ):
+        yield

@@ -1,0 +1,296 @@
+"""The KV cache as memory whose cells hold tags instead of numbers: what a wrong plan does to attention, without torch.
+
+A tag stands for a token and all tokens before it, so two cells hold the same tag only where their K/V are the same.
+`ContentRunner.launch` does to the cells what a plan says, in the documented order, and checks that every sequence of
+the step sees each of its own tokens exactly once. `Simulation` drives a scheduler with it as LLMEngine.step does.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import xxhash
+
+from nanovllm.engine.batch import KVMoves, SequenceStep, StepPlan
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.kvcache.base import KVCacheManager
+from nanovllm.kvcache.block_manager import BlockManager
+from nanovllm.kvcache.hybrid_manager import HybridKVCacheManager
+from nanovllm.sampling_params import SamplingParams
+
+EOS = 0
+VOCAB_SIZE = 7
+_EMPTY = -1
+
+
+class ContentError(AssertionError):
+    """A sequence would attend to something else than its own tokens, each once."""
+
+
+def extend_tags(tags: list[int], token_ids: list[int], salt: int = 0) -> None:
+    """Append the tags of `token_ids`, which follow the tokens that `tags` stand for."""
+    for token_id in token_ids:
+        parent = tags[-1] if tags else salt
+        tags.append(xxhash.xxh64_intdigest(parent.to_bytes(8, "little") + token_id.to_bytes(8, "little")) >> 1)
+
+
+def next_token(tag: int) -> int:
+    """What the model answers after the token with this tag."""
+    return tag % VOCAB_SIZE
+
+
+def expected_answer(prompt: list[int], params: SamplingParams) -> list[int]:
+    tags: list[int] = []
+    extend_tags(tags, prompt)
+    answer: list[int] = []
+    while len(answer) < params.max_tokens:
+        answer.append(next_token(tags[-1]))
+        extend_tags(tags, answer[-1:])
+        if answer[-1] in params.stop_token_ids or (answer[-1] == EOS and not params.ignore_eos):
+            break
+    return answer
+
+
+@dataclass
+class _Content:
+    """All tokens of a request up to the newest sampled one."""
+
+    token_ids: list[int]
+    tags: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        extend_tags(self.tags, self.token_ids)
+
+    def append(self, token_id: int) -> None:
+        self.token_ids.append(token_id)
+        extend_tags(self.tags, [token_id])
+
+
+class ContentRunner:
+    """A ModelRunner of one layer whose K/V are tags."""
+
+    def __init__(self, num_gpu_blocks: int, num_cpu_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.gpu = np.full((num_gpu_blocks, block_size), _EMPTY, dtype=np.int64)
+        self.cpu = np.full((num_cpu_blocks, block_size), _EMPTY, dtype=np.int64)
+        self.contents: dict[int, _Content] = {}
+        self._sampled: list[int] = []
+
+    def add(self, seq_id: int, prompt: list[int]) -> None:
+        self.contents[seq_id] = _Content(list(prompt))
+
+    def launch(self, plan: StepPlan) -> list[int]:
+        """The sampled tokens. Raises ContentError. Order of effects: see KVMoves."""
+        self._copy_in(plan.moves)
+        written: set[tuple[int, int]] = set()
+        for step in plan.sequences:
+            self._store(step, written)
+        for copy in plan.moves.copies:
+            self.gpu[copy.dst_slot, : copy.num_tokens] = self.gpu[copy.src_slot, : copy.num_tokens]
+        for slot, cpu_block_id, start, end in plan.moves.offloads:
+            self.cpu[cpu_block_id, start:end] = self.gpu[slot, start:end]
+        for row, step in enumerate(plan.sequences):
+            self._check_keys(row, step, plan.moves)
+        self._sampled = [self._sample(step) for step in plan.sequences if step.sampling is not None]
+        return self._sampled
+
+    def _copy_in(self, moves: KVMoves) -> None:
+        for slot, cpu_block_id, start, end in moves.flushes:
+            self.cpu[cpu_block_id, start:end] = self.gpu[slot, start:end]
+        for cpu_block_id, slot, num_tokens in moves.loads:
+            self.gpu[slot, :num_tokens] = self.cpu[cpu_block_id, :num_tokens]
+
+    def _store(self, step: SequenceStep, written: set[tuple[int, int]]) -> None:
+        content = self.contents[step.seq_id]
+        start, end = step.position, step.position + step.num_tokens
+        token_ids = step.token_ids.tolist()
+        if step.previous_row >= 0:
+            assert token_ids[-1] == -1, f"a known token of sequence {step.seq_id} is replaced by a pending one"
+            token_ids[-1] = self._sampled[step.previous_row]
+        if token_ids != content.token_ids[start:end]:
+            raise ContentError(f"sequence {step.seq_id} runs {token_ids}, not its tokens {start}..{end - 1}")
+        for i, tag in enumerate(content.tags[start:end], start=step.context_len - step.num_tokens):
+            cell = step.block_table[i // self.block_size], i % self.block_size
+            if cell in written:
+                raise ContentError(f"sequence {step.seq_id} writes cell {cell}, which another one writes too")
+            written.add(cell)
+            self.gpu[cell] = tag
+
+    def _check_keys(self, row: int, step: SequenceStep, moves: KVMoves) -> None:
+        end = step.position + step.num_tokens
+        expected = self.contents[step.seq_id].tags[:end]
+        paged = self.gpu[list(step.block_table)].reshape(-1)[: step.context_len].tolist()
+        if paged[-step.num_tokens :] != expected[step.position :]:
+            raise ContentError(f"sequence {step.seq_id}: its new tokens are not its last paged keys")
+        streamed = [
+            tag for group in moves.streamed for i in group.tables[row] for tag in self.cpu[group.cpu_block_ids[i]]
+        ]
+        if sorted(paged + streamed) != sorted(expected):
+            position_of = {tag: position for position, tag in enumerate(expected)}
+            seen = [position_of.get(tag, "foreign") for tag in paged + streamed]
+            raise ContentError(f"sequence {step.seq_id} needs keys 0..{end - 1} once each, sees {seen}")
+
+    def _sample(self, step: SequenceStep) -> int:
+        content = self.contents[step.seq_id]
+        assert step.sampling is not None and step.sampling.position == len(content.token_ids)
+        content.append(next_token(content.tags[-1]))
+        return content.token_ids[-1]
+
+
+class Simulation:
+    """A scheduler, a manager and a ContentRunner. `depth` 1: a step is planned before the last one's tokens are back."""
+
+    def __init__(
+        self,
+        kv: KVCacheManager,
+        *,
+        depth: int = 0,
+        max_num_seqs: int = 8,
+        max_num_batched_tokens: int = 64,
+        chunked_prefill: bool = True,
+        change_plan: Callable[[StepPlan], StepPlan] = lambda plan: plan,
+    ) -> None:
+        self.kv, self.depth, self.change_plan = kv, depth, change_plan
+        self.scheduler = Scheduler(
+            kv,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            chunked_prefill=chunked_prefill,
+            eos_token_ids=(EOS,),
+        )
+        if isinstance(kv, HybridKVCacheManager):
+            self.runner = ContentRunner(len(kv.ring), len(kv.blocks), kv.block_size)
+        else:
+            assert isinstance(kv, BlockManager)
+            self.runner = ContentRunner(len(kv.pool.blocks), 0, kv.block_size)
+        self.sequences: list[Sequence] = []
+        self.in_flight: tuple[StepPlan, list[int]] | None = None
+        self.plans: list[StepPlan] = []
+        self._preempt_next = False
+        self._admitted: set[int] = set()
+        self._hook_manager()
+
+    # -- forced preemption ---------------------------------------------------------------------------------------
+
+    def preempt_next(self) -> None:
+        """In the next step that has a running sequence, the first of them finds no room, so the tail must go."""
+        self._preempt_next = True
+
+    def _hook_manager(self) -> None:
+        num_placeable, admit = self.kv.num_placeable, self.kv.admit
+
+        def hooked_num_placeable(seq: Sequence, num_tokens: int) -> int:
+            if self._preempt_next and seq.seq_id not in self._admitted:
+                self._preempt_next = False
+                return 0
+            return num_placeable(seq, num_tokens)
+
+        def hooked_admit(seq: Sequence) -> None:
+            self._admitted.add(seq.seq_id)
+            admit(seq)
+
+        self.kv.num_placeable, self.kv.admit = hooked_num_placeable, hooked_admit  # type: ignore[method-assign]
+
+    # -- operations ----------------------------------------------------------------------------------------------
+
+    def add(self, prompt: list[int], max_tokens: int = 4, *, ignore_eos: bool = True, **params: object) -> Sequence:
+        """Raises ValueError when the request can never run."""
+        seq_id = len(self.sequences)
+        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos, **params)  # type: ignore[arg-type]
+        seq = Sequence(seq_id, list(prompt), sampling, seed=seq_id)
+        self.scheduler.add(seq)
+        self.sequences.append(seq)
+        self.runner.add(seq_id, prompt)
+        return seq
+
+    def step(self) -> StepPlan | None:
+        """As LLMEngine.step; then checks everything. Raises ContentError or AssertionError."""
+        self._admitted.clear()
+        preemptions = self.scheduler.num_preemptions
+        running = [seq for seq in self.scheduler.running]
+        plan = self.scheduler.schedule()
+        launched = None
+        if plan is not None:
+            plan = self.change_plan(plan)
+            self._check_plan(plan, running)
+            launched = plan, self.runner.launch(plan)
+            self.plans.append(plan)
+        elif self.in_flight is None and self.scheduler.has_unfinished:
+            assert self.scheduler.num_preemptions > preemptions, "sequences wait, and none can run"
+        if self.depth == 0:
+            self.in_flight, launched = launched, None
+        if self.in_flight is not None:
+            self.scheduler.commit(*self.in_flight)
+        self.in_flight = launched
+        self.check_integrity()
+        return plan
+
+    def abort(self, seq: Sequence) -> None:
+        self.scheduler.abort(seq.seq_id)
+        self.check_integrity()
+
+    def run(self, max_steps: int = 10_000) -> None:
+        """Step until all is done; then nothing may be left over."""
+        for _ in range(max_steps):
+            if not self.scheduler.has_unfinished and self.in_flight is None:
+                break
+            self.step()
+        else:
+            raise AssertionError(f"not done after {max_steps} steps")
+        self.check_done()
+
+    # -- checks --------------------------------------------------------------------------------------------------
+
+    def check_integrity(self) -> None:
+        scheduler = self.scheduler
+        scheduler.check_integrity()
+        order = [seq.seq_id for seq in (*scheduler.running, *scheduler.waiting)]
+        assert order == sorted(set(order)), f"not first come, first served: {order}"
+        assert len(scheduler.running) <= scheduler.max_num_seqs, "more sequences run than allowed"
+
+    def _check_plan(self, plan: StepPlan, running: list[Sequence]) -> None:
+        assert 0 < plan.num_tokens <= self.scheduler.max_num_batched_tokens, f"{plan.num_tokens} tokens in a step"
+        for step in plan.sequences:
+            assert step.num_tokens > 0, f"sequence {step.seq_id} runs nothing"
+        if isinstance(self.kv, HybridKVCacheManager):
+            self._check_fewest_misses(plan)
+
+    def _check_fewest_misses(self, plan: StepPlan) -> None:
+        """Every slot that this step neither writes nor must keep for a partial block serves a block that is read."""
+        assert isinstance(self.kv, HybridKVCacheManager)
+        block_size, ring = self.kv.block_size, self.kv.ring
+        by_id = {seq.seq_id: seq for seq in self.sequences}
+        needed: set[int] = set()
+        for step in plan.sequences:
+            needed.update(by_id[step.seq_id].block_table[: step.position // block_size])
+        occupied = {copy.src_slot for copy in plan.moves.copies}
+        for step in plan.sequences:  # the slots of the chunk, from the block of its first token on
+            first = (step.context_len - step.num_tokens) // block_size
+            occupied.update(step.block_table[first:])
+        for seq in self.scheduler.running:
+            if seq.num_cached_tokens % block_size:
+                occupied.add(self.kv.blocks[seq.block_table[seq.num_cached_tokens // block_size]].ring_slot)
+        needed -= {held.block_id for held in (ring.blocks[slot] for slot in occupied) if held is not None}
+        num_streamed = sum(len(group.cpu_block_ids) for group in plan.moves.streamed)
+        fewest = max(0, len(needed) - (len(ring) - len(occupied)))
+        assert num_streamed == fewest, f"{num_streamed} blocks streamed, {fewest} would do"
+
+    def check_done(self) -> None:
+        """Every request has ended with the right tokens, and all memory is free again."""
+        for seq in self.sequences:
+            assert seq.status is SequenceStatus.FINISHED, f"sequence {seq.seq_id} is lost"
+            prompt = seq.token_ids[: seq.num_prompt_tokens]
+            answer = expected_answer(prompt, seq.params)
+            if seq.finish_reason == "abort":
+                assert seq.output_token_ids == answer[: len(seq.output_token_ids)]
+            else:
+                assert seq.output_token_ids == answer, f"sequence {seq.seq_id} answered wrongly"
+                last_ends = answer[-1] in seq.params.stop_token_ids or (answer[-1] == EOS and not seq.params.ignore_eos)
+                assert seq.finish_reason == ("stop" if last_ends else "length")
+        pool = self.kv.pool  # type: ignore[attr-defined]
+        assert pool.num_free == len(pool.blocks), "blocks are lost"
+        if isinstance(self.kv, HybridKVCacheManager):
+            assert self.kv.num_reserved_blocks == 0, "reservations are lost"
+            held = [block for block in self.kv.ring.blocks if block is not None]
+            assert not any(block.being_written for block in held), "slots are lost"

@@ -1,0 +1,250 @@
+"""The backends beside the torch one: which is chosen and why, cuDNN's cutting of batches, and all of them on a GPU."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from paged_cases import assert_as_good_as_plain_torch, assert_matches, make_paged
+
+from nanovllm.attention import cudnn_backend, selection
+from nanovllm.attention.base import AttentionBackend, PagedBatch
+from nanovllm.attention.cudnn_backend import CudnnBackend
+from nanovllm.attention.flash_backend import FlashBackend
+from nanovllm.attention.selection import BACKENDS, choose_backend
+from nanovllm.attention.torch_backend import TorchBackend, flash_attn_with_lse
+from nanovllm.attention.triton_backend import TritonBackend
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.fixture
+def gpu_of(monkeypatch: pytest.MonkeyPatch):
+    """Pretend that the GPU has this compute capability, with cuDNN and without flash-attn."""
+
+    def pretend(capability: tuple[int, int], flash: bool = False) -> None:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+        monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+        monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+        reason = None if flash else "flash_attn is not installed"
+        monkeypatch.setattr(FlashBackend, "why_unavailable", classmethod(lambda *_: reason))
+        monkeypatch.setattr(FlashBackend, "__init__", lambda self: None)
+
+    return pretend
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_choose_auto_on_cpu_is_torch(dtype):
+    assert isinstance(choose_backend("auto", CPU, dtype, 128), TorchBackend)
+
+
+@pytest.mark.parametrize("name", ["flash", "cudnn", "triton"])
+def test_choose_gpu_backend_on_cpu_raises(name, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ValueError, match=rf"attn_backend='{name}'.*CUDA.*\['torch'\]"):
+        choose_backend(name, CPU, torch.float32, 64)
+
+
+def test_choose_unknown_backend_raises():
+    with pytest.raises(ValueError, match=r"attn_backend='xformers' .*no such backend.*'torch'"):
+        choose_backend("xformers", CPU, torch.float32, 64)
+
+
+@pytest.mark.parametrize(
+    ("capability", "flash", "dtype", "head_dim", "chosen", "paged"),
+    [
+        ((9, 0), False, torch.bfloat16, 128, CudnnBackend, TritonBackend),
+        ((9, 0), True, torch.bfloat16, 128, CudnnBackend, FlashBackend),
+        ((9, 0), False, torch.float32, 128, TritonBackend, None),
+        ((9, 0), False, torch.bfloat16, 256, TritonBackend, None),
+        ((8, 0), False, torch.bfloat16, 128, TritonBackend, None),
+        ((8, 0), True, torch.bfloat16, 128, FlashBackend, None),
+        ((9, 0), False, torch.float64, 128, TorchBackend, None),
+        ((9, 0), False, torch.bfloat16, 80, TorchBackend, None),
+        ((7, 5), False, torch.float16, 128, TorchBackend, None),
+    ],
+)
+def test_choose_auto_on_gpu(gpu_of, caplog, capability, flash, dtype, head_dim, chosen, paged):
+    pytest.importorskip("triton")
+    gpu_of(capability, flash)
+    with caplog.at_level("INFO", logger="nanovllm"):
+        backend = choose_backend("auto", CUDA, dtype, head_dim)
+    assert type(backend) is chosen
+    assert len(caplog.records) == 1 and backend.name in caplog.text
+    if paged:
+        assert type(backend.paged) is paged
+
+
+def test_choose_forced_names_the_reason_and_what_can_run(gpu_of):
+    pytest.importorskip("triton")
+    gpu_of((9, 0))
+    with pytest.raises(ValueError, match=r"'flash' cannot run here: flash_attn is not installed.*'cudnn', 'triton'"):
+        choose_backend("flash", CUDA, torch.bfloat16, 128)
+    with pytest.raises(ValueError, match=r"'cudnn' cannot run here: .*float32"):
+        choose_backend("cudnn", CUDA, torch.float32, 128)
+    assert selection._why_unavailable("cudnn", CUDA, torch.bfloat16, 80) == (
+        "it needs flash or triton beside it, and neither can run"
+    )
+
+
+class CountingBackend(TorchBackend):
+    """Stands for the paged backend beside cuDNN; remembers the batches it got."""
+
+    def __init__(self) -> None:
+        self.batches: list[PagedBatch] = []
+
+    def attend(self, q_THD, k_cache_NPKD, v_cache_NPKD, batch, scale):
+        self.batches.append(batch)
+        assert q_THD.shape[0] == batch.cu_seqlens_q[-1] and batch.cu_seqlens_q[0] == 0
+        assert batch.cu_seqlens_q.diff().tolist() == list(batch.host.query_lens)
+        assert batch.context_lens.tolist() == list(batch.host.context_lens)
+        return super().attend(q_THD, k_cache_NPKD, v_cache_NPKD, batch, scale)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("order", ["adjacent", "random", "runs"])
+@pytest.mark.parametrize(
+    ("lens", "num_paged_calls"),
+    [
+        ([(1, 9), (1, 30), (2, 2), (20, 20), (16, 70), (1, 5)], 2),
+        ([(20, 40)], 0),
+        ([(17, 19)], 1),  # a history too short for a call of its own
+        ([(1, 4), (3, 40)], 1),
+        ([(16, 64), (16, 64), (1, 1)], 1),
+    ],
+)
+def test_cudnn_cuts_batches(monkeypatch, lens, num_paged_calls, order, causal):
+    """Long sequences one by one, runs of others in one call; cuDNN's own kernel stands in as torch's."""
+    monkeypatch.setattr(cudnn_backend, "MIN_QUERY_TOKENS", 16)
+    monkeypatch.setattr(cudnn_backend, "MIN_HISTORY_TOKENS", 8)
+    monkeypatch.setattr(cudnn_backend, "_attend_dense", flash_attn_with_lse)
+    paged = CountingBackend()
+    case = make_paged(lens, 8, (4, 2), causal=causal, order=order)
+    got = CudnnBackend(paged).attend(case.q_THD, case.k_cache, case.v_cache, case.batch, 0.3)
+    assert_matches(got, case.naive(0.3))
+    if causal:
+        assert len(paged.batches) == num_paged_calls
+
+
+def test_cudnn_decode_batch_goes_on_untouched():
+    paged = CountingBackend()
+    case = make_paged([(1, 9), (1, 30)], 8, (4, 2), causal=True)
+    CudnnBackend(paged).attend(case.q_THD, case.k_cache, case.v_cache, case.batch, 0.3)
+    assert paged.batches == [case.batch]
+
+
+def gpu_backend(name: str, dtype: torch.dtype, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> AttentionBackend:
+    monkeypatch.setattr(cudnn_backend, "MIN_QUERY_TOKENS", 64)
+    reason = BACKENDS[name].why_unavailable(CUDA, dtype, head_dim)
+    if reason is not None:
+        pytest.skip(f"{name}: {reason}")
+    return CudnnBackend(TritonBackend()) if name == "cudnn" else BACKENDS[name]()
+
+
+gpu_backends = pytest.mark.parametrize("name", ["torch", "triton", "flash", "cudnn"])
+
+
+@pytest.mark.gpu
+@gpu_backends
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("unwritten", [0.0, float("nan")])
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "page", "dtype"),
+    [((16, 8), 128, 256, torch.bfloat16), ((28, 4), 64, 1024, torch.float16), ((32, 8), 128, 4096, torch.bfloat16)],
+)
+def test_gpu_backend_matches_naive(name, heads, head_dim, page, dtype, unwritten, causal, monkeypatch):
+    """Mixed batches at odd lengths; what was never written may be NaN."""
+    backend = gpu_backend(name, dtype, head_dim, monkeypatch)
+    lens = [(1, 1), (1, page + 1), (333, 2 * page + 77), (5, page), (129, 129), (64, page - 1), (1000, 1000)]
+    if not causal:
+        lens.insert(1, (3, 0))
+    case = make_paged(
+        lens, page, heads, causal=causal, head_dim=head_dim, dtype=dtype, device="cuda", unwritten=unwritten
+    )
+    got = backend.attend(case.q_THD, case.k_cache, case.v_cache, case.batch, head_dim**-0.5)
+    assert_as_good_as_plain_torch(got, case, head_dim**-0.5)
+
+
+@pytest.mark.gpu
+@gpu_backends
+@pytest.mark.parametrize("unwritten", [0.0, float("nan")])
+def test_gpu_backend_one_query_each_matches_naive(name, unwritten, monkeypatch):
+    backend = gpu_backend(name, torch.bfloat16, 128, monkeypatch)
+    lens = [(1, n) for n in (1, 0, 17, 255, 256, 257, 5000)]
+    case = make_paged(
+        lens, 256, (16, 8), causal=True, head_dim=128, dtype=torch.bfloat16, device="cuda", unwritten=unwritten
+    )
+    got = backend.attend(case.q_THD, case.k_cache, case.v_cache, case.batch, 128**-0.5)
+    assert got.lse_HT[:, 1].isneginf().all() and not got.out_THD[1].any()
+    assert_as_good_as_plain_torch(got, case, 128**-0.5)
+
+
+@pytest.mark.gpu
+@gpu_backends
+def test_gpu_parts_merged_equal_one_call(name, monkeypatch):
+    """History and causal chunk apart, over different tables, then merged."""
+    backend = gpu_backend(name, torch.bfloat16, 128, monkeypatch)
+    case = make_paged([(300, 1324)], 256, (16, 8), causal=True, head_dim=128, dtype=torch.bfloat16, device="cuda")
+    batch, host = case.batch, case.batch.host
+    cut = 4
+    tail = replace(
+        batch,
+        context_lens=batch.context_lens - cut * 256,
+        block_tables=batch.block_tables[:, cut:].contiguous(),
+        host=replace(host, context_lens=[1324 - cut * 256], block_tables=[host.block_tables[0][cut:]]),
+    )
+    head = replace(
+        batch,
+        context_lens=torch.full_like(batch.context_lens, cut * 256),
+        causal=False,
+        host=replace(host, context_lens=[cut * 256], block_tables=[host.block_tables[0][:cut]]),
+    )
+    parts = [backend.attend(case.q_THD, case.k_cache, case.v_cache, part, 0.09) for part in (tail, head)]
+    assert_as_good_as_plain_torch(backend.merge(*parts), case, 0.09)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["triton", "flash", "cudnn"])
+def test_gpu_decode_replays_in_a_cuda_graph_with_other_lengths(name, monkeypatch):
+    """Captured at the longest context and without host tables; replayed with lengths and tables of other steps."""
+    backend = gpu_backend(name, torch.bfloat16, 128, monkeypatch)
+    cases = [
+        make_paged(
+            [(1, n) for n in contexts], 256, (16, 8), causal=True, head_dim=128, dtype=torch.bfloat16, device="cuda"
+        )
+        for contexts in ((700, 2000), (1, 300), (0, 513))
+    ]
+    q, k_cache, v_cache = (x.clone() for x in cases[0][:3])
+    tables = torch.zeros(2, 16, dtype=torch.int32, device="cuda")
+    batch = replace(cases[0].batch, block_tables=tables, max_context_len=16 * 256, host=None)
+    backend.attend(q, k_cache, v_cache, batch, 0.09)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = backend.attend(q, k_cache, v_cache, batch, 0.09)
+    for case in cases:
+        q.copy_(case.q_THD)
+        for cache, source in ((k_cache, case.k_cache), (v_cache, case.v_cache)):
+            cache[: len(source)] = source
+        tables[:, : case.batch.block_tables.shape[1]] = case.batch.block_tables
+        batch.context_lens.copy_(case.batch.context_lens)
+        graph.replay()
+        assert_as_good_as_plain_torch(got, case, 0.09)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["triton", "flash", "cudnn"])
+@pytest.mark.parametrize("query_len", [1, 200])
+def test_gpu_cache_past_2_31_elements(name, query_len, monkeypatch):
+    """The last blocks of a cache of 2^31 elements and more, K and V the same 4.3 GB."""
+    backend = gpu_backend(name, torch.bfloat16, 128, monkeypatch)
+    case = make_paged([(query_len, 700)], 256, (8, 8), causal=True, head_dim=128, dtype=torch.bfloat16, device="cuda")
+    num_blocks = 2**31 // (256 * 8 * 128) + len(case.k_cache)
+    big = torch.zeros(num_blocks, *case.k_cache.shape[1:], dtype=torch.bfloat16, device="cuda")
+    big[-len(case.k_cache) :] = case.k_cache
+    shift = num_blocks - len(case.k_cache)
+    tables = [[block + shift for block in case.batch.host.block_tables[0]]]
+    batch = replace(
+        case.batch, block_tables=case.batch.block_tables + shift, host=replace(case.batch.host, block_tables=tables)
+    )
+    got = backend.attend(case.q_THD, big, big, batch, 0.09)
+    same = case._replace(sequences=[(q, k, k) for q, k, _ in case.sequences])
+    assert_as_good_as_plain_torch(got, same, 0.09)

@@ -1,0 +1,203 @@
+"""The command line: its flags, its exit statuses, and `generate` on the embedded model."""
+
+import re
+import signal
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from nanovllm import cli
+from nanovllm.config import _CHOICES, Config
+from nanovllm.demo.haystack import build_haystack
+from nanovllm.demo.retrieval_model import build_retrieval_model
+from nanovllm.sampling_params import SamplingParams
+
+ROOT = Path(__file__).parents[1]
+PASSKEY = "q7m2x9kd"
+OFFLOAD_FLAGS = [
+    "--enable-cpu-offload",
+    "--kvcache-block-size",
+    "256",
+    "--num-gpu-blocks",
+    "2",
+    "--num-cpu-blocks",
+    "8",
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(build_retrieval_model(tmp_path_factory.mktemp("model") / "retrieval"))
+
+
+@pytest.fixture
+def prompt_file(tmp_path: Path) -> str:
+    path = tmp_path / "prompt.txt"
+    path.write_text(build_haystack(1500, 0.3, PASSKEY))
+    return str(path)
+
+
+def _generate(model: str, *flags: str) -> int:
+    pool = [] if "--enable-cpu-offload" in flags else ["--num-kvcache-blocks", "8"]
+    return cli.main(["generate", "--model", model, "--device", "cpu", "--max-model-len", "2048", *pool, *flags])
+
+
+def _parse(*flags: str) -> tuple[Config, SamplingParams]:
+    args = cli._parser().parse_args(["generate", "--model", "m", "--prompt", "p", *flags])
+    return Config(model=args.model, **cli._given(args, Config)), SamplingParams(**cli._given(args, SamplingParams))
+
+
+# -- flags -------------------------------------------------------------------------------------------------------
+
+
+def test_help_any_command_loads_no_torch() -> None:
+    code = """
+import sys
+from nanovllm.cli import main
+for argv in (["--help"], ["demo", "--help"], ["generate", "--help"]):
+    try:
+        main(argv)
+    except SystemExit as leave:
+        assert not leave.code, leave.code
+assert "torch" not in sys.modules and "transformers" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "--prompt-file FILE" in done.stdout and "--num-tokens N" in done.stdout
+
+
+def test_flags_none_given_leave_every_default() -> None:
+    assert _parse() == (Config(model="m"), SamplingParams())
+
+
+def test_flags_of_every_kind_reach_their_field() -> None:
+    config, params = _parse(
+        *("--enable-cpu-offload", "--num-gpu-blocks", "8", "--cpu-memory-gb", "1.5", "--no-chunked-prefill"),
+        *("--enforce-eager", "--dtype", "bfloat16", "--seed", "3"),
+        *("--temperature", "0", "--stop", "a", "b", "--stop", "c", "--stop-token-ids", "1", "2"),
+        *("--sampling-seed", "4", "--ignore-eos"),
+    )
+    assert config == Config(
+        model="m",
+        enable_cpu_offload=True,
+        num_gpu_blocks=8,
+        cpu_memory_gb=1.5,
+        chunked_prefill=False,
+        enforce_eager=True,
+        dtype="bfloat16",
+        seed=3,
+    )
+    assert params == SamplingParams(temperature=0, stop=("a", "b", "c"), stop_token_ids=(1, 2), seed=4, ignore_eos=True)
+
+
+@pytest.mark.parametrize("name", _CHOICES)
+def test_help_field_with_choices_names_them_all(name: str) -> None:
+    meaning = next(meanings[name] for meanings in cli.ENGINE_HELP.values() if name in meanings)
+    assert all(choice in meaning for choice in _CHOICES[name])
+
+
+def test_readme_options_table_has_every_field_and_default() -> None:
+    rows = [line.split("|")[1:3] for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("| `")]
+    table = {name.strip(" `"): default.strip(" `") for name, default in rows}
+    defaults = {field.name: repr(field.default).replace("'", '"') for field in fields(Config) if field.name != "model"}
+    assert {name: table.get(name) for name in defaults} == defaults
+
+
+# -- bad input ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [],
+        ["serve"],
+        ["generate", "--prompt", "x"],
+        ["generate", "--model", "m"],
+        ["generate", "--model", "m", "--prompt", "x", "--prompt-file", "y"],
+        ["generate", "--model", "m", "--prompt", "x", "--max-tokens", "many"],
+        ["generate", "--model", "m", "--prompt", "x", "--no-such-option"],
+    ],
+)
+def test_main_bad_flags_exit_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as leave:
+        cli.main(argv)
+    assert leave.value.code == 2
+    assert "usage: nanovllm" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--prompt", "x", "--num-gpu-blocks", "8"], "add enable_cpu_offload=True"),
+        (["--prompt", "x", "--kvcache-block-size", "300"], "multiple of 256"),
+        (["--prompt", "x", "--temperature", "-1"], "temperature"),
+        (["--prompt", ""], "the prompt is empty"),
+        (["--prompt", "x" * 2000], "exceeds max_model_len=2048"),
+        (["--prompt-file", "no/such/file"], "no/such/file: No such file"),
+        (["--prompt-file", str(ROOT)], "Is a directory"),
+    ],
+)
+def test_generate_bad_input_says_why_and_exits_2(
+    model: str, flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _generate(model, *flags) == 2
+    captured = capsys.readouterr()
+    assert "nanovllm: error: " in captured.err and message in captured.err
+    assert captured.out == ""
+
+
+def test_generate_prompt_file_no_text_exits_2(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "binary"
+    path.write_bytes(b"abc\xff")
+    assert _generate(model, "--prompt-file", str(path)) == 2
+    assert "not UTF-8" in capsys.readouterr().err
+
+
+def test_generate_missing_model_exits_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["generate", "--model", "./no/such/model", "--prompt", "x"]) == 2
+    assert "'./no/such/model' does not exist" in capsys.readouterr().err
+
+
+def test_main_value_error_past_the_gates_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(options: object) -> int:
+        raise ValueError("a bug, not the user")
+
+    monkeypatch.setattr(cli, "run_demo", fail)
+    with pytest.raises(ValueError, match="a bug"):
+        cli.main(["demo"])
+
+
+# -- generate ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("engine_flags", [[], OFFLOAD_FLAGS], ids=["resident", "offload"])
+def test_generate_prompt_file_prints_the_answer(
+    model: str, prompt_file: str, engine_flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--prompt-file", prompt_file, "--temperature", "0", "--max-tokens", "12", "--stop", "."]
+    assert _generate(model, *flags, *engine_flags) == 0
+    captured = capsys.readouterr()
+    assert captured.out == f"{PASSKEY}\n"
+    assert "Prefill: 100%" in captured.err and "1500/1500" in captured.err
+    assert "1,500 prompt tokens (0 cached), 9 new" in captured.err and "finish reason: stop" in captured.err
+
+
+def test_generate_interrupted_exits_130_without_traceback(model: str, tmp_path: Path) -> None:
+    path = tmp_path / "prompt.txt"
+    path.write_text(build_haystack(20000, 0.3, PASSKEY))
+    argv = ["generate", "--model", model, "--prompt-file", str(path), "--device", "cpu", "--max-model-len", "20480"]
+    flags = ["--num-kvcache-blocks", "80", "--max-num-batched-tokens", "1024"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "nanovllm", *argv, *flags], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stderr is not None
+    seen = b""
+    while not re.search(rb"[1-9]\d*/20000", seen) and (piece := process.stderr.read1()):
+        seen += piece
+    process.send_signal(signal.SIGINT)
+    _, rest = process.communicate(timeout=60)
+    assert process.returncode == 130, (seen + rest).decode()
+    assert b"interrupted" in rest and b"Traceback" not in rest

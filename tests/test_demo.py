@@ -1,0 +1,109 @@
+"""`nanovllm demo`: what it prints, and that its exit status is 0 only for the right answer."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanovllm.cli import main
+from nanovllm.demo import command, haystack
+
+ROOT = Path(__file__).parents[1]
+SMALL = ["demo", "--num-tokens", "3000", "--device", "cpu"]
+
+
+@pytest.fixture(autouse=True)
+def cache_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path
+
+
+def _last_line(text: str) -> dict[str, Any]:
+    figures: dict[str, Any] = json.loads(text.strip().splitlines()[-1])
+    return figures
+
+
+def test_demo_small_text_finds_the_passkey(cache_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, "--passkey", "q7m2x9kd"]) == 0
+    text = capsys.readouterr().out
+    figures = _last_line(text)
+    assert figures["retrieved"] is True and figures["same_tokens"] is True
+    assert figures["answer"] == "q7m2x9kd." and text.count("\nq7m2x9kd.\n") == 2
+    assert figures["num_prompt_tokens"] == 3000
+    assert figures["num_slots"] <= figures["num_blocks"] / 4
+    assert figures["prefill_tok_per_s"] > 0 and figures["decode_tok_per_s"] > 0
+    assert figures["num_hit_blocks"] > 0
+    block_bytes = figures["slot_bytes"] // figures["num_slots"]
+    assert figures["num_loaded_bytes"] == figures["num_missed_blocks"] * block_bytes > 0
+    assert figures["num_offloaded_bytes"] == 3000 // 256 * block_bytes
+    assert figures["cpu_pool_bytes"] == figures["num_blocks"] * block_bytes
+    assert str(cache_directory) in text
+
+
+def test_demo_bfloat16_and_another_seed_finds_the_passkey(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--dtype", "bfloat16", "--seed", "5", "--depth", "0.9", "--num-gpu-blocks", "3"]
+    assert main([*SMALL, *flags]) == 0
+    figures = _last_line(capsys.readouterr().out)
+    assert figures["num_slots"] == 3 and figures["passkey"] == command._draw_passkey(5) != command._draw_passkey(0)
+
+
+def test_demo_passkey_not_planted_exits_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    build = haystack.build_haystack
+    monkeypatch.setattr(haystack, "build_haystack", lambda n, depth, passkey: build(n, depth, "another1"))
+    assert main([*SMALL, "--passkey", "q7m2x9kd"]) == 1
+    figures = _last_line(capsys.readouterr().out)
+    assert figures["retrieved"] is False and figures["same_tokens"] is True
+    assert figures["answer"].startswith("another1")
+
+
+def test_demo_different_tokens_exits_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    answers = iter(range(2))
+
+    def answer(*args: Any) -> Any:
+        output = stream(*args)
+        output["token_ids"][-1] += next(answers)
+        return output
+
+    stream = command.stream_answer
+    monkeypatch.setattr(command, "stream_answer", answer)
+    assert main(SMALL) == 1
+    figures = _last_line(capsys.readouterr().out)
+    assert figures["retrieved"] is True and figures["same_tokens"] is False
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--depth", "1.5"], "depth=1.5"),
+        (["--num-tokens", "10"], "num_tokens=10"),
+        (["--num-gpu-blocks", "1"], "num_gpu_blocks=1 must be 2 or more"),
+        (["--dtype", "float16"], "dtype='float16'"),
+        (["--passkey", ""], "passkey=''"),
+        (["--device", "tpu"], "device='tpu'"),
+    ],
+)
+def test_demo_bad_input_exits_2(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, *flags]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_demo_gpu_finds_the_passkey(dtype: str) -> None:
+    assert main(["demo", "--device", "cuda", "--dtype", dtype]) == 0
+
+
+@pytest.mark.slow
+def test_demo_40960_tokens_within_three_minutes() -> None:
+    start_s = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-m", "nanovllm", "demo", "--device", "cpu"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    figures = _last_line(done.stdout)
+    assert figures["num_prompt_tokens"] >= 40000 and figures["num_slots"] <= figures["num_blocks"] / 4
+    assert time.perf_counter() - start_s < 180

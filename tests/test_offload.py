@@ -1,0 +1,250 @@
+"""The offload path end to end: the same logits and tokens as transformers, whatever is where and however it is cut."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from checked_engine import ALL_GPU, OFFLOAD, CheckedLLM, Reference, cache_options, greedy, small_staging
+from dense_model import random_prompt
+from simulated_streams import MODES, Mode, SimulatedStreams
+from tiny_models import write_tiny_model
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+BLOCK = 256
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """The tiny model gains nothing from a second one."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    directory = tmp_path_factory.mktemp("tiny")
+    return Reference(write_tiny_model(directory, max_position_embeddings=8192))
+
+
+def prompts_of(*lengths: int) -> list[list[int]]:
+    return [random_prompt(length, seed=length) for length in lengths]
+
+
+MIXED = prompts_of(3 * BLOCK - 37, 1, BLOCK + 1, 5 * BLOCK, 30)  # long and short
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("num_gpu_blocks", [None, 2, 3, 4, 8])
+def test_lengths_around_block_edges_are_exact(reference: Reference, device: str, num_gpu_blocks: int | None) -> None:
+    lengths = (1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK - 1, 2 * BLOCK + 1, 3 * BLOCK, 5 * BLOCK - 1, 5 * BLOCK + 1)
+    with CheckedLLM(reference, device=device, **cache_options(num_gpu_blocks)) as llm:
+        for prompt in prompts_of(*lengths):
+            llm.answer_and_check([prompt])
+        llm.assert_nothing_left()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("chunked_prefill", [True, False])
+@pytest.mark.parametrize("max_num_batched_tokens", [100, 300, 513, 4096])
+@pytest.mark.parametrize("num_gpu_blocks", [None, 4])
+def test_chunks_and_schedules_are_exact(
+    reference: Reference, device: str, chunked_prefill: bool, max_num_batched_tokens: int, num_gpu_blocks: int | None
+) -> None:
+    options = cache_options(num_gpu_blocks)
+    options |= {"max_num_batched_tokens": max_num_batched_tokens, "chunked_prefill": chunked_prefill}
+    with CheckedLLM(reference, device=device, **options) as llm:
+        llm.answer_and_check(MIXED)
+        has_mixed_step = any(
+            len({step.position < step.num_prompt_tokens for step in plan.sequences}) > 1 for plan in llm.plans
+        )
+        assert has_mixed_step == (chunked_prefill and max_num_batched_tokens < 1000)  # else all prompts in one step
+        llm.assert_nothing_left()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("num_gpu_blocks", [None, 2, 3, 8])
+def test_long_and_short_together_one_step_ahead_are_exact(
+    reference: Reference, device: str, num_gpu_blocks: int | None
+) -> None:
+    with CheckedLLM(reference, device=device, **cache_options(num_gpu_blocks)) as llm:
+        llm.work_one_step_ahead()
+        llm.answer_and_check(MIXED, max_tokens=9)
+        assert any(step.previous_row >= 0 for plan in llm.plans for step in plan.sequences)
+        llm.assert_nothing_left()
+
+
+# -- prefix cache ----------------------------------------------------------------------------------------------------
+
+DOCUMENT = random_prompt(5 * BLOCK + 220, seed=77)
+QUESTIONS = [DOCUMENT + random_prompt(30, seed=seed) for seed in (1, 2)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("between", ["together", "nothing", "another prompt"])
+@pytest.mark.parametrize("block_size", [BLOCK, 4 * BLOCK])
+def test_second_question_about_a_long_document_reuses_its_kv(
+    reference: Reference, device: str, block_size: int, between: str
+) -> None:
+    """Five grains hit: with the large block one is whole and one partial, copied from a slot or loaded."""
+    options = OFFLOAD | {"kvcache_block_size": block_size, "num_gpu_blocks": 2, "max_num_batched_tokens": 5000}
+    with CheckedLLM(reference, device=device, **options) as llm:
+        if between == "together":
+            first, second = llm.answer_and_check(QUESTIONS)
+        else:
+            (first,) = llm.answer_and_check(QUESTIONS[:1])
+            if between == "another prompt":
+                llm.answer_and_check(prompts_of(3 * BLOCK + 5))
+            llm.plans.clear()
+            (second,) = llm.answer_and_check(QUESTIONS[1:])
+            assert llm.num_computed_tokens == len(QUESTIONS[1]) - 5 * BLOCK + 5
+        assert (first["num_cached_tokens"], second["num_cached_tokens"]) == (0, 5 * BLOCK)
+        llm.assert_nothing_left()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("num_gpu_blocks", [None, 2])
+def test_prefix_caching_off_hits_nothing(reference: Reference, device: str, num_gpu_blocks: int | None) -> None:
+    options = cache_options(num_gpu_blocks) | {"enable_prefix_caching": False}
+    with CheckedLLM(reference, device=device, **options) as llm:
+        outputs = llm.answer_and_check(QUESTIONS)
+        assert [output["num_cached_tokens"] for output in outputs] == [0, 0]
+
+
+# -- preemption and abort --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("one_ahead", [False, True])
+@pytest.mark.parametrize("block_size", [BLOCK, 2 * BLOCK])
+def test_preempted_with_offload_resumes_without_recomputing(
+    reference: Reference, device: str, block_size: int, one_ahead: bool
+) -> None:
+    options = OFFLOAD | {"kvcache_block_size": block_size, "num_gpu_blocks": 4}
+    with CheckedLLM(reference, device=device, **options) as llm:
+        if one_ahead:
+            llm.work_one_step_ahead()
+        ids = [llm.add_request(prompt, greedy(12)) for prompt in MIXED]
+        finished = {}
+        for num_step in range(1000):
+            if llm.is_finished():
+                break
+            if num_step % 3 == 1:
+                llm.preempt_next()
+            finished |= llm.step().finished
+            llm.scheduler.check_integrity()
+        for request_id, prompt in zip(ids, MIXED, strict=True):
+            llm.check(request_id, prompt, finished[request_id])
+        assert llm.stats()["num_preemptions"] >= 5
+        assert llm.num_computed_tokens == sum(len(prompt) + 11 for prompt in MIXED)
+        llm.assert_nothing_left()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_all_gpu_pool_runs_out_preempted_is_exact(reference: Reference, device: str) -> None:
+    prompts = prompts_of(2 * BLOCK - 3, 2 * BLOCK - 2, 2 * BLOCK - 1)
+    with CheckedLLM(reference, device=device, num_kvcache_blocks=7, max_num_batched_tokens=2000) as llm:
+        llm.answer_and_check(prompts, max_tokens=12)
+        assert llm.stats()["num_preemptions"] >= 1
+        llm.assert_nothing_left()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("num_steps", [1, 4, 9, 13])
+@pytest.mark.parametrize("num_gpu_blocks", [None, 3])
+def test_abort_in_the_middle_leaves_the_others_exact(
+    reference: Reference, device: str, num_gpu_blocks: int | None, num_steps: int
+) -> None:
+    with CheckedLLM(reference, device=device, **cache_options(num_gpu_blocks)) as llm:
+        ids = [llm.add_request(prompt, greedy(20)) for prompt in MIXED]
+        finished = {}
+        for _ in range(num_steps):
+            finished |= llm.step().finished
+        assert llm.abort(ids[3]) and not llm.abort(ids[3])
+        finished |= llm.finish_all()
+        assert ids[3] not in finished
+        for i in (0, 1, 2, 4):
+            llm.check(ids[i], MIXED[i], finished[ids[i]])
+        llm.assert_nothing_left()
+        llm.answer_and_check([MIXED[3]])  # what the aborted one left in the cache is right
+
+
+# -- staging and streams ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("num_groups", [1, 2, 3])
+@pytest.mark.parametrize("group_tokens", [BLOCK, 2 * BLOCK])
+def test_small_staging_that_wraps_is_exact(
+    reference: Reference, device: str, group_tokens: int, num_groups: int
+) -> None:
+    with (
+        small_staging(group_tokens, num_groups),
+        CheckedLLM(reference, device=device, **cache_options(2)) as llm,
+    ):
+        llm.answer_and_check(prompts_of(6 * BLOCK + 9))
+        longest = max(len(plan.moves.streamed) for plan in llm.plans)
+        assert longest * llm.runner.spec.num_layers > num_groups, "staging did not wrap in a step"
+
+
+def serve_everything(llm: CheckedLLM) -> None:
+    """Long and short, hits of whole and of partial blocks, preemption, an abort; all checked."""
+    ids = [llm.add_request(prompt, greedy(5)) for prompt in (*MIXED[:3], *QUESTIONS)]
+    finished = {}
+    for num_step in range(1000):
+        if llm.is_finished():
+            break
+        if num_step in (4, 9, 14):
+            llm.preempt_next()
+        if num_step == 11:
+            llm.abort(ids[2])
+        finished |= llm.step().finished
+    for request_id, prompt in zip(ids, (*MIXED[:3], *QUESTIONS), strict=True):
+        if request_id in finished:
+            llm.check(request_id, prompt, finished[request_id])
+    assert len(finished) >= 4
+    llm.answer_and_check([DOCUMENT[: 4 * BLOCK + 17], MIXED[0]])
+    llm.assert_nothing_left()
+
+
+@pytest.mark.parametrize("block_size", [BLOCK, 2 * BLOCK])
+@pytest.mark.parametrize("num_gpu_blocks", [2, 3, 5])
+@pytest.mark.parametrize(("mode", "seed"), [("late", 0), ("early", 0), *(("random", seed) for seed in range(4))])
+def test_simulated_streams_are_exact_and_without_a_race(
+    reference: Reference, mode: Mode, seed: int, num_gpu_blocks: int, block_size: int
+) -> None:
+    streams = SimulatedStreams(mode, seed)
+    options = OFFLOAD | {"kvcache_block_size": block_size, "num_gpu_blocks": num_gpu_blocks}
+    with small_staging(2 * block_size, 2), CheckedLLM(reference, streams=streams, **options) as llm:
+        serve_everything(llm)
+
+
+# -- the tests can tell ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("place", ["CPU block", "slot"])
+def test_altered_block_changes_the_answer(reference: Reference, device: str, place: str) -> None:
+    """The prompt's second block, in CPU memory (from where it is streamed) or in its slot."""
+    prompt = prompts_of(4 * BLOCK + 20)[0]
+    num_gpu_blocks = 2 if place == "CPU block" else 8
+    with CheckedLLM(reference, device=device, **cache_options(num_gpu_blocks)) as llm:
+        offload = llm.runner.offload
+        assert offload is not None
+        request_id = llm.add_request(prompt, greedy(16))
+        while not llm.logits[request_id]:
+            llm.step()
+        block_id = llm.scheduler.sequences[request_id].block_table[1]
+        if place == "CPU block":
+            offload.streams.synchronize()
+            caches: list[Any] = [offload.k_cache_cpu[:, block_id], offload.v_cache_cpu[:, block_id]]
+        else:
+            slot = llm.scheduler.kv.blocks[block_id].ring_slot  # type: ignore[attr-defined]
+            caches = [offload.k_cache_gpu[:, slot], offload.v_cache_gpu[:, slot]]
+        for cache in caches:
+            cache.neg_()
+        output = llm.finish_all()[request_id]
+        with pytest.raises(AssertionError, match="is answered wrongly"):
+            llm.check(request_id, prompt, output)

@@ -1,0 +1,298 @@
+"""Random workloads over scheduler and managers: each sequence sees its own tokens, all end, nothing is lost."""
+
+import random
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import TypeVar
+from unittest import mock
+
+import pytest
+from content_model import ContentError, Simulation
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from nanovllm.engine.batch import StepPlan
+from nanovllm.engine.sequence import Sequence
+from nanovllm.kvcache.base import KVCacheManager
+from nanovllm.kvcache.block_manager import BlockManager
+from nanovllm.kvcache.hybrid_manager import HybridKVCacheManager
+from nanovllm.kvcache.prefix_index import Block, PrefixIndex
+from nanovllm.kvcache.slot_ring import HybridBlock
+
+T = TypeVar("T")
+
+GRAIN = 2  # tokens, instead of 256
+# Three documents that prompts begin with. The second one is the first up to its middle.
+_rng = random.Random(0)
+_first = [_rng.randrange(1, 7) for _ in range(64)]
+DOCUMENTS = (_first, _first[:21] + [_rng.randrange(1, 7) for _ in range(43)], [1] * 64)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_grain() -> Iterator[None]:
+    with mock.patch("nanovllm.kvcache.hybrid_manager.BLOCK_SIZE_STEP", GRAIN):
+        yield
+
+
+@dataclass(frozen=True)
+class Add:
+    document: int
+    num_shared_tokens: int
+    suffix: tuple[int, ...]
+    max_tokens: int
+    ignore_eos: bool
+
+    @property
+    def prompt(self) -> list[int]:
+        return DOCUMENTS[self.document][: self.num_shared_tokens] + list(self.suffix) or [1]
+
+
+@dataclass(frozen=True)
+class Steps:
+    count: int
+
+
+@dataclass(frozen=True)
+class Abort:
+    which: int
+
+
+@dataclass(frozen=True)
+class Preempt:
+    pass
+
+
+Operation = Add | Steps | Abort | Preempt
+def any_of(values: Iterable[T]) -> st.SearchStrategy[T]:
+    """Each as often as the others, where st.integers prefers small numbers and bounds."""
+    return st.sampled_from(list(values))
+
+
+ADDS = st.builds(
+    Add,
+    document=any_of([0, 0, 0, 1, 2]),
+    num_shared_tokens=any_of([0, 3, 5, 12, 16, 20, 21, 22, 31, 40]),
+    suffix=st.lists(any_of(range(7)), max_size=4).map(tuple),
+    max_tokens=any_of([1, 2, 3, 5, 9, 14]),
+    ignore_eos=any_of([True, True, False]),
+)
+STEPS = st.builds(Steps, any_of([1, 2, 3, 5]))
+OPERATIONS: st.SearchStrategy[list[Operation]] = st.lists(
+    st.one_of(ADDS, ADDS, ADDS, STEPS, STEPS, STEPS, st.builds(Abort, any_of(range(16))), st.builds(Preempt)),
+    min_size=12,
+    max_size=40,
+)
+SCHEDULES = st.fixed_dictionaries(
+    {
+        "depth": any_of([0, 1]),
+        "max_num_seqs": any_of([1, 2, 3, 8]),
+        "max_num_batched_tokens": any_of([1, 2, 3, 5, 8, 13, 64]),
+        "chunked_prefill": any_of([True, False]),
+    }
+)
+ALL_GPU = st.builds(
+    BlockManager,
+    num_blocks=any_of(range(4, 40)),
+    block_size=any_of([1, 2, 3, 4, 5]),
+    enable_prefix_caching=any_of([True, True, False]),
+)
+HYBRID = st.builds(
+    HybridKVCacheManager,
+    num_cpu_blocks=any_of(range(8, 60)),
+    num_gpu_blocks=any_of(range(2, 8)),
+    block_size=any_of([GRAIN, 2 * GRAIN, 3 * GRAIN]),
+    group_blocks=any_of([1, 2, 3]),
+    enable_prefix_caching=any_of([True, True, True, False]),
+)
+
+
+def play(simulation: Simulation, operations: list[Operation]) -> int:
+    """Play the operations, then run to the end. Returns how many requests were accepted."""
+    accepted: list[Sequence] = []
+    for operation in operations:
+        match operation:
+            case Add():
+                try:
+                    accepted.append(
+                        simulation.add(operation.prompt, operation.max_tokens, ignore_eos=operation.ignore_eos)
+                    )
+                except ValueError:
+                    pass  # larger than the pool
+            case Steps(count):
+                for _ in range(count):
+                    if simulation.scheduler.has_unfinished or simulation.in_flight is not None:
+                        simulation.step()
+            case Abort(which):
+                if accepted:
+                    simulation.abort(accepted[which % len(accepted)])
+            case Preempt():
+                simulation.preempt_next()
+    num_tokens = sum(seq.num_prompt_tokens + seq.params.max_tokens for seq in accepted)
+    simulation.run(max_steps=20 + 20 * num_tokens)
+    return len(accepted)
+
+
+QUICK = [HealthCheck.too_slow, HealthCheck.large_base_example]
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=QUICK)
+@given(kv=ALL_GPU, schedule=SCHEDULES, operations=OPERATIONS)
+def test_block_manager_random_workload_every_sequence_sees_its_tokens(
+    kv: KVCacheManager, schedule: dict[str, int], operations: list[Operation]
+) -> None:
+    play(Simulation(kv, **schedule), operations)
+
+
+@settings(max_examples=250, deadline=None, suppress_health_check=QUICK)
+@given(kv=HYBRID, schedule=SCHEDULES, operations=OPERATIONS)
+def test_hybrid_manager_random_workload_every_sequence_sees_its_tokens(
+    kv: KVCacheManager, schedule: dict[str, int], operations: list[Operation]
+) -> None:
+    simulation = Simulation(kv, **schedule)
+    play(simulation, operations)
+    if not any(isinstance(operation, Preempt) for operation in operations):
+        assert simulation.scheduler.num_preemptions == 0, "with offload there is always room for who runs"
+
+
+# -- longer and denser workloads than hypothesis makes by itself; they shrink badly, but a seed repeats them ---------
+
+
+def dense_operations(rng: random.Random) -> list[Operation]:
+    def add() -> Add:
+        num_shared_tokens = rng.choice([0, 5, 12, 20, 21, 22, 40, rng.randint(0, 40)])
+        suffix = tuple(rng.randrange(7) for _ in range(rng.randint(0, 5)))
+        return Add(
+            rng.choice([0, 0, 0, 1, 2]), num_shared_tokens, suffix, rng.choice([1, 2, 3, 5, 9, 14]), rng.random() < 0.7
+        )
+
+    makers: list[Callable[[], Operation]] = [
+        add,
+        lambda: Steps(rng.randint(1, 5)),
+        lambda: Abort(rng.randrange(40)),
+        Preempt,
+    ]
+    return [rng.choices(makers, weights=[45, 40, 7, 8])[0]() for _ in range(rng.randint(10, 60))]
+
+
+def dense_schedule(rng: random.Random) -> dict[str, int]:
+    return {
+        "depth": rng.randint(0, 1),
+        "max_num_seqs": rng.choice([1, 2, 3, 8]),
+        "max_num_batched_tokens": rng.choice([1, 2, 3, 5, 8, 13, 64]),
+        "chunked_prefill": rng.random() < 0.6,
+    }
+
+
+def dense_manager(rng: random.Random, hybrid: bool) -> KVCacheManager:
+    if not hybrid:
+        return BlockManager(rng.randint(8, 40), rng.randint(1, 5), rng.random() < 0.8)
+    return HybridKVCacheManager(
+        rng.randint(8, 60), rng.randint(2, 8), GRAIN * rng.randint(1, 3), rng.randint(1, 3), rng.random() < 0.8
+    )
+
+
+def play_dense(seed: int, hybrid: bool, change_plan: Callable[[StepPlan], StepPlan] = lambda plan: plan) -> None:
+    rng = random.Random(seed)
+    simulation = Simulation(dense_manager(rng, hybrid), change_plan=change_plan, **dense_schedule(rng))
+    play(simulation, dense_operations(rng))
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=QUICK)
+@given(seed=st.integers(0, 2**32))
+def test_block_manager_dense_workload_every_sequence_sees_its_tokens(seed: int) -> None:
+    play_dense(seed, hybrid=False)
+
+
+@settings(max_examples=350, deadline=None, suppress_health_check=QUICK)
+@given(seed=st.integers(0, 2**32))
+def test_hybrid_manager_dense_workload_every_sequence_sees_its_tokens(seed: int) -> None:
+    play_dense(seed, hybrid=True)
+
+
+# -- the model can tell: whatever is taken from a plan or broken in a manager is noticed ------------------------------
+
+
+def without_first(name: str) -> Callable[[StepPlan], StepPlan]:
+    """Leave out the first move of a kind."""
+    return lambda plan: replace(plan, moves=replace(plan.moves, **{name: getattr(plan.moves, name)[1:]}))
+
+
+def shorten_first_offload(plan: StepPlan) -> StepPlan:
+    offloads = list(plan.moves.offloads)
+    if offloads:
+        offloads[0] = offloads[0]._replace(end=offloads[0].end - 1)
+    return replace(plan, moves=replace(plan.moves, offloads=tuple(offloads)))
+
+
+def hide_streamed_block(plan: StepPlan) -> StepPlan:
+    groups = tuple(group._replace(tables=tuple(table[1:] for table in group.tables)) for group in plan.moves.streamed)
+    return replace(plan, moves=replace(plan.moves, streamed=groups))
+
+
+def swap_blocks(plan: StepPlan) -> StepPlan:
+    def swapped(table: tuple[int, ...]) -> tuple[int, ...]:
+        return (table[-1], *table[1:-1], table[0]) if len(table) > 1 else table
+
+    return replace(plan, sequences=tuple(replace(s, block_table=swapped(s.block_table)) for s in plan.sequences))
+
+
+def take_pending_row_before(plan: StepPlan) -> StepPlan:
+    steps = [replace(step, previous_row=step.previous_row - (step.previous_row > 0)) for step in plan.sequences]
+    return replace(plan, sequences=tuple(steps))
+
+
+PLAN_FAULTS: dict[str, Callable[[StepPlan], StepPlan]] = {
+    "flush lost": without_first("flushes"),
+    "load lost": without_first("loads"),
+    "copy lost": without_first("copies"),
+    "offload lost": without_first("offloads"),
+    "offload one token short": shorten_first_offload,
+    "streamed block not attended": hide_streamed_block,
+    "blocks of a table swapped": swap_blocks,
+    "pending token of another sequence": take_pending_row_before,
+}
+
+
+@pytest.mark.parametrize("fault", PLAN_FAULTS)
+def test_content_model_faulty_plan_is_noticed(fault: str) -> None:
+    """By the model alone: the misses are counted elsewhere."""
+    num_noticed = 0
+    for seed in range(40):
+        try:
+            with mock.patch.object(Simulation, "_check_fewest_misses"):
+                play_dense(seed, hybrid=True, change_plan=PLAN_FAULTS[fault])
+        except ContentError:
+            num_noticed += 1
+    assert num_noticed, "not noticed"
+
+
+def unchained_hash(index: PrefixIndex, seq: Sequence, grain_idx: int) -> int:
+    """Of the grain's own tokens only."""
+    return hash(tuple(seq.token_ids[grain_idx * index.grain : (grain_idx + 1) * index.grain])) & (2**63 - 1)
+
+
+def register_one_grain_more(index: PrefixIndex, seq: Sequence, blocks: list[Block], end: int) -> None:
+    REGISTER(index, seq, blocks, min(end + index.grain, len(seq.block_table) * index.block_size))
+
+
+REGISTER = PrefixIndex.register
+MANAGER_FAULTS = {
+    "hash without its chain": mock.patch.object(PrefixIndex, "_hash", unchained_hash),
+    "tokens registered that are not computed": mock.patch.object(PrefixIndex, "register", register_one_grain_more),
+    "slot given up without a flush": mock.patch.object(HybridBlock, "is_dirty", False),
+    "slot of an unscheduled sequence given up": mock.patch.object(
+        HybridKVCacheManager, "_can_give_up", lambda manager, block: block is None or not block.being_written
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", MANAGER_FAULTS)
+def test_content_model_faulty_manager_is_noticed(fault: str) -> None:
+    num_noticed = 0
+    with MANAGER_FAULTS[fault], mock.patch.object(Simulation, "_check_fewest_misses"):
+        for seed in range(40):
+            try:
+                play_dense(seed, hybrid=True)
+            except AssertionError:
+                num_noticed += 1
+    assert num_noticed, "not noticed"
