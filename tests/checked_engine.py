@@ -117,16 +117,16 @@ class CheckedLLM(LLM):
         """Once, a running sequence finds no room, so that the tail of running must go. Waits until two run."""
         kv = self.scheduler.kv
         num_placeable, admit = kv.num_placeable, kv.admit
-        admitted: set[int] = set()
+        admitted_at: dict[int, int] = {}  # seq_id -> step
 
         def no_room(seq: Sequence, num_tokens: int) -> int:
-            if seq.seq_id in admitted or len(self.scheduler.running) < 2:
+            if admitted_at.get(seq.seq_id) == len(self.plans) or len(self.scheduler.running) < 2:
                 return num_placeable(seq, num_tokens)
             kv.num_placeable, kv.admit = num_placeable, admit  # type: ignore[method-assign]
             return 0
 
         def noted_admit(seq: Sequence) -> None:
-            admitted.add(seq.seq_id)
+            admitted_at[seq.seq_id] = len(self.plans)
             admit(seq)
 
         kv.num_placeable, kv.admit = no_room, noted_admit  # type: ignore[method-assign]

@@ -102,6 +102,14 @@ class ContentRunner:
             self.gpu[slot, :num_tokens] = self.cpu[cpu_block_id, :num_tokens]
 
     def _store(self, step: SequenceStep, written: set[tuple[int, int]]) -> None:
+        for cell, tag in self._new_cells(step).items():
+            if cell in written:
+                raise ContentError(f"sequence {step.seq_id} writes cell {cell}, which another one writes too")
+            written.add(cell)
+            self.gpu[cell] = tag
+
+    def _new_cells(self, step: SequenceStep) -> dict[tuple[int, int], int]:
+        """(slot, offset) and tag of each new token."""
         content = self.contents[step.seq_id]
         start, end = step.position, step.position + step.num_tokens
         token_ids = step.token_ids.tolist()
@@ -110,22 +118,23 @@ class ContentRunner:
             token_ids[-1] = self._sampled[step.previous_row]
         if token_ids != content.token_ids[start:end]:
             raise ContentError(f"sequence {step.seq_id} runs {token_ids}, not its tokens {start}..{end - 1}")
-        for i, tag in enumerate(content.tags[start:end], start=step.context_len - step.num_tokens):
-            cell = step.block_table[i // self.block_size], i % self.block_size
-            if cell in written:
-                raise ContentError(f"sequence {step.seq_id} writes cell {cell}, which another one writes too")
-            written.add(cell)
-            self.gpu[cell] = tag
+        return {
+            (step.block_table[i // self.block_size], i % self.block_size): tag
+            for i, tag in enumerate(content.tags[start:end], start=step.context_len - step.num_tokens)
+        }
 
     def _check_keys(self, row: int, step: SequenceStep, moves: KVMoves) -> None:
-        end = step.position + step.num_tokens
-        expected = self.contents[step.seq_id].tags[:end]
         paged = self.gpu[list(step.block_table)].reshape(-1)[: step.context_len].tolist()
-        if paged[-step.num_tokens :] != expected[step.position :]:
-            raise ContentError(f"sequence {step.seq_id}: its new tokens are not its last paged keys")
         streamed = [
             tag for group in moves.streamed for i in group.tables[row] for tag in self.cpu[group.cpu_block_ids[i]]
         ]
+        self._compare(step, paged, streamed)
+
+    def _compare(self, step: SequenceStep, paged: list[int], streamed: list[int]) -> None:
+        end = step.position + step.num_tokens
+        expected = self.contents[step.seq_id].tags[:end]
+        if paged[-step.num_tokens :] != expected[step.position :]:
+            raise ContentError(f"sequence {step.seq_id}: its new tokens are not its last paged keys")
         if sorted(paged + streamed) != sorted(expected):
             position_of = {tag: position for position, tag in enumerate(expected)}
             seen = [position_of.get(tag, "foreign") for tag in paged + streamed]
@@ -138,6 +147,13 @@ class ContentRunner:
         return content.token_ids[-1]
 
 
+def make_runner(kv: KVCacheManager) -> ContentRunner:
+    if isinstance(kv, HybridKVCacheManager):
+        return ContentRunner(len(kv.ring), len(kv.blocks), kv.block_size)
+    assert isinstance(kv, BlockManager)
+    return ContentRunner(len(kv.pool.blocks), 0, kv.block_size)
+
+
 class Simulation:
     """A scheduler, a manager and a ContentRunner. `depth` 1: a step is planned before the last one's tokens are back."""
 
@@ -145,6 +161,7 @@ class Simulation:
         self,
         kv: KVCacheManager,
         *,
+        runner: ContentRunner | None = None,
         depth: int = 0,
         max_num_seqs: int = 8,
         max_num_batched_tokens: int = 64,
@@ -159,11 +176,7 @@ class Simulation:
             chunked_prefill=chunked_prefill,
             eos_token_ids=(EOS,),
         )
-        if isinstance(kv, HybridKVCacheManager):
-            self.runner = ContentRunner(len(kv.ring), len(kv.blocks), kv.block_size)
-        else:
-            assert isinstance(kv, BlockManager)
-            self.runner = ContentRunner(len(kv.pool.blocks), 0, kv.block_size)
+        self.runner = runner or make_runner(kv)
         self.sequences: list[Sequence] = []
         self.in_flight: tuple[StepPlan, list[int]] | None = None
         self.plans: list[StepPlan] = []

@@ -105,24 +105,34 @@ class CountingBackend(TorchBackend):
 @pytest.mark.parametrize(
     ("lens", "num_paged_calls"),
     [
-        ([(1, 9), (1, 30), (2, 2), (20, 20), (16, 70), (1, 5)], 2),
-        ([(20, 40)], 0),
-        ([(17, 19)], 1),  # a history too short for a call of its own
-        ([(1, 4), (3, 40)], 1),
-        ([(16, 64), (16, 64), (1, 1)], 1),
+        ([(1, 9), (1, 30), (2, 2), (32, 32), (16, 80), (1, 5)], 2),
+        ([(48, 80)], 0),
+        ([(37, 59)], 2),  # 10 queries before the first multiple of 16 tokens, 11 after the last
+        ([(16, 64), (100, 100), (1, 1)], 2),
+        ([(17, 33), (15, 15)], 2),
+        ([(20, 29)], 1),  # no 16 queries left between the two
     ],
 )
 def test_cudnn_cuts_batches(monkeypatch, lens, num_paged_calls, order, causal):
-    """Long sequences one by one, runs of others in one call; cuDNN's own kernel stands in as torch's."""
+    """cuDNN gets powers of two only, the paged backend the rest; torch's kernel stands in for cuDNN's."""
+    asked = []
+
+    def attend_dense(q, k, v, scale, causal):
+        asked.append((len(q), len(k)))
+        return flash_attn_with_lse(q, k, v, scale, causal)
+
     monkeypatch.setattr(cudnn_backend, "MIN_QUERY_TOKENS", 16)
-    monkeypatch.setattr(cudnn_backend, "MIN_HISTORY_TOKENS", 8)
-    monkeypatch.setattr(cudnn_backend, "_attend_dense", flash_attn_with_lse)
+    monkeypatch.setattr(cudnn_backend, "MIN_KEY_TOKENS", 8)
+    monkeypatch.setattr(cudnn_backend, "MAX_TOKENS", 64)
+    monkeypatch.setattr(cudnn_backend, "_attend_dense", attend_dense)
     paged = CountingBackend()
     case = make_paged(lens, 8, (4, 2), causal=causal, order=order)
     got = CudnnBackend(paged).attend(case.q_THD, case.k_cache, case.v_cache, case.batch, 0.3)
     assert_matches(got, case.naive(0.3))
+    assert {q for q, _ in asked} <= {16, 32, 64} and {k for _, k in asked} <= {8, 16, 32, 64}
     if causal:
         assert len(paged.batches) == num_paged_calls
+        assert asked or lens == [(20, 29)]
 
 
 def test_cudnn_decode_batch_goes_on_untouched():
@@ -134,6 +144,7 @@ def test_cudnn_decode_batch_goes_on_untouched():
 
 def gpu_backend(name: str, dtype: torch.dtype, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> AttentionBackend:
     monkeypatch.setattr(cudnn_backend, "MIN_QUERY_TOKENS", 64)
+    monkeypatch.setattr(cudnn_backend, "MIN_KEY_TOKENS", 64)
     reason = BACKENDS[name].why_unavailable(CUDA, dtype, head_dim)
     if reason is not None:
         pytest.skip(f"{name}: {reason}")

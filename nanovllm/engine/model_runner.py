@@ -116,7 +116,9 @@ class ModelRunner:
             return
         spec = self.spec
         shape = (spec.num_layers, sizes.num_gpu_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
-        self.k_cache, self.v_cache = (torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in "kv")
+        # On the CPU memory that nothing touches costs nothing; on the GPU it could hold NaN, which 0 x NaN lets through
+        make = torch.zeros if self.device.type == "cuda" else torch.empty
+        self.k_cache, self.v_cache = (make(shape, dtype=self.dtype, device=self.device) for _ in "kv")
 
     @torch.inference_mode()
     def capture_graphs(self) -> None:
@@ -137,9 +139,8 @@ class ModelRunner:
     def launch(self, plan: StepPlan) -> StepResult:
         """Enqueue the step. On the CPU it has run when this returns, on the GPU it need not have. Hot."""
         arrays = inputs.build_arrays(plan, self.spec.block_size)
-        slots_in_use = sorted({slot for step in plan.sequences for slot in step.block_table})
         if self.offload is not None:
-            self.offload.begin_step(plan.moves, slots_in_use)
+            self.offload.begin_step(plan.moves, (slot for step in plan.sequences for slot in step.block_table))
         run = self._run_graph if self.graphs and plan.is_decode and plan.moves.resident else self._run_eager
         logits, sampling = run(plan, arrays)
         if self.offload is not None:

@@ -24,7 +24,7 @@ that step (E1, E7), and a block is only written (E3) from what compute stored in
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
@@ -82,11 +82,11 @@ class OffloadEngine:
 
     # -- one step ------------------------------------------------------------------------------------------------
 
-    def begin_step(self, moves: KVMoves, slots_in_use: list[int]) -> None:
-        """Copy out the slots that are given up and start the first loads. `slots_in_use`: all slots of the step."""
+    def begin_step(self, moves: KVMoves, slots_in_use: Iterable[int]) -> None:
+        """Copy out the slots that are given up, start the first loads. `slots_in_use`: those of all block tables."""
         assert not self._queue, "the previous step did not use all it loaded"
         self._moves = moves
-        self._slots_in_use = slots_in_use
+        self._slots_in_use = sorted({*slots_in_use, *(copy.src_slot for copy in moves.copies)})
         for flush in moves.flushes:
             for layer in range(self.spec.num_layers):
                 self.offload_slot_layer(*flush, layer, self.ring_slot_compute_done[flush.ring_slot, layer])

@@ -1,0 +1,142 @@
+"""Linear layers of a few rows, bound by reading the weight: plain ones, and the gated MLP's first half with its SiLU.
+
+A program owns BLOCK_N output features of all rows, so the weight is read once, 16 bytes a thread, whatever M is. Its
+warps lie side by side along K: a thread meets the same columns of each of its weight rows, and loads `x` once for all
+of them. Sums are kept per thread in fp32 and meet across the program at the end: no split of K, no atomics. The order
+of a sum depends on N and K alone, so a row's result does not depend on the rows beside it.
+Legend: M rows, N output features, K input features; a pack is the 16 bytes that a thread loads at once.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+_FEW_FEATURES = 2048  # up to here a program takes fewer rows, so that every SM has several
+
+
+class Tile(NamedTuple):
+    """A program's output features and warps, and the packs of a weight row that each thread loads before it adds."""
+
+    block_n: int
+    num_warps: int
+    num_chunks: int
+
+
+def choose_tile(num_features: int) -> Tile:
+    """Several programs for each of an H200's 132 SMs. Never by M: a sum's order would depend on the batch."""
+    return Tile(2, 4, 2) if num_features <= _FEW_FEATURES else Tile(4, 4, 1)
+
+
+@triton.jit
+def _load_weight(ptr, row, pack, num_packs, vec, VEC: tl.constexpr, EVEN: tl.constexpr):
+    """[1, BLOCK_N, CHUNKS, THREADS, VEC] in fp32. Read once in a step: it should not displace `x` in the caches."""
+    ptrs = ptr + (row * num_packs + pack) * VEC + vec
+    if EVEN:
+        return tl.load(ptrs, eviction_policy="evict_first").to(tl.float32)
+    return tl.load(ptrs, mask=pack < num_packs, other=0.0, eviction_policy="evict_first").to(tl.float32)
+
+
+@triton.jit
+def _finish(sums, bias_ptr, row, is_feature, dtype, BIAS: tl.constexpr):
+    """Sums per thread [M, BLOCK_N, THREADS] -> [M, BLOCK_N], with the bias, rounded as a linear layer's output."""
+    total = tl.sum(sums, 2)
+    if BIAS:
+        total += tl.load(bias_ptr + row, mask=is_feature, other=0.0).to(tl.float32)
+    return total.to(dtype)
+
+
+@triton.jit
+def _small_linear_kernel(
+    x_ptr,
+    weight_ptr,  # [N, K]; gated [2 * N, K], the gate's rows before the up's
+    bias_ptr,
+    out_ptr,
+    x_stride,
+    num_rows,
+    N,
+    num_packs,  # of a weight row
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    THREADS: tl.constexpr,
+    VEC: tl.constexpr,  # elements of a pack
+    EVEN: tl.constexpr,  # num_packs is a multiple of CHUNKS * THREADS
+    GATED: tl.constexpr,
+    BIAS: tl.constexpr,
+):
+    m = tl.arange(0, BLOCK_M)[:, None]
+    feature = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
+    is_row, is_feature = m < num_rows, feature < N
+    # Tensors of the loop are [M, BLOCK_N, CHUNKS, THREADS, VEC]. Past the last feature: read it again, store nothing.
+    row = tl.minimum(feature, N - 1).to(tl.int64)[:, :, None, None, None]
+    x_row = x_ptr + (m * x_stride)[:, :, None, None, None]
+    packs = tl.arange(0, CHUNKS)[:, None, None] * THREADS + tl.arange(0, THREADS)[None, :, None]
+    vec = tl.arange(0, VEC)[None, None, None, None, :]
+    sums = tl.zeros((BLOCK_M, BLOCK_N, THREADS), tl.float32)
+    up_sums = sums
+    for start in tl.range(0, num_packs, CHUNKS * THREADS):
+        pack = (start + packs)[None, None, :, :, :]
+        weight = _load_weight(weight_ptr, row, pack, num_packs, vec, VEC, EVEN)
+        if GATED:
+            up_weight = _load_weight(weight_ptr, row + N, pack, num_packs, vec, VEC, EVEN)
+        is_x = is_row[:, :, None, None, None] & (pack < num_packs)
+        x = tl.load(x_row + pack * VEC + vec, mask=is_x, other=0.0).to(tl.float32)
+        sums += tl.sum(tl.sum(weight * x, 4), 2)
+        if GATED:
+            up_sums += tl.sum(tl.sum(up_weight * x, 4), 2)
+    dtype = out_ptr.dtype.element_ty
+    out = _finish(sums, bias_ptr, feature, is_feature, dtype, BIAS)
+    if GATED:
+        up = _finish(up_sums, bias_ptr, N + feature, is_feature, dtype, BIAS).to(tl.float32)
+        gate = out.to(tl.float32)
+        silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)  # rounded where torch rounds
+        out = (silu * up).to(dtype)
+    tl.store(out_ptr + m * N + feature, out, mask=is_row & is_feature)
+
+
+def small_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: Tile | None = None
+) -> torch.Tensor:
+    """F.linear for few rows: x [M, K], weight [N, K], bias [N] -> [M, N]. Hot: several times per layer."""
+    return _run(x, weight, bias, weight.shape[0], tile)
+
+
+def small_gate_up(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: Tile | None = None
+) -> torch.Tensor:
+    """silu(first half) * second half of F.linear: x [M, K], weight [2 * N, K], bias [2 * N] -> [M, N]. Hot."""
+    return _run(x, weight, bias, weight.shape[0] // 2, tile)
+
+
+def _run(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, num_features: int, tile: Tile | None
+) -> torch.Tensor:
+    num_rows, size = x.shape
+    vec = 16 // x.element_size()
+    assert weight.is_contiguous() and x.stride(1) == 1 and size % vec == 0, "rows must lie together, in whole packs"
+    out = torch.empty((num_rows, num_features), dtype=x.dtype, device=x.device)
+    if num_rows:
+        block_n, num_warps, num_chunks = tile or choose_tile(num_features)
+        threads = 32 * num_warps
+        _small_linear_kernel[(triton.cdiv(num_features, block_n),)](
+            x,
+            weight,
+            bias,
+            out,
+            x.stride(0),
+            num_rows,
+            num_features,
+            size // vec,
+            BLOCK_M=triton.next_power_of_2(num_rows),
+            BLOCK_N=block_n,
+            CHUNKS=num_chunks,
+            THREADS=threads,
+            VEC=vec,
+            EVEN=size // vec % (num_chunks * threads) == 0,
+            GATED=num_features != weight.shape[0],
+            BIAS=bias is not None,
+            num_warps=num_warps,
+        )
+    return out
