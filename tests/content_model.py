@@ -7,6 +7,7 @@ the step sees each of its own tokens exactly once. `Simulation` drives a schedul
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -147,7 +148,7 @@ class ContentRunner:
         return content.token_ids[-1]
 
 
-def make_runner(kv: KVCacheManager) -> ContentRunner:
+def make_content_runner(kv: KVCacheManager) -> ContentRunner:
     if isinstance(kv, HybridKVCacheManager):
         return ContentRunner(len(kv.ring), len(kv.blocks), kv.block_size)
     assert isinstance(kv, BlockManager)
@@ -155,18 +156,22 @@ def make_runner(kv: KVCacheManager) -> ContentRunner:
 
 
 class Simulation:
-    """A scheduler, a manager and a ContentRunner. `depth` 1: a step is planned before the last one's tokens are back."""
+    """A scheduler, a manager and a ContentRunner.
+
+    depth: 1 plans a step before the last one's tokens are back, as on a GPU. change_plan: a fault to be noticed.
+    make_runner: from the manager.
+    """
 
     def __init__(
         self,
         kv: KVCacheManager,
         *,
-        runner: ContentRunner | None = None,
         depth: int = 0,
         max_num_seqs: int = 8,
         max_num_batched_tokens: int = 64,
         chunked_prefill: bool = True,
         change_plan: Callable[[StepPlan], StepPlan] = lambda plan: plan,
+        make_runner: Callable[[Any], ContentRunner] = make_content_runner,
     ) -> None:
         self.kv, self.depth, self.change_plan = kv, depth, change_plan
         self.scheduler = Scheduler(
@@ -176,7 +181,7 @@ class Simulation:
             chunked_prefill=chunked_prefill,
             eos_token_ids=(EOS,),
         )
-        self.runner = runner or make_runner(kv)
+        self.runner = make_runner(kv)
         self.sequences: list[Sequence] = []
         self.in_flight: tuple[StepPlan, list[int]] | None = None
         self.plans: list[StepPlan] = []
@@ -221,12 +226,11 @@ class Simulation:
         """As LLMEngine.step; then checks everything. Raises ContentError or AssertionError."""
         self._admitted.clear()
         preemptions = self.scheduler.num_preemptions
-        running = [seq for seq in self.scheduler.running]
         plan = self.scheduler.schedule()
         launched = None
         if plan is not None:
             plan = self.change_plan(plan)
-            self._check_plan(plan, running)
+            self._check_plan(plan)
             launched = plan, self.runner.launch(plan)
             self.plans.append(plan)
         elif self.in_flight is None and self.scheduler.has_unfinished:
@@ -262,7 +266,7 @@ class Simulation:
         assert order == sorted(set(order)), f"not first come, first served: {order}"
         assert len(scheduler.running) <= scheduler.max_num_seqs, "more sequences run than allowed"
 
-    def _check_plan(self, plan: StepPlan, running: list[Sequence]) -> None:
+    def _check_plan(self, plan: StepPlan) -> None:
         assert 0 < plan.num_tokens <= self.scheduler.max_num_batched_tokens, f"{plan.num_tokens} tokens in a step"
         for step in plan.sequences:
             assert step.num_tokens > 0, f"sequence {step.seq_id} runs nothing"

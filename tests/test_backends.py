@@ -53,7 +53,7 @@ def test_choose_unknown_backend_raises():
     ("capability", "flash", "dtype", "head_dim", "chosen", "paged"),
     [
         ((9, 0), False, torch.bfloat16, 128, CudnnBackend, TritonBackend),
-        ((9, 0), True, torch.bfloat16, 128, CudnnBackend, FlashBackend),
+        ((9, 0), True, torch.bfloat16, 128, CudnnBackend, TritonBackend),
         ((9, 0), False, torch.float32, 128, TritonBackend, None),
         ((9, 0), False, torch.bfloat16, 256, TritonBackend, None),
         ((8, 0), False, torch.bfloat16, 128, TritonBackend, None),

@@ -1,15 +1,15 @@
 """Random workloads over scheduler and managers: each sequence sees its own tokens, all end, nothing is lost."""
 
-import random
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
-from typing import TypeVar
+from dataclasses import replace
+from typing import Any, TypeVar
 from unittest import mock
 
 import pytest
 from content_model import ContentError, Simulation
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from random_workloads import GRAIN, Abort, Add, Operation, Preempt, Steps, play, play_dense, small_grain
 
 from nanovllm.engine.batch import StepPlan
 from nanovllm.engine.sequence import Sequence
@@ -20,49 +20,15 @@ from nanovllm.kvcache.prefix_index import Block, PrefixIndex
 from nanovllm.kvcache.slot_ring import HybridBlock
 
 T = TypeVar("T")
-
-GRAIN = 2  # tokens, instead of 256
-# Three documents that prompts begin with. The second one is the first up to its middle.
-_rng = random.Random(0)
-_first = [_rng.randrange(1, 7) for _ in range(64)]
-DOCUMENTS = (_first, _first[:21] + [_rng.randrange(1, 7) for _ in range(43)], [1] * 64)
+QUICK = [HealthCheck.too_slow, HealthCheck.large_base_example]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def small_grain() -> Iterator[None]:
-    with mock.patch("nanovllm.kvcache.hybrid_manager.BLOCK_SIZE_STEP", GRAIN):
+def grain() -> Iterator[None]:
+    with small_grain():
         yield
 
 
-@dataclass(frozen=True)
-class Add:
-    document: int
-    num_shared_tokens: int
-    suffix: tuple[int, ...]
-    max_tokens: int
-    ignore_eos: bool
-
-    @property
-    def prompt(self) -> list[int]:
-        return DOCUMENTS[self.document][: self.num_shared_tokens] + list(self.suffix) or [1]
-
-
-@dataclass(frozen=True)
-class Steps:
-    count: int
-
-
-@dataclass(frozen=True)
-class Abort:
-    which: int
-
-
-@dataclass(frozen=True)
-class Preempt:
-    pass
-
-
-Operation = Add | Steps | Abort | Preempt
 def any_of(values: Iterable[T]) -> st.SearchStrategy[T]:
     """Each as often as the others, where st.integers prefers small numbers and bounds."""
     return st.sampled_from(list(values))
@@ -106,39 +72,10 @@ HYBRID = st.builds(
 )
 
 
-def play(simulation: Simulation, operations: list[Operation]) -> int:
-    """Play the operations, then run to the end. Returns how many requests were accepted."""
-    accepted: list[Sequence] = []
-    for operation in operations:
-        match operation:
-            case Add():
-                try:
-                    accepted.append(
-                        simulation.add(operation.prompt, operation.max_tokens, ignore_eos=operation.ignore_eos)
-                    )
-                except ValueError:
-                    pass  # larger than the pool
-            case Steps(count):
-                for _ in range(count):
-                    if simulation.scheduler.has_unfinished or simulation.in_flight is not None:
-                        simulation.step()
-            case Abort(which):
-                if accepted:
-                    simulation.abort(accepted[which % len(accepted)])
-            case Preempt():
-                simulation.preempt_next()
-    num_tokens = sum(seq.num_prompt_tokens + seq.params.max_tokens for seq in accepted)
-    simulation.run(max_steps=20 + 20 * num_tokens)
-    return len(accepted)
-
-
-QUICK = [HealthCheck.too_slow, HealthCheck.large_base_example]
-
-
 @settings(max_examples=150, deadline=None, suppress_health_check=QUICK)
 @given(kv=ALL_GPU, schedule=SCHEDULES, operations=OPERATIONS)
 def test_block_manager_random_workload_every_sequence_sees_its_tokens(
-    kv: KVCacheManager, schedule: dict[str, int], operations: list[Operation]
+    kv: KVCacheManager, schedule: dict[str, Any], operations: list[Operation]
 ) -> None:
     play(Simulation(kv, **schedule), operations)
 
@@ -146,7 +83,7 @@ def test_block_manager_random_workload_every_sequence_sees_its_tokens(
 @settings(max_examples=250, deadline=None, suppress_health_check=QUICK)
 @given(kv=HYBRID, schedule=SCHEDULES, operations=OPERATIONS)
 def test_hybrid_manager_random_workload_every_sequence_sees_its_tokens(
-    kv: KVCacheManager, schedule: dict[str, int], operations: list[Operation]
+    kv: KVCacheManager, schedule: dict[str, Any], operations: list[Operation]
 ) -> None:
     simulation = Simulation(kv, **schedule)
     play(simulation, operations)
@@ -155,46 +92,6 @@ def test_hybrid_manager_random_workload_every_sequence_sees_its_tokens(
 
 
 # -- longer and denser workloads than hypothesis makes by itself; they shrink badly, but a seed repeats them ---------
-
-
-def dense_operations(rng: random.Random) -> list[Operation]:
-    def add() -> Add:
-        num_shared_tokens = rng.choice([0, 5, 12, 20, 21, 22, 40, rng.randint(0, 40)])
-        suffix = tuple(rng.randrange(7) for _ in range(rng.randint(0, 5)))
-        return Add(
-            rng.choice([0, 0, 0, 1, 2]), num_shared_tokens, suffix, rng.choice([1, 2, 3, 5, 9, 14]), rng.random() < 0.7
-        )
-
-    makers: list[Callable[[], Operation]] = [
-        add,
-        lambda: Steps(rng.randint(1, 5)),
-        lambda: Abort(rng.randrange(40)),
-        Preempt,
-    ]
-    return [rng.choices(makers, weights=[45, 40, 7, 8])[0]() for _ in range(rng.randint(10, 60))]
-
-
-def dense_schedule(rng: random.Random) -> dict[str, int]:
-    return {
-        "depth": rng.randint(0, 1),
-        "max_num_seqs": rng.choice([1, 2, 3, 8]),
-        "max_num_batched_tokens": rng.choice([1, 2, 3, 5, 8, 13, 64]),
-        "chunked_prefill": rng.random() < 0.6,
-    }
-
-
-def dense_manager(rng: random.Random, hybrid: bool) -> KVCacheManager:
-    if not hybrid:
-        return BlockManager(rng.randint(8, 40), rng.randint(1, 5), rng.random() < 0.8)
-    return HybridKVCacheManager(
-        rng.randint(8, 60), rng.randint(2, 8), GRAIN * rng.randint(1, 3), rng.randint(1, 3), rng.random() < 0.8
-    )
-
-
-def play_dense(seed: int, hybrid: bool, change_plan: Callable[[StepPlan], StepPlan] = lambda plan: plan) -> None:
-    rng = random.Random(seed)
-    simulation = Simulation(dense_manager(rng, hybrid), change_plan=change_plan, **dense_schedule(rng))
-    play(simulation, dense_operations(rng))
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=QUICK)

@@ -9,7 +9,7 @@ import inspect
 import random
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import closing
+from itertools import groupby
 from unittest import mock
 
 import pytest
@@ -17,10 +17,11 @@ import torch
 from checked_engine import OFFLOAD, CheckedLLM, Reference, greedy, small_staging
 from content_model import ContentRunner, Simulation, VOCAB_SIZE
 from dense_model import random_prompt
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from race_detector import Site
-from simulated_streams import MODES, Edge, SimulatedStreams
+from random_workloads import play_dense, small_grain
+from simulated_streams import MODES, Edge, Mode, SimulatedStreams
 from tiny_models import write_tiny_model
 
 from nanovllm.config import KVCacheSizes, KVCacheSpec
@@ -29,12 +30,11 @@ from nanovllm.kvcache import offload_engine
 from nanovllm.kvcache.hybrid_manager import HybridKVCacheManager
 from nanovllm.kvcache.offload_engine import OffloadEngine
 
-GRAIN = 2
 NUM_LAYERS = 2
 
 
 @pytest.fixture(scope="module", autouse=True)
-def small_grain_and_one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -44,10 +44,10 @@ def small_grain_and_one_thread() -> Iterator[None]:
 class OffloadRunner(ContentRunner):
     """A ContentRunner whose memory is an OffloadEngine's: K of a layer is the tag XOR layer, V its complement."""
 
-    def __init__(self, kv: HybridKVCacheManager, streams: SimulatedStreams, group_blocks: int) -> None:
+    def __init__(self, kv: HybridKVCacheManager, streams: SimulatedStreams) -> None:
         super().__init__(0, 0, kv.block_size)
         spec = KVCacheSpec(num_layers=NUM_LAYERS, block_size=kv.block_size, num_kv_heads=1, head_dim=1, itemsize=8)
-        assert spec.staging_group_blocks == group_blocks == kv.group_blocks
+        assert spec.staging_group_blocks >= kv.group_blocks
         with mock.patch.object(offload_engine, "make_streams", lambda device: streams):
             sizes = KVCacheSizes(len(kv.ring), len(kv.blocks))
             self.engine = OffloadEngine(spec, sizes, torch.int64, torch.device("cpu"))
@@ -59,7 +59,9 @@ class OffloadRunner(ContentRunner):
         engine = self.engine
         cells = {cell: tag for step in plan.sequences for cell, tag in self._new_cells(step).items()}
         engine.begin_step(plan.moves, sorted({slot for step in plan.sequences for slot in step.block_table}))
-        at_once = plan.is_decode and plan.moves.resident and plan.step_id % 2 == 0  # as a CUDA graph, or layer by layer
+        moves = plan.moves
+        resident = plan.is_decode and not (moves.loads or moves.copies or moves.streamed)
+        at_once = resident and plan.step_id % 2 == 0  # as a CUDA graph does; else layer by layer
         if at_once:
             engine.begin_all_layers()
         for layer in range(NUM_LAYERS):
@@ -72,7 +74,7 @@ class OffloadRunner(ContentRunner):
             if not at_once:
                 engine.attended(layer)
             streamed: list[list[int]] = [[] for _ in plan.sequences]
-            for group, (k, v) in zip(plan.moves.streamed, engine.groups(layer), strict=False):
+            for (k, v), group in zip(engine.groups(layer), plan.moves.streamed, strict=True):
                 for row, table in enumerate(group.tables):
                     for i in table:
                         streamed[row] += self._read(layer, k[i], v[i])
@@ -85,10 +87,15 @@ class OffloadRunner(ContentRunner):
         return self._sampled
 
     def _write(self, layer: int, cells: dict[tuple[int, int], int]) -> None:
-        for (slot, offset), tag in cells.items():
-            for cache, value in ((self.engine.k_cache_gpu, tag ^ layer), (self.engine.v_cache_gpu, ~tag ^ layer)):
-                self.compute.write(cache[layer, slot, offset])
-                cache[layer, slot, offset] = value
+        """Each slot's new cells are neighbours."""
+        for slot, group in groupby(sorted(cells), key=lambda cell: cell[0]):
+            offsets = [offset for _, offset in group]
+            span = slice(offsets[0], offsets[-1] + 1)
+            assert len(offsets) == span.stop - span.start
+            tags = torch.tensor([cells[slot, offset] for offset in offsets]).view(-1, 1, 1)
+            for cache, values in ((self.engine.k_cache_gpu, tags), (self.engine.v_cache_gpu, ~tags)):
+                self.compute.write(cache[layer, slot, span])
+                cache[layer, slot, span] = values ^ layer
 
     def _read_paged(self, layer: int, table: tuple[int, ...], context_len: int) -> list[int]:
         tags: list[int] = []
@@ -103,3 +110,28 @@ class OffloadRunner(ContentRunner):
         self.compute.read(v)
         tags: list[int] = (k ^ layer).flatten().tolist()
         return [tag if value == ~tag else -2 for tag, value in zip(tags, (v ^ layer).flatten().tolist(), strict=True)]
+
+
+# -- random workloads with tags --------------------------------------------------------------------------------------
+
+
+def play_with_streams(seed: int, streams: SimulatedStreams) -> Simulation:
+    """A dense workload whose copies run when `streams` says. Staging is 1 to 3 groups of 3 blocks of up to 6 tokens."""
+    num_groups = 1 + seed % 3
+    with small_grain(), small_staging(18, num_groups):
+        return play_dense(seed, hybrid=True, make_runner=lambda kv: OffloadRunner(kv, streams))
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(seed=st.integers(0, 2**32), mode=st.sampled_from(MODES))
+def test_random_workload_no_race_and_every_sequence_sees_its_tokens(seed: int, mode: Mode) -> None:
+    play_with_streams(seed, SimulatedStreams(mode, seed))
+
+
+def edges_of(seeds: range) -> Counter[Edge]:
+    edges: Counter[Edge] = Counter()
+    for seed in seeds:
+        streams = SimulatedStreams("early", seed)
+        play_with_streams(seed, streams)
+        edges += streams.edges_seen
+    return edges

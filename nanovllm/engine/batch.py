@@ -56,11 +56,6 @@ class KVMoves:
     streamed: tuple[StreamedGroup, ...] = ()
     taken_slots: tuple[int, ...] = ()  # slots that change owner in this step and are written by it
 
-    @property
-    def resident(self) -> bool:
-        """True when the step reads and writes only what is on the GPU already, so a decode graph can run it."""
-        return not (self.loads or self.copies or self.streamed)
-
 
 class SamplingRow(NamedTuple):
     """How to sample one sequence's next token. `position` and `seed` determine the noise, nothing else does."""

@@ -71,14 +71,15 @@ SAMPLING_ARRAYS = {  # fields of SamplingRow, in order
 }
 
 
-def build_group_arrays(plan: StepPlan, block_size: int, group_blocks: int) -> dict[str, np.ndarray]:
-    """For streamed group i: `group_context_lens_i` int32 [B] and `group_tables_i` int32 [B, group_blocks]."""
-    arrays = {}
-    for i, group in enumerate(plan.moves.streamed):
-        lens = [len(table) * block_size for table in group.tables]
-        arrays[f"group_context_lens_{i}"] = np.array(lens, dtype=np.int32)
-        arrays[f"group_tables_{i}"] = pad_tables(group.tables, group_blocks)
-    return arrays
+def build_groups(plan: StepPlan, block_size: int, group_blocks: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Of each streamed group: context_lens int32 [B] and block_tables int32 [B, group_blocks]."""
+    return [
+        (
+            np.array([len(table) * block_size for table in group.tables], dtype=np.int32),
+            pad_tables(group.tables, group_blocks),
+        )
+        for group in plan.moves.streamed
+    ]
 
 
 def to_device(arrays: dict[str, np.ndarray], device: torch.device) -> dict[str, torch.Tensor]:
@@ -109,7 +110,7 @@ class BatchTables:
 
 
 def build_batches(plan: StepPlan, tensors: dict[str, torch.Tensor], block_size: int) -> BatchTables:
-    """`tensors`: build_arrays and build_group_arrays on the device."""
+    """`tensors`: on the device, build_arrays, and of streamed group i `group_context_lens_i`, `group_tables_i`."""
     query_lens = [step.num_tokens for step in plan.sequences]
     context_lens = [step.context_len for step in plan.sequences]
     tables = [step.block_table for step in plan.sequences]

@@ -14,7 +14,8 @@ from nanovllm.config import Config, KVCacheSizes, KVCacheSpec
 from nanovllm.distributed import TPGroup
 from nanovllm.engine import inputs
 from nanovllm.engine.batch import KVMoves, SamplingRow, SequenceStep, StepPlan
-from nanovllm.engine.cuda_graphs import DecodeGraphs
+from nanovllm.engine.cuda_graphs import DecodeGraphs, DecodeInputs
+from nanovllm.engine.streamed_graphs import StreamedDecodeGraphs
 from nanovllm.kvcache.offload_engine import OffloadEngine
 from nanovllm.layers.sampler import SamplingTensors, sample
 from nanovllm.loader import load_weights
@@ -67,6 +68,7 @@ class ModelRunner:
         self.backend = choose_backend(config.attn_backend, device, self.dtype, model_config.head_dim)
         self.offload: OffloadEngine | None = None
         self.graphs: DecodeGraphs | None = None
+        self.streamed_graphs: StreamedDecodeGraphs | None = None
         self._sampled = torch.zeros(0, dtype=torch.int64, device=device)
 
     # -- KV cache ------------------------------------------------------------------------------------------------
@@ -123,15 +125,21 @@ class ModelRunner:
     @torch.inference_mode()
     def capture_graphs(self) -> None:
         """Decode steps become CUDA graphs from here on. Needs the KV cache."""
-        self.graphs = DecodeGraphs(
-            self.model,
-            self._paged_attention,
+        static = DecodeInputs(
             max_num_seqs=self.config.max_num_seqs,
             max_model_len=self.max_model_len,
             block_size=self.spec.block_size,
             device=self.device,
         )
-        self.graphs.capture(show_progress=self.tp.rank == 0)
+        show_progress = self.tp.rank == 0
+        self.graphs = DecodeGraphs(self.model, static, self._paged_attention)
+        self.graphs.capture(show_progress)
+        if self.offload is not None:
+            num_heads = self.model_config.num_heads // self.tp.size
+            self.streamed_graphs = StreamedDecodeGraphs(
+                self.model, static, self.backend, self.offload, self._paged_attention, self.scale, num_heads
+            )
+            self.streamed_graphs.capture(show_progress)
 
     # -- one step ------------------------------------------------------------------------------------------------
 
@@ -141,7 +149,8 @@ class ModelRunner:
         arrays = inputs.build_arrays(plan, self.spec.block_size)
         if self.offload is not None:
             self.offload.begin_step(plan.moves, (slot for step in plan.sequences for slot in step.block_table))
-        run = self._run_graph if self.graphs and plan.is_decode and plan.moves.resident else self._run_eager
+        decodes_by_graph = self.graphs is not None and plan.is_decode and not (plan.moves.loads or plan.moves.copies)
+        run = self._run_graph if decodes_by_graph else self._run_eager
         logits, sampling = run(plan, arrays)
         if self.offload is not None:
             self.offload.end_step()
@@ -153,7 +162,9 @@ class ModelRunner:
 
     def _run_eager(self, plan: StepPlan, arrays: dict[str, np.ndarray]) -> tuple[torch.Tensor | None, SamplingTensors]:
         """Any step. Logits of the rows that sample, if there are any."""
-        arrays |= inputs.build_group_arrays(plan, self.spec.block_size, self.spec.staging_group_blocks)
+        groups = inputs.build_groups(plan, self.spec.block_size, self.spec.staging_group_blocks)
+        for i, (lens, tables) in enumerate(groups):
+            arrays |= {f"group_context_lens_{i}": lens, f"group_tables_{i}": tables}
         tensors = inputs.to_device(arrays, self.device)
         self._fill_pending(tensors["input_ids"], arrays, tensors)
         rope_lens = tensors["rope_lens"] if self.model.needs_rope_lens else None
@@ -165,15 +176,24 @@ class ModelRunner:
         return self.model.compute_logits(hidden[tensors["logits_rows"]]), sampling
 
     def _run_graph(self, plan: StepPlan, arrays: dict[str, np.ndarray]) -> tuple[torch.Tensor, SamplingTensors]:
-        """A decode step with all its keys on the GPU; what it must copy out follows the replay."""
+        """A decode step that loads nothing into slots: one replay, or pieces where groups are streamed."""
         assert self.graphs is not None
-        if self.offload is not None:
-            self.offload.begin_all_layers()
         names = (*inputs.SAMPLING_ARRAYS, "pending_tokens", "pending_rows")
         tensors = inputs.to_device({name: arrays[name] for name in names}, self.device)
-        logits = self.graphs.run(arrays, lambda input_ids: self._fill_pending(input_ids, arrays, tensors))
-        if self.offload is not None:
-            self.offload.ran_all_layers()
+
+        def fill_pending(input_ids: torch.Tensor) -> None:
+            self._fill_pending(input_ids, arrays, tensors)
+
+        if plan.moves.streamed:
+            assert self.streamed_graphs is not None
+            groups = inputs.build_groups(plan, self.spec.block_size, self.spec.staging_group_blocks)
+            logits = self.streamed_graphs.run(arrays, fill_pending, groups)
+        else:
+            if self.offload is not None:
+                self.offload.begin_all_layers()
+            logits = self.graphs.run(arrays, fill_pending)
+            if self.offload is not None:
+                self.offload.ran_all_layers()
         return logits, _sampling_tensors(arrays, tensors)
 
     def _fill_pending(

@@ -117,18 +117,23 @@ class OffloadEngine:
         """The paged call of the layer is enqueued. Hot: once per layer."""
         self.record_slot_compute_done(self._slots_in_use, layer)
 
-    def groups(self, layer: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """K and V `[N, P, K, D]` of the layer's streamed groups, in the order of the plan, whose tables index N.
+    def staged_buffers(self, layer: int) -> Iterator[int]:
+        """The staging buffer of each of the layer's streamed groups, in the order of the plan, filled when yielded.
 
-        A group is released when the next one is asked for. Hot: once per layer.
+        It is released when the next one is asked for. Hot: once per layer.
         """
         for _ in self._moves.streamed:
-            group = self._num_released % NUM_STAGING_GROUPS
-            self._wait(self.streams.compute, self.staging_ready[group])  # E7: staged -> attended
-            yield self.k_staging[group], self.v_staging[group]
-            self.staging_compute_done[group] = self._record(self.streams.compute)  # E8: attended -> refilled
+            buffer = self._num_released % NUM_STAGING_GROUPS
+            self._wait(self.streams.compute, self.staging_ready[buffer])  # E7: staged -> attended
+            yield buffer
+            self.staging_compute_done[buffer] = self._record(self.streams.compute)  # E8: attended -> refilled
             self._num_released += 1
             self._pump()
+
+    def groups(self, layer: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """K and V `[N, P, K, D]` of the same, whose N the plan's tables index."""
+        for buffer in self.staged_buffers(layer):
+            yield self.k_staging[buffer], self.v_staging[buffer]
 
     def begin_all_layers(self) -> None:
         """begin_layer for a step that loads nothing and is enqueued at once (a CUDA graph)."""

@@ -11,7 +11,36 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.distributed import TPGroup
+from nanovllm.layers.activation import silu_and_mul
 from nanovllm.layers.weights import NamedShard, WeightShard, divide, new_parameter
+
+MAX_SMALL_ROWS = 4  # measured on an H200 (benchmarks/bench_small_linear.py): with more rows cuBLAS is as fast
+
+
+def use_small_linear(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Few rows on a GPU take our kernel, which reads the weight at the memory's speed; others take cuBLAS.
+
+    The kernel needs rows of whole 16-byte packs.
+    """
+    return x.is_cuda and x.shape[0] <= MAX_SMALL_ROWS and weight.shape[1] * weight.element_size() % 16 == 0
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """[T, K] by weight [N, K] -> [T, N]. Hot: several times per layer."""
+    if use_small_linear(x, weight):
+        from nanovllm.layers import kernels
+
+        return kernels.small_linear(x, weight, bias)
+    return F.linear(x, weight, bias)
+
+
+def gate_up(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """silu(first half) * second half of the product: [T, K] by weight [2 * N, K] -> [T, N]. Hot: once per layer."""
+    if use_small_linear(x, weight):
+        from nanovllm.layers import kernels
+
+        return kernels.small_gate_up(x, weight, bias)
+    return silu_and_mul(F.linear(x, weight, bias))
 
 
 class MergedColumnParallelLinear(nn.Module):
@@ -33,7 +62,7 @@ class MergedColumnParallelLinear(nn.Module):
         self.bias = new_parameter(sum(self.local_sizes), dtype=dtype) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias)
 
     def weight_shards(self) -> Iterator[NamedShard]:
         end = 0
@@ -51,6 +80,18 @@ class ColumnParallelLinear(MergedColumnParallelLinear):
 
     def __init__(self, input_size: int, output_size: int, *, bias: bool, tp: TPGroup, dtype: torch.dtype) -> None:
         super().__init__(input_size, [output_size], bias=bias, tp=tp, dtype=dtype)
+
+
+class GateUpParallelLinear(MergedColumnParallelLinear):
+    """The first half of a gated MLP, silu(gate) * up: [T, hidden_size] -> [T, intermediate_size / tp]."""
+
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, *, bias: bool, tp: TPGroup, dtype: torch.dtype
+    ) -> None:
+        super().__init__(hidden_size, [intermediate_size] * 2, bias=bias, tp=tp, dtype=dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return gate_up(x, self.weight, self.bias)
 
 
 class QKVParallelLinear(MergedColumnParallelLinear):
@@ -100,7 +141,7 @@ class RowParallelLinear(nn.Module):
         self.bias = new_parameter(output_size, dtype=dtype) if bias and tp.rank == 0 else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.tp.all_reduce(F.linear(x, self.weight, self.bias))
+        return self.tp.all_reduce(linear(x, self.weight, self.bias))
 
     def weight_shards(self) -> Iterator[NamedShard]:
         local_size = self.weight.shape[1]

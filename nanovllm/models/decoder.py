@@ -12,10 +12,9 @@ from torch import nn
 
 from nanovllm.attention.base import StepAttention
 from nanovllm.distributed import TPGroup
-from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from nanovllm.layers.linear import GateUpParallelLinear, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, apply_rotary, norm_apply_rotary
 from nanovllm.layers.weights import HasWeightShards, WeightShard
 from nanovllm.model_config import ModelConfig
@@ -54,16 +53,15 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, config: ModelConfig, tp: TPGroup, dtype: torch.dtype) -> None:
         super().__init__()
-        self.gate_up_proj = MergedColumnParallelLinear(
-            config.hidden_size, [config.intermediate_size] * 2, bias=config.mlp_bias, tp=tp, dtype=dtype
+        self.gate_up_proj = GateUpParallelLinear(
+            config.hidden_size, config.intermediate_size, bias=config.mlp_bias, tp=tp, dtype=dtype
         )
-        self.act_fn = SiluAndMul()
         self.down_proj = RowParallelLinear(
             config.intermediate_size, config.hidden_size, bias=config.mlp_bias, tp=tp, dtype=dtype
         )
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.act_fn(self.gate_up_proj(hidden)))
+        return self.down_proj(self.gate_up_proj(hidden))
 
 
 class DecoderLayer(nn.Module):

@@ -10,6 +10,8 @@ size and S only, so that a CUDA graph replays with any lengths; S is planned on 
 
 from functools import lru_cache
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -146,6 +148,7 @@ def _merge_splits_kernel(
 
 
 @lru_cache(maxsize=4096)
+@cache
 def plan_num_splits(num_rows: int, max_context_len: int, num_sms: int) -> int:
     """How many programs share the keys of each of `num_rows` (sequence, kv head) pairs.
 

@@ -7,5 +7,14 @@ from nanovllm.layers.kernels.activation import silu_and_mul
 from nanovllm.layers.kernels.layernorm import add_rms_norm, rms_norm
 from nanovllm.layers.kernels.rotary import qk_norm_rope
 from nanovllm.layers.kernels.sampler import sample_tokens
+from nanovllm.layers.kernels.small_linear import small_gate_up, small_linear
 
-__all__ = ["add_rms_norm", "qk_norm_rope", "rms_norm", "sample_tokens", "silu_and_mul"]
+__all__ = [
+    "add_rms_norm",
+    "qk_norm_rope",
+    "rms_norm",
+    "sample_tokens",
+    "silu_and_mul",
+    "small_gate_up",
+    "small_linear",
+]

@@ -13,25 +13,27 @@ import torch
 import triton
 import triton.language as tl
 
-_FEW_FEATURES = 2048  # up to here a program takes fewer rows, so that every SM has several
+_FEW_FEATURES = 2048  # up to here a program takes fewer rows and more warps, to have as many loads in flight
 
 
 class Tile(NamedTuple):
-    """A program's output features and warps, and the packs of a weight row that each thread loads before it adds."""
+    """Output features and warps of a program (a warp reads 512 bytes of a row at each step along K), and how many steps
+    are in flight at once: 1 loads into registers, more pass through shared memory.
+    """
 
     block_n: int
     num_warps: int
-    num_chunks: int
+    num_stages: int
 
 
 def choose_tile(num_features: int) -> Tile:
     """Several programs for each of an H200's 132 SMs. Never by M: a sum's order would depend on the batch."""
-    return Tile(2, 4, 2) if num_features <= _FEW_FEATURES else Tile(4, 4, 1)
+    return Tile(2, 8, 1) if num_features <= _FEW_FEATURES else Tile(4, 4, 1)
 
 
 @triton.jit
 def _load_weight(ptr, row, pack, num_packs, vec, VEC: tl.constexpr, EVEN: tl.constexpr):
-    """[1, BLOCK_N, CHUNKS, THREADS, VEC] in fp32. Read once in a step: it should not displace `x` in the caches."""
+    """[1, BLOCK_N, THREADS, VEC] in fp32. Read once in a step: it should not displace `x` in the caches."""
     ptrs = ptr + (row * num_packs + pack) * VEC + vec
     if EVEN:
         return tl.load(ptrs, eviction_policy="evict_first").to(tl.float32)
@@ -59,33 +61,32 @@ def _small_linear_kernel(
     num_packs,  # of a weight row
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    CHUNKS: tl.constexpr,
+    STAGES: tl.constexpr,  # steps along K whose loads are in flight together
     THREADS: tl.constexpr,
     VEC: tl.constexpr,  # elements of a pack
-    EVEN: tl.constexpr,  # num_packs is a multiple of CHUNKS * THREADS
+    EVEN: tl.constexpr,  # num_packs is a multiple of THREADS
     GATED: tl.constexpr,
     BIAS: tl.constexpr,
 ):
     m = tl.arange(0, BLOCK_M)[:, None]
     feature = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
     is_row, is_feature = m < num_rows, feature < N
-    # Tensors of the loop are [M, BLOCK_N, CHUNKS, THREADS, VEC]. Past the last feature: read it again, store nothing.
-    row = tl.minimum(feature, N - 1).to(tl.int64)[:, :, None, None, None]
-    x_row = x_ptr + (m * x_stride)[:, :, None, None, None]
-    packs = tl.arange(0, CHUNKS)[:, None, None] * THREADS + tl.arange(0, THREADS)[None, :, None]
-    vec = tl.arange(0, VEC)[None, None, None, None, :]
+    # Tensors of the loop are [M, BLOCK_N, THREADS, VEC]. Past the last feature: read it again, store nothing.
+    row = tl.minimum(feature, N - 1).to(tl.int64)[:, :, None, None]
+    x_row = x_ptr + (m * x_stride)[:, :, None, None]
+    vec = tl.arange(0, VEC)[None, None, None, :]
     sums = tl.zeros((BLOCK_M, BLOCK_N, THREADS), tl.float32)
     up_sums = sums
-    for start in tl.range(0, num_packs, CHUNKS * THREADS):
-        pack = (start + packs)[None, None, :, :, :]
+    for start in tl.range(0, num_packs, THREADS, num_stages=STAGES):
+        pack = (start + tl.arange(0, THREADS))[None, None, :, None]
         weight = _load_weight(weight_ptr, row, pack, num_packs, vec, VEC, EVEN)
         if GATED:
             up_weight = _load_weight(weight_ptr, row + N, pack, num_packs, vec, VEC, EVEN)
-        is_x = is_row[:, :, None, None, None] & (pack < num_packs)
+        is_x = is_row[:, :, None, None] & (pack < num_packs)
         x = tl.load(x_row + pack * VEC + vec, mask=is_x, other=0.0).to(tl.float32)
-        sums += tl.sum(tl.sum(weight * x, 4), 2)
+        sums += tl.sum(weight * x, 3)
         if GATED:
-            up_sums += tl.sum(tl.sum(up_weight * x, 4), 2)
+            up_sums += tl.sum(up_weight * x, 3)
     dtype = out_ptr.dtype.element_ty
     out = _finish(sums, bias_ptr, feature, is_feature, dtype, BIAS)
     if GATED:
@@ -118,7 +119,7 @@ def _run(
     assert weight.is_contiguous() and x.stride(1) == 1 and size % vec == 0, "rows must lie together, in whole packs"
     out = torch.empty((num_rows, num_features), dtype=x.dtype, device=x.device)
     if num_rows:
-        block_n, num_warps, num_chunks = tile or choose_tile(num_features)
+        block_n, num_warps, num_stages = tile or choose_tile(num_features)
         threads = 32 * num_warps
         _small_linear_kernel[(triton.cdiv(num_features, block_n),)](
             x,
@@ -131,10 +132,10 @@ def _run(
             size // vec,
             BLOCK_M=triton.next_power_of_2(num_rows),
             BLOCK_N=block_n,
-            CHUNKS=num_chunks,
+            STAGES=num_stages,
             THREADS=threads,
             VEC=vec,
-            EVEN=size // vec % (num_chunks * threads) == 0,
+            EVEN=size // vec % threads == 0,
             GATED=num_features != weight.shape[0],
             BIAS=bias is not None,
             num_warps=num_warps,

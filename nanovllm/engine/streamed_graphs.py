@@ -1,0 +1,186 @@
+"""Streamed decode steps as pieces of CUDA graphs, cut where copies from CPU memory come in.
+
+Which blocks are streamed changes from step to step, and waiting for them must not be frozen into a graph. So one
+graph runs from one layer's paged attention to the next (output projection, MLP, next qkv, store, paged call), and one
+for each staging buffer attends to a streamed group and merges. Between the pieces the host only waits for events,
+replays and starts copies: about 0.1 ms a layer instead of 0.8 with separate launches.
+
+    piece 0 | group* | piece 1 | group* | ... | piece L      "|": result and query lie in static buffers
+
+The pieces are cut by the attention itself: it is an argument of the model, and this one ends a capture and begins the
+next inside `attend`. Tensors that live across a cut (the residual) stay in the pieces' memory pool, whose addresses
+repeat because the pieces of a size are always replayed in the same order. The group graphs, which run between them,
+have a pool of their own.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from nanovllm.attention.base import AttentionBackend, PagedBatch, PartialAttention, StepAttention
+from nanovllm.engine.cuda_graphs import DecodeInputs, graph_sizes, run_model
+from nanovllm.kvcache.offload_engine import OffloadEngine
+from nanovllm.models.decoder import CausalLM
+
+logger = logging.getLogger("nanovllm")
+
+
+class _Cutter:
+    """A StepAttention that ends one captured piece after each paged call, and begins the next."""
+
+    def __init__(self, graphs: "StreamedDecodeGraphs", size: int, pool: Any) -> None:
+        self.graphs, self.size, self.pool = graphs, size, pool
+        self.pieces: list[torch.cuda.CUDAGraph] = []
+        self.begin_piece()
+
+    def begin_piece(self) -> None:
+        self.pieces.append(torch.cuda.CUDAGraph())
+        self.pieces[-1].capture_begin(pool=self.pool)
+
+    def end_piece(self) -> None:
+        self.pieces[-1].capture_end()
+
+    def attend(self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
+        out = self.graphs.attend_paged(self.size, layer, q_THD, k_TKD, v_TKD)
+        self.end_piece()
+        self.begin_piece()
+        return out
+
+
+class StreamedDecodeGraphs:
+    """Decode steps that stream groups and load nothing into slots, for up to one sequence per ring slot."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        inputs: DecodeInputs,
+        backend: AttentionBackend,
+        offload: OffloadEngine,
+        make_attention: Callable[[torch.Tensor, PagedBatch], StepAttention],
+        scale: float,
+        num_heads: int,
+    ) -> None:
+        """`num_heads`: query heads of this rank; `make_attention` as for DecodeGraphs."""
+        self.model, self.inputs, self.backend, self.offload = model, inputs, backend, offload
+        self.make_attention, self.scale = make_attention, scale
+        self.sizes = graph_sizes(min(inputs.sizes[-1], offload.num_ring_slots))
+        largest, spec = self.sizes[-1], offload.spec
+        caches = offload.k_cache_gpu
+        self._q, self._out = (caches.new_zeros(largest, num_heads, spec.head_dim) for _ in range(2))
+        self._lse = caches.new_zeros(num_heads, largest, dtype=torch.float32)
+        # Of each staging buffer, for each sequence: how many keys it attends to there, and through which table.
+        num_buffers = len(offload.k_staging)
+        self._group_lens = caches.new_zeros(num_buffers, largest, dtype=torch.int32)
+        self._group_tables = caches.new_zeros(num_buffers, largest, spec.staging_group_blocks, dtype=torch.int32)
+        self._group_held: list[bytes] = [b""] * num_buffers  # what the two hold
+        self._pieces: dict[int, list[torch.cuda.CUDAGraph]] = {}
+        self._group_graphs: dict[int, list[torch.cuda.CUDAGraph]] = {}
+        self._logits: dict[int, torch.Tensor] = {}
+
+    # -- capture -------------------------------------------------------------------------------------------------
+
+    def capture(self, show_progress: bool) -> None:
+        start_s = time.perf_counter()
+        pool, group_pool = torch.cuda.graph_pool_handle(), torch.cuda.graph_pool_handle()
+        sizes = self.sizes[::-1]
+        stream = torch.cuda.Stream()
+        for size in tqdm(sizes, desc="Capturing streamed decode", unit="size", disable=not show_progress):
+            tokens = self.inputs.tokens(size)
+            run_model(self.model, tokens, self.make_attention(tokens["slot_mapping"], self.inputs.batch(size)))
+            for buffer in range(len(self._group_lens)):
+                self._attend_group(size, buffer)  # compiles, like the line above
+            torch.cuda.synchronize()
+            with torch.cuda.stream(stream):
+                cutter = _Cutter(self, size, pool)
+                self._logits[size] = run_model(self.model, tokens, cutter)
+                cutter.end_piece()
+                self._pieces[size] = cutter.pieces
+                self._group_graphs[size] = [
+                    self._capture_group(size, b, group_pool) for b in range(len(self._group_lens))
+                ]
+            torch.cuda.synchronize()
+        logger.info("captured streamed decode at %d sizes in %.1f s", len(sizes), time.perf_counter() - start_s)
+
+    def attend_paged(
+        self, size: int, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor
+    ) -> torch.Tensor:
+        """Store and attend to what is on the GPU; query and result go to the static buffers."""
+        k_cache, v_cache = self.offload.k_cache_gpu[layer], self.offload.v_cache_gpu[layer]
+        self.backend.store(k_TKD, v_TKD, k_cache, v_cache, self.inputs.tokens(size)["slot_mapping"])
+        result = self.backend.attend(q_THD, k_cache, v_cache, self.inputs.batch(size), self.scale)
+        self._q[:size].copy_(q_THD)
+        self._out[:size].copy_(result.out_THD)
+        self._lse[:, :size].copy_(result.lse_HT)
+        return self._out[:size]
+
+    def _capture_group(self, size: int, buffer: int, pool: Any) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=pool)
+        self._attend_group(size, buffer)
+        graph.capture_end()
+        return graph
+
+    def _attend_group(self, size: int, buffer: int) -> None:
+        """Attend the static query to a staging buffer and merge into the static result."""
+        spec = self.offload.spec
+        batch = PagedBatch(
+            cu_seqlens_q=self.inputs.cu_seqlens_q[: size + 1],
+            context_lens=self._group_lens[buffer, :size],
+            block_tables=self._group_tables[buffer, :size],
+            max_query_len=1,
+            max_context_len=spec.staging_group_blocks * spec.block_size,
+            causal=False,
+        )
+        k, v = self.offload.k_staging[buffer], self.offload.v_staging[buffer]
+        result = PartialAttention(self._out[:size], self._lse[:, :size])
+        merged = self.backend.merge(result, self.backend.attend(self._q[:size], k, v, batch, self.scale))
+        for static, value in zip(result, merged, strict=True):
+            if value.data_ptr() != static.data_ptr():
+                static.copy_(value)
+
+    # -- replay --------------------------------------------------------------------------------------------------
+
+    def run(
+        self,
+        arrays: dict[str, np.ndarray],
+        fill_pending: Callable[[torch.Tensor], None],
+        groups: list[tuple[np.ndarray, np.ndarray]],
+    ) -> torch.Tensor:
+        """One step; `groups`: context lens [B] and tables [B, blocks] int32 of each streamed group. Returns logits
+        [B, vocab_size], valid until the next replay. Hot.
+        """
+        num_seqs = len(arrays["input_ids"])
+        size = self.sizes[np.searchsorted(self.sizes, num_seqs)]
+        self.inputs.fill(arrays, size, fill_pending)
+        on_device = [_pad_group(lens, tables, size, self._group_lens.device) for lens, tables in groups]
+        offload, pieces = self.offload, self._pieces[size]
+        for layer in range(offload.spec.num_layers):
+            offload.begin_layer(layer)
+            pieces[layer].replay()
+            offload.stored(layer)
+            offload.attended(layer)
+            for (key, lens, tables), buffer in zip(on_device, offload.staged_buffers(layer), strict=True):
+                if self._group_held[buffer] != key:
+                    self._group_held[buffer] = key
+                    self._group_lens[buffer, :size].copy_(lens)
+                    self._group_tables[buffer, :size].copy_(tables)
+                self._group_graphs[size][buffer].replay()
+        pieces[-1].replay()
+        return self._logits[size][:num_seqs]
+
+
+def _pad_group(
+    lens: np.ndarray, tables: np.ndarray, size: int, device: torch.device
+) -> tuple[bytes, torch.Tensor, torch.Tensor]:
+    """A group's lens and tables for `size` sequences, on the device, and bytes that tell equal ones."""
+    padded = np.zeros((size, 1 + tables.shape[1]), dtype=np.int32)
+    padded[: len(lens), 0], padded[: len(lens), 1:] = lens, tables
+    staging = torch.empty(padded.shape, dtype=torch.int32, pin_memory=True)
+    staging.numpy()[:] = padded
+    on_device = staging.to(device, non_blocking=True)
+    return padded.tobytes(), on_device[:, 0], on_device[:, 1:]

@@ -1,0 +1,124 @@
+"""Random requests, aborts and forced preemptions for a Simulation, with prompts that share what they begin with."""
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+from content_model import Simulation
+
+from nanovllm.engine.sequence import Sequence
+from nanovllm.kvcache.base import KVCacheManager
+from nanovllm.kvcache.block_manager import BlockManager
+from nanovllm.kvcache.hybrid_manager import HybridKVCacheManager
+
+GRAIN = 2  # tokens, instead of 256
+# Three documents that prompts begin with. The second one is the first up to its middle.
+_rng = random.Random(0)
+_first = [_rng.randrange(1, 7) for _ in range(64)]
+DOCUMENTS = (_first, _first[:21] + [_rng.randrange(1, 7) for _ in range(43)], [1] * 64)
+
+
+@contextmanager
+def small_grain() -> Iterator[None]:
+    with mock.patch("nanovllm.kvcache.hybrid_manager.BLOCK_SIZE_STEP", GRAIN):
+        yield
+
+
+@dataclass(frozen=True)
+class Add:
+    document: int
+    num_shared_tokens: int
+    suffix: tuple[int, ...]
+    max_tokens: int
+    ignore_eos: bool
+
+    @property
+    def prompt(self) -> list[int]:
+        return DOCUMENTS[self.document][: self.num_shared_tokens] + list(self.suffix) or [1]
+
+
+@dataclass(frozen=True)
+class Steps:
+    count: int
+
+
+@dataclass(frozen=True)
+class Abort:
+    which: int
+
+
+@dataclass(frozen=True)
+class Preempt:
+    pass
+
+
+Operation = Add | Steps | Abort | Preempt
+def play(simulation: Simulation, operations: list[Operation]) -> int:
+    """Play the operations, then run to the end. Returns how many requests were accepted."""
+    accepted: list[Sequence] = []
+    for operation in operations:
+        match operation:
+            case Add():
+                with suppress(ValueError):  # larger than the pool
+                    seq = simulation.add(operation.prompt, operation.max_tokens, ignore_eos=operation.ignore_eos)
+                    accepted.append(seq)
+            case Steps(count):
+                for _ in range(count):
+                    if simulation.scheduler.has_unfinished or simulation.in_flight is not None:
+                        simulation.step()
+            case Abort(which):
+                if accepted:
+                    simulation.abort(accepted[which % len(accepted)])
+            case Preempt():
+                simulation.preempt_next()
+    num_tokens = sum(seq.num_prompt_tokens + seq.params.max_tokens for seq in accepted)
+    simulation.run(max_steps=20 + 20 * num_tokens)
+    return len(accepted)
+
+
+# -- longer and denser than hypothesis makes them by itself; a seed repeats them ---------------------------------------
+
+
+def dense_operations(rng: random.Random) -> list[Operation]:
+    def add() -> Add:
+        num_shared_tokens = rng.choice([0, 5, 12, 20, 21, 22, 40, rng.randint(0, 40)])
+        suffix = tuple(rng.randrange(7) for _ in range(rng.randint(0, 5)))
+        return Add(
+            rng.choice([0, 0, 0, 1, 2]), num_shared_tokens, suffix, rng.choice([1, 2, 3, 5, 9, 14]), rng.random() < 0.7
+        )
+
+    makers: list[Callable[[], Operation]] = [
+        add,
+        lambda: Steps(rng.randint(1, 5)),
+        lambda: Abort(rng.randrange(40)),
+        Preempt,
+    ]
+    return [rng.choices(makers, weights=[45, 40, 7, 8])[0]() for _ in range(rng.randint(10, 60))]
+
+
+def dense_schedule(rng: random.Random) -> dict[str, Any]:
+    return {
+        "depth": rng.randint(0, 1),
+        "max_num_seqs": rng.choice([1, 2, 3, 8]),
+        "max_num_batched_tokens": rng.choice([1, 2, 3, 5, 8, 13, 64]),
+        "chunked_prefill": rng.random() < 0.6,
+    }
+
+
+def dense_manager(rng: random.Random, hybrid: bool) -> KVCacheManager:
+    if not hybrid:
+        return BlockManager(rng.randint(8, 40), rng.randint(1, 5), rng.random() < 0.8)
+    return HybridKVCacheManager(
+        rng.randint(8, 60), rng.randint(2, 8), GRAIN * rng.randint(1, 3), rng.randint(1, 3), rng.random() < 0.8
+    )
+
+
+def play_dense(seed: int, hybrid: bool, **options: Any) -> Simulation:
+    """A dense workload; `options` are the Simulation's, beside a schedule drawn from the seed."""
+    rng = random.Random(seed)
+    simulation = Simulation(dense_manager(rng, hybrid), **(dense_schedule(rng) | options))
+    play(simulation, dense_operations(rng))
+    return simulation

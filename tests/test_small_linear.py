@@ -1,0 +1,154 @@
+"""The kernels of linear layers with few rows: in Triton's interpreter on CPU, and on a GPU at real sizes.
+
+TRITON_INTERPRET must be set before triton is first imported, so the interpreted tests run in a process of their own.
+The interpreter truncates to bf16 where a GPU rounds; it is tested in fp16.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from nanovllm.layers.linear import MAX_SMALL_ROWS, gate_up, linear, use_small_linear
+
+pytest.importorskip("triton")
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+on_device = pytest.mark.parametrize("device", ["cpu"] if INTERPRETED else [pytest.param("cuda", marks=pytest.mark.gpu)])
+if INTERPRETED:
+    DTYPES = [torch.float32, torch.float16]
+    SIZES = [(1, 8), (5, 40), (8, 2056), (33, 1032)]
+    TILES = [(1, 1, 1), (4, 2, 3)]
+else:
+    DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+    SIZES = [(1024, 1024), (4096, 1024), (1024, 3072), (3072, 1024), (4608, 3584), (1, 8), (1023, 2056), (3073, 1032)]
+    TILES = [(block_n, warps, stages) for block_n in (1, 4, 8) for warps in (1, 8) for stages in (1, 3)]
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> Iterator[None]:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        yield
+
+
+def make_case(
+    num_rows: int, num_features: int, size: int, dtype: torch.dtype, device: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x as a view of wider rows, weight, bias; outputs near 1."""
+    x = torch.randn(num_rows, size + 16, device=device).to(dtype)[:, :size]
+    weight = (torch.randn(num_features, size, device=device) / size**0.5).to(dtype)
+    return x, weight, torch.randn(num_features, device=device).to(dtype)
+
+
+def plain_gate_up(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    gate, up = F.linear(x, weight, bias).chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def assert_as_good(got: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor) -> None:
+    """The error of `got` is at most twice that of plain torch, or one rounding where plain torch happens to be exact."""
+    assert got.dtype == plain.dtype and got.shape == plain.shape and got.is_contiguous()
+    rounding = torch.finfo(got.dtype).eps * exact.abs().max().item()
+    error, plain_error = ((y.double() - exact).abs().max().item() for y in (got, plain))
+    assert error <= max(2 * plain_error, 2 * rounding), f"{error:.2e}, plain torch {plain_error:.2e}"
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the interpreted run")
+def test_interpreter_runs_every_kernel() -> None:
+    env = {**os.environ, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore::RuntimeWarning", __file__]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 0 and "passed" in done.stdout, done.stdout + done.stderr
+
+
+@on_device
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize(("num_features", "size"), SIZES)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_small_linear_as_good_as_plain_torch(
+    device: str, dtype: torch.dtype, num_rows: int, num_features: int, size: int, has_bias: bool
+) -> None:
+    """Features that are no multiple of a tile, inputs that are a multiple of 8 only, strided rows of x."""
+    from nanovllm.layers import kernels
+
+    x, weight, bias = make_case(num_rows, num_features, size, dtype, device)
+    exact_bias, plain_bias = (bias.double(), bias) if has_bias else (None, None)
+    exact = F.linear(x.double(), weight.double(), exact_bias)
+    assert_as_good(kernels.small_linear(x, weight, plain_bias), F.linear(x, weight, plain_bias), exact)
+
+
+@on_device
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_rows", [1, 3, 8])
+@pytest.mark.parametrize(("num_features", "size"), SIZES)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_small_gate_up_as_good_as_plain_torch(
+    device: str, dtype: torch.dtype, num_rows: int, num_features: int, size: int, has_bias: bool
+) -> None:
+    from nanovllm.layers import kernels
+
+    x, weight, bias = make_case(num_rows, 2 * num_features, size, dtype, device)
+    exact_bias, plain_bias = (bias.double(), bias) if has_bias else (None, None)
+    exact = plain_gate_up(x.double(), weight.double(), exact_bias)
+    assert_as_good(kernels.small_gate_up(x, weight, plain_bias), plain_gate_up(x, weight, plain_bias), exact)
+
+
+@on_device
+@pytest.mark.parametrize("tile", TILES)
+def test_small_linear_any_tile_as_good_as_plain_torch(device: str, tile: tuple[int, int, int]) -> None:
+    """Every way through the kernel: one warp or several, loads in registers or through shared memory."""
+    from nanovllm.layers.kernels.small_linear import Tile, small_gate_up, small_linear
+
+    x, weight, bias = make_case(2, 38, 1048, torch.float16, device)
+    exact = F.linear(x.double(), weight.double(), bias.double())
+    assert_as_good(small_linear(x, weight, bias, Tile(*tile)), F.linear(x, weight, bias), exact)
+    exact = plain_gate_up(x.double(), weight.double(), bias.double())
+    assert_as_good(small_gate_up(x, weight, bias, Tile(*tile)), plain_gate_up(x, weight, bias), exact)
+
+
+@on_device
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_small_linear_row_does_not_depend_on_the_batch(device: str, dtype: torch.dtype) -> None:
+    """Bit for bit: the order of a sum is that of the weight's shape."""
+    from nanovllm.layers import kernels
+
+    num_features, size = (20, 1032) if INTERPRETED else (3072, 1032)
+    x, weight, bias = make_case(8, num_features, size, dtype, device)
+    for kernel in (kernels.small_linear, kernels.small_gate_up):
+        alone = torch.cat([kernel(x[row : row + 1], weight, bias) for row in range(8)])
+        for num_rows in range(1, 9):
+            assert torch.equal(kernel(x[:num_rows], weight, bias), alone[:num_rows])
+
+
+@on_device
+def test_small_linear_no_rows_is_empty(device: str) -> None:
+    from nanovllm.layers import kernels
+
+    x, weight, bias = make_case(0, 6, 8, torch.float32, device)
+    assert kernels.small_linear(x, weight, bias).shape == (0, 6)
+    assert kernels.small_gate_up(x, weight, bias).shape == (0, 3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [1, MAX_SMALL_ROWS, MAX_SMALL_ROWS + 1])
+@pytest.mark.parametrize("size", [1024, 1028])
+def test_linear_either_path_as_good_as_plain_torch(num_rows: int, size: int) -> None:
+    x, weight, bias = make_case(num_rows, 512, size, torch.bfloat16, "cuda")
+    assert use_small_linear(x, weight) == (num_rows <= MAX_SMALL_ROWS and size == 1024)
+    exact = F.linear(x.double(), weight.double(), bias.double())
+    assert_as_good(linear(x, weight, bias), F.linear(x, weight, bias), exact)
+    exact = plain_gate_up(x.double(), weight.double(), bias.double())
+    assert_as_good(gate_up(x, weight, bias), plain_gate_up(x, weight, bias), exact)
+
+
+def test_linear_on_cpu_is_plain_torch() -> None:
+    x, weight, bias = make_case(1, 6, 16, torch.float32, "cpu")
+    assert not use_small_linear(x, weight)
+    assert torch.equal(linear(x, weight, bias), F.linear(x, weight, bias))
+    assert torch.equal(gate_up(x, weight, bias), plain_gate_up(x, weight, bias))
