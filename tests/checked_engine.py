@@ -65,7 +65,7 @@ class CheckedLLM(LLM):
     def __init__(self, reference: Reference, *, streams: SimulatedStreams | None = None, **options: Any) -> None:
         self.reference = reference
         defaults = {"dtype": "float32", "device": "cpu", "max_num_batched_tokens": 300, "enforce_eager": True}
-        with mock.patch("nanovllm.kvcache.offload_engine.make_streams", lambda device: streams) if streams else _nothing():
+        with _streams(streams):
             super().__init__(str(reference.directory), **(defaults | options))
         if streams is not None:
             self.runner.backend = TrackedBackend(self.runner.backend, streams)
@@ -140,14 +140,19 @@ class CheckedLLM(LLM):
     def assert_nothing_left(self) -> None:
         self.scheduler.check_integrity()
         stats = self.stats()
-        total, free = ("num_cpu_blocks", "num_free_cpu_blocks") if self.runner.offload else ("num_gpu_blocks", "num_free_gpu_blocks")
-        assert stats[total] == stats[free]
+        kind = "cpu" if self.config.enable_cpu_offload else "gpu"
+        assert stats[f"num_{kind}_blocks"] == stats[f"num_free_{kind}_blocks"]
         assert stats["num_running"] == stats["num_waiting"] == 0
 
 
 @contextmanager
-def _nothing() -> Iterator[None]:
-    yield
+def _streams(streams: SimulatedStreams | None) -> Iterator[None]:
+    """Engines made in here use these; None: what belongs to their device."""
+    if streams is None:
+        yield
+        return
+    with mock.patch("nanovllm.kvcache.offload_engine.make_streams", lambda device: streams):
+        yield
 
 
 @contextmanager

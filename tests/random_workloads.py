@@ -56,6 +56,8 @@ class Preempt:
 
 
 Operation = Add | Steps | Abort | Preempt
+
+
 def play(simulation: Simulation, operations: list[Operation]) -> int:
     """Play the operations, then run to the end. Returns how many requests were accepted."""
     accepted: list[Sequence] = []

@@ -107,32 +107,33 @@ class CountingBackend(TorchBackend):
     [
         ([(1, 9), (1, 30), (2, 2), (32, 32), (16, 80), (1, 5)], 2),
         ([(48, 80)], 0),
-        ([(37, 59)], 2),  # 10 queries before the first multiple of 16 tokens, 11 after the last
-        ([(16, 64), (100, 100), (1, 1)], 2),
-        ([(17, 33), (15, 15)], 2),
-        ([(20, 29)], 1),  # no 16 queries left between the two
+        ([(37, 59)], 0),  # padded in front to 16 and behind to 64 tokens
+        ([(16, 64), (100, 101), (1, 1)], 1),  # two pieces
+        ([(17, 33), (15, 15)], 1),
+        ([(129, 200), (128, 128)], 0),
     ],
 )
 def test_cudnn_cuts_batches(monkeypatch, lens, num_paged_calls, order, causal):
-    """cuDNN gets powers of two only, the paged backend the rest; torch's kernel stands in for cuDNN's."""
-    asked = []
+    """cuDNN is asked for few pairs of lengths, the paged backend for short sequences; torch's kernel stands in."""
+    asked = set()
 
     def attend_dense(q, k, v, scale, causal):
-        asked.append((len(q), len(k)))
+        asked.add((len(q), len(k), causal))
         return flash_attn_with_lse(q, k, v, scale, causal)
 
-    monkeypatch.setattr(cudnn_backend, "MIN_QUERY_TOKENS", 16)
-    monkeypatch.setattr(cudnn_backend, "MIN_KEY_TOKENS", 8)
+    monkeypatch.setattr(cudnn_backend, "QUERY_GRAIN", 16)
+    monkeypatch.setattr(cudnn_backend, "KEY_GRAIN", 8)
     monkeypatch.setattr(cudnn_backend, "MAX_TOKENS", 64)
     monkeypatch.setattr(cudnn_backend, "_attend_dense", attend_dense)
     paged = CountingBackend()
-    case = make_paged(lens, 8, (4, 2), causal=causal, order=order)
+    case = make_paged(lens, 8, (4, 2), causal=causal, order=order, unwritten=0.0)
     got = CudnnBackend(paged).attend(case.q_THD, case.k_cache, case.v_cache, case.batch, 0.3)
     assert_matches(got, case.naive(0.3))
-    assert {q for q, _ in asked} <= {16, 32, 64} and {k for _, k in asked} <= {8, 16, 32, 64}
+    for num_queries, num_keys, square in asked:
+        assert num_queries in (16, 32, 48, 64)
+        assert num_keys == num_queries if square else num_keys in (8, 16, 32, 64)
     if causal:
-        assert len(paged.batches) == num_paged_calls
-        assert asked or lens == [(20, 29)]
+        assert len(paged.batches) == num_paged_calls and asked
 
 
 def test_cudnn_decode_batch_goes_on_untouched():
@@ -143,8 +144,8 @@ def test_cudnn_decode_batch_goes_on_untouched():
 
 
 def gpu_backend(name: str, dtype: torch.dtype, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> AttentionBackend:
-    monkeypatch.setattr(cudnn_backend, "MIN_QUERY_TOKENS", 64)
-    monkeypatch.setattr(cudnn_backend, "MIN_KEY_TOKENS", 64)
+    monkeypatch.setattr(cudnn_backend, "QUERY_GRAIN", 64)
+    monkeypatch.setattr(cudnn_backend, "KEY_GRAIN", 64)
     reason = BACKENDS[name].why_unavailable(CUDA, dtype, head_dim)
     if reason is not None:
         pytest.skip(f"{name}: {reason}")

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from checked_engine import ALL_GPU, OFFLOAD, CheckedLLM, Reference, cache_options, greedy, small_staging
+from checked_engine import OFFLOAD, CheckedLLM, Reference, cache_options, greedy, small_staging
 from dense_model import random_prompt
 from simulated_streams import MODES, Mode, SimulatedStreams
 from tiny_models import write_tiny_model

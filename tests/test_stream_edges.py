@@ -6,20 +6,20 @@ with a real model under each dropped edge, so that the order of calls in Streame
 
 import ast
 import inspect
-import random
-from collections import Counter
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import groupby
 from unittest import mock
 
 import pytest
 import torch
 from checked_engine import OFFLOAD, CheckedLLM, Reference, greedy, small_staging
-from content_model import ContentRunner, Simulation, VOCAB_SIZE
+from content_model import ContentError, ContentRunner, Simulation
 from dense_model import random_prompt
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from race_detector import Site
+from race_detector import Site, StreamRaceError
 from random_workloads import play_dense, small_grain
 from simulated_streams import MODES, Edge, Mode, SimulatedStreams
 from tiny_models import write_tiny_model
@@ -122,16 +122,154 @@ def play_with_streams(seed: int, streams: SimulatedStreams) -> Simulation:
         return play_dense(seed, hybrid=True, make_runner=lambda kv: OffloadRunner(kv, streams))
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=90, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(seed=st.integers(0, 2**32), mode=st.sampled_from(MODES))
 def test_random_workload_no_race_and_every_sequence_sees_its_tokens(seed: int, mode: Mode) -> None:
     play_with_streams(seed, SimulatedStreams(mode, seed))
 
 
-def edges_of(seeds: range) -> Counter[Edge]:
-    edges: Counter[Edge] = Counter()
-    for seed in seeds:
+# -- every edge, and what happens without it --------------------------------------------------------------------------
+
+
+def wait_lines() -> dict[int, str]:
+    """Line number -> text of every wait in the source of the offload engine."""
+    source = inspect.getsource(offload_engine)
+    lines = source.splitlines()
+    calls = [node.func for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    names = ("_wait", "wait")  # the second one in the first one only, which passes it on
+    waits = [call for call in calls if isinstance(call, ast.Attribute) and call.attr in names]
+    assert [call.attr for call in waits].count("wait") == 1
+    return {call.lineno: lines[call.lineno - 1] for call in waits if call.attr == "_wait"}
+
+
+SEEDS = (75, 81, 92, 107, 131, 132, 141, 187, *range(8))  # the first ones load what was just copied out (E6)
+
+
+@pytest.fixture(scope="module")
+def edges() -> dict[Edge, list[int]]:
+    """Each edge and the seeds of the workloads in which it orders something."""
+    seen: dict[Edge, list[int]] = {}
+    for seed in SEEDS:
         streams = SimulatedStreams("early", seed)
         play_with_streams(seed, streams)
-        edges += streams.edges_seen
-    return edges
+        for edge, count in streams.edges_seen.items():
+            if count:
+                seen.setdefault(edge, []).append(seed)
+    return seen
+
+
+def test_workloads_use_every_wait_in_the_source(edges: dict[Edge, list[int]]) -> None:
+    lines = wait_lines()
+    assert {edge.site for edge in edges} == {Site("offload_engine.py", line) for line in lines}
+    assert len(edges) == len(lines), "a wait is for the work of two streams"
+    documented = set(re.findall(r"^  (E\d)", offload_engine.__doc__ or "", re.MULTILINE))
+    commented = {label for line in lines.values() for label in re.findall(r"# (E\d): ", line)}
+    assert commented == documented == {f"E{i}" for i in range(1, 9)}
+
+
+@pytest.mark.parametrize("line", sorted(wait_lines()))
+def test_without_an_edge_a_race_is_found(edges: dict[Edge, list[int]], line: int) -> None:
+    (edge,) = (edge for edge in edges if edge.site.line == line)
+    for seed in edges[edge]:
+        try:
+            play_with_streams(seed, SimulatedStreams("early", seed, drop={edge}))
+        except StreamRaceError:
+            return
+    pytest.fail(f"nothing happens without: {edge}")
+
+
+def test_without_an_edge_to_a_copy_the_values_are_wrong(edges: dict[Edge, list[int]]) -> None:
+    """Without the race detector. Waits for compute (E2, E3, E8) cannot show here: compute is never late."""
+    to_copies = [edge for edge in edges if edge.recorded_on != "compute"]
+    assert len(to_copies) == 6
+    for edge in to_copies:
+        assert any(
+            has_wrong_values(seed, SimulatedStreams(mode, seed, drop={edge}, check_races=False))
+            for seed in edges[edge]
+            for mode in MODES
+        ), f"nothing happens without: {edge}"
+
+
+def has_wrong_values(seed: int, streams: SimulatedStreams) -> bool:
+    try:
+        play_with_streams(seed, streams)
+    except ContentError:
+        return True
+    return False
+
+
+# -- the same with a model -------------------------------------------------------------------------------------------
+
+BLOCK = 256
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return Reference(write_tiny_model(tmp_path_factory.mktemp("tiny"), max_position_embeddings=4096))
+
+
+def serve(reference: Reference, num_gpu_blocks: int, streams: SimulatedStreams) -> None:
+    """Two long requests and two that begin like the first, with preemptions, so that partial blocks come and go."""
+    long, longer = random_prompt(3 * BLOCK - 37, seed=1), random_prompt(5 * BLOCK + 9, seed=2)
+    prompts = [long, longer, long[: BLOCK + 3], long[:BLOCK] + random_prompt(9, seed=3)]
+    options = OFFLOAD | {"kvcache_block_size": 2 * BLOCK, "num_gpu_blocks": num_gpu_blocks}
+    with small_staging(2 * BLOCK, 2), CheckedLLM(reference, streams=streams, **options) as llm:
+        requests = {llm.add_request(prompt, greedy(8)): prompt for prompt in prompts}
+        finished = {}
+        for num_step in range(1000):
+            if llm.is_finished():
+                break
+            if num_step % 2:
+                llm.preempt_next()
+            finished |= llm.step().finished
+        for request_id, prompt in requests.items():
+            llm.check(request_id, prompt, finished[request_id])
+        llm.answer_and_check([long[: 2 * BLOCK + 5], longer])
+
+
+def serve_resumed(reference: Reference, num_gpu_blocks: int, streams: SimulatedStreams) -> None:
+    """The first request's new block takes the slot of the last one, which is preempted. One step later that one is
+    back from CPU memory, in the slot of the second one, which the step between did not use.
+    """
+    options = OFFLOAD | {"kvcache_block_size": 2 * BLOCK, "num_gpu_blocks": num_gpu_blocks}
+    prompts = [random_prompt(length, seed=length) for length in (2 * BLOCK - 2, 40, 50)]
+    with CheckedLLM(reference, streams=streams, max_num_batched_tokens=1000, **options) as llm:
+        llm.work_one_step_ahead()
+        requests = {llm.add_request(p, greedy(n)): p for p, n in zip(prompts, (8, 3, 8), strict=True)}
+        first = llm.scheduler.sequences[min(requests)]
+        finished = {}
+        while not llm.is_finished():
+            if first.num_cached_tokens == 2 * BLOCK:
+                llm.preempt_next()
+            finished |= llm.step().finished
+        for request_id, prompt in requests.items():
+            llm.check(request_id, prompt, finished[request_id])
+
+
+Workload = Callable[[SimulatedStreams], None]
+
+
+@pytest.fixture(scope="module")
+def model_edges(reference: Reference) -> dict[Edge, list[Workload]]:
+    """Each edge and the workloads in which it orders something."""
+    workloads: list[Workload] = [partial(serve, reference, num_gpu_blocks) for num_gpu_blocks in (2, 3, 4, 5)]
+    workloads.append(partial(serve_resumed, reference, 3))
+    seen: dict[Edge, list[Workload]] = {}
+    for workload in workloads:
+        streams = SimulatedStreams("late")
+        workload(streams)
+        for edge, count in streams.edges_seen.items():
+            if count:
+                seen.setdefault(edge, []).append(workload)
+    return seen
+
+
+@pytest.mark.parametrize("line", sorted(wait_lines()))
+def test_model_without_an_edge_fails(model_edges: dict[Edge, list[Workload]], line: int) -> None:
+    (edge,) = (edge for edge in model_edges if edge.site.line == line)
+    for workload in model_edges[edge]:
+        try:
+            workload(SimulatedStreams("late", drop={edge}))
+        except AssertionError:  # of the race detector, or wrong logits
+            return
+    pytest.fail(f"nothing happens without: {edge}")

@@ -4,22 +4,23 @@ cuDNN takes contiguous keys and knows no block table: a sequence's adjacent bloc
 causal mask is aligned at the top left, so the causal square at the end of a sequence and the history before it are
 separate calls, merged.
 
-cuDNN builds a plan for every new pair of lengths (measured: 0.04 to 0.5 s), and a padded one would cost 12% of its
-speed. So only powers of two are asked of it: queries in pieces of 1024 to 16384, keys in pieces of 256 to 16384, 40
-plans at most. The queries before the first and after the last multiple of 1024 tokens go to the paged backend.
+cuDNN builds a plan for every new pair of lengths (measured: 0.04 to 0.5 s), and its own way around that costs 12% of
+its speed. So few pairs are asked of it: queries in multiples of 1024 up to 16384, keys in powers of two from 256 to
+16384. Queries are padded to that: in front back to a multiple of 256 tokens, so that the history before the square is
+one too, behind with rows and keys that no real row sees. What the added rows yield is dropped.
 """
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 
 from nanovllm.attention.base import AttentionBackend, HostTables, PagedBatch, PartialAttention
 from nanovllm.attention.contiguous import SequenceKV
 
-MIN_QUERY_TOKENS = 1024
-MIN_KEY_TOKENS = 256  # block sizes are multiples of it
+QUERY_GRAIN = 1024  # queries of a call are a multiple of it; shorter sequences go to the paged backend
+KEY_GRAIN = 256  # keys of a call are this or a larger power of two; block sizes are multiples of it
 MAX_TOKENS = 16384  # of queries and keys in one call
 
 
@@ -66,115 +67,110 @@ class CudnnBackend(AttentionBackend):
         batch: PagedBatch,
         scale: float,
     ) -> PartialAttention:
-        if batch.max_query_len < MIN_QUERY_TOKENS:
+        if batch.max_query_len < QUERY_GRAIN:
             return self.paged.attend(q_THD, k_cache_NPKD, v_cache_NPKD, batch, scale)
         assert batch.host is not None, "the cudnn backend loops over long sequences: it needs PagedBatch.host"
         num_tokens, num_heads, _ = q_THD.shape
         out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
         lse_HT = torch.empty((num_heads, num_tokens), dtype=torch.float32, device=q_THD.device)
-        for piece in _plan(batch.host, batch.causal):
-            rows = slice(piece.first_row, piece.last_row)
-            if piece.num_keys is None:
-                part = self.paged.attend(q_THD[rows], k_cache_NPKD, v_cache_NPKD, _sub_batch(batch, piece), scale)
+        start = 0
+        for first, last in _runs(batch.host, batch.causal):
+            rows = slice(start, start + sum(batch.host.query_lens[first:last]))
+            start = rows.stop
+            if not _is_long(batch.host, first, batch.causal):
+                paged_batch = _sub_batch(batch, batch.host, first, last)
+                part = self.paged.attend(q_THD[rows], k_cache_NPKD, v_cache_NPKD, paged_batch, scale)
             else:
-                table = batch.host.block_tables[piece.first_seq], batch.block_tables[piece.first_seq]
-                kv = SequenceKV(k_cache_NPKD, v_cache_NPKD, *table)
-                part = self._attend_piece(q_THD[rows], kv, piece.num_keys, scale, batch.causal)
+                tables = batch.host.block_tables[first], batch.block_tables[first]
+                kv = SequenceKV(k_cache_NPKD, v_cache_NPKD, *tables)
+                part = self._attend_long(q_THD[rows], kv, batch.host.context_lens[first], scale, batch.causal)
             out_THD[rows], lse_HT[:, rows] = part
         return PartialAttention(out_THD, lse_HT)
 
-    def _attend_piece(
+    def _attend_long(
         self, q_THD: torch.Tensor, kv: SequenceKV, num_keys: int, scale: float, causal: bool
     ) -> PartialAttention:
-        """Keys 0..num_keys-1 span by span; with `causal`, the square at their end last."""
+        """One sequence, piece by piece of its queries. Token indices count from its first key."""
+        base = num_keys - len(q_THD) if causal else 0  # the first query's token
+        start = base // KEY_GRAIN * KEY_GRAIN
+        end = base + len(q_THD)
+        parts = []
+        while start < end:
+            size = min(MAX_TOKENS, -(-(end - start) // QUERY_GRAIN) * QUERY_GRAIN)
+            first, last = max(start, base), min(start + size, end)  # tokens of the piece that are real queries
+            padding = (first - start, start + size - last)
+            q = _pad(q_THD[first - base : last - base], padding)
+            part = self._attend_keys(q, kv, start if causal else num_keys, scale)
+            if causal:
+                k, v = (_pad(x, (0, padding[1])) for x in kv.read(start, last))
+                square = _attend_dense(q, k, v, scale, causal=True)
+                part = square if part is None else self.merge(part, square)
+            assert part is not None, "a sequence without keys is not long"
+            rows = slice(padding[0], size - padding[1])
+            parts.append(PartialAttention(part.out_THD[rows], part.lse_HT[:, rows]))
+            start += size
+        if len(parts) == 1:
+            return parts[0]
+        return PartialAttention(torch.cat([p.out_THD for p in parts]), torch.cat([p.lse_HT for p in parts], dim=1))
+
+    def _attend_keys(self, q_THD: torch.Tensor, kv: SequenceKV, num_keys: int, scale: float) -> PartialAttention | None:
+        """Every query sees keys 0..num_keys-1, a multiple of KEY_GRAIN. None when there are none."""
         num_queries, num_heads, _ = q_THD.shape
-        history_len = num_keys - num_queries if causal else num_keys
         part = None
         # A run worth viewing: copying it costs more than merging one more part
-        for span in kv.spans(history_len, num_queries * num_heads // kv.k_cache_NPKD.shape[2]):
+        for span in kv.spans(num_keys, num_queries * num_heads // kv.k_cache_NPKD.shape[2]):
             k_SKD, v_SKD = kv.read(*span)
-            for first, last in _powers_of_two(0, len(k_SKD), MIN_KEY_TOKENS):
+            for first, last in _powers_of_two(len(k_SKD)):
                 seen = _attend_dense(q_THD, k_SKD[first:last], v_SKD[first:last], scale, causal=False)
                 part = seen if part is None else self.merge(part, seen)
-        if causal:
-            square = _attend_dense(q_THD, *kv.read(history_len, num_keys), scale, causal=True)
-            part = square if part is None else self.merge(part, square)
-        assert part is not None, "a piece for cuDNN has keys"
         return part
 
 
-class _Piece(NamedTuple):
-    """Rows `[first_row, last_row)` of the packed queries, of sequences `[first_seq, last_seq)`.
-
-    For cuDNN, rows of one sequence, with the keys they see (with `causal`, the last row). For the paged backend
-    num_keys is None: `skipped` leading queries of the first sequence, and those after the last row, are not among them.
-    """
-
-    first_row: int
-    last_row: int
-    first_seq: int
-    last_seq: int
-    num_keys: int | None = None
-    skipped: int = 0
+def _is_long(host: HostTables, seq: int, causal: bool) -> bool:
+    """Whether cuDNN runs this sequence. Without a mask its keys cannot be padded."""
+    keys_fit = causal or (host.context_lens[seq] > 0 and host.context_lens[seq] % KEY_GRAIN == 0)
+    return host.query_lens[seq] >= QUERY_GRAIN and keys_fit
 
 
-def _plan(host: HostTables, causal: bool) -> Iterator[_Piece]:
-    """Cut the batch into pieces; adjacent sequences that do not suit cuDNN are taken together."""
-    first_row = row = first_seq = 0
-    for seq, (query_len, context_len) in enumerate(zip(host.query_lens, host.context_lens, strict=True)):
-        lead = (query_len - context_len) % MIN_QUERY_TOKENS if causal else 0
-        aligned = (query_len - lead) // MIN_QUERY_TOKENS * MIN_QUERY_TOKENS
-        suits = causal or (context_len > 0 and context_len % MIN_KEY_TOKENS == 0)
-        if aligned > 0 and suits:
-            if first_seq < seq:
-                yield _Piece(first_row, row, first_seq, seq)
-            if lead:
-                yield _Piece(row, row + lead, seq, seq + 1)
-            for first, last in _powers_of_two(lead, lead + aligned, MIN_QUERY_TOKENS):
-                num_keys = context_len - query_len + last if causal else context_len
-                yield _Piece(row + first, row + last, seq, seq + 1, num_keys)
-            if lead + aligned < query_len:
-                yield _Piece(row + lead + aligned, row + query_len, seq, seq + 1, skipped=lead + aligned)
-            first_row, first_seq = row + query_len, seq + 1
-        row += query_len
-    if first_seq < len(host.query_lens):
-        yield _Piece(first_row, row, first_seq, len(host.query_lens))
+def _runs(host: HostTables, causal: bool) -> Iterator[tuple[int, int]]:
+    """Sequences `[first, last)`: a long one, or as many others as follow each other."""
+    first = 0
+    for seq in range(len(host.query_lens)):
+        if _is_long(host, seq, causal):
+            if first < seq:
+                yield first, seq
+            yield seq, seq + 1
+            first = seq + 1
+    if first < len(host.query_lens):
+        yield first, len(host.query_lens)
 
 
-def _powers_of_two(first: int, last: int, smallest: int) -> Iterator[tuple[int, int]]:
-    """Cut `[first, last)`, a multiple of `smallest` long, into spans that are powers of two, at most MAX_TOKENS."""
-    assert (last - first) % smallest == 0, f"{last - first} tokens are no multiple of {smallest}"
-    while first < last:
-        size = min(MAX_TOKENS, 1 << ((last - first).bit_length() - 1))
+def _powers_of_two(num_tokens: int) -> Iterator[tuple[int, int]]:
+    """Cut tokens 0..num_tokens-1, a multiple of KEY_GRAIN, into spans of a power of two, at most MAX_TOKENS."""
+    assert num_tokens % KEY_GRAIN == 0, f"{num_tokens} keys are no multiple of {KEY_GRAIN}"
+    first = 0
+    while first < num_tokens:
+        size = min(MAX_TOKENS, 1 << ((num_tokens - first).bit_length() - 1))
         yield first, first + size
         first += size
 
 
-def _sub_batch(batch: PagedBatch, piece: _Piece) -> PagedBatch:
-    """The rows of a paged piece as a batch of their own. Small arithmetic on the device, no wait for it."""
-    assert batch.host is not None
-    seqs = slice(piece.first_seq, piece.last_seq)
-    query_lens, context_lens = list(batch.host.query_lens[seqs]), list(batch.host.context_lens[seqs])
-    context_lens_B = batch.context_lens[seqs]
-    cu_seqlens_q = batch.cu_seqlens_q[piece.first_seq : piece.last_seq + 1]
-    if len(query_lens) < len(batch.host.query_lens) or piece.skipped:
-        cu_seqlens_q = cu_seqlens_q - batch.cu_seqlens_q[piece.first_seq]
-    num_rows = piece.last_row - piece.first_row
-    if num_rows < sum(query_lens):  # the first or the last rows of one sequence
-        left_out = query_lens[0] - num_rows - piece.skipped
-        query_lens = [num_rows]
-        cu_seqlens_q = cu_seqlens_q.clamp(max=num_rows)
-        if batch.causal and left_out:
-            context_lens = [context_lens[0] - left_out]
-            context_lens_B = context_lens_B - left_out
+def _pad(x: torch.Tensor, padding: tuple[int, int]) -> torch.Tensor:
+    """Rows of zeros before and after `x`."""
+    return torch.nn.functional.pad(x, (0, 0, 0, 0, *padding)) if any(padding) else x
+
+
+def _sub_batch(batch: PagedBatch, host: HostTables, first: int, last: int) -> PagedBatch:
+    """Sequences first..last-1 as a batch of their own. Views, but for cu_seqlens_q."""
+    cu_seqlens_q = batch.cu_seqlens_q[first : last + 1]
     return replace(
         batch,
-        cu_seqlens_q=cu_seqlens_q,
-        context_lens=context_lens_B,
-        block_tables=batch.block_tables[seqs],
-        max_query_len=max(query_lens),
-        max_context_len=max(context_lens),
-        host=HostTables(query_lens, context_lens, batch.host.block_tables[seqs]),
+        cu_seqlens_q=cu_seqlens_q - cu_seqlens_q[0] if first else cu_seqlens_q,
+        context_lens=batch.context_lens[first:last],
+        block_tables=batch.block_tables[first:last],
+        max_query_len=max(host.query_lens[first:last]),
+        max_context_len=max(host.context_lens[first:last]),
+        host=HostTables(host.query_lens[first:last], host.context_lens[first:last], host.block_tables[first:last]),
     )
 
 

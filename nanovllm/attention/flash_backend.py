@@ -83,6 +83,12 @@ class FlashBackend(AttentionBackend):
                 block_table=batch.block_tables,
                 return_attn_probs=True,
             )
+            if not batch.causal:  # without a mask it leaves the rows of a sequence that has no keys as they were
+                token = torch.arange(len(q_THD), device=q_THD.device)
+                sequence = torch.bucketize(token, batch.cu_seqlens_q[1:], right=True)
+                no_key_T = batch.context_lens[sequence] == 0
+                out_THD = out_THD.masked_fill(no_key_T[:, None, None], 0.0)
+                lse_HT = lse_HT.masked_fill(no_key_T, float("-inf"))
         return PartialAttention(out_THD, lse_HT.masked_fill(lse_HT == float("inf"), float("-inf")))
 
     def merge(self, a: PartialAttention, b: PartialAttention) -> PartialAttention:

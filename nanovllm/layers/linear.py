@@ -14,7 +14,8 @@ from nanovllm.distributed import TPGroup
 from nanovllm.layers.activation import silu_and_mul
 from nanovllm.layers.weights import NamedShard, WeightShard, divide, new_parameter
 
-MAX_SMALL_ROWS = 4  # measured on an H200 (benchmarks/bench_small_linear.py): with more rows cuBLAS is as fast
+# Past this the kernel's multiplications on plain cores, not the memory, set its pace: benchmarks/bench_small_linear.py
+MAX_SMALL_ROWS = 4
 
 
 def use_small_linear(x: torch.Tensor, weight: torch.Tensor) -> bool:

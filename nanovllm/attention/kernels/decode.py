@@ -8,9 +8,7 @@ of a tensor core). A second kernel merges the splits. Lengths are read on the de
 size and S only, so that a CUDA graph replays with any lengths; S is planned on the host, once per shape.
 """
 
-from functools import lru_cache
-
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 import triton
