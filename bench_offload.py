@@ -1,7 +1,8 @@
 """The long workload with the KV cache in CPU memory, beside everything on the GPU and transformers' offloaded cache.
 
 Measures the link first. Decode with offload is bound by the link over the fewest bytes that must cross it per token:
-full blocks - (slots - write slots). Prefill is compared with the all-GPU engine's in the same run.
+full blocks - (slots - write slots). Prefill is compared with the all-GPU engine's in the same run. With --sweep: the
+engine with and without offload over contexts and slots, two runs each, as JSON and a plot (benchmarks/sweep.py).
 """
 
 import argparse
@@ -24,7 +25,9 @@ from benchmarks.common import (
     time_prefill,
     versions,
 )
+from benchmarks.sweep import run_sweep
 from nanovllm import LLM
+from nanovllm.costs import num_full_blocks, num_missing_blocks
 
 NUM_DECODED = 128
 
@@ -69,11 +72,13 @@ def bench_offload(args: argparse.Namespace, machine: Machine, max_model_len: int
     )
     start_s = time.perf_counter() - start_s
     result = measure(llm, args, max_model_len, "offload")
-    block_bytes = llm.stats()["block_bytes"]
-    full_blocks = args.batch * ((max_model_len - 1) // args.block_size)
-    missing = max(0, full_blocks - (num_slots - args.batch))
+    stats = llm.stats()
+    block_bytes = stats["block_bytes"]
+    full_blocks = args.batch * num_full_blocks(max_model_len, args.block_size)
+    missing = num_missing_blocks(max_model_len, args.block_size, num_slots, args.batch)
     llm.close()
     result |= {"start_s": start_s, "num_missing_blocks": missing, "block_bytes": block_bytes}
+    result |= {f"engine_{name}": stats[name] for name in ("link_byte_per_s", "load_byte_per_s", "link_share")}
     if missing:
         # each rank streams its own heads over its own link
         bound = args.batch * machine.link_byte_per_s / (missing * block_bytes)
@@ -145,6 +150,10 @@ def main() -> None:
     parser.add_argument("--compare", default="gpu,hf", help="of gpu, hf: what else to measure; '' for nothing")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--decode-tokens", type=int, default=64, help="tokens of each decode run")
+    parser.add_argument("--sweep", action="store_true", help="over contexts and slots instead; JSON and a plot")
+    sizes = {"type": int, "nargs": "+", "metavar": "N"}
+    parser.add_argument("--sweep-contexts", default=[40960, 65536, 131072, 262144], help="tokens", **sizes)
+    parser.add_argument("--sweep-slots", default=[4, 8, 16], help="numbers of slots", **sizes)
     args = parser.parse_args()
     compare = {name for name in args.compare.split(",") if name}
     if unknown := compare - {"gpu", "hf"}:
@@ -154,6 +163,9 @@ def main() -> None:
     free_gpu()
     print(machine)
     result = vars(args) | versions() | {"gpu": machine.name, "link_byte_per_s": machine.link_byte_per_s}
+    if args.sweep:
+        report(run_sweep(args, machine, result, make_llm), None)
+        return
     result |= bench_offload(args, machine, args.max_model_len, args.num_gpu_blocks)
     if "gpu" in compare:
         free_gpu()

@@ -1,7 +1,7 @@
-"""The command line: `nanovllm demo` and `nanovllm generate`.
+"""The command line: `nanovllm demo`, `nanovllm generate` and `nanovllm plan`.
 
-Flags are made from the fields of Config, SamplingParams and DemoOptions, whose defaults and checks hold here too; only
-a line of meaning for each is written below. Nothing heavy is imported before a command runs.
+Flags are made from the fields of Config, SamplingParams, DemoOptions and PlanOptions, whose defaults and checks hold
+here too; only a line of meaning for each is written below. Nothing heavy is imported before a command runs.
 """
 
 import argparse
@@ -17,6 +17,8 @@ from nanovllm.config import Config
 from nanovllm.console import BadInputError, gate, stream_answer, summary
 from nanovllm.demo.command import DemoOptions, run_demo
 from nanovllm.errors import EngineError
+from nanovllm.model_config import ModelConfig
+from nanovllm.planner import PlanOptions, make_plan
 from nanovllm.sampling_params import SamplingParams
 
 MODEL_HELP = "a directory, a hub name (owner/name), or a preset with --load-format dummy"
@@ -75,12 +77,24 @@ DEMO_HELP: dict[str, dict[str, str]] = {
         "dtype": "float32 or bfloat16",
     },
 }
+PLAN_HELP: dict[str, dict[str, str]] = {
+    "the work": {
+        "context": "tokens of each sequence; unset: max_model_len",
+        "sequences": "sequences that run together",
+    },
+    "the machine, where it is not this one": {
+        "gpu_memory_gb": "memory of one GPU in GiB; unset: of the one here, else an H200's",
+        "host_memory_gb": "CPU memory available in GiB; unset: what is available here",
+        "link_gb_per_s": "CPU memory to GPU in GB/s; unset: an H200's, measured",
+    },
+}
 RENAMED: dict[tuple[type, str], str] = {(SamplingParams, "seed"): "sampling_seed"}  # Config has the plain name
 
 EXAMPLE = """\
 examples:
   nanovllm demo
   nanovllm generate --model Qwen/Qwen3-0.6B --prompt "Once upon a time" --max-tokens 100
+  nanovllm plan --model qwen3-0.6b --context 40960 --enable-cpu-offload --num-gpu-blocks 8
 """
 GENERATE_EXAMPLE = """\
 example, a book longer than the GPU's memory holds:
@@ -90,7 +104,7 @@ example, a book longer than the GPU's memory holds:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit status: 2 for bad input, 130 after Ctrl-C."""
+    """Run a command and return its exit status: 2 for bad input, 130 after Ctrl-C, 1 for a plan that cannot work."""
     args = _parser().parse_args(argv)
     logging.basicConfig(format="%(message)s")
     logging.getLogger("nanovllm").setLevel(logging.INFO)
@@ -131,6 +145,26 @@ def _generate(args: argparse.Namespace) -> int:
     return 0
 
 
+def _plan(args: argparse.Namespace) -> int:
+    """The plan goes to stdout; why it cannot work, if it cannot, to stderr."""
+    with gate():
+        options = PlanOptions(**_given(args, PlanOptions))
+        config = Config(model=args.model, **_given(args, Config))
+        model, _ = ModelConfig.from_pretrained(config.model)
+    from nanovllm.engine.llm_engine import find_machine
+
+    machine = options.apply(find_machine(config))
+    try:
+        plan = make_plan(config, model, machine, context=options.context, num_sequences=options.sequences)
+        print(plan)
+        plan.check()
+        plan.check_workload()
+    except ValueError as error:
+        print(f"nanovllm: this cannot work: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
 def _read_prompt(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
@@ -154,6 +188,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_demo(commands)
     _add_generate(commands)
+    _add_plan(commands)
     return parser
 
 
@@ -176,6 +211,18 @@ def _add_generate(commands: Any) -> None:
     prompt.add_argument("--prompt", metavar="TEXT", help="the prompt")
     prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="a UTF-8 file that holds the prompt")
     _add_flags(parser, SamplingParams, SAMPLING_HELP)
+    _add_flags(parser, Config, ENGINE_HELP, without=("model",))
+
+
+def _add_plan(commands: Any) -> None:
+    about = (
+        "say what memory a run takes, how fast it can be at most and whether it can work; loads and allocates nothing"
+    )
+    parser = commands.add_parser("plan", help=about, description=about, formatter_class=_Formatter)
+    parser.set_defaults(run=_plan)
+    required = parser.add_argument_group("what to plan for")
+    required.add_argument("--model", required=True, metavar="MODEL", help="a directory, a hub name, or a preset")
+    _add_flags(parser, PlanOptions, PLAN_HELP)
     _add_flags(parser, Config, ENGINE_HELP, without=("model",))
 
 

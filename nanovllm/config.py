@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from nanovllm.model_config import ModelConfig
+
 BLOCK_SIZE_STEP = 256  # block sizes are multiples of this; prefix hits count in grains of it
 ALL_GPU_BLOCK_SIZE = 256
 OFFLOAD_BLOCK_SIZE = 4096
@@ -139,6 +141,18 @@ class KVCacheSpec:
     def staging_bytes(self) -> int:
         """Staging buffers: single-layer blocks, shared by all layers."""
         return NUM_STAGING_GROUPS * self.staging_group_blocks * self.layer_block_bytes
+
+
+def kv_cache_spec(config: Config, model: ModelConfig, tp_size: int) -> KVCacheSpec:
+    """Shape of the KV cache of one of `tp_size` ranks."""
+    dtype = model.torch_dtype if config.dtype == "auto" else config.dtype
+    return KVCacheSpec(
+        num_layers=model.num_layers,
+        block_size=config.block_size,
+        num_kv_heads=model.num_kv_heads // tp_size,
+        head_dim=model.head_dim,
+        itemsize=4 if dtype == "float32" else 2,
+    )
 
 
 @dataclass(frozen=True)

@@ -76,13 +76,16 @@ class LLM(LLMEngine):
         return self.generate(token_ids, sampling_params, use_tqdm)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
-        """The answer's text, piece by piece as it comes. Leaving the loop early aborts the request."""
+        """The answer's text, piece by piece as it comes. The request is queued when the first piece is asked for;
+        leaving the loop early aborts it.
+        """
         if self.tokenizer is None:
             raise ValueError("stream yields text and needs a tokenizer, and this model has none; use generate")
-        request_id = self.add_request(prompt, sampling_params or SamplingParams())
-        return self._stream(request_id)
+        params = sampling_params or SamplingParams()
+        return self._stream(self.check_request(prompt, params), params)
 
-    def _stream(self, request_id: int) -> Iterator[str]:
+    def _stream(self, token_ids: list[int], params: SamplingParams) -> Iterator[str]:
+        request_id = self.add_request(token_ids, params)
         try:
             finished = False
             while not finished:
@@ -123,10 +126,24 @@ class LLM(LLMEngine):
                 kind = "Prefill" if output.num_prefill_tokens else "Decode"
                 if num_tokens := output.num_prefill_tokens or output.num_decode_tokens:
                     rates[kind] = num_tokens / seconds
-                    bar.set_postfix({name: f"{rate:.0f}tok/s" for name, rate in rates.items()}, refresh=False)
+                    shown = {name: f"{rate:.0f}tok/s" for name, rate in rates.items()}
+                    bar.set_postfix(shown | self._link_figures(), refresh=False)
                 outputs |= output.finished
                 bar.update(len(output.finished))
         return outputs
+
+    def _link_figures(self) -> dict[str, str]:
+        """For the progress bar, once blocks have been streamed: since the engine's start, see `stats`."""
+        if not self.config.enable_cpu_offload:
+            return {}
+        stats = self.stats()
+        if not stats["num_missed_blocks"]:
+            return {}
+        figures = {"hit/missed": f"{stats['num_hit_blocks']}/{stats['num_missed_blocks']}"}
+        if stats["load_byte_per_s"] is not None:
+            share = "" if stats["link_share"] is None else f" ({stats['link_share']:.0%})"
+            figures = {"link": f"{stats['load_byte_per_s'] / 1e9:.1f}GB/s{share}"} | figures
+        return figures
 
 
 def _prompt_list(prompts: Any) -> list[Any]:

@@ -39,7 +39,8 @@ TORCH_FREE = {
     f"nanovllm.{name}"
     for name in (
         "kvcache.base kvcache.prefix_index kvcache.block_manager kvcache.hybrid_manager kvcache.slot_ring "
-        "engine.scheduler engine.sequence engine.batch config sampling_params errors"
+        "engine.scheduler engine.sequence engine.batch config sampling_params errors "
+        "planner plan_table costs machine"
     ).split()
 }
 MAY_IMPORT_TRITON = ("nanovllm.attention.kernels", "nanovllm.layers.kernels", "nanovllm.attention.triton_backend")

@@ -248,6 +248,22 @@ def test_slot_copied_from_and_then_loaded_over_has_no_race(reference: Reference,
         llm.check(request_id, prompt, finished[request_id])
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_gpu_blocks", [2, 3, 8])
+def test_bf16_with_offload_is_as_near_to_fp32_as_all_resident(reference: Reference, num_gpu_blocks: int) -> None:
+    prompts = prompts_of(5 * BLOCK + 1, 3 * BLOCK, 40)
+    expected = [reference.logits(prompt, 1)[0] for prompt in prompts]
+    errors = []
+    for num_slots in (None, num_gpu_blocks):
+        options = cache_options(num_slots) | {"dtype": "bfloat16"}
+        with CheckedLLM(reference, device="cuda", **options) as llm:
+            ids = [llm.add_request(prompt, greedy(1)) for prompt in prompts]
+            llm.finish_all()
+            errors.append([(llm.logits[i][0] - row).abs().max().item() for i, row in zip(ids, expected, strict=True)])
+    for resident, offloaded in zip(*errors, strict=True):
+        assert offloaded <= 2 * resident
+
+
 # -- the tests can tell ----------------------------------------------------------------------------------------------
 
 

@@ -93,5 +93,8 @@ class StepAttention(Protocol):
     """The attention of one step, an argument of `model(...)`."""
 
     def attend(self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
-        """Store this layer's new K and V, then attend. Returns [T, H, D]. Hot: once per layer."""
+        """Store this layer's new K and V, then attend. Returns [T, H, D].
+
+        In the last layer q may hold only the rows whose result is wanted, [S, H, D]. Hot: once per layer.
+        """
         ...

@@ -84,6 +84,8 @@ class CudnnBackend(AttentionBackend):
                 tables = batch.host.block_tables[first], batch.block_tables[first]
                 kv = SequenceKV(k_cache_NPKD, v_cache_NPKD, *tables)
                 part = self._attend_long(q_THD[rows], kv, batch.host.context_lens[first], scale, batch.causal)
+            if rows == slice(0, num_tokens):
+                return part
             out_THD[rows], lse_HT[:, rows] = part
         return PartialAttention(out_THD, lse_HT)
 

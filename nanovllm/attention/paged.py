@@ -6,7 +6,10 @@ from nanovllm.attention.base import AttentionBackend, PagedBatch
 
 
 class PagedAttention:
-    """A StepAttention over caches `[layers, N, P, K, D]` (legend: attention/base.py)."""
+    """A StepAttention over caches `[layers, N, P, K, D]` (legend: attention/base.py).
+
+    `batch` describes the keys of all tokens, `last_batch` those of the rows that the last layer is asked for.
+    """
 
     def __init__(
         self,
@@ -15,16 +18,20 @@ class PagedAttention:
         v_cache: torch.Tensor,
         slot_mapping_T: torch.Tensor,
         batch: PagedBatch,
+        last_batch: PagedBatch,
         scale: float,
     ) -> None:
         self.backend = backend
         self.k_cache, self.v_cache = k_cache, v_cache
         self.slot_mapping_T = slot_mapping_T
-        self.batch = batch
+        self.batch, self.last_batch = batch, last_batch
         self.scale = scale
 
     def attend(self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
         """Hot: once per layer."""
         k_cache, v_cache = self.k_cache[layer], self.v_cache[layer]
         self.backend.store(k_TKD, v_TKD, k_cache, v_cache, self.slot_mapping_T)
-        return self.backend.attend(q_THD, k_cache, v_cache, self.batch, self.scale).out_THD
+        if len(q_THD) == 0:
+            return q_THD
+        batch = self.batch if len(q_THD) == len(k_TKD) else self.last_batch
+        return self.backend.attend(q_THD, k_cache, v_cache, batch, self.scale).out_THD

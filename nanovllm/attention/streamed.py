@@ -30,7 +30,9 @@ class KVStream(Protocol):
 
 
 class StreamedAttention:
-    """A StepAttention. `batch` describes the paged keys, `group_batches` those of each streamed group."""
+    """A StepAttention. `batch` and `last_batch` as in PagedAttention, for the paged keys; `group_batches` and
+    `last_group_batches` the same for each streamed group.
+    """
 
     def __init__(
         self,
@@ -40,24 +42,33 @@ class StreamedAttention:
         v_cache: torch.Tensor,
         slot_mapping_T: torch.Tensor,
         batch: PagedBatch,
+        last_batch: PagedBatch,
         group_batches: Sequence[PagedBatch],
+        last_group_batches: Sequence[PagedBatch],
         scale: float,
     ) -> None:
         self.backend, self.stream = backend, stream
         self.k_cache, self.v_cache = k_cache, v_cache
         self.slot_mapping_T = slot_mapping_T
-        self.batch, self.group_batches = batch, group_batches
+        self.all_rows = batch, group_batches
+        self.last_rows = last_batch, last_group_batches
         self.scale = scale
 
     def attend(self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
         """Hot: once per layer."""
         backend, stream = self.backend, self.stream
         k_cache, v_cache = self.k_cache[layer], self.v_cache[layer]
+        batch, group_batches = self.all_rows if len(q_THD) == len(k_TKD) else self.last_rows
         stream.begin_layer(layer)
         backend.store(k_TKD, v_TKD, k_cache, v_cache, self.slot_mapping_T)
         stream.stored(layer)
-        result = backend.attend(q_THD, k_cache, v_cache, self.batch, self.scale)
+        if len(q_THD) == 0:  # nothing is sampled; what was loaded for this layer is released unread
+            stream.attended(layer)
+            for _ in stream.groups(layer):
+                pass
+            return q_THD
+        result = backend.attend(q_THD, k_cache, v_cache, batch, self.scale)
         stream.attended(layer)
-        for (k_group, v_group), group_batch in zip(stream.groups(layer), self.group_batches, strict=True):
+        for (k_group, v_group), group_batch in zip(stream.groups(layer), group_batches, strict=True):
             result = backend.merge(result, backend.attend(q_THD, k_group, v_group, group_batch, self.scale))
         return result.out_THD

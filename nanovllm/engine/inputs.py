@@ -1,7 +1,7 @@
 """Index arithmetic of a step: the plan as flat arrays, with numpy, and their one copy to the device."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,7 +24,8 @@ def build_arrays(plan: StepPlan, block_size: int) -> dict[str, np.ndarray]:
     """Everything the model and the sampler read, except the streamed groups.
 
     For T tokens of B sequences, S of which sample: input_ids, positions, rope_lens, slot_mapping int64 [T];
-    cu_seqlens_q int32 [B + 1]; context_lens int32 [B]; block_tables int32 [B, longest]; logits_rows int64 [S];
+    cu_seqlens_q int32 [B + 1]; context_lens int32 [B]; block_tables int32 [B, longest]; sampled int64 [S], rows of
+    the sequences that sample, and logits_rows int64 [S], their last tokens;
     pending_tokens, pending_rows int64 [number of pending tokens]: input_ids[pending_tokens[i]] is the token that the
     previous step sampled in its row pending_rows[i]; temperature, top_p, min_p float32 [S]; top_k, seed,
     sample_position int64 [S].
@@ -51,6 +52,7 @@ def build_arrays(plan: StepPlan, block_size: int) -> dict[str, np.ndarray]:
         "cu_seqlens_q": np.concatenate([[0], ends]).astype(np.int32),
         "context_lens": context_lens.astype(np.int32),
         "block_tables": tables,
+        "sampled": np.flatnonzero(sampled),
         "logits_rows": ends[sampled] - 1,
         "pending_tokens": ends[pending >= 0] - 1,
         "pending_rows": pending[pending >= 0],
@@ -101,15 +103,14 @@ def to_device(arrays: dict[str, np.ndarray], device: torch.device) -> dict[str, 
     }
 
 
-@dataclass(frozen=True)
-class BatchTables:
-    """The PagedBatches of a step: of the paged keys, and of each streamed group."""
+class StepBatches(NamedTuple):
+    """The PagedBatches of a step: of the paged keys and of each streamed group, for all tokens or for some rows."""
 
     paged: PagedBatch
     groups: tuple[PagedBatch, ...]
 
 
-def build_batches(plan: StepPlan, tensors: dict[str, torch.Tensor], block_size: int) -> BatchTables:
+def build_batches(plan: StepPlan, tensors: dict[str, torch.Tensor], block_size: int) -> StepBatches:
     """`tensors`: on the device, build_arrays, and of streamed group i `group_context_lens_i`, `group_tables_i`."""
     query_lens = [step.num_tokens for step in plan.sequences]
     context_lens = [step.context_len for step in plan.sequences]
@@ -132,4 +133,25 @@ def build_batches(plan: StepPlan, tensors: dict[str, torch.Tensor], block_size: 
     for i, group in enumerate(plan.moves.streamed):
         lens = [len(table) * block_size for table in group.tables]
         groups.append(batch(f"group_context_lens_{i}", f"group_tables_{i}", lens, group.tables, causal=False))
-    return BatchTables(batch("context_lens", "block_tables", context_lens, tables, causal=True), tuple(groups))
+    return StepBatches(batch("context_lens", "block_tables", context_lens, tables, causal=True), tuple(groups))
+
+
+def last_token_batches(plan: StepPlan, batches: StepBatches, sampled: torch.Tensor) -> StepBatches:
+    """The same for the last tokens of the sequences that sample; `sampled` int64 [S]: their rows in the step."""
+    rows = [row for row, step in enumerate(plan.sequences) if step.sampling is not None]
+    cu_seqlens_q = torch.arange(len(rows) + 1, dtype=torch.int32, device=sampled.device)
+
+    def select(batch: PagedBatch) -> PagedBatch:
+        assert batch.host is not None, "a planned step knows its sizes"
+        context_lens = [batch.host.context_lens[row] for row in rows]
+        return PagedBatch(
+            cu_seqlens_q=cu_seqlens_q,
+            context_lens=batch.context_lens[sampled],
+            block_tables=batch.block_tables[sampled],
+            max_query_len=1,
+            max_context_len=max(context_lens, default=0),
+            causal=batch.causal,
+            host=HostTables([1] * len(rows), context_lens, [batch.host.block_tables[row] for row in rows]),
+        )
+
+    return StepBatches(select(batches.paged), tuple(select(group) for group in batches.groups))

@@ -7,7 +7,7 @@ the host so works one step ahead of it; on the CPU a step has run when it is enq
 import itertools
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict
@@ -18,7 +18,7 @@ from nanovllm.config import Config, KVCacheSizes
 from nanovllm.distributed import TPGroup
 from nanovllm.engine.batch import StepPlan
 from nanovllm.engine.detokenizer import Detokenizer
-from nanovllm.engine.model_runner import ModelRunner, StepResult, kv_cache_spec
+from nanovllm.engine.model_runner import ModelRunner, StepResult
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.tp_worker import WorkerGroup
@@ -26,13 +26,14 @@ from nanovllm.errors import EngineError
 from nanovllm.kvcache.base import KVCacheManager
 from nanovllm.kvcache.block_manager import BlockManager
 from nanovllm.kvcache.hybrid_manager import HybridKVCacheManager
+from nanovllm.kvcache.link import LinkMeter
+from nanovllm.machine import Machine
 from nanovllm.model_config import ModelConfig
+from nanovllm.planner import make_plan, max_model_len
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.memory import available_host_bytes, format_bytes
 
 logger = logging.getLogger("nanovllm")
-
-MAX_HOST_SHARE = 0.7  # of the memory available, for a CPU pool whose size the user left open
 
 
 class RequestOutput(TypedDict):
@@ -86,9 +87,12 @@ class LLMEngine:
             raise ValueError(f"unknown option {', '.join(unknown)}; the options are {', '.join(sorted(known))}")
         self.config = Config(model=str(model), **options)
         self.model_config, self._directory = ModelConfig.from_pretrained(self.config.model)
-        self.max_model_len = _max_model_len(self.config, self.model_config)
+        self.max_model_len = max_model_len(self.config, self.model_config)
         self.device = _resolve_device(self.config)
-        self._num_cpu_blocks = _num_cpu_blocks(self.config, self.model_config, self.max_model_len)
+        self.plan = make_plan(
+            self.config, self.model_config, find_machine(replace(self.config, device=str(self.device)))
+        )
+        self.plan.check()
         self._closed = False
         make_runner = partial(_make_runner, self.config, self.model_config, self._directory, self.device)
         self._ranks = WorkerGroup(make_runner, self.config.tensor_parallel_size, self.device.type)
@@ -103,6 +107,9 @@ class LLMEngine:
         self._detokenizers: dict[int, Detokenizer] = {}
         self._in_flight: tuple[StepPlan, StepResult] | None = None
         self._num_steps = 0
+        self._link_meter = LinkMeter(self.runner.spec.block_bytes, self.runner.spec.block_size)
+        if self.config.enable_cpu_offload:
+            self._log_plan()
 
     # -- start and end -------------------------------------------------------------------------------------------
 
@@ -136,10 +143,10 @@ class LLMEngine:
         config, block_size = self.config, self.config.block_size
         given = config.num_gpu_blocks if config.enable_cpu_offload else config.num_kvcache_blocks
         if given is not None and given > 0:
-            return KVCacheSizes(given, self._num_cpu_blocks)
+            return KVCacheSizes(given, self.plan.num_cpu_blocks)
         useful = config.max_num_seqs * -(-self.max_model_len // block_size)
         if config.enable_cpu_offload:
-            useful = max(2, min(useful, self._num_cpu_blocks))
+            useful = max(2, min(useful, self.plan.num_cpu_blocks))
         fitting = self._ranks.run("measure_num_gpu_blocks")
         if fitting < (2 if config.enable_cpu_offload else 1):
             raise ValueError(
@@ -147,7 +154,14 @@ class LLMEngine:
                 f"gpu_memory_utilization={config.gpu_memory_utilization}; raise it, lower max_num_batched_tokens or "
                 "kvcache_block_size, or use a smaller model or more ranks"
             )
-        return KVCacheSizes(min(fitting, useful), self._num_cpu_blocks)
+        return KVCacheSizes(min(fitting, useful), self.plan.num_cpu_blocks)
+
+    def _log_plan(self) -> None:
+        """The plan once more, with what start-up measured."""
+        stats = self.stats()
+        machine = self.plan.machine.with_link(stats["link_byte_per_s"], "measured")
+        self.plan = make_plan(self.config, self.model_config, machine, num_gpu_blocks=stats["num_gpu_blocks"])
+        logger.info("%s", self.plan)
 
     def close(self) -> None:
         """Stop the workers and give all memory back. The engine cannot be used afterwards; closing twice is fine."""
@@ -182,6 +196,9 @@ class LLMEngine:
                 f"prompt of {len(token_ids)} tokens + max_tokens={params.max_tokens} exceeds "
                 f"max_model_len={self.max_model_len}; shorten the prompt, lower max_tokens or raise max_model_len"
             )
+        if unknown := [t for t in params.stop_token_ids if t >= self.model_config.vocab_size]:
+            last = self.model_config.vocab_size - 1
+            raise ValueError(f"stop_token_ids {unknown} are outside the vocabulary 0..{last}; leave them out")
         if params.stop and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer, and this model has none; use stop_token_ids")
         return token_ids
@@ -210,7 +227,7 @@ class LLMEngine:
         return self.scheduler.abort(request_id) is not None
 
     def is_finished(self) -> bool:
-        return not self.scheduler.has_unfinished and self._in_flight is None
+        return not self.scheduler.has_unfinished
 
     # -- one step ------------------------------------------------------------------------------------------------
 
@@ -240,8 +257,12 @@ class LLMEngine:
                 output.num_decode_tokens += 1
             else:
                 output.num_prefill_tokens += step.num_tokens
-        for seq in self.scheduler.commit(plan, result.token_ids()):
+        token_ids = result.token_ids()
+        self._link_meter.step_ended(plan)
+        for seq in self.scheduler.commit(plan, token_ids):
             self._collect(seq, output)
+        if not self.scheduler.has_unfinished:
+            self._link_meter.pause()
 
     def _collect(self, seq: Sequence, output: StepOutput) -> None:
         detokenizer = self._detokenizers.get(seq.seq_id)
@@ -262,7 +283,12 @@ class LLMEngine:
             raise EngineError("the engine is closed; make a new one")
 
     def stats(self) -> dict[str, Any]:
-        """Counters since the start: blocks, bytes moved, preemptions; bytes in *_bytes, rates in their unit."""
+        """Counters since the start: blocks, bytes moved, preemptions; bytes in *_bytes, rates in their unit.
+
+        With offload also, of rank 0: link_byte_per_s, measured at start (None on a CPU); load_byte_per_s, what streamed
+        decode steps loaded over their time (None before the second of them; see LinkMeter); link_share, the second of
+        the first.
+        """
         stats: dict[str, Any] = {
             "num_steps": self._num_steps,
             "num_waiting": len(self.scheduler.waiting),
@@ -270,7 +296,10 @@ class LLMEngine:
             "num_preemptions": self.scheduler.num_preemptions,
             "block_bytes": self.runner.spec.block_bytes,
         }
-        return stats | self.scheduler.kv.stats() | self.runner.stats()
+        stats |= self.scheduler.kv.stats() | self.runner.stats()
+        if self.config.enable_cpu_offload:
+            stats |= self._link_meter.stats(stats["link_byte_per_s"])
+        return stats
 
 
 def _request_output(seq: Sequence, text: str | None) -> RequestOutput:
@@ -291,22 +320,13 @@ def _request_output(seq: Sequence, text: str | None) -> RequestOutput:
 def _check_token_ids(prompt: Any, vocab_size: int) -> list[int]:
     if not isinstance(prompt, list | tuple):
         raise ValueError(f"a prompt has type {type(prompt).__name__}, expected a string or a list of token ids")
-    for position, token_id in enumerate(prompt):
-        if not isinstance(token_id, int) or isinstance(token_id, bool):
-            raise ValueError(f"token_ids[{position}]={token_id!r} is no integer; a prompt is a string or token ids")
-        if not 0 <= token_id < vocab_size:
-            raise ValueError(f"token_ids[{position}]={token_id} is outside the vocabulary 0..{vocab_size - 1}")
+    if set(map(type, prompt)) - {int}:
+        position, token_id = next((i, t) for i, t in enumerate(prompt) if type(t) is not int)
+        raise ValueError(f"token_ids[{position}]={token_id!r} is no integer; a prompt is a string or token ids")
+    if prompt and not 0 <= min(prompt) <= max(prompt) < vocab_size:
+        position, token_id = next((i, t) for i, t in enumerate(prompt) if not 0 <= t < vocab_size)
+        raise ValueError(f"token_ids[{position}]={token_id} is outside the vocabulary 0..{vocab_size - 1}")
     return list(prompt)
-
-
-def _max_model_len(config: Config, model_config: ModelConfig) -> int:
-    limit = model_config.max_model_len_limit
-    if config.max_model_len is not None and config.max_model_len > limit:
-        raise ValueError(
-            f"max_model_len={config.max_model_len} is more than the {limit} tokens the model's rope covers; lower it, "
-            "or extend the rope in the model's config.json (rope_scaling)"
-        )
-    return config.max_model_len or limit
 
 
 def _make_runner(
@@ -336,30 +356,17 @@ def _resolve_device(config: Config) -> torch.device:
     return device
 
 
-def _num_cpu_blocks(config: Config, model_config: ModelConfig, max_model_len: int) -> int:
-    """Blocks of the CPU pool over all ranks; 0 without offload. Raises ValueError for a pool that cannot fit."""
-    if not config.enable_cpu_offload:
-        return 0
-    block_bytes = kv_cache_spec(config, model_config, tp_size=1).block_bytes
-    available = available_host_bytes()
-    if config.num_cpu_blocks is None and config.cpu_memory_gb is None:
-        wanted = 2 * -(-max_model_len // config.block_size)
-        return max(1, min(wanted, int(available * MAX_HOST_SHARE) // block_bytes))
-    if config.num_cpu_blocks is not None:
-        num_blocks = config.num_cpu_blocks
-    else:
-        num_blocks = int((config.cpu_memory_gb or 0) * 2**30) // block_bytes
-    if num_blocks < 1:
-        raise ValueError(
-            f"cpu_memory_gb={config.cpu_memory_gb} holds no block of {format_bytes(block_bytes)}; raise it or lower "
-            "kvcache_block_size"
-        )
-    if num_blocks * block_bytes > available:
-        raise ValueError(
-            f"a CPU pool of {num_blocks} blocks needs {format_bytes(num_blocks * block_bytes)}, "
-            f"{format_bytes(available)} of memory are available; lower num_cpu_blocks or cpu_memory_gb"
-        )
-    return num_blocks
+def find_machine(config: Config) -> Machine:
+    """What a plan must know of this machine. A GPU's rates are the H200's until its link is measured; where there is no
+    GPU and `config` does not ask for the CPU, an H200 is assumed, so that one can plan for a machine to come.
+    """
+    if config.device == "cpu":
+        return Machine.cpu(available_host_bytes())
+    index = int(config.device.split(":")[1]) if ":" in config.device else 0
+    if index >= torch.cuda.device_count():
+        return Machine.gpu(available_host_bytes())
+    properties = torch.cuda.get_device_properties(index)
+    return Machine.gpu(available_host_bytes(), properties.name, properties.total_memory)
 
 
 def _load_tokenizer(directory: Path | None) -> Any:

@@ -10,7 +10,7 @@ from nanovllm.attention.base import PagedBatch, StepAttention
 from nanovllm.attention.paged import PagedAttention
 from nanovllm.attention.selection import choose_backend
 from nanovllm.attention.streamed import StreamedAttention
-from nanovllm.config import Config, KVCacheSizes, KVCacheSpec
+from nanovllm.config import Config, KVCacheSizes, kv_cache_spec
 from nanovllm.distributed import TPGroup
 from nanovllm.engine import inputs
 from nanovllm.engine.batch import KVMoves, SamplingRow, SequenceStep, StepPlan
@@ -168,12 +168,11 @@ class ModelRunner:
         tensors = inputs.to_device(arrays, self.device)
         self._fill_pending(tensors["input_ids"], arrays, tensors)
         rope_lens = tensors["rope_lens"] if self.model.needs_rope_lens else None
+        rows = None if plan.is_decode else tensors["logits_rows"]
         attention = self._attention(plan, tensors)
-        hidden = self.model(tensors["input_ids"], tensors["positions"], attention, rope_lens)
+        hidden = self.model(tensors["input_ids"], tensors["positions"], attention, rope_lens, rows)
         sampling = _sampling_tensors(arrays, tensors)
-        if not len(arrays["logits_rows"]):
-            return None, sampling
-        return self.model.compute_logits(hidden[tensors["logits_rows"]]), sampling
+        return self.model.compute_logits(hidden) if len(hidden) else None, sampling
 
     def _run_graph(self, plan: StepPlan, arrays: dict[str, np.ndarray]) -> tuple[torch.Tensor, SamplingTensors]:
         """A decode step that loads nothing into slots: one replay, or pieces where groups are streamed."""
@@ -204,49 +203,39 @@ class ModelRunner:
             input_ids[tensors["pending_tokens"]] = self._sampled[tensors["pending_rows"]]
 
     def _paged_attention(self, slot_mapping: torch.Tensor, batch: PagedBatch) -> StepAttention:
-        return PagedAttention(self.backend, self.k_cache, self.v_cache, slot_mapping, batch, self.scale)
+        return PagedAttention(self.backend, self.k_cache, self.v_cache, slot_mapping, batch, batch, self.scale)
 
     def _attention(self, plan: StepPlan, tensors: dict[str, torch.Tensor]) -> StepAttention:
         batches = inputs.build_batches(plan, tensors, self.spec.block_size)
+        last = batches if plan.is_decode else inputs.last_token_batches(plan, batches, tensors["sampled"])
+        cache = self.k_cache, self.v_cache, tensors["slot_mapping"]
         if self.offload is None:
-            return self._paged_attention(tensors["slot_mapping"], batches.paged)
+            return PagedAttention(self.backend, *cache, batches.paged, last.paged, self.scale)
         return StreamedAttention(
             self.backend,
             self.offload,
-            self.k_cache,
-            self.v_cache,
-            tensors["slot_mapping"],
+            *cache,
             batches.paged,
+            last.paged,
             batches.groups,
+            last.groups,
             self.scale,
         )
 
-    def stats(self) -> dict[str, int]:
-        """Counters of the copies of this rank."""
-        if self.offload is None:
-            return {}
-        return {
-            "num_loaded_bytes": self.offload.num_loaded_bytes,
-            "num_offloaded_bytes": self.offload.num_offloaded_bytes,
-        }
+    def stats(self) -> dict[str, float | None]:
+        """Counters of the copies of this rank, and the rate of its link."""
+        return {} if self.offload is None else self.offload.stats()
 
     def close(self) -> None:
-        if self.offload is not None:
-            self.offload.close()
+        """Finish what is enqueued and let go of all memory; only the garbage collector may touch this afterwards."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
-
-
-def kv_cache_spec(config: Config, model_config: ModelConfig, tp_size: int) -> KVCacheSpec:
-    """Shape of the KV cache of one of `tp_size` ranks."""
-    dtype = model_config.torch_dtype if config.dtype == "auto" else config.dtype
-    return KVCacheSpec(
-        num_layers=model_config.num_layers,
-        block_size=config.block_size,
-        num_kv_heads=model_config.num_kv_heads // tp_size,
-        head_dim=model_config.head_dim,
-        itemsize=4 if dtype == "float32" else 2,
-    )
+        if self.offload is not None:
+            self.offload.close()
+        for name in ("graphs", "streamed_graphs", "offload", "model", "k_cache", "v_cache"):
+            vars(self).pop(name, None)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
 
 def _sampling_tensors(arrays: dict[str, np.ndarray], tensors: dict[str, torch.Tensor]) -> SamplingTensors:

@@ -31,6 +31,7 @@ import torch
 
 from nanovllm.config import NUM_STAGING_GROUPS, KVCacheSizes, KVCacheSpec
 from nanovllm.engine.batch import KVMoves, SlotLoad, StreamedGroup
+from nanovllm.kvcache.link import measure_link
 from nanovllm.kvcache.pinned_memory import HostBuffer
 from nanovllm.kvcache.streams import Event, Stream, Streams, make_streams
 
@@ -79,6 +80,7 @@ class OffloadEngine:
         self._num_released = 0
         self.num_loaded_bytes = 0
         self.num_offloaded_bytes = 0
+        self.link_byte_per_s = measure_link(self.streams, self.k_cache_cpu, self.k_staging)  # None on a CPU
 
     # -- one step ------------------------------------------------------------------------------------------------
 
@@ -216,6 +218,13 @@ class OffloadEngine:
     def _wait(stream: Stream, event: Event | None) -> None:
         if event is not None:
             stream.wait(event)
+
+    def stats(self) -> dict[str, float | None]:
+        return {
+            "num_loaded_bytes": self.num_loaded_bytes,
+            "num_offloaded_bytes": self.num_offloaded_bytes,
+            "link_byte_per_s": self.link_byte_per_s,
+        }
 
     def close(self) -> None:
         """Finish all copies and unpin the CPU pool; the caches must not be used after this."""

@@ -15,7 +15,7 @@ from nanovllm.layers.activation import silu_and_mul
 from nanovllm.layers.weights import NamedShard, WeightShard, divide, new_parameter
 
 # Past this the kernel's multiplications on plain cores, not the memory, set its pace: benchmarks/bench_small_linear.py
-MAX_SMALL_ROWS = 4
+MAX_SMALL_ROWS = 1
 
 
 def use_small_linear(x: torch.Tensor, weight: torch.Tensor) -> bool:

@@ -53,24 +53,37 @@ def filter_logits(logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor
     keep &= scaled >= scaled[:, :1] + params.min_p.log()[:, None]  # log 0 = -inf keeps all
     probs = torch.softmax(scaled.masked_fill(~keep, -torch.inf), dim=-1)
     before = probs.cumsum(dim=-1) - probs
-    keep &= before < params.top_p[:, None]
+    keep &= (before < params.top_p[:, None]) | (params.top_p[:, None] == 1)  # a sum in fp32 can reach 1 early
     keep[:, 0] = True
     return torch.empty_like(ordered).scatter_(-1, order, ordered.masked_fill(~keep, -torch.inf))
 
 
 def exponential_noise(seed: torch.Tensor, position: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Exp(1) noise [S, vocab_size] in fp32, never 0: a function of (seed, position, entry).
+    """Exp(1) noise [S, vocab_size] in fp32, from 6e-8 to 16.6: a function of (seed, position, entry).
 
-    The bits are splitmix64's finaliser (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014).
+    -log1p of an odd multiple of 2^-24: those in (0, 1) are exact in fp32, so that the noise is never 0 or infinite.
+    """
+    uniform = ((random_bits(seed, position, vocab_size) >> 8) | 1).float() * 2.0**-24
+    return -torch.log1p(-uniform)
+
+
+def random_bits(seed: torch.Tensor, position: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """32 random bits [S, vocab_size], as int64: the row's 64-bit key, then entries by a hash in 32-bit arithmetic.
+
+    The key is mixed by splitmix64's finaliser (Steele, Lea, Flood: Fast splittable pseudorandom number generators,
+    2014). Its low half is where the row's Weyl sequence over the entries starts; each term is mixed by lowbias32 (Wellons:
+    Prospecting for hash functions, https://nullprogram.com/blog/2018/07/31/), between whose multiplications the key's
+    high half comes in. kernels/sampler.py computes the same; a GPU multiplies 32 bits several times faster than 64.
     """
     entry = torch.arange(vocab_size, device=seed.device)
-    row_key = _mix(_mix(seed) + position)
-    bits = _mix(row_key[:, None] + entry * _GOLDEN_GAMMA)
-    uniform = (((bits >> 40) & 0xFFFFFF).float() + 0.5) * 2.0**-24
-    return -uniform.log()
+    key = _mix(_mix(seed) + position)[:, None]
+    bits = (entry * 0x9E3779B9 + key) & _LOW_32
+    bits = ((bits ^ (bits >> 16)) * 0x7FEB352D) & _LOW_32
+    bits = ((bits ^ (bits >> 15) ^ _shift_right(key, 32)) * 0x846CA68B) & _LOW_32
+    return bits ^ (bits >> 16)
 
 
-_GOLDEN_GAMMA = -0x61C8864680B583EB  # 2^64 / golden ratio, as a signed 64-bit number
+_LOW_32 = (1 << 32) - 1
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:

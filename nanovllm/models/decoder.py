@@ -41,12 +41,17 @@ class Attention(nn.Module):
             self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype=dtype)
             self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype=dtype)
 
-    def forward(self, hidden: torch.Tensor, cos_sin: torch.Tensor, attn: StepAttention) -> torch.Tensor:
+    def forward(
+        self, hidden: torch.Tensor, cos_sin: torch.Tensor, attn: StepAttention, rows: torch.Tensor | None
+    ) -> torch.Tensor:
+        """K and V of all tokens go to the cache; with `rows`, only those tokens attend."""
         q, k, v = self.qkv_proj.split(self.qkv_proj(hidden))
         if self.qk_norm:
             q, k = norm_apply_rotary(q, k, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, cos_sin)
         else:
             q, k = apply_rotary(q, k, cos_sin)
+        if rows is not None:
+            q = q[rows]
         return self.o_proj(attn.attend(self.layer, q, k, v).flatten(1))
 
 
@@ -73,11 +78,18 @@ class DecoderLayer(nn.Module):
         self.mlp = MLP(config, tp, dtype)
 
     def forward(
-        self, hidden: torch.Tensor, residual: torch.Tensor | None, cos_sin: torch.Tensor, attn: StepAttention
+        self,
+        hidden: torch.Tensor,
+        residual: torch.Tensor | None,
+        cos_sin: torch.Tensor,
+        attn: StepAttention,
+        rows: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(output of the MLP, residual that it is still to be added to): the next norm does both at once."""
         hidden, residual = self.input_layernorm(hidden, residual)
-        hidden = self.self_attn(hidden, cos_sin, attn)
+        hidden = self.self_attn(hidden, cos_sin, attn, rows)
+        if rows is not None:
+            residual = residual[rows]
         hidden, residual = self.post_attention_layernorm(hidden, residual)
         return self.mlp(hidden), residual
 
@@ -93,13 +105,20 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
 
     def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, attn: StepAttention, rope_lens: torch.Tensor | None
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attn: StepAttention,
+        rope_lens: torch.Tensor | None,
+        rows: torch.Tensor | None,
     ) -> torch.Tensor:
         hidden = self.embed_tokens(token_ids)
         cos_sin = self.rotary_emb.cos_sin(positions, rope_lens)
         residual = None
-        for layer in self.layers:
-            hidden, residual = layer(hidden, residual, cos_sin, attn)
+        *before_last, last = self.layers
+        for layer in before_last:
+            hidden, residual = layer(hidden, residual, cos_sin, attn, None)
+        hidden, residual = last(hidden, residual, cos_sin, attn, rows)
         return self.norm(hidden, residual)[0]
 
 
@@ -134,12 +153,16 @@ class CausalLM(nn.Module):
         positions: torch.Tensor,
         attn: StepAttention,
         rope_lens: torch.Tensor | None = None,
+        rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Token ids [T] and their positions [T], both int64 -> hidden states [T, hidden_size], after the last norm.
 
+        `rows` [S]: the tokens whose hidden states are wanted; None: all. The last layer then computes only those,
+        apart from the K and V that it stores, and the result is [S, hidden_size].
+
         `rope_lens` [T]: max(num_prompt_tokens, position + 1) of each token; read only when `needs_rope_lens`.
         """
-        return self.model(input_ids, positions, attn, rope_lens)
+        return self.model(input_ids, positions, attn, rope_lens, rows)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[S, hidden_size] -> [S, vocab_size], the same on every rank, in the model's dtype."""

@@ -8,11 +8,13 @@ of a tensor core). A second kernel merges the splits. Lengths are read on the de
 size and S only, so that a CUDA graph replays with any lengths; S is planned on the host, once per shape.
 """
 
-from functools import cache, lru_cache
+from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
+
+from nanovllm.layers.kernels.pdl import let_next_start, pdl_options, wait_for_previous
 
 LOG2_E = 1.4426950408889634
 PROGRAMS_PER_SM = 2  # 64 KiB of keys and values in flight each; three would fit
@@ -84,7 +86,10 @@ def _decode_kernel(
     D: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    let_next_start(PDL)
+    wait_for_previous(PDL)
     split, kv_head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     context_len = tl.load(context_lens_ptr + sequence)
     split_len = tl.cdiv(tl.cdiv(context_len, num_splits), BLOCK_N) * BLOCK_N
@@ -129,7 +134,10 @@ def _merge_splits_kernel(
     num_splits,
     D: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    let_next_start(PDL)
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     split, dim = tl.arange(0, BLOCK_S), tl.arange(0, D)
     inside = split < num_splits
@@ -146,7 +154,6 @@ def _merge_splits_kernel(
 
 
 @lru_cache(maxsize=4096)
-@cache
 def plan_num_splits(num_rows: int, max_context_len: int, num_sms: int) -> int:
     """How many programs share the keys of each of `num_rows` (sequence, kv head) pairs.
 
@@ -209,6 +216,7 @@ def paged_decode(
         BLOCK_N=block_n,
         num_warps=4,
         num_stages=3,
+        **pdl_options(q_BHD.device),
     )
     if num_splits > 1:
         _merge_splits_kernel[(batch_size * num_heads,)](
@@ -220,5 +228,6 @@ def paged_decode(
             D=head_dim,
             BLOCK_S=triton.next_power_of_2(num_splits),
             num_warps=4,
+            **pdl_options(q_BHD.device),
         )
     return out_BHD, lse_BH.t()

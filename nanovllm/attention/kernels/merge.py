@@ -7,6 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.layers.kernels.pdl import let_next_start, pdl_options, wait_for_previous
+
 LSE_STRIDES = ["a_lse_stride_h", "a_lse_stride_t", "b_lse_stride_h", "b_lse_stride_t"]
 
 
@@ -28,7 +30,10 @@ def _merge_kernel(
     D: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    let_next_start(PDL)
+    wait_for_previous(PDL)
     token = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
     head = tl.program_id(1)
     inside = token < num_tokens
@@ -79,4 +84,5 @@ def merge_into(
         BLOCK_T=block_t,
         BLOCK_D=triton.next_power_of_2(head_dim),
         num_warps=4,
+        **pdl_options(a_out_THD.device),
     )

@@ -7,6 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.layers.kernels.pdl import let_next_start, pdl_options, wait_for_previous
+
 
 @triton.jit
 def _store_kernel(
@@ -19,7 +21,10 @@ def _store_kernel(
     v_stride_t,
     ROW: tl.constexpr,  # K * D elements, one cell of the cache
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    let_next_start(PDL)
+    wait_for_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     cell = tl.load(slot_mapping_ptr + token).to(tl.int64)
     if cell >= 0:
@@ -60,4 +65,5 @@ def store_kv(
         ROW=row,
         BLOCK=triton.next_power_of_2(row),
         num_warps=4,
+        **pdl_options(k_TKD.device),
     )

@@ -4,6 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.layers.kernels.pdl import let_next_start, pdl_options, wait_for_previous
+
 
 @triton.jit
 def _rms_norm_kernel(
@@ -17,21 +19,24 @@ def _rms_norm_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     ADD: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    let_next_start(PDL)
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < SIZE
     dtype = out_ptr.dtype.element_ty
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
+    wait_for_previous(PDL)
     x = tl.load(x_ptr + token * x_stride + column, mask=inside, other=0.0)
     if ADD:
         residual = tl.load(residual_ptr + token * SIZE + column, mask=inside, other=0.0)
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(dtype)
         tl.store(sum_ptr + token * SIZE + column, x, mask=inside)
     x = x.to(tl.float32)
-    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / SIZE + eps)
     normed = (x * scale).to(dtype).to(tl.float32)  # rounded where torch rounds
-    tl.store(out_ptr + token * SIZE + column, (normed * weight).to(dtype), mask=inside)
+    tl.store(out_ptr + token * SIZE + column, (normed * weight.to(tl.float32)).to(dtype), mask=inside)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -68,5 +73,6 @@ def _run(
             BLOCK=block,
             ADD=residual is not None,
             num_warps=min(16, max(1, block // 512)),
+            **pdl_options(x.device),
         )
     return out, total

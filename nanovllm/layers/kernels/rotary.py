@@ -7,31 +7,38 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.layers.kernels.pdl import let_next_start, pdl_options, wait_for_previous
+
 
 @triton.jit
 def _rotate_heads(
     x_ptr,  # this token's heads, [num_heads, D]
     out_ptr,
     weight_ptr,
-    cos,
-    sin,
+    cos_sin_ptr,  # this token's
     first_head,
     num_heads,
     eps,
     HALF: tl.constexpr,
     HEADS: tl.constexpr,
     NORM: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     dtype = out_ptr.dtype.element_ty
     head = first_head + tl.arange(0, HEADS)
     pair = tl.arange(0, HALF)
     offset = head[:, None] * (2 * HALF) + pair[None, :]
     inside = (head < num_heads)[:, None]
+    if NORM:
+        weight1 = tl.load(weight_ptr + pair)
+        weight2 = tl.load(weight_ptr + HALF + pair)
+    wait_for_previous(PDL)
+    cos = tl.load(cos_sin_ptr + pair)[None, :]
+    sin = tl.load(cos_sin_ptr + HALF + pair)[None, :]
     x1 = tl.load(x_ptr + offset, mask=inside, other=0.0).to(tl.float32)
     x2 = tl.load(x_ptr + offset + HALF, mask=inside, other=0.0).to(tl.float32)
     if NORM:
-        weight1 = tl.load(weight_ptr + pair).to(tl.float32)
-        weight2 = tl.load(weight_ptr + HALF + pair).to(tl.float32)
+        weight1, weight2 = weight1.to(tl.float32), weight2.to(tl.float32)
         scale = 1.0 / tl.sqrt((tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)) / (2 * HALF) + eps)
         # rounded where torch rounds: after the norm and after the weight
         x1 = ((x1 * scale[:, None]).to(dtype).to(tl.float32) * weight1[None, :]).to(dtype).to(tl.float32)
@@ -57,22 +64,22 @@ def _qk_norm_rope_kernel(
     HALF: tl.constexpr,
     HEADS: tl.constexpr,
     NORM: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    let_next_start(PDL)
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)  # HEADS heads of q, or, after those, of k
-    pair = tl.arange(0, HALF)
-    cos = tl.load(cos_sin_ptr + token * (2 * HALF) + pair)[None, :]
-    sin = tl.load(cos_sin_ptr + token * (2 * HALF) + HALF + pair)[None, :]
+    cos_sin_ptr += token * (2 * HALF)
     num_q_groups: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
     if group < num_q_groups:
         _rotate_heads(
-            q_ptr + token * q_stride_t, q_out_ptr + token * (NUM_HEADS * 2 * HALF), q_weight_ptr, cos, sin,
-            group * HEADS, NUM_HEADS, eps, HALF, HEADS, NORM,
+            q_ptr + token * q_stride_t, q_out_ptr + token * (NUM_HEADS * 2 * HALF), q_weight_ptr, cos_sin_ptr,
+            group * HEADS, NUM_HEADS, eps, HALF, HEADS, NORM, PDL,
         )  # fmt: skip
     else:
         _rotate_heads(
-            k_ptr + token * k_stride_t, k_out_ptr + token * (NUM_KV_HEADS * 2 * HALF), k_weight_ptr, cos, sin,
-            (group - num_q_groups) * HEADS, NUM_KV_HEADS, eps, HALF, HEADS, NORM,
+            k_ptr + token * k_stride_t, k_out_ptr + token * (NUM_KV_HEADS * 2 * HALF), k_weight_ptr, cos_sin_ptr,
+            (group - num_q_groups) * HEADS, NUM_KV_HEADS, eps, HALF, HEADS, NORM, PDL,
         )  # fmt: skip
 
 
@@ -116,5 +123,6 @@ def qk_norm_rope(
             HEADS=heads,
             NORM=q_weight is not None,
             num_warps=2,
+            **pdl_options(q.device),
         )
     return q_out, k_out

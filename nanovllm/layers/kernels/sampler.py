@@ -1,17 +1,20 @@
 """Sampling without a softmax: argmax of logit / temperature - log(noise), one read of the logits.
 
 That is the argmax of probability over noise, as layers/sampler.py defines it, since softmax only shifts a row's
-logarithms by a constant. The noise is hashed from (seed, position, entry) in registers. A row of temperature 0 takes
-the plain argmax. Programs share a row's vocabulary; a second kernel picks among their winners, the lowest entry of
-equal scores first.
+logarithms by a constant. The noise is hashed from (seed, position, entry) in registers; its bits are those of
+`random_bits` there. A row of temperature 0 takes the plain argmax and hashes nothing. Programs share a row's
+vocabulary; a second kernel picks among their winners, the lowest entry of equal scores first.
 """
 
 import torch
 import triton
 import triton.language as tl
 
+from nanovllm.layers.kernels.pdl import let_next_start, pdl_options, wait_for_previous
+
 BLOCK = 2048
-PART = 8 * BLOCK  # vocabulary entries of one program
+MAX_BLOCKS = 8  # of a program; with few rows a program has one, so that a row is spread over many SMs
+FEW_ROWS = 16
 
 
 @triton.jit
@@ -19,6 +22,31 @@ def _mix(x):
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
     return x ^ (x >> 31)
+
+
+@triton.jit
+def _row_key(seed_ptr, position_ptr, row):
+    """The two halves of a row's 64-bit key."""
+    seed = tl.load(seed_ptr + row).to(tl.uint64, bitcast=True)
+    key = _mix(_mix(seed) + tl.load(position_ptr + row).to(tl.uint64, bitcast=True))
+    return key.to(tl.uint32), (key >> 32).to(tl.uint32)
+
+
+@triton.jit
+def _random_bits(entry, key_low, key_high):
+    bits = entry.to(tl.uint32) * 0x9E3779B9 + key_low
+    bits = (bits ^ (bits >> 16)) * 0x7FEB352D
+    bits = (bits ^ (bits >> 15) ^ key_high) * 0x846CA68B
+    return bits ^ (bits >> 16)
+
+
+@triton.jit
+def _log2_noise(bits):
+    """log2 of -log2(1 - u), u an odd multiple of 2^-24: that of Exp(1) noise, but for a constant."""
+    u = ((bits >> 8) | 1).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08  # 2^-24
+    # The GPU's log2 is off by 2^-22 near 1, more than a small noise is large: there, the series u + u^2/2 + u^3/3
+    series = u * (1.4426950408889634 + u * (0.7213475204444817 + u * 0.4808983469629878))
+    return tl.log2(tl.where(u < 0.015625, series, -tl.log2(1.0 - u)))
 
 
 @triton.jit
@@ -32,35 +60,42 @@ def _best_of_part_kernel(
     row_stride,
     vocab_size,
     RANDOM: tl.constexpr,
-    PART: tl.constexpr,
+    PART: tl.constexpr,  # vocabulary entries of a program
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    let_next_start(PDL)
+    wait_for_previous(PDL)
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     temperature = tl.load(temperature_ptr + row)
-    scale = tl.where(temperature == 0.0, 1.0, 1.0 / tl.maximum(temperature, 1e-10))
+    draws = temperature != 0.0
+    # Scores are in units of log 2, as the noise is
+    scale = tl.where(draws, 1.4426950408889634 / tl.maximum(temperature, 1e-10), 1.0)
     if RANDOM:
-        seed = tl.load(seed_ptr + row).to(tl.uint64, bitcast=True)
-        row_key = _mix(_mix(seed) + tl.load(position_ptr + row).to(tl.uint64, bitcast=True))
-    best_score = float("-inf")
-    best_index = part * PART
-    for start in range(part * PART, tl.minimum(part * PART + PART, vocab_size), BLOCK):
-        entry = start + tl.arange(0, BLOCK)
-        inside = entry < vocab_size
-        score = tl.load(logits_ptr + row * row_stride + entry, mask=inside, other=float("-inf")).to(tl.float32) * scale
+        key_low, key_high = _row_key(seed_ptr, position_ptr, row)
+    first = part * PART + tl.arange(0, BLOCK)
+    best_score = tl.full([BLOCK], float("-inf"), tl.float32)  # of each column of the blocks
+    best_entry = first
+    for start in range(0, PART, BLOCK):
+        entry = first + start
+        logit = tl.load(logits_ptr + row * row_stride + entry, mask=entry < vocab_size, other=float("-inf"))
+        score = logit.to(tl.float32) * scale
         if RANDOM:
-            bits = _mix(row_key + entry.to(tl.uint64) * 0x9E3779B97F4A7C15)
-            uniform = ((bits >> 40).to(tl.float32) + 0.5) * 5.9604644775390625e-08  # 2^-24
-            noise = tl.where(temperature == 0.0, 0.0, tl.log(-tl.log(uniform)))
-            score = score - noise
-        top, at = tl.max(score, 0, return_indices=True, return_indices_tie_break_left=True)
-        best_index = tl.where(top > best_score, start + at, best_index)
-        best_score = tl.maximum(best_score, top)
-    tl.store(score_ptr + row * tl.num_programs(0) + part, best_score)
-    tl.store(index_ptr + row * tl.num_programs(0) + part, best_index.to(tl.int64))
+            if draws:
+                score -= _log2_noise(_random_bits(entry, key_low, key_high))
+        is_better = score > best_score
+        best_score = tl.where(is_better, score, best_score)
+        best_entry = tl.where(is_better, entry, best_entry)
+    top = tl.max(best_score, 0)
+    lowest = tl.min(tl.where(best_score == top, best_entry, 0x7FFFFFFF), 0)
+    tl.store(score_ptr + row * tl.num_programs(0) + part, top)
+    tl.store(index_ptr + row * tl.num_programs(0) + part, lowest.to(tl.int64))
 
 
 @triton.jit
-def _best_part_kernel(score_ptr, index_ptr, token_ptr, num_parts, BLOCK: tl.constexpr):
+def _best_part_kernel(score_ptr, index_ptr, token_ptr, num_parts, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    let_next_start(PDL)
+    wait_for_previous(PDL)
     row = tl.program_id(0)
     part = tl.arange(0, BLOCK)
     score = tl.load(score_ptr + row * num_parts + part, mask=part < num_parts, other=float("-inf"))
@@ -77,7 +112,8 @@ def sample_tokens(
     """
     num_rows, vocab_size = logits.shape
     assert logits.stride(1) == 1, "a row of logits must lie together"
-    num_parts = triton.cdiv(vocab_size, PART)
+    part_size = BLOCK if num_rows <= FEW_ROWS else BLOCK * MAX_BLOCKS
+    num_parts = triton.cdiv(vocab_size, part_size)
     scores = logits.new_empty((num_rows, num_parts), dtype=torch.float32)
     indices = logits.new_empty((num_rows, num_parts), dtype=torch.int64)
     tokens = logits.new_empty(num_rows, dtype=torch.int64)
@@ -91,8 +127,18 @@ def sample_tokens(
         logits.stride(0),
         vocab_size,
         RANDOM=random,
-        PART=PART,
+        PART=part_size,
         BLOCK=BLOCK,
+        num_warps=4,
+        **pdl_options(logits.device),
     )
-    _best_part_kernel[(num_rows,)](scores, indices, tokens, num_parts, BLOCK=triton.next_power_of_2(num_parts))
+    _best_part_kernel[(num_rows,)](
+        scores,
+        indices,
+        tokens,
+        num_parts,
+        BLOCK=triton.next_power_of_2(num_parts),
+        num_warps=1,
+        **pdl_options(logits.device),
+    )
     return tokens

@@ -4,6 +4,9 @@ A program owns BLOCK_N output features of all rows, so the weight is read once, 
 warps lie side by side along K: a thread meets the same columns of each of its weight rows, and loads `x` once for all
 of them. Sums are kept per thread in fp32 and meet across the program at the end: no split of K, no atomics. The order
 of a sum depends on N and K alone, so a row's result does not depend on the rows beside it.
+
+The weight's first step along K, often the only one, is loaded before the wait for the kernel that computes `x`
+(kernels/pdl.py): the memory stays busy while one kernel ends and the next begins.
 Legend: M rows, N output features, K input features; a pack is the 16 bytes that a thread loads at once.
 """
 
@@ -13,6 +16,9 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.layers.kernels.pdl import let_next_start, pdl_options, wait_for_previous
+
+_PACKS_IN_FLIGHT = 4  # that a thread loads in one step, of all its rows: 16 registers
 _FEW_FEATURES = 2048  # up to here a program takes fewer rows and more warps, to have as many loads in flight
 
 
@@ -28,21 +34,29 @@ class Tile(NamedTuple):
 
 def choose_tile(num_features: int) -> Tile:
     """Several programs for each of an H200's 132 SMs. Never by M: a sum's order would depend on the batch."""
-    return Tile(2, 8, 1) if num_features <= _FEW_FEATURES else Tile(4, 4, 1)
+    return Tile(1, 4, 1)
 
 
 @triton.jit
-def _load_weight(ptr, row, pack, num_packs, vec, VEC: tl.constexpr, EVEN: tl.constexpr):
-    """[1, BLOCK_N, THREADS, VEC] in fp32. Read once in a step: it should not displace `x` in the caches."""
-    ptrs = ptr + (row * num_packs + pack) * VEC + vec
+def _load_weight(ptr, row, pack, VEC: tl.constexpr, NUM_PACKS: tl.constexpr, EVEN: tl.constexpr):
+    """[1, BLOCK_N, STEP, VEC]. Read once in a step of the model: it should not displace `x` in the caches."""
+    ptrs = ptr + (row * NUM_PACKS + pack) * VEC + tl.arange(0, VEC)[None, None, None, :]
     if EVEN:
-        return tl.load(ptrs, eviction_policy="evict_first").to(tl.float32)
-    return tl.load(ptrs, mask=pack < num_packs, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        return tl.load(ptrs, eviction_policy="evict_first")
+    return tl.load(ptrs, mask=pack < NUM_PACKS, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _load_x(x_row, pack, is_row, VEC: tl.constexpr, NUM_PACKS: tl.constexpr):
+    """[M, 1, STEP, VEC] in fp32."""
+    is_x = is_row[:, :, None, None] & (pack < NUM_PACKS)
+    ptrs = x_row + pack * VEC + tl.arange(0, VEC)[None, None, None, :]
+    return tl.load(ptrs, mask=is_x, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _finish(sums, bias_ptr, row, is_feature, dtype, BIAS: tl.constexpr):
-    """Sums per thread [M, BLOCK_N, THREADS] -> [M, BLOCK_N], with the bias, rounded as a linear layer's output."""
+    """Sums [M, BLOCK_N, STEP] -> [M, BLOCK_N], with the bias, rounded as a linear layer's output."""
     total = tl.sum(sums, 2)
     if BIAS:
         total += tl.load(bias_ptr + row, mask=is_feature, other=0.0).to(tl.float32)
@@ -58,35 +72,41 @@ def _small_linear_kernel(
     x_stride,
     num_rows,
     N,
-    num_packs,  # of a weight row
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,  # steps along K whose loads are in flight together
-    THREADS: tl.constexpr,
+    STAGES: tl.constexpr,  # steps along K, after the first, whose loads are in flight together
+    STEP: tl.constexpr,  # packs of a row that the program loads at once
+    NUM_PACKS: tl.constexpr,  # of a row
     VEC: tl.constexpr,  # elements of a pack
-    EVEN: tl.constexpr,  # num_packs is a multiple of THREADS
     GATED: tl.constexpr,
     BIAS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    let_next_start(PDL)
+    EVEN: tl.constexpr = NUM_PACKS % STEP == 0
     m = tl.arange(0, BLOCK_M)[:, None]
     feature = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
     is_row, is_feature = m < num_rows, feature < N
-    # Tensors of the loop are [M, BLOCK_N, THREADS, VEC]. Past the last feature: read it again, store nothing.
+    # Tensors of a step are [M, BLOCK_N, STEP, VEC]. Past the last feature: read it again, store nothing.
     row = tl.minimum(feature, N - 1).to(tl.int64)[:, :, None, None]
     x_row = x_ptr + (m * x_stride)[:, :, None, None]
-    vec = tl.arange(0, VEC)[None, None, None, :]
-    sums = tl.zeros((BLOCK_M, BLOCK_N, THREADS), tl.float32)
-    up_sums = sums
-    for start in tl.range(0, num_packs, THREADS, num_stages=STAGES):
-        pack = (start + tl.arange(0, THREADS))[None, None, :, None]
-        weight = _load_weight(weight_ptr, row, pack, num_packs, vec, VEC, EVEN)
+    pack = tl.arange(0, STEP)[None, None, :, None]
+    weight = _load_weight(weight_ptr, row, pack, VEC, NUM_PACKS, EVEN)
+    if GATED:
+        up_weight = _load_weight(weight_ptr, row + N, pack, VEC, NUM_PACKS, EVEN)
+    wait_for_previous(PDL)  # so far constants only; x and out are other kernels' too
+    x = _load_x(x_row, pack, is_row, VEC, NUM_PACKS)
+    sums = tl.sum(weight.to(tl.float32) * x, 3)
+    if GATED:
+        up_sums = tl.sum(up_weight.to(tl.float32) * x, 3)
+    for start in tl.range(STEP, NUM_PACKS, STEP, num_stages=STAGES):
+        weight = _load_weight(weight_ptr, row, start + pack, VEC, NUM_PACKS, EVEN)
         if GATED:
-            up_weight = _load_weight(weight_ptr, row + N, pack, num_packs, vec, VEC, EVEN)
-        is_x = is_row[:, :, None, None] & (pack < num_packs)
-        x = tl.load(x_row + pack * VEC + vec, mask=is_x, other=0.0).to(tl.float32)
-        sums += tl.sum(weight * x, 3)
+            up_weight = _load_weight(weight_ptr, row + N, start + pack, VEC, NUM_PACKS, EVEN)
+        x = _load_x(x_row, start + pack, is_row, VEC, NUM_PACKS)
+        sums += tl.sum(weight.to(tl.float32) * x, 3)
         if GATED:
-            up_sums += tl.sum(up_weight * x, 3)
+            up_sums += tl.sum(up_weight.to(tl.float32) * x, 3)
     dtype = out_ptr.dtype.element_ty
     out = _finish(sums, bias_ptr, feature, is_feature, dtype, BIAS)
     if GATED:
@@ -120,7 +140,8 @@ def _run(
     out = torch.empty((num_rows, num_features), dtype=x.dtype, device=x.device)
     if num_rows:
         block_n, num_warps, num_stages = tile or choose_tile(num_features)
-        threads = 32 * num_warps
+        num_packs = size // vec
+        packs_per_thread = min(max(1, _PACKS_IN_FLIGHT // block_n), triton.cdiv(num_packs, 32 * num_warps))
         _small_linear_kernel[(triton.cdiv(num_features, block_n),)](
             x,
             weight,
@@ -129,15 +150,15 @@ def _run(
             x.stride(0),
             num_rows,
             num_features,
-            size // vec,
             BLOCK_M=triton.next_power_of_2(num_rows),
             BLOCK_N=block_n,
             STAGES=num_stages,
-            THREADS=threads,
+            STEP=32 * num_warps * triton.next_power_of_2(packs_per_thread),
+            NUM_PACKS=num_packs,
             VEC=vec,
-            EVEN=size // vec % threads == 0,
             GATED=num_features != weight.shape[0],
             BIAS=bias is not None,
             num_warps=num_warps,
+            **pdl_options(x.device),
         )
     return out

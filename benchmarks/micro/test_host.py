@@ -1,0 +1,134 @@
+"""Time per call of what the host does for each step. Run by `make bench-micro`, not with the tests.
+
+pytest-benchmark's table has the time of a call; with -s, or in the JSON's extra_info, there is the time per item too.
+"""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nanovllm.engine import inputs
+from nanovllm.engine.batch import KVMoves, SamplingRow, SequenceStep, StepPlan
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.sequence import Sequence
+from nanovllm.kvcache.base import KVCacheManager
+from nanovllm.kvcache.block_manager import BlockManager
+from nanovllm.kvcache.hybrid_manager import HybridKVCacheManager
+from nanovllm.kvcache.prefix_index import PrefixMatch
+from nanovllm.sampling_params import SamplingParams
+
+VOCAB_SIZE = 151_936
+_rng = random.Random(0)
+
+
+def make_sequence(seq_id: int, num_tokens: int, max_tokens: int = 50_000) -> Sequence:
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    return Sequence(seq_id, [_rng.randrange(VOCAB_SIZE) for _ in range(num_tokens)], params, seed=seq_id)
+
+
+def decoding_scheduler(kv: KVCacheManager, prompt_lens: list[int], max_num_batched_tokens: int) -> Scheduler:
+    """A scheduler whose sequences have run all their prompts."""
+    scheduler = Scheduler(kv, max_num_seqs=len(prompt_lens), max_num_batched_tokens=max_num_batched_tokens)
+    for seq_id, num_tokens in enumerate(prompt_lens):
+        scheduler.add(make_sequence(seq_id, num_tokens))
+    while any(seq.num_uncached_tokens > 1 or not seq.output_token_ids for seq in scheduler.sequences.values()):
+        step(scheduler)
+    return scheduler
+
+
+def step(scheduler: Scheduler) -> StepPlan:
+    """Plan a step and hand its tokens back."""
+    plan = scheduler.schedule()
+    assert plan is not None
+    scheduler.commit(plan, [7] * sum(step.sampling is not None for step in plan.sequences))
+    return plan
+
+
+def timed(benchmark: Any, num_items: int, item: str, call: Callable[[], Any]) -> Any:
+    """Benchmark `call`; prints and notes the median time of one of its items."""
+    result = benchmark(call)
+    note(benchmark, num_items, item)
+    return result
+
+
+def note(benchmark: Any, num_items: int, item: str) -> None:
+    if benchmark.stats is None:
+        return  # --benchmark-disable
+    per_item_us = benchmark.stats.stats.median * 1e6 / num_items
+    benchmark.extra_info |= {"num_items": num_items, "item": item, "median_us_per_item": per_item_us}
+    print(f"\n{benchmark.name}: {per_item_us * num_items:,.1f} us a call, {per_item_us:.3f} us a {item}")
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_scheduler_step_256_running_sequences(benchmark: Any, hybrid: bool) -> None:
+    kv: KVCacheManager = BlockManager(256 * 450, 256)
+    if hybrid:  # everything resident
+        kv = HybridKVCacheManager(256 * 30, 1024, 4096, 2)
+    scheduler = decoding_scheduler(kv, [_rng.randint(100, 1024) for _ in range(256)], 16384)
+    plan = timed(benchmark, 256, "sequence", lambda: step(scheduler))
+    assert len(plan.sequences) == 256 and plan.is_decode
+
+
+@pytest.mark.parametrize("hashed", [False, True], ids=["first lookup", "hashes known"])
+def test_prefix_lookup_40k_prompt(benchmark: Any, hashed: bool) -> None:
+    """In grains of 256 tokens, all of which hit."""
+    kv = BlockManager(200, 256)
+    known = make_sequence(0, 40_960, max_tokens=1)
+    decode = Scheduler(kv, max_num_seqs=1, max_num_batched_tokens=65_536)
+    decode.add(known)
+    step(decode)
+    token_ids, params = known.token_ids[:40_960], SamplingParams(max_tokens=1)
+    asking = Sequence(1, token_ids, params, seed=0)
+
+    def lookup() -> PrefixMatch:
+        if not hashed:
+            asking.grain_hashes.clear()
+        return kv.pool.match(asking)
+
+    match = timed(benchmark, 40_960, "token", lookup)
+    assert len(match.full_blocks) == 159  # one token at least is computed
+
+
+def chunk_plan(num_chunks: int, num_tokens: int, num_decodes: int) -> StepPlan:
+    """Chunks of `num_tokens` each at 24K of their prompts, and decodes at 1K."""
+    sampling = SamplingRow(0.0, 0, 1.0, 0.0, 0, 0)
+    steps = []
+    for seq_id in range(num_chunks + num_decodes):
+        length, position = (num_tokens, 24_576) if seq_id < num_chunks else (1, 1023)
+        context_len = position + length
+        blocks = tuple(range(seq_id, seq_id + -(-context_len // 256)))
+        ids = np.arange(length, dtype=np.int64)
+        steps.append(SequenceStep(seq_id, ids, position, context_len, blocks, context_len, sampling))
+    return StepPlan(1, tuple(steps), KVMoves())
+
+
+@pytest.mark.parametrize(
+    ("num_chunks", "num_tokens", "num_decodes"),
+    [(1, 16_384, 0), (1, 16_128, 256), (0, 0, 256)],
+    ids=["16K chunk", "chunk and 256 decodes", "256 decodes"],
+)
+def test_build_inputs(benchmark: Any, num_chunks: int, num_tokens: int, num_decodes: int) -> None:
+    plan = chunk_plan(num_chunks, num_tokens, num_decodes)
+    arrays = timed(benchmark, plan.num_tokens, "token", lambda: inputs.build_arrays(plan, 256))
+    assert len(arrays["positions"]) == plan.num_tokens
+
+
+@pytest.mark.parametrize("num_slots", [8, 64])
+def test_hybrid_plan_step_one_million_token_sequence(benchmark: Any, num_slots: int) -> None:
+    """A decode step over 256 blocks of 4096 tokens, all but the slots' streamed."""
+    kv = HybridKVCacheManager(280, num_slots, 4096, 2)
+    scheduler = decoding_scheduler(kv, [2**20 - 2000], 2**18)
+    (seq,) = scheduler.running
+    assert seq.num_cached_tokens >= 2**20 - 2000
+
+    def plan_step() -> int:
+        kv.begin_step(scheduler.running)
+        kv.place(seq, kv.num_placeable(seq, 1))  # the same token again and again: the sequence stays where it is
+        _, moves = kv.plan_step([(seq, 1)])
+        return sum(len(group.cpu_block_ids) for group in moves.streamed)
+
+    num_streamed = timed(benchmark, 256, "block", plan_step)
+    assert num_streamed == 255 - (num_slots - 1)

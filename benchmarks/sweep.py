@@ -1,0 +1,163 @@
+"""The offload sweep: prefill and decode over contexts and numbers of slots, as JSON and as a plot.
+
+`bench_offload.py --sweep` measures it. `python -m benchmarks.sweep FILE.json` draws the plot of a sweep that was
+measured where there is no matplotlib.
+"""
+
+import argparse
+import gc
+import importlib.util
+import json
+import math
+import random
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.common import Machine, Samples, random_prompt
+from nanovllm import LLM, SamplingParams
+from nanovllm.costs import num_missing_blocks
+
+NUM_RUNS = 2
+NUM_DECODED = 64
+DEFAULT_FILE = "benchmarks/results/offload_sweep.json"
+
+Point = dict[str, Any]
+
+
+def run_sweep(
+    args: argparse.Namespace, machine: Machine, header: dict[str, Any], make_llm: Callable[..., LLM]
+) -> dict[str, Any]:
+    """Measure every point, the all-GPU engine once per context. The file grows with each, so that a cut run is kept."""
+    path = Path(args.json or DEFAULT_FILE)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    points: list[Point] = []
+    for context in args.sweep_contexts:
+        for num_slots in (None, *args.sweep_slots):
+            point = _measure_point(args, machine, make_llm, context, num_slots)
+            if num_slots is None:
+                gpu = point
+            else:
+                for kind in ("prefill", "decode"):
+                    point[f"{kind}_ratio_to_gpu"] = point[f"{kind}_tok_per_s"] / gpu[f"{kind}_tok_per_s"]
+            _print_point(point)
+            points.append(point)
+            path.write_text(json.dumps(header | {"points": points}) + "\n")
+    if importlib.util.find_spec("matplotlib") is None:
+        print(f"no matplotlib here; draw the plot elsewhere: python -m benchmarks.sweep {path}")
+    else:
+        print(f"plot: {plot(path)}")
+    return header | {"points": points}
+
+
+def _measure_point(
+    args: argparse.Namespace, machine: Machine, make_llm: Callable[..., LLM], context: int, num_slots: int | None
+) -> Point:
+    """One engine: `num_slots` slots, or None for everything on the GPU."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    options: dict[str, Any] = {}
+    warm_up_tokens = context - NUM_DECODED
+    if num_slots is not None:
+        num_cpu_blocks = -(-context // args.block_size) + 1
+        options = {"enable_cpu_offload": True, "num_gpu_blocks": num_slots, "num_cpu_blocks": num_cpu_blocks}
+        options["kvcache_block_size"] = args.block_size
+    num_streamed = (num_slots or 0) + 4  # blocks of a prompt that is streamed, where the context is long enough
+    with make_llm(args, context, **options) as llm:
+        rng = random.Random(context)
+        _run(llm, rng, min(warm_up_tokens, num_streamed * args.block_size))
+        runs = [_run(llm, rng, context - NUM_DECODED) for _ in range(NUM_RUNS)]
+        stats = llm.stats()
+        peak = torch.cuda.max_memory_allocated()
+    point: Point = {"context": context, "num_gpu_blocks": num_slots, "peak_bytes": peak}
+    for kind, values in zip(("prefill", "decode"), zip(*runs, strict=True), strict=True):
+        point |= Samples(values).as_json(f"{kind}_tok_per_s")
+    if num_slots is not None:
+        missing = num_missing_blocks(context, args.block_size, num_slots)
+        point |= {"num_missing_blocks": missing, "load_byte_per_s": stats["load_byte_per_s"]}
+        if missing:  # each rank streams its own heads over its own link
+            bound = machine.link_byte_per_s / (missing * stats["block_bytes"])
+            point |= {"link_bound_decode_tok_per_s": bound, "link_share": point["decode_tok_per_s"] / bound}
+    return point
+
+
+def _run(llm: LLM, rng: random.Random, num_tokens: int) -> tuple[float, float]:
+    """Prefill and decode tok/s of one new prompt: to its first token, and from the first to the last decode step."""
+    prompt = random_prompt(rng, num_tokens, llm.model_config.vocab_size)
+    request_id = llm.add_request(prompt, SamplingParams(temperature=0, max_tokens=NUM_DECODED, ignore_eos=True))
+    ends = []
+    finished: dict[int, Any] = {}
+    while request_id not in finished:
+        output = llm.step()
+        finished |= output.finished
+        if output.num_decode_tokens and not output.num_prefill_tokens:
+            ends.append(time.perf_counter())
+    assert finished[request_id]["num_cached_tokens"] == 0
+    return num_tokens / finished[request_id]["ttft_s"], (len(ends) - 1) / (ends[-1] - ends[0])
+
+
+def _print_point(point: Point) -> None:
+    slots = "all-GPU" if point["num_gpu_blocks"] is None else f"{point['num_gpu_blocks']:2} slots"
+    line = f"{point['context']:>7} {slots:8} prefill {point['prefill_tok_per_s']:>9,.0f} tok/s"
+    line += f"  decode {point['decode_tok_per_s']:>6.1f} tok/s  peak {point['peak_bytes'] / 2**30:.2f} GiB"
+    if point["num_gpu_blocks"] is not None:
+        line += f"  ratio {point['prefill_ratio_to_gpu']:.3f} and {point['decode_ratio_to_gpu']:.3f}"
+    if "link_share" in point:
+        line += f"  bound {point['link_bound_decode_tok_per_s']:.1f}, reached {point['link_share']:.0%}"
+    print(line, flush=True)
+
+
+# -- the plot ----------------------------------------------------------------------------------------------------
+
+
+def plot(path: Path) -> Path:
+    """Draw the sweep in `path` to a PNG beside it, and return that. Needs matplotlib (the extra `bench`)."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    result = json.loads(path.read_text())
+    points: list[Point] = result["points"]
+    figure, (decode, prefill) = pyplot.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
+    _line(decode, [p for p in points if p["num_gpu_blocks"] is None], "decode_tok_per_s", "all on the GPU", "black")
+    for i, num_slots in enumerate(sorted({p["num_gpu_blocks"] for p in points} - {None})):
+        of_slots = [p for p in points if p["num_gpu_blocks"] == num_slots]
+        name, colour = f"{num_slots} slots", f"C{i}"
+        _line(decode, of_slots, "decode_tok_per_s", name, colour)
+        bounded = [p for p in of_slots if "link_bound_decode_tok_per_s" in p]
+        decode.plot(*_xy(bounded, "link_bound_decode_tok_per_s"), "--", color=colour, linewidth=1)
+        _line(prefill, of_slots, "prefill_ratio_to_gpu", name, colour)
+    decode.plot([], [], "--", color="grey", linewidth=1, label="bound: link / missing bytes")
+    prefill.axhline(1, linestyle="--", color="grey", linewidth=1, label="bound: all on the GPU")
+    decode.set(title="Decode", ylabel="tok/s", yscale="log")
+    prefill.set(title="Prefill, of the all-GPU rate", ylabel="ratio", ylim=(0, 1.1))
+    contexts = sorted({p["context"] for p in points})
+    for axes in (decode, prefill):
+        axes.set(xscale="log", xlabel="context, tokens")
+        axes.set_xticks(contexts, [f"{math.floor(c / 1024)}K" for c in contexts])
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+    link = f"link {result['link_byte_per_s'] / 1e9:.1f} GB/s, blocks of {result['block_size']} tokens"
+    figure.suptitle(f"{result['model']} on {result['gpu']}, {link}", fontsize=11)
+    target = path.with_suffix(".png")
+    figure.savefig(target, dpi=120)
+    pyplot.close(figure)
+    return target
+
+
+def _xy(points: list[Point], key: str) -> tuple[list[int], list[float]]:
+    return [p["context"] for p in points], [p[key] for p in points]
+
+
+def _line(axes: Any, points: list[Point], key: str, name: str, colour: str) -> None:
+    axes.plot(*_xy(points, key), "o-", color=colour, label=name, markersize=4)
+
+
+if __name__ == "__main__":
+    print(plot(Path(sys.argv[1])))

@@ -1,0 +1,84 @@
+"""What a model costs, from its shapes alone: bytes of weights, of a step's activations, arithmetic, blocks moved.
+
+Everything is per GPU unless the name says otherwise. Counts and products only: neither torch nor weights are loaded.
+"""
+
+from nanovllm.config import Config, kv_cache_spec
+from nanovllm.model_config import ModelConfig
+
+LOGITS_COPIES_BYTES = 8  # per logit, beside the logit itself: fp32 scores and fp32 noise of the sampler
+
+
+def itemsize(config: Config, model: ModelConfig) -> int:
+    """Bytes of one weight or one element of KV."""
+    return kv_cache_spec(config, model, tp_size=1).itemsize
+
+
+def layer_params(model: ModelConfig) -> int:
+    """Weights of one layer over all GPUs: q, k, v, o, gate, up, down, norms and biases."""
+    c = model
+    qkv, attention = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim, c.num_heads * c.head_dim
+    params = c.hidden_size * (qkv + attention + 3 * c.intermediate_size + 2)
+    params += 2 * c.head_dim * c.qk_norm + qkv * c.qkv_bias + c.hidden_size * c.o_bias
+    return params + (2 * c.intermediate_size + c.hidden_size) * c.mlp_bias
+
+
+def weight_bytes(config: Config, model: ModelConfig) -> int:
+    """All weights, split evenly over the GPUs. A tied head costs nothing."""
+    num_embeddings = 1 if model.tie_word_embeddings else 2
+    params = model.num_layers * layer_params(model) + model.hidden_size
+    params += num_embeddings * model.vocab_size * model.hidden_size
+    return params * itemsize(config, model) // config.tensor_parallel_size
+
+
+def activation_bytes(config: Config, model: ModelConfig, max_model_len: int) -> int:
+    """Estimate of what the largest step holds at its peak, in a layer or at the head.
+
+    In attention: q, k, v before and after their rotation, a part and the merged result, log-sum-exps in fp32; in the
+    MLP: gate, up and their product; beside them three hidden states. At the head: one row of logits per sequence.
+    """
+    tp, size = config.tensor_parallel_size, itemsize(config, model)
+    num_tokens = min(config.max_num_batched_tokens, config.max_num_seqs * max_model_len)
+    attention = (4 * model.num_heads + 4 * model.num_kv_heads) * model.head_dim // tp
+    mlp = 3 * model.intermediate_size // tp
+    in_layer = num_tokens * (size * (3 * model.hidden_size + max(attention, mlp)) + 8 * model.num_heads // tp)
+    num_rows = min(config.max_num_seqs, num_tokens)
+    at_head = 2 * size * num_tokens * model.hidden_size + num_rows * model.vocab_size * (size + LOGITS_COPIES_BYTES)
+    return max(in_layer, at_head)
+
+
+def prefill_flop(config: Config, model: ModelConfig, num_tokens: int) -> float:
+    """Of one prompt: 2 per weight and token, causal attention counted once (2 products of T^2 / 2), one head row."""
+    attention = 2 * num_tokens**2 * model.num_layers * model.num_heads * model.head_dim
+    weights = 2 * num_tokens * model.num_layers * layer_params(model)
+    return (weights + attention + 2 * model.hidden_size * model.vocab_size) / config.tensor_parallel_size
+
+
+def decode_bytes(config: Config, model: ModelConfig, num_keys: int, kv_bytes_per_token: int) -> float:
+    """Read from GPU memory in one step: every weight but the embedding's, and all keys and values, once."""
+    params = model.num_layers * layer_params(model) + model.hidden_size * model.vocab_size
+    return params * itemsize(config, model) / config.tensor_parallel_size + num_keys * kv_bytes_per_token
+
+
+def num_full_blocks(context: int, block_size: int) -> int:
+    """Blocks before the one that holds the newest of `context` tokens."""
+    return (context - 1) // block_size
+
+
+def num_missing_blocks(context: int, block_size: int, num_slots: int, num_sequences: int = 1) -> int:
+    """The fewest blocks that must cross the link for one token of each sequence: all full ones less the slots that
+    are no write slot.
+    """
+    return max(0, num_sequences * num_full_blocks(context, block_size) - (num_slots - num_sequences))
+
+
+def num_prefill_loaded_blocks(context: int, block_size: int, num_slots: int, chunk_tokens: int) -> int:
+    """The fewest blocks that must cross the link for one prompt: per chunk, its history less the slots it leaves."""
+    start = num_loaded = 0
+    while start < context:
+        first = start // block_size
+        end = min(start + chunk_tokens, context, (first + num_slots) * block_size)
+        num_written = -(-end // block_size) - first
+        num_loaded += max(0, first - (num_slots - num_written))
+        start = end
+    return num_loaded

@@ -1,0 +1,62 @@
+"""A CheckedLLM for the GPU: it records the logits of graph replays too, and never makes the host wait for them."""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+from checked_engine import CheckedLLM, Reference
+from dense_model import random_prompt
+
+from nanovllm.engine import model_runner
+from nanovllm.engine.batch import StepPlan
+from nanovllm.engine.llm_engine import RequestOutput
+from nanovllm.layers.sampler import SamplingTensors, sample
+
+BLOCK = 256
+
+
+def prompts_of(*lengths: int) -> list[list[int]]:
+    return [random_prompt(length, seed=length) for length in lengths]
+
+
+class GpuLLM(CheckedLLM):
+    """Graphs on, unless told otherwise. `num_replays`: steps run by "graphs" and by "streamed_graphs"."""
+
+    def __init__(self, reference: Reference, **options: Any) -> None:
+        super().__init__(reference, **({"device": "cuda", "enforce_eager": False, "max_num_seqs": 6} | options))
+        self.num_replays: Counter[str] = Counter()
+        for name in ("graphs", "streamed_graphs"):
+            graphs = getattr(self.runner, name)
+            if graphs is not None:
+                graphs.run = self._counted(name, graphs.run)
+
+    def _counted(self, name: str, run: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def counting_run(*args: Any) -> torch.Tensor:
+            self.num_replays[name] += 1
+            return run(*args)
+
+        return counting_run
+
+    def _recording_launch(self, plan: StepPlan) -> Any:
+        self.plans.append(plan)
+        with mock.patch.object(model_runner, "sample", self._recording_sample):
+            return self._launch(plan)
+
+    def _recording_sample(self, logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
+        sampling = [step.seq_id for step in self.plans[-1].sequences if step.sampling is not None]
+        for seq_id, row in zip(sampling, logits.float().clone(), strict=True):
+            self.logits[seq_id].append(row)  # stays on the GPU
+        return sample(logits, params)
+
+    def _recording_compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._compute_logits(hidden)  # sampling records
+
+    def rows(self, request_id: int, num_tokens: int) -> torch.Tensor:
+        """Logits of a request's first tokens, [num_tokens, vocab_size], on the CPU."""
+        return torch.stack(self.logits[request_id][:num_tokens]).cpu()
+
+    def check(self, request_id: int, prompt: list[int], output: RequestOutput) -> None:
+        rows = self.rows(request_id, len(output["token_ids"]))  # a step may have run ahead
+        self.reference.check(prompt, output["token_ids"], list(rows))

@@ -1,0 +1,633 @@
+"""The calls a user makes, and what bad input gets."""
+
+import json
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import write_tiny_model, write_tiny_tokenizer
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.engine import llm_engine
+from nanovllm.errors import EngineError
+from nanovllm.utils.interrupt import deferred_interrupt
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+KINDS = {
+    "all GPU": {"num_kvcache_blocks": 20},
+    "offload": {"enable_cpu_offload": True, "num_gpu_blocks": 3, "num_cpu_blocks": 20, "kvcache_block_size": 256},
+}
+MAX_MODEL_LEN = 2048
+PROMPTS = ["Hello world", "The quick", "x", "abc " * 150]
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("tiny")
+    write_tiny_tokenizer(write_tiny_model(directory, max_position_embeddings=MAX_MODEL_LEN))
+    return directory
+
+
+def make_llm(model: Path, kind: str = "all GPU", device: str = "cpu", **options: Any) -> LLM:
+    defaults = {"dtype": "float32", "max_num_batched_tokens": 200, "enforce_eager": True}
+    return LLM(str(model), device=device, **(defaults | KINDS.get(kind, {}) | options))
+
+
+@pytest.fixture(scope="module", params=DEVICES)
+def device(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def llm(model: Path, device: str, request: pytest.FixtureRequest) -> Iterator[LLM]:
+    """Shared: every test leaves it idle (see `idle`), and prefix hits change no token."""
+    with make_llm(model, request.param, device) as engine:
+        yield engine
+
+
+@pytest.fixture(autouse=True)
+def idle(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every test leaves the shared engine with nothing to do and nothing held."""
+    yield
+    if "llm" not in request.fixturenames:
+        return
+    engine = request.getfixturevalue("llm")
+    was_idle = engine.is_finished()
+    for request_id in list(engine.scheduler.sequences):  # so that a failed test does not spoil the next ones
+        engine.abort(request_id)
+    while not engine.is_finished():
+        engine.step()
+    assert was_idle
+    engine.scheduler.check_integrity()
+    stats = engine.stats()
+    assert stats["num_running"] == stats["num_waiting"] == 0
+    kind = "cpu" if engine.config.enable_cpu_offload else "gpu"
+    assert stats[f"num_free_{kind}_blocks"] == stats[f"num_{kind}_blocks"]
+
+
+# -- generate --------------------------------------------------------------------------------------------------------
+
+
+def test_generate_outputs_come_in_the_order_of_the_prompts(llm: LLM) -> None:
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (9, 2, 5, 1)]
+    outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+    assert [len(output["token_ids"]) for output in outputs] == [9, 2, 5, 1]
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        assert set(output) == {
+            *("text", "token_ids", "finish_reason", "num_prompt_tokens", "num_cached_tokens", "ttft_s", "tpot_s")
+        }
+        assert output["num_prompt_tokens"] == len(prompt)
+        assert output["text"] == llm.tokenizer.decode(output["token_ids"])
+        assert output["finish_reason"] == "length"
+        assert output["ttft_s"] is not None and output["ttft_s"] > 0
+    assert outputs[3]["tpot_s"] is None
+    assert all(output["tpot_s"] is not None and output["tpot_s"] > 0 for output in outputs[:3])
+
+
+def test_generate_strings_and_token_ids_and_single_prompts_agree(llm: LLM) -> None:
+    expected = [output["token_ids"] for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+    ids = [llm.tokenizer.encode(prompt) for prompt in PROMPTS]
+    assert [output["token_ids"] for output in llm.generate(ids, GREEDY, use_tqdm=False)] == expected
+    assert [llm.generate(prompt, GREEDY, use_tqdm=False)[0]["token_ids"] for prompt in PROMPTS] == expected
+    assert [llm.generate(token_ids, GREEDY, use_tqdm=False)[0]["token_ids"] for token_ids in ids] == expected
+    assert llm.generate([], GREEDY, use_tqdm=False) == []
+
+
+def test_generate_second_time_counts_cached_tokens(llm: LLM) -> None:
+    prompt = [7, *range(300)]
+    first, second = (llm.generate([prompt], GREEDY, use_tqdm=False)[0] for _ in range(2))
+    assert (first["num_cached_tokens"], second["num_cached_tokens"]) == (0, 256)
+    assert first["token_ids"] == second["token_ids"]
+
+
+def test_generate_shows_a_bar_with_both_rates(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    llm.generate(PROMPTS[:2], GREEDY)
+    shown = capsys.readouterr().err
+    assert "Generating: 100%" in shown and "2/2" in shown
+    assert "Prefill=" in shown and "Decode=" in shown and "tok/s" in shown
+    llm.generate(PROMPTS[:2], GREEDY, use_tqdm=False)
+    assert capsys.readouterr().err == ""
+
+
+def test_generate_leaves_requests_added_by_hand_to_step(llm: LLM) -> None:
+    request_id = llm.add_request(PROMPTS[0], GREEDY)
+    (output,) = llm.generate([PROMPTS[1]], SamplingParams(temperature=0, max_tokens=30), use_tqdm=False)
+    assert output["num_prompt_tokens"] == len(PROMPTS[1])
+    held = llm.step()
+    assert held.finished[request_id]["text"] == held.texts[request_id]
+    assert len(held.finished[request_id]["token_ids"]) == 12
+
+
+# -- sampling --------------------------------------------------------------------------------------------------------
+
+
+def seeded(seed: int, **params: Any) -> SamplingParams:
+    return SamplingParams(seed=seed, max_tokens=10, ignore_eos=True, **params)
+
+
+def token_ids(llm: LLM, prompts: list[str], params: Any) -> list[list[int]]:
+    return [output["token_ids"] for output in llm.generate(prompts, params, use_tqdm=False)]
+
+
+def test_seeded_request_gives_the_same_tokens_whatever_it_is_batched_with(llm: LLM, model: Path, device: str) -> None:
+    params = [seeded(1), seeded(2, top_k=20), seeded(3, top_p=0.9), seeded(4, min_p=0.02, temperature=0.7)]
+    alone = [token_ids(llm, [prompt], p)[0] for prompt, p in zip(PROMPTS, params, strict=True)]
+    assert token_ids(llm, PROMPTS, params) == alone
+    assert token_ids(llm, PROMPTS[::-1], params[::-1]) == alone[::-1]
+    assert token_ids(llm, [*PROMPTS, "more", "company"], [*params, GREEDY, seeded(9)])[:4] == alone
+    with make_llm(model, "offload", device, num_gpu_blocks=2, max_num_batched_tokens=37, seed=5) as other:
+        assert token_ids(other, PROMPTS, params) == alone
+
+
+def test_seeds_differ_and_repeat(llm: LLM) -> None:
+    one, again, other = token_ids(llm, ["abc"] * 3, [seeded(1), seeded(1), seeded(2)])
+    assert one == again != other
+    assert token_ids(llm, ["abc"], seeded(-1)) != [one]
+
+
+def test_requests_without_a_seed_draw_from_the_engines(model: Path) -> None:
+    params = SamplingParams(max_tokens=10, ignore_eos=True)
+    drawn = []
+    for seed in (0, 0, 1):
+        with make_llm(model, seed=seed) as engine:
+            drawn.append(token_ids(engine, ["abc"] * 2, params))
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert drawn[0][0] != drawn[0][1]  # each request its own
+
+
+def test_top_k_of_one_is_greedy(llm: LLM) -> None:
+    assert token_ids(llm, PROMPTS, seeded(1, top_k=1)) == [ids[:10] for ids in token_ids(llm, PROMPTS, GREEDY)]
+    assert token_ids(llm, PROMPTS, seeded(1, top_p=1e-9)) == token_ids(llm, PROMPTS, seeded(2, top_k=1))
+
+
+# -- ends ------------------------------------------------------------------------------------------------------------
+
+
+def test_stop_string_ends_the_text_before_it(llm: LLM) -> None:
+    full = llm.generate(["12345"], GREEDY, use_tqdm=False)[0]
+    assert full["text"] is not None
+    stop = full["text"][3:5]  # two tokens
+    assert "\ufffd" not in stop
+    for given in (stop, ["never", stop], (stop, full["text"][8:10])):
+        params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, stop=given)
+        output = llm.generate(["12345"], params, use_tqdm=False)[0]
+        assert output["text"] == full["text"][: full["text"].index(stop)]
+        assert output["finish_reason"] == "stop"
+        assert output["token_ids"] == full["token_ids"][: len(output["token_ids"])] != full["token_ids"]
+        assert "".join(llm.stream("12345", params)) == output["text"]
+
+
+def test_stop_string_in_the_last_token_counts_as_stop(llm: LLM) -> None:
+    full = llm.generate(["12345"], GREEDY, use_tqdm=False)[0]
+    assert full["text"] is not None
+    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, stop=full["text"][4])
+    output = llm.generate(["12345"], params, use_tqdm=False)[0]
+    assert output["finish_reason"] == "stop"
+
+
+def test_stop_token_id_ends_with_it(llm: LLM) -> None:
+    full = token_ids(llm, ["12345"], GREEDY)[0]
+    end = full.index(full[4])
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, stop_token_ids=[full[4]])
+    output = llm.generate(["12345"], params, use_tqdm=False)[0]
+    assert (output["token_ids"], output["finish_reason"]) == (full[: end + 1], "stop")
+
+
+def test_end_tokens_of_the_generation_config_end_unless_ignored(model: Path, tmp_path: Path) -> None:
+    with make_llm(model) as engine:
+        full = token_ids(engine, ["Hello world"], GREEDY)[0]
+    end_token = full[2]
+    assert full.index(end_token) == 2
+    directory = shutil.copytree(model, tmp_path / "model")
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [end_token, 318]}))
+    with make_llm(directory) as engine:
+        output = engine.generate(["Hello world"], SamplingParams(temperature=0, max_tokens=12), use_tqdm=False)[0]
+        assert (output["token_ids"], output["finish_reason"]) == (full[:3], "stop")
+        assert token_ids(engine, ["Hello world"], GREEDY)[0] == full
+
+
+# -- chat and stream -------------------------------------------------------------------------------------------------
+
+
+def test_chat_applies_the_template_to_one_conversation_or_several(llm: LLM) -> None:
+    one = [{"role": "user", "content": "Hello"}]
+    two = [{"role": "system", "content": "Be brief"}, {"role": "user", "content": "Why?"}]
+    expected = token_ids(llm, ["user: Hello\nassistant:", "system: Be brief\nuser: Why?\nassistant:"], GREEDY)
+    assert [output["token_ids"] for output in llm.chat(one, GREEDY, use_tqdm=False)] == expected[:1]
+    assert [output["token_ids"] for output in llm.chat([one, two], GREEDY, use_tqdm=False)] == expected
+
+
+def test_stream_yields_the_text_of_generate_piece_by_piece(llm: LLM) -> None:
+    for prompt in PROMPTS:
+        pieces = list(llm.stream(prompt, GREEDY))
+        assert "".join(pieces) == llm.generate([prompt], GREEDY, use_tqdm=False)[0]["text"]
+        assert len(pieces) > 2
+
+
+def test_two_streams_and_a_generate_at_once_get_their_own(llm: LLM) -> None:
+    expected = [output["text"] for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+    first, second = llm.stream(PROMPTS[0], GREEDY), llm.stream(PROMPTS[3], GREEDY)
+    texts = [next(first), next(second), next(first)]
+    assert llm.generate([PROMPTS[1]], GREEDY, use_tqdm=False)[0]["text"] == expected[1]
+    assert texts[0] + texts[2] + "".join(first) == expected[0]
+    assert texts[1] + "".join(second) == expected[3]
+
+
+def test_stream_left_early_aborts_the_request(llm: LLM) -> None:
+    stream = llm.stream(PROMPTS[0], GREEDY)
+    next(stream)
+    stream.close()  # type: ignore[attr-defined]
+    assert not llm.scheduler.has_unfinished
+    if not llm.is_finished():
+        llm.step()
+
+
+def test_stream_refuses_before_the_first_piece_is_asked_for(llm: LLM) -> None:
+    with pytest.raises(ValueError, match="max_model_len"):
+        llm.stream("x", SamplingParams(max_tokens=MAX_MODEL_LEN))
+
+
+# -- requests by hand ------------------------------------------------------------------------------------------------
+
+
+def test_add_request_step_and_abort(llm: LLM) -> None:
+    ids = [llm.add_request(prompt, GREEDY) for prompt in PROMPTS]
+    assert len(set(ids)) == 4 and not llm.is_finished()
+    texts, finished = dict.fromkeys(ids, ""), {}
+    llm.step()
+    assert llm.abort(ids[1]) and not llm.abort(ids[1])
+    while not llm.is_finished():
+        output = llm.step()
+        finished |= output.finished
+        for request_id, text in output.texts.items():
+            texts[request_id] += text
+    assert set(finished) == {ids[0], ids[2], ids[3]}
+    assert not llm.abort(ids[0]) and not llm.abort(12345)
+    first_step_texts = [finished[i]["text"].removesuffix(texts[i]) for i in finished]
+    assert all(len(text) <= 8 for text in first_step_texts)  # `texts` lacks only what the very first step brought
+
+
+def test_step_counts_prefill_and_decode_tokens(llm: LLM) -> None:
+    llm.add_request([5] * 50, SamplingParams(max_tokens=3, ignore_eos=True))
+    counts = []
+    while not llm.is_finished():
+        output = llm.step()
+        counts.append((output.num_prefill_tokens, output.num_decode_tokens))
+    assert [count for count in counts if count != (0, 0)] == [(50, 0), (0, 1), (0, 1)]
+
+
+def test_stats_count(llm: LLM) -> None:
+    before = llm.stats()
+    llm.generate([list(range(200)) + list(range(300))], GREEDY, use_tqdm=False)
+    after = llm.stats()
+    assert after["num_steps"] - before["num_steps"] >= 14
+    assert after["block_bytes"] == 2 * 2 * 256 * 2 * 16 * 4
+    if llm.config.enable_cpu_offload:
+        assert (after["num_gpu_blocks"], after["num_cpu_blocks"]) == (3, 20)
+        assert after["num_offloaded_bytes"] - before["num_offloaded_bytes"] >= after["block_bytes"]
+        assert after["num_hit_blocks"] > before["num_hit_blocks"]
+    else:
+        assert after["num_gpu_blocks"] == 20
+    assert after["num_preemptions"] == 0
+
+
+def test_offload_stats_count_the_bytes_of_streamed_blocks(model: Path) -> None:
+    with make_llm(model, "offload", num_gpu_blocks=2) as engine:
+        engine.generate([list(range(300)) * 4], SamplingParams(max_tokens=6, ignore_eos=True), use_tqdm=False)
+        stats = engine.stats()
+        assert stats["num_offloaded_bytes"] == 4 * stats["block_bytes"]  # each full block once
+        assert stats["num_loaded_bytes"] == stats["num_missed_blocks"] * stats["block_bytes"] > 0
+
+
+# -- life of an engine -----------------------------------------------------------------------------------------------
+
+
+def test_close_twice_is_fine_and_a_closed_engine_refuses(model: Path) -> None:
+    engine = make_llm(model, "offload")
+    engine.close()
+    engine.close()
+    for call in (lambda: engine.generate(["x"], GREEDY), lambda: engine.add_request("x", GREEDY), engine.step):
+        with pytest.raises(EngineError, match="closed"):
+            call()
+
+
+def test_context_manager_closes_after_an_error(model: Path) -> None:
+    with pytest.raises(ZeroDivisionError), make_llm(model, "offload") as engine:
+        _ = 1 / 0
+    with pytest.raises(EngineError, match="closed"):
+        engine.step()
+
+
+def test_two_engines_in_one_process_do_not_meet(model: Path, device: str) -> None:
+    with make_llm(model, "offload", device) as one, make_llm(model, "all GPU", device) as two:
+        expected = token_ids(one, PROMPTS, GREEDY)
+        ids = [(one.add_request(prompt, GREEDY), two.add_request(prompt, GREEDY)) for prompt in PROMPTS]
+        finished_one: dict[int, Any] = {}
+        finished_two: dict[int, Any] = {}
+        while not (one.is_finished() and two.is_finished()):
+            finished_one |= one.step().finished
+            finished_two |= two.step().finished
+        assert [finished_one[i]["token_ids"] for i, _ in ids] == expected
+        assert [finished_two[i]["token_ids"] for _, i in ids] == expected
+
+
+# -- Ctrl-C ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def interrupt_in_step(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Ctrl-C in the middle of a step: its `n`-th from now."""
+
+    def install(n: int) -> None:
+        launch, remaining = llm.runner.launch, [n]
+
+        def launch_and_interrupt(plan: Any) -> Any:
+            remaining[0] -= 1
+            if remaining[0] == 0:
+                os.kill(os.getpid(), signal.SIGINT)
+            return launch(plan)
+
+        monkeypatch.setattr(llm.runner, "launch", launch_and_interrupt)
+
+    return install
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 4, 9])
+def test_ctrl_c_in_generate_ends_its_requests_and_the_engine_goes_on(
+    llm: LLM, interrupt_in_step: Callable[[int], None], num_steps: int
+) -> None:
+    expected = token_ids(llm, PROMPTS, GREEDY)
+    other = llm.add_request(PROMPTS[2], GREEDY)
+    interrupt_in_step(num_steps)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert set(llm.scheduler.sequences) == {other}  # not of this call: still there
+    finished: dict[int, Any] = {}
+    while not llm.is_finished():
+        finished |= llm.step().finished
+    assert finished[other]["token_ids"] == expected[2]
+    assert token_ids(llm, PROMPTS, GREEDY) == expected
+
+
+def test_ctrl_c_in_stream_ends_it(llm: LLM, interrupt_in_step: Callable[[int], None]) -> None:
+    interrupt_in_step(3)
+    with pytest.raises(KeyboardInterrupt):
+        list(llm.stream(PROMPTS[0], GREEDY))
+    assert not llm.scheduler.has_unfinished
+    token_ids(llm, PROMPTS[:1], GREEDY)
+
+
+def test_deferred_interrupt_holds_the_first_and_lets_the_second_act_at_once() -> None:
+    reached = []
+    with pytest.raises(KeyboardInterrupt), deferred_interrupt():
+        os.kill(os.getpid(), signal.SIGINT)
+        reached.append("after the first")
+        os.kill(os.getpid(), signal.SIGINT)
+        reached.append("after the second")
+    assert reached == ["after the first"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_deferred_interrupt_in_another_thread_does_nothing() -> None:
+    handlers = []
+
+    def run() -> None:
+        with deferred_interrupt():
+            handlers.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert handlers == [signal.default_int_handler]
+
+
+# -- what bad input gets ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def nothing_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused before a runner, and with it the model and its cache, comes into being."""
+
+    def refuse(*args: object) -> None:
+        raise AssertionError("a runner was made")
+
+    monkeypatch.setattr(llm_engine, "WorkerGroup", refuse)
+
+
+OFFLOAD = {"enable_cpu_offload": True}
+
+
+@pytest.mark.usefixtures("nothing_allocated")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_gpu_block": 8}, "unknown option num_gpu_block; the options are .*num_gpu_blocks"),
+        ({"kvcache_block_size": 300}, "kvcache_block_size=300 must be a multiple of 256; try 512"),
+        ({"kvcache_block_size": 0}, "kvcache_block_size=0 must be 1 or more"),
+        (OFFLOAD | {"num_gpu_blocks": 1}, "num_gpu_blocks=1 must be 2 or more"),
+        (OFFLOAD | {"num_gpu_blocks": -3}, "num_gpu_blocks=-3 must be 2 or more"),
+        ({"num_gpu_blocks": 4}, "num_gpu_blocks belongs to the offload path; add enable_cpu_offload=True"),
+        (OFFLOAD | {"num_kvcache_blocks": 4}, "num_kvcache_blocks is the all-GPU pool; .*use num_gpu_blocks"),
+        (OFFLOAD | {"num_cpu_blocks": 10**9}, r"a CPU pool of 1000000000 blocks needs .* GiB, .* lower num_cpu_blocks"),
+        (OFFLOAD | {"cpu_memory_gb": 1e6}, r"a CPU pool of \d+ blocks needs 1000000.00 GiB, .* are available; lower"),
+        (
+            OFFLOAD | {"cpu_memory_gb": 1e-6},
+            "cpu_memory_gb=1e-06 holds no block of 2.00 MiB; raise .* or lower kvcache_block_size",
+        ),
+        (OFFLOAD | {"cpu_memory_gb": 0}, "cpu_memory_gb=0 must be above 0"),
+        (OFFLOAD | {"cpu_memory_gb": 1.0, "num_cpu_blocks": 4}, "both size the CPU pool; give one of them"),
+        ({"max_model_len": 4096}, "max_model_len=4096 is more than the 2048 tokens the model's rope covers; lower it"),
+        ({"max_model_len": 0}, "max_model_len=0 must be 1 or more"),
+        ({"max_num_seqs": 0}, "max_num_seqs=0 must be 1 or more"),
+        ({"max_num_batched_tokens": -1}, "max_num_batched_tokens=-1 must be 1 or more"),
+        ({"num_kvcache_blocks": 0}, "num_kvcache_blocks=0 must be 1 or more, or -1"),
+        ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization=1.5 must be above 0 and at most 1"),
+        ({"tensor_parallel_size": 9}, "tensor_parallel_size=9 must be between 1 and 8"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size=0 must be between 1 and 8"),
+        ({"attn_backend": "magic"}, "attn_backend='magic' is unknown; choose one of auto, flash"),
+        ({"dtype": "int8"}, "dtype='int8' is unknown; choose one of auto, float32"),
+        ({"device": "tpu"}, "device='tpu' is unknown; choose auto, cpu, cuda"),
+        ({"load_format": "pickle"}, "load_format='pickle' is unknown; choose one of"),
+        ({"max_num_seqs": "4"}, "max_num_seqs='4' has type str"),
+        ({"max_num_seqs": True}, "max_num_seqs=True must not be a boolean"),
+        ({"chunked_prefill": 1}, "chunked_prefill=1 has type int"),
+    ],
+)
+def test_bad_option_is_refused_with_value_limit_and_remedy(model: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LLM(str(model), **({"device": "cpu"} | options))
+
+
+@pytest.mark.usefixtures("nothing_allocated")
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "architectures.0.='GPT2LMHeadModel'.* is not supported; supported"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}, "rope_parameters": None}, "rope"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantization_config=.*use an unquantised"),
+        ({"use_sliding_window": True, "sliding_window": 512}, "sliding_window=512.*only full attention is supported"),
+    ],
+)
+def test_unsupported_model_setting_is_refused(
+    model: Path, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    config = json.loads((model / "config.json").read_text()) | changes
+    (tmp_path / "config.json").write_text(
+        json.dumps({key: value for key, value in config.items() if value is not None})
+    )
+    with pytest.raises(ValueError, match=message):
+        LLM(str(tmp_path), device="cpu")
+
+
+@pytest.mark.usefixtures("nothing_allocated")
+@pytest.mark.parametrize(("name", "message"), [("absent", "does not exist; give"), ("empty", "no config.json in")])
+def test_model_directory_without_a_model_is_refused(tmp_path: Path, name: str, message: str) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=message):
+        LLM(str(tmp_path / name), device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "message"),
+    [
+        ([], {}, "the prompt is empty"),
+        ("", {}, "the prompt is empty"),
+        ([1, 320], {}, r"token_ids\[1\]=320 is outside the vocabulary 0..319"),
+        ([1, -1], {}, r"token_ids\[1\]=-1 is outside the vocabulary"),
+        ([1, 2.0], {}, r"token_ids\[1\]=2.0 is no integer"),
+        ([1, "a"], {}, r"token_ids\[1\]='a' is no integer"),
+        ([1, True], {}, r"token_ids\[1\]=True is no integer"),
+        (5, {}, "a prompt has type int, expected a string or a list of token ids"),
+        ([1] * 2000, {"max_tokens": 49}, r"prompt of 2000 tokens \+ max_tokens=49 exceeds max_model_len=2048; shorten"),
+        ("x", {"max_tokens": 2048}, r"prompt of 1 tokens \+ max_tokens=2048 exceeds max_model_len=2048"),
+    ],
+)
+def test_bad_request_is_refused_and_leaves_running_ones_untouched(
+    llm: LLM, prompt: Any, params: dict[str, Any], message: str
+) -> None:
+    expected = token_ids(llm, PROMPTS[3:], GREEDY)[0]
+    running = llm.add_request(PROMPTS[3], GREEDY)
+    llm.step()
+    with pytest.raises(ValueError, match=message):
+        llm.add_request(prompt, SamplingParams(**params))
+    finished: dict[int, Any] = {}
+    while not llm.is_finished():
+        finished |= llm.step().finished
+    assert list(finished) == [running] and finished[running]["token_ids"] == expected
+
+
+def test_longest_request_that_fits_runs(llm: LLM) -> None:
+    (output,) = llm.generate([[1] * (MAX_MODEL_LEN - 2)], SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)
+    assert len(output["token_ids"]) == 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_request_larger_than_the_pool_is_refused_when_added(model: Path, kind: str) -> None:
+    small = {"num_kvcache_blocks": 2} if kind == "all GPU" else {"num_cpu_blocks": 2}
+    with make_llm(model, kind, **small) as engine:
+        with pytest.raises(ValueError, match=r"prompt of 510 tokens \+ max_tokens=4 needs 3 .* blocks of 256 tokens"):
+            engine.add_request([1] * 510, SamplingParams(max_tokens=4))
+        engine.generate([[1] * 510], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "message"),
+    [
+        (["a", "b"], [GREEDY], "1 sampling_params for 2 prompts; give one, or one per prompt"),
+        (["a"], [], "0 sampling_params for 1 prompts"),
+        (["a", [1, 2]], None, "prompts mixes list, str; give all as strings, or all as lists of token ids"),
+        (["a", 5], None, "prompts mixes int, str"),
+        ({"a": 1}, None, "prompts has type dict, expected a list"),
+        (7, None, "prompts has type int, expected"),
+        ([[1], []], None, "the prompt is empty"),
+        ([[1], [400]], None, "outside the vocabulary"),
+        (["a"], {"temperature": 0}, "sampling_params has type dict, expected SamplingParams"),
+        (["a", "b"], [GREEDY, 3], "sampling_params has type int, expected SamplingParams"),
+    ],
+)
+def test_generate_bad_arguments_are_refused_before_anything_is_queued(
+    llm: LLM, prompts: Any, params: Any, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        llm.generate(prompts, params, use_tqdm=False)
+    assert not llm.scheduler.has_unfinished
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"temperature": -0.1}, "temperature=-0.1 must be 0"),
+        ({"temperature": float("nan")}, "temperature=nan must be 0"),
+        ({"temperature": float("inf")}, "temperature=inf must be 0"),
+        ({"temperature": "hot"}, "temperature='hot' must be a number"),
+        ({"max_tokens": 0}, "max_tokens=0 must be 1 or more"),
+        ({"max_tokens": 2.0}, "max_tokens=2.0 must be an integer"),
+        ({"top_k": -2}, "top_k=-2 must be 1 or more, or 0 or -1"),
+        ({"top_p": 0}, "top_p=0 must be above 0"),
+        ({"top_p": 1.1}, "top_p=1.1 must be above 0 and at most 1"),
+        ({"min_p": -0.1}, "min_p=-0.1 must be between 0 and 1"),
+        ({"min_p": True}, "min_p=True must be a number"),
+        ({"seed": 1.5}, "seed=1.5 must be an integer or None"),
+        ({"stop": ""}, "stop='' must be a non-empty string"),
+        ({"stop": ["a", 5]}, "must be a non-empty string"),
+        ({"stop_token_ids": [-1]}, "must be token ids"),
+        ({"stop_token_ids": ["a"]}, "must be token ids"),
+    ],
+)
+def test_bad_sampling_parameter_is_refused(params: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SamplingParams(**params)
+
+
+@pytest.mark.parametrize("params", [{"stop": 5}, {"stop_token_ids": 5}, {"stop_token_ids": [True]}])
+def test_sampling_parameter_of_a_wrong_type_is_a_value_error(params: dict[str, Any]) -> None:
+    with pytest.raises(ValueError):
+        SamplingParams(**params)
+
+
+def test_stop_token_id_outside_the_vocabulary_is_refused(llm: LLM) -> None:
+    with pytest.raises(ValueError, match="320"):
+        llm.generate(["a"], SamplingParams(stop_token_ids=[320]), use_tqdm=False)
+
+
+def test_sampling_params_unknown_name_raises() -> None:
+    with pytest.raises(TypeError, match="temprature"):
+        SamplingParams(temprature=0)  # type: ignore[call-arg]
+
+
+def test_without_a_tokenizer_token_ids_work_and_text_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path)
+    with make_llm(tmp_path) as engine:
+        output = engine.generate([[1, 2, 3]], GREEDY, use_tqdm=False)[0]
+        assert output["text"] is None and len(output["token_ids"]) == 12
+        calls: dict[str, Callable[[], object]] = {
+            "a text prompt needs a tokenizer, .* give a list of token ids": lambda: engine.generate(["a"]),
+            "stop strings need a tokenizer, .* use stop_token_ids": lambda: engine.generate(
+                [[1]], SamplingParams(stop="a")
+            ),
+            "stream yields text and needs a tokenizer, .* use generate": lambda: engine.stream([1, 2]),
+            "chat needs a tokenizer with a chat template, .* use generate": lambda: engine.chat([{"role": "user"}]),
+        }
+        for message, call in calls.items():
+            with pytest.raises(ValueError, match=message):
+                call()
+
+
+def test_chat_without_messages_is_refused(llm: LLM) -> None:
+    with pytest.raises(ValueError, match="messages is empty; give at least one message"):
+        llm.chat([])

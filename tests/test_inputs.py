@@ -1,0 +1,185 @@
+"""Index arithmetic of a step, against a loop over tokens."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from nanovllm.engine.batch import KVMoves, SamplingRow, SequenceStep, StepPlan, StreamedGroup
+from nanovllm.engine.inputs import build_arrays, build_batches, build_groups, last_token_batches, pad_tables, to_device
+
+BLOCK_SIZE = 8
+
+
+def sequence_step(
+    num_tokens: int,
+    context_len: int,
+    *,
+    position: int | None = None,
+    table: tuple[int, ...] = (),
+    num_prompt_tokens: int = 100,
+    sampling: SamplingRow | None = None,
+    previous_row: int = -1,
+) -> SequenceStep:
+    ids = np.arange(num_tokens, dtype=np.int64) + 1000 * context_len
+    if previous_row >= 0:
+        ids[-1] = -1
+    return SequenceStep(
+        seq_id=context_len,
+        token_ids=ids,
+        position=context_len - num_tokens if position is None else position,
+        num_prompt_tokens=num_prompt_tokens,
+        block_table=table or tuple(range(-(-context_len // BLOCK_SIZE))),
+        context_len=context_len,
+        sampling=sampling,
+        previous_row=previous_row,
+    )
+
+
+def random_plan(rng: random.Random) -> StepPlan:
+    steps = []
+    for _ in range(rng.randint(1, 6)):
+        num_tokens = rng.choice([1, 1, rng.randint(2, 30)])
+        context_len = num_tokens + rng.randint(0, 40)
+        steps.append(
+            sequence_step(
+                num_tokens,
+                context_len,
+                position=context_len - num_tokens + BLOCK_SIZE * rng.randint(0, 3),  # blocks that are streamed
+                table=tuple(rng.sample(range(50), -(-context_len // BLOCK_SIZE))),
+                num_prompt_tokens=rng.randint(1, 60),
+                sampling=rng.choice([None, SamplingRow(0.5, 3, 0.9, 0.1, rng.getrandbits(63), rng.randint(1, 99))]),
+                previous_row=rng.choice([-1, -1, rng.randint(0, 5)]),
+            )
+        )
+    return StepPlan(1, tuple(steps), KVMoves())
+
+
+def test_arrays_of_random_steps_are_those_of_a_loop_over_tokens() -> None:
+    rng = random.Random(0)
+    for _ in range(200):
+        plan = random_plan(rng)
+        arrays = build_arrays(plan, BLOCK_SIZE)
+        expected: dict[str, list[float]] = {name: [] for name in arrays}
+        expected["cu_seqlens_q"] = [0]
+        token = 0
+        for row, step in enumerate(plan.sequences):
+            for i, token_id in enumerate(step.token_ids.tolist()):
+                key = step.context_len - step.num_tokens + i
+                expected["input_ids"].append(token_id)
+                expected["positions"].append(step.position + i)
+                expected["rope_lens"].append(max(step.num_prompt_tokens, step.position + i + 1))
+                cell = step.block_table[key // BLOCK_SIZE] * BLOCK_SIZE + key % BLOCK_SIZE
+                expected["slot_mapping"].append(cell)
+                token += 1
+            expected["cu_seqlens_q"].append(token)
+            expected["context_lens"].append(step.context_len)
+            if step.sampling is not None:
+                expected["sampled"].append(row)
+                expected["logits_rows"].append(token - 1)
+                names = ("temperature", "top_k", "top_p", "min_p", "seed", "sample_position")
+                for name, value in zip(names, step.sampling, strict=True):
+                    expected[name].append(value)
+            if step.previous_row >= 0:
+                expected["pending_tokens"].append(token - 1)
+                expected["pending_rows"].append(step.previous_row)
+        for name, values in expected.items():
+            if name != "block_tables":
+                assert arrays[name].tolist() == pytest.approx(values, abs=1e-6), name
+        for table, step in zip(arrays["block_tables"].tolist(), plan.sequences, strict=True):
+            assert table[: len(step.block_table)] == list(step.block_table)
+            assert not any(table[len(step.block_table) :])
+
+
+def test_array_types() -> None:
+    arrays = build_arrays(random_plan(random.Random(1)), BLOCK_SIZE)
+    for name in (
+        "input_ids",
+        "positions",
+        "rope_lens",
+        "slot_mapping",
+        "logits_rows",
+        "pending_tokens",
+        "seed",
+        "top_k",
+    ):
+        assert arrays[name].dtype == np.int64, name
+    for name in ("cu_seqlens_q", "context_lens", "block_tables"):
+        assert arrays[name].dtype == np.int32, name
+    for name in ("temperature", "top_p", "min_p"):
+        assert arrays[name].dtype == np.float32, name
+
+
+def test_step_that_samples_nothing_has_no_rows() -> None:
+    arrays = build_arrays(StepPlan(1, (sequence_step(5, 9),), KVMoves()), BLOCK_SIZE)
+    assert arrays["logits_rows"].shape == arrays["temperature"].shape == arrays["seed"].shape == (0,)
+
+
+def test_pad_tables_missing_entries_are_a_valid_block() -> None:
+    assert pad_tables([(3, 4), (), (5,)], 3).tolist() == [[3, 4, 0], [0, 0, 0], [5, 0, 0]]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_to_device_keeps_types_shapes_and_values(device: str) -> None:
+    arrays = build_arrays(random_plan(random.Random(2)), BLOCK_SIZE)
+    arrays |= {"empty": np.zeros((0, 3), dtype=np.int32), "odd": np.arange(7, dtype=np.int32)}
+    tensors = to_device(arrays, torch.device(device))
+    assert set(tensors) == set(arrays)
+    for name, array in arrays.items():
+        assert tensors[name].device.type == device
+        assert tensors[name].shape == array.shape
+        assert np.array_equal(tensors[name].cpu().numpy(), array)
+        assert tensors[name].cpu().numpy().dtype == array.dtype
+        assert tensors[name].data_ptr() % tensors[name].element_size() == 0
+
+
+def test_batches_of_paged_keys_and_of_streamed_groups() -> None:
+    steps = (sequence_step(3, 11, table=(4, 6)), sequence_step(1, 5, table=(2,)))
+    groups = (StreamedGroup((7, 8, 9), ((0, 2), (1,))), StreamedGroup((3,), ((), (0,))))
+    plan = StepPlan(1, steps, KVMoves(streamed=groups))
+    arrays = build_arrays(plan, BLOCK_SIZE)
+    for i, (lens, tables) in enumerate(build_groups(plan, BLOCK_SIZE, group_blocks=3)):
+        assert (lens.dtype, tables.dtype) == (np.int32, np.int32)
+        arrays |= {f"group_context_lens_{i}": lens, f"group_tables_{i}": tables}
+    batches = build_batches(plan, to_device(arrays, torch.device("cpu")), BLOCK_SIZE)
+
+    paged = batches.paged
+    assert paged.causal and (paged.max_query_len, paged.max_context_len) == (3, 11)
+    assert paged.context_lens.tolist() == [11, 5] and paged.block_tables.tolist() == [[4, 6], [2, 0]]
+    assert paged.host is not None
+    assert (paged.host.query_lens, paged.host.context_lens) == ([3, 1], [11, 5])
+    assert paged.host.block_tables == [(4, 6), (2,)]
+
+    first, second = batches.groups
+    assert not first.causal and (first.max_query_len, first.max_context_len) == (3, 16)
+    assert first.context_lens.tolist() == [16, 8] and first.block_tables.tolist() == [[0, 2, 0], [1, 0, 0]]
+    assert second.context_lens.tolist() == [0, 8] and second.block_tables.tolist() == [[0, 0, 0], [0, 0, 0]]
+    assert first.cu_seqlens_q.tolist() == second.cu_seqlens_q.tolist() == [0, 3, 4]
+    assert second.host is not None and second.host.context_lens == [0, 8]
+
+
+@pytest.mark.parametrize("samples", [(True, False, True), (False, True, False), (False, False, False)])
+def test_batches_of_the_last_tokens_are_those_of_the_sequences_that_sample(samples: tuple[bool, ...]) -> None:
+    row = SamplingRow(1.0, 0, 1.0, 0.0, 0, 0)
+    steps = tuple(
+        sequence_step(n, context_len, table=table, sampling=row if does else None)
+        for n, context_len, table, does in zip((3, 1, 2), (11, 5, 9), ((4, 6), (2,), (7, 1)), samples, strict=True)
+    )
+    plan = StepPlan(1, steps, KVMoves(streamed=(StreamedGroup((7, 8, 9), ((0, 2), (), (1,))),)))
+    arrays = build_arrays(plan, BLOCK_SIZE)
+    ((lens, tables),) = build_groups(plan, BLOCK_SIZE, group_blocks=3)
+    tensors = to_device(arrays | {"group_context_lens_0": lens, "group_tables_0": tables}, torch.device("cpu"))
+    paged, (group,) = last_token_batches(plan, build_batches(plan, tensors, BLOCK_SIZE), tensors["sampled"])
+    for batch, context_lens, rows in (
+        (paged, (11, 5, 9), [[4, 6], [2, 0], [7, 1]]),
+        (group, (16, 0, 8), tables.tolist()),
+    ):
+        expected = [context_len for context_len, does in zip(context_lens, samples, strict=True) if does]
+        assert batch.context_lens.tolist() == expected
+        assert batch.block_tables.tolist() == [table for table, does in zip(rows, samples, strict=True) if does]
+        assert batch.cu_seqlens_q.tolist() == list(range(len(expected) + 1))
+        assert (batch.max_query_len, batch.max_context_len) == (1, max(expected, default=0))
+        assert batch.host is not None and batch.host.context_lens == expected
+        assert batch.host.query_lens == [1] * len(expected) and len(batch.host.block_tables) == len(expected)
+    assert paged.causal and not group.causal

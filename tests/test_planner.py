@@ -1,0 +1,293 @@
+"""The planner's numbers, worked out by hand for Qwen3-0.6B, and what it refuses; the link's meter."""
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from dense_model import random_prompt
+from tiny_models import ARCHITECTURES, write_tiny_model
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.config import Config
+from nanovllm.costs import num_missing_blocks, num_prefill_loaded_blocks, weight_bytes
+from nanovllm.distributed import TPGroup
+from nanovllm.engine.batch import KVMoves, SamplingRow, SequenceStep, SlotLoad, StepPlan, StreamedGroup
+from nanovllm.kvcache import link
+from nanovllm.kvcache.link import LinkMeter, measure_link
+from nanovllm.kvcache.streams import ImmediateStreams, make_streams
+from nanovllm.machine import Machine
+from nanovllm.model_config import ModelConfig
+from nanovllm.models.registry import build_model
+from nanovllm.planner import Plan, PlanOptions, make_plan
+
+MIB, GIB = 2**20, 2**30
+MODEL, _ = ModelConfig.from_pretrained("qwen3-0.6b")
+H200 = Machine.gpu(100 * GIB)
+OFFLOAD: dict[str, Any] = {"enable_cpu_offload": True, "num_gpu_blocks": 8}
+
+
+def plan_for(machine: Machine = H200, *, context: int | None = None, num_sequences: int = 1, **options: Any) -> Plan:
+    config = Config(model="qwen3-0.6b", **options)
+    return make_plan(config, MODEL, machine, context=context, num_sequences=num_sequences)
+
+
+# -- memory ------------------------------------------------------------------------------------------------------
+
+
+def test_plan_blocks_of_qwen3_have_the_known_sizes() -> None:
+    """2 x 28 layers x 8 kv heads x 128 x 2 bytes = 112 KiB a token."""
+    all_gpu, offload = plan_for(), plan_for(**OFFLOAD)
+    assert all_gpu.kv_bytes_per_token == offload.kv_bytes_per_token == 112 * 1024
+    assert (all_gpu.spec.block_bytes, offload.spec.block_bytes) == (28 * MIB, 448 * MIB)
+    assert plan_for(**OFFLOAD, tensor_parallel_size=2).spec.block_bytes == 224 * MIB
+
+
+def test_plan_memory_of_qwen3_with_offload() -> None:
+    plan = plan_for(**OFFLOAD)
+    assert plan.slot_bytes == 8 * 448 * MIB
+    assert plan.staging_bytes == 3 * 2 * 16 * MIB  # 3 groups of 2 blocks of one layer
+    assert (plan.num_cpu_blocks, plan.cpu_pool_bytes) == (20, 20 * 448 * MIB)
+    embedding, layer = 151936 * 1024, 1024 * (4096 + 2048 + 3 * 3072 + 2) + 2 * 128
+    assert plan.weight_bytes == 2 * (embedding + 28 * layer + 1024)
+    assert plan.gpu_limit_bytes == int(139 * GIB * 0.9)
+    parts = plan.weight_bytes + plan.slot_bytes + plan.staging_bytes + plan.activation_bytes
+    assert plan.gpu_bytes == parts + GIB
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("options", [{}, {"tied": True, "bias": True}], ids=["plain", "tied, biases"])
+def test_weight_bytes_are_those_of_the_built_model(tmp_path: Path, architecture: str, options: dict[str, bool]) -> None:
+    config, _ = ModelConfig.from_pretrained(str(write_tiny_model(tmp_path, architecture, **options)))
+    device = torch.device("cpu")
+    model = build_model(config, TPGroup(), max_model_len=128, dtype=torch.float32, device=device)
+    built = sum(parameter.numel() * 4 for parameter in model.parameters())
+    assert weight_bytes(Config(model="m", dtype="float32"), config) == built
+
+
+def test_plan_cpu_pool_left_open_stops_at_70_percent_of_the_memory() -> None:
+    assert plan_for(replace(H200, host_bytes=10 * GIB), **OFFLOAD).num_cpu_blocks == 16  # 7 GiB
+    assert plan_for(**OFFLOAD, cpu_memory_gb=4).num_cpu_blocks == 9
+    assert plan_for(**OFFLOAD, num_cpu_blocks=11).num_cpu_blocks == 11
+
+
+def test_plan_slots_left_open_are_what_fits() -> None:
+    assert plan_for(enable_cpu_offload=True).num_gpu_blocks == 20  # no more than there are CPU blocks
+    small = plan_for(replace(H200, gpu_bytes=10 * GIB), enable_cpu_offload=True)
+    assert small.gpu_limit_bytes is not None
+    assert small.gpu_bytes <= small.gpu_limit_bytes < small.gpu_bytes + small.spec.block_bytes
+
+
+# -- blocks and bounds -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("context", "num_slots", "num_sequences", "missing"),
+    [
+        (40960, 8, 1, 2),  # 9 full blocks, 7 slots beside the write slot
+        (40960, 4, 1, 6),
+        (40960, 10, 1, 0),
+        (40961, 8, 1, 3),  # the newest token begins a block
+        (131072, 8, 1, 24),
+        (32768, 12, 4, 20),  # 4 x 7 full blocks, 8 slots beside the write slots
+        (1, 2, 1, 0),
+    ],
+)
+def test_num_missing_blocks_are_the_full_ones_less_the_slots(
+    context: int, num_slots: int, num_sequences: int, missing: int
+) -> None:
+    assert num_missing_blocks(context, 4096, num_slots, num_sequences) == missing
+
+
+def test_plan_decode_bound_is_the_link_over_the_missing_bytes() -> None:
+    plan = plan_for(H200.with_link(50e9, "given"), context=40960, **OFFLOAD)
+    assert (plan.num_full_blocks, plan.num_missing_blocks) == (9, 2)
+    assert plan.link_decode_tok_per_s == pytest.approx(50e9 / (2 * 448 * MIB))
+    four = plan_for(H200.with_link(50e9, "given"), context=32768, num_sequences=4, **OFFLOAD | {"num_gpu_blocks": 12})
+    assert four.link_decode_tok_per_s == pytest.approx(4 * 50e9 / (20 * 448 * MIB))
+
+
+def test_plan_nothing_missing_has_no_link_bound() -> None:
+    assert plan_for(context=40960, **OFFLOAD | {"num_gpu_blocks": 10}).link_decode_tok_per_s is None
+    assert plan_for(context=40960).link_decode_tok_per_s is None
+    on_cpu = plan_for(Machine.cpu(100 * GIB), context=40960, **OFFLOAD)
+    assert on_cpu.link_decode_tok_per_s is None and on_cpu.num_missing_blocks == 2
+    assert on_cpu.memory_decode_tok_per_s is None and on_cpu.flop_prefill_tok_per_s is None
+
+
+def test_plan_bounds_all_gpu_are_those_known_of_the_h200() -> None:
+    plan = plan_for(context=40960)
+    assert plan.flop_prefill_tok_per_s == pytest.approx(124_000, rel=0.01)
+    assert plan.memory_decode_tok_per_s == pytest.approx(730, rel=0.01)
+
+
+def test_num_prefill_loaded_blocks_by_hand() -> None:
+    """Chunks of 4 blocks, 8 slots: the third chunk has 8 blocks behind it and 4 slots for them, and so on."""
+    assert num_prefill_loaded_blocks(8 * 4096, 4096, num_slots=8, chunk_tokens=16384) == 0
+    assert num_prefill_loaded_blocks(12 * 4096, 4096, num_slots=8, chunk_tokens=16384) == 4
+    assert num_prefill_loaded_blocks(16 * 4096, 4096, num_slots=8, chunk_tokens=16384) == 4 + 8
+    assert num_prefill_loaded_blocks(4 * 4096, 4096, num_slots=2, chunk_tokens=16384) == 2  # the slots cut the chunks
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (OFFLOAD | {"num_cpu_blocks": 1000}, r"1000 blocks needs 437.50 GiB, 100.00 GiB .* lower num_cpu_blocks"),
+        (OFFLOAD | {"cpu_memory_gb": 0.1}, "cpu_memory_gb=0.1 holds no block of 448.00 MiB; raise cpu_memory_gb"),
+        (OFFLOAD | {"num_gpu_blocks": 300}, r"num_gpu_blocks=300 .* 131.25 GiB.* lower num_gpu_blocks to 283 or less"),
+        ({"num_kvcache_blocks": 5000}, r"num_kvcache_blocks=5000 .* 136.72 GiB.* 125.10 GiB .*=0.9 allows of 139.00"),
+        ({"gpu_memory_utilization": 0.001}, "use a smaller model or more ranks"),
+    ],
+)
+def test_check_engine_that_cannot_start_says_why(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan_for(**options).check()
+
+
+def test_check_little_host_memory_says_why() -> None:
+    with pytest.raises(ValueError, match=r"70% of the 512.00 MiB of memory available hold no block"):
+        plan_for(replace(H200, host_bytes=512 * MIB), **OFFLOAD).check()
+
+
+@pytest.mark.parametrize(("num_slots", "fits"), [(283, True), (284, False)], ids=["the most that fits", "one more"])
+def test_check_slots_at_the_edge(num_slots: int, fits: bool) -> None:
+    plan = plan_for(**OFFLOAD | {"num_gpu_blocks": num_slots})
+    exact_bytes = plan.weight_bytes + plan.staging_bytes + plan.slot_bytes
+    assert plan.gpu_limit_bytes is not None and (exact_bytes <= plan.gpu_limit_bytes) == fits
+    if fits:
+        plan.check()
+    else:
+        with pytest.raises(ValueError, match="lower num_gpu_blocks to 283"):
+            plan.check()
+
+
+@pytest.mark.parametrize(
+    ("workload", "options", "message"),
+    [
+        ({"context": 50000}, OFFLOAD, r"max_model_len=40960; shorten it, or the model's rope covers 40960"),
+        ({"context": 50}, OFFLOAD | {"max_model_len": 40}, "max_model_len=40; shorten it, or raise max_model_len"),
+        ({"context": 40960, "num_sequences": 3}, OFFLOAD, "need 30 blocks in CPU memory, the pool has 20"),
+        ({"context": 100, "num_sequences": 9}, OFFLOAD, "9 sequences need a slot each, there are 8"),
+        ({"context": 100, "num_sequences": 9}, {"max_num_seqs": 8}, "exceeds max_num_seqs=8"),
+        ({"context": 40960, "num_sequences": 50}, {}, r"need 8000 blocks on the GPU, .* use enable_cpu_offload"),
+    ],
+)
+def test_check_workload_that_cannot_run_says_why(
+    workload: dict[str, int], options: dict[str, Any], message: str
+) -> None:
+    plan = plan_for(**workload, **options)
+    plan.check()
+    with pytest.raises(ValueError, match=message):
+        plan.check_workload()
+
+
+def test_make_plan_bad_shapes_raise() -> None:
+    with pytest.raises(ValueError, match="more than the 40960 tokens"):
+        plan_for(max_model_len=50000)
+    with pytest.raises(ValueError, match="num_kv_heads=8 is not divisible by tensor_parallel_size=3"):
+        plan_for(tensor_parallel_size=3)
+
+
+def test_plan_options_replace_what_the_machine_says() -> None:
+    machine = PlanOptions(gpu_memory_gb=24, host_memory_gb=32, link_gb_per_s=25).apply(H200)
+    assert (machine.gpu_bytes, machine.host_bytes, machine.link_byte_per_s) == (24 * GIB, 32 * GIB, 25e9)
+    assert PlanOptions().apply(H200) == H200
+    with pytest.raises(ValueError, match="sequences=0 must be above 0"):
+        PlanOptions(sequences=0)
+
+
+# -- in the engine -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_tiny_model(tmp_path_factory.mktemp("tiny"), max_position_embeddings=4096))
+
+
+def test_engine_that_cannot_start_is_refused_before_the_model_is_built(
+    tiny: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object) -> None:
+        raise AssertionError("built a runner")
+
+    monkeypatch.setattr("nanovllm.engine.llm_engine._make_runner", fail)
+    with pytest.raises(ValueError, match="lower num_cpu_blocks"):
+        LLM(tiny, device="cpu", **OFFLOAD, num_cpu_blocks=10**9)
+
+
+def test_engine_with_offload_logs_its_plan_and_counts_the_link(
+    tiny: str, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = OFFLOAD | {"num_gpu_blocks": 3, "kvcache_block_size": 256, "num_cpu_blocks": 10}
+    with caplog.at_level(logging.INFO, "nanovllm"), LLM(tiny, device="cpu", **options) as llm:
+        assert "plan for 1 x 4,096 tokens" in caplog.text and "3 of 256 tokens" in caplog.text
+        before = llm.stats()
+        assert before["load_byte_per_s"] is before["link_share"] is before["link_byte_per_s"] is None
+        llm.generate([random_prompt(2000, seed=1)], SamplingParams(temperature=0, max_tokens=9, ignore_eos=True))
+        stats = llm.stats()
+    assert stats["num_missed_blocks"] > 0 and stats["num_hit_blocks"] > 0
+    assert stats["load_byte_per_s"] > 0
+    assert stats["link_byte_per_s"] is stats["link_share"] is None  # no link on a CPU
+    bar = capsys.readouterr().err
+    assert "GB/s" in bar and f"{stats['num_hit_blocks']}/{stats['num_missed_blocks']}" in bar
+
+
+def test_engine_without_offload_has_no_link_figures(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with LLM(tiny, device="cpu", num_kvcache_blocks=4) as llm:
+        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=3))
+        assert not {"link_byte_per_s", "load_byte_per_s", "link_share"} & llm.stats().keys()
+    assert "GB/s" not in capsys.readouterr().err
+
+
+# -- the link ----------------------------------------------------------------------------------------------------
+
+
+def step_plan(num_tokens: int, *, streamed: int = 0, loads: int = 0) -> StepPlan:
+    sampling = SamplingRow(0.0, 0, 1.0, 0.0, 0, num_tokens)
+    sequence = SequenceStep(0, np.zeros(num_tokens, dtype=np.int64), 0, num_tokens, (0,), num_tokens, sampling)
+    groups = (StreamedGroup(tuple(range(streamed)), ()),) if streamed else ()
+    slot_loads = tuple(SlotLoad(i, i, 256) for i in range(loads))
+    return StepPlan(0, (sequence,), KVMoves(loads=slot_loads, streamed=groups))
+
+
+def test_link_meter_counts_time_between_streamed_decode_steps_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(link.time, "perf_counter", lambda: now)
+    meter = LinkMeter(block_bytes=1000, block_size=256)
+    streamed, prefill, resident = step_plan(1, streamed=3), step_plan(50, streamed=3), step_plan(1)
+    for plan, end_s in (
+        (prefill, 10.0),
+        (streamed, 11.0),  # a prefill ran before it
+        (streamed, 12.0),  # 3 blocks in 1 s
+        (step_plan(1, streamed=3, loads=2), 14.0),  # 5 blocks in 2 s
+        (resident, 14.1),
+        (streamed, 20.0),
+        (prefill, 30.0),
+    ):
+        now = end_s
+        meter.step_ended(plan)
+    assert meter.stats(16_000 / 3) == {"load_byte_per_s": 8000 / 3, "link_share": 0.5}
+    meter.step_ended(streamed)
+    meter.pause()
+    now = 99.0
+    meter.step_ended(streamed)
+    assert meter.stats(None) == {"load_byte_per_s": 8000 / 3, "link_share": None}
+
+
+def test_measure_link_on_the_cpu_there_is_none() -> None:
+    assert measure_link(ImmediateStreams(), torch.zeros(8), torch.zeros(8)) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_bytes", [100, 9 * MIB, 64 * MIB])
+def test_measure_link_of_a_gpu_is_a_plausible_rate(num_bytes: int) -> None:
+    pool = torch.zeros(num_bytes // 2, dtype=torch.bfloat16).pin_memory()
+    staging = torch.zeros(2**24, dtype=torch.bfloat16, device="cuda")
+    rate = measure_link(make_streams(staging.device), pool, staging)
+    assert rate is not None and (1e9 if num_bytes > MIB else 1e4) < rate < 1e12

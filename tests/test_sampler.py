@@ -1,0 +1,204 @@
+"""The sampler against softmax itself, and its noise."""
+
+import math
+
+import pytest
+import torch
+
+from nanovllm.layers.sampler import SamplingTensors, exponential_noise, filter_logits, sample
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+VOCAB_SIZE = 11
+LOGITS = torch.tensor([2.0, 1.5, 1.4, 0.3, 0.0, -0.5, -1.0, -1.1, 0.9, 1.45, -3.0])
+
+# (seed, entry) with which the noise at position 7 was 0: the 24 random bits are all ones.
+ALL_ONES = [(58709, 143), (139914, 154), (155969, 128), (171024, 161), (185837, 104), (202349, 82), (232307, 220)]
+
+
+def params_of(
+    num_rows: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    seeds: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+    device: str = "cpu",
+) -> SamplingTensors:
+    """The same parameters for every row; seeds 0.. and position 5 unless given."""
+
+    def full(value: float, dtype: torch.dtype) -> torch.Tensor:
+        return torch.full((num_rows,), value, dtype=dtype, device=device)
+
+    return SamplingTensors(
+        full(temperature, torch.float32),
+        full(top_k, torch.int64),
+        full(top_p, torch.float32),
+        full(min_p, torch.float32),
+        (torch.arange(num_rows) if seeds is None else seeds).to(device),
+        (full(5, torch.int64) if positions is None else positions).to(device),
+        filtered=top_k > 0 or top_p < 1 or min_p > 0,
+        random=temperature > 0,
+    )
+
+
+def naive_probabilities(
+    logits: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float
+) -> list[float]:
+    """Softmax of what is kept, by the words of SamplingParams."""
+    weights = [math.exp(x / temperature) for x in logits.tolist()]
+    order = sorted(range(len(weights)), key=lambda i: -weights[i])
+    kept = order[: top_k or len(order)]
+    kept = [i for i in kept if weights[i] >= min_p * weights[order[0]]]
+    total = sum(weights[i] for i in kept)
+    nucleus: list[int] = []
+    for i in kept:
+        if nucleus and sum(weights[j] for j in nucleus) / total >= top_p:
+            break
+        nucleus.append(i)
+    total = sum(weights[i] for i in nucleus)
+    return [weights[i] / total if i in nucleus else 0.0 for i in range(len(weights))]
+
+
+def assert_drawn_from(tokens: torch.Tensor, probabilities: list[float]) -> None:
+    """Chi-square over the tokens that can be drawn, five standard deviations from its mean at most."""
+    counts = torch.bincount(tokens.cpu(), minlength=len(probabilities)).tolist()
+    assert all(count == 0 for count, p in zip(counts, probabilities, strict=True) if p == 0), "a cut token was drawn"
+    expected = [(count, p * len(tokens)) for count, p in zip(counts, probabilities, strict=True) if p > 0]
+    chi_square = sum((count - mean) ** 2 / mean for count, mean in expected)
+    freedom = len(expected) - 1
+    assert chi_square <= freedom + 5 * math.sqrt(2 * freedom), f"{counts} is not drawn from {probabilities}"
+
+
+SETTINGS = [
+    {},
+    {"temperature": 0.6},
+    {"temperature": 1.7},
+    {"top_k": 4},
+    {"top_p": 0.75},
+    {"min_p": 0.3},
+    {"temperature": 1.3, "top_k": 6, "top_p": 0.8, "min_p": 0.25},
+]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("varying", ["seeds", "positions"])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_tokens_are_drawn_from_the_softmax_of_what_is_kept(
+    setting: dict[str, float], varying: str, device: str
+) -> None:
+    num_rows = 6000
+    rows = torch.arange(num_rows)
+    draw = {"seeds": rows} if varying == "seeds" else {"seeds": torch.full((num_rows,), 42), "positions": rows}
+    tokens = sample(LOGITS.expand(num_rows, -1).to(device), params_of(num_rows, device=device, **draw, **setting))
+    everything = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | setting
+    assert_drawn_from(tokens, naive_probabilities(LOGITS, **everything))
+
+
+def test_draws_of_neighbouring_positions_and_seeds_are_independent() -> None:
+    """Equal as often as two independent draws are."""
+    num_rows = 6000
+    probabilities = naive_probabilities(LOGITS, 1.0, 0, 1.0, 0.0)
+    p_equal = sum(p * p for p in probabilities)
+    tolerance = 5 * math.sqrt(p_equal * (1 - p_equal) / num_rows)
+    rows, same = torch.arange(num_rows), torch.full((num_rows,), 3)
+    for seeds, positions in ((rows, same), (same, rows), (rows, rows), (rows, num_rows - rows)):
+        tokens = sample(LOGITS.expand(num_rows, -1), params_of(num_rows, seeds=seeds, positions=positions))
+        assert abs((tokens[1:] == tokens[:-1]).float().mean().item() - p_equal) < tolerance
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_filter_keeps_what_the_definition_says(temperature: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for case in range(200):
+        logits = 3 * torch.randn(1 + case % 40, generator=generator)
+        top_k = case % 7
+        top_p, min_p = (torch.rand(2, generator=generator) * (case % 3 > 0)).tolist()
+        top_p = 1 - top_p if case % 3 else 1.0
+        params = params_of(1, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+        kept = filter_logits(logits[None], params)[0]
+        expected = [p > 0 for p in naive_probabilities(logits, temperature, top_k, top_p, min_p)]
+        assert torch.isfinite(kept).tolist() == expected
+        assert torch.equal(kept[kept.isfinite()], logits[kept.isfinite()])
+
+
+def test_filter_leaves_a_row_that_filters_nothing_as_it_is() -> None:
+    """Regression: beside a row that filters, the sum of probabilities reached 1.0 before the last tokens."""
+    logits = 3 * torch.randn(2, 20_011, generator=torch.Generator().manual_seed(0))
+    params = params_of(2)
+    params.top_k[1] = 5
+    kept = filter_logits(logits, params)
+    assert torch.equal(kept[0], logits[0])
+    assert kept[1].isfinite().sum() == 5
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_temperature_zero_is_argmax_also_beside_random_rows(device: str) -> None:
+    logits = torch.randn(9, 333, generator=torch.Generator().manual_seed(0)).to(device)
+    assert sample(logits, params_of(9, temperature=0.0, device=device)).tolist() == logits.argmax(-1).tolist()
+    params = params_of(9, top_k=50, device=device)
+    params.temperature[::2] = 0
+    assert sample(logits, params)[::2].tolist() == logits[::2].argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_row_draws_the_same_alone_and_in_any_batch(setting: dict[str, float], device: str) -> None:
+    logits = torch.randn(13, 333, generator=torch.Generator().manual_seed(1)).to(device)
+    params = params_of(13, device=device, **setting)
+    together = sample(logits, params)
+    order = torch.randperm(13, generator=torch.Generator().manual_seed(2))
+    for rows in (order, order[:5], order[:1]):
+        picked = SamplingTensors(*(column[rows] for column in params[:6]), *params[6:])
+        assert sample(logits[rows], picked).tolist() == together[rows].tolist()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_gpu_draws_what_the_cpu_draws(setting: dict[str, float]) -> None:
+    logits = 2 * torch.randn(64, 5003, generator=torch.Generator().manual_seed(1))
+    expected = sample(logits, params_of(64, **setting))
+    actual = sample(logits.cuda(), params_of(64, device="cuda", **setting)).cpu()
+    assert (actual == expected).float().mean() > 0.98  # the last bits of exp and log differ
+
+
+# -- noise -----------------------------------------------------------------------------------------------------------
+
+
+def test_noise_is_exp_1() -> None:
+    noise = exponential_noise(torch.arange(500), torch.arange(500), 400).double()
+    assert noise.mean().item() == pytest.approx(1, abs=0.01)
+    assert noise.var().item() == pytest.approx(1, abs=0.03)
+    for quantile in (0.001, 0.01, 0.1, 0.5, 0.9, 0.99):
+        share = (noise < -math.log(1 - quantile)).double().mean().item()
+        assert share == pytest.approx(quantile, abs=5 * math.sqrt(quantile * (1 - quantile) / noise.numel()))
+
+
+def test_noise_depends_on_every_bit_of_seed_and_position_and_entry() -> None:
+    base = exponential_noise(torch.tensor([12345]), torch.tensor([678]), 64)
+    for bit in (0, 1, 31, 32, 62):
+        flipped_seed, flipped_position = torch.tensor([12345 ^ 1 << bit]), torch.tensor([678 ^ 1 << min(bit, 40)])
+        assert not (exponential_noise(flipped_seed, torch.tensor([678]), 64) == base).any()
+        assert not (exponential_noise(torch.tensor([12345]), flipped_position, 64) == base).any()
+    assert base.unique().numel() == 64
+
+
+def test_noise_is_never_zero() -> None:
+    """Regression: 24 bits + 0.5 rounded up to 1.0, whose logarithm is 0. At 151,936 entries, one row in a hundred."""
+    seeds = torch.tensor([seed for seed, _ in ALL_ONES])
+    noise = exponential_noise(seeds, torch.full_like(seeds, 7), 320)
+    assert noise.min() > 0 and noise.isfinite().all()
+    entries = torch.tensor([entry for _, entry in ALL_ONES])
+    assert (noise[torch.arange(len(seeds)), entries] < 1e-6).all()  # still the smallest there is
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("top_k", [0, 3])
+def test_unlikely_and_cut_tokens_are_not_drawn_by_the_smallest_noise(top_k: int, device: str) -> None:
+    """Regression: the same. A probability over a noise of 0 won against everything, and 0 over 0 as well."""
+    seeds = torch.tensor([seed for seed, _ in ALL_ONES])
+    logits = torch.full((len(seeds), 320), -30.0)
+    logits[:, [5, 17, 300]] = 1.0
+    params = params_of(len(seeds), top_k=top_k, seeds=seeds, positions=torch.full_like(seeds, 7), device=device)
+    assert set(sample(logits.to(device), params).tolist()) <= {5, 17, 300}

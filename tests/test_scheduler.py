@@ -1,0 +1,335 @@
+"""The scheduler, step by step, over both managers. Random workloads: test_properties.py."""
+
+import pytest
+from content_model import EOS, Simulation, expected_answer
+from random_workloads import small_grain
+
+from nanovllm.engine.batch import StepPlan
+from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.kvcache.block_manager import BlockManager
+from nanovllm.kvcache.hybrid_manager import HybridKVCacheManager
+from nanovllm.sampling_params import SamplingParams
+
+
+def all_gpu(num_blocks: int = 64, block_size: int = 4, **options: object) -> Simulation:
+    return Simulation(BlockManager(num_blocks, block_size), **options)  # type: ignore[arg-type]
+
+
+def hybrid(num_gpu_blocks: int = 4, block_size: int = 4, **options: object) -> Simulation:
+    with small_grain():
+        kv = HybridKVCacheManager(64, num_gpu_blocks, block_size, group_blocks=2)
+    return Simulation(kv, **options)  # type: ignore[arg-type]
+
+
+def prompt(num_tokens: int, first: int = 1) -> list[int]:
+    return [first, *(i * i % 1009 for i in range(num_tokens - 1))]
+
+
+def shape(plan: StepPlan | None) -> list[tuple[int, int]]:
+    """(sequence, tokens) of the step."""
+    return [(step.seq_id, step.num_tokens) for step in plan.sequences] if plan else []
+
+
+def prompt_ending_in(answer: list[int]) -> list[int]:
+    """A prompt whose answer begins like this."""
+    for i in range(100_000):
+        candidate = [1 + i % 6, 1 + i // 6 % 6, 1 + i // 36]
+        params = SamplingParams(max_tokens=len(answer), ignore_eos=True)
+        if expected_answer(candidate, params) == answer:
+            return candidate
+    raise AssertionError(f"no prompt is answered with {answer}")
+
+
+# -- budget, chunks, order -------------------------------------------------------------------------------------------
+
+
+def test_running_first_then_waiting_share_the_budget_and_the_rest_of_a_prompt_comes_later() -> None:
+    simulation = all_gpu(max_num_batched_tokens=10)
+    simulation.add(prompt(3))
+    assert shape(simulation.step()) == [(0, 3)]
+    simulation.add(prompt(25, first=2))
+    simulation.add(prompt(4, first=3))
+    assert shape(simulation.step()) == [(0, 1), (1, 9)]
+    assert shape(simulation.step()) == [(0, 1), (1, 9)]
+    assert shape(simulation.step()) == [(0, 1), (1, 7), (2, 2)]
+    assert shape(simulation.step()) == [(1, 1), (2, 2)]
+    simulation.run()
+
+
+def test_only_the_last_prompt_token_samples() -> None:
+    simulation = all_gpu(max_num_batched_tokens=10)
+    seq = simulation.add(prompt(25))
+    sampled = []
+    for num_cached_tokens in (10, 20, 25):
+        plan = simulation.step()
+        assert plan is not None
+        assert seq.num_cached_tokens == num_cached_tokens
+        sampled.append(plan.sequences[0].sampling is not None)
+    assert sampled == [False, False, True]
+    assert seq.num_output_tokens == 1
+
+
+@pytest.mark.parametrize("chunked_prefill", [True, False])
+def test_no_more_run_than_max_num_seqs_first_come_first_served(chunked_prefill: bool) -> None:
+    simulation = all_gpu(max_num_seqs=2, max_num_batched_tokens=100, chunked_prefill=chunked_prefill)
+    for i in range(4):
+        simulation.add(prompt(5, first=i + 1), max_tokens=3 + i)
+    assert shape(simulation.step()) == [(0, 5), (1, 5)]
+    simulation.run()
+    finished = sorted(simulation.sequences, key=lambda seq: seq.last_token_s or 0)
+    assert [seq.seq_id for seq in finished] == [0, 1, 2, 3]
+
+
+def test_waiting_sequence_without_room_holds_back_those_behind_it() -> None:
+    simulation = all_gpu(num_blocks=10, max_num_batched_tokens=100)
+    simulation.add(prompt(20))
+    simulation.add(prompt(30, first=2))
+    simulation.add(prompt(2, first=3))
+    assert shape(simulation.step()) == [(0, 20)]
+    assert [seq.seq_id for seq in simulation.scheduler.waiting] == [1, 2]
+    simulation.run()
+
+
+def test_statuses() -> None:
+    simulation = all_gpu()
+    seq = simulation.add(prompt(5), max_tokens=2)
+    assert seq.status is SequenceStatus.WAITING and simulation.scheduler.has_unfinished
+    simulation.step()
+    assert seq.status is SequenceStatus.RUNNING
+    simulation.step()
+    assert seq.status is SequenceStatus.FINISHED and seq.finish_reason == "length"
+    assert not simulation.scheduler.has_unfinished
+    assert simulation.step() is None
+
+
+def test_prompt_longer_than_the_slots_goes_in_chunks_of_them() -> None:
+    simulation = hybrid(num_gpu_blocks=3, block_size=4, max_num_batched_tokens=100)
+    simulation.add(prompt(30))
+    assert [shape(simulation.step()) for _ in range(3)] == [[(0, 12)], [(0, 12)], [(0, 6)]]
+    simulation.run()
+
+
+def test_running_sequences_keep_their_slots_and_the_chunk_gets_the_rest() -> None:
+    simulation = hybrid(num_gpu_blocks=4, block_size=4, max_num_batched_tokens=100)
+    simulation.add(prompt(2), max_tokens=3)
+    simulation.add(prompt(5, first=2), max_tokens=3)
+    simulation.step()
+    simulation.add(prompt(30, first=3))
+    assert shape(simulation.step()) == [(0, 1), (1, 1), (2, 8)]
+    simulation.run()
+
+
+# -- classic ---------------------------------------------------------------------------------------------------------
+
+
+def test_classic_prompts_come_before_decodes_and_whole() -> None:
+    simulation = all_gpu(max_num_batched_tokens=10, chunked_prefill=False)
+    simulation.add(prompt(3), max_tokens=4)
+    assert shape(simulation.step()) == [(0, 3)]
+    simulation.add(prompt(6, first=2))
+    simulation.add(prompt(7, first=3))  # 4 tokens of the budget are left, and it is not split
+    simulation.add(prompt(2, first=4))  # would fit, but it is not its turn
+    assert shape(simulation.step()) == [(1, 6)]
+    assert shape(simulation.step()) == [(2, 7), (3, 2)]
+    assert shape(simulation.step()) == [(0, 1), (1, 1), (2, 1), (3, 1)]
+    simulation.run()
+
+
+def test_classic_prompt_longer_than_the_budget_is_split_and_not_refused() -> None:
+    simulation = all_gpu(max_num_batched_tokens=10, chunked_prefill=False)
+    simulation.add(prompt(3), max_tokens=9)
+    simulation.step()
+    simulation.add(prompt(25, first=2))
+    assert [shape(simulation.step()) for _ in range(4)] == [[(1, 10)], [(1, 10)], [(1, 5)], [(0, 1), (1, 1)]]
+    simulation.run()
+
+
+# -- preemption ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunked_prefill", [True, False])
+def test_all_gpu_without_room_the_tail_is_preempted_and_recomputes(chunked_prefill: bool) -> None:
+    simulation = all_gpu(num_blocks=5, max_num_batched_tokens=100, chunked_prefill=chunked_prefill)
+    first, second = simulation.add(prompt(7), max_tokens=8), simulation.add(prompt(8, first=2), max_tokens=6)
+    simulation.step()
+    assert shape(simulation.step()) == [(0, 1), (1, 1)]  # the last free block goes to the second one
+    assert shape(simulation.step()) == [(0, 1)]
+    assert simulation.scheduler.num_preemptions == 1
+    assert second.status is SequenceStatus.WAITING and second.num_output_tokens == 2
+    assert (second.num_cached_tokens, second.block_table) == (0, [])
+    simulation.run()
+    assert first.last_token_s is not None and second.last_token_s is not None
+    assert first.last_token_s < second.last_token_s
+    num_computed = sum(n for plan in simulation.plans for seq_id, n in shape(plan) if seq_id == 1)
+    assert num_computed > second.max_kv_tokens
+    assert second.num_hit_tokens == 0  # of the first admission
+
+
+def test_all_gpu_alone_at_the_tail_preempts_itself() -> None:
+    """The first one holds all but what the second one needs for its next token."""
+    simulation = all_gpu(num_blocks=4, max_num_batched_tokens=100)
+    first, second = simulation.add(prompt(5), max_tokens=8), simulation.add(prompt(8, first=2), max_tokens=5)
+    simulation.step()
+    assert shape(simulation.step()) == [(0, 1)]
+    assert (first.status, second.status) == (SequenceStatus.RUNNING, SequenceStatus.WAITING)
+    simulation.run()
+
+
+def test_nothing_is_admitted_in_a_step_that_preempts() -> None:
+    simulation = hybrid(num_gpu_blocks=6, max_num_batched_tokens=100)
+    simulation.add(prompt(3))
+    simulation.add(prompt(3, first=2))
+    simulation.step()
+    simulation.add(prompt(3, first=3))
+    simulation.preempt_next()
+    assert shape(simulation.step()) == [(0, 1)]
+    assert [seq.seq_id for seq in simulation.scheduler.waiting] == [1, 2]
+    assert shape(simulation.step()) == [(0, 1), (1, 1), (2, 3)]
+    simulation.run()
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_hybrid_preempted_computes_every_token_once(depth: int) -> None:
+    simulation = hybrid(num_gpu_blocks=3, depth=depth, max_num_batched_tokens=6)
+    seqs = [simulation.add(prompt(n, first=n), max_tokens=7) for n in (9, 3, 14)]
+    for num_step in range(200):
+        if not simulation.scheduler.has_unfinished:
+            break
+        if num_step % 3 == 1:
+            simulation.preempt_next()
+        simulation.step()
+    assert simulation.scheduler.num_preemptions >= 3
+    assert sum(plan.num_tokens for plan in simulation.plans) == sum(seq.max_kv_tokens for seq in seqs)
+    simulation.run()
+
+
+# -- one step ahead --------------------------------------------------------------------------------------------------
+
+
+def test_one_step_ahead_a_pending_token_comes_from_its_row_of_the_step_before() -> None:
+    simulation = all_gpu(depth=1, max_num_batched_tokens=20)
+    simulation.add(prompt(30), max_tokens=4)
+    simulation.step()
+    simulation.add(prompt(3, first=2), max_tokens=4)
+    plan = simulation.step()
+    assert shape(plan) == [(0, 10), (1, 3)]
+    plan = simulation.step()
+    assert plan is not None
+    assert [step.previous_row for step in plan.sequences] == [0, 1]
+    assert [step.token_ids.tolist() for step in plan.sequences] == [[-1], [-1]]
+    simulation.run()
+
+
+def test_one_step_ahead_a_token_that_is_back_is_no_pending_one() -> None:
+    """Classic: the prompt of the second one runs between two decodes of the first one."""
+    simulation = all_gpu(depth=1, max_num_batched_tokens=20, chunked_prefill=False)
+    seq = simulation.add(prompt(3), max_tokens=5)
+    simulation.step()
+    simulation.add(prompt(20, first=2), max_tokens=5)
+    simulation.step()
+    plan = simulation.step()
+    assert plan is not None
+    assert [step.previous_row for step in plan.sequences] == [-1, 0]
+    assert plan.sequences[0].token_ids.tolist() == [seq.token_ids[3]]
+    simulation.run()
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 5])
+def test_one_step_ahead_max_tokens_is_kept(max_tokens: int) -> None:
+    simulation = all_gpu(depth=1)
+    seq = simulation.add(prompt(5), max_tokens)
+    simulation.run()
+    assert len(seq.output_token_ids) == max_tokens
+    assert len(simulation.plans) == max_tokens  # no step is run in vain
+    assert seq.num_pending_tokens == 0
+
+
+def test_one_step_ahead_nothing_to_plan_while_the_last_token_is_pending() -> None:
+    simulation = all_gpu(depth=1)
+    simulation.add(prompt(5), max_tokens=1)
+    assert simulation.step() is not None
+    assert simulation.step() is None
+    assert not simulation.scheduler.has_unfinished
+
+
+@pytest.mark.parametrize(("depth", "num_steps"), [(0, 2), (1, 3)])
+def test_end_token_is_noticed_when_it_arrives_and_the_step_run_meanwhile_is_dropped(depth: int, num_steps: int) -> None:
+    simulation = all_gpu(depth=depth)
+    seq = simulation.add(prompt_ending_in([3, EOS]), max_tokens=9, ignore_eos=False)
+    simulation.run()
+    assert (seq.output_token_ids, seq.finish_reason) == ([3, EOS], "stop")
+    assert len(simulation.plans) == num_steps
+
+
+def test_end_token_is_ignored_on_request() -> None:
+    simulation = all_gpu()
+    seq = simulation.add(prompt_ending_in([3, EOS]), max_tokens=5, ignore_eos=True)
+    simulation.run()
+    assert len(seq.output_token_ids) == 5 and seq.finish_reason == "length"
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+@pytest.mark.parametrize("depth", [0, 1])
+def test_stop_token_id_ends_even_where_the_end_token_is_ignored(depth: int, ignore_eos: bool) -> None:
+    simulation = all_gpu(depth=depth)
+    seq = simulation.add(prompt_ending_in([3, 5]), max_tokens=9, ignore_eos=ignore_eos, stop_token_ids=(5, 6))
+    simulation.run()
+    assert (seq.output_token_ids, seq.finish_reason) == ([3, 5], "stop")
+
+
+# -- abort and refusal -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [all_gpu, hybrid])
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("num_steps", [0, 1, 2, 3, 5])
+def test_abort_at_any_time_frees_and_drops_what_is_pending(make: object, depth: int, num_steps: int) -> None:
+    simulation = make(depth=depth, max_num_batched_tokens=8)  # type: ignore[operator]
+    seqs = [simulation.add(prompt(10, first=i + 1), max_tokens=5) for i in range(3)]
+    for _ in range(num_steps):
+        simulation.step()
+    assert simulation.scheduler.abort(1) is seqs[1]
+    assert (seqs[1].status, seqs[1].finish_reason, seqs[1].block_table) == (SequenceStatus.FINISHED, "abort", [])
+    simulation.check_integrity()
+    assert simulation.scheduler.abort(1) is None
+    assert simulation.scheduler.abort(99) is None
+    simulation.run()
+
+
+@pytest.mark.parametrize("make", [all_gpu, hybrid])
+def test_refused_request_leaves_the_others_untouched(make: object) -> None:
+    simulation = make(max_num_batched_tokens=8)  # type: ignore[operator]
+    simulation.add(prompt(20))
+    simulation.step()
+    with pytest.raises(ValueError, match=r"prompt of 300 tokens \+ max_tokens=4 needs 76 .* blocks of 4 tokens"):
+        simulation.add(prompt(300))
+    assert len(simulation.scheduler.sequences) == 1
+    simulation.run()
+
+
+# -- faults ----------------------------------------------------------------------------------------------------------
+
+
+def test_token_out_of_order_is_refused() -> None:
+    seq = Sequence(3, [1, 2], SamplingParams(), 0)
+    with pytest.raises(AssertionError, match="sequence 3 waits for no token"):
+        seq.append_pending(5, 2)
+    seq.num_pending_tokens = 1
+    with pytest.raises(AssertionError, match="sequence 3 got token 3 out of order"):
+        seq.append_pending(5, 3)
+
+
+@pytest.mark.parametrize("fault", ["lost", "status", "waiting status"])
+def test_check_integrity_notices(fault: str) -> None:
+    simulation = all_gpu(max_num_seqs=1)
+    simulation.add(prompt(5))
+    simulation.add(prompt(5))
+    simulation.step()
+    if fault == "lost":
+        simulation.scheduler.waiting.clear()
+    elif fault == "status":
+        simulation.scheduler.running[0].status = SequenceStatus.WAITING
+    else:
+        simulation.scheduler.waiting[0].status = SequenceStatus.RUNNING
+    with pytest.raises(AssertionError):
+        simulation.scheduler.check_integrity()
