@@ -25,9 +25,9 @@ format: $(INSTALLED)
 bench-micro: $(INSTALLED)
 	$(BIN)/python -m pytest benchmarks/micro --benchmark-only
 
-bench-gpu: $(INSTALLED)
-	$(BIN)/python bench.py
-	$(BIN)/python bench_offload.py
+# PYTHON given here (make bench-gpu PYTHON=python3) is used as it is, without the virtual environment
+bench-gpu: $(if $(filter file,$(origin PYTHON)),$(INSTALLED))
+	$(if $(filter file,$(origin PYTHON)),$(BIN)/python,$(PYTHON)) benchmarks/run_all.py $(ARGS)
 
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -101,7 +101,7 @@ def main() -> None:
     llm.generate([[1, 2, 3]], SamplingParams(max_tokens=1), use_tqdm=False)
     result = vars(args) | versions() | {"gpu": machine.name, "start_to_first_token_s": time.perf_counter() - start_s}
     print(f"start to first token: {result['start_to_first_token_s']:.1f} s")
-    work = Work(llm.model_config)
+    work = Work(llm)
     if args.long:
         result |= bench_long(llm, work, machine, args.max_model_len, args.runs)
     elif args.batch:

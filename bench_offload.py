@@ -26,10 +26,11 @@ from benchmarks.common import (
     versions,
 )
 from benchmarks.sweep import run_sweep
-from nanovllm import LLM
+from nanovllm import LLM, SamplingParams
 from nanovllm.costs import num_full_blocks, num_missing_blocks
 
 NUM_DECODED = 128
+QUESTION_TOKENS = 64
 
 
 def make_llm(args: argparse.Namespace, max_model_len: int, **options: Any) -> LLM:
@@ -72,6 +73,9 @@ def bench_offload(args: argparse.Namespace, machine: Machine, max_model_len: int
     )
     start_s = time.perf_counter() - start_s
     result = measure(llm, args, max_model_len, "offload")
+    second = time_second_question(llm, max_model_len - 1, args.runs)
+    print(f"         second question: {second.median:.3f} of the first's time to first token")
+    result |= second.as_json("second_question_ttft_ratio")
     stats = llm.stats()
     block_bytes = stats["block_bytes"]
     full_blocks = args.batch * num_full_blocks(max_model_len, args.block_size)
@@ -86,6 +90,22 @@ def bench_offload(args: argparse.Namespace, machine: Machine, max_model_len: int
         result |= {"link_bound_decode_tok_per_s": bound, "link_share": share}
         print(f"         {missing} of {full_blocks} full blocks missing: bound {bound:.1f} tok/s, reached {share:.0%}")
     return result
+
+
+def time_second_question(llm: LLM, num_tokens: int, num_runs: int) -> Samples:
+    """Time to first token of a second question about a document, over the first question's."""
+    rng = random.Random(5)
+    vocab_size = llm.model_config.vocab_size
+    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+    ratios = []
+    for _ in range(num_runs + 1):
+        document = random_prompt(rng, num_tokens - QUESTION_TOKENS, vocab_size)
+        seconds = []
+        for _ in range(2):
+            prompt = document + random_prompt(rng, QUESTION_TOKENS, vocab_size)
+            seconds.append(llm.generate([prompt], params, use_tqdm=False)[0]["ttft_s"] or 0.0)
+        ratios.append(seconds[1] / seconds[0])
+    return Samples(tuple(ratios[1:]))
 
 
 def bench_gpu(args: argparse.Namespace, max_model_len: int) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, SamplingParams, costs
 from nanovllm.model_config import ModelConfig, presets
 
 NUM_RUNS = 5
@@ -61,34 +61,19 @@ def measure_machine() -> Machine:
     return Machine(torch.cuda.get_device_name(), 2 * 8192**3 / matmul_s, 2 * 2**32 / copy_s, 2**28 / link_s)
 
 
-@dataclass(frozen=True)
 class Work:
-    """The least a model must do, from its shapes: 2-byte weights and KV, each read once."""
+    """The least one GPU of an engine must do, from the model's shapes (nanovllm/costs.py)."""
 
-    config: ModelConfig
-
-    @property
-    def layer_params(self) -> int:
-        """Weights of all layers, without embedding and head."""
-        c = self.config
-        attention = c.hidden_size * c.head_dim * 2 * (c.num_heads + c.num_kv_heads)
-        return c.num_layers * (attention + 3 * c.hidden_size * c.intermediate_size)
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        c = self.config
-        return 2 * 2 * c.num_layers * c.num_kv_heads * c.head_dim
+    def __init__(self, llm: LLM) -> None:
+        self._config, self._model = llm.config, llm.model_config
+        self._kv_bytes_per_token = llm.runner.spec.block_bytes // llm.runner.spec.block_size
 
     def prefill_flop(self, num_tokens: int) -> float:
-        """Causal attention counted once; the head runs for one token."""
-        c = self.config
-        attention = 2 * 2 * c.num_layers * c.num_heads * c.head_dim * num_tokens**2 / 2
-        return 2.0 * self.layer_params * num_tokens + attention + 2.0 * c.hidden_size * c.vocab_size
+        return costs.prefill_flop(self._config, self._model, num_tokens)
 
     def decode_bytes(self, context_lens: list[int]) -> float:
         """One step of sequences with that many keys."""
-        weights = 2 * (self.layer_params + self.config.hidden_size * self.config.vocab_size)
-        return weights + self.kv_bytes_per_token * float(sum(context_lens))
+        return costs.decode_bytes(self._config, self._model, sum(context_lens), self._kv_bytes_per_token)
 
 
 def model_of_length(model: str, max_model_len: int) -> str:

@@ -135,7 +135,8 @@ def plot(path: Path) -> Path:
     decode.plot([], [], "--", color="grey", linewidth=1, label="bound: link / missing bytes")
     prefill.axhline(1, linestyle="--", color="grey", linewidth=1, label="bound: all on the GPU")
     decode.set(title="Decode", ylabel="tok/s", yscale="log")
-    prefill.set(title="Prefill, of the all-GPU rate", ylabel="ratio", ylim=(0, 1.1))
+    prefill.set(title="Prefill, of the all-GPU rate", ylabel="ratio")
+    prefill.set_ylim(0, max(1.1, prefill.get_ylim()[1]))
     contexts = sorted({p["context"] for p in points})
     for axes in (decode, prefill):
         axes.set(xscale="log", xlabel="context, tokens")

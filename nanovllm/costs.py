@@ -48,9 +48,14 @@ def activation_bytes(config: Config, model: ModelConfig, max_model_len: int) -> 
 
 
 def prefill_flop(config: Config, model: ModelConfig, num_tokens: int) -> float:
-    """Of one prompt: 2 per weight and token, causal attention counted once (2 products of T^2 / 2), one head row."""
-    attention = 2 * num_tokens**2 * model.num_layers * model.num_heads * model.head_dim
-    weights = 2 * num_tokens * model.num_layers * layer_params(model)
+    """Of one prompt: 2 per weight and token, causal attention counted once (2 products of T^2 / 2), one head row.
+
+    The last layer computes K and V of all tokens, and the rest for the one that samples, which is left out.
+    """
+    num_layers = model.num_layers - 1
+    attention = 2 * num_tokens**2 * num_layers * model.num_heads * model.head_dim
+    last_kv = 2 * model.hidden_size * model.num_kv_heads * model.head_dim
+    weights = 2 * num_tokens * (num_layers * layer_params(model) + last_kv)
     return (weights + attention + 2 * model.hidden_size * model.vocab_size) / config.tensor_parallel_size
 
 

@@ -283,8 +283,10 @@ class Plan:
         config, limit = self.config, max_model_len(self.config, self.model)
         if self.context > limit:
             longest = self.model.max_model_len_limit
-            raise_it = "raise max_model_len" if self.context <= longest else f"the model's rope covers {longest}"
-            return f"context={self.context} exceeds max_model_len={limit}; shorten it, or {raise_it}"
+            remedy = (
+                "raise max_model_len" if self.context <= longest else f"extend the rope, which covers {longest} tokens"
+            )
+            return f"context={self.context} exceeds max_model_len={limit}; shorten it, or {remedy}"
         if self.num_sequences > config.max_num_seqs:
             return f"sequences={self.num_sequences} exceeds max_num_seqs={config.max_num_seqs}; raise max_num_seqs"
         needed = self.num_sequences * -(-self.context // self.spec.block_size)

@@ -57,7 +57,7 @@ def test_help_any_command_loads_no_torch() -> None:
     code = """
 import sys
 from nanovllm.cli import main
-for argv in (["--help"], ["demo", "--help"], ["generate", "--help"]):
+for argv in (["--help"], ["demo", "--help"], ["plan", "--help"], ["generate", "--help"]):
     try:
         main(argv)
     except SystemExit as leave:
@@ -119,6 +119,8 @@ def test_readme_options_table_has_every_field_and_default() -> None:
         ["generate", "--model", "m", "--prompt", "x", "--prompt-file", "y"],
         ["generate", "--model", "m", "--prompt", "x", "--max-tokens", "many"],
         ["generate", "--model", "m", "--prompt", "x", "--no-such-option"],
+        ["plan"],
+        ["plan", "--model", "m", "--context", "long"],
     ],
 )
 def test_main_bad_flags_exit_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -183,6 +185,56 @@ def test_generate_prompt_file_prints_the_answer(
     assert captured.out == f"{PASSKEY}\n"
     assert "Prefill: 100%" in captured.err and "1500/1500" in captured.err
     assert "1,500 prompt tokens (0 cached), 9 new" in captured.err and "finish reason: stop" in captured.err
+
+
+# -- plan --------------------------------------------------------------------------------------------------------
+
+QWEN = ["plan", "--model", "qwen3-0.6b", "--enable-cpu-offload", "--host-memory-gb", "64"]
+
+
+def test_plan_prints_memory_and_bounds_and_exits_0(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--context", "40960", "--num-gpu-blocks", "8", "--gpu-memory-gb", "24", "--link-gb-per-s", "50"]
+    assert cli.main([*QWEN, *flags]) == 0
+    out = capsys.readouterr().out
+    for text in (
+        "448.00 MiB each",
+        "112.00 KiB a token",
+        "9  full",
+        "2 missing",
+        "53.2 (link 50.0 GB/s, given)",
+        "8.75 GiB",
+    ):
+        assert text in out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--num-gpu-blocks", "60", "--gpu-memory-gb", "24"], "lower num_gpu_blocks to 46 or less"),
+        (["--cpu-memory-gb", "65"], "lower num_cpu_blocks or cpu_memory_gb"),
+        (["--context", "40960", "--sequences", "3"], "need 30 blocks in CPU memory, the pool has 20"),
+        (["--context", "41000"], "exceeds max_model_len=40960"),
+        (["--max-model-len", "41000"], "more than the 40960 tokens"),
+    ],
+)
+def test_plan_that_cannot_work_says_why_and_exits_1(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*QWEN, *flags]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_plan_bad_options_exit_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*QWEN, "--sequences", "0"]) == 2
+    assert cli.main([*QWEN, "--num-gpu-blocks", "1"]) == 2
+    assert cli.main(["plan", "--model", "./no/such/model"]) == 2
+    assert capsys.readouterr().err.count("nanovllm: error: ") == 3
+
+
+def test_plan_on_the_cpu_has_no_bounds(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "--model", model, "--device", "cpu", "--max-model-len", "2048", *OFFLOAD_FLAGS]) == 0
+    out = capsys.readouterr().out
+    assert "tok/s" not in out and "7  full" in out and "6 missing" in out
 
 
 def test_generate_interrupted_exits_130_without_traceback(model: str, tmp_path: Path) -> None:

@@ -292,13 +292,12 @@ def test_bf16_logits_are_as_good_as_plain_torch(wide_reference: Reference, num_g
             token_ids = prompt + answer[:-1]
             expected = wide_reference.logits(token_ids, len(answer))
             with torch.inference_mode():
-                hidden = plain.model(torch.tensor([token_ids], device="cuda")).last_hidden_state
+                hidden = plain.model(torch.tensor([token_ids]).to(plain.device)).last_hidden_state
                 plain_rows = plain.lm_head(hidden[0, -len(answer) :]).float().cpu()
             errors["plain"].append(plain_rows - expected)
             errors["engine"].append(llm.rows(request_id, len(answer)) - expected)
     mean = {name: torch.cat(parts).square().mean().sqrt().item() for name, parts in errors.items()}
     largest = {name: torch.cat(parts).abs().max().item() for name, parts in errors.items()}
-    print(mean, largest)
     assert mean["engine"] <= 2 * mean["plain"], mean
     assert largest["engine"] <= 2 * largest["plain"], largest
 

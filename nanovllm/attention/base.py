@@ -10,7 +10,7 @@ pool, the slots of the offload ring, or the staging buffers: to a backend these 
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple, Protocol
 
 import torch
@@ -21,6 +21,13 @@ class PartialAttention(NamedTuple):
 
     out_THD: torch.Tensor
     lse_HT: torch.Tensor  # fp32, natural log
+
+
+def concatenate(parts: Sequence[PartialAttention]) -> PartialAttention:
+    """The results of consecutive queries as one."""
+    if len(parts) == 1:
+        return parts[0]
+    return PartialAttention(torch.cat([p.out_THD for p in parts]), torch.cat([p.lse_HT for p in parts], dim=1))
 
 
 @dataclass(frozen=True)
@@ -48,6 +55,22 @@ class PagedBatch:
     max_context_len: int
     causal: bool
     host: HostTables | None = None  # None inside a CUDA graph, where sizes are not known on the host
+
+    def sequences(self, first: int, last: int) -> "PagedBatch":
+        """Sequences first..last-1 as a batch of their own. Views, but for cu_seqlens_q; needs `host`."""
+        assert self.host is not None, "sizes are not known on the host"
+        rows = slice(first, last)
+        host = HostTables(self.host.query_lens[rows], self.host.context_lens[rows], self.host.block_tables[rows])
+        cu_seqlens_q = self.cu_seqlens_q[first : last + 1]
+        return replace(
+            self,
+            cu_seqlens_q=cu_seqlens_q - cu_seqlens_q[0] if first else cu_seqlens_q,
+            context_lens=self.context_lens[rows],
+            block_tables=self.block_tables[rows],
+            max_query_len=max(host.query_lens),
+            max_context_len=max(host.context_lens),
+            host=host,
+        )
 
 
 class AttentionBackend(ABC):

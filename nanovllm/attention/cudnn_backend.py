@@ -11,12 +11,11 @@ one too, behind with rows and keys that no real row sees. What the added rows yi
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import ClassVar
 
 import torch
 
-from nanovllm.attention.base import AttentionBackend, HostTables, PagedBatch, PartialAttention
+from nanovllm.attention.base import AttentionBackend, HostTables, PagedBatch, PartialAttention, concatenate
 from nanovllm.attention.contiguous import SequenceKV
 
 QUERY_GRAIN = 1024  # queries of a call are a multiple of it; shorter sequences go to the paged backend
@@ -70,24 +69,20 @@ class CudnnBackend(AttentionBackend):
         if batch.max_query_len < QUERY_GRAIN:
             return self.paged.attend(q_THD, k_cache_NPKD, v_cache_NPKD, batch, scale)
         assert batch.host is not None, "the cudnn backend loops over long sequences: it needs PagedBatch.host"
-        num_tokens, num_heads, _ = q_THD.shape
-        out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
-        lse_HT = torch.empty((num_heads, num_tokens), dtype=torch.float32, device=q_THD.device)
+        parts = []
         start = 0
         for first, last in _runs(batch.host, batch.causal):
             rows = slice(start, start + sum(batch.host.query_lens[first:last]))
             start = rows.stop
             if not _is_long(batch.host, first, batch.causal):
-                paged_batch = _sub_batch(batch, batch.host, first, last)
+                paged_batch = batch.sequences(first, last)
                 part = self.paged.attend(q_THD[rows], k_cache_NPKD, v_cache_NPKD, paged_batch, scale)
             else:
                 tables = batch.host.block_tables[first], batch.block_tables[first]
                 kv = SequenceKV(k_cache_NPKD, v_cache_NPKD, *tables)
                 part = self._attend_long(q_THD[rows], kv, batch.host.context_lens[first], scale, batch.causal)
-            if rows == slice(0, num_tokens):
-                return part
-            out_THD[rows], lse_HT[:, rows] = part
-        return PartialAttention(out_THD, lse_HT)
+            parts.append(part)
+        return concatenate(parts)
 
     def _attend_long(
         self, q_THD: torch.Tensor, kv: SequenceKV, num_keys: int, scale: float, causal: bool
@@ -111,9 +106,7 @@ class CudnnBackend(AttentionBackend):
             rows = slice(padding[0], size - padding[1])
             parts.append(PartialAttention(part.out_THD[rows], part.lse_HT[:, rows]))
             start += size
-        if len(parts) == 1:
-            return parts[0]
-        return PartialAttention(torch.cat([p.out_THD for p in parts]), torch.cat([p.lse_HT for p in parts], dim=1))
+        return concatenate(parts)
 
     def _attend_keys(self, q_THD: torch.Tensor, kv: SequenceKV, num_keys: int, scale: float) -> PartialAttention | None:
         """Every query sees keys 0..num_keys-1, a multiple of KEY_GRAIN. None when there are none."""
@@ -160,20 +153,6 @@ def _powers_of_two(num_tokens: int) -> Iterator[tuple[int, int]]:
 def _pad(x: torch.Tensor, padding: tuple[int, int]) -> torch.Tensor:
     """Rows of zeros before and after `x`."""
     return torch.nn.functional.pad(x, (0, 0, 0, 0, *padding)) if any(padding) else x
-
-
-def _sub_batch(batch: PagedBatch, host: HostTables, first: int, last: int) -> PagedBatch:
-    """Sequences first..last-1 as a batch of their own. Views, but for cu_seqlens_q."""
-    cu_seqlens_q = batch.cu_seqlens_q[first : last + 1]
-    return replace(
-        batch,
-        cu_seqlens_q=cu_seqlens_q - cu_seqlens_q[0] if first else cu_seqlens_q,
-        context_lens=batch.context_lens[first:last],
-        block_tables=batch.block_tables[first:last],
-        max_query_len=max(host.query_lens[first:last]),
-        max_context_len=max(host.context_lens[first:last]),
-        host=HostTables(host.query_lens[first:last], host.context_lens[first:last], host.block_tables[first:last]),
-    )
 
 
 def _attend_dense(

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from nanovllm.attention.base import AttentionBackend, PagedBatch, PartialAttention
+from nanovllm.attention.base import AttentionBackend, PagedBatch, PartialAttention, concatenate
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 HEAD_DIMS = (16, 32, 64, 128, 256)
@@ -53,6 +53,16 @@ class TritonBackend(AttentionBackend):
         batch: PagedBatch,
         scale: float,
     ) -> PartialAttention:
+        num_decodes = _num_leading_decodes(batch)
+        if 0 < num_decodes < len(batch.context_lens):
+            # One query would fill a tile of the other kernel with 127 rows of nothing
+            decodes, chunks = batch.sequences(0, num_decodes), batch.sequences(num_decodes, len(batch.context_lens))
+            return concatenate(
+                [
+                    self.attend(q_THD[:num_decodes], k_cache_NPKD, v_cache_NPKD, decodes, scale),
+                    self.attend(q_THD[num_decodes:], k_cache_NPKD, v_cache_NPKD, chunks, scale),
+                ]
+            )
         if batch.max_query_len == 1:
             num_rows = q_THD.shape[0] * k_cache_NPKD.shape[2]
             num_splits = self.kernels.plan_num_splits(num_rows, batch.max_context_len, _num_sms(q_THD.device))
@@ -78,6 +88,13 @@ class TritonBackend(AttentionBackend):
     def merge(self, a: PartialAttention, b: PartialAttention) -> PartialAttention:
         self.kernels.merge_into(*a, *b)
         return a
+
+
+def _num_leading_decodes(batch: PagedBatch) -> int:
+    """Sequences of one query before the first longer one: the scheduler puts what is running first."""
+    if batch.max_query_len == 1 or batch.host is None:
+        return 0
+    return next(i for i, query_len in enumerate(batch.host.query_lens) if query_len != 1)
 
 
 @cache

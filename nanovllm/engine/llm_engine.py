@@ -289,6 +289,7 @@ class LLMEngine:
         decode steps loaded over their time (None before the second of them; see LinkMeter); link_share, the second of
         the first.
         """
+        self._check_open()
         stats: dict[str, Any] = {
             "num_steps": self._num_steps,
             "num_waiting": len(self.scheduler.waiting),

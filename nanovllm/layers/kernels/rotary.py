@@ -29,20 +29,21 @@ def _rotate_heads(
     pair = tl.arange(0, HALF)
     offset = head[:, None] * (2 * HALF) + pair[None, :]
     inside = (head < num_heads)[:, None]
+    same = tl.zeros((HEADS, 1), tl.int32) + pair[None, :]  # loaded for each head: where x lies, without an exchange
     if NORM:
-        weight1 = tl.load(weight_ptr + pair)
-        weight2 = tl.load(weight_ptr + HALF + pair)
+        weight1 = tl.load(weight_ptr + same)
+        weight2 = tl.load(weight_ptr + HALF + same)
     wait_for_previous(PDL)
-    cos = tl.load(cos_sin_ptr + pair)[None, :]
-    sin = tl.load(cos_sin_ptr + HALF + pair)[None, :]
+    cos = tl.load(cos_sin_ptr + same)
+    sin = tl.load(cos_sin_ptr + HALF + same)
     x1 = tl.load(x_ptr + offset, mask=inside, other=0.0).to(tl.float32)
     x2 = tl.load(x_ptr + offset + HALF, mask=inside, other=0.0).to(tl.float32)
     if NORM:
         weight1, weight2 = weight1.to(tl.float32), weight2.to(tl.float32)
         scale = 1.0 / tl.sqrt((tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)) / (2 * HALF) + eps)
         # rounded where torch rounds: after the norm and after the weight
-        x1 = ((x1 * scale[:, None]).to(dtype).to(tl.float32) * weight1[None, :]).to(dtype).to(tl.float32)
-        x2 = ((x2 * scale[:, None]).to(dtype).to(tl.float32) * weight2[None, :]).to(dtype).to(tl.float32)
+        x1 = ((x1 * scale[:, None]).to(dtype).to(tl.float32) * weight1).to(dtype).to(tl.float32)
+        x2 = ((x2 * scale[:, None]).to(dtype).to(tl.float32) * weight2).to(dtype).to(tl.float32)
     tl.store(out_ptr + offset, (x1 * cos - x2 * sin).to(dtype), mask=inside)
     tl.store(out_ptr + offset + HALF, (x2 * cos + x1 * sin).to(dtype), mask=inside)
 

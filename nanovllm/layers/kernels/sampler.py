@@ -9,6 +9,7 @@ vocabulary; a second kernel picks among their winners, the lowest entry of equal
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import libdevice
 
 from nanovllm.layers.kernels.pdl import let_next_start, pdl_options, wait_for_previous
 
@@ -41,12 +42,21 @@ def _random_bits(entry, key_low, key_high):
 
 
 @triton.jit
-def _log2_noise(bits):
+def _log2(x, FAST: tl.constexpr):
+    """FAST: one instruction instead of some twenty. Triton's interpreter does not have it."""
+    if FAST:
+        return libdevice.fast_log2f(x)
+    else:
+        return tl.log2(x)
+
+
+@triton.jit
+def _log2_noise(bits, FAST: tl.constexpr):
     """log2 of -log2(1 - u), u an odd multiple of 2^-24: that of Exp(1) noise, but for a constant."""
     u = ((bits >> 8) | 1).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08  # 2^-24
-    # The GPU's log2 is off by 2^-22 near 1, more than a small noise is large: there, the series u + u^2/2 + u^3/3
+    # The fast log2 is off by 2^-22 near 1, more than a small noise is large: there, the series u + u^2/2 + u^3/3
     series = u * (1.4426950408889634 + u * (0.7213475204444817 + u * 0.4808983469629878))
-    return tl.log2(tl.where(u < 0.015625, series, -tl.log2(1.0 - u)))
+    return _log2(tl.where(u < 0.015625, series, -_log2(1.0 - u, FAST)), FAST)
 
 
 @triton.jit
@@ -62,6 +72,7 @@ def _best_of_part_kernel(
     RANDOM: tl.constexpr,
     PART: tl.constexpr,  # vocabulary entries of a program
     BLOCK: tl.constexpr,
+    FAST_LOG: tl.constexpr,
     PDL: tl.constexpr,
 ):
     let_next_start(PDL)
@@ -82,7 +93,7 @@ def _best_of_part_kernel(
         score = logit.to(tl.float32) * scale
         if RANDOM:
             if draws:
-                score -= _log2_noise(_random_bits(entry, key_low, key_high))
+                score -= _log2_noise(_random_bits(entry, key_low, key_high), FAST_LOG)
         is_better = score > best_score
         best_score = tl.where(is_better, score, best_score)
         best_entry = tl.where(is_better, entry, best_entry)
@@ -129,6 +140,7 @@ def sample_tokens(
         RANDOM=random,
         PART=part_size,
         BLOCK=BLOCK,
+        FAST_LOG=logits.is_cuda,
         num_warps=4,
         **pdl_options(logits.device),
     )

@@ -1,0 +1,110 @@
+"""The workloads of bench.py through vLLM's API, for those who have vLLM: the same prompts, lengths and models.
+
+Prefill and decode are timed apart without vLLM's own metrics: a prompt with one token of answer, then a new prompt of
+the same length with many; what the second takes longer is decode. Prefix caching is off and every prompt is new.
+"""
+
+import argparse
+import random
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from bench import NUM_DECODED, NUM_REQUESTS, requests
+from benchmarks.common import Samples, add_model_arguments, model_of_length, random_prompt, report, versions
+from nanovllm.model_config import ModelConfig, presets
+
+
+class VLLM:
+    """vLLM's engine, asked with token ids."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        try:
+            import vllm
+        except ImportError as error:
+            raise SystemExit(f"bench_vllm.py needs vLLM, which cannot be imported here: {error}") from None
+        self._vllm = vllm
+        self.engine = vllm.LLM(
+            model=model_directory(args.model, args.max_model_len),
+            load_format=args.load_format,
+            skip_tokenizer_init=True,
+            max_model_len=args.max_model_len if args.long else min(args.max_model_len, 4096),
+            max_num_seqs=8 if args.long else NUM_REQUESTS,
+            tensor_parallel_size=args.tp,
+            enable_prefix_caching=False,
+        )
+
+    def seconds(self, prompts: list[list[int]], max_tokens: list[int], temperature: float) -> float:
+        """To answer them all, each with exactly so many tokens."""
+        params = [
+            self._vllm.SamplingParams(temperature=temperature, ignore_eos=True, max_tokens=n, detokenize=False)
+            for n in max_tokens
+        ]
+        start_s = time.perf_counter()
+        outputs = self.engine.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+        seconds = time.perf_counter() - start_s
+        assert [len(output.outputs[0].token_ids) for output in outputs] == max_tokens
+        return seconds
+
+
+def model_directory(model: str, max_model_len: int) -> str:
+    """vLLM knows directories and hub names, no presets."""
+    model = model_of_length(model, max_model_len)
+    if model not in presets():
+        return model
+    directory = Path(tempfile.mkdtemp(prefix=f"{model}-"))
+    shutil.copy(presets()[model], directory / "config.json")
+    return str(directory)
+
+
+def bench_requests(llm: VLLM, vocab_size: int, num_runs: int) -> dict[str, Any]:
+    rates = []
+    for run in range(num_runs):
+        prompts, params = requests(vocab_size, seed=run)
+        max_tokens = [p.max_tokens for p in params]
+        rates.append(sum(max_tokens) / llm.seconds(prompts, max_tokens, params[0].temperature))
+    samples = Samples(tuple(rates))
+    print(f"{NUM_REQUESTS} requests: {samples} output tok/s")
+    return samples.as_json("output_tok_per_s")
+
+
+def bench_long(llm: VLLM, vocab_size: int, max_model_len: int, num_runs: int) -> dict[str, Any]:
+    rng = random.Random(1)
+    prefill, decode = [], []
+    for _ in range(num_runs + 1):
+        prompt = random_prompt(rng, max_model_len - 1, vocab_size)
+        prefill.append(len(prompt) / llm.seconds([prompt], [1], temperature=0))
+        num_tokens = max_model_len - NUM_DECODED
+        first_s = llm.seconds([random_prompt(rng, num_tokens, vocab_size)], [1], temperature=0)
+        all_s = llm.seconds([random_prompt(rng, num_tokens, vocab_size)], [NUM_DECODED], temperature=0)
+        decode.append((NUM_DECODED - 1) / (all_s - first_s))
+    result = Samples(tuple(prefill[1:])), Samples(tuple(decode[1:]))  # the first run warms up
+    print(f"prefill {max_model_len - 1} tokens: {result[0]} tok/s")
+    print(f"decode at {max_model_len}: {result[1]} tok/s")
+    return result[0].as_json("prefill_tok_per_s") | result[1].as_json("decode_tok_per_s")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    add_model_arguments(parser)
+    parser.add_argument("--long", action="store_true", help="one sequence: prefill and decode at --max-model-len")
+    parser.add_argument("--runs", type=int, default=5)
+    args = parser.parse_args()
+
+    start_s = time.perf_counter()
+    llm = VLLM(args)
+    llm.seconds([[1, 2, 3]], [1], temperature=0)
+    result = vars(args) | versions() | {"engine": "vllm", "start_to_first_token_s": time.perf_counter() - start_s}
+    print(f"start to first token: {result['start_to_first_token_s']:.1f} s")
+    vocab_size = ModelConfig.from_pretrained(args.model)[0].vocab_size
+    if args.long:
+        result |= bench_long(llm, vocab_size, args.max_model_len, args.runs)
+    else:
+        result |= bench_requests(llm, vocab_size, args.runs)
+    report(result, args.json)
+
+
+if __name__ == "__main__":
+    main()

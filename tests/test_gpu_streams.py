@@ -1,0 +1,352 @@
+"""Stream edges and blocks on a real GPU: what the simulated streams cannot show.
+
+Each edge: the stream that is waited for is slowed by `torch.cuda._sleep`. With every wait in place the answers stay
+right; with one wait dropped they are wrong. (test_stream_edges does the same with a race detector, on the CPU.)
+
+Soak: random requests, and of every block that is loaded or streamed, token by token, the checksum it had when it was
+copied out.
+"""
+
+import ast
+import inspect
+import os
+import random
+import re
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+from checked_engine import OFFLOAD, Reference, greedy, small_staging
+from dense_model import random_prompt
+from gpu_llm import BLOCK, GpuLLM, prompts_of
+from tiny_models import write_tiny_model
+
+from nanovllm import LLM
+from nanovllm.engine.batch import KVMoves
+from nanovllm.kvcache import offload_engine
+from nanovllm.kvcache.offload_engine import OffloadEngine
+from nanovllm.kvcache.streams import Event, Stream
+
+pytestmark = pytest.mark.gpu
+
+SOAK_SECONDS = float(os.environ.get("NANOVLLM_SOAK_SECONDS", "20"))
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return Reference(write_tiny_model(tmp_path_factory.mktemp("tiny"), max_position_embeddings=8192))
+
+
+# -- every edge ------------------------------------------------------------------------------------------------------
+
+AWAITED = {"E1": "h2d", "E2": "compute", "E3": "compute", "E4": "d2h"}
+AWAITED |= {"E5": "d2h", "E6": "d2h", "E7": "h2d", "E8": "compute"}
+SLEEP_MS = {"h2d": 10.0, "d2h": 20.0, "compute": 6.0}  # each several times what the host needs for a step
+
+
+class WaitSite(NamedTuple):
+    """A wait in the source of the offload engine."""
+
+    label: str
+    function: str
+    line: int
+
+
+def wait_sites() -> list[WaitSite]:
+    source = inspect.getsource(offload_engine)
+    lines = source.splitlines()
+    functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
+    sites = []
+    for function in functions:
+        for node in ast.walk(function):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "_wait":
+                label = re.search(r"# (E\d): ", lines[node.lineno - 1])
+                assert label, f"the wait in line {node.lineno} names no edge"
+                sites.append(WaitSite(label[1], function.name, node.lineno))
+    return sorted(sites)
+
+
+@pytest.fixture(scope="module")
+def cycles_per_ms() -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(1000)
+    start.record()
+    torch.cuda._sleep(20_000_000)
+    end.record()
+    end.synchronize()
+    return 20_000_000 / float(start.elapsed_time(end))
+
+
+def slow_down(engine: OffloadEngine, side: str, cycles: int) -> None:
+    """Copies of h2d or d2h start late; or compute does: its stores, its paged reads, its reads of staging."""
+    if side != "compute":
+        stream: Any = getattr(engine.streams, side)
+        copy = stream.copy
+
+        def late_copy(dst: torch.Tensor, src: torch.Tensor) -> None:
+            with torch.cuda.stream(stream.stream):
+                torch.cuda._sleep(cycles)
+            copy(dst, src)
+
+        stream.copy = late_copy
+        return
+    begin_layer, stored, staged_buffers = engine.begin_layer, engine.stored, engine.staged_buffers
+
+    def late_begin_layer(layer: int) -> None:
+        begin_layer(layer)
+        torch.cuda._sleep(cycles)
+
+    def late_stored(layer: int) -> None:
+        stored(layer)
+        torch.cuda._sleep(cycles)
+
+    def late_staged_buffers(layer: int) -> Iterator[int]:
+        for buffer in staged_buffers(layer):
+            torch.cuda._sleep(cycles)
+            yield buffer
+
+    engine.begin_layer, engine.stored = late_begin_layer, late_stored  # type: ignore[method-assign]
+    engine.staged_buffers = late_staged_buffers  # type: ignore[method-assign]
+
+
+def drop_wait(line: int) -> Any:
+    """A patch: the wait made in this line of the offload engine is not made."""
+
+    def wait(stream: Stream, event: Event | None) -> None:
+        if event is not None and sys._getframe(1).f_lineno != line:
+            stream.wait(event)
+
+    return mock.patch.object(OffloadEngine, "_wait", staticmethod(wait))
+
+
+class SlowLLM(GpuLLM):
+    """Eager, so that every step goes layer by layer; `slow` is applied to its offload engine."""
+
+    def __init__(self, reference: Reference, slow: Callable[[OffloadEngine], None], **options: Any) -> None:
+        super().__init__(reference, enforce_eager=True, **(OFFLOAD | options))
+        assert self.runner.offload is not None
+        slow(self.runner.offload)
+
+
+def serve_long(reference: Reference, slow: Callable[[OffloadEngine], None]) -> None:
+    """One prompt through two slots, a block a step: slots are written again while their copies are on the way out
+    (E3, E4), blocks streamed that have just been copied out (E6), staging wraps (E7, E8).
+    """
+    (prompt,) = prompts_of(6 * BLOCK + 9)
+    with (
+        small_staging(BLOCK, 2),
+        SlowLLM(reference, slow, num_gpu_blocks=2, max_num_batched_tokens=BLOCK) as llm,
+    ):
+        llm.answer_and_check([prompt], max_tokens=4)
+
+
+def serve_preempted(reference: Reference, slow: Callable[[OffloadEngine], None]) -> None:
+    """The second request is preempted while its last step may still run. Blocks of the first one are loaded to stay
+    (E1) over the slots that step reads (E2), and over its partial block, which is copied out first (E5).
+    """
+    prompts = prompts_of(7 * BLOCK + 30, 3 * BLOCK + 40)
+    with SlowLLM(reference, slow, num_gpu_blocks=6, max_num_batched_tokens=1000) as llm:
+        requests = {llm.add_request(prompt, greedy(16)): prompt for prompt in prompts}
+        finished = {}
+        for _ in range(1000):
+            if llm.is_finished():
+                break
+            if len(llm.plans) % 5 == 0 and llm.plans and llm.plans[-1].is_decode:
+                llm.preempt_next()
+            finished |= llm.step().finished
+        assert llm.stats()["num_preemptions"] >= 2
+        for request_id, prompt in requests.items():
+            llm.check(request_id, prompt, finished[request_id])
+
+
+def serve_resumed(reference: Reference, slow: Callable[[OffloadEngine], None]) -> None:
+    """The first request's new block takes the slot of the last one, which is preempted. One step later that one is
+    back from CPU memory, in the slot of the second one, which the step between did not use (E6).
+    """
+    prompts = prompts_of(2 * BLOCK - 2, 40, 50)
+    options: dict[str, Any] = {"kvcache_block_size": 2 * BLOCK, "num_gpu_blocks": 3, "max_num_batched_tokens": 1000}
+    with SlowLLM(reference, slow, **options) as llm:
+        requests = {llm.add_request(p, greedy(n)): p for p, n in zip(prompts, (8, 3, 8), strict=True)}
+        first = llm.scheduler.sequences[min(requests)]
+        finished = {}
+        while not llm.is_finished():
+            if first.num_cached_tokens == 2 * BLOCK:
+                llm.preempt_next()
+            finished |= llm.step().finished
+        for request_id, prompt in requests.items():
+            llm.check(request_id, prompt, finished[request_id])
+
+
+WORKLOADS = (serve_long, serve_preempted, serve_resumed)
+WRONG = re.compile("answered wrongly|logits are")
+
+
+def test_wait_sites_are_all_edges() -> None:
+    assert {site.label for site in wait_sites()} == set(AWAITED)
+
+
+@pytest.mark.parametrize("site", wait_sites(), ids=lambda site: f"{site.label}-{site.function}")
+def test_without_an_edge_and_its_awaited_side_slow_answers_are_wrong(
+    reference: Reference, cycles_per_ms: float, site: WaitSite
+) -> None:
+    """With the wait in place the same sleep changes nothing, and warms up what the second run must find compiled.
+
+    The host runs at most one step ahead of the GPU, and other edges order much of what this one orders. So not every
+    workload shows every edge; each edge has one that is made for it.
+    """
+    side = AWAITED[site.label]
+    cycles = int(SLEEP_MS[side] * cycles_per_ms)
+
+    def slow(engine: OffloadEngine) -> None:
+        slow_down(engine, side, cycles)
+
+    for workload in WORKLOADS:
+        workload(reference, slow)
+        with drop_wait(site.line):
+            try:
+                workload(reference, slow)
+            except AssertionError as error:
+                if not WRONG.search(str(error)):
+                    raise
+                return
+    pytest.fail(f"nothing happens without {site}")
+
+
+# -- soak --------------------------------------------------------------------------------------------------------------
+
+
+class ChecksummedOffloadEngine(OffloadEngine):
+    """Knows, of every token copied out, the sum of its K and of its V; checks them of every token that comes back.
+
+    All of it is enqueued on the compute stream, in the order of the model's own work: the host waits for nothing, so
+    the copies run as they always do. A token that was never copied out matches nothing.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        layers, num_cpu_blocks, block_size = self.k_cache_cpu.shape[:3]
+        new_zeros = self.k_cache_gpu.new_zeros
+        self.sums = new_zeros(2, layers, num_cpu_blocks, block_size, dtype=torch.int64) - 1
+        self.num_wrong_tokens = new_zeros(2, dtype=torch.int64)  # in slots, in staging
+        self.num_checked_tokens = 0
+
+    def _slot_sums(self, layer: int, ring_slot: int, start: int, end: int) -> torch.Tensor:
+        caches = (self.k_cache_gpu, self.v_cache_gpu)
+        return torch.stack([token_sums(cache[layer, ring_slot, start:end]) for cache in caches])
+
+    def _note(self, layer: int, ring_slot: int, cpu_block_id: int, start: int, end: int) -> None:
+        self.sums[:, layer, cpu_block_id, start:end] = self._slot_sums(layer, ring_slot, start, end)
+
+    def _compare(self, kind: int, layer: int, cpu_block_id: int, sums: torch.Tensor) -> None:
+        num_tokens = sums.shape[1]
+        self.num_wrong_tokens[kind] += (self.sums[:, layer, cpu_block_id, :num_tokens] != sums).sum()
+        self.num_checked_tokens += num_tokens
+
+    def begin_step(self, moves: KVMoves, slots_in_use: Iterable[int]) -> None:
+        for ring_slot, cpu_block_id, start, end in moves.flushes:
+            for layer in range(self.spec.num_layers):
+                self._note(layer, ring_slot, cpu_block_id, start, end)
+            self.record_slot_compute_done([ring_slot], slice(None))  # the reads above are uses of the slot too
+        super().begin_step(moves, slots_in_use)
+
+    def begin_layer(self, layer: int) -> None:
+        super().begin_layer(layer)
+        for cpu_block_id, ring_slot, num_tokens in self._moves.loads:
+            self._compare(0, layer, cpu_block_id, self._slot_sums(layer, ring_slot, 0, num_tokens))
+
+    def stored(self, layer: int) -> None:
+        super().stored(layer)  # copies from slot to slot are part of what is copied out
+        for ring_slot, cpu_block_id, start, end in self._moves.offloads:
+            self._note(layer, ring_slot, cpu_block_id, start, end)
+
+    def ran_all_layers(self) -> None:
+        for ring_slot, cpu_block_id, start, end in self._moves.offloads:
+            for layer in range(self.spec.num_layers):
+                self._note(layer, ring_slot, cpu_block_id, start, end)
+        super().ran_all_layers()
+
+    def staged_buffers(self, layer: int) -> Iterator[int]:
+        for buffer, group in zip(super().staged_buffers(layer), self._moves.streamed, strict=True):
+            for i, cpu_block_id in enumerate(group.cpu_block_ids):
+                caches = (self.k_staging, self.v_staging)
+                sums = torch.stack([token_sums(cache[buffer, i]) for cache in caches])
+                self._compare(1, layer, cpu_block_id, sums)
+            yield buffer
+
+
+def token_sums(cache: torch.Tensor) -> torch.Tensor:
+    """int64 [tokens] of a cache [tokens, kv heads, head dim]: the sum of the bit patterns."""
+    return cache.flatten(1).view(torch.int32).sum(dim=1, dtype=torch.int64)
+
+
+DOCUMENTS = [random_prompt(length, seed=length) for length in (7 * BLOCK + 100, 5 * BLOCK, 2 * BLOCK + 3)]
+
+
+def random_request(rng: random.Random) -> list[int]:
+    """New, or beginning like one of the documents."""
+    document = rng.choice(DOCUMENTS)
+    num_shared = rng.choice([0, 0, BLOCK, rng.randint(1, len(document)), len(document)])
+    own = [rng.randrange(320) for _ in range(rng.choice([1, 5, 60, BLOCK, 3 * BLOCK - 1]))]
+    return document[:num_shared] + own
+
+
+def soak(llm: GpuLLM, seconds: float, seed: int) -> list[tuple[list[int], list[int]]]:
+    """Random arrivals, aborts and preemptions for so long; returns the prompts and answers of a few hundred."""
+    rng = random.Random(seed)
+    prompts: dict[int, list[int]] = {}
+    answers: list[tuple[list[int], list[int]]] = []
+    engine: Any = llm.runner.offload
+    end_s, num_steps = time.monotonic() + seconds, 0
+    while prompts or time.monotonic() < end_s:
+        if time.monotonic() < end_s and len(prompts) < 10 and rng.random() < 0.3:
+            prompt = random_request(rng)
+            prompts[llm.add_request(prompt, greedy(rng.choice([1, 3, 10, 40])))] = prompt
+        if prompts and rng.random() < 0.01:
+            request_id = rng.choice(list(prompts))
+            llm.abort(request_id)
+            del prompts[request_id]
+        if rng.random() < 0.02:
+            llm.preempt_next()
+        for request_id, output in llm.step().finished.items():
+            answers.append((prompts.pop(request_id), output["token_ids"]))
+        num_steps += 1
+        if num_steps % 200 == 0:
+            llm.scheduler.check_integrity()
+            assert engine.num_wrong_tokens.tolist() == [0, 0], f"seed {seed}, after {num_steps} steps"
+            llm.plans.clear()
+            llm.logits.clear()
+    llm.assert_nothing_left()
+    return rng.sample(answers, min(len(answers), 300))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(SOAK_SECONDS * 2 + 300)
+@pytest.mark.parametrize(("num_gpu_blocks", "block_size"), [(2, BLOCK), (5, BLOCK), (3, 2 * BLOCK), (12, BLOCK)])
+def test_soak_every_block_that_comes_back_is_the_one_that_was_written(
+    reference: Reference, tmp_path: Path, num_gpu_blocks: int, block_size: int
+) -> None:
+    """A quarter of NANOVLLM_SOAK_SECONDS each; NANOVLLM_SOAK_SEED varies it. Answers are compared with all-GPU ones."""
+    seed = int(os.environ.get("NANOVLLM_SOAK_SEED", "0")) + num_gpu_blocks
+    options = OFFLOAD | {"num_gpu_blocks": num_gpu_blocks, "kvcache_block_size": block_size, "num_cpu_blocks": 60}
+    with (
+        small_staging(2 * block_size, 2),
+        mock.patch("nanovllm.engine.model_runner.OffloadEngine", ChecksummedOffloadEngine),
+        GpuLLM(reference, max_num_batched_tokens=1500, **options) as llm,
+    ):
+        answers = soak(llm, SOAK_SECONDS / 4, seed)
+        engine: Any = llm.runner.offload
+        print(f"{llm.stats()['num_steps']} steps, {engine.num_checked_tokens:,} tokens of a layer checked")
+        assert engine.num_wrong_tokens.tolist() == [0, 0], f"seed {seed}"
+        assert engine.num_checked_tokens > 0
+    all_gpu: dict[str, Any] = {"num_kvcache_blocks": 200, "max_num_seqs": 16, "dtype": "float32", "device": "cuda"}
+    with LLM(str(reference.directory), **all_gpu) as llm_all_gpu:
+        params = [greedy(len(answer)) for _, answer in answers]
+        outputs = llm_all_gpu.generate([prompt for prompt, _ in answers], params, use_tqdm=False)
+    wrong = [i for i, (output, (_, answer)) in enumerate(zip(outputs, answers, strict=True))
+             if output["token_ids"] != answer]  # fmt: skip
+    assert not wrong, f"seed {seed}: {len(wrong)} of {len(answers)} answers differ"

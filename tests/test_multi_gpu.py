@@ -1,0 +1,94 @@
+"""Two GPUs, one engine: the tokens of one rank over nccl, and a worker that dies."""
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checked_engine import OFFLOAD, Reference, cache_options, greedy
+from gpu_llm import BLOCK, GpuLLM, prompts_of
+from tiny_models import write_tiny_model
+
+from nanovllm import LLM
+from nanovllm.errors import EngineError, WorkerDiedError
+
+pytestmark = pytest.mark.multi_gpu
+
+NOTICED_WITHIN_S = 5.0
+CONTEXT_BYTES = 256 * 2**20  # less than what a process with a CUDA context holds on its GPU
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return Reference(write_tiny_model(tmp_path_factory.mktemp("tiny"), max_position_embeddings=16384))
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return condition()
+
+
+def shared_memory_of_this_process() -> list[Path]:
+    return list(Path("/dev/shm").glob(f"*{os.getpid()}*"))
+
+
+@pytest.mark.parametrize("tensor_parallel_size", [1, 2])
+@pytest.mark.parametrize("enforce_eager", [True, False])
+@pytest.mark.parametrize("num_gpu_blocks", [None, 24, 3], ids=["all-GPU", "resident", "streamed"])
+def test_two_ranks_give_the_tokens_of_one(
+    reference: Reference, num_gpu_blocks: int | None, enforce_eager: bool, tensor_parallel_size: int
+) -> None:
+    """Every logit of rank 0 is transformers'. Staging keeps its size: a spawned rank knows nothing of a patch."""
+    prompts = prompts_of(1, BLOCK - 1, BLOCK + 1, 5 * BLOCK - 3, 700, 4 * BLOCK)
+    options = cache_options(num_gpu_blocks) | {"tensor_parallel_size": tensor_parallel_size}
+    with GpuLLM(reference, enforce_eager=enforce_eager, **options) as llm:
+        for prompt in prompts[:4]:
+            llm.answer_and_check([prompt], max_tokens=10)
+        llm.answer_and_check(prompts, max_tokens=20)
+        llm.answer_and_check([prompts[3] + [5, 6, 7]], max_tokens=8)  # a prefix hit
+        assert (llm.num_replays["graphs"] > 0) != enforce_eager
+        assert (llm.num_replays["streamed_graphs"] > 0) == (num_gpu_blocks == 3 and not enforce_eager)
+        llm.assert_nothing_left()
+    assert not multiprocessing.active_children() and not shared_memory_of_this_process()
+
+
+def test_two_ranks_several_groups_a_layer(reference: Reference) -> None:
+    """40 blocks through 2 slots: two groups of 8192 tokens each layer, in prefill and in decode."""
+    options = OFFLOAD | {"num_gpu_blocks": 2, "num_cpu_blocks": 50, "tensor_parallel_size": 2}
+    with GpuLLM(reference, max_num_batched_tokens=512, **options) as llm:
+        llm.answer_and_check(prompts_of(40 * BLOCK + 7), max_tokens=8)
+        assert max(len(plan.moves.streamed) for plan in llm.plans) == 2 and llm.num_replays["streamed_graphs"]
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_killed_worker_is_an_error_within_seconds_and_leaves_nothing(reference: Reference, offload: bool) -> None:
+    free_bytes = torch.cuda.mem_get_info(1)[0]
+    options: dict[str, Any] = cache_options(3 if offload else None)
+    options |= {"tensor_parallel_size": 2, "dtype": "float32", "device": "cuda", "max_num_seqs": 4}
+    llm = LLM(str(reference.directory), **options)
+    (worker,) = multiprocessing.active_children()
+    for prompt in prompts_of(3 * BLOCK, 40):
+        llm.add_request(prompt, greedy(5000))
+    for _ in range(20):
+        llm.step()
+    assert worker.pid is not None
+    os.kill(worker.pid, signal.SIGKILL)
+    start_s = time.monotonic()
+    with pytest.raises(WorkerDiedError, match="rank 1 died with signal SIGKILL"):
+        for _ in range(4000):
+            llm.step()
+    assert time.monotonic() - start_s < NOTICED_WITHIN_S
+    with pytest.raises(EngineError):
+        llm.step()
+    llm.close()
+    assert not multiprocessing.active_children() and not shared_memory_of_this_process()
+    assert wait_until(lambda: torch.cuda.mem_get_info(1)[0] > free_bytes - CONTEXT_BYTES, NOTICED_WITHIN_S)
+    with LLM(str(reference.directory), **options) as again:  # the GPUs can be used at once
+        assert len(again.generate([[1, 2, 3]], greedy(4), use_tqdm=False)[0]["token_ids"]) == 4
