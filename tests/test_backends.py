@@ -124,6 +124,7 @@ def test_cudnn_cuts_batches(monkeypatch, lens, num_paged_calls, order, causal):
     monkeypatch.setattr(cudnn_backend, "QUERY_GRAIN", 16)
     monkeypatch.setattr(cudnn_backend, "KEY_GRAIN", 8)
     monkeypatch.setattr(cudnn_backend, "MAX_TOKENS", 64)
+    monkeypatch.setattr(cudnn_backend, "MAX_PADDED_TOKENS", 32)
     monkeypatch.setattr(cudnn_backend, "_attend_dense", attend_dense)
     paged = CountingBackend()
     case = make_paged(lens, 8, (4, 2), causal=causal, order=order, unwritten=0.0)

@@ -5,7 +5,7 @@ that read or overwrote something too early would sooner or later see the values 
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ class Chain:
         }
         self.layers = [{name: new(*size) for name, size in sizes.items()} for _ in range(NUM_LAYERS)]
         self.head = new(VOCAB, HIDDEN)
-        self.x, self.angles = new(num_seqs, HIDDEN), torch.zeros(num_seqs, HEAD_DIM // 2, device="cuda")
+        self.x, self.cos_sin = new(num_seqs, HIDDEN), torch.zeros(num_seqs, HEAD_DIM, device="cuda")
         self.caches = torch.zeros(NUM_LAYERS, 2, NUM_PAGES * num_seqs, PAGE, NUM_KV_HEADS, HEAD_DIM, device="cuda")
         self.caches = self.caches.bfloat16()
         pages = torch.randperm(NUM_PAGES * num_seqs, generator=generator, device="cuda")
@@ -63,22 +63,22 @@ class Chain:
         page = self.tables.gather(1, (last // PAGE)[:, None])[:, 0].long()
         self.slot_mapping.copy_(page * PAGE + last % PAGE)
         self.slot_mapping[run % num_seqs :].sub_(1 << 40 if run % 5 == 0 else 0)  # stores nothing, in some runs
-        self.angles.uniform_(-3, 3, generator=generator)
+        angles = torch.rand(num_seqs, HEAD_DIM // 2, generator=generator, device="cuda") * 6
+        self.cos_sin.copy_(torch.cat((angles.cos(), angles.sin()), -1))
         self.x.normal_(generator=generator)
 
     def run(self) -> None:
-        """As the models do, and a merge with a second part as in streamed attention; no kernel but ours."""
-        cos_sin = torch.cat((self.angles.cos(), self.angles.sin()), -1)
+        """As the models do, and a merge with a second part as in streamed attention. No kernel but ours lies between."""
         x, residual = self.x, self.x
         for layer, (k_cache, v_cache) in zip(self.layers, self.caches, strict=True):
             x, residual = kernels.add_rms_norm(x, residual, layer["norm"], 1e-6)
             heads = kernels.small_linear(x, layer["qkv"], None).view(len(x), -1, HEAD_DIM)
             q, k, v = heads.split([NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS], 1)
-            q, k = kernels.qk_norm_rope(q, k, layer["head_norm"], layer["head_norm"], 1e-6, cos_sin)
+            q, k = kernels.qk_norm_rope(q, k, layer["head_norm"], layer["head_norm"], 1e-6, self.cos_sin)
             attention_kernels.store_kv(k, v, k_cache, v_cache, self.slot_mapping)
-            paged = k_cache, v_cache, self.context_lens, self.tables, HEAD_DIM**-0.5
-            out, lse = attention_kernels.paged_decode(q, *paged, self.num_splits)
-            attention_kernels.merge_into(out, lse, *attention_kernels.paged_decode(q * 2, *paged, 1))
+            paged = k_cache, v_cache, self.context_lens, self.tables
+            out, lse = attention_kernels.paged_decode(q, *paged, HEAD_DIM**-0.5, self.num_splits)
+            attention_kernels.merge_into(out, lse, *attention_kernels.paged_decode(q, *paged, 0.2, 1))
             x = kernels.small_linear(out.flatten(1), layer["o"], layer["bias"])
             x = kernels.rms_norm(x, layer["norm"], 1e-6)
             x = kernels.small_linear(kernels.small_gate_up(x, layer["gate_up"], None), layer["down"], None)
@@ -96,7 +96,7 @@ def switch(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], contextlib.Abstr
     """A context in which PDL is on or off."""
 
     @contextlib.contextmanager
-    def use(is_on: bool):  # noqa: ANN202
+    def use(is_on: bool) -> Iterator[None]:
         with monkeypatch.context() as patch:
             if not is_on:
                 patch.setattr(pdl, "is_supported", lambda _: False)
@@ -193,7 +193,7 @@ def test_edges_across_streams_hold_with_pdl(switch) -> None:
                 chain.run()
                 side.wait_stream(main)  # edge: inputs read -> overwritten
                 with torch.cuda.stream(side):
-                    for inputs in (chain.x, chain.angles, chain.context_lens, chain.slot_mapping):
+                    for inputs in (chain.x, chain.cos_sin, chain.context_lens, chain.slot_mapping):
                         inputs.zero_()
             torch.cuda.synchronize()
     assert_same(chains)

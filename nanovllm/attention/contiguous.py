@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-GATHER_BYTES = 64 << 20  # bound on the keys copied together; the values take as much again
+GATHER_BYTES = 16 << 20  # bound on the keys copied together; the values take as much again
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from nanovllm.attention.contiguous import SequenceKV
 QUERY_GRAIN = 1024  # queries of a call are a multiple of it; shorter sequences go to the paged backend
 KEY_GRAIN = 256  # keys of a call are this or a larger power of two; block sizes are multiples of it
 MAX_TOKENS = 16384  # of queries and keys in one call
+MAX_PADDED_TOKENS = 8192  # the same where queries are padded, which copies them
 
 
 class CudnnBackend(AttentionBackend):
@@ -94,6 +95,8 @@ class CudnnBackend(AttentionBackend):
         parts = []
         while start < end:
             size = min(MAX_TOKENS, -(-(end - start) // QUERY_GRAIN) * QUERY_GRAIN)
+            if start < base or start + size > end:
+                size = min(size, MAX_PADDED_TOKENS)
             first, last = max(start, base), min(start + size, end)  # tokens of the piece that are real queries
             padding = (first - start, start + size - last)
             q = _pad(q_THD[first - base : last - base], padding)

@@ -56,6 +56,7 @@ class HybridKVCacheManager(KVCacheManager):
         self._running: Seq[Sequence] = ()
         self._wanted_ids: set[int] | None = None  # blocks of running sequences; made when a slot must be given up
         self._owed_ids: set[int] = set()  # running sequences that hold no slot and will need one
+        self._num_givable_slots = 0  # slots for which _can_give_up, kept up to date while sequences are placed
         self._copy_sources: list[HybridBlock] = []
         self._partial: dict[int, tuple[HybridBlock, int]] = {}  # seq_id -> source of its first block's first tokens
 
@@ -89,6 +90,7 @@ class HybridKVCacheManager(KVCacheManager):
         self._running = running
         self._wanted_ids = None
         self._owed_ids = {seq.seq_id for seq in running if seq.num_cached_tokens % self.block_size == 0}
+        self._num_givable_slots = sum(map(self._can_give_up, self.ring.blocks))
 
     def _affordable_match(self, seq: Sequence) -> PrefixMatch | None:
         """The prefix to start from, or None when the pool has no room for the rest of the sequence."""
@@ -139,7 +141,12 @@ class HybridKVCacheManager(KVCacheManager):
 
     def _num_spare_slots(self, seq: Sequence) -> int:
         """Slots `seq` may take: those to be had, less one for each other running sequence that needs one."""
-        return sum(map(self._can_give_up, self.ring.blocks)) - len(self._owed_ids - {seq.seq_id})
+        return self._num_givable_slots - len(self._owed_ids) + (seq.seq_id in self._owed_ids)
+
+    def _keep_for_step(self, block: HybridBlock) -> None:
+        if block.ring_slot >= 0 and self._can_give_up(block):
+            self._num_givable_slots -= 1
+        block.used_in_step = self._step
 
     def _is_unwanted(self, block: HybridBlock | None) -> bool:
         """Free, or holding what no running sequence reads."""
@@ -169,6 +176,7 @@ class HybridKVCacheManager(KVCacheManager):
         assert ring_slot is not None, "no slot to give up; the caller did not ask first"
         self._empty_slot(ring_slot)
         self.ring.put(ring_slot, block)
+        self._num_givable_slots -= 1  # the block is kept for this step
         self._moves.taken_slots.append(ring_slot)
 
     def num_placeable(self, seq: Sequence, num_tokens: int) -> int:
@@ -189,7 +197,7 @@ class HybridKVCacheManager(KVCacheManager):
             self._wanted_ids.update(seq.block_table)
         chunk = range(start // self.block_size, self._num_blocks(end))
         for block_idx in chunk:  # those in place keep their slots before others look for one
-            self.blocks[seq.block_table[block_idx]].used_in_step = self._step
+            self._keep_for_step(self.blocks[seq.block_table[block_idx]])
         for block_idx in chunk:
             block = self.blocks[seq.block_table[block_idx]]
             if block.ring_slot < 0:
@@ -208,7 +216,7 @@ class HybridKVCacheManager(KVCacheManager):
             return
         block = self.blocks[seq.block_table[seq.num_cached_tokens // self.block_size]]
         if source.ring_slot >= 0:
-            source.used_in_step = self._step
+            self._keep_for_step(source)
             self._moves.copies.append(SlotCopy(source.ring_slot, block.ring_slot, num_tokens))
         else:
             self._moves.loads.append(SlotLoad(source.block_id, block.ring_slot, num_tokens))
@@ -228,7 +236,10 @@ class HybridKVCacheManager(KVCacheManager):
     def _stop_writing(self, seq: Sequence) -> None:
         block_idx = seq.num_cached_tokens // self.block_size
         if block_idx < len(seq.block_table):
-            self.blocks[seq.block_table[block_idx]].being_written = False
+            block = self.blocks[seq.block_table[block_idx]]
+            was_kept = not self._can_give_up(block)
+            block.being_written = False
+            self._num_givable_slots += was_kept and self._can_give_up(block)
 
     def free(self, seq: Sequence) -> None:
         self.pool.register(seq, seq.num_cached_tokens)
@@ -242,6 +253,8 @@ class HybridKVCacheManager(KVCacheManager):
     # -- the plan ------------------------------------------------------------------------------------------------
 
     def plan_step(self, placed: Seq[tuple[Sequence, int]]) -> tuple[list[PagedKeys], KVMoves]:
+        givable = sum(map(self._can_give_up, self.ring.blocks))
+        assert self._num_givable_slots == givable, f"{self._num_givable_slots} slots counted, {givable} to give up"
         history = [self._history(seq) for seq, _ in placed]
         for block in (block for blocks in history for block in blocks):
             block.used_in_step = self._step

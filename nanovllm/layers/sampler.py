@@ -71,9 +71,10 @@ def random_bits(seed: torch.Tensor, position: torch.Tensor, vocab_size: int) -> 
     """32 random bits [S, vocab_size], as int64: the row's 64-bit key, then entries by a hash in 32-bit arithmetic.
 
     The key is mixed by splitmix64's finaliser (Steele, Lea, Flood: Fast splittable pseudorandom number generators,
-    2014). Its low half is where the row's Weyl sequence over the entries starts; each term is mixed by lowbias32 (Wellons:
-    Prospecting for hash functions, https://nullprogram.com/blog/2018/07/31/), between whose multiplications the key's
-    high half comes in. kernels/sampler.py computes the same; a GPU multiplies 32 bits several times faster than 64.
+    2014). Its low half is where the row's Weyl sequence over the entries starts; each term is mixed by lowbias32
+    (Wellons: Prospecting for hash functions, https://nullprogram.com/blog/2018/07/31/), between whose multiplications
+    the key's high half comes in. kernels/sampler.py computes the same; a GPU multiplies 32 bits several times faster
+    than 64.
     """
     entry = torch.arange(vocab_size, device=seed.device)
     key = _mix(_mix(seed) + position)[:, None]
