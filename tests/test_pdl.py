@@ -68,7 +68,7 @@ class Chain:
         self.x.normal_(generator=generator)
 
     def run(self) -> None:
-        """As the models do, and a merge with a second part as in streamed attention. No kernel but ours lies between."""
+        """As the models do, and a merge with a second part as in streamed attention; no kernels but ours."""
         x, residual = self.x, self.x
         for layer, (k_cache, v_cache) in zip(self.layers, self.caches, strict=True):
             x, residual = kernels.add_rms_norm(x, residual, layer["norm"], 1e-6)

@@ -91,8 +91,8 @@ def _best_of_part_kernel(
         entry = first + start
         logit = tl.load(logits_ptr + row * row_stride + entry, mask=entry < vocab_size, other=float("-inf"))
         score = logit.to(tl.float32) * scale
-        if RANDOM:  # known when compiled
-            if draws:  # noqa: SIM102
+        if RANDOM:  # noqa: SIM102  (known when compiled, the other is not)
+            if draws:
                 score -= _log2_noise(_random_bits(entry, key_low, key_high), FAST_LOG)
         is_better = score > best_score
         best_score = tl.where(is_better, score, best_score)

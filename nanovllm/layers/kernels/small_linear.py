@@ -19,12 +19,11 @@ import triton.language as tl
 from nanovllm.layers.kernels.pdl import let_next_start, pdl_options, wait_for_previous
 
 _PACKS_IN_FLIGHT = 4  # that a thread loads in one step, of all its rows: 16 registers
-_FEW_FEATURES = 2048  # up to here a program takes fewer rows and more warps, to have as many loads in flight
 
 
 class Tile(NamedTuple):
-    """Output features and warps of a program (a warp reads 512 bytes of a row at each step along K), and how many steps
-    are in flight at once: 1 loads into registers, more pass through shared memory.
+    """Output features and warps of a program, and how many steps along K after the first are in flight at once: 1 loads
+    into registers, more pass through shared memory.
     """
 
     block_n: int
@@ -69,7 +68,7 @@ def _small_linear_kernel(
     weight_ptr,  # [N, K]; gated [2 * N, K], the gate's rows before the up's
     bias_ptr,
     out_ptr,
-    x_stride,
+    x_stride,  # packs from one row to the next
     num_rows,
     N,
     BLOCK_M: tl.constexpr,
@@ -89,7 +88,7 @@ def _small_linear_kernel(
     is_row, is_feature = m < num_rows, feature < N
     # Tensors of a step are [M, BLOCK_N, STEP, VEC]. Past the last feature: read it again, store nothing.
     row = tl.minimum(feature, N - 1).to(tl.int64)[:, :, None, None]
-    x_row = x_ptr + (m * x_stride)[:, :, None, None]
+    x_row = x_ptr + (m * x_stride * VEC)[:, :, None, None]  # whole packs whatever M is, else threads lie otherwise
     pack = tl.arange(0, STEP)[None, None, :, None]
     weight = _load_weight(weight_ptr, row, pack, VEC, NUM_PACKS, EVEN)
     if GATED:
@@ -137,6 +136,7 @@ def _run(
     num_rows, size = x.shape
     vec = 16 // x.element_size()
     assert weight.is_contiguous() and x.stride(1) == 1 and size % vec == 0, "rows must lie together, in whole packs"
+    assert num_rows <= 1 or x.stride(0) % vec == 0, "rows must lie whole packs apart"
     out = torch.empty((num_rows, num_features), dtype=x.dtype, device=x.device)
     if num_rows:
         block_n, num_warps, num_stages = tile or choose_tile(num_features)
@@ -147,7 +147,7 @@ def _run(
             weight,
             bias,
             out,
-            x.stride(0),
+            x.stride(0) // vec,
             num_rows,
             num_features,
             BLOCK_M=triton.next_power_of_2(num_rows),
