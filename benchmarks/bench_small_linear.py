@@ -22,7 +22,7 @@ import torch.nn.functional as F
 
 from benchmarks.common import measure_machine
 from nanovllm.layers.activation import silu_and_mul
-from nanovllm.layers.kernels.small_linear import Tile, choose_tile, small_gate_up, small_linear
+from nanovllm.layers.kernels.small_linear import Tile, DEFAULT_TILE, small_gate_up, small_linear
 from nanovllm.layers.linear import MAX_SMALL_ROWS
 
 MODELS = {  # hidden, qkv features, attention features, intermediate
@@ -51,7 +51,7 @@ class Layer:
 
     @property
     def chosen_tile(self) -> Tile:
-        return choose_tile(self.num_features // 2 if self.is_gated else self.num_features)
+        return DEFAULT_TILE
 
     def plain(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         product = F.linear(x, weight)

@@ -2,8 +2,10 @@
 
 import argparse
 import json
+import os
 import platform
 import random
+import shutil
 import statistics
 import subprocess
 import tempfile
@@ -148,7 +150,12 @@ def time_decode(
 def versions() -> dict[str, str]:
     """What a number depends on besides the code, and the code's commit."""
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+    found = (
+        subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() if shutil.which("git") else ""
+    )
+    commit = (
+        os.environ.get("NANOVLLM_COMMIT") or found or "unknown"
+    )  # named by hand where there is only a copy of the tree
     return {"python": platform.python_version(), "torch": torch.__version__, "commit": commit}
 
 

@@ -111,20 +111,6 @@ def test_small_linear_any_tile_as_good_as_plain_torch(device: str, tile: tuple[i
 
 
 @on_device
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_small_linear_row_does_not_depend_on_the_batch(device: str, dtype: torch.dtype) -> None:
-    """Bit for bit: the order of a sum is that of the weight's shape."""
-    from nanovllm.layers import kernels
-
-    num_features, size = (20, 1032) if INTERPRETED else (3072, 1032)
-    x, weight, bias = make_case(8, num_features, size, dtype, device)
-    for kernel in (kernels.small_linear, kernels.small_gate_up):
-        alone = torch.cat([kernel(x[row : row + 1], weight, bias) for row in range(8)])
-        for num_rows in range(1, 9):
-            assert torch.equal(kernel(x[:num_rows], weight, bias), alone[:num_rows])
-
-
-@on_device
 def test_small_linear_no_rows_is_empty(device: str) -> None:
     from nanovllm.layers import kernels
 
