@@ -17,6 +17,7 @@ from benchmarks.common import (
     Machine,
     Samples,
     add_model_arguments,
+    config_path,
     measure_machine,
     model_of_length,
     random_prompt,
@@ -119,7 +120,7 @@ def bench_transformers(args: argparse.Namespace, max_model_len: int) -> dict[str
     """The same shapes in transformers, random weights, KV in its offloaded cache."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(model_of_length(args.model, max_model_len))
+    config = AutoConfig.from_pretrained(str(config_path(model_of_length(args.model, max_model_len))))
     torch.cuda.reset_peak_memory_stats()
     with torch.device("cuda"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").eval()

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 
 from benchmarks.common import measure_machine
 from nanovllm.layers.activation import silu_and_mul
-from nanovllm.layers.kernels.small_linear import Tile, DEFAULT_TILE, small_gate_up, small_linear
+from nanovllm.layers.kernels.small_linear import DEFAULT_TILE, Tile, small_gate_up, small_linear
 from nanovllm.layers.linear import MAX_SMALL_ROWS
 
 MODELS = {  # hidden, qkv features, attention features, intermediate

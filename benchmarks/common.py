@@ -89,6 +89,11 @@ def model_of_length(model: str, max_model_len: int) -> str:
     return str(copy.parent)
 
 
+def config_path(model: str) -> Path | str:
+    """What transformers reads the config of `model` from."""
+    return presets().get(model, model)
+
+
 def random_prompt(rng: random.Random, num_tokens: int, vocab_size: int) -> list[int]:
     return [rng.randrange(vocab_size) for _ in range(num_tokens)]
 
