@@ -1,0 +1,80 @@
+"""Two ranks on the CPU, one engine: transformers' logits over gloo, a dead worker, Ctrl-C. GPUs: test_multi_gpu."""
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from checked_engine import CheckedLLM, Reference, cache_options, greedy
+from dense_model import random_prompt
+from tiny_models import write_tiny_model
+
+from nanovllm import LLM
+from nanovllm.errors import EngineError, WorkerDiedError
+
+BLOCK = 256
+NOTICED_WITHIN_S = 5.0
+PROMPTS = [random_prompt(length, seed=length) for length in (1, BLOCK - 1, BLOCK + 1, 5 * BLOCK - 3, 700)]
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return Reference(write_tiny_model(tmp_path_factory.mktemp("tiny"), max_position_embeddings=8192))
+
+
+def assert_nothing_is_left() -> None:
+    assert not multiprocessing.active_children()
+    assert not list(Path("/dev/shm").glob(f"*{os.getpid()}*"))
+
+
+@pytest.mark.parametrize("num_gpu_blocks", [None, 3], ids=["all-GPU", "streamed"])
+def test_two_ranks_give_the_logits_of_transformers(reference: Reference, num_gpu_blocks: int | None) -> None:
+    with CheckedLLM(reference, tensor_parallel_size=2, **cache_options(num_gpu_blocks)) as llm:
+        llm.answer_and_check(PROMPTS)
+        llm.answer_and_check([PROMPTS[3] + [5, 6, 7]])  # a prefix hit
+        llm.assert_nothing_left()
+    assert_nothing_is_left()
+
+
+def test_killed_worker_is_an_error_within_seconds_and_leaves_nothing(reference: Reference) -> None:
+    llm = LLM(str(reference.directory), tensor_parallel_size=2, device="cpu", **cache_options(3))
+    (worker,) = multiprocessing.active_children()
+    llm.add_request(PROMPTS[3], greedy(5000))
+    for _ in range(5):
+        llm.step()
+    assert worker.pid is not None
+    os.kill(worker.pid, signal.SIGKILL)
+    start_s = time.monotonic()
+    with pytest.raises(WorkerDiedError, match="rank 1 died with signal SIGKILL"):
+        while True:
+            llm.step()
+    assert time.monotonic() - start_s < NOTICED_WITHIN_S
+    with pytest.raises(EngineError):
+        llm.step()
+    llm.close()
+    assert_nothing_is_left()
+
+
+def test_interrupted_generate_leaves_two_ranks_usable(reference: Reference) -> None:
+    """Ctrl-C reaches the whole terminal: the worker gets the signal too."""
+    with LLM(str(reference.directory), tensor_parallel_size=2, device="cpu", **cache_options(3)) as llm:
+        expected = llm.generate([PROMPTS[4]], greedy(), use_tqdm=False)[0]["token_ids"]
+        (worker,) = multiprocessing.active_children()
+
+        def press_ctrl_c() -> None:
+            assert worker.pid is not None
+            os.kill(worker.pid, signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+
+        timer = threading.Timer(0.3, press_ctrl_c)
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(PROMPTS[:4], greedy(6000), use_tqdm=False)
+        timer.join()
+        llm.scheduler.check_integrity()
+        assert llm.is_finished()
+        assert llm.generate([PROMPTS[4]], greedy(), use_tqdm=False)[0]["token_ids"] == expected
+    assert_nothing_is_left()
