@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from tqdm.auto import tqdm
 
 if TYPE_CHECKING:  # --help must not load torch
-    from nanovllm.engine.llm_engine import RequestOutput
+    from nanovllm.engine.outputs import RequestOutput
     from nanovllm.llm import LLM
     from nanovllm.sampling_params import SamplingParams
 

@@ -6,7 +6,8 @@ from typing import Any, TypeAlias
 
 from tqdm.auto import tqdm
 
-from nanovllm.engine.llm_engine import LLMEngine, RequestOutput, StepOutput
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.outputs import RequestOutput, StepOutput
 from nanovllm.errors import EngineError
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.interrupt import deferred_interrupt

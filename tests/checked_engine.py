@@ -17,7 +17,7 @@ from tiny_models import reference_model
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.batch import StepPlan
-from nanovllm.engine.llm_engine import RequestOutput
+from nanovllm.engine.outputs import RequestOutput
 from nanovllm.engine.sequence import Sequence
 
 TOLERANCE = 1e-4  # of logits, fp32

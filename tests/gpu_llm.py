@@ -11,7 +11,7 @@ from dense_model import random_prompt
 
 from nanovllm.engine import model_runner
 from nanovllm.engine.batch import StepPlan
-from nanovllm.engine.llm_engine import RequestOutput
+from nanovllm.engine.outputs import RequestOutput
 from nanovllm.layers.sampler import SamplingTensors, sample
 
 BLOCK = 256

@@ -16,7 +16,7 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.memory import format_bytes
 
 if TYPE_CHECKING:
-    from nanovllm.engine.llm_engine import RequestOutput
+    from nanovllm.engine.outputs import RequestOutput
 
 PASSKEY_LEN = 12
 CHUNK_TOKENS = 4096  # new tokens in a step: several steps, so that the bar moves and most steps find history to stream

@@ -6,11 +6,10 @@ the host so works one step ahead of it; on the CPU a step has run when it is enq
 
 import itertools
 import logging
-from collections.abc import Iterable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 
@@ -19,6 +18,7 @@ from nanovllm.distributed import TPGroup
 from nanovllm.engine.batch import StepPlan
 from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.model_runner import ModelRunner, StepResult
+from nanovllm.engine.outputs import StepOutput, request_output
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.tp_worker import WorkerGroup
@@ -34,48 +34,6 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.memory import available_host_bytes, format_bytes
 
 logger = logging.getLogger("nanovllm")
-
-
-class RequestOutput(TypedDict):
-    """What a finished request returns. `text` is None when the model came without a tokenizer."""
-
-    text: str | None
-    token_ids: list[int]
-    finish_reason: str
-    num_prompt_tokens: int
-    num_cached_tokens: int  # prompt tokens found in the prefix cache
-    ttft_s: float | None  # arrival to first token
-    tpot_s: float | None  # mean time between tokens; None for a single token
-
-
-@dataclass
-class StepOutput:
-    """What a step brought: `texts` holds the new text of each request that got a token."""
-
-    finished: dict[int, RequestOutput] = field(default_factory=dict)
-    texts: dict[int, str] = field(default_factory=dict)
-    num_prefill_tokens: int = 0
-    num_decode_tokens: int = 0
-
-    def merge(self, other: "StepOutput") -> None:
-        """Add what a later step brought."""
-        self.finished |= other.finished
-        for request_id, text in other.texts.items():
-            self.texts[request_id] = self.texts.get(request_id, "") + text
-        self.num_prefill_tokens += other.num_prefill_tokens
-        self.num_decode_tokens += other.num_decode_tokens
-
-    def take(self, request_ids: Iterable[int] | None) -> "StepOutput":
-        """Remove and return what belongs to these requests (None: to any), and the token counts."""
-        ids = set(self.texts) | set(self.finished) if request_ids is None else set(request_ids)
-        taken = StepOutput(
-            {i: self.finished.pop(i) for i in ids & self.finished.keys()},
-            {i: self.texts.pop(i) for i in ids & self.texts.keys()},
-            self.num_prefill_tokens,
-            self.num_decode_tokens,
-        )
-        self.num_prefill_tokens = self.num_decode_tokens = 0
-        return taken
 
 
 class LLMEngine:
@@ -275,7 +233,7 @@ class LLMEngine:
             elif detokenizer.stopped:
                 seq.finish_reason = "stop"
         if seq.finish_reason is not None:
-            output.finished[seq.seq_id] = _request_output(seq, text)
+            output.finished[seq.seq_id] = request_output(seq, text)
             self._detokenizers.pop(seq.seq_id, None)
 
     def _check_open(self) -> None:
@@ -301,21 +259,6 @@ class LLMEngine:
         if self.config.enable_cpu_offload:
             stats |= self._link_meter.stats(stats["link_byte_per_s"])
         return stats
-
-
-def _request_output(seq: Sequence, text: str | None) -> RequestOutput:
-    token_ids = seq.output_token_ids
-    assert seq.finish_reason is not None and seq.first_token_s is not None and seq.last_token_s is not None
-    spread_s = seq.last_token_s - seq.first_token_s
-    return RequestOutput(
-        text=text,
-        token_ids=token_ids,
-        finish_reason=seq.finish_reason,
-        num_prompt_tokens=seq.num_prompt_tokens,
-        num_cached_tokens=seq.num_hit_tokens or 0,
-        ttft_s=seq.first_token_s - seq.arrival_s,
-        tpot_s=spread_s / (len(token_ids) - 1) if len(token_ids) > 1 else None,
-    )
 
 
 def _check_token_ids(prompt: Any, vocab_size: int) -> list[int]:
