@@ -6,19 +6,22 @@ Comparing logits, and not tokens alone, tells when a single key of thousands is 
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
-from simulated_streams import SimulatedStreams, TrackedBackend
+from simulated_streams import SimulatedStreams, TrackedBackend, tracked_store
 from tiny_models import reference_model
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.batch import StepPlan
 from nanovllm.engine.outputs import RequestOutput
 from nanovllm.engine.sequence import Sequence
+from nanovllm.layers import rotary_embedding
+from nanovllm.layers.kv_cells import store_kv
 
 TOLERANCE = 1e-4  # of logits, fp32
 OFFLOAD = {"enable_cpu_offload": True, "num_cpu_blocks": 40, "kvcache_block_size": 256}
@@ -67,7 +70,9 @@ class CheckedLLM(LLM):
         defaults = {"dtype": "float32", "device": "cpu", "max_num_batched_tokens": 300, "enforce_eager": True}
         with _streams(streams):
             super().__init__(str(reference.directory), **(defaults | options))
+        self._store_kv = store_kv
         if streams is not None:
+            self._store_kv = partial(tracked_store, streams)
             self.runner.backend = TrackedBackend(self.runner.backend, streams)
             assert self.runner.offload is not None
             for name in ("k_cache_cpu", "v_cache_cpu", "k_cache_gpu", "v_cache_gpu", "k_staging", "v_staging"):
@@ -80,7 +85,8 @@ class CheckedLLM(LLM):
 
     def _recording_launch(self, plan: StepPlan) -> Any:
         self.plans.append(plan)
-        return self._launch(plan)
+        with mock.patch.object(rotary_embedding, "store_kv", self._store_kv):
+            return self._launch(plan)
 
     def _recording_compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         logits = self._compute_logits(hidden)

@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 
 from nanovllm.distributed import TPGroup
+from nanovllm.layers.kv_cells import KVCells
 from nanovllm.loader import load_weights
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.decoder import CausalLM
@@ -12,20 +13,23 @@ from nanovllm.models.registry import build_model
 
 
 class DenseAttention:
-    """StepAttention over one sequence, keeping every key and value."""
+    """StepAttention over one sequence of up to `num_tokens`; `positions` are those of the tokens being run."""
 
-    def __init__(self) -> None:
-        self.cache: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    def __init__(self, model: CausalLM, num_tokens: int) -> None:
+        qkv_proj = model.model.layers[0].self_attn.qkv_proj
+        shape = (2, model.config.num_layers, 1, num_tokens, qkv_proj.heads_per_part[1], qkv_proj.head_dim)
+        self.k_cache, self.v_cache = torch.zeros(shape, dtype=qkv_proj.weight.dtype)
+        self.positions = torch.arange(0)
 
-    def attend(self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
-        if layer in self.cache:
-            k_TKD = torch.cat((self.cache[layer][0], k_TKD))
-            v_TKD = torch.cat((self.cache[layer][1], v_TKD))
-        self.cache[layer] = (k_TKD, v_TKD)
-        num_new, num_keys = len(q_THD), len(k_TKD)
+    def cells(self, layer: int) -> KVCells:
+        return KVCells(self.k_cache[layer], self.v_cache[layer], self.positions)
+
+    def attend(self, layer: int, q_THD: torch.Tensor) -> torch.Tensor:
+        num_new, num_keys = len(q_THD), int(self.positions[-1]) + 1
+        k, v = (cache[layer, 0, :num_keys].transpose(0, 1) for cache in (self.k_cache, self.v_cache))
         mask = torch.ones(num_new, num_keys, dtype=torch.bool).tril(num_keys - num_new)
         out = torch.nn.functional.scaled_dot_product_attention(
-            q_THD.transpose(0, 1), k_TKD.transpose(0, 1), v_TKD.transpose(0, 1), attn_mask=mask, enable_gqa=True
+            q_THD.transpose(0, 1), k, v, attn_mask=mask, enable_gqa=True
         )
         return out.transpose(0, 1)
 
@@ -41,20 +45,22 @@ def load_model(
 
 def run_logits(model: CausalLM, token_ids: list[int], chunk: int = 1000) -> torch.Tensor:
     """Logits of every position of a prompt that is run in chunks."""
-    attn, hidden = DenseAttention(), []
+    attn, hidden = DenseAttention(model, len(token_ids)), []
     for start in range(0, len(token_ids), chunk):
         ids = torch.tensor(token_ids[start : start + chunk])
-        positions = torch.arange(start, start + len(ids))
+        positions = attn.positions = torch.arange(start, start + len(ids))
         rope_lens = torch.full((len(ids),), len(token_ids)) if model.needs_rope_lens else None
         hidden.append(model(ids, positions, attn, rope_lens))
     return model.compute_logits(torch.cat(hidden))
 
 
 def run_greedy(model: CausalLM, prompt: list[int], num_tokens: int) -> list[int]:
-    attn, token_ids, generated = DenseAttention(), torch.tensor(prompt), []
+    attn = DenseAttention(model, len(prompt) + num_tokens)
+    token_ids: torch.Tensor = torch.tensor(prompt)
+    generated = []
     position = 0
     for _ in range(num_tokens):
-        positions = torch.arange(position, position + len(token_ids))
+        positions = attn.positions = torch.arange(position, position + len(token_ids))
         rope_lens = (positions + 1).clamp(min=len(prompt))
         hidden = model(token_ids, positions, attn, rope_lens)
         token_ids = model.compute_logits(hidden[-1:]).argmax(-1)

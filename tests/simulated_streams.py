@@ -12,7 +12,8 @@ when a queued copy runs:
 Compute that runs at once cannot show a load that overtakes a late *reader*. So every access to memory is also checked
 by happens-before, whatever the mode: two accesses of one byte by different streams, at least one of them a write,
 that no chain of events orders raise `race_detector.StreamRaceError` at the call that enqueues the second. What copies
-touch is known; what compute touches is declared, by `TrackedBackend` or by `streams.compute.read(tensor)` and `.write`.
+touch is known; what compute touches is declared, by `tracked_store`, `TrackedBackend` or by
+`streams.compute.read(tensor)` and `.write`.
 
 A wait can be cut out to show that it is needed: run once, then again for each edge of `streams.edges_seen`:
 
@@ -33,6 +34,7 @@ from race_detector import Access, RaceDetector, Site
 
 from nanovllm.attention.base import AttentionBackend, PagedBatch, PartialAttention
 from nanovllm.kvcache.streams import Event
+from nanovllm.layers.kv_cells import KVCells, store_kv
 
 Mode = Literal["late", "early", "random"]
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -232,8 +234,19 @@ class SimulatedStreams:
                     self.run(stream, stream.num_done + self._random.randint(1, len(stream.queue)))
 
 
+def tracked_store(streams: SimulatedStreams, k_TKD: torch.Tensor, v_TKD: torch.Tensor, cells: KVCells) -> None:
+    """store_kv that tells the compute stream of a simulation what it writes: each run of neighbours as one access."""
+    index = np.unique(cells.slot_mapping_T.numpy())
+    index = index[index >= 0]
+    for run in np.split(index, np.flatnonzero(np.diff(index) != 1) + 1):
+        for cache_NPKD in (cells.k_cache_NPKD, cells.v_cache_NPKD):
+            if len(run):
+                streams.compute.write(cache_NPKD.view(-1, *cache_NPKD.shape[2:])[run[0] : run[-1] + 1])
+    store_kv(k_TKD, v_TKD, cells)
+
+
 class TrackedBackend(AttentionBackend):
-    """A backend that tells the compute stream of a simulation what it touches of the caches."""
+    """A backend that tells the compute stream of a simulation what it reads of the caches."""
 
     name = "tracked"
 
@@ -244,23 +257,6 @@ class TrackedBackend(AttentionBackend):
     @classmethod
     def why_unavailable(cls, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
         return None
-
-    def store(
-        self,
-        k_TKD: torch.Tensor,
-        v_TKD: torch.Tensor,
-        k_cache_NPKD: torch.Tensor,
-        v_cache_NPKD: torch.Tensor,
-        slot_mapping_T: torch.Tensor,
-    ) -> None:
-        """Writes the cells of the mapping, each run of neighbours as one access."""
-        cells = np.unique(slot_mapping_T.numpy())
-        cells = cells[cells >= 0]
-        for run in np.split(cells, np.flatnonzero(np.diff(cells) != 1) + 1):
-            for cache_NPKD in (k_cache_NPKD, v_cache_NPKD):
-                if len(run):
-                    self._streams.compute.write(cache_NPKD.view(-1, *cache_NPKD.shape[2:])[run[0] : run[-1] + 1])
-        self._backend.store(k_TKD, v_TKD, k_cache_NPKD, v_cache_NPKD, slot_mapping_T)
 
     def attend(
         self,

@@ -74,8 +74,8 @@ class Chain:
             x, residual = kernels.add_rms_norm(x, residual, layer["norm"], 1e-6)
             heads = kernels.small_linear(x, layer["qkv"], None).view(len(x), -1, HEAD_DIM)
             q, k, v = heads.split([NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS], 1)
-            q, k = kernels.qk_norm_rope(q, k, layer["head_norm"], layer["head_norm"], 1e-6, self.cos_sin)
-            attention_kernels.store_kv(k, v, k_cache, v_cache, self.slot_mapping)
+            norms = layer["head_norm"], layer["head_norm"], 1e-6
+            q = kernels.norm_rotate_store(q, k, v, *norms, self.cos_sin, k_cache, v_cache, self.slot_mapping)
             paged = k_cache, v_cache, self.context_lens, self.tables
             out, lse = attention_kernels.paged_decode(q, *paged, HEAD_DIM**-0.5, self.num_splits)
             attention_kernels.merge_into(out, lse, *attention_kernels.paged_decode(q, *paged, 0.2, 1))

@@ -8,7 +8,8 @@ from tiny_models import ROPES
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from nanovllm.layers.rotary_embedding import RotaryEmbedding, apply_rotary, norm_apply_rotary
+from nanovllm.layers.kv_cells import KVCells
+from nanovllm.layers.rotary_embedding import RotaryEmbedding, apply_rotary, rotate_and_store
 from nanovllm.model_config import RopeConfig
 
 HEAD_DIM = 64
@@ -80,28 +81,38 @@ def test_dynamic_without_rope_lens_past_the_original_length_is_refused() -> None
         rotary.cos_sin(torch.arange(3))
 
 
-def test_apply_rotary_matches_transformers_and_normed_form_norms_first() -> None:
+def test_apply_rotary_matches_transformers() -> None:
     rotary, reference = both(scaled("default"))
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(5, heads, HEAD_DIM, generator=generator) for heads in (4, 2))
     positions = torch.tensor([0, 9, 9, 4000, 123])
     cos, sin = reference(torch.zeros(1), positions[None])
-    expected = [
-        out[0].transpose(0, 1) for out in apply_rotary_pos_emb(*(x.transpose(0, 1)[None] for x in (q, k)), cos, sin)
-    ]
-    cos_sin = rotary.cos_sin(positions)
-    for got, want in zip(apply_rotary(q, k, cos_sin), expected, strict=True):
-        torch.testing.assert_close(got, want, rtol=0, atol=1e-6)
+    expected = apply_rotary_pos_emb(*(x.transpose(0, 1)[None] for x in (q, k)), cos, sin)
+    for x, want in zip((q, k), expected, strict=True):
+        got = apply_rotary(x, rotary.cos_sin(positions))
+        torch.testing.assert_close(got, want[0].transpose(0, 1), rtol=0, atol=1e-6)
 
+
+@pytest.mark.parametrize("normed", [True, False])
+def test_rotate_and_store_norms_first_and_skips_minus_one(normed: bool) -> None:
+    rotary, _ = both(scaled("default"))
+    q, k, v = torch.randn(3, 8, HEAD_DIM, generator=torch.Generator().manual_seed(0)).split((4, 2, 2), dim=1)
+    cos_sin = rotary.cos_sin(torch.tensor([4000, 0, 123]))
     weight = torch.linspace(0.5, 1.5, HEAD_DIM)
-    normed = [torch.nn.functional.rms_norm(x, (HEAD_DIM,), weight, 1e-6) for x in (q, k)]
-    got_normed = norm_apply_rotary(q, k, weight, weight, 1e-6, cos_sin)
-    for got, want in zip(got_normed, apply_rotary(*normed, cos_sin), strict=True):
-        torch.testing.assert_close(got, want)
+    cells = KVCells(*torch.zeros(2, 3, 4, 2, HEAD_DIM), torch.tensor([9, -1, 0]))
+    weights = (weight, weight) if normed else (None, None)
+    got_q = rotate_and_store(q, k, v, *weights, 1e-6, cos_sin, cells)
+    if normed:
+        q, k = (torch.nn.functional.rms_norm(x, (HEAD_DIM,), weight, 1e-6) for x in (q, k))
+    torch.testing.assert_close(got_q, apply_rotary(q, cos_sin))
+    for cache, want in zip(cells[:2], (apply_rotary(k, cos_sin), v), strict=True):
+        flat = cache.flatten(0, 1)
+        torch.testing.assert_close(flat[[9, 0]], want[[0, 2]])
+        assert flat.abs().sum((1, 2)).count_nonzero() == 2
 
 
 def test_apply_rotary_bfloat16_is_rounded_once() -> None:
     rotary, _ = both(scaled("default"))
     q = torch.randn(9, 2, HEAD_DIM, generator=torch.Generator().manual_seed(0)).bfloat16()
     cos_sin = rotary.cos_sin(torch.arange(1000, 1009))
-    assert torch.equal(apply_rotary(q, q, cos_sin)[0], apply_rotary(q.float(), q.float(), cos_sin)[0].bfloat16())
+    assert torch.equal(apply_rotary(q, cos_sin), apply_rotary(q.float(), cos_sin).bfloat16())

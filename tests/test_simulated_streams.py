@@ -3,9 +3,10 @@
 import pytest
 import torch
 from race_detector import StreamRaceError
-from simulated_streams import MODES, Edge, Mode, SimulatedStreams, TrackedBackend
+from simulated_streams import MODES, Edge, Mode, SimulatedStreams, TrackedBackend, tracked_store
 
 from nanovllm.attention.base import AttentionBackend, HostTables, PagedBatch, PartialAttention
+from nanovllm.layers.kv_cells import KVCells
 
 NUM_BLOCKS = 3
 NUM_STEPS = 24
@@ -254,16 +255,6 @@ class NullBackend(AttentionBackend):
     def why_unavailable(cls, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
         return None
 
-    def store(
-        self,
-        k_TKD: torch.Tensor,
-        v_TKD: torch.Tensor,
-        k_cache_NPKD: torch.Tensor,
-        v_cache_NPKD: torch.Tensor,
-        slot_mapping_T: torch.Tensor,
-    ) -> None:
-        pass
-
     def attend(
         self,
         q_THD: torch.Tensor,
@@ -288,7 +279,7 @@ def cells_that_race(declare: str) -> tuple[list[int], list[int]]:
             k_cache, v_cache = caches = [torch.zeros(NUM_SLOTS, BLOCK_SIZE, 1, 2) for _ in range(2)]
             if declare == "store":
                 new_TKD = torch.zeros(5, 1, 2)
-                backend.store(new_TKD, new_TKD, k_cache, v_cache, torch.tensor([7, 8, 9, -1, 2]))
+                tracked_store(streams, new_TKD, new_TKD, KVCells(k_cache, v_cache, torch.tensor([7, 8, 9, -1, 2])))
             else:
                 host = HostTables(
                     query_lens=[2, 1, 0, 1], context_lens=[6, 3, 4, 0], block_tables=[[3, 1, 0], [1], [2], []]

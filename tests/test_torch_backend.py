@@ -66,12 +66,3 @@ def test_attend_without_host_tables_asserts():
     case = make_paged([(1, 5)], 8, (1, 1), causal=True)
     with pytest.raises(AssertionError, match="host"):
         TorchBackend().attend(case.q_THD, case.k_cache, case.v_cache, replace(case.batch, host=None), 1.0)
-
-
-def test_store_skips_minus_one():
-    cache = torch.zeros(2, 3, 4, 2, 5)
-    k, v = torch.randn(3, 2, 5), torch.randn(3, 2, 5)
-    TorchBackend().store(k, v, cache[0], cache[1], torch.tensor([9, -1, 0]))
-    flat = cache.flatten(1, 2)
-    assert torch.equal(flat[0, 9], k[0]) and torch.equal(flat[0, 0], k[2]) and torch.equal(flat[1, 9], v[0])
-    assert flat.count_nonzero() == 2 * 2 * 10

@@ -14,11 +14,11 @@ from paged_cases import assert_as_good_as_plain_torch, make_paged
 
 from nanovllm.attention.base import PartialAttention
 from nanovllm.attention.merge import merge_attention_outputs
-from nanovllm.attention.torch_backend import TorchBackend
 from nanovllm.attention.triton_backend import TritonBackend
 from nanovllm.layers.activation import silu_and_mul
+from nanovllm.layers.kv_cells import KVCells
 from nanovllm.layers.layernorm import add_rms_norm, rms_norm
-from nanovllm.layers.rotary_embedding import apply_rotary, norm_apply_rotary
+from nanovllm.layers.rotary_embedding import rotate_and_store
 
 pytest.importorskip("triton")
 
@@ -93,18 +93,6 @@ def test_attend_strided_queries(device):
 
 @on_device
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_store_equals_torch_backend(device, dtype):
-    """Strided K and V, -1 skipped."""
-    qkv = torch.randn(5, 7, 16, device=device).to(dtype)
-    slot_mapping = torch.tensor([40, -1, 0, 7, 95], device=device)
-    got, want = (torch.zeros(2, 3, 32, 3, 16, dtype=dtype, device=device) for _ in range(2))
-    for backend, caches in ((TritonBackend(), got), (TorchBackend(), want)):
-        backend.store(qkv[:, 1:4], qkv[:, 4:], caches[0], caches[1], slot_mapping)
-    assert torch.equal(got, want) and got.any()
-
-
-@on_device
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_tokens", [1, 37])
 def test_merge_equals_plain_merge(device, dtype, num_tokens):
     """In place into the first; rows where one, the other or both saw no key; lse of either layout."""
@@ -149,25 +137,30 @@ def test_layer_kernels_equal_plain_torch(device, dtype, num_tokens, size):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("heads", [(16, 8), (9, 3)])
 @pytest.mark.parametrize("head_dim", [32] if INTERPRETED else [64, 128])
-def test_qk_norm_rope_equals_plain_torch(device, dtype, heads, head_dim):
-    """With norms (Qwen3) and without, of views of the qkv product."""
+@pytest.mark.parametrize("normed", [True, False])
+def test_norm_rotate_store_equals_plain_torch(device, dtype, heads, head_dim, normed):
+    """With norms (Qwen3) and without, of views of the qkv product; -1 is skipped, other cells stay as they are."""
     from nanovllm.layers import kernels
 
     torch.manual_seed(0)
-    num_tokens = 2 if INTERPRETED else 70
+    num_tokens = 3 if INTERPRETED else 70
     qkv = torch.randn(num_tokens, heads[0] + 2 * heads[1], head_dim, device=device).to(dtype)
-    q, k, _ = qkv.split([heads[0], heads[1], heads[1]], dim=1)
-    q_weight, k_weight = (torch.randn(head_dim, device=device).to(dtype) for _ in range(2))
+    q, k, v = qkv.split([heads[0], heads[1], heads[1]], dim=1)
+    weights = torch.randn(2, head_dim, device=device).to(dtype) if normed else (None, None)
     angles = torch.randn(num_tokens, head_dim // 2, device=device)
     cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1)
-    got = kernels.qk_norm_rope(q, k, q_weight, k_weight, 1e-6, cos_sin)
-    want = norm_apply_rotary(q, k, q_weight, k_weight, 1e-6, cos_sin)
-    got += kernels.qk_norm_rope(q, k, None, None, 1e-6, cos_sin)
-    want += apply_rotary(q, k, cos_sin)
-    for got_x, want_x in zip(got, want, strict=True):
-        assert got_x.is_contiguous()
-        tolerance = 4 * torch.finfo(dtype).eps
-        torch.testing.assert_close(got_x, want_x, atol=tolerance, rtol=tolerance)
+    slot_mapping = torch.randperm(96)[:num_tokens]
+    slot_mapping[1] = -1
+    caches = torch.randn(2, 3, 32, heads[1], head_dim, device=device).to(dtype)
+    want_cells = KVCells(*caches.cpu(), slot_mapping)
+    cpu = [x if x is None else x.cpu() for x in (q, k, v, *weights)]
+    want_q = rotate_and_store(*cpu, 1e-6, cos_sin.cpu(), want_cells)
+    q = kernels.norm_rotate_store(q, k, v, *weights, 1e-6, cos_sin, *caches, slot_mapping.to(device))
+    assert q.is_contiguous()
+    tolerance = 4 * torch.finfo(dtype).eps
+    for got, want in zip((q, caches[0]), (want_q, want_cells.k_cache_NPKD), strict=True):
+        torch.testing.assert_close(got.cpu(), want, atol=tolerance, rtol=tolerance)
+    assert torch.equal(caches[1].cpu(), want_cells.v_cache_NPKD)
 
 
 def test_plan_num_splits_fills_the_gpu():

@@ -15,6 +15,8 @@ from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 
+from nanovllm.layers.kv_cells import KVCells
+
 
 class PartialAttention(NamedTuple):
     """Attention over some of the keys. A row that saw no key: out 0, lse -inf."""
@@ -84,17 +86,6 @@ class AttentionBackend(ABC):
         """None when the backend can run here, else the reason, fit for an error message."""
 
     @abstractmethod
-    def store(
-        self,
-        k_TKD: torch.Tensor,
-        v_TKD: torch.Tensor,
-        k_cache_NPKD: torch.Tensor,
-        v_cache_NPKD: torch.Tensor,
-        slot_mapping_T: torch.Tensor,
-    ) -> None:
-        """Write each token's K and V into cell `slot_mapping_T` (int64, block * P + offset; -1 is skipped)."""
-
-    @abstractmethod
     def attend(
         self,
         q_THD: torch.Tensor,
@@ -113,10 +104,14 @@ class AttentionBackend(ABC):
 
 
 class StepAttention(Protocol):
-    """The attention of one step, an argument of `model(...)`."""
+    """The attention of one step, an argument of `model(...)`. Called in each layer, in this order."""
 
-    def attend(self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
-        """Store this layer's new K and V, then attend. Returns [T, H, D].
+    def cells(self, layer: int) -> KVCells:
+        """Where the layer's new K and V go; they may be written from here on. Hot: once per layer."""
+        ...
+
+    def attend(self, layer: int, q_THD: torch.Tensor) -> torch.Tensor:
+        """Attention over all keys, the new ones, now stored, included. Returns [T, H, D].
 
         In the last layer q may hold only the rows whose result is wanted, [S, H, D]. Hot: once per layer.
         """

@@ -25,7 +25,7 @@ MAX_PADDED_TOKENS = 8192  # the same where queries are padded, which copies them
 
 
 class CudnnBackend(AttentionBackend):
-    """`paged` stores, merges, decodes and runs the short sequences."""
+    """`paged` merges, decodes and runs the short sequences."""
 
     name: ClassVar[str] = "cudnn"
 
@@ -45,16 +45,6 @@ class CudnnBackend(AttentionBackend):
         if head_dim > 128 or head_dim % 8:
             return f"it runs head dims up to 128, multiples of 8, not {head_dim}"
         return None
-
-    def store(
-        self,
-        k_TKD: torch.Tensor,
-        v_TKD: torch.Tensor,
-        k_cache_NPKD: torch.Tensor,
-        v_cache_NPKD: torch.Tensor,
-        slot_mapping_T: torch.Tensor,
-    ) -> None:
-        self.paged.store(k_TKD, v_TKD, k_cache_NPKD, v_cache_NPKD, slot_mapping_T)
 
     def merge(self, a: PartialAttention, b: PartialAttention) -> PartialAttention:
         return self.paged.merge(a, b)
@@ -92,7 +82,7 @@ class CudnnBackend(AttentionBackend):
         base = num_keys - len(q_THD) if causal else 0  # the first query's token
         start = base // KEY_GRAIN * KEY_GRAIN
         end = base + len(q_THD)
-        parts = []
+        result = None
         while start < end:
             size = min(MAX_TOKENS, -(-(end - start) // QUERY_GRAIN) * QUERY_GRAIN)
             if start < base or start + size > end:
@@ -107,9 +97,17 @@ class CudnnBackend(AttentionBackend):
                 part = square if part is None else self.merge(part, square)
             assert part is not None, "a sequence without keys is not long"
             rows = slice(padding[0], size - padding[1])
-            parts.append(PartialAttention(part.out_THD[rows], part.lse_HT[:, rows]))
+            part = PartialAttention(part.out_THD[rows], part.lse_HT[:, rows])
             start += size
-        return concatenate(parts)
+            if last - first == len(q_THD):
+                return part
+            if result is None:
+                lse_HT = part.lse_HT.new_empty(part.lse_HT.shape[0], len(q_THD))
+                result = PartialAttention(torch.empty_like(q_THD), lse_HT)
+            rows = slice(first - base, last - base)  # to its place at once: one piece exists beside the whole
+            result.out_THD[rows], result.lse_HT[:, rows] = part
+        assert result is not None, "a sequence without queries is not long"
+        return result
 
     def _attend_keys(self, q_THD: torch.Tensor, kv: SequenceKV, num_keys: int, scale: float) -> PartialAttention | None:
         """Every query sees keys 0..num_keys-1, a multiple of KEY_GRAIN. None when there are none."""

@@ -1,4 +1,4 @@
-"""Attention by flash-attn 2, where it is installed. Store and merge are our own kernels.
+"""Attention by flash-attn 2, where it is installed. The merge is our own kernel.
 
 flash-attn marks a row that saw no key with lse +inf; it becomes -inf here.
 """
@@ -37,16 +37,6 @@ class FlashBackend(AttentionBackend):
         if head_dim > 256 or head_dim % 8:
             return f"it runs head dims up to 256, multiples of 8, not {head_dim}"
         return None
-
-    def store(
-        self,
-        k_TKD: torch.Tensor,
-        v_TKD: torch.Tensor,
-        k_cache_NPKD: torch.Tensor,
-        v_cache_NPKD: torch.Tensor,
-        slot_mapping_T: torch.Tensor,
-    ) -> None:
-        self.triton.store(k_TKD, v_TKD, k_cache_NPKD, v_cache_NPKD, slot_mapping_T)
 
     def attend(
         self,

@@ -1,8 +1,9 @@
-"""Attention of a step whose keys are all on the GPU: store the new K/V, then one call over the paged cache."""
+"""Attention of a step whose keys are all on the GPU: one call over the paged cache."""
 
 import torch
 
 from nanovllm.attention.base import AttentionBackend, PagedBatch
+from nanovllm.layers.kv_cells import KVCells
 
 
 class PagedAttention:
@@ -27,11 +28,12 @@ class PagedAttention:
         self.batch, self.last_batch = batch, last_batch
         self.scale = scale
 
-    def attend(self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
+    def cells(self, layer: int) -> KVCells:
+        return KVCells(self.k_cache[layer], self.v_cache[layer], self.slot_mapping_T)
+
+    def attend(self, layer: int, q_THD: torch.Tensor) -> torch.Tensor:
         """Hot: once per layer."""
-        k_cache, v_cache = self.k_cache[layer], self.v_cache[layer]
-        self.backend.store(k_TKD, v_TKD, k_cache, v_cache, self.slot_mapping_T)
         if len(q_THD) == 0:
             return q_THD
-        batch = self.batch if len(q_THD) == len(k_TKD) else self.last_batch
-        return self.backend.attend(q_THD, k_cache, v_cache, batch, self.scale).out_THD
+        batch = self.batch if len(q_THD) == len(self.slot_mapping_T) else self.last_batch
+        return self.backend.attend(q_THD, self.k_cache[layer], self.v_cache[layer], batch, self.scale).out_THD

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 
 from nanovllm.attention.base import AttentionBackend, PagedBatch
+from nanovllm.layers.kv_cells import KVCells
 
 
 class KVStream(Protocol):
@@ -54,20 +55,22 @@ class StreamedAttention:
         self.last_rows = last_batch, last_group_batches
         self.scale = scale
 
-    def attend(self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
+    def cells(self, layer: int) -> KVCells:
+        """Hot: once per layer."""
+        self.stream.begin_layer(layer)
+        return KVCells(self.k_cache[layer], self.v_cache[layer], self.slot_mapping_T)
+
+    def attend(self, layer: int, q_THD: torch.Tensor) -> torch.Tensor:
         """Hot: once per layer."""
         backend, stream = self.backend, self.stream
-        k_cache, v_cache = self.k_cache[layer], self.v_cache[layer]
-        batch, group_batches = self.all_rows if len(q_THD) == len(k_TKD) else self.last_rows
-        stream.begin_layer(layer)
-        backend.store(k_TKD, v_TKD, k_cache, v_cache, self.slot_mapping_T)
+        batch, group_batches = self.all_rows if len(q_THD) == len(self.slot_mapping_T) else self.last_rows
         stream.stored(layer)
         if len(q_THD) == 0:  # nothing is sampled; what was loaded for this layer is released unread
             stream.attended(layer)
             for _ in stream.groups(layer):
                 pass
             return q_THD
-        result = backend.attend(q_THD, k_cache, v_cache, batch, self.scale)
+        result = backend.attend(q_THD, self.k_cache[layer], self.v_cache[layer], batch, self.scale)
         stream.attended(layer)
         for (k_group, v_group), group_batch in zip(stream.groups(layer), group_batches, strict=True):
             result = backend.merge(result, backend.attend(q_THD, k_group, v_group, group_batch, self.scale))

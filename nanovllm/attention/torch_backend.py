@@ -26,19 +26,6 @@ class TorchBackend(AttentionBackend):
     def why_unavailable(cls, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
         return None
 
-    def store(
-        self,
-        k_TKD: torch.Tensor,
-        v_TKD: torch.Tensor,
-        k_cache_NPKD: torch.Tensor,
-        v_cache_NPKD: torch.Tensor,
-        slot_mapping_T: torch.Tensor,
-    ) -> None:
-        written_T = slot_mapping_T >= 0
-        cells = slot_mapping_T[written_T]
-        k_cache_NPKD.view(-1, *k_TKD.shape[1:])[cells] = k_TKD[written_T]
-        v_cache_NPKD.view(-1, *v_TKD.shape[1:])[cells] = v_TKD[written_T]
-
     def attend(
         self,
         q_THD: torch.Tensor,

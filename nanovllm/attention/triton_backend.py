@@ -1,4 +1,4 @@
-"""Attention by our own Triton kernels: paged prefill, split-KV decode, store and merge, on any NVIDIA GPU."""
+"""Attention by our own Triton kernels: paged prefill, split-KV decode and merge, on any NVIDIA GPU."""
 
 import importlib.util
 import os
@@ -34,16 +34,6 @@ class TritonBackend(AttentionBackend):
         if head_dim not in HEAD_DIMS:
             return f"it runs head dims {HEAD_DIMS}, not {head_dim}"
         return None
-
-    def store(
-        self,
-        k_TKD: torch.Tensor,
-        v_TKD: torch.Tensor,
-        k_cache_NPKD: torch.Tensor,
-        v_cache_NPKD: torch.Tensor,
-        slot_mapping_T: torch.Tensor,
-    ) -> None:
-        self.kernels.store_kv(k_TKD, v_TKD, k_cache_NPKD, v_cache_NPKD, slot_mapping_T)
 
     def attend(
         self,

@@ -10,6 +10,7 @@ import logging
 import time
 from bisect import bisect_left
 from collections.abc import Callable
+from functools import cache
 
 import numpy as np
 import torch
@@ -24,6 +25,12 @@ logger = logging.getLogger("nanovllm")
 _TOKEN_ARRAYS = ("input_ids", "positions", "rope_lens", "slot_mapping")  # int64, one entry per sequence
 
 
+@cache
+def capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all captures of the process: cuBLAS keeps a workspace of 32 MiB for every stream it has seen."""
+    return torch.cuda.Stream(device)
+
+
 def graph_sizes(max_num_seqs: int) -> list[int]:
     """1, 2, 4, 8, 16, 24, 32 ... and max_num_seqs itself."""
     sizes = [1, 2, 4, 8, *range(16, max_num_seqs + 1, 8), max_num_seqs]
@@ -35,6 +42,7 @@ class DecodeInputs:
 
     def __init__(self, *, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device) -> None:
         self.max_model_len = max_model_len
+        self.device = device
         self.sizes = graph_sizes(max_num_seqs)
         num_columns = -(-max_model_len // block_size)
         with torch.device(device):
@@ -75,7 +83,7 @@ class DecodeInputs:
         rows[_TOKEN_ARRAYS.index("slot_mapping"), num_seqs:] = -1
         for row, name in zip(rows, (*_TOKEN_ARRAYS, "context_lens"), strict=True):
             row[:num_seqs] = arrays[name]
-        on_device = staging.to(self._tokens.device, non_blocking=True)
+        on_device = staging.to(self.device, non_blocking=True)
         self._tokens[:, :size].copy_(on_device[:-1])
         self._context_lens[:size].copy_(on_device[-1])
         fill_pending(self._tokens[_TOKEN_ARRAYS.index("input_ids")])
@@ -115,7 +123,7 @@ class DecodeGraphs:
             self._forward(size)  # compiles what this size needs, outside the capture
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
+            with torch.cuda.graph(graph, pool=pool, stream=capture_stream(self.inputs.device)):
                 self._logits[size] = self._forward(size)
             self._graphs[size] = graph
         seconds, num_bytes = time.perf_counter() - start_s, start_bytes - torch.cuda.mem_get_info()[0]

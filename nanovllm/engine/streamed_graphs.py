@@ -23,8 +23,9 @@ import torch
 from tqdm import tqdm
 
 from nanovllm.attention.base import AttentionBackend, PagedBatch, PartialAttention, StepAttention
-from nanovllm.engine.cuda_graphs import DecodeInputs, graph_sizes, run_model
+from nanovllm.engine.cuda_graphs import DecodeInputs, capture_stream, graph_sizes, run_model
 from nanovllm.kvcache.offload_engine import OffloadEngine
+from nanovllm.layers.kv_cells import KVCells
 from nanovllm.models.decoder import CausalLM
 
 logger = logging.getLogger("nanovllm")
@@ -45,8 +46,13 @@ class _Cutter:
     def end_piece(self) -> None:
         self.pieces[-1].capture_end()
 
-    def attend(self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
-        out = self.graphs.attend_paged(self.size, layer, q_THD, k_TKD, v_TKD)
+    def cells(self, layer: int) -> KVCells:
+        offload = self.graphs.offload
+        slot_mapping = self.graphs.inputs.tokens(self.size)["slot_mapping"]
+        return KVCells(offload.k_cache_gpu[layer], offload.v_cache_gpu[layer], slot_mapping)
+
+    def attend(self, layer: int, q_THD: torch.Tensor) -> torch.Tensor:
+        out = self.graphs.attend_paged(self.size, layer, q_THD)
         self.end_piece()
         self.begin_piece()
         return out
@@ -88,14 +94,13 @@ class StreamedDecodeGraphs:
         start_s = time.perf_counter()
         pool, group_pool = torch.cuda.graph_pool_handle(), torch.cuda.graph_pool_handle()
         sizes = self.sizes[::-1]
-        stream = torch.cuda.Stream()
         for size in tqdm(sizes, desc="Capturing streamed decode", unit="size", disable=not show_progress):
             tokens = self.inputs.tokens(size)
             run_model(self.model, tokens, self.make_attention(tokens["slot_mapping"], self.inputs.batch(size)))
             for buffer in range(len(self._group_lens)):
                 self._attend_group(size, buffer)  # compiles, like the line above
             torch.cuda.synchronize()
-            with torch.cuda.stream(stream):
+            with torch.cuda.stream(capture_stream(self.inputs.device)):
                 cutter = _Cutter(self, size, pool)
                 self._logits[size] = run_model(self.model, tokens, cutter)
                 cutter.end_piece()
@@ -106,12 +111,9 @@ class StreamedDecodeGraphs:
             torch.cuda.synchronize()
         logger.info("captured streamed decode at %d sizes in %.1f s", len(sizes), time.perf_counter() - start_s)
 
-    def attend_paged(
-        self, size: int, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor
-    ) -> torch.Tensor:
-        """Store and attend to what is on the GPU; query and result go to the static buffers."""
+    def attend_paged(self, size: int, layer: int, q_THD: torch.Tensor) -> torch.Tensor:
+        """Attend to what is on the GPU; query and result go to the static buffers."""
         k_cache, v_cache = self.offload.k_cache_gpu[layer], self.offload.v_cache_gpu[layer]
-        self.backend.store(k_TKD, v_TKD, k_cache, v_cache, self.inputs.tokens(size)["slot_mapping"])
         result = self.backend.attend(q_THD, k_cache, v_cache, self.inputs.batch(size), self.scale)
         self._q[:size].copy_(q_THD)
         self._out[:size].copy_(result.out_THD)

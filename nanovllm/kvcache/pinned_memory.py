@@ -1,7 +1,8 @@
 """Page-locked host memory of exact size.
 
 torch's own pinned allocator rounds up to a power of two and pins 1.6 GiB/s. Here an anonymous mapping is touched by
-many threads (which is what makes its pages), then registered with CUDA in one call.
+many threads (which is what makes its pages), then registered with CUDA in one call. A private mapping gets huge pages
+where the machine has them; a shared one, Python's default, takes 4 KiB pages and seven times as long (docs/log.md).
 """
 
 import ctypes
@@ -21,9 +22,10 @@ class HostBuffer:
     """
 
     def __init__(self, num_bytes: int, pinned: bool) -> None:
-        self._map = mmap.mmap(-1, num_bytes)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._map.madvise(mmap.MADV_HUGEPAGE)
+        self._map = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):  # a forked child would make copy-on-write pages of pinned ones
+            if hasattr(mmap, advice):
+                self._map.madvise(getattr(mmap, advice))
         self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
         self._pinned = False
         if pinned:

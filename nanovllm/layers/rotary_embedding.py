@@ -4,7 +4,7 @@ Pair i of a head (elements i and i + D/2) is turned by position * inv_freq[i]. W
 inv_freq, and for yarn a factor on cos and sin. cos and sin are computed once per forward from the positions, for all
 layers: there is no table, so that memory does not grow with the context (512 bytes a token at D = 128, else).
 
-The functions `apply_rotary` and `norm_apply_rotary` are the seam for a fused kernel.
+`rotate_and_store` is all that happens between the qkv product and attention; on a GPU it is one fused kernel.
 """
 
 import math
@@ -12,6 +12,7 @@ import math
 import torch
 from torch import nn
 
+from nanovllm.layers.kv_cells import KVCells, store_kv
 from nanovllm.layers.layernorm import rms_norm
 from nanovllm.model_config import RopeConfig
 
@@ -56,36 +57,34 @@ class RotaryEmbedding(nn.Module):
         return 1.0 / base.unsqueeze(-1) ** _exponents(dim, rope_lens.device)
 
 
-def apply_rotary(q: torch.Tensor, k: torch.Tensor, cos_sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """q [T, H, D] and k [T, K, D] turned by `cos_sin` [T, D]; computed in fp32, returned contiguous in q's dtype.
+def rotate_and_store(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    eps: float,
+    cos_sin: torch.Tensor,
+    cells: KVCells,
+) -> torch.Tensor:
+    """Turn q [T, H, D] and k [T, K, D] by `cos_sin` [T, D], store k and v, return q. Hot: once per layer.
 
-    Hot: once per layer.
+    With weights [D] each head is RMS-normed first. The rotation is computed in fp32 and rounded once; q is contiguous.
     """
     if q.is_cuda:
         from nanovllm.layers import kernels
 
-        return kernels.qk_norm_rope(q, k, None, None, 0.0, cos_sin)
+        return kernels.norm_rotate_store(q, k, v, q_weight, k_weight, eps, cos_sin, *cells)
+    if q_weight is not None and k_weight is not None:
+        q, k = rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps)
+    q, k = apply_rotary(q, cos_sin), apply_rotary(k, cos_sin)
+    store_kv(k, v, cells)
+    return q
+
+
+def apply_rotary(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+    """Heads [T, H, D] turned by `cos_sin` [T, D], computed in fp32, returned in the dtype of `x`."""
     cos, sin = cos_sin.unsqueeze(1).chunk(2, dim=-1)
-    return _rotate(q, cos, sin), _rotate(k, cos, sin)
-
-
-def norm_apply_rotary(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
-    eps: float,
-    cos_sin: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`apply_rotary` of q and k after an RMS norm of each head with weights [D]. Hot: once per layer."""
-    if q.is_cuda:
-        from nanovllm.layers import kernels
-
-        return kernels.qk_norm_rope(q, k, q_weight, k_weight, eps, cos_sin)
-    return apply_rotary(rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps), cos_sin)
-
-
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     x1, x2 = x.float().chunk(2, dim=-1)
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).to(x.dtype)
 

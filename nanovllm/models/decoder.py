@@ -15,7 +15,7 @@ from nanovllm.distributed import TPGroup
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import GateUpParallelLinear, QKVParallelLinear, RowParallelLinear
-from nanovllm.layers.rotary_embedding import RotaryEmbedding, apply_rotary, norm_apply_rotary
+from nanovllm.layers.rotary_embedding import RotaryEmbedding, rotate_and_store
 from nanovllm.layers.weights import HasWeightShards, WeightShard
 from nanovllm.model_config import ModelConfig
 
@@ -36,23 +36,23 @@ class Attention(nn.Module):
         self.o_proj = RowParallelLinear(
             config.num_heads * config.head_dim, config.hidden_size, bias=config.o_bias, tp=tp, dtype=dtype
         )
+        self.eps = config.rms_norm_eps
         self.qk_norm = config.qk_norm
         if config.qk_norm:
-            self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype=dtype)
-            self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype=dtype)
+            self.q_norm = RMSNorm(config.head_dim, self.eps, dtype=dtype)
+            self.k_norm = RMSNorm(config.head_dim, self.eps, dtype=dtype)
 
     def forward(
         self, hidden: torch.Tensor, cos_sin: torch.Tensor, attn: StepAttention, rows: torch.Tensor | None
     ) -> torch.Tensor:
         """K and V of all tokens go to the cache; with `rows`, only those tokens attend."""
         q, k, v = self.qkv_proj.split(self.qkv_proj(hidden))
-        if self.qk_norm:
-            q, k = norm_apply_rotary(q, k, self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, cos_sin)
-        else:
-            q, k = apply_rotary(q, k, cos_sin)
+        q_weight, k_weight = (self.q_norm.weight, self.k_norm.weight) if self.qk_norm else (None, None)
+        q = rotate_and_store(q, k, v, q_weight, k_weight, self.eps, cos_sin, attn.cells(self.layer))
+        del k, v  # the qkv product: its memory is free during attention
         if rows is not None:
             q = q[rows]
-        return self.o_proj(attn.attend(self.layer, q, k, v).flatten(1))
+        return self.o_proj(attn.attend(self.layer, q).flatten(1))
 
 
 class MLP(nn.Module):

@@ -6,6 +6,5 @@ Every function also runs on CPU tensors when TRITON_INTERPRET=1 is set before tr
 from nanovllm.attention.kernels.decode import paged_decode, plan_num_splits
 from nanovllm.attention.kernels.merge import merge_into
 from nanovllm.attention.kernels.prefill import PrefillConfig, paged_prefill
-from nanovllm.attention.kernels.store import store_kv
 
-__all__ = ["PrefillConfig", "merge_into", "paged_decode", "paged_prefill", "plan_num_splits", "store_kv"]
+__all__ = ["PrefillConfig", "merge_into", "paged_decode", "paged_prefill", "plan_num_splits"]

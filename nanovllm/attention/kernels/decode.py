@@ -18,6 +18,7 @@ from nanovllm.layers.kernels.pdl import let_next_start, pdl_options, wait_for_pr
 
 LOG2_E = 1.4426950408889634
 PROGRAMS_PER_SM = 2  # 64 KiB of keys and values in flight each; three would fit
+TILE_BYTES, NUM_WARPS, NUM_STAGES = 16 * 1024, 4, 3  # of a tile of keys; of a program
 MAX_SPLITS = 128
 SPLIT_COST_TOKENS = 128  # starting a program and merging its part cost about as much as reading so many keys
 SPLIT_GRAIN_TOKENS = 64  # a split is whole tiles
@@ -184,7 +185,7 @@ def paged_decode(
     """
     batch_size, num_heads, head_dim = q_BHD.shape
     _, page, num_kv_heads, _ = k_cache_NPKD.shape
-    block_n = max(16, 64 * 256 // max(256, head_dim * q_BHD.element_size()))  # 16 KiB tiles at most
+    block_n = max(16, TILE_BYTES // max(256, head_dim * q_BHD.element_size()))
     assert page % block_n == 0, f"blocks of {page} tokens do not divide into tiles of {block_n} keys"
     assert q_BHD.stride(2) == 1 and block_tables.stride(1) == 1, "the last dimension must lie together"
     assert k_cache_NPKD.is_contiguous() and v_cache_NPKD.is_contiguous(), "a layer's cache is contiguous"
@@ -214,8 +215,8 @@ def paged_decode(
         D=head_dim,
         ROWS=max(16, triton.next_power_of_2(group)),
         BLOCK_N=block_n,
-        num_warps=4,
-        num_stages=3,
+        num_warps=NUM_WARPS,
+        num_stages=NUM_STAGES,
         **pdl_options(q_BHD.device),
     )
     if num_splits > 1:

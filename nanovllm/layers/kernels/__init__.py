@@ -5,13 +5,13 @@ Import lazily: a machine without triton runs the plain ones. Each function alloc
 
 from nanovllm.layers.kernels.activation import silu_and_mul
 from nanovllm.layers.kernels.layernorm import add_rms_norm, rms_norm
-from nanovllm.layers.kernels.rotary import qk_norm_rope
+from nanovllm.layers.kernels.rotary import norm_rotate_store
 from nanovllm.layers.kernels.sampler import sample_tokens
 from nanovllm.layers.kernels.small_linear import small_gate_up, small_linear
 
 __all__ = [
     "add_rms_norm",
-    "qk_norm_rope",
+    "norm_rotate_store",
     "rms_norm",
     "sample_tokens",
     "silu_and_mul",

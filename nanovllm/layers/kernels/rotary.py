@@ -1,6 +1,7 @@
-"""Rotary embedding of q and k, after an RMSNorm of each head where the model has one, in one kernel.
+"""Between the qkv product and attention, in one kernel: an RMSNorm of each head of q and k where the model has one,
+their rotation, and the new keys and values into the paged cache.
 
-Legend: T packed tokens, H query heads, K kv heads, D head dim.
+Legend: T packed tokens, H query heads, K kv heads, D head dim, N blocks of a cache, P tokens per block.
 """
 
 import torch
@@ -11,20 +12,20 @@ from nanovllm.layers.kernels.pdl import let_next_start, pdl_options, wait_for_pr
 
 
 @triton.jit
-def _rotate_heads(
+def _norm_rotate(
     x_ptr,  # this token's heads, [num_heads, D]
-    out_ptr,
     weight_ptr,
     cos_sin_ptr,  # this token's
     first_head,
     num_heads,
     eps,
+    dtype: tl.constexpr,
     HALF: tl.constexpr,
     HEADS: tl.constexpr,
     NORM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    dtype = out_ptr.dtype.element_ty
+    """Both halves of heads first_head .. first_head + HEADS - 1, each [HEADS, D/2]."""
     head = first_head + tl.arange(0, HEADS)
     pair = tl.arange(0, HALF)
     offset = head[:, None] * (2 * HALF) + pair[None, :]
@@ -44,21 +45,31 @@ def _rotate_heads(
         # rounded where torch rounds: after the norm and after the weight
         x1 = ((x1 * scale[:, None]).to(dtype).to(tl.float32) * weight1).to(dtype).to(tl.float32)
         x2 = ((x2 * scale[:, None]).to(dtype).to(tl.float32) * weight2).to(dtype).to(tl.float32)
-    tl.store(out_ptr + offset, (x1 * cos - x2 * sin).to(dtype), mask=inside)
-    tl.store(out_ptr + offset + HALF, (x2 * cos + x1 * sin).to(dtype), mask=inside)
+    return (x1 * cos - x2 * sin).to(dtype), (x2 * cos + x1 * sin).to(dtype)
 
 
 @triton.jit
-def _qk_norm_rope_kernel(
+def _store_heads(out_ptr, x1, x2, first_head, num_heads, HALF: tl.constexpr, HEADS: tl.constexpr):
+    head = first_head + tl.arange(0, HEADS)
+    offset = head[:, None] * (2 * HALF) + tl.arange(0, HALF)[None, :]
+    inside = (head < num_heads)[:, None]
+    tl.store(out_ptr + offset, x1, mask=inside)
+    tl.store(out_ptr + offset + HALF, x2, mask=inside)
+
+
+@triton.jit
+def _norm_rotate_store_kernel(
     q_ptr,
     k_ptr,
+    v_ptr,
     q_out_ptr,
-    k_out_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
     q_weight_ptr,
     k_weight_ptr,
     cos_sin_ptr,
-    q_stride_t,
-    k_stride_t,
+    slot_mapping_ptr,
+    qkv_stride_t,
     eps,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -69,54 +80,77 @@ def _qk_norm_rope_kernel(
 ):
     let_next_start(PDL)
     token = tl.program_id(0).to(tl.int64)
-    group = tl.program_id(1)  # HEADS heads of q, or, after those, of k
+    group = tl.program_id(1)  # HEADS heads of q, after those of k, after those of v
     cos_sin_ptr += token * (2 * HALF)
-    num_q_groups: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
-    if group < num_q_groups:
-        _rotate_heads(
-            q_ptr + token * q_stride_t, q_out_ptr + token * (NUM_HEADS * 2 * HALF), q_weight_ptr, cos_sin_ptr,
-            group * HEADS, NUM_HEADS, eps, HALF, HEADS, NORM, PDL,
+    q_groups: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
+    kv_groups: tl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
+    kv_row: tl.constexpr = NUM_KV_HEADS * 2 * HALF
+    if group < q_groups:
+        x1, x2 = _norm_rotate(
+            q_ptr + token * qkv_stride_t, q_weight_ptr, cos_sin_ptr, group * HEADS, NUM_HEADS, eps,
+            q_out_ptr.dtype.element_ty, HALF, HEADS, NORM, PDL,
         )  # fmt: skip
+        _store_heads(q_out_ptr + token * (NUM_HEADS * 2 * HALF), x1, x2, group * HEADS, NUM_HEADS, HALF, HEADS)
+    elif group < q_groups + kv_groups:
+        first_head = (group - q_groups) * HEADS
+        x1, x2 = _norm_rotate(
+            k_ptr + token * qkv_stride_t, k_weight_ptr, cos_sin_ptr, first_head, NUM_KV_HEADS, eps,
+            k_cache_ptr.dtype.element_ty, HALF, HEADS, NORM, PDL,
+        )  # fmt: skip
+        cell = tl.load(slot_mapping_ptr + token).to(tl.int64)
+        if cell >= 0:
+            _store_heads(k_cache_ptr + cell * kv_row, x1, x2, first_head, NUM_KV_HEADS, HALF, HEADS)
     else:
-        _rotate_heads(
-            k_ptr + token * k_stride_t, k_out_ptr + token * (NUM_KV_HEADS * 2 * HALF), k_weight_ptr, cos_sin_ptr,
-            (group - num_q_groups) * HEADS, NUM_KV_HEADS, eps, HALF, HEADS, NORM, PDL,
-        )  # fmt: skip
+        wait_for_previous(PDL)
+        first_head = (group - q_groups - kv_groups) * HEADS
+        cell = tl.load(slot_mapping_ptr + token).to(tl.int64)
+        if cell >= 0:
+            offset = first_head * 2 * HALF + tl.arange(0, HEADS * 2 * HALF)
+            inside = offset < kv_row
+            v = tl.load(v_ptr + token * qkv_stride_t + offset, mask=inside)
+            tl.store(v_cache_ptr + cell * kv_row + offset, v, mask=inside)
 
 
-def qk_norm_rope(
+def norm_rotate_store(
     q: torch.Tensor,
     k: torch.Tensor,
+    v: torch.Tensor,
     q_weight: torch.Tensor | None,
     k_weight: torch.Tensor | None,
     eps: float,
     cos_sin: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    k_cache_NPKD: torch.Tensor,
+    v_cache_NPKD: torch.Tensor,
+    slot_mapping_T: torch.Tensor,
+) -> torch.Tensor:
     """q [T, H, D] and k [T, K, D], each head RMS-normed where weights [D] are given, then turned (rotate half).
 
-    `cos_sin` fp32 [T, D]: D/2 cosines, then D/2 sines, of each token. q and k may be views of the qkv product; the
-    results are contiguous, in q's dtype. Hot: once per layer.
+    Returns q, contiguous; k and v [T, K, D] go into cell `slot_mapping_T[t]` of the caches, -1 is skipped. q, k and v
+    are views of one qkv product. `cos_sin` fp32 [T, D]: D/2 cosines, then D/2 sines, of each token. Hot: once per
+    layer.
     """
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
     assert (q_weight is None) == (k_weight is None), "both heads are normed, or none"
-    assert q.stride()[1:] == k.stride()[1:] == (head_dim, 1), "the heads of a token must lie together"
+    assert q.stride() == k.stride() == v.stride() and q.stride()[1:] == (head_dim, 1), "views of one product"
     assert cos_sin.is_contiguous() and cos_sin.dtype == torch.float32
+    assert k_cache_NPKD.is_contiguous() and v_cache_NPKD.is_contiguous(), "a layer's cache is contiguous"
     q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    k_out = torch.empty(k.shape, dtype=k.dtype, device=k.device)
     if num_tokens:
         heads = min(8, triton.next_power_of_2(num_heads))
-        grid = (num_tokens, triton.cdiv(num_heads, heads) + triton.cdiv(num_kv_heads, heads))
-        _qk_norm_rope_kernel[grid](
+        grid = (num_tokens, triton.cdiv(num_heads, heads) + 2 * triton.cdiv(num_kv_heads, heads))
+        _norm_rotate_store_kernel[grid](
             q,
             k,
+            v,
             q_out,
-            k_out,
+            k_cache_NPKD,
+            v_cache_NPKD,
             q_weight,
             k_weight,
             cos_sin,
+            slot_mapping_T,
             q.stride(0),
-            k.stride(0),
             eps,
             NUM_HEADS=num_heads,
             NUM_KV_HEADS=num_kv_heads,
@@ -126,4 +160,4 @@ def qk_norm_rope(
             num_warps=2,
             **pdl_options(q.device),
         )
-    return q_out, k_out
+    return q_out
