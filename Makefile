@@ -27,7 +27,7 @@ bench-micro: $(INSTALLED)
 
 # PYTHON given here (make bench-gpu PYTHON=python3) is used as it is, without the virtual environment
 bench-gpu: $(if $(filter file,$(origin PYTHON)),$(INSTALLED))
-	$(if $(filter file,$(origin PYTHON)),$(BIN)/python,$(PYTHON)) benchmarks/run_all.py $(ARGS)
+	$(if $(filter file,$(origin PYTHON)),$(BIN)/python,$(PYTHON)) -m benchmarks.run_all $(ARGS)
 
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -59,7 +59,7 @@ def bench_requests(llm: LLM, work: Work, machine: Machine, num_runs: int) -> dic
 def bench_long(llm: LLM, work: Work, machine: Machine, max_model_len: int, num_runs: int) -> dict[str, Any]:
     num_tokens = max_model_len - 1
     prefill = time_prefill(llm, num_tokens, seed=1, num_runs=num_runs)
-    prefill_bound = num_tokens * machine.matmul_flop_per_s / work.prefill_flop(num_tokens)
+    prefill_bound = work.prefill_bound(machine, num_tokens)
     decode = time_decode(llm, max_model_len - NUM_DECODED, NUM_DECODED, seed=2, num_runs=num_runs)
     decode_bound = machine.memory_byte_per_s / work.decode_bytes([max_model_len - NUM_DECODED // 2])
     print(f"prefill {num_tokens} tokens: {prefill} tok/s, bound {prefill_bound:,.0f}")
@@ -84,7 +84,7 @@ def main() -> None:
     parser.add_argument("--long", action="store_true", help="one sequence: prefill and decode at --max-model-len")
     parser.add_argument("--batch", type=int, help="decode this many sequences together at --context tokens")
     parser.add_argument("--context", type=int, default=1024, help="tokens of each prompt with --batch")
-    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--runs", type=int, default=5, help="0: only the start")
     args = parser.parse_args()
 
     machine = measure_machine()
@@ -102,7 +102,9 @@ def main() -> None:
     result = vars(args) | versions() | {"gpu": machine.name, "start_to_first_token_s": time.perf_counter() - start_s}
     print(f"start to first token: {result['start_to_first_token_s']:.1f} s")
     work = Work(llm)
-    if args.long:
+    if not args.runs:
+        pass  # the start was all
+    elif args.long:
         result |= bench_long(llm, work, machine, args.max_model_len, args.runs)
     elif args.batch:
         result |= bench_batch(llm, work, machine, args.batch, args.context, args.runs)

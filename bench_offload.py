@@ -1,8 +1,9 @@
 """The long workload with the KV cache in CPU memory, beside everything on the GPU and transformers' offloaded cache.
 
 Measures the link first. Decode with offload is bound by the link over the fewest bytes that must cross it per token:
-full blocks - (slots - write slots). Prefill is compared with the all-GPU engine's in the same run. With --sweep: the
-engine with and without offload over contexts and slots, two runs each, as JSON and a plot (benchmarks/sweep.py).
+full blocks - (slots - write slots). Prefill is bound by its arithmetic, and compared with the all-GPU engine's in the
+same run. With --sweep: the engine with and without offload over contexts and slots, two runs each, as JSON and a plot
+(benchmarks/sweep.py).
 """
 
 import argparse
@@ -15,23 +16,23 @@ import torch
 
 from benchmarks.common import (
     Machine,
+    PromptTimes,
     Samples,
+    Work,
     add_model_arguments,
     config_path,
+    lengths_after_short_warm_up,
     measure_machine,
     model_of_length,
     random_prompt,
     report,
     time_decode,
-    time_prefill,
+    time_prompts,
     versions,
 )
 from benchmarks.sweep import run_sweep
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM
 from nanovllm.costs import num_full_blocks, num_missing_blocks
-
-NUM_DECODED = 128
-QUESTION_TOKENS = 64
 
 
 def make_llm(args: argparse.Namespace, max_model_len: int, **options: Any) -> LLM:
@@ -47,22 +48,39 @@ def make_llm(args: argparse.Namespace, max_model_len: int, **options: Any) -> LL
     )
 
 
-def measure(llm: LLM, args: argparse.Namespace, max_model_len: int, prefix: str) -> dict[str, Any]:
+def num_prefill_tokens(args: argparse.Namespace, max_model_len: int) -> int:
+    """With --one-prompt the prompt leaves room for all that is decoded after it."""
+    return max_model_len - (args.decode_tokens if args.one_prompt else 1)
+
+
+def measure(llm: LLM, args: argparse.Namespace, max_model_len: int) -> PromptTimes:
+    """Prefill, a second question, and decode up to `max_model_len`: of the same prompts, or decode of its own."""
+    num_tokens = num_prefill_tokens(args, max_model_len)
+    if args.one_prompt:
+        lengths = lengths_after_short_warm_up(num_tokens, args.runs, args.num_gpu_blocks, args.block_size)
+        return time_prompts(llm, lengths, args.decode_tokens, seed=1)
+    times = time_prompts(llm, [num_tokens] * (args.runs + 1), 1, seed=1)
+    context_len = max_model_len - args.decode_tokens
+    decode = time_decode(llm, context_len, args.decode_tokens, seed=2, batch=args.batch, num_runs=args.runs)
+    return times._replace(decode=decode)
+
+
+def report_engine(times: PromptTimes, prefix: str) -> dict[str, Any]:
     """Prefill and decode of one engine, and its peak GPU memory."""
-    num_decoded = min(NUM_DECODED, args.decode_tokens)
-    prefill = time_prefill(llm, max_model_len - 1, seed=1, num_runs=args.runs)
-    decode = time_decode(llm, max_model_len - num_decoded, num_decoded, seed=2, batch=args.batch, num_runs=args.runs)
     peak = torch.cuda.max_memory_allocated()
-    print(f"{prefix:8} prefill {prefill} tok/s, decode {decode} tok/s, peak {peak / 2**30:.2f} GiB")
+    print(f"{prefix:8} prefill {times.prefill} tok/s, decode {times.decode} tok/s, peak {peak / 2**30:.2f} GiB")
     return (
-        prefill.as_json(f"{prefix}_prefill_tok_per_s")
-        | decode.as_json(f"{prefix}_decode_tok_per_s")
+        times.prefill.as_json(f"{prefix}_prefill_tok_per_s")
+        | times.decode.as_json(f"{prefix}_decode_tok_per_s")
         | {f"{prefix}_peak_bytes": peak}
     )
 
 
 def bench_offload(args: argparse.Namespace, machine: Machine, max_model_len: int, num_slots: int) -> dict[str, Any]:
-    """The engine with `num_slots` slots: its rates, the bytes it moved per token, and the bound they are held to."""
+    """The engine with `num_slots` slots: its rates, the bytes it moved per token, and the bounds they are held to."""
+    pool: dict[str, Any] = {"num_cpu_blocks": (args.batch + 1) * -(-max_model_len // args.block_size)}
+    if args.cpu_memory_gb is not None:
+        pool = {"cpu_memory_gb": args.cpu_memory_gb}
     start_s = time.perf_counter()
     llm = make_llm(
         args,
@@ -70,13 +88,18 @@ def bench_offload(args: argparse.Namespace, machine: Machine, max_model_len: int
         enable_cpu_offload=True,
         num_gpu_blocks=num_slots,
         kvcache_block_size=args.block_size,
-        num_cpu_blocks=(args.batch + 1) * -(-max_model_len // args.block_size),
+        **pool,
     )
     start_s = time.perf_counter() - start_s
-    result = measure(llm, args, max_model_len, "offload")
-    second = time_second_question(llm, max_model_len - 1, args.runs)
-    print(f"         second question: {second.median:.3f} of the first's time to first token")
-    result |= second.as_json("second_question_ttft_ratio")
+    print(f"start with offload: {start_s:.1f} s")
+    times = measure(llm, args, max_model_len)
+    result = report_engine(times, "offload") | times.second_question.as_json("second_question_ttft_ratio")
+    num_tokens = num_prefill_tokens(args, max_model_len)
+    bound = Work(llm).prefill_bound(machine, num_tokens)
+    share = times.prefill.median / bound
+    result |= {"prefill_tokens": num_tokens, "prefill_bound_tok_per_s": bound, "prefill_bound_share": share}
+    print(f"         prefill of {num_tokens} tokens: arithmetic bound {bound:,.0f} tok/s, reached {share:.0%}")
+    print(f"         second question: {times.second_question.median:.3f} of the first's time to first token")
     stats = llm.stats()
     block_bytes = stats["block_bytes"]
     full_blocks = args.batch * num_full_blocks(max_model_len, args.block_size)
@@ -93,25 +116,9 @@ def bench_offload(args: argparse.Namespace, machine: Machine, max_model_len: int
     return result
 
 
-def time_second_question(llm: LLM, num_tokens: int, num_runs: int) -> Samples:
-    """Time to first token of a second question about a document, over the first question's."""
-    rng = random.Random(5)
-    vocab_size = llm.model_config.vocab_size
-    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
-    ratios = []
-    for _ in range(num_runs + 1):
-        document = random_prompt(rng, num_tokens - QUESTION_TOKENS, vocab_size)
-        seconds = []
-        for _ in range(2):
-            prompt = document + random_prompt(rng, QUESTION_TOKENS, vocab_size)
-            seconds.append(llm.generate([prompt], params, use_tqdm=False)[0]["ttft_s"] or 0.0)
-        ratios.append(seconds[1] / seconds[0])
-    return Samples(tuple(ratios[1:]))
-
-
 def bench_gpu(args: argparse.Namespace, max_model_len: int) -> dict[str, Any]:
     llm = make_llm(args, max_model_len)
-    result = measure(llm, args, max_model_len, "gpu")
+    result = report_engine(measure(llm, args, max_model_len), "gpu")
     llm.close()
     return result
 
@@ -171,6 +178,8 @@ def main() -> None:
     parser.add_argument("--compare", default="gpu,hf", help="of gpu, hf: what else to measure; '' for nothing")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--decode-tokens", type=int, default=64, help="tokens of each decode run")
+    parser.add_argument("--one-prompt", action="store_true", help="prefill and decode of the same prompts: cheaper")
+    parser.add_argument("--cpu-memory-gb", type=float, help="size of the CPU pool in GiB; else what the runs need")
     parser.add_argument("--sweep", action="store_true", help="over contexts and slots instead; JSON and a plot")
     sizes = {"type": int, "nargs": "+", "metavar": "N"}
     parser.add_argument("--sweep-contexts", default=[40960, 65536, 131072, 262144], help="tokens", **sizes)
@@ -179,6 +188,8 @@ def main() -> None:
     compare = {name for name in args.compare.split(",") if name}
     if unknown := compare - {"gpu", "hf"}:
         parser.error(f"--compare {', '.join(sorted(unknown))}: choose of gpu, hf")
+    if args.one_prompt and args.batch > 1:
+        parser.error(f"--one-prompt measures one sequence; leave out --batch {args.batch}")
 
     machine = measure_machine()
     free_gpu()

@@ -13,14 +13,16 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from nanovllm import LLM, SamplingParams, costs
+from nanovllm.engine.outputs import RequestOutput
 from nanovllm.model_config import ModelConfig, presets
 
 NUM_RUNS = 5
+QUESTION_TOKENS = 64
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,10 @@ class Work:
     def prefill_flop(self, num_tokens: int) -> float:
         return costs.prefill_flop(self._config, self._model, num_tokens)
 
+    def prefill_bound(self, machine: Machine, num_tokens: int) -> float:
+        """Tokens per second of one prompt, by the arithmetic alone."""
+        return num_tokens * machine.matmul_flop_per_s / self.prefill_flop(num_tokens)
+
     def decode_bytes(self, context_lens: list[int]) -> float:
         """One step of sequences with that many keys."""
         return costs.decode_bytes(self._config, self._model, sum(context_lens), self._kv_bytes_per_token)
@@ -115,16 +121,34 @@ class Samples:
         return {key: self.median, f"{key}_min": min(self.values), f"{key}_max": max(self.values)}
 
 
+def serve(llm: LLM, prompts: list[list[int]], max_tokens: int) -> tuple[list[RequestOutput], list[float]]:
+    """Answers to the prompts together, and when each step ended in which all of them decoded and nothing else ran."""
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    for prompt in prompts:
+        llm.add_request(prompt, params)
+    outputs: list[RequestOutput] = []
+    ends: list[float] = []
+    while not llm.is_finished():
+        output = llm.step()
+        outputs += output.finished.values()
+        if output.num_decode_tokens == len(prompts) and not output.num_prefill_tokens:
+            ends.append(time.perf_counter())
+    return outputs, ends
+
+
+def first_token_s(output: RequestOutput) -> float:
+    assert output["ttft_s"] is not None
+    return output["ttft_s"]
+
+
 def time_prefill(llm: LLM, num_tokens: int, seed: int, num_runs: int = NUM_RUNS) -> Samples:
     """Prompt tokens per second to the first token; every prompt is new."""
     rng = random.Random(seed)
-    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
     rates = []
     for _ in range(num_runs + 1):
-        prompt = random_prompt(rng, num_tokens, llm.model_config.vocab_size)
-        output = llm.generate([prompt], params, use_tqdm=False)[0]
-        assert output["num_cached_tokens"] == 0 and output["ttft_s"] is not None
-        rates.append(num_tokens / output["ttft_s"])
+        (output,), _ = serve(llm, [random_prompt(rng, num_tokens, llm.model_config.vocab_size)], max_tokens=1)
+        assert output["num_cached_tokens"] == 0
+        rates.append(num_tokens / first_token_s(output))
     return Samples(tuple(rates[1:]))
 
 
@@ -137,19 +161,45 @@ def time_decode(
     of the prefill.
     """
     rng = random.Random(seed)
-    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
     rates = []
     for _ in range(num_runs + 1):
-        for _ in range(batch):
-            llm.add_request(random_prompt(rng, context_len, llm.model_config.vocab_size), params)
-        ends = []
-        while not llm.is_finished():
-            output = llm.step()
-            assert all(finished["num_cached_tokens"] == 0 for finished in output.finished.values())
-            if output.num_decode_tokens == batch and not output.num_prefill_tokens:
-                ends.append(time.perf_counter())
+        prompts = [random_prompt(rng, context_len, llm.model_config.vocab_size) for _ in range(batch)]
+        outputs, ends = serve(llm, prompts, num_tokens)
+        assert all(output["num_cached_tokens"] == 0 for output in outputs)
         rates.append(batch * (len(ends) - 1) / (ends[-1] - ends[0]))
     return Samples(tuple(rates[1:]))
+
+
+class PromptTimes(NamedTuple):
+    """What `time_prompts` measures."""
+
+    prefill: Samples  # prompt tokens per second to the first token
+    decode: Samples  # tokens per second from the first decode step to the last; none where the answers have none
+    second_question: Samples  # time to first token of a second question about the prompt, over the first one's
+
+
+def time_prompts(llm: LLM, lengths: list[int], num_decoded: int, seed: int) -> PromptTimes:
+    """One new prompt of each length, answered with `num_decoded` tokens, and a second question about it: the same
+    prompt but for its last tokens. The first of the lengths warms up and is left out.
+    """
+    rng, vocab_size = random.Random(seed), llm.model_config.vocab_size
+    prefill, decode, second_question = [], [], []
+    for num_tokens in lengths:
+        prompt = random_prompt(rng, num_tokens, vocab_size)
+        (first,), ends = serve(llm, [prompt], num_decoded)
+        assert first["num_cached_tokens"] == 0
+        question = random_prompt(rng, QUESTION_TOKENS, vocab_size)
+        (second,), _ = serve(llm, [prompt[:-QUESTION_TOKENS] + question], max_tokens=1)
+        prefill.append(num_tokens / first_token_s(first))
+        if len(ends) > 1:
+            decode.append((len(ends) - 1) / (ends[-1] - ends[0]))
+        second_question.append(first_token_s(second) / first_token_s(first))
+    return PromptTimes(*(Samples(tuple(values[1:])) for values in (prefill, decode, second_question)))
+
+
+def lengths_after_short_warm_up(num_tokens: int, num_runs: int, num_slots: int, block_size: int) -> list[int]:
+    """For `time_prompts`, where a prompt takes long: the warm-up is no longer than it takes to be streamed."""
+    return [min(num_tokens, (num_slots + 4) * block_size)] + [num_tokens] * num_runs
 
 
 def versions() -> dict[str, str]:

@@ -9,17 +9,15 @@ import gc
 import importlib.util
 import json
 import math
-import random
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.common import Machine, Samples, random_prompt
-from nanovllm import LLM, SamplingParams
+from benchmarks.common import Machine, Work, lengths_after_short_warm_up, time_prompts
+from nanovllm import LLM
 from nanovllm.costs import num_missing_blocks
 
 NUM_RUNS = 2
@@ -61,21 +59,21 @@ def _measure_point(
     gc.collect()
     torch.cuda.empty_cache()
     options: dict[str, Any] = {}
-    warm_up_tokens = context - NUM_DECODED
     if num_slots is not None:
         num_cpu_blocks = -(-context // args.block_size) + 1
         options = {"enable_cpu_offload": True, "num_gpu_blocks": num_slots, "num_cpu_blocks": num_cpu_blocks}
         options["kvcache_block_size"] = args.block_size
-    num_streamed = (num_slots or 0) + 4  # blocks of a prompt that is streamed, where the context is long enough
+    num_tokens = context - NUM_DECODED
+    lengths = lengths_after_short_warm_up(num_tokens, NUM_RUNS, num_slots or 0, args.block_size)
     with make_llm(args, context, **options) as llm:
-        rng = random.Random(context)
-        _run(llm, rng, min(warm_up_tokens, num_streamed * args.block_size))
-        runs = [_run(llm, rng, context - NUM_DECODED) for _ in range(NUM_RUNS)]
+        times = time_prompts(llm, lengths, NUM_DECODED, seed=context)
+        prefill_bound = Work(llm).prefill_bound(machine, num_tokens)
         stats = llm.stats()
         peak = torch.cuda.max_memory_allocated()
     point: Point = {"context": context, "num_gpu_blocks": num_slots, "peak_bytes": peak}
-    for kind, values in zip(("prefill", "decode"), zip(*runs, strict=True), strict=True):
-        point |= Samples(values).as_json(f"{kind}_tok_per_s")
+    point |= times.prefill.as_json("prefill_tok_per_s") | times.decode.as_json("decode_tok_per_s")
+    point |= times.second_question.as_json("second_question_ttft_ratio")
+    point |= {"prefill_bound_tok_per_s": prefill_bound, "prefill_bound_share": times.prefill.median / prefill_bound}
     if num_slots is not None:
         missing = num_missing_blocks(context, args.block_size, num_slots)
         point |= {"num_missing_blocks": missing, "load_byte_per_s": stats["load_byte_per_s"]}
@@ -85,24 +83,10 @@ def _measure_point(
     return point
 
 
-def _run(llm: LLM, rng: random.Random, num_tokens: int) -> tuple[float, float]:
-    """Prefill and decode tok/s of one new prompt: to its first token, and from the first to the last decode step."""
-    prompt = random_prompt(rng, num_tokens, llm.model_config.vocab_size)
-    request_id = llm.add_request(prompt, SamplingParams(temperature=0, max_tokens=NUM_DECODED, ignore_eos=True))
-    ends = []
-    finished: dict[int, Any] = {}
-    while request_id not in finished:
-        output = llm.step()
-        finished |= output.finished
-        if output.num_decode_tokens and not output.num_prefill_tokens:
-            ends.append(time.perf_counter())
-    assert finished[request_id]["num_cached_tokens"] == 0
-    return num_tokens / finished[request_id]["ttft_s"], (len(ends) - 1) / (ends[-1] - ends[0])
-
-
 def _print_point(point: Point) -> None:
     slots = "all-GPU" if point["num_gpu_blocks"] is None else f"{point['num_gpu_blocks']:2} slots"
     line = f"{point['context']:>7} {slots:8} prefill {point['prefill_tok_per_s']:>9,.0f} tok/s"
+    line += f" ({point['prefill_bound_share']:.0%} of the arithmetic)"
     line += f"  decode {point['decode_tok_per_s']:>6.1f} tok/s  peak {point['peak_bytes'] / 2**30:.2f} GiB"
     if point["num_gpu_blocks"] is not None:
         line += f"  ratio {point['prefill_ratio_to_gpu']:.3f} and {point['decode_ratio_to_gpu']:.3f}"

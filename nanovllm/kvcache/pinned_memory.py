@@ -23,7 +23,8 @@ class HostBuffer:
 
     def __init__(self, num_bytes: int, pinned: bool) -> None:
         self._map = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):  # a forked child would make copy-on-write pages of pinned ones
+        # DONTFORK: after a fork a write would move a pinned page away from under the GPU
+        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
             if hasattr(mmap, advice):
                 self._map.madvise(getattr(mmap, advice))
         self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)

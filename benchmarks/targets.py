@@ -1,0 +1,184 @@
+"""What `make bench-gpu` runs, and what the project promises of the results: one table of jobs, one of targets."""
+
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+Json = dict[str, Any]
+
+
+# -- what is run, the figures that matter most first -------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Job:
+    name: str
+    command: tuple[str, ...]
+    timeout_s: int = 300
+    num_gpus: int = 1
+    needs: tuple[str, ...] = ()  # programs and Python modules, of those that not every machine has
+    env: tuple[tuple[str, str], ...] = ()  # {scratch} stands for an empty folder that is removed afterwards
+    is_check: bool = False  # passes or fails, and has no figures
+
+    def __str__(self) -> str:
+        return shlex.join([*(f"{name}={value}" for name, value in self.env), *self.command])
+
+
+def bench(name: str, *args: str, **options: Any) -> Job:
+    return Job(name, (sys.executable, *args), **options)
+
+
+def by_backend(name: str, *args: str) -> list[Job]:
+    """With the backends the engine chooses, with our kernels alone, and with flash-attn 2 alone."""
+    return [
+        bench(name, "bench.py", *args),
+        bench(f"{name}-triton", "bench.py", *args, "--backend", "triton"),
+        bench(f"{name}-flash", "bench.py", *args, "--backend", "flash", needs=("flash_attn",)),
+    ]
+
+
+def offload(name: str, *args: str, **options: Any) -> Job:
+    return bench(f"offload-{name}", "bench_offload.py", *args, **options)
+
+
+def tests(name: str, *args: str, before: tuple[str, ...] = (), **options: Any) -> Job:
+    command = (*before, sys.executable, "-m", "pytest", "-q", *args)
+    return Job(name, command, is_check=True, **options)
+
+
+def sanitizer(tool: str) -> Job:
+    """Every Triton kernel once at real sizes: in bf16 ("dtype2"), or in the one type its test has.
+
+    Each tensor is an allocation of its own, else an access past its end would hit the allocator's memory unseen.
+    """
+    return tests(
+        tool,
+        *("-m", "gpu", "-k", "dtype2- or strided or tile or draws or hashes", "-p", "no:xdist", "-o", "timeout=0"),
+        *(f"tests/test_{name}.py" for name in ("triton_kernels", "small_linear", "sampler_noise")),
+        before=("compute-sanitizer", "--tool", tool, "--error-exitcode", "1"),
+        env=(("PYTORCH_NO_CUDA_MEMORY_CACHING", "1"),),
+        needs=("compute-sanitizer",),
+        timeout_s=900,
+    )
+
+
+REQUESTS = by_backend("requests")
+LONG = by_backend("long", "--long")
+BATCH = by_backend("batch256", "--batch", "256")
+QWEN3_8B = ("bench.py", "--long", "--model", "qwen3-8b", "--max-model-len", "32768", "--runs", "3")
+JOBS = [
+    *(REQUESTS[0], LONG[0], BATCH[0]),
+    offload("8slots", timeout_s=600),
+    offload("4slots", "--num-gpu-blocks", "4", "--compare", ""),
+    offload("fits", "--num-gpu-blocks", "12", "--compare", "gpu"),
+    # the runs above have filled Triton's cache
+    bench("start-warm", "bench.py", "--runs", "0"),
+    bench("start-empty-cache", "bench.py", "--runs", "0", env=(("TRITON_CACHE_DIR", "{scratch}"),)),
+    offload("60gb-pool", "--cpu-memory-gb", "60", "--compare", "", "--one-prompt", "--runs", "1"),
+    *LONG[1:],
+    *BATCH[1:],
+    *REQUESTS[1:],
+    offload(
+        "4x32k",
+        *("--max-model-len", "32768", "--num-gpu-blocks", "12", "--batch", "4"),
+        *("--decode-tokens", "24", "--compare", ""),
+    ),
+    offload("131k", "--max-model-len", "131072", "--decode-tokens", "24", "--compare", "gpu", timeout_s=600),
+    offload("fits-batch8", "--num-gpu-blocks", "80", "--batch", "8", "--compare", "gpu", timeout_s=600),
+    offload(
+        "7b-256k",
+        *("--model", "qwen2.5-7b-1m", "--max-model-len", "262144", "--num-gpu-blocks", "36"),  # 7.9 GiB of slots
+        *("--one-prompt", "--runs", "2", "--decode-tokens", "24", "--compare", ""),
+        timeout_s=600,
+    ),
+    *(bench(f"qwen3-8b-tp{n}", *QWEN3_8B, "--tp", str(n), num_gpus=n) for n in (1, 2, 4)),
+    bench("attention", "benchmarks/bench_attention.py", timeout_s=600),
+    sanitizer("memcheck"),
+    sanitizer("racecheck"),
+    tests("tests-gpu", "-m", "gpu and not slow", "tests", timeout_s=1200),
+    tests("tests-multi-gpu", "-m", "multi_gpu", "tests", num_gpus=2, timeout_s=600),
+    tests("tests-gpu-slow", "-m", "gpu and slow", "-k", "not soak", "tests", timeout_s=1200),
+    tests(
+        "soak",
+        *("-m", "gpu and slow", "-k", "soak", "tests/test_gpu_streams.py"),
+        env=(("NANOVLLM_SOAK_SECONDS", "300"),),
+        timeout_s=1200,
+    ),
+]
+
+
+# -- what is promised --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Target:
+    """A quantity of the results of one job or several, and what the project promises of it."""
+
+    what: str
+    jobs: tuple[str, ...]
+    value: Callable[..., float]  # takes their results in this order
+    bound: float  # at least so much
+    unit: str = ""
+    at_most: bool = False  # or at most so much
+
+    def is_reached(self, value: float) -> bool:
+        return value <= self.bound if self.at_most else value >= self.bound
+
+
+def of(key: str) -> Callable[[Json], float]:
+    return lambda result: float(result[key])
+
+
+def ratio(key: str, other_key: str = "") -> Callable[..., float]:
+    """Of the first result to the last; of one result, to another of its keys."""
+    return lambda *results: float(results[0][key]) / float(results[-1][other_key or key])
+
+
+def one(what: str, job: str, key: str, bound: float, unit: str = "", at_most: bool = False) -> Target:
+    return Target(what, (job,), of(key), bound, unit, at_most)
+
+
+TARGETS = [
+    one("256 requests", "requests", "output_tok_per_s", 28_000, "tok/s"),
+    one("prefill 40,959 tokens", "long", "prefill_tok_per_s", 105_000, "tok/s"),
+    one("decode at 40K", "long", "decode_tok_per_s", 470, "tok/s"),
+    Target(
+        "decode, batch 256 at 1K / bound",
+        ("batch256",),
+        ratio("batch_decode_tok_per_s", "batch_decode_bound_tok_per_s"),
+        0.8,
+    ),
+    Target("Triton / flash-attn 2, prefill 40K", ("long-triton", "long-flash"), ratio("prefill_tok_per_s"), 1),
+    Target("Triton / flash-attn 2, decode at 40K", ("long-triton", "long-flash"), ratio("decode_tok_per_s"), 1),
+    Target(
+        "Triton / flash-attn 2, decode, batch 256",
+        ("batch256-triton", "batch256-flash"),
+        ratio("batch_decode_tok_per_s"),
+        1,
+    ),
+    Target("2 ranks / 1, Qwen3-8B, prefill 32K", ("qwen3-8b-tp2", "qwen3-8b-tp1"), ratio("prefill_tok_per_s"), 1.6),
+    one("start to first token", "start-warm", "start_to_first_token_s", 15, "s", at_most=True),
+    one("the same, Triton's cache empty", "start-empty-cache", "start_to_first_token_s", 15, "s", at_most=True),
+    one("offload 40K, 8 slots: prefill / all-GPU", "offload-8slots", "prefill_ratio_to_gpu", 0.95),
+    one("offload 40K, 8 slots: decode", "offload-8slots", "offload_decode_tok_per_s", 45, "tok/s"),
+    one("offload 40K, 4 slots: decode / link bound", "offload-4slots", "link_share", 0.9),
+    one("offload 131K: prefill / all-GPU", "offload-131k", "prefill_ratio_to_gpu", 0.95),
+    one("offload 131K: decode / link bound", "offload-131k", "link_share", 0.93),
+    one("offload, all fits: decode / all-GPU", "offload-fits", "decode_ratio_to_gpu", 0.95),
+    one("the same, batch 8", "offload-fits-batch8", "decode_ratio_to_gpu", 0.95),
+    one("offload 4 x 32K: decode / link bound", "offload-4x32k", "link_share", 0.9),
+    one("offload 7B, 256K: prefill / arithmetic bound", "offload-7b-256k", "prefill_bound_share", 0.6),
+    one("offload 7B, 256K: decode / link bound", "offload-7b-256k", "link_share", 0.93),
+    Target(
+        "peak GPU memory, 131K / 40K",
+        ("offload-131k", "offload-8slots"),
+        ratio("offload_peak_bytes"),
+        1.02,
+        at_most=True,
+    ),
+    one("second question / first, 40K", "offload-8slots", "second_question_ttft_ratio", 0.1, at_most=True),
+    one("start with a 60 GB pool", "offload-60gb-pool", "start_s", 15, "s", at_most=True),
+    *(one(f"{job.name}: passed", job.name, "passed", 1) for job in JOBS if job.is_check),
+]

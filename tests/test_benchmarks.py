@@ -1,0 +1,231 @@
+"""The benchmarks where there is no GPU: their figures of a tiny model, and the table of targets."""
+
+import argparse
+import json
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import write_tiny_model
+
+import bench_offload
+from benchmarks import common, run_all, sweep
+from benchmarks.common import Machine, Samples, lengths_after_short_warm_up, random_prompt, serve, time_prompts
+from benchmarks.targets import JOBS, TARGETS, Job, Target, of, ratio
+from nanovllm import LLM
+
+MACHINE = Machine("a laptop", 1e12, 1e11, 1e10)
+BLOCK, CONTEXT = 256, 2048
+
+
+# -- figures ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_tiny_model(tmp_path_factory.mktemp("tiny"), max_position_embeddings=CONTEXT))
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Engines are made on the CPU; the options of each."""
+    made: list[dict[str, Any]] = []
+
+    def make(model: str, **options: Any) -> LLM:
+        made.append(options)
+        return LLM(model, device="cpu", **options)
+
+    monkeypatch.setattr(bench_offload, "LLM", make)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 1)
+    return made
+
+
+def arguments(model: str, **options: Any) -> argparse.Namespace:
+    defaults: dict[str, Any] = {"load_format": "auto", "tp": 1, "backend": "auto", "batch": 1, "runs": 2}
+    defaults |= {"block_size": BLOCK, "num_gpu_blocks": 3, "decode_tokens": 8, "one_prompt": False}
+    return argparse.Namespace(**({"model": model, "cpu_memory_gb": None} | defaults | options))
+
+
+@pytest.mark.usefixtures("made")
+@pytest.mark.parametrize("one_prompt", [False, True])
+def test_bench_offload_has_every_figure_its_targets_read(model: str, one_prompt: bool) -> None:
+    args = arguments(model, one_prompt=one_prompt)
+    result = bench_offload.bench_offload(args, MACHINE, CONTEXT, args.num_gpu_blocks)
+    assert result["prefill_tokens"] == CONTEXT - (8 if one_prompt else 1)
+    share = result["offload_prefill_tok_per_s"] / result["prefill_bound_tok_per_s"]
+    assert result["prefill_bound_share"] == pytest.approx(share)
+    assert result["num_missing_blocks"] == 7 - (3 - 1) and result["link_share"] > 0
+    added_by_main = {"prefill_ratio_to_gpu": 1.0, "decode_ratio_to_gpu": 1.0}
+    for target in TARGETS:
+        if all(name.startswith("offload") for name in target.jobs):
+            target.value(*[result | added_by_main for _ in target.jobs])
+
+
+def test_bench_offload_pool_of_a_size_is_passed_on(model: str, made: list[dict[str, Any]]) -> None:
+    args = arguments(model, cpu_memory_gb=0.01, one_prompt=True)
+    result = bench_offload.bench_offload(args, MACHINE, CONTEXT, args.num_gpu_blocks)
+    assert made[0]["cpu_memory_gb"] == 0.01 and "num_cpu_blocks" not in made[0]
+    assert result["start_s"] > 0
+
+
+@pytest.mark.usefixtures("made")
+def test_bench_offload_batch_that_fits_the_slots_misses_nothing(model: str) -> None:
+    args = arguments(model, batch=3, num_gpu_blocks=24)
+    result = bench_offload.bench_offload(args, MACHINE, CONTEXT, args.num_gpu_blocks)
+    assert result["num_missing_blocks"] == 0 and "link_share" not in result
+    assert result["engine_load_byte_per_s"] is None  # nothing was streamed
+
+
+@pytest.mark.usefixtures("made")
+@pytest.mark.parametrize("num_slots", [None, 3])
+def test_sweep_point_has_both_bounds(model: str, num_slots: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep, "NUM_DECODED", 8)
+    point = sweep._measure_point(arguments(model), MACHINE, bench_offload.make_llm, CONTEXT, num_slots)
+    assert point["prefill_bound_share"] > 0 and ("link_share" in point) == (num_slots is not None)
+
+
+def test_serve_counts_steps_in_which_all_decode(model: str) -> None:
+    """Chunks of 100 tokens: the first prompt decodes while the second is still read, which does not count."""
+    rng = random.Random(0)
+    with LLM(model, device="cpu", max_num_batched_tokens=100, num_kvcache_blocks=8, max_model_len=512) as llm:
+        prompts = [random_prompt(rng, 150, 320) for _ in range(2)]
+        outputs, ends = serve(llm, prompts, max_tokens=10)
+    assert [len(output["token_ids"]) for output in outputs] == [10, 10]
+    assert 2 <= len(ends) < 9
+
+
+def test_time_prompts_second_questions_reuse_their_prompt_and_nothing_else_is_reused(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the CPU pool holds one prompt and one block, as in the sweep."""
+    num_cached = []
+
+    def recording_serve(llm: LLM, prompts: list[list[int]], max_tokens: int) -> Any:
+        outputs, ends = serve(llm, prompts, max_tokens)
+        num_cached.append(outputs[0]["num_cached_tokens"])
+        return outputs, ends
+
+    monkeypatch.setattr(common, "serve", recording_serve)
+    options = {"enable_cpu_offload": True, "num_gpu_blocks": 3, "kvcache_block_size": BLOCK}
+    with LLM(model, device="cpu", num_cpu_blocks=CONTEXT // BLOCK + 1, **options) as llm:
+        times = time_prompts(llm, [1000, CONTEXT - 8, CONTEXT - 8], 8, seed=0)
+    assert num_cached == [0, 3 * BLOCK, 0, 7 * BLOCK, 0, 7 * BLOCK]
+    assert [len(samples.values) for samples in times] == [2, 2, 2]
+
+
+def test_bench_offload_one_prompt_of_a_batch_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench_offload.py", "--one-prompt", "--batch", "4"])
+    with pytest.raises(SystemExit):
+        bench_offload.main()
+    assert "leave out --batch 4" in capsys.readouterr().err
+
+
+def test_short_warm_up_is_streamed_and_never_longer_than_the_prompt() -> None:
+    assert lengths_after_short_warm_up(262144, 2, 36, 4096) == [40 * 4096, 262144, 262144]
+    assert lengths_after_short_warm_up(1000, 1, 8, 4096) == [1000, 1000]
+
+
+# -- jobs and targets ------------------------------------------------------------------------------------------------
+
+
+def test_targets_name_jobs_that_exist_once() -> None:
+    names = [job.name for job in JOBS]
+    assert len(set(names)) == len(names)
+    assert {name for target in TARGETS for name in target.jobs} <= set(names)
+    assert all(any(job.name in target.jobs for target in TARGETS) for job in JOBS if job.is_check)
+
+
+PEAK = Target("peak", ("long", "short"), ratio("peak_bytes"), 1.02, at_most=True)
+
+
+@pytest.mark.parametrize(("peak", "verdict"), [(1.02, "reached"), (1.03, "MISSED")])
+def test_row_of_two_results_compares_the_first_with_the_last(peak: float, verdict: str) -> None:
+    results = {"short": {"peak_bytes": 1}, "long": {"peak_bytes": peak}}
+    line = run_all.row(PEAK, results, {"long": "ok", "short": "ok"})
+    assert line.endswith(verdict) and f"{peak:.3f}" in line
+
+
+def test_row_without_a_result_says_why() -> None:
+    line = run_all.row(PEAK, {"long": {"peak_bytes": 1}}, {"long": "ok", "short": "skipped: needs 2 GPUs"})
+    assert line.endswith("not measured: short skipped: needs 2 GPUs")
+    assert run_all.row(PEAK, {}, {}).endswith("not measured: long did not run, short did not run")
+    line = run_all.row(PEAK, {"long": {}, "short": {}}, {})
+    assert line.endswith("not measured: no 'peak_bytes' in the result")
+
+
+def test_ratio_of_one_result_is_of_two_of_its_keys() -> None:
+    assert ratio("rate", "bound")({"rate": 3, "bound": 4}) == 0.75
+    assert of("rate")({"rate": 3}) == 3
+
+
+def test_choose_takes_several_parts_of_names_and_refuses_unknown_ones() -> None:
+    names = [job.name for job in run_all.choose("requests,start-warm,")]
+    assert names == ["requests", "start-warm", "requests-triton", "requests-flash"]
+    assert run_all.choose("") == JOBS
+    with pytest.raises(ValueError, match="--only nothing: no job"):
+        run_all.choose("long,nothing")
+
+
+@pytest.fixture
+def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(run_all, "RESULTS", tmp_path)
+    return tmp_path
+
+
+def python(code: str, **options: Any) -> Job:
+    return Job("job", (sys.executable, "-c", code), **options)
+
+
+def test_run_jobs_without_what_they_need_are_skipped_with_the_reason(
+    results: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    print_one = 'print("text"); print(\'{"rate": 2}\')'
+    jobs = [
+        Job("two", (sys.executable, "-c", print_one), num_gpus=2),
+        Job("tool", (sys.executable, "-c", print_one), needs=("no-such-program",)),
+        Job("one", (sys.executable, "-c", print_one), needs=("torch", "sh")),
+    ]
+    monkeypatch.setattr(run_all, "TARGETS", [Target("rate", ("one",), of("rate"), 1)])
+    found, statuses = run_all.run_jobs(jobs, num_gpus=1)
+    assert statuses == {"two": "skipped: needs 2 GPUs", "tool": "skipped: needs no-such-program", "one": "ok"}
+    assert found == {"one": {"rate": 2}} == {"one": json.loads((results / "one.json").read_text())}
+    assert capsys.readouterr().out.count("reached") == 1
+
+
+def test_run_failures_have_no_result(results: Path) -> None:
+    assert run_all.run(python("print(1); raise SystemExit(3)")) == ("exit status 3", None)
+    assert run_all.run(python("print('no json')")) == ("its last line is no JSON", None)
+    assert run_all.run(python("raise SystemExit(3)", is_check=True)) == ("exit status 3", {"passed": False})
+    assert run_all.run(python("print('fine')", is_check=True)) == ("ok", {"passed": True})
+    assert not list(results.iterdir())
+
+
+def test_run_past_its_time_ends_what_it_started_too(results: Path) -> None:
+    """A child that holds the pipe open kept the whole run waiting after its parent was killed."""
+    code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
+    start_s = time.monotonic()
+    assert run_all.run(python(code, timeout_s=1)) == ("no end after 1 s", None)
+    assert time.monotonic() - start_s < 30
+
+
+def test_run_scratch_is_an_empty_folder_that_is_removed(results: Path) -> None:
+    code = "import json, os; d = os.environ['DIR']; print(json.dumps({'path': d, 'files': os.listdir(d)}))"
+    _, result = run_all.run(python(code, env=(("DIR", "{scratch}"),)))
+    assert result is not None and result["files"] == [] and not Path(result["path"]).exists()
+
+
+def test_list_prints_every_job(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["run_all", "--list"])
+    assert run_all.main() == 0
+    assert len(capsys.readouterr().out.splitlines()) == len(JOBS)
+
+
+def test_samples_print_median_and_range() -> None:
+    assert str(Samples((3.0, 1.0, 2.0))) == "2.0 (1.0 to 3.0)"
