@@ -2,16 +2,20 @@
 
 import pytest
 
-GPUS_NEEDED = {"gpu": 1, "multi_gpu": 2}
+
+def num_gpus_needed(item: pytest.Item) -> int:
+    """`multi_gpu(n)` asks for n GPUs, `multi_gpu` for two, `gpu` for one."""
+    needed = [marker.args[0] if marker.args else 2 for marker in item.iter_markers("multi_gpu")]
+    return max(needed, default=1 if "gpu" in item.keywords else 0)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    marked = [(item, num_gpus) for marker, num_gpus in GPUS_NEEDED.items() for item in items if marker in item.keywords]
+    marked = {item: num_gpus for item in items if (num_gpus := num_gpus_needed(item))}
     if not marked:
         return
     import torch
 
     available = torch.cuda.device_count()
-    for item, num_gpus in marked:
+    for item, num_gpus in marked.items():
         if available < num_gpus:
             item.add_marker(pytest.mark.skip(reason=f"needs {num_gpus} CUDA GPU(s), found {available}"))

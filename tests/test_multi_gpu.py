@@ -1,4 +1,4 @@
-"""Two GPUs, one engine: the tokens of one rank over nccl, and a worker that dies."""
+"""Two and four GPUs, one engine: right logits over nccl, and a worker that dies."""
 
 import multiprocessing
 import os
@@ -25,7 +25,8 @@ CONTEXT_BYTES = 256 * 2**20  # less than what a process with a CUDA context hold
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    return Reference(write_tiny_model(tmp_path_factory.mktemp("tiny"), max_position_embeddings=16384))
+    shape = {"num_heads": 8, "num_kv_heads": 4, "max_position_embeddings": 16384}
+    return Reference(write_tiny_model(tmp_path_factory.mktemp("tiny"), **shape))
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:
@@ -39,10 +40,10 @@ def shared_memory_of_this_process() -> list[Path]:
     return list(Path("/dev/shm").glob(f"*{os.getpid()}*"))
 
 
-@pytest.mark.parametrize("tensor_parallel_size", [1, 2])
+@pytest.mark.parametrize("tensor_parallel_size", [2, pytest.param(4, marks=pytest.mark.multi_gpu(4))])
 @pytest.mark.parametrize("enforce_eager", [True, False])
 @pytest.mark.parametrize("num_gpu_blocks", [None, 24, 3], ids=["all-GPU", "resident", "streamed"])
-def test_two_ranks_give_the_tokens_of_one(
+def test_ranks_give_the_tokens_of_one(
     reference: Reference, num_gpu_blocks: int | None, enforce_eager: bool, tensor_parallel_size: int
 ) -> None:
     """Every logit of rank 0 is transformers'. Staging keeps its size: a spawned rank knows nothing of a patch."""
