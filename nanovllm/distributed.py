@@ -5,7 +5,9 @@ process. Its ranks meet at a TCPStore that rank 0 opens on a free loopback port.
 """
 
 import socket
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -31,6 +33,7 @@ class TPGroup:
     rank: int = 0
     size: int = 1
     process_group: Any = None  # a c10d backend, used directly; torch's stubs leave out its collectives
+    on_close: list[Callable[[], None]] = field(default_factory=list, compare=False)  # destroy the graphs that captured
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over ranks, in place. Hot: twice per layer."""
@@ -53,9 +56,18 @@ class TPGroup:
         return x
 
     def close(self) -> None:
-        """Leave the group. With nccl, kernels that still wait for another rank end, so that nothing hangs on them."""
-        if self.process_group is not None and not isinstance(self.process_group, dist.ProcessGroupGloo):
-            self.process_group.abort()
+        """Leave the group. With nccl, kernels that still wait for another rank end, so that nothing hangs on them.
+
+        nccl lets go only when no CUDA graph has its collectives any more, and a graph that waits for a dead rank ends
+        only when nccl has begun to let go: so both happen at once.
+        """
+        if self.process_group is None or isinstance(self.process_group, dist.ProcessGroupGloo):
+            return
+        abort = threading.Thread(target=self.process_group.abort)
+        abort.start()
+        while self.on_close:
+            self.on_close.pop()()
+        abort.join()
 
 
 def _wait(work: dist.Work | None) -> None:

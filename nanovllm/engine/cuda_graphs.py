@@ -132,6 +132,12 @@ class DecodeGraphs:
         seconds, num_bytes = time.perf_counter() - start_s, start_bytes - torch.cuda.mem_get_info()[0]
         logger.info("captured %d decode graphs in %.1f s, %s", len(sizes), seconds, format_bytes(num_bytes))
 
+    def reset(self) -> None:
+        """Destroy all graphs."""
+        for graph in self._graphs.values():
+            graph.reset()
+        self._graphs.clear()
+
     def _forward(self, size: int) -> torch.Tensor:
         tokens = self.inputs.tokens(size)
         attention = self.make_attention(tokens["slot_mapping"], self.inputs.batch(size))

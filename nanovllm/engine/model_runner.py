@@ -131,6 +131,8 @@ class ModelRunner:
             block_size=self.spec.block_size,
             device=self.device,
         )
+        if self.tp.size > 1:
+            self.tp.on_close.append(self.release_graphs)
         show_progress = self.tp.rank == 0
         self.graphs = DecodeGraphs(self.model, static, self._paged_attention)
         self.graphs.capture(show_progress)
@@ -226,13 +228,21 @@ class ModelRunner:
         """Counters of the copies of this rank, and the rate of its link."""
         return {} if self.offload is None else self.offload.stats()
 
+    def release_graphs(self) -> None:
+        """Destroy the captured graphs. Does not wait for one that is running."""
+        for graphs in (self.graphs, self.streamed_graphs):
+            if graphs is not None:
+                graphs.reset()
+
     def close(self) -> None:
         """Finish what is enqueued and let go of all memory; only the garbage collector may touch this afterwards."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
+        self.release_graphs()
         if self.offload is not None:
             self.offload.close()
-        for name in ("graphs", "streamed_graphs", "offload", "model", "k_cache", "v_cache"):
+        self.graphs = self.streamed_graphs = self.offload = None
+        for name in ("model", "k_cache", "v_cache"):
             vars(self).pop(name, None)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -13,6 +13,7 @@ repeat because the pieces of a size are always replayed in the same order. The g
 have a pool of their own.
 """
 
+import itertools
 import logging
 import time
 from collections.abc import Callable
@@ -110,6 +111,13 @@ class StreamedDecodeGraphs:
                 ]
             torch.cuda.synchronize()
         logger.info("captured streamed decode at %d sizes in %.1f s", len(sizes), time.perf_counter() - start_s)
+
+    def reset(self) -> None:
+        """Destroy all graphs."""
+        for graph in itertools.chain(*self._pieces.values(), *self._group_graphs.values()):
+            graph.reset()
+        self._pieces.clear()
+        self._group_graphs.clear()
 
     def attend_paged(self, size: int, layer: int, q_THD: torch.Tensor) -> torch.Tensor:
         """Attend to what is on the GPU; query and result go to the static buffers."""
