@@ -163,6 +163,46 @@ def test_norm_rotate_store_equals_plain_torch(device, dtype, heads, head_dim, no
     assert torch.equal(caches[1].cpu(), want_cells.v_cache_NPKD)
 
 
+@on_device
+def test_every_kernel_stays_inside_its_memory(device):
+    """What compute-sanitizer runs (benchmarks/targets.py): odd sizes, and beside ours only torch's elementwise kernels.
+
+    What is computed is compared elsewhere: a reference would call cuBLAS, in whose kernels racecheck sees hazards.
+    """
+    from nanovllm.layers import kernels
+
+    torch.manual_seed(0)
+    dtype, page = (torch.float16, 256) if INTERPRETED else (torch.bfloat16, 512)
+    heads, head_dim = ((4, 2), 16) if INTERPRETED else ((28, 4), 128)
+    chunks = [(1, 1), (3, page + 1), (9, 9)] if INTERPRETED else [(1, page + 1), (333, 2 * page + 77), (129, 129)]
+    backend, results = TritonBackend(), []
+    for lens in (chunks, [(n, context_len) for n, context_len in [(3, 0), *chunks]], [(1, 0), (1, 1), (1, page + 5)]):
+        causal = lens[0][1] > 0
+        case = make_paged(lens, page, heads, causal=causal, head_dim=head_dim, dtype=dtype, device=device)
+        part = backend.attend(case.q_THD, case.k_cache, case.v_cache, case.batch, head_dim**-0.5)
+        other = PartialAttention(torch.randn_like(part.out_THD), torch.randn_like(part.lse_HT))
+        results += backend.merge(part, other)
+
+    def new(*shape):
+        return torch.randn(shape, device=device).to(dtype)
+
+    num_tokens, size = (3, 104) if INTERPRETED else (77, 3584)
+    x, residual, weight = new(num_tokens, size), new(num_tokens, size), new(size)
+    results += [kernels.rms_norm(x, weight, 1e-6), *kernels.add_rms_norm(x, residual, weight, 1e-6)]
+    results += [kernels.silu_and_mul(x)]
+    qkv = new(num_tokens, heads[0] + 2 * heads[1], head_dim).split([heads[0], heads[1], heads[1]], dim=1)
+    caches, slot_mapping = new(2, 1, page, heads[1], head_dim), torch.randperm(page, device=device)[:num_tokens]
+    slot_mapping[1] = -1
+    cos_sin = torch.randn(num_tokens, head_dim, device=device)
+    results += [kernels.norm_rotate_store(*qkv, *new(2, head_dim), 1e-6, cos_sin, *caches, slot_mapping), caches]
+    for num_rows in (1, 3):
+        results += [kernels.small_linear(x[:num_rows], new(57, size), new(57))]
+        results += [kernels.small_gate_up(x[:num_rows], new(114, size), None)]
+    logits, temperature = new(num_tokens, 5001), torch.rand(num_tokens, device=device)
+    tokens = kernels.sample_tokens(logits, temperature, slot_mapping, slot_mapping, True)
+    assert all(result.isfinite().all() for result in results) and ((tokens >= 0) & (tokens < 5001)).all()
+
+
 def test_plan_num_splits_fills_the_gpu():
     from nanovllm.attention.kernels import plan_num_splits
 
