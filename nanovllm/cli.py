@@ -151,7 +151,7 @@ def _plan(args: argparse.Namespace) -> int:
         options = PlanOptions(**_given(args, PlanOptions))
         config = Config(model=args.model, **_given(args, Config))
         model, _ = ModelConfig.from_pretrained(config.model)
-    from nanovllm.engine.llm_engine import find_machine
+    from nanovllm.engine.startup import find_machine
 
     machine = options.apply(find_machine(config))
     try:

@@ -11,27 +11,24 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from nanovllm.config import Config, KVCacheSizes
-from nanovllm.distributed import TPGroup
 from nanovllm.engine.batch import StepPlan
 from nanovllm.engine.detokenizer import Detokenizer
-from nanovllm.engine.model_runner import ModelRunner, StepResult
+from nanovllm.engine.model_runner import StepResult
 from nanovllm.engine.outputs import StepOutput, request_output
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.startup import find_machine, load_tokenizer, make_runner, resolve_device
 from nanovllm.engine.tp_worker import WorkerGroup
 from nanovllm.errors import EngineError
 from nanovllm.kvcache.base import KVCacheManager
 from nanovllm.kvcache.block_manager import BlockManager
 from nanovllm.kvcache.hybrid_manager import HybridKVCacheManager
 from nanovllm.kvcache.link import LinkMeter
-from nanovllm.machine import Machine
 from nanovllm.model_config import ModelConfig
 from nanovllm.planner import make_plan, max_model_len
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.memory import available_host_bytes, format_bytes
+from nanovllm.utils.memory import format_bytes
 
 logger = logging.getLogger("nanovllm")
 
@@ -46,17 +43,17 @@ class LLMEngine:
         self.config = Config(model=str(model), **options)
         self.model_config, self._directory = ModelConfig.from_pretrained(self.config.model)
         self.max_model_len = max_model_len(self.config, self.model_config)
-        self.device = _resolve_device(self.config)
+        self.device = resolve_device(self.config)
         self.plan = make_plan(
             self.config, self.model_config, find_machine(replace(self.config, device=str(self.device)))
         )
         self.plan.check()
         self._closed = False
-        make_runner = partial(_make_runner, self.config, self.model_config, self._directory, self.device)
-        self._ranks = WorkerGroup(make_runner, self.config.tensor_parallel_size, self.device.type)
+        factory = partial(make_runner, self.config, self.model_config, self._directory, self.device)
+        self._ranks = WorkerGroup(factory, self.config.tensor_parallel_size, self.device.type)
         self.runner = self._ranks.runner
         try:
-            self.tokenizer = _load_tokenizer(self._directory)
+            self.tokenizer = load_tokenizer(self._directory)
             self.scheduler = self._make_scheduler()
         except BaseException:
             self.close()
@@ -271,53 +268,3 @@ def _check_token_ids(prompt: Any, vocab_size: int) -> list[int]:
         position, token_id = next((i, t) for i, t in enumerate(prompt) if not 0 <= t < vocab_size)
         raise ValueError(f"token_ids[{position}]={token_id} is outside the vocabulary 0..{vocab_size - 1}")
     return list(prompt)
-
-
-def _make_runner(
-    config: Config, model_config: ModelConfig, directory: Path | None, device: torch.device, tp: TPGroup
-) -> ModelRunner:
-    """One rank's runner; with several ranks on GPUs, rank r has cuda:r."""
-    if device.type == "cuda" and tp.size > 1:
-        device = torch.device("cuda", tp.rank)
-    return ModelRunner(config, model_config, directory, tp, device)
-
-
-def _resolve_device(config: Config) -> torch.device:
-    """Rank 0's device."""
-    name = config.device
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cpu":
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise ValueError(f"device={config.device!r}: this machine has no usable CUDA GPU; use device='cpu'")
-    device = torch.device(name if ":" in name else "cuda:0")
-    size, num_gpus = config.tensor_parallel_size, torch.cuda.device_count()
-    if size > 1 and device.index:
-        raise ValueError(f"device={name!r} with tensor_parallel_size={size}: rank r uses cuda:r; give device='cuda'")
-    if max(size, device.index + 1) > num_gpus:
-        raise ValueError(f"device={name!r} with tensor_parallel_size={size} needs more than the {num_gpus} GPUs here")
-    return device
-
-
-def find_machine(config: Config) -> Machine:
-    """What a plan must know of this machine. A GPU's rates are the H200's until its link is measured; where there is no
-    GPU and `config` does not ask for the CPU, an H200 is assumed, so that one can plan for a machine to come.
-    """
-    if config.device == "cpu":
-        return Machine.cpu(available_host_bytes())
-    index = int(config.device.split(":")[1]) if ":" in config.device else 0
-    if index >= torch.cuda.device_count():
-        return Machine.gpu(available_host_bytes())
-    properties = torch.cuda.get_device_properties(index)
-    return Machine.gpu(available_host_bytes(), properties.name, properties.total_memory)
-
-
-def _load_tokenizer(directory: Path | None) -> Any:
-    """The model's tokenizer, or None for a preset and for a directory without one."""
-    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-    if directory is None or not any((directory / name).is_file() for name in names):
-        return None
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(str(directory))
