@@ -48,7 +48,7 @@ class LLM(LLMEngine):
         request_ids: list[int] = []
         try:
             for token_ids, p in zip(prompts_ids, params, strict=True):
-                request_ids.append(self.add_request(token_ids, p))
+                request_ids.append(self._queue(token_ids, p))
             outputs = self._run(request_ids, use_tqdm)
         except BaseException:
             for request_id in request_ids:
@@ -86,7 +86,7 @@ class LLM(LLMEngine):
         return self._stream(self.check_request(prompt, params), params)
 
     def _stream(self, token_ids: list[int], params: SamplingParams) -> Iterator[str]:
-        request_id = self.add_request(token_ids, params)
+        request_id = self._queue(token_ids, params)
         try:
             finished = False
             while not finished:

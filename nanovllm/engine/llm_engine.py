@@ -160,13 +160,16 @@ class LLMEngine:
 
     def add_request(self, prompt: str | list[int], sampling_params: SamplingParams) -> int:
         """Queue a request and return its id. Raises ValueError, leaving all else untouched, when it can never run."""
+        return self._queue(self.check_request(prompt, sampling_params), sampling_params)
+
+    def _queue(self, token_ids: list[int], sampling_params: SamplingParams) -> int:
+        """Queue a request that `check_request` has let through; the list becomes the sequence's own."""
         self._check_open()
-        token_ids = self.check_request(prompt, sampling_params)
         request_id = next(self._request_ids)
         drawn = self.config.seed * 1_000_003 + request_id
         seed = (drawn if sampling_params.seed is None else sampling_params.seed) & (2**63 - 1)
         salt = len(token_ids) if self._kv_depends_on_prompt_len(len(token_ids)) else 0
-        self.scheduler.add(Sequence(request_id, list(token_ids), sampling_params, seed, salt))
+        self.scheduler.add(Sequence(request_id, token_ids, sampling_params, seed, salt))
         if self.tokenizer is not None:
             self._detokenizers[request_id] = Detokenizer(self.tokenizer, tuple(sampling_params.stop))
         return request_id
