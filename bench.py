@@ -17,6 +17,7 @@ from benchmarks.common import (
     model_of_length,
     random_prompt,
     report,
+    run_options,
     time_decode,
     time_prefill,
     versions,
@@ -99,7 +100,9 @@ def main() -> None:
         attn_backend=args.backend,
     )
     llm.generate([[1, 2, 3]], SamplingParams(max_tokens=1), use_tqdm=False)
-    result = vars(args) | versions() | {"gpu": machine.name, "start_to_first_token_s": time.perf_counter() - start_s}
+    result = (
+        run_options(args) | versions() | {"gpu": machine.name, "start_to_first_token_s": time.perf_counter() - start_s}
+    )
     print(f"start to first token: {result['start_to_first_token_s']:.1f} s")
     work = Work(llm)
     if not args.runs:

@@ -26,6 +26,7 @@ from benchmarks.common import (
     model_of_length,
     random_prompt,
     report,
+    run_options,
     time_decode,
     time_prompts,
     versions,
@@ -194,7 +195,7 @@ def main() -> None:
     machine = measure_machine()
     free_gpu()
     print(machine)
-    result = vars(args) | versions() | {"gpu": machine.name, "link_byte_per_s": machine.link_byte_per_s}
+    result = run_options(args) | versions() | {"gpu": machine.name, "link_byte_per_s": machine.link_byte_per_s}
     if args.sweep:
         report(run_sweep(args, machine, result, make_llm), None)
         return

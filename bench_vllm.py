@@ -13,7 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from bench import NUM_DECODED, NUM_REQUESTS, requests
-from benchmarks.common import Samples, add_model_arguments, model_of_length, random_prompt, report, versions
+from benchmarks.common import (
+    Samples,
+    add_model_arguments,
+    model_of_length,
+    random_prompt,
+    report,
+    run_options,
+    versions,
+)
 from nanovllm.model_config import ModelConfig, presets
 
 
@@ -96,7 +104,9 @@ def main() -> None:
     start_s = time.perf_counter()
     llm = VLLM(args)
     llm.seconds([[1, 2, 3]], [1], temperature=0)
-    result = vars(args) | versions() | {"engine": "vllm", "start_to_first_token_s": time.perf_counter() - start_s}
+    result = (
+        run_options(args) | versions() | {"engine": "vllm", "start_to_first_token_s": time.perf_counter() - start_s}
+    )
     del result["backend"]  # one of ours
     print(f"start to first token: {result['start_to_first_token_s']:.1f} s")
     vocab_size = ModelConfig.from_pretrained(args.model)[0].vocab_size

@@ -214,6 +214,11 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), "torch": torch.__version__, "commit": commit}
 
 
+def run_options(args: argparse.Namespace) -> dict[str, Any]:
+    """What was asked for, without the file that the result goes to."""
+    return {name: value for name, value in vars(args).items() if name != "json"}
+
+
 def report(result: dict[str, Any], json_file: str | None) -> None:
     """The last line of every benchmark, and its file."""
     line = json.dumps(result)
