@@ -105,13 +105,11 @@ def main() -> None:
     )
     print(f"start to first token: {result['start_to_first_token_s']:.1f} s")
     work = Work(llm)
-    if not args.runs:
-        pass  # the start was all
-    elif args.long:
+    if args.runs and args.long:
         result |= bench_long(llm, work, machine, args.max_model_len, args.runs)
-    elif args.batch:
+    elif args.runs and args.batch:
         result |= bench_batch(llm, work, machine, args.batch, args.context, args.runs)
-    else:
+    elif args.runs:
         result |= bench_requests(llm, work, machine, args.runs)
     llm.close()
     report(result, args.json)

@@ -20,7 +20,7 @@ class LikeNccl:
 
 
 def test_close_destroys_graphs_while_the_group_aborts() -> None:
-    """The first alone waited for ever: nccl waits for the graphs that captured a collective."""
+    """An abort alone never returned: nccl waits for the graphs that captured a collective."""
     nccl = LikeNccl()
     tp = TPGroup(0, 2, nccl)
 

@@ -124,7 +124,7 @@ class DecodeGraphs:
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.stream(capture_stream(self.inputs.device)):
-                # torch.cuda.graph would collect garbage and empty the cache for each: 25 ms, as long as the capture
+                # torch.cuda.graph would collect garbage and empty the cache for each: 1.7 s of a start with 67 sizes
                 graph.capture_begin(pool=pool)
                 self._logits[size] = self._forward(size)
                 graph.capture_end()

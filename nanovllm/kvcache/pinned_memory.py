@@ -2,7 +2,7 @@
 
 torch's own pinned allocator rounds up to a power of two and pins 1.6 GiB/s. Here an anonymous mapping is touched by
 many threads (which is what makes its pages), then registered with CUDA in one call. A private mapping gets huge pages
-where the machine has them; a shared one, Python's default, takes 4 KiB pages and seven times as long (docs/log.md).
+where the machine has them; a shared one, Python's default, takes 4 KiB pages and six times as long (docs/log.md).
 """
 
 import ctypes
