@@ -86,7 +86,7 @@ class Chain:
             x = kernels.small_linear(kernels.silu_and_mul(both), layer["down"], layer["bias"])
         x, residual = kernels.add_rms_norm(x, residual, self.layers[0]["norm"], 1e-6)
         logits = kernels.small_linear(x, self.head, None)
-        tokens = kernels.sample_tokens(logits, self.temperature, self.slot_mapping, self.slot_mapping, True)
+        tokens = kernels.sample_tokens(logits, self.temperature, self.slot_mapping, self.slot_mapping)
         self.tokens.copy_(tokens)
         self.hidden.copy_(residual)
 

@@ -40,7 +40,6 @@ def params_of(
         (torch.arange(num_rows) if seeds is None else seeds).to(device),
         (full(5, torch.int64) if positions is None else positions).to(device),
         filtered=top_k > 0 or top_p < 1 or min_p > 0,
-        random=temperature > 0,
     )
 
 
@@ -95,6 +94,19 @@ def test_tokens_are_drawn_from_the_softmax_of_what_is_kept(
     tokens = sample(LOGITS.expand(num_rows, -1).to(device), params_of(num_rows, device=device, **draw, **setting))
     everything = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | setting
     assert_drawn_from(tokens, naive_probabilities(LOGITS, **everything))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("temperature", [0.6, 1.0])
+def test_tokens_of_several_groups_are_drawn_from_the_softmax(temperature: float, device: str) -> None:
+    """Candidates at the edges of groups and alone in one, two groups without any."""
+    entries = torch.tensor([0, 1, 2047, 2048, 2049, 4095, 4096, 9000, 11_000, 11_001, 12_288])
+    num_rows = 3000
+    logits = torch.full((1, 12_290), -torch.inf, device=device)
+    logits[0, entries] = LOGITS.to(device)
+    tokens = sample(logits.expand(num_rows, -1), params_of(num_rows, temperature=temperature, device=device)).cpu()
+    assert set(tokens.tolist()) <= set(entries.tolist())
+    assert_drawn_from(torch.searchsorted(entries, tokens), naive_probabilities(LOGITS, temperature, 0, 1.0, 0.0))
 
 
 def test_draws_of_neighbouring_positions_and_seeds_are_independent() -> None:
@@ -168,7 +180,7 @@ def test_gpu_draws_what_the_cpu_draws(setting: dict[str, float]) -> None:
 
 
 def test_noise_is_exp_1() -> None:
-    noise = exponential_noise(torch.arange(500), torch.arange(500), 400).double()
+    noise = exponential_noise(torch.arange(500), torch.arange(500), torch.arange(400)).double()
     assert noise.mean().item() == pytest.approx(1, abs=0.01)
     assert noise.var().item() == pytest.approx(1, abs=0.03)
     for quantile in (0.001, 0.01, 0.1, 0.5, 0.9, 0.99):
@@ -177,11 +189,12 @@ def test_noise_is_exp_1() -> None:
 
 
 def test_noise_depends_on_every_bit_of_seed_and_position_and_entry() -> None:
-    base = exponential_noise(torch.tensor([12345]), torch.tensor([678]), 64)
+    entry = torch.arange(64)
+    base = exponential_noise(torch.tensor([12345]), torch.tensor([678]), entry)
     for bit in (0, 1, 31, 32, 62):
         flipped_seed, flipped_position = torch.tensor([12345 ^ 1 << bit]), torch.tensor([678 ^ 1 << min(bit, 40)])
-        assert not (exponential_noise(flipped_seed, torch.tensor([678]), 64) == base).any()
-        assert not (exponential_noise(torch.tensor([12345]), flipped_position, 64) == base).any()
+        assert not (exponential_noise(flipped_seed, torch.tensor([678]), entry) == base).any()
+        assert not (exponential_noise(torch.tensor([12345]), flipped_position, entry) == base).any()
     assert base.unique().numel() == 64
 
 
@@ -189,7 +202,7 @@ def test_noise_is_never_zero_or_infinite() -> None:
     """Regression: 24 bits + 0.5 rounded up to 1.0, whose logarithm is 0. At 151,936 entries, one row in a hundred."""
     for cases, is_extreme in ((SMALLEST, lambda noise: noise < 1e-6), (LARGEST, lambda noise: noise > 16)):
         seeds, entries = torch.tensor(cases).T
-        noise = exponential_noise(seeds, torch.full_like(seeds, 7), 320)
+        noise = exponential_noise(seeds, torch.full_like(seeds, 7), torch.arange(320))
         assert noise.min() > 0 and noise.isfinite().all()
         assert is_extreme(noise[torch.arange(len(seeds)), entries]).all()
 

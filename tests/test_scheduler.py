@@ -115,8 +115,19 @@ def test_running_sequences_keep_their_slots_and_the_chunk_gets_the_rest() -> Non
     simulation.add(prompt(5, first=2), max_tokens=3)
     simulation.step()
     simulation.add(prompt(30, first=3))
-    assert shape(simulation.step()) == [(0, 1), (1, 1), (2, 8)]
+    assert shape(simulation.step()) == [(1, 1), (0, 1), (2, 8)]
     simulation.run()
+
+
+def test_step_lists_single_tokens_first_and_the_longest_sequence_first() -> None:
+    simulation = all_gpu(max_num_batched_tokens=20)
+    for num_tokens in (3, 9, 1, 5):
+        simulation.add(prompt(num_tokens, first=num_tokens), max_tokens=20)
+    assert shape(simulation.step()) == [(2, 1), (1, 9), (3, 5), (0, 3)]
+    assert shape(simulation.step()) == [(1, 1), (3, 1), (0, 1), (2, 1)]
+    simulation.add(prompt(30, first=7), max_tokens=20)
+    assert shape(simulation.step()) == [(1, 1), (3, 1), (0, 1), (2, 1), (4, 16)]
+    simulation.run()  # every token reaches its own sequence
 
 
 # -- classic ---------------------------------------------------------------------------------------------------------
@@ -131,7 +142,7 @@ def test_classic_prompts_come_before_decodes_and_whole() -> None:
     simulation.add(prompt(2, first=4))  # would fit, but it is not its turn
     assert shape(simulation.step()) == [(1, 6)]
     assert shape(simulation.step()) == [(2, 7), (3, 2)]
-    assert shape(simulation.step()) == [(0, 1), (1, 1), (2, 1), (3, 1)]
+    assert sorted(shape(simulation.step())) == [(0, 1), (1, 1), (2, 1), (3, 1)]
     simulation.run()
 
 
@@ -140,7 +151,7 @@ def test_classic_prompt_longer_than_the_budget_is_split_and_not_refused() -> Non
     simulation.add(prompt(3), max_tokens=9)
     simulation.step()
     simulation.add(prompt(25, first=2))
-    assert [shape(simulation.step()) for _ in range(4)] == [[(1, 10)], [(1, 10)], [(1, 5)], [(0, 1), (1, 1)]]
+    assert [shape(simulation.step()) for _ in range(4)] == [[(1, 10)], [(1, 10)], [(1, 5)], [(1, 1), (0, 1)]]
     simulation.run()
 
 
@@ -152,7 +163,7 @@ def test_all_gpu_without_room_the_tail_is_preempted_and_recomputes(chunked_prefi
     simulation = all_gpu(num_blocks=5, max_num_batched_tokens=100, chunked_prefill=chunked_prefill)
     first, second = simulation.add(prompt(7), max_tokens=8), simulation.add(prompt(8, first=2), max_tokens=6)
     simulation.step()
-    assert shape(simulation.step()) == [(0, 1), (1, 1)]  # the last free block goes to the second one
+    assert shape(simulation.step()) == [(1, 1), (0, 1)]  # the last free block goes to the second one
     assert shape(simulation.step()) == [(0, 1)]
     assert simulation.scheduler.num_preemptions == 1
     assert second.status is SequenceStatus.WAITING and second.num_output_tokens == 2
@@ -229,8 +240,8 @@ def test_one_step_ahead_a_token_that_is_back_is_no_pending_one() -> None:
     simulation.step()
     plan = simulation.step()
     assert plan is not None
-    assert [step.previous_row for step in plan.sequences] == [-1, 0]
-    assert plan.sequences[0].token_ids.tolist() == [seq.token_ids[3]]
+    assert [(step.seq_id, step.previous_row) for step in plan.sequences] == [(1, 0), (0, -1)]
+    assert plan.sequences[1].token_ids.tolist() == [seq.token_ids[3]]
     simulation.run()
 
 

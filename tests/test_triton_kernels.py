@@ -199,7 +199,7 @@ def test_every_kernel_stays_inside_its_memory(device):
         results += [kernels.small_linear(x[:num_rows], new(57, size), new(57))]
         results += [kernels.small_gate_up(x[:num_rows], new(114, size), None)]
     logits, temperature = new(num_tokens, 5001), torch.rand(num_tokens, device=device)
-    tokens = kernels.sample_tokens(logits, temperature, slot_mapping, slot_mapping, True)
+    tokens = kernels.sample_tokens(logits, temperature, slot_mapping, slot_mapping)
     assert all(result.isfinite().all() for result in results) and ((tokens >= 0) & (tokens < 5001)).all()
 
 

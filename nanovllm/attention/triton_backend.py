@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from nanovllm.attention.base import AttentionBackend, PagedBatch, PartialAttention, concatenate
+from nanovllm.attention.base import AttentionBackend, PagedBatch, PartialAttention
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 HEAD_DIMS = (16, 32, 64, 128, 256)
@@ -43,37 +43,38 @@ class TritonBackend(AttentionBackend):
         batch: PagedBatch,
         scale: float,
     ) -> PartialAttention:
+        out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
         num_decodes = _num_leading_decodes(batch)
         if 0 < num_decodes < len(batch.context_lens):
             # One query would fill a tile of the other kernel with 127 rows of nothing
             decodes, chunks = batch.sequences(0, num_decodes), batch.sequences(num_decodes, len(batch.context_lens))
-            return concatenate(
-                [
-                    self.attend(q_THD[:num_decodes], k_cache_NPKD, v_cache_NPKD, decodes, scale),
-                    self.attend(q_THD[num_decodes:], k_cache_NPKD, v_cache_NPKD, chunks, scale),
-                ]
-            )
-        if batch.max_query_len == 1:
-            num_rows = q_THD.shape[0] * k_cache_NPKD.shape[2]
-            num_splits = self.kernels.plan_num_splits(num_rows, batch.max_context_len, _num_sms(q_THD.device))
-            return PartialAttention(
-                *self.kernels.paged_decode(
-                    q_THD, k_cache_NPKD, v_cache_NPKD, batch.context_lens, batch.block_tables, scale, num_splits
-                )
-            )
-        return PartialAttention(
-            *self.kernels.paged_prefill(
-                q_THD,
-                k_cache_NPKD,
-                v_cache_NPKD,
-                batch.cu_seqlens_q,
-                batch.context_lens,
-                batch.block_tables,
-                batch.max_query_len,
-                scale,
-                batch.causal,
-            )
-        )
+            parts = ((slice(0, num_decodes), decodes), (slice(num_decodes, None), chunks))
+            lse = [
+                self._attend_into(out_THD[rows], q_THD[rows], k_cache_NPKD, v_cache_NPKD, part, scale)
+                for rows, part in parts
+            ]
+            return PartialAttention(out_THD, torch.cat(lse, dim=1))
+        return PartialAttention(out_THD, self._attend_into(out_THD, q_THD, k_cache_NPKD, v_cache_NPKD, batch, scale))
+
+    def _attend_into(
+        self,
+        out_THD: torch.Tensor,
+        q_THD: torch.Tensor,
+        k_cache_NPKD: torch.Tensor,
+        v_cache_NPKD: torch.Tensor,
+        batch: PagedBatch,
+        scale: float,
+    ) -> torch.Tensor:
+        """By one kernel. Returns the LSE [H, T]."""
+        paged = q_THD, k_cache_NPKD, v_cache_NPKD
+        if batch.max_query_len > 1:
+            lens = batch.cu_seqlens_q, batch.context_lens, batch.block_tables, batch.max_query_len
+            return self.kernels.paged_prefill(*paged, *lens, scale, batch.causal, out_THD=out_THD)[1]
+        # A graph knows the longest context only; most are much shorter
+        context_len = batch.max_context_len if batch.host is not None else batch.max_context_len // 4
+        num_rows = q_THD.shape[0] * k_cache_NPKD.shape[2]
+        num_splits = self.kernels.plan_num_splits(num_rows, context_len, _num_sms(q_THD.device))
+        return self.kernels.paged_decode(*paged, batch.context_lens, batch.block_tables, scale, num_splits, out_THD)[1]
 
     def merge(self, a: PartialAttention, b: PartialAttention) -> PartialAttention:
         self.kernels.merge_into(*a, *b)

@@ -250,7 +250,7 @@ class ModelRunner:
 
 def _sampling_tensors(arrays: dict[str, np.ndarray], tensors: dict[str, torch.Tensor]) -> SamplingTensors:
     cut = (arrays["top_k"] > 0) | (arrays["top_p"] < 1) | (arrays["min_p"] > 0)
-    random = arrays["temperature"] > 0
+    draws = arrays["temperature"] > 0
     return SamplingTensors(
         tensors["temperature"],
         tensors["top_k"],
@@ -258,6 +258,5 @@ def _sampling_tensors(arrays: dict[str, np.ndarray], tensors: dict[str, torch.Te
         tensors["min_p"],
         tensors["seed"],
         tensors["sample_position"],
-        filtered=bool((cut & random).any()),
-        random=bool(random.any()),
+        filtered=bool((cut & draws).any()),
     )

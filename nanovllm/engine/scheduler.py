@@ -79,6 +79,8 @@ class Scheduler:
             self._schedule_classic()
         if not self._placed:
             return None
+        # Single tokens first, then by length: of a kernel's programs the longest begin first, the short ones fill up
+        self._placed.sort(key=lambda placed: (placed[1] > 1, -placed[0].num_cached_tokens - placed[1]))
         keys, moves = self.kv.plan_step(self._placed)
         return self._make_plan(keys, moves)
 

@@ -1,17 +1,21 @@
 """Sampler: logits to token ids, each row by its own parameters and its own noise.
 
-A token is the argmax of probability over Exp(1) noise (the exponential race, equal in distribution to drawing from
-the probabilities). The noise is a hash of the request's seed, the token's position and the vocabulary entry, so a
-seeded request draws the same noise whatever it is batched with, on every device and rank.
+A token is drawn in two steps, first one of the groups that cut the vocabulary, by the sum of its probabilities, then
+an entry of that group. Each is an argmax of probability over Exp(1) noise (the exponential race, equal in distribution
+to drawing from the probabilities), so noise is needed for the groups and for one group's entries, not for all. The
+noise is a hash of the request's seed, the token's position and the vocabulary entry, so a seeded request draws the
+same noise whatever it is batched with, on every device and rank.
 """
 
 from typing import NamedTuple
 
 import torch
 
+GROUP_SIZE = 2048  # entries; it decides which tokens a seed draws
+
 
 class SamplingTensors(NamedTuple):
-    """One entry per row, [S], on the device. `filtered`, `random`: whether any row cuts its distribution or draws."""
+    """One entry per row, [S], on the device. `filtered`: whether any row that draws cuts its distribution."""
 
     temperature: torch.Tensor  # float32, 0: greedy
     top_k: torch.Tensor  # int64, 0: all
@@ -20,24 +24,32 @@ class SamplingTensors(NamedTuple):
     seed: torch.Tensor  # int64
     position: torch.Tensor  # int64
     filtered: bool
-    random: bool
 
 
 def sample(logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
-    """logits [S, vocab_size], any float type -> token ids int64 [S]."""
+    """logits [S, vocab_size], any float type -> token ids int64 [S]. Of equal candidates the lowest id."""
     if params.filtered:
         logits = filter_logits(logits, params)
     if logits.is_cuda:
         from nanovllm.layers import kernels
 
-        return kernels.sample_tokens(logits, params.temperature, params.seed, params.position, params.random)
-    greedy = logits.argmax(dim=-1)
-    if not params.random:
-        return greedy
-    scaled = logits.float() / params.temperature.clamp(min=1e-10)[:, None]
-    probs = torch.softmax(scaled, dim=-1)
-    drawn = (probs / exponential_noise(params.seed, params.position, logits.shape[-1])).argmax(dim=-1)
-    return torch.where(params.temperature == 0, greedy, drawn)
+        return kernels.sample_tokens(logits, params.temperature, params.seed, params.position)
+    num_groups = -(-logits.shape[1] // GROUP_SIZE)
+    padding = num_groups * GROUP_SIZE - logits.shape[1]
+    draws = params.temperature[:, None] != 0
+    scaled = logits.float() / torch.where(draws, params.temperature[:, None].clamp(min=1e-10), 1.0)
+    scaled = torch.nn.functional.pad(scaled, (0, padding), value=-torch.inf).unflatten(1, (num_groups, GROUP_SIZE))
+
+    def race(log_weight: torch.Tensor, first_entry: torch.Tensor) -> torch.Tensor:
+        """argmax [S] of weight over noise; `first_entry` [S or 1]: where the columns' noise starts."""
+        entry = first_entry[:, None] + torch.arange(log_weight.shape[1])
+        noise = exponential_noise(params.seed, params.position, entry)
+        return torch.where(draws, log_weight - noise.log(), log_weight).argmax(dim=-1)
+
+    group_weight = torch.where(draws, scaled.logsumexp(dim=-1), scaled.amax(dim=-1))
+    group = race(group_weight, torch.tensor([num_groups * GROUP_SIZE]))  # groups count on where the entries end
+    start = group * GROUP_SIZE
+    return start + race(scaled[torch.arange(len(group)), group], start)
 
 
 def filter_logits(logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
@@ -58,17 +70,17 @@ def filter_logits(logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor
     return torch.empty_like(ordered).scatter_(-1, order, ordered.masked_fill(~keep, -torch.inf))
 
 
-def exponential_noise(seed: torch.Tensor, position: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Exp(1) noise [S, vocab_size] in fp32, from 6e-8 to 16.6: a function of (seed, position, entry).
+def exponential_noise(seed: torch.Tensor, position: torch.Tensor, entry: torch.Tensor) -> torch.Tensor:
+    """Exp(1) noise [S, N] in fp32, from 6e-8 to 16.6: of each of the entries [S or 1, N], as `random_bits`.
 
     -log1p of an odd multiple of 2^-24: those in (0, 1) are exact in fp32, so that the noise is never 0 or infinite.
     """
-    uniform = ((random_bits(seed, position, vocab_size) >> 8) | 1).float() * 2.0**-24
+    uniform = ((random_bits(seed, position, entry) >> 8) | 1).float() * 2.0**-24
     return -torch.log1p(-uniform)
 
 
-def random_bits(seed: torch.Tensor, position: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """32 random bits [S, vocab_size], as int64: the row's 64-bit key, then entries by a hash in 32-bit arithmetic.
+def random_bits(seed: torch.Tensor, position: torch.Tensor, entry: torch.Tensor) -> torch.Tensor:
+    """32 random bits [S, N], as int64: the row's 64-bit key, then entries [S or 1, N] by a hash in 32-bit arithmetic.
 
     The key is mixed by splitmix64's finaliser (Steele, Lea, Flood: Fast splittable pseudorandom number generators,
     2014). Its low half is where the row's Weyl sequence over the entries starts; each term is mixed by lowbias32
@@ -76,7 +88,6 @@ def random_bits(seed: torch.Tensor, position: torch.Tensor, vocab_size: int) -> 
     the key's high half comes in. kernels/sampler.py computes the same; a GPU multiplies 32 bits several times faster
     than 64.
     """
-    entry = torch.arange(vocab_size, device=seed.device)
     key = _mix(_mix(seed) + position)[:, None]
     bits = (entry * 0x9E3779B9 + key) & _LOW_32
     bits = ((bits ^ (bits >> 16)) * 0x7FEB352D) & _LOW_32

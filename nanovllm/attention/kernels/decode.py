@@ -20,7 +20,7 @@ LOG2_E = 1.4426950408889634
 PROGRAMS_PER_SM = 2  # 64 KiB of keys and values in flight each; three would fit
 TILE_BYTES, NUM_WARPS, NUM_STAGES = 16 * 1024, 4, 3  # of a tile of keys; of a program
 MAX_SPLITS = 128
-SPLIT_COST_TOKENS = 128  # starting a program and merging its part cost about as much as reading so many keys
+SPLIT_COST_TOKENS = 256  # starting a program and merging its part cost about as much as reading so many keys
 SPLIT_GRAIN_TOKENS = 64  # a split is whole tiles
 
 
@@ -155,13 +155,13 @@ def _merge_splits_kernel(
 
 
 @lru_cache(maxsize=4096)
-def plan_num_splits(num_rows: int, max_context_len: int, num_sms: int) -> int:
-    """How many programs share the keys of each of `num_rows` (sequence, kv head) pairs.
+def plan_num_splits(num_rows: int, context_len: int, num_sms: int) -> int:
+    """How many programs share the keys of each of `num_rows` (sequence, kv head) pairs of about `context_len` keys.
 
     The least time of the slowest SM, in keys read: waves of programs x keys of one program. Up to MAX_SPLITS.
     """
     programs_per_wave = num_sms * PROGRAMS_PER_SM
-    num_grains = -(-max_context_len // SPLIT_GRAIN_TOKENS)
+    num_grains = -(-context_len // SPLIT_GRAIN_TOKENS)
 
     def cost(num_splits: int) -> int:
         waves = -(-num_rows * num_splits // programs_per_wave)
@@ -178,10 +178,12 @@ def paged_decode(
     block_tables: torch.Tensor,
     scale: float,
     num_splits: int,
+    out_BHD: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One query per sequence over its `context_lens` keys: `(out [B, H, D], lse [H, B] fp32)`. Hot: once per layer.
 
-    The number of splits changes the speed and the rounding only; see `plan_num_splits`.
+    The number of splits changes the speed and the rounding only; see `plan_num_splits`. `out_BHD`: where the result
+    goes, contiguous; None: to a new tensor.
     """
     batch_size, num_heads, head_dim = q_BHD.shape
     _, page, num_kv_heads, _ = k_cache_NPKD.shape
@@ -190,7 +192,8 @@ def paged_decode(
     assert q_BHD.stride(2) == 1 and block_tables.stride(1) == 1, "the last dimension must lie together"
     assert k_cache_NPKD.is_contiguous() and v_cache_NPKD.is_contiguous(), "a layer's cache is contiguous"
     group = num_heads // num_kv_heads
-    out_BHD = torch.empty(q_BHD.shape, dtype=q_BHD.dtype, device=q_BHD.device)
+    if out_BHD is None:
+        out_BHD = torch.empty(q_BHD.shape, dtype=q_BHD.dtype, device=q_BHD.device)
     lse_BH = torch.empty((batch_size, num_heads), dtype=torch.float32, device=q_BHD.device)
     part_out, part_lse = out_BHD, lse_BH
     if num_splits > 1:

@@ -139,12 +139,12 @@ def _prefill_kernel(
 
 
 def default_config(head_dim: int, itemsize: int, max_query_len: int) -> PrefillConfig:
-    """A fixed choice, so that start-up spends no time on tuning: the largest tiles that compile without spills."""
+    """A fixed choice, so that start-up spends no time on tuning; docs/measurements.md has the figures."""
     if itemsize == 4:  # exact fp32 has no tensor cores; larger tiles spill
         return PrefillConfig(32, 32 if head_dim <= 128 else 16, 8, 2)
     if head_dim > 128:
         return PrefillConfig(128, 64, 8, 2)
-    if max_query_len <= 64:
+    if max_query_len <= 2048:  # many short sequences fill more of a small tile
         return PrefillConfig(64, 64, 4, 3)
     return PrefillConfig(128, 128, 8, 3)
 
@@ -160,15 +160,20 @@ def paged_prefill(
     scale: float,
     causal: bool,
     config: PrefillConfig | None = None,
+    out_THD: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of packed queries: `(out [T, H, D], lse [H, T] fp32)`; PagedBatch explains the rest. Hot: per layer."""
+    """Attention of packed queries: `(out [T, H, D], lse [H, T] fp32)`; PagedBatch explains the rest. Hot: per layer.
+
+    `out_THD`: where the result goes, contiguous; None: to a new tensor.
+    """
     num_tokens, num_heads, head_dim = q_THD.shape
     _, page, num_kv_heads, _ = k_cache_NPKD.shape
     config = config or default_config(head_dim, q_THD.element_size(), max_query_len)
     assert page % config.block_n == 0, f"blocks of {page} tokens do not divide into tiles of {config.block_n} keys"
     assert q_THD.stride(2) == 1 and block_tables.stride(1) == 1, "the last dimension must lie together"
     assert k_cache_NPKD.is_contiguous() and v_cache_NPKD.is_contiguous(), "a layer's cache is contiguous"
-    out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
+    if out_THD is None:
+        out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
     lse_HT = torch.empty((num_heads, num_tokens), dtype=torch.float32, device=q_THD.device)
     k_desc, v_desc = (
         TensorDescriptor.from_tensor(cache.view(-1, num_kv_heads * head_dim), [config.block_n, head_dim])

@@ -1,21 +1,18 @@
-"""Sampling without a softmax: argmax of logit / temperature - log(noise), one read of the logits.
+"""Sampling in two draws, as layers/sampler.py defines it: a group of the vocabulary, then an entry of that group.
 
-That is the argmax of probability over noise, as layers/sampler.py defines it, since softmax only shifts a row's
-logarithms by a constant. The noise is hashed from (seed, position, entry) in registers; its bits are those of
-`random_bits` there. A row of temperature 0 takes the plain argmax and hashes nothing. Programs share a row's
-vocabulary; a second kernel picks among their winners, the lowest entry of equal scores first.
+The first kernel reads the logits once and gives every group a score: log of its weight, plus noise; with temperature
+0 its largest logit. The second picks a row's best group and draws noise for the entries of that one only, so that what
+costs most, hashing and logarithms, is spent on one group of many. Scores are in units of log 2. The noise is hashed
+from (seed, position, entry) in registers; its bits are those of `random_bits` there. Of equal scores the lowest entry
+wins.
 """
 
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import libdevice
 
 from nanovllm.layers.kernels.pdl import let_next_start, pdl_options, wait_for_previous
-
-BLOCK = 2048
-MAX_BLOCKS = 8  # of a program; with few rows a program has one, so that a row is spread over many SMs
-FEW_ROWS = 16
+from nanovllm.layers.sampler import GROUP_SIZE
 
 
 @triton.jit
@@ -42,115 +39,96 @@ def _random_bits(entry, key_low, key_high):
 
 
 @triton.jit
-def _log2(x, FAST: tl.constexpr):
-    """FAST: one instruction instead of some twenty. Triton's interpreter does not have it."""
-    if FAST:
-        return libdevice.fast_log2f(x)
-    else:
-        return tl.log2(x)
-
-
-@triton.jit
-def _log2_noise(bits, FAST: tl.constexpr):
+def _log2_noise(bits):
     """log2 of -log2(1 - u), u an odd multiple of 2^-24: that of Exp(1) noise, but for a constant."""
     u = ((bits >> 8) | 1).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08  # 2^-24
-    # The fast log2 is off by 2^-22 near 1, more than a small noise is large: there, the series u + u^2/2 + u^3/3
-    series = u * (1.4426950408889634 + u * (0.7213475204444817 + u * 0.4808983469629878))
-    return _log2(tl.where(u < 0.015625, series, -_log2(1.0 - u, FAST)), FAST)
+    return tl.log2(-tl.log2(1.0 - u))
 
 
 @triton.jit
-def _best_of_part_kernel(
+def _row_scale(temperature_ptr, row):
+    """Whether the row draws, and what its logits are multiplied by."""
+    temperature = tl.load(temperature_ptr + row)
+    draws = temperature != 0.0
+    return draws, tl.where(draws, 1.4426950408889634 / tl.maximum(temperature, 1e-10), 1.0)  # log2 e
+
+
+@triton.jit
+def _score_groups_kernel(
     logits_ptr,  # [S, vocab_size]
     temperature_ptr,
     seed_ptr,
     position_ptr,
-    score_ptr,  # [S, parts] fp32
-    index_ptr,  # [S, parts] int64
+    score_ptr,  # [S, groups] fp32
     row_stride,
     vocab_size,
-    RANDOM: tl.constexpr,
-    PART: tl.constexpr,  # vocabulary entries of a program
-    BLOCK: tl.constexpr,
-    FAST_LOG: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     let_next_start(PDL)
     wait_for_previous(PDL)
-    part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    temperature = tl.load(temperature_ptr + row)
-    draws = temperature != 0.0
-    # Scores are in units of log 2, as the noise is
-    scale = tl.where(draws, 1.4426950408889634 / tl.maximum(temperature, 1e-10), 1.0)
-    if RANDOM:
+    group, num_groups, row = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
+    draws, scale = _row_scale(temperature_ptr, row)
+    entry = group * GROUP_SIZE + tl.arange(0, GROUP_SIZE)
+    logit = tl.load(logits_ptr + row * row_stride + entry, mask=entry < vocab_size, other=float("-inf"))
+    scaled = logit.to(tl.float32) * scale
+    score = tl.max(scaled, 0)
+    if draws:
+        weight = tl.exp2(scaled - tl.where(score == float("-inf"), 0.0, score))  # a group may be cut as a whole
         key_low, key_high = _row_key(seed_ptr, position_ptr, row)
-    first = part * PART + tl.arange(0, BLOCK)
-    best_score = tl.full([BLOCK], float("-inf"), tl.float32)  # of each column of the blocks
-    best_entry = first
-    for start in range(0, PART, BLOCK):
-        entry = first + start
-        logit = tl.load(logits_ptr + row * row_stride + entry, mask=entry < vocab_size, other=float("-inf"))
-        score = logit.to(tl.float32) * scale
-        if RANDOM:  # noqa: SIM102  (known when compiled, the other is not)
-            if draws:
-                score -= _log2_noise(_random_bits(entry, key_low, key_high), FAST_LOG)
-        is_better = score > best_score
-        best_score = tl.where(is_better, score, best_score)
-        best_entry = tl.where(is_better, entry, best_entry)
-    top = tl.max(best_score, 0)
-    lowest = tl.min(tl.where(best_score == top, best_entry, 0x7FFFFFFF), 0)
-    tl.store(score_ptr + row * tl.num_programs(0) + part, top)
-    tl.store(index_ptr + row * tl.num_programs(0) + part, lowest.to(tl.int64))
+        bits = _random_bits(num_groups * GROUP_SIZE + group, key_low, key_high)
+        score += tl.log2(tl.sum(weight, 0)) - _log2_noise(bits)
+    tl.store(score_ptr + row * num_groups + group, score)
 
 
 @triton.jit
-def _best_part_kernel(score_ptr, index_ptr, token_ptr, num_parts, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _pick_entry_kernel(
+    logits_ptr,
+    temperature_ptr,
+    seed_ptr,
+    position_ptr,
+    score_ptr,
+    token_ptr,  # [S] int64
+    row_stride,
+    vocab_size,
+    num_groups,
+    GROUP_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,  # num_groups or more
+    PDL: tl.constexpr,
+):
     let_next_start(PDL)
     wait_for_previous(PDL)
-    row = tl.program_id(0)
-    part = tl.arange(0, BLOCK)
-    score = tl.load(score_ptr + row * num_parts + part, mask=part < num_parts, other=float("-inf"))
-    _, at = tl.max(score, 0, return_indices=True, return_indices_tie_break_left=True)
-    tl.store(token_ptr + row, tl.load(index_ptr + row * num_parts + at))
+    row = tl.program_id(0).to(tl.int64)
+    draws, scale = _row_scale(temperature_ptr, row)
+    index = tl.arange(0, BLOCK)
+    group_score = tl.load(score_ptr + row * num_groups + index, mask=index < num_groups, other=float("-inf"))
+    _, group = tl.max(group_score, 0, return_indices=True, return_indices_tie_break_left=True)
+    entry = group * GROUP_SIZE + tl.arange(0, GROUP_SIZE)
+    logit = tl.load(logits_ptr + row * row_stride + entry, mask=entry < vocab_size, other=float("-inf"))
+    score = logit.to(tl.float32) * scale
+    if draws:
+        key_low, key_high = _row_key(seed_ptr, position_ptr, row)
+        score -= _log2_noise(_random_bits(entry, key_low, key_high))
+    _, best = tl.max(score, 0, return_indices=True, return_indices_tie_break_left=True)
+    tl.store(token_ptr + row, (group * GROUP_SIZE + best).to(tl.int64))
 
 
 def sample_tokens(
-    logits: torch.Tensor, temperature: torch.Tensor, seed: torch.Tensor, position: torch.Tensor, random: bool
+    logits: torch.Tensor, temperature: torch.Tensor, seed: torch.Tensor, position: torch.Tensor
 ) -> torch.Tensor:
     """logits [S, vocab_size] of any float type, the rest [S] -> token ids int64 [S].
 
-    `random`: whether any row has a temperature above 0. Tokens cut by a filter have logit -inf. Hot: once per step.
+    Tokens cut by a filter have logit -inf. Hot: once per step.
     """
     num_rows, vocab_size = logits.shape
     assert logits.stride(1) == 1, "a row of logits must lie together"
-    part_size = BLOCK if num_rows <= FEW_ROWS else BLOCK * MAX_BLOCKS
-    num_parts = triton.cdiv(vocab_size, part_size)
-    scores = logits.new_empty((num_rows, num_parts), dtype=torch.float32)
-    indices = logits.new_empty((num_rows, num_parts), dtype=torch.int64)
+    num_groups = triton.cdiv(vocab_size, GROUP_SIZE)
+    scores = logits.new_empty((num_rows, num_groups), dtype=torch.float32)
     tokens = logits.new_empty(num_rows, dtype=torch.int64)
-    _best_of_part_kernel[(num_parts, num_rows)](
-        logits,
-        temperature,
-        seed,
-        position,
-        scores,
-        indices,
-        logits.stride(0),
-        vocab_size,
-        RANDOM=random,
-        PART=part_size,
-        BLOCK=BLOCK,
-        FAST_LOG=logits.is_cuda,
-        num_warps=4,
-        **pdl_options(logits.device),
-    )
-    _best_part_kernel[(num_rows,)](
-        scores,
-        indices,
-        tokens,
-        num_parts,
-        BLOCK=triton.next_power_of_2(num_parts),
-        num_warps=1,
-        **pdl_options(logits.device),
-    )
+    options = {"GROUP_SIZE": GROUP_SIZE, **pdl_options(logits.device)}
+    rows = logits, temperature, seed, position, scores
+    _score_groups_kernel[(num_groups, num_rows)](*rows, logits.stride(0), vocab_size, num_warps=1, **options)
+    sizes = logits.stride(0), vocab_size, num_groups
+    block = triton.next_power_of_2(num_groups)
+    _pick_entry_kernel[(num_rows,)](*rows, tokens, *sizes, BLOCK=block, num_warps=8, **options)
     return tokens
