@@ -66,15 +66,32 @@ class TritonBackend(AttentionBackend):
         scale: float,
     ) -> torch.Tensor:
         """By one kernel. Returns the LSE [H, T]."""
-        paged = q_THD, k_cache_NPKD, v_cache_NPKD
         if batch.max_query_len > 1:
-            lens = batch.cu_seqlens_q, batch.context_lens, batch.block_tables, batch.max_query_len
-            return self.kernels.paged_prefill(*paged, *lens, scale, batch.causal, out_THD=out_THD)[1]
+            return self.kernels.paged_prefill(
+                q_THD,
+                k_cache_NPKD,
+                v_cache_NPKD,
+                batch.cu_seqlens_q,
+                batch.context_lens,
+                batch.block_tables,
+                batch.max_query_len,
+                scale,
+                batch.causal,
+                out_THD=out_THD,
+            )[1]
         # A graph knows the longest context only; most are much shorter
         context_len = batch.max_context_len if batch.host is not None else batch.max_context_len // 4
         num_rows = q_THD.shape[0] * k_cache_NPKD.shape[2]
-        num_splits = self.kernels.plan_num_splits(num_rows, context_len, _num_sms(q_THD.device))
-        return self.kernels.paged_decode(*paged, batch.context_lens, batch.block_tables, scale, num_splits, out_THD)[1]
+        return self.kernels.paged_decode(
+            q_THD,
+            k_cache_NPKD,
+            v_cache_NPKD,
+            batch.context_lens,
+            batch.block_tables,
+            scale,
+            self.kernels.plan_num_splits(num_rows, context_len, _num_sms(q_THD.device)),
+            out_BHD=out_THD,
+        )[1]
 
     def merge(self, a: PartialAttention, b: PartialAttention) -> PartialAttention:
         self.kernels.merge_into(*a, *b)
