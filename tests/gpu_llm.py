@@ -35,19 +35,26 @@ class GpuLLM(CheckedLLM):
     def _counted(self, name: str, run: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def counting_run(*args: Any) -> torch.Tensor:
             self.num_replays[name] += 1
-            return run(*args)
+            logits = run(*args)
+            self._record(logits)
+            return logits
 
         return counting_run
 
+    def _record(self, logits: torch.Tensor) -> None:
+        sampling = [step.seq_id for step in self.plans[-1].sequences if step.sampling is not None]
+        for seq_id, row in zip(sampling, logits.float().clone(), strict=True):
+            self.logits[seq_id].append(row)  # stays on the GPU
+
     def _recording_launch(self, plan: StepPlan) -> Any:
         self.plans.append(plan)
+        self._num_replays_before = self.num_replays.total()
         with mock.patch.object(model_runner, "sample", self._recording_sample):
             return self._launch(plan)
 
     def _recording_sample(self, logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
-        sampling = [step.seq_id for step in self.plans[-1].sequences if step.sampling is not None]
-        for seq_id, row in zip(sampling, logits.float().clone(), strict=True):
-            self.logits[seq_id].append(row)  # stays on the GPU
+        if self.num_replays.total() == self._num_replays_before:
+            self._record(logits)  # those of a graph are recorded; a step that filters samples them once more
         return sample(logits, params)
 
     def _recording_compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -72,6 +72,33 @@ def test_streamed_graphs_several_groups_a_layer_give_the_tokens_of_eager(
         llm.assert_nothing_left()
 
 
+@pytest.mark.parametrize("num_gpu_blocks", [None, 24, 4], ids=["all-GPU", "resident", "streamed"])
+def test_graphs_draw_what_eager_draws(reference: Reference, num_gpu_blocks: int | None) -> None:
+    """Tokens pass from graph to graph, and between graphs and the separate launches of prompts and of steps that
+    load into slots; rows that draw, that cut and that take the likeliest come and go.
+    """
+    kinds = ((0.0, 0, 1.0), (0.8, 0, 1.0), (1.5, 0, 1.0), (0.7, 20, 0.9))
+    answers = []
+    for enforce_eager in (True, False):
+        options = cache_options(num_gpu_blocks) | {"enforce_eager": enforce_eager, "max_num_batched_tokens": 600}
+        with small_staging(BLOCK, 2), GpuLLM(reference, **options) as llm:
+            prompts = prompts_of(3 * BLOCK - 20, 30, 2 * BLOCK + 5, 7, 300, 40, BLOCK)
+            finished = {}
+            for i, prompt in enumerate(prompts):
+                temperature, top_k, top_p = kinds[i % len(kinds)]
+                params = SamplingParams(
+                    temperature=temperature, top_k=top_k, top_p=top_p, max_tokens=20 + 7 * i, seed=i, ignore_eos=True
+                )
+                llm.add_request(prompt, params)
+                for _ in range(8):
+                    finished |= llm.step().finished
+            finished |= llm.finish_all()
+            answers.append([finished[request_id]["token_ids"] for request_id in sorted(finished)])
+            assert llm.num_replays.total() >= (0 if enforce_eager else 30)
+    assert answers[0] == answers[1]
+    assert [len(answer) for answer in answers[0]] == [20 + 7 * i for i in range(len(prompts))]
+
+
 # -- the host --------------------------------------------------------------------------------------------------------
 
 

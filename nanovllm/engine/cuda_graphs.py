@@ -1,9 +1,9 @@
-"""Decode steps as CUDA graphs: one replay instead of some hundred launches.
+"""Decode steps as CUDA graphs, from the token ids to the sampled tokens: one copy and one replay a step.
 
 A graph is captured for each of a list of batch sizes; a step runs the smallest that fits, its last rows padded with
-sequences that have no keys and store nothing. All graphs read the same static inputs (DecodeInputs) and share one
-memory pool, so only one may be in use at a time: replays follow each other on the compute stream, and a step's logits
-are read before the next replay overwrites them.
+sequences that have no keys and store nothing. All graphs read the same static inputs and leave their tokens at the
+same place (DecodeInputs), and share one memory pool, so only one may be in use at a time: replays follow each other on
+the compute stream, and a step's logits are read before the next replay overwrites them.
 """
 
 import logging
@@ -17,12 +17,23 @@ import torch
 from tqdm import tqdm
 
 from nanovllm.attention.base import PagedBatch, StepAttention
+from nanovllm.layers.sampler import draw
 from nanovllm.models.decoder import CausalLM
 from nanovllm.utils.memory import format_bytes
 
 logger = logging.getLogger("nanovllm")
 
-_TOKEN_ARRAYS = ("input_ids", "positions", "rope_lens", "slot_mapping")  # int64, one entry per sequence
+_ARRAYS = {  # of a step, one entry per sequence
+    "input_ids": torch.int64,
+    "token_source": torch.int64,
+    "positions": torch.int64,
+    "rope_lens": torch.int64,
+    "slot_mapping": torch.int64,
+    "context_lens": torch.int32,
+    "temperature": torch.float32,
+    "seed": torch.int64,
+    "sample_position": torch.int64,
+}
 
 
 @cache
@@ -38,55 +49,73 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
 
 
 class DecodeInputs:
-    """The static inputs of every decode graph, for up to `max_num_seqs` sequences of `max_model_len` tokens."""
+    """What every decode graph reads, for up to `max_num_seqs` sequences of `max_model_len` tokens, and its tokens.
+
+    `sampled` int64 [max_num_seqs] are the tokens of the last step, by their row in it. They lie right before the
+    step's own input ids, so that one index, `token_source`, finds an id that the host knows or one that it does not
+    know yet.
+    """
 
     def __init__(self, *, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device) -> None:
-        self.max_model_len = max_model_len
+        self.max_num_seqs, self.max_model_len = max_num_seqs, max_model_len
         self.device = device
         self.sizes = graph_sizes(max_num_seqs)
         num_columns = -(-max_model_len // block_size)
         with torch.device(device):
-            self._tokens = torch.zeros(len(_TOKEN_ARRAYS), max_num_seqs, dtype=torch.int64)
-            self._context_lens = torch.zeros(max_num_seqs, dtype=torch.int32)
+            self._static = torch.zeros(max_num_seqs * (1 + len(_ARRAYS)), dtype=torch.int64)
             self._block_tables = torch.zeros(max_num_seqs, num_columns, dtype=torch.int32)
             self.cu_seqlens_q = torch.arange(max_num_seqs + 1, dtype=torch.int32)
+        self.sampled = self._static[:max_num_seqs]
         self._host_tables = np.zeros((max_num_seqs, num_columns), dtype=np.int32)  # what _block_tables holds
 
     def size_for(self, num_seqs: int) -> int:
         """The smallest graph size that holds so many sequences."""
         return self.sizes[bisect_left(self.sizes, num_seqs)]
 
-    def tokens(self, size: int) -> dict[str, torch.Tensor]:
-        """input_ids, positions, rope_lens and slot_mapping, int64 [size]."""
-        return dict(zip(_TOKEN_ARRAYS, self._tokens[:, :size], strict=True))
+    def _rows(self, size: int) -> torch.Tensor:
+        """The step's arrays at one size, int64 [arrays, size], right after `sampled`; those of 4 bytes fill half."""
+        return self._static[self.max_num_seqs :][: len(_ARRAYS) * size].view(len(_ARRAYS), size)
+
+    def arrays(self, size: int) -> dict[str, torch.Tensor]:
+        """The static arrays at one size, each [size]."""
+        rows = zip(_ARRAYS.items(), self._rows(size), strict=True)
+        return {name: row.view(dtype)[:size] for (name, dtype), row in rows}
+
+    def input_ids(self, size: int) -> torch.Tensor:
+        """The tokens of the step [size], those that the last step sampled among them."""
+        return self._static.index_select(0, self.arrays(size)["token_source"])
 
     def batch(self, size: int) -> PagedBatch:
         """The paged keys of `size` sequences, one query each."""
         return PagedBatch(
             cu_seqlens_q=self.cu_seqlens_q[: size + 1],
-            context_lens=self._context_lens[:size],
+            context_lens=self.arrays(size)["context_lens"],
             block_tables=self._block_tables[:size],
             max_query_len=1,
             max_context_len=self.max_model_len,
             causal=True,
         )
 
-    def fill(self, arrays: dict[str, np.ndarray], size: int, fill_pending: Callable[[torch.Tensor], None]) -> None:
-        """Enqueue the copies of a decode step's arrays (inputs.build_arrays), padded to `size` sequences.
+    def run(self, model: CausalLM, size: int, attention: StepAttention) -> torch.Tensor:
+        """What the graphs of `size` capture: leaves the tokens in `sampled`. Returns logits [size, vocab_size]."""
+        arrays = self.arrays(size)
+        rope_lens = arrays["rope_lens"] if model.needs_rope_lens else None
+        logits = model.compute_logits(model(self.input_ids(size), arrays["positions"], attention, rope_lens))
+        draw(logits, arrays["temperature"], arrays["seed"], arrays["sample_position"], self.sampled[:size])
+        return logits
 
-        `fill_pending` writes the token ids that are still on the device into the static input ids. Hot.
-        """
+    def fill(self, arrays: dict[str, np.ndarray], size: int) -> None:
+        """Enqueue the copy of a decode step's arrays (inputs.build_arrays), padded to `size` sequences. Hot."""
         num_seqs = len(arrays["input_ids"])
-        staging = torch.empty(len(_TOKEN_ARRAYS) + 1, size, dtype=torch.int64, pin_memory=True)
-        rows = staging.numpy()
-        rows[:, num_seqs:] = 0
-        rows[_TOKEN_ARRAYS.index("slot_mapping"), num_seqs:] = -1
-        for row, name in zip(rows, (*_TOKEN_ARRAYS, "context_lens"), strict=True):
-            row[:num_seqs] = arrays[name]
-        on_device = staging.to(self.device, non_blocking=True)
-        self._tokens[:, :size].copy_(on_device[:-1])
-        self._context_lens[:size].copy_(on_device[-1])
-        fill_pending(self._tokens[_TOKEN_ARRAYS.index("input_ids")])
+        token_source = self.max_num_seqs + np.arange(num_seqs)
+        token_source[arrays["pending_tokens"]] = arrays["pending_rows"]
+        staging = torch.zeros(len(_ARRAYS), size, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        for name, row in zip(_ARRAYS, staging.numpy(), strict=True):
+            values = token_source if name == "token_source" else arrays[name]
+            row.view(values.dtype)[:num_seqs] = values
+            if name == "slot_mapping":
+                row[num_seqs:] = -1
+        self._rows(size).copy_(staging, non_blocking=True)
         self._copy_tables(arrays["block_tables"])
 
     def _copy_tables(self, tables: np.ndarray) -> None:
@@ -96,7 +125,8 @@ class DecodeInputs:
         if np.array_equal(known, tables):
             return
         known[:] = tables
-        staging = torch.empty(num_seqs, self._host_tables.shape[1], dtype=torch.int32, pin_memory=True)
+        pin_memory = self.device.type == "cuda"
+        staging = torch.empty(num_seqs, self._host_tables.shape[1], dtype=torch.int32, pin_memory=pin_memory)
         staging.numpy()[:] = self._host_tables[:num_seqs]
         self._block_tables[:num_seqs].copy_(staging, non_blocking=True)
 
@@ -139,20 +169,13 @@ class DecodeGraphs:
         self._graphs.clear()
 
     def _forward(self, size: int) -> torch.Tensor:
-        tokens = self.inputs.tokens(size)
-        attention = self.make_attention(tokens["slot_mapping"], self.inputs.batch(size))
-        return run_model(self.model, tokens, attention)
+        attention = self.make_attention(self.inputs.arrays(size)["slot_mapping"], self.inputs.batch(size))
+        return self.inputs.run(self.model, size, attention)
 
-    def run(self, arrays: dict[str, np.ndarray], fill_pending: Callable[[torch.Tensor], None]) -> torch.Tensor:
-        """Replay for a decode step. Returns logits [B, vocab_size], valid until the next replay. Hot."""
+    def run(self, arrays: dict[str, np.ndarray]) -> torch.Tensor:
+        """Replay for a decode step; its tokens are in `inputs.sampled`. Returns logits [B, vocab_size]. Hot."""
         num_seqs = len(arrays["input_ids"])
         size = self.inputs.size_for(num_seqs)
-        self.inputs.fill(arrays, size, fill_pending)
+        self.inputs.fill(arrays, size)
         self._graphs[size].replay()
         return self._logits[size][:num_seqs]
-
-
-def run_model(model: CausalLM, tokens: dict[str, torch.Tensor], attention: StepAttention) -> torch.Tensor:
-    """Logits of every token."""
-    rope_lens = tokens["rope_lens"] if model.needs_rope_lens else None
-    return model.compute_logits(model(tokens["input_ids"], tokens["positions"], attention, rope_lens))

@@ -153,56 +153,48 @@ class ModelRunner:
             self.offload.begin_step(plan.moves, (slot for step in plan.sequences for slot in step.block_table))
         decodes_by_graph = self.graphs is not None and plan.is_decode and not (plan.moves.loads or plan.moves.copies)
         run = self._run_graph if decodes_by_graph else self._run_eager
-        logits, sampling = run(plan, arrays)
+        self._sampled = run(plan, arrays)
         if self.offload is not None:
             self.offload.end_step()
-        if logits is None:
-            self._sampled = self._sampled[:0]
-        else:
-            self._sampled = self.tp.broadcast(sample(logits, sampling))
         return StepResult(self._sampled)
 
-    def _run_eager(self, plan: StepPlan, arrays: dict[str, np.ndarray]) -> tuple[torch.Tensor | None, SamplingTensors]:
-        """Any step. Logits of the rows that sample, if there are any."""
+    def _run_eager(self, plan: StepPlan, arrays: dict[str, np.ndarray]) -> torch.Tensor:
+        """Any step. Returns the tokens of the rows that sample."""
         groups = inputs.build_groups(plan, self.spec.block_size, self.spec.staging_group_blocks)
         for i, (lens, tables) in enumerate(groups):
             arrays |= {f"group_context_lens_{i}": lens, f"group_tables_{i}": tables}
         tensors = inputs.to_device(arrays, self.device)
-        self._fill_pending(tensors["input_ids"], arrays, tensors)
+        if len(arrays["pending_tokens"]):  # what the previous step sampled comes from there, not by way of the host
+            tensors["input_ids"][tensors["pending_tokens"]] = self._sampled[tensors["pending_rows"]]
         rope_lens = tensors["rope_lens"] if self.model.needs_rope_lens else None
         rows = None if plan.is_decode else tensors["logits_rows"]
         attention = self._attention(plan, tensors)
         hidden = self.model(tensors["input_ids"], tensors["positions"], attention, rope_lens, rows)
-        sampling = _sampling_tensors(arrays, tensors)
-        return self.model.compute_logits(hidden) if len(hidden) else None, sampling
+        if not len(hidden):
+            return self._sampled[:0]
+        sampled = self.tp.broadcast(sample(self.model.compute_logits(hidden), _sampling_tensors(arrays, tensors)))
+        if self.graphs is not None:
+            self.graphs.inputs.sampled[: len(sampled)].copy_(sampled)  # where the next step's graph looks for them
+        return sampled
 
-    def _run_graph(self, plan: StepPlan, arrays: dict[str, np.ndarray]) -> tuple[torch.Tensor, SamplingTensors]:
+    def _run_graph(self, plan: StepPlan, arrays: dict[str, np.ndarray]) -> torch.Tensor:
         """A decode step that loads nothing into slots: one replay, or pieces where groups are streamed."""
         assert self.graphs is not None
-        names = (*inputs.SAMPLING_ARRAYS, "pending_tokens", "pending_rows")
-        tensors = inputs.to_device({name: arrays[name] for name in names}, self.device)
-
-        def fill_pending(input_ids: torch.Tensor) -> None:
-            self._fill_pending(input_ids, arrays, tensors)
-
         if plan.moves.streamed:
             assert self.streamed_graphs is not None
             groups = inputs.build_groups(plan, self.spec.block_size, self.spec.staging_group_blocks)
-            logits = self.streamed_graphs.run(arrays, fill_pending, groups)
+            logits = self.streamed_graphs.run(arrays, groups)
         else:
             if self.offload is not None:
                 self.offload.begin_all_layers()
-            logits = self.graphs.run(arrays, fill_pending)
+            logits = self.graphs.run(arrays)
             if self.offload is not None:
                 self.offload.ran_all_layers()
-        return logits, _sampling_tensors(arrays, tensors)
-
-    def _fill_pending(
-        self, input_ids: torch.Tensor, arrays: dict[str, np.ndarray], tensors: dict[str, torch.Tensor]
-    ) -> None:
-        """Tokens that the previous step sampled go from there to this step's input without the host."""
-        if len(arrays["pending_tokens"]):
-            input_ids[tensors["pending_tokens"]] = self._sampled[tensors["pending_rows"]]
+        sampled = self.graphs.inputs.sampled[: len(logits)]
+        if _is_filtered(arrays):  # which the graphs do not
+            tensors = inputs.to_device({name: arrays[name] for name in inputs.SAMPLING_ARRAYS}, self.device)
+            sampled.copy_(sample(logits, _sampling_tensors(arrays, tensors)))
+        return self.tp.broadcast(sampled)
 
     def _paged_attention(self, slot_mapping: torch.Tensor, batch: PagedBatch) -> StepAttention:
         return PagedAttention(self.backend, self.k_cache, self.v_cache, slot_mapping, batch, batch, self.scale)
@@ -248,9 +240,13 @@ class ModelRunner:
             torch.cuda.empty_cache()
 
 
-def _sampling_tensors(arrays: dict[str, np.ndarray], tensors: dict[str, torch.Tensor]) -> SamplingTensors:
+def _is_filtered(arrays: dict[str, np.ndarray]) -> bool:
+    """Whether a row that draws cuts its distribution."""
     cut = (arrays["top_k"] > 0) | (arrays["top_p"] < 1) | (arrays["min_p"] > 0)
-    draws = arrays["temperature"] > 0
+    return bool((cut & (arrays["temperature"] > 0)).any())
+
+
+def _sampling_tensors(arrays: dict[str, np.ndarray], tensors: dict[str, torch.Tensor]) -> SamplingTensors:
     return SamplingTensors(
         tensors["temperature"],
         tensors["top_k"],
@@ -258,5 +254,5 @@ def _sampling_tensors(arrays: dict[str, np.ndarray], tensors: dict[str, torch.Te
         tensors["min_p"],
         tensors["seed"],
         tensors["sample_position"],
-        filtered=bool((cut & draws).any()),
+        filtered=_is_filtered(arrays),
     )

@@ -24,7 +24,7 @@ import torch
 from tqdm import tqdm
 
 from nanovllm.attention.base import AttentionBackend, PagedBatch, PartialAttention, StepAttention
-from nanovllm.engine.cuda_graphs import DecodeInputs, capture_stream, graph_sizes, run_model
+from nanovllm.engine.cuda_graphs import DecodeInputs, capture_stream, graph_sizes
 from nanovllm.kvcache.offload_engine import OffloadEngine
 from nanovllm.layers.kv_cells import KVCells
 from nanovllm.models.decoder import CausalLM
@@ -49,7 +49,7 @@ class _Cutter:
 
     def cells(self, layer: int) -> KVCells:
         offload = self.graphs.offload
-        slot_mapping = self.graphs.inputs.tokens(self.size)["slot_mapping"]
+        slot_mapping = self.graphs.inputs.arrays(self.size)["slot_mapping"]
         return KVCells(offload.k_cache_gpu[layer], offload.v_cache_gpu[layer], slot_mapping)
 
     def attend(self, layer: int, q_THD: torch.Tensor) -> torch.Tensor:
@@ -96,14 +96,14 @@ class StreamedDecodeGraphs:
         pool, group_pool = torch.cuda.graph_pool_handle(), torch.cuda.graph_pool_handle()
         sizes = self.sizes[::-1]
         for size in tqdm(sizes, desc="Capturing streamed decode", unit="size", disable=not show_progress):
-            tokens = self.inputs.tokens(size)
-            run_model(self.model, tokens, self.make_attention(tokens["slot_mapping"], self.inputs.batch(size)))
+            slot_mapping = self.inputs.arrays(size)["slot_mapping"]
+            self.inputs.run(self.model, size, self.make_attention(slot_mapping, self.inputs.batch(size)))
             for buffer in range(len(self._group_lens)):
                 self._attend_group(size, buffer)  # compiles, like the line above
             torch.cuda.synchronize()
             with torch.cuda.stream(capture_stream(self.inputs.device)):
                 cutter = _Cutter(self, size, pool)
-                self._logits[size] = run_model(self.model, tokens, cutter)
+                self._logits[size] = self.inputs.run(self.model, size, cutter)
                 cutter.end_piece()
                 self._pieces[size] = cutter.pieces
                 self._group_graphs[size] = [
@@ -155,18 +155,13 @@ class StreamedDecodeGraphs:
 
     # -- replay --------------------------------------------------------------------------------------------------
 
-    def run(
-        self,
-        arrays: dict[str, np.ndarray],
-        fill_pending: Callable[[torch.Tensor], None],
-        groups: list[tuple[np.ndarray, np.ndarray]],
-    ) -> torch.Tensor:
-        """One step; `groups`: context lens [B] and tables [B, blocks] int32 of each streamed group. Returns logits
-        [B, vocab_size], valid until the next replay. Hot.
+    def run(self, arrays: dict[str, np.ndarray], groups: list[tuple[np.ndarray, np.ndarray]]) -> torch.Tensor:
+        """One step, as DecodeGraphs.run. `groups`: of each streamed group context lens [B] and tables [B, blocks],
+        int32. Hot.
         """
         num_seqs = len(arrays["input_ids"])
         size = self.sizes[np.searchsorted(self.sizes, num_seqs)]
-        self.inputs.fill(arrays, size, fill_pending)
+        self.inputs.fill(arrays, size)
         on_device = [_pad_group(lens, tables, size, self._group_lens.device) for lens, tables in groups]
         offload, pieces = self.offload, self._pieces[size]
         for layer in range(offload.spec.num_layers):

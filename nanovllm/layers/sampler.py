@@ -30,20 +30,32 @@ def sample(logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
     """logits [S, vocab_size], any float type -> token ids int64 [S]. Of equal candidates the lowest id."""
     if params.filtered:
         logits = filter_logits(logits, params)
+    return draw(logits, params.temperature, params.seed, params.position)
+
+
+def draw(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    seed: torch.Tensor,
+    position: torch.Tensor,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`sample` without filters. `out` int64 [S]: where the tokens go, on a GPU; None: to a new tensor."""
     if logits.is_cuda:
         from nanovllm.layers import kernels
 
-        return kernels.sample_tokens(logits, params.temperature, params.seed, params.position)
+        return kernels.sample_tokens(logits, temperature, seed, position, out)
+    assert out is None, "only a GPU's graphs need their tokens in one place"
     num_groups = -(-logits.shape[1] // GROUP_SIZE)
     padding = num_groups * GROUP_SIZE - logits.shape[1]
-    draws = params.temperature[:, None] != 0
-    scaled = logits.float() / torch.where(draws, params.temperature[:, None].clamp(min=1e-10), 1.0)
+    draws = temperature[:, None] != 0
+    scaled = logits.float() / torch.where(draws, temperature[:, None].clamp(min=1e-10), 1.0)
     scaled = torch.nn.functional.pad(scaled, (0, padding), value=-torch.inf).unflatten(1, (num_groups, GROUP_SIZE))
 
     def race(log_weight: torch.Tensor, first_entry: torch.Tensor) -> torch.Tensor:
         """argmax [S] of weight over noise; `first_entry` [S or 1]: where the columns' noise starts."""
         entry = first_entry[:, None] + torch.arange(log_weight.shape[1])
-        noise = exponential_noise(params.seed, params.position, entry)
+        noise = exponential_noise(seed, position, entry)
         return torch.where(draws, log_weight - noise.log(), log_weight).argmax(dim=-1)
 
     group_weight = torch.where(draws, scaled.logsumexp(dim=-1), scaled.amax(dim=-1))

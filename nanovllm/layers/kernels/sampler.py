@@ -114,9 +114,13 @@ def _pick_entry_kernel(
 
 
 def sample_tokens(
-    logits: torch.Tensor, temperature: torch.Tensor, seed: torch.Tensor, position: torch.Tensor
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    seed: torch.Tensor,
+    position: torch.Tensor,
+    tokens: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """logits [S, vocab_size] of any float type, the rest [S] -> token ids int64 [S].
+    """logits [S, vocab_size] of any float type, the rest [S] -> token ids int64 [S], in `tokens` if given.
 
     Tokens cut by a filter have logit -inf. Hot: once per step.
     """
@@ -124,7 +128,8 @@ def sample_tokens(
     assert logits.stride(1) == 1, "a row of logits must lie together"
     num_groups = triton.cdiv(vocab_size, GROUP_SIZE)
     scores = logits.new_empty((num_rows, num_groups), dtype=torch.float32)
-    tokens = logits.new_empty(num_rows, dtype=torch.int64)
+    if tokens is None:
+        tokens = logits.new_empty(num_rows, dtype=torch.int64)
     options = {"GROUP_SIZE": GROUP_SIZE, **pdl_options(logits.device)}
     rows = logits, temperature, seed, position, scores
     _score_groups_kernel[(num_groups, num_rows)](*rows, logits.stride(0), vocab_size, num_warps=1, **options)
