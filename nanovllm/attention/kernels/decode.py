@@ -17,7 +17,7 @@ import triton.language as tl
 from nanovllm.layers.kernels.pdl import let_next_start, pdl_options, wait_for_previous
 
 LOG2_E = 1.4426950408889634
-PROGRAMS_PER_SM = 2  # 64 KiB of keys and values in flight each; three would fit
+PROGRAMS_PER_SM = 2  # 64 KiB of keys and values in flight each
 TILE_BYTES, NUM_WARPS, NUM_STAGES = 16 * 1024, 4, 3  # of a tile of keys; of a program
 MAX_SPLITS = 128
 SPLIT_COST_TOKENS = 256  # starting a program and merging its part cost about as much as reading so many keys
