@@ -94,7 +94,7 @@ def test_graphs_draw_what_eager_draws(reference: Reference, num_gpu_blocks: int 
                     finished |= llm.step().finished
             finished |= llm.finish_all()
             answers.append([finished[request_id]["token_ids"] for request_id in sorted(finished)])
-            assert llm.num_replays.total() >= (0 if enforce_eager else 30)
+            assert (llm.num_replays.total() >= 30) == (not enforce_eager)
     assert answers[0] == answers[1]
     assert [len(answer) for answer in answers[0]] == [20 + 7 * i for i in range(len(prompts))]
 

@@ -46,7 +46,7 @@ class TritonBackend(AttentionBackend):
         out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
         num_decodes = _num_leading_decodes(batch)
         if 0 < num_decodes < len(batch.context_lens):
-            # One query would fill a tile of the other kernel with 127 rows of nothing
+            # One query would leave a tile of the other kernel nearly empty
             decodes, chunks = batch.sequences(0, num_decodes), batch.sequences(num_decodes, len(batch.context_lens))
             parts = ((slice(0, num_decodes), decodes), (slice(num_decodes, None), chunks))
             lse = [
