@@ -7,7 +7,7 @@ import torch
 from paged_cases import assert_as_good_as_plain_torch, assert_matches, make_paged
 
 from nanovllm.attention import cudnn_backend, selection
-from nanovllm.attention.base import AttentionBackend, PagedBatch
+from nanovllm.attention.base import AttentionBackend, PagedBatch, PartialAttention
 from nanovllm.attention.cudnn_backend import CudnnBackend
 from nanovllm.attention.flash_backend import FlashBackend
 from nanovllm.attention.selection import BACKENDS, choose_backend
@@ -15,6 +15,7 @@ from nanovllm.attention.torch_backend import TorchBackend, flash_attn_with_lse
 from nanovllm.attention.triton_backend import TritonBackend
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+SLOW_CYCLES = 20_000_000  # about 10 ms, longer than all the rest takes
 
 
 @pytest.fixture
@@ -111,6 +112,7 @@ class CountingBackend(TorchBackend):
         ([(16, 64), (100, 101), (1, 1)], 1),  # two pieces
         ([(17, 33), (15, 15)], 1),
         ([(129, 200), (128, 128)], 0),
+        ([(16, 400)], 0),  # more keys than one call takes
     ],
 )
 def test_cudnn_cuts_batches(monkeypatch, lens, num_paged_calls, order, causal):
@@ -123,8 +125,9 @@ def test_cudnn_cuts_batches(monkeypatch, lens, num_paged_calls, order, causal):
 
     monkeypatch.setattr(cudnn_backend, "QUERY_GRAIN", 16)
     monkeypatch.setattr(cudnn_backend, "KEY_GRAIN", 8)
-    monkeypatch.setattr(cudnn_backend, "MAX_TOKENS", 64)
-    monkeypatch.setattr(cudnn_backend, "MAX_PADDED_TOKENS", 32)
+    monkeypatch.setattr(cudnn_backend, "MAX_QUERIES", 64)
+    monkeypatch.setattr(cudnn_backend, "MAX_PADDED_QUERIES", 32)
+    monkeypatch.setattr(cudnn_backend, "MAX_KEYS", 128)
     monkeypatch.setattr(cudnn_backend, "_attend_dense", attend_dense)
     paged = CountingBackend()
     case = make_paged(lens, 8, (4, 2), causal=causal, order=order, unwritten=0.0)
@@ -132,7 +135,7 @@ def test_cudnn_cuts_batches(monkeypatch, lens, num_paged_calls, order, causal):
     assert_matches(got, case.naive(0.3))
     for num_queries, num_keys, square in asked:
         assert num_queries in (16, 32, 48, 64)
-        assert num_keys == num_queries if square else num_keys in (8, 16, 32, 64)
+        assert num_keys == num_queries if square else num_keys in (8, 16, 32, 64, 128)
     if causal:
         assert len(paged.batches) == num_paged_calls and asked
 
@@ -213,6 +216,44 @@ def test_gpu_parts_merged_equal_one_call(name, monkeypatch):
     )
     parts = [backend.attend(case.q_THD, case.k_cache, case.v_cache, part, 0.09) for part in (tail, head)]
     assert_as_good_as_plain_torch(backend.merge(*parts), case, 0.09)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("slow", ["before", "history", "square"])
+def test_gpu_cudnn_streams_wait_for_each_other(slow, monkeypatch):
+    """History and square run on two streams: whatever is slow, all is written before it is read, and read in time.
+
+    In each round the tensors hold the round's data only from just before the call to just after it, for the GPU.
+    """
+    backend = gpu_backend("cudnn", torch.bfloat16, 128, monkeypatch)
+    cases = [
+        make_paged(
+            [(576, 5000)], 256, (16, 8), causal=True, order=order, head_dim=128, dtype=torch.bfloat16, device="cuda"
+        )
+        for order in ("adjacent", "random", "runs")
+    ]
+    attend_dense = cudnn_backend._attend_dense
+
+    def attend_slowly(q, k, v, scale, causal):
+        if slow == ("square" if causal else "history"):
+            torch.cuda._sleep(SLOW_CYCLES)
+        return attend_dense(q, k, v, scale, causal)
+
+    monkeypatch.setattr(cudnn_backend, "_attend_dense", attend_slowly)
+    q, k_cache, v_cache = (torch.full_like(x, torch.nan) for x in cases[0][:3])
+    results = []
+    for case in [cases[0], *cases]:  # the first builds cuDNN's plans, for which the host takes longer than the GPU
+        if slow == "before":
+            torch.cuda._sleep(SLOW_CYCLES)
+        for x, source in zip((q, k_cache, v_cache), case[:3], strict=True):
+            x.copy_(source)
+        got = backend.attend(q, k_cache, v_cache, case.batch, 0.09)
+        for x in (q, k_cache, v_cache):
+            x.fill_(torch.nan)
+        results.append(PartialAttention(*(x.clone() for x in got)))
+        del got  # its memory is free for the next round
+    for case, result in zip(cases, results[1:], strict=True):
+        assert_as_good_as_plain_torch(result, case, 0.09)
 
 
 @pytest.mark.gpu

@@ -156,6 +156,23 @@ def test_temperature_zero_is_argmax_also_beside_random_rows(device: str) -> None
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("vocab_size", [11, 5003])
+@pytest.mark.parametrize("setting", [{"temperature": 0.0}, *SETTINGS])
+def test_token_is_in_the_vocabulary_when_the_logits_overflowed(
+    setting: dict[str, float], vocab_size: int, device: str
+) -> None:
+    """Rows all NaN, or in part, or infinite; the row between them draws what it draws alone."""
+    logits = torch.randn(7, vocab_size, generator=torch.Generator().manual_seed(0)).to(device)
+    params = params_of(7, device=device, **setting)
+    want = sample(logits, params)[3]
+    logits[0], logits[1], logits[2, ::2] = torch.nan, torch.inf, torch.nan
+    logits[4, 5:], logits[5], logits[6, -1] = torch.nan, -torch.inf, torch.nan
+    tokens = sample(logits, params)
+    assert ((tokens >= 0) & (tokens < vocab_size)).all(), tokens.tolist()
+    assert tokens[3] == want
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_row_draws_the_same_alone_and_in_any_batch(setting: dict[str, float], device: str) -> None:
     logits = torch.randn(13, 333, generator=torch.Generator().manual_seed(1)).to(device)

@@ -6,11 +6,12 @@ separate calls, merged.
 
 cuDNN builds a plan for every new pair of lengths (measured: 0.04 to 0.5 s), and its own way around that costs 12% of
 its speed. So few pairs are asked of it: queries in multiples of 1024 up to 16384, keys in powers of two from 256 to
-16384. Queries are padded to that: in front back to a multiple of 256 tokens, so that the history before the square is
+32768. Queries are padded to that: in front back to a multiple of 256 tokens, so that the history before the square is
 one too, behind with rows and keys that no real row sees. What the added rows yield is dropped.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from typing import ClassVar
 
 import torch
@@ -20,8 +21,9 @@ from nanovllm.attention.contiguous import SequenceKV
 
 QUERY_GRAIN = 1024  # queries of a call are a multiple of it; shorter sequences go to the paged backend
 KEY_GRAIN = 256  # keys of a call are this or a larger power of two; block sizes are multiples of it
-MAX_TOKENS = 16384  # of queries and keys in one call
-MAX_PADDED_TOKENS = 8192  # the same where queries are padded, which copies them
+MAX_QUERIES = 16384  # of one call
+MAX_PADDED_QUERIES = 8192  # the same where they are padded, which copies them
+MAX_KEYS = 32768  # of one call without a mask
 
 
 class CudnnBackend(AttentionBackend):
@@ -84,18 +86,16 @@ class CudnnBackend(AttentionBackend):
         end = base + len(q_THD)
         result = None
         while start < end:
-            size = min(MAX_TOKENS, -(-(end - start) // QUERY_GRAIN) * QUERY_GRAIN)
+            size = min(MAX_QUERIES, -(-(end - start) // QUERY_GRAIN) * QUERY_GRAIN)
             if start < base or start + size > end:
-                size = min(size, MAX_PADDED_TOKENS)
+                size = min(size, MAX_PADDED_QUERIES)
             first, last = max(start, base), min(start + size, end)  # tokens of the piece that are real queries
             padding = (first - start, start + size - last)
             q = _pad(q_THD[first - base : last - base], padding)
-            part = self._attend_keys(q, kv, start if causal else num_keys, scale)
             if causal:
-                k, v = (_pad(x, (0, padding[1])) for x in kv.read(start, last))
-                square = _attend_dense(q, k, v, scale, causal=True)
-                part = square if part is None else self.merge(part, square)
-            assert part is not None, "a sequence without keys is not long"
+                part = self._attend_causal(q, kv, start, last, scale)
+            else:
+                part = self._attend_keys(q, kv, num_keys, scale)
             rows = slice(padding[0], size - padding[1])
             part = PartialAttention(part.out_THD[rows], part.lse_HT[:, rows])
             start += size
@@ -109,8 +109,21 @@ class CudnnBackend(AttentionBackend):
         assert result is not None, "a sequence without queries is not long"
         return result
 
-    def _attend_keys(self, q_THD: torch.Tensor, kv: SequenceKV, num_keys: int, scale: float) -> PartialAttention | None:
-        """Every query sees keys 0..num_keys-1, a multiple of KEY_GRAIN. None when there are none."""
+    def _attend_causal(
+        self, q_THD: torch.Tensor, kv: SequenceKV, first: int, last: int, scale: float
+    ) -> PartialAttention:
+        """The first query is token `first`. Tokens from `last` on are padding, which no real query sees."""
+
+        def square() -> PartialAttention:
+            k, v = (_pad(x, (0, first + len(q_THD) - last)) for x in kv.read(first, last))
+            return _attend_dense(q_THD, k, v, scale, causal=True)
+
+        if first == 0:
+            return square()
+        return self.merge(*_side_by_side(q_THD.device, lambda: self._attend_keys(q_THD, kv, first, scale), square))
+
+    def _attend_keys(self, q_THD: torch.Tensor, kv: SequenceKV, num_keys: int, scale: float) -> PartialAttention:
+        """Every query sees keys 0..num_keys-1, a multiple of KEY_GRAIN and not none."""
         num_queries, num_heads, _ = q_THD.shape
         part = None
         # A run worth viewing: copying it costs more than merging one more part
@@ -119,6 +132,7 @@ class CudnnBackend(AttentionBackend):
             for first, last in _powers_of_two(len(k_SKD)):
                 seen = _attend_dense(q_THD, k_SKD[first:last], v_SKD[first:last], scale, causal=False)
                 part = seen if part is None else self.merge(part, seen)
+        assert part is not None, "a sequence without keys is not long"
         return part
 
 
@@ -142,18 +156,50 @@ def _runs(host: HostTables, causal: bool) -> Iterator[tuple[int, int]]:
 
 
 def _powers_of_two(num_tokens: int) -> Iterator[tuple[int, int]]:
-    """Cut tokens 0..num_tokens-1, a multiple of KEY_GRAIN, into spans of a power of two, at most MAX_TOKENS."""
+    """Cut tokens 0..num_tokens-1, a multiple of KEY_GRAIN, into spans of a power of two, at most MAX_KEYS."""
     assert num_tokens % KEY_GRAIN == 0, f"{num_tokens} keys are no multiple of {KEY_GRAIN}"
     first = 0
     while first < num_tokens:
-        size = min(MAX_TOKENS, 1 << ((num_tokens - first).bit_length() - 1))
+        size = min(MAX_KEYS, 1 << ((num_tokens - first).bit_length() - 1))
         yield first, first + size
         first += size
 
 
 def _pad(x: torch.Tensor, padding: tuple[int, int]) -> torch.Tensor:
     """Rows of zeros before and after `x`."""
-    return torch.nn.functional.pad(x, (0, 0, 0, 0, *padding)) if any(padding) else x
+    if not any(padding):
+        return x
+    before, after = padding
+    padded = x.new_empty(before + len(x) + after, *x.shape[1:])  # F.pad would fill all of it before it copies
+    padded[:before] = 0
+    padded[before : before + len(x)] = x
+    padded[before + len(x) :] = 0
+    return padded
+
+
+def _side_by_side(
+    device: torch.device, aside: Callable[[], PartialAttention], here: Callable[[], PartialAttention]
+) -> tuple[PartialAttention, PartialAttention]:
+    """What both return. On a GPU `aside` runs on a stream of its own, so that each fills the SMs the other leaves idle.
+
+    The stream waits for all that was enqueued before, and what is enqueued afterwards waits for it. So memory needs no
+    further care: whichever of the two took it, what reuses it comes after a wait for its last reader.
+    """
+    if device.type != "cuda":
+        return aside(), here()
+    current, side = torch.cuda.current_stream(device), _side_stream(device)
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        first = aside()
+    second = here()
+    current.wait_stream(side)
+    return first, second
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all engines: cuBLAS and the allocator keep memory for every stream they have seen."""
+    return torch.cuda.Stream(device)
 
 
 def _attend_dense(

@@ -110,7 +110,8 @@ def _pick_entry_kernel(
         key_low, key_high = _row_key(seed_ptr, position_ptr, row)
         score -= _log2_noise(_random_bits(entry, key_low, key_high))
     _, best = tl.max(score, 0, return_indices=True, return_indices_tie_break_left=True)
-    tl.store(token_ptr + row, (group * GROUP_SIZE + best).to(tl.int64))
+    token = tl.minimum(group * GROUP_SIZE + best, vocab_size - 1)  # of a row that is all NaN, whatever group won
+    tl.store(token_ptr + row, token.to(tl.int64))
 
 
 def sample_tokens(
