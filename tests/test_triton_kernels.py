@@ -138,10 +138,12 @@ def test_layer_kernels_equal_plain_torch(device, dtype, num_tokens, size):
 @pytest.mark.parametrize("heads", [(16, 8), (9, 3)])
 @pytest.mark.parametrize("head_dim", [32] if INTERPRETED else [64, 128])
 @pytest.mark.parametrize("normed", [True, False])
-def test_norm_rotate_store_equals_plain_torch(device, dtype, heads, head_dim, normed):
+@pytest.mark.parametrize("many_tokens", [1, 1000])
+def test_norm_rotate_store_equals_plain_torch(device, dtype, heads, head_dim, normed, many_tokens, monkeypatch):
     """With norms (Qwen3) and without, of views of the qkv product; -1 is skipped, other cells stay as they are."""
     from nanovllm.layers import kernels
 
+    monkeypatch.setattr(kernels.rotary, "MANY_TOKENS", many_tokens)
     torch.manual_seed(0)
     num_tokens = 3 if INTERPRETED else 70
     qkv = torch.randn(num_tokens, heads[0] + 2 * heads[1], head_dim, device=device).to(dtype)
@@ -164,7 +166,7 @@ def test_norm_rotate_store_equals_plain_torch(device, dtype, heads, head_dim, no
 
 
 @on_device
-def test_every_kernel_stays_inside_its_memory(device):
+def test_every_kernel_stays_inside_its_memory(device, monkeypatch):
     """What compute-sanitizer runs (benchmarks/targets.py): odd sizes, and beside ours only torch's elementwise kernels.
 
     What is computed is compared elsewhere: a reference would call cuBLAS, in whose kernels racecheck sees hazards.
@@ -194,7 +196,9 @@ def test_every_kernel_stays_inside_its_memory(device):
     caches, slot_mapping = new(2, 1, page, heads[1], head_dim), torch.randperm(page, device=device)[:num_tokens]
     slot_mapping[1] = -1
     cos_sin = torch.randn(num_tokens, head_dim, device=device)
-    results += [kernels.norm_rotate_store(*qkv, *new(2, head_dim), 1e-6, cos_sin, *caches, slot_mapping), caches]
+    for many_tokens in (1, 1000):
+        monkeypatch.setattr(kernels.rotary, "MANY_TOKENS", many_tokens)
+        results += [kernels.norm_rotate_store(*qkv, *new(2, head_dim), 1e-6, cos_sin, *caches, slot_mapping), caches]
     for num_rows in (1, 3):
         results += [kernels.small_linear(x[:num_rows], new(57, size), new(57))]
         results += [kernels.small_gate_up(x[:num_rows], new(114, size), None)]

@@ -25,13 +25,6 @@ class PartialAttention(NamedTuple):
     lse_HT: torch.Tensor  # fp32, natural log
 
 
-def concatenate(parts: Sequence[PartialAttention]) -> PartialAttention:
-    """The results of consecutive queries as one."""
-    if len(parts) == 1:
-        return parts[0]
-    return PartialAttention(torch.cat([p.out_THD for p in parts]), torch.cat([p.lse_HT for p in parts], dim=1))
-
-
 @dataclass(frozen=True)
 class HostTables:
     """The same numbers as PagedBatch on the host, for backends that loop over sequences (torch, cudnn)."""

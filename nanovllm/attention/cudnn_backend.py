@@ -16,7 +16,7 @@ from typing import ClassVar
 
 import torch
 
-from nanovllm.attention.base import AttentionBackend, HostTables, PagedBatch, PartialAttention, concatenate
+from nanovllm.attention.base import AttentionBackend, HostTables, PagedBatch, PartialAttention
 from nanovllm.attention.contiguous import SequenceKV
 
 QUERY_GRAIN = 1024  # queries of a call are a multiple of it; shorter sequences go to the paged backend
@@ -75,7 +75,7 @@ class CudnnBackend(AttentionBackend):
                 kv = SequenceKV(k_cache_NPKD, v_cache_NPKD, *tables)
                 part = self._attend_long(q_THD[rows], kv, batch.host.context_lens[first], scale, batch.causal)
             parts.append(part)
-        return concatenate(parts)
+        return _concatenate(parts)
 
     def _attend_long(
         self, q_THD: torch.Tensor, kv: SequenceKV, num_keys: int, scale: float, causal: bool
@@ -163,6 +163,13 @@ def _powers_of_two(num_tokens: int) -> Iterator[tuple[int, int]]:
         size = min(MAX_KEYS, 1 << ((num_tokens - first).bit_length() - 1))
         yield first, first + size
         first += size
+
+
+def _concatenate(parts: list[PartialAttention]) -> PartialAttention:
+    """The results of consecutive queries as one."""
+    if len(parts) == 1:
+        return parts[0]
+    return PartialAttention(torch.cat([p.out_THD for p in parts]), torch.cat([p.lse_HT for p in parts], dim=1))
 
 
 def _pad(x: torch.Tensor, padding: tuple[int, int]) -> torch.Tensor:

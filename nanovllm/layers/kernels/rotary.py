@@ -10,6 +10,8 @@ import triton.language as tl
 
 from nanovllm.layers.kernels.pdl import let_next_start, pdl_options, wait_for_previous
 
+MANY_TOKENS = 1024  # from here on starting the programs takes the time, so fewer run, with more heads each
+
 
 @triton.jit
 def _norm_rotate(
@@ -79,11 +81,11 @@ def _norm_rotate_store_kernel(
     PDL: tl.constexpr,
 ):
     let_next_start(PDL)
-    token = tl.program_id(0).to(tl.int64)
-    group = tl.program_id(1)  # HEADS heads of q, after those of k, after those of v
-    cos_sin_ptr += token * (2 * HALF)
     q_groups: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
     kv_groups: tl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
+    token = (tl.program_id(0) // (q_groups + 2 * kv_groups)).to(tl.int64)
+    group = tl.program_id(0) % (q_groups + 2 * kv_groups)  # HEADS heads of q, after those of k, after those of v
+    cos_sin_ptr += token * (2 * HALF)
     kv_row: tl.constexpr = NUM_KV_HEADS * 2 * HALF
     if group < q_groups:
         x1, x2 = _norm_rotate(
@@ -137,9 +139,9 @@ def norm_rotate_store(
     assert k_cache_NPKD.is_contiguous() and v_cache_NPKD.is_contiguous(), "a layer's cache is contiguous"
     q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if num_tokens:
-        heads = min(8, triton.next_power_of_2(num_heads))
-        grid = (num_tokens, triton.cdiv(num_heads, heads) + 2 * triton.cdiv(num_kv_heads, heads))
-        _norm_rotate_store_kernel[grid](
+        heads = min(16 if num_tokens >= MANY_TOKENS else 8, triton.next_power_of_2(num_heads))
+        groups = triton.cdiv(num_heads, heads) + 2 * triton.cdiv(num_kv_heads, heads)
+        _norm_rotate_store_kernel[(num_tokens * groups,)](
             q,
             k,
             v,
