@@ -30,7 +30,7 @@ def stream_answer(llm: "LLM", prompt: str, params: "SamplingParams") -> "Request
     """Run one request: progress on stderr until its first token, then its text on stdout."""
     with gate():
         token_ids = llm.check_request(prompt, params)
-        request_id = llm.add_request(token_ids, params)
+        request_id = llm.add_request(token_ids.tolist(), params)
     with tqdm(total=len(token_ids), desc="Prefill", unit="tok", dynamic_ncols=True, file=sys.stderr) as bar:
         while request_id not in (step := llm.step()).texts:
             bar.update(step.num_prefill_tokens)

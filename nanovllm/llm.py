@@ -8,6 +8,7 @@ from tqdm.auto import tqdm
 
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.outputs import RequestOutput, StepOutput
+from nanovllm.engine.sequence import TokenIds
 from nanovllm.errors import EngineError
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.interrupt import deferred_interrupt
@@ -85,7 +86,7 @@ class LLM(LLMEngine):
         params = sampling_params or SamplingParams()
         return self._stream(self.check_request(prompt, params), params)
 
-    def _stream(self, token_ids: list[int], params: SamplingParams) -> Iterator[str]:
+    def _stream(self, token_ids: TokenIds, params: SamplingParams) -> Iterator[str]:
         request_id = self._queue(token_ids, params)
         try:
             finished = False

@@ -509,6 +509,7 @@ def test_model_directory_without_a_model_is_refused(tmp_path: Path, name: str, m
         ("", {}, "the prompt is empty"),
         ([1, 320], {}, r"token_ids\[1\]=320 is outside the vocabulary 0..319"),
         ([1, -1], {}, r"token_ids\[1\]=-1 is outside the vocabulary"),
+        ([1, 2**70], {}, rf"token_ids\[1\]={2**70} is outside the vocabulary"),
         ([1, 2.0], {}, r"token_ids\[1\]=2.0 is no integer"),
         ([1, "a"], {}, r"token_ids\[1\]='a' is no integer"),
         ([1, True], {}, r"token_ids\[1\]=True is no integer"),

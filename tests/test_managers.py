@@ -54,7 +54,7 @@ def test_hash_is_xxh64_of_the_parents_hash_and_the_token_ids() -> None:
     second = xxhash.xxh64_intdigest(first.to_bytes(8, "little") + np.array([9, 10], dtype=np.int64).tobytes())
     block = pool.blocks[seq.block_table[0]]
     assert (block.indexed_hashes, block.hash) == ([first, second], second)
-    assert block.token_ids == [7, 8, 9, 10]
+    assert block.token_ids.tolist() == [7, 8, 9, 10]
     assert pool.blocks[seq.block_table[1]].indexed_hashes == []  # one token is no grain
 
 

@@ -1,5 +1,6 @@
 """Detokenizer: a growing list of token ids as text, piece by piece, ending before a stop string."""
 
+from collections.abc import Sequence
 from typing import Any
 
 _REPLACEMENT = "\ufffd"  # what a decoder writes for a character whose bytes are not all there yet
@@ -22,11 +23,11 @@ class Detokenizer:
         self._num_shown = 0
         self.stopped = False
 
-    def _decode(self, token_ids: list[int]) -> str:
-        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
         return text
 
-    def update(self, token_ids: list[int], finished: bool) -> str:
+    def update(self, token_ids: Sequence[int], finished: bool) -> str:
         """The answer is now `token_ids`. Returns the text that became final; sets `stopped` at a stop string."""
         if self.stopped:
             return ""

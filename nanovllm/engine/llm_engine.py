@@ -6,10 +6,14 @@ the host so works one step ahead of it; on the CPU a step has run when it is enq
 
 import itertools
 import logging
+from array import array
+from contextlib import suppress
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from nanovllm.config import Config, KVCacheSizes
 from nanovllm.engine.batch import StepPlan
@@ -17,7 +21,7 @@ from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.model_runner import StepResult
 from nanovllm.engine.outputs import StepOutput, request_output
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.sequence import Sequence, TokenIds
 from nanovllm.engine.startup import find_machine, load_tokenizer, make_runner, resolve_device
 from nanovllm.engine.tp_worker import WorkerGroup
 from nanovllm.errors import EngineError
@@ -134,12 +138,12 @@ class LLMEngine:
 
     # -- requests ------------------------------------------------------------------------------------------------
 
-    def check_request(self, prompt: str | list[int], params: SamplingParams) -> list[int]:
-        """The prompt's token ids. Raises ValueError for a request that can never run."""
+    def check_request(self, prompt: str | list[int], params: SamplingParams) -> TokenIds:
+        """The prompt's token ids, int64. Raises ValueError for a request that can never run."""
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError("a text prompt needs a tokenizer, and this model has none; give a list of token ids")
-            token_ids = self.tokenizer.encode(prompt)
+            token_ids = array("q", self.tokenizer.encode(prompt))
         else:
             token_ids = _check_token_ids(prompt, self.model_config.vocab_size)
         if not isinstance(params, SamplingParams):
@@ -162,8 +166,8 @@ class LLMEngine:
         """Queue a request and return its id. Raises ValueError, leaving all else untouched, when it can never run."""
         return self._queue(self.check_request(prompt, sampling_params), sampling_params)
 
-    def _queue(self, token_ids: list[int], sampling_params: SamplingParams) -> int:
-        """Queue a request that `check_request` has let through; the list becomes the sequence's own."""
+    def _queue(self, token_ids: TokenIds, sampling_params: SamplingParams) -> int:
+        """Queue a request that `check_request` has let through."""
         self._check_open()
         request_id = next(self._request_ids)
         drawn = self.config.seed * 1_000_003 + request_id
@@ -226,7 +230,8 @@ class LLMEngine:
         detokenizer = self._detokenizers.get(seq.seq_id)
         text = None
         if detokenizer is not None:
-            output.texts[seq.seq_id] = detokenizer.update(seq.output_token_ids, seq.finish_reason is not None)
+            answer = seq.token_ids[seq.num_prompt_tokens :]
+            output.texts[seq.seq_id] = detokenizer.update(answer, seq.finish_reason is not None)
             text = detokenizer.text
             if detokenizer.stopped and seq.finish_reason is None:
                 self.scheduler.finish(seq, "stop")
@@ -261,13 +266,15 @@ class LLMEngine:
         return stats
 
 
-def _check_token_ids(prompt: Any, vocab_size: int) -> list[int]:
+def _check_token_ids(prompt: Any, vocab_size: int) -> TokenIds:
     if not isinstance(prompt, list | tuple):
         raise ValueError(f"a prompt has type {type(prompt).__name__}, expected a string or a list of token ids")
     if set(map(type, prompt)) - {int}:
         position, token_id = next((i, t) for i, t in enumerate(prompt) if type(t) is not int)
         raise ValueError(f"token_ids[{position}]={token_id!r} is no integer; a prompt is a string or token ids")
-    if prompt and not 0 <= min(prompt) <= max(prompt) < vocab_size:
-        position, token_id = next((i, t) for i, t in enumerate(prompt) if not 0 <= t < vocab_size)
-        raise ValueError(f"token_ids[{position}]={token_id} is outside the vocabulary 0..{vocab_size - 1}")
-    return list(prompt)
+    with suppress(OverflowError):  # an id of more than 64 bits
+        token_ids = array("q", prompt)
+        if not token_ids or np.frombuffer(token_ids, dtype=np.uint64).max() < vocab_size:  # a negative one is huge
+            return token_ids
+    position, token_id = next((i, t) for i, t in enumerate(prompt) if not 0 <= t < vocab_size)
+    raise ValueError(f"token_ids[{position}]={token_id} is outside the vocabulary 0..{vocab_size - 1}")

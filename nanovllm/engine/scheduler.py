@@ -148,12 +148,12 @@ class Scheduler:
             token_ids = seq.token_ids[start:end]
             previous_row = seq.pending_row if len(token_ids) < num_tokens else -1
             if previous_row >= 0:
-                token_ids = [*token_ids, -1]
+                token_ids.append(-1)
             samples = end == seq.num_tokens
             steps.append(
                 SequenceStep(
                     seq_id=seq.seq_id,
-                    token_ids=np.array(token_ids, dtype=np.int64),
+                    token_ids=np.frombuffer(token_ids, dtype=np.int64),
                     position=start,
                     num_prompt_tokens=seq.num_prompt_tokens,
                     block_table=paged.block_table,
@@ -189,7 +189,7 @@ class Scheduler:
             is_eos = token_id in self.eos_token_ids and not seq.params.ignore_eos
             if is_eos or token_id in seq.params.stop_token_ids:
                 self.finish(seq, "stop")
-            elif len(seq.output_token_ids) >= seq.params.max_tokens:
+            elif len(seq.token_ids) - seq.num_prompt_tokens >= seq.params.max_tokens:
                 self.finish(seq, "length")
         return updated
 

@@ -1,9 +1,14 @@
 """Sequence: one request from arrival to end. All state of a request lives here, integers only."""
 
 import time
+from array import array
+from collections.abc import Iterable
 from enum import Enum, auto
+from typing import TypeAlias
 
 from nanovllm.sampling_params import SamplingParams
+
+TokenIds: TypeAlias = "array[int]"  # int64, so that hashes and inputs take the bytes of a slice as they are
 
 
 class SequenceStatus(Enum):
@@ -20,11 +25,11 @@ class Sequence:
     """
 
     def __init__(
-        self, seq_id: int, token_ids: list[int], params: SamplingParams, seed: int, hash_salt: int = 0
+        self, seq_id: int, token_ids: Iterable[int], params: SamplingParams, seed: int, hash_salt: int = 0
     ) -> None:
         self.seq_id = seq_id
-        self.token_ids = token_ids
-        self.num_prompt_tokens = len(token_ids)
+        self.token_ids: TokenIds = array("q", token_ids)
+        self.num_prompt_tokens = len(self.token_ids)
         self.params = params
         self.seed = seed
         self.status = SequenceStatus.WAITING
@@ -65,7 +70,7 @@ class Sequence:
 
     @property
     def output_token_ids(self) -> list[int]:
-        return self.token_ids[self.num_prompt_tokens :]
+        return self.token_ids[self.num_prompt_tokens :].tolist()
 
     def append_pending(self, token_id: int, position: int) -> None:
         """The id of the oldest pending token has arrived."""

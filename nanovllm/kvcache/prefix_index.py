@@ -8,12 +8,12 @@ The index counts in grains: a grain is `grain` tokens of a block, hashed in a ch
 block; with offload it is 256 tokens, so that a prompt can match the first part of a large block.
 """
 
+from array import array
 from dataclasses import dataclass, field
 
-import numpy as np
 import xxhash
 
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.sequence import Sequence, TokenIds
 
 
 @dataclass(slots=True)
@@ -23,12 +23,12 @@ class Block:
     block_id: int
     ref_count: int = 0
     hash: int = -1
-    token_ids: list[int] = field(default_factory=list)
+    token_ids: TokenIds = field(default_factory=lambda: array("q"))
     indexed_hashes: list[int] = field(default_factory=list)
 
     def forget(self) -> None:
         self.hash = -1
-        self.token_ids.clear()
+        del self.token_ids[:]
         self.indexed_hashes.clear()
 
 
@@ -56,7 +56,7 @@ class PrefixIndex:
         hashes = seq.grain_hashes  # extended as far as asked for; token ids never change once known
         for i in range(len(hashes), grain_idx + 1):
             parent = hashes[i - 1] if i else seq.hash_salt
-            token_ids = np.asarray(seq.token_ids[i * self.grain : (i + 1) * self.grain], dtype=np.int64)
+            token_ids = seq.token_ids[i * self.grain : (i + 1) * self.grain]
             hashes.append(xxhash.xxh64_intdigest(parent.to_bytes(8, "little") + token_ids.tobytes()))
         return hashes[grain_idx]
 
