@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from nanovllm.utils.memory import format_bytes
 
 if TYPE_CHECKING:
-    from nanovllm.planner import Plan
+    from nanovllm.plan import Plan
 
 Row: TypeAlias = tuple[str, str, str]  # name, figure, remark
 

@@ -29,6 +29,7 @@ PART_OF_MODULE = {
     "nanovllm": "top",
     "nanovllm.__main__": "top",
     "nanovllm.llm": "top",
+    "nanovllm.plan": "base",  # not the plan of a step
     "nanovllm.cli": "top",
     "nanovllm.console": "top",
     "nanovllm.engine.batch": "plan",
@@ -40,7 +41,7 @@ TORCH_FREE = {
     for name in (
         "kvcache.base kvcache.prefix_index kvcache.block_manager kvcache.hybrid_manager kvcache.slot_ring "
         "engine.scheduler engine.sequence engine.batch config sampling_params errors "
-        "planner plan_table costs machine"
+        "planner plan plan_table costs machine"
     ).split()
 }
 MAY_IMPORT_TRITON = ("nanovllm.attention.kernels", "nanovllm.layers.kernels", "nanovllm.attention.triton_backend")

@@ -22,7 +22,8 @@ from nanovllm.kvcache.streams import ImmediateStreams, make_streams
 from nanovllm.machine import Machine
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.registry import build_model
-from nanovllm.planner import Plan, PlanOptions, make_plan
+from nanovllm.plan import Plan
+from nanovllm.planner import PlanOptions, make_plan
 
 MIB, GIB = 2**20, 2**30
 MODEL, _ = ModelConfig.from_pretrained("qwen3-0.6b")

@@ -30,7 +30,8 @@ from nanovllm.kvcache.block_manager import BlockManager
 from nanovllm.kvcache.hybrid_manager import HybridKVCacheManager
 from nanovllm.kvcache.link import LinkMeter
 from nanovllm.model_config import ModelConfig
-from nanovllm.planner import make_plan, max_model_len
+from nanovllm.plan import max_model_len
+from nanovllm.planner import make_plan
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.memory import format_bytes
 
