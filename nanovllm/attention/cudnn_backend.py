@@ -8,6 +8,10 @@ cuDNN builds a plan for every new pair of lengths (measured: 0.04 to 0.5 s), and
 its speed. So few pairs are asked of it: queries in multiples of 1024 up to 16384, keys in powers of two from 256 to
 32768. Queries are padded to that: in front back to a multiple of 256 tokens, so that the history before the square is
 one too, behind with rows and keys that no real row sees. What the added rows yield is dropped.
+
+The history is attended on a stream of its own, `side`, beside the square. Stream edges:
+  E9   all enqueued so far -> history attended   compute -> side
+  E10  history attended -> all that follows      side -> compute
 """
 
 from collections.abc import Callable, Iterator
@@ -189,17 +193,17 @@ def _side_by_side(
 ) -> tuple[PartialAttention, PartialAttention]:
     """What both return. On a GPU `aside` runs on a stream of its own, so that each fills the SMs the other leaves idle.
 
-    The stream waits for all that was enqueued before, and what is enqueued afterwards waits for it. So memory needs no
-    further care: whichever of the two took it, what reuses it comes after a wait for its last reader.
+    Memory needs no further care: whichever stream it was taken on, what reuses it is enqueued behind a wait for its
+    last reader.
     """
     if device.type != "cuda":
         return aside(), here()
     current, side = torch.cuda.current_stream(device), _side_stream(device)
-    side.wait_stream(current)
+    side.wait_stream(current)  # E9: all enqueued so far -> history attended
     with torch.cuda.stream(side):
         first = aside()
     second = here()
-    current.wait_stream(side)
+    current.wait_stream(side)  # E10: history attended -> all that follows
     return first, second
 
 
