@@ -18,6 +18,7 @@ from nanovllm.kvcache.block_manager import BlockManager
 from nanovllm.kvcache.hybrid_manager import HybridKVCacheManager
 from nanovllm.kvcache.prefix_index import Block, PrefixIndex
 from nanovllm.kvcache.slot_ring import HybridBlock
+from nanovllm.kvcache.step_slots import StepSlots
 
 T = TypeVar("T")
 QUICK = [HealthCheck.too_slow, HealthCheck.large_base_example]
@@ -178,7 +179,7 @@ MANAGER_FAULTS = {
     "tokens registered that are not computed": mock.patch.object(PrefixIndex, "register", register_one_grain_more),
     "slot given up without a flush": mock.patch.object(HybridBlock, "is_dirty", False),
     "slot of an unscheduled sequence given up": mock.patch.object(
-        HybridKVCacheManager, "_can_give_up", lambda manager, block: block is None or not block.being_written
+        StepSlots, "can_give_up", lambda slots, block: block is None or not block.being_written
     ),
 }
 

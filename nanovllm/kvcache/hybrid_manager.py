@@ -15,22 +15,12 @@ What always holds:
 from collections.abc import Sequence as Seq
 
 from nanovllm.config import BLOCK_SIZE_STEP
-from nanovllm.engine.batch import KVMoves, SlotCopy, SlotLoad, SlotOffload, StreamedGroup
+from nanovllm.engine.batch import KVMoves, StreamedGroup
 from nanovllm.engine.sequence import Sequence
 from nanovllm.kvcache.base import KVCacheManager, PagedKeys
 from nanovllm.kvcache.prefix_index import BlockPool, PrefixMatch
 from nanovllm.kvcache.slot_ring import HybridBlock, SlotRing
-
-
-class _StepMoves:
-    """The moves of the step being planned."""
-
-    def __init__(self) -> None:
-        self.flushes: list[SlotOffload] = []
-        self.loads: list[SlotLoad] = []
-        self.copies: list[SlotCopy] = []
-        self.offloads: list[SlotOffload] = []
-        self.taken_slots: list[int] = []
+from nanovllm.kvcache.step_slots import StepSlots
 
 
 class HybridKVCacheManager(KVCacheManager):
@@ -48,15 +38,11 @@ class HybridKVCacheManager(KVCacheManager):
         self.pool = BlockPool(list(blocks), block_size, BLOCK_SIZE_STEP, enable_prefix_caching)
         self.blocks = blocks
         self.ring = SlotRing(num_gpu_blocks)
+        self.slots = StepSlots(self.ring, block_size)
         self.num_reserved_blocks = 0
         self.num_hit_blocks = 0
         self.num_missed_blocks = 0
-        self._step = 0
-        self._moves = _StepMoves()
-        self._running: Seq[Sequence] = ()
-        self._wanted_ids: set[int] | None = None  # blocks of running sequences; made when a slot must be given up
         self._owed_ids: set[int] = set()  # running sequences that hold no slot and will need one
-        self._num_givable_slots = 0  # slots for which _can_give_up, kept up to date while sequences are placed
         self._copy_sources: list[HybridBlock] = []
         self._partial: dict[int, tuple[HybridBlock, int]] = {}  # seq_id -> source of its first block's first tokens
 
@@ -85,12 +71,8 @@ class HybridKVCacheManager(KVCacheManager):
             )
 
     def begin_step(self, running: Seq[Sequence]) -> None:
-        self._step += 1
-        self._moves = _StepMoves()
-        self._running = running
-        self._wanted_ids = None
+        self.slots.begin_step(running)
         self._owed_ids = {seq.seq_id for seq in running if seq.num_cached_tokens % self.block_size == 0}
-        self._num_givable_slots = sum(map(self._can_give_up, self.ring.blocks))
 
     def _affordable_match(self, seq: Sequence) -> PrefixMatch | None:
         """The prefix to start from, or None when the pool has no room for the rest of the sequence."""
@@ -136,48 +118,9 @@ class HybridKVCacheManager(KVCacheManager):
 
     # -- slots ---------------------------------------------------------------------------------------------------
 
-    def _can_give_up(self, block: HybridBlock | None) -> bool:
-        return block is None or not (block.being_written or block.used_in_step == self._step)
-
     def _num_spare_slots(self, seq: Sequence) -> int:
         """Slots `seq` may take: those to be had, less one for each other running sequence that needs one."""
-        return self._num_givable_slots - len(self._owed_ids) + (seq.seq_id in self._owed_ids)
-
-    def _keep_for_step(self, block: HybridBlock) -> None:
-        if block.ring_slot >= 0 and self._can_give_up(block):
-            self._num_givable_slots -= 1
-        block.used_in_step = self._step
-
-    def _is_unwanted(self, block: HybridBlock | None) -> bool:
-        """Free, or holding what no running sequence reads."""
-        if self._wanted_ids is None:
-            self._wanted_ids = {block_id for seq in self._running for block_id in seq.block_table}
-        return block is None or (self._can_give_up(block) and block.block_id not in self._wanted_ids)
-
-    def _empty_slot(self, ring_slot: int) -> None:
-        """Give up a slot's content; what CPU memory lacks of it is copied out first."""
-        block = self.ring.blocks[ring_slot]
-        if block is None:
-            return
-        if block.is_dirty and (block.ref_count > 0 or block.indexed_hashes):
-            start, end = block.num_offloaded_tokens, block.num_tokens
-            self._moves.flushes.append(SlotOffload(ring_slot, block.block_id, start, end))
-            block.num_offloaded_tokens = end
-        block.num_tokens = block.num_offloaded_tokens
-        self.ring.clear(block)
-
-    def _take_slot(self, block: HybridBlock) -> None:
-        """A slot for `block`: a free one, else one nobody reads, else one that is streamed from now on."""
-        ring_slot = self.ring.find(lambda held: held is None)
-        if ring_slot is None:
-            ring_slot = self.ring.find(self._is_unwanted)
-        if ring_slot is None:
-            ring_slot = self.ring.find(self._can_give_up)
-        assert ring_slot is not None, "no slot to give up; the caller did not ask first"
-        self._empty_slot(ring_slot)
-        self.ring.put(ring_slot, block)
-        self._num_givable_slots -= 1  # the block is kept for this step
-        self._moves.taken_slots.append(ring_slot)
+        return self.slots.num_givable - len(self._owed_ids) + (seq.seq_id in self._owed_ids)
 
     def num_placeable(self, seq: Sequence, num_tokens: int) -> int:
         """Tokens whose blocks have a slot or can get one."""
@@ -185,7 +128,7 @@ class HybridKVCacheManager(KVCacheManager):
         block_idx = seq.num_cached_tokens // self.block_size
         if block_idx < len(seq.block_table):
             held = self.blocks[seq.block_table[block_idx]]
-            if held.ring_slot >= 0 and not self._can_give_up(held):
+            if held.ring_slot >= 0 and not self.slots.can_give_up(held):
                 room += 1
         return min(num_tokens, max(0, (block_idx + room) * self.block_size - seq.num_cached_tokens))
 
@@ -193,41 +136,20 @@ class HybridKVCacheManager(KVCacheManager):
         start, end = seq.num_cached_tokens, seq.num_cached_tokens + num_tokens
         self._grow(seq, end)
         self._owed_ids.discard(seq.seq_id)
-        if self._wanted_ids is not None:
-            self._wanted_ids.update(seq.block_table)
-        chunk = range(start // self.block_size, self._num_blocks(end))
-        for block_idx in chunk:  # those in place keep their slots before others look for one
-            self._keep_for_step(self.blocks[seq.block_table[block_idx]])
-        for block_idx in chunk:
-            block = self.blocks[seq.block_table[block_idx]]
+        self.slots.want(seq)
+        first, last = start // self.block_size, self._num_blocks(end)
+        chunk = [self.blocks[block_id] for block_id in seq.block_table[first:last]]
+        for block in chunk:  # those in place keep their slots before others look for one
+            self.slots.keep(block)
+        for block in chunk:
             if block.ring_slot < 0:
-                self._take_slot(block)
-                if block.num_tokens:
-                    self._moves.loads.append(SlotLoad(block.block_id, block.ring_slot, block.num_tokens))
-        self._fill_from_partial_match(seq)
-        for block_idx in chunk:
-            self._write(self.blocks[seq.block_table[block_idx]], end - block_idx * self.block_size)
-        self.pool.register(seq, end)
-
-    def _fill_from_partial_match(self, seq: Sequence) -> None:
-        """Bring the matched tokens of another sequence's block into the slot of this one's first new block."""
+                self.slots.take(block)
         source, num_tokens = self._partial.pop(seq.seq_id, (None, 0))
-        if source is None:
-            return
-        block = self.blocks[seq.block_table[seq.num_cached_tokens // self.block_size]]
-        if source.ring_slot >= 0:
-            self._keep_for_step(source)
-            self._moves.copies.append(SlotCopy(source.ring_slot, block.ring_slot, num_tokens))
-        else:
-            self._moves.loads.append(SlotLoad(source.block_id, block.ring_slot, num_tokens))
-
-    def _write(self, block: HybridBlock, num_tokens: int) -> None:
-        block.num_tokens = min(num_tokens, self.block_size)
-        block.being_written = block.num_tokens < self.block_size
-        if not block.being_written:
-            start = block.num_offloaded_tokens
-            self._moves.offloads.append(SlotOffload(block.ring_slot, block.block_id, start, self.block_size))
-            block.num_offloaded_tokens = self.block_size
+        if source is not None:  # the matched tokens of another sequence's block, into this one's first new block
+            self.slots.copy(source, chunk[0], num_tokens)
+        for i, block in enumerate(chunk):
+            self.slots.write(block, end - (first + i) * self.block_size)
+        self.pool.register(seq, end)
 
     def preempt(self, seq: Sequence) -> None:
         self._owed_ids.discard(seq.seq_id)
@@ -236,10 +158,7 @@ class HybridKVCacheManager(KVCacheManager):
     def _stop_writing(self, seq: Sequence) -> None:
         block_idx = seq.num_cached_tokens // self.block_size
         if block_idx < len(seq.block_table):
-            block = self.blocks[seq.block_table[block_idx]]
-            was_kept = not self._can_give_up(block)
-            block.being_written = False
-            self._num_givable_slots += was_kept and self._can_give_up(block)
+            self.slots.stop_writing(self.blocks[seq.block_table[block_idx]])
 
     def free(self, seq: Sequence) -> None:
         self.pool.register(seq, seq.num_cached_tokens)
@@ -253,24 +172,14 @@ class HybridKVCacheManager(KVCacheManager):
     # -- the plan ------------------------------------------------------------------------------------------------
 
     def plan_step(self, placed: Seq[tuple[Sequence, int]]) -> tuple[list[PagedKeys], KVMoves]:
-        givable = sum(map(self._can_give_up, self.ring.blocks))
-        assert self._num_givable_slots == givable, f"{self._num_givable_slots} slots counted, {givable} to give up"
         history = [self._history(seq) for seq, _ in placed]
-        for block in (block for blocks in history for block in blocks):
-            block.used_in_step = self._step
-        missing = list(dict.fromkeys(b.block_id for blocks in history for b in blocks if b.ring_slot < 0))
+        self.slots.keep_all(block for blocks in history for block in blocks)
+        missing = {b.block_id: b for blocks in history for b in blocks if b.ring_slot < 0}
         self.num_hit_blocks += sum(b.ring_slot >= 0 for blocks in history for b in blocks)
         self.num_missed_blocks += len(missing)
-        streamed = self._fill_idle_slots(missing)
+        streamed = [block.block_id for block in self.slots.fill_idle(list(missing.values()))]
         keys = [self._paged_keys(seq, blocks, n) for (seq, n), blocks in zip(placed, history, strict=True)]
-        moves = KVMoves(
-            tuple(self._moves.flushes),
-            tuple(self._moves.loads),
-            tuple(self._moves.copies),
-            tuple(self._moves.offloads),
-            self._groups(streamed, history),
-            tuple(self._moves.taken_slots),
-        )
+        moves = self.slots.moves(self._groups(streamed, history))
         for source in self._copy_sources:
             self.pool.release(source)
         self._copy_sources.clear()
@@ -279,17 +188,6 @@ class HybridKVCacheManager(KVCacheManager):
     def _history(self, seq: Sequence) -> list[HybridBlock]:
         """The blocks before the one that holds the first new token: all full."""
         return [self.blocks[i] for i in seq.block_table[: seq.num_cached_tokens // self.block_size]]
-
-    def _fill_idle_slots(self, missing: list[int]) -> list[int]:
-        """Load missing blocks into slots that no scheduled sequence reads, to stay; returns those left to stream."""
-        for i, block_id in enumerate(missing):
-            ring_slot = self.ring.find(self._can_give_up)
-            if ring_slot is None:
-                return missing[i:]
-            self._empty_slot(ring_slot)
-            self.ring.put(ring_slot, self.blocks[block_id])
-            self._moves.loads.append(SlotLoad(block_id, ring_slot, self.block_size))
-        return []
 
     def _paged_keys(self, seq: Sequence, history: list[HybridBlock], num_tokens: int) -> PagedKeys:
         first, end = len(history), seq.num_cached_tokens + num_tokens
