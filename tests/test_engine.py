@@ -1,10 +1,12 @@
 """The calls a user makes, and what bad input gets."""
 
+import gc
 import json
 import os
 import shutil
 import signal
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -331,6 +333,32 @@ def test_context_manager_closes_after_an_error(model: Path) -> None:
         _ = 1 / 0
     with pytest.raises(EngineError, match="closed"):
         engine.step()
+
+
+@pytest.mark.parametrize("enforce_eager", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_engine_dropped_without_close_is_gone_at_once(model: Path, device: str, kind: str, enforce_eager: bool) -> None:
+    """It holds itself in no circle: the garbage collector, to which on a GPU it is frozen, is not needed."""
+    engine = make_llm(model, kind, device, enforce_eager=enforce_eager)
+    token_ids(engine, PROMPTS, GREEDY)
+    parts = engine, engine.runner, engine.scheduler, engine.runner.model, engine.runner.graphs, engine.runner.offload
+    references = [weakref.ref(part) for part in parts if part is not None]
+    del parts
+    gc.disable()
+    try:
+        del engine
+        assert [reference() for reference in references] == [None] * len(references)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.gpu
+def test_collector_leaves_out_what_start_up_made_until_the_engine_is_closed(model: Path) -> None:
+    """Regression: full collections of 0.1 s each, one in some hundred steps of 256 sequences."""
+    with make_llm(model, device="cuda") as engine:
+        assert gc.get_freeze_count() > 10_000
+        token_ids(engine, PROMPTS, GREEDY)
+    assert gc.get_freeze_count() == 0
 
 
 def test_two_engines_in_one_process_do_not_meet(model: Path, device: str) -> None:

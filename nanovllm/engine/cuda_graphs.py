@@ -11,6 +11,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable
 from functools import cache
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -131,32 +132,30 @@ class DecodeInputs:
         self._block_tables[:num_seqs].copy_(staging, non_blocking=True)
 
 
-class DecodeGraphs:
-    """Decode steps whose keys are all on the GPU. `make_attention(slot_mapping, batch)`: the paged attention."""
+MakeAttention: TypeAlias = Callable[[torch.Tensor, PagedBatch], StepAttention]  # (slot_mapping, batch) -> the paged one
 
-    def __init__(
-        self,
-        model: CausalLM,
-        inputs: DecodeInputs,
-        make_attention: Callable[[torch.Tensor, PagedBatch], StepAttention],
-    ) -> None:
-        self.model, self.inputs, self.make_attention = model, inputs, make_attention
+
+class DecodeGraphs:
+    """Decode steps whose keys are all on the GPU. Keeps nothing of its runner: the two would hold each other."""
+
+    def __init__(self, inputs: DecodeInputs) -> None:
+        self.inputs = inputs
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._logits: dict[int, torch.Tensor] = {}
 
-    def capture(self, show_progress: bool) -> None:
+    def capture(self, model: CausalLM, make_attention: MakeAttention, show_progress: bool) -> None:
         """Capture every size, the largest first, whose memory the others then share."""
         start_s, start_bytes = time.perf_counter(), torch.cuda.mem_get_info()[0]
         pool = torch.cuda.graph_pool_handle()
         sizes = self.inputs.sizes[::-1]
         for size in tqdm(sizes, desc="Capturing decode graphs", unit="size", disable=not show_progress):
-            self._forward(size)  # compiles what this size needs, outside the capture
+            self._forward(model, make_attention, size)  # compiles what this size needs, outside the capture
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.stream(capture_stream(self.inputs.device)):
                 # torch.cuda.graph would collect garbage and empty the cache for each: 1.7 s of a start with 67 sizes
                 graph.capture_begin(pool=pool)
-                self._logits[size] = self._forward(size)
+                self._logits[size] = self._forward(model, make_attention, size)
                 graph.capture_end()
             self._graphs[size] = graph
         seconds, num_bytes = time.perf_counter() - start_s, start_bytes - torch.cuda.mem_get_info()[0]
@@ -168,9 +167,9 @@ class DecodeGraphs:
             graph.reset()
         self._graphs.clear()
 
-    def _forward(self, size: int) -> torch.Tensor:
-        attention = self.make_attention(self.inputs.arrays(size)["slot_mapping"], self.inputs.batch(size))
-        return self.inputs.run(self.model, size, attention)
+    def _forward(self, model: CausalLM, make_attention: MakeAttention, size: int) -> torch.Tensor:
+        attention = make_attention(self.inputs.arrays(size)["slot_mapping"], self.inputs.batch(size))
+        return self.inputs.run(model, size, attention)
 
     def run(self, arrays: dict[str, np.ndarray]) -> torch.Tensor:
         """Replay for a decode step; its tokens are in `inputs.sampled`. Returns logits [B, vocab_size]. Hot."""

@@ -78,6 +78,8 @@ class LLMEngine:
         self._ranks.run("allocate_kv_cache", sizes)
         if self.device.type == "cuda" and not self.config.enforce_eager:
             self._ranks.run("capture_graphs")
+        if self.device.type == "cuda":
+            self._ranks.run("freeze_objects")
         config, spec = self.config, self.runner.spec
         kv: KVCacheManager
         if config.enable_cpu_offload:

@@ -1,5 +1,6 @@
 """ModelRunner: one rank's model and KV cache. Does what a plan says; the same on every rank."""
 
+import gc
 import logging
 from pathlib import Path
 
@@ -131,17 +132,26 @@ class ModelRunner:
             block_size=self.spec.block_size,
             device=self.device,
         )
-        if self.tp.size > 1:
-            self.tp.on_close.append(self.release_graphs)
-        show_progress = self.tp.rank == 0
-        self.graphs = DecodeGraphs(self.model, static, self._paged_attention)
-        self.graphs.capture(show_progress)
+        self.graphs = DecodeGraphs(static)
+        self._capture(self.graphs)
         if self.offload is not None:
             num_heads = self.model_config.num_heads // self.tp.size
-            self.streamed_graphs = StreamedDecodeGraphs(
-                self.model, static, self.backend, self.offload, self._paged_attention, self.scale, num_heads
-            )
-            self.streamed_graphs.capture(show_progress)
+            self.streamed_graphs = StreamedDecodeGraphs(static, self.backend, self.offload, self.scale, num_heads)
+            self._capture(self.streamed_graphs)
+
+    def _capture(self, graphs: DecodeGraphs | StreamedDecodeGraphs) -> None:
+        if self.tp.size > 1:
+            self.tp.on_close.append(graphs.reset)
+        graphs.capture(self.model, self._paged_attention, show_progress=self.tp.rank == 0)
+
+    def freeze_objects(self) -> None:
+        """The garbage collector leaves out what exists now, until `close`.
+
+        It goes through everything once in some hundred steps, because of the tuples that they make: 0.1 s with all the
+        objects of torch and transformers, which are here to stay.
+        """
+        gc.collect()
+        gc.freeze()
 
     # -- one step ------------------------------------------------------------------------------------------------
 
@@ -220,17 +230,13 @@ class ModelRunner:
         """Counters of the copies of this rank, and the rate of its link."""
         return {} if self.offload is None else self.offload.stats()
 
-    def release_graphs(self) -> None:
-        """Destroy the captured graphs. Does not wait for one that is running."""
-        for graphs in (self.graphs, self.streamed_graphs):
-            if graphs is not None:
-                graphs.reset()
-
     def close(self) -> None:
         """Finish what is enqueued and let go of all memory; only the garbage collector may touch this afterwards."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
-        self.release_graphs()
+        for graphs in (self.graphs, self.streamed_graphs):
+            if graphs is not None:
+                graphs.reset()
         if self.offload is not None:
             self.offload.close()
         self.graphs = self.streamed_graphs = self.offload = None
@@ -238,6 +244,7 @@ class ModelRunner:
             vars(self).pop(name, None)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+            gc.unfreeze()
 
 
 def _is_filtered(arrays: dict[str, np.ndarray]) -> bool:

@@ -153,7 +153,7 @@ class Scheduler:
             steps.append(
                 SequenceStep(
                     seq_id=seq.seq_id,
-                    token_ids=np.frombuffer(token_ids, dtype=np.int64),
+                    token_ids=np.array(token_ids),
                     position=start,
                     num_prompt_tokens=seq.num_prompt_tokens,
                     block_table=paged.block_table,

@@ -16,15 +16,14 @@ have a pool of their own.
 import itertools
 import logging
 import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
-from nanovllm.attention.base import AttentionBackend, PagedBatch, PartialAttention, StepAttention
-from nanovllm.engine.cuda_graphs import DecodeInputs, capture_stream, graph_sizes
+from nanovllm.attention.base import AttentionBackend, PagedBatch, PartialAttention
+from nanovllm.engine.cuda_graphs import DecodeInputs, MakeAttention, capture_stream, graph_sizes
 from nanovllm.kvcache.offload_engine import OffloadEngine
 from nanovllm.layers.kv_cells import KVCells
 from nanovllm.models.decoder import CausalLM
@@ -64,17 +63,14 @@ class StreamedDecodeGraphs:
 
     def __init__(
         self,
-        model: CausalLM,
         inputs: DecodeInputs,
         backend: AttentionBackend,
         offload: OffloadEngine,
-        make_attention: Callable[[torch.Tensor, PagedBatch], StepAttention],
         scale: float,
         num_heads: int,
     ) -> None:
-        """`num_heads`: query heads of this rank; `make_attention` as for DecodeGraphs."""
-        self.model, self.inputs, self.backend, self.offload = model, inputs, backend, offload
-        self.make_attention, self.scale = make_attention, scale
+        """`num_heads`: query heads of this rank."""
+        self.inputs, self.backend, self.offload, self.scale = inputs, backend, offload, scale
         self.sizes = graph_sizes(min(inputs.sizes[-1], offload.num_ring_slots))
         largest, spec = self.sizes[-1], offload.spec
         caches = offload.k_cache_gpu
@@ -91,19 +87,19 @@ class StreamedDecodeGraphs:
 
     # -- capture -------------------------------------------------------------------------------------------------
 
-    def capture(self, show_progress: bool) -> None:
+    def capture(self, model: CausalLM, make_attention: MakeAttention, show_progress: bool) -> None:
         start_s = time.perf_counter()
         pool, group_pool = torch.cuda.graph_pool_handle(), torch.cuda.graph_pool_handle()
         sizes = self.sizes[::-1]
         for size in tqdm(sizes, desc="Capturing streamed decode", unit="size", disable=not show_progress):
             slot_mapping = self.inputs.arrays(size)["slot_mapping"]
-            self.inputs.run(self.model, size, self.make_attention(slot_mapping, self.inputs.batch(size)))
+            self.inputs.run(model, size, make_attention(slot_mapping, self.inputs.batch(size)))
             for buffer in range(len(self._group_lens)):
                 self._attend_group(size, buffer)  # compiles, like the line above
             torch.cuda.synchronize()
             with torch.cuda.stream(capture_stream(self.inputs.device)):
                 cutter = _Cutter(self, size, pool)
-                self._logits[size] = self.inputs.run(self.model, size, cutter)
+                self._logits[size] = self.inputs.run(model, size, cutter)
                 cutter.end_piece()
                 self._pieces[size] = cutter.pieces
                 self._group_graphs[size] = [
