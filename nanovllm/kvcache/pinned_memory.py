@@ -8,6 +8,7 @@ where the machine has them; a shared one, Python's default, takes 4 KiB pages an
 import ctypes
 import mmap
 import os
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -18,7 +19,8 @@ _TOUCH_BYTES = 64 * 2**20
 class HostBuffer:
     """`num_bytes` of host memory as a uint8 tensor; page-locked when a CUDA device will copy from or to it.
 
-    `close()` unregisters it. Tensors made from `tensor` must not be used after that.
+    `close()` unregisters it, and so does its end where nobody called that: CUDA would take the next mapping at this
+    address for registered. Tensors made from `tensor` must not be used after that.
     """
 
     def __init__(self, num_bytes: int, pinned: bool) -> None:
@@ -28,7 +30,7 @@ class HostBuffer:
             if hasattr(mmap, advice):
                 self._map.madvise(getattr(mmap, advice))
         self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
-        self._pinned = False
+        self._unpin: weakref.finalize[..., HostBuffer] | None = None
         if pinned:
             self._touch()
             self._register()
@@ -50,10 +52,15 @@ class HostBuffer:
                 f"cudaHostRegister could not pin {num_bytes / 2**30:.2f} GiB of host memory (CUDA error {error}); "
                 "lower num_cpu_blocks or cpu_memory_gb, or raise the limit on locked memory (ulimit -l)"
             )
-        self._pinned = True
+        self._unpin = weakref.finalize(self, _unregister, self.tensor.data_ptr())
+        self._unpin.atexit = False  # the process ends anyway
 
     def close(self) -> None:
         """Unpin. The mapping itself goes with the last tensor on it."""
-        if self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(self.tensor.data_ptr())
-            self._pinned = False
+        if self._unpin is not None:
+            self._unpin()
+
+
+def _unregister(address: int) -> None:
+    torch.cuda.synchronize()  # of an engine dropped in the middle of its work copies are under way
+    torch.cuda.cudart().cudaHostUnregister(address)

@@ -1,0 +1,59 @@
+"""Page-locked memory, with a stand-in for CUDA's runtime."""
+
+import pytest
+import torch
+
+from nanovllm.kvcache.pinned_memory import HostBuffer
+
+
+class Cudart:
+    """Refuses an address that is registered already, as CUDA does."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.registered: set[int] = set()
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
+        if address in self.registered:
+            return 712
+        self.registered.add(address)
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.registered.remove(address)
+        self.calls.append("unregister")
+        return 0
+
+
+@pytest.fixture
+def cudart(monkeypatch: pytest.MonkeyPatch) -> Cudart:
+    cudart = Cudart()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: cudart.calls.append("synchronize"))
+    return cudart
+
+
+@pytest.mark.parametrize("num_closes", [0, 1, 2])
+def test_buffer_is_unpinned_once_after_all_copies_whether_closed_or_dropped(cudart: Cudart, num_closes: int) -> None:
+    """Regression: dropped without close it stayed registered, and the next one at its address could not be pinned."""
+    buffer = HostBuffer(3 * 4096, pinned=True)
+    assert cudart.registered == {buffer.tensor.data_ptr()} and not cudart.calls
+    for _ in range(num_closes):
+        buffer.close()
+        assert not cudart.registered
+    del buffer
+    assert cudart.calls == ["synchronize", "unregister"]
+
+
+def test_buffer_that_is_not_pinned_does_not_touch_cuda(cudart: Cudart) -> None:
+    buffer = HostBuffer(100, pinned=False)
+    buffer.tensor[:] = 7
+    buffer.close()
+    assert buffer.tensor.sum() == 700 and not cudart.calls
+
+
+def test_buffer_that_cannot_be_pinned_says_what_helps(cudart: Cudart, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cudart, "cudaHostRegister", lambda *_: 2)
+    with pytest.raises(RuntimeError, match=r"could not pin 0\.00 GiB .*CUDA error 2.*lower num_cpu_blocks"):
+        HostBuffer(4096, pinned=True)
+    assert not cudart.calls
