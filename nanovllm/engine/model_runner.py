@@ -147,7 +147,7 @@ class ModelRunner:
     def freeze_objects(self) -> None:
         """The garbage collector leaves out what exists now, until `close`.
 
-        It goes through everything once in some hundred steps, because of the tuples that they make: 0.1 s with all the
+        It goes through everything once in some hundred steps, because of the tuples that they make: 0.2 s with all the
         objects of torch and transformers, which are here to stay.
         """
         gc.collect()
