@@ -144,9 +144,9 @@ class HybridKVCacheManager(KVCacheManager):
         for block in chunk:
             if block.ring_slot < 0:
                 self.slots.take(block)
-        source, num_tokens = self._partial.pop(seq.seq_id, (None, 0))
+        source, num_matched = self._partial.pop(seq.seq_id, (None, 0))
         if source is not None:  # the matched tokens of another sequence's block, into this one's first new block
-            self.slots.copy(source, chunk[0], num_tokens)
+            self.slots.copy(source, chunk[0], num_matched)
         for i, block in enumerate(chunk):
             self.slots.write(block, end - (first + i) * self.block_size)
         self.pool.register(seq, end)
