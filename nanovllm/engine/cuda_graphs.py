@@ -37,6 +37,11 @@ _ARRAYS = {  # of a step, one entry per sequence
 }
 
 
+def _even(num_entries: int) -> int:
+    """Rounded up to fill multiples of 16 bytes: for a pointer that is none, Triton compiles its kernels once more."""
+    return num_entries + num_entries % 2
+
+
 @cache
 def capture_stream(device: torch.device) -> torch.cuda.Stream:
     """One for all captures of the process: cuBLAS keeps a workspace of 32 MiB for every stream it has seen."""
@@ -52,9 +57,8 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
 class DecodeInputs:
     """What every decode graph reads, for up to `max_num_seqs` sequences of `max_model_len` tokens, and its tokens.
 
-    `sampled` int64 [max_num_seqs] are the tokens of the last step, by their row in it. They lie right before the
-    step's own input ids, so that one index, `token_source`, finds an id that the host knows or one that it does not
-    know yet.
+    `sampled` int64 [max_num_seqs] are the tokens of the last step, by their row in it. They lie before the step's
+    own input ids, so that one index, `token_source`, finds an id that the host knows or one that it does not know yet.
     """
 
     def __init__(self, *, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device) -> None:
@@ -63,10 +67,11 @@ class DecodeInputs:
         self.sizes = graph_sizes(max_num_seqs)
         num_columns = -(-max_model_len // block_size)
         with torch.device(device):
-            self._static = torch.zeros(max_num_seqs * (1 + len(_ARRAYS)), dtype=torch.int64)
+            self._static = torch.zeros(_even(max_num_seqs) * (1 + len(_ARRAYS)), dtype=torch.int64)
             self._block_tables = torch.zeros(max_num_seqs, num_columns, dtype=torch.int32)
             self.cu_seqlens_q = torch.arange(max_num_seqs + 1, dtype=torch.int32)
         self.sampled = self._static[:max_num_seqs]
+        self._first_row = _even(max_num_seqs)  # where the step's arrays begin
         self._host_tables = np.zeros((max_num_seqs, num_columns), dtype=np.int32)  # what _block_tables holds
 
     def size_for(self, num_seqs: int) -> int:
@@ -74,8 +79,8 @@ class DecodeInputs:
         return self.sizes[bisect_left(self.sizes, num_seqs)]
 
     def _rows(self, size: int) -> torch.Tensor:
-        """The step's arrays at one size, int64 [arrays, size], right after `sampled`; those of 4 bytes fill half."""
-        return self._static[self.max_num_seqs :][: len(_ARRAYS) * size].view(len(_ARRAYS), size)
+        """The step's arrays at one size, int64 [arrays, _even(size)]; those of 4 bytes fill half."""
+        return self._static[self._first_row :][: len(_ARRAYS) * _even(size)].view(len(_ARRAYS), -1)
 
     def arrays(self, size: int) -> dict[str, torch.Tensor]:
         """The static arrays at one size, each [size]."""
@@ -108,9 +113,9 @@ class DecodeInputs:
     def fill(self, arrays: dict[str, np.ndarray], size: int) -> None:
         """Enqueue the copy of a decode step's arrays (inputs.build_arrays), padded to `size` sequences. Hot."""
         num_seqs = len(arrays["input_ids"])
-        token_source = self.max_num_seqs + np.arange(num_seqs)
+        token_source = self._first_row + np.arange(num_seqs)
         token_source[arrays["pending_tokens"]] = arrays["pending_rows"]
-        staging = torch.zeros(len(_ARRAYS), size, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        staging = torch.zeros(len(_ARRAYS), _even(size), dtype=torch.int64, pin_memory=self.device.type == "cuda")
         for name, row in zip(_ARRAYS, staging.numpy(), strict=True):
             values = token_source if name == "token_source" else arrays[name]
             row.view(values.dtype)[:num_seqs] = values
