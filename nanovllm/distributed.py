@@ -41,13 +41,15 @@ class TPGroup:
             _wait(self.process_group.allreduce([x], _ALL_REDUCE))
         return x
 
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """Concatenate every rank's `x` along its last dimension, in rank order."""
+    def all_gather(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Concatenate every rank's `x` along its last dimension, in rank order. With several ranks into `out`, if
+        given.
+        """
         if self.process_group is None:
             return x
         parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)]
         _wait(self.process_group.allgather([parts], [x.contiguous()], _ALL_GATHER))
-        return torch.cat(parts, dim=-1)
+        return torch.cat(parts, dim=-1, out=out)
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
         """Rank 0's `x` on every rank, in place."""
@@ -103,15 +105,15 @@ def join_store(port: int) -> dist.TCPStore:
 
 
 def connect(store: dist.Store, rank: int, size: int, device_type: str) -> TPGroup:
-    """Meet the other ranks: nccl on device `cuda:rank`, which becomes the current one, or gloo on the CPU.
+    """Meet the other ranks: nccl on device `cuda:rank`, or gloo on the CPU.
 
     Returns when every rank is connected. Raises RuntimeError when one does not come within CONNECT_TIMEOUT.
     """
     if device_type == "cuda":
-        torch.cuda.set_device(rank)
-        group = TPGroup(rank, size, _nccl(store, rank, size))
-        group.all_reduce(torch.zeros(1, device="cuda"))  # nccl connects in the first call, too late inside a capture
-        torch.cuda.synchronize()
+        with torch.cuda.device(rank):
+            group = TPGroup(rank, size, _nccl(store, rank, size))
+            group.all_reduce(torch.zeros(1, device="cuda"))  # nccl connects in the first call, too late in a capture
+            torch.cuda.synchronize()
         return group
     return TPGroup(rank, size, _gloo(store, rank, size))
 

@@ -1,17 +1,16 @@
 """LLM: the engine with the calls a user makes."""
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, TypeAlias
 
 from tqdm.auto import tqdm
 
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.outputs import RequestOutput, StepOutput
+from nanovllm.engine.outputs import Outbox, RequestOutput
 from nanovllm.engine.sequence import TokenIds
 from nanovllm.errors import EngineError
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.interrupt import deferred_interrupt
 
 Prompt: TypeAlias = str | list[int]
 Message: TypeAlias = dict[str, Any]
@@ -24,13 +23,10 @@ class LLM(LLMEngine):
             outputs = llm.generate(["Hello"], SamplingParams(temperature=0))
 
     The options are the fields of nanovllm.config.Config; bad ones raise ValueError before anything is allocated.
+
+    Several threads may use one LLM: their requests run together, and each call returns its own. After an error inside
+    a step every call raises EngineError with the cause.
     """
-
-    def __init__(self, model: str, **options: Any) -> None:
-        super().__init__(model, **options)
-        self._held = StepOutput()  # of requests that the call now running does not own
-
-    # -- calls ---------------------------------------------------------------------------------------------------
 
     def generate(
         self,
@@ -41,20 +37,21 @@ class LLM(LLMEngine):
         """Answer all prompts, strings or lists of token ids; the outputs come in the order of the prompts.
 
         sampling_params: one for all, or one per prompt; None: the defaults. Raises ValueError, before any prompt is
-        queued, when one of them cannot run. After Ctrl-C these requests are gone and the engine can be used again.
+        queued, when one of them cannot run. After Ctrl-C these requests are gone and the engine can be used again,
+        unless a second Ctrl-C interrupted it in the middle of a step.
         """
         prompt_list = _prompt_list(prompts)
         params = _params_list(sampling_params, len(prompt_list))
         prompts_ids = [self.check_request(prompt, p) for prompt, p in zip(prompt_list, params, strict=True)]
+        outbox = Outbox()
         request_ids: list[int] = []
         try:
             for token_ids, p in zip(prompts_ids, params, strict=True):
-                request_ids.append(self._queue(token_ids, p))
-            outputs = self._run(request_ids, use_tqdm)
+                request_ids.append(self._queue(token_ids, p, outbox))
+            outputs = self._collect(outbox, len(request_ids), use_tqdm)
         except BaseException:
             for request_id in request_ids:
                 self.abort(request_id)
-            self._held.take(request_ids)
             raise
         return [outputs[request_id] for request_id in request_ids]
 
@@ -74,7 +71,8 @@ class LLM(LLMEngine):
             self.tokenizer.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False)
             for conversation in conversations
         ]
-        token_ids = [self.tokenizer.encode(prompt, add_special_tokens=False) for prompt in prompts]
+        with self._encode_lock:
+            token_ids = [self.tokenizer.encode(prompt, add_special_tokens=False) for prompt in prompts]
         return self.generate(token_ids, sampling_params, use_tqdm)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
@@ -87,46 +85,31 @@ class LLM(LLMEngine):
         return self._stream(self.check_request(prompt, params), params)
 
     def _stream(self, token_ids: TokenIds, params: SamplingParams) -> Iterator[str]:
-        request_id = self._queue(token_ids, params)
+        outbox = Outbox()
+        request_id = self._queue(token_ids, params, outbox)
         try:
             finished = False
             while not finished:
-                output = self._step_for([request_id])
+                output = self._next_output(outbox)
                 finished = request_id in output.finished
                 if text := output.texts.get(request_id):
                     yield text
+            if error := output.finished[request_id].get("error"):
+                raise EngineError(f"the request failed: {error}")
         finally:
             self.abort(request_id)
 
-    # -- steps ---------------------------------------------------------------------------------------------------
-
-    def step(self) -> StepOutput:
-        """Run one step; returns all that has come since the last call."""
-        with deferred_interrupt():
-            self._held.merge(super().step())
-        return self._held.take(None)
-
-    def _step_for(self, request_ids: Iterable[int]) -> StepOutput:
-        """What has come for these requests, after a step if nothing has. The rest is held for its owners."""
-        held = self._held.take(request_ids)
-        if held.finished or held.texts:
-            return held
-        if self.is_finished():
-            raise EngineError("a request was aborted while a call waited for it")
-        with deferred_interrupt():
-            self._held.merge(super().step())
-        return self._held.take(request_ids)
-
-    def _run(self, request_ids: list[int], use_tqdm: bool) -> dict[int, RequestOutput]:
+    def _collect(self, outbox: Outbox, num_requests: int, use_tqdm: bool) -> dict[int, RequestOutput]:
+        """Outputs by request id, once all have come; meanwhile a bar shows how many have, and at what rate."""
         outputs: dict[int, RequestOutput] = {}
         rates = {"Prefill": 0.0, "Decode": 0.0}
-        with tqdm(total=len(request_ids), desc="Generating", dynamic_ncols=True, disable=not use_tqdm) as bar:
-            while len(outputs) < len(request_ids):
+        with tqdm(total=num_requests, desc="Generating", dynamic_ncols=True, disable=not use_tqdm) as bar:
+            while len(outputs) < num_requests:
                 start_s = time.perf_counter()
-                output = self._step_for(request_ids)
+                output = self._next_output(outbox)
                 seconds = time.perf_counter() - start_s
                 kind = "Prefill" if output.num_prefill_tokens else "Decode"
-                if num_tokens := output.num_prefill_tokens or output.num_decode_tokens:
+                if use_tqdm and (num_tokens := output.num_prefill_tokens or output.num_decode_tokens):
                     rates[kind] = num_tokens / seconds
                     shown = {name: f"{rate:.0f}tok/s" for name, rate in rates.items()}
                     bar.set_postfix(shown | self._link_figures(), refresh=False)

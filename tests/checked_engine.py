@@ -88,8 +88,8 @@ class CheckedLLM(LLM):
         with mock.patch.object(rotary_embedding, "store_kv", self._store_kv):
             return self._launch(plan)
 
-    def _recording_compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits = self._compute_logits(hidden)
+    def _recording_compute_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        logits = self._compute_logits(hidden, out)
         sampling = [step.seq_id for step in self.plans[-1].sequences if step.sampling is not None]
         for seq_id, row in zip(sampling, logits.float().cpu(), strict=True):
             self.logits[seq_id].append(row.clone())

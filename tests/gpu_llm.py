@@ -57,8 +57,8 @@ class GpuLLM(CheckedLLM):
             self._record(logits)  # those of a graph are recorded; a step that filters samples them once more
         return sample(logits, params)
 
-    def _recording_compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._compute_logits(hidden)  # sampling records
+    def _recording_compute_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        return self._compute_logits(hidden, out)  # sampling records
 
     def rows(self, request_id: int, num_tokens: int) -> torch.Tensor:
         """Logits of a request's first tokens, [num_tokens, vocab_size], on the CPU."""

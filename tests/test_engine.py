@@ -91,8 +91,10 @@ def test_generate_outputs_come_in_the_order_of_the_prompts(llm: LLM) -> None:
     assert [len(output["token_ids"]) for output in outputs] == [9, 2, 5, 1]
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         assert set(output) == {
-            *("text", "token_ids", "finish_reason", "num_prompt_tokens", "num_cached_tokens", "ttft_s", "tpot_s")
+            *("text", "token_ids", "prompt_token_ids", "finish_reason"),
+            *("num_prompt_tokens", "num_cached_tokens", "ttft_s", "tpot_s"),
         }
+        assert output["prompt_token_ids"] == llm.tokenizer.encode(prompt)
         assert output["num_prompt_tokens"] == len(prompt)
         assert output["text"] == llm.tokenizer.decode(output["token_ids"])
         assert output["finish_reason"] == "length"
@@ -255,8 +257,7 @@ def test_stream_left_early_aborts_the_request(llm: LLM) -> None:
     next(stream)
     stream.close()  # type: ignore[attr-defined]
     assert not llm.scheduler.has_unfinished
-    if not llm.is_finished():
-        llm.step()
+    assert llm.is_finished()
 
 
 def test_stream_refuses_before_the_first_piece_is_asked_for(llm: LLM) -> None:
@@ -278,7 +279,9 @@ def test_add_request_step_and_abort(llm: LLM) -> None:
         finished |= output.finished
         for request_id, text in output.texts.items():
             texts[request_id] += text
-    assert set(finished) == {ids[0], ids[2], ids[3]}
+    assert set(finished) == set(ids)
+    assert [finished[i]["finish_reason"] for i in ids] == ["length", "abort", "length", "length"]
+    assert finished[ids[1]]["num_prompt_tokens"] == len(PROMPTS[1])
     assert not llm.abort(ids[0]) and not llm.abort(12345)
     first_step_texts = [finished[i]["text"].removesuffix(texts[i]) for i in finished]
     assert all(len(text) <= 8 for text in first_step_texts)  # `texts` lacks only what the very first step brought

@@ -172,7 +172,7 @@ def footprint(llm: LLM) -> dict[str, int]:
         "num_free_blocks": stats["num_free_cpu_blocks" if llm.config.enable_cpu_offload else "num_free_gpu_blocks"],
         "num_sequences": sum(type(thing) is Sequence for thing in gc.get_objects()),
         "num_known": len(scheduler.sequences) + len(scheduler.waiting) + len(scheduler.running),
-        "num_held": len(llm._held.texts) + len(llm._held.finished) + len(llm._detokenizers),
+        "num_held": len(llm._outbox.content.texts) + len(llm._outbox.content.finished) + len(llm._requests),
     }
 
 
@@ -281,9 +281,9 @@ def test_any_number_of_slots_gives_the_tokens_of_all_gpu(reference: Reference, n
                 llm.abort(ids[2])
             finished |= llm.step().finished
             llm.scheduler.check_integrity()
-        assert set(finished) == set(ids) - {ids[2]} and llm.stats()["num_preemptions"] >= 1
+        assert set(finished) == set(ids) and llm.stats()["num_preemptions"] >= 1
         for request_id, prompt in zip(ids, prompts, strict=True):
-            if request_id in finished:
+            if request_id != ids[2]:
                 llm.check(request_id, prompt, finished[request_id])
         llm.answer_and_check([prompts[2]])  # what the aborted one left in the cache is right
         llm.assert_nothing_left()

@@ -230,9 +230,13 @@ class ChecksummedOffloadEngine(OffloadEngine):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         layers, num_cpu_blocks, block_size = self.k_cache_cpu.shape[:3]
-        new_zeros = self.k_cache_gpu.new_zeros
-        self.sums = new_zeros(2, layers, num_cpu_blocks, block_size, dtype=torch.int64) - 1
-        self.num_wrong_tokens = new_zeros(2, dtype=torch.int64)  # in slots, in staging
+        self.sums = self.k_staging.new_zeros(2, layers, num_cpu_blocks, block_size, dtype=torch.int64) - 1
+        self.num_wrong_tokens = self.k_staging.new_zeros(2, dtype=torch.int64)  # in slots, in staging
+
+    def allocate_slots(self, num_ring_slots: int) -> None:
+        """Counting starts here: start-up streams a block that was never written, to measure its memory."""
+        super().allocate_slots(num_ring_slots)
+        self.num_wrong_tokens.zero_()
         self.num_checked_tokens = 0
 
     def _slot_sums(self, layer: int, ring_slot: int, start: int, end: int) -> torch.Tensor:
@@ -309,11 +313,12 @@ def soak(llm: GpuLLM, seconds: float, seed: int) -> list[tuple[list[int], list[i
         if prompts and rng.random() < 0.01:
             request_id = rng.choice(list(prompts))
             llm.abort(request_id)
-            del prompts[request_id]
         if rng.random() < 0.02:
             llm.preempt_next()
         for request_id, output in llm.step().finished.items():
-            answers.append((prompts.pop(request_id), output["token_ids"]))
+            prompt = prompts.pop(request_id)
+            if output["finish_reason"] == "length":
+                answers.append((prompt, output["token_ids"]))
         num_steps += 1
         if num_steps % 200 == 0:
             llm.scheduler.check_integrity()

@@ -93,10 +93,22 @@ def test_arrays_of_random_steps_are_those_of_a_loop_over_tokens() -> None:
             assert not any(table[len(step.block_table) :])
 
 
+def decode_inputs(max_num_seqs: int) -> DecodeInputs:
+    return DecodeInputs(
+        max_num_seqs=max_num_seqs,
+        max_model_len=100,
+        block_size=BLOCK_SIZE,
+        vocab_size=30,
+        padded_vocab_size=32,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+
+
 def test_decode_graph_inputs_are_the_arrays_of_the_step_padded() -> None:
     """Steps of falling and rising size through the same buffers; ids from the host, and from the step before."""
     rng = random.Random(2)
-    static = DecodeInputs(max_num_seqs=19, max_model_len=100, block_size=BLOCK_SIZE, device=torch.device("cpu"))
+    static = decode_inputs(19)
     for _ in range(60):
         num_seqs = rng.randint(1, 19)
         sampling = [SamplingRow(rng.random(), 0, 1.0, 0.0, rng.getrandbits(63), rng.randint(1, 99)) for _ in range(19)]
@@ -128,9 +140,7 @@ def test_decode_graph_inputs_are_the_arrays_of_the_step_padded() -> None:
 @pytest.mark.parametrize("max_num_seqs", [1, 8, 19])
 def test_decode_graph_inputs_begin_on_16_bytes(max_num_seqs: int) -> None:
     """Else Triton compiles the kernels that read them once more, 0.8 s of a start with an empty cache."""
-    static = DecodeInputs(
-        max_num_seqs=max_num_seqs, max_model_len=100, block_size=BLOCK_SIZE, device=torch.device("cpu")
-    )
+    static = decode_inputs(max_num_seqs)
     for size in static.sizes:
         tensors = {**static.arrays(size), "sampled": static.sampled, "block_tables": static.batch(size).block_tables}
         assert {name for name, tensor in tensors.items() if tensor.data_ptr() % 16} == set()

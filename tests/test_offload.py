@@ -165,7 +165,7 @@ def test_abort_in_the_middle_leaves_the_others_exact(
             finished |= llm.step().finished
         assert llm.abort(ids[3]) and not llm.abort(ids[3])
         finished |= llm.finish_all()
-        assert ids[3] not in finished
+        assert finished[ids[3]]["finish_reason"] == "abort"
         for i in (0, 1, 2, 4):
             llm.check(ids[i], MIXED[i], finished[ids[i]])
         llm.assert_nothing_left()
@@ -202,10 +202,11 @@ def serve_everything(llm: CheckedLLM) -> None:
         if num_step == 11:
             llm.abort(ids[2])
         finished |= llm.step().finished
+    answered = [request_id for request_id in ids if finished[request_id]["finish_reason"] == "length"]
     for request_id, prompt in zip(ids, (*MIXED[:3], *QUESTIONS), strict=True):
-        if request_id in finished:
+        if request_id in answered:
             llm.check(request_id, prompt, finished[request_id])
-    assert len(finished) >= 4
+    assert len(answered) >= 4
     llm.answer_and_check([DOCUMENT[: 4 * BLOCK + 17], MIXED[0]])
     llm.assert_nothing_left()
 

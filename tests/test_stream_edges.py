@@ -24,7 +24,7 @@ from random_workloads import play_dense, small_grain
 from simulated_streams import MODES, Edge, Mode, SimulatedStreams
 from tiny_models import write_tiny_model
 
-from nanovllm.config import KVCacheSizes, KVCacheSpec
+from nanovllm.config import KVCacheSpec
 from nanovllm.engine.batch import StepPlan
 from nanovllm.kvcache import offload_engine
 from nanovllm.kvcache.hybrid_manager import HybridKVCacheManager
@@ -49,8 +49,8 @@ class OffloadRunner(ContentRunner):
         spec = KVCacheSpec(num_layers=NUM_LAYERS, block_size=kv.block_size, num_kv_heads=1, head_dim=1, itemsize=8)
         assert spec.staging_group_blocks >= kv.group_blocks
         with mock.patch.object(offload_engine, "make_streams", lambda device: streams):
-            sizes = KVCacheSizes(len(kv.ring), len(kv.blocks))
-            self.engine = OffloadEngine(spec, sizes, torch.int64, torch.device("cpu"))
+            self.engine = OffloadEngine(spec, len(kv.blocks), torch.int64, torch.device("cpu"))
+        self.engine.allocate_slots(len(kv.ring))
         for name in ("k_cache_cpu", "v_cache_cpu", "k_cache_gpu", "v_cache_gpu", "k_staging", "v_staging"):
             streams.name_region(name, getattr(self.engine, name))
         self.compute = streams.compute

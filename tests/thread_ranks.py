@@ -37,9 +37,9 @@ class ThreadGroup(TPGroup):
         self.calls.append("all_reduce")
         return x.copy_(torch.stack(self.exchange.swap(self.rank, x)).sum(0))
 
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         self.calls.append("all_gather")
-        return torch.cat(self.exchange.swap(self.rank, x), dim=-1)
+        return torch.cat(self.exchange.swap(self.rank, x), dim=-1, out=out)
 
 
 def run_ranks(size: int, work: Callable[[ThreadGroup], Result]) -> list[Result]:

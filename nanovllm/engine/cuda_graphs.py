@@ -1,28 +1,24 @@
 """Decode steps as CUDA graphs, from the token ids to the sampled tokens: one copy and one replay a step.
 
 A graph is captured for each of a list of batch sizes; a step runs the smallest that fits, its last rows padded with
-sequences that have no keys and store nothing. All graphs read the same static inputs and leave their tokens at the
-same place (DecodeInputs), and share one memory pool, so only one may be in use at a time: replays follow each other on
-the compute stream, and a step's logits are read before the next replay overwrites them.
+sequences that have no keys and store nothing. All graphs read the same static inputs and leave their logits and tokens
+in the same static buffers (DecodeInputs), and share one memory pool, so only one may be in use at a time: replays
+follow each other on the compute stream, and a step's logits are read before the next replay overwrites them. A graph
+must keep no tensor of its own alive, since the other sizes could then not share its memory.
 """
 
-import logging
-import time
 from bisect import bisect_left
-from collections.abc import Callable
-from functools import cache
-from typing import TypeAlias
+from collections.abc import Callable, Sequence
+from typing import ClassVar, TypeAlias
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
 from nanovllm.attention.base import PagedBatch, StepAttention
+from nanovllm.engine.graph_capture import capture, capture_stream
 from nanovllm.layers.sampler import draw
 from nanovllm.models.decoder import CausalLM
-from nanovllm.utils.memory import format_bytes
-
-logger = logging.getLogger("nanovllm")
 
 _ARRAYS = {  # of a step, one entry per sequence
     "input_ids": torch.int64,
@@ -42,12 +38,6 @@ def _even(num_entries: int) -> int:
     return num_entries + num_entries % 2
 
 
-@cache
-def capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all captures of the process: cuBLAS keeps a workspace of 32 MiB for every stream it has seen."""
-    return torch.cuda.Stream(device)
-
-
 def graph_sizes(max_num_seqs: int) -> list[int]:
     """1, 2, 4, 8, 16, 24, 32 ... and max_num_seqs itself."""
     sizes = [1, 2, 4, 8, *range(16, max_num_seqs + 1, 8), max_num_seqs]
@@ -55,13 +45,27 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
 
 
 class DecodeInputs:
-    """What every decode graph reads, for up to `max_num_seqs` sequences of `max_model_len` tokens, and its tokens.
+    """What every decode graph reads, for up to `max_num_seqs` sequences of `max_model_len` tokens, and what it leaves.
 
     `sampled` int64 [max_num_seqs] are the tokens of the last step, by their row in it. They lie before the step's
     own input ids, so that one index, `token_source`, finds an id that the host knows or one that it does not know yet.
     """
 
-    def __init__(self, *, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        vocab_size: int,
+        padded_vocab_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """`padded_vocab_size`: entries in a row of logits (ParallelLMHead), the first `vocab_size` of which count;
+        `dtype`: that of the logits.
+        """
+        self.vocab_size = vocab_size
         self.max_num_seqs, self.max_model_len = max_num_seqs, max_model_len
         self.device = device
         self.sizes = graph_sizes(max_num_seqs)
@@ -70,6 +74,7 @@ class DecodeInputs:
             self._static = torch.zeros(_even(max_num_seqs) * (1 + len(_ARRAYS)), dtype=torch.int64)
             self._block_tables = torch.zeros(max_num_seqs, num_columns, dtype=torch.int32)
             self.cu_seqlens_q = torch.arange(max_num_seqs + 1, dtype=torch.int32)
+            self._logits = torch.zeros(max_num_seqs, padded_vocab_size, dtype=dtype)
         self.sampled = self._static[:max_num_seqs]
         self._first_row = _even(max_num_seqs)  # where the step's arrays begin
         self._host_tables = np.zeros((max_num_seqs, num_columns), dtype=np.int32)  # what _block_tables holds
@@ -102,13 +107,17 @@ class DecodeInputs:
             causal=True,
         )
 
-    def run(self, model: CausalLM, size: int, attention: StepAttention) -> torch.Tensor:
-        """What the graphs of `size` capture: leaves the tokens in `sampled`. Returns logits [size, vocab_size]."""
+    def run(self, model: CausalLM, size: int, attention: StepAttention) -> None:
+        """What the graphs of `size` capture: leaves logits in `logits(...)` and the tokens in `sampled`."""
         arrays = self.arrays(size)
         rope_lens = arrays["rope_lens"] if model.needs_rope_lens else None
-        logits = model.compute_logits(model(self.input_ids(size), arrays["positions"], attention, rope_lens))
+        hidden = model(self.input_ids(size), arrays["positions"], attention, rope_lens)
+        logits = model.compute_logits(hidden, out=self._logits[:size])
         draw(logits, arrays["temperature"], arrays["seed"], arrays["sample_position"], self.sampled[:size])
-        return logits
+
+    def logits(self, num_seqs: int) -> torch.Tensor:
+        """What the last replay left for its first sequences, [num_seqs, vocab_size]."""
+        return self._logits[:num_seqs, : self.vocab_size]
 
     def fill(self, arrays: dict[str, np.ndarray], size: int) -> None:
         """Enqueue the copy of a decode step's arrays (inputs.build_arrays), padded to `size` sequences. Hot."""
@@ -143,28 +152,26 @@ MakeAttention: TypeAlias = Callable[[torch.Tensor, PagedBatch], StepAttention]  
 class DecodeGraphs:
     """Decode steps whose keys are all on the GPU. Keeps nothing of its runner: the two would hold each other."""
 
+    name: ClassVar[str] = "resident"
+
     def __init__(self, inputs: DecodeInputs) -> None:
         self.inputs = inputs
+        self.sizes = inputs.sizes
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self._logits: dict[int, torch.Tensor] = {}
 
-    def capture(self, model: CausalLM, make_attention: MakeAttention, show_progress: bool) -> None:
-        """Capture every size, the largest first, whose memory the others then share."""
-        start_s, start_bytes = time.perf_counter(), torch.cuda.mem_get_info()[0]
+    def capture(
+        self, model: CausalLM, make_attention: MakeAttention, sizes: Sequence[int], show_progress: bool
+    ) -> None:
+        """Capture these sizes, the largest first, whose memory the others then share."""
         pool = torch.cuda.graph_pool_handle()
-        sizes = self.inputs.sizes[::-1]
-        for size in tqdm(sizes, desc="Capturing decode graphs", unit="size", disable=not show_progress):
+        for size in tqdm(
+            sorted(sizes, reverse=True), desc="Capturing decode graphs", unit="size", disable=not show_progress
+        ):
             self._forward(model, make_attention, size)  # compiles what this size needs, outside the capture
             torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.stream(capture_stream(self.inputs.device)):
-                # torch.cuda.graph would collect garbage and empty the cache for each: 1.7 s of a start with 67 sizes
-                graph.capture_begin(pool=pool)
-                self._logits[size] = self._forward(model, make_attention, size)
-                graph.capture_end()
+            with torch.cuda.stream(capture_stream(self.inputs.device)), capture(pool) as graph:
+                self._forward(model, make_attention, size)
             self._graphs[size] = graph
-        seconds, num_bytes = time.perf_counter() - start_s, start_bytes - torch.cuda.mem_get_info()[0]
-        logger.info("captured %d decode graphs in %.1f s, %s", len(sizes), seconds, format_bytes(num_bytes))
 
     def reset(self) -> None:
         """Destroy all graphs."""
@@ -172,9 +179,9 @@ class DecodeGraphs:
             graph.reset()
         self._graphs.clear()
 
-    def _forward(self, model: CausalLM, make_attention: MakeAttention, size: int) -> torch.Tensor:
+    def _forward(self, model: CausalLM, make_attention: MakeAttention, size: int) -> None:
         attention = make_attention(self.inputs.arrays(size)["slot_mapping"], self.inputs.batch(size))
-        return self.inputs.run(model, size, attention)
+        self.inputs.run(model, size, attention)
 
     def run(self, arrays: dict[str, np.ndarray]) -> torch.Tensor:
         """Replay for a decode step; its tokens are in `inputs.sampled`. Returns logits [B, vocab_size]. Hot."""
@@ -182,4 +189,4 @@ class DecodeGraphs:
         size = self.inputs.size_for(num_seqs)
         self.inputs.fill(arrays, size)
         self._graphs[size].replay()
-        return self._logits[size][:num_seqs]
+        return self.inputs.logits(num_seqs)

@@ -2,13 +2,20 @@
 
 One step: plan it, enqueue it on every rank, and hand the tokens of the step before back to the scheduler. On a GPU
 the host so works one step ahead of it; on the CPU a step has run when it is enqueued, and its own tokens are read.
+
+Any thread may call any method. One thread at a time runs a step (turns.py); requests that are added or aborted
+meanwhile take effect when it ends. An exception inside a step leaves plans that were made and never run, and an index
+that vouches for K and V never written, so the engine refuses all further use; an exception that belongs to one request
+ends that request alone.
 """
 
 import itertools
 import logging
+import threading
 from array import array
-from contextlib import suppress
-from dataclasses import fields, replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,12 +25,19 @@ import numpy as np
 from nanovllm.config import Config, KVCacheSizes
 from nanovllm.engine.batch import StepPlan
 from nanovllm.engine.detokenizer import Detokenizer
-from nanovllm.engine.model_runner import StepResult
-from nanovllm.engine.outputs import StepOutput, request_output
+from nanovllm.engine.outputs import Outbox, StepOutput, request_output
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, TokenIds
-from nanovllm.engine.startup import find_machine, load_tokenizer, make_runner, resolve_device
+from nanovllm.engine.startup import (
+    find_machine,
+    load_tokenizer,
+    make_runner,
+    release_failed_start,
+    resolve_device,
+)
+from nanovllm.engine.step_result import StepResult
 from nanovllm.engine.tp_worker import WorkerGroup
+from nanovllm.engine.turns import Turns
 from nanovllm.errors import EngineError
 from nanovllm.kvcache.base import KVCacheManager
 from nanovllm.kvcache.block_manager import BlockManager
@@ -33,14 +47,25 @@ from nanovllm.model_config import ModelConfig
 from nanovllm.plan import max_model_len
 from nanovllm.planner import make_plan
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.interrupt import deferred_interrupt
 from nanovllm.utils.memory import format_bytes
 
 logger = logging.getLogger("nanovllm")
 
 
+@dataclass(slots=True)
+class _Request:
+    """A request that has not ended, beside its Sequence."""
+
+    outbox: Outbox  # of the call that waits for it
+    detokenizer: Detokenizer | None
+
+
 class LLMEngine:
     def __init__(self, model: str | Path, **options: Any) -> None:
-        """`model`: directory, hub name or preset; `options`: the fields of Config. Raises ValueError for bad ones."""
+        """`model`: directory, hub name or preset; `options`: the fields of Config. Raises ValueError for bad ones, and
+        for an engine that does not fit in memory; whatever is raised, nothing is left behind.
+        """
         known = {f.name for f in fields(Config)} - {"model"}
         unknown = sorted(set(options) - known)
         if unknown:
@@ -53,33 +78,40 @@ class LLMEngine:
             self.config, self.model_config, find_machine(replace(self.config, device=str(self.device)))
         )
         self.plan.check()
-        self._closed = False
+        self._turns = Turns()
+        self._closed_because: str | None = None  # why the engine can no longer be used
+        self._encode_lock = threading.Lock()  # a tokenizer encodes for one thread at a time
+        self._request_ids = itertools.count()
+        self._requests: dict[int, _Request] = {}
+        self._outbox = Outbox()  # of requests that were added by hand, for whoever calls `step`
+        self._in_flight: tuple[StepPlan, StepResult] | None = None
+        self._num_steps = 0
+        try:
+            self._start()
+        except BaseException as error:
+            self.close()
+            release_failed_start(error, self.device)
+            raise
+
+    # -- start and end -------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
         factory = partial(make_runner, self.config, self.model_config, self._directory, self.device)
         self._ranks = WorkerGroup(factory, self.config.tensor_parallel_size, self.device.type)
         self.runner = self._ranks.runner
-        try:
-            self.tokenizer = load_tokenizer(self._directory)
-            self.scheduler = self._make_scheduler()
-        except BaseException:
-            self.close()
-            raise
-        self._request_ids = itertools.count()
-        self._detokenizers: dict[int, Detokenizer] = {}
-        self._in_flight: tuple[StepPlan, StepResult] | None = None
-        self._num_steps = 0
+        self.tokenizer = load_tokenizer(self._directory)
+        sizes = self._kv_cache_sizes()
+        self._ranks.run("allocate_kv_cache", sizes)
+        if self.device.type == "cuda" and not self.config.enforce_eager:
+            self._ranks.run("capture_graphs", sizes.num_gpu_blocks)
+        if self.device.type == "cuda":
+            self._ranks.run("freeze_objects")
+        self.scheduler = self._make_scheduler(sizes)
         self._link_meter = LinkMeter(self.runner.spec.block_bytes, self.runner.spec.block_size)
         if self.config.enable_cpu_offload:
             self._log_plan()
 
-    # -- start and end -------------------------------------------------------------------------------------------
-
-    def _make_scheduler(self) -> Scheduler:
-        sizes = self._kv_cache_sizes()
-        self._ranks.run("allocate_kv_cache", sizes)
-        if self.device.type == "cuda" and not self.config.enforce_eager:
-            self._ranks.run("capture_graphs")
-        if self.device.type == "cuda":
-            self._ranks.run("freeze_objects")
+    def _make_scheduler(self, sizes: KVCacheSizes) -> Scheduler:
         config, spec = self.config, self.runner.spec
         kv: KVCacheManager
         if config.enable_cpu_offload:
@@ -101,22 +133,27 @@ class LLMEngine:
         )
 
     def _kv_cache_sizes(self) -> KVCacheSizes:
-        """The user's numbers of blocks, or what start-up measures."""
-        config, block_size = self.config, self.config.block_size
-        given = config.num_gpu_blocks if config.enable_cpu_offload else config.num_kvcache_blocks
-        if given is not None and given > 0:
-            return KVCacheSizes(given, self.plan.num_cpu_blocks)
-        useful = config.max_num_seqs * -(-self.max_model_len // block_size)
+        """The user's numbers of blocks, or what start-up finds room for. Raises ValueError where they do not fit.
+
+        On the CPU, where memory is not divided in advance, the user's numbers are taken as they are.
+        """
+        config, num_cpu_blocks = self.config, self.plan.num_cpu_blocks
+        name, least = ("num_gpu_blocks", 2) if config.enable_cpu_offload else ("num_kvcache_blocks", 1)
+        given = max(getattr(config, name) or 0, 0)
+        if given and self.device.type == "cpu":
+            return KVCacheSizes(given, num_cpu_blocks)
+        useful = config.max_num_seqs * -(-self.max_model_len // config.block_size)
         if config.enable_cpu_offload:
-            useful = max(2, min(useful, self.plan.num_cpu_blocks))
-        fitting = self._ranks.run("measure_num_gpu_blocks")
-        if fitting < (2 if config.enable_cpu_offload else 1):
+            useful = max(2, min(useful, num_cpu_blocks))
+        fitting, room = self._ranks.run("measure_num_gpu_blocks", num_cpu_blocks, given or useful)
+        if fitting < max(given, least):
+            lower = f"lower {name} to {fitting}" if fitting >= least else "lower kvcache_block_size"
             raise ValueError(
-                f"no room for KV blocks of {format_bytes(self.runner.spec.block_bytes)} beside the model with "
-                f"gpu_memory_utilization={config.gpu_memory_utilization}; raise it, lower max_num_batched_tokens or "
-                "kvcache_block_size, or use a smaller model or more ranks"
+                f"the GPU has no room for {name}={max(given, least)} blocks of "
+                f"{format_bytes(self.runner.spec.block_bytes)}: {room}; {lower}, lower max_num_batched_tokens or "
+                "max_num_seqs, raise gpu_memory_utilization, or use a smaller model or more ranks"
             )
-        return KVCacheSizes(min(fitting, useful), self.plan.num_cpu_blocks)
+        return KVCacheSizes(given or min(fitting, useful), num_cpu_blocks)
 
     def _log_plan(self) -> None:
         """The plan once more, with what start-up measured."""
@@ -127,17 +164,41 @@ class LLMEngine:
 
     def close(self) -> None:
         """Stop the workers and give all memory back. The engine cannot be used afterwards; closing twice is fine."""
-        if self._closed:
-            return
-        self._closed = True
-        self.runner.close()
-        self._ranks.close()  # the workers' memory goes with their processes
+        self._turns.begin(unless=lambda: False)  # a step of another thread ends first
+        try:
+            self._closed_because = self._closed_because or "it is closed"
+            ranks = vars(self).pop("_ranks", None)
+            if ranks is None:
+                return
+            in_flight, self._in_flight = self._in_flight, None
+            if in_flight is not None and self.config.tensor_parallel_size > 1:
+                with suppress(EngineError):  # the GPU would wait forever for a rank that died in the step
+                    ranks.wait_for(in_flight[1].is_done)
+            try:
+                self.runner.close()
+            finally:
+                ranks.close()  # the workers' memory goes with their processes
+        finally:
+            self._turns.end()
 
     def __enter__(self) -> "LLMEngine":
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+    def _check_open(self) -> None:
+        if self._closed_because is not None:
+            raise EngineError(f"the engine cannot be used: {self._closed_because}; make a new one")
+
+    @contextmanager
+    def _closed_by_errors(self) -> Iterator[None]:
+        """Whatever is raised inside, nobody knows which of the planned K and V were written: refuse all further use."""
+        try:
+            yield
+        except BaseException as error:
+            self._closed_because = f"a step failed with {type(error).__name__}: {error}"
+            raise
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -146,7 +207,8 @@ class LLMEngine:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError("a text prompt needs a tokenizer, and this model has none; give a list of token ids")
-            token_ids = array("q", self.tokenizer.encode(prompt))
+            with self._encode_lock:
+                token_ids = array("q", self.tokenizer.encode(prompt))
         else:
             token_ids = _check_token_ids(prompt, self.model_config.vocab_size)
         if not isinstance(params, SamplingParams):
@@ -167,39 +229,83 @@ class LLMEngine:
 
     def add_request(self, prompt: str | list[int], sampling_params: SamplingParams) -> int:
         """Queue a request and return its id. Raises ValueError, leaving all else untouched, when it can never run."""
-        return self._queue(self.check_request(prompt, sampling_params), sampling_params)
+        return self._queue(self.check_request(prompt, sampling_params), sampling_params, self._outbox)
 
-    def _queue(self, token_ids: TokenIds, sampling_params: SamplingParams) -> int:
-        """Queue a request that `check_request` has let through."""
+    def _queue(self, token_ids: TokenIds, sampling_params: SamplingParams, outbox: Outbox) -> int:
+        """Queue a request that `check_request` has let through; what it brings goes to `outbox`."""
         self._check_open()
         request_id = next(self._request_ids)
         drawn = self.config.seed * 1_000_003 + request_id
         seed = (drawn if sampling_params.seed is None else sampling_params.seed) & (2**63 - 1)
         salt = len(token_ids) if self._kv_depends_on_prompt_len(len(token_ids)) else 0
-        self.scheduler.add(Sequence(request_id, token_ids, sampling_params, seed, salt))
+        seq = Sequence(request_id, token_ids, sampling_params, seed, salt)
+        self.scheduler.check_fits(seq)
+        detokenizer = None
         if self.tokenizer is not None:
-            self._detokenizers[request_id] = Detokenizer(self.tokenizer, tuple(sampling_params.stop))
+            detokenizer = Detokenizer(self.tokenizer, tuple(sampling_params.stop))
+        self._requests[request_id] = _Request(outbox, detokenizer)
+        self._turns.call(partial(self._add, seq))
         return request_id
 
+    def _add(self, seq: Sequence) -> None:
+        if seq.seq_id in self._requests:  # not aborted before it came this far
+            self.scheduler.add(seq)
+
     def _kv_depends_on_prompt_len(self, num_prompt_tokens: int) -> bool:
-        """Dynamic rope turns keys by the prompt's length once past the original one: no sharing across lengths."""
+        """Dynamic rope rotates keys by the prompt's length once past the original one: no sharing across lengths."""
         original = self.model_config.rope.original_max_position_embeddings
         return self.runner.model.needs_rope_lens and num_prompt_tokens > original
 
     def abort(self, request_id: int) -> bool:
-        """End a request now; its blocks are free at once. False when it has ended already or never was."""
-        self._detokenizers.pop(request_id, None)
-        return self.scheduler.abort(request_id) is not None
+        """End a request: at once, or when the running step ends. False when it has ended already or never was.
+
+        Its output, with what it has generated, comes with finish_reason "abort".
+        """
+        if self._closed_because is not None or request_id not in self._requests:
+            return False
+        self._turns.call(partial(self._abort, request_id))
+        return True
+
+    def _abort(self, request_id: int) -> None:
+        request = self._requests.pop(request_id, None)
+        seq = self.scheduler.abort(request_id) if request is not None else None
+        if request is not None and seq is not None:
+            text = request.detokenizer.text if request.detokenizer is not None else None
+            request.outbox.content.finished[request_id] = request_output(seq, text)
 
     def is_finished(self) -> bool:
-        return not self.scheduler.has_unfinished
+        """Whether every request has ended."""
+        return not self._requests
 
     # -- one step ------------------------------------------------------------------------------------------------
 
     def step(self) -> StepOutput:
-        """Run the next step (one ahead of the tokens returned, on a GPU). Raises EngineError when a worker died."""
-        self._check_open()
-        output = StepOutput()
+        """Run the next step (one ahead of the tokens returned, on a GPU). Returns what has come since the last call
+        for requests from `add_request`. Raises EngineError when a worker died or an earlier step failed.
+        """
+        self._take_step(unless=lambda: False)
+        with self._turns.lock:
+            return self._outbox.fetch()
+
+    def _next_output(self, outbox: Outbox) -> StepOutput:
+        """What has come for the requests of `outbox`. Runs a step, or waits for another thread's, if nothing has."""
+        self._take_step(unless=lambda: bool(outbox))
+        with self._turns.lock:
+            return outbox.fetch()
+
+    def _take_step(self, unless: Callable[[], bool]) -> None:
+        """Run one step in this thread's turn, unless `unless()` comes true while it waits for that."""
+        with deferred_interrupt():
+            if not self._turns.begin(unless):
+                return
+            try:
+                self._check_open()
+                with self._closed_by_errors():
+                    self._run_step()
+            finally:
+                self._turns.end()
+
+    def _run_step(self) -> None:
         plan = self.scheduler.schedule()
         launched = None
         if plan is not None:
@@ -209,44 +315,64 @@ class LLMEngine:
             raise AssertionError("requests are waiting, and none of them can run")
         if self.device.type == "cpu":
             self._in_flight, launched = launched, None
-        if self._in_flight is not None:
-            self._commit(*self._in_flight, output)
-        self._in_flight = launched
-        return output
+        done, self._in_flight = self._in_flight, launched
+        if done is not None:
+            self._commit(*done)
 
-    def _commit(self, plan: StepPlan, result: StepResult, output: StepOutput) -> None:
+    def _commit(self, plan: StepPlan, result: StepResult) -> None:
+        """Hand the tokens of a step to the scheduler, then what they bring to the callers that wait for it."""
         if self.config.tensor_parallel_size > 1:
             self._ranks.wait_for(result.is_done)  # a dead rank would be waited for forever
-        for step in plan.sequences:
-            if step.sampling is not None and step.num_tokens == 1:
-                output.num_decode_tokens += 1
-            else:
-                output.num_prefill_tokens += step.num_tokens
         token_ids = result.token_ids()
         self._link_meter.step_ended(plan)
-        for seq in self.scheduler.commit(plan, token_ids):
-            self._collect(seq, output)
+        updated = self.scheduler.commit(plan, token_ids)
+        pieces = [(seq, self._detokenize(seq)) for seq in updated]
+        with self._turns.lock:
+            self._count_tokens(plan)
+            for seq, text in pieces:
+                self._deliver(seq, text)
         if not self.scheduler.has_unfinished:
             self._link_meter.pause()
 
-    def _collect(self, seq: Sequence, output: StepOutput) -> None:
-        detokenizer = self._detokenizers.get(seq.seq_id)
-        text = None
-        if detokenizer is not None:
-            answer = seq.token_ids[seq.num_prompt_tokens :]
-            output.texts[seq.seq_id] = detokenizer.update(answer, seq.finish_reason is not None)
-            text = detokenizer.text
-            if detokenizer.stopped and seq.finish_reason is None:
-                self.scheduler.finish(seq, "stop")
-            elif detokenizer.stopped:
-                seq.finish_reason = "stop"
-        if seq.finish_reason is not None:
-            output.finished[seq.seq_id] = request_output(seq, text)
-            self._detokenizers.pop(seq.seq_id, None)
+    def _detokenize(self, seq: Sequence) -> str | None:
+        """The text that a sequence's new token brings; it may end the sequence. An error here ends this one alone."""
+        detokenizer = self._requests[seq.seq_id].detokenizer
+        if detokenizer is None:
+            return None
+        error = None
+        try:
+            text = detokenizer.update(seq.token_ids[seq.num_prompt_tokens :], seq.finish_reason is not None)
+        except Exception as raised:
+            text, error = "", f"its text could not be decoded: {type(raised).__name__}: {raised}"
+        if error is None and not detokenizer.stopped:
+            return text
+        reason = "stop" if error is None else "error"
+        if seq.finish_reason is None:
+            self.scheduler.finish(seq, reason, error)
+        elif seq.finish_reason != "error":
+            seq.finish_reason, seq.error = reason, error
+        return text
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise EngineError("the engine is closed; make a new one")
+    def _count_tokens(self, plan: StepPlan) -> None:
+        """Tell each caller how many tokens of its requests the step ran."""
+        for step in plan.sequences:
+            request = self._requests.get(step.seq_id)
+            if request is None:
+                continue  # aborted while the step ran
+            content = request.outbox.content
+            if step.sampling is not None and step.num_tokens == 1:
+                content.num_decode_tokens += 1
+            else:
+                content.num_prefill_tokens += step.num_tokens
+
+    def _deliver(self, seq: Sequence, text: str | None) -> None:
+        request = self._requests[seq.seq_id]
+        if text is not None:
+            request.outbox.content.add_text(seq.seq_id, text)
+        if seq.finish_reason is not None:
+            whole = request.detokenizer.text if request.detokenizer is not None else None
+            request.outbox.content.finished[seq.seq_id] = request_output(seq, whole)
+            del self._requests[seq.seq_id]
 
     def stats(self) -> dict[str, Any]:
         """Counters since the start: blocks, bytes moved, preemptions; bytes in *_bytes, rates in their unit.

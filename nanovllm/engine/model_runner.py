@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import time
 from pathlib import Path
 
 import numpy as np
@@ -14,39 +15,27 @@ from nanovllm.attention.streamed import StreamedAttention
 from nanovllm.config import Config, KVCacheSizes, kv_cache_spec
 from nanovllm.distributed import TPGroup
 from nanovllm.engine import inputs
-from nanovllm.engine.batch import KVMoves, SamplingRow, SequenceStep, StepPlan
+from nanovllm.engine.batch import StepPlan
 from nanovllm.engine.cuda_graphs import DecodeGraphs, DecodeInputs
+from nanovllm.engine.device_guard import current_device, on_own_device
+from nanovllm.engine.largest_step import largest_steps
+from nanovllm.engine.memory_profile import (
+    GRAPH_LAYER_BYTES,
+    MemoryProfile,
+    memory_remedy,
+    reserved_by,
+    used_bytes,
+)
+from nanovllm.engine.step_result import StepResult
 from nanovllm.engine.streamed_graphs import StreamedDecodeGraphs
 from nanovllm.kvcache.offload_engine import OffloadEngine
 from nanovllm.layers.sampler import SamplingTensors, sample
 from nanovllm.loader import load_weights
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.registry import build_model
-from nanovllm.utils.memory import available_host_bytes
+from nanovllm.utils.memory import available_host_bytes, format_bytes
 
 logger = logging.getLogger("nanovllm")
-
-
-class StepResult:
-    """The sampled tokens of a step that may still be running."""
-
-    def __init__(self, tokens: torch.Tensor) -> None:
-        self._host = tokens
-        self._event: torch.cuda.Event | None = None
-        if tokens.is_cuda:
-            self._host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-            self._host.copy_(tokens, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
-
-    def is_done(self) -> bool:
-        return self._event is None or self._event.query()
-
-    def token_ids(self) -> list[int]:
-        """One id per sampling sequence of the plan. Waits for the step."""
-        if self._event is not None:
-            self._event.synchronize()
-        return self._host.tolist()
 
 
 class ModelRunner:
@@ -55,8 +44,14 @@ class ModelRunner:
     ) -> None:
         """Builds and loads this rank's part of the model. `directory`: where the weights are."""
         self.config, self.model_config, self.tp, self.device = config, model_config, tp, device
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
+        self.offload: OffloadEngine | None = None
+        self.graphs: DecodeGraphs | None = None
+        self.streamed_graphs: StreamedDecodeGraphs | None = None
+        with current_device(device), memory_remedy("loading the model"):
+            self._load(directory)
+
+    def _load(self, directory: Path | None) -> None:
+        config, model_config, device, tp = self.config, self.model_config, self.device, self.tp
         self.dtype = getattr(torch, model_config.torch_dtype if config.dtype == "auto" else config.dtype)
         self.max_model_len = config.max_model_len or model_config.max_model_len_limit
         self.model = build_model(model_config, tp, max_model_len=self.max_model_len, dtype=self.dtype, device=device)
@@ -67,82 +62,130 @@ class ModelRunner:
         self.scale = model_config.head_dim**-0.5
         self.spec = kv_cache_spec(config, model_config, tp.size)
         self.backend = choose_backend(config.attn_backend, device, self.dtype, model_config.head_dim)
-        self.offload: OffloadEngine | None = None
-        self.graphs: DecodeGraphs | None = None
-        self.streamed_graphs: StreamedDecodeGraphs | None = None
         self._sampled = torch.zeros(0, dtype=torch.int64, device=device)
 
     # -- KV cache ------------------------------------------------------------------------------------------------
 
-    def measure_num_gpu_blocks(self) -> int:
-        """Blocks of KV that fit beside the model and the memory of its largest step, the smallest over all ranks."""
+    @on_own_device
+    def measure_num_gpu_blocks(self, num_cpu_blocks: int, most_gpu_blocks: int) -> tuple[int, str]:
+        """Blocks of KV that fit beside everything else, the fewest over all ranks, and what rank 0 has room for.
+
+        On a GPU it runs the largest steps and captures the largest graphs that an engine of up to `most_gpu_blocks`
+        blocks can need.
+        """
         if self.device.type == "cuda":
-            num_bytes = self._measure_free_bytes()
+            profile = self._profile_memory(num_cpu_blocks, most_gpu_blocks)
+            num_bytes, room = profile.free_bytes, str(profile)
         else:  # the model itself and everything else on the machine live in the same memory
             num_bytes = int(available_host_bytes() * self.config.gpu_memory_utilization / 2) // self.tp.size
-        num_bytes -= self.spec.staging_bytes if self.config.enable_cpu_offload else 0
+            num_bytes -= self.spec.staging_bytes if num_cpu_blocks else 0
+            room = f"{format_bytes(max(0, num_bytes))} of memory are available for it"
         fitting = torch.tensor([max(0, num_bytes // self.spec.block_bytes)], device=self.device)
-        return int(self.tp.all_gather(fitting).min())
+        return int(self.tp.all_gather(fitting).min()), room
 
-    def _measure_free_bytes(self) -> int:
-        """total x utilization - used - peak + current, after a step of the largest size."""
-        self._warm_up()
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info()
-        stats = torch.cuda.memory_stats()
-        peak, current = stats["allocated_bytes.all.peak"], stats["allocated_bytes.all.current"]
-        return int(total * self.config.gpu_memory_utilization) - (total - free) - peak + current
+    def _profile_memory(self, num_cpu_blocks: int, most_gpu_blocks: int) -> MemoryProfile:
+        """Measured with a cache of one block, which all sequences share."""
+        with memory_remedy("running its largest step"):
+            self.allocate_kv_cache(KVCacheSizes(1, num_cpu_blocks))
+            steps = largest_steps(
+                num_tokens=self.config.max_num_batched_tokens,
+                max_num_seqs=self._max_rows(most_gpu_blocks),
+                max_model_len=self.max_model_len,
+                block_size=self.spec.block_size,
+                group_blocks=self.spec.staging_group_blocks if num_cpu_blocks else 0,
+            )
+            step_bytes = reserved_by(lambda: [self.launch(plan) for plan in steps])
+        graph_bytes = 0 if self.config.enforce_eager else self._measure_graph_bytes(most_gpu_blocks)
+        self._drop_kv_cache()
+        total_bytes = torch.cuda.mem_get_info()[1]
+        return MemoryProfile(
+            total_bytes=total_bytes,
+            utilization=self.config.gpu_memory_utilization,
+            used_bytes=used_bytes(),
+            step_bytes=step_bytes,
+            graph_bytes=graph_bytes,
+        )
 
-    def _warm_up(self) -> None:
-        """Run the largest step once, on two blocks of a throw-away cache that all its sequences share."""
-        torch.cuda.reset_peak_memory_stats()
-        shape = (self.spec.num_layers, 2, self.spec.block_size, self.spec.num_kv_heads, self.spec.head_dim)
-        self.k_cache, self.v_cache = (torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in "kv")
-        longest = min(2 * self.spec.block_size, self.max_model_len)
-        remaining = self.config.max_num_batched_tokens
-        steps: list[SequenceStep] = []
-        while remaining:
-            num_tokens = min(longest, remaining)
-            remaining -= num_tokens
-            sampling = SamplingRow(1.0, 0, 1.0, 0.0, 0, num_tokens)
-            ids = np.zeros(num_tokens, dtype=np.int64)
-            steps.append(SequenceStep(len(steps), ids, 0, num_tokens, (0, 1), num_tokens, sampling))
-        self.launch(StepPlan(0, tuple(steps[: self.config.max_num_seqs]), KVMoves()))
-        del self.k_cache, self.v_cache
+    def _measure_graph_bytes(self, most_gpu_blocks: int) -> int:
+        """From the largest size of each kind, whose memory the others share; their own part is an estimate."""
+        before = used_bytes()
+        all_graphs = self._make_graphs(most_gpu_blocks)
+        for graphs in all_graphs:
+            self._capture(graphs, graphs.sizes[-1:])
+        num_bytes = used_bytes() - before
+        num_others = sum(len(graphs.sizes) - 1 for graphs in all_graphs)
+        self._reset_graphs()
+        return num_bytes + num_others * self.spec.num_layers * GRAPH_LAYER_BYTES
 
+    def _max_rows(self, num_gpu_blocks: int) -> int:
+        """Most sequences in one step: each needs a block of its own on the GPU to write to."""
+        return min(self.config.max_num_seqs, num_gpu_blocks)
+
+    @on_own_device
     def allocate_kv_cache(self, sizes: KVCacheSizes) -> None:
-        """All KV memory, once. With CPU blocks the cache on the GPU is the slots of the OffloadEngine."""
-        if sizes.num_cpu_blocks:
-            self.offload = OffloadEngine(self.spec, sizes, self.dtype, self.device)
-            self.k_cache, self.v_cache = self.offload.k_cache_gpu, self.offload.v_cache_gpu
-            return
-        spec = self.spec
-        shape = (spec.num_layers, sizes.num_gpu_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
-        # On the CPU memory that nothing touches costs nothing; on the GPU it could hold NaN, which 0 x NaN lets through
-        make = torch.zeros if self.device.type == "cuda" else torch.empty
-        self.k_cache, self.v_cache = (make(shape, dtype=self.dtype, device=self.device) for _ in "kv")
+        """All KV memory. With CPU blocks the cache on the GPU is the slots of the OffloadEngine."""
+        with memory_remedy("allocating the KV cache"):
+            if sizes.num_cpu_blocks:
+                if self.offload is None:
+                    self.offload = OffloadEngine(self.spec, sizes.num_cpu_blocks, self.dtype, self.device)
+                self.offload.allocate_slots(sizes.num_gpu_blocks)
+                self.k_cache, self.v_cache = self.offload.k_cache_gpu, self.offload.v_cache_gpu
+                return
+            spec = self.spec
+            shape = (spec.num_layers, sizes.num_gpu_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
+            # Untouched CPU pages are free, so leave them uninitialised. Zero the GPU cache: garbage may be NaN, and a
+            # masked weight of 0 does not cancel NaN.
+            make = torch.zeros if self.device.type == "cuda" else torch.empty
+            self.k_cache, self.v_cache = (make(shape, dtype=self.dtype, device=self.device) for _ in ("k", "v"))
 
-    @torch.inference_mode()
-    def capture_graphs(self) -> None:
+    def _drop_kv_cache(self) -> None:
+        """Let go of the blocks on the GPU, so that others can be allocated."""
+        del self.k_cache, self.v_cache
+        if self.offload is not None:
+            self.offload.drop_slots()
+
+    @on_own_device
+    def capture_graphs(self, num_gpu_blocks: int) -> None:
         """Decode steps become CUDA graphs from here on. Needs the KV cache."""
+        start_s, start_bytes = time.perf_counter(), used_bytes()
+        all_graphs = self._make_graphs(num_gpu_blocks)
+        for graphs in all_graphs:
+            self._capture(graphs, graphs.sizes)
+        sizes = ", ".join(f"{len(graphs.sizes)} {graphs.name}" for graphs in all_graphs)
+        seconds, num_bytes = time.perf_counter() - start_s, used_bytes() - start_bytes
+        logger.info("captured decode graphs (%s) in %.1f s, %s", sizes, seconds, format_bytes(num_bytes))
+
+    def _make_graphs(self, num_gpu_blocks: int) -> list[DecodeGraphs | StreamedDecodeGraphs]:
+        head = self.model.lm_head
         static = DecodeInputs(
-            max_num_seqs=self.config.max_num_seqs,
+            max_num_seqs=self._max_rows(num_gpu_blocks),
             max_model_len=self.max_model_len,
             block_size=self.spec.block_size,
+            vocab_size=self.model_config.vocab_size,
+            padded_vocab_size=head.padded_vocab_size,
+            dtype=self.dtype,
             device=self.device,
         )
         self.graphs = DecodeGraphs(static)
-        self._capture(self.graphs)
-        if self.offload is not None:
-            num_heads = self.model_config.num_heads // self.tp.size
-            self.streamed_graphs = StreamedDecodeGraphs(static, self.backend, self.offload, self.scale, num_heads)
-            self._capture(self.streamed_graphs)
+        if self.offload is None:
+            return [self.graphs]
+        num_heads = self.model_config.num_heads // self.tp.size
+        self.streamed_graphs = StreamedDecodeGraphs(static, self.backend, self.offload, self.scale, num_heads)
+        return [self.graphs, self.streamed_graphs]
 
-    def _capture(self, graphs: DecodeGraphs | StreamedDecodeGraphs) -> None:
+    @torch.inference_mode()
+    def _capture(self, graphs: DecodeGraphs | StreamedDecodeGraphs, sizes: list[int]) -> None:
         if self.tp.size > 1:
             self.tp.on_close.append(graphs.reset)
-        graphs.capture(self.model, self._paged_attention, show_progress=self.tp.rank == 0)
+        with memory_remedy("capturing CUDA graphs"):
+            graphs.capture(self.model, self._paged_attention, sizes, show_progress=self.tp.rank == 0)
+
+    def _reset_graphs(self) -> None:
+        for graphs in (self.graphs, self.streamed_graphs):
+            if graphs is not None:
+                graphs.reset()
+        self.graphs = self.streamed_graphs = None
+        self.tp.on_close.clear()
 
     def freeze_objects(self) -> None:
         """The garbage collector leaves out what exists now, until `close`.
@@ -155,6 +198,7 @@ class ModelRunner:
 
     # -- one step ------------------------------------------------------------------------------------------------
 
+    @on_own_device
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepResult:
         """Enqueue the step. On the CPU it has run when this returns, on the GPU it need not have. Hot."""
@@ -230,21 +274,22 @@ class ModelRunner:
         """Counters of the copies of this rank, and the rate of its link."""
         return {} if self.offload is None else self.offload.stats()
 
+    @on_own_device
     def close(self) -> None:
         """Finish what is enqueued and let go of all memory; only the garbage collector may touch this afterwards."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        for graphs in (self.graphs, self.streamed_graphs):
-            if graphs is not None:
-                graphs.reset()
-        if self.offload is not None:
-            self.offload.close()
-        self.graphs = self.streamed_graphs = self.offload = None
-        for name in ("model", "k_cache", "v_cache"):
-            vars(self).pop(name, None)
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-            gc.unfreeze()
+        try:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()
+        finally:  # a GPU that has failed cannot finish; the memory goes all the same
+            self._reset_graphs()
+            if self.offload is not None:
+                self.offload.close()
+            self.offload = None
+            for name in ("model", "k_cache", "v_cache"):
+                vars(self).pop(name, None)
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+                gc.unfreeze()
 
 
 def _is_filtered(arrays: dict[str, np.ndarray]) -> bool:

@@ -1,65 +1,85 @@
-"""What comes out of the engine: finished requests, and what one step brought."""
+"""What comes out of the engine: outputs of finished requests, and what one step brought."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TypedDict
 
 from nanovllm.engine.sequence import Sequence
 
 
-class RequestOutput(TypedDict):
-    """What a finished request returns. `text` is None when the model came without a tokenizer."""
+class _ErrorOutput(TypedDict, total=False):
+    error: str
+
+
+class RequestOutput(_ErrorOutput):
+    """The output of a request that has ended.
+
+    text: None when the model came without a tokenizer. finish_reason: "stop" (an end token or a stop string), "length"
+    (max_tokens), "abort" or "error"; the last two keep what was generated before. num_cached_tokens: prompt tokens
+    found in the prefix cache. ttft_s: seconds from arrival to the first token, None if there was none. tpot_s: mean
+    seconds between tokens, None for fewer than two. error: what happened, present only with finish_reason "error".
+    """
 
     text: str | None
     token_ids: list[int]
+    prompt_token_ids: list[int]
     finish_reason: str
     num_prompt_tokens: int
-    num_cached_tokens: int  # prompt tokens found in the prefix cache
-    ttft_s: float | None  # arrival to first token
-    tpot_s: float | None  # mean time between tokens; None for a single token
+    num_cached_tokens: int
+    ttft_s: float | None
+    tpot_s: float | None
 
 
 @dataclass
 class StepOutput:
-    """What a step brought: `texts` holds the new text of each request that got a token."""
+    """What one or more steps brought, by request id. `texts` holds the new text of each request that got a token."""
 
     finished: dict[int, RequestOutput] = field(default_factory=dict)
     texts: dict[int, str] = field(default_factory=dict)
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
 
-    def merge(self, other: "StepOutput") -> None:
-        """Add what a later step brought."""
-        self.finished |= other.finished
-        for request_id, text in other.texts.items():
-            self.texts[request_id] = self.texts.get(request_id, "") + text
-        self.num_prefill_tokens += other.num_prefill_tokens
-        self.num_decode_tokens += other.num_decode_tokens
+    def add_text(self, request_id: int, text: str) -> None:
+        self.texts[request_id] = self.texts.get(request_id, "") + text
 
-    def take(self, request_ids: Iterable[int] | None) -> "StepOutput":
-        """Remove and return what belongs to these requests (None: to any), and the token counts."""
-        ids = set(self.texts) | set(self.finished) if request_ids is None else set(request_ids)
-        taken = StepOutput(
-            {i: self.finished.pop(i) for i in ids & self.finished.keys()},
-            {i: self.texts.pop(i) for i in ids & self.texts.keys()},
-            self.num_prefill_tokens,
-            self.num_decode_tokens,
-        )
-        self.num_prefill_tokens = self.num_decode_tokens = 0
-        return taken
+
+class Outbox:
+    """Where the outputs of some requests collect until the caller that owns them fetches them.
+
+    Filled and fetched with the engine's lock held (turns.py).
+    """
+
+    def __init__(self) -> None:
+        self.content = StepOutput()
+
+    def __bool__(self) -> bool:
+        """Whether a request has brought text or ended."""
+        return bool(self.content.texts or self.content.finished)
+
+    def fetch(self) -> StepOutput:
+        """Everything since the last call."""
+        content, self.content = self.content, StepOutput()
+        return content
 
 
 def request_output(seq: Sequence, text: str | None) -> RequestOutput:
-    """What to return of a finished sequence. `text`: its whole answer, None without a tokenizer."""
+    """The output of an ended sequence. `text`: its whole answer, None without a tokenizer."""
+    assert seq.finish_reason is not None, f"sequence {seq.seq_id} has not ended"
     token_ids = seq.output_token_ids
-    assert seq.finish_reason is not None and seq.first_token_s is not None and seq.last_token_s is not None
-    spread_s = seq.last_token_s - seq.first_token_s
-    return RequestOutput(
+    ttft_s = tpot_s = None
+    if seq.first_token_s is not None and seq.last_token_s is not None:
+        ttft_s = seq.first_token_s - seq.arrival_s
+        if len(token_ids) > 1:
+            tpot_s = (seq.last_token_s - seq.first_token_s) / (len(token_ids) - 1)
+    output = RequestOutput(
         text=text,
         token_ids=token_ids,
+        prompt_token_ids=seq.prompt_token_ids,
         finish_reason=seq.finish_reason,
         num_prompt_tokens=seq.num_prompt_tokens,
         num_cached_tokens=seq.num_hit_tokens or 0,
-        ttft_s=seq.first_token_s - seq.arrival_s,
-        tpot_s=spread_s / (len(token_ids) - 1) if len(token_ids) > 1 else None,
+        ttft_s=ttft_s,
+        tpot_s=tpot_s,
     )
+    if seq.error is not None:
+        output["error"] = seq.error
+    return output

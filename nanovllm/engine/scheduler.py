@@ -14,6 +14,8 @@ from nanovllm.engine.batch import KVMoves, SamplingRow, SequenceStep, StepPlan
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.kvcache.base import KVCacheManager, PagedKeys
 
+NO_TOKEN = -1  # what the sampler returns for a row that it cannot draw from (layers/sampler.py)
+
 
 class Scheduler:
     def __init__(
@@ -38,9 +40,13 @@ class Scheduler:
         self._placed: list[tuple[Sequence, int]] = []
         self._budget = 0
 
+    def check_fits(self, seq: Sequence) -> None:
+        """Raise ValueError when a request could never run. Changes nothing."""
+        self.kv.check_fits(seq)
+
     def add(self, seq: Sequence) -> None:
         """Queue a request. ValueError when it could never run."""
-        self.kv.check_fits(seq)
+        self.check_fits(seq)
         self.waiting.append(seq)
         self.sequences[seq.seq_id] = seq
 
@@ -55,14 +61,15 @@ class Scheduler:
             self.finish(seq, "abort")
         return seq
 
-    def finish(self, seq: Sequence, reason: str) -> None:
+    def finish(self, seq: Sequence, reason: str, error: str | None = None) -> None:
+        """End a request. `error`: what happened, with reason "error"."""
         if seq.status is SequenceStatus.RUNNING:
             self.running.remove(seq)
         else:
             self.waiting.remove(seq)
         self.kv.free(seq)
         seq.status = SequenceStatus.FINISHED
-        seq.finish_reason = reason
+        seq.finish_reason, seq.error = reason, error
         del self.sequences[seq.seq_id]
 
     # -- planning ------------------------------------------------------------------------------------------------
@@ -184,8 +191,11 @@ class Scheduler:
             seq = self.sequences.get(seq_id)
             if seq is None:
                 continue  # ended or aborted while this step ran
-            seq.append_pending(token_id, position)
             updated.append(seq)
+            if token_id == NO_TOKEN:
+                self.finish(seq, "error", f"the model's logits for token {position} hold NaN or infinity")
+                continue
+            seq.append_pending(token_id, position)
             is_eos = token_id in self.eos_token_ids and not seq.params.ignore_eos
             if is_eos or token_id in seq.params.stop_token_ids:
                 self.finish(seq, "stop")

@@ -33,7 +33,8 @@ class Sequence:
         self.params = params
         self.seed = seed
         self.status = SequenceStatus.WAITING
-        self.finish_reason: str | None = None  # "stop", "length" or "abort"
+        self.finish_reason: str | None = None  # "stop", "length", "abort" or "error"
+        self.error: str | None = None  # with "error": what happened
 
         self.num_pending_tokens = 0
         self.pending_row = -1  # of the newest pending token, among the sampled rows of the step that samples it
@@ -67,6 +68,10 @@ class Sequence:
     def max_kv_tokens(self) -> int:
         """Most tokens whose K/V this request ever needs: the last sampled token is never an input."""
         return self.num_prompt_tokens + self.params.max_tokens - 1
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return self.token_ids[: self.num_prompt_tokens].tolist()
 
     @property
     def output_token_ids(self) -> list[int]:

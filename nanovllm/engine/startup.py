@@ -1,5 +1,6 @@
 """What an engine finds out or makes once, at its start: the device, the machine, a rank's runner, the tokenizer."""
 
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -61,3 +62,16 @@ def load_tokenizer(directory: Path | None) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(str(directory))
+
+
+def release_failed_start(error: BaseException, device: torch.device) -> None:
+    """Give back what a failed start holds on the GPU, while the caller keeps the exception.
+
+    The frames of its traceback hold tensors: the half-built model, the activations of the largest step.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        traceback.clear_frames(cause.__traceback__)
+        cause = cause.__cause__ or cause.__context__
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -14,37 +14,43 @@ have a pool of their own.
 """
 
 import itertools
-import logging
-import time
-from typing import Any
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
 from nanovllm.attention.base import AttentionBackend, PagedBatch, PartialAttention
-from nanovllm.engine.cuda_graphs import DecodeInputs, MakeAttention, capture_stream, graph_sizes
+from nanovllm.engine.cuda_graphs import DecodeInputs, MakeAttention
+from nanovllm.engine.graph_capture import capture, capture_stream
 from nanovllm.kvcache.offload_engine import OffloadEngine
 from nanovllm.layers.kv_cells import KVCells
 from nanovllm.models.decoder import CausalLM
 
-logger = logging.getLogger("nanovllm")
-
 
 class _Cutter:
-    """A StepAttention that ends one captured piece after each paged call, and begins the next."""
+    """A StepAttention that ends one captured piece after each paged call, and begins the next.
+
+    A context manager: it begins the first piece, and whatever happens, no stream is left capturing.
+    """
 
     def __init__(self, graphs: "StreamedDecodeGraphs", size: int, pool: Any) -> None:
         self.graphs, self.size, self.pool = graphs, size, pool
         self.pieces: list[torch.cuda.CUDAGraph] = []
-        self.begin_piece()
+        self._capture: AbstractContextManager[torch.cuda.CUDAGraph]
 
-    def begin_piece(self) -> None:
-        self.pieces.append(torch.cuda.CUDAGraph())
-        self.pieces[-1].capture_begin(pool=self.pool)
+    def __enter__(self) -> "_Cutter":
+        self._begin_piece()
+        return self
 
-    def end_piece(self) -> None:
-        self.pieces[-1].capture_end()
+    def __exit__(self, *exc_info: Any) -> None:
+        self._capture.__exit__(*exc_info)
+
+    def _begin_piece(self) -> None:
+        self._capture = capture(self.pool)
+        self.pieces.append(self._capture.__enter__())
 
     def cells(self, layer: int) -> KVCells:
         offload = self.graphs.offload
@@ -53,13 +59,22 @@ class _Cutter:
 
     def attend(self, layer: int, q_THD: torch.Tensor) -> torch.Tensor:
         out = self.graphs.attend_paged(self.size, layer, q_THD)
-        self.end_piece()
-        self.begin_piece()
+        self._capture.__exit__(None, None, None)
+        self._begin_piece()
         return out
 
 
+def streamed_sizes(max_num_seqs: int) -> list[int]:
+    """1, 2, 4, 8, 16, 32 ... and max_num_seqs itself. A size takes a graph per layer, and padded rows cost nothing
+    beside the copies that a streamed step waits for.
+    """
+    return sorted({*(2**i for i in range(max_num_seqs.bit_length())), max_num_seqs})
+
+
 class StreamedDecodeGraphs:
-    """Decode steps that stream groups and load nothing into slots, for up to one sequence per ring slot."""
+    """Decode steps that stream groups and load nothing into slots."""
+
+    name: ClassVar[str] = "streamed"
 
     def __init__(
         self,
@@ -71,7 +86,7 @@ class StreamedDecodeGraphs:
     ) -> None:
         """`num_heads`: query heads of this rank."""
         self.inputs, self.backend, self.offload, self.scale = inputs, backend, offload, scale
-        self.sizes = graph_sizes(min(inputs.sizes[-1], offload.num_ring_slots))
+        self.sizes = streamed_sizes(inputs.max_num_seqs)
         largest, spec = self.sizes[-1], offload.spec
         caches = offload.k_cache_gpu
         self._q, self._out = (caches.new_zeros(largest, num_heads, spec.head_dim) for _ in range(2))
@@ -83,30 +98,30 @@ class StreamedDecodeGraphs:
         self._group_held: list[bytes] = [b""] * num_buffers  # what the two hold
         self._pieces: dict[int, list[torch.cuda.CUDAGraph]] = {}
         self._group_graphs: dict[int, list[torch.cuda.CUDAGraph]] = {}
-        self._logits: dict[int, torch.Tensor] = {}
 
     # -- capture -------------------------------------------------------------------------------------------------
 
-    def capture(self, model: CausalLM, make_attention: MakeAttention, show_progress: bool) -> None:
-        start_s = time.perf_counter()
+    def capture(
+        self, model: CausalLM, make_attention: MakeAttention, sizes: Sequence[int], show_progress: bool
+    ) -> None:
+        """Capture these sizes, the largest first, whose memory the others then share."""
         pool, group_pool = torch.cuda.graph_pool_handle(), torch.cuda.graph_pool_handle()
-        sizes = self.sizes[::-1]
-        for size in tqdm(sizes, desc="Capturing streamed decode", unit="size", disable=not show_progress):
+        for size in tqdm(
+            sorted(sizes, reverse=True), desc="Capturing streamed decode", unit="size", disable=not show_progress
+        ):
             slot_mapping = self.inputs.arrays(size)["slot_mapping"]
             self.inputs.run(model, size, make_attention(slot_mapping, self.inputs.batch(size)))
             for buffer in range(len(self._group_lens)):
                 self._attend_group(size, buffer)  # compiles, like the line above
             torch.cuda.synchronize()
             with torch.cuda.stream(capture_stream(self.inputs.device)):
-                cutter = _Cutter(self, size, pool)
-                self._logits[size] = self.inputs.run(model, size, cutter)
-                cutter.end_piece()
+                with _Cutter(self, size, pool) as cutter:
+                    self.inputs.run(model, size, cutter)
                 self._pieces[size] = cutter.pieces
                 self._group_graphs[size] = [
                     self._capture_group(size, b, group_pool) for b in range(len(self._group_lens))
                 ]
             torch.cuda.synchronize()
-        logger.info("captured streamed decode at %d sizes in %.1f s", len(sizes), time.perf_counter() - start_s)
 
     def reset(self) -> None:
         """Destroy all graphs."""
@@ -125,10 +140,8 @@ class StreamedDecodeGraphs:
         return self._out[:size]
 
     def _capture_group(self, size: int, buffer: int, pool: Any) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(pool=pool)
-        self._attend_group(size, buffer)
-        graph.capture_end()
+        with capture(pool) as graph:
+            self._attend_group(size, buffer)
         return graph
 
     def _attend_group(self, size: int, buffer: int) -> None:
@@ -172,7 +185,7 @@ class StreamedDecodeGraphs:
                     self._group_tables[buffer, :size].copy_(tables)
                 self._group_graphs[size][buffer].replay()
         pieces[-1].replay()
-        return self._logits[size][:num_seqs]
+        return self.inputs.logits(num_seqs)
 
 
 def _pad_group(

@@ -29,7 +29,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import torch
 
-from nanovllm.config import NUM_STAGING_GROUPS, KVCacheSizes, KVCacheSpec
+from nanovllm.config import NUM_STAGING_GROUPS, KVCacheSpec
 from nanovllm.engine.batch import KVMoves, SlotLoad, StreamedGroup
 from nanovllm.kvcache.link import measure_link
 from nanovllm.kvcache.pinned_memory import HostBuffer
@@ -44,32 +44,24 @@ class OffloadEngine:
     def __init__(
         self,
         spec: KVCacheSpec,
-        sizes: KVCacheSizes,
+        num_cpu_blocks: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.spec = spec
-        self.num_ring_slots = sizes.num_gpu_blocks
-        self.ring_slots = range(self.num_ring_slots)
+        """Allocates the CPU pool and the staging groups; `allocate_slots` the rest."""
+        self.spec, self.dtype, self.device = spec, dtype, device
         self.streams: Streams = make_streams(device)
         block_shape = (spec.block_size, spec.num_kv_heads, spec.head_dim)
-        host_bytes = spec.block_bytes // 2 * sizes.num_cpu_blocks
+        host_bytes = spec.block_bytes // 2 * num_cpu_blocks
         self._host_buffers = [HostBuffer(host_bytes, pinned=device.type == "cuda") for _ in ("k", "v")]
         self.k_cache_cpu, self.v_cache_cpu = (
-            buffer.tensor.view(dtype).view(spec.num_layers, sizes.num_cpu_blocks, *block_shape)
+            buffer.tensor.view(dtype).view(spec.num_layers, num_cpu_blocks, *block_shape)
             for buffer in self._host_buffers
         )
-        slots_shape = (spec.num_layers, self.num_ring_slots, *block_shape)
-        self.k_cache_gpu, self.v_cache_gpu = (torch.zeros(slots_shape, dtype=dtype, device=device) for _ in "kv")
         staging_shape = (NUM_STAGING_GROUPS, spec.staging_group_blocks, *block_shape)
         self.k_staging, self.v_staging = (torch.zeros(staging_shape, dtype=dtype, device=device) for _ in "kv")
-
-        # Which event stands for the newest work of a kind on a slot (or CPU block) and layer. Slots may share one.
-        per_slot_and_layer = (self.num_ring_slots, spec.num_layers)
-        self.ring_slot_ready = np.full(per_slot_and_layer, None)
-        self.ring_slot_compute_done = np.full(per_slot_and_layer, None)
-        self.ring_slot_offload_done = np.full(per_slot_and_layer, None)
-        self.cpu_block_offloaded = np.full((sizes.num_cpu_blocks, spec.num_layers), None)
+        # The newest copy into a CPU block, for each block and layer
+        self.cpu_block_offloaded = np.full((num_cpu_blocks, spec.num_layers), None)
         self.staging_ready: list[Event | None] = [None] * NUM_STAGING_GROUPS
         self.staging_compute_done: list[Event | None] = [None] * NUM_STAGING_GROUPS
 
@@ -78,9 +70,29 @@ class OffloadEngine:
         self._queue: deque[tuple[int, SlotLoad | StreamedGroup]] = deque()  # loads not enqueued yet, with their layer
         self._num_filled = 0  # staging groups filled since the start, and those released; both in turn
         self._num_released = 0
+        self.link_byte_per_s = measure_link(self.streams, self.k_cache_cpu, self.k_staging)  # None on a CPU
+
+    def allocate_slots(self, num_ring_slots: int) -> None:
+        """Make the slots on the GPU and start counting bytes. Before the first step, or after `drop_slots`."""
+        self.num_ring_slots = num_ring_slots
+        self.ring_slots = range(num_ring_slots)
+        spec = self.spec
+        shape = (spec.num_layers, num_ring_slots, spec.block_size, spec.num_kv_heads, spec.head_dim)
+        self.k_cache_gpu, self.v_cache_gpu = (
+            torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in ("k", "v")
+        )
+        # Which event stands for the newest work of a kind on a slot and layer. Slots may share one.
+        per_slot_and_layer = (num_ring_slots, spec.num_layers)
+        self.ring_slot_ready = np.full(per_slot_and_layer, None)
+        self.ring_slot_compute_done = np.full(per_slot_and_layer, None)
+        self.ring_slot_offload_done = np.full(per_slot_and_layer, None)
         self.num_loaded_bytes = 0
         self.num_offloaded_bytes = 0
-        self.link_byte_per_s = measure_link(self.streams, self.k_cache_cpu, self.k_staging)  # None on a CPU
+
+    def drop_slots(self) -> None:
+        """Finish all copies and let go of the slots, before others are allocated."""
+        self.streams.synchronize()
+        del self.k_cache_gpu, self.v_cache_gpu
 
     # -- one step ------------------------------------------------------------------------------------------------
 
@@ -228,6 +240,8 @@ class OffloadEngine:
 
     def close(self) -> None:
         """Finish all copies and unpin the CPU pool; the caches must not be used after this."""
-        self.streams.synchronize()
-        for buffer in self._host_buffers:
-            buffer.close()
+        try:
+            self.streams.synchronize()
+        finally:  # a GPU that has failed finishes nothing; the memory is unpinned all the same
+            for buffer in self._host_buffers:
+                buffer.close()

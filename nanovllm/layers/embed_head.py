@@ -51,6 +51,16 @@ class VocabParallelEmbedding(_VocabParallel):
 class ParallelLMHead(_VocabParallel):
     """`tied_to` is the embedding's weight of a model with tied embeddings; the head then owns no memory."""
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[S, hidden_size] -> logits [S, vocab_size], the same on every rank, in the dtype of the weight."""
-        return self.tp.all_gather(F.linear(hidden, self.weight))[:, : self.vocab_size]
+    @property
+    def padded_vocab_size(self) -> int:
+        """Width of the logits of all ranks together, padding included."""
+        return self.rows_per_rank * self.tp.size
+
+    def forward(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """[S, hidden_size] -> logits [S, vocab_size], the same on every rank, in the dtype of the weight.
+
+        `out` [S, padded_vocab_size]: where they go; None: to a new tensor.
+        """
+        if self.tp.size == 1:
+            return F.linear(hidden, self.weight) if out is None else torch.mm(hidden, self.weight.t(), out=out)
+        return self.tp.all_gather(F.linear(hidden, self.weight), out)[:, : self.vocab_size]

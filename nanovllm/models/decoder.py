@@ -164,9 +164,12 @@ class CausalLM(nn.Module):
         """
         return self.model(input_ids, positions, attn, rope_lens, rows)
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[S, hidden_size] -> [S, vocab_size], the same on every rank, in the model's dtype."""
-        return self.lm_head(hidden)
+    def compute_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """[S, hidden_size] -> [S, vocab_size], the same on every rank, in the model's dtype.
+
+        `out` [S, lm_head.padded_vocab_size]: where they go; None: to a new tensor.
+        """
+        return self.lm_head(hidden, out)
 
     def weight_shards(self) -> Iterator[tuple[str, WeightShard]]:
         """(name in the checkpoint, where it goes) of every tensor that fills this rank's parameters."""

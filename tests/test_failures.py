@@ -1,0 +1,233 @@
+"""After an error: a step that fails closes the engine, a request that fails ends alone, a start that fails leaves
+nothing behind.
+"""
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import write_tiny_model, write_tiny_tokenizer
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.engine.memory_profile import memory_remedy
+from nanovllm.engine.scheduler import NO_TOKEN
+from nanovllm.errors import EngineError
+
+KINDS = {
+    "all GPU": {"num_kvcache_blocks": 20},
+    "offload": {"enable_cpu_offload": True, "num_gpu_blocks": 3, "num_cpu_blocks": 20, "kvcache_block_size": 256},
+}
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+LONG = [7, *range(300), *range(300)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("tiny")
+    write_tiny_tokenizer(write_tiny_model(directory, max_position_embeddings=2048))
+    return directory
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def make_llm(model: Path, kind: str, **options: Any) -> LLM:
+    defaults = {"dtype": "float32", "device": "cpu", "max_num_batched_tokens": 200}
+    return LLM(str(model), **(defaults | KINDS[kind] | options))
+
+
+# -- a step that fails -----------------------------------------------------------------------------------------------
+
+
+def fail_once(owner: Any, name: str, error: BaseException, after: int = 0) -> None:
+    """Call number `after` + 1 of a method raises, before it has done anything."""
+    original, num_calls = getattr(owner, name), [0]
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        num_calls[0] += 1
+        if num_calls[0] == after + 1:
+            raise error
+        return original(*args, **kwargs)
+
+    setattr(owner, name, failing)
+
+
+FAULTS: dict[str, Callable[[LLM, BaseException], None]] = {
+    "planning": lambda llm, error: fail_once(llm.scheduler.kv, "plan_step", error, after=1),
+    "a layer": lambda llm, error: fail_once(llm.runner.model.model.layers[0].mlp, "forward", error, after=1),
+    "the sampler": lambda llm, error: fail_once(llm.runner.model, "compute_logits", error),
+    "the commit": lambda llm, error: fail_once(llm.scheduler, "commit", error, after=1),
+}
+
+
+@pytest.mark.parametrize("where", FAULTS)
+def test_step_raises_engine_refuses_further_use_and_names_the_cause(model: Path, kind: str, where: str) -> None:
+    """Regression: the prefix cache vouched for K and V of a step that had failed, and the same prompt, asked again,
+    found 512 cached tokens and was answered with wrong tokens.
+    """
+    with make_llm(model, kind) as llm:
+        (expected,) = llm.generate([LONG], GREEDY, use_tqdm=False)
+    with make_llm(model, kind) as llm:
+        other = llm.add_request([1, 2, 3], GREEDY)
+        FAULTS[where](llm, torch.OutOfMemoryError("tried to allocate 8 GiB"))
+        with pytest.raises(torch.OutOfMemoryError):
+            llm.generate([LONG], GREEDY, use_tqdm=False)
+        calls: list[Callable[[], object]] = [
+            lambda: llm.generate([LONG], GREEDY, use_tqdm=False),
+            lambda: llm.add_request(LONG, GREEDY),
+            lambda: list(llm.stream("x", GREEDY)),
+            llm.step,
+            llm.stats,
+        ]
+        for call in calls:
+            with pytest.raises(EngineError, match="a step failed with OutOfMemoryError: tried to allocate 8 GiB; make"):
+                call()
+        assert not llm.abort(other)
+    with make_llm(model, kind) as llm:
+        assert llm.generate([LONG], GREEDY, use_tqdm=False)[0]["token_ids"] == expected["token_ids"]
+
+
+def test_second_ctrl_c_inside_a_step_closes_the_engine(model: Path, kind: str) -> None:
+    """Regression: two quick Ctrl-C left a step halfway, and the next call found tokens cached that were not there."""
+    with make_llm(model, kind) as llm:
+        forward = llm.runner.model.model.layers[0].mlp.forward
+
+        def interrupted(hidden: torch.Tensor) -> torch.Tensor:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+            return forward(hidden)
+
+        llm.runner.model.model.layers[0].mlp.forward = interrupted
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([LONG], GREEDY, use_tqdm=False)
+        with pytest.raises(EngineError, match="a step failed with KeyboardInterrupt"):
+            llm.generate([LONG], GREEDY, use_tqdm=False)
+
+
+def test_step_raises_in_one_thread_the_others_get_an_engine_error(model: Path, kind: str) -> None:
+    with make_llm(model, kind) as llm:
+        fail_once(llm.runner.model, "compute_logits", RuntimeError("broken"), after=4)
+        errors: list[BaseException] = []
+
+        def ask(first: int) -> None:
+            try:
+                llm.generate([[first, 2, 3]], SamplingParams(max_tokens=200, ignore_eos=True), use_tqdm=False)
+            except RuntimeError as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=ask, args=(i,)) for i in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert len(errors) == 3 and sum(isinstance(error, EngineError) for error in errors) == 2
+        assert all("broken" in str(error) for error in errors)
+
+
+# -- a request that fails ----------------------------------------------------------------------------------------------
+
+
+def one_step_ahead(llm: LLM) -> None:
+    """As on a GPU: plan a step before the tokens of the last one are back."""
+    llm.device = type("OneStepAhead", (), {"type": "one step ahead"})()  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_detokenizer_raises_only_its_request_ends(model: Path, kind: str, ahead: bool) -> None:
+    """Regression: one step ahead, the same plan was committed again at every later step, and all requests were lost."""
+    prompts = ["Hello world", "The quick", "x"]
+    with make_llm(model, kind) as llm:
+        if ahead:
+            one_step_ahead(llm)
+        expected = llm.generate(prompts, GREEDY, use_tqdm=False)
+        ids = [llm.add_request(prompt, GREEDY) for prompt in prompts]
+        llm.step()
+        detokenizer = llm._requests[ids[1]].detokenizer
+        assert detokenizer is not None
+        fail_once(detokenizer, "update", UnicodeError("no such text"), after=2)
+        finished: dict[int, Any] = {}
+        while not llm.is_finished():
+            finished |= llm.step().finished
+        assert finished[ids[1]]["finish_reason"] == "error"
+        assert finished[ids[1]]["error"] == "its text could not be decoded: UnicodeError: no such text"
+        answer = finished[ids[1]]["token_ids"]
+        assert 3 <= len(answer) <= 4 and answer == expected[1]["token_ids"][: len(answer)]
+        for i in (0, 2):
+            assert finished[ids[i]]["token_ids"] == expected[i]["token_ids"] and "error" not in finished[ids[i]]
+        llm.scheduler.check_integrity()
+        again = llm.generate(prompts, GREEDY, use_tqdm=False)
+        assert [output["token_ids"] for output in again] == [output["token_ids"] for output in expected]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_nan_logits_end_their_request_with_an_error(model: Path, kind: str, ahead: bool) -> None:
+    """Regression: NaN logits were sampled, and the answer was a row of zeros that ended with "length"."""
+    with make_llm(model, kind, enable_prefix_caching=False) as llm:
+        if ahead:
+            one_step_ahead(llm)
+        prompts = [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
+        expected = llm.generate(prompts, GREEDY, use_tqdm=False)
+        with torch.no_grad():
+            unused = next(
+                token_id
+                for token_id in range(10, 300)
+                if all(token_id not in output["token_ids"] for output in expected)
+            )
+            llm.runner.model.model.embed_tokens.weight[unused] = torch.nan
+        outputs = llm.generate([prompts[0], [4, unused, 6], prompts[2]], GREEDY, use_tqdm=False)
+        assert outputs[1]["finish_reason"] == "error" and outputs[1]["token_ids"] == []
+        assert "token 3 hold NaN or infinity" in outputs[1]["error"]
+        assert [outputs[i]["token_ids"] for i in (0, 2)] == [expected[i]["token_ids"] for i in (0, 2)]
+        with pytest.raises(EngineError, match=r"the request failed: .*NaN"):
+            list(llm.stream([4, unused, 6], GREEDY))
+        again = llm.generate(prompts, GREEDY, use_tqdm=False)
+        assert [output["token_ids"] for output in again] == [output["token_ids"] for output in expected]
+        llm.scheduler.check_integrity()
+
+
+def test_no_token_is_what_the_sampler_returns_for_nan() -> None:
+    from nanovllm.layers import sampler
+
+    assert sampler.NO_TOKEN == NO_TOKEN
+
+
+# -- a start that fails ------------------------------------------------------------------------------------------------
+
+
+def test_memory_remedy_out_of_memory_is_a_value_error_that_says_what_to_lower() -> None:
+    message = "CUDA out of memory. Tried to allocate 10.00 GiB. GPU 0 has a total capacity of 139.80 GiB"
+    expected = r"ran out of memory while capturing \(CUDA out of memory. Tried to allocate 10.00 GiB\); lower max_num_b"
+    with pytest.raises(ValueError, match=expected), memory_remedy("capturing"):
+        raise torch.OutOfMemoryError(message)
+    with pytest.raises(RuntimeError, match="something else"), memory_remedy("capturing"):
+        raise RuntimeError("something else")
+
+
+def test_start_raises_late_everything_is_closed_and_the_next_one_starts(
+    model: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[object] = []
+    with monkeypatch.context() as patch:
+        close = LLM.close
+        patch.setattr(LLM, "close", lambda self: (close(self), closed.append(self)))
+        patch.setattr("nanovllm.engine.llm_engine.Scheduler", lambda *args, **kwargs: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            make_llm(model, kind)
+    assert len(closed) == 1 and not hasattr(closed[0].runner, "k_cache")  # type: ignore[attr-defined]
+    with make_llm(model, kind) as llm:
+        assert len(llm.generate(["x"], GREEDY, use_tqdm=False)[0]["token_ids"]) == 8

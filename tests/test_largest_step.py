@@ -1,0 +1,55 @@
+"""The steps that start-up measures memory with: no step that the options allow may be larger."""
+
+from typing import Any
+
+import pytest
+
+from nanovllm.engine.batch import StepPlan
+from nanovllm.engine.inputs import build_arrays, build_groups
+from nanovllm.engine.largest_step import HISTORY_TOKENS, largest_steps
+
+BLOCK = 256
+
+
+def steps(**changes: Any) -> list[StepPlan]:
+    options: dict[str, Any] = {"num_tokens": 16384, "max_num_seqs": 512, "max_model_len": 40960, "block_size": BLOCK}
+    return largest_steps(**(options | {"group_blocks": 0} | changes))
+
+
+def num_rows(plan: StepPlan) -> int:
+    return sum(seq.sampling is not None for seq in plan.sequences)
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 2, 8, 512])
+@pytest.mark.parametrize("num_tokens", [1, 100, 4096, 16384])
+@pytest.mark.parametrize("max_model_len", [2048, 40960, 131072])
+def test_budget_and_rows_are_used_up(num_tokens: int, max_num_seqs: int, max_model_len: int) -> None:
+    """Regression: with max_num_seqs=1 start-up ran 512 of 16,384 tokens, and by default 32 of 512 sampled rows."""
+    plans = steps(num_tokens=num_tokens, max_num_seqs=max_num_seqs, max_model_len=max_model_len)
+    assert max(plan.num_tokens for plan in plans) == min(num_tokens, max_num_seqs * max_model_len)
+    assert max(map(num_rows, plans)) == min(max_num_seqs, num_tokens)
+    longest = max(seq.num_tokens for plan in plans for seq in plan.sequences)
+    assert longest == min(num_tokens, max_model_len)
+    for plan in plans:
+        assert plan.num_tokens <= num_tokens and len(plan.sequences) <= max_num_seqs
+        for seq in plan.sequences:
+            assert seq.position + seq.num_tokens == seq.context_len <= max_model_len
+
+
+def test_chunk_has_history_and_every_row_filters() -> None:
+    for plan in steps():
+        chunk = plan.sequences[-1]
+        assert chunk.position == HISTORY_TOKENS
+        assert all(seq.sampling is not None and seq.sampling.top_k and seq.sampling.top_p < 1 for seq in plan.sequences)
+
+
+@pytest.mark.parametrize("group_blocks", [0, 2])
+def test_one_block_is_enough(group_blocks: int) -> None:
+    for plan in steps(num_tokens=3000, max_num_seqs=7, group_blocks=group_blocks):
+        arrays = build_arrays(plan, BLOCK)
+        assert not arrays["block_tables"].any() and arrays["slot_mapping"].max() < BLOCK
+        groups = build_groups(plan, BLOCK, group_blocks)
+        assert len(groups) == (2 if group_blocks else 0)
+        for (lens, _), group in zip(groups, plan.moves.streamed, strict=True):
+            assert lens.tolist() == [group_blocks * BLOCK] * len(plan.sequences)
+            assert set(group.cpu_block_ids) == {0}

@@ -1,0 +1,235 @@
+"""Several threads, one engine: whose turn it is, and that every call gets its own answers."""
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import write_tiny_model, write_tiny_tokenizer
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.engine.turns import Turns
+
+KINDS = {
+    "all GPU": {"num_kvcache_blocks": 30},
+    "offload": {"enable_cpu_offload": True, "num_gpu_blocks": 4, "num_cpu_blocks": 30, "kvcache_block_size": 256},
+}
+PROMPTS = ["Hello world", "The quick", "x", "abc " * 100]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def greedy(max_tokens: int = 12) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+
+
+def never() -> bool:
+    return False
+
+
+# -- turns -----------------------------------------------------------------------------------------------------------
+
+
+def test_call_outside_a_turn_is_made_at_once_inside_one_when_it_ends() -> None:
+    turns, made = Turns(), []
+    turns.call(lambda: made.append("at once"))
+    assert made == ["at once"]
+    assert turns.begin(never)
+    turns.call(lambda: made.append("first"))
+    turns.call(lambda: turns.call(lambda: made.append("third")))  # as an abandoned stream does
+    turns.call(lambda: made.append("second"))
+    assert made == ["at once"] and turns.has_calls
+    turns.end()
+    assert made == ["at once", "first", "second", "third"] and not turns.has_calls
+    turns.end()  # nobody's turn: nothing to end
+
+
+def test_begin_waits_for_the_turn_of_another_thread_and_for_nothing_else() -> None:
+    turns, order = Turns(), []
+    assert turns.begin(never)
+
+    def other() -> None:
+        assert turns.begin(never)
+        order.append("other")
+        turns.end()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    time.sleep(0.05)
+    order.append("this")
+    turns.end()
+    thread.join(10)
+    assert order == ["this", "other"]
+
+
+def test_begin_ends_without_a_turn_once_its_condition_comes_true() -> None:
+    turns, ready, got_turn = Turns(), threading.Event(), []
+    assert not turns.begin(lambda: True)
+    assert turns.begin(never)
+    thread = threading.Thread(target=lambda: got_turn.append(turns.begin(ready.is_set)))
+    thread.start()
+    time.sleep(0.05)
+    assert not got_turn
+    ready.set()
+    turns.end()
+    thread.join(10)
+    assert got_turn == [False]
+
+
+def test_call_raises_the_turn_still_ends() -> None:
+    turns = Turns()
+
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    assert turns.begin(never)
+    turns.call(fail)
+    with pytest.raises(ZeroDivisionError):
+        turns.end()
+    assert turns.begin(never)
+    turns.end()
+
+
+# -- an engine -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("tiny")
+    write_tiny_tokenizer(write_tiny_model(directory, max_position_embeddings=2048))
+    return directory
+
+
+@pytest.fixture(params=[(kind, device) for kind in KINDS for device in ("cpu", "cuda")], ids=lambda p: " ".join(p))
+def llm(model: Path, request: pytest.FixtureRequest) -> Iterator[LLM]:
+    kind, device = request.param
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    options: dict[str, Any] = {"dtype": "float32", "device": device, "max_num_batched_tokens": 200}
+    with LLM(str(model), **(options | KINDS[kind])) as engine:
+        yield engine
+        assert engine.is_finished()
+        engine.scheduler.check_integrity()
+    torch.set_num_threads(num_threads)
+
+
+def run_all(*work: Callable[[], object]) -> None:
+    """Every function in a thread of its own; raises what one of them raised."""
+    errors: list[BaseException] = []
+
+    def run(function: Callable[[], object]) -> None:
+        try:
+            function()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(function,), daemon=True) for function in work]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert not any(thread.is_alive() for thread in threads), "a thread hangs"
+    if errors:
+        raise errors[0]
+
+
+def test_generate_chat_and_stream_in_several_threads_get_their_own_answers(llm: LLM) -> None:
+    """Regression: of four threads that called generate, all four failed with IndexError or AssertionError."""
+    expected = [output["text"] for output in llm.generate(PROMPTS, greedy(), use_tqdm=False)]
+    messages = [{"role": "user", "content": "Hello"}]
+    (chat_expected,) = llm.chat(messages, greedy(), use_tqdm=False)
+    pieces: list[str] = []
+
+    def generate() -> None:
+        for _ in range(3):
+            outputs = llm.generate(PROMPTS, greedy(), use_tqdm=False)
+            assert [output["text"] for output in outputs] == expected
+
+    def chat() -> None:
+        for _ in range(6):
+            assert llm.chat(messages, greedy(), use_tqdm=False)[0]["text"] == chat_expected["text"]
+
+    def stream() -> None:
+        for prompt, text in zip(PROMPTS * 2, expected * 2, strict=True):
+            pieces.append("".join(llm.stream(prompt, greedy())))
+            assert pieces[-1] == text
+
+    run_all(generate, generate, chat, stream)
+    assert len(pieces) == 8
+
+
+def test_add_and_abort_from_threads_while_another_steps(llm: LLM) -> None:
+    """Regression: an abort in the middle of a step raised IndexError in the thread that stepped."""
+    expected = [output["token_ids"] for output in llm.generate(PROMPTS, greedy(30), use_tqdm=False)]
+    added: dict[int, int] = {}  # request id -> prompt
+    asked_to_end: set[int] = set()
+    finished: dict[int, Any] = {}
+    still_adding = [True, True]
+
+    def add(which: int) -> None:
+        rng = random.Random(which)
+        for _ in range(40):
+            prompt = rng.randrange(len(PROMPTS))
+            request_id = llm.add_request(PROMPTS[prompt], greedy(30))
+            added[request_id] = prompt
+            time.sleep(rng.random() / 200)
+            if rng.random() < 0.5 and llm.abort(request_id):
+                asked_to_end.add(request_id)
+        still_adding[which] = False
+
+    def step() -> None:
+        while any(still_adding) or not llm.is_finished():
+            for request_id, output in llm.step().finished.items():
+                assert request_id not in finished, "a request ended twice"
+                finished[request_id] = output
+
+    run_all(step, lambda: add(0), lambda: add(1))
+    finished |= llm.step().finished
+    assert set(finished) == set(added) and len(added) == 80 and len(asked_to_end) > 10
+    for request_id, output in finished.items():
+        answer = expected[added[request_id]]
+        if output["finish_reason"] == "abort":
+            assert request_id in asked_to_end
+            assert output["token_ids"] == answer[: len(output["token_ids"])]
+        else:
+            assert output["token_ids"] == answer
+
+
+def test_generate_whose_request_another_thread_aborts_returns_it_with_the_others(llm: LLM) -> None:
+    """Regression: the call raised EngineError and all its results were lost."""
+    params = [greedy(8), SamplingParams(max_tokens=1500, ignore_eos=True), greedy(8)]
+    results: list[Any] = []
+
+    def abort() -> None:
+        while len(llm._requests) != 1:  # the long one is left
+            time.sleep(0.001)
+        assert llm.abort(next(iter(llm._requests)))
+
+    run_all(lambda: results.extend(llm.generate(PROMPTS[:3], params, use_tqdm=False)), abort)
+    assert [output["finish_reason"] for output in results] == ["length", "abort", "length"]
+    assert 0 < len(results[1]["token_ids"]) < 1500
+    assert llm.tokenizer.decode(results[1]["token_ids"]).startswith(results[1]["text"]) and results[1]["text"]
+
+
+def test_stream_dropped_while_another_thread_steps_is_aborted(llm: LLM) -> None:
+    """Regression: the text of a stream left early stayed in the engine for ever."""
+    done = threading.Event()
+
+    def drop_streams() -> None:
+        for _ in range(10):
+            stream = llm.stream(PROMPTS[0], greedy(500))
+            next(stream)
+            del stream
+        done.set()
+
+    def generate() -> None:
+        while not done.is_set():
+            llm.generate([PROMPTS[1]], greedy(5), use_tqdm=False)
+
+    run_all(drop_streams, generate)
+    assert llm.is_finished() and not llm._outbox and not llm._requests
