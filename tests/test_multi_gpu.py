@@ -93,3 +93,22 @@ def test_killed_worker_is_an_error_within_seconds_and_leaves_nothing(reference: 
     assert wait_until(lambda: torch.cuda.mem_get_info(1)[0] > free_bytes - CONTEXT_BYTES, NOTICED_WITHIN_S)
     with LLM(str(reference.directory), **options) as again:  # the GPUs can be used at once
         assert len(again.generate([[1, 2, 3]], greedy(4), use_tqdm=False)[0]["token_ids"]) == 4
+
+
+@pytest.mark.parametrize("enforce_eager", [True, False])
+def test_close_after_a_worker_died_in_a_step_does_not_hang(reference: Reference, enforce_eager: bool) -> None:
+    """Regression: closing waited for the GPU first, whose kernels wait forever for a rank that is gone."""
+    options: dict[str, Any] = cache_options(None) | {"tensor_parallel_size": 2, "dtype": "float32", "device": "cuda"}
+    llm = LLM(str(reference.directory), enforce_eager=enforce_eager, max_num_seqs=4, **options)
+    (worker,) = multiprocessing.active_children()
+    llm.add_request([1, 2, 3], greedy(5000))
+    for _ in range(20):
+        llm.step()
+    assert worker.pid is not None
+    os.kill(worker.pid, signal.SIGSTOP)  # it takes no part in the step that is launched next
+    llm.step()
+    os.kill(worker.pid, signal.SIGKILL)
+    start_s = time.monotonic()
+    llm.close()
+    assert time.monotonic() - start_s < 3 * NOTICED_WITHIN_S
+    assert not multiprocessing.active_children() and not shared_memory_of_this_process()

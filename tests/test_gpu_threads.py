@@ -1,0 +1,105 @@
+"""Threads and devices on a GPU: an engine works from whichever thread calls it, on the GPU it was made for."""
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from checked_engine import Reference, cache_options, greedy, small_staging
+from gpu_llm import BLOCK, GpuLLM, prompts_of
+from tiny_models import write_tiny_model
+
+pytestmark = pytest.mark.gpu
+
+PROMPTS = (5 * BLOCK - 3, 700, BLOCK, 40)
+CACHES = [None, 24, 3]
+IDS = ["all-GPU", "resident", "streamed"]
+GREEDY = greedy(12)
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return Reference(write_tiny_model(tmp_path_factory.mktemp("tiny"), max_position_embeddings=8192))
+
+
+@pytest.fixture(autouse=True)
+def small_groups() -> Iterator[None]:
+    with small_staging(BLOCK, 2):
+        yield
+
+
+def in_threads(*work: Callable[[], object]) -> None:
+    errors: list[BaseException] = []
+
+    def run(function: Callable[[], object]) -> None:
+        try:
+            function()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(function,)) for function in work]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(200)
+    if errors:
+        raise errors[0]
+
+
+def make_llm(reference: Reference, num_gpu_blocks: int | None, **options: Any) -> GpuLLM:
+    return GpuLLM(reference, **(cache_options(num_gpu_blocks) | {"max_num_batched_tokens": 2000} | options))
+
+
+@pytest.mark.parametrize("num_gpu_blocks", CACHES, ids=IDS)
+def test_steps_from_several_threads_and_streams_give_the_right_logits(
+    reference: Reference, num_gpu_blocks: int | None
+) -> None:
+    """Each step may come from another thread, with a stream of its own as the current one."""
+    with make_llm(reference, num_gpu_blocks) as llm:
+        ids = [llm.add_request(prompt, GREEDY) for prompt in prompts_of(*PROMPTS)]
+        finished: dict[int, Any] = {}
+
+        def step_once() -> None:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                finished.update(llm.step().finished)
+
+        while not llm.is_finished():
+            in_threads(step_once)
+            with torch.cuda.stream(torch.cuda.Stream()):
+                finished |= llm.step().finished
+        for request_id, prompt in zip(ids, prompts_of(*PROMPTS), strict=True):
+            llm.check(request_id, prompt, finished[request_id])
+        llm.assert_nothing_left()
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("num_gpu_blocks", CACHES, ids=IDS)
+def test_second_gpu_stepped_from_another_thread_while_the_first_is_current(
+    reference: Reference, num_gpu_blocks: int | None
+) -> None:
+    """Regression: kernels were launched on the thread's current device: "invalid resource handle"."""
+    assert torch.cuda.current_device() == 0
+    with make_llm(reference, num_gpu_blocks, device="cuda:1") as llm:
+        assert torch.cuda.current_device() == 0
+        in_threads(lambda: llm.answer_and_check(prompts_of(*PROMPTS), max_tokens=12))
+        llm.answer_and_check(prompts_of(*(n + 1 for n in PROMPTS)), max_tokens=12)
+        assert torch.cuda.current_device() == 0
+        assert llm.runner.k_cache.device == torch.device("cuda", 1)
+        llm.assert_nothing_left()
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("num_gpu_blocks", CACHES, ids=IDS)
+def test_two_engines_on_two_gpus_stepped_from_two_threads(reference: Reference, num_gpu_blocks: int | None) -> None:
+    def serve(llm: GpuLLM) -> None:
+        for extra in range(4):
+            llm.answer_and_check(prompts_of(*(n + extra for n in PROMPTS)), max_tokens=20)
+
+    with (
+        make_llm(reference, num_gpu_blocks, device="cuda:0") as one,
+        make_llm(reference, num_gpu_blocks, device="cuda:1") as two,
+    ):
+        in_threads(lambda: serve(one), lambda: serve(two))
+        one.assert_nothing_left()
+        two.assert_nothing_left()
