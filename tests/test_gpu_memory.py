@@ -95,7 +95,7 @@ def test_blocks_that_do_not_fit_are_refused_and_the_number_named_fits(offload: b
         ValueError, match=f"no room for {name}={wanted} .* for the largest step .*; lower {name} to"
     ) as e:
         LLM("qwen3-0.6b", **base, **{name: wanted})
-    assert used_bytes() - before < 256 * 2**20  # workspaces of cuBLAS stay, the model does not
+    assert used_bytes() - before < 512 * 2**20  # CUDA's libraries stay loaded; the model alone takes 1.1 GiB
     found = re.search(rf"lower {name} to (\d+)", str(e.value))
     assert found is not None
     with LLM("qwen3-0.6b", **base, **{name: int(found[1])}) as llm:
@@ -124,7 +124,7 @@ def interrupted() -> None:
 
 FAULTS: dict[str, tuple[Callable[[], None], type[BaseException], str]] = {
     "out of memory": (out_of_memory, ValueError, "ran out of memory while capturing CUDA graphs .*; lower max_num_b"),
-    "Ctrl-C": (interrupted, KeyboardInterrupt, ""),
+    "Ctrl-C": (interrupted, KeyboardInterrupt, "^$"),
     "a call that spoils the capture": (not_allowed_in_a_capture, RuntimeError, "capturing"),
 }
 
