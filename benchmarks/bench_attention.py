@@ -8,6 +8,7 @@ First line: the bounds, measured. Last line: JSON. FLOPs count the visible keys 
 """
 
 import argparse
+import itertools
 import json
 import statistics
 import time
@@ -169,21 +170,22 @@ def bench_backends(
 
 
 def bench_merge(backends: list[AttentionBackend], timer: Timer) -> list[dict[str, Any]]:
+    """Two parts by themselves, and two parts into the running result in fp32."""
+    bf16, fp32 = torch.bfloat16, torch.float32
     rows = []
-    for num_tokens in (1, 8192):
+    for num_tokens, dtypes in itertools.product((1, 8192), ((bf16, bf16), (fp32, bf16, bf16))):
         parts = [
             PartialAttention(
-                torch.randn(num_tokens, 16, HEAD_DIM, device=timer.device, dtype=torch.bfloat16),
+                torch.randn(num_tokens, 16, HEAD_DIM, device=timer.device, dtype=dtype),
                 torch.randn(16, num_tokens, device=timer.device),
             )
-            for _ in range(2)
+            for dtype in dtypes
         ]
+        workload = f"merge {num_tokens}" + (" into running" if dtypes[0] == fp32 else "")
         for backend in backends:
-            ms = timer(lambda b=backend, p=parts: b.merge(*p))
-            print(
-                f"merge of {num_tokens} tokens, 16 heads: {backend.name:7} {ms['median_ms'] * 1e3:.1f} us", flush=True
-            )
-            rows.append({"workload": f"merge {num_tokens}", "backend": backend.name, **ms})
+            ms = timer(lambda b=backend, p=parts, d=dtypes[0]: b.merge(p, d))
+            print(f"{workload}, 16 heads: {backend.name:7} {ms['median_ms'] * 1e3:.1f} us", flush=True)
+            rows.append({"workload": workload, "backend": backend.name, **ms})
     return rows
 
 

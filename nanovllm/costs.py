@@ -34,13 +34,13 @@ def weight_bytes(config: Config, model: ModelConfig) -> int:
 def activation_bytes(config: Config, model: ModelConfig, max_model_len: int) -> int:
     """Estimate of what the largest step holds at its peak, in a layer or at the head.
 
-    In attention: q, the merged result, a part and a piece of it, log-sum-exps in fp32; in the MLP: gate, up and their
-    product. Beside them two hidden states and two residuals, of this layer and of the one before, and the rotation in
-    fp32. At the head: one row of logits per sequence.
+    In attention: q, two parts, a piece of a third, and in fp32 the merged result and three log-sum-exps; in the MLP:
+    gate, up and their product. Beside them two hidden states and two residuals, of this layer and of the one before,
+    and the rotation in fp32. At the head: one row of logits per sequence.
     """
     tp, size = config.tensor_parallel_size, itemsize(config, model)
     num_tokens = min(config.max_num_batched_tokens, config.max_num_seqs * max_model_len)
-    attention = size * 4 * model.num_heads * model.head_dim // tp + 8 * model.num_heads // tp
+    attention = ((4 * size + max(4, size)) * model.head_dim + 3 * 4) * model.num_heads // tp
     mlp = size * 3 * model.intermediate_size // tp
     in_layer = num_tokens * (size * 4 * model.hidden_size + max(attention, mlp) + 4 * model.head_dim)
     num_rows = min(config.max_num_seqs, num_tokens)

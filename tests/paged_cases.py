@@ -1,6 +1,5 @@
 """Paged batches at random, and naive attention to compare with. Shapes as in nanovllm/attention/base.py."""
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -46,13 +45,21 @@ def naive(
 
 
 def make_qkv(
-    num_queries: int, num_keys: int, heads: tuple[int, int], head_dim: int, dtype: torch.dtype = torch.float32
-) -> Iterator[torch.Tensor]:
+    num_queries: int,
+    num_keys: int,
+    heads: tuple[int, int],
+    head_dim: int,
+    dtype: torch.dtype = torch.float32,
+    mean_value: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Values vary by 1 about a mean, drawn for each head and dim, of the size `mean_value`."""
     generator = torch.Generator().manual_seed(num_queries * 1000 + num_keys)
-    return (
-        torch.randn(num_tokens, num_heads, head_dim, generator=generator).to(dtype)
+    q, k, v = (
+        torch.randn(num_tokens, num_heads, head_dim, generator=generator)
         for num_tokens, num_heads in ((num_queries, heads[0]), (num_keys, heads[1]), (num_keys, heads[1]))
     )
+    v += mean_value * torch.randn(heads[1], head_dim, generator=generator)
+    return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
 def make_paged(
@@ -66,6 +73,7 @@ def make_paged(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     unwritten: float = float("nan"),
+    mean_value: float = 0.0,
 ) -> PagedCase:
     """Sequences of (query_len, context_len). Cells that no token was written to hold `unwritten`."""
     needed = [-(-context_len // block_size) for _, context_len in lens]
@@ -80,7 +88,7 @@ def make_paged(
     sequences, tables = [], []
     for (query_len, context_len), num in zip(lens, needed, strict=True):
         table, free = free[:num], free[num:]
-        q, k, v = make_qkv(query_len, context_len, heads, head_dim, dtype)
+        q, k, v = make_qkv(query_len, context_len, heads, head_dim, dtype, mean_value)
         cells = [table[t // block_size] * block_size + t % block_size for t in range(context_len)]
         for cache, x in ((caches[0], k), (caches[1], v)):
             cache.flatten(0, 1)[cells] = x

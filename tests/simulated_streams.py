@@ -24,7 +24,7 @@ A wait can be cut out to show that it is needed: run once, then again for each e
 import random
 import sys
 from collections import Counter, deque
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
@@ -282,5 +282,5 @@ class TrackedBackend(AttentionBackend):
                 self._streams.compute.read(cache_NPKD[gpu_block_id, :num_tokens])
         return self._backend.attend(q_THD, k_cache_NPKD, v_cache_NPKD, batch, scale)
 
-    def merge(self, a: PartialAttention, b: PartialAttention) -> PartialAttention:
-        return self._backend.merge(a, b)
+    def merge(self, parts: Sequence[PartialAttention], dtype: torch.dtype) -> PartialAttention:
+        return self._backend.merge(parts, dtype)

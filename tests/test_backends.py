@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 from paged_cases import assert_as_good_as_plain_torch, assert_matches, make_paged
+from rounding import MAX_ROUNDINGS, MEAN_VALUE, PART_COUNTS, num_roundings
 
-from nanovllm.attention import cudnn_backend, selection
+from nanovllm.attention import contiguous, cudnn_backend, selection
 from nanovllm.attention.base import AttentionBackend, PagedBatch, PartialAttention
 from nanovllm.attention.cudnn_backend import CudnnBackend
 from nanovllm.attention.flash_backend import FlashBackend
@@ -140,6 +141,30 @@ def test_cudnn_cuts_batches(monkeypatch, lens, num_paged_calls, order, causal):
         assert len(paged.batches) == num_paged_calls and asked
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("num_parts", PART_COUNTS)
+@pytest.mark.parametrize("causal", [True, False])
+def test_cudnn_many_spans_round_once(monkeypatch, causal, num_parts, dtype):
+    """The running result was rounded after every span of the history: 6 times the error of one rounding after 122."""
+    num_calls = 0
+
+    def attend_dense(q, k, v, scale, causal):
+        nonlocal num_calls
+        num_calls += 1
+        return flash_attn_with_lse(q, k, v, scale, causal)
+
+    monkeypatch.setattr(cudnn_backend, "QUERY_GRAIN", 32)
+    monkeypatch.setattr(cudnn_backend, "KEY_GRAIN", 32)
+    monkeypatch.setattr(cudnn_backend, "MAX_KEYS", 32)
+    monkeypatch.setattr(cudnn_backend, "_attend_dense", attend_dense)
+    lens = [(32, num_parts * 32)]
+    case = make_paged(lens, 32, (8, 2), causal=causal, head_dim=64, dtype=dtype, mean_value=MEAN_VALUE)
+    got = CudnnBackend(TorchBackend()).attend(case.q_THD, case.k_cache, case.v_cache, case.batch, 0.1)
+    assert num_calls == num_parts
+    assert got.out_THD.dtype == dtype
+    assert num_roundings(got.out_THD, case.naive(0.1).out_THD) <= MAX_ROUNDINGS
+
+
 def test_cudnn_decode_batch_goes_on_untouched():
     paged = CountingBackend()
     case = make_paged([(1, 9), (1, 30)], 8, (4, 2), causal=True)
@@ -215,7 +240,23 @@ def test_gpu_parts_merged_equal_one_call(name, monkeypatch):
         host=replace(host, context_lens=[cut * 256], block_tables=[host.block_tables[0][:cut]]),
     )
     parts = [backend.attend(case.q_THD, case.k_cache, case.v_cache, part, 0.09) for part in (tail, head)]
-    assert_as_good_as_plain_torch(backend.merge(*parts), case, 0.09)
+    assert_as_good_as_plain_torch(backend.merge(parts, torch.bfloat16), case, 0.09)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["torch", "cudnn"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("num_parts", PART_COUNTS)
+def test_gpu_backend_many_spans_round_once(name, num_parts, dtype, monkeypatch):
+    """The backends that merge within a call, over blocks that lie apart and are gathered one by one."""
+    backend = gpu_backend(name, dtype, 128, monkeypatch)
+    block_bytes = 256 * 8 * 128 * dtype.itemsize
+    monkeypatch.setattr(contiguous, "GATHER_BYTES", block_bytes)
+    lens = [(256, num_parts * 256)]
+    case = make_paged(lens, 256, (16, 8), causal=True, head_dim=128, dtype=dtype, device="cuda", mean_value=MEAN_VALUE)
+    got = backend.attend(case.q_THD, case.k_cache, case.v_cache, case.batch, 0.1)
+    assert got.out_THD.dtype == dtype
+    assert num_roundings(got.out_THD, case.naive(0.1).out_THD) <= MAX_ROUNDINGS
 
 
 @pytest.mark.gpu

@@ -1,9 +1,11 @@
-"""merge_attention_outputs against one softmax over all keys."""
+"""merge_attention_outputs against one softmax over all keys, and the merge of many parts."""
 
 import pytest
 import torch
+from rounding import MAX_ROUNDINGS, PART_COUNTS, make_parts, num_roundings
 
-from nanovllm.attention.merge import merge_attention_outputs
+from nanovllm.attention.base import PartialAttention
+from nanovllm.attention.merge import RunningMerge, merge_attention_outputs, merge_parts
 
 NO_KEY = float("-inf")
 
@@ -67,3 +69,84 @@ def test_merge_low_precision_accumulates_in_fp32():
     assert out.dtype == torch.bfloat16 and lse.dtype == torch.float32
     rounding = max((x.bfloat16().double() - x).abs().max() for x in (o1, o2, want))
     assert (out.double() - want).abs().max() <= 2 * rounding
+
+
+def test_merge_returns_the_promoted_dtype():
+    """So that a running result in fp32 stays fp32, whichever side it is on."""
+    (low, low_lse), (high, high_lse) = make_parts(2, torch.bfloat16)[0][0], make_parts(2, torch.float32)[0][1]
+    assert merge_attention_outputs(low, low_lse, high, high_lse)[0].dtype == torch.float32
+    assert merge_attention_outputs(high, high_lse, low, low_lse)[0].dtype == torch.float32
+    assert merge_attention_outputs(high.double(), high_lse, low, low_lse)[0].dtype == torch.float64
+
+
+# -- many parts ------------------------------------------------------------------------------------------------------
+
+
+def merge_all(parts: list[PartialAttention]) -> PartialAttention:
+    merged = RunningMerge(merge_parts, len(parts))
+    for part in parts:
+        merged.add(part)
+    return merged.result()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("num_parts", PART_COUNTS)
+def test_running_merge_rounds_once(num_parts: int, dtype: torch.dtype):
+    """The running result was rounded after every part: 6.4 times the error of one rounding after 122 parts."""
+    parts, whole = make_parts(num_parts, dtype)
+    out, lse = merge_all(parts)
+    assert out.dtype == dtype and lse.dtype == torch.float32
+    assert num_roundings(out, whole.out_THD) <= MAX_ROUNDINGS
+    torch.testing.assert_close(lse.double(), whole.lse_HT, atol=1e-5, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_running_merge_full_precision_stays_exact(dtype: torch.dtype):
+    parts, whole = make_parts(122, dtype)
+    out, _ = merge_all(parts)
+    assert out.dtype == dtype
+    torch.testing.assert_close(out.double(), whole.out_THD, atol=1e-5, rtol=1e-5)
+
+
+def test_running_merge_single_part_is_the_result():
+    (part, *_), _ = make_parts(1, torch.bfloat16)
+    assert merge_all([part]) is part
+
+
+@pytest.mark.parametrize("num_parts", range(2, 9))
+def test_running_merge_merges_few_at_a_time_and_rounds_last(num_parts: int):
+    """At most three parts exist at once; every part is merged once; only the last merge is asked for the low dtype."""
+    parts, _ = make_parts(num_parts, torch.bfloat16)
+    calls: list[tuple[int, torch.dtype]] = []
+
+    def recording_merge(merged, dtype):
+        calls.append((len(merged), dtype))
+        return merge_parts(merged, dtype)
+
+    merged = RunningMerge(recording_merge, num_parts)
+    for part in parts:
+        merged.add(part)
+    sizes, dtypes = zip(*calls, strict=True)
+    assert set(sizes) <= {2, 3} and sum(size - 1 for size in sizes) == num_parts - 1
+    assert dtypes == (torch.float32,) * (len(calls) - 1) + (torch.bfloat16,)
+
+
+@pytest.mark.parametrize("seeing", [[0], [3], [6], [1, 2], [0, 5, 6], [0, 1, 2, 3, 4, 5, 6]])
+def test_running_merge_parts_without_keys_are_the_identity_bit_for_bit(seeing: list[int]):
+    """Wherever they come among the others, and so however parts are grouped."""
+    parts, _ = make_parts(7, torch.bfloat16)
+    empty = PartialAttention(torch.zeros_like(parts[0].out_THD), torch.full_like(parts[0].lse_HT, NO_KEY))
+    got = merge_all([part if i in seeing else empty for i, part in enumerate(parts)])
+    want = merge_all([parts[i] for i in seeing])
+    assert torch.equal(got.out_THD, want.out_THD) and torch.equal(got.lse_HT, want.lse_HT)
+
+
+def test_running_merge_wrong_number_of_parts_asserts():
+    parts, _ = make_parts(3, torch.float32)
+    merged = RunningMerge(merge_parts, 2)
+    merged.add(parts[0])
+    with pytest.raises(AssertionError, match="1 parts are missing"):
+        merged.result()
+    merged.add(parts[1])
+    with pytest.raises(AssertionError, match="more parts"):
+        merged.add(parts[2])

@@ -78,7 +78,8 @@ class Chain:
             q = kernels.norm_rotate_store(q, k, v, *norms, self.cos_sin, k_cache, v_cache, self.slot_mapping)
             paged = k_cache, v_cache, self.context_lens, self.tables
             out, lse = attention_kernels.paged_decode(q, *paged, HEAD_DIM**-0.5, self.num_splits)
-            attention_kernels.merge_into(out, lse, *attention_kernels.paged_decode(q, *paged, 0.2, 1))
+            parts = (out, lse), attention_kernels.paged_decode(q, *paged, 0.2, 1)
+            attention_kernels.merge_into(out, lse, parts)
             x = kernels.small_linear(out.flatten(1), layer["o"], layer["bias"])
             x = kernels.rms_norm(x, layer["norm"], 1e-6)
             x = kernels.small_linear(kernels.small_gate_up(x, layer["gate_up"], None), layer["down"], None)

@@ -1,5 +1,7 @@
 """The simulator under a miniature ring, and call by call."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from race_detector import StreamRaceError
@@ -254,6 +256,9 @@ class NullBackend(AttentionBackend):
     @classmethod
     def why_unavailable(cls, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
         return None
+
+    def merge(self, parts: Sequence[PartialAttention], dtype: torch.dtype) -> PartialAttention:
+        return parts[0]
 
     def attend(
         self,

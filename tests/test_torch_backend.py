@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from paged_cases import assert_matches, make_paged, make_qkv, naive
+from rounding import MAX_ROUNDINGS, MEAN_VALUE, PART_COUNTS, num_roundings
 
 from nanovllm.attention import torch_backend
 from nanovllm.attention.torch_backend import TorchBackend, flash_attn_with_lse
@@ -60,6 +61,28 @@ def test_attend_paged_matches_naive(
     case = make_paged(lens, 8, heads, order=order, causal=causal)
     got = TorchBackend().attend(case.q_THD, case.k_cache, case.v_cache, case.batch, 0.25)
     assert_matches(got, case.naive(0.25))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("num_parts", PART_COUNTS)
+@pytest.mark.parametrize("query_len", [1, 8])
+def test_attend_many_spans_rounds_once(
+    query_len: int, num_parts: int, dtype: torch.dtype, kernel: str, monkeypatch: pytest.MonkeyPatch
+):
+    """The running result was rounded after every span: 6 times the error of one rounding after 122 parts."""
+    monkeypatch.setattr(torch_backend, "MIN_VIEW_TOKENS", 0)  # no two blocks are adjacent: each is a span
+    case = make_paged(
+        [(query_len, num_parts * 32)] * 2,
+        32,
+        (8, 2),
+        order="reversed",
+        causal=True,
+        head_dim=64,
+        dtype=dtype,
+        mean_value=MEAN_VALUE,
+    )
+    got = TorchBackend().attend(case.q_THD, case.k_cache, case.v_cache, case.batch, 0.1)
+    assert num_roundings(got.out_THD, case.naive(0.1).out_THD) <= MAX_ROUNDINGS
 
 
 def test_attend_without_host_tables_asserts():

@@ -1,7 +1,7 @@
 """Our Triton kernels: the same tests in Triton's interpreter, on CPU, and on a GPU at real sizes.
 
 TRITON_INTERPRET must be set before triton is first imported, so the interpreted tests run in a process of their own.
-The interpreter truncates to bf16 where a GPU rounds; it is tested in fp16.
+The interpreter truncates to bf16 where a GPU rounds; but for merges it is tested in fp16.
 """
 
 import os
@@ -11,9 +11,10 @@ import sys
 import pytest
 import torch
 from paged_cases import assert_as_good_as_plain_torch, make_paged
+from rounding import MAX_ROUNDINGS, PART_COUNTS, make_parts, rms
 
 from nanovllm.attention.base import PartialAttention
-from nanovllm.attention.merge import merge_attention_outputs
+from nanovllm.attention.merge import RunningMerge, merge_parts
 from nanovllm.attention.triton_backend import TritonBackend
 from nanovllm.layers.activation import silu_and_mul
 from nanovllm.layers.kv_cells import KVCells
@@ -94,24 +95,75 @@ def test_attend_strided_queries(device):
 @on_device
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_tokens", [1, 37])
-def test_merge_equals_plain_merge(device, dtype, num_tokens):
-    """In place into the first; rows where one, the other or both saw no key; lse of either layout."""
+@pytest.mark.parametrize("num_parts", [2, 3])
+@pytest.mark.parametrize("running", ["none", "kept", "rounded"])
+def test_merge_equals_plain_merge(device, dtype, num_tokens, num_parts, running):
+    """Rows where one, another or all saw no key; lse of either layout. The result lies in the first part of its dtype:
+    "none": there is no running result yet; "kept": in fp32, in place; "rounded": the last merge.
+    """
     torch.manual_seed(0)
     parts = []
-    for _ in range(2):
-        out, lse = (
-            torch.randn(num_tokens, 3, 24, device=device).to(dtype),
-            torch.randn(num_tokens, 3, device=device).t(),
-        )
-        empty = torch.rand(3, num_tokens, device=device) < 0.3
+    for i in range(num_parts):
+        part_dtype = torch.float32 if running != "none" and i == 0 else dtype
+        out = torch.randn(num_tokens, 3, 24, device=device).to(part_dtype)
+        lse = torch.randn(num_tokens, 3, device=device).t() if i else torch.randn(3, num_tokens, device=device)
+        empty = torch.rand(3, num_tokens, device=device) < 0.4
         out[empty.t()] = 0
         parts.append(PartialAttention(out, lse.masked_fill(empty, float("-inf"))))
-    want_out, want_lse = merge_attention_outputs(*parts[0], *parts[1])
-    got = TritonBackend().merge(*parts)
-    assert got.out_THD.data_ptr() == parts[0].out_THD.data_ptr()
-    tolerance = 4 * torch.finfo(dtype).eps
+    result_dtype = dtype if running == "rounded" else torch.float32
+    want_out, want_lse = merge_parts(parts, result_dtype)
+    got = TritonBackend().merge(parts, result_dtype)
+    same_dtype = [part.out_THD.data_ptr() for part in parts if part.out_THD.dtype == result_dtype]
+    assert got.out_THD.data_ptr() in same_dtype[:1] or not same_dtype
+    assert got.out_THD.dtype == result_dtype
+    tolerance = 4 * (num_parts - 1) * torch.finfo(result_dtype).eps
     torch.testing.assert_close(got.out_THD, want_out, atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(got.lse_HT, want_lse, atol=1e-6, rtol=1e-6)
+
+
+@on_device
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("num_parts", PART_COUNTS)
+def test_merge_many_parts_rounds_once(device, dtype, num_parts):
+    """The kernel rounded the running result to its dtype after every part. One rounding is the kernel's own here:
+    the exact result merged with a part that saw no key.
+    """
+    backend = TritonBackend()
+    parts, whole = make_parts(num_parts, dtype, num_tokens=5 if INTERPRETED else 37, device=device)
+    rounded_once = backend.merge([PartialAttention(*(x.float() for x in whole)), no_key_like(parts[0])], dtype).out_THD
+    merged = RunningMerge(backend.merge, num_parts)
+    for part in parts:
+        merged.add(part)
+    got = merged.result()
+    assert got.out_THD.dtype == dtype
+    one_rounding = rms(rounded_once.double() - whole.out_THD)
+    assert rms(got.out_THD.double() - whole.out_THD) <= MAX_ROUNDINGS * one_rounding
+    torch.testing.assert_close(got.lse_HT.double(), whole.lse_HT, atol=1e-5, rtol=1e-6)
+
+
+@on_device
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("num_seeing", [1, 2])
+@pytest.mark.parametrize("place", range(3))
+def test_merge_part_without_keys_is_the_identity_bit_for_bit(device, dtype, num_seeing, place):
+    """In front of, between or behind the others."""
+    backend = TritonBackend()
+    seeing = make_parts(num_seeing, dtype, num_tokens=5, device=device)[0]
+    place = min(place, num_seeing)
+    parts = [*seeing[:place], no_key_like(seeing[0]), *seeing[place:]]
+    want_out, want_lse = seeing[0]
+    if num_seeing == 2:
+        want_out, want_lse = backend.merge(cloned(seeing), torch.float32)
+    got = backend.merge(cloned(parts), torch.float32)
+    assert torch.equal(got.out_THD, want_out.float()) and torch.equal(got.lse_HT, want_lse)
+
+
+def cloned(parts: list[PartialAttention]) -> list[PartialAttention]:
+    return [PartialAttention(*(x.clone() for x in part)) for part in parts]
+
+
+def no_key_like(part: PartialAttention) -> PartialAttention:
+    return PartialAttention(torch.zeros_like(part.out_THD), torch.full_like(part.lse_HT, float("-inf")))
 
 
 @on_device
@@ -182,8 +234,9 @@ def test_every_kernel_stays_inside_its_memory(device, monkeypatch):
         causal = lens[0][1] > 0
         case = make_paged(lens, page, heads, causal=causal, head_dim=head_dim, dtype=dtype, device=device)
         part = backend.attend(case.q_THD, case.k_cache, case.v_cache, case.batch, head_dim**-0.5)
-        other = PartialAttention(torch.randn_like(part.out_THD), torch.randn_like(part.lse_HT))
-        results += backend.merge(part, other)
+        others = [PartialAttention(torch.randn_like(part.out_THD), torch.randn_like(part.lse_HT)) for _ in range(3)]
+        running = backend.merge([part, *others[:2]], torch.float32)
+        results += backend.merge([running, others[2]], dtype)
 
     def new(*shape):
         return torch.randn(shape, device=device).to(dtype)

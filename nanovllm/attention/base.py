@@ -87,13 +87,14 @@ class AttentionBackend(ABC):
         batch: PagedBatch,
         scale: float,
     ) -> PartialAttention:
-        """Attention of the packed queries over the paged keys of `batch`, with LSE."""
+        """Attention of the packed queries over the paged keys of `batch`, in their dtype, with LSE."""
 
-    def merge(self, a: PartialAttention, b: PartialAttention) -> PartialAttention:
-        """Attention over the union of two disjoint sets of keys. May reuse the memory of `a`."""
-        from nanovllm.attention.merge import merge_attention_outputs
+    @abstractmethod
+    def merge(self, parts: Sequence[PartialAttention], dtype: torch.dtype) -> PartialAttention:
+        """Attention over the keys of two or three parts, which are disjoint, computed in fp32 and returned in `dtype`.
 
-        return PartialAttention(*merge_attention_outputs(*a, *b))
+        The result may overwrite any of the parts. attention/merge.py has the formula, and the loop over more parts.
+        """
 
 
 class StepAttention(Protocol):

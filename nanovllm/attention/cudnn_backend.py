@@ -14,7 +14,7 @@ The history is attended on a stream of its own, `side`, beside the square. Strea
   E10  history attended -> all that follows      side -> compute
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import ClassVar
 
@@ -22,6 +22,7 @@ import torch
 
 from nanovllm.attention.base import AttentionBackend, HostTables, PagedBatch, PartialAttention
 from nanovllm.attention.contiguous import SequenceKV
+from nanovllm.attention.merge import RunningMerge
 
 QUERY_GRAIN = 1024  # queries of a call are a multiple of it; shorter sequences go to the paged backend
 KEY_GRAIN = 256  # keys of a call are this or a larger power of two; block sizes are multiples of it
@@ -52,8 +53,8 @@ class CudnnBackend(AttentionBackend):
             return f"it runs head dims up to 128, multiples of 8, not {head_dim}"
         return None
 
-    def merge(self, a: PartialAttention, b: PartialAttention) -> PartialAttention:
-        return self.paged.merge(a, b)
+    def merge(self, parts: Sequence[PartialAttention], dtype: torch.dtype) -> PartialAttention:
+        return self.paged.merge(parts, dtype)
 
     def attend(
         self,
@@ -99,7 +100,7 @@ class CudnnBackend(AttentionBackend):
             if causal:
                 part = self._attend_causal(q, kv, start, last, scale)
             else:
-                part = self._attend_keys(q, kv, num_keys, scale)
+                part = self._attend_keys(q, kv, num_keys, scale).result()
             rows = slice(padding[0], size - padding[1])
             part = PartialAttention(part.out_THD[rows], part.lse_HT[:, rows])
             start += size
@@ -118,26 +119,33 @@ class CudnnBackend(AttentionBackend):
     ) -> PartialAttention:
         """The first query is token `first`. Tokens from `last` on are padding, which no real query sees."""
 
+        def history() -> RunningMerge:
+            return self._attend_keys(q_THD, kv, first, scale, num_more_parts=1)
+
         def square() -> PartialAttention:
             k, v = (_pad(x, (0, first + len(q_THD) - last)) for x in kv.read(first, last))
             return _attend_dense(q_THD, k, v, scale, causal=True)
 
         if first == 0:
             return square()
-        return self.merge(*_side_by_side(q_THD.device, lambda: self._attend_keys(q_THD, kv, first, scale), square))
+        merged, part = _side_by_side(q_THD.device, history, square)
+        merged.add(part)
+        return merged.result()
 
-    def _attend_keys(self, q_THD: torch.Tensor, kv: SequenceKV, num_keys: int, scale: float) -> PartialAttention:
-        """Every query sees keys 0..num_keys-1, a multiple of KEY_GRAIN and not none."""
+    def _attend_keys(
+        self, q_THD: torch.Tensor, kv: SequenceKV, num_keys: int, scale: float, num_more_parts: int = 0
+    ) -> RunningMerge:
+        """Every query sees keys 0..num_keys-1, a positive multiple of KEY_GRAIN. The caller adds `num_more_parts`."""
         num_queries, num_heads, _ = q_THD.shape
-        part = None
         # A run worth viewing: copying it costs more than merging one more part
-        for span in kv.spans(num_keys, num_queries * num_heads // kv.k_cache_NPKD.shape[2]):
+        spans = list(kv.spans(num_keys, num_queries * num_heads // kv.k_cache_NPKD.shape[2]))
+        cuts = [list(_powers_of_two(last - first)) for first, last in spans]
+        merged = RunningMerge(self.merge, num_parts=sum(map(len, cuts)) + num_more_parts)
+        for span, pieces in zip(spans, cuts, strict=True):
             k_SKD, v_SKD = kv.read(*span)
-            for first, last in _powers_of_two(len(k_SKD)):
-                seen = _attend_dense(q_THD, k_SKD[first:last], v_SKD[first:last], scale, causal=False)
-                part = seen if part is None else self.merge(part, seen)
-        assert part is not None, "a sequence without keys is not long"
-        return part
+            for first, last in pieces:
+                merged.add(_attend_dense(q_THD, k_SKD[first:last], v_SKD[first:last], scale, causal=False))
+        return merged
 
 
 def _is_long(host: HostTables, seq: int, causal: bool) -> bool:
@@ -189,8 +197,8 @@ def _pad(x: torch.Tensor, padding: tuple[int, int]) -> torch.Tensor:
 
 
 def _side_by_side(
-    device: torch.device, aside: Callable[[], PartialAttention], here: Callable[[], PartialAttention]
-) -> tuple[PartialAttention, PartialAttention]:
+    device: torch.device, aside: Callable[[], RunningMerge], here: Callable[[], PartialAttention]
+) -> tuple[RunningMerge, PartialAttention]:
     """What both return. On a GPU `aside` runs on a stream of its own, so that each fills the SMs the other leaves idle.
 
     Memory needs no further care: whichever stream it was taken on, what reuses it is enqueued behind a wait for its

@@ -4,6 +4,7 @@ flash-attn marks a row that saw no key with lse +inf; it becomes -inf here.
 """
 
 import importlib.util
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -81,5 +82,5 @@ class FlashBackend(AttentionBackend):
                 lse_HT = lse_HT.masked_fill(no_key_T, float("-inf"))
         return PartialAttention(out_THD, lse_HT.masked_fill(lse_HT == float("inf"), float("-inf")))
 
-    def merge(self, a: PartialAttention, b: PartialAttention) -> PartialAttention:
-        return self.triton.merge(a, b)
+    def merge(self, parts: Sequence[PartialAttention], dtype: torch.dtype) -> PartialAttention:
+        return self.triton.merge(parts, dtype)

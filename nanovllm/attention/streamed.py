@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 
 from nanovllm.attention.base import AttentionBackend, PagedBatch
+from nanovllm.attention.merge import RunningMerge
 from nanovllm.layers.kv_cells import KVCells
 
 
@@ -70,8 +71,9 @@ class StreamedAttention:
             for _ in stream.groups(layer):
                 pass
             return q_THD
-        result = backend.attend(q_THD, self.k_cache[layer], self.v_cache[layer], batch, self.scale)
+        merged = RunningMerge(backend.merge, num_parts=1 + len(group_batches))
+        merged.add(backend.attend(q_THD, self.k_cache[layer], self.v_cache[layer], batch, self.scale))
         stream.attended(layer)
         for (k_group, v_group), group_batch in zip(stream.groups(layer), group_batches, strict=True):
-            result = backend.merge(result, backend.attend(q_THD, k_group, v_group, group_batch, self.scale))
-        return result.out_THD
+            merged.add(backend.attend(q_THD, k_group, v_group, group_batch, self.scale))
+        return merged.result().out_THD

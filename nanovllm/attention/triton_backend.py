@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+from collections.abc import Sequence
 from functools import cache
 from typing import ClassVar
 
@@ -93,9 +94,14 @@ class TritonBackend(AttentionBackend):
             out_BHD=out_THD,
         )[1]
 
-    def merge(self, a: PartialAttention, b: PartialAttention) -> PartialAttention:
-        self.kernels.merge_into(*a, *b)
-        return a
+    def merge(self, parts: Sequence[PartialAttention], dtype: torch.dtype) -> PartialAttention:
+        """Into the first part of that dtype, if there is one. Hot: once per merge."""
+        out_THD = next((part.out_THD for part in parts if part.out_THD.dtype == dtype), None)
+        if out_THD is None:
+            out_THD = torch.empty(parts[0].out_THD.shape, dtype=dtype, device=parts[0].out_THD.device)
+        lse_HT = parts[0].lse_HT
+        self.kernels.merge_into(out_THD, lse_HT, parts)
+        return PartialAttention(out_THD, lse_HT)
 
 
 def _num_leading_decodes(batch: PagedBatch) -> int:

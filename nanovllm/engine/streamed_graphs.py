@@ -5,7 +5,7 @@ graph runs from one layer's paged attention to the next (output projection, MLP,
 for each staging buffer attends to a streamed group and merges. Between the pieces the host only waits for events,
 replays and starts copies: about 0.1 ms a layer instead of 0.8 with separate launches.
 
-    piece 0 | group* | piece 1 | group* | ... | piece L      "|": result and query lie in static buffers
+    piece 0 | group* | piece 1 | group* | ... | piece L      "|": query and result (fp32) are in static buffers
 
 The pieces are cut by the attention itself: it is an argument of the model, and this one ends a capture and begins the
 next inside `attend`. Tensors that live across a cut (the residual) stay in the pieces' memory pool, whose addresses
@@ -23,6 +23,7 @@ import torch
 from tqdm import tqdm
 
 from nanovllm.attention.base import AttentionBackend, PagedBatch, PartialAttention
+from nanovllm.attention.merge import running_dtype
 from nanovllm.engine.cuda_graphs import DecodeInputs, MakeAttention
 from nanovllm.engine.graph_capture import capture, capture_stream
 from nanovllm.kvcache.offload_engine import OffloadEngine
@@ -58,10 +59,10 @@ class _Cutter:
         return KVCells(offload.k_cache_gpu[layer], offload.v_cache_gpu[layer], slot_mapping)
 
     def attend(self, layer: int, q_THD: torch.Tensor) -> torch.Tensor:
-        out = self.graphs.attend_paged(self.size, layer, q_THD)
+        running_out = self.graphs.attend_paged(self.size, layer, q_THD)
         self._capture.__exit__(None, None, None)
         self._begin_piece()
-        return out
+        return running_out.to(q_THD.dtype)  # the next piece begins with the only rounding of the merged result
 
 
 def streamed_sizes(max_num_seqs: int) -> list[int]:
@@ -89,7 +90,8 @@ class StreamedDecodeGraphs:
         self.sizes = streamed_sizes(inputs.max_num_seqs)
         largest, spec = self.sizes[-1], offload.spec
         caches = offload.k_cache_gpu
-        self._q, self._out = (caches.new_zeros(largest, num_heads, spec.head_dim) for _ in range(2))
+        self._q = caches.new_zeros(largest, num_heads, spec.head_dim)
+        self._out = torch.zeros_like(self._q, dtype=running_dtype(self._q.dtype))  # merged with group after group
         self._lse = caches.new_zeros(num_heads, largest, dtype=torch.float32)
         # Of each staging buffer, for each sequence: how many keys it attends to there, and through which table.
         num_buffers = len(offload.k_staging)
@@ -131,7 +133,7 @@ class StreamedDecodeGraphs:
         self._group_graphs.clear()
 
     def attend_paged(self, size: int, layer: int, q_THD: torch.Tensor) -> torch.Tensor:
-        """Attend to what is on the GPU; query and result go to the static buffers."""
+        """Attend to what is on the GPU; query and result go to the static buffers. Returns that of the result, fp32."""
         k_cache, v_cache = self.offload.k_cache_gpu[layer], self.offload.v_cache_gpu[layer]
         result = self.backend.attend(q_THD, k_cache, v_cache, self.inputs.batch(size), self.scale)
         self._q[:size].copy_(q_THD)
@@ -157,7 +159,8 @@ class StreamedDecodeGraphs:
         )
         k, v = self.offload.k_staging[buffer], self.offload.v_staging[buffer]
         result = PartialAttention(self._out[:size], self._lse[:, :size])
-        merged = self.backend.merge(result, self.backend.attend(self._q[:size], k, v, batch, self.scale))
+        part = self.backend.attend(self._q[:size], k, v, batch, self.scale)
+        merged = self.backend.merge((result, part), self._out.dtype)
         for static, value in zip(result, merged, strict=True):
             if value.data_ptr() != static.data_ptr():
                 static.copy_(value)

@@ -1,0 +1,158 @@
+"""StreamedAttention over a stream that is a list: every block but the newest ones is a group of its own."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+import pytest
+import torch
+from paged_cases import PagedCase, make_paged
+from rounding import MAX_ROUNDINGS, MEAN_VALUE, PART_COUNTS, num_roundings
+
+from nanovllm.attention import cudnn_backend
+from nanovllm.attention.base import AttentionBackend, PagedBatch
+from nanovllm.attention.cudnn_backend import CudnnBackend
+from nanovllm.attention.selection import BACKENDS
+from nanovllm.attention.streamed import StreamedAttention
+from nanovllm.attention.torch_backend import TorchBackend
+from nanovllm.attention.triton_backend import TritonBackend
+
+SCALE = 0.1
+
+
+class ListStream:
+    """K and V of each group. Like a staging buffer, a group holds its keys until the next one is asked for."""
+
+    def __init__(self, groups: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self.kv = groups
+        self.num_released = 0
+
+    def begin_layer(self, layer: int) -> None: ...
+
+    def stored(self, layer: int) -> None: ...
+
+    def attended(self, layer: int) -> None: ...
+
+    def groups(self, layer: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for k, v in self.kv:
+            staged = k.clone(), v.clone()
+            yield staged
+            for x in staged:
+                x.fill_(torch.nan)
+            self.num_released += 1
+
+
+class StreamedCase(NamedTuple):
+    whole: PagedCase  # the same attention in one paged call
+    stream: ListStream
+    batch: PagedBatch
+    groups: list[PagedBatch]
+
+    def attend(self, backend: AttentionBackend) -> torch.Tensor:
+        q_THD, k_cache, v_cache, *_ = self.whole
+        cells = torch.zeros(len(q_THD), dtype=torch.int64, device=q_THD.device)
+        batches = self.batch, self.batch, self.groups, self.groups
+        attention = StreamedAttention(backend, self.stream, k_cache[None], v_cache[None], cells, *batches, SCALE)
+        attention.cells(0)
+        return attention.attend(0, q_THD)
+
+
+def make_streamed(
+    lens: list[tuple[int, int]],
+    page: int,
+    num_groups: int,
+    heads: tuple[int, int],
+    *,
+    head_dim: int,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> StreamedCase:
+    """Each sequence's first `num_groups` blocks are streamed, a block of every sequence in a group."""
+    whole = make_paged(
+        lens, page, heads, causal=True, head_dim=head_dim, dtype=dtype, device=device, mean_value=MEAN_VALUE
+    )
+    batch, host, num_seqs = whole.batch, whole.batch.host, len(lens)
+    tables = batch.block_tables.long()
+
+    def narrowed(context_lens: list[int], block_tables: torch.Tensor, causal: bool) -> PagedBatch:
+        return replace(
+            batch,
+            context_lens=torch.tensor(context_lens, dtype=torch.int32, device=device),
+            block_tables=block_tables.int().contiguous(),
+            max_context_len=max(context_lens),
+            causal=causal,
+            host=replace(host, context_lens=context_lens, block_tables=block_tables.tolist()),
+        )
+
+    paged_lens = [context_len - num_groups * page for context_len in host.context_lens]
+    paged = narrowed(paged_lens, batch.block_tables[:, num_groups:], causal=True)
+    in_group = torch.arange(num_seqs, device=device).unsqueeze(1)
+    group = narrowed([page] * num_seqs, in_group, causal=False)
+    kv = [(whole.k_cache[tables[:, i]], whole.v_cache[tables[:, i]]) for i in range(num_groups)]
+    return StreamedCase(whole, ListStream(kv), paged, [group] * num_groups)
+
+
+def test_streamed_attention_is_attention_over_all_keys():
+    case = make_streamed([(1, 50), (5, 49), (16, 63)], 8, 5, (6, 2), head_dim=16)
+    got = case.attend(TorchBackend())
+    want = case.whole.naive(SCALE)
+    torch.testing.assert_close(got.double(), want.out_THD, atol=5e-6, rtol=5e-6)
+    assert case.stream.num_released == 5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("num_parts", PART_COUNTS)
+@pytest.mark.parametrize("query_len", [1, 7])
+def test_streamed_attention_many_groups_rounds_once(query_len: int, num_parts: int, dtype: torch.dtype):
+    """The running result was rounded after every group: 6 times the error of one rounding after 122 parts."""
+    num_groups = num_parts - 1
+    lens = [(query_len, num_groups * 32 + 32 - i) for i in range(2)]
+    case = make_streamed(lens, 32, num_groups, (8, 2), head_dim=64, dtype=dtype)
+    got = case.attend(TorchBackend())
+    assert got.dtype == dtype
+    assert num_roundings(got, case.whole.naive(SCALE).out_THD) <= MAX_ROUNDINGS
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_streamed_attention_without_groups_is_the_paged_call_bit_for_bit(dtype: torch.dtype):
+    case = make_streamed([(1, 50), (5, 49)], 8, 0, (6, 2), head_dim=16, dtype=dtype)
+    whole = case.whole
+    paged = TorchBackend().attend(whole.q_THD, whole.k_cache, whole.v_cache, whole.batch, SCALE)
+    assert torch.equal(case.attend(TorchBackend()), paged.out_THD)
+
+
+@pytest.mark.parametrize("num_groups", [1, 2, 5])
+def test_streamed_attention_groups_without_keys_change_no_bit(num_groups: int):
+    """A sequence attends to none of the blocks in another one's groups."""
+    case = make_streamed([(1, 50), (5, 49)], 8, num_groups, (6, 2), head_dim=16, dtype=torch.bfloat16)
+    want = case.attend(TorchBackend())
+    (k, v), group = case.stream.kv[0], case.groups[0]
+    empty = replace(group, context_lens=torch.zeros_like(group.context_lens), max_context_len=0)
+    empty = replace(empty, host=replace(group.host, context_lens=[0, 0]))
+    for place in (num_groups, 1, 0):
+        case.stream.kv.insert(place, (torch.full_like(k, torch.nan), torch.full_like(v, torch.nan)))
+        case.groups.insert(place, empty)
+    assert torch.equal(case.attend(TorchBackend()), want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["torch", "triton", "flash", "cudnn"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("num_parts", PART_COUNTS)
+@pytest.mark.parametrize("query_len", [1, 200])
+def test_gpu_streamed_attention_many_groups_rounds_once(
+    name: str, query_len: int, num_parts: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+):
+    """On every backend; 200 queries are long ones for cudnn, whose history and square are parts themselves."""
+    monkeypatch.setattr(cudnn_backend, "QUERY_GRAIN", 64)
+    monkeypatch.setattr(cudnn_backend, "KEY_GRAIN", 64)
+    reason = BACKENDS[name].why_unavailable(torch.device("cuda"), dtype, 128)
+    if reason is not None:
+        pytest.skip(f"{name}: {reason}")
+    backend = CudnnBackend(TritonBackend()) if name == "cudnn" else BACKENDS[name]()
+    num_groups = num_parts - 1
+    lens = [(query_len, num_groups * 256 + 512 - i) for i in range(2)]
+    case = make_streamed(lens, 256, num_groups, (16, 8), head_dim=128, dtype=dtype, device="cuda")
+    got = case.attend(backend)
+    assert got.dtype == dtype
+    assert num_roundings(got, case.whole.naive(SCALE).out_THD) <= MAX_ROUNDINGS
