@@ -1,5 +1,10 @@
 """Page-locked memory, with a stand-in for CUDA's runtime."""
 
+import errno
+import mmap
+import os
+from typing import ClassVar
+
 import pytest
 import torch
 
@@ -57,3 +62,42 @@ def test_buffer_that_cannot_be_pinned_says_what_helps(cudart: Cudart, monkeypatc
     with pytest.raises(RuntimeError, match=r"could not pin 0\.00 GiB .*CUDA error 2.*lower num_cpu_blocks"):
         HostBuffer(4096, pinned=True)
     assert not cudart.calls
+
+
+class Madvise(mmap.mmap):
+    """A kernel that refuses some advice."""
+
+    refused: ClassVar[dict[int, int]] = {}
+    taken: ClassVar[list[int]] = []
+
+    def madvise(self, option: int, *args: int) -> None:
+        if option in self.refused:
+            raise OSError(self.refused[option], os.strerror(self.refused[option]))
+        self.taken.append(option)
+
+
+@pytest.fixture
+def madvise(monkeypatch: pytest.MonkeyPatch) -> type[Madvise]:
+    monkeypatch.setattr(Madvise, "refused", {})
+    monkeypatch.setattr(Madvise, "taken", [])
+    monkeypatch.setattr(mmap, "mmap", Madvise)
+    return Madvise
+
+
+def test_buffer_without_transparent_huge_pages_uses_small_ones(madvise: type[Madvise], cudart: Cudart) -> None:
+    """Regression: MADV_HUGEPAGE raised OSError on such kernels, and no engine with a CPU pool started."""
+    madvise.refused = {mmap.MADV_HUGEPAGE: errno.EINVAL}
+    buffer = HostBuffer(3 * 4096, pinned=True)
+    buffer.tensor[:] = 7
+    assert buffer.tensor.sum() == 7 * 3 * 4096
+    assert madvise.taken == [mmap.MADV_DONTFORK]
+    del buffer
+
+
+@pytest.mark.parametrize(("advice", "error"), [(mmap.MADV_HUGEPAGE, errno.ENOMEM), (mmap.MADV_DONTFORK, errno.EINVAL)])
+def test_buffer_other_refusals_are_not_hidden(madvise: type[Madvise], advice: int, error: int) -> None:
+    """A page that a fork can move would be copied from where it no longer is."""
+    madvise.refused = {advice: error}
+    with pytest.raises(OSError) as raised:
+        HostBuffer(4096, pinned=False)
+    assert raised.value.errno == error

@@ -6,20 +6,18 @@ the host so works one step ahead of it; on the CPU a step has run when it is enq
 
 import itertools
 import logging
-from array import array
-from contextlib import suppress
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from nanovllm.checkpoint import fetch_weights
 from nanovllm.config import Config, KVCacheSizes
 from nanovllm.engine.batch import StepPlan
 from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.model_runner import StepResult
 from nanovllm.engine.outputs import StepOutput, request_output
+from nanovllm.engine.request_check import check_token_ids, encode_text
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, TokenIds
 from nanovllm.engine.startup import find_machine, load_tokenizer, make_runner, resolve_device
@@ -53,12 +51,14 @@ class LLMEngine:
             self.config, self.model_config, find_machine(replace(self.config, device=str(self.device)))
         )
         self.plan.check()
+        self.tokenizer = load_tokenizer(self._directory)
+        if self.config.load_format != "dummy":
+            fetch_weights(self.config.model, self._directory)
         self._closed = False
         factory = partial(make_runner, self.config, self.model_config, self._directory, self.device)
         self._ranks = WorkerGroup(factory, self.config.tensor_parallel_size, self.device.type)
         self.runner = self._ranks.runner
         try:
-            self.tokenizer = load_tokenizer(self._directory)
             self.scheduler = self._make_scheduler()
         except BaseException:
             self.close()
@@ -146,9 +146,9 @@ class LLMEngine:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError("a text prompt needs a tokenizer, and this model has none; give a list of token ids")
-            token_ids = array("q", self.tokenizer.encode(prompt))
+            token_ids = encode_text(self.tokenizer, prompt, self.model_config.vocab_size)
         else:
-            token_ids = _check_token_ids(prompt, self.model_config.vocab_size)
+            token_ids = check_token_ids(prompt, self.model_config.vocab_size)
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params has type {type(params).__name__}, expected SamplingParams")
         if not token_ids:
@@ -173,8 +173,8 @@ class LLMEngine:
         """Queue a request that `check_request` has let through."""
         self._check_open()
         request_id = next(self._request_ids)
-        drawn = self.config.seed * 1_000_003 + request_id
-        seed = (drawn if sampling_params.seed is None else sampling_params.seed) & (2**63 - 1)
+        drawn = (self.config.seed * 1_000_003 + request_id) & (2**63 - 1)
+        seed = drawn if sampling_params.seed is None else sampling_params.seed
         salt = len(token_ids) if self._kv_depends_on_prompt_len(len(token_ids)) else 0
         self.scheduler.add(Sequence(request_id, token_ids, sampling_params, seed, salt))
         if self.tokenizer is not None:
@@ -267,17 +267,3 @@ class LLMEngine:
         if self.config.enable_cpu_offload:
             stats |= self._link_meter.stats(stats["link_byte_per_s"])
         return stats
-
-
-def _check_token_ids(prompt: Any, vocab_size: int) -> TokenIds:
-    if not isinstance(prompt, list | tuple):
-        raise ValueError(f"a prompt has type {type(prompt).__name__}, expected a string or a list of token ids")
-    if set(map(type, prompt)) - {int}:
-        position, token_id = next((i, t) for i, t in enumerate(prompt) if type(t) is not int)
-        raise ValueError(f"token_ids[{position}]={token_id!r} is no integer; a prompt is a string or token ids")
-    with suppress(OverflowError):  # an id of more than 64 bits
-        token_ids = array("q", prompt)
-        if not token_ids or np.frombuffer(token_ids, dtype=np.uint64).max() < vocab_size:  # a negative one is huge
-            return token_ids
-    position, token_id = next((i, t) for i, t in enumerate(prompt) if not 0 <= t < vocab_size)
-    raise ValueError(f"token_ids[{position}]={token_id} is outside the vocabulary 0..{vocab_size - 1}")

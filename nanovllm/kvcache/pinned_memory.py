@@ -6,6 +6,7 @@ where the machine has them; a shared one, Python's default, takes 4 KiB pages an
 """
 
 import ctypes
+import errno
 import mmap
 import os
 import weakref
@@ -25,15 +26,22 @@ class HostBuffer:
 
     def __init__(self, num_bytes: int, pinned: bool) -> None:
         self._map = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        # DONTFORK: after a fork a write would move a pinned page away from under the GPU
-        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
-            if hasattr(mmap, advice):
-                self._map.madvise(getattr(mmap, advice))
+        self._advise()
         self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
         self._unpin: weakref.finalize[..., HostBuffer] | None = None
         if pinned:
             self._touch()
             self._register()
+
+    def _advise(self) -> None:
+        """Ask for huge pages, and keep the memory out of forked processes."""
+        try:
+            self._map.madvise(mmap.MADV_HUGEPAGE)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # the kernel has no transparent huge pages; small ones do as well
+                raise
+        # Not mere advice: after a fork a write would move a pinned page away from under the GPU
+        self._map.madvise(mmap.MADV_DONTFORK)
 
     def _touch(self) -> None:
         address, num_bytes = self.tensor.data_ptr(), self.tensor.numel()
