@@ -27,7 +27,7 @@ _OPTIONAL_INTEGERS = {
     "num_labels": (0, 2**20),  # unused, and transformers makes a table of so many
 }
 _NUMBERS = {"rms_norm_eps": (1e-30, 1.0)}
-_OPTIONAL_NUMBERS = {"rope_theta": (2.0, 1e15), "partial_rotary_factor": (1e-6, 1.0)}
+_OPTIONAL_NUMBERS = {"rope_theta": (2.0, 1e37), "partial_rotary_factor": (1e-6, 1.0)}
 _FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window")
 _STRINGS = ("model_type", "hidden_act", "dtype", "torch_dtype")
 _ROPE_INTEGERS = {"original_max_position_embeddings": (1, MAX_POSITIONS)}

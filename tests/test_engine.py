@@ -478,6 +478,15 @@ OFFLOAD = {"enable_cpu_offload": True}
             "cpu_memory_gb=1e-06 holds no block of 2.00 MiB; raise .* or lower kvcache_block_size",
         ),
         (OFFLOAD | {"cpu_memory_gb": 0}, "cpu_memory_gb=0 must be above 0"),
+        (
+            {"num_kvcache_blocks": 10**8},
+            "num_kvcache_blocks=100000000 blocks .* weights .* lower num_kv",
+        ),
+        (
+            OFFLOAD | {"num_gpu_blocks": 10**8},
+            "=100000000 blocks .* weights and staging .*; lower num_gpu",
+        ),
+        ({"kvcache_block_size": 2**30}, r"num_kvcache_blocks=1 blocks of .* GiB need .*; use a smaller .* block size"),
         (OFFLOAD | {"cpu_memory_gb": 1.0, "num_cpu_blocks": 4}, "both size the CPU pool; give one of them"),
         ({"max_model_len": 4096}, "max_model_len=4096 is more than the 2048 tokens the model's rope covers; lower it"),
         ({"max_model_len": 0}, "max_model_len=0 must be 1 or more"),
