@@ -128,10 +128,14 @@ def bench_transformers(args: argparse.Namespace, max_model_len: int) -> dict[str
     """The same shapes in transformers, random weights, KV in its offloaded cache."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(str(config_path(model_of_length(args.model, max_model_len))))
+    config = AutoConfig.from_pretrained(
+        str(config_path(model_of_length(args.model, max_model_len))), trust_remote_code=False
+    )
     torch.cuda.reset_peak_memory_stats()
     with torch.device("cuda"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16, attn_implementation="sdpa", trust_remote_code=False
+        ).eval()
     rng = random.Random(4)
     prefill, decode = [], []
     num_decoded = 8

@@ -22,7 +22,8 @@ from benchmarks.common import (
     run_options,
     versions,
 )
-from nanovllm.model_config import ModelConfig, presets
+from nanovllm.checkpoint import presets
+from nanovllm.model_config import ModelConfig
 
 
 class VLLM:

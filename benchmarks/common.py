@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 import torch
 
 from nanovllm import LLM, SamplingParams, costs
+from nanovllm.checkpoint import presets
 from nanovllm.engine.outputs import RequestOutput
-from nanovllm.model_config import ModelConfig, presets
+from nanovllm.model_config import ModelConfig
 
 NUM_RUNS = 5
 QUESTION_TOKENS = 64

@@ -1,8 +1,10 @@
 """Config: what the user said, checked where it is made. KVCacheSpec: the shape of one rank's KV cache."""
 
+import re
 from dataclasses import dataclass
 
 from nanovllm.model_config import ModelConfig
+from nanovllm.sampling_params import MAX_INT32, MAX_SEED, MIN_SEED
 
 BLOCK_SIZE_STEP = 256  # block sizes are multiples of this; prefix hits count in grains of it
 ALL_GPU_BLOCK_SIZE = 256
@@ -15,6 +17,8 @@ _CHOICES = {
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "load_format": ("auto", "safetensors", "dummy"),
 }
+_DEVICE = re.compile(r"auto|cpu|cuda(:(0|[1-9][0-9]?))?")
+_MAX_CPU_MEMORY_GB = 2**30  # an EiB
 _AT_LEAST_ONE = ("max_num_batched_tokens", "max_num_seqs", "max_model_len", "kvcache_block_size", "num_cpu_blocks")
 
 
@@ -56,15 +60,14 @@ class Config:
 
     def __post_init__(self) -> None:
         self._check_types()
-        for name in _AT_LEAST_ONE:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value} must be 1 or more")
+        self._check_integers()
+        if not self.model:
+            raise ValueError("model='' must be a directory ('.' is this one), a hub name (owner/name) or a preset")
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}={getattr(self, name)!r} is unknown; choose one of {', '.join(choices)}")
-        if not (self.device in ("auto", "cpu", "cuda") or self.device.startswith("cuda:")):
-            raise ValueError(f"device={self.device!r} is unknown; choose auto, cpu, cuda or cuda:N")
+        if not _DEVICE.fullmatch(self.device):
+            raise ValueError(f"device={self.device!r} is unknown; choose auto, cpu, cuda or cuda:N, where N is 0 to 99")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization={self.gpu_memory_utilization} must be above 0 and at most 1")
         if not 1 <= self.tensor_parallel_size <= 8:
@@ -74,8 +77,6 @@ class Config:
                 f"kvcache_block_size={self.kvcache_block_size} must be a multiple of {BLOCK_SIZE_STEP}; "
                 f"try {-(-self.kvcache_block_size // BLOCK_SIZE_STEP) * BLOCK_SIZE_STEP}"
             )
-        if self.num_kvcache_blocks != -1 and self.num_kvcache_blocks < 1:
-            raise ValueError(f"num_kvcache_blocks={self.num_kvcache_blocks} must be 1 or more, or -1 for what fits")
         self._check_offload()
 
     def _check_types(self) -> None:
@@ -89,6 +90,20 @@ class Config:
             if not isinstance(value, allowed):
                 raise ValueError(f"{name}={value!r} has type {type(value).__name__}, expected {kind}")
 
+    def _check_integers(self) -> None:
+        for name in _AT_LEAST_ONE:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value} must be 1 or more")
+        if self.num_kvcache_blocks != -1 and self.num_kvcache_blocks < 1:
+            raise ValueError(f"num_kvcache_blocks={self.num_kvcache_blocks} must be 1 or more, or -1 for what fits")
+        if not MIN_SEED <= self.seed <= MAX_SEED:
+            raise ValueError(f"seed={self.seed} must be between {MIN_SEED} and {MAX_SEED} (64 bits)")
+        for name in (*_AT_LEAST_ONE, "num_kvcache_blocks", "num_gpu_blocks"):
+            value = getattr(self, name)
+            if value is not None and value > MAX_INT32:
+                raise ValueError(f"{name}={value} must be at most {MAX_INT32}")
+
     def _check_offload(self) -> None:
         if not self.enable_cpu_offload:
             for name in ("num_gpu_blocks", "num_cpu_blocks", "cpu_memory_gb"):
@@ -101,8 +116,8 @@ class Config:
             raise ValueError(f"num_gpu_blocks={self.num_gpu_blocks} must be 2 or more")
         if self.num_cpu_blocks is not None and self.cpu_memory_gb is not None:
             raise ValueError("num_cpu_blocks and cpu_memory_gb both size the CPU pool; give one of them")
-        if self.cpu_memory_gb is not None and not 0 < self.cpu_memory_gb < float("inf"):
-            raise ValueError(f"cpu_memory_gb={self.cpu_memory_gb} must be above 0")
+        if self.cpu_memory_gb is not None and not 0 < self.cpu_memory_gb <= _MAX_CPU_MEMORY_GB:
+            raise ValueError(f"cpu_memory_gb={self.cpu_memory_gb} must be above 0 and at most {_MAX_CPU_MEMORY_GB}")
 
     @property
     def block_size(self) -> int:

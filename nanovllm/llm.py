@@ -8,6 +8,7 @@ from tqdm.auto import tqdm
 
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.outputs import Outbox, RequestOutput
+from nanovllm.engine.request_check import check_conversations, encode_text, render_chat
 from nanovllm.engine.sequence import TokenIds
 from nanovllm.errors import EngineError
 from nanovllm.sampling_params import SamplingParams
@@ -64,16 +65,13 @@ class LLM(LLMEngine):
         """Answer one conversation or several, each a list of {"role", "content"}, with the model's chat template."""
         if self.tokenizer is None or not self.tokenizer.chat_template:
             raise ValueError("chat needs a tokenizer with a chat template, and this model has none; use generate")
-        if not messages:
-            raise ValueError("messages is empty; give at least one message")
-        conversations: Any = messages if isinstance(messages[0], list) else [messages]
-        prompts = [
-            self.tokenizer.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False)
-            for conversation in conversations
-        ]
+        prompts = [render_chat(self.tokenizer, conversation) for conversation in check_conversations(messages)]
+        vocab_size = self.model_config.vocab_size  # the template writes the special tokens itself
         with self._encode_lock:
-            token_ids = [self.tokenizer.encode(prompt, add_special_tokens=False) for prompt in prompts]
-        return self.generate(token_ids, sampling_params, use_tqdm)
+            token_ids = [
+                encode_text(self.tokenizer, prompt, vocab_size, add_special_tokens=False) for prompt in prompts
+            ]
+        return self.generate([ids.tolist() for ids in token_ids], sampling_params, use_tqdm)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
         """The answer's text, piece by piece as it comes. The request is queued when the first piece is asked for;

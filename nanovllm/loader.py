@@ -1,6 +1,5 @@
 """Fills a model from safetensors files, or with seeded random weights. Every rank reads only its own slices."""
 
-import json
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
+from nanovllm.checkpoint import weight_files
 from nanovllm.layers.weights import WeightShard
 from nanovllm.models.decoder import CausalLM
 
@@ -28,8 +28,9 @@ def load_weights(
     """Fill every parameter of `model`, in place, on its own device and in its own dtype.
 
     `load_format` "dummy" draws random weights from `seed`, the same model for every number of ranks; anything else
-    reads the safetensors files of `directory`. Raises ValueError, with the name of the file or tensor, for a file
-    that is missing or damaged, and for a tensor that is missing, not known, quantised or of another shape.
+    reads the safetensors files of `directory` that checkpoint.py says are the weights. Raises ValueError, with the
+    name of the file or tensor, for a file that is missing or damaged, and for a tensor that is missing, not known,
+    quantised or of another shape.
     """
     shards = dict(model.weight_shards())
     with tqdm(total=len(shards), desc="Loading weights", unit="tensor", disable=not show_progress) as progress:
@@ -38,10 +39,8 @@ def load_weights(
                 _fill_dummy(name, shard, seed)
                 progress.update()
             return
-        if directory is None:
-            raise ValueError("a preset has no weights; give a model directory, or load_format='dummy'")
         unused: list[str] = []
-        for file in _weight_files(directory):
+        for file in weight_files(directory):
             for name, source in _open(file):
                 if name in shards:
                     _fill(shards.pop(name), source, f"{name} in {file}")
@@ -54,27 +53,6 @@ def load_weights(
             raise ValueError(f"{directory} {kind}: {shown}; check that config.json belongs to these files")
 
 
-def _weight_files(directory: Path) -> list[Path]:
-    """The files named by the index, else every safetensors file of the directory."""
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            files = [directory / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise ValueError(f"{index} is not an index of safetensors files: {error!r}; download it again") from error
-    else:
-        files = sorted(directory.glob("*.safetensors"))
-    missing = [str(file) for file in files if not file.is_file()]
-    if missing:
-        raise ValueError(f"{index} names files that do not exist: {', '.join(missing)}; download them again")
-    if not files:
-        raise ValueError(
-            f"no safetensors file in {directory}; convert other formats with transformers' save_pretrained, "
-            "or use load_format='dummy' for random weights"
-        )
-    return files
-
-
 def _open(file: Path) -> Iterator[tuple[str, Any]]:
     """(name, slice) of every tensor of the file; a slice reads nothing until it is indexed."""
     try:
@@ -82,7 +60,7 @@ def _open(file: Path) -> Iterator[tuple[str, Any]]:
             for name in tensors.keys():  # noqa: SIM118 (not a dict)
                 yield name, tensors.get_slice(name)
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{file} is truncated or no safetensors file ({error}); download it again") from error
+        raise ValueError(f"{file} is truncated or not a safetensors file ({error}); download it again") from error
 
 
 def _fill(shard: WeightShard, source: Any, where: str) -> None:

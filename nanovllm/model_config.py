@@ -4,15 +4,17 @@ Owns the list of what is implemented. A setting outside it raises ValueError her
 Importing this module loads neither torch nor transformers.
 """
 
-import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nanovllm.checkpoint import find_model, read_json
+from nanovllm.model_settings import MAX_POSITIONS, MIN_HEAD_DIM, check_settings
+
 # architectures[0] -> model_type of its config.json
 ARCHITECTURES = {"Qwen3ForCausalLM": "qwen3", "Qwen2ForCausalLM": "qwen2", "LlamaForCausalLM": "llama"}
 DTYPES = ("float32", "bfloat16", "float16")
-_DOWNLOADED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 # Not implemented, and they change the numbers. transformers ignores the second, without which long prompts differ.
 _FOREIGN_SETTINGS = {
     "quantization_config": "use an unquantised checkpoint (float32, bfloat16 or float16)",
@@ -88,89 +90,77 @@ class ModelConfig:
     def from_pretrained(cls, model: str) -> tuple["ModelConfig", Path | None]:
         """The config of a local directory, a preset or a hub name, and the directory with its weights.
 
-        The directory is None for a preset, which has shapes only. A hub name is downloaded (or found in the cache) by
-        huggingface_hub. Raises ValueError for a model that is not found and for every setting not implemented.
+        The directory is None for a preset, which has shapes only. Of a hub name everything but the weights is
+        downloaded (or found in the cache); `checkpoint.fetch_weights` gets those. Raises ValueError for a model that
+        is not found, for a setting out of its range and for every setting not implemented. Code in the checkpoint is
+        never run, and nothing is asked on stdin.
         """
-        config_path, directory = _find_model(model)
-        _check_one_rope(_read_json(config_path))
+        config_path, directory = find_model(model)
+        settings = read_json(config_path)
+        architecture = _check_architecture(settings)
+        check_settings(settings, config_path)
         try:
             from transformers import AutoConfig
 
-            hf = AutoConfig.from_pretrained(str(config_path))
+            hf = AutoConfig.from_pretrained(str(config_path), trust_remote_code=False)
         except Exception as error:  # transformers raises OSError, ValueError, KeyError and errors of its own
             raise ValueError(f"{config_path} is not a config.json that transformers can read: {error}") from error
-        return _from_hf(hf, _eos_token_ids(hf, directory)), directory
+        return _from_hf(hf, architecture, _eos_token_ids(hf, directory)), directory
 
 
-def presets() -> dict[str, Path]:
-    """Preset name -> its config.json: of the installed package, else of the repository."""
-    package = Path(__file__).resolve().parent
-    for folder in (package / "presets", package.parent / "benchmarks" / "configs"):
-        paths = sorted(folder.glob("*.json"))
-        if paths:
-            return {path.stem: path for path in paths}
-    return {}
-
-
-def _find_model(model: str) -> tuple[Path, Path | None]:
-    """(config.json, directory of the weights or None) of a directory, a preset or a hub name."""
-    directory = Path(model).expanduser()
-    if not directory.is_dir():
-        known = presets()
-        if model in known:
-            return known[model], None
-        looks_like_path = model.startswith((".", "/", "~")) or model.count("/") > 1 or not model
-        remedy = f"give a directory with config.json, a preset ({', '.join(known)}) or a hub name (owner/name)"
-        if looks_like_path:
-            raise ValueError(f"model directory {model!r} does not exist; {remedy}")
-        try:
-            from huggingface_hub import snapshot_download
-
-            directory = Path(snapshot_download(model, allow_patterns=_DOWNLOADED))
-        except Exception as error:  # no network, no such name, a gated repository: the text says which
-            raise ValueError(
-                f"model {model!r} is no directory and could not be downloaded; {remedy}: {error}"
-            ) from error
-    if not (directory / "config.json").is_file():
-        raise ValueError(f"no config.json in {directory}; give the directory that save_pretrained or a download wrote")
-    return directory / "config.json", directory
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON ({error}); download it again") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} holds a {type(content).__name__} instead of a JSON object; download it again")
-    return content
+def _check_architecture(settings: Mapping[str, Any]) -> str:
+    """The architecture. Asked of the file itself, because transformers offers to run a checkpoint's own code."""
+    given = settings.get("architectures")
+    architecture = given[0] if isinstance(given, list) and given else given
+    model_type = settings.get("model_type")
+    if not isinstance(architecture, str) or ARCHITECTURES.get(architecture) != model_type:
+        raise ValueError(
+            f"architectures[0]={architecture!r} with model_type={model_type!r} is not supported; "
+            f"supported are {', '.join(f'{name} ({kind})' for name, kind in ARCHITECTURES.items())}"
+        )
+    auto_map = settings.get("auto_map")
+    if isinstance(auto_map, dict) and "AutoModelForCausalLM" in auto_map:
+        raise ValueError(
+            f"auto_map.AutoModelForCausalLM={auto_map['AutoModelForCausalLM']!r} asks for code of the checkpoint, "
+            f"which is never run; remove auto_map from config.json if the weights are those of a plain {architecture}"
+        )
+    return architecture
 
 
 def _eos_token_ids(hf: Any, directory: Path | None) -> tuple[int, ...]:
     """End tokens of config.json and of generation_config.json, each once."""
-    values = [getattr(hf, "eos_token_id", None)]
+    given = {"config.json": getattr(hf, "eos_token_id", None)}
     path = directory / "generation_config.json" if directory else None
     if path and path.is_file():
-        values.append(_read_json(path).get("eos_token_id"))
-    lists = [value if isinstance(value, list) else [value] for value in values]
-    return tuple(dict.fromkeys(token_id for ids in lists for token_id in ids if token_id is not None))
+        given["generation_config.json"] = read_json(path).get("eos_token_id")
+    token_ids: dict[int, None] = {}
+    for file, value in given.items():
+        for token_id in value if isinstance(value, list) else [value]:
+            if token_id is None:
+                continue
+            if type(token_id) is not int or not 0 <= token_id < hf.vocab_size:
+                raise ValueError(
+                    f"eos_token_id={value!r} of {file} must be token ids from 0 to {hf.vocab_size - 1}; correct {file}"
+                )
+            token_ids[token_id] = None
+    return tuple(token_ids)
 
 
-def _from_hf(hf: Any, eos_token_ids: tuple[int, ...]) -> ModelConfig:
-    architecture = _check_supported(hf)
+def _from_hf(hf: Any, architecture: str, eos_token_ids: tuple[int, ...]) -> ModelConfig:
+    _check_supported(hf)
     dtype = getattr(hf, "dtype", None) or getattr(hf, "torch_dtype", None) or "float32"
     dtype = str(dtype).removeprefix("torch.")
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype} of config.json is not supported; use a checkpoint in {', '.join(DTYPES)}")
     attention_bias = bool(getattr(hf, "attention_bias", False))
-    return ModelConfig(
+    config = ModelConfig(
         architecture=architecture,
         hidden_size=hf.hidden_size,
         intermediate_size=hf.intermediate_size,
         num_layers=hf.num_hidden_layers,
         num_heads=hf.num_attention_heads,
         num_kv_heads=hf.num_key_value_heads or hf.num_attention_heads,
-        head_dim=getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads,
+        head_dim=_head_dim(hf),
         vocab_size=hf.vocab_size,
         rms_norm_eps=hf.rms_norm_eps,
         max_position_embeddings=hf.max_position_embeddings,
@@ -184,16 +174,28 @@ def _from_hf(hf: Any, eos_token_ids: tuple[int, ...]) -> ModelConfig:
         torch_dtype=dtype,
         eos_token_ids=eos_token_ids,
     )
-
-
-def _check_supported(hf: Any) -> str:
-    """The architecture, once every setting that would change the numbers is known to be implemented."""
-    architecture: str = (getattr(hf, "architectures", None) or [""])[0]
-    if ARCHITECTURES.get(architecture) != hf.model_type:
+    if config.max_model_len_limit > MAX_POSITIONS:
         raise ValueError(
-            f"architectures[0]={architecture!r} with model_type={hf.model_type!r} is not supported; "
-            f"supported are {', '.join(f'{name} ({kind})' for name, kind in ARCHITECTURES.items())}"
+            f"max_position_embeddings={config.max_position_embeddings} with rope {config.rope.rope_type} of "
+            f"factor={config.rope.factor} covers {config.max_model_len_limit} tokens, more than the {MAX_POSITIONS} "
+            "whose positions fp32 tells apart; lower the factor in config.json"
         )
+    return config
+
+
+def _head_dim(hf: Any) -> int:
+    """head_dim, which defaults to an equal share of hidden_size. Even, because rope rotates pairs."""
+    head_dim: int = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+    if head_dim % 2 or head_dim < MIN_HEAD_DIM:
+        raise ValueError(
+            f"head_dim={head_dim} (hidden_size={hf.hidden_size}, num_attention_heads={hf.num_attention_heads}) must be "
+            f"an even number of {MIN_HEAD_DIM} or more; correct config.json"
+        )
+    return head_dim
+
+
+def _check_supported(hf: Any) -> None:
+    """Raise ValueError for a setting that would change the numbers and is not implemented."""
     for name, remedy in _FOREIGN_SETTINGS.items():
         if getattr(hf, name, None):
             raise ValueError(f"{name}={getattr(hf, name)} is not supported; {remedy}")
@@ -205,7 +207,6 @@ def _check_supported(hf: Any) -> str:
             f"num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}; correct config.json"
         )
     _check_no_sliding_window(hf)
-    return architecture
 
 
 def _check_no_sliding_window(hf: Any) -> None:
@@ -220,13 +221,6 @@ def _check_no_sliding_window(hf: Any) -> None:
         raise ValueError(f"layer_types {', '.join(other_types)} are not supported: {remedy}")
 
 
-def _check_one_rope(config_json: dict[str, Any]) -> None:
-    """Asked of the file itself: transformers fails on such a config with a message that does not say so."""
-    given = config_json.get("rope_parameters") or config_json.get("rope_scaling") or {}
-    if any(isinstance(value, dict) for value in given.values()):
-        raise ValueError(f"rope parameters per layer type ({', '.join(given)}) are not supported; only one for all is")
-
-
 def _rope_config(hf: Any) -> RopeConfig:
     """From `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
     given = getattr(hf, "rope_parameters", None) or getattr(hf, "rope_scaling", None) or {}
@@ -234,7 +228,7 @@ def _rope_config(hf: Any) -> RopeConfig:
     if rope_type not in _ROPE_KEYS:
         raise ValueError(f"rope type {rope_type!r} is not supported; supported are {', '.join(_ROPE_KEYS)}")
     unknown = sorted(set(given) - _ROPE_OPTIONAL_KEYS)
-    missing = sorted(key for key in _ROPE_KEYS[rope_type] if key not in given)
+    missing = sorted(key for key in _ROPE_KEYS[rope_type] if given.get(key) is None)
     if unknown or missing:
         raise ValueError(
             f"rope type {rope_type!r} has unknown keys {unknown} and misses {missing}; correct config.json"
@@ -246,17 +240,20 @@ def _rope_config(hf: Any) -> RopeConfig:
     original = given.get("original_max_position_embeddings") or max_position
     if rope_type == "dynamic":
         original = max_position  # transformers grows the base from here whatever the entry says
-    factor = given.get("factor") or (max_position / original if rope_type == "yarn" else 1.0)
-    if factor < 1.0:
-        raise ValueError(f"rope factor={factor} is not supported; it stretches the context and is 1 or more")
     optional = (
         *("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"),
         *("attention_factor", "mscale", "mscale_all_dim", "truncate"),
     )
-    return RopeConfig(
+    rope = RopeConfig(
         rope_type=rope_type,
         rope_theta=float(given.get("rope_theta") or getattr(hf, "rope_theta", None) or 10000.0),
-        factor=float(factor),
+        factor=float(given.get("factor") or 1.0),
         original_max_position_embeddings=int(original),
         **{name: given[name] for name in optional if given.get(name) is not None},
     )
+    for lower, upper in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
+        if getattr(rope, lower) >= getattr(rope, upper):
+            raise ValueError(
+                f"rope {lower}={getattr(rope, lower)} must be below {upper}={getattr(rope, upper)}; correct config.json"
+            )
+    return rope

@@ -149,6 +149,7 @@ class Plan:
     def check(self) -> None:
         """Raises ValueError, with the numbers and the remedy, for an engine that cannot start."""
         problem = (self._pool_problem() if self.config.enable_cpu_offload else None) or self._gpu_problem()
+        problem = problem or self._cpu_problem()
         if problem:
             raise ValueError(problem)
 
@@ -191,6 +192,31 @@ class Plan:
             f"{format_bytes(self.slot_bytes)}, weights {'and staging ' if offload else ''}{format_bytes(fixed_bytes)}: "
             f"more than the {format_bytes(limit)} that gpu_memory_utilization={self.config.gpu_memory_utilization} "
             f"allows of {format_bytes(self.machine.gpu_bytes)}; {remedy}"
+        )
+
+    def _cpu_problem(self) -> str | None:
+        """On a CPU the model, its cache and the CPU pool share the host's memory. Sizes that the user left open count
+        with the least that works: start-up makes them fit.
+        """
+        config, available = self.config, self.machine.host_bytes
+        if self.machine.gpu_bytes is not None:
+            return None
+        offload = config.enable_cpu_offload
+        name, least = ("num_gpu_blocks", 2) if offload else ("num_kvcache_blocks", 1)
+        given = config.num_gpu_blocks if offload else config.num_kvcache_blocks
+        num_blocks = given if given is not None and given > 0 else least
+        pool_bytes = self.cpu_pool_bytes if config.num_cpu_blocks or config.cpu_memory_gb else 0
+        block_bytes = self.spec.block_bytes * config.tensor_parallel_size
+        fixed_bytes = (self.weight_bytes + self.staging_bytes) * config.tensor_parallel_size + pool_bytes
+        if fixed_bytes + num_blocks * block_bytes <= available:
+            return None
+        most = (available - fixed_bytes) // block_bytes
+        remedy = f"lower {name} to {most} or less" if most >= least else "use a smaller model, pool or block size"
+        beside = "weights" if not offload else "weights, staging and CPU pool" if pool_bytes else "weights and staging"
+        return (
+            f"{name}={num_blocks} blocks of {format_bytes(block_bytes)} need {format_bytes(num_blocks * block_bytes)}, "
+            f"{beside} {format_bytes(fixed_bytes)}: more than the {format_bytes(available)} of memory available; "
+            f"{remedy}"
         )
 
     def _workload_problem(self) -> str | None:

@@ -12,6 +12,8 @@ from nanovllm.machine import Machine
 from nanovllm.model_config import ModelConfig
 from nanovllm.plan import GPU_OVERHEAD_BYTES, MAX_HOST_SHARE, Plan, max_model_len
 
+MAX_OPTION = 10**9  # tokens, sequences, GiB, GB/s: beyond any machine, and a plan adds up every chunk of a context
+
 
 def make_plan(
     config: Config,
@@ -86,8 +88,8 @@ class PlanOptions:
     def __post_init__(self) -> None:
         for name in self.__annotations__:
             value = getattr(self, name)
-            if value is not None and not 0 < value < float("inf"):
-                raise ValueError(f"{name}={value} must be above 0")
+            if value is not None and not 0 < value <= MAX_OPTION:
+                raise ValueError(f"{name}={value} must be above 0 and at most {MAX_OPTION}")
 
     def apply(self, machine: Machine) -> Machine:
         """`machine` with what the user said of it."""

@@ -2,6 +2,12 @@
 
 from dataclasses import dataclass
 
+# Temperatures are fp32 on the device, and so are the logits divided by them. Below the range a token is drawn as if
+# greedily, above it as if all were equally likely; further out 1 / temperature overflows or vanishes.
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-10, 1e10
+MAX_INT32 = 2**31 - 1  # positions, lengths and block tables are int32 on the device
+MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1  # seeds are int64 on the device
+
 
 def _require(condition: bool, name: str, value: object, limit: str) -> None:
     if not condition:
@@ -12,11 +18,11 @@ def _require(condition: bool, name: str, value: object, limit: str) -> None:
 class SamplingParams:
     """Checked where it is made: a bad value raises ValueError with its name, the value and the limit.
 
-    temperature: 0 is greedy. max_tokens: most new tokens. ignore_eos: go on past the model's end token.
-    top_k: keep the k most likely tokens, 0 or -1 for all. top_p: keep the smallest set of tokens whose probability
-    reaches top_p. min_p: keep tokens at least min_p times as likely as the most likely one. stop: the text ends before
-    the first of these strings. stop_token_ids: end tokens besides the model's. seed: the same seed gives the same
-    tokens whatever the request is batched with; None draws one from the engine's seed.
+    temperature: 0 is greedy, all else from 1e-10 to 1e10. max_tokens: most new tokens. ignore_eos: go on past the
+    model's end token. top_k: keep the k most likely tokens, 0 or -1 for all. top_p: keep the smallest set of tokens
+    whose probability reaches top_p. min_p: keep tokens at least min_p times as likely as the most likely one. stop: the
+    text ends before the first of these strings. stop_token_ids: end tokens besides the model's. seed: 64 bits, signed;
+    the same seed gives the same tokens whatever the request is batched with; None draws one from the engine's seed.
     """
 
     temperature: float = 1.0
@@ -36,14 +42,18 @@ class SamplingParams:
         for name in ("max_tokens", "top_k"):
             value = getattr(self, name)
             _require(isinstance(value, int) and not isinstance(value, bool), name, value, "an integer")
-        finite = 0 <= self.temperature < float("inf")
-        _require(finite, "temperature", self.temperature, "0 (greedy) or more, and finite")
-        _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "1 or more")
-        _require(self.top_k >= -1, "top_k", self.top_k, "1 or more, or 0 or -1 to keep every token")
+        in_range = self.temperature == 0 or MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE
+        limits = f"0 (greedy), or from {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}"
+        _require(in_range, "temperature", self.temperature, limits)
+        _require(1 <= self.max_tokens <= MAX_INT32, "max_tokens", self.max_tokens, f"1 or more, at most {MAX_INT32}")
+        limits = f"1 or more, or 0 or -1 to keep every token, and at most {MAX_INT32}"
+        _require(-1 <= self.top_k <= MAX_INT32, "top_k", self.top_k, limits)
         _require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
         _require(0 <= self.min_p <= 1, "min_p", self.min_p, "between 0 and 1")
         seed_ok = self.seed is None or (isinstance(self.seed, int) and not isinstance(self.seed, bool))
         _require(seed_ok, "seed", self.seed, "an integer or None")
+        limits = f"from {MIN_SEED} to {MAX_SEED} (64 bits), or None for one of the engine's"
+        _require(MIN_SEED <= (self.seed or 0) <= MAX_SEED, "seed", self.seed, limits)
         _require(isinstance(self.stop, str | list | tuple), "stop", self.stop, "a non-empty string or several")
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         _require(all(isinstance(s, str) and s for s in stop), "stop", self.stop, "a non-empty string or several")

@@ -1,5 +1,6 @@
 """The command line: its flags, its exit statuses, and `generate` on the embedded model."""
 
+import fnmatch
 import re
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from nanovllm import cli
 from nanovllm.config import _CHOICES, Config
 from nanovllm.demo.haystack import build_haystack
 from nanovllm.demo.retrieval_model import build_retrieval_model
+from nanovllm.model_config import ModelConfig
 from nanovllm.sampling_params import SamplingParams
 
 ROOT = Path(__file__).parents[1]
@@ -138,6 +140,10 @@ def test_main_bad_flags_exit_2(argv: list[str], capsys: pytest.CaptureFixture[st
         (["--prompt", "x", "--temperature", "-1"], "temperature"),
         (["--prompt", ""], "the prompt is empty"),
         (["--prompt", "x" * 2000], "exceeds max_model_len=2048"),
+        (["--prompt", "x", "--temperature", "1e39"], "must be 0 (greedy), or from 1e-10 to 1e+10"),
+        (["--prompt", "x", "--num-kvcache-blocks", "100000000"], "lower num_kvcache_blocks to"),
+        (["--prompt", "x", "--enable-cpu-offload", "--num-gpu-blocks", "100000000"], "lower num_gpu_blocks to"),
+        (["--prompt", "x", "--device", "cuda:abc"], "device='cuda:abc' is unknown"),
         (["--prompt-file", "no/such/file"], "no/such/file: No such file"),
         (["--prompt-file", str(ROOT)], "Is a directory"),
     ],
@@ -161,6 +167,35 @@ def test_generate_prompt_file_no_text_exits_2(model: str, tmp_path: Path, capsys
 def test_generate_missing_model_exits_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["generate", "--model", "./no/such/model", "--prompt", "x"]) == 2
     assert "'./no/such/model' does not exist" in capsys.readouterr().err
+
+
+def test_model_empty_name_is_not_the_current_directory(
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Regression: it was."""
+    monkeypatch.chdir(model)
+    assert cli.main(["generate", "--model", "", "--prompt", "x", "--device", "cpu"]) == 2
+    assert cli.main(["plan", "--model", "", "--device", "cpu"]) == 2
+    assert capsys.readouterr().err.count("nanovllm: error: model='' must be a directory") == 2
+    with pytest.raises(ValueError, match="model directory '' does not exist"):
+        ModelConfig.from_pretrained("")
+
+
+def test_plan_of_a_hub_name_downloads_no_weights(
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Regression: it downloaded all of them."""
+    patterns: list[str] = []
+
+    def snapshot_download(name: str, *, allow_patterns: list[str], **options: object) -> str:
+        patterns.extend(allow_patterns)
+        return model
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    assert cli.main(["plan", "--model", "acme/facts", "--device", "cpu", "--max-model-len", "2048"]) == 0
+    assert "plan for" in capsys.readouterr().out
+    assert "config.json" in patterns
+    assert not any(fnmatch.fnmatch(name, pattern) for name in ("model.safetensors", "x.bin") for pattern in patterns)
 
 
 def test_main_value_error_past_the_gates_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,6 +264,24 @@ def test_plan_bad_options_exit_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*QWEN, "--num-gpu-blocks", "1"]) == 2
     assert cli.main(["plan", "--model", "./no/such/model"]) == 2
     assert capsys.readouterr().err.count("nanovllm: error: ") == 3
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        *(
+            ("--context", "1000000000001"),
+            ("--sequences", "-1"),
+            ("--gpu-memory-gb", "nan"),
+            ("--gpu-memory-gb", "1e305"),
+        ),
+        *(("--host-memory-gb", "inf"), ("--link-gb-per-s", "1e300")),
+    ],
+)
+def test_plan_option_out_of_range_exits_2(flag: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Regression: OverflowError, and a context of 10^12 tokens was added up chunk by chunk, for hours."""
+    assert cli.main([*QWEN, flag, value]) == 2
+    assert "must be above 0 and at most 1000000000" in capsys.readouterr().err
 
 
 def test_plan_on_the_cpu_has_no_bounds(model: str, capsys: pytest.CaptureFixture[str]) -> None:

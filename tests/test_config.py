@@ -1,10 +1,16 @@
-"""Config and the shapes that follow from it. Bad values: test_engine.py, through LLM."""
+"""Config and the shapes that follow from it. More bad values: test_engine.py, through LLM."""
 
 import dataclasses
+import math
+from typing import Any
 
 import pytest
 
 from nanovllm.config import NUM_STAGING_GROUPS, STAGING_GROUP_TOKENS, Config, KVCacheSpec
+
+OFFLOAD = {"enable_cpu_offload": True}
+NAN, INF = math.nan, math.inf
+BAD_DEVICES = ("cuda:abc", "cuda:-1", "cuda:", "cuda:1.5", "cuda:100", "cuda:01", "cuda: 1", "cuda:²", "CPU", "")
 
 
 def test_defaults_are_those_of_the_specification() -> None:
@@ -68,3 +74,39 @@ def test_staging_holds_a_few_groups_of_one_layer(block_size: int, group_blocks: 
     assert spec.staging_group_blocks == group_blocks
     assert group_blocks * block_size <= max(STAGING_GROUP_TOKENS, block_size)
     assert spec.staging_bytes == NUM_STAGING_GROUPS * group_blocks * spec.layer_block_bytes
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"model": ""}, r"model='' must be a directory \('\.' is this one\), a hub name"),
+        *(
+            ({"device": device}, f"device='{device}' is unknown; choose auto, cpu, cuda or cuda:N, where N is 0 to 99")
+            for device in BAD_DEVICES
+        ),
+        *(
+            ({name: 2**31}, f"{name}=2147483648 must be at most 2147483647")
+            for name in ("max_num_batched_tokens", "max_num_seqs", "max_model_len", "kvcache_block_size")
+        ),
+        ({"num_kvcache_blocks": 10**30}, "num_kvcache_blocks=10{30} must be at most"),
+        ({"num_kvcache_blocks": -2}, "num_kvcache_blocks=-2 must be 1 or more, or -1"),
+        (OFFLOAD | {"num_gpu_blocks": 2**31}, "num_gpu_blocks=2147483648 must be at most"),
+        (OFFLOAD | {"num_cpu_blocks": 2**31}, "num_cpu_blocks=2147483648 must be at most"),
+        *(
+            (OFFLOAD | {"cpu_memory_gb": gb}, "cpu_memory_gb=.* at most 1073741824")
+            for gb in (NAN, INF, 1e308, 10**400)
+        ),
+        *(({"gpu_memory_utilization": share}, "gpu_memory_utilization=.* at most 1") for share in (NAN, INF, 10**400)),
+        ({"seed": 2**63}, "seed=9223372036854775808 must be between"),
+        ({"seed": -(2**63) - 1}, "seed=-9223372036854775809 must be between"),
+    ],
+)
+def test_value_out_of_range_is_refused_with_the_limit(options: dict[str, Any], message: str) -> None:
+    """Regression: an invalid device string of torch, OverflowError, and for model='' the current directory."""
+    with pytest.raises(ValueError, match=message):
+        Config(**({"model": "m"} | options))
+
+
+@pytest.mark.parametrize("device", ["auto", "cpu", "cuda", "cuda:0", "cuda:7", "cuda:10"])
+def test_device_that_may_exist_is_kept(device: str) -> None:
+    assert Config(model="m", device=device).device == device

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from tiny_models import ROPES, write_tiny_model
 
-from nanovllm.model_config import ModelConfig, RopeConfig, presets
+from nanovllm.checkpoint import presets
+from nanovllm.model_config import ModelConfig, RopeConfig
 
 QWEN3 = json.loads(presets()["qwen3-0.6b"].read_text())
 QWEN2 = json.loads(presets()["qwen2.5-7b-1m"].read_text())

@@ -12,7 +12,6 @@ ends that request alone.
 import itertools
 import logging
 import threading
-from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
@@ -20,12 +19,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from nanovllm.checkpoint import fetch_weights
 from nanovllm.config import Config, KVCacheSizes
 from nanovllm.engine.batch import StepPlan
 from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.outputs import Outbox, StepOutput, request_output
+from nanovllm.engine.request_check import check_token_ids, encode_text
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, TokenIds
 from nanovllm.engine.startup import (
@@ -96,10 +95,12 @@ class LLMEngine:
     # -- start and end -------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
+        self.tokenizer = load_tokenizer(self._directory)
+        if self.config.load_format != "dummy":
+            fetch_weights(self.config.model, self._directory)
         factory = partial(make_runner, self.config, self.model_config, self._directory, self.device)
         self._ranks = WorkerGroup(factory, self.config.tensor_parallel_size, self.device.type)
         self.runner = self._ranks.runner
-        self.tokenizer = load_tokenizer(self._directory)
         sizes = self._kv_cache_sizes()
         self._ranks.run("allocate_kv_cache", sizes)
         if self.device.type == "cuda" and not self.config.enforce_eager:
@@ -208,9 +209,9 @@ class LLMEngine:
             if self.tokenizer is None:
                 raise ValueError("a text prompt needs a tokenizer, and this model has none; give a list of token ids")
             with self._encode_lock:
-                token_ids = array("q", self.tokenizer.encode(prompt))
+                token_ids = encode_text(self.tokenizer, prompt, self.model_config.vocab_size)
         else:
-            token_ids = _check_token_ids(prompt, self.model_config.vocab_size)
+            token_ids = check_token_ids(prompt, self.model_config.vocab_size)
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params has type {type(params).__name__}, expected SamplingParams")
         if not token_ids:
@@ -235,8 +236,8 @@ class LLMEngine:
         """Queue a request that `check_request` has let through; what it brings goes to `outbox`."""
         self._check_open()
         request_id = next(self._request_ids)
-        drawn = self.config.seed * 1_000_003 + request_id
-        seed = (drawn if sampling_params.seed is None else sampling_params.seed) & (2**63 - 1)
+        drawn = (self.config.seed * 1_000_003 + request_id) & (2**63 - 1)
+        seed = drawn if sampling_params.seed is None else sampling_params.seed
         salt = len(token_ids) if self._kv_depends_on_prompt_len(len(token_ids)) else 0
         seq = Sequence(request_id, token_ids, sampling_params, seed, salt)
         self.scheduler.check_fits(seq)
@@ -393,17 +394,3 @@ class LLMEngine:
         if self.config.enable_cpu_offload:
             stats |= self._link_meter.stats(stats["link_byte_per_s"])
         return stats
-
-
-def _check_token_ids(prompt: Any, vocab_size: int) -> TokenIds:
-    if not isinstance(prompt, list | tuple):
-        raise ValueError(f"a prompt has type {type(prompt).__name__}, expected a string or a list of token ids")
-    if set(map(type, prompt)) - {int}:
-        position, token_id = next((i, t) for i, t in enumerate(prompt) if type(t) is not int)
-        raise ValueError(f"token_ids[{position}]={token_id!r} is no integer; a prompt is a string or token ids")
-    with suppress(OverflowError):  # an id of more than 64 bits
-        token_ids = array("q", prompt)
-        if not token_ids or np.frombuffer(token_ids, dtype=np.uint64).max() < vocab_size:  # a negative one is huge
-            return token_ids
-    position, token_id = next((i, t) for i, t in enumerate(prompt) if not 0 <= t < vocab_size)
-    raise ValueError(f"token_ids[{position}]={token_id} is outside the vocabulary 0..{vocab_size - 1}")

@@ -6,12 +6,16 @@ from typing import Any
 
 import torch
 
+from nanovllm.checkpoint import TOKENIZER_FILES, read_json
 from nanovllm.config import Config
 from nanovllm.distributed import TPGroup
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.machine import Machine
 from nanovllm.model_config import ModelConfig
 from nanovllm.utils.memory import available_host_bytes
+
+# Any of these says that a directory has a tokenizer
+_TOKENIZER_MARKS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
 def make_runner(
@@ -55,13 +59,25 @@ def find_machine(config: Config) -> Machine:
 
 
 def load_tokenizer(directory: Path | None) -> Any:
-    """The model's tokenizer, or None for a preset and for a directory without one."""
-    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-    if directory is None or not any((directory / name).is_file() for name in names):
+    """The model's tokenizer, or None for a preset and for a directory without one.
+
+    Raises ValueError, with the file, for one that cannot be read. Code in the checkpoint is never run.
+    """
+    files = [directory / name for name in TOKENIZER_FILES if (directory / name).is_file()] if directory else []
+    if not any(file.name in _TOKENIZER_MARKS for file in files):
         return None
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(str(directory))
+    try:
+        return AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False)
+    except Exception as error:  # transformers raises what its parsers raise, and that does not name the file
+        for file in files:
+            if file.suffix == ".json":
+                read_json(file)
+        raise ValueError(
+            f"the tokenizer in {directory} cannot be read ({type(error).__name__}: {error}); download its files again: "
+            f"{', '.join(file.name for file in files)}"
+        ) from error
 
 
 def release_failed_start(error: BaseException, device: torch.device) -> None:

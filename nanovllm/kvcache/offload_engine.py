@@ -53,7 +53,8 @@ class OffloadEngine:
         self.streams: Streams = make_streams(device)
         block_shape = (spec.block_size, spec.num_kv_heads, spec.head_dim)
         host_bytes = spec.block_bytes // 2 * num_cpu_blocks
-        self._host_buffers = [HostBuffer(host_bytes, pinned=device.type == "cuda") for _ in ("k", "v")]
+        pinned_for = device if device.type == "cuda" else None
+        self._host_buffers = [HostBuffer(host_bytes, pinned_for) for _ in ("k", "v")]
         self.k_cache_cpu, self.v_cache_cpu = (
             buffer.tensor.view(dtype).view(spec.num_layers, num_cpu_blocks, *block_shape)
             for buffer in self._host_buffers

@@ -1,0 +1,382 @@
+"""Which files of a model are read and fetched, that none lies outside its directory, and that none of them is run."""
+
+import ast
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_models import write_tiny_model, write_tiny_tokenizer
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.checkpoint import CONFIG_FILES, TOKENIZER_FILES, fetch_weights, find_model, weight_files
+from nanovllm.engine import llm_engine
+
+ROOT = Path(__file__).parents[1]
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+
+
+def touch(directory: Path, *names: str) -> Path:
+    for name in names:
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_bytes(b"")
+    return directory
+
+
+def write_index(directory: Path, *names: Any) -> None:
+    weight_map = {f"tensor{i}": name for i, name in enumerate(names)}
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def names_of(files: list[Path]) -> list[str]:
+    return [file.name for file in files]
+
+
+# -- which files are the weights -------------------------------------------------------------------------------------
+
+OTHERS = ("consolidated.safetensors", "adapter_model.safetensors", "adapter/model.safetensors", "onnx/x.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("files", "indexed", "expected"),
+    [
+        (["a-1.safetensors", "b.safetensors"], ["b.safetensors", "a-1.safetensors"], "a-1.safetensors b.safetensors"),
+        (["model.safetensors", "model-new.safetensors"], ["model-new.safetensors"], "model-new.safetensors"),
+        (["model.safetensors"], None, "model.safetensors"),
+        (["model.safetensors", "model-00001-of-00001.safetensors"], None, "model.safetensors"),
+        (
+            ["model-00002-of-00002.safetensors", "model-00001-of-00002.safetensors"],
+            None,
+            "model-00001-of-00002.safetensors model-00002-of-00002.safetensors",
+        ),
+    ],
+)
+def test_weight_files_follow_one_rule_whatever_else_is_there(
+    tmp_path: Path, files: list[str], indexed: list[str] | None, expected: str
+) -> None:
+    """Regression: without an index every safetensors file of the directory was read, so that a consolidated.safetensors
+    beside model.safetensors was refused as weights unknown."""
+    touch(tmp_path, *files, *OTHERS)
+    if indexed:
+        write_index(tmp_path, *indexed)
+    assert names_of(weight_files(tmp_path)) == expected.split()
+
+
+def test_weight_files_takes_the_only_one_there_is(tmp_path: Path) -> None:
+    assert names_of(weight_files(touch(tmp_path, "my-weights.safetensors", "onnx/x.safetensors"))) == [
+        "my-weights.safetensors"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ([], "no safetensors file in"),
+        (["onnx/model.safetensors", "model.bin"], "no safetensors file in"),
+        (
+            ["a.safetensors", "b.safetensors"],
+            r"2 safetensors files \(a.safetensors, b.safetensors\) and no .*index",
+        ),
+        (["model-00001-of-00003.safetensors", "model-00003-of-00003.safetensors"], "see model-00002-of-00003"),
+        (["model-00001-of-00002.safetensors", "model-00001-of-00003.safetensors"], "its shards are not those of 00002"),
+    ],
+)
+def test_weight_files_missing_or_ambiguous_raise_with_the_remedy(
+    tmp_path: Path, files: list[str], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        weight_files(touch(tmp_path, *files))
+
+
+def test_weight_files_stale_index_names_both_remedies(tmp_path: Path) -> None:
+    touch(tmp_path, "model.safetensors")
+    write_index(tmp_path, "model-00001-of-00001.safetensors")
+    with pytest.raises(ValueError, match=r"do not exist: model-00001-.*; download them again, or delete the index if"):
+        weight_files(tmp_path)
+
+
+def test_engine_reads_model_beside_consolidated_as_transformers_does(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path / "plain")
+    write_tiny_model(tmp_path / "other", seed=1)
+    shutil.copytree(tmp_path / "plain", tmp_path / "both")
+    shutil.copy(tmp_path / "other" / "model.safetensors", tmp_path / "both" / "consolidated.safetensors")
+    answers = []
+    for name in ("plain", "both", "other"):
+        with LLM(str(tmp_path / name), device="cpu", num_kvcache_blocks=2) as llm:
+            answers.append(llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)[0]["token_ids"])
+    assert answers[0] == answers[1] != answers[2]
+
+
+# -- nothing outside the directory -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../elsewhere/x.safetensors",
+        "{elsewhere}/x.safetensors",
+        "sub/../../elsewhere/x.safetensors",
+        "sub/x.safetensors",
+        "link/x.safetensors",
+        "./model.safetensors",
+        "..",
+        "",
+        "model.bin",
+        5,
+    ],
+)
+def test_index_that_leads_elsewhere_is_refused_before_a_model_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: Any
+) -> None:
+    """Regression: the index was followed wherever it led."""
+    model = write_tiny_model(tmp_path / "model")
+    elsewhere = tmp_path / "elsewhere"
+    for directory in (elsewhere, model / "sub"):
+        directory.mkdir()
+        shutil.copy(model / "model.safetensors", directory / "x.safetensors")
+    (model / "link").symlink_to(elsewhere)
+    touch(model, "model.bin")
+    write_index(model, name.format(elsewhere=elsewhere) if isinstance(name, str) else name)
+    monkeypatch.setattr(llm_engine, "WorkerGroup", lambda *_: pytest.fail("a runner was made"))
+    with pytest.raises(ValueError, match=r"index\.json names .*, which is not a safetensors file beside it; .* move"):
+        LLM(str(model), device="cpu", num_kvcache_blocks=2)
+
+
+def test_weights_that_the_owner_linked_into_the_directory_are_read(tmp_path: Path) -> None:
+    store = write_tiny_model(tmp_path / "store", sharded=True)
+    model = tmp_path / "model"
+    model.mkdir()
+    for file in store.iterdir():
+        (model / file.name).symlink_to(file)
+    assert len(weight_files(model)) > 1
+    with LLM(str(model), device="cpu", num_kvcache_blocks=2) as llm:
+        assert len(llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)[0]["token_ids"]) == 5
+
+
+# -- the hub ---------------------------------------------------------------------------------------------------------
+
+SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+NEVER = (
+    *(*OTHERS, "onnx/config.json", "original/params.json", "original/tokenizer.model", "trainer_state.json"),
+    *("modeling_x.py", "configuration_x.py", "pytorch_model.bin", "README.md", "training_args.json"),
+)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> "Hub":
+    hub = Hub(tmp_path / "hub", tmp_path / "cache" / COMMIT)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", hub.snapshot_download)
+    return hub
+
+
+class Hub:
+    """One repository, and the cache's directory of its only commit."""
+
+    def __init__(self, repository: Path, snapshot: Path) -> None:
+        self.repository, self.snapshot = repository, snapshot
+        self.fetched: list[str] = []
+
+    def snapshot_download(self, name: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        from huggingface_hub.utils import filter_repo_objects
+
+        assert name == "acme/facts" and revision in (None, COMMIT)
+        files = [str(file.relative_to(self.repository)) for file in self.repository.rglob("*") if file.is_file()]
+        self.snapshot.mkdir(parents=True, exist_ok=True)
+        for file in sorted(filter_repo_objects(files, allow_patterns=allow_patterns)):
+            self.fetched.append(file)
+            target = self.snapshot / file
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(self.repository / file, target)
+        return str(self.snapshot)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_hub_only_what_is_needed_is_fetched_and_weights_apart(hub: Hub, sharded: bool) -> None:
+    """Regression: every *.json, *.txt and *.safetensors of the repository was, those of its folders too, and the
+    weights even where nobody reads them."""
+    small = [name for name in (*CONFIG_FILES, *TOKENIZER_FILES) if sharded or "index" not in name]
+    touch(hub.repository, *small, *NEVER, *(SHARDS if sharded else ["model.safetensors"]))
+    if sharded:
+        write_index(hub.repository, *SHARDS)
+    config, directory = find_model("acme/facts")
+    assert directory == hub.snapshot and config == hub.snapshot / "config.json"
+    assert hub.fetched == sorted(small)
+    hub.fetched.clear()
+    fetch_weights("acme/facts", directory)
+    assert hub.fetched == (sorted(SHARDS) if sharded else ["model.safetensors"])
+
+
+def test_hub_index_that_leads_elsewhere_fetches_nothing(hub: Hub) -> None:
+    touch(hub.repository, "config.json", "model.safetensors")
+    write_index(hub.repository, "../../other/model.safetensors")
+    _, directory = find_model("acme/facts")
+    hub.fetched.clear()
+    with pytest.raises(ValueError, match="not a safetensors file beside it"):
+        fetch_weights("acme/facts", directory)
+    assert not hub.fetched
+
+
+def test_hub_repository_without_safetensors_is_refused_with_the_remedy(hub: Hub) -> None:
+    touch(hub.repository, "config.json", "pytorch_model.bin")
+    _, directory = find_model("acme/facts")
+    with pytest.raises(ValueError, match=r"no safetensors file in .*save_pretrained"):
+        fetch_weights("acme/facts", directory)
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_hub_engine_fetches_weights_unless_they_are_random(hub: Hub, load_format: str) -> None:
+    write_tiny_tokenizer(write_tiny_model(hub.repository))
+    with LLM("acme/facts", device="cpu", num_kvcache_blocks=2, load_format=load_format) as llm:
+        assert len(llm.generate(["abc"], GREEDY, use_tqdm=False)[0]["token_ids"]) == 5
+    assert ("model.safetensors" in hub.fetched) == (load_format == "auto")
+
+
+def test_hub_failure_to_fetch_weights_is_a_value_error(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    touch(hub.repository, "config.json", "model.safetensors")
+    _, directory = find_model("acme/facts")
+
+    def no_network(*args: Any, **kwargs: Any) -> str:
+        raise OSError("no network")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", no_network)
+    with pytest.raises(ValueError, match=r"weights of model 'acme/facts' could not be downloaded: no network"):
+        fetch_weights("acme/facts", directory)
+
+
+def test_hub_cache_whose_files_are_links_to_blobs_works_offline(tmp_path: Path) -> None:
+    """The real huggingface_hub, in a process of its own, because it reads its environment once."""
+    model = write_tiny_tokenizer(write_tiny_model(tmp_path / "model", sharded=True))
+    repository = tmp_path / "cache" / "models--acme--facts"
+    snapshot = repository / "snapshots" / COMMIT
+    for directory in (snapshot, repository / "blobs", repository / "refs"):
+        directory.mkdir(parents=True)
+    (repository / "refs" / "main").write_text(COMMIT)
+    for i, file in enumerate(sorted(model.iterdir())):
+        shutil.copy(file, repository / "blobs" / f"blob{i}")
+        (snapshot / file.name).symlink_to(f"../../blobs/blob{i}")
+    code = """
+from nanovllm import LLM, SamplingParams
+with LLM("acme/facts", device="cpu", num_kvcache_blocks=2) as llm:
+    print(llm.generate(["abc"], SamplingParams(max_tokens=5, ignore_eos=True), use_tqdm=False)[0]["token_ids"])
+"""
+    environment = os.environ | {"HF_HUB_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert len(json.loads(done.stdout)) == 5
+
+
+# -- no code, no questions -------------------------------------------------------------------------------------------
+
+
+class Stdin:
+    """Remembers that somebody asked: transformers turns what this raises into an error of its own."""
+
+    was_read = False
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("encoding", "errors"):
+            raise AttributeError(name)
+        self.was_read = True
+        raise AssertionError(f"stdin.{name} was used")
+
+
+@pytest.fixture
+def stdin(monkeypatch: pytest.MonkeyPatch) -> Stdin:
+    stdin = Stdin()
+    monkeypatch.setattr(sys, "stdin", stdin)
+    return stdin
+
+
+@pytest.fixture
+def model_with_code(tmp_path: Path) -> Path:
+    """Its Python files leave a file `ran` behind; its config.json and its tokenizer name them."""
+    model = write_tiny_tokenizer(write_tiny_model(tmp_path / "model"))
+    for name in ("configuration", "modeling", "tokenization"):
+        (model / f"{name}_x.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass X: pass\n")
+    edit_json(model / "tokenizer_config.json", auto_map={"AutoTokenizer": ["tokenization_x.X", "tokenization_x.X"]})
+    edit_json(model / "config.json", auto_map={"AutoConfig": "configuration_x.X"})
+    return model
+
+
+def edit_json(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_code_beside_a_known_model_is_not_run_and_nothing_is_asked(model_with_code: Path, stdin: Stdin) -> None:
+    with LLM(str(model_with_code), device="cpu", num_kvcache_blocks=2) as llm:
+        assert len(llm.generate(["abc"], GREEDY, use_tqdm=False)[0]["token_ids"]) == 5
+    assert not (model_with_code.parent / "ran").exists() and not stdin.was_read
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "x"}, "model_type='x' is not supported; supported are Qwen3ForCausalLM"),
+        ({"model_type": "x", "architectures": ["XForCausalLM"]}, "'XForCausalLM' with model_type='x' is not supported"),
+        ({"model_type": None}, "model_type=None is not supported"),
+        (
+            {"auto_map": {"AutoModelForCausalLM": "modeling_x.X"}},
+            "auto_map.AutoModelForCausalLM='modeling_x.X' asks for code .* never run; remove auto_map .* plain Qwen3",
+        ),
+    ],
+)
+def test_model_that_needs_its_own_code_is_refused_and_nothing_is_asked(
+    model_with_code: Path, stdin: Stdin, changes: dict[str, Any], message: str
+) -> None:
+    """Regression: transformers asked on stdin whether to run the code of a model type that it does not know."""
+    edit_json(model_with_code / "config.json", **changes)
+    with pytest.raises(ValueError, match=message):
+        LLM(str(model_with_code), device="cpu", num_kvcache_blocks=2)
+    assert not (model_with_code.parent / "ran").exists() and not stdin.was_read
+
+
+def test_transformers_is_never_given_the_choice() -> None:
+    """Every call of an Auto class says trust_remote_code=False."""
+    calls = 0
+    for path in (*ROOT.glob("*.py"), *(ROOT / "nanovllm").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+                continue
+            if isinstance(node.func.value, ast.Name) and node.func.value.id.startswith("Auto"):
+                calls += 1
+                given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+                assert given.get("trust_remote_code") == "False", f"{path}:{node.lineno}"
+    assert calls >= 4
+
+
+# -- a damaged tokenizer ---------------------------------------------------------------------------------------------
+
+
+def break_file(name: str, text: str) -> Callable[[Path], object]:
+    return lambda model: (model / name).write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (break_file("tokenizer.json", '{"a":'), r"/tokenizer\.json is not JSON .*; download it again"),
+        (break_file("tokenizer.json", ""), r"/tokenizer\.json is not JSON"),
+        (break_file("tokenizer.json", "[]"), r"/tokenizer\.json holds a list instead of a JSON object; download it"),
+        (break_file("tokenizer.json", '{"a": 1}'), r"the tokenizer in .* cannot be read .*again: tokenizer\.json"),
+        (break_file("tokenizer_config.json", '{"a":'), r"/tokenizer_config\.json is not JSON"),
+        (break_file("tokenizer_config.json", "[]"), r"/tokenizer_config\.json holds a list"),
+        (break_file("special_tokens_map.json", "{"), r"/special_tokens_map\.json is not JSON"),
+        (lambda model: (model / "tokenizer.json").write_bytes(b"\xff"), r"/tokenizer\.json is not JSON"),
+        (lambda model: (model / "tokenizer.json").unlink(), r"the tokenizer in .* cannot be read"),
+    ],
+)
+def test_damaged_tokenizer_is_named_before_a_model_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[Path], object], message: str
+) -> None:
+    """Regression: "Expecting value: line 2 column 1 (char 6)", after the weights had been loaded."""
+    model = write_tiny_tokenizer(write_tiny_model(tmp_path))
+    damage(model)
+    monkeypatch.setattr(llm_engine, "WorkerGroup", lambda *_: pytest.fail("a runner was made"))
+    with pytest.raises(ValueError, match=message):
+        LLM(str(model), device="cpu", num_kvcache_blocks=2)

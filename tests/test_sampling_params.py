@@ -1,0 +1,77 @@
+"""The range of every sampling parameter, and that the sampler computes at its ends. Wrong types: test_engine.py."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from nanovllm.layers.sampler import SamplingTensors, sample
+from nanovllm.sampling_params import MAX_SEED, MAX_TEMPERATURE, MIN_SEED, MIN_TEMPERATURE, SamplingParams
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"temperature": 1e39}, r"temperature=1e\+39 must be 0 \(greedy\), or from 1e-10 to 1e\+10"),
+        ({"temperature": 10**400}, "temperature=1000.* must be 0"),
+        ({"temperature": math.nextafter(MAX_TEMPERATURE, math.inf)}, "temperature=1000.* must be 0"),
+        ({"temperature": math.nextafter(MIN_TEMPERATURE, 0)}, "temperature=9.99.* must be 0"),
+        ({"temperature": 1e-45}, "temperature=1e-45 must be 0"),
+        ({"temperature": 5e-324}, "temperature=5e-324 must be 0"),
+        *(({name: math.nan}, f"{name}=nan must be") for name in ("temperature", "top_p", "min_p")),
+        *(({name: math.inf}, f"{name}=inf must be") for name in ("temperature", "top_p", "min_p")),
+        ({"top_k": 2**31}, "top_k=2147483648 must be .* at most 2147483647"),
+        ({"top_k": 2**70}, "top_k=1180591620717411303424 must be"),
+        ({"max_tokens": 10**30}, "max_tokens=10{30} must be 1 or more, at most 2147483647"),
+        ({"seed": MAX_SEED + 1}, r"seed=9223372036854775808 must be from -9223372036854775808 to 9\d+ \(64 bits\)"),
+        ({"seed": MIN_SEED - 1}, "seed=-9223372036854775809 must be from"),
+    ],
+)
+def test_value_out_of_range_is_refused_with_the_limit(params: dict[str, Any], message: str) -> None:
+    """Regression: a temperature above fp32 gave wrong tokens, a top_k above 64 bits an OverflowError inside a step, and
+    seeds lost their high bits, so that different ones gave the same tokens."""
+    with pytest.raises(ValueError, match=f"SamplingParams.{message}"):
+        SamplingParams(**params)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        *({"temperature": temperature} for temperature in (0, -0.0, MIN_TEMPERATURE, 1, MAX_TEMPERATURE)),
+        *({"seed": seed} for seed in (None, 0, -1, MIN_SEED, MAX_SEED)),
+        *({"top_k": top_k} for top_k in (-1, 0, 1, 2**31 - 1)),
+        {"max_tokens": 2**31 - 1},
+    ],
+)
+def test_value_at_the_end_of_its_range_is_kept(params: dict[str, Any]) -> None:
+    (name, value), *_ = params.items()
+    assert getattr(SamplingParams(**params), name) == value
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("temperature", [MIN_TEMPERATURE, MAX_TEMPERATURE])
+@pytest.mark.parametrize("top_k", [0, 1])
+def test_sampler_computes_at_both_ends_of_the_temperatures(temperature: float, top_k: int, device: str) -> None:
+    """Cut tokens are never drawn, the lowest temperature takes the likeliest token, the highest draws evenly."""
+    num_rows, vocab_size = 4096, 8
+    logits = torch.full((num_rows, 5000), -torch.inf)
+    logits[:, :vocab_size] = 1e4 * torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(0))
+    params = SamplingTensors(
+        torch.full((num_rows,), temperature),
+        torch.full((num_rows,), top_k),
+        torch.ones(num_rows),
+        torch.zeros(num_rows),
+        torch.arange(num_rows),
+        torch.full((num_rows,), 5),
+        filtered=top_k > 0,
+    )
+    on_device = SamplingTensors(*(column.to(device) for column in params[:6]), params.filtered)
+    tokens = sample(logits.to(device), on_device).cpu()
+    if top_k == 1 or temperature == MIN_TEMPERATURE:
+        assert torch.equal(tokens, logits.argmax(-1))
+    else:
+        counts = torch.bincount(tokens, minlength=vocab_size)
+        assert len(counts) == vocab_size and (counts - num_rows / vocab_size).abs().max() < 5 * math.sqrt(num_rows / 8)
