@@ -12,6 +12,7 @@ from typing import Any
 # architectures[0] -> model_type of its config.json
 ARCHITECTURES = {"Qwen3ForCausalLM": "qwen3", "Qwen2ForCausalLM": "qwen2", "LlamaForCausalLM": "llama"}
 DTYPES = ("float32", "bfloat16", "float16")
+HEAD_DIMS = (16, 32, 64, 80, 96, 112, 128, 160, 192, 256)  # that the kernels are tested with
 _DOWNLOADED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 # Not implemented, and they change the numbers. transformers ignores the second, without which long prompts differ.
 _FOREIGN_SETTINGS = {
@@ -170,7 +171,7 @@ def _from_hf(hf: Any, eos_token_ids: tuple[int, ...]) -> ModelConfig:
         num_layers=hf.num_hidden_layers,
         num_heads=hf.num_attention_heads,
         num_kv_heads=hf.num_key_value_heads or hf.num_attention_heads,
-        head_dim=getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads,
+        head_dim=_head_dim(hf),
         vocab_size=hf.vocab_size,
         rms_norm_eps=hf.rms_norm_eps,
         max_position_embeddings=hf.max_position_embeddings,
@@ -206,6 +207,15 @@ def _check_supported(hf: Any) -> str:
         )
     _check_no_sliding_window(hf)
     return architecture
+
+
+def _head_dim(hf: Any) -> int:
+    head_dim: int = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+    if head_dim not in HEAD_DIMS:
+        raise ValueError(
+            f"head_dim={head_dim} is not supported; use a checkpoint with one of {', '.join(map(str, HEAD_DIMS))}"
+        )
+    return head_dim
 
 
 def _check_no_sliding_window(hf: Any) -> None:

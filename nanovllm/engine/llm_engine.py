@@ -22,7 +22,7 @@ from nanovllm.engine.model_runner import StepResult
 from nanovllm.engine.outputs import StepOutput, request_output
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, TokenIds
-from nanovllm.engine.startup import find_machine, load_tokenizer, make_runner, resolve_device
+from nanovllm.engine.startup import check_backend, find_machine, load_tokenizer, make_runner, resolve_device
 from nanovllm.engine.tp_worker import WorkerGroup
 from nanovllm.errors import EngineError
 from nanovllm.kvcache.base import KVCacheManager
@@ -49,6 +49,7 @@ class LLMEngine:
         self.model_config, self._directory = ModelConfig.from_pretrained(self.config.model)
         self.max_model_len = max_model_len(self.config, self.model_config)
         self.device = resolve_device(self.config)
+        check_backend(self.config, self.model_config, self.device)
         self.plan = make_plan(
             self.config, self.model_config, find_machine(replace(self.config, device=str(self.device)))
         )

@@ -11,7 +11,7 @@ from nanovllm.attention.base import PagedBatch, StepAttention
 from nanovllm.attention.paged import PagedAttention
 from nanovllm.attention.selection import choose_backend
 from nanovllm.attention.streamed import StreamedAttention
-from nanovllm.config import Config, KVCacheSizes, kv_cache_spec
+from nanovllm.config import Config, KVCacheSizes, dtype_name, kv_cache_spec
 from nanovllm.distributed import TPGroup
 from nanovllm.engine import inputs
 from nanovllm.engine.batch import KVMoves, SamplingRow, SequenceStep, StepPlan
@@ -57,7 +57,10 @@ class ModelRunner:
         self.config, self.model_config, self.tp, self.device = config, model_config, tp, device
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        self.dtype = getattr(torch, model_config.torch_dtype if config.dtype == "auto" else config.dtype)
+        self.dtype = getattr(torch, dtype_name(config, model_config))
+        self.backend = choose_backend(
+            config.attn_backend, device, self.dtype, model_config.head_dim, enforce_eager=config.enforce_eager
+        )
         self.max_model_len = config.max_model_len or model_config.max_model_len_limit
         self.model = build_model(model_config, tp, max_model_len=self.max_model_len, dtype=self.dtype, device=device)
         load_weights(
@@ -66,7 +69,6 @@ class ModelRunner:
         self.model.eval()
         self.scale = model_config.head_dim**-0.5
         self.spec = kv_cache_spec(config, model_config, tp.size)
-        self.backend = choose_backend(config.attn_backend, device, self.dtype, model_config.head_dim)
         self.offload: OffloadEngine | None = None
         self.graphs: DecodeGraphs | None = None
         self.streamed_graphs: StreamedDecodeGraphs | None = None
