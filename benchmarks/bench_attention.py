@@ -238,7 +238,7 @@ def main() -> None:
             works = [Workload(w.name, 2, min(w.query_len, 5), 300) for w in works]
         names = args.backend or (["torch"] if args.smoke else ["triton", "flash", "cudnn"])
         possible = [n for n in names if BACKENDS[n].why_unavailable(device, torch.bfloat16, HEAD_DIM) is None]
-        backends = [choose_backend(name, device, torch.bfloat16, HEAD_DIM) for name in possible]
+        backends = [choose_backend(name, device, torch.bfloat16, HEAD_DIM, enforce_eager=True) for name in possible]
         rows = bench_backends(backends, works, args, timer, bounds) + bench_merge(backends, timer)
     device_name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
     print(json.dumps({"device": device_name, "bounds": bounds, "block_size_tokens": args.block_size, "rows": rows}))

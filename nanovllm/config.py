@@ -158,15 +158,19 @@ class KVCacheSpec:
         return NUM_STAGING_GROUPS * self.staging_group_blocks * self.layer_block_bytes
 
 
+def dtype_name(config: Config, model: ModelConfig) -> str:
+    """What the engine computes in and stores: "float32", "bfloat16" or "float16"."""
+    return model.torch_dtype if config.dtype == "auto" else config.dtype
+
+
 def kv_cache_spec(config: Config, model: ModelConfig, tp_size: int) -> KVCacheSpec:
     """Shape of the KV cache of one of `tp_size` ranks."""
-    dtype = model.torch_dtype if config.dtype == "auto" else config.dtype
     return KVCacheSpec(
         num_layers=model.num_layers,
         block_size=config.block_size,
         num_kv_heads=model.num_kv_heads // tp_size,
         head_dim=model.head_dim,
-        itemsize=4 if dtype == "float32" else 2,
+        itemsize=4 if dtype_name(config, model) == "float32" else 2,
     )
 
 

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.checkpoint import find_model, read_json
-from nanovllm.model_settings import MAX_POSITIONS, MIN_HEAD_DIM, check_settings
+from nanovllm.model_settings import MAX_POSITIONS, check_settings
 
 # architectures[0] -> model_type of its config.json
 ARCHITECTURES = {"Qwen3ForCausalLM": "qwen3", "Qwen2ForCausalLM": "qwen2", "LlamaForCausalLM": "llama"}
 DTYPES = ("float32", "bfloat16", "float16")
+HEAD_DIMS = (16, 32, 64, 80, 96, 112, 128, 160, 192, 256)  # those that the kernels are tested with
 # Not implemented, and they change the numbers. transformers ignores the second, without which long prompts differ.
 _FOREIGN_SETTINGS = {
     "quantization_config": "use an unquantised checkpoint (float32, bfloat16 or float16)",
@@ -183,17 +184,6 @@ def _from_hf(hf: Any, architecture: str, eos_token_ids: tuple[int, ...]) -> Mode
     return config
 
 
-def _head_dim(hf: Any) -> int:
-    """head_dim, which defaults to an equal share of hidden_size. Even, because rope rotates pairs."""
-    head_dim: int = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
-    if head_dim % 2 or head_dim < MIN_HEAD_DIM:
-        raise ValueError(
-            f"head_dim={head_dim} (hidden_size={hf.hidden_size}, num_attention_heads={hf.num_attention_heads}) must be "
-            f"an even number of {MIN_HEAD_DIM} or more; correct config.json"
-        )
-    return head_dim
-
-
 def _check_supported(hf: Any) -> None:
     """Raise ValueError for a setting that would change the numbers and is not implemented."""
     for name, remedy in _FOREIGN_SETTINGS.items():
@@ -207,6 +197,17 @@ def _check_supported(hf: Any) -> None:
             f"num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}; correct config.json"
         )
     _check_no_sliding_window(hf)
+
+
+def _head_dim(hf: Any) -> int:
+    """head_dim, which defaults to an equal share of hidden_size."""
+    head_dim: int = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+    if head_dim not in HEAD_DIMS:
+        raise ValueError(
+            f"head_dim={head_dim} (hidden_size={hf.hidden_size}, num_attention_heads={hf.num_attention_heads}) is not "
+            f"supported; use a checkpoint with one of {', '.join(map(str, HEAD_DIMS))}"
+        )
+    return head_dim
 
 
 def _check_no_sliding_window(hf: Any) -> None:

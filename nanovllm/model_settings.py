@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 MAX_POSITIONS = 2**24  # positions are rotated in fp32, which is exact for integers up to here
-MIN_HEAD_DIM = 4  # dynamic rope divides by head_dim - 2
 
 # Setting -> least and most. The second table's may be null as well, which is the same as absent.
 _INTEGERS = {
@@ -23,7 +22,7 @@ _INTEGERS = {
 }
 _OPTIONAL_INTEGERS = {
     "num_key_value_heads": (1, 2**12),
-    "head_dim": (MIN_HEAD_DIM, 2**10),
+    "head_dim": (1, 2**10),
     "num_labels": (0, 2**20),  # unused, and transformers makes a table of so many
 }
 _NUMBERS = {"rms_norm_eps": (1e-30, 1.0)}

@@ -6,8 +6,9 @@ from typing import Any
 from unittest import mock
 
 import torch
-from checked_engine import CheckedLLM, Reference
+from checked_engine import CheckedLLM, Reference, greedy
 from dense_model import random_prompt
+from transformers import AutoModelForCausalLM
 
 from nanovllm.engine import model_runner
 from nanovllm.engine.batch import StepPlan
@@ -63,6 +64,27 @@ class GpuLLM(CheckedLLM):
     def rows(self, request_id: int, num_tokens: int) -> torch.Tensor:
         """Logits of a request's first tokens, [num_tokens, vocab_size], on the CPU."""
         return torch.stack(self.logits[request_id][:num_tokens]).cpu()
+
+    def assert_as_good_as_plain_torch(self, prompts: list[list[int]], num_tokens: int = 16) -> None:
+        """Error of the logits against fp32 at most twice that of transformers in the engine's dtype."""
+        dtype = self.runner.dtype
+        plain: Any = AutoModelForCausalLM.from_pretrained(self.reference.directory, dtype=dtype).cuda()
+        errors: dict[str, list[torch.Tensor]] = {"engine": [], "plain": []}
+        ids = [self.add_request(prompt, greedy(num_tokens)) for prompt in prompts]
+        finished = self.finish_all()
+        for request_id, prompt in zip(ids, prompts, strict=True):
+            answer = finished[request_id]["token_ids"]
+            token_ids = prompt + answer[:-1]
+            expected = self.reference.logits(token_ids, len(answer))
+            with torch.inference_mode():
+                hidden = plain.model(torch.tensor([token_ids]).to(plain.device)).last_hidden_state
+                plain_rows = plain.lm_head(hidden[0, -len(answer) :]).float().cpu()
+            errors["plain"].append(plain_rows - expected)
+            errors["engine"].append(self.rows(request_id, len(answer)) - expected)
+        mean = {name: torch.cat(parts).square().mean().sqrt().item() for name, parts in errors.items()}
+        largest = {name: torch.cat(parts).abs().max().item() for name, parts in errors.items()}
+        assert mean["engine"] <= 2 * mean["plain"], mean
+        assert largest["engine"] <= 2 * largest["plain"], largest
 
     def check(self, request_id: int, prompt: list[int], output: RequestOutput) -> None:
         rows = self.rows(request_id, len(output["token_ids"]))  # a step may have run ahead

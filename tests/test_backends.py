@@ -7,13 +7,14 @@ import torch
 from paged_cases import assert_as_good_as_plain_torch, assert_matches, make_paged
 from rounding import MAX_ROUNDINGS, MEAN_VALUE, PART_COUNTS, num_roundings
 
-from nanovllm.attention import contiguous, cudnn_backend, selection
+from nanovllm.attention import contiguous, cudnn_backend
 from nanovllm.attention.base import AttentionBackend, PagedBatch, PartialAttention
 from nanovllm.attention.cudnn_backend import CudnnBackend
 from nanovllm.attention.flash_backend import FlashBackend
-from nanovllm.attention.selection import BACKENDS, choose_backend
+from nanovllm.attention.selection import BACKENDS, choose_backend, find_backend
 from nanovllm.attention.torch_backend import TorchBackend, flash_attn_with_lse
 from nanovllm.attention.triton_backend import TritonBackend
+from nanovllm.model_config import HEAD_DIMS
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SLOW_CYCLES = 20_000_000  # about 10 ms, longer than all the rest takes
@@ -36,19 +37,19 @@ def gpu_of(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_choose_auto_on_cpu_is_torch(dtype):
-    assert isinstance(choose_backend("auto", CPU, dtype, 128), TorchBackend)
+    assert isinstance(choose_backend("auto", CPU, dtype, 128, enforce_eager=False), TorchBackend)
 
 
 @pytest.mark.parametrize("name", ["flash", "cudnn", "triton"])
 def test_choose_gpu_backend_on_cpu_raises(name, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(ValueError, match=rf"attn_backend='{name}'.*CUDA.*\['torch'\]"):
-        choose_backend(name, CPU, torch.float32, 64)
+        choose_backend(name, CPU, torch.float32, 64, enforce_eager=False)
 
 
 def test_choose_unknown_backend_raises():
     with pytest.raises(ValueError, match=r"attn_backend='xformers' .*no such backend.*'torch'"):
-        choose_backend("xformers", CPU, torch.float32, 64)
+        choose_backend("xformers", CPU, torch.float32, 64, enforce_eager=False)
 
 
 @pytest.mark.parametrize(
@@ -57,19 +58,19 @@ def test_choose_unknown_backend_raises():
         ((9, 0), False, torch.bfloat16, 128, CudnnBackend, TritonBackend),
         ((9, 0), True, torch.bfloat16, 128, CudnnBackend, TritonBackend),
         ((9, 0), False, torch.float32, 128, TritonBackend, None),
+        ((9, 0), False, torch.bfloat16, 80, CudnnBackend, TritonBackend),
         ((9, 0), False, torch.bfloat16, 256, TritonBackend, None),
+        ((9, 0), True, torch.bfloat16, 160, FlashBackend, None),
         ((8, 0), False, torch.bfloat16, 128, TritonBackend, None),
         ((8, 0), True, torch.bfloat16, 128, FlashBackend, None),
-        ((9, 0), False, torch.float64, 128, TorchBackend, None),
-        ((9, 0), False, torch.bfloat16, 80, TorchBackend, None),
-        ((7, 5), False, torch.float16, 128, TorchBackend, None),
+        ((8, 9), False, torch.float16, 96, TritonBackend, None),
     ],
 )
 def test_choose_auto_on_gpu(gpu_of, caplog, capability, flash, dtype, head_dim, chosen, paged):
     pytest.importorskip("triton")
     gpu_of(capability, flash)
     with caplog.at_level("INFO", logger="nanovllm"):
-        backend = choose_backend("auto", CUDA, dtype, head_dim)
+        backend = choose_backend("auto", CUDA, dtype, head_dim, enforce_eager=False)
     assert type(backend) is chosen
     assert len(caplog.records) == 1 and backend.name in caplog.text
     if paged:
@@ -80,12 +81,43 @@ def test_choose_forced_names_the_reason_and_what_can_run(gpu_of):
     pytest.importorskip("triton")
     gpu_of((9, 0))
     with pytest.raises(ValueError, match=r"'flash' cannot run here: flash_attn is not installed.*'cudnn', 'triton'"):
-        choose_backend("flash", CUDA, torch.bfloat16, 128)
+        choose_backend("flash", CUDA, torch.bfloat16, 128, enforce_eager=False)
     with pytest.raises(ValueError, match=r"'cudnn' cannot run here: .*float32"):
-        choose_backend("cudnn", CUDA, torch.float32, 128)
-    assert selection._why_unavailable("cudnn", CUDA, torch.bfloat16, 80) == (
-        "it needs flash or triton beside it, and neither can run"
-    )
+        choose_backend("cudnn", CUDA, torch.float32, 128, enforce_eager=False)
+    with pytest.raises(ValueError, match="'cudnn' cannot run here: it needs flash or triton beside it"):
+        choose_backend("cudnn", CUDA, torch.bfloat16, 72, enforce_eager=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (12, 0)])
+def test_choose_auto_every_supported_head_dim_runs_in_graphs(gpu_of, capability, head_dim, dtype):
+    """auto fell back to torch for 80, 96, 112, 160 and 192; the first step died in Triton's compiler."""
+    pytest.importorskip("triton")
+    gpu_of(capability)
+    chosen = find_backend("auto", CUDA, dtype, head_dim, enforce_eager=False)
+    assert chosen in ("cudnn", "triton")
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "head_dim"), [((7, 5), torch.float16, 128), ((9, 0), torch.bfloat16, 72)]
+)
+def test_choose_auto_where_only_torch_runs_needs_eager(gpu_of, capability, dtype, head_dim):
+    """auto took torch, whose capture in a graph then died in an assertion."""
+    pytest.importorskip("triton")
+    gpu_of(capability)
+    with pytest.raises(ValueError, match=r"no attention backend can run here: .*triton: .*torch: .*enforce_eager=True"):
+        find_backend("auto", CUDA, dtype, head_dim, enforce_eager=False)
+    assert find_backend("auto", CUDA, dtype, head_dim, enforce_eager=True) == "torch"
+
+
+def test_choose_torch_on_gpu_needs_eager(gpu_of):
+    """With graphs the engine died at their capture: "it needs PagedBatch.host"."""
+    gpu_of((9, 0))
+    with pytest.raises(ValueError, match=r"attn_backend='torch' cannot run here: .*set enforce_eager=True.*'triton'"):
+        find_backend("torch", CUDA, torch.bfloat16, 128, enforce_eager=False)
+    assert find_backend("torch", CUDA, torch.bfloat16, 128, enforce_eager=True) == "torch"
+    assert find_backend("torch", CPU, torch.float32, 128, enforce_eager=False) == "torch"
 
 
 class CountingBackend(TorchBackend):
@@ -190,7 +222,13 @@ gpu_backends = pytest.mark.parametrize("name", ["torch", "triton", "flash", "cud
 @pytest.mark.parametrize("unwritten", [0.0, float("nan")])
 @pytest.mark.parametrize(
     ("heads", "head_dim", "page", "dtype"),
-    [((16, 8), 128, 256, torch.bfloat16), ((28, 4), 64, 1024, torch.float16), ((32, 8), 128, 4096, torch.bfloat16)],
+    [
+        ((16, 8), 128, 256, torch.bfloat16),
+        ((28, 4), 64, 1024, torch.float16),
+        ((32, 8), 128, 4096, torch.bfloat16),
+        *(((6, 2), head_dim, 256, torch.bfloat16) for head_dim in (80, 96, 112, 160, 192, 256)),
+        *(((6, 2), head_dim, 256, torch.float16) for head_dim in (80, 192)),
+    ],
 )
 def test_gpu_backend_matches_naive(name, heads, head_dim, page, dtype, unwritten, causal, monkeypatch):
     """Mixed batches at odd lengths; what was never written may be NaN."""
@@ -208,15 +246,16 @@ def test_gpu_backend_matches_naive(name, heads, head_dim, page, dtype, unwritten
 @pytest.mark.gpu
 @gpu_backends
 @pytest.mark.parametrize("unwritten", [0.0, float("nan")])
-def test_gpu_backend_one_query_each_matches_naive(name, unwritten, monkeypatch):
-    backend = gpu_backend(name, torch.bfloat16, 128, monkeypatch)
+@pytest.mark.parametrize("head_dim", [80, 128, 192])
+def test_gpu_backend_one_query_each_matches_naive(name, head_dim, unwritten, monkeypatch):
+    backend = gpu_backend(name, torch.bfloat16, head_dim, monkeypatch)
     lens = [(1, n) for n in (1, 0, 17, 255, 256, 257, 5000)]
     case = make_paged(
-        lens, 256, (16, 8), causal=True, head_dim=128, dtype=torch.bfloat16, device="cuda", unwritten=unwritten
+        lens, 256, (16, 8), causal=True, head_dim=head_dim, dtype=torch.bfloat16, device="cuda", unwritten=unwritten
     )
-    got = backend.attend(case.q_THD, case.k_cache, case.v_cache, case.batch, 128**-0.5)
+    got = backend.attend(case.q_THD, case.k_cache, case.v_cache, case.batch, head_dim**-0.5)
     assert got.lse_HT[:, 1].isneginf().all() and not got.out_THD[1].any()
-    assert_as_good_as_plain_torch(got, case, 128**-0.5)
+    assert_as_good_as_plain_torch(got, case, head_dim**-0.5)
 
 
 @pytest.mark.gpu

@@ -500,6 +500,7 @@ OFFLOAD = {"enable_cpu_offload": True}
         ({"tensor_parallel_size": 9}, "tensor_parallel_size=9 must be between 1 and 8"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size=0 must be between 1 and 8"),
         ({"attn_backend": "magic"}, "attn_backend='magic' is unknown; choose one of auto, flash"),
+        ({"attn_backend": "flash"}, "attn_backend='flash' cannot run here: it needs a CUDA GPU.* use 'auto'"),
         ({"dtype": "int8"}, "dtype='int8' is unknown; choose one of auto, float32"),
         ({"device": "tpu"}, "device='tpu' is unknown; choose auto, cpu, cuda"),
         ({"load_format": "pickle"}, "load_format='pickle' is unknown; choose one of"),
@@ -518,6 +519,7 @@ def test_bad_option_is_refused_with_value_limit_and_remedy(model: Path, options:
     ("changes", "message"),
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "architectures.0.='GPT2LMHeadModel'.* is not supported; supported"),
+        ({"head_dim": 72}, "head_dim=72 .* is not supported; use a checkpoint with one of 16, .*128"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}, "rope_parameters": None}, "rope"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantization_config=.*use an unquantised"),
         ({"use_sliding_window": True, "sliding_window": 512}, "sliding_window=512.*only full attention is supported"),

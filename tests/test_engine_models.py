@@ -39,6 +39,14 @@ def test_engine_model_matches_transformers(
             llm.assert_nothing_left()
 
 
+@pytest.mark.parametrize("head_dim", [80, 192])
+def test_engine_head_dim_not_a_power_of_two_matches_transformers(tmp_path: Path, head_dim: int) -> None:
+    """On a GPU: test_gpu_head_dims."""
+    reference = Reference(write_tiny_model(tmp_path, head_dim=head_dim, max_position_embeddings=1024))
+    with CheckedLLM(reference, **cache_options(3)) as llm:
+        llm.answer_and_check(PROMPTS)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("num_gpu_blocks", [None, 2])
 def test_engine_dynamic_rope_past_the_original_length_generates_as_transformers(

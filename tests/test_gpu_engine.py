@@ -20,7 +20,6 @@ from dense_model import random_prompt
 from gpu_llm import BLOCK, GpuLLM, prompts_of
 from safetensors.torch import load_file, save_file
 from tiny_models import write_tiny_model
-from transformers import AutoModelForCausalLM
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.sequence import Sequence
@@ -307,26 +306,9 @@ def wide_reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 @pytest.mark.parametrize("num_gpu_blocks", [None, 2, 5])
 def test_bf16_logits_are_as_good_as_plain_torch(wide_reference: Reference, num_gpu_blocks: int | None) -> None:
     """Error against fp32 at most twice that of transformers in bf16, over the tokens the engine chose."""
-    plain: Any = AutoModelForCausalLM.from_pretrained(wide_reference.directory, dtype=torch.bfloat16).cuda()
     options = cache_options(num_gpu_blocks) | {"dtype": "bfloat16", "max_num_batched_tokens": 3000}
-    prompts = prompts_of(5 * BLOCK + 30, 8 * BLOCK - 2, 300, 6 * BLOCK)
-    errors: dict[str, list[torch.Tensor]] = {"engine": [], "plain": []}
     with GpuLLM(wide_reference, **options) as llm:
-        ids = [llm.add_request(prompt, greedy(16)) for prompt in prompts]
-        finished = llm.finish_all()
-        for request_id, prompt in zip(ids, prompts, strict=True):
-            answer = finished[request_id]["token_ids"]
-            token_ids = prompt + answer[:-1]
-            expected = wide_reference.logits(token_ids, len(answer))
-            with torch.inference_mode():
-                hidden = plain.model(torch.tensor([token_ids]).to(plain.device)).last_hidden_state
-                plain_rows = plain.lm_head(hidden[0, -len(answer) :]).float().cpu()
-            errors["plain"].append(plain_rows - expected)
-            errors["engine"].append(llm.rows(request_id, len(answer)) - expected)
-    mean = {name: torch.cat(parts).square().mean().sqrt().item() for name, parts in errors.items()}
-    largest = {name: torch.cat(parts).abs().max().item() for name, parts in errors.items()}
-    assert mean["engine"] <= 2 * mean["plain"], mean
-    assert largest["engine"] <= 2 * largest["plain"], largest
+        llm.assert_as_good_as_plain_torch(prompts_of(5 * BLOCK + 30, 8 * BLOCK - 2, 300, 6 * BLOCK))
 
 
 # -- the embedded model ------------------------------------------------------------------------------------------------

@@ -122,6 +122,8 @@ def rope(**scaling: Any) -> dict[str, Any]:
         ({**QWEN3, "architectures": ["Qwen3MoeForCausalLM"]}, "Qwen3MoeForCausalLM.*supported are Qwen3ForCausalLM"),
         ({**QWEN3, "architectures": None}, "architectures"),
         ({**QWEN3, "model_type": "mistral"}, "model_type='mistral'"),
+        ({**QWEN3, "head_dim": 72}, "head_dim=72 .* is not supported; use a checkpoint with one of 16, .* 96, .* 256"),
+        ({**LLAMA, "hidden_size": 3200}, "head_dim=100 .* is not supported"),
         ({**QWEN3, "model_type": "no-such-type"}, "no-such-type"),
         ({**QWEN3, "quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantization_config.*unquantised"),
         ({**QWEN2, "dual_chunk_attention_config": {"chunk_size": 262144}}, "dual_chunk_attention_config.*remove"),

@@ -77,10 +77,10 @@ def fill_caches(offload: OffloadEngine, case: PagedCase, num_groups: int) -> Non
 def test_gpu_streamed_graphs_many_groups_round_once(name: str, num_parts: int) -> None:
     """The static result was bf16, so it was rounded after every group: 6 times the error of one rounding after 122."""
     device, dtype = torch.device("cuda"), torch.bfloat16
-    reason = selection._why_unavailable(name, device, dtype, 128)
+    reason = selection._why_unavailable(name, device, dtype, 128, False)
     if reason is not None:
         pytest.skip(f"{name}: {reason}")
-    backend = selection.choose_backend(name, device, dtype, 128)
+    backend = selection.choose_backend(name, device, dtype, 128, enforce_eager=False)
     num_groups = num_parts - 1
     case = make_paged(
         [(1, num_groups * BLOCK + paged_len) for paged_len in PAGED_LENS],

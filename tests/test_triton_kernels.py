@@ -20,6 +20,7 @@ from nanovllm.layers.activation import silu_and_mul
 from nanovllm.layers.kv_cells import KVCells
 from nanovllm.layers.layernorm import add_rms_norm, rms_norm
 from nanovllm.layers.rotary_embedding import rotate_and_store
+from nanovllm.model_config import HEAD_DIMS
 
 pytest.importorskip("triton")
 
@@ -28,6 +29,8 @@ on_device = pytest.mark.parametrize("device", ["cpu"] if INTERPRETED else [pytes
 if INTERPRETED:
     DTYPES = [torch.float32, torch.float16]
     PAGED = [((2, 1), 16, 256, torch.float32), ((7, 1), 32, 256, torch.float16), ((3, 3), 16, 512, torch.float32)]
+    PAGED += [((4, 2), 80, 256, torch.float16), ((2, 2), 112, 256, torch.float32), ((2, 2), 192, 256, torch.float16)]
+    ROTATED = [(heads, head_dim) for heads in [(16, 8), (9, 3)] for head_dim in (32, 80, 96)]
     SIZES = [(1, 8), (3, 100)]
 else:
     DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -35,7 +38,8 @@ else:
     PAGED += [(heads, 128, 1024, BF16) for heads in [(8, 8), (16, 8), (32, 8), (28, 4), (8, 1)]]
     PAGED += [((16, 8), 128, page, torch.float16) for page in (256, 4096)]
     PAGED += [((28, 4), head_dim, 256, dtype) for head_dim in (64, 128) for dtype in (BF16, torch.float32)]
-    PAGED += [((4, 2), 32, 256, BF16), ((4, 2), 256, 256, BF16), ((4, 2), 256, 256, torch.float32)]
+    PAGED += [((6, 3), head_dim, 512, dtype) for head_dim in HEAD_DIMS for dtype in DTYPES]
+    ROTATED = [((16, 8), 64), ((16, 8), 128), *(((9, 3), head_dim) for head_dim in HEAD_DIMS)]
     SIZES = [(1, 1024), (513, 4096), (77, 3584)]
 paged_shapes = pytest.mark.parametrize(("heads", "head_dim", "page", "dtype"), PAGED)
 
@@ -80,6 +84,20 @@ def test_attend_one_query_each_matches_naive(device, heads, head_dim, page, dtyp
     got = backend.attend(case.q_THD, case.k_cache, case.v_cache, case.batch, head_dim**-0.5)
     assert got.lse_HT[:, 1].isneginf().all() and not got.out_THD[1].any()
     assert_as_good_as_plain_torch(got, case, head_dim**-0.5)
+
+
+@on_device
+@pytest.mark.parametrize("head_dim", [32, 80])
+@pytest.mark.parametrize("query_len", [1, 5])
+def test_attend_sees_no_other_head(device, query_len, head_dim):
+    """Tiles are wider than a head whose dim is not a power of two; the next head's keys and values must stay out."""
+    case = make_paged([(query_len, 300)], 256, (4, 2), causal=True, head_dim=head_dim, device=device)
+    want = case.naive(0.2)
+    for cache in (case.k_cache, case.v_cache):
+        cache[:, :, 1] = torch.nan
+    got = TritonBackend().attend(case.q_THD, case.k_cache, case.v_cache, case.batch, 0.2)
+    torch.testing.assert_close(got.out_THD[:, :2].double(), want.out_THD[:, :2], atol=5e-6, rtol=5e-6)
+    torch.testing.assert_close(got.lse_HT[:2].double(), want.lse_HT[:2], atol=5e-6, rtol=5e-6)
 
 
 @on_device
@@ -187,12 +205,14 @@ def test_layer_kernels_equal_plain_torch(device, dtype, num_tokens, size):
 
 @on_device
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("heads", [(16, 8), (9, 3)])
-@pytest.mark.parametrize("head_dim", [32] if INTERPRETED else [64, 128])
+@pytest.mark.parametrize(("heads", "head_dim"), ROTATED)
 @pytest.mark.parametrize("normed", [True, False])
 @pytest.mark.parametrize("many_tokens", [1, 1000])
 def test_norm_rotate_store_equals_plain_torch(device, dtype, heads, head_dim, normed, many_tokens, monkeypatch):
-    """With norms (Qwen3) and without, of views of the qkv product; -1 is skipped, other cells stay as they are."""
+    """With norms (Qwen3) and without, of views of the qkv product; -1 is skipped, other cells stay as they are.
+
+    Head dims that are not powers of two, such as 80 and 96, did not compile.
+    """
     from nanovllm.layers import kernels
 
     monkeypatch.setattr(kernels.rotary, "MANY_TOKENS", many_tokens)
@@ -218,7 +238,8 @@ def test_norm_rotate_store_equals_plain_torch(device, dtype, heads, head_dim, no
 
 
 @on_device
-def test_every_kernel_stays_inside_its_memory(device, monkeypatch):
+@pytest.mark.parametrize("head_dim", [16, 80] if INTERPRETED else [80, 128])
+def test_every_kernel_stays_inside_its_memory(device, head_dim, monkeypatch):
     """What compute-sanitizer runs (benchmarks/targets.py): odd sizes, and beside ours only torch's elementwise kernels.
 
     What is computed is compared elsewhere: a reference would call cuBLAS, in whose kernels racecheck sees hazards.
@@ -227,7 +248,7 @@ def test_every_kernel_stays_inside_its_memory(device, monkeypatch):
 
     torch.manual_seed(0)
     dtype, page = (torch.float16, 256) if INTERPRETED else (torch.bfloat16, 512)
-    heads, head_dim = ((4, 2), 16) if INTERPRETED else ((28, 4), 128)
+    heads = (4, 2) if INTERPRETED else (28, 4)
     chunks = [(1, 1), (3, page + 1), (9, 9)] if INTERPRETED else [(1, page + 1), (333, 2 * page + 77), (129, 129)]
     backend, results = TritonBackend(), []
     for lens in (chunks, [(n, context_len) for n, context_len in [(3, 0), *chunks]], [(1, 0), (1, 1), (1, page + 5)]):

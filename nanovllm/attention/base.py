@@ -72,6 +72,7 @@ class AttentionBackend(ABC):
     """One way to run the kernels. Stateless but for tuning caches; chosen once at start (attention/selection)."""
 
     name: ClassVar[str]
+    runs_in_graphs: ClassVar[bool] = True  # False: `attend` reads PagedBatch.host, which a CUDA graph does not have
 
     @classmethod
     @abstractmethod

@@ -36,7 +36,7 @@ class FlashBackend(AttentionBackend):
         if dtype not in (torch.float16, torch.bfloat16):
             return f"it runs float16 and bfloat16, not {dtype}"
         if head_dim > 256 or head_dim % 8:
-            return f"it runs head dims up to 256, multiples of 8, not {head_dim}"
+            return f"it runs head dims that are multiples of 8 up to 256, not {head_dim}"
         return None
 
     def attend(

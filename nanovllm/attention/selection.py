@@ -18,19 +18,11 @@ BACKENDS: dict[str, type[AttentionBackend]] = {
 }
 
 
-def choose_backend(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> AttentionBackend:
-    """The backend called `name`, or with "auto" the fastest that can run here.
-
-    Raises ValueError with the reason and the backends that can run when `name` cannot, or is unknown.
-    """
-    reasons = {candidate: _why_unavailable(candidate, device, dtype, head_dim) for candidate in BACKENDS}
-    possible = [candidate for candidate, reason in reasons.items() if reason is None]
-    if name != "auto" and reasons.get(name, "there is no such backend") is not None:
-        raise ValueError(
-            f"attn_backend={name!r} cannot run here: {reasons.get(name, 'there is no such backend')}; "
-            f"use 'auto' or one of {possible}"
-        )
-    chosen = next(c for c in _preferred(device) if c in possible) if name == "auto" else name
+def choose_backend(
+    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, *, enforce_eager: bool
+) -> AttentionBackend:
+    """Make and log the backend that `find_backend` names."""
+    chosen = find_backend(name, device, dtype, head_dim, enforce_eager=enforce_eager)
     if chosen != "cudnn":
         logger.info("attention backend: %s", chosen)
         return BACKENDS[chosen]()
@@ -38,6 +30,27 @@ def choose_backend(name: str, device: torch.device, dtype: torch.dtype, head_dim
     assert paged is not None, "cudnn was found possible"
     logger.info("attention backend: cudnn for long chunks, %s for the rest", paged.name)
     return CudnnBackend(paged())
+
+
+def find_backend(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, *, enforce_eager: bool) -> str:
+    """`name`, or for "auto" the fastest backend that can run here with these options.
+
+    Raises ValueError when `name` is unknown or cannot run, with the reason and the backends that can.
+    """
+    reasons = {candidate: _why_unavailable(candidate, device, dtype, head_dim, enforce_eager) for candidate in BACKENDS}
+    possible = [candidate for candidate, reason in reasons.items() if reason is None]
+    if name == "auto":
+        if possible:
+            return next(candidate for candidate in _preferred(device) if candidate in possible)
+        raise ValueError(
+            "no attention backend can run here: "
+            + "; ".join(f"{candidate}: {reason}" for candidate, reason in reasons.items())
+        )
+    reason = reasons.get(name, "there is no such backend")
+    if reason is None:
+        return name
+    remedy = f"; or use 'auto' or one of {possible}" if possible else ""
+    raise ValueError(f"attn_backend={name!r} cannot run here: {reason}{remedy}")
 
 
 def _preferred(device: torch.device) -> Sequence[str]:
@@ -48,11 +61,18 @@ def _preferred(device: torch.device) -> Sequence[str]:
     return ("cudnn", "flash", "triton", "torch") if is_hopper else ("flash", "triton", "torch")
 
 
-def _why_unavailable(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    reason = BACKENDS[name].why_unavailable(device, dtype, head_dim)
-    if reason is None and name == "cudnn" and _paged_beside_cudnn(device, dtype, head_dim) is None:
+def _why_unavailable(
+    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, enforce_eager: bool
+) -> str | None:
+    backend = BACKENDS[name]
+    reason = backend.why_unavailable(device, dtype, head_dim)
+    if reason is not None:
+        return reason
+    if name == "cudnn" and _paged_beside_cudnn(device, dtype, head_dim) is None:
         return "it needs flash or triton beside it, and neither can run"
-    return reason
+    if device.type == "cuda" and not enforce_eager and not backend.runs_in_graphs:
+        return "CUDA graphs cannot capture it; set enforce_eager=True"
+    return None
 
 
 def _paged_beside_cudnn(

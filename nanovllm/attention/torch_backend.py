@@ -22,6 +22,7 @@ MIN_VIEW_TOKENS = 1024  # shorter runs of adjacent blocks are copied: a call for
 
 class TorchBackend(AttentionBackend):
     name: ClassVar[str] = "torch"
+    runs_in_graphs: ClassVar[bool] = False
 
     @classmethod
     def why_unavailable(cls, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:

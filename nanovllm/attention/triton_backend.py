@@ -9,9 +9,9 @@ from typing import ClassVar
 import torch
 
 from nanovllm.attention.base import AttentionBackend, PagedBatch, PartialAttention
+from nanovllm.model_config import HEAD_DIMS
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-HEAD_DIMS = (16, 32, 64, 128, 256)
 
 
 class TritonBackend(AttentionBackend):
@@ -33,7 +33,7 @@ class TritonBackend(AttentionBackend):
         if dtype not in DTYPES:
             return f"it runs float16, bfloat16 and float32, not {dtype}"
         if head_dim not in HEAD_DIMS:
-            return f"it runs head dims {HEAD_DIMS}, not {head_dim}"
+            return f"it runs head dims {', '.join(map(str, HEAD_DIMS))}, not {head_dim}"
         return None
 
     def attend(

@@ -28,6 +28,7 @@ from nanovllm.engine.request_check import check_token_ids, encode_text
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, TokenIds
 from nanovllm.engine.startup import (
+    check_backend,
     find_machine,
     load_tokenizer,
     make_runner,
@@ -73,6 +74,7 @@ class LLMEngine:
         self.model_config, self._directory = ModelConfig.from_pretrained(self.config.model)
         self.max_model_len = max_model_len(self.config, self.model_config)
         self.device = resolve_device(self.config)
+        check_backend(self.config, self.model_config, self.device)
         self.plan = make_plan(
             self.config, self.model_config, find_machine(replace(self.config, device=str(self.device)))
         )

@@ -12,7 +12,7 @@ from nanovllm.attention.base import PagedBatch, StepAttention
 from nanovllm.attention.paged import PagedAttention
 from nanovllm.attention.selection import choose_backend
 from nanovllm.attention.streamed import StreamedAttention
-from nanovllm.config import Config, KVCacheSizes, kv_cache_spec
+from nanovllm.config import Config, KVCacheSizes, dtype_name, kv_cache_spec
 from nanovllm.distributed import TPGroup
 from nanovllm.engine import inputs
 from nanovllm.engine.batch import StepPlan
@@ -52,7 +52,10 @@ class ModelRunner:
 
     def _load(self, directory: Path | None) -> None:
         config, model_config, device, tp = self.config, self.model_config, self.device, self.tp
-        self.dtype = getattr(torch, model_config.torch_dtype if config.dtype == "auto" else config.dtype)
+        self.dtype = getattr(torch, dtype_name(config, model_config))
+        self.backend = choose_backend(
+            config.attn_backend, device, self.dtype, model_config.head_dim, enforce_eager=config.enforce_eager
+        )
         self.max_model_len = config.max_model_len or model_config.max_model_len_limit
         self.model = build_model(model_config, tp, max_model_len=self.max_model_len, dtype=self.dtype, device=device)
         load_weights(
@@ -61,7 +64,6 @@ class ModelRunner:
         self.model.eval()
         self.scale = model_config.head_dim**-0.5
         self.spec = kv_cache_spec(config, model_config, tp.size)
-        self.backend = choose_backend(config.attn_backend, device, self.dtype, model_config.head_dim)
         self._sampled = torch.zeros(0, dtype=torch.int64, device=device)
 
     # -- KV cache ------------------------------------------------------------------------------------------------

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
+from nanovllm.attention.selection import find_backend
 from nanovllm.checkpoint import TOKENIZER_FILES, read_json
-from nanovllm.config import Config
+from nanovllm.config import Config, dtype_name
 from nanovllm.distributed import TPGroup
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.machine import Machine
@@ -43,6 +44,12 @@ def resolve_device(config: Config) -> torch.device:
     if max(size, device.index + 1) > num_gpus:
         raise ValueError(f"device={name!r} with tensor_parallel_size={size} needs more than the {num_gpus} GPUs here")
     return device
+
+
+def check_backend(config: Config, model_config: ModelConfig, device: torch.device) -> None:
+    """Raise ValueError, before anything is spawned or loaded, when no attention backend can run what is asked for."""
+    dtype = getattr(torch, dtype_name(config, model_config))
+    find_backend(config.attn_backend, device, dtype, model_config.head_dim, enforce_eager=config.enforce_eager)
 
 
 def find_machine(config: Config) -> Machine:

@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.attention.kernels.padding import head_mask
 from nanovllm.layers.kernels.pdl import let_next_start, pdl_options, wait_for_previous
 
 LOG2_E = 1.4426950408889634
@@ -39,10 +40,12 @@ def _decode_tiles(
     PAGE: tl.constexpr,
     ROW: tl.constexpr,  # K * D elements, from one token to the next
     D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    offset = tl.arange(0, BLOCK_N)[:, None] * ROW + tl.arange(0, D)[None, :]
+    dim = tl.arange(0, BLOCK_D)
+    offset = tl.arange(0, BLOCK_N)[:, None] * ROW + dim[None, :]
     next_block = tl.load(table_ptr + first_key // PAGE, mask=first_key < last_key, other=0)
     for start in tl.range(first_key, last_key, BLOCK_N):
         base = (next_block.to(tl.int64) * PAGE + start % PAGE) * ROW  # a cache can exceed 2^31 elements
@@ -50,8 +53,12 @@ def _decode_tiles(
         next_block = tl.load(table_ptr + ahead // PAGE, mask=ahead < last_key, other=0)
         if MASKED:
             inside = start + tl.arange(0, BLOCK_N) < last_key
-            k = tl.load(k_ptr + base + offset, mask=inside[:, None], other=0.0)
-            v = tl.load(v_ptr + base + offset, mask=inside[:, None], other=0.0)
+            is_cell = head_mask(inside, dim, D, BLOCK_D)
+            k = tl.load(k_ptr + base + offset, mask=is_cell, other=0.0)
+            v = tl.load(v_ptr + base + offset, mask=is_cell, other=0.0)
+        elif D != BLOCK_D:
+            k = tl.load(k_ptr + base + offset, mask=(dim < D)[None, :], other=0.0)
+            v = tl.load(v_ptr + base + offset, mask=(dim < D)[None, :], other=0.0)
         else:
             k = tl.load(k_ptr + base + offset)
             v = tl.load(v_ptr + base + offset)
@@ -85,6 +92,7 @@ def _decode_kernel(
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PDL: tl.constexpr,
@@ -99,30 +107,31 @@ def _decode_kernel(
     edge = first_key + (last_key - first_key) // BLOCK_N * BLOCK_N
 
     row = tl.arange(0, ROWS)
-    dim = tl.arange(0, D)
+    dim = tl.arange(0, BLOCK_D)
     head = kv_head * GROUP + row
     inside = row < GROUP
+    is_cell = head_mask(inside, dim, D, BLOCK_D)
     q_ptrs = q_ptr + sequence * q_stride_t + head[:, None] * q_stride_h + dim[None, :]
-    q = tl.load(q_ptrs, mask=inside[:, None], other=0.0)
+    q = tl.load(q_ptrs, mask=is_cell, other=0.0)
     table_ptr = block_tables_ptr + sequence * table_stride
     k_ptr += kv_head * D
     v_ptr += kv_head * D
-    acc = tl.zeros([ROWS, D], tl.float32)
+    acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
     row_sum = tl.zeros([ROWS], tl.float32)
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
     acc, row_sum, row_max = _decode_tiles(
         acc, row_sum, row_max, q, k_ptr, v_ptr, table_ptr, first_key, edge, scale_log2,
-        PAGE, NUM_KV_HEADS * D, D, BLOCK_N, MASKED=False,
+        PAGE, NUM_KV_HEADS * D, D, BLOCK_D, BLOCK_N, MASKED=False,
     )  # fmt: skip
     acc, row_sum, row_max = _decode_tiles(
         acc, row_sum, row_max, q, k_ptr, v_ptr, table_ptr, edge, last_key, scale_log2,
-        PAGE, NUM_KV_HEADS * D, D, BLOCK_N, MASKED=True,
+        PAGE, NUM_KV_HEADS * D, D, BLOCK_D, BLOCK_N, MASKED=True,
     )  # fmt: skip
 
     row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # no key in this split: out 0, lse -inf
     part = (sequence * (NUM_KV_HEADS * GROUP) + head) * num_splits + split
     out = (acc / row_sum[:, None]).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + part[:, None] * D + dim[None, :], out, mask=inside[:, None])
+    tl.store(out_ptr + part[:, None] * D + dim[None, :], out, mask=is_cell)
     tl.store(lse_ptr + part, (row_max + tl.log2(row_sum)) * 0.6931471805599453, mask=inside)  # ln 2
 
 
@@ -134,13 +143,14 @@ def _merge_splits_kernel(
     lse_ptr,  # [B * H]
     num_splits,
     D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
     BLOCK_S: tl.constexpr,
     PDL: tl.constexpr,
 ):
     let_next_start(PDL)
     wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
-    split, dim = tl.arange(0, BLOCK_S), tl.arange(0, D)
+    split, dim = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
     inside = split < num_splits
     part = row * num_splits + split
     part_lse = tl.load(part_lse_ptr + part, mask=inside, other=float("-inf"))
@@ -148,9 +158,13 @@ def _merge_splits_kernel(
     top = tl.where(top == float("-inf"), 0.0, top)
     weight = tl.exp(part_lse - top)
     total = tl.sum(weight, 0)
-    part_out = tl.load(part_out_ptr + part[:, None] * D + dim[None, :], mask=inside[:, None], other=0.0)
+    is_cell = head_mask(inside, dim, D, BLOCK_D)
+    part_out = tl.load(part_out_ptr + part[:, None] * D + dim[None, :], mask=is_cell, other=0.0)
     out = tl.sum(part_out * weight[:, None], 0) / tl.where(total == 0.0, 1.0, total)
-    tl.store(out_ptr + row * D + dim, out.to(out_ptr.dtype.element_ty))
+    if D == BLOCK_D:
+        tl.store(out_ptr + row * D + dim, out.to(out_ptr.dtype.element_ty))
+    else:
+        tl.store(out_ptr + row * D + dim, out.to(out_ptr.dtype.element_ty), mask=dim < D)
     tl.store(lse_ptr + row, top + tl.log(total))
 
 
@@ -187,7 +201,8 @@ def paged_decode(
     """
     batch_size, num_heads, head_dim = q_BHD.shape
     _, page, num_kv_heads, _ = k_cache_NPKD.shape
-    block_n = max(16, TILE_BYTES // max(256, head_dim * q_BHD.element_size()))
+    block_d = triton.next_power_of_2(head_dim)
+    block_n = max(16, TILE_BYTES // max(256, block_d * q_BHD.element_size()))
     assert page % block_n == 0, f"blocks of {page} tokens do not divide into tiles of {block_n} keys"
     assert q_BHD.stride(2) == 1 and block_tables.stride(1) == 1, "the last dimension must lie together"
     assert k_cache_NPKD.is_contiguous() and v_cache_NPKD.is_contiguous(), "a layer's cache is contiguous"
@@ -216,6 +231,7 @@ def paged_decode(
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
         D=head_dim,
+        BLOCK_D=block_d,
         ROWS=max(16, triton.next_power_of_2(group)),
         BLOCK_N=block_n,
         num_warps=NUM_WARPS,
@@ -230,6 +246,7 @@ def paged_decode(
             lse_BH,
             num_splits,
             D=head_dim,
+            BLOCK_D=block_d,
             BLOCK_S=triton.next_power_of_2(num_splits),
             num_warps=4,
             **pdl_options(q_BHD.device),

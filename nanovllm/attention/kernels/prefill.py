@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from nanovllm.attention.kernels.padding import head_mask
+
 LOG2_E = 1.4426950408889634
 
 
@@ -25,6 +27,16 @@ class PrefillConfig(NamedTuple):
     block_n: int
     num_warps: int
     num_stages: int
+
+
+@triton.jit
+def _load_tile(desc, row, place, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Keys or values [BLOCK_N, BLOCK_D] of one head, from `row` on. `place`: of the head in the descriptor."""
+    if D == BLOCK_D:
+        tile = desc.load([row, place])
+    else:
+        tile = desc.load([row, place, 0]).reshape([BLOCK_N, BLOCK_D])  # columns D and up are out of bounds: zero
+    return tile
 
 
 @triton.jit
@@ -40,9 +52,11 @@ def _attend_tiles(
     last_key,
     last_visible,  # [BLOCK_M]: the last key that each query sees
     context_len,
-    column,
+    place,
     scale_log2,
     PAGE: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
 ):
@@ -52,7 +66,7 @@ def _attend_tiles(
         row = next_block * PAGE + start % PAGE
         ahead = start + BLOCK_N  # looked up one tile ahead, so that the copies of K and V wait for no load
         next_block = tl.load(table_ptr + ahead // PAGE, mask=ahead < last_key, other=0)
-        k = k_desc.load([row, column])
+        k = _load_tile(k_desc, row, place, D, BLOCK_D, BLOCK_N)
         score = tl.dot(q, tl.trans(k), input_precision="ieee")
         if MASKED:
             key = start + tl.arange(0, BLOCK_N)
@@ -63,7 +77,7 @@ def _attend_tiles(
         rescale = tl.exp2(row_max - shift)
         row_sum = row_sum * rescale + tl.sum(weight, 1)
         acc = acc * rescale[:, None]
-        v = v_desc.load([row, column])
+        v = _load_tile(v_desc, row, place, D, BLOCK_D, BLOCK_N)
         if MASKED:  # what lies past the context was never written: 0 * NaN is NaN
             v = tl.where((key < context_len)[:, None], v, 0.0)
         acc = tl.dot(weight.to(v.dtype), v, acc, input_precision="ieee")
@@ -89,6 +103,7 @@ def _prefill_kernel(
     PAGE: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -101,11 +116,12 @@ def _prefill_kernel(
     if first_query < query_len:
         context_len = tl.load(context_lens_ptr + sequence)
         query = first_query + tl.arange(0, BLOCK_M)
-        dim = tl.arange(0, D)
+        dim = tl.arange(0, BLOCK_D)
         inside = query < query_len
         token = query_start + query
         q_ptrs = q_ptr + token[:, None] * q_stride_t + head * q_stride_h + dim[None, :]
-        q = tl.load(q_ptrs, mask=inside[:, None], other=0.0)
+        is_cell = head_mask(inside, dim, D, BLOCK_D)
+        q = tl.load(q_ptrs, mask=is_cell, other=0.0)
 
         if CAUSAL:
             last_visible = context_len - query_len + query
@@ -118,22 +134,22 @@ def _prefill_kernel(
         edge = num_seen_by_all // BLOCK_N * BLOCK_N
 
         table_ptr = block_tables_ptr + sequence.to(tl.int64) * table_stride
-        column = head // GROUP * D
-        acc = tl.zeros([BLOCK_M, D], tl.float32)
+        place = head // GROUP * D if D == BLOCK_D else head // GROUP
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         row_sum = tl.zeros([BLOCK_M], tl.float32)
         row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
         acc, row_sum, row_max = _attend_tiles(
-            acc, row_sum, row_max, q, k_desc, v_desc, table_ptr, 0, edge, last_visible, context_len, column,
-            scale_log2, PAGE, BLOCK_N, MASKED=False,
+            acc, row_sum, row_max, q, k_desc, v_desc, table_ptr, 0, edge, last_visible, context_len, place,
+            scale_log2, PAGE, D, BLOCK_D, BLOCK_N, MASKED=False,
         )  # fmt: skip
         acc, row_sum, row_max = _attend_tiles(
-            acc, row_sum, row_max, q, k_desc, v_desc, table_ptr, edge, num_keys, last_visible, context_len, column,
-            scale_log2, PAGE, BLOCK_N, MASKED=True,
+            acc, row_sum, row_max, q, k_desc, v_desc, table_ptr, edge, num_keys, last_visible, context_len, place,
+            scale_log2, PAGE, D, BLOCK_D, BLOCK_N, MASKED=True,
         )  # fmt: skip
 
         row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # no key seen: out 0, and row_max is -inf still
         out_ptrs = out_ptr + (token[:, None] * num_heads + head) * D + dim[None, :]
-        tl.store(out_ptrs, (acc / row_sum[:, None]).to(out_ptr.dtype.element_ty), mask=inside[:, None])
+        tl.store(out_ptrs, (acc / row_sum[:, None]).to(out_ptr.dtype.element_ty), mask=is_cell)
         lse = (row_max + tl.log2(row_sum)) * 0.6931471805599453  # ln 2
         tl.store(lse_ptr + head.to(tl.int64) * num_tokens + token, lse, mask=inside)
 
@@ -147,6 +163,18 @@ def default_config(head_dim: int, itemsize: int, max_query_len: int) -> PrefillC
     if max_query_len <= 2048:  # many short sequences fill more of a small tile
         return PrefillConfig(64, 64, 4, 3)
     return PrefillConfig(128, 128, 8, 3)
+
+
+def _descriptor(cache_NPKD: torch.Tensor, block_n: int) -> TensorDescriptor:
+    """Tiles of `block_n` tokens of one head, which need a power of two of columns.
+
+    A head dim that is not one has a dimension of its own, so that the columns beyond it are not the next head's.
+    """
+    _, _, num_kv_heads, head_dim = cache_NPKD.shape
+    block_d = triton.next_power_of_2(head_dim)
+    if head_dim == block_d:
+        return TensorDescriptor.from_tensor(cache_NPKD.view(-1, num_kv_heads * head_dim), [block_n, head_dim])
+    return TensorDescriptor.from_tensor(cache_NPKD.view(-1, num_kv_heads, head_dim), [block_n, 1, block_d])
 
 
 def paged_prefill(
@@ -175,10 +203,7 @@ def paged_prefill(
     if out_THD is None:
         out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
     lse_HT = torch.empty((num_heads, num_tokens), dtype=torch.float32, device=q_THD.device)
-    k_desc, v_desc = (
-        TensorDescriptor.from_tensor(cache.view(-1, num_kv_heads * head_dim), [config.block_n, head_dim])
-        for cache in (k_cache_NPKD, v_cache_NPKD)
-    )
+    k_desc, v_desc = (_descriptor(cache, config.block_n) for cache in (k_cache_NPKD, v_cache_NPKD))
     grid = (triton.cdiv(max_query_len, config.block_m), num_heads, context_lens.shape[0])
     _prefill_kernel[grid](
         q_THD,
@@ -197,6 +222,7 @@ def paged_prefill(
         PAGE=page,
         GROUP=num_heads // num_kv_heads,
         D=head_dim,
+        BLOCK_D=triton.next_power_of_2(head_dim),
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         CAUSAL=causal,

@@ -22,7 +22,8 @@ def on_grid(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
     """What launches `kernel` over `grid`: `on_grid(kernel, grid)(*args, **constants_and_options)`. Hot."""
     if _compile_only.get():
         return partial(kernel.warmup, grid=grid)
-    return kernel[grid]  # type: ignore[no-any-return]
+    launch: Callable[..., Any] = kernel[grid]
+    return launch
 
 
 @contextmanager

@@ -14,6 +14,24 @@ MANY_TOKENS = 1024  # from here on starting the programs takes the time, so fewe
 
 
 @triton.jit
+def _is_cell(head, num_heads, pair, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr):
+    """Which cells of a tile of halves exist: [heads, BLOCK_HALF], or [heads, 1] where every pair does."""
+    inside = (head < num_heads)[:, None]
+    if HALF != BLOCK_HALF:
+        inside = inside & (pair < HALF)[None, :]
+    return inside
+
+
+@triton.jit
+def _load_pairs(ptr, pair, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr):
+    if HALF == BLOCK_HALF:
+        values = tl.load(ptr + pair)
+    else:
+        values = tl.load(ptr + pair, mask=pair < HALF, other=0.0)
+    return values
+
+
+@triton.jit
 def _norm_rotate(
     x_ptr,  # this token's heads, [num_heads, D]
     weight_ptr,
@@ -23,22 +41,24 @@ def _norm_rotate(
     eps,
     dtype: tl.constexpr,
     HALF: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
     HEADS: tl.constexpr,
     NORM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Both halves of heads first_head .. first_head + HEADS - 1, each [HEADS, D/2]."""
+    """Both halves of heads first_head .. first_head + HEADS - 1, each [HEADS, BLOCK_HALF]."""
     head = first_head + tl.arange(0, HEADS)
-    pair = tl.arange(0, HALF)
+    pair = tl.arange(0, BLOCK_HALF)
     offset = head[:, None] * (2 * HALF) + pair[None, :]
-    inside = (head < num_heads)[:, None]
-    same = tl.zeros((HEADS, 1), tl.int32) + pair[None, :]  # loaded for each head: where x lies, without an exchange
+    inside = _is_cell(head, num_heads, pair, HALF, BLOCK_HALF)
+    # Loaded for each head, so that these values are in the threads that hold x, without an exchange
+    same = tl.zeros((HEADS, 1), tl.int32) + pair[None, :]
     if NORM:
-        weight1 = tl.load(weight_ptr + same)
-        weight2 = tl.load(weight_ptr + HALF + same)
+        weight1 = _load_pairs(weight_ptr, same, HALF, BLOCK_HALF)
+        weight2 = _load_pairs(weight_ptr + HALF, same, HALF, BLOCK_HALF)
     wait_for_previous(PDL)
-    cos = tl.load(cos_sin_ptr + same)
-    sin = tl.load(cos_sin_ptr + HALF + same)
+    cos = _load_pairs(cos_sin_ptr, same, HALF, BLOCK_HALF)
+    sin = _load_pairs(cos_sin_ptr + HALF, same, HALF, BLOCK_HALF)
     x1 = tl.load(x_ptr + offset, mask=inside, other=0.0).to(tl.float32)
     x2 = tl.load(x_ptr + offset + HALF, mask=inside, other=0.0).to(tl.float32)
     if NORM:
@@ -51,10 +71,13 @@ def _norm_rotate(
 
 
 @triton.jit
-def _store_heads(out_ptr, x1, x2, first_head, num_heads, HALF: tl.constexpr, HEADS: tl.constexpr):
+def _store_heads(
+    out_ptr, x1, x2, first_head, num_heads, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, HEADS: tl.constexpr
+):
     head = first_head + tl.arange(0, HEADS)
-    offset = head[:, None] * (2 * HALF) + tl.arange(0, HALF)[None, :]
-    inside = (head < num_heads)[:, None]
+    pair = tl.arange(0, BLOCK_HALF)
+    offset = head[:, None] * (2 * HALF) + pair[None, :]
+    inside = _is_cell(head, num_heads, pair, HALF, BLOCK_HALF)
     tl.store(out_ptr + offset, x1, mask=inside)
     tl.store(out_ptr + offset + HALF, x2, mask=inside)
 
@@ -76,6 +99,7 @@ def _norm_rotate_store_kernel(
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,  # the next power of two
     HEADS: tl.constexpr,
     NORM: tl.constexpr,
     PDL: tl.constexpr,
@@ -90,25 +114,30 @@ def _norm_rotate_store_kernel(
     if group < q_groups:
         x1, x2 = _norm_rotate(
             q_ptr + token * qkv_stride_t, q_weight_ptr, cos_sin_ptr, group * HEADS, NUM_HEADS, eps,
-            q_out_ptr.dtype.element_ty, HALF, HEADS, NORM, PDL,
+            q_out_ptr.dtype.element_ty, HALF, BLOCK_HALF, HEADS, NORM, PDL,
         )  # fmt: skip
-        _store_heads(q_out_ptr + token * (NUM_HEADS * 2 * HALF), x1, x2, group * HEADS, NUM_HEADS, HALF, HEADS)
+        q_out_ptr += token * (NUM_HEADS * 2 * HALF)
+        _store_heads(q_out_ptr, x1, x2, group * HEADS, NUM_HEADS, HALF, BLOCK_HALF, HEADS)
     elif group < q_groups + kv_groups:
         first_head = (group - q_groups) * HEADS
         x1, x2 = _norm_rotate(
             k_ptr + token * qkv_stride_t, k_weight_ptr, cos_sin_ptr, first_head, NUM_KV_HEADS, eps,
-            k_cache_ptr.dtype.element_ty, HALF, HEADS, NORM, PDL,
+            k_cache_ptr.dtype.element_ty, HALF, BLOCK_HALF, HEADS, NORM, PDL,
         )  # fmt: skip
         cell = tl.load(slot_mapping_ptr + token).to(tl.int64)
         if cell >= 0:
-            _store_heads(k_cache_ptr + cell * kv_row, x1, x2, first_head, NUM_KV_HEADS, HALF, HEADS)
+            k_cache_ptr += cell * kv_row
+            _store_heads(k_cache_ptr, x1, x2, first_head, NUM_KV_HEADS, HALF, BLOCK_HALF, HEADS)
     else:
         wait_for_previous(PDL)
         first_head = (group - q_groups - kv_groups) * HEADS
         cell = tl.load(slot_mapping_ptr + token).to(tl.int64)
         if cell >= 0:
-            offset = first_head * 2 * HALF + tl.arange(0, HEADS * 2 * HALF)
+            element = tl.arange(0, HEADS * 2 * BLOCK_HALF)
+            offset = first_head * 2 * HALF + element
             inside = offset < kv_row
+            if HALF != BLOCK_HALF:
+                inside = inside & (element < HEADS * 2 * HALF)
             v = tl.load(v_ptr + token * qkv_stride_t + offset, mask=inside)
             tl.store(v_cache_ptr + cell * kv_row + offset, v, mask=inside)
 
@@ -125,7 +154,7 @@ def norm_rotate_store(
     v_cache_NPKD: torch.Tensor,
     slot_mapping_T: torch.Tensor,
 ) -> torch.Tensor:
-    """q [T, H, D] and k [T, K, D], each head RMS-normed where weights [D] are given, then turned (rotate half).
+    """q [T, H, D] and k [T, K, D], each head RMS-normed where weights [D] are given, then rotated (rotate half).
 
     Returns q, contiguous; k and v [T, K, D] go into cell `slot_mapping_T[t]` of the caches, -1 is skipped. q, k and v
     are views of one qkv product. `cos_sin` fp32 [T, D]: D/2 cosines, then D/2 sines, of each token. Hot: once per
@@ -157,6 +186,7 @@ def norm_rotate_store(
             NUM_HEADS=num_heads,
             NUM_KV_HEADS=num_kv_heads,
             HALF=head_dim // 2,
+            BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
             HEADS=heads,
             NORM=q_weight is not None,
             num_warps=2,
