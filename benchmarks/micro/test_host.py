@@ -16,8 +16,9 @@ from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.kvcache.base import KVCacheManager
 from nanovllm.kvcache.block_manager import BlockManager
+from nanovllm.kvcache.block_pool import BlockPool
 from nanovllm.kvcache.hybrid_manager import HybridKVCacheManager
-from nanovllm.kvcache.prefix_index import PrefixMatch
+from nanovllm.kvcache.prefix_index import Block, PrefixMatch
 from nanovllm.sampling_params import SamplingParams
 
 VOCAB_SIZE = 151_936
@@ -86,10 +87,44 @@ def test_prefix_lookup_40k_prompt(benchmark: Any, hashed: bool) -> None:
     def lookup() -> PrefixMatch:
         if not hashed:
             asking.grain_hashes.clear()
-        return kv.pool.match(asking)
+        return kv.pool.index._search(asking).match  # match would remember it
 
     match = timed(benchmark, 40_960, "token", lookup)
     assert len(match.full_blocks) == 159  # one token at least is computed
+
+
+@pytest.mark.parametrize("num_blocks", [5_000, 80_000])
+def test_take_all_blocks_of_a_pool_full_of_prefixes(benchmark: Any, num_blocks: int) -> None:
+    """Least recently used first. A block costs the same however many there are."""
+    seq = make_sequence(0, num_blocks, max_tokens=1)
+
+    def full_pool() -> tuple[tuple[BlockPool], dict[str, Any]]:
+        pool = BlockPool([Block(i) for i in range(num_blocks)], 1, 1, enable_prefix_caching=True)
+        seq.block_table, seq.num_registered_tokens = [pool.take().block_id for _ in range(num_blocks)], 0
+        pool.register(seq, num_blocks)
+        for block in pool.blocks:
+            pool.release(block)
+        return (pool,), {}
+
+    def take_all(pool: BlockPool) -> None:
+        for _ in range(num_blocks):
+            pool.take()
+
+    benchmark.pedantic(take_all, setup=full_pool, rounds=5)
+    note(benchmark, num_blocks, "block")
+
+
+@pytest.mark.parametrize("num_cached_tokens", [2**17, 2**20])
+def test_head_of_the_queue_without_room(benchmark: Any, num_cached_tokens: int) -> None:
+    """Asked in every step whether it can start. Blocks of 256 tokens, all but the last of which hit."""
+    kv = BlockManager(num_cached_tokens // 256 + 2, 256)
+    known = make_sequence(0, num_cached_tokens, max_tokens=1)
+    scheduler = Scheduler(kv, max_num_seqs=1, max_num_batched_tokens=num_cached_tokens)
+    scheduler.add(known)
+    step(scheduler)
+    asking = Sequence(1, [*known.token_ids, *known.token_ids[:1024]], known.params, seed=0)
+    can_admit = timed(benchmark, 1, "question", lambda: kv.can_admit(asking))
+    assert not can_admit and len(kv.pool.match(asking).full_blocks) == num_cached_tokens // 256
 
 
 def chunk_plan(num_chunks: int, num_tokens: int, num_decodes: int) -> StepPlan:
