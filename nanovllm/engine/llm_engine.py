@@ -17,7 +17,7 @@ import numpy as np
 
 from nanovllm.config import Config, KVCacheSizes
 from nanovllm.engine.batch import StepPlan
-from nanovllm.engine.detokenizer import Detokenizer
+from nanovllm.engine.detokenizer import Detokenizer, TokenDecoder
 from nanovllm.engine.model_runner import StepResult
 from nanovllm.engine.outputs import StepOutput, request_output
 from nanovllm.engine.scheduler import Scheduler
@@ -59,6 +59,7 @@ class LLMEngine:
         self.runner = self._ranks.runner
         try:
             self.tokenizer = load_tokenizer(self._directory)
+            self._token_decoder = None if self.tokenizer is None else TokenDecoder(self.tokenizer)
             self.scheduler = self._make_scheduler()
         except BaseException:
             self.close()
@@ -177,8 +178,8 @@ class LLMEngine:
         seed = (drawn if sampling_params.seed is None else sampling_params.seed) & (2**63 - 1)
         salt = len(token_ids) if self._kv_depends_on_prompt_len(len(token_ids)) else 0
         self.scheduler.add(Sequence(request_id, token_ids, sampling_params, seed, salt))
-        if self.tokenizer is not None:
-            self._detokenizers[request_id] = Detokenizer(self.tokenizer, tuple(sampling_params.stop))
+        if self._token_decoder is not None:
+            self._detokenizers[request_id] = Detokenizer(self._token_decoder, tuple(sampling_params.stop))
         return request_id
 
     def _kv_depends_on_prompt_len(self, num_prompt_tokens: int) -> bool:
@@ -231,16 +232,14 @@ class LLMEngine:
 
     def _collect(self, seq: Sequence, output: StepOutput) -> None:
         detokenizer = self._detokenizers.get(seq.seq_id)
-        text = None
         if detokenizer is not None:
-            answer = seq.token_ids[seq.num_prompt_tokens :]
-            output.texts[seq.seq_id] = detokenizer.update(answer, seq.finish_reason is not None)
-            text = detokenizer.text
+            output.texts[seq.seq_id] = detokenizer.update(seq.token_ids[-1:], seq.finish_reason is not None)
             if detokenizer.stopped and seq.finish_reason is None:
                 self.scheduler.finish(seq, "stop")
             elif detokenizer.stopped:
                 seq.finish_reason = "stop"
         if seq.finish_reason is not None:
+            text = None if detokenizer is None else detokenizer.text
             output.finished[seq.seq_id] = request_output(seq, text)
             self._detokenizers.pop(seq.seq_id, None)
 

@@ -8,7 +8,10 @@ from nanovllm.engine.sequence import Sequence
 
 
 class RequestOutput(TypedDict):
-    """What a finished request returns. `text` is None when the model came without a tokenizer."""
+    """What a finished request returns. `text` is None when the model came without a tokenizer.
+
+    It is what decoding `token_ids` gives, up to a stop string. So where max_tokens cuts a character, it ends in U+FFFD.
+    """
 
     text: str | None
     token_ids: list[int]
