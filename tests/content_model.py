@@ -17,7 +17,9 @@ from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.kvcache.base import KVCacheManager
 from nanovllm.kvcache.block_manager import BlockManager
+from nanovllm.kvcache.block_pool import BlockPool
 from nanovllm.kvcache.hybrid_manager import HybridKVCacheManager
+from nanovllm.kvcache.prefix_index import Block
 from nanovllm.sampling_params import SamplingParams
 
 EOS = 0
@@ -51,6 +53,25 @@ def expected_answer(prompt: list[int], params: SamplingParams) -> list[int]:
         if answer[-1] in params.stop_token_ids or (answer[-1] == EOS and not params.ignore_eos):
             break
     return answer
+
+
+def num_equal(a: list[int], b: list[int]) -> int:
+    """How many first elements are the same."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def longest_prefix_left(pool: BlockPool, seq: Sequence) -> int:
+    """Tokens of `seq` whose grains are in some block, by looking at all blocks; one token is left to compute."""
+    index, num_matched = pool.index, 0
+    hashes = [index._hash(seq, i) for i in range((len(seq.token_ids) - 1) // index.grain)]
+    grains_per_block = index.block_size // index.grain
+    for first in range(0, len(hashes) if pool.enable_prefix_caching else 0, grains_per_block):
+        wanted = hashes[first : first + grains_per_block]
+        num_held = max(num_equal(block.grain_hashes, wanted) for block in pool.blocks)
+        num_matched += num_held * index.grain
+        if num_held < grains_per_block:
+            break
+    return num_matched
 
 
 @dataclass
@@ -187,9 +208,16 @@ class Simulation:
         self.plans: list[StepPlan] = []
         self._preempt_next = False
         self._admitted: set[int] = set()
+        self._known_hashes: set[int] = set()  # of all grains that a prompt could match
+        self._taken_hashes: set[int] = set()  # of the grains in blocks that were handed out since
         self._hook_manager()
+        self._hook_pool()
 
-    # -- forced preemption ---------------------------------------------------------------------------------------
+    @property
+    def pool(self) -> BlockPool:
+        return self.kv.pool  # type: ignore[attr-defined, no-any-return]
+
+    # -- hooks: forced preemption, what prompts find -------------------------------------------------------------
 
     def preempt_next(self) -> None:
         """In the next step that has a running sequence, the first of them finds no room, so the tail must go."""
@@ -206,9 +234,21 @@ class Simulation:
 
         def hooked_admit(seq: Sequence) -> None:
             self._admitted.add(seq.seq_id)
+            match = self.pool.match(seq)
+            num_found = len(match.full_blocks) * self.pool.index.block_size + match.num_partial_tokens
+            assert num_found == longest_prefix_left(self.pool, seq), f"sequence {seq.seq_id} could match more"
             admit(seq)
 
         self.kv.num_placeable, self.kv.admit = hooked_num_placeable, hooked_admit  # type: ignore[method-assign]
+
+    def _hook_pool(self) -> None:
+        take = self.pool.take
+
+        def hooked_take() -> Block:
+            self._taken_hashes.update(self.pool.next_free.grain_hashes)
+            return take()
+
+        self.pool.take = hooked_take  # type: ignore[method-assign]
 
     # -- operations ----------------------------------------------------------------------------------------------
 
@@ -265,6 +305,10 @@ class Simulation:
         order = [seq.seq_id for seq in (*scheduler.running, *scheduler.waiting)]
         assert order == sorted(set(order)), f"not first come, first served: {order}"
         assert len(scheduler.running) <= scheduler.max_num_seqs, "more sequences run than allowed"
+        known = {grain_hash for block in self.pool.blocks for grain_hash in block.grain_hashes}
+        assert self._known_hashes - known <= self._taken_hashes, "a grain was lost, and no block that held it was taken"
+        self._known_hashes = known
+        self._taken_hashes.clear()
 
     def _check_plan(self, plan: StepPlan) -> None:
         assert 0 < plan.num_tokens <= self.scheduler.max_num_batched_tokens, f"{plan.num_tokens} tokens in a step"
@@ -305,8 +349,7 @@ class Simulation:
                 assert seq.output_token_ids == answer, f"sequence {seq.seq_id} answered wrongly"
                 last_ends = answer[-1] in seq.params.stop_token_ids or (answer[-1] == EOS and not seq.params.ignore_eos)
                 assert seq.finish_reason == ("stop" if last_ends else "length")
-        pool = self.kv.pool  # type: ignore[attr-defined]
-        assert pool.num_free == len(pool.blocks), "blocks are lost"
+        assert self.pool.num_free == len(self.pool.blocks), "blocks are lost"
         if isinstance(self.kv, HybridKVCacheManager):
             assert self.kv.num_reserved_blocks == 0, "reservations are lost"
             held = [block for block in self.kv.ring.blocks if block is not None]

@@ -9,6 +9,9 @@ when a queued copy runs:
 - random: at every call some prefix of the queues that the waits allow is run, drawn from `seed`; so is how eager each
   of the two queues is, from one that runs only when forced to one that runs at every call.
 
+The host may ask whether an event is done. It learns of it late, by chance: at each question with a probability of 1/2
+once the work has run. What is enqueued after it has learned of it comes after that work.
+
 Compute that runs at once cannot show a load that overtakes a late *reader*. So every access to memory is also checked
 by happens-before, whatever the mode: two accesses of one byte by different streams, at least one of them a write,
 that no chain of events orders raise `race_detector.StreamRaceError` at the call that enqueues the second. What copies
@@ -93,6 +96,7 @@ class SimulatedStream:
         self.queue: deque[_Copy | _Point] = deque()
         self.num_enqueued = 0
         self.num_done = 0
+        self.num_known_done = 0  # to the host
         self.clock = [0, 0, 0]
         self.epoch_closed = True
         self._streams = streams
@@ -185,6 +189,7 @@ class SimulatedStreams:
         self.d2h = SimulatedStream(self, "d2h", 2)
         self.detector = RaceDetector() if check_races else None
         self._random = random.Random(seed)
+        self._host_random = random.Random(seed)
         self._eagerness = {stream: self._random.choice((0.0, 0.05, 0.3, 1.0)) for stream in (self.h2d, self.d2h)}
 
     def name_region(self, name: str, tensor: torch.Tensor) -> None:
@@ -194,6 +199,18 @@ class SimulatedStreams:
 
     def event(self) -> SimulatedEvent:
         return SimulatedEvent()
+
+    def is_done(self, event: Event) -> bool:
+        """Whether the host knows that the work of a recorded event has run."""
+        assert isinstance(event, SimulatedEvent) and event.point is not None, f"{event!r} was not recorded"
+        stream, position, clock = event.point
+        if stream.num_done >= position > stream.num_known_done and self._host_random.random() < 0.5:
+            stream.num_known_done = position
+        if position > stream.num_known_done:
+            return False
+        for waiting in (self.compute, self.h2d, self.d2h):
+            waiting.join(clock)
+        return True
 
     def synchronize(self) -> None:
         """Run all copies. Whatever any stream does from here on is ordered after them."""

@@ -39,9 +39,9 @@ PART_OF_MODULE = {
 TORCH_FREE = {
     f"nanovllm.{name}"
     for name in (
-        "kvcache.base kvcache.prefix_index kvcache.block_manager kvcache.hybrid_manager kvcache.slot_ring "
-        "kvcache.step_slots engine.scheduler engine.sequence engine.batch config sampling_params errors "
-        "planner plan plan_table costs machine checkpoint model_settings"
+        "kvcache.base kvcache.prefix_index kvcache.block_pool kvcache.block_manager kvcache.hybrid_manager "
+        "kvcache.slot_ring kvcache.step_slots engine.scheduler engine.sequence engine.batch config sampling_params "
+        "errors planner plan plan_table costs machine checkpoint model_settings"
     ).split()
 }
 MAY_IMPORT_TRITON = ("nanovllm.attention.kernels", "nanovllm.layers.kernels", "nanovllm.attention.triton_backend")

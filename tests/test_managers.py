@@ -1,179 +1,19 @@
-"""The KV cache managers, their pool, index and ring, call by call. Random workloads: test_properties.py."""
+"""The KV cache managers and the slot ring, call by call. Random workloads: test_properties.py."""
 
-from unittest import mock
-
-import numpy as np
 import pytest
-import xxhash
 from content_model import Simulation
 from random_workloads import GRAIN, small_grain
 
 from nanovllm.engine.batch import SlotOffload
-from nanovllm.engine.sequence import Sequence
 from nanovllm.kvcache.base import KVCacheManager
 from nanovllm.kvcache.block_manager import BlockManager
 from nanovllm.kvcache.hybrid_manager import HybridKVCacheManager
-from nanovllm.kvcache.prefix_index import Block, BlockPool, PrefixIndex, PrefixMatch
 from nanovllm.kvcache.slot_ring import HybridBlock, SlotRing
-from nanovllm.sampling_params import SamplingParams
-
-
-def make_sequence(token_ids: list[int], max_tokens: int = 4, seq_id: int = 0, hash_salt: int = 0) -> Sequence:
-    return Sequence(seq_id, token_ids, SamplingParams(max_tokens=max_tokens, ignore_eos=True), 0, hash_salt)
 
 
 def tokens(count: int, start: int = 0) -> list[int]:
     """`count` token ids that repeat in no block of the sizes used here."""
     return [start + i * i % 1009 for i in range(count)]
-
-
-# -- BlockPool and PrefixIndex ---------------------------------------------------------------------------------------
-
-
-def filled_pool(seq: Sequence, num_blocks: int = 8, block_size: int = 4, grain: int = 2) -> BlockPool:
-    """A pool in which `seq` holds blocks for all its tokens."""
-    pool = BlockPool([Block(i) for i in range(num_blocks)], block_size, grain, enable_prefix_caching=True)
-    hold_all(pool, seq, block_size)
-    return pool
-
-
-def hold_all(pool: BlockPool, seq: Sequence, block_size: int = 4) -> None:
-    seq.block_table += [pool.take().block_id for _ in range(-(-len(seq.token_ids) // block_size))]
-    pool.register(seq, len(seq.token_ids))
-
-
-def release_all(pool: BlockPool, seq: Sequence) -> None:
-    for block_id in reversed(seq.block_table):
-        pool.release(pool.blocks[block_id])
-
-
-def test_hash_is_xxh64_of_the_parents_hash_and_the_token_ids() -> None:
-    seq = make_sequence([7, 8, 9, 10, 11])
-    pool = filled_pool(seq)
-    first = xxhash.xxh64_intdigest((0).to_bytes(8, "little") + np.array([7, 8], dtype=np.int64).tobytes())
-    second = xxhash.xxh64_intdigest(first.to_bytes(8, "little") + np.array([9, 10], dtype=np.int64).tobytes())
-    block = pool.blocks[seq.block_table[0]]
-    assert (block.indexed_hashes, block.hash) == ([first, second], second)
-    assert block.token_ids.tolist() == [7, 8, 9, 10]
-    assert pool.blocks[seq.block_table[1]].indexed_hashes == []  # one token is no grain
-
-
-def test_match_finds_whole_blocks_then_a_part_of_one() -> None:
-    seq = make_sequence(tokens(15))
-    pool = filled_pool(seq)
-    a, b, c, _ = seq.block_table
-    assert pool.match(make_sequence(tokens(15))) == PrefixMatch((a, b, c), seq.block_table[3], 2)
-    assert pool.match(make_sequence([*tokens(11), 5000])) == PrefixMatch((a, b), c, 2)
-    assert pool.match(make_sequence([*tokens(9), 5000, 5000])) == PrefixMatch((a, b))
-    assert pool.match(make_sequence([5000, *tokens(14)])) == PrefixMatch()
-
-
-@pytest.mark.parametrize(("num_tokens", "num_matched"), [(2, 0), (3, 2), (4, 2), (5, 4), (8, 6), (9, 8)])
-def test_match_leaves_a_token_to_compute(num_tokens: int, num_matched: int) -> None:
-    pool = filled_pool(make_sequence(tokens(12)))
-    match = pool.match(make_sequence(tokens(num_tokens)))
-    assert 4 * len(match.full_blocks) + match.num_partial_tokens == num_matched
-
-
-def test_match_same_tokens_after_another_beginning_are_a_miss() -> None:
-    pool = filled_pool(make_sequence([1, 2, 3, 4, 5, 6, 7, 8, 9]))
-    assert pool.match(make_sequence([0, 0, 0, 0, 5, 6, 7, 8, 9])) == PrefixMatch()
-
-
-def test_match_equal_hashes_of_different_tokens_are_a_miss() -> None:
-    with mock.patch("nanovllm.kvcache.prefix_index.xxhash.xxh64_intdigest", lambda _: 42):
-        pool = filled_pool(make_sequence([1, 2, 3]))
-        assert pool.match(make_sequence([1, 2, 3])) != PrefixMatch()
-        assert pool.match(make_sequence([1, 7, 3])) == PrefixMatch()
-
-
-def test_match_another_salt_is_a_miss() -> None:
-    pool = filled_pool(make_sequence(tokens(9), hash_salt=9))
-    assert pool.match(make_sequence(tokens(9))) == PrefixMatch()
-    assert pool.match(make_sequence(tokens(9), hash_salt=9)) != PrefixMatch()
-
-
-def test_match_ends_at_a_block_that_was_handed_out_again() -> None:
-    seq = make_sequence(tokens(13))
-    pool = filled_pool(seq, num_blocks=4)
-    release_all(pool, seq)
-    middle = seq.block_table[1]
-    pool.free_ids = {middle: None} | pool.free_ids
-    assert pool.take().block_id == middle
-    assert pool.match(make_sequence(tokens(13))) == PrefixMatch(tuple(seq.block_table[:1]))
-
-
-def test_take_hands_out_the_least_recently_used_block_and_the_tail_of_a_prompt_before_its_head() -> None:
-    first, second = make_sequence(tokens(8)), make_sequence(tokens(12, start=2000), seq_id=1)
-    pool = filled_pool(first, num_blocks=6)
-    hold_all(pool, second)
-    release_all(pool, second)
-    release_all(pool, first)
-    unused = [5]
-    expected = unused + second.block_table[::-1] + first.block_table[::-1]
-    assert [pool.take().block_id for _ in range(6)] == expected
-
-
-def test_released_block_is_found_until_it_is_handed_out_again() -> None:
-    seq = make_sequence(tokens(5))
-    pool = filled_pool(seq, num_blocks=2)
-    release_all(pool, seq)
-    assert pool.match(seq).full_blocks == (0,)
-    assert pool.take().block_id == 1
-    assert pool.match(seq).full_blocks == (0,)
-    assert pool.take().block_id == 0
-    assert pool.match(seq) == PrefixMatch()
-    assert len(pool.index) == 0
-
-
-def test_retain_counts_and_only_the_last_release_frees() -> None:
-    pool = BlockPool([Block(0)], 4, 4, enable_prefix_caching=True)
-    block = pool.take()
-    pool.retain(block)
-    pool.release(block)
-    assert (block.ref_count, pool.num_free) == (1, 0)
-    pool.release(block)
-    assert (block.ref_count, pool.num_free) == (0, 1)
-    with pytest.raises(AssertionError, match="released more often"):
-        pool.release(block)
-
-
-def test_take_without_a_free_block_is_refused() -> None:
-    pool = BlockPool([Block(0)], 4, 4, enable_prefix_caching=True)
-    pool.take()
-    with pytest.raises(AssertionError, match="no free block"):
-        pool.take()
-
-
-def test_index_block_size_no_multiple_of_the_grain_is_refused() -> None:
-    with pytest.raises(AssertionError, match="no multiple"):
-        PrefixIndex(block_size=6, grain=4)
-
-
-def test_prefix_caching_off_registers_and_matches_nothing() -> None:
-    pool = BlockPool([Block(i) for i in range(4)], 4, 2, enable_prefix_caching=False)
-    hold_all(pool, make_sequence(tokens(9)))
-    assert len(pool.index) == 0
-    assert pool.match(make_sequence(tokens(9))) == PrefixMatch()
-
-
-@pytest.mark.parametrize("fault", ["lost", "shared", "twice", "count", "index"])
-def test_pool_check_integrity_notices(fault: str) -> None:
-    seq = make_sequence(tokens(9))
-    pool = filled_pool(seq)
-    pool.check_integrity([seq])
-    if fault == "lost":
-        seq.block_table.pop()
-    elif fault == "shared":
-        pool.free_ids[seq.block_table[0]] = None
-    elif fault == "twice":
-        seq.block_table[1] = seq.block_table[0]
-    elif fault == "count":
-        pool.blocks[seq.block_table[0]].ref_count += 1
-    else:
-        pool.blocks[seq.block_table[0]].indexed_hashes.pop()
-    with pytest.raises(AssertionError):
-        pool.check_integrity([seq])
 
 
 # -- both managers ---------------------------------------------------------------------------------------------------

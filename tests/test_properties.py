@@ -173,10 +173,16 @@ def register_one_grain_more(index: PrefixIndex, seq: Sequence, blocks: list[Bloc
     REGISTER(index, seq, blocks, min(end + index.grain, len(seq.block_table) * index.block_size))
 
 
+def remove_all_holders(index: PrefixIndex, grain_hash: int, block: Block) -> None:
+    index._newest.pop(grain_hash, None)
+    index._older.pop(grain_hash, None)
+
+
 REGISTER = PrefixIndex.register
 MANAGER_FAULTS = {
     "hash without its chain": mock.patch.object(PrefixIndex, "_hash", unchained_hash),
     "tokens registered that are not computed": mock.patch.object(PrefixIndex, "register", register_one_grain_more),
+    "grain forgotten with its newest holder": mock.patch.object(PrefixIndex, "_remove_holder", remove_all_holders),
     "slot given up without a flush": mock.patch.object(HybridBlock, "is_dirty", False),
     "slot of an unscheduled sequence given up": mock.patch.object(
         StepSlots, "can_give_up", lambda slots, block: block is None or not block.being_written

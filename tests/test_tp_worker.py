@@ -26,6 +26,7 @@ class EchoRunner:
     def __init__(self, tp: TPGroup, device: str = "cpu") -> None:
         self.tp, self.device = tp, device
         self.calls: list[int] = []
+        self.num_threads_at_start = torch.get_num_threads()
 
     def remember(self, call: int) -> None:
         self.calls.append(call)
@@ -50,6 +51,11 @@ class EchoRunner:
             time.sleep(0.2)  # the worker is waiting by then
             raise ValueError("what rank 0 says")
         self.tp.all_reduce(torch.zeros(1))
+
+    def num_threads(self) -> list[list[int]]:
+        """Of each rank, when it was made and now."""
+        mine = torch.tensor([[self.num_threads_at_start, torch.get_num_threads()]])
+        return self.tp.all_gather(mine.T.contiguous()).T.tolist()
 
     def pids(self) -> list[int]:
         return self.tp.all_gather(torch.tensor([os.getpid()])).tolist()
@@ -141,6 +147,36 @@ def test_close_beside_another_group_leaves_nothing_of_its_own(group: WorkerGroup
     with pytest.raises(EngineError, match="closed"):
         other.run("pids")
     assert group.run("collectives")[0] == [3.0]
+
+
+@pytest.fixture
+def seven_threads() -> Iterator[None]:
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(7)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+def test_run_every_rank_has_its_share_of_the_threads_and_the_process_has_all_between(seven_threads: None) -> None:
+    """Regression: workers had their share, rank 0 had all threads. A second group divides the same threads again."""
+    first, second = (WorkerGroup(EchoRunner, 2, "cpu") for _ in range(2))
+    for group in (first, second, first):
+        assert group.run("num_threads") == [[3, 3], [3, 3]]
+        assert torch.get_num_threads() == 7
+    with pytest.raises(ValueError, match="what rank 0 says"):
+        first.run("raise_on_rank_0")
+    assert torch.get_num_threads() == 7
+    torch.set_num_threads(5)  # the user's choice in between stays
+    assert second.run("num_threads") == [[3, 3], [3, 3]]
+    first.close()
+    second.close()
+    assert torch.get_num_threads() == 5
+
+
+def test_run_one_rank_has_all_threads(seven_threads: None) -> None:
+    group = WorkerGroup(EchoRunner, 1, "cpu")
+    assert group.run("num_threads") == [[7, 7]]
+    group.close()
 
 
 def test_run_worker_raises_is_reported_with_its_traceback() -> None:

@@ -3,24 +3,31 @@
 pytest-benchmark's table has the time of a call; with -s, or in the JSON's extra_info, there is the time per item too.
 """
 
+import itertools
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 from nanovllm.engine import inputs
 from nanovllm.engine.batch import KVMoves, SamplingRow, SequenceStep, StepPlan
+from nanovllm.engine.detokenizer import Detokenizer, TokenDecoder
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.kvcache.base import KVCacheManager
 from nanovllm.kvcache.block_manager import BlockManager
+from nanovllm.kvcache.block_pool import BlockPool
 from nanovllm.kvcache.hybrid_manager import HybridKVCacheManager
-from nanovllm.kvcache.prefix_index import PrefixMatch
+from nanovllm.kvcache.prefix_index import Block, PrefixMatch
 from nanovllm.sampling_params import SamplingParams
 
 VOCAB_SIZE = 151_936
+DOCUMENTS = sorted(Path(__file__).parents[2].glob("docs/*.md"))
 _rng = random.Random(0)
 
 
@@ -86,10 +93,78 @@ def test_prefix_lookup_40k_prompt(benchmark: Any, hashed: bool) -> None:
     def lookup() -> PrefixMatch:
         if not hashed:
             asking.grain_hashes.clear()
-        return kv.pool.match(asking)
+        return kv.pool.index._search(asking).match  # match would remember it
 
     match = timed(benchmark, 40_960, "token", lookup)
     assert len(match.full_blocks) == 159  # one token at least is computed
+
+
+@pytest.mark.parametrize("num_blocks", [5_000, 80_000])
+def test_take_all_blocks_of_a_pool_full_of_prefixes(benchmark: Any, num_blocks: int) -> None:
+    """Least recently used first. A block costs the same however many there are."""
+    seq = make_sequence(0, num_blocks, max_tokens=1)
+
+    def full_pool() -> tuple[tuple[BlockPool], dict[str, Any]]:
+        pool = BlockPool([Block(i) for i in range(num_blocks)], 1, 1, enable_prefix_caching=True)
+        seq.block_table, seq.num_registered_tokens = [pool.take().block_id for _ in range(num_blocks)], 0
+        pool.register(seq, num_blocks)
+        for block in pool.blocks:
+            pool.release(block)
+        return (pool,), {}
+
+    def take_all(pool: BlockPool) -> None:
+        for _ in range(num_blocks):
+            pool.take()
+
+    benchmark.pedantic(take_all, setup=full_pool, rounds=5)
+    note(benchmark, num_blocks, "block")
+
+
+@pytest.mark.parametrize("num_cached_tokens", [2**17, 2**20])
+def test_head_of_the_queue_without_room(benchmark: Any, num_cached_tokens: int) -> None:
+    """Asked in every step whether it can start. Blocks of 256 tokens, all but the last of which hit."""
+    kv = BlockManager(num_cached_tokens // 256 + 2, 256)
+    known = make_sequence(0, num_cached_tokens, max_tokens=1)
+    scheduler = Scheduler(kv, max_num_seqs=1, max_num_batched_tokens=num_cached_tokens)
+    scheduler.add(known)
+    step(scheduler)
+    asking = Sequence(1, [*known.token_ids, *known.token_ids[:1024]], known.params, seed=0)
+    can_admit = timed(benchmark, 1, "question", lambda: kv.can_admit(asking))
+    assert not can_admit and len(kv.pool.match(asking).full_blocks) == num_cached_tokens // 256
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level BPE, trained on this repository's documents."""
+    rust = Tokenizer(models.BPE())
+    rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    rust.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=8000, initial_alphabet=alphabet, show_progress=False)
+    rust.train([str(path) for path in DOCUMENTS], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=rust)
+
+
+@pytest.mark.parametrize("stop", [(), ("\n\nUser:", "END")], ids=["no stop strings", "stop strings"])
+@pytest.mark.parametrize("text", ["documents", "\ufffd"], ids=["text", "replacement characters"])
+def test_detokenize_a_step_of_512_answers(benchmark: Any, tokenizer: Any, text: str, stop: tuple[str, ...]) -> None:
+    """One token each, behind answers of 8K tokens."""
+    if text == "documents":
+        text = "".join(path.read_text() for path in DOCUMENTS)
+    token_ids = tokenizer.encode(text)
+    decoder = TokenDecoder(tokenizer)
+    detokenizers = [Detokenizer(decoder, stop) for _ in range(512)]
+    for seq_id, detokenizer in enumerate(detokenizers):
+        detokenizer.update([token_ids[(seq_id * 11 + i) % len(token_ids)] for i in range(8192)], False)
+    position = itertools.count(8192)
+
+    def step_of_all() -> None:
+        i = next(position)
+        for seq_id, detokenizer in enumerate(detokenizers):
+            detokenizer.update([token_ids[(seq_id * 11 + i) % len(token_ids)]], False)
+
+    timed(benchmark, 512, "answer", step_of_all)
+    assert all(len(detokenizer.text) > 2000 for detokenizer in detokenizers)
 
 
 def chunk_plan(num_chunks: int, num_tokens: int, num_decodes: int) -> StepPlan:

@@ -22,7 +22,7 @@ from typing import Any
 from nanovllm.checkpoint import fetch_weights
 from nanovllm.config import Config, KVCacheSizes
 from nanovllm.engine.batch import StepPlan
-from nanovllm.engine.detokenizer import Detokenizer
+from nanovllm.engine.detokenizer import Detokenizer, TokenDecoder
 from nanovllm.engine.outputs import Outbox, StepOutput, request_output
 from nanovllm.engine.request_check import check_token_ids, encode_text
 from nanovllm.engine.scheduler import Scheduler
@@ -98,6 +98,7 @@ class LLMEngine:
 
     def _start(self) -> None:
         self.tokenizer = load_tokenizer(self._directory)
+        self._token_decoder = None if self.tokenizer is None else TokenDecoder(self.tokenizer)
         if self.config.load_format != "dummy":
             fetch_weights(self.config.model, self._directory)
         factory = partial(make_runner, self.config, self.model_config, self._directory, self.device)
@@ -244,8 +245,8 @@ class LLMEngine:
         seq = Sequence(request_id, token_ids, sampling_params, seed, salt)
         self.scheduler.check_fits(seq)
         detokenizer = None
-        if self.tokenizer is not None:
-            detokenizer = Detokenizer(self.tokenizer, tuple(sampling_params.stop))
+        if self._token_decoder is not None:
+            detokenizer = Detokenizer(self._token_decoder, tuple(sampling_params.stop))
         self._requests[request_id] = _Request(outbox, detokenizer)
         self._turns.call(partial(self._add, seq))
         return request_id
@@ -342,9 +343,10 @@ class LLMEngine:
         detokenizer = self._requests[seq.seq_id].detokenizer
         if detokenizer is None:
             return None
+        new_token_ids = seq.token_ids[-1:] if seq.error is None else ()
         error = None
         try:
-            text = detokenizer.update(seq.token_ids[seq.num_prompt_tokens :], seq.finish_reason is not None)
+            text = detokenizer.update(new_token_ids, seq.finish_reason is not None)
         except Exception as raised:
             text, error = "", f"its text could not be decoded: {type(raised).__name__}: {raised}"
         if error is None and not detokenizer.stopped:

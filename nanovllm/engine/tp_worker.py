@@ -4,6 +4,9 @@ Owns those processes, the pipes and shared memory to them, and the TPGroup. What
 same methods of its runner in the same order. A rank that cannot is the end of the group: the others are stopped, and
 rank 0 raises. No worker outlives rank 0, however that ends.
 
+The ranks share torch's threads evenly. Rank 0 keeps to its share only while it does its part of a call; all other work
+of the user's process, another engine's too, has the threads that the user gave it.
+
     rank 0                                    worker
     starts the processes                      imports, reports STARTED
     connects, builds its runner               connects, builds its runner, reports READY
@@ -86,6 +89,7 @@ class WorkerGroup(Generic[Runner]):
         is raised here; on another rank, as WorkerDiedError with its traceback. Either way nothing is left behind.
         """
         self._workers: list[_Worker] = []
+        self._num_threads = max(1, torch.get_num_threads() // size)  # of each rank
         self._failure: str | None = None
         self._finalizer = weakref.finalize(self, _end_processes, self._workers, STOP_TIMEOUT_S)
         self.tp = TPGroup()
@@ -105,7 +109,7 @@ class WorkerGroup(Generic[Runner]):
         context = multiprocessing.get_context("spawn")
         segment = make_segment(context, SEGMENT_BYTES)
         store = open_store()
-        job = _Job(pickle.dumps(factory), size, device_type, store.port, max(1, torch.get_num_threads() // size))
+        job = _Job(pickle.dumps(factory), size, device_type, store.port, self._num_threads)
         for rank in range(1, size):
             control, worker_control = context.Pipe()
             reports, worker_reports = context.Pipe(duplex=False)
@@ -166,7 +170,12 @@ class WorkerGroup(Generic[Runner]):
 
     @contextmanager
     def _watch(self) -> Iterator[None]:
-        """Rank 0's part of what all ranks do: an error ends the group, and a dead worker is named as its cause."""
+        """Rank 0's part of what all ranks do, on its share of the threads.
+
+        An error ends the group, and a dead worker is named as its cause.
+        """
+        num_threads = torch.get_num_threads()
+        torch.set_num_threads(self._num_threads)
         try:
             yield
         except BaseException as error:
@@ -176,6 +185,8 @@ class WorkerGroup(Generic[Runner]):
             if self._failure is None or isinstance(error, WorkerDiedError):
                 raise
             raise WorkerDiedError(self._failure) from error
+        finally:
+            torch.set_num_threads(num_threads)
 
     def _find_failure(self, timeout_s: float = 0) -> str | None:
         """What happened to the workers that cannot go on; None when, within the timeout, all are well."""
@@ -217,7 +228,7 @@ class _Job:
     size: int
     device_type: str
     port: int  # of rank 0's store
-    num_threads: int  # the ranks share the cores
+    num_threads: int
 
 
 def _worker_main(job: _Job, rank: int, segment: Segment, control: Connection, reports: Connection) -> None:

@@ -5,7 +5,8 @@ from collections.abc import Sequence as Seq
 from nanovllm.engine.batch import KVMoves
 from nanovllm.engine.sequence import Sequence
 from nanovllm.kvcache.base import KVCacheManager, PagedKeys
-from nanovllm.kvcache.prefix_index import Block, BlockPool
+from nanovllm.kvcache.block_pool import BlockPool
+from nanovllm.kvcache.prefix_index import Block
 
 _NO_MOVES = KVMoves()
 

@@ -18,7 +18,8 @@ from nanovllm.config import BLOCK_SIZE_STEP
 from nanovllm.engine.batch import KVMoves, StreamedGroup
 from nanovllm.engine.sequence import Sequence
 from nanovllm.kvcache.base import KVCacheManager, PagedKeys
-from nanovllm.kvcache.prefix_index import BlockPool, PrefixMatch
+from nanovllm.kvcache.block_pool import BlockPool
+from nanovllm.kvcache.prefix_index import PrefixMatch
 from nanovllm.kvcache.slot_ring import HybridBlock, SlotRing
 from nanovllm.kvcache.step_slots import StepSlots
 
@@ -38,7 +39,7 @@ class HybridKVCacheManager(KVCacheManager):
         self.pool = BlockPool(list(blocks), block_size, BLOCK_SIZE_STEP, enable_prefix_caching)
         self.blocks = blocks
         self.ring = SlotRing(num_gpu_blocks)
-        self.slots = StepSlots(self.ring, block_size)
+        self.slots = StepSlots(self.ring, self.pool, block_size)
         self.num_reserved_blocks = 0
         self.num_hit_blocks = 0
         self.num_missed_blocks = 0
@@ -112,8 +113,7 @@ class HybridKVCacheManager(KVCacheManager):
         while len(seq.block_table) < self._num_blocks(num_tokens):
             self.num_reserved_blocks -= 1
             seq.num_reserved_blocks -= 1
-            free_id = next(iter(self.pool.free_ids))
-            self.ring.clear(self.blocks[free_id])
+            self.ring.clear(self.blocks[self.pool.next_free.block_id])
             seq.block_table.append(self.pool.take().block_id)
 
     # -- slots ---------------------------------------------------------------------------------------------------

@@ -16,9 +16,10 @@ Stream edges, each commented where it is made:
   E3  stored -> copied out              compute -> d2h   ring_slot_compute_done, or this layer's own event
   E4  copied out -> slot written        d2h -> compute   ring_slot_offload_done
   E5  copied out -> slot loaded over    d2h -> h2d       ring_slot_offload_done
-  E6  copied out -> CPU block loaded    d2h -> h2d       cpu_block_offloaded
+  E6  copied out -> CPU block loaded    d2h -> h2d       cpu_block_offload_done
   E7  staged -> attended                h2d -> compute   staging_ready
   E8  attended -> staging refilled      compute -> h2d   staging_compute_done
+E4 to E6 are left out where the host has seen that the copy is done (StreamLog).
 No edge is needed from a load to a later write of the CPU block it read: compute waits for every load of a step within
 that step (E1, E7), and a block is only written (E3) from what compute stored in a later one.
 """
@@ -33,6 +34,7 @@ from nanovllm.config import NUM_STAGING_GROUPS, KVCacheSpec
 from nanovllm.engine.batch import KVMoves, SlotLoad, StreamedGroup
 from nanovllm.kvcache.link import measure_link
 from nanovllm.kvcache.pinned_memory import HostBuffer
+from nanovllm.kvcache.stream_log import StreamLog
 from nanovllm.kvcache.streams import Event, Stream, Streams, make_streams
 
 
@@ -61,8 +63,10 @@ class OffloadEngine:
         )
         staging_shape = (NUM_STAGING_GROUPS, spec.staging_group_blocks, *block_shape)
         self.k_staging, self.v_staging = (torch.zeros(staging_shape, dtype=dtype, device=device) for _ in "kv")
-        # The newest copy into a CPU block, for each block and layer
-        self.cpu_block_offloaded = np.full((num_cpu_blocks, spec.num_layers), None)
+        # Copies on d2h are known by the numbers of their events, since there are many CPU blocks and most were copied
+        # out long ago. The newest copy into each CPU block, in each layer:
+        self._d2h_log = StreamLog()
+        self.cpu_block_offload_done = np.zeros((num_cpu_blocks, spec.num_layers), dtype=np.int64)
         self.staging_ready: list[Event | None] = [None] * NUM_STAGING_GROUPS
         self.staging_compute_done: list[Event | None] = [None] * NUM_STAGING_GROUPS
 
@@ -86,7 +90,7 @@ class OffloadEngine:
         per_slot_and_layer = (num_ring_slots, spec.num_layers)
         self.ring_slot_ready = np.full(per_slot_and_layer, None)
         self.ring_slot_compute_done = np.full(per_slot_and_layer, None)
-        self.ring_slot_offload_done = np.full(per_slot_and_layer, None)
+        self.ring_slot_offload_done = np.zeros(per_slot_and_layer, dtype=np.int64)  # number of an event, as above
         self.num_loaded_bytes = 0
         self.num_offloaded_bytes = 0
 
@@ -100,6 +104,7 @@ class OffloadEngine:
     def begin_step(self, moves: KVMoves, slots_in_use: Iterable[int]) -> None:
         """Copy out the slots that are given up, start the first loads. `slots_in_use`: those of all block tables."""
         assert not self._queue, "the previous step did not use all it loaded"
+        self._d2h_log.forget_done(self.streams.is_done)
         self._moves = moves
         self._slots_in_use = sorted({*slots_in_use, *(copy.src_slot for copy in moves.copies)})
         for flush in moves.flushes:
@@ -114,7 +119,8 @@ class OffloadEngine:
         for load in self._moves.loads:
             self.wait_slot_layer(load.ring_slot, layer)
         for ring_slot in self._moves.taken_slots:
-            self._wait(self.streams.compute, self.ring_slot_offload_done[ring_slot, layer])  # E4: copied out -> written
+            offloaded = self._d2h_log.find(self.ring_slot_offload_done[ring_slot, layer])
+            self._wait(self.streams.compute, offloaded)  # E4: copied out -> written
 
     def stored(self, layer: int) -> None:
         """The layer's new K and V are in their slots: make the copies that need them. Hot: once per layer."""
@@ -169,10 +175,10 @@ class OffloadEngine:
 
     def load_to_slot_layer(self, ring_slot: int, layer: int, cpu_block_id: int, num_tokens: int) -> None:
         """Enqueue CPU block -> slot for one layer."""
-        h2d = self.streams.h2d
+        h2d, find = self.streams.h2d, self._d2h_log.find
         self._wait(h2d, self.ring_slot_compute_done[ring_slot, layer])  # E2: last used -> overwritten
-        self._wait(h2d, self.ring_slot_offload_done[ring_slot, layer])  # E5: copied out -> overwritten
-        self._wait(h2d, self.cpu_block_offloaded[cpu_block_id, layer])  # E6: copied out -> loaded again
+        self._wait(h2d, find(self.ring_slot_offload_done[ring_slot, layer]))  # E5: copied out -> overwritten
+        self._wait(h2d, find(self.cpu_block_offload_done[cpu_block_id, layer]))  # E6: copied out -> loaded again
         h2d.copy(self.k_cache_gpu[layer, ring_slot, :num_tokens], self.k_cache_cpu[layer, cpu_block_id, :num_tokens])
         h2d.copy(self.v_cache_gpu[layer, ring_slot, :num_tokens], self.v_cache_cpu[layer, cpu_block_id, :num_tokens])
         self.ring_slot_ready[ring_slot, layer] = self._record(h2d)  # E1: loaded -> used
@@ -194,9 +200,9 @@ class OffloadEngine:
         self._wait(d2h, stored)  # E3: stored -> copied out
         d2h.copy(self.k_cache_cpu[layer, cpu_block_id, start:end], self.k_cache_gpu[layer, ring_slot, start:end])
         d2h.copy(self.v_cache_cpu[layer, cpu_block_id, start:end], self.v_cache_gpu[layer, ring_slot, start:end])
-        done = self._record(d2h)
-        self.ring_slot_offload_done[ring_slot, layer] = done  # E4, E5
-        self.cpu_block_offloaded[cpu_block_id, layer] = done  # E6
+        number = self._d2h_log.add(self._record(d2h))
+        self.ring_slot_offload_done[ring_slot, layer] = number  # E4, E5
+        self.cpu_block_offload_done[cpu_block_id, layer] = number  # E6
         self.num_offloaded_bytes += self.spec.layer_block_bytes * (end - start) // self.spec.block_size
 
     def _pump(self) -> None:
@@ -215,7 +221,8 @@ class OffloadEngine:
         h2d, group = self.streams.h2d, self._num_filled % NUM_STAGING_GROUPS
         self._wait(h2d, self.staging_compute_done[group])  # E8: attended -> refilled
         for i, cpu_block_id in enumerate(streamed.cpu_block_ids):
-            self._wait(h2d, self.cpu_block_offloaded[cpu_block_id, layer])  # E6: copied out -> loaded again
+            offloaded = self._d2h_log.find(self.cpu_block_offload_done[cpu_block_id, layer])
+            self._wait(h2d, offloaded)  # E6: copied out -> loaded again
             h2d.copy(self.k_staging[group, i], self.k_cache_cpu[layer, cpu_block_id])
             h2d.copy(self.v_staging[group, i], self.v_cache_cpu[layer, cpu_block_id])
         self.staging_ready[group] = self._record(h2d)  # E7: staged -> attended

@@ -1,15 +1,19 @@
-"""Blocks, their owners, and which of them hold the start of a new prompt.
+"""PrefixIndex: which blocks hold the start of a new prompt.
 
-BlockPool owns the blocks of one memory (GPU or CPU): free list, reference counts and the prefix index. A block with
-references is never handed out; one without keeps its content and its hashes until it is, least recently used first.
-
-The index counts in grains: a grain is `grain` tokens of a block, hashed in a chain over everything before it
-(xxh64 of the parent's hash and the token ids), so one 64-bit number stands for a whole prefix. All-GPU a grain is a
+The index counts in grains. A grain is `grain` consecutive tokens of a block, hashed in a chain over everything before
+it (xxh64 of the parent's hash and the token ids), so one 64-bit number stands for a whole prefix. All-GPU a grain is a
 block; with offload it is 256 tokens, so that a prompt can match the first part of a large block.
+
+Several blocks can hold the same grain: a partial hit copies grains, and two sequences may compute the same tokens. The
+index knows all holders, so a grain is found for as long as any of them keeps it. A block holds its grains from its
+start without gaps. Hence whichever block holds a grain also holds those before it in the block, and the holders of the
+last grain that matches are exactly the blocks that have the most of a prompt.
 """
 
 from array import array
+from collections import OrderedDict
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import xxhash
 
@@ -18,18 +22,16 @@ from nanovllm.engine.sequence import Sequence, TokenIds
 
 @dataclass(slots=True)
 class Block:
-    """A physical block. `token_ids` are those the index knows (whole grains); `hash` is that of the last of them."""
+    """A physical block. `token_ids` are those the index knows, in whole grains, with one hash for each grain."""
 
     block_id: int
     ref_count: int = 0
-    hash: int = -1
     token_ids: TokenIds = field(default_factory=lambda: array("q"))
-    indexed_hashes: list[int] = field(default_factory=list)
+    grain_hashes: list[int] = field(default_factory=list)
 
     def forget(self) -> None:
-        self.hash = -1
         del self.token_ids[:]
-        self.indexed_hashes.clear()
+        self.grain_hashes.clear()
 
 
 @dataclass(frozen=True)
@@ -41,16 +43,28 @@ class PrefixMatch:
     num_partial_tokens: int = 0
 
 
+class _Search(NamedTuple):
+    """A search and its result, which stays the same until one of `block_ids` changes or `next_hash` is registered."""
+
+    seq: Sequence
+    num_tokens: int
+    match: PrefixMatch
+    block_ids: frozenset[int]  # the blocks that the search looked at
+    next_hash: int | None  # of the first grain that no block holds
+
+
 class PrefixIndex:
-    """Chain hash of each grain -> the block that holds it and where it ends there."""
+    """Chain hash of a grain -> the blocks that hold it. Registering, dropping and matching take O(1) per grain."""
 
     def __init__(self, block_size: int, grain: int) -> None:
-        assert block_size % grain == 0, f"block size {block_size} is no multiple of the grain {grain}"
+        assert block_size % grain == 0, f"block size {block_size} is not a multiple of the grain {grain}"
         self.block_size, self.grain = block_size, grain
-        self._table: dict[int, tuple[Block, int]] = {}
+        self._newest: dict[int, Block] = {}  # the holder that registered the grain last
+        self._older: dict[int, OrderedDict[int, Block]] = {}  # the other holders, oldest first, where there are any
+        self._last_search: _Search | None = None
 
     def __len__(self) -> int:
-        return len(self._table)
+        return len(self._newest)
 
     def _hash(self, seq: Sequence, grain_idx: int) -> int:
         hashes = seq.grain_hashes  # extended as far as asked for; token ids never change once known
@@ -61,22 +75,50 @@ class PrefixIndex:
         return hashes[grain_idx]
 
     def match(self, seq: Sequence) -> PrefixMatch:
-        """The longest known prefix that leaves at least one token to compute. The first miss ends the search."""
-        block: Block | None = None
-        full_blocks: list[int] = []
-        end = 0
-        for grain_idx in range((len(seq.token_ids) - 1) // self.grain):
-            found = self._table.get(self._hash(seq, grain_idx))
-            start = grain_idx * self.grain
-            if found is None or found[1] != start % self.block_size + self.grain:
+        """The longest known prefix that leaves at least one token to compute.
+
+        The last result is kept, because a sequence that waits for room asks again in every step.
+        """
+        last = self._last_search
+        if (
+            last is None
+            or last.seq is not seq
+            or last.num_tokens != len(seq.token_ids)
+            or last.next_hash in self._newest
+        ):
+            last = self._last_search = self._search(seq)
+        return last.match
+
+    def _search(self, seq: Sequence) -> _Search:
+        """Walk the chain to the first grain that nobody holds, then take the newest holder at each block's end.
+
+        The newest holder is the one most likely to be in use and on the GPU.
+        """
+        num_grains = (len(seq.token_ids) - 1) // self.grain
+        known_end, next_hash = num_grains * self.grain, None
+        for grain_idx in range(num_grains):
+            grain_hash = self._hash(seq, grain_idx)
+            if grain_hash not in self._newest:
+                known_end, next_hash = grain_idx * self.grain, grain_hash
                 break
-            if found[0].token_ids[found[1] - self.grain : found[1]] != seq.token_ids[start : start + self.grain]:
-                break
-            block, end = found
-            if end == self.block_size:
-                full_blocks.append(block.block_id)
-                block, end = None, 0
-        return PrefixMatch(tuple(full_blocks), block.block_id if block else None, end)
+        block_ids: list[int] = []
+        num_matched = 0
+        for start in range(0, known_end, self.block_size):
+            end = min(start + self.block_size, known_end)
+            block = self._newest[self._hash(seq, end // self.grain - 1)]
+            block_ids.append(block.block_id)
+            if block.token_ids[: end - start] != seq.token_ids[start:end]:
+                break  # other tokens with the same hash
+            num_matched = end
+        num_full, num_partial_tokens = divmod(num_matched, self.block_size)
+        partial_block = block_ids[num_full] if num_partial_tokens else None
+        match = PrefixMatch(tuple(block_ids[:num_full]), partial_block, num_partial_tokens)
+        return _Search(seq, len(seq.token_ids), match, frozenset(block_ids), next_hash)
+
+    def _changed(self, block: Block) -> None:
+        """A search would no longer find what it found in this block."""
+        if self._last_search is not None and block.block_id in self._last_search.block_ids:
+            self._last_search = None
 
     def register(self, seq: Sequence, blocks: list[Block], end: int) -> None:
         """The K/V of tokens up to `end` are (or will be, in this step) in the sequence's blocks."""
@@ -84,77 +126,67 @@ class PrefixIndex:
         for grain_idx in range(first, last):
             start = grain_idx * self.grain
             block = blocks[seq.block_table[start // self.block_size]]
-            offset = start % self.block_size
-            if len(block.token_ids) > offset:
+            if len(block.token_ids) > start % self.block_size:
                 continue  # shared with the sequence that computed it
-            block.hash = self._hash(seq, grain_idx)
             block.token_ids.extend(seq.token_ids[start : start + self.grain])
-            if block.hash not in self._table:
-                self._table[block.hash] = (block, offset + self.grain)
-                block.indexed_hashes.append(block.hash)
+            block.grain_hashes.append(self._hash(seq, grain_idx))
+            self._add_holder(block.grain_hashes[-1], block)
         seq.num_registered_tokens = max(seq.num_registered_tokens, last * self.grain)
 
+    def _add_holder(self, grain_hash: int, block: Block) -> None:
+        previous = self._newest.get(grain_hash)
+        if previous is not None:
+            self._older.setdefault(grain_hash, OrderedDict())[previous.block_id] = previous
+            self._changed(previous)
+        self._newest[grain_hash] = block
+
     def drop(self, block: Block) -> None:
-        for grain_hash in block.indexed_hashes:
-            del self._table[grain_hash]
+        """The block's content goes; what other blocks hold of it is still found there."""
+        for grain_hash in block.grain_hashes:
+            self._remove_holder(grain_hash, block)
         block.forget()
+        self._changed(block)
+
+    def _remove_holder(self, grain_hash: int, block: Block) -> None:
+        is_newest = self._newest.get(grain_hash) is block
+        older = self._older.get(grain_hash)
+        if older is None:
+            if is_newest:
+                del self._newest[grain_hash]
+            return
+        if is_newest:
+            _, self._newest[grain_hash] = older.popitem()
+        else:
+            older.pop(block.block_id, None)  # None: only where two grains of one block have the same hash
+        if not older:
+            del self._older[grain_hash]
+
+    def find_duplicate(self, block: Block) -> Block | None:
+        """Another block that holds all grains of `block`, if there is one."""
+        if not block.grain_hashes:
+            return None
+        last_hash = block.grain_hashes[-1]
+        newest = self._newest[last_hash]
+        if newest is not block:
+            return newest
+        older = self._older.get(last_hash)
+        return next(reversed(older.values())) if older else None
 
     def check_integrity(self, blocks: list[Block]) -> None:
-        assert len(self._table) == sum(len(b.indexed_hashes) for b in blocks), "index and blocks disagree"
-        for grain_hash, (block, end) in self._table.items():
-            assert grain_hash in block.indexed_hashes, f"block {block.block_id} does not own hash {grain_hash:x}"
-            assert len(block.token_ids) >= end, f"block {block.block_id} holds fewer than {end} indexed tokens"
-
-
-class BlockPool:
-    """The blocks of one memory. `free_ids` is ordered: the next to be handed out first."""
-
-    def __init__(self, blocks: list[Block], block_size: int, grain: int, enable_prefix_caching: bool) -> None:
-        self.blocks = blocks
-        self.index = PrefixIndex(block_size, grain)
-        self.enable_prefix_caching = enable_prefix_caching
-        self.free_ids: dict[int, None] = dict.fromkeys(range(len(blocks)))
-
-    @property
-    def num_free(self) -> int:
-        return len(self.free_ids)
-
-    def match(self, seq: Sequence) -> PrefixMatch:
-        return self.index.match(seq) if self.enable_prefix_caching else PrefixMatch()
-
-    def register(self, seq: Sequence, end: int) -> None:
-        if self.enable_prefix_caching:
-            self.index.register(seq, self.blocks, end)
-
-    def take(self) -> Block:
-        """A block for new content, the least recently used free one. Its old content is forgotten."""
-        assert self.free_ids, "no free block; the caller did not ask first"
-        block = self.blocks[next(iter(self.free_ids))]
-        self.index.drop(block)
-        self.retain(block)
-        return block
-
-    def retain(self, block: Block) -> None:
-        if block.ref_count == 0:
-            del self.free_ids[block.block_id]
-        block.ref_count += 1
-
-    def release(self, block: Block) -> None:
-        assert block.ref_count > 0, f"block {block.block_id} released more often than retained"
-        block.ref_count -= 1
-        if block.ref_count == 0:
-            self.free_ids[block.block_id] = None
-
-    def check_integrity(self, sequences: list[Sequence]) -> None:
-        """Every block is free or owned, as often as counted. `sequences` are all that hold blocks."""
-        counts = [0] * len(self.blocks)
-        for seq in sequences:
-            assert len(set(seq.block_table)) == len(seq.block_table), f"sequence {seq.seq_id} owns a block twice"
-            for block_id in seq.block_table:
-                counts[block_id] += 1
-        for block in self.blocks:
-            assert block.ref_count == counts[block.block_id], (
-                f"block {block.block_id} counts {block.ref_count} references, {counts[block.block_id]} sequences own it"
-            )
-            assert (block.ref_count == 0) == (block.block_id in self.free_ids), f"block {block.block_id} lost or shared"
-        self.index.check_integrity(self.blocks)
+        """Every grain of every block is known, under its hash, with all of its holders; nothing else is."""
+        held: dict[int, set[int]] = {}
+        for block in blocks:
+            num_tokens, num_hashes = len(block.token_ids), len(block.grain_hashes)
+            assert num_tokens == num_hashes * self.grain, f"block {block.block_id}: {num_hashes} hashes, {num_tokens=}"
+            for grain_hash in block.grain_hashes:
+                held.setdefault(grain_hash, set()).add(block.block_id)
+        known = {grain_hash: {block.block_id} for grain_hash, block in self._newest.items()}
+        for grain_hash, older in self._older.items():
+            assert older, f"hash {grain_hash:x} keeps an empty list of older holders"
+            holders = known.setdefault(grain_hash, set())
+            assert holders.isdisjoint(older), f"a holder of hash {grain_hash:x} is listed twice"
+            holders.update(older)
+        assert known == held, "index and blocks disagree"
+        last = self._last_search
+        if last is not None and last.num_tokens == len(last.seq.token_ids) and last.next_hash not in self._newest:
+            assert self._search(last.seq) == last, f"sequence {last.seq.seq_id} would now match something else"

@@ -11,12 +11,14 @@ from collections.abc import Sequence as Seq
 
 from nanovllm.engine.batch import KVMoves, SlotCopy, SlotLoad, SlotOffload, StreamedGroup
 from nanovllm.engine.sequence import Sequence
+from nanovllm.kvcache.block_pool import BlockPool
 from nanovllm.kvcache.slot_ring import HybridBlock, SlotRing
 
 
 class StepSlots:
-    def __init__(self, ring: SlotRing, block_size: int) -> None:
+    def __init__(self, ring: SlotRing, pool: BlockPool, block_size: int) -> None:
         self.ring = ring
+        self.pool = pool
         self.block_size = block_size
         self.num_givable = 0
         self._step = 0
@@ -102,16 +104,23 @@ class StepSlots:
             self._loads.append(SlotLoad(block.block_id, ring_slot, block.num_tokens))
 
     def _empty(self, ring_slot: int) -> None:
-        """Give up a slot's content; what CPU memory lacks of it is copied out first."""
+        """Give up a slot's content; what CPU memory lacks of it is copied out first, if it is worth keeping.
+
+        It is not when no sequence owns the block and no prompt can match it, or another block holds the same grains.
+        Short requests that begin alike leave many such blocks, and each copy would delay the next owner of the slot.
+        """
         block = self.ring.blocks[ring_slot]
         if block is None:
             return
-        if block.is_dirty and (block.ref_count > 0 or block.indexed_hashes):
-            start, end = block.num_offloaded_tokens, block.num_tokens
-            self._flushes.append(SlotOffload(ring_slot, block.block_id, start, end))
-            block.num_offloaded_tokens = end
-        block.num_tokens = block.num_offloaded_tokens
         self.ring.clear(block)
+        if not block.is_dirty:
+            return
+        if block.ref_count == 0 and self.pool.is_redundant(block):
+            self.pool.discard(block)
+            return
+        start, end = block.num_offloaded_tokens, block.num_tokens
+        self._flushes.append(SlotOffload(ring_slot, block.block_id, start, end))
+        block.num_offloaded_tokens = end
 
     def fill_idle(self, missing: list[HybridBlock]) -> list[HybridBlock]:
         """Load missing blocks into slots that no scheduled sequence reads, to stay; returns those left to stream."""

@@ -35,6 +35,9 @@ class Streams(Protocol):
 
     def event(self) -> Event: ...
 
+    def is_done(self, event: Event) -> bool:
+        """Whether the work that a recorded event stands for is known to have run. The host does not wait for it."""
+
     def synchronize(self) -> None:
         """Return when all work enqueued on h2d and d2h is done."""
 
@@ -58,6 +61,9 @@ class ImmediateStreams:
 
     def event(self) -> Event:
         return None
+
+    def is_done(self, event: Event) -> bool:
+        return True
 
     def synchronize(self) -> None:
         pass
@@ -92,6 +98,10 @@ class CudaStreams:
 
     def event(self) -> Event:
         return torch.cuda.Event()
+
+    def is_done(self, event: Event) -> bool:
+        done: bool = event.query()
+        return done
 
     def synchronize(self) -> None:
         self.h2d.stream.synchronize()

@@ -1,0 +1,90 @@
+"""BlockPool: the blocks of one memory (GPU or CPU), who owns them, and which of them is handed out next.
+
+A block with references is never handed out. One without keeps its content and its hashes until it is, and goes on
+being found by the prefix index. Free blocks are handed out least recently used first, except that blocks with which
+nothing is lost go before all others: those without a whole grain, and those whose grains another block holds too.
+"""
+
+from collections import OrderedDict
+
+from nanovllm.engine.sequence import Sequence
+from nanovllm.kvcache.prefix_index import Block, PrefixIndex, PrefixMatch
+
+
+class BlockPool:
+    def __init__(self, blocks: list[Block], block_size: int, grain: int, enable_prefix_caching: bool) -> None:
+        self.blocks = blocks
+        self.index = PrefixIndex(block_size, grain)
+        self.enable_prefix_caching = enable_prefix_caching
+        # The next to be handed out first. A dict would not do: finding its first key again and again takes longer
+        # with every key that was deleted there.
+        self.free_ids: OrderedDict[int, None] = OrderedDict.fromkeys(range(len(blocks)))
+
+    @property
+    def num_free(self) -> int:
+        return len(self.free_ids)
+
+    @property
+    def next_free(self) -> Block:
+        """The block that `take` would hand out."""
+        assert self.free_ids, "no free block; the caller did not ask first"
+        return self.blocks[next(iter(self.free_ids))]
+
+    def match(self, seq: Sequence) -> PrefixMatch:
+        return self.index.match(seq) if self.enable_prefix_caching else PrefixMatch()
+
+    def register(self, seq: Sequence, end: int) -> None:
+        if self.enable_prefix_caching:
+            self.index.register(seq, self.blocks, end)
+
+    def take(self) -> Block:
+        """A free block for new content. Its old content is forgotten."""
+        block = self.next_free
+        self.index.drop(block)
+        self.retain(block)
+        return block
+
+    def retain(self, block: Block) -> None:
+        if block.ref_count == 0:
+            del self.free_ids[block.block_id]
+        block.ref_count += 1
+
+    def release(self, block: Block) -> None:
+        """Give up a reference. A block that is free now is the most recently used one, unless nothing is lost with it.
+
+        If a free block holds the same, that one becomes the most recently used instead.
+        """
+        assert block.ref_count > 0, f"block {block.block_id} released more often than retained"
+        block.ref_count -= 1
+        if block.ref_count:
+            return
+        self.free_ids[block.block_id] = None
+        if self.is_redundant(block):
+            self.free_ids.move_to_end(block.block_id, last=False)
+            duplicate = self.index.find_duplicate(block)
+            if duplicate is not None and duplicate.ref_count == 0:
+                self.free_ids.move_to_end(duplicate.block_id)
+
+    def is_redundant(self, block: Block) -> bool:
+        """Whether dropping the block's content would lose nothing that a prompt can match."""
+        return not block.grain_hashes or self.index.find_duplicate(block) is not None
+
+    def discard(self, block: Block) -> None:
+        """Forget the content of a free block now, and hand it out next."""
+        assert block.ref_count == 0, f"block {block.block_id} is discarded with {block.ref_count} references"
+        self.index.drop(block)
+        self.free_ids.move_to_end(block.block_id, last=False)
+
+    def check_integrity(self, sequences: list[Sequence]) -> None:
+        """Every block is free or owned, as often as counted. `sequences` are all that hold blocks."""
+        counts = [0] * len(self.blocks)
+        for seq in sequences:
+            assert len(set(seq.block_table)) == len(seq.block_table), f"sequence {seq.seq_id} owns a block twice"
+            for block_id in seq.block_table:
+                counts[block_id] += 1
+        for block in self.blocks:
+            assert block.ref_count == counts[block.block_id], (
+                f"block {block.block_id} counts {block.ref_count} references, {counts[block.block_id]} sequences own it"
+            )
+            assert (block.ref_count == 0) == (block.block_id in self.free_ids), f"block {block.block_id} lost or shared"
+        self.index.check_integrity(self.blocks)

@@ -1,0 +1,418 @@
+"""The prefix index and the block pool, call by call; then what conversations find again. See also test_properties."""
+
+import itertools
+import random
+from unittest import mock
+
+import numpy as np
+import pytest
+import xxhash
+from content_model import Simulation, longest_prefix_left
+
+from nanovllm.engine.sequence import Sequence
+from nanovllm.kvcache.block_manager import BlockManager
+from nanovllm.kvcache.block_pool import BlockPool
+from nanovllm.kvcache.hybrid_manager import HybridKVCacheManager
+from nanovllm.kvcache.prefix_index import Block, PrefixIndex, PrefixMatch
+from nanovllm.sampling_params import SamplingParams
+
+
+def make_sequence(token_ids: list[int], max_tokens: int = 4, seq_id: int = 0, hash_salt: int = 0) -> Sequence:
+    return Sequence(seq_id, token_ids, SamplingParams(max_tokens=max_tokens, ignore_eos=True), 0, hash_salt)
+
+
+def tokens(count: int, start: int = 0) -> list[int]:
+    """`count` token ids that repeat in no block of the sizes used here."""
+    return [start + i * i % 1009 for i in range(count)]
+
+
+def filled_pool(seq: Sequence, num_blocks: int = 8, block_size: int = 4, grain: int = 2) -> BlockPool:
+    """A pool in which `seq` holds blocks for all its tokens."""
+    pool = BlockPool([Block(i) for i in range(num_blocks)], block_size, grain, enable_prefix_caching=True)
+    hold_all(pool, seq, block_size)
+    return pool
+
+
+def hold_all(pool: BlockPool, seq: Sequence, block_size: int = 4) -> None:
+    seq.block_table += [pool.take().block_id for _ in range(-(-len(seq.token_ids) // block_size))]
+    pool.register(seq, len(seq.token_ids))
+
+
+def release_all(pool: BlockPool, seq: Sequence) -> None:
+    for block_id in reversed(seq.block_table):
+        pool.release(pool.blocks[block_id])
+
+
+def test_hash_is_xxh64_of_the_parents_hash_and_the_token_ids() -> None:
+    seq = make_sequence([7, 8, 9, 10, 11])
+    pool = filled_pool(seq)
+    first = xxhash.xxh64_intdigest((0).to_bytes(8, "little") + np.array([7, 8], dtype=np.int64).tobytes())
+    second = xxhash.xxh64_intdigest(first.to_bytes(8, "little") + np.array([9, 10], dtype=np.int64).tobytes())
+    block = pool.blocks[seq.block_table[0]]
+    assert block.grain_hashes == [first, second]
+    assert block.token_ids.tolist() == [7, 8, 9, 10]
+    assert pool.blocks[seq.block_table[1]].grain_hashes == []  # one token is no grain
+
+
+def test_match_finds_whole_blocks_then_a_part_of_one() -> None:
+    seq = make_sequence(tokens(15))
+    pool = filled_pool(seq)
+    a, b, c, _ = seq.block_table
+    assert pool.match(make_sequence(tokens(15))) == PrefixMatch((a, b, c), seq.block_table[3], 2)
+    assert pool.match(make_sequence([*tokens(11), 5000])) == PrefixMatch((a, b), c, 2)
+    assert pool.match(make_sequence([*tokens(9), 5000, 5000])) == PrefixMatch((a, b))
+    assert pool.match(make_sequence([5000, *tokens(14)])) == PrefixMatch()
+
+
+@pytest.mark.parametrize(("num_tokens", "num_matched"), [(2, 0), (3, 2), (4, 2), (5, 4), (8, 6), (9, 8)])
+def test_match_leaves_a_token_to_compute(num_tokens: int, num_matched: int) -> None:
+    pool = filled_pool(make_sequence(tokens(12)))
+    match = pool.match(make_sequence(tokens(num_tokens)))
+    assert 4 * len(match.full_blocks) + match.num_partial_tokens == num_matched
+
+
+def test_match_same_tokens_after_another_beginning_are_a_miss() -> None:
+    pool = filled_pool(make_sequence([1, 2, 3, 4, 5, 6, 7, 8, 9]))
+    assert pool.match(make_sequence([0, 0, 0, 0, 5, 6, 7, 8, 9])) == PrefixMatch()
+
+
+def test_match_equal_hashes_of_different_tokens_are_a_miss() -> None:
+    with mock.patch("nanovllm.kvcache.prefix_index.xxhash.xxh64_intdigest", lambda _: 42):
+        pool = filled_pool(make_sequence([1, 2, 3]))
+        assert pool.match(make_sequence([1, 2, 3])) != PrefixMatch()
+        assert pool.match(make_sequence([1, 7, 3])) == PrefixMatch()
+
+
+def test_match_another_salt_is_a_miss() -> None:
+    pool = filled_pool(make_sequence(tokens(9), hash_salt=9))
+    assert pool.match(make_sequence(tokens(9))) == PrefixMatch()
+    assert pool.match(make_sequence(tokens(9), hash_salt=9)) != PrefixMatch()
+
+
+def test_match_ends_at_a_block_that_was_handed_out_again() -> None:
+    seq = make_sequence(tokens(13))
+    pool = filled_pool(seq, num_blocks=4)
+    release_all(pool, seq)
+    middle = seq.block_table[1]
+    pool.free_ids.move_to_end(middle, last=False)
+    assert pool.take().block_id == middle
+    assert pool.match(make_sequence(tokens(13))) == PrefixMatch(tuple(seq.block_table[:1]))
+
+
+def test_take_hands_out_the_least_recently_used_block_and_the_tail_of_a_prompt_before_its_head() -> None:
+    first, second = make_sequence(tokens(8)), make_sequence(tokens(12, start=2000), seq_id=1)
+    pool = filled_pool(first, num_blocks=6)
+    hold_all(pool, second)
+    release_all(pool, second)
+    release_all(pool, first)
+    unused = [5]
+    expected = unused + second.block_table[::-1] + first.block_table[::-1]
+    assert [pool.take().block_id for _ in range(6)] == expected
+
+
+def test_released_block_is_found_until_it_is_handed_out_again() -> None:
+    seq = make_sequence(tokens(5))
+    pool = filled_pool(seq, num_blocks=2)
+    release_all(pool, seq)
+    assert pool.match(seq).full_blocks == (0,)
+    assert pool.take().block_id == 1
+    assert pool.match(seq).full_blocks == (0,)
+    assert pool.take().block_id == 0
+    assert pool.match(seq) == PrefixMatch()
+    assert len(pool.index) == 0
+
+
+def test_retain_counts_and_only_the_last_release_frees() -> None:
+    pool = BlockPool([Block(0)], 4, 4, enable_prefix_caching=True)
+    block = pool.take()
+    pool.retain(block)
+    pool.release(block)
+    assert (block.ref_count, pool.num_free) == (1, 0)
+    pool.release(block)
+    assert (block.ref_count, pool.num_free) == (0, 1)
+    with pytest.raises(AssertionError, match="released more often"):
+        pool.release(block)
+
+
+def test_take_without_a_free_block_is_refused() -> None:
+    pool = BlockPool([Block(0)], 4, 4, enable_prefix_caching=True)
+    pool.take()
+    with pytest.raises(AssertionError, match="no free block"):
+        pool.take()
+
+
+def test_index_block_size_that_is_not_a_multiple_of_the_grain_is_refused() -> None:
+    with pytest.raises(AssertionError, match="not a multiple"):
+        PrefixIndex(block_size=6, grain=4)
+
+
+def test_prefix_caching_off_registers_and_matches_nothing() -> None:
+    pool = BlockPool([Block(i) for i in range(4)], 4, 2, enable_prefix_caching=False)
+    hold_all(pool, make_sequence(tokens(9)))
+    assert len(pool.index) == 0
+    assert pool.match(make_sequence(tokens(9))) == PrefixMatch()
+
+
+@pytest.mark.parametrize("fault", ["lost", "shared", "twice", "count", "tokens", "grain", "holder", "search"])
+def test_pool_check_integrity_notices(fault: str) -> None:
+    seq, other = make_sequence(tokens(9)), make_sequence(tokens(9), seq_id=1)
+    pool = filled_pool(seq)
+    hold_all(pool, other)
+    pool.match(make_sequence(tokens(13)))
+    pool.check_integrity([seq, other])
+    if fault == "lost":
+        seq.block_table.pop()
+    elif fault == "shared":
+        pool.free_ids[seq.block_table[0]] = None
+    elif fault == "twice":
+        seq.block_table[1] = seq.block_table[0]
+    elif fault == "count":
+        pool.blocks[seq.block_table[0]].ref_count += 1
+    elif fault == "tokens":
+        pool.blocks[seq.block_table[0]].token_ids.pop()
+    elif fault == "grain":
+        pool.index._newest.popitem()
+    elif fault == "holder":
+        pool.index._older.popitem()
+    else:  # what is remembered of the last search
+        with mock.patch.object(PrefixIndex, "_changed"):
+            pool.index.drop(pool.blocks[other.block_table[1]])
+    with pytest.raises(AssertionError):
+        pool.check_integrity([seq, other])
+
+
+# -- grains that several blocks hold ---------------------------------------------------------------------------------
+
+
+def two_holders(num_tokens: int, num_more_tokens: int) -> tuple[BlockPool, Sequence, Sequence]:
+    """Two sequences that begin alike, each with blocks of its own, the first one with `num_tokens`."""
+    first, second = make_sequence(tokens(num_tokens)), make_sequence(tokens(num_tokens + num_more_tokens), seq_id=1)
+    pool = filled_pool(first)
+    hold_all(pool, second)
+    return pool, first, second
+
+
+@pytest.mark.parametrize("dropped_first", [0, 1])
+def test_drop_of_one_holder_leaves_the_grains_of_the_other(dropped_first: int) -> None:
+    """Regression: the index knew the first holder only, and forgot a grain with it."""
+    pool, *sequences = two_holders(num_tokens=8, num_more_tokens=1)
+    dropped, kept = sequences[dropped_first], sequences[1 - dropped_first]
+    for block_id in dropped.block_table[:2]:
+        pool.index.drop(pool.blocks[block_id])
+    pool.index.check_integrity(pool.blocks)
+    assert pool.match(make_sequence(tokens(20))).full_blocks == tuple(kept.block_table[:2])
+    for block_id in kept.block_table[:2]:
+        pool.index.drop(pool.blocks[block_id])
+    assert pool.match(make_sequence(tokens(20))) == PrefixMatch()
+    assert len(pool.index) == 0
+
+
+@pytest.mark.parametrize("longer_is_older", [False, True])
+def test_match_takes_the_holder_that_has_more_of_the_prompt(longer_is_older: bool) -> None:
+    short, long = make_sequence(tokens(3)), make_sequence([*tokens(6), 5000], seq_id=1)
+    pool = BlockPool([Block(i) for i in range(4)], 8, 2, enable_prefix_caching=True)
+    for seq in (long, short) if longer_is_older else (short, long):
+        hold_all(pool, seq, block_size=8)
+    assert pool.match(make_sequence(tokens(20))) == PrefixMatch((), long.block_table[0], 6)
+
+
+def test_match_equal_holders_takes_the_newest() -> None:
+    pool, _, second = two_holders(num_tokens=8, num_more_tokens=0)
+    assert pool.match(make_sequence(tokens(9))).full_blocks == tuple(second.block_table)
+
+
+def test_index_random_operations_with_few_hashes_never_matches_other_tokens() -> None:
+    """Hashes of two bits, so that grains of one block have equal hashes too."""
+    rng = random.Random(0)
+    original = xxhash.xxh64_intdigest
+    num_matched = 0
+    with mock.patch("nanovllm.kvcache.prefix_index.xxhash.xxh64_intdigest", lambda data: original(data) % 4):
+        pool = BlockPool([Block(i) for i in range(12)], 4, 2, enable_prefix_caching=True)
+        held: list[Sequence] = []
+        for seq_id in range(3000):
+            seq = make_sequence([rng.randrange(2) for _ in range(rng.randint(1, 12))], seq_id=seq_id)
+            match = pool.match(seq)
+            found = [*match.full_blocks, *([] if match.partial_block is None else [match.partial_block])]
+            stored = [token_id for block_id in found for token_id in pool.blocks[block_id].token_ids]
+            num_tokens = 4 * len(match.full_blocks) + match.num_partial_tokens
+            assert stored[:num_tokens] == seq.token_ids[:num_tokens].tolist()
+            num_matched += num_tokens
+            while pool.num_free < 3:
+                ended = held.pop(rng.randrange(len(held)))
+                release_all(pool, ended)
+            hold_all(pool, seq)
+            held.append(seq)
+    assert num_matched > 100
+
+
+# -- which block is handed out next ----------------------------------------------------------------------------------
+
+
+def test_release_block_without_a_whole_grain_is_handed_out_first() -> None:
+    first, second = make_sequence(tokens(8)), make_sequence(tokens(1, start=2000), seq_id=1)
+    pool = filled_pool(first, num_blocks=4)
+    hold_all(pool, second)
+    release_all(pool, first)
+    release_all(pool, second)
+    assert pool.next_free.block_id == second.block_table[0]
+
+
+def test_release_block_whose_grains_another_one_holds_is_handed_out_first() -> None:
+    pool, first, second = two_holders(num_tokens=3, num_more_tokens=4)
+    release_all(pool, first)
+    assert pool.next_free.block_id == first.block_table[0]
+    assert pool.take().block_id == first.block_table[0]
+    assert pool.match(make_sequence(tokens(20))) == PrefixMatch((second.block_table[0],), second.block_table[1], 2)
+
+
+def test_release_last_of_two_equal_blocks_keeps_one_of_them_as_the_most_recently_used() -> None:
+    pool, first, second = two_holders(num_tokens=3, num_more_tokens=0)
+    release_all(pool, first)
+    release_all(pool, second)
+    order = [pool.take().block_id for _ in range(8)]
+    assert (order[0], order[-1]) == (second.block_table[0], first.block_table[0])
+
+
+def test_discard_forgets_the_content_and_hands_the_block_out_next() -> None:
+    seq = make_sequence(tokens(8))
+    pool = filled_pool(seq)
+    with pytest.raises(AssertionError, match="discarded with 1 references"):
+        pool.discard(pool.blocks[seq.block_table[0]])
+    release_all(pool, seq)
+    pool.discard(pool.blocks[seq.block_table[1]])
+    assert pool.next_free.block_id == seq.block_table[1]
+    assert pool.match(make_sequence(tokens(20))).full_blocks == (seq.block_table[0],)
+
+
+# -- the search that is remembered -----------------------------------------------------------------------------------
+
+
+def num_searches(pool: BlockPool, seq: Sequence) -> int:
+    with mock.patch.object(PrefixIndex, "_search", autospec=True, side_effect=PrefixIndex._search) as search:
+        pool.match(seq)
+    return search.call_count
+
+
+@pytest.mark.parametrize(
+    "event", ["other grain", "next grain", "matched block dropped", "other block dropped", "newer holder", "own token"]
+)
+def test_match_asked_again_searches_only_after_what_can_change_the_result(event: str) -> None:
+    known, unknown = make_sequence(tokens(9)), make_sequence(tokens(9, start=3000), seq_id=1)
+    pool = filled_pool(known, num_blocks=20)
+    hold_all(pool, unknown)
+    asking = make_sequence([*tokens(15)], seq_id=2)
+    assert num_searches(pool, asking) == 1
+    assert num_searches(pool, asking) == 0
+    if event == "other grain":
+        hold_all(pool, make_sequence(tokens(9, start=5000), seq_id=3))
+    elif event == "next grain":
+        hold_all(pool, make_sequence(tokens(13), seq_id=3))
+    elif event == "matched block dropped":
+        pool.index.drop(pool.blocks[known.block_table[1]])
+    elif event == "other block dropped":
+        pool.index.drop(pool.blocks[unknown.block_table[1]])
+    elif event == "newer holder":
+        hold_all(pool, make_sequence(tokens(4), seq_id=3))
+    else:
+        asking.token_ids.append(7)
+    can_change = event not in ("other grain", "other block dropped")
+    assert num_searches(pool, asking) == can_change
+    assert pool.match(asking) == pool.index._search(asking).match
+
+
+@pytest.mark.parametrize("kind", ["all GPU", "hybrid"])
+def test_head_of_the_queue_without_room_is_matched_once(kind: str) -> None:
+    """Regression: it was matched in every step, which took 5 ms at a million cached tokens, and twice when admitted."""
+    kv = BlockManager(12, 256) if kind == "all GPU" else HybridKVCacheManager(12, 4, 256, 2)
+    simulation = Simulation(kv, max_num_batched_tokens=4000)
+    document = tokens(1500)
+    simulation.add(document)
+    simulation.run()
+    simulation.add(tokens(2310, start=20_000), max_tokens=120)
+    simulation.step()
+    waiting = simulation.add([*document, 7], max_tokens=2)
+    with (
+        mock.patch.object(PrefixIndex, "_search", autospec=True, side_effect=PrefixIndex._search) as search,
+        mock.patch.object(PrefixIndex, "check_integrity"),  # which searches too
+        mock.patch("content_model.longest_prefix_left"),
+    ):
+        for _ in range(100):
+            simulation.step()
+        assert simulation.scheduler.waiting[0] is waiting
+        assert search.call_count == 1
+    simulation.run()
+    assert waiting.num_hit_tokens == 512
+
+
+# -- documents and conversations -------------------------------------------------------------------------------------
+
+
+def check_found_shrinks_only_with_the_blocks(simulation: Simulation, prompt: list[int], num_requests: int) -> None:
+    """Run unrelated requests, one after another; what is found of `prompt` is what is left of it, until it is gone."""
+    asking = Sequence(10_000, prompt, SamplingParams(max_tokens=1), seed=0)
+    found = []
+    for i in range(num_requests):
+        match = simulation.pool.match(asking)
+        found.append(4096 * len(match.full_blocks) + match.num_partial_tokens)
+        assert found[-1] == longest_prefix_left(simulation.pool, asking)
+        simulation.add(tokens(300, start=100_000 + 2000 * i))
+        simulation.run()
+    assert found[0] > 0 and found[-1] == 0
+    assert all(before - after <= 4096 for before, after in itertools.pairwise(found)), found
+
+
+def test_document_whose_first_block_began_as_a_copy_is_found_until_its_blocks_are_taken() -> None:
+    """Regression: the first 768 tokens were indexed under the first message's block alone. With that block went the
+    whole document, all of whose blocks were still there.
+    """
+    simulation = Simulation(HybridKVCacheManager(20, 8, 4096, 2), max_num_batched_tokens=16_384)
+    first_message, document = tokens(1000), tokens(39_008)
+    simulation.add(first_message)
+    simulation.run()
+    simulation.add(document)
+    simulation.run()
+    again = simulation.add(document)
+    simulation.run()
+    assert again.num_hit_tokens == 38_912
+    for i in range(9):
+        simulation.add(tokens(300, start=50_000 + 2000 * i))
+        simulation.run()
+    later = simulation.add(document, max_tokens=1)
+    simulation.run()
+    assert later.num_hit_tokens == 38_912
+    check_found_shrinks_only_with_the_blocks(simulation, document, 25)
+
+
+def test_conversation_is_found_in_its_newest_block_when_those_of_earlier_turns_are_gone() -> None:
+    """Regression: each turn copied the block of the turn before, and the index knew each grain in the oldest only."""
+    simulation = Simulation(HybridKVCacheManager(12, 4, 4096, 2), max_num_batched_tokens=4096)
+    for num_tokens in (500, 1100, 1700, 2310):
+        simulation.add(tokens(num_tokens), max_tokens=1)
+        simulation.run()
+    newest = [block for block in simulation.pool.blocks if len(block.token_ids) == 2304]
+    assert len(newest) == 1
+    while sum(bool(block.token_ids) for block in simulation.pool.blocks) < 12 or len(newest[0].token_ids) == 2304:
+        asking = simulation.add(tokens(2400), max_tokens=1)
+        assert simulation.pool.match(asking).num_partial_tokens == 2304
+        simulation.abort(asking)
+        simulation.add(tokens(300, start=50_000 + 2000 * len(simulation.sequences)), max_tokens=1)
+        simulation.run()
+    asking = simulation.add(tokens(2400), max_tokens=1)
+    assert simulation.pool.match(asking) == PrefixMatch()
+
+
+def test_requests_that_begin_alike_leave_a_document_in_the_pool_and_copy_nothing_out() -> None:
+    """Each of them ends with a block that holds the same grains: it is reused first, and its slot needs no flush."""
+    simulation = Simulation(HybridKVCacheManager(14, 3, 4096, 2), max_num_batched_tokens=16_384)
+    document, examples = tokens(39_008), tokens(1800, start=50_000)
+    simulation.add(document)
+    simulation.run()
+    for i in range(40):
+        seq = simulation.add([*examples, 7, i, 7], max_tokens=2)
+        simulation.run()
+        assert seq.num_hit_tokens == (1792 if i else 0)
+    flushes = [flush for plan in simulation.plans for flush in plan.moves.flushes]
+    assert len(flushes) <= 2  # the document's last block, and one block that holds the examples
+    again = simulation.add(document)
+    simulation.run()
+    assert again.num_hit_tokens == 38_912
