@@ -5,6 +5,7 @@ here too; only a line of meaning for each is written below. Nothing heavy is imp
 """
 
 import argparse
+import json
 import logging
 import sys
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,7 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
         "device": "auto, cpu, cuda or cuda:N",
         "dtype": "of weights and KV: auto (the model's own), float32, bfloat16 or float16",
         "load_format": "auto, safetensors, or dummy (random weights, for benchmarks)",
+        "hf_overrides": "entries that replace those of the model's config.json, as a JSON object",
         "attn_backend": "attention kernels: auto (the fastest here), flash, cudnn, triton or torch",
         "enforce_eager": "no CUDA graphs",
         "tensor_parallel_size": "processes the model is spread over, one device each, 1 to 8",
@@ -150,7 +152,7 @@ def _plan(args: argparse.Namespace) -> int:
     with gate():
         options = PlanOptions(**_given(args, PlanOptions))
         config = Config(model=args.model, **_given(args, Config))
-        model, _ = ModelConfig.from_pretrained(config.model)
+        model = ModelConfig.without_weights(config.model, config.hf_overrides)
     from nanovllm.engine.startup import find_machine
 
     machine = options.apply(find_machine(config))
@@ -216,7 +218,8 @@ def _add_generate(commands: Any) -> None:
 
 def _add_plan(commands: Any) -> None:
     about = (
-        "say what memory a run takes, how fast it can be at most and whether it can work; loads and allocates nothing"
+        "say what memory a run takes, how fast it can be at most and whether it can work; "
+        "reads the model's config.json and nothing else"
     )
     parser = commands.add_parser("plan", help=about, description=about, formatter_class=_Formatter)
     parser.set_defaults(run=_plan)
@@ -245,7 +248,7 @@ def _flag_settings(field: Field[Any], meaning: str) -> dict[str, Any]:
     if field.type is bool:
         return settings | {"action": argparse.BooleanOptionalAction if field.default else "store_true"}
     kind = _scalar_type(field.type)
-    settings |= {"type": kind, "metavar": {int: "N", float: "X", str: "TEXT"}[kind]}
+    settings |= {"type": kind, "metavar": {int: "N", float: "X", str: "TEXT", _json_object: "JSON"}[kind]}
     if isinstance(field.default, tuple):
         return settings | {"action": "extend", "nargs": "+"}
     if field.default is not None:
@@ -254,10 +257,22 @@ def _flag_settings(field: Field[Any], meaning: str) -> dict[str, Any]:
 
 
 def _scalar_type(annotation: Any) -> Any:
-    """int, float or str, also out of `int | None` or `tuple[int, ...] | list[int]`."""
+    """int, float, str or a parser of JSON, also out of `int | None` or `tuple[int, ...] | list[int]`."""
     if annotation in (int, float, str):
         return annotation
+    if annotation is dict:
+        return _json_object
     return next(kind for member in get_args(annotation) if (kind := _scalar_type(member)))
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"not JSON ({error}): {text}") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"not a JSON object: {text}")
+    return value
 
 
 def _flag(options: type, name: str) -> str:

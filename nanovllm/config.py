@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from nanovllm.config_overrides import check_overrides
 from nanovllm.model_config import ModelConfig
 
 BLOCK_SIZE_STEP = 256  # block sizes are multiples of this; prefix hits count in grains of it
@@ -30,7 +31,8 @@ class Config:
     memory and `num_gpu_blocks` slots of it on the GPU (None: what fits). num_cpu_blocks or cpu_memory_gb: size of the
     CPU pool (None: two sequences of max_model_len, at most 70% of the memory available). chunked_prefill: one token
     budget for decodes and prefill chunks in the same step; False: prefill before decode.
-    load_format: "dummy" draws random weights. seed: of dummy weights and of requests without a seed of their own.
+    hf_overrides: entries that replace those of the model's config.json, e.g. another rope. load_format: "dummy" draws
+    random weights. seed: of dummy weights and of requests without a seed of their own.
     """
 
     model: str
@@ -52,6 +54,7 @@ class Config:
     device: str = "auto"
     dtype: str = "auto"
     load_format: str = "auto"
+    hf_overrides: dict | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -77,6 +80,7 @@ class Config:
         if self.num_kvcache_blocks != -1 and self.num_kvcache_blocks < 1:
             raise ValueError(f"num_kvcache_blocks={self.num_kvcache_blocks} must be 1 or more, or -1 for what fits")
         self._check_offload()
+        check_overrides(self.hf_overrides or {})
 
     def _check_types(self) -> None:
         for name, kind in self.__annotations__.items():

@@ -5,9 +5,12 @@ Importing this module loads neither torch nor transformers.
 """
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from nanovllm.config_overrides import apply_overrides, written
 
 # architectures[0] -> model_type of its config.json
 ARCHITECTURES = {"Qwen3ForCausalLM": "qwen3", "Qwen2ForCausalLM": "qwen2", "LlamaForCausalLM": "llama"}
@@ -85,21 +88,26 @@ class ModelConfig:
         return max(self.max_position_embeddings, int(covered))
 
     @classmethod
-    def from_pretrained(cls, model: str) -> tuple["ModelConfig", Path | None]:
+    def from_pretrained(
+        cls, model: str, hf_overrides: Mapping[str, Any] | None = None
+    ) -> tuple["ModelConfig", Path | None]:
         """The config of a local directory, a preset or a hub name, and the directory with its weights.
 
         The directory is None for a preset, which has shapes only. A hub name is downloaded (or found in the cache) by
-        huggingface_hub. Raises ValueError for a model that is not found and for every setting not implemented.
+        huggingface_hub. `hf_overrides` replaces entries of config.json (config_overrides.py). Raises ValueError for a
+        model that is not found and for every setting not implemented.
         """
-        config_path, directory = _find_model(model)
-        _check_one_rope(_read_json(config_path))
-        try:
-            from transformers import AutoConfig
+        config_path, directory = _find_model(model, _DOWNLOADED)
+        return _read_config(config_path, directory, hf_overrides), directory
 
-            hf = AutoConfig.from_pretrained(str(config_path))
-        except Exception as error:  # transformers raises OSError, ValueError, KeyError and errors of its own
-            raise ValueError(f"{config_path} is not a config.json that transformers can read: {error}") from error
-        return _from_hf(hf, _eos_token_ids(hf, directory)), directory
+    @classmethod
+    def without_weights(cls, model: str, hf_overrides: Mapping[str, Any] | None = None) -> "ModelConfig":
+        """The same config, read from config.json alone: nothing else is downloaded for a hub name.
+
+        End tokens that only generation_config.json names are missing from it.
+        """
+        config_path, _ = _find_model(model, ["config.json"])
+        return _read_config(config_path, None, hf_overrides)
 
 
 def presets() -> dict[str, Path]:
@@ -112,8 +120,11 @@ def presets() -> dict[str, Path]:
     return {}
 
 
-def _find_model(model: str) -> tuple[Path, Path | None]:
-    """(config.json, directory of the weights or None) of a directory, a preset or a hub name."""
+def _find_model(model: str, downloaded: Sequence[str]) -> tuple[Path, Path | None]:
+    """(config.json, directory of the weights or None) of a directory, a preset or a hub name.
+
+    `downloaded`: patterns of the files to fetch for a hub name.
+    """
     directory = Path(model).expanduser()
     if not directory.is_dir():
         known = presets()
@@ -126,7 +137,7 @@ def _find_model(model: str) -> tuple[Path, Path | None]:
         try:
             from huggingface_hub import snapshot_download
 
-            directory = Path(snapshot_download(model, allow_patterns=_DOWNLOADED))
+            directory = Path(snapshot_download(model, allow_patterns=list(downloaded)))
         except Exception as error:  # no network, no such name, a gated repository: the text says which
             raise ValueError(
                 f"model {model!r} is no directory and could not be downloaded; {remedy}: {error}"
@@ -134,6 +145,20 @@ def _find_model(model: str) -> tuple[Path, Path | None]:
     if not (directory / "config.json").is_file():
         raise ValueError(f"no config.json in {directory}; give the directory that save_pretrained or a download wrote")
     return directory / "config.json", directory
+
+
+def _read_config(config_path: Path, directory: Path | None, hf_overrides: Mapping[str, Any] | None) -> ModelConfig:
+    """config.json with the overrides in it, checked. `directory`: where generation_config.json may be."""
+    settings = apply_overrides(_read_json(config_path), hf_overrides)
+    _check_one_rope(settings)
+    try:
+        from transformers import AutoConfig
+
+        with written(settings) as path:
+            hf = AutoConfig.from_pretrained(str(path))
+    except Exception as error:  # transformers raises OSError, ValueError, KeyError and errors of its own
+        raise ValueError(f"{config_path} is not a config.json that transformers can read: {error}") from error
+    return _from_hf(hf, _eos_token_ids(hf, directory))
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -76,7 +76,7 @@ def test_flags_none_given_leave_every_default() -> None:
 def test_flags_of_every_kind_reach_their_field() -> None:
     config, params = _parse(
         *("--enable-cpu-offload", "--num-gpu-blocks", "8", "--cpu-memory-gb", "1.5", "--no-chunked-prefill"),
-        *("--enforce-eager", "--dtype", "bfloat16", "--seed", "3"),
+        *("--enforce-eager", "--dtype", "bfloat16", "--seed", "3", "--hf-overrides", '{"rope_theta": 5}'),
         *("--temperature", "0", "--stop", "a", "b", "--stop", "c", "--stop-token-ids", "1", "2"),
         *("--sampling-seed", "4", "--ignore-eos"),
     )
@@ -89,6 +89,7 @@ def test_flags_of_every_kind_reach_their_field() -> None:
         enforce_eager=True,
         dtype="bfloat16",
         seed=3,
+        hf_overrides={"rope_theta": 5},
     )
     assert params == SamplingParams(temperature=0, stop=("a", "b", "c"), stop_token_ids=(1, 2), seed=4, ignore_eos=True)
 
@@ -222,6 +223,15 @@ def test_plan_that_cannot_work_says_why_and_exits_1(
 ) -> None:
     assert cli.main([*QWEN, *flags]) == 1
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("value", "message"), [("{", "not JSON"), ("[1]", "not a JSON object: [1]")])
+def test_generate_overrides_that_are_no_json_object_exit_2(
+    value: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as leave:
+        cli.main(["generate", "--model", "m", "--prompt", "x", "--hf-overrides", value])
+    assert leave.value.code == 2 and message in capsys.readouterr().err
 
 
 def test_plan_bad_options_exit_2(capsys: pytest.CaptureFixture[str]) -> None:

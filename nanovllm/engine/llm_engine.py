@@ -46,7 +46,7 @@ class LLMEngine:
         if unknown:
             raise ValueError(f"unknown option {', '.join(unknown)}; the options are {', '.join(sorted(known))}")
         self.config = Config(model=str(model), **options)
-        self.model_config, self._directory = ModelConfig.from_pretrained(self.config.model)
+        self.model_config, self._directory = ModelConfig.from_pretrained(self.config.model, self.config.hf_overrides)
         self.max_model_len = max_model_len(self.config, self.model_config)
         self.device = resolve_device(self.config)
         self.plan = make_plan(
