@@ -19,6 +19,7 @@ from nanovllm.console import BadInputError, gate, stream_answer, summary
 from nanovllm.demo.command import DemoOptions, run_demo
 from nanovllm.errors import EngineError
 from nanovllm.model_config import ModelConfig
+from nanovllm.plan_check import check_plan
 from nanovllm.planner import PlanOptions, make_plan
 from nanovllm.sampling_params import SamplingParams
 
@@ -85,9 +86,10 @@ PLAN_HELP: dict[str, dict[str, str]] = {
         "sequences": "sequences that run together",
     },
     "the machine, where it is not this one": {
-        "gpu_memory_gb": "memory of one GPU in GiB; unset: of the one here, else an H200's",
+        "gpu": "name of a GPU, such as 'RTX 4090'; unset: the one here, else an H200",
+        "gpu_memory_gb": "memory of one GPU in GiB; unset: the GPU's own",
         "host_memory_gb": "CPU memory available in GiB; unset: what is available here",
-        "link_gb_per_s": "CPU memory to GPU in GB/s; unset: an H200's, measured",
+        "link_gb_per_s": "CPU memory to GPU in GB/s; unset: the GPU's, measured or projected",
     },
 }
 RENAMED: dict[tuple[type, str], str] = {(SamplingParams, "seed"): "sampling_seed"}  # Config has the plain name
@@ -155,12 +157,12 @@ def _plan(args: argparse.Namespace) -> int:
         model = ModelConfig.without_weights(config.model, config.hf_overrides)
     from nanovllm.engine.startup import find_machine
 
-    machine = options.apply(find_machine(config))
+    with gate():
+        machine = options.apply(find_machine(config))
     try:
         plan = make_plan(config, model, machine, context=options.context, num_sequences=options.sequences)
         print(plan)
-        plan.check()
-        plan.check_workload()
+        check_plan(plan)
     except ValueError as error:
         print(f"nanovllm: this cannot work: {error}", file=sys.stderr)
         return 1

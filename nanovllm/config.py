@@ -165,3 +165,14 @@ class KVCacheSizes:
 
     num_gpu_blocks: int
     num_cpu_blocks: int = 0  # 0: all-GPU
+
+
+def graph_sizes(max_num_rows: int) -> list[int]:
+    """Batch sizes that decode graphs are captured for: 1, 2, 4, 8, 16, 24, 32 ... and `max_num_rows` itself."""
+    sizes = [1, 2, 4, 8, *range(16, max_num_rows + 1, 8), max_num_rows]
+    return sorted({size for size in sizes if size <= max_num_rows})
+
+
+def max_sampled_rows(config: Config, num_gpu_blocks: int) -> int:
+    """Sequences that one step can sample. With offload each of them needs a slot to write to."""
+    return min(config.max_num_seqs, num_gpu_blocks) if config.enable_cpu_offload else config.max_num_seqs

@@ -1,18 +1,21 @@
-"""hf_overrides: what may be given, and that it equals a config.json that says the same."""
+"""hf_overrides: what may be given, that it equals a config.json that says the same, and which rope it reaches."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from checked_engine import CheckedLLM, Reference, cache_options
 from dense_model import random_prompt
-from tiny_models import write_tiny_model
+from tiny_models import ROPES, write_tiny_model
 
 from nanovllm import LLM
 from nanovllm.config import Config
 from nanovllm.config_overrides import OVERRIDABLE, apply_overrides
 from nanovllm.model_config import ModelConfig, presets
+from nanovllm.plan import max_model_len
+from nanovllm.rope_extension import rope_extension
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -166,3 +169,68 @@ def test_overridden_yarn_differs_from_the_checkpoint_rope(tmp_path: Path) -> Non
         write_tiny_model(tmp_path / name, max_position_embeddings=2048, rope=rope)
         logits.append(Reference(tmp_path / name).logits(random_prompt(700, seed=700), 1))
     assert (logits[0] - logits[1]).abs().max() > 0.01
+
+
+# -- extending the rope ----------------------------------------------------------------------------------------------
+
+
+def copied(message: str) -> dict[str, Any]:
+    """The value that a message offers."""
+    found = re.search(r"--hf-overrides '(\{.*\})'", message)
+    assert found is not None, message
+    overrides: dict[str, Any] = json.loads(found[1])
+    return overrides
+
+
+@pytest.mark.parametrize("num_tokens", [40_961, 65_536, 100_000, 131_072, 131_073, 1_000_000])
+def test_extension_of_qwen3_is_its_model_cards_and_covers_the_tokens(num_tokens: int) -> None:
+    model, _ = ModelConfig.from_pretrained("qwen3-8b")
+    message = rope_extension(model, num_tokens)
+    overrides = copied(message)
+    extended, _ = ModelConfig.from_pretrained("qwen3-8b", overrides)
+    assert num_tokens <= extended.max_model_len_limit < num_tokens + 32768
+    assert (extended.rope.rope_type, extended.rope.rope_theta) == ("yarn", 1e6)
+    assert extended.rope.original_max_position_embeddings == 32768
+    assert ("authors recommend up to 131072 tokens" in message) == (num_tokens <= 131_072)
+    assert ("recommend it up to 131072 tokens, not beyond" in message) == (num_tokens > 131_072)
+
+
+def test_extension_of_qwen3_to_131072_is_what_the_model_card_says() -> None:
+    model, _ = ModelConfig.from_pretrained("qwen3-8b")
+    assert copied(rope_extension(model, 131_072)) == {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1000000,
+            "factor": 4.0,
+            "original_max_position_embeddings": 32768,
+        },
+        "max_position_embeddings": 131072,
+    }
+
+
+@pytest.mark.parametrize("rope", ROPES)
+@pytest.mark.parametrize("num_tokens", [1000, 5000])
+def test_extension_of_every_rope_covers_the_tokens_and_keeps_the_rest(
+    tmp_path: Path, rope: str, num_tokens: int
+) -> None:
+    given = ROPES[rope] | ({"beta_fast": 16.0} if rope == "yarn" else {})
+    model, _ = ModelConfig.from_pretrained(str(write_tiny_model(tmp_path, rope=given)))
+    overrides = copied(rope_extension(model, num_tokens))
+    extended, _ = ModelConfig.from_pretrained(str(tmp_path), overrides)
+    assert extended.max_model_len_limit >= num_tokens
+    assert extended.rope.rope_type == ("yarn" if rope == "default" else rope)
+    assert extended.rope.rope_theta == model.rope.rope_theta
+    assert extended.rope.beta_fast == model.rope.beta_fast
+    assert extended.rope.low_freq_factor == model.rope.low_freq_factor
+    if rope in ("dynamic", "llama3"):
+        assert extended.rope.original_max_position_embeddings == model.rope.original_max_position_embeddings
+
+
+def test_max_model_len_beyond_the_rope_offers_overrides_that_work() -> None:
+    """M8: the message said "extend the rope" and not how."""
+    model, _ = ModelConfig.from_pretrained("qwen3-0.6b")
+    config = Config(model="qwen3-0.6b", max_model_len=100_000)
+    with pytest.raises(ValueError, match="more than the 40960 tokens that the model's rope covers") as error:
+        max_model_len(config, model)
+    extended, _ = ModelConfig.from_pretrained("qwen3-0.6b", copied(str(error.value)))
+    assert max_model_len(config, extended) == 100_000

@@ -18,6 +18,7 @@ import torch
 from tqdm import tqdm
 
 from nanovllm.attention.base import PagedBatch, StepAttention
+from nanovllm.config import graph_sizes
 from nanovllm.layers.sampler import draw
 from nanovllm.models.decoder import CausalLM
 from nanovllm.utils.memory import format_bytes
@@ -46,12 +47,6 @@ def _even(num_entries: int) -> int:
 def capture_stream(device: torch.device) -> torch.cuda.Stream:
     """One for all captures of the process: cuBLAS keeps a workspace of 32 MiB for every stream it has seen."""
     return torch.cuda.Stream(device)
-
-
-def graph_sizes(max_num_seqs: int) -> list[int]:
-    """1, 2, 4, 8, 16, 24, 32 ... and max_num_seqs itself."""
-    sizes = [1, 2, 4, 8, *range(16, max_num_seqs + 1, 8), max_num_seqs]
-    return sorted({size for size in sizes if size <= max_num_seqs})
 
 
 class DecodeInputs:

@@ -31,6 +31,7 @@ from nanovllm.kvcache.hybrid_manager import HybridKVCacheManager
 from nanovllm.kvcache.link import LinkMeter
 from nanovllm.model_config import ModelConfig
 from nanovllm.plan import max_model_len
+from nanovllm.plan_check import check_start
 from nanovllm.planner import make_plan
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.memory import format_bytes
@@ -52,7 +53,7 @@ class LLMEngine:
         self.plan = make_plan(
             self.config, self.model_config, find_machine(replace(self.config, device=str(self.device)))
         )
-        self.plan.check()
+        check_start(self.plan)
         self._closed = False
         factory = partial(make_runner, self.config, self.model_config, self._directory, self.device)
         self._ranks = WorkerGroup(factory, self.config.tensor_parallel_size, self.device.type)

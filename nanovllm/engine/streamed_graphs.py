@@ -23,7 +23,8 @@ import torch
 from tqdm import tqdm
 
 from nanovllm.attention.base import AttentionBackend, PagedBatch, PartialAttention
-from nanovllm.engine.cuda_graphs import DecodeInputs, MakeAttention, capture_stream, graph_sizes
+from nanovllm.config import graph_sizes
+from nanovllm.engine.cuda_graphs import DecodeInputs, MakeAttention, capture_stream
 from nanovllm.kvcache.offload_engine import OffloadEngine
 from nanovllm.layers.kv_cells import KVCells
 from nanovllm.models.decoder import CausalLM
