@@ -141,6 +141,25 @@ def test_device_memory_cases_are_engines_that_fit(case: str) -> None:
         assert options == beside_others
 
 
+def test_device_memory_case_is_served_and_reported(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU, with a device whose free memory falls by 10 bytes with each look."""
+    free = iter(range(1000, 0, -10))
+    for name, fake in {
+        "synchronize": lambda: None,
+        "mem_get_info": lambda: (next(free), 2000),
+        "get_device_properties": lambda index: argparse.Namespace(total_memory=2000),
+        "memory_stats": lambda: {"reserved_bytes.all.current": 7, "allocated_bytes.all.peak": 5},
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    options = {"device": "cpu", "enable_cpu_offload": True, "kvcache_block_size": BLOCK, "num_gpu_blocks": 3}
+    monkeypatch.setitem(device_memory.CASES, "tiny", {"model": model, "max_num_seqs": 2, **options})
+    monkeypatch.setattr(device_memory, "NUM_SHORT_PROMPTS", 5)
+    result = device_memory.serve_case("tiny", free_bytes=1500)
+    assert [result[f"{stage}_bytes"] for stage in ("cuda", "start", "served")] == [500, 510, 520]
+    assert (result["reserved_bytes"], result["unreserved_bytes"]) == (7, 513)
+    assert result["kv_bytes"] == result["plan_kv_bytes"] == result["plan_parts"]["kv_bytes"] > 0
+
+
 def test_device_memory_targets_read_the_figures_of_their_case() -> None:
     targets = [target for target in TARGETS if target.jobs == ("device-memory",)]
     figures = {"served_bytes": 6 * 2**30, "plan_error": -0.06}
