@@ -94,6 +94,7 @@ JOBS = [
     ),
     *(bench(f"qwen3-8b-tp{n}", *QWEN3_8B, "--tp", str(n), num_gpus=n) for n in (1, 2, 4)),
     bench("attention", "benchmarks/bench_attention.py", timeout_s=600),
+    bench("device-memory", "-m", "benchmarks.device_memory", timeout_s=900),
     sanitizer("memcheck"),
     sanitizer("racecheck"),
     tests("tests-gpu", "-m", "gpu and not slow", "tests", timeout_s=1200),
@@ -139,6 +140,11 @@ def one(what: str, job: str, key: str, bound: float, unit: str = "", at_most: bo
     return Target(what, (job,), of(key), bound, unit, at_most)
 
 
+def memory(what: str, case: str, key: str, bound: float, unit: str = "") -> Target:
+    """A figure of one case of benchmarks/device_memory.py, whatever its sign."""
+    return Target(what, ("device-memory",), lambda result: abs(float(result[case][key])), bound, unit, at_most=True)
+
+
 TARGETS = [
     one("256 requests", "requests", "output_tok_per_s", 28_000, "tok/s"),
     one("prefill 40,959 tokens", "long", "prefill_tok_per_s", 105_000, "tok/s"),
@@ -177,6 +183,10 @@ TARGETS = [
         1.02,
         at_most=True,
     ),
+    memory("README's example: GPU memory", "readme", "served_bytes", 6.5 * 2**30, "B"),
+    memory("2 slots, chunks of 4096: GPU memory", "2slots", "served_bytes", 3.2 * 2**30, "B"),
+    memory("README's example: plan's error", "readme", "plan_error", 0.05),
+    memory("Qwen3-8B on 24 GiB: plan's error", "8b-24gib", "plan_error", 0.05),
     one("second question / first, 40K", "offload-8slots", "second_question_ttft_ratio", 0.1, at_most=True),
     one("start with a 60 GB pool", "offload-60gb-pool", "start_s", 15, "s", at_most=True),
     *(one(f"{job.name}: passed", job.name, "passed", 1) for job in JOBS if job.is_check),

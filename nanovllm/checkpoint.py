@@ -41,10 +41,11 @@ def presets() -> dict[str, Path]:
     return {}
 
 
-def find_model(model: str) -> tuple[Path, Path | None]:
+def find_model(model: str, fetched: tuple[str, ...] = CONFIG_FILES + TOKENIZER_FILES) -> tuple[Path, Path | None]:
     """(config.json, its directory) of a local directory or a hub name; (config.json, None) of a preset.
 
-    A hub name is looked up, and all but its weights fetched. Raises ValueError for a model that is not found.
+    A hub name is looked up, and the files named in `fetched` downloaded: by default all but the weights. Raises
+    ValueError for a model that is not found.
     """
     directory = _local_directory(model)
     if directory is None:
@@ -55,7 +56,7 @@ def find_model(model: str) -> tuple[Path, Path | None]:
         if not model or model.startswith((".", "/", "~")) or model.count("/") > 1:
             raise ValueError(f"model directory {model!r} does not exist; {remedy}")
         try:
-            directory = _download(model, CONFIG_FILES + TOKENIZER_FILES)
+            directory = _download(model, fetched)
         except Exception as error:  # no network, no such name, a gated repository: the text says which
             raise ValueError(
                 f"model {model!r} is not a directory and could not be downloaded; {remedy}: {error}"

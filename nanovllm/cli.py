@@ -5,6 +5,7 @@ here too; only a line of meaning for each is written below. Nothing heavy is imp
 """
 
 import argparse
+import json
 import logging
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ from nanovllm.console import BadInputError, gate, stream_answer, summary
 from nanovllm.demo.command import DemoOptions, run_demo
 from nanovllm.errors import EngineError
 from nanovllm.model_config import ModelConfig
+from nanovllm.plan_check import check_plan
 from nanovllm.planner import PlanOptions, make_plan
 from nanovllm.sampling_params import SamplingParams
 
@@ -27,6 +29,7 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
         "device": "auto, cpu, cuda or cuda:N",
         "dtype": "of weights and KV: auto (the model's own), float32, bfloat16 or float16",
         "load_format": "auto, safetensors, or dummy (random weights, for benchmarks)",
+        "hf_overrides": "entries that replace those of the model's config.json, as a JSON object",
         "attn_backend": "attention kernels: auto (the fastest here), flash, cudnn, triton or torch",
         "enforce_eager": "no CUDA graphs",
         "tensor_parallel_size": "processes the model is spread over, one device each, 1 to 8",
@@ -83,9 +86,10 @@ PLAN_HELP: dict[str, dict[str, str]] = {
         "sequences": "sequences that run together",
     },
     "the machine, where it is not this one": {
-        "gpu_memory_gb": "memory of one GPU in GiB; unset: of the one here, else an H200's",
+        "gpu": "name of a GPU, such as 'RTX 4090'; unset: the one here, else an H200",
+        "gpu_memory_gb": "memory of one GPU in GiB; unset: the GPU's own",
         "host_memory_gb": "CPU memory available in GiB; unset: what is available here",
-        "link_gb_per_s": "CPU memory to GPU in GB/s; unset: an H200's, measured",
+        "link_gb_per_s": "CPU memory to GPU in GB/s; unset: the GPU's, measured or projected",
     },
 }
 RENAMED: dict[tuple[type, str], str] = {(SamplingParams, "seed"): "sampling_seed"}  # Config has the plain name
@@ -150,15 +154,15 @@ def _plan(args: argparse.Namespace) -> int:
     with gate():
         options = PlanOptions(**_given(args, PlanOptions))
         config = Config(model=args.model, **_given(args, Config))
-        model, _ = ModelConfig.from_pretrained(config.model)
+        model = ModelConfig.without_weights(config.model, config.hf_overrides)
     from nanovllm.engine.startup import find_machine
 
-    machine = options.apply(find_machine(config))
+    with gate():
+        machine = options.apply(find_machine(config))
     try:
         plan = make_plan(config, model, machine, context=options.context, num_sequences=options.sequences)
         print(plan)
-        plan.check()
-        plan.check_workload()
+        check_plan(plan)
     except ValueError as error:
         print(f"nanovllm: this cannot work: {error}", file=sys.stderr)
         return 1
@@ -216,7 +220,8 @@ def _add_generate(commands: Any) -> None:
 
 def _add_plan(commands: Any) -> None:
     about = (
-        "say what memory a run takes, how fast it can be at most and whether it can work; loads and allocates nothing"
+        "say what memory a run takes, how fast it can be at most and whether it can work; "
+        "reads the model's config.json and nothing else"
     )
     parser = commands.add_parser("plan", help=about, description=about, formatter_class=_Formatter)
     parser.set_defaults(run=_plan)
@@ -245,7 +250,7 @@ def _flag_settings(field: Field[Any], meaning: str) -> dict[str, Any]:
     if field.type is bool:
         return settings | {"action": argparse.BooleanOptionalAction if field.default else "store_true"}
     kind = _scalar_type(field.type)
-    settings |= {"type": kind, "metavar": {int: "N", float: "X", str: "TEXT"}[kind]}
+    settings |= {"type": kind, "metavar": {int: "N", float: "X", str: "TEXT", _json_object: "JSON"}[kind]}
     if isinstance(field.default, tuple):
         return settings | {"action": "extend", "nargs": "+"}
     if field.default is not None:
@@ -254,10 +259,22 @@ def _flag_settings(field: Field[Any], meaning: str) -> dict[str, Any]:
 
 
 def _scalar_type(annotation: Any) -> Any:
-    """int, float or str, also out of `int | None` or `tuple[int, ...] | list[int]`."""
+    """int, float, str or a parser of JSON, also out of `int | None` or `tuple[int, ...] | list[int]`."""
     if annotation in (int, float, str):
         return annotation
+    if annotation is dict:
+        return _json_object
     return next(kind for member in get_args(annotation) if (kind := _scalar_type(member)))
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"not JSON ({error}): {text}") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"not a JSON object: {text}")
+    return value
 
 
 def _flag(options: type, name: str) -> str:

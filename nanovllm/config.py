@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass
 
+from nanovllm.config_overrides import check_overrides
 from nanovllm.model_config import ModelConfig
 from nanovllm.sampling_params import MAX_INT32, MAX_SEED, MIN_SEED
 
@@ -34,7 +35,8 @@ class Config:
     memory and `num_gpu_blocks` slots of it on the GPU (None: what fits). num_cpu_blocks or cpu_memory_gb: size of the
     CPU pool (None: two sequences of max_model_len, at most 70% of the memory available). chunked_prefill: one token
     budget for decodes and prefill chunks in the same step; False: prefill before decode.
-    load_format: "dummy" draws random weights. seed: of dummy weights and of requests without a seed of their own.
+    hf_overrides: entries that replace those of the model's config.json, e.g. another rope. load_format: "dummy" draws
+    random weights. seed: of dummy weights and of requests without a seed of their own.
     """
 
     model: str
@@ -56,6 +58,7 @@ class Config:
     device: str = "auto"
     dtype: str = "auto"
     load_format: str = "auto"
+    hf_overrides: dict | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -78,6 +81,7 @@ class Config:
                 f"try {-(-self.kvcache_block_size // BLOCK_SIZE_STEP) * BLOCK_SIZE_STEP}"
             )
         self._check_offload()
+        check_overrides(self.hf_overrides or {})
 
     def _check_types(self) -> None:
         for name, kind in self.__annotations__.items():
@@ -180,3 +184,14 @@ class KVCacheSizes:
 
     num_gpu_blocks: int
     num_cpu_blocks: int = 0  # 0: all-GPU
+
+
+def graph_sizes(max_num_rows: int) -> list[int]:
+    """Batch sizes that decode graphs are captured for: 1, 2, 4, 8, 16, 24, 32 ... and `max_num_rows` itself."""
+    sizes = [1, 2, 4, 8, *range(16, max_num_rows + 1, 8), max_num_rows]
+    return sorted({size for size in sizes if size <= max_num_rows})
+
+
+def max_sampled_rows(config: Config, num_gpu_blocks: int) -> int:
+    """Sequences that one step can sample. With offload each of them needs a slot to write to."""
+    return min(config.max_num_seqs, num_gpu_blocks) if config.enable_cpu_offload else config.max_num_seqs

@@ -6,8 +6,6 @@ Everything is per GPU unless the name says otherwise. Counts and products only: 
 from nanovllm.config import Config, kv_cache_spec
 from nanovllm.model_config import ModelConfig
 
-LOGITS_COPIES_BYTES = 8  # per logit, beside the logit itself: fp32 scores and fp32 noise of the sampler
-
 
 def itemsize(config: Config, model: ModelConfig) -> int:
     """Bytes of one weight or one element of KV."""
@@ -31,20 +29,20 @@ def weight_bytes(config: Config, model: ModelConfig) -> int:
     return params * itemsize(config, model) // config.tensor_parallel_size
 
 
-def activation_bytes(config: Config, model: ModelConfig, max_model_len: int) -> int:
+def activation_bytes(config: Config, model: ModelConfig, max_model_len: int, max_num_rows: int) -> int:
     """Estimate of what the largest step holds at its peak, in a layer or at the head.
 
     In attention: q, two parts, a piece of a third, and in fp32 the merged result and three log-sum-exps; in the MLP:
     gate, up and their product. Beside them two hidden states and two residuals, of this layer and of the one before,
-    and the rotation in fp32. At the head: one row of logits per sequence.
+    and the rotation in fp32. At the head: one row of logits for each of the `max_num_rows` sequences that one step can
+    sample.
     """
     tp, size = config.tensor_parallel_size, itemsize(config, model)
-    num_tokens = min(config.max_num_batched_tokens, config.max_num_seqs * max_model_len)
+    num_tokens = min(config.max_num_batched_tokens, max_num_rows * max_model_len)
     attention = ((4 * size + max(4, size)) * model.head_dim + 3 * 4) * model.num_heads // tp
     mlp = size * 3 * model.intermediate_size // tp
     in_layer = num_tokens * (size * 4 * model.hidden_size + max(attention, mlp) + 4 * model.head_dim)
-    num_rows = min(config.max_num_seqs, num_tokens)
-    at_head = 2 * size * num_tokens * model.hidden_size + num_rows * model.vocab_size * (size + LOGITS_COPIES_BYTES)
+    at_head = size * (2 * num_tokens * model.hidden_size + min(max_num_rows, num_tokens) * model.vocab_size)
     return max(in_layer, at_head)
 
 

@@ -1,16 +1,21 @@
 """The planner: how many blocks an engine gets, by the user's options and the machine, and so its Plan (plan.py).
 
-Three users: the engine refuses at its gate what `Plan.check` refuses, and with offload on logs its plan at start, with
-the link it measured; `nanovllm plan` prints one without loading anything. Arithmetic only: no torch, no weights.
+Three users: the engine refuses at its gate what `plan_check.check_start` refuses, and with offload on logs its plan at
+start, with the link it measured; `nanovllm plan` prints one without loading anything. Arithmetic only: no torch, no
+weights.
 """
 
+from bisect import bisect_right
 from dataclasses import dataclass, replace
 
-from nanovllm import costs
 from nanovllm.config import Config, kv_cache_spec
+from nanovllm.device_memory import device_memory
+from nanovllm.gpus import find_gpu
 from nanovllm.machine import Machine
 from nanovllm.model_config import ModelConfig
-from nanovllm.plan import GPU_OVERHEAD_BYTES, MAX_HOST_SHARE, Plan, max_model_len
+from nanovllm.plan import Plan, max_model_len
+
+MAX_HOST_SHARE = 0.7  # of the memory available, for a CPU pool whose size the user left open
 
 MAX_OPTION = 10**9  # tokens, sequences, GiB, GB/s: beyond any machine, and a plan adds up every chunk of a context
 
@@ -27,7 +32,7 @@ def make_plan(
     """The plan of an engine with these options that runs `num_sequences` sequences of `context` tokens together.
 
     context: None for max_model_len. num_gpu_blocks: what start-up measured, where it has. Raises ValueError for a
-    max_model_len beyond the model's rope and for kv heads that cannot be split; all else is left to `Plan.check`.
+    max_model_len beyond the model's rope and for kv heads that cannot be split; all else is left to plan_check.py.
     """
     limit = max_model_len(config, model)
     if model.num_kv_heads % config.tensor_parallel_size:
@@ -59,20 +64,27 @@ def _num_cpu_blocks(config: Config, model: ModelConfig, machine: Machine, limit:
     return min(2 * -(-limit // config.block_size), int(machine.host_bytes * MAX_HOST_SHARE) // block_bytes)
 
 
+def least_gpu_blocks(config: Config) -> int:
+    """The fewest blocks on the GPU that an engine can start with."""
+    return 2 if config.enable_cpu_offload else 1
+
+
 def _num_fitting_blocks(config: Config, model: ModelConfig, machine: Machine, limit: int, num_cpu_blocks: int) -> int:
     """What start-up will find room for, by the estimates; the least that works where that is less."""
-    spec = kv_cache_spec(config, model, config.tensor_parallel_size)
-    least = 2 if config.enable_cpu_offload else 1
     useful = config.max_num_seqs * -(-limit // config.block_size)
     if config.enable_cpu_offload:
         useful = min(useful, num_cpu_blocks)
     if machine.gpu_bytes is None:  # as ModelRunner.measure_num_gpu_blocks
-        room = machine.host_bytes * config.gpu_memory_utilization / 2 / config.tensor_parallel_size
-    else:
-        room = machine.gpu_bytes * config.gpu_memory_utilization - GPU_OVERHEAD_BYTES
-        room -= costs.weight_bytes(config, model) + costs.activation_bytes(config, model, limit)
-    room -= spec.staging_bytes if config.enable_cpu_offload else 0
-    return max(least, min(int(room) // spec.block_bytes, useful))
+        spec = kv_cache_spec(config, model, config.tensor_parallel_size)
+        room = int(machine.host_bytes * config.gpu_memory_utilization / 2 / config.tensor_parallel_size)
+        room -= spec.staging_bytes if config.enable_cpu_offload else 0
+        return max(least_gpu_blocks(config), min(room // spec.block_bytes, useful))
+    room = int(machine.gpu_bytes * config.gpu_memory_utilization)
+
+    def total_bytes(num_blocks: int) -> int:
+        return device_memory(config, model, machine, limit, num_blocks).total_bytes
+
+    return max(least_gpu_blocks(config), bisect_right(range(useful + 1), room, key=total_bytes) - 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +93,7 @@ class PlanOptions:
 
     context: int | None = None  # tokens of each sequence; None: max_model_len
     sequences: int = 1
+    gpu: str | None = None  # a name of gpus.py
     gpu_memory_gb: float | None = None  # GiB
     host_memory_gb: float | None = None  # GiB
     link_gb_per_s: float | None = None  # 10^9 byte/s
@@ -88,12 +101,19 @@ class PlanOptions:
     def __post_init__(self) -> None:
         for name in self.__annotations__:
             value = getattr(self, name)
-            if value is not None and not 0 < value <= MAX_OPTION:
+            if name != "gpu" and value is not None and not 0 < value <= MAX_OPTION:
                 raise ValueError(f"{name}={value} must be above 0 and at most {MAX_OPTION}")
+        if self.gpu is not None:
+            find_gpu(self.gpu)
 
     def apply(self, machine: Machine) -> Machine:
-        """`machine` with what the user said of it."""
-        if self.gpu_memory_gb is not None and machine.gpu_bytes is not None:
+        """`machine` with what the user said of it. Raises ValueError for figures of a GPU when planning for the CPU."""
+        named = {name: getattr(self, name) for name in ("gpu", "gpu_memory_gb", "link_gb_per_s")}
+        if machine.gpu_bytes is None and (given := [name for name, value in named.items() if value is not None]):
+            raise ValueError(f"{', '.join(given)} describe a GPU, and device='cpu' plans for the CPU; leave one out")
+        if self.gpu is not None:
+            machine = Machine.gpu(machine.host_bytes, find_gpu(self.gpu))
+        if self.gpu_memory_gb is not None:
             machine = replace(machine, gpu_bytes=int(self.gpu_memory_gb * 2**30))
         if self.host_memory_gb is not None:
             machine = replace(machine, host_bytes=int(self.host_memory_gb * 2**30))

@@ -13,10 +13,11 @@ import torch
 from tiny_models import write_tiny_model
 
 import bench_offload
-from benchmarks import common, run_all, sweep
+from benchmarks import common, device_memory, run_all, sweep
 from benchmarks.common import Machine, Samples, lengths_after_short_warm_up, random_prompt, serve, time_prompts
 from benchmarks.targets import JOBS, TARGETS, Job, Target, of, ratio
 from nanovllm import LLM
+from nanovllm.plan_check import check_plan
 
 MACHINE = Machine("a laptop", 1e12, 1e11, 1e10)
 BLOCK, CONTEXT = 256, 2048
@@ -125,6 +126,46 @@ def test_bench_offload_one_prompt_of_a_batch_is_refused(
     with pytest.raises(SystemExit):
         bench_offload.main()
     assert "leave out --batch 4" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("case", device_memory.CASES)
+def test_device_memory_cases_are_engines_that_fit(case: str) -> None:
+    total_bytes, others_bytes = 140 * 2**30, 2**29
+    options = device_memory.engine_options(device_memory.CASES[case], total_bytes)
+    check_plan(device_memory.planned(options))
+    beside_others = device_memory.engine_options(device_memory.CASES[case], total_bytes, others_bytes)
+    if "simulated_gib" in device_memory.CASES[case]:
+        assert options["gpu_memory_utilization"] * total_bytes == pytest.approx(21.6 * 2**30)
+        assert beside_others["gpu_memory_utilization"] * total_bytes == pytest.approx(22.1 * 2**30)
+    else:
+        assert options == beside_others
+
+
+def test_device_memory_case_is_served_and_reported(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU, with a device whose free memory falls by 10 bytes with each look."""
+    free = iter(range(1000, 0, -10))
+    for name, fake in {
+        "synchronize": lambda: None,
+        "mem_get_info": lambda: (next(free), 2000),
+        "get_device_properties": lambda index: argparse.Namespace(total_memory=2000),
+        "memory_stats": lambda: {"reserved_bytes.all.current": 7, "allocated_bytes.all.peak": 5},
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    options = {"device": "cpu", "enable_cpu_offload": True, "kvcache_block_size": BLOCK, "num_gpu_blocks": 3}
+    monkeypatch.setitem(device_memory.CASES, "tiny", {"model": model, "max_num_seqs": 2, **options})
+    monkeypatch.setattr(device_memory, "NUM_SHORT_PROMPTS", 5)
+    result = device_memory.serve_case("tiny", free_bytes=1500)
+    assert [result[f"{stage}_bytes"] for stage in ("cuda", "start", "served")] == [500, 510, 520]
+    assert (result["reserved_bytes"], result["unreserved_bytes"]) == (7, 513)
+    assert result["kv_bytes"] == result["plan_kv_bytes"] == result["plan_parts"]["kv_bytes"] > 0
+
+
+def test_device_memory_targets_read_the_figures_of_their_case() -> None:
+    targets = [target for target in TARGETS if target.jobs == ("device-memory",)]
+    figures = {"served_bytes": 6 * 2**30, "plan_error": -0.06}
+    values = [target.value(dict.fromkeys(device_memory.CASES, figures)) for target in targets]
+    assert values == [6 * 2**30, 6 * 2**30, 0.06, 0.06]
+    assert [target.is_reached(value) for target, value in zip(targets, values, strict=True)] == [True, *[False] * 3]
 
 
 def test_short_warm_up_is_streamed_and_never_longer_than_the_prompt() -> None:

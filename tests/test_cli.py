@@ -78,7 +78,7 @@ def test_flags_none_given_leave_every_default() -> None:
 def test_flags_of_every_kind_reach_their_field() -> None:
     config, params = _parse(
         *("--enable-cpu-offload", "--num-gpu-blocks", "8", "--cpu-memory-gb", "1.5", "--no-chunked-prefill"),
-        *("--enforce-eager", "--dtype", "bfloat16", "--seed", "3"),
+        *("--enforce-eager", "--dtype", "bfloat16", "--seed", "3", "--hf-overrides", '{"rope_theta": 5}'),
         *("--temperature", "0", "--stop", "a", "b", "--stop", "c", "--stop-token-ids", "1", "2"),
         *("--sampling-seed", "4", "--ignore-eos"),
     )
@@ -91,6 +91,7 @@ def test_flags_of_every_kind_reach_their_field() -> None:
         enforce_eager=True,
         dtype="bfloat16",
         seed=3,
+        hf_overrides={"rope_theta": 5},
     )
     assert params == SamplingParams(temperature=0, stop=("a", "b", "c"), stop_token_ids=(1, 2), seed=4, ignore_eos=True)
 
@@ -234,20 +235,60 @@ def test_plan_prints_memory_and_bounds_and_exits_0(capsys: pytest.CaptureFixture
     for text in (
         "448.00 MiB each",
         "112.00 KiB a token",
+        "2  at once of 40,960 tokens, limited by the CPU pool; 8 of up to 4,096, by the slots",
         "9  full",
         "2 missing",
-        "53.2 (link 50.0 GB/s, given)",
+        "50.0 GB/s  given",
+        "4.30 TB/s  measured on an H200",
+        "<= 53.2  tok/s: 53.2 by the link",
         "8.75 GiB",
     ):
         assert text in out
 
 
+def test_readme_plan_is_what_the_command_prints(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    assert cli.main([*QWEN, "--context", "40960", "--num-gpu-blocks", "8"]) == 0
+    assert capsys.readouterr().out.strip() in (ROOT / "README.md").read_text()
+
+
+def test_readme_overrides_are_those_that_plan_offers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "--model", "qwen3-8b", "--context", "131072"]) == 1
+    offered = re.search(r"--hf-overrides ('.*')", capsys.readouterr().err)
+    assert offered is not None and offered[1] in (ROOT / "README.md").read_text()
+
+
+def test_plan_parts_of_the_gpus_memory_add_up(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*QWEN, "--num-gpu-blocks", "8"]) == 0
+    units = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+    lines = re.findall(r"^  (\w[\w ]*?) +~?([\d.]+) (KiB|MiB|GiB)", capsys.readouterr().out, re.MULTILINE)
+    parts = {name: float(number) * units[unit] for name, number, unit in lines}
+    assert [*parts] == [
+        *("weights", "slots", "staging", "logits", "inputs", "activations", "graphs", "workspaces", "CUDA"),
+        *("GPU memory", "CPU pool"),
+    ]
+    total = parts.pop("GPU memory")
+    del parts["CPU pool"]
+    assert sum(parts.values()) == pytest.approx(total, abs=0.01 * 2**30)
+
+
+def test_plan_for_another_gpu_has_its_rates(capsys: pytest.CaptureFixture[str]) -> None:
+    """R1: a plan for a GPU of 24 GiB was "on an H200", with the H200's rates."""
+    assert cli.main([*QWEN, "--gpu", "RTX 4090"]) == 0
+    out = capsys.readouterr().out
+    assert "of qwen3-0.6b on RTX 4090" in out and "H200" not in out
+    assert "1.01 TB/s  data sheet" in out and "165 TFLOP/s  data sheet" in out
+    assert "27.3 GB/s  PCIe 4 x16, projected" in out
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--num-gpu-blocks", "60", "--gpu-memory-gb", "24"], "lower num_gpu_blocks to 46 or less"),
-        (["--cpu-memory-gb", "65"], "lower num_cpu_blocks or cpu_memory_gb"),
-        (["--context", "40960", "--sequences", "3"], "need 30 blocks in CPU memory, the pool has 20"),
+        (["--num-gpu-blocks", "60", "--gpu-memory-gb", "24"], "lower num_gpu_blocks to 20"),
+        (["--cpu-memory-gb", "65"], "lower cpu_memory_gb to 44.63"),
+        (["--context", "40960", "--sequences", "3"], "the CPU pool's 20 blocks allow 2; set num_cpu_blocks to 30"),
         (["--context", "41000"], "exceeds max_model_len=40960"),
         (["--max-model-len", "41000"], "more than the 40960 tokens"),
     ],
@@ -259,11 +300,43 @@ def test_plan_that_cannot_work_says_why_and_exits_1(
     assert message in capsys.readouterr().err
 
 
+def test_plan_too_large_by_the_estimates_alone_exits_1(capsys: pytest.CaptureFixture[str]) -> None:
+    """B2: "~17.93 GiB of 16.00 GiB that may be used (!)" and exit status 0."""
+    argv = ["plan", "--model", "llama-3.1-8b", "--context", "8192", "--max-model-len", "8192", "--gpu-memory-gb", "16"]
+    argv += ["--host-memory-gb", "64", "--link-gb-per-s", "25", "--gpu-memory-utilization", "1"]
+    assert cli.main([*argv, "--enable-cpu-offload", "--kvcache-block-size", "256"]) == 1
+    captured = capsys.readouterr()
+    assert "of 16.00 GiB that may be used (!)" in captured.out
+    assert "estimated" in captured.err and "raise gpu_memory_utilization" not in captured.err
+
+
+def test_plan_context_beyond_the_rope_offers_what_then_works(capsys: pytest.CaptureFixture[str]) -> None:
+    """M8: the message ended in "extend the rope"."""
+    argv = ["plan", "--model", "qwen3-8b", "--context", "131072", "--enable-cpu-offload", "--host-memory-gb", "64"]
+    assert cli.main(argv) == 1
+    offered = re.search(r"--hf-overrides '(.*)'", capsys.readouterr().err)
+    assert offered is not None
+    assert cli.main([*argv, "--hf-overrides", offered[1]]) == 0
+    assert "plan for 1 x 131,072 tokens" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("value", "message"), [("{", "not JSON"), ("[1]", "not a JSON object: [1]")])
+def test_generate_overrides_that_are_no_json_object_exit_2(
+    value: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as leave:
+        cli.main(["generate", "--model", "m", "--prompt", "x", "--hf-overrides", value])
+    assert leave.value.code == 2 and message in capsys.readouterr().err
+
+
 def test_plan_bad_options_exit_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*QWEN, "--sequences", "0"]) == 2
     assert cli.main([*QWEN, "--num-gpu-blocks", "1"]) == 2
+    assert cli.main([*QWEN, "--gpu", "V100"]) == 2
+    assert cli.main([*QWEN, "--gpu", "L4", "--device", "cpu"]) == 2
+    assert cli.main([*QWEN, "--hf-overrides", '{"rope": 1}']) == 2
     assert cli.main(["plan", "--model", "./no/such/model"]) == 2
-    assert capsys.readouterr().err.count("nanovllm: error: ") == 3
+    assert capsys.readouterr().err.count("nanovllm: error: ") == 6
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ def test_defaults_are_those_of_the_specification() -> None:
         "device": "auto",
         "dtype": "auto",
         "load_format": "auto",
+        "hf_overrides": None,
         "seed": 0,
     }
 

@@ -478,7 +478,7 @@ OFFLOAD = {"enable_cpu_offload": True}
         (OFFLOAD | {"cpu_memory_gb": 1e6}, r"a CPU pool of \d+ blocks needs 1000000.00 GiB, .* are available; lower"),
         (
             OFFLOAD | {"cpu_memory_gb": 1e-6},
-            "cpu_memory_gb=1e-06 holds no block of 2.00 MiB; raise .* or lower kvcache_block_size",
+            "cpu_memory_gb=1e-06 is less than one block of 2.00 MiB; raise cpu_memory_gb to 0.01",
         ),
         (OFFLOAD | {"cpu_memory_gb": 0}, "cpu_memory_gb=0 must be above 0"),
         (
@@ -491,7 +491,12 @@ OFFLOAD = {"enable_cpu_offload": True}
         ),
         ({"kvcache_block_size": 2**30}, r"num_kvcache_blocks=1 blocks of .* GiB need .*; use a smaller .* block size"),
         (OFFLOAD | {"cpu_memory_gb": 1.0, "num_cpu_blocks": 4}, "both size the CPU pool; give one of them"),
-        ({"max_model_len": 4096}, "max_model_len=4096 is more than the 2048 tokens the model's rope covers; lower it"),
+        (
+            {"max_model_len": 4096},
+            "max_model_len=4096 is more than the 2048 tokens that the model's rope covers; lower",
+        ),
+        ({"hf_overrides": {"rope": 1}}, "hf_overrides names 'rope', which nothing reads; choose from architectures"),
+        ({"hf_overrides": "{}"}, "hf_overrides='{}' has type str, expected dict"),
         ({"max_model_len": 0}, "max_model_len=0 must be 1 or more"),
         ({"max_num_seqs": 0}, "max_num_seqs=0 must be 1 or more"),
         ({"max_num_batched_tokens": -1}, "max_num_batched_tokens=-1 must be 1 or more"),

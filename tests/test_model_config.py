@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 from tiny_models import ROPES, write_tiny_model
+from transformers import AutoConfig, LlamaConfig, Qwen2Config, Qwen3Config
 
 from nanovllm.checkpoint import presets
-from nanovllm.model_config import ModelConfig, RopeConfig
+from nanovllm.model_config import ARCHITECTURES, DEFAULTS, ModelConfig, RopeConfig
 
 QWEN3 = json.loads(presets()["qwen3-0.6b"].read_text())
 QWEN2 = json.loads(presets()["qwen2.5-7b-1m"].read_text())
@@ -178,3 +179,40 @@ def test_hub_name_is_downloaded_and_its_directory_returned(tmp_path: Path, monke
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: str(tmp_path))
     config, directory = ModelConfig.from_pretrained("owner/model")
     assert directory == tmp_path and config.num_layers == 28
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_defaults_are_those_of_transformers(architecture: str) -> None:
+    """Settings that are absent: config.json is read without transformers, which takes seconds to import."""
+    classes = {"Qwen3ForCausalLM": Qwen3Config, "Qwen2ForCausalLM": Qwen2Config, "LlamaForCausalLM": LlamaConfig}
+    theirs = classes[architecture]()
+    for name, value in DEFAULTS[architecture].items():
+        expected = theirs.num_attention_heads if value is None else value
+        assert getattr(theirs, name) == expected, name
+    for name in ("attention_bias", "mlp_bias", "use_sliding_window", "quantization_config"):
+        assert not getattr(theirs, name, None), name
+    if "head_dim" not in DEFAULTS[architecture]:
+        assert (getattr(theirs, "head_dim", None) or 128) == theirs.hidden_size // theirs.num_attention_heads
+    assert theirs.rope_parameters == {"rope_type": "default", "rope_theta": 10000.0}
+
+
+@pytest.mark.parametrize("settings", [QWEN3, QWEN2, LLAMA], ids=["qwen3", "qwen2", "llama"])
+@pytest.mark.parametrize("rope", [None, *ROPES], ids=str)
+def test_config_equals_what_transformers_reads(tmp_path: Path, settings: dict[str, Any], rope: str | None) -> None:
+    """The file as it is, and as transformers writes it once it has read it: with every default and its own names."""
+    given = dict(settings)
+    if rope is not None:
+        given["rope_scaling"] = {key: value for key, value in ROPES[rope].items() if key != "rope_theta"}
+        given.pop("rope_parameters", None)
+    plain = read(tmp_path, given)
+    AutoConfig.from_pretrained(str(tmp_path / "config.json")).save_pretrained(tmp_path)
+    assert read(tmp_path, json.loads((tmp_path / "config.json").read_text())) == plain
+
+
+def test_reading_a_config_imports_neither_torch_nor_transformers() -> None:
+    """Regression: reading config.json took 9 s of the first start on a machine."""
+    code = (
+        "import sys; from nanovllm.model_config import ModelConfig; ModelConfig.from_pretrained('qwen3-0.6b'); "
+        "sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -16,6 +16,7 @@ import torch
 from tqdm import tqdm
 
 from nanovllm.attention.base import PagedBatch, StepAttention
+from nanovllm.config import graph_sizes
 from nanovllm.engine.graph_capture import capture, capture_stream
 from nanovllm.layers.sampler import draw
 from nanovllm.models.decoder import CausalLM
@@ -36,12 +37,6 @@ _ARRAYS = {  # of a step, one entry per sequence
 def _even(num_entries: int) -> int:
     """Rounded up to fill multiples of 16 bytes: for a pointer that is none, Triton compiles its kernels once more."""
     return num_entries + num_entries % 2
-
-
-def graph_sizes(max_num_seqs: int) -> list[int]:
-    """1, 2, 4, 8, 16, 24, 32 ... and max_num_seqs itself."""
-    sizes = [1, 2, 4, 8, *range(16, max_num_seqs + 1, 8), max_num_seqs]
-    return sorted({size for size in sizes if size <= max_num_seqs})
 
 
 class DecodeInputs:

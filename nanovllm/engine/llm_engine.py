@@ -45,6 +45,7 @@ from nanovllm.kvcache.hybrid_manager import HybridKVCacheManager
 from nanovllm.kvcache.link import LinkMeter
 from nanovllm.model_config import ModelConfig
 from nanovllm.plan import max_model_len
+from nanovllm.plan_check import check_start
 from nanovllm.planner import make_plan
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.interrupt import deferred_interrupt
@@ -71,14 +72,14 @@ class LLMEngine:
         if unknown:
             raise ValueError(f"unknown option {', '.join(unknown)}; the options are {', '.join(sorted(known))}")
         self.config = Config(model=str(model), **options)
-        self.model_config, self._directory = ModelConfig.from_pretrained(self.config.model)
+        self.model_config, self._directory = ModelConfig.from_pretrained(self.config.model, self.config.hf_overrides)
         self.max_model_len = max_model_len(self.config, self.model_config)
         self.device = resolve_device(self.config)
         check_backend(self.config, self.model_config, self.device)
         self.plan = make_plan(
             self.config, self.model_config, find_machine(replace(self.config, device=str(self.device)))
         )
-        self.plan.check()
+        check_start(self.plan)
         self._turns = Turns()
         self._closed_because: str | None = None  # why the engine can no longer be used
         self._encode_lock = threading.Lock()  # a tokenizer encodes for one thread at a time

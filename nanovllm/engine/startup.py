@@ -53,16 +53,17 @@ def check_backend(config: Config, model_config: ModelConfig, device: torch.devic
 
 
 def find_machine(config: Config) -> Machine:
-    """What a plan must know of this machine. A GPU's rates are the H200's until its link is measured; where there is no
-    GPU and `config` does not ask for the CPU, an H200 is assumed, so that one can plan for a machine to come.
+    """What a plan must know of this machine. A GPU's rates are looked up by its name (gpus.py).
+
+    Where there is no GPU and `config` does not ask for the CPU, an H200 is assumed, so that one can plan ahead.
     """
     if config.device == "cpu":
         return Machine.cpu(available_host_bytes())
     index = int(config.device.split(":")[1]) if ":" in config.device else 0
     if index >= torch.cuda.device_count():
-        return Machine.gpu(available_host_bytes())
-    properties = torch.cuda.get_device_properties(index)
-    return Machine.gpu(available_host_bytes(), properties.name, properties.total_memory)
+        return Machine.gpu(available_host_bytes(), name="an H200, assumed")
+    gpu = torch.cuda.get_device_properties(index)
+    return Machine.found_gpu(available_host_bytes(), gpu.name, gpu.total_memory, (gpu.major, gpu.minor))
 
 
 def load_tokenizer(directory: Path | None) -> Any:

@@ -1,0 +1,136 @@
+"""What an engine's process holds on the GPU, beside what the plan says: python -m benchmarks.device_memory [CASE ...]
+
+Each case runs in a process of its own. What that process holds is how much less is free on the device than before it
+began, CUDA's own memory included, so nothing else may use the GPU meanwhile. It is read when CUDA has started, when the
+engine is ready, and when it has served: two prompts of nearly 40,960 tokens, or of what fits, then many short ones, all
+sampled with filters. The plan is made before the engine starts, as `nanovllm plan` makes it.
+
+nanovllm/device_memory.py holds the constants of the estimates. To fit them: `cuda_bytes` is the context before anything
+is loaded; `unreserved_bytes`, less the context, is graphs and late kernels, and `no-graphs` runs without the former;
+`reserved_bytes` less `allocated_peak_bytes` is what the allocator wastes.
+"""
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.common import random_prompt, report, versions
+from nanovllm import LLM, SamplingParams
+from nanovllm.config import Config
+from nanovllm.engine.startup import find_machine
+from nanovllm.model_config import ModelConfig
+from nanovllm.plan import Plan
+from nanovllm.planner import make_plan
+
+GIB = 2**30
+README = {"model": "qwen3-0.6b", "max_model_len": 40960, "enable_cpu_offload": True, "num_gpu_blocks": 8}
+CASES: dict[str, dict[str, Any]] = {  # simulated_gib: of a smaller GPU, of which the engine gets 90%
+    "readme": README,
+    "no-graphs": README | {"enforce_eager": True},
+    "2slots": README | {"num_gpu_blocks": 2, "max_num_batched_tokens": 4096},
+    "all-gpu": {"model": "qwen3-0.6b", "max_model_len": 40960, "num_kvcache_blocks": 200},
+    "8b-24gib": {"model": "qwen3-8b", "enable_cpu_offload": True, "simulated_gib": 24},
+    "8b-24gib-all-gpu": {"model": "qwen3-8b", "max_model_len": 8192, "simulated_gib": 24},
+}
+NUM_SHORT_PROMPTS = 600
+LONG_PROMPT_TOKENS = 40_960
+
+
+def measure(case: str) -> dict[str, Any]:
+    """Run a case in a process of its own. Its figures, with `plan_error` = plan / measured - 1."""
+    free_bytes, _ = torch.cuda.mem_get_info()  # after this process has its context, which is not the engine's
+    command = [sys.executable, "-m", "benchmarks.device_memory", "--serve", case, "--free-bytes", str(free_bytes)]
+    root = Path(__file__).resolve().parent.parent
+    done = subprocess.run(command, cwd=root, stdout=subprocess.PIPE, text=True, check=True)
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result | {"plan_error": result["plan_bytes"] / result["served_bytes"] - 1}
+
+
+def serve_case(case: str, free_bytes: int) -> dict[str, Any]:
+    """What this process holds when CUDA has started, when the engine is ready, and when it has served."""
+
+    def held_bytes() -> int:
+        torch.cuda.synchronize()
+        return free_bytes - torch.cuda.mem_get_info()[0]
+
+    cuda_bytes = held_bytes()  # asking makes the context
+    total_bytes = torch.cuda.get_device_properties(0).total_memory
+    plan = planned(engine_options(CASES[case], total_bytes))
+    # The engine counts what the other processes hold as used
+    with LLM(**engine_options(CASES[case], total_bytes, others_bytes=total_bytes - free_bytes)) as llm:
+        start_bytes = held_bytes()
+        serve(llm)
+        served_bytes, stats = held_bytes(), torch.cuda.memory_stats()
+        num_gpu_blocks = llm.stats()["num_gpu_blocks"]
+    reserved_bytes = stats["reserved_bytes.all.current"]
+    return {
+        "cuda_bytes": cuda_bytes,
+        "start_bytes": start_bytes,
+        "served_bytes": served_bytes,
+        "reserved_bytes": reserved_bytes,
+        "unreserved_bytes": served_bytes - reserved_bytes,
+        "allocated_peak_bytes": stats["allocated_bytes.all.peak"],
+        "kv_bytes": num_gpu_blocks * plan.spec.block_bytes,
+        "plan_bytes": plan.memory.total_bytes,
+        "plan_kv_bytes": plan.memory.kv_bytes,
+        "plan_parts": asdict(plan.memory),
+    }
+
+
+def engine_options(case: dict[str, Any], gpu_bytes: int, others_bytes: int = 0) -> dict[str, Any]:
+    """The arguments of LLM on a GPU of `gpu_bytes`, of which other processes hold `others_bytes`."""
+    options = {"device": "cuda", "load_format": "dummy"} | case
+    simulated_gib = options.pop("simulated_gib", None)
+    if simulated_gib is not None:
+        options["gpu_memory_utilization"] = (0.9 * simulated_gib * GIB + others_bytes) / gpu_bytes
+    return options
+
+
+def planned(options: dict[str, Any]) -> Plan:
+    config = Config(**options)
+    return make_plan(config, ModelConfig.without_weights(config.model), find_machine(config))
+
+
+def serve(llm: LLM) -> None:
+    """The largest steps: chunks of a long prompt, streamed groups, and as many filtered rows as there can be."""
+    rng, vocab_size = random.Random(0), llm.model_config.vocab_size
+    num_tokens = min(llm.max_model_len, LONG_PROMPT_TOKENS) - 16
+    params = SamplingParams(temperature=0.7, top_k=20, top_p=0.95, max_tokens=16, ignore_eos=True)
+    for _ in range(2):
+        llm.generate([random_prompt(rng, num_tokens, vocab_size)], params, use_tqdm=False)
+    prompts = [random_prompt(rng, rng.randint(1, 30), vocab_size) for _ in range(NUM_SHORT_PROMPTS)]
+    llm.generate(prompts, params, use_tqdm=False)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"{', '.join(CASES)}; none: all")
+    parser.add_argument("--serve", help=argparse.SUPPRESS)  # in the process of one case
+    parser.add_argument("--free-bytes", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--json", metavar="FILE", help="also write the last line to FILE")
+    args = parser.parse_args()
+    if args.serve:
+        print(json.dumps(serve_case(args.serve, args.free_bytes)))
+        return
+    if unknown := sorted(set(args.cases) - set(CASES)):
+        parser.error(f"no case {', '.join(unknown)}; choose from {', '.join(CASES)}")
+    result: dict[str, Any] = versions() | {"gpu": torch.cuda.get_device_name()}
+    for case in args.cases or CASES:
+        figures = measure(case)
+        result[case] = figures
+        print(f"{case}: plan {figures['plan_error']:+.1%}")
+        for name, value in (figures | figures["plan_parts"]).items():
+            if name.endswith("_bytes"):
+                print(f"  {name:22} {value / GIB:8.3f} GiB")
+    report(result, args.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""What the plan says of the GPU's memory: part by part by hand, and on a GPU against what a process holds."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from nanovllm import device_memory as parts
+from nanovllm.config import Config, graph_sizes, max_sampled_rows
+from nanovllm.device_memory import DeviceMemory, device_memory
+from nanovllm.gpus import find_gpu
+from nanovllm.machine import Machine
+from nanovllm.model_config import ModelConfig
+
+MIB, GIB = 2**20, 2**30
+MODEL = ModelConfig.without_weights("qwen3-0.6b")
+H200 = Machine.gpu(100 * GIB)
+
+
+def memory(machine: Machine = H200, num_gpu_blocks: int = 8, **options: Any) -> DeviceMemory:
+    config = Config(model="qwen3-0.6b", **options)
+    return device_memory(config, MODEL, machine, config.max_model_len or 40960, num_gpu_blocks)
+
+
+def offload(num_gpu_blocks: int = 8, **options: Any) -> DeviceMemory:
+    return memory(num_gpu_blocks=num_gpu_blocks, enable_cpu_offload=True, **options)
+
+
+def test_memory_of_readmes_example_by_hand() -> None:
+    got = offload()
+    assert got.kv_bytes == 8 * 448 * MIB and got.staging_bytes == 96 * MIB
+    assert got.logits_bytes == 8 * 151936 * 2
+    assert got.workspace_bytes == 2 * 32 * MIB
+    whole = 10 * 28 + 12
+    num_nodes = 4 * (2 * whole + 3 * 28 + 3 * 3)  # at 1, 2, 4 and 8 sequences, whole and in pieces
+    assert got.graph_bytes == num_nodes * parts.GRAPH_NODE_BYTES + 3 * parts.GRAPH_POOL_BYTES
+    assert got.total_bytes == got.exact_bytes + got.estimated_bytes
+    assert got.exact_bytes == got.weight_bytes + got.kv_bytes + got.staging_bytes + got.logits_bytes
+
+
+@pytest.mark.parametrize(("offload", "rows"), [(True, 8), (False, 512)])
+def test_max_sampled_rows_with_offload_are_no_more_than_the_slots(offload: bool, rows: int) -> None:
+    """Finding 2: 67 graphs and 4.7 GiB of logits for 8 sequences that could run."""
+    config = Config(model="m", enable_cpu_offload=offload)
+    assert max_sampled_rows(config, num_gpu_blocks=8) == rows
+    assert memory(enable_cpu_offload=offload).logits_bytes == rows * 151936 * 2
+
+
+def test_memory_logits_are_one_buffer_whatever_the_number_of_graphs() -> None:
+    one, many = memory(max_num_seqs=1), memory(max_num_seqs=2048)
+    assert len(graph_sizes(2048)) == 259
+    assert many.logits_bytes == 2048 * one.logits_bytes
+
+
+def test_memory_without_graphs_has_no_parts_of_them() -> None:
+    eager = offload(enforce_eager=True)
+    assert eager.graph_bytes == eager.logits_bytes == eager.input_bytes == 0
+    assert eager.context_bytes == offload().context_bytes > 0
+
+
+def test_memory_on_a_cpu_has_no_parts_of_cuda() -> None:
+    on_cpu = memory(Machine.cpu(GIB), enable_cpu_offload=True)
+    assert on_cpu.graph_bytes == on_cpu.logits_bytes == on_cpu.context_bytes == on_cpu.workspace_bytes == 0
+    assert 0 < on_cpu.activation_bytes < offload().activation_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "num_bytes"), [("H200", 64 * MIB), ("RTX 5090", 64 * MIB), ("RTX 4090", 16640 * 1024)]
+)
+def test_memory_workspaces_depend_on_the_compute_capability(name: str, num_bytes: int) -> None:
+    """As torch 2.11 chooses them: 32 MiB from Hopper on, before that 8 MiB and 128 KiB; two of them."""
+    assert memory(Machine.gpu(GIB, find_gpu(name))).workspace_bytes == num_bytes
+
+
+def test_memory_several_ranks_share_weights_and_pay_for_nccl() -> None:
+    one, two = offload(), offload(tensor_parallel_size=2)
+    assert two.weight_bytes == one.weight_bytes // 2 and two.kv_bytes == one.kv_bytes // 2
+    assert two.context_bytes == one.context_bytes + parts.NCCL_BYTES
+    assert two.logits_bytes == one.logits_bytes  # every rank gathers them all
+
+
+def test_memory_never_falls_with_more_blocks() -> None:
+    """The planner finds the number that fits by bisection."""
+    for options in ({}, {"enable_cpu_offload": True}, {"max_num_seqs": 7, "enable_cpu_offload": True}):
+        totals = [memory(num_gpu_blocks=n, **options).total_bytes for n in range(0, 600, 3)]
+        assert totals == sorted(totals)
+
+
+def test_memory_of_the_two_starts_that_were_measured_differs_by_what_their_graphs_did() -> None:
+    """README's example on an H200 held 5.67 GiB with 4 graphs and 11.08 with 67, each of which kept its logits."""
+    extra_logits_bytes = sum(graph_sizes(512)[4:]) * 151936 * 2
+    extra_graphs = len(graph_sizes(512)) - 4
+    nodes = 10 * 28 + 12
+    extra = extra_logits_bytes + extra_graphs * nodes * parts.GRAPH_NODE_BYTES + 512 * 151936 * 2  # once outside
+    assert extra_graphs == 63 and extra_logits_bytes == pytest.approx(4.711 * GIB, rel=0.001)
+    assert extra == pytest.approx((11.08 - 5.67) * GIB, rel=0.02)
+
+
+# -- on a GPU --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("case", ["readme", "2slots", "all-gpu", "8b-24gib", "8b-24gib-all-gpu"])
+def test_plan_memory_is_within_5_percent_of_what_a_process_holds(case: str) -> None:
+    """README's example was planned at 6.49 GiB and held 11.2."""
+    from benchmarks.device_memory import measure
+
+    torch.cuda.empty_cache()
+    result = measure(case)
+    assert abs(result["plan_error"]) < 0.05, result
+    # Where the blocks fill what is left, the totals agree by themselves
+    assert abs(result["plan_kv_bytes"] - result["kv_bytes"]) < 0.05 * result["served_bytes"], result

@@ -1,0 +1,96 @@
+"""The table of GPUs: names, plausible figures, and the machines made from it."""
+
+import pytest
+
+from nanovllm.gpus import GPUS, H200, LINK_PEAK_GB_PER_S, find_gpu, gpu_of_cuda_name
+from nanovllm.machine import Machine
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        *((gpu.name, gpu.name) for gpu in GPUS),
+        *((f"NVIDIA {cuda_name}", gpu.name) for gpu in GPUS for cuda_name in gpu.cuda_names),
+        ("4090", "RTX 4090"),
+        ("rtx4090", "RTX 4090"),
+        ("GeForce RTX 5070 Ti", "RTX 5070 Ti"),
+        ("rtx 3060", "RTX 3060 12GB"),
+        ("4060 Ti", "RTX 4060 Ti 16GB"),
+        ("a100-80gb", "A100 80GB"),
+        ("rtx_pro_6000", "RTX PRO 6000 Blackwell"),
+        ("h100 sxm", "H100 SXM"),
+    ],
+)
+def test_find_gpu_any_spelling_is_found(name: str, found: str) -> None:
+    assert find_gpu(name).name == found
+
+
+@pytest.mark.parametrize("name", ["H100", "A100", "RTX 5070", "RTX 4090 Laptop GPU", "MI300X", ""])
+def test_find_gpu_unknown_or_ambiguous_name_lists_the_known_ones(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"gpu='{name}' is unknown; choose one of RTX 3060 12GB, .*, GH200, or"):
+        find_gpu(name)
+
+
+def test_find_gpu_too_old_says_what_is_needed() -> None:
+    with pytest.raises(ValueError, match=r"gpu='v100' has compute capability 7\.0, and .* need 8\.0; choose one of"):
+        find_gpu("v100")
+
+
+def test_gpus_no_two_answer_to_one_name_and_figures_are_plausible() -> None:
+    cuda_names = [name for gpu in GPUS for name in gpu.cuda_names]
+    assert len({gpu.name for gpu in GPUS}) == len(GPUS) and len(set(cuda_names)) == len(cuda_names)
+    for gpu in GPUS:
+        assert all(find_gpu(name) is gpu for name in (gpu.name, *gpu.cuda_names, *gpu.aliases))
+        assert 8 < gpu.memory_gib < 200 and 200 < gpu.memory_gb_per_s < 10_000
+        assert 20 < gpu.bf16_tflop_per_s < 3000 and (8, 0) <= gpu.capability <= (12, 0)
+        assert 0.8 < gpu.link_byte_per_s / 1e9 / LINK_PEAK_GB_PER_S[gpu.link] < 1
+
+
+def test_machine_of_the_h200_has_the_measured_rates() -> None:
+    machine = Machine.gpu(100 * GIB)
+    assert (machine.gpu_bytes, machine.capability) == (139 * GIB, (9, 0))
+    assert machine.link_byte_per_s == pytest.approx(54.6e9)
+    assert (machine.memory_byte_per_s, machine.flop_per_s) == (4.3e12, 690e12)
+    assert machine.link_source == "PCIe 5 x16, measured on an H200"
+
+
+def test_machine_of_another_gpu_has_its_own_rates() -> None:
+    """R1: a plan for another GPU kept the H200's rates."""
+    machine = Machine.gpu(100 * GIB, find_gpu("RTX 4090"))
+    assert machine.link_byte_per_s == pytest.approx(27.3e9)
+    assert (machine.memory_byte_per_s, machine.flop_per_s) == (1008e9, 165.2e12)
+    assert (machine.link_source, machine.rates_source) == ("PCIe 4 x16, projected", "data sheet")
+
+
+def test_machine_found_has_its_own_memory_and_the_rates_of_its_name() -> None:
+    machine = Machine.found_gpu(GIB, "NVIDIA GeForce RTX 4060 Ti", 8 * GIB, (8, 9))
+    assert (machine.name, machine.gpu_bytes) == ("NVIDIA GeForce RTX 4060 Ti", 8 * GIB)
+    assert machine.memory_byte_per_s == 288e9
+    assert Machine.found_gpu(GIB, "NVIDIA H200", 140 * GIB, (9, 0)).flop_per_s == H200.bf16_tflop_per_s * 1e12
+
+
+@pytest.mark.parametrize("name", ["NVIDIA GeForce RTX 4080 SUPER", "NVIDIA GeForce RTX 3060 Laptop GPU", "Graphics"])
+def test_machine_found_that_is_not_in_the_table_has_no_rates(name: str) -> None:
+    assert gpu_of_cuda_name(name) is None
+    machine = Machine.found_gpu(GIB, name, 16 * GIB, (8, 9))
+    assert machine.gpu_bytes == 16 * GIB and machine.capability == (8, 9)
+    assert machine.link_byte_per_s is machine.memory_byte_per_s is machine.flop_per_s is None
+
+
+@pytest.mark.gpu
+def test_find_machine_has_the_memory_of_the_gpu_here() -> None:
+    import torch
+
+    from nanovllm.config import Config
+    from nanovllm.engine.startup import find_machine
+
+    machine = find_machine(Config(model="m", device="cuda:0"))
+    assert machine.gpu_bytes == torch.cuda.mem_get_info(0)[1]
+    assert machine.capability == torch.cuda.get_device_capability(0)
+    assert machine.name == torch.cuda.get_device_name(0)
+    known = gpu_of_cuda_name(machine.name)
+    if known is not None:  # the table is right about the GPU that runs this
+        assert machine.capability == known.capability
+        assert machine.gpu_bytes == pytest.approx(known.memory_gib * GIB, rel=0.02)

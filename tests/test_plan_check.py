@@ -1,0 +1,226 @@
+"""What plans are refused, and that every remedy named in a refusal works."""
+
+import re
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+
+from nanovllm.config import Config
+from nanovllm.gpus import GPUS, find_gpu
+from nanovllm.machine import Machine
+from nanovllm.model_config import ModelConfig
+from nanovllm.plan import Plan
+from nanovllm.plan_check import any_problem, check_plan, check_start, memory_problem
+from nanovllm.planner import PlanOptions, make_plan
+from nanovllm.remedies import MAX_REMEDIES
+
+MIB, GIB = 2**20, 2**30
+MODELS = {name: ModelConfig.without_weights(name) for name in ("qwen3-0.6b", "qwen3-8b", "llama-3.1-8b")}
+H200 = Machine.gpu(100 * GIB)
+OFFLOAD: dict[str, Any] = {"enable_cpu_offload": True, "num_gpu_blocks": 8}
+
+
+def plan_for(
+    machine: Machine = H200,
+    *,
+    model: str = "qwen3-0.6b",
+    context: int | None = None,
+    num_sequences: int = 1,
+    **options: Any,
+) -> Plan:
+    config = Config(model=model, **options)
+    return make_plan(config, MODELS[model], machine, context=context, num_sequences=num_sequences)
+
+
+def changes(message: str) -> list[dict[str, Any]]:
+    """The remedies that a message names, as options. At least one."""
+    remedies = message.rsplit("; ", 1)[1].split(" or ")
+    found = []
+    for remedy in remedies:
+        options: dict[str, Any] = {}
+        for part in remedy.split(" and "):
+            number = re.fullmatch(r"(?:set|raise|lower) (\w+) to ([\d.]+)", part)
+            use, unset = re.fullmatch(r"use (\w+)", part), re.fullmatch(r"leave (\w+) unset", part)
+            if number:
+                options[number[1]] = float(number[2]) if "." in number[2] else int(number[2])
+            elif use:
+                options[use[1]] = True
+            else:
+                assert unset is not None, f"{part!r} is no remedy in {message!r}"
+                options[unset[1]] = -1 if unset[1] == "num_kvcache_blocks" else None
+        found.append(options)
+    return found
+
+
+def with_changes(plan: Plan, options: dict[str, Any]) -> Plan:
+    config = replace(plan.config, **options)
+    return make_plan(config, plan.model, plan.machine, context=plan.context, num_sequences=plan.num_sequences)
+
+
+# -- what is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (OFFLOAD | {"num_cpu_blocks": 1000}, r"1000 blocks needs 437.50 GiB, 100.00 GiB .*; lower num_cpu_blocks to"),
+        (OFFLOAD | {"cpu_memory_gb": 200}, r"457 blocks needs 199.94 GiB, 100.00 GiB .*; lower cpu_memory_gb to"),
+        (OFFLOAD | {"cpu_memory_gb": 0.1}, "cpu_memory_gb=0.1 is less than one block of 448.00 MiB; .*raise cpu_mem"),
+        (OFFLOAD | {"num_gpu_blocks": 300}, r"num_gpu_blocks=300 \(131.25 GiB\).*; lower num_gpu_blocks to 20"),
+        (
+            {"num_kvcache_blocks": 5000},
+            r"weights \(1.11 GiB\), num_kvcache_blocks=5000 \(136.72 GiB\) and the logits \(148.38 MiB\) need "
+            r"137.97 GiB of GPU memory, more than the 125.10 GiB .*=0.9 allows of 139.00.*; lower num_kvcache_blocks",
+        ),
+    ],
+)
+def test_check_start_engine_that_cannot_start_says_why(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_start(plan_for(**options))
+
+
+def test_check_start_little_host_memory_says_why() -> None:
+    with pytest.raises(ValueError, match=r"70% of the 512.00 MiB of memory available is less than one block"):
+        check_start(plan_for(replace(H200, host_bytes=512 * MIB), **OFFLOAD))
+
+
+@pytest.mark.parametrize(("num_slots", "fits"), [(283, True), (284, False)], ids=["the most that fits", "one more"])
+def test_check_start_slots_at_the_edge_go_by_what_is_exact(num_slots: int, fits: bool) -> None:
+    """With 283 the estimates forbid it: start-up decides, and `plan` says no."""
+    plan = plan_for(**OFFLOAD | {"num_gpu_blocks": num_slots})
+    assert plan.gpu_limit_bytes is not None and (plan.memory.exact_bytes <= plan.gpu_limit_bytes) == fits
+    if fits:
+        check_start(plan)
+    else:
+        with pytest.raises(ValueError, match="lower num_gpu_blocks to"):
+            check_start(plan)
+    assert "(!)" in str(plan)
+    with pytest.raises(ValueError, match="lower num_gpu_blocks to"):
+        check_plan(plan)
+
+
+def test_check_plan_llama_on_16_gib_is_refused_by_the_estimates() -> None:
+    """B2: the table said "~17.93 GiB of 16.00 GiB (!)", and the exit status 0."""
+    options = {"max_model_len": 8192, "gpu_memory_utilization": 1.0, "kvcache_block_size": 256}
+    machine = PlanOptions(gpu_memory_gb=16, host_memory_gb=64).apply(H200)
+    plan = plan_for(machine, model="llama-3.1-8b", enable_cpu_offload=True, **options)
+    check_start(plan)
+    with pytest.raises(
+        ValueError, match=r"about 1\d\.\d+ GiB of GPU memory are needed, .*an estimated \d\.\d+ GiB; "
+    ) as error:
+        check_plan(plan)
+    assert "the weights (14.96 GiB)" in str(error.value)
+    for options in changes(str(error.value)):
+        check_plan(with_changes(plan, options))
+
+
+def test_check_plan_weights_that_do_not_fit_never_raise_the_utilization() -> None:
+    """B2: 14.96 GiB of weights and everything else do not fit 16 GiB at any utilization, which the remedy named."""
+    plan = plan_for(replace(H200, gpu_bytes=16 * GIB), model="llama-3.1-8b", max_model_len=8192)
+    with pytest.raises(ValueError, match=r"more than the 14.40 GiB that gpu_memory_utilization=0.9 allows") as error:
+        check_start(plan)
+    assert "raise tensor_parallel_size to 2" in str(error.value)
+    assert "raise gpu_memory_utilization" not in str(error.value).split(" or ")
+    for options in changes(str(error.value)):
+        assert memory_problem(with_changes(plan, options)) is None
+
+
+@pytest.mark.parametrize(
+    ("workload", "options", "message"),
+    [
+        ({"context": 50}, OFFLOAD | {"max_model_len": 40}, "max_model_len=40; shorten it, or raise max_model_len"),
+        (
+            {"context": 40960, "num_sequences": 3},
+            OFFLOAD,
+            "CPU pool's 20 blocks allow 2; set num_cpu_blocks to 30",
+        ),
+        ({"context": 100, "num_sequences": 9}, OFFLOAD, "the 8 slots allow 8; raise num_gpu_blocks to 9"),
+        ({"context": 100, "num_sequences": 9}, {"max_num_seqs": 8}, "max_num_seqs=8 allows 8; raise max_num_seqs to 9"),
+        ({"context": 40960, "num_sequences": 30}, {}, r"blocks on the GPU allow 27; .*raise tensor_parallel_size to 2"),
+    ],
+)
+def test_check_plan_workload_that_cannot_run_says_why(
+    workload: dict[str, int], options: dict[str, Any], message: str
+) -> None:
+    plan = plan_for(**workload, **options)
+    check_start(plan)
+    with pytest.raises(ValueError, match=message):
+        check_plan(plan)
+
+
+def test_check_plan_context_beyond_the_rope_offers_overrides() -> None:
+    with pytest.raises(ValueError, match=r"context=50000 exceeds max_model_len=40960; shorten it, or extend the rope"):
+        check_plan(plan_for(context=50_000, **OFFLOAD))
+
+
+def test_check_plan_nothing_helps_says_so() -> None:
+    plan = plan_for(replace(H200, gpu_bytes=2 * GIB, host_bytes=64 * GIB), model="qwen3-8b", tensor_parallel_size=8)
+    with pytest.raises(ValueError, match=r"no option changes that: with .*enforce_eager=True, .*; use a smaller model"):
+        check_plan(plan)
+
+
+def test_check_plan_names_several_options_where_none_is_enough_alone() -> None:
+    machine = Machine.gpu(64 * GIB, find_gpu("L4"))
+    plan = plan_for(machine, model="qwen3-8b", context=40960, num_sequences=4)
+    with pytest.raises(ValueError, match=r"use enable_cpu_offload and .* or raise tensor_parallel_size to 4") as error:
+        check_plan(plan)
+    together, ranks = changes(str(error.value))
+    assert len(together) > 1 and ranks == {"tensor_parallel_size": 4}
+    for name in together:
+        fewer = {other: value for other, value in together.items() if other != name}
+        try:
+            assert any_problem(with_changes(plan, fewer)) is not None, name
+        except ValueError:  # the rest does not go together
+            continue
+
+
+# -- rules that hold for all of them ---------------------------------------------------------------------------------
+
+ENGINES: dict[str, dict[str, Any]] = {
+    "all-GPU": {},
+    "200 blocks": {"num_kvcache_blocks": 200},
+    "offload": {"enable_cpu_offload": True},
+    "8 slots": OFFLOAD,
+    "40 slots of 4096": OFFLOAD | {"num_gpu_blocks": 40},
+    "blocks of 256": {"enable_cpu_offload": True, "kvcache_block_size": 256},
+    "one sequence": {"max_num_seqs": 1},
+    "4 GiB in CPU memory": {"enable_cpu_offload": True, "cpu_memory_gb": 4},
+    "500 blocks in CPU memory": {"enable_cpu_offload": True, "num_cpu_blocks": 500},
+    "2 ranks": {"tensor_parallel_size": 2, "enforce_eager": True},
+}
+NAMES = ("RTX 3060 12GB", "RTX 4090", "A100 80GB")
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(("context", "num_sequences"), [(1000, 1), (40960, 1), (40960, 4), (500, 100)])
+def test_check_plan_refuses_what_the_table_marks_and_every_remedy_works(
+    engine: str, context: int, num_sequences: int
+) -> None:
+    """`plan` exits 1 exactly when something does not fit, and what it recommends does."""
+    for name, model, host_gib in product(NAMES, MODELS, (16, 100)):
+        machine = Machine.gpu(host_gib * GIB, find_gpu(name))
+        plan = plan_for(machine, model=model, context=context, num_sequences=num_sequences, **ENGINES[engine])
+        refused = None
+        try:
+            check_plan(plan)
+        except ValueError as error:
+            refused = str(error)
+        assert refused is not None or "(!)" not in str(plan), str(plan)
+        assert (refused is None) == (any_problem(plan) is None)
+        if refused is None:
+            check_start(plan)
+            continue
+        if "no option changes that" in refused:
+            continue
+        assert 1 <= len(changes(refused)) <= MAX_REMEDIES
+        for options in changes(refused):
+            assert any_problem(with_changes(plan, options)) is None, (refused, options)
+
+
+def test_every_gpu_of_the_table_can_be_planned_for() -> None:
+    for gpu in GPUS:
+        plan = plan_for(Machine.gpu(64 * GIB, gpu), enable_cpu_offload=True)
+        check_plan(plan)
+        assert gpu.name in str(plan) and plan.memory_decode_tok_per_s and plan.flop_prefill_tok_per_s
