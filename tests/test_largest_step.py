@@ -6,7 +6,7 @@ import pytest
 
 from nanovllm.engine.batch import StepPlan
 from nanovllm.engine.inputs import build_arrays, build_groups
-from nanovllm.engine.largest_step import HISTORY_TOKENS, largest_steps
+from nanovllm.engine.largest_step import HISTORY_TOKENS, largest_steps, short_step
 
 BLOCK = 256
 
@@ -53,3 +53,13 @@ def test_one_block_is_enough(group_blocks: int) -> None:
         for (lens, _), group in zip(groups, plan.moves.streamed, strict=True):
             assert lens.tolist() == [group_blocks * BLOCK] * len(plan.sequences)
             assert set(group.cpu_block_ids) == {0}
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 2, 512])
+@pytest.mark.parametrize("max_model_len", [16, 40960])
+def test_short_step_stays_within_the_limits(max_num_seqs: int, max_model_len: int) -> None:
+    plan = short_step(max_num_seqs, max_model_len, BLOCK)
+    assert len(plan.sequences) <= max_num_seqs
+    assert [seq.num_tokens for seq in plan.sequences] == [1, min(300, max_model_len)][-max_num_seqs:]
+    assert all(seq.context_len <= max_model_len for seq in plan.sequences)
+    assert not build_arrays(plan, BLOCK)["block_tables"].any()

@@ -162,10 +162,10 @@ class DecodeGraphs:
         for size in tqdm(
             sorted(sizes, reverse=True), desc="Capturing decode graphs", unit="size", disable=not show_progress
         ):
-            self._forward(model, make_attention, size)  # compiles what this size needs, outside the capture
+            self.run_eager(model, make_attention, size)  # loads the kernels that this size needs, outside the capture
             torch.cuda.synchronize()
             with torch.cuda.stream(capture_stream(self.inputs.device)), capture(pool) as graph:
-                self._forward(model, make_attention, size)
+                self.run_eager(model, make_attention, size)
             self._graphs[size] = graph
 
     def reset(self) -> None:
@@ -174,7 +174,8 @@ class DecodeGraphs:
             graph.reset()
         self._graphs.clear()
 
-    def _forward(self, model: CausalLM, make_attention: MakeAttention, size: int) -> None:
+    def run_eager(self, model: CausalLM, make_attention: MakeAttention, size: int) -> None:
+        """Launch what the graph of a size holds, kernel by kernel."""
         attention = make_attention(self.inputs.arrays(size)["slot_mapping"], self.inputs.batch(size))
         self.inputs.run(model, size, attention)
 

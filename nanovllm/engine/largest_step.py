@@ -1,6 +1,7 @@
 """The steps that need the most memory of all that the options allow. Start-up runs them once to measure it.
 
-They also compile or load every kernel that prompts, chunks and sampling need, so that no request waits for that.
+With `short_step` they also launch every kernel that prompts, chunks and sampling need, so that start-up can compile all
+of them and no request waits for that.
 """
 
 import numpy as np
@@ -29,6 +30,13 @@ def largest_steps(
         group = StreamedGroup((0,) * group_blocks, (tuple(range(group_blocks)),) * num_seqs)
         steps.append(StepPlan(0, sequences, KVMoves(streamed=(group, group) if group_blocks else ())))
     return steps
+
+
+def short_step(max_num_seqs: int, max_model_len: int, block_size: int) -> StepPlan:
+    """A step that needs little memory, for the kernels of short prompts beside running sequences."""
+    lengths = (1, min(300, max_model_len))[-max_num_seqs:]
+    sequences = tuple(_sequence(i, length, max_model_len, block_size) for i, length in enumerate(lengths))
+    return StepPlan(0, sequences, KVMoves())
 
 
 def _lengths(num_tokens: int, num_seqs: int, max_length: int) -> list[int]:

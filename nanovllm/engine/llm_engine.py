@@ -112,6 +112,7 @@ class LLMEngine:
         if self.device.type == "cuda":
             self._ranks.run("freeze_objects")
         self.scheduler = self._make_scheduler(sizes)
+        logger.info("started in %s", self.runner.phases)
         self._link_meter = LinkMeter(self.runner.spec.block_bytes, self.runner.spec.block_size)
         if self.config.enable_cpu_offload:
             self._log_plan()

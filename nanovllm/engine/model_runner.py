@@ -1,8 +1,8 @@
 """ModelRunner: one rank's model and KV cache. Does what a plan says; the same on every rank."""
 
 import gc
+import importlib.util
 import logging
-import time
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +18,7 @@ from nanovllm.engine import inputs
 from nanovllm.engine.batch import StepPlan
 from nanovllm.engine.cuda_graphs import DecodeGraphs, DecodeInputs
 from nanovllm.engine.device_guard import current_device, on_own_device
-from nanovllm.engine.largest_step import largest_steps
+from nanovllm.engine.largest_step import largest_steps, short_step
 from nanovllm.engine.memory_profile import (
     GRAPH_LAYER_BYTES,
     MemoryProfile,
@@ -34,6 +34,7 @@ from nanovllm.loader import load_weights
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.registry import build_model
 from nanovllm.utils.memory import available_host_bytes, format_bytes
+from nanovllm.utils.phases import Phases
 
 logger = logging.getLogger("nanovllm")
 
@@ -47,7 +48,8 @@ class ModelRunner:
         self.offload: OffloadEngine | None = None
         self.graphs: DecodeGraphs | None = None
         self.streamed_graphs: StreamedDecodeGraphs | None = None
-        with current_device(device), memory_remedy("loading the model"):
+        self.phases = Phases()
+        with current_device(device), memory_remedy("loading the model"), self.phases("weights"):
             self._load(directory)
 
     def _load(self, directory: Path | None) -> None:
@@ -87,17 +89,20 @@ class ModelRunner:
 
     def _profile_memory(self, num_cpu_blocks: int, most_gpu_blocks: int) -> MemoryProfile:
         """Measured with a cache of one block, which all sequences share."""
+        self.allocate_kv_cache(KVCacheSizes(1, num_cpu_blocks))
+        steps = largest_steps(
+            num_tokens=self.config.max_num_batched_tokens,
+            max_num_seqs=self._max_rows(most_gpu_blocks),
+            max_model_len=self.max_model_len,
+            block_size=self.spec.block_size,
+            group_blocks=self.spec.staging_group_blocks if num_cpu_blocks else 0,
+        )
         with memory_remedy("running its largest step"):
-            self.allocate_kv_cache(KVCacheSizes(1, num_cpu_blocks))
-            steps = largest_steps(
-                num_tokens=self.config.max_num_batched_tokens,
-                max_num_seqs=self._max_rows(most_gpu_blocks),
-                max_model_len=self.max_model_len,
-                block_size=self.spec.block_size,
-                group_blocks=self.spec.staging_group_blocks if num_cpu_blocks else 0,
-            )
-            step_bytes = reserved_by(lambda: [self.launch(plan) for plan in steps])
-        graph_bytes = 0 if self.config.enforce_eager else self._measure_graph_bytes(most_gpu_blocks)
+            self._compile_kernels(steps, most_gpu_blocks)
+            with self.phases("largest step"):
+                step_bytes = reserved_by(lambda: [self.launch(plan) for plan in steps])
+        with self.phases("graphs"):
+            graph_bytes = 0 if self.config.enforce_eager else self._measure_graph_bytes(most_gpu_blocks)
         self._drop_kv_cache()
         total_bytes = torch.cuda.mem_get_info()[1]
         return MemoryProfile(
@@ -107,6 +112,25 @@ class ModelRunner:
             step_bytes=step_bytes,
             graph_bytes=graph_bytes,
         )
+
+    def _compile_kernels(self, steps: list[StepPlan], most_gpu_blocks: int) -> None:
+        """Compile side by side what prompts, chunks, samplers and decode graphs launch, so that no request waits for
+        it. The backends that have no kernels of their own initialise their libraries meanwhile.
+        """
+        if importlib.util.find_spec("triton") is None:
+            return
+        from nanovllm.layers.kernels.launch import compile_only
+
+        short = short_step(self._max_rows(most_gpu_blocks), self.max_model_len, self.spec.block_size)
+        with self.phases("kernels"), torch.inference_mode(), compile_only():
+            for plan in (*steps, short):
+                self.launch(plan)
+            if not self.config.enforce_eager:
+                for graphs in self._make_graphs(most_gpu_blocks):
+                    for size in graphs.sizes:
+                        if size & (size - 1) == 0 or size == graphs.sizes[-1]:
+                            graphs.run_eager(self.model, self._paged_attention, size)
+        self._reset_graphs()
 
     def _measure_graph_bytes(self, most_gpu_blocks: int) -> int:
         """From the largest size of each kind, whose memory the others share; their own part is an estimate."""
@@ -126,7 +150,7 @@ class ModelRunner:
     @on_own_device
     def allocate_kv_cache(self, sizes: KVCacheSizes) -> None:
         """All KV memory. With CPU blocks the cache on the GPU is the slots of the OffloadEngine."""
-        with memory_remedy("allocating the KV cache"):
+        with memory_remedy("allocating the KV cache"), self.phases("KV cache"):
             if sizes.num_cpu_blocks:
                 if self.offload is None:
                     self.offload = OffloadEngine(self.spec, sizes.num_cpu_blocks, self.dtype, self.device)
@@ -149,13 +173,13 @@ class ModelRunner:
     @on_own_device
     def capture_graphs(self, num_gpu_blocks: int) -> None:
         """Decode steps become CUDA graphs from here on. Needs the KV cache."""
-        start_s, start_bytes = time.perf_counter(), used_bytes()
-        all_graphs = self._make_graphs(num_gpu_blocks)
-        for graphs in all_graphs:
-            self._capture(graphs, graphs.sizes)
+        start_bytes = used_bytes()
+        with self.phases("graphs"):
+            all_graphs = self._make_graphs(num_gpu_blocks)
+            for graphs in all_graphs:
+                self._capture(graphs, graphs.sizes)
         sizes = ", ".join(f"{len(graphs.sizes)} {graphs.name}" for graphs in all_graphs)
-        seconds, num_bytes = time.perf_counter() - start_s, used_bytes() - start_bytes
-        logger.info("captured decode graphs (%s) in %.1f s, %s", sizes, seconds, format_bytes(num_bytes))
+        logger.info("captured decode graphs (%s), %s", sizes, format_bytes(used_bytes() - start_bytes))
 
     def _make_graphs(self, num_gpu_blocks: int) -> list[DecodeGraphs | StreamedDecodeGraphs]:
         head = self.model.lm_head

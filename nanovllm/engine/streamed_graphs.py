@@ -111,10 +111,7 @@ class StreamedDecodeGraphs:
         for size in tqdm(
             sorted(sizes, reverse=True), desc="Capturing streamed decode", unit="size", disable=not show_progress
         ):
-            slot_mapping = self.inputs.arrays(size)["slot_mapping"]
-            self.inputs.run(model, size, make_attention(slot_mapping, self.inputs.batch(size)))
-            for buffer in range(len(self._group_lens)):
-                self._attend_group(size, buffer)  # compiles, like the line above
+            self.run_eager(model, make_attention, size)  # loads the kernels that this size needs, outside the capture
             torch.cuda.synchronize()
             with torch.cuda.stream(capture_stream(self.inputs.device)):
                 with _Cutter(self, size, pool) as cutter:
@@ -124,6 +121,13 @@ class StreamedDecodeGraphs:
                     self._capture_group(size, b, group_pool) for b in range(len(self._group_lens))
                 ]
             torch.cuda.synchronize()
+
+    def run_eager(self, model: CausalLM, make_attention: MakeAttention, size: int) -> None:
+        """Launch what the graphs of a size hold, kernel by kernel."""
+        slot_mapping = self.inputs.arrays(size)["slot_mapping"]
+        self.inputs.run(model, size, make_attention(slot_mapping, self.inputs.batch(size)))
+        for buffer in range(len(self._group_lens)):
+            self._attend_group(size, buffer)
 
     def reset(self) -> None:
         """Destroy all graphs."""

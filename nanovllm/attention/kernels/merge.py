@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.layers.kernels.launch import on_grid
 from nanovllm.layers.kernels.pdl import let_next_start, pdl_options, wait_for_previous
 
 LSE_STRIDES = [f"{name}_lse_stride_{dim}" for name in ("a", "b", "c", "merged") for dim in "ht"]
@@ -111,7 +112,7 @@ def merge_into(out_THD: torch.Tensor, lse_HT: torch.Tensor, parts: Sequence[tupl
         tensors += [part_out_THD, part_lse_HT]
         strides += [*part_out_THD.stride()[:2], *part_lse_HT.stride()]
     block_t = min(16, triton.next_power_of_2(num_tokens))
-    _merge_kernel[(triton.cdiv(num_tokens, block_t), num_heads)](
+    on_grid(_merge_kernel, (triton.cdiv(num_tokens, block_t), num_heads))(
         *tensors,
         num_tokens,
         *strides,

@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.layers.kernels.launch import on_grid
 from nanovllm.layers.kernels.pdl import let_next_start, pdl_options, wait_for_previous
 
 
@@ -29,5 +30,7 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     if num_tokens:
         block = min(1024, triton.next_power_of_2(size))
         grid = (num_tokens, triton.cdiv(size, block))
-        _silu_and_mul_kernel[grid](x, out, x.stride(0), SIZE=size, BLOCK=block, num_warps=4, **pdl_options(x.device))
+        on_grid(_silu_and_mul_kernel, grid)(
+            x, out, x.stride(0), SIZE=size, BLOCK=block, num_warps=4, **pdl_options(x.device)
+        )
     return out

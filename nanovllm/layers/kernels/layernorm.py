@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.layers.kernels.launch import on_grid
 from nanovllm.layers.kernels.pdl import let_next_start, pdl_options, wait_for_previous
 
 
@@ -61,7 +62,7 @@ def _run(
     total = out if residual is None else torch.empty_like(out)
     if num_tokens:
         block = triton.next_power_of_2(size)
-        _rms_norm_kernel[(num_tokens,)](
+        on_grid(_rms_norm_kernel, (num_tokens,))(
             x,
             residual,
             weight,

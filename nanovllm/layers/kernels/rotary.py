@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.layers.kernels.launch import on_grid
 from nanovllm.layers.kernels.pdl import let_next_start, pdl_options, wait_for_previous
 
 MANY_TOKENS = 1024  # from here on starting the programs takes the time, so fewer run, with more heads each
@@ -170,7 +171,7 @@ def norm_rotate_store(
     if num_tokens:
         heads = min(16 if num_tokens >= MANY_TOKENS else 8, triton.next_power_of_2(num_heads))
         groups = triton.cdiv(num_heads, heads) + 2 * triton.cdiv(num_kv_heads, heads)
-        _norm_rotate_store_kernel[(num_tokens * groups,)](
+        on_grid(_norm_rotate_store_kernel, (num_tokens * groups,))(
             q,
             k,
             v,

@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.layers.kernels.launch import on_grid
 from nanovllm.layers.kernels.pdl import let_next_start, pdl_options, wait_for_previous
 
 _PACKS_IN_FLIGHT = 4  # that a thread loads in one step, of all its rows: 16 registers
@@ -140,7 +141,7 @@ def _run(
         block_n, num_warps, num_stages = tile or DEFAULT_TILE
         num_packs = size // vec
         packs_per_thread = min(max(1, _PACKS_IN_FLIGHT // block_n), triton.cdiv(num_packs, 32 * num_warps))
-        _small_linear_kernel[(triton.cdiv(num_features, block_n),)](
+        on_grid(_small_linear_kernel, (triton.cdiv(num_features, block_n),))(
             x,
             weight,
             bias,
