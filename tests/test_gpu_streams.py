@@ -217,6 +217,30 @@ def test_without_an_edge_and_its_awaited_side_slow_answers_are_wrong(
     pytest.fail(f"nothing happens without {site}")
 
 
+def test_events_of_copies_out_are_let_go_when_the_gpu_is_done_with_them(
+    reference: Reference, cycles_per_ms: float
+) -> None:
+    """While the copies are slow their events are kept."""
+    (prompt,) = prompts_of(6 * BLOCK + 9)
+    with SlowLLM(reference, lambda engine: None, num_gpu_blocks=4, max_num_batched_tokens=BLOCK) as llm:
+        engine: Any = llm.runner.offload
+        llm.answer_and_check([prompt], max_tokens=4)
+        torch.cuda.synchronize()
+        engine.begin_step(KVMoves(), ())
+        engine.end_step()
+        assert (engine.cpu_block_offload_done > 0).any() and len(engine._d2h_log) == 0
+        with torch.cuda.stream(engine.streams.d2h.stream):
+            torch.cuda._sleep(int(200 * cycles_per_ms))
+        engine.offload_slot_layer(0, 0, 0, 1, 0, None)
+        engine.begin_step(KVMoves(), ())
+        engine.end_step()
+        assert len(engine._d2h_log) == 1
+        torch.cuda.synchronize()
+        engine.begin_step(KVMoves(), ())
+        engine.end_step()
+        assert len(engine._d2h_log) == 0
+
+
 # -- soak --------------------------------------------------------------------------------------------------------------
 
 

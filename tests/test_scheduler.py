@@ -1,11 +1,16 @@
 """The scheduler, step by step, over both managers. Random workloads: test_properties.py."""
 
+import random
+from unittest import mock
+
 import pytest
 from content_model import EOS, Simulation, expected_answer
 from random_workloads import small_grain
 
 from nanovllm.engine.batch import StepPlan
+from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.kvcache import block_manager
 from nanovllm.kvcache.block_manager import BlockManager
 from nanovllm.kvcache.hybrid_manager import HybridKVCacheManager
 from nanovllm.sampling_params import SamplingParams
@@ -183,6 +188,42 @@ def test_all_gpu_alone_at_the_tail_preempts_itself() -> None:
     simulation.step()
     assert shape(simulation.step()) == [(0, 1)]
     assert (first.status, second.status) == (SequenceStatus.RUNNING, SequenceStatus.WAITING)
+    simulation.run()
+
+
+def num_computed_again(watermark: float) -> int:
+    """Tokens beyond the fewest that 80 requests of random lengths can take, in 100 blocks of 256 tokens."""
+    rng = random.Random(0)
+    with mock.patch.object(block_manager, "WATERMARK", watermark):
+        kv = BlockManager(100, 256)
+    scheduler = Scheduler(kv, max_num_seqs=256, max_num_batched_tokens=16_384)
+    for seq_id in range(80):
+        params = SamplingParams(max_tokens=rng.randint(100, 1024), ignore_eos=True)
+        num_tokens = rng.randint(100, 1024)
+        scheduler.add(Sequence(seq_id, [rng.randrange(1000) for _ in range(num_tokens)], params, seed=0))
+    num_tokens = -sum(seq.max_kv_tokens for seq in scheduler.sequences.values())
+    while scheduler.has_unfinished:
+        plan = scheduler.schedule()
+        assert plan is not None
+        num_tokens += plan.num_tokens
+        scheduler.commit(plan, [rng.randrange(1000) for step in plan.sequences if step.sampling is not None])
+    return num_tokens
+
+
+def test_all_gpu_admission_leaves_room_to_grow_and_halves_what_is_computed_again() -> None:
+    """Regression: under pressure 1.14 to 1.24 times the tokens were computed."""
+    assert 0 < num_computed_again(block_manager.WATERMARK) < 0.6 * num_computed_again(0)
+
+
+def test_all_gpu_room_to_grow_is_left_beside_others_and_not_when_alone() -> None:
+    simulation = all_gpu(num_blocks=100, max_num_batched_tokens=400)
+    simulation.add(prompt(400), max_tokens=1)  # all blocks
+    simulation.step()
+    assert not simulation.scheduler.has_unfinished
+    simulation.add(prompt(8, first=2), max_tokens=40)
+    simulation.add(prompt(96 * 4, first=3), max_tokens=1)  # 96 of 98 blocks; 3 are to be left
+    simulation.add(prompt(2, first=4), max_tokens=1)
+    assert shape(simulation.step()) == [(1, 8)]
     simulation.run()
 
 

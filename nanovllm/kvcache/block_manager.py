@@ -9,12 +9,16 @@ from nanovllm.kvcache.block_pool import BlockPool
 from nanovllm.kvcache.prefix_index import Block
 
 _NO_MOVES = KVMoves()
+# Part of the blocks that admission leaves free, so that running sequences can grow for a while. Without it one that was
+# just admitted is soon preempted for their next blocks, and computes its prompt again.
+WATERMARK = 0.03
 
 
 class BlockManager(KVCacheManager):
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
         self.block_size = block_size
         self.pool = BlockPool([Block(i) for i in range(num_blocks)], block_size, block_size, enable_prefix_caching)
+        self.num_watermark_blocks = int(WATERMARK * num_blocks)
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -34,7 +38,9 @@ class BlockManager(KVCacheManager):
     def can_admit(self, seq: Sequence) -> bool:
         match = self.pool.match(seq)
         shared = sum(self.pool.blocks[block_id].ref_count > 0 for block_id in match.full_blocks)
-        return self._num_blocks(seq.num_tokens) - shared <= self.pool.num_free
+        needed = self._num_blocks(seq.num_tokens) - shared
+        is_alone = self.pool.num_free == len(self.pool.blocks)
+        return needed <= self.pool.num_free - (0 if is_alone else self.num_watermark_blocks)
 
     def admit(self, seq: Sequence) -> None:
         assert not seq.block_table, f"sequence {seq.seq_id} holds blocks already"
