@@ -95,6 +95,7 @@ JOBS = [
     *(bench(f"qwen3-8b-tp{n}", *QWEN3_8B, "--tp", str(n), num_gpus=n) for n in (1, 2, 4)),
     bench("attention", "benchmarks/bench_attention.py", timeout_s=600),
     bench("device-memory", "-m", "benchmarks.device_memory", timeout_s=900),
+    bench("sampler", "benchmarks/bench_sampler.py"),
     sanitizer("memcheck"),
     sanitizer("racecheck"),
     tests("tests-gpu", "-m", "gpu and not slow", "tests", timeout_s=1200),

@@ -8,6 +8,8 @@ MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-10, 1e10
 MAX_INT32 = 2**31 - 1  # positions, lengths and block tables are int32 on the device
 MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1  # seeds are int64 on the device
 
+INVALID_TOKEN = -1  # what the sampler returns instead of a token id where the logits hold NaN or infinity
+
 
 def _require(condition: bool, name: str, value: object, limit: str) -> None:
     if not condition:
@@ -19,10 +21,16 @@ class SamplingParams:
     """Checked where it is made: a bad value raises ValueError with its name, the value and the limit.
 
     temperature: 0 is greedy, all else from 1e-10 to 1e10. max_tokens: most new tokens. ignore_eos: go on past the
-    model's end token. top_k: keep the k most likely tokens, 0 or -1 for all. top_p: keep the smallest set of tokens
-    whose probability reaches top_p. min_p: keep tokens at least min_p times as likely as the most likely one. stop: the
-    text ends before the first of these strings. stop_token_ids: end tokens besides the model's. seed: 64 bits, signed;
-    the same seed gives the same tokens whatever the request is batched with; None draws one from the engine's seed.
+    model's end token. stop: the text ends before the first of these strings. stop_token_ids: end tokens besides the
+    model's. seed: 64 bits, signed; the same seed gives the same tokens whatever the request is batched with; None draws
+    one from the engine's seed.
+
+    The filters keep what transformers keeps, and apply in its order: temperature, top_k, top_p, min_p. Greedy requests
+    ignore them, and the most likely token is always kept.
+    top_k: keep the k most likely tokens and those exactly as likely as the k-th, 0 or -1 for all. top_p: of what top_k
+    kept, taken as the whole distribution, keep the smallest set of most likely tokens whose probability reaches top_p;
+    among equally likely tokens the lower id comes first. min_p: keep tokens at least min_p times as likely as the most
+    likely one.
     """
 
     temperature: float = 1.0

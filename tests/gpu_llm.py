@@ -49,13 +49,11 @@ class GpuLLM(CheckedLLM):
 
     def _recording_launch(self, plan: StepPlan) -> Any:
         self.plans.append(plan)
-        self._num_replays_before = self.num_replays.total()
         with mock.patch.object(model_runner, "sample", self._recording_sample):
             return self._launch(plan)
 
     def _recording_sample(self, logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
-        if self.num_replays.total() == self._num_replays_before:
-            self._record(logits)  # those of a graph are recorded; a step that filters samples them once more
+        self._record(logits)  # those of a graph are recorded by _counted
         return sample(logits, params)
 
     def _recording_compute_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

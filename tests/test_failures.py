@@ -15,7 +15,6 @@ from tiny_models import write_tiny_model, write_tiny_tokenizer
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.memory_profile import memory_remedy
-from nanovllm.engine.scheduler import NO_TOKEN
 from nanovllm.errors import EngineError
 
 KINDS = {
@@ -198,12 +197,6 @@ def test_nan_logits_end_their_request_with_an_error(model: Path, kind: str, ahea
         again = llm.generate(prompts, GREEDY, use_tqdm=False)
         assert [output["token_ids"] for output in again] == [output["token_ids"] for output in expected]
         llm.scheduler.check_integrity()
-
-
-def test_no_token_is_what_the_sampler_returns_for_nan() -> None:
-    from nanovllm.layers import sampler
-
-    assert sampler.NO_TOKEN == NO_TOKEN
 
 
 # -- a start that fails ------------------------------------------------------------------------------------------------

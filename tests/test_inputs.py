@@ -8,7 +8,15 @@ import torch
 
 from nanovllm.engine.batch import KVMoves, SamplingRow, SequenceStep, StepPlan, StreamedGroup
 from nanovllm.engine.cuda_graphs import DecodeInputs
-from nanovllm.engine.inputs import build_arrays, build_batches, build_groups, last_token_batches, pad_tables, to_device
+from nanovllm.engine.inputs import (
+    SAMPLING_ARRAYS,
+    build_arrays,
+    build_batches,
+    build_groups,
+    last_token_batches,
+    pad_tables,
+    to_device,
+)
 
 BLOCK_SIZE = 8
 
@@ -111,7 +119,10 @@ def test_decode_graph_inputs_are_the_arrays_of_the_step_padded() -> None:
     static = decode_inputs(19)
     for _ in range(60):
         num_seqs = rng.randint(1, 19)
-        sampling = [SamplingRow(rng.random(), 0, 1.0, 0.0, rng.getrandbits(63), rng.randint(1, 99)) for _ in range(19)]
+        sampling = [
+            SamplingRow(*(rng.random(), rng.randint(0, 50), rng.random(), rng.random(), rng.getrandbits(63), 1 + row))
+            for row in range(19)
+        ]
         steps = [
             sequence_step(
                 1,
@@ -123,16 +134,17 @@ def test_decode_graph_inputs_are_the_arrays_of_the_step_padded() -> None:
             for row in range(num_seqs)
         ]
         arrays = build_arrays(StepPlan(1, tuple(steps), KVMoves()), BLOCK_SIZE)
-        static.sampled.copy_(torch.tensor([rng.randint(100_000, 200_000) for _ in range(19)]))
+        static.sampled.copy_(torch.tensor([rng.choice((-1, rng.randint(100_000, 200_000))) for _ in range(19)]))
         size = static.size_for(num_seqs)
         static.fill(arrays, size)
         got = static.arrays(size)
-        for name in ("positions", "rope_lens", "slot_mapping", "context_lens", "temperature", "seed"):
+        for name in ("positions", "rope_lens", "slot_mapping", "context_lens", *SAMPLING_ARRAYS):
             assert got[name].tolist() == [*arrays[name].tolist(), *[-(name == "slot_mapping")] * (size - num_seqs)]
-        assert got["sample_position"][:num_seqs].tolist() == arrays["sample_position"].tolist()
+        for step, row in zip(steps, zip(*static.sampling(size), strict=True), strict=False):
+            assert step.sampling == pytest.approx(tuple(value.item() for value in row))
         for step, token_id in zip(steps, static.input_ids(size)[:num_seqs].tolist(), strict=True):
             expected = step.token_ids[0] if step.previous_row < 0 else static.sampled[step.previous_row]
-            assert token_id == expected
+            assert token_id == max(expected, 0)  # the embedding has no row for an invalid token
         for step, table in zip(steps, static.batch(size).block_tables.tolist(), strict=False):
             assert tuple(table[: len(step.block_table)]) == step.block_table
 

@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 from nanovllm.attention import kernels as attention_kernels
 from nanovllm.layers import kernels
 from nanovllm.layers.kernels import pdl
+from nanovllm.layers.sampler import SamplingTensors
 
 NUM_LAYERS = 6
 HIDDEN, INTERMEDIATE, VOCAB = 1024, 3072, 5000
@@ -49,7 +50,15 @@ class Chain:
         self.tables = pages.int().view(num_seqs, NUM_PAGES)
         self.context_lens = torch.zeros(num_seqs, dtype=torch.int32, device="cuda")
         self.slot_mapping = torch.zeros(num_seqs, dtype=torch.int64, device="cuda")
-        self.temperature = torch.linspace(0, 1, num_seqs, device="cuda")
+        row = torch.arange(num_seqs, device="cuda")
+        self.sampling = SamplingTensors(  # greedy and unfiltered rows among them
+            temperature=row / num_seqs,
+            top_k=row % 3 * 10,
+            top_p=1 - row % 2 / 5,
+            min_p=row % 5 / 100,
+            seed=self.slot_mapping,
+            position=self.slot_mapping,
+        )
         self.tokens = torch.zeros(num_seqs, dtype=torch.int64, device="cuda")
         self.hidden = torch.zeros(num_seqs, HIDDEN, dtype=torch.bfloat16, device="cuda")
         torch.cuda.synchronize()  # weights are at rest, as PDL asks
@@ -87,7 +96,7 @@ class Chain:
             x = kernels.small_linear(kernels.silu_and_mul(both), layer["down"], layer["bias"])
         x, residual = kernels.add_rms_norm(x, residual, self.layers[0]["norm"], 1e-6)
         logits = kernels.small_linear(x, self.head, None)
-        tokens = kernels.sample_tokens(logits, self.temperature, self.slot_mapping, self.slot_mapping)
+        tokens = kernels.sample_tokens(logits, self.sampling)
         self.tokens.copy_(tokens)
         self.hidden.copy_(residual)
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from nanovllm.layers.sampler import SamplingTensors, exponential_noise, filter_logits, sample
+from nanovllm.layers.sampler import INVALID_TOKEN, SamplingTensors, exponential_noise, sample
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 VOCAB_SIZE = 11
@@ -39,7 +39,6 @@ def params_of(
         full(min_p, torch.float32),
         (torch.arange(num_rows) if seeds is None else seeds).to(device),
         (full(5, torch.int64) if positions is None else positions).to(device),
-        filtered=top_k > 0 or top_p < 1 or min_p > 0,
     )
 
 
@@ -49,14 +48,14 @@ def naive_probabilities(
     """Softmax of what is kept, by the words of SamplingParams."""
     weights = [math.exp(x / temperature) for x in logits.tolist()]
     order = sorted(range(len(weights)), key=lambda i: -weights[i])
-    kept = order[: top_k or len(order)]
-    kept = [i for i in kept if weights[i] >= min_p * weights[order[0]]]
+    kept = [i for i in order if not top_k or weights[i] >= weights[order[top_k - 1]]]
     total = sum(weights[i] for i in kept)
     nucleus: list[int] = []
     for i in kept:
         if nucleus and sum(weights[j] for j in nucleus) / total >= top_p:
             break
         nucleus.append(i)
+    nucleus = [i for i in nucleus if weights[i] >= min_p * weights[order[0]]]
     total = sum(weights[i] for i in nucleus)
     return [weights[i] / total if i in nucleus else 0.0 for i in range(len(weights))]
 
@@ -78,7 +77,9 @@ SETTINGS = [
     {"top_k": 4},
     {"top_p": 0.75},
     {"min_p": 0.3},
+    {"top_p": 0.1},
     {"temperature": 1.3, "top_k": 6, "top_p": 0.8, "min_p": 0.25},
+    {"top_k": 7, "top_p": 0.85, "min_p": 0.25},  # with min_p before top_p it would be 4 tokens instead of 5
 ]
 
 
@@ -97,16 +98,17 @@ def test_tokens_are_drawn_from_the_softmax_of_what_is_kept(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("temperature", [0.6, 1.0])
-def test_tokens_of_several_groups_are_drawn_from_the_softmax(temperature: float, device: str) -> None:
+@pytest.mark.parametrize("setting", [{}, {"temperature": 0.6}, {"top_k": 8}, {"top_p": 0.5}, {"min_p": 0.2}])
+def test_tokens_of_several_groups_are_drawn_from_the_softmax(setting: dict[str, float], device: str) -> None:
     """Candidates at the edges of groups and alone in one, two groups without any."""
     entries = torch.tensor([0, 1, 2047, 2048, 2049, 4095, 4096, 9000, 11_000, 11_001, 12_288])
     num_rows = 3000
     logits = torch.full((1, 12_290), -torch.inf, device=device)
     logits[0, entries] = LOGITS.to(device)
-    tokens = sample(logits.expand(num_rows, -1), params_of(num_rows, temperature=temperature, device=device)).cpu()
+    tokens = sample(logits.expand(num_rows, -1), params_of(num_rows, device=device, **setting)).cpu()
     assert set(tokens.tolist()) <= set(entries.tolist())
-    assert_drawn_from(torch.searchsorted(entries, tokens), naive_probabilities(LOGITS, temperature, 0, 1.0, 0.0))
+    everything = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | setting
+    assert_drawn_from(torch.searchsorted(entries, tokens), naive_probabilities(LOGITS, **everything))
 
 
 def test_draws_of_neighbouring_positions_and_seeds_are_independent() -> None:
@@ -121,31 +123,6 @@ def test_draws_of_neighbouring_positions_and_seeds_are_independent() -> None:
         assert abs((tokens[1:] == tokens[:-1]).float().mean().item() - p_equal) < tolerance
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_filter_keeps_what_the_definition_says(temperature: float) -> None:
-    generator = torch.Generator().manual_seed(0)
-    for case in range(200):
-        logits = 3 * torch.randn(1 + case % 40, generator=generator)
-        top_k = case % 7
-        top_p, min_p = (torch.rand(2, generator=generator) * (case % 3 > 0)).tolist()
-        top_p = 1 - top_p if case % 3 else 1.0
-        params = params_of(1, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-        kept = filter_logits(logits[None], params)[0]
-        expected = [p > 0 for p in naive_probabilities(logits, temperature, top_k, top_p, min_p)]
-        assert torch.isfinite(kept).tolist() == expected
-        assert torch.equal(kept[kept.isfinite()], logits[kept.isfinite()])
-
-
-def test_filter_leaves_a_row_that_filters_nothing_as_it_is() -> None:
-    """Regression: beside a row that filters, the sum of probabilities reached 1.0 before the last tokens."""
-    logits = 3 * torch.randn(2, 20_011, generator=torch.Generator().manual_seed(0))
-    params = params_of(2)
-    params.top_k[1] = 5
-    kept = filter_logits(logits, params)
-    assert torch.equal(kept[0], logits[0])
-    assert kept[1].isfinite().sum() == 5
-
-
 @pytest.mark.parametrize("device", DEVICES)
 def test_temperature_zero_is_argmax_also_beside_random_rows(device: str) -> None:
     logits = torch.randn(9, 333, generator=torch.Generator().manual_seed(0)).to(device)
@@ -158,18 +135,59 @@ def test_temperature_zero_is_argmax_also_beside_random_rows(device: str) -> None
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("vocab_size", [11, 5003])
 @pytest.mark.parametrize("setting", [{"temperature": 0.0}, *SETTINGS])
-def test_token_is_in_the_vocabulary_when_the_logits_overflowed(
+def test_row_without_a_distribution_draws_the_invalid_token(
     setting: dict[str, float], vocab_size: int, device: str
 ) -> None:
-    """Rows all NaN, or in part, or infinite; the row between them draws what it draws alone."""
-    logits = torch.randn(7, vocab_size, generator=torch.Generator().manual_seed(0)).to(device)
-    params = params_of(7, device=device, **setting)
-    want = sample(logits, params)[3]
-    logits[0], logits[1], logits[2, ::2] = torch.nan, torch.inf, torch.nan
-    logits[4, 5:], logits[5], logits[6, -1] = torch.nan, -torch.inf, torch.nan
+    """Regression: a row of NaN drew some token. Its neighbours draw what they draw without it."""
+    logits = torch.randn(10, vocab_size, generator=torch.Generator().manual_seed(0)).to(device)
+    params = params_of(10, device=device, **setting)
+    alone = sample(logits, params)
+    logits[0], logits[1, 0], logits[2, vocab_size // 2], logits[3, -1], logits[4, ::2] = (torch.nan,) * 5
+    logits[5], logits[6, -1], logits[7] = torch.inf, torch.inf, -torch.inf
     tokens = sample(logits, params)
-    assert ((tokens >= 0) & (tokens < vocab_size)).all(), tokens.tolist()
-    assert tokens[3] == want
+    assert (tokens[:8] == INVALID_TOKEN).all(), tokens.tolist()
+    assert torch.equal(tokens[8:], alone[8:])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("setting", [{"temperature": 0.0}, *SETTINGS])
+def test_row_with_one_possible_token_draws_it(setting: dict[str, float], device: str) -> None:
+    """The others at -inf, alone in the last of three groups."""
+    logits = torch.full((3, 5003), -torch.inf, device=device)
+    logits[:, 5002] = torch.tensor([-1000.0, 0.0, 1000.0])
+    assert sample(logits, params_of(3, device=device, **setting)).tolist() == [5002] * 3
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_filters_leave_the_token_of_an_unfiltered_row_as_it_is(device: str) -> None:
+    """Regression: beside a row that filters, the sum of probabilities reached 1.0 before the last tokens."""
+    logits = (torch.randn(200, 20_011, generator=torch.Generator().manual_seed(0)) / 10).to(device)
+    params = params_of(200, device=device)
+    alone = sample(logits, params)
+    params.top_k[::2] = 5
+    assert torch.equal(sample(logits, params)[1::2], alone[1::2])
+    params.top_k[:] = 20_011  # all tokens, as 0
+    assert torch.equal(sample(logits, params), alone)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("setting", [{"top_k": 20}, {"top_p": 0.5}, {"min_p": 0.1}])
+def test_token_that_the_filters_keep_is_the_one_drawn_without_them(setting: dict[str, float], device: str) -> None:
+    logits = (2 * torch.randn(500, 5003, generator=torch.Generator().manual_seed(0))).to(device)
+    unfiltered = sample(logits, params_of(500, device=device))
+    filtered = sample(logits, params_of(500, device=device, **setting))
+    again = sample(logits, params_of(500, device=device, seeds=torch.arange(500) + 1000, **setting))
+    same = (filtered == unfiltered).float().mean().item()
+    assert 0.1 < same < 0.9
+    assert (again == unfiltered).float().mean().item() < same / 2
+
+
+def test_draws_of_a_seed_stay_what_they_are() -> None:
+    """Users who keep their seeds keep their texts."""
+    entry, row = torch.arange(5003), torch.arange(12)
+    logits = ((entry * 37 + row[:, None] * 101) % 1009).float() / 120
+    tokens = sample(logits, params_of(12, temperature=0.8, seeds=row * 1_000_003, positions=row + 5))
+    assert tokens.tolist() == [427, 4358, 365, 1460, 4133, 2792, 447, 1069, 573, 3163, 2126, 457]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -180,7 +198,7 @@ def test_row_draws_the_same_alone_and_in_any_batch(setting: dict[str, float], de
     together = sample(logits, params)
     order = torch.randperm(13, generator=torch.Generator().manual_seed(2))
     for rows in (order, order[:5], order[:1]):
-        picked = SamplingTensors(*(column[rows] for column in params[:6]), *params[6:])
+        picked = SamplingTensors(*(column[rows] for column in params))
         assert sample(logits[rows], picked).tolist() == together[rows].tolist()
 
 

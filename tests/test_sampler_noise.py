@@ -107,16 +107,17 @@ if HAS_TRITON:
     import triton.language as tl
 
     kernel = importlib.import_module("nanovllm.layers.kernels.sampler")
+    noise = importlib.import_module("nanovllm.layers.kernels.noise")
 
     @triton.jit
     def _noise_kernel(seed_ptr, position_ptr, bits_ptr, noise_ptr, num_entries, BLOCK: tl.constexpr):
         row = tl.program_id(0)
         entry = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        key_low, key_high = kernel._row_key(seed_ptr, position_ptr, row)
-        bits = kernel._random_bits(entry, key_low, key_high)
+        key_low, key_high = noise.row_key(seed_ptr, position_ptr, row)
+        bits = noise.random_bits(entry, key_low, key_high)
         inside = entry < num_entries
         tl.store(bits_ptr + row * num_entries + entry, bits.to(tl.int64), mask=inside)
-        tl.store(noise_ptr + row * num_entries + entry, kernel._log2_noise(bits), mask=inside)
+        tl.store(noise_ptr + row * num_entries + entry, noise.log2_noise(bits), mask=inside)
 
 
 @pytest.mark.skipif(INTERPRETED or not HAS_TRITON, reason="this is the interpreted run, or there is no triton")
@@ -163,13 +164,12 @@ def test_kernel_draws_what_plain_torch_draws(device: str, num_rows: int) -> None
         min_p=torch.zeros(num_rows),
         seed=torch.arange(num_rows),
         position=torch.arange(num_rows) * 1000,
-        filtered=False,
     )
     want = sample(logits, params)
-    columns = (column.to(device) for column in (params.temperature, params.seed, params.position))
-    got = kernel.sample_tokens(logits.to(device), *columns).cpu()
+    on_device = SamplingTensors(*(column.to(device) for column in params))
+    got = kernel.sample_tokens(logits.to(device), on_device).cpu()
     assert got[0] == want[0] == 4000
     assert (got == want).float().mean() >= (1 if num_rows < 100 else 0.99)  # logarithms differ in their last bits
-    zeros = torch.zeros(num_rows, device=device)
-    greedy = kernel.sample_tokens(logits.to(device), zeros, zeros.long(), zeros.long()).cpu()
+    on_device.temperature.zero_()
+    greedy = kernel.sample_tokens(logits.to(device), on_device).cpu()
     assert torch.equal(greedy, logits.float().argmax(-1))

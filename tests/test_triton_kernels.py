@@ -20,6 +20,7 @@ from nanovllm.layers.activation import silu_and_mul
 from nanovllm.layers.kv_cells import KVCells
 from nanovllm.layers.layernorm import add_rms_norm, rms_norm
 from nanovllm.layers.rotary_embedding import rotate_and_store
+from nanovllm.layers.sampler import SamplingTensors
 from nanovllm.model_config import HEAD_DIMS
 
 pytest.importorskip("triton")
@@ -276,9 +277,12 @@ def test_every_kernel_stays_inside_its_memory(device, head_dim, monkeypatch):
     for num_rows in (1, 3):
         results += [kernels.small_linear(x[:num_rows], new(57, size), new(57))]
         results += [kernels.small_gate_up(x[:num_rows], new(114, size), None)]
-    logits, temperature = new(num_tokens, 5001), torch.rand(num_tokens, device=device)
-    tokens = kernels.sample_tokens(logits, temperature, slot_mapping, slot_mapping)
-    assert all(result.isfinite().all() for result in results) and ((tokens >= 0) & (tokens < 5001)).all()
+    logits, fraction = new(num_tokens, 5001), torch.rand(num_tokens, device=device)
+    for top_k in (torch.zeros_like(slot_mapping), 3 + slot_mapping):  # the latter more and fewer than there are groups
+        filters = top_k, 1 - fraction / 2, fraction / 20
+        tokens = kernels.sample_tokens(logits, SamplingTensors(fraction, *filters, slot_mapping, slot_mapping))
+        assert ((tokens >= 0) & (tokens < 5001)).all()
+    assert all(result.isfinite().all() for result in results)
 
 
 def test_plan_num_splits_fills_the_gpu():

@@ -18,7 +18,8 @@ from tqdm import tqdm
 from nanovllm.attention.base import PagedBatch, StepAttention
 from nanovllm.config import graph_sizes
 from nanovllm.engine.graph_capture import capture, capture_stream
-from nanovllm.layers.sampler import draw
+from nanovllm.engine.inputs import SAMPLING_ARRAYS
+from nanovllm.layers.sampler import SamplingTensors, sample
 from nanovllm.models.decoder import CausalLM
 
 _ARRAYS = {  # of a step, one entry per sequence
@@ -29,6 +30,9 @@ _ARRAYS = {  # of a step, one entry per sequence
     "slot_mapping": torch.int64,
     "context_lens": torch.int32,
     "temperature": torch.float32,
+    "top_k": torch.int64,
+    "top_p": torch.float32,
+    "min_p": torch.float32,
     "seed": torch.int64,
     "sample_position": torch.int64,
 }
@@ -88,8 +92,17 @@ class DecodeInputs:
         return {name: row.view(dtype)[:size] for (name, dtype), row in rows}
 
     def input_ids(self, size: int) -> torch.Tensor:
-        """The tokens of the step [size], those that the last step sampled among them."""
-        return self._static.index_select(0, self.arrays(size)["token_source"])
+        """The tokens of the step [size], those that the last step sampled among them.
+
+        Where the last step found no valid token (sampler.INVALID_TOKEN) the model runs on token 0: the host is about to
+        end that request, and the others must not notice.
+        """
+        return self._static.index_select(0, self.arrays(size)["token_source"]).clamp_(min=0)
+
+    def sampling(self, size: int) -> SamplingTensors:
+        """How the rows of the step are sampled."""
+        arrays = self.arrays(size)
+        return SamplingTensors(*(arrays[name] for name in SAMPLING_ARRAYS))
 
     def batch(self, size: int) -> PagedBatch:
         """The paged keys of `size` sequences, one query each."""
@@ -108,7 +121,7 @@ class DecodeInputs:
         rope_lens = arrays["rope_lens"] if model.needs_rope_lens else None
         hidden = model(self.input_ids(size), arrays["positions"], attention, rope_lens)
         logits = model.compute_logits(hidden, out=self._logits[:size])
-        draw(logits, arrays["temperature"], arrays["seed"], arrays["sample_position"], self.sampled[:size])
+        sample(logits, self.sampling(size), self.sampled[:size])
 
     def logits(self, num_seqs: int) -> torch.Tensor:
         """What the last replay left for its first sequences, [num_seqs, vocab_size]."""

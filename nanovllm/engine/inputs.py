@@ -63,7 +63,7 @@ def build_arrays(plan: StepPlan, block_size: int) -> dict[str, np.ndarray]:
     return arrays
 
 
-SAMPLING_ARRAYS = {  # fields of SamplingRow, in order
+SAMPLING_ARRAYS = {  # fields of SamplingRow and of SamplingTensors, in order
     "temperature": np.float32,
     "top_k": np.int64,
     "top_p": np.float32,

@@ -245,14 +245,16 @@ class ModelRunner:
             arrays |= {f"group_context_lens_{i}": lens, f"group_tables_{i}": tables}
         tensors = inputs.to_device(arrays, self.device)
         if len(arrays["pending_tokens"]):  # what the previous step sampled comes from there, not by way of the host
-            tensors["input_ids"][tensors["pending_tokens"]] = self._sampled[tensors["pending_rows"]]
+            pending = self._sampled[tensors["pending_rows"]].clamp_(min=0)  # an invalid one ends its request soon
+            tensors["input_ids"][tensors["pending_tokens"]] = pending
         rope_lens = tensors["rope_lens"] if self.model.needs_rope_lens else None
         rows = None if plan.is_decode else tensors["logits_rows"]
         attention = self._attention(plan, tensors)
         hidden = self.model(tensors["input_ids"], tensors["positions"], attention, rope_lens, rows)
         if not len(hidden):
             return self._sampled[:0]
-        sampled = self.tp.broadcast(sample(self.model.compute_logits(hidden), _sampling_tensors(arrays, tensors)))
+        params = SamplingTensors(*(tensors[name] for name in inputs.SAMPLING_ARRAYS))
+        sampled = self.tp.broadcast(sample(self.model.compute_logits(hidden), params))
         if self.graphs is not None:
             self.graphs.inputs.sampled[: len(sampled)].copy_(sampled)  # where the next step's graph looks for them
         return sampled
@@ -270,11 +272,7 @@ class ModelRunner:
             logits = self.graphs.run(arrays)
             if self.offload is not None:
                 self.offload.ran_all_layers()
-        sampled = self.graphs.inputs.sampled[: len(logits)]
-        if _is_filtered(arrays):  # which the graphs do not
-            tensors = inputs.to_device({name: arrays[name] for name in inputs.SAMPLING_ARRAYS}, self.device)
-            sampled.copy_(sample(logits, _sampling_tensors(arrays, tensors)))
-        return self.tp.broadcast(sampled)
+        return self.tp.broadcast(self.graphs.inputs.sampled[: len(logits)])
 
     def _paged_attention(self, slot_mapping: torch.Tensor, batch: PagedBatch) -> StepAttention:
         return PagedAttention(self.backend, self.k_cache, self.v_cache, slot_mapping, batch, batch, self.scale)
@@ -316,21 +314,3 @@ class ModelRunner:
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
                 gc.unfreeze()
-
-
-def _is_filtered(arrays: dict[str, np.ndarray]) -> bool:
-    """Whether a row that draws cuts its distribution."""
-    cut = (arrays["top_k"] > 0) | (arrays["top_p"] < 1) | (arrays["min_p"] > 0)
-    return bool((cut & (arrays["temperature"] > 0)).any())
-
-
-def _sampling_tensors(arrays: dict[str, np.ndarray], tensors: dict[str, torch.Tensor]) -> SamplingTensors:
-    return SamplingTensors(
-        tensors["temperature"],
-        tensors["top_k"],
-        tensors["top_p"],
-        tensors["min_p"],
-        tensors["seed"],
-        tensors["sample_position"],
-        filtered=_is_filtered(arrays),
-    )

@@ -13,8 +13,7 @@ import numpy as np
 from nanovllm.engine.batch import KVMoves, SamplingRow, SequenceStep, StepPlan
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.kvcache.base import KVCacheManager, PagedKeys
-
-NO_TOKEN = -1  # what the sampler returns for a row that it cannot draw from (layers/sampler.py)
+from nanovllm.sampling_params import INVALID_TOKEN
 
 
 class Scheduler:
@@ -192,7 +191,7 @@ class Scheduler:
             if seq is None:
                 continue  # ended or aborted while this step ran
             updated.append(seq)
-            if token_id == NO_TOKEN:
+            if token_id == INVALID_TOKEN:
                 self.finish(seq, "error", f"the model's logits for token {position} hold NaN or infinity")
                 continue
             seq.append_pending(token_id, position)
