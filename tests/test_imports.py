@@ -50,7 +50,7 @@ OWNS_THE_DEVICE = {
     f"nanovllm.{name}"
     for name in (
         "distributed engine.model_runner engine.startup engine.cuda_graphs engine.streamed_graphs "
-        "engine.device_guard engine.graph_capture engine.memory_profile engine.step_result "
+        "layers.kernels.launch engine.device_guard engine.graph_capture engine.memory_profile engine.step_result "
         "kvcache.streams kvcache.pinned_memory attention.selection "
         "attention.flash_backend attention.cudnn_backend attention.triton_backend"
     ).split()

@@ -7,12 +7,13 @@ a model once like that finds every kernel it needs and compiles them side by sid
 
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
+import torch
 import triton
 
 _compile_only: ContextVar[bool] = ContextVar("compile_only", default=False)
@@ -26,15 +27,31 @@ def on_grid(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
     return launch
 
 
+class _CompilingThreads(ThreadPoolExecutor):
+    """Compiles kernels and loads them on the current device, with the stub in C that launches them."""
+
+    def __init__(self) -> None:
+        super().__init__(os.cpu_count(), initializer=torch.cuda.set_device, initargs=(torch.cuda.current_device(),))
+
+    def submit(self, compile_kernel: Callable[[], Any], /) -> Future[Any]:  # type: ignore[override]
+        return super().submit(self._compile_and_load, compile_kernel)
+
+    @staticmethod
+    def _compile_and_load(compile_kernel: Callable[[], Any]) -> Any:
+        kernel = compile_kernel()
+        _ = kernel.run  # Triton builds the stub and loads the kernel when it is first asked for
+        return kernel
+
+
 @contextmanager
 def compile_only() -> Iterator[None]:
-    """Kernels that are launched inside are compiled, and not run; all are ready when the block is left.
+    """Kernels that are launched inside are compiled and loaded, and not run; all are ready when the block is left.
 
     What they would have written stays as it was, so nothing computed inside may be used. Affects this thread only.
     """
     token = _compile_only.set(True)
     try:
-        with ThreadPoolExecutor(os.cpu_count()) as pool, triton.AsyncCompileMode(pool):
+        with _CompilingThreads() as threads, triton.AsyncCompileMode(threads):
             yield
     finally:
         _compile_only.reset(token)
