@@ -2,8 +2,8 @@
 
 Each case runs in a process of its own. What that process holds is how much less is free on the device than before it
 began, CUDA's own memory included, so nothing else may use the GPU meanwhile. It is read when CUDA has started, when the
-engine is ready, and when it has served: two prompts of nearly 40,960 tokens, or of what fits, then many short ones, all
-sampled with filters. The plan is made before the engine starts, as `nanovllm plan` makes it.
+engine is ready, and when it has served: a prompt of nearly 40,960 tokens, or of what fits, two more together, then many
+short ones, all sampled with filters. The plan is made before the engine starts, as `nanovllm plan` makes it.
 
 nanovllm/device_memory.py holds the constants of the estimates. To fit them: `cuda_bytes` is the context before anything
 is loaded; `unreserved_bytes`, less the context, is graphs and late kernels, and `no-graphs` runs without the former;
@@ -103,8 +103,9 @@ def serve(llm: LLM) -> None:
     rng, vocab_size = random.Random(0), llm.model_config.vocab_size
     num_tokens = min(llm.max_model_len, LONG_PROMPT_TOKENS) - 16
     params = SamplingParams(temperature=0.7, top_k=20, top_p=0.95, max_tokens=16, ignore_eos=True)
-    for _ in range(2):
-        llm.generate([random_prompt(rng, num_tokens, vocab_size)], params, use_tqdm=False)
+    for num_prompts in (1, 2):  # the second time together: short ones do not fill the token budget alone
+        prompts = [random_prompt(rng, num_tokens, vocab_size) for _ in range(num_prompts)]
+        llm.generate(prompts, params, use_tqdm=False)
     prompts = [random_prompt(rng, rng.randint(1, 30), vocab_size) for _ in range(NUM_SHORT_PROMPTS)]
     llm.generate(prompts, params, use_tqdm=False)
 

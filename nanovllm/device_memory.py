@@ -1,9 +1,8 @@
 """Device memory: what an engine takes of each GPU, part by part. Arithmetic only.
 
 Exact, from shapes alone: the weights, the KV blocks, the staging groups and the logits of the decode graphs. The rest
-is estimated, by the constants below alone. GRAPH_NODE_BYTES is from two starts on an H200: README's example held 5.67
-GiB with 4 graphs and 11.08 GiB with 67, when each of them kept logits of its own (4.71 GiB). What is called assumed was
-never measured by itself. `python -m benchmarks.device_memory` compares what a GPU holds with the plan.
+is estimated, by the constants below alone, which were fitted to what six engines of Qwen3-0.6B and Qwen3-8B held on an
+H200 (`python -m benchmarks.device_memory`; docs/log.md has the figures). What is called assumed was never measured.
 """
 
 from dataclasses import dataclass, fields
@@ -14,19 +13,19 @@ from nanovllm.machine import Machine
 from nanovllm.model_config import ModelConfig
 
 MIB = 2**20
-CONTEXT_BYTES = 512 * MIB  # CUDA's context, and the kernels that libraries and Triton load; assumed
+CONTEXT_BYTES = 780 * MIB  # CUDA's context (524), and the kernels that libraries and Triton load
 NCCL_BYTES = 256 * MIB  # buffers of a rank that has others; assumed
 NUM_WORKSPACES = 2  # torch keeps one for each stream that calls cuBLAS: the one that captures, and the one that runs
 WORKSPACE_BYTES = 32 * MIB  # from compute capability 9.0 on
 OLD_WORKSPACE_BYTES = 8320 * 2**10
-GRAPH_NODE_BYTES = 28 * 2**10  # one kernel of an instantiated graph
+GRAPH_NODE_BYTES = 2**10  # one kernel of an instantiated graph; 10 to 20 MiB for all graphs of an engine
 GRAPH_POOL_BYTES = 22 * MIB  # a large and a small segment of torch's allocator, for what is between the kernels
 NODES_PER_LAYER = 10  # kernels: 2 norms, 4 products, rotation, attention and its merge, SiLU
 NODES_BESIDE_LAYERS = 12  # embedding, cos and sin, last norm, head, sampler
 COPIES_PER_CUT = 3  # query, result and log-sum-exp, where a streamed graph is cut
 NODES_PER_GROUP = 3  # attention, its merge, the merge into the result
 INPUT_BYTES_PER_ROW = 8 * 13  # token, position, slot, lengths and sampling parameters of a sequence
-ALLOCATOR_SHARE = 0.25  # of the activations: segments torch cannot reuse for another size or stream; assumed
+ALLOCATOR_SHARE = 0.45  # of the activations: segments that torch cannot reuse for another size or stream
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,15 +16,33 @@ from typing import Any
 import torch
 import triton
 
-_compile_only: ContextVar[bool] = ContextVar("compile_only", default=False)
+# The launches that were compiled, while only compiling: Triton would wait for a kernel that is asked for again
+_compiled: ContextVar[set[Any] | None] = ContextVar("compiled", default=None)
 
 
 def on_grid(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
     """What launches `kernel` over `grid`: `on_grid(kernel, grid)(*args, **constants_and_options)`. Hot."""
-    if _compile_only.get():
-        return partial(kernel.warmup, grid=grid)
+    compiled = _compiled.get()
+    if compiled is not None:
+        return partial(_compile_once, kernel, grid, compiled)
     launch: Callable[..., Any] = kernel[grid]
     return launch
+
+
+def _compile_once(kernel: Any, grid: tuple[int, ...], compiled: set[Any], *args: Any, **options: Any) -> None:
+    key = kernel, *map(_kind, args), *sorted(options.items())
+    if key not in compiled:
+        compiled.add(key)
+        kernel.warmup(*args, grid=grid, **options)
+
+
+def _kind(arg: Any) -> Any:
+    """What Triton compiles for an argument that it knows by its value: alignment, and integers of 1 and of 16s."""
+    if isinstance(arg, torch.Tensor):
+        return arg.dtype, arg.data_ptr() % 16 == 0
+    if isinstance(arg, int):
+        return arg == 1, arg % 16 == 0, arg < 2**31
+    return arg if isinstance(arg, float | None) else type(arg)
 
 
 class _CompilingThreads(ThreadPoolExecutor):
@@ -49,9 +67,9 @@ def compile_only() -> Iterator[None]:
 
     What they would have written stays as it was, so nothing computed inside may be used. Affects this thread only.
     """
-    token = _compile_only.set(True)
+    token = _compiled.set(set())
     try:
         with _CompilingThreads() as threads, triton.AsyncCompileMode(threads):
             yield
     finally:
-        _compile_only.reset(token)
+        _compiled.reset(token)
