@@ -3,8 +3,11 @@
     python benchmarks/bench_attention.py            # every backend that can run here
     python benchmarks/bench_attention.py --tune     # our prefill tiles and decode splits compared
     python benchmarks/bench_attention.py --smoke    # tiny lengths on CPU: does it run?
+    python -m benchmarks.bench_attention --target 8.9 --backend triton --backend flash
+                                                    # what an RTX 40 would run, on this GPU, beside flash-attn 2
 
-First line: the bounds, measured. Last line: JSON. FLOPs count the visible keys only; bytes are K and V read once.
+First line: the bounds, measured. Last line: JSON. FLOPs count the visible keys only; bytes are K and V read once. Where
+flash-attn 2 runs too, every other backend's rate is also given as a share of its rate.
 """
 
 import argparse
@@ -18,8 +21,10 @@ from typing import Any
 
 import torch
 
+from nanovllm import kernel_target
 from nanovllm.attention.base import AttentionBackend, HostTables, PagedBatch, PartialAttention
 from nanovllm.attention.selection import BACKENDS, choose_backend
+from nanovllm.kernel_target import KNOWN_TARGETS
 
 NUM_RUNS = 7
 HEAD_DIM = 128
@@ -169,6 +174,20 @@ def bench_backends(
     return rows
 
 
+def add_shares_of_flash(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """To every row of another backend its rate over that of flash-attn 2. Returns the smallest of each backend."""
+    flash_ms = {(row["model"], row["workload"]): row["median_ms"] for row in rows if row["backend"] == "flash"}
+    others = [row for row in rows if row["backend"] != "flash" and (row["model"], row["workload"]) in flash_ms]
+    for row in others:
+        row["share_of_flash"] = flash_ms[row["model"], row["workload"]] / row["median_ms"]
+        print(f"{row['model']:11} {row['workload']:21} {row['backend']:7} {row['share_of_flash']:5.2f} of flash")
+    names = dict.fromkeys(row["backend"] for row in others)
+    return {
+        f"{name}_share_of_flash": min(row["share_of_flash"] for row in others if row["backend"] == name)
+        for name in names
+    }
+
+
 def bench_merge(backends: list[AttentionBackend], timer: Timer) -> list[dict[str, Any]]:
     """Two parts by themselves, and two parts into the running result in fp32."""
     bf16, fp32 = torch.bfloat16, torch.float32
@@ -191,27 +210,31 @@ def bench_merge(backends: list[AttentionBackend], timer: Timer) -> list[dict[str
 
 def tune(args: argparse.Namespace, timer: Timer, bounds: dict[str, float]) -> list[dict[str, Any]]:
     """Our prefill kernel with other tiles, our decode kernel with other splits."""
-    from nanovllm.attention.kernels import PrefillConfig, paged_decode, paged_prefill
+    from nanovllm.attention.kernels import DecodeConfig, PrefillConfig, paged_decode, paged_prefill
 
-    configs = [(128, 128, 8, 3), (128, 128, 8, 2), (128, 64, 8, 3), (128, 64, 4, 3), (128, 64, 4, 2), (64, 64, 4, 3)]
+    tma = kernel_target.target_of(timer.device).has_shared_operands
+    tiles = [(128, 128, 8, 3), (128, 128, 8, 2), (128, 64, 8, 3), (128, 64, 4, 3), (128, 64, 4, 2), (64, 64, 4, 3)]
+    if not tma:
+        tiles = [(128, 64, 8, 3), (128, 64, 8, 4), (128, 64, 8, 2), (128, 32, 8, 3), (128, 32, 8, 4), (64, 64, 4, 3)]
     rows = []
     heads = MODELS["Qwen3-0.6B"]
     for work in (w for w in WORKLOADS if w.query_len > 1):
         inputs = make_inputs(work, heads, args, timer.device)
         batch = inputs.batch
         lens = (batch.cu_seqlens_q, batch.context_lens, batch.block_tables, batch.max_query_len)
-        for config in map(PrefillConfig._make, configs):
+        for config in (PrefillConfig(*tile, tma=tma) for tile in tiles):
             print(f"{work.name:21} {config}", end=" ")
             call = (inputs.q_THD, inputs.k_cache, inputs.v_cache, *lens, inputs.scale, True, config)
             rows.append({"workload": work.name, "config": config})
             rows[-1] |= report(work, heads, timer(lambda c=call: paged_prefill(*c)), bounds)
     for work in (w for w in WORKLOADS if w.query_len == 1):
         inputs = make_inputs(work, heads, args, timer.device)
-        for num_splits in (1, 2, 4, 8, 16, 24, 32, 48, 64, 96):
-            print(f"{work.name:21} {num_splits:3} splits", end=" ")
+        for num_splits, block_n in itertools.product((1, 2, 4, 8, 16, 24, 32, 48, 64, 96), (32, 64)):
+            print(f"{work.name:21} {num_splits:3} splits, tiles of {block_n} keys", end=" ")
             lens = (inputs.batch.context_lens, inputs.batch.block_tables)
-            call = (inputs.q_THD, inputs.k_cache, inputs.v_cache, *lens, inputs.scale, num_splits)
-            rows.append({"workload": work.name, "num_splits": num_splits})
+            config = DecodeConfig(block_n, num_warps=4, num_stages=3)
+            call = (inputs.q_THD, inputs.k_cache, inputs.v_cache, *lens, inputs.scale, num_splits, config)
+            rows.append({"workload": work.name, "num_splits": num_splits, "config": config})
             rows[-1] |= report(work, heads, timer(lambda c=call: paged_decode(*c)), bounds)
     return rows
 
@@ -221,15 +244,21 @@ def main() -> None:
     parser.add_argument("--backend", action="append", choices=sorted(BACKENDS), help="again for more; all but torch")
     parser.add_argument("--block-size", type=int, default=256)
     parser.add_argument("--order", choices=["adjacent", "random"], default="adjacent", help="of a table's blocks")
+    parser.add_argument("--target", choices=sorted(KNOWN_TARGETS), help="compute capability whose kernels run")
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--smoke", action="store_true")
     args = parser.parse_args()
     if not args.smoke and not torch.cuda.is_available():
         parser.error("no CUDA GPU here; --smoke runs tiny lengths on the CPU")
     device = torch.device("cpu" if args.smoke else "cuda")
+    if args.target:
+        from benchmarks.forced_target import force_target
+
+        force_target(args.target)
     timer = Timer(device)
     bounds = measure_bounds(timer, device, 64 if args.smoke else 8192)
     print(f"bounds: {bounds['tflop_per_s']:.1f} TFLOP/s (bf16 product), {bounds['tb_per_s']:.2f} TB/s (copy)")
+    shares: dict[str, float] = {}
     if args.tune:
         rows = tune(args, timer, bounds)
     else:
@@ -239,9 +268,12 @@ def main() -> None:
         names = args.backend or (["torch"] if args.smoke else ["triton", "flash", "cudnn"])
         possible = [n for n in names if BACKENDS[n].why_unavailable(device, torch.bfloat16, HEAD_DIM) is None]
         backends = [choose_backend(name, device, torch.bfloat16, HEAD_DIM, enforce_eager=True) for name in possible]
-        rows = bench_backends(backends, works, args, timer, bounds) + bench_merge(backends, timer)
+        rows = bench_backends(backends, works, args, timer, bounds)
+        shares = add_shares_of_flash(rows)
+        rows += bench_merge(backends, timer)
     device_name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
-    print(json.dumps({"device": device_name, "bounds": bounds, "block_size_tokens": args.block_size, "rows": rows}))
+    result = {"device": device_name, "target": args.target, "bounds": bounds, "block_size_tokens": args.block_size}
+    print(json.dumps(result | shares | {"rows": rows}))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,22 @@
-"""Skips tests marked `gpu` or `multi_gpu` where the GPUs are missing. Collection itself asks for no device."""
+"""Skips tests marked `gpu` or `multi_gpu` where the GPUs are missing. Collection itself asks for no device.
+
+`--kernel-target 8.9` runs the GPU tests with the kernels that an RTX 40 would run (benchmarks/forced_target.py).
+"""
 
 import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--kernel-target", help="compute capability whose kernels run, such as 8.9; default: the GPU's own"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--kernel-target"):
+        from benchmarks.forced_target import force_target
+
+        force_target(config.getoption("--kernel-target"))
 
 
 def num_gpus_needed(item: pytest.Item) -> int:

@@ -7,6 +7,7 @@ import torch
 from paged_cases import assert_as_good_as_plain_torch, assert_matches, make_paged
 from rounding import MAX_ROUNDINGS, MEAN_VALUE, PART_COUNTS, num_roundings
 
+from nanovllm import kernel_target
 from nanovllm.attention import contiguous, cudnn_backend
 from nanovllm.attention.base import AttentionBackend, PagedBatch, PartialAttention
 from nanovllm.attention.cudnn_backend import CudnnBackend
@@ -14,6 +15,7 @@ from nanovllm.attention.flash_backend import FlashBackend
 from nanovllm.attention.selection import BACKENDS, choose_backend, find_backend
 from nanovllm.attention.torch_backend import TorchBackend, flash_attn_with_lse
 from nanovllm.attention.triton_backend import TritonBackend
+from nanovllm.kernel_target import KernelTarget
 from nanovllm.model_config import HEAD_DIMS
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -25,7 +27,7 @@ def gpu_of(monkeypatch: pytest.MonkeyPatch):
     """Pretend that the GPU has this compute capability, with cuDNN and without flash-attn."""
 
     def pretend(capability: tuple[int, int], flash: bool = False) -> None:
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+        monkeypatch.setattr(kernel_target, "target_of", lambda device: KernelTarget(capability, 99 * 1024))
         monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
         monkeypatch.delenv("TRITON_INTERPRET", raising=False)
         reason = None if flash else "flash_attn is not installed"

@@ -13,7 +13,7 @@ import torch
 from tiny_models import write_tiny_model
 
 import bench_offload
-from benchmarks import common, device_memory, run_all, sweep
+from benchmarks import bench_attention, common, device_memory, run_all, sweep
 from benchmarks.common import Machine, Samples, lengths_after_short_warm_up, random_prompt, serve, time_prompts
 from benchmarks.targets import JOBS, TARGETS, Job, Target, of, ratio
 from nanovllm import LLM
@@ -266,6 +266,16 @@ def test_list_prints_every_job(capsys: pytest.CaptureFixture[str], monkeypatch: 
     monkeypatch.setattr(sys, "argv", ["run_all", "--list"])
     assert run_all.main() == 0
     assert len(capsys.readouterr().out.splitlines()) == len(JOBS)
+
+
+def test_attention_shares_of_flash_are_of_the_same_workload() -> None:
+    rows = [
+        {"model": "m", "workload": work, "backend": backend, "median_ms": ms}
+        for work, backend, ms in (("a", "flash", 2.0), ("b", "flash", 3.0), ("a", "triton", 4.0), ("b", "triton", 2.0))
+    ]
+    rows.append({"model": "m", "workload": "c", "backend": "triton", "median_ms": 1.0})  # flash-attn did not run it
+    assert bench_attention.add_shares_of_flash(rows) == {"triton_share_of_flash": 0.5}
+    assert [row.get("share_of_flash") for row in rows] == [None, None, 0.5, 1.5, None]
 
 
 def test_samples_print_median_and_range() -> None:

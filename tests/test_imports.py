@@ -49,10 +49,9 @@ MAY_IMPORT_TRITON = ("nanovllm.attention.kernels", "nanovllm.layers.kernels", "n
 OWNS_THE_DEVICE = {
     f"nanovllm.{name}"
     for name in (
-        "distributed engine.model_runner engine.startup engine.cuda_graphs engine.streamed_graphs "
+        "distributed kernel_target engine.model_runner engine.startup engine.cuda_graphs engine.streamed_graphs "
         "layers.kernels.launch engine.device_guard engine.graph_capture engine.memory_profile engine.step_result "
-        "kvcache.streams kvcache.pinned_memory attention.selection "
-        "attention.flash_backend attention.cudnn_backend attention.triton_backend"
+        "kvcache.streams kvcache.pinned_memory attention.cudnn_backend attention.triton_backend"
     ).split()
 }
 

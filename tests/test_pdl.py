@@ -12,6 +12,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from nanovllm import kernel_target
 from nanovllm.attention import kernels as attention_kernels
 from nanovllm.layers import kernels
 from nanovllm.layers.kernels import pdl
@@ -138,8 +139,8 @@ def test_pdl_is_off_on_cpu() -> None:
 
 @pytest.mark.gpu
 def test_pdl_is_on_from_hopper_on() -> None:
-    is_hopper = torch.cuda.get_device_capability() >= (9, 0)
-    assert pdl.pdl_options(torch.device("cuda")) == ({"PDL": True, "launch_pdl": True} if is_hopper else {"PDL": False})
+    is_on = kernel_target.target_of(torch.device("cuda")).capability >= (9, 0)
+    assert pdl.pdl_options(torch.device("cuda")) == ({"PDL": True, "launch_pdl": True} if is_on else {"PDL": False})
 
 
 @pytest.mark.gpu

@@ -13,6 +13,7 @@ import torch
 from paged_cases import assert_as_good_as_plain_torch, make_paged
 from rounding import MAX_ROUNDINGS, PART_COUNTS, make_parts, rms
 
+from nanovllm import kernel_target
 from nanovllm.attention.base import PartialAttention
 from nanovllm.attention.merge import RunningMerge, merge_parts
 from nanovllm.attention.triton_backend import TritonBackend
@@ -43,6 +44,21 @@ else:
     ROTATED = [((16, 8), 64), ((16, 8), 128), *(((9, 3), head_dim) for head_dim in HEAD_DIMS)]
     SIZES = [(1, 1024), (513, 4096), (77, 3584)]
 paged_shapes = pytest.mark.parametrize(("heads", "head_dim", "page", "dtype"), PAGED)
+# Keys and values by TMA and by pointers: what the interpreter takes, or what this GPU and an RTX 40 would take
+LOADS = ["tma", "pointers"] if INTERPRETED else ["own", "8.9"]
+
+
+@pytest.fixture
+def loads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prefill kernel loads as the test's parameter says."""
+    from nanovllm.attention.kernels import prefill
+    from nanovllm.attention.kernels.configs import prefill_config
+
+    if INTERPRETED:
+        tma = request.param == "tma"
+        monkeypatch.setattr(prefill, "prefill_config", lambda *args: prefill_config(*args)._replace(tma=tma))
+    elif request.param != "own":
+        monkeypatch.setattr(kernel_target, "target_of", lambda device: kernel_target.KNOWN_TARGETS[request.param])
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreted run")
@@ -55,7 +71,10 @@ def test_interpreter_runs_every_kernel():
 
 @on_device
 @paged_shapes
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.usefixtures("loads")
+@pytest.mark.parametrize(
+    ("causal", "loads"), [(True, LOADS[0]), (False, LOADS[0]), (True, LOADS[1])], indirect=["loads"]
+)
 def test_attend_queries_matches_naive(device, heads, head_dim, page, dtype, causal):
     """Decodes, chunks and whole prompts in one batch, at odd lengths around the edges of tiles and blocks."""
     if INTERPRETED:
@@ -88,6 +107,24 @@ def test_attend_one_query_each_matches_naive(device, heads, head_dim, page, dtyp
 
 
 @on_device
+@pytest.mark.parametrize("head_dim", [32, 80, 128])
+@pytest.mark.parametrize("block_n", [16, 32])
+def test_decode_other_tiles_match_naive(device, block_n, head_dim):
+    """The tiles of GPUs with less shared memory."""
+    from nanovllm.attention.kernels import DecodeConfig, paged_decode
+
+    dtype = torch.float16 if INTERPRETED else torch.bfloat16
+    case = make_paged(
+        [(1, n) for n in (1, 0, 300)], 256, (4, 2), causal=True, head_dim=head_dim, dtype=dtype, device=device
+    )
+    paged = case.k_cache, case.v_cache, case.batch.context_lens, case.batch.block_tables
+    got = paged_decode(case.q_THD, *paged, 0.2, 3, DecodeConfig(block_n, num_warps=4, num_stages=3))
+    assert_as_good_as_plain_torch(PartialAttention(*got), case, 0.2)
+
+
+@on_device
+@pytest.mark.usefixtures("loads")
+@pytest.mark.parametrize("loads", LOADS, indirect=True)
 @pytest.mark.parametrize("head_dim", [32, 80])
 @pytest.mark.parametrize("query_len", [1, 5])
 def test_attend_sees_no_other_head(device, query_len, head_dim):

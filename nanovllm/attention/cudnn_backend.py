@@ -20,6 +20,7 @@ from typing import ClassVar
 
 import torch
 
+from nanovllm import kernel_target
 from nanovllm.attention.base import AttentionBackend, HostTables, PagedBatch, PartialAttention
 from nanovllm.attention.contiguous import SequenceKV
 from nanovllm.attention.merge import RunningMerge
@@ -45,7 +46,7 @@ class CudnnBackend(AttentionBackend):
             return f"it needs a CUDA GPU, the device is {device.type}"
         if not torch.backends.cudnn.is_available():
             return "this torch has no cuDNN"
-        if torch.cuda.get_device_capability(device) < (8, 0):
+        if kernel_target.target_of(device).capability < (8, 0):
             return "it needs compute capability 8.0"
         if dtype not in (torch.float16, torch.bfloat16):
             return f"it runs float16 and bfloat16, not {dtype}"

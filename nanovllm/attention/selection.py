@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
+from nanovllm import kernel_target
 from nanovllm.attention.base import AttentionBackend
 from nanovllm.attention.cudnn_backend import CudnnBackend
 from nanovllm.attention.flash_backend import FlashBackend
@@ -57,7 +58,7 @@ def _preferred(device: torch.device) -> Sequence[str]:
     """Fastest first. cuDNN reaches twice flash-attn 2 on Hopper (658 and 373 TFLOP/s on an H200)."""
     if device.type != "cuda":
         return ("torch",)
-    is_hopper = torch.cuda.get_device_capability(device)[0] == 9
+    is_hopper = kernel_target.target_of(device).capability[0] == 9
     return ("cudnn", "flash", "triton", "torch") if is_hopper else ("flash", "triton", "torch")
 
 

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import torch
 
+from nanovllm import kernel_target
 from nanovllm.attention.base import AttentionBackend, PagedBatch, PartialAttention
 from nanovllm.model_config import HEAD_DIMS
 
@@ -28,7 +29,7 @@ class TritonBackend(AttentionBackend):
             return "triton is not installed"
         if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
             return f"it needs a CUDA GPU, the device is {device.type}"
-        if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        if device.type == "cuda" and kernel_target.target_of(device).capability < (8, 0):
             return "it needs compute capability 8.0"
         if dtype not in DTYPES:
             return f"it runs float16, bfloat16 and float32, not {dtype}"

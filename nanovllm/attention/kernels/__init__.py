@@ -3,8 +3,9 @@
 Every function also runs on CPU tensors when TRITON_INTERPRET=1 is set before triton is imported.
 """
 
+from nanovllm.attention.kernels.configs import DecodeConfig, PrefillConfig
 from nanovllm.attention.kernels.decode import paged_decode, plan_num_splits
 from nanovllm.attention.kernels.merge import merge_into
-from nanovllm.attention.kernels.prefill import PrefillConfig, paged_prefill
+from nanovllm.attention.kernels.prefill import paged_prefill
 
-__all__ = ["PrefillConfig", "merge_into", "paged_decode", "paged_prefill", "plan_num_splits"]
+__all__ = ["DecodeConfig", "PrefillConfig", "merge_into", "paged_decode", "paged_prefill", "plan_num_splits"]

@@ -14,12 +14,13 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm import kernel_target
+from nanovllm.attention.kernels.configs import DECODE_PROGRAMS_PER_SM, DecodeConfig, decode_config
 from nanovllm.attention.kernels.padding import head_mask
+from nanovllm.layers.kernels.launch import on_grid
 from nanovllm.layers.kernels.pdl import let_next_start, pdl_options, wait_for_previous
 
 LOG2_E = 1.4426950408889634
-PROGRAMS_PER_SM = 2  # 64 KiB of keys and values in flight each
-TILE_BYTES, NUM_WARPS, NUM_STAGES = 16 * 1024, 4, 3  # of a tile of keys; of a program
 MAX_SPLITS = 128
 SPLIT_COST_TOKENS = 256  # starting a program and merging its part cost about as much as reading so many keys
 SPLIT_GRAIN_TOKENS = 64  # a split is whole tiles
@@ -74,7 +75,10 @@ def _decode_tiles(
     return acc, row_sum, row_max
 
 
-@triton.jit(do_not_specialize=["table_stride", "num_splits"])  # they vary: one compilation for all
+@triton.jit(  # what varies from step to step, so that it is compiled once
+    do_not_specialize=["table_stride", "num_splits"],
+    do_not_specialize_on_alignment=["context_lens_ptr", "block_tables_ptr"],
+)
 def _decode_kernel(
     q_ptr,
     k_ptr,
@@ -174,7 +178,7 @@ def plan_num_splits(num_rows: int, context_len: int, num_sms: int) -> int:
 
     The least time of the slowest SM, in keys read: waves of programs x keys of one program. Up to MAX_SPLITS.
     """
-    programs_per_wave = num_sms * PROGRAMS_PER_SM
+    programs_per_wave = num_sms * DECODE_PROGRAMS_PER_SM
     num_grains = -(-context_len // SPLIT_GRAIN_TOKENS)
 
     def cost(num_splits: int) -> int:
@@ -192,21 +196,25 @@ def paged_decode(
     block_tables: torch.Tensor,
     scale: float,
     num_splits: int,
+    config: DecodeConfig | None = None,
     out_BHD: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One query per sequence over its `context_lens` keys: `(out [B, H, D], lse [H, B] fp32)`. Hot: once per layer.
 
-    The number of splits changes the speed and the rounding only; see `plan_num_splits`. `out_BHD`: where the result
-    goes, contiguous; None: to a new tensor.
+    The number of splits changes the speed and the rounding only; see `plan_num_splits`. `config`: None for the
+    device's own. `out_BHD`: where the result goes, contiguous; None: to a new tensor.
     """
     batch_size, num_heads, head_dim = q_BHD.shape
     _, page, num_kv_heads, _ = k_cache_NPKD.shape
     block_d = triton.next_power_of_2(head_dim)
-    block_n = max(16, TILE_BYTES // max(256, block_d * q_BHD.element_size()))
-    assert page % block_n == 0, f"blocks of {page} tokens do not divide into tiles of {block_n} keys"
-    assert q_BHD.stride(2) == 1 and block_tables.stride(1) == 1, "the last dimension must lie together"
-    assert k_cache_NPKD.is_contiguous() and v_cache_NPKD.is_contiguous(), "a layer's cache is contiguous"
     group = num_heads // num_kv_heads
+    num_rows = max(16, triton.next_power_of_2(group))
+    if config is None:
+        target = kernel_target.target_of(q_BHD.device)
+        config = decode_config(target, head_dim, q_BHD.element_size(), num_rows)
+    assert page % config.block_n == 0, f"blocks of {page} tokens do not divide into tiles of {config.block_n} keys"
+    assert q_BHD.stride(2) == 1 and block_tables.stride(1) == 1, "the last dimension must be contiguous"
+    assert k_cache_NPKD.is_contiguous() and v_cache_NPKD.is_contiguous(), "a layer's cache is contiguous"
     if out_BHD is None:
         out_BHD = torch.empty(q_BHD.shape, dtype=q_BHD.dtype, device=q_BHD.device)
     lse_BH = torch.empty((batch_size, num_heads), dtype=torch.float32, device=q_BHD.device)
@@ -214,7 +222,7 @@ def paged_decode(
     if num_splits > 1:
         part_out = out_BHD.new_empty((batch_size, num_heads, num_splits, head_dim), dtype=torch.float32)
         part_lse = lse_BH.new_empty((batch_size, num_heads, num_splits))
-    _decode_kernel[(num_splits, num_kv_heads, batch_size)](
+    on_grid(_decode_kernel, (num_splits, num_kv_heads, batch_size))(
         q_BHD,
         k_cache_NPKD,
         v_cache_NPKD,
@@ -232,14 +240,15 @@ def paged_decode(
         GROUP=group,
         D=head_dim,
         BLOCK_D=block_d,
-        ROWS=max(16, triton.next_power_of_2(group)),
-        BLOCK_N=block_n,
-        num_warps=NUM_WARPS,
-        num_stages=NUM_STAGES,
+        ROWS=num_rows,
+        BLOCK_N=config.block_n,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
         **pdl_options(q_BHD.device),
     )
     if num_splits > 1:
-        _merge_splits_kernel[(batch_size * num_heads,)](
+        block_s = triton.next_power_of_2(num_splits)
+        on_grid(_merge_splits_kernel, (batch_size * num_heads,))(
             part_out,
             part_lse,
             out_BHD,
@@ -247,8 +256,8 @@ def paged_decode(
             num_splits,
             D=head_dim,
             BLOCK_D=block_d,
-            BLOCK_S=triton.next_power_of_2(num_splits),
-            num_warps=4,
+            BLOCK_S=block_s,
+            num_warps=4 if block_s * block_d <= 2**14 else 8,  # 128 fp32 registers of a thread
             **pdl_options(q_BHD.device),
         )
     return out_BHD, lse_BH.t()

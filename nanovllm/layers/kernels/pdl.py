@@ -24,21 +24,17 @@ the same stream only, and later kernels of the chain start after that kernel has
 becomes a programmatic edge and all others stay full ones; successive replays are ordered as a whole.
 """
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from nanovllm import kernel_target
 
-@cache
+
 def is_supported(device: torch.device) -> bool:
-    """On Hopper and later; not in Triton's interpreter. Tests replace this function to turn PDL off."""
-    if device.type != "cuda":
-        return False
-    target = triton.runtime.driver.active.get_current_target()
-    return bool(target.backend == "cuda" and target.arch >= 90)
+    """On Hopper and later; not in Triton's interpreter. Tests replace this function to turn PDL off. Hot."""
+    return kernel_target.target_of(device).has_dependent_launches
 
 
 def pdl_options(device: torch.device) -> dict[str, bool]:

@@ -1,0 +1,20 @@
+"""The kernels of one GPU on another: what an RTX 40 would run, tested and timed on an H200."""
+
+import triton
+
+from nanovllm import kernel_target
+from nanovllm.kernel_target import KNOWN_TARGETS, KernelTarget
+
+
+def force_target(name: str) -> KernelTarget:
+    """For the rest of this process, choose kernels as for compute capability `name` and generate their code for it.
+
+    Triton then emits the instructions of that GPU (mma where a Hopper would run wgmma), and the assembler translates
+    them for the GPU that is here. Call this before the first kernel is compiled. Other processes, such as the workers
+    of tensor parallelism, are not affected.
+    """
+    target = KNOWN_TARGETS[name]
+    kernel_target.target_of = lambda device: target if device.type == "cuda" else kernel_target.INTERPRETER
+    major, minor = target.capability
+    triton.knobs.runtime.override_arch = f"sm{major}{minor}"
+    return target

@@ -1,0 +1,186 @@
+"""Every Triton kernel compiled for the GPUs that people have, without one: does it fit, and does it load ahead?
+
+The kernels were made for an H200 alone. For compute capability 12.0 the prefill kernel needed 192 KiB of shared memory
+where a program may have 99, for 8.6 and 8.9 it needed 112 at head dim 256, and on 8.x it loaded keys and values by
+narrow, synchronous loads.
+"""
+
+import importlib
+import itertools
+import os
+import pkgutil
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from offline_compiler import Compiled, compiling_for
+from triton.runtime.jit import JITFunction
+
+import nanovllm.attention.kernels as attention_kernels
+import nanovllm.layers.kernels as layer_kernels
+from nanovllm.kernel_target import KNOWN_TARGETS, KernelTarget
+from nanovllm.model_config import HEAD_DIMS
+
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
+
+PAGE = 256
+PARKED_BYTES = 8  # ptxas may park a value or two that only a kernel's end reads, to stay at a round number of registers
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+targets = pytest.mark.parametrize("target", KNOWN_TARGETS.values(), ids=KNOWN_TARGETS)
+
+
+def kernel_names() -> set[str]:
+    """Every kernel of the package."""
+    names = set()
+    for package in (attention_kernels, layer_kernels):
+        for info in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+            functions = vars(importlib.import_module(info.name)).values()
+            names |= {f.fn.__name__ for f in functions if isinstance(f, JITFunction)}
+    return {name for name in names if name.endswith("_kernel")}
+
+
+def launch_prefill(head_dim: int, dtype: torch.dtype, max_query_len: int, causal: bool, heads: tuple[int, int]) -> None:
+    q, k_cache, v_cache, lens, tables = paged_inputs(head_dim, dtype, heads)
+    cu_seqlens_q = torch.zeros(3, dtype=torch.int32)
+    attention_kernels.paged_prefill(
+        q, k_cache, v_cache, cu_seqlens_q, lens, tables, max_query_len, scale=0.1, causal=causal
+    )
+
+
+def launch_decode(head_dim: int, dtype: torch.dtype, num_splits: int, heads: tuple[int, int]) -> None:
+    q, *paged = paged_inputs(head_dim, dtype, heads)
+    attention_kernels.paged_decode(q, *paged, scale=0.1, num_splits=num_splits)
+
+
+def paged_inputs(head_dim: int, dtype: torch.dtype, heads: tuple[int, int]) -> tuple[torch.Tensor, ...]:
+    caches = torch.zeros(2, 2, PAGE, heads[1], head_dim, dtype=dtype)
+    lens, tables = torch.zeros(2, dtype=torch.int32), torch.zeros(2, 4, dtype=torch.int32)
+    return torch.zeros(2, heads[0], head_dim, dtype=dtype), *caches, lens, tables
+
+
+def launch_rotary(head_dim: int, dtype: torch.dtype, num_tokens: int, normed: bool, heads: tuple[int, int]) -> None:
+    qkv = torch.zeros(num_tokens, heads[0] + 2 * heads[1], head_dim, dtype=dtype)
+    weight = torch.zeros(head_dim, dtype=dtype) if normed else None
+    _, *caches, _, _ = paged_inputs(head_dim, dtype, heads)
+    layer_kernels.norm_rotate_store(
+        *qkv.split([heads[0], heads[1], heads[1]], dim=1),
+        weight,
+        weight,
+        1e-6,
+        torch.zeros(num_tokens, head_dim),
+        *caches,
+        torch.zeros(num_tokens, dtype=torch.int64),
+    )
+
+
+def launch_merge(head_dim: int, dtype: torch.dtype, num_tokens: int) -> None:
+    parts = [(torch.zeros(num_tokens, 4, head_dim, dtype=dtype), torch.zeros(4, num_tokens)) for _ in range(2)]
+    attention_kernels.merge_into(*parts[0], *parts[1])
+
+
+def launch_layers(hidden_size: int, vocab_size: int, dtype: torch.dtype) -> None:
+    """The kernels that know no heads."""
+    x, weight = torch.zeros(2, hidden_size, dtype=dtype), torch.zeros(6, hidden_size, dtype=dtype)
+    layer_kernels.rms_norm(x, weight[0], 1e-6)
+    layer_kernels.add_rms_norm(x, x, weight[0], 1e-6)
+    layer_kernels.silu_and_mul(x)
+    for bias in (None, weight[0, :6]):
+        layer_kernels.small_linear(x[:1], weight, bias)
+        layer_kernels.small_gate_up(x[:1], weight, bias)
+    logits, seeds = torch.zeros(2, vocab_size, dtype=dtype), torch.zeros(2, dtype=torch.int64)
+    layer_kernels.sample_tokens(logits, torch.zeros(2), seeds, seeds)
+
+
+def faults(kernel: Compiled, target: KernelTarget) -> Iterator[str]:
+    """What keeps a kernel from running well: too much shared memory, spilled registers, tiles loaded synchronously.
+
+    Of the attention kernels only the queries may be loaded through registers; keys and values go to shared memory, by
+    TMA or in copies of 16 bytes a thread.
+    """
+    if kernel.shared_bytes > target.shared_bytes:
+        yield f"needs {kernel.shared_bytes} bytes of shared memory"
+    if kernel.stack_bytes() > PARKED_BYTES:
+        yield f"spills {kernel.stack_bytes()} bytes of registers"
+    if kernel.name not in ("_prefill_kernel", "_decode_kernel"):
+        return
+    if kernel.num_tile_loads != 1:
+        yield "loads keys or values through registers"
+    if kernel.constants["D"] < 64:  # only the models of tests; fewer than 16 bytes of a tile for each thread
+        return
+    by_tma = bool(kernel.constants.get("TMA"))
+    if by_tma != ("cp.async.bulk.tensor" in kernel.ptx) or by_tma == ("cp.async.cg.shared.global" in kernel.ptx):
+        yield "does not load as it was told"
+    if "cp.async.ca" in kernel.ptx:
+        yield "copies less than 16 bytes at a time"
+
+
+def check(compiled: list[Compiled], target: KernelTarget) -> None:
+    assert compiled
+    found = [f"{kernel}: {fault}" for kernel in compiled for fault in faults(kernel, target)]
+    assert not found, "\n".join(found)
+
+
+@targets
+def test_every_kernel_fits_at_common_shapes(target: KernelTarget) -> None:
+    """Head dim 128 in bf16 (Qwen3, Llama 3), and everything else that a step runs."""
+    with compiling_for(target) as compiled:
+        for max_query_len in (64, 4096):
+            launch_prefill(128, BF16, max_query_len, causal=True, heads=(16, 8))
+        launch_decode(128, BF16, num_splits=100, heads=(16, 8))
+        launch_rotary(128, BF16, num_tokens=1, normed=True, heads=(16, 8))
+        launch_merge(128, BF16, num_tokens=16)
+        launch_layers(4096, 151936, BF16)
+    assert {kernel.name for kernel in compiled} == kernel_names()
+    check(compiled, target)
+    uses_pdl = {"griddepcontrol.wait" in kernel.ptx for kernel in compiled if kernel.name == "_decode_kernel"}
+    assert uses_pdl == {target.has_dependent_launches}
+
+
+def launch_everything(head_dim: int, dtype: torch.dtype) -> None:
+    """Every choice that the host functions make for this head dim and dtype, and the group sizes of real models."""
+    for max_query_len in (64, 4096):
+        for causal in (True, False):
+            launch_prefill(head_dim, dtype, max_query_len, causal, heads=(16, 8))
+    launch_prefill(head_dim, dtype, 4096, causal=True, heads=(28, 4))
+    for heads in ((8, 8), (16, 8), (28, 4), (32, 1)):
+        launch_decode(head_dim, dtype, num_splits=1, heads=heads)
+    for num_splits in (2, 8, 32, 128):
+        launch_decode(head_dim, dtype, num_splits, heads=(16, 8))
+    for num_tokens in (1, 2048):
+        launch_merge(head_dim, dtype, num_tokens)
+        for normed in (True, False):
+            launch_rotary(head_dim, dtype, num_tokens, normed, heads=(32, 8))
+
+
+@targets
+@pytest.mark.parametrize(
+    ("head_dim", "dtype"), [(64, BF16), (80, BF16), (256, BF16), (128, FP32), (256, FP32)], ids=str
+)
+def test_prefill_and_decode_fit_at_other_shapes(target: KernelTarget, head_dim: int, dtype: torch.dtype) -> None:
+    with compiling_for(target) as compiled:
+        launch_prefill(head_dim, dtype, max_query_len=4096, causal=True, heads=(28, 4))
+        launch_decode(head_dim, dtype, num_splits=128, heads=(28, 4))
+    check(compiled, target)
+
+
+@pytest.mark.slow
+@targets
+@pytest.mark.parametrize(("head_dim", "dtype"), [(128, FP16), *itertools.product(HEAD_DIMS, (BF16, FP32))], ids=str)
+def test_every_choice_fits(target: KernelTarget, head_dim: int, dtype: torch.dtype) -> None:
+    with compiling_for(target) as compiled:
+        launch_everything(head_dim, dtype)
+    check(compiled, target)
+
+
+@pytest.mark.slow
+@targets
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+def test_layer_kernels_fit_at_every_width(target: KernelTarget, dtype: torch.dtype) -> None:
+    with compiling_for(target) as compiled:
+        for hidden_size in (64, 896, 1024, 3584, 8192, 12288):
+            launch_layers(hidden_size, 32000, dtype)
+        launch_layers(1024, 262144, dtype)
+    check(compiled, target)
