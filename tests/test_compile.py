@@ -22,6 +22,7 @@ from triton.runtime.jit import JITFunction
 import nanovllm.attention.kernels as attention_kernels
 import nanovllm.layers.kernels as layer_kernels
 from nanovllm.kernel_target import KNOWN_TARGETS, KernelTarget
+from nanovllm.layers.sampler import SamplingTensors
 from nanovllm.model_config import HEAD_DIMS
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
@@ -77,8 +78,11 @@ def launch_rotary(head_dim: int, dtype: torch.dtype, num_tokens: int, normed: bo
 
 
 def launch_merge(head_dim: int, dtype: torch.dtype, num_tokens: int) -> None:
+    """Two parts into the result, and with more to come the fp32 running result and two parts into that."""
     parts = [(torch.zeros(num_tokens, 4, head_dim, dtype=dtype), torch.zeros(4, num_tokens)) for _ in range(2)]
-    attention_kernels.merge_into(*parts[0], *parts[1])
+    attention_kernels.merge_into(*parts[0], parts)
+    running = torch.zeros(num_tokens, 4, head_dim), torch.zeros(4, num_tokens)
+    attention_kernels.merge_into(*running, [running, *parts])
 
 
 def launch_layers(hidden_size: int, vocab_size: int, dtype: torch.dtype) -> None:
@@ -90,8 +94,9 @@ def launch_layers(hidden_size: int, vocab_size: int, dtype: torch.dtype) -> None
     for bias in (None, weight[0, :6]):
         layer_kernels.small_linear(x[:1], weight, bias)
         layer_kernels.small_gate_up(x[:1], weight, bias)
-    logits, seeds = torch.zeros(2, vocab_size, dtype=dtype), torch.zeros(2, dtype=torch.int64)
-    layer_kernels.sample_tokens(logits, torch.zeros(2), seeds, seeds)
+    numbers, ids = torch.zeros(2), torch.zeros(2, dtype=torch.int64)
+    params = SamplingTensors(numbers, ids, numbers, numbers, ids, ids)
+    layer_kernels.sample_tokens(torch.zeros(2, vocab_size, dtype=dtype), params)
 
 
 def faults(kernel: Compiled, target: KernelTarget) -> Iterator[str]:

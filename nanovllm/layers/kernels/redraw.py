@@ -38,7 +38,7 @@ class RedrawTile(NamedTuple):
     num_stages: int
 
 
-DEFAULT_TILE = RedrawTile(4, 8, 1)  # faster than (2, 4, 1) with nearly every filter at 512 rows on an H200
+DEFAULT_TILE = RedrawTile(2, 8, 1)
 _GROUP_SIZE = tl.constexpr(GROUP_SIZE)
 _BUCKET_BITS = tl.constexpr(6)
 _NUM_BUCKETS = tl.constexpr(64)
