@@ -99,7 +99,7 @@ def test_killed_worker_is_an_error_within_seconds_and_leaves_nothing(reference: 
 def test_close_after_a_worker_died_in_a_step_does_not_hang(reference: Reference, enforce_eager: bool) -> None:
     """Regression: closing waited for the GPU first, whose kernels wait forever for a rank that is gone."""
     options: dict[str, Any] = cache_options(None) | {"tensor_parallel_size": 2, "dtype": "float32", "device": "cuda"}
-    llm = LLM(str(reference.directory), enforce_eager=enforce_eager, max_num_seqs=4, **options)
+    llm = LLM(str(reference.directory), enforce_eager=enforce_eager, **options)
     (worker,) = multiprocessing.active_children()
     llm.add_request([1, 2, 3], greedy(5000))
     for _ in range(20):
