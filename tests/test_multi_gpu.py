@@ -104,6 +104,7 @@ def test_close_after_a_worker_died_in_a_step_does_not_hang(reference: Reference,
     llm.add_request([1, 2, 3], greedy(5000))
     for _ in range(20):
         llm.step()
+    torch.cuda.synchronize()  # both ranks have done all steps
     assert worker.pid is not None
     os.kill(worker.pid, signal.SIGSTOP)  # it takes no part in the step that is launched next
     llm.step()
