@@ -1,6 +1,7 @@
 """ModelRunner: one rank's model and KV cache. Does what a plan says; the same on every rank."""
 
 import gc
+import itertools
 import logging
 import time
 from pathlib import Path
@@ -206,7 +207,8 @@ class ModelRunner:
         """Enqueue the step. On the CPU it has run when this returns, on the GPU it need not have. Hot."""
         arrays = inputs.build_arrays(plan, self.spec.block_size)
         if self.offload is not None:
-            self.offload.begin_step(plan.moves, (slot for step in plan.sequences for slot in step.block_table))
+            slots_in_use = itertools.chain.from_iterable(step.block_table for step in plan.sequences)
+            self.offload.begin_step(plan.moves, slots_in_use)
         decodes_by_graph = self.graphs is not None and plan.is_decode and not (plan.moves.loads or plan.moves.copies)
         run = self._run_graph if decodes_by_graph else self._run_eager
         self._sampled = run(plan, arrays)
