@@ -94,8 +94,7 @@ def test_match_ends_at_a_block_that_was_handed_out_again() -> None:
     pool = filled_pool(seq, num_blocks=4)
     release_all(pool, seq)
     middle = seq.block_table[1]
-    pool.free_ids.move_to_end(middle, last=False)
-    assert pool.take().block_id == middle
+    pool.take(pool.blocks[middle])
     assert pool.match(make_sequence(tokens(13))) == PrefixMatch(tuple(seq.block_table[:1]))
 
 
@@ -163,7 +162,7 @@ def test_pool_check_integrity_notices(fault: str) -> None:
     if fault == "lost":
         seq.block_table.pop()
     elif fault == "shared":
-        pool.free_ids[seq.block_table[0]] = None
+        pool.spare_ids[seq.block_table[0]] = None
     elif fault == "twice":
         seq.block_table[1] = seq.block_table[0]
     elif fault == "count":

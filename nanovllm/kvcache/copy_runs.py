@@ -12,8 +12,8 @@ from nanovllm.engine.batch import SlotLoad, SlotOffload
 
 
 class Run(NamedTuple):
-    """`num_tokens` tokens of each layer. The starts count tokens: over the blocks of the CPU pool, and over the slots or
-    the blocks of a staging group.
+    """`num_tokens` tokens of each layer. `cpu_start` counts the tokens of the CPU pool, `gpu_start` those of the slots
+    or of a staging group.
     """
 
     cpu_start: int
@@ -24,13 +24,13 @@ class Run(NamedTuple):
 def join_runs(runs: Iterable[Run]) -> tuple[Run, ...]:
     """The same tokens in as few runs as possible, in the order of CPU memory."""
     joined: list[Run] = []
+    cpu_end = gpu_end = -1
     for run in sorted(runs):
-        last = joined[-1] if joined else None
-        if last and last.cpu_start + last.num_tokens == run.cpu_start:
-            if last.gpu_start + last.num_tokens == run.gpu_start:
-                joined[-1] = last._replace(num_tokens=last.num_tokens + run.num_tokens)
-                continue
-        joined.append(run)
+        if (run.cpu_start, run.gpu_start) == (cpu_end, gpu_end):
+            joined[-1] = joined[-1]._replace(num_tokens=joined[-1].num_tokens + run.num_tokens)
+        else:
+            joined.append(run)
+        cpu_end, gpu_end = run.cpu_start + run.num_tokens, run.gpu_start + run.num_tokens
     return tuple(joined)
 
 

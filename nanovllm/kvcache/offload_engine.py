@@ -22,8 +22,8 @@ Stream edges, each commented where it is made:
   E7  staged -> attended                h2d -> compute   staging_ready
   E8  attended -> staging refilled      compute -> h2d   staging_compute_done
 The arrays of E2 to E6 hold numbers of batches of work: what a step does on compute is one, its flushes on d2h are
-another and its offloads a third. A stream runs its work in order, so of all slots and blocks that a layer's copies touch
-only the newest batch is waited for, and nothing is where the host has seen that it is done (StreamLog).
+another, its offloads a third. A stream runs its work in order, so of all the slots and blocks that a layer's copies
+touch only the newest batch is waited for, and none that the host has seen to be done (StreamLog).
 No edge is needed from a load to a later write of the CPU block it read: compute waits for every load of a step within
 that step (E1, E7), and a block is only written (E3) from what compute stored in a later one.
 """
@@ -45,7 +45,7 @@ from nanovllm.kvcache.streams import Event, Stream, Streams, make_streams
 
 
 class _Loads(NamedTuple):
-    """Copies to the GPU that a step makes together in each layer, and the newest batches of work that go before them."""
+    """Copies to the GPU that a step makes together in each layer, and the newest batches of work that come first."""
 
     runs: tuple[Run, ...]
     block_offload: int  # on d2h, of the CPU blocks

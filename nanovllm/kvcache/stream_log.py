@@ -1,8 +1,8 @@
 """StreamLog: which work of a stream may still be running.
 
-A stream runs its work in order, so once an event is done, everything recorded before it is done too. Whoever may have to
-wait for some work later keeps the number of its batch, and of several batches only the newest matters. No CUDA event has
-to stay alive for that: the log lets go of those that are known to be done.
+A stream runs its work in order, so once an event is done, everything recorded before it is done too. Whoever may have
+to wait for some work later keeps the number of its batch, and of several batches only the newest matters. No CUDA event
+has to stay alive for that: the log lets go of those that are known to be done.
 """
 
 from bisect import bisect_left
