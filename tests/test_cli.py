@@ -247,7 +247,7 @@ def test_plan_prints_memory_and_bounds_and_exits_0(capsys: pytest.CaptureFixture
     [
         (["--num-gpu-blocks", "60", "--gpu-memory-gb", "24"], "lower num_gpu_blocks to 46 or less"),
         (["--cpu-memory-gb", "65"], "lower num_cpu_blocks or cpu_memory_gb"),
-        (["--context", "40960", "--sequences", "3"], "need 30 blocks in CPU memory, the pool has 20"),
+        (["--context", "40960", "--sequences", "11"], "need 1760 blocks in CPU memory, the pool has 1638"),
         (["--context", "41000"], "exceeds max_model_len=40960"),
         (["--max-model-len", "41000"], "more than the 40960 tokens"),
     ],
