@@ -2,7 +2,8 @@
 
 A block with references is never handed out. One without keeps its content and its hashes until it is, and goes on
 being found by the prefix index. Free blocks are handed out least recently used first, except that blocks with which
-nothing is lost go before all others: those without a whole grain, and those whose grains another block holds too.
+nothing is lost go before all others: those without a whole grain, and those whose grains another block holds too. For a
+long chunk it matters more that its blocks are neighbours.
 """
 
 import itertools
@@ -10,6 +11,17 @@ from collections import OrderedDict
 
 from nanovllm.engine.sequence import Sequence
 from nanovllm.kvcache.prefix_index import Block, PrefixIndex, PrefixMatch
+
+LONG_CHUNK_BLOCKS = 16  # from here on a chunk gets neighbouring blocks rather than those used least recently
+KEPT_SHARE = 4  # one in so many blocks with content, the most recently used ones, is not given up for that
+SEARCHED_PER_BLOCK = 16  # free blocks looked at for each that is taken
+
+
+def stretches(ids: list[int]) -> list[range]:
+    """Stretches of consecutive numbers among ascending `ids`, of which there are some, the longest first."""
+    edges = [0, *(i for i in range(1, len(ids)) if ids[i] != ids[i - 1] + 1), len(ids)]
+    found = [range(ids[start], ids[end - 1] + 1) for start, end in itertools.pairwise(edges)]
+    return sorted(found, key=len, reverse=True)
 
 
 class BlockPool:
@@ -33,17 +45,21 @@ class BlockPool:
         return self.blocks[next(iter(self.spare_ids or self.cached_ids))]
 
     def choose(self, count: int) -> list[Block]:
-        """The free blocks to take for `count` blocks of a sequence, in ascending order, so that neighbours stay
-        together.
-
-        A single one is the next free one. Several come from the far end of those with which nothing is lost, where
-        whole stretches have never been used; what is given back there goes to the front, in ones and twos.
-        """
-        if count == 1:
-            return [self.next_free]
+        """The free blocks to take for `count` more blocks of a sequence, in ascending order."""
         assert count <= self.num_free, f"{count} blocks of {self.num_free} free ones; the caller did not ask first"
-        ids = itertools.islice(itertools.chain(reversed(self.spare_ids), self.cached_ids), count)
+        if count < LONG_CHUNK_BLOCKS:
+            ids = list(itertools.islice(itertools.chain(self.spare_ids, self.cached_ids), count))
+        else:
+            ids = self._choose_neighbours(count)
         return [self.blocks[block_id] for block_id in sorted(ids)]
+
+    def _choose_neighbours(self, count: int) -> list[int]:
+        """From the longest stretches of neighbours: what is copied together is copied faster (copy_runs.py)."""
+        num_older = len(self.cached_ids) - len(self.cached_ids) // KEPT_SHARE
+        older = itertools.islice(self.cached_ids, max(num_older, count - len(self.spare_ids)))
+        # Where whole stretches have never been used is at the far end of the spare ones
+        searched = itertools.islice(itertools.chain(reversed(self.spare_ids), older), SEARCHED_PER_BLOCK * count)
+        return list(itertools.islice(itertools.chain.from_iterable(stretches(sorted(searched))), count))
 
     def match(self, seq: Sequence) -> PrefixMatch:
         return self.index.match(seq) if self.enable_prefix_caching else PrefixMatch()
