@@ -7,6 +7,7 @@ from random_workloads import GRAIN, small_grain
 from nanovllm.engine.batch import SlotOffload
 from nanovllm.kvcache.base import KVCacheManager
 from nanovllm.kvcache.block_manager import BlockManager
+from nanovllm.kvcache.histories import History
 from nanovllm.kvcache.hybrid_manager import HybridKVCacheManager
 from nanovllm.kvcache.slot_ring import HybridBlock, SlotRing
 
@@ -303,8 +304,7 @@ def test_hybrid_check_integrity_notices(fault: str) -> None:
     elif fault == "owners":
         block.num_running += 1
     else:
-        history = kv.slots.residency, 1, (), ()
-        kv._histories[seq.seq_id] = type(kv._histories[seq.seq_id])(*history)
+        kv.histories._known[seq.seq_id] = History(kv.slots.residency, 1, (), ())
     with pytest.raises(AssertionError):
         kv.check_integrity(simulation.sequences)
 

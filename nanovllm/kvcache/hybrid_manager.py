@@ -8,34 +8,23 @@ What always holds:
   give up; what a scheduled sequence then misses is streamed in that step.
 - The missing set is the smallest there can be: a slot is never idle, nor kept for a block nobody reads, while a
   scheduled sequence misses a block.
+- Planning a step takes time by what changes and by the number of placed sequences, not by that of slots or blocks.
 - A running sequence's CPU blocks are reserved to its last token when it is admitted, so memory never runs out halfway
   and a preempted sequence keeps all it has computed.
 """
 
 from collections import Counter
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
-from itertools import groupby
-from operator import itemgetter
 
 from nanovllm.config import BLOCK_SIZE_STEP
-from nanovllm.engine.batch import KVMoves, StreamedGroup
+from nanovllm.engine.batch import KVMoves
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.kvcache.base import KVCacheManager, PagedKeys
 from nanovllm.kvcache.block_pool import BlockPool
+from nanovllm.kvcache.histories import Histories, History
 from nanovllm.kvcache.prefix_index import PrefixMatch
 from nanovllm.kvcache.slot_ring import HybridBlock, SlotRing
 from nanovllm.kvcache.step_slots import StepSlots
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class _History:
-    """Where the full blocks of a sequence are. Another object whenever anything of it changes."""
-
-    residency: int  # StepSlots.residency when it was made
-    num_blocks: int
-    ring_slots: tuple[int, ...]  # of those that have one, in order of position
-    missing: tuple[HybridBlock, ...]  # the others
 
 
 class HybridKVCacheManager(KVCacheManager):
@@ -54,12 +43,11 @@ class HybridKVCacheManager(KVCacheManager):
         self.blocks = blocks
         self.ring = SlotRing(num_gpu_blocks)
         self.slots = StepSlots(self.ring, self.pool, block_size)
+        self.histories = Histories(blocks, self.slots, block_size, group_blocks)
         self.num_reserved_blocks = 0
         self.num_hit_blocks = 0
         self.num_missed_blocks = 0
         self._num_running = 0
-        self._histories: dict[int, _History] = {}  # of running sequences, by seq_id
-        self._streamed: tuple[list[_History], tuple[StreamedGroup, ...]] = ([], ())  # of the last step, whose they are
         self._owed_ids: set[int] = set()  # running sequences that hold no slot and will need one
         self._copy_sources: list[HybridBlock] = []
         self._partial: dict[int, tuple[HybridBlock, int]] = {}  # seq_id -> source of its first block's first tokens
@@ -184,7 +172,7 @@ class HybridKVCacheManager(KVCacheManager):
     def _end_running(self, seq: Sequence) -> None:
         self._stop_writing(seq)
         self._num_running -= 1
-        self._histories.pop(seq.seq_id, None)
+        self.histories.forget(seq)
         for block_id in reversed(seq.block_table):  # the slots of the tail are given up before those of the head
             self.slots.end_running(self.blocks[block_id])
 
@@ -206,35 +194,20 @@ class HybridKVCacheManager(KVCacheManager):
     # -- the plan ------------------------------------------------------------------------------------------------
 
     def plan_step(self, placed: Seq[tuple[Sequence, int]]) -> tuple[list[PagedKeys], KVMoves]:
-        histories = [self._history(seq) for seq, _ in placed]
+        histories = [self.histories.find(seq) for seq, _ in placed]
         missing = {block.block_id: block for history in histories for block in history.missing}
         self.num_hit_blocks += sum(len(history.ring_slots) for history in histories)
         self.num_missed_blocks += len(missing)
         if missing:
             in_order = [missing[block_id] for block_id in sorted(missing)]  # so that neighbours move together
             if self.slots.fill_unread(in_order, self._unread_slots(placed)):
-                histories = [self._history(seq) for seq, _ in placed]
+                histories = [self.histories.find(seq) for seq, _ in placed]
         keys = [self._paged_keys(seq, history, n) for (seq, n), history in zip(placed, histories, strict=True)]
-        moves = self.slots.moves(self._groups(histories) if missing else ())
+        moves = self.slots.moves(self.histories.groups(histories) if missing else ())
         for source in self._copy_sources:
             self.pool.release(source)
         self._copy_sources.clear()
         return keys, moves
-
-    def _history(self, seq: Sequence) -> _History:
-        """The blocks before the one that holds the first new token: all full. Most steps change none of them."""
-        known = self._histories.get(seq.seq_id)
-        num_blocks, residency = seq.num_cached_tokens // self.block_size, self.slots.residency
-        if known is None or known.residency != residency:
-            known = _History(residency, 0, (), ())
-        elif known.num_blocks == num_blocks:
-            return known
-        new = [self.blocks[block_id] for block_id in seq.block_table[known.num_blocks : num_blocks]]
-        ring_slots = tuple([block.ring_slot for block in new if block.ring_slot >= 0])
-        missing = tuple([block for block in new if block.ring_slot < 0])
-        history = _History(residency, num_blocks, known.ring_slots + ring_slots, known.missing + missing)
-        self._histories[seq.seq_id] = history
-        return history
 
     def _unread_slots(self, placed: Seq[tuple[Sequence, int]]) -> list[int]:
         """Slots with blocks of running sequences, none of which is scheduled."""
@@ -244,29 +217,11 @@ class HybridKVCacheManager(KVCacheManager):
         held = ((ring_slot, self.ring.blocks[ring_slot]) for ring_slot in self.ring.read)
         return [ring_slot for ring_slot, block in held if block is not None and block.block_id not in read]
 
-    def _paged_keys(self, seq: Sequence, history: _History, num_tokens: int) -> PagedKeys:
+    def _paged_keys(self, seq: Sequence, history: History, num_tokens: int) -> PagedKeys:
         first, end = history.num_blocks, seq.num_cached_tokens + num_tokens
         context_len = len(history.ring_slots) * self.block_size + end - first * self.block_size
         chunk = [self.blocks[i].ring_slot for i in seq.block_table[first : self._num_blocks(end)]]
         return PagedKeys((*history.ring_slots, *chunk), context_len)
-
-    def _groups(self, histories: list[_History]) -> tuple[StreamedGroup, ...]:
-        """What the step streams, in the order of CPU memory."""
-        if self._streamed[0] == histories:
-            return self._streamed[1]
-        streamed = sorted({block.block_id for history in histories for block in history.missing})
-        place = {block_id: divmod(i, self.group_blocks) for i, block_id in enumerate(streamed)}
-        num_groups = -(-len(streamed) // self.group_blocks)
-        tables: list[list[tuple[int, ...]]] = [[()] * len(histories) for _ in range(num_groups)]
-        for row, history in enumerate(histories):
-            for group, places in groupby(sorted(place[block.block_id] for block in history.missing), itemgetter(0)):
-                tables[group][row] = tuple([i for _, i in places])
-        groups = tuple(
-            StreamedGroup(tuple(streamed[i * self.group_blocks : (i + 1) * self.group_blocks]), tuple(tables[i]))
-            for i in range(num_groups)
-        )
-        self._streamed = histories, groups
-        return groups
 
     def check_integrity(self, sequences: Seq[Sequence]) -> None:
         self.pool.check_integrity(list(sequences))
@@ -276,8 +231,7 @@ class HybridKVCacheManager(KVCacheManager):
         running = [seq for seq in sequences if seq.status is SequenceStatus.RUNNING]
         owners = Counter(block_id for seq in running for block_id in seq.block_table)
         assert self._num_running == len(running), f"{self._num_running} sequences counted, {len(running)} run"
-        for seq in running:
-            self._check_history(seq)
+        self.histories.check_integrity(running)
         for block in self.blocks:
             num_running = owners[block.block_id]
             assert block.num_running == num_running, f"block {block.block_id} is miscounted: {num_running} own it"
@@ -286,14 +240,6 @@ class HybridKVCacheManager(KVCacheManager):
             assert block.num_offloaded_tokens <= block.num_tokens, f"block {block.block_id} counts are reversed"
             assert slot >= 0 or not block.is_dirty, f"block {block.block_id} lost tokens with its slot"
             assert not block.being_written or slot >= 0, f"block {block.block_id} is written without a slot"
-
-    def _check_history(self, seq: Sequence) -> None:
-        history = self._histories.get(seq.seq_id)
-        if history is not None and history.residency == self.slots.residency:
-            blocks = [self.blocks[block_id] for block_id in seq.block_table[: history.num_blocks]]
-            slots = tuple(block.ring_slot for block in blocks if block.ring_slot >= 0)
-            missing = tuple(block for block in blocks if block.ring_slot < 0)
-            assert (history.ring_slots, history.missing) == (slots, missing), f"history of sequence {seq.seq_id} is old"
 
     def stats(self) -> dict[str, int]:
         return {

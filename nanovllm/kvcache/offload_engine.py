@@ -40,6 +40,7 @@ from nanovllm.engine.batch import KVMoves, SlotLoad, SlotOffload, StreamedGroup
 from nanovllm.kvcache.copy_runs import Run, load_runs, offload_runs, staging_runs
 from nanovllm.kvcache.link import measure_link
 from nanovllm.kvcache.pinned_memory import HostBuffer
+from nanovllm.kvcache.run_tensors import KV, run_tensors, token_views
 from nanovllm.kvcache.stream_log import StreamLog
 from nanovllm.kvcache.streams import Event, Stream, Streams, make_streams
 
@@ -79,8 +80,8 @@ class OffloadEngine:
         )
         staging_shape = (NUM_STAGING_GROUPS, spec.staging_group_blocks, *block_shape)
         self.k_staging, self.v_staging = (torch.zeros(staging_shape, dtype=dtype, device=device) for _ in "kv")
-        self._cpu_tokens = _token_views(self.k_cache_cpu, self.v_cache_cpu)  # of each layer
-        self._staging_tokens = _token_views(self.k_staging, self.v_staging)  # of each group
+        self._cpu_tokens = token_views(self.k_cache_cpu, self.v_cache_cpu)  # of each layer
+        self._staging_tokens = token_views(self.k_staging, self.v_staging)  # of each group
         self._compute_log, self._d2h_log = StreamLog(spec.num_layers), StreamLog(spec.num_layers)
         self.cpu_block_last_offload = np.zeros(num_cpu_blocks, dtype=np.int64)
         self.loads_done: list[Event | None] = [None] * spec.num_layers
@@ -104,7 +105,7 @@ class OffloadEngine:
         self.k_cache_gpu, self.v_cache_gpu = (
             torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in ("k", "v")
         )
-        self._slot_tokens = _token_views(self.k_cache_gpu, self.v_cache_gpu)  # of each layer
+        self._slot_tokens = token_views(self.k_cache_gpu, self.v_cache_gpu)  # of each layer
         self.ring_slot_last_use, self.ring_slot_last_offload = np.zeros((2, num_ring_slots), dtype=np.int64)
         self.num_loaded_bytes = 0
         self.num_offloaded_bytes = 0
@@ -224,8 +225,7 @@ class OffloadEngine:
         d2h = self.streams.d2h
         self._wait(d2h, stored)  # E3: stored -> copied out
         for layer in layers:
-            pairs = _pairs(runs, self._cpu_tokens[layer], self._slot_tokens[layer])
-            d2h.copy_all((on_cpu, on_gpu) for on_cpu, on_gpu in pairs)
+            d2h.copy_all(run_tensors(runs, self._cpu_tokens[layer], self._slot_tokens[layer], to_gpu=False))
         self._d2h_log.add(self._record(d2h), len(layers))  # E4, E5, E6
         self.num_offloaded_bytes += self._num_bytes(runs) * len(layers)
 
@@ -259,9 +259,8 @@ class OffloadEngine:
         self.staging_ready[group] = self._record(h2d)  # E7: staged -> attended
         self._num_filled += 1
 
-    def _load(self, layer: int, loads: _Loads, gpu_tokens: tuple[torch.Tensor, torch.Tensor]) -> None:
-        pairs = _pairs(loads.runs, self._cpu_tokens[layer], gpu_tokens)
-        self.streams.h2d.copy_all((on_gpu, on_cpu) for on_cpu, on_gpu in pairs)
+    def _load(self, layer: int, loads: _Loads, gpu_tokens: KV) -> None:
+        self.streams.h2d.copy_all(run_tensors(loads.runs, gpu_tokens, self._cpu_tokens[layer], to_gpu=True))
         self.num_loaded_bytes += self._num_bytes(loads.runs)
 
     def _num_bytes(self, runs: tuple[Run, ...]) -> int:
@@ -297,17 +296,3 @@ class OffloadEngine:
 def _newest(batches: np.ndarray, ids: Iterable[int]) -> int:
     """The newest batch of these slots or blocks; 0 where there are none."""
     return int(batches[list(ids)].max(initial=0))
-
-
-def _token_views(k_LNPKD: torch.Tensor, v_LNPKD: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """K and V `[N * P, K, D]` of each layer; of staging buffers, the first dimension counts groups."""
-    return list(zip(k_LNPKD.flatten(1, 2).unbind(0), v_LNPKD.flatten(1, 2).unbind(0), strict=True))
-
-
-def _pairs(
-    runs: tuple[Run, ...], cpu_tokens: tuple[torch.Tensor, torch.Tensor], gpu_tokens: tuple[torch.Tensor, torch.Tensor]
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """K of each run in CPU memory and on the GPU, and the same of V. Hot."""
-    for cpu_start, gpu_start, num_tokens in runs:
-        for on_cpu, on_gpu in zip(cpu_tokens, gpu_tokens, strict=True):
-            yield on_cpu[cpu_start : cpu_start + num_tokens], on_gpu[gpu_start : gpu_start + num_tokens]
