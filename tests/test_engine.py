@@ -478,7 +478,7 @@ OFFLOAD = {"enable_cpu_offload": True}
         (OFFLOAD | {"cpu_memory_gb": 1e6}, r"a CPU pool of \d+ blocks needs 1000000.00 GiB, .* are available; lower"),
         (
             OFFLOAD | {"cpu_memory_gb": 1e-6},
-            "cpu_memory_gb=1e-06 holds no block of 2.00 MiB; raise .* or lower kvcache_block_size",
+            "cpu_memory_gb=1e-06 holds no block of 128.00 KiB; raise .* or lower kvcache_block_size",
         ),
         (OFFLOAD | {"cpu_memory_gb": 0}, "cpu_memory_gb=0 must be above 0"),
         (

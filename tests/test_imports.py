@@ -40,7 +40,8 @@ TORCH_FREE = {
     f"nanovllm.{name}"
     for name in (
         "kvcache.base kvcache.prefix_index kvcache.block_pool kvcache.block_manager kvcache.hybrid_manager "
-        "kvcache.slot_ring kvcache.step_slots kvcache.histories kvcache.copy_runs engine.scheduler engine.sequence engine.batch config sampling_params "
+        "kvcache.slot_ring kvcache.step_slots kvcache.histories kvcache.copy_runs "
+        "engine.scheduler engine.sequence engine.batch config sampling_params "
         "errors planner plan plan_table costs machine checkpoint model_settings"
     ).split()
 }
