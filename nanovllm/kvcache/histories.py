@@ -20,7 +20,7 @@ class History:
 
     residency: int  # StepSlots.residency when it was made
     num_blocks: int
-    ring_slots: tuple[int, ...]  # of those that have one, in order of position
+    ring_slots: tuple[int, ...]  # of those that have one; ascending, as prefill kernels read neighbours in one piece
     missing: tuple[HybridBlock, ...]  # the others
 
 
@@ -41,9 +41,9 @@ class Histories:
         elif known.num_blocks == num_blocks:
             return known
         new = [self._blocks[block_id] for block_id in seq.block_table[known.num_blocks : num_blocks]]
-        ring_slots = tuple([block.ring_slot for block in new if block.ring_slot >= 0])
+        ring_slots = sorted([*known.ring_slots, *(block.ring_slot for block in new if block.ring_slot >= 0)])
         missing = tuple([block for block in new if block.ring_slot < 0])
-        history = History(residency, num_blocks, known.ring_slots + ring_slots, known.missing + missing)
+        history = History(residency, num_blocks, tuple(ring_slots), known.missing + missing)
         self._known[seq.seq_id] = history
         return history
 
@@ -76,7 +76,7 @@ class Histories:
             if history is None or history.residency != self._slots.residency:
                 continue  # not used again
             blocks = [self._blocks[block_id] for block_id in seq.block_table[: history.num_blocks]]
-            ring_slots = tuple(block.ring_slot for block in blocks if block.ring_slot >= 0)
+            ring_slots = tuple(sorted(block.ring_slot for block in blocks if block.ring_slot >= 0))
             missing = tuple(block for block in blocks if block.ring_slot < 0)
             expected = history.ring_slots, history.missing
             assert (ring_slots, missing) == expected, f"the history of sequence {seq.seq_id} is out of date"
