@@ -79,12 +79,22 @@ def bench_batch(llm: LLM, work: Work, machine: Machine, batch: int, context_len:
     return decode.as_json("batch_decode_tok_per_s") | {"batch_decode_bound_tok_per_s": bound}
 
 
+def size_options(args: argparse.Namespace) -> dict[str, Any]:
+    if args.offload:
+        return {"enable_cpu_offload": True}
+    return {
+        "max_model_len": args.max_model_len if args.long else min(args.max_model_len, 4096),
+        "max_num_seqs": args.batch or (8 if args.long else 256),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     add_model_arguments(parser)
     parser.add_argument("--long", action="store_true", help="one sequence: prefill and decode at --max-model-len")
     parser.add_argument("--batch", type=int, help="decode this many sequences together at --context tokens")
     parser.add_argument("--context", type=int, default=1024, help="tokens of each prompt with --batch")
+    parser.add_argument("--offload", action="store_true", help="the requests with CPU offload, all else at its default")
     parser.add_argument("--runs", type=int, default=5, help="0: only the start")
     args = parser.parse_args()
 
@@ -94,16 +104,17 @@ def main() -> None:
     llm = LLM(
         model_of_length(args.model, args.max_model_len),
         load_format=args.load_format,
-        max_model_len=args.max_model_len if args.long else min(args.max_model_len, 4096),
-        max_num_seqs=args.batch or (8 if args.long else 256),
         tensor_parallel_size=args.tp,
         attn_backend=args.backend,
+        **size_options(args),
     )
     llm.generate([[1, 2, 3]], SamplingParams(max_tokens=1), use_tqdm=False)
     result = (
         run_options(args) | versions() | {"gpu": machine.name, "start_to_first_token_s": time.perf_counter() - start_s}
     )
     print(f"start to first token: {result['start_to_first_token_s']:.1f} s")
+    stats = llm.stats()
+    result |= {name: stats[name] for name in ("num_gpu_blocks", "num_cpu_blocks", "block_bytes") if name in stats}
     work = Work(llm)
     if args.runs and args.long:
         result |= bench_long(llm, work, machine, args.max_model_len, args.runs)

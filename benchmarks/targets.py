@@ -72,6 +72,13 @@ JOBS = [
     offload("8slots", timeout_s=600),
     offload("4slots", "--num-gpu-blocks", "4", "--compare", ""),
     offload("fits", "--num-gpu-blocks", "12", "--compare", "gpu"),
+    bench("requests-offload", "bench.py", "--offload"),
+    offload(
+        "131k-small-blocks",
+        *("--max-model-len", "131072", "--block-size", "256", "--num-gpu-blocks", "128"),
+        *("--decode-tokens", "24", "--compare", ""),
+        timeout_s=600,
+    ),
     # the runs above have filled Triton's cache
     bench("start-warm", "bench.py", "--runs", "0"),
     bench("start-empty-cache", "bench.py", "--runs", "0", env=(("TRITON_CACHE_DIR", "{scratch}"),)),
@@ -155,6 +162,9 @@ def memory(what: str, case: str, key: str, bound: float, unit: str = "") -> Targ
 
 TARGETS = [
     one("256 requests", "requests", "output_tok_per_s", 28_000, "tok/s"),
+    Target(
+        "256 requests, offload by default / all-GPU", ("requests-offload", "requests"), ratio("output_tok_per_s"), 0.9
+    ),
     one("prefill 40,959 tokens", "long", "prefill_tok_per_s", 105_000, "tok/s"),
     one("decode at 40K", "long", "decode_tok_per_s", 470, "tok/s"),
     Target(
@@ -180,6 +190,7 @@ TARGETS = [
     one("offload 40K, 4 slots: decode / link bound", "offload-4slots", "link_share", 0.9),
     one("offload 131K: prefill / all-GPU", "offload-131k", "prefill_ratio_to_gpu", 0.95),
     one("offload 131K: decode / link bound", "offload-131k", "link_share", 0.93),
+    one("offload 131K, blocks of 256: decode / link bound", "offload-131k-small-blocks", "link_share", 0.97),
     one("offload, all fits: decode / all-GPU", "offload-fits", "decode_ratio_to_gpu", 0.95),
     one("the same, batch 8", "offload-fits-batch8", "decode_ratio_to_gpu", 0.95),
     one("offload 4 x 32K: decode / link bound", "offload-4x32k", "link_share", 0.9),

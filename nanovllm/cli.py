@@ -37,7 +37,7 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
     },
     "KV cache": {
         "max_model_len": "most tokens of prompt and answer together; unset: the model's own limit",
-        "kvcache_block_size": "tokens per block, a multiple of 256; unset: 256, or 4096 with offload",
+        "kvcache_block_size": "tokens per block, a multiple of 256; unset: 256, or 4096 where num_gpu_blocks is given",
         "enable_prefix_caching": "reuse the KV of earlier prompts that begin the same way",
         "gpu_memory_utilization": "share of the GPU's memory the engine may use",
         "num_kvcache_blocks": "blocks on the GPU without offload; -1: what fits",
@@ -45,7 +45,7 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
     "CPU offload": {
         "enable_cpu_offload": "keep all KV in CPU memory and only some blocks on the GPU",
         "num_gpu_blocks": "slots on the GPU, 2 or more; unset: what fits",
-        "num_cpu_blocks": "blocks in CPU memory; unset: room for two sequences of max_model_len",
+        "num_cpu_blocks": "blocks in CPU memory; unset: two sequences of max_model_len, or as many as slots if more",
         "cpu_memory_gb": "the same as a size in GiB",
     },
     "scheduling": {

@@ -8,8 +8,8 @@ from nanovllm.model_config import ModelConfig
 from nanovllm.sampling_params import MAX_INT32, MAX_SEED, MIN_SEED
 
 BLOCK_SIZE_STEP = 256  # block sizes are multiples of this; prefix hits count in grains of it
-ALL_GPU_BLOCK_SIZE = 256
-OFFLOAD_BLOCK_SIZE = 4096
+DEFAULT_BLOCK_SIZE = 256
+GIVEN_SLOTS_BLOCK_SIZE = 4096
 STAGING_GROUP_TOKENS = 8192  # keys of one streamed partial attention
 NUM_STAGING_GROUPS = 3  # one attended, the others filled ahead of it
 
@@ -30,13 +30,14 @@ class Config:
     model: a local directory, a hub name, or the name of a preset in benchmarks/configs (with load_format="dummy").
     max_num_batched_tokens: most new tokens in one step; a longer prompt is split. max_num_seqs: most running
     sequences. max_model_len: tokens of prompt and answer; None: the model's own limit. gpu_memory_utilization: share
-    of the GPU's memory the engine may use. kvcache_block_size: tokens per block; None: 256, or 4096 with offload.
-    num_kvcache_blocks: blocks of the all-GPU pool, -1: what fits. enable_cpu_offload: keep all KV in pinned CPU
-    memory and `num_gpu_blocks` slots of it on the GPU (None: what fits). num_cpu_blocks or cpu_memory_gb: size of the
-    CPU pool (None: two sequences of max_model_len, at most 70% of the memory available). chunked_prefill: one token
-    budget for decodes and prefill chunks in the same step; False: prefill before decode.
+    of the GPU's memory the engine may use. kvcache_block_size: tokens per block; None: 256, or 4096 where
+    num_gpu_blocks is given. num_kvcache_blocks: blocks of the all-GPU pool, -1: what fits. enable_cpu_offload: keep
+    all KV in pinned CPU memory and `num_gpu_blocks` slots of it on the GPU (None: what fits). num_cpu_blocks or
+    cpu_memory_gb: size of the CPU pool (None: two sequences of max_model_len, or a block for every slot that two such
+    sequences and short ones can use, if that is more; at most 70% of the memory available). chunked_prefill: one
+    token budget for decodes and prefill chunks in the same step; False: prefill before decode.
     hf_overrides: entries that replace those of the model's config.json, e.g. another rope. load_format: "dummy" draws
-    random weights. seed: of dummy weights and of requests without a seed of their own.
+    random weights. seed: the seed for random weights and for requests that set none.
     """
 
     model: str
@@ -125,10 +126,12 @@ class Config:
 
     @property
     def block_size(self) -> int:
-        """Tokens per block."""
+        """Tokens per block. A number of slots is given for long sequences, whose slots are large by default. Where the
+        slots are what fits, there are enough small ones for hundreds of short sequences, too.
+        """
         if self.kvcache_block_size is not None:
             return self.kvcache_block_size
-        return OFFLOAD_BLOCK_SIZE if self.enable_cpu_offload else ALL_GPU_BLOCK_SIZE
+        return DEFAULT_BLOCK_SIZE if self.num_gpu_blocks is None else GIVEN_SLOTS_BLOCK_SIZE
 
 
 @dataclass(frozen=True, kw_only=True)

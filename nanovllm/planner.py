@@ -17,6 +17,7 @@ from nanovllm.plan import Plan, max_model_len
 
 MAX_HOST_SHARE = 0.7  # of the memory available, for a CPU pool whose size the user left open
 
+SHORT_SEQUENCE_TOKENS = 1024  # of prompt and answer, to size a CPU pool that the user left open
 MAX_OPTION = 10**9  # tokens, sequences, GiB, GB/s: beyond any machine, and a plan adds up every chunk of a context
 
 
@@ -55,13 +56,21 @@ def make_plan(
 
 
 def _num_cpu_blocks(config: Config, model: ModelConfig, machine: Machine, limit: int) -> int:
-    """Blocks of the CPU pool; a block counts the heads of all ranks."""
+    """Blocks of the CPU pool; a block counts the heads of all ranks.
+
+    Left open, there are two sequences of max_model_len, or a block for every slot if that is more. Slots beyond what
+    those two and max_num_seqs short sequences can use do not count, because pinning memory takes time at start.
+    """
     if config.num_cpu_blocks is not None:
         return config.num_cpu_blocks
     block_bytes = kv_cache_spec(config, model, tp_size=1).block_bytes
     if config.cpu_memory_gb is not None:
         return int(config.cpu_memory_gb * 2**30) // block_bytes
-    return min(2 * -(-limit // config.block_size), int(machine.host_bytes * MAX_HOST_SHARE) // block_bytes)
+    two_long = 2 * -(-limit // config.block_size)
+    useful = two_long + config.max_num_seqs * -(-min(limit, SHORT_SEQUENCE_TOKENS) // config.block_size)
+    num_slots = config.num_gpu_blocks or _num_fitting_blocks(config, model, machine, limit, useful)
+    wanted = max(two_long, min(num_slots, useful))
+    return min(wanted, int(machine.host_bytes * MAX_HOST_SHARE) // block_bytes)
 
 
 def least_gpu_blocks(config: Config) -> int:

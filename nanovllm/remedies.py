@@ -129,12 +129,14 @@ def _other_num_blocks(plan: Plan) -> list[Change]:
         if offload
         else ("num_kvcache_blocks", max(config.num_kvcache_blocks, 0), -1)
     )
-    open_plan = _changed(plan, {name: unset})
+    open_plan = _changed(plan, {name: unset, "kvcache_block_size": config.block_size})
     if not given or open_plan is None:
         return []
     each = 1 if offload else -(-plan.context // plan.spec.block_size)
     needed = plan.num_sequences * each
-    return [{name: needed if needed > given else open_plan.num_gpu_blocks}]
+    if needed > given:
+        return [{name: needed}]
+    return [{name: open_plan.num_gpu_blocks}] if open_plan.num_gpu_blocks < given else []
 
 
 def _other_pools(plan: Plan) -> list[Change]:

@@ -244,9 +244,9 @@ class Simulation:
     def _hook_pool(self) -> None:
         take = self.pool.take
 
-        def hooked_take() -> Block:
-            self._taken_hashes.update(self.pool.next_free.grain_hashes)
-            return take()
+        def hooked_take(block: Block | None = None) -> Block:
+            self._taken_hashes.update((block or self.pool.next_free).grain_hashes)
+            return take(block)
 
         self.pool.take = hooked_take  # type: ignore[method-assign]
 

@@ -23,7 +23,10 @@ DOCUMENTS = (_first, _first[:21] + [_rng.randrange(1, 7) for _ in range(43)], [1
 
 @contextmanager
 def small_grain() -> Iterator[None]:
-    with mock.patch("nanovllm.kvcache.hybrid_manager.BLOCK_SIZE_STEP", GRAIN):
+    with (
+        mock.patch("nanovllm.kvcache.hybrid_manager.BLOCK_SIZE_STEP", GRAIN),
+        mock.patch("nanovllm.kvcache.block_pool.LONG_CHUNK_BLOCKS", 3),  # so that small workloads have long chunks
+    ):
         yield
 
 

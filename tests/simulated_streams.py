@@ -27,7 +27,7 @@ A wait can be cut out to show that it is needed: run once, then again for each e
 import random
 import sys
 from collections import Counter, deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
@@ -105,6 +105,8 @@ class SimulatedStream:
         """`event` now stands for everything enqueued on this stream so far."""
         assert isinstance(event, SimulatedEvent), f"{event!r} was not made by SimulatedStreams.event()"
         self._streams.advance(self)
+        if self is self._streams.compute:  # the host can be late to learn of work that has run, too
+            self.num_enqueued = self.num_done = self.num_enqueued + 1
         event.point = _Point(self, self.num_enqueued, tuple(self.clock))
         self.epoch_closed = True
 
@@ -136,6 +138,11 @@ class SimulatedStream:
         else:
             self._enqueue(_Copy(dst, src))
             self._streams.advance(self)
+
+    def copy_all(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Enqueue dst <- src of each pair."""
+        for dst, src in pairs:
+            self.copy(dst, src)
 
     def read(self, tensor: torch.Tensor) -> None:
         """Declare that work enqueued here now reads all of a contiguous tensor. Raises StreamRaceError."""

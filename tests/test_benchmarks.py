@@ -208,7 +208,7 @@ def test_ratio_of_one_result_is_of_two_of_its_keys() -> None:
 
 def test_choose_takes_several_parts_of_names_and_refuses_unknown_ones() -> None:
     names = [job.name for job in run_all.choose("requests,start-warm,")]
-    assert names == ["requests", "start-warm", "requests-triton", "requests-flash"]
+    assert names == ["requests", "requests-offload", "start-warm", "requests-triton", "requests-flash"]
     assert run_all.choose("") == JOBS
     with pytest.raises(ValueError, match="--only nothing: no job"):
         run_all.choose("long,nothing")

@@ -286,9 +286,9 @@ def test_plan_for_another_gpu_has_its_rates(capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--num-gpu-blocks", "60", "--gpu-memory-gb", "24"], "lower num_gpu_blocks to 20"),
-        (["--cpu-memory-gb", "65"], "lower cpu_memory_gb to 44.63"),
-        (["--context", "40960", "--sequences", "3"], "the CPU pool's 20 blocks allow 2; set num_cpu_blocks to 30"),
+        (["--num-gpu-blocks", "60", "--gpu-memory-gb", "24"], "lower num_gpu_blocks to 42"),
+        (["--cpu-memory-gb", "65"], "lower cpu_memory_gb to 44.79"),
+        (["--context", "40960", "--sequences", "11"], "pool's 1638 blocks allow 10; set num_cpu_blocks to 1760"),
         (["--context", "41000"], "exceeds max_model_len=40960"),
         (["--max-model-len", "41000"], "more than the 40960 tokens"),
     ],

@@ -41,7 +41,14 @@ def test_defaults_are_those_of_the_specification() -> None:
 
 @pytest.mark.parametrize(
     ("options", "block_size"),
-    [({}, 256), ({"enable_cpu_offload": True}, 4096), ({"enable_cpu_offload": True, "kvcache_block_size": 768}, 768)],
+    [
+        ({}, 256),
+        (OFFLOAD, 256),  # regression: 4096, which left room for 20 short sequences
+        (OFFLOAD | {"num_gpu_blocks": 8}, 4096),
+        (OFFLOAD | {"num_cpu_blocks": 8}, 256),
+        (OFFLOAD | {"kvcache_block_size": 768}, 768),
+        (OFFLOAD | {"kvcache_block_size": 256, "num_gpu_blocks": 8}, 256),
+    ],
 )
 def test_block_size(options: dict[str, int], block_size: int) -> None:
     assert Config(model="m", **options).block_size == block_size  # type: ignore[arg-type]

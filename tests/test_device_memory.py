@@ -23,7 +23,8 @@ def memory(machine: Machine = H200, num_gpu_blocks: int = 8, **options: Any) -> 
 
 
 def offload(num_gpu_blocks: int = 8, **options: Any) -> DeviceMemory:
-    return memory(num_gpu_blocks=num_gpu_blocks, enable_cpu_offload=True, **options)
+    """Slots of 4096 tokens, as where their number is given."""
+    return memory(num_gpu_blocks=num_gpu_blocks, enable_cpu_offload=True, kvcache_block_size=4096, **options)
 
 
 def test_memory_of_readmes_example_by_hand() -> None:
@@ -86,7 +87,7 @@ def test_memory_never_falls_with_more_blocks() -> None:
         assert totals == sorted(totals)
 
 
-README = {"enable_cpu_offload": True, "max_model_len": 40960}
+README = {"enable_cpu_offload": True, "kvcache_block_size": 4096, "max_model_len": 40960}
 
 
 @pytest.mark.parametrize(
@@ -96,7 +97,7 @@ README = {"enable_cpu_offload": True, "max_model_len": 40960}
         ("qwen3-0.6b", README | {"enforce_eager": True}, 8, 6415.6),
         ("qwen3-0.6b", README | {"max_num_batched_tokens": 4096}, 2, 3233.6),
         ("qwen3-0.6b", {"max_model_len": 40960}, 200, 8721.6),
-        ("qwen3-8b", {"enable_cpu_offload": True}, 4, 21307.6),
+        ("qwen3-8b", {"enable_cpu_offload": True, "kvcache_block_size": 4096}, 4, 21307.6),
     ],
 )
 def test_memory_is_what_engines_held_on_an_h200(

@@ -478,7 +478,7 @@ OFFLOAD = {"enable_cpu_offload": True}
         (OFFLOAD | {"cpu_memory_gb": 1e6}, r"a CPU pool of \d+ blocks needs 1000000.00 GiB, .* are available; lower"),
         (
             OFFLOAD | {"cpu_memory_gb": 1e-6},
-            "cpu_memory_gb=1e-06 is less than one block of 2.00 MiB; raise cpu_memory_gb to 0.01",
+            "cpu_memory_gb=1e-06 is less than one block of 128.00 KiB; raise cpu_memory_gb to 0.01",
         ),
         (OFFLOAD | {"cpu_memory_gb": 0}, "cpu_memory_gb=0 must be above 0"),
         (

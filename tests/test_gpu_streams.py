@@ -86,14 +86,14 @@ def slow_down(engine: OffloadEngine, side: str, cycles: int) -> None:
     """Copies of h2d or d2h start late; or compute does: its stores, its paged reads, its reads of staging."""
     if side != "compute":
         stream: Any = getattr(engine.streams, side)
-        copy = stream.copy
+        copy_all = stream.copy_all
 
-        def late_copy(dst: torch.Tensor, src: torch.Tensor) -> None:
+        def late_copy_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
             with torch.cuda.stream(stream.stream):
                 torch.cuda._sleep(cycles)
-            copy(dst, src)
+            copy_all(pairs)
 
-        stream.copy = late_copy
+        stream.copy_all = late_copy_all
         return
     begin_layer, stored, staged_buffers = engine.begin_layer, engine.stored, engine.staged_buffers
 
@@ -279,7 +279,9 @@ class ChecksummedOffloadEngine(OffloadEngine):
         for ring_slot, cpu_block_id, start, end in moves.flushes:
             for layer in range(self.spec.num_layers):
                 self._note(layer, ring_slot, cpu_block_id, start, end)
-            self.record_slot_compute_done([ring_slot], slice(None))  # the reads above are uses of the slot too
+            self.ring_slot_last_use[ring_slot] = self._compute_log.next_batch  # the reads above are uses, too
+        if moves.flushes:
+            self._compute_log.add(self._record(self.streams.compute), self.spec.num_layers)
         super().begin_step(moves, slots_in_use)
 
     def begin_layer(self, layer: int) -> None:

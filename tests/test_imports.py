@@ -40,7 +40,8 @@ TORCH_FREE = {
     f"nanovllm.{name}"
     for name in (
         "kvcache.base kvcache.prefix_index kvcache.block_pool kvcache.block_manager kvcache.hybrid_manager "
-        "kvcache.slot_ring kvcache.step_slots engine.scheduler engine.sequence engine.batch config sampling_params "
+        "kvcache.slot_ring kvcache.step_slots kvcache.histories kvcache.copy_runs "
+        "engine.scheduler engine.sequence engine.batch config sampling_params "
         "errors planner plan plan_table plan_check remedies costs device_memory machine gpus "
         "model_config model_settings checkpoint config_overrides rope_extension"
     ).split()

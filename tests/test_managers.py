@@ -7,6 +7,7 @@ from random_workloads import GRAIN, small_grain
 from nanovllm.engine.batch import SlotOffload
 from nanovllm.kvcache.base import KVCacheManager
 from nanovllm.kvcache.block_manager import BlockManager
+from nanovllm.kvcache.histories import History
 from nanovllm.kvcache.hybrid_manager import HybridKVCacheManager
 from nanovllm.kvcache.slot_ring import HybridBlock, SlotRing
 
@@ -148,15 +149,18 @@ def test_hits_and_misses_are_counted() -> None:
     assert all(len(plan.sequences[0].block_table) == 3 for plan in steady)  # two full blocks where they are
 
 
-def test_prefill_writes_cycle_through_the_ring() -> None:
-    simulation = Simulation(hybrid(20, 5), max_num_batched_tokens=8)
-    simulation.add(tokens(6 * 4))
+def test_chunks_take_neighbouring_blocks_and_slots() -> None:
+    """So that a chunk is copied out as one run, or as two where the ring ends."""
+    simulation = Simulation(hybrid(20, 5), max_num_batched_tokens=12)
+    seq = simulation.add(tokens(6 * 4))
     slots = []
-    for _ in range(3):
+    for _ in range(2):
         plan = simulation.step()
         assert plan is not None
-        slots += plan.sequences[0].block_table[-2:]
-    assert slots == [0, 1, 2, 3, 4, 0]
+        slots.append(plan.sequences[0].block_table[-3:])
+    assert seq.block_table == [0, 1, 2, 3, 4, 5]
+    assert slots == [(0, 1, 2), (3, 4, 0)]
+    simulation.run()
 
 
 def test_full_block_is_copied_out_in_the_step_that_fills_it_and_a_partial_one_is_not() -> None:
@@ -271,7 +275,9 @@ def test_preempted_with_its_slot_untouched_resumes_without_a_move() -> None:
     simulation.run()
 
 
-@pytest.mark.parametrize("fault", ["reservation", "slot", "block", "counts", "dirty", "writing"])
+@pytest.mark.parametrize(
+    "fault", ["reservation", "slot", "block", "counts", "dirty", "writing", "state", "owners", "history"]
+)
 def test_hybrid_check_integrity_notices(fault: str) -> None:
     kv = hybrid(20, 3)
     simulation = Simulation(kv, max_num_batched_tokens=20)
@@ -291,8 +297,14 @@ def test_hybrid_check_integrity_notices(fault: str) -> None:
         block.num_offloaded_tokens = block.num_tokens + 1
     elif fault == "dirty":
         elsewhere.num_tokens += 1
-    else:
+    elif fault == "writing":
         elsewhere.being_written = True
+    elif fault == "state":
+        kv.ring.read[block.ring_slot] = None
+    elif fault == "owners":
+        block.num_running += 1
+    else:
+        kv.histories._known[seq.seq_id] = History(kv.slots.residency, 1, (), ())
     with pytest.raises(AssertionError):
         kv.check_integrity(simulation.sequences)
 
@@ -300,21 +312,47 @@ def test_hybrid_check_integrity_notices(fault: str) -> None:
 # -- SlotRing --------------------------------------------------------------------------------------------------------
 
 
-def test_ring_gives_slots_in_turn_and_knows_what_they_hold() -> None:
-    ring, blocks = SlotRing(3), [HybridBlock(i) for i in range(4)]
-    for block in blocks[:3]:
-        slot = ring.find(lambda held: held is None)
+def test_ring_gives_a_block_the_slot_of_its_number_where_that_can_be_had() -> None:
+    ring, blocks = SlotRing(3), [HybridBlock(i) for i in range(9)]
+    for block in blocks[1:3]:
+        slot = ring.find(block)
         assert slot == block.block_id
         ring.put(slot, block)
-    assert ring.find(lambda held: held is None) is None
-    ring.clear(blocks[1])
-    assert (blocks[1].ring_slot, ring.blocks[1]) == (-1, None)
-    ring.put(1, blocks[3])
-    assert ring.find(lambda held: held is not blocks[2]) == 0  # the search goes on behind the newest
-    ring.clear(blocks[1])  # holds no slot: nothing to do
-    assert [held and held.block_id for held in ring.blocks] == [0, 3, 2]
+    assert ring.find(blocks[4]) == 1  # what nobody owns can be given up
+    blocks[1].num_running = 1
+    ring.update(blocks[1])
+    assert ring.find(blocks[4]) == 0  # not while there is another slot
+    ring.put(0, blocks[6])
+    blocks[2].num_tokens = 1
+    assert ring.find_unread(blocks[5]) == 2  # the oldest; its copy out delays whoever takes its slot
+    assert ring.find_unread(blocks[8]) == 2
+    assert ring.find(blocks[3]) == 0
+    ring.check_integrity()
+
+
+def test_ring_gives_up_what_is_free_then_idle_then_read_and_never_what_is_kept() -> None:
+    ring, blocks = SlotRing(4), [HybridBlock(i) for i in range(5)]
+    for slot, block in enumerate(blocks[:3]):
+        ring.put(slot, block)
+    blocks[0].num_running = blocks[1].num_running = 1
+    blocks[1].being_written = True
+    for block in blocks[:3]:
+        ring.update(block)
+    ring.check_integrity()
+    given = []
+    while (slot := ring.find(blocks[4])) is not None:
+        given.append(slot)
+        held = ring.blocks[slot]
+        if held is not None:
+            ring.clear(held)
+        taken = HybridBlock(slot, kept_in_step=True)
+        ring.put(slot, taken)
+        ring.check_integrity()
+    assert given == [3, 2, 0] and ring.num_givable == 0
+    assert ring.find_unread(blocks[4]) is None
+    ring.clear(blocks[4])  # holds no slot: nothing to do
     with pytest.raises(AssertionError, match="slot 0 is taken"):
-        ring.put(0, blocks[1])
+        ring.put(0, blocks[4])
 
 
 def test_block_in_a_slot_must_not_be_forgotten() -> None:

@@ -77,6 +77,16 @@ def test_long_and_short_together_one_step_ahead_are_exact(
         llm.assert_nothing_left()
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_default_offload_runs_many_short_requests_at_once_and_a_long_one(reference: Reference, device: str) -> None:
+    """Regression: slots of 4096 tokens and a pool of two sequences let four of these run at once."""
+    with CheckedLLM(reference, device=device, enable_cpu_offload=True, max_num_batched_tokens=4000) as llm:
+        llm.answer_and_check([*prompts_of(*range(20, 60)), *prompts_of(6 * BLOCK + 9)], max_tokens=4)
+        assert max(len(plan.sequences) for plan in llm.plans) == 41
+        assert not any(plan.moves.streamed or plan.moves.loads for plan in llm.plans)
+        llm.assert_nothing_left()
+
+
 # -- prefix cache ----------------------------------------------------------------------------------------------------
 
 DOCUMENT = random_prompt(5 * BLOCK + 220, seed=77)

@@ -85,8 +85,29 @@ def test_plan_cpu_pool_left_open_stops_at_70_percent_of_the_memory() -> None:
     assert plan_for(**OFFLOAD, num_cpu_blocks=11).num_cpu_blocks == 11
 
 
+def test_plan_all_defaults_serve_two_long_sequences_and_hundreds_of_short_ones() -> None:
+    """Regression: 20 slots of 4096 tokens, so at most 20 sequences at once on an H200."""
+    plan = plan_for(enable_cpu_offload=True)
+    assert plan.spec.block_size == 256
+    assert plan.num_cpu_blocks == plan.num_gpu_blocks == 2 * 160 + 512 * 4
+    few = plan_for(enable_cpu_offload=True, max_num_seqs=8)
+    assert few.num_cpu_blocks == few.num_gpu_blocks == 2 * 160 + 8 * 4
+    assert plan_for(replace(H200, host_bytes=50 * GIB), enable_cpu_offload=True).num_cpu_blocks == 35 * GIB // (
+        28 * MIB
+    )
+
+
+def test_plan_cpu_pool_left_open_has_a_block_for_every_slot() -> None:
+    small = plan_for(replace(H200, gpu_bytes=24 * GIB), enable_cpu_offload=True)
+    assert 2 * 160 < small.num_gpu_blocks == small.num_cpu_blocks < 2 * 160 + 512 * 4
+    tiny = plan_for(replace(H200, gpu_bytes=8 * GIB), enable_cpu_offload=True)
+    assert tiny.num_gpu_blocks < tiny.num_cpu_blocks == 2 * 160
+    assert plan_for(**OFFLOAD | {"num_gpu_blocks": 80}).num_cpu_blocks == 80
+    assert plan_for(**OFFLOAD | {"num_gpu_blocks": 2}).num_cpu_blocks == 20
+
+
 def test_plan_slots_left_open_are_what_fits() -> None:
-    assert plan_for(enable_cpu_offload=True).num_gpu_blocks == 20  # no more than there are CPU blocks
+    assert plan_for(enable_cpu_offload=True, num_cpu_blocks=20).num_gpu_blocks == 20  # a slot more would stay empty
     small = plan_for(replace(H200, gpu_bytes=10 * GIB), enable_cpu_offload=True)
     assert small.gpu_limit_bytes is not None and small.num_gpu_blocks > 2
     assert small.memory.total_bytes <= small.gpu_limit_bytes < small.memory.total_bytes + small.spec.block_bytes

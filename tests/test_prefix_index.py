@@ -11,7 +11,7 @@ from content_model import Simulation, longest_prefix_left
 
 from nanovllm.engine.sequence import Sequence
 from nanovllm.kvcache.block_manager import BlockManager
-from nanovllm.kvcache.block_pool import BlockPool
+from nanovllm.kvcache.block_pool import BlockPool, stretches
 from nanovllm.kvcache.hybrid_manager import HybridKVCacheManager
 from nanovllm.kvcache.prefix_index import Block, PrefixIndex, PrefixMatch
 from nanovllm.sampling_params import SamplingParams
@@ -94,8 +94,7 @@ def test_match_ends_at_a_block_that_was_handed_out_again() -> None:
     pool = filled_pool(seq, num_blocks=4)
     release_all(pool, seq)
     middle = seq.block_table[1]
-    pool.free_ids.move_to_end(middle, last=False)
-    assert pool.take().block_id == middle
+    pool.take(pool.blocks[middle])
     assert pool.match(make_sequence(tokens(13))) == PrefixMatch(tuple(seq.block_table[:1]))
 
 
@@ -163,7 +162,7 @@ def test_pool_check_integrity_notices(fault: str) -> None:
     if fault == "lost":
         seq.block_table.pop()
     elif fault == "shared":
-        pool.free_ids[seq.block_table[0]] = None
+        pool.spare_ids[seq.block_table[0]] = None
     elif fault == "twice":
         seq.block_table[1] = seq.block_table[0]
     elif fault == "count":
@@ -282,6 +281,50 @@ def test_discard_forgets_the_content_and_hands_the_block_out_next() -> None:
     pool.discard(pool.blocks[seq.block_table[1]])
     assert pool.next_free.block_id == seq.block_table[1]
     assert pool.match(make_sequence(tokens(20))).full_blocks == (seq.block_table[0],)
+
+
+def pool_with_gaps() -> tuple[BlockPool, list[Sequence]]:
+    """40 blocks of 4 tokens: those of four sequences in turn, of two blocks each time; the last 8 are unused."""
+    pool = BlockPool([Block(i) for i in range(40)], 4, 4, enable_prefix_caching=True)
+    sequences = [make_sequence(tokens(32, start=2000 * i), seq_id=i) for i in range(4)]
+    for _ in range(4):
+        for seq in sequences:
+            seq.block_table += [pool.take().block_id for _ in range(2)]
+    for seq in sequences:
+        pool.register(seq, 32)
+    return pool, sequences
+
+
+def test_choose_short_chunk_gets_the_next_free_blocks() -> None:
+    pool, sequences = pool_with_gaps()
+    release_all(pool, sequences[0])
+    assert [block.block_id for block in pool.choose(8)] == list(range(32, 40))
+    assert [block.block_id for block in pool.choose(11)] == [17, 24, 25, *range(32, 40)]
+
+
+def test_choose_long_chunk_gets_the_longest_stretches() -> None:
+    """Regression: a 131K prompt behind 256 short requests got their blocks, hardly two of which are neighbours."""
+    pool, sequences = pool_with_gaps()
+    for seq in (*sequences[:2], sequences[3]):
+        release_all(pool, seq)
+    assert [block.block_id for block in pool.choose(16)] == [0, 1, 2, 3, 8, 9, *range(30, 40)]
+    assert pool.num_free == 32  # nothing is taken yet
+
+
+def test_choose_long_chunk_spares_the_quarter_used_last_unless_it_is_needed() -> None:
+    pool, sequences = pool_with_gaps()
+    for seq in sequences:
+        release_all(pool, seq)
+    newest = set(sequences[3].block_table)
+    assert newest.isdisjoint(block.block_id for block in pool.choose(32))
+    assert [block.block_id for block in pool.choose(40)] == list(range(40))
+    with pytest.raises(AssertionError, match="41 blocks of 40 free ones"):
+        pool.choose(41)
+
+
+def test_stretches_are_of_consecutive_numbers() -> None:
+    assert stretches([3]) == [range(3, 4)]
+    assert stretches([1, 2, 4, 5, 6, 9]) == [range(4, 7), range(1, 3), range(9, 10)]
 
 
 # -- the search that is remembered -----------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ with a real model under each dropped edge, so that the order of calls in Streame
 import ast
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import groupby
 from unittest import mock
@@ -27,6 +27,7 @@ from tiny_models import write_tiny_model
 from nanovllm.config import KVCacheSpec
 from nanovllm.engine.batch import KVMoves, StepPlan
 from nanovllm.kvcache import offload_engine
+from nanovllm.kvcache.copy_runs import Run, load_runs, offload_runs, staging_runs
 from nanovllm.kvcache.hybrid_manager import HybridKVCacheManager
 from nanovllm.kvcache.offload_engine import OffloadEngine
 from nanovllm.kvcache.streams import Event
@@ -136,14 +137,16 @@ def test_events_of_copies_that_are_done_are_let_go() -> None:
     streams = SimulatedStreams("early")
     simulation = play_with_streams(11, streams)
     engine = simulation.runner.engine  # type: ignore[attr-defined]
-    num_copies = sum(len(plan.moves.offloads) + len(plan.moves.flushes) for plan in simulation.plans)
-    assert (engine.cpu_block_offload_done > 0).sum() > 10 and num_copies > 20
+    moves = [plan.moves for plan in simulation.plans]
+    num_batches = sum(bool(m.offloads) + bool(m.flushes) for m in moves)
+    assert (engine.cpu_block_last_offload > 0).sum() > 10 and num_batches > 20
     for _ in range(40):  # the simulated host learns of it sooner or later
         engine.begin_step(KVMoves(), ())
         engine.end_step()
-    assert len(engine._d2h_log) == 0
-    assert engine._d2h_log.find(int(engine.cpu_block_offload_done.max())) is None
-    assert engine.cpu_block_offload_done.max() == NUM_LAYERS * num_copies
+    assert len(engine._d2h_log) == len(engine._compute_log) == 0
+    assert engine._d2h_log.find(int(engine.cpu_block_last_offload.max()), NUM_LAYERS - 1) is None
+    assert engine.cpu_block_last_offload.max() == num_batches
+    assert engine.ring_slot_last_use.max() == len(moves)
 
 
 def test_event_taken_for_done_too_early_is_noticed() -> None:
@@ -156,6 +159,55 @@ def test_event_taken_for_done_too_early_is_noticed() -> None:
             try:
                 play_with_streams(seed, SimulatedStreams("late", seed))
             except AssertionError:
+                num_noticed += 1
+    assert num_noticed > 3
+
+
+def runs_by_kind(simulation: Simulation) -> dict[str, list[int]]:
+    """Blocks of each copy that the workload made in a layer, in whole blocks."""
+    block_size = simulation.kv.block_size  # type: ignore[attr-defined]
+    lengths: dict[str, list[int]] = {"load": [], "offload": [], "flush": [], "staging": []}
+    for plan in simulation.plans:
+        moves = plan.moves
+        runs = {"load": load_runs(moves.loads, block_size), "offload": offload_runs(moves.offloads, block_size)}
+        runs |= {"flush": offload_runs(moves.flushes, block_size)}
+        runs |= {"staging": tuple(r for g in moves.streamed for r in staging_runs(g.cpu_block_ids, block_size))}
+        for kind, some in runs.items():
+            lengths[kind] += [run.num_tokens // block_size for run in some]
+    return lengths
+
+
+def test_workloads_hold_runs_of_several_blocks_and_of_one() -> None:
+    """So what the other tests here prove holds for both."""
+    lengths: dict[str, list[int]] = {}
+    for seed in SEEDS:
+        for kind, some in runs_by_kind(play_with_streams(seed, SimulatedStreams("early", seed))).items():
+            lengths.setdefault(kind, []).extend(some)
+    for kind in ("load", "offload", "staging"):
+        num_long = sum(length > 1 for length in lengths[kind])
+        assert num_long > 10 and 1 in lengths[kind], f"{kind}: {num_long} of {len(lengths[kind])} runs are long"
+    assert lengths["flush"]  # of partial blocks, which have nothing to join
+
+
+@pytest.mark.parametrize("side", ["cpu_start", "gpu_start"])
+def test_run_joined_over_a_gap_is_noticed(side: str) -> None:
+    """Blocks that are neighbours on one side only."""
+
+    def join_by_one_side(runs: Iterable[Run]) -> tuple[Run, ...]:
+        joined: list[Run] = []
+        for run in sorted(runs, key=lambda run: getattr(run, side)):
+            if joined and getattr(joined[-1], side) + joined[-1].num_tokens == getattr(run, side):
+                joined[-1] = joined[-1]._replace(num_tokens=joined[-1].num_tokens + run.num_tokens)
+            else:
+                joined.append(run)
+        return tuple(joined)
+
+    num_noticed = 0
+    with mock.patch("nanovllm.kvcache.copy_runs.join_runs", join_by_one_side):
+        for seed in SEEDS:
+            try:
+                play_with_streams(seed, SimulatedStreams("early", seed, check_races=False))
+            except (ContentError, AssertionError):
                 num_noticed += 1
     assert num_noticed > 3
 

@@ -14,7 +14,7 @@ from nanovllm.config import KVCacheSpec
 from nanovllm.engine import inputs
 from nanovllm.engine.batch import KVMoves, SamplingRow, SequenceStep, StepPlan, StreamedGroup
 from nanovllm.engine.cuda_graphs import DecodeInputs
-from nanovllm.engine.streamed_graphs import StreamedDecodeGraphs
+from nanovllm.engine.streamed_graphs import StreamedDecodeGraphs, streamed_sizes
 from nanovllm.kvcache.offload_engine import OffloadEngine
 
 BLOCK, SCALE = 256, 0.1
@@ -69,6 +69,15 @@ def fill_caches(offload: OffloadEngine, case: PagedCase, num_groups: int) -> Non
         ):
             cpu[0, cpu_blocks] = cache[table[:num_groups]].cpu()
             gpu[0, seq] = cache[table[num_groups]]
+
+
+@pytest.mark.parametrize(
+    ("max_num_seqs", "sizes"),
+    [(1, [1]), (2, [1, 2]), (4, [1, 4]), (8, [1, 4, 8]), (256, [1, 4, 16, 64, 256]), (512, [1, 4, 16, 64, 256, 512])],
+)
+def test_streamed_sizes_are_few(max_num_seqs: int, sizes: list[int]) -> None:
+    """Each takes a graph per layer at start: ten powers of two for 512 sequences were 290 graphs."""
+    assert streamed_sizes(max_num_seqs) == sizes
 
 
 @pytest.mark.gpu

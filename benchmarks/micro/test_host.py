@@ -36,11 +36,13 @@ def make_sequence(seq_id: int, num_tokens: int, max_tokens: int = 50_000) -> Seq
     return Sequence(seq_id, [_rng.randrange(VOCAB_SIZE) for _ in range(num_tokens)], params, seed=seq_id)
 
 
-def decoding_scheduler(kv: KVCacheManager, prompt_lens: list[int], max_num_batched_tokens: int) -> Scheduler:
+def decoding_scheduler(
+    kv: KVCacheManager, prompt_lens: list[int], max_num_batched_tokens: int, max_tokens: int = 50_000
+) -> Scheduler:
     """A scheduler whose sequences have run all their prompts."""
     scheduler = Scheduler(kv, max_num_seqs=len(prompt_lens), max_num_batched_tokens=max_num_batched_tokens)
     for seq_id, num_tokens in enumerate(prompt_lens):
-        scheduler.add(make_sequence(seq_id, num_tokens))
+        scheduler.add(make_sequence(seq_id, num_tokens, max_tokens))
     while any(seq.num_uncached_tokens > 1 or not seq.output_token_ids for seq in scheduler.sequences.values()):
         step(scheduler)
     return scheduler
@@ -191,19 +193,42 @@ def test_build_inputs(benchmark: Any, num_chunks: int, num_tokens: int, num_deco
     assert len(arrays["positions"]) == plan.num_tokens
 
 
+def plan_decode(kv: KVCacheManager, running: list[Sequence]) -> KVMoves:
+    """Plan the same decode step of all `running` sequences again and again: they stay where they are."""
+    kv.begin_step(running)
+    for seq in running:
+        kv.place(seq, kv.num_placeable(seq, 1))
+    return kv.plan_step([(seq, 1) for seq in running])[1]
+
+
+@pytest.mark.parametrize("slots", ["all GPU", "slots to spare", "slots all taken"])
+def test_plan_decode_step_of_256_short_sequences(benchmark: Any, slots: str) -> None:
+    """Of 1,100 tokens in blocks of 256, all resident in 4,500 slots, which are free or hold what nobody reads."""
+    kv: KVCacheManager = BlockManager(6000, 256)
+    if slots != "all GPU":
+        kv = HybridKVCacheManager(6000, 4500, 256, 32)
+    if slots == "slots all taken":
+        earlier = Scheduler(kv, max_num_seqs=1, max_num_batched_tokens=16384)
+        earlier.add(make_sequence(256, 4500 * 256 - 1, max_tokens=1))
+        while earlier.has_unfinished:
+            step(earlier)
+    scheduler = decoding_scheduler(kv, [1100] * 256, 16384, max_tokens=200)
+    moves = timed(benchmark, 256, "sequence", lambda: plan_decode(kv, scheduler.running))
+    assert len(scheduler.running) == 256 and moves == KVMoves()
+
+
+def test_plan_decode_step_of_a_131k_sequence(benchmark: Any) -> None:
+    """512 blocks of 256 tokens, 384 of them streamed."""
+    kv = HybridKVCacheManager(1030, 128, 256, 32)
+    scheduler = decoding_scheduler(kv, [2**17 - 200], 16384, max_tokens=100)
+    moves = timed(benchmark, 512, "block", lambda: plan_decode(kv, scheduler.running))
+    assert sum(len(group.cpu_block_ids) for group in moves.streamed) == 511 - 127
+
+
 @pytest.mark.parametrize("num_slots", [8, 64])
 def test_hybrid_plan_step_one_million_token_sequence(benchmark: Any, num_slots: int) -> None:
     """A decode step over 256 blocks of 4096 tokens, all but the slots' streamed."""
     kv = HybridKVCacheManager(280, num_slots, 4096, 2)
     scheduler = decoding_scheduler(kv, [2**20 - 2000], 2**18)
-    (seq,) = scheduler.running
-    assert seq.num_cached_tokens >= 2**20 - 2000
-
-    def plan_step() -> int:
-        kv.begin_step(scheduler.running)
-        kv.place(seq, kv.num_placeable(seq, 1))  # the same token again and again: the sequence stays where it is
-        _, moves = kv.plan_step([(seq, 1)])
-        return sum(len(group.cpu_block_ids) for group in moves.streamed)
-
-    num_streamed = timed(benchmark, 256, "block", plan_step)
-    assert num_streamed == 255 - (num_slots - 1)
+    moves = timed(benchmark, 256, "block", lambda: plan_decode(kv, scheduler.running))
+    assert sum(len(group.cpu_block_ids) for group in moves.streamed) == 255 - (num_slots - 1)

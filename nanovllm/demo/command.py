@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.config import ALL_GPU_BLOCK_SIZE, BLOCK_SIZE_STEP
+from nanovllm.config import BLOCK_SIZE_STEP, DEFAULT_BLOCK_SIZE
 from nanovllm.console import decode_tok_per_s, gate, prefill_tok_per_s, stream_answer
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.memory import format_bytes
@@ -74,7 +74,7 @@ def run_demo(options: DemoOptions) -> int:
     report = _report(offloaded)
     _print_offload(report)
     print("\nThe same prompt with all of its KV resident", flush=True)
-    resident = _run(model, prompt, params, common | {"num_kvcache_blocks": -(-max_model_len // ALL_GPU_BLOCK_SIZE)})
+    resident = _run(model, prompt, params, common | {"num_kvcache_blocks": -(-max_model_len // DEFAULT_BLOCK_SIZE)})
     _print_rates(_rates(resident.output))
     checks = {
         "retrieved": offloaded.output["text"] == f"{passkey}.",

@@ -73,7 +73,8 @@ class SequenceStep:
     """The new tokens of one sequence and where its paged keys are.
 
     The paged keys are the sequence's keys with the streamed blocks cut out: `block_table` names their blocks, all
-    full but the last; the new tokens are the last `num_tokens` of the `context_len` paged keys.
+    full but the last, and in any order before the new tokens, which are the last `num_tokens` of the `context_len`
+    paged keys.
     """
 
     seq_id: int

@@ -2,6 +2,7 @@
 
 import gc
 import importlib.util
+import itertools
 import logging
 from pathlib import Path
 
@@ -230,7 +231,8 @@ class ModelRunner:
         """Enqueue the step. On the CPU it has run when this returns, on the GPU it need not have. Hot."""
         arrays = inputs.build_arrays(plan, self.spec.block_size)
         if self.offload is not None:
-            self.offload.begin_step(plan.moves, (slot for step in plan.sequences for slot in step.block_table))
+            slots_in_use = itertools.chain.from_iterable(step.block_table for step in plan.sequences)
+            self.offload.begin_step(plan.moves, slots_in_use)
         decodes_by_graph = self.graphs is not None and plan.is_decode and not (plan.moves.loads or plan.moves.copies)
         run = self._run_graph if decodes_by_graph else self._run_eager
         self._sampled = run(plan, arrays)

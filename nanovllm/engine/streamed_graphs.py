@@ -66,10 +66,10 @@ class _Cutter:
 
 
 def streamed_sizes(max_num_seqs: int) -> list[int]:
-    """1, 2, 4, 8, 16, 32 ... and max_num_seqs itself. A size takes a graph per layer, and padded rows cost nothing
-    beside the copies that a streamed step waits for.
+    """1, 4, 16, 64, 256 ... and max_num_seqs itself. A size takes a graph per layer at start, and padded rows cost
+    little beside the copies that a streamed step waits for.
     """
-    return sorted({*(2**i for i in range(max_num_seqs.bit_length())), max_num_seqs})
+    return sorted({4**i for i in range(max_num_seqs.bit_length()) if 4**i < max_num_seqs} | {max_num_seqs})
 
 
 class StreamedDecodeGraphs:

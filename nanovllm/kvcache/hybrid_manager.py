@@ -8,17 +8,20 @@ What always holds:
   give up; what a scheduled sequence then misses is streamed in that step.
 - The missing set is the smallest there can be: a slot is never idle, nor kept for a block nobody reads, while a
   scheduled sequence misses a block.
+- Planning a step takes time by what changes and by the number of placed sequences, not by that of slots or blocks.
 - A running sequence's CPU blocks are reserved to its last token when it is admitted, so memory never runs out halfway
   and a preempted sequence keeps all it has computed.
 """
 
+from collections import Counter
 from collections.abc import Sequence as Seq
 
 from nanovllm.config import BLOCK_SIZE_STEP
-from nanovllm.engine.batch import KVMoves, StreamedGroup
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.batch import KVMoves
+from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.kvcache.base import KVCacheManager, PagedKeys
 from nanovllm.kvcache.block_pool import BlockPool
+from nanovllm.kvcache.histories import Histories, History
 from nanovllm.kvcache.prefix_index import PrefixMatch
 from nanovllm.kvcache.slot_ring import HybridBlock, SlotRing
 from nanovllm.kvcache.step_slots import StepSlots
@@ -40,9 +43,11 @@ class HybridKVCacheManager(KVCacheManager):
         self.blocks = blocks
         self.ring = SlotRing(num_gpu_blocks)
         self.slots = StepSlots(self.ring, self.pool, block_size)
+        self.histories = Histories(blocks, self.slots, block_size, group_blocks)
         self.num_reserved_blocks = 0
         self.num_hit_blocks = 0
         self.num_missed_blocks = 0
+        self._num_running = 0
         self._owed_ids: set[int] = set()  # running sequences that hold no slot and will need one
         self._copy_sources: list[HybridBlock] = []
         self._partial: dict[int, tuple[HybridBlock, int]] = {}  # seq_id -> source of its first block's first tokens
@@ -72,7 +77,7 @@ class HybridKVCacheManager(KVCacheManager):
             )
 
     def begin_step(self, running: Seq[Sequence]) -> None:
-        self.slots.begin_step(running)
+        self.slots.begin_step()
         self._owed_ids = {seq.seq_id for seq in running if seq.num_cached_tokens % self.block_size == 0}
 
     def _affordable_match(self, seq: Sequence) -> PrefixMatch | None:
@@ -91,8 +96,13 @@ class HybridKVCacheManager(KVCacheManager):
         return bool(seq.block_table) or self._affordable_match(seq) is not None
 
     def admit(self, seq: Sequence) -> None:
-        if seq.block_table:
-            return  # preempted: it kept its blocks
+        if not seq.block_table:  # else it was preempted, and kept its blocks
+            self._admit_new(seq)
+        self._num_running += 1
+        for block_id in seq.block_table:
+            self.slots.begin_running(self.blocks[block_id])
+
+    def _admit_new(self, seq: Sequence) -> None:
         match = self._affordable_match(seq)
         assert match is not None, f"sequence {seq.seq_id} admitted without room"
         for block_id in match.full_blocks:
@@ -110,17 +120,23 @@ class HybridKVCacheManager(KVCacheManager):
         self.num_reserved_blocks += seq.num_reserved_blocks
 
     def _grow(self, seq: Sequence, num_tokens: int) -> None:
-        while len(seq.block_table) < self._num_blocks(num_tokens):
-            self.num_reserved_blocks -= 1
-            seq.num_reserved_blocks -= 1
-            self.ring.clear(self.blocks[self.pool.next_free.block_id])
-            seq.block_table.append(self.pool.take().block_id)
+        count = self._num_blocks(num_tokens) - len(seq.block_table)
+        if count <= 0:
+            return
+        self.num_reserved_blocks -= count
+        seq.num_reserved_blocks -= count
+        for chosen in self.pool.choose(count):
+            block = self.blocks[chosen.block_id]
+            self.ring.clear(block)
+            self.pool.take(block)
+            self.slots.begin_running(block)
+            seq.block_table.append(block.block_id)
 
     # -- slots ---------------------------------------------------------------------------------------------------
 
     def _num_spare_slots(self, seq: Sequence) -> int:
         """Slots `seq` may take: those to be had, less one for each other running sequence that needs one."""
-        return self.slots.num_givable - len(self._owed_ids) + (seq.seq_id in self._owed_ids)
+        return self.ring.num_givable - len(self._owed_ids) + (seq.seq_id in self._owed_ids)
 
     def num_placeable(self, seq: Sequence, num_tokens: int) -> int:
         """Tokens whose blocks have a slot or can get one."""
@@ -128,15 +144,13 @@ class HybridKVCacheManager(KVCacheManager):
         block_idx = seq.num_cached_tokens // self.block_size
         if block_idx < len(seq.block_table):
             held = self.blocks[seq.block_table[block_idx]]
-            if held.ring_slot >= 0 and not self.slots.can_give_up(held):
-                room += 1
+            room += held.ring_slot >= 0 and held.keeps_slot
         return min(num_tokens, max(0, (block_idx + room) * self.block_size - seq.num_cached_tokens))
 
     def place(self, seq: Sequence, num_tokens: int) -> None:
         start, end = seq.num_cached_tokens, seq.num_cached_tokens + num_tokens
         self._grow(seq, end)
         self._owed_ids.discard(seq.seq_id)
-        self.slots.want(seq)
         first, last = start // self.block_size, self._num_blocks(end)
         chunk = [self.blocks[block_id] for block_id in seq.block_table[first:last]]
         for block in chunk:  # those in place keep their slots before others look for one
@@ -153,7 +167,14 @@ class HybridKVCacheManager(KVCacheManager):
 
     def preempt(self, seq: Sequence) -> None:
         self._owed_ids.discard(seq.seq_id)
+        self._end_running(seq)
+
+    def _end_running(self, seq: Sequence) -> None:
         self._stop_writing(seq)
+        self._num_running -= 1
+        self.histories.forget(seq)
+        for block_id in reversed(seq.block_table):  # the slots of the tail are given up before those of the head
+            self.slots.end_running(self.blocks[block_id])
 
     def _stop_writing(self, seq: Sequence) -> None:
         block_idx = seq.num_cached_tokens // self.block_size
@@ -162,7 +183,8 @@ class HybridKVCacheManager(KVCacheManager):
 
     def free(self, seq: Sequence) -> None:
         self.pool.register(seq, seq.num_cached_tokens)
-        self._stop_writing(seq)
+        if seq.status is SequenceStatus.RUNNING:
+            self._end_running(seq)
         for block_id in reversed(seq.block_table):
             self.pool.release(self.blocks[block_id])
         seq.block_table.clear()
@@ -172,46 +194,47 @@ class HybridKVCacheManager(KVCacheManager):
     # -- the plan ------------------------------------------------------------------------------------------------
 
     def plan_step(self, placed: Seq[tuple[Sequence, int]]) -> tuple[list[PagedKeys], KVMoves]:
-        history = [self._history(seq) for seq, _ in placed]
-        self.slots.keep_all(block for blocks in history for block in blocks)
-        missing = {b.block_id: b for blocks in history for b in blocks if b.ring_slot < 0}
-        self.num_hit_blocks += sum(b.ring_slot >= 0 for blocks in history for b in blocks)
+        histories = [self.histories.find(seq) for seq, _ in placed]
+        missing = {block.block_id: block for history in histories for block in history.missing}
+        self.num_hit_blocks += sum(len(history.ring_slots) for history in histories)
         self.num_missed_blocks += len(missing)
-        streamed = [block.block_id for block in self.slots.fill_idle(list(missing.values()))]
-        keys = [self._paged_keys(seq, blocks, n) for (seq, n), blocks in zip(placed, history, strict=True)]
-        moves = self.slots.moves(self._groups(streamed, history))
+        if missing:
+            in_order = [missing[block_id] for block_id in sorted(missing)]  # so that neighbours move together
+            if self.slots.fill_unread(in_order, self._unread_slots(placed)):
+                histories = [self.histories.find(seq) for seq, _ in placed]
+        keys = [self._paged_keys(seq, history, n) for (seq, n), history in zip(placed, histories, strict=True)]
+        moves = self.slots.moves(self.histories.groups(histories) if missing else ())
         for source in self._copy_sources:
             self.pool.release(source)
         self._copy_sources.clear()
         return keys, moves
 
-    def _history(self, seq: Sequence) -> list[HybridBlock]:
-        """The blocks before the one that holds the first new token: all full."""
-        return [self.blocks[i] for i in seq.block_table[: seq.num_cached_tokens // self.block_size]]
+    def _unread_slots(self, placed: Seq[tuple[Sequence, int]]) -> list[int]:
+        """Slots with blocks of running sequences, none of which is scheduled."""
+        if len(placed) == self._num_running:
+            return []
+        read = {block_id for seq, _ in placed for block_id in seq.block_table}
+        held = ((ring_slot, self.ring.blocks[ring_slot]) for ring_slot in self.ring.read)
+        return [ring_slot for ring_slot, block in held if block is not None and block.block_id not in read]
 
-    def _paged_keys(self, seq: Sequence, history: list[HybridBlock], num_tokens: int) -> PagedKeys:
-        first, end = len(history), seq.num_cached_tokens + num_tokens
-        slots = [block.ring_slot for block in history if block.ring_slot >= 0]
-        context_len = len(slots) * self.block_size + end - first * self.block_size
-        slots += [self.blocks[i].ring_slot for i in seq.block_table[first : self._num_blocks(end)]]
-        return PagedKeys(tuple(slots), context_len)
-
-    def _groups(self, streamed: list[int], history: list[list[HybridBlock]]) -> tuple[StreamedGroup, ...]:
-        readers = [{block.block_id for block in blocks} for blocks in history]
-        groups = []
-        for start in range(0, len(streamed), self.group_blocks):
-            ids = tuple(streamed[start : start + self.group_blocks])
-            tables = tuple(tuple(i for i, block_id in enumerate(ids) if block_id in read) for read in readers)
-            groups.append(StreamedGroup(ids, tables))
-        return tuple(groups)
+    def _paged_keys(self, seq: Sequence, history: History, num_tokens: int) -> PagedKeys:
+        first, end = history.num_blocks, seq.num_cached_tokens + num_tokens
+        context_len = len(history.ring_slots) * self.block_size + end - first * self.block_size
+        chunk = [self.blocks[i].ring_slot for i in seq.block_table[first : self._num_blocks(end)]]
+        return PagedKeys((*history.ring_slots, *chunk), context_len)
 
     def check_integrity(self, sequences: Seq[Sequence]) -> None:
         self.pool.check_integrity(list(sequences))
         assert self.num_reserved_blocks == sum(s.num_reserved_blocks for s in sequences), "reservations are miscounted"
         assert self.num_reserved_blocks <= self.pool.num_free, "more blocks reserved than free"
-        for ring_slot, held in enumerate(self.ring.blocks):
-            assert held is None or held.ring_slot == ring_slot, f"slot {ring_slot} and its block disagree"
+        self.ring.check_integrity()
+        running = [seq for seq in sequences if seq.status is SequenceStatus.RUNNING]
+        owners = Counter(block_id for seq in running for block_id in seq.block_table)
+        assert self._num_running == len(running), f"{self._num_running} sequences counted, {len(running)} run"
+        self.histories.check_integrity(running)
         for block in self.blocks:
+            num_running = owners[block.block_id]
+            assert block.num_running == num_running, f"block {block.block_id} is miscounted: {num_running} own it"
             slot = block.ring_slot
             assert slot < 0 or self.ring.blocks[slot] is block, f"block {block.block_id} believes in slot {slot}"
             assert block.num_offloaded_tokens <= block.num_tokens, f"block {block.block_id} counts are reversed"

@@ -8,34 +8,51 @@ The engine does what a plan's KVMoves say, one layer at a time, and chooses noth
   group serves all layers, so a few of them let copies run ahead of the compute, across layers and into the next step,
   while every slot stays resident.
 
-Loads are enqueued in the order in which the model will use them, as far ahead as staging has room (`_pump`).
+Loads are enqueued in the order in which the model will use them, as far ahead as staging has room (`_pump`). What is
+contiguous on both sides is copied at once (copy_runs.py). Which copies a step makes, and after which earlier work, is
+found once in `begin_step`; what a layer costs does not depend on the number of slots or blocks, only on that of runs.
 
 Stream edges, each commented where it is made:
-  E1  loaded -> read or written         h2d -> compute   ring_slot_ready
-  E2  last used -> overwritten by load  compute -> h2d   ring_slot_compute_done
-  E3  stored -> copied out              compute -> d2h   ring_slot_compute_done, or this layer's own event
-  E4  copied out -> slot written        d2h -> compute   ring_slot_offload_done
-  E5  copied out -> slot loaded over    d2h -> h2d       ring_slot_offload_done
-  E6  copied out -> CPU block loaded    d2h -> h2d       cpu_block_offload_done
+  E1  loaded -> read or written         h2d -> compute   loads_done, of this step and layer
+  E2  last used -> overwritten by load  compute -> h2d   ring_slot_last_use
+  E3  stored -> copied out              compute -> d2h   ring_slot_last_use, or this layer's own event
+  E4  copied out -> slot written        d2h -> compute   ring_slot_last_offload
+  E5  copied out -> slot loaded over    d2h -> h2d       ring_slot_last_offload
+  E6  copied out -> CPU block loaded    d2h -> h2d       cpu_block_last_offload
   E7  staged -> attended                h2d -> compute   staging_ready
   E8  attended -> staging refilled      compute -> h2d   staging_compute_done
-E4 to E6 are left out where the host has seen that the copy is done (StreamLog).
+The arrays of E2 to E6 hold numbers of batches of work: what a step does on compute is one, its flushes on d2h are
+another, its offloads a third. A stream runs its work in order, so of all the slots and blocks that a layer's copies
+touch only the newest batch is waited for, and none that the host has seen to be done (StreamLog).
 No edge is needed from a load to a later write of the CPU block it read: compute waits for every load of a step within
 that step (E1, E7), and a block is only written (E3) from what compute stored in a later one.
 """
 
 from collections import deque
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from nanovllm.config import NUM_STAGING_GROUPS, KVCacheSpec
-from nanovllm.engine.batch import KVMoves, SlotLoad, StreamedGroup
+from nanovllm.engine.batch import KVMoves, SlotLoad, SlotOffload, StreamedGroup
+from nanovllm.kvcache.copy_runs import Run, load_runs, offload_runs, staging_runs
 from nanovllm.kvcache.link import measure_link
 from nanovllm.kvcache.pinned_memory import HostBuffer
+from nanovllm.kvcache.run_tensors import KV, run_tensors, token_views
 from nanovllm.kvcache.stream_log import StreamLog
 from nanovllm.kvcache.streams import Event, Stream, Streams, make_streams
+
+
+class _Loads(NamedTuple):
+    """Copies to the GPU that a step makes together in each layer, and the newest batches of work that come first."""
+
+    runs: tuple[Run, ...]
+    block_offload: int  # on d2h, of the CPU blocks
+    to_slots: bool
+    slot_use: int = 0  # on compute, of the slots
+    slot_offload: int = 0  # on d2h, of the slots
 
 
 class OffloadEngine:
@@ -63,16 +80,18 @@ class OffloadEngine:
         )
         staging_shape = (NUM_STAGING_GROUPS, spec.staging_group_blocks, *block_shape)
         self.k_staging, self.v_staging = (torch.zeros(staging_shape, dtype=dtype, device=device) for _ in "kv")
-        # Copies on d2h are known by the numbers of their events, since there are many CPU blocks and most were copied
-        # out long ago. The newest copy into each CPU block, in each layer:
-        self._d2h_log = StreamLog()
-        self.cpu_block_offload_done = np.zeros((num_cpu_blocks, spec.num_layers), dtype=np.int64)
+        self._cpu_tokens = token_views(self.k_cache_cpu, self.v_cache_cpu)  # of each layer
+        self._staging_tokens = token_views(self.k_staging, self.v_staging)  # of each group
+        self._compute_log, self._d2h_log = StreamLog(spec.num_layers), StreamLog(spec.num_layers)
+        self.cpu_block_last_offload = np.zeros(num_cpu_blocks, dtype=np.int64)
+        self.loads_done: list[Event | None] = [None] * spec.num_layers
         self.staging_ready: list[Event | None] = [None] * NUM_STAGING_GROUPS
         self.staging_compute_done: list[Event | None] = [None] * NUM_STAGING_GROUPS
 
         self._moves = KVMoves()
-        self._slots_in_use: list[int] = []
-        self._queue: deque[tuple[int, SlotLoad | StreamedGroup]] = deque()  # loads not enqueued yet, with their layer
+        self._offload_runs: tuple[Run, ...] = ()
+        self._taken_offload = 0  # the newest batch that copies out slots which this step writes anew
+        self._queue: deque[tuple[int, _Loads]] = deque()  # loads not enqueued yet, with their layer
         self._num_filled = 0  # staging groups filled since the start, and those released; both in turn
         self._num_released = 0
         self.link_byte_per_s = measure_link(self.streams, self.k_cache_cpu, self.k_staging)  # None on a CPU
@@ -86,41 +105,72 @@ class OffloadEngine:
         self.k_cache_gpu, self.v_cache_gpu = (
             torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in ("k", "v")
         )
-        # Which event stands for the newest work of a kind on a slot and layer. Slots may share one.
-        per_slot_and_layer = (num_ring_slots, spec.num_layers)
-        self.ring_slot_ready = np.full(per_slot_and_layer, None)
-        self.ring_slot_compute_done = np.full(per_slot_and_layer, None)
-        self.ring_slot_offload_done = np.zeros(per_slot_and_layer, dtype=np.int64)  # number of an event, as above
+        self._slot_tokens = token_views(self.k_cache_gpu, self.v_cache_gpu)  # of each layer
+        self.ring_slot_last_use, self.ring_slot_last_offload = np.zeros((2, num_ring_slots), dtype=np.int64)
         self.num_loaded_bytes = 0
         self.num_offloaded_bytes = 0
 
     def drop_slots(self) -> None:
         """Finish all copies and let go of the slots, before others are allocated."""
         self.streams.synchronize()
-        del self.k_cache_gpu, self.v_cache_gpu
+        del self.k_cache_gpu, self.v_cache_gpu, self._slot_tokens
 
     # -- one step ------------------------------------------------------------------------------------------------
 
     def begin_step(self, moves: KVMoves, slots_in_use: Iterable[int]) -> None:
         """Copy out the slots that are given up, start the first loads. `slots_in_use`: those of all block tables."""
         assert not self._queue, "the previous step did not use all it loaded"
-        self._d2h_log.forget_done(self.streams.is_done)
+        for log in (self._compute_log, self._d2h_log):
+            log.forget_done(self.streams.is_done)
         self._moves = moves
-        self._slots_in_use = sorted({*slots_in_use, *(copy.src_slot for copy in moves.copies)})
-        for flush in moves.flushes:
-            for layer in range(self.spec.num_layers):
-                self.offload_slot_layer(*flush, layer, self.ring_slot_compute_done[flush.ring_slot, layer])
-        per_layer: tuple[SlotLoad | StreamedGroup, ...] = (*moves.loads, *moves.streamed)
-        self._queue.extend((layer, load) for layer in range(self.spec.num_layers) for load in per_layer)
+        self._flush(moves.flushes)
+        self._taken_offload = _newest(self.ring_slot_last_offload, moves.taken_slots)
+        loads = [self._slot_loads(moves.loads)] if moves.loads else []
+        loads += [self._group_loads(group) for group in moves.streamed]
+        self._queue.extend((layer, load) for layer in range(self.spec.num_layers) for load in loads)
+        # From here on the arrays speak of this step, for the steps after it
+        used = np.fromiter(slots_in_use, dtype=np.int64)
+        self.ring_slot_last_use[used] = self._compute_log.next_batch
+        self.ring_slot_last_use[[copy.src_slot for copy in moves.copies]] = self._compute_log.next_batch
+        self._offload_runs = offload_runs(moves.offloads, self.spec.block_size)
+        self._note_offloads(moves.offloads)
         self._pump()
+
+    def _flush(self, flushes: tuple[SlotOffload, ...]) -> None:
+        if not flushes:
+            return
+        runs = offload_runs(flushes, self.spec.block_size)
+        last_use = _newest(self.ring_slot_last_use, [flush.ring_slot for flush in flushes])
+        self._note_offloads(flushes)
+        for layer in range(self.spec.num_layers):
+            self._offload(runs, range(layer, layer + 1), self._compute_log.find(last_use, layer))
+
+    def _note_offloads(self, offloads: tuple[SlotOffload, ...]) -> None:
+        """They belong to the next batch of d2h."""
+        batch = self._d2h_log.next_batch
+        self.ring_slot_last_offload[[offload.ring_slot for offload in offloads]] = batch
+        self.cpu_block_last_offload[[offload.cpu_block_id for offload in offloads]] = batch
+
+    def _slot_loads(self, loads: tuple[SlotLoad, ...]) -> _Loads:
+        slots = [load.ring_slot for load in loads]
+        return _Loads(
+            load_runs(loads, self.spec.block_size),
+            _newest(self.cpu_block_last_offload, [load.cpu_block_id for load in loads]),
+            to_slots=True,
+            slot_use=_newest(self.ring_slot_last_use, slots),
+            slot_offload=_newest(self.ring_slot_last_offload, slots),
+        )
+
+    def _group_loads(self, group: StreamedGroup) -> _Loads:
+        runs = staging_runs(group.cpu_block_ids, self.spec.block_size)
+        return _Loads(runs, _newest(self.cpu_block_last_offload, group.cpu_block_ids), to_slots=False)
 
     def begin_layer(self, layer: int) -> None:
         """Compute may write the layer's slots from here on. Hot: once per layer."""
-        for load in self._moves.loads:
-            self.wait_slot_layer(load.ring_slot, layer)
-        for ring_slot in self._moves.taken_slots:
-            offloaded = self._d2h_log.find(self.ring_slot_offload_done[ring_slot, layer])
-            self._wait(self.streams.compute, offloaded)  # E4: copied out -> written
+        compute = self.streams.compute
+        if self._moves.loads:
+            self._wait(compute, self.loads_done[layer])  # E1: loaded -> used
+        self._wait(compute, self._d2h_log.find(self._taken_offload, layer))  # E4: copied out -> written
 
     def stored(self, layer: int) -> None:
         """The layer's new K and V are in their slots: make the copies that need them. Hot: once per layer."""
@@ -129,14 +179,12 @@ class OffloadEngine:
                 self.streams.compute.copy(
                     cache[copy.dst_slot, : copy.num_tokens], cache[copy.src_slot, : copy.num_tokens]
                 )
-        if self._moves.offloads:
-            stored = self._record(self.streams.compute)
-            for offload in self._moves.offloads:
-                self.offload_slot_layer(*offload, layer, stored)
+        if self._offload_runs:
+            self._offload(self._offload_runs, range(layer, layer + 1), self._record(self.streams.compute))
 
     def attended(self, layer: int) -> None:
         """The paged call of the layer is enqueued. Hot: once per layer."""
-        self.record_slot_compute_done(self._slots_in_use, layer)
+        self._compute_log.add(self._record(self.streams.compute))  # E2, E3: the last use of the step's slots
 
     def staged_buffers(self, layer: int) -> Iterator[int]:
         """The staging buffer of each of the layer's streamed groups, in the order of the plan, filled when yielded.
@@ -158,76 +206,66 @@ class OffloadEngine:
 
     def begin_all_layers(self) -> None:
         """begin_layer for a step that loads nothing and is enqueued at once (a CUDA graph)."""
-        for layer in range(self.spec.num_layers if self._moves.taken_slots else 0):
-            self.begin_layer(layer)
+        self.begin_layer(self.spec.num_layers - 1)  # a batch copies out its last layer last
 
     def ran_all_layers(self) -> None:
         """stored and attended for such a step."""
-        self.record_slot_compute_done(self._slots_in_use, slice(None))
-        for offload in self._moves.offloads:
-            for layer in range(self.spec.num_layers):
-                self.offload_slot_layer(*offload, layer, self.ring_slot_compute_done[offload.ring_slot, layer])
+        num_layers, done = self.spec.num_layers, self._record(self.streams.compute)
+        self._compute_log.add(done, num_layers)
+        if self._offload_runs:
+            self._offload(self._offload_runs, range(num_layers), done)
 
     def end_step(self) -> None:
         assert not self._queue and self._num_filled == self._num_released, "the step left loads unused"
 
-    # -- single moves --------------------------------------------------------------------------------------------
+    # -- copies ----------------------------------------------------------------------------------------------------
 
-    def load_to_slot_layer(self, ring_slot: int, layer: int, cpu_block_id: int, num_tokens: int) -> None:
-        """Enqueue CPU block -> slot for one layer."""
-        h2d, find = self.streams.h2d, self._d2h_log.find
-        self._wait(h2d, self.ring_slot_compute_done[ring_slot, layer])  # E2: last used -> overwritten
-        self._wait(h2d, find(self.ring_slot_offload_done[ring_slot, layer]))  # E5: copied out -> overwritten
-        self._wait(h2d, find(self.cpu_block_offload_done[cpu_block_id, layer]))  # E6: copied out -> loaded again
-        h2d.copy(self.k_cache_gpu[layer, ring_slot, :num_tokens], self.k_cache_cpu[layer, cpu_block_id, :num_tokens])
-        h2d.copy(self.v_cache_gpu[layer, ring_slot, :num_tokens], self.v_cache_cpu[layer, cpu_block_id, :num_tokens])
-        self.ring_slot_ready[ring_slot, layer] = self._record(h2d)  # E1: loaded -> used
-        self.num_loaded_bytes += self.spec.layer_block_bytes * num_tokens // self.spec.block_size
-
-    def wait_slot_layer(self, ring_slot: int, layer: int) -> None:
-        """Compute goes on once the newest load of this slot and layer is done."""
-        self._wait(self.streams.compute, self.ring_slot_ready[ring_slot, layer])  # E1: loaded -> used
-
-    def record_slot_compute_done(self, ring_slots: list[int], layer: int | slice) -> None:
-        """Compute has enqueued its last use of these slots in this layer, or in several."""
-        self.ring_slot_compute_done[ring_slots, layer] = self._record(self.streams.compute)  # E2, E3
-
-    def offload_slot_layer(
-        self, ring_slot: int, cpu_block_id: int, start: int, end: int, layer: int, stored: Event | None
-    ) -> None:
-        """Enqueue tokens start..end-1 of a slot -> CPU block for one layer, once `stored` is done."""
+    def _offload(self, runs: tuple[Run, ...], layers: range, stored: Event | None) -> None:
+        """Enqueue slots -> CPU blocks for some layers of a batch, once `stored` is done. Hot."""
         d2h = self.streams.d2h
         self._wait(d2h, stored)  # E3: stored -> copied out
-        d2h.copy(self.k_cache_cpu[layer, cpu_block_id, start:end], self.k_cache_gpu[layer, ring_slot, start:end])
-        d2h.copy(self.v_cache_cpu[layer, cpu_block_id, start:end], self.v_cache_gpu[layer, ring_slot, start:end])
-        number = self._d2h_log.add(self._record(d2h))
-        self.ring_slot_offload_done[ring_slot, layer] = number  # E4, E5
-        self.cpu_block_offload_done[cpu_block_id, layer] = number  # E6
-        self.num_offloaded_bytes += self.spec.layer_block_bytes * (end - start) // self.spec.block_size
+        for layer in layers:
+            d2h.copy_all(run_tensors(runs, self._cpu_tokens[layer], self._slot_tokens[layer], to_gpu=False))
+        self._d2h_log.add(self._record(d2h), len(layers))  # E4, E5, E6
+        self.num_offloaded_bytes += self._num_bytes(runs) * len(layers)
 
     def _pump(self) -> None:
         """Enqueue loads in order until staging is full. Hot."""
         while self._queue:
-            layer, load = self._queue[0]
-            if isinstance(load, SlotLoad):
-                self.load_to_slot_layer(load.ring_slot, layer, load.cpu_block_id, load.num_tokens)
+            layer, loads = self._queue[0]
+            if loads.to_slots:
+                self._fill_slots(layer, loads)
             elif self._num_filled - self._num_released < NUM_STAGING_GROUPS:
-                self._fill_staging(layer, load)
+                self._fill_staging(layer, loads)
             else:
                 return
             self._queue.popleft()
 
-    def _fill_staging(self, layer: int, streamed: StreamedGroup) -> None:
+    def _fill_slots(self, layer: int, loads: _Loads) -> None:
+        """Enqueue CPU blocks -> slots for one layer. Hot."""
+        h2d = self.streams.h2d
+        self._wait(h2d, self._compute_log.find(loads.slot_use, layer))  # E2: last used -> overwritten
+        self._wait(h2d, self._d2h_log.find(loads.slot_offload, layer))  # E5: copied out -> overwritten
+        self._wait(h2d, self._d2h_log.find(loads.block_offload, layer))  # E6: copied out -> loaded again
+        self._load(layer, loads, self._slot_tokens[layer])
+        self.loads_done[layer] = self._record(h2d)  # E1: loaded -> used
+
+    def _fill_staging(self, layer: int, loads: _Loads) -> None:
+        """Enqueue CPU blocks -> the next staging group. Hot."""
         h2d, group = self.streams.h2d, self._num_filled % NUM_STAGING_GROUPS
         self._wait(h2d, self.staging_compute_done[group])  # E8: attended -> refilled
-        for i, cpu_block_id in enumerate(streamed.cpu_block_ids):
-            offloaded = self._d2h_log.find(self.cpu_block_offload_done[cpu_block_id, layer])
-            self._wait(h2d, offloaded)  # E6: copied out -> loaded again
-            h2d.copy(self.k_staging[group, i], self.k_cache_cpu[layer, cpu_block_id])
-            h2d.copy(self.v_staging[group, i], self.v_cache_cpu[layer, cpu_block_id])
+        self._wait(h2d, self._d2h_log.find(loads.block_offload, layer))  # E6: copied out -> loaded again
+        self._load(layer, loads, self._staging_tokens[group])
         self.staging_ready[group] = self._record(h2d)  # E7: staged -> attended
         self._num_filled += 1
-        self.num_loaded_bytes += self.spec.layer_block_bytes * len(streamed.cpu_block_ids)
+
+    def _load(self, layer: int, loads: _Loads, gpu_tokens: KV) -> None:
+        self.streams.h2d.copy_all(run_tensors(loads.runs, gpu_tokens, self._cpu_tokens[layer], to_gpu=True))
+        self.num_loaded_bytes += self._num_bytes(loads.runs)
+
+    def _num_bytes(self, runs: tuple[Run, ...]) -> int:
+        """In one layer."""
+        return sum(run.num_tokens for run in runs) * self.spec.layer_block_bytes // self.spec.block_size
 
     def _record(self, stream: Stream) -> Event:
         event = self.streams.event()
@@ -253,3 +291,8 @@ class OffloadEngine:
         finally:  # a GPU that has failed finishes nothing; the memory is unpinned all the same
             for buffer in self._host_buffers:
                 buffer.close()
+
+
+def _newest(batches: np.ndarray, ids: Iterable[int]) -> int:
+    """The newest batch of these slots or blocks; 0 where there are none."""
+    return int(batches[list(ids)].max(initial=0))

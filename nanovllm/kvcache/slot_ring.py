@@ -1,6 +1,6 @@
-"""SlotRing: the GPU slots with offload, and which CPU block each of them holds a copy of."""
+"""SlotRing: the GPU slots with offload, which CPU block each of them holds a copy of, and which can be given up."""
 
-from collections.abc import Callable
+from collections import OrderedDict
 from dataclasses import dataclass
 
 from nanovllm.kvcache.prefix_index import Block
@@ -17,12 +17,17 @@ class HybridBlock(Block):
     ring_slot: int = -1
     num_tokens: int = 0
     num_offloaded_tokens: int = 0
+    num_running: int = 0  # running sequences that own it
     being_written: bool = False  # newest block of a running sequence: keeps its slot
-    used_in_step: int = -1  # keeps its slot for this step
+    kept_in_step: bool = False  # the step that is being planned needs the slot
 
     @property
     def is_dirty(self) -> bool:
         return self.num_tokens > self.num_offloaded_tokens
+
+    @property
+    def keeps_slot(self) -> bool:
+        return self.being_written or self.kept_in_step
 
     def forget(self) -> None:
         Block.forget(self)  # slots=True makes a new class, which super() would miss
@@ -31,30 +36,79 @@ class HybridBlock(Block):
 
 
 class SlotRing:
-    """Slots are given out in turn (`hand`), so that blocks written one after another lie one after another."""
+    """Each slot is in one of four states, and finding one to give up takes the same time however many there are:
+    `free`; `idle`, with a block that no running sequence owns; `read`, with one that running sequences own; or kept.
+
+    A block goes to the slot of its own number, counted around the ring, where that can be had. So blocks that are
+    neighbours in CPU memory tend to be neighbours on the GPU, and are copied together (copy_runs.py).
+    """
 
     def __init__(self, num_slots: int) -> None:
         self.blocks: list[HybridBlock | None] = [None] * num_slots
-        self.hand = 0
+        # In the order in which the slots came into each state, which is the order in which they are given up
+        self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_slots))
+        self.idle: OrderedDict[int, None] = OrderedDict()
+        self.read: OrderedDict[int, None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self.blocks)
 
-    def find(self, accept: Callable[[HybridBlock | None], bool]) -> int | None:
-        """The next slot whose content `accept` gives up, or None."""
-        for i in range(len(self.blocks)):
-            ring_slot = (self.hand + i) % len(self.blocks)
-            if accept(self.blocks[ring_slot]):
-                return ring_slot
-        return None
+    @property
+    def num_givable(self) -> int:
+        """Slots that can be given up."""
+        return len(self.free) + len(self.idle) + len(self.read)
+
+    def find_unread(self, block: HybridBlock) -> int | None:
+        """A slot for `block` whose content no running sequence reads."""
+        home = block.block_id % len(self.blocks)
+        held = self.blocks[home]
+        if held is None or (home in self.idle and not held.is_dirty):
+            return home
+        return next(iter(self.free or self.idle), None)
+
+    def find(self, block: HybridBlock) -> int | None:
+        """A slot for `block` that can be given up, of what running sequences read only where there is no other."""
+        ring_slot = self.find_unread(block)
+        if ring_slot is not None:
+            return ring_slot
+        home = block.block_id % len(self.blocks)
+        return home if home in self.read else next(iter(self.read), None)
 
     def put(self, ring_slot: int, block: HybridBlock) -> None:
         assert self.blocks[ring_slot] is None and block.ring_slot == -1, f"slot {ring_slot} is taken"
         self.blocks[ring_slot] = block
         block.ring_slot = ring_slot
-        self.hand = (ring_slot + 1) % len(self.blocks)
+        del self.free[ring_slot]
+        self.update(block)
 
     def clear(self, block: HybridBlock) -> None:
-        if block.ring_slot >= 0:
-            self.blocks[block.ring_slot] = None
+        ring_slot = block.ring_slot
+        if ring_slot >= 0:
+            self.blocks[ring_slot] = None
             block.ring_slot = -1
+            self.idle.pop(ring_slot, None)
+            self.read.pop(ring_slot, None)
+            self.free[ring_slot] = None
+
+    def update(self, block: HybridBlock) -> None:
+        """Whether the block keeps its slot, or is owned by a running sequence, may have changed."""
+        if block.ring_slot < 0:
+            return
+        new = self._state(block)
+        for state in (self.idle, self.read):
+            if state is new:
+                state.setdefault(block.ring_slot)
+            else:
+                state.pop(block.ring_slot, None)
+
+    def _state(self, block: HybridBlock) -> OrderedDict[int, None] | None:
+        if block.keeps_slot:
+            return None
+        return self.read if block.num_running else self.idle
+
+    def check_integrity(self) -> None:
+        for ring_slot, held in enumerate(self.blocks):
+            assert held is None or held.ring_slot == ring_slot, f"slot {ring_slot} and its block disagree"
+            expected = self.free if held is None else self._state(held)
+            for state in (self.free, self.idle, self.read):
+                assert (ring_slot in state) == (state is expected), f"slot {ring_slot} is in the wrong state"

@@ -3,14 +3,12 @@
 What always holds:
 - A block that is being written keeps its slot, and so does one that the step uses (`keep`); any other slot can be
   given up, after what CPU memory lacks of its content is copied out.
-- `num_givable` counts the slots that can be given up, while blocks are kept, written and dropped.
+- `residency` changes whenever a block that a running sequence has already filled gets or loses a slot.
 """
 
 from collections.abc import Iterable
-from collections.abc import Sequence as Seq
 
 from nanovllm.engine.batch import KVMoves, SlotCopy, SlotLoad, SlotOffload, StreamedGroup
-from nanovllm.engine.sequence import Sequence
 from nanovllm.kvcache.block_pool import BlockPool
 from nanovllm.kvcache.slot_ring import HybridBlock, SlotRing
 
@@ -20,11 +18,9 @@ class StepSlots:
         self.ring = ring
         self.pool = pool
         self.block_size = block_size
-        self.num_givable = 0
-        self._step = 0
+        self.residency = 0
+        self._kept: list[HybridBlock] = []  # by this step
         self._begin_moves()
-        self._running: Seq[Sequence] = ()
-        self._wanted_ids: set[int] | None = None  # blocks of running sequences; made when a slot must be given up
 
     def _begin_moves(self) -> None:
         self._flushes: list[SlotOffload] = []
@@ -33,15 +29,13 @@ class StepSlots:
         self._offloads: list[SlotOffload] = []
         self._taken_slots: list[int] = []
 
-    def begin_step(self, running: Seq[Sequence]) -> None:
-        self._step += 1
+    def begin_step(self) -> None:
+        for block in self._kept:
+            block.kept_in_step = False
+            if not block.being_written:
+                self.ring.update(block)
+        self._kept.clear()
         self._begin_moves()
-        self._running = running
-        self._wanted_ids = None
-        self.num_givable = self._count_givable()
-
-    def _count_givable(self) -> int:
-        return sum(map(self.can_give_up, self.ring.blocks))
 
     def moves(self, groups: tuple[StreamedGroup, ...]) -> KVMoves:
         """All moves of the step, of which `groups` are streamed."""
@@ -56,63 +50,53 @@ class StepSlots:
 
     # -- who keeps a slot ----------------------------------------------------------------------------------------
 
-    def can_give_up(self, block: HybridBlock | None) -> bool:
-        return block is None or not (block.being_written or block.used_in_step == self._step)
-
     def keep(self, block: HybridBlock) -> None:
         """The step uses the block: its slot, if it has or gets one, is not given up."""
-        if block.ring_slot >= 0 and self.can_give_up(block):
-            self.num_givable -= 1
-        block.used_in_step = self._step
+        if block.kept_in_step:
+            return
+        block.kept_in_step = True
+        self._kept.append(block)
+        if not block.being_written:
+            self.ring.update(block)
 
-    def keep_all(self, blocks: Iterable[HybridBlock]) -> None:
-        """The same for what the step reads, once every sequence has been placed and nothing is counted any more."""
-        givable = self._count_givable()
-        assert self.num_givable == givable, f"{self.num_givable} slots counted, {givable} to give up"
-        for block in blocks:
-            block.used_in_step = self._step
+    def begin_running(self, block: HybridBlock) -> None:
+        """One more running sequence owns the block."""
+        block.num_running += 1
+        if block.num_running == 1:
+            self.ring.update(block)
 
-    def want(self, seq: Sequence) -> None:
-        """A sequence runs that `begin_step` was not told of, or has grown."""
-        if self._wanted_ids is not None:
-            self._wanted_ids.update(seq.block_table)
-
-    def _is_unwanted(self, block: HybridBlock | None) -> bool:
-        """Free, or holding what no running sequence reads."""
-        if self._wanted_ids is None:
-            self._wanted_ids = {block_id for seq in self._running for block_id in seq.block_table}
-        return block is None or (self.can_give_up(block) and block.block_id not in self._wanted_ids)
+    def end_running(self, block: HybridBlock) -> None:
+        """One running sequence less owns the block."""
+        block.num_running -= 1
+        assert block.num_running >= 0, f"block {block.block_id} is given back by more sequences than run"
+        if block.num_running == 0:
+            self.ring.update(block)
 
     # -- moves ---------------------------------------------------------------------------------------------------
 
     def take(self, block: HybridBlock) -> None:
-        """A slot for `block`, which is kept: a free one, else one nobody reads, else one that is streamed from now on.
-
-        What CPU memory has of the block is loaded.
-        """
-        ring_slot = self.ring.find(lambda held: held is None)
-        if ring_slot is None:
-            ring_slot = self.ring.find(self._is_unwanted)
-        if ring_slot is None:
-            ring_slot = self.ring.find(self.can_give_up)
+        """Give a slot to `block`, which is kept. What CPU memory has of the block is loaded."""
+        ring_slot = self.ring.find(block)
         assert ring_slot is not None, "no slot to give up; the caller did not ask first"
-        self._empty(ring_slot)
-        self.ring.put(ring_slot, block)
-        self.num_givable -= 1
+        self._replace(ring_slot, block)
         self._taken_slots.append(ring_slot)
         if block.num_tokens:
             self._loads.append(SlotLoad(block.block_id, ring_slot, block.num_tokens))
 
-    def _empty(self, ring_slot: int) -> None:
+    def _replace(self, ring_slot: int, block: HybridBlock) -> None:
+        held = self.ring.blocks[ring_slot]
+        if held is not None:
+            self._empty(ring_slot, held)
+        self.ring.put(ring_slot, block)
+
+    def _empty(self, ring_slot: int, block: HybridBlock) -> None:
         """Give up a slot's content; what CPU memory lacks of it is copied out first, if it is worth keeping.
 
         It is not when no sequence owns the block and no prompt can match it, or another block holds the same grains.
         Short requests that begin alike leave many such blocks, and each copy would delay the next owner of the slot.
         """
-        block = self.ring.blocks[ring_slot]
-        if block is None:
-            return
         self.ring.clear(block)
+        self.residency += block.num_running > 0
         if not block.is_dirty:
             return
         if block.ref_count == 0 and self.pool.is_redundant(block):
@@ -122,16 +106,22 @@ class StepSlots:
         self._flushes.append(SlotOffload(ring_slot, block.block_id, start, end))
         block.num_offloaded_tokens = end
 
-    def fill_idle(self, missing: list[HybridBlock]) -> list[HybridBlock]:
-        """Load missing blocks into slots that no scheduled sequence reads, to stay; returns those left to stream."""
+    def fill_unread(self, missing: list[HybridBlock], unread_slots: Iterable[int]) -> bool:
+        """Load missing blocks, to stay, into slots whose content no scheduled sequence reads; whether there were any.
+
+        unread_slots: those with blocks of running sequences that are not scheduled.
+        """
+        slots = iter(unread_slots)
         for i, block in enumerate(missing):
-            ring_slot = self.ring.find(self.can_give_up)
+            ring_slot = self.ring.find_unread(block)
             if ring_slot is None:
-                return missing[i:]
-            self._empty(ring_slot)
-            self.ring.put(ring_slot, block)
+                ring_slot = next(slots, None)
+            if ring_slot is None:
+                return i > 0
+            self._replace(ring_slot, block)
+            self.residency += 1
             self._loads.append(SlotLoad(block.block_id, ring_slot, self.block_size))
-        return []
+        return bool(missing)
 
     def copy(self, source: HybridBlock, block: HybridBlock, num_tokens: int) -> None:
         """The first tokens of `source` into the slot of `block`, from wherever they are."""
@@ -151,6 +141,5 @@ class StepSlots:
             block.num_offloaded_tokens = self.block_size
 
     def stop_writing(self, block: HybridBlock) -> None:
-        was_kept = not self.can_give_up(block)
         block.being_written = False
-        self.num_givable += was_kept and self.can_give_up(block)
+        self.ring.update(block)

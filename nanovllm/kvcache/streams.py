@@ -5,6 +5,7 @@ one and waited for on another is the only order between them. As in CUDA, waitin
 work recorded *so far*; an event never recorded is not waited for.
 """
 
+from collections.abc import Iterable
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -21,6 +22,9 @@ class Stream(Protocol):
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         """Enqueue dst <- src (same shape, both contiguous)."""
+
+    def copy_all(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Enqueue dst <- src of each pair. Takes the host less time than calling `copy` for each."""
 
 
 class Streams(Protocol):
@@ -54,6 +58,10 @@ class ImmediateStream:
     def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         dst.copy_(src)
 
+    def copy_all(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        for dst, src in pairs:
+            dst.copy_(src)
+
 
 class ImmediateStreams:
     def __init__(self) -> None:
@@ -86,8 +94,12 @@ class CudaStream:
         self.stream.wait_event(event)
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        self.copy_all([(dst, src)])
+
+    def copy_all(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         with torch.cuda.stream(self.stream):
-            dst.copy_(src, non_blocking=True)
+            for dst, src in pairs:
+                dst.copy_(src, non_blocking=True)
 
 
 class CudaStreams:
