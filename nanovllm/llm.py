@@ -45,14 +45,11 @@ class LLM(LLMEngine):
         params = _params_list(sampling_params, len(prompt_list))
         prompts_ids = [self.check_request(prompt, p) for prompt, p in zip(prompt_list, params, strict=True)]
         outbox = Outbox()
-        request_ids: list[int] = []
         try:
-            for token_ids, p in zip(prompts_ids, params, strict=True):
-                request_ids.append(self._queue(token_ids, p, outbox))
+            request_ids = [self._queue(ids, p, outbox) for ids, p in zip(prompts_ids, params, strict=True)]
             outputs = self._collect(outbox, len(request_ids), use_tqdm)
         except BaseException:
-            for request_id in request_ids:
-                self.abort(request_id)
+            self._abort_all(outbox)
             raise
         return [outputs[request_id] for request_id in request_ids]
 
@@ -84,8 +81,8 @@ class LLM(LLMEngine):
 
     def _stream(self, token_ids: TokenIds, params: SamplingParams) -> Iterator[str]:
         outbox = Outbox()
-        request_id = self._queue(token_ids, params, outbox)
         try:
+            request_id = self._queue(token_ids, params, outbox)
             finished = False
             while not finished:
                 output = self._next_output(outbox)
@@ -95,7 +92,7 @@ class LLM(LLMEngine):
             if error := output.finished[request_id].get("error"):
                 raise EngineError(f"the request failed: {error}")
         finally:
-            self.abort(request_id)
+            self._abort_all(outbox)
 
     def _collect(self, outbox: Outbox, num_requests: int, use_tqdm: bool) -> dict[int, RequestOutput]:
         """Outputs by request id, once all have come; meanwhile a bar shows how many have, and at what rate."""

@@ -4,9 +4,12 @@ nothing behind.
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -224,3 +227,69 @@ def test_start_raises_late_everything_is_closed_and_the_next_one_starts(
     assert len(closed) == 1 and not hasattr(closed[0].runner, "k_cache")  # type: ignore[attr-defined]
     with make_llm(model, kind) as llm:
         assert len(llm.generate(["x"], GREEDY, use_tqdm=False)[0]["token_ids"]) == 8
+
+
+# -- Ctrl-C at any line ----------------------------------------------------------------------------------------------
+
+
+class InterruptAt:
+    """Traces the engine's own lines and sends SIGINT before some of them."""
+
+    FILES = ("llm.py", "llm_engine.py", "turns.py", "scheduler.py", "block_manager.py", "block_pool.py", "interrupt.py")
+
+    def __init__(self, *lines: int) -> None:
+        self.lines, self.num_lines = lines, 0
+
+    def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
+        return self._line if frame.f_code.co_filename.endswith(self.FILES) else None
+
+    def _line(self, frame: FrameType, event: str, arg: Any) -> Any:
+        if event == "line":
+            self.num_lines += 1
+            if self.num_lines in self.lines:
+                os.kill(os.getpid(), signal.SIGINT)
+        return self._line
+
+    @contextmanager
+    def tracing(self) -> Iterator[None]:
+        previous = sys.gettrace()
+        sys.settrace(self)
+        try:
+            yield
+        finally:
+            sys.settrace(previous)
+
+
+@pytest.mark.parametrize("is_double", [False, True], ids=["once", "twice"])
+def test_ctrl_c_at_any_line_leaves_the_engine_consistent_or_closed(model: Path, is_double: bool) -> None:
+    """Regression: Ctrl-C while a request was queued or aborted left it in the engine for ever, or half removed; a
+    second one at the end of a step left a turn that never ended, so that the next call hung.
+    """
+    llm = make_llm(model, "all GPU")
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    prompts = [[1, 2, 3], LONG]
+    expected = [output["token_ids"] for output in llm.generate(prompts, params, use_tqdm=False)]
+    whole = InterruptAt()
+    with whole.tracing():
+        llm.generate(prompts, params, use_tqdm=False)
+    assert whole.num_lines > 500
+    num_closed = 0
+    for line in range(1, whole.num_lines, 7):
+        lines = (line, line + line % 60 + 1) if is_double else (line,)
+        with suppress(KeyboardInterrupt), InterruptAt(*lines).tracing():
+            llm.generate(prompts, params, use_tqdm=False)
+        if llm._closed_because is not None:
+            assert is_double, f"closed after one Ctrl-C before line {line}: {llm._closed_because}"
+            num_closed += 1
+            llm.close()
+            llm = make_llm(model, "all GPU")
+            continue
+        num_steps = 0
+        while not llm.is_finished():  # a second one before the clean-up leaves requests, which run to their end
+            assert is_double and num_steps < 10, f"Ctrl-C before line {line} left requests behind"
+            llm.step()
+            num_steps += 1
+        llm.scheduler.check_integrity()
+        assert [output["token_ids"] for output in llm.generate(prompts, params, use_tqdm=False)] == expected
+    assert bool(num_closed) == is_double
+    llm.close()

@@ -105,6 +105,7 @@ class LLMEngine:
         factory = partial(make_runner, self.config, self.model_config, self._directory, self.device)
         self._ranks = WorkerGroup(factory, self.config.tensor_parallel_size, self.device.type)
         self.runner = self._ranks.runner
+        self._needs_rope_lens = self.runner.model.needs_rope_lens
         sizes = self._kv_cache_sizes()
         self._ranks.run("allocate_kv_cache", sizes)
         if self.device.type == "cuda" and not self.config.enforce_eager:
@@ -170,22 +171,27 @@ class LLMEngine:
 
     def close(self) -> None:
         """Stop the workers and give all memory back. The engine cannot be used afterwards; closing twice is fine."""
-        self._turns.begin(unless=lambda: False)  # a step of another thread ends first
-        try:
-            self._closed_because = self._closed_because or "it is closed"
-            ranks = vars(self).pop("_ranks", None)
-            if ranks is None:
-                return
-            in_flight, self._in_flight = self._in_flight, None
-            if in_flight is not None and self.config.tensor_parallel_size > 1:
-                with suppress(EngineError):  # the GPU would wait forever for a rank that died in the step
-                    ranks.wait_for(in_flight[1].is_done)
+        with deferred_interrupt() as held:
             try:
-                self.runner.close()
+                with held.second_acts_at_once():
+                    self._turns.begin()  # a step of another thread ends first
+                    self._close()
             finally:
-                ranks.close()  # the workers' memory goes with their processes
+                self._turns.end()
+
+    def _close(self) -> None:
+        self._closed_because = self._closed_because or "it is closed"
+        ranks = vars(self).pop("_ranks", None)
+        if ranks is None:
+            return
+        in_flight, self._in_flight = self._in_flight, None
+        if in_flight is not None and self.config.tensor_parallel_size > 1:
+            with suppress(EngineError):  # the GPU would wait forever for a rank that died in the step
+                ranks.wait_for(in_flight[1].is_done)
+        try:
+            self.runner.close()
         finally:
-            self._turns.end()
+            ranks.close()  # the workers' memory goes with their processes
 
     def __enter__(self) -> "LLMEngine":
         return self
@@ -199,11 +205,13 @@ class LLMEngine:
 
     @contextmanager
     def _closed_by_errors(self) -> Iterator[None]:
-        """Whatever is raised inside, nobody knows which of the planned K and V were written: refuse all further use."""
+        """Whatever is raised inside, nobody knows what was still done, such as which of the planned K and V were
+        written: refuse all further use.
+        """
         try:
             yield
         except BaseException as error:
-            self._closed_because = f"a step failed with {type(error).__name__}: {error}"
+            self._closed_because = self._closed_because or f"a step failed with {type(error).__name__}: {error}"
             raise
 
     # -- requests ------------------------------------------------------------------------------------------------
@@ -249,18 +257,20 @@ class LLMEngine:
         detokenizer = None
         if self._token_decoder is not None:
             detokenizer = Detokenizer(self._token_decoder, tuple(sampling_params.stop))
-        self._requests[request_id] = _Request(outbox, detokenizer)
-        self._turns.call(partial(self._add, seq))
+        with deferred_interrupt():
+            self._requests[request_id] = _Request(outbox, detokenizer)
+            self._turns.call(partial(self._add, seq))
         return request_id
 
     def _add(self, seq: Sequence) -> None:
-        if seq.seq_id in self._requests:  # not aborted before it came this far
-            self.scheduler.add(seq)
+        if self._closed_because is None:
+            with self._closed_by_errors():
+                self.scheduler.add(seq)
 
     def _kv_depends_on_prompt_len(self, num_prompt_tokens: int) -> bool:
         """Dynamic rope rotates keys by the prompt's length once past the original one: no sharing across lengths."""
         original = self.model_config.rope.original_max_position_embeddings
-        return self.runner.model.needs_rope_lens and num_prompt_tokens > original
+        return self._needs_rope_lens and num_prompt_tokens > original
 
     def abort(self, request_id: int) -> bool:
         """End a request: at once, or when the running step ends. False when it has ended already or never was.
@@ -269,19 +279,30 @@ class LLMEngine:
         """
         if self._closed_because is not None or request_id not in self._requests:
             return False
-        self._turns.call(partial(self._abort, request_id))
+        with deferred_interrupt():
+            self._turns.call(partial(self._abort, request_id))
         return True
 
+    def _abort_all(self, outbox: Outbox) -> None:
+        """End the requests of a call that is left, those included whose ids it never got."""
+        with deferred_interrupt():
+            for request_id, request in self._requests.copy().items():
+                if request.outbox is outbox:
+                    self.abort(request_id)
+
     def _abort(self, request_id: int) -> None:
-        request = self._requests.pop(request_id, None)
-        seq = self.scheduler.abort(request_id) if request is not None else None
-        if request is not None and seq is not None:
-            text = request.detokenizer.text if request.detokenizer is not None else None
-            request.outbox.content.finished[request_id] = request_output(seq, text)
+        if self._closed_because is not None:
+            return
+        with self._closed_by_errors():
+            request = self._requests.pop(request_id, None)
+            seq = self.scheduler.abort(request_id)
+            if request is not None and seq is not None:
+                text = request.detokenizer.text if request.detokenizer is not None else None
+                request.outbox.content.finished[request_id] = request_output(seq, text)
 
     def is_finished(self) -> bool:
-        """Whether every request has ended."""
-        return not self._requests
+        """Whether every request has ended, and `step` has returned the outputs that are its to return."""
+        return not self._requests and not self._outbox
 
     # -- one step ------------------------------------------------------------------------------------------------
 
@@ -289,7 +310,7 @@ class LLMEngine:
         """Run the next step (one ahead of the tokens returned, on a GPU). Returns what has come since the last call
         for requests from `add_request`. Raises EngineError when a worker died or an earlier step failed.
         """
-        self._take_step(unless=lambda: False)
+        self._take_step()
         with self._turns.lock:
             return self._outbox.fetch()
 
@@ -299,15 +320,16 @@ class LLMEngine:
         with self._turns.lock:
             return outbox.fetch()
 
-    def _take_step(self, unless: Callable[[], bool]) -> None:
+    def _take_step(self, unless: Callable[[], bool] | None = None) -> None:
         """Run one step in this thread's turn, unless `unless()` comes true while it waits for that."""
-        with deferred_interrupt():
-            if not self._turns.begin(unless):
-                return
+        with deferred_interrupt() as held:
             try:
-                self._check_open()
-                with self._closed_by_errors():
-                    self._run_step()
+                with held.second_acts_at_once():
+                    if not self._turns.begin(unless):
+                        return
+                    self._check_open()
+                    with self._closed_by_errors():
+                        self._run_step()
             finally:
                 self._turns.end()
 

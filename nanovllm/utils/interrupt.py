@@ -7,31 +7,48 @@ from contextlib import contextmanager
 from types import FrameType
 
 
+class HeldInterrupts:
+    """The SIGINTs that came inside a `deferred_interrupt` block."""
+
+    def __init__(self) -> None:
+        self.pending: list[tuple[int, FrameType | None]] = []
+        self.second_is_due = False
+
+    @contextmanager
+    def second_acts_at_once(self) -> Iterator[None]:
+        """For work that may hang: a second Ctrl-C ends it. Later ones are held, so that cleaning up is not left."""
+        self.second_is_due = True
+        try:
+            yield
+        finally:
+            self.second_is_due = False
+
+
 @contextmanager
-def deferred_interrupt() -> Iterator[None]:
-    """Hold back a first SIGINT until the block is left, then raise KeyboardInterrupt; a second one acts at once.
+def deferred_interrupt() -> Iterator[HeldInterrupts]:
+    """Hold back SIGINT until the block is left, then raise KeyboardInterrupt.
 
     A step that is left halfway would leave copies and counters inconsistent. Only the main thread gets signals;
     elsewhere this does nothing.
     """
+    held = HeldInterrupts()
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield held
         return
     previous = signal.getsignal(signal.SIGINT)
     if not callable(previous):  # ignored, or handled outside Python
-        yield
+        yield held
         return
-    pending: list[tuple[int, FrameType | None]] = []
 
     def hold(signum: int, frame: FrameType | None) -> None:
-        if pending:
+        held.pending.append((signum, frame))
+        if held.second_is_due and len(held.pending) == 2:
             previous(signum, frame)
-        pending.append((signum, frame))
 
     signal.signal(signal.SIGINT, hold)
     try:
-        yield
+        yield held
     finally:
         signal.signal(signal.SIGINT, previous)
-    if pending:
-        previous(*pending[0])
+    if held.pending:
+        previous(*held.pending[0])
