@@ -17,6 +17,7 @@ _CHOICES = {
     "attn_backend": ("auto", "flash", "cudnn", "triton", "torch"),
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "load_format": ("auto", "safetensors", "dummy"),
+    "generation_config": ("auto", "none"),
 }
 _DEVICE = re.compile(r"auto|cpu|cuda(:(0|[1-9][0-9]?))?")
 _MAX_CPU_MEMORY_GB = 2**30  # an EiB
@@ -36,7 +37,9 @@ class Config:
     CPU pool (None: two sequences of max_model_len, at most 70% of the memory available). chunked_prefill: one token
     budget for decodes and prefill chunks in the same step; False: prefill before decode.
     hf_overrides: entries that replace those of the model's config.json, e.g. another rope. load_format: "dummy" draws
-    random weights. seed: of dummy weights and of requests without a seed of their own.
+    random weights. generation_config: "auto" takes the sampling defaults of `chat` and of the command line from the
+    model's generation_config.json; "none" takes SamplingParams' own. seed: of dummy weights and of requests without a
+    seed of their own.
     """
 
     model: str
@@ -58,6 +61,7 @@ class Config:
     device: str = "auto"
     dtype: str = "auto"
     load_format: str = "auto"
+    generation_config: str = "auto"
     hf_overrides: dict | None = None
     seed: int = 0
 
