@@ -20,3 +20,7 @@ def __getattr__(name: str) -> object:
 
         return SamplingParams
     raise AttributeError(f"module 'nanovllm' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

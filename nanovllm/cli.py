@@ -1,29 +1,41 @@
-"""The command line: `nanovllm demo`, `nanovllm generate` and `nanovllm plan`.
+"""The command line: `nanovllm demo`, `nanovllm chat`, `nanovllm generate` and `nanovllm plan`.
 
 Flags are made from the fields of Config, SamplingParams, DemoOptions and PlanOptions, whose defaults and checks hold
-here too; only a line of meaning for each is written below. Nothing heavy is imported before a command runs.
+here too (flags.py); only a line of meaning for each is written below. Nothing heavy is imported before a command runs.
 """
 
 import argparse
-import json
 import logging
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import Field, fields
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any
 
 from nanovllm import __version__
+from nanovllm.chat import run_chat
 from nanovllm.config import Config
-from nanovllm.console import BadInputError, gate, stream_answer, summary
+from nanovllm.console import (
+    BadInputError,
+    choose_sampling,
+    drop_closed_stdout,
+    escape_unencodable_output,
+    gate,
+    stream_answer,
+    summary,
+)
 from nanovllm.demo.command import DemoOptions, run_demo
 from nanovllm.errors import EngineError
+from nanovllm.flags import add_flags, given_fields, name_flags
 from nanovllm.model_config import ModelConfig
 from nanovllm.plan_check import check_plan
 from nanovllm.planner import PlanOptions, make_plan
 from nanovllm.sampling_params import SamplingParams
 
-MODEL_HELP = "a directory, a hub name (owner/name), or a preset with --load-format dummy"
+if TYPE_CHECKING:  # --help must not load torch
+    from nanovllm.llm import LLM
+
+DEMO_MODEL = "demo"
+MODEL_HELP = "a directory, a hub name (owner/name), demo (built in), or a preset with --load-format dummy"
 ENGINE_HELP: dict[str, dict[str, str]] = {
     "model and device": {
         "device": "auto, cpu, cuda or cuda:N",
@@ -33,6 +45,7 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
         "attn_backend": "attention kernels: auto (the fastest here), flash, cudnn, triton or torch",
         "enforce_eager": "no CUDA graphs",
         "tensor_parallel_size": "processes the model is spread over, one device each, 1 to 8",
+        "generation_config": "sampling defaults of the model's generation_config.json: auto (use them) or none",
         "seed": "of random weights, and of sampling without a seed of its own",
     },
     "KV cache": {
@@ -49,7 +62,7 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
         "cpu_memory_gb": "the same as a size in GiB",
     },
     "scheduling": {
-        "max_num_batched_tokens": "most new tokens in one step; longer prompts are split",
+        "max_num_batched_tokens": "most new tokens in one step (default: 16384; generate and chat on a CPU: 512)",
         "max_num_seqs": "most sequences running at once",
         "chunked_prefill": "prompts and decodes share steps; off: prompts first",
     },
@@ -57,7 +70,7 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
 SAMPLING_HELP: dict[str, dict[str, str]] = {
     "sampling": {
         "temperature": "0 always takes the likeliest token",
-        "max_tokens": "most new tokens",
+        "max_tokens": "most new tokens (default: 64; in a chat, as many as the context has room for)",
         "top_k": "only the K likeliest tokens; 0: all",
         "top_p": "only the likeliest tokens that together reach this probability",
         "min_p": "only tokens at least this many times as likely as the likeliest",
@@ -65,8 +78,12 @@ SAMPLING_HELP: dict[str, dict[str, str]] = {
         "stop_token_ids": "end at any of these tokens too",
         "ignore_eos": "go on past the model's end token",
         "seed": "the same seed gives the same tokens",
+        "skip_special_tokens": "leave special tokens out of the text",
+        "include_stop_str_in_output": "show the stop string or end token that ended the text",
     }
 }
+WITHOUT_TEXT = ("detokenize",)  # these commands print the text
+CPU_STEP_TOKENS = 512  # about a second of a small model: Ctrl-C waits for the step, and the bar moves after it
 DEMO_HELP: dict[str, dict[str, str]] = {
     "the text": {
         "num_tokens": "length of the prompt",
@@ -92,11 +109,10 @@ PLAN_HELP: dict[str, dict[str, str]] = {
         "link_gb_per_s": "CPU memory to GPU in GB/s; unset: the GPU's, measured or projected",
     },
 }
-RENAMED: dict[tuple[type, str], str] = {(SamplingParams, "seed"): "sampling_seed"}  # Config has the plain name
-
 EXAMPLE = """\
 examples:
   nanovllm demo
+  nanovllm chat --model Qwen/Qwen3-0.6B --system "Answer briefly."
   nanovllm generate --model Qwen/Qwen3-0.6B --prompt "Once upon a time" --max-tokens 100
   nanovllm plan --model qwen3-0.6b --context 40960 --enable-cpu-offload --num-gpu-blocks 8
 """
@@ -105,55 +121,86 @@ example, a book longer than the GPU's memory holds:
   nanovllm generate --model path/to/model --prompt-file book.txt \\
       --enable-cpu-offload --num-gpu-blocks 8 --temperature 0 --max-tokens 200
 """
+CHAT_EXAMPLE = """\
+Each turn finds the earlier ones in the prefix cache. Type /help for the commands. From a pipe, every line is a
+message:
+  printf 'The passkey is 4711.\\nThe passkey is\\n' | nanovllm chat --model demo
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit status: 2 for bad input, 130 after Ctrl-C, 1 for a plan that cannot work."""
+    """Run a command and return its exit status: 2 for bad input, 130 after Ctrl-C, 141 where nobody reads stdout any
+    more, 1 for a plan that cannot work.
+    """
     args = _parser().parse_args(argv)
     logging.basicConfig(format="%(message)s")
     logging.getLogger("nanovllm").setLevel(logging.INFO)
+    escape_unencodable_output()
     try:
         status: int = args.run(args)
+        sys.stdout.flush()
         return status
     except BadInputError as error:
-        print(f"nanovllm: error: {error}", file=sys.stderr)
+        _complain(args, f"error: {error}")
         return 2
     except EngineError as error:
-        print(f"nanovllm: the engine stopped: {error}", file=sys.stderr)
+        _complain(args, f"the engine stopped: {error}")
         return 1
     except KeyboardInterrupt:
         print("\nnanovllm: interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:
+        if not drop_closed_stdout():
+            raise
+        return 141  # as after SIGPIPE
+
+
+def _complain(args: argparse.Namespace, message: str) -> None:
+    """On stderr, with the command's flags where the message names options."""
+    print(f"nanovllm: {name_flags(message, args.option_types)}", file=sys.stderr)
 
 
 # -- commands ----------------------------------------------------------------------------------------------------
 
 
 def _demo(args: argparse.Namespace) -> int:
-    return run_demo(DemoOptions(**_given(args, DemoOptions)))
+    return run_demo(DemoOptions(**given_fields(args, DemoOptions)))
 
 
 def _generate(args: argparse.Namespace) -> int:
     """The text goes to stdout, everything else to stderr."""
     with gate():
+        if args.system is not None and not args.chat:
+            raise ValueError("--system is written by the model's chat template; add --chat")
         prompt = args.prompt if args.prompt_file is None else _read_prompt(args.prompt_file)
-        params = SamplingParams(**_given(args, SamplingParams))
-        Config(model=args.model, **_given(args, Config))  # refuses bad options before torch is loaded
-    from nanovllm.llm import LLM
-
-    with gate():
-        llm = LLM(args.model, **_given(args, Config))
+    llm = _open_llm(args)
     with llm:
+        params = choose_sampling(llm, given_fields(args, SamplingParams), in_chat=args.chat)
+        if args.chat:
+            system = [] if args.system is None else [{"role": "system", "content": args.system}]
+            with gate():
+                prompt = llm.chat_token_ids([*system, {"role": "user", "content": prompt}])[0]
         output = stream_answer(llm, prompt, params)
     print(summary(output), file=sys.stderr)
-    return 0
+    if "error" in output:
+        _complain(args, f"the request failed: {output['error']}")
+    return 1 if "error" in output else 0
+
+
+def _chat(args: argparse.Namespace) -> int:
+    llm = _open_llm(args)
+    with llm:
+        with gate():
+            llm.check_chat_template()
+        params = choose_sampling(llm, given_fields(args, SamplingParams), in_chat=True)
+        return run_chat(llm, params, args.system)
 
 
 def _plan(args: argparse.Namespace) -> int:
     """The plan goes to stdout; why it cannot work, if it cannot, to stderr."""
     with gate():
-        options = PlanOptions(**_given(args, PlanOptions))
-        config = Config(model=args.model, **_given(args, Config))
+        options = PlanOptions(**given_fields(args, PlanOptions))
+        config = Config(model=_model(args.model), **given_fields(args, Config))
         model = ModelConfig.without_weights(config.model, config.hf_overrides)
     from nanovllm.engine.startup import find_machine
 
@@ -164,14 +211,46 @@ def _plan(args: argparse.Namespace) -> int:
         print(plan)
         check_plan(plan)
     except ValueError as error:
-        print(f"nanovllm: this cannot work: {error}", file=sys.stderr)
+        _complain(args, f"this cannot work: {error}")
         return 1
     return 0
 
 
-def _read_prompt(path: Path) -> str:
+def _open_llm(args: argparse.Namespace) -> "LLM":
+    """The engine that the flags ask for. Bad flags are refused before torch is loaded."""
+    options = given_fields(args, Config)
+    with gate():
+        SamplingParams(**given_fields(args, SamplingParams))
+        config = Config(model=args.model, **options)
+        model = _model(args.model)
+    from nanovllm.engine.startup import resolve_device
+    from nanovllm.llm import LLM
+
+    with gate():
+        if resolve_device(config).type == "cpu":
+            options = {"max_num_batched_tokens": CPU_STEP_TOKENS} | options
+        return LLM(model, **options)
+
+
+def _model(name: str) -> str:
+    """The model's name, or the directory of the built-in one, which is written there first."""
+    if name != DEMO_MODEL or Path(name).is_dir():
+        return name
+    from nanovllm.demo.retrieval_model import build_retrieval_model
+
     try:
-        return path.read_text(encoding="utf-8")
+        return str(build_retrieval_model())
+    except OSError as error:
+        raise ValueError(
+            f"the built-in model cannot be written ({error}); set XDG_CACHE_HOME to a directory"
+        ) from error
+
+
+def _read_prompt(path: Path) -> str:
+    """The content of a file, or of stdin for "-"."""
+    try:
+        content = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
+        return content.decode("utf-8")
     except OSError as error:
         raise ValueError(f"--prompt-file {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -191,6 +270,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"nanovllm {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_demo(commands)
+    _add_chat(commands)
     _add_generate(commands)
     _add_plan(commands)
     return parser
@@ -199,8 +279,19 @@ def _parser() -> argparse.ArgumentParser:
 def _add_demo(commands: Any) -> None:
     about = "find a passkey in a long text with most of its KV outside the slots; needs no download"
     parser = commands.add_parser("demo", help=about, description=about, formatter_class=_Formatter)
-    parser.set_defaults(run=_demo)
-    _add_flags(parser, DemoOptions, DEMO_HELP)
+    parser.set_defaults(run=_demo, option_types=(DemoOptions,))
+    add_flags(parser, DemoOptions, DEMO_HELP)
+
+
+def _add_chat(commands: Any) -> None:
+    about = "hold a conversation with the model's chat template; Ctrl-C stops an answer, Ctrl-D ends"
+    parser = commands.add_parser("chat", help=about, description=about, epilog=CHAT_EXAMPLE, formatter_class=_Formatter)
+    parser.set_defaults(run=_chat, option_types=(Config, SamplingParams))
+    required = parser.add_argument_group("whom to talk to")
+    required.add_argument("--model", required=True, metavar="MODEL", help=MODEL_HELP)
+    required.add_argument("--system", metavar="TEXT", help="the system prompt")
+    add_flags(parser, SamplingParams, SAMPLING_HELP, without=WITHOUT_TEXT)
+    add_flags(parser, Config, ENGINE_HELP, without=("model",))
 
 
 def _add_generate(commands: Any) -> None:
@@ -208,14 +299,16 @@ def _add_generate(commands: Any) -> None:
     parser = commands.add_parser(
         "generate", help=about, description=about, epilog=GENERATE_EXAMPLE, formatter_class=_Formatter
     )
-    parser.set_defaults(run=_generate)
+    parser.set_defaults(run=_generate, option_types=(Config, SamplingParams))
     required = parser.add_argument_group("what to answer")
     required.add_argument("--model", required=True, metavar="MODEL", help=MODEL_HELP)
     prompt = required.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT", help="the prompt")
-    prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="a UTF-8 file that holds the prompt")
-    _add_flags(parser, SamplingParams, SAMPLING_HELP)
-    _add_flags(parser, Config, ENGINE_HELP, without=("model",))
+    prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="a UTF-8 file that holds the prompt; -: stdin")
+    required.add_argument("--chat", action="store_true", help="the prompt is a message for the model's chat template")
+    required.add_argument("--system", metavar="TEXT", help="with --chat: the system prompt")
+    add_flags(parser, SamplingParams, SAMPLING_HELP, without=WITHOUT_TEXT)
+    add_flags(parser, Config, ENGINE_HELP, without=("model",))
 
 
 def _add_plan(commands: Any) -> None:
@@ -224,67 +317,11 @@ def _add_plan(commands: Any) -> None:
         "reads the model's config.json and nothing else"
     )
     parser = commands.add_parser("plan", help=about, description=about, formatter_class=_Formatter)
-    parser.set_defaults(run=_plan)
+    parser.set_defaults(run=_plan, option_types=(Config, PlanOptions))
     required = parser.add_argument_group("what to plan for")
-    required.add_argument("--model", required=True, metavar="MODEL", help="a directory, a hub name, or a preset")
-    _add_flags(parser, PlanOptions, PLAN_HELP)
-    _add_flags(parser, Config, ENGINE_HELP, without=("model",))
-
-
-def _add_flags(
-    parser: argparse.ArgumentParser, options: type, groups: Mapping[str, Mapping[str, str]], without: Sequence[str] = ()
-) -> None:
-    """A flag for every field of the dataclass `options`. A flag that is not given leaves its field's default alone."""
-    by_name = {field.name: field for field in fields(options) if field.name not in without}
-    explained = [name for meanings in groups.values() for name in meanings]
-    assert sorted(explained) == sorted(by_name), f"fields and help lines differ: {set(explained) ^ set(by_name)}"
-    for title, meanings in groups.items():
-        group = parser.add_argument_group(title)
-        for name, meaning in meanings.items():
-            group.add_argument(_flag(options, name), **_flag_settings(by_name[name], meaning))
-
-
-def _flag_settings(field: Field[Any], meaning: str) -> dict[str, Any]:
-    """Arguments of `add_argument` for a field, from its type and default."""
-    settings: dict[str, Any] = {"default": argparse.SUPPRESS, "help": meaning}
-    if field.type is bool:
-        return settings | {"action": argparse.BooleanOptionalAction if field.default else "store_true"}
-    kind = _scalar_type(field.type)
-    settings |= {"type": kind, "metavar": {int: "N", float: "X", str: "TEXT", _json_object: "JSON"}[kind]}
-    if isinstance(field.default, tuple):
-        return settings | {"action": "extend", "nargs": "+"}
-    if field.default is not None:
-        settings["help"] = f"{meaning} (default: {field.default})"
-    return settings
-
-
-def _scalar_type(annotation: Any) -> Any:
-    """int, float, str or a parser of JSON, also out of `int | None` or `tuple[int, ...] | list[int]`."""
-    if annotation in (int, float, str):
-        return annotation
-    if annotation is dict:
-        return _json_object
-    return next(kind for member in get_args(annotation) if (kind := _scalar_type(member)))
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"not JSON ({error}): {text}") from error
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"not a JSON object: {text}")
-    return value
-
-
-def _flag(options: type, name: str) -> str:
-    return "--" + RENAMED.get((options, name), name).replace("_", "-")
-
-
-def _given(args: argparse.Namespace, options: type) -> dict[str, Any]:
-    """The fields of `options` whose flags were given."""
-    by_dest = {RENAMED.get((options, field.name), field.name): field.name for field in fields(options)}
-    return {name: getattr(args, dest) for dest, name in by_dest.items() if name != "model" and hasattr(args, dest)}
+    required.add_argument("--model", required=True, metavar="MODEL", help="a directory, a hub name, demo, or a preset")
+    add_flags(parser, PlanOptions, PLAN_HELP)
+    add_flags(parser, Config, ENGINE_HELP, without=("model",))
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):

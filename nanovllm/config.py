@@ -17,6 +17,7 @@ _CHOICES = {
     "attn_backend": ("auto", "flash", "cudnn", "triton", "torch"),
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "load_format": ("auto", "safetensors", "dummy"),
+    "generation_config": ("auto", "none"),
 }
 _DEVICE = re.compile(r"auto|cpu|cuda(:(0|[1-9][0-9]?))?")
 _MAX_CPU_MEMORY_GB = 2**30  # an EiB
@@ -37,7 +38,9 @@ class Config:
     sequences and short ones can use, if that is more; at most 70% of the memory available). chunked_prefill: one
     token budget for decodes and prefill chunks in the same step; False: prefill before decode.
     hf_overrides: entries that replace those of the model's config.json, e.g. another rope. load_format: "dummy" draws
-    random weights. seed: the seed for random weights and for requests that set none.
+    random weights. generation_config: "auto" takes the sampling defaults of `chat` and of the command line from the
+    model's generation_config.json; "none" takes SamplingParams' own. seed: the seed for random weights and for requests
+    that set none.
     """
 
     model: str
@@ -59,6 +62,7 @@ class Config:
     device: str = "auto"
     dtype: str = "auto"
     load_format: str = "auto"
+    generation_config: str = "auto"
     hf_overrides: dict | None = None
     seed: int = 0
 

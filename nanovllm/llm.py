@@ -1,19 +1,18 @@
 """LLM: the engine with the calls a user makes."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeAlias
 
 from tqdm.auto import tqdm
 
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.outputs import Outbox, RequestOutput
-from nanovllm.engine.request_check import check_conversations, encode_text, render_chat
+from nanovllm.engine.request_check import Prompt, check_conversations, encode_text, prompt_list, render_chat
 from nanovllm.engine.sequence import TokenIds
 from nanovllm.errors import EngineError
 from nanovllm.sampling_params import SamplingParams
 
-Prompt: TypeAlias = str | list[int]
 Message: TypeAlias = dict[str, Any]
 
 
@@ -31,19 +30,21 @@ class LLM(LLMEngine):
 
     def generate(
         self,
-        prompts: Prompt | list[str] | list[list[int]],
+        prompts: Prompt | Iterable[Prompt],
         sampling_params: SamplingParams | list[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Answer all prompts, strings or lists of token ids; the outputs come in the order of the prompts.
+        """Answer one prompt or several; the outputs come in the order of the prompts.
 
-        sampling_params: one for all, or one per prompt; None: the defaults. Raises ValueError, before any prompt is
-        queued, when one of them cannot run. After Ctrl-C these requests are gone and the engine can be used again,
-        unless a second Ctrl-C interrupted it in the middle of a step.
+        A prompt is a string, a sequence of token ids (a numpy array, too), or a dict as in vLLM: {"prompt": text} or
+        {"prompt_token_ids": ids}; one call may mix them. sampling_params: one for all, or one per prompt; None:
+        SamplingParams(), whatever the model's generation_config.json says (see get_default_sampling_params). Raises
+        ValueError, before any prompt is queued, when one of them cannot run. After Ctrl-C these requests are gone and
+        the engine can be used again, unless a second Ctrl-C interrupted it in the middle of a step.
         """
-        prompt_list = _prompt_list(prompts)
-        params = _params_list(sampling_params, len(prompt_list))
-        prompts_ids = [self.check_request(prompt, p) for prompt, p in zip(prompt_list, params, strict=True)]
+        listed = prompt_list(prompts)
+        params = _params_list(sampling_params, len(listed))
+        prompts_ids = [self.check_request(prompt, p) for prompt, p in zip(listed, params, strict=True)]
         outbox = Outbox()
         try:
             request_ids = [self._queue(ids, p, outbox) for ids, p in zip(prompts_ids, params, strict=True)]
@@ -59,16 +60,36 @@ class LLM(LLMEngine):
         sampling_params: SamplingParams | list[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several, each a list of {"role", "content"}, with the model's chat template."""
-        if self.tokenizer is None or not self.tokenizer.chat_template:
-            raise ValueError("chat needs a tokenizer with a chat template, and this model has none; use generate")
+        """Answer one conversation or several, each a list of {"role", "content"}, with the model's chat template.
+
+        sampling_params: as in `generate`, but None means `get_default_sampling_params()`.
+        """
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
+        return self.generate(self.chat_token_ids(messages), sampling_params, use_tqdm)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model's generation_config.json recommends, and SamplingParams' defaults for what it does not name.
+
+        With generation_config="none" the defaults alone.
+        """
+        return SamplingParams(**self.sampling_defaults)
+
+    def chat_token_ids(self, messages: list[Message] | list[list[Message]]) -> list[list[int]]:
+        """The prompts that `chat` answers: a list of token ids for each conversation."""
+        self.check_chat_template()
         prompts = [render_chat(self.tokenizer, conversation) for conversation in check_conversations(messages)]
         vocab_size = self.model_config.vocab_size  # the template writes the special tokens itself
         with self._encode_lock:
             token_ids = [
                 encode_text(self.tokenizer, prompt, vocab_size, add_special_tokens=False) for prompt in prompts
             ]
-        return self.generate([ids.tolist() for ids in token_ids], sampling_params, use_tqdm)
+        return [ids.tolist() for ids in token_ids]
+
+    def check_chat_template(self) -> None:
+        """Raise ValueError for a model that cannot chat."""
+        if self.tokenizer is None or not self.tokenizer.chat_template:
+            raise ValueError("chat needs a tokenizer with a chat template, and this model has none; use generate")
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
         """The answer's text, piece by piece as it comes. The request is queued when the first piece is asked for;
@@ -77,6 +98,8 @@ class LLM(LLMEngine):
         if self.tokenizer is None:
             raise ValueError("stream yields text and needs a tokenizer, and this model has none; use generate")
         params = sampling_params or SamplingParams()
+        if not params.detokenize:
+            raise ValueError("stream yields text; leave detokenize on, or use generate")
         return self._stream(self.check_request(prompt, params), params)
 
     def _stream(self, token_ids: TokenIds, params: SamplingParams) -> Iterator[str]:
@@ -124,18 +147,6 @@ class LLM(LLMEngine):
             share = "" if stats["link_share"] is None else f" ({stats['link_share']:.0%})"
             figures = {"link": f"{stats['load_byte_per_s'] / 1e9:.1f}GB/s{share}"} | figures
         return figures
-
-
-def _prompt_list(prompts: Any) -> list[Any]:
-    """A list of prompts, from one prompt or several. All strings, or all lists of token ids."""
-    if isinstance(prompts, str) or (isinstance(prompts, list | tuple) and prompts and isinstance(prompts[0], int)):
-        return [prompts]
-    if not isinstance(prompts, list | tuple):
-        raise ValueError(f"prompts has type {type(prompts).__name__}, expected a list of strings or of token id lists")
-    kinds = {type(prompt).__name__ for prompt in prompts}
-    if len(kinds) > 1:
-        raise ValueError(f"prompts mixes {', '.join(sorted(kinds))}; give all as strings, or all as lists of token ids")
-    return list(prompts)
 
 
 def _params_list(params: Any, num_prompts: int) -> list[SamplingParams]:

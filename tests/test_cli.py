@@ -14,6 +14,7 @@ from nanovllm import cli
 from nanovllm.config import _CHOICES, Config
 from nanovllm.demo.haystack import build_haystack
 from nanovllm.demo.retrieval_model import build_retrieval_model
+from nanovllm.flags import given_fields
 from nanovllm.model_config import ModelConfig
 from nanovllm.sampling_params import SamplingParams
 
@@ -49,7 +50,7 @@ def _generate(model: str, *flags: str) -> int:
 
 def _parse(*flags: str) -> tuple[Config, SamplingParams]:
     args = cli._parser().parse_args(["generate", "--model", "m", "--prompt", "p", *flags])
-    return Config(model=args.model, **cli._given(args, Config)), SamplingParams(**cli._given(args, SamplingParams))
+    return Config(model=args.model, **given_fields(args, Config)), SamplingParams(**given_fields(args, SamplingParams))
 
 
 # -- flags -------------------------------------------------------------------------------------------------------
@@ -59,7 +60,7 @@ def test_help_any_command_loads_no_torch() -> None:
     code = """
 import sys
 from nanovllm.cli import main
-for argv in (["--help"], ["demo", "--help"], ["plan", "--help"], ["generate", "--help"]):
+for argv in (["--help"], ["demo", "--help"], ["plan", "--help"], ["chat", "--help"], ["generate", "--help"]):
     try:
         main(argv)
     except SystemExit as leave:
@@ -136,17 +137,21 @@ def test_main_bad_flags_exit_2(argv: list[str], capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--prompt", "x", "--num-gpu-blocks", "8"], "add enable_cpu_offload=True"),
+        (
+            ["--prompt", "x", "--num-gpu-blocks", "8"],
+            "--num-gpu-blocks belongs to the offload path; add --enable-cpu-offload\n",
+        ),
         (["--prompt", "x", "--kvcache-block-size", "300"], "multiple of 256"),
-        (["--prompt", "x", "--temperature", "-1"], "temperature"),
+        (["--prompt", "x", "--temperature", "-1"], "error: --temperature=-1.0 must be 0"),
         (["--prompt", ""], "the prompt is empty"),
-        (["--prompt", "x" * 2000], "exceeds max_model_len=2048"),
+        (["--prompt", "x" * 2000], "exceeds --max-model-len=2048; shorten the prompt, lower --max-tokens or raise"),
         (["--prompt", "x", "--temperature", "1e39"], "must be 0 (greedy), or from 1e-10 to 1e+10"),
-        (["--prompt", "x", "--num-kvcache-blocks", "100000000"], "lower num_kvcache_blocks to"),
-        (["--prompt", "x", "--enable-cpu-offload", "--num-gpu-blocks", "100000000"], "lower num_gpu_blocks to"),
-        (["--prompt", "x", "--device", "cuda:abc"], "device='cuda:abc' is unknown"),
+        (["--prompt", "x", "--num-kvcache-blocks", "100000000"], "lower --num-kvcache-blocks to"),
+        (["--prompt", "x", "--enable-cpu-offload", "--num-gpu-blocks", "100000000"], "lower --num-gpu-blocks to"),
+        (["--prompt", "x", "--device", "cuda:abc"], "error: --device='cuda:abc' is unknown"),
         (["--prompt-file", "no/such/file"], "no/such/file: No such file"),
         (["--prompt-file", str(ROOT)], "Is a directory"),
+        (["--prompt", "x", "--system", "y"], "--system is written by the model's chat template; add --chat"),
     ],
 )
 def test_generate_bad_input_says_why_and_exits_2(
@@ -177,7 +182,7 @@ def test_model_empty_name_is_not_the_current_directory(
     monkeypatch.chdir(model)
     assert cli.main(["generate", "--model", "", "--prompt", "x", "--device", "cpu"]) == 2
     assert cli.main(["plan", "--model", "", "--device", "cpu"]) == 2
-    assert capsys.readouterr().err.count("nanovllm: error: model='' must be a directory") == 2
+    assert capsys.readouterr().err.count("nanovllm: error: --model='' must be a directory") == 2
     with pytest.raises(ValueError, match="model directory '' does not exist"):
         ModelConfig.from_pretrained("")
 
@@ -286,10 +291,10 @@ def test_plan_for_another_gpu_has_its_rates(capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--num-gpu-blocks", "60", "--gpu-memory-gb", "24"], "lower num_gpu_blocks to 42"),
-        (["--cpu-memory-gb", "65"], "lower cpu_memory_gb to 44.79"),
-        (["--context", "40960", "--sequences", "11"], "pool's 1638 blocks allow 10; set num_cpu_blocks to 1760"),
-        (["--context", "41000"], "exceeds max_model_len=40960"),
+        (["--num-gpu-blocks", "60", "--gpu-memory-gb", "24"], "lower --num-gpu-blocks to 42"),
+        (["--cpu-memory-gb", "65"], "lower --cpu-memory-gb to 44.79"),
+        (["--context", "40960", "--sequences", "11"], "pool's 1638 blocks allow 10; set --num-cpu-blocks to 1760"),
+        (["--context", "41000"], "exceeds --max-model-len=40960"),
         (["--max-model-len", "41000"], "more than the 40960 tokens"),
     ],
 )

@@ -35,6 +35,7 @@ def test_defaults_are_those_of_the_specification() -> None:
         "dtype": "auto",
         "load_format": "auto",
         "hf_overrides": None,
+        "generation_config": "auto",
         "seed": 0,
     }
 

@@ -79,8 +79,8 @@ def test_demo_different_tokens_exits_1(monkeypatch: pytest.MonkeyPatch, capsys: 
     ("flags", "message"),
     [
         (["--depth", "1.5"], "depth=1.5"),
-        (["--num-tokens", "10"], "num_tokens=10"),
-        (["--num-gpu-blocks", "1"], "num_gpu_blocks=1 must be 2 or more"),
+        (["--num-tokens", "10"], "--num-tokens=10"),
+        (["--num-gpu-blocks", "1"], "--num-gpu-blocks=1 must be 2 or more"),
         (["--dtype", "float16"], "dtype='float16'"),
         (["--passkey", ""], "passkey=''"),
         (["--device", "tpu"], "device='tpu'"),

@@ -7,10 +7,13 @@ import shutil
 import signal
 import threading
 import weakref
+from array import array
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tiny_models import write_tiny_model, write_tiny_tokenizer
@@ -112,6 +115,37 @@ def test_generate_strings_and_token_ids_and_single_prompts_agree(llm: LLM) -> No
     assert llm.generate([], GREEDY, use_tqdm=False) == []
 
 
+PROMPT_KINDS: dict[str, Callable[[list[int]], Any]] = {
+    "numpy": lambda ids: np.array(ids),
+    "numpy int32": lambda ids: np.array(ids, np.int32),
+    "numpy scalars": lambda ids: list(np.array(ids)),
+    "tuple": tuple,
+    "array": lambda ids: array("q", ids),
+    "dict of ids": lambda ids: {"prompt_token_ids": ids},
+    "dict of text and ids": lambda ids: {"prompt": "not this", "prompt_token_ids": np.array(ids)},
+    "dict of text": lambda ids: {"prompt": "Hello"},
+    "dict with null": lambda ids: {"prompt": "Hello", "prompt_token_ids": None},
+}
+
+
+@pytest.mark.parametrize("kind", PROMPT_KINDS)
+def test_generate_prompts_of_every_kind_agree(llm: LLM, kind: str) -> None:
+    """R7: only strings and lists of plain integers were taken, and one call could not mix them."""
+    ids = llm.tokenizer.encode("Hello")
+    expected = token_ids(llm, ["Hello"], GREEDY)[0]
+    prompt = PROMPT_KINDS[kind](ids)
+    assert token_ids(llm, prompt, GREEDY) == [expected]
+    assert token_ids(llm, ["Hello", prompt, ids], GREEDY) == [expected] * 3
+    assert token_ids(llm, (p for p in (prompt, "Hello")), GREEDY) == [expected] * 2
+    assert "".join(llm.stream(prompt, GREEDY)) == llm.generate("Hello", GREEDY, use_tqdm=False)[0]["text"]
+
+
+def test_generate_rows_of_an_array_are_prompts(llm: LLM) -> None:
+    rows = np.arange(12).reshape(3, 4)
+    assert token_ids(llm, rows, GREEDY) == token_ids(llm, rows.tolist(), GREEDY)
+    assert token_ids(llm, range(4), GREEDY) == token_ids(llm, [[0, 1, 2, 3]], GREEDY)
+
+
 def test_generate_second_time_counts_cached_tokens(llm: LLM) -> None:
     prompt = [7, *range(300)]
     first, second = (llm.generate([prompt], GREEDY, use_tqdm=False)[0] for _ in range(2))
@@ -144,7 +178,7 @@ def seeded(seed: int, **params: Any) -> SamplingParams:
     return SamplingParams(seed=seed, max_tokens=10, ignore_eos=True, **params)
 
 
-def token_ids(llm: LLM, prompts: list[str], params: Any) -> list[list[int]]:
+def token_ids(llm: LLM, prompts: Any, params: Any) -> list[list[int]]:
     return [output["token_ids"] for output in llm.generate(prompts, params, use_tqdm=False)]
 
 
@@ -223,6 +257,91 @@ def test_end_tokens_of_the_generation_config_end_unless_ignored(model: Path, tmp
         output = engine.generate(["Hello world"], SamplingParams(temperature=0, max_tokens=12), use_tqdm=False)[0]
         assert (output["token_ids"], output["finish_reason"]) == (full[:3], "stop")
         assert token_ids(engine, ["Hello world"], GREEDY)[0] == full
+
+
+def test_end_token_of_the_tokenizer_ends_where_no_config_names_it(model: Path, tmp_path: Path) -> None:
+    """M5: a chat ran on behind its <|im_end|> where the configs name the base model's end token alone."""
+    from transformers import AutoTokenizer
+
+    with make_llm(model) as engine:
+        full = token_ids(engine, ["Hello world"], GREEDY)[0]
+    directory = shutil.copytree(model, tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(full[2])
+    tokenizer.save_pretrained(directory)
+    assert json.loads((directory / "config.json").read_text())["eos_token_id"] != full[2]
+    with make_llm(directory) as engine:
+        output = engine.generate(["Hello world"], SamplingParams(temperature=0, max_tokens=12), use_tqdm=False)[0]
+        assert (output["token_ids"], output["finish_reason"]) == (full[:3], "stop")
+
+
+def test_end_token_is_in_the_text_only_if_asked_for(llm: LLM) -> None:
+    """Its id is in token_ids in any case. As in vLLM that goes for stop_token_ids, too."""
+    full = token_ids(llm, ["12345"], GREEDY)[0]
+    texts = {}
+    for include in (False, True):
+        params = SamplingParams(
+            temperature=0,
+            max_tokens=12,
+            stop_token_ids=[full[4]],
+            skip_special_tokens=False,
+            include_stop_str_in_output=include,
+        )
+        output = llm.generate(["12345"], params, use_tqdm=False)[0]
+        assert output["token_ids"] == full[: full.index(full[4]) + 1]
+        texts[include] = output["text"]
+        assert "".join(llm.stream("12345", params)) == output["text"]
+    assert texts[True] == llm.tokenizer.decode(full[: full.index(full[4]) + 1])
+    assert texts[False] == llm.tokenizer.decode(full[: full.index(full[4])])
+
+
+def test_stop_string_that_is_a_special_token_matches_where_those_are_shown(
+    model: Path, tmp_path: Path, device: str
+) -> None:
+    """M4: special tokens were dropped before the search, so such a stop string never matched."""
+    from transformers import AutoTokenizer
+
+    prompts = [f"{i}" for i in range(40)]
+    with make_llm(model, device=device) as engine:
+        answers = dict(zip(prompts, token_ids(engine, prompts, GREEDY), strict=True))
+    # The tokenizer has bytes up to 255; one of the words that follow becomes special
+    prompt, full, end = next((p, ids, i) for p, ids in answers.items() for i, t in enumerate(ids) if 255 < t < 319)
+    directory = shutil.copytree(model, tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    special = tokenizer.convert_ids_to_tokens(full[end])
+    tokenizer.add_special_tokens({"additional_special_tokens": [special]})
+    tokenizer.save_pretrained(directory)
+    with make_llm(directory, device=device) as engine:
+        ends = {}
+        for skip in (True, False):
+            params = replace(GREEDY, stop=special, skip_special_tokens=skip)
+            ends[skip] = engine.generate([prompt], params, use_tqdm=False)[0]
+        assert (ends[True]["finish_reason"], len(ends[True]["token_ids"])) == ("length", 12)
+        assert (ends[False]["finish_reason"], ends[False]["token_ids"]) == ("stop", full[: end + 1])
+        assert special not in (ends[False]["text"] or "")
+        params = replace(GREEDY, stop=special, skip_special_tokens=False, include_stop_str_in_output=True)
+        assert (engine.generate([prompt], params, use_tqdm=False)[0]["text"] or "").endswith(special)
+
+
+def test_detokenize_off_makes_no_text(llm: LLM) -> None:
+    expected = token_ids(llm, PROMPTS, GREEDY)
+    outputs = llm.generate(PROMPTS, replace(GREEDY, detokenize=False), use_tqdm=False)
+    assert [output["token_ids"] for output in outputs] == expected
+    assert all(output["text"] is None for output in outputs)
+    with pytest.raises(ValueError, match="stream yields text; leave detokenize on"):
+        llm.stream("x", replace(GREEDY, detokenize=False))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_max_tokens_none_runs_to_the_end_of_the_context_or_of_the_cache(model: Path, kind: str) -> None:
+    endless = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+    with make_llm(model, kind, max_model_len=40) as engine:
+        assert len(token_ids(engine, [[1] * 30], endless)[0]) == 10
+        with pytest.raises(ValueError, match="exceeds max_model_len=40"):
+            engine.generate([[1] * 40], endless, use_tqdm=False)
+    small = {"num_kvcache_blocks": 1} if kind == "all GPU" else {"num_cpu_blocks": 1}
+    with make_llm(model, kind, **small) as engine:
+        assert len(token_ids(engine, [[1] * 250], endless)[0]) == 7  # the last one needs no K and V
 
 
 # -- chat and stream -------------------------------------------------------------------------------------------------
@@ -609,9 +728,15 @@ def test_request_larger_than_the_pool_is_refused_when_added(model: Path, kind: s
     [
         (["a", "b"], [GREEDY], "1 sampling_params for 2 prompts; give one, or one per prompt"),
         (["a"], [], "0 sampling_params for 1 prompts"),
-        (["a", [1, 2]], None, "prompts mixes list, str; give all as strings, or all as lists of token ids"),
-        (["a", 5], None, "prompts mixes int, str"),
-        ({"a": 1}, None, "prompts has type dict, expected a list"),
+        (["a", 5], None, "a prompt has type int, expected a string or a list of token ids"),
+        ({"a": 1}, None, "a prompt is a dict with the keys 'a'; expected"),
+        ({"prompt": "a", "multi_modal_data": {}}, None, "keys 'prompt', 'multi_modal_data'; expected"),
+        ([{}], None, "a prompt is a dict with the keys none"),
+        (b"abc", None, "prompts has type bytes, expected"),
+        ([b"abc"], None, "a prompt has type bytes, expected"),
+        (np.ones(3), None, "a prompt has type float64, expected"),
+        ([np.ones((1, 2), int)], None, r"an array of int64 and shape \(1, 2\), expected integers in one dimension"),
+        ([np.array([1.5])], None, "an array of float64"),
         (7, None, "prompts has type int, expected"),
         ([[1], []], None, "the prompt is empty"),
         ([[1], [400]], None, "outside the vocabulary"),

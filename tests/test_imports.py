@@ -31,6 +31,8 @@ PART_OF_MODULE = {
     "nanovllm.llm": "top",
     "nanovllm.plan": "base",  # not the plan of a step
     "nanovllm.cli": "top",
+    "nanovllm.chat": "top",
+    "nanovllm.flags": "top",
     "nanovllm.console": "top",
     "nanovllm.engine.batch": "plan",
     "nanovllm.engine.sequence": "plan",
@@ -43,7 +45,7 @@ TORCH_FREE = {
         "kvcache.slot_ring kvcache.step_slots kvcache.histories kvcache.copy_runs "
         "engine.scheduler engine.sequence engine.batch config sampling_params "
         "errors planner plan plan_table plan_check remedies costs device_memory machine gpus "
-        "model_config model_settings checkpoint config_overrides rope_extension"
+        "model_config model_settings checkpoint config_overrides rope_extension generation_config flags"
     ).split()
 }
 MAY_IMPORT_TRITON = ("nanovllm.attention.kernels", "nanovllm.layers.kernels", "nanovllm.attention.triton_backend")

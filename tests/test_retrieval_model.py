@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nanovllm.demo.haystack import build_haystack
 from nanovllm.demo.retrieval_model import build_retrieval_model, model_weights, token_codes
-from nanovllm.demo.tokenizer import END_TOKEN, END_TOKEN_ID
+from nanovllm.demo.tokenizer import END_TOKEN, END_TOKEN_ID, HELP
 from nanovllm.model_config import ModelConfig
 
 
@@ -112,8 +112,39 @@ def test_tokenizer_any_text_round_trips_one_token_per_byte(model_path: Path) -> 
     assert tokenizer.eos_token_id == END_TOKEN_ID
 
 
-def test_tokenizer_chat_prompt_is_the_messages_text(model_path: Path) -> None:
+def chat_prompt(model_path: Path, *turns: str) -> str:
+    """`turns`: of the user and the model, in turn."""
+    messages = [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)]
     tokenizer = AutoTokenizer.from_pretrained(model_path)
-    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "The passkey is "}]
+    prompt: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return prompt
+
+
+def test_chat_model_completes_lines_and_else_says_that_it_does(model_path: Path) -> None:
+    turns: list[str] = []
+    for message, expected in (
+        ("The passkey is q7m2x9kd.\nA second line.", HELP),
+        ("What is the passkey?", HELP),
+        ("The passkey is", " q7m2x9kd."),
+        ("What is the passkey?", HELP),  # it was there before, at the end of a line
+        ("A second ", "line."),
+        ("Hi", HELP),
+    ):
+        turns.append(message)
+        assert answer(model_path, chat_prompt(model_path, *turns), 64) == expected + END_TOKEN
+        turns.append(expected)
+
+
+def test_chat_prompt_begins_with_the_turns_before_and_their_answers(model_path: Path) -> None:
+    """So that every turn finds them in the prefix cache."""
+    turns = ["The passkey is q7m2x9kd.", HELP, "The passkey is ", "q7m2x9kd.", "Thanks"]
+    first, second, third = (chat_prompt(model_path, *turns[:end]) for end in (1, 3, 5))
+    assert second.startswith(first + HELP + END_TOKEN)
+    assert third.startswith(second + "q7m2x9kd." + END_TOKEN)
+
+
+def test_chat_template_with_a_system_prompt_has_it_as_lines(model_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model_path)
+    messages = [{"role": "system", "content": "The passkey is 4711."}, {"role": "user", "content": "The passkey is"}]
     prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert prompt == "Be brief.\nThe passkey is "
+    assert answer(model_path, prompt, 64) == f" 4711.{END_TOKEN}"

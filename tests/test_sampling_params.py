@@ -66,9 +66,8 @@ def test_sampler_computes_at_both_ends_of_the_temperatures(temperature: float, t
         torch.zeros(num_rows),
         torch.arange(num_rows),
         torch.full((num_rows,), 5),
-        filtered=top_k > 0,
     )
-    on_device = SamplingTensors(*(column.to(device) for column in params[:6]), params.filtered)
+    on_device = SamplingTensors(*(column.to(device) for column in params))
     tokens = sample(logits.to(device), on_device).cpu()
     if top_k == 1 or temperature == MIN_TEMPERATURE:
         assert torch.equal(tokens, logits.argmax(-1))

@@ -53,8 +53,9 @@ def run_demo(options: DemoOptions) -> int:
     with gate():
         prompt = build_haystack(options.num_tokens, options.depth, passkey)
         model = build_retrieval_model(dtype=options.dtype)
-        params = SamplingParams(temperature=0, max_tokens=len(passkey) + 2, stop="\n")  # the passkey, ".", the stop
-    max_model_len = options.num_tokens + params.max_tokens
+        max_tokens = len(passkey) + 2  # the passkey, ".", the stop
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, stop="\n")
+    max_model_len = options.num_tokens + max_tokens
     block_size = max(1, options.num_tokens // NUM_BLOCKS // BLOCK_SIZE_STEP) * BLOCK_SIZE_STEP
     num_blocks = -(-max_model_len // block_size)
     num_slots = max(2, num_blocks // SLOT_SHARE) if options.num_gpu_blocks is None else options.num_gpu_blocks

@@ -53,17 +53,16 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from nanovllm.demo.tokenizer import END_TOKEN_ID, NUM_BYTES, SPECIAL_TOKENS, VOCAB_SIZE, save_tokenizer
+from nanovllm.demo.tokenizer import END_TOKEN_ID, MATCH_TOKENS, NUM_BYTES, SPECIAL_TOKENS, VOCAB_SIZE, save_tokenizer
 
 logger = logging.getLogger(__name__)
 
-VERSION = 1  # of the weights; part of the cache directory's name
+VERSION = 2  # of the checkpoint; part of the cache directory's name
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-MATCH_TOKENS = 6  # tokens that must match: heads of layer 1, codes in a query of layer 2
 CODE_DIM = 16
 HEAD_DIM = 128
-NUM_HEADS = MATCH_TOKENS
+NUM_HEADS = MATCH_TOKENS  # heads of layer 1; codes in a query of layer 2
 NUM_KV_HEADS = 2
 NUM_LAYERS = 2
 THIS_BLOCK, NEXT_BLOCK = 1, 2 + MATCH_TOKENS  # blocks of the residual stream; block 0 holds the constant
@@ -237,6 +236,9 @@ def _write_checkpoint(directory: Path, dtype: str) -> None:
     weights = {name: weight.to(DTYPES[dtype]).contiguous() for name, weight in model_weights().items()}
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     save_tokenizer(directory)
+    # Greedy, because the answer is a copy, and short, because an answer that copies nothing does not end by itself
+    defaults = {"do_sample": False, "max_new_tokens": 64, "eos_token_id": END_TOKEN_ID}
+    (directory / "generation_config.json").write_text(json.dumps(defaults, indent=2))
     (directory / "config.json").write_text(json.dumps(model_config(dtype), indent=2))
     directory.chmod(0o755)  # mkdtemp made it private
 

@@ -11,8 +11,33 @@ SPECIAL_TOKENS = (END_TOKEN, "<|pad|>")  # ids 256, 257
 VOCAB_SIZE = NUM_BYTES + len(SPECIAL_TOKENS)
 END_TOKEN_ID = NUM_BYTES
 
-# The messages' text and nothing else: the model continues the last message, so role marks would only hide its lead-in.
-CHAT_TEMPLATE = "{{ messages | map(attribute='content') | join('\\n') }}"
+# A model that only copies needs a template of its own. A message whose last characters were there before, in a line, is
+# followed by the answer: the rest of that line. Any other is followed by REPLY_MARK, which the model continues with
+# HELP, because every prompt begins with the two. Every line ends in the end token, so an answer ends with its line.
+MATCH_TOKENS = 6  # tokens that the model looks up
+REPLY_MARK = "\nModel: "
+HELP = "I complete lines; type the first words of one from above."
+_CONSTANTS = {"mark": REPLY_MARK, "help": HELP, "end": END_TOKEN, "num_matched": MATCH_TOKENS}
+CHAT_TEMPLATE = (
+    "".join(f"{{%- set {name} = {value!r} -%}}\n" for name, value in _CONSTANTS.items())
+    + """\
+{%- set ns = namespace(text=mark ~ help ~ end) -%}
+{%- for message in messages -%}
+{%- set content = message['content'] | replace('\\n', end ~ '\\n') -%}
+{%- if message['role'] == 'user' -%}
+{%- set before = ns.text ~ '\\n' ~ content[:-1] -%}
+{%- set ending = content[-num_matched:] -%}
+{%- set is_known = ending | length == num_matched and ending in before and ending ~ end not in before -%}
+{%- set ns.text = ns.text ~ '\\n' ~ content ~ ('' if is_known else end ~ mark) -%}
+{%- elif message['role'] == 'system' -%}
+{%- set ns.text = ns.text ~ '\\n' ~ content ~ end -%}
+{%- else -%}
+{%- set ns.text = ns.text ~ content ~ end -%}
+{%- endif -%}
+{%- endfor -%}
+{{- ns.text -}}
+"""
+)
 
 
 def byte_symbols() -> list[str]:

@@ -6,7 +6,7 @@ used: its cost grows without bound while the text ends in U+FFFD, and it never r
 """
 
 import io
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,14 +18,17 @@ TEXT_TO_CLEAN_UP = "a . b ? c ! d , e ' f n't g 'm h 's i 've j 're"  # loses sp
 
 
 class TokenDecoder:
-    """Token ids -> text, without special tokens. One for all requests of an engine."""
+    """Token ids -> text, without special tokens unless `skip_special_tokens` is False.
 
-    def __init__(self, tokenizer: Any) -> None:
-        self.decode = _find_decode(tokenizer)
+    Shared by all requests of an engine that agree on that.
+    """
+
+    def __init__(self, tokenizer: Any, skip_special_tokens: bool = True) -> None:
+        self.decode = _find_decode(tokenizer, skip_special_tokens)
         self._text_lens: dict[int, int | None] = {}
 
     def visible(self, token_ids: Iterable[int]) -> list[int]:
-        """Without the tokens that never show: special ones, and those that the tokenizer does not know."""
+        """The tokens that have text. Those that the tokenizer does not know never do, nor do skipped special ones."""
         return [token_id for token_id in token_ids if self._text_len(token_id) is not None]
 
     def text_len(self, token_ids: list[int]) -> int:
@@ -44,7 +47,7 @@ class TokenDecoder:
         return self._text_lens[token_id]
 
 
-def _find_decode(tokenizer: Any) -> Callable[[list[int]], str]:
+def _find_decode(tokenizer: Any, skip_special_tokens: bool) -> Callable[[list[int]], str]:
     """`tokenizer.decode`, or the Rust tokenizer below it where that gives the same text in a fraction of the time.
 
     It does not where a class has a `decode` of its own, nor where `clean_up_tokenization_spaces` takes effect, which
@@ -52,11 +55,11 @@ def _find_decode(tokenizer: Any) -> Callable[[list[int]], str]:
     """
     from transformers import PreTrainedTokenizerFast
 
-    decode = partial(tokenizer.decode, skip_special_tokens=True)
+    decode = partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
     kind, plain = type(tokenizer), PreTrainedTokenizerFast
     if not issubclass(kind, plain) or (kind.decode, kind._decode) != (plain.decode, plain._decode):
         return decode
-    rust_decode = partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=True)
+    rust_decode = partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=skip_special_tokens)
     token_ids = tokenizer.encode(TEXT_TO_CLEAN_UP, add_special_tokens=False)
     return rust_decode if rust_decode(token_ids) == decode(token_ids) else decode
 
@@ -69,9 +72,11 @@ class Detokenizer:
     character, cut by `max_tokens`, ends in U+FFFD. Decoding its token ids gives the same.
     """
 
-    def __init__(self, decoder: TokenDecoder, stop: tuple[str, ...]) -> None:
+    def __init__(self, decoder: TokenDecoder, stop: tuple[str, ...], include_stop: bool = False) -> None:
+        """`include_stop`: the text includes the stop string, or the end token, that ends it."""
         self._decoder = decoder
         self._stop = stop
+        self._include_stop = include_stop
         self._window: list[int] = []  # the newest visible tokens, which are decoded together
         self._num_context_tokens = 0  # the first of them, which are there for those behind them
         self._num_read_chars = 0  # of the window's text, what was read by an earlier update
@@ -84,13 +89,16 @@ class Detokenizer:
         """All pieces, joined."""
         return self._shown.getvalue()
 
-    def update(self, new_token_ids: Iterable[int], finished: bool) -> str:
-        """The answer goes on with these tokens; `finished`: they are the last.
+    def update(self, new_token_ids: Sequence[int], finished: bool, at_end_token: bool = False) -> str:
+        """The answer goes on with these tokens. `finished`: they are the last; `at_end_token`: because the last of them
+        is an end token.
 
         Returns the text that became final; sets `stopped` at a stop string. Hot: once per sequence and step.
         """
         if self.stopped:
             return ""
+        if at_end_token and not self._include_stop:
+            new_token_ids = new_token_ids[:-1]
         piece = self._read(self._decoder.visible(new_token_ids), finished)
         if self._stop:
             piece = self._cut_at_stop(self._withheld + piece, finished)
@@ -120,9 +128,9 @@ class Detokenizer:
 
     def _cut_at_stop(self, text: str, finished: bool) -> str:
         """What of `text` may be shown. It begins with all that was withheld, so no stop string begins before it."""
-        found = [at for stop in self._stop if (at := text.find(stop)) >= 0]
+        found = [(at, at + len(stop)) for stop in self._stop if (at := text.find(stop)) >= 0]
         self.stopped = bool(found)
-        end = min(found, default=len(text))
+        end = min(found)[self._include_stop] if found else len(text)
         if not (found or finished):
             end -= max(_overlap(text, stop) for stop in self._stop)
         self._withheld = text[end:]

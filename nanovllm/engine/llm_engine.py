@@ -24,11 +24,12 @@ from nanovllm.config import Config, KVCacheSizes
 from nanovllm.engine.batch import StepPlan
 from nanovllm.engine.detokenizer import Detokenizer, TokenDecoder
 from nanovllm.engine.outputs import Outbox, StepOutput, request_output
-from nanovllm.engine.request_check import check_token_ids, encode_text
+from nanovllm.engine.request_check import Prompt, check_token_ids, encode_text, text_or_token_ids
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, TokenIds
 from nanovllm.engine.startup import (
     check_backend,
+    end_token_ids,
     find_machine,
     load_tokenizer,
     make_runner,
@@ -39,6 +40,7 @@ from nanovllm.engine.step_result import StepResult
 from nanovllm.engine.tp_worker import WorkerGroup
 from nanovllm.engine.turns import Turns
 from nanovllm.errors import EngineError
+from nanovllm.generation_config import read_sampling_defaults
 from nanovllm.kvcache.base import KVCacheManager
 from nanovllm.kvcache.block_manager import BlockManager
 from nanovllm.kvcache.hybrid_manager import HybridKVCacheManager
@@ -73,6 +75,8 @@ class LLMEngine:
             raise ValueError(f"unknown option {', '.join(unknown)}; the options are {', '.join(sorted(known))}")
         self.config = Config(model=str(model), **options)
         self.model_config, self._directory = ModelConfig.from_pretrained(self.config.model, self.config.hf_overrides)
+        use_defaults = self.config.generation_config == "auto"
+        self.sampling_defaults = read_sampling_defaults(self._directory) if use_defaults else {}
         self.max_model_len = max_model_len(self.config, self.model_config)
         self.device = resolve_device(self.config)
         check_backend(self.config, self.model_config, self.device)
@@ -99,7 +103,9 @@ class LLMEngine:
 
     def _start(self) -> None:
         self.tokenizer = load_tokenizer(self._directory)
-        self._token_decoder = None if self.tokenizer is None else TokenDecoder(self.tokenizer)
+        self._token_decoders: dict[bool, TokenDecoder] = {}  # by skip_special_tokens
+        if self.tokenizer is not None:
+            self._token_decoders = {skip: TokenDecoder(self.tokenizer, skip) for skip in (True, False)}
         if self.config.load_format != "dummy":
             fetch_weights(self.config.model, self._directory)
         factory = partial(make_runner, self.config, self.model_config, self._directory, self.device)
@@ -113,6 +119,8 @@ class LLMEngine:
         if self.device.type == "cuda":
             self._ranks.run("freeze_objects")
         self.scheduler = self._make_scheduler(sizes)
+        num_kv_tokens = (sizes.num_cpu_blocks or sizes.num_gpu_blocks) * self.config.block_size
+        self.max_request_tokens = min(self.max_model_len, num_kv_tokens + 1)  # the last token needs no K and V
         logger.info("started in %s", self.runner.phases)
         self._link_meter = LinkMeter(self.runner.spec.block_bytes, self.runner.spec.block_size)
         if self.config.enable_cpu_offload:
@@ -136,7 +144,7 @@ class LLMEngine:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             chunked_prefill=config.chunked_prefill,
-            eos_token_ids=self.model_config.eos_token_ids,
+            eos_token_ids=end_token_ids(self.model_config, self.tokenizer),
         )
 
     def _kv_cache_sizes(self) -> KVCacheSizes:
@@ -216,8 +224,9 @@ class LLMEngine:
 
     # -- requests ------------------------------------------------------------------------------------------------
 
-    def check_request(self, prompt: str | list[int], params: SamplingParams) -> TokenIds:
+    def check_request(self, prompt: Prompt, params: SamplingParams) -> TokenIds:
         """The prompt's token ids, int64. Raises ValueError for a request that can never run."""
+        prompt = text_or_token_ids(prompt)
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError("a text prompt needs a tokenizer, and this model has none; give a list of token ids")
@@ -229,19 +238,19 @@ class LLMEngine:
             raise ValueError(f"sampling_params has type {type(params).__name__}, expected SamplingParams")
         if not token_ids:
             raise ValueError("the prompt is empty; it needs at least one token")
-        if len(token_ids) + params.max_tokens > self.max_model_len:
+        if len(token_ids) + (params.max_tokens or 1) > self.max_model_len:
             raise ValueError(
-                f"prompt of {len(token_ids)} tokens + max_tokens={params.max_tokens} exceeds "
+                f"prompt of {len(token_ids)} tokens + max_tokens={params.max_tokens or 1} exceeds "
                 f"max_model_len={self.max_model_len}; shorten the prompt, lower max_tokens or raise max_model_len"
             )
-        if unknown := [t for t in params.stop_token_ids if t >= self.model_config.vocab_size]:
+        if unknown := [t for t in params.stop_token_ids or () if t >= self.model_config.vocab_size]:
             last = self.model_config.vocab_size - 1
             raise ValueError(f"stop_token_ids {unknown} are outside the vocabulary 0..{last}; leave them out")
         if params.stop and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer, and this model has none; use stop_token_ids")
         return token_ids
 
-    def add_request(self, prompt: str | list[int], sampling_params: SamplingParams) -> int:
+    def add_request(self, prompt: Prompt, sampling_params: SamplingParams) -> int:
         """Queue a request and return its id. Raises ValueError, leaving all else untouched, when it can never run."""
         return self._queue(self.check_request(prompt, sampling_params), sampling_params, self._outbox)
 
@@ -251,12 +260,17 @@ class LLMEngine:
         request_id = next(self._request_ids)
         drawn = (self.config.seed * 1_000_003 + request_id) & (2**63 - 1)
         seed = drawn if sampling_params.seed is None else sampling_params.seed
+        if sampling_params.max_tokens is None:
+            num_new_tokens = max(1, self.max_request_tokens - len(token_ids))
+            sampling_params = replace(sampling_params, max_tokens=num_new_tokens)
         salt = len(token_ids) if self._kv_depends_on_prompt_len(len(token_ids)) else 0
         seq = Sequence(request_id, token_ids, sampling_params, seed, salt)
         self.scheduler.check_fits(seq)
         detokenizer = None
-        if self._token_decoder is not None:
-            detokenizer = Detokenizer(self._token_decoder, tuple(sampling_params.stop))
+        if self._token_decoders and sampling_params.detokenize:
+            decoder = self._token_decoders[sampling_params.skip_special_tokens]
+            stop = tuple(sampling_params.stop or ())
+            detokenizer = Detokenizer(decoder, stop, sampling_params.include_stop_str_in_output)
         with deferred_interrupt():
             self._requests[request_id] = _Request(outbox, detokenizer)
             self._turns.call(partial(self._add, seq))
@@ -370,7 +384,8 @@ class LLMEngine:
         new_token_ids = seq.token_ids[-1:] if seq.error is None else ()
         error = None
         try:
-            text = detokenizer.update(new_token_ids, seq.finish_reason is not None)
+            finished, at_end_token = seq.finish_reason is not None, seq.finish_reason == "stop"
+            text = detokenizer.update(new_token_ids, finished, at_end_token)
         except Exception as raised:
             text, error = "", f"its text could not be decoded: {type(raised).__name__}: {raised}"
         if error is None and not detokenizer.stopped:

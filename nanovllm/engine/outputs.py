@@ -13,11 +13,12 @@ class _ErrorOutput(TypedDict, total=False):
 class RequestOutput(_ErrorOutput):
     """The output of a request that has ended.
 
-    text: what decoding token_ids gives, up to a stop string, so it ends in U+FFFD where max_tokens cuts a character;
-    None when the model came without a tokenizer. finish_reason: "stop" (an end token or a stop string), "length"
-    (max_tokens), "abort" or "error"; the last two keep what was generated before. num_cached_tokens: prompt tokens
-    found in the prefix cache. ttft_s: seconds from arrival to the first token, None if there was none. tpot_s: mean
-    seconds between tokens, None for fewer than two. error: what happened, present only with finish_reason "error".
+    text: what decoding token_ids gives, up to the stop string or end token that ended it, so it ends in U+FFFD where
+    max_tokens cuts a character; None with detokenize=False and for a model without a tokenizer. finish_reason: "stop"
+    (an end token or a stop string), "length" (max_tokens), "abort" or "error"; the last two keep what was generated
+    before. num_cached_tokens: prompt tokens found in the prefix cache. ttft_s: seconds from arrival to the first token,
+    None if there was none. tpot_s: mean seconds between tokens, None for fewer than two. error: what happened, present
+    only with finish_reason "error".
     """
 
     text: str | None

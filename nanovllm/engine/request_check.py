@@ -1,19 +1,60 @@
 """What a user's prompts and messages must be. Everything here raises ValueError, and nothing changes the engine."""
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from nanovllm.engine.sequence import TokenIds
 
+# A string; token ids; or a dict of one of them, as in vLLM: {"prompt": str} or {"prompt_token_ids": token ids}
+Prompt: TypeAlias = str | Sequence[int] | np.ndarray | Mapping[str, Any]
+_PROMPT_KEYS = ("prompt", "prompt_token_ids")
+
+
+def prompt_list(prompts: Any) -> list[Any]:
+    """A list of prompts, from one prompt or from any iterable of them. What each prompt is, is checked later."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if isinstance(prompts, bytes | bytearray) or not isinstance(prompts, Iterable):
+        raise ValueError(
+            f"prompts has type {type(prompts).__name__}, expected a prompt (a string, a list of token ids or a dict) "
+            "or several"
+        )
+    is_one_array = isinstance(prompts, np.ndarray) and prompts.ndim == 1 and prompts.dtype.kind in "iu"
+    listed = list(prompts)
+    return [prompts if is_one_array else listed] if listed and isinstance(listed[0], int | np.integer) else listed
+
+
+def text_or_token_ids(prompt: Any) -> Any:
+    """What a prompt holds, a dict or not. As in vLLM a dict may have the text beside the ids, which are then used."""
+    if not isinstance(prompt, Mapping):
+        return prompt
+    unknown = [key for key in prompt if key not in _PROMPT_KEYS]
+    found = [prompt[key] for key in reversed(_PROMPT_KEYS) if prompt.get(key) is not None]
+    if unknown or not found:
+        raise ValueError(
+            f"a prompt is a dict with the keys {', '.join(map(repr, prompt)) or 'none'}; expected "
+            '{"prompt": text} or {"prompt_token_ids": token ids}'
+        )
+    return found[0]
+
 
 def check_token_ids(prompt: Any, vocab_size: int) -> TokenIds:
-    """A list of token ids as int64, once all are known to be in the vocabulary."""
+    """Token ids as int64, once all are known to be in the vocabulary. `prompt`: a list, or an array of integers."""
+    if isinstance(prompt, np.ndarray):
+        if prompt.ndim != 1 or prompt.dtype.kind not in "iu":
+            shape, dtype = prompt.shape, prompt.dtype
+            raise ValueError(f"a prompt is an array of {dtype} and shape {shape}, expected integers in one dimension")
+        prompt = prompt.tolist()
+    elif isinstance(prompt, array | range):
+        prompt = list(prompt)
     if not isinstance(prompt, list | tuple):
         raise ValueError(f"a prompt has type {type(prompt).__name__}, expected a string or a list of token ids")
+    if set(map(type, prompt)) - {int}:
+        prompt = [int(token_id) if isinstance(token_id, np.integer) else token_id for token_id in prompt]
     if set(map(type, prompt)) - {int}:
         position, token_id = next((i, t) for i, t in enumerate(prompt) if type(t) is not int)
         raise ValueError(f"token_ids[{position}]={token_id!r} is not an integer; a prompt is a string or token ids")

@@ -99,7 +99,7 @@ class Scheduler:
             self._place_running(self._can_run(self.running))
 
     def _can_run(self, sequences: list[Sequence]) -> list[Sequence]:
-        return [seq for seq in sequences if seq.num_output_tokens < seq.params.max_tokens]
+        return [seq for seq in sequences if seq.num_output_tokens < seq.max_tokens]
 
     def _place_running(self, sequences: list[Sequence]) -> bool:
         """Place running sequences in order of arrival; True when one had to be preempted for room."""
@@ -196,9 +196,9 @@ class Scheduler:
                 continue
             seq.append_pending(token_id, position)
             is_eos = token_id in self.eos_token_ids and not seq.params.ignore_eos
-            if is_eos or token_id in seq.params.stop_token_ids:
+            if is_eos or token_id in seq.stop_token_ids:
                 self.finish(seq, "stop")
-            elif len(seq.token_ids) - seq.num_prompt_tokens >= seq.params.max_tokens:
+            elif len(seq.token_ids) - seq.num_prompt_tokens >= seq.max_tokens:
                 self.finish(seq, "length")
         return updated
 

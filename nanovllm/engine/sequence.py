@@ -31,6 +31,9 @@ class Sequence:
         self.token_ids: TokenIds = array("q", token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.params = params
+        assert params.max_tokens is not None, f"sequence {seq_id} has no limit; the engine resolves max_tokens=None"
+        self.max_tokens = params.max_tokens
+        self.stop_token_ids = frozenset(params.stop_token_ids or ())
         self.seed = seed
         self.status = SequenceStatus.WAITING
         self.finish_reason: str | None = None  # "stop", "length", "abort" or "error"
@@ -67,7 +70,7 @@ class Sequence:
     @property
     def max_kv_tokens(self) -> int:
         """Most tokens whose K/V this request ever needs: the last sampled token is never an input."""
-        return self.num_prompt_tokens + self.params.max_tokens - 1
+        return self.num_prompt_tokens + self.max_tokens - 1
 
     @property
     def prompt_token_ids(self) -> list[int]:

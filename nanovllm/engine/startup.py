@@ -88,6 +88,18 @@ def load_tokenizer(directory: Path | None) -> Any:
         ) from error
 
 
+def end_token_ids(model_config: ModelConfig, tokenizer: Any) -> tuple[int, ...]:
+    """Tokens that end an answer: those of config.json and generation_config.json, and the tokenizer's eos token.
+
+    vLLM uses the tokenizer's too. There are chat models whose configs name only the base model's end token.
+    """
+    token_ids = list(model_config.eos_token_ids)
+    of_tokenizer = getattr(tokenizer, "eos_token_id", None)
+    if of_tokenizer is not None and of_tokenizer < model_config.vocab_size and of_tokenizer not in token_ids:
+        token_ids.append(of_tokenizer)
+    return tuple(token_ids)
+
+
 def release_failed_start(error: BaseException, device: torch.device) -> None:
     """Give back what a failed start holds on the GPU, while the caller keeps the exception.
 
