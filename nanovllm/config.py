@@ -36,7 +36,7 @@ class Config:
     CPU pool (None: two sequences of max_model_len, at most 70% of the memory available). chunked_prefill: one token
     budget for decodes and prefill chunks in the same step; False: prefill before decode.
     hf_overrides: entries that replace those of the model's config.json, e.g. another rope. load_format: "dummy" draws
-    random weights. seed: of dummy weights and of requests without a seed of their own.
+    random weights. seed: for dummy weights and for requests that set none.
     """
 
     model: str
