@@ -46,7 +46,7 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
         "enforce_eager": "no CUDA graphs",
         "tensor_parallel_size": "processes the model is spread over, one device each, 1 to 8",
         "generation_config": "sampling defaults of the model's generation_config.json: auto (use them) or none",
-        "seed": "of random weights, and of sampling without a seed of its own",
+        "seed": "seed for random weights and for requests that set no seed",
     },
     "KV cache": {
         "max_model_len": "most tokens of prompt and answer together; unset: the model's own limit",
@@ -89,7 +89,7 @@ DEMO_HELP: dict[str, dict[str, str]] = {
         "num_tokens": "length of the prompt",
         "depth": "where the passkey stands: 0 the start, 1 the end",
         "passkey": "what to hide; unset: drawn from the seed",
-        "seed": "of the passkey",
+        "seed": "seed from which the passkey is drawn",
     },
     "the engine": {
         "num_gpu_blocks": "slots, 2 or more; unset: a fifth of the prompt's blocks",

@@ -37,7 +37,7 @@ class DeviceMemory:
     staging_bytes: int
     logits_bytes: int  # one static buffer, in which every graph leaves its logits
     input_bytes: int  # static inputs of the graphs
-    activation_bytes: int  # of the largest step
+    activation_bytes: int  # in the largest step
     graph_bytes: int
     workspace_bytes: int  # cuBLAS
     context_bytes: int  # CUDA's own

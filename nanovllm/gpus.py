@@ -22,7 +22,7 @@ LINK_PEAK_GB_PER_S = {  # one direction, after line coding
 }
 MEASURED_LINK_GB_PER_S = 54.6  # the H200's PCIe 5 x16: pinned memory to the GPU, copies of 8 MiB
 LINK_SHARE = MEASURED_LINK_GB_PER_S / LINK_PEAK_GB_PER_S["PCIe 5 x16"]
-MIN_CAPABILITY = (8, 0)  # of the attention kernels
+MIN_CAPABILITY = (8, 0)  # what the attention kernels need
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ class Machine:
     memory_byte_per_s: float | None = None  # of the GPU's memory
     flop_per_s: float | None = None  # dense bf16
     link_source: str = ""
-    rates_source: str = ""  # of the memory's and the arithmetic's
+    rates_source: str = ""  # where the memory and arithmetic rates come from
 
     @classmethod
     def cpu(cls, host_bytes: int) -> "Machine":

@@ -10,7 +10,7 @@ from nanovllm.model_config import ModelConfig, RopeConfig
 # authors recommend it for: the model cards of Qwen3, whose 40,960 positions include room for the answer, and Qwen2.5
 RECOMMENDED_YARN = {("Qwen3ForCausalLM", 40960): (32768, 131072), ("Qwen2ForCausalLM", 32768): (32768, 131072)}
 OPTIONAL = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate")
-PARAMETERS = {  # of each type that scales, besides the type itself and theta
+PARAMETERS = {  # for each type that scales, in addition to the type itself and theta
     "linear": ("factor",),
     "dynamic": ("factor",),
     "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
@@ -50,7 +50,7 @@ def _overrides(model: ModelConfig, num_tokens: int) -> tuple[dict[str, Any], str
 
 
 def _parameters(rope: RopeConfig) -> dict[str, Any]:
-    """The entry of config.json that says the same; what is as by default may be left out."""
+    """The equivalent entry of config.json, without optional parameters that have their default values."""
     given = {field.name: getattr(rope, field.name) for field in fields(rope)}
     names = ("rope_type", "rope_theta", *PARAMETERS[rope.rope_type])
     left_out = {field.name for field in fields(rope) if field.name in OPTIONAL and given[field.name] == field.default}

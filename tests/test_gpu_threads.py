@@ -75,6 +75,28 @@ def test_steps_from_several_threads_and_streams_give_the_right_logits(
         llm.assert_nothing_left()
 
 
+def test_engine_serves_while_another_starts_in_another_thread(reference: Reference) -> None:
+    """Regression: a capture forbade allocations in all threads, so that a step of the first engine could fail."""
+    started = threading.Event()
+
+    def serve(llm: GpuLLM) -> None:
+        extra = 0
+        while not started.is_set() or extra < 3:
+            llm.answer_and_check(prompts_of(*(n + extra % 50 for n in PROMPTS)), max_tokens=20)
+            extra += 1
+
+    def start() -> None:
+        try:
+            with make_llm(reference, 3) as other:
+                other.answer_and_check(prompts_of(*PROMPTS), max_tokens=5)
+        finally:
+            started.set()
+
+    with make_llm(reference, 24, gpu_memory_utilization=0.4) as llm:
+        in_threads(lambda: serve(llm), start)
+        llm.assert_nothing_left()
+
+
 @pytest.mark.multi_gpu
 @pytest.mark.parametrize("num_gpu_blocks", CACHES, ids=IDS)
 def test_second_gpu_stepped_from_another_thread_while_the_first_is_current(

@@ -64,7 +64,7 @@ class RunningMerge:
         self._parts: list[PartialAttention] = []  # the running result, if there is one yet, and the parts that wait
 
     def add(self, part: PartialAttention) -> None:
-        """One more part, which may be overwritten from here on. Hot: once per part."""
+        """Add a part, whose tensors a merge may overwrite. Hot: once per part."""
         assert self._num_left > 0, "more parts than announced"
         self._num_left -= 1
         self._parts.append(part)

@@ -39,7 +39,9 @@ _ARRAYS = {  # of a step, one entry per sequence
 
 
 def _even(num_entries: int) -> int:
-    """Rounded up to fill multiples of 16 bytes: for a pointer that is none, Triton compiles its kernels once more."""
+    """Round up to an even count so that every array is 16-byte aligned; Triton recompiles a kernel when a pointer's
+    alignment changes.
+    """
     return num_entries + num_entries % 2
 
 

@@ -21,15 +21,19 @@ def capture_stream(device: torch.device) -> torch.cuda.Stream:
 
 @contextmanager
 def capture(pool: Any) -> Iterator[torch.cuda.CUDAGraph]:
-    """Capture what the current stream, not the default one, is given inside. `pool`: a graph_pool_handle()."""
+    """Capture what the current stream, not the default one, is given inside. `pool`: a graph_pool_handle().
+
+    Only this thread must avoid calls that a capture does not allow. In CUDA's default mode an allocation in another
+    thread, in a step of another engine say, would fail and spoil the capture as well.
+    """
     graph = torch.cuda.CUDAGraph()
-    graph.capture_begin(pool=pool)
+    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
     try:
         yield graph
+        graph.capture_end()  # may fail too: for lack of memory, or because a call inside has spoiled the capture
     except BaseException:
         abandon(graph)
         raise
-    graph.capture_end()
 
 
 def abandon(graph: torch.cuda.CUDAGraph) -> None:
@@ -45,7 +49,8 @@ def abandon(graph: torch.cuda.CUDAGraph) -> None:
 def _leave_capture_mode() -> None:
     """torch's random generators stay in capture mode after a spoiled capture, until another one ends well."""
     graph = torch.cuda.CUDAGraph()
-    graph.capture_begin(pool=torch.cuda.graph_pool_handle())
-    torch.empty(1, device="cuda").zero_()
+    graph.capture_begin(pool=torch.cuda.graph_pool_handle(), capture_error_mode="thread_local")
+    with suppress(RuntimeError):  # without memory for this the capture is empty, which does as well
+        torch.empty(1, device="cuda").zero_()
     graph.capture_end()
     graph.reset()

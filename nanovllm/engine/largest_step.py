@@ -33,7 +33,7 @@ def largest_steps(
 
 
 def short_step(max_num_seqs: int, max_model_len: int, block_size: int) -> StepPlan:
-    """A step that needs little memory, for the kernels of short prompts beside running sequences."""
+    """A step that needs little memory and launches the kernels for short prompts mixed with running sequences."""
     lengths = (1, min(300, max_model_len))[-max_num_seqs:]
     sequences = tuple(_sequence(i, length, max_model_len, block_size) for i, length in enumerate(lengths))
     return StepPlan(0, sequences, KVMoves())

@@ -58,9 +58,9 @@ logger = logging.getLogger("nanovllm")
 
 @dataclass(slots=True)
 class _Request:
-    """A request that has not ended, beside its Sequence."""
+    """What the engine keeps for an unfinished request in addition to its Sequence."""
 
-    outbox: Outbox  # of the call that waits for it
+    outbox: Outbox  # belongs to the call that waits for it
     detokenizer: Detokenizer | None
 
 
@@ -89,7 +89,7 @@ class LLMEngine:
         self._encode_lock = threading.Lock()  # a tokenizer encodes for one thread at a time
         self._request_ids = itertools.count()
         self._requests: dict[int, _Request] = {}
-        self._outbox = Outbox()  # of requests that were added by hand, for whoever calls `step`
+        self._outbox = Outbox()  # for requests from `add_request`, whose outputs `step` returns
         self._in_flight: tuple[StepPlan, StepResult] | None = None
         self._num_steps = 0
         try:
@@ -213,9 +213,7 @@ class LLMEngine:
 
     @contextmanager
     def _closed_by_errors(self) -> Iterator[None]:
-        """Whatever is raised inside, nobody knows what was still done, such as which of the planned K and V were
-        written: refuse all further use.
-        """
+        """Refuse all further use after any exception: it is unknown which of the planned K and V were written."""
         try:
             yield
         except BaseException as error:

@@ -1,4 +1,4 @@
-"""GPU memory that an engine needs beside its KV cache, as start-up measures it."""
+"""The GPU memory that an engine needs in addition to its KV cache, as start-up measures it."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from nanovllm.utils.memory import format_bytes
 
 # Left free on top of what was measured: workspaces of cuBLAS for further threads, gaps in the allocator's segments
 MARGIN_BYTES = 128 * 2**20
-GRAPH_LAYER_BYTES = 64 * 1024  # of an instantiated graph, per decoder layer; measured 43 KiB with Qwen3-0.6B
+GRAPH_LAYER_BYTES = 64 * 1024  # per decoder layer of an instantiated graph; 43 KiB measured with Qwen3-0.6B
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -73,7 +73,7 @@ class ModelRunner:
 
     @on_own_device
     def measure_num_gpu_blocks(self, num_cpu_blocks: int, most_gpu_blocks: int) -> tuple[int, str]:
-        """Blocks of KV that fit beside everything else, the fewest over all ranks, and what rank 0 has room for.
+        """The number of KV blocks that fit, the smallest over all ranks, and a description of rank 0's memory.
 
         On a GPU it runs the largest steps and captures the largest graphs that an engine of up to `most_gpu_blocks`
         blocks can need.

@@ -1,4 +1,4 @@
-"""What an engine finds out or makes once, at its start: the device, the machine, a rank's runner, the tokenizer."""
+"""What an engine determines or creates once, at start: the device, the machine, a rank's runner, the tokenizer."""
 
 import traceback
 from pathlib import Path

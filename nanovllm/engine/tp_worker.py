@@ -89,7 +89,7 @@ class WorkerGroup(Generic[Runner]):
         is raised here; on another rank, as WorkerDiedError with its traceback. Either way nothing is left behind.
         """
         self._workers: list[_Worker] = []
-        self._num_threads = max(1, torch.get_num_threads() // size)  # of each rank
+        self._num_threads = max(1, torch.get_num_threads() // size)  # per rank
         self._failure: str | None = None
         self._finalizer = weakref.finalize(self, _end_processes, self._workers, STOP_TIMEOUT_S)
         self.tp = TPGroup()

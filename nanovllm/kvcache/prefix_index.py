@@ -50,7 +50,7 @@ class _Search(NamedTuple):
     num_tokens: int
     match: PrefixMatch
     block_ids: frozenset[int]  # the blocks that the search looked at
-    next_hash: int | None  # of the first grain that no block holds
+    next_hash: int | None  # hash of the first grain that no block holds
 
 
 class PrefixIndex:
@@ -141,7 +141,7 @@ class PrefixIndex:
         self._newest[grain_hash] = block
 
     def drop(self, block: Block) -> None:
-        """The block's content goes; what other blocks hold of it is still found there."""
+        """Forget the block's content. Grains that other blocks hold too are still found there."""
         for grain_hash in block.grain_hashes:
             self._remove_holder(grain_hash, block)
         block.forget()

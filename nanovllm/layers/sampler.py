@@ -159,7 +159,7 @@ def random_bits(seed: torch.Tensor, position: torch.Tensor, entry: torch.Tensor)
 
 
 _LOW_32 = (1 << 32) - 1
-_LEAST_TEMPERATURE = 1e-10  # what smaller ones are taken for: above it nothing overflows
+_LEAST_TEMPERATURE = 1e-10  # smaller ones count as this, because dividing by them overflows
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:

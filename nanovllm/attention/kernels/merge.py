@@ -61,7 +61,7 @@ def _merge_kernel(
     merged_stride_h,
     merged_lse_stride_h,
     merged_lse_stride_t,
-    NUM_PARTS: tl.constexpr,  # 2: there is no c
+    NUM_PARTS: tl.constexpr,  # 2 when c is not used
     D: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
