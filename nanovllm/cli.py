@@ -68,7 +68,7 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
     },
 }
 SAMPLING_HELP: dict[str, dict[str, str]] = {
-    "sampling": {
+    "sampling (what the model's generation_config.json names has its defaults from there)": {
         "temperature": "0 always takes the likeliest token",
         "max_tokens": "most new tokens (default: 64; in a chat, as many as the context has room for)",
         "top_k": "only the K likeliest tokens; 0: all",
@@ -287,7 +287,7 @@ def _add_chat(commands: Any) -> None:
     about = "hold a conversation with the model's chat template; Ctrl-C stops an answer, Ctrl-D ends"
     parser = commands.add_parser("chat", help=about, description=about, epilog=CHAT_EXAMPLE, formatter_class=_Formatter)
     parser.set_defaults(run=_chat, option_types=(Config, SamplingParams))
-    required = parser.add_argument_group("whom to talk to")
+    required = parser.add_argument_group("the conversation")
     required.add_argument("--model", required=True, metavar="MODEL", help=MODEL_HELP)
     required.add_argument("--system", metavar="TEXT", help="the system prompt")
     add_flags(parser, SamplingParams, SAMPLING_HELP, without=WITHOUT_TEXT)

@@ -1,6 +1,7 @@
 """One request on a terminal: a bar while the prompt is read, the text as it comes, its figures on one line."""
 
 import os
+import select
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -124,9 +125,9 @@ def escape_unencodable_output() -> None:
 
 def drop_closed_stdout() -> bool:
     """Whether nobody reads stdout any more. Then what is still buffered is dropped; Python would report it at exit."""
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), select.POLLOUT)
+    is_closed = any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+    if is_closed:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return True
-    return False
+    return is_closed

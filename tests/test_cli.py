@@ -1,6 +1,7 @@
 """The command line: its flags, its exit statuses, and `generate` on the embedded model."""
 
 import fnmatch
+import os
 import re
 import signal
 import subprocess
@@ -14,7 +15,7 @@ from nanovllm import cli
 from nanovllm.config import _CHOICES, Config
 from nanovllm.demo.haystack import build_haystack
 from nanovllm.demo.retrieval_model import build_retrieval_model
-from nanovllm.flags import given_fields
+from nanovllm.flags import given_fields, name_flags
 from nanovllm.model_config import ModelConfig
 from nanovllm.sampling_params import SamplingParams
 
@@ -95,6 +96,25 @@ def test_flags_of_every_kind_reach_their_field() -> None:
         hf_overrides={"rope_theta": 5},
     )
     assert params == SamplingParams(temperature=0, stop=("a", "b", "c"), stop_token_ids=(1, 2), seed=4, ignore_eos=True)
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ("num_gpu_blocks=1 must be 2 or more", "--num-gpu-blocks=1 must be 2 or more"),
+        ("add enable_cpu_offload=True", "add --enable-cpu-offload"),
+        ("use chunked_prefill=False, or raise max_model_len.", "use --no-chunked-prefill, or raise --max-model-len."),
+        ("SamplingParams.seed=x, seed=y", "--sampling-seed=x, --seed=y"),
+        ("SamplingParams.top_k=-3 of the model's seed", "--top-k=-3 of the model's seed"),
+        ("the model at a/max_model_len/b and model.max_tokens", "the model at a/max_model_len/b and model.max_tokens"),
+        (
+            "'max_model_len', --max-model-len, max_model_len_limit",
+            "'max_model_len', --max-model-len, max_model_len_limit",
+        ),
+    ],
+)
+def test_name_flags_replaces_fields_and_nothing_else(message: str, expected: str) -> None:
+    assert name_flags(message, (Config, SamplingParams)) == expected
 
 
 @pytest.mark.parametrize("name", _CHOICES)
@@ -226,6 +246,63 @@ def test_generate_prompt_file_prints_the_answer(
     assert captured.out == f"{PASSKEY}\n"
     assert "Prefill: 100%" in captured.err and "1500/1500" in captured.err
     assert "1,500 prompt tokens (0 cached), 9 new" in captured.err and "finish reason: stop" in captured.err
+
+
+def test_generate_on_a_cpu_runs_short_steps_unless_told_otherwise(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R3: a prompt of 14,517 tokens was one step, for which Ctrl-C waited 11 s with the bar at 0%."""
+    argv = ["generate", "--model", model, "--prompt", "x", "--num-kvcache-blocks", "8"]
+    steps = {}
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    for flags in ((), ("--device", "cpu"), ("--max-num-batched-tokens", "4096")):
+        with cli._open_llm(cli._parser().parse_args([*argv, *flags])) as llm:
+            steps[flags] = llm.config.max_num_batched_tokens
+    assert list(steps.values()) == [512, 512, 4096]
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_generate_output_that_is_closed_ends_it_quietly(
+    model: str, unbuffered: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """B5: a traceback of BrokenPipeError, as of `generate ... | head -c 20`."""
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
+    argv = ["generate", "--model", model, "--prompt", "one two three one two three", "--device", "cpu"]
+    flags = ["--max-model-len", "8192", "--num-kvcache-blocks", "32", "--max-tokens", "8000"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "nanovllm", *argv, *flags], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None and process.stderr is not None
+    assert process.stdout.read(20) == b" one two three one t"
+    process.stdout.close()
+    errors = process.stderr.read().decode()
+    assert process.wait(timeout=60) == 141, errors
+    assert "Traceback" not in errors and "Exception" not in errors
+
+
+def test_plan_output_that_is_closed_ends_it_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same where the output is written when the program ends."""
+    monkeypatch.setenv("PYTHONUNBUFFERED", "")
+    read, write = os.pipe()
+    os.close(read)
+    process = subprocess.run(
+        [sys.executable, "-m", "nanovllm", *QWEN], cwd=ROOT, stdout=write, stderr=subprocess.PIPE, text=True
+    )
+    os.close(write)
+    assert process.returncode == 141, process.stderr
+    assert "Traceback" not in process.stderr and "Exception" not in process.stderr
+
+
+def test_generate_output_of_a_narrow_encoding_escapes_what_it_lacks(model: str) -> None:
+    """B5: UnicodeEncodeError in the middle of an answer."""
+    prompt = "The price is 5 \u20ac, cheap.\nThe price is"
+    argv = ["generate", "--model", model, "--prompt", prompt, "--device", "cpu", "--num-kvcache-blocks", "8"]
+    done = subprocess.run(
+        [sys.executable, "-m", "nanovllm", *argv, "--stop", ".", "--temperature", "0"],
+        cwd=ROOT,
+        capture_output=True,
+        env=os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == b" 5 \\u20ac, cheap\n"
 
 
 # -- plan --------------------------------------------------------------------------------------------------------

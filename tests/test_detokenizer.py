@@ -168,6 +168,37 @@ def test_after_a_stop_nothing_more_comes() -> None:
     assert detokenizer.text == "a"
 
 
+@settings(max_examples=200, deadline=None)
+@given(text=st.text("ab\u00e4", min_size=1, max_size=40), stop=st.text("ab\u00e4", min_size=1, max_size=4))
+def test_stop_string_that_is_included_ends_the_text_and_nothing_behind_it_shows(text: str, stop: str) -> None:
+    detokenizer = Detokenizer(TokenDecoder(ByteTokenizer()), (stop,), include_stop=True)
+    pieces = []
+    for start in range(0, len(data := text.encode()), 3):
+        pieces.append(detokenizer.update(data[start : start + 3], finished=start + 3 >= len(data)))
+    before, found, _ = text.partition(stop)
+    assert detokenizer.stopped == bool(found)
+    assert "".join(pieces) == detokenizer.text == before + found
+
+
+@pytest.mark.parametrize(("include_stop", "text"), [(False, "ab"), (True, "ab.")])
+def test_end_token_that_has_text_shows_only_if_it_is_to_be_included(include_stop: bool, text: str) -> None:
+    detokenizer = Detokenizer(TokenDecoder(ByteTokenizer()), ("END",), include_stop)
+    assert detokenizer.update(b"ab", False) == "ab"
+    detokenizer.update(b".", True, at_end_token=True)
+    assert (detokenizer.text, detokenizer.stopped) == (text, False)
+
+
+def test_stop_string_that_is_a_special_token_is_found_where_those_are_shown() -> None:
+    """M4: special tokens were left out before the search, so it never was."""
+    token_ids = [*BYTE_LEVEL.encode("a test"), BYTE_LEVEL.eos_token_id, *BYTE_LEVEL.encode("more")]
+    texts = {}
+    for skip in (True, False):
+        detokenizer = Detokenizer(TokenDecoder(BYTE_LEVEL, skip), ("<eos>",))
+        detokenizer.update(token_ids, finished=True)
+        texts[skip] = detokenizer.text
+    assert texts == {True: "a testmore", False: "a test"}
+
+
 @pytest.mark.parametrize("step", [2, 3, 7])
 def test_several_tokens_at_once_give_the_same_text(step: int) -> None:
     token_ids = "K\u00f6ln \u20ac 5, \U0001f600 and on END more".encode()
@@ -230,8 +261,12 @@ TEXTS = st.one_of(st.text(max_size=40), st.text("a \u00e9\u20ac\U0001f600\ufffd 
 
 
 def check_real_tokenizer(tokenizer: Any, token_ids: list[int]) -> None:
-    _, detokenizer = run(token_ids, (), tokenizer)
-    assert detokenizer.text == tokenizer.decode(token_ids, skip_special_tokens=True)
+    for skip in (True, False):
+        detokenizer = Detokenizer(TokenDecoder(tokenizer, skip), ())
+        pieces = [
+            detokenizer.update([token_id], finished=end == len(token_ids)) for end, token_id in enumerate(token_ids, 1)
+        ]
+        assert "".join(pieces) == detokenizer.text == tokenizer.decode(token_ids, skip_special_tokens=skip)
 
 
 @settings(max_examples=200, deadline=None)

@@ -149,6 +149,14 @@ def test_broken_rules_good_imports_pass() -> None:
     assert not broken_rules("nanovllm.kvcache.base", "from nanovllm.engine.batch import KVMoves", modules)
 
 
+def test_package_lists_what_it_exports_without_loading_torch() -> None:
+    """R7: `dir(nanovllm)`, and with it completion, showed neither LLM nor SamplingParams."""
+    code = "import nanovllm, sys; print(*dir(nanovllm)); sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert {"LLM", "SamplingParams", "__version__"} <= set(done.stdout.split())
+
+
 def test_torch_free_modules_imported_leave_torch_out() -> None:
     """What the source says also holds at run time, through everything that is imported on the way."""
     names = ["nanovllm", *sorted(TORCH_FREE & module_names().keys())]

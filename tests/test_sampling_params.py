@@ -51,6 +51,34 @@ def test_value_at_the_end_of_its_range_is_kept(params: dict[str, Any]) -> None:
     assert getattr(SamplingParams(**params), name) == value
 
 
+def test_none_is_the_same_as_no_limit_and_no_ends() -> None:
+    """R7: all three were refused."""
+    params = SamplingParams(stop=None, stop_token_ids=None, max_tokens=None)
+    assert (params.stop, params.stop_token_ids, params.max_tokens) == ((), (), None)
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"stop": "a", "detokenize": False}, "stop='a' needs text; leave detokenize on, or use stop_token_ids"),
+        ({"skip_special_tokens": 1}, "skip_special_tokens=1 must be True or False"),
+        ({"include_stop_str_in_output": None}, "include_stop_str_in_output=None must be True or False"),
+        ({"detokenize": "no"}, "detokenize='no' must be True or False"),
+        ({"ignore_eos": "yes"}, "ignore_eos='yes' must be True or False"),
+        ({"max_tokens": True}, "max_tokens=True must be an integer or None"),
+    ],
+)
+def test_value_of_text_options_that_is_wrong_is_refused(params: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"SamplingParams.{message}"):
+        SamplingParams(**params)
+
+
+def test_parameters_are_given_by_name() -> None:
+    """vLLM's first parameter by position is `n`: a temperature there would mean something else."""
+    with pytest.raises(TypeError):
+        SamplingParams(0.5)  # type: ignore[misc]
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("temperature", [MIN_TEMPERATURE, MAX_TEMPERATURE])
 @pytest.mark.parametrize("top_k", [0, 1])

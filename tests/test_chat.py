@@ -1,0 +1,351 @@
+"""`nanovllm chat` and `generate --chat` on the built-in model, from a pipe and at a terminal."""
+
+import io
+import os
+import pty
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanovllm import LLM, SamplingParams, cli
+from nanovllm.chat import Conversation, MessageReader
+from nanovllm.console import BadInputError
+from nanovllm.demo.retrieval_model import build_retrieval_model
+from nanovllm.demo.tokenizer import HELP
+
+ROOT = Path(__file__).parents[1]
+ENGINE = ["--device", "cpu", "--max-model-len", "4096", "--num-kvcache-blocks", "20"]
+GREEDY = SamplingParams(temperature=0, max_tokens=64)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    with pytest.MonkeyPatch.context() as patch:
+        directory = tmp_path_factory.mktemp("cache")
+        patch.setenv("XDG_CACHE_HOME", str(directory))
+        yield directory
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(str(build_retrieval_model()), device="cpu", max_model_len=400, num_kvcache_blocks=20) as engine:
+        yield engine
+
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run a command with this text (or bytes) in a pipe: its exit status, stdout and stderr."""
+
+    def run_command(text: str | bytes, *argv: str) -> tuple[int, str, str]:
+        content = text if isinstance(text, bytes) else text.encode()
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content), "ascii"))
+        status = cli.main([argv[0], "--model", "demo", *ENGINE, *argv[1:]])
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return run_command
+
+
+# -- from a pipe -------------------------------------------------------------------------------------------------
+
+
+def test_chat_from_a_pipe_answers_each_line_and_keeps_the_history(run: Run, cache_directory: Path) -> None:
+    status, out, err = run("The passkey is q7m2x9kd.\n\nWhat is it?\r\nThe passkey is\n", "chat")
+    assert status == 0
+    assert out == f"{HELP}\n{HELP}\n q7m2x9kd.\n"
+    assert ">>>" not in out + err and "/help" not in err
+    assert err.count("prompt tokens") == 3 and "context 1" in err
+    assert (cache_directory / "nanovllm").is_dir()
+
+
+@pytest.mark.gpu
+def test_chat_on_a_gpu_answers_as_on_a_cpu(run: Run) -> None:
+    status, out, _ = run("The passkey is q7m2x9kd.\nThe passkey is\n", "chat", "--device", "cuda")
+    assert (status, out) == (0, f"{HELP}\n q7m2x9kd.\n")
+
+
+def test_chat_turns_are_served_from_the_prefix_cache(run: Run) -> None:
+    lines = [f"{number:x}" for number in random.Random(0).sample(range(2**40), 150)]
+    text = "\n".join([*lines, "The passkey is q7m2x9kd.", *lines[::-1], "The passkey is "])
+    status, out, err = run(f'"""\n{text}"""\nThe passkey is\n', "chat")
+    assert (status, out) == (0, "q7m2x9kd.\n q7m2x9kd.\n")
+    first, second = (line for line in err.splitlines() if "prompt tokens" in line)
+    assert "(0 cached)" in first
+    num_cached = int(second.partition("(")[2].partition(" cached)")[0].replace(",", ""))
+    num_first = int(first.partition(" prompt")[0].rpartition(" ")[2].replace(",", ""))
+    assert num_first > 2048 and num_cached == num_first // 256 * 256  # every whole block of the first turn
+
+
+def test_chat_system_prompt_is_there_and_stays_after_a_reset(run: Run) -> None:
+    messages = "The passkey is\nThe colour is blue.\nThe colour is\n/reset\nThe passkey is\nThe colour is\n"
+    status, out, err = run(messages, "chat", "--system", "The passkey is 4711.")
+    assert status == 0 and "A new conversation." in err
+    assert out.splitlines() == [" 4711.", HELP, " blue.", " 4711.", HELP]
+
+
+def test_chat_messages_of_several_lines_and_commands(run: Run) -> None:
+    messages = '"""The passkey is 4711.\nThe colour is blue."""\n/help\nThe colour\n/exit\nThe passkey is\n'
+    status, out, err = run(messages, "chat")
+    assert status == 0 and out.splitlines() == [HELP, " is blue."]
+    assert "/reset" in err and "a message of several lines" in err
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("/rest\n", "/rest is not a command; /help lists them"),
+        ('Hi\n"""\nabc\n', 'begins with """ has no end; close it with """'),
+        (b"Hi\na\xff\n", "line 2 of stdin is not UTF-8 text"),
+        (f"{'x' * 5000}\n", "with this message the conversation has 5,"),
+    ],
+)
+def test_chat_from_a_pipe_refuses_a_bad_message_and_exits_2(run: Run, text: str | bytes, message: str) -> None:
+    status, _, err = run(text, "chat")
+    assert status == 2 and f"nanovllm: error: {message}" in err.replace("the message that ", "")
+
+
+def test_chat_without_a_template_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from tiny_models import write_tiny_model
+
+    write_tiny_model(tmp_path)
+    assert cli.main(["chat", "--model", str(tmp_path), "--device", "cpu", "--num-kvcache-blocks", "4"]) == 2
+    assert "chat needs a tokenizer with a chat template" in capsys.readouterr().err
+
+
+def test_chat_answers_characters_of_any_encoding(run: Run) -> None:
+    status, out, _ = run("Das Wort ist Überfluß 😀.\nDas Wort ist\n", "chat")
+    assert (status, out) == (0, f"{HELP}\n Überfluß 😀.\n")
+
+
+# -- where the context ends --------------------------------------------------------------------------------------
+
+
+def test_conversation_message_that_does_not_fit_is_refused_and_nothing_is_lost(
+    llm: LLM, capsys: pytest.CaptureFixture[str]
+) -> None:
+    conversation = Conversation(llm, GREEDY, None, stoppable=False)
+    conversation.answer("The passkey is 4711.")
+    before = list(conversation.messages)
+    with pytest.raises(BadInputError, match=r"has \d+ tokens, .*; 400 fit\. .* shorter message, or /reset begins"):
+        conversation.answer("x" * 400)
+    assert conversation.messages == before
+    conversation.answer("The passkey is")
+    assert capsys.readouterr().out == f"{HELP}\n 4711.\n"
+
+
+def test_conversation_answer_that_fills_the_context_says_so(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    conversation = Conversation(llm, SamplingParams(temperature=0, max_tokens=None), None, stoppable=False)
+    conversation.answer("abcdefgh " * 30)
+    captured = capsys.readouterr()
+    assert "context 400 of 400" in captured.err
+    assert "the context is full" in captured.err and "--max-model-len above 400" in captured.err
+    assert captured.out.startswith("abcdefgh abcd")
+
+
+@pytest.mark.parametrize(
+    ("options", "remedy"),
+    [
+        ({"num_kvcache_blocks": 1}, "with more num_kvcache_blocks"),
+        ({"enable_cpu_offload": True, "num_gpu_blocks": 2, "num_cpu_blocks": 1}, "with more num_cpu_blocks"),
+    ],
+)
+def test_conversation_larger_than_the_cache_names_the_cache(options: dict[str, Any], remedy: str) -> None:
+    with LLM(
+        str(build_retrieval_model()), device="cpu", max_model_len=4096, kvcache_block_size=256, **options
+    ) as engine:
+        conversation = Conversation(engine, GREEDY, None, stoppable=False)
+        conversation.answer("A short line.")
+        with pytest.raises(BadInputError, match=f"257 fit.*{remedy}"):
+            conversation.answer("x" * 256)
+
+
+# -- at a terminal -----------------------------------------------------------------------------------------------
+
+
+class Terminal:
+    """`nanovllm chat` with a pseudo-terminal for its stdin; stdout and stderr together come through a pipe."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        self._keyboard, slave = pty.openpty()
+        argv = [
+            sys.executable,
+            "-m",
+            "nanovllm",
+            "chat",
+            "--model",
+            "demo",
+            "--device",
+            device,
+            "--max-model-len",
+            "100000",
+        ]
+        self.process = subprocess.Popen(
+            [*argv, "--max-tokens", "90000"], cwd=ROOT, stdin=slave, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+        os.close(slave)
+        self.shown = ""
+
+    def type(self, text: str) -> None:
+        os.write(self._keyboard, text.encode())
+
+    def wait_for(self, text: str) -> None:
+        """Read until `text` is shown, and forget all up to it."""
+        assert self.process.stdout is not None
+        while text not in self.shown:
+            piece = self.process.stdout.read1()  # type: ignore[attr-defined]
+            assert piece, f"{text!r} never came after {self.shown!r}"
+            self.shown += piece.decode(errors="replace")
+        self.shown = self.shown.partition(text)[2]
+
+    def interrupt(self) -> None:
+        self.process.send_signal(signal.SIGINT)
+
+    def end(self) -> int:
+        try:
+            return self.process.wait(timeout=60)
+        finally:
+            self.process.kill()
+            os.close(self._keyboard)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_chat_ctrl_c_stops_the_answer_and_keeps_the_conversation(device: str) -> None:
+    terminal = Terminal(device)
+    terminal.wait_for(">>> ")
+    terminal.type("The passkey is q7m2x9kd.\n")
+    terminal.wait_for("finish reason: stop")
+    terminal.wait_for(">>> ")
+    terminal.type("one two three one two three\n")  # goes on like this for 90,000 tokens
+    terminal.wait_for("one two three one two three")
+    terminal.interrupt()
+    terminal.wait_for("finish reason: abort")
+    terminal.wait_for(">>> ")
+    terminal.type("The passkey is\n")
+    terminal.wait_for(" q7m2x9kd.")
+    terminal.wait_for(">>> ")
+    terminal.type("/exit\n")
+    assert terminal.end() == 0
+
+
+def test_chat_ctrl_c_twice_at_the_prompt_ends_the_program() -> None:
+    terminal = Terminal()
+    terminal.wait_for(">>> ")
+    terminal.interrupt()
+    terminal.wait_for("Ctrl-C again, Ctrl-D or /exit ends.")
+    terminal.wait_for(">>> ")
+    terminal.type("/nonsense\n")
+    terminal.wait_for("/nonsense is not a command")  # and it goes on
+    terminal.wait_for(">>> ")
+    terminal.interrupt()
+    terminal.wait_for(">>> ")
+    terminal.interrupt()
+    assert terminal.end() == 130
+
+
+def test_chat_ctrl_d_ends_the_program() -> None:
+    terminal = Terminal()
+    terminal.wait_for(">>> ")
+    terminal.type("\x04")
+    assert terminal.end() == 0
+
+
+def test_conversation_stopped_before_its_answer_begins_is_as_it_was(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    conversation = Conversation(llm, GREEDY, "The passkey is 4711.", stoppable=True)
+    step, interrupts = llm.step, iter([True])
+
+    def interrupted_step() -> Any:
+        if next(interrupts, False):
+            raise KeyboardInterrupt
+        return step()
+
+    monkeypatch.setattr(llm, "step", interrupted_step)
+    before = list(conversation.messages)
+    conversation.answer("The passkey is")
+    assert conversation.messages == before and llm.is_finished()
+    conversation.answer("The passkey is")
+    assert conversation.messages[-1] == {"role": "assistant", "content": " 4711."}
+
+
+def test_conversation_answer_that_failed_is_not_kept(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    conversation = Conversation(llm, GREEDY, None, stoppable=False)
+    output = llm.generate("Hi", GREEDY, use_tqdm=False)[0]
+    failed = output | {"error": "NaN", "finish_reason": "error", "ttft_s": None, "tpot_s": None}
+    monkeypatch.setattr("nanovllm.chat.stream_answer", lambda *args, **options: failed)
+    conversation.answer("Hi")
+    assert conversation.messages == []
+    assert "finish reason: error" in (err := capsys.readouterr().err) and "the request failed: NaN" in err
+
+
+def test_generate_answer_that_failed_exits_1(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: the exit status was 0."""
+
+    def fail(llm: LLM, *args: Any) -> Any:
+        output = llm.generate("Hi", GREEDY, use_tqdm=False)[0]
+        return output | {"error": "NaN", "finish_reason": "error"}
+
+    monkeypatch.setattr(cli, "stream_answer", fail)
+    status, _, err = run("", "generate", "--prompt", "Hi")
+    assert status == 1 and "nanovllm: the request failed: NaN" in err
+
+
+def test_conversation_stopped_in_a_pipe_raises(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt() -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(llm, "step", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        Conversation(llm, GREEDY, None, stoppable=False).answer("Hi")
+    monkeypatch.undo()
+    while not llm.is_finished():
+        llm.step()
+
+
+def test_reader_lines_keep_their_spaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    content = b'a \n  """b\n\n c\n  """\n"""d"""\n""""""\nlast'
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
+    reader = MessageReader()
+    assert list(iter(reader.read, None)) == ["a ", "b\n\n c\n  ", "d", "", "last"]
+
+
+# -- generate ----------------------------------------------------------------------------------------------------
+
+
+def test_generate_chat_applies_the_template(run: Run) -> None:
+    status, out, _ = run("", "generate", "--chat", "--prompt", "What is the passkey?")
+    assert (status, out) == (0, f"{HELP}\n")
+    flags = ["--system", "The passkey is 4711.", "--prompt", "The passkey is"]
+    assert run("", "generate", "--chat", *flags)[:2] == (0, " 4711.\n")
+
+
+def test_generate_prompt_file_dash_reads_stdin(run: Run) -> None:
+    """M7: "No such file or directory"."""
+    text = "Größe: 7 €\nGröße: "
+    assert run(text, "generate", "--prompt-file", "-", "--stop", "\n", "--max-tokens", "9")[:2] == (0, "7 €\n")
+    status, _, err = run(b"\xff", "generate", "--prompt-file", "-")
+    assert status == 2 and "--prompt-file - is not UTF-8 text" in err
+
+
+def test_demo_model_is_not_a_directory_of_that_name(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory goes first, as it does before presets and hub names."""
+    (tmp_path / "demo").mkdir()
+    monkeypatch.chdir(tmp_path)
+    status, _, err = run("", "generate", "--prompt", "x")
+    assert status == 2 and "no config.json in demo" in err
+
+
+def test_demo_model_that_cannot_be_written_says_why(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    status, _, err = run("", "generate", "--prompt", "x")
+    assert status == 2 and "the built-in model cannot be written" in err and "set XDG_CACHE_HOME" in err
