@@ -52,7 +52,7 @@ def _exact_prefill_config(block_d: int) -> PrefillConfig:
         return PrefillConfig(32, 32, 8, 2, tma=False)
     if block_d == 128:
         return PrefillConfig(32, 32, 16, 2, tma=False)
-    return PrefillConfig(16, 32, 8, 2, tma=False)
+    return PrefillConfig(32, 16, 8, 2, tma=False)
 
 
 def decode_config(target: KernelTarget, head_dim: int, itemsize: int, num_rows: int) -> DecodeConfig:

@@ -257,7 +257,7 @@ def paged_decode(
             D=head_dim,
             BLOCK_D=block_d,
             BLOCK_S=block_s,
-            num_warps=4 if block_s * block_d <= 2**14 else 8,  # 128 fp32 registers of a thread
+            num_warps=4 if block_s * block_d <= 2**14 else 16,  # at most 128 fp32 values of a thread
             **pdl_options(q_BHD.device),
         )
     return out_BHD, lse_BH.t()
