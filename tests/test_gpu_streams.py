@@ -27,8 +27,9 @@ from gpu_llm import BLOCK, GpuLLM, prompts_of
 from tiny_models import write_tiny_model
 
 from nanovllm import LLM
-from nanovllm.engine.batch import KVMoves
+from nanovllm.engine.batch import KVMoves, SlotOffload
 from nanovllm.kvcache import offload_engine
+from nanovllm.kvcache.copy_runs import offload_runs
 from nanovllm.kvcache.offload_engine import OffloadEngine
 from nanovllm.kvcache.streams import Event, Stream
 
@@ -227,17 +228,15 @@ def test_events_of_copies_out_are_let_go_when_the_gpu_is_done_with_them(
         llm.answer_and_check([prompt], max_tokens=4)
         torch.cuda.synchronize()
         engine.begin_step(KVMoves(), ())
-        engine.end_step()
         assert (engine.cpu_block_offload_done > 0).any() and len(engine._d2h_log) == 0
         with torch.cuda.stream(engine.streams.d2h.stream):
             torch.cuda._sleep(int(200 * cycles_per_ms))
-        engine.offload_slot_layer(0, 0, 0, 1, 0, None)
+        num_layers = engine.spec.num_layers
+        engine.offload_slot_layer(offload_runs((SlotOffload(0, 0, 0, 1),), BLOCK), range(num_layers), None)
         engine.begin_step(KVMoves(), ())
-        engine.end_step()
-        assert len(engine._d2h_log) == 1
+        assert len(engine._d2h_log) == num_layers
         torch.cuda.synchronize()
         engine.begin_step(KVMoves(), ())
-        engine.end_step()
         assert len(engine._d2h_log) == 0
 
 
@@ -279,7 +278,7 @@ class ChecksummedOffloadEngine(OffloadEngine):
         for ring_slot, cpu_block_id, start, end in moves.flushes:
             for layer in range(self.spec.num_layers):
                 self._note(layer, ring_slot, cpu_block_id, start, end)
-            self.ring_slot_last_use[ring_slot] = self._compute_log.next_batch  # the reads above are uses, too
+            self.ring_slot_compute_done[ring_slot] = self._compute_log.next_batch  # the reads above are uses, too
         if moves.flushes:
             self._compute_log.add(self._record(self.streams.compute), self.spec.num_layers)
         super().begin_step(moves, slots_in_use)

@@ -139,14 +139,14 @@ def test_events_of_copies_that_are_done_are_let_go() -> None:
     engine = simulation.runner.engine  # type: ignore[attr-defined]
     moves = [plan.moves for plan in simulation.plans]
     num_batches = sum(bool(m.offloads) + bool(m.flushes) for m in moves)
-    assert (engine.cpu_block_last_offload > 0).sum() > 10 and num_batches > 20
+    assert (engine.cpu_block_offload_done > 0).sum() > 10 and num_batches > 20
     for _ in range(40):  # the simulated host learns of it sooner or later
         engine.begin_step(KVMoves(), ())
         engine.end_step()
     assert len(engine._d2h_log) == len(engine._compute_log) == 0
-    assert engine._d2h_log.find(int(engine.cpu_block_last_offload.max()), NUM_LAYERS - 1) is None
-    assert engine.cpu_block_last_offload.max() == num_batches
-    assert engine.ring_slot_last_use.max() == len(moves)
+    assert engine._d2h_log.find(int(engine.cpu_block_offload_done.max()), NUM_LAYERS - 1) is None
+    assert engine.cpu_block_offload_done.max() == num_batches
+    assert engine.ring_slot_compute_done.max() == len(moves)
 
 
 def test_event_taken_for_done_too_early_is_noticed() -> None:

@@ -13,12 +13,12 @@ contiguous on both sides is copied at once (copy_runs.py). Which copies a step m
 found once in `begin_step`; what a layer costs does not depend on the number of slots or blocks, only on that of runs.
 
 Stream edges, each commented where it is made:
-  E1  loaded -> read or written         h2d -> compute   loads_done, of this step and layer
-  E2  last used -> overwritten by load  compute -> h2d   ring_slot_last_use
-  E3  stored -> copied out              compute -> d2h   ring_slot_last_use, or this layer's own event
-  E4  copied out -> slot written        d2h -> compute   ring_slot_last_offload
-  E5  copied out -> slot loaded over    d2h -> h2d       ring_slot_last_offload
-  E6  copied out -> CPU block loaded    d2h -> h2d       cpu_block_last_offload
+  E1  loaded -> read or written         h2d -> compute   ring_slot_ready, of this step and layer
+  E2  last used -> overwritten by load  compute -> h2d   ring_slot_compute_done
+  E3  stored -> copied out              compute -> d2h   ring_slot_compute_done, or this layer's own event
+  E4  copied out -> slot written        d2h -> compute   ring_slot_offload_done
+  E5  copied out -> slot loaded over    d2h -> h2d       ring_slot_offload_done
+  E6  copied out -> CPU block loaded    d2h -> h2d       cpu_block_offload_done
   E7  staged -> attended                h2d -> compute   staging_ready
   E8  attended -> staging refilled      compute -> h2d   staging_compute_done
 The arrays of E2 to E6 hold numbers of batches of work: what a step does on compute is one, its flushes on d2h are
@@ -83,8 +83,8 @@ class OffloadEngine:
         self._cpu_tokens = token_views(self.k_cache_cpu, self.v_cache_cpu)  # of each layer
         self._staging_tokens = token_views(self.k_staging, self.v_staging)  # of each group
         self._compute_log, self._d2h_log = StreamLog(spec.num_layers), StreamLog(spec.num_layers)
-        self.cpu_block_last_offload = np.zeros(num_cpu_blocks, dtype=np.int64)
-        self.loads_done: list[Event | None] = [None] * spec.num_layers
+        self.cpu_block_offload_done = np.zeros(num_cpu_blocks, dtype=np.int64)
+        self.ring_slot_ready: list[Event | None] = [None] * spec.num_layers
         self.staging_ready: list[Event | None] = [None] * NUM_STAGING_GROUPS
         self.staging_compute_done: list[Event | None] = [None] * NUM_STAGING_GROUPS
 
@@ -106,7 +106,7 @@ class OffloadEngine:
             torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in ("k", "v")
         )
         self._slot_tokens = token_views(self.k_cache_gpu, self.v_cache_gpu)  # of each layer
-        self.ring_slot_last_use, self.ring_slot_last_offload = np.zeros((2, num_ring_slots), dtype=np.int64)
+        self.ring_slot_compute_done, self.ring_slot_offload_done = np.zeros((2, num_ring_slots), dtype=np.int64)
         self.num_loaded_bytes = 0
         self.num_offloaded_bytes = 0
 
@@ -124,14 +124,14 @@ class OffloadEngine:
             log.forget_done(self.streams.is_done)
         self._moves = moves
         self._flush(moves.flushes)
-        self._taken_offload = _newest(self.ring_slot_last_offload, moves.taken_slots)
+        self._taken_offload = _newest(self.ring_slot_offload_done, moves.taken_slots)
         loads = [self._slot_loads(moves.loads)] if moves.loads else []
         loads += [self._group_loads(group) for group in moves.streamed]
         self._queue.extend((layer, load) for layer in range(self.spec.num_layers) for load in loads)
         # From here on the arrays speak of this step, for the steps after it
         used = np.fromiter(slots_in_use, dtype=np.int64)
-        self.ring_slot_last_use[used] = self._compute_log.next_batch
-        self.ring_slot_last_use[[copy.src_slot for copy in moves.copies]] = self._compute_log.next_batch
+        self.ring_slot_compute_done[used] = self._compute_log.next_batch
+        self.ring_slot_compute_done[[copy.src_slot for copy in moves.copies]] = self._compute_log.next_batch
         self._offload_runs = offload_runs(moves.offloads, self.spec.block_size)
         self._note_offloads(moves.offloads)
         self._pump()
@@ -140,37 +140,36 @@ class OffloadEngine:
         if not flushes:
             return
         runs = offload_runs(flushes, self.spec.block_size)
-        last_use = _newest(self.ring_slot_last_use, [flush.ring_slot for flush in flushes])
+        last_use = _newest(self.ring_slot_compute_done, [flush.ring_slot for flush in flushes])
         self._note_offloads(flushes)
         for layer in range(self.spec.num_layers):
-            self._offload(runs, range(layer, layer + 1), self._compute_log.find(last_use, layer))
+            self.offload_slot_layer(runs, range(layer, layer + 1), self._compute_log.find(last_use, layer))
 
     def _note_offloads(self, offloads: tuple[SlotOffload, ...]) -> None:
         """They belong to the next batch of d2h."""
         batch = self._d2h_log.next_batch
-        self.ring_slot_last_offload[[offload.ring_slot for offload in offloads]] = batch
-        self.cpu_block_last_offload[[offload.cpu_block_id for offload in offloads]] = batch
+        self.ring_slot_offload_done[[offload.ring_slot for offload in offloads]] = batch
+        self.cpu_block_offload_done[[offload.cpu_block_id for offload in offloads]] = batch
 
     def _slot_loads(self, loads: tuple[SlotLoad, ...]) -> _Loads:
         slots = [load.ring_slot for load in loads]
         return _Loads(
             load_runs(loads, self.spec.block_size),
-            _newest(self.cpu_block_last_offload, [load.cpu_block_id for load in loads]),
+            _newest(self.cpu_block_offload_done, [load.cpu_block_id for load in loads]),
             to_slots=True,
-            slot_use=_newest(self.ring_slot_last_use, slots),
-            slot_offload=_newest(self.ring_slot_last_offload, slots),
+            slot_use=_newest(self.ring_slot_compute_done, slots),
+            slot_offload=_newest(self.ring_slot_offload_done, slots),
         )
 
     def _group_loads(self, group: StreamedGroup) -> _Loads:
         runs = staging_runs(group.cpu_block_ids, self.spec.block_size)
-        return _Loads(runs, _newest(self.cpu_block_last_offload, group.cpu_block_ids), to_slots=False)
+        return _Loads(runs, _newest(self.cpu_block_offload_done, group.cpu_block_ids), to_slots=False)
 
     def begin_layer(self, layer: int) -> None:
         """Compute may write the layer's slots from here on. Hot: once per layer."""
-        compute = self.streams.compute
         if self._moves.loads:
-            self._wait(compute, self.loads_done[layer])  # E1: loaded -> used
-        self._wait(compute, self._d2h_log.find(self._taken_offload, layer))  # E4: copied out -> written
+            self.wait_slot_layer(layer)
+        self._wait(self.streams.compute, self._d2h_log.find(self._taken_offload, layer))  # E4: copied out -> written
 
     def stored(self, layer: int) -> None:
         """The layer's new K and V are in their slots: make the copies that need them. Hot: once per layer."""
@@ -180,11 +179,11 @@ class OffloadEngine:
                     cache[copy.dst_slot, : copy.num_tokens], cache[copy.src_slot, : copy.num_tokens]
                 )
         if self._offload_runs:
-            self._offload(self._offload_runs, range(layer, layer + 1), self._record(self.streams.compute))
+            self.offload_slot_layer(self._offload_runs, range(layer, layer + 1), self._record(self.streams.compute))
 
     def attended(self, layer: int) -> None:
         """The paged call of the layer is enqueued. Hot: once per layer."""
-        self._compute_log.add(self._record(self.streams.compute))  # E2, E3: the last use of the step's slots
+        self.record_slot_compute_done()
 
     def staged_buffers(self, layer: int) -> Iterator[int]:
         """The staging buffer of each of the layer's streamed groups, in the order of the plan, filled when yielded.
@@ -210,17 +209,26 @@ class OffloadEngine:
 
     def ran_all_layers(self) -> None:
         """stored and attended for such a step."""
-        num_layers, done = self.spec.num_layers, self._record(self.streams.compute)
-        self._compute_log.add(done, num_layers)
+        done = self.record_slot_compute_done(self.spec.num_layers)
         if self._offload_runs:
-            self._offload(self._offload_runs, range(num_layers), done)
+            self.offload_slot_layer(self._offload_runs, range(self.spec.num_layers), done)
 
     def end_step(self) -> None:
         assert not self._queue and self._num_filled == self._num_released, "the step left loads unused"
 
     # -- copies ----------------------------------------------------------------------------------------------------
 
-    def _offload(self, runs: tuple[Run, ...], layers: range, stored: Event | None) -> None:
+    def wait_slot_layer(self, layer: int) -> None:
+        """Compute goes on once the step's loads into slots are done in this layer. Hot."""
+        self._wait(self.streams.compute, self.ring_slot_ready[layer])  # E1: loaded -> used
+
+    def record_slot_compute_done(self, num_layers: int = 1) -> Event:
+        """Compute has enqueued its last use of the step's slots in the next layer, or the next layers. Hot."""
+        done = self._record(self.streams.compute)
+        self._compute_log.add(done, num_layers)  # E2, E3
+        return done
+
+    def offload_slot_layer(self, runs: tuple[Run, ...], layers: range, stored: Event | None) -> None:
         """Enqueue slots -> CPU blocks for some layers of a batch, once `stored` is done. Hot."""
         d2h = self.streams.d2h
         self._wait(d2h, stored)  # E3: stored -> copied out
@@ -234,21 +242,21 @@ class OffloadEngine:
         while self._queue:
             layer, loads = self._queue[0]
             if loads.to_slots:
-                self._fill_slots(layer, loads)
+                self.load_to_slot_layer(layer, loads)
             elif self._num_filled - self._num_released < NUM_STAGING_GROUPS:
                 self._fill_staging(layer, loads)
             else:
                 return
             self._queue.popleft()
 
-    def _fill_slots(self, layer: int, loads: _Loads) -> None:
+    def load_to_slot_layer(self, layer: int, loads: _Loads) -> None:
         """Enqueue CPU blocks -> slots for one layer. Hot."""
         h2d = self.streams.h2d
         self._wait(h2d, self._compute_log.find(loads.slot_use, layer))  # E2: last used -> overwritten
         self._wait(h2d, self._d2h_log.find(loads.slot_offload, layer))  # E5: copied out -> overwritten
         self._wait(h2d, self._d2h_log.find(loads.block_offload, layer))  # E6: copied out -> loaded again
         self._load(layer, loads, self._slot_tokens[layer])
-        self.loads_done[layer] = self._record(h2d)  # E1: loaded -> used
+        self.ring_slot_ready[layer] = self._record(h2d)  # E1: loaded -> used
 
     def _fill_staging(self, layer: int, loads: _Loads) -> None:
         """Enqueue CPU blocks -> the next staging group. Hot."""
