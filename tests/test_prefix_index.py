@@ -49,9 +49,9 @@ def test_hash_is_xxh64_of_the_parents_hash_and_the_token_ids() -> None:
     first = xxhash.xxh64_intdigest((0).to_bytes(8, "little") + np.array([7, 8], dtype=np.int64).tobytes())
     second = xxhash.xxh64_intdigest(first.to_bytes(8, "little") + np.array([9, 10], dtype=np.int64).tobytes())
     block = pool.blocks[seq.block_table[0]]
-    assert block.grain_hashes == [first, second]
+    assert block.grain_hashes == [first, second] and block.hash == second
     assert block.token_ids.tolist() == [7, 8, 9, 10]
-    assert pool.blocks[seq.block_table[1]].grain_hashes == []  # one token is no grain
+    assert pool.blocks[seq.block_table[1]].hash == -1  # one token does not fill a grain
 
 
 def test_match_finds_whole_blocks_then_a_part_of_one() -> None:

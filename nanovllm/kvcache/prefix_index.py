@@ -29,6 +29,11 @@ class Block:
     token_ids: TokenIds = field(default_factory=lambda: array("q"))
     grain_hashes: list[int] = field(default_factory=list)
 
+    @property
+    def hash(self) -> int:
+        """The chain hash of all tokens up to the last known one, -1 without any."""
+        return self.grain_hashes[-1] if self.grain_hashes else -1
+
     def forget(self) -> None:
         del self.token_ids[:]
         self.grain_hashes.clear()
