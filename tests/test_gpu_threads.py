@@ -1,13 +1,14 @@
 """Threads and devices on a GPU: an engine works from whichever thread calls it, on the GPU it was made for."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from checked_engine import Reference, cache_options, greedy, small_staging
 from gpu_llm import BLOCK, GpuLLM, prompts_of
+from run_threads import in_threads
 from tiny_models import write_tiny_model
 
 from nanovllm import LLM
@@ -29,24 +30,6 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 def small_groups() -> Iterator[None]:
     with small_staging(BLOCK, 2):
         yield
-
-
-def in_threads(*work: Callable[[], object]) -> None:
-    errors: list[BaseException] = []
-
-    def run(function: Callable[[], object]) -> None:
-        try:
-            function()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(function,)) for function in work]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(200)
-    if errors:
-        raise errors[0]
 
 
 def make_llm(reference: Reference, num_gpu_blocks: int | None, **options: Any) -> GpuLLM:

@@ -3,12 +3,13 @@
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from run_threads import in_threads
 from tiny_models import write_tiny_model, write_tiny_tokenizer
 
 from nanovllm import LLM, SamplingParams
@@ -165,26 +166,6 @@ def llm(model: Path, request: pytest.FixtureRequest) -> Iterator[LLM]:
     torch.set_num_threads(num_threads)
 
 
-def run_all(*work: Callable[[], object]) -> None:
-    """Every function in a thread of its own; raises what one of them raised."""
-    errors: list[BaseException] = []
-
-    def run(function: Callable[[], object]) -> None:
-        try:
-            function()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(function,), daemon=True) for function in work]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    assert not any(thread.is_alive() for thread in threads), "a thread hangs"
-    if errors:
-        raise errors[0]
-
-
 def test_generate_chat_and_stream_in_several_threads_get_their_own_answers(llm: LLM) -> None:
     """Regression: of four threads that called generate, all four failed with IndexError or AssertionError."""
     expected = [output["text"] for output in llm.generate(PROMPTS, greedy(), use_tqdm=False)]
@@ -206,7 +187,7 @@ def test_generate_chat_and_stream_in_several_threads_get_their_own_answers(llm: 
             pieces.append("".join(llm.stream(prompt, greedy())))
             assert pieces[-1] == text
 
-    run_all(generate, generate, chat, stream)
+    in_threads(generate, generate, chat, stream)
     assert len(pieces) == 8
 
 
@@ -235,7 +216,7 @@ def test_add_and_abort_from_threads_while_another_steps(llm: LLM) -> None:
                 assert request_id not in finished, "a request ended twice"
                 finished[request_id] = output
 
-    run_all(step, lambda: add(0), lambda: add(1))
+    in_threads(step, lambda: add(0), lambda: add(1))
     finished |= llm.step().finished
     assert set(finished) == set(added) and len(added) == 80 and len(asked_to_end) > 10
     for request_id, output in finished.items():
@@ -257,7 +238,7 @@ def test_generate_whose_request_another_thread_aborts_returns_it_with_the_others
             time.sleep(0.001)
         assert llm.abort(next(iter(llm._requests)))
 
-    run_all(lambda: results.extend(llm.generate(PROMPTS[:3], params, use_tqdm=False)), abort)
+    in_threads(lambda: results.extend(llm.generate(PROMPTS[:3], params, use_tqdm=False)), abort)
     assert [output["finish_reason"] for output in results] == ["length", "abort", "length"]
     assert 0 < len(results[1]["token_ids"]) < 1500
     assert llm.tokenizer.decode(results[1]["token_ids"]).startswith(results[1]["text"]) and results[1]["text"]
@@ -278,7 +259,7 @@ def test_stream_dropped_while_another_thread_steps_is_aborted(llm: LLM) -> None:
         while not done.is_set():
             llm.generate([PROMPTS[1]], greedy(5), use_tqdm=False)
 
-    run_all(drop_streams, generate)
+    in_threads(drop_streams, generate)
     assert llm.is_finished() and not llm._outbox and not llm._requests
 
 
