@@ -147,7 +147,7 @@ def of(key: str) -> Callable[[Json], float]:
 
 
 def ratio(key: str, other_key: str = "") -> Callable[..., float]:
-    """Of the first result to the last; of one result, to another of its keys."""
+    """The first result over the last, or within one result one key over another."""
     return lambda *results: float(results[0][key]) / float(results[-1][other_key or key])
 
 

@@ -47,7 +47,8 @@ def activation_bytes(config: Config, model: ModelConfig, max_model_len: int, max
 
 
 def prefill_flop(config: Config, model: ModelConfig, num_tokens: int) -> float:
-    """Of one prompt: 2 per weight and token, causal attention counted once (2 products of T^2 / 2), one head row.
+    """Floating-point operations of one prompt: 2 per weight and token, causal attention counted once (2 products of
+    T^2 / 2), one head row.
 
     The last layer computes K and V of all tokens, and the rest for the one that samples, which is left out.
     """

@@ -81,7 +81,7 @@ class Plan:
 
     @property
     def cpu_pool_bytes(self) -> int:
-        """Of all ranks together."""
+        """Size of the CPU pool of all ranks together."""
         return self.num_cpu_blocks * self.spec.block_bytes * self.config.tensor_parallel_size
 
     @property
@@ -103,7 +103,7 @@ class Plan:
 
     @property
     def num_full_blocks(self) -> int:
-        """Of each sequence."""
+        """Full blocks that each sequence has."""
         return costs.num_full_blocks(self.context, self.spec.block_size)
 
     @property

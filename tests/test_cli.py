@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from nanovllm import cli
+from nanovllm import cli, flag_help
 from nanovllm.config import _CHOICES, Config
 from nanovllm.demo.haystack import build_haystack
 from nanovllm.demo.retrieval_model import build_retrieval_model
@@ -119,7 +119,7 @@ def test_name_flags_replaces_fields_and_nothing_else(message: str, expected: str
 
 @pytest.mark.parametrize("name", _CHOICES)
 def test_help_field_with_choices_names_them_all(name: str) -> None:
-    meaning = next(meanings[name] for meanings in cli.ENGINE_HELP.values() if name in meanings)
+    meaning = next(meanings[name] for meanings in flag_help.ENGINE_HELP.values() if name in meanings)
     assert all(choice in meaning for choice in _CHOICES[name])
 
 

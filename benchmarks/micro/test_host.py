@@ -203,7 +203,9 @@ def plan_decode(kv: KVCacheManager, running: list[Sequence]) -> KVMoves:
 
 @pytest.mark.parametrize("slots", ["all GPU", "slots to spare", "slots all taken"])
 def test_plan_decode_step_of_256_short_sequences(benchmark: Any, slots: str) -> None:
-    """Of 1,100 tokens in blocks of 256, all resident in 4,500 slots, which are free or hold what nobody reads."""
+    """Sequences of 1,100 tokens in blocks of 256, all resident. The other slots, of 4,500, are free or hold what nobody
+    reads.
+    """
     kv: KVCacheManager = BlockManager(6000, 256)
     if slots != "all GPU":
         kv = HybridKVCacheManager(6000, 4500, 256, 32)

@@ -74,7 +74,7 @@ SAMPLING_ARRAYS = {  # fields of SamplingRow and of SamplingTensors, in order
 
 
 def build_groups(plan: StepPlan, block_size: int, group_blocks: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Of each streamed group: context_lens int32 [B] and block_tables int32 [B, group_blocks]."""
+    """For each streamed group context_lens int32 [B] and block_tables int32 [B, group_blocks]."""
     return [
         (
             np.array([len(table) * block_size for table in group.tables], dtype=np.int32),

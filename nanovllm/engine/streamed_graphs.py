@@ -93,7 +93,7 @@ class StreamedDecodeGraphs:
         self._q = caches.new_zeros(largest, num_heads, spec.head_dim)
         self._out = torch.zeros_like(self._q, dtype=running_dtype(self._q.dtype))  # merged with group after group
         self._lse = caches.new_zeros(num_heads, largest, dtype=torch.float32)
-        # Of each staging buffer, for each sequence: how many keys it attends to there, and through which table.
+        # For each staging buffer and sequence: how many keys it attends to there, and through which table
         num_buffers = len(offload.k_staging)
         self._group_lens = caches.new_zeros(num_buffers, largest, dtype=torch.int32)
         self._group_tables = caches.new_zeros(num_buffers, largest, spec.staging_group_blocks, dtype=torch.int32)

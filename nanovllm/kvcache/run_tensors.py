@@ -15,12 +15,15 @@ Copy: TypeAlias = tuple[torch.Tensor, torch.Tensor]  # target and source
 
 
 def token_views(k_LNPKD: torch.Tensor, v_LNPKD: torch.Tensor) -> list[KV]:
-    """Of each layer. Made once, since slicing one of them takes a fraction of the time of indexing the whole cache."""
+    """Views of the caches `[L, N, P, K, D]` by layer, with the tokens of all blocks in a row.
+
+    Make them once: slicing a view takes a fraction of the time of indexing the whole cache.
+    """
     return list(zip(k_LNPKD.flatten(1, 2).unbind(0), v_LNPKD.flatten(1, 2).unbind(0), strict=True))
 
 
 def run_tensors(runs: tuple[Run, ...], dst: KV, src: KV, *, to_gpu: bool) -> Iterator[Copy]:
-    """Of each run, that of K and that of V. Hot."""
+    """For each run the copy of K, then that of V. Hot."""
     for cpu_start, gpu_start, num_tokens in runs:
         dst_start, src_start = (gpu_start, cpu_start) if to_gpu else (cpu_start, gpu_start)
         for dst_cache, src_cache in zip(dst, src, strict=True):
