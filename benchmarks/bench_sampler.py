@@ -9,13 +9,11 @@ each; the bound is the time to read the logits once. First line: the rate behind
 """
 
 import argparse
-import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from benchmarks.common import Samples, median_seconds, report, run_options, versions
+from benchmarks.common import median_seconds, report, run_options, time_in_graph_us, versions
 from nanovllm.layers.kernels.redraw import DEFAULT_TILE, RedrawTile
 from nanovllm.layers.kernels.sampler import sample_tokens
 from nanovllm.layers.sampler import SamplingTensors
@@ -47,29 +45,6 @@ def tensors_of(case: str, num_rows: int, device: str) -> SamplingTensors:
     return SamplingTensors(*(column.to(device) for column in columns))
 
 
-def time_us(call: Callable[[int], object], device: str) -> Samples:
-    """Microseconds of `call(i)`, on average over i."""
-    if device == "cpu":
-        start = time.perf_counter()
-        call(0)
-        return Samples(((time.perf_counter() - start) * 1e6,))
-    call(0)  # compiles, outside the capture
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(NUM_CALLS):
-            call(i)
-    times = []
-    for _ in range(NUM_RUNS + 1):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / NUM_CALLS)
-    return Samples(tuple(times[1:]))
-
-
 def bench(args: argparse.Namespace, bound_byte_per_us: float, device: str) -> list[dict[str, Any]]:
     results = []
     for num_rows in args.rows:
@@ -84,7 +59,9 @@ def bench(args: argparse.Namespace, bound_byte_per_us: float, device: str) -> li
                 params = tensors_of(case, num_rows, device)
                 steps = [params._replace(position=params.position + i) for i in range(NUM_CALLS)]
                 for tile in args.tile or [DEFAULT_TILE]:
-                    us = time_us(lambda i, t=tile, s=steps, x=logits: sample_tokens(x, s[i], tile=t), device)
+                    us = time_in_graph_us(
+                        lambda i, t=tile, s=steps, x=logits: sample_tokens(x, s[i], tile=t), NUM_CALLS, NUM_RUNS, device
+                    )
                     plain_us.setdefault(tile, us.median)
                     print(
                         f"  {case:22} tile {','.join(map(str, tile)):7} {us} us; {us.median - plain_us[tile]:+6.1f} us "

@@ -11,8 +11,6 @@ copies of the weight that do not fit the L2 cache together; the rate counts the 
 
 import argparse
 import json
-import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from benchmarks.common import measure_machine
+from benchmarks.common import measure_machine, time_in_graph_us
 from nanovllm.layers.activation import silu_and_mul
 from nanovllm.layers.kernels.small_linear import DEFAULT_TILE, Tile, small_gate_up, small_linear
 from nanovllm.layers.linear import MAX_SMALL_ROWS
@@ -70,27 +68,9 @@ def layers_of(model: str) -> list[Layer]:
 
 def time_call_us(call: Callable[[torch.Tensor], object], weights: torch.Tensor) -> dict[str, float]:
     """Microseconds of one call, over the weights in turn."""
-    if not weights.is_cuda:
-        start = time.perf_counter()
-        call(weights[0])
-        return dict.fromkeys(("median_us", "min_us", "max_us"), (time.perf_counter() - start) * 1e6)
     num_calls = max(NUM_CALLS, len(weights))
-    call(weights[0])  # compiles, outside the capture
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(num_calls):
-            call(weights[i % len(weights)])
-    times = []
-    for _ in range(NUM_RUNS + 1):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / num_calls)
-    times = times[1:]
-    return {"median_us": statistics.median(times), "min_us": min(times), "max_us": max(times)}
+    us = time_in_graph_us(lambda i: call(weights[i % len(weights)]), num_calls, NUM_RUNS, weights.device.type)
+    return {"median_us": us.median, "min_us": min(us.values), "max_us": max(us.values)}
 
 
 class Report:

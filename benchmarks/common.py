@@ -36,6 +36,23 @@ class Machine:
     link_byte_per_s: float  # pinned host memory to device, 8 MiB copies
 
 
+@dataclass(frozen=True)
+class Samples:
+    """Several runs of one quantity."""
+
+    values: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.values)
+
+    def __str__(self) -> str:
+        return f"{self.median:,.1f} ({min(self.values):,.1f} to {max(self.values):,.1f})"
+
+    def as_json(self, key: str) -> dict[str, float]:
+        return {key: self.median, f"{key}_min": min(self.values), f"{key}_max": max(self.values)}
+
+
 def median_seconds(work: Callable[[], object], num_runs: int = 10) -> float:
     """Median time of `work` on the current stream, by events, after a warm-up."""
     work()
@@ -48,6 +65,29 @@ def median_seconds(work: Callable[[], object], num_runs: int = 10) -> float:
         end.synchronize()
         times.append(start.elapsed_time(end) / 1e3)
     return statistics.median(times)
+
+
+def time_in_graph_us(call: Callable[[int], object], num_calls: int, num_runs: int, device: str) -> Samples:
+    """Microseconds of `call(i)`, on average over i, in a CUDA graph of `num_calls`; on the CPU one call, once."""
+    if device == "cpu":
+        start_s = time.perf_counter()
+        call(0)
+        return Samples(((time.perf_counter() - start_s) * 1e6,))
+    call(0)  # compiles, outside the capture
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(num_calls):
+            call(i)
+    times = []
+    for _ in range(num_runs + 1):  # the first warms up
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / num_calls)
+    return Samples(tuple(times[1:]))
 
 
 def measure_machine() -> Machine:
@@ -103,23 +143,6 @@ def config_path(model: str) -> Path | str:
 
 def random_prompt(rng: random.Random, num_tokens: int, vocab_size: int) -> list[int]:
     return [rng.randrange(vocab_size) for _ in range(num_tokens)]
-
-
-@dataclass(frozen=True)
-class Samples:
-    """Several runs of one quantity."""
-
-    values: tuple[float, ...]
-
-    @property
-    def median(self) -> float:
-        return statistics.median(self.values)
-
-    def __str__(self) -> str:
-        return f"{self.median:,.1f} ({min(self.values):,.1f} to {max(self.values):,.1f})"
-
-    def as_json(self, key: str) -> dict[str, float]:
-        return {key: self.median, f"{key}_min": min(self.values), f"{key}_max": max(self.values)}
 
 
 def serve(llm: LLM, prompts: list[list[int]], max_tokens: int) -> tuple[list[RequestOutput], list[float]]:

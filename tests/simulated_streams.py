@@ -111,7 +111,7 @@ class SimulatedStream:
         self.epoch_closed = True
 
     def wait(self, event: Event) -> None:
-        """Work enqueued from here on starts after the work `event` stands for now. An edge in `drop` is ignored."""
+        """Work enqueued from here on starts after what `event` has recorded so far, unless the edge is in `drop`."""
         assert isinstance(event, SimulatedEvent), f"{event!r} was not made by SimulatedStreams.event()"
         point = event.point  # a later record of the event does not change what is waited for
         if point is None or point.stream is self:

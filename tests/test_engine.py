@@ -15,13 +15,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from tiny_models import write_tiny_model, write_tiny_tokenizer
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine import llm_engine
 from nanovllm.errors import EngineError
 from nanovllm.utils.interrupt import deferred_interrupt
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 KINDS = {
@@ -31,14 +32,6 @@ KINDS = {
 MAX_MODEL_LEN = 2048
 PROMPTS = ["Hello world", "The quick", "x", "abc " * 150]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture(scope="module")

@@ -1,26 +1,17 @@
 """Every architecture and rope type through the whole engine: the logits and greedy tokens of transformers."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from checked_engine import CheckedLLM, Reference, cache_options, greedy
 from dense_model import random_prompt
 from tiny_models import ARCHITECTURES, ROPES, greedy_reference, write_tiny_model
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 BLOCK = 256
 PROMPTS = [random_prompt(length, seed=length) for length in (1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK - 5)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """The tiny model gains nothing from a second one."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @pytest.mark.parametrize("device", DEVICES)

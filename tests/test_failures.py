@@ -20,20 +20,14 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.engine.memory_profile import memory_remedy
 from nanovllm.errors import EngineError
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 KINDS = {
     "all GPU": {"num_kvcache_blocks": 20},
     "offload": {"enable_cpu_offload": True, "num_gpu_blocks": 3, "num_cpu_blocks": 20, "kvcache_block_size": 256},
 }
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 LONG = [7, *range(300), *range(300)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture(scope="module")

@@ -1,26 +1,17 @@
 """The offload path end to end: the same logits and tokens as transformers, whatever is where and however it is cut."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 from checked_engine import OFFLOAD, CheckedLLM, Reference, cache_options, greedy, small_staging
 from dense_model import random_prompt
 from simulated_streams import MODES, Mode, SimulatedStreams
 from tiny_models import write_tiny_model
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 BLOCK = 256
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """The tiny model gains nothing from a second one."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture(scope="module")

@@ -48,7 +48,7 @@ def changes(message: str) -> list[dict[str, Any]]:
             elif use:
                 options[use[1]] = True
             else:
-                assert unset is not None, f"{part!r} is no remedy in {message!r}"
+                assert unset is not None, f"{part!r} in {message!r} does not name a remedy"
                 options[unset[1]] = -1 if unset[1] == "num_kvcache_blocks" else None
         found.append(options)
     return found

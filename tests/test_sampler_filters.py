@@ -1,26 +1,18 @@
 """Which tokens the filters keep, against the logits processors of transformers: in plain torch and in the kernels.
 
 A token is kept if a redraw leaves it as it is, so the rows of one call ask about one token each.
-TRITON_INTERPRET must be set before triton is first imported, so the interpreted tests run in a process of their own.
 """
 
 import importlib
-import importlib.util
-import os
 import random
-import subprocess
-import sys
 from typing import NamedTuple
 
 import pytest
 import torch
+from interpreter import HAS_TRITON, INTERPRETED, needs_triton, not_interpreted, on_device, run_in_interpreter
 
 from nanovllm.layers.sampler import SamplingTensors, redraw_cut_tokens, sample
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-HAS_TRITON = importlib.util.find_spec("triton") is not None
-needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
-on_device = pytest.mark.parametrize("device", ["cpu"] if INTERPRETED else [pytest.param("cuda", marks=pytest.mark.gpu)])
 if HAS_TRITON:
     kernel = importlib.import_module("nanovllm.layers.kernels.sampler")
 
@@ -160,12 +152,10 @@ def test_greedy_row_ignores_filters() -> None:
 # -- the kernels -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(INTERPRETED or not HAS_TRITON, reason="this is the interpreted run, or there is no triton")
+@needs_triton
+@not_interpreted
 def test_interpreter_runs_every_kernel() -> None:
-    env = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore::RuntimeWarning", __file__]
-    done = subprocess.run([*command, "-k", "kernel"], env=env, capture_output=True, text=True)
-    assert done.returncode == 0 and "passed" in done.stdout, done.stdout + done.stderr
+    run_in_interpreter(__file__, "-k", "kernel")
 
 
 @needs_triton
@@ -180,7 +170,7 @@ def test_kernel_keeps_what_transformers_keeps(device: str) -> None:
 
 
 def tokens_around_the_bounds(logits: torch.Tensor, filters: Filters) -> torch.Tensor:
-    """Of the order by logit the first tokens, some in the middle, the last, and those around the last one kept."""
+    """In order of their logits: the first tokens, some in the middle, the last, and those around the last one kept."""
     order = logits.float().sort(descending=True, stable=True).indices
     num_kept = int(kept_by_transformers(logits, filters).sum())
     ranks = [0, 1, num_kept // 2, num_kept - 2, num_kept - 1, num_kept, num_kept + 1, 2 * num_kept, len(order) - 1]

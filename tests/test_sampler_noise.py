@@ -1,24 +1,14 @@
-"""The sampler's noise: its statistics, and that the kernel hashes the same bits as plain torch.
-
-TRITON_INTERPRET must be set before triton is first imported, so the interpreted tests run in a process of their own.
-"""
+"""The sampler's noise: its statistics, and that the kernel hashes the same bits as plain torch."""
 
 import importlib
-import importlib.util
 import math
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
+from interpreter import HAS_TRITON, INTERPRETED, needs_triton, not_interpreted, on_device, run_in_interpreter
 
 from nanovllm.layers.sampler import SamplingTensors, exponential_noise, random_bits, sample
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-HAS_TRITON = importlib.util.find_spec("triton") is not None
-needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
-on_device = pytest.mark.parametrize("device", ["cpu"] if INTERPRETED else [pytest.param("cuda", marks=pytest.mark.gpu)])
 NUM_ENTRIES = 4096
 
 
@@ -120,12 +110,10 @@ if HAS_TRITON:
         tl.store(noise_ptr + row * num_entries + entry, noise.log2_noise(bits), mask=inside)
 
 
-@pytest.mark.skipif(INTERPRETED or not HAS_TRITON, reason="this is the interpreted run, or there is no triton")
+@needs_triton
+@not_interpreted
 def test_interpreter_runs_every_kernel() -> None:
-    env = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore::RuntimeWarning", __file__]
-    done = subprocess.run([*command, "-k", "kernel"], env=env, capture_output=True, text=True)
-    assert done.returncode == 0 and "passed" in done.stdout, done.stdout + done.stderr
+    run_in_interpreter(__file__, "-k", "kernel")
 
 
 @needs_triton

@@ -1,24 +1,19 @@
 """The kernels of linear layers with few rows: in Triton's interpreter on CPU, and on a GPU at real sizes.
 
-TRITON_INTERPRET must be set before triton is first imported, so the interpreted tests run in a process of their own.
 The interpreter truncates to bf16 where a GPU rounds; it is tested in fp16.
 """
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.nn.functional as F
+from interpreter import INTERPRETED, not_interpreted, on_device, run_in_interpreter
 
 from nanovllm.layers.linear import MAX_SMALL_ROWS, gate_up, linear, use_small_linear
 
 pytest.importorskip("triton")
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-on_device = pytest.mark.parametrize("device", ["cpu"] if INTERPRETED else [pytest.param("cuda", marks=pytest.mark.gpu)])
 if INTERPRETED:
     DTYPES = [torch.float32, torch.float16]
     SIZES = [(1, 8), (5, 40), (8, 2056), (33, 1032)]
@@ -81,12 +76,9 @@ def check_gate_up(got: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias
     assert_as_good(got, plain_gate_up(x, weight, bias), exact, 2 * other_half * sum_error(x, weight))
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the interpreted run")
+@not_interpreted
 def test_interpreter_runs_every_kernel() -> None:
-    env = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore::RuntimeWarning", __file__]
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert done.returncode == 0 and "passed" in done.stdout, done.stdout + done.stderr
+    run_in_interpreter(__file__)
 
 
 @on_device

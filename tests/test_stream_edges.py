@@ -7,7 +7,7 @@ with a real model under each dropped edge, so that the order of calls in Streame
 import ast
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import groupby
 from unittest import mock
@@ -32,15 +32,9 @@ from nanovllm.kvcache.hybrid_manager import HybridKVCacheManager
 from nanovllm.kvcache.offload_engine import OffloadEngine
 from nanovllm.kvcache.streams import Event
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 NUM_LAYERS = 2
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 class OffloadRunner(ContentRunner):

@@ -53,7 +53,7 @@ class EchoRunner:
         self.tp.all_reduce(torch.zeros(1))
 
     def num_threads(self) -> list[list[int]]:
-        """Of each rank, when it was made and now."""
+        """For each rank the value when it was made and the value now."""
         mine = torch.tensor([[self.num_threads_at_start, torch.get_num_threads()]])
         return self.tp.all_gather(mine.T.contiguous()).T.tolist()
 

@@ -1,15 +1,11 @@
 """Our Triton kernels: the same tests in Triton's interpreter, on CPU, and on a GPU at real sizes.
 
-TRITON_INTERPRET must be set before triton is first imported, so the interpreted tests run in a process of their own.
 The interpreter truncates to bf16 where a GPU rounds; but for merges it is tested in fp16.
 """
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
+from interpreter import INTERPRETED, not_interpreted, on_device, run_in_interpreter
 from paged_cases import assert_as_good_as_plain_torch, make_paged
 from rounding import MAX_ROUNDINGS, PART_COUNTS, make_parts, rms
 
@@ -26,8 +22,6 @@ from nanovllm.model_config import HEAD_DIMS
 
 pytest.importorskip("triton")
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-on_device = pytest.mark.parametrize("device", ["cpu"] if INTERPRETED else [pytest.param("cuda", marks=pytest.mark.gpu)])
 if INTERPRETED:
     DTYPES = [torch.float32, torch.float16]
     PAGED = [((2, 1), 16, 256, torch.float32), ((7, 1), 32, 256, torch.float16), ((3, 3), 16, 512, torch.float32)]
@@ -61,12 +55,9 @@ def loads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(kernel_target, "target_of", lambda device: kernel_target.KNOWN_TARGETS[request.param])
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the interpreted run")
+@not_interpreted
 def test_interpreter_runs_every_kernel():
-    env = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore::RuntimeWarning", __file__]
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert done.returncode == 0 and "passed" in done.stdout, done.stdout + done.stderr
+    run_in_interpreter(__file__)
 
 
 @on_device
@@ -155,7 +146,7 @@ def test_attend_strided_queries(device):
 @pytest.mark.parametrize("running", ["none", "kept", "rounded"])
 def test_merge_equals_plain_merge(device, dtype, num_tokens, num_parts, running):
     """Rows where one, another or all saw no key; lse of either layout. The result lies in the first part of its dtype:
-    "none": there is no running result yet; "kept": in fp32, in place; "rounded": the last merge.
+    "none": nothing has been merged yet; "kept": in fp32, in place; "rounded": the last merge.
     """
     torch.manual_seed(0)
     parts = []

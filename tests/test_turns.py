@@ -151,19 +151,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(params=[(kind, device) for kind in KINDS for device in ("cpu", "cuda")], ids=lambda p: " ".join(p))
-def llm(model: Path, request: pytest.FixtureRequest) -> Iterator[LLM]:
+def llm(model: Path, one_thread: None, request: pytest.FixtureRequest) -> Iterator[LLM]:
     kind, device = request.param
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a GPU")
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     options: dict[str, Any] = {"dtype": "float32", "device": device, "max_num_batched_tokens": 200}
     with LLM(str(model), **(options | KINDS[kind])) as engine:
         yield engine
         if engine._closed_because is None:
             assert engine.is_finished()
             engine.scheduler.check_integrity()
-    torch.set_num_threads(num_threads)
 
 
 def test_generate_chat_and_stream_in_several_threads_get_their_own_answers(llm: LLM) -> None:

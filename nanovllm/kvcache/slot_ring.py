@@ -67,7 +67,7 @@ class SlotRing:
         return next(iter(self.free or self.idle), None)
 
     def find(self, block: HybridBlock) -> int | None:
-        """A slot for `block` that can be given up, of what running sequences read only where there is no other."""
+        """A slot for `block` that can be given up; one that running sequences read only if nothing else is left."""
         ring_slot = self.find_unread(block)
         if ring_slot is not None:
             return ring_slot
