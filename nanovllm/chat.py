@@ -128,8 +128,7 @@ class Conversation:
     def _full(self, num_tokens: int) -> str:
         return (
             f"with this message the conversation has {num_tokens:,} tokens, and an answer needs at least one more; "
-            f"{self._llm.max_request_tokens:,} fit. The conversation is kept without it: send a shorter message, or "
-            + self._remedy()
+            f"{self._llm.max_request_tokens:,} fit. It was left out: send a shorter message, or {self._remedy()}"
         )
 
     def _remedy(self) -> str:
@@ -142,7 +141,7 @@ class Conversation:
             )
         else:
             larger = "a longer rope (hf_overrides)"
-        return f"/reset begins a new one; a later run can have room for more with {larger}"
+        return f"/reset begins a new conversation; a later run can have room for more with {larger}"
 
 
 def run_chat(llm: "LLM", params: SamplingParams, system: str | None) -> int:

@@ -88,7 +88,7 @@ def _input_bytes(config: Config, model: ModelConfig, max_model_len: int, num_row
 
 
 def _graph_bytes(config: Config, model: ModelConfig, num_rows: int) -> int:
-    """With offload every size is captured twice: whole, and in pieces with graphs for the staging groups."""
+    """With offload also graphs in pieces and of staging groups, counted for all sizes though only some get them."""
     whole = NODES_PER_LAYER * model.num_layers + NODES_BESIDE_LAYERS
     num_nodes, num_pools = whole, 1
     if config.enable_cpu_offload:

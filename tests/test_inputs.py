@@ -62,7 +62,7 @@ def random_plan(rng: random.Random) -> StepPlan:
                 previous_row=rng.choice([-1, -1, rng.randint(0, 5)]),
             )
         )
-    return StepPlan(1, tuple(steps), KVMoves())
+    return StepPlan(tuple(steps), KVMoves())
 
 
 def test_arrays_of_random_steps_are_those_of_a_loop_over_tokens() -> None:
@@ -133,7 +133,7 @@ def test_decode_graph_inputs_are_the_arrays_of_the_step_padded() -> None:
             )
             for row in range(num_seqs)
         ]
-        arrays = build_arrays(StepPlan(1, tuple(steps), KVMoves()), BLOCK_SIZE)
+        arrays = build_arrays(StepPlan(tuple(steps), KVMoves()), BLOCK_SIZE)
         static.sampled.copy_(torch.tensor([rng.choice((-1, rng.randint(100_000, 200_000))) for _ in range(19)]))
         size = static.size_for(num_seqs)
         static.fill(arrays, size)
@@ -178,7 +178,7 @@ def test_array_types() -> None:
 
 
 def test_step_that_samples_nothing_has_no_rows() -> None:
-    arrays = build_arrays(StepPlan(1, (sequence_step(5, 9),), KVMoves()), BLOCK_SIZE)
+    arrays = build_arrays(StepPlan((sequence_step(5, 9),), KVMoves()), BLOCK_SIZE)
     assert arrays["logits_rows"].shape == arrays["temperature"].shape == arrays["seed"].shape == (0,)
 
 
@@ -203,7 +203,7 @@ def test_to_device_keeps_types_shapes_and_values(device: str) -> None:
 def test_batches_of_paged_keys_and_of_streamed_groups() -> None:
     steps = (sequence_step(3, 11, table=(4, 6)), sequence_step(1, 5, table=(2,)))
     groups = (StreamedGroup((7, 8, 9), ((0, 2), (1,))), StreamedGroup((3,), ((), (0,))))
-    plan = StepPlan(1, steps, KVMoves(streamed=groups))
+    plan = StepPlan(steps, KVMoves(streamed=groups))
     arrays = build_arrays(plan, BLOCK_SIZE)
     for i, (lens, tables) in enumerate(build_groups(plan, BLOCK_SIZE, group_blocks=3)):
         assert (lens.dtype, tables.dtype) == (np.int32, np.int32)
@@ -232,7 +232,7 @@ def test_batches_of_the_last_tokens_are_those_of_the_sequences_that_sample(sampl
         sequence_step(n, context_len, table=table, sampling=row if does else None)
         for n, context_len, table, does in zip((3, 1, 2), (11, 5, 9), ((4, 6), (2,), (7, 1)), samples, strict=True)
     )
-    plan = StepPlan(1, steps, KVMoves(streamed=(StreamedGroup((7, 8, 9), ((0, 2), (), (1,))),)))
+    plan = StepPlan(steps, KVMoves(streamed=(StreamedGroup((7, 8, 9), ((0, 2), (), (1,))),)))
     arrays = build_arrays(plan, BLOCK_SIZE)
     ((lens, tables),) = build_groups(plan, BLOCK_SIZE, group_blocks=3)
     tensors = to_device(arrays | {"group_context_lens_0": lens, "group_tables_0": tables}, torch.device("cpu"))

@@ -291,7 +291,7 @@ def step_plan(num_tokens: int, *, streamed: int = 0, loads: int = 0) -> StepPlan
     sequence = SequenceStep(0, np.zeros(num_tokens, dtype=np.int64), 0, num_tokens, (0,), num_tokens, sampling)
     groups = (StreamedGroup(tuple(range(streamed)), ()),) if streamed else ()
     slot_loads = tuple(SlotLoad(i, i, 256) for i in range(loads))
-    return StepPlan(0, (sequence,), KVMoves(loads=slot_loads, streamed=groups))
+    return StepPlan((sequence,), KVMoves(loads=slot_loads, streamed=groups))
 
 
 def test_link_meter_counts_time_between_streamed_decode_steps_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,14 +50,16 @@ class OffloadRunner(ContentRunner):
         for name in ("k_cache_cpu", "v_cache_cpu", "k_cache_gpu", "v_cache_gpu", "k_staging", "v_staging"):
             streams.name_region(name, getattr(self.engine, name))
         self.compute = streams.compute
+        self.num_steps = 0
 
     def launch(self, plan: StepPlan) -> list[int]:
+        self.num_steps += 1
         engine = self.engine
         cells = {cell: tag for step in plan.sequences for cell, tag in self._new_cells(step).items()}
         engine.begin_step(plan.moves, sorted({slot for step in plan.sequences for slot in step.block_table}))
         moves = plan.moves
         resident = plan.is_decode and not (moves.loads or moves.copies or moves.streamed)
-        at_once = resident and plan.step_id % 2 == 0  # as a CUDA graph does; else layer by layer
+        at_once = resident and self.num_steps % 2 == 0  # as a CUDA graph does; else layer by layer
         if at_once:
             engine.begin_all_layers()
         for layer in range(NUM_LAYERS):

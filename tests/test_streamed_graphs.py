@@ -56,7 +56,7 @@ def make_plan(num_groups: int) -> StepPlan:
         for i in range(num_groups)
         for seq in range(NUM_SEQS)
     )
-    return StepPlan(0, steps, KVMoves(streamed=streamed))
+    return StepPlan(steps, KVMoves(streamed=streamed))
 
 
 def fill_caches(offload: OffloadEngine, case: PagedCase, num_groups: int) -> None:

@@ -179,7 +179,7 @@ def chunk_plan(num_chunks: int, num_tokens: int, num_decodes: int) -> StepPlan:
         blocks = tuple(range(seq_id, seq_id + -(-context_len // 256)))
         ids = np.arange(length, dtype=np.int64)
         steps.append(SequenceStep(seq_id, ids, position, context_len, blocks, context_len, sampling))
-    return StepPlan(1, tuple(steps), KVMoves())
+    return StepPlan(tuple(steps), KVMoves())
 
 
 @pytest.mark.parametrize(

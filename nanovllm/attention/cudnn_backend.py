@@ -20,7 +20,7 @@ from typing import ClassVar
 
 import torch
 
-from nanovllm import kernel_target
+from nanovllm import gpus, kernel_target
 from nanovllm.attention.base import AttentionBackend, HostTables, PagedBatch, PartialAttention
 from nanovllm.attention.contiguous import SequenceKV
 from nanovllm.attention.merge import RunningMerge
@@ -46,8 +46,8 @@ class CudnnBackend(AttentionBackend):
             return f"it needs a CUDA GPU, the device is {device.type}"
         if not torch.backends.cudnn.is_available():
             return "this torch has no cuDNN"
-        if kernel_target.target_of(device).capability < (8, 0):
-            return "it needs compute capability 8.0"
+        if kernel_target.target_of(device).capability < gpus.MIN_CAPABILITY:
+            return f"it needs compute capability {gpus.MIN_CAPABILITY[0]}.{gpus.MIN_CAPABILITY[1]}"
         if dtype not in (torch.float16, torch.bfloat16):
             return f"it runs float16 and bfloat16, not {dtype}"
         if head_dim > 128 or head_dim % 8:

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import torch
 
-from nanovllm import kernel_target
+from nanovllm import gpus, kernel_target
 from nanovllm.attention.base import AttentionBackend, PagedBatch, PartialAttention
 from nanovllm.attention.triton_backend import TritonBackend
 
@@ -32,8 +32,8 @@ class FlashBackend(AttentionBackend):
         for package in ("flash_attn", "triton"):
             if importlib.util.find_spec(package) is None:
                 return f"{package} is not installed"
-        if kernel_target.target_of(device).capability < (8, 0):
-            return "it needs compute capability 8.0"
+        if kernel_target.target_of(device).capability < gpus.MIN_CAPABILITY:
+            return f"it needs compute capability {gpus.MIN_CAPABILITY[0]}.{gpus.MIN_CAPABILITY[1]}"
         if dtype not in (torch.float16, torch.bfloat16):
             return f"it runs float16 and bfloat16, not {dtype}"
         if head_dim > 256 or head_dim % 8:

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from nanovllm import kernel_target
+from nanovllm import gpus, kernel_target
 from nanovllm.attention.base import AttentionBackend, PagedBatch, PartialAttention
 from nanovllm.model_config import HEAD_DIMS
 
@@ -29,8 +29,8 @@ class TritonBackend(AttentionBackend):
             return "triton is not installed"
         if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
             return f"it needs a CUDA GPU, the device is {device.type}"
-        if device.type == "cuda" and kernel_target.target_of(device).capability < (8, 0):
-            return "it needs compute capability 8.0"
+        if device.type == "cuda" and kernel_target.target_of(device).capability < gpus.MIN_CAPABILITY:
+            return f"it needs compute capability {gpus.MIN_CAPABILITY[0]}.{gpus.MIN_CAPABILITY[1]}"
         if dtype not in DTYPES:
             return f"it runs float16, bfloat16 and float32, not {dtype}"
         if head_dim not in HEAD_DIMS:

@@ -93,7 +93,6 @@ class SequenceStep:
 
 @dataclass(frozen=True)
 class StepPlan:
-    step_id: int
     sequences: tuple[SequenceStep, ...]
     moves: KVMoves
 

@@ -28,7 +28,7 @@ def largest_steps(
         lengths = _lengths(num_tokens, num_seqs, max_model_len)
         sequences = tuple(_sequence(i, length, max_model_len, block_size) for i, length in enumerate(lengths))
         group = StreamedGroup((0,) * group_blocks, (tuple(range(group_blocks)),) * num_seqs)
-        steps.append(StepPlan(0, sequences, KVMoves(streamed=(group, group) if group_blocks else ())))
+        steps.append(StepPlan(sequences, KVMoves(streamed=(group, group) if group_blocks else ())))
     return steps
 
 
@@ -36,7 +36,7 @@ def short_step(max_num_seqs: int, max_model_len: int, block_size: int) -> StepPl
     """A step that needs little memory and launches the kernels for short prompts mixed with running sequences."""
     lengths = (1, min(300, max_model_len))[-max_num_seqs:]
     sequences = tuple(_sequence(i, length, max_model_len, block_size) for i, length in enumerate(lengths))
-    return StepPlan(0, sequences, KVMoves())
+    return StepPlan(sequences, KVMoves())
 
 
 def _lengths(num_tokens: int, num_seqs: int, max_length: int) -> list[int]:

@@ -34,6 +34,7 @@ from nanovllm.layers.sampler import SamplingTensors, sample
 from nanovllm.loader import load_weights
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.registry import build_model
+from nanovllm.plan import max_model_len
 from nanovllm.utils.memory import available_host_bytes, format_bytes
 from nanovllm.utils.phases import Phases
 
@@ -59,7 +60,7 @@ class ModelRunner:
         self.backend = choose_backend(
             config.attn_backend, device, self.dtype, model_config.head_dim, enforce_eager=config.enforce_eager
         )
-        self.max_model_len = config.max_model_len or model_config.max_model_len_limit
+        self.max_model_len = max_model_len(config, model_config)
         self.model = build_model(model_config, tp, max_model_len=self.max_model_len, dtype=self.dtype, device=device)
         load_weights(
             self.model, directory, load_format=config.load_format, seed=config.seed, show_progress=tp.rank == 0

@@ -35,7 +35,6 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.sequences: dict[int, Sequence] = {}  # all unfinished ones
         self.num_preemptions = 0
-        self._step_id = 0
         self._placed: list[tuple[Sequence, int]] = []
         self._budget = 0
 
@@ -173,8 +172,7 @@ class Scheduler:
                 seq.num_pending_tokens += 1
                 seq.pending_row = num_sampled
                 num_sampled += 1
-        self._step_id += 1
-        return StepPlan(self._step_id, tuple(steps), moves)
+        return StepPlan(tuple(steps), moves)
 
     def _sampling_row(self, seq: Sequence) -> SamplingRow:
         p = seq.params

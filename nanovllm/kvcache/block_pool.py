@@ -1,9 +1,9 @@
 """BlockPool: the blocks of one memory (GPU or CPU), who owns them, and which of them is handed out next.
 
-A block with references is never handed out. One without keeps its content and its hashes until it is, and goes on
-being found by the prefix index. Free blocks are handed out least recently used first, except that blocks with which
-nothing is lost go before all others: those without a whole grain, and those whose grains another block holds too. For a
-long chunk it matters more that its blocks are neighbours.
+A block with references is never handed out. One without keeps its content and its hashes, and goes on being found by
+the prefix index, until it is handed out or discarded. Free blocks are handed out least recently used first, except
+that blocks with which nothing is lost go before all others: those without a whole grain, and those whose grains
+another block holds too. For a long chunk it matters more that its blocks are neighbours.
 """
 
 import itertools
