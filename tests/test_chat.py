@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -207,6 +208,10 @@ class Terminal:
         self.shown = self.shown.partition(text)[2]
 
     def interrupt(self) -> None:
+        """Ctrl-C, as late as a person would press it: Python may notice one that comes just before it reads only when
+        the read is over.
+        """
+        time.sleep(0.2)
         self.process.send_signal(signal.SIGINT)
 
     def end(self) -> int:
