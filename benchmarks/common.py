@@ -145,11 +145,17 @@ def random_prompt(rng: random.Random, num_tokens: int, vocab_size: int) -> list[
     return [rng.randrange(vocab_size) for _ in range(num_tokens)]
 
 
-def serve(llm: LLM, prompts: list[list[int]], max_tokens: int) -> tuple[list[RequestOutput], list[float]]:
+def greedy(max_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+
+
+def serve(
+    llm: LLM, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]
+) -> tuple[list[RequestOutput], list[float]]:
     """Answers to the prompts together, and when each step ended in which all of them decoded and nothing else ran."""
-    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-    for prompt in prompts:
-        llm.add_request(prompt, params)
+    each_params = params if isinstance(params, list) else [params] * len(prompts)
+    for prompt, its_params in zip(prompts, each_params, strict=True):
+        llm.add_request(prompt, its_params)
     outputs: list[RequestOutput] = []
     ends: list[float] = []
     while not llm.is_finished():
@@ -170,7 +176,7 @@ def time_prefill(llm: LLM, num_tokens: int, seed: int, num_runs: int = NUM_RUNS)
     rng = random.Random(seed)
     rates = []
     for _ in range(num_runs + 1):
-        (output,), _ = serve(llm, [random_prompt(rng, num_tokens, llm.model_config.vocab_size)], max_tokens=1)
+        (output,), _ = serve(llm, [random_prompt(rng, num_tokens, llm.model_config.vocab_size)], greedy(1))
         assert output["num_cached_tokens"] == 0
         rates.append(num_tokens / first_token_s(output))
     return Samples(tuple(rates[1:]))
@@ -188,7 +194,7 @@ def time_decode(
     rates = []
     for _ in range(num_runs + 1):
         prompts = [random_prompt(rng, context_len, llm.model_config.vocab_size) for _ in range(batch)]
-        outputs, ends = serve(llm, prompts, num_tokens)
+        outputs, ends = serve(llm, prompts, greedy(num_tokens))
         assert all(output["num_cached_tokens"] == 0 for output in outputs)
         rates.append(batch * (len(ends) - 1) / (ends[-1] - ends[0]))
     return Samples(tuple(rates[1:]))
@@ -210,10 +216,10 @@ def time_prompts(llm: LLM, lengths: list[int], num_decoded: int, seed: int) -> P
     prefill, decode, second_question = [], [], []
     for num_tokens in lengths:
         prompt = random_prompt(rng, num_tokens, vocab_size)
-        (first,), ends = serve(llm, [prompt], num_decoded)
+        (first,), ends = serve(llm, [prompt], greedy(num_decoded))
         assert first["num_cached_tokens"] == 0
         question = random_prompt(rng, QUESTION_TOKENS, vocab_size)
-        (second,), _ = serve(llm, [prompt[:-QUESTION_TOKENS] + question], max_tokens=1)
+        (second,), _ = serve(llm, [prompt[:-QUESTION_TOKENS] + question], greedy(1))
         prefill.append(num_tokens / first_token_s(first))
         if len(ends) > 1:
             decode.append((len(ends) - 1) / (ends[-1] - ends[0]))

@@ -67,7 +67,9 @@ REQUESTS = by_backend("requests")
 LONG = by_backend("long", "--long")
 BATCH = by_backend("batch256", "--batch", "256")
 QWEN3_8B = ("bench.py", "--long", "--model", "qwen3-8b", "--max-model-len", "32768", "--runs", "3")
+EMPTY_KERNEL_CACHE = (("TRITON_CACHE_DIR", "{scratch}"),)
 JOBS = [
+    bench("first-run", "-m", "benchmarks.first_run", env=EMPTY_KERNEL_CACHE),
     *(REQUESTS[0], LONG[0], BATCH[0]),
     offload("8slots", timeout_s=600),
     offload("4slots", "--num-gpu-blocks", "4", "--compare", ""),
@@ -79,9 +81,10 @@ JOBS = [
         *("--decode-tokens", "24", "--compare", ""),
         timeout_s=600,
     ),
+    bench("filters", "-m", "benchmarks.bench_filters"),
     # the runs above have filled Triton's cache
     bench("start-warm", "bench.py", "--runs", "0"),
-    bench("start-empty-cache", "bench.py", "--runs", "0", env=(("TRITON_CACHE_DIR", "{scratch}"),)),
+    bench("start-empty-cache", "bench.py", "--runs", "0", env=EMPTY_KERNEL_CACHE),
     offload("60gb-pool", "--cpu-memory-gb", "60", "--compare", "", "--one-prompt", "--runs", "1"),
     *LONG[1:],
     *BATCH[1:],
@@ -183,6 +186,12 @@ TARGETS = [
     ),
     one("an RTX 40's kernels: Triton / flash-attn 2", "attention-rtx40", "triton_share_of_flash", 0.8),
     Target("2 ranks / 1, Qwen3-8B, prefill 32K", ("qwen3-8b-tp2", "qwen3-8b-tp1"), ratio("prefill_tok_per_s"), 1.6),
+    *(one(f"filtered / unfiltered, {n} rows", "filters", f"filtered_share_{n}", 0.95) for n in (1, 64, 512)),
+    one("one filtered row of 512 / none", "filters", "one_filtered_share_512", 0.97),
+    one("first process: first token", "first-run", "first_token_s", 15, "s", at_most=True),
+    one("first process: first 40K prompt / second", "first-run", "first_prompt_over_second", 1.3, at_most=True),
+    one("first process: first 256 requests / steady", "first-run", "first_requests_share", 0.9),
+    one("first process: second 256 requests / steady", "first-run", "second_requests_share", 0.97),
     one("start to first token", "start-warm", "start_to_first_token_s", 15, "s", at_most=True),
     one("the same, Triton's cache empty", "start-empty-cache", "start_to_first_token_s", 15, "s", at_most=True),
     one("offload 40K, 8 slots: prefill / all-GPU", "offload-8slots", "prefill_ratio_to_gpu", 0.95),

@@ -199,6 +199,14 @@ def graph_sizes(max_num_rows: int) -> list[int]:
     return sorted({size for size in sizes if size <= max_num_rows})
 
 
+def streamed_graph_sizes(max_num_rows: int) -> list[int]:
+    """Batch sizes of the graphs of streamed decode steps: 1, 4, 16, 64, 256 ... and `max_num_rows` itself.
+
+    Each takes a graph per layer at start, and padded rows cost little beside the copies that a streamed step waits for.
+    """
+    return sorted({4**i for i in range(max_num_rows.bit_length()) if 4**i < max_num_rows} | {max_num_rows})
+
+
 def max_sampled_rows(config: Config, num_gpu_blocks: int) -> int:
-    """Sequences that one step can sample. With offload each of them needs a slot to write to."""
-    return min(config.max_num_seqs, num_gpu_blocks) if config.enable_cpu_offload else config.max_num_seqs
+    """Sequences that one step can sample. Each of them needs a block of its own on the GPU to write to."""
+    return min(config.max_num_seqs, num_gpu_blocks)

@@ -8,7 +8,14 @@ H200 (`python -m benchmarks.device_memory`; docs/log.md has the figures). What i
 from dataclasses import dataclass, fields
 
 from nanovllm import costs
-from nanovllm.config import NUM_STAGING_GROUPS, Config, graph_sizes, kv_cache_spec, max_sampled_rows
+from nanovllm.config import (
+    NUM_STAGING_GROUPS,
+    Config,
+    graph_sizes,
+    kv_cache_spec,
+    max_sampled_rows,
+    streamed_graph_sizes,
+)
 from nanovllm.machine import Machine
 from nanovllm.model_config import ModelConfig
 
@@ -88,10 +95,11 @@ def _input_bytes(config: Config, model: ModelConfig, max_model_len: int, num_row
 
 
 def _graph_bytes(config: Config, model: ModelConfig, num_rows: int) -> int:
-    """With offload also graphs in pieces and of staging groups, counted for all sizes though only some get them."""
+    """With offload also graphs in pieces and of staging groups, for fewer sizes."""
     whole = NODES_PER_LAYER * model.num_layers + NODES_BESIDE_LAYERS
-    num_nodes, num_pools = whole, 1
+    num_nodes, num_pools = len(graph_sizes(num_rows)) * whole, 1
     if config.enable_cpu_offload:
-        num_nodes += whole + COPIES_PER_CUT * model.num_layers + NUM_STAGING_GROUPS * NODES_PER_GROUP
+        per_size = whole + COPIES_PER_CUT * model.num_layers + NUM_STAGING_GROUPS * NODES_PER_GROUP
+        num_nodes += len(streamed_graph_sizes(num_rows)) * per_size
         num_pools = 3  # whole graphs, pieces, groups
-    return len(graph_sizes(num_rows)) * num_nodes * GRAPH_NODE_BYTES + num_pools * GRAPH_POOL_BYTES
+    return num_nodes * GRAPH_NODE_BYTES + num_pools * GRAPH_POOL_BYTES

@@ -14,9 +14,9 @@ from tiny_models import write_tiny_model
 
 import bench_offload
 from benchmarks import bench_attention, common, device_memory, run_all, sweep
-from benchmarks.common import Machine, Samples, lengths_after_short_warm_up, random_prompt, serve, time_prompts
+from benchmarks.common import Machine, Samples, greedy, lengths_after_short_warm_up, random_prompt, serve, time_prompts
 from benchmarks.targets import JOBS, TARGETS, Job, Target, of, ratio
-from nanovllm import LLM
+from nanovllm import LLM, SamplingParams
 from nanovllm.plan_check import check_plan
 
 MACHINE = Machine("a laptop", 1e12, 1e11, 1e10)
@@ -95,7 +95,7 @@ def test_serve_counts_steps_in_which_all_decode(model: str) -> None:
     rng = random.Random(0)
     with LLM(model, device="cpu", max_num_batched_tokens=100, num_kvcache_blocks=8, max_model_len=512) as llm:
         prompts = [random_prompt(rng, 150, 320) for _ in range(2)]
-        outputs, ends = serve(llm, prompts, max_tokens=10)
+        outputs, ends = serve(llm, prompts, greedy(10))
     assert [len(output["token_ids"]) for output in outputs] == [10, 10]
     assert 2 <= len(ends) < 9
 
@@ -106,8 +106,8 @@ def test_time_prompts_second_questions_reuse_their_prompt_and_nothing_else_is_re
     """Also where the CPU pool holds one prompt and one block, as in the sweep."""
     num_cached = []
 
-    def recording_serve(llm: LLM, prompts: list[list[int]], max_tokens: int) -> Any:
-        outputs, ends = serve(llm, prompts, max_tokens)
+    def recording_serve(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> Any:
+        outputs, ends = serve(llm, prompts, params)
         num_cached.append(outputs[0]["num_cached_tokens"])
         return outputs, ends
 

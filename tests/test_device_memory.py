@@ -33,22 +33,24 @@ def test_memory_of_readmes_example_by_hand() -> None:
     assert got.logits_bytes == 8 * 151936 * 2
     assert got.workspace_bytes == 2 * 32 * MIB
     whole = 10 * 28 + 12
-    num_nodes = 4 * (2 * whole + 3 * 28 + 3 * 3)  # at 1, 2, 4 and 8 sequences, whole and in pieces
+    num_nodes = 4 * whole  # at 1, 2, 4 and 8 sequences
+    num_nodes += 3 * (whole + 3 * 28 + 3 * 3)  # in pieces at 1, 4 and 8
     assert got.graph_bytes == num_nodes * parts.GRAPH_NODE_BYTES + 3 * parts.GRAPH_POOL_BYTES
     assert got.total_bytes == got.exact_bytes + got.estimated_bytes
     assert got.exact_bytes == got.weight_bytes + got.kv_bytes + got.staging_bytes + got.logits_bytes
 
 
-@pytest.mark.parametrize(("offload", "rows"), [(True, 8), (False, 512)])
-def test_max_sampled_rows_with_offload_are_no_more_than_the_slots(offload: bool, rows: int) -> None:
+@pytest.mark.parametrize("offload", [True, False])
+@pytest.mark.parametrize(("num_gpu_blocks", "rows"), [(8, 8), (1000, 512)])
+def test_max_sampled_rows_are_no_more_than_blocks_to_write_to(offload: bool, num_gpu_blocks: int, rows: int) -> None:
     """Finding 2: 67 graphs and 4.7 GiB of logits for 8 sequences that could run."""
     config = Config(model="m", enable_cpu_offload=offload)
-    assert max_sampled_rows(config, num_gpu_blocks=8) == rows
-    assert memory(enable_cpu_offload=offload).logits_bytes == rows * 151936 * 2
+    assert max_sampled_rows(config, num_gpu_blocks) == rows
+    assert memory(num_gpu_blocks=num_gpu_blocks, enable_cpu_offload=offload).logits_bytes == rows * 151936 * 2
 
 
 def test_memory_logits_are_one_buffer_whatever_the_number_of_graphs() -> None:
-    one, many = memory(max_num_seqs=1), memory(max_num_seqs=2048)
+    one, many = memory(num_gpu_blocks=4096, max_num_seqs=1), memory(num_gpu_blocks=4096, max_num_seqs=2048)
     assert len(graph_sizes(2048)) == 259
     assert many.logits_bytes == 2048 * one.logits_bytes
 

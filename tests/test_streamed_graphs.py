@@ -10,11 +10,11 @@ from rounding import MAX_ROUNDINGS, MEAN_VALUE, PART_COUNTS, num_roundings
 from nanovllm.attention import selection
 from nanovllm.attention.base import PagedBatch, StepAttention
 from nanovllm.attention.paged import PagedAttention
-from nanovllm.config import KVCacheSpec
+from nanovllm.config import KVCacheSpec, streamed_graph_sizes
 from nanovllm.engine import inputs
 from nanovllm.engine.batch import KVMoves, SamplingRow, SequenceStep, StepPlan, StreamedGroup
 from nanovllm.engine.cuda_graphs import DecodeInputs
-from nanovllm.engine.streamed_graphs import StreamedDecodeGraphs, streamed_sizes
+from nanovllm.engine.streamed_graphs import StreamedDecodeGraphs
 from nanovllm.kvcache.offload_engine import OffloadEngine
 
 BLOCK, SCALE = 256, 0.1
@@ -75,9 +75,9 @@ def fill_caches(offload: OffloadEngine, case: PagedCase, num_groups: int) -> Non
     ("max_num_seqs", "sizes"),
     [(1, [1]), (2, [1, 2]), (4, [1, 4]), (8, [1, 4, 8]), (256, [1, 4, 16, 64, 256]), (512, [1, 4, 16, 64, 256, 512])],
 )
-def test_streamed_sizes_are_few(max_num_seqs: int, sizes: list[int]) -> None:
+def test_streamed_graph_sizes_are_few(max_num_seqs: int, sizes: list[int]) -> None:
     """Each takes a graph per layer at start: ten powers of two for 512 sequences were 290 graphs."""
-    assert streamed_sizes(max_num_seqs) == sizes
+    assert streamed_graph_sizes(max_num_seqs) == sizes
 
 
 @pytest.mark.gpu

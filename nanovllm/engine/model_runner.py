@@ -13,7 +13,7 @@ from nanovllm.attention.base import PagedBatch, StepAttention
 from nanovllm.attention.paged import PagedAttention
 from nanovllm.attention.selection import choose_backend
 from nanovllm.attention.streamed import StreamedAttention
-from nanovllm.config import Config, KVCacheSizes, dtype_name, kv_cache_spec
+from nanovllm.config import Config, KVCacheSizes, dtype_name, kv_cache_spec, max_sampled_rows
 from nanovllm.distributed import TPGroup
 from nanovllm.engine import inputs
 from nanovllm.engine.batch import StepPlan
@@ -94,7 +94,7 @@ class ModelRunner:
         self.allocate_kv_cache(KVCacheSizes(1, num_cpu_blocks))
         steps = largest_steps(
             num_tokens=self.config.max_num_batched_tokens,
-            max_num_seqs=self._max_rows(most_gpu_blocks),
+            max_num_seqs=max_sampled_rows(self.config, most_gpu_blocks),
             max_model_len=self.max_model_len,
             block_size=self.spec.block_size,
             group_blocks=self.spec.staging_group_blocks if num_cpu_blocks else 0,
@@ -123,7 +123,7 @@ class ModelRunner:
             return
         from nanovllm.layers.kernels.launch import compile_only
 
-        short = short_step(self._max_rows(most_gpu_blocks), self.max_model_len, self.spec.block_size)
+        short = short_step(max_sampled_rows(self.config, most_gpu_blocks), self.max_model_len, self.spec.block_size)
         with self.phases("kernels"), torch.inference_mode(), compile_only():
             for plan in (*steps, short):
                 self.launch(plan)
@@ -144,10 +144,6 @@ class ModelRunner:
         num_others = sum(len(graphs.sizes) - 1 for graphs in all_graphs)
         self._reset_graphs()
         return num_bytes + num_others * self.spec.num_layers * GRAPH_LAYER_BYTES
-
-    def _max_rows(self, num_gpu_blocks: int) -> int:
-        """Most sequences in one step: each needs a block of its own on the GPU to write to."""
-        return min(self.config.max_num_seqs, num_gpu_blocks)
 
     @on_own_device
     def allocate_kv_cache(self, sizes: KVCacheSizes) -> None:
@@ -186,7 +182,7 @@ class ModelRunner:
     def _make_graphs(self, num_gpu_blocks: int) -> list[DecodeGraphs | StreamedDecodeGraphs]:
         head = self.model.lm_head
         static = DecodeInputs(
-            max_num_seqs=self._max_rows(num_gpu_blocks),
+            max_num_seqs=max_sampled_rows(self.config, num_gpu_blocks),
             max_model_len=self.max_model_len,
             block_size=self.spec.block_size,
             vocab_size=self.model_config.vocab_size,

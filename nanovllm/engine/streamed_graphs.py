@@ -24,6 +24,7 @@ from tqdm import tqdm
 
 from nanovllm.attention.base import AttentionBackend, PagedBatch, PartialAttention
 from nanovllm.attention.merge import running_dtype
+from nanovllm.config import streamed_graph_sizes
 from nanovllm.engine.cuda_graphs import DecodeInputs, MakeAttention
 from nanovllm.engine.graph_capture import capture, capture_stream
 from nanovllm.kvcache.offload_engine import OffloadEngine
@@ -65,13 +66,6 @@ class _Cutter:
         return running_out.to(q_THD.dtype)  # the next piece begins with the only rounding of the merged result
 
 
-def streamed_sizes(max_num_seqs: int) -> list[int]:
-    """1, 4, 16, 64, 256 ... and max_num_seqs itself. A size takes a graph per layer at start, and padded rows cost
-    little beside the copies that a streamed step waits for.
-    """
-    return sorted({4**i for i in range(max_num_seqs.bit_length()) if 4**i < max_num_seqs} | {max_num_seqs})
-
-
 class StreamedDecodeGraphs:
     """Decode steps that stream groups and load nothing into slots."""
 
@@ -87,7 +81,7 @@ class StreamedDecodeGraphs:
     ) -> None:
         """`num_heads`: query heads of this rank."""
         self.inputs, self.backend, self.offload, self.scale = inputs, backend, offload, scale
-        self.sizes = streamed_sizes(inputs.max_num_seqs)
+        self.sizes = streamed_graph_sizes(inputs.max_num_seqs)
         largest, spec = self.sizes[-1], offload.spec
         caches = offload.k_cache_gpu
         self._q = caches.new_zeros(largest, num_heads, spec.head_dim)
