@@ -30,7 +30,7 @@ ALL_GPU = {"num_kvcache_blocks": 40}
 
 def cache_options(num_gpu_blocks: int | None) -> dict[str, Any]:
     """The cache with so many slots; None: all on the GPU."""
-    return ALL_GPU if num_gpu_blocks is None else OFFLOAD | {"num_gpu_blocks": num_gpu_blocks}
+    return dict(ALL_GPU) if num_gpu_blocks is None else OFFLOAD | {"num_gpu_blocks": num_gpu_blocks}
 
 
 def greedy(max_tokens: int = 6) -> SamplingParams:

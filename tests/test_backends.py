@@ -199,6 +199,37 @@ def test_cudnn_many_spans_round_once(monkeypatch, causal, num_parts, dtype):
     assert num_roundings(got.out_THD, case.naive(0.1).out_THD) <= MAX_ROUNDINGS
 
 
+@pytest.mark.parametrize(
+    ("chunks", "has_time"),
+    [
+        ([(64, 64), (64, 128), (31, 159)], False),  # a prompt in chunks, with a longer rest
+        ([(64, 64), (64, 128), (64, 192), (9, 201)], True),
+        ([(50, 50), (40, 80), (20, 100), (64, 248)], True),  # shorter ones, and prefixes that were cached
+    ],
+)
+def test_cudnn_warm_up_builds_what_prompts_need(monkeypatch, chunks, has_time):
+    asked = set()
+
+    def attend_dense(q, k, v, scale, causal):
+        asked.add((len(q), len(k), causal))
+        return flash_attn_with_lse(q, k, v, scale, causal)
+
+    monkeypatch.setattr(cudnn_backend, "QUERY_GRAIN", 8)
+    monkeypatch.setattr(cudnn_backend, "KEY_GRAIN", 8)
+    monkeypatch.setattr(cudnn_backend, "MAX_QUERIES", 64)
+    monkeypatch.setattr(cudnn_backend, "MAX_PADDED_QUERIES", 32)
+    monkeypatch.setattr(cudnn_backend, "MAX_KEYS", 128)
+    monkeypatch.setattr(cudnn_backend, "_attend_dense", attend_dense)
+    backend = CudnnBackend(TorchBackend())
+    backend.warm_up(torch.zeros(64, 4, 16), 2, max_context_len=250, has_time=lambda: has_time)
+    warmed_up = asked.copy()
+    asked.clear()
+    for chunk in chunks:
+        case = make_paged([chunk], 8, (4, 2), causal=True, order="adjacent", unwritten=0.0)
+        backend.attend(case.q_THD, case.k_cache, case.v_cache, case.batch, 0.3)
+    assert asked and asked <= warmed_up
+
+
 def test_cudnn_decode_batch_goes_on_untouched():
     paged = CountingBackend()
     case = make_paged([(1, 9), (1, 30)], 8, (4, 2), causal=True)

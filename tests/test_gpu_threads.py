@@ -36,6 +36,12 @@ def make_llm(reference: Reference, num_gpu_blocks: int | None, **options: Any) -
     return GpuLLM(reference, **(cache_options(num_gpu_blocks) | {"max_num_batched_tokens": 2000} | options))
 
 
+def plain_llm(reference: Reference, num_gpu_blocks: int | None, **options: Any) -> LLM:
+    """For engines that run at the same time: a GpuLLM replaces a function of a module, and so for both of them."""
+    defaults = {"device": "cuda", "dtype": "float32", "max_num_batched_tokens": 2000, "max_num_seqs": 6}
+    return LLM(str(reference.directory), **(cache_options(num_gpu_blocks) | defaults | options))
+
+
 @pytest.mark.parametrize("num_gpu_blocks", CACHES, ids=IDS)
 def test_steps_from_several_threads_and_streams_give_the_right_logits(
     reference: Reference, num_gpu_blocks: int | None
@@ -60,24 +66,29 @@ def test_steps_from_several_threads_and_streams_give_the_right_logits(
 
 def test_engine_serves_while_another_starts_in_another_thread(reference: Reference) -> None:
     """Regression: a capture forbade allocations in all threads, so that a step of the first engine could fail."""
+    prompts = prompts_of(*PROMPTS)
+    with make_llm(reference, 24) as llm:
+        expected = [output["token_ids"] for output in llm.answer_and_check(prompts, max_tokens=20)]
     started = threading.Event()
 
-    def serve(llm: GpuLLM) -> None:
-        extra = 0
-        while not started.is_set() or extra < 3:
-            llm.answer_and_check(prompts_of(*(n + extra % 50 for n in PROMPTS)), max_tokens=20)
-            extra += 1
+    def answer(llm: LLM) -> None:
+        outputs = llm.generate(prompts, greedy(20), use_tqdm=False)
+        assert [output["token_ids"] for output in outputs] == expected
+
+    def serve(llm: LLM) -> None:
+        while not started.is_set():
+            answer(llm)
 
     def start() -> None:
         try:
-            with make_llm(reference, 3) as other:
-                other.answer_and_check(prompts_of(*PROMPTS), max_tokens=5)
+            with plain_llm(reference, 3) as other:
+                answer(other)
         finally:
             started.set()
 
-    with make_llm(reference, 24, gpu_memory_utilization=0.4) as llm:
+    with plain_llm(reference, 24, gpu_memory_utilization=0.4, enable_prefix_caching=False) as llm:
         in_threads(lambda: serve(llm), start)
-        llm.assert_nothing_left()
+        llm.scheduler.check_integrity()
 
 
 @pytest.mark.multi_gpu
@@ -99,8 +110,6 @@ def test_second_gpu_stepped_from_another_thread_while_the_first_is_current(
 @pytest.mark.multi_gpu
 @pytest.mark.parametrize("num_gpu_blocks", CACHES, ids=IDS)
 def test_two_engines_on_two_gpus_stepped_from_two_threads(reference: Reference, num_gpu_blocks: int | None) -> None:
-    """Plain engines: those that record logits replace a function of the module, for both at once."""
-    options: dict[str, Any] = cache_options(num_gpu_blocks) | {"max_num_batched_tokens": 2000, "dtype": "float32"}
     prompts = prompts_of(*(n + extra for extra in range(4) for n in PROMPTS))
     with make_llm(reference, num_gpu_blocks) as llm:
         expected = [output["token_ids"] for output in llm.answer_and_check(prompts, max_tokens=20)]
@@ -111,7 +120,7 @@ def test_two_engines_on_two_gpus_stepped_from_two_threads(reference: Reference, 
             assert [output["token_ids"] for output in outputs] == expected
 
     with (
-        LLM(str(reference.directory), device="cuda:0", **options) as one,
-        LLM(str(reference.directory), device="cuda:1", **options) as two,
+        plain_llm(reference, num_gpu_blocks, device="cuda:0") as one,
+        plain_llm(reference, num_gpu_blocks, device="cuda:1") as two,
     ):
         in_threads(lambda: serve(one), lambda: serve(two))

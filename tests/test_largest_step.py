@@ -6,7 +6,7 @@ import pytest
 
 from nanovllm.engine.batch import StepPlan
 from nanovllm.engine.inputs import build_arrays, build_groups
-from nanovllm.engine.largest_step import HISTORY_TOKENS, largest_steps, short_step
+from nanovllm.engine.largest_step import HISTORY_TOKENS, NUM_GROUPS, largest_steps, short_step
 
 BLOCK = 256
 
@@ -37,7 +37,8 @@ def test_budget_and_rows_are_used_up(num_tokens: int, max_num_seqs: int, max_mod
 
 
 def test_chunk_has_history_and_every_row_filters() -> None:
-    for plan in steps():
+    """Regression: 16,384 tokens of history and two groups are at most three parts, which need no running result."""
+    for plan in steps(max_model_len=131072):
         chunk = plan.sequences[-1]
         assert chunk.position == HISTORY_TOKENS
         assert all(seq.sampling is not None and seq.sampling.top_k and seq.sampling.top_p < 1 for seq in plan.sequences)
@@ -49,7 +50,7 @@ def test_one_block_is_enough(group_blocks: int) -> None:
         arrays = build_arrays(plan, BLOCK)
         assert not arrays["block_tables"].any() and arrays["slot_mapping"].max() < BLOCK
         groups = build_groups(plan, BLOCK, group_blocks)
-        assert len(groups) == (2 if group_blocks else 0)
+        assert len(groups) == (NUM_GROUPS if group_blocks else 0)
         for (lens, _), group in zip(groups, plan.moves.streamed, strict=True):
             assert lens.tolist() == [group_blocks * BLOCK] * len(plan.sequences)
             assert set(group.cpu_block_ids) == {0}

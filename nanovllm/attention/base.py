@@ -9,7 +9,7 @@ pool, the slots of the offload ring, or the staging buffers: to a backend these 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple, Protocol
 
@@ -96,6 +96,16 @@ class AttentionBackend(ABC):
 
         The result may overwrite any of the parts. attention/merge.py has the formula, and the loop over more parts.
         """
+
+    def warm_up(
+        self, q_THD: torch.Tensor, num_kv_heads: int, max_context_len: int, has_time: Callable[[], bool]
+    ) -> None:
+        """Build now what a library would otherwise build while the first prompts wait: what every long prompt needs,
+        then what some need, as long as `has_time` says so.
+
+        `q_THD`: queries of the longest chunk, with arbitrary values. Backends that build nothing do nothing.
+        """
+        return
 
 
 class StepAttention(Protocol):

@@ -57,6 +57,30 @@ class CudnnBackend(AttentionBackend):
     def merge(self, parts: Sequence[PartialAttention], dtype: torch.dtype) -> PartialAttention:
         return self.paged.merge(parts, dtype)
 
+    def warm_up(
+        self, q_THD: torch.Tensor, num_kv_heads: int, max_context_len: int, has_time: Callable[[], bool]
+    ) -> None:
+        """cuDNN keeps its plans for one thread: this must be the one that runs the steps."""
+        max_queries = min(len(q_THD), MAX_QUERIES) // QUERY_GRAIN * QUERY_GRAIN
+        max_padded = min(max_queries, MAX_PADDED_QUERIES)
+        max_keys = min(MAX_KEYS, 1 << (max_context_len.bit_length() - 1))
+        key_counts = [1 << i for i in reversed(range(KEY_GRAIN.bit_length() - 1, max_keys.bit_length()))]
+        k_SKD = q_THD.new_zeros(max(max_keys, max_queries), num_kv_heads, q_THD.shape[2])
+
+        def build(num_queries: int, num_keys: int | None) -> None:
+            """None: the causal square."""
+            k = k_SKD[: num_keys or num_queries]
+            _attend_dense(q_THD[:num_queries], k, k, scale=1.0, causal=num_keys is None)
+
+        for num_queries in {max_queries, max_padded} - {0}:  # a chunk, and a longer rest of a prompt
+            for num_keys in (None, *key_counts[:2]):
+                build(num_queries, num_keys)
+        for num_keys in (None, *key_counts):  # rests of all lengths, after chunks and after cached prefixes
+            for num_queries in range(max_queries, 0, -QUERY_GRAIN):
+                if not has_time():
+                    return
+                build(num_queries, num_keys)
+
     def attend(
         self,
         q_THD: torch.Tensor,

@@ -5,6 +5,7 @@ flash-attn marks a row that saw no key with lse +inf; it becomes -inf here.
 
 import importlib.util
 from collections.abc import Sequence
+from functools import cache
 from typing import ClassVar
 
 import torch
@@ -38,7 +39,7 @@ class FlashBackend(AttentionBackend):
             return f"it runs float16 and bfloat16, not {dtype}"
         if head_dim > 256 or head_dim % 8:
             return f"it runs head dims that are multiples of 8 up to 256, not {head_dim}"
-        return None
+        return _why_build_refuses(device, dtype, head_dim)
 
     def attend(
         self,
@@ -85,3 +86,17 @@ class FlashBackend(AttentionBackend):
 
     def merge(self, parts: Sequence[PartialAttention], dtype: torch.dtype) -> PartialAttention:
         return self.triton.merge(parts, dtype)
+
+
+@cache
+def _why_build_refuses(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """flash-attn can be built without some head dims, or for another torch: attend to one token to find out."""
+    q_THD = torch.zeros(1, 1, head_dim, dtype=dtype, device=device)
+    cu_seqlens = torch.tensor([0, 1], dtype=torch.int32, device=device)
+    try:
+        import flash_attn
+
+        flash_attn.flash_attn_varlen_func(q_THD, q_THD, q_THD, cu_seqlens, cu_seqlens, 1, 1)
+    except (ImportError, RuntimeError) as error:
+        return f"the installed flash_attn refuses {dtype} with head dim {head_dim} ({str(error).splitlines()[0]})"
+    return None

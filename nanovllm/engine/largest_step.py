@@ -8,7 +8,10 @@ import numpy as np
 
 from nanovllm.engine.batch import KVMoves, SamplingRow, SequenceStep, StepPlan, StreamedGroup
 
-HISTORY_TOKENS = 16384  # before the chunk; more keys are attended in turns, with the same temporaries
+# Before the chunk, and groups streamed to it. More are attended in turns, with the same temporaries: from the fourth
+# part on there is a running result in fp32 (attention/merge.py). Scattered keys are attended 16 MiB at a time.
+HISTORY_TOKENS = 49152
+NUM_GROUPS = 4
 _SAMPLING = SamplingRow(temperature=1.0, top_k=20, top_p=0.95, min_p=0.05, seed=0, position=1)
 
 
@@ -19,7 +22,7 @@ def largest_steps(
 
     Every block of every table is block 0, so that a cache of one block is enough; the tokens overwrite each other's
     K and V, which are never used. A sequence has HISTORY_TOKENS before its chunk where max_model_len allows. With
-    `group_blocks` > 0 all of them also attend to two streamed groups of that many CPU blocks, again all block 0.
+    `group_blocks` > 0 all of them also attend to NUM_GROUPS streamed groups of that many CPU blocks, again all block 0.
     """
     fewest = min(max_num_seqs, -(-num_tokens // max_model_len))
     most = min(max_num_seqs, num_tokens)
@@ -28,7 +31,7 @@ def largest_steps(
         lengths = _lengths(num_tokens, num_seqs, max_model_len)
         sequences = tuple(_sequence(i, length, max_model_len, block_size) for i, length in enumerate(lengths))
         group = StreamedGroup((0,) * group_blocks, (tuple(range(group_blocks)),) * num_seqs)
-        steps.append(StepPlan(sequences, KVMoves(streamed=(group, group) if group_blocks else ())))
+        steps.append(StepPlan(sequences, KVMoves(streamed=(group,) * NUM_GROUPS if group_blocks else ())))
     return steps
 
 

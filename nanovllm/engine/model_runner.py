@@ -117,14 +117,14 @@ class ModelRunner:
 
     def _compile_kernels(self, steps: list[StepPlan], most_gpu_blocks: int) -> None:
         """Compile side by side what prompts, chunks, samplers and decode graphs launch, so that no request waits for
-        it. The backends that have no kernels of their own initialise their libraries meanwhile.
+        it. Meanwhile the libraries of the backends are initialised.
         """
         if importlib.util.find_spec("triton") is None:
             return
         from nanovllm.layers.kernels.launch import compile_only
 
         short = short_step(max_sampled_rows(self.config, most_gpu_blocks), self.max_model_len, self.spec.block_size)
-        with self.phases("kernels"), torch.inference_mode(), compile_only():
+        with self.phases("kernels"), torch.inference_mode(), compile_only() as is_compiling:
             for plan in (*steps, short):
                 self.launch(plan)
             if not self.config.enforce_eager:
@@ -132,6 +132,10 @@ class ModelRunner:
                     for size in graphs.sizes:
                         if size & (size - 1) == 0 or size == graphs.sizes[-1]:
                             graphs.run_eager(self.model, self._paged_attention, size)
+            num_tokens = max(seq.num_tokens for plan in steps for seq in plan.sequences)
+            shape = (num_tokens, self.model_config.num_heads // self.tp.size, self.spec.head_dim)
+            q_THD = torch.zeros(shape, dtype=self.dtype, device=self.device)
+            self.backend.warm_up(q_THD, self.spec.num_kv_heads, self.max_model_len, has_time=is_compiling)
         self._reset_graphs()
 
     def _measure_graph_bytes(self, most_gpu_blocks: int) -> int:

@@ -50,9 +50,14 @@ class _CompilingThreads(ThreadPoolExecutor):
 
     def __init__(self) -> None:
         super().__init__(os.cpu_count(), initializer=torch.cuda.set_device, initargs=(torch.cuda.current_device(),))
+        self._futures: list[Future[Any]] = []
 
     def submit(self, compile_kernel: Callable[[], Any], /) -> Future[Any]:  # type: ignore[override]
-        return super().submit(self._compile_and_load, compile_kernel)
+        self._futures.append(super().submit(self._compile_and_load, compile_kernel))
+        return self._futures[-1]
+
+    def is_busy(self) -> bool:
+        return not all(future.done() for future in self._futures)
 
     @staticmethod
     def _compile_and_load(compile_kernel: Callable[[], Any]) -> Any:
@@ -62,14 +67,15 @@ class _CompilingThreads(ThreadPoolExecutor):
 
 
 @contextmanager
-def compile_only() -> Iterator[None]:
+def compile_only() -> Iterator[Callable[[], bool]]:
     """Kernels that are launched inside are compiled and loaded, and not run; all are ready when the block is left.
 
     What they would have written stays as it was, so nothing computed inside may be used. Affects this thread only.
+    Yields a function that tells whether any kernel is still being compiled.
     """
     token = _compiled.set(set())
     try:
         with _CompilingThreads() as threads, triton.AsyncCompileMode(threads):
-            yield
+            yield threads.is_busy
     finally:
         _compiled.reset(token)
