@@ -54,7 +54,7 @@ OWNS_THE_DEVICE = {
     for name in (
         "distributed kernel_target engine.model_runner engine.startup engine.cuda_graphs engine.streamed_graphs "
         "layers.kernels.launch engine.device_guard engine.graph_capture engine.memory_profile engine.step_result "
-        "kvcache.streams kvcache.pinned_memory attention.cudnn_backend attention.triton_backend"
+        "kvcache.streams kvcache.pinned_memory utils.cuda_streams attention.cudnn_backend attention.triton_backend"
     ).split()
 }
 

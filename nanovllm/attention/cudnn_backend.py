@@ -24,6 +24,7 @@ from nanovllm import gpus, kernel_target
 from nanovllm.attention.base import AttentionBackend, HostTables, PagedBatch, PartialAttention
 from nanovllm.attention.contiguous import SequenceKV
 from nanovllm.attention.merge import RunningMerge
+from nanovllm.utils.cuda_streams import new_stream
 
 QUERY_GRAIN = 1024  # queries of a call are a multiple of it; shorter sequences go to the paged backend
 KEY_GRAIN = 256  # keys of a call are this or a larger power of two; block sizes are multiples of it
@@ -243,7 +244,7 @@ def _side_by_side(
 @cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
     """One for all engines: cuBLAS and the allocator keep memory for every stream they have seen."""
-    return torch.cuda.Stream(device)
+    return new_stream(device)
 
 
 def _attend_dense(

@@ -57,10 +57,14 @@ class RunningMerge:
 
     Up to PARTS_PER_MERGE - 1 parts wait to be merged together, and the last merge writes the parts' own dtype: hence
     the count. Merging several at once gives what merging them in turn would. A single part is the result as it is.
+
+    The running result takes as much memory as two parts and is first written beside those it is made of. So where more
+    than PARTS_PER_MERGE parts come, it is made of two.
     """
 
     def __init__(self, merge: Merge, num_parts: int) -> None:
         self._merge, self._num_left = merge, num_parts
+        self._num_merged = PARTS_PER_MERGE if num_parts <= PARTS_PER_MERGE else 2  # by the next merge
         self._parts: list[PartialAttention] = []  # the running result, if there is one yet, and the parts that wait
 
     def add(self, part: PartialAttention) -> None:
@@ -68,11 +72,12 @@ class RunningMerge:
         assert self._num_left > 0, "more parts than announced"
         self._num_left -= 1
         self._parts.append(part)
-        if self._num_left and len(self._parts) < PARTS_PER_MERGE:
+        if self._num_left and len(self._parts) < self._num_merged:
             return
         if len(self._parts) > 1:
             dtype = part.out_THD.dtype
             self._parts = [self._merge(self._parts, running_dtype(dtype) if self._num_left else dtype)]
+            self._num_merged = PARTS_PER_MERGE
 
     def result(self) -> PartialAttention:
         """The whole, in the dtype of the parts."""

@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 
+from nanovllm.utils.cuda_streams import new_stream
+
 
 @cache
 def capture_stream(device: torch.device) -> torch.cuda.Stream:
     """One for all captures of the process: cuBLAS keeps a workspace of 32 MiB for every stream it has seen."""
-    return torch.cuda.Stream(device)
+    return new_stream(device)
 
 
 @contextmanager

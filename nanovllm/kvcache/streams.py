@@ -10,6 +10,8 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
+from nanovllm.utils.cuda_streams import new_stream
+
 Event: TypeAlias = Any  # made by Streams.event, recorded and waited for through a Stream
 
 
@@ -105,8 +107,8 @@ class CudaStream:
 class CudaStreams:
     def __init__(self, device: torch.device) -> None:
         self.compute = CudaStream(None)
-        self.h2d = CudaStream(torch.cuda.Stream(device))
-        self.d2h = CudaStream(torch.cuda.Stream(device))
+        self.h2d = CudaStream(new_stream(device))
+        self.d2h = CudaStream(new_stream(device))
 
     def event(self) -> Event:
         return torch.cuda.Event()
