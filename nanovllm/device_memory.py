@@ -32,7 +32,7 @@ NODES_BESIDE_LAYERS = 12  # embedding, cos and sin, last norm, head, sampler
 COPIES_PER_CUT = 3  # query, result and log-sum-exp, where a streamed graph is cut
 NODES_PER_GROUP = 3  # attention, its merge, the merge into the result
 INPUT_BYTES_PER_ROW = 8 * 13  # token, position, slot, lengths and sampling parameters of a sequence
-ALLOCATOR_SHARE = 0.45  # of the activations: segments that torch cannot reuse for another size or stream
+ALLOCATOR_SHARE = 0.4  # of the activations: what torch's allocator cannot reuse for a step of another size or stream
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,8 +32,7 @@ from nanovllm.engine.graph_capture import capture_stream
 from nanovllm.kvcache import offload_engine
 from nanovllm.kvcache.copy_runs import offload_runs
 from nanovllm.kvcache.offload_engine import OffloadEngine
-from nanovllm.kvcache.streams import Event, Stream
-from nanovllm.utils.cuda_streams import new_stream
+from nanovllm.kvcache.streams import CudaStreams, Event, Stream
 
 pytestmark = pytest.mark.gpu
 
@@ -220,14 +219,15 @@ def test_without_an_edge_and_its_awaited_side_slow_answers_are_wrong(
     pytest.fail(f"nothing happens without {site}")
 
 
-def test_new_streams_are_none_that_is_in_use() -> None:
+def test_new_streams_of_living_owners_differ() -> None:
     """Regression: torch hands out 32 streams in turns, and a stream of an engine was the one that captured a graph."""
     device = torch.device("cuda", torch.cuda.current_device())
-    mine = []
+    living: list[CudaStreams] = []
     for _ in range(100):
         torch.cuda.Stream(device)
-        mine = [*mine[-4:], new_stream(device)]
-        assert len({stream.cuda_stream for stream in [*mine, capture_stream(device)]}) == len(mine) + 1
+        living = [*living[-4:], CudaStreams(device)]
+        streams = [stream.stream for streams in living for stream in (streams.h2d, streams.d2h)]
+        assert len({stream.cuda_stream for stream in [*streams, capture_stream(device)]}) == len(streams) + 1
 
 
 def test_events_of_copies_out_are_let_go_when_the_gpu_is_done_with_them(

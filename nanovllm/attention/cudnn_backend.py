@@ -137,6 +137,7 @@ class CudnnBackend(AttentionBackend):
                 result = PartialAttention(torch.empty_like(q_THD), lse_HT)
             rows = slice(first - base, last - base)  # to its place at once: one piece exists beside the whole
             result.out_THD[rows], result.lse_HT[:, rows] = part
+            del part  # before the next piece is made
         assert result is not None, "a sequence without queries is not long"
         return result
 

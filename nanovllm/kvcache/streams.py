@@ -107,8 +107,8 @@ class CudaStream:
 class CudaStreams:
     def __init__(self, device: torch.device) -> None:
         self.compute = CudaStream(None)
-        self.h2d = CudaStream(new_stream(device))
-        self.d2h = CudaStream(new_stream(device))
+        self.h2d = CudaStream(new_stream(device, owner=self))
+        self.d2h = CudaStream(new_stream(device, owner=self))
 
     def event(self) -> Event:
         return torch.cuda.Event()

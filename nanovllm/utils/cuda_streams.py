@@ -4,19 +4,23 @@ import weakref
 
 import torch
 
-_owned: weakref.WeakSet[torch.cuda.Stream] = weakref.WeakSet()
+_STREAMS_OF_TORCH = 32  # per device
+_owned: set[tuple[torch.device, int]] = set()  # device and address of the CUDA stream
 
 
-def new_stream(device: torch.device) -> torch.cuda.Stream:
-    """A stream that nobody else has got from here.
+def new_stream(device: torch.device, owner: object | None = None) -> torch.cuda.Stream:
+    """A stream that nobody else gets from here while `owner` lives; None: for as long as the process runs.
 
     torch hands out 32 CUDA streams in turns, so that two torch.cuda.Stream objects can be the same stream. If one of
-    them captures a graph, work given to the other fails; if both copy, neither overlaps the other. When 32 are in use,
-    they are shared again.
+    them captures a graph, work given to the other fails; if both copy, neither overlaps the other. When all 32 are
+    owned, they are shared.
     """
-    for _ in range(33):
+    for _ in range(_STREAMS_OF_TORCH):
         stream = torch.cuda.Stream(device)
-        if stream not in _owned:
+        key = device, stream.cuda_stream
+        if key not in _owned:
+            _owned.add(key)
+            if owner is not None:
+                weakref.finalize(owner, _owned.discard, key)
             break
-    _owned.add(stream)
     return stream
