@@ -33,7 +33,7 @@ from benchmarks.common import (
 )
 from benchmarks.sweep import run_sweep
 from nanovllm import LLM
-from nanovllm.costs import num_full_blocks, num_missing_blocks
+from nanovllm.capacity.costs import num_full_blocks, num_missing_blocks
 
 
 def make_llm(args: argparse.Namespace, max_model_len: int, **options: Any) -> LLM:

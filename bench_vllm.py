@@ -22,8 +22,8 @@ from benchmarks.common import (
     run_options,
     versions,
 )
-from nanovllm.checkpoint import presets
-from nanovllm.model_config import ModelConfig
+from nanovllm.checkpoint.files import presets
+from nanovllm.checkpoint.model_config import ModelConfig
 
 
 class VLLM:

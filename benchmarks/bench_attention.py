@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 
-from nanovllm import kernel_target
+from nanovllm.attention.backends.selection import BACKENDS, choose_backend
 from nanovllm.attention.base import AttentionBackend, HostTables, PagedBatch, PartialAttention
-from nanovllm.attention.selection import BACKENDS, choose_backend
-from nanovllm.kernel_target import KNOWN_TARGETS
+from nanovllm.device import kernel_target
+from nanovllm.device.kernel_target import KNOWN_TARGETS
 
 NUM_RUNS = 7
 HEAD_DIM = 128
@@ -210,7 +210,7 @@ def bench_merge(backends: list[AttentionBackend], timer: Timer) -> list[dict[str
 
 def tune(args: argparse.Namespace, timer: Timer, bounds: dict[str, float]) -> list[dict[str, Any]]:
     """Our prefill kernel with other tiles, our decode kernel with other splits."""
-    from nanovllm.attention.kernels import DecodeConfig, PrefillConfig, paged_decode, paged_prefill
+    from nanovllm.kernels.attention import DecodeConfig, PrefillConfig, paged_decode, paged_prefill
 
     tma = kernel_target.target_of(timer.device).has_shared_operands
     tiles = [(128, 128, 8, 3), (128, 128, 8, 2), (128, 64, 8, 3), (128, 64, 4, 3), (128, 64, 4, 2), (64, 64, 4, 3)]

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from benchmarks.common import median_seconds, report, run_options, time_in_graph_us, versions
-from nanovllm.layers.kernels.redraw import DEFAULT_TILE, RedrawTile
-from nanovllm.layers.kernels.sampler import sample_tokens
-from nanovllm.layers.sampler import SamplingTensors
+from nanovllm.kernels.redraw import DEFAULT_TILE, RedrawTile
+from nanovllm.kernels.sampler import sample_tokens
+from nanovllm.kernels.sampling_tensors import SamplingTensors
 
 NUM_CALLS, NUM_RUNS = 20, 7
 SPREADS = {"flat": 0.7, "peaked": 5.0}  # standard deviation of the logits: of random weights, of a trained model

@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.common import measure_machine, time_in_graph_us
+from nanovllm.kernels.small_linear import DEFAULT_TILE, Tile, small_gate_up, small_linear
 from nanovllm.layers.activation import silu_and_mul
-from nanovllm.layers.kernels.small_linear import DEFAULT_TILE, Tile, small_gate_up, small_linear
 from nanovllm.layers.linear import MAX_SMALL_ROWS
 
 MODELS = {  # hidden, qkv features, attention features, intermediate

@@ -17,10 +17,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nanovllm import LLM, SamplingParams, costs
-from nanovllm.checkpoint import presets
-from nanovllm.engine.outputs import RequestOutput
-from nanovllm.model_config import ModelConfig
+from nanovllm import LLM, SamplingParams
+from nanovllm.capacity import costs
+from nanovllm.checkpoint.files import presets
+from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.core.outputs import RequestOutput
 
 NUM_RUNS = 5
 QUESTION_TOKENS = 64

@@ -23,11 +23,11 @@ import torch
 
 from benchmarks.common import random_prompt, report, versions
 from nanovllm import LLM, SamplingParams
+from nanovllm.capacity.plan import CapacityPlan
+from nanovllm.capacity.planner import make_plan
+from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
 from nanovllm.engine.startup import find_machine
-from nanovllm.model_config import ModelConfig
-from nanovllm.plan import Plan
-from nanovllm.planner import make_plan
 
 GIB = 2**30
 README = {"model": "qwen3-0.6b", "max_model_len": 40960, "enable_cpu_offload": True, "num_gpu_blocks": 8}
@@ -93,7 +93,7 @@ def engine_options(case: dict[str, Any], gpu_bytes: int, others_bytes: int = 0) 
     return options
 
 
-def planned(options: dict[str, Any]) -> Plan:
+def planned(options: dict[str, Any]) -> CapacityPlan:
     config = Config(**options)
     return make_plan(config, ModelConfig.without_weights(config.model), find_machine(config))
 

@@ -2,8 +2,8 @@
 
 import triton
 
-from nanovllm import kernel_target
-from nanovllm.kernel_target import KNOWN_TARGETS, KernelTarget
+from nanovllm.device import kernel_target
+from nanovllm.device.kernel_target import KNOWN_TARGETS, KernelTarget
 
 
 def force_target(name: str) -> KernelTarget:

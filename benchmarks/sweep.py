@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.common import Machine, Work, lengths_after_short_warm_up, time_prompts
 from nanovllm import LLM
-from nanovllm.costs import num_missing_blocks
+from nanovllm.capacity.costs import num_missing_blocks
 
 NUM_RUNS = 2
 NUM_DECODED = 64

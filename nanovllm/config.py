@@ -3,15 +3,12 @@
 import re
 from dataclasses import dataclass
 
-from nanovllm.config_overrides import check_overrides
-from nanovllm.model_config import ModelConfig
+from nanovllm.checkpoint.config_overrides import check_overrides
 from nanovllm.sampling_params import MAX_INT32, MAX_SEED, MIN_SEED
 
 BLOCK_SIZE_STEP = 256  # block sizes are multiples of this; prefix hits count in grains of it
 DEFAULT_BLOCK_SIZE = 256
 GIVEN_SLOTS_BLOCK_SIZE = 4096
-STAGING_GROUP_TOKENS = 8192  # keys of one streamed partial attention
-NUM_STAGING_GROUPS = 3  # one attended, the others filled ahead of it
 
 _CHOICES = {
     "attn_backend": ("auto", "flash", "cudnn", "triton", "torch"),
@@ -136,79 +133,3 @@ class Config:
         if self.kvcache_block_size is not None:
             return self.kvcache_block_size
         return DEFAULT_BLOCK_SIZE if self.num_gpu_blocks is None else GIVEN_SLOTS_BLOCK_SIZE
-
-
-@dataclass(frozen=True, kw_only=True)
-class KVCacheSpec:
-    """Shape of one rank's KV cache."""
-
-    num_layers: int
-    block_size: int  # tokens
-    num_kv_heads: int  # of this rank
-    head_dim: int
-    itemsize: int  # bytes of one element
-
-    @property
-    def layer_block_bytes(self) -> int:
-        """K and V of one block in one layer."""
-        return 2 * self.block_size * self.num_kv_heads * self.head_dim * self.itemsize
-
-    @property
-    def block_bytes(self) -> int:
-        """K and V of one block in all layers: 2 x layers x block_size x kv_heads x head_dim x itemsize."""
-        return self.num_layers * self.layer_block_bytes
-
-    @property
-    def staging_group_blocks(self) -> int:
-        """Blocks that are streamed and attended together."""
-        return max(1, STAGING_GROUP_TOKENS // self.block_size)
-
-    @property
-    def staging_bytes(self) -> int:
-        """Staging buffers: single-layer blocks, shared by all layers."""
-        return NUM_STAGING_GROUPS * self.staging_group_blocks * self.layer_block_bytes
-
-
-def dtype_name(config: Config, model: ModelConfig) -> str:
-    """What the engine computes in and stores: "float32", "bfloat16" or "float16"."""
-    return model.torch_dtype if config.dtype == "auto" else config.dtype
-
-
-def kv_cache_spec(config: Config, model: ModelConfig, tp_size: int) -> KVCacheSpec:
-    """Shape of the KV cache of one of `tp_size` ranks."""
-    return KVCacheSpec(
-        num_layers=model.num_layers,
-        block_size=config.block_size,
-        num_kv_heads=model.num_kv_heads // tp_size,
-        head_dim=model.head_dim,
-        itemsize=4 if dtype_name(config, model) == "float32" else 2,
-    )
-
-
-@dataclass(frozen=True)
-class KVCacheSizes:
-    """What start-up measured or the user fixed: blocks on the GPU and, with offload, in CPU memory."""
-
-    num_gpu_blocks: int
-    num_cpu_blocks: int = 0  # 0: all-GPU
-
-
-def graph_sizes(max_num_rows: int) -> list[int]:
-    """Batch sizes that decode graphs are captured for: 1, 2, 4, then each 8 up to 128, each 16 after that, and
-    `max_num_rows` itself. Each takes 30 to 60 ms at start.
-    """
-    sizes = [1, 2, 4, *range(8, 128, 8), *range(128, max_num_rows + 1, 16), max_num_rows]
-    return sorted({size for size in sizes if size <= max_num_rows})
-
-
-def streamed_graph_sizes(max_num_rows: int) -> list[int]:
-    """Batch sizes of the graphs of streamed decode steps: 1, 4, 16, 64, 256 ... and `max_num_rows` itself.
-
-    Each takes a graph per layer at start, and padded rows cost little beside the copies that a streamed step waits for.
-    """
-    return sorted({4**i for i in range(max_num_rows.bit_length()) if 4**i < max_num_rows} | {max_num_rows})
-
-
-def max_sampled_rows(config: Config, num_gpu_blocks: int) -> int:
-    """Sequences that one step can sample. Each of them needs a block of its own on the GPU to write to."""
-    return min(config.max_num_seqs, num_gpu_blocks)

@@ -6,12 +6,12 @@ from typing import Any, TypeAlias
 
 from tqdm.auto import tqdm
 
+from nanovllm.core.outputs import Outbox, RequestOutput
+from nanovllm.core.sequence import TokenIds
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.outputs import Outbox, RequestOutput
-from nanovllm.engine.request_check import Prompt, check_conversations, encode_text, prompt_list, render_chat
-from nanovllm.engine.sequence import TokenIds
 from nanovllm.errors import EngineError
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.text.request_check import Prompt, check_conversations, encode_text, prompt_list, render_chat
 
 Message: TypeAlias = dict[str, Any]
 

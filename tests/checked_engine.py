@@ -17,9 +17,9 @@ from simulated_streams import SimulatedStreams, TrackedBackend, tracked_store
 from tiny_models import reference_model
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.batch import StepPlan
-from nanovllm.engine.outputs import RequestOutput
-from nanovllm.engine.sequence import Sequence
+from nanovllm.core.outputs import RequestOutput
+from nanovllm.core.sequence import Sequence
+from nanovllm.core.step_plan import StepPlan
 from nanovllm.layers import rotary_embedding
 from nanovllm.layers.kv_cells import store_kv
 
@@ -157,7 +157,7 @@ def _streams(streams: SimulatedStreams | None) -> Iterator[None]:
     if streams is None:
         yield
         return
-    with mock.patch("nanovllm.kvcache.offload_engine.make_streams", lambda device: streams):
+    with mock.patch("nanovllm.kvcache.transfer.offload_engine.make_streams", lambda device: streams):
         yield
 
 
@@ -165,8 +165,8 @@ def _streams(streams: SimulatedStreams | None) -> Iterator[None]:
 def small_staging(group_tokens: int, num_groups: int) -> Iterator[None]:
     """Staging for few tokens, so that a few blocks fill it and it wraps."""
     with (
-        mock.patch("nanovllm.config.STAGING_GROUP_TOKENS", group_tokens),
-        mock.patch("nanovllm.config.NUM_STAGING_GROUPS", num_groups),
-        mock.patch("nanovllm.kvcache.offload_engine.NUM_STAGING_GROUPS", num_groups),
+        mock.patch("nanovllm.core.kv_spec.STAGING_GROUP_TOKENS", group_tokens),
+        mock.patch("nanovllm.core.kv_spec.NUM_STAGING_GROUPS", num_groups),
+        mock.patch("nanovllm.kvcache.transfer.offload_engine.NUM_STAGING_GROUPS", num_groups),
     ):
         yield

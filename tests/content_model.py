@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from nanovllm.engine.batch import KVMoves, SequenceStep, StepPlan
-from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.sequence import Sequence, SequenceStatus
-from nanovllm.kvcache.base import KVCacheManager
-from nanovllm.kvcache.block_manager import BlockManager
-from nanovllm.kvcache.block_pool import BlockPool
-from nanovllm.kvcache.hybrid_manager import HybridKVCacheManager
-from nanovllm.kvcache.prefix_index import Block
+from nanovllm.core.sequence import Sequence, SequenceStatus
+from nanovllm.core.step_plan import KVMoves, SequenceStep, StepPlan
+from nanovllm.kvcache.policy.base import KVCacheManager
+from nanovllm.kvcache.policy.block_manager import BlockManager
+from nanovllm.kvcache.policy.block_pool import BlockPool
+from nanovllm.kvcache.policy.hybrid_manager import HybridKVCacheManager
+from nanovllm.kvcache.policy.prefix_index import Block
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.scheduling.scheduler import Scheduler
 
 EOS = 0
 VOCAB_SIZE = 7

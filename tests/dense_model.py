@@ -4,11 +4,11 @@ from pathlib import Path
 
 import torch
 
-from nanovllm.distributed import TPGroup
+from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.device.tp_group import TPGroup
 from nanovllm.layers.kv_cells import KVCells
-from nanovllm.loader import load_weights
-from nanovllm.model_config import ModelConfig
 from nanovllm.models.decoder import CausalLM
+from nanovllm.models.loader import load_weights
 from nanovllm.models.registry import build_model
 
 

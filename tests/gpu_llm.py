@@ -10,10 +10,11 @@ from checked_engine import CheckedLLM, Reference, greedy
 from dense_model import random_prompt
 from transformers import AutoModelForCausalLM
 
-from nanovllm.engine import model_runner
-from nanovllm.engine.batch import StepPlan
-from nanovllm.engine.outputs import RequestOutput
-from nanovllm.layers.sampler import SamplingTensors, sample
+from nanovllm.core.outputs import RequestOutput
+from nanovllm.core.step_plan import StepPlan
+from nanovllm.kernels.sampling_tensors import SamplingTensors
+from nanovllm.layers.sampler import sample
+from nanovllm.runner import model_runner
 
 BLOCK = 256
 

@@ -17,8 +17,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from nanovllm import kernel_target
-from nanovllm.kernel_target import KernelTarget
+from nanovllm.device import kernel_target
+from nanovllm.device.kernel_target import KernelTarget
 
 
 @dataclass(frozen=True)

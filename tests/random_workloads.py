@@ -9,10 +9,10 @@ from unittest import mock
 
 from content_model import Simulation
 
-from nanovllm.engine.sequence import Sequence
-from nanovllm.kvcache.base import KVCacheManager
-from nanovllm.kvcache.block_manager import BlockManager
-from nanovllm.kvcache.hybrid_manager import HybridKVCacheManager
+from nanovllm.core.sequence import Sequence
+from nanovllm.kvcache.policy.base import KVCacheManager
+from nanovllm.kvcache.policy.block_manager import BlockManager
+from nanovllm.kvcache.policy.hybrid_manager import HybridKVCacheManager
 
 GRAIN = 2  # tokens, instead of 256
 # Three documents that prompts begin with. The second one is the first up to its middle.
@@ -24,8 +24,10 @@ DOCUMENTS = (_first, _first[:21] + [_rng.randrange(1, 7) for _ in range(43)], [1
 @contextmanager
 def small_grain() -> Iterator[None]:
     with (
-        mock.patch("nanovllm.kvcache.hybrid_manager.BLOCK_SIZE_STEP", GRAIN),
-        mock.patch("nanovllm.kvcache.block_pool.LONG_CHUNK_BLOCKS", 3),  # so that small workloads have long chunks
+        mock.patch("nanovllm.kvcache.policy.hybrid_manager.BLOCK_SIZE_STEP", GRAIN),
+        mock.patch(
+            "nanovllm.kvcache.policy.block_pool.LONG_CHUNK_BLOCKS", 3
+        ),  # so that small workloads have long chunks
     ):
         yield
 

@@ -36,7 +36,7 @@ import torch
 from race_detector import Access, RaceDetector, Site
 
 from nanovllm.attention.base import AttentionBackend, PagedBatch, PartialAttention
-from nanovllm.kvcache.streams import Event
+from nanovllm.kvcache.transfer.streams import Event
 from nanovllm.layers.kv_cells import KVCells, store_kv
 
 Mode = Literal["late", "early", "random"]
@@ -84,7 +84,7 @@ class _Copy(NamedTuple):
 
 
 class SimulatedStream:
-    """One queue of work, in the calls of `nanovllm.kvcache.streams.Stream`, with `read` and `write` declared beside.
+    """One queue of work, in the calls of `kvcache.transfer.streams.Stream`, with `read` and `write` declared beside.
 
     `clock[i]` is the last epoch of stream i whose work is ordered before what is enqueued here next. An epoch of a
     stream is its work between two records.

@@ -7,16 +7,16 @@ import torch
 from paged_cases import assert_as_good_as_plain_torch, assert_matches, make_paged
 from rounding import MAX_ROUNDINGS, MEAN_VALUE, PART_COUNTS, num_roundings
 
-from nanovllm import kernel_target
-from nanovllm.attention import contiguous, cudnn_backend
+from nanovllm.attention.backends import contiguous, cudnn_backend
+from nanovllm.attention.backends.cudnn_backend import CudnnBackend
+from nanovllm.attention.backends.flash_backend import FlashBackend
+from nanovllm.attention.backends.selection import BACKENDS, choose_backend, find_backend
+from nanovllm.attention.backends.torch_backend import TorchBackend, flash_attn_with_lse
+from nanovllm.attention.backends.triton_backend import TritonBackend
 from nanovllm.attention.base import AttentionBackend, PagedBatch, PartialAttention
-from nanovllm.attention.cudnn_backend import CudnnBackend
-from nanovllm.attention.flash_backend import FlashBackend
-from nanovllm.attention.selection import BACKENDS, choose_backend, find_backend
-from nanovllm.attention.torch_backend import TorchBackend, flash_attn_with_lse
-from nanovllm.attention.triton_backend import TritonBackend
-from nanovllm.kernel_target import KernelTarget
-from nanovllm.model_config import HEAD_DIMS
+from nanovllm.checkpoint.model_config import HEAD_DIMS
+from nanovllm.device import kernel_target
+from nanovllm.device.kernel_target import KernelTarget
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SLOW_CYCLES = 20_000_000  # about 10 ms, longer than all the rest takes

@@ -17,7 +17,7 @@ from benchmarks import bench_attention, common, device_memory, run_all, sweep
 from benchmarks.common import Machine, Samples, greedy, lengths_after_short_warm_up, random_prompt, serve, time_prompts
 from benchmarks.targets import JOBS, TARGETS, Job, Target, of, ratio
 from nanovllm import LLM, SamplingParams
-from nanovllm.plan_check import check_plan
+from nanovllm.capacity.plan_check import check_plan
 
 MACHINE = Machine("a laptop", 1e12, 1e11, 1e10)
 BLOCK, CONTEXT = 256, 2048

@@ -5,7 +5,7 @@ from multiprocessing.connection import Connection
 import numpy as np
 import pytest
 
-from nanovllm.engine.channel import Receiver, Sender, make_segment
+from nanovllm.executor.channel import Receiver, Sender, make_segment
 
 CONTEXT = multiprocessing.get_context("spawn")
 

@@ -14,7 +14,7 @@ import pytest
 from tiny_models import write_tiny_model, write_tiny_tokenizer
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.checkpoint import CONFIG_FILES, TOKENIZER_FILES, fetch_weights, find_model, weight_files
+from nanovllm.checkpoint.files import CONFIG_FILES, TOKENIZER_FILES, fetch_weights, find_model, weight_files
 from nanovllm.engine import llm_engine
 
 ROOT = Path(__file__).parents[1]

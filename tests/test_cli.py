@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from nanovllm import cli, flag_help
+from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.cli import flag_help
+from nanovllm.cli import main as cli
+from nanovllm.cli.flags import given_fields, name_flags
 from nanovllm.config import _CHOICES, Config
 from nanovllm.demo.haystack import build_haystack
 from nanovllm.demo.retrieval_model import build_retrieval_model
-from nanovllm.flags import given_fields, name_flags
-from nanovllm.model_config import ModelConfig
 from nanovllm.sampling_params import SamplingParams
 
 ROOT = Path(__file__).parents[1]
@@ -60,7 +61,7 @@ def _parse(*flags: str) -> tuple[Config, SamplingParams]:
 def test_help_any_command_loads_no_torch() -> None:
     code = """
 import sys
-from nanovllm.cli import main
+from nanovllm.cli.main import main
 for argv in (["--help"], ["demo", "--help"], ["plan", "--help"], ["chat", "--help"], ["generate", "--help"]):
     try:
         main(argv)

@@ -19,11 +19,12 @@ pytest.importorskip("triton")
 from offline_compiler import Compiled, compiling_for
 from triton.runtime.jit import JITFunction
 
-import nanovllm.attention.kernels as attention_kernels
-import nanovllm.layers.kernels as layer_kernels
-from nanovllm.kernel_target import KNOWN_TARGETS, KernelTarget
-from nanovllm.layers.sampler import SamplingTensors
-from nanovllm.model_config import HEAD_DIMS
+from nanovllm import kernels
+from nanovllm.checkpoint.model_config import HEAD_DIMS
+from nanovllm.device.kernel_target import KNOWN_TARGETS, KernelTarget
+from nanovllm.kernels import attention as attention_kernels
+from nanovllm.kernels import fused as layer_kernels
+from nanovllm.kernels.sampling_tensors import SamplingTensors
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 
@@ -36,10 +37,9 @@ targets = pytest.mark.parametrize("target", KNOWN_TARGETS.values(), ids=KNOWN_TA
 def kernel_names() -> set[str]:
     """Every kernel of the package."""
     names = set()
-    for package in (attention_kernels, layer_kernels):
-        for info in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
-            functions = vars(importlib.import_module(info.name)).values()
-            names |= {f.fn.__name__ for f in functions if isinstance(f, JITFunction)}
+    for info in pkgutil.iter_modules(kernels.__path__, f"{kernels.__name__}."):
+        functions = vars(importlib.import_module(info.name)).values()
+        names |= {f.fn.__name__ for f in functions if isinstance(f, JITFunction)}
     return {name for name in names if name.endswith("_kernel")}
 
 

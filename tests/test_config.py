@@ -6,7 +6,12 @@ from typing import Any
 
 import pytest
 
-from nanovllm.config import NUM_STAGING_GROUPS, STAGING_GROUP_TOKENS, Config, KVCacheSpec
+from nanovllm.config import Config
+from nanovllm.core.kv_spec import (
+    NUM_STAGING_GROUPS,
+    STAGING_GROUP_TOKENS,
+    KVCacheSpec,
+)
 
 OFFLOAD = {"enable_cpu_offload": True}
 NAN, INF = math.nan, math.inf

@@ -11,12 +11,13 @@ from dense_model import random_prompt
 from tiny_models import ROPES, write_tiny_model
 
 from nanovllm import LLM
-from nanovllm.checkpoint import presets
+from nanovllm.checkpoint import model_config
+from nanovllm.checkpoint.config_overrides import OVERRIDABLE, apply_overrides
+from nanovllm.checkpoint.files import presets
+from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.checkpoint.rope_extension import rope_extension
 from nanovllm.config import Config
-from nanovllm.config_overrides import OVERRIDABLE, apply_overrides
-from nanovllm.model_config import ModelConfig
-from nanovllm.plan import max_model_len
-from nanovllm.rope_extension import rope_extension
+from nanovllm.core.step_limits import max_model_len
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -110,9 +111,7 @@ def test_overrides_are_checked_as_config_json_is() -> None:
 
 
 def test_overridable_are_the_entries_that_model_config_reads() -> None:
-    import nanovllm.model_config
-
-    source = Path(nanovllm.model_config.__file__).read_text()
+    source = Path(model_config.__file__).read_text()
     assert all(name in source for name in OVERRIDABLE)
 
 

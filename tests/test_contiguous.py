@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from nanovllm.attention import contiguous
-from nanovllm.attention.contiguous import SequenceKV
+from nanovllm.attention.backends import contiguous
+from nanovllm.attention.backends.contiguous import SequenceKV
 
 
 def make_kv(table: list[int]) -> SequenceKV:

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from nanovllm.engine.batch import SlotLoad, SlotOffload
-from nanovllm.kvcache.copy_runs import Run, join_runs, load_runs, offload_runs, staging_runs
+from nanovllm.core.step_plan import SlotLoad, SlotOffload
+from nanovllm.kvcache.policy.copy_runs import Run, join_runs, load_runs, offload_runs, staging_runs
 
 
 def test_blocks_that_are_neighbours_on_both_sides_are_one_run() -> None:

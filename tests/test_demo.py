@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from nanovllm.cli import main
-from nanovllm.demo import command, haystack
+from nanovllm.cli import demo as command
+from nanovllm.cli.main import main
+from nanovllm.demo import haystack
 
 ROOT = Path(__file__).parents[1]
 SMALL = ["demo", "--num-tokens", "3000", "--device", "cpu"]

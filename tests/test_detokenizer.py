@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from nanovllm.engine.detokenizer import WINDOW_TOKENS, Detokenizer, TokenDecoder
+from nanovllm.text.detokenizer import WINDOW_TOKENS, Detokenizer, TokenDecoder
 
 
 class ByteTokenizer:

@@ -5,12 +5,16 @@ from typing import Any
 import pytest
 import torch
 
-from nanovllm import device_memory as parts
-from nanovllm.config import Config, graph_sizes, max_sampled_rows
-from nanovllm.device_memory import DeviceMemory, device_memory
-from nanovllm.gpus import find_gpu
-from nanovllm.machine import Machine
-from nanovllm.model_config import ModelConfig
+from nanovllm.capacity import device_memory as parts
+from nanovllm.capacity.device_memory import DeviceMemory, device_memory
+from nanovllm.capacity.gpus import find_gpu
+from nanovllm.capacity.machine import Machine
+from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.config import Config
+from nanovllm.core.step_limits import (
+    graph_sizes,
+    max_sampled_rows,
+)
 
 MIB, GIB = 2**20, 2**30
 MODEL = ModelConfig.without_weights("qwen3-0.6b")

@@ -2,7 +2,7 @@
 
 import threading
 
-from nanovllm.distributed import TPGroup
+from nanovllm.device.tp_group import TPGroup
 
 TIMEOUT_S = 5.0
 

@@ -17,7 +17,7 @@ import torch
 from tiny_models import write_tiny_model, write_tiny_tokenizer
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.memory_profile import memory_remedy
+from nanovllm.device.memory_profile import memory_remedy
 from nanovllm.errors import EngineError
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from tiny_models import write_tiny_model, write_tiny_tokenizer
 
-from nanovllm import LLM, SamplingParams, cli
-from nanovllm.generation_config import read_sampling_defaults
+from nanovllm import LLM, SamplingParams
+from nanovllm.checkpoint.generation_config import read_sampling_defaults
+from nanovllm.cli import main as cli
 
 USER = [{"role": "user", "content": "Hello"}]
 FILE = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "eos_token_id": [3], "transformers": "5"}

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import write_tiny_model
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.sequence import Sequence
+from nanovllm.core.sequence import Sequence
 
 pytestmark = pytest.mark.gpu
 

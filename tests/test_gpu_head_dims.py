@@ -13,7 +13,7 @@ from checked_engine import Reference, cache_options
 from gpu_llm import BLOCK, GpuLLM, prompts_of
 from tiny_models import write_tiny_model
 
-from nanovllm.model_config import HEAD_DIMS
+from nanovllm.checkpoint.model_config import HEAD_DIMS
 
 pytestmark = pytest.mark.gpu
 

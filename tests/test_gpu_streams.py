@@ -27,12 +27,12 @@ from gpu_llm import BLOCK, GpuLLM, prompts_of
 from tiny_models import write_tiny_model
 
 from nanovllm import LLM
-from nanovllm.engine.batch import KVMoves, SlotOffload
-from nanovllm.engine.graph_capture import capture_stream
-from nanovllm.kvcache import offload_engine
-from nanovllm.kvcache.copy_runs import offload_runs
-from nanovllm.kvcache.offload_engine import OffloadEngine
-from nanovllm.kvcache.streams import CudaStreams, Event, Stream
+from nanovllm.core.step_plan import KVMoves, SlotOffload
+from nanovllm.kvcache.policy.copy_runs import offload_runs
+from nanovllm.kvcache.transfer import offload_engine
+from nanovllm.kvcache.transfer.offload_engine import OffloadEngine
+from nanovllm.kvcache.transfer.streams import CudaStreams, Event, Stream
+from nanovllm.runner.graph_capture import capture_stream
 
 pytestmark = pytest.mark.gpu
 
@@ -377,7 +377,7 @@ def test_soak_every_block_that_comes_back_is_the_one_that_was_written(
     options = OFFLOAD | {"num_gpu_blocks": num_gpu_blocks, "kvcache_block_size": block_size, "num_cpu_blocks": 60}
     with (
         small_staging(2 * block_size, 2),
-        mock.patch("nanovllm.engine.model_runner.OffloadEngine", ChecksummedOffloadEngine),
+        mock.patch("nanovllm.runner.model_runner.OffloadEngine", ChecksummedOffloadEngine),
         GpuLLM(reference, max_num_batched_tokens=1500, **options) as llm,
     ):
         answers = soak(llm, SOAK_SECONDS / 4, seed)

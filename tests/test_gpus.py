@@ -2,8 +2,8 @@
 
 import pytest
 
-from nanovllm.gpus import GPUS, H200, LINK_PEAK_GB_PER_S, find_gpu, gpu_of_cuda_name
-from nanovllm.machine import Machine
+from nanovllm.capacity.gpus import GPUS, H200, LINK_PEAK_GB_PER_S, find_gpu, gpu_of_cuda_name
+from nanovllm.capacity.machine import Machine
 
 GIB = 2**30
 

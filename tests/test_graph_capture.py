@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from nanovllm.engine import graph_capture
+from nanovllm.runner import graph_capture
 
 
 class FakeGraph:

@@ -1,4 +1,7 @@
-"""The import rules, read from the source: what each part of the package may know about."""
+"""The import rules, read from the source: what each part of the package may know about.
+
+A part is a folder of the package, a folder of `kvcache` or `attention`, or a module at the top.
+"""
 
 import ast
 import subprocess
@@ -12,51 +15,50 @@ import nanovllm
 PACKAGE = Path(nanovllm.__file__).parent
 
 # Part -> the parts it may import, besides itself. Imports go downwards only.
-BASE = {"base", "utils"}
-ALLOWED = {
+OPTIONS = {"config", "sampling_params", "errors", "checkpoint", "utils"}
+ALLOWED: dict[str, set[str]] = {
+    "errors": set(),
     "utils": set(),
-    "base": {"utils"},  # config, errors, sampling_params, distributed, ...
-    "plan": BASE,  # engine/batch and engine/sequence: plain data that the cache managers work on
-    "layers": BASE,
-    "attention": BASE | {"layers"},
-    "kvcache": BASE | {"layers", "plan"},
-    "models": BASE | {"layers", "attention"},
-    "engine": BASE | {"plan", "layers", "attention", "kvcache", "models"},
-    "demo": BASE | {"layers", "models", "engine", "top"},
-    "top": BASE | {"plan", "layers", "attention", "kvcache", "models", "engine", "demo"},  # llm, cli, console
+    "sampling_params": set(),
+    "checkpoint": {"sampling_params", "utils"},
+    "config": {"sampling_params", "checkpoint"},
+    "core": OPTIONS,
+    "capacity": OPTIONS | {"core"},
+    "device": OPTIONS,
+    "kernels": {"device", "core"},
+    "layers": OPTIONS | {"device", "kernels"},
+    "attention": {"layers", "utils"},
+    "attention.backends": OPTIONS | {"attention", "layers", "kernels", "device", "core"},
+    "kvcache": {"kvcache.policy", "kvcache.transfer"},
+    "kvcache.policy": OPTIONS | {"core"},
+    "kvcache.transfer": OPTIONS | {"core", "device", "kvcache.policy"},
+    "models": OPTIONS | {"attention", "layers", "device"},
+    "runner": OPTIONS
+    | {"core", "device", "kernels", "layers", "attention", "attention.backends", "kvcache.transfer", "models"},
+    "executor": {"errors", "device", "core"},
+    "scheduling": {"sampling_params", "core", "kvcache.policy"},
+    "text": OPTIONS | {"core"},
+    "engine": OPTIONS
+    | {
+        "core",
+        "capacity",
+        "device",
+        "attention.backends",
+        "kvcache.policy",
+        "runner",
+        "executor",
+        "scheduling",
+        "text",
+    },
+    "demo": OPTIONS,
+    "llm": OPTIONS | {"core", "engine", "text"},
+    "cli": OPTIONS | {"core", "capacity", "device", "engine", "text", "llm", "demo", "nanovllm"},
+    "nanovllm": {"llm", "sampling_params"},
+    "__main__": {"cli"},
 }
-PART_OF_MODULE = {
-    "nanovllm": "top",
-    "nanovllm.__main__": "top",
-    "nanovllm.llm": "top",
-    "nanovllm.plan": "base",  # not the plan of a step
-    "nanovllm.cli": "top",
-    "nanovllm.chat": "top",
-    "nanovllm.flags": "top",
-    "nanovllm.console": "top",
-    "nanovllm.engine.batch": "plan",
-    "nanovllm.engine.sequence": "plan",
-    "nanovllm.loader": "models",  # fills the parameters of the models
-}
-TORCH_FREE = {
-    f"nanovllm.{name}"
-    for name in (
-        "kvcache.base kvcache.prefix_index kvcache.block_pool kvcache.block_manager kvcache.hybrid_manager "
-        "kvcache.slot_ring kvcache.step_slots kvcache.histories kvcache.copy_runs "
-        "engine.scheduler engine.sequence engine.batch config sampling_params "
-        "errors planner plan plan_table plan_check remedies costs device_memory machine gpus "
-        "model_config model_settings checkpoint config_overrides rope_extension generation_config flags"
-    ).split()
-}
-MAY_IMPORT_TRITON = ("nanovllm.attention.kernels", "nanovllm.layers.kernels", "nanovllm.attention.triton_backend")
-OWNS_THE_DEVICE = {
-    f"nanovllm.{name}"
-    for name in (
-        "distributed kernel_target engine.model_runner engine.startup engine.cuda_graphs engine.streamed_graphs "
-        "layers.kernels.launch engine.device_guard engine.graph_capture engine.memory_profile engine.step_result "
-        "kvcache.streams kvcache.pinned_memory utils.cuda_streams attention.cudnn_backend attention.triton_backend"
-    ).split()
-}
+TORCH_FREE = {"errors", "sampling_params", "config", "checkpoint", "core", "capacity", "kvcache.policy", "scheduling"}
+MAY_IMPORT_TRITON = {"kernels"}
+MAY_USE_THE_DEVICE = {"device", "kernels", "attention.backends", "kvcache.transfer", "runner"}
 
 
 def module_names() -> dict[str, Path]:
@@ -69,14 +71,13 @@ def module_names() -> dict[str, Path]:
 
 
 def part_of(module: str) -> str:
-    if module in PART_OF_MODULE:
-        return PART_OF_MODULE[module]
-    folder = module.split(".")[1]
-    return folder if folder in ALLOWED else "base"
+    """The longest name of a part that the module lies in."""
+    names = module.split(".")[1:] or ["nanovllm"]
+    return next(part for k in (2, 1) if (part := ".".join(names[:k])) in ALLOWED)
 
 
-def is_in(module: str, packages: tuple[str, ...]) -> bool:
-    return any(module == package or module.startswith(package + ".") for package in packages)
+def is_in(module: str, package: str) -> bool:
+    return module == package or module.startswith(package + ".")
 
 
 def imported_names(tree: ast.AST) -> set[str]:
@@ -91,10 +92,23 @@ def imported_names(tree: ast.AST) -> set[str]:
     return names
 
 
+def imported_modules(tree: ast.AST, modules: set[str]) -> set[str]:
+    """Modules of the package that are imported; `from a.b import c` is a.b.c if that is a module, otherwise a.b."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                found.add(name if name in modules else node.module)
+    return found & modules
+
+
 def uses_torch_cuda(tree: ast.AST) -> bool:
     attributes = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr == "cuda")
     named = any(isinstance(node.value, ast.Name) and node.value.id == "torch" for node in attributes)
-    return named or any(is_in(name, ("torch.cuda",)) for name in imported_names(tree))
+    return named or any(is_in(name, "torch.cuda") for name in imported_names(tree))
 
 
 def broken_rules(module: str, source: str, modules: set[str]) -> list[str]:
@@ -103,16 +117,34 @@ def broken_rules(module: str, source: str, modules: set[str]) -> list[str]:
     imported = imported_names(tree)
     part = part_of(module)
     broken = [f"relative import {name}" for name in imported if name.startswith(".")]
-    for name in imported & modules - {"nanovllm"}:
+    for name in imported_modules(tree, modules):
         if part_of(name) not in ALLOWED[part] | {part}:
             broken.append(f"{part} imports {name}, which belongs to {part_of(name)}")
-    if module in TORCH_FREE and any(is_in(name, ("torch",)) for name in imported):
+    if part in TORCH_FREE and any(is_in(name, "torch") for name in imported):
         broken.append("imports torch")
-    if not is_in(module, MAY_IMPORT_TRITON) and any(is_in(name, ("triton",)) for name in imported):
+    if part not in MAY_IMPORT_TRITON and any(is_in(name, "triton") for name in imported):
         broken.append("imports triton")
-    if module not in OWNS_THE_DEVICE and uses_torch_cuda(tree):
+    if part not in MAY_USE_THE_DEVICE and uses_torch_cuda(tree):
         broken.append("uses torch.cuda")
     return broken
+
+
+def find_circle(imports: dict[str, set[str]]) -> list[str] | None:
+    """Modules that import each other in a circle, or None."""
+    done: set[str] = set()
+
+    def visit(module: str, path: list[str]) -> list[str] | None:
+        if module in path:
+            return [*path[path.index(module) :], module]
+        if module in done:
+            return None
+        for name in sorted(imports[module]):
+            if circle := visit(name, [*path, module]):
+                return circle
+        done.add(module)
+        return None
+
+    return next((circle for module in imports if (circle := visit(module, []))), None)
 
 
 def test_package_keeps_the_import_rules() -> None:
@@ -121,32 +153,53 @@ def test_package_keeps_the_import_rules() -> None:
     assert not {name: rules for name, rules in broken.items() if rules}
 
 
+def test_parts_are_allowed_no_circle() -> None:
+    assert find_circle(ALLOWED) is None
+
+
+def test_modules_import_each_other_in_no_circle() -> None:
+    modules = module_names()
+    imports = {name: imported_modules(ast.parse(path.read_text()), set(modules)) for name, path in modules.items()}
+    assert find_circle(imports) is None
+
+
+def test_find_circle_names_it() -> None:
+    assert find_circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
+    assert find_circle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) is None
+
+
 @pytest.mark.parametrize(
     ("module", "source", "complaint"),
     [
-        ("nanovllm.layers.linear", "from nanovllm.engine.scheduler import Scheduler", "layers imports"),
-        ("nanovllm.layers.linear", "def f():\n    import nanovllm.models.qwen3", "layers imports"),
-        ("nanovllm.attention.paged", "from nanovllm.kvcache import streams", "attention imports"),
-        ("nanovllm.kvcache.streams", "from nanovllm.attention.base import PagedBatch", "kvcache imports"),
-        ("nanovllm.kvcache.base", "from nanovllm.engine.scheduler import Scheduler", "kvcache imports"),
-        ("nanovllm.engine.scheduler", "from nanovllm.llm import LLM", "engine imports"),
-        ("nanovllm.models.qwen3", "from . import decoder", "relative import"),
-        ("nanovllm.engine.scheduler", "from torch import Tensor", "imports torch"),
+        ("nanovllm.layers.linear", "from nanovllm.scheduling.scheduler import Scheduler", "layers imports"),
+        ("nanovllm.layers.linear", "def f():\n    import nanovllm.models.decoder", "layers imports"),
+        ("nanovllm.attention.paged", "from nanovllm.kvcache.transfer import streams", "attention imports"),
+        ("nanovllm.attention.base", "from nanovllm.attention.backends.a import b", "attention imports"),
+        (
+            "nanovllm.kvcache.transfer.streams",
+            "from nanovllm.attention.base import PagedBatch",
+            "kvcache.transfer imports",
+        ),
+        ("nanovllm.kvcache.policy.base", "from nanovllm.kvcache.transfer import streams", "kvcache.policy imports"),
+        ("nanovllm.scheduling.scheduler", "from nanovllm.llm import LLM", "scheduling imports"),
+        ("nanovllm.models.decoder", "from . import loader", "relative import"),
+        ("nanovllm.scheduling.scheduler", "from torch import Tensor", "imports torch"),
         ("nanovllm.layers.linear", "import triton.language as tl", "imports triton"),
         ("nanovllm.layers.linear", "import torch\ntorch.cuda.synchronize()", "uses torch.cuda"),
         ("nanovllm.layers.linear", "from torch import cuda", "uses torch.cuda"),
     ],
 )
 def test_broken_rules_bad_import_complains(module: str, source: str, complaint: str) -> None:
-    modules = {"nanovllm.engine.scheduler", "nanovllm.models.qwen3", "nanovllm.kvcache.streams", "nanovllm.llm"}
-    broken = broken_rules(module, source, modules | {"nanovllm.attention.base"})
+    modules = {"scheduling.scheduler", "models.decoder", "kvcache.transfer.streams", "llm", "attention.base"}
+    names = {f"nanovllm.{name}" for name in modules | {"attention.backends.a"}}
+    broken = broken_rules(module, source, names)
     assert any(rule.startswith(complaint) for rule in broken), broken
 
 
 def test_broken_rules_good_imports_pass() -> None:
-    modules = {"nanovllm.layers.linear", "nanovllm.engine.batch"}
-    assert not broken_rules("nanovllm.models.qwen3", "import torch\nfrom nanovllm.layers import linear", modules)
-    assert not broken_rules("nanovllm.kvcache.base", "from nanovllm.engine.batch import KVMoves", modules)
+    modules = {"nanovllm.layers.linear", "nanovllm.core.step_plan"}
+    assert not broken_rules("nanovllm.models.decoder", "import torch\nfrom nanovllm.layers import linear", modules)
+    assert not broken_rules("nanovllm.kvcache.policy.base", "from nanovllm.core.step_plan import KVMoves", modules)
 
 
 def test_package_lists_what_it_exports_without_loading_torch() -> None:
@@ -159,6 +212,15 @@ def test_package_lists_what_it_exports_without_loading_torch() -> None:
 
 def test_torch_free_modules_imported_leave_torch_out() -> None:
     """What the source says also holds at run time, through everything that is imported on the way."""
-    names = ["nanovllm", *sorted(TORCH_FREE & module_names().keys())]
+    names = ["nanovllm", *sorted(name for name in module_names() if part_of(name) in TORCH_FREE)]
     code = f"import sys, {', '.join(names)}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_kvcache_exports_the_names_that_people_look_for() -> None:
+    names = "BlockManager, HybridKVCacheManager"
+    code = f"from nanovllm.kvcache import {names}; import sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+    from nanovllm.kvcache import OffloadEngine
+
+    assert OffloadEngine.__module__.startswith("nanovllm.kvcache")

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from nanovllm.engine.batch import KVMoves, SamplingRow, SequenceStep, StepPlan, StreamedGroup
-from nanovllm.engine.cuda_graphs import DecodeInputs
-from nanovllm.engine.inputs import (
+from nanovllm.core.step_plan import KVMoves, SamplingRow, SequenceStep, StepPlan, StreamedGroup
+from nanovllm.runner.cuda_graphs import DecodeInputs
+from nanovllm.runner.inputs import (
     SAMPLING_ARRAYS,
     build_arrays,
     build_batches,

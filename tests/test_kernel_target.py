@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from nanovllm import kernel_target
-from nanovllm.kernel_target import INTERPRETER, KNOWN_TARGETS, KernelTarget
+from nanovllm.device import kernel_target
+from nanovllm.device.kernel_target import INTERPRETER, KNOWN_TARGETS, KernelTarget
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -42,7 +42,7 @@ def test_configs_of_an_unknown_gpu_are_those_of_one_like_it(
     capability: tuple[int, int], shared_kib: int, like: str, head_dim: int, itemsize: int
 ) -> None:
     pytest.importorskip("triton")
-    from nanovllm.attention.kernels.configs import decode_config, prefill_config
+    from nanovllm.kernels.configs import decode_config, prefill_config
 
     targets = KernelTarget(capability, shared_kib * 1024), KNOWN_TARGETS[like]
     for max_query_len in (1, 2048, 2049):

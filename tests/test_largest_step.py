@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from nanovllm.engine.batch import StepPlan
-from nanovllm.engine.inputs import build_arrays, build_groups
-from nanovllm.engine.largest_step import HISTORY_TOKENS, NUM_GROUPS, largest_steps, short_step
+from nanovllm.core.step_plan import StepPlan
+from nanovllm.runner.inputs import build_arrays, build_groups
+from nanovllm.runner.largest_step import HISTORY_TOKENS, NUM_GROUPS, largest_steps, short_step
 
 BLOCK = 256
 

@@ -11,8 +11,8 @@ triton = pytest.importorskip("triton")
 @pytest.mark.gpu
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 def test_compile_only_compiles_and_loads_without_running(monkeypatch: pytest.MonkeyPatch) -> None:
-    from nanovllm.layers import kernels
-    from nanovllm.layers.kernels.launch import compile_only
+    from nanovllm.kernels import fused as kernels
+    from nanovllm.kernels.launch import compile_only
 
     compiled: list[str] = []
     monkeypatch.setattr(triton.knobs.compilation, "listener", lambda src, **_: compiled.append(src.name))

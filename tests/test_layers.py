@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from thread_ranks import ThreadGroup, run_ranks
 
-from nanovllm.distributed import TPGroup
+from nanovllm.device.tp_group import TPGroup
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm

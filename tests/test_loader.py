@@ -10,10 +10,10 @@ from safetensors.torch import load_file, save_file
 from thread_ranks import run_ranks
 from tiny_models import write_tiny_model
 
-from nanovllm.distributed import TPGroup
-from nanovllm.loader import load_weights
-from nanovllm.model_config import ModelConfig
+from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.device.tp_group import TPGroup
 from nanovllm.models.decoder import CausalLM
+from nanovllm.models.loader import load_weights
 from nanovllm.models.registry import build_model
 
 PROMPT = random_prompt(30)

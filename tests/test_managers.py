@@ -4,12 +4,12 @@ import pytest
 from content_model import Simulation
 from random_workloads import GRAIN, small_grain
 
-from nanovllm.engine.batch import SlotOffload
-from nanovllm.kvcache.base import KVCacheManager
-from nanovllm.kvcache.block_manager import BlockManager
-from nanovllm.kvcache.histories import History
-from nanovllm.kvcache.hybrid_manager import HybridKVCacheManager
-from nanovllm.kvcache.slot_ring import HybridBlock, SlotRing
+from nanovllm.core.step_plan import SlotOffload
+from nanovllm.kvcache.policy.base import KVCacheManager
+from nanovllm.kvcache.policy.block_manager import BlockManager
+from nanovllm.kvcache.policy.histories import History
+from nanovllm.kvcache.policy.hybrid_manager import HybridKVCacheManager
+from nanovllm.kvcache.policy.slot_ring import HybridBlock, SlotRing
 
 
 def tokens(count: int, start: int = 0) -> list[int]:

@@ -10,8 +10,8 @@ import pytest
 from tiny_models import ROPES, write_tiny_model
 from transformers import AutoConfig, LlamaConfig, Qwen2Config, Qwen3Config
 
-from nanovllm.checkpoint import presets
-from nanovllm.model_config import ARCHITECTURES, DEFAULTS, ModelConfig, RopeConfig
+from nanovllm.checkpoint.files import presets
+from nanovllm.checkpoint.model_config import ARCHITECTURES, DEFAULTS, ModelConfig, RopeConfig
 
 QWEN3 = json.loads(presets()["qwen3-0.6b"].read_text())
 QWEN2 = json.loads(presets()["qwen2.5-7b-1m"].read_text())
@@ -58,7 +58,7 @@ def test_architectures_have_their_biases_and_norms() -> None:
 
 
 def test_import_loads_neither_torch_nor_transformers() -> None:
-    code = "import sys, nanovllm.model_config; assert not {'torch', 'transformers'} & set(sys.modules)"
+    code = "import sys, nanovllm.checkpoint.model_config; assert not {'torch', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -212,7 +212,8 @@ def test_config_equals_what_transformers_reads(tmp_path: Path, settings: dict[st
 def test_reading_a_config_imports_neither_torch_nor_transformers() -> None:
     """Regression: reading config.json took 9 s of the first start on a machine."""
     code = (
-        "import sys; from nanovllm.model_config import ModelConfig; ModelConfig.from_pretrained('qwen3-0.6b'); "
+        "import sys; from nanovllm.checkpoint.model_config import ModelConfig; "
+        "ModelConfig.from_pretrained('qwen3-0.6b'); "
         "sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM
-from nanovllm.checkpoint import presets
+from nanovllm.checkpoint.files import presets
+from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.checkpoint.model_settings import MAX_POSITIONS
 from nanovllm.engine import llm_engine
-from nanovllm.model_config import ModelConfig
-from nanovllm.model_settings import MAX_POSITIONS
 
 QWEN3 = json.loads(presets()["qwen3-0.6b"].read_text())
 LLAMA = json.loads(presets()["llama-3.1-8b"].read_text())

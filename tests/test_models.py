@@ -7,8 +7,8 @@ import torch
 from dense_model import load_model, random_prompt, run_greedy, run_logits
 from tiny_models import ARCHITECTURES, ROPES, greedy_reference, reference_model, write_tiny_model
 
-from nanovllm.distributed import TPGroup
-from nanovllm.model_config import ModelConfig
+from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.device.tp_group import TPGroup
 from nanovllm.models.registry import build_model
 
 TOLERANCE = 1e-4

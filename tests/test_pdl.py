@@ -12,11 +12,11 @@ import torch
 
 pytest.importorskip("triton")
 
-from nanovllm import kernel_target
-from nanovllm.attention import kernels as attention_kernels
-from nanovllm.layers import kernels
-from nanovllm.layers.kernels import pdl
-from nanovllm.layers.sampler import SamplingTensors
+from nanovllm.device import kernel_target
+from nanovllm.kernels import attention as attention_kernels
+from nanovllm.kernels import fused as kernels
+from nanovllm.kernels import pdl
+from nanovllm.kernels.sampling_tensors import SamplingTensors
 
 NUM_LAYERS = 6
 HIDDEN, INTERMEDIATE, VOCAB = 1024, 3072, 5000

@@ -10,7 +10,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-from nanovllm.kvcache.pinned_memory import HostBuffer
+from nanovllm.kvcache.transfer.pinned_memory import HostBuffer
 
 GPU = torch.device("cuda", 1)
 

@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 
+from nanovllm.capacity.gpus import GPUS, find_gpu
+from nanovllm.capacity.machine import Machine
+from nanovllm.capacity.plan import CapacityPlan
+from nanovllm.capacity.plan_check import any_problem, check_plan, check_start, memory_problem
+from nanovllm.capacity.plan_table import plan_table
+from nanovllm.capacity.planner import PlanOptions, make_plan
+from nanovllm.capacity.remedies import MAX_REMEDIES
+from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
-from nanovllm.gpus import GPUS, find_gpu
-from nanovllm.machine import Machine
-from nanovllm.model_config import ModelConfig
-from nanovllm.plan import Plan
-from nanovllm.plan_check import any_problem, check_plan, check_start, memory_problem
-from nanovllm.planner import PlanOptions, make_plan
-from nanovllm.remedies import MAX_REMEDIES
 
 MIB, GIB = 2**20, 2**30
 MODELS = {name: ModelConfig.without_weights(name) for name in ("qwen3-0.6b", "qwen3-8b", "llama-3.1-8b")}
@@ -29,7 +30,7 @@ def plan_for(
     context: int | None = None,
     num_sequences: int = 1,
     **options: Any,
-) -> Plan:
+) -> CapacityPlan:
     config = Config(model=model, **options)
     return make_plan(config, MODELS[model], machine, context=context, num_sequences=num_sequences)
 
@@ -54,7 +55,7 @@ def changes(message: str) -> list[dict[str, Any]]:
     return found
 
 
-def with_changes(plan: Plan, options: dict[str, Any]) -> Plan:
+def with_changes(plan: CapacityPlan, options: dict[str, Any]) -> CapacityPlan:
     config = replace(plan.config, **options)
     return make_plan(config, plan.model, plan.machine, context=plan.context, num_sequences=plan.num_sequences)
 
@@ -96,7 +97,7 @@ def test_check_start_slots_at_the_edge_go_by_what_is_exact(num_slots: int, fits:
     else:
         with pytest.raises(ValueError, match="lower num_gpu_blocks to"):
             check_start(plan)
-    assert "(!)" in str(plan)
+    assert "(!)" in plan_table(plan)
     with pytest.raises(ValueError, match="lower num_gpu_blocks to"):
         check_plan(plan)
 
@@ -207,7 +208,7 @@ def test_check_plan_refuses_what_the_table_marks_and_every_remedy_works(
             check_plan(plan)
         except ValueError as error:
             refused = str(error)
-        assert refused is not None or "(!)" not in str(plan), str(plan)
+        assert refused is not None or "(!)" not in plan_table(plan), plan_table(plan)
         assert (refused is None) == (any_problem(plan) is None)
         if refused is None:
             check_start(plan)
@@ -223,4 +224,4 @@ def test_every_gpu_of_the_table_can_be_planned_for() -> None:
     for gpu in GPUS:
         plan = plan_for(Machine.gpu(64 * GIB, gpu), enable_cpu_offload=True)
         check_plan(plan)
-        assert gpu.name in str(plan) and plan.memory_decode_tok_per_s and plan.flop_prefill_tok_per_s
+        assert gpu.name in plan_table(plan) and plan.memory_decode_tok_per_s and plan.flop_prefill_tok_per_s

@@ -12,18 +12,24 @@ from dense_model import random_prompt
 from tiny_models import ARCHITECTURES, write_tiny_model
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.capacity.costs import (
+    activation_bytes,
+    num_missing_blocks,
+    num_prefill_loaded_blocks,
+    weight_bytes,
+)
+from nanovllm.capacity.machine import Machine
+from nanovllm.capacity.plan import CapacityPlan
+from nanovllm.capacity.planner import PlanOptions, make_plan
+from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
-from nanovllm.costs import activation_bytes, num_missing_blocks, num_prefill_loaded_blocks, weight_bytes
-from nanovllm.distributed import TPGroup
-from nanovllm.engine.batch import KVMoves, SamplingRow, SequenceStep, SlotLoad, StepPlan, StreamedGroup
-from nanovllm.kvcache import link
-from nanovllm.kvcache.link import LinkMeter, measure_link
-from nanovllm.kvcache.streams import ImmediateStreams, make_streams
-from nanovllm.machine import Machine
-from nanovllm.model_config import ModelConfig
+from nanovllm.core.step_plan import KVMoves, SamplingRow, SequenceStep, SlotLoad, StepPlan, StreamedGroup
+from nanovllm.device.tp_group import TPGroup
+from nanovllm.engine.link_meter import LinkMeter
+from nanovllm.kvcache.transfer import link
+from nanovllm.kvcache.transfer.link import measure_link
+from nanovllm.kvcache.transfer.streams import ImmediateStreams, make_streams
 from nanovllm.models.registry import build_model
-from nanovllm.plan import Plan
-from nanovllm.planner import PlanOptions, make_plan
 
 MIB, GIB = 2**20, 2**30
 MODEL, _ = ModelConfig.from_pretrained("qwen3-0.6b")
@@ -31,7 +37,9 @@ H200 = Machine.gpu(100 * GIB)
 OFFLOAD: dict[str, Any] = {"enable_cpu_offload": True, "num_gpu_blocks": 8}
 
 
-def plan_for(machine: Machine = H200, *, context: int | None = None, num_sequences: int = 1, **options: Any) -> Plan:
+def plan_for(
+    machine: Machine = H200, *, context: int | None = None, num_sequences: int = 1, **options: Any
+) -> CapacityPlan:
     config = Config(model="qwen3-0.6b", **options)
     return make_plan(config, MODEL, machine, context=context, num_sequences=num_sequences)
 

@@ -9,11 +9,11 @@ import pytest
 import xxhash
 from content_model import Simulation, longest_prefix_left
 
-from nanovllm.engine.sequence import Sequence
-from nanovllm.kvcache.block_manager import BlockManager
-from nanovllm.kvcache.block_pool import BlockPool, stretches
-from nanovllm.kvcache.hybrid_manager import HybridKVCacheManager
-from nanovllm.kvcache.prefix_index import Block, PrefixIndex, PrefixMatch
+from nanovllm.core.sequence import Sequence
+from nanovllm.kvcache.policy.block_manager import BlockManager
+from nanovllm.kvcache.policy.block_pool import BlockPool, stretches
+from nanovllm.kvcache.policy.hybrid_manager import HybridKVCacheManager
+from nanovllm.kvcache.policy.prefix_index import Block, PrefixIndex, PrefixMatch
 from nanovllm.sampling_params import SamplingParams
 
 
@@ -77,7 +77,7 @@ def test_match_same_tokens_after_another_beginning_are_a_miss() -> None:
 
 
 def test_match_equal_hashes_of_different_tokens_are_a_miss() -> None:
-    with mock.patch("nanovllm.kvcache.prefix_index.xxhash.xxh64_intdigest", lambda _: 42):
+    with mock.patch("nanovllm.kvcache.policy.prefix_index.xxhash.xxh64_intdigest", lambda _: 42):
         pool = filled_pool(make_sequence([1, 2, 3]))
         assert pool.match(make_sequence([1, 2, 3])) != PrefixMatch()
         assert pool.match(make_sequence([1, 7, 3])) == PrefixMatch()
@@ -225,7 +225,7 @@ def test_index_random_operations_with_few_hashes_never_matches_other_tokens() ->
     rng = random.Random(0)
     original = xxhash.xxh64_intdigest
     num_matched = 0
-    with mock.patch("nanovllm.kvcache.prefix_index.xxhash.xxh64_intdigest", lambda data: original(data) % 4):
+    with mock.patch("nanovllm.kvcache.policy.prefix_index.xxhash.xxh64_intdigest", lambda data: original(data) % 4):
         pool = BlockPool([Block(i) for i in range(12)], 4, 2, enable_prefix_caching=True)
         held: list[Sequence] = []
         for seq_id in range(3000):

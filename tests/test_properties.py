@@ -11,14 +11,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from random_workloads import GRAIN, Abort, Add, Operation, Preempt, Steps, play, play_dense, small_grain
 
-from nanovllm.engine.batch import StepPlan
-from nanovllm.engine.sequence import Sequence
-from nanovllm.kvcache.base import KVCacheManager
-from nanovllm.kvcache.block_manager import BlockManager
-from nanovllm.kvcache.hybrid_manager import HybridKVCacheManager
-from nanovllm.kvcache.prefix_index import Block, PrefixIndex
-from nanovllm.kvcache.slot_ring import HybridBlock
-from nanovllm.kvcache.step_slots import StepSlots
+from nanovllm.core.sequence import Sequence
+from nanovllm.core.step_plan import StepPlan
+from nanovllm.kvcache.policy.base import KVCacheManager
+from nanovllm.kvcache.policy.block_manager import BlockManager
+from nanovllm.kvcache.policy.hybrid_manager import HybridKVCacheManager
+from nanovllm.kvcache.policy.prefix_index import Block, PrefixIndex
+from nanovllm.kvcache.policy.slot_ring import HybridBlock
+from nanovllm.kvcache.policy.step_slots import StepSlots
 
 T = TypeVar("T")
 QUICK = [HealthCheck.too_slow, HealthCheck.large_base_example]

@@ -5,7 +5,12 @@ import math
 import pytest
 import torch
 
-from nanovllm.layers.sampler import INVALID_TOKEN, SamplingTensors, exponential_noise, sample
+from nanovllm.kernels.sampling_tensors import SamplingTensors
+from nanovllm.layers.sampler import (
+    INVALID_TOKEN,
+    exponential_noise,
+    sample,
+)
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 VOCAB_SIZE = 11

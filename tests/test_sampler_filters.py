@@ -11,10 +11,14 @@ import pytest
 import torch
 from interpreter import HAS_TRITON, INTERPRETED, needs_triton, not_interpreted, on_device, run_in_interpreter
 
-from nanovllm.layers.sampler import SamplingTensors, redraw_cut_tokens, sample
+from nanovllm.kernels.sampling_tensors import SamplingTensors
+from nanovllm.layers.sampler import (
+    redraw_cut_tokens,
+    sample,
+)
 
 if HAS_TRITON:
-    kernel = importlib.import_module("nanovllm.layers.kernels.sampler")
+    kernel = importlib.import_module("nanovllm.kernels.sampler")
 
 ROUNDING = 1e-5  # of a probability, summed in fp32 over a few thousand tokens, and of a ratio of two
 

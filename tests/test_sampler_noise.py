@@ -7,7 +7,12 @@ import pytest
 import torch
 from interpreter import HAS_TRITON, INTERPRETED, needs_triton, not_interpreted, on_device, run_in_interpreter
 
-from nanovllm.layers.sampler import SamplingTensors, exponential_noise, random_bits, sample
+from nanovllm.kernels.sampling_tensors import SamplingTensors
+from nanovllm.layers.sampler import (
+    exponential_noise,
+    random_bits,
+    sample,
+)
 
 NUM_ENTRIES = 4096
 
@@ -96,8 +101,8 @@ if HAS_TRITON:
     import triton
     import triton.language as tl
 
-    kernel = importlib.import_module("nanovllm.layers.kernels.sampler")
-    noise = importlib.import_module("nanovllm.layers.kernels.noise")
+    kernel = importlib.import_module("nanovllm.kernels.sampler")
+    noise = importlib.import_module("nanovllm.kernels.noise")
 
     @triton.jit
     def _noise_kernel(seed_ptr, position_ptr, bits_ptr, noise_ptr, num_entries, BLOCK: tl.constexpr):

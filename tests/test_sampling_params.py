@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from nanovllm.layers.sampler import SamplingTensors, sample
+from nanovllm.kernels.sampling_tensors import SamplingTensors
+from nanovllm.layers.sampler import sample
 from nanovllm.sampling_params import MAX_SEED, MAX_TEMPERATURE, MIN_SEED, MIN_TEMPERATURE, SamplingParams
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -7,13 +7,13 @@ import pytest
 from content_model import EOS, Simulation, expected_answer
 from random_workloads import small_grain
 
-from nanovllm.engine.batch import StepPlan
-from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.sequence import Sequence, SequenceStatus
-from nanovllm.kvcache import block_manager
-from nanovllm.kvcache.block_manager import BlockManager
-from nanovllm.kvcache.hybrid_manager import HybridKVCacheManager
+from nanovllm.core.sequence import Sequence, SequenceStatus
+from nanovllm.core.step_plan import StepPlan
+from nanovllm.kvcache.policy import block_manager
+from nanovllm.kvcache.policy.block_manager import BlockManager
+from nanovllm.kvcache.policy.hybrid_manager import HybridKVCacheManager
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.scheduling.scheduler import Scheduler
 
 
 def all_gpu(num_blocks: int = 64, block_size: int = 4, **options: object) -> Simulation:

@@ -89,7 +89,7 @@ def test_small_linear_as_good_as_plain_torch(
     device: str, dtype: torch.dtype, num_rows: int, num_features: int, size: int
 ) -> None:
     """Features that are no multiple of a tile, inputs that are a multiple of 8 only, strided rows of x."""
-    from nanovllm.layers import kernels
+    from nanovllm.kernels import fused as kernels
 
     x, weight, some_bias = make_case(num_rows, num_features, size, dtype, device)
     bias = some_bias if num_rows > 1 else None  # with and without
@@ -103,7 +103,7 @@ def test_small_linear_as_good_as_plain_torch(
 def test_small_gate_up_as_good_as_plain_torch(
     device: str, dtype: torch.dtype, num_rows: int, num_features: int, size: int
 ) -> None:
-    from nanovllm.layers import kernels
+    from nanovllm.kernels import fused as kernels
 
     x, weight, some_bias = make_case(num_rows, 2 * num_features, size, dtype, device)
     bias = some_bias if num_rows > 1 else None  # with and without
@@ -114,7 +114,7 @@ def test_small_gate_up_as_good_as_plain_torch(
 @pytest.mark.parametrize("tile", TILES)
 def test_small_linear_any_tile_as_good_as_plain_torch(device: str, tile: tuple[int, int, int]) -> None:
     """Every way through the kernel: one warp or several, loads in registers or through shared memory."""
-    from nanovllm.layers.kernels.small_linear import Tile, small_gate_up, small_linear
+    from nanovllm.kernels.small_linear import Tile, small_gate_up, small_linear
 
     x, weight, bias = make_case(2, 38, 1048, torch.float16, device)
     check_linear(small_linear(x, weight, bias, Tile(*tile)), x, weight, bias)
@@ -123,7 +123,7 @@ def test_small_linear_any_tile_as_good_as_plain_torch(device: str, tile: tuple[i
 
 @on_device
 def test_small_linear_no_rows_is_empty(device: str) -> None:
-    from nanovllm.layers import kernels
+    from nanovllm.kernels import fused as kernels
 
     x, weight, bias = make_case(0, 6, 8, torch.float32, device)
     assert kernels.small_linear(x, weight, bias).shape == (0, 6)

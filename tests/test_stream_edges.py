@@ -24,13 +24,13 @@ from random_workloads import play_dense, small_grain
 from simulated_streams import MODES, Edge, Mode, SimulatedStreams
 from tiny_models import write_tiny_model
 
-from nanovllm.config import KVCacheSpec
-from nanovllm.engine.batch import KVMoves, StepPlan
-from nanovllm.kvcache import offload_engine
-from nanovllm.kvcache.copy_runs import Run, load_runs, offload_runs, staging_runs
-from nanovllm.kvcache.hybrid_manager import HybridKVCacheManager
-from nanovllm.kvcache.offload_engine import OffloadEngine
-from nanovllm.kvcache.streams import Event
+from nanovllm.core.kv_spec import KVCacheSpec
+from nanovllm.core.step_plan import KVMoves, StepPlan
+from nanovllm.kvcache.policy.copy_runs import Run, load_runs, offload_runs, staging_runs
+from nanovllm.kvcache.policy.hybrid_manager import HybridKVCacheManager
+from nanovllm.kvcache.transfer import offload_engine
+from nanovllm.kvcache.transfer.offload_engine import OffloadEngine
+from nanovllm.kvcache.transfer.streams import Event
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -199,7 +199,7 @@ def test_run_joined_over_a_gap_is_noticed(side: str) -> None:
         return tuple(joined)
 
     num_noticed = 0
-    with mock.patch("nanovllm.kvcache.copy_runs.join_runs", join_by_one_side):
+    with mock.patch("nanovllm.kvcache.policy.copy_runs.join_runs", join_by_one_side):
         for seed in SEEDS:
             try:
                 play_with_streams(seed, SimulatedStreams("early", seed, check_races=False))

@@ -9,13 +9,13 @@ import torch
 from paged_cases import PagedCase, make_paged
 from rounding import MAX_ROUNDINGS, MEAN_VALUE, PART_COUNTS, num_roundings
 
-from nanovllm.attention import cudnn_backend
+from nanovllm.attention.backends import cudnn_backend
+from nanovllm.attention.backends.cudnn_backend import CudnnBackend
+from nanovllm.attention.backends.selection import BACKENDS
+from nanovllm.attention.backends.torch_backend import TorchBackend
+from nanovllm.attention.backends.triton_backend import TritonBackend
 from nanovllm.attention.base import AttentionBackend, PagedBatch
-from nanovllm.attention.cudnn_backend import CudnnBackend
-from nanovllm.attention.selection import BACKENDS
 from nanovllm.attention.streamed import StreamedAttention
-from nanovllm.attention.torch_backend import TorchBackend
-from nanovllm.attention.triton_backend import TritonBackend
 
 SCALE = 0.1
 

@@ -7,15 +7,16 @@ from checked_engine import small_staging
 from paged_cases import PagedCase, make_paged
 from rounding import MAX_ROUNDINGS, MEAN_VALUE, PART_COUNTS, num_roundings
 
-from nanovllm.attention import selection
+from nanovllm.attention.backends import selection
 from nanovllm.attention.base import PagedBatch, StepAttention
 from nanovllm.attention.paged import PagedAttention
-from nanovllm.config import KVCacheSpec, streamed_graph_sizes
-from nanovllm.engine import inputs
-from nanovllm.engine.batch import KVMoves, SamplingRow, SequenceStep, StepPlan, StreamedGroup
-from nanovllm.engine.cuda_graphs import DecodeInputs
-from nanovllm.engine.streamed_graphs import StreamedDecodeGraphs
-from nanovllm.kvcache.offload_engine import OffloadEngine
+from nanovllm.core.kv_spec import KVCacheSpec
+from nanovllm.core.step_limits import streamed_graph_sizes
+from nanovllm.core.step_plan import KVMoves, SamplingRow, SequenceStep, StepPlan, StreamedGroup
+from nanovllm.kvcache.transfer.offload_engine import OffloadEngine
+from nanovllm.runner import inputs
+from nanovllm.runner.cuda_graphs import DecodeInputs
+from nanovllm.runner.streamed_graphs import StreamedDecodeGraphs
 
 BLOCK, SCALE = 256, 0.1
 PAGED_LENS = (BLOCK, BLOCK - 3)  # tokens in the last block of each sequence

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from nanovllm.distributed import TPGroup
-from nanovllm.engine import tp_worker
-from nanovllm.engine.tp_worker import WorkerGroup
+from nanovllm.device.tp_group import TPGroup
 from nanovllm.errors import EngineError, WorkerDiedError
+from nanovllm.executor import processes as tp_worker
+from nanovllm.executor.processes import WorkerGroup
 
 NOTICED_WITHIN_S = 5.0
 
@@ -231,7 +231,7 @@ def test_worker_group_factory_fails_on_a_worker_raises_and_leaves_nothing() -> N
 
 SCRIPT = """
 import time
-from nanovllm.engine.tp_worker import WorkerGroup
+from nanovllm.executor.processes import WorkerGroup
 from test_tp_worker import EchoRunner
 if __name__ == "__main__":
     group = WorkerGroup(EchoRunner, 2, "cpu")

@@ -9,16 +9,16 @@ from interpreter import INTERPRETED, not_interpreted, on_device, run_in_interpre
 from paged_cases import assert_as_good_as_plain_torch, make_paged
 from rounding import MAX_ROUNDINGS, PART_COUNTS, make_parts, rms
 
-from nanovllm import kernel_target
+from nanovllm.attention.backends.triton_backend import TritonBackend
 from nanovllm.attention.base import PartialAttention
 from nanovllm.attention.merge import RunningMerge, merge_parts
-from nanovllm.attention.triton_backend import TritonBackend
+from nanovllm.checkpoint.model_config import HEAD_DIMS
+from nanovllm.device import kernel_target
+from nanovllm.kernels.sampling_tensors import SamplingTensors
 from nanovllm.layers.activation import silu_and_mul
 from nanovllm.layers.kv_cells import KVCells
 from nanovllm.layers.layernorm import add_rms_norm, rms_norm
 from nanovllm.layers.rotary_embedding import rotate_and_store
-from nanovllm.layers.sampler import SamplingTensors
-from nanovllm.model_config import HEAD_DIMS
 
 pytest.importorskip("triton")
 
@@ -45,8 +45,8 @@ LOADS = ["tma", "pointers"] if INTERPRETED else ["own", "8.9"]
 @pytest.fixture
 def loads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The prefill kernel loads as the test's parameter says."""
-    from nanovllm.attention.kernels import prefill
-    from nanovllm.attention.kernels.configs import prefill_config
+    from nanovllm.kernels import prefill
+    from nanovllm.kernels.configs import prefill_config
 
     if INTERPRETED:
         tma = request.param == "tma"
@@ -102,7 +102,7 @@ def test_attend_one_query_each_matches_naive(device, heads, head_dim, page, dtyp
 @pytest.mark.parametrize("block_n", [16, 32])
 def test_decode_other_tiles_match_naive(device, block_n, head_dim):
     """The tiles of GPUs with less shared memory."""
-    from nanovllm.attention.kernels import DecodeConfig, paged_decode
+    from nanovllm.kernels.attention import DecodeConfig, paged_decode
 
     dtype = torch.float16 if INTERPRETED else torch.bfloat16
     case = make_paged(
@@ -218,7 +218,7 @@ def no_key_like(part: PartialAttention) -> PartialAttention:
 @pytest.mark.parametrize(("num_tokens", "size"), SIZES)
 def test_layer_kernels_equal_plain_torch(device, dtype, num_tokens, size):
     """One rounding apart at most, since sums run in another order."""
-    from nanovllm.layers import kernels
+    from nanovllm.kernels import fused as kernels
 
     torch.manual_seed(0)
     x, residual = (torch.randn(num_tokens, size, device=device).to(dtype) for _ in range(2))
@@ -242,9 +242,10 @@ def test_norm_rotate_store_equals_plain_torch(device, dtype, heads, head_dim, no
 
     Head dims that are not powers of two, such as 80 and 96, did not compile.
     """
-    from nanovllm.layers import kernels
+    from nanovllm.kernels import fused as kernels
+    from nanovllm.kernels import rotary
 
-    monkeypatch.setattr(kernels.rotary, "MANY_TOKENS", many_tokens)
+    monkeypatch.setattr(rotary, "MANY_TOKENS", many_tokens)
     torch.manual_seed(0)
     num_tokens = 3 if INTERPRETED else 70
     qkv = torch.randn(num_tokens, heads[0] + 2 * heads[1], head_dim, device=device).to(dtype)
@@ -273,7 +274,8 @@ def test_every_kernel_stays_inside_its_memory(device, head_dim, monkeypatch):
 
     What is computed is compared elsewhere: a reference would call cuBLAS, in whose kernels racecheck sees hazards.
     """
-    from nanovllm.layers import kernels
+    from nanovllm.kernels import fused as kernels
+    from nanovllm.kernels import rotary
 
     torch.manual_seed(0)
     dtype, page = (torch.float16, 256) if INTERPRETED else (torch.bfloat16, 512)
@@ -300,7 +302,7 @@ def test_every_kernel_stays_inside_its_memory(device, head_dim, monkeypatch):
     slot_mapping[1] = -1
     cos_sin = torch.randn(num_tokens, head_dim, device=device)
     for many_tokens in (1, 1000):
-        monkeypatch.setattr(kernels.rotary, "MANY_TOKENS", many_tokens)
+        monkeypatch.setattr(rotary, "MANY_TOKENS", many_tokens)
         results += [kernels.norm_rotate_store(*qkv, *new(2, head_dim), 1e-6, cos_sin, *caches, slot_mapping), caches]
     for num_rows in (1, 3):
         results += [kernels.small_linear(x[:num_rows], new(57, size), new(57))]
@@ -314,7 +316,7 @@ def test_every_kernel_stays_inside_its_memory(device, head_dim, monkeypatch):
 
 
 def test_plan_num_splits_fills_the_gpu():
-    from nanovllm.attention.kernels import plan_num_splits
+    from nanovllm.kernels.attention import plan_num_splits
 
     assert plan_num_splits(8, 40960, 132) * 8 in range(240, 265)  # one sequence: one full wave
     assert plan_num_splits(64, 40960, 132) * 64 in range(240, 265)

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import torch
 
-from nanovllm.distributed import TPGroup
+from nanovllm.device.tp_group import TPGroup
 
 Result = TypeVar("Result")
 

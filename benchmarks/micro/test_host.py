@@ -14,17 +14,17 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from nanovllm.engine import inputs
-from nanovllm.engine.batch import KVMoves, SamplingRow, SequenceStep, StepPlan
-from nanovllm.engine.detokenizer import Detokenizer, TokenDecoder
-from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.sequence import Sequence
-from nanovllm.kvcache.base import KVCacheManager
-from nanovllm.kvcache.block_manager import BlockManager
-from nanovllm.kvcache.block_pool import BlockPool
-from nanovllm.kvcache.hybrid_manager import HybridKVCacheManager
-from nanovllm.kvcache.prefix_index import Block, PrefixMatch
+from nanovllm.core.sequence import Sequence
+from nanovllm.core.step_plan import KVMoves, SamplingRow, SequenceStep, StepPlan
+from nanovllm.kvcache.policy.base import KVCacheManager
+from nanovllm.kvcache.policy.block_manager import BlockManager
+from nanovllm.kvcache.policy.block_pool import BlockPool
+from nanovllm.kvcache.policy.hybrid_manager import HybridKVCacheManager
+from nanovllm.kvcache.policy.prefix_index import Block, PrefixMatch
+from nanovllm.runner import inputs
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.scheduling.scheduler import Scheduler
+from nanovllm.text.detokenizer import Detokenizer, TokenDecoder
 
 VOCAB_SIZE = 151_936
 DOCUMENTS = sorted(Path(__file__).parents[2].glob("docs/*.md"))

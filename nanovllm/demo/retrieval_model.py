@@ -53,7 +53,14 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from nanovllm.demo.tokenizer import END_TOKEN_ID, MATCH_TOKENS, NUM_BYTES, SPECIAL_TOKENS, VOCAB_SIZE, save_tokenizer
+from nanovllm.demo.tokenizer import (
+    END_TOKEN_ID,
+    MATCH_TOKENS,
+    NUM_BYTES,
+    SPECIAL_TOKENS,
+    VOCAB_SIZE,
+    save_tokenizer,
+)
 
 logger = logging.getLogger(__name__)
 

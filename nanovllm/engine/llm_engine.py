@@ -19,37 +19,43 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nanovllm.checkpoint import fetch_weights
-from nanovllm.config import Config, KVCacheSizes
-from nanovllm.engine.batch import StepPlan
-from nanovllm.engine.detokenizer import Detokenizer, TokenDecoder
-from nanovllm.engine.outputs import Outbox, StepOutput, request_output
-from nanovllm.engine.request_check import Prompt, check_token_ids, encode_text, text_or_token_ids
-from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.sequence import Sequence, TokenIds
-from nanovllm.engine.startup import (
-    check_backend,
-    end_token_ids,
-    find_machine,
-    load_tokenizer,
-    make_runner,
+from nanovllm.capacity.plan_check import check_start
+from nanovllm.capacity.plan_table import plan_table
+from nanovllm.capacity.planner import make_plan
+from nanovllm.checkpoint.files import fetch_weights
+from nanovllm.checkpoint.generation_config import read_sampling_defaults
+from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.config import Config
+from nanovllm.core.kv_spec import KVCacheSizes
+from nanovllm.core.outputs import Outbox, StepOutput, request_output
+from nanovllm.core.sequence import Sequence, TokenIds
+from nanovllm.core.step_limits import max_model_len
+from nanovllm.core.step_plan import StepPlan
+from nanovllm.device.devices import (
     release_failed_start,
     resolve_device,
 )
-from nanovllm.engine.step_result import StepResult
-from nanovllm.engine.tp_worker import WorkerGroup
+from nanovllm.engine.link_meter import LinkMeter
+from nanovllm.engine.startup import (
+    check_backend,
+    find_machine,
+)
 from nanovllm.engine.turns import Turns
 from nanovllm.errors import EngineError
-from nanovllm.generation_config import read_sampling_defaults
-from nanovllm.kvcache.base import KVCacheManager
-from nanovllm.kvcache.block_manager import BlockManager
-from nanovllm.kvcache.hybrid_manager import HybridKVCacheManager
-from nanovllm.kvcache.link import LinkMeter
-from nanovllm.model_config import ModelConfig
-from nanovllm.plan import max_model_len
-from nanovllm.plan_check import check_start
-from nanovllm.planner import make_plan
+from nanovllm.executor.processes import WorkerGroup
+from nanovllm.kvcache.policy.base import KVCacheManager
+from nanovllm.kvcache.policy.block_manager import BlockManager
+from nanovllm.kvcache.policy.hybrid_manager import HybridKVCacheManager
+from nanovllm.runner.model_runner import make_runner
+from nanovllm.runner.step_result import StepResult
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.scheduling.scheduler import Scheduler
+from nanovllm.text.detokenizer import Detokenizer, TokenDecoder
+from nanovllm.text.request_check import Prompt, check_token_ids, encode_text, text_or_token_ids
+from nanovllm.text.tokenizer import (
+    end_token_ids,
+    load_tokenizer,
+)
 from nanovllm.utils.interrupt import deferred_interrupt
 from nanovllm.utils.memory import format_bytes
 
@@ -175,7 +181,7 @@ class LLMEngine:
         stats = self.stats()
         machine = self.plan.machine.with_link(stats["link_byte_per_s"], "measured")
         self.plan = make_plan(self.config, self.model_config, machine, num_gpu_blocks=stats["num_gpu_blocks"])
-        logger.info("%s", self.plan)
+        logger.info("%s", plan_table(self.plan))
 
     def close(self) -> None:
         """Stop the workers and give all memory back. The engine cannot be used afterwards; closing twice is fine."""

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     """silu(first half) * second half of the last dimension: [T, 2 * size] -> [T, size]. Hot: once per layer."""
     if x.is_cuda:
-        from nanovllm.layers import kernels
+        from nanovllm.kernels import fused as kernels
 
         return kernels.silu_and_mul(x)
     gate, up = x.chunk(2, dim=-1)

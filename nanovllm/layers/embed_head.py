@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanovllm.distributed import TPGroup
+from nanovllm.device.tp_group import TPGroup
 from nanovllm.layers.weights import NamedShard, WeightShard, new_parameter
 
 

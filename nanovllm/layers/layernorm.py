@@ -15,7 +15,7 @@ from nanovllm.layers.weights import NamedShard, WeightShard, new_parameter
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich 2019)."""
     if x.is_cuda:
-        from nanovllm.layers import kernels
+        from nanovllm.kernels import fused as kernels
 
         return kernels.rms_norm(x, weight, eps)
     x32 = x.float()
@@ -28,7 +28,7 @@ def add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(rms_norm(x + residual), x + residual); the sum is rounded to the dtype of `x` before it is normed."""
     if x.is_cuda:
-        from nanovllm.layers import kernels
+        from nanovllm.kernels import fused as kernels
 
         return kernels.add_rms_norm(x, residual, weight, eps)
     residual = x + residual

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanovllm.distributed import TPGroup
+from nanovllm.device.tp_group import TPGroup
 from nanovllm.layers.activation import silu_and_mul
 from nanovllm.layers.weights import NamedShard, WeightShard, divide, new_parameter
 
@@ -29,7 +29,7 @@ def use_small_linear(x: torch.Tensor, weight: torch.Tensor) -> bool:
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """[T, K] by weight [N, K] -> [T, N]. Hot: several times per layer."""
     if use_small_linear(x, weight):
-        from nanovllm.layers import kernels
+        from nanovllm.kernels import fused as kernels
 
         return kernels.small_linear(x, weight, bias)
     return F.linear(x, weight, bias)
@@ -38,7 +38,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
 def gate_up(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """silu(first half) * second half of the product: [T, K] by weight [2 * N, K] -> [T, N]. Hot: once per layer."""
     if use_small_linear(x, weight):
-        from nanovllm.layers import kernels
+        from nanovllm.kernels import fused as kernels
 
         return kernels.small_gate_up(x, weight, bias)
     return silu_and_mul(F.linear(x, weight, bias))

@@ -12,9 +12,9 @@ import math
 import torch
 from torch import nn
 
+from nanovllm.checkpoint.model_config import RopeConfig
 from nanovllm.layers.kv_cells import KVCells, store_kv
 from nanovllm.layers.layernorm import rms_norm
-from nanovllm.model_config import RopeConfig
 
 
 class RotaryEmbedding(nn.Module):
@@ -72,7 +72,7 @@ def rotate_and_store(
     With weights [D] each head is RMS-normed first. The rotation is computed in fp32 and rounded once; q is contiguous.
     """
     if q.is_cuda:
-        from nanovllm.layers import kernels
+        from nanovllm.kernels import fused as kernels
 
         return kernels.norm_rotate_store(q, k, v, q_weight, k_weight, eps, cos_sin, *cells)
     if q_weight is not None and k_weight is not None:

@@ -27,24 +27,11 @@ top_k left, then min_p.
 """
 
 import itertools
-from typing import NamedTuple
 
 import torch
 
+from nanovllm.kernels.sampling_tensors import GROUP_SIZE, SamplingTensors
 from nanovllm.sampling_params import INVALID_TOKEN
-
-GROUP_SIZE = 2048  # entries; it decides which tokens a seed draws
-
-
-class SamplingTensors(NamedTuple):
-    """One entry per row, [S], on the device of the logits."""
-
-    temperature: torch.Tensor  # float32, 0: greedy
-    top_k: torch.Tensor  # int64, 0: all
-    top_p: torch.Tensor  # float32, 1: all
-    min_p: torch.Tensor  # float32, 0: all
-    seed: torch.Tensor  # int64
-    position: torch.Tensor  # int64
 
 
 def sample(logits: torch.Tensor, params: SamplingTensors, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -54,7 +41,7 @@ def sample(logits: torch.Tensor, params: SamplingTensors, out: torch.Tensor | No
     id among its largest logits. Hot: once per step; on a GPU nothing here waits for it or depends on what it computes.
     """
     if logits.is_cuda:
-        from nanovllm.layers import kernels
+        from nanovllm.kernels import fused as kernels
 
         return kernels.sample_tokens(logits, params, out)
     values = logits.float()

@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from nanovllm.attention.base import StepAttention
-from nanovllm.distributed import TPGroup
+from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.device.tp_group import TPGroup
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import GateUpParallelLinear, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, rotate_and_store
 from nanovllm.layers.weights import HasWeightShards, WeightShard
-from nanovllm.model_config import ModelConfig
 
 
 class Attention(nn.Module):
@@ -125,10 +125,13 @@ class Decoder(nn.Module):
 class CausalLM(nn.Module):
     """A decoder and its head on one rank. Parameters are uninitialised until the loader has filled them.
 
-    A subclass per architecture names the checkpoint layers that are stacked in one module here, in their order.
+    `stacked_names`: layers of the checkpoint that are stacked in one module here, in this order.
     """
 
-    stacked_names: ClassVar[Mapping[str, tuple[str, ...]]]
+    stacked_names: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+        "gate_up_proj": ("gate_proj", "up_proj"),
+    }
 
     def __init__(self, config: ModelConfig, tp: TPGroup, *, max_model_len: int, dtype: torch.dtype) -> None:
         super().__init__()

@@ -1,0 +1,120 @@
+"""Attention by our own Triton kernels: paged prefill, split-KV decode and merge, on any NVIDIA GPU."""
+
+import importlib.util
+import os
+from collections.abc import Sequence
+from functools import cache
+from typing import ClassVar
+
+import torch
+
+from nanovllm.attention.base import AttentionBackend, PagedBatch, PartialAttention
+from nanovllm.checkpoint.model_config import HEAD_DIMS
+from nanovllm.core.support import MIN_CAPABILITY
+from nanovllm.device import kernel_target
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+class TritonBackend(AttentionBackend):
+    name: ClassVar[str] = "triton"
+
+    def __init__(self) -> None:
+        from nanovllm.kernels import attention as kernels
+
+        self.kernels = kernels
+
+    @classmethod
+    def why_unavailable(cls, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+        if importlib.util.find_spec("triton") is None:
+            return "triton is not installed"
+        if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+            return f"it needs a CUDA GPU, the device is {device.type}"
+        if device.type == "cuda" and kernel_target.target_of(device).capability < MIN_CAPABILITY:
+            return f"it needs compute capability {MIN_CAPABILITY[0]}.{MIN_CAPABILITY[1]}"
+        if dtype not in DTYPES:
+            return f"it runs float16, bfloat16 and float32, not {dtype}"
+        if head_dim not in HEAD_DIMS:
+            return f"it runs head dims {', '.join(map(str, HEAD_DIMS))}, not {head_dim}"
+        return None
+
+    def attend(
+        self,
+        q_THD: torch.Tensor,
+        k_cache_NPKD: torch.Tensor,
+        v_cache_NPKD: torch.Tensor,
+        batch: PagedBatch,
+        scale: float,
+    ) -> PartialAttention:
+        out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
+        num_decodes = _num_leading_decodes(batch)
+        if 0 < num_decodes < len(batch.context_lens):
+            # One query would leave a tile of the other kernel nearly empty
+            decodes, chunks = batch.sequences(0, num_decodes), batch.sequences(num_decodes, len(batch.context_lens))
+            parts = ((slice(0, num_decodes), decodes), (slice(num_decodes, None), chunks))
+            lse = [
+                self._attend_into(out_THD[rows], q_THD[rows], k_cache_NPKD, v_cache_NPKD, part, scale)
+                for rows, part in parts
+            ]
+            return PartialAttention(out_THD, torch.cat(lse, dim=1))
+        return PartialAttention(out_THD, self._attend_into(out_THD, q_THD, k_cache_NPKD, v_cache_NPKD, batch, scale))
+
+    def _attend_into(
+        self,
+        out_THD: torch.Tensor,
+        q_THD: torch.Tensor,
+        k_cache_NPKD: torch.Tensor,
+        v_cache_NPKD: torch.Tensor,
+        batch: PagedBatch,
+        scale: float,
+    ) -> torch.Tensor:
+        """By one kernel. Returns the LSE [H, T]."""
+        if batch.max_query_len > 1:
+            return self.kernels.paged_prefill(
+                q_THD,
+                k_cache_NPKD,
+                v_cache_NPKD,
+                batch.cu_seqlens_q,
+                batch.context_lens,
+                batch.block_tables,
+                batch.max_query_len,
+                scale,
+                batch.causal,
+                out_THD=out_THD,
+            )[1]
+        # A graph knows the longest context only; most are much shorter
+        context_len = batch.max_context_len if batch.host is not None else batch.max_context_len // 4
+        num_rows = q_THD.shape[0] * k_cache_NPKD.shape[2]
+        return self.kernels.paged_decode(
+            q_THD,
+            k_cache_NPKD,
+            v_cache_NPKD,
+            batch.context_lens,
+            batch.block_tables,
+            scale,
+            self.kernels.plan_num_splits(num_rows, context_len, _num_sms(q_THD.device)),
+            out_BHD=out_THD,
+        )[1]
+
+    def merge(self, parts: Sequence[PartialAttention], dtype: torch.dtype) -> PartialAttention:
+        """Into the first part of that dtype, if there is one. Hot: once per merge."""
+        out_THD = next((part.out_THD for part in parts if part.out_THD.dtype == dtype), None)
+        if out_THD is None:
+            out_THD = torch.empty(parts[0].out_THD.shape, dtype=dtype, device=parts[0].out_THD.device)
+        lse_HT = parts[0].lse_HT
+        self.kernels.merge_into(out_THD, lse_HT, parts)
+        return PartialAttention(out_THD, lse_HT)
+
+
+def _num_leading_decodes(batch: PagedBatch) -> int:
+    """Sequences of one query before the first longer one: the scheduler puts what is running first."""
+    if batch.max_query_len == 1 or batch.host is None:
+        return 0
+    return next(i for i, query_len in enumerate(batch.host.query_lens) if query_len != 1)
+
+
+@cache
+def _num_sms(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 4  # Triton's interpreter
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

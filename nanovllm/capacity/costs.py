@@ -1,0 +1,90 @@
+"""What a model costs, from its shapes alone: bytes of weights, of a step's activations, arithmetic, blocks moved.
+
+Everything is per GPU unless the name says otherwise. Counts and products only: neither torch nor weights are loaded.
+"""
+
+from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.config import Config
+from nanovllm.core.kv_spec import kv_cache_spec
+
+
+def itemsize(config: Config, model: ModelConfig) -> int:
+    """Bytes of one weight or one element of KV."""
+    return kv_cache_spec(config, model, tp_size=1).itemsize
+
+
+def layer_params(model: ModelConfig) -> int:
+    """Weights of one layer over all GPUs: q, k, v, o, gate, up, down, norms and biases."""
+    c = model
+    qkv, attention = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim, c.num_heads * c.head_dim
+    params = c.hidden_size * (qkv + attention + 3 * c.intermediate_size + 2)
+    params += 2 * c.head_dim * c.qk_norm + qkv * c.qkv_bias + c.hidden_size * c.o_bias
+    return params + (2 * c.intermediate_size + c.hidden_size) * c.mlp_bias
+
+
+def weight_bytes(config: Config, model: ModelConfig) -> int:
+    """All weights, split evenly over the GPUs. A tied head costs nothing."""
+    num_embeddings = 1 if model.tie_word_embeddings else 2
+    params = model.num_layers * layer_params(model) + model.hidden_size
+    params += num_embeddings * model.vocab_size * model.hidden_size
+    return params * itemsize(config, model) // config.tensor_parallel_size
+
+
+def activation_bytes(config: Config, model: ModelConfig, max_model_len: int, max_num_rows: int) -> int:
+    """Estimate of what the largest step holds at its peak, in a layer or at the head.
+
+    In attention: q, two parts, a piece of a third, and in fp32 the merged result and three log-sum-exps; in the MLP:
+    gate, up and their product. Beside them two hidden states and two residuals, of this layer and of the one before,
+    and the rotation in fp32. At the head: one row of logits for each of the `max_num_rows` sequences that one step can
+    sample.
+    """
+    tp, size = config.tensor_parallel_size, itemsize(config, model)
+    num_tokens = min(config.max_num_batched_tokens, max_num_rows * max_model_len)
+    attention = ((4 * size + max(4, size)) * model.head_dim + 3 * 4) * model.num_heads // tp
+    mlp = size * 3 * model.intermediate_size // tp
+    in_layer = num_tokens * (size * 4 * model.hidden_size + max(attention, mlp) + 4 * model.head_dim)
+    at_head = size * (2 * num_tokens * model.hidden_size + min(max_num_rows, num_tokens) * model.vocab_size)
+    return max(in_layer, at_head)
+
+
+def prefill_flop(config: Config, model: ModelConfig, num_tokens: int) -> float:
+    """Floating-point operations of one prompt: 2 per weight and token, causal attention counted once (2 products of
+    T^2 / 2), one head row.
+
+    The last layer computes K and V of all tokens, and the rest for the one that samples, which is left out.
+    """
+    num_layers = model.num_layers - 1
+    attention = 2 * num_tokens**2 * num_layers * model.num_heads * model.head_dim
+    last_kv = 2 * model.hidden_size * model.num_kv_heads * model.head_dim
+    weights = 2 * num_tokens * (num_layers * layer_params(model) + last_kv)
+    return (weights + attention + 2 * model.hidden_size * model.vocab_size) / config.tensor_parallel_size
+
+
+def decode_bytes(config: Config, model: ModelConfig, num_keys: int, kv_bytes_per_token: int) -> float:
+    """Read from GPU memory in one step: every weight but the embedding's, and all keys and values, once."""
+    params = model.num_layers * layer_params(model) + model.hidden_size * model.vocab_size
+    return params * itemsize(config, model) / config.tensor_parallel_size + num_keys * kv_bytes_per_token
+
+
+def num_full_blocks(context: int, block_size: int) -> int:
+    """Blocks before the one that holds the newest of `context` tokens."""
+    return (context - 1) // block_size
+
+
+def num_missing_blocks(context: int, block_size: int, num_slots: int, num_sequences: int = 1) -> int:
+    """The fewest blocks that must cross the link for one token of each sequence: all full ones less the slots that
+    are no write slot.
+    """
+    return max(0, num_sequences * num_full_blocks(context, block_size) - (num_slots - num_sequences))
+
+
+def num_prefill_loaded_blocks(context: int, block_size: int, num_slots: int, chunk_tokens: int) -> int:
+    """The fewest blocks that must cross the link for one prompt: per chunk, its history less the slots it leaves."""
+    start = num_loaded = 0
+    while start < context:
+        first = start // block_size
+        end = min(start + chunk_tokens, context, (first + num_slots) * block_size)
+        num_written = -(-end // block_size) - first
+        num_loaded += max(0, first - (num_slots - num_written))
+        start = end
+    return num_loaded

@@ -1,0 +1,107 @@
+"""Device memory: what an engine takes of each GPU, part by part. Arithmetic only.
+
+Exact, from shapes alone: the weights, the KV blocks, the staging groups and the logits of the decode graphs. The rest
+is estimated, by the constants below alone, which were fitted to what six engines of Qwen3-0.6B and Qwen3-8B held on an
+H200 (`python -m benchmarks.device_memory`; docs/log.md has the figures). What is called assumed was never measured.
+"""
+
+from dataclasses import dataclass, fields
+
+from nanovllm.capacity import costs
+from nanovllm.capacity.machine import Machine
+from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.config import Config
+from nanovllm.core.kv_spec import (
+    NUM_STAGING_GROUPS,
+    kv_cache_spec,
+)
+from nanovllm.core.step_limits import (
+    graph_sizes,
+    max_sampled_rows,
+    streamed_graph_sizes,
+)
+
+MIB = 2**20
+CONTEXT_BYTES = 780 * MIB  # CUDA's context (524), and the kernels that libraries and Triton load
+NCCL_BYTES = 256 * MIB  # buffers of a rank that has others; assumed
+NUM_WORKSPACES = 2  # torch keeps one for each stream that calls cuBLAS: the one that captures, and the one that runs
+WORKSPACE_BYTES = 32 * MIB  # from compute capability 9.0 on
+OLD_WORKSPACE_BYTES = 8320 * 2**10
+GRAPH_NODE_BYTES = 2**10  # one kernel of an instantiated graph; 10 to 20 MiB for all graphs of an engine
+GRAPH_POOL_BYTES = 22 * MIB  # a large and a small segment of torch's allocator, for what is between the kernels
+NODES_PER_LAYER = 10  # kernels: 2 norms, 4 products, rotation, attention and its merge, SiLU
+NODES_BESIDE_LAYERS = 12  # embedding, cos and sin, last norm, head, sampler
+COPIES_PER_CUT = 3  # query, result and log-sum-exp, where a streamed graph is cut
+NODES_PER_GROUP = 3  # attention, its merge, the merge into the result
+INPUT_BYTES_PER_ROW = 8 * 13  # token, position, slot, lengths and sampling parameters of a sequence
+ALLOCATOR_SHARE = 0.4  # of the activations: what torch's allocator cannot reuse for a step of another size or stream
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceMemory:
+    """Bytes on each GPU at the peak, or in the process on a CPU."""
+
+    weight_bytes: int
+    kv_bytes: int  # all blocks: slots, or without offload the whole cache
+    staging_bytes: int
+    logits_bytes: int  # one static buffer, in which every graph leaves its logits
+    input_bytes: int  # static inputs of the graphs
+    activation_bytes: int  # in the largest step
+    graph_bytes: int
+    workspace_bytes: int  # cuBLAS
+    context_bytes: int  # CUDA's own
+
+    @property
+    def exact_bytes(self) -> int:
+        return self.weight_bytes + self.kv_bytes + self.staging_bytes + self.logits_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        """Everything, estimates included."""
+        return sum(getattr(self, field.name) for field in fields(self))
+
+    @property
+    def estimated_bytes(self) -> int:
+        return self.total_bytes - self.exact_bytes
+
+
+def device_memory(
+    config: Config, model: ModelConfig, machine: Machine, max_model_len: int, num_gpu_blocks: int
+) -> DeviceMemory:
+    """What an engine takes that has `num_gpu_blocks` blocks on each GPU."""
+    spec = kv_cache_spec(config, model, config.tensor_parallel_size)
+    num_rows, is_gpu = max_sampled_rows(config, num_gpu_blocks), machine.gpu_bytes is not None
+    has_graphs = is_gpu and not config.enforce_eager
+    activations = costs.activation_bytes(config, model, max_model_len, num_rows)
+    workspace = WORKSPACE_BYTES if (machine.capability or (0, 0)) >= (9, 0) else OLD_WORKSPACE_BYTES
+    return DeviceMemory(
+        weight_bytes=costs.weight_bytes(config, model),
+        kv_bytes=num_gpu_blocks * spec.block_bytes,
+        staging_bytes=spec.staging_bytes if config.enable_cpu_offload else 0,
+        logits_bytes=num_rows * model.vocab_size * spec.itemsize if has_graphs else 0,
+        input_bytes=_input_bytes(config, model, max_model_len, num_rows) if has_graphs else 0,
+        activation_bytes=int(activations * (1 + ALLOCATOR_SHARE)) if is_gpu else activations,
+        graph_bytes=_graph_bytes(config, model, num_rows) if has_graphs else 0,
+        workspace_bytes=NUM_WORKSPACES * workspace if is_gpu else 0,
+        context_bytes=CONTEXT_BYTES + NCCL_BYTES * (config.tensor_parallel_size > 1) if is_gpu else 0,
+    )
+
+
+def _input_bytes(config: Config, model: ModelConfig, max_model_len: int, num_rows: int) -> int:
+    """With offload also the query, the fp32 result and its log-sum-exp, between the pieces of a streamed step."""
+    per_row = INPUT_BYTES_PER_ROW + 4 * -(-max_model_len // config.block_size)
+    if config.enable_cpu_offload:
+        num_heads = model.num_heads // config.tensor_parallel_size
+        per_row += num_heads * (model.head_dim * (costs.itemsize(config, model) + 4) + 4)
+    return num_rows * per_row
+
+
+def _graph_bytes(config: Config, model: ModelConfig, num_rows: int) -> int:
+    """With offload also graphs in pieces and of staging groups, for fewer sizes."""
+    whole = NODES_PER_LAYER * model.num_layers + NODES_BESIDE_LAYERS
+    num_nodes, num_pools = len(graph_sizes(num_rows)) * whole, 1
+    if config.enable_cpu_offload:
+        per_size = whole + COPIES_PER_CUT * model.num_layers + NUM_STAGING_GROUPS * NODES_PER_GROUP
+        num_nodes += len(streamed_graph_sizes(num_rows)) * per_size
+        num_pools = 3  # whole graphs, pieces, groups
+    return num_nodes * GRAPH_NODE_BYTES + num_pools * GRAPH_POOL_BYTES

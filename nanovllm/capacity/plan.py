@@ -1,0 +1,142 @@
+"""CapacityPlan: what a model, a machine and the engine's options come to, before anything is allocated.
+
+Memory, bounds, and how many sequences fit; made by planner.py, judged by plan_check.py. Arithmetic only: no torch, no
+weights.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from nanovllm.capacity import costs
+from nanovllm.capacity.device_memory import DeviceMemory, device_memory
+from nanovllm.capacity.machine import Machine
+from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.config import Config
+from nanovllm.core.kv_spec import (
+    KVCacheSpec,
+    kv_cache_spec,
+)
+from nanovllm.core.step_limits import max_model_len
+
+
+class Capacity(NamedTuple):
+    """How many sequences of one length can run together, and what allows no more."""
+
+    num_sequences: int
+    limit: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class CapacityPlan:
+    """Memory and bounds of an engine and of the sequences it is to run together. Bytes are per GPU.
+
+    A bound is what no schedule can exceed: bytes or arithmetic that cannot be avoided, over the machine's rate. It
+    counts the tokens per second of all sequences together.
+    """
+
+    config: Config
+    model: ModelConfig
+    machine: Machine
+    context: int  # tokens of each sequence
+    num_sequences: int
+    num_gpu_blocks: int  # slots, or without offload the whole cache
+    num_cpu_blocks: int  # 0 without offload
+
+    # -- memory --------------------------------------------------------------------------------------------------
+
+    @property
+    def spec(self) -> KVCacheSpec:
+        """The KV cache of one GPU."""
+        return kv_cache_spec(self.config, self.model, self.config.tensor_parallel_size)
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return self.spec.block_bytes // self.spec.block_size
+
+    @property
+    def memory(self) -> DeviceMemory:
+        """Each part of the GPU's memory."""
+        limit = max_model_len(self.config, self.model)
+        return device_memory(self.config, self.model, self.machine, limit, self.num_gpu_blocks)
+
+    @property
+    def gpu_limit_bytes(self) -> int | None:
+        """What the engine may use; None on a CPU."""
+        if self.machine.gpu_bytes is None:
+            return None
+        return int(self.machine.gpu_bytes * self.config.gpu_memory_utilization)
+
+    @property
+    def fits_gpu(self) -> bool:
+        """Whether everything on the GPU, estimates included, is within the limit. True on a CPU."""
+        return self.gpu_limit_bytes is None or self.memory.total_bytes <= self.gpu_limit_bytes
+
+    @property
+    def cpu_pool_bytes(self) -> int:
+        """Size of the CPU pool of all ranks together."""
+        return self.num_cpu_blocks * self.spec.block_bytes * self.config.tensor_parallel_size
+
+    @property
+    def fits_host(self) -> bool:
+        return self.cpu_pool_bytes <= self.machine.host_bytes
+
+    # -- sequences and blocks ------------------------------------------------------------------------------------
+
+    def capacity(self, num_tokens: int) -> Capacity:
+        """How many sequences of `num_tokens` tokens, prompt and answer, can run together."""
+        each = -(-num_tokens // self.spec.block_size)
+        by_limit = {"max_num_seqs": self.config.max_num_seqs}
+        if self.config.enable_cpu_offload:
+            by_limit |= {"the slots": self.num_gpu_blocks, "the CPU pool": self.num_cpu_blocks // each}
+        else:
+            by_limit |= {"the KV cache": self.num_gpu_blocks // each}
+        limit = min(by_limit, key=by_limit.__getitem__)
+        return Capacity(by_limit[limit], limit)
+
+    @property
+    def num_full_blocks(self) -> int:
+        """Full blocks that each sequence has."""
+        return costs.num_full_blocks(self.context, self.spec.block_size)
+
+    @property
+    def num_missing_blocks(self) -> int:
+        """Blocks that cross the link in each decode step, at the fewest: full - (slots - sequences)."""
+        if not self.config.enable_cpu_offload:
+            return 0
+        return costs.num_missing_blocks(self.context, self.spec.block_size, self.num_gpu_blocks, self.num_sequences)
+
+    # -- bounds --------------------------------------------------------------------------------------------------
+
+    @property
+    def link_decode_tok_per_s(self) -> float | None:
+        """sequences x link / missing bytes. None: nothing crosses the link, or its rate is not known."""
+        if not (self.machine.link_byte_per_s and self.num_missing_blocks):
+            return None
+        missing_bytes = self.num_missing_blocks * self.spec.block_bytes
+        return self.num_sequences * self.machine.link_byte_per_s / missing_bytes
+
+    @property
+    def memory_decode_tok_per_s(self) -> float | None:
+        """sequences x GPU memory rate / (weights + all keys and values)."""
+        if not self.machine.memory_byte_per_s:
+            return None
+        num_keys = self.num_sequences * self.context
+        step_bytes = costs.decode_bytes(self.config, self.model, num_keys, self.kv_bytes_per_token)
+        return self.num_sequences * self.machine.memory_byte_per_s / step_bytes
+
+    @property
+    def link_prefill_tok_per_s(self) -> float | None:
+        """One prompt after the other; per chunk, its history less what the other slots hold, crosses the link."""
+        if not (self.machine.link_byte_per_s and self.config.enable_cpu_offload):
+            return None
+        num_loaded = costs.num_prefill_loaded_blocks(
+            self.context, self.spec.block_size, self.num_gpu_blocks, self.config.max_num_batched_tokens
+        )
+        seconds = num_loaded * self.spec.block_bytes / self.machine.link_byte_per_s
+        return self.context / seconds if seconds else None
+
+    @property
+    def flop_prefill_tok_per_s(self) -> float | None:
+        if not self.machine.flop_per_s:
+            return None
+        return self.context * self.machine.flop_per_s / costs.prefill_flop(self.config, self.model, self.context)

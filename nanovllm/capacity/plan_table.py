@@ -1,0 +1,91 @@
+"""A plan as a short table: what `nanovllm plan` prints, and the engine logs when it starts with offload."""
+
+from typing import TypeAlias
+
+from nanovllm.capacity.plan import CapacityPlan
+from nanovllm.utils.memory import format_bytes
+
+Row: TypeAlias = tuple[str, str, str]  # name, figure, remark
+
+
+def plan_table(plan: CapacityPlan) -> str:
+    """The plan, a figure a line. `~` marks estimates, `(!)` more than may be used. Bytes are per GPU, the CPU pool's of
+    all ranks together.
+    """
+    ranks = plan.config.tensor_parallel_size
+    where = f"{ranks} x {plan.machine.name}" if ranks > 1 else plan.machine.name
+    title = f"plan for {plan.num_sequences} x {plan.context:,} tokens of {plan.config.model} on {where}"
+    rows = [*_memory_rows(plan), *_sequence_rows(plan), *_bound_rows(plan)]
+    return "\n".join([title, *(f"  {name:<11} {figure:>11}  {remark}".rstrip() for name, figure, remark in rows)])
+
+
+def _memory_rows(plan: CapacityPlan) -> list[Row]:
+    """Every part of the GPU's memory that is not empty, their sum, and the CPU pool."""
+    spec, memory, limit = plan.spec, plan.memory, plan.gpu_limit_bytes
+    offload = plan.config.enable_cpu_offload
+    blocks = f"{plan.num_gpu_blocks} of {spec.block_size} tokens, {format_bytes(spec.block_bytes)} each"
+    exact = [
+        ("weights", memory.weight_bytes, ""),
+        (
+            "slots" if offload else "KV cache",
+            memory.kv_bytes,
+            f"{blocks}, {format_bytes(plan.kv_bytes_per_token)} a token",
+        ),
+        ("staging", memory.staging_bytes, ""),
+        ("logits", memory.logits_bytes, "one buffer for all graphs"),
+    ]
+    estimated = [
+        ("inputs", memory.input_bytes, "of the graphs"),
+        ("activations", memory.activation_bytes, "of the largest step"),
+        ("graphs", memory.graph_bytes, ""),
+        ("workspaces", memory.workspace_bytes, "of cuBLAS"),
+        ("CUDA", memory.context_bytes, "its context and kernels"),
+    ]
+    rows = [(name, format_bytes(num_bytes), remark) for name, num_bytes, remark in exact if num_bytes]
+    rows += [(name, f"~{format_bytes(num_bytes)}", remark) for name, num_bytes, remark in estimated if num_bytes]
+    if limit is not None:
+        remark = f"of {format_bytes(limit)} that may be used" + ("" if plan.fits_gpu else " (!)")
+        rows.append(("GPU memory", f"~{format_bytes(memory.total_bytes)}", remark))
+    if offload:
+        remark = f"{plan.num_cpu_blocks} blocks; {format_bytes(plan.machine.host_bytes)} were available"
+        rows.append(("CPU pool", format_bytes(plan.cpu_pool_bytes), remark + ("" if plan.fits_host else " (!)")))
+    return rows
+
+
+def _sequence_rows(plan: CapacityPlan) -> list[Row]:
+    """How many sequences fit, of the plan's length and of one block, and what of them is not on the GPU."""
+    long, short = plan.capacity(plan.context), plan.capacity(plan.spec.block_size)
+    remark = f"at once of {plan.context:,} tokens, limited by {long.limit}"
+    if plan.context > plan.spec.block_size:
+        remark += f"; {short.num_sequences} of up to {plan.spec.block_size:,}, by {short.limit}"
+    rows = [("sequences", f"{long.num_sequences:,}", remark)]
+    if plan.config.enable_cpu_offload:
+        remark = f"full, of each sequence; {plan.num_missing_blocks} missing per step at the fewest"
+        rows.append(("blocks", f"{plan.num_full_blocks:,}", remark))
+    return rows
+
+
+def _bound_rows(plan: CapacityPlan) -> list[Row]:
+    """The machine's rates with their sources, and the bounds that follow from each; the nearest one first."""
+    m = plan.machine
+    rows = []
+    if m.link_byte_per_s and plan.config.enable_cpu_offload:
+        rows.append(("link", f"{m.link_byte_per_s / 1e9:.1f} GB/s", m.link_source))
+    if m.memory_byte_per_s:
+        rows.append(("memory rate", f"{m.memory_byte_per_s / 1e12:.2f} TB/s", m.rates_source))
+    if m.flop_per_s:
+        rows.append(("arithmetic", f"{m.flop_per_s / 1e12:.0f} TFLOP/s", m.rates_source))
+    bounds = {
+        "decode": {"link": plan.link_decode_tok_per_s, "memory rate": plan.memory_decode_tok_per_s},
+        "prefill": {"link": plan.link_prefill_tok_per_s, "arithmetic": plan.flop_prefill_tok_per_s},
+    }
+    for name, by_cause in bounds.items():
+        given = sorted((rate, cause) for cause, rate in by_cause.items() if rate is not None)
+        if given:
+            causes = ", ".join(f"{_rate(rate)} by the {cause}" for rate, cause in given)
+            rows.append((name, f"<= {_rate(given[0][0])}", f"tok/s: {causes}"))
+    return rows
+
+
+def _rate(tok_per_s: float) -> str:
+    return f"{tok_per_s:,.0f}" if tok_per_s >= 1000 else f"{tok_per_s:.1f}"

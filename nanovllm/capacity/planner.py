@@ -1,0 +1,131 @@
+"""The planner: how many blocks an engine gets, by the user's options and the machine, and so its plan (plan.py).
+
+Three users: the engine refuses at its gate what `plan_check.check_start` refuses, and with offload on logs its plan at
+start, with the link it measured; `nanovllm plan` prints one without loading anything. Arithmetic only: no torch, no
+weights.
+"""
+
+from bisect import bisect_right
+from dataclasses import dataclass, replace
+
+from nanovllm.capacity.device_memory import device_memory
+from nanovllm.capacity.gpus import find_gpu
+from nanovllm.capacity.machine import Machine
+from nanovllm.capacity.plan import CapacityPlan
+from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.config import Config
+from nanovllm.core.kv_spec import kv_cache_spec
+from nanovllm.core.step_limits import max_model_len
+
+MAX_HOST_SHARE = 0.7  # of the memory available, for a CPU pool whose size the user left open
+
+SHORT_SEQUENCE_TOKENS = 1024  # of prompt and answer, to size a CPU pool that the user left open
+MAX_OPTION = 10**9  # tokens, sequences, GiB, GB/s: beyond any machine, and a plan adds up every chunk of a context
+
+
+def make_plan(
+    config: Config,
+    model: ModelConfig,
+    machine: Machine,
+    *,
+    context: int | None = None,
+    num_sequences: int = 1,
+    num_gpu_blocks: int | None = None,
+) -> CapacityPlan:
+    """The plan of an engine with these options that runs `num_sequences` sequences of `context` tokens together.
+
+    context: None for max_model_len. num_gpu_blocks: what start-up measured, where it has. Raises ValueError for a
+    max_model_len beyond the model's rope and for kv heads that cannot be split; all else is left to plan_check.py.
+    """
+    limit = max_model_len(config, model)
+    if model.num_kv_heads % config.tensor_parallel_size:
+        raise ValueError(
+            f"num_kv_heads={model.num_kv_heads} is not divisible by tensor_parallel_size="
+            f"{config.tensor_parallel_size}; choose a divisor of {model.num_kv_heads}"
+        )
+    num_cpu_blocks = _num_cpu_blocks(config, model, machine, limit) if config.enable_cpu_offload else 0
+    given = config.num_gpu_blocks if config.enable_cpu_offload else max(config.num_kvcache_blocks, 0)
+    num_gpu_blocks = num_gpu_blocks or given or _num_fitting_blocks(config, model, machine, limit, num_cpu_blocks)
+    return CapacityPlan(
+        config=config,
+        model=model,
+        machine=machine,
+        context=context or limit,
+        num_sequences=num_sequences,
+        num_gpu_blocks=num_gpu_blocks,
+        num_cpu_blocks=num_cpu_blocks,
+    )
+
+
+def _num_cpu_blocks(config: Config, model: ModelConfig, machine: Machine, limit: int) -> int:
+    """Blocks of the CPU pool; a block counts the heads of all ranks.
+
+    Left open, there are two sequences of max_model_len, or a block for every slot if that is more. Slots beyond what
+    those two and max_num_seqs short sequences can use do not count, because pinning memory takes time at start.
+    """
+    if config.num_cpu_blocks is not None:
+        return config.num_cpu_blocks
+    block_bytes = kv_cache_spec(config, model, tp_size=1).block_bytes
+    if config.cpu_memory_gb is not None:
+        return int(config.cpu_memory_gb * 2**30) // block_bytes
+    two_long = 2 * -(-limit // config.block_size)
+    useful = two_long + config.max_num_seqs * -(-min(limit, SHORT_SEQUENCE_TOKENS) // config.block_size)
+    num_slots = config.num_gpu_blocks or _num_fitting_blocks(config, model, machine, limit, useful)
+    wanted = max(two_long, min(num_slots, useful))
+    return min(wanted, int(machine.host_bytes * MAX_HOST_SHARE) // block_bytes)
+
+
+def least_gpu_blocks(config: Config) -> int:
+    """The fewest blocks on the GPU that an engine can start with."""
+    return 2 if config.enable_cpu_offload else 1
+
+
+def _num_fitting_blocks(config: Config, model: ModelConfig, machine: Machine, limit: int, num_cpu_blocks: int) -> int:
+    """What start-up will find room for, by the estimates; the least that works where that is less."""
+    useful = config.max_num_seqs * -(-limit // config.block_size)
+    if config.enable_cpu_offload:
+        useful = min(useful, num_cpu_blocks)
+    if machine.gpu_bytes is None:  # as ModelRunner.measure_num_gpu_blocks
+        spec = kv_cache_spec(config, model, config.tensor_parallel_size)
+        room = int(machine.host_bytes * config.gpu_memory_utilization / 2 / config.tensor_parallel_size)
+        room -= spec.staging_bytes if config.enable_cpu_offload else 0
+        return max(least_gpu_blocks(config), min(room // spec.block_bytes, useful))
+    room = int(machine.gpu_bytes * config.gpu_memory_utilization)
+
+    def total_bytes(num_blocks: int) -> int:
+        return device_memory(config, model, machine, limit, num_blocks).total_bytes
+
+    return max(least_gpu_blocks(config), bisect_right(range(useful + 1), room, key=total_bytes) - 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """What `nanovllm plan` asks besides the engine's options. A bad value raises ValueError."""
+
+    context: int | None = None  # tokens of each sequence; None: max_model_len
+    sequences: int = 1
+    gpu: str | None = None  # a name of gpus.py
+    gpu_memory_gb: float | None = None  # GiB
+    host_memory_gb: float | None = None  # GiB
+    link_gb_per_s: float | None = None  # 10^9 byte/s
+
+    def __post_init__(self) -> None:
+        for name in self.__annotations__:
+            value = getattr(self, name)
+            if name != "gpu" and value is not None and not 0 < value <= MAX_OPTION:
+                raise ValueError(f"{name}={value} must be above 0 and at most {MAX_OPTION}")
+        if self.gpu is not None:
+            find_gpu(self.gpu)
+
+    def apply(self, machine: Machine) -> Machine:
+        """`machine` with what the user said of it. Raises ValueError for figures of a GPU when planning for the CPU."""
+        named = {name: getattr(self, name) for name in ("gpu", "gpu_memory_gb", "link_gb_per_s")}
+        if machine.gpu_bytes is None and (given := [name for name, value in named.items() if value is not None]):
+            raise ValueError(f"{', '.join(given)} describe a GPU, and device='cpu' plans for the CPU; leave one out")
+        if self.gpu is not None:
+            machine = Machine.gpu(machine.host_bytes, find_gpu(self.gpu))
+        if self.gpu_memory_gb is not None:
+            machine = replace(machine, gpu_bytes=int(self.gpu_memory_gb * 2**30))
+        if self.host_memory_gb is not None:
+            machine = replace(machine, host_bytes=int(self.host_memory_gb * 2**30))
+        return machine.with_link(self.link_gb_per_s and self.link_gb_per_s * 1e9, "given")

@@ -1,0 +1,172 @@
+"""A model's files: where they are, which of them are read, and what is fetched from the hub.
+
+A model is a local directory, a hub name or a preset, which is a config.json alone. The weights are, by one rule,
+
+1. the files that model.safetensors.index.json names, or without an index
+2. model.safetensors, or else
+3. model-00001-of-0000N.safetensors up to N of N, or else
+4. the only safetensors file there is.
+
+Other safetensors files (adapters, consolidated.safetensors, those in subdirectories) are never read. An index names
+files that are beside it, and nothing else, so no checkpoint can point out of its directory. Symbolic links in the
+directory are followed: the hub's cache is made of them, and in a local directory they are its owner's own.
+
+From the hub come the files of `CONFIG_FILES` and `TOKENIZER_FILES`, and then, only for an engine that reads weights,
+those of 1 or 2. No code of a checkpoint is ever fetched or run. Importing this module loads neither torch nor
+transformers.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+CONFIG_FILES = ("config.json", "generation_config.json", INDEX_FILE)
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "merges.txt"),
+    *("added_tokens.json", "special_tokens_map.json", "chat_template.jinja"),
+)
+_SHARD = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
+
+
+def presets() -> dict[str, Path]:
+    """Preset name -> its config.json: of the installed package, else of the repository."""
+    package = Path(__file__).resolve().parents[1]
+    for folder in (package / "presets", package.parent / "benchmarks" / "configs"):
+        paths = sorted(folder.glob("*.json"))
+        if paths:
+            return {path.stem: path for path in paths}
+    return {}
+
+
+def find_model(model: str, fetched: tuple[str, ...] = CONFIG_FILES + TOKENIZER_FILES) -> tuple[Path, Path | None]:
+    """(config.json, its directory) of a local directory or a hub name; (config.json, None) of a preset.
+
+    A hub name is looked up, and the files named in `fetched` downloaded: by default all but the weights. Raises
+    ValueError for a model that is not found.
+    """
+    directory = _local_directory(model)
+    if directory is None:
+        known = presets()
+        if model in known:
+            return known[model], None
+        remedy = f"give a directory with config.json, a preset ({', '.join(known)}) or a hub name (owner/name)"
+        if not model or model.startswith((".", "/", "~")) or model.count("/") > 1:
+            raise ValueError(f"model directory {model!r} does not exist; {remedy}")
+        try:
+            directory = _download(model, fetched)
+        except Exception as error:  # no network, no such name, a gated repository: the text says which
+            raise ValueError(
+                f"model {model!r} is not a directory and could not be downloaded; {remedy}: {error}"
+            ) from error
+    if not (directory / "config.json").is_file():
+        raise ValueError(f"no config.json in {directory}; give the directory that save_pretrained or a download wrote")
+    return directory / "config.json", directory
+
+
+def fetch_weights(model: str, directory: Path | None) -> None:
+    """Make sure that all files that `weight_files` names are there; those of a hub name are downloaded.
+
+    `directory`: as `find_model` returned it. Raises ValueError as `weight_files` does.
+    """
+    if directory is not None and _local_directory(model) is None:
+        index = directory / INDEX_FILE
+        names = _indexed_names(index) if index.is_file() else [SINGLE_FILE]
+        if not all((directory / name).is_file() for name in names):  # a file appears when it is complete
+            try:
+                _download(model, names, revision=directory.name)  # a snapshot's directory is named after its commit
+            except Exception as error:
+                raise ValueError(f"the weights of model {model!r} could not be downloaded: {error}") from error
+    weight_files(directory)
+
+
+def weight_files(directory: Path | None) -> list[Path]:
+    """The safetensors files to read. Raises ValueError, with the remedy, where they are missing or ambiguous."""
+    if directory is None:
+        raise ValueError("a preset has no weights; give a model directory, or load_format='dummy'")
+    index = directory / INDEX_FILE
+    if index.is_file():
+        files = [directory / name for name in _indexed_names(index)]
+        if missing := [file.name for file in files if not file.is_file()]:
+            raise ValueError(
+                f"{index} names files that do not exist: {', '.join(missing)}; download them again, or delete the "
+                f"index if {SINGLE_FILE} holds the weights"
+            )
+        return files
+    if (directory / SINGLE_FILE).is_file():
+        return [directory / SINGLE_FILE]
+    found = [file for file in sorted(directory.glob("*.safetensors")) if file.is_file()]
+    if not found:
+        raise ValueError(
+            f"no safetensors file in {directory}; convert other formats with transformers' save_pretrained, "
+            "or use load_format='dummy' for random weights"
+        )
+    shards = [file for file in found if _SHARD.fullmatch(file.name)]
+    if shards:
+        return _complete_shards(shards)
+    if len(found) > 1:
+        raise ValueError(
+            f"{directory} has {len(found)} safetensors files ({', '.join(file.name for file in found[:5])}) and no "
+            f"{INDEX_FILE} that says which are the weights; add the index, or keep one file and name it {SINGLE_FILE}"
+        )
+    return found
+
+
+def _complete_shards(shards: list[Path]) -> list[Path]:
+    """`shards`, once every number from 1 to the total is known to be among them."""
+    total = shards[0].stem.rsplit("-", 1)[1]
+    expected = [f"model-{number:05d}-of-{total}.safetensors" for number in range(1, int(total) + 1)]
+    names = [shard.name for shard in shards]
+    if names != expected:
+        wrong = sorted(set(expected) ^ set(names))
+        raise ValueError(
+            f"{shards[0].parent} has no {INDEX_FILE}, and its shards are not those of {total}: see "
+            f"{', '.join(wrong[:5])}; download the model again"
+        )
+    return shards
+
+
+def _indexed_names(index: Path) -> list[str]:
+    try:
+        names = set(read_json(index)["weight_map"].values())
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ValueError(f"{index} is not an index of safetensors files: {error!r}; download it again") from error
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+            raise ValueError(
+                f"{index} names {name!r}, which is not a safetensors file beside it; weights are read from the "
+                "model's own directory only: move the file there and correct the index"
+            )
+    if not names:
+        raise ValueError(f"{index} names no files; download it again")
+    return sorted(names)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in the file. Raises ValueError, with the file's name, for anything else."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON ({error}); download it again") from error
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror}); check its permissions") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a {type(content).__name__} instead of a JSON object; download it again")
+    return content
+
+
+def _local_directory(model: str) -> Path | None:
+    """`model` as a directory, if it is one. An empty name is not the current directory."""
+    try:
+        directory = Path(model).expanduser()
+        return directory if model and directory.is_dir() else None
+    except (OSError, RuntimeError):  # too long for a path; an unknown ~user
+        return None
+
+
+def _download(model: str, names: tuple[str, ...] | list[str], revision: str | None = None) -> Path:
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(model, revision=revision, allow_patterns=list(names)))

@@ -1,0 +1,142 @@
+"""`nanovllm demo`: a passkey found in a long prompt whose KV is mostly in CPU memory, and the same with all resident.
+
+Torch is imported when the demo runs, not before: the command line reads DemoOptions for its --help.
+"""
+
+import json
+import random
+import string
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nanovllm.cli.console import decode_tok_per_s, gate, prefill_tok_per_s, stream_answer
+from nanovllm.config import BLOCK_SIZE_STEP, DEFAULT_BLOCK_SIZE
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.memory import format_bytes
+
+if TYPE_CHECKING:
+    from nanovllm.core.outputs import RequestOutput
+
+PASSKEY_LEN = 12
+CHUNK_TOKENS = 4096  # new tokens in a step: several steps, so that the bar moves and most steps find history to stream
+NUM_BLOCKS = 40  # about as many as the prompt is cut into
+SLOT_SHARE = 5  # one slot for so many blocks: four fifths of the KV stay outside the slots
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoOptions:
+    """num_gpu_blocks: None for a fifth of the prompt's blocks. passkey: None for one drawn from `seed`."""
+
+    num_tokens: int = 40960
+    depth: float = 0.35
+    num_gpu_blocks: int | None = None
+    passkey: str | None = None
+    seed: int = 0
+    device: str = "auto"
+    dtype: str = "float32"
+
+
+@dataclass(frozen=True)
+class _Run:
+    output: "RequestOutput"
+    stats: dict[str, Any]
+    staging_bytes: int
+
+
+def run_demo(options: DemoOptions) -> int:
+    """Print the demo, its last line JSON. Returns the exit status: 0 if the passkey was found, twice the same way."""
+    from nanovllm.demo.haystack import build_haystack
+    from nanovllm.demo.retrieval_model import build_retrieval_model
+
+    passkey = _draw_passkey(options.seed) if options.passkey is None else options.passkey
+    with gate():
+        prompt = build_haystack(options.num_tokens, options.depth, passkey)
+        model = build_retrieval_model(dtype=options.dtype)
+        max_tokens = len(passkey) + 2  # the passkey, ".", the stop
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, stop="\n")
+    max_model_len = options.num_tokens + max_tokens
+    block_size = max(1, options.num_tokens // NUM_BLOCKS // BLOCK_SIZE_STEP) * BLOCK_SIZE_STEP
+    num_blocks = -(-max_model_len // block_size)
+    num_slots = max(2, num_blocks // SLOT_SHARE) if options.num_gpu_blocks is None else options.num_gpu_blocks
+    print(f"Model: {model} (two layers, set by hand, {options.dtype})")
+    print(
+        f"Prompt: {options.num_tokens:,} tokens of Python's standard library, at {options.depth:.0%} of it the line "
+        f"'The passkey is {passkey}.'"
+    )
+    print(
+        f"\nKV in CPU memory: {num_blocks} blocks of {block_size:,} tokens and {num_slots} slots, so "
+        f"{max(0, num_blocks - num_slots) / num_blocks:.0%} of the KV outside the slots",
+        flush=True,
+    )
+    common = {"max_model_len": max_model_len, "max_num_batched_tokens": CHUNK_TOKENS, "device": options.device}
+    pool = {"kvcache_block_size": block_size, "num_gpu_blocks": num_slots, "num_cpu_blocks": num_blocks}
+    offloaded = _run(model, prompt, params, common | pool | {"enable_cpu_offload": True})
+    report = _report(offloaded)
+    _print_offload(report)
+    print("\nThe same prompt with all of its KV resident", flush=True)
+    resident = _run(model, prompt, params, common | {"num_kvcache_blocks": -(-max_model_len // DEFAULT_BLOCK_SIZE)})
+    _print_rates(_rates(resident.output))
+    checks = {
+        "retrieved": offloaded.output["text"] == f"{passkey}.",
+        "same_tokens": offloaded.output["token_ids"] == resident.output["token_ids"],
+    }
+    print(f"\nPasskey found: {_yes_no(checks['retrieved'])}. Same tokens: {_yes_no(checks['same_tokens'])}.")
+    inputs = {"passkey": passkey, "answer": offloaded.output["text"], "depth": options.depth, "dtype": options.dtype}
+    sizes = {"block_size_tokens": block_size, "num_blocks": num_blocks, "num_slots": num_slots}
+    of_resident = {f"resident_{name}": value for name, value in _rates(resident.output).items()}
+    print(json.dumps(checks | inputs | sizes | report | of_resident))
+    return 0 if all(checks.values()) else 1
+
+
+def _draw_passkey(seed: int) -> str:
+    return "".join(random.Random(seed).choices(string.ascii_lowercase + string.digits, k=PASSKEY_LEN))
+
+
+def _run(model: Path, prompt: str, params: SamplingParams, engine_options: dict[str, Any]) -> _Run:
+    """Answer the prompt in an engine of its own."""
+    from nanovllm.llm import LLM
+
+    with gate():
+        llm = LLM(str(model), **engine_options)
+    with llm:
+        output = stream_answer(llm, prompt, params)
+        return _Run(output, llm.stats(), llm.runner.spec.staging_bytes)
+
+
+def _rates(output: "RequestOutput") -> dict[str, Any]:
+    return {"prefill_tok_per_s": prefill_tok_per_s(output), "decode_tok_per_s": decode_tok_per_s(output)}
+
+
+def _report(run: _Run) -> dict[str, Any]:
+    """Figures of the run with offload. Slots, staging and CPU pool are allocated once: their size is their peak."""
+    counters = ("num_hit_blocks", "num_missed_blocks", "num_loaded_bytes", "num_offloaded_bytes")
+    return {
+        "num_prompt_tokens": run.output["num_prompt_tokens"],
+        **_rates(run.output),
+        **{name: run.stats[name] for name in counters},
+        "slot_bytes": run.stats["num_gpu_blocks"] * run.stats["block_bytes"],
+        "staging_bytes": run.staging_bytes,
+        "cpu_pool_bytes": run.stats["num_cpu_blocks"] * run.stats["block_bytes"],
+    }
+
+
+def _print_offload(report: dict[str, Any]) -> None:
+    _print_rates(report)
+    print(
+        f"  blocks   {report['num_hit_blocks']:,} hit, {report['num_missed_blocks']:,} missed; "
+        f"{format_bytes(report['num_loaded_bytes'])} loaded, {format_bytes(report['num_offloaded_bytes'])} offloaded"
+    )
+    print(
+        f"  memory   slots {format_bytes(report['slot_bytes'])}, staging {format_bytes(report['staging_bytes'])}, "
+        f"CPU pool {format_bytes(report['cpu_pool_bytes'])}"
+    )
+
+
+def _print_rates(rates: dict[str, Any]) -> None:
+    decode = rates["decode_tok_per_s"]
+    print(f"  speed    prefill {rates['prefill_tok_per_s']:,.0f} tok/s, decode {decode or 0:,.1f} tok/s", flush=True)
+
+
+def _yes_no(condition: bool) -> str:
+    return "yes" if condition else "NO"

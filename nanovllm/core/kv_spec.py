@@ -1,0 +1,64 @@
+"""The shape and size of the KV cache. Plain data, read by the managers, the planner and the runner."""
+
+from dataclasses import dataclass
+
+from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.config import Config
+
+STAGING_GROUP_TOKENS = 8192  # keys of one streamed partial attention
+NUM_STAGING_GROUPS = 3  # one attended, the others filled ahead of it
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVCacheSpec:
+    """Shape of one rank's KV cache."""
+
+    num_layers: int
+    block_size: int  # tokens
+    num_kv_heads: int  # of this rank
+    head_dim: int
+    itemsize: int  # bytes of one element
+
+    @property
+    def layer_block_bytes(self) -> int:
+        """K and V of one block in one layer."""
+        return 2 * self.block_size * self.num_kv_heads * self.head_dim * self.itemsize
+
+    @property
+    def block_bytes(self) -> int:
+        """K and V of one block in all layers: 2 x layers x block_size x kv_heads x head_dim x itemsize."""
+        return self.num_layers * self.layer_block_bytes
+
+    @property
+    def staging_group_blocks(self) -> int:
+        """Blocks that are streamed and attended together."""
+        return max(1, STAGING_GROUP_TOKENS // self.block_size)
+
+    @property
+    def staging_bytes(self) -> int:
+        """Staging buffers: single-layer blocks, shared by all layers."""
+        return NUM_STAGING_GROUPS * self.staging_group_blocks * self.layer_block_bytes
+
+
+@dataclass(frozen=True)
+class KVCacheSizes:
+    """What start-up measured or the user fixed: blocks on the GPU and, with offload, in CPU memory."""
+
+    num_gpu_blocks: int
+    num_cpu_blocks: int = 0  # 0: all-GPU
+
+
+def dtype_name(config: Config, model: ModelConfig) -> str:
+    """What the engine computes in and stores: "float32", "bfloat16" or "float16"."""
+    return model.torch_dtype if config.dtype == "auto" else config.dtype
+
+
+def kv_cache_spec(config: Config, model: ModelConfig, tp_size: int) -> KVCacheSpec:
+    """Shape of the KV cache of one of `tp_size` ranks."""
+    return KVCacheSpec(
+        num_layers=model.num_layers,
+        block_size=config.block_size,
+        num_kv_heads=model.num_kv_heads // tp_size,
+        head_dim=model.head_dim,
+        itemsize=4 if dtype_name(config, model) == "float32" else 2,
+    )

@@ -1,0 +1,87 @@
+"""What comes out of the engine: outputs of finished requests, and what one step brought."""
+
+from dataclasses import dataclass, field
+from typing import TypedDict
+
+from nanovllm.core.sequence import Sequence
+
+
+class _ErrorOutput(TypedDict, total=False):
+    error: str
+
+
+class RequestOutput(_ErrorOutput):
+    """The output of a request that has ended.
+
+    text: what decoding token_ids gives, up to the stop string or end token that ended it, so it ends in U+FFFD where
+    max_tokens cuts a character; None with detokenize=False and for a model without a tokenizer. finish_reason: "stop"
+    (an end token or a stop string), "length" (max_tokens), "abort" or "error"; the last two keep what was generated
+    before. num_cached_tokens: prompt tokens found in the prefix cache. ttft_s: seconds from arrival to the first token,
+    None if there was none. tpot_s: mean seconds between tokens, None for fewer than two. error: what happened, present
+    only with finish_reason "error".
+    """
+
+    text: str | None
+    token_ids: list[int]
+    prompt_token_ids: list[int]
+    finish_reason: str
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    ttft_s: float | None
+    tpot_s: float | None
+
+
+@dataclass
+class StepOutput:
+    """What one or more steps brought, by request id. `texts` holds the new text of each request that got a token."""
+
+    finished: dict[int, RequestOutput] = field(default_factory=dict)
+    texts: dict[int, str] = field(default_factory=dict)
+    num_prefill_tokens: int = 0
+    num_decode_tokens: int = 0
+
+    def add_text(self, request_id: int, text: str) -> None:
+        self.texts[request_id] = self.texts.get(request_id, "") + text
+
+
+class Outbox:
+    """Where the outputs of some requests collect until the caller that owns them fetches them.
+
+    Filled and fetched with the engine's lock held (turns.py).
+    """
+
+    def __init__(self) -> None:
+        self.content = StepOutput()
+
+    def __bool__(self) -> bool:
+        """Whether a request has brought text or ended."""
+        return bool(self.content.texts or self.content.finished)
+
+    def fetch(self) -> StepOutput:
+        """Everything since the last call."""
+        content, self.content = self.content, StepOutput()
+        return content
+
+
+def request_output(seq: Sequence, text: str | None) -> RequestOutput:
+    """The output of an ended sequence. `text`: its whole answer, None without a tokenizer."""
+    assert seq.finish_reason is not None, f"sequence {seq.seq_id} has not ended"
+    token_ids = seq.output_token_ids
+    ttft_s = tpot_s = None
+    if seq.first_token_s is not None and seq.last_token_s is not None:
+        ttft_s = seq.first_token_s - seq.arrival_s
+        if len(token_ids) > 1:
+            tpot_s = (seq.last_token_s - seq.first_token_s) / (len(token_ids) - 1)
+    output = RequestOutput(
+        text=text,
+        token_ids=token_ids,
+        prompt_token_ids=seq.prompt_token_ids,
+        finish_reason=seq.finish_reason,
+        num_prompt_tokens=seq.num_prompt_tokens,
+        num_cached_tokens=seq.num_hit_tokens or 0,
+        ttft_s=ttft_s,
+        tpot_s=tpot_s,
+    )
+    if seq.error is not None:
+        output["error"] = seq.error
+    return output

@@ -1,0 +1,37 @@
+"""The most that one step can hold, as the options and the model allow it."""
+
+from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.checkpoint.rope_extension import rope_extension
+from nanovllm.config import Config
+
+
+def max_model_len(config: Config, model: ModelConfig) -> int:
+    """Tokens of the longest sequence. Raises ValueError for more than the rope covers."""
+    limit = model.max_model_len_limit
+    if config.max_model_len is not None and config.max_model_len > limit:
+        raise ValueError(
+            f"max_model_len={config.max_model_len} is more than the {limit} tokens that the model's rope covers; "
+            f"lower it, or {rope_extension(model, config.max_model_len)}"
+        )
+    return config.max_model_len or limit
+
+
+def graph_sizes(max_num_rows: int) -> list[int]:
+    """Batch sizes that decode graphs are captured for: 1, 2, 4, then each 8 up to 128, each 16 after that, and
+    `max_num_rows` itself. Each takes 30 to 60 ms at start.
+    """
+    sizes = [1, 2, 4, *range(8, 128, 8), *range(128, max_num_rows + 1, 16), max_num_rows]
+    return sorted({size for size in sizes if size <= max_num_rows})
+
+
+def streamed_graph_sizes(max_num_rows: int) -> list[int]:
+    """Batch sizes of the graphs of streamed decode steps: 1, 4, 16, 64, 256 ... and `max_num_rows` itself.
+
+    Each takes a graph per layer at start, and padded rows cost little beside the copies that a streamed step waits for.
+    """
+    return sorted({4**i for i in range(max_num_rows.bit_length()) if 4**i < max_num_rows} | {max_num_rows})
+
+
+def max_sampled_rows(config: Config, num_gpu_blocks: int) -> int:
+    """Sequences that one step can sample. Each of them needs a block of its own on the GPU to write to."""
+    return min(config.max_num_seqs, num_gpu_blocks)

@@ -1,0 +1,20 @@
+"""Fused Triton kernels of the layers, with the rounding of the plain torch functions they replace.
+
+Import lazily: a machine without triton runs the plain ones. Each function allocates what it returns.
+"""
+
+from nanovllm.kernels.activation import silu_and_mul
+from nanovllm.kernels.layernorm import add_rms_norm, rms_norm
+from nanovllm.kernels.rotary import norm_rotate_store
+from nanovllm.kernels.sampler import sample_tokens
+from nanovllm.kernels.small_linear import small_gate_up, small_linear
+
+__all__ = [
+    "add_rms_norm",
+    "norm_rotate_store",
+    "rms_norm",
+    "sample_tokens",
+    "silu_and_mul",
+    "small_gate_up",
+    "small_linear",
+]

@@ -1,0 +1,125 @@
+"""Merge of two or three attention results, fused: one read of each, one write.
+
+Legend: T packed query tokens, H query heads, D head dim.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from nanovllm.kernels.launch import on_grid
+from nanovllm.kernels.pdl import let_next_start, pdl_options, wait_for_previous
+
+LSE_STRIDES = [f"{name}_lse_stride_{dim}" for name in ("a", "b", "c", "merged") for dim in "ht"]
+
+
+@triton.jit
+def _load_part(out_ptr, lse_ptr, stride_t, stride_h, lse_stride_h, lse_stride_t, head, token, dim, in_token, in_cell):
+    out = tl.load(out_ptr + token[:, None] * stride_t + head * stride_h + dim[None, :], mask=in_cell, other=0.0)
+    lse = tl.load(lse_ptr + head * lse_stride_h + token * lse_stride_t, mask=in_token, other=0.0)
+    return out.to(tl.float32), lse
+
+
+@triton.jit
+def _merge_two(a_out, a_lse, b_out, b_lse):
+    top = tl.maximum(a_lse, b_lse)
+    top = tl.where(top == float("-inf"), 0.0, top)  # neither saw a key: no inf - inf
+    a_sum, b_sum = tl.exp(a_lse - top), tl.exp(b_lse - top)
+    total = a_sum + b_sum
+    b_weight = b_sum / tl.where(total == 0.0, 1.0, total)
+    # The fused operation is spelled out, so that two and three parts are compiled to the same roundings
+    out = tl.fma(b_out, b_weight[:, None], a_out * (1.0 - b_weight)[:, None])
+    return out, top + tl.log(total)
+
+
+@triton.jit(do_not_specialize=["num_tokens", *LSE_STRIDES])  # they vary: one compilation for all
+def _merge_kernel(
+    a_out_ptr,
+    a_lse_ptr,
+    b_out_ptr,
+    b_lse_ptr,
+    c_out_ptr,
+    c_lse_ptr,
+    merged_out_ptr,
+    merged_lse_ptr,
+    num_tokens,
+    a_stride_t,
+    a_stride_h,
+    a_lse_stride_h,
+    a_lse_stride_t,
+    b_stride_t,
+    b_stride_h,
+    b_lse_stride_h,
+    b_lse_stride_t,
+    c_stride_t,
+    c_stride_h,
+    c_lse_stride_h,
+    c_lse_stride_t,
+    merged_stride_t,
+    merged_stride_h,
+    merged_lse_stride_h,
+    merged_lse_stride_t,
+    NUM_PARTS: tl.constexpr,  # 2 when c is not used
+    D: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    head = tl.program_id(1)
+    token = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
+    dim = tl.arange(0, BLOCK_D)
+    in_token = token < num_tokens
+    in_cell = in_token[:, None] & (dim < D)[None, :]
+    out, lse = _load_part(
+        a_out_ptr, a_lse_ptr, a_stride_t, a_stride_h, a_lse_stride_h, a_lse_stride_t,
+        head, token, dim, in_token, in_cell,
+    )  # fmt: skip
+    b_out, b_lse = _load_part(
+        b_out_ptr, b_lse_ptr, b_stride_t, b_stride_h, b_lse_stride_h, b_lse_stride_t,
+        head, token, dim, in_token, in_cell,
+    )  # fmt: skip
+    out, lse = _merge_two(out, lse, b_out, b_lse)
+    if NUM_PARTS == 3:
+        c_out, c_lse = _load_part(
+            c_out_ptr, c_lse_ptr, c_stride_t, c_stride_h, c_lse_stride_h, c_lse_stride_t,
+            head, token, dim, in_token, in_cell,
+        )  # fmt: skip
+        out, lse = _merge_two(out, lse, c_out, c_lse)
+    tl.debug_barrier()  # threads may load the same cell: all have, before any overwrites it
+    merged_ptrs = merged_out_ptr + token[:, None] * merged_stride_t + head * merged_stride_h + dim[None, :]
+    tl.store(merged_ptrs, out.to(merged_out_ptr.dtype.element_ty), mask=in_cell)
+    tl.store(merged_lse_ptr + head * merged_lse_stride_h + token * merged_lse_stride_t, lse, mask=in_token)
+
+
+def merge_into(out_THD: torch.Tensor, lse_HT: torch.Tensor, parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Attention over the keys of two or three parts, `(out, lse)` each, written to `out_THD` and `lse_HT`.
+
+    They may be the tensors of a part: each program reads what it overwrites first. Computed in fp32, in turn as by
+    attention/merge.py, whatever the dtypes of the parts and of the result. A part that saw no key (lse -inf, out 0)
+    is the identity. Hot: once per merge.
+    """
+    assert 2 <= len(parts) <= 3, f"the kernel merges two or three parts, not {len(parts)}"
+    num_tokens, num_heads, head_dim = out_THD.shape
+    if num_tokens == 0:
+        return
+    tensors, strides = [], []
+    for part_out_THD, part_lse_HT in (*parts, *parts[: 3 - len(parts)], (out_THD, lse_HT)):
+        assert part_out_THD.stride(2) == 1, "the elements of a head must be contiguous"
+        tensors += [part_out_THD, part_lse_HT]
+        strides += [*part_out_THD.stride()[:2], *part_lse_HT.stride()]
+    block_t = min(16, triton.next_power_of_2(num_tokens))
+    on_grid(_merge_kernel, (triton.cdiv(num_tokens, block_t), num_heads))(
+        *tensors,
+        num_tokens,
+        *strides,
+        NUM_PARTS=len(parts),
+        D=head_dim,
+        BLOCK_T=block_t,
+        BLOCK_D=triton.next_power_of_2(head_dim),
+        num_warps=4,
+        **pdl_options(out_THD.device),
+    )

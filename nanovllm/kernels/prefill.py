@@ -1,0 +1,259 @@
+"""Attention of many queries per sequence over a paged cache: whole prompts, chunks, mixed batches.
+
+Legend: T packed query tokens, B sequences, H query heads, K kv heads, D head dim, N blocks of a cache, P tokens per
+block, M columns of a block table.
+
+One program computes BLOCK_M queries of one head. It walks the keys in tiles of BLOCK_N with an online softmax in base
+2 (Milakov and Gimelshein 2018; Dao 2022). P is a multiple of BLOCK_N, so a tile lies in one block: one look at the
+block table per tile. Tiles are loaded ahead of their use, by TMA (one bulk copy per tile) or by cp.async (pointers);
+kernels/configs.py says which on which GPU. Tiles that every query sees whole run without a mask. A tile has BLOCK_D
+columns, the next power of two; those from D on are zero.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from nanovllm.device import kernel_target
+from nanovllm.kernels.configs import PrefillConfig, prefill_config
+from nanovllm.kernels.launch import on_grid
+from nanovllm.kernels.padding import head_mask
+
+LOG2_E = 1.4426950408889634
+
+
+@triton.jit
+def _load_tile(
+    source,  # with TMA a descriptor, else a pointer to the head's first row
+    row,
+    place,  # of the head in the descriptor
+    key,  # [BLOCK_N]; with MASKED, rows of keys from context_len on are zero
+    context_len,
+    ROW: tl.constexpr,  # K * D elements, from one row to the next
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """Keys or values of one head, [BLOCK_N, BLOCK_D], from `row` on."""
+    dim = tl.arange(0, BLOCK_D)
+    if TMA:
+        if D == BLOCK_D:
+            tile = source.load([row, place])
+        else:
+            tile = source.load([row, place, 0]).reshape([BLOCK_N, BLOCK_D])  # out of bounds from column D on: zero
+        if MASKED:
+            tile = tl.where((key < context_len)[:, None], tile, 0.0)
+    else:
+        ptrs = source + row.to(tl.int64) * ROW + tl.arange(0, BLOCK_N)[:, None] * ROW + dim[None, :]
+        if MASKED:
+            tile = tl.load(ptrs, mask=head_mask(key < context_len, dim, D, BLOCK_D), other=0.0)
+        elif D != BLOCK_D:
+            tile = tl.load(ptrs, mask=(dim < D)[None, :], other=0.0)
+        else:
+            tile = tl.load(ptrs)
+    return tile
+
+
+@triton.jit
+def _attend_tiles(
+    acc,
+    row_sum,
+    row_max,
+    q,
+    k_source,
+    v_source,
+    table_ptr,
+    first_key,
+    last_key,
+    last_visible,  # [BLOCK_M]: the last key that each query sees
+    context_len,
+    place,
+    scale_log2,
+    PAGE: tl.constexpr,
+    ROW: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """Keys first_key .. last_key - 1 (first_key at a tile's edge) added to the running softmax of BLOCK_M queries."""
+    next_block = tl.load(table_ptr + first_key // PAGE, mask=first_key < last_key, other=0)
+    for start in tl.range(first_key, last_key, BLOCK_N):
+        row = next_block * PAGE + start % PAGE
+        ahead = start + BLOCK_N  # looked up one tile ahead, so that the copies of K and V wait for no load
+        next_block = tl.load(table_ptr + ahead // PAGE, mask=ahead < last_key, other=0)
+        k = _load_tile(k_source, row, place, None, None, ROW, D, BLOCK_D, BLOCK_N, False, TMA)
+        score = tl.dot(q, tl.trans(k), input_precision="ieee")
+        key = start + tl.arange(0, BLOCK_N)
+        if MASKED:
+            score = tl.where(key[None, :] <= last_visible[:, None], score, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(score, 1) * scale_log2)
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max) if MASKED else new_max
+        weight = tl.exp2(score * scale_log2 - shift[:, None])
+        rescale = tl.exp2(row_max - shift)
+        row_sum = row_sum * rescale + tl.sum(weight, 1)
+        acc = acc * rescale[:, None]
+        # The values past the context were never written: 0 * NaN is NaN
+        v = _load_tile(v_source, row, place, key, context_len, ROW, D, BLOCK_D, BLOCK_N, MASKED, TMA)
+        acc = tl.dot(weight.to(v.dtype), v, acc, input_precision="ieee")
+        row_max = new_max
+    return acc, row_sum, row_max
+
+
+@triton.jit(  # what varies from step to step, so that it is compiled once
+    do_not_specialize=["num_tokens", "table_stride"],
+    do_not_specialize_on_alignment=["cu_seqlens_q_ptr", "context_lens_ptr", "block_tables_ptr"],
+)
+def _prefill_kernel(
+    q_ptr,
+    k_source,
+    v_source,
+    out_ptr,
+    lse_ptr,
+    cu_seqlens_q_ptr,
+    context_lens_ptr,
+    block_tables_ptr,
+    num_tokens,
+    q_stride_t,
+    q_stride_h,
+    table_stride,
+    scale_log2,
+    PAGE: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROW: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    head, sequence = tl.program_id(1), tl.program_id(2)
+    num_heads = tl.num_programs(1)
+    query_start = tl.load(cu_seqlens_q_ptr + sequence).to(tl.int64)
+    query_len = (tl.load(cu_seqlens_q_ptr + sequence + 1) - query_start).to(tl.int32)
+    first_query = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M  # the longest rows start first
+    if first_query < query_len:
+        context_len = tl.load(context_lens_ptr + sequence)
+        tile_row = tl.arange(0, BLOCK_M)  # rows count from the tile's first, so that their offsets fit into 32 bits
+        query = first_query + tile_row
+        first_token = query_start + first_query
+        dim = tl.arange(0, BLOCK_D)
+        inside = query < query_len
+        is_cell = head_mask(inside, dim, D, BLOCK_D)
+        q_ptrs = q_ptr + first_token * q_stride_t + head * q_stride_h + tile_row[:, None] * q_stride_t + dim[None, :]
+        q = tl.load(q_ptrs, mask=is_cell, other=0.0)
+
+        if CAUSAL:
+            last_visible = context_len - query_len + query
+            num_keys = tl.minimum(context_len, context_len - query_len + first_query + BLOCK_M)
+            num_seen_by_all = tl.maximum(context_len - query_len + first_query + 1, 0)
+        else:
+            last_visible = tl.full([BLOCK_M], 0, tl.int32) + context_len - 1
+            num_keys = context_len
+            num_seen_by_all = context_len
+        edge = num_seen_by_all // BLOCK_N * BLOCK_N
+
+        table_ptr = block_tables_ptr + sequence.to(tl.int64) * table_stride
+        place = head // GROUP * D if D == BLOCK_D else head // GROUP
+        if not TMA:
+            k_source += head // GROUP * D
+            v_source += head // GROUP * D
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        row_sum = tl.zeros([BLOCK_M], tl.float32)
+        row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        acc, row_sum, row_max = _attend_tiles(
+            acc, row_sum, row_max, q, k_source, v_source, table_ptr, 0, edge, last_visible, context_len, place,
+            scale_log2, PAGE, ROW, D, BLOCK_D, BLOCK_N, MASKED=False, TMA=TMA,
+        )  # fmt: skip
+        acc, row_sum, row_max = _attend_tiles(
+            acc, row_sum, row_max, q, k_source, v_source, table_ptr, edge, num_keys, last_visible, context_len, place,
+            scale_log2, PAGE, ROW, D, BLOCK_D, BLOCK_N, MASKED=True, TMA=TMA,
+        )  # fmt: skip
+
+        row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # no key seen: out 0, and row_max is -inf still
+        out_ptrs = out_ptr + (first_token * num_heads + head) * D + tile_row[:, None] * (num_heads * D) + dim[None, :]
+        tl.store(out_ptrs, (acc / row_sum[:, None]).to(out_ptr.dtype.element_ty), mask=is_cell)
+        lse = (row_max + tl.log2(row_sum)) * 0.6931471805599453  # ln 2
+        tl.store(lse_ptr + head.to(tl.int64) * num_tokens + first_token + tile_row, lse, mask=inside)
+
+
+def _descriptor(cache_NPKD: torch.Tensor, block_n: int) -> TensorDescriptor:
+    """For TMA: tiles of `block_n` tokens of one head, BLOCK_D columns wide.
+
+    Where that is more than D, heads have a dimension of their own, so that the columns beyond a head are out of bounds
+    instead of the next head's.
+    """
+    _, _, num_kv_heads, head_dim = cache_NPKD.shape
+    block_d = triton.next_power_of_2(head_dim)
+    if head_dim == block_d:
+        return TensorDescriptor.from_tensor(cache_NPKD.view(-1, num_kv_heads * head_dim), [block_n, head_dim])
+    return TensorDescriptor.from_tensor(cache_NPKD.view(-1, num_kv_heads, head_dim), [block_n, 1, block_d])
+
+
+def paged_prefill(
+    q_THD: torch.Tensor,
+    k_cache_NPKD: torch.Tensor,
+    v_cache_NPKD: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    max_query_len: int,
+    scale: float,
+    causal: bool,
+    config: PrefillConfig | None = None,
+    out_THD: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of packed queries: `(out [T, H, D], lse [H, T] fp32)`; PagedBatch explains the rest. Hot: per layer.
+
+    `config`: None for the device's own. `out_THD`: where the result goes, contiguous; None: to a new tensor.
+    """
+    num_tokens, num_heads, head_dim = q_THD.shape
+    _, page, num_kv_heads, _ = k_cache_NPKD.shape
+    if config is None:
+        target = kernel_target.target_of(q_THD.device)
+        config = prefill_config(target, head_dim, q_THD.element_size(), max_query_len)
+    assert page % config.block_n == 0, f"blocks of {page} tokens do not divide into tiles of {config.block_n} keys"
+    assert q_THD.stride(2) == 1 and block_tables.stride(1) == 1, "the last dimension must be contiguous"
+    assert k_cache_NPKD.is_contiguous() and v_cache_NPKD.is_contiguous(), "a layer's cache is contiguous"
+    if out_THD is None:
+        out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
+    lse_HT = torch.empty((num_heads, num_tokens), dtype=torch.float32, device=q_THD.device)
+    k_source: Any = k_cache_NPKD
+    v_source: Any = v_cache_NPKD
+    if config.tma:
+        k_source, v_source = (_descriptor(cache, config.block_n) for cache in (k_cache_NPKD, v_cache_NPKD))
+    grid = (triton.cdiv(max_query_len, config.block_m), num_heads, context_lens.shape[0])
+    on_grid(_prefill_kernel, grid)(
+        q_THD,
+        k_source,
+        v_source,
+        out_THD,
+        lse_HT,
+        cu_seqlens_q,
+        context_lens,
+        block_tables,
+        num_tokens,
+        q_THD.stride(0),
+        q_THD.stride(1),
+        block_tables.stride(0),
+        scale * LOG2_E,
+        PAGE=page,
+        GROUP=num_heads // num_kv_heads,
+        ROW=num_kv_heads * head_dim,
+        D=head_dim,
+        BLOCK_D=triton.next_power_of_2(head_dim),
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        CAUSAL=causal,
+        TMA=config.tma,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    return out_THD, lse_HT

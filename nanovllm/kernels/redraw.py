@@ -1,0 +1,242 @@
+"""Filtered sampling: replaces the tokens that top_k, top_p or min_p cut, as layers/sampler.py defines it.
+
+One program per row, which does nothing unless the row filters. A pass over the row reads only those groups of the
+vocabulary whose largest logit is large enough to matter: few with a peaked distribution, all of them with a flat one.
+The passes of a row are
+
+- with top_k, some that find the k-th largest logit. If there are at least k groups, the k-th largest of their largest
+  logits is a lower bound to start from. Each pass then divides what is left into 64 buckets; bf16 has 65,536 values, so
+  three passes are the most, and one or two are usual;
+- with top_k and top_p, one that sums the weights that top_k keeps;
+- with top_p, one per attempt, which sums the weights ahead of the drawn token by group. Their total decides whether the
+  token is kept. If not, they are the weights of the groups in the next attempt;
+- without top_p at most one, because every token that the first redraw can draw is kept.
+
+The order of every sum depends on the row alone. The loop ends, because each attempt draws from fewer tokens than the
+one before, and nothing is ahead of the first token.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from nanovllm.kernels.launch import on_grid
+from nanovllm.kernels.noise import log2_noise, random_bits, row_key
+from nanovllm.kernels.pdl import let_next_start, pdl_options, wait_for_previous
+from nanovllm.kernels.sampling_tensors import (
+    GROUP_SIZE,
+    SamplingTensors,
+)
+
+
+class RedrawTile(NamedTuple):
+    """Groups that a program reads at once, its warps, and how many such reads are in flight: 1 goes to registers, more
+    pass through shared memory.
+    """
+
+    num_groups: int
+    num_warps: int
+    num_stages: int
+
+
+DEFAULT_TILE = RedrawTile(2, 8, 1)
+_GROUP_SIZE = tl.constexpr(GROUP_SIZE)
+_BUCKET_BITS = tl.constexpr(6)
+_NUM_BUCKETS = tl.constexpr(64)
+_ZERO_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}  # low bits of a logit converted to fp32
+
+
+@triton.jit
+def _image(value):
+    """An unsigned integer for each float, in the same order; -0.0 counts as 0.0."""
+    bits = tl.where(value == 0.0, 0.0, value).to(tl.uint32, bitcast=True)
+    return bits ^ tl.where(bits >> 31 != 0, 0xFFFFFFFF, 0x80000000)
+
+
+@triton.jit
+def _preimage(image, ZERO_BITS: tl.constexpr):
+    """The float whose image, without its low ZERO_BITS, this is; the low bits of a float of that type are zeros."""
+    image = image << ZERO_BITS
+    image = tl.where(image >> 31 != 0, image, image | ((1 << ZERO_BITS) - 1))
+    bits = image ^ tl.where(image >> 31 != 0, 0x80000000, 0xFFFFFFFF)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _load_groups(row_ptr, vocab_size, chosen, first, TILE: tl.constexpr):
+    """The `first` to `first + TILE - 1`-th of the groups that are `chosen` [BLOCK].
+
+    Returns where each of them is [TILE, BLOCK], and entries and logits [TILE, _GROUP_SIZE], -inf where there is none.
+    """
+    index = tl.arange(0, chosen.shape[0])
+    rank = tl.cumsum(chosen.to(tl.int32), 0) - 1
+    place = first + tl.arange(0, TILE)
+    is_here = (rank[None, :] == place[:, None]) & chosen[None, :]
+    group = tl.sum(tl.where(is_here, index[None, :], 0), 1)
+    num_chosen = tl.sum(chosen.to(tl.int32), 0)
+    entry = group[:, None] * _GROUP_SIZE + tl.arange(0, _GROUP_SIZE)[None, :]
+    is_entry = (place < num_chosen)[:, None] & (entry < vocab_size)
+    return is_here, entry, tl.load(row_ptr + entry, mask=is_entry, other=float("-inf")).to(tl.float32)
+
+
+@triton.jit
+def _kth_largest(
+    row_ptr, vocab_size, k, largest, num_groups, ZERO_BITS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr
+):
+    """The k-th largest logit of a row, counting equal ones; k < vocab_size. `largest` [BLOCK]: of each group."""
+    index = tl.arange(0, largest.shape[0])
+    ordered = tl.sort(largest, descending=True)
+    bound = tl.where(k <= num_groups, tl.sum(tl.where(index == k - 1, ordered, 0.0), 0), float("-inf"))
+    low = _image(bound) >> ZERO_BITS  # at least k logits have this image or a larger one
+    high = _image(tl.max(largest, 0)) >> ZERO_BITS  # fewer than k have a larger image than this
+    while low < high:
+        shift = tl.full((), 0, tl.uint32)
+        while (high - low) >> shift >= _NUM_BUCKETS:
+            shift += _BUCKET_BITS
+        chosen = (_image(largest) >> ZERO_BITS >= low) & (index < num_groups)
+        counts = tl.zeros((_NUM_BUCKETS,), tl.int32)
+        for first in tl.range(0, tl.sum(chosen.to(tl.int32), 0), TILE, num_stages=STAGES):
+            _, _, logit = _load_groups(row_ptr, vocab_size, chosen, first, TILE)
+            image = _image(logit) >> ZERO_BITS
+            bucket = tl.minimum(tl.where(image >= low, image - low, 0) >> shift, _NUM_BUCKETS - 1)
+            counts += tl.histogram(tl.reshape(bucket.to(tl.int32), (TILE * _GROUP_SIZE,)), _NUM_BUCKETS)
+        from_here = tl.cumsum(counts, 0, reverse=True)  # that of bucket 0 is wrong, for it also holds what is below
+        is_below = (from_here >= k) & (tl.arange(0, _NUM_BUCKETS) > 0)
+        low += tl.sum(is_below.to(tl.int32), 0).to(tl.uint32) << shift
+        high = low + tl.minimum(high - low, (1 << shift) - 1)
+    return _preimage(low, ZERO_BITS)
+
+
+@triton.jit
+def _is_ahead(logit, entry, cut, cut_entry):
+    """Whether an entry is ahead of `cut_entry`, whose logit is `cut`; vocab_size is behind all equal ones."""
+    return (logit > cut) | ((logit == cut) & (entry < cut_entry))
+
+
+@triton.jit
+def _weigh_groups(row_ptr, vocab_size, largest, top, scale, cut, cut_entry, TILE: tl.constexpr, STAGES: tl.constexpr):
+    """The weight of what is ahead of `cut_entry`, by group: [BLOCK]."""
+    chosen = largest >= cut
+    weight = tl.zeros_like(largest)
+    for first in tl.range(0, tl.sum(chosen.to(tl.int32), 0), TILE, num_stages=STAGES):
+        is_here, entry, logit = _load_groups(row_ptr, vocab_size, chosen, first, TILE)
+        is_ahead = _is_ahead(logit, entry, cut, cut_entry)
+        part = tl.sum(tl.where(is_ahead, tl.exp2((logit - top) * scale), 0.0), 1)
+        weight += tl.sum(tl.where(is_here, part[:, None], 0.0), 0)
+    return weight
+
+
+@triton.jit
+def _race(row_ptr, vocab_size, weight, num_groups, top, scale, cut, cut_entry, attempt, key_low, key_high):
+    """One draw from what is ahead of `cut_entry`; `weight` [BLOCK]: of each group."""
+    noise_start = attempt * (num_groups * (_GROUP_SIZE + 1))  # each attempt has noise of its own
+    bits = random_bits(noise_start + num_groups * _GROUP_SIZE + tl.arange(0, weight.shape[0]), key_low, key_high)
+    score = tl.where(weight > 0.0, tl.log2(weight) - log2_noise(bits), float("-inf"))
+    _, group = tl.max(score, 0, return_indices=True, return_indices_tie_break_left=True)
+    entry = group * _GROUP_SIZE + tl.arange(0, _GROUP_SIZE)
+    logit = tl.load(row_ptr + entry, mask=entry < vocab_size, other=float("-inf")).to(tl.float32)
+    score = (logit - top) * scale - log2_noise(random_bits(noise_start + entry, key_low, key_high))
+    score = tl.where(_is_ahead(logit, entry, cut, cut_entry), score, float("-inf"))
+    _, best = tl.max(score, 0, return_indices=True, return_indices_tie_break_left=True)
+    return group * _GROUP_SIZE + best
+
+
+@triton.jit
+def _redraw_kernel(
+    logits_ptr,  # [S, vocab_size]
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    seed_ptr,
+    position_ptr,
+    groups_ptr,  # [S, 3, groups] fp32; [:, 1] is a group's largest logit, [:, 2] its weight relative to that
+    token_ptr,  # [S] int64
+    row_stride,
+    vocab_size,
+    num_groups,
+    ZERO_BITS: tl.constexpr,
+    BLOCK: tl.constexpr,  # num_groups or more
+    TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    temperature, k = tl.load(temperature_ptr + row), tl.load(top_k_ptr + row)
+    top_p, min_p = tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
+    token = tl.load(token_ptr + row).to(tl.int32)
+    by_k, by_p = (k > 0) & (k < vocab_size), top_p < 1.0
+    if (temperature > 0.0) & (token >= 0) & (by_k | by_p | (min_p > 0.0)):
+        row_ptr = logits_ptr + row * row_stride
+        groups_ptr += row * 3 * num_groups
+        index = tl.arange(0, BLOCK)
+        largest = tl.load(groups_ptr + num_groups + index, mask=index < num_groups, other=float("-inf"))
+        top = tl.max(largest, 0)
+        temperature = tl.maximum(temperature, 1e-10)
+        scale = 1.4426950408889634 / temperature  # log2 e
+        key_low, key_high = row_key(seed_ptr, position_ptr, row)
+
+        # What top_k and min_p keep is `floor` or more. top_p keeps a token that has less than `limit` ahead of it.
+        floor = tl.minimum(top, top + temperature * (tl.log2(min_p) * 0.6931471805599453))  # log 0 is -inf
+        kth = tl.full((), float("-inf"), tl.float32)
+        limit = tl.full((), float("inf"), tl.float32)
+        if by_k:
+            kth = _kth_largest(row_ptr, vocab_size, k, largest, num_groups, ZERO_BITS, TILE, STAGES)
+            floor = tl.maximum(floor, kth)
+        elif by_p:
+            weight = tl.load(groups_ptr + 2 * num_groups + index, mask=index < num_groups, other=0.0)
+            limit = top_p * tl.sum(weight * tl.exp2((largest - top) * scale), 0)
+        lacks_limit = by_k & by_p  # the first pass finds it
+
+        attempt = 0
+        value = tl.load(row_ptr + token).to(tl.float32)
+        is_kept = (value >= floor) & (by_p == 0)
+        while not is_kept:
+            is_in = value >= floor
+            asks = is_in & (lacks_limit == 0)  # what is ahead of the token; else the pass sums what the filters keep
+            cut = tl.where(asks, value, tl.where(lacks_limit, kth, floor))
+            cut_entry = tl.where(asks, token, vocab_size)
+            weight = _weigh_groups(row_ptr, vocab_size, largest, top, scale, cut, cut_entry, TILE, STAGES)
+            ahead = tl.sum(weight, 0)
+            limit = tl.where(lacks_limit, top_p * ahead, limit)
+            lacks_limit = False
+            is_kept = asks & ((ahead < limit) | (ahead == 0.0))
+            if (is_kept == 0) & (asks | ((is_in == 0) & (cut == floor))):
+                attempt += 1
+                token = _race(
+                    row_ptr, vocab_size, weight, num_groups, top, scale, cut, cut_entry, attempt, key_low, key_high
+                )
+                value = tl.load(row_ptr + token).to(tl.float32)
+                is_kept = by_p == 0
+        tl.store(token_ptr + row, token.to(tl.int64))
+
+
+def redraw_cut_tokens(
+    logits: torch.Tensor,
+    params: SamplingTensors,
+    groups: torch.Tensor,
+    tokens: torch.Tensor,
+    tile: RedrawTile = DEFAULT_TILE,
+) -> None:
+    """Replace those of `tokens` int64 [S] that the filters cut; `groups` as the first kernel leaves them."""
+    num_rows, vocab_size = logits.shape
+    num_groups = groups.shape[2]
+    on_grid(_redraw_kernel, (num_rows,))(
+        logits,
+        *params,
+        groups,
+        tokens,
+        logits.stride(0),
+        vocab_size,
+        num_groups,
+        ZERO_BITS=_ZERO_BITS[logits.dtype],
+        BLOCK=triton.next_power_of_2(num_groups),
+        TILE=tile.num_groups,
+        STAGES=tile.num_stages,
+        num_warps=tile.num_warps,
+        **pdl_options(logits.device),
+    )

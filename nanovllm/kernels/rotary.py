@@ -1,0 +1,196 @@
+"""Between the qkv product and attention, in one kernel: an RMSNorm of each head of q and k where the model has one,
+their rotation, and the new keys and values into the paged cache.
+
+Legend: T packed tokens, H query heads, K kv heads, D head dim, N blocks of a cache, P tokens per block.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from nanovllm.kernels.launch import on_grid
+from nanovllm.kernels.pdl import let_next_start, pdl_options, wait_for_previous
+
+MANY_TOKENS = 1024  # from here on starting the programs takes the time, so fewer run, with more heads each
+
+
+@triton.jit
+def _is_cell(head, num_heads, pair, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr):
+    """Which cells of a tile of halves exist: [heads, BLOCK_HALF], or [heads, 1] where every pair does."""
+    inside = (head < num_heads)[:, None]
+    if HALF != BLOCK_HALF:
+        inside = inside & (pair < HALF)[None, :]
+    return inside
+
+
+@triton.jit
+def _load_pairs(ptr, pair, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr):
+    if HALF == BLOCK_HALF:
+        values = tl.load(ptr + pair)
+    else:
+        values = tl.load(ptr + pair, mask=pair < HALF, other=0.0)
+    return values
+
+
+@triton.jit
+def _norm_rotate(
+    x_ptr,  # this token's heads, [num_heads, D]
+    weight_ptr,
+    cos_sin_ptr,  # this token's
+    first_head,
+    num_heads,
+    eps,
+    dtype: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    HEADS: tl.constexpr,
+    NORM: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Both halves of heads first_head .. first_head + HEADS - 1, each [HEADS, BLOCK_HALF]."""
+    head = first_head + tl.arange(0, HEADS)
+    pair = tl.arange(0, BLOCK_HALF)
+    offset = head[:, None] * (2 * HALF) + pair[None, :]
+    inside = _is_cell(head, num_heads, pair, HALF, BLOCK_HALF)
+    # Loaded for each head, so that these values are in the threads that hold x, without an exchange
+    same = tl.zeros((HEADS, 1), tl.int32) + pair[None, :]
+    if NORM:
+        weight1 = _load_pairs(weight_ptr, same, HALF, BLOCK_HALF)
+        weight2 = _load_pairs(weight_ptr + HALF, same, HALF, BLOCK_HALF)
+    wait_for_previous(PDL)
+    cos = _load_pairs(cos_sin_ptr, same, HALF, BLOCK_HALF)
+    sin = _load_pairs(cos_sin_ptr + HALF, same, HALF, BLOCK_HALF)
+    x1 = tl.load(x_ptr + offset, mask=inside, other=0.0).to(tl.float32)
+    x2 = tl.load(x_ptr + offset + HALF, mask=inside, other=0.0).to(tl.float32)
+    if NORM:
+        weight1, weight2 = weight1.to(tl.float32), weight2.to(tl.float32)
+        scale = 1.0 / tl.sqrt((tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)) / (2 * HALF) + eps)
+        # rounded where torch rounds: after the norm and after the weight
+        x1 = ((x1 * scale[:, None]).to(dtype).to(tl.float32) * weight1).to(dtype).to(tl.float32)
+        x2 = ((x2 * scale[:, None]).to(dtype).to(tl.float32) * weight2).to(dtype).to(tl.float32)
+    return (x1 * cos - x2 * sin).to(dtype), (x2 * cos + x1 * sin).to(dtype)
+
+
+@triton.jit
+def _store_heads(
+    out_ptr, x1, x2, first_head, num_heads, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, HEADS: tl.constexpr
+):
+    head = first_head + tl.arange(0, HEADS)
+    pair = tl.arange(0, BLOCK_HALF)
+    offset = head[:, None] * (2 * HALF) + pair[None, :]
+    inside = _is_cell(head, num_heads, pair, HALF, BLOCK_HALF)
+    tl.store(out_ptr + offset, x1, mask=inside)
+    tl.store(out_ptr + offset + HALF, x2, mask=inside)
+
+
+@triton.jit
+def _norm_rotate_store_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    q_out_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    cos_sin_ptr,
+    slot_mapping_ptr,
+    qkv_stride_t,
+    eps,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,  # the next power of two
+    HEADS: tl.constexpr,
+    NORM: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    let_next_start(PDL)
+    q_groups: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
+    kv_groups: tl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
+    token = (tl.program_id(0) // (q_groups + 2 * kv_groups)).to(tl.int64)
+    group = tl.program_id(0) % (q_groups + 2 * kv_groups)  # HEADS heads of q, after those of k, after those of v
+    cos_sin_ptr += token * (2 * HALF)
+    kv_row: tl.constexpr = NUM_KV_HEADS * 2 * HALF
+    if group < q_groups:
+        x1, x2 = _norm_rotate(
+            q_ptr + token * qkv_stride_t, q_weight_ptr, cos_sin_ptr, group * HEADS, NUM_HEADS, eps,
+            q_out_ptr.dtype.element_ty, HALF, BLOCK_HALF, HEADS, NORM, PDL,
+        )  # fmt: skip
+        q_out_ptr += token * (NUM_HEADS * 2 * HALF)
+        _store_heads(q_out_ptr, x1, x2, group * HEADS, NUM_HEADS, HALF, BLOCK_HALF, HEADS)
+    elif group < q_groups + kv_groups:
+        first_head = (group - q_groups) * HEADS
+        x1, x2 = _norm_rotate(
+            k_ptr + token * qkv_stride_t, k_weight_ptr, cos_sin_ptr, first_head, NUM_KV_HEADS, eps,
+            k_cache_ptr.dtype.element_ty, HALF, BLOCK_HALF, HEADS, NORM, PDL,
+        )  # fmt: skip
+        cell = tl.load(slot_mapping_ptr + token).to(tl.int64)
+        if cell >= 0:
+            k_cache_ptr += cell * kv_row
+            _store_heads(k_cache_ptr, x1, x2, first_head, NUM_KV_HEADS, HALF, BLOCK_HALF, HEADS)
+    else:
+        wait_for_previous(PDL)
+        first_head = (group - q_groups - kv_groups) * HEADS
+        cell = tl.load(slot_mapping_ptr + token).to(tl.int64)
+        if cell >= 0:
+            element = tl.arange(0, HEADS * 2 * BLOCK_HALF)
+            offset = first_head * 2 * HALF + element
+            inside = offset < kv_row
+            if HALF != BLOCK_HALF:
+                inside = inside & (element < HEADS * 2 * HALF)
+            v = tl.load(v_ptr + token * qkv_stride_t + offset, mask=inside)
+            tl.store(v_cache_ptr + cell * kv_row + offset, v, mask=inside)
+
+
+def norm_rotate_store(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    eps: float,
+    cos_sin: torch.Tensor,
+    k_cache_NPKD: torch.Tensor,
+    v_cache_NPKD: torch.Tensor,
+    slot_mapping_T: torch.Tensor,
+) -> torch.Tensor:
+    """q [T, H, D] and k [T, K, D], each head RMS-normed where weights [D] are given, then rotated (rotate half).
+
+    Returns q, contiguous; k and v [T, K, D] go into cell `slot_mapping_T[t]` of the caches, -1 is skipped. q, k and v
+    are views of one qkv product. `cos_sin` fp32 [T, D]: D/2 cosines, then D/2 sines, of each token. Hot: once per
+    layer.
+    """
+    num_tokens, num_heads, head_dim = q.shape
+    num_kv_heads = k.shape[1]
+    assert (q_weight is None) == (k_weight is None), "both heads are normed, or none"
+    assert q.stride() == k.stride() == v.stride() and q.stride()[1:] == (head_dim, 1), "views of one product"
+    assert cos_sin.is_contiguous() and cos_sin.dtype == torch.float32
+    assert k_cache_NPKD.is_contiguous() and v_cache_NPKD.is_contiguous(), "a layer's cache is contiguous"
+    q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if num_tokens:
+        heads = min(16 if num_tokens >= MANY_TOKENS else 8, triton.next_power_of_2(num_heads))
+        groups = triton.cdiv(num_heads, heads) + 2 * triton.cdiv(num_kv_heads, heads)
+        on_grid(_norm_rotate_store_kernel, (num_tokens * groups,))(
+            q,
+            k,
+            v,
+            q_out,
+            k_cache_NPKD,
+            v_cache_NPKD,
+            q_weight,
+            k_weight,
+            cos_sin,
+            slot_mapping_T,
+            q.stride(0),
+            eps,
+            NUM_HEADS=num_heads,
+            NUM_KV_HEADS=num_kv_heads,
+            HALF=head_dim // 2,
+            BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
+            HEADS=heads,
+            NORM=q_weight is not None,
+            num_warps=2,
+            **pdl_options(q.device),
+        )
+    return q_out

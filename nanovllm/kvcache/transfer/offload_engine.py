@@ -1,0 +1,309 @@
+"""OffloadEngine: the KV cache in CPU memory, its slots on the GPU, and every copy between them.
+
+Legend: L layers, N blocks of a cache, P tokens per block, K kv heads, D head dim.
+
+The engine does what a plan's KVMoves say, one layer at a time, and chooses nothing. Two kinds of GPU memory:
+- ring slots `[L, N, P, K, D]`: blocks of all layers, written by the model, or loaded to stay;
+- staging groups `[N, P, K, D]`: a few blocks of *one* layer, filled, attended and refilled, layer after layer. One
+  group serves all layers, so a few of them let copies run ahead of the compute, across layers and into the next step,
+  while every slot stays resident.
+
+Loads are enqueued in the order in which the model will use them, as far ahead as staging has room (`_pump`). What is
+contiguous on both sides is copied at once (copy_runs.py). Which copies a step makes, and after which earlier work, is
+found once in `begin_step`; what a layer costs does not depend on the number of slots or blocks, only on that of runs.
+
+Stream edges, each commented where it is made:
+  E1  loaded -> read or written         h2d -> compute   ring_slot_ready, of this step and layer
+  E2  last used -> overwritten by load  compute -> h2d   ring_slot_compute_done
+  E3  stored -> copied out              compute -> d2h   ring_slot_compute_done, or this layer's own event
+  E4  copied out -> slot written        d2h -> compute   ring_slot_offload_done
+  E5  copied out -> slot loaded over    d2h -> h2d       ring_slot_offload_done
+  E6  copied out -> CPU block loaded    d2h -> h2d       cpu_block_offload_done
+  E7  staged -> attended                h2d -> compute   staging_ready
+  E8  attended -> staging refilled      compute -> h2d   staging_compute_done
+The arrays of E2 to E6 hold numbers of batches of work: what a step does on compute is one, its flushes on d2h are
+another, its offloads a third. A stream runs its work in order, so of all the slots and blocks that a layer's copies
+touch only the newest batch is waited for, and none that the host has seen to be done (StreamLog).
+No edge is needed from a load to a later write of the CPU block it read: compute waits for every load of a step within
+that step (E1, E7), and a block is only written (E3) from what compute stored in a later one.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from nanovllm.core.kv_spec import (
+    NUM_STAGING_GROUPS,
+    KVCacheSpec,
+)
+from nanovllm.core.step_plan import KVMoves, SlotLoad, SlotOffload, StreamedGroup
+from nanovllm.kvcache.policy.copy_runs import Run, load_runs, offload_runs, staging_runs
+from nanovllm.kvcache.transfer.link import measure_link
+from nanovllm.kvcache.transfer.pinned_memory import HostBuffer
+from nanovllm.kvcache.transfer.run_tensors import KV, run_tensors, token_views
+from nanovllm.kvcache.transfer.stream_log import StreamLog
+from nanovllm.kvcache.transfer.streams import Event, Stream, Streams, make_streams
+
+
+class _Loads(NamedTuple):
+    """Copies to the GPU that a step makes together in each layer, and the newest batches of work that come first."""
+
+    runs: tuple[Run, ...]
+    block_offload: int  # on d2h, of the CPU blocks
+    to_slots: bool
+    slot_use: int = 0  # on compute, of the slots
+    slot_offload: int = 0  # on d2h, of the slots
+
+
+class OffloadEngine:
+    """One rank's KV cache with offload. Per step: begin_step; per layer begin_layer, stored, attended, groups;
+    end_step.
+    """
+
+    def __init__(
+        self,
+        spec: KVCacheSpec,
+        num_cpu_blocks: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Allocates the CPU pool and the staging groups; `allocate_slots` the rest."""
+        self.spec, self.dtype, self.device = spec, dtype, device
+        self.streams: Streams = make_streams(device)
+        block_shape = (spec.block_size, spec.num_kv_heads, spec.head_dim)
+        host_bytes = spec.block_bytes // 2 * num_cpu_blocks
+        pinned_for = device if device.type == "cuda" else None
+        self._host_buffers = [HostBuffer(host_bytes, pinned_for) for _ in ("k", "v")]
+        self.k_cache_cpu, self.v_cache_cpu = (
+            buffer.tensor.view(dtype).view(spec.num_layers, num_cpu_blocks, *block_shape)
+            for buffer in self._host_buffers
+        )
+        staging_shape = (NUM_STAGING_GROUPS, spec.staging_group_blocks, *block_shape)
+        self.k_staging, self.v_staging = (torch.zeros(staging_shape, dtype=dtype, device=device) for _ in "kv")
+        self._cpu_tokens = token_views(self.k_cache_cpu, self.v_cache_cpu)  # of each layer
+        self._staging_tokens = token_views(self.k_staging, self.v_staging)  # of each group
+        self._compute_log, self._d2h_log = StreamLog(spec.num_layers), StreamLog(spec.num_layers)
+        self.cpu_block_offload_done = np.zeros(num_cpu_blocks, dtype=np.int64)
+        self.ring_slot_ready: list[Event | None] = [None] * spec.num_layers
+        self.staging_ready: list[Event | None] = [None] * NUM_STAGING_GROUPS
+        self.staging_compute_done: list[Event | None] = [None] * NUM_STAGING_GROUPS
+
+        self._moves = KVMoves()
+        self._offload_runs: tuple[Run, ...] = ()
+        self._taken_offload = 0  # the newest batch that copies out slots which this step writes anew
+        self._queue: deque[tuple[int, _Loads]] = deque()  # loads not enqueued yet, with their layer
+        self._num_filled = 0  # staging groups filled since the start, and those released; both in turn
+        self._num_released = 0
+        self.link_byte_per_s = measure_link(self.streams, self.k_cache_cpu, self.k_staging)  # None on a CPU
+
+    def allocate_slots(self, num_ring_slots: int) -> None:
+        """Make the slots on the GPU and start counting bytes. Before the first step, or after `drop_slots`."""
+        self.num_ring_slots = num_ring_slots
+        self.ring_slots = range(num_ring_slots)
+        spec = self.spec
+        shape = (spec.num_layers, num_ring_slots, spec.block_size, spec.num_kv_heads, spec.head_dim)
+        self.k_cache_gpu, self.v_cache_gpu = (
+            torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in ("k", "v")
+        )
+        self._slot_tokens = token_views(self.k_cache_gpu, self.v_cache_gpu)  # of each layer
+        self.ring_slot_compute_done, self.ring_slot_offload_done = np.zeros((2, num_ring_slots), dtype=np.int64)
+        self.num_loaded_bytes = 0
+        self.num_offloaded_bytes = 0
+
+    def drop_slots(self) -> None:
+        """Finish all copies and let go of the slots, before others are allocated."""
+        self.streams.synchronize()
+        del self.k_cache_gpu, self.v_cache_gpu, self._slot_tokens
+
+    # -- one step ------------------------------------------------------------------------------------------------
+
+    def begin_step(self, moves: KVMoves, slots_in_use: Iterable[int]) -> None:
+        """Copy out the slots that are given up, start the first loads. `slots_in_use`: those of all block tables."""
+        assert not self._queue, "the previous step did not use all it loaded"
+        for log in (self._compute_log, self._d2h_log):
+            log.forget_done(self.streams.is_done)
+        self._moves = moves
+        self._flush(moves.flushes)
+        self._taken_offload = _newest(self.ring_slot_offload_done, moves.taken_slots)
+        loads = [self._slot_loads(moves.loads)] if moves.loads else []
+        loads += [self._group_loads(group) for group in moves.streamed]
+        self._queue.extend((layer, load) for layer in range(self.spec.num_layers) for load in loads)
+        # From here on the arrays speak of this step, for the steps after it
+        used = np.fromiter(slots_in_use, dtype=np.int64)
+        self.ring_slot_compute_done[used] = self._compute_log.next_batch
+        self.ring_slot_compute_done[[copy.src_slot for copy in moves.copies]] = self._compute_log.next_batch
+        self._offload_runs = offload_runs(moves.offloads, self.spec.block_size)
+        self._note_offloads(moves.offloads)
+        self._pump()
+
+    def _flush(self, flushes: tuple[SlotOffload, ...]) -> None:
+        if not flushes:
+            return
+        runs = offload_runs(flushes, self.spec.block_size)
+        last_use = _newest(self.ring_slot_compute_done, [flush.ring_slot for flush in flushes])
+        self._note_offloads(flushes)
+        for layer in range(self.spec.num_layers):
+            self.offload_slot_layer(runs, range(layer, layer + 1), self._compute_log.find(last_use, layer))
+
+    def _note_offloads(self, offloads: tuple[SlotOffload, ...]) -> None:
+        """They belong to the next batch of d2h."""
+        batch = self._d2h_log.next_batch
+        self.ring_slot_offload_done[[offload.ring_slot for offload in offloads]] = batch
+        self.cpu_block_offload_done[[offload.cpu_block_id for offload in offloads]] = batch
+
+    def _slot_loads(self, loads: tuple[SlotLoad, ...]) -> _Loads:
+        slots = [load.ring_slot for load in loads]
+        return _Loads(
+            load_runs(loads, self.spec.block_size),
+            _newest(self.cpu_block_offload_done, [load.cpu_block_id for load in loads]),
+            to_slots=True,
+            slot_use=_newest(self.ring_slot_compute_done, slots),
+            slot_offload=_newest(self.ring_slot_offload_done, slots),
+        )
+
+    def _group_loads(self, group: StreamedGroup) -> _Loads:
+        runs = staging_runs(group.cpu_block_ids, self.spec.block_size)
+        return _Loads(runs, _newest(self.cpu_block_offload_done, group.cpu_block_ids), to_slots=False)
+
+    def begin_layer(self, layer: int) -> None:
+        """Compute may write the layer's slots from here on. Hot: once per layer."""
+        if self._moves.loads:
+            self.wait_slot_layer(layer)
+        self._wait(self.streams.compute, self._d2h_log.find(self._taken_offload, layer))  # E4: copied out -> written
+
+    def stored(self, layer: int) -> None:
+        """The layer's new K and V are in their slots: make the copies that need them. Hot: once per layer."""
+        for copy in self._moves.copies:
+            for cache in (self.k_cache_gpu[layer], self.v_cache_gpu[layer]):
+                self.streams.compute.copy(
+                    cache[copy.dst_slot, : copy.num_tokens], cache[copy.src_slot, : copy.num_tokens]
+                )
+        if self._offload_runs:
+            self.offload_slot_layer(self._offload_runs, range(layer, layer + 1), self._record(self.streams.compute))
+
+    def attended(self, layer: int) -> None:
+        """The paged call of the layer is enqueued. Hot: once per layer."""
+        self.record_slot_compute_done()
+
+    def staged_buffers(self, layer: int) -> Iterator[int]:
+        """The staging buffer of each of the layer's streamed groups, in the order of the plan, filled when yielded.
+
+        It is released when the next one is asked for. Hot: once per layer.
+        """
+        for _ in self._moves.streamed:
+            buffer = self._num_released % NUM_STAGING_GROUPS
+            self._wait(self.streams.compute, self.staging_ready[buffer])  # E7: staged -> attended
+            yield buffer
+            self.staging_compute_done[buffer] = self._record(self.streams.compute)  # E8: attended -> refilled
+            self._num_released += 1
+            self._pump()
+
+    def groups(self, layer: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """K and V `[N, P, K, D]` of the same, whose N the plan's tables index."""
+        for buffer in self.staged_buffers(layer):
+            yield self.k_staging[buffer], self.v_staging[buffer]
+
+    def begin_all_layers(self) -> None:
+        """begin_layer for a step that loads nothing and is enqueued at once (a CUDA graph)."""
+        self.begin_layer(self.spec.num_layers - 1)  # a batch copies out its last layer last
+
+    def ran_all_layers(self) -> None:
+        """stored and attended for such a step."""
+        done = self.record_slot_compute_done(self.spec.num_layers)
+        if self._offload_runs:
+            self.offload_slot_layer(self._offload_runs, range(self.spec.num_layers), done)
+
+    def end_step(self) -> None:
+        assert not self._queue and self._num_filled == self._num_released, "the step left loads unused"
+
+    # -- copies ----------------------------------------------------------------------------------------------------
+
+    def wait_slot_layer(self, layer: int) -> None:
+        """Compute goes on once the step's loads into slots are done in this layer. Hot."""
+        self._wait(self.streams.compute, self.ring_slot_ready[layer])  # E1: loaded -> used
+
+    def record_slot_compute_done(self, num_layers: int = 1) -> Event:
+        """Compute has enqueued its last use of the step's slots in the next layer, or the next layers. Hot."""
+        done = self._record(self.streams.compute)
+        self._compute_log.add(done, num_layers)  # E2, E3
+        return done
+
+    def offload_slot_layer(self, runs: tuple[Run, ...], layers: range, stored: Event | None) -> None:
+        """Enqueue slots -> CPU blocks for some layers of a batch, once `stored` is done. Hot."""
+        d2h = self.streams.d2h
+        self._wait(d2h, stored)  # E3: stored -> copied out
+        for layer in layers:
+            d2h.copy_all(run_tensors(runs, self._cpu_tokens[layer], self._slot_tokens[layer], to_gpu=False))
+        self._d2h_log.add(self._record(d2h), len(layers))  # E4, E5, E6
+        self.num_offloaded_bytes += self._num_bytes(runs) * len(layers)
+
+    def _pump(self) -> None:
+        """Enqueue loads in order until staging is full. Hot."""
+        while self._queue:
+            layer, loads = self._queue[0]
+            if loads.to_slots:
+                self.load_to_slot_layer(layer, loads)
+            elif self._num_filled - self._num_released < NUM_STAGING_GROUPS:
+                self._fill_staging(layer, loads)
+            else:
+                return
+            self._queue.popleft()
+
+    def load_to_slot_layer(self, layer: int, loads: _Loads) -> None:
+        """Enqueue CPU blocks -> slots for one layer. Hot."""
+        h2d = self.streams.h2d
+        self._wait(h2d, self._compute_log.find(loads.slot_use, layer))  # E2: last used -> overwritten
+        self._wait(h2d, self._d2h_log.find(loads.slot_offload, layer))  # E5: copied out -> overwritten
+        self._wait(h2d, self._d2h_log.find(loads.block_offload, layer))  # E6: copied out -> loaded again
+        self._load(layer, loads, self._slot_tokens[layer])
+        self.ring_slot_ready[layer] = self._record(h2d)  # E1: loaded -> used
+
+    def _fill_staging(self, layer: int, loads: _Loads) -> None:
+        """Enqueue CPU blocks -> the next staging group. Hot."""
+        h2d, group = self.streams.h2d, self._num_filled % NUM_STAGING_GROUPS
+        self._wait(h2d, self.staging_compute_done[group])  # E8: attended -> refilled
+        self._wait(h2d, self._d2h_log.find(loads.block_offload, layer))  # E6: copied out -> loaded again
+        self._load(layer, loads, self._staging_tokens[group])
+        self.staging_ready[group] = self._record(h2d)  # E7: staged -> attended
+        self._num_filled += 1
+
+    def _load(self, layer: int, loads: _Loads, gpu_tokens: KV) -> None:
+        self.streams.h2d.copy_all(run_tensors(loads.runs, gpu_tokens, self._cpu_tokens[layer], to_gpu=True))
+        self.num_loaded_bytes += self._num_bytes(loads.runs)
+
+    def _num_bytes(self, runs: tuple[Run, ...]) -> int:
+        """In one layer."""
+        return sum(run.num_tokens for run in runs) * self.spec.layer_block_bytes // self.spec.block_size
+
+    def _record(self, stream: Stream) -> Event:
+        event = self.streams.event()
+        stream.record(event)
+        return event
+
+    @staticmethod
+    def _wait(stream: Stream, event: Event | None) -> None:
+        if event is not None:
+            stream.wait(event)
+
+    def stats(self) -> dict[str, float | None]:
+        return {
+            "num_loaded_bytes": self.num_loaded_bytes,
+            "num_offloaded_bytes": self.num_offloaded_bytes,
+            "link_byte_per_s": self.link_byte_per_s,
+        }
+
+    def close(self) -> None:
+        """Finish all copies and unpin the CPU pool; the caches must not be used after this."""
+        try:
+            self.streams.synchronize()
+        finally:  # a GPU that has failed finishes nothing; the memory is unpinned all the same
+            for buffer in self._host_buffers:
+                buffer.close()
+
+
+def _newest(batches: np.ndarray, ids: Iterable[int]) -> int:
+    """The newest batch of these slots or blocks; 0 where there are none."""
+    return int(batches[list(ids)].max(initial=0))

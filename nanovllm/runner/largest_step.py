@@ -1,0 +1,63 @@
+"""The steps that need the most memory of all that the options allow. Start-up runs them once to measure it.
+
+With `short_step` they also launch every kernel that prompts, chunks and sampling need, so that start-up can compile all
+of them and no request waits for that.
+"""
+
+import numpy as np
+
+from nanovllm.core.step_plan import KVMoves, SamplingRow, SequenceStep, StepPlan, StreamedGroup
+
+# Before the chunk, and groups streamed to it. More are attended in turns, with the same temporaries: from the fourth
+# part on there is a running result in fp32 (attention/merge.py). Scattered keys are attended 16 MiB at a time.
+HISTORY_TOKENS = 49152
+NUM_GROUPS = 4
+_SAMPLING = SamplingRow(temperature=1.0, top_k=20, top_p=0.95, min_p=0.05, seed=0, position=1)
+
+
+def largest_steps(
+    *, num_tokens: int, max_num_seqs: int, max_model_len: int, block_size: int, group_blocks: int
+) -> list[StepPlan]:
+    """`num_tokens` new tokens in as few sequences as can hold them, and in `max_num_seqs`, most of one token.
+
+    Every block of every table is block 0, so that a cache of one block is enough; the tokens overwrite each other's
+    K and V, which are never used. A sequence has HISTORY_TOKENS before its chunk where max_model_len allows. With
+    `group_blocks` > 0 all of them also attend to NUM_GROUPS streamed groups of that many CPU blocks, again all block 0.
+    """
+    fewest = min(max_num_seqs, -(-num_tokens // max_model_len))
+    most = min(max_num_seqs, num_tokens)
+    steps = []
+    for num_seqs in sorted({fewest, most}):
+        lengths = _lengths(num_tokens, num_seqs, max_model_len)
+        sequences = tuple(_sequence(i, length, max_model_len, block_size) for i, length in enumerate(lengths))
+        group = StreamedGroup((0,) * group_blocks, (tuple(range(group_blocks)),) * num_seqs)
+        steps.append(StepPlan(sequences, KVMoves(streamed=(group,) * NUM_GROUPS if group_blocks else ())))
+    return steps
+
+
+def short_step(max_num_seqs: int, max_model_len: int, block_size: int) -> StepPlan:
+    """A step that needs little memory and launches the kernels for short prompts mixed with running sequences."""
+    lengths = (1, min(300, max_model_len))[-max_num_seqs:]
+    sequences = tuple(_sequence(i, length, max_model_len, block_size) for i, length in enumerate(lengths))
+    return StepPlan(sequences, KVMoves())
+
+
+def _lengths(num_tokens: int, num_seqs: int, max_length: int) -> list[int]:
+    """New tokens of each sequence: single tokens first, as the scheduler orders them, then the longest chunks."""
+    lengths = [1] * num_seqs
+    for i in reversed(range(num_seqs)):
+        lengths[i] += min(max_length - 1, num_tokens - sum(lengths))
+    return lengths
+
+
+def _sequence(seq_id: int, length: int, max_model_len: int, block_size: int) -> SequenceStep:
+    start = min(max_model_len - length, HISTORY_TOKENS)
+    return SequenceStep(
+        seq_id=seq_id,
+        token_ids=np.zeros(length, dtype=np.int64),
+        position=start,
+        num_prompt_tokens=start + length,
+        block_table=(0,) * -(-(start + length) // block_size),
+        context_len=start + length,
+        sampling=_SAMPLING,
+    )
