@@ -108,7 +108,7 @@ def measure_machine() -> Machine:
 
 
 class Work:
-    """The least one GPU of an engine must do, from the model's shapes (nanovllm/costs.py)."""
+    """The least one GPU of an engine must do, from the model's shapes (nanovllm/capacity/costs.py)."""
 
     def __init__(self, llm: LLM) -> None:
         self._config, self._model = llm.config, llm.model_config

@@ -5,9 +5,9 @@ began, CUDA's own memory included, so nothing else may use the GPU meanwhile. It
 engine is ready, and when it has served: a prompt of nearly 40,960 tokens, or of what fits, two more together, then many
 short ones, all sampled with filters. The plan is made before the engine starts, as `nanovllm plan` makes it.
 
-nanovllm/device_memory.py holds the constants of the estimates. To fit them: `cuda_bytes` is the context before anything
-is loaded; `unreserved_bytes`, less the context, is graphs and late kernels, and `no-graphs` runs without the former;
-`reserved_bytes` less `allocated_peak_bytes` is what the allocator wastes.
+nanovllm/capacity/device_memory.py holds the constants of the estimates. To fit them: `cuda_bytes` is the context before
+anything is loaded; `unreserved_bytes`, less the context, is graphs and late kernels, and `no-graphs` runs without the
+former; `reserved_bytes` less `allocated_peak_bytes` is what the allocator wastes.
 """
 
 import argparse

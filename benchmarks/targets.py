@@ -55,7 +55,17 @@ def sanitizer(tool: str) -> Job:
     """
     return tests(
         tool,
-        *("-m", "gpu", "-k", "stays_inside", "-p", "no:xdist", "-o", "timeout=0", "tests/test_triton_kernels.py"),
+        *(
+            "-m",
+            "gpu",
+            "-k",
+            "stays_inside",
+            "-p",
+            "no:xdist",
+            "-o",
+            "timeout=0",
+            "tests/kernels/test_triton_kernels.py",
+        ),
         before=("compute-sanitizer", "--tool", tool, "--error-exitcode", "1"),
         env=(("PYTORCH_NO_CUDA_MEMORY_CACHING", "1"),),
         needs=("compute-sanitizer",),
@@ -120,7 +130,7 @@ JOBS = [
     tests("tests-gpu-slow", "-m", "gpu and slow", "-k", "not soak", "tests", timeout_s=1200),
     tests(
         "soak",
-        *("-m", "gpu and slow", "-k", "soak", "tests/test_gpu_streams.py"),
+        *("-m", "gpu and slow", "-k", "soak", "tests/gpu/test_gpu_streams.py"),
         env=(("NANOVLLM_SOAK_SECONDS", "300"),),
         timeout_s=1200,
     ),

@@ -15,7 +15,7 @@ from nanovllm.layers.kv_cells import KVCells
 
 
 class KVStream(Protocol):
-    """Where streamed keys come from (kvcache/offload_engine.py), seen from one layer of a step."""
+    """Where streamed keys come from (kvcache/transfer/offload_engine.py), seen from one layer of a step."""
 
     def begin_layer(self, layer: int) -> None:
         """Called before the layer writes or reads any slot."""

@@ -1,8 +1,8 @@
 """How the attention kernels run on each target: tiles, warps, stages, and how keys and values are loaded.
 
 Fixed choices, so that start-up spends no time on tuning. docs/measurements.md has the figures of the H200;
-`benchmarks/bench_attention.py --tune` compares others. tests/test_compile.py compiles every one of them for every
-target, and checks that it fits into shared memory and registers and loads its tiles asynchronously.
+`benchmarks/bench_attention.py --tune` compares others. tests/kernels/test_compile.py compiles every one of them for
+every target, and checks that it fits into shared memory and registers and loads its tiles asynchronously.
 """
 
 from typing import NamedTuple

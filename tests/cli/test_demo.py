@@ -13,7 +13,7 @@ from nanovllm.cli import demo as command
 from nanovllm.cli.main import main
 from nanovllm.demo import haystack
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SMALL = ["demo", "--num-tokens", "3000", "--device", "cpu"]
 
 

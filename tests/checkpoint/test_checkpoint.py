@@ -17,7 +17,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.checkpoint.files import CONFIG_FILES, TOKENIZER_FILES, fetch_weights, find_model, weight_files
 from nanovllm.engine import llm_engine
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 

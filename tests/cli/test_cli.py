@@ -20,7 +20,7 @@ from nanovllm.demo.haystack import build_haystack
 from nanovllm.demo.retrieval_model import build_retrieval_model
 from nanovllm.sampling_params import SamplingParams
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PASSKEY = "q7m2x9kd"
 OFFLOAD_FLAGS = [
     "--enable-cpu-offload",

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from tiny_models import write_tiny_model, write_tiny_tokenizer
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 NAME, COMMIT = "acme/tiny", "0" * 40
 
 

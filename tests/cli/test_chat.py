@@ -21,7 +21,7 @@ from nanovllm.cli.console import BadInputError
 from nanovllm.demo.retrieval_model import build_retrieval_model
 from nanovllm.demo.tokenizer import HELP
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 ENGINE = ["--device", "cpu", "--max-model-len", "4096", "--num-kvcache-blocks", "20"]
 GREEDY = SamplingParams(temperature=0, max_tokens=64)
 
