@@ -21,6 +21,7 @@ from nanovllm.demo.retrieval_model import build_retrieval_model
 from nanovllm.sampling_params import SamplingParams
 
 ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
 PASSKEY = "q7m2x9kd"
 OFFLOAD_FLAGS = [
     "--enable-cpu-offload",
@@ -124,8 +125,9 @@ def test_help_field_with_choices_names_them_all(name: str) -> None:
     assert all(choice in meaning for choice in _CHOICES[name])
 
 
-def test_readme_options_table_has_every_field_and_default() -> None:
-    rows = [line.split("|")[1:3] for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("| `")]
+def test_options_page_has_every_field_and_default() -> None:
+    lines = (DOCS / "options.md").read_text().splitlines()
+    rows = [line.split("|")[1:3] for line in lines if line.startswith("| `")]
     table = {name.strip(" `"): default.strip(" `") for name, default in rows}
     defaults = {field.name: repr(field.default).replace("'", '"') for field in fields(Config) if field.name != "model"}
     assert {name: table.get(name) for name in defaults} == defaults
@@ -329,18 +331,18 @@ def test_plan_prints_memory_and_bounds_and_exits_0(capsys: pytest.CaptureFixture
         assert text in out
 
 
-def test_readme_plan_is_what_the_command_prints(
+def test_plan_in_the_docs_is_what_the_command_prints(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     assert cli.main([*QWEN, "--context", "40960", "--num-gpu-blocks", "8"]) == 0
-    assert capsys.readouterr().out.strip() in (ROOT / "README.md").read_text()
+    assert capsys.readouterr().out.strip() in (DOCS / "planning.md").read_text()
 
 
-def test_readme_overrides_are_those_that_plan_offers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_overrides_in_the_docs_are_those_that_plan_offers(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "--model", "qwen3-8b", "--context", "131072"]) == 1
     offered = re.search(r"--hf-overrides ('.*')", capsys.readouterr().err)
-    assert offered is not None and offered[1] in (ROOT / "README.md").read_text()
+    assert offered is not None and offered[1] in (DOCS / "planning.md").read_text()
 
 
 def test_plan_parts_of_the_gpus_memory_add_up(capsys: pytest.CaptureFixture[str]) -> None:
