@@ -18,7 +18,7 @@ import pytest
 from tiny_models import write_tiny_model, write_tiny_tokenizer
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine import llm_engine
+from nanovllm.engine import startup
 from nanovllm.errors import EngineError
 from nanovllm.utils.interrupt import deferred_interrupt
 
@@ -456,9 +456,11 @@ def test_engine_dropped_without_close_is_gone_at_once(model: Path, device: str, 
     """It holds itself in no circle: the garbage collector, to which on a GPU it is frozen, is not needed."""
     engine = make_llm(model, kind, device, enforce_eager=enforce_eager)
     token_ids(engine, PROMPTS, GREEDY)
-    parts = engine, engine.runner, engine.scheduler, engine.runner.model, engine.runner.graphs, engine.runner.offload
+    runner = engine.runner
+    parts = [engine, engine.engine, engine.engine.executor, engine.text, engine.scheduler]
+    parts += [runner, runner.model, runner.graphs, runner.offload]
     references = [weakref.ref(part) for part in parts if part is not None]
-    del parts
+    del parts, runner
     gc.disable()
     try:
         del engine
@@ -580,7 +582,7 @@ def nothing_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object) -> None:
         raise AssertionError("a runner was made")
 
-    monkeypatch.setattr(llm_engine, "WorkerGroup", refuse)
+    monkeypatch.setattr(startup, "ProcessExecutor", refuse)
 
 
 OFFLOAD = {"enable_cpu_offload": True}
