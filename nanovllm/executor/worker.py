@@ -9,6 +9,7 @@ import traceback
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
 
 import torch
 from tqdm import tqdm
@@ -17,6 +18,17 @@ from nanovllm.device.tp_group import connect, join_store
 from nanovllm.executor.channel import Receiver, Segment
 
 STARTED, READY, FAILED = "started", "ready", "failed"  # what it reports to rank 0
+
+
+class Call(NamedTuple):
+    """What rank 0 sends: a method of the runner, by name, and its arguments."""
+
+    method: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def make(self, runner: object) -> Any:
+        return getattr(runner, self.method)(*self.args, **self.kwargs)
 
 
 @dataclass(frozen=True)
@@ -49,13 +61,13 @@ def worker_main(job: Job, rank: int, segment: Segment, control: Connection, repo
 
 
 def _serve(runner: object, receiver: Receiver) -> None:
-    """Make rank 0's calls (see WorkerGroup.call) until it closes the group."""
+    """Make rank 0's calls until it closes the group."""
     while True:
         try:
-            method, args, kwargs = receiver.receive()
+            call: Call = receiver.receive()
         except (EOFError, ConnectionError):
             return
-        getattr(runner, method)(*args, **kwargs)
+        call.make(runner)
 
 
 def _exit_with_parent() -> None:

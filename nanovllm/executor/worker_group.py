@@ -31,7 +31,7 @@ import torch
 from nanovllm.device.tp_group import TPGroup, connect, open_store
 from nanovllm.errors import EngineError, WorkerDiedError
 from nanovllm.executor.channel import Sender, make_segment
-from nanovllm.executor.worker import FAILED, READY, STARTED, Job, worker_main
+from nanovllm.executor.worker import FAILED, READY, STARTED, Call, Job, worker_main
 
 SEGMENT_BYTES = 1 << 20
 STOP_TIMEOUT_S = 5.0  # for a worker to finish what it is doing
@@ -40,7 +40,7 @@ SPIN_S = 50e-6
 MAX_SLEEP_S = 500e-6
 CHECK_INTERVAL_S = 0.1
 
-Runner = TypeVar("Runner")
+RunnerT = TypeVar("RunnerT")
 P = ParamSpec("P")
 Result = TypeVar("Result")
 
@@ -78,8 +78,8 @@ class _Worker:
         return f"worker rank {self.rank} died with {reason}"
 
 
-class WorkerGroup(Generic[Runner]):
-    def __init__(self, factory: Callable[[TPGroup], Runner], size: int, device_type: str) -> None:
+class WorkerGroup(Generic[RunnerT]):
+    def __init__(self, factory: Callable[[TPGroup], RunnerT], size: int, device_type: str) -> None:
         """Start ranks 1..size-1 and build every rank's runner, `factory(tp)`; returns when all are ready.
 
         `factory` is pickled. `device_type`: "cuda" (rank r runs on cuda:r) or "cpu". What the factory raises on rank 0
@@ -102,7 +102,7 @@ class WorkerGroup(Generic[Runner]):
             self._wait_for_stage(READY)
 
     def _start_workers(
-        self, factory: Callable[[TPGroup], Runner], size: int, device_type: str
+        self, factory: Callable[[TPGroup], RunnerT], size: int, device_type: str
     ) -> tuple[Sender, torch.distributed.TCPStore]:
         context = multiprocessing.get_context("spawn")
         segment = make_segment(context, SEGMENT_BYTES)
@@ -119,23 +119,26 @@ class WorkerGroup(Generic[Runner]):
             worker_reports.close()
         return Sender(segment, [worker.control for worker in self._workers]), store
 
-    def call(self, method: Callable[Concatenate[Runner, P], Result], *args: P.args, **kwargs: P.kwargs) -> Result:
+    def call(self, method: Callable[Concatenate[RunnerT, P], Result], *args: P.args, **kwargs: P.kwargs) -> Result:
         """Call `runner.method(*args, **kwargs)` on every rank; returns rank 0's result. Hot: once per step.
 
-        `method` is a method of the runners' class or protocol; the message to the workers holds its name. Raises
-        WorkerDiedError when a worker is gone, also out of a collective on the CPU. Whatever rank 0 raises ends the
-        group, because the ranks no longer agree on what was run.
+        `method` is one of the runners' class or protocol, so that the call can be type checked. Raises WorkerDiedError
+        when a worker is gone, also out of a collective on the CPU. Whatever rank 0 raises ends the group, because the
+        ranks no longer agree on what was run.
         """
         if self._failure is not None:
             raise WorkerDiedError(self._failure)
         if not self._finalizer.alive:
             raise EngineError("the engine's worker group is closed")
-        call_on_rank_0: Callable[P, Result] = getattr(self.runner, method.__name__)
+        call = Call(method.__name__, args, kwargs)
+        result: Result
         if not self._workers:
-            return call_on_rank_0(*args, **kwargs)
+            result = call.make(self.runner)
+            return result
         with self._watch():
-            self._sender.send((method.__name__, args, kwargs))
-            return call_on_rank_0(*args, **kwargs)
+            self._sender.send(call)
+            result = call.make(self.runner)
+            return result
 
     def wait_for(self, done: Callable[[], bool]) -> None:
         """Return when `done()` is true, such as an event's query. Raises WorkerDiedError when a worker is gone.
