@@ -131,14 +131,11 @@ class WorkerGroup(Generic[RunnerT]):
         if not self._finalizer.alive:
             raise EngineError("the engine's worker group is closed")
         call = Call(method.__name__, args, kwargs)
-        result: Result
         if not self._workers:
-            result = call.make(self.runner)
-            return result
+            return call.make(self.runner)
         with self._watch():
             self._sender.send(call)
-            result = call.make(self.runner)
-            return result
+            return call.make(self.runner)
 
     def wait_for(self, done: Callable[[], bool]) -> None:
         """Return when `done()` is true, such as an event's query. Raises WorkerDiedError when a worker is gone.
