@@ -27,7 +27,7 @@ from nanovllm.capacity.plan import CapacityPlan
 from nanovllm.capacity.planner import make_plan
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
-from nanovllm.engine.startup import find_machine
+from nanovllm.engine.setup import find_machine
 
 GIB = 2**30
 README = {"model": "qwen3-0.6b", "max_model_len": 40960, "enable_cpu_offload": True, "num_gpu_blocks": 8}

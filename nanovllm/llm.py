@@ -1,22 +1,24 @@
-"""LLM: the engine with the calls a user makes."""
+"""LLM: an engine of token ids, the text around it, and the calls a user makes."""
 
 import time
 from collections.abc import Iterable, Iterator
-from typing import Any, TypeAlias
+from pathlib import Path
+from typing import Any
 
 from tqdm.auto import tqdm
 
-from nanovllm.core.outputs import Outbox, RequestOutput
+from nanovllm.checkpoint.generation_config import read_sampling_defaults
+from nanovllm.core.outputs import Outbox, RequestOutput, StepOutput
 from nanovllm.core.sequence import TokenIds
-from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.setup import prepare
+from nanovllm.engine.startup import start_engine
 from nanovllm.errors import EngineError
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.request_check import Prompt, check_conversations, encode_text, prompt_list, render_chat
+from nanovllm.text.frontend import Message, TextFrontend
+from nanovllm.text.request_check import Prompt, prompt_list
 
-Message: TypeAlias = dict[str, Any]
 
-
-class LLM(LLMEngine):
+class LLM:
     """An engine and its model.
 
         with LLM("path/to/model", enable_cpu_offload=True, num_gpu_blocks=8) as llm:
@@ -27,6 +29,35 @@ class LLM(LLMEngine):
     Several threads may use one LLM: their requests run together, and each call returns its own. After an error inside
     a step every call raises EngineError with the cause.
     """
+
+    def __init__(self, model: str | Path, **options: Any) -> None:
+        """`model`: directory, hub name or preset; `options`: the fields of Config. Raises ValueError for bad ones, and
+        for an engine that does not fit in memory; whatever is raised, nothing is left behind.
+        """
+        setup = prepare(model, options)
+        self.config, self.model_config, self.max_model_len = setup.config, setup.model_config, setup.max_model_len
+        self.sampling_defaults: dict[str, Any] = {}  # what the model recommends, and not what the user chose
+        if self.config.generation_config == "auto":
+            self.sampling_defaults = read_sampling_defaults(setup.directory)
+        self.text = TextFrontend(self.model_config, setup.directory)
+        self.tokenizer = self.text.tokenizer
+        self._outbox = Outbox()  # for requests from `add_request`, whose outputs `step` returns
+        self.engine = start_engine(setup, self.text.end_token_ids)
+        self.plan = self.engine.setup.plan  # with what start-up measured
+        self.scheduler = self.engine.scheduler  # for tests and measurements, as is `runner`
+        self.max_request_tokens = self.engine.admission.max_request_tokens
+
+    def close(self) -> None:
+        """Stop the workers and give all memory back. The engine cannot be used afterwards; closing twice is fine."""
+        self.engine.close()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    # -- whole answers -------------------------------------------------------------------------------------------
 
     def generate(
         self,
@@ -50,7 +81,7 @@ class LLM(LLMEngine):
             request_ids = [self._queue(ids, p, outbox) for ids, p in zip(prompts_ids, params, strict=True)]
             outputs = self._collect(outbox, len(request_ids), use_tqdm)
         except BaseException:
-            self._abort_all(outbox)
+            self.engine.abort_all(outbox)
             raise
         return [outputs[request_id] for request_id in request_ids]
 
@@ -77,45 +108,11 @@ class LLM(LLMEngine):
 
     def chat_token_ids(self, messages: list[Message] | list[list[Message]]) -> list[list[int]]:
         """The prompts that `chat` answers: a list of token ids for each conversation."""
-        self.check_chat_template()
-        prompts = [render_chat(self.tokenizer, conversation) for conversation in check_conversations(messages)]
-        vocab_size = self.model_config.vocab_size  # the template writes the special tokens itself
-        with self._encode_lock:
-            token_ids = [
-                encode_text(self.tokenizer, prompt, vocab_size, add_special_tokens=False) for prompt in prompts
-            ]
-        return [ids.tolist() for ids in token_ids]
+        return [token_ids.tolist() for token_ids in self.text.encode_chat(messages)]
 
     def check_chat_template(self) -> None:
         """Raise ValueError for a model that cannot chat."""
-        if self.tokenizer is None or not self.tokenizer.chat_template:
-            raise ValueError("chat needs a tokenizer with a chat template, and this model has none; use generate")
-
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
-        """The answer's text, piece by piece as it comes. The request is queued when the first piece is asked for;
-        leaving the loop early aborts it.
-        """
-        if self.tokenizer is None:
-            raise ValueError("stream yields text and needs a tokenizer, and this model has none; use generate")
-        params = sampling_params or SamplingParams()
-        if not params.detokenize:
-            raise ValueError("stream yields text; leave detokenize on, or use generate")
-        return self._stream(self.check_request(prompt, params), params)
-
-    def _stream(self, token_ids: TokenIds, params: SamplingParams) -> Iterator[str]:
-        outbox = Outbox()
-        try:
-            request_id = self._queue(token_ids, params, outbox)
-            finished = False
-            while not finished:
-                output = self._next_output(outbox)
-                finished = request_id in output.finished
-                if text := output.texts.get(request_id):
-                    yield text
-            if error := output.finished[request_id].get("error"):
-                raise EngineError(f"the request failed: {error}")
-        finally:
-            self._abort_all(outbox)
+        self.text.check_chat_template()
 
     def _collect(self, outbox: Outbox, num_requests: int, use_tqdm: bool) -> dict[int, RequestOutput]:
         """Outputs by request id, once all have come; meanwhile a bar shows how many have, and at what rate."""
@@ -124,7 +121,7 @@ class LLM(LLMEngine):
         with tqdm(total=num_requests, desc="Generating", dynamic_ncols=True, disable=not use_tqdm) as bar:
             while len(outputs) < num_requests:
                 start_s = time.perf_counter()
-                output = self._next_output(outbox)
+                output = self.engine.next_output(outbox)
                 seconds = time.perf_counter() - start_s
                 kind = "Prefill" if output.num_prefill_tokens else "Decode"
                 if use_tqdm and (num_tokens := output.num_prefill_tokens or output.num_decode_tokens):
@@ -147,6 +144,82 @@ class LLM(LLMEngine):
             share = "" if stats["link_share"] is None else f" ({stats['link_share']:.0%})"
             figures = {"link": f"{stats['load_byte_per_s'] / 1e9:.1f}GB/s{share}"} | figures
         return figures
+
+    # -- text as it comes ----------------------------------------------------------------------------------------
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
+        """The answer's text, piece by piece as it comes. The request is queued when the first piece is asked for;
+        leaving the loop early aborts it.
+        """
+        params = sampling_params or SamplingParams()
+        self.text.check_stream(params)
+        return self._stream(self.check_request(prompt, params), params)
+
+    def _stream(self, token_ids: TokenIds, params: SamplingParams) -> Iterator[str]:
+        outbox = Outbox()
+        try:
+            request_id = self._queue(token_ids, params, outbox)
+            finished = False
+            while not finished:
+                output = self.engine.next_output(outbox)
+                finished = request_id in output.finished
+                if text := output.texts.get(request_id):
+                    yield text
+            if error := output.finished[request_id].get("error"):
+                raise EngineError(f"the request failed: {error}")
+        finally:
+            self.engine.abort_all(outbox)
+
+    # -- requests by hand ----------------------------------------------------------------------------------------
+
+    def check_request(self, prompt: Prompt, params: SamplingParams) -> TokenIds:
+        """The prompt's token ids, int64. Raises ValueError for a request that can never run."""
+        token_ids = self.text.encode_prompt(prompt)
+        self.engine.check_request(token_ids, params)
+        self.text.check_params(params)
+        return token_ids
+
+    def add_request(self, prompt: Prompt, sampling_params: SamplingParams) -> int:
+        """Queue a request and return its id. Raises ValueError, leaving all else untouched, when it can never run."""
+        return self._queue(self.check_request(prompt, sampling_params), sampling_params, self._outbox)
+
+    def _queue(self, token_ids: TokenIds, params: SamplingParams, outbox: Outbox) -> int:
+        """Queue a request that `check_request` has let through; what it brings goes to `outbox`."""
+        return self.engine.add_request(token_ids, params, self.text.receiver(outbox, params))
+
+    def abort(self, request_id: int) -> bool:
+        """End a request: at once, or when the running step ends. False when it has ended already or never was.
+
+        Its output, with what it has generated, comes with finish_reason "abort".
+        """
+        return self.engine.abort(request_id)
+
+    def step(self) -> StepOutput:
+        """Run the next step (one ahead of the tokens returned, on a GPU). Returns what has come since the last call
+        for requests from `add_request`. Raises EngineError when a worker died or an earlier step failed.
+        """
+        return self.engine.step(self._outbox)
+
+    def is_finished(self) -> bool:
+        """Whether every request has ended, and `step` has returned the outputs that are its to return."""
+        return not self.engine.has_requests and not self._outbox
+
+    # -- what goes on inside -------------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since the start: blocks, bytes moved, preemptions; bytes in *_bytes, rates in their unit.
+
+        With offload also, of rank 0: link_byte_per_s, measured at start (None on a CPU); load_byte_per_s, what streamed
+        decode steps loaded over their time (None before the second of them; see LinkMeter); link_share, the second of
+        the first.
+        """
+        return self.engine.stats()
+
+    @property
+    def runner(self) -> Any:
+        """Rank 0's ModelRunner, for tests and measurements. Only an executor that has rank 0 in this process has it."""
+        executor: Any = self.engine.executor
+        return executor.runner
 
 
 def _params_list(params: Any, num_prompts: int) -> list[SamplingParams]:

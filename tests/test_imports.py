@@ -48,7 +48,6 @@ ALLOWED: dict[str, set[str]] = {
         "runner",
         "executor",
         "scheduling",
-        "text",
     },
     "demo": OPTIONS,
     "llm": OPTIONS | {"core", "engine", "text"},

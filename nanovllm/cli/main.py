@@ -132,7 +132,7 @@ def _plan(args: argparse.Namespace) -> int:
         options = PlanOptions(**given_fields(args, PlanOptions))
         config = Config(model=_model(args.model), **given_fields(args, Config))
         model = ModelConfig.without_weights(config.model, config.hf_overrides)
-    from nanovllm.engine.startup import find_machine
+    from nanovllm.engine.setup import find_machine
 
     with gate():
         machine = options.apply(find_machine(config))

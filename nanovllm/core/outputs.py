@@ -1,7 +1,7 @@
-"""What comes out of the engine: outputs of finished requests, and what one step brought."""
+"""What comes out of the engine: outputs of finished requests, what one step brought, and who receives it."""
 
 from dataclasses import dataclass, field
-from typing import TypedDict
+from typing import NamedTuple, TypedDict
 
 from nanovllm.core.sequence import Sequence
 
@@ -85,3 +85,36 @@ def request_output(seq: Sequence, text: str | None) -> RequestOutput:
     if seq.error is not None:
         output["error"] = seq.error
     return output
+
+
+class Ending(NamedTuple):
+    """Why a receiver ends its request."""
+
+    finish_reason: str
+    error: str | None = None  # what happened, with finish_reason "error"
+
+
+class Receiver:
+    """Receives what becomes of one request, for the call that waits for it. This one passes on only the output at the
+    end; text/answer.py also makes text of the tokens as they come.
+    """
+
+    def __init__(self, outbox: Outbox) -> None:
+        self.outbox = outbox
+
+    def read(self, seq: Sequence) -> Ending | None:
+        """Take the sequence's new token, if it got one; return why the request is to end here, or None.
+
+        Called once per step that brings it a token, while the GPU runs the next step, and never with the lock held. It
+        must not raise: that would be an error of the step, and end the engine. Hot.
+        """
+        return None
+
+    def deliver(self, seq: Sequence) -> None:
+        """Put into the outbox what was read, and the output if the sequence has ended. The lock is held. Hot."""
+        if seq.finish_reason is not None:
+            self.outbox.content.finished[seq.seq_id] = request_output(seq, self.whole_text())
+
+    def whole_text(self) -> str | None:
+        """The answer so far; None for a receiver that makes no text."""
+        return None

@@ -1,30 +1,122 @@
-"""What is asked before an engine starts: whether a backend can run it, and what machine it is on."""
+"""start_engine: from a checked setup to an engine that runs. Loads the model, sizes and allocates the KV cache."""
 
-import torch
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 
-from nanovllm.attention.backends.selection import find_backend
-from nanovllm.capacity.machine import Machine
-from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.capacity.plan import CapacityPlan
+from nanovllm.capacity.plan_table import plan_table
+from nanovllm.capacity.planner import make_plan
+from nanovllm.checkpoint.files import fetch_weights
 from nanovllm.config import Config
-from nanovllm.core.kv_spec import dtype_name
-from nanovllm.device.devices import installed_gpu
-from nanovllm.utils.memory import available_host_bytes
+from nanovllm.core.kv_spec import KVCacheSizes
+from nanovllm.device.devices import release_failed_start
+from nanovllm.engine.engine import Engine
+from nanovllm.engine.setup import EngineSetup
+from nanovllm.executor.base import Executor
+from nanovllm.executor.processes import ProcessExecutor
+from nanovllm.kvcache.policy.base import KVCacheManager
+from nanovllm.kvcache.policy.block_manager import BlockManager
+from nanovllm.kvcache.policy.hybrid_manager import HybridKVCacheManager
+from nanovllm.runner.model_runner import make_runner
+from nanovllm.scheduling.scheduler import Scheduler
+from nanovllm.utils.interrupt import deferred_interrupt
+from nanovllm.utils.memory import format_bytes
+
+logger = logging.getLogger("nanovllm")
 
 
-def check_backend(config: Config, model_config: ModelConfig, device: torch.device) -> None:
-    """Raise ValueError, before anything is spawned or loaded, when no attention backend can run what is asked for."""
-    dtype = getattr(torch, dtype_name(config, model_config))
-    find_backend(config.attn_backend, device, dtype, model_config.head_dim, enforce_eager=config.enforce_eager)
-
-
-def find_machine(config: Config) -> Machine:
-    """What a plan must know of this machine. A GPU's rates are looked up by its name (gpus.py).
-
-    Where there is no GPU and `config` does not ask for the CPU, an H200 is assumed, so that one can plan ahead.
+def start_engine(setup: EngineSetup, end_token_ids: Sequence[int]) -> Engine:
+    """`end_token_ids` end an answer. Raises ValueError where the engine does not fit in memory after all; whatever is
+    raised, nothing is left behind.
     """
-    if config.device == "cpu":
-        return Machine.cpu(available_host_bytes())
-    gpu = installed_gpu(config)
-    if gpu is None:
-        return Machine.gpu(available_host_bytes(), name="an H200, assumed")
-    return Machine.found_gpu(available_host_bytes(), gpu.name, gpu.total_memory, (gpu.major, gpu.minor))
+    executor: Executor | None = None
+    try:
+        executor = _make_executor(setup)
+        return _start(setup, executor, end_token_ids)
+    except BaseException as error:
+        if executor is not None:
+            with deferred_interrupt() as held, held.second_acts_at_once():
+                executor.close()
+        release_failed_start(error, setup.device)
+        raise
+
+
+def _make_executor(setup: EngineSetup) -> Executor:
+    """The ranks, with the model loaded."""
+    config = setup.config
+    if config.load_format != "dummy":
+        fetch_weights(config.model, setup.directory)
+    factory = partial(make_runner, config, setup.model_config, setup.directory, setup.device)
+    return ProcessExecutor(factory, config.tensor_parallel_size, setup.device.type)
+
+
+def _start(setup: EngineSetup, executor: Executor, end_token_ids: Sequence[int]) -> Engine:
+    is_gpu = setup.device.type == "cuda"
+    sizes = _kv_cache_sizes(setup, executor)
+    executor.allocate_kv_cache(sizes)
+    if is_gpu and not setup.config.enforce_eager:
+        executor.capture_graphs(sizes.num_gpu_blocks)
+    if is_gpu:
+        executor.freeze_objects()
+    scheduler = _make_scheduler(setup, sizes, end_token_ids)
+    report = executor.start_report()
+    logger.info("started in %s", report.phases)
+    if setup.config.enable_cpu_offload:
+        setup = replace(setup, plan=_measured_plan(setup.plan, sizes, report.link_byte_per_s))
+        logger.info("%s", plan_table(setup.plan))
+    return Engine(setup, executor, scheduler, sizes, report)
+
+
+def _kv_cache_sizes(setup: EngineSetup, executor: Executor) -> KVCacheSizes:
+    """The user's numbers of blocks, or what start-up finds room for. Raises ValueError where they do not fit.
+
+    On the CPU, where memory is not divided in advance, the user's numbers are taken as they are.
+    """
+    config, num_cpu_blocks = setup.config, setup.plan.num_cpu_blocks
+    name, least = ("num_gpu_blocks", 2) if config.enable_cpu_offload else ("num_kvcache_blocks", 1)
+    given = max(getattr(config, name) or 0, 0)
+    if given and setup.device.type == "cpu":
+        return KVCacheSizes(given, num_cpu_blocks)
+    useful = config.max_num_seqs * -(-setup.max_model_len // config.block_size)
+    if config.enable_cpu_offload:
+        useful = max(2, min(useful, num_cpu_blocks))
+    fitting, room = executor.measure_num_gpu_blocks(num_cpu_blocks, given or useful)
+    if fitting < max(given, least):
+        lower = f"lower {name} to {fitting}" if fitting >= least else "lower kvcache_block_size"
+        raise ValueError(
+            f"the GPU has no room for {name}={max(given, least)} blocks of "
+            f"{format_bytes(setup.plan.spec.block_bytes)}: {room}; {lower}, lower max_num_batched_tokens or "
+            "max_num_seqs, raise gpu_memory_utilization, or use a smaller model or more ranks"
+        )
+    return KVCacheSizes(given or min(fitting, useful), num_cpu_blocks)
+
+
+def _make_scheduler(setup: EngineSetup, sizes: KVCacheSizes, end_token_ids: Sequence[int]) -> Scheduler:
+    config = setup.config
+    return Scheduler(
+        _make_kv_manager(config, sizes, setup.plan.spec.staging_group_blocks),
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        chunked_prefill=config.chunked_prefill,
+        eos_token_ids=tuple(end_token_ids),
+    )
+
+
+def _make_kv_manager(config: Config, sizes: KVCacheSizes, staging_group_blocks: int) -> KVCacheManager:
+    if not config.enable_cpu_offload:
+        return BlockManager(sizes.num_gpu_blocks, config.block_size, config.enable_prefix_caching)
+    return HybridKVCacheManager(
+        sizes.num_cpu_blocks,
+        sizes.num_gpu_blocks,
+        config.block_size,
+        staging_group_blocks,
+        config.enable_prefix_caching,
+    )
+
+
+def _measured_plan(plan: CapacityPlan, sizes: KVCacheSizes, link_byte_per_s: float | None) -> CapacityPlan:
+    """The plan once more, with what start-up measured."""
+    machine = plan.machine.with_link(link_byte_per_s, "measured")
+    return make_plan(plan.config, plan.model, machine, num_gpu_blocks=sizes.num_gpu_blocks)

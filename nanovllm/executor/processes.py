@@ -1,266 +1,55 @@
-"""WorkerGroup: one runner per tensor-parallel rank. Rank 0's lives here, ranks 1.. in processes of their own.
+"""ProcessExecutor: the ranks of one machine. Rank 0 runs in this process, the others in processes of their own."""
 
-Owns those processes, the pipes and shared memory to them, and the TPGroup. What always holds: every rank runs the
-same methods of its runner in the same order. A rank that cannot is the end of the group: the others are stopped, and
-rank 0 raises. No worker outlives rank 0, however that ends.
+from collections.abc import Callable, Mapping
 
-The ranks share torch's threads evenly. Rank 0 keeps to its share only while it does its part of a call; all other work
-of the user's process, another engine's too, has the threads that the user gave it.
-
-    rank 0                                    worker
-    starts the processes                      imports, reports STARTED
-    connects, builds its runner               connects, builds its runner, reports READY
-    run: sends the call, does it itself       receives the call, does it; reports FAILED and ends when it raises
-    close: closes the control pipe            end of file: ends
-"""
-
-import multiprocessing
-import os
-import pickle
-import signal
-import threading
-import time
-import traceback
-import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
-from typing import Any, Generic, TypeVar
-
-import torch
-from tqdm import tqdm
-
-from nanovllm.device.tp_group import TPGroup, connect, join_store, open_store
-from nanovllm.errors import EngineError, WorkerDiedError
-from nanovllm.executor.channel import Receiver, Segment, Sender, make_segment
-
-SEGMENT_BYTES = 1 << 20
-STOP_TIMEOUT_S = 5.0  # for a worker to finish what it is doing
-REPORT_TIMEOUT_S = 1.0  # for a worker's own account, once rank 0 has noticed that something is wrong
-SPIN_S = 50e-6
-MAX_SLEEP_S = 500e-6
-CHECK_INTERVAL_S = 0.1
-
-STARTED, READY, FAILED = "started", "ready", "failed"
-
-Runner = TypeVar("Runner")
+from nanovllm.core.kv_spec import KVCacheSizes
+from nanovllm.core.start_report import StartReport
+from nanovllm.core.step_plan import StepPlan
+from nanovllm.device.tp_group import TPGroup
+from nanovllm.executor.base import Executor, LaunchedStep, Runner
+from nanovllm.executor.worker_group import WorkerGroup
 
 
-@dataclass
-class _Worker:
-    """Rank 0's view of a worker."""
+class ProcessExecutor(Executor):
+    def __init__(self, make_runner: Callable[[TPGroup], Runner], num_ranks: int, device_type: str) -> None:
+        """`make_runner` makes each rank's runner, in its process, so it is pickled. `device_type`: "cuda" or "cpu"."""
+        self._group: WorkerGroup[Runner] = WorkerGroup(make_runner, num_ranks, device_type)
+        self._is_closed = False
+        self.runner = self._group.runner  # rank 0's
 
-    rank: int
-    process: SpawnProcess
-    control: Connection  # calls out, answers in
-    reports: Connection  # (stage, traceback) in
-    stage: str = ""
-    traceback: str = ""
+    def measure_num_gpu_blocks(self, num_cpu_blocks: int, most_gpu_blocks: int) -> tuple[int, str]:
+        return self._group.call(Runner.measure_num_gpu_blocks, num_cpu_blocks, most_gpu_blocks)
 
-    def failure(self) -> str | None:
-        """Why this worker cannot go on, or None."""
-        exit_code = self.process.exitcode  # asked first: what it reported before it ended can then be read below
-        try:
-            while self.reports.poll():
-                self.stage, self.traceback = self.reports.recv()
-        except (EOFError, OSError):  # it is ending just now
-            self.process.join(REPORT_TIMEOUT_S)
-            exit_code = self.process.exitcode
-        if self.stage == FAILED:
-            return f"worker rank {self.rank} failed:\n{self.traceback}"
-        if exit_code is None:
-            return None
-        reason = f"signal {signal.Signals(-exit_code).name}" if exit_code < 0 else f"exit code {exit_code}"
-        if not self.stage:
-            reason += (
-                " before it started. Its output says why; a script that uses tensor_parallel_size > 1 "
-                "must start the engine under `if __name__ == '__main__':`"
-            )
-        return f"worker rank {self.rank} died with {reason}"
+    def allocate_kv_cache(self, sizes: KVCacheSizes) -> None:
+        self._group.call(Runner.allocate_kv_cache, sizes)
 
+    def capture_graphs(self, num_gpu_blocks: int) -> None:
+        self._group.call(Runner.capture_graphs, num_gpu_blocks)
 
-class WorkerGroup(Generic[Runner]):
-    def __init__(self, factory: Callable[[TPGroup], Runner], size: int, device_type: str) -> None:
-        """Start ranks 1..size-1 and build every rank's runner, `factory(tp)`; returns when all are ready.
+    def freeze_objects(self) -> None:
+        self._group.call(Runner.freeze_objects)
 
-        `factory` is pickled. `device_type`: "cuda" (rank r runs on cuda:r) or "cpu". What the factory raises on rank 0
-        is raised here; on another rank, as WorkerDiedError with its traceback. Either way nothing is left behind.
-        """
-        self._workers: list[_Worker] = []
-        self._num_threads = max(1, torch.get_num_threads() // size)  # per rank
-        self._failure: str | None = None
-        self._finalizer = weakref.finalize(self, _end_processes, self._workers, STOP_TIMEOUT_S)
-        self.tp = TPGroup()
-        if size == 1:
-            self.runner = factory(self.tp)
-            return
-        with self._watch():
-            self._sender, store = self._start_workers(factory, size, device_type)
-            self._wait_for_stage(STARTED)  # rank 0 cannot be interrupted while it connects, so only now
-            self.tp = connect(store, 0, size, device_type)
-            self.runner = factory(self.tp)
-            self._wait_for_stage(READY)
+    def start_report(self) -> StartReport:
+        return self.runner.start_report()
 
-    def _start_workers(
-        self, factory: Callable[[TPGroup], Runner], size: int, device_type: str
-    ) -> tuple[Sender, torch.distributed.TCPStore]:
-        context = multiprocessing.get_context("spawn")
-        segment = make_segment(context, SEGMENT_BYTES)
-        store = open_store()
-        job = _Job(pickle.dumps(factory), size, device_type, store.port, self._num_threads)
-        for rank in range(1, size):
-            control, worker_control = context.Pipe()
-            reports, worker_reports = context.Pipe(duplex=False)
-            args = (job, rank, segment, worker_control, worker_reports)
-            process = context.Process(target=_worker_main, args=args, name=f"nanovllm-rank{rank}", daemon=True)
-            process.start()
-            self._workers.append(_Worker(rank, process, control, reports))
-            worker_control.close()  # from here on the worker alone holds its ends, so its death closes them
-            worker_reports.close()
-        return Sender(segment, [worker.control for worker in self._workers]), store
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        return self._group.call(Runner.launch, plan)
 
-    def run(self, method: str, *args: Any) -> Any:
-        """Run `runner.method(*args)` on every rank; returns rank 0's result. Hot: once per step.
-
-        Raises WorkerDiedError when a worker is gone, also out of a collective on the CPU. Whatever rank 0 raises ends
-        the group, because the ranks no longer agree on what was run.
-        """
-        if self._failure is not None:
-            raise WorkerDiedError(self._failure)
-        if not self._finalizer.alive:
-            raise EngineError("the engine's worker group is closed")
-        if not self._workers:
-            return getattr(self.runner, method)(*args)
-        with self._watch():
-            self._sender.send((method, args))
-            return getattr(self.runner, method)(*args)
-
-    def wait_for(self, done: Callable[[], bool]) -> None:
-        """Return when `done()` is true, such as an event's query. Raises WorkerDiedError when a worker is gone.
-
-        Spins shortly, then sleeps for 1% of the time waited so far, so a long step does not burn the host.
-        """
-        start = last_check = time.perf_counter()
-        while not done():
-            now = time.perf_counter()
-            if now - start > SPIN_S:
-                time.sleep(min((now - start) / 100, MAX_SLEEP_S))
-            if now - last_check > CHECK_INTERVAL_S:
-                self.check()
-                last_check = now
+    def wait_for(self, step: LaunchedStep) -> None:
+        if self._group.size > 1:  # a single rank waits for nobody, and best in `token_ids`
+            self._group.wait_for(step.is_done)
 
     def check(self) -> None:
-        """Raise WorkerDiedError when a worker is gone or has reported an exception."""
-        if self._failure is None and self._finalizer.alive:
-            self._failure = self._find_failure()
-        if self._failure is not None:
-            self._end(timeout_s=0)
-            raise WorkerDiedError(self._failure)
+        self._group.check()
+
+    def stats(self) -> Mapping[str, float | None]:
+        return self.runner.stats()
 
     def close(self) -> None:
-        """Stop the workers. The group cannot be used afterwards; closing twice is fine."""
-        self._end(STOP_TIMEOUT_S)
-
-    def _end(self, timeout_s: float) -> None:
-        if self._finalizer.detach() is not None:
-            _end_processes(self._workers, timeout_s)
-            self.tp.close()
-
-    @contextmanager
-    def _watch(self) -> Iterator[None]:
-        """Rank 0's part of what all ranks do, on its share of the threads.
-
-        An error ends the group, and a dead worker is named as its cause.
-        """
-        num_threads = torch.get_num_threads()
-        torch.set_num_threads(self._num_threads)
-        try:
-            yield
-        except BaseException as error:
-            if isinstance(error, RuntimeError | EOFError | OSError) and self._failure is None:
-                self._failure = self._find_failure(REPORT_TIMEOUT_S)
-            self._end(timeout_s=0)
-            if self._failure is None or isinstance(error, WorkerDiedError):
-                raise
-            raise WorkerDiedError(self._failure) from error
-        finally:
-            torch.set_num_threads(num_threads)
-
-    def _find_failure(self, timeout_s: float = 0) -> str | None:
-        """What happened to the workers that cannot go on; None when, within the timeout, all are well."""
-        deadline = time.monotonic() + timeout_s
-        while True:
-            failed = [(worker.stage == FAILED, text) for worker in self._workers if (text := worker.failure())]
-            if failed:  # a death first: the exceptions of the others may be its consequence
-                return "\n".join(text for _, text in sorted(failed))
-            remaining = deadline - time.monotonic()
-            if remaining <= 0:
-                return None
-            wait([worker.reports for worker in self._workers], remaining)
-
-    def _wait_for_stage(self, stage: str) -> None:
-        self.check()
-        while any(worker.stage != stage for worker in self._workers):
-            wait([worker.reports for worker in self._workers])
-            self.check()
-
-
-def _end_processes(workers: list[_Worker], timeout_s: float) -> None:
-    """Let the workers end by themselves for so long, then end them."""
-    for worker in workers:
-        worker.control.close()
-    deadline = time.monotonic() + timeout_s
-    for worker in workers:
-        worker.process.join(max(0.0, deadline - time.monotonic()))
-    for worker in workers:
-        worker.process.kill()
-        worker.process.join()
-        worker.reports.close()
-
-
-@dataclass(frozen=True)
-class _Job:
-    """What is the same for every worker."""
-
-    factory: bytes  # pickled apart, so that failing to unpickle it is reported like any other error
-    size: int
-    device_type: str
-    port: int  # of rank 0's store
-    num_threads: int
-
-
-def _worker_main(job: _Job, rank: int, segment: Segment, control: Connection, reports: Connection) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; rank 0 decides what it means
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
-    tqdm.set_lock(threading.RLock())  # its own is a named semaphore, which a worker that is killed would leave behind
-    try:
-        torch.set_num_threads(job.num_threads)
-        reports.send((STARTED, ""))
-        tp = connect(join_store(job.port), rank, job.size, job.device_type)
-        runner = pickle.loads(job.factory)(tp)
-        reports.send((READY, ""))
-        _serve(runner, Receiver(segment, control))
-        tp.close()
-    except BaseException:
-        with suppress(OSError):  # rank 0 may be gone
-            reports.send((FAILED, traceback.format_exc()))
-        os._exit(1)  # at once: the other ranks may be waiting for this one in a collective
-
-
-def _serve(runner: object, receiver: Receiver) -> None:
-    while True:
-        try:
-            method, args = receiver.receive()
-        except (EOFError, ConnectionError):  # rank 0 has closed the group
+        if self._is_closed:
             return
-        getattr(runner, method)(*args)
-
-
-def _exit_with_parent() -> None:
-    """For a worker that is busy when rank 0 dies, or stuck in a collective."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None, "a worker is a child process"
-    parent.join()
-    os._exit(1)
+        self._is_closed = True
+        try:
+            self.runner.close()
+        finally:
+            self._group.close()  # the workers' memory goes with their processes

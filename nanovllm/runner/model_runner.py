@@ -20,6 +20,7 @@ from nanovllm.core.kv_spec import (
     dtype_name,
     kv_cache_spec,
 )
+from nanovllm.core.start_report import StartReport
 from nanovllm.core.step_limits import max_model_len, max_sampled_rows
 from nanovllm.core.step_plan import StepPlan
 from nanovllm.device.device_guard import current_device, on_own_device
@@ -302,6 +303,15 @@ class ModelRunner:
             batches.groups,
             last.groups,
             self.scale,
+        )
+
+    def start_report(self) -> StartReport:
+        """What the engine must know of this rank, once it has started."""
+        return StartReport(
+            kv_spec=self.spec,
+            needs_rope_lens=self.model.needs_rope_lens,
+            link_byte_per_s=None if self.offload is None else self.offload.link_byte_per_s,
+            phases=str(self.phases),
         )
 
     def stats(self) -> dict[str, float | None]:

@@ -84,7 +84,7 @@ def test_find_machine_has_the_memory_of_the_gpu_here() -> None:
     import torch
 
     from nanovllm.config import Config
-    from nanovllm.engine.startup import find_machine
+    from nanovllm.engine.setup import find_machine
 
     machine = find_machine(Config(model="m", device="cuda:0"))
     assert machine.gpu_bytes == torch.cuda.mem_get_info(0)[1]

@@ -262,7 +262,7 @@ def test_engine_that_cannot_start_is_refused_before_the_model_is_built(
     def fail(*args: object) -> None:
         raise AssertionError("built a runner")
 
-    monkeypatch.setattr("nanovllm.engine.llm_engine.make_runner", fail)
+    monkeypatch.setattr("nanovllm.engine.startup.make_runner", fail)
     with pytest.raises(ValueError, match="lower num_cpu_blocks"):
         LLM(tiny, device="cpu", **OFFLOAD, num_cpu_blocks=10**9)
 

@@ -15,7 +15,7 @@ from tiny_models import write_tiny_model, write_tiny_tokenizer
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.checkpoint.files import CONFIG_FILES, TOKENIZER_FILES, fetch_weights, find_model, weight_files
-from nanovllm.engine import llm_engine
+from nanovllm.engine import startup
 
 ROOT = Path(__file__).parents[2]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -143,7 +143,7 @@ def test_index_that_leads_elsewhere_is_refused_before_a_model_is_built(
     (model / "link").symlink_to(elsewhere)
     touch(model, "model.bin")
     write_index(model, name.format(elsewhere=elsewhere) if isinstance(name, str) else name)
-    monkeypatch.setattr(llm_engine, "WorkerGroup", lambda *_: pytest.fail("a runner was made"))
+    monkeypatch.setattr(startup, "ProcessExecutor", lambda *_: pytest.fail("a runner was made"))
     with pytest.raises(ValueError, match=r"index\.json names .*, which is not a safetensors file beside it; .* move"):
         LLM(str(model), device="cpu", num_kvcache_blocks=2)
 
@@ -377,6 +377,6 @@ def test_damaged_tokenizer_is_named_before_a_model_is_built(
     """Regression: "Expecting value: line 2 column 1 (char 6)", after the weights had been loaded."""
     model = write_tiny_tokenizer(write_tiny_model(tmp_path))
     damage(model)
-    monkeypatch.setattr(llm_engine, "WorkerGroup", lambda *_: pytest.fail("a runner was made"))
+    monkeypatch.setattr(startup, "ProcessExecutor", lambda *_: pytest.fail("a runner was made"))
     with pytest.raises(ValueError, match=message):
         LLM(str(model), device="cpu", num_kvcache_blocks=2)

@@ -11,7 +11,7 @@ from nanovllm import LLM
 from nanovllm.checkpoint.files import presets
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.checkpoint.model_settings import MAX_POSITIONS
-from nanovllm.engine import llm_engine
+from nanovllm.engine import startup
 
 QWEN3 = json.loads(presets()["qwen3-0.6b"].read_text())
 LLAMA = json.loads(presets()["llama-3.1-8b"].read_text())
@@ -87,7 +87,7 @@ def test_setting_out_of_range_is_refused_before_anything_is_allocated(
     def refuse(*args: object) -> None:
         raise AssertionError("a runner was made")
 
-    monkeypatch.setattr(llm_engine, "WorkerGroup", refuse)
+    monkeypatch.setattr(startup, "ProcessExecutor", refuse)
     with pytest.raises(ValueError, match=message):
         LLM(write(tmp_path, QWEN3 | changes), device="cpu", load_format="dummy")
 

@@ -18,7 +18,7 @@ import pytest
 from tiny_models import write_tiny_model, write_tiny_tokenizer
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine import llm_engine
+from nanovllm.engine import startup
 from nanovllm.errors import EngineError
 from nanovllm.utils.interrupt import deferred_interrupt
 
@@ -399,6 +399,35 @@ def test_add_request_step_and_abort(llm: LLM) -> None:
     assert all(len(text) <= 8 for text in first_step_texts)  # `texts` lacks only what the very first step brought
 
 
+def test_abort_before_the_first_step_ends_the_request_with_an_empty_output(llm: LLM) -> None:
+    request_id = llm.add_request(PROMPTS[0], GREEDY)
+    num_steps = llm.stats()["num_steps"]
+    assert llm.abort(request_id) and not llm.is_finished()
+    output = llm.step().finished[request_id]
+    assert (output["finish_reason"], output["token_ids"], output["text"]) == ("abort", [], "")
+    assert output["ttft_s"] is output["tpot_s"] is None
+    assert llm.is_finished() and llm.stats()["num_steps"] == num_steps
+
+
+def test_stream_whose_request_is_aborted_ends_without_a_step_of_another_one(llm: LLM) -> None:
+    """Regression: it ran 60 steps of the other request and then raised."""
+    (whole,) = llm.generate([PROMPTS[0]], GREEDY, use_tqdm=False)
+    stream = llm.stream(PROMPTS[0], GREEDY)
+    text = next(stream)
+    (request_id,) = llm.scheduler.sequences
+    other = llm.add_request(PROMPTS[3], GREEDY)
+    text += next(stream)
+    num_steps = llm.stats()["num_steps"]
+    assert llm.abort(request_id)
+    text += "".join(stream)
+    assert llm.stats()["num_steps"] == num_steps
+    assert text and whole["text"] is not None and whole["text"].startswith(text) and text != whole["text"]
+    finished: dict[int, Any] = {}
+    while not llm.is_finished():
+        finished |= llm.step().finished
+    assert list(finished) == [other] and finished[other]["finish_reason"] == "length"
+
+
 def test_step_counts_prefill_and_decode_tokens(llm: LLM) -> None:
     llm.add_request([5] * 50, SamplingParams(max_tokens=3, ignore_eos=True))
     counts = []
@@ -456,9 +485,11 @@ def test_engine_dropped_without_close_is_gone_at_once(model: Path, device: str, 
     """It holds itself in no circle: the garbage collector, to which on a GPU it is frozen, is not needed."""
     engine = make_llm(model, kind, device, enforce_eager=enforce_eager)
     token_ids(engine, PROMPTS, GREEDY)
-    parts = engine, engine.runner, engine.scheduler, engine.runner.model, engine.runner.graphs, engine.runner.offload
+    runner = engine.runner
+    parts = [engine, engine.engine, engine.engine.executor, engine.text, engine.scheduler]
+    parts += [runner, runner.model, runner.graphs, runner.offload]
     references = [weakref.ref(part) for part in parts if part is not None]
-    del parts
+    del parts, runner
     gc.disable()
     try:
         del engine
@@ -580,7 +611,7 @@ def nothing_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object) -> None:
         raise AssertionError("a runner was made")
 
-    monkeypatch.setattr(llm_engine, "WorkerGroup", refuse)
+    monkeypatch.setattr(startup, "ProcessExecutor", refuse)
 
 
 OFFLOAD = {"enable_cpu_offload": True}

@@ -18,7 +18,10 @@ from tiny_models import write_tiny_model, write_tiny_tokenizer
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.device.memory_profile import memory_remedy
+from nanovllm.engine import startup
 from nanovllm.errors import EngineError
+from nanovllm.executor.processes import ProcessExecutor
+from nanovllm.text.answer import TextReceiver
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -140,7 +143,7 @@ def test_step_raises_in_one_thread_the_others_get_an_engine_error(model: Path, k
 
 def one_step_ahead(llm: LLM) -> None:
     """As on a GPU: plan a step before the tokens of the last one are back."""
-    llm.device = type("OneStepAhead", (), {"type": "one step ahead"})()  # type: ignore[assignment]
+    llm.engine.works_ahead = True
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -153,9 +156,9 @@ def test_detokenizer_raises_only_its_request_ends(model: Path, kind: str, ahead:
         expected = llm.generate(prompts, GREEDY, use_tqdm=False)
         ids = [llm.add_request(prompt, GREEDY) for prompt in prompts]
         llm.step()
-        detokenizer = llm._requests[ids[1]].detokenizer
-        assert detokenizer is not None
-        fail_once(detokenizer, "update", UnicodeError("no such text"), after=2)
+        receiver = llm.engine._receivers[ids[1]]
+        assert isinstance(receiver, TextReceiver)
+        fail_once(receiver.detokenizer, "update", UnicodeError("no such text"), after=2)
         finished: dict[int, Any] = {}
         while not llm.is_finished():
             finished |= llm.step().finished
@@ -211,14 +214,14 @@ def test_memory_remedy_out_of_memory_is_a_value_error_that_says_what_to_lower() 
 def test_start_raises_late_everything_is_closed_and_the_next_one_starts(
     model: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    closed: list[object] = []
+    closed: list[ProcessExecutor] = []
     with monkeypatch.context() as patch:
-        close = LLM.close
-        patch.setattr(LLM, "close", lambda self: (close(self), closed.append(self)))
-        patch.setattr("nanovllm.engine.llm_engine.Scheduler", lambda *args, **kwargs: 1 / 0)
+        close = ProcessExecutor.close
+        patch.setattr(ProcessExecutor, "close", lambda self: (close(self), closed.append(self)))
+        patch.setattr(startup, "Scheduler", lambda *args, **kwargs: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             make_llm(model, kind)
-    assert len(closed) == 1 and not hasattr(closed[0].runner, "k_cache")  # type: ignore[attr-defined]
+    assert len(closed) == 1 and not hasattr(closed[0].runner, "k_cache")
     with make_llm(model, kind) as llm:
         assert len(llm.generate(["x"], GREEDY, use_tqdm=False)[0]["token_ids"]) == 8
 
@@ -229,7 +232,10 @@ def test_start_raises_late_everything_is_closed_and_the_next_one_starts(
 class InterruptAt:
     """Traces the engine's own lines and sends SIGINT before some of them."""
 
-    FILES = ("llm.py", "llm_engine.py", "turns.py", "scheduler.py", "block_manager.py", "block_pool.py", "interrupt.py")
+    FILES = (
+        *("llm.py", "frontend.py", "answer.py", "outputs.py", "engine/engine.py", "admission.py", "turns.py"),
+        *("scheduler.py", "block_manager.py", "block_pool.py", "interrupt.py"),
+    )
 
     def __init__(self, *lines: int) -> None:
         self.lines, self.num_lines = lines, 0
@@ -272,8 +278,8 @@ def test_ctrl_c_at_any_line_leaves_the_engine_consistent_or_closed(model: Path, 
         lines = (line, line + line % 60 + 1) if is_double else (line,)
         with suppress(KeyboardInterrupt), InterruptAt(*lines).tracing():
             llm.generate(prompts, params, use_tqdm=False)
-        if llm._closed_because is not None:
-            assert is_double, f"closed after one Ctrl-C before line {line}: {llm._closed_because}"
+        if llm.engine.closed_because is not None:
+            assert is_double, f"closed after one Ctrl-C before line {line}: {llm.engine.closed_because}"
             num_closed += 1
             llm.close()
             llm = make_llm(model, "all GPU")

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -80,8 +79,8 @@ class CheckedLLM(LLM):
         self.plans: list[StepPlan] = []
         self.logits: dict[int, list[torch.Tensor]] = defaultdict(list)
         self._launch, self._compute_logits = self.runner.launch, self.runner.model.compute_logits
-        self.runner.launch = self._recording_launch  # type: ignore[method-assign]
-        self.runner.model.compute_logits = self._recording_compute_logits  # type: ignore[method-assign]
+        self.runner.launch = self._recording_launch
+        self.runner.model.compute_logits = self._recording_compute_logits
 
     def _recording_launch(self, plan: StepPlan) -> Any:
         self.plans.append(plan)
@@ -97,7 +96,7 @@ class CheckedLLM(LLM):
 
     def work_one_step_ahead(self) -> None:
         """As on a GPU: plan a step before the tokens of the last one are back."""
-        self.device = SimpleNamespace(type="one step ahead")  # type: ignore[assignment]
+        self.engine.works_ahead = True
 
     # -- requests by hand ----------------------------------------------------------------------------------------
 

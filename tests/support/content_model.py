@@ -2,7 +2,7 @@
 
 A tag stands for a token and all tokens before it, so two cells hold the same tag only where their K/V are the same.
 `ContentRunner.launch` does to the cells what a plan says, in the documented order, and checks that every sequence of
-the step sees each of its own tokens exactly once. `Simulation` drives a scheduler with it as LLMEngine.step does.
+the step sees each of its own tokens exactly once. `Simulation` drives a scheduler with it as Engine.step does.
 """
 
 from collections.abc import Callable
@@ -263,7 +263,7 @@ class Simulation:
         return seq
 
     def step(self) -> StepPlan | None:
-        """As LLMEngine.step; then checks everything. Raises ContentError or AssertionError."""
+        """As Engine.step; then checks everything. Raises ContentError or AssertionError."""
         self._admitted.clear()
         preemptions = self.scheduler.num_preemptions
         plan = self.scheduler.schedule()

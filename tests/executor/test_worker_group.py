@@ -14,8 +14,8 @@ import torch
 
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.errors import EngineError, WorkerDiedError
-from nanovllm.executor import processes as tp_worker
-from nanovllm.executor.processes import WorkerGroup
+from nanovllm.executor import worker_group
+from nanovllm.executor.worker_group import WorkerGroup
 
 NOTICED_WITHIN_S = 5.0
 
@@ -97,25 +97,25 @@ def is_gone(pid: int) -> bool:
 def group() -> Iterator[WorkerGroup[EchoRunner]]:
     """Two ranks and a segment so small that every call goes in pieces."""
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(tp_worker, "SEGMENT_BYTES", 16)
+        monkeypatch.setattr(worker_group, "SEGMENT_BYTES", 16)
         group = WorkerGroup(EchoRunner, 2, "cpu")
     yield group
     group.close()
 
 
-def test_run_many_calls_reach_every_rank_in_order(group: WorkerGroup[EchoRunner]) -> None:
+def test_call_many_calls_reach_every_rank_in_order(group: WorkerGroup[EchoRunner]) -> None:
     for call in range(200):
-        group.run("remember", call)
-    assert group.run("calls_of_all_ranks") == [list(range(200))] * 2
+        group.call(EchoRunner.remember, call)
+    assert group.call(EchoRunner.calls_of_all_ranks) == [list(range(200))] * 2
 
 
-def test_run_message_larger_than_the_segment_arrives_whole(group: WorkerGroup[EchoRunner]) -> None:
+def test_call_message_larger_than_the_segment_arrives_whole(group: WorkerGroup[EchoRunner]) -> None:
     token_ids = np.arange(20_000)  # 160 KB through 16 bytes; 8 MB through 1 MiB is far less work
-    assert group.run("sum_of_all_ranks", token_ids) == 2 * token_ids.sum()
+    assert group.call(EchoRunner.sum_of_all_ranks, token_ids) == 2 * token_ids.sum()
 
 
 def test_collectives_two_ranks(group: WorkerGroup[EchoRunner]) -> None:
-    assert group.run("collectives") == ([3.0], [[1.0, 2.0]], [1.0])
+    assert group.call(EchoRunner.collectives) == ([3.0], [[1.0, 2.0]], [1.0])
 
 
 def test_wait_for_polls_until_done(group: WorkerGroup[EchoRunner]) -> None:
@@ -127,26 +127,26 @@ def test_wait_for_polls_until_done(group: WorkerGroup[EchoRunner]) -> None:
 
 def test_worker_group_one_rank_needs_no_process() -> None:
     group = WorkerGroup(EchoRunner, 1, "cpu")
-    assert group.run("collectives") == ([1.0], [[1.0]], [1.0])
+    assert group.call(EchoRunner.collectives) == ([1.0], [[1.0]], [1.0])
     with pytest.raises(ValueError, match="what rank 0 says"):
-        group.run("raise_on_rank_0")
-    assert group.run("pids") == [os.getpid()]
+        group.call(EchoRunner.raise_on_rank_0)
+    assert group.call(EchoRunner.pids) == [os.getpid()]
     group.close()
     with pytest.raises(EngineError, match="closed"):
-        group.run("pids")
+        group.call(EchoRunner.pids)
 
 
 def test_close_beside_another_group_leaves_nothing_of_its_own(group: WorkerGroup[EchoRunner]) -> None:
     other = WorkerGroup(EchoRunner, 2, "cpu")
-    rank_0, worker = other.run("pids")
-    assert rank_0 == os.getpid() == group.run("pids")[0] and worker != group.run("pids")[1]
+    rank_0, worker = other.call(EchoRunner.pids)
+    assert rank_0 == os.getpid() == group.call(EchoRunner.pids)[0] and worker != group.call(EchoRunner.pids)[1]
     other.close()
     other.close()
     assert is_gone(worker) and worker not in [child.pid for child in multiprocessing.active_children()]
     assert not list(Path("/dev/shm").glob(f"*{os.getpid()}*"))
     with pytest.raises(EngineError, match="closed"):
-        other.run("pids")
-    assert group.run("collectives")[0] == [3.0]
+        other.call(EchoRunner.pids)
+    assert group.call(EchoRunner.collectives)[0] == [3.0]
 
 
 @pytest.fixture
@@ -157,68 +157,68 @@ def seven_threads() -> Iterator[None]:
     torch.set_num_threads(num_threads)
 
 
-def test_run_every_rank_has_its_share_of_the_threads_and_the_process_has_all_between(seven_threads: None) -> None:
+def test_call_every_rank_has_its_share_of_the_threads_and_the_process_has_all_between(seven_threads: None) -> None:
     """Regression: workers had their share, rank 0 had all threads. A second group divides the same threads again."""
     first, second = (WorkerGroup(EchoRunner, 2, "cpu") for _ in range(2))
     for group in (first, second, first):
-        assert group.run("num_threads") == [[3, 3], [3, 3]]
+        assert group.call(EchoRunner.num_threads) == [[3, 3], [3, 3]]
         assert torch.get_num_threads() == 7
     with pytest.raises(ValueError, match="what rank 0 says"):
-        first.run("raise_on_rank_0")
+        first.call(EchoRunner.raise_on_rank_0)
     assert torch.get_num_threads() == 7
     torch.set_num_threads(5)  # the user's choice in between stays
-    assert second.run("num_threads") == [[3, 3], [3, 3]]
+    assert second.call(EchoRunner.num_threads) == [[3, 3], [3, 3]]
     first.close()
     second.close()
     assert torch.get_num_threads() == 5
 
 
-def test_run_one_rank_has_all_threads(seven_threads: None) -> None:
+def test_call_one_rank_has_all_threads(seven_threads: None) -> None:
     group = WorkerGroup(EchoRunner, 1, "cpu")
-    assert group.run("num_threads") == [[7, 7]]
+    assert group.call(EchoRunner.num_threads) == [[7, 7]]
     group.close()
 
 
-def test_run_worker_raises_is_reported_with_its_traceback() -> None:
+def test_call_worker_raises_is_reported_with_its_traceback() -> None:
     group = WorkerGroup(EchoRunner, 2, "cpu")
-    worker = group.run("pids")[1]
-    group.run("raise_on_worker")  # rank 0 does not notice: its own part went well
+    worker = group.call(EchoRunner.pids)[1]
+    group.call(EchoRunner.raise_on_worker)  # rank 0 does not notice: its own part went well
     start = time.monotonic()
     with pytest.raises(WorkerDiedError, match=r"rank 1 failed:\n(.*\n)*.*in raise_on_worker\n(.*\n)*.*what the worker"):
-        group.run("collectives")
+        group.call(EchoRunner.collectives)
     assert time.monotonic() - start < NOTICED_WITHIN_S
     with pytest.raises(WorkerDiedError, match="what the worker says"):
-        group.run("collectives")
+        group.call(EchoRunner.collectives)
     assert is_gone(worker)
 
 
-def test_run_rank_0_raises_ends_the_group() -> None:
+def test_call_rank_0_raises_ends_the_group() -> None:
     """The worker waits in a collective that rank 0 never entered: going on would pair it with a later one."""
     group = WorkerGroup(EchoRunner, 2, "cpu")
-    worker = group.run("pids")[1]
+    worker = group.call(EchoRunner.pids)[1]
     start = time.monotonic()
     with pytest.raises(ValueError, match="what rank 0 says"):
-        group.run("raise_on_rank_0")
+        group.call(EchoRunner.raise_on_rank_0)
     assert time.monotonic() - start < NOTICED_WITHIN_S
     assert is_gone(worker)
     with pytest.raises(EngineError, match="closed"):
-        group.run("pids")
+        group.call(EchoRunner.pids)
 
 
 def test_wait_for_worker_killed_raises() -> None:
     group = WorkerGroup(EchoRunner, 2, "cpu")
-    os.kill(group.run("pids")[1], signal.SIGKILL)
+    os.kill(group.call(EchoRunner.pids)[1], signal.SIGKILL)
     start = time.monotonic()
     with pytest.raises(WorkerDiedError, match="rank 1 died with signal SIGKILL"):
         group.wait_for(lambda: False)
     assert time.monotonic() - start < NOTICED_WITHIN_S
 
 
-def test_run_worker_killed_inside_a_collective_raises() -> None:
+def test_call_worker_killed_inside_a_collective_raises() -> None:
     group = WorkerGroup(EchoRunner, 2, "cpu")
     start = time.monotonic()
     with pytest.raises(WorkerDiedError, match="rank 1 died with signal SIGKILL"):
-        group.run("die_in_collective")
+        group.call(EchoRunner.die_in_collective)
     assert time.monotonic() - start < NOTICED_WITHIN_S
 
 
@@ -231,11 +231,11 @@ def test_worker_group_factory_fails_on_a_worker_raises_and_leaves_nothing() -> N
 
 SCRIPT = """
 import time
-from nanovllm.executor.processes import WorkerGroup
-from test_tp_worker import EchoRunner
+from nanovllm.executor.worker_group import WorkerGroup
+from test_worker_group import EchoRunner
 if __name__ == "__main__":
     group = WorkerGroup(EchoRunner, 2, "cpu")
-    print(group.run("pids")[1], flush=True)
+    print(group.call(EchoRunner.pids)[1], flush=True)
     {then}
 """
 
@@ -253,7 +253,7 @@ def start_script(tmp_path: Path, then: str) -> tuple[subprocess.Popen[str], int]
 
 def test_parent_killed_leaves_no_worker(tmp_path: Path) -> None:
     """The worker is busy, so it does not see the end of its control pipe."""
-    process, worker = start_script(tmp_path, then="group.run('nap_on_worker', 60); time.sleep(60)")
+    process, worker = start_script(tmp_path, then="group.call(EchoRunner.nap_on_worker, 60); time.sleep(60)")
     time.sleep(0.2)
     process.kill()
     process.wait()
@@ -294,22 +294,22 @@ class GpuRunner:
 @pytest.mark.multi_gpu
 def test_collectives_two_gpus() -> None:
     group = WorkerGroup(partial(EchoRunner, device="cuda"), 2, "cuda")
-    assert group.run("collectives") == ([3.0], [[1.0, 2.0]], [1.0])
+    assert group.call(EchoRunner.collectives) == ([3.0], [[1.0, 2.0]], [1.0])
     group.close()
 
 
 @pytest.mark.multi_gpu
 def test_all_reduce_two_gpus_inside_a_graph() -> None:
     group = WorkerGroup(GpuRunner, 2, "cuda")
-    assert group.run("replay_all_reduce") == [4.0] * 4
+    assert group.call(GpuRunner.replay_all_reduce) == [4.0] * 4
     group.close()
 
 
 @pytest.mark.multi_gpu
 def test_wait_for_two_gpus_worker_killed_raises_and_frees_the_gpu() -> None:
     group = WorkerGroup(GpuRunner, 2, "cuda")
-    group.wait_for(group.run("launch", False).query)
-    event = group.run("launch", True)
+    group.wait_for(group.call(GpuRunner.launch, False).query)
+    event = group.call(GpuRunner.launch, True)
     start = time.monotonic()
     with pytest.raises(WorkerDiedError, match="SIGKILL"):
         group.wait_for(event.query)

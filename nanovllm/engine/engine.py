@@ -1,0 +1,241 @@
+"""Engine: token ids in, token ids out. It knows nothing of text, and of the ranks only the Executor protocol.
+
+One step: plan it, launch it on every rank, and hand the tokens of the step before back to the scheduler. On a GPU the
+host so works one step ahead of it; on the CPU a step has run when it is launched, and its own tokens are read. Each
+request's Receiver reads its tokens, may end the request because of them, and puts what they bring into the outbox of
+the call that waits (text/answer.py). Every request ends with an output in its outbox, unless the engine itself ends.
+
+Any thread may call any method. One thread at a time runs a step (turns.py); requests that are added or aborted
+meanwhile take effect when it ends. An exception inside a step leaves plans that were made and never run, and an index
+that vouches for K and V never written, so the engine refuses all further use; an exception that belongs to one request
+ends that request alone.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any
+
+from nanovllm.core.kv_spec import KVCacheSizes
+from nanovllm.core.outputs import Outbox, Receiver, StepOutput
+from nanovllm.core.sequence import Sequence, TokenIds
+from nanovllm.core.start_report import StartReport
+from nanovllm.core.step_plan import StepPlan
+from nanovllm.engine.admission import Admission
+from nanovllm.engine.link_meter import LinkMeter
+from nanovllm.engine.setup import EngineSetup
+from nanovllm.engine.turns import Turns
+from nanovllm.errors import EngineError
+from nanovllm.executor.base import Executor, LaunchedStep
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.scheduling.scheduler import Scheduler
+from nanovllm.utils.interrupt import deferred_interrupt
+
+
+class Engine:
+    def __init__(
+        self, setup: EngineSetup, executor: Executor, scheduler: Scheduler, sizes: KVCacheSizes, report: StartReport
+    ) -> None:
+        """Made by startup.start_engine. From here on the executor is the engine's to close."""
+        self.setup, self.executor, self.scheduler = setup, executor, scheduler
+        self.admission = Admission(setup, sizes, report)
+        self.works_ahead = setup.device.type != "cpu"  # launches a step before the last one's tokens are back
+        self.closed_because: str | None = None  # why the engine can no longer be used
+        self._turns = Turns()
+        self._request_ids = itertools.count()
+        self._receivers: dict[int, Receiver] = {}  # of unfinished requests
+        self._in_flight: tuple[StepPlan, LaunchedStep] | None = None
+        self._num_steps = 0
+        self._block_bytes = report.kv_spec.block_bytes
+        self._link_byte_per_s = report.link_byte_per_s
+        self._link_meter = LinkMeter(report.kv_spec.block_bytes, report.kv_spec.block_size)
+
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether a request has not ended yet."""
+        return bool(self._receivers)
+
+    def check_request(self, token_ids: TokenIds, params: SamplingParams) -> None:
+        """Raise ValueError for a request that can never run. `token_ids` are in the vocabulary."""
+        self.admission.check(token_ids, params)
+
+    def add_request(self, token_ids: TokenIds, params: SamplingParams, receiver: Receiver) -> int:
+        """Queue a request that `check_request` has let through, and return its id. Raises ValueError, leaving all else
+        untouched, when the KV cache is too small for it.
+        """
+        self._check_open()
+        request_id = next(self._request_ids)
+        seq = self.admission.make_sequence(request_id, token_ids, params)
+        self.scheduler.check_fits(seq)
+        with deferred_interrupt():
+            self._receivers[request_id] = receiver
+            self._turns.call(partial(self._add, seq))
+        return request_id
+
+    def _add(self, seq: Sequence) -> None:
+        if self.closed_because is None:
+            with self._closed_by_errors():
+                self.scheduler.add(seq)
+
+    def abort(self, request_id: int) -> bool:
+        """End a request: at once, or when the running step ends. False when it has ended already or never was.
+
+        Its output, with what it has generated, comes with finish_reason "abort".
+        """
+        if self.closed_because is not None or request_id not in self._receivers:
+            return False
+        with deferred_interrupt():
+            self._turns.call(partial(self._abort, request_id))
+        return True
+
+    def abort_all(self, outbox: Outbox) -> None:
+        """End the requests of a call that is left, those included whose ids it never got."""
+        with deferred_interrupt():
+            for request_id, receiver in self._receivers.copy().items():
+                if receiver.outbox is outbox:
+                    self.abort(request_id)
+
+    def _abort(self, request_id: int) -> None:
+        if self.closed_because is not None:
+            return
+        with self._closed_by_errors():
+            seq = self.scheduler.abort(request_id)
+            if seq is not None:
+                self._deliver(seq)
+
+    # -- one step ------------------------------------------------------------------------------------------------
+
+    def step(self, outbox: Outbox) -> StepOutput:
+        """Run the next step (one ahead of the tokens returned, on a GPU). Returns what has come to `outbox`. Raises
+        EngineError when a worker died or an earlier step failed.
+        """
+        self._take_step()
+        with self._turns.lock:
+            return outbox.fetch()
+
+    def next_output(self, outbox: Outbox) -> StepOutput:
+        """What has come to `outbox`. Runs a step, or waits for another thread's, only if nothing has."""
+        self._take_step(unless=lambda: bool(outbox))
+        with self._turns.lock:
+            return outbox.fetch()
+
+    def _take_step(self, unless: Callable[[], bool] | None = None) -> None:
+        """Run one step in this thread's turn, unless `unless()` comes true while it waits for that."""
+        with deferred_interrupt() as held:
+            try:
+                with held.second_acts_at_once():
+                    if not self._turns.begin(unless):
+                        return
+                    self._check_open()
+                    with self._closed_by_errors():
+                        self._advance()
+            finally:
+                self._turns.end()
+
+    def _advance(self) -> None:
+        """Launch the next step, and commit the one before; without working ahead, the same one."""
+        plan = self.scheduler.schedule()
+        launched = None
+        if plan is not None:
+            launched = plan, self.executor.launch(plan)
+            self._num_steps += 1
+        elif self._in_flight is None and self.scheduler.has_unfinished:
+            raise AssertionError("requests are waiting, and none of them can run")
+        if not self.works_ahead:
+            self._in_flight, launched = launched, None
+        done, self._in_flight = self._in_flight, launched
+        if done is not None:
+            self._commit(*done)
+
+    def _commit(self, plan: StepPlan, launched: LaunchedStep) -> None:
+        """Hand the tokens of a step to the scheduler, then what they bring to the callers that wait for it."""
+        self.executor.wait_for(launched)
+        token_ids = launched.token_ids()
+        self._link_meter.step_ended(plan)
+        updated = self.scheduler.commit(plan, token_ids)
+        for seq in updated:
+            self._read(seq)
+        with self._turns.lock:
+            self._count_tokens(plan)
+            for seq in updated:
+                self._deliver(seq)
+        if not self.scheduler.has_unfinished:
+            self._link_meter.pause()
+
+    def _read(self, seq: Sequence) -> None:
+        """Let the receiver read a sequence's new token, and end the sequence if it says so."""
+        ending = self._receivers[seq.seq_id].read(seq)
+        if ending is None:
+            return
+        if seq.finish_reason is None:
+            self.scheduler.finish(seq, ending.finish_reason, ending.error)
+        elif seq.finish_reason != "error":  # it has ended with this token; the receiver knows better why
+            seq.finish_reason, seq.error = ending
+
+    def _count_tokens(self, plan: StepPlan) -> None:
+        """Tell each caller how many tokens of its requests the step ran."""
+        for step in plan.sequences:
+            receiver = self._receivers.get(step.seq_id)
+            if receiver is None:
+                continue  # aborted while the step ran
+            content = receiver.outbox.content
+            if step.sampling is not None and step.num_tokens == 1:
+                content.num_decode_tokens += 1
+            else:
+                content.num_prefill_tokens += step.num_tokens
+
+    def _deliver(self, seq: Sequence) -> None:
+        self._receivers[seq.seq_id].deliver(seq)
+        if seq.finish_reason is not None:
+            del self._receivers[seq.seq_id]
+
+    # -- state and end -------------------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since the start, see LLM.stats. Raises EngineError for an engine that cannot be used."""
+        self._check_open()
+        stats: dict[str, Any] = {
+            "num_steps": self._num_steps,
+            "num_waiting": len(self.scheduler.waiting),
+            "num_running": len(self.scheduler.running),
+            "num_preemptions": self.scheduler.num_preemptions,
+            "block_bytes": self._block_bytes,
+        }
+        stats |= self.scheduler.kv.stats() | dict(self.executor.stats())
+        if self.setup.config.enable_cpu_offload:
+            stats |= self._link_meter.stats(self._link_byte_per_s)
+        return stats
+
+    def close(self) -> None:
+        """Stop the workers and give all memory back. The engine cannot be used afterwards; closing twice is fine."""
+        with deferred_interrupt() as held:
+            try:
+                with held.second_acts_at_once():
+                    self._turns.begin()  # a step of another thread ends first
+                    self._close()
+            finally:
+                self._turns.end()
+
+    def _close(self) -> None:
+        self.closed_because = self.closed_because or "it is closed"
+        in_flight, self._in_flight = self._in_flight, None
+        if in_flight is not None:
+            with suppress(EngineError):  # the GPU would wait forever for a rank that died in the step
+                self.executor.wait_for(in_flight[1])
+        self.executor.close()
+
+    def _check_open(self) -> None:
+        if self.closed_because is not None:
+            raise EngineError(f"the engine cannot be used: {self.closed_because}; make a new one")
+
+    @contextmanager
+    def _closed_by_errors(self) -> Iterator[None]:
+        """Refuse all further use after any exception: it is unknown which of the planned K and V were written."""
+        try:
+            yield
+        except BaseException as error:
+            self.closed_because = self.closed_because or f"a step failed with {type(error).__name__}: {error}"
+            raise

@@ -1,0 +1,75 @@
+"""EngineSetup: what an engine is to be. Made and checked before anything is allocated."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanovllm.attention.backends.selection import find_backend
+from nanovllm.capacity.machine import Machine
+from nanovllm.capacity.plan import CapacityPlan
+from nanovllm.capacity.plan_check import check_start
+from nanovllm.capacity.planner import make_plan
+from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.config import Config
+from nanovllm.core.kv_spec import dtype_name
+from nanovllm.core.step_limits import max_model_len
+from nanovllm.device.devices import installed_gpu, resolve_device
+from nanovllm.utils.memory import available_host_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSetup:
+    config: Config  # what the user said
+    model_config: ModelConfig
+    directory: Path | None  # of the checkpoint; None for a preset
+    max_model_len: int  # tokens
+    device: torch.device  # rank 0's
+    plan: CapacityPlan
+
+
+def prepare(model: str | Path, options: Mapping[str, Any]) -> EngineSetup:
+    """`model`: directory, hub name or preset; `options`: the fields of Config.
+
+    Raises ValueError for bad options, for a model or a device that cannot run, and for an engine that does not fit.
+    """
+    known = {f.name for f in fields(Config)} - {"model"}
+    unknown = sorted(set(options) - known)
+    if unknown:
+        raise ValueError(f"unknown option {', '.join(unknown)}; the options are {', '.join(sorted(known))}")
+    config = Config(model=str(model), **options)
+    model_config, directory = ModelConfig.from_pretrained(config.model, config.hf_overrides)
+    limit = max_model_len(config, model_config)
+    device = resolve_device(config)
+    check_backend(config, model_config, device)
+    plan = make_plan(config, model_config, find_machine(replace(config, device=str(device))))
+    check_start(plan)
+    return EngineSetup(
+        config=config,
+        model_config=model_config,
+        directory=directory,
+        max_model_len=limit,
+        device=device,
+        plan=plan,
+    )
+
+
+def check_backend(config: Config, model_config: ModelConfig, device: torch.device) -> None:
+    """Raise ValueError, before anything is spawned or loaded, when no attention backend can run what is asked for."""
+    dtype = getattr(torch, dtype_name(config, model_config))
+    find_backend(config.attn_backend, device, dtype, model_config.head_dim, enforce_eager=config.enforce_eager)
+
+
+def find_machine(config: Config) -> Machine:
+    """What a plan must know of this machine. A GPU's rates are looked up by its name (gpus.py).
+
+    Where there is no GPU and `config` does not ask for the CPU, an H200 is assumed, so that one can plan ahead.
+    """
+    if config.device == "cpu":
+        return Machine.cpu(available_host_bytes())
+    gpu = installed_gpu(config)
+    if gpu is None:
+        return Machine.gpu(available_host_bytes(), name="an H200, assumed")
+    return Machine.found_gpu(available_host_bytes(), gpu.name, gpu.total_memory, (gpu.major, gpu.minor))

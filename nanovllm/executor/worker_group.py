@@ -1,0 +1,220 @@
+"""WorkerGroup: one runner per tensor-parallel rank. Rank 0's lives here, ranks 1.. in processes of their own.
+
+Owns those processes, the pipes and shared memory to them, and the TPGroup. What always holds: every rank runs the
+same methods of its runner in the same order. A rank that cannot is the end of the group: the others are stopped, and
+rank 0 raises. No worker outlives rank 0, however that ends.
+
+The ranks share torch's threads evenly. Rank 0 keeps to its share only while it does its part of a call; all other work
+of the user's process, another engine's too, has the threads that the user gave it.
+
+    rank 0                                    worker (worker.py)
+    starts the processes                      imports, reports STARTED
+    connects, builds its runner               connects, builds its runner, reports READY
+    call: sends the call, makes it itself     receives the call, makes it; reports FAILED and ends when it raises
+    close: closes the control pipe            end of file: ends
+"""
+
+import multiprocessing
+import pickle
+import signal
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from typing import Concatenate, Generic, ParamSpec, TypeVar
+
+import torch
+
+from nanovllm.device.tp_group import TPGroup, connect, open_store
+from nanovllm.errors import EngineError, WorkerDiedError
+from nanovllm.executor.channel import Sender, make_segment
+from nanovllm.executor.worker import FAILED, READY, STARTED, Call, Job, worker_main
+
+SEGMENT_BYTES = 1 << 20
+STOP_TIMEOUT_S = 5.0  # for a worker to finish what it is doing
+REPORT_TIMEOUT_S = 1.0  # for a worker's own account, once rank 0 has noticed that something is wrong
+SPIN_S = 50e-6
+MAX_SLEEP_S = 500e-6
+CHECK_INTERVAL_S = 0.1
+
+RunnerT = TypeVar("RunnerT")
+P = ParamSpec("P")
+Result = TypeVar("Result")
+
+
+@dataclass
+class _Worker:
+    """Rank 0's view of a worker."""
+
+    rank: int
+    process: SpawnProcess
+    control: Connection  # calls out, answers in
+    reports: Connection  # (stage, traceback) in
+    stage: str = ""
+    traceback: str = ""
+
+    def failure(self) -> str | None:
+        """Why this worker cannot go on, or None."""
+        exit_code = self.process.exitcode  # asked first: what it reported before it ended can then be read below
+        try:
+            while self.reports.poll():
+                self.stage, self.traceback = self.reports.recv()
+        except (EOFError, OSError):  # it is ending just now
+            self.process.join(REPORT_TIMEOUT_S)
+            exit_code = self.process.exitcode
+        if self.stage == FAILED:
+            return f"worker rank {self.rank} failed:\n{self.traceback}"
+        if exit_code is None:
+            return None
+        reason = f"signal {signal.Signals(-exit_code).name}" if exit_code < 0 else f"exit code {exit_code}"
+        if not self.stage:
+            reason += (
+                " before it started. Its output says why; a script that uses tensor_parallel_size > 1 "
+                "must start the engine under `if __name__ == '__main__':`"
+            )
+        return f"worker rank {self.rank} died with {reason}"
+
+
+class WorkerGroup(Generic[RunnerT]):
+    def __init__(self, factory: Callable[[TPGroup], RunnerT], size: int, device_type: str) -> None:
+        """Start ranks 1..size-1 and build every rank's runner, `factory(tp)`; returns when all are ready.
+
+        `factory` is pickled. `device_type`: "cuda" (rank r runs on cuda:r) or "cpu". What the factory raises on rank 0
+        is raised here; on another rank, as WorkerDiedError with its traceback. Either way nothing is left behind.
+        """
+        self.size = size
+        self._workers: list[_Worker] = []
+        self._num_threads = max(1, torch.get_num_threads() // size)  # per rank
+        self._failure: str | None = None
+        self._finalizer = weakref.finalize(self, _end_processes, self._workers, STOP_TIMEOUT_S)
+        self.tp = TPGroup()
+        if size == 1:
+            self.runner = factory(self.tp)
+            return
+        with self._watch():
+            self._sender, store = self._start_workers(factory, size, device_type)
+            self._wait_for_stage(STARTED)  # rank 0 cannot be interrupted while it connects, so only now
+            self.tp = connect(store, 0, size, device_type)
+            self.runner = factory(self.tp)
+            self._wait_for_stage(READY)
+
+    def _start_workers(
+        self, factory: Callable[[TPGroup], RunnerT], size: int, device_type: str
+    ) -> tuple[Sender, torch.distributed.TCPStore]:
+        context = multiprocessing.get_context("spawn")
+        segment = make_segment(context, SEGMENT_BYTES)
+        store = open_store()
+        job = Job(pickle.dumps(factory), size, device_type, store.port, self._num_threads)
+        for rank in range(1, size):
+            control, worker_control = context.Pipe()
+            reports, worker_reports = context.Pipe(duplex=False)
+            args = (job, rank, segment, worker_control, worker_reports)
+            process = context.Process(target=worker_main, args=args, name=f"nanovllm-rank{rank}", daemon=True)
+            process.start()
+            self._workers.append(_Worker(rank, process, control, reports))
+            worker_control.close()  # from here on the worker alone holds its ends, so its death closes them
+            worker_reports.close()
+        return Sender(segment, [worker.control for worker in self._workers]), store
+
+    def call(self, method: Callable[Concatenate[RunnerT, P], Result], *args: P.args, **kwargs: P.kwargs) -> Result:
+        """Call `runner.method(*args, **kwargs)` on every rank; returns rank 0's result. Hot: once per step.
+
+        `method` is one of the runners' class or protocol, so that the call can be type checked. Raises WorkerDiedError
+        when a worker is gone, also out of a collective on the CPU. Whatever rank 0 raises ends the group, because the
+        ranks no longer agree on what was run.
+        """
+        if self._failure is not None:
+            raise WorkerDiedError(self._failure)
+        if not self._finalizer.alive:
+            raise EngineError("the engine's worker group is closed")
+        call = Call(method.__name__, args, kwargs)
+        if not self._workers:
+            return call.make(self.runner)
+        with self._watch():
+            self._sender.send(call)
+            return call.make(self.runner)
+
+    def wait_for(self, done: Callable[[], bool]) -> None:
+        """Return when `done()` is true, such as an event's query. Raises WorkerDiedError when a worker is gone.
+
+        Spins shortly, then sleeps for 1% of the time waited so far, so a long step does not burn the host.
+        """
+        start = last_check = time.perf_counter()
+        while not done():
+            now = time.perf_counter()
+            if now - start > SPIN_S:
+                time.sleep(min((now - start) / 100, MAX_SLEEP_S))
+            if now - last_check > CHECK_INTERVAL_S:
+                self.check()
+                last_check = now
+
+    def check(self) -> None:
+        """Raise WorkerDiedError when a worker is gone or has reported an exception."""
+        if self._failure is None and self._finalizer.alive:
+            self._failure = self._find_failure()
+        if self._failure is not None:
+            self._end(timeout_s=0)
+            raise WorkerDiedError(self._failure)
+
+    def close(self) -> None:
+        """Stop the workers. The group cannot be used afterwards; closing twice is fine."""
+        self._end(STOP_TIMEOUT_S)
+
+    def _end(self, timeout_s: float) -> None:
+        if self._finalizer.detach() is not None:
+            _end_processes(self._workers, timeout_s)
+            self.tp.close()
+
+    @contextmanager
+    def _watch(self) -> Iterator[None]:
+        """Rank 0's part of what all ranks do, on its share of the threads.
+
+        An error ends the group, and a dead worker is named as its cause.
+        """
+        num_threads = torch.get_num_threads()
+        torch.set_num_threads(self._num_threads)
+        try:
+            yield
+        except BaseException as error:
+            if isinstance(error, RuntimeError | EOFError | OSError) and self._failure is None:
+                self._failure = self._find_failure(REPORT_TIMEOUT_S)
+            self._end(timeout_s=0)
+            if self._failure is None or isinstance(error, WorkerDiedError):
+                raise
+            raise WorkerDiedError(self._failure) from error
+        finally:
+            torch.set_num_threads(num_threads)
+
+    def _find_failure(self, timeout_s: float = 0) -> str | None:
+        """What happened to the workers that cannot go on; None when, within the timeout, all are well."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            failed = [(worker.stage == FAILED, text) for worker in self._workers if (text := worker.failure())]
+            if failed:  # a death first: the exceptions of the others may be its consequence
+                return "\n".join(text for _, text in sorted(failed))
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                return None
+            wait([worker.reports for worker in self._workers], remaining)
+
+    def _wait_for_stage(self, stage: str) -> None:
+        self.check()
+        while any(worker.stage != stage for worker in self._workers):
+            wait([worker.reports for worker in self._workers])
+            self.check()
+
+
+def _end_processes(workers: list[_Worker], timeout_s: float) -> None:
+    """Let the workers end by themselves for so long, then end them."""
+    for worker in workers:
+        worker.control.close()
+    deadline = time.monotonic() + timeout_s
+    for worker in workers:
+        worker.process.join(max(0.0, deadline - time.monotonic()))
+    for worker in workers:
+        worker.process.kill()
+        worker.process.join()
+        worker.reports.close()

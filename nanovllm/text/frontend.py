@@ -1,0 +1,86 @@
+"""TextFrontend: the text around an engine of token ids. Prompts and chats become token ids, an answer becomes text.
+
+    text = TextFrontend(model_config, directory)
+    engine = start_engine(setup, text.end_token_ids)
+    engine.add_request(text.encode_prompt("Hello"), params, text.receiver(outbox, params))
+
+A model without a tokenizer has one too: it takes token ids only, and makes no text. Any thread may call any method.
+"""
+
+import threading
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.core.outputs import Outbox, Receiver
+from nanovllm.core.sequence import TokenIds
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.text.answer import TextReceiver
+from nanovllm.text.detokenizer import Detokenizer, TokenDecoder
+from nanovllm.text.request_check import (
+    Prompt,
+    check_conversations,
+    check_token_ids,
+    encode_text,
+    render_chat,
+    text_or_token_ids,
+)
+from nanovllm.text.tokenizer import end_token_ids, load_tokenizer
+
+Message: TypeAlias = dict[str, Any]
+
+
+class TextFrontend:
+    def __init__(self, model_config: ModelConfig, directory: Path | None) -> None:
+        """Raises ValueError for a tokenizer that cannot be read. `directory`: None for a preset, which has none."""
+        self.tokenizer = load_tokenizer(directory)
+        self.end_token_ids = end_token_ids(model_config, self.tokenizer)
+        self._vocab_size = model_config.vocab_size
+        self._encode_lock = threading.Lock()  # a tokenizer encodes for one thread at a time
+        self._decoders: dict[bool, TokenDecoder] = {}  # by skip_special_tokens
+        if self.tokenizer is not None:
+            self._decoders = {skip: TokenDecoder(self.tokenizer, skip) for skip in (True, False)}
+
+    def encode_prompt(self, prompt: Prompt) -> TokenIds:
+        """The prompt's token ids, int64. Raises ValueError for what is no prompt and for ids outside the vocabulary."""
+        prompt = text_or_token_ids(prompt)
+        if not isinstance(prompt, str):
+            return check_token_ids(prompt, self._vocab_size)
+        if self.tokenizer is None:
+            raise ValueError("a text prompt needs a tokenizer, and this model has none; give a list of token ids")
+        with self._encode_lock:
+            return encode_text(self.tokenizer, prompt, self._vocab_size)
+
+    def check_params(self, params: SamplingParams) -> None:
+        """Raise ValueError for parameters that need text where there is none."""
+        if params.stop and self.tokenizer is None:
+            raise ValueError("stop strings need a tokenizer, and this model has none; use stop_token_ids")
+
+    def check_stream(self, params: SamplingParams) -> None:
+        """Raise ValueError for a request whose text cannot be streamed."""
+        if self.tokenizer is None:
+            raise ValueError("stream yields text and needs a tokenizer, and this model has none; use generate")
+        if not params.detokenize:
+            raise ValueError("stream yields text; leave detokenize on, or use generate")
+
+    def receiver(self, outbox: Outbox, params: SamplingParams) -> Receiver:
+        """What makes text of one request's tokens, and ends it at a stop string."""
+        if not self._decoders or not params.detokenize:
+            return Receiver(outbox)
+        decoder = self._decoders[params.skip_special_tokens]
+        detokenizer = Detokenizer(decoder, tuple(params.stop or ()), params.include_stop_str_in_output)
+        return TextReceiver(outbox, detokenizer)
+
+    # -- chat ----------------------------------------------------------------------------------------------------
+
+    def check_chat_template(self) -> None:
+        """Raise ValueError for a model that cannot chat."""
+        if self.tokenizer is None or not self.tokenizer.chat_template:
+            raise ValueError("chat needs a tokenizer with a chat template, and this model has none; use generate")
+
+    def encode_chat(self, messages: list[Message] | list[list[Message]]) -> list[TokenIds]:
+        """Token ids of one conversation or several, up to where the answer begins."""
+        self.check_chat_template()
+        prompts = [render_chat(self.tokenizer, conversation) for conversation in check_conversations(messages)]
+        with self._encode_lock:  # the template writes the special tokens itself
+            return [encode_text(self.tokenizer, text, self._vocab_size, add_special_tokens=False) for text in prompts]

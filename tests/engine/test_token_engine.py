@@ -1,0 +1,194 @@
+"""Engine: token ids in, token ids out, over any executor. Here one that counts instead of running a model."""
+
+from array import array
+from collections.abc import Iterator
+
+import pytest
+from tiny_models import write_tiny_model
+
+from nanovllm.core.kv_spec import KVCacheSizes
+from nanovllm.core.outputs import Ending, Outbox, Receiver, RequestOutput
+from nanovllm.core.sequence import Sequence
+from nanovllm.core.start_report import StartReport
+from nanovllm.core.step_plan import StepPlan
+from nanovllm.engine.engine import Engine
+from nanovllm.engine.setup import EngineSetup, prepare
+from nanovllm.engine.startup import start_engine
+from nanovllm.errors import EngineError, WorkerDiedError
+from nanovllm.executor.base import Executor, LaunchedStep
+from nanovllm.kvcache.policy.block_manager import BlockManager
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.scheduling.scheduler import Scheduler
+
+END_TOKEN_ID = 40
+PARAMS = SamplingParams(max_tokens=5)
+
+
+class CountedStep(LaunchedStep):
+    """Every sequence samples the number of tokens before the new one."""
+
+    def __init__(self, plan: StepPlan) -> None:
+        self._token_ids = [step.sampling.position for step in plan.sequences if step.sampling is not None]
+
+    def is_done(self) -> bool:
+        return True
+
+    def token_ids(self) -> list[int]:
+        return self._token_ids
+
+
+class CountingExecutor(Executor):
+    """What an engine that has started calls, in order. `dies_at`: the number of the step in which a rank dies."""
+
+    def __init__(self, dies_at: int | None = None) -> None:
+        self.calls: list[str] = []
+        self.dies_at = dies_at
+
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        self.calls.append("launch")
+        return CountedStep(plan)
+
+    def wait_for(self, step: LaunchedStep) -> None:
+        self.calls.append("wait")
+        if self.calls.count("wait") == self.dies_at:
+            raise WorkerDiedError("rank 1 died")
+
+    def stats(self) -> dict[str, float | None]:
+        return {"num_loaded_bytes": 7}
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+class EndingReceiver(Receiver):
+    """Notes the tokens that it reads, and ends its request at `last`, with `error` perhaps."""
+
+    def __init__(self, outbox: Outbox, last: int | None = None, error: str | None = None) -> None:
+        super().__init__(outbox)
+        self.last, self.error = last, error
+        self.token_ids: list[int] = []
+
+    def read(self, seq: Sequence) -> Ending | None:
+        self.token_ids.append(seq.token_ids[-1])
+        if self.token_ids[-1] != self.last:
+            return None
+        return Ending("stop" if self.error is None else "error", self.error)
+
+
+@pytest.fixture(scope="module")
+def setup(tmp_path_factory: pytest.TempPathFactory) -> EngineSetup:
+    model = write_tiny_model(tmp_path_factory.mktemp("tiny"))
+    return prepare(model, {"device": "cpu", "dtype": "float32", "num_kvcache_blocks": 20})
+
+
+def make_engine(setup: EngineSetup, ahead: bool = False, dies_at: int | None = None) -> Engine:
+    kv = BlockManager(20, setup.config.block_size)
+    scheduler = Scheduler(kv, max_num_seqs=8, max_num_batched_tokens=100, eos_token_ids=(END_TOKEN_ID,))
+    report = StartReport(kv_spec=setup.plan.spec, needs_rope_lens=False, link_byte_per_s=None, phases="")
+    engine = Engine(setup, CountingExecutor(dies_at), scheduler, KVCacheSizes(20), report)
+    engine.works_ahead = ahead
+    return engine
+
+
+@pytest.fixture(params=[False, True], ids=["in step", "ahead"])
+def engine(setup: EngineSetup, request: pytest.FixtureRequest) -> Iterator[Engine]:
+    engine = make_engine(setup, request.param)
+    yield engine
+    engine.scheduler.check_integrity()
+    assert not engine.has_requests and not engine.scheduler.has_unfinished
+
+
+def prompt(num_tokens: int) -> "array[int]":
+    return array("q", range(num_tokens))
+
+
+def finish(engine: Engine, outbox: Outbox) -> dict[int, RequestOutput]:
+    finished: dict[int, RequestOutput] = {}
+    while engine.has_requests or outbox:
+        finished |= engine.step(outbox).finished
+    return finished
+
+
+def test_requests_get_their_token_ids_and_no_text(engine: Engine) -> None:
+    outbox = Outbox()
+    ids = [engine.add_request(prompt(n), PARAMS, Receiver(outbox)) for n in (10, 250, END_TOKEN_ID - 2)]
+    finished = finish(engine, outbox)
+    assert [finished[i]["token_ids"] for i in ids] == [[10, 11, 12, 13, 14], [250, 251, 252, 253, 254], [38, 39, 40]]
+    assert [finished[i]["finish_reason"] for i in ids] == ["length", "length", "stop"]
+    assert all(finished[i]["text"] is None for i in ids)
+    assert engine.stats()["num_loaded_bytes"] == 7
+
+
+def test_next_step_is_launched_before_the_last_ones_tokens_are_waited_for_when_working_ahead(engine: Engine) -> None:
+    engine.add_request(prompt(10), SamplingParams(max_tokens=2), Receiver(outbox := Outbox()))
+    finish(engine, outbox)
+    expected = ["launch", "launch", "wait", "wait"] if engine.works_ahead else ["launch", "wait"] * 2
+    assert engine.executor.calls == expected  # type: ignore[attr-defined]
+
+
+def test_receiver_ends_its_request_alone_at_the_token_it_read(engine: Engine) -> None:
+    outbox = Outbox()
+    receivers = [EndingReceiver(outbox), EndingReceiver(outbox, last=12), EndingReceiver(outbox, last=14, error="no")]
+    ids = [engine.add_request(prompt(10), PARAMS, receiver) for receiver in receivers]
+    finished = finish(engine, outbox)
+    assert [receiver.token_ids for receiver in receivers] == [[10, 11, 12, 13, 14], [10, 11, 12], [10, 11, 12, 13, 14]]
+    assert [finished[i]["token_ids"] for i in ids] == [receiver.token_ids for receiver in receivers]
+    assert [finished[i]["finish_reason"] for i in ids] == ["length", "stop", "error"]  # the last had its full length
+    assert [finished[i].get("error") for i in ids] == [None, None, "no"]
+
+
+def test_abort_of_a_request_that_waits_has_no_tokens_and_ends_with_an_output(engine: Engine) -> None:
+    outbox = Outbox()
+    request_id = engine.add_request(prompt(10), PARAMS, Receiver(outbox))
+    assert engine.abort(request_id) and not engine.abort(request_id)
+    output = engine.next_output(outbox).finished[request_id]
+    assert (output["finish_reason"], output["token_ids"], output["num_prompt_tokens"]) == ("abort", [], 10)
+    assert engine.executor.calls == []  # type: ignore[attr-defined]
+
+
+def test_next_output_after_an_abort_runs_no_step_of_another_request(engine: Engine) -> None:
+    """Regression: after an abort, the caller of the aborted request ran 60 steps of another one before it was told."""
+    mine, others = Outbox(), Outbox()
+    request_id = engine.add_request(prompt(10), PARAMS, Receiver(mine))
+    other_id = engine.add_request(prompt(20), PARAMS, Receiver(others))
+    engine.next_output(mine)
+    engine.next_output(mine)
+    num_steps = engine.stats()["num_steps"]
+    engine.abort(request_id)
+    assert engine.next_output(mine).finished[request_id]["finish_reason"] == "abort"
+    assert engine.stats()["num_steps"] == num_steps
+    assert finish(engine, others)[other_id]["token_ids"] == [20, 21, 22, 23, 24]
+
+
+def test_abort_all_ends_the_requests_of_one_outbox(engine: Engine) -> None:
+    mine, others = Outbox(), Outbox()
+    ids = [engine.add_request(prompt(10), PARAMS, Receiver(mine)) for _ in range(2)]
+    other_id = engine.add_request(prompt(20), PARAMS, Receiver(others))
+    engine.step(mine)
+    engine.abort_all(mine)
+    assert sorted(mine.fetch().finished) == ids
+    assert finish(engine, others)[other_id]["finish_reason"] == "length"
+
+
+def test_rank_that_dies_ends_the_engine_and_names_the_cause(setup: EngineSetup) -> None:
+    engine, outbox = make_engine(setup, ahead=True, dies_at=2), Outbox()
+    request_id = engine.add_request(prompt(10), PARAMS, Receiver(outbox))
+    with pytest.raises(WorkerDiedError):
+        finish(engine, outbox)
+    for call in (lambda: engine.step(outbox), engine.stats, lambda: engine.next_output(outbox)):
+        with pytest.raises(EngineError, match="a step failed with WorkerDiedError: rank 1 died"):
+            call()
+    assert not engine.abort(request_id)
+    engine.close()
+    assert engine.executor.calls[-1] == "close"  # type: ignore[attr-defined]
+
+
+def test_started_engine_without_text_answers_token_ids(setup: EngineSetup) -> None:
+    """The whole of start-up, and no tokenizer anywhere."""
+    engine, outbox = start_engine(setup, end_token_ids=()), Outbox()
+    try:
+        request_id = engine.add_request(prompt(10), PARAMS, Receiver(outbox))
+        output = finish(engine, outbox)[request_id]
+    finally:
+        engine.close()
+    assert len(output["token_ids"]) == 5 and output["text"] is None

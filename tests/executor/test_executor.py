@@ -1,0 +1,110 @@
+"""ProcessExecutor: the calls of the protocol over several ranks."""
+
+import os
+from collections.abc import Iterator, Mapping
+
+import pytest
+import torch
+
+from nanovllm.core.kv_spec import KVCacheSizes, KVCacheSpec
+from nanovllm.core.start_report import StartReport
+from nanovllm.core.step_plan import KVMoves, StepPlan
+from nanovllm.device.tp_group import TPGroup
+from nanovllm.errors import EngineError, WorkerDiedError
+from nanovllm.executor.base import Executor, LaunchedStep, Runner
+from nanovllm.executor.processes import ProcessExecutor
+from nanovllm.runner.step_result import StepResult
+
+SPEC = KVCacheSpec(num_layers=1, block_size=256, num_kv_heads=1, head_dim=16, itemsize=4)
+
+
+class RecordingRunner(Runner):
+    """Counts what it is called for; a launched step samples the counts of all ranks. Also the factory of itself."""
+
+    def __init__(self, tp: TPGroup) -> None:
+        self.tp, self.num_calls, self.num_closed = tp, 0, 0
+
+    def measure_num_gpu_blocks(self, num_cpu_blocks: int, most_gpu_blocks: int) -> tuple[int, str]:
+        self.num_calls += 1
+        fitting = torch.tensor([most_gpu_blocks - num_cpu_blocks - self.tp.rank])
+        return int(self.tp.all_gather(fitting).min()), f"rank {self.tp.rank}"
+
+    def allocate_kv_cache(self, sizes: KVCacheSizes) -> None:
+        self.num_calls += sizes.num_gpu_blocks
+
+    def capture_graphs(self, num_gpu_blocks: int) -> None:
+        self.num_calls += num_gpu_blocks
+
+    def freeze_objects(self) -> None:
+        self.num_calls += 1
+
+    def start_report(self) -> StartReport:
+        return StartReport(kv_spec=SPEC, needs_rope_lens=False, link_byte_per_s=None, phases=f"rank {self.tp.rank}")
+
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        self.num_calls += 1
+        return StepResult(self.tp.all_gather(torch.tensor([self.num_calls])))
+
+    def stats(self) -> Mapping[str, float | None]:
+        return {"num_calls": self.num_calls, "rank": self.tp.rank}
+
+    def close(self) -> None:
+        self.num_closed += 1
+
+
+class StuckRunner(RecordingRunner):
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        if self.tp.rank == 1:
+            os._exit(3)
+        return super().launch(plan)
+
+
+PLAN = StepPlan((), KVMoves())
+
+
+@pytest.fixture(params=[1, 2])
+def num_ranks(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
+@pytest.fixture
+def executor(num_ranks: int) -> Iterator[ProcessExecutor]:
+    executor = ProcessExecutor(RecordingRunner, num_ranks, "cpu")
+    yield executor
+    executor.close()
+
+
+def test_calls_run_on_every_rank_in_order_and_return_the_result_of_rank_0(
+    executor: ProcessExecutor, num_ranks: int
+) -> None:
+    assert executor.measure_num_gpu_blocks(3, 20) == (17 - (num_ranks - 1), "rank 0")
+    executor.allocate_kv_cache(KVCacheSizes(10))
+    executor.capture_graphs(100)
+    executor.freeze_objects()
+    step = executor.launch(PLAN)
+    executor.wait_for(step)
+    assert step.token_ids() == [113] * num_ranks
+    executor.check()
+
+
+def test_report_and_stats_are_those_of_rank_0_and_call_no_other(executor: ProcessExecutor, num_ranks: int) -> None:
+    """Any thread may ask for the stats, also while another one is in the middle of a call."""
+    assert executor.start_report().phases == "rank 0"
+    assert executor.stats() == {"num_calls": 0, "rank": 0}
+    assert executor.launch(PLAN).token_ids() == [1] * num_ranks
+
+
+def test_close_twice_closes_the_runner_once_and_then_calls_are_refused(executor: ProcessExecutor) -> None:
+    executor.close()
+    executor.close()
+    assert isinstance(executor.runner, RecordingRunner) and executor.runner.num_closed == 1
+    with pytest.raises(EngineError, match="closed"):
+        executor.launch(PLAN)
+
+
+def test_launch_rank_dies_raises_and_so_does_every_later_call() -> None:
+    executor: Executor = ProcessExecutor(StuckRunner, 2, "cpu")
+    for call in (lambda: executor.launch(PLAN), lambda: executor.freeze_objects(), executor.check):
+        with pytest.raises(WorkerDiedError, match="rank 1 died with exit code 3"):
+            call()
+    executor.close()

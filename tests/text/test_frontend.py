@@ -1,0 +1,130 @@
+"""TextFrontend: the text around an engine of token ids, as the LLM and a server put the two together."""
+
+from pathlib import Path
+
+import pytest
+from tiny_models import write_tiny_model, write_tiny_tokenizer
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.core.outputs import Outbox, Receiver
+from nanovllm.core.sequence import Sequence
+from nanovllm.engine.setup import prepare
+from nanovllm.engine.startup import start_engine
+from nanovllm.text.answer import TextReceiver
+from nanovllm.text.frontend import TextFrontend
+
+OPTIONS = {"device": "cpu", "dtype": "float32", "num_kvcache_blocks": 20}
+PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("tiny")
+    write_tiny_tokenizer(write_tiny_model(directory, max_position_embeddings=2048))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def text(model: Path) -> TextFrontend:
+    return TextFrontend(ModelConfig.from_pretrained(str(model))[0], model)
+
+
+def read_all(receiver: Receiver, answer: list[int], params: SamplingParams) -> tuple[Sequence, list[str]]:
+    """Give the receiver one token after another, as the engine does, until it ends the request or the last has come."""
+    seq = Sequence(0, [1, 2], params, seed=0)
+    pieces = []
+    for token_id in answer:
+        seq.token_ids.append(token_id)
+        if len(seq.token_ids) - 2 == len(answer):
+            seq.finish_reason = "length"
+        if ending := receiver.read(seq):
+            seq.finish_reason, seq.error = ending
+        receiver.deliver(seq)
+        pieces.append(receiver.outbox.content.texts.pop(0, ""))
+        if seq.finish_reason is not None:
+            break
+    return seq, pieces
+
+
+def test_composed_by_hand_answers_as_the_llm_does(model: Path, text: TextFrontend) -> None:
+    with LLM(model, **OPTIONS) as llm:
+        (expected,) = llm.generate(["Hello"], PARAMS, use_tqdm=False)
+    assert expected["text"]
+    stop = expected["text"][3:5]
+    engine, outbox = start_engine(prepare(model, OPTIONS), text.end_token_ids), Outbox()
+    try:
+        prompt = text.encode_prompt("Hello")
+        stopping = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, stop=stop)
+        plain = engine.add_request(prompt, PARAMS, text.receiver(outbox, PARAMS))
+        stopped = engine.add_request(prompt, stopping, text.receiver(outbox, stopping))
+        ids_only = engine.add_request(prompt, PARAMS, Receiver(outbox))
+        finished = {}
+        while engine.has_requests or outbox:
+            finished |= engine.next_output(outbox).finished
+    finally:
+        engine.close()
+    assert finished[plain]["text"] == expected["text"]
+    assert finished[stopped]["text"] == expected["text"][: expected["text"].index(stop)]
+    assert finished[stopped]["finish_reason"] == "stop"
+    assert finished[ids_only]["text"] is None
+    assert finished[ids_only]["token_ids"] == finished[plain]["token_ids"] == expected["token_ids"]
+
+
+def test_receiver_delivers_pieces_that_make_the_whole_text(text: TextFrontend) -> None:
+    answer = text.encode_prompt("Hello world").tolist()
+    seq, pieces = read_all(receiver := text.receiver(Outbox(), PARAMS), answer, PARAMS)
+    assert "".join(pieces) == receiver.whole_text() == "Hello world" and seq.finish_reason == "length"
+    assert receiver.outbox.content.finished[0]["text"] == "Hello world"
+
+
+def test_receiver_ends_its_request_before_a_stop_string(text: TextFrontend) -> None:
+    params = SamplingParams(max_tokens=99, stop="o w")
+    answer = text.encode_prompt("Hello world").tolist()
+    seq, pieces = read_all(receiver := text.receiver(Outbox(), params), answer, params)
+    assert "".join(pieces) == receiver.whole_text() == "Hell"
+    assert (seq.finish_reason, seq.error) == ("stop", None) and len(seq.token_ids) - 2 < len(answer)
+
+
+def test_receiver_delivered_twice_brings_a_piece_once(text: TextFrontend) -> None:
+    """An abort delivers too, and nothing new has been read then."""
+    receiver = text.receiver(Outbox(), PARAMS)
+    seq = Sequence(0, text.encode_prompt("H"), PARAMS, seed=0)
+    assert receiver.read(seq) is None
+    receiver.deliver(seq)
+    seq.finish_reason = "abort"
+    receiver.deliver(seq)
+    assert receiver.outbox.content.texts == {0: "H"}
+    assert receiver.outbox.content.finished[0]["text"] == "H"
+
+
+def test_receiver_decoder_raises_ends_its_request_with_an_error(
+    text: TextFrontend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receiver = text.receiver(Outbox(), PARAMS)
+    assert isinstance(receiver, TextReceiver)
+    monkeypatch.setattr(receiver.detokenizer, "update", lambda *args: 1 / 0)
+    seq, pieces = read_all(receiver, [72, 73], PARAMS)
+    assert pieces == [""] and seq.finish_reason == "error"
+    assert seq.error == "its text could not be decoded: ZeroDivisionError: division by zero"
+
+
+def test_frontend_without_a_tokenizer_takes_token_ids_and_makes_no_text(model: Path) -> None:
+    text = TextFrontend(ModelConfig.from_pretrained(str(model))[0], None)
+    assert text.tokenizer is None and text.encode_prompt([1, 2]).tolist() == [1, 2]
+    assert text.receiver(Outbox(), PARAMS).whole_text() is None
+    for call, message in (
+        (lambda: text.encode_prompt("a"), "a text prompt needs a tokenizer"),
+        (lambda: text.check_params(SamplingParams(stop="a")), "stop strings need a tokenizer"),
+        (lambda: text.check_stream(PARAMS), "stream yields text and needs a tokenizer"),
+        (lambda: text.encode_chat([{"role": "user", "content": "a"}]), "chat needs a tokenizer"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+def test_receiver_detokenize_off_makes_no_text(text: TextFrontend) -> None:
+    params = SamplingParams(detokenize=False)
+    assert text.receiver(Outbox(), params).whole_text() is None
+    with pytest.raises(ValueError, match="leave detokenize on"):
+        text.check_stream(params)
