@@ -9,7 +9,7 @@ from tqdm.auto import tqdm
 from nanovllm.core.outputs import Outbox, RequestOutput
 from nanovllm.core.sequence import TokenIds
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.errors import EngineError
+from nanovllm.errors import EngineError, RequestError
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.request_check import Prompt, check_conversations, encode_text, prompt_list, render_chat
 
@@ -22,7 +22,7 @@ class LLM(LLMEngine):
         with LLM("path/to/model", enable_cpu_offload=True, num_gpu_blocks=8) as llm:
             outputs = llm.generate(["Hello"], SamplingParams(temperature=0))
 
-    The options are the fields of nanovllm.config.Config; bad ones raise ValueError before anything is allocated.
+    The options are the fields of nanovllm.config.Config; bad ones raise ConfigError before anything is allocated.
 
     Several threads may use one LLM: their requests run together, and each call returns its own. After an error inside
     a step every call raises EngineError with the cause.
@@ -39,7 +39,7 @@ class LLM(LLMEngine):
         A prompt is a string, a sequence of token ids (a numpy array, too), or a dict as in vLLM: {"prompt": text} or
         {"prompt_token_ids": ids}; one call may mix them. sampling_params: one for all, or one per prompt; None:
         SamplingParams(), whatever the model's generation_config.json says (see get_default_sampling_params). Raises
-        ValueError, before any prompt is queued, when one of them cannot run. After Ctrl-C these requests are gone and
+        RequestError, before any prompt is queued, when one of them cannot run. After Ctrl-C these requests are gone and
         the engine can be used again, unless a second Ctrl-C interrupted it in the middle of a step.
         """
         listed = prompt_list(prompts)
@@ -87,19 +87,19 @@ class LLM(LLMEngine):
         return [ids.tolist() for ids in token_ids]
 
     def check_chat_template(self) -> None:
-        """Raise ValueError for a model that cannot chat."""
+        """Raise RequestError for a model that cannot chat."""
         if self.tokenizer is None or not self.tokenizer.chat_template:
-            raise ValueError("chat needs a tokenizer with a chat template, and this model has none; use generate")
+            raise RequestError("chat needs a tokenizer with a chat template, and this model has none; use generate")
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
         """The answer's text, piece by piece as it comes. The request is queued when the first piece is asked for;
         leaving the loop early aborts it.
         """
         if self.tokenizer is None:
-            raise ValueError("stream yields text and needs a tokenizer, and this model has none; use generate")
+            raise RequestError("stream yields text and needs a tokenizer, and this model has none; use generate")
         params = sampling_params or SamplingParams()
         if not params.detokenize:
-            raise ValueError("stream yields text; leave detokenize on, or use generate")
+            raise RequestError("stream yields text; leave detokenize on, or use generate")
         return self._stream(self.check_request(prompt, params), params)
 
     def _stream(self, token_ids: TokenIds, params: SamplingParams) -> Iterator[str]:
@@ -155,5 +155,5 @@ def _params_list(params: Any, num_prompts: int) -> list[SamplingParams]:
     if not isinstance(params, list | tuple):
         return [params] * num_prompts
     if len(params) != num_prompts:
-        raise ValueError(f"{len(params)} sampling_params for {num_prompts} prompts; give one, or one per prompt")
+        raise RequestError(f"{len(params)} sampling_params for {num_prompts} prompts; give one, or one per prompt")
     return list(params)

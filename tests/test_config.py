@@ -12,6 +12,7 @@ from nanovllm.core.kv_spec import (
     STAGING_GROUP_TOKENS,
     KVCacheSpec,
 )
+from nanovllm.errors import ConfigError
 
 OFFLOAD = {"enable_cpu_offload": True}
 NAN, INF = math.nan, math.inf
@@ -117,7 +118,7 @@ def test_staging_holds_a_few_groups_of_one_layer(block_size: int, group_blocks: 
 )
 def test_value_out_of_range_is_refused_with_the_limit(options: dict[str, Any], message: str) -> None:
     """Regression: an invalid device string of torch, OverflowError, and for model='' the current directory."""
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ConfigError, match=message):
         Config(**({"model": "m"} | options))
 
 

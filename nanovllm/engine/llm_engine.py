@@ -41,7 +41,7 @@ from nanovllm.engine.startup import (
     find_machine,
 )
 from nanovllm.engine.turns import Turns
-from nanovllm.errors import EngineError
+from nanovllm.errors import ConfigError, EngineError, RequestError
 from nanovllm.executor.processes import WorkerGroup
 from nanovllm.kvcache.policy.base import KVCacheManager
 from nanovllm.kvcache.policy.block_manager import BlockManager
@@ -72,13 +72,13 @@ class _Request:
 
 class LLMEngine:
     def __init__(self, model: str | Path, **options: Any) -> None:
-        """`model`: directory, hub name or preset; `options`: the fields of Config. Raises ValueError for bad ones, and
+        """`model`: directory, hub name or preset; `options`: the fields of Config. Raises ConfigError for bad ones, and
         for an engine that does not fit in memory; whatever is raised, nothing is left behind.
         """
         known = {f.name for f in fields(Config)} - {"model"}
         unknown = sorted(set(options) - known)
         if unknown:
-            raise ValueError(f"unknown option {', '.join(unknown)}; the options are {', '.join(sorted(known))}")
+            raise ConfigError(f"unknown option {', '.join(unknown)}; the options are {', '.join(sorted(known))}")
         self.config = Config(model=str(model), **options)
         self.model_config, self._directory = ModelConfig.from_pretrained(self.config.model, self.config.hf_overrides)
         use_defaults = self.config.generation_config == "auto"
@@ -154,7 +154,7 @@ class LLMEngine:
         )
 
     def _kv_cache_sizes(self) -> KVCacheSizes:
-        """The user's numbers of blocks, or what start-up finds room for. Raises ValueError where they do not fit.
+        """The user's numbers of blocks, or what start-up finds room for. Raises ConfigError where they do not fit.
 
         On the CPU, where memory is not divided in advance, the user's numbers are taken as they are.
         """
@@ -169,7 +169,7 @@ class LLMEngine:
         fitting, room = self._ranks.run("measure_num_gpu_blocks", num_cpu_blocks, given or useful)
         if fitting < max(given, least):
             lower = f"lower {name} to {fitting}" if fitting >= least else "lower kvcache_block_size"
-            raise ValueError(
+            raise ConfigError(
                 f"the GPU has no room for {name}={max(given, least)} blocks of "
                 f"{format_bytes(self.runner.spec.block_bytes)}: {room}; {lower}, lower max_num_batched_tokens or "
                 "max_num_seqs, raise gpu_memory_utilization, or use a smaller model or more ranks"
@@ -229,33 +229,33 @@ class LLMEngine:
     # -- requests ------------------------------------------------------------------------------------------------
 
     def check_request(self, prompt: Prompt, params: SamplingParams) -> TokenIds:
-        """The prompt's token ids, int64. Raises ValueError for a request that can never run."""
+        """The prompt's token ids, int64. Raises RequestError for a request that can never run."""
         prompt = text_or_token_ids(prompt)
         if isinstance(prompt, str):
             if self.tokenizer is None:
-                raise ValueError("a text prompt needs a tokenizer, and this model has none; give a list of token ids")
+                raise RequestError("a text prompt needs a tokenizer, and this model has none; give a list of token ids")
             with self._encode_lock:
                 token_ids = encode_text(self.tokenizer, prompt, self.model_config.vocab_size)
         else:
             token_ids = check_token_ids(prompt, self.model_config.vocab_size)
         if not isinstance(params, SamplingParams):
-            raise ValueError(f"sampling_params has type {type(params).__name__}, expected SamplingParams")
+            raise RequestError(f"sampling_params has type {type(params).__name__}, expected SamplingParams")
         if not token_ids:
-            raise ValueError("the prompt is empty; it needs at least one token")
+            raise RequestError("the prompt is empty; it needs at least one token")
         if len(token_ids) + (params.max_tokens or 1) > self.max_model_len:
-            raise ValueError(
+            raise RequestError(
                 f"prompt of {len(token_ids)} tokens + max_tokens={params.max_tokens or 1} exceeds "
                 f"max_model_len={self.max_model_len}; shorten the prompt, lower max_tokens or raise max_model_len"
             )
         if unknown := [t for t in params.stop_token_ids or () if t >= self.model_config.vocab_size]:
             last = self.model_config.vocab_size - 1
-            raise ValueError(f"stop_token_ids {unknown} are outside the vocabulary 0..{last}; leave them out")
+            raise RequestError(f"stop_token_ids {unknown} are outside the vocabulary 0..{last}; leave them out")
         if params.stop and self.tokenizer is None:
-            raise ValueError("stop strings need a tokenizer, and this model has none; use stop_token_ids")
+            raise RequestError("stop strings need a tokenizer, and this model has none; use stop_token_ids")
         return token_ids
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams) -> int:
-        """Queue a request and return its id. Raises ValueError, leaving all else untouched, when it can never run."""
+        """Queue a request and return its id. Raises RequestError, leaving all else untouched, when it can never run."""
         return self._queue(self.check_request(prompt, sampling_params), sampling_params, self._outbox)
 
     def _queue(self, token_ids: TokenIds, sampling_params: SamplingParams, outbox: Outbox) -> int:

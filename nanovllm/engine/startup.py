@@ -12,7 +12,7 @@ from nanovllm.utils.memory import available_host_bytes
 
 
 def check_backend(config: Config, model_config: ModelConfig, device: torch.device) -> None:
-    """Raise ValueError, before anything is spawned or loaded, when no attention backend can run what is asked for."""
+    """Raise ConfigError, before anything is spawned or loaded, when no attention backend can run what is asked for."""
     dtype = getattr(torch, dtype_name(config, model_config))
     find_backend(config.attn_backend, device, dtype, model_config.head_dim, enforce_eager=config.enforce_eager)
 

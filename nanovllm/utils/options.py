@@ -1,0 +1,15 @@
+"""Dataclass fields that carry their own documentation: the text of `--help` and of the tables in README.md."""
+
+from dataclasses import field
+from typing import Any
+
+
+def option(default: Any, *, help: str, group: str, choices: tuple[str, ...] | None = None) -> Any:
+    """A field with these entries in its metadata.
+
+    help: what the option means. It names other options by their fields.
+    group: the heading that the option is listed under.
+    choices: all values that the option can have, if they are few.
+    """
+    metadata = {"help": help, "group": group} | ({} if choices is None else {"choices": choices})
+    return field(default=default, metadata=metadata)
