@@ -94,7 +94,7 @@ def test_staging_holds_a_few_groups_of_one_layer(block_size: int, group_blocks: 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"model": ""}, r"model='' must be a directory \('\.' is this one\), a hub name"),
+        ({"model": ""}, r"model='' must be a directory \('\.' for the current one\), a hub name"),
         *(
             ({"device": device}, f"device='{device}' is unknown; choose auto, cpu, cuda or cuda:N, where N is 0 to 99")
             for device in BAD_DEVICES

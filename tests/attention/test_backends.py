@@ -15,12 +15,17 @@ from nanovllm.attention.backends.torch_backend import TorchBackend, flash_attn_w
 from nanovllm.attention.backends.triton_backend import TritonBackend
 from nanovllm.attention.base import AttentionBackend, PagedBatch, PartialAttention
 from nanovllm.checkpoint.model_config import HEAD_DIMS
+from nanovllm.config import ATTENTION_BACKENDS
 from nanovllm.device import kernel_target
 from nanovllm.device.kernel_target import KernelTarget
 from nanovllm.errors import ConfigError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SLOW_CYCLES = 20_000_000  # about 10 ms, longer than all the rest takes
+
+
+def test_backends_are_those_that_the_config_names() -> None:
+    assert set(BACKENDS) == set(ATTENTION_BACKENDS)
 
 
 @pytest.fixture

@@ -124,7 +124,7 @@ def test_overridable_are_the_entries_that_model_config_reads() -> None:
     [
         (
             {"rope_paramters": YARN},
-            "names 'rope_paramters', which .* not read; choose from architectures, .*rope_",
+            "names 'rope_paramters', which the engine does not read; choose from architectures, .*rope_",
         ),
         ({1: 2}, "names 1, which the engine does not read"),
         ({"vocab_size": object()}, r"hf_overrides\['vocab_size'\]=<object .* is not JSON"),

@@ -598,7 +598,7 @@ OFFLOAD = {"enable_cpu_offload": True}
         ({"num_gpu_blocks": 4}, "num_gpu_blocks applies only to CPU offload; add enable_cpu_offload=True"),
         (
             OFFLOAD | {"num_kvcache_blocks": 4},
-            "num_kvcache_blocks applies only without .*offload; .*use num_gpu_blocks",
+            "num_kvcache_blocks applies only without CPU offload; .*use num_gpu_blocks",
         ),
         (OFFLOAD | {"num_cpu_blocks": 10**9}, r"a CPU pool of 1000000000 blocks needs .* GiB, .* lower num_cpu_blocks"),
         (OFFLOAD | {"cpu_memory_gb": 1e6}, r"a CPU pool of \d+ blocks needs 1000000.00 GiB, .* are available; lower"),
@@ -623,7 +623,7 @@ OFFLOAD = {"enable_cpu_offload": True}
         ),
         (
             {"hf_overrides": {"rope": 1}},
-            "hf_overrides names 'rope', which .* not read; choose from architectures",
+            "hf_overrides names 'rope', which the engine does not read; choose from architectures",
         ),
         ({"hf_overrides": "{}"}, "hf_overrides='{}' has type str, expected dict"),
         ({"max_model_len": 0}, "max_model_len=0 must be 1 or more"),
