@@ -78,7 +78,7 @@ class Config:
     )
     kvcache_block_size: int | None = option(
         None,
-        help="tokens per block, a multiple of 256; by default, 256, or 4096 if num_gpu_blocks is given",
+        help="tokens per block, a multiple of 256; by default 256, or 4096 if num_gpu_blocks is given",
         group=_KV_CACHE,
     )
     enable_prefix_caching: bool = option(

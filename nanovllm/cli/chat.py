@@ -133,8 +133,8 @@ class Conversation:
 
     def _full(self, num_tokens: int) -> str:
         return (
-            f"with this message the conversation has {num_tokens:,} tokens, and an answer needs at least one more; "
-            f"{self._llm.max_request_tokens:,} fit. The message was not added: send a shorter one, {self._remedy()}"
+            f"with this message the conversation has {num_tokens:,} tokens and needs one more for an answer, but "
+            f"only {self._llm.max_request_tokens:,} fit. The message was not added: send a shorter one, {self._remedy()}"
         )
 
     def _remedy(self) -> str:

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.cli.console import decode_tok_per_s, prefill_tok_per_s, stream_answer
-from nanovllm.config import BLOCK_SIZE_STEP, DEFAULT_BLOCK_SIZE
+from nanovllm.config import BLOCK_SIZE_STEP, DEFAULT_BLOCK_SIZE, Config
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.arithmetic import ceil_div
 from nanovllm.utils.memory import format_bytes
-from nanovllm.utils.options import option
+from nanovllm.utils.options import help_of, option
 
 if TYPE_CHECKING:
     from nanovllm.core.outputs import RequestOutput
@@ -39,7 +39,7 @@ class DemoOptions:
     num_gpu_blocks: int | None = option(
         None, help="slots, 2 or more; by default, a fifth of the prompt's blocks", group=_ENGINE
     )
-    device: str = option("auto", help="cpu, cuda or cuda:N; auto: the GPU if there is one", group=_ENGINE)
+    device: str = option("auto", help=help_of(Config, "device"), group=_ENGINE)
     dtype: str = option("float32", help="float32 or bfloat16", group=_ENGINE)
 
 

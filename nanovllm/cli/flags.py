@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 from nanovllm.config import Config
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.options import help_of
 
 RENAMED: dict[tuple[type, str], str] = {(SamplingParams, "seed"): "sampling_seed"}  # Config has the plain name
 
@@ -41,8 +42,7 @@ def flag_name(options: type, name: str) -> str:
 
 def flag_help(options: type, name: str) -> str:
     """The help of a field, with flags in place of the options that it names."""
-    text = next(field.metadata["help"] for field in fields(options) if field.name == name)
-    return name_flags(text, (options, Config)).replace("%", "%%")  # argparse formats it
+    return name_flags(help_of(options, name), (options, Config)).replace("%", "%%")  # argparse formats it
 
 
 def given_fields(args: argparse.Namespace, options: type) -> dict[str, Any]:

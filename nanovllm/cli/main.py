@@ -3,8 +3,8 @@
 flags.py makes the flags, their defaults and their help from the fields of Config, SamplingParams, DemoOptions and
 PlanOptions. Nothing heavy is imported before a command runs.
 
-Bad input is a ConfigError, RequestError or CheckpointError, and `main` prints it as one line. Any other exception is a
-bug and keeps its traceback.
+Bad input raises ConfigError, RequestError or CheckpointError, which `main` prints as one line. An exception that `main`
+does not catch is a bug and keeps its traceback.
 """
 
 import argparse
@@ -46,7 +46,7 @@ examples:
   nanovllm plan --model qwen3-0.6b --context 40960 --enable-cpu-offload --num-gpu-blocks 8
 """
 GENERATE_EXAMPLE = """\
-example, a book longer than the GPU's memory holds:
+example, a book whose KV cache does not fit in the GPU's memory:
   nanovllm generate --model path/to/model --prompt-file book.txt \\
       --enable-cpu-offload --num-gpu-blocks 8 --temperature 0 --max-tokens 200
 """
@@ -155,7 +155,7 @@ def _open_llm(args: argparse.Namespace) -> "LLM":
 
 
 def _model(name: str) -> str:
-    """`name`, or the directory of the built-in model, which is written first if need be."""
+    """`name`, or for DEMO_MODEL the directory of the built-in model, which is written if it does not exist."""
     if name != DEMO_MODEL or Path(name).is_dir():
         return name
     from nanovllm.demo.retrieval_model import build_retrieval_model
@@ -169,7 +169,7 @@ def _model(name: str) -> str:
 
 
 def _read_prompt(path: Path) -> str:
-    """The content of a file, or of stdin for "-"."""
+    """The content of a file, or of stdin if the path is "-"."""
     try:
         content = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
         return content.decode("utf-8")
@@ -251,7 +251,7 @@ def _add_request_flags(parser: argparse.ArgumentParser, max_tokens: str) -> None
 
     max_tokens: what the command's help says of its default.
     """
-    about = "The model's generation_config.json may set other defaults than the ones below."
+    about = "The model's generation_config.json may change these defaults."
     step_tokens = f"{Config.max_num_batched_tokens}; on a CPU, {CPU_STEP_TOKENS}"
     add_flags(parser, SamplingParams, without=("detokenize",), defaults={"max_tokens": max_tokens}, about=about)
     add_flags(parser, Config, without=("model",), defaults={"max_num_batched_tokens": step_tokens})
@@ -262,7 +262,7 @@ def _model_help() -> str:
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
-    """Leaves enough room for most flags to have their help on the same line."""
+    """Leaves room for most flags to have their help on the same line."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=30)

@@ -16,7 +16,7 @@ from nanovllm.sampling_params import SamplingParams
 
 BEGIN, END = "<!-- options: begin -->", "<!-- options: end -->"
 _NAMES = [field.name for options in (Config, SamplingParams) for field in fields(options) if "_" in field.name]
-_CODE = (r"\w+\.json", *(rf"{name}(?:=\w+)?" for name in _NAMES), "SamplingParams", "None")  # set in this font
+_CODE = (r"\w+\.json", *(rf"{name}(?:=\w+)?" for name in _NAMES), "SamplingParams", "None")  # patterns of code
 
 
 def options_tables() -> str:
@@ -29,7 +29,7 @@ def options_tables() -> str:
 
 
 def _table(options: type) -> str:
-    """One row per field with a default, and above each group of them a row with its heading, if there are several."""
+    """A row for every field with a default. If there are several groups, each begins with a row for its heading."""
     lines = ["| option | default | meaning |", "|---|---|---|"]
     optional = [field for field in fields(options) if field.default is not MISSING]
     has_groups = len({field.metadata["group"] for field in optional}) > 1

@@ -1,6 +1,6 @@
 """Dataclass fields that carry their own documentation: the text of `--help` and of the tables in README.md."""
 
-from dataclasses import field
+from dataclasses import field, fields
 from typing import Any
 
 
@@ -13,3 +13,8 @@ def option(default: Any, *, help: str, group: str, choices: tuple[str, ...] | No
     """
     metadata = {"help": help, "group": group} | ({} if choices is None else {"choices": choices})
     return field(default=default, metadata=metadata)
+
+
+def help_of(options: type, name: str) -> str:
+    """The help of the field `name` of the dataclass `options`."""
+    return next(each.metadata["help"] for each in fields(options) if each.name == name)

@@ -137,7 +137,7 @@ def test_conversation_message_that_does_not_fit_is_refused_and_nothing_is_lost(
     conversation = Conversation(llm, GREEDY, None, stoppable=False)
     conversation.answer("The passkey is 4711.")
     before = list(conversation.messages)
-    with pytest.raises(RequestError, match=r"has \d+ tokens, .*; 400 fit\. .* shorter one, start .* with /reset"):
+    with pytest.raises(RequestError, match=r"has \d+ tokens .* only 400 fit\. .* shorter one, start .* with /reset"):
         conversation.answer("x" * 400)
     assert conversation.messages == before
     conversation.answer("The passkey is")
@@ -322,6 +322,15 @@ def test_reader_lines_keep_their_spaces(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
     reader = MessageReader()
     assert list(iter(reader.read, None)) == ["a ", "b\n\n c\n  ", "d", "", "last"]
+
+
+def test_reader_typed_line_that_is_not_text_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a terminal the conversation then goes on, so this must not be another error."""
+    stdin = io.TextIOWrapper(io.BytesIO(b"abc\xff\n"), "utf-8")
+    monkeypatch.setattr(stdin, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys, "stdin", stdin)
+    with pytest.raises(RequestError, match="line 1 of stdin is not UTF-8 text"):
+        MessageReader().read()
 
 
 # -- generate ----------------------------------------------------------------------------------------------------

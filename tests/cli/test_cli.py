@@ -23,6 +23,7 @@ from nanovllm.demo.haystack import build_haystack
 from nanovllm.demo.retrieval_model import build_retrieval_model
 from nanovllm.errors import CheckpointError, ConfigError, RequestError
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.options import help_of
 
 ROOT = Path(__file__).parents[2]
 PASSKEY = "q7m2x9kd"
@@ -124,9 +125,8 @@ def test_name_flags_replaces_fields_and_nothing_else(message: str, expected: str
 
 def test_help_field_with_choices_names_them_all() -> None:
     choices = {field.name: field.metadata["choices"] for field in fields(Config) if "choices" in field.metadata}
-    meaning = {field.name: field.metadata["help"] for field in fields(Config)}
     assert set(choices) == {"attn_backend", "dtype", "load_format", "generation_config"}
-    assert all(choice in meaning[name] for name in choices for choice in choices[name])
+    assert all(choice in help_of(Config, name) for name in choices for choice in choices[name])
 
 
 @pytest.mark.parametrize("options", [Config, SamplingParams, DemoOptions, PlanOptions])
@@ -145,7 +145,7 @@ def test_help_says_what_every_field_says(capsys: pytest.CaptureFixture[str], mon
         shown = [field for field in fields(options) if field.name != "detokenize"]
         assert all(name_flags(field.metadata["help"], (options, Config)) in out for field in shown)
     assert "(default: 64; with --chat, no limit)" in out and "(default: 16384; on a CPU, 512)" in out
-    assert "by default, 256, or 4096 if --num-gpu-blocks is given" in out and "70% of" in out
+    assert "by default 256, or 4096 if --num-gpu-blocks is given" in out and "70% of" in out
 
 
 def test_readme_options_tables_are_those_that_the_fields_make() -> None:
@@ -163,7 +163,7 @@ def test_options_tables_have_every_field_and_default() -> None:
 
 def test_options_tables_set_names_and_values_as_code() -> None:
     tables = options_tables()
-    assert "256, or 4096 if `num_gpu_blocks` is given" in tables
+    assert "by default 256, or 4096 if `num_gpu_blocks` is given" in tables
     assert "`none`: `SamplingParams` |" in tables and "the model's `generation_config.json`" in tables
 
 
