@@ -12,10 +12,7 @@ from typing import Any
 from nanovllm.errors import ConfigError
 
 ROPE_ENTRIES = ("rope_parameters", "rope_scaling")  # the names in transformers 5 and in earlier versions
-KEPT_ROPE_KEYS = (
-    "rope_theta",
-    "partial_rotary_factor",
-)  # parts of the weights; older files have them outside the entry
+KEPT_ROPE_KEYS = ("rope_theta", "partial_rotary_factor")  # part of the weights; in older files outside the entry
 SYNONYMS = (ROPE_ENTRIES, ("dtype", "torch_dtype"))  # an override of one name removes the other
 OVERRIDABLE = {  # the entries of config.json that model_config.py reads
     *("architectures", "model_type", "dtype", "torch_dtype", "hidden_size", "intermediate_size", "num_hidden_layers"),

@@ -250,7 +250,7 @@ def _head_dim(settings: Any) -> int:
 
 def _check_no_sliding_window(settings: Any) -> None:
     remedy = "only full attention is supported; use a checkpoint without a sliding window"
-    # Qwen's files give a window and switch it off with use_sliding_window=false. In other files a window is in use
+    # Qwen's files give a window and switch it off with use_sliding_window=false. Without that entry a window is used
     use = getattr(settings, "use_sliding_window", None)
     window = getattr(settings, "sliding_window", None)
     if use or (window and use is None):

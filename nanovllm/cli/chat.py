@@ -134,7 +134,8 @@ class Conversation:
     def _full(self, num_tokens: int) -> str:
         return (
             f"with this message the conversation has {num_tokens:,} tokens and needs one more for an answer, but "
-            f"only {self._llm.max_request_tokens:,} fit. The message was not added: send a shorter one, {self._remedy()}"
+            f"only {self._llm.max_request_tokens:,} fit. The message was not added: "
+            f"send a shorter one, {self._remedy()}"
         )
 
     def _remedy(self) -> str:
