@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test check format bench-micro bench-gpu
+.PHONY: demo test check format docs bench-micro bench-gpu
 
 demo: $(INSTALLED)
 	$(BIN)/nanovllm demo
@@ -21,6 +21,9 @@ check: $(INSTALLED)
 format: $(INSTALLED)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+docs: $(INSTALLED)
+	$(BIN)/python -m nanovllm.cli.options_table docs/options.md
 
 bench-micro: $(INSTALLED)
 	$(BIN)/python -m pytest benchmarks/micro --benchmark-only

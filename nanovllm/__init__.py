@@ -1,25 +1,32 @@
 """nanovllm: a long-context LLM inference engine. Importing the package loads neither torch nor CUDA."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from nanovllm.errors import CheckpointError, ConfigError, EngineError, RequestError, WorkerDiedError
     from nanovllm.llm import LLM
     from nanovllm.sampling_params import SamplingParams
 
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "CheckpointError",
+    "ConfigError",
+    "EngineError",
+    "RequestError",
+    "SamplingParams",
+    "WorkerDiedError",
+    "__version__",
+]
 __version__ = "0.2.0"
+
+_MODULES = {"LLM": "nanovllm.llm", "SamplingParams": "nanovllm.sampling_params"}
 
 
 def __getattr__(name: str) -> object:
-    if name == "LLM":
-        from nanovllm.llm import LLM
-
-        return LLM
-    if name == "SamplingParams":
-        from nanovllm.sampling_params import SamplingParams
-
-        return SamplingParams
-    raise AttributeError(f"module 'nanovllm' has no attribute {name!r}")
+    if name not in __all__:
+        raise AttributeError(f"module 'nanovllm' has no attribute {name!r}")
+    return getattr(import_module(_MODULES.get(name, "nanovllm.errors")), name)
 
 
 def __dir__() -> list[str]:

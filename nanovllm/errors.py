@@ -1,9 +1,25 @@
-"""Errors that are not about input; bad input raises ValueError."""
+"""The exceptions of this package.
+
+Bad input raises one of three kinds of ValueError, whose message names the value, the limit and the remedy. A plain
+ValueError is a bug in the engine.
+"""
+
+
+class ConfigError(ValueError):
+    """An engine option is invalid, options contradict each other, or the engine cannot run on this machine."""
+
+
+class RequestError(ValueError):
+    """A prompt, a message or a sampling parameter is invalid, or the engine could never run the request."""
+
+
+class CheckpointError(ValueError):
+    """A model was not found, or one of its files is missing, damaged or unsupported."""
 
 
 class EngineError(RuntimeError):
-    """The engine cannot go on, or has been closed. The message says why; a new engine can be made."""
+    """The engine cannot go on, or has been closed. The message says why. A new engine can be made."""
 
 
 class WorkerDiedError(EngineError):
-    """A tensor-parallel worker has ended or raised an exception. The message says which one and why."""
+    """A tensor-parallel worker has exited or raised an exception. The message says which one and why."""

@@ -12,7 +12,7 @@ from nanovllm.core.outputs import Outbox, RequestOutput, StepOutput
 from nanovllm.core.sequence import TokenIds
 from nanovllm.engine.setup import prepare
 from nanovllm.engine.startup import start_engine
-from nanovllm.errors import EngineError
+from nanovllm.errors import EngineError, RequestError
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.frontend import Message, TextFrontend
 from nanovllm.text.request_check import Prompt, prompt_list
@@ -24,14 +24,14 @@ class LLM:
         with LLM("path/to/model", enable_cpu_offload=True, num_gpu_blocks=8) as llm:
             outputs = llm.generate(["Hello"], SamplingParams(temperature=0))
 
-    The options are the fields of nanovllm.config.Config; bad ones raise ValueError before anything is allocated.
+    The options are the fields of nanovllm.config.Config; bad ones raise ConfigError before anything is allocated.
 
     Several threads may use one LLM: their requests run together, and each call returns its own. After an error inside
     a step every call raises EngineError with the cause.
     """
 
     def __init__(self, model: str | Path, **options: Any) -> None:
-        """`model`: directory, hub name or preset; `options`: the fields of Config. Raises ValueError for bad ones, and
+        """`model`: directory, hub name or preset; `options`: the fields of Config. Raises ConfigError for bad ones, and
         for an engine that does not fit in memory; whatever is raised, nothing is left behind.
         """
         setup = prepare(model, options)
@@ -70,7 +70,7 @@ class LLM:
         A prompt is a string, a sequence of token ids (a numpy array, too), or a dict as in vLLM: {"prompt": text} or
         {"prompt_token_ids": ids}; one call may mix them. sampling_params: one for all, or one per prompt; None:
         SamplingParams(), whatever the model's generation_config.json says (see get_default_sampling_params). Raises
-        ValueError, before any prompt is queued, when one of them cannot run. After Ctrl-C these requests are gone and
+        RequestError, before any prompt is queued, when one of them cannot run. After Ctrl-C these requests are gone and
         the engine can be used again, unless a second Ctrl-C interrupted it in the middle of a step.
         """
         listed = prompt_list(prompts)
@@ -111,7 +111,7 @@ class LLM:
         return [token_ids.tolist() for token_ids in self.text.encode_chat(messages)]
 
     def check_chat_template(self) -> None:
-        """Raise ValueError for a model that cannot chat."""
+        """Raise RequestError for a model that cannot chat."""
         self.text.check_chat_template()
 
     def _collect(self, outbox: Outbox, num_requests: int, use_tqdm: bool) -> dict[int, RequestOutput]:
@@ -173,14 +173,14 @@ class LLM:
     # -- requests by hand ----------------------------------------------------------------------------------------
 
     def check_request(self, prompt: Prompt, params: SamplingParams) -> TokenIds:
-        """The prompt's token ids, int64. Raises ValueError for a request that can never run."""
+        """The prompt's token ids, int64. Raises RequestError for a request that can never run."""
         token_ids = self.text.encode_prompt(prompt)
         self.engine.check_request(token_ids, params)
         self.text.check_params(params)
         return token_ids
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams) -> int:
-        """Queue a request and return its id. Raises ValueError, leaving all else untouched, when it can never run."""
+        """Queue a request and return its id. Raises RequestError, leaving all else untouched, when it can never run."""
         return self._queue(self.check_request(prompt, sampling_params), sampling_params, self._outbox)
 
     def _queue(self, token_ids: TokenIds, params: SamplingParams, outbox: Outbox) -> int:
@@ -228,5 +228,5 @@ def _params_list(params: Any, num_prompts: int) -> list[SamplingParams]:
     if not isinstance(params, list | tuple):
         return [params] * num_prompts
     if len(params) != num_prompts:
-        raise ValueError(f"{len(params)} sampling_params for {num_prompts} prompts; give one, or one per prompt")
+        raise RequestError(f"{len(params)} sampling_params for {num_prompts} prompts; give one, or one per prompt")
     return list(params)

@@ -1,19 +1,24 @@
-"""SamplingParams: how one request's tokens are chosen and when it ends."""
+"""SamplingParams: how the tokens of one request are chosen, and when the answer ends."""
 
 from dataclasses import dataclass
 
-# Temperatures are fp32 on the device, and so are the logits divided by them. Below the range a token is drawn as if
-# greedily, above it as if all were equally likely; further out 1 / temperature overflows or vanishes.
+from nanovllm.errors import RequestError
+from nanovllm.utils.options import option
+
+# The device holds temperatures in fp32, and the logits divided by them. A lower temperature already acts like greedy
+# decoding, and a higher one draws all tokens evenly. Further out 1 / temperature overflows or underflows.
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-10, 1e10
 MAX_INT32 = 2**31 - 1  # positions, lengths and block tables are int32 on the device
 MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1  # seeds are int64 on the device
 
 INVALID_TOKEN = -1  # what the sampler returns instead of a token id where the logits hold NaN or infinity
 
+_GROUP = "sampling"
+
 
 def _require(condition: bool, name: str, value: object, limit: str) -> None:
     if not condition:
-        raise ValueError(f"SamplingParams.{name}={value!r} must be {limit}")
+        raise RequestError(f"SamplingParams.{name}={value!r} must be {limit}")
 
 
 def _is_integer(value: object) -> bool:
@@ -22,38 +27,56 @@ def _is_integer(value: object) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """Checked where it is made: a bad value raises ValueError with its name, the value and the limit.
+    """How one request is sampled. The help of each field says what it means.
 
-    temperature: 0 is greedy, all else from 1e-10 to 1e10. max_tokens: most new tokens; None: as many as the context
-    and the KV cache have room for. ignore_eos: go on past the model's end tokens. stop: the text ends before the first
-    of these strings. stop_token_ids: end tokens besides the model's. seed: 64 bits, signed; the same seed gives the
-    same tokens whatever the request is batched with; None draws one from the engine's seed.
+    A bad value raises RequestError with the field, the value and the limit.
 
-    skip_special_tokens: leave special tokens out of the text; a stop string can match one only where this is False.
-    include_stop_str_in_output: the text includes the stop string or end token that ended it, which is left out
-    otherwise. detokenize: False makes no text at all: output["text"] is None, and stop strings are refused. These three
-    have the names and the meaning that they have in vLLM. None of them changes token_ids.
+    temperature: 0, or from 1e-10 to 1e10. seed: a signed integer of 64 bits.
 
-    The filters keep what transformers keeps, and apply in its order: temperature, top_k, top_p, min_p. Greedy requests
-    ignore them, and the most likely token is always kept.
-    top_k: keep the k most likely tokens and those exactly as likely as the k-th, 0 or -1 for all. top_p: of what top_k
-    kept, taken as the whole distribution, keep the smallest set of most likely tokens whose probability reaches top_p;
-    among equally likely tokens the lower id comes first. min_p: keep tokens at least min_p times as likely as the most
-    likely one.
+    The filters apply in the order of transformers: temperature, top_k, top_p, min_p. top_p takes the probabilities of
+    the tokens that top_k kept, scaled to add up to 1. Tokens exactly as likely as the k-th one are kept too; where
+    top_p cuts between equally likely tokens, those with lower ids are kept. The most likely token is never filtered
+    out. Greedy requests ignore the filters.
+
+    skip_special_tokens, include_stop_str_in_output and detokenize mean the same as in vLLM. They change the text and
+    never token_ids. A stop string can match a special token only with skip_special_tokens=False.
     """
 
-    temperature: float = 1.0
-    max_tokens: int | None = 64
-    ignore_eos: bool = False
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    stop: str | tuple[str, ...] | list[str] | None = ()
-    stop_token_ids: tuple[int, ...] | list[int] | None = ()
-    seed: int | None = None
-    skip_special_tokens: bool = True
-    include_stop_str_in_output: bool = False
-    detokenize: bool = True
+    temperature: float = option(1.0, help="sampling temperature; 0 always takes the most likely token", group=_GROUP)
+    max_tokens: int | None = option(
+        64,
+        help="maximum number of new tokens; None: no limit but the room in the context and the KV cache",
+        group=_GROUP,
+    )
+    top_k: int = option(0, help="sample from this many of the most likely tokens; 0 or -1: from all", group=_GROUP)
+    top_p: float = option(
+        1.0,
+        help="sample from the smallest set of most likely tokens whose probabilities add up to this",
+        group=_GROUP,
+    )
+    min_p: float = option(
+        0.0, help="sample from tokens that are at least this many times as likely as the most likely one", group=_GROUP
+    )
+    stop: str | tuple[str, ...] | list[str] | None = option(
+        (), help="end the answer at the first of these strings, which is left out of the text", group=_GROUP
+    )
+    stop_token_ids: tuple[int, ...] | list[int] | None = option(
+        (), help="end the answer at any of these tokens, in addition to the model's end tokens", group=_GROUP
+    )
+    ignore_eos: bool = option(False, help="continue past the model's end tokens", group=_GROUP)
+    seed: int | None = option(
+        None,
+        help="the same seed gives the same tokens, whatever the request is batched with; "
+        "by default, one derived from the engine's seed",
+        group=_GROUP,
+    )
+    skip_special_tokens: bool = option(True, help="leave special tokens out of the text", group=_GROUP)
+    include_stop_str_in_output: bool = option(
+        False, help="keep the stop string or end token that ended the answer in its text", group=_GROUP
+    )
+    detokenize: bool = option(
+        True, help="produce text; if off, the output's text is None and stop strings are refused", group=_GROUP
+    )
 
     def __post_init__(self) -> None:
         self._check_numbers()
@@ -62,12 +85,12 @@ class SamplingParams:
             _require(isinstance(value, bool), name, value, "True or False")
         stop = (self.stop,) if isinstance(self.stop, str) else () if self.stop is None else self.stop
         are_strings = isinstance(stop, list | tuple) and all(isinstance(s, str) and s for s in stop)
-        _require(are_strings, "stop", self.stop, "a non-empty string or several")
+        _require(are_strings, "stop", self.stop, "a non-empty string or a list of them")
         token_ids = () if self.stop_token_ids is None else self.stop_token_ids
         are_ids = isinstance(token_ids, list | tuple) and all(_is_integer(t) and t >= 0 for t in token_ids)
         _require(are_ids, "stop_token_ids", self.stop_token_ids, "token ids")
         if stop and not self.detokenize:
-            raise ValueError(
+            raise RequestError(
                 f"SamplingParams.stop={self.stop!r} needs text; leave detokenize on, or use stop_token_ids"
             )
         object.__setattr__(self, "stop", tuple(stop))
@@ -90,5 +113,5 @@ class SamplingParams:
         _require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
         _require(0 <= self.min_p <= 1, "min_p", self.min_p, "between 0 and 1")
         _require(self.seed is None or _is_integer(self.seed), "seed", self.seed, "an integer or None")
-        limits = f"from {MIN_SEED} to {MAX_SEED} (64 bits), or None for one of the engine's"
+        limits = f"from {MIN_SEED} to {MAX_SEED} (64 bits), or None to derive one from the engine's seed"
         _require(MIN_SEED <= (self.seed or 0) <= MAX_SEED, "seed", self.seed, limits)

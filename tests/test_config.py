@@ -12,6 +12,7 @@ from nanovllm.core.kv_spec import (
     STAGING_GROUP_TOKENS,
     KVCacheSpec,
 )
+from nanovllm.errors import ConfigError
 
 OFFLOAD = {"enable_cpu_offload": True}
 NAN, INF = math.nan, math.inf
@@ -93,7 +94,7 @@ def test_staging_holds_a_few_groups_of_one_layer(block_size: int, group_blocks: 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"model": ""}, r"model='' must be a directory \('\.' is this one\), a hub name"),
+        ({"model": ""}, r"model='' must be a directory \('\.' for the current one\), a hub name"),
         *(
             ({"device": device}, f"device='{device}' is unknown; choose auto, cpu, cuda or cuda:N, where N is 0 to 99")
             for device in BAD_DEVICES
@@ -117,7 +118,7 @@ def test_staging_holds_a_few_groups_of_one_layer(block_size: int, group_blocks: 
 )
 def test_value_out_of_range_is_refused_with_the_limit(options: dict[str, Any], message: str) -> None:
     """Regression: an invalid device string of torch, OverflowError, and for model='' the current directory."""
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ConfigError, match=message):
         Config(**({"model": "m"} | options))
 
 

@@ -19,9 +19,9 @@ OPTIONS = {"config", "sampling_params", "errors", "checkpoint", "utils"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "utils": set(),
-    "sampling_params": set(),
-    "checkpoint": {"sampling_params", "utils"},
-    "config": {"sampling_params", "checkpoint"},
+    "sampling_params": {"errors", "utils"},
+    "checkpoint": {"errors", "sampling_params", "utils"},
+    "config": {"errors", "sampling_params", "checkpoint", "utils"},
     "core": OPTIONS,
     "capacity": OPTIONS | {"core"},
     "device": OPTIONS,
@@ -52,7 +52,7 @@ ALLOWED: dict[str, set[str]] = {
     "demo": OPTIONS,
     "llm": OPTIONS | {"core", "engine", "text"},
     "cli": OPTIONS | {"core", "capacity", "device", "engine", "text", "llm", "demo", "nanovllm"},
-    "nanovllm": {"llm", "sampling_params"},
+    "nanovllm": {"errors", "llm", "sampling_params"},
     "__main__": {"cli"},
 }
 TORCH_FREE = {"errors", "sampling_params", "config", "checkpoint", "core", "capacity", "kvcache.policy", "scheduling"}
@@ -206,7 +206,15 @@ def test_package_lists_what_it_exports_without_loading_torch() -> None:
     code = "import nanovllm, sys; print(*dir(nanovllm)); sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert {"LLM", "SamplingParams", "__version__"} <= set(done.stdout.split())
+    errors = {"CheckpointError", "ConfigError", "EngineError", "RequestError", "WorkerDiedError"}
+    assert {"LLM", "SamplingParams", "__version__"} | errors <= set(done.stdout.split())
+
+
+def test_package_exports_each_name_it_lists() -> None:
+    assert all(getattr(nanovllm, name) is not None for name in nanovllm.__all__)
+    assert nanovllm.RequestError.__module__ == "nanovllm.errors"
+    with pytest.raises(AttributeError, match="no attribute 'Engine'"):
+        _ = nanovllm.Engine  # type: ignore[attr-defined]
 
 
 def test_torch_free_modules_imported_leave_torch_out() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from nanovllm.errors import RequestError
 from nanovllm.kernels.sampling_tensors import SamplingTensors
 from nanovllm.layers.sampler import sample
 from nanovllm.sampling_params import MAX_SEED, MAX_TEMPERATURE, MIN_SEED, MIN_TEMPERATURE, SamplingParams
@@ -34,7 +35,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 def test_value_out_of_range_is_refused_with_the_limit(params: dict[str, Any], message: str) -> None:
     """Regression: a temperature above fp32 gave wrong tokens, a top_k above 64 bits an OverflowError inside a step, and
     seeds lost their high bits, so that different ones gave the same tokens."""
-    with pytest.raises(ValueError, match=f"SamplingParams.{message}"):
+    with pytest.raises(RequestError, match=f"SamplingParams.{message}"):
         SamplingParams(**params)
 
 
@@ -70,7 +71,7 @@ def test_none_is_the_same_as_no_limit_and_no_ends() -> None:
     ],
 )
 def test_value_of_text_options_that_is_wrong_is_refused(params: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=f"SamplingParams.{message}"):
+    with pytest.raises(RequestError, match=f"SamplingParams.{message}"):
         SamplingParams(**params)
 
 

@@ -6,6 +6,7 @@ Everything is per GPU unless the name says otherwise. Counts and products only: 
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
 from nanovllm.core.kv_spec import kv_cache_spec
+from nanovllm.utils.arithmetic import ceil_div
 
 
 def itemsize(config: Config, model: ModelConfig) -> int:
@@ -84,7 +85,7 @@ def num_prefill_loaded_blocks(context: int, block_size: int, num_slots: int, chu
     while start < context:
         first = start // block_size
         end = min(start + chunk_tokens, context, (first + num_slots) * block_size)
-        num_written = -(-end // block_size) - first
+        num_written = ceil_div(end, block_size) - first
         num_loaded += max(0, first - (num_slots - num_written))
         start = end
     return num_loaded

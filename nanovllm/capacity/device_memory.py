@@ -20,6 +20,7 @@ from nanovllm.core.step_limits import (
     max_sampled_rows,
     streamed_graph_sizes,
 )
+from nanovllm.utils.arithmetic import ceil_div
 
 MIB = 2**20
 CONTEXT_BYTES = 780 * MIB  # CUDA's context (524), and the kernels that libraries and Triton load
@@ -89,7 +90,7 @@ def device_memory(
 
 def _input_bytes(config: Config, model: ModelConfig, max_model_len: int, num_rows: int) -> int:
     """With offload also the query, the fp32 result and its log-sum-exp, between the pieces of a streamed step."""
-    per_row = INPUT_BYTES_PER_ROW + 4 * -(-max_model_len // config.block_size)
+    per_row = INPUT_BYTES_PER_ROW + 4 * ceil_div(max_model_len, config.block_size)
     if config.enable_cpu_offload:
         num_heads = model.num_heads // config.tensor_parallel_size
         per_row += num_heads * (model.head_dim * (costs.itemsize(config, model) + 4) + 4)

@@ -14,6 +14,7 @@ import re
 from dataclasses import dataclass
 
 from nanovllm.core.support import MIN_CAPABILITY
+from nanovllm.errors import ConfigError
 
 LINK_PEAK_GB_PER_S = {  # one direction, after line coding
     "PCIe 3 x16": 15.75,
@@ -89,7 +90,7 @@ TOO_OLD = {"V100": (7, 0), "T4": (7, 5)}
 def find_gpu(name: str) -> Gpu:
     """The GPU that a user calls `name`; case, spaces and "NVIDIA GeForce RTX" do not matter.
 
-    Raises ValueError for a GPU that is too old, and with the known names for one that is not in the table.
+    Raises ConfigError for a GPU that is too old, and with the known names for one that is not in the table.
     """
     wanted = _key(name)
     for gpu in GPUS:
@@ -97,11 +98,11 @@ def find_gpu(name: str) -> Gpu:
             return gpu
     for old, (major, minor) in TOO_OLD.items():
         if wanted == _key(old):
-            raise ValueError(
+            raise ConfigError(
                 f"gpu={name!r} has compute capability {major}.{minor}, and the attention kernels need "
                 f"{MIN_CAPABILITY[0]}.{MIN_CAPABILITY[1]}; choose one of {known_names()}"
             )
-    raise ValueError(
+    raise ConfigError(
         f"gpu={name!r} is unknown; choose one of {known_names()}, or the nearest of them and correct it with "
         "gpu_memory_gb and link_gb_per_s"
     )

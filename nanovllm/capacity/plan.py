@@ -17,6 +17,7 @@ from nanovllm.core.kv_spec import (
     kv_cache_spec,
 )
 from nanovllm.core.step_limits import max_model_len
+from nanovllm.utils.arithmetic import ceil_div
 
 
 class Capacity(NamedTuple):
@@ -84,7 +85,7 @@ class CapacityPlan:
 
     def capacity(self, num_tokens: int) -> Capacity:
         """How many sequences of `num_tokens` tokens, prompt and answer, can run together."""
-        each = -(-num_tokens // self.spec.block_size)
+        each = ceil_div(num_tokens, self.spec.block_size)
         by_limit = {"max_num_seqs": self.config.max_num_seqs}
         if self.config.enable_cpu_offload:
             by_limit |= {"the slots": self.num_gpu_blocks, "the CPU pool": self.num_cpu_blocks // each}

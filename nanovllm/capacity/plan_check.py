@@ -6,37 +6,39 @@ from nanovllm.capacity.planner import MAX_HOST_SHARE
 from nanovllm.capacity.remedies import remedies
 from nanovllm.checkpoint.rope_extension import rope_extension
 from nanovllm.core.step_limits import max_model_len
+from nanovllm.errors import ConfigError
+from nanovllm.utils.arithmetic import ceil_div
 from nanovllm.utils.memory import format_bytes
 
 
 def check_start(plan: CapacityPlan) -> None:
-    """Raise ValueError, with the numbers and remedies that work, for an engine that cannot start.
+    """Raise ConfigError, with the numbers and remedies that work, for an engine that cannot start.
 
     Refuses by what is exact: the CPU pool, and of the GPU's memory the weights, the KV blocks, the staging groups and
     the graphs' logits. What only the estimates forbid may still work; start-up runs the largest step and finds out.
     """
     problem = _pool_problem(plan) or _exact_problem(plan)
     if problem:
-        raise ValueError(f"{problem}; {remedies(plan, memory_problem)}")
+        raise ConfigError(f"{problem}; {remedies(plan, memory_problem)}")
     problem = _cpu_problem(plan)
     if problem:
-        raise ValueError(problem)
+        raise ConfigError(problem)
 
 
 def check_plan(plan: CapacityPlan) -> None:
-    """Raise ValueError, likewise, for an engine that cannot start or cannot run the plan's sequences together.
+    """Raise ConfigError, likewise, for an engine that cannot start or cannot run the plan's sequences together.
 
     The estimates count here: whatever the plan's table marks with (!) is refused.
     """
     problem = _length_problem(plan)
     if problem:
-        raise ValueError(problem)
+        raise ConfigError(problem)
     problem = any_problem(plan)
     if problem:
-        raise ValueError(f"{problem}; {remedies(plan, any_problem)}")
+        raise ConfigError(f"{problem}; {remedies(plan, any_problem)}")
     problem = _cpu_problem(plan)
     if problem:
-        raise ValueError(problem)
+        raise ConfigError(problem)
 
 
 def any_problem(plan: CapacityPlan) -> str | None:
@@ -147,6 +149,6 @@ def _sequences_problem(plan: CapacityPlan) -> str | None:
         "the CPU pool": f"the CPU pool's {plan.num_cpu_blocks} blocks allow",
         "the KV cache": f"the {plan.num_gpu_blocks} blocks on the GPU allow",
     }[capacity.limit]
-    num_blocks = -(-plan.context // plan.spec.block_size)
+    num_blocks = ceil_div(plan.context, plan.spec.block_size)
     each = f"{num_blocks} block{'s' * (num_blocks > 1)} each"
     return f"{plan.num_sequences} x {plan.context} tokens ({each}) do not fit: {reason} {capacity.num_sequences}"

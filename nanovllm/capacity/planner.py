@@ -16,10 +16,14 @@ from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
 from nanovllm.core.kv_spec import kv_cache_spec
 from nanovllm.core.step_limits import max_model_len
+from nanovllm.errors import ConfigError
+from nanovllm.utils.arithmetic import ceil_div
+from nanovllm.utils.options import option
 
 MAX_HOST_SHARE = 0.7  # of the memory available, for a CPU pool whose size the user left open
 
 SHORT_SEQUENCE_TOKENS = 1024  # of prompt and answer, to size a CPU pool that the user left open
+_WORK, _MACHINE = "the work", "the machine, if not this one"  # groups
 MAX_OPTION = 10**9  # tokens, sequences, GiB, GB/s: beyond any machine, and a plan adds up every chunk of a context
 
 
@@ -34,12 +38,12 @@ def make_plan(
 ) -> CapacityPlan:
     """The plan of an engine with these options that runs `num_sequences` sequences of `context` tokens together.
 
-    context: None for max_model_len. num_gpu_blocks: what start-up measured, where it has. Raises ValueError for a
+    context: None for max_model_len. num_gpu_blocks: what start-up measured, where it has. Raises ConfigError for a
     max_model_len beyond the model's rope and for kv heads that cannot be split; all else is left to plan_check.py.
     """
     limit = max_model_len(config, model)
     if model.num_kv_heads % config.tensor_parallel_size:
-        raise ValueError(
+        raise ConfigError(
             f"num_kv_heads={model.num_kv_heads} is not divisible by tensor_parallel_size="
             f"{config.tensor_parallel_size}; choose a divisor of {model.num_kv_heads}"
         )
@@ -68,8 +72,8 @@ def _num_cpu_blocks(config: Config, model: ModelConfig, machine: Machine, limit:
     block_bytes = kv_cache_spec(config, model, tp_size=1).block_bytes
     if config.cpu_memory_gb is not None:
         return int(config.cpu_memory_gb * 2**30) // block_bytes
-    two_long = 2 * -(-limit // config.block_size)
-    useful = two_long + config.max_num_seqs * -(-min(limit, SHORT_SEQUENCE_TOKENS) // config.block_size)
+    two_long = 2 * ceil_div(limit, config.block_size)
+    useful = two_long + config.max_num_seqs * ceil_div(min(limit, SHORT_SEQUENCE_TOKENS), config.block_size)
     num_slots = config.num_gpu_blocks or _num_fitting_blocks(config, model, machine, limit, useful)
     wanted = max(two_long, min(num_slots, useful))
     return min(wanted, int(machine.host_bytes * MAX_HOST_SHARE) // block_bytes)
@@ -82,7 +86,7 @@ def least_gpu_blocks(config: Config) -> int:
 
 def _num_fitting_blocks(config: Config, model: ModelConfig, machine: Machine, limit: int, num_cpu_blocks: int) -> int:
     """What start-up will find room for, by the estimates; the least that works where that is less."""
-    useful = config.max_num_seqs * -(-limit // config.block_size)
+    useful = config.max_num_seqs * ceil_div(limit, config.block_size)
     if config.enable_cpu_offload:
         useful = min(useful, num_cpu_blocks)
     if machine.gpu_bytes is None:  # as ModelRunner.measure_num_gpu_blocks
@@ -100,28 +104,38 @@ def _num_fitting_blocks(config: Config, model: ModelConfig, machine: Machine, li
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """What `nanovllm plan` asks besides the engine's options. A bad value raises ValueError."""
+    """What to plan for, besides the engine's options. A bad value raises ConfigError."""
 
-    context: int | None = None  # tokens of each sequence; None: max_model_len
-    sequences: int = 1
-    gpu: str | None = None  # a name of gpus.py
-    gpu_memory_gb: float | None = None  # GiB
-    host_memory_gb: float | None = None  # GiB
-    link_gb_per_s: float | None = None  # 10^9 byte/s
+    context: int | None = option(None, help="tokens of each sequence; by default, max_model_len", group=_WORK)
+    sequences: int = option(1, help="number of sequences that run together", group=_WORK)
+    gpu: str | None = option(
+        None, help="name of a GPU, such as 'RTX 4090'; by default, the one here or else an H200", group=_MACHINE
+    )
+    gpu_memory_gb: float | None = option(
+        None, help="memory of one GPU in GiB; by default, that of the GPU", group=_MACHINE
+    )
+    host_memory_gb: float | None = option(
+        None, help="available CPU memory in GiB; by default, what is available here", group=_MACHINE
+    )
+    link_gb_per_s: float | None = option(
+        None,
+        help="rate from CPU memory to the GPU in GB/s (10^9 bytes); by default, the GPU's, measured or projected",
+        group=_MACHINE,
+    )
 
     def __post_init__(self) -> None:
         for name in self.__annotations__:
             value = getattr(self, name)
             if name != "gpu" and value is not None and not 0 < value <= MAX_OPTION:
-                raise ValueError(f"{name}={value} must be above 0 and at most {MAX_OPTION}")
+                raise ConfigError(f"{name}={value} must be above 0 and at most {MAX_OPTION}")
         if self.gpu is not None:
             find_gpu(self.gpu)
 
     def apply(self, machine: Machine) -> Machine:
-        """`machine` with what the user said of it. Raises ValueError for figures of a GPU when planning for the CPU."""
+        """`machine` with the figures that the user gave. Raises ConfigError for a GPU's when planning for the CPU."""
         named = {name: getattr(self, name) for name in ("gpu", "gpu_memory_gb", "link_gb_per_s")}
         if machine.gpu_bytes is None and (given := [name for name, value in named.items() if value is not None]):
-            raise ValueError(f"{', '.join(given)} describe a GPU, and device='cpu' plans for the CPU; leave one out")
+            raise ConfigError(f"{', '.join(given)} describe a GPU, and device='cpu' plans for the CPU; leave one out")
         if self.gpu is not None:
             machine = Machine.gpu(machine.host_bytes, find_gpu(self.gpu))
         if self.gpu_memory_gb is not None:

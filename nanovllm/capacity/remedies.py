@@ -7,6 +7,8 @@ from typing import Any, TypeAlias
 
 from nanovllm.capacity.plan import CapacityPlan
 from nanovllm.capacity.planner import MAX_HOST_SHARE, make_plan
+from nanovllm.errors import ConfigError
+from nanovllm.utils.arithmetic import ceil_div
 
 Change: TypeAlias = Mapping[str, Any]  # new values of Config's fields
 Problem: TypeAlias = Callable[[CapacityPlan], str | None]
@@ -68,7 +70,7 @@ def _changed(plan: CapacityPlan, change: Change) -> CapacityPlan | None:
     try:
         config = replace(plan.config, **change)
         return make_plan(config, plan.model, plan.machine, context=plan.context, num_sequences=plan.num_sequences)
-    except ValueError:
+    except ConfigError:
         return None
 
 
@@ -114,7 +116,7 @@ def _shrinking(plan: CapacityPlan) -> Iterator[Change]:
     yield {"num_cpu_blocks": None, "cpu_memory_gb": None}
     yield {"max_num_batched_tokens": min(config.max_num_batched_tokens, SMALL_BATCHED_TOKENS)}
     yield {"kvcache_block_size": 256}
-    yield {"num_cpu_blocks": plan.num_sequences * -(-plan.context // 256)}
+    yield {"num_cpu_blocks": plan.num_sequences * ceil_div(plan.context, 256)}
     yield {"max_num_seqs": min(config.max_num_seqs, max(plan.num_sequences, SMALL_NUM_SEQS))}
     yield {"gpu_memory_utilization": max(config.gpu_memory_utilization, MAX_UTILIZATION)}
     yield {"max_num_batched_tokens": min(config.max_num_batched_tokens, MIN_BATCHED_TOKENS)}
@@ -132,7 +134,7 @@ def _other_num_blocks(plan: CapacityPlan) -> list[Change]:
     open_plan = _changed(plan, {name: unset, "kvcache_block_size": config.block_size})
     if not given or open_plan is None:
         return []
-    each = 1 if offload else -(-plan.context // plan.spec.block_size)
+    each = 1 if offload else ceil_div(plan.context, plan.spec.block_size)
     needed = plan.num_sequences * each
     if needed > given:
         return [{name: needed}]
@@ -142,7 +144,7 @@ def _other_num_blocks(plan: CapacityPlan) -> list[Change]:
 def _other_pools(plan: CapacityPlan) -> list[Change]:
     """A CPU pool that holds the sequences, and the largest there is room for, in the user's unit; the nearer first."""
     block_bytes = plan.spec.block_bytes * plan.config.tensor_parallel_size
-    needed = plan.num_sequences * -(-plan.context // plan.spec.block_size)
+    needed = plan.num_sequences * ceil_div(plan.context, plan.spec.block_size)
     most = int(plan.machine.host_bytes * MAX_HOST_SHARE) // block_bytes
     numbers = (needed, most) if plan.fits_host else (most, needed)
     if plan.config.cpu_memory_gb is not None:

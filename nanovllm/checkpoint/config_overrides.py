@@ -1,17 +1,19 @@
-"""Overrides of config.json: the option `hf_overrides`, applied to the file's content before any of it is checked.
+"""Overrides of config.json: the option `hf_overrides`, applied to the content of the file before it is checked.
 
-An entry replaces the one in config.json as a whole, dictionaries too, as in vLLM: nothing is merged. There is one
-exception. What an override of the rope leaves out of `KEPT_ROPE_KEYS` stays as the checkpoint has it, because a model
-with the wrong rope_theta computes wrong numbers and reports nothing.
+As in vLLM, an entry replaces the one in config.json as a whole; dictionaries are not merged. There is one exception: an
+override of the rope keeps the checkpoint's value of every key in `KEPT_ROPE_KEYS` that it does not set itself. With a
+wrong rope_theta the model would compute wrong numbers without any error.
 """
 
 import json
 from collections.abc import Mapping
 from typing import Any
 
-ROPE_ENTRIES = ("rope_parameters", "rope_scaling")  # in transformers 5, and before
-KEPT_ROPE_KEYS = ("rope_theta", "partial_rotary_factor")  # they belong to the weights; older files have them outside
-SYNONYMS = (ROPE_ENTRIES, ("dtype", "torch_dtype"))  # overriding one name drops the other
+from nanovllm.errors import ConfigError
+
+ROPE_ENTRIES = ("rope_parameters", "rope_scaling")  # the names in transformers 5 and in earlier versions
+KEPT_ROPE_KEYS = ("rope_theta", "partial_rotary_factor")  # part of the weights; in older files outside the entry
+SYNONYMS = (ROPE_ENTRIES, ("dtype", "torch_dtype"))  # an override of one name removes the other
 OVERRIDABLE = {  # the entries of config.json that model_config.py reads
     *("architectures", "model_type", "dtype", "torch_dtype", "hidden_size", "intermediate_size", "num_hidden_layers"),
     *("num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size", "rms_norm_eps", "hidden_act"),
@@ -22,21 +24,21 @@ OVERRIDABLE = {  # the entries of config.json that model_config.py reads
 
 
 def check_overrides(overrides: Mapping[Any, Any]) -> None:
-    """Raise ValueError for an entry that nothing reads, and for a value that config.json could not hold."""
+    """Raise ConfigError for an entry that the engine does not read, and for a value that is not JSON."""
     for name, value in overrides.items():
         if name not in OVERRIDABLE:
             known = ", ".join(sorted(OVERRIDABLE))
-            raise ValueError(f"hf_overrides names {name!r}, which nothing reads; choose from {known}")
+            raise ConfigError(f"hf_overrides names {name!r}, which the engine does not read; choose from {known}")
         if not _is_json(value):
-            raise ValueError(
+            raise ConfigError(
                 f"hf_overrides[{name!r}]={value!r} is not JSON; use strings, finite numbers, booleans, None, lists, "
                 "and dictionaries whose keys are strings"
             )
         if name in ROPE_ENTRIES and not isinstance(value, dict | None):
-            raise ValueError(f"hf_overrides[{name!r}]={value!r} is not a dictionary; give one, or None")
+            raise ConfigError(f"hf_overrides[{name!r}]={value!r} is not a dictionary; give one, or None")
     for names in SYNONYMS:
         if all(name in overrides for name in names):
-            raise ValueError(f"hf_overrides names both {' and '.join(names)}, which are one setting; give one of them")
+            raise ConfigError(f"hf_overrides names both {' and '.join(names)}, which mean the same; give one of them")
 
 
 def _is_json(value: Any) -> bool:
@@ -47,7 +49,7 @@ def _is_json(value: Any) -> bool:
 
 
 def apply_overrides(settings: dict[str, Any], overrides: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The content of config.json with the overrides in it. Neither argument is changed."""
+    """The content of config.json after the overrides. Neither argument is changed."""
     if not overrides:
         return settings
     dropped = {name for names in SYNONYMS for name in names if any(other in overrides for other in names)}
@@ -58,12 +60,12 @@ def apply_overrides(settings: dict[str, Any], overrides: Mapping[str, Any] | Non
     known = {key: value for entry in ROPE_ENTRIES for key, value in _dict(settings.get(entry)).items()}
     kept = {key: value for key, value in known.items() if key in KEPT_ROPE_KEYS}
     for entry in set(ROPE_ENTRIES) & set(overridden):
-        # transformers looks inside the entry first, where the checkpoint's value would hide an override outside it
+        # transformers looks inside the entry first, so the checkpoint's value there would hide an override beside it
         old = kept if entry in overrides else _dict(overridden[entry])
         overridden[entry] = old | outside | _dict(overrides.get(entry)) or None
     return overridden
 
 
 def _dict(value: Any) -> dict[str, Any]:
-    """An entry that may be missing, null or, in a damaged file, anything."""
+    """`value` if it is a dictionary, or an empty one. An entry may be missing, null or, in a damaged file, anything."""
     return value if isinstance(value, dict) else {}

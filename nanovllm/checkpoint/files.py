@@ -1,25 +1,28 @@
-"""A model's files: where they are, which of them are read, and what is fetched from the hub.
+"""A model's files: where they are, which of them are read, and which are downloaded from the hub.
 
-A model is a local directory, a hub name or a preset, which is a config.json alone. The weights are, by one rule,
+A model is a local directory, a hub name or a preset. A preset is only a config.json. The weights are the first of these
+that exists:
 
-1. the files that model.safetensors.index.json names, or without an index
-2. model.safetensors, or else
-3. model-00001-of-0000N.safetensors up to N of N, or else
-4. the only safetensors file there is.
+1. the files that model.safetensors.index.json names
+2. model.safetensors
+3. model-00001-of-0000N.safetensors to model-0000N-of-0000N.safetensors
+4. a single safetensors file of any other name
 
-Other safetensors files (adapters, consolidated.safetensors, those in subdirectories) are never read. An index names
-files that are beside it, and nothing else, so no checkpoint can point out of its directory. Symbolic links in the
-directory are followed: the hub's cache is made of them, and in a local directory they are its owner's own.
+Other safetensors files, such as adapters, consolidated.safetensors and files in subdirectories, are never read. An
+index may name only files in its own directory, so a checkpoint cannot make the engine read other files. Symbolic links
+in the directory are followed: the hub's cache consists of them, and those in a local directory were made by its owner.
 
-From the hub come the files of `CONFIG_FILES` and `TOKENIZER_FILES`, and then, only for an engine that reads weights,
-those of 1 or 2. No code of a checkpoint is ever fetched or run. Importing this module loads neither torch nor
-transformers.
+`CONFIG_FILES` and `TOKENIZER_FILES` are downloaded from the hub. The weights, by rule 1 or 2, are downloaded only for
+an engine that reads them. Code in a checkpoint is never downloaded or run. Importing this module loads neither torch
+nor transformers.
 """
 
 import json
 import re
 from pathlib import Path
 from typing import Any
+
+from nanovllm.errors import CheckpointError
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -32,7 +35,7 @@ _SHARD = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
 
 
 def presets() -> dict[str, Path]:
-    """Preset name -> its config.json: of the installed package, else of the repository."""
+    """Preset name -> its config.json, from the installed package or else from the repository."""
     package = Path(__file__).resolve().parents[1]
     for folder in (package / "presets", package.parent / "benchmarks" / "configs"):
         paths = sorted(folder.glob("*.json"))
@@ -42,10 +45,10 @@ def presets() -> dict[str, Path]:
 
 
 def find_model(model: str, fetched: tuple[str, ...] = CONFIG_FILES + TOKENIZER_FILES) -> tuple[Path, Path | None]:
-    """(config.json, its directory) of a local directory or a hub name; (config.json, None) of a preset.
+    """The path of config.json and its directory, which is None for a preset.
 
-    A hub name is looked up, and the files named in `fetched` downloaded: by default all but the weights. Raises
-    ValueError for a model that is not found.
+    fetched: the files to download for a hub name; by default all but the weights. Raises CheckpointError if the model
+    is not found.
     """
     directory = _local_directory(model)
     if directory is None:
@@ -54,43 +57,45 @@ def find_model(model: str, fetched: tuple[str, ...] = CONFIG_FILES + TOKENIZER_F
             return known[model], None
         remedy = f"give a directory with config.json, a preset ({', '.join(known)}) or a hub name (owner/name)"
         if not model or model.startswith((".", "/", "~")) or model.count("/") > 1:
-            raise ValueError(f"model directory {model!r} does not exist; {remedy}")
+            raise CheckpointError(f"model directory {model!r} does not exist; {remedy}")
         try:
             directory = _download(model, fetched)
-        except Exception as error:  # no network, no such name, a gated repository: the text says which
-            raise ValueError(
+        except Exception as error:  # no network, an unknown name, a gated repository: its text says which
+            raise CheckpointError(
                 f"model {model!r} is not a directory and could not be downloaded; {remedy}: {error}"
             ) from error
     if not (directory / "config.json").is_file():
-        raise ValueError(f"no config.json in {directory}; give the directory that save_pretrained or a download wrote")
+        raise CheckpointError(
+            f"no config.json in {directory}; give the directory that save_pretrained or a download wrote"
+        )
     return directory / "config.json", directory
 
 
 def fetch_weights(model: str, directory: Path | None) -> None:
-    """Make sure that all files that `weight_files` names are there; those of a hub name are downloaded.
+    """Make sure that all files that `weight_files` returns exist. For a hub name they are downloaded.
 
-    `directory`: as `find_model` returned it. Raises ValueError as `weight_files` does.
+    directory: as returned by `find_model`. Raises CheckpointError, as `weight_files` does.
     """
     if directory is not None and _local_directory(model) is None:
         index = directory / INDEX_FILE
         names = _indexed_names(index) if index.is_file() else [SINGLE_FILE]
-        if not all((directory / name).is_file() for name in names):  # a file appears when it is complete
+        if not all((directory / name).is_file() for name in names):  # a file appears only once it is complete
             try:
                 _download(model, names, revision=directory.name)  # a snapshot's directory is named after its commit
             except Exception as error:
-                raise ValueError(f"the weights of model {model!r} could not be downloaded: {error}") from error
+                raise CheckpointError(f"the weights of model {model!r} could not be downloaded: {error}") from error
     weight_files(directory)
 
 
 def weight_files(directory: Path | None) -> list[Path]:
-    """The safetensors files to read. Raises ValueError, with the remedy, where they are missing or ambiguous."""
+    """The safetensors files to read. Raises CheckpointError, with the remedy, if they are missing or ambiguous."""
     if directory is None:
-        raise ValueError("a preset has no weights; give a model directory, or load_format='dummy'")
+        raise CheckpointError("a preset has no weights; give a model directory, or load_format='dummy'")
     index = directory / INDEX_FILE
     if index.is_file():
         files = [directory / name for name in _indexed_names(index)]
         if missing := [file.name for file in files if not file.is_file()]:
-            raise ValueError(
+            raise CheckpointError(
                 f"{index} names files that do not exist: {', '.join(missing)}; download them again, or delete the "
                 f"index if {SINGLE_FILE} holds the weights"
             )
@@ -99,7 +104,7 @@ def weight_files(directory: Path | None) -> list[Path]:
         return [directory / SINGLE_FILE]
     found = [file for file in sorted(directory.glob("*.safetensors")) if file.is_file()]
     if not found:
-        raise ValueError(
+        raise CheckpointError(
             f"no safetensors file in {directory}; convert other formats with transformers' save_pretrained, "
             "or use load_format='dummy' for random weights"
         )
@@ -107,7 +112,7 @@ def weight_files(directory: Path | None) -> list[Path]:
     if shards:
         return _complete_shards(shards)
     if len(found) > 1:
-        raise ValueError(
+        raise CheckpointError(
             f"{directory} has {len(found)} safetensors files ({', '.join(file.name for file in found[:5])}) and no "
             f"{INDEX_FILE} that says which are the weights; add the index, or keep one file and name it {SINGLE_FILE}"
         )
@@ -115,14 +120,14 @@ def weight_files(directory: Path | None) -> list[Path]:
 
 
 def _complete_shards(shards: list[Path]) -> list[Path]:
-    """`shards`, once every number from 1 to the total is known to be among them."""
+    """Return `shards` after checking that they are numbered from 1 to the total without gaps."""
     total = shards[0].stem.rsplit("-", 1)[1]
     expected = [f"model-{number:05d}-of-{total}.safetensors" for number in range(1, int(total) + 1)]
     names = [shard.name for shard in shards]
     if names != expected:
         wrong = sorted(set(expected) ^ set(names))
-        raise ValueError(
-            f"{shards[0].parent} has no {INDEX_FILE}, and its shards are not those of {total}: see "
+        raise CheckpointError(
+            f"{shards[0].parent} has no {INDEX_FILE}, and its shards are not the complete set of {total}: see "
             f"{', '.join(wrong[:5])}; download the model again"
         )
     return shards
@@ -132,37 +137,37 @@ def _indexed_names(index: Path) -> list[str]:
     try:
         names = set(read_json(index)["weight_map"].values())
     except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ValueError(f"{index} is not an index of safetensors files: {error!r}; download it again") from error
+        raise CheckpointError(f"{index} is not an index of safetensors files: {error!r}; download it again") from error
     for name in names:
         if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
-            raise ValueError(
+            raise CheckpointError(
                 f"{index} names {name!r}, which is not a safetensors file beside it; weights are read from the "
                 "model's own directory only: move the file there and correct the index"
             )
     if not names:
-        raise ValueError(f"{index} names no files; download it again")
+        raise CheckpointError(f"{index} names no files; download it again")
     return sorted(names)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in the file. Raises ValueError, with the file's name, for anything else."""
+    """The JSON object in the file. Raises CheckpointError, with the file's path, if there is none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON ({error}); download it again") from error
+        raise CheckpointError(f"{path} is not JSON ({error}); download it again") from error
     except OSError as error:
-        raise ValueError(f"{path} cannot be read ({error.strerror}); check its permissions") from error
+        raise CheckpointError(f"{path} cannot be read ({error.strerror}); check its permissions") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{path} holds a {type(content).__name__} instead of a JSON object; download it again")
+        raise CheckpointError(f"{path} holds a {type(content).__name__} instead of a JSON object; download it again")
     return content
 
 
 def _local_directory(model: str) -> Path | None:
-    """`model` as a directory, if it is one. An empty name is not the current directory."""
+    """The directory `model`, or None if it is not one. An empty name does not mean the current directory."""
     try:
         directory = Path(model).expanduser()
         return directory if model and directory.is_dir() else None
-    except (OSError, RuntimeError):  # too long for a path; an unknown ~user
+    except (OSError, RuntimeError):  # the name is too long for a path, or has an unknown ~user
         return None
 
 

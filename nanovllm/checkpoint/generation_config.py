@@ -1,13 +1,14 @@
-"""Sampling defaults that a model's authors recommend: what generation_config.json says of SamplingParams' fields.
+"""The sampling defaults that a model's authors recommend in generation_config.json.
 
-End tokens in the same file are read with config.json (model_config.py): they are part of the model, not a default.
-Importing this module loads neither torch nor transformers.
+model_config.py reads the end tokens in that file, which belong to the model and are not a default. Importing this
+module loads neither torch nor transformers.
 """
 
 from pathlib import Path
 from typing import Any
 
 from nanovllm.checkpoint.files import read_json
+from nanovllm.errors import CheckpointError, RequestError
 from nanovllm.sampling_params import SamplingParams
 
 GENERATION_CONFIG_FILE = "generation_config.json"
@@ -22,10 +23,10 @@ _FIELDS = {
 
 
 def read_sampling_defaults(directory: Path | None) -> dict[str, Any]:
-    """Values of SamplingParams' fields from the generation_config.json in `directory`, empty where there is none.
+    """Field of SamplingParams -> its value in the generation_config.json of `directory`. Empty without such a file.
 
-    Entries that are null count as absent. "do_sample": false asks for greedy decoding, which is temperature 0. Raises
-    ValueError, with the file and the entry, for a value that SamplingParams does not take.
+    Null entries count as absent. "do_sample": false asks for greedy decoding, which is temperature 0. Raises
+    CheckpointError, with the file and the entry, for a value that SamplingParams refuses.
     """
     path = directory / GENERATION_CONFIG_FILE if directory is not None else None
     if path is None or not path.is_file():
@@ -33,7 +34,7 @@ def read_sampling_defaults(directory: Path | None) -> dict[str, Any]:
     content = read_json(path)
     do_sample = content.get("do_sample")
     if not isinstance(do_sample, bool | None):
-        raise ValueError(f"do_sample={do_sample!r} must be true or false; {_remedy(path)}")
+        raise CheckpointError(f"do_sample={do_sample!r} must be true or false; {_remedy(path)}")
     defaults = {}
     for entry, field in _FIELDS.items():
         if content.get(entry) is None:
@@ -41,12 +42,12 @@ def read_sampling_defaults(directory: Path | None) -> dict[str, Any]:
         defaults[field] = content[entry]
         try:
             SamplingParams(**{field: content[entry]})
-        except ValueError as error:
-            raise ValueError(f"{entry}={content[entry]!r}: {error}; {_remedy(path)}") from error
+        except RequestError as error:
+            raise CheckpointError(f"{entry}={content[entry]!r}: {error}; {_remedy(path)}") from error
     if do_sample is False:
         defaults["temperature"] = 0.0
     return defaults
 
 
 def _remedy(path: Path) -> str:
-    return f"correct {path}, or leave it out with generation_config='none'"
+    return f"correct {path}, or ignore it with generation_config='none'"

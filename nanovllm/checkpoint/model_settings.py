@@ -1,7 +1,7 @@
-"""Which values the settings of a config.json may have, checked in the file itself before anybody acts on them.
+"""The types and ranges of the settings in a config.json, checked before anything uses them.
 
-The upper limits lie above every known model and below what arithmetic or a table of that size would break on. Whether
-a model fits the machine is for the planner to say. Settings that are absent get transformers' defaults.
+The upper limits are above every known model, and low enough that neither arithmetic nor a table of that size fails. The
+planner decides whether a model fits the machine. Settings that are absent get the defaults of transformers.
 """
 
 import reprlib
@@ -9,9 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-MAX_POSITIONS = 2**24  # positions are rotated in fp32, which is exact for integers up to here
+from nanovllm.errors import CheckpointError
 
-# Setting -> least and most. The second table's may be null as well, which is the same as absent.
+MAX_POSITIONS = 2**24  # rope takes positions in fp32, which is exact for integers up to this
+
+# Setting -> its minimum and maximum. Optional settings may be null, which counts as absent.
 _INTEGERS = {
     "hidden_size": (1, 2**18),
     "intermediate_size": (1, 2**20),
@@ -23,7 +25,7 @@ _INTEGERS = {
 _OPTIONAL_INTEGERS = {
     "num_key_value_heads": (1, 2**12),
     "head_dim": (1, 2**10),
-    "num_labels": (0, 2**20),  # unused, and transformers makes a table of so many
+    "num_labels": (0, 2**20),  # unused, but transformers makes a table of this size
 }
 _NUMBERS = {"rms_norm_eps": (1e-30, 1.0)}
 _OPTIONAL_NUMBERS = {"rope_theta": (2.0, 1e37), "partial_rotary_factor": (1e-6, 1.0)}
@@ -44,9 +46,9 @@ _ROPE_NUMBERS = {
 
 
 def check_settings(settings: Mapping[str, Any], path: Path) -> None:
-    """Raise ValueError with the setting, its value and what is allowed, for a wrong type or a value out of range.
+    """Raise CheckpointError for a wrong type or a value out of range, with the setting, its value and what is allowed.
 
-    `settings`: the content of the config.json at `path`.
+    settings: the content of the config.json at `path`.
     """
     _check_ranges(settings, _INTEGERS, int, path)
     _check_ranges(settings, _NUMBERS, float, path)
@@ -62,8 +64,10 @@ def check_settings(settings: Mapping[str, Any], path: Path) -> None:
 
 
 def _check_rope(rope: Mapping[str, Any], name: str, path: Path) -> None:
-    if any(isinstance(value, dict) for value in rope.values()):  # transformers fails on it without saying so
-        raise ValueError(f"{name} of {path} is per layer type ({', '.join(rope)}); only one rope for all is supported")
+    if any(isinstance(value, dict) for value in rope.values()):  # transformers fails on it with an unrelated error
+        raise CheckpointError(
+            f"{name} of {path} is given per layer type ({', '.join(rope)}); only one rope for all layers is supported"
+        )
     prefix = f"{name}."
     _check_ranges(rope, _ROPE_INTEGERS, int, path, prefix)
     _check_ranges(rope, _ROPE_NUMBERS, float, path, prefix)
@@ -78,7 +82,7 @@ def _check_ranges(
     path: Path,
     prefix: str = "",
 ) -> None:
-    """Integers pass for floats, NaN and booleans for neither."""
+    """An integer is also a number. NaN is out of every range, and a boolean is not a number."""
     for name, (least, most) in ranges.items():
         if name not in settings:
             continue
@@ -86,7 +90,7 @@ def _check_ranges(
         is_number = isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
         if not is_number or not least <= value <= most:
             noun = "an integer" if kind is int else "a number"
-            raise ValueError(
+            raise CheckpointError(
                 f"{prefix}{name}={reprlib.repr(value)} must be {noun} from {least} to {most}; correct {path}, "
                 "or download it again"
             )
@@ -97,7 +101,7 @@ def _check_types(
 ) -> None:
     for name in names:
         if name in settings and not isinstance(settings[name], kind):
-            raise ValueError(
+            raise CheckpointError(
                 f"{prefix}{name}={reprlib.repr(settings[name])} must be {noun}; correct {path}, or download it again"
             )
 

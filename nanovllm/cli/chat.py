@@ -1,8 +1,8 @@
 """`nanovllm chat`: a conversation in which every turn sees the ones before it.
 
-At a terminal a prompt is shown, messages can have several lines, and Ctrl-C ends an answer and not the program. From a
-pipe each line is a message, no prompt is shown, and the first message that is refused ends the run. The answers go to
-stdout, all else to stderr.
+At a terminal the program shows a prompt, and Ctrl-C stops an answer without ending the program. From a pipe there is no
+prompt, and the first message that is refused ends the program. In both, a message is a line or a block between two of
+QUOTES. The answers go to stdout and everything else to stderr.
 """
 
 import sys
@@ -10,10 +10,10 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from nanovllm.cli.console import BadInputError, gate, stream_answer, summary
+from nanovllm.cli.console import stream_answer, summary
 from nanovllm.cli.flags import name_flags
 from nanovllm.config import Config
-from nanovllm.errors import EngineError
+from nanovllm.errors import EngineError, RequestError
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:  # --help must not load torch
@@ -22,26 +22,27 @@ if TYPE_CHECKING:  # --help must not load torch
 
 QUOTES = '"""'
 HELP = f"""\
-/reset   begin a new conversation (a system prompt stays)
+/reset   start a new conversation (keeps the system prompt)
 /help    show this
 /exit    end the program, as Ctrl-D does
-{QUOTES}      begins and ends a message of several lines
-Ctrl-C   ends an answer; pressed twice at the prompt it ends the program"""
+{QUOTES}      starts and ends a message of several lines
+Ctrl-C   stops an answer; pressed twice at the prompt, it ends the program"""
 
 
 class MessageReader:
-    """Messages from stdin: a line each, or the lines between two of QUOTES."""
+    """Reads messages from stdin: single lines, or blocks of lines between two of QUOTES."""
 
     def __init__(self) -> None:
         self.is_terminal = sys.stdin.isatty()
         self._num_lines = 0
         if self.is_terminal:
-            with suppress(ImportError):  # absent from some builds of Python; `input` then edits no lines
+            with suppress(ImportError):  # some builds of Python lack it; `input` then works without line editing
                 import readline  # noqa: F401
 
     def read(self) -> str | None:
-        """The next message, None at the end of the input. Raises BadInputError for bytes that are not UTF-8 text and
-        for a block without an end.
+        """The next message, or None at the end of the input.
+
+        Raises RequestError for bytes that are not text and for a block without an end.
         """
         line = self._read_line(">>> ")
         if line is None or not line.lstrip().startswith(QUOTES):
@@ -50,35 +51,38 @@ class MessageReader:
         while not text.rstrip().endswith(QUOTES):
             line = self._read_line("... ")
             if line is None:
-                raise BadInputError(f"the message that begins with {QUOTES} has no end; close it with {QUOTES}")
+                raise RequestError(f"the message that begins with {QUOTES} has no end; close it with {QUOTES}")
             text += "\n" + line
         return text.rstrip().removesuffix(QUOTES).strip("\n")
 
     def _read_line(self, prompt: str) -> str | None:
-        with gate():
-            if not self.is_terminal:
-                return self._read_piped_line()
-            if sys.stdout.isatty():
-                try:
-                    return input(prompt)
-                except EOFError:
-                    print()
-                    return None
-            print(prompt, end="", file=sys.stderr, flush=True)  # stdout is for the answers
-            line = sys.stdin.readline()
+        self._num_lines += 1
+        try:
+            return self._read_typed_line(prompt) if self.is_terminal else self._read_piped_line()
+        except UnicodeDecodeError as error:
+            encoding = error.encoding.upper()
+            raise RequestError(f"line {self._num_lines} of stdin is not {encoding} text ({error.reason})") from error
+
+    @staticmethod
+    def _read_typed_line(prompt: str) -> str | None:
+        if sys.stdout.isatty():
+            try:
+                return input(prompt)
+            except EOFError:
+                print()
+                return None
+        print(prompt, end="", file=sys.stderr, flush=True)  # stdout is for the answers
+        line = sys.stdin.readline()
         return line.removesuffix("\n") if line else None
 
-    def _read_piped_line(self) -> str | None:
-        self._num_lines += 1
+    @staticmethod
+    def _read_piped_line() -> str | None:
         line = sys.stdin.buffer.readline()
-        try:
-            return line.decode("utf-8").removesuffix("\n").removesuffix("\r") if line else None
-        except UnicodeDecodeError as error:
-            raise ValueError(f"line {self._num_lines} of stdin is not UTF-8 text ({error.reason})") from error
+        return line.decode("utf-8").removesuffix("\n").removesuffix("\r") if line else None
 
 
 class Conversation:
-    """The messages so far. A message that is refused, or stopped before its answer begins, leaves them as they were."""
+    """The messages so far. One that is refused, or stopped before its answer begins, is not added to them."""
 
     def __init__(self, llm: "LLM", params: SamplingParams, system: str | None, *, stoppable: bool) -> None:
         self._llm = llm
@@ -91,10 +95,13 @@ class Conversation:
         self.messages = [] if self._system is None else [{"role": "system", "content": self._system}]
 
     def answer(self, text: str) -> None:
-        """Answer the user's message on stdout. Raises BadInputError where it does not fit or cannot be written."""
+        """Answer the user's message on stdout.
+
+        Raises RequestError if it does not fit the context, or if the chat template cannot render it.
+        """
         try:
             self._answer(text)
-        except KeyboardInterrupt:  # just before or after the answer itself, or a second one that broke the engine
+        except KeyboardInterrupt:  # it came just before or after the answer, or was a second one that broke the engine
             if not self._stoppable:
                 raise
             with suppress(EngineError):
@@ -104,11 +111,10 @@ class Conversation:
 
     def _answer(self, text: str) -> None:
         messages = [*self.messages, {"role": "user", "content": text}]
-        with gate():
-            token_ids = self._llm.chat_token_ids(messages)[0]
+        token_ids = self._llm.chat_token_ids(messages)[0]
         room = self._llm.max_request_tokens - len(token_ids)
         if room < 1:
-            raise BadInputError(self._full(len(token_ids)))
+            raise RequestError(self._full(len(token_ids)))
         params = replace(self._params, max_tokens=min(self._params.max_tokens or room, room))
         output = stream_answer(self._llm, token_ids, params, leave_bar=False, stoppable=self._stoppable)
         if "error" not in output and (output["text"] or output["finish_reason"] != "abort"):
@@ -127,8 +133,9 @@ class Conversation:
 
     def _full(self, num_tokens: int) -> str:
         return (
-            f"with this message the conversation has {num_tokens:,} tokens, and an answer needs at least one more; "
-            f"{self._llm.max_request_tokens:,} fit. It was left out: send a shorter message, or {self._remedy()}"
+            f"with this message the conversation has {num_tokens:,} tokens and needs one more for an answer, but "
+            f"only {self._llm.max_request_tokens:,} fit. The message was not added: "
+            f"send a shorter one, {self._remedy()}"
         )
 
     def _remedy(self) -> str:
@@ -141,7 +148,7 @@ class Conversation:
             )
         else:
             larger = "a longer rope (hf_overrides)"
-        return f"/reset begins a new conversation; a later run can have room for more with {larger}"
+        return f"start a new conversation with /reset, or restart with {larger}"
 
 
 def run_chat(llm: "LLM", params: SamplingParams, system: str | None) -> int:
@@ -149,39 +156,39 @@ def run_chat(llm: "LLM", params: SamplingParams, system: str | None) -> int:
     reader = MessageReader()
     conversation = Conversation(llm, params, system, stoppable=reader.is_terminal)
     if reader.is_terminal:
-        print("/help lists the commands; Ctrl-D ends.", file=sys.stderr)
+        print("/help lists the commands; Ctrl-D ends the program.", file=sys.stderr)
     while True:
         try:
             text = _next_message(reader)
             if text is None or text.strip() == "/exit":
                 return 0
             _react(conversation, text)
-        except BadInputError as error:
+        except RequestError as error:
             if not reader.is_terminal:
                 raise
             print(f"nanovllm: {name_flags(str(error), (Config, SamplingParams))}", file=sys.stderr)
 
 
 def _next_message(reader: MessageReader) -> str | None:
-    """At a terminal one Ctrl-C only discards what was typed; the conversation would be lost with the program."""
+    """Read a message. At a terminal the first Ctrl-C only discards what was typed, to keep the conversation."""
     try:
         return reader.read()
     except KeyboardInterrupt:
         if not reader.is_terminal:
             raise
-        print("\nCtrl-C again, Ctrl-D or /exit ends.", file=sys.stderr)
+        print("\nPress Ctrl-C again, Ctrl-D or type /exit to end the program.", file=sys.stderr)
         return reader.read()
 
 
 def _react(conversation: Conversation, text: str) -> None:
-    """Obey a command, or answer a message."""
+    """Run a command, or answer a message."""
     command = text.strip()
     if command == "/help":
         print(HELP, file=sys.stderr)
     elif command == "/reset":
         conversation.reset()
-        print("A new conversation.", file=sys.stderr)
+        print("Started a new conversation.", file=sys.stderr)
     elif command.startswith("/") and command[1:].isalpha():
-        raise BadInputError(f"{command} is not a command; /help lists them")
+        raise RequestError(f"{command} is not a command; /help lists the commands")
     elif command:
         conversation.answer(text)

@@ -1,10 +1,10 @@
-"""One request on a terminal: a bar while the prompt is read, the text as it comes, its figures on one line."""
+"""One request at a terminal: a progress bar during prefill, the text as it is generated, then a line of figures."""
 
 import os
 import select
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from io import TextIOWrapper
 from typing import TYPE_CHECKING, Any
 
@@ -20,23 +20,11 @@ if TYPE_CHECKING:  # --help must not load torch
     from nanovllm.text.request_check import Prompt
 
 
-class BadInputError(Exception):
-    """What a gate refused, to be shown to the user without a traceback."""
-
-
-@contextmanager
-def gate() -> Iterator[None]:
-    """A ValueError raised inside is the user's input refused; outside it would be a bug, and shows its traceback."""
-    try:
-        yield
-    except ValueError as error:
-        raise BadInputError(str(error)) from error
-
-
 def choose_sampling(llm: "LLM", given: Mapping[str, Any], *, in_chat: bool) -> SamplingParams:
-    """The flags that were given, then the model's generation_config.json, then SamplingParams' defaults.
+    """The sampling parameters of a command, each from the first of these that has it: the flags that were given, the
+    model's generation_config.json, the defaults of SamplingParams.
 
-    What the file decides is said on stderr. A chat has no default for max_tokens: its answers end by themselves.
+    Values from the file are listed on stderr. In a chat max_tokens is None by default: its answers end by themselves.
     """
     from_file = {name: value for name, value in llm.sampling_defaults.items() if name not in given}
     if from_file:
@@ -49,14 +37,14 @@ def choose_sampling(llm: "LLM", given: Mapping[str, Any], *, in_chat: bool) -> S
 def stream_answer(
     llm: "LLM", prompt: "Prompt", params: SamplingParams, *, leave_bar: bool = True, stoppable: bool = False
 ) -> "RequestOutput":
-    """Run one request: progress on stderr until its first token, then its text on stdout.
+    """Run one request. Its progress goes to stderr until the first token; then its text goes to stdout.
 
-    stoppable: Ctrl-C ends the request, whose output then has finish_reason "abort", instead of raising
-    KeyboardInterrupt. It is still raised where a second Ctrl-C broke a step and the engine with it.
+    stoppable: Ctrl-C aborts the request, which then returns with finish_reason "abort". A second Ctrl-C may interrupt a
+    step and break the engine; that one still raises KeyboardInterrupt. Raises RequestError for a request that cannot
+    run.
     """
-    with gate():
-        token_ids = llm.check_request(prompt, params)
-        request_id = llm.add_request(token_ids.tolist(), params)
+    token_ids = llm.check_request(prompt, params)
+    request_id = llm.add_request(token_ids.tolist(), params)
     num_shown = 0
     output: RequestOutput | None = None
     try:
@@ -70,12 +58,12 @@ def stream_answer(
             raise
         print((output["text"] or "")[num_shown:], end="")
     print(flush=True)
-    assert output is not None, "the last step brings the output"
+    assert output is not None, "the last step returns the output"
     return output
 
 
 def _steps(llm: "LLM", request_id: int, num_prompt_tokens: int, leave_bar: bool) -> Iterator["StepOutput"]:
-    """The steps from the one that brings the first token to the last. Until the first a bar shows the progress."""
+    """Run the request's steps and yield them from its first token on. A progress bar shows those before."""
     with tqdm(
         total=num_prompt_tokens, desc="Prefill", unit="tok", dynamic_ncols=True, file=sys.stderr, leave=leave_bar
     ) as bar:
@@ -89,7 +77,7 @@ def _steps(llm: "LLM", request_id: int, num_prompt_tokens: int, leave_bar: bool)
 
 
 def _stop(llm: "LLM", request_id: int) -> "RequestOutput | None":
-    """End a request and return its output; None if the engine cannot go on."""
+    """Abort a request and return its output, or None if the engine cannot go on."""
     with suppress(EngineError):
         llm.abort(request_id)
         return llm.step().finished.get(request_id)
@@ -97,14 +85,14 @@ def _stop(llm: "LLM", request_id: int) -> "RequestOutput | None":
 
 
 def prefill_tok_per_s(output: "RequestOutput") -> float | None:
-    """Prompt tokens computed (not those found in the prefix cache) in the time to the first token, if there was one."""
+    """Computed prompt tokens (all but the cached ones) per second until the first token. None if there was no token."""
     if not output["ttft_s"]:
         return None
     return (output["num_prompt_tokens"] - output["num_cached_tokens"]) / output["ttft_s"]
 
 
 def decode_tok_per_s(output: "RequestOutput") -> float | None:
-    """None for an answer of one token."""
+    """New tokens per second after the first one. None if there was only one."""
     return 1 / output["tpot_s"] if output["tpot_s"] else None
 
 
@@ -118,13 +106,13 @@ def summary(output: "RequestOutput") -> str:
 
 
 def escape_unencodable_output() -> None:
-    """Characters that stdout's encoding does not have come out as escapes, such as \\u20ac, instead of an error."""
+    """Print characters that stdout's encoding lacks as escapes, such as \\u20ac, instead of raising an error."""
     if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def drop_closed_stdout() -> bool:
-    """Whether nobody reads stdout any more. Then what is still buffered is dropped; Python would report it at exit."""
+    """Whether stdout's reader is gone. If so, drop what is still buffered, which Python would try to write at exit."""
     poll = select.poll()
     poll.register(sys.stdout.fileno(), select.POLLOUT)
     is_closed = any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))

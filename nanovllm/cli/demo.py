@@ -1,6 +1,6 @@
-"""`nanovllm demo`: a passkey found in a long prompt whose KV is mostly in CPU memory, and the same with all resident.
+"""`nanovllm demo`: find a passkey in a long prompt whose KV is mostly in CPU memory, then with all of it resident.
 
-Torch is imported when the demo runs, not before: the command line reads DemoOptions for its --help.
+Torch is imported only when the demo runs, because `--help` reads DemoOptions.
 """
 
 import json
@@ -10,31 +10,37 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.cli.console import decode_tok_per_s, gate, prefill_tok_per_s, stream_answer
-from nanovllm.config import BLOCK_SIZE_STEP, DEFAULT_BLOCK_SIZE
+from nanovllm.cli.console import decode_tok_per_s, prefill_tok_per_s, stream_answer
+from nanovllm.config import BLOCK_SIZE_STEP, DEFAULT_BLOCK_SIZE, Config
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.arithmetic import ceil_div
 from nanovllm.utils.memory import format_bytes
+from nanovllm.utils.options import help_of, option
 
 if TYPE_CHECKING:
     from nanovllm.core.outputs import RequestOutput
 
 PASSKEY_LEN = 12
-CHUNK_TOKENS = 4096  # new tokens in a step: several steps, so that the bar moves and most steps find history to stream
-NUM_BLOCKS = 40  # about as many as the prompt is cut into
-SLOT_SHARE = 5  # one slot for so many blocks: four fifths of the KV stay outside the slots
+CHUNK_TOKENS = 4096  # small enough for several steps, so that the bar moves and most steps have history to stream
+NUM_BLOCKS = 40  # the prompt is cut into about this many
+SLOT_SHARE = 5  # one slot per 5 blocks, so that four fifths of the KV stay outside the slots
+
+_TEXT, _ENGINE = "the text", "the engine"  # groups of flags
 
 
 @dataclass(frozen=True, kw_only=True)
 class DemoOptions:
-    """num_gpu_blocks: None for a fifth of the prompt's blocks. passkey: None for one drawn from `seed`."""
+    """The flags of `nanovllm demo`. The help of each field says what it means."""
 
-    num_tokens: int = 40960
-    depth: float = 0.35
-    num_gpu_blocks: int | None = None
-    passkey: str | None = None
-    seed: int = 0
-    device: str = "auto"
-    dtype: str = "float32"
+    num_tokens: int = option(40960, help="length of the prompt", group=_TEXT)
+    depth: float = option(0.35, help="where the passkey is hidden, from 0 (start) to 1 (end)", group=_TEXT)
+    passkey: str | None = option(None, help="what to hide; by default, drawn from the seed", group=_TEXT)
+    seed: int = option(0, help="seed from which the passkey is drawn", group=_TEXT)
+    num_gpu_blocks: int | None = option(
+        None, help="slots, 2 or more; by default, a fifth of the prompt's blocks", group=_ENGINE
+    )
+    device: str = option("auto", help=help_of(Config, "device"), group=_ENGINE)
+    dtype: str = option("float32", help="float32 or bfloat16", group=_ENGINE)
 
 
 @dataclass(frozen=True)
@@ -45,19 +51,21 @@ class _Run:
 
 
 def run_demo(options: DemoOptions) -> int:
-    """Print the demo, its last line JSON. Returns the exit status: 0 if the passkey was found, twice the same way."""
+    """Run the demo and print its figures, the last line as JSON.
+
+    Returns the exit status, which is 0 if the passkey was found and both runs gave the same tokens.
+    """
     from nanovllm.demo.haystack import build_haystack
     from nanovllm.demo.retrieval_model import build_retrieval_model
 
     passkey = _draw_passkey(options.seed) if options.passkey is None else options.passkey
-    with gate():
-        prompt = build_haystack(options.num_tokens, options.depth, passkey)
-        model = build_retrieval_model(dtype=options.dtype)
-        max_tokens = len(passkey) + 2  # the passkey, ".", the stop
-        params = SamplingParams(temperature=0, max_tokens=max_tokens, stop="\n")
+    prompt = build_haystack(options.num_tokens, options.depth, passkey)
+    model = build_retrieval_model(dtype=options.dtype)
+    max_tokens = len(passkey) + 2  # the passkey, ".", the stop
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, stop="\n")
     max_model_len = options.num_tokens + max_tokens
     block_size = max(1, options.num_tokens // NUM_BLOCKS // BLOCK_SIZE_STEP) * BLOCK_SIZE_STEP
-    num_blocks = -(-max_model_len // block_size)
+    num_blocks = ceil_div(max_model_len, block_size)
     num_slots = max(2, num_blocks // SLOT_SHARE) if options.num_gpu_blocks is None else options.num_gpu_blocks
     print(f"Model: {model} (two layers, set by hand, {options.dtype})")
     print(
@@ -75,7 +83,7 @@ def run_demo(options: DemoOptions) -> int:
     report = _report(offloaded)
     _print_offload(report)
     print("\nThe same prompt with all of its KV resident", flush=True)
-    resident = _run(model, prompt, params, common | {"num_kvcache_blocks": -(-max_model_len // DEFAULT_BLOCK_SIZE)})
+    resident = _run(model, prompt, params, common | {"num_kvcache_blocks": ceil_div(max_model_len, DEFAULT_BLOCK_SIZE)})
     _print_rates(_rates(resident.output))
     checks = {
         "retrieved": offloaded.output["text"] == f"{passkey}.",
@@ -94,11 +102,10 @@ def _draw_passkey(seed: int) -> str:
 
 
 def _run(model: Path, prompt: str, params: SamplingParams, engine_options: dict[str, Any]) -> _Run:
-    """Answer the prompt in an engine of its own."""
+    """Answer the prompt in a new engine."""
     from nanovllm.llm import LLM
 
-    with gate():
-        llm = LLM(str(model), **engine_options)
+    llm = LLM(str(model), **engine_options)
     with llm:
         output = stream_answer(llm, prompt, params)
         return _Run(output, llm.stats(), llm.runner.spec.staging_bytes)
@@ -109,7 +116,7 @@ def _rates(output: "RequestOutput") -> dict[str, Any]:
 
 
 def _report(run: _Run) -> dict[str, Any]:
-    """Figures of the run with offload. Slots, staging and CPU pool are allocated once: their size is their peak."""
+    """Figures of the run with offload. Slots, staging and CPU pool are allocated once, so their size is their peak."""
     counters = ("num_hit_blocks", "num_missed_blocks", "num_loaded_bytes", "num_offloaded_bytes")
     return {
         "num_prompt_tokens": run.output["num_prompt_tokens"],

@@ -1,31 +1,48 @@
-"""Command-line flags made from the fields of dataclasses, and error messages that name flags instead of fields."""
+"""Command-line flags made from the fields of dataclasses, and messages that name flags instead of fields."""
 
 import argparse
 import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import Field, fields
+from itertools import groupby
 from typing import Any, get_args
 
+from nanovllm.config import Config
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.options import help_of
 
 RENAMED: dict[tuple[type, str], str] = {(SamplingParams, "seed"): "sampling_seed"}  # Config has the plain name
-HelpGroups = Mapping[str, Mapping[str, str]]  # title -> field -> a line of meaning
 
 
-def add_flags(parser: argparse.ArgumentParser, options: type, groups: HelpGroups, without: Sequence[str] = ()) -> None:
-    """A flag for every field of the dataclass `options`. A flag that is not given leaves its field's default alone."""
-    by_name = {field.name: field for field in fields(options) if field.name not in without}
-    explained = [name for meanings in groups.values() for name in meanings]
-    assert sorted(explained) == sorted(by_name), f"fields and help lines differ: {set(explained) ^ set(by_name)}"
-    for title, meanings in groups.items():
-        group = parser.add_argument_group(title)
-        for name, meaning in meanings.items():
-            group.add_argument(flag_name(options, name), **_flag_settings(by_name[name], meaning))
+def add_flags(
+    parser: argparse.ArgumentParser,
+    options: type,
+    *,
+    without: Sequence[str] = (),
+    defaults: Mapping[str, str] | None = None,
+    about: str | None = None,
+) -> None:
+    """A flag for every field of the dataclass `options`, under the group and with the help in the field's metadata.
+
+    A flag that is not given leaves the field's default in place. defaults: field -> what the help says of its default,
+    for a command that sets its own. about: what the help says of the whole group.
+    """
+    shown = (field for field in fields(options) if field.name not in without)
+    for title, members in groupby(shown, key=lambda field: field.metadata["group"]):
+        group = parser.add_argument_group(title, about)
+        for field in members:
+            settings = _flag_settings(field, options, (defaults or {}).get(field.name, field.default))
+            group.add_argument(flag_name(options, field.name), **settings)
 
 
 def flag_name(options: type, name: str) -> str:
     return "--" + RENAMED.get((options, name), name).replace("_", "-")
+
+
+def flag_help(options: type, name: str) -> str:
+    """The help of a field, with flags in place of the options that it names."""
+    return name_flags(help_of(options, name), (options, Config)).replace("%", "%%")  # argparse formats it
 
 
 def given_fields(args: argparse.Namespace, options: type) -> dict[str, Any]:
@@ -37,8 +54,9 @@ def given_fields(args: argparse.Namespace, options: type) -> dict[str, Any]:
 def name_flags(message: str, option_types: Sequence[type]) -> str:
     """`message` with flags in place of the fields of `option_types`.
 
-    "add enable_cpu_offload=True" becomes "add --enable-cpu-offload", "lower max_model_len" "lower --max-model-len". A
-    name of a single word, such as "model" or "seed", is an ordinary word as well, so it counts only before "=".
+    "add enable_cpu_offload=True" becomes "add --enable-cpu-offload", and "lower max_model_len" becomes "lower
+    --max-model-len". A name of one word, such as "model" or "seed", is also an ordinary word, so it is replaced only
+    before "=".
     """
     for options in option_types:
         for field in fields(options):
@@ -52,22 +70,22 @@ def name_flags(message: str, option_types: Sequence[type]) -> str:
     return message
 
 
-def _flag_settings(field: Field[Any], meaning: str) -> dict[str, Any]:
-    """Arguments of `add_argument` for a field, from its type and default."""
-    settings: dict[str, Any] = {"default": argparse.SUPPRESS, "help": meaning}
+def _flag_settings(field: Field[Any], options: type, default: Any) -> dict[str, Any]:
+    """Arguments of `add_argument` for a field, from its type and help. default: what the help says of it."""
+    settings: dict[str, Any] = {"default": argparse.SUPPRESS, "help": flag_help(options, field.name)}
     if field.type is bool:
         return settings | {"action": argparse.BooleanOptionalAction if field.default else "store_true"}
     kind = _scalar_type(field.type)
     settings |= {"type": kind, "metavar": {int: "N", float: "X", str: "TEXT", _json_object: "JSON"}[kind]}
     if isinstance(field.default, tuple):
         return settings | {"action": "extend", "nargs": "+"}
-    if field.default is not None and "(default: " not in meaning:
-        settings["help"] = f"{meaning} (default: {field.default})"
+    if field.default is not None:
+        settings["help"] += f" (default: {default})"
     return settings
 
 
 def _scalar_type(annotation: Any) -> Any:
-    """int, float, str or a parser of JSON, also out of `int | None` or `tuple[int, ...] | list[int]`."""
+    """int, float, str or a parser of JSON, also for `int | None` or `tuple[int, ...] | list[int]`."""
     if annotation in (int, float, str):
         return annotation
     if annotation is dict:

@@ -3,13 +3,14 @@
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.checkpoint.rope_extension import rope_extension
 from nanovllm.config import Config
+from nanovllm.errors import ConfigError
 
 
 def max_model_len(config: Config, model: ModelConfig) -> int:
-    """Tokens of the longest sequence. Raises ValueError for more than the rope covers."""
+    """Tokens of the longest sequence. Raises ConfigError for more than the rope covers."""
     limit = model.max_model_len_limit
     if config.max_model_len is not None and config.max_model_len > limit:
-        raise ValueError(
+        raise ConfigError(
             f"max_model_len={config.max_model_len} is more than the {limit} tokens that the model's rope covers; "
             f"lower it, or {rope_extension(model, config.max_model_len)}"
         )

@@ -10,6 +10,7 @@ from itertools import cycle
 from pathlib import Path
 
 from nanovllm.demo.retrieval_model import MATCH_TOKENS
+from nanovllm.errors import RequestError
 
 LEAD_IN = "The passkey is "  # the answer is the passkey and a full stop
 QUESTION = f"\nWhat is the passkey? {LEAD_IN}"
@@ -19,22 +20,24 @@ def build_haystack(num_tokens: int, depth: float, passkey: str) -> str:
     """A prompt of exactly `num_tokens` ASCII characters, each a token of the demo's tokenizer.
 
     depth: where the line with the passkey stands, from 0 (first line) to 1 (last one before the question).
-    The text is the same on every machine with the same version of Python. Raises ValueError for a depth outside 0..1,
+    The text is the same on every machine with the same version of Python. Raises RequestError for a depth outside 0..1,
     too few tokens, or a passkey that is not printable ASCII or in which 6 characters in a row come twice.
     """
     needle = f"{LEAD_IN}{passkey}.\n"
     num_text_tokens = num_tokens - len(needle) - len(QUESTION)
     if not 0 <= depth <= 1:
-        raise ValueError(f"depth={depth} must be between 0 (the start of the prompt) and 1 (its end)")
+        raise RequestError(f"depth={depth} must be between 0 (the start of the prompt) and 1 (its end)")
     if num_text_tokens < 1:
-        raise ValueError(f"num_tokens={num_tokens} is too few; this passkey needs {num_tokens + 1 - num_text_tokens}")
+        raise RequestError(f"num_tokens={num_tokens} is too few; this passkey needs {num_tokens + 1 - num_text_tokens}")
     if not (passkey and passkey.isascii() and passkey.isprintable()):
-        raise ValueError(f"passkey={passkey!r} must be printable ASCII; use letters and digits")
+        raise RequestError(f"passkey={passkey!r} must be printable ASCII; use letters and digits")
     matched = _passages(needle[len(LEAD_IN) - MATCH_TOKENS : -1])
     present = _passages(needle + QUESTION[:-1])
     for passage in matched:
         if present.count(passage) > 1:
-            raise ValueError(f"passkey={passkey!r} makes {passage!r} come twice in the prompt; use a less regular one")
+            raise RequestError(
+                f"passkey={passkey!r} makes {passage!r} come twice in the prompt; use a less regular one"
+            )
     text = _library_text(num_text_tokens, matched)
     start = text.rfind("\n", 0, round(depth * len(text))) + 1
     return text[:start] + needle + text[start:] + QUESTION

@@ -61,6 +61,7 @@ from nanovllm.demo.tokenizer import (
     VOCAB_SIZE,
     save_tokenizer,
 )
+from nanovllm.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -87,10 +88,10 @@ def build_retrieval_model(path: Path | None = None, *, dtype: str = "float32") -
 
     path: a directory that is empty, absent, or holds this model; None: one in the user's cache
     ($XDG_CACHE_HOME or ~/.cache, nanovllm). dtype: of the weights, "float32" or "bfloat16".
-    Raises ValueError if the dtype is unknown or `path` holds something else.
+    Raises ConfigError if the dtype is unknown, CheckpointError if `path` holds something else.
     """
     if dtype not in DTYPES:
-        raise ValueError(f"dtype={dtype!r} is unknown; choose one of {', '.join(DTYPES)}")
+        raise ConfigError(f"dtype={dtype!r} is unknown; choose one of {', '.join(DTYPES)}")
     path = path or _cache_directory() / f"retrieval-v{VERSION}-{dtype}"
     if _is_built(path, dtype):
         return path
@@ -236,7 +237,9 @@ def _is_built(path: Path, dtype: str) -> bool:
     config = path / "config.json"
     if config.is_file() and json.loads(config.read_text()) == model_config(dtype):
         return True
-    raise ValueError(f"path={str(path)!r} holds something other than the {dtype} retrieval model; give an empty one")
+    raise CheckpointError(
+        f"path={str(path)!r} holds something other than the {dtype} retrieval model; give an empty one"
+    )
 
 
 def _write_checkpoint(directory: Path, dtype: str) -> None:

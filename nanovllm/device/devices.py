@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from nanovllm.config import Config
+from nanovllm.errors import ConfigError
 
 
 def use_expandable_segments() -> None:
@@ -27,13 +28,13 @@ def resolve_device(config: Config) -> torch.device:
     if name == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise ValueError(f"device={config.device!r}: this machine has no usable CUDA GPU; use device='cpu'")
+        raise ConfigError(f"device={config.device!r}: this machine has no usable CUDA GPU; use device='cpu'")
     device = torch.device(name if ":" in name else "cuda:0")
     size, num_gpus = config.tensor_parallel_size, torch.cuda.device_count()
     if size > 1 and device.index:
-        raise ValueError(f"device={name!r} with tensor_parallel_size={size}: rank r uses cuda:r; give device='cuda'")
+        raise ConfigError(f"device={name!r} with tensor_parallel_size={size}: rank r uses cuda:r; give device='cuda'")
     if max(size, device.index + 1) > num_gpus:
-        raise ValueError(f"device={name!r} with tensor_parallel_size={size} needs more than the {num_gpus} GPUs here")
+        raise ConfigError(f"device={name!r} with tensor_parallel_size={size} needs more than the {num_gpus} GPUs here")
     return device
 
 

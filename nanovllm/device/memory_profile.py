@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from nanovllm.errors import ConfigError
 from nanovllm.utils.memory import format_bytes
 
 # Left free on top of what was measured: workspaces of cuBLAS for further threads, gaps in the allocator's segments
@@ -64,14 +65,14 @@ def used_bytes() -> int:
 
 @contextmanager
 def memory_remedy(doing: str) -> Iterator[None]:
-    """Turn an out-of-memory error of a start into a ValueError that says what needs less memory."""
+    """Turn an out-of-memory error of a start into a ConfigError that says what needs less memory."""
     try:
         yield
     except RuntimeError as error:
         if "out of memory" not in str(error).lower():
             raise
         reason = str(error).split(" GPU ")[0].split("\n")[0].rstrip(". ")
-        raise ValueError(
+        raise ConfigError(
             f"the GPU ran out of memory while {doing} ({reason}); lower max_num_batched_tokens, max_num_seqs, "
             "num_gpu_blocks or num_kvcache_blocks, use a smaller model or more ranks, or free memory that other "
             "programs hold on the GPU"

@@ -6,6 +6,7 @@ from nanovllm.core.kv_spec import KVCacheSizes
 from nanovllm.core.sequence import Sequence, TokenIds
 from nanovllm.core.start_report import StartReport
 from nanovllm.engine.setup import EngineSetup
+from nanovllm.errors import RequestError
 from nanovllm.sampling_params import SamplingParams
 
 
@@ -22,19 +23,19 @@ class Admission:
             self._max_shared_prompt_tokens = setup.model_config.rope.original_max_position_embeddings
 
     def check(self, token_ids: TokenIds, params: SamplingParams) -> None:
-        """Raise ValueError for a request that can never run. `token_ids` are in the vocabulary."""
+        """Raise RequestError for a request that can never run. `token_ids` are in the vocabulary."""
         if not isinstance(params, SamplingParams):
-            raise ValueError(f"sampling_params has type {type(params).__name__}, expected SamplingParams")
+            raise RequestError(f"sampling_params has type {type(params).__name__}, expected SamplingParams")
         if not token_ids:
-            raise ValueError("the prompt is empty; it needs at least one token")
+            raise RequestError("the prompt is empty; it needs at least one token")
         if len(token_ids) + (params.max_tokens or 1) > self.max_model_len:
-            raise ValueError(
+            raise RequestError(
                 f"prompt of {len(token_ids)} tokens + max_tokens={params.max_tokens or 1} exceeds "
                 f"max_model_len={self.max_model_len}; shorten the prompt, lower max_tokens or raise max_model_len"
             )
         if unknown := [token_id for token_id in params.stop_token_ids or () if token_id >= self._vocab_size]:
             last = self._vocab_size - 1
-            raise ValueError(f"stop_token_ids {unknown} are outside the vocabulary 0..{last}; leave them out")
+            raise RequestError(f"stop_token_ids {unknown} are outside the vocabulary 0..{last}; leave them out")
 
     def make_sequence(self, request_id: int, token_ids: TokenIds, params: SamplingParams) -> Sequence:
         """The sequence of a request that has passed `check`: what the user left open is decided here."""

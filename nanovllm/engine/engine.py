@@ -59,12 +59,13 @@ class Engine:
         return bool(self._receivers)
 
     def check_request(self, token_ids: TokenIds, params: SamplingParams) -> None:
-        """Raise ValueError for a request that can never run. `token_ids` are in the vocabulary."""
+        """Raise RequestError for a request that can never run. `token_ids` are in the vocabulary."""
         self.admission.check(token_ids, params)
 
     def add_request(self, token_ids: TokenIds, params: SamplingParams, receiver: Receiver) -> int:
-        """Queue a request that `check_request` has let through, and return its id. Raises ValueError, leaving all else
-        untouched, when the KV cache is too small for it.
+        """Queue a request that `check_request` has let through, and return its id.
+
+        Raises RequestError, leaving all else untouched, when the KV cache is too small for it.
         """
         self._check_open()
         request_id = next(self._request_ids)

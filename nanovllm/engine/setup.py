@@ -17,6 +17,7 @@ from nanovllm.config import Config
 from nanovllm.core.kv_spec import dtype_name
 from nanovllm.core.step_limits import max_model_len
 from nanovllm.device.devices import installed_gpu, resolve_device
+from nanovllm.errors import ConfigError
 from nanovllm.utils.memory import available_host_bytes
 
 
@@ -33,12 +34,12 @@ class EngineSetup:
 def prepare(model: str | Path, options: Mapping[str, Any]) -> EngineSetup:
     """`model`: directory, hub name or preset; `options`: the fields of Config.
 
-    Raises ValueError for bad options, for a model or a device that cannot run, and for an engine that does not fit.
+    Raises ConfigError for bad options, for a model or a device that cannot run, and for an engine that does not fit.
     """
     known = {f.name for f in fields(Config)} - {"model"}
     unknown = sorted(set(options) - known)
     if unknown:
-        raise ValueError(f"unknown option {', '.join(unknown)}; the options are {', '.join(sorted(known))}")
+        raise ConfigError(f"unknown option {', '.join(unknown)}; the options are {', '.join(sorted(known))}")
     config = Config(model=str(model), **options)
     model_config, directory = ModelConfig.from_pretrained(config.model, config.hf_overrides)
     limit = max_model_len(config, model_config)
@@ -57,7 +58,7 @@ def prepare(model: str | Path, options: Mapping[str, Any]) -> EngineSetup:
 
 
 def check_backend(config: Config, model_config: ModelConfig, device: torch.device) -> None:
-    """Raise ValueError, before anything is spawned or loaded, when no attention backend can run what is asked for."""
+    """Raise ConfigError, before anything is spawned or loaded, when no attention backend can run what is asked for."""
     dtype = getattr(torch, dtype_name(config, model_config))
     find_backend(config.attn_backend, device, dtype, model_config.head_dim, enforce_eager=config.enforce_eager)
 

@@ -14,6 +14,7 @@ from nanovllm.core.kv_spec import KVCacheSizes
 from nanovllm.device.devices import release_failed_start
 from nanovllm.engine.engine import Engine
 from nanovllm.engine.setup import EngineSetup
+from nanovllm.errors import ConfigError
 from nanovllm.executor.base import Executor
 from nanovllm.executor.processes import ProcessExecutor
 from nanovllm.kvcache.policy.base import KVCacheManager
@@ -28,7 +29,7 @@ logger = logging.getLogger("nanovllm")
 
 
 def start_engine(setup: EngineSetup, end_token_ids: Sequence[int]) -> Engine:
-    """`end_token_ids` end an answer. Raises ValueError where the engine does not fit in memory after all; whatever is
+    """`end_token_ids` end an answer. Raises ConfigError where the engine does not fit in memory after all; whatever is
     raised, nothing is left behind.
     """
     executor: Executor | None = None
@@ -70,7 +71,7 @@ def _start(setup: EngineSetup, executor: Executor, end_token_ids: Sequence[int])
 
 
 def _kv_cache_sizes(setup: EngineSetup, executor: Executor) -> KVCacheSizes:
-    """The user's numbers of blocks, or what start-up finds room for. Raises ValueError where they do not fit.
+    """The user's numbers of blocks, or what start-up finds room for. Raises ConfigError where they do not fit.
 
     On the CPU, where memory is not divided in advance, the user's numbers are taken as they are.
     """
@@ -85,7 +86,7 @@ def _kv_cache_sizes(setup: EngineSetup, executor: Executor) -> KVCacheSizes:
     fitting, room = executor.measure_num_gpu_blocks(num_cpu_blocks, given or useful)
     if fitting < max(given, least):
         lower = f"lower {name} to {fitting}" if fitting >= least else "lower kvcache_block_size"
-        raise ValueError(
+        raise ConfigError(
             f"the GPU has no room for {name}={max(given, least)} blocks of "
             f"{format_bytes(setup.plan.spec.block_bytes)}: {room}; {lower}, lower max_num_batched_tokens or "
             "max_num_seqs, raise gpu_memory_utilization, or use a smaller model or more ranks"

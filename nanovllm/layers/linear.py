@@ -48,7 +48,7 @@ class MergedColumnParallelLinear(nn.Module):
     """Several column-parallel layers over the same input, as one matrix product.
 
     Takes [T, input_size], returns [T, sum(output_sizes) / tp]: this rank's part of the first layer, then of the
-    second, and so on. Raises ValueError when an output size is not divisible by tp.
+    second, and so on. Raises ConfigError when an output size is not divisible by tp.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class QKVParallelLinear(MergedColumnParallelLinear):
 class RowParallelLinear(nn.Module):
     """Each rank owns input_size / tp input features: [T, input_size / tp] -> [T, output_size], summed over ranks.
 
-    The bias lives on rank 0 only, so that the sum counts it once. Raises ValueError when input_size is not divisible
+    The bias lives on rank 0 only, so that the sum counts it once. Raises ConfigError when input_size is not divisible
     by tp.
     """
 

@@ -7,6 +7,8 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import nn
 
+from nanovllm.errors import ConfigError
+
 
 @dataclass(frozen=True)
 class WeightShard:
@@ -38,7 +40,7 @@ def new_parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
 
 
 def divide(size: int, parts: int, name: str) -> int:
-    """`size / parts`. Raises ValueError unless it is whole."""
+    """`size / parts`. Raises ConfigError unless it is whole."""
     if size % parts:
-        raise ValueError(f"{name}={size} is not divisible by tensor_parallel_size={parts}; choose a divisor of {size}")
+        raise ConfigError(f"{name}={size} is not divisible by tensor_parallel_size={parts}; choose a divisor of {size}")
     return size // parts

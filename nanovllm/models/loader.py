@@ -10,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from nanovllm.checkpoint.files import weight_files
+from nanovllm.errors import CheckpointError
 from nanovllm.layers.weights import WeightShard
 from nanovllm.models.decoder import CausalLM
 
@@ -28,7 +29,7 @@ def load_weights(
     """Fill every parameter of `model`, in place, on its own device and in its own dtype.
 
     `load_format` "dummy" draws random weights from `seed`, the same model for every number of ranks; anything else
-    reads the safetensors files of `directory` that checkpoint.py says are the weights. Raises ValueError, with the
+    reads the safetensors files of `directory` that checkpoint.py says are the weights. Raises CheckpointError, with the
     name of the file or tensor, for a file that is missing or damaged, and for a tensor that is missing, not known,
     quantised or of another shape.
     """
@@ -50,7 +51,7 @@ def load_weights(
     for kind, names in (("misses weights", list(shards)), ("has weights unknown to the model", unused)):
         if names:
             shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-            raise ValueError(f"{directory} {kind}: {shown}; check that config.json belongs to these files")
+            raise CheckpointError(f"{directory} {kind}: {shown}; check that config.json belongs to these files")
 
 
 def _open(file: Path) -> Iterator[tuple[str, Any]]:
@@ -60,15 +61,15 @@ def _open(file: Path) -> Iterator[tuple[str, Any]]:
             for name in tensors.keys():  # noqa: SIM118 (not a dict)
                 yield name, tensors.get_slice(name)
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{file} is truncated or not a safetensors file ({error}); download it again") from error
+        raise CheckpointError(f"{file} is truncated or not a safetensors file ({error}); download it again") from error
 
 
 def _fill(shard: WeightShard, source: Any, where: str) -> None:
     shape = tuple(source.get_shape())
     if shape != shard.full_shape:
-        raise ValueError(f"{where} has shape {list(shape)}, config.json asks for {list(shard.full_shape)}")
+        raise CheckpointError(f"{where} has shape {list(shape)}, config.json asks for {list(shard.full_shape)}")
     if source.get_dtype() not in _FLOAT_DTYPES:
-        raise ValueError(f"{where} has dtype {source.get_dtype()}; quantised weights are not supported")
+        raise CheckpointError(f"{where} has dtype {source.get_dtype()}; quantised weights are not supported")
     shard.target.copy_(source[shard.index])
 
 

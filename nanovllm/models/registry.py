@@ -19,7 +19,7 @@ def build_model(
 ) -> CausalLM:
     """This rank's part of the model, allocated on `device` in `dtype`; `load_weights` fills it.
 
-    `max_model_len`: tokens of the longest sequence. Raises ValueError when heads or the MLP's features are not
+    `max_model_len`: tokens of the longest sequence. Raises ConfigError when heads or the MLP's features are not
     divisible by the number of ranks.
     """
     with torch.device(device):

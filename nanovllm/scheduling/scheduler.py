@@ -39,11 +39,11 @@ class Scheduler:
         self._budget = 0
 
     def check_fits(self, seq: Sequence) -> None:
-        """Raise ValueError when a request could never run. Changes nothing."""
+        """Raise RequestError when a request could never run. Changes nothing."""
         self.kv.check_fits(seq)
 
     def add(self, seq: Sequence) -> None:
-        """Queue a request. ValueError when it could never run."""
+        """Queue a request. RequestError when it could never run."""
         self.check_fits(seq)
         self.waiting.append(seq)
         self.sequences[seq.seq_id] = seq

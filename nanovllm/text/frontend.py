@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.core.outputs import Outbox, Receiver
 from nanovllm.core.sequence import TokenIds
+from nanovllm.errors import RequestError
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.answer import TextReceiver
 from nanovllm.text.detokenizer import Detokenizer, TokenDecoder
@@ -32,7 +33,7 @@ Message: TypeAlias = dict[str, Any]
 
 class TextFrontend:
     def __init__(self, model_config: ModelConfig, directory: Path | None) -> None:
-        """Raises ValueError for a tokenizer that cannot be read. `directory`: None for a preset, which has none."""
+        """`directory`: None for a preset, which has no tokenizer. Raises CheckpointError if it cannot be read."""
         self.tokenizer = load_tokenizer(directory)
         self.end_token_ids = end_token_ids(model_config, self.tokenizer)
         self._vocab_size = model_config.vocab_size
@@ -42,26 +43,26 @@ class TextFrontend:
             self._decoders = {skip: TokenDecoder(self.tokenizer, skip) for skip in (True, False)}
 
     def encode_prompt(self, prompt: Prompt) -> TokenIds:
-        """The prompt's token ids, int64. Raises ValueError for what is no prompt and for ids outside the vocabulary."""
+        """The prompt's token ids, int64. Raises RequestError for other types and for ids outside the vocabulary."""
         prompt = text_or_token_ids(prompt)
         if not isinstance(prompt, str):
             return check_token_ids(prompt, self._vocab_size)
         if self.tokenizer is None:
-            raise ValueError("a text prompt needs a tokenizer, and this model has none; give a list of token ids")
+            raise RequestError("a text prompt needs a tokenizer, and this model has none; give a list of token ids")
         with self._encode_lock:
             return encode_text(self.tokenizer, prompt, self._vocab_size)
 
     def check_params(self, params: SamplingParams) -> None:
-        """Raise ValueError for parameters that need text where there is none."""
+        """Raise RequestError for parameters that need text where there is none."""
         if params.stop and self.tokenizer is None:
-            raise ValueError("stop strings need a tokenizer, and this model has none; use stop_token_ids")
+            raise RequestError("stop strings need a tokenizer, and this model has none; use stop_token_ids")
 
     def check_stream(self, params: SamplingParams) -> None:
-        """Raise ValueError for a request whose text cannot be streamed."""
+        """Raise RequestError for a request whose text cannot be streamed."""
         if self.tokenizer is None:
-            raise ValueError("stream yields text and needs a tokenizer, and this model has none; use generate")
+            raise RequestError("stream yields text and needs a tokenizer, and this model has none; use generate")
         if not params.detokenize:
-            raise ValueError("stream yields text; leave detokenize on, or use generate")
+            raise RequestError("stream yields text; leave detokenize on, or use generate")
 
     def receiver(self, outbox: Outbox, params: SamplingParams) -> Receiver:
         """What makes text of one request's tokens, and ends it at a stop string."""
@@ -74,9 +75,9 @@ class TextFrontend:
     # -- chat ----------------------------------------------------------------------------------------------------
 
     def check_chat_template(self) -> None:
-        """Raise ValueError for a model that cannot chat."""
+        """Raise RequestError for a model that cannot chat."""
         if self.tokenizer is None or not self.tokenizer.chat_template:
-            raise ValueError("chat needs a tokenizer with a chat template, and this model has none; use generate")
+            raise RequestError("chat needs a tokenizer with a chat template, and this model has none; use generate")
 
     def encode_chat(self, messages: list[Message] | list[list[Message]]) -> list[TokenIds]:
         """Token ids of one conversation or several, up to where the answer begins."""

@@ -1,4 +1,4 @@
-"""What a user's prompts and messages must be. Everything here raises ValueError, and nothing changes the engine."""
+"""What a user's prompts and messages must be. Everything here raises RequestError, and nothing changes the engine."""
 
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from nanovllm.core.sequence import TokenIds
+from nanovllm.errors import RequestError
 
 # A string; token ids; or a dict of one of them, as in vLLM: {"prompt": str} or {"prompt_token_ids": token ids}
 Prompt: TypeAlias = str | Sequence[int] | np.ndarray | Mapping[str, Any]
@@ -19,7 +20,7 @@ def prompt_list(prompts: Any) -> list[Any]:
     if isinstance(prompts, str | Mapping):
         return [prompts]
     if isinstance(prompts, bytes | bytearray) or not isinstance(prompts, Iterable):
-        raise ValueError(
+        raise RequestError(
             f"prompts has type {type(prompts).__name__}, expected a prompt (a string, a list of token ids or a dict) "
             "or several"
         )
@@ -35,7 +36,7 @@ def text_or_token_ids(prompt: Any) -> Any:
     unknown = [key for key in prompt if key not in _PROMPT_KEYS]
     found = [prompt[key] for key in reversed(_PROMPT_KEYS) if prompt.get(key) is not None]
     if unknown or not found:
-        raise ValueError(
+        raise RequestError(
             f"a prompt is a dict with the keys {', '.join(map(repr, prompt)) or 'none'}; expected "
             '{"prompt": text} or {"prompt_token_ids": token ids}'
         )
@@ -47,23 +48,23 @@ def check_token_ids(prompt: Any, vocab_size: int) -> TokenIds:
     if isinstance(prompt, np.ndarray):
         if prompt.ndim != 1 or prompt.dtype.kind not in "iu":
             shape, dtype = prompt.shape, prompt.dtype
-            raise ValueError(f"a prompt is an array of {dtype} and shape {shape}, expected integers in one dimension")
+            raise RequestError(f"a prompt is an array of {dtype} and shape {shape}, expected integers in one dimension")
         prompt = prompt.tolist()
     elif isinstance(prompt, array | range):
         prompt = list(prompt)
     if not isinstance(prompt, list | tuple):
-        raise ValueError(f"a prompt has type {type(prompt).__name__}, expected a string or a list of token ids")
+        raise RequestError(f"a prompt has type {type(prompt).__name__}, expected a string or a list of token ids")
     if set(map(type, prompt)) - {int}:
         prompt = [int(token_id) if isinstance(token_id, np.integer) else token_id for token_id in prompt]
     if set(map(type, prompt)) - {int}:
         position, token_id = next((i, t) for i, t in enumerate(prompt) if type(t) is not int)
-        raise ValueError(f"token_ids[{position}]={token_id!r} is not an integer; a prompt is a string or token ids")
+        raise RequestError(f"token_ids[{position}]={token_id!r} is not an integer; a prompt is a string or token ids")
     with suppress(OverflowError):  # an id of more than 64 bits
         token_ids = array("q", prompt)
         if _are_in_vocabulary(token_ids, vocab_size):
             return token_ids
     position, token_id = next((i, t) for i, t in enumerate(prompt) if not 0 <= t < vocab_size)
-    raise ValueError(f"token_ids[{position}]={token_id} is outside the vocabulary 0..{vocab_size - 1}")
+    raise RequestError(f"token_ids[{position}]={token_id} is outside the vocabulary 0..{vocab_size - 1}")
 
 
 def encode_text(tokenizer: Any, text: str, vocab_size: int, *, add_special_tokens: bool = True) -> TokenIds:
@@ -74,11 +75,11 @@ def encode_text(tokenizer: Any, text: str, vocab_size: int, *, add_special_token
     try:
         encoded = tokenizer.encode(text, add_special_tokens=add_special_tokens)
     except (TypeError, UnicodeError) as error:  # surrogates, from os.fsdecode or half a JSON escape
-        raise ValueError(f"the prompt is not valid Unicode text; remove lone surrogates from it ({error})") from error
+        raise RequestError(f"the prompt is not valid Unicode text; remove lone surrogates from it ({error})") from error
     token_ids = array("q", encoded)
     if not _are_in_vocabulary(token_ids, vocab_size):
         position, token_id = next((i, t) for i, t in enumerate(token_ids) if not 0 <= t < vocab_size)
-        raise ValueError(
+        raise RequestError(
             f"the prompt's text contains {tokenizer.convert_ids_to_tokens(token_id)!r}, token {token_id} (at position "
             f"{position} of its tokens), which is outside the model's vocabulary 0..{vocab_size - 1}; remove it from "
             "the text, or use the tokenizer that belongs to these weights"
@@ -94,15 +95,15 @@ def _are_in_vocabulary(token_ids: TokenIds, vocab_size: int) -> bool:
 def check_conversations(messages: Any) -> list[list[Mapping[str, Any]]]:
     """`messages` as a list of conversations: one conversation, or several."""
     if not isinstance(messages, list | tuple):
-        raise ValueError(f'messages has type {type(messages).__name__}, expected a list of {{"role", "content"}}')
+        raise RequestError(f'messages has type {type(messages).__name__}, expected a list of {{"role", "content"}}')
     if not messages:
-        raise ValueError("messages is empty; give at least one message")
+        raise RequestError("messages is empty; give at least one message")
     conversations: list[Any] = list(messages) if isinstance(messages[0], list | tuple) else [messages]
     for conversation in conversations:
         if not isinstance(conversation, list | tuple):
-            raise ValueError("messages mixes messages and lists of them; give one conversation, or several")
+            raise RequestError("messages mixes messages and lists of them; give one conversation, or several")
         if not conversation:
-            raise ValueError("a conversation in messages is empty; give each at least one message")
+            raise RequestError("a conversation in messages is empty; give each at least one message")
         for i, message in enumerate(conversation):
             _check_message(message, f"messages[{i}]")
     return conversations
@@ -110,12 +111,12 @@ def check_conversations(messages: Any) -> list[list[Mapping[str, Any]]]:
 
 def _check_message(message: Any, name: str) -> None:
     if not isinstance(message, Mapping):
-        raise ValueError(f'{name} has type {type(message).__name__}, expected a dict of "role" and "content"')
+        raise RequestError(f'{name} has type {type(message).__name__}, expected a dict of "role" and "content"')
     if not isinstance(message.get("role"), str):
-        raise ValueError(f'{name} has role={message.get("role")!r}, expected a string such as "user"')
+        raise RequestError(f'{name} has role={message.get("role")!r}, expected a string such as "user"')
     content = message.get("content")
     if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
-        raise ValueError(f"{name} has content={content!r}, expected a string")
+        raise RequestError(f"{name} has content={content!r}, expected a string")
 
 
 def render_chat(tokenizer: Any, conversation: list[Mapping[str, Any]]) -> str:
@@ -123,7 +124,7 @@ def render_chat(tokenizer: Any, conversation: list[Mapping[str, Any]]) -> str:
     try:
         prompt: str = tokenizer.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False)
     except Exception as error:  # templates are programs: they raise what they like, on purpose too
-        raise ValueError(
+        raise RequestError(
             f"the model's chat template cannot write these messages: {error}; check their roles and their order"
         ) from error
     return prompt

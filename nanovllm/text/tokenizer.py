@@ -5,6 +5,7 @@ from typing import Any
 
 from nanovllm.checkpoint.files import TOKENIZER_FILES, read_json
 from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.errors import CheckpointError
 
 # Any of these says that a directory has a tokenizer
 _TOKENIZER_MARKS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
@@ -13,7 +14,7 @@ _TOKENIZER_MARKS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 def load_tokenizer(directory: Path | None) -> Any:
     """The model's tokenizer, or None for a preset and for a directory without one.
 
-    Raises ValueError, with the file, for one that cannot be read. Code in the checkpoint is never run.
+    Raises CheckpointError, with the file, for one that cannot be read. Code in the checkpoint is never run.
     """
     files = [directory / name for name in TOKENIZER_FILES if (directory / name).is_file()] if directory else []
     if not any(file.name in _TOKENIZER_MARKS for file in files):
@@ -26,7 +27,7 @@ def load_tokenizer(directory: Path | None) -> Any:
         for file in files:
             if file.suffix == ".json":
                 read_json(file)
-        raise ValueError(
+        raise CheckpointError(
             f"the tokenizer in {directory} cannot be read ({type(error).__name__}: {error}); download its files again: "
             f"{', '.join(file.name for file in files)}"
         ) from error

@@ -15,11 +15,17 @@ from nanovllm.attention.backends.torch_backend import TorchBackend, flash_attn_w
 from nanovllm.attention.backends.triton_backend import TritonBackend
 from nanovllm.attention.base import AttentionBackend, PagedBatch, PartialAttention
 from nanovllm.checkpoint.model_config import HEAD_DIMS
+from nanovllm.config import ATTENTION_BACKENDS
 from nanovllm.device import kernel_target
 from nanovllm.device.kernel_target import KernelTarget
+from nanovllm.errors import ConfigError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SLOW_CYCLES = 20_000_000  # about 10 ms, longer than all the rest takes
+
+
+def test_backends_are_those_that_the_config_names() -> None:
+    assert set(BACKENDS) == set(ATTENTION_BACKENDS)
 
 
 @pytest.fixture
@@ -45,12 +51,12 @@ def test_choose_auto_on_cpu_is_torch(dtype):
 @pytest.mark.parametrize("name", ["flash", "cudnn", "triton"])
 def test_choose_gpu_backend_on_cpu_raises(name, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with pytest.raises(ValueError, match=rf"attn_backend='{name}'.*CUDA.*\['torch'\]"):
+    with pytest.raises(ConfigError, match=rf"attn_backend='{name}'.*CUDA.*\['torch'\]"):
         choose_backend(name, CPU, torch.float32, 64, enforce_eager=False)
 
 
 def test_choose_unknown_backend_raises():
-    with pytest.raises(ValueError, match=r"attn_backend='xformers' .*no such backend.*'torch'"):
+    with pytest.raises(ConfigError, match=r"attn_backend='xformers' .*no such backend.*'torch'"):
         choose_backend("xformers", CPU, torch.float32, 64, enforce_eager=False)
 
 
@@ -82,11 +88,11 @@ def test_choose_auto_on_gpu(gpu_of, caplog, capability, flash, dtype, head_dim, 
 def test_choose_forced_names_the_reason_and_what_can_run(gpu_of):
     pytest.importorskip("triton")
     gpu_of((9, 0))
-    with pytest.raises(ValueError, match=r"'flash' cannot run here: flash_attn is not installed.*'cudnn', 'triton'"):
+    with pytest.raises(ConfigError, match=r"'flash' cannot run here: flash_attn is not installed.*'cudnn', 'triton'"):
         choose_backend("flash", CUDA, torch.bfloat16, 128, enforce_eager=False)
-    with pytest.raises(ValueError, match=r"'cudnn' cannot run here: .*float32"):
+    with pytest.raises(ConfigError, match=r"'cudnn' cannot run here: .*float32"):
         choose_backend("cudnn", CUDA, torch.float32, 128, enforce_eager=False)
-    with pytest.raises(ValueError, match="'cudnn' cannot run here: it needs flash or triton beside it"):
+    with pytest.raises(ConfigError, match="'cudnn' cannot run here: it needs flash or triton beside it"):
         choose_backend("cudnn", CUDA, torch.bfloat16, 72, enforce_eager=False)
 
 
@@ -108,7 +114,9 @@ def test_choose_auto_where_only_torch_runs_needs_eager(gpu_of, capability, dtype
     """auto took torch, whose capture in a graph then died in an assertion."""
     pytest.importorskip("triton")
     gpu_of(capability)
-    with pytest.raises(ValueError, match=r"no attention backend can run here: .*triton: .*torch: .*enforce_eager=True"):
+    with pytest.raises(
+        ConfigError, match=r"no attention backend can run here: .*triton: .*torch: .*enforce_eager=True"
+    ):
         find_backend("auto", CUDA, dtype, head_dim, enforce_eager=False)
     assert find_backend("auto", CUDA, dtype, head_dim, enforce_eager=True) == "torch"
 
@@ -116,7 +124,7 @@ def test_choose_auto_where_only_torch_runs_needs_eager(gpu_of, capability, dtype
 def test_choose_torch_on_gpu_needs_eager(gpu_of):
     """With graphs the engine died at their capture: "it needs PagedBatch.host"."""
     gpu_of((9, 0))
-    with pytest.raises(ValueError, match=r"attn_backend='torch' cannot run here: .*set enforce_eager=True.*'triton'"):
+    with pytest.raises(ConfigError, match=r"attn_backend='torch' cannot run here: .*set enforce_eager=True.*'triton'"):
         find_backend("torch", CUDA, torch.bfloat16, 128, enforce_eager=False)
     assert find_backend("torch", CUDA, torch.bfloat16, 128, enforce_eager=True) == "torch"
     assert find_backend("torch", CPU, torch.float32, 128, enforce_eager=False) == "torch"

@@ -4,6 +4,7 @@ import pytest
 
 from nanovllm.capacity.gpus import GPUS, H200, LINK_PEAK_GB_PER_S, find_gpu, gpu_of_cuda_name
 from nanovllm.capacity.machine import Machine
+from nanovllm.errors import ConfigError
 
 GIB = 2**30
 
@@ -29,12 +30,12 @@ def test_find_gpu_any_spelling_is_found(name: str, found: str) -> None:
 
 @pytest.mark.parametrize("name", ["H100", "A100", "RTX 5070", "RTX 4090 Laptop GPU", "MI300X", ""])
 def test_find_gpu_unknown_or_ambiguous_name_lists_the_known_ones(name: str) -> None:
-    with pytest.raises(ValueError, match=rf"gpu='{name}' is unknown; choose one of RTX 3060 12GB, .*, GH200, or"):
+    with pytest.raises(ConfigError, match=rf"gpu='{name}' is unknown; choose one of RTX 3060 12GB, .*, GH200, or"):
         find_gpu(name)
 
 
 def test_find_gpu_too_old_says_what_is_needed() -> None:
-    with pytest.raises(ValueError, match=r"gpu='v100' has compute capability 7\.0, and .* need 8\.0; choose one of"):
+    with pytest.raises(ConfigError, match=r"gpu='v100' has compute capability 7\.0, and .* need 8\.0; choose one of"):
         find_gpu("v100")
 
 

@@ -16,6 +16,7 @@ from nanovllm.capacity.planner import PlanOptions, make_plan
 from nanovllm.capacity.remedies import MAX_REMEDIES
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
+from nanovllm.errors import ConfigError
 
 MIB, GIB = 2**20, 2**30
 MODELS = {name: ModelConfig.without_weights(name) for name in ("qwen3-0.6b", "qwen3-8b", "llama-3.1-8b")}
@@ -78,12 +79,12 @@ def with_changes(plan: CapacityPlan, options: dict[str, Any]) -> CapacityPlan:
     ],
 )
 def test_check_start_engine_that_cannot_start_says_why(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ConfigError, match=message):
         check_start(plan_for(**options))
 
 
 def test_check_start_little_host_memory_says_why() -> None:
-    with pytest.raises(ValueError, match=r"70% of the 512.00 MiB of memory available is less than one block"):
+    with pytest.raises(ConfigError, match=r"70% of the 512.00 MiB of memory available is less than one block"):
         check_start(plan_for(replace(H200, host_bytes=512 * MIB), **OFFLOAD))
 
 
@@ -95,10 +96,10 @@ def test_check_start_slots_at_the_edge_go_by_what_is_exact(num_slots: int, fits:
     if fits:
         check_start(plan)
     else:
-        with pytest.raises(ValueError, match="lower num_gpu_blocks to"):
+        with pytest.raises(ConfigError, match="lower num_gpu_blocks to"):
             check_start(plan)
     assert "(!)" in plan_table(plan)
-    with pytest.raises(ValueError, match="lower num_gpu_blocks to"):
+    with pytest.raises(ConfigError, match="lower num_gpu_blocks to"):
         check_plan(plan)
 
 
@@ -109,7 +110,7 @@ def test_check_plan_llama_on_16_gib_is_refused_by_the_estimates() -> None:
     plan = plan_for(machine, model="llama-3.1-8b", enable_cpu_offload=True, **options)
     check_start(plan)
     with pytest.raises(
-        ValueError, match=r"about 1\d\.\d+ GiB of GPU memory are needed, .*an estimated \d\.\d+ GiB; "
+        ConfigError, match=r"about 1\d\.\d+ GiB of GPU memory are needed, .*an estimated \d\.\d+ GiB; "
     ) as error:
         check_plan(plan)
     assert "the weights (14.96 GiB)" in str(error.value)
@@ -120,7 +121,7 @@ def test_check_plan_llama_on_16_gib_is_refused_by_the_estimates() -> None:
 def test_check_plan_weights_that_do_not_fit_never_raise_the_utilization() -> None:
     """B2: 14.96 GiB of weights and everything else do not fit 16 GiB at any utilization, which the remedy named."""
     plan = plan_for(replace(H200, gpu_bytes=16 * GIB), model="llama-3.1-8b", max_model_len=8192)
-    with pytest.raises(ValueError, match=r"more than the 14.40 GiB that gpu_memory_utilization=0.9 allows") as error:
+    with pytest.raises(ConfigError, match=r"more than the 14.40 GiB that gpu_memory_utilization=0.9 allows") as error:
         check_start(plan)
     assert "raise tensor_parallel_size to 2" in str(error.value)
     assert "raise gpu_memory_utilization" not in str(error.value).split(" or ")
@@ -147,25 +148,27 @@ def test_check_plan_workload_that_cannot_run_says_why(
 ) -> None:
     plan = plan_for(**workload, **options)
     check_start(plan)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ConfigError, match=message):
         check_plan(plan)
 
 
 def test_check_plan_context_beyond_the_rope_offers_overrides() -> None:
-    with pytest.raises(ValueError, match=r"context=50000 exceeds max_model_len=40960; shorten it, or extend the rope"):
+    with pytest.raises(ConfigError, match=r"context=50000 exceeds max_model_len=40960; shorten it, or extend the rope"):
         check_plan(plan_for(context=50_000, **OFFLOAD))
 
 
 def test_check_plan_nothing_helps_says_so() -> None:
     plan = plan_for(replace(H200, gpu_bytes=2 * GIB, host_bytes=64 * GIB), model="qwen3-8b", tensor_parallel_size=8)
-    with pytest.raises(ValueError, match=r"no option changes that: with .*enforce_eager=True, .*; use a smaller model"):
+    with pytest.raises(
+        ConfigError, match=r"no option changes that: with .*enforce_eager=True, .*; use a smaller model"
+    ):
         check_plan(plan)
 
 
 def test_check_plan_names_several_options_where_none_is_enough_alone() -> None:
     machine = Machine.gpu(64 * GIB, find_gpu("L4"))
     plan = plan_for(machine, model="qwen3-8b", context=40960, num_sequences=4)
-    with pytest.raises(ValueError, match=r"use enable_cpu_offload and .* or raise tensor_parallel_size to 4") as error:
+    with pytest.raises(ConfigError, match=r"use enable_cpu_offload and .* or raise tensor_parallel_size to 4") as error:
         check_plan(plan)
     together, ranks = changes(str(error.value))
     assert len(together) > 1 and ranks == {"tensor_parallel_size": 4}

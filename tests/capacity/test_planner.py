@@ -26,6 +26,7 @@ from nanovllm.config import Config
 from nanovllm.core.step_plan import KVMoves, SamplingRow, SequenceStep, SlotLoad, StepPlan, StreamedGroup
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.engine.link_meter import LinkMeter
+from nanovllm.errors import ConfigError
 from nanovllm.kvcache.transfer import link
 from nanovllm.kvcache.transfer.link import measure_link
 from nanovllm.kvcache.transfer.streams import ImmediateStreams, make_streams
@@ -217,9 +218,9 @@ def test_plan_capacity_is_what_the_engine_runs_at_once(tiny: str, options: dict[
 
 
 def test_make_plan_bad_shapes_raise() -> None:
-    with pytest.raises(ValueError, match="more than the 40960 tokens"):
+    with pytest.raises(ConfigError, match="more than the 40960 tokens"):
         plan_for(max_model_len=50000)
-    with pytest.raises(ValueError, match="num_kv_heads=8 is not divisible by tensor_parallel_size=3"):
+    with pytest.raises(ConfigError, match="num_kv_heads=8 is not divisible by tensor_parallel_size=3"):
         plan_for(tensor_parallel_size=3)
 
 
@@ -227,7 +228,7 @@ def test_plan_options_replace_what_the_machine_says() -> None:
     machine = PlanOptions(gpu_memory_gb=24, host_memory_gb=32, link_gb_per_s=25).apply(H200)
     assert (machine.gpu_bytes, machine.host_bytes, machine.link_byte_per_s) == (24 * GIB, 32 * GIB, 25e9)
     assert PlanOptions().apply(H200) == H200
-    with pytest.raises(ValueError, match="sequences=0 must be above 0"):
+    with pytest.raises(ConfigError, match="sequences=0 must be above 0"):
         PlanOptions(sequences=0)
 
 
@@ -237,14 +238,14 @@ def test_plan_options_gpu_brings_its_rates_and_the_rest_overrides_it() -> None:
     machine = PlanOptions(gpu="rtx 4090", gpu_memory_gb=48, link_gb_per_s=12).apply(H200)
     assert (machine.gpu_bytes, machine.link_byte_per_s, machine.link_source) == (48 * GIB, 12e9, "given")
     assert machine.memory_byte_per_s == 1008e9
-    with pytest.raises(ValueError, match="gpu='RTX 9999' is unknown"):
+    with pytest.raises(ConfigError, match="gpu='RTX 9999' is unknown"):
         PlanOptions(gpu="RTX 9999")
 
 
 @pytest.mark.parametrize("options", [{"gpu": "L4"}, {"gpu_memory_gb": 24}, {"link_gb_per_s": 25}])
 def test_plan_options_of_a_gpu_on_the_cpu_are_refused(options: dict[str, Any]) -> None:
     """They were ignored in silence, the link's rate excepted."""
-    with pytest.raises(ValueError, match=f"{next(iter(options))} describe a GPU, and device='cpu'"):
+    with pytest.raises(ConfigError, match=f"{next(iter(options))} describe a GPU, and device='cpu'"):
         PlanOptions(**options).apply(Machine.cpu(GIB))
 
 
@@ -263,7 +264,7 @@ def test_engine_that_cannot_start_is_refused_before_the_model_is_built(
         raise AssertionError("built a runner")
 
     monkeypatch.setattr("nanovllm.engine.startup.make_runner", fail)
-    with pytest.raises(ValueError, match="lower num_cpu_blocks"):
+    with pytest.raises(ConfigError, match="lower num_cpu_blocks"):
         LLM(tiny, device="cpu", **OFFLOAD, num_cpu_blocks=10**9)
 
 

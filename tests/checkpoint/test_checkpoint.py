@@ -16,6 +16,7 @@ from tiny_models import write_tiny_model, write_tiny_tokenizer
 from nanovllm import LLM, SamplingParams
 from nanovllm.checkpoint.files import CONFIG_FILES, TOKENIZER_FILES, fetch_weights, find_model, weight_files
 from nanovllm.engine import startup
+from nanovllm.errors import CheckpointError
 
 ROOT = Path(__file__).parents[2]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -84,20 +85,25 @@ def test_weight_files_takes_the_only_one_there_is(tmp_path: Path) -> None:
             r"2 safetensors files \(a.safetensors, b.safetensors\) and no .*index",
         ),
         (["model-00001-of-00003.safetensors", "model-00003-of-00003.safetensors"], "see model-00002-of-00003"),
-        (["model-00001-of-00002.safetensors", "model-00001-of-00003.safetensors"], "its shards are not those of 00002"),
+        (
+            ["model-00001-of-00002.safetensors", "model-00001-of-00003.safetensors"],
+            "shards are not the complete set of 00002",
+        ),
     ],
 )
 def test_weight_files_missing_or_ambiguous_raise_with_the_remedy(
     tmp_path: Path, files: list[str], message: str
 ) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(CheckpointError, match=message):
         weight_files(touch(tmp_path, *files))
 
 
 def test_weight_files_stale_index_names_both_remedies(tmp_path: Path) -> None:
     touch(tmp_path, "model.safetensors")
     write_index(tmp_path, "model-00001-of-00001.safetensors")
-    with pytest.raises(ValueError, match=r"do not exist: model-00001-.*; download them again, or delete the index if"):
+    with pytest.raises(
+        CheckpointError, match=r"do not exist: model-00001-.*; download them again, or delete the index if"
+    ):
         weight_files(tmp_path)
 
 
@@ -144,7 +150,9 @@ def test_index_that_leads_elsewhere_is_refused_before_a_model_is_built(
     touch(model, "model.bin")
     write_index(model, name.format(elsewhere=elsewhere) if isinstance(name, str) else name)
     monkeypatch.setattr(startup, "ProcessExecutor", lambda *_: pytest.fail("a runner was made"))
-    with pytest.raises(ValueError, match=r"index\.json names .*, which is not a safetensors file beside it; .* move"):
+    with pytest.raises(
+        CheckpointError, match=r"index\.json names .*, which is not a safetensors file beside it; .* move"
+    ):
         LLM(str(model), device="cpu", num_kvcache_blocks=2)
 
 
@@ -217,7 +225,7 @@ def test_hub_index_that_leads_elsewhere_fetches_nothing(hub: Hub) -> None:
     write_index(hub.repository, "../../other/model.safetensors")
     _, directory = find_model("acme/facts")
     hub.fetched.clear()
-    with pytest.raises(ValueError, match="not a safetensors file beside it"):
+    with pytest.raises(CheckpointError, match="not a safetensors file beside it"):
         fetch_weights("acme/facts", directory)
     assert not hub.fetched
 
@@ -225,7 +233,7 @@ def test_hub_index_that_leads_elsewhere_fetches_nothing(hub: Hub) -> None:
 def test_hub_repository_without_safetensors_is_refused_with_the_remedy(hub: Hub) -> None:
     touch(hub.repository, "config.json", "pytorch_model.bin")
     _, directory = find_model("acme/facts")
-    with pytest.raises(ValueError, match=r"no safetensors file in .*save_pretrained"):
+    with pytest.raises(CheckpointError, match=r"no safetensors file in .*save_pretrained"):
         fetch_weights("acme/facts", directory)
 
 
@@ -245,7 +253,7 @@ def test_hub_failure_to_fetch_weights_is_a_value_error(hub: Hub, monkeypatch: py
         raise OSError("no network")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", no_network)
-    with pytest.raises(ValueError, match=r"weights of model 'acme/facts' could not be downloaded: no network"):
+    with pytest.raises(CheckpointError, match=r"weights of model 'acme/facts' could not be downloaded: no network"):
         fetch_weights("acme/facts", directory)
 
 
@@ -331,7 +339,7 @@ def test_model_that_needs_its_own_code_is_refused_and_nothing_is_asked(
 ) -> None:
     """Regression: transformers asked on stdin whether to run the code of a model type that it does not know."""
     edit_json(model_with_code / "config.json", **changes)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(CheckpointError, match=message):
         LLM(str(model_with_code), device="cpu", num_kvcache_blocks=2)
     assert not (model_with_code.parent / "ran").exists() and not stdin.was_read
 
@@ -378,5 +386,5 @@ def test_damaged_tokenizer_is_named_before_a_model_is_built(
     model = write_tiny_tokenizer(write_tiny_model(tmp_path))
     damage(model)
     monkeypatch.setattr(startup, "ProcessExecutor", lambda *_: pytest.fail("a runner was made"))
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(CheckpointError, match=message):
         LLM(str(model), device="cpu", num_kvcache_blocks=2)

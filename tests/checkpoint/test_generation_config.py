@@ -11,6 +11,7 @@ from tiny_models import write_tiny_model, write_tiny_tokenizer
 from nanovllm import LLM, SamplingParams
 from nanovllm.checkpoint.generation_config import read_sampling_defaults
 from nanovllm.cli import main as cli
+from nanovllm.errors import CheckpointError
 
 USER = [{"role": "user", "content": "Hello"}]
 FILE = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "eos_token_id": [3], "transformers": "5"}
@@ -71,7 +72,7 @@ def test_bad_value_is_refused_with_the_file_unless_the_file_is_left_out(
     tiny: Path, tmp_path: Path, content: dict[str, Any] | str, message: str
 ) -> None:
     directory = with_file(tiny, tmp_path, content)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(CheckpointError, match=message):
         make_llm(directory)
     if isinstance(content, dict):  # where its end tokens are cannot be left out
         with make_llm(directory, generation_config="none") as llm:
@@ -119,4 +120,4 @@ def test_command_line_bad_file_exits_2_and_names_the_flag(
     assert run_generate(with_file(tiny, tmp_path, {"top_k": -5})) == 2
     err = capsys.readouterr().err
     assert "top_k=-5" in err or "--top-k=-5" in err
-    assert "leave it out with --generation-config='none'" in err and "generation_config.json" in err
+    assert "ignore it with --generation-config='none'" in err and "generation_config.json" in err

@@ -12,6 +12,7 @@ from transformers import AutoConfig, LlamaConfig, Qwen2Config, Qwen3Config
 
 from nanovllm.checkpoint.files import presets
 from nanovllm.checkpoint.model_config import ARCHITECTURES, DEFAULTS, ModelConfig, RopeConfig
+from nanovllm.errors import CheckpointError
 
 QWEN3 = json.loads(presets()["qwen3-0.6b"].read_text())
 QWEN2 = json.loads(presets()["qwen2.5-7b-1m"].read_text())
@@ -101,7 +102,7 @@ def test_eos_of_both_files_each_once(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [151645, 151643]}))
     assert read(tmp_path, QWEN3).eos_token_ids == (151645, 151643)
     (tmp_path / "generation_config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"generation_config\.json is not JSON"):
+    with pytest.raises(CheckpointError, match=r"generation_config\.json is not JSON"):
         read(tmp_path, QWEN3)
 
 
@@ -149,7 +150,7 @@ def rope(**scaling: Any) -> dict[str, Any]:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_not_implemented_setting_raises_value_error(tmp_path: Path, config: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=f"(?s){message}"):
+    with pytest.raises(CheckpointError, match=f"(?s){message}"):
         read(tmp_path, config)
 
 
@@ -158,19 +159,19 @@ def test_named_but_unused_sliding_window_of_qwen_is_fine(tmp_path: Path) -> None
 
 
 def test_model_not_found_raises_with_the_ways_to_name_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match=r"does not exist.*qwen3-0\.6b"):
+    with pytest.raises(CheckpointError, match=r"does not exist.*qwen3-0\.6b"):
         ModelConfig.from_pretrained(str(tmp_path / "nothing"))
-    with pytest.raises(ValueError, match=r"no config\.json in"):
+    with pytest.raises(CheckpointError, match=r"no config\.json in"):
         ModelConfig.from_pretrained(str(tmp_path))
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"config\.json is not JSON"):
+    with pytest.raises(CheckpointError, match=r"config\.json is not JSON"):
         ModelConfig.from_pretrained(str(tmp_path))
 
     def no_network(*args: Any, **kwargs: Any) -> str:
         raise OSError("no network")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", no_network)
-    with pytest.raises(ValueError, match=r"owner/model.*preset.*no network"):
+    with pytest.raises(CheckpointError, match=r"owner/model.*preset.*no network"):
         ModelConfig.from_pretrained("owner/model")
 
 

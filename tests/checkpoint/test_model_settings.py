@@ -12,6 +12,7 @@ from nanovllm.checkpoint.files import presets
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.checkpoint.model_settings import MAX_POSITIONS
 from nanovllm.engine import startup
+from nanovllm.errors import CheckpointError
 
 QWEN3 = json.loads(presets()["qwen3-0.6b"].read_text())
 LLAMA = json.loads(presets()["llama-3.1-8b"].read_text())
@@ -69,7 +70,7 @@ BAD_SETTINGS: list[tuple[dict[str, Any], str]] = [
     (rope(YARN, mscale=math.nan), "rope_scaling.mscale=nan"),
     (rope(YARN, truncate="no"), "rope_scaling.truncate='no'"),
     (rope(YARN, rope_type=5), "rope_scaling.rope_type=5"),
-    (rope(YARN, factor=None), r"misses \['factor'\]"),
+    (rope(YARN, factor=None), r"lacks \['factor'\]"),
     (rope(LLAMA3, low_freq_factor=0), "rope_scaling.low_freq_factor=0"),
     (rope(LLAMA3, low_freq_factor=4.0), "rope low_freq_factor=4.0 must be below high_freq_factor=4.0"),
     (rope(LLAMA3, partial_rotary_factor=0), "rope_scaling.partial_rotary_factor=0"),
@@ -88,7 +89,7 @@ def test_setting_out_of_range_is_refused_before_anything_is_allocated(
         raise AssertionError("a runner was made")
 
     monkeypatch.setattr(startup, "ProcessExecutor", refuse)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(CheckpointError, match=message):
         LLM(write(tmp_path, QWEN3 | changes), device="cpu", load_format="dummy")
 
 
@@ -121,21 +122,21 @@ def test_head_dim_that_follows_from_hidden_size_is_checked(
 ) -> None:
     sizes = {"hidden_size": hidden_size, "num_attention_heads": num_heads, "num_key_value_heads": num_heads}
     without_head_dim = {name: value for name, value in LLAMA.items() if name != "head_dim"}
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(CheckpointError, match=message):
         ModelConfig.from_pretrained(write(tmp_path, without_head_dim | sizes))
 
 
 @pytest.mark.parametrize("value", [-1, 151936, True, "2", 2.0, [1, -1], [[1]], {"a": 1}])
 def test_end_token_outside_the_vocabulary_is_refused(tmp_path: Path, value: object) -> None:
-    with pytest.raises(ValueError, match="eos_token_id"):  # by transformers, or here
+    with pytest.raises(CheckpointError, match="eos_token_id"):  # by transformers, or here
         ModelConfig.from_pretrained(write(tmp_path, QWEN3 | {"eos_token_id": value}))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
-    with pytest.raises(ValueError, match=r"of generation_config\.json must be token ids from 0 to 151935"):
+    with pytest.raises(CheckpointError, match=r"in generation_config\.json must be token ids from 0 to 151935"):
         ModelConfig.from_pretrained(write(tmp_path, QWEN3))
 
 
 def test_config_that_is_nested_without_end_is_refused(tmp_path: Path) -> None:
     """Regression: RecursionError."""
     (tmp_path / "config.json").write_text('{"a":' + "[" * 100_000)
-    with pytest.raises(ValueError, match=r"config\.json is not JSON"):
+    with pytest.raises(CheckpointError, match=r"config\.json is not JSON"):
         ModelConfig.from_pretrained(str(tmp_path))

@@ -17,9 +17,9 @@ import pytest
 from nanovllm import LLM, SamplingParams
 from nanovllm.cli import main as cli
 from nanovllm.cli.chat import Conversation, MessageReader
-from nanovllm.cli.console import BadInputError
 from nanovllm.demo.retrieval_model import build_retrieval_model
 from nanovllm.demo.tokenizer import HELP
+from nanovllm.errors import RequestError
 
 ROOT = Path(__file__).parents[2]
 ENGINE = ["--device", "cpu", "--max-model-len", "4096", "--num-kvcache-blocks", "20"]
@@ -90,7 +90,7 @@ def test_chat_turns_are_served_from_the_prefix_cache(run: Run) -> None:
 def test_chat_system_prompt_is_there_and_stays_after_a_reset(run: Run) -> None:
     messages = "The passkey is\nThe colour is blue.\nThe colour is\n/reset\nThe passkey is\nThe colour is\n"
     status, out, err = run(messages, "chat", "--system", "The passkey is 4711.")
-    assert status == 0 and "A new conversation." in err
+    assert status == 0 and "Started a new conversation." in err
     assert out.splitlines() == [" 4711.", HELP, " blue.", " 4711.", HELP]
 
 
@@ -104,7 +104,7 @@ def test_chat_messages_of_several_lines_and_commands(run: Run) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("/rest\n", "/rest is not a command; /help lists them"),
+        ("/rest\n", "/rest is not a command; /help lists the commands"),
         ('Hi\n"""\nabc\n', 'begins with """ has no end; close it with """'),
         (b"Hi\na\xff\n", "line 2 of stdin is not UTF-8 text"),
         (f"{'x' * 5000}\n", "with this message the conversation has 5,"),
@@ -137,7 +137,7 @@ def test_conversation_message_that_does_not_fit_is_refused_and_nothing_is_lost(
     conversation = Conversation(llm, GREEDY, None, stoppable=False)
     conversation.answer("The passkey is 4711.")
     before = list(conversation.messages)
-    with pytest.raises(BadInputError, match=r"has \d+ tokens, .*; 400 fit\. .* shorter message, or /reset begins"):
+    with pytest.raises(RequestError, match=r"has \d+ tokens .* only 400 fit\. .* shorter one, start .* with /reset"):
         conversation.answer("x" * 400)
     assert conversation.messages == before
     conversation.answer("The passkey is")
@@ -166,7 +166,7 @@ def test_conversation_larger_than_the_cache_names_the_cache(options: dict[str, A
     ) as engine:
         conversation = Conversation(engine, GREEDY, None, stoppable=False)
         conversation.answer("A short line.")
-        with pytest.raises(BadInputError, match=f"257 fit.*{remedy}"):
+        with pytest.raises(RequestError, match=f"257 fit.*{remedy}"):
             conversation.answer("x" * 256)
 
 
@@ -246,7 +246,7 @@ def test_chat_ctrl_c_twice_at_the_prompt_ends_the_program() -> None:
     terminal = Terminal()
     terminal.wait_for(">>> ")
     terminal.interrupt()
-    terminal.wait_for("Ctrl-C again, Ctrl-D or /exit ends.")
+    terminal.wait_for("Press Ctrl-C again, Ctrl-D or type /exit to end the program.")
     terminal.wait_for(">>> ")
     terminal.type("/nonsense\n")
     terminal.wait_for("/nonsense is not a command")  # and it goes on
@@ -322,6 +322,15 @@ def test_reader_lines_keep_their_spaces(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
     reader = MessageReader()
     assert list(iter(reader.read, None)) == ["a ", "b\n\n c\n  ", "d", "", "last"]
+
+
+def test_reader_typed_line_that_is_not_text_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a terminal the conversation then goes on, so this must not be another error."""
+    stdin = io.TextIOWrapper(io.BytesIO(b"abc\xff\n"), "utf-8")
+    monkeypatch.setattr(stdin, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys, "stdin", stdin)
+    with pytest.raises(RequestError, match="line 1 of stdin is not UTF-8 text"):
+        MessageReader().read()
 
 
 # -- generate ----------------------------------------------------------------------------------------------------

@@ -7,18 +7,23 @@ import signal
 import subprocess
 import sys
 from dataclasses import fields
+from itertools import groupby
 from pathlib import Path
 
 import pytest
 
+from nanovllm.capacity.planner import PlanOptions
 from nanovllm.checkpoint.model_config import ModelConfig
-from nanovllm.cli import flag_help
 from nanovllm.cli import main as cli
+from nanovllm.cli.demo import DemoOptions
 from nanovllm.cli.flags import given_fields, name_flags
-from nanovllm.config import _CHOICES, Config
+from nanovllm.cli.options_table import options_tables, write_tables
+from nanovllm.config import Config
 from nanovllm.demo.haystack import build_haystack
 from nanovllm.demo.retrieval_model import build_retrieval_model
+from nanovllm.errors import CheckpointError, ConfigError, RequestError
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.options import help_of
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -119,18 +124,55 @@ def test_name_flags_replaces_fields_and_nothing_else(message: str, expected: str
     assert name_flags(message, (Config, SamplingParams)) == expected
 
 
-@pytest.mark.parametrize("name", _CHOICES)
-def test_help_field_with_choices_names_them_all(name: str) -> None:
-    meaning = next(meanings[name] for meanings in flag_help.ENGINE_HELP.values() if name in meanings)
-    assert all(choice in meaning for choice in _CHOICES[name])
+def test_help_field_with_choices_names_them_all() -> None:
+    choices = {field.name: field.metadata["choices"] for field in fields(Config) if "choices" in field.metadata}
+    assert set(choices) == {"attn_backend", "dtype", "load_format", "generation_config"}
+    assert all(choice in help_of(Config, name) for name in choices for choice in choices[name])
 
 
-def test_options_page_has_every_field_and_default() -> None:
-    lines = (DOCS / "options.md").read_text().splitlines()
-    rows = [line.split("|")[1:3] for line in lines if line.startswith("| `")]
-    table = {name.strip(" `"): default.strip(" `") for name, default in rows}
-    defaults = {field.name: repr(field.default).replace("'", '"') for field in fields(Config) if field.name != "model"}
-    assert {name: table.get(name) for name in defaults} == defaults
+@pytest.mark.parametrize("options", [Config, SamplingParams, DemoOptions, PlanOptions])
+def test_options_every_field_has_help_and_a_group(options: type) -> None:
+    assert all(field.metadata["help"] and field.metadata["group"] for field in fields(options))
+    groups = [title for title, _ in groupby(fields(options), key=lambda field: field.metadata["group"])]
+    assert len(groups) == len(set(groups)), "the fields of a group are beside each other"
+
+
+def test_help_says_what_every_field_says(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")
+    with pytest.raises(SystemExit):
+        cli.main(["generate", "--help"])
+    out = capsys.readouterr().out
+    for options in (Config, SamplingParams):
+        shown = [field for field in fields(options) if field.name != "detokenize"]
+        assert all(name_flags(field.metadata["help"], (options, Config)) in out for field in shown)
+    assert "(default: 64; with --chat, no limit)" in out and "(default: 16384; on a CPU, 512)" in out
+    assert "by default 256, or 4096 if --num-gpu-blocks is given" in out and "70% of" in out
+
+
+def test_options_page_tables_are_those_that_the_fields_make() -> None:
+    """`make docs` writes them."""
+    text = (DOCS / "options.md").read_text()
+    assert options_tables() in text and write_tables(text) == text
+
+
+def test_options_tables_have_every_field_and_default() -> None:
+    rows = [line.split("|")[1:3] for line in options_tables().splitlines() if line.startswith("| `")]
+    table = [(name.strip(" `"), default.strip(" `")) for name, default in rows]
+    optional = [field for options in (Config, SamplingParams) for field in fields(options) if field.name != "model"]
+    assert table == [(field.name, repr(field.default).replace("'", '"')) for field in optional]
+
+
+def test_options_tables_set_names_and_values_as_code() -> None:
+    tables = options_tables()
+    assert "by default 256, or 4096 if `num_gpu_blocks` is given" in tables
+    assert "`none`: `SamplingParams` |" in tables and "the model's `generation_config.json`" in tables
+
+
+def test_write_tables_replaces_what_is_between_the_markers() -> None:
+    text = "before\n<!-- options: begin -->\nold\n<!-- options: end -->\nafter\n"
+    assert write_tables(text) == f"before\n{options_tables()}\nafter\n"
+    with pytest.raises(AssertionError, match="no lines"):
+        write_tables("text")
 
 
 # -- bad input ---------------------------------------------------------------------------------------------------
@@ -162,7 +204,7 @@ def test_main_bad_flags_exit_2(argv: list[str], capsys: pytest.CaptureFixture[st
     [
         (
             ["--prompt", "x", "--num-gpu-blocks", "8"],
-            "--num-gpu-blocks belongs to the offload path; add --enable-cpu-offload\n",
+            "--num-gpu-blocks applies only to CPU offload; add --enable-cpu-offload\n",
         ),
         (["--prompt", "x", "--kvcache-block-size", "300"], "multiple of 256"),
         (["--prompt", "x", "--temperature", "-1"], "error: --temperature=-1.0 must be 0"),
@@ -174,7 +216,7 @@ def test_main_bad_flags_exit_2(argv: list[str], capsys: pytest.CaptureFixture[st
         (["--prompt", "x", "--device", "cuda:abc"], "error: --device='cuda:abc' is unknown"),
         (["--prompt-file", "no/such/file"], "no/such/file: No such file"),
         (["--prompt-file", str(ROOT)], "Is a directory"),
-        (["--prompt", "x", "--system", "y"], "--system is written by the model's chat template; add --chat"),
+        (["--prompt", "x", "--system", "y"], "--system needs the model's chat template; add --chat"),
     ],
 )
 def test_generate_bad_input_says_why_and_exits_2(
@@ -206,7 +248,7 @@ def test_model_empty_name_is_not_the_current_directory(
     assert cli.main(["generate", "--model", "", "--prompt", "x", "--device", "cpu"]) == 2
     assert cli.main(["plan", "--model", "", "--device", "cpu"]) == 2
     assert capsys.readouterr().err.count("nanovllm: error: --model='' must be a directory") == 2
-    with pytest.raises(ValueError, match="model directory '' does not exist"):
+    with pytest.raises(CheckpointError, match="model directory '' does not exist"):
         ModelConfig.from_pretrained("")
 
 
@@ -234,6 +276,30 @@ def test_main_value_error_past_the_gates_is_not_hidden(monkeypatch: pytest.Monke
     monkeypatch.setattr(cli, "run_demo", fail)
     with pytest.raises(ValueError, match="a bug"):
         cli.main(["demo"])
+
+
+@pytest.mark.parametrize("place", ["nanovllm.engine.llm_engine.make_plan", "nanovllm.llm.LLM.step"])
+def test_generate_value_error_in_the_start_or_a_step_is_not_hidden(
+    model: str, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object, **options: object) -> None:
+        raise ValueError("a bug, not the user")
+
+    monkeypatch.setattr(place, fail)
+    with pytest.raises(ValueError, match="a bug"):
+        _generate(model, "--prompt", "x")
+
+
+@pytest.mark.parametrize("kind", [ConfigError, RequestError, CheckpointError])
+def test_main_bad_input_of_any_kind_is_one_line_and_exits_2(
+    kind: type[ValueError], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(options: object) -> int:
+        raise kind("num_tokens=1 is too few")
+
+    monkeypatch.setattr(cli, "run_demo", fail)
+    assert cli.main(["demo"]) == 2
+    assert capsys.readouterr().err == "nanovllm: error: --num-tokens=1 is too few\n"
 
 
 # -- generate ----------------------------------------------------------------------------------------------------

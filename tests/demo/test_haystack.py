@@ -4,6 +4,7 @@ import pytest
 
 from nanovllm.demo.haystack import LEAD_IN, QUESTION, build_haystack
 from nanovllm.demo.retrieval_model import MATCH_TOKENS
+from nanovllm.errors import RequestError
 
 FEWEST_TOKENS = len(f"{LEAD_IN}48151.\n{QUESTION}") + 1
 
@@ -55,5 +56,5 @@ def test_haystack_same_arguments_same_prompt() -> None:
     ],
 )
 def test_haystack_bad_argument_raises(num_tokens: int, depth: float, passkey: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(RequestError, match=message):
         build_haystack(num_tokens, depth, passkey)

@@ -11,6 +11,7 @@ from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.demo.haystack import build_haystack
 from nanovllm.demo.retrieval_model import build_retrieval_model, model_weights, token_codes
 from nanovllm.demo.tokenizer import END_TOKEN, END_TOKEN_ID, HELP
+from nanovllm.errors import CheckpointError, ConfigError
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
@@ -84,13 +85,13 @@ def test_build_fails_halfway_leaves_nothing(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_build_bad_arguments_raise(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="float16"):
+    with pytest.raises(ConfigError, match="float16"):
         build_retrieval_model(tmp_path / "model", dtype="float16")
     build_retrieval_model(tmp_path / "model", dtype="float32")
-    with pytest.raises(ValueError, match="something other than the bfloat16"):
+    with pytest.raises(CheckpointError, match="something other than the bfloat16"):
         build_retrieval_model(tmp_path / "model", dtype="bfloat16")
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(ValueError, match="something other"):
+    with pytest.raises(CheckpointError, match="something other"):
         build_retrieval_model(tmp_path)
 
 

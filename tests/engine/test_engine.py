@@ -19,7 +19,7 @@ from tiny_models import write_tiny_model, write_tiny_tokenizer
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine import startup
-from nanovllm.errors import EngineError
+from nanovllm.errors import CheckpointError, ConfigError, EngineError, RequestError
 from nanovllm.utils.interrupt import deferred_interrupt
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -321,7 +321,7 @@ def test_detokenize_off_makes_no_text(llm: LLM) -> None:
     outputs = llm.generate(PROMPTS, replace(GREEDY, detokenize=False), use_tqdm=False)
     assert [output["token_ids"] for output in outputs] == expected
     assert all(output["text"] is None for output in outputs)
-    with pytest.raises(ValueError, match="stream yields text; leave detokenize on"):
+    with pytest.raises(RequestError, match="stream yields text; leave detokenize on"):
         llm.stream("x", replace(GREEDY, detokenize=False))
 
 
@@ -330,7 +330,7 @@ def test_max_tokens_none_runs_to_the_end_of_the_context_or_of_the_cache(model: P
     endless = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
     with make_llm(model, kind, max_model_len=40) as engine:
         assert len(token_ids(engine, [[1] * 30], endless)[0]) == 10
-        with pytest.raises(ValueError, match="exceeds max_model_len=40"):
+        with pytest.raises(RequestError, match="exceeds max_model_len=40"):
             engine.generate([[1] * 40], endless, use_tqdm=False)
     small = {"num_kvcache_blocks": 1} if kind == "all GPU" else {"num_cpu_blocks": 1}
     with make_llm(model, kind, **small) as engine:
@@ -373,7 +373,7 @@ def test_stream_left_early_aborts_the_request(llm: LLM) -> None:
 
 
 def test_stream_refuses_before_the_first_piece_is_asked_for(llm: LLM) -> None:
-    with pytest.raises(ValueError, match="max_model_len"):
+    with pytest.raises(RequestError, match="max_model_len"):
         llm.stream("x", SamplingParams(max_tokens=MAX_MODEL_LEN))
 
 
@@ -626,8 +626,11 @@ OFFLOAD = {"enable_cpu_offload": True}
         ({"kvcache_block_size": 0}, "kvcache_block_size=0 must be 1 or more"),
         (OFFLOAD | {"num_gpu_blocks": 1}, "num_gpu_blocks=1 must be 2 or more"),
         (OFFLOAD | {"num_gpu_blocks": -3}, "num_gpu_blocks=-3 must be 2 or more"),
-        ({"num_gpu_blocks": 4}, "num_gpu_blocks belongs to the offload path; add enable_cpu_offload=True"),
-        (OFFLOAD | {"num_kvcache_blocks": 4}, "num_kvcache_blocks is the all-GPU pool; .*use num_gpu_blocks"),
+        ({"num_gpu_blocks": 4}, "num_gpu_blocks applies only to CPU offload; add enable_cpu_offload=True"),
+        (
+            OFFLOAD | {"num_kvcache_blocks": 4},
+            "num_kvcache_blocks applies only without CPU offload; .*use num_gpu_blocks",
+        ),
         (OFFLOAD | {"num_cpu_blocks": 10**9}, r"a CPU pool of 1000000000 blocks needs .* GiB, .* lower num_cpu_blocks"),
         (OFFLOAD | {"cpu_memory_gb": 1e6}, r"a CPU pool of \d+ blocks needs 1000000.00 GiB, .* are available; lower"),
         (
@@ -644,12 +647,15 @@ OFFLOAD = {"enable_cpu_offload": True}
             "=100000000 blocks .* weights and staging .*; lower num_gpu",
         ),
         ({"kvcache_block_size": 2**30}, r"num_kvcache_blocks=1 blocks of .* GiB need .*; use a smaller .* block size"),
-        (OFFLOAD | {"cpu_memory_gb": 1.0, "num_cpu_blocks": 4}, "both size the CPU pool; give one of them"),
+        (OFFLOAD | {"cpu_memory_gb": 1.0, "num_cpu_blocks": 4}, "both set the size of the CPU pool; give one of them"),
         (
             {"max_model_len": 4096},
             "max_model_len=4096 is more than the 2048 tokens that the model's rope covers; lower",
         ),
-        ({"hf_overrides": {"rope": 1}}, "hf_overrides names 'rope', which nothing reads; choose from architectures"),
+        (
+            {"hf_overrides": {"rope": 1}},
+            "hf_overrides names 'rope', which the engine does not read; choose from architectures",
+        ),
         ({"hf_overrides": "{}"}, "hf_overrides='{}' has type str, expected dict"),
         ({"max_model_len": 0}, "max_model_len=0 must be 1 or more"),
         ({"max_num_seqs": 0}, "max_num_seqs=0 must be 1 or more"),
@@ -669,7 +675,7 @@ OFFLOAD = {"enable_cpu_offload": True}
     ],
 )
 def test_bad_option_is_refused_with_value_limit_and_remedy(model: Path, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ConfigError, match=message):
         LLM(str(model), **({"device": "cpu"} | options))
 
 
@@ -691,7 +697,7 @@ def test_unsupported_model_setting_is_refused(
     (tmp_path / "config.json").write_text(
         json.dumps({key: value for key, value in config.items() if value is not None})
     )
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(CheckpointError, match=message):
         LLM(str(tmp_path), device="cpu")
 
 
@@ -699,7 +705,7 @@ def test_unsupported_model_setting_is_refused(
 @pytest.mark.parametrize(("name", "message"), [("absent", "does not exist; give"), ("empty", "no config.json in")])
 def test_model_directory_without_a_model_is_refused(tmp_path: Path, name: str, message: str) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(CheckpointError, match=message):
         LLM(str(tmp_path / name), device="cpu")
 
 
@@ -725,7 +731,7 @@ def test_bad_request_is_refused_and_leaves_running_ones_untouched(
     expected = token_ids(llm, PROMPTS[3:], GREEDY)[0]
     running = llm.add_request(PROMPTS[3], GREEDY)
     llm.step()
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(RequestError, match=message):
         llm.add_request(prompt, SamplingParams(**params))
     finished: dict[int, Any] = {}
     while not llm.is_finished():
@@ -742,7 +748,7 @@ def test_longest_request_that_fits_runs(llm: LLM) -> None:
 def test_request_larger_than_the_pool_is_refused_when_added(model: Path, kind: str) -> None:
     small = {"num_kvcache_blocks": 2} if kind == "all GPU" else {"num_cpu_blocks": 2}
     with make_llm(model, kind, **small) as engine:
-        with pytest.raises(ValueError, match=r"prompt of 510 tokens \+ max_tokens=4 needs 3 .* blocks of 256 tokens"):
+        with pytest.raises(RequestError, match=r"prompt of 510 tokens \+ max_tokens=4 needs 3 .* blocks of 256 tokens"):
             engine.add_request([1] * 510, SamplingParams(max_tokens=4))
         engine.generate([[1] * 510], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
 
@@ -771,7 +777,7 @@ def test_request_larger_than_the_pool_is_refused_when_added(model: Path, kind: s
 def test_generate_bad_arguments_are_refused_before_anything_is_queued(
     llm: LLM, prompts: Any, params: Any, message: str
 ) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(RequestError, match=message):
         llm.generate(prompts, params, use_tqdm=False)
     assert not llm.scheduler.has_unfinished
 
@@ -798,18 +804,18 @@ def test_generate_bad_arguments_are_refused_before_anything_is_queued(
     ],
 )
 def test_bad_sampling_parameter_is_refused(params: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(RequestError, match=message):
         SamplingParams(**params)
 
 
 @pytest.mark.parametrize("params", [{"stop": 5}, {"stop_token_ids": 5}, {"stop_token_ids": [True]}])
 def test_sampling_parameter_of_a_wrong_type_is_a_value_error(params: dict[str, Any]) -> None:
-    with pytest.raises(ValueError):
+    with pytest.raises(RequestError):
         SamplingParams(**params)
 
 
 def test_stop_token_id_outside_the_vocabulary_is_refused(llm: LLM) -> None:
-    with pytest.raises(ValueError, match="320"):
+    with pytest.raises(RequestError, match="320"):
         llm.generate(["a"], SamplingParams(stop_token_ids=[320]), use_tqdm=False)
 
 
@@ -832,10 +838,10 @@ def test_without_a_tokenizer_token_ids_work_and_text_is_refused_with_the_remedy(
             "chat needs a tokenizer with a chat template, .* use generate": lambda: engine.chat([{"role": "user"}]),
         }
         for message, call in calls.items():
-            with pytest.raises(ValueError, match=message):
+            with pytest.raises(RequestError, match=message):
                 call()
 
 
 def test_chat_without_messages_is_refused(llm: LLM) -> None:
-    with pytest.raises(ValueError, match="messages is empty; give at least one message"):
+    with pytest.raises(RequestError, match="messages is empty; give at least one message"):
         llm.chat([])

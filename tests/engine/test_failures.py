@@ -19,7 +19,7 @@ from tiny_models import write_tiny_model, write_tiny_tokenizer
 from nanovllm import LLM, SamplingParams
 from nanovllm.device.memory_profile import memory_remedy
 from nanovllm.engine import startup
-from nanovllm.errors import EngineError
+from nanovllm.errors import ConfigError, EngineError
 from nanovllm.executor.processes import ProcessExecutor
 from nanovllm.text.answer import TextReceiver
 
@@ -205,7 +205,7 @@ def test_nan_logits_end_their_request_with_an_error(model: Path, kind: str, ahea
 def test_memory_remedy_out_of_memory_is_a_value_error_that_says_what_to_lower() -> None:
     message = "CUDA out of memory. Tried to allocate 10.00 GiB. GPU 0 has a total capacity of 139.80 GiB"
     expected = r"ran out of memory while capturing \(CUDA out of memory. Tried to allocate 10.00 GiB\); lower max_num_b"
-    with pytest.raises(ValueError, match=expected), memory_remedy("capturing"):
+    with pytest.raises(ConfigError, match=expected), memory_remedy("capturing"):
         raise torch.OutOfMemoryError(message)
     with pytest.raises(RuntimeError, match="something else"), memory_remedy("capturing"):
         raise RuntimeError("something else")

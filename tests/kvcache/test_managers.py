@@ -5,6 +5,7 @@ from content_model import Simulation
 from random_workloads import GRAIN, small_grain
 
 from nanovllm.core.step_plan import SlotOffload
+from nanovllm.errors import RequestError
 from nanovllm.kvcache.policy.base import KVCacheManager
 from nanovllm.kvcache.policy.block_manager import BlockManager
 from nanovllm.kvcache.policy.histories import History
@@ -87,7 +88,7 @@ def test_request_that_can_never_fit_is_refused_with_the_reason(
     kv: KVCacheManager, max_tokens: int, message: str
 ) -> None:
     simulation = Simulation(kv, max_num_batched_tokens=2000)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(RequestError, match=message):
         simulation.add(tokens(500), max_tokens)
     simulation.add(tokens(500), max_tokens - 1)  # 769 - 1 tokens need K/V: the last one is never an input
     simulation.run()

@@ -10,6 +10,7 @@ from typing import ClassVar
 import pytest
 import torch
 
+from nanovllm.errors import ConfigError
 from nanovllm.kvcache.transfer.pinned_memory import HostBuffer
 
 GPU = torch.device("cuda", 1)
@@ -73,7 +74,7 @@ def test_buffer_that_is_not_pinned_does_not_touch_cuda(cudart: Cudart) -> None:
 
 def test_buffer_that_cannot_be_pinned_says_what_helps(cudart: Cudart, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cudart, "cudaHostRegister", lambda *_: 2)
-    with pytest.raises(RuntimeError, match=r"could not pin 0\.00 GiB .*CUDA error 2.*lower num_cpu_blocks"):
+    with pytest.raises(ConfigError, match=r"could not pin 0\.00 GiB .*CUDA error 2.*lower num_cpu_blocks"):
         HostBuffer(4096, pinned_for=GPU)
     assert not cudart.calls
 

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from thread_ranks import ThreadGroup, run_ranks
 
 from nanovllm.device.tp_group import TPGroup
+from nanovllm.errors import ConfigError
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
@@ -103,13 +104,13 @@ def test_embedding_and_head_padded_vocabulary_equal_dense(size: int, vocab_size:
 
 def test_sizes_not_divisible_by_ranks_raise() -> None:
     tp = TPGroup(0, 4)
-    with pytest.raises(ValueError, match="num_attention_heads=14 is not divisible by tensor_parallel_size=4"):
+    with pytest.raises(ConfigError, match="num_attention_heads=14 is not divisible by tensor_parallel_size=4"):
         QKVParallelLinear(8, 2, 14, 2, bias=False, tp=tp, dtype=FP32)
-    with pytest.raises(ValueError, match="num_key_value_heads=2"):
+    with pytest.raises(ConfigError, match="num_key_value_heads=2"):
         QKVParallelLinear(8, 2, 16, 2, bias=False, tp=tp, dtype=FP32)
-    with pytest.raises(ValueError, match="output features=6"):
+    with pytest.raises(ConfigError, match="output features=6"):
         ColumnParallelLinear(8, 6, bias=False, tp=tp, dtype=FP32)
-    with pytest.raises(ValueError, match="input features=6"):
+    with pytest.raises(ConfigError, match="input features=6"):
         RowParallelLinear(6, 8, bias=False, tp=tp, dtype=FP32)
 
 

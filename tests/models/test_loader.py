@@ -12,6 +12,7 @@ from tiny_models import write_tiny_model
 
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.device.tp_group import TPGroup
+from nanovllm.errors import CheckpointError
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.loader import load_weights
 from nanovllm.models.registry import build_model
@@ -76,14 +77,14 @@ def test_tied_head_and_rotary_buffers_in_the_file_are_ignored(tmp_path: Path) ->
 def test_missing_weight_raises_with_its_name(tmp_path: Path) -> None:
     write_tiny_model(tmp_path)
     edit_tensors(tmp_path, **{"model.layers.1.self_attn.k_proj.weight": None})
-    with pytest.raises(ValueError, match=r"misses weights: model\.layers\.1\.self_attn\.k_proj\.weight;"):
+    with pytest.raises(CheckpointError, match=r"misses weights: model\.layers\.1\.self_attn\.k_proj\.weight;"):
         load_model(tmp_path)
 
 
 def test_unknown_weight_raises_with_its_name(tmp_path: Path) -> None:
     write_tiny_model(tmp_path)
     edit_tensors(tmp_path, **{"model.layers.0.mlp.experts.weight": torch.ones(3)})
-    with pytest.raises(ValueError, match=r"unknown to the model: model\.layers\.0\.mlp\.experts\.weight;"):
+    with pytest.raises(CheckpointError, match=r"unknown to the model: model\.layers\.0\.mlp\.experts\.weight;"):
         load_model(tmp_path)
 
 
@@ -91,14 +92,16 @@ def test_unknown_weight_raises_with_its_name(tmp_path: Path) -> None:
 def test_wrong_shape_raises_with_name_and_both_shapes(tmp_path: Path, size: int) -> None:
     write_tiny_model(tmp_path)
     edit_tensors(tmp_path, **{"model.norm.weight": torch.ones(65)})
-    with pytest.raises(ValueError, match=r"model\.norm\.weight in .* has shape \[65\], config\.json asks for \[64\]"):
+    with pytest.raises(
+        CheckpointError, match=r"model\.norm\.weight in .* has shape \[65\], config\.json asks for \[64\]"
+    ):
         run_ranks(size, lambda tp: load_model(tmp_path, tp))
 
 
 def test_quantised_weight_raises(tmp_path: Path) -> None:
     write_tiny_model(tmp_path)
     edit_tensors(tmp_path, **{"model.norm.weight": torch.ones(64, dtype=torch.int8)})
-    with pytest.raises(ValueError, match=r"model\.norm\.weight .*I8; quantised"):
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight .*I8; quantised"):
         load_model(tmp_path)
 
 
@@ -107,16 +110,16 @@ def test_truncated_file_raises_with_its_name(tmp_path: Path, num_bytes: int) -> 
     write_tiny_model(tmp_path)
     file = tmp_path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:num_bytes])
-    with pytest.raises(ValueError, match=r"model\.safetensors is truncated"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is truncated"):
         load_model(tmp_path)
 
 
 def test_no_weights_raise_with_the_remedy(tmp_path: Path) -> None:
     write_tiny_model(tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / "model.bin")
-    with pytest.raises(ValueError, match=r"no safetensors file in .*save_pretrained"):
+    with pytest.raises(CheckpointError, match=r"no safetensors file in .*save_pretrained"):
         load_model(tmp_path)
-    with pytest.raises(ValueError, match="preset has no weights"):
+    with pytest.raises(CheckpointError, match="preset has no weights"):
         load_weights(load_model(write_tiny_model(tmp_path / "other")), None)
 
 
@@ -124,11 +127,11 @@ def test_index_broken_or_naming_a_missing_file_raises(tmp_path: Path) -> None:
     write_tiny_model(tmp_path, sharded=True)
     index = tmp_path / "model.safetensors.index.json"
     next(tmp_path.glob("model-00002*.safetensors")).unlink()
-    with pytest.raises(ValueError, match=r"files that do not exist: .*model-00002"):
+    with pytest.raises(CheckpointError, match=r"files that do not exist: .*model-00002"):
         load_model(tmp_path)
     for text in ("{", "[]", json.dumps({"weight_map": None})):
         index.write_text(text)
-        with pytest.raises(ValueError, match=r"index\.json is not an index"):
+        with pytest.raises(CheckpointError, match=r"index\.json is not an index"):
             load_model(tmp_path)
 
 

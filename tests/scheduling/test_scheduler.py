@@ -9,6 +9,7 @@ from random_workloads import small_grain
 
 from nanovllm.core.sequence import Sequence, SequenceStatus
 from nanovllm.core.step_plan import StepPlan
+from nanovllm.errors import RequestError
 from nanovllm.kvcache.policy import block_manager
 from nanovllm.kvcache.policy.block_manager import BlockManager
 from nanovllm.kvcache.policy.hybrid_manager import HybridKVCacheManager
@@ -365,7 +366,7 @@ def test_refused_request_leaves_the_others_untouched(make: object) -> None:
     simulation = make(max_num_batched_tokens=8)  # type: ignore[operator]
     simulation.add(prompt(20))
     simulation.step()
-    with pytest.raises(ValueError, match=r"prompt of 300 tokens \+ max_tokens=4 needs 76 .* blocks of 4 tokens"):
+    with pytest.raises(RequestError, match=r"prompt of 300 tokens \+ max_tokens=4 needs 76 .* blocks of 4 tokens"):
         simulation.add(prompt(300))
     assert len(simulation.scheduler.sequences) == 1
     simulation.run()

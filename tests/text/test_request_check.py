@@ -8,6 +8,7 @@ import pytest
 from tiny_models import write_tiny_model, write_tiny_tokenizer
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.errors import RequestError
 from nanovllm.text.request_check import check_conversations, render_chat
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -53,7 +54,7 @@ def test_text_with_a_token_beyond_the_vocabulary_is_refused_and_the_rest_goes_on
     running = llm.add_request("Hello", GREEDY)
     llm.step()
     message = r"contains '<pad>', token 320 \(at position \d+ .* vocabulary 0\.\.319; remove it .* or use the tokenizer"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(RequestError, match=message):
         call(llm, "some text<pad>")
     finished: dict[int, Any] = {}
     while not llm.is_finished():
@@ -65,14 +66,14 @@ def test_chat_template_that_writes_a_token_beyond_the_vocabulary_is_refused(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(llm.tokenizer, "chat_template", PAD_TEMPLATE)
-    with pytest.raises(ValueError, match="'<pad>', token 320"):
+    with pytest.raises(RequestError, match="'<pad>', token 320"):
         llm.chat([USER], GREEDY, use_tqdm=False)
     assert llm.is_finished()
 
 
 def test_text_that_is_not_unicode_is_refused(llm: LLM) -> None:
     """Regression: TypeError from inside the tokenizer."""
-    with pytest.raises(ValueError, match="not valid Unicode text; remove lone surrogates"):
+    with pytest.raises(RequestError, match="not valid Unicode text; remove lone surrogates"):
         llm.generate(["a\ud800b"], GREEDY, use_tqdm=False)
 
 
@@ -96,7 +97,7 @@ def test_text_that_is_not_unicode_is_refused(llm: LLM) -> None:
 )
 def test_chat_malformed_messages_are_a_value_error(llm: LLM, messages: Any, message: str) -> None:
     """Regression: KeyError: 0, jinja's UndefinedError, or a prompt that said "None"."""
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(RequestError, match=message):
         llm.chat(messages, GREEDY, use_tqdm=False)
     assert llm.is_finished()
 
@@ -120,5 +121,7 @@ def test_chat_template_that_fails_is_a_value_error(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, template: str, reason: str
 ) -> None:
     monkeypatch.setattr(llm.tokenizer, "chat_template", template)
-    with pytest.raises(ValueError, match=f"chat template cannot write these messages: .*{reason}.*; check their roles"):
+    with pytest.raises(
+        RequestError, match=f"chat template cannot write these messages: .*{reason}.*; check their roles"
+    ):
         render_chat(llm.tokenizer, [USER])

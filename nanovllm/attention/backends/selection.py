@@ -11,6 +11,7 @@ from nanovllm.attention.backends.torch_backend import TorchBackend
 from nanovllm.attention.backends.triton_backend import TritonBackend
 from nanovllm.attention.base import AttentionBackend
 from nanovllm.device import kernel_target
+from nanovllm.errors import ConfigError
 
 logger = logging.getLogger("nanovllm")
 
@@ -36,14 +37,14 @@ def choose_backend(
 def find_backend(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, *, enforce_eager: bool) -> str:
     """`name`, or for "auto" the fastest backend that can run here with these options.
 
-    Raises ValueError when `name` is unknown or cannot run, with the reason and the backends that can.
+    Raises ConfigError when `name` is unknown or cannot run, with the reason and the backends that can.
     """
     reasons = {candidate: _why_unavailable(candidate, device, dtype, head_dim, enforce_eager) for candidate in BACKENDS}
     possible = [candidate for candidate, reason in reasons.items() if reason is None]
     if name == "auto":
         if possible:
             return next(candidate for candidate in _preferred(device) if candidate in possible)
-        raise ValueError(
+        raise ConfigError(
             "no attention backend can run here: "
             + "; ".join(f"{candidate}: {reason}" for candidate, reason in reasons.items())
         )
@@ -51,7 +52,7 @@ def find_backend(name: str, device: torch.device, dtype: torch.dtype, head_dim: 
     if reason is None:
         return name
     remedy = f"; or use 'auto' or one of {possible}" if possible else ""
-    raise ValueError(f"attn_backend={name!r} cannot run here: {reason}{remedy}")
+    raise ConfigError(f"attn_backend={name!r} cannot run here: {reason}{remedy}")
 
 
 def _preferred(device: torch.device) -> Sequence[str]:

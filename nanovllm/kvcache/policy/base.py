@@ -23,7 +23,7 @@ class KVCacheManager(ABC):
 
     @abstractmethod
     def check_fits(self, seq: Sequence) -> None:
-        """Raise ValueError when the request could never run, even alone."""
+        """Raise RequestError when the request could never run, even alone."""
 
     @abstractmethod
     def begin_step(self, running: Seq[Sequence]) -> None:

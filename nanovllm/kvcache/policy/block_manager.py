@@ -4,6 +4,7 @@ from collections.abc import Sequence as Seq
 
 from nanovllm.core.sequence import Sequence
 from nanovllm.core.step_plan import KVMoves
+from nanovllm.errors import RequestError
 from nanovllm.kvcache.policy.base import KVCacheManager, PagedKeys
 from nanovllm.kvcache.policy.block_pool import BlockPool
 from nanovllm.kvcache.policy.prefix_index import Block
@@ -26,7 +27,7 @@ class BlockManager(KVCacheManager):
     def check_fits(self, seq: Sequence) -> None:
         needed, have = self._num_blocks(seq.max_kv_tokens), len(self.pool.blocks)
         if needed > have:
-            raise ValueError(
+            raise RequestError(
                 f"prompt of {seq.num_prompt_tokens} tokens + max_tokens={seq.params.max_tokens} needs {needed} KV "
                 f"blocks of {self.block_size} tokens, the cache has {have}; shorten it, raise gpu_memory_utilization "
                 "or num_kvcache_blocks, or use enable_cpu_offload=True"

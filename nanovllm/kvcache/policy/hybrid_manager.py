@@ -19,6 +19,7 @@ from collections.abc import Sequence as Seq
 from nanovllm.config import BLOCK_SIZE_STEP
 from nanovllm.core.sequence import Sequence, SequenceStatus
 from nanovllm.core.step_plan import KVMoves
+from nanovllm.errors import RequestError
 from nanovllm.kvcache.policy.base import KVCacheManager, PagedKeys
 from nanovllm.kvcache.policy.block_pool import BlockPool
 from nanovllm.kvcache.policy.histories import Histories, History
@@ -70,7 +71,7 @@ class HybridKVCacheManager(KVCacheManager):
     def check_fits(self, seq: Sequence) -> None:
         needed, have = self._num_blocks(seq.max_kv_tokens), len(self.blocks)
         if needed > have:
-            raise ValueError(
+            raise RequestError(
                 f"prompt of {seq.num_prompt_tokens} tokens + max_tokens={seq.params.max_tokens} needs {needed} CPU "
                 f"blocks of {self.block_size} tokens, the pool has {have}; shorten it, or raise num_cpu_blocks or "
                 "cpu_memory_gb"

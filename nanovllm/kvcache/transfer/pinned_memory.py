@@ -15,6 +15,8 @@ from contextlib import suppress
 
 import torch
 
+from nanovllm.errors import ConfigError
+
 _TOUCH_BYTES = 64 * 2**20
 
 
@@ -58,7 +60,7 @@ class HostBuffer:
         with torch.cuda.device(device):
             error = int(torch.cuda.cudart().cudaHostRegister(self.tensor.data_ptr(), num_bytes, 0))
         if error:
-            raise RuntimeError(
+            raise ConfigError(
                 f"cudaHostRegister could not pin {num_bytes / 2**30:.2f} GiB of host memory (CUDA error {error}); "
                 "lower num_cpu_blocks or cpu_memory_gb, or raise the limit on locked memory (ulimit -l)"
             )
