@@ -278,7 +278,7 @@ def test_main_value_error_past_the_gates_is_not_hidden(monkeypatch: pytest.Monke
         cli.main(["demo"])
 
 
-@pytest.mark.parametrize("place", ["nanovllm.engine.llm_engine.make_plan", "nanovllm.llm.LLM.step"])
+@pytest.mark.parametrize("place", ["nanovllm.engine.setup.make_plan", "nanovllm.llm.LLM.step"])
 def test_generate_value_error_in_the_start_or_a_step_is_not_hidden(
     model: str, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
