@@ -190,7 +190,7 @@ def chunk_plan(num_chunks: int, num_tokens: int, num_decodes: int) -> StepPlan:
 def test_build_inputs(benchmark: Any, num_chunks: int, num_tokens: int, num_decodes: int) -> None:
     plan = chunk_plan(num_chunks, num_tokens, num_decodes)
     arrays = timed(benchmark, plan.num_tokens, "token", lambda: inputs.build_arrays(plan, 256))
-    assert len(arrays["positions"]) == plan.num_tokens
+    assert len(arrays.positions) == plan.num_tokens
 
 
 def plan_decode(kv: KVCacheManager, running: list[Sequence]) -> KVMoves:

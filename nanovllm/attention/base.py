@@ -1,4 +1,4 @@
-"""What a step's attention is made of: which keys each query sees, partial results, and the backend interface.
+"""The interfaces of attention: which keys each query sees, partial results, backends, the attention of a step.
 
 Legend: T packed query tokens, B sequences, H query heads, K kv heads, D head dim,
 N blocks of a cache, P tokens per block, M columns of a block table.
@@ -27,7 +27,7 @@ class PartialAttention(NamedTuple):
 
 @dataclass(frozen=True)
 class HostTables:
-    """The same numbers as PagedBatch on the host, for backends that loop over sequences (torch, cudnn)."""
+    """The numbers of a PagedBatch on the host, for backends that loop over sequences (torch, cudnn)."""
 
     query_lens: Sequence[int]  # [B]
     context_lens: Sequence[int]  # [B]
@@ -52,7 +52,7 @@ class PagedBatch:
     host: HostTables | None = None  # None inside a CUDA graph, where sizes are not known on the host
 
     def sequences(self, first: int, last: int) -> "PagedBatch":
-        """Sequences first..last-1 as a batch of their own. Views, but for cu_seqlens_q; needs `host`."""
+        """Sequences first..last-1 as a batch of their own. All but cu_seqlens_q are views. Needs `host`."""
         assert self.host is not None, "sizes are not known on the host"
         rows = slice(first, last)
         host = HostTables(self.host.query_lens[rows], self.host.context_lens[rows], self.host.block_tables[rows])
@@ -100,8 +100,8 @@ class AttentionBackend(ABC):
     def warm_up(
         self, q_THD: torch.Tensor, num_kv_heads: int, max_context_len: int, has_time: Callable[[], bool]
     ) -> None:
-        """Build now what a library would otherwise build while the first prompts wait: what every long prompt needs,
-        then what some need, as long as `has_time` says so.
+        """Build now what a library would otherwise build while the first prompts wait. First comes what every long
+        prompt needs, then what only some need, for as long as `has_time` returns True.
 
         `q_THD`: queries of the longest chunk, with arbitrary values. Backends that build nothing do nothing.
         """
@@ -112,11 +112,11 @@ class StepAttention(Protocol):
     """The attention of one step, an argument of `model(...)`. Called in each layer, in this order."""
 
     def cells(self, layer: int) -> KVCells:
-        """Where the layer's new K and V go; they may be written from here on. Hot: once per layer."""
+        """Where the layer's new K and V go. They may be written once this returns. Hot: once per layer."""
         ...
 
     def attend(self, layer: int, q_THD: torch.Tensor) -> torch.Tensor:
-        """Attention over all keys, the new ones, now stored, included. Returns [T, H, D].
+        """Attention over all keys, including the new ones, which have been stored by now. Returns [T, H, D].
 
         In the last layer q may hold only the rows whose result is wanted, [S, H, D]. Hot: once per layer.
         """

@@ -2,8 +2,8 @@
 
 Legend: T packed query tokens, H query heads, D head dim.
 
-Kernels return a part in the model's dtype. Parts are merged in fp32 and only the last merge rounds to that dtype again:
-rounding after every merge would add up, to six times the error of one rounding after 122 parts.
+Kernels return a part in the model's dtype. Parts are merged in fp32, and only the last merge rounds to that dtype
+again: rounding after every merge would add up to six times the error of a single rounding after 122 parts.
 """
 
 from collections.abc import Callable, Sequence
@@ -55,11 +55,12 @@ def running_dtype(dtype: torch.dtype) -> torch.dtype:
 class RunningMerge:
     """Attention over the keys of `num_parts` parts, which are added one after another.
 
-    Up to PARTS_PER_MERGE - 1 parts wait to be merged together, and the last merge writes the parts' own dtype: hence
-    the count. Merging several at once gives what merging them in turn would. A single part is the result as it is.
+    Up to PARTS_PER_MERGE - 1 parts wait to be merged together. The last merge writes the parts' own dtype, so the
+    number of parts must be known beforehand. Merging several at once gives what merging them in turn would. A single
+    part is the result as it is.
 
-    The running result takes as much memory as two parts and is first written beside those it is made of. So where more
-    than PARTS_PER_MERGE parts come, it is made of two.
+    The running result takes as much memory as two parts, and it is first written while the parts it is made of still
+    exist. So where more than PARTS_PER_MERGE parts come, the first merge takes only two.
     """
 
     def __init__(self, merge: Merge, num_parts: int) -> None:

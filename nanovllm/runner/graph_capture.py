@@ -17,7 +17,7 @@ from nanovllm.device.cuda_streams import new_stream
 
 @cache
 def capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all captures of the process: cuBLAS keeps a workspace of 32 MiB for every stream it has seen."""
+    """The stream of all captures in the process: cuBLAS keeps a workspace of 32 MiB for every stream it has seen."""
     return new_stream(device)
 
 

@@ -1,4 +1,7 @@
-"""Index arithmetic of a step: the plan as flat arrays, with numpy, and their one copy to the device."""
+"""The arrays of a step: index arithmetic on the plan with numpy, and their one copy to the device.
+
+T tokens of B sequences, S of which sample.
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -6,10 +9,83 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from nanovllm.attention.base import HostTables, PagedBatch
-from nanovllm.core.step_plan import StepPlan
+from nanovllm.core.step_plan import SamplingRow, StepPlan
+from nanovllm.kernels.sampling_tensors import SamplingTensors
 
 _ALIGNMENT = 16  # bytes, of each array in the staging copy
+
+
+class SamplingArrays(NamedTuple):
+    """The columns of the plan's SamplingRows, [S] each. On the device they are SamplingTensors, of the same fields."""
+
+    temperature: np.ndarray
+    top_k: np.ndarray
+    top_p: np.ndarray
+    min_p: np.ndarray
+    seed: np.ndarray
+    position: np.ndarray
+
+
+SAMPLING_DTYPES: dict[str, type[np.generic]] = {
+    "temperature": np.float32,
+    "top_k": np.int64,
+    "top_p": np.float32,
+    "min_p": np.float32,
+    "seed": np.int64,
+    "position": np.int64,
+}
+
+
+class GroupArrays(NamedTuple):
+    """Which keys of one streamed group each sequence attends to."""
+
+    context_lens: np.ndarray  # int32 [B]
+    block_tables: np.ndarray  # int32 [B, blocks of a group]
+
+
+class StepArrays(NamedTuple):
+    """Everything the model and the sampler read, except the streamed groups.
+
+    The token `input_ids[pending_tokens[i]]` is the one that the previous step sampled in its row `pending_rows[i]`.
+    """
+
+    input_ids: np.ndarray  # int64 [T]
+    positions: np.ndarray  # int64 [T]
+    rope_lens: np.ndarray  # int64 [T]
+    slot_mapping: np.ndarray  # int64 [T]
+    cu_seqlens_q: np.ndarray  # int32 [B + 1]
+    context_lens: np.ndarray  # int32 [B]
+    block_tables: np.ndarray  # int32 [B, longest]
+    sampling_rows: np.ndarray  # int64 [S], of the sequences that sample
+    logits_rows: np.ndarray  # int64 [S], their last tokens
+    pending_tokens: np.ndarray  # int64 [number of pending tokens]
+    pending_rows: np.ndarray  # int64 [number of pending tokens]
+    sampling: SamplingArrays
+
+
+class GroupTensors(NamedTuple):
+    """GroupArrays on the device."""
+
+    context_lens: torch.Tensor
+    block_tables: torch.Tensor
+
+
+class StepTensors(NamedTuple):
+    """StepArrays on the device, and the streamed groups."""
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    rope_lens: torch.Tensor
+    slot_mapping: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    context_lens: torch.Tensor
+    block_tables: torch.Tensor
+    sampling_rows: torch.Tensor
+    logits_rows: torch.Tensor
+    pending_tokens: torch.Tensor
+    pending_rows: torch.Tensor
+    sampling: SamplingTensors
+    groups: tuple[GroupTensors, ...]
 
 
 def pad_tables(tables: Sequence[Sequence[int]], num_columns: int) -> np.ndarray:
@@ -20,16 +96,8 @@ def pad_tables(tables: Sequence[Sequence[int]], num_columns: int) -> np.ndarray:
     return padded
 
 
-def build_arrays(plan: StepPlan, block_size: int) -> dict[str, np.ndarray]:
-    """Everything the model and the sampler read, except the streamed groups.
-
-    For T tokens of B sequences, S of which sample: input_ids, positions, rope_lens, slot_mapping int64 [T];
-    cu_seqlens_q int32 [B + 1]; context_lens int32 [B]; block_tables int32 [B, longest]; sampled int64 [S], rows of
-    the sequences that sample, and logits_rows int64 [S], their last tokens;
-    pending_tokens, pending_rows int64 [number of pending tokens]: input_ids[pending_tokens[i]] is the token that the
-    previous step sampled in its row pending_rows[i]; temperature, top_p, min_p float32 [S]; top_k, seed,
-    sample_position int64 [S].
-    """
+def build_arrays(plan: StepPlan, block_size: int) -> StepArrays:
+    """The arrays of a step. Hot: once per step."""
     steps = plan.sequences
     query_lens = np.array([step.num_tokens for step in steps], dtype=np.int64)
     context_lens = np.array([step.context_len for step in steps], dtype=np.int64)
@@ -42,41 +110,34 @@ def build_arrays(plan: StepPlan, block_size: int) -> dict[str, np.ndarray]:
     offset = np.arange(ends[-1]) - (ends - query_lens)[row]
     positions = starts[row] + offset
     paged = (context_lens - query_lens)[row] + offset  # the token's index among its sequence's paged keys
-    sampled = np.array([step.sampling is not None for step in steps])
-    pending = np.array([step.previous_row for step in steps], dtype=np.int64)
-    arrays = {
-        "input_ids": np.concatenate([step.token_ids for step in steps]),
-        "positions": positions,
-        "rope_lens": np.maximum(prompt_lens[row], positions + 1),
-        "slot_mapping": tables[row, paged // block_size].astype(np.int64) * block_size + paged % block_size,
-        "cu_seqlens_q": np.concatenate([[0], ends]).astype(np.int32),
-        "context_lens": context_lens.astype(np.int32),
-        "block_tables": tables,
-        "sampled": np.flatnonzero(sampled),
-        "logits_rows": ends[sampled] - 1,
-        "pending_tokens": ends[pending >= 0] - 1,
-        "pending_rows": pending[pending >= 0],
-    }
-    rows = [step.sampling for step in steps if step.sampling is not None]
-    for i, (name, dtype) in enumerate(SAMPLING_ARRAYS.items()):
-        arrays[name] = np.array([sampling[i] for sampling in rows], dtype=dtype)
-    return arrays
+    does_sample = np.array([step.sampling is not None for step in steps])
+    previous_rows = np.array([step.previous_row for step in steps], dtype=np.int64)
+    is_pending = previous_rows >= 0
+    return StepArrays(
+        input_ids=np.concatenate([step.token_ids for step in steps]),
+        positions=positions,
+        rope_lens=np.maximum(prompt_lens[row], positions + 1),
+        slot_mapping=tables[row, paged // block_size].astype(np.int64) * block_size + paged % block_size,
+        cu_seqlens_q=np.concatenate([[0], ends]).astype(np.int32),
+        context_lens=context_lens.astype(np.int32),
+        block_tables=tables,
+        sampling_rows=np.flatnonzero(does_sample),
+        logits_rows=ends[does_sample] - 1,
+        pending_tokens=ends[is_pending] - 1,
+        pending_rows=previous_rows[is_pending],
+        sampling=_sampling_arrays([step.sampling for step in steps if step.sampling is not None]),
+    )
 
 
-SAMPLING_ARRAYS = {  # fields of SamplingRow and of SamplingTensors, in order
-    "temperature": np.float32,
-    "top_k": np.int64,
-    "top_p": np.float32,
-    "min_p": np.float32,
-    "seed": np.int64,
-    "sample_position": np.int64,
-}
+def _sampling_arrays(rows: Sequence[SamplingRow]) -> SamplingArrays:
+    columns = (np.array([row[i] for row in rows], dtype=dtype) for i, dtype in enumerate(SAMPLING_DTYPES.values()))
+    return SamplingArrays(*columns)
 
 
-def build_groups(plan: StepPlan, block_size: int, group_blocks: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """For each streamed group context_lens int32 [B] and block_tables int32 [B, group_blocks]."""
+def build_groups(plan: StepPlan, block_size: int, group_blocks: int) -> list[GroupArrays]:
+    """The arrays of each streamed group, with tables of `group_blocks` columns."""
     return [
-        (
+        GroupArrays(
             np.array([len(table) * block_size for table in group.tables], dtype=np.int32),
             pad_tables(group.tables, group_blocks),
         )
@@ -84,74 +145,34 @@ def build_groups(plan: StepPlan, block_size: int, group_blocks: int) -> list[tup
     ]
 
 
-def to_device(arrays: dict[str, np.ndarray], device: torch.device) -> dict[str, torch.Tensor]:
-    """All arrays on the device, by one copy from one (pinned) buffer. Does not wait for it."""
-    offsets, size = {}, 0
-    for name, array in arrays.items():
-        offsets[name] = size
-        size += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
-    staging = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+def to_device(arrays: StepArrays, groups: Sequence[GroupArrays], device: torch.device) -> StepTensors:
+    """All arrays on the device, by one copy."""
+    *of_step, sampling = arrays
+    flat = [*of_step, *sampling, *(array for group in groups for array in group)]
+    copied = iter(copy_to_device(flat, device))
+    own = [next(copied) for _ in of_step]
+    sampling_tensors = SamplingTensors._make(next(copied) for _ in sampling)
+    group_tensors = tuple(GroupTensors(next(copied), next(copied)) for _ in groups)
+    return StepTensors._make((*own, sampling_tensors, group_tensors))
+
+
+def copy_to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
+    """The arrays on the device, by one copy from one (pinned) buffer. Does not wait for it."""
+    offsets, num_bytes = [], 0
+    for array in arrays:
+        offsets.append(num_bytes)
+        num_bytes += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
+    staging = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
     flat = staging.numpy()
-    for name, array in arrays.items():
-        flat[offsets[name] : offsets[name] + array.nbytes] = array.reshape(-1).view(np.uint8)
+    for array, offset in zip(arrays, offsets, strict=True):
+        flat[offset : offset + array.nbytes] = array.reshape(-1).view(np.uint8)
     on_device = staging.to(device, non_blocking=True)
-    return {
-        name: on_device[offsets[name] : offsets[name] + array.nbytes]
-        .view(torch.from_numpy(array[:0]).dtype)
-        .view(array.shape)
-        for name, array in arrays.items()
-    }
+    return [
+        on_device[offset : offset + array.nbytes].view(torch_dtype(array.dtype)).view(array.shape)
+        for array, offset in zip(arrays, offsets, strict=True)
+    ]
 
 
-class StepBatches(NamedTuple):
-    """The PagedBatches of a step: of the paged keys and of each streamed group, for all tokens or for some rows."""
-
-    paged: PagedBatch
-    groups: tuple[PagedBatch, ...]
-
-
-def build_batches(plan: StepPlan, tensors: dict[str, torch.Tensor], block_size: int) -> StepBatches:
-    """`tensors`: on the device, build_arrays, and of streamed group i `group_context_lens_i`, `group_tables_i`."""
-    query_lens = [step.num_tokens for step in plan.sequences]
-    context_lens = [step.context_len for step in plan.sequences]
-    tables = [step.block_table for step in plan.sequences]
-
-    def batch(
-        lens_name: str, tables_name: str, lens: list[int], host_tables: Sequence[Sequence[int]], causal: bool
-    ) -> PagedBatch:
-        return PagedBatch(
-            cu_seqlens_q=tensors["cu_seqlens_q"],
-            context_lens=tensors[lens_name],
-            block_tables=tensors[tables_name],
-            max_query_len=max(query_lens),
-            max_context_len=max(lens),
-            causal=causal,
-            host=HostTables(query_lens, lens, host_tables),
-        )
-
-    groups = []
-    for i, group in enumerate(plan.moves.streamed):
-        lens = [len(table) * block_size for table in group.tables]
-        groups.append(batch(f"group_context_lens_{i}", f"group_tables_{i}", lens, group.tables, causal=False))
-    return StepBatches(batch("context_lens", "block_tables", context_lens, tables, causal=True), tuple(groups))
-
-
-def last_token_batches(plan: StepPlan, batches: StepBatches, sampled: torch.Tensor) -> StepBatches:
-    """The same for the last tokens of the sequences that sample; `sampled` int64 [S]: their rows in the step."""
-    rows = [row for row, step in enumerate(plan.sequences) if step.sampling is not None]
-    cu_seqlens_q = torch.arange(len(rows) + 1, dtype=torch.int32, device=sampled.device)
-
-    def select(batch: PagedBatch) -> PagedBatch:
-        assert batch.host is not None, "a planned step knows its sizes"
-        context_lens = [batch.host.context_lens[row] for row in rows]
-        return PagedBatch(
-            cu_seqlens_q=cu_seqlens_q,
-            context_lens=batch.context_lens[sampled],
-            block_tables=batch.block_tables[sampled],
-            max_query_len=1,
-            max_context_len=max(context_lens, default=0),
-            causal=batch.causal,
-            host=HostTables([1] * len(rows), context_lens, [batch.host.block_tables[row] for row in rows]),
-        )
-
-    return StepBatches(select(batches.paged), tuple(select(group) for group in batches.groups))
+def torch_dtype(dtype: np.dtype | type[np.generic]) -> torch.dtype:
+    """torch's dtype of numpy's."""
+    return torch.from_numpy(np.empty(0, dtype)).dtype

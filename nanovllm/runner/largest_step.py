@@ -1,17 +1,17 @@
 """The steps that need the most memory of all that the options allow. Start-up runs them once to measure it.
 
-With `short_step` they also launch every kernel that prompts, chunks and sampling need, so that start-up can compile all
-of them and no request waits for that.
+Together with `short_step` they launch every kernel that prompts, chunks and sampling need, so that start-up can compile
+them all and no request has to wait.
 """
 
 import numpy as np
 
 from nanovllm.core.step_plan import KVMoves, SamplingRow, SequenceStep, StepPlan, StreamedGroup
 
-# Before the chunk, and groups streamed to it. More are attended in turns, with the same temporaries: from the fourth
-# part on there is a running result in fp32 (attention/merge.py). Scattered keys are attended 16 MiB at a time.
-HISTORY_TOKENS = 49152
-NUM_GROUPS = 4
+# More history or more groups would need no more memory. From the fourth part on there is a running result in fp32
+# (attention/merge.py), and further parts reuse its temporaries. Scattered keys are attended to 16 MiB at a time.
+HISTORY_TOKENS = 49152  # before a chunk
+NUM_GROUPS = 4  # streamed to it
 _SAMPLING = SamplingRow(temperature=1.0, top_k=20, top_p=0.95, min_p=0.05, seed=0, position=1)
 
 

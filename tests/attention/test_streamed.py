@@ -1,4 +1,4 @@
-"""StreamedAttention over a stream that is a list: every block but the newest ones is a group of its own."""
+"""MergedAttention over a stream that is a list: every block but the newest ones is a group of its own."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,7 +15,7 @@ from nanovllm.attention.backends.selection import BACKENDS
 from nanovllm.attention.backends.torch_backend import TorchBackend
 from nanovllm.attention.backends.triton_backend import TritonBackend
 from nanovllm.attention.base import AttentionBackend, PagedBatch
-from nanovllm.attention.streamed import StreamedAttention
+from nanovllm.attention.streamed import MergedAttention, SlotsPart, StreamedPart
 
 SCALE = 0.1
 
@@ -31,9 +31,9 @@ class ListStream:
 
     def stored(self, layer: int) -> None: ...
 
-    def attended(self, layer: int) -> None: ...
+    def attended(self) -> None: ...
 
-    def groups(self, layer: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def groups(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for k, v in self.kv:
             staged = k.clone(), v.clone()
             yield staged
@@ -51,8 +51,17 @@ class StreamedCase(NamedTuple):
     def attend(self, backend: AttentionBackend) -> torch.Tensor:
         q_THD, k_cache, v_cache, *_ = self.whole
         cells = torch.zeros(len(q_THD), dtype=torch.int64, device=q_THD.device)
-        batches = self.batch, self.batch, self.groups, self.groups
-        attention = StreamedAttention(backend, self.stream, k_cache[None], v_cache[None], cells, *batches, SCALE)
+        caches = {"k_cache": k_cache[None], "v_cache": v_cache[None]}
+        shared = {"stream": self.stream, "backend": backend, "scale": SCALE}
+        parts = SlotsPart(batch=self.batch, **caches, **shared), StreamedPart(batches=self.groups, **shared)
+        attention = MergedAttention(
+            stream=self.stream,
+            **caches,
+            slot_mapping_T=cells,
+            merge=backend.merge,
+            parts=parts,
+            last_parts=parts,
+        )
         attention.cells(0)
         return attention.attend(0, q_THD)
 

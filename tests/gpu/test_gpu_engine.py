@@ -49,8 +49,8 @@ def test_graphs_batches_around_their_sizes_give_the_tokens_of_eager(
             llm.plans.clear()
             llm.answer_and_check(prompts_of(*range(20, 20 + num_seqs)), max_tokens=5)
             assert sum(plan.is_decode and len(plan.sequences) == num_seqs for plan in llm.plans) >= 3
-        assert (llm.num_replays["graphs"] >= 11 * 3) == (not enforce_eager)
-        assert not llm.num_replays["streamed_graphs"]
+        assert (llm.num_replays["resident"] >= 11 * 3) == (not enforce_eager)
+        assert not llm.num_replays["streamed"]
         llm.assert_nothing_left()
 
 
@@ -67,7 +67,7 @@ def test_streamed_graphs_several_groups_a_layer_give_the_tokens_of_eager(
         streamed = [plan for plan in llm.plans if plan.is_decode and len(plan.sequences) == num_seqs]
         streamed = [plan for plan in streamed if len(plan.moves.streamed) * 2 > num_groups]  # of two layers
         assert len(streamed) >= 8 and any(plan.moves.offloads for plan in streamed)
-        assert llm.num_replays["streamed_graphs"] >= 8
+        assert llm.num_replays["streamed"] >= 8
         llm.assert_nothing_left()
 
 

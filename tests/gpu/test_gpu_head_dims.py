@@ -38,7 +38,7 @@ def test_fp32_answers_are_those_of_transformers(reference_of: Any, head_dim: int
     """Two slots: the paged call, streamed groups and their merges, in graphs and without."""
     with GpuLLM(reference_of(head_dim), enforce_eager=enforce_eager, **cache_options(2)) as llm:
         llm.answer_and_check(prompts_of(1, BLOCK + 1, 4 * BLOCK - 5))
-        assert (llm.num_replays["streamed_graphs"] > 0) == (not enforce_eager)
+        assert (llm.num_replays["streamed"] > 0) == (not enforce_eager)
         llm.assert_nothing_left()
 
 
@@ -49,7 +49,7 @@ def test_low_precision_logits_are_as_good_as_plain_torch(reference_of: Any, head
     options = cache_options(None) | {"dtype": dtype, "max_num_batched_tokens": 3000}
     with GpuLLM(reference_of(head_dim), **options) as llm:
         llm.assert_as_good_as_plain_torch(prompts_of(5 * BLOCK + 30, 40, 2 * BLOCK))
-        assert llm.num_replays["graphs"]
+        assert llm.num_replays["resident"]
 
 
 def test_torch_backend_runs_eager_and_is_refused_with_graphs(reference_of: Any) -> None:

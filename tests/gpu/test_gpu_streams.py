@@ -107,8 +107,8 @@ def slow_down(engine: OffloadEngine, side: str, cycles: int) -> None:
         stored(layer)
         torch.cuda._sleep(cycles)
 
-    def late_staged_buffers(layer: int) -> Iterator[int]:
-        for buffer in staged_buffers(layer):
+    def late_staged_buffers() -> Iterator[int]:
+        for buffer in staged_buffers():
             torch.cuda._sleep(cycles)
             yield buffer
 
@@ -297,6 +297,7 @@ class ChecksummedOffloadEngine(OffloadEngine):
 
     def begin_layer(self, layer: int) -> None:
         super().begin_layer(layer)
+        self._layer = layer  # whose groups come next
         for cpu_block_id, ring_slot, num_tokens in self._moves.loads:
             self._compare(0, layer, cpu_block_id, self._slot_sums(layer, ring_slot, 0, num_tokens))
 
@@ -311,12 +312,12 @@ class ChecksummedOffloadEngine(OffloadEngine):
                 self._note(layer, ring_slot, cpu_block_id, start, end)
         super().ran_all_layers()
 
-    def staged_buffers(self, layer: int) -> Iterator[int]:
-        for buffer, group in zip(super().staged_buffers(layer), self._moves.streamed, strict=True):
+    def staged_buffers(self) -> Iterator[int]:
+        for buffer, group in zip(super().staged_buffers(), self._moves.streamed, strict=True):
             for i, cpu_block_id in enumerate(group.cpu_block_ids):
                 caches = (self.k_staging, self.v_staging)
                 sums = torch.stack([token_sums(cache[buffer, i]) for cache in caches])
-                self._compare(1, layer, cpu_block_id, sums)
+                self._compare(1, self._layer, cpu_block_id, sums)
             yield buffer
 
 
@@ -377,7 +378,7 @@ def test_soak_every_block_that_comes_back_is_the_one_that_was_written(
     options = OFFLOAD | {"num_gpu_blocks": num_gpu_blocks, "kvcache_block_size": block_size, "num_cpu_blocks": 60}
     with (
         small_staging(2 * block_size, 2),
-        mock.patch("nanovllm.runner.model_runner.OffloadEngine", ChecksummedOffloadEngine),
+        mock.patch("nanovllm.runner.kv_memory.OffloadEngine", ChecksummedOffloadEngine),
         GpuLLM(reference, max_num_batched_tokens=1500, **options) as llm,
     ):
         answers = soak(llm, SOAK_SECONDS / 4, seed)

@@ -103,7 +103,7 @@ def test_second_gpu_stepped_from_another_thread_while_the_first_is_current(
         in_threads(lambda: llm.answer_and_check(prompts_of(*PROMPTS), max_tokens=12))
         llm.answer_and_check(prompts_of(*(n + 1 for n in PROMPTS)), max_tokens=12)
         assert torch.cuda.current_device() == 0
-        assert llm.runner.k_cache.device == torch.device("cuda", 1)
+        assert llm.runner.memory.cache[0].device == torch.device("cuda", 1)
         llm.assert_nothing_left()
 
 

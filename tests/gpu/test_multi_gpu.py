@@ -54,8 +54,8 @@ def test_ranks_give_the_tokens_of_one(
             llm.answer_and_check([prompt], max_tokens=10)
         llm.answer_and_check(prompts, max_tokens=20)
         llm.answer_and_check([prompts[3] + [5, 6, 7]], max_tokens=8)  # a prefix hit
-        assert (llm.num_replays["graphs"] > 0) != enforce_eager
-        assert (llm.num_replays["streamed_graphs"] > 0) == (num_gpu_blocks == 3 and not enforce_eager)
+        assert (llm.num_replays["resident"] > 0) != enforce_eager
+        assert (llm.num_replays["streamed"] > 0) == (num_gpu_blocks == 3 and not enforce_eager)
         llm.assert_nothing_left()
     assert not multiprocessing.active_children() and not shared_memory_of_this_process()
 
@@ -65,7 +65,7 @@ def test_two_ranks_several_groups_a_layer(reference: Reference) -> None:
     options = OFFLOAD | {"num_gpu_blocks": 2, "num_cpu_blocks": 50, "tensor_parallel_size": 2}
     with GpuLLM(reference, max_num_batched_tokens=512, **options) as llm:
         llm.answer_and_check(prompts_of(40 * BLOCK + 7), max_tokens=8)
-        assert max(len(plan.moves.streamed) for plan in llm.plans) == 2 and llm.num_replays["streamed_graphs"]
+        assert max(len(plan.moves.streamed) for plan in llm.plans) == 2 and llm.num_replays["streamed"]
 
 
 @pytest.mark.parametrize("offload", [False, True])

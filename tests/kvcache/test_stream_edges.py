@@ -1,7 +1,7 @@
 """Every stream edge of the offload engine: no race whatever the copies' timing, and each edge is needed.
 
 The engine runs with tags for K/V (content_model.py) on random workloads, so that hundreds of them take seconds; and
-with a real model under each dropped edge, so that the order of calls in StreamedAttention is part of it.
+with a real model under each dropped edge, so that the order of calls in MergedAttention is part of it.
 """
 
 import ast
@@ -70,9 +70,9 @@ class OffloadRunner(ContentRunner):
                 engine.stored(layer)
             paged = [self._read_paged(layer, step.block_table, step.context_len) for step in plan.sequences]
             if not at_once:
-                engine.attended(layer)
+                engine.attended()
             streamed: list[list[int]] = [[] for _ in plan.sequences]
-            for (k, v), group in zip(engine.groups(layer), plan.moves.streamed, strict=True):
+            for (k, v), group in zip(engine.groups(), plan.moves.streamed, strict=True):
                 for row, table in enumerate(group.tables):
                     for i in table:
                         streamed[row] += self._read(layer, k[i], v[i])

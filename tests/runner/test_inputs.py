@@ -1,19 +1,28 @@
 """Index arithmetic of a step, against a loop over tokens."""
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from nanovllm.core.step_plan import KVMoves, SamplingRow, SequenceStep, StepPlan, StreamedGroup
-from nanovllm.runner.cuda_graphs import DecodeInputs
+from nanovllm.kernels.sampling_tensors import SamplingTensors
+from nanovllm.runner import decode_inputs
+from nanovllm.runner.batches import build_batches, last_token_batches
+from nanovllm.runner.cuda_graphs import DecodeGraphs
+from nanovllm.runner.decode_inputs import DecodeArrays, DecodeInputs, DecodeTensors
 from nanovllm.runner.inputs import (
-    SAMPLING_ARRAYS,
+    SAMPLING_DTYPES,
+    GroupArrays,
+    GroupTensors,
+    SamplingArrays,
+    StepArrays,
+    StepTensors,
     build_arrays,
-    build_batches,
     build_groups,
-    last_token_batches,
+    copy_to_device,
     pad_tables,
     to_device,
 )
@@ -65,11 +74,27 @@ def random_plan(rng: random.Random) -> StepPlan:
     return StepPlan(tuple(steps), KVMoves())
 
 
+def by_name(arrays: Any) -> dict[str, Any]:
+    """The fields of a step's arrays, those of `sampling` as `sampling.temperature` and so on."""
+    fields: dict[str, Any] = arrays._asdict()
+    sampling = fields.pop("sampling")
+    return fields | {f"sampling.{name}": values for name, values in sampling._asdict().items()}
+
+
+def test_twins_have_the_same_fields() -> None:
+    """They are filled by position."""
+    assert StepTensors._fields == (*StepArrays._fields, "groups")
+    assert GroupTensors._fields == GroupArrays._fields
+    assert DecodeTensors._fields == DecodeArrays._fields == (*decode_inputs._STEP_DTYPES, "sampling")
+    fields = SamplingRow._fields
+    assert SamplingArrays._fields == SamplingTensors._fields == tuple(SAMPLING_DTYPES) == fields
+
+
 def test_arrays_of_random_steps_are_those_of_a_loop_over_tokens() -> None:
     rng = random.Random(0)
     for _ in range(200):
         plan = random_plan(rng)
-        arrays = build_arrays(plan, BLOCK_SIZE)
+        arrays = by_name(build_arrays(plan, BLOCK_SIZE))
         expected: dict[str, list[float]] = {name: [] for name in arrays}
         expected["cu_seqlens_q"] = [0]
         token = 0
@@ -85,11 +110,10 @@ def test_arrays_of_random_steps_are_those_of_a_loop_over_tokens() -> None:
             expected["cu_seqlens_q"].append(token)
             expected["context_lens"].append(step.context_len)
             if step.sampling is not None:
-                expected["sampled"].append(row)
+                expected["sampling_rows"].append(row)
                 expected["logits_rows"].append(token - 1)
-                names = ("temperature", "top_k", "top_p", "min_p", "seed", "sample_position")
-                for name, value in zip(names, step.sampling, strict=True):
-                    expected[name].append(value)
+                for name, value in step.sampling._asdict().items():
+                    expected[f"sampling.{name}"].append(value)
             if step.previous_row >= 0:
                 expected["pending_tokens"].append(token - 1)
                 expected["pending_rows"].append(step.previous_row)
@@ -101,7 +125,7 @@ def test_arrays_of_random_steps_are_those_of_a_loop_over_tokens() -> None:
             assert not any(table[len(step.block_table) :])
 
 
-def decode_inputs(max_num_seqs: int) -> DecodeInputs:
+def make_decode_inputs(max_num_seqs: int) -> DecodeInputs:
     return DecodeInputs(
         max_num_seqs=max_num_seqs,
         max_model_len=100,
@@ -116,7 +140,7 @@ def decode_inputs(max_num_seqs: int) -> DecodeInputs:
 def test_decode_graph_inputs_are_the_arrays_of_the_step_padded() -> None:
     """Steps of falling and rising size through the same buffers; ids from the host, and from the step before."""
     rng = random.Random(2)
-    static = decode_inputs(19)
+    static = make_decode_inputs(19)
     for _ in range(60):
         num_seqs = rng.randint(1, 19)
         sampling = [
@@ -134,16 +158,16 @@ def test_decode_graph_inputs_are_the_arrays_of_the_step_padded() -> None:
             for row in range(num_seqs)
         ]
         arrays = build_arrays(StepPlan(tuple(steps), KVMoves()), BLOCK_SIZE)
-        static.sampled.copy_(torch.tensor([rng.choice((-1, rng.randint(100_000, 200_000))) for _ in range(19)]))
-        size = static.size_for(num_seqs)
+        static.sampled_ids.copy_(torch.tensor([rng.choice((-1, rng.randint(100_000, 200_000))) for _ in range(19)]))
+        size = DecodeGraphs(static).size_for(num_seqs)
         static.fill(arrays, size)
-        got = static.arrays(size)
-        for name in ("positions", "rope_lens", "slot_mapping", "context_lens", *SAMPLING_ARRAYS):
-            assert got[name].tolist() == [*arrays[name].tolist(), *[-(name == "slot_mapping")] * (size - num_seqs)]
-        for step, row in zip(steps, zip(*static.sampling(size), strict=True), strict=False):
+        got, want = by_name(static.tensors(size)), by_name(arrays)
+        for name in got.keys() - {"input_ids", "token_source"}:
+            assert got[name].tolist() == [*want[name].tolist(), *[-(name == "slot_mapping")] * (size - num_seqs)], name
+        for step, row in zip(steps, zip(*static.tensors(size).sampling, strict=True), strict=False):
             assert step.sampling == pytest.approx(tuple(value.item() for value in row))
         for step, token_id in zip(steps, static.input_ids(size)[:num_seqs].tolist(), strict=True):
-            expected = step.token_ids[0] if step.previous_row < 0 else static.sampled[step.previous_row]
+            expected = step.token_ids[0] if step.previous_row < 0 else static.sampled_ids[step.previous_row]
             assert token_id == max(expected, 0)  # the embedding has no row for an invalid token
         for step, table in zip(steps, static.batch(size).block_tables.tolist(), strict=False):
             assert tuple(table[: len(step.block_table)]) == step.block_table
@@ -152,34 +176,24 @@ def test_decode_graph_inputs_are_the_arrays_of_the_step_padded() -> None:
 @pytest.mark.parametrize("max_num_seqs", [1, 8, 19])
 def test_decode_graph_inputs_begin_on_16_bytes(max_num_seqs: int) -> None:
     """Else Triton compiles the kernels that read them once more, 0.8 s of a start with an empty cache."""
-    static = decode_inputs(max_num_seqs)
-    for size in static.sizes:
-        tensors = {**static.arrays(size), "sampled": static.sampled, "block_tables": static.batch(size).block_tables}
+    static = make_decode_inputs(max_num_seqs)
+    for size in DecodeGraphs(static).sizes:
+        tensors = by_name(static.tensors(size))
+        tensors |= {"sampled_ids": static.sampled_ids, "block_tables": static.batch(size).block_tables}
         assert {name for name, tensor in tensors.items() if tensor.data_ptr() % 16} == set()
 
 
 def test_array_types() -> None:
     arrays = build_arrays(random_plan(random.Random(1)), BLOCK_SIZE)
-    for name in (
-        "input_ids",
-        "positions",
-        "rope_lens",
-        "slot_mapping",
-        "logits_rows",
-        "pending_tokens",
-        "seed",
-        "top_k",
-    ):
-        assert arrays[name].dtype == np.int64, name
-    for name in ("cu_seqlens_q", "context_lens", "block_tables"):
-        assert arrays[name].dtype == np.int32, name
-    for name in ("temperature", "top_p", "min_p"):
-        assert arrays[name].dtype == np.float32, name
+    int32, float32 = {"cu_seqlens_q", "context_lens", "block_tables"}, {"temperature", "top_p", "min_p"}
+    for name, values in by_name(arrays).items():
+        name = name.removeprefix("sampling.")
+        assert values.dtype == (np.int32 if name in int32 else np.float32 if name in float32 else np.int64), name
 
 
 def test_step_that_samples_nothing_has_no_rows() -> None:
     arrays = build_arrays(StepPlan((sequence_step(5, 9),), KVMoves()), BLOCK_SIZE)
-    assert arrays["logits_rows"].shape == arrays["temperature"].shape == arrays["seed"].shape == (0,)
+    assert arrays.logits_rows.shape == arrays.sampling.temperature.shape == arrays.sampling.seed.shape == (0,)
 
 
 def test_pad_tables_missing_entries_are_a_valid_block() -> None:
@@ -187,28 +201,41 @@ def test_pad_tables_missing_entries_are_a_valid_block() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_to_device_keeps_types_shapes_and_values(device: str) -> None:
-    arrays = build_arrays(random_plan(random.Random(2)), BLOCK_SIZE)
-    arrays |= {"empty": np.zeros((0, 3), dtype=np.int32), "odd": np.arange(7, dtype=np.int32)}
-    tensors = to_device(arrays, torch.device(device))
-    assert set(tensors) == set(arrays)
-    for name, array in arrays.items():
-        assert tensors[name].device.type == device
-        assert tensors[name].shape == array.shape
-        assert np.array_equal(tensors[name].cpu().numpy(), array)
-        assert tensors[name].cpu().numpy().dtype == array.dtype
-        assert tensors[name].data_ptr() % tensors[name].element_size() == 0
+def test_copy_to_device_keeps_types_shapes_and_values(device: str) -> None:
+    arrays = list(by_name(build_arrays(random_plan(random.Random(2)), BLOCK_SIZE)).values())
+    arrays += [np.zeros((0, 3), dtype=np.int32), np.arange(7, dtype=np.int32)]
+    tensors = copy_to_device(arrays, torch.device(device))
+    for tensor, array in zip(tensors, arrays, strict=True):
+        assert tensor.device.type == device
+        assert tensor.shape == array.shape
+        assert np.array_equal(tensor.cpu().numpy(), array)
+        assert tensor.cpu().numpy().dtype == array.dtype
+        assert tensor.data_ptr() % tensor.element_size() == 0
+
+
+def test_to_device_puts_every_array_where_its_name_says() -> None:
+    plan = random_plan(random.Random(3))
+    groups = [GroupArrays(np.full(2, i, dtype=np.int32), np.full((2, 3), -i, dtype=np.int32)) for i in range(3)]
+    arrays = build_arrays(plan, BLOCK_SIZE)
+    tensors = to_device(arrays, groups, torch.device("cpu"))
+    got = by_name(tensors)
+    assert len(got.pop("groups")) == 3
+    for name, values in by_name(arrays).items():
+        assert np.array_equal(got.pop(name).numpy(), values), name
+    assert not got
+    for on_device, group in zip(tensors.groups, groups, strict=True):
+        assert np.array_equal(on_device.context_lens.numpy(), group.context_lens)
+        assert np.array_equal(on_device.block_tables.numpy(), group.block_tables)
 
 
 def test_batches_of_paged_keys_and_of_streamed_groups() -> None:
     steps = (sequence_step(3, 11, table=(4, 6)), sequence_step(1, 5, table=(2,)))
     groups = (StreamedGroup((7, 8, 9), ((0, 2), (1,))), StreamedGroup((3,), ((), (0,))))
     plan = StepPlan(steps, KVMoves(streamed=groups))
-    arrays = build_arrays(plan, BLOCK_SIZE)
-    for i, (lens, tables) in enumerate(build_groups(plan, BLOCK_SIZE, group_blocks=3)):
-        assert (lens.dtype, tables.dtype) == (np.int32, np.int32)
-        arrays |= {f"group_context_lens_{i}": lens, f"group_tables_{i}": tables}
-    batches = build_batches(plan, to_device(arrays, torch.device("cpu")), BLOCK_SIZE)
+    arrays = build_groups(plan, BLOCK_SIZE, group_blocks=3)
+    assert {array.dtype for group in arrays for array in group} == {np.dtype(np.int32)}
+    tensors = to_device(build_arrays(plan, BLOCK_SIZE), arrays, torch.device("cpu"))
+    batches = build_batches(plan, tensors, BLOCK_SIZE)
 
     paged = batches.paged
     assert paged.causal and (paged.max_query_len, paged.max_context_len) == (3, 11)
@@ -233,13 +260,12 @@ def test_batches_of_the_last_tokens_are_those_of_the_sequences_that_sample(sampl
         for n, context_len, table, does in zip((3, 1, 2), (11, 5, 9), ((4, 6), (2,), (7, 1)), samples, strict=True)
     )
     plan = StepPlan(steps, KVMoves(streamed=(StreamedGroup((7, 8, 9), ((0, 2), (), (1,))),)))
-    arrays = build_arrays(plan, BLOCK_SIZE)
-    ((lens, tables),) = build_groups(plan, BLOCK_SIZE, group_blocks=3)
-    tensors = to_device(arrays | {"group_context_lens_0": lens, "group_tables_0": tables}, torch.device("cpu"))
-    paged, (group,) = last_token_batches(plan, build_batches(plan, tensors, BLOCK_SIZE), tensors["sampled"])
+    groups = build_groups(plan, BLOCK_SIZE, group_blocks=3)
+    tensors = to_device(build_arrays(plan, BLOCK_SIZE), groups, torch.device("cpu"))
+    paged, (group,) = last_token_batches(plan, build_batches(plan, tensors, BLOCK_SIZE), tensors.sampling_rows)
     for batch, context_lens, rows in (
         (paged, (11, 5, 9), [[4, 6], [2, 0], [7, 1]]),
-        (group, (16, 0, 8), tables.tolist()),
+        (group, (16, 0, 8), groups[0].block_tables.tolist()),
     ):
         expected = [context_len for context_len, does in zip(context_lens, samples, strict=True) if does]
         assert batch.context_lens.tolist() == expected

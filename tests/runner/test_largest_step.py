@@ -48,7 +48,7 @@ def test_chunk_has_history_and_every_row_filters() -> None:
 def test_one_block_is_enough(group_blocks: int) -> None:
     for plan in steps(num_tokens=3000, max_num_seqs=7, group_blocks=group_blocks):
         arrays = build_arrays(plan, BLOCK)
-        assert not arrays["block_tables"].any() and arrays["slot_mapping"].max() < BLOCK
+        assert not arrays.block_tables.any() and arrays.slot_mapping.max() < BLOCK
         groups = build_groups(plan, BLOCK, group_blocks)
         assert len(groups) == (NUM_GROUPS if group_blocks else 0)
         for (lens, _), group in zip(groups, plan.moves.streamed, strict=True):
@@ -63,4 +63,4 @@ def test_short_step_stays_within_the_limits(max_num_seqs: int, max_model_len: in
     assert len(plan.sequences) <= max_num_seqs
     assert [seq.num_tokens for seq in plan.sequences] == [1, min(300, max_model_len)][-max_num_seqs:]
     assert all(seq.context_len <= max_model_len for seq in plan.sequences)
-    assert not build_arrays(plan, BLOCK)["block_tables"].any()
+    assert not build_arrays(plan, BLOCK).block_tables.any()

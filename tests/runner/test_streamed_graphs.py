@@ -1,21 +1,26 @@
 """StreamedDecodeGraphs on a model that is one attention, so that its result can be compared with the exact one."""
 
+from collections.abc import Callable
+from functools import partial
+from typing import ClassVar
+
 import numpy as np
 import pytest
 import torch
 from checked_engine import small_staging
+from hostless_torch import HostlessTorch
 from paged_cases import PagedCase, make_paged
 from rounding import MAX_ROUNDINGS, MEAN_VALUE, PART_COUNTS, num_roundings
 
 from nanovllm.attention.backends import selection
 from nanovllm.attention.base import PagedBatch, StepAttention
-from nanovllm.attention.paged import PagedAttention
+from nanovllm.attention.paged import PagedAttention, PagedPart
 from nanovllm.core.kv_spec import KVCacheSpec
 from nanovllm.core.step_limits import streamed_graph_sizes
 from nanovllm.core.step_plan import KVMoves, SamplingRow, SequenceStep, StepPlan, StreamedGroup
 from nanovllm.kvcache.transfer.offload_engine import OffloadEngine
-from nanovllm.runner import inputs
-from nanovllm.runner.cuda_graphs import DecodeInputs
+from nanovllm.runner.decode_inputs import DecodeInputs
+from nanovllm.runner.inputs import build_arrays, build_groups
 from nanovllm.runner.streamed_graphs import StreamedDecodeGraphs
 
 BLOCK, SCALE = 256, 0.1
@@ -46,7 +51,7 @@ class OneAttention:
 
 def make_plan(num_groups: int) -> StepPlan:
     """Every block but the last is streamed, a group each, so half the groups hold no key of a sequence."""
-    sampling = SamplingRow(0.0, 0, 1.0, 0.0, 0, 0)
+    sampling = SamplingRow(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, position=0)
     token_ids, last = np.zeros(1, dtype=np.int64), num_groups * BLOCK
     steps = tuple(
         SequenceStep(seq, token_ids, last + paged_len - 1, last + paged_len, (seq,), paged_len, sampling)
@@ -79,6 +84,90 @@ def fill_caches(offload: OffloadEngine, case: PagedCase, num_groups: int) -> Non
 def test_streamed_graph_sizes_are_few(max_num_seqs: int, sizes: list[int]) -> None:
     """Each takes a graph per layer at start: ten powers of two for 512 sequences were 290 graphs."""
     assert streamed_graph_sizes(max_num_seqs) == sizes
+
+
+class Replayable:
+    """Stands for a captured graph: its replay runs `work` and notes its name."""
+
+    log: ClassVar[list[str]] = []
+
+    def __init__(self, name: str, work: Callable[[], object]) -> None:
+        self.name, self.work = name, work
+
+    def replay(self) -> None:
+        Replayable.log.append(self.name)
+        self.work()
+
+
+def log_calls(offload: OffloadEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The calls that come between graphs go to the same log as the replays."""
+
+    def logged(name: str, call: Callable[..., object], *args: int) -> None:
+        Replayable.log.append(name)
+        call(*args)
+
+    for name in ("begin_layer", "stored", "attended"):
+        monkeypatch.setattr(offload, name, partial(logged, name, getattr(offload, name)))
+
+
+def test_streamed_replay_attends_to_all_keys_and_keeps_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU replays, done by the functions that are captured there; two sequences in graphs for four."""
+    dtype, backend, num_groups = torch.float32, HostlessTorch(), 3
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Replayable)
+    Replayable.log = []
+    case = make_paged(
+        [(1, num_groups * BLOCK + paged_len) for paged_len in PAGED_LENS],
+        BLOCK,
+        (4, 2),
+        causal=True,
+        head_dim=16,
+        dtype=dtype,
+        mean_value=MEAN_VALUE,
+    )
+    with small_staging(BLOCK, 3):
+        spec = KVCacheSpec(num_layers=1, block_size=BLOCK, num_kv_heads=2, head_dim=16, itemsize=4)
+        offload = OffloadEngine(spec, NUM_SEQS * num_groups, dtype, torch.device("cpu"))
+    offload.allocate_slots(NUM_SEQS)
+    fill_caches(offload, case, num_groups)
+    static = DecodeInputs(
+        max_num_seqs=4,
+        max_model_len=(1 + num_groups) * BLOCK,
+        block_size=BLOCK,
+        vocab_size=64,
+        padded_vocab_size=64,
+        dtype=dtype,
+        device=torch.device("cpu"),
+    )
+    graphs = StreamedDecodeGraphs(static, offload=offload, backend=backend, scale=SCALE, num_heads=4)
+    size = graphs.size_for(NUM_SEQS)
+    assert size == 4
+    q_BHD, out_BHD = torch.zeros(size, 4, 16), torch.zeros(size, 4, 16)
+    q_BHD[:NUM_SEQS] = case.q_THD
+
+    def first_piece() -> None:
+        batch, caches = static.batch(size), (offload.k_cache_gpu[0], offload.v_cache_gpu[0])
+        graphs.result.begin(q_BHD, backend.attend(q_BHD, *caches, batch, SCALE))
+
+    def attend_to(buffer: int) -> Replayable:
+        work = partial(graphs.groups.launch_kernels, size, buffer, graphs.result)
+        return Replayable(f"group in buffer {buffer}", work)
+
+    last_piece = partial(out_BHD.copy_, graphs.result.out_BHD[:size])
+    pieces = [Replayable("piece 0", first_piece), Replayable("piece 1", last_piece)]
+    graphs._graphs[size] = [*pieces, *map(attend_to, range(3))]  # type: ignore[list-item]
+    log_calls(offload, monkeypatch)
+    plan = make_plan(num_groups)
+    for _ in range(2):  # the second step finds the running result of the first
+        Replayable.log.clear()
+        out_BHD.zero_()
+        offload.begin_step(plan.moves, range(NUM_SEQS))
+        graphs.replay(build_arrays(plan, BLOCK), build_groups(plan, BLOCK, spec.staging_group_blocks))
+        offload.end_step()
+        groups = [f"group in buffer {i % 3}" for i in range(NUM_SEQS * num_groups)]  # twice around
+        assert Replayable.log == ["begin_layer", "piece 0", "stored", "attended", *groups, "piece 1"]
+        torch.testing.assert_close(out_BHD[:NUM_SEQS].double(), case.naive(SCALE).out_THD, atol=5e-6, rtol=5e-6)
+        assert not out_BHD[NUM_SEQS:].any()  # padding has no keys
+    offload.close()
 
 
 @pytest.mark.gpu
@@ -117,17 +206,20 @@ def test_gpu_streamed_graphs_many_groups_round_once(name: str, num_parts: int) -
             dtype=dtype,
             device=device,
         )
-        graphs = StreamedDecodeGraphs(static, backend, offload, SCALE, num_heads=16)
+        graphs = StreamedDecodeGraphs(static, offload=offload, backend=backend, scale=SCALE, num_heads=16)
 
         def paged(slot_mapping: torch.Tensor, batch: PagedBatch) -> StepAttention:
-            return PagedAttention(backend, offload.k_cache_gpu, offload.v_cache_gpu, slot_mapping, batch, batch, SCALE)
+            part = PagedPart(
+                backend=backend, k_cache=offload.k_cache_gpu, v_cache=offload.v_cache_gpu, batch=batch, scale=SCALE
+            )
+            return PagedAttention(slot_mapping, part, part)
 
         graphs.capture(model, paged, graphs.sizes, show_progress=False)  # type: ignore[arg-type]
         plan = make_plan(num_groups)
         for _ in range(2):  # the second step finds the running result of the first
             model.out_BHD.zero_()
             offload.begin_step(plan.moves, range(NUM_SEQS))
-            graphs.run(inputs.build_arrays(plan, BLOCK), inputs.build_groups(plan, BLOCK, spec.staging_group_blocks))
+            graphs.replay(build_arrays(plan, BLOCK), build_groups(plan, BLOCK, spec.staging_group_blocks))
             offload.end_step()
             torch.cuda.synchronize()
             assert num_roundings(model.out_BHD, case.naive(SCALE).out_THD) <= MAX_ROUNDINGS

@@ -24,24 +24,22 @@ def prompts_of(*lengths: int) -> list[list[int]]:
 
 
 class GpuLLM(CheckedLLM):
-    """Graphs on, unless told otherwise. `num_replays`: steps run by "graphs" and by "streamed_graphs"."""
+    """Graphs on, unless told otherwise. `num_replays`: steps run by "resident" and by "streamed" graphs."""
 
     def __init__(self, reference: Reference, **options: Any) -> None:
         super().__init__(reference, **({"device": "cuda", "enforce_eager": False, "max_num_seqs": 6} | options))
         self.num_replays: Counter[str] = Counter()
-        for name in ("graphs", "streamed_graphs"):
-            graphs = getattr(self.runner, name)
-            if graphs is not None:
-                graphs.run = self._counted(name, graphs.run)
+        for graphs in self.runner.graphs.kinds if self.runner.graphs is not None else ():
+            graphs.replay = self._counted(graphs.name, graphs.replay)  # type: ignore[method-assign]
 
-    def _counted(self, name: str, run: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def counting_run(*args: Any) -> torch.Tensor:
+    def _counted(self, name: str, replay: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def counting_replay(*args: Any) -> torch.Tensor:
             self.num_replays[name] += 1
-            logits = run(*args)
+            logits = replay(*args)
             self._record(logits)
             return logits
 
-        return counting_run
+        return counting_replay
 
     def _record(self, logits: torch.Tensor) -> None:
         sampling = [step.seq_id for step in self.plans[-1].sequences if step.sampling is not None]

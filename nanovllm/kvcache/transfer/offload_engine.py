@@ -2,15 +2,16 @@
 
 Legend: L layers, N blocks of a cache, P tokens per block, K kv heads, D head dim.
 
-The engine does what a plan's KVMoves say, one layer at a time, and chooses nothing. Two kinds of GPU memory:
-- ring slots `[L, N, P, K, D]`: blocks of all layers, written by the model, or loaded to stay;
-- staging groups `[N, P, K, D]`: a few blocks of *one* layer, filled, attended and refilled, layer after layer. One
-  group serves all layers, so a few of them let copies run ahead of the compute, across layers and into the next step,
-  while every slot stays resident.
+The engine does what a plan's KVMoves say, one layer at a time, and decides nothing. It has two kinds of GPU memory:
+- ring slots `[L, N, P, K, D]` hold blocks in all layers. The model writes them, or they are loaded to stay.
+- staging groups `[N, P, K, D]` hold a few blocks in *one* layer. They are filled, attended to and refilled, layer after
+  layer. Since a group serves every layer, a few of them let copies run ahead of the compute, across layers and into
+  the next step, while every slot keeps its block.
 
 Loads are enqueued in the order in which the model will use them, as far ahead as staging has room (`_pump`). What is
-contiguous on both sides is copied at once (copy_runs.py). Which copies a step makes, and after which earlier work, is
-found once in `begin_step`; what a layer costs does not depend on the number of slots or blocks, only on that of runs.
+contiguous on both sides is copied at once (copy_runs.py). `begin_step` finds out which copies a step makes and which
+earlier work each of them must wait for; the host's work per layer then depends only on the number of runs, not on the
+number of slots or blocks.
 
 Stream edges, each commented where it is made:
   E1  loaded -> read or written         h2d -> compute   ring_slot_ready, of this step and layer
@@ -21,11 +22,12 @@ Stream edges, each commented where it is made:
   E6  copied out -> CPU block loaded    d2h -> h2d       cpu_block_offload_done
   E7  staged -> attended                h2d -> compute   staging_ready
   E8  attended -> staging refilled      compute -> h2d   staging_compute_done
-The arrays of E2 to E6 hold numbers of batches of work: what a step does on compute is one, its flushes on d2h are
-another, its offloads a third. A stream runs its work in order, so of all the slots and blocks that a layer's copies
-touch only the newest batch is waited for, and none that the host has seen to be done (StreamLog).
+For E2 to E6 the engine keeps, for each slot and CPU block, the number of the batch of work that used it last. What a
+step does on compute is one batch, its flushes on d2h are another, its offloads a third. A stream runs its work in
+order, so for all the slots and blocks that a layer's copies touch it is enough to wait for the newest batch, and for
+none at all once the host has seen that batch done (StreamLog).
 No edge is needed from a load to a later write of the CPU block it read: compute waits for every load of a step within
-that step (E1, E7), and a block is only written (E3) from what compute stored in a later one.
+that step (E1, E7), and a block is only written (E3) from what compute stored in a later step.
 """
 
 from collections import deque
@@ -35,10 +37,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from nanovllm.core.kv_spec import (
-    NUM_STAGING_GROUPS,
-    KVCacheSpec,
-)
+from nanovllm.core.kv_spec import NUM_STAGING_GROUPS, KVCacheSpec
 from nanovllm.core.step_plan import KVMoves, SlotLoad, SlotOffload, StreamedGroup
 from nanovllm.kvcache.policy.copy_runs import Run, load_runs, offload_runs, staging_runs
 from nanovllm.kvcache.transfer.link import measure_link
@@ -49,7 +48,7 @@ from nanovllm.kvcache.transfer.streams import Event, Stream, Streams, make_strea
 
 
 class _Loads(NamedTuple):
-    """Copies to the GPU that a step makes together in each layer, and the newest batches of work that come first."""
+    """Copies to the GPU that a step makes together in each layer, and the batches of work that must come first."""
 
     runs: tuple[Run, ...]
     block_offload: int  # on d2h, of the CPU blocks
@@ -59,8 +58,10 @@ class _Loads(NamedTuple):
 
 
 class OffloadEngine:
-    """One rank's KV cache with offload. Per step: begin_step; per layer begin_layer, stored, attended, groups;
-    end_step.
+    """One rank's KV cache with offload.
+
+    The calls of a step, in order: begin_step; for each layer begin_layer, stored, attended and groups; end_step. A step
+    that a single CUDA graph runs has begin_all_layers and ran_all_layers in place of the calls for each layer.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class OffloadEngine:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """Allocates the CPU pool and the staging groups; `allocate_slots` the rest."""
+        """Allocates the CPU pool and the staging groups; `allocate_slots` allocates the slots."""
         self.spec, self.dtype, self.device = spec, dtype, device
         self.streams: Streams = make_streams(device)
         block_shape = (spec.block_size, spec.num_kv_heads, spec.head_dim)
@@ -82,7 +83,7 @@ class OffloadEngine:
             for buffer in self._host_buffers
         )
         staging_shape = (NUM_STAGING_GROUPS, spec.staging_group_blocks, *block_shape)
-        self.k_staging, self.v_staging = (torch.zeros(staging_shape, dtype=dtype, device=device) for _ in "kv")
+        self.k_staging, self.v_staging = (torch.zeros(staging_shape, dtype=dtype, device=device) for _ in ("k", "v"))
         self._cpu_tokens = token_views(self.k_cache_cpu, self.v_cache_cpu)  # of each layer
         self._staging_tokens = token_views(self.k_staging, self.v_staging)  # of each group
         self._compute_log, self._d2h_log = StreamLog(spec.num_layers), StreamLog(spec.num_layers)
@@ -121,7 +122,7 @@ class OffloadEngine:
     # -- one step ------------------------------------------------------------------------------------------------
 
     def begin_step(self, moves: KVMoves, slots_in_use: Iterable[int]) -> None:
-        """Copy out the slots that are given up, start the first loads. `slots_in_use`: those of all block tables."""
+        """Copy out the slots that are given up, and start the first loads. `slots_in_use`: those in any block table."""
         assert not self._queue, "the previous step did not use all it loaded"
         for log in (self._compute_log, self._d2h_log):
             log.forget_done(self.streams.is_done)
@@ -149,7 +150,7 @@ class OffloadEngine:
             self.offload_slot_layer(runs, range(layer, layer + 1), self._compute_log.find(last_use, layer))
 
     def _note_offloads(self, offloads: tuple[SlotOffload, ...]) -> None:
-        """They belong to the next batch of d2h."""
+        """Note that the next batch of d2h makes these offloads."""
         batch = self._d2h_log.next_batch
         self.ring_slot_offload_done[[offload.ring_slot for offload in offloads]] = batch
         self.cpu_block_offload_done[[offload.cpu_block_id for offload in offloads]] = batch
@@ -184,14 +185,14 @@ class OffloadEngine:
         if self._offload_runs:
             self.offload_slot_layer(self._offload_runs, range(layer, layer + 1), self._record(self.streams.compute))
 
-    def attended(self, layer: int) -> None:
-        """The paged call of the layer is enqueued. Hot: once per layer."""
+    def attended(self) -> None:
+        """The paged call of the next layer in turn is enqueued. Hot: once per layer."""
         self.record_slot_compute_done()
 
-    def staged_buffers(self, layer: int) -> Iterator[int]:
-        """The staging buffer of each of the layer's streamed groups, in the order of the plan, filled when yielded.
+    def staged_buffers(self) -> Iterator[int]:
+        """The staging buffer of each streamed group of the next layer in turn, in the plan's order.
 
-        It is released when the next one is asked for. Hot: once per layer.
+        A buffer is filled when it is yielded and released when the next one is asked for. Hot: once per layer.
         """
         for _ in self._moves.streamed:
             buffer = self._num_released % NUM_STAGING_GROUPS
@@ -201,17 +202,17 @@ class OffloadEngine:
             self._num_released += 1
             self._pump()
 
-    def groups(self, layer: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """K and V `[N, P, K, D]` of the same, whose N the plan's tables index."""
-        for buffer in self.staged_buffers(layer):
+    def groups(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """K and V `[N, P, K, D]` of the same buffers; the plan's tables index N."""
+        for buffer in self.staged_buffers():
             yield self.k_staging[buffer], self.v_staging[buffer]
 
     def begin_all_layers(self) -> None:
-        """begin_layer for a step that loads nothing and is enqueued at once (a CUDA graph)."""
-        self.begin_layer(self.spec.num_layers - 1)  # a batch copies out its last layer last
+        """In place of begin_layer, for a step that loads nothing and is enqueued at once (a CUDA graph)."""
+        self.begin_layer(self.spec.num_layers - 1)  # copying out ends with the last layer, so this waits for them all
 
     def ran_all_layers(self) -> None:
-        """stored and attended for such a step."""
+        """In place of stored and attended, for such a step."""
         done = self.record_slot_compute_done(self.spec.num_layers)
         if self._offload_runs:
             self.offload_slot_layer(self._offload_runs, range(self.spec.num_layers), done)
@@ -226,7 +227,7 @@ class OffloadEngine:
         self._wait(self.streams.compute, self.ring_slot_ready[layer])  # E1: loaded -> used
 
     def record_slot_compute_done(self, num_layers: int = 1) -> Event:
-        """Compute has enqueued its last use of the step's slots in the next layer, or the next layers. Hot."""
+        """Compute has enqueued its last use of the step's slots in the next `num_layers` layers in turn. Hot."""
         done = self._record(self.streams.compute)
         self._compute_log.add(done, num_layers)  # E2, E3
         return done

@@ -1,0 +1,74 @@
+"""The PagedBatches of a step: which keys each query sees, of all tokens or of the last ones."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from nanovllm.attention.base import HostTables, PagedBatch
+from nanovllm.core.step_plan import StepPlan
+from nanovllm.runner.inputs import StepTensors
+
+
+class StepBatches(NamedTuple):
+    """The keys on the GPU and those of each streamed group, for the same rows."""
+
+    paged: PagedBatch
+    groups: tuple[PagedBatch, ...]
+
+
+def build_batches(plan: StepPlan, tensors: StepTensors, block_size: int) -> StepBatches:
+    """For all tokens of the step."""
+    query_lens = [step.num_tokens for step in plan.sequences]
+    max_query_len = max(query_lens)
+
+    def batch(
+        context_lens: torch.Tensor,
+        block_tables: torch.Tensor,
+        host_lens: list[int],
+        host_tables: Sequence[Sequence[int]],
+        causal: bool,
+    ) -> PagedBatch:
+        return PagedBatch(
+            cu_seqlens_q=tensors.cu_seqlens_q,
+            context_lens=context_lens,
+            block_tables=block_tables,
+            max_query_len=max_query_len,
+            max_context_len=max(host_lens),
+            causal=causal,
+            host=HostTables(query_lens, host_lens, host_tables),
+        )
+
+    paged = batch(
+        tensors.context_lens,
+        tensors.block_tables,
+        [step.context_len for step in plan.sequences],
+        [step.block_table for step in plan.sequences],
+        causal=True,
+    )
+    groups = (
+        batch(*on_device, [len(table) * block_size for table in group.tables], group.tables, causal=False)
+        for on_device, group in zip(tensors.groups, plan.moves.streamed, strict=True)
+    )
+    return StepBatches(paged, tuple(groups))
+
+
+def last_token_batches(plan: StepPlan, batches: StepBatches, sampling_rows: torch.Tensor) -> StepBatches:
+    """The same for the last tokens of the sequences that sample; `sampling_rows` int64 [S]: their rows in the step."""
+    rows = [row for row, step in enumerate(plan.sequences) if step.sampling is not None]
+    cu_seqlens_q = torch.arange(len(rows) + 1, dtype=torch.int32, device=sampling_rows.device)
+
+    def select(batch: PagedBatch) -> PagedBatch:
+        assert batch.host is not None, "a planned step knows its sizes"
+        context_lens = [batch.host.context_lens[row] for row in rows]
+        return PagedBatch(
+            cu_seqlens_q=cu_seqlens_q,
+            context_lens=batch.context_lens[sampling_rows],
+            block_tables=batch.block_tables[sampling_rows],
+            max_query_len=1,
+            max_context_len=max(context_lens, default=0),
+            causal=batch.causal,
+            host=HostTables([1] * len(rows), context_lens, [batch.host.block_tables[row] for row in rows]),
+        )
+
+    return StepBatches(select(batches.paged), tuple(select(group) for group in batches.groups))

@@ -1,0 +1,171 @@
+"""The static buffers that decode graphs read and write. A step fills them by one copy."""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from nanovllm.attention.base import PagedBatch, StepAttention
+from nanovllm.kernels.sampling_tensors import SamplingTensors
+from nanovllm.layers.sampler import sample
+from nanovllm.models.decoder import CausalLM
+from nanovllm.runner.inputs import SAMPLING_DTYPES, SamplingArrays, StepArrays, torch_dtype
+
+
+class DecodeArrays(NamedTuple):
+    """One entry per sequence, [B], as in StepArrays; `token_source` int64 says where a token's id is found."""
+
+    input_ids: np.ndarray
+    token_source: np.ndarray
+    positions: np.ndarray
+    rope_lens: np.ndarray
+    slot_mapping: np.ndarray
+    context_lens: np.ndarray
+    sampling: SamplingArrays
+
+
+class DecodeTensors(NamedTuple):
+    """DecodeArrays on the device, in the static buffers."""
+
+    input_ids: torch.Tensor
+    token_source: torch.Tensor
+    positions: torch.Tensor
+    rope_lens: torch.Tensor
+    slot_mapping: torch.Tensor
+    context_lens: torch.Tensor
+    sampling: SamplingTensors
+
+
+_STEP_DTYPES = {
+    "input_ids": torch.int64,
+    "token_source": torch.int64,
+    "positions": torch.int64,
+    "rope_lens": torch.int64,
+    "slot_mapping": torch.int64,
+    "context_lens": torch.int32,
+}
+_DTYPES = (*_STEP_DTYPES.values(), *map(torch_dtype, SAMPLING_DTYPES.values()))  # of the rows in the buffers
+
+
+def _even(num_entries: int) -> int:
+    """Round up to an even count so that every array is 16-byte aligned; Triton recompiles a kernel when a pointer's
+    alignment changes.
+    """
+    return num_entries + num_entries % 2
+
+
+class DecodeInputs:
+    """What every decode graph reads, for up to `max_num_seqs` sequences of `max_model_len` tokens, and what it leaves.
+
+    `sampled_ids` int64 [max_num_seqs] are the tokens of the last step, by their row in it. They lie before the step's
+    own input ids, so that one index, `token_source`, finds an id whether or not the host knows it yet.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        vocab_size: int,
+        padded_vocab_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """`padded_vocab_size`: entries in a row of logits (ParallelLMHead), the first `vocab_size` of which count;
+        `dtype`: that of the logits.
+        """
+        self.vocab_size = vocab_size
+        self.max_num_seqs, self.max_model_len = max_num_seqs, max_model_len
+        self.device = device
+        num_columns = -(-max_model_len // block_size)
+        with torch.device(device):
+            self._static = torch.zeros(_even(max_num_seqs) * (1 + len(_DTYPES)), dtype=torch.int64)
+            self._block_tables = torch.zeros(max_num_seqs, num_columns, dtype=torch.int32)
+            self.cu_seqlens_q = torch.arange(max_num_seqs + 1, dtype=torch.int32)
+            self._logits = torch.zeros(max_num_seqs, padded_vocab_size, dtype=dtype)
+        self.sampled_ids = self._static[:max_num_seqs]
+        self._first_row = _even(max_num_seqs)  # where the step's arrays begin
+        self._host_tables = np.zeros((max_num_seqs, num_columns), dtype=np.int32)  # what _block_tables holds
+
+    # -- what the graphs capture -----------------------------------------------------------------------------------
+
+    def _rows(self, size: int) -> torch.Tensor:
+        """The step's arrays at one size, int64 [arrays, _even(size)]; those of 4 bytes fill half."""
+        return self._static[self._first_row :][: len(_DTYPES) * _even(size)].view(len(_DTYPES), -1)
+
+    def tensors(self, size: int) -> DecodeTensors:
+        """The static arrays at one size, each [size]."""
+        arrays = [row.view(dtype)[:size] for dtype, row in zip(_DTYPES, self._rows(size), strict=True)]
+        num_own = len(_STEP_DTYPES)
+        return DecodeTensors._make((*arrays[:num_own], SamplingTensors._make(arrays[num_own:])))
+
+    def input_ids(self, size: int) -> torch.Tensor:
+        """The tokens of the step [size], including those that the last step sampled.
+
+        Where the last step found no valid token (sampler.INVALID_TOKEN) the model runs on token 0: the host is about to
+        end that request, and the others must not notice.
+        """
+        return self._static.index_select(0, self.tensors(size).token_source).clamp_(min=0)
+
+    def batch(self, size: int) -> PagedBatch:
+        """The paged keys of `size` sequences, one query each."""
+        return PagedBatch(
+            cu_seqlens_q=self.cu_seqlens_q[: size + 1],
+            context_lens=self.tensors(size).context_lens,
+            block_tables=self._block_tables[:size],
+            max_query_len=1,
+            max_context_len=self.max_model_len,
+            causal=True,
+        )
+
+    def forward(self, model: CausalLM, size: int, attention: StepAttention) -> None:
+        """Run the model and the sampler on the static inputs; logits and tokens stay in `logits` and `sampled_ids`."""
+        tensors = self.tensors(size)
+        rope_lens = tensors.rope_lens if model.needs_rope_lens else None
+        hidden = model(self.input_ids(size), tensors.positions, attention, rope_lens)
+        logits = model.compute_logits(hidden, out=self._logits[:size])
+        sample(logits, tensors.sampling, self.sampled_ids[:size])
+
+    # -- one step ------------------------------------------------------------------------------------------------
+
+    def logits(self, num_seqs: int) -> torch.Tensor:
+        """What the last replay left for its first sequences, [num_seqs, vocab_size]."""
+        return self._logits[:num_seqs, : self.vocab_size]
+
+    def fill(self, arrays: StepArrays, size: int) -> None:
+        """Enqueue the copy of a decode step's arrays, padded to `size` sequences. Hot: once per step."""
+        num_seqs = len(arrays.input_ids)
+        token_source = self._first_row + np.arange(num_seqs)
+        token_source[arrays.pending_tokens] = arrays.pending_rows
+        *of_step, sampling = DecodeArrays(
+            input_ids=arrays.input_ids,
+            token_source=token_source,
+            positions=arrays.positions,
+            rope_lens=arrays.rope_lens,
+            slot_mapping=arrays.slot_mapping,
+            context_lens=arrays.context_lens,
+            sampling=arrays.sampling,
+        )
+        staging = torch.zeros(len(_DTYPES), _even(size), dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        rows = staging.numpy()
+        for values, row in zip((*of_step, *sampling), rows, strict=True):
+            row.view(values.dtype)[:num_seqs] = values
+        rows[_SLOT_MAPPING_ROW, num_seqs:] = -1  # padding stores nothing
+        self._rows(size).copy_(staging, non_blocking=True)
+        self._copy_tables(arrays.block_tables)
+
+    def _copy_tables(self, tables: np.ndarray) -> None:
+        """Bring the block tables up to date; most steps change none. Columns past a context are never read."""
+        num_seqs, num_columns = tables.shape
+        known = self._host_tables[:num_seqs, :num_columns]
+        if np.array_equal(known, tables):
+            return
+        known[:] = tables
+        pin_memory = self.device.type == "cuda"
+        staging = torch.empty(num_seqs, self._host_tables.shape[1], dtype=torch.int32, pin_memory=pin_memory)
+        staging.numpy()[:] = self._host_tables[:num_seqs]
+        self._block_tables[:num_seqs].copy_(staging, non_blocking=True)
+
+
+_SLOT_MAPPING_ROW = DecodeArrays._fields.index("slot_mapping")

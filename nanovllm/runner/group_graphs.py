@@ -1,0 +1,132 @@
+"""The streamed part of a decode step as CUDA graphs: one for each staging buffer attends to a group and merges."""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from nanovllm.attention.base import AttentionBackend, PagedBatch, PartialAttention
+from nanovllm.attention.merge import running_dtype
+from nanovllm.kvcache.transfer.offload_engine import OffloadEngine
+from nanovllm.runner.inputs import GroupArrays
+
+
+class StaticResult:
+    """The query of a layer and the running result of its parts, in static buffers that every graph may use.
+
+    A graph cannot know whether it merges the last part, so the result stays in fp32. Whoever reads it rounds it.
+    """
+
+    def __init__(self, like: torch.Tensor, max_num_seqs: int, num_heads: int, head_dim: int) -> None:
+        """Of the dtype and device of `like`. `num_heads`: query heads of this rank."""
+        self.q_BHD = like.new_zeros(max_num_seqs, num_heads, head_dim)
+        self.out_BHD = torch.zeros_like(self.q_BHD, dtype=running_dtype(like.dtype))
+        self.lse_HB = like.new_zeros(num_heads, max_num_seqs, dtype=torch.float32)
+
+    def at(self, size: int) -> PartialAttention:
+        """The running result of `size` sequences."""
+        return PartialAttention(self.out_BHD[:size], self.lse_HB[:, :size])
+
+    def begin(self, q_BHD: torch.Tensor, partial: PartialAttention) -> torch.Tensor:
+        """Take a layer's query and its first partial result. Returns where the result will be, [B, H, D] in fp32."""
+        size = len(q_BHD)
+        self.q_BHD[:size].copy_(q_BHD)
+        for static, value in zip(self.at(size), partial, strict=True):
+            static.copy_(value)
+        return self.out_BHD[:size]
+
+    def merge(self, backend: AttentionBackend, partial: PartialAttention) -> None:
+        """Merge another partial result into the running one."""
+        running = self.at(len(partial.out_THD))
+        merged = backend.merge((running, partial), self.out_BHD.dtype)
+        for static, value in zip(running, merged, strict=True):
+            if value.data_ptr() != static.data_ptr():
+                static.copy_(value)
+
+
+class _PaddedGroup(NamedTuple):
+    """A streamed group's arrays for all sequences of a graph, on the device."""
+
+    key: bytes  # the same for groups of the same content
+    context_lens: torch.Tensor
+    block_tables: torch.Tensor
+
+
+class GroupGraphs:
+    """An AttentionPart whose partial results are graphs: replay one, and a group has been attended to and merged.
+
+    The graphs belong to StreamedDecodeGraphs; here are their static inputs besides the query: for each staging buffer
+    and sequence, how many keys it attends to there and through which table.
+    """
+
+    def __init__(
+        self, *, offload: OffloadEngine, backend: AttentionBackend, scale: float, cu_seqlens_q: torch.Tensor
+    ) -> None:
+        """`cu_seqlens_q`: of as many sequences as the largest graph has, a query each."""
+        self.offload, self.backend, self.scale = offload, backend, scale
+        self.cu_seqlens_q = cu_seqlens_q
+        caches, spec, largest = offload.k_cache_gpu, offload.spec, len(cu_seqlens_q) - 1
+        self.num_buffers = len(offload.k_staging)
+        self._lens = caches.new_zeros(self.num_buffers, largest, dtype=torch.int32)
+        self._tables = caches.new_zeros(self.num_buffers, largest, spec.staging_group_blocks, dtype=torch.int32)
+        self._held: list[bytes] = [b""] * self.num_buffers  # the key of what the two hold
+        self._size = 0  # of the step's graphs
+        self._graphs: Sequence[torch.cuda.CUDAGraph] = ()
+        self._groups: list[_PaddedGroup] = []
+
+    def launch_kernels(self, size: int, buffer: int, result: StaticResult) -> None:
+        """What the graph of a size and buffer captures."""
+        spec = self.offload.spec
+        batch = PagedBatch(
+            cu_seqlens_q=self.cu_seqlens_q[: size + 1],
+            context_lens=self._lens[buffer, :size],
+            block_tables=self._tables[buffer, :size],
+            max_query_len=1,
+            max_context_len=spec.staging_group_blocks * spec.block_size,
+            causal=False,
+        )
+        k, v = self.offload.k_staging[buffer], self.offload.v_staging[buffer]
+        result.merge(self.backend, self.backend.attend(result.q_BHD[:size], k, v, batch, self.scale))
+
+    # -- one step ------------------------------------------------------------------------------------------------
+
+    def begin_step(self, size: int, graphs: Sequence[torch.cuda.CUDAGraph], groups: Sequence[GroupArrays]) -> None:
+        """`graphs`: those of `size`, one for each buffer. Enqueues the copies of the groups' arrays."""
+        self._size, self._graphs = size, graphs
+        self._groups = [_pad_group(group, size, self._lens.device) for group in groups]
+
+    def end_step(self) -> None:
+        """Let go of the step's arrays."""
+        self._graphs, self._groups = (), []
+
+    @property
+    def num_partials(self) -> int:
+        return len(self._groups)
+
+    def start(self, layer: int, q_THD: torch.Tensor) -> None:
+        """Nothing: the offload engine copies ahead by itself."""
+
+    def finish(self, layer: int, q_THD: torch.Tensor) -> Iterator[torch.cuda.CUDAGraph]:
+        """Hot: once per group."""
+        held, graphs = self._held, self._graphs
+        for group, buffer in zip(self._groups, self.offload.staged_buffers(), strict=True):
+            if held[buffer] != group.key:
+                held[buffer] = group.key
+                self._lens[buffer, : self._size].copy_(group.context_lens)
+                self._tables[buffer, : self._size].copy_(group.block_tables)
+            yield graphs[buffer]
+
+    def skip(self, layer: int) -> None:
+        raise AssertionError("every sequence of a decode step has a query")
+
+
+def _pad_group(group: GroupArrays, size: int, device: torch.device) -> _PaddedGroup:
+    """A group's arrays for `size` sequences. The additional ones have no keys."""
+    num_seqs, num_columns = group.block_tables.shape
+    padded = np.zeros((size, 1 + num_columns), dtype=np.int32)
+    padded[:num_seqs, 0], padded[:num_seqs, 1:] = group.context_lens, group.block_tables
+    staging = torch.empty(padded.shape, dtype=torch.int32, pin_memory=device.type == "cuda")
+    staging.numpy()[:] = padded
+    on_device = staging.to(device, non_blocking=True)
+    return _PaddedGroup(padded.tobytes(), on_device[:, 0], on_device[:, 1:])

@@ -1,0 +1,209 @@
+"""One rank's KV memory. There are two kinds: a pool on the GPU, or a pool in CPU memory with slots on the GPU.
+
+Both are used in the same way, so the runner need not know which one it has: `allocate` at start, and in each step
+`begin_step`, then `attention` or the graphs, then `end_step`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from itertools import chain
+
+import torch
+
+from nanovllm.attention.base import AttentionBackend, PagedBatch, PartialAttention, StepAttention
+from nanovllm.attention.paged import PagedAttention, PagedPart
+from nanovllm.attention.parts import AttentionPart
+from nanovllm.attention.streamed import MergedAttention, SlotsPart, StreamedPart
+from nanovllm.core.kv_spec import KVCacheSpec
+from nanovllm.core.step_plan import StepPlan
+from nanovllm.kvcache.transfer.offload_engine import OffloadEngine
+from nanovllm.runner.batches import StepBatches
+from nanovllm.runner.decode_inputs import DecodeInputs
+from nanovllm.runner.streamed_graphs import StreamedDecodeGraphs
+
+
+class KVMemory(ABC):
+    """The interface. The calls of a step do nothing here, which is all that a pool on the GPU needs."""
+
+    offload: OffloadEngine | None = None  # what moves the blocks, if they move
+
+    @property
+    @abstractmethod
+    def cache(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V on the GPU, each `[layers, blocks, block_size, kv_heads, head_dim]`. To be used after `allocate`."""
+
+    @abstractmethod
+    def allocate(self, num_gpu_blocks: int) -> None:
+        """Make the blocks on the GPU. Before the first step, or after `drop`."""
+
+    @abstractmethod
+    def drop(self) -> None:
+        """Let go of the blocks on the GPU, so that others can be allocated."""
+
+    @abstractmethod
+    def attention(
+        self,
+        backend: AttentionBackend,
+        scale: float,
+        slot_mapping: torch.Tensor,
+        batches: StepBatches,
+        last_batches: StepBatches,
+    ) -> StepAttention:
+        """For a step that is launched kernel by kernel. `last_batches`: of the rows that the last layer returns."""
+
+    def paged_attention(
+        self, backend: AttentionBackend, scale: float, slot_mapping: torch.Tensor, batch: PagedBatch
+    ) -> StepAttention:
+        """For a decode step whose keys are all on the GPU."""
+        part = self._paged_part(backend, scale, batch)
+        return PagedAttention(slot_mapping, part, part)
+
+    def _paged_part(self, backend: AttentionBackend, scale: float, batch: PagedBatch) -> PagedPart:
+        k_cache, v_cache = self.cache
+        return PagedPart(backend=backend, k_cache=k_cache, v_cache=v_cache, batch=batch, scale=scale)
+
+    def streamed_graphs(
+        self, inputs: DecodeInputs, backend: AttentionBackend, scale: float, num_heads: int
+    ) -> StreamedDecodeGraphs | None:
+        """Graphs for decode steps that stream; None if no step streams. `num_heads`: query heads of this rank."""
+        return None
+
+    # -- one step ------------------------------------------------------------------------------------------------
+
+    def begin_step(self, plan: StepPlan) -> None:
+        """Before anything of the step is enqueued. Hot: once per step."""
+        return
+
+    def begin_all_layers(self) -> None:
+        """Before a single graph that runs all layers."""
+        return
+
+    def ran_all_layers(self) -> None:
+        """After that graph."""
+        return
+
+    def end_step(self) -> None:
+        """After everything of the step is enqueued."""
+        return
+
+    def stats(self) -> dict[str, float | None]:
+        """Counters of the copies, and the rate of the link."""
+        return {}
+
+    def close(self) -> None:
+        """Give back what the garbage collector would not. The memory must not be used after this."""
+        return
+
+
+class GpuPool(KVMemory):
+    """All blocks on the GPU. Nothing moves."""
+
+    def __init__(self, spec: KVCacheSpec, dtype: torch.dtype, device: torch.device) -> None:
+        self.spec, self.dtype, self.device = spec, dtype, device
+        self._cache = self._make(num_blocks=0)
+
+    def _make(self, num_blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
+        spec = self.spec
+        shape = (spec.num_layers, num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
+        # Untouched CPU pages are free, so leave them uninitialised. Zero the GPU cache: garbage may be NaN, and a
+        # masked weight of 0 does not cancel NaN.
+        make = torch.zeros if self.device.type == "cuda" else torch.empty
+        k_cache, v_cache = (make(shape, dtype=self.dtype, device=self.device) for _ in ("k", "v"))
+        return k_cache, v_cache
+
+    @property
+    def cache(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._cache
+
+    def allocate(self, num_gpu_blocks: int) -> None:
+        self._cache = self._make(num_gpu_blocks)
+
+    def drop(self) -> None:
+        self._cache = self._make(num_blocks=0)
+
+    def attention(
+        self,
+        backend: AttentionBackend,
+        scale: float,
+        slot_mapping: torch.Tensor,
+        batches: StepBatches,
+        last_batches: StepBatches,
+    ) -> StepAttention:
+        part, last_part = (self._paged_part(backend, scale, some.paged) for some in (batches, last_batches))
+        return PagedAttention(slot_mapping, part, last_part)
+
+
+class OffloadedPool(KVMemory):
+    """All blocks in CPU memory, some of them also in slots on the GPU. An OffloadEngine moves them."""
+
+    def __init__(self, spec: KVCacheSpec, num_cpu_blocks: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.offload: OffloadEngine = OffloadEngine(spec, num_cpu_blocks, dtype, device)
+
+    @property
+    def cache(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.offload.k_cache_gpu, self.offload.v_cache_gpu
+
+    def allocate(self, num_gpu_blocks: int) -> None:
+        self.offload.allocate_slots(num_gpu_blocks)
+
+    def drop(self) -> None:
+        self.offload.drop_slots()
+
+    def attention(
+        self,
+        backend: AttentionBackend,
+        scale: float,
+        slot_mapping: torch.Tensor,
+        batches: StepBatches,
+        last_batches: StepBatches,
+    ) -> StepAttention:
+        k_cache, v_cache = self.cache
+        return MergedAttention(
+            stream=self.offload,
+            k_cache=k_cache,
+            v_cache=v_cache,
+            slot_mapping_T=slot_mapping,
+            merge=backend.merge,
+            parts=self._parts(backend, scale, batches),
+            last_parts=self._parts(backend, scale, last_batches),
+        )
+
+    def _parts(
+        self, backend: AttentionBackend, scale: float, batches: StepBatches
+    ) -> Sequence[AttentionPart[PartialAttention]]:
+        """In the order in which they are finished."""
+        k_cache, v_cache = self.cache
+        return (
+            SlotsPart(
+                stream=self.offload, backend=backend, k_cache=k_cache, v_cache=v_cache, batch=batches.paged, scale=scale
+            ),
+            StreamedPart(stream=self.offload, backend=backend, batches=batches.groups, scale=scale),
+        )
+
+    def streamed_graphs(
+        self, inputs: DecodeInputs, backend: AttentionBackend, scale: float, num_heads: int
+    ) -> StreamedDecodeGraphs | None:
+        return StreamedDecodeGraphs(inputs, offload=self.offload, backend=backend, scale=scale, num_heads=num_heads)
+
+    def begin_step(self, plan: StepPlan) -> None:
+        self.offload.begin_step(plan.moves, chain.from_iterable(step.block_table for step in plan.sequences))
+
+    def begin_all_layers(self) -> None:
+        self.offload.begin_all_layers()
+
+    def ran_all_layers(self) -> None:
+        self.offload.ran_all_layers()
+
+    def end_step(self) -> None:
+        self.offload.end_step()
+
+    def stats(self) -> dict[str, float | None]:
+        return self.offload.stats()
+
+    def close(self) -> None:
+        self.offload.close()
+
+
+def make_kv_memory(spec: KVCacheSpec, num_cpu_blocks: int, dtype: torch.dtype, device: torch.device) -> KVMemory:
+    """`num_cpu_blocks`: 0 for a pool on the GPU."""
+    return OffloadedPool(spec, num_cpu_blocks, dtype, device) if num_cpu_blocks else GpuPool(spec, dtype, device)

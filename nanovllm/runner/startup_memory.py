@@ -1,0 +1,103 @@
+"""What a rank needs on its GPU besides KV blocks: start-up runs the largest steps and captures the largest graphs."""
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from nanovllm.config import Config
+from nanovllm.core.kv_spec import KVCacheSizes, KVCacheSpec
+from nanovllm.core.step_limits import max_sampled_rows
+from nanovllm.core.step_plan import StepPlan
+from nanovllm.device.memory_profile import GRAPH_LAYER_BYTES, MemoryProfile, memory_remedy, reserved_by, used_bytes
+from nanovllm.runner.graph_set import GraphSet
+from nanovllm.runner.kv_memory import KVMemory
+from nanovllm.runner.largest_step import largest_steps, short_step
+from nanovllm.runner.step_result import StepResult
+from nanovllm.utils.phases import Phases
+
+
+class MeasuredRunner(Protocol):
+    """What the measurement uses of a ModelRunner."""
+
+    config: Config
+    spec: KVCacheSpec
+    max_model_len: int
+    phases: Phases
+
+    @property
+    def memory(self) -> KVMemory: ...
+
+    def allocate_kv_cache(self, sizes: KVCacheSizes) -> None: ...
+
+    def launch(self, plan: StepPlan) -> StepResult: ...
+
+    def make_graphs(self, num_gpu_blocks: int) -> GraphSet: ...
+
+    def reset_graphs(self) -> None: ...
+
+    def warm_up_backend(self, num_tokens: int, has_time: Callable[[], bool]) -> None: ...
+
+
+def profile_memory(runner: MeasuredRunner, num_cpu_blocks: int, most_gpu_blocks: int) -> MemoryProfile:
+    """Measure with a cache of one block, which all sequences share and which is dropped at the end.
+
+    `most_gpu_blocks`: blocks of the largest engine that this may become.
+    """
+    config, spec = runner.config, runner.spec
+    runner.allocate_kv_cache(KVCacheSizes(1, num_cpu_blocks))
+    steps = largest_steps(
+        num_tokens=config.max_num_batched_tokens,
+        max_num_seqs=max_sampled_rows(config, most_gpu_blocks),
+        max_model_len=runner.max_model_len,
+        block_size=spec.block_size,
+        group_blocks=spec.staging_group_blocks if num_cpu_blocks else 0,
+    )
+    with memory_remedy("running its largest step"):
+        _compile_kernels(runner, steps, most_gpu_blocks)
+        with runner.phases("largest step"):
+            step_bytes = reserved_by(lambda: [runner.launch(plan) for plan in steps])
+    with runner.phases("graphs"):
+        graph_bytes = 0 if config.enforce_eager else _measure_graph_bytes(runner, most_gpu_blocks)
+    runner.memory.drop()
+    total_bytes = torch.cuda.mem_get_info()[1]
+    return MemoryProfile(
+        total_bytes=total_bytes,
+        utilization=config.gpu_memory_utilization,
+        used_bytes=used_bytes(),
+        step_bytes=step_bytes,
+        graph_bytes=graph_bytes,
+    )
+
+
+def _compile_kernels(runner: MeasuredRunner, steps: Sequence[StepPlan], most_gpu_blocks: int) -> None:
+    """Compile side by side what prompts, chunks, samplers and decode graphs launch, so that no request waits for it.
+    Meanwhile the libraries of the backends are initialised.
+    """
+    if importlib.util.find_spec("triton") is None:
+        return
+    from nanovllm.kernels.launch import compile_only
+
+    max_num_seqs = max_sampled_rows(runner.config, most_gpu_blocks)
+    short = short_step(max_num_seqs, runner.max_model_len, runner.spec.block_size)
+    with runner.phases("kernels"), torch.inference_mode(), compile_only() as is_compiling:
+        for plan in (*steps, short):
+            runner.launch(plan)
+        if not runner.config.enforce_eager:
+            runner.make_graphs(most_gpu_blocks).launch_kernels()
+        num_tokens = max(seq.num_tokens for plan in steps for seq in plan.sequences)
+        runner.warm_up_backend(num_tokens, has_time=is_compiling)
+    runner.reset_graphs()
+
+
+def _measure_graph_bytes(runner: MeasuredRunner, most_gpu_blocks: int) -> int:
+    """From the largest size of each kind, whose memory the others share; their own part is an estimate."""
+    before = used_bytes()
+    graphs = runner.make_graphs(most_gpu_blocks)
+    graphs.capture_largest()
+    num_bytes = used_bytes() - before
+    num_others = sum(len(kind.sizes) - 1 for kind in graphs.kinds)
+    del graphs
+    runner.reset_graphs()
+    return num_bytes + num_others * runner.spec.num_layers * GRAPH_LAYER_BYTES

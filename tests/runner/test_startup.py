@@ -1,0 +1,137 @@
+"""What start-up does on a GPU, gone through on the CPU. CUDA's part is played by fakes that run everything at once."""
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hostless_torch import HostlessTorch
+from tiny_models import write_tiny_model
+
+from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.config import Config
+from nanovllm.core.kv_spec import NUM_STAGING_GROUPS, KVCacheSizes
+from nanovllm.core.step_plan import KVMoves, SamplingRow, SequenceStep, StepPlan, StreamedGroup
+from nanovllm.device.tp_group import TPGroup
+from nanovllm.runner import cuda_graphs, model_runner, startup_memory
+from nanovllm.runner.model_runner import ModelRunner
+
+BLOCK = 256
+NUM_GPU_BLOCKS = 5
+GREEDY = SamplingRow(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, position=0)
+
+
+class FakeGraph:
+    """What is launched in its capture runs at once; a replay runs nothing."""
+
+    def __init__(self) -> None:
+        self.num_replays, self.is_reset = 0, False
+
+    def capture_begin(self, pool: Any, capture_error_mode: str) -> None: ...
+
+    def capture_end(self) -> None: ...
+
+    def replay(self) -> None:
+        self.num_replays += 1
+
+    def reset(self) -> None:
+        self.is_reset = True
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("tiny"), max_position_embeddings=2048)
+
+
+@pytest.fixture(params=[0, 20], ids=["all-GPU", "offload"])
+def num_cpu_blocks(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
+@pytest.fixture
+def runner(model: Path, num_cpu_blocks: int, monkeypatch: pytest.MonkeyPatch) -> ModelRunner:
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (60 * 2**30, 80 * 2**30))
+    monkeypatch.setattr(cuda_graphs, "capture_stream", lambda device: None)
+    monkeypatch.setattr(startup_memory, "used_bytes", lambda: 2**30)
+    monkeypatch.setattr(startup_memory, "reserved_by", lambda work: (work(), 2**20)[1])
+    monkeypatch.setattr(model_runner, "used_bytes", lambda: 2**30)
+    config = Config(
+        model=str(model),
+        device="cpu",
+        dtype="float32",
+        max_num_seqs=NUM_GPU_BLOCKS,
+        max_num_batched_tokens=300,
+        enable_cpu_offload=num_cpu_blocks > 0,
+        kvcache_block_size=BLOCK,
+    )
+    model_config, directory = ModelConfig.from_pretrained(str(model))
+    runner = ModelRunner(config, model_config, directory, TPGroup(), torch.device("cpu"))
+    runner.backend = HostlessTorch()
+    return runner
+
+
+def decode_plan(streamed: tuple[StreamedGroup, ...]) -> StepPlan:
+    steps = tuple(
+        SequenceStep(
+            seq_id=row,
+            token_ids=np.ones(1, dtype=np.int64),
+            position=9,
+            num_prompt_tokens=9,
+            block_table=(row,),
+            context_len=10,
+            sampling=GREEDY,
+        )
+        for row in range(3)
+    )
+    return StepPlan(steps, KVMoves(streamed=streamed))
+
+
+def test_profile_memory_runs_everything_and_leaves_nothing(
+    runner: ModelRunner, num_cpu_blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr("nanovllm.kernels.launch.compile_only", lambda: nullcontext(lambda: False))
+    profile = startup_memory.profile_memory(runner, num_cpu_blocks, NUM_GPU_BLOCKS)
+    assert profile.used_bytes == 2**30 and profile.step_bytes == 2**20 and profile.graph_bytes > 0
+    assert list(runner.phases.seconds) == ["weights", "KV cache", "kernels", "largest step", "graphs"]
+    assert runner.graphs is None
+    if num_cpu_blocks:
+        assert not hasattr(runner.offload, "k_cache_gpu")
+    else:
+        assert runner.memory.cache[0].numel() == 0
+    runner.allocate_kv_cache(KVCacheSizes(NUM_GPU_BLOCKS, num_cpu_blocks))
+    assert runner.memory.cache[0].shape[1] == NUM_GPU_BLOCKS
+    runner.close()
+
+
+def test_captured_graphs_are_replayed_and_reset(runner: ModelRunner, num_cpu_blocks: int) -> None:
+    """Of a streamed size: a piece for each layer and one more, then a graph for each staging buffer."""
+    runner.allocate_kv_cache(KVCacheSizes(NUM_GPU_BLOCKS, num_cpu_blocks))
+    with torch.inference_mode():
+        runner.capture_graphs(NUM_GPU_BLOCKS)
+    graphs: Any = runner.graphs
+    num_pieces = runner.spec.num_layers + 1
+    captured = {kind.name: {size: len(some) for size, some in kind._graphs.items()} for kind in graphs.kinds}
+    expected = {"resident": dict.fromkeys((5, 4, 2, 1), 1)}
+    if num_cpu_blocks:
+        expected["streamed"] = dict.fromkeys((5, 4, 1), num_pieces + NUM_STAGING_GROUPS)
+    assert captured == expected and list(captured["resident"]) == [5, 4, 2, 1]  # the largest first
+    resident = graphs.resident._graphs[4]
+    runner.launch(decode_plan(()))
+    assert [graph.num_replays for graph in resident] == [1]
+    if num_cpu_blocks:
+        groups = tuple(StreamedGroup((i,), ((0,), (), (0,))) for i in range(2))
+        runner.launch(decode_plan(groups))
+        pieces = graphs.streamed._graphs[4]
+        num_layers = runner.spec.num_layers
+        assert [graph.num_replays for graph in pieces[:num_pieces]] == [1] * num_pieces
+        assert sum(graph.num_replays for graph in pieces[num_pieces:]) == 2 * num_layers
+    all_graphs = [graph for kind in graphs.kinds for some in kind._graphs.values() for graph in some]
+    runner.close()
+    assert all(graph.is_reset for graph in all_graphs) and runner.graphs is None
