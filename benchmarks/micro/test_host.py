@@ -43,7 +43,7 @@ def decoding_scheduler(
     scheduler = Scheduler(kv, max_num_seqs=len(prompt_lens), max_num_batched_tokens=max_num_batched_tokens)
     for seq_id, num_tokens in enumerate(prompt_lens):
         scheduler.add(make_sequence(seq_id, num_tokens, max_tokens))
-    while any(seq.num_uncached_tokens > 1 or not seq.output_token_ids for seq in scheduler.sequences.values()):
+    while any(seq.num_uncomputed_tokens > 1 or not seq.output_token_ids for seq in scheduler.sequences.values()):
         step(scheduler)
     return scheduler
 
@@ -108,7 +108,7 @@ def test_take_all_blocks_of_a_pool_full_of_prefixes(benchmark: Any, num_blocks: 
 
     def full_pool() -> tuple[tuple[BlockPool], dict[str, Any]]:
         pool = BlockPool([Block(i) for i in range(num_blocks)], 1, 1, enable_prefix_caching=True)
-        seq.block_table, seq.num_registered_tokens = [pool.take().block_id for _ in range(num_blocks)], 0
+        seq.block_table, seq.num_registered_tokens = [pool.allocate().block_id for _ in range(num_blocks)], 0
         pool.register(seq, num_blocks)
         for block in pool.blocks:
             pool.release(block)
@@ -116,7 +116,7 @@ def test_take_all_blocks_of_a_pool_full_of_prefixes(benchmark: Any, num_blocks: 
 
     def take_all(pool: BlockPool) -> None:
         for _ in range(num_blocks):
-            pool.take()
+            pool.allocate()
 
     benchmark.pedantic(take_all, setup=full_pool, rounds=5)
     note(benchmark, num_blocks, "block")
@@ -198,7 +198,7 @@ def plan_decode(kv: KVCacheManager, running: list[Sequence]) -> KVMoves:
     kv.begin_step(running)
     for seq in running:
         kv.place(seq, kv.num_placeable(seq, 1))
-    return kv.plan_step([(seq, 1) for seq in running])[1]
+    return kv.finish_step([(seq, 1) for seq in running])[1]
 
 
 @pytest.mark.parametrize("slots", ["all GPU", "slots to spare", "slots all taken"])

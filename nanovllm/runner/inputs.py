@@ -32,7 +32,7 @@ def build_arrays(plan: StepPlan, block_size: int) -> dict[str, np.ndarray]:
     """
     steps = plan.sequences
     query_lens = np.array([step.num_tokens for step in steps], dtype=np.int64)
-    context_lens = np.array([step.context_len for step in steps], dtype=np.int64)
+    context_lens = np.array([step.num_paged_keys for step in steps], dtype=np.int64)
     starts = np.array([step.position for step in steps], dtype=np.int64)
     prompt_lens = np.array([step.num_prompt_tokens for step in steps], dtype=np.int64)
     ends = np.cumsum(query_lens)
@@ -113,7 +113,7 @@ class StepBatches(NamedTuple):
 def build_batches(plan: StepPlan, tensors: dict[str, torch.Tensor], block_size: int) -> StepBatches:
     """`tensors`: on the device, build_arrays, and of streamed group i `group_context_lens_i`, `group_tables_i`."""
     query_lens = [step.num_tokens for step in plan.sequences]
-    context_lens = [step.context_len for step in plan.sequences]
+    context_lens = [step.num_paged_keys for step in plan.sequences]
     tables = [step.block_table for step in plan.sequences]
 
     def batch(

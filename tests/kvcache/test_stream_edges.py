@@ -319,7 +319,7 @@ def serve_resumed(reference: Reference, num_gpu_blocks: int, streams: SimulatedS
         first = llm.scheduler.sequences[min(requests)]
         finished = {}
         while not llm.is_finished():
-            if first.num_cached_tokens == 2 * BLOCK:
+            if first.num_computed_tokens == 2 * BLOCK:
                 llm.preempt_next()
             finished |= llm.step().finished
         for request_id, prompt in requests.items():
