@@ -1,4 +1,4 @@
-"""What of a plan cannot work, and why; remedies.py finds which options would help. Arithmetic only."""
+"""Finds out why a plan cannot work. remedies.py finds which options would help. Arithmetic only."""
 
 from nanovllm.capacity.device_memory import DeviceMemory
 from nanovllm.capacity.plan import CapacityPlan
@@ -6,14 +6,15 @@ from nanovllm.capacity.planner import MAX_HOST_SHARE
 from nanovllm.capacity.remedies import remedies
 from nanovllm.checkpoint.rope_extension import rope_extension
 from nanovllm.core.step_limits import max_model_len
+from nanovllm.utils.arithmetic import ceil_div
 from nanovllm.utils.memory import format_bytes
 
 
 def check_start(plan: CapacityPlan) -> None:
-    """Raise ValueError, with the numbers and remedies that work, for an engine that cannot start.
+    """Raise ValueError, with the numbers and remedies that work, if the engine cannot start.
 
-    Refuses by what is exact: the CPU pool, and of the GPU's memory the weights, the KV blocks, the staging groups and
-    the graphs' logits. What only the estimates forbid may still work; start-up runs the largest step and finds out.
+    Only exact sizes count here: the CPU pool, and on the GPU the weights, the KV blocks, the staging groups and the
+    graphs' logits. An engine that only the estimates forbid may still work; start-up runs the largest step to find out.
     """
     problem = _pool_problem(plan) or _exact_problem(plan)
     if problem:
@@ -24,9 +25,9 @@ def check_start(plan: CapacityPlan) -> None:
 
 
 def check_plan(plan: CapacityPlan) -> None:
-    """Raise ValueError, likewise, for an engine that cannot start or cannot run the plan's sequences together.
+    """Raise ValueError, likewise, if the engine cannot start or cannot run the plan's sequences together.
 
-    The estimates count here: whatever the plan's table marks with (!) is refused.
+    Estimates count here too: everything that the plan's table marks with (!) is refused.
     """
     problem = _length_problem(plan)
     if problem:
@@ -73,8 +74,9 @@ def _exact_problem(plan: CapacityPlan) -> str | None:
 
 
 def _cpu_problem(plan: CapacityPlan) -> str | None:
-    """On a CPU the model, its cache and the CPU pool share the host's memory. Sizes that the user left open count with
-    the least that works: start-up makes them fit.
+    """On a CPU the model, its cache and the CPU pool share the host's memory.
+
+    For a size that the user left open, the smallest that works is assumed, because start-up makes it fit.
     """
     config, available = plan.config, plan.machine.host_bytes
     if plan.machine.gpu_bytes is not None:
@@ -122,7 +124,9 @@ def _exact_parts(plan: CapacityPlan, memory: DeviceMemory) -> str:
 
 
 def _more_than(plan: CapacityPlan) -> str:
-    assert plan.gpu_limit_bytes is not None and plan.machine.gpu_bytes is not None, "only a GPU's memory is limited"
+    assert plan.gpu_limit_bytes is not None and plan.machine.gpu_bytes is not None, (
+        "there is a memory limit only with a GPU"
+    )
     return (
         f", more than the {format_bytes(plan.gpu_limit_bytes)} that gpu_memory_utilization="
         f"{plan.config.gpu_memory_utilization} allows of {format_bytes(plan.machine.gpu_bytes)}"
@@ -147,6 +151,6 @@ def _sequences_problem(plan: CapacityPlan) -> str | None:
         "the CPU pool": f"the CPU pool's {plan.num_cpu_blocks} blocks allow",
         "the KV cache": f"the {plan.num_gpu_blocks} blocks on the GPU allow",
     }[capacity.limit]
-    num_blocks = -(-plan.context // plan.spec.block_size)
+    num_blocks = ceil_div(plan.context, plan.spec.block_size)
     each = f"{num_blocks} block{'s' * (num_blocks > 1)} each"
     return f"{plan.num_sequences} x {plan.context} tokens ({each}) do not fit: {reason} {capacity.num_sequences}"

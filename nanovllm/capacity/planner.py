@@ -1,8 +1,8 @@
-"""The planner: how many blocks an engine gets, by the user's options and the machine, and so its plan (plan.py).
+"""The planner: how many blocks an engine gets, given the user's options and the machine, and so its plan (plan.py).
 
-Three users: the engine refuses at its gate what `plan_check.check_start` refuses, and with offload on logs its plan at
-start, with the link it measured; `nanovllm plan` prints one without loading anything. Arithmetic only: no torch, no
-weights.
+It has three uses. The engine does not start if `plan_check.check_start` refuses its plan. With offload, the engine then
+logs its plan with the link rate that it measured. `nanovllm plan` prints a plan without loading a model. This is
+arithmetic only: it loads neither torch nor weights.
 """
 
 from bisect import bisect_right
@@ -16,11 +16,12 @@ from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
 from nanovllm.core.kv_spec import kv_cache_spec
 from nanovllm.core.step_limits import max_model_len
+from nanovllm.utils.arithmetic import ceil_div
 
-MAX_HOST_SHARE = 0.7  # of the memory available, for a CPU pool whose size the user left open
+MAX_HOST_SHARE = 0.7  # fraction of the available memory that a CPU pool gets at most if the user left its size open
 
-SHORT_SEQUENCE_TOKENS = 1024  # of prompt and answer, to size a CPU pool that the user left open
-MAX_OPTION = 10**9  # tokens, sequences, GiB, GB/s: beyond any machine, and a plan adds up every chunk of a context
+SHORT_SEQUENCE_TOKENS = 1024  # prompt and answer of a short sequence, to size a CPU pool that the user left open
+MAX_OPTION = 10**9  # tokens, sequences, GiB, GB/s: beyond any machine; bounds the loop over the chunks of a context
 
 
 def make_plan(
@@ -34,8 +35,9 @@ def make_plan(
 ) -> CapacityPlan:
     """The plan of an engine with these options that runs `num_sequences` sequences of `context` tokens together.
 
-    context: None for max_model_len. num_gpu_blocks: what start-up measured, where it has. Raises ValueError for a
-    max_model_len beyond the model's rope and for kv heads that cannot be split; all else is left to plan_check.py.
+    `context` None means max_model_len. `num_gpu_blocks` is what start-up has measured, if it has. Raises ValueError if
+    max_model_len exceeds what the model's rope covers, or if the kv heads cannot be split evenly. plan_check.py checks
+    everything else.
     """
     limit = max_model_len(config, model)
     if model.num_kv_heads % config.tensor_parallel_size:
@@ -58,18 +60,19 @@ def make_plan(
 
 
 def _num_cpu_blocks(config: Config, model: ModelConfig, machine: Machine, limit: int) -> int:
-    """Blocks of the CPU pool; a block counts the heads of all ranks.
+    """Blocks of the CPU pool, where a block has the heads of all ranks.
 
-    Left open, there are two sequences of max_model_len, or a block for every slot if that is more. Slots beyond what
-    those two and max_num_seqs short sequences can use do not count, because pinning memory takes time at start.
+    If the user left the size open, the pool holds two sequences of max_model_len, or a block for every slot if that is
+    more. Slots beyond what those two and max_num_seqs short sequences can use do not count, because pinning memory
+    takes time at start-up.
     """
     if config.num_cpu_blocks is not None:
         return config.num_cpu_blocks
     block_bytes = kv_cache_spec(config, model, tp_size=1).block_bytes
     if config.cpu_memory_gb is not None:
         return int(config.cpu_memory_gb * 2**30) // block_bytes
-    two_long = 2 * -(-limit // config.block_size)
-    useful = two_long + config.max_num_seqs * -(-min(limit, SHORT_SEQUENCE_TOKENS) // config.block_size)
+    two_long = 2 * ceil_div(limit, config.block_size)
+    useful = two_long + config.max_num_seqs * ceil_div(min(limit, SHORT_SEQUENCE_TOKENS), config.block_size)
     num_slots = config.num_gpu_blocks or _num_fitting_blocks(config, model, machine, limit, useful)
     wanted = max(two_long, min(num_slots, useful))
     return min(wanted, int(machine.host_bytes * MAX_HOST_SHARE) // block_bytes)
@@ -81,11 +84,11 @@ def least_gpu_blocks(config: Config) -> int:
 
 
 def _num_fitting_blocks(config: Config, model: ModelConfig, machine: Machine, limit: int, num_cpu_blocks: int) -> int:
-    """What start-up will find room for, by the estimates; the least that works where that is less."""
-    useful = config.max_num_seqs * -(-limit // config.block_size)
+    """How many blocks start-up will have room for according to the estimates, but at least the fewest that work."""
+    useful = config.max_num_seqs * ceil_div(limit, config.block_size)
     if config.enable_cpu_offload:
         useful = min(useful, num_cpu_blocks)
-    if machine.gpu_bytes is None:  # as ModelRunner.measure_num_gpu_blocks
+    if machine.gpu_bytes is None:  # the same rule as ModelRunner.measure_num_gpu_blocks
         spec = kv_cache_spec(config, model, config.tensor_parallel_size)
         room = int(machine.host_bytes * config.gpu_memory_utilization / 2 / config.tensor_parallel_size)
         room -= spec.staging_bytes if config.enable_cpu_offload else 0
@@ -100,11 +103,11 @@ def _num_fitting_blocks(config: Config, model: ModelConfig, machine: Machine, li
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """What `nanovllm plan` asks besides the engine's options. A bad value raises ValueError."""
+    """Options of `nanovllm plan` besides the engine's. A bad value raises ValueError."""
 
     context: int | None = None  # tokens of each sequence; None: max_model_len
     sequences: int = 1
-    gpu: str | None = None  # a name of gpus.py
+    gpu: str | None = None  # a name in gpus.py
     gpu_memory_gb: float | None = None  # GiB
     host_memory_gb: float | None = None  # GiB
     link_gb_per_s: float | None = None  # 10^9 byte/s
@@ -118,10 +121,10 @@ class PlanOptions:
             find_gpu(self.gpu)
 
     def apply(self, machine: Machine) -> Machine:
-        """`machine` with what the user said of it. Raises ValueError for figures of a GPU when planning for the CPU."""
+        """`machine` with these options applied. Raises ValueError for options of a GPU if the plan is for the CPU."""
         named = {name: getattr(self, name) for name in ("gpu", "gpu_memory_gb", "link_gb_per_s")}
         if machine.gpu_bytes is None and (given := [name for name, value in named.items() if value is not None]):
-            raise ValueError(f"{', '.join(given)} describe a GPU, and device='cpu' plans for the CPU; leave one out")
+            raise ValueError(f"{', '.join(given)} describe a GPU, but device='cpu' plans for the CPU; leave one out")
         if self.gpu is not None:
             machine = Machine.gpu(machine.host_bytes, find_gpu(self.gpu))
         if self.gpu_memory_gb is not None:

@@ -68,7 +68,7 @@ class OffloadRunner(ContentRunner):
             self._write(layer, cells)
             if not at_once:
                 engine.stored(layer)
-            paged = [self._read_paged(layer, step.block_table, step.context_len) for step in plan.sequences]
+            paged = [self._read_paged(layer, step.block_table, step.num_paged_keys) for step in plan.sequences]
             if not at_once:
                 engine.attended(layer)
             streamed: list[list[int]] = [[] for _ in plan.sequences]
