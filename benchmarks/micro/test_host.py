@@ -1,6 +1,7 @@
-"""Time per call of what the host does for each step. Run by `make bench-micro`, not with the tests.
+"""Times the work of the host in each step. `make bench-micro` runs this; it is not part of the tests.
 
-pytest-benchmark's table has the time of a call; with -s, or in the JSON's extra_info, there is the time per item too.
+pytest-benchmark's table shows the time of a call. The time per item is printed with -s, and is in the JSON's
+extra_info.
 """
 
 import itertools
@@ -39,7 +40,7 @@ def make_sequence(seq_id: int, num_tokens: int, max_tokens: int = 50_000) -> Seq
 def decoding_scheduler(
     kv: KVCacheManager, prompt_lens: list[int], max_num_batched_tokens: int, max_tokens: int = 50_000
 ) -> Scheduler:
-    """A scheduler whose sequences have run all their prompts."""
+    """A scheduler whose sequences have finished their prompts."""
     scheduler = Scheduler(kv, max_num_seqs=len(prompt_lens), max_num_batched_tokens=max_num_batched_tokens)
     for seq_id, num_tokens in enumerate(prompt_lens):
         scheduler.add(make_sequence(seq_id, num_tokens, max_tokens))
@@ -57,7 +58,7 @@ def step(scheduler: Scheduler) -> StepPlan:
 
 
 def timed(benchmark: Any, num_items: int, item: str, call: Callable[[], Any]) -> Any:
-    """Benchmark `call`; prints and notes the median time of one of its items."""
+    """Benchmark `call`, and print and record the median time per item."""
     result = benchmark(call)
     note(benchmark, num_items, item)
     return result
@@ -83,7 +84,7 @@ def test_scheduler_step_256_running_sequences(benchmark: Any, hybrid: bool) -> N
 
 @pytest.mark.parametrize("hashed", [False, True], ids=["first lookup", "hashes known"])
 def test_prefix_lookup_40k_prompt(benchmark: Any, hashed: bool) -> None:
-    """In grains of 256 tokens, all of which hit."""
+    """The prefix has grains of 256 tokens, all of which hit."""
     kv = BlockManager(200, 256)
     known = make_sequence(0, 40_960, max_tokens=1)
     decode = Scheduler(kv, max_num_seqs=1, max_num_batched_tokens=65_536)
@@ -95,15 +96,15 @@ def test_prefix_lookup_40k_prompt(benchmark: Any, hashed: bool) -> None:
     def lookup() -> PrefixMatch:
         if not hashed:
             asking.grain_hashes.clear()
-        return kv.pool.index._search(asking).match  # match would remember it
+        return kv.pool.index._search(asking).match  # not match(), which caches the result
 
     match = timed(benchmark, 40_960, "token", lookup)
-    assert len(match.full_blocks) == 159  # one token at least is computed
+    assert len(match.full_blocks) == 159  # at least one token must be computed
 
 
 @pytest.mark.parametrize("num_blocks", [5_000, 80_000])
 def test_take_all_blocks_of_a_pool_full_of_prefixes(benchmark: Any, num_blocks: int) -> None:
-    """Least recently used first. A block costs the same however many there are."""
+    """Blocks are allocated least recently used first. The cost per block does not depend on their number."""
     seq = make_sequence(0, num_blocks, max_tokens=1)
 
     def full_pool() -> tuple[tuple[BlockPool], dict[str, Any]]:
@@ -124,7 +125,7 @@ def test_take_all_blocks_of_a_pool_full_of_prefixes(benchmark: Any, num_blocks: 
 
 @pytest.mark.parametrize("num_cached_tokens", [2**17, 2**20])
 def test_head_of_the_queue_without_room(benchmark: Any, num_cached_tokens: int) -> None:
-    """Asked in every step whether it can start. Blocks of 256 tokens, all but the last of which hit."""
+    """The first waiting sequence is checked in every step. It has blocks of 256 tokens; all but the last hit."""
     kv = BlockManager(num_cached_tokens // 256 + 2, 256)
     known = make_sequence(0, num_cached_tokens, max_tokens=1)
     scheduler = Scheduler(kv, max_num_seqs=1, max_num_batched_tokens=num_cached_tokens)
@@ -150,7 +151,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 @pytest.mark.parametrize("stop", [(), ("\n\nUser:", "END")], ids=["no stop strings", "stop strings"])
 @pytest.mark.parametrize("text", ["documents", "\ufffd"], ids=["text", "replacement characters"])
 def test_detokenize_a_step_of_512_answers(benchmark: Any, tokenizer: Any, text: str, stop: tuple[str, ...]) -> None:
-    """One token each, behind answers of 8K tokens."""
+    """Each call decodes one token after an answer of 8K tokens."""
     if text == "documents":
         text = "".join(path.read_text() for path in DOCUMENTS)
     token_ids = tokenizer.encode(text)
@@ -170,7 +171,7 @@ def test_detokenize_a_step_of_512_answers(benchmark: Any, tokenizer: Any, text: 
 
 
 def chunk_plan(num_chunks: int, num_tokens: int, num_decodes: int) -> StepPlan:
-    """Chunks of `num_tokens` each at 24K of their prompts, and decodes at 1K."""
+    """Chunks of `num_tokens` tokens each, 24K into their prompts, and decodes at 1K."""
     sampling = SamplingRow(0.0, 0, 1.0, 0.0, 0, 0)
     steps = []
     for seq_id in range(num_chunks + num_decodes):
@@ -194,7 +195,7 @@ def test_build_inputs(benchmark: Any, num_chunks: int, num_tokens: int, num_deco
 
 
 def plan_decode(kv: KVCacheManager, running: list[Sequence]) -> KVMoves:
-    """Plan the same decode step of all `running` sequences again and again: they stay where they are."""
+    """Plan a decode step of all `running` sequences. Repeated calls plan the same step, as nothing advances them."""
     kv.begin_step(running)
     for seq in running:
         kv.place(seq, kv.num_placeable(seq, 1))
@@ -203,8 +204,8 @@ def plan_decode(kv: KVCacheManager, running: list[Sequence]) -> KVMoves:
 
 @pytest.mark.parametrize("slots", ["all GPU", "slots to spare", "slots all taken"])
 def test_plan_decode_step_of_256_short_sequences(benchmark: Any, slots: str) -> None:
-    """Sequences of 1,100 tokens in blocks of 256, all resident. The other slots, of 4,500, are free or hold what nobody
-    reads.
+    """Sequences of 1,100 tokens in blocks of 256, all resident. The rest of the 4,500 slots is free, or holds blocks
+    that nobody reads.
     """
     kv: KVCacheManager = BlockManager(6000, 256)
     if slots != "all GPU":
@@ -228,8 +229,8 @@ def test_plan_decode_step_of_a_131k_sequence(benchmark: Any) -> None:
 
 
 @pytest.mark.parametrize("num_slots", [8, 64])
-def test_hybrid_plan_step_one_million_token_sequence(benchmark: Any, num_slots: int) -> None:
-    """A decode step over 256 blocks of 4096 tokens, all but the slots' streamed."""
+def test_hybrid_plan_decode_step_of_one_million_token_sequence(benchmark: Any, num_slots: int) -> None:
+    """A decode step over 256 blocks of 4096 tokens, all streamed except those in slots."""
     kv = HybridKVCacheManager(280, num_slots, 4096, 2)
     scheduler = decoding_scheduler(kv, [2**20 - 2000], 2**18)
     moves = timed(benchmark, 256, "block", lambda: plan_decode(kv, scheduler.running))

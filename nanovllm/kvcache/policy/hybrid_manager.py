@@ -49,9 +49,7 @@ class HybridKVCacheManager(KVCacheManager):
         self.num_hit_blocks = 0
         self.num_missed_blocks = 0
         self._num_running = 0
-        self._slotless_ids: set[int] = (
-            set()
-        )  # running sequences without a pinned slot, which they need for their next token
+        self._slotless_ids: set[int] = set()  # running sequences that need a slot for their next token and hold none
         self._copy_sources: list[HybridBlock] = []
         self._prefix_sources: dict[
             int, tuple[HybridBlock, int]
@@ -92,9 +90,7 @@ class HybridKVCacheManager(KVCacheManager):
         needed = self._num_blocks(seq.max_kv_tokens) - len(match.full_blocks) + idle_hits
         spare = self.pool.num_free - self.num_reserved_blocks - needed
         if match.partial_block is not None and self.blocks[match.partial_block].ref_count == 0 and spare == 0:
-            match = PrefixMatch(
-                match.full_blocks
-            )  # the only free block is the partial match itself, and the sequence needs it
+            match = PrefixMatch(match.full_blocks)  # the sequence needs every free block, even the matching one
         return match if spare >= 0 else None
 
     def can_admit(self, seq: Sequence) -> bool:
