@@ -26,6 +26,7 @@ from nanovllm.runner import inputs
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduling.scheduler import Scheduler
 from nanovllm.text.detokenizer import Detokenizer, TokenDecoder
+from nanovllm.utils.arithmetic import ceil_div
 
 VOCAB_SIZE = 151_936
 DOCUMENTS = sorted(Path(__file__).parents[2].glob("docs/*.md"))
@@ -177,7 +178,7 @@ def chunk_plan(num_chunks: int, num_tokens: int, num_decodes: int) -> StepPlan:
     for seq_id in range(num_chunks + num_decodes):
         length, position = (num_tokens, 24_576) if seq_id < num_chunks else (1, 1023)
         context_len = position + length
-        blocks = tuple(range(seq_id, seq_id + -(-context_len // 256)))
+        blocks = tuple(range(seq_id, seq_id + ceil_div(context_len, 256)))
         ids = np.arange(length, dtype=np.int64)
         steps.append(SequenceStep(seq_id, ids, position, context_len, blocks, context_len, sampling))
     return StepPlan(tuple(steps), KVMoves())

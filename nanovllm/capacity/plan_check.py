@@ -61,7 +61,7 @@ def _pool_problem(plan: CapacityPlan) -> str | None:
     if not plan.fits_host:
         return (
             f"a CPU pool of {plan.num_cpu_blocks} blocks needs {format_bytes(plan.cpu_pool_bytes)}, "
-            f"{format_bytes(available)} of memory are available"
+            f"but only {format_bytes(available)} of memory is available"
         )
     return None
 
@@ -93,10 +93,10 @@ def _cpu_problem(plan: CapacityPlan) -> str | None:
         return None
     most = (available - fixed_bytes) // block_bytes
     remedy = f"lower {name} to {most} or less" if most >= least else "use a smaller model, pool or block size"
-    beside = "weights" if not offload else "weights, staging and CPU pool" if pool_bytes else "weights and staging"
+    others = "weights" if not offload else "weights, staging and CPU pool" if pool_bytes else "weights and staging"
     return (
-        f"{name}={num_blocks} blocks of {format_bytes(block_bytes)} need {format_bytes(num_blocks * block_bytes)}, "
-        f"{beside} {format_bytes(fixed_bytes)}: more than the {format_bytes(available)} of memory available; {remedy}"
+        f"{name}={num_blocks} blocks of {format_bytes(block_bytes)} need {format_bytes(num_blocks * block_bytes)} and "
+        f"{others} {format_bytes(fixed_bytes)}, more than the {format_bytes(available)} of memory available; {remedy}"
     )
 
 
@@ -105,7 +105,7 @@ def _estimate_problem(plan: CapacityPlan) -> str | None:
         return None
     memory = plan.memory
     return (
-        f"about {format_bytes(memory.total_bytes)} of GPU memory are needed{_more_than(plan)}: "
+        f"about {format_bytes(memory.total_bytes)} of GPU memory is needed{_more_than(plan)}: "
         f"{_exact_parts(plan, memory)} take {format_bytes(memory.exact_bytes)}, and activations, graphs, their inputs, "
         f"workspaces and CUDA itself an estimated {format_bytes(memory.estimated_bytes)}"
     )

@@ -39,9 +39,9 @@ class MemoryProfile:
     def __str__(self) -> str:
         return (
             f"{format_bytes(max(0, self.free_bytes))} of the {format_bytes(self.limit_bytes)} that "
-            f"gpu_memory_utilization={self.utilization} allows are left beside {format_bytes(self.used_bytes)} in use "
+            f"gpu_memory_utilization={self.utilization} allows is left after {format_bytes(self.used_bytes)} in use "
             f"(weights, CUDA, other programs), {format_bytes(self.step_bytes)} for the largest step and "
-            f"{format_bytes(self.graph_bytes + MARGIN_BYTES)} for CUDA graphs and reserve"
+            f"{format_bytes(self.graph_bytes + MARGIN_BYTES)} for CUDA graphs and a reserve"
         )
 
 

@@ -598,7 +598,10 @@ OFFLOAD = {"enable_cpu_offload": True}
         ({"num_gpu_blocks": 4}, "num_gpu_blocks belongs to the offload path; add enable_cpu_offload=True"),
         (OFFLOAD | {"num_kvcache_blocks": 4}, "num_kvcache_blocks is the all-GPU pool; .*use num_gpu_blocks"),
         (OFFLOAD | {"num_cpu_blocks": 10**9}, r"a CPU pool of 1000000000 blocks needs .* GiB, .* lower num_cpu_blocks"),
-        (OFFLOAD | {"cpu_memory_gb": 1e6}, r"a CPU pool of \d+ blocks needs 1000000.00 GiB, .* are available; lower"),
+        (
+            OFFLOAD | {"cpu_memory_gb": 1e6},
+            r"a CPU pool of \d+ blocks needs 1000000.00 GiB, but only .* is available; lower",
+        ),
         (
             OFFLOAD | {"cpu_memory_gb": 1e-6},
             "cpu_memory_gb=1e-06 is less than one block of 128.00 KiB; raise cpu_memory_gb to 0.01",
