@@ -1,5 +1,7 @@
 """The cells of one layer's paged cache that new keys and values are written to. A cell holds one token.
 
+`slot_mapping` is the usual name for the map from tokens to cells; it has nothing to do with the slots of the ring.
+
 Legend: T packed tokens, K kv heads, D head dim, N blocks of a cache, P tokens per block.
 """
 

@@ -1,8 +1,8 @@
 """BlockPool: the blocks of one memory (GPU or CPU), their reference counts, and the order in which they are allocated.
 
-A block that has references is never allocated again. A free block has none; it keeps its content and its hashes, and
-the prefix index still finds it, until it is allocated or discarded. Free blocks are allocated least recently used
-first, with two exceptions:
+Only free blocks, those without references, are allocated. Until then, or until it is discarded, a free block keeps its
+content and its hashes, and the prefix index still finds it. Free blocks are allocated least recently used first, with
+two exceptions:
 - A spare block is allocated before all others, because evicting it loses nothing: it holds no whole grain, or another
   block holds the same grains.
 - A long chunk gets contiguous blocks where possible, because they are copied faster (copy_runs.py).

@@ -88,10 +88,10 @@ class HybridKVCacheManager(KVCacheManager):
         match = self.pool.match(seq)
         idle_hits = sum(self.blocks[i].ref_count == 0 for i in match.full_blocks)
         needed = self._num_blocks(seq.max_kv_tokens) - len(match.full_blocks) + idle_hits
-        spare = self.pool.num_free - self.num_reserved_blocks - needed
-        if match.partial_block is not None and self.blocks[match.partial_block].ref_count == 0 and spare == 0:
+        num_left = self.pool.num_free - self.num_reserved_blocks - needed
+        if match.partial_block is not None and self.blocks[match.partial_block].ref_count == 0 and num_left == 0:
             match = PrefixMatch(match.full_blocks)  # the sequence needs every free block, even the matching one
-        return match if spare >= 0 else None
+        return match if num_left >= 0 else None
 
     def can_admit(self, seq: Sequence) -> bool:
         if self._num_available_slots(seq) < 1:
