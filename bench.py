@@ -1,6 +1,7 @@
 """Throughput with everything on the GPU: 256 requests, or (--long) one long prompt, or (--batch) many decodes.
 
-Every rate stands beside its bound: the least arithmetic or bytes of the work over the ceilings measured in this run.
+Every rate is printed with its bound, which follows from the least arithmetic or bytes of the work and from the ceilings
+measured in this run.
 """
 
 import argparse
@@ -9,11 +10,11 @@ import time
 from typing import Any
 
 from benchmarks.common import (
-    Machine,
+    Ceilings,
     Samples,
     Work,
     add_model_arguments,
-    measure_machine,
+    measure_ceilings,
     model_of_length,
     random_prompt,
     report,
@@ -29,7 +30,7 @@ NUM_DECODED = 128
 
 
 def requests(vocab_size: int, seed: int) -> tuple[list[list[int]], list[SamplingParams]]:
-    """256 requests of 100 to 1024 random tokens in and as many out."""
+    """256 requests, each with 100 to 1024 random prompt tokens and 100 to 1024 output tokens."""
     rng = random.Random(seed)
     prompts = [random_prompt(rng, rng.randint(MIN_TOKENS, MAX_TOKENS), vocab_size) for _ in range(NUM_REQUESTS)]
     params = [
@@ -39,7 +40,7 @@ def requests(vocab_size: int, seed: int) -> tuple[list[list[int]], list[Sampling
     return prompts, params
 
 
-def bench_requests(llm: LLM, work: Work, machine: Machine, num_runs: int) -> dict[str, Any]:
+def bench_requests(llm: LLM, work: Work, ceilings: Ceilings, num_runs: int) -> dict[str, Any]:
     rates = []
     for run in range(-1, num_runs):  # run -1 warms up
         prompts, params = requests(llm.model_config.vocab_size, seed=run)
@@ -47,22 +48,22 @@ def bench_requests(llm: LLM, work: Work, machine: Machine, num_runs: int) -> dic
         llm.generate(prompts, params, use_tqdm=False)
         rates.append(sum(p.max_tokens for p in params) / (time.perf_counter() - start_s))
     prompts, params = requests(llm.model_config.vocab_size, seed=0)
-    bound_s = sum(work.prefill_flop(len(p)) for p in prompts) / machine.matmul_flop_per_s
+    bound_s = sum(work.prefill_flop(len(p)) for p in prompts) / ceilings.matmul_flop_per_s
     for step in range(1, MAX_TOKENS + 1):
         running = [len(p) + step for p, s in zip(prompts, params, strict=True) if s.max_tokens > step]
-        bound_s += work.decode_bytes(running) / machine.memory_byte_per_s if running else 0.0
+        bound_s += work.decode_bytes(running) / ceilings.memory_byte_per_s if running else 0.0
     bound = sum(p.max_tokens for p in params) / bound_s
     samples = Samples(tuple(rates[1:]))
     print(f"{NUM_REQUESTS} requests: {samples} output tok/s, bound {bound:,.0f} ({samples.median / bound:.0%})")
     return samples.as_json("output_tok_per_s") | {"output_bound_tok_per_s": bound}
 
 
-def bench_long(llm: LLM, work: Work, machine: Machine, max_model_len: int, num_runs: int) -> dict[str, Any]:
+def bench_long(llm: LLM, work: Work, ceilings: Ceilings, max_model_len: int, num_runs: int) -> dict[str, Any]:
     num_tokens = max_model_len - 1
     prefill = time_prefill(llm, num_tokens, seed=1, num_runs=num_runs)
-    prefill_bound = work.prefill_bound(machine, num_tokens)
+    prefill_bound = work.prefill_bound(ceilings, num_tokens)
     decode = time_decode(llm, max_model_len - NUM_DECODED, NUM_DECODED, seed=2, num_runs=num_runs)
-    decode_bound = machine.memory_byte_per_s / work.decode_bytes([max_model_len - NUM_DECODED // 2])
+    decode_bound = ceilings.memory_byte_per_s / work.decode_bytes([max_model_len - NUM_DECODED // 2])
     print(f"prefill {num_tokens} tokens: {prefill} tok/s, bound {prefill_bound:,.0f}")
     print(f"decode at {max_model_len}: {decode} tok/s, bound {decode_bound:,.0f}")
     return (
@@ -72,9 +73,11 @@ def bench_long(llm: LLM, work: Work, machine: Machine, max_model_len: int, num_r
     )
 
 
-def bench_batch(llm: LLM, work: Work, machine: Machine, batch: int, context_len: int, num_runs: int) -> dict[str, Any]:
+def bench_batch(
+    llm: LLM, work: Work, ceilings: Ceilings, batch: int, context_len: int, num_runs: int
+) -> dict[str, Any]:
     decode = time_decode(llm, context_len, NUM_DECODED, seed=3, batch=batch, num_runs=num_runs)
-    bound = batch * machine.memory_byte_per_s / work.decode_bytes([context_len + NUM_DECODED // 2] * batch)
+    bound = batch * ceilings.memory_byte_per_s / work.decode_bytes([context_len + NUM_DECODED // 2] * batch)
     print(f"decode, batch {batch} at {context_len}: {decode} tok/s, bound {bound:,.0f} ({decode.median / bound:.0%})")
     return decode.as_json("batch_decode_tok_per_s") | {"batch_decode_bound_tok_per_s": bound}
 
@@ -94,12 +97,14 @@ def main() -> None:
     parser.add_argument("--long", action="store_true", help="one sequence: prefill and decode at --max-model-len")
     parser.add_argument("--batch", type=int, help="decode this many sequences together at --context tokens")
     parser.add_argument("--context", type=int, default=1024, help="tokens of each prompt with --batch")
-    parser.add_argument("--offload", action="store_true", help="the requests with CPU offload, all else at its default")
-    parser.add_argument("--runs", type=int, default=5, help="0: only the start")
+    parser.add_argument(
+        "--offload", action="store_true", help="the 256 requests with CPU offload and other options at their defaults"
+    )
+    parser.add_argument("--runs", type=int, default=5, help="number of runs; 0 measures only the start")
     args = parser.parse_args()
 
-    machine = measure_machine()
-    print(machine)
+    ceilings = measure_ceilings()
+    print(ceilings)
     start_s = time.perf_counter()
     llm = LLM(
         model_of_length(args.model, args.max_model_len),
@@ -110,18 +115,18 @@ def main() -> None:
     )
     llm.generate([[1, 2, 3]], SamplingParams(max_tokens=1), use_tqdm=False)
     result = (
-        run_options(args) | versions() | {"gpu": machine.name, "start_to_first_token_s": time.perf_counter() - start_s}
+        run_options(args) | versions() | {"gpu": ceilings.name, "start_to_first_token_s": time.perf_counter() - start_s}
     )
     print(f"start to first token: {result['start_to_first_token_s']:.1f} s")
     stats = llm.stats()
     result |= {name: stats[name] for name in ("num_gpu_blocks", "num_cpu_blocks", "block_bytes") if name in stats}
     work = Work(llm)
     if args.runs and args.long:
-        result |= bench_long(llm, work, machine, args.max_model_len, args.runs)
+        result |= bench_long(llm, work, ceilings, args.max_model_len, args.runs)
     elif args.runs and args.batch:
-        result |= bench_batch(llm, work, machine, args.batch, args.context, args.runs)
+        result |= bench_batch(llm, work, ceilings, args.batch, args.context, args.runs)
     elif args.runs:
-        result |= bench_requests(llm, work, machine, args.runs)
+        result |= bench_requests(llm, work, ceilings, args.runs)
     llm.close()
     report(result, args.json)
 

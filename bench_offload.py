@@ -1,9 +1,9 @@
-"""The long workload with the KV cache in CPU memory, beside everything on the GPU and transformers' offloaded cache.
+"""The long workload with the KV cache in CPU memory, compared with all-GPU and with transformers' offloaded cache.
 
-Measures the link first. Decode with offload is bound by the link over the fewest bytes that must cross it per token:
-full blocks - (slots - write slots). Prefill is bound by its arithmetic, and compared with the all-GPU engine's in the
-same run. With --sweep: the engine with and without offload over contexts and slots, two runs each, as JSON and a plot
-(benchmarks/sweep.py).
+The link is measured first. Decode with offload is bound by the link's rate divided by the fewest bytes that must cross
+it per token; the fewest blocks are full blocks - (slots - write slots). Prefill is bound by its arithmetic, and
+compared with the all-GPU engine in the same run. --sweep measures the engine with and without offload over contexts and
+slots, two runs each, as JSON and a plot (benchmarks/sweep.py).
 """
 
 import argparse
@@ -15,14 +15,14 @@ from typing import Any
 import torch
 
 from benchmarks.common import (
-    Machine,
+    Ceilings,
     PromptTimes,
     Samples,
     Work,
     add_model_arguments,
     config_path,
     lengths_after_short_warm_up,
-    measure_machine,
+    measure_ceilings,
     model_of_length,
     random_prompt,
     report,
@@ -34,6 +34,7 @@ from benchmarks.common import (
 from benchmarks.sweep import run_sweep
 from nanovllm import LLM
 from nanovllm.capacity.costs import num_full_blocks, num_missing_blocks
+from nanovllm.utils.arithmetic import ceil_div
 
 
 def make_llm(args: argparse.Namespace, max_model_len: int, **options: Any) -> LLM:
@@ -50,12 +51,12 @@ def make_llm(args: argparse.Namespace, max_model_len: int, **options: Any) -> LL
 
 
 def num_prefill_tokens(args: argparse.Namespace, max_model_len: int) -> int:
-    """With --one-prompt the prompt leaves room for all that is decoded after it."""
+    """Length of the prompt. With --one-prompt it leaves room for the tokens that are decoded after it."""
     return max_model_len - (args.decode_tokens if args.one_prompt else 1)
 
 
 def measure(llm: LLM, args: argparse.Namespace, max_model_len: int) -> PromptTimes:
-    """Prefill, a second question, and decode up to `max_model_len`: of the same prompts, or decode of its own."""
+    """Time prefill, a second question, and decode up to `max_model_len`, with other prompts unless --one-prompt."""
     num_tokens = num_prefill_tokens(args, max_model_len)
     if args.one_prompt:
         lengths = lengths_after_short_warm_up(num_tokens, args.runs, args.num_gpu_blocks, args.block_size)
@@ -67,7 +68,7 @@ def measure(llm: LLM, args: argparse.Namespace, max_model_len: int) -> PromptTim
 
 
 def report_engine(times: PromptTimes, prefix: str) -> dict[str, Any]:
-    """Prefill and decode of one engine, and its peak GPU memory."""
+    """Print and return the rates of one engine and its peak GPU memory."""
     peak = torch.cuda.max_memory_allocated()
     print(f"{prefix:8} prefill {times.prefill} tok/s, decode {times.decode} tok/s, peak {peak / 2**30:.2f} GiB")
     return (
@@ -77,9 +78,9 @@ def report_engine(times: PromptTimes, prefix: str) -> dict[str, Any]:
     )
 
 
-def bench_offload(args: argparse.Namespace, machine: Machine, max_model_len: int, num_slots: int) -> dict[str, Any]:
-    """The engine with `num_slots` slots: its rates, the bytes it moved per token, and the bounds they are held to."""
-    pool: dict[str, Any] = {"num_cpu_blocks": (args.batch + 1) * -(-max_model_len // args.block_size)}
+def bench_offload(args: argparse.Namespace, ceilings: Ceilings, max_model_len: int, num_slots: int) -> dict[str, Any]:
+    """Measure the engine with `num_slots` slots: its rates, the bytes it moves per token, and the bounds."""
+    pool: dict[str, Any] = {"num_cpu_blocks": (args.batch + 1) * ceil_div(max_model_len, args.block_size)}
     if args.cpu_memory_gb is not None:
         pool = {"cpu_memory_gb": args.cpu_memory_gb}
     start_s = time.perf_counter()
@@ -96,7 +97,7 @@ def bench_offload(args: argparse.Namespace, machine: Machine, max_model_len: int
     times = measure(llm, args, max_model_len)
     result = report_engine(times, "offload") | times.second_question.as_json("second_question_ttft_ratio")
     num_tokens = num_prefill_tokens(args, max_model_len)
-    bound = Work(llm).prefill_bound(machine, num_tokens)
+    bound = Work(llm).prefill_bound(ceilings, num_tokens)
     share = times.prefill.median / bound
     result |= {"prefill_tokens": num_tokens, "prefill_bound_tok_per_s": bound, "prefill_bound_share": share}
     print(f"         prefill of {num_tokens} tokens: arithmetic bound {bound:,.0f} tok/s, reached {share:.0%}")
@@ -110,7 +111,7 @@ def bench_offload(args: argparse.Namespace, machine: Machine, max_model_len: int
     result |= {f"engine_{name}": stats[name] for name in ("link_byte_per_s", "load_byte_per_s", "link_share")}
     if missing:
         # each rank streams its own heads over its own link
-        bound = args.batch * machine.link_byte_per_s / (missing * block_bytes)
+        bound = args.batch * ceilings.link_byte_per_s / (missing * block_bytes)
         share = result["offload_decode_tok_per_s"] / bound
         result |= {"link_bound_decode_tok_per_s": bound, "link_share": share}
         print(f"         {missing} of {full_blocks} full blocks missing: bound {bound:.1f} tok/s, reached {share:.0%}")
@@ -125,7 +126,7 @@ def bench_gpu(args: argparse.Namespace, max_model_len: int) -> dict[str, Any]:
 
 
 def bench_transformers(args: argparse.Namespace, max_model_len: int) -> dict[str, Any]:
-    """The same shapes in transformers, random weights, KV in its offloaded cache."""
+    """Measure transformers with the same shapes, random weights, and its offloaded KV cache."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(
@@ -180,30 +181,34 @@ def main() -> None:
     parser.add_argument("--num-gpu-blocks", type=int, default=8, help="slots on the GPU")
     parser.add_argument("--block-size", type=int, default=4096, help="tokens per block")
     parser.add_argument("--batch", type=int, default=1, help="sequences that decode together")
-    parser.add_argument("--compare", default="gpu,hf", help="of gpu, hf: what else to measure; '' for nothing")
+    parser.add_argument("--compare", default="gpu,hf", help="what else to measure: gpu, hf, both, or '' for nothing")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--decode-tokens", type=int, default=64, help="tokens of each decode run")
-    parser.add_argument("--one-prompt", action="store_true", help="prefill and decode of the same prompts: cheaper")
-    parser.add_argument("--cpu-memory-gb", type=float, help="size of the CPU pool in GiB; else what the runs need")
-    parser.add_argument("--sweep", action="store_true", help="over contexts and slots instead; JSON and a plot")
+    parser.add_argument(
+        "--one-prompt", action="store_true", help="time prefill and decode with the same prompts, which is faster"
+    )
+    parser.add_argument("--cpu-memory-gb", type=float, help="size of the CPU pool in GiB; default: what the runs need")
+    parser.add_argument(
+        "--sweep", action="store_true", help="measure over contexts and slots instead; writes JSON and a plot"
+    )
     sizes = {"type": int, "nargs": "+", "metavar": "N"}
     parser.add_argument("--sweep-contexts", default=[40960, 65536, 131072, 262144], help="tokens", **sizes)
     parser.add_argument("--sweep-slots", default=[4, 8, 16], help="numbers of slots", **sizes)
     args = parser.parse_args()
     compare = {name for name in args.compare.split(",") if name}
     if unknown := compare - {"gpu", "hf"}:
-        parser.error(f"--compare {', '.join(sorted(unknown))}: choose of gpu, hf")
+        parser.error(f"--compare {', '.join(sorted(unknown))}: choose from gpu, hf")
     if args.one_prompt and args.batch > 1:
         parser.error(f"--one-prompt measures one sequence; leave out --batch {args.batch}")
 
-    machine = measure_machine()
+    ceilings = measure_ceilings()
     free_gpu()
-    print(machine)
-    result = run_options(args) | versions() | {"gpu": machine.name, "link_byte_per_s": machine.link_byte_per_s}
+    print(ceilings)
+    result = run_options(args) | versions() | {"gpu": ceilings.name, "link_byte_per_s": ceilings.link_byte_per_s}
     if args.sweep:
-        report(run_sweep(args, machine, result, make_llm), None)
+        report(run_sweep(args, ceilings, result, make_llm), None)
         return
-    result |= bench_offload(args, machine, args.max_model_len, args.num_gpu_blocks)
+    result |= bench_offload(args, ceilings, args.max_model_len, args.num_gpu_blocks)
     if "gpu" in compare:
         free_gpu()
         result |= bench_gpu(args, args.max_model_len)

@@ -1,7 +1,7 @@
-"""The workloads of bench.py through vLLM's API, for those who have vLLM: the same prompts, lengths and models.
+"""Runs the workloads of bench.py in vLLM, if it is installed: the same prompts, lengths and models.
 
-Prefill and decode are timed apart without vLLM's own metrics: a prompt with one token of answer, then a new prompt of
-the same length with many; what the second takes longer is decode. Prefix caching is off and every prompt is new.
+Prefill and decode are timed apart without vLLM's own metrics. A prompt is answered with one token, then a new prompt of
+the same length with many; the difference in time is decode. Prefix caching is off and every prompt is new.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from nanovllm.checkpoint.model_config import ModelConfig
 
 
 class VLLM:
-    """vLLM's engine, asked with token ids."""
+    """vLLM's engine, called with token ids."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         try:
@@ -46,7 +46,7 @@ class VLLM:
         )
 
     def seconds(self, prompts: list[list[int]], max_tokens: list[int], temperature: float) -> float:
-        """To answer them all, each with exactly so many tokens."""
+        """Time to answer all prompts, each with exactly the given number of tokens."""
         params = [
             self._vllm.SamplingParams(temperature=temperature, ignore_eos=True, max_tokens=n, detokenize=False)
             for n in max_tokens
@@ -59,7 +59,7 @@ class VLLM:
 
 
 def model_directory(model: str, max_model_len: int) -> str:
-    """vLLM knows directories and hub names, no presets."""
+    """The model as vLLM accepts it: a directory or a hub name, but not a preset."""
     model = model_of_length(model, max_model_len)
     if model not in presets():
         return model
@@ -108,7 +108,7 @@ def main() -> None:
     result = (
         run_options(args) | versions() | {"engine": "vllm", "start_to_first_token_s": time.perf_counter() - start_s}
     )
-    del result["backend"]  # one of ours
+    del result["backend"]  # it names one of our backends
     print(f"start to first token: {result['start_to_first_token_s']:.1f} s")
     vocab_size = ModelConfig.from_pretrained(args.model)[0].vocab_size
     if args.long:

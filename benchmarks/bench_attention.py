@@ -1,13 +1,13 @@
-"""Attention of each backend beside what the GPU can do: prefill, chunks at 40K, decode.
+"""Compares the attention backends with the limits of the GPU: prefill, chunks at 40K, decode.
 
     python benchmarks/bench_attention.py            # every backend that can run here
-    python benchmarks/bench_attention.py --tune     # our prefill tiles and decode splits compared
+    python benchmarks/bench_attention.py --tune     # compare tiles of our prefill and splits of our decode kernel
     python benchmarks/bench_attention.py --smoke    # tiny lengths on CPU: does it run?
     python -m benchmarks.bench_attention --target 8.9 --backend triton --backend flash
-                                                    # what an RTX 40 would run, on this GPU, beside flash-attn 2
+                                                    # the kernels for an RTX 40 and flash-attn 2, on this GPU
 
-First line: the bounds, measured. Last line: JSON. FLOPs count the visible keys only; bytes are K and V read once. Where
-flash-attn 2 runs too, every other backend's rate is also given as a share of its rate.
+The first line has the measured bounds, the last line is JSON. FLOPs count only visible keys; bytes are K and V read
+once. If flash-attn 2 runs too, the rates of the other backends are also given relative to it.
 """
 
 import argparse
@@ -25,6 +25,7 @@ from nanovllm.attention.backends.selection import BACKENDS, choose_backend
 from nanovllm.attention.base import AttentionBackend, HostTables, PagedBatch, PartialAttention
 from nanovllm.device import kernel_target
 from nanovllm.device.kernel_target import KNOWN_TARGETS
+from nanovllm.utils.arithmetic import ceil_div
 
 NUM_RUNS = 7
 HEAD_DIM = 128
@@ -50,7 +51,7 @@ class Workload:
 WORKLOADS = [
     Workload("prefill 4096", 1, 4096, 4096),
     Workload("chunk 8192 at 40960", 1, 8192, 40960),
-    Workload("chunk 8191 at 40959", 1, 8191, 40959),  # lengths that no plan was built for
+    Workload("chunk 8191 at 40959", 1, 8191, 40959),  # lengths that cuDNN has no plan for
     Workload("chunk 16384 at 40960", 1, 16384, 40960),
     Workload("prefill 16 x 1000", 16, 1000, 1000),
     Workload("decode 1 x 40960", 1, 1, 40960),
@@ -60,7 +61,7 @@ WORKLOADS = [
 
 
 class Timer:
-    """Milliseconds of each run after the first, and of the first (which compiles or plans)."""
+    """Times runs in milliseconds, the first one, which compiles or plans, apart from the others."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -87,7 +88,7 @@ class Timer:
         if self.device.type != "cuda":
             return self._wall_ms(run)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(1_000_000)  # so that the launches below are queued before the first of them runs
+        torch.cuda._sleep(1_000_000)  # keep the GPU busy until the launches below are queued
         start.record()
         run()
         end.record()
@@ -108,7 +109,7 @@ class Inputs:
 
 
 def make_inputs(work: Workload, heads: tuple[int, int], args: argparse.Namespace, device: torch.device) -> Inputs:
-    blocks_each = -(-work.context_len // args.block_size)
+    blocks_each = ceil_div(work.context_len, args.block_size)
     num_blocks = blocks_each * work.num_sequences
     ids = torch.randperm(num_blocks) if args.order == "random" else torch.arange(num_blocks)
     tables = ids.view(work.num_sequences, blocks_each).int()
@@ -129,7 +130,7 @@ def make_inputs(work: Workload, heads: tuple[int, int], args: argparse.Namespace
 
 
 def report(work: Workload, heads: tuple[int, int], ms: dict[str, float], bounds: dict[str, float]) -> dict[str, Any]:
-    """The rate of a workload beside its bound: arithmetic for many queries, bandwidth for one each."""
+    """The rate of a workload and its bound: arithmetic for many queries, bandwidth for one query per sequence."""
     seconds = ms["median_ms"] / 1e3
     if work.query_len > 1:
         rate, key, unit = work.flops(heads[0]) / seconds / 1e12, "tflop_per_s", "TFLOP/s"
@@ -145,7 +146,7 @@ def report(work: Workload, heads: tuple[int, int], ms: dict[str, float], bounds:
 
 
 def measure_bounds(timer: Timer, device: torch.device, size: int) -> dict[str, float]:
-    """A square bf16 product, and a copy counted as read and written."""
+    """Measure a square bf16 product, and a copy, which counts the bytes read and written."""
     a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
     product_s = timer(lambda: a @ b)["median_ms"] / 1e3
     source = torch.empty(16 * size * size, device=device, dtype=torch.bfloat16)
@@ -175,7 +176,7 @@ def bench_backends(
 
 
 def add_shares_of_flash(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """To every row of another backend its rate over that of flash-attn 2. Returns the smallest of each backend."""
+    """Add each row's rate relative to flash-attn 2. Returns the smallest of each backend."""
     flash_ms = {(row["model"], row["workload"]): row["median_ms"] for row in rows if row["backend"] == "flash"}
     others = [row for row in rows if row["backend"] != "flash" and (row["model"], row["workload"]) in flash_ms]
     for row in others:
@@ -189,7 +190,7 @@ def add_shares_of_flash(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def bench_merge(backends: list[AttentionBackend], timer: Timer) -> list[dict[str, Any]]:
-    """Two parts by themselves, and two parts into the running result in fp32."""
+    """Time merging two parts, and merging two parts into the running fp32 result."""
     bf16, fp32 = torch.bfloat16, torch.float32
     rows = []
     for num_tokens, dtypes in itertools.product((1, 8192), ((bf16, bf16), (fp32, bf16, bf16))):
@@ -209,7 +210,7 @@ def bench_merge(backends: list[AttentionBackend], timer: Timer) -> list[dict[str
 
 
 def tune(args: argparse.Namespace, timer: Timer, bounds: dict[str, float]) -> list[dict[str, Any]]:
-    """Our prefill kernel with other tiles, our decode kernel with other splits."""
+    """Time our prefill kernel with other tiles, and our decode kernel with other splits."""
     from nanovllm.kernels.attention import DecodeConfig, PrefillConfig, paged_decode, paged_prefill
 
     tma = kernel_target.target_of(timer.device).has_shared_operands
@@ -241,10 +242,14 @@ def tune(args: argparse.Namespace, timer: Timer, bounds: dict[str, float]) -> li
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--backend", action="append", choices=sorted(BACKENDS), help="again for more; all but torch")
+    parser.add_argument(
+        "--backend", action="append", choices=sorted(BACKENDS), help="repeat for more; default: all but torch"
+    )
     parser.add_argument("--block-size", type=int, default=256)
-    parser.add_argument("--order", choices=["adjacent", "random"], default="adjacent", help="of a table's blocks")
-    parser.add_argument("--target", choices=sorted(KNOWN_TARGETS), help="compute capability whose kernels run")
+    parser.add_argument(
+        "--order", choices=["adjacent", "random"], default="adjacent", help="order of the blocks in a table"
+    )
+    parser.add_argument("--target", choices=sorted(KNOWN_TARGETS), help="run the kernels for this compute capability")
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--smoke", action="store_true")
     args = parser.parse_args()

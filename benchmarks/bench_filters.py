@@ -1,8 +1,8 @@
-"""Decode steps that filter what they sample, beside steps that do not: python -m benchmarks.bench_filters
+"""Compares decode steps with and without sampling filters: python -m benchmarks.bench_filters
 
-For 1, 64 and 512 sequences, in one engine and in turns: no filters, top_k 20 with top_p 0.95 in every row, and the same
-in one row only. With random weights the logits are flatter than a trained model's, so that more drawn tokens are
-rejected than in use; `benchmarks/bench_sampler.py` times the sampler on likelier ones.
+For 1, 64 and 512 sequences, one engine runs three cases in turn: no filters, top_k 20 with top_p 0.95 in every row, and
+the same filters in one row only. With random weights the logits are flatter than those of a trained model, so more
+drawn tokens are rejected than in real use; `benchmarks/bench_sampler.py` also times the sampler on peaked logits.
 """
 
 import argparse
@@ -20,7 +20,7 @@ BATCHES = (1, 64, 512)
 
 
 def sampling(num_filtered: int, batch: int) -> list[SamplingParams]:
-    """Sampled at temperature 0.7, the first `num_filtered` with the filters that Qwen3's authors recommend."""
+    """Parameters with temperature 0.7. The first `num_filtered` use the filters that Qwen3's authors recommend."""
     common: dict[str, Any] = {"temperature": 0.7, "max_tokens": NUM_DECODED, "ignore_eos": True}
     filtered = SamplingParams(**common, top_k=20, top_p=0.95)
     return [filtered] * num_filtered + [SamplingParams(**common)] * (batch - num_filtered)
@@ -34,7 +34,7 @@ def time_steps(llm: LLM, batch: int, num_filtered: int, rng: random.Random) -> f
 
 
 def compare(llm: LLM, batch: int, num_runs: int) -> dict[str, float]:
-    """Milliseconds a step, and the unfiltered step's over the others': what is left of its speed."""
+    """Milliseconds per step of each case, and the speed of the filtered cases relative to the unfiltered one."""
     rng = random.Random(batch)
     cases = {"unfiltered": 0, "filtered": batch, "one_filtered": 1}
     times: dict[str, list[float]] = {name: [] for name in cases}

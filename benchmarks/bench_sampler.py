@@ -1,11 +1,11 @@
-"""Sampling alone: what a step spends on it, without filters and with them.
+"""Times sampling, without and with filters.
 
-    python benchmarks/bench_sampler.py                              # 1, 64 and 512 rows of a vocabulary of 151,936
-    python benchmarks/bench_sampler.py --tile 2,4,1 --tile 4,8,2    # tiles of the kernel that filters, compared
+    python benchmarks/bench_sampler.py                              # 1, 64 and 512 rows, vocabulary of 151,936
+    python benchmarks/bench_sampler.py --tile 2,4,1 --tile 4,8,2    # compare tiles of the kernel that filters
     TRITON_INTERPRET=1 python benchmarks/bench_sampler.py --smoke   # tiny, on CPU: does it run?
 
-A time is that of one call in a CUDA graph of 20, at 20 different positions, so that tokens are drawn and cut anew in
-each; the bound is the time to read the logits once. First line: the rate behind the bound, measured. Last line: JSON.
+A time is that of one call in a CUDA graph of 20 calls, which have different positions and so draw and cut different
+tokens. The bound is the time to read the logits once. The first line is the measured rate of memory, the last is JSON.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from nanovllm.kernels.sampler import sample_tokens
 from nanovllm.kernels.sampling_tensors import SamplingTensors
 
 NUM_CALLS, NUM_RUNS = 20, 7
-SPREADS = {"flat": 0.7, "peaked": 5.0}  # standard deviation of the logits: of random weights, of a trained model
+SPREADS = {"flat": 0.7, "peaked": 5.0}  # standard deviation of the logits with random weights and with a trained model
 RECOMMENDED = {"top_k": 20, "top_p": 0.95}
 CASES: dict[str, dict[str, float]] = {
     "unfiltered": {},
@@ -34,7 +34,7 @@ CASES: dict[str, dict[str, float]] = {
 
 
 def tensors_of(case: str, num_rows: int, device: str) -> SamplingTensors:
-    """Parameters of all rows, or of the middle one only, at position 0."""
+    """The parameters of a case for all rows, or for only the middle one, at position 0."""
     filters = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
     dtypes = dict.fromkeys(filters, torch.float32) | {"top_k": torch.int64}
     columns = [torch.full((num_rows,), filters[name], dtype=dtypes[name]) for name in filters]
@@ -77,12 +77,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=lambda text: [int(n) for n in text.split(",")], default=[1, 64, 512])
     parser.add_argument("--vocab-size", type=int, default=151_936)
-    parser.add_argument("--case", action="append", choices=list(CASES), help="again for more; all")
+    parser.add_argument("--case", action="append", choices=list(CASES), help="repeat for more; default: all")
     parser.add_argument(
         "--tile",
         action="append",
         type=lambda text: RedrawTile(*map(int, text.split(","))),
-        help="groups, warps, stages; again for more; the chosen one",
+        help="groups, warps, stages; repeat for more; default: the chosen one",
     )
     parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--json", metavar="FILE", help="also write the last line to FILE")

@@ -1,12 +1,12 @@
-"""Linear layers of a few rows: ours beside cuBLAS (and its separate SiLU), for the shapes of several models.
+"""Compares our kernel for linear layers with few rows with cuBLAS and a separate SiLU, for shapes of several models.
 
-    python benchmarks/bench_small_linear.py                     # every tile at 1 row, the best and the chosen at more
-    python benchmarks/bench_small_linear.py --model qwen3-0.6b  # one model; again for more
+    python benchmarks/bench_small_linear.py                     # 1 row: every tile; more rows: the best and the chosen
+    python benchmarks/bench_small_linear.py --model qwen3-0.6b  # one model; repeat the option for more
     python benchmarks/bench_small_linear.py --all-tiles         # every tile at every number of rows (slow: it compiles)
     TRITON_INTERPRET=1 python benchmarks/bench_small_linear.py --smoke   # tiny, on CPU: does it run?
 
-First line: the bound, measured. Last line: JSON. A time is that of one call in a CUDA graph of at least 20, over
-copies of the weight that do not fit the L2 cache together; the rate counts the weight's bytes.
+The first line is the measured bound, the last line is JSON. A time is that of one call in a CUDA graph of at least 20
+calls, which use different copies of the weight that together exceed the L2 cache. The rate counts the weight's bytes.
 """
 
 import argparse
@@ -18,10 +18,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from benchmarks.common import measure_machine, time_in_graph_us
+from benchmarks.common import measure_ceilings, time_in_graph_us
 from nanovllm.kernels.small_linear import DEFAULT_TILE, Tile, small_gate_up, small_linear
 from nanovllm.layers.activation import silu_and_mul
-from nanovllm.layers.linear import MAX_SMALL_ROWS
+from nanovllm.layers.linear import MAX_GEMV_ROWS
+from nanovllm.utils.arithmetic import ceil_div
 
 MODELS = {  # hidden, qkv features, attention features, intermediate
     "qwen3-0.6b": (1024, 4096, 2048, 3072),
@@ -32,7 +33,7 @@ MODELS = {  # hidden, qkv features, attention features, intermediate
 ROWS = (1, 2, 4, 8, 16)
 TILES = [Tile(1, 4, 1), Tile(1, 8, 1), Tile(1, 8, 3), Tile(2, 4, 1), Tile(2, 8, 1), Tile(2, 4, 3), Tile(2, 8, 3)]
 TILES += [Tile(4, 2, 1), Tile(4, 4, 1), Tile(4, 8, 1), Tile(4, 4, 3), Tile(8, 4, 1)]
-ROTATING_BYTES = 2**27  # copies of a weight together: twice the L2 cache
+ROTATING_BYTES = 2**27  # all copies of a weight together: twice the L2 cache
 NUM_CALLS, NUM_RUNS = 20, 7
 
 
@@ -40,7 +41,7 @@ NUM_CALLS, NUM_RUNS = 20, 7
 class Layer:
     model: str
     name: str
-    num_features: int  # of the product, so twice the output's when gated
+    num_features: int  # of the product, so twice those of the output if gated
     size: int
 
     @property
@@ -67,7 +68,7 @@ def layers_of(model: str) -> list[Layer]:
 
 
 def time_call_us(call: Callable[[torch.Tensor], object], weights: torch.Tensor) -> dict[str, float]:
-    """Microseconds of one call, over the weights in turn."""
+    """Microseconds of one call. The calls use the weights in turn."""
     num_calls = max(NUM_CALLS, len(weights))
     us = time_in_graph_us(lambda i: call(weights[i % len(weights)]), num_calls, NUM_RUNS, weights.device.type)
     return {"median_us": us.median, "min_us": min(us.values), "max_us": max(us.values)}
@@ -93,8 +94,8 @@ class Report:
 
 
 def bench_layer(layer: Layer, row_counts: tuple[int, ...], all_tiles: bool, device: str, report: Report) -> None:
-    """The tiles of the first row count decide which are run at the others, unless `all_tiles`."""
-    num_copies = max(2, -(-ROTATING_BYTES // (2 * layer.num_features * layer.size))) if device == "cuda" else 1
+    """Time all tiles at the first row count, and then only the best and the chosen one, unless `all_tiles`."""
+    num_copies = max(2, ceil_div(ROTATING_BYTES, 2 * layer.num_features * layer.size)) if device == "cuda" else 1
     dtype = torch.bfloat16 if device == "cuda" else torch.float16
     weights = torch.randn(num_copies, layer.num_features, layer.size, device=device, dtype=dtype)
     tiles = TILES
@@ -112,7 +113,7 @@ def bench_layer(layer: Layer, row_counts: tuple[int, ...], all_tiles: bool, devi
 
 
 def summarise(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """What a layer of each model costs with cuBLAS, with the chosen tiles, and with the best, in us; printed."""
+    """Print and return the time of a decoder layer of each model, in us: with cuBLAS, the chosen and the best tiles."""
     totals: dict[str, float] = {}
     for row in rows:
         layer = next(layer for layer in layers_of(row["model"]) if layer.name == row["layer"])
@@ -134,14 +135,14 @@ def summarise(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", action="append", choices=sorted(MODELS), help="again for more; all")
+    parser.add_argument("--model", action="append", choices=sorted(MODELS), help="repeat for more; default: all")
     parser.add_argument("--all-tiles", action="store_true")
     parser.add_argument("--smoke", action="store_true")
     args = parser.parse_args()
     if not args.smoke and not torch.cuda.is_available():
         parser.error("no CUDA GPU here; TRITON_INTERPRET=1 and --smoke run tiny shapes on the CPU")
-    bound = 1.0 if args.smoke else measure_machine().memory_byte_per_s / 1e12
-    print(f"bound: {bound:.2f} TB/s (copy); our kernel takes up to {MAX_SMALL_ROWS} rows")
+    bound = 1.0 if args.smoke else measure_ceilings().memory_byte_per_s / 1e12
+    print(f"bound: {bound:.2f} TB/s (copy); our kernel takes up to {MAX_GEMV_ROWS} rows")
     report = Report(bound)
     row_counts, device = (ROWS[:2], "cpu") if args.smoke else (ROWS, "cuda")
     if args.smoke:

@@ -1,4 +1,4 @@
-"""What the benchmarks share: the machine's measured ceilings, the least work of a model, timing, and the report."""
+"""Code that the benchmarks share: the machine's measured ceilings, a model's least work, timing, and the report."""
 
 import argparse
 import json
@@ -28,8 +28,8 @@ QUESTION_TOKENS = 64
 
 
 @dataclass(frozen=True)
-class Machine:
-    """Ceilings, measured in this run."""
+class Ceilings:
+    """The rates that bound an engine on this machine, measured in this run."""
 
     name: str
     matmul_flop_per_s: float  # bf16, 8192 x 8192 x 8192
@@ -39,7 +39,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Samples:
-    """Several runs of one quantity."""
+    """One quantity, measured in several runs."""
 
     values: tuple[float, ...]
 
@@ -55,7 +55,7 @@ class Samples:
 
 
 def median_seconds(work: Callable[[], object], num_runs: int = 10) -> float:
-    """Median time of `work` on the current stream, by events, after a warm-up."""
+    """Median time of `work` on the current stream, measured with events, after a warm-up."""
     work()
     times = []
     for _ in range(num_runs):
@@ -69,12 +69,12 @@ def median_seconds(work: Callable[[], object], num_runs: int = 10) -> float:
 
 
 def time_in_graph_us(call: Callable[[int], object], num_calls: int, num_runs: int, device: str) -> Samples:
-    """Microseconds of `call(i)`, on average over i, in a CUDA graph of `num_calls`; on the CPU one call, once."""
+    """Mean microseconds of `call(i)` in a CUDA graph of `num_calls` calls. On the CPU, one call, timed once."""
     if device == "cpu":
         start_s = time.perf_counter()
         call(0)
         return Samples(((time.perf_counter() - start_s) * 1e6,))
-    call(0)  # compiles, outside the capture
+    call(0)  # compile before the capture
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -91,8 +91,8 @@ def time_in_graph_us(call: Callable[[int], object], num_calls: int, num_runs: in
     return Samples(tuple(times[1:]))
 
 
-def measure_machine() -> Machine:
-    """Fresh random data: zeros run faster than real numbers."""
+def measure_ceilings() -> Ceilings:
+    """Measure them. The matrices are random, because matrix products run faster on zeros."""
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     matmul_s = median_seconds(lambda: a @ b)
     source, target = (torch.empty(2**32, device="cuda", dtype=torch.uint8) for _ in range(2))
@@ -104,11 +104,11 @@ def measure_machine() -> Machine:
             target[start : start + 2**23].copy_(host[start : start + 2**23], non_blocking=True)
 
     link_s = median_seconds(load)
-    return Machine(torch.cuda.get_device_name(), 2 * 8192**3 / matmul_s, 2 * 2**32 / copy_s, 2**28 / link_s)
+    return Ceilings(torch.cuda.get_device_name(), 2 * 8192**3 / matmul_s, 2 * 2**32 / copy_s, 2**28 / link_s)
 
 
 class Work:
-    """The least one GPU of an engine must do, from the model's shapes (nanovllm/capacity/costs.py)."""
+    """The least work of one GPU of an engine, computed from the model's shapes (nanovllm/capacity/costs.py)."""
 
     def __init__(self, llm: LLM) -> None:
         self._config, self._model = llm.config, llm.model_config
@@ -117,12 +117,12 @@ class Work:
     def prefill_flop(self, num_tokens: int) -> float:
         return costs.prefill_flop(self._config, self._model, num_tokens)
 
-    def prefill_bound(self, machine: Machine, num_tokens: int) -> float:
-        """Tokens per second of one prompt, by the arithmetic alone."""
-        return num_tokens * machine.matmul_flop_per_s / self.prefill_flop(num_tokens)
+    def prefill_bound(self, ceilings: Ceilings, num_tokens: int) -> float:
+        """Tokens per second of one prompt if only its arithmetic took time."""
+        return num_tokens * ceilings.matmul_flop_per_s / self.prefill_flop(num_tokens)
 
     def decode_bytes(self, context_lens: list[int]) -> float:
-        """One step of sequences with that many keys."""
+        """Bytes read in one decode step of sequences with these numbers of keys."""
         return costs.decode_bytes(self._config, self._model, sum(context_lens), self._kv_bytes_per_token)
 
 
@@ -138,7 +138,7 @@ def model_of_length(model: str, max_model_len: int) -> str:
 
 
 def config_path(model: str) -> Path | str:
-    """What transformers reads the config of `model` from."""
+    """Where transformers reads the config of `model` from."""
     return presets().get(model, model)
 
 
@@ -153,7 +153,7 @@ def greedy(max_tokens: int) -> SamplingParams:
 def serve(
     llm: LLM, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]
 ) -> tuple[list[RequestOutput], list[float]]:
-    """Answers to the prompts together, and when each step ended in which all of them decoded and nothing else ran."""
+    """Run the prompts together. Returns their outputs, and the end times of steps in which all only decoded."""
     each_params = params if isinstance(params, list) else [params] * len(prompts)
     for prompt, its_params in zip(prompts, each_params, strict=True):
         llm.add_request(prompt, its_params)
@@ -173,7 +173,7 @@ def first_token_s(output: RequestOutput) -> float:
 
 
 def time_prefill(llm: LLM, num_tokens: int, seed: int, num_runs: int = NUM_RUNS) -> Samples:
-    """Prompt tokens per second to the first token; every prompt is new."""
+    """Prompt tokens per second until the first output token. Every prompt is new."""
     rng = random.Random(seed)
     rates = []
     for _ in range(num_runs + 1):
@@ -186,10 +186,9 @@ def time_prefill(llm: LLM, num_tokens: int, seed: int, num_runs: int = NUM_RUNS)
 def time_decode(
     llm: LLM, context_len: int, num_tokens: int, seed: int, batch: int = 1, num_runs: int = NUM_RUNS
 ) -> Samples:
-    """Tokens per second of `batch` sequences decoding together, from `context_len` keys on; every prompt is new.
+    """Tokens per second of `batch` sequences decoding together, starting at `context_len` keys. Every prompt is new.
 
-    Only steps in which all of them decode count: the time from the first to the last of these, which overlaps nothing
-    of the prefill.
+    The time is that from the first to the last step in which all of them decode, so that no prefill is included.
     """
     rng = random.Random(seed)
     rates = []
@@ -202,16 +201,17 @@ def time_decode(
 
 
 class PromptTimes(NamedTuple):
-    """What `time_prompts` measures."""
+    """The result of `time_prompts`."""
 
-    prefill: Samples  # prompt tokens per second to the first token
-    decode: Samples  # tokens per second from the first decode step to the last; none where the answers have none
-    second_question: Samples  # time to first token of a second question about the prompt, over the first one's
+    prefill: Samples  # prompt tokens per second until the first output token
+    decode: Samples  # tokens per second from the first to the last decode step; empty if no steps decode
+    second_question: Samples  # time to first token of a second question about the prompt, relative to the first
 
 
 def time_prompts(llm: LLM, lengths: list[int], num_decoded: int, seed: int) -> PromptTimes:
-    """One new prompt of each length, answered with `num_decoded` tokens, and a second question about it: the same
-    prompt but for its last tokens. The first of the lengths warms up and is left out.
+    """For each length, run a new prompt with `num_decoded` output tokens, then a second question about it.
+
+    The second question is the same prompt with other last tokens. The first length warms up and is not counted.
     """
     rng, vocab_size = random.Random(seed), llm.model_config.vocab_size
     prefill, decode, second_question = [], [], []
@@ -229,29 +229,28 @@ def time_prompts(llm: LLM, lengths: list[int], num_decoded: int, seed: int) -> P
 
 
 def lengths_after_short_warm_up(num_tokens: int, num_runs: int, num_slots: int, block_size: int) -> list[int]:
-    """For `time_prompts`, where a prompt takes long: the warm-up is no longer than it takes to be streamed."""
+    """Lengths for `time_prompts` with slow prompts: the first, for the warm-up, is just long enough to be streamed."""
     return [min(num_tokens, (num_slots + 4) * block_size)] + [num_tokens] * num_runs
 
 
 def versions() -> dict[str, str]:
-    """What a number depends on besides the code, and the code's commit."""
+    """The versions that a measurement depends on, and the commit of the code."""
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     found = (
         subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() if shutil.which("git") else ""
     )
-    commit = (
-        os.environ.get("NANOVLLM_COMMIT") or found or "unknown"
-    )  # named by hand where there is only a copy of the tree
+    # NANOVLLM_COMMIT names the commit if there is only a copy of the tree, without git.
+    commit = os.environ.get("NANOVLLM_COMMIT") or found or "unknown"
     return {"python": platform.python_version(), "torch": torch.__version__, "commit": commit}
 
 
 def run_options(args: argparse.Namespace) -> dict[str, Any]:
-    """What was asked for, without the file that the result goes to."""
+    """The options of this run, without the file that the result is written to."""
     return {name: value for name, value in vars(args).items() if name != "json"}
 
 
 def report(result: dict[str, Any], json_file: str | None) -> None:
-    """The last line of every benchmark, and its file."""
+    """Print the result as the last line of the benchmark, and write it to a file if one is given."""
     line = json.dumps(result)
     if json_file:
         Path(json_file).write_text(line + "\n")

@@ -1,13 +1,14 @@
-"""What an engine's process holds on the GPU, beside what the plan says: python -m benchmarks.device_memory [CASE ...]
+"""Compares an engine's GPU memory with its plan: python -m benchmarks.device_memory [CASE ...]
 
-Each case runs in a process of its own. What that process holds is how much less is free on the device than before it
-began, CUDA's own memory included, so nothing else may use the GPU meanwhile. It is read when CUDA has started, when the
-engine is ready, and when it has served: a prompt of nearly 40,960 tokens, or of what fits, two more together, then many
-short ones, all sampled with filters. The plan is made before the engine starts, as `nanovllm plan` makes it.
+Each case runs in its own process. The memory of that process is the decrease of free memory on the device since before
+it began, including CUDA's own memory, so nothing else may use the GPU meanwhile. It is read when CUDA has started, when
+the engine is ready, and after the engine has served requests: a prompt of nearly 40,960 tokens, or as many as fit, then
+two such prompts together, then many short ones, all sampled with filters. The plan is made before the engine starts, in
+the same way as by `nanovllm plan`.
 
 nanovllm/capacity/device_memory.py holds the constants of the estimates. To fit them: `cuda_bytes` is the context before
-anything is loaded; `unreserved_bytes`, less the context, is graphs and late kernels, and `no-graphs` runs without the
-former; `reserved_bytes` less `allocated_peak_bytes` is what the allocator wastes.
+anything is loaded. `unreserved_bytes` minus the context is graphs and kernels loaded later; the case `no-graphs` runs
+without graphs. `reserved_bytes` minus `allocated_peak_bytes` is what the allocator wastes.
 """
 
 import argparse
@@ -31,7 +32,7 @@ from nanovllm.engine.setup import find_machine
 
 GIB = 2**30
 README = {"model": "qwen3-0.6b", "max_model_len": 40960, "enable_cpu_offload": True, "num_gpu_blocks": 8}
-CASES: dict[str, dict[str, Any]] = {  # simulated_gib: of a smaller GPU, of which the engine gets 90%
+CASES: dict[str, dict[str, Any]] = {  # simulated_gib: memory of a smaller GPU, of which the engine gets 90%
     "readme": README,
     "no-graphs": README | {"enforce_eager": True},
     "2slots": README | {"num_gpu_blocks": 2, "max_num_batched_tokens": 4096},
@@ -44,8 +45,8 @@ LONG_PROMPT_TOKENS = 40_960
 
 
 def measure(case: str) -> dict[str, Any]:
-    """Run a case in a process of its own. Its figures, with `plan_error` = plan / measured - 1."""
-    free_bytes, _ = torch.cuda.mem_get_info()  # after this process has its context, which is not the engine's
+    """Run a case in its own process. Returns its figures, with `plan_error` = plan / measured - 1."""
+    free_bytes, _ = torch.cuda.mem_get_info()  # creates this process's context, which must not count for the engine
     command = [sys.executable, "-m", "benchmarks.device_memory", "--serve", case, "--free-bytes", str(free_bytes)]
     root = Path(__file__).resolve().parent.parent
     done = subprocess.run(command, cwd=root, stdout=subprocess.PIPE, text=True, check=True)
@@ -54,16 +55,16 @@ def measure(case: str) -> dict[str, Any]:
 
 
 def serve_case(case: str, free_bytes: int) -> dict[str, Any]:
-    """What this process holds when CUDA has started, when the engine is ready, and when it has served."""
+    """GPU memory of this process when CUDA has started, when the engine is ready, and after it has served."""
 
     def held_bytes() -> int:
         torch.cuda.synchronize()
         return free_bytes - torch.cuda.mem_get_info()[0]
 
-    cuda_bytes = held_bytes()  # asking makes the context
+    cuda_bytes = held_bytes()  # the call creates the context
     total_bytes = torch.cuda.get_device_properties(0).total_memory
     plan = planned(engine_options(CASES[case], total_bytes))
-    # The engine counts what the other processes hold as used
+    # The engine counts the memory of other processes as used.
     with LLM(**engine_options(CASES[case], total_bytes, others_bytes=total_bytes - free_bytes)) as llm:
         start_bytes = held_bytes()
         serve(llm)
@@ -85,7 +86,7 @@ def serve_case(case: str, free_bytes: int) -> dict[str, Any]:
 
 
 def engine_options(case: dict[str, Any], gpu_bytes: int, others_bytes: int = 0) -> dict[str, Any]:
-    """The arguments of LLM on a GPU of `gpu_bytes`, of which other processes hold `others_bytes`."""
+    """The arguments of LLM on a GPU with `gpu_bytes` of memory, of which other processes use `others_bytes`."""
     options = {"device": "cuda", "load_format": "dummy"} | case
     simulated_gib = options.pop("simulated_gib", None)
     if simulated_gib is not None:
@@ -99,11 +100,11 @@ def planned(options: dict[str, Any]) -> CapacityPlan:
 
 
 def serve(llm: LLM) -> None:
-    """The largest steps: chunks of a long prompt, streamed groups, and as many filtered rows as there can be."""
+    """Run the largest steps: chunks of a long prompt, streamed groups, and as many filtered rows as possible."""
     rng, vocab_size = random.Random(0), llm.model_config.vocab_size
     num_tokens = min(llm.max_model_len, LONG_PROMPT_TOKENS) - 16
     params = SamplingParams(temperature=0.7, top_k=20, top_p=0.95, max_tokens=16, ignore_eos=True)
-    for num_prompts in (1, 2):  # the second time together: short ones do not fill the token budget alone
+    for num_prompts in (1, 2):  # two together, because a short prompt alone does not fill the token budget
         prompts = [random_prompt(rng, num_tokens, vocab_size) for _ in range(num_prompts)]
         llm.generate(prompts, params, use_tqdm=False)
     prompts = [random_prompt(rng, rng.randint(1, 30), vocab_size) for _ in range(NUM_SHORT_PROMPTS)]
@@ -112,7 +113,7 @@ def serve(llm: LLM) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"{', '.join(CASES)}; none: all")
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"cases to run: {', '.join(CASES)}; default: all")
     parser.add_argument("--serve", help=argparse.SUPPRESS)  # in the process of one case
     parser.add_argument("--free-bytes", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--json", metavar="FILE", help="also write the last line to FILE")

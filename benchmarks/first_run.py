@@ -1,8 +1,8 @@
-"""What the first process on a machine sees, all options at their defaults: python -m benchmarks.first_run
+"""Times the first process on a machine, with all options at their defaults: python -m benchmarks.first_run
 
-Seconds from the start of Python to the first token, the first long prompt beside the second, and the first run of 256
-requests beside later ones. `make bench-gpu` gives it an empty kernel cache; only on a machine where nothing has run yet
-are the files of Python and CUDA cold as well.
+It measures the seconds from the start of Python to the first token, and compares the first long prompt with the second,
+and the first run of 256 requests with later runs. `make bench-gpu` gives it an empty kernel cache. The files of Python
+and CUDA are cold too only if nothing has run on the machine yet.
 """
 
 import argparse
@@ -14,11 +14,11 @@ from pathlib import Path
 
 LONG_PROMPT_TOKENS = 40_900
 NUM_REQUEST_RUNS = 5
-NUM_STEADY_RUNS = 3  # the last of these
+NUM_STEADY_RUNS = 3  # the last of NUM_REQUEST_RUNS count as steady
 
 
 def seconds_since_process_start() -> float:
-    """Linux counts clock ticks from its boot to the start of a process: field 22 of /proc/self/stat, see proc(5)."""
+    """Uses field 22 of /proc/self/stat: clock ticks from boot to the start of the process; see proc(5)."""
     fields_from_third = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     started_s = int(fields_from_third[22 - 3]) / os.sysconf("SC_CLK_TCK")
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started_s
@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE", help="also write the last line to FILE")
     args = parser.parse_args()
 
-    # imported here, so that the time they take counts and the benchmark's own imports do not come first
+    # Import here, so that the import time is measured, and before the benchmark's own imports.
     from nanovllm import LLM, SamplingParams
 
     imported_s = seconds_since_process_start()

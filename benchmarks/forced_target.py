@@ -1,4 +1,4 @@
-"""The kernels of one GPU on another: what an RTX 40 would run, tested and timed on an H200."""
+"""Runs the kernels for one GPU on another, such as those for an RTX 40 on an H200, to test and time them."""
 
 import triton
 
@@ -7,11 +7,11 @@ from nanovllm.device.kernel_target import KNOWN_TARGETS, KernelTarget
 
 
 def force_target(name: str) -> KernelTarget:
-    """For the rest of this process, choose kernels as for compute capability `name` and generate their code for it.
+    """For the rest of this process, choose kernels for compute capability `name` and generate code for it.
 
-    Triton then emits the instructions of that GPU (mma where a Hopper would run wgmma), and the assembler translates
-    them for the GPU that is here. Call this before the first kernel is compiled. Other processes, such as the workers
-    of tensor parallelism, are not affected.
+    Triton then emits the instructions of that GPU (such as mma, where Hopper would run wgmma), and the assembler
+    translates them for the GPU of this machine. Call this before the first kernel is compiled. Other processes, such as
+    the workers of tensor parallelism, are not affected.
     """
     target = KNOWN_TARGETS[name]
     kernel_target.target_of = lambda device: target if device.type == "cuda" else kernel_target.INTERPRETER

@@ -1,8 +1,8 @@
-"""Every benchmark, then the GPU tests, each in a process of its own with a time limit. `make bench-gpu` runs it.
+"""Runs every benchmark and then the GPU tests, each in its own process with a time limit. `make bench-gpu` runs it.
 
-Each benchmark's last line goes to benchmarks/results/NAME.json. The table printed last holds what was reached beside
-the targets. A job that needs what is not here is listed as skipped, with what it needs. Exit status 0 only if all
-others ran, whatever they reached.
+Each benchmark's last line is written to benchmarks/results/NAME.json. The table printed last compares the results with
+the targets. A job that needs something this machine lacks is listed as skipped, with what it needs. The exit status is
+0 only if all other jobs ran successfully, whether or not they reached their targets.
 
     python -m benchmarks.run_all                            # all
     python -m benchmarks.run_all --only offload,start       # those with "offload" or "start" in their names
@@ -28,7 +28,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 def count_gpus() -> int:
-    """In a process of its own: one that has used CUDA would hold memory on every GPU."""
+    """Counts in another process, because a process that has used CUDA would hold memory on every GPU."""
     count = "import torch; print(torch.cuda.device_count())"
     return int(subprocess.run([sys.executable, "-c", count], capture_output=True, text=True, check=True).stdout)
 
@@ -43,7 +43,7 @@ def why_skipped(job: Job, num_gpus: int) -> str | None:
 
 
 def run(job: Job) -> tuple[str, Json | None]:
-    """How it ended ("ok", or what was wrong), and its result."""
+    """Run a job. Returns its status, which is "ok" or says what was wrong, and its result."""
     with tempfile.TemporaryDirectory() as scratch:
         env = os.environ | {name: value.format(scratch=scratch) for name, value in job.env}
         env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), env.get("PYTHONPATH"))))
@@ -54,14 +54,14 @@ def run(job: Job) -> tuple[str, Json | None]:
             stdout=subprocess.PIPE,
             text=True,
             errors="replace",
-            start_new_session=True,  # so that what it started can be ended with it
+            start_new_session=True,  # so that processes it starts can be killed with it
         )
         try:
             output, _ = process.communicate(timeout=job.timeout_s)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             print(process.communicate()[0], flush=True)
-            return f"no end after {job.timeout_s} s", None
+            return f"did not end within {job.timeout_s} s", None
         except KeyboardInterrupt:
             os.killpg(process.pid, signal.SIGKILL)
             raise
@@ -69,7 +69,7 @@ def run(job: Job) -> tuple[str, Json | None]:
 
 
 def read_result(job: Job, exit_status: int, output: str) -> tuple[str, Json | None]:
-    """Print what it printed, and keep the last line of a benchmark as its result."""
+    """Print the job's output, and keep the last line of a benchmark as its result."""
     status = f"exit status {exit_status}" if exit_status else "ok"
     if job.is_check or exit_status:
         print(output, flush=True)
@@ -79,13 +79,13 @@ def read_result(job: Job, exit_status: int, output: str) -> tuple[str, Json | No
     try:
         result = json.loads(last)
     except json.JSONDecodeError:
-        return "its last line is no JSON", None
+        return "its last line is not JSON", None
     (RESULTS / f"{job.name}.json").write_text(last + "\n")
     return status, result
 
 
 def row(target: Target, results: dict[str, Json], statuses: dict[str, str]) -> str:
-    """A line of the table: what was reached, what is promised; or why there is nothing to compare."""
+    """A line of the table: the value and the target, or why there is nothing to compare."""
     head = f"{target.what:46}"
     missing = [f"{name} {statuses.get(name, 'did not run')}" for name in target.jobs if name not in results]
     if missing:
@@ -102,12 +102,12 @@ def choose(only: str) -> list[Job]:
     parts = [part for part in only.split(",") if part]
     for part in parts:
         if not any(part in job.name for job in JOBS):
-            raise ValueError(f"--only {part}: no job has that in its name; --list shows all")
+            raise ValueError(f"--only {part}: no job has this in its name; --list shows all jobs")
     return [job for job in JOBS if not parts or any(part in job.name for part in parts)]
 
 
 def run_jobs(jobs: list[Job], num_gpus: int) -> tuple[dict[str, Json], dict[str, str]]:
-    """Results by name, and how each job ended. Every result is shown as it comes; Ctrl-C ends the rest."""
+    """Run the jobs and print results as they arrive. Returns results and statuses by name. Ctrl-C skips the rest."""
     results: dict[str, Json] = {}
     statuses: dict[str, str] = {}
     try:
@@ -131,7 +131,7 @@ def run_jobs(jobs: list[Job], num_gpus: int) -> tuple[dict[str, Json], dict[str,
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", metavar="A,B", help="only jobs whose names contain one of these")
-    parser.add_argument("--list", action="store_true", help="print the commands and end")
+    parser.add_argument("--list", action="store_true", help="print the commands and exit")
     args = parser.parse_args()
     try:
         jobs = choose(args.only)

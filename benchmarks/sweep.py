@@ -1,7 +1,7 @@
 """The offload sweep: prefill and decode over contexts and numbers of slots, as JSON and as a plot.
 
-`bench_offload.py --sweep` measures it. `python -m benchmarks.sweep FILE.json` draws the plot of a sweep that was
-measured where there is no matplotlib.
+`bench_offload.py --sweep` measures it. If the machine has no matplotlib, `python -m benchmarks.sweep FILE.json` draws
+the plot later, on another machine.
 """
 
 import argparse
@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import Machine, Work, lengths_after_short_warm_up, time_prompts
+from benchmarks.common import Ceilings, Work, lengths_after_short_warm_up, time_prompts
 from nanovllm import LLM
 from nanovllm.capacity.costs import num_missing_blocks
+from nanovllm.utils.arithmetic import ceil_div
 
 NUM_RUNS = 2
 NUM_DECODED = 64
@@ -28,15 +29,15 @@ Point = dict[str, Any]
 
 
 def run_sweep(
-    args: argparse.Namespace, machine: Machine, header: dict[str, Any], make_llm: Callable[..., LLM]
+    args: argparse.Namespace, ceilings: Ceilings, header: dict[str, Any], make_llm: Callable[..., LLM]
 ) -> dict[str, Any]:
-    """Measure every point, the all-GPU engine once per context. The file grows with each, so that a cut run is kept."""
+    """Measure every point, and the all-GPU engine once per context. The file is written after each point."""
     path = Path(args.json or DEFAULT_FILE)
     path.parent.mkdir(parents=True, exist_ok=True)
     points: list[Point] = []
     for context in args.sweep_contexts:
         for num_slots in (None, *args.sweep_slots):
-            point = _measure_point(args, machine, make_llm, context, num_slots)
+            point = _measure_point(args, ceilings, make_llm, context, num_slots)
             if num_slots is None:
                 gpu = point
             else:
@@ -53,21 +54,21 @@ def run_sweep(
 
 
 def _measure_point(
-    args: argparse.Namespace, machine: Machine, make_llm: Callable[..., LLM], context: int, num_slots: int | None
+    args: argparse.Namespace, ceilings: Ceilings, make_llm: Callable[..., LLM], context: int, num_slots: int | None
 ) -> Point:
-    """One engine: `num_slots` slots, or None for everything on the GPU."""
+    """Measure one engine with `num_slots` slots, or with everything on the GPU for None."""
     gc.collect()
     torch.cuda.empty_cache()
     options: dict[str, Any] = {}
     if num_slots is not None:
-        num_cpu_blocks = -(-context // args.block_size) + 1
+        num_cpu_blocks = ceil_div(context, args.block_size) + 1
         options = {"enable_cpu_offload": True, "num_gpu_blocks": num_slots, "num_cpu_blocks": num_cpu_blocks}
         options["kvcache_block_size"] = args.block_size
     num_tokens = context - NUM_DECODED
     lengths = lengths_after_short_warm_up(num_tokens, NUM_RUNS, num_slots or 0, args.block_size)
     with make_llm(args, context, **options) as llm:
         times = time_prompts(llm, lengths, NUM_DECODED, seed=context)
-        prefill_bound = Work(llm).prefill_bound(machine, num_tokens)
+        prefill_bound = Work(llm).prefill_bound(ceilings, num_tokens)
         stats = llm.stats()
         peak = torch.cuda.max_memory_allocated()
     point: Point = {"context": context, "num_gpu_blocks": num_slots, "peak_bytes": peak}
@@ -78,7 +79,7 @@ def _measure_point(
         missing = num_missing_blocks(context, args.block_size, num_slots)
         point |= {"num_missing_blocks": missing, "load_byte_per_s": stats["load_byte_per_s"]}
         if missing:  # each rank streams its own heads over its own link
-            bound = machine.link_byte_per_s / (missing * stats["block_bytes"])
+            bound = ceilings.link_byte_per_s / (missing * stats["block_bytes"])
             point |= {"link_bound_decode_tok_per_s": bound, "link_share": point["decode_tok_per_s"] / bound}
     return point
 
@@ -99,7 +100,7 @@ def _print_point(point: Point) -> None:
 
 
 def plot(path: Path) -> Path:
-    """Draw the sweep in `path` to a PNG beside it, and return that. Needs matplotlib (the extra `bench`)."""
+    """Draw the sweep in `path` to a PNG next to it, and return its path. Needs matplotlib (the extra `bench`)."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -119,7 +120,7 @@ def plot(path: Path) -> Path:
     decode.plot([], [], "--", color="grey", linewidth=1, label="bound: link / missing bytes")
     prefill.axhline(1, linestyle="--", color="grey", linewidth=1, label="bound: all on the GPU")
     decode.set(title="Decode", ylabel="tok/s", yscale="log")
-    prefill.set(title="Prefill, of the all-GPU rate", ylabel="ratio")
+    prefill.set(title="Prefill, relative to all-GPU", ylabel="ratio")
     prefill.set_ylim(0, max(1.1, prefill.get_ylim()[1]))
     contexts = sorted({p["context"] for p in points})
     for axes in (decode, prefill):

@@ -1,4 +1,4 @@
-"""What `make bench-gpu` runs, and what the project promises of the results: one table of jobs, one of targets."""
+"""The jobs that `make bench-gpu` runs, and the targets that the project promises for their results."""
 
 import shlex
 import sys
@@ -9,7 +9,7 @@ from typing import Any
 Json = dict[str, Any]
 
 
-# -- what is run, the figures that matter most first -------------------------------------------------------------
+# -- jobs, with the most important figures first -----------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -18,9 +18,9 @@ class Job:
     command: tuple[str, ...]
     timeout_s: int = 300
     num_gpus: int = 1
-    needs: tuple[str, ...] = ()  # programs and Python modules, of those that not every machine has
-    env: tuple[tuple[str, str], ...] = ()  # {scratch} stands for an empty folder that is removed afterwards
-    is_check: bool = False  # passes or fails, and has no figures
+    needs: tuple[str, ...] = ()  # programs and Python modules that not every machine has
+    env: tuple[tuple[str, str], ...] = ()  # {scratch} is replaced by an empty folder that is removed afterwards
+    is_check: bool = False  # it passes or fails, and yields no figures
 
     def __str__(self) -> str:
         return shlex.join([*(f"{name}={value}" for name, value in self.env), *self.command])
@@ -31,7 +31,7 @@ def bench(name: str, *args: str, **options: Any) -> Job:
 
 
 def by_backend(name: str, *args: str) -> list[Job]:
-    """With the backends the engine chooses, with our kernels alone, and with flash-attn 2 alone."""
+    """A benchmark with the backends that the engine chooses, with only our kernels, and with only flash-attn 2."""
     return [
         bench(name, "bench.py", *args),
         bench(f"{name}-triton", "bench.py", *args, "--backend", "triton"),
@@ -49,9 +49,10 @@ def tests(name: str, *args: str, before: tuple[str, ...] = (), **options: Any) -
 
 
 def sanitizer(tool: str) -> Job:
-    """Every Triton kernel once, at real sizes.
+    """Run every Triton kernel once, at real sizes, under a tool of compute-sanitizer.
 
-    Each tensor is an allocation of its own, else an access past its end would hit the allocator's memory unseen.
+    Each tensor gets its own allocation, because otherwise an access past its end would hit the allocator's memory and
+    not be noticed.
     """
     return tests(
         tool,
@@ -92,7 +93,7 @@ JOBS = [
         timeout_s=600,
     ),
     bench("filters", "-m", "benchmarks.bench_filters"),
-    # the runs above have filled Triton's cache
+    # warm, because the jobs above have filled Triton's cache
     bench("start-warm", "bench.py", "--runs", "0"),
     bench("start-empty-cache", "bench.py", "--runs", "0", env=EMPTY_KERNEL_CACHE),
     offload("60gb-pool", "--cpu-memory-gb", "60", "--compare", "", "--one-prompt", "--runs", "1"),
@@ -137,19 +138,19 @@ JOBS = [
 ]
 
 
-# -- what is promised --------------------------------------------------------------------------------------------
+# -- targets -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Target:
-    """A quantity of the results of one job or several, and what the project promises of it."""
+    """A quantity computed from the results of one or several jobs, and the bound that the project promises for it."""
 
     what: str
     jobs: tuple[str, ...]
-    value: Callable[..., float]  # takes their results in this order
-    bound: float  # at least so much
+    value: Callable[..., float]  # takes the results of `jobs`, in order
+    bound: float  # the value must be at least this
     unit: str = ""
-    at_most: bool = False  # or at most so much
+    at_most: bool = False  # or at most this
 
     def is_reached(self, value: float) -> bool:
         return value <= self.bound if self.at_most else value >= self.bound
@@ -160,7 +161,7 @@ def of(key: str) -> Callable[[Json], float]:
 
 
 def ratio(key: str, other_key: str = "") -> Callable[..., float]:
-    """The first result over the last, or within one result one key over another."""
+    """A key of the first result over the same key of the last, or over another key of the same result."""
     return lambda *results: float(results[0][key]) / float(results[-1][other_key or key])
 
 
@@ -169,7 +170,7 @@ def one(what: str, job: str, key: str, bound: float, unit: str = "", at_most: bo
 
 
 def memory(what: str, case: str, key: str, bound: float, unit: str = "") -> Target:
-    """A figure of one case of benchmarks/device_memory.py, whatever its sign."""
+    """The absolute value of a figure from one case of benchmarks/device_memory.py."""
     return Target(what, ("device-memory",), lambda result: abs(float(result[case][key])), bound, unit, at_most=True)
 
 

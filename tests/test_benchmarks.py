@@ -14,12 +14,12 @@ from tiny_models import write_tiny_model
 
 import bench_offload
 from benchmarks import bench_attention, common, device_memory, run_all, sweep
-from benchmarks.common import Machine, Samples, greedy, lengths_after_short_warm_up, random_prompt, serve, time_prompts
+from benchmarks.common import Ceilings, Samples, greedy, lengths_after_short_warm_up, random_prompt, serve, time_prompts
 from benchmarks.targets import JOBS, TARGETS, Job, Target, of, ratio
 from nanovllm import LLM, SamplingParams
 from nanovllm.capacity.plan_check import check_plan
 
-MACHINE = Machine("a laptop", 1e12, 1e11, 1e10)
+CEILINGS = Ceilings("a laptop", 1e12, 1e11, 1e10)
 BLOCK, CONTEXT = 256, 2048
 
 
@@ -56,7 +56,7 @@ def arguments(model: str, **options: Any) -> argparse.Namespace:
 @pytest.mark.parametrize("one_prompt", [False, True])
 def test_bench_offload_has_every_figure_its_targets_read(model: str, one_prompt: bool) -> None:
     args = arguments(model, one_prompt=one_prompt)
-    result = bench_offload.bench_offload(args, MACHINE, CONTEXT, args.num_gpu_blocks)
+    result = bench_offload.bench_offload(args, CEILINGS, CONTEXT, args.num_gpu_blocks)
     assert result["prefill_tokens"] == CONTEXT - (8 if one_prompt else 1)
     share = result["offload_prefill_tok_per_s"] / result["prefill_bound_tok_per_s"]
     assert result["prefill_bound_share"] == pytest.approx(share)
@@ -69,7 +69,7 @@ def test_bench_offload_has_every_figure_its_targets_read(model: str, one_prompt:
 
 def test_bench_offload_pool_of_a_size_is_passed_on(model: str, made: list[dict[str, Any]]) -> None:
     args = arguments(model, cpu_memory_gb=0.01, one_prompt=True)
-    result = bench_offload.bench_offload(args, MACHINE, CONTEXT, args.num_gpu_blocks)
+    result = bench_offload.bench_offload(args, CEILINGS, CONTEXT, args.num_gpu_blocks)
     assert made[0]["cpu_memory_gb"] == 0.01 and "num_cpu_blocks" not in made[0]
     assert result["start_s"] > 0
 
@@ -77,7 +77,7 @@ def test_bench_offload_pool_of_a_size_is_passed_on(model: str, made: list[dict[s
 @pytest.mark.usefixtures("made")
 def test_bench_offload_batch_that_fits_the_slots_misses_nothing(model: str) -> None:
     args = arguments(model, batch=3, num_gpu_blocks=24)
-    result = bench_offload.bench_offload(args, MACHINE, CONTEXT, args.num_gpu_blocks)
+    result = bench_offload.bench_offload(args, CEILINGS, CONTEXT, args.num_gpu_blocks)
     assert result["num_missing_blocks"] == 0 and "link_share" not in result
     assert result["engine_load_byte_per_s"] is None  # nothing was streamed
 
@@ -86,7 +86,7 @@ def test_bench_offload_batch_that_fits_the_slots_misses_nothing(model: str) -> N
 @pytest.mark.parametrize("num_slots", [None, 3])
 def test_sweep_point_has_both_bounds(model: str, num_slots: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweep, "NUM_DECODED", 8)
-    point = sweep._measure_point(arguments(model), MACHINE, bench_offload.make_llm, CONTEXT, num_slots)
+    point = sweep._measure_point(arguments(model), CEILINGS, bench_offload.make_llm, CONTEXT, num_slots)
     assert point["prefill_bound_share"] > 0 and ("link_share" in point) == (num_slots is not None)
 
 
@@ -242,7 +242,7 @@ def test_run_jobs_without_what_they_need_are_skipped_with_the_reason(
 
 def test_run_failures_have_no_result(results: Path) -> None:
     assert run_all.run(python("print(1); raise SystemExit(3)")) == ("exit status 3", None)
-    assert run_all.run(python("print('no json')")) == ("its last line is no JSON", None)
+    assert run_all.run(python("print('no json')")) == ("its last line is not JSON", None)
     assert run_all.run(python("raise SystemExit(3)", is_check=True)) == ("exit status 3", {"passed": False})
     assert run_all.run(python("print('fine')", is_check=True)) == ("ok", {"passed": True})
     assert not list(results.iterdir())
@@ -252,7 +252,7 @@ def test_run_past_its_time_ends_what_it_started_too(results: Path) -> None:
     """A child that holds the pipe open kept the whole run waiting after its parent was killed."""
     code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
     start_s = time.monotonic()
-    assert run_all.run(python(code, timeout_s=1)) == ("no end after 1 s", None)
+    assert run_all.run(python(code, timeout_s=1)) == ("did not end within 1 s", None)
     assert time.monotonic() - start_s < 30
 
 

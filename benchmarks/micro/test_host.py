@@ -1,6 +1,7 @@
-"""Time per call of what the host does for each step. Run by `make bench-micro`, not with the tests.
+"""Times the work of the host in each step. `make bench-micro` runs this; it is not part of the tests.
 
-pytest-benchmark's table has the time of a call; with -s, or in the JSON's extra_info, there is the time per item too.
+pytest-benchmark's table shows the time of a call. The time per item is printed with -s, and is in the JSON's
+extra_info.
 """
 
 import itertools
@@ -25,6 +26,7 @@ from nanovllm.runner import inputs
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduling.scheduler import Scheduler
 from nanovllm.text.detokenizer import Detokenizer, TokenDecoder
+from nanovllm.utils.arithmetic import ceil_div
 
 VOCAB_SIZE = 151_936
 DOCUMENTS = sorted(Path(__file__).parents[2].glob("docs/*.md"))
@@ -39,11 +41,11 @@ def make_sequence(seq_id: int, num_tokens: int, max_tokens: int = 50_000) -> Seq
 def decoding_scheduler(
     kv: KVCacheManager, prompt_lens: list[int], max_num_batched_tokens: int, max_tokens: int = 50_000
 ) -> Scheduler:
-    """A scheduler whose sequences have run all their prompts."""
+    """A scheduler whose sequences have finished their prompts."""
     scheduler = Scheduler(kv, max_num_seqs=len(prompt_lens), max_num_batched_tokens=max_num_batched_tokens)
     for seq_id, num_tokens in enumerate(prompt_lens):
         scheduler.add(make_sequence(seq_id, num_tokens, max_tokens))
-    while any(seq.num_uncached_tokens > 1 or not seq.output_token_ids for seq in scheduler.sequences.values()):
+    while any(seq.num_uncomputed_tokens > 1 or not seq.output_token_ids for seq in scheduler.sequences.values()):
         step(scheduler)
     return scheduler
 
@@ -57,7 +59,7 @@ def step(scheduler: Scheduler) -> StepPlan:
 
 
 def timed(benchmark: Any, num_items: int, item: str, call: Callable[[], Any]) -> Any:
-    """Benchmark `call`; prints and notes the median time of one of its items."""
+    """Benchmark `call`, and print and record the median time per item."""
     result = benchmark(call)
     note(benchmark, num_items, item)
     return result
@@ -83,7 +85,7 @@ def test_scheduler_step_256_running_sequences(benchmark: Any, hybrid: bool) -> N
 
 @pytest.mark.parametrize("hashed", [False, True], ids=["first lookup", "hashes known"])
 def test_prefix_lookup_40k_prompt(benchmark: Any, hashed: bool) -> None:
-    """In grains of 256 tokens, all of which hit."""
+    """The prefix has grains of 256 tokens, all of which hit."""
     kv = BlockManager(200, 256)
     known = make_sequence(0, 40_960, max_tokens=1)
     decode = Scheduler(kv, max_num_seqs=1, max_num_batched_tokens=65_536)
@@ -95,20 +97,20 @@ def test_prefix_lookup_40k_prompt(benchmark: Any, hashed: bool) -> None:
     def lookup() -> PrefixMatch:
         if not hashed:
             asking.grain_hashes.clear()
-        return kv.pool.index._search(asking).match  # match would remember it
+        return kv.pool.index._search(asking).match  # not match(), which caches the result
 
     match = timed(benchmark, 40_960, "token", lookup)
-    assert len(match.full_blocks) == 159  # one token at least is computed
+    assert len(match.full_blocks) == 159  # at least one token must be computed
 
 
 @pytest.mark.parametrize("num_blocks", [5_000, 80_000])
 def test_take_all_blocks_of_a_pool_full_of_prefixes(benchmark: Any, num_blocks: int) -> None:
-    """Least recently used first. A block costs the same however many there are."""
+    """Blocks are allocated least recently used first. The cost per block does not depend on their number."""
     seq = make_sequence(0, num_blocks, max_tokens=1)
 
     def full_pool() -> tuple[tuple[BlockPool], dict[str, Any]]:
         pool = BlockPool([Block(i) for i in range(num_blocks)], 1, 1, enable_prefix_caching=True)
-        seq.block_table, seq.num_registered_tokens = [pool.take().block_id for _ in range(num_blocks)], 0
+        seq.block_table, seq.num_registered_tokens = [pool.allocate().block_id for _ in range(num_blocks)], 0
         pool.register(seq, num_blocks)
         for block in pool.blocks:
             pool.release(block)
@@ -116,7 +118,7 @@ def test_take_all_blocks_of_a_pool_full_of_prefixes(benchmark: Any, num_blocks: 
 
     def take_all(pool: BlockPool) -> None:
         for _ in range(num_blocks):
-            pool.take()
+            pool.allocate()
 
     benchmark.pedantic(take_all, setup=full_pool, rounds=5)
     note(benchmark, num_blocks, "block")
@@ -124,7 +126,7 @@ def test_take_all_blocks_of_a_pool_full_of_prefixes(benchmark: Any, num_blocks: 
 
 @pytest.mark.parametrize("num_cached_tokens", [2**17, 2**20])
 def test_head_of_the_queue_without_room(benchmark: Any, num_cached_tokens: int) -> None:
-    """Asked in every step whether it can start. Blocks of 256 tokens, all but the last of which hit."""
+    """The first waiting sequence is checked in every step. It has blocks of 256 tokens; all but the last hit."""
     kv = BlockManager(num_cached_tokens // 256 + 2, 256)
     known = make_sequence(0, num_cached_tokens, max_tokens=1)
     scheduler = Scheduler(kv, max_num_seqs=1, max_num_batched_tokens=num_cached_tokens)
@@ -150,7 +152,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 @pytest.mark.parametrize("stop", [(), ("\n\nUser:", "END")], ids=["no stop strings", "stop strings"])
 @pytest.mark.parametrize("text", ["documents", "\ufffd"], ids=["text", "replacement characters"])
 def test_detokenize_a_step_of_512_answers(benchmark: Any, tokenizer: Any, text: str, stop: tuple[str, ...]) -> None:
-    """One token each, behind answers of 8K tokens."""
+    """Each call decodes one token after an answer of 8K tokens."""
     if text == "documents":
         text = "".join(path.read_text() for path in DOCUMENTS)
     token_ids = tokenizer.encode(text)
@@ -170,13 +172,13 @@ def test_detokenize_a_step_of_512_answers(benchmark: Any, tokenizer: Any, text: 
 
 
 def chunk_plan(num_chunks: int, num_tokens: int, num_decodes: int) -> StepPlan:
-    """Chunks of `num_tokens` each at 24K of their prompts, and decodes at 1K."""
+    """Chunks of `num_tokens` tokens each, 24K into their prompts, and decodes at 1K."""
     sampling = SamplingRow(0.0, 0, 1.0, 0.0, 0, 0)
     steps = []
     for seq_id in range(num_chunks + num_decodes):
         length, position = (num_tokens, 24_576) if seq_id < num_chunks else (1, 1023)
         context_len = position + length
-        blocks = tuple(range(seq_id, seq_id + -(-context_len // 256)))
+        blocks = tuple(range(seq_id, seq_id + ceil_div(context_len, 256)))
         ids = np.arange(length, dtype=np.int64)
         steps.append(SequenceStep(seq_id, ids, position, context_len, blocks, context_len, sampling))
     return StepPlan(tuple(steps), KVMoves())
@@ -194,17 +196,17 @@ def test_build_inputs(benchmark: Any, num_chunks: int, num_tokens: int, num_deco
 
 
 def plan_decode(kv: KVCacheManager, running: list[Sequence]) -> KVMoves:
-    """Plan the same decode step of all `running` sequences again and again: they stay where they are."""
+    """Plan a decode step of all `running` sequences. Repeated calls plan the same step, as nothing advances them."""
     kv.begin_step(running)
     for seq in running:
         kv.place(seq, kv.num_placeable(seq, 1))
-    return kv.plan_step([(seq, 1) for seq in running])[1]
+    return kv.finish_step([(seq, 1) for seq in running])[1]
 
 
 @pytest.mark.parametrize("slots", ["all GPU", "slots to spare", "slots all taken"])
 def test_plan_decode_step_of_256_short_sequences(benchmark: Any, slots: str) -> None:
-    """Sequences of 1,100 tokens in blocks of 256, all resident. The other slots, of 4,500, are free or hold what nobody
-    reads.
+    """Sequences of 1,100 tokens in blocks of 256, all resident. The rest of the 4,500 slots is free, or holds blocks
+    that nobody reads.
     """
     kv: KVCacheManager = BlockManager(6000, 256)
     if slots != "all GPU":
@@ -228,8 +230,8 @@ def test_plan_decode_step_of_a_131k_sequence(benchmark: Any) -> None:
 
 
 @pytest.mark.parametrize("num_slots", [8, 64])
-def test_hybrid_plan_step_one_million_token_sequence(benchmark: Any, num_slots: int) -> None:
-    """A decode step over 256 blocks of 4096 tokens, all but the slots' streamed."""
+def test_hybrid_plan_decode_step_of_one_million_token_sequence(benchmark: Any, num_slots: int) -> None:
+    """A decode step over 256 blocks of 4096 tokens, all streamed except those in slots."""
     kv = HybridKVCacheManager(280, num_slots, 4096, 2)
     scheduler = decoding_scheduler(kv, [2**20 - 2000], 2**18)
     moves = timed(benchmark, 256, "block", lambda: plan_decode(kv, scheduler.running))

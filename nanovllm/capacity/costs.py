@@ -1,6 +1,6 @@
-"""What a model costs, from its shapes alone: bytes of weights, of a step's activations, arithmetic, blocks moved.
+"""What a model costs, computed from its shapes: bytes of weights and activations, arithmetic, blocks moved.
 
-Everything is per GPU unless the name says otherwise. Counts and products only: neither torch nor weights are loaded.
+Everything is per GPU unless its docstring says otherwise. This is arithmetic only: it loads neither torch nor weights.
 """
 
 from nanovllm.checkpoint.model_config import ModelConfig
@@ -10,12 +10,12 @@ from nanovllm.utils.arithmetic import ceil_div
 
 
 def itemsize(config: Config, model: ModelConfig) -> int:
-    """Bytes of one weight or one element of KV."""
+    """Bytes of one weight, or of one element of K or V."""
     return kv_cache_spec(config, model, tp_size=1).itemsize
 
 
 def layer_params(model: ModelConfig) -> int:
-    """Weights of one layer over all GPUs: q, k, v, o, gate, up, down, norms and biases."""
+    """Number of weights in one layer, over all GPUs: q, k, v, o, gate, up, down, norms and biases."""
     c = model
     qkv, attention = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim, c.num_heads * c.head_dim
     params = c.hidden_size * (qkv + attention + 3 * c.intermediate_size + 2)
@@ -24,7 +24,7 @@ def layer_params(model: ModelConfig) -> int:
 
 
 def weight_bytes(config: Config, model: ModelConfig) -> int:
-    """All weights, split evenly over the GPUs. A tied head costs nothing."""
+    """Size of all weights, split evenly over the GPUs. A tied head needs no weights of its own."""
     num_embeddings = 1 if model.tie_word_embeddings else 2
     params = model.num_layers * layer_params(model) + model.hidden_size
     params += num_embeddings * model.vocab_size * model.hidden_size
@@ -32,12 +32,13 @@ def weight_bytes(config: Config, model: ModelConfig) -> int:
 
 
 def activation_bytes(config: Config, model: ModelConfig, max_model_len: int, max_num_rows: int) -> int:
-    """Estimate of what the largest step holds at its peak, in a layer or at the head.
+    """Estimate of the activations that the largest step holds at its peak, which is in a layer or at the head.
 
-    In attention: q, two parts, a piece of a third, and in fp32 the merged result and three log-sum-exps; in the MLP:
-    gate, up and their product. Beside them two hidden states and two residuals, of this layer and of the one before,
-    and the rotation in fp32. At the head: one row of logits for each of the `max_num_rows` sequences that one step can
-    sample.
+    - In attention: q, two parts and a piece of a third, and in fp32 the merged result and three log-sum-exps.
+    - In the MLP: gate, up and their product.
+    - In both: two hidden states and two residuals, of this layer and of the previous one, and the cosines and sines of
+      the rotation in fp32.
+    - At the head: one row of logits for each of the `max_num_rows` sequences that one step can sample.
     """
     tp, size = config.tensor_parallel_size, itemsize(config, model)
     num_tokens = min(config.max_num_batched_tokens, max_num_rows * max_model_len)
@@ -49,10 +50,10 @@ def activation_bytes(config: Config, model: ModelConfig, max_model_len: int, max
 
 
 def prefill_flop(config: Config, model: ModelConfig, num_tokens: int) -> float:
-    """Floating-point operations of one prompt: 2 per weight and token, causal attention counted once (2 products of
-    T^2 / 2), one head row.
+    """Floating-point operations of one prompt of T tokens.
 
-    The last layer computes K and V of all tokens, and the rest for the one that samples, which is left out.
+    That is 2 per weight and token, 2 products of T^2 / 2 in causal attention, and one row of the head. The last layer
+    computes K and V for all tokens but everything else only for the token that samples; that rest is left out.
     """
     num_layers = model.num_layers - 1
     attention = 2 * num_tokens**2 * num_layers * model.num_heads * model.head_dim
@@ -62,25 +63,29 @@ def prefill_flop(config: Config, model: ModelConfig, num_tokens: int) -> float:
 
 
 def decode_bytes(config: Config, model: ModelConfig, num_keys: int, kv_bytes_per_token: int) -> float:
-    """Read from GPU memory in one step: every weight but the embedding's, and all keys and values, once."""
+    """Bytes read from GPU memory in one step: every weight except the embedding, and all keys and values, once each."""
     params = model.num_layers * layer_params(model) + model.hidden_size * model.vocab_size
     return params * itemsize(config, model) / config.tensor_parallel_size + num_keys * kv_bytes_per_token
 
 
 def num_full_blocks(context: int, block_size: int) -> int:
-    """Blocks before the one that holds the newest of `context` tokens."""
+    """How many of a sequence's blocks precede the one that holds the newest of its `context` tokens."""
     return (context - 1) // block_size
 
 
 def num_missing_blocks(context: int, block_size: int, num_slots: int, num_sequences: int = 1) -> int:
-    """The fewest blocks that must cross the link for one token of each sequence: all full ones less the slots that
-    are no write slot.
+    """The fewest blocks that must cross the link to compute one token of each sequence.
+
+    That is the number of full blocks minus the number of slots that are not write slots.
     """
     return max(0, num_sequences * num_full_blocks(context, block_size) - (num_slots - num_sequences))
 
 
 def num_prefill_loaded_blocks(context: int, block_size: int, num_slots: int, chunk_tokens: int) -> int:
-    """The fewest blocks that must cross the link for one prompt: per chunk, its history less the slots it leaves."""
+    """The fewest blocks that must cross the link for one prompt.
+
+    For each chunk that is the number of blocks before it, minus the number of slots that the chunk does not write.
+    """
     start = num_loaded = 0
     while start < context:
         first = start // block_size

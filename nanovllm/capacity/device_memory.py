@@ -1,8 +1,9 @@
-"""Device memory: what an engine takes of each GPU, part by part. Arithmetic only.
+"""Device memory: how much memory an engine uses on each GPU, part by part. Arithmetic only.
 
-Exact, from shapes alone: the weights, the KV blocks, the staging groups and the logits of the decode graphs. The rest
-is estimated, by the constants below alone, which were fitted to what six engines of Qwen3-0.6B and Qwen3-8B held on an
-H200 (`python -m benchmarks.device_memory`; docs/log.md has the figures). What is called assumed was never measured.
+The weights, the KV blocks, the staging groups and the logits of the decode graphs are exact, because they follow from
+shapes. The rest is estimated with the constants below. They were fitted to the memory use of six engines of Qwen3-0.6B
+and Qwen3-8B on an H200 (`python -m benchmarks.device_memory`; docs/log.md has the figures). A constant that is called
+assumed was never measured.
 """
 
 from dataclasses import dataclass, fields
@@ -23,34 +24,34 @@ from nanovllm.core.step_limits import (
 from nanovllm.utils.arithmetic import ceil_div
 
 MIB = 2**20
-CONTEXT_BYTES = 780 * MIB  # CUDA's context (524), and the kernels that libraries and Triton load
-NCCL_BYTES = 256 * MIB  # buffers of a rank that has others; assumed
-NUM_WORKSPACES = 2  # torch keeps one for each stream that calls cuBLAS: the one that captures, and the one that runs
-WORKSPACE_BYTES = 32 * MIB  # from compute capability 9.0 on
-OLD_WORKSPACE_BYTES = 8320 * 2**10
+CONTEXT_BYTES = 780 * MIB  # CUDA's context (524 MiB), and the kernels that libraries and Triton load
+NCCL_BYTES = 256 * MIB  # NCCL's buffers, if there is more than one rank; assumed
+NUM_WORKSPACES = 2  # torch keeps one per stream that calls cuBLAS: the capturing stream and the running one
+WORKSPACE_BYTES = 32 * MIB  # with compute capability 9.0 and above
+OLD_WORKSPACE_BYTES = 8320 * 2**10  # below 9.0
 GRAPH_NODE_BYTES = 2**10  # one kernel of an instantiated graph; 10 to 20 MiB for all graphs of an engine
-GRAPH_POOL_BYTES = 22 * MIB  # a large and a small segment of torch's allocator, for what is between the kernels
+GRAPH_POOL_BYTES = 22 * MIB  # a large and a small segment of torch's allocator, for tensors between the kernels
 NODES_PER_LAYER = 10  # kernels: 2 norms, 4 products, rotation, attention and its merge, SiLU
 NODES_BESIDE_LAYERS = 12  # embedding, cos and sin, last norm, head, sampler
-COPIES_PER_CUT = 3  # query, result and log-sum-exp, where a streamed graph is cut
+COPIES_PER_CUT = 3  # query, result and log-sum-exp, at each cut of a streamed graph
 NODES_PER_GROUP = 3  # attention, its merge, the merge into the result
-INPUT_BYTES_PER_ROW = 8 * 13  # token, position, slot, lengths and sampling parameters of a sequence
-ALLOCATOR_SHARE = 0.4  # of the activations: what torch's allocator cannot reuse for a step of another size or stream
+INPUT_BYTES_PER_ROW = 8 * 13  # token, position, cell, lengths and sampling parameters of a sequence
+ALLOCATOR_SHARE = 0.4  # memory that torch's allocator cannot reuse for other sizes or streams, relative to activations
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceMemory:
-    """Bytes on each GPU at the peak, or in the process on a CPU."""
+    """Peak memory use on each GPU or, on a CPU, of the process."""
 
     weight_bytes: int
-    kv_bytes: int  # all blocks: slots, or without offload the whole cache
+    kv_bytes: int  # all blocks: the slots, or without offload the whole cache
     staging_bytes: int
-    logits_bytes: int  # one static buffer, in which every graph leaves its logits
+    logits_bytes: int  # one static buffer that all graphs write their logits to
     input_bytes: int  # static inputs of the graphs
     activation_bytes: int  # in the largest step
     graph_bytes: int
     workspace_bytes: int  # cuBLAS
-    context_bytes: int  # CUDA's own
+    context_bytes: int  # used by CUDA itself
 
     @property
     def exact_bytes(self) -> int:
@@ -69,7 +70,7 @@ class DeviceMemory:
 def device_memory(
     config: Config, model: ModelConfig, machine: Machine, max_model_len: int, num_gpu_blocks: int
 ) -> DeviceMemory:
-    """What an engine takes that has `num_gpu_blocks` blocks on each GPU."""
+    """Memory use of an engine with `num_gpu_blocks` blocks on each GPU."""
     spec = kv_cache_spec(config, model, config.tensor_parallel_size)
     num_rows, is_gpu = max_sampled_rows(config, num_gpu_blocks), machine.gpu_bytes is not None
     has_graphs = is_gpu and not config.enforce_eager
@@ -89,7 +90,7 @@ def device_memory(
 
 
 def _input_bytes(config: Config, model: ModelConfig, max_model_len: int, num_rows: int) -> int:
-    """With offload also the query, the fp32 result and its log-sum-exp, between the pieces of a streamed step."""
+    """With offload this includes the query, the fp32 result and log-sum-exp between the pieces of a streamed step."""
     per_row = INPUT_BYTES_PER_ROW + 4 * ceil_div(max_model_len, config.block_size)
     if config.enable_cpu_offload:
         num_heads = model.num_heads // config.tensor_parallel_size
@@ -98,7 +99,7 @@ def _input_bytes(config: Config, model: ModelConfig, max_model_len: int, num_row
 
 
 def _graph_bytes(config: Config, model: ModelConfig, num_rows: int) -> int:
-    """With offload also graphs in pieces and of staging groups, for fewer sizes."""
+    """With offload this includes the graphs in pieces and those of staging groups, for fewer batch sizes."""
     whole = NODES_PER_LAYER * model.num_layers + NODES_BESIDE_LAYERS
     num_nodes, num_pools = len(graph_sizes(num_rows)) * whole, 1
     if config.enable_cpu_offload:

@@ -1,13 +1,13 @@
-"""GPUs that a plan can be made for: their memory and rates. Loads no torch.
+"""The GPUs that a plan can be made for, with their memory and rates. Does not load torch.
 
-The rates are those of the vendor's data sheets and architecture papers: memory bandwidth, and dense bf16 on tensor
-cores with fp32 accumulation (GeForce cards run that at half of the rate with fp16 accumulation). They are peaks that no
-kernel reaches. The H200's are measured (docs/design.md, "The planner"), and lower than its data sheet's 4.8 TB/s and
-989 TFLOP/s. The memory is what CUDA reports as the total, which is less than the name says and varies a little with the
-driver and with ECC; figures as quoted in public bug reports.
+The rates are from the vendor's data sheets and architecture papers: memory bandwidth, and dense bf16 arithmetic on
+tensor cores with fp32 accumulation (GeForce cards do that at half the rate of fp16 accumulation). They are peaks that
+no kernel reaches. The H200's rates are measured (docs/design.md, "The planner"), and are lower than the 4.8 TB/s and
+989 TFLOP/s of its data sheet. The memory is the total that CUDA reports, as quoted in public bug reports. It is less
+than the name says, and varies a little with the driver and with ECC.
 
-Only the H200's link was measured, at 54.6 of the 63.0 GB/s of PCIe 5 x16. Other links are projected at the same share
-of their peak.
+Only the H200's link was measured, at 54.6 of the 63.0 GB/s of PCIe 5 x16. Other links are projected to reach the same
+fraction of their peak.
 """
 
 import re
@@ -29,7 +29,7 @@ LINK_SHARE = MEASURED_LINK_GB_PER_S / LINK_PEAK_GB_PER_S["PCIe 5 x16"]
 
 @dataclass(frozen=True)
 class Gpu:
-    """One kind of GPU."""
+    """A GPU model."""
 
     name: str
     memory_gib: float
@@ -37,7 +37,7 @@ class Gpu:
     bf16_tflop_per_s: float
     link: str  # a key of LINK_PEAK_GB_PER_S
     capability: tuple[int, int]
-    cuda_names: tuple[str, ...]  # what CUDA calls it, without "NVIDIA"
+    cuda_names: tuple[str, ...]  # the names that CUDA reports, without "NVIDIA"
     aliases: tuple[str, ...] = ()
     is_measured: bool = False
 
@@ -90,7 +90,7 @@ TOO_OLD = {"V100": (7, 0), "T4": (7, 5)}
 def find_gpu(name: str) -> Gpu:
     """The GPU that a user calls `name`; case, spaces and "NVIDIA GeForce RTX" do not matter.
 
-    Raises ConfigError for a GPU that is too old, and with the known names for one that is not in the table.
+    Raises ConfigError if the GPU is too old, or if it is not in the table; the message then lists the known names.
     """
     wanted = _key(name)
     for gpu in GPUS:
@@ -99,7 +99,7 @@ def find_gpu(name: str) -> Gpu:
     for old, (major, minor) in TOO_OLD.items():
         if wanted == _key(old):
             raise ConfigError(
-                f"gpu={name!r} has compute capability {major}.{minor}, and the attention kernels need "
+                f"gpu={name!r} has compute capability {major}.{minor}, but the attention kernels need "
                 f"{MIN_CAPABILITY[0]}.{MIN_CAPABILITY[1]}; choose one of {known_names()}"
             )
     raise ConfigError(
@@ -109,7 +109,7 @@ def find_gpu(name: str) -> Gpu:
 
 
 def gpu_of_cuda_name(name: str) -> Gpu | None:
-    """The GPU that CUDA calls `name`; None for one that is not in the table."""
+    """The GPU whose CUDA name is `name`; None if it is not in the table."""
     return next((gpu for gpu in GPUS if name.removeprefix("NVIDIA ") in gpu.cuda_names), None)
 
 

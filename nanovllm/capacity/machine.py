@@ -1,4 +1,4 @@
-"""Machine: the memory and the rates that bound an engine, found here or assumed. Loads no torch."""
+"""Machine: the memory and the rates that bound an engine, found on this machine or assumed. Does not load torch."""
 
 from dataclasses import dataclass, replace
 
@@ -7,12 +7,14 @@ from nanovllm.capacity.gpus import H200, Gpu, gpu_of_cuda_name
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """One GPU and its host. The GPU's fields are None on a CPU, which has no memory of its own, and the rates where
-    they are not known. Every rate names its source.
+    """One GPU and its host.
+
+    The GPU fields are None when running on the CPU, which has no separate device memory. Rates are None if unknown.
+    Every rate has a field that names its source.
     """
 
     name: str
-    host_bytes: int  # available
+    host_bytes: int  # available now
     gpu_bytes: int | None = None
     capability: tuple[int, int] | None = None  # compute capability
     link_byte_per_s: float | None = None  # from CPU memory to the GPU
@@ -27,7 +29,7 @@ class Machine:
 
     @classmethod
     def gpu(cls, host_bytes: int, gpu: Gpu = H200, name: str | None = None) -> "Machine":
-        """A GPU of the table, on a host with so much memory available."""
+        """A GPU from the table, on a host with `host_bytes` of memory available."""
         return cls(
             name=name or gpu.name,
             host_bytes=host_bytes,
@@ -42,11 +44,11 @@ class Machine:
 
     @classmethod
     def found_gpu(cls, host_bytes: int, cuda_name: str, gpu_bytes: int, capability: tuple[int, int]) -> "Machine":
-        """The GPU of this machine: its own memory, and the rates of the table where it is in there."""
+        """This machine's GPU: its own memory, and the rates from the table if the GPU is in it."""
         known = gpu_of_cuda_name(cuda_name)
         machine = cls(name=cuda_name, host_bytes=host_bytes) if known is None else cls.gpu(host_bytes, known, cuda_name)
         return replace(machine, gpu_bytes=gpu_bytes, capability=capability)
 
     def with_link(self, byte_per_s: float | None, source: str) -> "Machine":
-        """The same with this rate of the link; None leaves it as it is."""
+        """This machine with another rate of the link, or unchanged if `byte_per_s` is None."""
         return self if byte_per_s is None else replace(self, link_byte_per_s=byte_per_s, link_source=source)

@@ -1,7 +1,7 @@
-"""CapacityPlan: what a model, a machine and the engine's options come to, before anything is allocated.
+"""CapacityPlan: memory, speed bounds and the number of sequences that fit, before anything is allocated.
 
-Memory, bounds, and how many sequences fit; made by planner.py, judged by plan_check.py. Arithmetic only: no torch, no
-weights.
+It follows from a model, a machine and the engine's options. planner.py makes it, plan_check.py judges it. This is
+arithmetic only: it loads neither torch nor weights.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from nanovllm.utils.arithmetic import ceil_div
 
 
 class Capacity(NamedTuple):
-    """How many sequences of one length can run together, and what allows no more."""
+    """How many sequences of one length can run together, and which limit applies."""
 
     num_sequences: int
     limit: str
@@ -31,8 +31,8 @@ class Capacity(NamedTuple):
 class CapacityPlan:
     """Memory and bounds of an engine and of the sequences it is to run together. Bytes are per GPU.
 
-    A bound is what no schedule can exceed: bytes or arithmetic that cannot be avoided, over the machine's rate. It
-    counts the tokens per second of all sequences together.
+    A bound is a number of tokens per second, of all sequences together, that no schedule can exceed. It follows from
+    the bytes or the arithmetic that cannot be avoided, and from the machine's rate.
     """
 
     config: Config
@@ -56,25 +56,25 @@ class CapacityPlan:
 
     @property
     def memory(self) -> DeviceMemory:
-        """Each part of the GPU's memory."""
+        """The use of GPU memory, part by part."""
         limit = max_model_len(self.config, self.model)
         return device_memory(self.config, self.model, self.machine, limit, self.num_gpu_blocks)
 
     @property
     def gpu_limit_bytes(self) -> int | None:
-        """What the engine may use; None on a CPU."""
+        """GPU memory that the engine may use; None on a CPU."""
         if self.machine.gpu_bytes is None:
             return None
         return int(self.machine.gpu_bytes * self.config.gpu_memory_utilization)
 
     @property
     def fits_gpu(self) -> bool:
-        """Whether everything on the GPU, estimates included, is within the limit. True on a CPU."""
+        """Whether all GPU memory, estimates included, is within the limit. True on a CPU."""
         return self.gpu_limit_bytes is None or self.memory.total_bytes <= self.gpu_limit_bytes
 
     @property
     def cpu_pool_bytes(self) -> int:
-        """Size of the CPU pool of all ranks together."""
+        """Size of the CPU pools of all ranks together."""
         return self.num_cpu_blocks * self.spec.block_bytes * self.config.tensor_parallel_size
 
     @property
@@ -96,12 +96,12 @@ class CapacityPlan:
 
     @property
     def num_full_blocks(self) -> int:
-        """Full blocks that each sequence has."""
+        """Full blocks of each sequence."""
         return costs.num_full_blocks(self.context, self.spec.block_size)
 
     @property
     def num_missing_blocks(self) -> int:
-        """Blocks that cross the link in each decode step, at the fewest: full - (slots - sequences)."""
+        """The fewest blocks that can cross the link in a decode step: full blocks - (slots - sequences)."""
         if not self.config.enable_cpu_offload:
             return 0
         return costs.num_missing_blocks(self.context, self.spec.block_size, self.num_gpu_blocks, self.num_sequences)
@@ -110,7 +110,7 @@ class CapacityPlan:
 
     @property
     def link_decode_tok_per_s(self) -> float | None:
-        """sequences x link / missing bytes. None: nothing crosses the link, or its rate is not known."""
+        """sequences x link rate / missing bytes. None if nothing crosses the link, or if its rate is unknown."""
         if not (self.machine.link_byte_per_s and self.num_missing_blocks):
             return None
         missing_bytes = self.num_missing_blocks * self.spec.block_bytes
@@ -127,7 +127,7 @@ class CapacityPlan:
 
     @property
     def link_prefill_tok_per_s(self) -> float | None:
-        """One prompt after the other; per chunk, its history less what the other slots hold, crosses the link."""
+        """Prompts run one after the other. For each chunk, the earlier blocks that are not resident cross the link."""
         if not (self.machine.link_byte_per_s and self.config.enable_cpu_offload):
             return None
         num_loaded = costs.num_prefill_loaded_blocks(

@@ -1,4 +1,4 @@
-"""What of a plan cannot work, and why; remedies.py finds which options would help. Arithmetic only."""
+"""Finds out why a plan cannot work. remedies.py finds which options would help. Arithmetic only."""
 
 from nanovllm.capacity.device_memory import DeviceMemory
 from nanovllm.capacity.plan import CapacityPlan
@@ -12,10 +12,10 @@ from nanovllm.utils.memory import format_bytes
 
 
 def check_start(plan: CapacityPlan) -> None:
-    """Raise ConfigError, with the numbers and remedies that work, for an engine that cannot start.
+    """Raise ConfigError, with the numbers and remedies that work, if the engine cannot start.
 
-    Refuses by what is exact: the CPU pool, and of the GPU's memory the weights, the KV blocks, the staging groups and
-    the graphs' logits. What only the estimates forbid may still work; start-up runs the largest step and finds out.
+    Only exact sizes count here: the CPU pool, and on the GPU the weights, the KV blocks, the staging groups and the
+    graphs' logits. An engine that only the estimates forbid may still work; start-up runs the largest step to find out.
     """
     problem = _pool_problem(plan) or _exact_problem(plan)
     if problem:
@@ -26,9 +26,9 @@ def check_start(plan: CapacityPlan) -> None:
 
 
 def check_plan(plan: CapacityPlan) -> None:
-    """Raise ConfigError, likewise, for an engine that cannot start or cannot run the plan's sequences together.
+    """Raise ConfigError, likewise, if the engine cannot start or cannot run the plan's sequences together.
 
-    The estimates count here: whatever the plan's table marks with (!) is refused.
+    Estimates count here too: everything that the plan's table marks with (!) is refused.
     """
     problem = _length_problem(plan)
     if problem:
@@ -62,7 +62,7 @@ def _pool_problem(plan: CapacityPlan) -> str | None:
     if not plan.fits_host:
         return (
             f"a CPU pool of {plan.num_cpu_blocks} blocks needs {format_bytes(plan.cpu_pool_bytes)}, "
-            f"{format_bytes(available)} of memory are available"
+            f"but only {format_bytes(available)} of memory is available"
         )
     return None
 
@@ -75,8 +75,9 @@ def _exact_problem(plan: CapacityPlan) -> str | None:
 
 
 def _cpu_problem(plan: CapacityPlan) -> str | None:
-    """On a CPU the model, its cache and the CPU pool share the host's memory. Sizes that the user left open count with
-    the least that works: start-up makes them fit.
+    """On a CPU the model, its cache and the CPU pool share the host's memory.
+
+    For a size that the user left open, the smallest that works is assumed, because start-up makes it fit.
     """
     config, available = plan.config, plan.machine.host_bytes
     if plan.machine.gpu_bytes is not None:
@@ -93,10 +94,10 @@ def _cpu_problem(plan: CapacityPlan) -> str | None:
         return None
     most = (available - fixed_bytes) // block_bytes
     remedy = f"lower {name} to {most} or less" if most >= least else "use a smaller model, pool or block size"
-    beside = "weights" if not offload else "weights, staging and CPU pool" if pool_bytes else "weights and staging"
+    others = "weights" if not offload else "weights, staging and CPU pool" if pool_bytes else "weights and staging"
     return (
-        f"{name}={num_blocks} blocks of {format_bytes(block_bytes)} need {format_bytes(num_blocks * block_bytes)}, "
-        f"{beside} {format_bytes(fixed_bytes)}: more than the {format_bytes(available)} of memory available; {remedy}"
+        f"{name}={num_blocks} blocks of {format_bytes(block_bytes)} need {format_bytes(num_blocks * block_bytes)} and "
+        f"{others} {format_bytes(fixed_bytes)}, more than the {format_bytes(available)} of memory available; {remedy}"
     )
 
 
@@ -105,7 +106,7 @@ def _estimate_problem(plan: CapacityPlan) -> str | None:
         return None
     memory = plan.memory
     return (
-        f"about {format_bytes(memory.total_bytes)} of GPU memory are needed{_more_than(plan)}: "
+        f"about {format_bytes(memory.total_bytes)} of GPU memory is needed{_more_than(plan)}: "
         f"{_exact_parts(plan, memory)} take {format_bytes(memory.exact_bytes)}, and activations, graphs, their inputs, "
         f"workspaces and CUDA itself an estimated {format_bytes(memory.estimated_bytes)}"
     )
@@ -124,7 +125,9 @@ def _exact_parts(plan: CapacityPlan, memory: DeviceMemory) -> str:
 
 
 def _more_than(plan: CapacityPlan) -> str:
-    assert plan.gpu_limit_bytes is not None and plan.machine.gpu_bytes is not None, "only a GPU's memory is limited"
+    assert plan.gpu_limit_bytes is not None and plan.machine.gpu_bytes is not None, (
+        "there is a memory limit only with a GPU"
+    )
     return (
         f", more than the {format_bytes(plan.gpu_limit_bytes)} that gpu_memory_utilization="
         f"{plan.config.gpu_memory_utilization} allows of {format_bytes(plan.machine.gpu_bytes)}"

@@ -1,16 +1,17 @@
-"""A plan as a short table: what `nanovllm plan` prints, and the engine logs when it starts with offload."""
+"""A plan as a short table. `nanovllm plan` prints it, and the engine logs it when it starts with offload."""
 
 from typing import TypeAlias
 
 from nanovllm.capacity.plan import CapacityPlan
 from nanovllm.utils.memory import format_bytes
 
-Row: TypeAlias = tuple[str, str, str]  # name, figure, remark
+Row: TypeAlias = tuple[str, str, str]  # (name, figure, remark)
 
 
 def plan_table(plan: CapacityPlan) -> str:
-    """The plan, a figure a line. `~` marks estimates, `(!)` more than may be used. Bytes are per GPU, the CPU pool's of
-    all ranks together.
+    """The plan, one figure per line. `~` marks an estimate, `(!)` a figure above its limit.
+
+    Bytes are per GPU, except that the CPU pool's are of all ranks together.
     """
     ranks = plan.config.tensor_parallel_size
     where = f"{ranks} x {plan.machine.name}" if ranks > 1 else plan.machine.name
@@ -20,7 +21,7 @@ def plan_table(plan: CapacityPlan) -> str:
 
 
 def _memory_rows(plan: CapacityPlan) -> list[Row]:
-    """Every part of the GPU's memory that is not empty, their sum, and the CPU pool."""
+    """The parts of the GPU memory that are not empty, their sum, and the CPU pool."""
     spec, memory, limit = plan.spec, plan.memory, plan.gpu_limit_bytes
     offload = plan.config.enable_cpu_offload
     blocks = f"{plan.num_gpu_blocks} of {spec.block_size} tokens, {format_bytes(spec.block_bytes)} each"
@@ -53,7 +54,7 @@ def _memory_rows(plan: CapacityPlan) -> list[Row]:
 
 
 def _sequence_rows(plan: CapacityPlan) -> list[Row]:
-    """How many sequences fit, of the plan's length and of one block, and what of them is not on the GPU."""
+    """How many sequences fit, of the plan's length and of one block, and how many blocks are missing."""
     long, short = plan.capacity(plan.context), plan.capacity(plan.spec.block_size)
     remark = f"at once of {plan.context:,} tokens, limited by {long.limit}"
     if plan.context > plan.spec.block_size:
@@ -66,7 +67,7 @@ def _sequence_rows(plan: CapacityPlan) -> list[Row]:
 
 
 def _bound_rows(plan: CapacityPlan) -> list[Row]:
-    """The machine's rates with their sources, and the bounds that follow from each; the nearest one first."""
+    """The machine's rates with their sources, and the bounds that follow from them, lowest first."""
     m = plan.machine
     rows = []
     if m.link_byte_per_s and plan.config.enable_cpu_offload:

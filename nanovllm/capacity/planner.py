@@ -1,8 +1,8 @@
-"""The planner: how many blocks an engine gets, by the user's options and the machine, and so its plan (plan.py).
+"""The planner: how many blocks an engine gets, given the user's options and the machine, and so its plan (plan.py).
 
-Three users: the engine refuses at its gate what `plan_check.check_start` refuses, and with offload on logs its plan at
-start, with the link it measured; `nanovllm plan` prints one without loading anything. Arithmetic only: no torch, no
-weights.
+It has three uses. The engine does not start if `plan_check.check_start` refuses its plan. With offload, the engine then
+logs its plan with the link rate that it measured. `nanovllm plan` prints a plan without loading a model. This is
+arithmetic only: it loads neither torch nor weights.
 """
 
 from bisect import bisect_right
@@ -20,11 +20,11 @@ from nanovllm.errors import ConfigError
 from nanovllm.utils.arithmetic import ceil_div
 from nanovllm.utils.options import option
 
-MAX_HOST_SHARE = 0.7  # of the memory available, for a CPU pool whose size the user left open
+MAX_HOST_SHARE = 0.7  # fraction of the available memory that a CPU pool gets at most if the user left its size open
 
-SHORT_SEQUENCE_TOKENS = 1024  # of prompt and answer, to size a CPU pool that the user left open
+SHORT_SEQUENCE_TOKENS = 1024  # prompt and answer of a short sequence, to size a CPU pool that the user left open
 _WORK, _MACHINE = "the work", "the machine, if not this one"  # groups
-MAX_OPTION = 10**9  # tokens, sequences, GiB, GB/s: beyond any machine, and a plan adds up every chunk of a context
+MAX_OPTION = 10**9  # tokens, sequences, GiB, GB/s: beyond any machine; bounds the loop over the chunks of a context
 
 
 def make_plan(
@@ -38,8 +38,9 @@ def make_plan(
 ) -> CapacityPlan:
     """The plan of an engine with these options that runs `num_sequences` sequences of `context` tokens together.
 
-    context: None for max_model_len. num_gpu_blocks: what start-up measured, where it has. Raises ConfigError for a
-    max_model_len beyond the model's rope and for kv heads that cannot be split; all else is left to plan_check.py.
+    `context` None means max_model_len. `num_gpu_blocks` is what start-up has measured, if it has. Raises ConfigError if
+    max_model_len exceeds what the model's rope covers, or if the kv heads cannot be split evenly. plan_check.py checks
+    everything else.
     """
     limit = max_model_len(config, model)
     if model.num_kv_heads % config.tensor_parallel_size:
@@ -62,10 +63,11 @@ def make_plan(
 
 
 def _num_cpu_blocks(config: Config, model: ModelConfig, machine: Machine, limit: int) -> int:
-    """Blocks of the CPU pool; a block counts the heads of all ranks.
+    """Blocks of the CPU pool, where a block has the heads of all ranks.
 
-    Left open, there are two sequences of max_model_len, or a block for every slot if that is more. Slots beyond what
-    those two and max_num_seqs short sequences can use do not count, because pinning memory takes time at start.
+    If the user left the size open, the pool holds two sequences of max_model_len, or a block for every slot if that is
+    more. Slots beyond what those two and max_num_seqs short sequences can use do not count, because pinning memory
+    takes time at start-up.
     """
     if config.num_cpu_blocks is not None:
         return config.num_cpu_blocks
@@ -85,11 +87,11 @@ def least_gpu_blocks(config: Config) -> int:
 
 
 def _num_fitting_blocks(config: Config, model: ModelConfig, machine: Machine, limit: int, num_cpu_blocks: int) -> int:
-    """What start-up will find room for, by the estimates; the least that works where that is less."""
+    """How many blocks start-up will have room for according to the estimates, but at least the fewest that work."""
     useful = config.max_num_seqs * ceil_div(limit, config.block_size)
     if config.enable_cpu_offload:
         useful = min(useful, num_cpu_blocks)
-    if machine.gpu_bytes is None:  # as ModelRunner.measure_num_gpu_blocks
+    if machine.gpu_bytes is None:  # the same rule as ModelRunner.measure_num_gpu_blocks
         spec = kv_cache_spec(config, model, config.tensor_parallel_size)
         room = int(machine.host_bytes * config.gpu_memory_utilization / 2 / config.tensor_parallel_size)
         room -= spec.staging_bytes if config.enable_cpu_offload else 0
@@ -132,10 +134,10 @@ class PlanOptions:
             find_gpu(self.gpu)
 
     def apply(self, machine: Machine) -> Machine:
-        """`machine` with the figures that the user gave. Raises ConfigError for a GPU's when planning for the CPU."""
+        """`machine` with these options applied. Raises ConfigError for options of a GPU if the plan is for the CPU."""
         named = {name: getattr(self, name) for name in ("gpu", "gpu_memory_gb", "link_gb_per_s")}
         if machine.gpu_bytes is None and (given := [name for name, value in named.items() if value is not None]):
-            raise ConfigError(f"{', '.join(given)} describe a GPU, and device='cpu' plans for the CPU; leave one out")
+            raise ConfigError(f"{', '.join(given)} describe a GPU, but device='cpu' plans for the CPU; leave one out")
         if self.gpu is not None:
             machine = Machine.gpu(machine.host_bytes, find_gpu(self.gpu))
         if self.gpu_memory_gb is not None:

@@ -1,4 +1,4 @@
-"""Remedies: which options to change so that a plan works. Each is tried: only a plan that then works is recommended."""
+"""Remedies: which options to change so that a plan works. A change is recommended only after checking that it works."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -21,9 +21,9 @@ SMALL_NUM_SEQS = 16
 
 
 def remedies(plan: CapacityPlan, problem: Problem) -> str:
-    """What to change so that `problem` finds nothing, the mildest change first; or why no change helps.
+    """Which options to change so that `problem` finds nothing, mildest change first, or why no change helps.
 
-    One option where one is enough, else several together; then more GPUs.
+    Suggests single options if one is enough, else several together; and more GPUs if that helps.
     """
     found = [change for changes in _alternatives(plan) if (change := _first_working(plan, changes, problem))]
     together = None if found else _together(plan, problem)
@@ -41,7 +41,7 @@ def _first_working(plan: CapacityPlan, changes: Sequence[Change], problem: Probl
 
 
 def _together(plan: CapacityPlan, problem: Problem) -> Change | None:
-    """Options that together are enough, none of which can be left out."""
+    """A set of options that solve the problem together, and none of which can be left out."""
     together: dict[str, Any] = {}
     for change in _shrinking(plan):
         together |= change
@@ -51,11 +51,11 @@ def _together(plan: CapacityPlan, problem: Problem) -> Change | None:
 
 
 def _at_the_smallest(plan: CapacityPlan, problem: Problem) -> str:
-    """What is wrong even with all that `_shrinking` names."""
+    """Describe the problem that remains with all changes of `_shrinking`."""
     options = {name: value for change in _shrinking(plan) for name, value in change.items()}
     smallest = _changed(plan, options)
     remaining = problem(smallest) if smallest else None
-    assert remaining, "the smallest engine has valid options, and does not work"
+    assert remaining, "the smallest engine has invalid options, or has no problem"
     listed = ", ".join(f"{name}={value}" for name, value in options.items() if value not in (None, -1))
     return f"with {listed}, {remaining}"
 
@@ -66,7 +66,7 @@ def _works(plan: CapacityPlan, change: Change, problem: Problem) -> bool:
 
 
 def _changed(plan: CapacityPlan, change: Change) -> CapacityPlan | None:
-    """The plan with other options; None where the options do not go together."""
+    """The plan with other options; None if they are invalid together."""
     try:
         config = replace(plan.config, **change)
         return make_plan(config, plan.model, plan.machine, context=plan.context, num_sequences=plan.num_sequences)
@@ -75,7 +75,7 @@ def _changed(plan: CapacityPlan, change: Change) -> CapacityPlan | None:
 
 
 def _needed(plan: CapacityPlan, together: Change, problem: Problem) -> Change:
-    """`together` without what is not needed for it to work."""
+    """The options in `together` that are really needed."""
     needed = dict(together)
     for name in together:
         fewer = {other: value for other, value in needed.items() if other != name}
@@ -85,7 +85,7 @@ def _needed(plan: CapacityPlan, together: Change, problem: Problem) -> Change:
 
 
 def _alternatives(plan: CapacityPlan) -> Iterator[list[Change]]:
-    """For each option that could help on the same GPUs, its values, the mildest first."""
+    """For each option that could help on the same GPUs, the values to try, mildest first."""
     config = plan.config
     yield _other_num_blocks(plan)
     if config.enable_cpu_offload:
@@ -108,7 +108,7 @@ def _alternatives(plan: CapacityPlan) -> Iterator[list[Change]]:
 
 
 def _shrinking(plan: CapacityPlan) -> Iterator[Change]:
-    """Options that take less memory, to be used together, those that cost the least speed first."""
+    """Changes that save memory, to be applied together, in order of how little speed they cost."""
     config = plan.config
     if not config.enable_cpu_offload:
         yield {"enable_cpu_offload": True}
@@ -124,7 +124,7 @@ def _shrinking(plan: CapacityPlan) -> Iterator[Change]:
 
 
 def _other_num_blocks(plan: CapacityPlan) -> list[Change]:
-    """As many blocks on the GPU as the sequences need, or else as fit, where the user gave another number."""
+    """If the user gave a number of GPU blocks: the number that the sequences need if it is larger, else what fits."""
     config, offload = plan.config, plan.config.enable_cpu_offload
     name, given, unset = (
         ("num_gpu_blocks", config.num_gpu_blocks, None)
@@ -142,7 +142,7 @@ def _other_num_blocks(plan: CapacityPlan) -> list[Change]:
 
 
 def _other_pools(plan: CapacityPlan) -> list[Change]:
-    """A CPU pool that holds the sequences, and the largest there is room for, in the user's unit; the nearer first."""
+    """A CPU pool that holds the sequences and the largest one that fits, in the user's unit, milder change first."""
     block_bytes = plan.spec.block_bytes * plan.config.tensor_parallel_size
     needed = plan.num_sequences * ceil_div(plan.context, plan.spec.block_size)
     most = int(plan.machine.host_bytes * MAX_HOST_SHARE) // block_bytes

@@ -6,18 +6,18 @@ from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
 
 STAGING_GROUP_TOKENS = 8192  # keys of one streamed partial attention
-NUM_STAGING_GROUPS = 3  # one attended, the others filled ahead of it
+NUM_STAGING_GROUPS = 3  # one is attended while the next ones are being filled
 
 
 @dataclass(frozen=True, kw_only=True)
 class KVCacheSpec:
-    """Shape of one rank's KV cache."""
+    """Shape of the KV cache of one rank."""
 
     num_layers: int
     block_size: int  # tokens
-    num_kv_heads: int  # of this rank
+    num_kv_heads: int  # on this rank
     head_dim: int
-    itemsize: int  # bytes of one element
+    itemsize: int  # bytes per element
 
     @property
     def layer_block_bytes(self) -> int:
@@ -36,25 +36,25 @@ class KVCacheSpec:
 
     @property
     def staging_bytes(self) -> int:
-        """Staging buffers: single-layer blocks, shared by all layers."""
+        """Size of the staging groups. They hold blocks of a single layer, and all layers share them."""
         return NUM_STAGING_GROUPS * self.staging_group_blocks * self.layer_block_bytes
 
 
 @dataclass(frozen=True)
 class KVCacheSizes:
-    """What start-up measured or the user fixed: blocks on the GPU and, with offload, in CPU memory."""
+    """Blocks on the GPU and, with offload, in CPU memory, as measured at start-up or set by the user."""
 
     num_gpu_blocks: int
-    num_cpu_blocks: int = 0  # 0: all-GPU
+    num_cpu_blocks: int = 0  # 0 without offload
 
 
 def dtype_name(config: Config, model: ModelConfig) -> str:
-    """What the engine computes in and stores: "float32", "bfloat16" or "float16"."""
+    """The dtype of weights, activations and KV: "float32", "bfloat16" or "float16"."""
     return model.torch_dtype if config.dtype == "auto" else config.dtype
 
 
 def kv_cache_spec(config: Config, model: ModelConfig, tp_size: int) -> KVCacheSpec:
-    """Shape of the KV cache of one of `tp_size` ranks."""
+    """Shape of the KV cache on each of `tp_size` ranks."""
     return KVCacheSpec(
         num_layers=model.num_layers,
         block_size=config.block_size,

@@ -13,12 +13,14 @@ class _ErrorOutput(TypedDict, total=False):
 class RequestOutput(_ErrorOutput):
     """The output of a request that has ended.
 
-    text: what decoding token_ids gives, up to the stop string or end token that ended it, so it ends in U+FFFD where
-    max_tokens cuts a character; None with detokenize=False and for a model without a tokenizer. finish_reason: "stop"
-    (an end token or a stop string), "length" (max_tokens), "abort" or "error"; the last two keep what was generated
-    before. num_cached_tokens: prompt tokens found in the prefix cache. ttft_s: seconds from arrival to the first token,
-    None if there was none. tpot_s: mean seconds between tokens, None for fewer than two. error: what happened, present
-    only with finish_reason "error".
+    - text: token_ids decoded, up to the stop string or end token. It ends in U+FFFD if max_tokens cuts a character in
+      two. None with detokenize=False or if the model has no tokenizer.
+    - finish_reason: "stop" (an end token or a stop string), "length" (max_tokens), "abort" or "error". The last two
+      keep what was generated before.
+    - num_cached_tokens: prompt tokens found in the prefix cache.
+    - ttft_s: seconds from arrival to the first token, None if there was none.
+    - tpot_s: mean seconds between tokens, None for fewer than two.
+    - error: what happened; present only with finish_reason "error".
     """
 
     text: str | None
@@ -33,7 +35,10 @@ class RequestOutput(_ErrorOutput):
 
 @dataclass
 class StepOutput:
-    """What one or more steps brought, by request id. `texts` holds the new text of each request that got a token."""
+    """What one or more steps have produced, by request id, which is the `seq_id` of the request's Sequence.
+
+    `texts` holds the new text of each request that got a token.
+    """
 
     finished: dict[int, RequestOutput] = field(default_factory=dict)
     texts: dict[int, str] = field(default_factory=dict)
@@ -45,16 +50,16 @@ class StepOutput:
 
 
 class Outbox:
-    """Where the outputs of some requests collect until the caller that owns them fetches them.
+    """Collects the outputs of one caller's requests until that caller fetches them.
 
-    Filled and fetched with the engine's lock held (turns.py).
+    The engine's lock must be held to add to it or to fetch from it (turns.py).
     """
 
     def __init__(self) -> None:
         self.content = StepOutput()
 
     def __bool__(self) -> bool:
-        """Whether a request has brought text or ended."""
+        """Whether any request has new text or has ended."""
         return bool(self.content.texts or self.content.finished)
 
     def fetch(self) -> StepOutput:
@@ -64,7 +69,7 @@ class Outbox:
 
 
 def request_output(seq: Sequence, text: str | None) -> RequestOutput:
-    """The output of an ended sequence. `text`: its whole answer, None without a tokenizer."""
+    """The output of an ended sequence. `text` is its whole answer, None without a tokenizer."""
     assert seq.finish_reason is not None, f"sequence {seq.seq_id} has not ended"
     token_ids = seq.output_token_ids
     ttft_s = tpot_s = None

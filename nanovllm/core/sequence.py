@@ -1,4 +1,4 @@
-"""Sequence: one request from arrival to end. All state of a request lives here, integers only."""
+"""Sequence: one request from arrival to end. It holds all state of the request, as integers."""
 
 import time
 from array import array
@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from nanovllm.sampling_params import SamplingParams
 
-TokenIds: TypeAlias = "array[int]"  # int64, so that hashes and inputs take the bytes of a slice as they are
+TokenIds: TypeAlias = "array[int]"  # int64, so that hashes and model inputs can use the bytes of a slice directly
 
 
 class SequenceStatus(Enum):
@@ -20,8 +20,10 @@ class SequenceStatus(Enum):
 class Sequence:
     """A prompt and its answer so far.
 
-    Always: num_cached_tokens <= num_tokens. `num_pending_tokens` counts tokens that planned steps are still sampling:
-    they have a position but no id yet, so they are part of num_tokens and not of token_ids.
+    num_computed_tokens never exceeds num_tokens. `num_pending_tokens` counts tokens that planned steps are still
+    sampling: they have a position but no id yet, so num_tokens includes them and token_ids does not.
+
+    `seq_id` is the same number as the `request_id` that users of the engine see.
     """
 
     def __init__(
@@ -37,17 +39,17 @@ class Sequence:
         self.seed = seed
         self.status = SequenceStatus.WAITING
         self.finish_reason: str | None = None  # "stop", "length", "abort" or "error"
-        self.error: str | None = None  # with "error": what happened
+        self.error: str | None = None  # what happened, if finish_reason is "error"
 
         self.num_pending_tokens = 0
-        self.pending_row = -1  # of the newest pending token, among the sampled rows of the step that samples it
-        self.num_cached_tokens = 0  # tokens whose K/V are in the cache once all planned steps have run
+        self.pending_row = -1  # row of the newest pending token among those that its step samples
+        self.num_computed_tokens = 0  # tokens whose K/V are in the cache once all planned steps have run
         self.num_hit_tokens: int | None = None  # prompt tokens found in the prefix cache; None before admission
 
         # Owned by the KV cache manager.
         self.block_table: list[int] = []
         self.num_reserved_blocks = 0
-        self.hash_salt = hash_salt  # sequences of different salt never share blocks
+        self.hash_salt = hash_salt  # sequences with different salts never share blocks
         self.grain_hashes: list[int] = []
         self.num_registered_tokens = 0
 
@@ -64,12 +66,12 @@ class Sequence:
         return self.num_tokens - self.num_prompt_tokens
 
     @property
-    def num_uncached_tokens(self) -> int:
-        return self.num_tokens - self.num_cached_tokens
+    def num_uncomputed_tokens(self) -> int:
+        return self.num_tokens - self.num_computed_tokens
 
     @property
     def max_kv_tokens(self) -> int:
-        """Most tokens whose K/V this request ever needs: the last sampled token is never an input."""
+        """The most tokens whose K/V this request can need: all but the last sampled one, which is never an input."""
         return self.num_prompt_tokens + self.max_tokens - 1
 
     @property
@@ -81,8 +83,8 @@ class Sequence:
         return self.token_ids[self.num_prompt_tokens :].tolist()
 
     def append_pending(self, token_id: int, position: int) -> None:
-        """The id of the oldest pending token has arrived."""
-        assert self.num_pending_tokens > 0, f"sequence {self.seq_id} waits for no token"
+        """Append the id of the oldest pending token, which has arrived from the GPU."""
+        assert self.num_pending_tokens > 0, f"sequence {self.seq_id} has no pending token"
         assert position == len(self.token_ids), f"sequence {self.seq_id} got token {position} out of order"
         self.token_ids.append(token_id)
         self.num_pending_tokens -= 1

@@ -1,4 +1,4 @@
-"""The most that one step can hold, as the options and the model allow it."""
+"""The largest step, sequence and batch that the options and the model allow."""
 
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.checkpoint.rope_extension import rope_extension
@@ -7,7 +7,7 @@ from nanovllm.errors import ConfigError
 
 
 def max_model_len(config: Config, model: ModelConfig) -> int:
-    """Tokens of the longest sequence. Raises ConfigError for more than the rope covers."""
+    """Tokens of the longest sequence. Raises ConfigError if the option exceeds what the rope covers."""
     limit = model.max_model_len_limit
     if config.max_model_len is not None and config.max_model_len > limit:
         raise ConfigError(
@@ -18,21 +18,22 @@ def max_model_len(config: Config, model: ModelConfig) -> int:
 
 
 def graph_sizes(max_num_rows: int) -> list[int]:
-    """Batch sizes that decode graphs are captured for: 1, 2, 4, then each 8 up to 128, each 16 after that, and
-    `max_num_rows` itself. Each takes 30 to 60 ms at start.
+    """Batch sizes to capture decode graphs for: 1, 2, 4, multiples of 8 up to 128, multiples of 16 above that, and
+    `max_num_rows` itself. Capturing one takes 30 to 60 ms at start-up.
     """
     sizes = [1, 2, 4, *range(8, 128, 8), *range(128, max_num_rows + 1, 16), max_num_rows]
     return sorted({size for size in sizes if size <= max_num_rows})
 
 
 def streamed_graph_sizes(max_num_rows: int) -> list[int]:
-    """Batch sizes of the graphs of streamed decode steps: 1, 4, 16, 64, 256 ... and `max_num_rows` itself.
+    """Batch sizes to capture graphs of streamed decode steps for: 1, 4, 16, 64, 256 ... and `max_num_rows` itself.
 
-    Each takes a graph per layer at start, and padded rows cost little beside the copies that a streamed step waits for.
+    There are few of them because each needs a graph per layer, and because padded rows cost little compared with the
+    copies that a streamed step waits for.
     """
     return sorted({4**i for i in range(max_num_rows.bit_length()) if 4**i < max_num_rows} | {max_num_rows})
 
 
 def max_sampled_rows(config: Config, num_gpu_blocks: int) -> int:
-    """Sequences that one step can sample. Each of them needs a block of its own on the GPU to write to."""
+    """How many sequences one step can sample. Each needs its own block on the GPU to write to."""
     return min(config.max_num_seqs, num_gpu_blocks)

@@ -1,4 +1,4 @@
-"""The plan of one step: everything the ranks must do, in integers. Made on rank 0, frozen, pickled to the others."""
+"""The plan of one step: everything the ranks must do, in integers. Rank 0 makes it and pickles it to the others."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -7,7 +7,7 @@ import numpy as np
 
 
 class SlotLoad(NamedTuple):
-    """CPU block -> GPU slot, every layer; the slot is read where it is from this step on."""
+    """A copy of the first tokens of a CPU block to a slot, in every layer. From this step on the block is resident."""
 
     cpu_block_id: int
     ring_slot: int
@@ -15,7 +15,7 @@ class SlotLoad(NamedTuple):
 
 
 class SlotCopy(NamedTuple):
-    """The first tokens of one slot copied to another on the GPU, after this step's K/V are stored."""
+    """A copy of the first tokens of one slot to another, on the GPU, after this step's K/V are stored."""
 
     src_slot: int
     dst_slot: int
@@ -23,7 +23,7 @@ class SlotCopy(NamedTuple):
 
 
 class SlotOffload(NamedTuple):
-    """Tokens start..end-1 of a slot copied out to the same place of a CPU block, every layer."""
+    """A copy of tokens start..end-1 of a slot to the same positions of a CPU block, in every layer."""
 
     ring_slot: int
     cpu_block_id: int
@@ -32,9 +32,9 @@ class SlotOffload(NamedTuple):
 
 
 class StreamedGroup(NamedTuple):
-    """Full CPU blocks brought to staging together and attended in one call.
+    """Full CPU blocks that are copied to one staging group and attended in one call.
 
-    `tables[row]`: which blocks of the group (by index into `cpu_block_ids`) sequence `row` of the step attends to.
+    `tables[row]`: the blocks, as indices into `cpu_block_ids`, that sequence `row` of the step attends to.
     """
 
     cpu_block_ids: tuple[int, ...]
@@ -43,10 +43,11 @@ class StreamedGroup(NamedTuple):
 
 @dataclass(frozen=True)
 class KVMoves:
-    """What moves between CPU memory and the GPU in a step. Empty for the all-GPU engine.
+    """What moves between CPU memory and the GPU in a step. Empty without offload.
 
-    Order of effects: flushes (slots given up, copied out before anything overwrites them), then per layer: loads,
-    store of the new K/V, copies, offloads, the paged call, the streamed groups.
+    Everything takes effect in this order. First the flushes: they copy evicted blocks out before anything overwrites
+    their slots. Then, in each layer, the loads, the storing of the new K/V, the copies, the offloads, attention over
+    the paged keys, and attention over the streamed groups.
     """
 
     flushes: tuple[SlotOffload, ...] = ()
@@ -54,11 +55,11 @@ class KVMoves:
     copies: tuple[SlotCopy, ...] = ()
     offloads: tuple[SlotOffload, ...] = ()
     streamed: tuple[StreamedGroup, ...] = ()
-    taken_slots: tuple[int, ...] = ()  # slots that change owner in this step and are written by it
+    taken_slots: tuple[int, ...] = ()  # slots given to another block in this step, which writes to them
 
 
 class SamplingRow(NamedTuple):
-    """How to sample one sequence's next token. `position` and `seed` determine the noise, nothing else does."""
+    """How to sample one sequence's next token. `position` and `seed` alone determine the noise."""
 
     temperature: float
     top_k: int  # 0: off
@@ -72,18 +73,18 @@ class SamplingRow(NamedTuple):
 class SequenceStep:
     """The new tokens of one sequence and where its paged keys are.
 
-    The paged keys are the sequence's keys with the streamed blocks cut out: `block_table` names their blocks, all
-    full but the last, and in any order before the new tokens, which are the last `num_tokens` of the `context_len`
-    paged keys.
+    The paged keys are all keys of the sequence except those in streamed blocks. `block_table` lists their blocks. The
+    last `num_tokens` of the `num_paged_keys` keys are those of the new tokens; the blocks before them may be in any
+    order. All blocks but the last are full.
     """
 
     seq_id: int
-    token_ids: np.ndarray  # int64 [num_tokens]; a token still being sampled by the previous step is -1
+    token_ids: np.ndarray  # int64 [num_tokens]; -1 for a token that the previous step is still sampling
     position: int  # of the first new token
     num_prompt_tokens: int
     block_table: tuple[int, ...]
-    context_len: int
-    sampling: SamplingRow | None  # None: no token is sampled (the prompt goes on in a later step)
+    num_paged_keys: int
+    sampling: SamplingRow | None  # None: nothing is sampled, because the prompt continues in a later step
     previous_row: int = -1  # row of the previous step whose sampled token is this step's last token
 
     @property
@@ -102,5 +103,5 @@ class StepPlan:
 
     @property
     def is_decode(self) -> bool:
-        """Every sequence runs one token and samples."""
+        """Whether every sequence runs one token and samples."""
         return all(seq.num_tokens == 1 and seq.sampling is not None for seq in self.sequences)

@@ -1,3 +1,3 @@
-"""The GPUs that the engine supports."""
+"""Which GPUs the engine supports."""
 
-MIN_CAPABILITY = (8, 0)  # what the attention kernels need
+MIN_CAPABILITY = (8, 0)  # compute capability that the attention kernels need

@@ -1,1 +1,1 @@
-"""A model that needs no download and really retrieves, its byte tokenizer, and haystacks to search with it."""
+"""A retrieval model that needs no download, its byte tokenizer, and haystacks to search with it."""

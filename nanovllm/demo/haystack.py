@@ -1,7 +1,8 @@
 """Long prompts with a passkey hidden in them: source code of Python's standard library around one planted line.
 
-The prompt ends with the planted line's first words, so the answer is that line's rest. The retrieval model finds each
-character of the answer by the 6 before it; library lines that hold one of these passages are left out.
+The prompt ends with the first words of the planted line, so the answer is the rest of that line. The retrieval model
+finds each character of the answer by the 6 characters before it. Library lines that contain one of these passages are
+left out.
 """
 
 import sysconfig
@@ -19,9 +20,10 @@ QUESTION = f"\nWhat is the passkey? {LEAD_IN}"
 def build_haystack(num_tokens: int, depth: float, passkey: str) -> str:
     """A prompt of exactly `num_tokens` ASCII characters, each a token of the demo's tokenizer.
 
-    depth: where the line with the passkey stands, from 0 (first line) to 1 (last one before the question).
-    The text is the same on every machine with the same version of Python. Raises RequestError for a depth outside 0..1,
-    too few tokens, or a passkey that is not printable ASCII or in which 6 characters in a row come twice.
+    `depth` is the position of the line with the passkey, from 0 (first line) to 1 (last line before the question).
+    The text is the same on every machine with the same version of Python. Raises RequestError if the depth is outside
+    0..1, if there are too few tokens, or if the passkey is not printable ASCII or would make the same 6 characters
+    occur twice.
     """
     needle = f"{LEAD_IN}{passkey}.\n"
     num_text_tokens = num_tokens - len(needle) - len(QUESTION)
@@ -36,7 +38,7 @@ def build_haystack(num_tokens: int, depth: float, passkey: str) -> str:
     for passage in matched:
         if present.count(passage) > 1:
             raise RequestError(
-                f"passkey={passkey!r} makes {passage!r} come twice in the prompt; use a less regular one"
+                f"passkey={passkey!r} makes {passage!r} occur twice in the prompt; use a less regular one"
             )
     text = _library_text(num_text_tokens, matched)
     start = text.rfind("\n", 0, round(depth * len(text))) + 1
@@ -44,12 +46,12 @@ def build_haystack(num_tokens: int, depth: float, passkey: str) -> str:
 
 
 def _passages(text: str) -> list[str]:
-    """Every run of MATCH_TOKENS characters."""
+    """All substrings of MATCH_TOKENS characters."""
     return [text[start : start + MATCH_TOKENS] for start in range(len(text) - MATCH_TOKENS + 1)]
 
 
 def _library_text(num_characters: int, forbidden: list[str]) -> str:
-    """Whole lines without any of the `forbidden` passages, the last one cut so that the length is exact."""
+    """Whole lines without any of the `forbidden` passages. The last line is cut so that the length is exact."""
     lines: list[str] = []
     num_missing = num_characters
     for line in _library_lines():
@@ -63,7 +65,7 @@ def _library_text(num_characters: int, forbidden: list[str]) -> str:
 
 
 def _library_lines() -> Iterator[str]:
-    """The ASCII lines of the standard library's modules in the order of their names, over and over."""
+    """Yield the ASCII lines of the standard library's modules, in the order of their names, again and again."""
     modules = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     if not modules:
         raise FileNotFoundError(f"no Python sources in {sysconfig.get_paths()['stdlib']}; they are the haystack's text")

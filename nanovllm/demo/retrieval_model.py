@@ -1,8 +1,8 @@
-"""A two-layer Qwen3 checkpoint, its weights set by hand, that continues a text as an earlier passage of it went on.
+"""A two-layer Qwen3 checkpoint with hand-set weights. It continues a text in the way an earlier passage continued.
 
-The last 6 tokens are looked up in the whole context, and what followed them there is the answer: an induction head.
-It is an ordinary checkpoint (`Qwen3ForCausalLM`, 0.7M parameters), so a long passkey prompt tells whether an engine
-attends to every token at its right position. Here is all of the construction; nothing is trained.
+It is an induction head: it looks up the last 6 tokens in the whole context, and answers with what followed them there.
+It is an ordinary checkpoint (`Qwen3ForCausalLM`, 0.7M parameters), so a long passkey prompt shows whether an engine
+attends to every token at the right position. Nothing is trained; the whole construction is described here.
 
 **Residual stream**, 9 blocks of 16 channels:
 
@@ -11,19 +11,20 @@ attends to every token at its right position. Here is all of the construction; n
     block 1 + m  the code of the token m back, m = 1..6              written by layer 1
     block 8      the code of the next token                          written by layer 2, read by the head
 
-A code has length 1, so the stream's length at the three norms is sqrt(2), sqrt(8) and 3 whatever the text. The norms'
-weights undo exactly that: norm(x) = x, and all below can be read without them. (Near the start nothing is m back, and
-layer 1 copies some other token: the first 6 positions are the only ones that cannot be found.)
+A code has length 1, so the stream's length at the three norms is sqrt(2), sqrt(8) and 3 for any text. The norms'
+weights undo exactly that: norm(x) = x, and everything below can be read without them. (Near the start there is no token
+m back, and layer 1 copies some other token. So the first 6 positions are the only ones that cannot be found.)
 
-**Rotary.** theta = 1e32 turns pair i of the 64 (dims i and i + 64) by 10^(-i/2) radians per token. Pairs 0..11 tell
-positions apart; pairs 16..63 turn by less than 0.011 radians in 2^20 tokens, so they do not see positions.
+**Rotary.** theta = 1e32 rotates pair i of the 64 (dims i and i + 64) by 10^(-i/2) radians per token. Pairs 0..11 tell
+positions apart. Pairs 16..63 rotate by less than 0.011 radians in 2^20 tokens, so they do not see positions.
 
-**Layer 1: who stood m back?** One head per m. Query and key come from the constant: every position has the same key k,
-and the query of head m is k turned back by m tokens. With b_i the share of pair i in |k|^2, the score of the token d
-back is S * sum_i b_i cos(10^(-i/2) (d - m)), which is S at d = m. The shares fall as 0.8^i. Then the tokens next to m
-are 19.5 below S, and all others up to 2^20 tokens together have 3e-8 of the weight. The value is the token's code.
+**Layer 1: which token was m back?** One head per m. Query and key come from the constant: every position has the same
+key k, and the query of head m is k rotated back by m tokens. With b_i the share of pair i in |k|^2, the score of the
+token d back is S * sum_i b_i cos(10^(-i/2) (d - m)), which is S at d = m. The shares fall as 0.8^i. Then the tokens
+next to m are 19.5 below S, and all others up to 2^20 tokens together have 3e-8 of the weight. The value is the token's
+code.
 
-**Layer 2: where did these 6 tokens stand before?** The query holds the codes of the last 6 tokens (blocks 1..6), the
+**Layer 2: where did these 6 tokens occur before?** The query holds the codes of the last 6 tokens (blocks 1..6), the
 key at a token the codes of the 6 before it (blocks 2..7), both in the pairs that do not see positions. The score is S/6
 times the sum of 6 products of codes: S for a full match. The value is the code of the key's own token, the one that
 followed the match. Each of the 6 heads does all this and carries its own part of the code's channels, so every head
@@ -65,7 +66,7 @@ from nanovllm.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)
 
-VERSION = 2  # of the checkpoint; part of the cache directory's name
+VERSION = 2  # version of the checkpoint; part of the cache directory's name
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 CODE_DIM = 16
@@ -78,17 +79,17 @@ HIDDEN_SIZE = (NEXT_BLOCK + 1) * CODE_DIM
 MLP_SIZE = 32  # all zeros
 ROPE_THETA = 1e32
 NUM_POSITION_PAIRS = 12
-FIRST_FREE_PAIR = 16  # from here on a pair does not see positions
+FIRST_FREE_PAIR = 16  # pairs from here on do not see positions
 SHARPNESS = 4.0
 LOGIT_GAIN = 32.0
 
 
 def build_retrieval_model(path: Path | None = None, *, dtype: str = "float32") -> Path:
-    """Build the checkpoint, unless it is there, and return its directory (config, weights, tokenizer; 1 to 3 MB).
+    """Build the checkpoint if it does not exist, and return its directory (config, weights, tokenizer; 1 to 3 MB).
 
-    path: a directory that is empty, absent, or holds this model; None: one in the user's cache
-    ($XDG_CACHE_HOME or ~/.cache, nanovllm). dtype: of the weights, "float32" or "bfloat16".
-    Raises ConfigError if the dtype is unknown, CheckpointError if `path` holds something else.
+    `path` is a directory that is empty, does not exist, or holds this model. None means one in the user's cache
+    (nanovllm in $XDG_CACHE_HOME or ~/.cache). `dtype` is that of the weights, "float32" or "bfloat16". Raises
+    ConfigError if the dtype is unknown, CheckpointError if `path` holds something else.
     """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype={dtype!r} is unknown; choose one of {', '.join(DTYPES)}")
@@ -130,7 +131,7 @@ def model_config(dtype: str) -> dict[str, Any]:
 
 
 def token_codes() -> torch.Tensor:
-    """[VOCAB_SIZE, CODE_DIM], fp32: a code of length 1 per token; two different ones have a product of at most 1/4."""
+    """A code of length 1 per token, fp32 [VOCAB_SIZE, CODE_DIM]. Two different codes have a product of at most 1/4."""
     generator = torch.tensor([(3, 1, 2, 1, 0, 0, 0, 1), (0, 3, 1, 2, 1, 0, 0, 1), (0, 0, 3, 1, 2, 1, 0, 1),
                               (0, 0, 0, 3, 1, 2, 1, 1)])  # fmt: skip
     gray = torch.tensor([(1, 1), (1, -1), (-1, -1), (-1, 1)]) / 4
@@ -178,7 +179,7 @@ def _look_back_attention() -> dict[str, torch.Tensor]:
     o = torch.zeros(HIDDEN_SIZE, NUM_HEADS, HEAD_DIM)
     pairs = torch.arange(NUM_POSITION_PAIRS)
     radians_per_token = ROPE_THETA ** (-2 * pairs.double() / HEAD_DIM)
-    amplitude = 0.8 ** (pairs / 2)  # the square is the pair's share; q_norm and k_norm see to the sum
+    amplitude = 0.8 ** (pairs / 2)  # the square is the pair's share; q_norm and k_norm normalise the sum
     k[:, pairs, 0] = amplitude
     for head in range(NUM_HEADS):
         angle = (-(head + 1) * radians_per_token).float()
@@ -189,7 +190,7 @@ def _look_back_attention() -> dict[str, torch.Tensor]:
 
 
 def _induction_attention() -> dict[str, torch.Tensor]:
-    """Layer 2: each head finds the match of the last tokens and copies its part of the code of what followed."""
+    """Layer 2: each head finds the match of the last tokens and copies its part of the next token's code."""
     q = torch.zeros(NUM_HEADS, HEAD_DIM, HIDDEN_SIZE)
     k = torch.zeros(NUM_KV_HEADS, HEAD_DIM, HIDDEN_SIZE)
     o = torch.zeros(HIDDEN_SIZE, NUM_HEADS, HEAD_DIM)
@@ -217,7 +218,7 @@ def _projections(q: torch.Tensor, k: torch.Tensor, o: torch.Tensor) -> dict[str,
 
 
 def _norm_weight(length_squared: int) -> torch.Tensor:
-    """The weight with which an RMSNorm leaves a vector of this length as it is."""
+    """The weight that makes an RMSNorm leave a vector of this length unchanged."""
     return torch.full((HIDDEN_SIZE,), math.sqrt(length_squared / HIDDEN_SIZE))
 
 
@@ -231,7 +232,7 @@ def _cache_directory() -> Path:
 
 
 def _is_built(path: Path, dtype: str) -> bool:
-    """Whether `path` holds the model. It appears there whole or not at all, so its config vouches for the rest."""
+    """Whether `path` holds the model. It is moved there as a whole, so it is complete if its config is there."""
     if not path.exists() or (path.is_dir() and not any(path.iterdir())):
         return False
     config = path / "config.json"
@@ -246,7 +247,7 @@ def _write_checkpoint(directory: Path, dtype: str) -> None:
     weights = {name: weight.to(DTYPES[dtype]).contiguous() for name, weight in model_weights().items()}
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     save_tokenizer(directory)
-    # Greedy, because the answer is a copy, and short, because an answer that copies nothing does not end by itself
+    # Greedy, because the answer is a copy. Short, because an answer that copies nothing does not end by itself.
     defaults = {"do_sample": False, "max_new_tokens": 64, "eos_token_id": END_TOKEN_ID}
     (directory / "generation_config.json").write_text(json.dumps(defaults, indent=2))
     (directory / "config.json").write_text(json.dumps(model_config(dtype), indent=2))
@@ -257,5 +258,5 @@ def _move_into_place(scratch: Path, path: Path, dtype: str) -> None:
     try:
         scratch.rename(path)  # atomic; replaces an empty directory
     except OSError:
-        if not _is_built(path, dtype):  # else another process was first
+        if not _is_built(path, dtype):  # if it is, another process was faster
             raise

@@ -1,4 +1,4 @@
-"""The demo's tokenizer: one token per byte of UTF-8, so a token's id is the byte's value, and two special tokens."""
+"""The demo's tokenizer: one token per byte of UTF-8, whose id is the byte's value, and two special tokens."""
 
 import json
 from pathlib import Path
@@ -11,9 +11,10 @@ SPECIAL_TOKENS = (END_TOKEN, "<|pad|>")  # ids 256, 257
 VOCAB_SIZE = NUM_BYTES + len(SPECIAL_TOKENS)
 END_TOKEN_ID = NUM_BYTES
 
-# A model that only copies needs a template of its own. A message whose last characters were there before, in a line, is
-# followed by the answer: the rest of that line. Any other is followed by REPLY_MARK, which the model continues with
-# HELP, because every prompt begins with the two. Every line ends in the end token, so an answer ends with its line.
+# A model that only copies needs its own template. If the last characters of a message occurred in an earlier line, the
+# answer follows the message directly: it is the rest of that line. Any other message is followed by REPLY_MARK, which
+# the model continues with HELP, because every prompt begins with the two. Every line ends with the end token, so an
+# answer ends with its line.
 MATCH_TOKENS = 6  # tokens that the model looks up
 REPLY_MARK = "\nModel: "
 HELP = "I complete lines; type the first words of one from above."
@@ -41,10 +42,10 @@ CHAT_TEMPLATE = (
 
 
 def byte_symbols() -> list[str]:
-    """The character that stands for each byte in a byte-level vocabulary, in the order of the bytes.
+    """The character that represents each byte in a byte-level vocabulary, in the order of the bytes.
 
-    A printable Latin-1 character stands for itself, the n-th of the others is character 256 + n: GPT-2's table, which
-    the ByteLevel parts of `tokenizers` apply.
+    A printable Latin-1 character represents itself, and the n-th of the other bytes is character 256 + n. This is
+    GPT-2's table, which the ByteLevel parts of `tokenizers` use.
     """
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = [byte for byte in range(NUM_BYTES) if byte not in printable]
@@ -52,9 +53,9 @@ def byte_symbols() -> list[str]:
 
 
 def save_tokenizer(directory: Path) -> None:
-    """Write tokenizer.json and tokenizer_config.json, as `transformers.AutoTokenizer` reads them."""
+    """Write tokenizer.json and tokenizer_config.json in the form that `transformers.AutoTokenizer` reads."""
     vocab = {symbol: byte for byte, symbol in enumerate(byte_symbols())}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))  # no merges: bytes stay apart
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))  # no merges, so every byte is a token
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])

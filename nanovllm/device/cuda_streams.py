@@ -1,4 +1,4 @@
-"""CUDA streams that belong to one owner."""
+"""CUDA streams that have one owner each."""
 
 import weakref
 
@@ -9,11 +9,11 @@ _owned: set[tuple[torch.device, int]] = set()  # device and address of the CUDA 
 
 
 def new_stream(device: torch.device, owner: object | None = None) -> torch.cuda.Stream:
-    """A stream that nobody else gets from here while `owner` lives; None: for as long as the process runs.
+    """A stream that this function gives to nobody else while `owner` lives, or ever if `owner` is None.
 
-    torch hands out 32 CUDA streams in turns, so that two torch.cuda.Stream objects can be the same stream. If one of
-    them captures a graph, work given to the other fails; if both copy, neither overlaps the other. When all 32 are
-    owned, they are shared.
+    torch has 32 CUDA streams per device and returns them in turn, so two torch.cuda.Stream objects can be the same
+    stream. Then, if one of them captures a graph, work on the other fails; and if both copy, the copies do not overlap.
+    Once all 32 are owned, they are shared.
     """
     for _ in range(_STREAMS_OF_TORCH):
         stream = torch.cuda.Stream(device)

@@ -1,7 +1,7 @@
-"""Which GPU and stream a rank's work goes to, whatever thread calls and whatever its current device is.
+"""Sends a rank's work to its own GPU and stream, whichever thread calls, and whatever that thread's current device is.
 
-Both are settings of a thread. Kernels, events and allocations go to the current ones, so steps that come from different
-threads would otherwise run on different GPUs, or on streams that do not wait for each other.
+The current device and stream are settings of a thread. Kernels, events and allocations use them, so steps from
+different threads could otherwise run on different GPUs, or on streams that do not wait for each other.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ Owner = TypeVar("Owner", bound=HasDevice)
 
 @contextmanager
 def current_device(device: torch.device) -> Iterator[None]:
-    """Make `device` and its default stream the current ones. Nothing on the CPU."""
+    """Make `device` and its default stream the current ones. Does nothing for the CPU."""
     if device.type != "cuda":
         yield
         return
@@ -32,7 +32,7 @@ def current_device(device: torch.device) -> Iterator[None]:
 
 
 def on_own_device(method: Callable[Concatenate[Owner, P], R]) -> Callable[Concatenate[Owner, P], R]:
-    """Run a method with the device of its object as the current one."""
+    """Decorator: run a method with its object's device as the current one."""
 
     @wraps(method)
     def wrapper(self: Owner, *args: P.args, **kwargs: P.kwargs) -> R:

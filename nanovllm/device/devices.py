@@ -1,4 +1,4 @@
-"""The device an engine runs on: which one, how its memory is allocated, and what a failed start gives back."""
+"""The device that an engine runs on: choosing it, configuring its allocator, and cleaning up after a failed start."""
 
 import os
 import traceback
@@ -13,15 +13,15 @@ from nanovllm.errors import ConfigError
 def use_expandable_segments() -> None:
     """Let torch's allocator grow its segments, unless the user has configured the allocator.
 
-    Its own default is segments of fixed sizes. Steps come in all sizes, and the gaps that none of them fit took 0.2 GiB
-    more than the largest step needs.
+    By default segments have fixed sizes. Steps have many different sizes, and the gaps that none of them could use took
+    0.2 GiB more than the largest step needs.
     """
     if not any(name in os.environ for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")):
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def resolve_device(config: Config) -> torch.device:
-    """Rank 0's device."""
+    """The device of rank 0. Raises ConfigError if the machine lacks the GPUs that the config asks for."""
     name = config.device
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -39,15 +39,15 @@ def resolve_device(config: Config) -> torch.device:
 
 
 def installed_gpu(config: Config) -> Any | None:
-    """torch's properties of the GPU that `config.device` asks for, or None if this machine does not have it."""
+    """torch's properties of the GPU that `config.device` names, or None if this machine does not have it."""
     index = int(config.device.split(":")[1]) if ":" in config.device else 0
     return torch.cuda.get_device_properties(index) if index < torch.cuda.device_count() else None
 
 
 def release_failed_start(error: BaseException, device: torch.device) -> None:
-    """Give back what a failed start holds on the GPU, while the caller keeps the exception.
+    """Free the GPU memory of a failed start, even though the caller keeps the exception.
 
-    The frames of its traceback hold tensors: the half-built model, the activations of the largest step.
+    The frames of its traceback refer to tensors such as the half-built model or the activations of the largest step.
     """
     cause: BaseException | None = error
     while cause is not None:

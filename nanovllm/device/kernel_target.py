@@ -1,7 +1,7 @@
-"""KernelTarget: what a GPU offers, as far as kernels and their configurations are chosen by it.
+"""KernelTarget: the properties of a GPU by which kernels and their configurations are chosen.
 
-Everything that depends on the GPU's model asks `target_of`, so a benchmark or a test that replaces this one function
-gets the choices of another GPU on the one it has.
+Everything that depends on the GPU's model asks `target_of`. So a benchmark or a test can replace this one function to
+use the choices for another GPU.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ import torch
 @dataclass(frozen=True)
 class KernelTarget:
     capability: tuple[int, int]  # compute capability, major and minor
-    shared_bytes: int  # shared memory that one program may have
+    shared_bytes: int  # shared memory that one program can use
 
     @property
     def has_dependent_launches(self) -> bool:
@@ -23,9 +23,9 @@ class KernelTarget:
 
     @property
     def has_shared_operands(self) -> bool:
-        """Whether the matrix units read their operands from shared memory (wgmma, tcgen05), which TMA fills best.
+        """Whether the matrix units read their operands from shared memory (wgmma, tcgen05), which TMA fills fastest.
 
-        Elsewhere operands pass through registers, and cp.async fills shared memory as well.
+        On other GPUs operands pass through registers, and cp.async fills shared memory just as fast.
         """
         return self.capability[0] in (9, 10)
 
@@ -34,13 +34,13 @@ _SHARED_KIB = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (
 KNOWN_TARGETS = {  # CUDA Programming Guide, "Technical Specifications per Compute Capability"
     f"{major}.{minor}": KernelTarget((major, minor), kib * 1024) for (major, minor), kib in _SHARED_KIB.items()
 }
-INTERPRETER = KernelTarget((0, 0), 99 * 1024)  # Triton's, on a CPU
+INTERPRETER = KernelTarget((0, 0), 99 * 1024)  # Triton's interpreter on a CPU
 
 
 @cache
 def target_of(device: torch.device) -> KernelTarget:
-    """Hot: every launch. Always call it as `kernel_target.target_of`, so that it can be replaced."""
+    """The target for a device. Call it as `kernel_target.target_of`, so that it can be replaced. Hot: every launch."""
     if device.type != "cuda":
         return INTERPRETER
-    properties: Any = torch.cuda.get_device_properties(device)  # not all of its fields are declared
+    properties: Any = torch.cuda.get_device_properties(device)  # torch does not declare all of its fields
     return KernelTarget((properties.major, properties.minor), properties.shared_memory_per_block_optin)

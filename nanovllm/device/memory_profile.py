@@ -9,22 +9,24 @@ import torch
 from nanovllm.errors import ConfigError
 from nanovllm.utils.memory import format_bytes
 
-# Left free on top of what was measured: workspaces of cuBLAS for further threads, gaps in the allocator's segments
+# Left free in addition to what was measured, for cuBLAS workspaces of more threads and gaps in the allocator's segments
 MARGIN_BYTES = 128 * 2**20
 GRAPH_LAYER_BYTES = 64 * 1024  # per decoder layer of an instantiated graph; 43 KiB measured with Qwen3-0.6B
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryProfile:
-    """Bytes on one GPU. `used_bytes` counts everything on it but the KV cache: weights, staging buffers, CUDA's context
-    and libraries, and other programs.
+    """Bytes on one GPU.
+
+    `used_bytes` counts everything on it except the KV cache: weights, staging buffers, CUDA's context and libraries,
+    and other programs.
     """
 
     total_bytes: int
     utilization: float
     used_bytes: int
-    step_bytes: int  # what the largest step adds
-    graph_bytes: int  # CUDA graphs with their static inputs
+    step_bytes: int  # additional memory in the largest step
+    graph_bytes: int  # CUDA graphs and their static inputs
 
     @property
     def limit_bytes(self) -> int:
@@ -32,20 +34,20 @@ class MemoryProfile:
 
     @property
     def free_bytes(self) -> int:
-        """What is left for the KV cache."""
+        """Memory left for the KV cache."""
         return self.limit_bytes - self.used_bytes - self.step_bytes - self.graph_bytes - MARGIN_BYTES
 
     def __str__(self) -> str:
         return (
             f"{format_bytes(max(0, self.free_bytes))} of the {format_bytes(self.limit_bytes)} that "
-            f"gpu_memory_utilization={self.utilization} allows are left beside {format_bytes(self.used_bytes)} in use "
+            f"gpu_memory_utilization={self.utilization} allows is left after {format_bytes(self.used_bytes)} in use "
             f"(weights, CUDA, other programs), {format_bytes(self.step_bytes)} for the largest step and "
-            f"{format_bytes(self.graph_bytes + MARGIN_BYTES)} for CUDA graphs and reserve"
+            f"{format_bytes(self.graph_bytes + MARGIN_BYTES)} for CUDA graphs and a reserve"
         )
 
 
 def reserved_by(work: Callable[[], object]) -> int:
-    """Bytes by which torch's allocator grows while `work` runs, on the current device."""
+    """How many bytes torch's allocator on the current device grows by while `work` runs."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -56,7 +58,7 @@ def reserved_by(work: Callable[[], object]) -> int:
 
 
 def used_bytes() -> int:
-    """Bytes in use on the current device, by this process and all others, once torch has returned what it can."""
+    """Bytes in use on the current device by all processes, after torch has returned the memory that it can."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
@@ -65,7 +67,7 @@ def used_bytes() -> int:
 
 @contextmanager
 def memory_remedy(doing: str) -> Iterator[None]:
-    """Turn an out-of-memory error of a start into a ConfigError that says what needs less memory."""
+    """Turn an out-of-memory error during start-up into a ConfigError that says which options need less memory."""
     try:
         yield
     except RuntimeError as error:

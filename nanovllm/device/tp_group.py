@@ -1,7 +1,7 @@
-"""TPGroup: the ranks of one tensor-parallel engine and their collectives. An object that is passed, never a global.
+"""TPGroup: the ranks of one tensor-parallel engine and their collectives. It is always passed and never global.
 
-Each engine has a process group of its own, made without torch's default group, so several engines can live in one
-process. Its ranks meet at a TCPStore that rank 0 opens on a free loopback port.
+Each engine has its own process group, made without torch's default group, so several engines can live in one process.
+Its ranks connect through a TCPStore that rank 0 opens on a free loopback port.
 """
 
 import socket
@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOption
 
 HOST = "127.0.0.1"
 CONNECT_TIMEOUT = timedelta(seconds=60)
-COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # a rank may compile kernels first; a dead rank is noticed by other means
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # a rank may compile kernels first; a dead rank is detected otherwise
 
 _Options = TypeVar("_Options")
 
@@ -26,14 +26,14 @@ _Options = TypeVar("_Options")
 class TPGroup:
     """Rank `rank` of `size`. With size 1 every collective is the identity.
 
-    Collectives take contiguous tensors. On a GPU they are enqueued in the order of the current stream and can be
-    captured in a CUDA graph; on the CPU they return when they are done.
+    Collectives take contiguous tensors. On a GPU they are enqueued on the current stream and can be captured in a CUDA
+    graph. On the CPU they return when they are done.
     """
 
     rank: int = 0
     size: int = 1
     process_group: Any = None  # a c10d backend, used directly; torch's stubs leave out its collectives
-    on_close: list[Callable[[], None]] = field(default_factory=list, compare=False)  # destroy the graphs that captured
+    on_close: list[Callable[[], None]] = field(default_factory=list, compare=False)  # destroy graphs with collectives
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over ranks, in place. Hot: twice per layer."""
@@ -42,8 +42,9 @@ class TPGroup:
         return x
 
     def all_gather(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Concatenate every rank's `x` along its last dimension, in rank order. With several ranks into `out`, if
-        given.
+        """Concatenate every rank's `x` along its last dimension, in rank order.
+
+        With several ranks the result is written to `out`, if given.
         """
         if self.process_group is None:
             return x
@@ -58,10 +59,10 @@ class TPGroup:
         return x
 
     def close(self) -> None:
-        """Leave the group. With nccl, kernels that still wait for another rank end, so that nothing hangs on them.
+        """Leave the group. With nccl this also ends kernels that still wait for another rank, so that nothing hangs.
 
-        nccl lets go only when no CUDA graph has its collectives any more, and a graph that waits for a dead rank ends
-        only when nccl has begun to let go: so both happen at once.
+        nccl's abort returns only when no CUDA graph contains its collectives any more. But a graph that waits for a
+        dead rank ends only once the abort has begun. So the abort runs in a thread while the graphs are destroyed.
         """
         if self.process_group is None or isinstance(self.process_group, dist.ProcessGroupGloo):
             return
@@ -73,14 +74,14 @@ class TPGroup:
 
 
 def _wait(work: dist.Work | None) -> None:
-    """On the CPU, until done; on the GPU, the current stream waits and the host goes on."""
-    if work is not None:  # None: nccl has enqueued it on the current stream, so there is nothing to wait for
+    """On the CPU, wait until the work is done. On a GPU, make the current stream wait; the host does not."""
+    if work is not None:  # None: it is on the current stream already
         work.wait()
 
 
 def _on_current_stream(options: _Options) -> _Options:
-    """nccl then runs on the current stream instead of one of its own, which costs two events per collective."""
-    if hasattr(options, "asyncOp"):  # older torch has only the other way
+    """Let nccl run on the current stream. Its own stream would cost two events per collective."""
+    if hasattr(options, "asyncOp"):  # older versions of torch do not have the option
         options.asyncOp = False
     return options
 
@@ -91,28 +92,29 @@ _BROADCAST = _on_current_stream(BroadcastOptions())
 
 
 def open_store() -> dist.TCPStore:
-    """Rank 0's end of the meeting point, at a loopback port that the system chose (`store.port`)."""
+    """Open rank 0's end of the store, on a loopback port that the system chooses (`store.port`)."""
     listener = socket.create_server((HOST, 0))
     port, fd = listener.getsockname()[1], listener.detach()
-    return dist.TCPStore(  # without libuv, which takes no socket before torch 2.8
+    return dist.TCPStore(  # without libuv, which accepts an open socket only from torch 2.8 on
         HOST, port, None, True, CONNECT_TIMEOUT, wait_for_workers=False, master_listen_fd=fd, use_libuv=False
     )
 
 
 def join_store(port: int) -> dist.TCPStore:
-    """Another rank's end of it."""
+    """Open another rank's end of the store."""
     return dist.TCPStore(HOST, port, None, False, CONNECT_TIMEOUT, wait_for_workers=False)
 
 
 def connect(store: dist.Store, rank: int, size: int, device_type: str) -> TPGroup:
-    """Meet the other ranks: nccl on device `cuda:rank`, or gloo on the CPU.
+    """Connect to the other ranks, with nccl on device `cuda:rank` or gloo on the CPU.
 
-    Returns when every rank is connected. Raises RuntimeError when one does not come within CONNECT_TIMEOUT.
+    Returns when every rank is connected. Raises RuntimeError if one is not within CONNECT_TIMEOUT.
     """
     if device_type == "cuda":
         with torch.cuda.device(rank):
             group = TPGroup(rank, size, _nccl(store, rank, size))
-            group.all_reduce(torch.zeros(1, device="cuda"))  # nccl connects in the first call, too late in a capture
+            # nccl connects in its first call, which must not happen during a graph capture.
+            group.all_reduce(torch.zeros(1, device="cuda"))
             torch.cuda.synchronize()
         return group
     return TPGroup(rank, size, _gloo(store, rank, size))

@@ -18,14 +18,14 @@ def _silu_and_mul_kernel(x_ptr, out_ptr, x_stride, SIZE: tl.constexpr, BLOCK: tl
     gate = tl.load(x_ptr + token * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + token * x_stride + SIZE + column, mask=inside, other=0.0).to(tl.float32)
     dtype = out_ptr.dtype.element_ty
-    silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)  # rounded where torch rounds
+    silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)  # round where torch rounds
     tl.store(out_ptr + token * SIZE + column, (silu * up).to(dtype), mask=inside)
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     """silu(first half) * second half of the last dimension: [T, 2 * size] -> [T, size]. Hot: once per layer."""
     num_tokens, size = x.shape[0], x.shape[1] // 2
-    assert x.stride(1) == 1, "the last dimension must lie together"
+    assert x.stride(1) == 1, "the last dimension must be contiguous"
     out = torch.empty((num_tokens, size), dtype=x.dtype, device=x.device)
     if num_tokens:
         block = min(1024, triton.next_power_of_2(size))

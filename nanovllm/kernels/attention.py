@@ -1,4 +1,4 @@
-"""Our own Triton kernels of attention. Import lazily: a machine without triton runs the torch backend.
+"""The attention kernels. Import this module lazily: a machine without triton runs the torch backend.
 
 Every function also runs on CPU tensors when TRITON_INTERPRET=1 is set before triton is imported.
 """

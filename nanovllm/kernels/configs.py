@@ -1,8 +1,8 @@
 """How the attention kernels run on each target: tiles, warps, stages, and how keys and values are loaded.
 
-Fixed choices, so that start-up spends no time on tuning. docs/measurements.md has the figures of the H200;
-`benchmarks/bench_attention.py --tune` compares others. tests/kernels/test_compile.py compiles every one of them for
-every target, and checks that it fits into shared memory and registers and loads its tiles asynchronously.
+The choices are fixed, so that start-up spends no time on tuning. docs/measurements.md has the figures for the H200;
+`benchmarks/bench_attention.py --tune` compares other choices. tests/kernels/test_compile.py compiles every choice for
+every target. It checks that each fits into shared memory and registers and loads its tiles asynchronously.
 """
 
 from typing import NamedTuple
@@ -15,7 +15,7 @@ DECODE_PROGRAMS_PER_SM = 2
 
 
 class PrefillConfig(NamedTuple):
-    """A tile of queries and a tile of keys. With `tma` the GPU's bulk copies load keys and values, else cp.async."""
+    """Sizes of a tile of queries and a tile of keys. With `tma`, bulk copies load keys and values, else cp.async."""
 
     block_m: int
     block_n: int
@@ -25,7 +25,7 @@ class PrefillConfig(NamedTuple):
 
 
 class DecodeConfig(NamedTuple):
-    block_n: int  # keys of a tile
+    block_n: int  # keys per tile
     num_warps: int
     num_stages: int
 
@@ -34,20 +34,20 @@ def prefill_config(target: KernelTarget, head_dim: int, itemsize: int, max_query
     block_d = triton.next_power_of_2(head_dim)
     if itemsize == 4:
         return _exact_prefill_config(block_d)
-    is_short = max_query_len <= 2048  # many short sequences fill more of a small tile
+    is_short = max_query_len <= 2048  # short sequences leave less of a small tile empty
     if target.has_shared_operands:
         if block_d > 128:
             return PrefillConfig(128, 32, 8, 3, tma=True)
         return PrefillConfig(64, 64, 4, 3, tma=True) if is_short else PrefillConfig(128, 128, 8, 3, tma=True)
     if block_d > 128:
         return PrefillConfig(64, 32, 8, 3 if target.shared_bytes >= 100 * 1024 else 2, tma=False)
-    if block_d == 128:  # fewer queries than columns would split a row of scores over the warps
+    if block_d == 128:  # with fewer queries than columns, a row of scores would be split over the warps
         return PrefillConfig(128, 64 if target.capability < (9, 0) else 32, 8, 3, tma=False)
     return PrefillConfig(64, 64, 4, 3, tma=False) if is_short else PrefillConfig(128, 64, 8, 3, tma=False)
 
 
 def _exact_prefill_config(block_d: int) -> PrefillConfig:
-    """fp32 has no tensor cores. Larger tiles spill, and so does what TMA has swizzled."""
+    """fp32 does not use tensor cores. With larger tiles, or tiles that TMA has swizzled, registers spill."""
     if block_d <= 64:
         return PrefillConfig(32, 32, 8, 2, tma=False)
     if block_d == 128:
@@ -56,11 +56,11 @@ def _exact_prefill_config(block_d: int) -> PrefillConfig:
 
 
 def decode_config(target: KernelTarget, head_dim: int, itemsize: int, num_rows: int) -> DecodeConfig:
-    """For `num_rows` query heads that share their keys, padded to 16 or a larger power of two.
+    """The choice for `num_rows` query heads that share their keys, padded to 16 or a larger power of two.
 
-    Tiles of 16 KiB and up to 64 keys, or of 8 KiB where DECODE_PROGRAMS_PER_SM programs would not fit.
+    A tile has up to 64 keys and up to 16 KiB, or 8 KiB where DECODE_PROGRAMS_PER_SM programs would not fit otherwise.
     """
-    if itemsize == 4:  # no tensor cores: in larger tiles registers spill
+    if itemsize == 4:  # no tensor cores; with larger tiles registers spill
         return DecodeConfig(block_n=16 if head_dim > 64 else 32, num_warps=min(16, num_rows // 4), num_stages=3)
     row_bytes = triton.next_power_of_2(head_dim) * itemsize
     tile_bytes = (16 if target.shared_bytes >= 160 * 1024 else 8) * 1024

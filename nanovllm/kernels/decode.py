@@ -1,11 +1,11 @@
-"""Attention of one query per sequence over a paged cache, the keys split over programs so that every SM reads.
+"""Attention with one query per sequence over a paged cache. Programs share a sequence's keys, to keep every SM busy.
 
 Legend: B sequences (one query each), H query heads, K kv heads, D head dim, N blocks of a cache, P tokens per block,
 M columns of a block table, S splits.
 
-One program reads one split of one sequence's keys once, for all the query heads that share them (padded to the 16 rows
-of a tensor core). A second kernel merges the splits. Lengths are read on the device and the grid depends on the batch
-size and S only, so that a CUDA graph replays with any lengths; S is planned on the host, once per shape.
+One program reads one split of a sequence's keys once, for all the query heads that share them (padded to the 16 rows
+of a tensor core). A second kernel merges the splits. Lengths are read on the device, and the grid depends only on the
+batch size and S, so a CUDA graph can be replayed with any lengths. S is planned on the host, once per shape.
 """
 
 from functools import lru_cache
@@ -16,14 +16,14 @@ import triton.language as tl
 
 from nanovllm.device import kernel_target
 from nanovllm.kernels.configs import DECODE_PROGRAMS_PER_SM, DecodeConfig, decode_config
+from nanovllm.kernels.constants import LN_2, LOG2_E
 from nanovllm.kernels.launch import on_grid
 from nanovllm.kernels.padding import head_mask
 from nanovllm.kernels.pdl import let_next_start, pdl_options, wait_for_previous
 
-LOG2_E = 1.4426950408889634
 MAX_SPLITS = 128
-SPLIT_COST_TOKENS = 256  # starting a program and merging its part cost about as much as reading so many keys
-SPLIT_GRAIN_TOKENS = 64  # a split is whole tiles
+SPLIT_COST_TOKENS = 256  # starting a program and merging its part cost about as much as reading this many keys
+SPLIT_GRAIN_TOKENS = 64  # a split consists of whole tiles
 
 
 @triton.jit
@@ -39,7 +39,7 @@ def _decode_tiles(
     last_key,
     scale_log2,
     PAGE: tl.constexpr,
-    ROW: tl.constexpr,  # K * D elements, from one token to the next
+    ROW: tl.constexpr,  # elements from one token to the next: K * D
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -50,7 +50,7 @@ def _decode_tiles(
     next_block = tl.load(table_ptr + first_key // PAGE, mask=first_key < last_key, other=0)
     for start in tl.range(first_key, last_key, BLOCK_N):
         base = (next_block.to(tl.int64) * PAGE + start % PAGE) * ROW  # a cache can exceed 2^31 elements
-        ahead = start + BLOCK_N  # looked up one tile ahead, so that the copies of K and V wait for no load
+        ahead = start + BLOCK_N  # look up one tile ahead, so that copies of K and V do not wait for a look-up
         next_block = tl.load(table_ptr + ahead // PAGE, mask=ahead < last_key, other=0)
         if MASKED:
             inside = start + tl.arange(0, BLOCK_N) < last_key
@@ -66,7 +66,7 @@ def _decode_tiles(
         score = tl.dot(q, tl.trans(k), input_precision="ieee")
         if MASKED:
             score = tl.where(inside[None, :], score, float("-inf"))
-        new_max = tl.maximum(row_max, tl.max(score, 1) * scale_log2)  # finite: the tile has a key
+        new_max = tl.maximum(row_max, tl.max(score, 1) * scale_log2)  # finite, because every tile has a key
         weight = tl.exp2(score * scale_log2 - new_max[:, None])
         rescale = tl.exp2(row_max - new_max)
         row_sum = row_sum * rescale + tl.sum(weight, 1)
@@ -75,7 +75,7 @@ def _decode_tiles(
     return acc, row_sum, row_max
 
 
-@triton.jit(  # what varies from step to step, so that it is compiled once
+@triton.jit(  # do not specialise on arguments that vary from step to step
     do_not_specialize=["table_stride", "num_splits"],
     do_not_specialize_on_alignment=["context_lens_ptr", "block_tables_ptr"],
 )
@@ -132,11 +132,11 @@ def _decode_kernel(
         PAGE, NUM_KV_HEADS * D, D, BLOCK_D, BLOCK_N, MASKED=True,
     )  # fmt: skip
 
-    row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # no key in this split: out 0, lse -inf
+    row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # if this split has no key, out is 0 and lse is -inf
     part = (sequence * (NUM_KV_HEADS * GROUP) + head) * num_splits + split
     out = (acc / row_sum[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + part[:, None] * D + dim[None, :], out, mask=is_cell)
-    tl.store(lse_ptr + part, (row_max + tl.log2(row_sum)) * 0.6931471805599453, mask=inside)  # ln 2
+    tl.store(lse_ptr + part, (row_max + tl.log2(row_sum)) * LN_2, mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_splits"])
@@ -174,16 +174,17 @@ def _merge_splits_kernel(
 
 @lru_cache(maxsize=4096)
 def plan_num_splits(num_rows: int, context_len: int, num_sms: int) -> int:
-    """How many programs share the keys of each of `num_rows` (sequence, kv head) pairs of about `context_len` keys.
+    """How many programs share the keys of each of `num_rows` (sequence, kv head) pairs with about `context_len` keys.
 
-    The least time of the slowest SM, in keys read: waves of programs x keys of one program. Up to MAX_SPLITS.
+    Minimises the time of the slowest SM, measured in keys read: waves of programs x keys per program. At most
+    MAX_SPLITS.
     """
     programs_per_wave = num_sms * DECODE_PROGRAMS_PER_SM
-    num_grains = -(-context_len // SPLIT_GRAIN_TOKENS)
+    num_grains = triton.cdiv(context_len, SPLIT_GRAIN_TOKENS)
 
     def cost(num_splits: int) -> int:
-        waves = -(-num_rows * num_splits // programs_per_wave)
-        return waves * (-(-num_grains // num_splits) * SPLIT_GRAIN_TOKENS + SPLIT_COST_TOKENS)
+        waves = triton.cdiv(num_rows * num_splits, programs_per_wave)
+        return waves * (triton.cdiv(num_grains, num_splits) * SPLIT_GRAIN_TOKENS + SPLIT_COST_TOKENS)
 
     return min(range(1, max(1, min(MAX_SPLITS, num_grains)) + 1), key=cost)
 
@@ -201,8 +202,8 @@ def paged_decode(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One query per sequence over its `context_lens` keys: `(out [B, H, D], lse [H, B] fp32)`. Hot: once per layer.
 
-    The number of splits changes the speed and the rounding only; see `plan_num_splits`. `config`: None for the
-    device's own. `out_BHD`: where the result goes, contiguous; None: to a new tensor.
+    The number of splits affects only speed and rounding; see `plan_num_splits`. `config` None means the device's own.
+    The result is written to `out_BHD` (contiguous) if given, else to a new tensor.
     """
     batch_size, num_heads, head_dim = q_BHD.shape
     _, page, num_kv_heads, _ = k_cache_NPKD.shape
@@ -214,7 +215,7 @@ def paged_decode(
         config = decode_config(target, head_dim, q_BHD.element_size(), num_rows)
     assert page % config.block_n == 0, f"blocks of {page} tokens do not divide into tiles of {config.block_n} keys"
     assert q_BHD.stride(2) == 1 and block_tables.stride(1) == 1, "the last dimension must be contiguous"
-    assert k_cache_NPKD.is_contiguous() and v_cache_NPKD.is_contiguous(), "a layer's cache is contiguous"
+    assert k_cache_NPKD.is_contiguous() and v_cache_NPKD.is_contiguous(), "a layer's cache must be contiguous"
     if out_BHD is None:
         out_BHD = torch.empty(q_BHD.shape, dtype=q_BHD.dtype, device=q_BHD.device)
     lse_BH = torch.empty((batch_size, num_heads), dtype=torch.float32, device=q_BHD.device)
@@ -234,7 +235,7 @@ def paged_decode(
         q_BHD.stride(1),
         block_tables.stride(0),
         num_splits,
-        scale * LOG2_E,
+        scale * LOG2_E.value,
         PAGE=page,
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
@@ -257,7 +258,7 @@ def paged_decode(
             D=head_dim,
             BLOCK_D=block_d,
             BLOCK_S=block_s,
-            num_warps=4 if block_s * block_d <= 2**14 else 16,  # at most 128 fp32 values of a thread
+            num_warps=4 if block_s * block_d <= 2**14 else 16,  # at most 128 fp32 values per thread
             **pdl_options(q_BHD.device),
         )
     return out_BHD, lse_BH.t()

@@ -1,6 +1,6 @@
-"""Fused Triton kernels of the layers, with the rounding of the plain torch functions they replace.
+"""Fused Triton kernels of the layers, with the same rounding as the plain torch functions that they replace.
 
-Import lazily: a machine without triton runs the plain ones. Each function allocates what it returns.
+Import this module lazily: a machine without triton runs the plain functions. Each function allocates its result.
 """
 
 from nanovllm.kernels.activation import silu_and_mul

@@ -1,8 +1,8 @@
-"""Launching Triton kernels, or only compiling them.
+"""Launches Triton kernels, or only compiles them.
 
 A kernel is compiled when it is first launched with arguments of new types, which takes 0.1 to 0.8 s. Within
 `compile_only` a launch starts the compilation in another thread and returns at once, without running anything. Running
-a model once like that finds every kernel it needs and compiles them side by side, on all cores.
+a model once like that finds all the kernels it needs and compiles them in parallel, on all cores.
 """
 
 import os
@@ -16,12 +16,12 @@ from typing import Any
 import torch
 import triton
 
-# The launches that were compiled, while only compiling: Triton would wait for a kernel that is asked for again
+# Within compile_only, the launches already compiled. Triton would wait if a kernel were compiled a second time.
 _compiled: ContextVar[set[Any] | None] = ContextVar("compiled", default=None)
 
 
 def on_grid(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
-    """What launches `kernel` over `grid`: `on_grid(kernel, grid)(*args, **constants_and_options)`. Hot."""
+    """A function that launches `kernel` over `grid`: `on_grid(kernel, grid)(*args, **constants_and_options)`. Hot."""
     compiled = _compiled.get()
     if compiled is not None:
         return partial(_compile_once, kernel, grid, compiled)
@@ -37,7 +37,7 @@ def _compile_once(kernel: Any, grid: tuple[int, ...], compiled: set[Any], *args:
 
 
 def _kind(arg: Any) -> Any:
-    """What Triton compiles for an argument that it knows by its value: alignment, and integers of 1 and of 16s."""
+    """The properties of an argument that Triton specialises on: dtype, alignment, being 1, being divisible by 16."""
     if isinstance(arg, torch.Tensor):
         return arg.dtype, arg.data_ptr() % 16 == 0
     if isinstance(arg, int):
@@ -46,7 +46,7 @@ def _kind(arg: Any) -> Any:
 
 
 class _CompilingThreads(ThreadPoolExecutor):
-    """Compiles kernels and loads them on the current device, with the stub in C that launches them."""
+    """Compiles kernels, and loads them on the current device with the C stub that launches them."""
 
     def __init__(self) -> None:
         super().__init__(os.cpu_count(), initializer=torch.cuda.set_device, initargs=(torch.cuda.current_device(),))
@@ -62,16 +62,16 @@ class _CompilingThreads(ThreadPoolExecutor):
     @staticmethod
     def _compile_and_load(compile_kernel: Callable[[], Any]) -> Any:
         kernel = compile_kernel()
-        _ = kernel.run  # Triton builds the stub and loads the kernel when it is first asked for
+        _ = kernel.run  # reading this attribute makes Triton build the stub and load the kernel
         return kernel
 
 
 @contextmanager
 def compile_only() -> Iterator[Callable[[], bool]]:
-    """Kernels that are launched inside are compiled and loaded, and not run; all are ready when the block is left.
+    """Compile and load the kernels that are launched inside, without running them. All are ready when the block ends.
 
-    What they would have written stays as it was, so nothing computed inside may be used. Affects this thread only.
-    Yields a function that tells whether any kernel is still being compiled.
+    Their output tensors keep their old content, so nothing computed inside may be used. This affects the current thread
+    only. Yields a function that returns whether any kernel is still being compiled.
     """
     token = _compiled.set(set())
     try:

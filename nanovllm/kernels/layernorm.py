@@ -1,4 +1,4 @@
-"""RMSNorm, alone and fused with the residual addition before it: one row per program, one read and one write."""
+"""RMSNorm, alone and fused with the residual addition before it. A program reads and writes one row once."""
 
 import torch
 import triton
@@ -36,7 +36,7 @@ def _rms_norm_kernel(
         tl.store(sum_ptr + token * SIZE + column, x, mask=inside)
     x = x.to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / SIZE + eps)
-    normed = (x * scale).to(dtype).to(tl.float32)  # rounded where torch rounds
+    normed = (x * scale).to(dtype).to(tl.float32)  # round where torch rounds
     tl.store(out_ptr + token * SIZE + column, (normed * weight.to(tl.float32)).to(dtype), mask=inside)
 
 
@@ -49,7 +49,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rms_norm(x + residual), x + residual), the sum rounded to the dtype of `x`; [T, size]. Hot: twice per layer."""
+    """(rms_norm(x + residual), x + residual), with the sum rounded to x's dtype; [T, size]. Hot: twice per layer."""
     return _run(x, residual, weight, eps)
 
 
@@ -57,7 +57,7 @@ def _run(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     num_tokens, size = x.shape
-    assert x.stride(1) == 1 and (residual is None or residual.is_contiguous()), "the last dimension must lie together"
+    assert x.stride(1) == 1 and (residual is None or residual.is_contiguous()), "the last dimension must be contiguous"
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = out if residual is None else torch.empty_like(out)
     if num_tokens:

@@ -1,4 +1,4 @@
-"""Merge of two or three attention results, fused: one read of each, one write.
+"""Merges two or three attention results in one kernel, which reads each once and writes the merged one.
 
 Legend: T packed query tokens, H query heads, D head dim.
 """
@@ -25,16 +25,16 @@ def _load_part(out_ptr, lse_ptr, stride_t, stride_h, lse_stride_h, lse_stride_t,
 @triton.jit
 def _merge_two(a_out, a_lse, b_out, b_lse):
     top = tl.maximum(a_lse, b_lse)
-    top = tl.where(top == float("-inf"), 0.0, top)  # neither saw a key: no inf - inf
+    top = tl.where(top == float("-inf"), 0.0, top)  # if neither saw a key, avoid inf - inf
     a_sum, b_sum = tl.exp(a_lse - top), tl.exp(b_lse - top)
     total = a_sum + b_sum
     b_weight = b_sum / tl.where(total == 0.0, 1.0, total)
-    # The fused operation is spelled out, so that two and three parts are compiled to the same roundings
+    # The fused multiply-add is explicit, so that the rounding is the same for two and for three parts.
     out = tl.fma(b_out, b_weight[:, None], a_out * (1.0 - b_weight)[:, None])
     return out, top + tl.log(total)
 
 
-@triton.jit(do_not_specialize=["num_tokens", *LSE_STRIDES])  # they vary: one compilation for all
+@triton.jit(do_not_specialize=["num_tokens", *LSE_STRIDES])  # they vary from call to call; compile once for all values
 def _merge_kernel(
     a_out_ptr,
     a_lse_ptr,
@@ -89,18 +89,18 @@ def _merge_kernel(
             head, token, dim, in_token, in_cell,
         )  # fmt: skip
         out, lse = _merge_two(out, lse, c_out, c_lse)
-    tl.debug_barrier()  # threads may load the same cell: all have, before any overwrites it
+    tl.debug_barrier()  # several threads may load a cell; wait for all of them before any overwrites it
     merged_ptrs = merged_out_ptr + token[:, None] * merged_stride_t + head * merged_stride_h + dim[None, :]
     tl.store(merged_ptrs, out.to(merged_out_ptr.dtype.element_ty), mask=in_cell)
     tl.store(merged_lse_ptr + head * merged_lse_stride_h + token * merged_lse_stride_t, lse, mask=in_token)
 
 
 def merge_into(out_THD: torch.Tensor, lse_HT: torch.Tensor, parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Attention over the keys of two or three parts, `(out, lse)` each, written to `out_THD` and `lse_HT`.
+    """Merge two or three parts, `(out, lse)` each, into `out_THD` and `lse_HT`: attention over the keys of all parts.
 
-    They may be the tensors of a part: each program reads what it overwrites first. Computed in fp32, in turn as by
-    attention/merge.py, whatever the dtypes of the parts and of the result. A part that saw no key (lse -inf, out 0)
-    is the identity. Hot: once per merge.
+    The result may overwrite a part, because each program reads its cells before it writes them. The merge is computed
+    in fp32, whatever the dtypes, and in the same order as in attention/merge.py. A part that saw no key (lse -inf,
+    out 0) changes nothing. Hot: once per merge.
     """
     assert 2 <= len(parts) <= 3, f"the kernel merges two or three parts, not {len(parts)}"
     num_tokens, num_heads, head_dim = out_THD.shape

@@ -29,6 +29,6 @@ def random_bits(entry, key_low, key_high):
 
 @triton.jit
 def log2_noise(bits):
-    """log2 of -log2(1 - u), u an odd multiple of 2^-24: that of Exp(1) noise, but for a constant."""
+    """log2(-log2(1 - u)) for u an odd multiple of 2^-24. This is log2 of Exp(1) noise, up to a constant."""
     u = ((bits >> 8) | 1).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08  # 2^-24
     return tl.log2(-tl.log2(1.0 - u))

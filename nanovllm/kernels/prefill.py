@@ -1,13 +1,13 @@
-"""Attention of many queries per sequence over a paged cache: whole prompts, chunks, mixed batches.
+"""Attention with many queries per sequence over a paged cache: whole prompts, chunks, mixed batches.
 
 Legend: T packed query tokens, B sequences, H query heads, K kv heads, D head dim, N blocks of a cache, P tokens per
 block, M columns of a block table.
 
 One program computes BLOCK_M queries of one head. It walks the keys in tiles of BLOCK_N with an online softmax in base
-2 (Milakov and Gimelshein 2018; Dao 2022). P is a multiple of BLOCK_N, so a tile lies in one block: one look at the
-block table per tile. Tiles are loaded ahead of their use, by TMA (one bulk copy per tile) or by cp.async (pointers);
-kernels/configs.py says which on which GPU. Tiles that every query sees whole run without a mask. A tile has BLOCK_D
-columns, the next power of two; those from D on are zero.
+2 (Milakov and Gimelshein 2018; Dao 2022). P is a multiple of BLOCK_N, so a tile lies in one block and needs one look-up
+in the block table. Tiles are loaded ahead of their use, by TMA (one bulk copy per tile) or by cp.async (pointers), as
+kernels/configs.py chooses for the GPU. Tiles that every query sees completely need no mask. A tile has BLOCK_D columns,
+D rounded up to a power of two; columns from D on are zero.
 """
 
 from typing import Any
@@ -19,33 +19,32 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nanovllm.device import kernel_target
 from nanovllm.kernels.configs import PrefillConfig, prefill_config
+from nanovllm.kernels.constants import LN_2, LOG2_E
 from nanovllm.kernels.launch import on_grid
 from nanovllm.kernels.padding import head_mask
-
-LOG2_E = 1.4426950408889634
 
 
 @triton.jit
 def _load_tile(
     source,  # with TMA a descriptor, else a pointer to the head's first row
     row,
-    place,  # of the head in the descriptor
-    key,  # [BLOCK_N]; with MASKED, rows of keys from context_len on are zero
+    place,  # index of the head in the descriptor
+    key,  # [BLOCK_N]; with MASKED, rows for keys from context_len on are zero
     context_len,
-    ROW: tl.constexpr,  # K * D elements, from one row to the next
+    ROW: tl.constexpr,  # elements from one row to the next: K * D
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """Keys or values of one head, [BLOCK_N, BLOCK_D], from `row` on."""
+    """Load keys or values of one head, [BLOCK_N, BLOCK_D], starting at `row`."""
     dim = tl.arange(0, BLOCK_D)
     if TMA:
         if D == BLOCK_D:
             tile = source.load([row, place])
         else:
-            tile = source.load([row, place, 0]).reshape([BLOCK_N, BLOCK_D])  # out of bounds from column D on: zero
+            tile = source.load([row, place, 0]).reshape([BLOCK_N, BLOCK_D])  # columns from D on are out of bounds: zero
         if MASKED:
             tile = tl.where((key < context_len)[:, None], tile, 0.0)
     else:
@@ -82,11 +81,11 @@ def _attend_tiles(
     MASKED: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """Keys first_key .. last_key - 1 (first_key at a tile's edge) added to the running softmax of BLOCK_M queries."""
+    """Add keys first_key .. last_key - 1 to the running softmax of BLOCK_M queries. A tile starts at first_key."""
     next_block = tl.load(table_ptr + first_key // PAGE, mask=first_key < last_key, other=0)
     for start in tl.range(first_key, last_key, BLOCK_N):
         row = next_block * PAGE + start % PAGE
-        ahead = start + BLOCK_N  # looked up one tile ahead, so that the copies of K and V wait for no load
+        ahead = start + BLOCK_N  # look up one tile ahead, so that copies of K and V do not wait for a look-up
         next_block = tl.load(table_ptr + ahead // PAGE, mask=ahead < last_key, other=0)
         k = _load_tile(k_source, row, place, None, None, ROW, D, BLOCK_D, BLOCK_N, False, TMA)
         score = tl.dot(q, tl.trans(k), input_precision="ieee")
@@ -99,14 +98,14 @@ def _attend_tiles(
         rescale = tl.exp2(row_max - shift)
         row_sum = row_sum * rescale + tl.sum(weight, 1)
         acc = acc * rescale[:, None]
-        # The values past the context were never written: 0 * NaN is NaN
+        # Mask V too: values past the context were never written and may be NaN, and 0 * NaN is NaN.
         v = _load_tile(v_source, row, place, key, context_len, ROW, D, BLOCK_D, BLOCK_N, MASKED, TMA)
         acc = tl.dot(weight.to(v.dtype), v, acc, input_precision="ieee")
         row_max = new_max
     return acc, row_sum, row_max
 
 
-@triton.jit(  # what varies from step to step, so that it is compiled once
+@triton.jit(  # do not specialise on arguments that vary from step to step
     do_not_specialize=["num_tokens", "table_stride"],
     do_not_specialize_on_alignment=["cu_seqlens_q_ptr", "context_lens_ptr", "block_tables_ptr"],
 )
@@ -138,10 +137,10 @@ def _prefill_kernel(
     num_heads = tl.num_programs(1)
     query_start = tl.load(cu_seqlens_q_ptr + sequence).to(tl.int64)
     query_len = (tl.load(cu_seqlens_q_ptr + sequence + 1) - query_start).to(tl.int32)
-    first_query = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M  # the longest rows start first
+    first_query = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M  # the tiles with the most keys start first
     if first_query < query_len:
         context_len = tl.load(context_lens_ptr + sequence)
-        tile_row = tl.arange(0, BLOCK_M)  # rows count from the tile's first, so that their offsets fit into 32 bits
+        tile_row = tl.arange(0, BLOCK_M)  # counted from the tile's start, so that offsets fit into 32 bits
         query = first_query + tile_row
         first_token = query_start + first_query
         dim = tl.arange(0, BLOCK_D)
@@ -177,18 +176,18 @@ def _prefill_kernel(
             scale_log2, PAGE, ROW, D, BLOCK_D, BLOCK_N, MASKED=True, TMA=TMA,
         )  # fmt: skip
 
-        row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # no key seen: out 0, and row_max is -inf still
+        row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # if no key was seen, out is 0 and lse is -inf
         out_ptrs = out_ptr + (first_token * num_heads + head) * D + tile_row[:, None] * (num_heads * D) + dim[None, :]
         tl.store(out_ptrs, (acc / row_sum[:, None]).to(out_ptr.dtype.element_ty), mask=is_cell)
-        lse = (row_max + tl.log2(row_sum)) * 0.6931471805599453  # ln 2
+        lse = (row_max + tl.log2(row_sum)) * LN_2
         tl.store(lse_ptr + head.to(tl.int64) * num_tokens + first_token + tile_row, lse, mask=inside)
 
 
 def _descriptor(cache_NPKD: torch.Tensor, block_n: int) -> TensorDescriptor:
-    """For TMA: tiles of `block_n` tokens of one head, BLOCK_D columns wide.
+    """A TMA descriptor for tiles of `block_n` tokens of one head, BLOCK_D columns wide.
 
-    Where that is more than D, heads have a dimension of their own, so that the columns beyond a head are out of bounds
-    instead of the next head's.
+    If BLOCK_D is more than D, heads get their own dimension, so that columns beyond a head are out of bounds and not in
+    the next head.
     """
     _, _, num_kv_heads, head_dim = cache_NPKD.shape
     block_d = triton.next_power_of_2(head_dim)
@@ -210,9 +209,9 @@ def paged_prefill(
     config: PrefillConfig | None = None,
     out_THD: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of packed queries: `(out [T, H, D], lse [H, T] fp32)`; PagedBatch explains the rest. Hot: per layer.
+    """Attention of packed queries: `(out [T, H, D], lse [H, T] fp32)`. PagedBatch explains the rest. Hot: per layer.
 
-    `config`: None for the device's own. `out_THD`: where the result goes, contiguous; None: to a new tensor.
+    `config` None means the device's own. The result goes to `out_THD` (contiguous) if given, else to a new tensor.
     """
     num_tokens, num_heads, head_dim = q_THD.shape
     _, page, num_kv_heads, _ = k_cache_NPKD.shape
@@ -221,7 +220,7 @@ def paged_prefill(
         config = prefill_config(target, head_dim, q_THD.element_size(), max_query_len)
     assert page % config.block_n == 0, f"blocks of {page} tokens do not divide into tiles of {config.block_n} keys"
     assert q_THD.stride(2) == 1 and block_tables.stride(1) == 1, "the last dimension must be contiguous"
-    assert k_cache_NPKD.is_contiguous() and v_cache_NPKD.is_contiguous(), "a layer's cache is contiguous"
+    assert k_cache_NPKD.is_contiguous() and v_cache_NPKD.is_contiguous(), "a layer's cache must be contiguous"
     if out_THD is None:
         out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
     lse_HT = torch.empty((num_heads, num_tokens), dtype=torch.float32, device=q_THD.device)
@@ -243,7 +242,7 @@ def paged_prefill(
         q_THD.stride(0),
         q_THD.stride(1),
         block_tables.stride(0),
-        scale * LOG2_E,
+        scale * LOG2_E.value,
         PAGE=page,
         GROUP=num_heads // num_kv_heads,
         ROW=num_kv_heads * head_dim,

@@ -1,19 +1,19 @@
 """Filtered sampling: replaces the tokens that top_k, top_p or min_p cut, as layers/sampler.py defines it.
 
-One program per row, which does nothing unless the row filters. A pass over the row reads only those groups of the
+One program per row, which does nothing unless the row uses filters. A pass over the row reads only those groups of the
 vocabulary whose largest logit is large enough to matter: few with a peaked distribution, all of them with a flat one.
-The passes of a row are
+The passes of a row are:
 
-- with top_k, some that find the k-th largest logit. If there are at least k groups, the k-th largest of their largest
-  logits is a lower bound to start from. Each pass then divides what is left into 64 buckets; bf16 has 65,536 values, so
-  three passes are the most, and one or two are usual;
-- with top_k and top_p, one that sums the weights that top_k keeps;
-- with top_p, one per attempt, which sums the weights ahead of the drawn token by group. Their total decides whether the
-  token is kept. If not, they are the weights of the groups in the next attempt;
-- without top_p at most one, because every token that the first redraw can draw is kept.
+- With top_k, the passes that find the k-th largest logit. If there are at least k groups, the k-th largest of their
+  largest logits is a lower bound to start from. Each pass divides the remaining range into 64 buckets. bf16 has 65,536
+  values, so there are at most three passes, and usually one or two.
+- With top_k and top_p, one pass that sums the weights that top_k keeps.
+- With top_p, one pass per attempt, which sums the weights ahead of the drawn token by group. Their total decides
+  whether the token is kept. If it is not, they are the weights of the groups in the next attempt.
+- Without top_p, at most one pass, because every token that the first redraw can draw is kept.
 
 The order of every sum depends on the row alone. The loop ends, because each attempt draws from fewer tokens than the
-one before, and nothing is ahead of the first token.
+one before, and no token is ahead of the first one.
 """
 
 from typing import NamedTuple
@@ -22,6 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.constants import LN_2, LOG2_E
 from nanovllm.kernels.launch import on_grid
 from nanovllm.kernels.noise import log2_noise, random_bits, row_key
 from nanovllm.kernels.pdl import let_next_start, pdl_options, wait_for_previous
@@ -32,8 +33,9 @@ from nanovllm.kernels.sampling_tensors import (
 
 
 class RedrawTile(NamedTuple):
-    """Groups that a program reads at once, its warps, and how many such reads are in flight: 1 goes to registers, more
-    pass through shared memory.
+    """How many groups a program reads at once, its warps, and how many such reads are in flight.
+
+    With num_stages 1 a read goes to registers, with more it goes through shared memory.
     """
 
     num_groups: int
@@ -45,19 +47,23 @@ DEFAULT_TILE = RedrawTile(2, 8, 1)
 _GROUP_SIZE = tl.constexpr(GROUP_SIZE)
 _BUCKET_BITS = tl.constexpr(6)
 _NUM_BUCKETS = tl.constexpr(64)
-_ZERO_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}  # low bits of a logit converted to fp32
+_ZERO_BITS = {
+    torch.float32: 0,
+    torch.float16: 13,
+    torch.bfloat16: 16,
+}  # low bits that are 0 in a logit converted to fp32
 
 
 @triton.jit
 def _image(value):
-    """An unsigned integer for each float, in the same order; -0.0 counts as 0.0."""
+    """Map floats to unsigned integers in the same order; -0.0 counts as 0.0."""
     bits = tl.where(value == 0.0, 0.0, value).to(tl.uint32, bitcast=True)
     return bits ^ tl.where(bits >> 31 != 0, 0xFFFFFFFF, 0x80000000)
 
 
 @triton.jit
 def _preimage(image, ZERO_BITS: tl.constexpr):
-    """The float whose image, without its low ZERO_BITS, this is; the low bits of a float of that type are zeros."""
+    """The float with this image, of which the low ZERO_BITS were shifted out. Those bits of the float are zeros."""
     image = image << ZERO_BITS
     image = tl.where(image >> 31 != 0, image, image | ((1 << ZERO_BITS) - 1))
     bits = image ^ tl.where(image >> 31 != 0, 0x80000000, 0xFFFFFFFF)
@@ -66,9 +72,10 @@ def _preimage(image, ZERO_BITS: tl.constexpr):
 
 @triton.jit
 def _load_groups(row_ptr, vocab_size, chosen, first, TILE: tl.constexpr):
-    """The `first` to `first + TILE - 1`-th of the groups that are `chosen` [BLOCK].
+    """Load TILE of the groups that are `chosen` [BLOCK], starting with the `first`-th of them.
 
-    Returns where each of them is [TILE, BLOCK], and entries and logits [TILE, _GROUP_SIZE], -inf where there is none.
+    Returns a mask [TILE, BLOCK] of where each group is, and entries and logits [TILE, _GROUP_SIZE]. Logits that do not
+    exist are -inf.
     """
     index = tl.arange(0, chosen.shape[0])
     rank = tl.cumsum(chosen.to(tl.int32), 0) - 1
@@ -85,7 +92,7 @@ def _load_groups(row_ptr, vocab_size, chosen, first, TILE: tl.constexpr):
 def _kth_largest(
     row_ptr, vocab_size, k, largest, num_groups, ZERO_BITS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr
 ):
-    """The k-th largest logit of a row, counting equal ones; k < vocab_size. `largest` [BLOCK]: of each group."""
+    """The k-th largest logit of a row, counting equal ones; k < vocab_size. `largest` [BLOCK] has one per group."""
     index = tl.arange(0, largest.shape[0])
     ordered = tl.sort(largest, descending=True)
     bound = tl.where(k <= num_groups, tl.sum(tl.where(index == k - 1, ordered, 0.0), 0), float("-inf"))
@@ -102,7 +109,7 @@ def _kth_largest(
             image = _image(logit) >> ZERO_BITS
             bucket = tl.minimum(tl.where(image >= low, image - low, 0) >> shift, _NUM_BUCKETS - 1)
             counts += tl.histogram(tl.reshape(bucket.to(tl.int32), (TILE * _GROUP_SIZE,)), _NUM_BUCKETS)
-        from_here = tl.cumsum(counts, 0, reverse=True)  # that of bucket 0 is wrong, for it also holds what is below
+        from_here = tl.cumsum(counts, 0, reverse=True)  # bucket 0 is wrong: it also counts the logits below `low`
         is_below = (from_here >= k) & (tl.arange(0, _NUM_BUCKETS) > 0)
         low += tl.sum(is_below.to(tl.int32), 0).to(tl.uint32) << shift
         high = low + tl.minimum(high - low, (1 << shift) - 1)
@@ -111,13 +118,13 @@ def _kth_largest(
 
 @triton.jit
 def _is_ahead(logit, entry, cut, cut_entry):
-    """Whether an entry is ahead of `cut_entry`, whose logit is `cut`; vocab_size is behind all equal ones."""
+    """Whether an entry is ahead of `cut_entry`, whose logit is `cut`; vocab_size is after all equal entries."""
     return (logit > cut) | ((logit == cut) & (entry < cut_entry))
 
 
 @triton.jit
 def _weigh_groups(row_ptr, vocab_size, largest, top, scale, cut, cut_entry, TILE: tl.constexpr, STAGES: tl.constexpr):
-    """The weight of what is ahead of `cut_entry`, by group: [BLOCK]."""
+    """The total weight of the entries ahead of `cut_entry`, by group: [BLOCK]."""
     chosen = largest >= cut
     weight = tl.zeros_like(largest)
     for first in tl.range(0, tl.sum(chosen.to(tl.int32), 0), TILE, num_stages=STAGES):
@@ -130,8 +137,8 @@ def _weigh_groups(row_ptr, vocab_size, largest, top, scale, cut, cut_entry, TILE
 
 @triton.jit
 def _race(row_ptr, vocab_size, weight, num_groups, top, scale, cut, cut_entry, attempt, key_low, key_high):
-    """One draw from what is ahead of `cut_entry`; `weight` [BLOCK]: of each group."""
-    noise_start = attempt * (num_groups * (_GROUP_SIZE + 1))  # each attempt has noise of its own
+    """Draw one of the entries ahead of `cut_entry`. `weight` [BLOCK] is the weight of each group."""
+    noise_start = attempt * (num_groups * (_GROUP_SIZE + 1))  # each attempt has its own noise
     bits = random_bits(noise_start + num_groups * _GROUP_SIZE + tl.arange(0, weight.shape[0]), key_low, key_high)
     score = tl.where(weight > 0.0, tl.log2(weight) - log2_noise(bits), float("-inf"))
     _, group = tl.max(score, 0, return_indices=True, return_indices_tie_break_left=True)
@@ -152,7 +159,7 @@ def _redraw_kernel(
     min_p_ptr,
     seed_ptr,
     position_ptr,
-    groups_ptr,  # [S, 3, groups] fp32; [:, 1] is a group's largest logit, [:, 2] its weight relative to that
+    groups_ptr,  # [S, 3, groups] fp32; [:, 1] is a group's largest logit, [:, 2] its weight relative to it
     token_ptr,  # [S] int64
     row_stride,
     vocab_size,
@@ -177,11 +184,11 @@ def _redraw_kernel(
         largest = tl.load(groups_ptr + num_groups + index, mask=index < num_groups, other=float("-inf"))
         top = tl.max(largest, 0)
         temperature = tl.maximum(temperature, 1e-10)
-        scale = 1.4426950408889634 / temperature  # log2 e
+        scale = LOG2_E / temperature
         key_low, key_high = row_key(seed_ptr, position_ptr, row)
 
-        # What top_k and min_p keep is `floor` or more. top_p keeps a token that has less than `limit` ahead of it.
-        floor = tl.minimum(top, top + temperature * (tl.log2(min_p) * 0.6931471805599453))  # log 0 is -inf
+        # top_k and min_p keep logits of at least `floor`. top_p keeps a token if less than `limit` is ahead of it.
+        floor = tl.minimum(top, top + temperature * (tl.log2(min_p) * LN_2))  # log 0 is -inf
         kth = tl.full((), float("-inf"), tl.float32)
         limit = tl.full((), float("inf"), tl.float32)
         if by_k:
@@ -190,14 +197,15 @@ def _redraw_kernel(
         elif by_p:
             weight = tl.load(groups_ptr + 2 * num_groups + index, mask=index < num_groups, other=0.0)
             limit = top_p * tl.sum(weight * tl.exp2((largest - top) * scale), 0)
-        lacks_limit = by_k & by_p  # the first pass finds it
+        lacks_limit = by_k & by_p  # the first pass computes it
 
         attempt = 0
         value = tl.load(row_ptr + token).to(tl.float32)
         is_kept = (value >= floor) & (by_p == 0)
         while not is_kept:
             is_in = value >= floor
-            asks = is_in & (lacks_limit == 0)  # what is ahead of the token; else the pass sums what the filters keep
+            # The pass sums the weight ahead of the token if `asks`, else the weight that the filters keep.
+            asks = is_in & (lacks_limit == 0)
             cut = tl.where(asks, value, tl.where(lacks_limit, kth, floor))
             cut_entry = tl.where(asks, token, vocab_size)
             weight = _weigh_groups(row_ptr, vocab_size, largest, top, scale, cut, cut_entry, TILE, STAGES)
@@ -222,7 +230,7 @@ def redraw_cut_tokens(
     tokens: torch.Tensor,
     tile: RedrawTile = DEFAULT_TILE,
 ) -> None:
-    """Replace those of `tokens` int64 [S] that the filters cut; `groups` as the first kernel leaves them."""
+    """Replace those of `tokens`, int64 [S], that the filters cut. `groups` is the result of draw_tokens."""
     num_rows, vocab_size = logits.shape
     num_groups = groups.shape[2]
     on_grid(_redraw_kernel, (num_rows,))(

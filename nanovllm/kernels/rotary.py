@@ -1,5 +1,7 @@
-"""Between the qkv product and attention, in one kernel: an RMSNorm of each head of q and k where the model has one,
-their rotation, and the new keys and values into the paged cache.
+"""Everything between the qkv product and attention, in one kernel.
+
+It applies an RMSNorm to each head of q and k if the model has one, rotates them, and stores the new keys and values in
+the paged cache.
 
 Legend: T packed tokens, H query heads, K kv heads, D head dim, N blocks of a cache, P tokens per block.
 """
@@ -11,12 +13,12 @@ import triton.language as tl
 from nanovllm.kernels.launch import on_grid
 from nanovllm.kernels.pdl import let_next_start, pdl_options, wait_for_previous
 
-MANY_TOKENS = 1024  # from here on starting the programs takes the time, so fewer run, with more heads each
+MANY_TOKENS = 1024  # from here on starting programs dominates, so use fewer programs with more heads each
 
 
 @triton.jit
 def _is_cell(head, num_heads, pair, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr):
-    """Which cells of a tile of halves exist: [heads, BLOCK_HALF], or [heads, 1] where every pair does."""
+    """Which cells of a tile of half heads exist: [heads, BLOCK_HALF], or [heads, 1] if every pair exists."""
     inside = (head < num_heads)[:, None]
     if HALF != BLOCK_HALF:
         inside = inside & (pair < HALF)[None, :]
@@ -34,9 +36,9 @@ def _load_pairs(ptr, pair, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr):
 
 @triton.jit
 def _norm_rotate(
-    x_ptr,  # this token's heads, [num_heads, D]
+    x_ptr,  # the token's heads, [num_heads, D]
     weight_ptr,
-    cos_sin_ptr,  # this token's
+    cos_sin_ptr,  # the token's cosines and sines, [D]
     first_head,
     num_heads,
     eps,
@@ -47,12 +49,12 @@ def _norm_rotate(
     NORM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Both halves of heads first_head .. first_head + HEADS - 1, each [HEADS, BLOCK_HALF]."""
+    """Norm and rotate heads first_head .. first_head + HEADS - 1. Returns both halves, each [HEADS, BLOCK_HALF]."""
     head = first_head + tl.arange(0, HEADS)
     pair = tl.arange(0, BLOCK_HALF)
     offset = head[:, None] * (2 * HALF) + pair[None, :]
     inside = _is_cell(head, num_heads, pair, HALF, BLOCK_HALF)
-    # Loaded for each head, so that these values are in the threads that hold x, without an exchange
+    # Load weights, cos and sin once per head, so that each thread already holds the values for its part of x.
     same = tl.zeros((HEADS, 1), tl.int32) + pair[None, :]
     if NORM:
         weight1 = _load_pairs(weight_ptr, same, HALF, BLOCK_HALF)
@@ -65,7 +67,7 @@ def _norm_rotate(
     if NORM:
         weight1, weight2 = weight1.to(tl.float32), weight2.to(tl.float32)
         scale = 1.0 / tl.sqrt((tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)) / (2 * HALF) + eps)
-        # rounded where torch rounds: after the norm and after the weight
+        # Round where torch rounds: after the norm and after the weight.
         x1 = ((x1 * scale[:, None]).to(dtype).to(tl.float32) * weight1).to(dtype).to(tl.float32)
         x2 = ((x2 * scale[:, None]).to(dtype).to(tl.float32) * weight2).to(dtype).to(tl.float32)
     return (x1 * cos - x2 * sin).to(dtype), (x2 * cos + x1 * sin).to(dtype)
@@ -109,7 +111,8 @@ def _norm_rotate_store_kernel(
     q_groups: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
     kv_groups: tl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
     token = (tl.program_id(0) // (q_groups + 2 * kv_groups)).to(tl.int64)
-    group = tl.program_id(0) % (q_groups + 2 * kv_groups)  # HEADS heads of q, after those of k, after those of v
+    # A group has HEADS heads. The groups of q come first, then those of k, then those of v.
+    group = tl.program_id(0) % (q_groups + 2 * kv_groups)
     cos_sin_ptr += token * (2 * HALF)
     kv_row: tl.constexpr = NUM_KV_HEADS * 2 * HALF
     if group < q_groups:
@@ -155,18 +158,20 @@ def norm_rotate_store(
     v_cache_NPKD: torch.Tensor,
     slot_mapping_T: torch.Tensor,
 ) -> torch.Tensor:
-    """q [T, H, D] and k [T, K, D], each head RMS-normed where weights [D] are given, then rotated (rotate half).
+    """Norm each head of q [T, H, D] and k [T, K, D] if weights [D] are given, rotate it (rotate half), store k and v.
 
-    Returns q, contiguous; k and v [T, K, D] go into cell `slot_mapping_T[t]` of the caches, -1 is skipped. q, k and v
-    are views of one qkv product. `cos_sin` fp32 [T, D]: D/2 cosines, then D/2 sines, of each token. Hot: once per
-    layer.
+    Returns q, contiguous. k and v [T, K, D] of token t go into cell `slot_mapping_T[t]` of the caches, or nowhere if
+    that is -1. q, k and v must be views of one qkv product. `cos_sin`, fp32 [T, D], has D/2 cosines and then D/2 sines
+    for each token. Hot: once per layer.
     """
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
-    assert (q_weight is None) == (k_weight is None), "both heads are normed, or none"
-    assert q.stride() == k.stride() == v.stride() and q.stride()[1:] == (head_dim, 1), "views of one product"
+    assert (q_weight is None) == (k_weight is None), "q and k must both have a norm, or neither"
+    assert q.stride() == k.stride() == v.stride() and q.stride()[1:] == (head_dim, 1), (
+        "q, k and v must be views of one product"
+    )
     assert cos_sin.is_contiguous() and cos_sin.dtype == torch.float32
-    assert k_cache_NPKD.is_contiguous() and v_cache_NPKD.is_contiguous(), "a layer's cache is contiguous"
+    assert k_cache_NPKD.is_contiguous() and v_cache_NPKD.is_contiguous(), "a layer's cache must be contiguous"
     q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if num_tokens:
         heads = min(16 if num_tokens >= MANY_TOKENS else 8, triton.next_power_of_2(num_heads))

@@ -1,18 +1,20 @@
 """Sampling as layers/sampler.py defines it, in three kernels.
 
-The first reads the logits once and gives every group of the vocabulary a score: log of its weight, plus noise; with
-temperature 0 its largest logit. The second picks a row's best group and draws noise for the entries of that one only,
-so that what costs most, hashing and logarithms, is spent on one group of many. The third replaces tokens that a filter
-cuts (kernels/redraw.py). Scores are in units of log 2. Of equal scores the lowest entry wins.
+The first kernel reads the logits once and gives every group of the vocabulary a score: the log of its weight plus
+noise, or its largest logit if the temperature is 0. The second picks each row's best group and draws noise for the
+entries of that group only. So hashing and logarithms, which cost most, are needed for one group of many. The third
+replaces tokens that a filter cuts (kernels/redraw.py). Scores are binary logarithms. Among equal scores the lowest
+entry wins.
 
-A NaN or +inf among the logits of a group makes its score NaN, and one such score makes the row invalid. A maximum may
-drop a NaN on a GPU, a sum does not.
+A NaN or +inf among the logits of a group makes its score NaN, and a NaN score makes the row invalid. The score gets its
+NaN from a sum, because on a GPU a maximum may drop one.
 """
 
 import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.constants import LOG2_E
 from nanovllm.kernels.launch import on_grid
 from nanovllm.kernels.noise import log2_noise, random_bits, row_key
 from nanovllm.kernels.pdl import let_next_start, pdl_options, wait_for_previous
@@ -25,10 +27,10 @@ from nanovllm.kernels.sampling_tensors import (
 
 @triton.jit
 def _row_scale(temperature_ptr, row):
-    """Whether the row draws, and what its logits are multiplied by."""
+    """Whether the row draws (its temperature is not 0), and the factor for its logits."""
     temperature = tl.load(temperature_ptr + row)
     draws = temperature != 0.0
-    return draws, tl.where(draws, 1.4426950408889634 / tl.maximum(temperature, 1e-10), 1.0)  # log2 e
+    return draws, tl.where(draws, LOG2_E / tl.maximum(temperature, 1e-10), 1.0)
 
 
 @triton.jit
@@ -37,7 +39,7 @@ def _score_groups_kernel(
     temperature_ptr,
     seed_ptr,
     position_ptr,
-    groups_ptr,  # [S, 3, groups] fp32: score, largest logit, sum of the weights relative to that
+    groups_ptr,  # [S, 3, groups] fp32: score, largest logit, sum of the weights relative to it
     row_stride,
     vocab_size,
     GROUP_SIZE: tl.constexpr,
@@ -52,7 +54,7 @@ def _score_groups_kernel(
     largest = tl.max(logit, 0)
     top = tl.where(largest == float("-inf"), 0.0, largest)
     weight = tl.sum(tl.exp2((logit - top) * scale), 0)
-    score = largest * scale + (weight - weight)  # NaN if a logit is NaN, or +inf, because inf - inf is NaN
+    score = largest * scale + (weight - weight)  # NaN if a logit is NaN, or +inf, as inf - inf is NaN
     if draws:
         key_low, key_high = row_key(seed_ptr, position_ptr, row)
         score += tl.log2(weight) - log2_noise(random_bits(num_groups * GROUP_SIZE + group, key_low, key_high))
@@ -101,8 +103,9 @@ def _pick_entry_kernel(
 def draw_tokens(
     logits: torch.Tensor, params: SamplingTensors, tokens: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids int64 [S] drawn without filters, in `tokens` if given, and of the groups fp32 [S, 3, groups]: score,
-    largest logit, sum of the weights relative to that.
+    """Draw without filters. Returns token ids, int64 [S], written to `tokens` if given, and the groups.
+
+    The groups are fp32 [S, 3, groups]: score, largest logit, sum of the weights relative to it.
     """
     num_rows, vocab_size = logits.shape
     assert logits.stride(1) == 1, "a row of logits must be contiguous"
@@ -125,7 +128,7 @@ def sample_tokens(
     tokens: torch.Tensor | None = None,
     tile: RedrawTile = DEFAULT_TILE,
 ) -> torch.Tensor:
-    """logits [S, vocab_size] of any float type -> token ids int64 [S], in `tokens` if given. Hot: once per step."""
+    """logits [S, vocab_size], any float -> token ids int64 [S], written to `tokens` if given. Hot: once per step."""
     tokens, groups = draw_tokens(logits, params, tokens)
     redraw_cut_tokens(logits, params, groups, tokens, tile)
     return tokens

@@ -1,12 +1,13 @@
-"""Linear layers of a few rows, bound by reading the weight: plain ones, and the gated MLP's first half with its SiLU.
+"""Linear layers with few input rows, which are bound by reading the weight.
 
-A program owns BLOCK_N output features of all rows, so the weight is read once, 16 bytes a thread, whatever M is. Its
-warps lie side by side along K: a thread meets the same columns of each of its weight rows, and loads `x` once for all
-of them. Sums are kept per thread in fp32 and meet across the program at the end: no split of K, no atomics. A row's
-result is the same at every run, but not at every M: the compiler may lay the threads out differently.
+One kernel serves plain layers, and the first half of a gated MLP together with its SiLU. A program owns BLOCK_N output
+features of all rows, so the weight is read once, 16 bytes per thread, for any M. Its warps are placed side by side
+along K: a thread reads the same columns of each of its weight rows, so it loads `x` once for all of them. Each thread
+sums in fp32, and the program adds up the sums at the end; K is not split and there are no atomics. A row's result is
+the same in every run, but may differ between values of M, because the compiler may choose another thread layout.
 
-The weight's first step along K, often the only one, is loaded before the wait for the kernel that computes `x`
-(kernels/pdl.py): the memory stays busy while one kernel ends and the next begins.
+The first step along K, often the only one, loads its part of the weight before waiting for the kernel that computes `x`
+(kernels/pdl.py). That keeps the memory busy while one kernel ends and the next begins.
 Legend: M rows, N output features, K input features; a pack is the 16 bytes that a thread loads at once.
 """
 
@@ -19,12 +20,13 @@ import triton.language as tl
 from nanovllm.kernels.launch import on_grid
 from nanovllm.kernels.pdl import let_next_start, pdl_options, wait_for_previous
 
-_PACKS_IN_FLIGHT = 4  # that a thread loads in one step, of all its rows: 16 registers
+_PACKS_IN_FLIGHT = 4  # packs that a thread loads in one step, over all its rows: 16 registers
 
 
 class Tile(NamedTuple):
-    """Output features and warps of a program, and how many steps along K after the first are in flight at once: 1 loads
-    into registers, more pass through shared memory.
+    """Output features and warps of a program, and how many steps along K after the first are in flight at once.
+
+    With num_stages 1 loads go to registers, with more they go through shared memory.
     """
 
     block_n: int
@@ -32,12 +34,12 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-DEFAULT_TILE = Tile(1, 4, 1)  # the fastest, or within 9% of it, for every layer of four models on an H200
+DEFAULT_TILE = Tile(1, 4, 1)  # the fastest, or at most 9% slower, for every layer of four models on an H200
 
 
 @triton.jit
 def _load_weight(ptr, row, pack, VEC: tl.constexpr, NUM_PACKS: tl.constexpr, EVEN: tl.constexpr):
-    """[1, BLOCK_N, STEP, VEC]. Read once in a step of the model: it should not displace `x` in the caches."""
+    """[1, BLOCK_N, STEP, VEC]. A weight is used once per model step, so it should not evict `x` from the caches."""
     ptrs = ptr + (row * NUM_PACKS + pack) * VEC + tl.arange(0, VEC)[None, None, None, :]
     if EVEN:
         return tl.load(ptrs, eviction_policy="evict_first")
@@ -54,7 +56,7 @@ def _load_x(x_row, pack, is_row, VEC: tl.constexpr, NUM_PACKS: tl.constexpr):
 
 @triton.jit
 def _finish(sums, bias_ptr, row, is_feature, dtype, BIAS: tl.constexpr):
-    """Sums [M, BLOCK_N, STEP] -> [M, BLOCK_N], with the bias, rounded as a linear layer's output."""
+    """Sums [M, BLOCK_N, STEP] -> [M, BLOCK_N], with the bias, rounded like the output of a linear layer."""
     total = tl.sum(sums, 2)
     if BIAS:
         total += tl.load(bias_ptr + row, mask=is_feature, other=0.0).to(tl.float32)
@@ -64,17 +66,17 @@ def _finish(sums, bias_ptr, row, is_feature, dtype, BIAS: tl.constexpr):
 @triton.jit
 def _small_linear_kernel(
     x_ptr,
-    weight_ptr,  # [N, K]; gated [2 * N, K], the gate's rows before the up's
+    weight_ptr,  # [N, K]; if gated [2 * N, K], with the gate's rows before the up's
     bias_ptr,
     out_ptr,
-    x_stride,  # packs from one row to the next
+    x_stride,  # in packs, from one row to the next
     num_rows,
     N,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,  # steps along K, after the first, whose loads are in flight together
     STEP: tl.constexpr,  # packs of a row that the program loads at once
-    NUM_PACKS: tl.constexpr,  # of a row
+    NUM_PACKS: tl.constexpr,  # packs of a row
     VEC: tl.constexpr,  # elements of a pack
     GATED: tl.constexpr,
     BIAS: tl.constexpr,
@@ -85,14 +87,15 @@ def _small_linear_kernel(
     m = tl.arange(0, BLOCK_M)[:, None]
     feature = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
     is_row, is_feature = m < num_rows, feature < N
-    # Tensors of a step are [M, BLOCK_N, STEP, VEC]. Past the last feature: read it again, store nothing.
+    # Tensors of a step are [M, BLOCK_N, STEP, VEC]. Programs past the last feature read it again, and store nothing.
     row = tl.minimum(feature, N - 1).to(tl.int64)[:, :, None, None]
-    x_row = x_ptr + (m * x_stride * VEC)[:, :, None, None]  # whole packs whatever M is, else threads lie otherwise
+    # Keep the stride an explicit multiple of VEC, so that Triton chooses the same thread layout for every M.
+    x_row = x_ptr + (m * x_stride * VEC)[:, :, None, None]
     pack = tl.arange(0, STEP)[None, None, :, None]
     weight = _load_weight(weight_ptr, row, pack, VEC, NUM_PACKS, EVEN)
     if GATED:
         up_weight = _load_weight(weight_ptr, row + N, pack, VEC, NUM_PACKS, EVEN)
-    wait_for_previous(PDL)  # so far constants only; x and out are other kernels' too
+    wait_for_previous(PDL)  # before this only weights may be read; other kernels use x and out
     x = _load_x(x_row, pack, is_row, VEC, NUM_PACKS)
     sums = tl.sum(weight.to(tl.float32) * x, 3)
     if GATED:
@@ -110,7 +113,7 @@ def _small_linear_kernel(
     if GATED:
         up = _finish(up_sums, bias_ptr, N + feature, is_feature, dtype, BIAS).to(tl.float32)
         gate = out.to(tl.float32)
-        silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)  # rounded where torch rounds
+        silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)  # round where torch rounds
         out = (silu * up).to(dtype)
     tl.store(out_ptr + m * N + feature, out, mask=is_row & is_feature)
 
@@ -134,8 +137,10 @@ def _run(
 ) -> torch.Tensor:
     num_rows, size = x.shape
     vec = 16 // x.element_size()
-    assert weight.is_contiguous() and x.stride(1) == 1 and size % vec == 0, "rows must lie together, in whole packs"
-    assert num_rows <= 1 or x.stride(0) % vec == 0, "rows must lie whole packs apart"
+    assert weight.is_contiguous() and x.stride(1) == 1 and size % vec == 0, (
+        "rows must be contiguous and consist of whole packs"
+    )
+    assert num_rows <= 1 or x.stride(0) % vec == 0, "the stride between rows must be a whole number of packs"
     out = torch.empty((num_rows, num_features), dtype=x.dtype, device=x.device)
     if num_rows:
         block_n, num_warps, num_stages = tile or DEFAULT_TILE

@@ -15,7 +15,7 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
 
 
 class SiluAndMul(torch.nn.Module):
-    """`silu_and_mul` as a module."""
+    """`silu_and_mul` as a module. Not used by the engine; public, for tests and tools."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return silu_and_mul(x)

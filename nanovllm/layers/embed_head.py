@@ -1,7 +1,7 @@
 """Vocabulary-parallel embedding and output head. Each rank owns a range of token ids.
 
-The vocabulary is padded to a multiple of tp; the padding rows are on the last ranks, are never looked up, and their
-logits are cut off.
+The vocabulary is padded to a multiple of the number of ranks. The padding rows are on the last ranks; they are never
+looked up, and their logits are cut off.
 """
 
 from collections.abc import Iterator
@@ -12,6 +12,7 @@ from torch import nn
 
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.layers.weights import NamedShard, WeightShard, new_parameter
+from nanovllm.utils.arithmetic import ceil_div
 
 
 class _VocabParallel(nn.Module):
@@ -23,13 +24,13 @@ class _VocabParallel(nn.Module):
         super().__init__()
         self.tp = tp
         self.vocab_size = vocab_size
-        self.rows_per_rank = -(-vocab_size // tp.size)
+        self.rows_per_rank = ceil_div(vocab_size, tp.size)
         self.first_row = tp.rank * self.rows_per_rank
         self.is_tied = tied_to is not None
         self.weight = new_parameter(self.rows_per_rank, hidden_size, dtype=dtype) if tied_to is None else tied_to
 
     def weight_shards(self) -> Iterator[NamedShard]:
-        if self.is_tied:  # filled through the module that it is tied to
+        if self.is_tied:  # the embedding, which it is tied to, lists the weight
             return
         start = min(self.first_row, self.vocab_size)
         end = min(start + self.rows_per_rank, self.vocab_size)
@@ -49,17 +50,17 @@ class VocabParallelEmbedding(_VocabParallel):
 
 
 class ParallelLMHead(_VocabParallel):
-    """`tied_to` is the embedding's weight of a model with tied embeddings; the head then owns no memory."""
+    """In a model with tied embeddings `tied_to` is the embedding's weight, and the head owns no memory."""
 
     @property
     def padded_vocab_size(self) -> int:
-        """Width of the logits of all ranks together, padding included."""
+        """Width of the logits of all ranks together, including padding."""
         return self.rows_per_rank * self.tp.size
 
     def forward(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """[S, hidden_size] -> logits [S, vocab_size], the same on every rank, in the dtype of the weight.
 
-        `out` [S, padded_vocab_size]: where they go; None: to a new tensor.
+        The logits are written to `out` [S, padded_vocab_size] if given, else to a new tensor.
         """
         if self.tp.size == 1:
             return F.linear(hidden, self.weight) if out is None else torch.mm(hidden, self.weight.t(), out=out)

@@ -1,4 +1,6 @@
-"""Where new keys and values go: cells of one layer's paged cache.
+"""The cells of one layer's paged cache that new keys and values are written to. A cell holds one token.
+
+`slot_mapping` is the usual name for the map from tokens to cells; it has nothing to do with the slots of the ring.
 
 Legend: T packed tokens, K kv heads, D head dim, N blocks of a cache, P tokens per block.
 """
@@ -9,7 +11,7 @@ import torch
 
 
 class KVCells(NamedTuple):
-    """Token t belongs into cell `slot_mapping_T[t]` (int64, block * P + offset; -1: nowhere) of both caches."""
+    """Token t goes into cell `slot_mapping_T[t]` of both caches (int64, block * P + offset), or nowhere if it is -1."""
 
     k_cache_NPKD: torch.Tensor
     v_cache_NPKD: torch.Tensor
@@ -17,7 +19,7 @@ class KVCells(NamedTuple):
 
 
 def store_kv(k_TKD: torch.Tensor, v_TKD: torch.Tensor, cells: KVCells) -> None:
-    """Write each token's K and V into its cell. On a GPU this is part of the rotary kernel."""
+    """Write each token's K and V into its cell. On a GPU the rotary kernel does this."""
     written_T = cells.slot_mapping_T >= 0
     index = cells.slot_mapping_T[written_T]
     cells.k_cache_NPKD.view(-1, *k_TKD.shape[1:])[index] = k_TKD[written_T]

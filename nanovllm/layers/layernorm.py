@@ -1,7 +1,8 @@
 """RMSNorm, alone and fused with the residual addition before it.
 
-On a GPU each function is one fused kernel (layers/kernels), here is what it computes. Numbers as transformers':
-the norm is computed in fp32 and rounded to the input's dtype before it is multiplied by the weight.
+On a GPU each function runs one fused kernel (nanovllm/kernels) that computes the same as the code here. The numbers
+equal those of transformers: the norm is computed in fp32 and rounded to the input's dtype before it is multiplied by
+the weight.
 """
 
 from collections.abc import Iterator
@@ -26,7 +27,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rms_norm(x + residual), x + residual); the sum is rounded to the dtype of `x` before it is normed."""
+    """(rms_norm(x + residual), x + residual), where the sum is rounded to the dtype of `x` before the norm."""
     if x.is_cuda:
         from nanovllm.kernels import fused as kernels
 
@@ -36,7 +37,7 @@ def add_rms_norm(
 
 
 class RMSNorm(nn.Module):
-    """RMS norm over the last dimension, the same weight on every rank."""
+    """RMSNorm over the last dimension, with the same weight on every rank."""
 
     def __init__(self, size: int, eps: float, *, dtype: torch.dtype) -> None:
         super().__init__()
@@ -44,7 +45,7 @@ class RMSNorm(nn.Module):
         self.weight = new_parameter(size, dtype=dtype)
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """[..., size] -> (normed, the new residual). Without a residual, `x` starts one. Hot: twice per layer."""
+        """[..., size] -> (normed, new residual). Without a residual, `x` becomes the residual. Hot: twice per layer."""
         if residual is None:
             return rms_norm(x, self.weight, self.eps), x
         return add_rms_norm(x, residual, self.weight, self.eps)

@@ -1,7 +1,8 @@
 """Tensor-parallel linear layers. A column-parallel and a row-parallel layer in sequence cost one all-reduce.
 
-Column: each rank owns output features, no communication. Row: each rank owns input features and the outputs are
-summed over ranks. The weight is [output, input] as in torch; `tp` is the rank group, passed and never global.
+In a column-parallel layer each rank owns some output features, and nothing is communicated. In a row-parallel layer
+each rank owns some input features, and the outputs are summed over the ranks. The weight is [output, input] as in
+torch. `tp` is the rank group; it is always passed and never global.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,21 +15,22 @@ from nanovllm.device.tp_group import TPGroup
 from nanovllm.layers.activation import silu_and_mul
 from nanovllm.layers.weights import NamedShard, WeightShard, divide, new_parameter
 
-# On an H200 one row is 1.0 to 3.9 times as fast as with cuBLAS, two are slower in 12 layers of 16 (bench_small_linear)
-MAX_SMALL_ROWS = 1
+# On an H200 our kernel is 1.0 to 3.9 times as fast as cuBLAS for one row, but slower for two rows in 12 of 16 layers
+# (bench_small_linear).
+MAX_GEMV_ROWS = 1
 
 
-def use_small_linear(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Few rows on a GPU take our kernel, which reads the weight at the memory's speed; others take cuBLAS.
+def use_gemv(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether to use our kernel, which reads the weight at the memory's speed, and not cuBLAS: for one row on a GPU.
 
-    The kernel needs rows of whole 16-byte packs.
+    The kernel needs rows that consist of whole 16-byte packs.
     """
-    return x.is_cuda and x.shape[0] <= MAX_SMALL_ROWS and weight.shape[1] * weight.element_size() % 16 == 0
+    return x.is_cuda and x.shape[0] <= MAX_GEMV_ROWS and weight.shape[1] * weight.element_size() % 16 == 0
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """[T, K] by weight [N, K] -> [T, N]. Hot: several times per layer."""
-    if use_small_linear(x, weight):
+    if use_gemv(x, weight):
         from nanovllm.kernels import fused as kernels
 
         return kernels.small_linear(x, weight, bias)
@@ -37,7 +39,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
 
 def gate_up(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """silu(first half) * second half of the product: [T, K] by weight [2 * N, K] -> [T, N]. Hot: once per layer."""
-    if use_small_linear(x, weight):
+    if use_gemv(x, weight):
         from nanovllm.kernels import fused as kernels
 
         return kernels.small_gate_up(x, weight, bias)
@@ -47,8 +49,8 @@ def gate_up(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) ->
 class MergedColumnParallelLinear(nn.Module):
     """Several column-parallel layers over the same input, as one matrix product.
 
-    Takes [T, input_size], returns [T, sum(output_sizes) / tp]: this rank's part of the first layer, then of the
-    second, and so on. Raises ConfigError when an output size is not divisible by tp.
+    [T, input_size] -> [T, sum(output_sizes) / tp]: this rank's part of the first layer, then of the second, and so on.
+    Raises ConfigError if an output size is not divisible by the number of ranks.
     """
 
     def __init__(
@@ -77,7 +79,10 @@ class MergedColumnParallelLinear(nn.Module):
 
 
 class ColumnParallelLinear(MergedColumnParallelLinear):
-    """Each rank owns output_size / tp output features: [T, input_size] -> [T, output_size / tp]."""
+    """Each rank owns output_size / tp output features: [T, input_size] -> [T, output_size / tp].
+
+    Not used by the engine; public, for tests and tools.
+    """
 
     def __init__(self, input_size: int, output_size: int, *, bias: bool, tp: TPGroup, dtype: torch.dtype) -> None:
         super().__init__(input_size, [output_size], bias=bias, tp=tp, dtype=dtype)
@@ -129,8 +134,8 @@ class QKVParallelLinear(MergedColumnParallelLinear):
 class RowParallelLinear(nn.Module):
     """Each rank owns input_size / tp input features: [T, input_size / tp] -> [T, output_size], summed over ranks.
 
-    The bias lives on rank 0 only, so that the sum counts it once. Raises ConfigError when input_size is not divisible
-    by tp.
+    Only rank 0 has the bias, so that the sum counts it once. Raises ConfigError if input_size is not divisible by the
+    number of ranks.
     """
 
     def __init__(self, input_size: int, output_size: int, *, bias: bool, tp: TPGroup, dtype: torch.dtype) -> None:
@@ -148,6 +153,6 @@ class RowParallelLinear(nn.Module):
         local_size = self.weight.shape[1]
         columns = slice(self.tp.rank * local_size, (self.tp.rank + 1) * local_size)
         yield NamedShard(0, "weight", WeightShard(self.weight, self.full_shape, (slice(None), columns)))
-        if self.has_bias:  # the other ranks know the tensor but take nothing of it
+        if self.has_bias:  # the other ranks list the tensor but read nothing from it
             target = self.weight.new_empty(0) if self.bias is None else self.bias
             yield NamedShard(0, "bias", WeightShard(target, self.full_shape[:1], (slice(0, target.shape[0]),)))

@@ -1,10 +1,10 @@
-"""Rotary position embedding (Su et al. 2021) and its length extensions, with the numbers of transformers.
+"""Rotary position embedding (Su et al. 2021) and its extensions to longer contexts, with the numbers of transformers.
 
-Pair i of a head (elements i and i + D/2) is turned by position * inv_freq[i]. What differs between the rope types is
-inv_freq, and for yarn a factor on cos and sin. cos and sin are computed once per forward from the positions, for all
-layers: there is no table, so that memory does not grow with the context (512 bytes a token at D = 128, else).
+Pair i of a head (elements i and i + D/2) is rotated by the angle position * inv_freq[i]. The rope types differ in
+inv_freq, and yarn also scales cos and sin. Each forward computes cos and sin once for all layers, from the positions.
+There is no table, because at D = 128 it would take 512 bytes per token of context.
 
-`rotate_and_store` is all that happens between the qkv product and attention; on a GPU it is one fused kernel.
+`rotate_and_store` does everything between the qkv product and attention. On a GPU it is one fused kernel.
 """
 
 import math
@@ -18,11 +18,11 @@ from nanovllm.layers.layernorm import rms_norm
 
 
 class RotaryEmbedding(nn.Module):
-    """cos and sin of every position.
+    """Computes cos and sin for each position.
 
-    With type `dynamic` the frequencies of a token depend on the length of its sequence when it was first run (Bloc97's
-    NTK scaling as transformers runs it): a prompt's tokens use the prompt's length, a generated token at position p
-    uses p + 1. `needs_rope_lens` says that a sequence can be long enough for that to matter.
+    With type `dynamic` (Bloc97's NTK scaling as in transformers) the frequencies of a token depend on the length of its
+    sequence when it was first run: the tokens of a prompt use the prompt's length, a generated token at position p uses
+    p + 1. `needs_rope_lens` tells whether a sequence can be long enough for that to matter.
     """
 
     def __init__(self, config: RopeConfig, head_dim: int, *, max_model_len: int) -> None:
@@ -31,25 +31,25 @@ class RotaryEmbedding(nn.Module):
         self.head_dim = head_dim
         self.attention_scaling = _yarn_attention_scaling(config) if config.rope_type == "yarn" else 1.0
         self.needs_rope_lens = config.rope_type == "dynamic" and max_model_len > config.original_max_position_embeddings
-        # Computed on the CPU so that every device has the same frequencies, then moved to the current device
+        # Compute on the CPU, so that every device has the same frequencies, then move to the current device.
         inv_freq = _inv_freq(config, head_dim)
         self.inv_freq = nn.Buffer(inv_freq.to(torch.get_default_device()), persistent=False)
 
     def cos_sin(self, positions: torch.Tensor, rope_lens: torch.Tensor | None = None) -> torch.Tensor:
-        """fp32 [T, D]: D/2 cosines, then D/2 sines, of int64 `positions` [T].
+        """fp32 [T, D] with D/2 cosines and then D/2 sines for each of the int64 `positions` [T].
 
-        `rope_lens` [T]: max(num_prompt_tokens, position + 1) of each token; read only when `needs_rope_lens`.
+        `rope_lens` [T]: max(num_prompt_tokens, position + 1) of each token; read only if `needs_rope_lens`.
         """
         inv_freq: torch.Tensor = self.inv_freq
         if self.needs_rope_lens:
-            assert rope_lens is not None, "dynamic rope past the original length needs rope_lens"
+            assert rope_lens is not None, "dynamic rope beyond the original length needs rope_lens"
             inv_freq = self._dynamic_inv_freq(rope_lens)
         angles = positions.unsqueeze(-1).float() * inv_freq
         cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1)
         return cos_sin if self.attention_scaling == 1.0 else cos_sin * self.attention_scaling
 
     def _dynamic_inv_freq(self, rope_lens: torch.Tensor) -> torch.Tensor:
-        """[T, D/2]: theta' = theta * (factor * L / L0 - (factor - 1)) ** (D / (D - 2)), for L above L0."""
+        """[T, D/2]: theta' = theta * (factor * L / L0 - (factor - 1)) ** (D / (D - 2)), for L above the original L0."""
         config, dim = self.config, self.head_dim
         original = config.original_max_position_embeddings
         stretch = config.factor * rope_lens.clamp(min=original) / original - (config.factor - 1)
@@ -67,9 +67,10 @@ def rotate_and_store(
     cos_sin: torch.Tensor,
     cells: KVCells,
 ) -> torch.Tensor:
-    """Turn q [T, H, D] and k [T, K, D] by `cos_sin` [T, D], store k and v, return q. Hot: once per layer.
+    """Rotate q [T, H, D] and k [T, K, D] by `cos_sin` [T, D], store k and v, return q. Hot: once per layer.
 
-    With weights [D] each head is RMS-normed first. The rotation is computed in fp32 and rounded once; q is contiguous.
+    If weights [D] are given, each head is RMS-normed first. The rotation is computed in fp32 and rounded once. The
+    returned q is contiguous.
     """
     if q.is_cuda:
         from nanovllm.kernels import fused as kernels
@@ -83,7 +84,7 @@ def rotate_and_store(
 
 
 def apply_rotary(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
-    """Heads [T, H, D] turned by `cos_sin` [T, D], computed in fp32, returned in the dtype of `x`."""
+    """Heads [T, H, D] rotated by `cos_sin` [T, D], computed in fp32, returned in the dtype of `x`."""
     cos, sin = cos_sin.unsqueeze(1).chunk(2, dim=-1)
     x1, x2 = x.float().chunk(2, dim=-1)
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).to(x.dtype)
@@ -94,7 +95,7 @@ def _exponents(dim: int, device: torch.device | str) -> torch.Tensor:
 
 
 def _inv_freq(config: RopeConfig, dim: int) -> torch.Tensor:
-    """fp32 [D/2] on the CPU. `dynamic` starts as `default`."""
+    """fp32 [D/2] on the CPU. Up to the original length, `dynamic` equals `default`."""
     inv_freq = 1.0 / config.rope_theta ** _exponents(dim, "cpu")
     if config.rope_type == "linear":
         return inv_freq / config.factor
@@ -106,8 +107,8 @@ def _inv_freq(config: RopeConfig, dim: int) -> torch.Tensor:
 
 
 def _llama3_inv_freq(config: RopeConfig, inv_freq: torch.Tensor) -> torch.Tensor:
-    """Llama 3.1: wavelengths above L0 / low_freq_factor are stretched by `factor`, below L0 / high_freq_factor kept,
-    and those between interpolated."""
+    """Llama 3.1: wavelengths above L0 / low_freq_factor are stretched by `factor`, those below L0 / high_freq_factor
+    are kept, and those between are interpolated. L0 is the original length."""
     rotations = config.original_max_position_embeddings * inv_freq / (2 * math.pi)  # over the original length
     kept = (rotations - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
     kept = kept.clamp(0, 1)
@@ -115,15 +116,16 @@ def _llama3_inv_freq(config: RopeConfig, inv_freq: torch.Tensor) -> torch.Tensor
 
 
 def _yarn_inv_freq(config: RopeConfig, inv_freq: torch.Tensor) -> torch.Tensor:
-    """YaRN (Peng et al. 2023), equations 17 to 23: pairs that turn more than beta_fast times over the original length
-    are kept, less than beta_slow times stretched by `factor`, with a linear ramp over the pairs between."""
+    """YaRN (Peng et al. 2023), equations 17 to 23: pairs that rotate more than beta_fast times over the original length
+    are kept, those that rotate less than beta_slow times are stretched by `factor`, with a linear ramp between."""
     num_pairs = len(inv_freq)
 
-    def pair_turning(num_turns: float) -> float:
+    def pair_rotating(num_rotations: float) -> float:
+        """The pair, as a fractional index, that rotates this many times over the original length."""
         original = config.original_max_position_embeddings
-        return num_pairs * math.log(original / (num_turns * 2 * math.pi)) / math.log(config.rope_theta)
+        return num_pairs * math.log(original / (num_rotations * 2 * math.pi)) / math.log(config.rope_theta)
 
-    first, last = pair_turning(config.beta_fast), pair_turning(config.beta_slow)
+    first, last = pair_rotating(config.beta_fast), pair_rotating(config.beta_slow)
     if config.truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, 2 * num_pairs - 1)
@@ -133,7 +135,7 @@ def _yarn_inv_freq(config: RopeConfig, inv_freq: torch.Tensor) -> torch.Tensor:
 
 
 def _yarn_attention_scaling(config: RopeConfig) -> float:
-    """The factor on cos and sin: 0.1 ln(factor) + 1, or the ratio of two such with mscale and mscale_all_dim."""
+    """The factor on cos and sin: 0.1 ln(factor) + 1, or a ratio of two such terms with mscale and mscale_all_dim."""
 
     def scaling(mscale: float) -> float:
         return 0.1 * mscale * math.log(config.factor) + 1.0

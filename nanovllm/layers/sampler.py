@@ -1,4 +1,4 @@
-"""Sampler: logits to token ids, each row by its own parameters and its own noise.
+"""Sampler: turns logits into token ids, each row with its own parameters and its own noise.
 
 A token is drawn in two steps: first one of the groups that the vocabulary is divided into, by the sum of its
 probabilities, then an entry of that group. Each step is an argmax of probability over Exp(1) noise (the exponential
@@ -6,23 +6,23 @@ race, which has the same distribution as drawing from the probabilities), so noi
 one group's entries. The noise is a hash of the request's seed, the token's position and the vocabulary entry, so a
 seeded request draws the same noise whatever it is batched with, on every device and rank.
 
-Filters do not sort the vocabulary. A token is drawn from the whole distribution first, and only then is it asked
-whether the filters keep that one token. If they cut it, they also cut everything less likely, so the next attempt draws
-from what is ahead of it, with noise of its own, and so on. Rejecting a draw leaves the probabilities of the kept tokens
-in proportion, so the tokens are distributed as if the others had been masked beforehand; a token that is kept is the
-one the request would have drawn without filters. top_p takes 1 + ln(1 / top_p) attempts on average, whatever the
-logits: the probability ahead of a draw is uniformly distributed below what was ahead of the one before.
+Filters do not sort the vocabulary. First a token is drawn from the whole distribution. Then the filters are evaluated
+for that one token. If they cut it, they also cut every less likely token, so the next attempt draws, with its own
+noise, from the tokens ahead of it, and so on. Rejecting a draw does not change the ratios between the probabilities of
+the kept tokens, so the result is distributed as if the other tokens had been masked beforehand. A first draw that is
+kept is the token that the request would have drawn without filters. top_p takes 1 + ln(1 / top_p) attempts on average
+for any logits, because the probability ahead of a draw is uniformly distributed below that ahead of the previous draw.
 
-Which tokens are kept follows the order of transformers' logits processors: temperature, then top_k, then top_p of what
-top_k left, then min_p.
+The filters apply in the order of transformers' logits processors: temperature, then top_k, then top_p of the tokens
+that top_k keeps, then min_p.
 
-- Tokens are ordered by logit, the largest first, and by id where logits are equal, the lowest first.
-- top_k keeps every token whose logit is at least the k-th largest, so ties may make it more than k.
-- top_p keeps a token if the probability of the tokens ahead of it is below top_p, where the tokens that top_k keeps
-  sum to 1. It splits ties: as many of them are kept as top_p needs. (transformers keeps as many, but which of them
-  depends on an unstable sort.) Sums are fp32, in an order that does not depend on the batch; where the probability
-  ahead of a token is within their rounding of top_p, devices may disagree about that token.
-- min_p keeps a token whose logit is at least the largest one + temperature * ln(min_p).
+- Tokens are ordered by logit, largest first. Tokens with equal logits are ordered by id, lowest first.
+- top_k keeps every token whose logit is at least the k-th largest, so with ties it may keep more than k.
+- top_p keeps a token if the probability of the tokens ahead of it is below top_p, where the tokens that top_k keeps sum
+  to 1. It splits ties: it keeps as many of them as top_p needs. (transformers keeps as many, but which of them depends
+  on an unstable sort.) Sums are fp32, in an order that does not depend on the batch. If the probability ahead of a
+  token is within rounding of top_p, devices may disagree about that token.
+- min_p keeps a token if its logit is at least the largest logit + temperature * ln(min_p).
 - The first token in the order is always kept, and greedy rows ignore filters.
 """
 
@@ -32,13 +32,14 @@ import torch
 
 from nanovllm.kernels.sampling_tensors import GROUP_SIZE, SamplingTensors
 from nanovllm.sampling_params import INVALID_TOKEN
+from nanovllm.utils.arithmetic import ceil_div
 
 
 def sample(logits: torch.Tensor, params: SamplingTensors, out: torch.Tensor | None = None) -> torch.Tensor:
     """logits [S, vocab_size] of any float type -> token ids int64 [S], written to `out` if given.
 
     A row gets INVALID_TOKEN if one of its logits is NaN or +inf, or all of them are -inf. A greedy row gets the lowest
-    id among its largest logits. Hot: once per step; on a GPU nothing here waits for it or depends on what it computes.
+    id among its largest logits. Hot: once per step. On a GPU nothing here waits for the GPU or depends on its results.
     """
     if logits.is_cuda:
         from nanovllm.kernels import fused as kernels
@@ -55,9 +56,9 @@ def sample(logits: torch.Tensor, params: SamplingTensors, out: torch.Tensor | No
 
 
 def redraw_cut_tokens(values: torch.Tensor, params: SamplingTensors, tokens: torch.Tensor) -> torch.Tensor:
-    """`tokens` [S], with those that the filters cut replaced by others.
+    """Replace those of `tokens` [S] that the filters cut.
 
-    values: valid logits in fp32, [S, vocab_size]; every temperature is above 0.
+    `values` are valid logits in fp32, [S, vocab_size]. Every temperature must be above 0.
     """
     tokens = tokens.clone()
     temperature = params.temperature.clamp(min=_LEAST_TEMPERATURE)[:, None]
@@ -85,13 +86,13 @@ def _take(params: SamplingTensors, rows: torch.Tensor) -> SamplingTensors:
 
 
 def _filters(params: SamplingTensors, vocab_size: int) -> torch.Tensor:
-    """bool [S]: whether the row draws from less than the whole distribution."""
+    """bool [S]: whether filters may cut tokens of the row."""
     cuts = ((params.top_k > 0) & (params.top_k < vocab_size)) | (params.top_p < 1) | (params.min_p > 0)
     return cuts & (params.temperature > 0)
 
 
 def _kth_largest(values: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
-    """[S, 1]; -inf for a row that keeps all."""
+    """[S, 1]: the k-th largest value of each row, -inf for a row without top_k."""
     filters = (top_k > 0) & (top_k < values.shape[1])
     k = torch.where(filters, top_k, 1)
     largest = values.topk(int(k.max()), dim=-1).values
@@ -99,44 +100,45 @@ def _kth_largest(values: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
 
 
 def _race(values: torch.Tensor, params: SamplingTensors, attempt: int) -> torch.Tensor:
-    """One draw of each row, [S]: its group, then the entry. The largest value of a greedy row."""
-    num_groups = -(-values.shape[1] // GROUP_SIZE)
+    """Draw once for each row, [S]: first a group, then an entry of it. For a greedy row, the largest value."""
+    num_groups = ceil_div(values.shape[1], GROUP_SIZE)
     num_entries = num_groups * GROUP_SIZE
-    first = attempt * (num_entries + num_groups)  # where the attempt's noise starts, and every entry has its own
+    first = attempt * (num_entries + num_groups)  # where the noise of this attempt starts
     draws = params.temperature[:, None] != 0
     scaled = values / torch.where(draws, params.temperature[:, None].clamp(min=_LEAST_TEMPERATURE), 1.0)
     scaled = torch.nn.functional.pad(scaled, (0, num_entries - values.shape[1]), value=-torch.inf)
     scaled = scaled.unflatten(1, (num_groups, GROUP_SIZE))
 
     def best(log_weight: torch.Tensor, first_entry: torch.Tensor) -> torch.Tensor:
-        """argmax [S] of weight over noise; `first_entry` [S or 1]: where the columns' noise starts."""
+        """argmax [S] of weight / noise. `first_entry` [S or 1] is where the noise of the columns starts."""
         entry = first_entry[:, None] + torch.arange(log_weight.shape[1])
         noise = exponential_noise(params.seed, params.position, entry)
         return torch.where(draws, log_weight - noise.log(), log_weight).argmax(dim=-1)
 
     group_weight = torch.where(draws, scaled.logsumexp(dim=-1), scaled.amax(dim=-1))
-    group = best(group_weight, torch.tensor([first + num_entries]))  # groups count on where the entries end
+    group = best(group_weight, torch.tensor([first + num_entries]))  # the noise of groups follows that of entries
     start = group * GROUP_SIZE
     return start + best(scaled[torch.arange(len(group)), group], first + start)
 
 
 def exponential_noise(seed: torch.Tensor, position: torch.Tensor, entry: torch.Tensor) -> torch.Tensor:
-    """Exp(1) noise [S, N] in fp32, from 6e-8 to 16.6: of each of the entries [S or 1, N], as `random_bits`.
+    """Exp(1) noise [S, N] in fp32, from 6e-8 to 16.6, for entries [S or 1, N]; see `random_bits`.
 
-    -log1p of an odd multiple of 2^-24: those in (0, 1) are exact in fp32, so that the noise is never 0 or infinite.
+    It is -log1p(-u) for u an odd multiple of 2^-24. Such u in (0, 1) are exact in fp32, so the noise is never 0 or
+    infinite.
     """
     uniform = ((random_bits(seed, position, entry) >> 8) | 1).float() * 2.0**-24
     return -torch.log1p(-uniform)
 
 
 def random_bits(seed: torch.Tensor, position: torch.Tensor, entry: torch.Tensor) -> torch.Tensor:
-    """32 random bits [S, N], as int64: the row's 64-bit key, then entries [S or 1, N] by a hash in 32-bit arithmetic.
+    """32 random bits [S, N], as int64: a 64-bit key per row, then a 32-bit hash of the entries [S or 1, N].
 
     The key is mixed by splitmix64's finaliser (Steele, Lea, Flood: Fast splittable pseudorandom number generators,
-    2014). Its low half is where the row's Weyl sequence over the entries starts; each term is mixed by lowbias32
-    (Wellons: Prospecting for hash functions, https://nullprogram.com/blog/2018/07/31/), between whose multiplications
-    the key's high half comes in. kernels/sampler.py computes the same; a GPU multiplies 32 bits several times faster
-    than 64.
+    2014). Its low half is the start of the row's Weyl sequence over the entries. Each term is mixed by lowbias32
+    (Wellons: Prospecting for hash functions, https://nullprogram.com/blog/2018/07/31/); the key's high half enters
+    between its two multiplications. The hash is 32-bit because a GPU multiplies 32 bits several times faster than 64.
+    kernels/noise.py computes the same.
     """
     key = _mix(_mix(seed) + position)[:, None]
     bits = (entry * 0x9E3779B9 + key) & _LOW_32
@@ -146,7 +148,7 @@ def random_bits(seed: torch.Tensor, position: torch.Tensor, entry: torch.Tensor)
 
 
 _LOW_32 = (1 << 32) - 1
-_LEAST_TEMPERATURE = 1e-10  # smaller ones count as this, because dividing by them overflows
+_LEAST_TEMPERATURE = 1e-10  # smaller temperatures count as this one, because dividing by them overflows
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
@@ -156,5 +158,5 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 
 def _shift_right(x: torch.Tensor, num_bits: int) -> torch.Tensor:
-    """Logical shift of int64, which torch only shifts arithmetically."""
+    """Logical right shift of int64; torch only has the arithmetic one."""
     return (x >> num_bits) & ((1 << (64 - num_bits)) - 1)

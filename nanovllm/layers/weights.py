@@ -1,4 +1,4 @@
-"""WeightShard: where one tensor of a checkpoint goes on this rank. Every layer with parameters lists its own."""
+"""WeightShard: where one tensor of a checkpoint goes on this rank. Every layer with parameters lists its shards."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from nanovllm.errors import ConfigError
 
 @dataclass(frozen=True)
 class WeightShard:
-    """`target` (a view of a parameter) takes `tensor[index]` of a checkpoint tensor of shape `full_shape`."""
+    """`target` (a view of a parameter) is filled with `tensor[index]` of a checkpoint tensor of shape `full_shape`."""
 
     target: torch.Tensor
     full_shape: tuple[int, ...]
@@ -20,7 +20,7 @@ class WeightShard:
 
 
 class NamedShard(NamedTuple):
-    """`layer`: position of the checkpoint layer among those stacked in the module (q, k, v: 0, 1, 2), else 0."""
+    """`layer` is the index of the checkpoint layer among those stacked in the module (q, k, v: 0, 1, 2), else 0."""
 
     layer: int
     parameter: str  # "weight" or "bias"
@@ -30,17 +30,17 @@ class NamedShard(NamedTuple):
 @runtime_checkable
 class HasWeightShards(Protocol):
     def weight_shards(self) -> Iterator[NamedShard]:
-        """Every checkpoint tensor that this module's parameters are filled from."""
+        """List every checkpoint tensor that fills this module's parameters."""
         ...
 
 
 def new_parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
-    """Uninitialised memory on the current `torch.device` context's device; the loader fills it."""
+    """A parameter in uninitialised memory on the device of the `torch.device` context. The loader fills it."""
     return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
 
 
 def divide(size: int, parts: int, name: str) -> int:
-    """`size / parts`. Raises ConfigError unless it is whole."""
+    """`size / parts`. Raises ConfigError if it is not an integer."""
     if size % parts:
         raise ConfigError(f"{name}={size} is not divisible by tensor_parallel_size={parts}; choose a divisor of {size}")
     return size // parts

@@ -1,6 +1,6 @@
 """The dense decoder that all supported architectures share: embedding, layers of attention and gated MLP, head.
 
-Every rank runs it on its own heads and features; what the step attends to is the argument `attn`.
+Every rank runs it on its own heads and features. The argument `attn` is what the step attends to.
 Shapes: T packed tokens, H query heads, K kv heads of this rank, D head dim, S sampled rows.
 """
 
@@ -45,11 +45,14 @@ class Attention(nn.Module):
     def forward(
         self, hidden: torch.Tensor, cos_sin: torch.Tensor, attn: StepAttention, rows: torch.Tensor | None
     ) -> torch.Tensor:
-        """K and V of all tokens go to the cache; with `rows`, only those tokens attend."""
+        """[T, hidden_size] -> [T, hidden_size], or [S, hidden_size] if `rows` [S] selects the tokens that attend.
+
+        K and V of all tokens are written to the cache.
+        """
         q, k, v = self.qkv_proj.split(self.qkv_proj(hidden))
         q_weight, k_weight = (self.q_norm.weight, self.k_norm.weight) if self.qk_norm else (None, None)
         q = rotate_and_store(q, k, v, q_weight, k_weight, self.eps, cos_sin, attn.cells(self.layer))
-        del k, v  # the qkv product: its memory is free during attention
+        del k, v  # the last references to the qkv product, so that its memory is free during attention
         if rows is not None:
             q = q[rows]
         return self.o_proj(attn.attend(self.layer, q).flatten(1))
@@ -85,7 +88,7 @@ class DecoderLayer(nn.Module):
         attn: StepAttention,
         rows: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(output of the MLP, residual that it is still to be added to): the next norm does both at once."""
+        """Returns the MLP's output and the residual that it must be added to; the next norm adds them, fused."""
         hidden, residual = self.input_layernorm(hidden, residual)
         hidden = self.self_attn(hidden, cos_sin, attn, rows)
         if rows is not None:
@@ -95,7 +98,7 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Everything below the head. The names of its modules are those of the checkpoint."""
+    """Everything but the head. Its modules have the names that they have in the checkpoint."""
 
     def __init__(self, config: ModelConfig, tp: TPGroup, *, max_model_len: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -125,7 +128,7 @@ class Decoder(nn.Module):
 class CausalLM(nn.Module):
     """A decoder and its head on one rank. Parameters are uninitialised until the loader has filled them.
 
-    `stacked_names`: layers of the checkpoint that are stacked in one module here, in this order.
+    `stacked_names` lists the layers of the checkpoint that are stacked in one module here, in order.
     """
 
     stacked_names: ClassVar[Mapping[str, tuple[str, ...]]] = {
@@ -147,7 +150,7 @@ class CausalLM(nn.Module):
 
     @property
     def needs_rope_lens(self) -> bool:
-        """True when `forward` must be given `rope_lens`: dynamic rope, past the original length."""
+        """Whether `forward` needs `rope_lens`, because of dynamic rope beyond the original length."""
         return self.model.rotary_emb.needs_rope_lens
 
     def forward(
@@ -158,24 +161,24 @@ class CausalLM(nn.Module):
         rope_lens: torch.Tensor | None = None,
         rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Token ids [T] and their positions [T], both int64 -> hidden states [T, hidden_size], after the last norm.
+        """Token ids [T] and their positions [T], both int64 -> hidden states [T, hidden_size] after the last norm.
 
-        `rows` [S]: the tokens whose hidden states are wanted; None: all. The last layer then computes only those,
-        apart from the K and V that it stores, and the result is [S, hidden_size].
+        `rows` [S] selects the tokens whose hidden states are needed; None means all. The last layer then computes only
+        those, except that it stores K and V of all tokens, and the result is [S, hidden_size].
 
-        `rope_lens` [T]: max(num_prompt_tokens, position + 1) of each token; read only when `needs_rope_lens`.
+        `rope_lens` [T] is max(num_prompt_tokens, position + 1) of each token. It is read only if `needs_rope_lens`.
         """
         return self.model(input_ids, positions, attn, rope_lens, rows)
 
     def compute_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """[S, hidden_size] -> [S, vocab_size], the same on every rank, in the model's dtype.
 
-        `out` [S, lm_head.padded_vocab_size]: where they go; None: to a new tensor.
+        They are written to `out` [S, lm_head.padded_vocab_size] if given, else to a new tensor.
         """
         return self.lm_head(hidden, out)
 
     def weight_shards(self) -> Iterator[tuple[str, WeightShard]]:
-        """(name in the checkpoint, where it goes) of every tensor that fills this rank's parameters."""
+        """For every tensor that fills this rank's parameters: its name in the checkpoint, and where it goes."""
         for path, module in self.named_modules():
             if module is self or not isinstance(module, HasWeightShards):
                 continue

@@ -1,4 +1,4 @@
-"""Fills a model from safetensors files, or with seeded random weights. Every rank reads only its own slices."""
+"""Fills a model from safetensors files or with seeded random weights. Every rank reads only its own slices."""
 
 import zlib
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from nanovllm.layers.weights import WeightShard
 from nanovllm.models.decoder import CausalLM
 
 _FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")  # as safetensors names them
-_DUMMY_ROWS = 8192  # rows drawn at a time, so that the memory used beside the model stays small
+_DUMMY_ROWS = 8192  # rows drawn at a time, to limit the memory needed in addition to the model
 
 
 def load_weights(
@@ -28,10 +28,10 @@ def load_weights(
 ) -> None:
     """Fill every parameter of `model`, in place, on its own device and in its own dtype.
 
-    `load_format` "dummy" draws random weights from `seed`, the same model for every number of ranks; anything else
-    reads the safetensors files of `directory` that checkpoint.py says are the weights. Raises CheckpointError, with the
-    name of the file or tensor, for a file that is missing or damaged, and for a tensor that is missing, not known,
-    quantised or of another shape.
+    With `load_format` "dummy" the weights are random, drawn from `seed`, and the same for every number of ranks. With
+    any other, they are read from the safetensors files in `directory` (checkpoint/files.py finds them). Raises
+    CheckpointError with the name of the file or tensor if a file is missing or damaged, or if a tensor is missing,
+    unknown, quantised or has the wrong shape.
     """
     shards = dict(model.weight_shards())
     with tqdm(total=len(shards), desc="Loading weights", unit="tensor", disable=not show_progress) as progress:
@@ -55,7 +55,7 @@ def load_weights(
 
 
 def _open(file: Path) -> Iterator[tuple[str, Any]]:
-    """(name, slice) of every tensor of the file; a slice reads nothing until it is indexed."""
+    """Yield (name, slice) for every tensor in the file. A slice reads nothing until it is indexed."""
     try:
         with safe_open(str(file), framework="pt", device="cpu") as tensors:
             for name in tensors.keys():  # noqa: SIM118 (not a dict)
@@ -67,22 +67,22 @@ def _open(file: Path) -> Iterator[tuple[str, Any]]:
 def _fill(shard: WeightShard, source: Any, where: str) -> None:
     shape = tuple(source.get_shape())
     if shape != shard.full_shape:
-        raise CheckpointError(f"{where} has shape {list(shape)}, config.json asks for {list(shard.full_shape)}")
+        raise CheckpointError(f"{where} has shape {list(shape)}, but config.json asks for {list(shard.full_shape)}")
     if source.get_dtype() not in _FLOAT_DTYPES:
         raise CheckpointError(f"{where} has dtype {source.get_dtype()}; quantised weights are not supported")
     shard.target.copy_(source[shard.index])
 
 
 def _may_be_ignored(name: str, model: CausalLM) -> bool:
-    """Tensors that some checkpoints hold though the model computes or shares them."""
+    """Whether the model does not need this tensor, because it computes or shares it. Some checkpoints contain it."""
     return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and model.config.tie_word_embeddings)
 
 
 def _fill_dummy(name: str, shard: WeightShard, seed: int) -> None:
-    """Norms 1, biases 0, matrices normal with variance 1 / input features, so that activations keep their size.
+    """Norms are 1, biases 0, matrices normal with variance 1 / input features, so that activations keep their scale.
 
-    The whole checkpoint tensor is drawn, some rows at a time, and this rank keeps its slice: every number of ranks
-    has the same model.
+    Every rank draws the whole checkpoint tensor, some rows at a time, and keeps its slice. So the model is the same for
+    every number of ranks.
     """
     if len(shard.full_shape) == 1:
         shard.target.fill_(0.0 if name.endswith("bias") else 1.0)

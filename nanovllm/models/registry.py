@@ -1,4 +1,4 @@
-"""Which model class runs an architecture, and how a model is built."""
+"""Maps architectures to model classes, and builds a model."""
 
 import torch
 
@@ -6,7 +6,7 @@ from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.models.decoder import CausalLM
 
-# The three differ in their biases and in the norms of q and k alone, which ModelConfig describes
+# The three differ only in their biases and in the norms of q and k, which ModelConfig describes.
 MODEL_CLASSES: dict[str, type[CausalLM]] = {
     "Qwen3ForCausalLM": CausalLM,
     "Qwen2ForCausalLM": CausalLM,
@@ -17,10 +17,10 @@ MODEL_CLASSES: dict[str, type[CausalLM]] = {
 def build_model(
     config: ModelConfig, tp: TPGroup, *, max_model_len: int, dtype: torch.dtype, device: torch.device | str
 ) -> CausalLM:
-    """This rank's part of the model, allocated on `device` in `dtype`; `load_weights` fills it.
+    """Allocate this rank's part of the model on `device` in `dtype`. `load_weights` fills it.
 
-    `max_model_len`: tokens of the longest sequence. Raises ConfigError when heads or the MLP's features are not
-    divisible by the number of ranks.
+    `max_model_len` is the number of tokens of the longest sequence. Raises ConfigError if the heads or the MLP's
+    features are not divisible by the number of ranks.
     """
     with torch.device(device):
         return MODEL_CLASSES[config.architecture](config, tp, max_model_len=max_model_len, dtype=dtype)

@@ -42,7 +42,7 @@ def build_batches(plan: StepPlan, tensors: StepTensors, block_size: int) -> Step
     paged = batch(
         tensors.context_lens,
         tensors.block_tables,
-        [step.context_len for step in plan.sequences],
+        [step.num_paged_keys for step in plan.sequences],
         [step.block_table for step in plan.sequences],
         causal=True,
     )

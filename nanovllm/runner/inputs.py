@@ -100,7 +100,7 @@ def build_arrays(plan: StepPlan, block_size: int) -> StepArrays:
     """The arrays of a step. Hot: once per step."""
     steps = plan.sequences
     query_lens = np.array([step.num_tokens for step in steps], dtype=np.int64)
-    context_lens = np.array([step.context_len for step in steps], dtype=np.int64)
+    context_lens = np.array([step.num_paged_keys for step in steps], dtype=np.int64)
     starts = np.array([step.position for step in steps], dtype=np.int64)
     prompt_lens = np.array([step.num_prompt_tokens for step in steps], dtype=np.int64)
     ends = np.cumsum(query_lens)

@@ -58,6 +58,6 @@ def _sequence(seq_id: int, length: int, max_model_len: int, block_size: int) -> 
         position=start,
         num_prompt_tokens=start + length,
         block_table=(0,) * -(-(start + length) // block_size),
-        context_len=start + length,
+        num_paged_keys=start + length,
         sampling=_SAMPLING,
     )

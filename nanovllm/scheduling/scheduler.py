@@ -1,9 +1,9 @@
 """Scheduler: which sequences run how many tokens in the next step. Integers only; first come, first served.
 
-A step is planned (`schedule`), run elsewhere, and its tokens handed back (`commit`). The next step may be planned
-before that: a sampled token that has not come back is *pending*, it has a place but no id. What is certain without
-its id, that a sequence has reached max_tokens, is respected when planning; an end token is noticed when it arrives,
-and whatever a later step computed for that sequence is dropped.
+`schedule` plans a step, the engine runs it, and `commit` takes the tokens it sampled. The next step may be planned
+before that. A sampled token that has not arrived yet is *pending*: it has a position but no id. Planning respects what
+is certain without the id, namely that a sequence has reached max_tokens. An end token is noticed when it arrives, and
+whatever a later step has computed for that sequence is dropped.
 """
 
 from collections import deque
@@ -39,11 +39,11 @@ class Scheduler:
         self._budget = 0
 
     def check_fits(self, seq: Sequence) -> None:
-        """Raise RequestError when a request could never run. Changes nothing."""
+        """Raise RequestError if a request could never run. Changes nothing."""
         self.kv.check_fits(seq)
 
     def add(self, seq: Sequence) -> None:
-        """Queue a request. RequestError when it could never run."""
+        """Queue a request. Raises RequestError if it could never run."""
         self.check_fits(seq)
         self.waiting.append(seq)
         self.sequences[seq.seq_id] = seq
@@ -53,14 +53,14 @@ class Scheduler:
         return bool(self.sequences)
 
     def abort(self, seq_id: int) -> Sequence | None:
-        """End a request now, whatever it is doing. None when it is not known (any more)."""
+        """End a request now, waiting or running. Returns None if it is unknown or has ended."""
         seq = self.sequences.get(seq_id)
         if seq is not None:
             self.finish(seq, "abort")
         return seq
 
     def finish(self, seq: Sequence, reason: str, error: str | None = None) -> None:
-        """End a request. `error`: what happened, with reason "error"."""
+        """End a request. `error` says what happened if the reason is "error"."""
         if seq.status is SequenceStatus.RUNNING:
             self.running.remove(seq)
         else:
@@ -73,7 +73,7 @@ class Scheduler:
     # -- planning ------------------------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan | None:
-        """The next step, or None when nothing can run before a pending token arrives (or nothing is left)."""
+        """Plan the next step. None if no request is left, or if none can run before a pending token arrives."""
         self.kv.begin_step(self.running)
         self._placed = []
         self._budget = self.max_num_batched_tokens
@@ -84,14 +84,15 @@ class Scheduler:
             self._schedule_classic()
         if not self._placed:
             return None
-        # Single tokens first, then by length: of a kernel's programs the longest begin first, the short ones fill up
-        self._placed.sort(key=lambda placed: (placed[1] > 1, -placed[0].num_cached_tokens - placed[1]))
-        keys, moves = self.kv.plan_step(self._placed)
+        # Single tokens come first, and each kind is sorted longest context first: the GPU starts a kernel's programs
+        # in order, so the long ones start first and the short ones fill the gaps at the end.
+        self._placed.sort(key=lambda placed: (placed[1] > 1, -placed[0].num_computed_tokens - placed[1]))
+        keys, moves = self.kv.finish_step(self._placed)
         return self._make_plan(keys, moves)
 
     def _schedule_classic(self) -> None:
-        """Prompts first, whole where the budget and the slots allow; a step of decodes only when none can run."""
-        in_prefill = [seq for seq in self._can_run(self.running) if seq.num_uncached_tokens > 1]
+        """Place prompts, whole if the budget and the slots allow. Decode only in steps where no prompt can run."""
+        in_prefill = [seq for seq in self._can_run(self.running) if seq.num_uncomputed_tokens > 1]
         if not self._place_running(in_prefill):
             self._place_waiting(whole=True)
         if not self._placed:
@@ -101,12 +102,12 @@ class Scheduler:
         return [seq for seq in sequences if seq.num_output_tokens < seq.max_tokens]
 
     def _place_running(self, sequences: list[Sequence]) -> bool:
-        """Place running sequences in order of arrival; True when one had to be preempted for room."""
+        """Place running sequences in order of arrival. Returns whether one had to be preempted to make room."""
         preempted = False
         for seq in sequences:
             if not self._budget or seq.status is not SequenceStatus.RUNNING:
-                break  # budget used up, or this one and all behind it were preempted
-            wanted = min(seq.num_uncached_tokens, self._budget)
+                break  # the budget is used up, or this sequence and all after it were preempted
+            wanted = min(seq.num_uncomputed_tokens, self._budget)
             while not (num_tokens := self.kv.num_placeable(seq, wanted)):
                 preempted = True
                 victim = self.running[-1]
@@ -118,21 +119,21 @@ class Scheduler:
         return preempted
 
     def _place_waiting(self, whole: bool = False) -> None:
-        """Admit waiting sequences in order while there is room. `whole`: a prompt is only split if it has to be."""
+        """Admit waiting sequences in order while there is room. `whole`: split only the first prompt of a step."""
         while self.waiting and self._budget and len(self.running) < self.max_num_seqs:
             seq = self.waiting[0]
             if seq.num_pending_tokens or not self.kv.can_admit(seq):
                 return
-            if whole and self._placed and seq.num_uncached_tokens > self._budget:
+            if whole and self._placed and seq.num_uncomputed_tokens > self._budget:
                 return
             self.kv.admit(seq)
             self.waiting.popleft()
             self.running.append(seq)
             seq.status = SequenceStatus.RUNNING
-            self._place(seq, self.kv.num_placeable(seq, min(seq.num_uncached_tokens, self._budget)))
+            self._place(seq, self.kv.num_placeable(seq, min(seq.num_uncomputed_tokens, self._budget)))
 
     def _place(self, seq: Sequence, num_tokens: int) -> None:
-        assert num_tokens > 0, f"sequence {seq.seq_id} was admitted without room"
+        assert num_tokens > 0, f"sequence {seq.seq_id} was admitted, but no token of it can be placed"
         self.kv.place(seq, num_tokens)
         self._placed.append((seq, num_tokens))
         self._budget -= num_tokens
@@ -145,11 +146,11 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _make_plan(self, keys: list[PagedKeys], moves: KVMoves) -> StepPlan:
-        """Freeze the step, and move the sequences past it."""
+        """Make the frozen plan, and count its tokens as computed."""
         steps = []
         num_sampled = 0
         for (seq, num_tokens), paged in zip(self._placed, keys, strict=True):
-            start, end = seq.num_cached_tokens, seq.num_cached_tokens + num_tokens
+            start, end = seq.num_computed_tokens, seq.num_computed_tokens + num_tokens
             token_ids = seq.token_ids[start:end]
             previous_row = seq.pending_row if len(token_ids) < num_tokens else -1
             if previous_row >= 0:
@@ -162,12 +163,12 @@ class Scheduler:
                     position=start,
                     num_prompt_tokens=seq.num_prompt_tokens,
                     block_table=paged.block_table,
-                    context_len=paged.context_len,
+                    num_paged_keys=paged.num_paged_keys,
                     sampling=self._sampling_row(seq) if samples else None,
                     previous_row=previous_row,
                 )
             )
-            seq.num_cached_tokens = end
+            seq.num_computed_tokens = end
             if samples:
                 seq.num_pending_tokens += 1
                 seq.pending_row = num_sampled
@@ -181,7 +182,10 @@ class Scheduler:
     # -- results -------------------------------------------------------------------------------------------------
 
     def commit(self, plan: StepPlan, token_ids: list[int]) -> list[Sequence]:
-        """The step's sampled tokens, one per sampling sequence in plan order. Returns the sequences that got one."""
+        """Append the tokens that a step has sampled, one per sampling sequence in plan order.
+
+        Returns the sequences that got one.
+        """
         rows = [(step.seq_id, step.sampling.position) for step in plan.sequences if step.sampling is not None]
         updated = []
         for (seq_id, position), token_id in zip(rows, token_ids, strict=True):
@@ -201,7 +205,7 @@ class Scheduler:
         return updated
 
     def check_integrity(self) -> None:
-        assert len(self.sequences) == len(self.waiting) + len(self.running), "a sequence is lost"
+        assert len(self.sequences) == len(self.waiting) + len(self.running), "a sequence is neither waiting nor running"
         for seq in self.running:
             assert seq.status is SequenceStatus.RUNNING, f"sequence {seq.seq_id} runs with status {seq.status}"
         for seq in self.waiting:

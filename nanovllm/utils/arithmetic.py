@@ -1,6 +1,6 @@
-"""Integer arithmetic."""
+"""Integer arithmetic that Python has no name for."""
 
 
-def ceil_div(a: int, b: int) -> int:
-    """`a / b`, rounded up."""
-    return -(-a // b)
+def ceil_div(dividend: int, divisor: int) -> int:
+    """dividend / divisor, rounded up."""
+    return -(-dividend // divisor)

@@ -1,4 +1,4 @@
-"""Ctrl-C between steps, never inside one."""
+"""Lets Ctrl-C interrupt between steps, never inside one."""
 
 import signal
 import threading
@@ -8,7 +8,7 @@ from types import FrameType
 
 
 class HeldInterrupts:
-    """The SIGINTs that came inside a `deferred_interrupt` block."""
+    """The SIGINTs that arrived inside a `deferred_interrupt` block."""
 
     def __init__(self) -> None:
         self.pending: list[tuple[int, FrameType | None]] = []
@@ -16,7 +16,7 @@ class HeldInterrupts:
 
     @contextmanager
     def second_acts_at_once(self) -> Iterator[None]:
-        """For work that may hang: a second Ctrl-C ends it. Later ones are held, so that cleaning up is not left."""
+        """For work that may hang: let a second Ctrl-C end it. Later ones are held, so that cleaning up can finish."""
         self.second_is_due = True
         try:
             yield
@@ -26,10 +26,10 @@ class HeldInterrupts:
 
 @contextmanager
 def deferred_interrupt() -> Iterator[HeldInterrupts]:
-    """Hold back SIGINT until the block is left, then raise KeyboardInterrupt.
+    """Hold SIGINT back until the end of the block, then raise KeyboardInterrupt.
 
-    A step that is left halfway would leave copies and counters inconsistent. Only the main thread gets signals;
-    elsewhere this does nothing.
+    A step that is interrupted halfway would leave copies and counters inconsistent. Only the main thread receives
+    signals; in other threads this does nothing.
     """
     held = HeldInterrupts()
     if threading.current_thread() is not threading.main_thread():

@@ -1,4 +1,4 @@
-"""How much host memory this process may still use."""
+"""How much host memory this process can still use, and how sizes are printed."""
 
 from pathlib import Path
 
@@ -17,9 +17,9 @@ def _read_int(path: str) -> int | None:
 
 
 def available_host_bytes() -> int:
-    """Bytes that can still be allocated: the machine's, or the container's where its limit is nearer.
+    """Bytes that can still be allocated, on the machine or within the container's limit, whichever is less.
 
-    The container counts its page cache as used; inactive pages can be given back, so they are added again.
+    A container's usage includes its page cache. Inactive pages can be reclaimed, so they count as available.
     """
     available = _meminfo_bytes("MemAvailable")
     for limit_file, usage_file in _CGROUP_FILES:
@@ -47,7 +47,7 @@ def _reclaimable_bytes(cgroup: Path) -> int:
 
 
 def format_bytes(num_bytes: float) -> str:
-    """`4.70 GiB`: the largest binary unit in which the number is at least 1."""
+    """The number in the largest binary unit up to GiB in which it is at least 1, such as `4.70 GiB`."""
     for unit in ("B", "KiB", "MiB"):
         if abs(num_bytes) < 1024:
             return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.2f} {unit}"

@@ -1,4 +1,4 @@
-"""How long each part of a longer piece of work took."""
+"""Times the phases of a longer piece of work."""
 
 import time
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 
 class Phases:
-    """Seconds by phase, in the order in which the phases first began. A phase may come several times."""
+    """Seconds by phase, in the order in which the phases first began. A phase can occur several times."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -21,5 +21,5 @@ class Phases:
             self.seconds[name] += time.perf_counter() - start_s
 
     def __str__(self) -> str:
-        """`model 1.2 s, kernels 3.4 s`."""
+        """Such as `model 1.2 s, kernels 3.4 s`."""
         return ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.seconds.items())

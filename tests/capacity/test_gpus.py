@@ -35,7 +35,7 @@ def test_find_gpu_unknown_or_ambiguous_name_lists_the_known_ones(name: str) -> N
 
 
 def test_find_gpu_too_old_says_what_is_needed() -> None:
-    with pytest.raises(ConfigError, match=r"gpu='v100' has compute capability 7\.0, and .* need 8\.0; choose one of"):
+    with pytest.raises(ConfigError, match=r"gpu='v100' has compute capability 7\.0, but .* need 8\.0; choose one of"):
         find_gpu("v100")
 
 

@@ -110,7 +110,7 @@ def test_check_plan_llama_on_16_gib_is_refused_by_the_estimates() -> None:
     plan = plan_for(machine, model="llama-3.1-8b", enable_cpu_offload=True, **options)
     check_start(plan)
     with pytest.raises(
-        ConfigError, match=r"about 1\d\.\d+ GiB of GPU memory are needed, .*an estimated \d\.\d+ GiB; "
+        ConfigError, match=r"about 1\d\.\d+ GiB of GPU memory is needed, .*an estimated \d\.\d+ GiB; "
     ) as error:
         check_plan(plan)
     assert "the weights (14.96 GiB)" in str(error.value)

@@ -51,8 +51,8 @@ def test_haystack_same_arguments_same_prompt() -> None:
         (1000, 0.5, "", "printable ASCII"),
         (1000, 0.5, "48\n51", "printable ASCII"),
         (1000, 0.5, "clé", "printable ASCII"),
-        (1000, 0.5, "1111111", "'111111' come twice"),
-        (1000, 0.5, "the passkey", "come twice"),
+        (1000, 0.5, "1111111", "'111111' occur twice"),
+        (1000, 0.5, "the passkey", "occur twice"),
     ],
 )
 def test_haystack_bad_argument_raises(num_tokens: int, depth: float, passkey: str, message: str) -> None:

@@ -632,7 +632,10 @@ OFFLOAD = {"enable_cpu_offload": True}
             "num_kvcache_blocks applies only without CPU offload; .*use num_gpu_blocks",
         ),
         (OFFLOAD | {"num_cpu_blocks": 10**9}, r"a CPU pool of 1000000000 blocks needs .* GiB, .* lower num_cpu_blocks"),
-        (OFFLOAD | {"cpu_memory_gb": 1e6}, r"a CPU pool of \d+ blocks needs 1000000.00 GiB, .* are available; lower"),
+        (
+            OFFLOAD | {"cpu_memory_gb": 1e6},
+            r"a CPU pool of \d+ blocks needs 1000000.00 GiB, but only .* is available; lower",
+        ),
         (
             OFFLOAD | {"cpu_memory_gb": 1e-6},
             "cpu_memory_gb=1e-06 is less than one block of 128.00 KiB; raise cpu_memory_gb to 0.01",

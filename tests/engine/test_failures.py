@@ -67,7 +67,7 @@ def fail_once(owner: Any, name: str, error: BaseException, after: int = 0) -> No
 
 
 FAULTS: dict[str, Callable[[LLM, BaseException], None]] = {
-    "planning": lambda llm, error: fail_once(llm.scheduler.kv, "plan_step", error, after=1),
+    "planning": lambda llm, error: fail_once(llm.scheduler.kv, "finish_step", error, after=1),
     "a layer": lambda llm, error: fail_once(llm.runner.model.model.layers[0].mlp, "forward", error, after=1),
     "the sampler": lambda llm, error: fail_once(llm.runner.model, "compute_logits", error),
     "the commit": lambda llm, error: fail_once(llm.scheduler, "commit", error, after=1),

@@ -177,7 +177,7 @@ def serve_resumed(reference: Reference, slow: Callable[[OffloadEngine], None]) -
         first = llm.scheduler.sequences[min(requests)]
         finished = {}
         while not llm.is_finished():
-            if first.num_cached_tokens == 2 * BLOCK:
+            if first.num_computed_tokens == 2 * BLOCK:
                 llm.preempt_next()
             finished |= llm.step().finished
         for request_id, prompt in requests.items():

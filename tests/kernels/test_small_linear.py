@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from interpreter import INTERPRETED, not_interpreted, on_device, run_in_interpreter
 
-from nanovllm.layers.linear import MAX_SMALL_ROWS, gate_up, linear, use_small_linear
+from nanovllm.layers.linear import MAX_GEMV_ROWS, gate_up, linear, use_gemv
 
 pytest.importorskip("triton")
 
@@ -131,17 +131,17 @@ def test_small_linear_no_rows_is_empty(device: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_rows", [1, MAX_SMALL_ROWS, MAX_SMALL_ROWS + 1])
+@pytest.mark.parametrize("num_rows", [1, MAX_GEMV_ROWS, MAX_GEMV_ROWS + 1])
 @pytest.mark.parametrize("size", [1024, 1028])
 def test_linear_either_path_as_good_as_plain_torch(num_rows: int, size: int) -> None:
     x, weight, bias = make_case(num_rows, 512, size, torch.bfloat16, "cuda")
-    assert use_small_linear(x, weight) == (num_rows <= MAX_SMALL_ROWS and size == 1024)
+    assert use_gemv(x, weight) == (num_rows <= MAX_GEMV_ROWS and size == 1024)
     check_linear(linear(x, weight, bias), x, weight, bias)
     check_gate_up(gate_up(x, weight, bias), x, weight, bias)
 
 
 def test_linear_on_cpu_is_plain_torch() -> None:
     x, weight, bias = make_case(1, 6, 16, torch.float32, "cpu")
-    assert not use_small_linear(x, weight)
+    assert not use_gemv(x, weight)
     assert torch.equal(linear(x, weight, bias), F.linear(x, weight, bias))
     assert torch.equal(gate_up(x, weight, bias), plain_gate_up(x, weight, bias))

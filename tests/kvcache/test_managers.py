@@ -80,8 +80,12 @@ def test_generated_tokens_are_found_by_the_next_turn(kind: str) -> None:
 @pytest.mark.parametrize(
     ("kv", "max_tokens", "message"),
     [
-        (BlockManager(3, 256), 270, r"prompt of 500 tokens \+ max_tokens=270 needs 4 KV blocks .* the cache has 3; "),
-        (HybridKVCacheManager(3, 2, 256, 1), 270, r"prompt of 500 tokens .*needs 4 CPU blocks .* the pool has 3; "),
+        (
+            BlockManager(3, 256),
+            270,
+            r"prompt of 500 tokens \+ max_tokens=270 needs 4 KV blocks .* but the cache has 3; ",
+        ),
+        (HybridKVCacheManager(3, 2, 256, 1), 270, r"prompt of 500 tokens .*needs 4 CPU blocks .* but the pool has 3; "),
     ],
 )
 def test_request_that_can_never_fit_is_refused_with_the_reason(
@@ -256,7 +260,7 @@ def test_preempted_partial_block_is_copied_out_once_its_slot_is_needed_and_loade
     assert plan is not None and [step.seq_id for step in plan.sequences] == [first.seq_id]
     (block_id,) = second.block_table
     assert [flush[1:] for flush in plan.moves.flushes] == [(block_id, 0, 2)]
-    assert (second.num_cached_tokens, second.block_table) == (2, [block_id])
+    assert (second.num_computed_tokens, second.block_table) == (2, [block_id])
     plan = simulation.step()
     assert plan is not None and [load[::2] for load in plan.moves.loads] == [(block_id, 2)]
     assert [step.num_tokens for step in plan.sequences] == [1, 1]  # nothing is computed again
@@ -301,7 +305,7 @@ def test_hybrid_check_integrity_notices(fault: str) -> None:
     elif fault == "writing":
         elsewhere.being_written = True
     elif fault == "state":
-        kv.ring.read[block.ring_slot] = None
+        kv.ring.read_slots[block.ring_slot] = None
     elif fault == "owners":
         block.num_running += 1
     else:
@@ -316,51 +320,51 @@ def test_hybrid_check_integrity_notices(fault: str) -> None:
 def test_ring_gives_a_block_the_slot_of_its_number_where_that_can_be_had() -> None:
     ring, blocks = SlotRing(3), [HybridBlock(i) for i in range(9)]
     for block in blocks[1:3]:
-        slot = ring.find(block)
+        slot = ring.find_slot(block)
         assert slot == block.block_id
-        ring.put(slot, block)
-    assert ring.find(blocks[4]) == 1  # what nobody owns can be given up
+        ring.assign_slot(slot, block)
+    assert ring.find_slot(blocks[4]) == 1  # what nobody owns can be given up
     blocks[1].num_running = 1
-    ring.update(blocks[1])
-    assert ring.find(blocks[4]) == 0  # not while there is another slot
-    ring.put(0, blocks[6])
+    ring.update_state(blocks[1])
+    assert ring.find_slot(blocks[4]) == 0  # not while there is another slot
+    ring.assign_slot(0, blocks[6])
     blocks[2].num_tokens = 1
-    assert ring.find_unread(blocks[5]) == 2  # the oldest; its copy out delays whoever takes its slot
-    assert ring.find_unread(blocks[8]) == 2
-    assert ring.find(blocks[3]) == 0
+    assert ring.find_unread_slot(blocks[5]) == 2  # the oldest; its copy out delays whoever takes its slot
+    assert ring.find_unread_slot(blocks[8]) == 2
+    assert ring.find_slot(blocks[3]) == 0
     ring.check_integrity()
 
 
 def test_ring_gives_up_what_is_free_then_idle_then_read_and_never_what_is_kept() -> None:
     ring, blocks = SlotRing(4), [HybridBlock(i) for i in range(5)]
     for slot, block in enumerate(blocks[:3]):
-        ring.put(slot, block)
+        ring.assign_slot(slot, block)
     blocks[0].num_running = blocks[1].num_running = 1
     blocks[1].being_written = True
     for block in blocks[:3]:
-        ring.update(block)
+        ring.update_state(block)
     ring.check_integrity()
     given = []
-    while (slot := ring.find(blocks[4])) is not None:
+    while (slot := ring.find_slot(blocks[4])) is not None:
         given.append(slot)
         held = ring.blocks[slot]
         if held is not None:
-            ring.clear(held)
-        taken = HybridBlock(slot, kept_in_step=True)
-        ring.put(slot, taken)
+            ring.free_slot_of(held)
+        taken = HybridBlock(slot, pinned_in_step=True)
+        ring.assign_slot(slot, taken)
         ring.check_integrity()
-    assert given == [3, 2, 0] and ring.num_givable == 0
-    assert ring.find_unread(blocks[4]) is None
-    ring.clear(blocks[4])  # holds no slot: nothing to do
-    with pytest.raises(AssertionError, match="slot 0 is taken"):
-        ring.put(0, blocks[4])
+    assert given == [3, 2, 0] and ring.num_available == 0
+    assert ring.find_unread_slot(blocks[4]) is None
+    ring.free_slot_of(blocks[4])  # holds no slot: nothing to do
+    with pytest.raises(AssertionError, match="slot 0 is in use"):
+        ring.assign_slot(0, blocks[4])
 
 
 def test_block_in_a_slot_must_not_be_forgotten() -> None:
     ring, block = SlotRing(2), HybridBlock(0, num_tokens=3, num_offloaded_tokens=1)
-    ring.put(1, block)
-    with pytest.raises(AssertionError, match="forgotten while slot 1 holds it"):
+    ring.assign_slot(1, block)
+    with pytest.raises(AssertionError, match="forgotten while it is in slot 1"):
         block.forget()
-    ring.clear(block)
+    ring.free_slot_of(block)
     block.forget()
     assert (block.num_tokens, block.num_offloaded_tokens) == (0, 0)

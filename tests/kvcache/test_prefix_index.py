@@ -11,7 +11,7 @@ from content_model import Simulation, longest_prefix_left
 
 from nanovllm.core.sequence import Sequence
 from nanovllm.kvcache.policy.block_manager import BlockManager
-from nanovllm.kvcache.policy.block_pool import BlockPool, stretches
+from nanovllm.kvcache.policy.block_pool import BlockPool, contiguous_ranges
 from nanovllm.kvcache.policy.hybrid_manager import HybridKVCacheManager
 from nanovllm.kvcache.policy.prefix_index import Block, PrefixIndex, PrefixMatch
 from nanovllm.sampling_params import SamplingParams
@@ -34,7 +34,7 @@ def filled_pool(seq: Sequence, num_blocks: int = 8, block_size: int = 4, grain: 
 
 
 def hold_all(pool: BlockPool, seq: Sequence, block_size: int = 4) -> None:
-    seq.block_table += [pool.take().block_id for _ in range(-(-len(seq.token_ids) // block_size))]
+    seq.block_table += [pool.allocate().block_id for _ in range(-(-len(seq.token_ids) // block_size))]
     pool.register(seq, len(seq.token_ids))
 
 
@@ -94,7 +94,7 @@ def test_match_ends_at_a_block_that_was_handed_out_again() -> None:
     pool = filled_pool(seq, num_blocks=4)
     release_all(pool, seq)
     middle = seq.block_table[1]
-    pool.take(pool.blocks[middle])
+    pool.allocate(pool.blocks[middle])
     assert pool.match(make_sequence(tokens(13))) == PrefixMatch(tuple(seq.block_table[:1]))
 
 
@@ -106,7 +106,7 @@ def test_take_hands_out_the_least_recently_used_block_and_the_tail_of_a_prompt_b
     release_all(pool, first)
     unused = [5]
     expected = unused + second.block_table[::-1] + first.block_table[::-1]
-    assert [pool.take().block_id for _ in range(6)] == expected
+    assert [pool.allocate().block_id for _ in range(6)] == expected
 
 
 def test_released_block_is_found_until_it_is_handed_out_again() -> None:
@@ -114,16 +114,16 @@ def test_released_block_is_found_until_it_is_handed_out_again() -> None:
     pool = filled_pool(seq, num_blocks=2)
     release_all(pool, seq)
     assert pool.match(seq).full_blocks == (0,)
-    assert pool.take().block_id == 1
+    assert pool.allocate().block_id == 1
     assert pool.match(seq).full_blocks == (0,)
-    assert pool.take().block_id == 0
+    assert pool.allocate().block_id == 0
     assert pool.match(seq) == PrefixMatch()
     assert len(pool.index) == 0
 
 
 def test_retain_counts_and_only_the_last_release_frees() -> None:
     pool = BlockPool([Block(0)], 4, 4, enable_prefix_caching=True)
-    block = pool.take()
+    block = pool.allocate()
     pool.retain(block)
     pool.release(block)
     assert (block.ref_count, pool.num_free) == (1, 0)
@@ -135,9 +135,9 @@ def test_retain_counts_and_only_the_last_release_frees() -> None:
 
 def test_take_without_a_free_block_is_refused() -> None:
     pool = BlockPool([Block(0)], 4, 4, enable_prefix_caching=True)
-    pool.take()
+    pool.allocate()
     with pytest.raises(AssertionError, match="no free block"):
-        pool.take()
+        pool.allocate()
 
 
 def test_index_block_size_that_is_not_a_multiple_of_the_grain_is_refused() -> None:
@@ -174,7 +174,7 @@ def test_pool_check_integrity_notices(fault: str) -> None:
     elif fault == "holder":
         pool.index._older.popitem()
     else:  # what is remembered of the last search
-        with mock.patch.object(PrefixIndex, "_changed"):
+        with mock.patch.object(PrefixIndex, "_invalidate_search"):
             pool.index.drop(pool.blocks[other.block_table[1]])
     with pytest.raises(AssertionError):
         pool.check_integrity([seq, other])
@@ -253,14 +253,14 @@ def test_release_block_without_a_whole_grain_is_handed_out_first() -> None:
     hold_all(pool, second)
     release_all(pool, first)
     release_all(pool, second)
-    assert pool.next_free.block_id == second.block_table[0]
+    assert pool.next_free_block.block_id == second.block_table[0]
 
 
 def test_release_block_whose_grains_another_one_holds_is_handed_out_first() -> None:
     pool, first, second = two_holders(num_tokens=3, num_more_tokens=4)
     release_all(pool, first)
-    assert pool.next_free.block_id == first.block_table[0]
-    assert pool.take().block_id == first.block_table[0]
+    assert pool.next_free_block.block_id == first.block_table[0]
+    assert pool.allocate().block_id == first.block_table[0]
     assert pool.match(make_sequence(tokens(20))) == PrefixMatch((second.block_table[0],), second.block_table[1], 2)
 
 
@@ -268,18 +268,18 @@ def test_release_last_of_two_equal_blocks_keeps_one_of_them_as_the_most_recently
     pool, first, second = two_holders(num_tokens=3, num_more_tokens=0)
     release_all(pool, first)
     release_all(pool, second)
-    order = [pool.take().block_id for _ in range(8)]
+    order = [pool.allocate().block_id for _ in range(8)]
     assert (order[0], order[-1]) == (second.block_table[0], first.block_table[0])
 
 
 def test_discard_forgets_the_content_and_hands_the_block_out_next() -> None:
     seq = make_sequence(tokens(8))
     pool = filled_pool(seq)
-    with pytest.raises(AssertionError, match="discarded with 1 references"):
+    with pytest.raises(AssertionError, match="discarded while it has 1 references"):
         pool.discard(pool.blocks[seq.block_table[0]])
     release_all(pool, seq)
     pool.discard(pool.blocks[seq.block_table[1]])
-    assert pool.next_free.block_id == seq.block_table[1]
+    assert pool.next_free_block.block_id == seq.block_table[1]
     assert pool.match(make_sequence(tokens(20))).full_blocks == (seq.block_table[0],)
 
 
@@ -289,7 +289,7 @@ def pool_with_gaps() -> tuple[BlockPool, list[Sequence]]:
     sequences = [make_sequence(tokens(32, start=2000 * i), seq_id=i) for i in range(4)]
     for _ in range(4):
         for seq in sequences:
-            seq.block_table += [pool.take().block_id for _ in range(2)]
+            seq.block_table += [pool.allocate().block_id for _ in range(2)]
     for seq in sequences:
         pool.register(seq, 32)
     return pool, sequences
@@ -298,8 +298,8 @@ def pool_with_gaps() -> tuple[BlockPool, list[Sequence]]:
 def test_choose_short_chunk_gets_the_next_free_blocks() -> None:
     pool, sequences = pool_with_gaps()
     release_all(pool, sequences[0])
-    assert [block.block_id for block in pool.choose(8)] == list(range(32, 40))
-    assert [block.block_id for block in pool.choose(11)] == [17, 24, 25, *range(32, 40)]
+    assert [block.block_id for block in pool.choose_free_blocks(8)] == list(range(32, 40))
+    assert [block.block_id for block in pool.choose_free_blocks(11)] == [17, 24, 25, *range(32, 40)]
 
 
 def test_choose_long_chunk_gets_the_longest_stretches() -> None:
@@ -307,7 +307,7 @@ def test_choose_long_chunk_gets_the_longest_stretches() -> None:
     pool, sequences = pool_with_gaps()
     for seq in (*sequences[:2], sequences[3]):
         release_all(pool, seq)
-    assert [block.block_id for block in pool.choose(16)] == [0, 1, 2, 3, 8, 9, *range(30, 40)]
+    assert [block.block_id for block in pool.choose_free_blocks(16)] == [0, 1, 2, 3, 8, 9, *range(30, 40)]
     assert pool.num_free == 32  # nothing is taken yet
 
 
@@ -316,15 +316,15 @@ def test_choose_long_chunk_spares_the_quarter_used_last_unless_it_is_needed() ->
     for seq in sequences:
         release_all(pool, seq)
     newest = set(sequences[3].block_table)
-    assert newest.isdisjoint(block.block_id for block in pool.choose(32))
-    assert [block.block_id for block in pool.choose(40)] == list(range(40))
-    with pytest.raises(AssertionError, match="41 blocks of 40 free ones"):
-        pool.choose(41)
+    assert newest.isdisjoint(block.block_id for block in pool.choose_free_blocks(32))
+    assert [block.block_id for block in pool.choose_free_blocks(40)] == list(range(40))
+    with pytest.raises(AssertionError, match="41 blocks needed, 40 free"):
+        pool.choose_free_blocks(41)
 
 
 def test_stretches_are_of_consecutive_numbers() -> None:
-    assert stretches([3]) == [range(3, 4)]
-    assert stretches([1, 2, 4, 5, 6, 9]) == [range(4, 7), range(1, 3), range(9, 10)]
+    assert contiguous_ranges([3]) == [range(3, 4)]
+    assert contiguous_ranges([1, 2, 4, 5, 6, 9]) == [range(4, 7), range(1, 3), range(9, 10)]
 
 
 # -- the search that is remembered -----------------------------------------------------------------------------------

@@ -184,9 +184,9 @@ MANAGER_FAULTS = {
     "tokens registered that are not computed": mock.patch.object(PrefixIndex, "register", register_one_grain_more),
     "grain forgotten with its newest holder": mock.patch.object(PrefixIndex, "_remove_holder", remove_all_holders),
     "slot given up without a flush": mock.patch.object(HybridBlock, "is_dirty", False),
-    "slot given up that the step has placed": mock.patch.object(StepSlots, "keep", lambda slots, block: None),
+    "slot given up that the step has placed": mock.patch.object(StepSlots, "pin", lambda slots, block: None),
     "slot given up that holds the newest tokens": mock.patch.object(
-        HybridBlock, "keeps_slot", property(lambda block: block.kept_in_step)
+        HybridBlock, "is_pinned", property(lambda block: block.pinned_in_step)
     ),
     "tables kept while blocks lose their slots": mock.patch.object(
         StepSlots, "residency", property(lambda slots: 0, lambda slots, value: None), create=True

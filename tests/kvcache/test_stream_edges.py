@@ -68,7 +68,7 @@ class OffloadRunner(ContentRunner):
             self._write(layer, cells)
             if not at_once:
                 engine.stored(layer)
-            paged = [self._read_paged(layer, step.block_table, step.context_len) for step in plan.sequences]
+            paged = [self._read_paged(layer, step.block_table, step.num_paged_keys) for step in plan.sequences]
             if not at_once:
                 engine.attended()
             streamed: list[list[int]] = [[] for _ in plan.sequences]
@@ -319,7 +319,7 @@ def serve_resumed(reference: Reference, num_gpu_blocks: int, streams: SimulatedS
         first = llm.scheduler.sequences[min(requests)]
         finished = {}
         while not llm.is_finished():
-            if first.num_cached_tokens == 2 * BLOCK:
+            if first.num_computed_tokens == 2 * BLOCK:
                 llm.preempt_next()
             finished |= llm.step().finished
         for request_id, prompt in requests.items():

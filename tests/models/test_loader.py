@@ -93,7 +93,7 @@ def test_wrong_shape_raises_with_name_and_both_shapes(tmp_path: Path, size: int)
     write_tiny_model(tmp_path)
     edit_tensors(tmp_path, **{"model.norm.weight": torch.ones(65)})
     with pytest.raises(
-        CheckpointError, match=r"model\.norm\.weight in .* has shape \[65\], config\.json asks for \[64\]"
+        CheckpointError, match=r"model\.norm\.weight in .* has shape \[65\], but config\.json asks for \[64\]"
     ):
         run_ranks(size, lambda tp: load_model(tmp_path, tp))
 

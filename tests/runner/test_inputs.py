@@ -49,7 +49,7 @@ def sequence_step(
         position=context_len - num_tokens if position is None else position,
         num_prompt_tokens=num_prompt_tokens,
         block_table=table or tuple(range(-(-context_len // BLOCK_SIZE))),
-        context_len=context_len,
+        num_paged_keys=context_len,
         sampling=sampling,
         previous_row=previous_row,
     )
@@ -100,7 +100,7 @@ def test_arrays_of_random_steps_are_those_of_a_loop_over_tokens() -> None:
         token = 0
         for row, step in enumerate(plan.sequences):
             for i, token_id in enumerate(step.token_ids.tolist()):
-                key = step.context_len - step.num_tokens + i
+                key = step.num_paged_keys - step.num_tokens + i
                 expected["input_ids"].append(token_id)
                 expected["positions"].append(step.position + i)
                 expected["rope_lens"].append(max(step.num_prompt_tokens, step.position + i + 1))
@@ -108,7 +108,7 @@ def test_arrays_of_random_steps_are_those_of_a_loop_over_tokens() -> None:
                 expected["slot_mapping"].append(cell)
                 token += 1
             expected["cu_seqlens_q"].append(token)
-            expected["context_lens"].append(step.context_len)
+            expected["context_lens"].append(step.num_paged_keys)
             if step.sampling is not None:
                 expected["sampling_rows"].append(row)
                 expected["logits_rows"].append(token - 1)

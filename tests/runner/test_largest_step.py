@@ -33,7 +33,7 @@ def test_budget_and_rows_are_used_up(num_tokens: int, max_num_seqs: int, max_mod
     for plan in plans:
         assert plan.num_tokens <= num_tokens and len(plan.sequences) <= max_num_seqs
         for seq in plan.sequences:
-            assert seq.position + seq.num_tokens == seq.context_len <= max_model_len
+            assert seq.position + seq.num_tokens == seq.num_paged_keys <= max_model_len
 
 
 def test_chunk_has_history_and_every_row_filters() -> None:
@@ -62,5 +62,5 @@ def test_short_step_stays_within_the_limits(max_num_seqs: int, max_model_len: in
     plan = short_step(max_num_seqs, max_model_len, BLOCK)
     assert len(plan.sequences) <= max_num_seqs
     assert [seq.num_tokens for seq in plan.sequences] == [1, min(300, max_model_len)][-max_num_seqs:]
-    assert all(seq.context_len <= max_model_len for seq in plan.sequences)
+    assert all(seq.num_paged_keys <= max_model_len for seq in plan.sequences)
     assert not build_arrays(plan, BLOCK).block_tables.any()

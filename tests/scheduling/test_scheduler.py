@@ -66,10 +66,10 @@ def test_only_the_last_prompt_token_samples() -> None:
     simulation = all_gpu(max_num_batched_tokens=10)
     seq = simulation.add(prompt(25))
     sampled = []
-    for num_cached_tokens in (10, 20, 25):
+    for num_computed_tokens in (10, 20, 25):
         plan = simulation.step()
         assert plan is not None
-        assert seq.num_cached_tokens == num_cached_tokens
+        assert seq.num_computed_tokens == num_computed_tokens
         sampled.append(plan.sequences[0].sampling is not None)
     assert sampled == [False, False, True]
     assert seq.num_output_tokens == 1
@@ -173,7 +173,7 @@ def test_all_gpu_without_room_the_tail_is_preempted_and_recomputes(chunked_prefi
     assert shape(simulation.step()) == [(0, 1)]
     assert simulation.scheduler.num_preemptions == 1
     assert second.status is SequenceStatus.WAITING and second.num_output_tokens == 2
-    assert (second.num_cached_tokens, second.block_table) == (0, [])
+    assert (second.num_computed_tokens, second.block_table) == (0, [])
     simulation.run()
     assert first.last_token_s is not None and second.last_token_s is not None
     assert first.last_token_s < second.last_token_s
@@ -377,7 +377,7 @@ def test_refused_request_leaves_the_others_untouched(make: object) -> None:
 
 def test_token_out_of_order_is_refused() -> None:
     seq = Sequence(3, [1, 2], SamplingParams(), 0)
-    with pytest.raises(AssertionError, match="sequence 3 waits for no token"):
+    with pytest.raises(AssertionError, match="sequence 3 has no pending token"):
         seq.append_pending(5, 2)
     seq.num_pending_tokens = 1
     with pytest.raises(AssertionError, match="sequence 3 got token 3 out of order"):

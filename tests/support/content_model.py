@@ -142,11 +142,11 @@ class ContentRunner:
             raise ContentError(f"sequence {step.seq_id} runs {token_ids}, not its tokens {start}..{end - 1}")
         return {
             (step.block_table[i // self.block_size], i % self.block_size): tag
-            for i, tag in enumerate(content.tags[start:end], start=step.context_len - step.num_tokens)
+            for i, tag in enumerate(content.tags[start:end], start=step.num_paged_keys - step.num_tokens)
         }
 
     def _check_keys(self, row: int, step: SequenceStep, moves: KVMoves) -> None:
-        paged = self.gpu[list(step.block_table)].reshape(-1)[: step.context_len].tolist()
+        paged = self.gpu[list(step.block_table)].reshape(-1)[: step.num_paged_keys].tolist()
         streamed = [
             tag for group in moves.streamed for i in group.tables[row] for tag in self.cpu[group.cpu_block_ids[i]]
         ]
@@ -242,13 +242,13 @@ class Simulation:
         self.kv.num_placeable, self.kv.admit = hooked_num_placeable, hooked_admit  # type: ignore[method-assign]
 
     def _hook_pool(self) -> None:
-        take = self.pool.take
+        take = self.pool.allocate
 
         def hooked_take(block: Block | None = None) -> Block:
-            self._taken_hashes.update((block or self.pool.next_free).grain_hashes)
+            self._taken_hashes.update((block or self.pool.next_free_block).grain_hashes)
             return take(block)
 
-        self.pool.take = hooked_take  # type: ignore[method-assign]
+        self.pool.allocate = hooked_take  # type: ignore[method-assign]
 
     # -- operations ----------------------------------------------------------------------------------------------
 
@@ -327,11 +327,11 @@ class Simulation:
             needed.update(by_id[step.seq_id].block_table[: step.position // block_size])
         occupied = {copy.src_slot for copy in plan.moves.copies}
         for step in plan.sequences:  # the slots of the chunk, from the block of its first token on
-            first = (step.context_len - step.num_tokens) // block_size
+            first = (step.num_paged_keys - step.num_tokens) // block_size
             occupied.update(step.block_table[first:])
         for seq in self.scheduler.running:
-            if seq.num_cached_tokens % block_size:
-                occupied.add(self.kv.blocks[seq.block_table[seq.num_cached_tokens // block_size]].ring_slot)
+            if seq.num_computed_tokens % block_size:
+                occupied.add(self.kv.blocks[seq.block_table[seq.num_computed_tokens // block_size]].ring_slot)
         needed -= {held.block_id for held in (ring.blocks[slot] for slot in occupied) if held is not None}
         num_streamed = sum(len(group.cpu_block_ids) for group in plan.moves.streamed)
         fewest = max(0, len(needed) - (len(ring) - len(occupied)))

@@ -1,4 +1,7 @@
-"""KVCacheManager: who owns which block. Integers only; the scheduler's one interface to both kinds of cache."""
+"""KVCacheManager: the scheduler's one interface to both kinds of KV cache. Decides which sequence owns which block.
+
+Managers work on integers only.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as Seq
@@ -10,56 +13,64 @@ from nanovllm.core.step_plan import KVMoves
 
 @dataclass(frozen=True)
 class PagedKeys:
-    """The paged keys of one sequence in a step: blocks on the GPU and the tokens they hold for it."""
+    """The keys of one sequence that are in GPU blocks during a step. With offload, its other keys are streamed."""
 
     block_table: tuple[int, ...]
-    context_len: int
+    num_paged_keys: int
 
 
 class KVCacheManager(ABC):
-    """Calls come in this order, step by step: begin_step, then for each sequence (can_admit, admit,) num_placeable,
-    place; preempt and free between them; plan_step last.
+    """For each step the scheduler calls begin_step first and finish_step last.
+
+    In between it calls can_admit and admit for each waiting sequence that may start, then num_placeable and place for
+    each sequence that runs in the step. It may call preempt and free at any point between the two.
     """
 
     @abstractmethod
     def check_fits(self, seq: Sequence) -> None:
-        """Raise RequestError when the request could never run, even alone."""
+        """Raise RequestError if the request could not run even alone."""
 
-    @abstractmethod
-    def begin_step(self, running: Seq[Sequence]) -> None:
-        """A new step is planned; `running` hold what they must not lose."""
+    def begin_step(self, running: Seq[Sequence]) -> None:  # noqa: B027  # only a manager with per-step state needs it
+        """Start planning a step for the `running` sequences, and drop what a step that failed has left behind."""
 
     @abstractmethod
     def can_admit(self, seq: Sequence) -> bool:
-        """Whether a waiting sequence has room to start now."""
+        """Whether there is room for a waiting sequence to start now."""
 
     @abstractmethod
     def admit(self, seq: Sequence) -> None:
-        """Give a waiting sequence its blocks; prefix hits set num_cached_tokens (and num_hit_tokens the first time)."""
+        """Give a waiting sequence its blocks.
+
+        Prefix hits count as computed: they set num_computed_tokens and, on the first admission, num_hit_tokens.
+        """
 
     @abstractmethod
     def num_placeable(self, seq: Sequence, num_tokens: int) -> int:
-        """How many of the next `num_tokens` tokens have room in this step; 0: none."""
+        """How many of the sequence's next `num_tokens` tokens fit into this step, possibly 0."""
 
     @abstractmethod
     def place(self, seq: Sequence, num_tokens: int) -> None:
-        """This step writes the next `num_tokens` tokens of the sequence. Does not move num_cached_tokens."""
+        """Give the sequence's next `num_tokens` tokens a place in this step. Does not change num_computed_tokens."""
 
     @abstractmethod
     def preempt(self, seq: Sequence) -> None:
-        """Take a running sequence's room; what it loses is visible in num_cached_tokens."""
+        """Take away a running sequence's room. If that loses tokens, num_computed_tokens is set back accordingly."""
 
     @abstractmethod
     def free(self, seq: Sequence) -> None:
-        """The sequence ends; its full grains stay findable until their blocks are needed."""
+        """End the sequence. Prompts can still match its full grains until their blocks are allocated again."""
 
     @abstractmethod
-    def plan_step(self, placed: Seq[tuple[Sequence, int]]) -> tuple[list[PagedKeys], KVMoves]:
-        """Where each placed sequence's keys are, and what must move. Ends the step."""
+    def finish_step(self, placed: Seq[tuple[Sequence, int]]) -> tuple[list[PagedKeys], KVMoves]:
+        """Finish planning the step: return each placed sequence's paged keys, and all moves of the step.
+
+        With offload this also loads missing blocks into unread slots, counts hits and misses, and releases the blocks
+        that the step copies from.
+        """
 
     @abstractmethod
     def check_integrity(self, sequences: Seq[Sequence]) -> None:
-        """Assert that no block is lost or owned wrongly; `sequences` are all unfinished ones."""
+        """Assert that every block has the right owners. `sequences` are all unfinished ones."""
 
     @abstractmethod
     def stats(self) -> dict[str, int]:

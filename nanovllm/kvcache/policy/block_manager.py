@@ -1,4 +1,8 @@
-"""BlockManager: the all-GPU cache. A sequence holds blocks for all its tokens; when none is left, one recomputes."""
+"""BlockManager: the KV cache without offload, all on the GPU.
+
+A sequence holds blocks for all its tokens. When no block is free, the newest running sequence is preempted, loses its
+blocks, and is computed again later.
+"""
 
 from collections.abc import Sequence as Seq
 
@@ -8,10 +12,11 @@ from nanovllm.errors import RequestError
 from nanovllm.kvcache.policy.base import KVCacheManager, PagedKeys
 from nanovllm.kvcache.policy.block_pool import BlockPool
 from nanovllm.kvcache.policy.prefix_index import Block
+from nanovllm.utils.arithmetic import ceil_div
 
 _NO_MOVES = KVMoves()
-# Part of the blocks that admission leaves free, so that running sequences can grow for a while. Without it one that was
-# just admitted is soon preempted for their next blocks, and computes its prompt again.
+# Fraction of the blocks that admission leaves free, so that running sequences can grow for a while. Without it a newly
+# admitted sequence is soon preempted when the others need their next blocks, and must compute its prompt again.
 WATERMARK = 0.03
 
 
@@ -22,19 +27,16 @@ class BlockManager(KVCacheManager):
         self.num_watermark_blocks = int(WATERMARK * num_blocks)
 
     def _num_blocks(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
+        return ceil_div(num_tokens, self.block_size)
 
     def check_fits(self, seq: Sequence) -> None:
         needed, have = self._num_blocks(seq.max_kv_tokens), len(self.pool.blocks)
         if needed > have:
             raise RequestError(
                 f"prompt of {seq.num_prompt_tokens} tokens + max_tokens={seq.params.max_tokens} needs {needed} KV "
-                f"blocks of {self.block_size} tokens, the cache has {have}; shorten it, raise gpu_memory_utilization "
-                "or num_kvcache_blocks, or use enable_cpu_offload=True"
+                f"blocks of {self.block_size} tokens, but the cache has {have}; shorten it, raise "
+                "gpu_memory_utilization or num_kvcache_blocks, or use enable_cpu_offload=True"
             )
-
-    def begin_step(self, running: Seq[Sequence]) -> None:
-        pass
 
     def can_admit(self, seq: Sequence) -> bool:
         match = self.pool.match(seq)
@@ -44,42 +46,42 @@ class BlockManager(KVCacheManager):
         return needed <= self.pool.num_free - (0 if is_alone else self.num_watermark_blocks)
 
     def admit(self, seq: Sequence) -> None:
-        assert not seq.block_table, f"sequence {seq.seq_id} holds blocks already"
+        assert not seq.block_table, f"sequence {seq.seq_id} already holds blocks"
         for block_id in self.pool.match(seq).full_blocks:
             self.pool.retain(self.pool.blocks[block_id])
             seq.block_table.append(block_id)
-        seq.num_cached_tokens = seq.num_registered_tokens = len(seq.block_table) * self.block_size
+        seq.num_computed_tokens = seq.num_registered_tokens = len(seq.block_table) * self.block_size
         if seq.num_hit_tokens is None:
-            seq.num_hit_tokens = seq.num_cached_tokens
+            seq.num_hit_tokens = seq.num_computed_tokens
         self._grow(seq, seq.num_tokens)
 
     def _grow(self, seq: Sequence, num_tokens: int) -> None:
         while len(seq.block_table) < self._num_blocks(num_tokens):
-            seq.block_table.append(self.pool.take().block_id)
+            seq.block_table.append(self.pool.allocate().block_id)
 
     def num_placeable(self, seq: Sequence, num_tokens: int) -> int:
-        room = (len(seq.block_table) + self.pool.num_free) * self.block_size - seq.num_cached_tokens
+        room = (len(seq.block_table) + self.pool.num_free) * self.block_size - seq.num_computed_tokens
         return min(num_tokens, room)
 
     def place(self, seq: Sequence, num_tokens: int) -> None:
-        self._grow(seq, seq.num_cached_tokens + num_tokens)
-        self.pool.register(seq, seq.num_cached_tokens + num_tokens)
+        self._grow(seq, seq.num_computed_tokens + num_tokens)
+        self.pool.register(seq, seq.num_computed_tokens + num_tokens)
 
     def preempt(self, seq: Sequence) -> None:
         self.free(seq)
-        seq.num_cached_tokens = seq.num_registered_tokens = 0
+        seq.num_computed_tokens = seq.num_registered_tokens = 0
 
     def free(self, seq: Sequence) -> None:
-        self.pool.register(seq, seq.num_cached_tokens)
-        for block_id in reversed(seq.block_table):  # the tail of a prefix is given up before its head
+        self.pool.register(seq, seq.num_computed_tokens)
+        for block_id in reversed(seq.block_table):  # so that the tail of a prefix is evicted before its head
             self.pool.release(self.pool.blocks[block_id])
         seq.block_table.clear()
 
-    def plan_step(self, placed: Seq[tuple[Sequence, int]]) -> tuple[list[PagedKeys], KVMoves]:
+    def finish_step(self, placed: Seq[tuple[Sequence, int]]) -> tuple[list[PagedKeys], KVMoves]:
         keys = []
         for seq, num_tokens in placed:
-            context_len = seq.num_cached_tokens + num_tokens
-            keys.append(PagedKeys(tuple(seq.block_table[: self._num_blocks(context_len)]), context_len))
+            num_keys = seq.num_computed_tokens + num_tokens
+            keys.append(PagedKeys(tuple(seq.block_table[: self._num_blocks(num_keys)]), num_keys))
         return keys, _NO_MOVES
 
     def check_integrity(self, sequences: Seq[Sequence]) -> None:

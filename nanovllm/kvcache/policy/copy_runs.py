@@ -1,8 +1,8 @@
 """Runs: tokens that are contiguous both in CPU memory and on the GPU, so that one copy moves them.
 
-In one layer a block of 256 tokens is half a MiB for Qwen3-0.6B. A copy of that size does not reach the link's rate, and
-takes the host about as long to enqueue as the link to carry out. The managers therefore give neighbouring blocks
-neighbouring slots, and the offload engine joins them once per step.
+In one layer a block of 256 tokens is half a MiB for Qwen3-0.6B. A copy of that size does not reach the link's full
+rate, and enqueuing it takes the host about as long as the transfer takes the link. The managers therefore try to give
+contiguous blocks contiguous slots, and the offload engine joins their copies once per step.
 """
 
 from collections.abc import Iterable
@@ -12,8 +12,9 @@ from nanovllm.core.step_plan import SlotLoad, SlotOffload
 
 
 class Run(NamedTuple):
-    """`num_tokens` tokens of each layer. `cpu_start` counts the tokens of the CPU pool, `gpu_start` those of the slots
-    or of a staging group.
+    """`num_tokens` tokens of each layer.
+
+    `cpu_start` is a token index in the CPU pool, `gpu_start` one in the slot ring or in a staging group.
     """
 
     cpu_start: int
@@ -49,7 +50,7 @@ def offload_runs(offloads: Iterable[SlotOffload], block_size: int) -> tuple[Run,
 
 
 def staging_runs(cpu_block_ids: Iterable[int], block_size: int) -> tuple[Run, ...]:
-    """Block i of the group goes to place i of the staging group."""
+    """Block i of `cpu_block_ids` goes to place i of the staging group."""
     return join_runs(
         Run(cpu_block_id * block_size, i * block_size, block_size) for i, cpu_block_id in enumerate(cpu_block_ids)
     )

@@ -1,6 +1,6 @@
 """Histories: where the full blocks of each running sequence are, and the groups in which missing ones are streamed.
 
-Most steps neither fill a block nor move one that is full, so both are remembered until something changes.
+Most steps neither fill a block nor move a full one, so both are cached until something changes.
 """
 
 from collections.abc import Iterable
@@ -16,12 +16,14 @@ from nanovllm.kvcache.policy.step_slots import StepSlots
 
 @dataclass(frozen=True, eq=False, slots=True)
 class History:
-    """Where the full blocks of a sequence are. Another object whenever anything of it changes."""
+    """Where the full blocks of a sequence are. Never modified: when anything changes, a new object replaces it."""
 
     residency: int  # StepSlots.residency when it was made
     num_blocks: int
-    ring_slots: tuple[int, ...]  # of those that have one; ascending, as prefill kernels read neighbours in one piece
-    missing: tuple[HybridBlock, ...]  # the others
+    ring_slots: tuple[
+        int, ...
+    ]  # of the resident blocks; ascending, because prefill kernels read contiguous slots at once
+    missing: tuple[HybridBlock, ...]  # the blocks without a slot
 
 
 class Histories:
@@ -29,13 +31,13 @@ class Histories:
         self._blocks, self._slots = blocks, slots
         self._block_size, self._group_blocks = block_size, group_blocks
         self._known: dict[int, History] = {}  # by seq_id
-        self._last_rows: list[History] = []  # for which groups were asked last, and these
+        self._last_rows: list[History] = []  # arguments and result of the last streamed_groups call
         self._last_groups: tuple[StreamedGroup, ...] = ()
 
     def find(self, seq: Sequence) -> History:
-        """The blocks before the one that holds the sequence's first new token: all full."""
+        """Where the sequence's blocks are that precede the one with its first new token. All of them are full."""
         known = self._known.get(seq.seq_id)
-        num_blocks, residency = seq.num_cached_tokens // self._block_size, self._slots.residency
+        num_blocks, residency = seq.num_computed_tokens // self._block_size, self._slots.residency
         if known is None or known.residency != residency:
             known = History(residency, 0, (), ())
         elif known.num_blocks == num_blocks:
@@ -48,16 +50,16 @@ class Histories:
         return history
 
     def forget(self, seq: Sequence) -> None:
-        """The sequence runs no longer."""
+        """Drop what is cached for a sequence that no longer runs."""
         self._known.pop(seq.seq_id, None)
 
-    def groups(self, rows: list[History]) -> tuple[StreamedGroup, ...]:
-        """What a step of these sequences streams, in the order of CPU memory: neighbours are copied together."""
+    def streamed_groups(self, rows: list[History]) -> tuple[StreamedGroup, ...]:
+        """What a step of these sequences streams, in CPU memory order, so that contiguous blocks share a copy."""
         if self._last_rows == rows:
             return self._last_groups
         size = self._group_blocks
         streamed = sorted({block.block_id for history in rows for block in history.missing})
-        place = {block_id: divmod(i, size) for i, block_id in enumerate(streamed)}  # group, and place in it
+        place = {block_id: divmod(i, size) for i, block_id in enumerate(streamed)}  # (group, index in it)
         starts = range(0, len(streamed), size)
         tables: list[list[tuple[int, ...]]] = [[()] * len(rows) for _ in starts]
         for row, history in enumerate(rows):
@@ -74,7 +76,7 @@ class Histories:
         for seq in running:
             history = self._known.get(seq.seq_id)
             if history is None or history.residency != self._slots.residency:
-                continue  # not used again
+                continue  # out of date; find() would replace it
             blocks = [self._blocks[block_id] for block_id in seq.block_table[: history.num_blocks]]
             ring_slots = tuple(sorted(block.ring_slot for block in blocks if block.ring_slot >= 0))
             missing = tuple(block for block in blocks if block.ring_slot < 0)

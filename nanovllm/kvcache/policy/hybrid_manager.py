@@ -1,16 +1,16 @@
-"""HybridKVCacheManager: all KV in CPU blocks, copies of some of them in GPU slots.
+"""HybridKVCacheManager: the KV cache with offload. All KV is in CPU blocks; some blocks have a copy in a GPU slot.
 
 What always holds:
-- A block's tokens are in CPU memory, or in its slot, or both (HybridBlock says how many are where). A full block is
-  copied out in the step that fills it, so giving up its slot later is free; a partial one is copied out once, when
-  its slot is needed for something else.
-- Every running sequence keeps the slot of its newest, partial block. All other slots hold copies that any plan may
-  give up; what a scheduled sequence then misses is streamed in that step.
-- The missing set is the smallest there can be: a slot is never idle, nor kept for a block nobody reads, while a
-  scheduled sequence misses a block.
-- Planning a step takes time by what changes and by the number of placed sequences, not by that of slots or blocks.
-- A running sequence's CPU blocks are reserved to its last token when it is admitted, so memory never runs out halfway
-  and a preempted sequence keeps all it has computed.
+- A block's tokens are in CPU memory, or in its slot, or both (HybridBlock counts them). A full block is copied out in
+  the step that fills it, so evicting it later costs nothing. A partial one is copied out only when it is evicted.
+- Every running sequence keeps the slot of its newest, partial block. A step may evict any other block; the blocks that
+  a scheduled sequence then misses are streamed in that step.
+- As few blocks as possible are missing: while a scheduled sequence misses a block, every slot that is not pinned holds
+  a block that a scheduled sequence reads.
+- The time to plan a step depends on the changes and on the number of placed sequences, and not on the number of slots
+  or blocks.
+- When a sequence is admitted, CPU blocks are reserved for all its tokens up to the last possible one. So memory never
+  runs out halfway, and a preempted sequence keeps all it has computed.
 """
 
 from collections import Counter
@@ -26,6 +26,7 @@ from nanovllm.kvcache.policy.histories import Histories, History
 from nanovllm.kvcache.policy.prefix_index import PrefixMatch
 from nanovllm.kvcache.policy.slot_ring import HybridBlock, SlotRing
 from nanovllm.kvcache.policy.step_slots import StepSlots
+from nanovllm.utils.arithmetic import ceil_div
 
 
 class HybridKVCacheManager(KVCacheManager):
@@ -38,7 +39,7 @@ class HybridKVCacheManager(KVCacheManager):
         enable_prefix_caching: bool = True,
     ) -> None:
         self.block_size = block_size
-        self.group_blocks = group_blocks  # streamed blocks attended in one call
+        self.group_blocks = group_blocks  # streamed blocks that are attended in one call
         blocks = [HybridBlock(i) for i in range(num_cpu_blocks)]
         self.pool = BlockPool(list(blocks), block_size, BLOCK_SIZE_STEP, enable_prefix_caching)
         self.blocks = blocks
@@ -49,22 +50,24 @@ class HybridKVCacheManager(KVCacheManager):
         self.num_hit_blocks = 0
         self.num_missed_blocks = 0
         self._num_running = 0
-        self._owed_ids: set[int] = set()  # running sequences that hold no slot and will need one
+        self._slotless_ids: set[int] = set()  # running sequences that need a slot for their next token and hold none
         self._copy_sources: list[HybridBlock] = []
-        self._partial: dict[int, tuple[HybridBlock, int]] = {}  # seq_id -> source of its first block's first tokens
+        self._prefix_sources: dict[
+            int, tuple[HybridBlock, int]
+        ] = {}  # seq_id -> block with the matched tokens of its first new block, their number
 
     def _num_blocks(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
+        return ceil_div(num_tokens, self.block_size)
 
     # -- which block is where ------------------------------------------------------------------------------------
 
     def get_all_cpu_blocks(self, seq: Sequence) -> list[int]:
-        """CPU block ids of the sequence, in order of position."""
+        """CPU block ids of the sequence, in order of position. Not used by the engine; public, for tests and tools."""
         return list(seq.block_table)
 
     def get_prefilled_cpu_blocks(self, seq: Sequence) -> list[int]:
-        """CPU block ids of the sequence whose tokens are all computed."""
-        return seq.block_table[: seq.num_cached_tokens // self.block_size]
+        """CPU block ids of its fully computed blocks. Not used by the engine; public, for tests and tools."""
+        return seq.block_table[: seq.num_computed_tokens // self.block_size]
 
     # -- admission -----------------------------------------------------------------------------------------------
 
@@ -73,50 +76,50 @@ class HybridKVCacheManager(KVCacheManager):
         if needed > have:
             raise RequestError(
                 f"prompt of {seq.num_prompt_tokens} tokens + max_tokens={seq.params.max_tokens} needs {needed} CPU "
-                f"blocks of {self.block_size} tokens, the pool has {have}; shorten it, or raise num_cpu_blocks or "
+                f"blocks of {self.block_size} tokens, but the pool has {have}; shorten it, or raise num_cpu_blocks or "
                 "cpu_memory_gb"
             )
 
     def begin_step(self, running: Seq[Sequence]) -> None:
         self.slots.begin_step()
-        self._owed_ids = {seq.seq_id for seq in running if seq.num_cached_tokens % self.block_size == 0}
+        self._slotless_ids = {seq.seq_id for seq in running if seq.num_computed_tokens % self.block_size == 0}
 
-    def _affordable_match(self, seq: Sequence) -> PrefixMatch | None:
-        """The prefix to start from, or None when the pool has no room for the rest of the sequence."""
+    def _find_affordable_match(self, seq: Sequence) -> PrefixMatch | None:
+        """The prefix to start from, or None if the pool has no room for the rest of the sequence."""
         match = self.pool.match(seq)
         idle_hits = sum(self.blocks[i].ref_count == 0 for i in match.full_blocks)
         needed = self._num_blocks(seq.max_kv_tokens) - len(match.full_blocks) + idle_hits
-        spare = self.pool.num_free - self.num_reserved_blocks - needed
-        if match.partial_block is not None and self.blocks[match.partial_block].ref_count == 0 and spare == 0:
-            match = PrefixMatch(match.full_blocks)  # the source would be the very block the sequence needs
-        return match if spare >= 0 else None
+        num_left = self.pool.num_free - self.num_reserved_blocks - needed
+        if match.partial_block is not None and self.blocks[match.partial_block].ref_count == 0 and num_left == 0:
+            match = PrefixMatch(match.full_blocks)  # the sequence needs every free block, even the matching one
+        return match if num_left >= 0 else None
 
     def can_admit(self, seq: Sequence) -> bool:
-        if self._num_spare_slots(seq) < 1:
+        if self._num_available_slots(seq) < 1:
             return False
-        return bool(seq.block_table) or self._affordable_match(seq) is not None
+        return bool(seq.block_table) or self._find_affordable_match(seq) is not None
 
     def admit(self, seq: Sequence) -> None:
-        if not seq.block_table:  # else it was preempted, and kept its blocks
+        if not seq.block_table:  # a preempted sequence has kept its blocks
             self._admit_new(seq)
         self._num_running += 1
         for block_id in seq.block_table:
-            self.slots.begin_running(self.blocks[block_id])
+            self.slots.add_running_owner(self.blocks[block_id])
 
     def _admit_new(self, seq: Sequence) -> None:
-        match = self._affordable_match(seq)
-        assert match is not None, f"sequence {seq.seq_id} admitted without room"
+        match = self._find_affordable_match(seq)
+        assert match is not None, f"sequence {seq.seq_id} is admitted, but the pool has no room for it"
         for block_id in match.full_blocks:
             self.pool.retain(self.blocks[block_id])
             seq.block_table.append(block_id)
         seq.num_registered_tokens = len(seq.block_table) * self.block_size
-        seq.num_cached_tokens = seq.num_registered_tokens + match.num_partial_tokens
-        seq.num_hit_tokens = seq.num_cached_tokens
+        seq.num_computed_tokens = seq.num_registered_tokens + match.num_partial_tokens
+        seq.num_hit_tokens = seq.num_computed_tokens
         if match.partial_block is not None:
             source = self.blocks[match.partial_block]
-            self.pool.retain(source)  # until the plan is made
+            self.pool.retain(source)  # until finish_step
             self._copy_sources.append(source)
-            self._partial[seq.seq_id] = source, match.num_partial_tokens
+            self._prefix_sources[seq.seq_id] = source, match.num_partial_tokens
         seq.num_reserved_blocks = self._num_blocks(seq.max_kv_tokens) - len(seq.block_table)
         self.num_reserved_blocks += seq.num_reserved_blocks
 
@@ -126,64 +129,65 @@ class HybridKVCacheManager(KVCacheManager):
             return
         self.num_reserved_blocks -= count
         seq.num_reserved_blocks -= count
-        for chosen in self.pool.choose(count):
+        for chosen in self.pool.choose_free_blocks(count):
             block = self.blocks[chosen.block_id]
-            self.ring.clear(block)
-            self.pool.take(block)
-            self.slots.begin_running(block)
+            self.ring.free_slot_of(block)
+            self.pool.allocate(block)
+            self.slots.add_running_owner(block)
             seq.block_table.append(block.block_id)
 
     # -- slots ---------------------------------------------------------------------------------------------------
 
-    def _num_spare_slots(self, seq: Sequence) -> int:
-        """Slots `seq` may take: those to be had, less one for each other running sequence that needs one."""
-        return self.ring.num_givable - len(self._owed_ids) + (seq.seq_id in self._owed_ids)
+    def _num_available_slots(self, seq: Sequence) -> int:
+        """Slots that `seq` may use: all available ones, minus one for each other running sequence that needs one."""
+        return self.ring.num_available - len(self._slotless_ids) + (seq.seq_id in self._slotless_ids)
 
     def num_placeable(self, seq: Sequence, num_tokens: int) -> int:
-        """Tokens whose blocks have a slot or can get one."""
-        room = self._num_spare_slots(seq)
-        block_idx = seq.num_cached_tokens // self.block_size
+        """How many of the next tokens are in blocks that have a slot or can get one."""
+        num_blocks = self._num_available_slots(seq)
+        block_idx = seq.num_computed_tokens // self.block_size
         if block_idx < len(seq.block_table):
             held = self.blocks[seq.block_table[block_idx]]
-            room += held.ring_slot >= 0 and held.keeps_slot
-        return min(num_tokens, max(0, (block_idx + room) * self.block_size - seq.num_cached_tokens))
+            # A pinned slot is not among the available ones, but this block can go on using it.
+            num_blocks += held.ring_slot >= 0 and held.is_pinned
+        return min(num_tokens, max(0, (block_idx + num_blocks) * self.block_size - seq.num_computed_tokens))
 
     def place(self, seq: Sequence, num_tokens: int) -> None:
-        start, end = seq.num_cached_tokens, seq.num_cached_tokens + num_tokens
+        start, end = seq.num_computed_tokens, seq.num_computed_tokens + num_tokens
         self._grow(seq, end)
-        self._owed_ids.discard(seq.seq_id)
+        self._slotless_ids.discard(seq.seq_id)
         first, last = start // self.block_size, self._num_blocks(end)
         chunk = [self.blocks[block_id] for block_id in seq.block_table[first:last]]
-        for block in chunk:  # those in place keep their slots before others look for one
-            self.slots.keep(block)
+        for block in chunk:  # pin them all first, so that giving one a slot does not evict another
+            self.slots.pin(block)
         for block in chunk:
             if block.ring_slot < 0:
-                self.slots.take(block)
-        source, num_matched = self._partial.pop(seq.seq_id, (None, 0))
-        if source is not None:  # the matched tokens of another sequence's block, into this one's first new block
-            self.slots.copy(source, chunk[0], num_matched)
+                self.slots.allocate_slot(block)
+        source, num_matched = self._prefix_sources.pop(seq.seq_id, (None, 0))
+        if source is not None:  # the prefix match ended inside this block
+            self.slots.copy_prefix(source, chunk[0], num_matched)
         for i, block in enumerate(chunk):
-            self.slots.write(block, end - (first + i) * self.block_size)
+            self.slots.write_tokens(block, end - (first + i) * self.block_size)
         self.pool.register(seq, end)
 
     def preempt(self, seq: Sequence) -> None:
-        self._owed_ids.discard(seq.seq_id)
+        self._slotless_ids.discard(seq.seq_id)
         self._end_running(seq)
 
     def _end_running(self, seq: Sequence) -> None:
         self._stop_writing(seq)
         self._num_running -= 1
         self.histories.forget(seq)
-        for block_id in reversed(seq.block_table):  # the slots of the tail are given up before those of the head
-            self.slots.end_running(self.blocks[block_id])
+        for block_id in reversed(seq.block_table):  # so that the tail of a sequence is evicted before its head
+            self.slots.remove_running_owner(self.blocks[block_id])
 
     def _stop_writing(self, seq: Sequence) -> None:
-        block_idx = seq.num_cached_tokens // self.block_size
+        block_idx = seq.num_computed_tokens // self.block_size
         if block_idx < len(seq.block_table):
             self.slots.stop_writing(self.blocks[seq.block_table[block_idx]])
 
     def free(self, seq: Sequence) -> None:
-        self.pool.register(seq, seq.num_cached_tokens)
+        self.pool.register(seq, seq.num_computed_tokens)
         if seq.status is SequenceStatus.RUNNING:
             self._end_running(seq)
         for block_id in reversed(seq.block_table):
@@ -192,37 +196,37 @@ class HybridKVCacheManager(KVCacheManager):
         self.num_reserved_blocks -= seq.num_reserved_blocks
         seq.num_reserved_blocks = 0
 
-    # -- the plan ------------------------------------------------------------------------------------------------
+    # -- finishing -----------------------------------------------------------------------------------------------
 
-    def plan_step(self, placed: Seq[tuple[Sequence, int]]) -> tuple[list[PagedKeys], KVMoves]:
+    def finish_step(self, placed: Seq[tuple[Sequence, int]]) -> tuple[list[PagedKeys], KVMoves]:
         histories = [self.histories.find(seq) for seq, _ in placed]
         missing = {block.block_id: block for history in histories for block in history.missing}
         self.num_hit_blocks += sum(len(history.ring_slots) for history in histories)
         self.num_missed_blocks += len(missing)
         if missing:
-            in_order = [missing[block_id] for block_id in sorted(missing)]  # so that neighbours move together
-            if self.slots.fill_unread(in_order, self._unread_slots(placed)):
+            in_order = [missing[block_id] for block_id in sorted(missing)]  # so that contiguous blocks share a copy
+            if self.slots.load_missing(in_order, self._unread_slots(placed)):
                 histories = [self.histories.find(seq) for seq, _ in placed]
         keys = [self._paged_keys(seq, history, n) for (seq, n), history in zip(placed, histories, strict=True)]
-        moves = self.slots.moves(self.histories.groups(histories) if missing else ())
+        moves = self.slots.moves(self.histories.streamed_groups(histories) if missing else ())
         for source in self._copy_sources:
             self.pool.release(source)
         self._copy_sources.clear()
         return keys, moves
 
     def _unread_slots(self, placed: Seq[tuple[Sequence, int]]) -> list[int]:
-        """Slots with blocks of running sequences, none of which is scheduled."""
+        """Slots of blocks that running sequences own and no placed sequence reads."""
         if len(placed) == self._num_running:
             return []
         read = {block_id for seq, _ in placed for block_id in seq.block_table}
-        held = ((ring_slot, self.ring.blocks[ring_slot]) for ring_slot in self.ring.read)
+        held = ((ring_slot, self.ring.blocks[ring_slot]) for ring_slot in self.ring.read_slots)
         return [ring_slot for ring_slot, block in held if block is not None and block.block_id not in read]
 
     def _paged_keys(self, seq: Sequence, history: History, num_tokens: int) -> PagedKeys:
-        first, end = history.num_blocks, seq.num_cached_tokens + num_tokens
-        context_len = len(history.ring_slots) * self.block_size + end - first * self.block_size
+        first, end = history.num_blocks, seq.num_computed_tokens + num_tokens
+        num_paged_keys = len(history.ring_slots) * self.block_size + end - first * self.block_size
         chunk = [self.blocks[i].ring_slot for i in seq.block_table[first : self._num_blocks(end)]]
-        return PagedKeys((*history.ring_slots, *chunk), context_len)
+        return PagedKeys((*history.ring_slots, *chunk), num_paged_keys)
 
     def check_integrity(self, sequences: Seq[Sequence]) -> None:
         self.pool.check_integrity(list(sequences))
@@ -231,16 +235,22 @@ class HybridKVCacheManager(KVCacheManager):
         self.ring.check_integrity()
         running = [seq for seq in sequences if seq.status is SequenceStatus.RUNNING]
         owners = Counter(block_id for seq in running for block_id in seq.block_table)
-        assert self._num_running == len(running), f"{self._num_running} sequences counted, {len(running)} run"
+        assert self._num_running == len(running), (
+            f"{self._num_running} running sequences counted, there are {len(running)}"
+        )
         self.histories.check_integrity(running)
         for block in self.blocks:
             num_running = owners[block.block_id]
-            assert block.num_running == num_running, f"block {block.block_id} is miscounted: {num_running} own it"
+            assert block.num_running == num_running, (
+                f"block {block.block_id} has {num_running} running owners, counts {block.num_running}"
+            )
             slot = block.ring_slot
-            assert slot < 0 or self.ring.blocks[slot] is block, f"block {block.block_id} believes in slot {slot}"
-            assert block.num_offloaded_tokens <= block.num_tokens, f"block {block.block_id} counts are reversed"
+            assert slot < 0 or self.ring.blocks[slot] is block, f"slot {slot} does not hold block {block.block_id}"
+            assert block.num_offloaded_tokens <= block.num_tokens, (
+                f"block {block.block_id} has more tokens offloaded than it holds"
+            )
             assert slot >= 0 or not block.is_dirty, f"block {block.block_id} lost tokens with its slot"
-            assert not block.being_written or slot >= 0, f"block {block.block_id} is written without a slot"
+            assert not block.being_written or slot >= 0, f"block {block.block_id} is being written without a slot"
 
     def stats(self) -> dict[str, int]:
         return {

@@ -1,8 +1,8 @@
-"""StepSlots: which block has which slot in the step being planned, and the moves that this takes.
+"""StepSlots: which block has which slot in the step being planned, and the moves that this requires.
 
 What always holds:
-- A block that is being written keeps its slot, and so does one that the step uses (`keep`); any other slot can be
-  given up, after what CPU memory lacks of its content is copied out.
+- A block that is being written, or that the step uses (`pin`), keeps its slot. Any other block can be evicted, once
+  its dirty tokens have been copied out to CPU memory.
 - `residency` changes whenever a block that a running sequence has already filled gets or loses a slot.
 """
 
@@ -19,7 +19,7 @@ class StepSlots:
         self.pool = pool
         self.block_size = block_size
         self.residency = 0
-        self._kept: list[HybridBlock] = []  # by this step
+        self._pinned: list[HybridBlock] = []  # in this step
         self._begin_moves()
 
     def _begin_moves(self) -> None:
@@ -30,15 +30,15 @@ class StepSlots:
         self._taken_slots: list[int] = []
 
     def begin_step(self) -> None:
-        for block in self._kept:
-            block.kept_in_step = False
+        for block in self._pinned:
+            block.pinned_in_step = False
             if not block.being_written:
-                self.ring.update(block)
-        self._kept.clear()
+                self.ring.update_state(block)
+        self._pinned.clear()
         self._begin_moves()
 
     def moves(self, groups: tuple[StreamedGroup, ...]) -> KVMoves:
-        """All moves of the step, of which `groups` are streamed."""
+        """All moves of the step. `groups` are the streamed groups."""
         return KVMoves(
             tuple(self._flushes),
             tuple(self._loads),
@@ -48,54 +48,56 @@ class StepSlots:
             tuple(self._taken_slots),
         )
 
-    # -- who keeps a slot ----------------------------------------------------------------------------------------
+    # -- pins and owners -----------------------------------------------------------------------------------------
 
-    def keep(self, block: HybridBlock) -> None:
-        """The step uses the block: its slot, if it has or gets one, is not given up."""
-        if block.kept_in_step:
+    def pin(self, block: HybridBlock) -> None:
+        """Keep the block in its slot, now or once it gets one, until the next step is planned."""
+        if block.pinned_in_step:
             return
-        block.kept_in_step = True
-        self._kept.append(block)
+        block.pinned_in_step = True
+        self._pinned.append(block)
         if not block.being_written:
-            self.ring.update(block)
+            self.ring.update_state(block)
 
-    def begin_running(self, block: HybridBlock) -> None:
+    def add_running_owner(self, block: HybridBlock) -> None:
         """One more running sequence owns the block."""
         block.num_running += 1
         if block.num_running == 1:
-            self.ring.update(block)
+            self.ring.update_state(block)
 
-    def end_running(self, block: HybridBlock) -> None:
-        """One running sequence less owns the block."""
+    def remove_running_owner(self, block: HybridBlock) -> None:
+        """One running sequence fewer owns the block."""
         block.num_running -= 1
-        assert block.num_running >= 0, f"block {block.block_id} is given back by more sequences than run"
+        assert block.num_running >= 0, f"block {block.block_id} lost more running owners than it had"
         if block.num_running == 0:
-            self.ring.update(block)
+            self.ring.update_state(block)
 
     # -- moves ---------------------------------------------------------------------------------------------------
 
-    def take(self, block: HybridBlock) -> None:
-        """Give a slot to `block`, which is kept. What CPU memory has of the block is loaded."""
-        ring_slot = self.ring.find(block)
-        assert ring_slot is not None, "no slot to give up; the caller did not ask first"
-        self._replace(ring_slot, block)
+    def allocate_slot(self, block: HybridBlock) -> None:
+        """Give a slot to `block`, which is pinned, and load the tokens that CPU memory has of it."""
+        ring_slot = self.ring.find_slot(block)
+        assert ring_slot is not None, f"no slot for block {block.block_id}; the caller must check num_available first"
+        self._reassign_slot(ring_slot, block)
         self._taken_slots.append(ring_slot)
         if block.num_tokens:
             self._loads.append(SlotLoad(block.block_id, ring_slot, block.num_tokens))
 
-    def _replace(self, ring_slot: int, block: HybridBlock) -> None:
+    def _reassign_slot(self, ring_slot: int, block: HybridBlock) -> None:
+        """Evict what is in the slot and put `block` there."""
         held = self.ring.blocks[ring_slot]
         if held is not None:
-            self._empty(ring_slot, held)
-        self.ring.put(ring_slot, block)
+            self._evict(ring_slot, held)
+        self.ring.assign_slot(ring_slot, block)
 
-    def _empty(self, ring_slot: int, block: HybridBlock) -> None:
-        """Give up a slot's content; what CPU memory lacks of it is copied out first, if it is worth keeping.
+    def _evict(self, ring_slot: int, block: HybridBlock) -> None:
+        """Evict the block from its slot. Its dirty tokens are copied out first, unless nothing can ever need them.
 
-        It is not when no sequence owns the block and no prompt can match it, or another block holds the same grains.
-        Short requests that begin alike leave many such blocks, and each copy would delay the next owner of the slot.
+        That is so if no sequence owns the block and it is redundant: no prompt can match it, or another block holds
+        the same grains. Short requests with a common prefix leave many such blocks, and each copy would delay the next
+        owner of the slot.
         """
-        self.ring.clear(block)
+        self.ring.free_slot_of(block)
         self.residency += block.num_running > 0
         if not block.is_dirty:
             return
@@ -106,33 +108,34 @@ class StepSlots:
         self._flushes.append(SlotOffload(ring_slot, block.block_id, start, end))
         block.num_offloaded_tokens = end
 
-    def fill_unread(self, missing: list[HybridBlock], unread_slots: Iterable[int]) -> bool:
-        """Load missing blocks, to stay, into slots whose content no scheduled sequence reads; whether there were any.
+    def load_missing(self, missing: list[HybridBlock], unread_slots: Iterable[int]) -> bool:
+        """Load missing blocks into slots that no scheduled sequence reads, as far as there are such slots.
 
-        unread_slots: those with blocks of running sequences that are not scheduled.
+        They stay resident after the step. `unread_slots`: slots with blocks of running sequences that are not
+        scheduled. Returns whether any block was loaded.
         """
         slots = iter(unread_slots)
         for i, block in enumerate(missing):
-            ring_slot = self.ring.find_unread(block)
+            ring_slot = self.ring.find_unread_slot(block)
             if ring_slot is None:
                 ring_slot = next(slots, None)
             if ring_slot is None:
                 return i > 0
-            self._replace(ring_slot, block)
+            self._reassign_slot(ring_slot, block)
             self.residency += 1
             self._loads.append(SlotLoad(block.block_id, ring_slot, self.block_size))
         return bool(missing)
 
-    def copy(self, source: HybridBlock, block: HybridBlock, num_tokens: int) -> None:
-        """The first tokens of `source` into the slot of `block`, from wherever they are."""
+    def copy_prefix(self, source: HybridBlock, block: HybridBlock, num_tokens: int) -> None:
+        """Copy the first tokens of `source`, from its slot or from CPU memory, into the slot of `block`."""
         if source.ring_slot >= 0:
-            self.keep(source)
+            self.pin(source)
             self._copies.append(SlotCopy(source.ring_slot, block.ring_slot, num_tokens))
         else:
             self._loads.append(SlotLoad(source.block_id, block.ring_slot, num_tokens))
 
-    def write(self, block: HybridBlock, num_tokens: int) -> None:
-        """The block holds `num_tokens` tokens after this step; a full one is copied out."""
+    def write_tokens(self, block: HybridBlock, num_tokens: int) -> None:
+        """Record that the block will hold min(num_tokens, block_size) tokens, and copy it out if that fills it."""
         block.num_tokens = min(num_tokens, self.block_size)
         block.being_written = block.num_tokens < self.block_size
         if not block.being_written:
@@ -142,4 +145,4 @@ class StepSlots:
 
     def stop_writing(self, block: HybridBlock) -> None:
         block.being_written = False
-        self.ring.update(block)
+        self.ring.update_state(block)
