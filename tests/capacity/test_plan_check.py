@@ -67,8 +67,14 @@ def with_changes(plan: CapacityPlan, options: dict[str, Any]) -> CapacityPlan:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (OFFLOAD | {"num_cpu_blocks": 1000}, r"1000 blocks needs 437.50 GiB, 100.00 GiB .*; lower num_cpu_blocks to"),
-        (OFFLOAD | {"cpu_memory_gb": 200}, r"457 blocks needs 199.94 GiB, 100.00 GiB .*; lower cpu_memory_gb to"),
+        (
+            OFFLOAD | {"num_cpu_blocks": 1000},
+            r"1000 blocks needs 437.50 GiB, but only 100.00 GiB .*; lower num_cpu_blocks to",
+        ),
+        (
+            OFFLOAD | {"cpu_memory_gb": 200},
+            r"457 blocks needs 199.94 GiB, but only 100.00 GiB .*; lower cpu_memory_gb to",
+        ),
         (OFFLOAD | {"cpu_memory_gb": 0.1}, "cpu_memory_gb=0.1 is less than one block of 448.00 MiB; .*raise cpu_mem"),
         (OFFLOAD | {"num_gpu_blocks": 300}, r"num_gpu_blocks=300 \(131.25 GiB\).*; lower num_gpu_blocks to 160"),
         (
