@@ -84,7 +84,7 @@ def decode_plan(streamed: tuple[StreamedGroup, ...]) -> StepPlan:
             position=9,
             num_prompt_tokens=9,
             block_table=(row,),
-            context_len=10,
+            num_paged_keys=10,
             sampling=GREEDY,
         )
         for row in range(3)
