@@ -49,7 +49,9 @@ class Engine:
         self._num_steps = 0
         self._block_bytes = report.kv_spec.block_bytes
         self._link_byte_per_s = report.link_byte_per_s
-        self._link_meter = LinkMeter(report.kv_spec.block_bytes, report.kv_spec.block_size)
+        self._link_meter: LinkMeter | None = None  # None: no blocks cross the link
+        if setup.config.enable_cpu_offload:
+            self._link_meter = LinkMeter(report.kv_spec.block_bytes, report.kv_spec.block_size)
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -155,7 +157,8 @@ class Engine:
         """Hand the tokens of a step to the scheduler, then what they bring to the callers that wait for it."""
         self.executor.wait_for(launched)
         token_ids = launched.token_ids()
-        self._link_meter.step_ended(plan)
+        if self._link_meter is not None:
+            self._link_meter.step_ended(plan)
         updated = self.scheduler.commit(plan, token_ids)
         for seq in updated:
             self._read(seq)
@@ -163,7 +166,7 @@ class Engine:
             self._count_tokens(plan)
             for seq in updated:
                 self._deliver(seq)
-        if not self.scheduler.has_unfinished:
+        if self._link_meter is not None and not self.scheduler.has_unfinished:
             self._link_meter.pause()
 
     def _read(self, seq: Sequence) -> None:
@@ -206,7 +209,7 @@ class Engine:
             "block_bytes": self._block_bytes,
         }
         stats |= self.scheduler.kv.stats() | dict(self.executor.stats())
-        if self.setup.config.enable_cpu_offload:
+        if self._link_meter is not None:
             stats |= self._link_meter.stats(self._link_byte_per_s)
         return stats
 

@@ -16,12 +16,14 @@ from nanovllm.engine.engine import Engine
 from nanovllm.engine.setup import EngineSetup
 from nanovllm.errors import ConfigError
 from nanovllm.executor.base import Executor
+from nanovllm.executor.local import LocalExecutor
 from nanovllm.executor.processes import ProcessExecutor
 from nanovllm.kvcache.policy.base import KVCacheManager
 from nanovllm.kvcache.policy.block_manager import BlockManager
 from nanovllm.kvcache.policy.hybrid_manager import HybridKVCacheManager
 from nanovllm.runner.model_runner import make_runner
 from nanovllm.scheduling.scheduler import Scheduler
+from nanovllm.utils.arithmetic import ceil_div
 from nanovllm.utils.interrupt import deferred_interrupt
 from nanovllm.utils.memory import format_bytes
 
@@ -50,6 +52,8 @@ def _make_executor(setup: EngineSetup) -> Executor:
     if config.load_format != "dummy":
         fetch_weights(config.model, setup.directory)
     factory = partial(make_runner, config, setup.model_config, setup.directory, setup.device)
+    if config.tensor_parallel_size == 1:
+        return LocalExecutor(factory)
     return ProcessExecutor(factory, config.tensor_parallel_size, setup.device.type)
 
 
@@ -80,7 +84,7 @@ def _kv_cache_sizes(setup: EngineSetup, executor: Executor) -> KVCacheSizes:
     given = max(getattr(config, name) or 0, 0)
     if given and setup.device.type == "cpu":
         return KVCacheSizes(given, num_cpu_blocks)
-    useful = config.max_num_seqs * -(-setup.max_model_len // config.block_size)
+    useful = config.max_num_seqs * ceil_div(setup.max_model_len, config.block_size)
     if config.enable_cpu_offload:
         useful = max(2, min(useful, num_cpu_blocks))
     fitting, room = executor.measure_num_gpu_blocks(num_cpu_blocks, given or useful)

@@ -1,4 +1,4 @@
-"""ProcessExecutor: the ranks of one machine. Rank 0 runs in this process, the others in processes of their own."""
+"""ProcessExecutor: several ranks on one machine. Rank 0 runs in this process, the others in processes of their own."""
 
 from collections.abc import Callable, Mapping
 
@@ -36,8 +36,7 @@ class ProcessExecutor(Executor):
         return self._group.call(Runner.launch, plan)
 
     def wait_for(self, step: LaunchedStep) -> None:
-        if self._group.size > 1:  # a single rank waits for nobody, and best in `token_ids`
-            self._group.wait_for(step.is_done)
+        self._group.wait_for(step.is_done)
 
     def check(self) -> None:
         self._group.check()

@@ -82,18 +82,15 @@ class WorkerGroup(Generic[RunnerT]):
     def __init__(self, factory: Callable[[TPGroup], RunnerT], size: int, device_type: str) -> None:
         """Start ranks 1..size-1 and build every rank's runner, `factory(tp)`; returns when all are ready.
 
+        `size`: two or more; executor/local.py runs a single rank.
         `factory` is pickled. `device_type`: "cuda" (rank r runs on cuda:r) or "cpu". What the factory raises on rank 0
         is raised here; on another rank, as WorkerDiedError with its traceback. Either way nothing is left behind.
         """
-        self.size = size
         self._workers: list[_Worker] = []
         self._num_threads = max(1, torch.get_num_threads() // size)  # per rank
         self._failure: str | None = None
         self._finalizer = weakref.finalize(self, _end_processes, self._workers, STOP_TIMEOUT_S)
         self.tp = TPGroup()
-        if size == 1:
-            self.runner = factory(self.tp)
-            return
         with self._watch():
             self._sender, store = self._start_workers(factory, size, device_type)
             self._wait_for_stage(STARTED)  # rank 0 cannot be interrupted while it connects, so only now
@@ -131,8 +128,6 @@ class WorkerGroup(Generic[RunnerT]):
         if not self._finalizer.alive:
             raise EngineError("the engine's worker group is closed")
         call = Call(method.__name__, args, kwargs)
-        if not self._workers:
-            return call.make(self.runner)
         with self._watch():
             self._sender.send(call)
             return call.make(self.runner)

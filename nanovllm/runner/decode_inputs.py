@@ -10,6 +10,7 @@ from nanovllm.kernels.sampling_tensors import SamplingTensors
 from nanovllm.layers.sampler import sample
 from nanovllm.models.decoder import CausalLM
 from nanovllm.runner.inputs import SAMPLING_DTYPES, SamplingArrays, StepArrays, torch_dtype
+from nanovllm.utils.arithmetic import ceil_div
 
 
 class DecodeArrays(NamedTuple):
@@ -78,7 +79,7 @@ class DecodeInputs:
         self.vocab_size = vocab_size
         self.max_num_seqs, self.max_model_len = max_num_seqs, max_model_len
         self.device = device
-        num_columns = -(-max_model_len // block_size)
+        num_columns = ceil_div(max_model_len, block_size)
         with torch.device(device):
             self._static = torch.zeros(_even(max_num_seqs) * (1 + len(_DTYPES)), dtype=torch.int64)
             self._block_tables = torch.zeros(max_num_seqs, num_columns, dtype=torch.int32)

@@ -11,6 +11,7 @@ import torch
 
 from nanovllm.core.step_plan import SamplingRow, StepPlan
 from nanovllm.kernels.sampling_tensors import SamplingTensors
+from nanovllm.utils.arithmetic import ceil_div
 
 _ALIGNMENT = 16  # bytes, of each array in the staging copy
 
@@ -161,7 +162,7 @@ def copy_to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[t
     offsets, num_bytes = [], 0
     for array in arrays:
         offsets.append(num_bytes)
-        num_bytes += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
+        num_bytes += ceil_div(array.nbytes, _ALIGNMENT) * _ALIGNMENT
     staging = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
     flat = staging.numpy()
     for array, offset in zip(arrays, offsets, strict=True):

@@ -7,6 +7,7 @@ them all and no request has to wait.
 import numpy as np
 
 from nanovllm.core.step_plan import KVMoves, SamplingRow, SequenceStep, StepPlan, StreamedGroup
+from nanovllm.utils.arithmetic import ceil_div
 
 # More history or more groups would need no more memory. From the fourth part on there is a running result in fp32
 # (attention/merge.py), and further parts reuse its temporaries. Scattered keys are attended to 16 MiB at a time.
@@ -24,7 +25,7 @@ def largest_steps(
     K and V, which are never used. A sequence has HISTORY_TOKENS before its chunk where max_model_len allows. With
     `group_blocks` > 0 all of them also attend to NUM_GROUPS streamed groups of that many CPU blocks, again all block 0.
     """
-    fewest = min(max_num_seqs, -(-num_tokens // max_model_len))
+    fewest = min(max_num_seqs, ceil_div(num_tokens, max_model_len))
     most = min(max_num_seqs, num_tokens)
     steps = []
     for num_seqs in sorted({fewest, most}):
@@ -57,7 +58,7 @@ def _sequence(seq_id: int, length: int, max_model_len: int, block_size: int) -> 
         token_ids=np.zeros(length, dtype=np.int64),
         position=start,
         num_prompt_tokens=start + length,
-        block_table=(0,) * -(-(start + length) // block_size),
+        block_table=(0,) * ceil_div(start + length, block_size),
         num_paged_keys=start + length,
         sampling=_SAMPLING,
     )

@@ -149,7 +149,7 @@ def test_index_that_leads_elsewhere_is_refused_before_a_model_is_built(
     (model / "link").symlink_to(elsewhere)
     touch(model, "model.bin")
     write_index(model, name.format(elsewhere=elsewhere) if isinstance(name, str) else name)
-    monkeypatch.setattr(startup, "ProcessExecutor", lambda *_: pytest.fail("a runner was made"))
+    monkeypatch.setattr(startup, "make_runner", lambda *_: pytest.fail("a runner was made"))
     with pytest.raises(
         CheckpointError, match=r"index\.json names .*, which is not a safetensors file beside it; .* move"
     ):
@@ -385,6 +385,6 @@ def test_damaged_tokenizer_is_named_before_a_model_is_built(
     """Regression: "Expecting value: line 2 column 1 (char 6)", after the weights had been loaded."""
     model = write_tiny_tokenizer(write_tiny_model(tmp_path))
     damage(model)
-    monkeypatch.setattr(startup, "ProcessExecutor", lambda *_: pytest.fail("a runner was made"))
+    monkeypatch.setattr(startup, "make_runner", lambda *_: pytest.fail("a runner was made"))
     with pytest.raises(CheckpointError, match=message):
         LLM(str(model), device="cpu", num_kvcache_blocks=2)

@@ -88,7 +88,7 @@ def test_setting_out_of_range_is_refused_before_anything_is_allocated(
     def refuse(*args: object) -> None:
         raise AssertionError("a runner was made")
 
-    monkeypatch.setattr(startup, "ProcessExecutor", refuse)
+    monkeypatch.setattr(startup, "make_runner", refuse)
     with pytest.raises(CheckpointError, match=message):
         LLM(write(tmp_path, QWEN3 | changes), device="cpu", load_format="dummy")
 

@@ -611,7 +611,7 @@ def nothing_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object) -> None:
         raise AssertionError("a runner was made")
 
-    monkeypatch.setattr(startup, "ProcessExecutor", refuse)
+    monkeypatch.setattr(startup, "make_runner", refuse)
 
 
 OFFLOAD = {"enable_cpu_offload": True}

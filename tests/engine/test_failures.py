@@ -20,7 +20,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.device.memory_profile import memory_remedy
 from nanovllm.engine import startup
 from nanovllm.errors import ConfigError, EngineError
-from nanovllm.executor.processes import ProcessExecutor
+from nanovllm.executor.local import LocalExecutor
 from nanovllm.text.answer import TextReceiver
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -214,10 +214,10 @@ def test_memory_remedy_out_of_memory_is_a_value_error_that_says_what_to_lower() 
 def test_start_raises_late_everything_is_closed_and_the_next_one_starts(
     model: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    closed: list[ProcessExecutor] = []
+    closed: list[LocalExecutor] = []
     with monkeypatch.context() as patch:
-        close = ProcessExecutor.close
-        patch.setattr(ProcessExecutor, "close", lambda self: (close(self), closed.append(self)))
+        close = LocalExecutor.close
+        patch.setattr(LocalExecutor, "close", lambda self: (close(self), closed.append(self)))
         patch.setattr(startup, "Scheduler", lambda *args, **kwargs: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             make_llm(model, kind)

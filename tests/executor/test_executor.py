@@ -1,7 +1,8 @@
-"""ProcessExecutor: the calls of the protocol over several ranks."""
+"""LocalExecutor and ProcessExecutor: the calls of the protocol over one rank and over several."""
 
 import os
 from collections.abc import Iterator, Mapping
+from typing import TypeAlias
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from nanovllm.core.step_plan import KVMoves, StepPlan
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.errors import EngineError, WorkerDiedError
 from nanovllm.executor.base import Executor, LaunchedStep, Runner
+from nanovllm.executor.local import LocalExecutor
 from nanovllm.executor.processes import ProcessExecutor
 from nanovllm.runner.step_result import StepResult
 
@@ -59,6 +61,7 @@ class StuckRunner(RecordingRunner):
         return super().launch(plan)
 
 
+AnyExecutor: TypeAlias = LocalExecutor | ProcessExecutor
 PLAN = StepPlan((), KVMoves())
 
 
@@ -68,14 +71,14 @@ def num_ranks(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.fixture
-def executor(num_ranks: int) -> Iterator[ProcessExecutor]:
-    executor = ProcessExecutor(RecordingRunner, num_ranks, "cpu")
+def executor(num_ranks: int) -> Iterator[AnyExecutor]:
+    executor = LocalExecutor(RecordingRunner) if num_ranks == 1 else ProcessExecutor(RecordingRunner, num_ranks, "cpu")
     yield executor
     executor.close()
 
 
 def test_calls_run_on_every_rank_in_order_and_return_the_result_of_rank_0(
-    executor: ProcessExecutor, num_ranks: int
+    executor: AnyExecutor, num_ranks: int
 ) -> None:
     assert executor.measure_num_gpu_blocks(3, 20) == (17 - (num_ranks - 1), "rank 0")
     executor.allocate_kv_cache(KVCacheSizes(10))
@@ -87,14 +90,14 @@ def test_calls_run_on_every_rank_in_order_and_return_the_result_of_rank_0(
     executor.check()
 
 
-def test_report_and_stats_are_those_of_rank_0_and_call_no_other(executor: ProcessExecutor, num_ranks: int) -> None:
+def test_report_and_stats_are_those_of_rank_0_and_call_no_other(executor: AnyExecutor, num_ranks: int) -> None:
     """Any thread may ask for the stats, also while another one is in the middle of a call."""
     assert executor.start_report().phases == "rank 0"
     assert executor.stats() == {"num_calls": 0, "rank": 0}
     assert executor.launch(PLAN).token_ids() == [1] * num_ranks
 
 
-def test_close_twice_closes_the_runner_once_and_then_calls_are_refused(executor: ProcessExecutor) -> None:
+def test_close_twice_closes_the_runner_once_and_then_calls_are_refused(executor: AnyExecutor) -> None:
     executor.close()
     executor.close()
     assert isinstance(executor.runner, RecordingRunner) and executor.runner.num_closed == 1

@@ -15,6 +15,7 @@ import torch
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.errors import EngineError, WorkerDiedError
 from nanovllm.executor import worker_group
+from nanovllm.executor.local import LocalExecutor
 from nanovllm.executor.worker_group import WorkerGroup
 
 NOTICED_WITHIN_S = 5.0
@@ -125,15 +126,11 @@ def test_wait_for_polls_until_done(group: WorkerGroup[EchoRunner]) -> None:
     group.check()
 
 
-def test_worker_group_one_rank_needs_no_process() -> None:
-    group = WorkerGroup(EchoRunner, 1, "cpu")
-    assert group.call(EchoRunner.collectives) == ([1.0], [[1.0]], [1.0])
-    with pytest.raises(ValueError, match="what rank 0 says"):
-        group.call(EchoRunner.raise_on_rank_0)
-    assert group.call(EchoRunner.pids) == [os.getpid()]
-    group.close()
-    with pytest.raises(EngineError, match="closed"):
-        group.call(EchoRunner.pids)
+def test_local_executor_has_one_rank_in_this_process_and_all_threads(seven_threads: None) -> None:
+    runner = LocalExecutor(EchoRunner).runner  # type: ignore[arg-type]
+    assert isinstance(runner, EchoRunner)
+    assert runner.collectives() == ([1.0], [[1.0]], [1.0])
+    assert runner.pids() == [os.getpid()] and runner.num_threads() == [[7, 7]]
 
 
 def test_close_beside_another_group_leaves_nothing_of_its_own(group: WorkerGroup[EchoRunner]) -> None:
@@ -171,12 +168,6 @@ def test_call_every_rank_has_its_share_of_the_threads_and_the_process_has_all_be
     first.close()
     second.close()
     assert torch.get_num_threads() == 5
-
-
-def test_call_one_rank_has_all_threads(seven_threads: None) -> None:
-    group = WorkerGroup(EchoRunner, 1, "cpu")
-    assert group.call(EchoRunner.num_threads) == [[7, 7]]
-    group.close()
 
 
 def test_call_worker_raises_is_reported_with_its_traceback() -> None:
@@ -231,6 +222,7 @@ def test_worker_group_factory_fails_on_a_worker_raises_and_leaves_nothing() -> N
 
 SCRIPT = """
 import time
+from nanovllm.executor.local import LocalExecutor
 from nanovllm.executor.worker_group import WorkerGroup
 from test_worker_group import EchoRunner
 if __name__ == "__main__":

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from nanovllm.utils.arithmetic import ceil_div
+
 GATHER_BYTES = 16 << 20  # bound on the keys copied together; the values take as much again
 
 
@@ -26,7 +28,7 @@ class SequenceKV:
     def read(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of tokens first..last-1, `[last - first, K, D]`: views when their blocks are adjacent."""
         block_size = self.k_cache_NPKD.shape[1]
-        first_block, last_block = first // block_size, -(-last // block_size)
+        first_block, last_block = first // block_size, ceil_div(last, block_size)
         block_ids = self.table[first_block:last_block]
         adjacent = all(after == before + 1 for before, after in itertools.pairwise(block_ids))
 
@@ -47,7 +49,7 @@ class SequenceKV:
         """
         _, block_size, num_kv_heads, head_dim = self.k_cache_NPKD.shape
         max_gather_tokens = GATHER_BYTES // (num_kv_heads * head_dim * self.k_cache_NPKD.element_size())
-        num_blocks = -(-num_tokens // block_size)
+        num_blocks = ceil_div(num_tokens, block_size)
         gather_start = run_start = 0  # tokens gather_start..run_start-1 are short runs, waiting to be gathered
         for block_idx in range(1, num_blocks + 1):
             if block_idx < num_blocks and self.table[block_idx] == self.table[block_idx - 1] + 1:

@@ -26,6 +26,7 @@ from nanovllm.attention.merge import RunningMerge
 from nanovllm.core.support import MIN_CAPABILITY
 from nanovllm.device import kernel_target
 from nanovllm.device.cuda_streams import new_stream
+from nanovllm.utils.arithmetic import ceil_div
 
 QUERY_GRAIN = 1024  # queries of a call are a multiple of it; shorter sequences go to the paged backend
 KEY_GRAIN = 256  # keys of a call are this or a larger power of two; block sizes are multiples of it
@@ -118,7 +119,7 @@ class CudnnBackend(AttentionBackend):
         end = base + len(q_THD)
         result = None
         while start < end:
-            size = min(MAX_QUERIES, -(-(end - start) // QUERY_GRAIN) * QUERY_GRAIN)
+            size = min(MAX_QUERIES, ceil_div(end - start, QUERY_GRAIN) * QUERY_GRAIN)
             if start < base or start + size > end:
                 size = min(size, MAX_PADDED_QUERIES)
             first, last = max(start, base), min(start + size, end)  # tokens of the piece that are real queries
