@@ -7,6 +7,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
+from nanovllm.capacity.plan import CapacityPlan
 from nanovllm.checkpoint.generation_config import read_sampling_defaults
 from nanovllm.core.outputs import Outbox, RequestOutput, StepOutput
 from nanovllm.core.sequence import TokenIds
@@ -14,6 +15,7 @@ from nanovllm.engine.setup import prepare
 from nanovllm.engine.startup import start_engine
 from nanovllm.errors import EngineError, RequestError
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.scheduling.scheduler import Scheduler
 from nanovllm.text.frontend import Message, TextFrontend
 from nanovllm.text.request_check import Prompt, prompt_list
 
@@ -42,10 +44,7 @@ class LLM:
         self.text = TextFrontend(self.model_config, setup.directory)
         self.tokenizer = self.text.tokenizer
         self._outbox = Outbox()  # for requests from `add_request`, whose outputs `step` returns
-        self.engine = start_engine(setup, self.text.end_token_ids)
-        self.plan = self.engine.setup.plan  # with what start-up measured
-        self.scheduler = self.engine.scheduler  # for tests and measurements, as is `runner`
-        self.max_request_tokens = self.engine.admission.max_request_tokens
+        self.engine = start_engine(setup, self.text.end_token_ids)  # last, since only `close` stops it from here on
 
     def close(self) -> None:
         """Stop the workers and give all memory back. The engine cannot be used afterwards; closing twice is fine."""
@@ -214,6 +213,26 @@ class LLM:
         the first.
         """
         return self.engine.stats()
+
+    @property
+    def device(self) -> Any:
+        """The torch.device of rank 0."""
+        return self.engine.setup.device
+
+    @property
+    def plan(self) -> CapacityPlan:
+        """The memory and the bounds of this engine, with what start-up has measured."""
+        return self.engine.setup.plan
+
+    @property
+    def max_request_tokens(self) -> int:
+        """Tokens of prompt and answer that the KV cache has room for, for one request alone."""
+        return self.engine.admission.max_request_tokens
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """For tests and measurements, as is `runner`."""
+        return self.engine.scheduler
 
     @property
     def runner(self) -> Any:

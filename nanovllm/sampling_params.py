@@ -45,7 +45,7 @@ class SamplingParams:
     temperature: float = option(1.0, help="sampling temperature; 0 always takes the most likely token", group=_GROUP)
     max_tokens: int | None = option(
         64,
-        help="maximum number of new tokens; None: no limit but the room in the context and the KV cache",
+        help="maximum number of new tokens; from Python, None: as many as the context and the KV cache have room for",
         group=_GROUP,
     )
     top_k: int = option(0, help="sample from this many of the most likely tokens; 0 or -1: from all", group=_GROUP)

@@ -50,7 +50,7 @@ ALLOWED: dict[str, set[str]] = {
         "scheduling",
     },
     "demo": OPTIONS,
-    "llm": OPTIONS | {"core", "engine", "text"},
+    "llm": OPTIONS | {"core", "capacity", "scheduling", "engine", "text"},
     "cli": OPTIONS | {"core", "capacity", "device", "engine", "text", "llm", "demo", "nanovllm"},
     "nanovllm": {"errors", "llm", "sampling_params"},
     "__main__": {"cli"},

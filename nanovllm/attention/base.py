@@ -69,7 +69,7 @@ class PagedBatch:
 
 
 class AttentionBackend(ABC):
-    """One way to run the kernels. Stateless but for tuning caches; chosen once at start (attention/selection)."""
+    """One way to run the kernels. Stateless but for tuning caches; backends/selection.py chooses one at start."""
 
     name: ClassVar[str]
     runs_in_graphs: ClassVar[bool] = True  # False: `attend` reads PagedBatch.host, which a CUDA graph does not have

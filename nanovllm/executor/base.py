@@ -56,12 +56,10 @@ class Executor(Runner, Protocol):
     """All ranks, called like one: a call runs on every rank, and its result is rank 0's. `start_report` and `stats`
     are rank 0's alone.
 
-    One thread calls at a time, except for `stats`. Raises WorkerDiedError when a rank is gone. Whatever a rank raises
-    ends the executor, because the ranks no longer agree on what was run. Closing twice is fine.
+    One thread calls at a time, except for `stats`. With several ranks, whatever one of them raises ends the executor,
+    because they no longer agree on what was run, and a rank that is gone raises WorkerDiedError. After `close` every
+    call that runs something raises EngineError. Closing twice is fine.
     """
 
     def wait_for(self, step: LaunchedStep) -> None:
         """Make sure that `step.token_ids()` returns: notice a rank that died while the others wait for it. Hot."""
-
-    def check(self) -> None:
-        """Raise WorkerDiedError when a rank is gone or has reported an exception."""

@@ -16,30 +16,30 @@ class LocalExecutor(Executor):
         self._is_closed = False
 
     def measure_num_gpu_blocks(self, num_cpu_blocks: int, most_gpu_blocks: int) -> tuple[int, str]:
+        self._check_open()
         return self.runner.measure_num_gpu_blocks(num_cpu_blocks, most_gpu_blocks)
 
     def allocate_kv_cache(self, sizes: KVCacheSizes) -> None:
+        self._check_open()
         self.runner.allocate_kv_cache(sizes)
 
     def capture_graphs(self, num_gpu_blocks: int) -> None:
+        self._check_open()
         self.runner.capture_graphs(num_gpu_blocks)
 
     def freeze_objects(self) -> None:
+        self._check_open()
         self.runner.freeze_objects()
 
     def start_report(self) -> StartReport:
         return self.runner.start_report()
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        self.check()
+        self._check_open()
         return self.runner.launch(plan)
 
     def wait_for(self, step: LaunchedStep) -> None:
         """Nothing to do: no other rank can die while `token_ids` waits."""
-
-    def check(self) -> None:
-        if self._is_closed:
-            raise EngineError("the engine's executor is closed")
 
     def stats(self) -> Mapping[str, float | None]:
         return self.runner.stats()
@@ -48,3 +48,7 @@ class LocalExecutor(Executor):
         if not self._is_closed:
             self._is_closed = True
             self.runner.close()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise EngineError("the engine's executor is closed")

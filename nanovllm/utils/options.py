@@ -1,4 +1,4 @@
-"""Dataclass fields that carry their own documentation: the text of `--help` and of the tables in README.md."""
+"""Dataclass fields that carry their own documentation: the text of `--help` and of the tables in docs/options.md."""
 
 from dataclasses import field, fields
 from typing import Any

@@ -2,6 +2,7 @@
 nothing behind.
 """
 
+import itertools
 import os
 import signal
 import sys
@@ -224,6 +225,36 @@ def test_start_raises_late_everything_is_closed_and_the_next_one_starts(
     assert len(closed) == 1 and closed[0].runner._memory is None  # type: ignore[attr-defined]
     with make_llm(model, kind) as llm:
         assert len(llm.generate(["x"], GREEDY, use_tqdm=False)[0]["token_ids"]) == 8
+
+
+def test_interrupt_at_any_line_of_init_leaves_no_engine_behind(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: three assignments came after the engine had started, and nothing closed it when they were left."""
+    executors: list[LocalExecutor] = []
+    make = LocalExecutor.__init__
+    monkeypatch.setattr(LocalExecutor, "__init__", lambda self, *args: (executors.append(self), make(self, *args))[1])
+    for num_lines in itertools.count(1):
+        left = num_lines
+
+        def trace(frame: FrameType, event: str, arg: object) -> Any:
+            nonlocal left
+            if frame.f_code is not LLM.__init__.__code__:
+                return None
+            left -= event == "line"
+            if event == "line" and not left:
+                raise KeyboardInterrupt
+            return trace
+
+        sys.settrace(trace)
+        try:
+            llm = make_llm(model, "offload")
+        except KeyboardInterrupt:
+            assert all(executor._is_closed for executor in executors)
+            continue
+        finally:
+            sys.settrace(None)
+        llm.close()
+        assert num_lines > 8 and len(executors) == 1, "only the last line starts an engine"
+        return
 
 
 # -- Ctrl-C at any line ----------------------------------------------------------------------------------------------

@@ -87,7 +87,6 @@ def test_calls_run_on_every_rank_in_order_and_return_the_result_of_rank_0(
     step = executor.launch(PLAN)
     executor.wait_for(step)
     assert step.token_ids() == [113] * num_ranks
-    executor.check()
 
 
 def test_report_and_stats_are_those_of_rank_0_and_call_no_other(executor: AnyExecutor, num_ranks: int) -> None:
@@ -101,13 +100,20 @@ def test_close_twice_closes_the_runner_once_and_then_calls_are_refused(executor:
     executor.close()
     executor.close()
     assert isinstance(executor.runner, RecordingRunner) and executor.runner.num_closed == 1
-    with pytest.raises(EngineError, match="closed"):
-        executor.launch(PLAN)
+    for call in (
+        lambda: executor.launch(PLAN),
+        lambda: executor.measure_num_gpu_blocks(3, 20),
+        lambda: executor.allocate_kv_cache(KVCacheSizes(10)),
+        lambda: executor.capture_graphs(100),
+        executor.freeze_objects,
+    ):
+        with pytest.raises(EngineError, match="closed"):
+            call()
 
 
 def test_launch_rank_dies_raises_and_so_does_every_later_call() -> None:
     executor: Executor = ProcessExecutor(StuckRunner, 2, "cpu")
-    for call in (lambda: executor.launch(PLAN), lambda: executor.freeze_objects(), executor.check):
+    for call in (lambda: executor.launch(PLAN), lambda: executor.freeze_objects()):
         with pytest.raises(WorkerDiedError, match="rank 1 died with exit code 3"):
             call()
     executor.close()
