@@ -2,14 +2,11 @@
 
 from dataclasses import dataclass
 
-from nanovllm.core.kv_spec import KVCacheSpec
-
 
 @dataclass(frozen=True, kw_only=True)
 class StartReport:
     """Rank 0's account of its start."""
 
-    kv_spec: KVCacheSpec  # the KV cache of one rank
     needs_rope_lens: bool  # whether the keys of a sequence can depend on the length of its prompt
     link_byte_per_s: float | None  # host to device, measured; None without offload and on a CPU
     phases: str  # how long each part took

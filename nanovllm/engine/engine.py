@@ -47,11 +47,10 @@ class Engine:
         self._receivers: dict[int, Receiver] = {}  # of unfinished requests
         self._in_flight: tuple[StepPlan, LaunchedStep] | None = None
         self._num_steps = 0
-        self._block_bytes = report.kv_spec.block_bytes
         self._link_byte_per_s = report.link_byte_per_s
         self._link_meter: LinkMeter | None = None  # None: no blocks cross the link
         if setup.config.enable_cpu_offload:
-            self._link_meter = LinkMeter(report.kv_spec.block_bytes, report.kv_spec.block_size)
+            self._link_meter = LinkMeter(setup.plan.spec.block_bytes, setup.plan.spec.block_size)
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -206,7 +205,7 @@ class Engine:
             "num_waiting": len(self.scheduler.waiting),
             "num_running": len(self.scheduler.running),
             "num_preemptions": self.scheduler.num_preemptions,
-            "block_bytes": self._block_bytes,
+            "block_bytes": self.setup.plan.spec.block_bytes,
         }
         stats |= self.scheduler.kv.stats() | dict(self.executor.stats())
         if self._link_meter is not None:

@@ -19,7 +19,7 @@ class StaticResult:
     """
 
     def __init__(self, like: torch.Tensor, max_num_seqs: int, num_heads: int, head_dim: int) -> None:
-        """Of the dtype and device of `like`. `num_heads`: query heads of this rank."""
+        """`like` gives the dtype and the device. `num_heads`: query heads of this rank."""
         self.q_BHD = like.new_zeros(max_num_seqs, num_heads, head_dim)
         self.out_BHD = torch.zeros_like(self.q_BHD, dtype=running_dtype(like.dtype))
         self.lse_HB = like.new_zeros(num_heads, max_num_seqs, dtype=torch.float32)

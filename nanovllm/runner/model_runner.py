@@ -207,7 +207,6 @@ class ModelRunner:
     def start_report(self) -> StartReport:
         """What the engine must know of this rank, once it has started."""
         return StartReport(
-            kv_spec=self.spec,
             needs_rope_lens=self.model.needs_rope_lens,
             link_byte_per_s=None if self.offload is None else self.offload.link_byte_per_s,
             phases=str(self.phases),

@@ -1,13 +1,15 @@
 """The backends beside the torch one: which is chosen and why, cuDNN's cutting of batches, and all of them on a GPU."""
 
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from paged_cases import assert_as_good_as_plain_torch, assert_matches, make_paged
 from rounding import MAX_ROUNDINGS, MEAN_VALUE, PART_COUNTS, num_roundings
 
-from nanovllm.attention.backends import contiguous, cudnn_backend
+from nanovllm.attention.backends import contiguous, cudnn_backend, flash_backend
 from nanovllm.attention.backends.cudnn_backend import CudnnBackend
 from nanovllm.attention.backends.flash_backend import FlashBackend
 from nanovllm.attention.backends.selection import BACKENDS, choose_backend, find_backend
@@ -41,6 +43,23 @@ def gpu_of(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(FlashBackend, "__init__", lambda self: None)
 
     return pretend
+
+
+def test_flash_gate_asks_the_installed_build(monkeypatch):
+    """Regression: a build without head dims above 128 passed the gate, and the engine failed at its start."""
+
+    def attend(q_THD, *_):
+        if q_THD.shape[2] > 128:
+            raise RuntimeError("this build has head dims up to 128 only\nC++ trace")
+
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=attend))
+    why_refused = flash_backend._why_build_refuses.__wrapped__
+    assert why_refused(CPU, torch.bfloat16, 128) is None
+    assert why_refused(CPU, torch.bfloat16, 160) == (
+        "the installed flash_attn refuses torch.bfloat16 with head dim 160 (this build has head dims up to 128 only)"
+    )
+    monkeypatch.setitem(sys.modules, "flash_attn", None)  # importing it fails
+    assert "refuses" in why_refused(CPU, torch.bfloat16, 128)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

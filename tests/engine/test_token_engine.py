@@ -84,7 +84,7 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> EngineSetup:
 def make_engine(setup: EngineSetup, ahead: bool = False, dies_at: int | None = None) -> Engine:
     kv = BlockManager(20, setup.config.block_size)
     scheduler = Scheduler(kv, max_num_seqs=8, max_num_batched_tokens=100, eos_token_ids=(END_TOKEN_ID,))
-    report = StartReport(kv_spec=setup.plan.spec, needs_rope_lens=False, link_byte_per_s=None, phases="")
+    report = StartReport(needs_rope_lens=False, link_byte_per_s=None, phases="")
     engine = Engine(setup, CountingExecutor(dies_at), scheduler, KVCacheSizes(20), report)
     engine.works_ahead = ahead
     return engine

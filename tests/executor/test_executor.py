@@ -7,7 +7,7 @@ from typing import TypeAlias
 import pytest
 import torch
 
-from nanovllm.core.kv_spec import KVCacheSizes, KVCacheSpec
+from nanovllm.core.kv_spec import KVCacheSizes
 from nanovllm.core.start_report import StartReport
 from nanovllm.core.step_plan import KVMoves, StepPlan
 from nanovllm.device.tp_group import TPGroup
@@ -16,8 +16,6 @@ from nanovllm.executor.base import Executor, LaunchedStep, Runner
 from nanovllm.executor.local import LocalExecutor
 from nanovllm.executor.processes import ProcessExecutor
 from nanovllm.runner.step_result import StepResult
-
-SPEC = KVCacheSpec(num_layers=1, block_size=256, num_kv_heads=1, head_dim=16, itemsize=4)
 
 
 class RecordingRunner(Runner):
@@ -41,7 +39,7 @@ class RecordingRunner(Runner):
         self.num_calls += 1
 
     def start_report(self) -> StartReport:
-        return StartReport(kv_spec=SPEC, needs_rope_lens=False, link_byte_per_s=None, phases=f"rank {self.tp.rank}")
+        return StartReport(needs_rope_lens=False, link_byte_per_s=None, phases=f"rank {self.tp.rank}")
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         self.num_calls += 1

@@ -165,7 +165,7 @@ def test_content_model_faulty_plan_is_noticed(fault: str) -> None:
 
 
 def unchained_hash(index: PrefixIndex, seq: Sequence, grain_idx: int) -> int:
-    """Of the grain's own tokens only."""
+    """A hash of the grain's own tokens only."""
     return hash(tuple(seq.token_ids[grain_idx * index.grain : (grain_idx + 1) * index.grain])) & (2**63 - 1)
 
 

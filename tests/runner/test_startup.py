@@ -111,7 +111,7 @@ def test_profile_memory_runs_everything_and_leaves_nothing(
 
 
 def test_captured_graphs_are_replayed_and_reset(runner: ModelRunner, num_cpu_blocks: int) -> None:
-    """Of a streamed size: a piece for each layer and one more, then a graph for each staging buffer."""
+    """A streamed size has a piece for each layer and one more, then a graph for each staging buffer."""
     runner.allocate_kv_cache(KVCacheSizes(NUM_GPU_BLOCKS, num_cpu_blocks))
     with torch.inference_mode():
         runner.capture_graphs(NUM_GPU_BLOCKS)

@@ -45,7 +45,7 @@ class Reference:
         self._logits: dict[tuple[tuple[int, ...], int], torch.Tensor] = {}
 
     def logits(self, token_ids: list[int], num_last: int) -> torch.Tensor:
-        """Of the last positions, [num_last, vocab_size]."""
+        """The logits of the last positions, [num_last, vocab_size]."""
         key = tuple(token_ids), num_last
         if key not in self._logits:
             with torch.inference_mode():

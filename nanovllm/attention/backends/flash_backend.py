@@ -98,6 +98,8 @@ def _why_build_refuses(device: torch.device, dtype: torch.dtype, head_dim: int) 
         import flash_attn
 
         flash_attn.flash_attn_varlen_func(q_THD, q_THD, q_THD, cu_seqlens, cu_seqlens, 1, 1)
+    except torch.OutOfMemoryError:  # says nothing about the build
+        raise
     except (ImportError, RuntimeError) as error:
         return f"the installed flash_attn refuses {dtype} with head dim {head_dim} ({str(error).splitlines()[0]})"
     return None
