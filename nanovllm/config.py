@@ -1,4 +1,4 @@
-"""Config: the engine's options as the user gave them, checked when they are given."""
+"""Config: the engine's options as the user gave them. They are checked when the Config is made."""
 
 import re
 from dataclasses import dataclass, field, fields
@@ -10,22 +10,23 @@ from nanovllm.sampling_params import MAX_INT32, MAX_SEED, MIN_SEED
 from nanovllm.utils.arithmetic import ceil_div
 from nanovllm.utils.options import option
 
-BLOCK_SIZE_STEP = 256  # block sizes are multiples of this; prefix hits count in grains of it
+BLOCK_SIZE_STEP = 256  # block sizes are multiples of this; with offload, it is also the grain of prefix hits
 DEFAULT_BLOCK_SIZE = 256
 GIVEN_SLOTS_BLOCK_SIZE = 4096
 ATTENTION_BACKENDS = ("flash", "cudnn", "triton", "torch")
 
 _DEVICE = re.compile(r"auto|cpu|cuda(:(0|[1-9][0-9]?))?")
-_MAX_CPU_MEMORY_GB = 2**30  # an EiB
+_MAX_CPU_MEMORY_GB = 2**30  # one EiB
 _AT_LEAST_ONE = ("max_num_batched_tokens", "max_num_seqs", "max_model_len", "kvcache_block_size", "num_cpu_blocks")
 _MODEL, _KV_CACHE, _OFFLOAD, _SCHEDULING = "model and device", "KV cache", "CPU offload", "scheduling"  # groups
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """The engine's options. The help of each field says what it means.
+    """The engine's options. The `help` of each field says what it means.
 
-    A bad value raises ConfigError with the value, the limit and the remedy.
+    An invalid value, or options that contradict each other, raise ConfigError. The message names the value, the limit
+    and the remedy.
     """
 
     model: str = field(
@@ -49,7 +50,7 @@ class Config:
     )
     hf_overrides: dict | None = option(
         None,
-        help="entries that replace those of the model's config.json, such as another rope; "
+        help="entries that replace those of the model's config.json, such as a different rope; "
         "a JSON object on the command line",
         group=_MODEL,
     )
@@ -74,7 +75,10 @@ class Config:
     seed: int = option(0, help="seed for random weights and for requests that set no seed", group=_MODEL)
 
     max_model_len: int | None = option(
-        None, help="maximum tokens of prompt plus answer; by default, what the model's rope covers", group=_KV_CACHE
+        None,
+        help="maximum number of tokens in prompt and answer together; by default, the length that the model's rope "
+        "covers",
+        group=_KV_CACHE,
     )
     kvcache_block_size: int | None = option(
         None,
@@ -98,8 +102,8 @@ class Config:
     num_cpu_blocks: int | None = option(
         None,
         help="blocks in CPU memory; by default, one per slot, but at least enough for two sequences of max_model_len, "
-        "at most enough for these and max_num_seqs sequences of 1,024 tokens, and never more than 70% of the available "
-        "memory",
+        "at most enough for those two plus max_num_seqs sequences of 1,024 tokens, and never more than 70% of the "
+        "available memory",
         group=_OFFLOAD,
     )
     cpu_memory_gb: float | None = option(
@@ -189,8 +193,8 @@ class Config:
     def block_size(self) -> int:
         """Tokens per block.
 
-        Someone who gives the number of slots serves a few long sequences, so those slots are large by default. Without
-        a number, slots are small, and enough of them fit for hundreds of short sequences.
+        Users who set the number of slots usually serve a few long sequences, so the default is then a large block.
+        Otherwise blocks are small, so that enough of them fit for hundreds of short sequences.
         """
         if self.kvcache_block_size is not None:
             return self.kvcache_block_size

@@ -18,8 +18,8 @@ class CheckpointError(ValueError):
 
 
 class EngineError(RuntimeError):
-    """The engine cannot go on, or has been closed. The message says why. A new engine can be made."""
+    """The engine has failed or has been closed. The message says why. Create a new engine to continue."""
 
 
 class WorkerDiedError(EngineError):
-    """A tensor-parallel worker has exited or raised an exception. The message says which one and why."""
+    """A tensor-parallel worker exited or raised an exception. The message says which one and why."""

@@ -1,4 +1,4 @@
-"""LLM: an engine of token ids, the text around it, and the calls a user makes."""
+"""LLM: what users call. It combines an engine, which works on token ids, with the text on both sides of it."""
 
 import time
 from collections.abc import Iterable, Iterator
@@ -26,28 +26,31 @@ class LLM:
         with LLM("path/to/model", enable_cpu_offload=True, num_gpu_blocks=8) as llm:
             outputs = llm.generate(["Hello"], SamplingParams(temperature=0))
 
-    The options are the fields of nanovllm.config.Config; bad ones raise ConfigError before anything is allocated.
+    The options are the fields of nanovllm.config.Config. Invalid options raise ConfigError before anything is
+    allocated.
 
-    Several threads may use one LLM: their requests run together, and each call returns its own. After an error inside
-    a step every call raises EngineError with the cause.
+    Several threads may use one LLM. Their requests share steps, and each call returns only its own outputs. After an
+    error inside a step the engine runs nothing more, and later calls raise an EngineError that names the cause.
     """
 
     def __init__(self, model: str | Path, **options: Any) -> None:
-        """`model`: directory, hub name or preset; `options`: the fields of Config. Raises ConfigError for bad ones, and
-        for an engine that does not fit in memory; whatever is raised, nothing is left behind.
+        """`model` is a directory, a hub name or a preset; `options` are the fields of Config.
+
+        Raises ConfigError for invalid options and when the engine does not fit in memory, and CheckpointError when the
+        model cannot be read. If this raises, all workers have been stopped and all memory has been released.
         """
         setup = prepare(model, options)
         self.config, self.model_config, self.max_model_len = setup.config, setup.model_config, setup.max_model_len
-        self.sampling_defaults: dict[str, Any] = {}  # what the model recommends, and not what the user chose
+        self.sampling_defaults: dict[str, Any] = {}  # recommended by the model, not chosen by the user
         if self.config.generation_config == "auto":
             self.sampling_defaults = read_sampling_defaults(setup.directory)
         self.text = TextFrontend(self.model_config, setup.directory)
         self.tokenizer = self.text.tokenizer
-        self._outbox = Outbox()  # for requests from `add_request`, whose outputs `step` returns
-        self.engine = start_engine(setup, self.text.end_token_ids)  # last, since only `close` stops it from here on
+        self._outbox = Outbox()  # outputs of requests from `add_request`; `step` returns them
+        self.engine = start_engine(setup, self.text.end_token_ids)  # last: after this only `close` stops it
 
     def close(self) -> None:
-        """Stop the workers and give all memory back. The engine cannot be used afterwards; closing twice is fine."""
+        """Stop the workers and release all memory. The engine cannot be used afterwards; closing twice is fine."""
         self.engine.close()
 
     def __enter__(self) -> "LLM":
@@ -64,13 +67,16 @@ class LLM:
         sampling_params: SamplingParams | list[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Answer one prompt or several; the outputs come in the order of the prompts.
+        """Answer one prompt or several, and return the outputs in the order of the prompts.
 
-        A prompt is a string, a sequence of token ids (a numpy array, too), or a dict as in vLLM: {"prompt": text} or
-        {"prompt_token_ids": ids}; one call may mix them. sampling_params: one for all, or one per prompt; None:
-        SamplingParams(), whatever the model's generation_config.json says (see get_default_sampling_params). Raises
-        RequestError, before any prompt is queued, when one of them cannot run. After Ctrl-C these requests are gone and
-        the engine can be used again, unless a second Ctrl-C interrupted it in the middle of a step.
+        A prompt is a string, a sequence of token ids (which may be a numpy array), or a dict as in vLLM:
+        {"prompt": text} or {"prompt_token_ids": ids}. One call may mix these kinds.
+
+        sampling_params: one for all prompts, or a list with one per prompt. None means SamplingParams(), even if the
+        model recommends other values in its generation_config.json (see get_default_sampling_params).
+
+        Raises RequestError if any of the prompts could never run; no prompt has been queued then. Ctrl-C aborts these
+        requests and leaves the engine usable, unless a second Ctrl-C interrupts it in the middle of a step.
         """
         listed = prompt_list(prompts)
         params = _params_list(sampling_params, len(listed))
@@ -90,18 +96,19 @@ class LLM:
         sampling_params: SamplingParams | list[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several, each a list of {"role", "content"}, with the model's chat template.
+        """Answer one conversation or several. A conversation is a list of {"role": ..., "content": ...}.
 
-        sampling_params: as in `generate`, but None means `get_default_sampling_params()`.
+        The model's chat template turns it into a prompt. sampling_params: as in `generate`, except that None means
+        `get_default_sampling_params()`. Raises RequestError as `generate` does, and for a model that cannot chat.
         """
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
         return self.generate(self.chat_token_ids(messages), sampling_params, use_tqdm)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What the model's generation_config.json recommends, and SamplingParams' defaults for what it does not name.
+        """The values that the model's generation_config.json recommends; SamplingParams' defaults for all others.
 
-        With generation_config="none" the defaults alone.
+        With generation_config="none", every value is SamplingParams' default.
         """
         return SamplingParams(**self.sampling_defaults)
 
@@ -114,7 +121,10 @@ class LLM:
         self.text.check_chat_template()
 
     def _collect(self, outbox: Outbox, num_requests: int, use_tqdm: bool) -> dict[int, RequestOutput]:
-        """Outputs by request id, once all have come; meanwhile a bar shows how many have, and at what rate."""
+        """Run until all requests have ended, and return their outputs by request id.
+
+        Meanwhile a progress bar shows how many have ended, and the rates in tokens per second.
+        """
         outputs: dict[int, RequestOutput] = {}
         rates = {"Prefill": 0.0, "Decode": 0.0}
         with tqdm(total=num_requests, desc="Generating", dynamic_ncols=True, disable=not use_tqdm) as bar:
@@ -132,7 +142,7 @@ class LLM:
         return outputs
 
     def _link_figures(self) -> dict[str, str]:
-        """For the progress bar, once blocks have been streamed: since the engine's start, see `stats`."""
+        """The progress bar's figures, counted since the engine's start (see `stats`); empty until blocks are missed."""
         if not self.config.enable_cpu_offload:
             return {}
         stats = self.stats()
@@ -144,11 +154,13 @@ class LLM:
             figures = {"link": f"{stats['load_byte_per_s'] / 1e9:.1f}GB/s{share}"} | figures
         return figures
 
-    # -- text as it comes ----------------------------------------------------------------------------------------
+    # -- streaming text ------------------------------------------------------------------------------------------
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
-        """The answer's text, piece by piece as it comes. The request is queued when the first piece is asked for;
-        leaving the loop early aborts it.
+        """Yield the answer's text piece by piece, as it is generated.
+
+        The request is checked at once, and queued when the iterator is first advanced. Leaving the loop early aborts
+        it. Raises RequestError for a request that can never run or has no text, and EngineError if the request fails.
         """
         params = sampling_params or SamplingParams()
         self.text.check_stream(params)
@@ -169,48 +181,54 @@ class LLM:
         finally:
             self.engine.abort_all(outbox)
 
-    # -- requests by hand ----------------------------------------------------------------------------------------
+    # -- single requests and steps -------------------------------------------------------------------------------
 
     def check_request(self, prompt: Prompt, params: SamplingParams) -> TokenIds:
-        """The prompt's token ids, int64. Raises RequestError for a request that can never run."""
+        """Return the prompt's token ids (int64). Raises RequestError for a request that can never run."""
         token_ids = self.text.encode_prompt(prompt)
         self.engine.check_request(token_ids, params)
         self.text.check_params(params)
         return token_ids
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams) -> int:
-        """Queue a request and return its id. Raises RequestError, leaving all else untouched, when it can never run."""
+        """Queue a request and return its id. Raises RequestError, and changes nothing, if it can never run."""
         return self._queue(self.check_request(prompt, sampling_params), sampling_params, self._outbox)
 
     def _queue(self, token_ids: TokenIds, params: SamplingParams, outbox: Outbox) -> int:
-        """Queue a request that `check_request` has let through; what it brings goes to `outbox`."""
+        """Queue a request that `check_request` has accepted. Its text and its output go to `outbox`."""
         return self.engine.add_request(token_ids, params, self.text.receiver(outbox, params))
 
     def abort(self, request_id: int) -> bool:
-        """End a request: at once, or when the running step ends. False when it has ended already or never was.
+        """End a request, now or as soon as the step in progress ends. Returns False if it has ended or is unknown.
 
-        Its output, with what it has generated, comes with finish_reason "abort".
+        The request still gets an output, which holds what was generated and has finish_reason "abort".
         """
         return self.engine.abort(request_id)
 
     def step(self) -> StepOutput:
-        """Run the next step (one ahead of the tokens returned, on a GPU). Returns what has come since the last call
-        for requests from `add_request`. Raises EngineError when a worker died or an earlier step failed.
+        """Run the next step, and return what is new since the last call for the requests from `add_request`.
+
+        On a GPU, the tokens returned are those of the step before, because the engine works one step ahead. Raises
+        EngineError if a worker has died, an earlier step has failed, or the engine is closed.
         """
         return self.engine.step(self._outbox)
 
     def is_finished(self) -> bool:
-        """Whether every request has ended, and `step` has returned the outputs that are its to return."""
+        """Whether every request has ended and `step` has returned all outputs of requests from `add_request`."""
         return not self.engine.has_requests and not self._outbox
 
-    # -- what goes on inside -------------------------------------------------------------------------------------
+    # -- a look inside -------------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        """Counters since the start: blocks, bytes moved, preemptions; bytes in *_bytes, rates in their unit.
+        """Counters since the start. Keys that begin with num_ are counts; the others end in their unit.
 
-        With offload also, of rank 0: link_byte_per_s, measured at start (None on a CPU); load_byte_per_s, what streamed
-        decode steps loaded over their time (None before the second of them; see LinkMeter); link_share, the second of
-        the first.
+        With offload there are three more figures, for rank 0:
+        - link_byte_per_s: the link's rate, measured at start-up; None on a CPU.
+        - load_byte_per_s: bytes loaded by streamed decode steps, divided by their duration (see LinkMeter). None until
+          two such steps have run in a row.
+        - link_share: load_byte_per_s / link_byte_per_s; None if either is.
+
+        Raises EngineError if the engine has failed or is closed.
         """
         return self.engine.stats()
 
@@ -221,22 +239,22 @@ class LLM:
 
     @property
     def plan(self) -> CapacityPlan:
-        """The memory and the bounds of this engine, with what start-up has measured."""
+        """The memory this engine takes and the bounds on its speed, updated with what start-up measured."""
         return self.engine.setup.plan
 
     @property
     def max_request_tokens(self) -> int:
-        """Tokens of prompt and answer that the KV cache has room for, for one request alone."""
+        """The most tokens, prompt and answer together, that a request can have when it runs alone."""
         return self.engine.admission.max_request_tokens
 
     @property
     def scheduler(self) -> Scheduler:
-        """For tests and measurements, as is `runner`."""
+        """The engine's scheduler, for tests and measurements."""
         return self.engine.scheduler
 
     @property
     def runner(self) -> Any:
-        """Rank 0's ModelRunner, for tests and measurements. Only an executor that has rank 0 in this process has it."""
+        """Rank 0's ModelRunner, for tests and measurements. Exists only if rank 0 runs in this process."""
         executor: Any = self.engine.executor
         return executor.runner
 

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from nanovllm.errors import RequestError
 from nanovllm.utils.options import option
 
-# The device holds temperatures in fp32, and the logits divided by them. A lower temperature already acts like greedy
-# decoding, and a higher one draws all tokens evenly. Further out 1 / temperature overflows or underflows.
+# On the device, temperatures and the logits divided by them are fp32. Within these limits sampling already ranges from
+# greedy to uniform; far outside them, 1 / temperature would overflow or underflow.
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-10, 1e10
 MAX_INT32 = 2**31 - 1  # positions, lengths and block tables are int32 on the device
 MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1  # seeds are int64 on the device
 
-INVALID_TOKEN = -1  # what the sampler returns instead of a token id where the logits hold NaN or infinity
+INVALID_TOKEN = -1  # the sampler returns this instead of a token id if the logits hold NaN or infinity
 
 _GROUP = "sampling"
 
@@ -27,18 +27,18 @@ def _is_integer(value: object) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How one request is sampled. The help of each field says what it means.
+    """How one request is sampled. The `help` of each field says what it means.
 
-    A bad value raises RequestError with the field, the value and the limit.
+    An invalid value raises RequestError, whose message names the field, the value and the limit.
 
-    temperature: 0, or from 1e-10 to 1e10. seed: a signed integer of 64 bits.
+    temperature is 0, or from 1e-10 to 1e10. seed is a signed 64-bit integer.
 
-    The filters apply in the order of transformers: temperature, top_k, top_p, min_p. top_p takes the probabilities of
-    the tokens that top_k kept, scaled to add up to 1. Tokens exactly as likely as the k-th one are kept too; where
-    top_p cuts between equally likely tokens, those with lower ids are kept. The most likely token is never filtered
-    out. Greedy requests ignore the filters.
+    The filters are applied in the same order as in transformers: temperature, top_k, top_p, min_p. top_p looks at the
+    tokens that top_k kept, with their probabilities rescaled to add up to 1. Tokens exactly as likely as the k-th one
+    are kept too. If top_p cuts between equally likely tokens, it keeps those with lower ids. The most likely token is
+    never filtered out. Greedy requests ignore the filters.
 
-    skip_special_tokens, include_stop_str_in_output and detokenize mean the same as in vLLM. They change the text and
+    skip_special_tokens, include_stop_str_in_output and detokenize mean the same as in vLLM. They affect only the text,
     never token_ids. A stop string can match a special token only with skip_special_tokens=False.
     """
 
@@ -51,14 +51,16 @@ class SamplingParams:
     top_k: int = option(0, help="sample from this many of the most likely tokens; 0 or -1: from all", group=_GROUP)
     top_p: float = option(
         1.0,
-        help="sample from the smallest set of most likely tokens whose probabilities add up to this",
+        help="sample from the smallest set of most likely tokens whose probabilities add up to at least this",
         group=_GROUP,
     )
     min_p: float = option(
-        0.0, help="sample from tokens that are at least this many times as likely as the most likely one", group=_GROUP
+        0.0,
+        help="sample from the tokens whose probability is at least this fraction of the most likely token's",
+        group=_GROUP,
     )
     stop: str | tuple[str, ...] | list[str] | None = option(
-        (), help="end the answer at the first of these strings, which is left out of the text", group=_GROUP
+        (), help="end the answer where one of these strings appears, and leave it out of the text", group=_GROUP
     )
     stop_token_ids: tuple[int, ...] | list[int] | None = option(
         (), help="end the answer at any of these tokens, in addition to the model's end tokens", group=_GROUP
@@ -66,8 +68,8 @@ class SamplingParams:
     ignore_eos: bool = option(False, help="continue past the model's end tokens", group=_GROUP)
     seed: int | None = option(
         None,
-        help="the same seed gives the same tokens, whatever the request is batched with; "
-        "by default, one derived from the engine's seed",
+        help="seed of this request; the same seed gives the same tokens, whatever else is in the batch; "
+        "by default, derived from the engine's seed",
         group=_GROUP,
     )
     skip_special_tokens: bool = option(True, help="leave special tokens out of the text", group=_GROUP)

@@ -1,4 +1,4 @@
-"""Admission: which requests the engine takes, and the Sequence that a request becomes."""
+"""Admission: checks whether the engine can ever run a request, and makes the Sequence of an accepted one."""
 
 from dataclasses import replace
 
@@ -14,16 +14,17 @@ class Admission:
     def __init__(self, setup: EngineSetup, sizes: KVCacheSizes, report: StartReport) -> None:
         num_kv_tokens = (sizes.num_cpu_blocks or sizes.num_gpu_blocks) * setup.config.block_size
         self.max_model_len = setup.max_model_len
-        self.max_request_tokens = min(setup.max_model_len, num_kv_tokens + 1)  # the last token needs no K and V
+        self.max_request_tokens = min(setup.max_model_len, num_kv_tokens + 1)  # nothing reads the last token's K/V
         self._vocab_size = setup.model_config.vocab_size
         self._seed = setup.config.seed
-        # Dynamic rope rotates keys by the prompt's length once it is past this: no sharing across lengths
+        # Beyond this length, dynamic rope makes a key's rotation depend on the prompt's length, so only prompts of
+        # the same length may share blocks
         self._max_shared_prompt_tokens: int | None = None
         if report.needs_rope_lens:
             self._max_shared_prompt_tokens = setup.model_config.rope.original_max_position_embeddings
 
     def check(self, token_ids: TokenIds, params: SamplingParams) -> None:
-        """Raise RequestError for a request that can never run. `token_ids` are in the vocabulary."""
+        """Raise RequestError for a request that can never run. `token_ids` must be in the vocabulary."""
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling_params has type {type(params).__name__}, expected SamplingParams")
         if not token_ids:
@@ -38,7 +39,7 @@ class Admission:
             raise RequestError(f"stop_token_ids {unknown} are outside the vocabulary 0..{last}; leave them out")
 
     def make_sequence(self, request_id: int, token_ids: TokenIds, params: SamplingParams) -> Sequence:
-        """The sequence of a request that has passed `check`: what the user left open is decided here."""
+        """The sequence of a request that has passed `check`. Fills in the seed and max_tokens if the user gave none."""
         drawn = (self._seed * 1_000_003 + request_id) & (2**63 - 1)
         seed = drawn if params.seed is None else params.seed
         if params.max_tokens is None:

@@ -1,14 +1,16 @@
-"""Engine: token ids in, token ids out. It knows nothing of text, and of the ranks only the Executor protocol.
+"""Engine: token ids in, token ids out. It never sees text, and it reaches the ranks only through the Executor protocol.
 
-One step: plan it, launch it on every rank, and hand the tokens of the step before back to the scheduler. On a GPU the
-host so works one step ahead of it; on the CPU a step has run when it is launched, and its own tokens are read. Each
-request's Receiver reads its tokens, may end the request because of them, and puts what they bring into the outbox of
-the call that waits (text/answer.py). Every request ends with an output in its outbox, unless the engine itself ends.
+A step is planned and launched on every rank; then the tokens of the step before it go back to the scheduler. On a GPU
+the host thus works one step ahead. On the CPU, launching a step also runs it, so its own tokens go back at once.
 
-Any thread may call any method. One thread at a time runs a step (turns.py); requests that are added or aborted
-meanwhile take effect when it ends. An exception inside a step leaves plans that were made and never run, and an index
-that vouches for K and V never written, so the engine refuses all further use; an exception that belongs to one request
-ends that request alone.
+Each request has a Receiver. It reads the request's tokens, may end the request because of them, and puts the results
+into the outbox of the call that waits for them (text/answer.py). Every request ends with an output in its outbox,
+unless the engine itself fails or is closed first.
+
+Any thread may call any method. One thread at a time runs a step (turns.py); a request that is added or aborted during
+a step takes effect when the step ends. After an exception inside a step, some plans were made but never run, and the
+prefix index may list K and V that were never written. The engine therefore refuses all further use. An exception that
+concerns a single request ends only that request.
 """
 
 import itertools
@@ -34,13 +36,17 @@ from nanovllm.utils.interrupt import deferred_interrupt
 
 
 class Engine:
+    """Runs requests of token ids. Once it has failed or is closed, it runs nothing more: add_request, step, next_output
+    and stats raise EngineError.
+    """
+
     def __init__(
         self, setup: EngineSetup, executor: Executor, scheduler: Scheduler, sizes: KVCacheSizes, report: StartReport
     ) -> None:
-        """Made by startup.start_engine. From here on the executor is the engine's to close."""
+        """Called by startup.start_engine. The engine owns the executor and closes it."""
         self.setup, self.executor, self.scheduler = setup, executor, scheduler
         self.admission = Admission(setup, sizes, report)
-        self.works_ahead = setup.device.type != "cpu"  # launches a step before the last one's tokens are back
+        self.works_ahead = setup.device.type != "cpu"  # launch a step before the last one's tokens have arrived
         self.closed_because: str | None = None  # why the engine can no longer be used
         self._turns = Turns()
         self._request_ids = itertools.count()
@@ -60,13 +66,13 @@ class Engine:
         return bool(self._receivers)
 
     def check_request(self, token_ids: TokenIds, params: SamplingParams) -> None:
-        """Raise RequestError for a request that can never run. `token_ids` are in the vocabulary."""
+        """Raise RequestError for a request that can never run. `token_ids` must be in the vocabulary."""
         self.admission.check(token_ids, params)
 
     def add_request(self, token_ids: TokenIds, params: SamplingParams, receiver: Receiver) -> int:
-        """Queue a request that `check_request` has let through, and return its id.
+        """Queue a request that `check_request` has accepted, and return its id.
 
-        Raises RequestError, leaving all else untouched, when the KV cache is too small for it.
+        Raises RequestError, and changes nothing, if the KV cache is too small for it.
         """
         self._check_open()
         request_id = next(self._request_ids)
@@ -83,9 +89,9 @@ class Engine:
                 self.scheduler.add(seq)
 
     def abort(self, request_id: int) -> bool:
-        """End a request: at once, or when the running step ends. False when it has ended already or never was.
+        """End a request, now or as soon as the step in progress ends. Returns False if it has ended or is unknown.
 
-        Its output, with what it has generated, comes with finish_reason "abort".
+        The request still gets an output, which holds what was generated and has finish_reason "abort".
         """
         if self.closed_because is not None or request_id not in self._receivers:
             return False
@@ -94,7 +100,7 @@ class Engine:
         return True
 
     def abort_all(self, outbox: Outbox) -> None:
-        """End the requests of a call that is left, those included whose ids it never got."""
+        """End all requests of a call that is being abandoned, including those whose ids it never received."""
         with deferred_interrupt():
             for request_id, receiver in self._receivers.copy().items():
                 if receiver.outbox is outbox:
@@ -111,21 +117,23 @@ class Engine:
     # -- one step ------------------------------------------------------------------------------------------------
 
     def step(self, outbox: Outbox) -> StepOutput:
-        """Run the next step (one ahead of the tokens returned, on a GPU). Returns what has come to `outbox`. Raises
-        EngineError when a worker died or an earlier step failed.
+        """Run the next step, and return what has arrived in `outbox`.
+
+        On a GPU, the tokens returned are those of the step before, because the engine works one step ahead. Raises
+        EngineError if a worker has died, an earlier step has failed, or the engine is closed.
         """
         self._take_step()
         with self._turns.lock:
             return outbox.fetch()
 
     def next_output(self, outbox: Outbox) -> StepOutput:
-        """What has come to `outbox`. Runs a step, or waits for another thread's, only if nothing has."""
+        """Return what has arrived in `outbox`. If it is empty, run a step first, or wait for another thread's."""
         self._take_step(unless=lambda: bool(outbox))
         with self._turns.lock:
             return outbox.fetch()
 
     def _take_step(self, unless: Callable[[], bool] | None = None) -> None:
-        """Run one step in this thread's turn, unless `unless()` comes true while it waits for that."""
+        """Wait for a turn and run one step. Returns without running one if `unless()` becomes true before the turn."""
         with deferred_interrupt() as held:
             try:
                 with held.second_acts_at_once():
@@ -138,14 +146,14 @@ class Engine:
                 self._turns.end()
 
     def _advance(self) -> None:
-        """Launch the next step, and commit the one before; without working ahead, the same one."""
+        """Launch the next step and commit the one before it; without working ahead, commit the one just launched."""
         plan = self.scheduler.schedule()
         launched = None
         if plan is not None:
             launched = plan, self.executor.launch(plan)
             self._num_steps += 1
         elif self._in_flight is None and self.scheduler.has_unfinished:
-            raise AssertionError("requests are waiting, and none of them can run")
+            raise AssertionError("requests are waiting, but none of them can run")
         if not self.works_ahead:
             self._in_flight, launched = launched, None
         done, self._in_flight = self._in_flight, launched
@@ -153,7 +161,7 @@ class Engine:
             self._commit(*done)
 
     def _commit(self, plan: StepPlan, launched: LaunchedStep) -> None:
-        """Hand the tokens of a step to the scheduler, then what they bring to the callers that wait for it."""
+        """Hand the tokens of a step to the scheduler, and the results to the callers that wait for them."""
         self.executor.wait_for(launched)
         token_ids = launched.token_ids()
         if self._link_meter is not None:
@@ -175,11 +183,11 @@ class Engine:
             return
         if seq.finish_reason is None:
             self.scheduler.finish(seq, ending.finish_reason, ending.error)
-        elif seq.finish_reason != "error":  # it has ended with this token; the receiver knows better why
+        elif seq.finish_reason != "error":  # both ended it at this token; the receiver's reason is the more precise
             seq.finish_reason, seq.error = ending
 
     def _count_tokens(self, plan: StepPlan) -> None:
-        """Tell each caller how many tokens of its requests the step ran."""
+        """Tell each caller how many tokens of its requests were in the step."""
         for step in plan.sequences:
             receiver = self._receivers.get(step.seq_id)
             if receiver is None:
@@ -198,7 +206,7 @@ class Engine:
     # -- state and end -------------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        """Counters since the start, see LLM.stats. Raises EngineError for an engine that cannot be used."""
+        """Counters since the start (see LLM.stats). Raises EngineError if the engine has failed or is closed."""
         self._check_open()
         stats: dict[str, Any] = {
             "num_steps": self._num_steps,
@@ -213,11 +221,11 @@ class Engine:
         return stats
 
     def close(self) -> None:
-        """Stop the workers and give all memory back. The engine cannot be used afterwards; closing twice is fine."""
+        """Stop the workers and release all memory. The engine cannot be used afterwards; closing twice is fine."""
         with deferred_interrupt() as held:
             try:
                 with held.second_acts_at_once():
-                    self._turns.begin()  # a step of another thread ends first
+                    self._turns.begin()  # lets another thread finish its step first
                     self._close()
             finally:
                 self._turns.end()
@@ -226,7 +234,7 @@ class Engine:
         self.closed_because = self.closed_because or "it is closed"
         in_flight, self._in_flight = self._in_flight, None
         if in_flight is not None:
-            with suppress(EngineError):  # the GPU would wait forever for a rank that died in the step
+            with suppress(EngineError):  # if a rank died in this step, the GPU would wait for it forever
                 self.executor.wait_for(in_flight[1])
         self.executor.close()
 
@@ -236,7 +244,7 @@ class Engine:
 
     @contextmanager
     def _closed_by_errors(self) -> Iterator[None]:
-        """Refuse all further use after any exception: it is unknown which of the planned K and V were written."""
+        """Refuse all further use after any exception, since it is unknown which of the planned K and V were written."""
         try:
             yield
         except BaseException as error:

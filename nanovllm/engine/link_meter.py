@@ -1,4 +1,4 @@
-"""What streamed decode steps get of the link."""
+"""LinkMeter: how much of the link's bandwidth streamed decode steps use."""
 
 import time
 from typing import Any
@@ -7,22 +7,23 @@ from nanovllm.core.step_plan import StepPlan
 
 
 class LinkMeter:
-    """The rate at which streamed decode steps bring in blocks: the bytes they load, over the time they take.
+    """The rate at which streamed decode steps load blocks: the bytes they load, divided by the time they take.
 
-    A step's time is that between its tokens' arrival on the host and those of the step before. It counts only where
-    both are decode steps that stream, so that no prefill is in it and work of one step that runs during another is
-    counted once. Everything in it counts: the share of the link says what decoding makes of it, idle moments and
-    a caller that waits between two steps included. Nothing is waited for; the host has the tokens anyway.
+    A step's time runs from the arrival of the previous step's tokens on the host to the arrival of its own. It counts
+    only if both are decode steps that stream: then it contains no prefill, and work that overlaps two steps is counted
+    once. The time includes moments in which the link is idle, even those in which the caller waits between two steps,
+    because the figure is meant to show how much of the link decoding uses in practice. Measuring adds no wait, because
+    the host reads the tokens anyway.
     """
 
     def __init__(self, block_bytes: int, block_size: int) -> None:
         self._block_bytes, self._block_size = block_bytes, block_size
         self._num_bytes = 0
         self._seconds = 0.0
-        self._last_end_s: float | None = None  # of the step before, if it was one that streams
+        self._last_end_s: float | None = None  # when the step before ended, if it was a decode step that streams
 
     def step_ended(self, plan: StepPlan) -> None:
-        """Called for every step, in order, when its tokens are there. Hot."""
+        """Called for every step, in order, when its tokens have arrived. Hot."""
         if not (plan.is_decode and plan.moves.streamed):
             self._last_end_s = None
             return
@@ -35,11 +36,13 @@ class LinkMeter:
         self._last_end_s = end_s
 
     def pause(self) -> None:
-        """The engine has nothing to do; the time until the next step is nobody's."""
+        """The engine has run out of requests. Do not count the time until the next step."""
         self._last_end_s = None
 
     def stats(self, link_byte_per_s: float | None) -> dict[str, Any]:
-        """load_byte_per_s: None before the second streamed decode step. link_share: of `link_byte_per_s`."""
+        """load_byte_per_s: None until two streamed decode steps have run in a row. link_share: its fraction of
+        `link_byte_per_s`, None if either is None.
+        """
         achieved = self._num_bytes / self._seconds if self._seconds else None
         share = achieved / link_byte_per_s if achieved and link_byte_per_s else None
         return {"load_byte_per_s": achieved, "link_share": share}

@@ -1,4 +1,4 @@
-"""EngineSetup: what an engine is to be. Made and checked before anything is allocated."""
+"""EngineSetup: everything that is decided about an engine before it starts. Checked before anything is allocated."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -23,18 +23,22 @@ from nanovllm.utils.memory import available_host_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSetup:
-    config: Config  # what the user said
+    """The options, the model and the device of an engine, and its plan."""
+
+    config: Config  # as the user gave it
     model_config: ModelConfig
-    directory: Path | None  # of the checkpoint; None for a preset
+    directory: Path | None  # the checkpoint's; None for a preset
     max_model_len: int  # tokens
     device: torch.device  # rank 0's
     plan: CapacityPlan
 
 
 def prepare(model: str | Path, options: Mapping[str, Any]) -> EngineSetup:
-    """`model`: directory, hub name or preset; `options`: the fields of Config.
+    """Decide and check everything about an engine. `model` is a directory, a hub name or a preset; `options` are the
+    fields of Config.
 
-    Raises ConfigError for bad options, for a model or a device that cannot run, and for an engine that does not fit.
+    Raises ConfigError for invalid options, for a model or a device that cannot run, and for an engine that does not
+    fit in memory; CheckpointError for a model that cannot be read.
     """
     known = {f.name for f in fields(Config)} - {"model"}
     unknown = sorted(set(options) - known)
@@ -58,15 +62,19 @@ def prepare(model: str | Path, options: Mapping[str, Any]) -> EngineSetup:
 
 
 def check_backend(config: Config, model_config: ModelConfig, device: torch.device) -> None:
-    """Raise ConfigError, before anything is spawned or loaded, when no attention backend can run what is asked for."""
+    """Raise ConfigError if no attention backend can run this model with these options.
+
+    Checked here so that the error comes before any process is started or any weight loaded.
+    """
     dtype = getattr(torch, dtype_name(config, model_config))
     find_backend(config.attn_backend, device, dtype, model_config.head_dim, enforce_eager=config.enforce_eager)
 
 
 def find_machine(config: Config) -> Machine:
-    """What a plan must know of this machine. A GPU's rates are looked up by its name (gpus.py).
+    """What a plan needs to know about this machine. A GPU's rates are looked up by its name (gpus.py).
 
-    Where there is no GPU and `config` does not ask for the CPU, an H200 is assumed, so that one can plan ahead.
+    If there is no GPU and `config` does not ask for the CPU, assume an H200, so that users can plan for a machine they
+    do not have yet.
     """
     if config.device == "cpu":
         return Machine.cpu(available_host_bytes())

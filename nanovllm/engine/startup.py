@@ -1,4 +1,4 @@
-"""start_engine: from a checked setup to an engine that runs. Loads the model, sizes and allocates the KV cache."""
+"""start_engine: make a running engine from a checked setup. Loads the model, then sizes and allocates the KV cache."""
 
 import logging
 from collections.abc import Sequence
@@ -31,8 +31,10 @@ logger = logging.getLogger("nanovllm")
 
 
 def start_engine(setup: EngineSetup, end_token_ids: Sequence[int]) -> Engine:
-    """`end_token_ids` end an answer. Raises ConfigError where the engine does not fit in memory after all; whatever is
-    raised, nothing is left behind.
+    """Start the ranks, load the model and allocate the KV cache. `end_token_ids` are the tokens that end an answer.
+
+    Raises ConfigError if the engine turns out not to fit in memory. If this raises, all workers have been stopped and
+    all memory has been released.
     """
     executor: Executor | None = None
     try:
@@ -47,7 +49,7 @@ def start_engine(setup: EngineSetup, end_token_ids: Sequence[int]) -> Engine:
 
 
 def _make_executor(setup: EngineSetup) -> Executor:
-    """The ranks, with the model loaded."""
+    """Start the ranks and load the model on them."""
     config = setup.config
     if config.load_format != "dummy":
         fetch_weights(config.model, setup.directory)
@@ -75,9 +77,9 @@ def _start(setup: EngineSetup, executor: Executor, end_token_ids: Sequence[int])
 
 
 def _kv_cache_sizes(setup: EngineSetup, executor: Executor) -> KVCacheSizes:
-    """The user's numbers of blocks, or what start-up finds room for. Raises ConfigError where they do not fit.
+    """The numbers of blocks that the user gave, or as many as fit. Raises ConfigError if the given ones do not fit.
 
-    On the CPU, where memory is not divided in advance, the user's numbers are taken as they are.
+    On the CPU, memory is not reserved in advance, so the given numbers are not checked against it.
     """
     config, num_cpu_blocks = setup.config, setup.plan.num_cpu_blocks
     name, least = ("num_gpu_blocks", 2) if config.enable_cpu_offload else ("num_kvcache_blocks", 1)
@@ -122,6 +124,6 @@ def _make_kv_manager(config: Config, sizes: KVCacheSizes, staging_group_blocks: 
 
 
 def _measured_plan(plan: CapacityPlan, sizes: KVCacheSizes, link_byte_per_s: float | None) -> CapacityPlan:
-    """The plan once more, with what start-up measured."""
+    """The plan, made again with the figures that start-up measured."""
     machine = plan.machine.with_link(link_byte_per_s, "measured")
     return make_plan(plan.config, plan.model, machine, num_gpu_blocks=sizes.num_gpu_blocks)

@@ -1,9 +1,9 @@
-"""Turns: one thread at a time runs a step of the engine; the others leave it calls, or wait for what it brings.
+"""Turns: let one thread at a time run a step of the engine. Other threads queue calls for it, or wait for outputs.
 
-A step takes from a millisecond to a second, so nobody holds a lock for its length. `lock` guards short sections only:
-beginning and ending a turn, the calls left meanwhile, and the outputs that a step delivers. A thread that waits for
-outputs is woken after every step, whoever ran it, and takes the next turn itself if its own have not come. A thread
-that needs a turn of its own, to close the engine say, gets it before those that only wait for outputs.
+A step takes from a millisecond to a second, so no thread holds a lock while one runs. `lock` guards only short
+sections: beginning and ending a turn, queueing calls, and delivering outputs. A thread that waits for outputs is woken
+after every step, whichever thread ran it. If its own outputs have not arrived, it takes the next turn itself. A thread
+that needs a turn of its own, for example to close the engine, goes before those that only wait for outputs.
 """
 
 import threading
@@ -15,23 +15,25 @@ from nanovllm.errors import EngineError
 
 class Turns:
     def __init__(self) -> None:
-        # Reentrant: the garbage collector may close an abandoned stream, which aborts its request, at any allocation
+        # Reentrant: any allocation may run the garbage collector, which may close an abandoned stream; closing it
+        # aborts its request, which takes this lock
         self.lock = threading.RLock()
         self._changed = threading.Condition(self.lock)  # `with lock` is safe from Ctrl-C, `with _changed` is not
         self._owner: int | None = None  # the thread whose turn it is
-        self._queue: deque[object] = deque()  # of threads that need a turn, first come, first served
+        self._queue: deque[object] = deque()  # tickets of threads that need a turn, first come, first served
         self._calls: deque[Callable[[], None]] = deque()
 
     def begin(self, unless: Callable[[], bool] | None = None) -> bool:
-        """Wait for a turn and take it; False when `unless()` comes true before that. None: nothing else will do.
+        """Wait for a turn and take it. Returns False, without a turn, if `unless()` becomes true first.
 
-        Whatever it returns or raises, `end` must follow. Raises EngineError in the middle of this thread's own turn.
+        Without `unless`, the thread queues for a turn of its own. Call `end` afterwards, whatever this returns or
+        raises. Raises EngineError if this thread already has the turn.
         """
         ticket = object()
         with self.lock:
             if self._owner == threading.get_ident():
                 raise EngineError(
-                    "a step of the engine is running in this thread, interrupted by a signal handler perhaps; "
+                    "this thread is already running a step of the engine, perhaps interrupted by a signal handler; "
                     "call the engine again after the step"
                 )
             if unless is None:
@@ -46,18 +48,18 @@ class Turns:
             finally:
                 if unless is None:
                     self._queue.remove(ticket)
-                    self._changed.notify_all()  # the next in the queue, should this one leave without a turn
+                    self._changed.notify_all()  # wake the next in the queue in case this thread leaves without a turn
 
     def end(self) -> None:
-        """End this thread's turn, if it has one: make the calls that were left meanwhile and wake all who wait."""
+        """End this thread's turn, if it has one: make the calls queued meanwhile, and wake all waiting threads."""
         with self.lock:
             if self._owner == threading.get_ident():
                 self._make_calls()
 
     def call(self, function: Callable[[], None]) -> None:
-        """Make a call that changes the engine's state: now, or at the end of the turn in progress.
+        """Call `function`, which changes the engine's state, now or at the end of the turn in progress.
 
-        `function` runs with the lock held, perhaps in another thread.
+        It runs with the lock held, and perhaps in another thread.
         """
         with self.lock:
             self._calls.append(function)
@@ -66,7 +68,7 @@ class Turns:
                 self._make_calls()
 
     def _make_calls(self) -> None:
-        """Make all calls, those that they add included, and end the turn, also when one of them raises."""
+        """Make all queued calls, including any that these add, and end the turn, even if one of them raises."""
         try:
             while self._calls:
                 self._calls.popleft()()

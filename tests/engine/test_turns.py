@@ -107,7 +107,7 @@ def test_begin_that_needs_a_turn_gets_it_before_one_that_does_not() -> None:
 def test_begin_in_the_middle_of_the_same_threads_turn_raises_instead_of_waiting_for_ever() -> None:
     turns = Turns()
     assert turns.begin()
-    with pytest.raises(EngineError, match="running in this thread"):
+    with pytest.raises(EngineError, match="already running a step"):
         turns.begin()
     turns.end()
 
