@@ -1,7 +1,8 @@
-"""Executor: everything that the engine asks of the ranks that hold the model and its KV cache.
+"""Executor: the interface through which the engine uses the ranks, which hold the model and its KV cache.
 
-The engine knows this protocol and nothing behind it: not how many ranks there are, nor in which processes or on which
-machines they run. An executor holds one Runner per rank and keeps them in step, because ranks meet in collectives.
+The engine knows only this protocol. It does not know how many ranks there are, or in which processes or on which
+machines they run. An executor has one Runner per rank and makes all of them run the same calls in the same order,
+because the ranks take part in the same collectives.
 """
 
 from collections.abc import Mapping
@@ -25,41 +26,43 @@ class Runner(Protocol):
     """One rank: its part of the model, and its part of the KV cache."""
 
     def measure_num_gpu_blocks(self, num_cpu_blocks: int, most_gpu_blocks: int) -> tuple[int, str]:
-        """The number of KV blocks that fit on every rank, and a description of rank 0's memory.
+        """The number of KV blocks that fit on every rank, and a description of rank 0's memory for error messages.
 
-        `most_gpu_blocks`: more than these the engine has no use for.
+        `num_cpu_blocks`: blocks of the CPU pool, 0 without offload. `most_gpu_blocks`: the largest number of blocks on
+        the GPU that the engine could use. Raises ConfigError if memory runs out.
         """
 
     def allocate_kv_cache(self, sizes: KVCacheSizes) -> None:
-        """Allocate all KV memory. Steps can be launched from here on."""
+        """Allocate all KV memory. Steps can be launched from here on. Raises ConfigError if memory runs out."""
 
     def capture_graphs(self, num_gpu_blocks: int) -> None:
-        """Decode steps become CUDA graphs from here on. Needs a GPU and the KV cache."""
+        """Capture the CUDA graphs that decode steps replay from here on. Needs a GPU and an allocated KV cache."""
 
     def freeze_objects(self) -> None:
-        """Let the garbage collector leave out what exists now, until `close`."""
+        """Exempt all objects that exist now from garbage collection, until `close`."""
 
     def start_report(self) -> StartReport:
-        """What the engine must know of the ranks, asked once at the end of the start."""
+        """What the engine needs to know about the ranks. Called once, at the end of start-up."""
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Enqueue one step, or on a CPU run it. Steps run in the order in which they are launched. Hot."""
+        """Enqueue one step; on a CPU, run it. Steps run in the order of their launches. Hot."""
 
     def stats(self) -> Mapping[str, float | None]:
-        """Counters of the copies between host and device. Any thread may ask."""
+        """Counters of the copies between host and device. Any thread may call this."""
 
     def close(self) -> None:
-        """Finish what is enqueued and give all memory back."""
+        """Finish what is enqueued and release all memory."""
 
 
 class Executor(Runner, Protocol):
-    """All ranks, called like one: a call runs on every rank, and its result is rank 0's. `start_report` and `stats`
-    are rank 0's alone.
+    """All ranks, called like one. A call runs on every rank and returns rank 0's result; `start_report` and `stats` run
+    on rank 0 only.
 
-    One thread calls at a time, except for `stats`. With several ranks, whatever one of them raises ends the executor,
-    because they no longer agree on what was run, and a rank that is gone raises WorkerDiedError. After `close` every
-    call that runs something raises EngineError. Closing twice is fine.
+    Only one thread may call at a time, except for `stats`. With several ranks, an exception on any of them ends the
+    executor, because the ranks no longer agree on what has run. If it was raised by another rank than rank 0, or if
+    such a rank has died, calls raise WorkerDiedError. After `close`, calls that would run something raise EngineError.
+    Closing twice is fine.
     """
 
     def wait_for(self, step: LaunchedStep) -> None:
-        """Make sure that `step.token_ids()` returns: notice a rank that died while the others wait for it. Hot."""
+        """Make sure that `step.token_ids()` cannot hang. Raises WorkerDiedError if a rank dies during the step. Hot."""

@@ -12,7 +12,7 @@ from nanovllm.executor.worker_group import WorkerGroup
 
 class ProcessExecutor(Executor):
     def __init__(self, make_runner: Callable[[TPGroup], Runner], num_ranks: int, device_type: str) -> None:
-        """`make_runner` makes each rank's runner, in its process, so it is pickled. `device_type`: "cuda" or "cpu"."""
+        """`make_runner` is pickled and makes each rank's runner in its own process. `device_type`: "cuda" or "cpu"."""
         self._group: WorkerGroup[Runner] = WorkerGroup(make_runner, num_ranks, device_type)
         self._is_closed = False
         self.runner = self._group.runner  # rank 0's

@@ -1,4 +1,4 @@
-"""What a worker process runs: it builds its rank's runner, and then makes the calls that rank 0 sends."""
+"""What a worker process runs: it builds its rank's runner and then makes the calls that rank 0 sends."""
 
 import multiprocessing
 import os
@@ -17,7 +17,7 @@ from tqdm import tqdm
 from nanovllm.device.tp_group import connect, join_store
 from nanovllm.executor.channel import Receiver, Segment
 
-STARTED, READY, FAILED = "started", "ready", "failed"  # what it reports to rank 0
+STARTED, READY, FAILED = "started", "ready", "failed"  # the stages that a worker reports to rank 0
 
 
 class Call(NamedTuple):
@@ -33,9 +33,9 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True)
 class Job:
-    """What is the same for every worker."""
+    """What every worker needs to start."""
 
-    factory: bytes  # pickled apart, so that failing to unpickle it is reported like any other error
+    factory: bytes  # pickled separately, so that a failure to unpickle it is reported like any other error
     size: int
     device_type: str
     port: int  # of rank 0's store
@@ -45,7 +45,7 @@ class Job:
 def worker_main(job: Job, rank: int, segment: Segment, control: Connection, reports: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; rank 0 decides what it means
     threading.Thread(target=_exit_with_parent, daemon=True).start()
-    tqdm.set_lock(threading.RLock())  # its own is a named semaphore, which a worker that is killed would leave behind
+    tqdm.set_lock(threading.RLock())  # the default is a named semaphore, which a killed worker would leave behind
     try:
         torch.set_num_threads(job.num_threads)
         reports.send((STARTED, ""))
@@ -71,7 +71,7 @@ def _serve(runner: object, receiver: Receiver) -> None:
 
 
 def _exit_with_parent() -> None:
-    """For a worker that is busy when rank 0 dies, or stuck in a collective."""
+    """End this process when rank 0's process ends, even if the worker is busy or stuck in a collective."""
     parent = multiprocessing.parent_process()
     assert parent is not None, "a worker is a child process"
     parent.join()

@@ -1,11 +1,11 @@
-"""WorkerGroup: one runner per tensor-parallel rank. Rank 0's lives here, ranks 1.. in processes of their own.
+"""WorkerGroup: one runner per tensor-parallel rank. Rank 0's is in this process, each other rank's in a worker process.
 
-Owns those processes, the pipes and shared memory to them, and the TPGroup. What always holds: every rank runs the
-same methods of its runner in the same order. A rank that cannot is the end of the group: the others are stopped, and
-rank 0 raises. No worker outlives rank 0, however that ends.
+Owns the worker processes, the pipes and shared memory to them, and the TPGroup. What always holds: every rank runs the
+same methods of its runner in the same order. If one rank cannot, the group ends: all workers are stopped, and rank 0
+raises an exception. No worker outlives rank 0, however rank 0 ends.
 
-The ranks share torch's threads evenly. Rank 0 keeps to its share only while it does its part of a call; all other work
-of the user's process, another engine's too, has the threads that the user gave it.
+The ranks share torch's threads evenly. Rank 0 limits itself to its share only during a call. All other work in the
+user's process, including that of other engines, keeps the number of threads that the user has set.
 
     rank 0                                    worker (worker.py)
     starts the processes                      imports, reports STARTED
@@ -35,7 +35,7 @@ from nanovllm.executor.worker import FAILED, READY, STARTED, Call, Job, worker_m
 
 SEGMENT_BYTES = 1 << 20
 STOP_TIMEOUT_S = 5.0  # for a worker to finish what it is doing
-REPORT_TIMEOUT_S = 1.0  # for a worker's own account, once rank 0 has noticed that something is wrong
+REPORT_TIMEOUT_S = 1.0  # for a worker to report its exception, once rank 0 has noticed that something is wrong
 SPIN_S = 50e-6
 MAX_SLEEP_S = 500e-6
 CHECK_INTERVAL_S = 0.1
@@ -58,11 +58,11 @@ class _Worker:
 
     def failure(self) -> str | None:
         """Why this worker cannot go on, or None."""
-        exit_code = self.process.exitcode  # asked first: what it reported before it ended can then be read below
+        exit_code = self.process.exitcode  # read first: then all that a dead worker reported can be read below
         try:
             while self.reports.poll():
                 self.stage, self.traceback = self.reports.recv()
-        except (EOFError, OSError):  # it is ending just now
+        except (EOFError, OSError):  # the worker is just ending
             self.process.join(REPORT_TIMEOUT_S)
             exit_code = self.process.exitcode
         if self.stage == FAILED:
@@ -80,11 +80,11 @@ class _Worker:
 
 class WorkerGroup(Generic[RunnerT]):
     def __init__(self, factory: Callable[[TPGroup], RunnerT], size: int, device_type: str) -> None:
-        """Start ranks 1..size-1 and build every rank's runner, `factory(tp)`; returns when all are ready.
+        """Start ranks 1..size-1, and build every rank's runner with `factory(tp)`. Returns when all are ready.
 
-        `size`: two or more; executor/local.py runs a single rank.
-        `factory` is pickled. `device_type`: "cuda" (rank r runs on cuda:r) or "cpu". What the factory raises on rank 0
-        is raised here; on another rank, as WorkerDiedError with its traceback. Either way nothing is left behind.
+        `factory` is pickled. `size` is 2 or more (executor/local.py runs a single rank). `device_type`: "cuda" (rank r
+        runs on cuda:r) or "cpu". An exception of the factory on rank 0 is raised here as it is; on another rank, it
+        becomes a WorkerDiedError with its traceback. Either way all workers have then been stopped.
         """
         self._workers: list[_Worker] = []
         self._num_threads = max(1, torch.get_num_threads() // size)  # per rank
@@ -93,7 +93,7 @@ class WorkerGroup(Generic[RunnerT]):
         self.tp = TPGroup()
         with self._watch():
             self._sender, store = self._start_workers(factory, size, device_type)
-            self._wait_for_stage(STARTED)  # rank 0 cannot be interrupted while it connects, so only now
+            self._wait_for_stage(STARTED)  # wait before connecting, which Ctrl-C cannot interrupt
             self.tp = connect(store, 0, size, device_type)
             self.runner = factory(self.tp)
             self._wait_for_stage(READY)
@@ -119,9 +119,9 @@ class WorkerGroup(Generic[RunnerT]):
     def call(self, method: Callable[Concatenate[RunnerT, P], Result], *args: P.args, **kwargs: P.kwargs) -> Result:
         """Call `runner.method(*args, **kwargs)` on every rank; returns rank 0's result. Hot: once per step.
 
-        `method` is one of the runners' class or protocol, so that the call can be type checked. Raises WorkerDiedError
-        when a worker is gone, also out of a collective on the CPU. Whatever rank 0 raises ends the group, because the
-        ranks no longer agree on what was run.
+        `method` belongs to the runners' class or protocol, so that the call can be type checked. Raises EngineError if
+        the group is closed, and WorkerDiedError if a worker has died, even while rank 0 waits for it in a collective on
+        the CPU. Any exception on rank 0 ends the group, because the ranks no longer agree on what has run.
         """
         if self._failure is not None:
             raise WorkerDiedError(self._failure)
@@ -133,9 +133,9 @@ class WorkerGroup(Generic[RunnerT]):
             return call.make(self.runner)
 
     def wait_for(self, done: Callable[[], bool]) -> None:
-        """Return when `done()` is true, such as an event's query. Raises WorkerDiedError when a worker is gone.
+        """Return when `done()`, for example an event's query, is true. Raises WorkerDiedError if a worker has died.
 
-        Spins shortly, then sleeps for 1% of the time waited so far, so a long step does not burn the host.
+        Spins briefly, then sleeps for 1% of the time waited so far, so that a long step does not keep a core busy.
         """
         start = last_check = time.perf_counter()
         while not done():
@@ -147,7 +147,7 @@ class WorkerGroup(Generic[RunnerT]):
                 last_check = now
 
     def check(self) -> None:
-        """Raise WorkerDiedError when a worker is gone or has reported an exception."""
+        """Raise WorkerDiedError if a worker has died or has reported an exception."""
         if self._failure is None and self._finalizer.alive:
             self._failure = self._find_failure()
         if self._failure is not None:
@@ -165,9 +165,9 @@ class WorkerGroup(Generic[RunnerT]):
 
     @contextmanager
     def _watch(self) -> Iterator[None]:
-        """Rank 0's part of what all ranks do, on its share of the threads.
+        """Run rank 0's part of a call on its share of the threads.
 
-        An error ends the group, and a dead worker is named as its cause.
+        An exception ends the group. If a worker has failed, that was the cause, and WorkerDiedError is raised instead.
         """
         num_threads = torch.get_num_threads()
         torch.set_num_threads(self._num_threads)
@@ -184,11 +184,11 @@ class WorkerGroup(Generic[RunnerT]):
             torch.set_num_threads(num_threads)
 
     def _find_failure(self, timeout_s: float = 0) -> str | None:
-        """What happened to the workers that cannot go on; None when, within the timeout, all are well."""
+        """What happened to the workers that cannot go on. None if no failure shows up within the timeout."""
         deadline = time.monotonic() + timeout_s
         while True:
             failed = [(worker.stage == FAILED, text) for worker in self._workers if (text := worker.failure())]
-            if failed:  # a death first: the exceptions of the others may be its consequence
+            if failed:  # deaths first: they may be the cause of the other workers' exceptions
                 return "\n".join(text for _, text in sorted(failed))
             remaining = deadline - time.monotonic()
             if remaining <= 0:
@@ -203,7 +203,7 @@ class WorkerGroup(Generic[RunnerT]):
 
 
 def _end_processes(workers: list[_Worker], timeout_s: float) -> None:
-    """Let the workers end by themselves for so long, then end them."""
+    """Give the workers `timeout_s` to end by themselves, then kill them."""
     for worker in workers:
         worker.control.close()
     deadline = time.monotonic() + timeout_s

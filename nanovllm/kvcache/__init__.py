@@ -1,6 +1,6 @@
 """The KV cache: `policy` decides, in integers and without torch; `transfer` moves the tensors.
 
-The three names that people look for can be imported from here: BlockManager, HybridKVCacheManager, OffloadEngine.
+Its three main classes can be imported from here: BlockManager, HybridKVCacheManager and OffloadEngine.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,9 +1,9 @@
-"""Scheduler: which sequences run how many tokens in the next step. Integers only; first come, first served.
+"""Scheduler: decides which sequences run in the next step, and how many tokens of each. First come, first served.
 
-`schedule` plans a step, the engine runs it, and `commit` takes the tokens it sampled. The next step may be planned
-before that. A sampled token that has not arrived yet is *pending*: it has a position but no id. Planning respects what
-is certain without the id, namely that a sequence has reached max_tokens. An end token is noticed when it arrives, and
-whatever a later step has computed for that sequence is dropped.
+It works on integers only. `schedule` plans a step, the engine runs it, and `commit` takes the tokens that it sampled.
+The next step may be planned before these have arrived. A sampled token that has not arrived yet is *pending*: it has a
+position but no id. Planning uses only what is certain without the id, namely whether a sequence has reached max_tokens.
+An end token is noticed when it arrives, and anything that a later step has computed for that sequence is dropped.
 """
 
 from collections import deque
@@ -53,7 +53,7 @@ class Scheduler:
         return bool(self.sequences)
 
     def abort(self, seq_id: int) -> Sequence | None:
-        """End a request now, waiting or running. Returns None if it is unknown or has ended."""
+        """End a waiting or running request now, and return its sequence. Returns None if it is unknown or has ended."""
         seq = self.sequences.get(seq_id)
         if seq is not None:
             self.finish(seq, "abort")
@@ -182,9 +182,9 @@ class Scheduler:
     # -- results -------------------------------------------------------------------------------------------------
 
     def commit(self, plan: StepPlan, token_ids: list[int]) -> list[Sequence]:
-        """Append the tokens that a step has sampled, one per sampling sequence in plan order.
+        """Append the tokens that a step has sampled: one for each sequence that samples, in the order of the plan.
 
-        Returns the sequences that got one.
+        Returns the sequences that got a token, or that ended because theirs was invalid.
         """
         rows = [(step.seq_id, step.sampling.position) for step in plan.sequences if step.sampling is not None]
         updated = []

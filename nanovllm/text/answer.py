@@ -1,4 +1,4 @@
-"""TextReceiver: a request's tokens as text, piece by piece, and the stop strings that end the request."""
+"""TextReceiver: turns a request's tokens into text, piece by piece, and ends the request at a stop string."""
 
 from nanovllm.core.outputs import Ending, Outbox, Receiver
 from nanovllm.core.sequence import Sequence
@@ -9,10 +9,10 @@ class TextReceiver(Receiver):
     def __init__(self, outbox: Outbox, detokenizer: Detokenizer) -> None:
         super().__init__(outbox)
         self.detokenizer = detokenizer
-        self._piece: str | None = None  # read and not delivered yet
+        self._piece: str | None = None  # decoded but not delivered yet
 
     def read(self, seq: Sequence) -> Ending | None:
-        """Decode the new token. A stop string ends the request, and so does text that cannot be decoded."""
+        """Decode the new token. The request ends at a stop string, or if its text cannot be decoded."""
         new_token_ids = seq.token_ids[-1:] if seq.error is None else ()
         finished, at_end_token = seq.finish_reason is not None, seq.finish_reason == "stop"
         self._piece = ""

@@ -1,8 +1,9 @@
-"""Detokenizer: a growing answer as text, piece by piece, ending before a stop string.
+"""Detokenizer: turns a growing answer into text, piece by piece, and cuts it off before a stop string.
 
-An update costs the same however long the answer is and however much of it waits: it decodes the new tokens together
-with a few before them, because a token's text can depend on its neighbours. (`tokenizers.decoders.DecodeStream` is not
-used: its cost grows without bound while the text ends in U+FFFD, and it never returns an ending it holds back.)
+A token's text can depend on its neighbours, so an update decodes the new tokens together with a few before them. Its
+cost does not depend on the length of the answer, nor on how much text is held back. (This does not use
+`tokenizers.decoders.DecodeStream`: its cost grows without bound while the text ends in U+FFFD, and it never returns
+the text that it still holds back at the end.)
 """
 
 import io
@@ -10,17 +11,17 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
-REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are not a character, or not yet
-MAX_WAITING_TOKENS = 8  # after these, replacement characters are taken for text; a character has at most 4 bytes
+REPLACEMENT = "\ufffd"  # decoders write this for bytes that are not a complete character
+MAX_WAITING_TOKENS = 8  # after this many, replacement characters count as text; a character has at most 4 bytes
 MAX_INCOMPLETE_CHARS = 3  # an incomplete character has at most 3 bytes; some decoders write one U+FFFD for each
-WINDOW_TOKENS = 16  # enough for those characters when each byte is a token, and for decoding to start inside another
-TEXT_TO_CLEAN_UP = "a . b ? c ! d , e ' f n't g 'm h 's i 've j 're"  # loses spaces if they are cleaned up
+WINDOW_TOKENS = 16  # enough for these characters if each byte is a token, even if the window starts inside another one
+TEXT_TO_CLEAN_UP = "a . b ? c ! d , e ' f n't g 'm h 's i 've j 're"  # cleaning up removes some of its spaces
 
 
 class TokenDecoder:
-    """Token ids -> text, without special tokens unless `skip_special_tokens` is False.
+    """Decodes token ids to text. Leaves out special tokens unless `skip_special_tokens` is False.
 
-    Shared by all requests of an engine that agree on that.
+    All requests of an engine with the same setting share one decoder.
     """
 
     def __init__(self, tokenizer: Any, skip_special_tokens: bool = True) -> None:
@@ -28,30 +29,30 @@ class TokenDecoder:
         self._text_lens: dict[int, int | None] = {}
 
     def visible(self, token_ids: Iterable[int]) -> list[int]:
-        """The tokens that have text. Those that the tokenizer does not know never do, nor do skipped special ones."""
+        """The tokens that have text. Tokens unknown to the tokenizer have none, nor do skipped special tokens."""
         return [token_id for token_id in token_ids if self._text_len(token_id) is not None]
 
     def text_len(self, token_ids: list[int]) -> int:
-        """Characters of the text of visible tokens."""
+        """Number of characters in the text of visible tokens."""
         if len(token_ids) == 1:
             return self._text_len(token_ids[0]) or 0
         return len(self.decode(token_ids))
 
     def _text_len(self, token_id: int) -> int | None:
-        """Characters of a token's text, None if it never shows. Remembered."""
+        """Number of characters in a token's text; None if it never has any. Cached."""
         if token_id not in self._text_lens:
             text_len = len(self.decode([token_id]))
-            # A decoder may strip a space from the start of a text: then the second one is left
+            # A decoder may strip a leading space. If the token is one, decoding it twice still leaves the second.
             never_shows = text_len == 0 and not self.decode([token_id, token_id])
             self._text_lens[token_id] = None if never_shows else text_len
         return self._text_lens[token_id]
 
 
 def _find_decode(tokenizer: Any, skip_special_tokens: bool) -> Callable[[list[int]], str]:
-    """`tokenizer.decode`, or the Rust tokenizer below it where that gives the same text in a fraction of the time.
+    """`tokenizer.decode`, or the Rust tokenizer's if it gives the same text; that takes a fraction of the time.
 
-    It does not where a class has a `decode` of its own, nor where `clean_up_tokenization_spaces` takes effect, which
-    depends on the tokenizer's kind and on the release of transformers; so that one is tried.
+    The texts differ if the class overrides `decode`, or if `clean_up_tokenization_spaces` takes effect. The latter
+    depends on the kind of tokenizer and on the release of transformers, so it is found out by decoding a sample.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -65,22 +66,22 @@ def _find_decode(tokenizer: Any, skip_special_tokens: bool) -> Callable[[list[in
 
 
 class Detokenizer:
-    """Text of one answer.
+    """The text of one answer.
 
-    A piece holds only what is final: an incomplete character waits for its rest, and an ending that might become a stop
-    string waits until it does or does not. With the last token everything comes out, so an answer that ends inside a
-    character, cut by `max_tokens`, ends in U+FFFD. Decoding its token ids gives the same.
+    A piece contains only final text. An incomplete character is held back until the rest of it arrives. An ending that
+    could be the start of a stop string is held back until that is decided. The last token releases everything: if
+    `max_tokens` cuts a character in two, the answer ends in U+FFFD, just as if all its token ids were decoded at once.
     """
 
     def __init__(self, decoder: TokenDecoder, stop: tuple[str, ...], include_stop: bool = False) -> None:
-        """`include_stop`: the text includes the stop string, or the end token, that ends it."""
+        """`include_stop`: keep the stop string or end token that ends the answer in its text."""
         self._decoder = decoder
         self._stop = stop
         self._include_stop = include_stop
         self._window: list[int] = []  # the newest visible tokens, which are decoded together
-        self._num_context_tokens = 0  # the first of them, which are there for those behind them
-        self._num_read_chars = 0  # of the window's text, what was read by an earlier update
-        self._withheld = ""  # read, but perhaps the start of a stop string
+        self._num_context_tokens = 0  # at the start of the window: already read, kept for the tokens after them
+        self._num_read_chars = 0  # how much of the window's text earlier updates have read
+        self._withheld = ""  # read, but held back because it may begin a stop string
         self._shown = io.StringIO()
         self.stopped = False
 
@@ -90,10 +91,10 @@ class Detokenizer:
         return self._shown.getvalue()
 
     def update(self, new_token_ids: Sequence[int], finished: bool, at_end_token: bool = False) -> str:
-        """The answer goes on with these tokens. `finished`: they are the last; `at_end_token`: because the last of them
-        is an end token.
+        """Add tokens to the answer, and return the text that became final. Hot: once per sequence and step.
 
-        Returns the text that became final; sets `stopped` at a stop string. Hot: once per sequence and step.
+        `finished`: these are the last tokens. `at_end_token`: the very last one is an end token. If a stop string
+        appears, sets `stopped`; later updates then return no text.
         """
         if self.stopped:
             return ""
@@ -106,7 +107,7 @@ class Detokenizer:
         return piece
 
     def _read(self, token_ids: list[int], finished: bool) -> str:
-        """The text of the window with these tokens, as far as it is final and was not read before."""
+        """Add tokens to the window, and return the part of its text that is final and was not read before."""
         self._window += token_ids
         text = self._decoder.decode(self._window)
         if finished or not text.endswith(REPLACEMENT):
@@ -120,14 +121,16 @@ class Detokenizer:
         if len(self._window) - self._num_context_tokens <= MAX_WAITING_TOKENS:
             self._num_read_chars = max(start, len(text) - num_waiting_chars)
             return text[start : self._num_read_chars]
-        # These characters belong to the text, except perhaps the last ones.
+        # These are too many tokens for one character, so the replacement characters are text, except perhaps the last.
         end = max(start, len(text) - min(num_waiting_chars, MAX_INCOMPLETE_CHARS))
         self._window, self._num_context_tokens = self._window[-WINDOW_TOKENS:], 0
         self._num_read_chars = max(0, self._decoder.text_len(self._window) - (len(text) - end))
         return text[start:end]
 
     def _cut_at_stop(self, text: str, finished: bool) -> str:
-        """What of `text` may be shown. It begins with all that was withheld, so no stop string begins before it."""
+        """The part of `text` that may be shown. `text` begins with all that was withheld, so no stop string begins
+        before it.
+        """
         found = [(at, at + len(stop)) for stop in self._stop if (at := text.find(stop)) >= 0]
         self.stopped = bool(found)
         end = min(found)[self._include_stop] if found else len(text)
@@ -138,7 +141,7 @@ class Detokenizer:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that `stop` begins with."""
+    """Length of the longest suffix of `text` that is a prefix of `stop`, but not all of it."""
     at = text.find(stop[0], max(0, len(text) - len(stop) + 1))
     while at >= 0 and not stop.startswith(text[at:]):
         at = text.find(stop[0], at + 1)

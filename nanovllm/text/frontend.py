@@ -1,10 +1,11 @@
-"""TextFrontend: the text around an engine of token ids. Prompts and chats become token ids, an answer becomes text.
+"""TextFrontend: turns prompts and conversations into token ids for the engine, and its token ids into text.
 
     text = TextFrontend(model_config, directory)
     engine = start_engine(setup, text.end_token_ids)
     engine.add_request(text.encode_prompt("Hello"), params, text.receiver(outbox, params))
 
-A model without a tokenizer has one too: it takes token ids only, and makes no text. Any thread may call any method.
+A model without a tokenizer has a frontend too, which accepts only token ids and makes no text. Any thread may call any
+method.
 """
 
 import threading
@@ -33,39 +34,43 @@ Message: TypeAlias = dict[str, Any]
 
 class TextFrontend:
     def __init__(self, model_config: ModelConfig, directory: Path | None) -> None:
-        """`directory`: None for a preset, which has no tokenizer. Raises CheckpointError if it cannot be read."""
+        """`directory` is None for a preset, which has no tokenizer. Raises CheckpointError if one cannot be read."""
         self.tokenizer = load_tokenizer(directory)
         self.end_token_ids = end_token_ids(model_config, self.tokenizer)
         self._vocab_size = model_config.vocab_size
-        self._encode_lock = threading.Lock()  # a tokenizer encodes for one thread at a time
+        self._encode_lock = threading.Lock()  # a tokenizer can encode for only one thread at a time
         self._decoders: dict[bool, TokenDecoder] = {}  # by skip_special_tokens
         if self.tokenizer is not None:
             self._decoders = {skip: TokenDecoder(self.tokenizer, skip) for skip in (True, False)}
 
     def encode_prompt(self, prompt: Prompt) -> TokenIds:
-        """The prompt's token ids, int64. Raises RequestError for other types and for ids outside the vocabulary."""
+        """Return the prompt's token ids (int64).
+
+        Raises RequestError for prompts of other types, for ids outside the vocabulary, and for text if the model has
+        no tokenizer.
+        """
         prompt = text_or_token_ids(prompt)
         if not isinstance(prompt, str):
             return check_token_ids(prompt, self._vocab_size)
         if self.tokenizer is None:
-            raise RequestError("a text prompt needs a tokenizer, and this model has none; give a list of token ids")
+            raise RequestError("a text prompt needs a tokenizer, but this model has none; give a list of token ids")
         with self._encode_lock:
             return encode_text(self.tokenizer, prompt, self._vocab_size)
 
     def check_params(self, params: SamplingParams) -> None:
-        """Raise RequestError for parameters that need text where there is none."""
+        """Raise RequestError for parameters that need text if the model has no tokenizer."""
         if params.stop and self.tokenizer is None:
-            raise RequestError("stop strings need a tokenizer, and this model has none; use stop_token_ids")
+            raise RequestError("stop strings need a tokenizer, but this model has none; use stop_token_ids")
 
     def check_stream(self, params: SamplingParams) -> None:
         """Raise RequestError for a request whose text cannot be streamed."""
         if self.tokenizer is None:
-            raise RequestError("stream yields text and needs a tokenizer, and this model has none; use generate")
+            raise RequestError("stream yields text and needs a tokenizer, but this model has none; use generate")
         if not params.detokenize:
             raise RequestError("stream yields text; leave detokenize on, or use generate")
 
     def receiver(self, outbox: Outbox, params: SamplingParams) -> Receiver:
-        """What makes text of one request's tokens, and ends it at a stop string."""
+        """Make one request's Receiver. It decodes the tokens if the model has a tokenizer and `detokenize` is on."""
         if not self._decoders or not params.detokenize:
             return Receiver(outbox)
         decoder = self._decoders[params.skip_special_tokens]
@@ -77,10 +82,14 @@ class TextFrontend:
     def check_chat_template(self) -> None:
         """Raise RequestError for a model that cannot chat."""
         if self.tokenizer is None or not self.tokenizer.chat_template:
-            raise RequestError("chat needs a tokenizer with a chat template, and this model has none; use generate")
+            raise RequestError("chat needs a tokenizer with a chat template, but this model has none; use generate")
 
     def encode_chat(self, messages: list[Message] | list[list[Message]]) -> list[TokenIds]:
-        """Token ids of one conversation or several, up to where the answer begins."""
+        """The token ids of each conversation, up to where the answer begins.
+
+        `messages` is one conversation or a list of them. Raises RequestError as `check_chat_template` does, and for
+        messages that are malformed or that the template refuses.
+        """
         self.check_chat_template()
         prompts = [render_chat(self.tokenizer, conversation) for conversation in check_conversations(messages)]
         with self._encode_lock:  # the template writes the special tokens itself

@@ -1,4 +1,4 @@
-"""What a user's prompts and messages must be. Everything here raises RequestError, and nothing changes the engine."""
+"""Checks of the prompts and messages that users pass in. Bad ones raise RequestError; nothing changes the engine."""
 
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,13 +10,13 @@ import numpy as np
 from nanovllm.core.sequence import TokenIds
 from nanovllm.errors import RequestError
 
-# A string; token ids; or a dict of one of them, as in vLLM: {"prompt": str} or {"prompt_token_ids": token ids}
+# A string, token ids, or as in vLLM a dict that holds one of them: {"prompt": str} or {"prompt_token_ids": token ids}
 Prompt: TypeAlias = str | Sequence[int] | np.ndarray | Mapping[str, Any]
 _PROMPT_KEYS = ("prompt", "prompt_token_ids")
 
 
 def prompt_list(prompts: Any) -> list[Any]:
-    """A list of prompts, from one prompt or from any iterable of them. What each prompt is, is checked later."""
+    """Make a list from one prompt or an iterable of prompts. The prompts themselves are checked later."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
     if isinstance(prompts, bytes | bytearray) or not isinstance(prompts, Iterable):
@@ -30,7 +30,7 @@ def prompt_list(prompts: Any) -> list[Any]:
 
 
 def text_or_token_ids(prompt: Any) -> Any:
-    """What a prompt holds, a dict or not. As in vLLM a dict may have the text beside the ids, which are then used."""
+    """The text or token ids of a prompt, which may be a dict. If a dict has both, the ids are used, as in vLLM."""
     if not isinstance(prompt, Mapping):
         return prompt
     unknown = [key for key in prompt if key not in _PROMPT_KEYS]
@@ -44,11 +44,14 @@ def text_or_token_ids(prompt: Any) -> Any:
 
 
 def check_token_ids(prompt: Any, vocab_size: int) -> TokenIds:
-    """Token ids as int64, once all are known to be in the vocabulary. `prompt`: a list, or an array of integers."""
+    """Convert a prompt of token ids to int64. Raises RequestError unless all are integers in the vocabulary.
+
+    `prompt` is a list, a tuple, a range, or a one-dimensional array of integers.
+    """
     if isinstance(prompt, np.ndarray):
         if prompt.ndim != 1 or prompt.dtype.kind not in "iu":
             shape, dtype = prompt.shape, prompt.dtype
-            raise RequestError(f"a prompt is an array of {dtype} and shape {shape}, expected integers in one dimension")
+            raise RequestError(f"a prompt is an array of {dtype} of shape {shape}, expected integers in one dimension")
         prompt = prompt.tolist()
     elif isinstance(prompt, array | range):
         prompt = list(prompt)
@@ -58,23 +61,27 @@ def check_token_ids(prompt: Any, vocab_size: int) -> TokenIds:
         prompt = [int(token_id) if isinstance(token_id, np.integer) else token_id for token_id in prompt]
     if set(map(type, prompt)) - {int}:
         position, token_id = next((i, t) for i, t in enumerate(prompt) if type(t) is not int)
-        raise RequestError(f"token_ids[{position}]={token_id!r} is not an integer; a prompt is a string or token ids")
-    with suppress(OverflowError):  # an id of more than 64 bits
+        raise RequestError(f"token_ids[{position}]={token_id!r} is not an integer; give a string or token ids")
+    with suppress(OverflowError):  # an id does not fit in 64 bits
         token_ids = array("q", prompt)
         if _are_in_vocabulary(token_ids, vocab_size):
             return token_ids
     position, token_id = next((i, t) for i, t in enumerate(prompt) if not 0 <= t < vocab_size)
-    raise RequestError(f"token_ids[{position}]={token_id} is outside the vocabulary 0..{vocab_size - 1}")
+    raise RequestError(
+        f"token_ids[{position}]={token_id} is outside the vocabulary 0..{vocab_size - 1}; use the tokenizer that "
+        "belongs to this model"
+    )
 
 
 def encode_text(tokenizer: Any, text: str, vocab_size: int, *, add_special_tokens: bool = True) -> TokenIds:
-    """The text's token ids, once all are known to be in the model's vocabulary.
+    """Encode a text. Raises RequestError if a token is outside the model's vocabulary.
 
-    A tokenizer may know tokens that the model has no embedding for, such as a <pad> that was added for training.
+    That can happen because a tokenizer may have tokens for which the model has no embedding, such as a <pad> that was
+    added for training.
     """
     try:
         encoded = tokenizer.encode(text, add_special_tokens=add_special_tokens)
-    except (TypeError, UnicodeError) as error:  # surrogates, from os.fsdecode or half a JSON escape
+    except (TypeError, UnicodeError) as error:  # lone surrogates, from os.fsdecode or half of a JSON escape
         raise RequestError(f"the prompt is not valid Unicode text; remove lone surrogates from it ({error})") from error
     token_ids = array("q", encoded)
     if not _are_in_vocabulary(token_ids, vocab_size):
@@ -88,12 +95,12 @@ def encode_text(tokenizer: Any, text: str, vocab_size: int, *, add_special_token
 
 
 def _are_in_vocabulary(token_ids: TokenIds, vocab_size: int) -> bool:
-    """In one comparison: as unsigned numbers, negative ids are huge."""
+    """Check both limits in one comparison: read as unsigned numbers, negative ids are huge."""
     return not token_ids or bool(np.frombuffer(token_ids, dtype=np.uint64).max() < vocab_size)
 
 
 def check_conversations(messages: Any) -> list[list[Mapping[str, Any]]]:
-    """`messages` as a list of conversations: one conversation, or several."""
+    """Check `messages`, which is one conversation or a list of them, and return it as a list of conversations."""
     if not isinstance(messages, list | tuple):
         raise RequestError(f'messages has type {type(messages).__name__}, expected a list of {{"role", "content"}}')
     if not messages:
@@ -101,7 +108,7 @@ def check_conversations(messages: Any) -> list[list[Mapping[str, Any]]]:
     conversations: list[Any] = list(messages) if isinstance(messages[0], list | tuple) else [messages]
     for conversation in conversations:
         if not isinstance(conversation, list | tuple):
-            raise RequestError("messages mixes messages and lists of them; give one conversation, or several")
+            raise RequestError("messages mixes messages and lists of messages; give one conversation or a list of them")
         if not conversation:
             raise RequestError("a conversation in messages is empty; give each at least one message")
         for i, message in enumerate(conversation):
@@ -120,11 +127,11 @@ def _check_message(message: Any, name: str) -> None:
 
 
 def render_chat(tokenizer: Any, conversation: list[Mapping[str, Any]]) -> str:
-    """The conversation as the model's chat template writes it, up to where the answer begins."""
+    """Render the conversation with the model's chat template, up to where the answer begins."""
     try:
         prompt: str = tokenizer.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False)
-    except Exception as error:  # templates are programs: they raise what they like, on purpose too
+    except Exception as error:  # a template is a program, and may raise anything, even on purpose
         raise RequestError(
-            f"the model's chat template cannot write these messages: {error}; check their roles and their order"
+            f"the model's chat template cannot render these messages: {error}; check their roles and their order"
         ) from error
     return prompt

@@ -7,14 +7,14 @@ from nanovllm.checkpoint.files import TOKENIZER_FILES, read_json
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.errors import CheckpointError
 
-# Any of these says that a directory has a tokenizer
+# A directory that has any of these files has a tokenizer
 _TOKENIZER_MARKS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
 def load_tokenizer(directory: Path | None) -> Any:
     """The model's tokenizer, or None for a preset and for a directory without one.
 
-    Raises CheckpointError, with the file, for one that cannot be read. Code in the checkpoint is never run.
+    Raises CheckpointError, which names the file, if the tokenizer cannot be read. Never runs code from the checkpoint.
     """
     files = [directory / name for name in TOKENIZER_FILES if (directory / name).is_file()] if directory else []
     if not any(file.name in _TOKENIZER_MARKS for file in files):
@@ -23,7 +23,7 @@ def load_tokenizer(directory: Path | None) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False)
-    except Exception as error:  # transformers raises what its parsers raise, and that does not name the file
+    except Exception as error:  # transformers passes on what its parsers raise, which does not name the file
         for file in files:
             if file.suffix == ".json":
                 read_json(file)
@@ -36,7 +36,8 @@ def load_tokenizer(directory: Path | None) -> Any:
 def end_token_ids(model_config: ModelConfig, tokenizer: Any) -> tuple[int, ...]:
     """Tokens that end an answer: those of config.json and generation_config.json, and the tokenizer's eos token.
 
-    vLLM uses the tokenizer's too. There are chat models whose configs name only the base model's end token.
+    The tokenizer's is needed because the configs of some chat models name only the base model's end token. vLLM uses it
+    too.
     """
     token_ids = list(model_config.eos_token_ids)
     of_tokenizer = getattr(tokenizer, "eos_token_id", None)

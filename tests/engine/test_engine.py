@@ -768,7 +768,7 @@ def test_request_larger_than_the_pool_is_refused_when_added(model: Path, kind: s
         (b"abc", None, "prompts has type bytes, expected"),
         ([b"abc"], None, "a prompt has type bytes, expected"),
         (np.ones(3), None, "a prompt has type float64, expected"),
-        ([np.ones((1, 2), int)], None, r"an array of int64 and shape \(1, 2\), expected integers in one dimension"),
+        ([np.ones((1, 2), int)], None, r"an array of int64 of shape \(1, 2\), expected integers in one dimension"),
         ([np.array([1.5])], None, "an array of float64"),
         (7, None, "prompts has type int, expected"),
         ([[1], []], None, "the prompt is empty"),

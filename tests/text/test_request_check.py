@@ -85,7 +85,7 @@ def test_text_that_is_not_unicode_is_refused(llm: LLM) -> None:
         (None, "messages has type NoneType"),
         ([], "messages is empty"),
         ([[]], "a conversation in messages is empty"),
-        ([[USER], USER], "messages mixes messages and lists of them"),
+        ([[USER], USER], "messages mixes messages and lists of messages"),
         ([USER, [USER]], r"messages\[1\] has type list, expected a dict"),
         ([USER, "Hello"], r"messages\[1\] has type str, expected a dict"),
         ([{"role": "user"}], r"messages\[0\] has content=None, expected a string"),
@@ -122,6 +122,6 @@ def test_chat_template_that_fails_is_a_value_error(
 ) -> None:
     monkeypatch.setattr(llm.tokenizer, "chat_template", template)
     with pytest.raises(
-        RequestError, match=f"chat template cannot write these messages: .*{reason}.*; check their roles"
+        RequestError, match=f"chat template cannot render these messages: .*{reason}.*; check their roles"
     ):
         render_chat(llm.tokenizer, [USER])

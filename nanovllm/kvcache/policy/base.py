@@ -1,6 +1,6 @@
-"""KVCacheManager: the scheduler's one interface to both kinds of KV cache. Decides which sequence owns which block.
+"""KVCacheManager: the scheduler's interface to the KV cache, with or without offload.
 
-Managers work on integers only.
+A manager decides which sequence owns which block. It works on integers only.
 """
 
 from abc import ABC, abstractmethod
@@ -13,7 +13,10 @@ from nanovllm.core.step_plan import KVMoves
 
 @dataclass(frozen=True)
 class PagedKeys:
-    """The keys of one sequence that are in GPU blocks during a step. With offload, its other keys are streamed."""
+    """The keys of one sequence that are in GPU blocks during a step. With offload, its other keys are streamed.
+
+    `block_table` holds gpu_block_ids; SequenceStep says in which order.
+    """
 
     block_table: tuple[int, ...]
     num_paged_keys: int
@@ -31,7 +34,7 @@ class KVCacheManager(ABC):
         """Raise RequestError if the request could not run even alone."""
 
     def begin_step(self, running: Seq[Sequence]) -> None:  # noqa: B027  # only a manager with per-step state needs it
-        """Start planning a step for the `running` sequences, and drop what a step that failed has left behind."""
+        """Start planning a step for the `running` sequences, and drop all that a failed step may have left behind."""
 
     @abstractmethod
     def can_admit(self, seq: Sequence) -> bool:

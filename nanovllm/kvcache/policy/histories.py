@@ -20,9 +20,8 @@ class History:
 
     residency: int  # StepSlots.residency when it was made
     num_blocks: int
-    ring_slots: tuple[
-        int, ...
-    ]  # of the resident blocks; ascending, because prefill kernels read contiguous slots at once
+    # Slots of the resident blocks, in ascending order, because prefill kernels read contiguous slots together
+    ring_slots: tuple[int, ...]
     missing: tuple[HybridBlock, ...]  # the blocks without a slot
 
 
@@ -35,7 +34,7 @@ class Histories:
         self._last_groups: tuple[StreamedGroup, ...] = ()
 
     def find(self, seq: Sequence) -> History:
-        """Where the sequence's blocks are that precede the one with its first new token. All of them are full."""
+        """Where the blocks are that precede the one with the sequence's first new token. All of them are full."""
         known = self._known.get(seq.seq_id)
         num_blocks, residency = seq.num_computed_tokens // self._block_size, self._slots.residency
         if known is None or known.residency != residency:

@@ -7,10 +7,10 @@ What always holds:
   a scheduled sequence then misses are streamed in that step.
 - As few blocks as possible are missing: while a scheduled sequence misses a block, every slot that is not pinned holds
   a block that a scheduled sequence reads.
-- The time to plan a step depends on the changes and on the number of placed sequences, and not on the number of slots
+- The time to plan a step depends on what changes and on the number of placed sequences, but not on the number of slots
   or blocks.
-- When a sequence is admitted, CPU blocks are reserved for all its tokens up to the last possible one. So memory never
-  runs out halfway, and a preempted sequence keeps all it has computed.
+- When a sequence is admitted, CPU blocks are reserved for as many tokens as it can ever have. Memory therefore never
+  runs out halfway, and a preempted sequence keeps everything it has computed.
 """
 
 from collections import Counter
@@ -39,7 +39,7 @@ class HybridKVCacheManager(KVCacheManager):
         enable_prefix_caching: bool = True,
     ) -> None:
         self.block_size = block_size
-        self.group_blocks = group_blocks  # streamed blocks that are attended in one call
+        self.group_blocks = group_blocks  # streamed blocks that are attended to in one call
         blocks = [HybridBlock(i) for i in range(num_cpu_blocks)]
         self.pool = BlockPool(list(blocks), block_size, BLOCK_SIZE_STEP, enable_prefix_caching)
         self.blocks = blocks
@@ -52,9 +52,8 @@ class HybridKVCacheManager(KVCacheManager):
         self._num_running = 0
         self._slotless_ids: set[int] = set()  # running sequences that need a slot for their next token and hold none
         self._copy_sources: list[HybridBlock] = []
-        self._prefix_sources: dict[
-            int, tuple[HybridBlock, int]
-        ] = {}  # seq_id -> block with the matched tokens of its first new block, their number
+        # seq_id -> (block that holds the matched start of the sequence's first new block, number of matched tokens)
+        self._prefix_sources: dict[int, tuple[HybridBlock, int]] = {}
 
     def _num_blocks(self, num_tokens: int) -> int:
         return ceil_div(num_tokens, self.block_size)
@@ -236,13 +235,13 @@ class HybridKVCacheManager(KVCacheManager):
         running = [seq for seq in sequences if seq.status is SequenceStatus.RUNNING]
         owners = Counter(block_id for seq in running for block_id in seq.block_table)
         assert self._num_running == len(running), (
-            f"{self._num_running} running sequences counted, there are {len(running)}"
+            f"{self._num_running} running sequences counted, but there are {len(running)}"
         )
         self.histories.check_integrity(running)
         for block in self.blocks:
             num_running = owners[block.block_id]
             assert block.num_running == num_running, (
-                f"block {block.block_id} has {num_running} running owners, counts {block.num_running}"
+                f"block {block.block_id} has {num_running} running owners, but counts {block.num_running}"
             )
             slot = block.ring_slot
             assert slot < 0 or self.ring.blocks[slot] is block, f"slot {slot} does not hold block {block.block_id}"

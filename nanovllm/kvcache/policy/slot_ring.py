@@ -45,13 +45,13 @@ class SlotRing:
     - read: it holds a block that a running sequence owns;
     - pinned: it holds a block that must not be evicted.
 
-    Block i prefers slot i % num_slots, its home. So blocks that are contiguous in CPU memory tend to be contiguous on
-    the GPU, and can be moved by one copy (copy_runs.py).
+    Block i prefers slot i % num_slots, its home. Blocks that are contiguous in CPU memory therefore tend to be
+    contiguous on the GPU too, and one copy can move them (copy_runs.py).
     """
 
     def __init__(self, num_slots: int) -> None:
         self.blocks: list[HybridBlock | None] = [None] * num_slots
-        # Each in the order in which the slots entered the state, which is also the order in which they are used.
+        # Each lists its slots in the order in which they entered the state; the oldest is used first.
         self.free_slots: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_slots))
         self.idle_slots: OrderedDict[int, None] = OrderedDict()
         self.read_slots: OrderedDict[int, None] = OrderedDict()
@@ -65,7 +65,7 @@ class SlotRing:
         return len(self.free_slots) + len(self.idle_slots) + len(self.read_slots)
 
     def find_unread_slot(self, block: HybridBlock) -> int | None:
-        """Choose a slot that no running sequence reads for `block`: its home, else a free or an idle one."""
+        """Choose a slot for `block` that no running sequence reads: its home if possible, else a free or idle slot."""
         home = block.block_id % len(self.blocks)
         held = self.blocks[home]
         if held is None or (home in self.idle_slots and not held.is_dirty):

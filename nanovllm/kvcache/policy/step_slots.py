@@ -75,7 +75,7 @@ class StepSlots:
     # -- moves ---------------------------------------------------------------------------------------------------
 
     def allocate_slot(self, block: HybridBlock) -> None:
-        """Give a slot to `block`, which is pinned, and load the tokens that CPU memory has of it."""
+        """Give a slot to `block`, which is pinned, and load its tokens from CPU memory if it has any."""
         ring_slot = self.ring.find_slot(block)
         assert ring_slot is not None, f"no slot for block {block.block_id}; the caller must check num_available first"
         self._reassign_slot(ring_slot, block)
@@ -93,7 +93,7 @@ class StepSlots:
     def _evict(self, ring_slot: int, block: HybridBlock) -> None:
         """Evict the block from its slot. Its dirty tokens are copied out first, unless nothing can ever need them.
 
-        That is so if no sequence owns the block and it is redundant: no prompt can match it, or another block holds
+        Nothing can if no sequence owns the block and it is redundant: no prompt can match it, or another block holds
         the same grains. Short requests with a common prefix leave many such blocks, and each copy would delay the next
         owner of the slot.
         """
