@@ -53,7 +53,7 @@ def prefill_flop(config: Config, model: ModelConfig, num_tokens: int) -> float:
     """Floating-point operations of one prompt of T tokens.
 
     That is 2 per weight and token, 2 products of T^2 / 2 in causal attention, and one row of the head. The last layer
-    computes K and V for all tokens but everything else only for the token that samples; that rest is left out.
+    computes K and V for all tokens, but everything else only for the last token; this remainder is not counted.
     """
     num_layers = model.num_layers - 1
     attention = 2 * num_tokens**2 * num_layers * model.num_heads * model.head_dim

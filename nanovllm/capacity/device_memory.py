@@ -1,8 +1,8 @@
-"""Device memory: how much memory an engine uses on each GPU, part by part. Arithmetic only.
+"""DeviceMemory: how much memory an engine uses on each GPU, part by part. Arithmetic only.
 
 The weights, the KV blocks, the staging groups and the logits of the decode graphs are exact, because they follow from
 shapes. The rest is estimated with the constants below. They were fitted to the memory use of six engines of Qwen3-0.6B
-and Qwen3-8B on an H200 (`python -m benchmarks.device_memory`; docs/log.md has the figures). A constant that is called
+and Qwen3-8B on an H200 (`python -m benchmarks.device_memory`; docs/log.md has the figures). A constant marked as
 assumed was never measured.
 """
 
@@ -90,7 +90,9 @@ def device_memory(
 
 
 def _input_bytes(config: Config, model: ModelConfig, max_model_len: int, num_rows: int) -> int:
-    """With offload this includes the query, the fp32 result and log-sum-exp between the pieces of a streamed step."""
+    """The graphs' static inputs. With offload these include the query, the fp32 result and the log-sum-exp that are
+    passed between the pieces of a streamed step.
+    """
     per_row = INPUT_BYTES_PER_ROW + 4 * ceil_div(max_model_len, config.block_size)
     if config.enable_cpu_offload:
         num_heads = model.num_heads // config.tensor_parallel_size
@@ -99,7 +101,9 @@ def _input_bytes(config: Config, model: ModelConfig, max_model_len: int, num_row
 
 
 def _graph_bytes(config: Config, model: ModelConfig, num_rows: int) -> int:
-    """With offload this includes the graphs in pieces and those of staging groups, for fewer batch sizes."""
+    """All graphs. With offload these include the graphs in pieces and those of the staging groups, which are captured
+    for fewer batch sizes.
+    """
     whole = NODES_PER_LAYER * model.num_layers + NODES_BESIDE_LAYERS
     num_nodes, num_pools = len(graph_sizes(num_rows)) * whole, 1
     if config.enable_cpu_offload:

@@ -1,10 +1,10 @@
 """The GPUs that a plan can be made for, with their memory and rates. Does not load torch.
 
 The rates are from the vendor's data sheets and architecture papers: memory bandwidth, and dense bf16 arithmetic on
-tensor cores with fp32 accumulation (GeForce cards do that at half the rate of fp16 accumulation). They are peaks that
-no kernel reaches. The H200's rates are measured (docs/design.md, "The planner"), and are lower than the 4.8 TB/s and
-989 TFLOP/s of its data sheet. The memory is the total that CUDA reports, as quoted in public bug reports. It is less
-than the name says, and varies a little with the driver and with ECC.
+tensor cores with fp32 accumulation, which GeForce cards do at half the rate of fp16 accumulation. They are peaks that
+no kernel reaches. Only the H200's rates are measured (docs/design.md, "The planner"); they are lower than the 4.8 TB/s
+and 989 TFLOP/s of its data sheet. The memory is the total that CUDA reports, as quoted in public bug reports. It is
+less than the name says, and varies a little with the driver and with ECC.
 
 Only the H200's link was measured, at 54.6 of the 63.0 GB/s of PCIe 5 x16. Other links are projected to reach the same
 fraction of their peak.

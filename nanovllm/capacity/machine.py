@@ -50,5 +50,5 @@ class Machine:
         return replace(machine, gpu_bytes=gpu_bytes, capability=capability)
 
     def with_link(self, byte_per_s: float | None, source: str) -> "Machine":
-        """This machine with another rate of the link, or unchanged if `byte_per_s` is None."""
+        """This machine with another link rate, or unchanged if `byte_per_s` is None."""
         return self if byte_per_s is None else replace(self, link_byte_per_s=byte_per_s, link_source=source)

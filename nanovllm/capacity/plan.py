@@ -1,7 +1,7 @@
-"""CapacityPlan: memory, speed bounds and the number of sequences that fit, before anything is allocated.
+"""CapacityPlan: memory, speed bounds and the number of sequences that fit, known before anything is allocated.
 
-It follows from a model, a machine and the engine's options. planner.py makes it, plan_check.py judges it. This is
-arithmetic only: it loads neither torch nor weights.
+A plan follows from a model, a machine and the engine's options. planner.py makes it, and plan_check.py judges it. This
+is arithmetic only: it loads neither torch nor weights.
 """
 
 from dataclasses import dataclass
@@ -29,10 +29,10 @@ class Capacity(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class CapacityPlan:
-    """Memory and bounds of an engine and of the sequences it is to run together. Bytes are per GPU.
+    """Memory and speed bounds of an engine that runs `num_sequences` sequences together. Bytes are per GPU.
 
-    A bound is a number of tokens per second, of all sequences together, that no schedule can exceed. It follows from
-    the bytes or the arithmetic that cannot be avoided, and from the machine's rate.
+    A bound is a number of tokens per second, over all sequences, that no schedule can exceed. It follows from the
+    bytes that must be moved or the arithmetic that must be done, and from the machine's rate for that.
     """
 
     config: Config
@@ -56,7 +56,7 @@ class CapacityPlan:
 
     @property
     def memory(self) -> DeviceMemory:
-        """The use of GPU memory, part by part."""
+        """How much GPU memory is used, part by part."""
         limit = max_model_len(self.config, self.model)
         return device_memory(self.config, self.model, self.machine, limit, self.num_gpu_blocks)
 
@@ -69,7 +69,7 @@ class CapacityPlan:
 
     @property
     def fits_gpu(self) -> bool:
-        """Whether all GPU memory, estimates included, is within the limit. True on a CPU."""
+        """Whether the GPU memory used, including estimates, is within the limit. True on a CPU."""
         return self.gpu_limit_bytes is None or self.memory.total_bytes <= self.gpu_limit_bytes
 
     @property
@@ -96,7 +96,7 @@ class CapacityPlan:
 
     @property
     def num_full_blocks(self) -> int:
-        """Full blocks of each sequence."""
+        """Number of full blocks of each sequence."""
         return costs.num_full_blocks(self.context, self.spec.block_size)
 
     @property

@@ -1,4 +1,4 @@
-"""Finds out why a plan cannot work. remedies.py finds which options would help. Arithmetic only."""
+"""Checks whether a plan can work. If it cannot, remedies.py finds out which options would help. Arithmetic only."""
 
 from nanovllm.capacity.device_memory import DeviceMemory
 from nanovllm.capacity.plan import CapacityPlan
@@ -12,10 +12,11 @@ from nanovllm.utils.memory import format_bytes
 
 
 def check_start(plan: CapacityPlan) -> None:
-    """Raise ConfigError, with the numbers and remedies that work, if the engine cannot start.
+    """Raise ConfigError if the engine cannot start. The message has the numbers, and remedies that work.
 
     Only exact sizes count here: the CPU pool, and on the GPU the weights, the KV blocks, the staging groups and the
-    graphs' logits. An engine that only the estimates forbid may still work; start-up runs the largest step to find out.
+    graphs' logits. An engine that is too large only by estimate may still work; start-up runs the largest step to find
+    out.
     """
     problem = _pool_problem(plan) or _exact_problem(plan)
     if problem:
@@ -26,7 +27,7 @@ def check_start(plan: CapacityPlan) -> None:
 
 
 def check_plan(plan: CapacityPlan) -> None:
-    """Raise ConfigError, likewise, if the engine cannot start or cannot run the plan's sequences together.
+    """Raise such a ConfigError if the engine cannot start, or cannot run the plan's sequences together.
 
     Estimates count here too: everything that the plan's table marks with (!) is refused.
     """
@@ -77,7 +78,7 @@ def _exact_problem(plan: CapacityPlan) -> str | None:
 def _cpu_problem(plan: CapacityPlan) -> str | None:
     """On a CPU the model, its cache and the CPU pool share the host's memory.
 
-    For a size that the user left open, the smallest that works is assumed, because start-up makes it fit.
+    A size that the user left open counts with the smallest value that works, because start-up will make it fit.
     """
     config, available = plan.config, plan.machine.host_bytes
     if plan.machine.gpu_bytes is not None:

@@ -11,7 +11,7 @@ Row: TypeAlias = tuple[str, str, str]  # (name, figure, remark)
 def plan_table(plan: CapacityPlan) -> str:
     """The plan, one figure per line. `~` marks an estimate, `(!)` a figure above its limit.
 
-    Bytes are per GPU, except that the CPU pool's are of all ranks together.
+    Bytes are per GPU, except for the CPU pool, whose size is that of all ranks together.
     """
     ranks = plan.config.tensor_parallel_size
     where = f"{ranks} x {plan.machine.name}" if ranks > 1 else plan.machine.name
@@ -36,10 +36,10 @@ def _memory_rows(plan: CapacityPlan) -> list[Row]:
         ("logits", memory.logits_bytes, "one buffer for all graphs"),
     ]
     estimated = [
-        ("inputs", memory.input_bytes, "of the graphs"),
-        ("activations", memory.activation_bytes, "of the largest step"),
+        ("inputs", memory.input_bytes, "static inputs of the graphs"),
+        ("activations", memory.activation_bytes, "in the largest step"),
         ("graphs", memory.graph_bytes, ""),
-        ("workspaces", memory.workspace_bytes, "of cuBLAS"),
+        ("workspaces", memory.workspace_bytes, "cuBLAS"),
         ("CUDA", memory.context_bytes, "its context and kernels"),
     ]
     rows = [(name, format_bytes(num_bytes), remark) for name, num_bytes, remark in exact if num_bytes]
@@ -48,20 +48,20 @@ def _memory_rows(plan: CapacityPlan) -> list[Row]:
         remark = f"of {format_bytes(limit)} that may be used" + ("" if plan.fits_gpu else " (!)")
         rows.append(("GPU memory", f"~{format_bytes(memory.total_bytes)}", remark))
     if offload:
-        remark = f"{plan.num_cpu_blocks} blocks; {format_bytes(plan.machine.host_bytes)} were available"
+        remark = f"{plan.num_cpu_blocks} blocks; {format_bytes(plan.machine.host_bytes)} was available"
         rows.append(("CPU pool", format_bytes(plan.cpu_pool_bytes), remark + ("" if plan.fits_host else " (!)")))
     return rows
 
 
 def _sequence_rows(plan: CapacityPlan) -> list[Row]:
-    """How many sequences fit, of the plan's length and of one block, and how many blocks are missing."""
+    """How many sequences fit, both of the plan's length and of one block, and how many blocks are missing."""
     long, short = plan.capacity(plan.context), plan.capacity(plan.spec.block_size)
-    remark = f"at once of {plan.context:,} tokens, limited by {long.limit}"
+    remark = f"of {plan.context:,} tokens at once, limited by {long.limit}"
     if plan.context > plan.spec.block_size:
         remark += f"; {short.num_sequences} of up to {plan.spec.block_size:,}, by {short.limit}"
     rows = [("sequences", f"{long.num_sequences:,}", remark)]
     if plan.config.enable_cpu_offload:
-        remark = f"full, of each sequence; {plan.num_missing_blocks} missing per step at the fewest"
+        remark = f"full per sequence; at least {plan.num_missing_blocks} missing per step"
         rows.append(("blocks", f"{plan.num_full_blocks:,}", remark))
     return rows
 

@@ -1,7 +1,7 @@
-"""The planner: how many blocks an engine gets, given the user's options and the machine, and so its plan (plan.py).
+"""The planner: decides how many blocks an engine gets on a machine, and so makes its plan (plan.py).
 
-It has three uses. The engine does not start if `plan_check.check_start` refuses its plan. With offload, the engine then
-logs its plan with the link rate that it measured. `nanovllm plan` prints a plan without loading a model. This is
+A plan has three uses. The engine does not start if `plan_check.check_start` refuses its plan. With offload, the engine
+logs its plan once it has measured the link rate. `nanovllm plan` prints a plan without loading a model. This is
 arithmetic only: it loads neither torch nor weights.
 """
 
@@ -20,9 +20,9 @@ from nanovllm.errors import ConfigError
 from nanovllm.utils.arithmetic import ceil_div
 from nanovllm.utils.options import option
 
-MAX_HOST_SHARE = 0.7  # fraction of the available memory that a CPU pool gets at most if the user left its size open
+MAX_HOST_SHARE = 0.7  # of the available memory; limits a CPU pool whose size the user left open
 
-SHORT_SEQUENCE_TOKENS = 1024  # prompt and answer of a short sequence, to size a CPU pool that the user left open
+SHORT_SEQUENCE_TOKENS = 1024  # prompt and answer of a short sequence, for sizing a CPU pool
 _WORK, _MACHINE = "the work", "the machine, if not this one"  # groups
 MAX_OPTION = 10**9  # tokens, sequences, GiB, GB/s: beyond any machine; bounds the loop over the chunks of a context
 
@@ -38,9 +38,9 @@ def make_plan(
 ) -> CapacityPlan:
     """The plan of an engine with these options that runs `num_sequences` sequences of `context` tokens together.
 
-    `context` None means max_model_len. `num_gpu_blocks` is what start-up has measured, if it has. Raises ConfigError if
-    max_model_len exceeds what the model's rope covers, or if the kv heads cannot be split evenly. plan_check.py checks
-    everything else.
+    `context` defaults to max_model_len. `num_gpu_blocks` is the number that start-up has chosen, once it has. Raises
+    ConfigError if max_model_len exceeds what the model's rope covers, or if the kv heads cannot be split evenly.
+    plan_check.py checks everything else.
     """
     limit = max_model_len(config, model)
     if model.num_kv_heads % config.tensor_parallel_size:
@@ -63,11 +63,11 @@ def make_plan(
 
 
 def _num_cpu_blocks(config: Config, model: ModelConfig, machine: Machine, limit: int) -> int:
-    """Blocks of the CPU pool, where a block has the heads of all ranks.
+    """Number of blocks in the CPU pool, where a block has the heads of all ranks.
 
-    If the user left the size open, the pool holds two sequences of max_model_len, or a block for every slot if that is
-    more. Slots beyond what those two and max_num_seqs short sequences can use do not count, because pinning memory
-    takes time at start-up.
+    If the user left the size open, the pool holds two sequences of max_model_len, or one block per slot if that is
+    more. Slots beyond what those two sequences and max_num_seqs short ones can use are not counted, because pinning
+    memory takes time at start-up.
     """
     if config.num_cpu_blocks is not None:
         return config.num_cpu_blocks
@@ -87,7 +87,7 @@ def least_gpu_blocks(config: Config) -> int:
 
 
 def _num_fitting_blocks(config: Config, model: ModelConfig, machine: Machine, limit: int, num_cpu_blocks: int) -> int:
-    """How many blocks start-up will have room for according to the estimates, but at least the fewest that work."""
+    """How many blocks start-up will have room for according to the estimates, and at least the fewest that work."""
     useful = config.max_num_seqs * ceil_div(limit, config.block_size)
     if config.enable_cpu_offload:
         useful = min(useful, num_cpu_blocks)
@@ -106,7 +106,7 @@ def _num_fitting_blocks(config: Config, model: ModelConfig, machine: Machine, li
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """What to plan for, besides the engine's options. A bad value raises ConfigError."""
+    """What to plan for, in addition to the engine's options. An invalid value raises ConfigError."""
 
     context: int | None = option(None, help="tokens of each sequence; by default, max_model_len", group=_WORK)
     sequences: int = option(1, help="number of sequences that run together", group=_WORK)
@@ -134,10 +134,12 @@ class PlanOptions:
             find_gpu(self.gpu)
 
     def apply(self, machine: Machine) -> Machine:
-        """`machine` with these options applied. Raises ConfigError for options of a GPU if the plan is for the CPU."""
+        """`machine` with these options applied. Raises ConfigError if the plan is for the CPU and an option describes a
+        GPU.
+        """
         named = {name: getattr(self, name) for name in ("gpu", "gpu_memory_gb", "link_gb_per_s")}
         if machine.gpu_bytes is None and (given := [name for name, value in named.items() if value is not None]):
-            raise ConfigError(f"{', '.join(given)} describe a GPU, but device='cpu' plans for the CPU; leave one out")
+            raise ConfigError(f"{', '.join(given)} describe a GPU, but device='cpu' plans for the CPU; give only one")
         if self.gpu is not None:
             machine = Machine.gpu(machine.host_bytes, find_gpu(self.gpu))
         if self.gpu_memory_gb is not None:

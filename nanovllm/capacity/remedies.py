@@ -23,7 +23,7 @@ SMALL_NUM_SEQS = 16
 def remedies(plan: CapacityPlan, problem: Problem) -> str:
     """Which options to change so that `problem` finds nothing, mildest change first, or why no change helps.
 
-    Suggests single options if one is enough, else several together; and more GPUs if that helps.
+    Suggests single options if one is enough, otherwise several together. Also suggests more GPUs if that helps.
     """
     found = [change for changes in _alternatives(plan) if (change := _first_working(plan, changes, problem))]
     together = None if found else _together(plan, problem)
@@ -41,7 +41,7 @@ def _first_working(plan: CapacityPlan, changes: Sequence[Change], problem: Probl
 
 
 def _together(plan: CapacityPlan, problem: Problem) -> Change | None:
-    """A set of options that solve the problem together, and none of which can be left out."""
+    """A set of options that solves the problem, and from which none can be left out; None if there is none."""
     together: dict[str, Any] = {}
     for change in _shrinking(plan):
         together |= change
@@ -108,7 +108,7 @@ def _alternatives(plan: CapacityPlan) -> Iterator[list[Change]]:
 
 
 def _shrinking(plan: CapacityPlan) -> Iterator[Change]:
-    """Changes that save memory, to be applied together, in order of how little speed they cost."""
+    """Changes that save memory, to be applied together. Those that cost the least speed come first."""
     config = plan.config
     if not config.enable_cpu_offload:
         yield {"enable_cpu_offload": True}
@@ -124,7 +124,7 @@ def _shrinking(plan: CapacityPlan) -> Iterator[Change]:
 
 
 def _other_num_blocks(plan: CapacityPlan) -> list[Change]:
-    """If the user gave a number of GPU blocks: the number that the sequences need if it is larger, else what fits."""
+    """If the user gave a number of GPU blocks: the number that the sequences need if larger, else what fits."""
     config, offload = plan.config, plan.config.enable_cpu_offload
     name, given, unset = (
         ("num_gpu_blocks", config.num_gpu_blocks, None)
@@ -142,7 +142,7 @@ def _other_num_blocks(plan: CapacityPlan) -> list[Change]:
 
 
 def _other_pools(plan: CapacityPlan) -> list[Change]:
-    """A CPU pool that holds the sequences and the largest one that fits, in the user's unit, milder change first."""
+    """Two CPU pools, in the user's unit: one that just holds the sequences, and the largest that fits. Milder first."""
     block_bytes = plan.spec.block_bytes * plan.config.tensor_parallel_size
     needed = plan.num_sequences * ceil_div(plan.context, plan.spec.block_size)
     most = int(plan.machine.host_bytes * MAX_HOST_SHARE) // block_bytes

@@ -1,8 +1,8 @@
 """`nanovllm chat`: a conversation in which every turn sees the ones before it.
 
-At a terminal the program shows a prompt, and Ctrl-C stops an answer without ending the program. From a pipe there is no
-prompt, and the first message that is refused ends the program. In both, a message is a line or a block between two of
-QUOTES. The answers go to stdout and everything else to stderr.
+At a terminal the program shows a prompt, and Ctrl-C stops an answer without ending the program. If stdin is a pipe,
+there is no prompt, and the first message that is refused ends the program. In both cases a message is a single line, or
+a block of lines between two QUOTES. The answers go to stdout and everything else to stderr.
 """
 
 import sys
@@ -30,7 +30,7 @@ Ctrl-C   stops an answer; pressed twice at the prompt, it ends the program"""
 
 
 class MessageReader:
-    """Reads messages from stdin: single lines, or blocks of lines between two of QUOTES."""
+    """Reads messages from stdin: single lines, or blocks of lines between two QUOTES."""
 
     def __init__(self) -> None:
         self.is_terminal = sys.stdin.isatty()
@@ -42,7 +42,7 @@ class MessageReader:
     def read(self) -> str | None:
         """The next message, or None at the end of the input.
 
-        Raises RequestError for bytes that are not text and for a block without an end.
+        Raises RequestError for bytes that are not valid text, and for a block that is not closed.
         """
         line = self._read_line(">>> ")
         if line is None or not line.lstrip().startswith(QUOTES):
@@ -51,7 +51,7 @@ class MessageReader:
         while not text.rstrip().endswith(QUOTES):
             line = self._read_line("... ")
             if line is None:
-                raise RequestError(f"the message that begins with {QUOTES} has no end; close it with {QUOTES}")
+                raise RequestError(f"the message that begins with {QUOTES} is not closed; end it with {QUOTES}")
             text += "\n" + line
         return text.rstrip().removesuffix(QUOTES).strip("\n")
 
@@ -82,7 +82,7 @@ class MessageReader:
 
 
 class Conversation:
-    """The messages so far. One that is refused, or stopped before its answer begins, is not added to them."""
+    """The messages so far. A message that is refused, or stopped before its answer begins, is not added."""
 
     def __init__(self, llm: "LLM", params: SamplingParams, system: str | None, *, stoppable: bool) -> None:
         self._llm = llm
@@ -97,11 +97,12 @@ class Conversation:
     def answer(self, text: str) -> None:
         """Answer the user's message on stdout.
 
-        Raises RequestError if it does not fit the context, or if the chat template cannot render it.
+        Raises RequestError if the conversation does not fit in the context with it, or if the chat template cannot
+        render it.
         """
         try:
             self._answer(text)
-        except KeyboardInterrupt:  # it came just before or after the answer, or was a second one that broke the engine
+        except KeyboardInterrupt:  # Ctrl-C just before or after the answer, or a second one that broke the engine
             if not self._stoppable:
                 raise
             with suppress(EngineError):
@@ -176,7 +177,7 @@ def _next_message(reader: MessageReader) -> str | None:
     except KeyboardInterrupt:
         if not reader.is_terminal:
             raise
-        print("\nPress Ctrl-C again, Ctrl-D or type /exit to end the program.", file=sys.stderr)
+        print("\nTo end the program, press Ctrl-C again, press Ctrl-D or type /exit.", file=sys.stderr)
         return reader.read()
 
 

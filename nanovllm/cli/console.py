@@ -21,10 +21,11 @@ if TYPE_CHECKING:  # --help must not load torch
 
 
 def choose_sampling(llm: "LLM", given: Mapping[str, Any], *, in_chat: bool) -> SamplingParams:
-    """The sampling parameters of a command, each from the first of these that has it: the flags that were given, the
-    model's generation_config.json, the defaults of SamplingParams.
+    """The sampling parameters of a command. Each comes from the first of these sources that has it: the flags that were
+    given, the model's generation_config.json, the defaults of SamplingParams.
 
-    Values from the file are listed on stderr. In a chat max_tokens is None by default: its answers end by themselves.
+    Values from the file are listed on stderr. In a chat, max_tokens is None by default, because answers end by
+    themselves.
     """
     from_file = {name: value for name, value in llm.sampling_defaults.items() if name not in given}
     if from_file:
@@ -39,9 +40,9 @@ def stream_answer(
 ) -> "RequestOutput":
     """Run one request. Its progress goes to stderr until the first token; then its text goes to stdout.
 
-    stoppable: Ctrl-C aborts the request, which then returns with finish_reason "abort". A second Ctrl-C may interrupt a
-    step and break the engine; that one still raises KeyboardInterrupt. Raises RequestError for a request that cannot
-    run.
+    leave_bar: whether the progress bar stays on the screen. stoppable: Ctrl-C aborts the request, whose output then has
+    finish_reason "abort"; a second Ctrl-C may interrupt a step and break the engine, and then raises KeyboardInterrupt.
+    Raises RequestError for a request that can never run.
     """
     token_ids = llm.check_request(prompt, params)
     request_id = llm.add_request(token_ids.tolist(), params)
@@ -63,7 +64,7 @@ def stream_answer(
 
 
 def _steps(llm: "LLM", request_id: int, num_prompt_tokens: int, leave_bar: bool) -> Iterator["StepOutput"]:
-    """Run the request's steps and yield them from its first token on. A progress bar shows those before."""
+    """Run the request's steps, and yield those from its first token on. A progress bar shows the ones before."""
     with tqdm(
         total=num_prompt_tokens, desc="Prefill", unit="tok", dynamic_ncols=True, file=sys.stderr, leave=leave_bar
     ) as bar:

@@ -30,7 +30,7 @@ _TEXT, _ENGINE = "the text", "the engine"  # groups of flags
 
 @dataclass(frozen=True, kw_only=True)
 class DemoOptions:
-    """The flags of `nanovllm demo`. The help of each field says what it means."""
+    """The flags of `nanovllm demo`. The `help` of each field says what it means."""
 
     num_tokens: int = option(40960, help="length of the prompt", group=_TEXT)
     depth: float = option(0.35, help="where the passkey is hidden, from 0 (start) to 1 (end)", group=_TEXT)
@@ -69,12 +69,12 @@ def run_demo(options: DemoOptions) -> int:
     num_slots = max(2, num_blocks // SLOT_SHARE) if options.num_gpu_blocks is None else options.num_gpu_blocks
     print(f"Model: {model} (two layers, set by hand, {options.dtype})")
     print(
-        f"Prompt: {options.num_tokens:,} tokens of Python's standard library, at {options.depth:.0%} of it the line "
-        f"'The passkey is {passkey}.'"
+        f"Prompt: {options.num_tokens:,} tokens of Python's standard library; {options.depth:.0%} of the way in is the "
+        f"line 'The passkey is {passkey}.'"
     )
     print(
         f"\nKV in CPU memory: {num_blocks} blocks of {block_size:,} tokens and {num_slots} slots, so "
-        f"{max(0, num_blocks - num_slots) / num_blocks:.0%} of the KV outside the slots",
+        f"{max(0, num_blocks - num_slots) / num_blocks:.0%} of the KV is outside the slots",
         flush=True,
     )
     common = {"max_model_len": max_model_len, "max_num_batched_tokens": CHUNK_TOKENS, "device": options.device}

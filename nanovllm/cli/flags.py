@@ -1,4 +1,4 @@
-"""Command-line flags made from the fields of dataclasses, and messages that name flags instead of fields."""
+"""Makes command-line flags from the fields of dataclasses, and puts the flags' names into messages."""
 
 import argparse
 import json
@@ -23,10 +23,10 @@ def add_flags(
     defaults: Mapping[str, str] | None = None,
     about: str | None = None,
 ) -> None:
-    """A flag for every field of the dataclass `options`, under the group and with the help in the field's metadata.
+    """Add a flag for every field of the dataclass `options`, with the group and the help from the field's metadata.
 
-    A flag that is not given leaves the field's default in place. defaults: field -> what the help says of its default,
-    for a command that sets its own. about: what the help says of the whole group.
+    A flag that is not given leaves the field's default in place. without: fields that get no flag. defaults: field ->
+    what the help says about its default, if the command sets its own. about: what the help says about each group.
     """
     shown = (field for field in fields(options) if field.name not in without)
     for title, members in groupby(shown, key=lambda field: field.metadata["group"]):
@@ -41,7 +41,7 @@ def flag_name(options: type, name: str) -> str:
 
 
 def flag_help(options: type, name: str) -> str:
-    """The help of a field, with flags in place of the options that it names."""
+    """The help of a field, with the flags in place of the options that it mentions."""
     return name_flags(help_of(options, name), (options, Config)).replace("%", "%%")  # argparse formats it
 
 
@@ -71,7 +71,7 @@ def name_flags(message: str, option_types: Sequence[type]) -> str:
 
 
 def _flag_settings(field: Field[Any], options: type, default: Any) -> dict[str, Any]:
-    """Arguments of `add_argument` for a field, from its type and help. default: what the help says of it."""
+    """Arguments of `add_argument` for a field, from its type and help. default: the default that the help shows."""
     settings: dict[str, Any] = {"default": argparse.SUPPRESS, "help": flag_help(options, field.name)}
     if field.type is bool:
         return settings | {"action": argparse.BooleanOptionalAction if field.default else "store_true"}
@@ -85,7 +85,7 @@ def _flag_settings(field: Field[Any], options: type, default: Any) -> dict[str, 
 
 
 def _scalar_type(annotation: Any) -> Any:
-    """int, float, str or a parser of JSON, also for `int | None` or `tuple[int, ...] | list[int]`."""
+    """int, float, str or a JSON parser. For `int | None` or `tuple[int, ...] | list[int]` it is int."""
     if annotation in (int, float, str):
         return annotation
     if annotation is dict:

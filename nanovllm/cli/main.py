@@ -37,7 +37,7 @@ if TYPE_CHECKING:  # --help must not load torch
     from nanovllm.llm import LLM
 
 DEMO_MODEL = "demo"
-CPU_STEP_TOKENS = 512  # a small model takes about a second; the progress bar and Ctrl-C wait for the end of a step
+CPU_STEP_TOKENS = 512  # about a second with a small model; the progress bar and Ctrl-C wait for the end of a step
 EXAMPLE = """\
 examples:
   nanovllm demo
@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _complain(args: argparse.Namespace, message: str) -> None:
-    """Print to stderr, with the command's flags in place of the options that the message names."""
+    """Print to stderr, with the command's flags in place of the options that the message mentions."""
     print(f"nanovllm: {name_flags(message, args.option_types)}", file=sys.stderr)
 
 
@@ -141,7 +141,7 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _open_llm(args: argparse.Namespace) -> "LLM":
-    """The engine that the flags ask for. Bad flags are refused before torch is loaded."""
+    """Start the engine that the flags ask for. Invalid flags are refused before torch is loaded."""
     options = given_fields(args, Config)
     SamplingParams(**given_fields(args, SamplingParams))
     config = Config(model=args.model, **options)
@@ -155,7 +155,7 @@ def _open_llm(args: argparse.Namespace) -> "LLM":
 
 
 def _model(name: str) -> str:
-    """`name`, or for DEMO_MODEL the directory of the built-in model, which is written if it does not exist."""
+    """Return `name`, or for DEMO_MODEL the directory of the built-in model, which is written if it does not exist."""
     if name != DEMO_MODEL or Path(name).is_dir():
         return name
     from nanovllm.demo.retrieval_model import build_retrieval_model
@@ -233,7 +233,7 @@ def _add_generate(commands: Any) -> None:
 
 def _add_plan(commands: Any) -> None:
     about = (
-        "show how much memory a run needs, how fast it can be at most and whether it can work; "
+        "show how much memory a run needs, how fast it can be at most, and whether it can work; "
         "reads only the model's config.json"
     )
     parser = commands.add_parser("plan", help=about, description=about, formatter_class=_Formatter)
@@ -249,7 +249,7 @@ def _add_plan(commands: Any) -> None:
 def _add_request_flags(parser: argparse.ArgumentParser, max_tokens: str) -> None:
     """Flags for the sampling parameters and the engine. These commands print text, so `detokenize` stays on.
 
-    max_tokens: what the command's help says of its default.
+    max_tokens: what the command's help says about its default.
     """
     about = "The model's generation_config.json may change these defaults."
     step_tokens = f"{Config.max_num_batched_tokens}; on a CPU, {CPU_STEP_TOKENS}"

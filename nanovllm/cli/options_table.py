@@ -29,7 +29,7 @@ def options_tables() -> str:
 
 
 def _table(options: type) -> str:
-    """A row for every field with a default. If there are several groups, each begins with a row for its heading."""
+    """One row for every field that has a default. If there are several groups, each begins with a heading."""
     lines = ["| option | default | meaning |", "|---|---|---|"]
     optional = [field for field in fields(options) if field.default is not MISSING]
     has_groups = len({field.metadata["group"] for field in optional}) > 1

@@ -6,7 +6,7 @@ from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
 
 STAGING_GROUP_TOKENS = 8192  # keys of one streamed partial attention
-NUM_STAGING_GROUPS = 3  # one is attended while the next ones are being filled
+NUM_STAGING_GROUPS = 3  # one is attended to while the next ones are being filled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class KVCacheSpec:
 
     @property
     def staging_group_blocks(self) -> int:
-        """Blocks that are streamed and attended together."""
+        """Number of blocks that are streamed and attended to together."""
         return max(1, STAGING_GROUP_TOKENS // self.block_size)
 
     @property

@@ -1,4 +1,4 @@
-"""What comes out of the engine: outputs of finished requests, what one step brought, and who receives it."""
+"""What comes out of the engine: the outputs of ended requests, the results of steps, and who receives them."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypedDict
@@ -13,7 +13,7 @@ class _ErrorOutput(TypedDict, total=False):
 class RequestOutput(_ErrorOutput):
     """The output of a request that has ended.
 
-    - text: token_ids decoded, up to the stop string or end token. It ends in U+FFFD if max_tokens cuts a character in
+    - text: the decoded token_ids, up to the stop string or end token. Ends in U+FFFD if max_tokens cuts a character in
       two. None with detokenize=False or if the model has no tokenizer.
     - finish_reason: "stop" (an end token or a stop string), "length" (max_tokens), "abort" or "error". The last two
       keep what was generated before.
@@ -100,23 +100,25 @@ class Ending(NamedTuple):
 
 
 class Receiver:
-    """Receives what becomes of one request, for the call that waits for it. This one passes on only the output at the
-    end; text/answer.py also makes text of the tokens as they come.
+    """Receives the results of one request, on behalf of the call that waits for them.
+
+    This class passes on only the output at the end. TextReceiver (text/answer.py) also turns the tokens into text as
+    they arrive.
     """
 
     def __init__(self, outbox: Outbox) -> None:
         self.outbox = outbox
 
     def read(self, seq: Sequence) -> Ending | None:
-        """Take the sequence's new token, if it got one; return why the request is to end here, or None.
+        """Read the sequence's new token, if it got a valid one. Returns why the request must end now, or None.
 
-        Called once per step that brings it a token, while the GPU runs the next step, and never with the lock held. It
-        must not raise: that would be an error of the step, and end the engine. Hot.
+        Called after each step that samples for the request, while the GPU runs the next step, and without the lock. It
+        must not raise, because an exception here would fail the step and so end the engine. Hot.
         """
         return None
 
     def deliver(self, seq: Sequence) -> None:
-        """Put into the outbox what was read, and the output if the sequence has ended. The lock is held. Hot."""
+        """Put what was read into the outbox, and the output if the sequence has ended. Called under the lock. Hot."""
         if seq.finish_reason is not None:
             self.outbox.content.finished[seq.seq_id] = request_output(seq, self.whole_text())
 

@@ -71,7 +71,9 @@ class Sequence:
 
     @property
     def max_kv_tokens(self) -> int:
-        """The most tokens whose K/V this request can need: all but the last sampled one, which is never an input."""
+        """The most tokens whose K/V this request can need. The last sampled token is not among them: it is never an
+        input.
+        """
         return self.num_prompt_tokens + self.max_tokens - 1
 
     @property

@@ -1,12 +1,12 @@
-"""What the engine must know of its ranks once they have started."""
+"""What the engine needs to know about its ranks once they have started."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
 class StartReport:
-    """Rank 0's account of its start."""
+    """Rank 0's report on its start-up."""
 
     needs_rope_lens: bool  # whether the keys of a sequence can depend on the length of its prompt
     link_byte_per_s: float | None  # host to device, measured; None without offload and on a CPU
-    phases: str  # how long each part took
+    phases: str  # how long each phase took, for the log

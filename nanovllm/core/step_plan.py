@@ -32,7 +32,7 @@ class SlotOffload(NamedTuple):
 
 
 class StreamedGroup(NamedTuple):
-    """Full CPU blocks that are copied to one staging group and attended in one call.
+    """Full CPU blocks that are copied to one staging group and attended to in one call.
 
     `tables[row]`: the blocks, as indices into `cpu_block_ids`, that sequence `row` of the step attends to.
     """
@@ -73,9 +73,9 @@ class SamplingRow(NamedTuple):
 class SequenceStep:
     """The new tokens of one sequence and where its paged keys are.
 
-    The paged keys are all keys of the sequence except those in streamed blocks. `block_table` lists their blocks. The
-    last `num_tokens` of the `num_paged_keys` keys are those of the new tokens; the blocks before them may be in any
-    order. All blocks but the last are full.
+    The paged keys are all keys of the sequence except those in streamed blocks. `block_table` lists the gpu_block_ids
+    that hold them. The last `num_tokens` of the `num_paged_keys` keys are those of the new tokens; the blocks before
+    them may be in any order. All blocks but the last are full.
     """
 
     seq_id: int
@@ -94,6 +94,12 @@ class SequenceStep:
 
 @dataclass(frozen=True)
 class StepPlan:
+    """One step, the same on every rank: the sequences in the order of their rows, and what moves.
+
+    The step's sampled tokens are in the order of the sequences that sample. All steps run in the order in which they
+    were planned, because a plan builds on the K/V and the sampled tokens of the plans before it.
+    """
+
     sequences: tuple[SequenceStep, ...]
     moves: KVMoves
 

@@ -34,7 +34,10 @@ def resolve_device(config: Config) -> torch.device:
     if size > 1 and device.index:
         raise ConfigError(f"device={name!r} with tensor_parallel_size={size}: rank r uses cuda:r; give device='cuda'")
     if max(size, device.index + 1) > num_gpus:
-        raise ConfigError(f"device={name!r} with tensor_parallel_size={size} needs more than the {num_gpus} GPUs here")
+        raise ConfigError(
+            f"device={name!r} with tensor_parallel_size={size} needs more GPUs than the {num_gpus} of this machine; "
+            "lower tensor_parallel_size or choose another device"
+        )
     return device
 
 

@@ -1,7 +1,7 @@
 """KernelTarget: the properties of a GPU by which kernels and their configurations are chosen.
 
-Everything that depends on the GPU's model asks `target_of`. So a benchmark or a test can replace this one function to
-use the choices for another GPU.
+Everything that depends on the model of the GPU asks `target_of`. To use the choices for another GPU, a benchmark or a
+test replaces this one function.
 """
 
 from dataclasses import dataclass

@@ -67,7 +67,7 @@ def used_bytes() -> int:
 
 @contextmanager
 def memory_remedy(doing: str) -> Iterator[None]:
-    """Turn an out-of-memory error during start-up into a ConfigError that says which options need less memory."""
+    """Turn an out-of-memory error during start-up into a ConfigError that says which options to change."""
     try:
         yield
     except RuntimeError as error:

@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOption
 
 HOST = "127.0.0.1"
 CONNECT_TIMEOUT = timedelta(seconds=60)
-COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # a rank may compile kernels first; a dead rank is detected otherwise
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # a rank may compile kernels first; other checks detect a dead rank
 
 _Options = TypeVar("_Options")
 

@@ -93,7 +93,7 @@ def _kv_cache_sizes(setup: EngineSetup, executor: Executor) -> KVCacheSizes:
     if fitting < max(given, least):
         lower = f"lower {name} to {fitting}" if fitting >= least else "lower kvcache_block_size"
         raise ConfigError(
-            f"the GPU has no room for {name}={max(given, least)} blocks of "
+            f"there is no room for {name}={max(given, least)} blocks of "
             f"{format_bytes(setup.plan.spec.block_bytes)}: {room}; {lower}, lower max_num_batched_tokens or "
             "max_num_seqs, raise gpu_memory_utilization, or use a smaller model or more ranks"
         )

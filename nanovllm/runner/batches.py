@@ -1,4 +1,4 @@
-"""The PagedBatches of a step: which keys each query sees, of all tokens or of the last ones."""
+"""Builds a step's PagedBatches, which say what keys each query sees: for all tokens, or only for the last ones."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -11,14 +11,14 @@ from nanovllm.runner.inputs import StepTensors
 
 
 class StepBatches(NamedTuple):
-    """The keys on the GPU and those of each streamed group, for the same rows."""
+    """The paged keys and those of each streamed group, for the same rows."""
 
     paged: PagedBatch
     groups: tuple[PagedBatch, ...]
 
 
 def build_batches(plan: StepPlan, tensors: StepTensors, block_size: int) -> StepBatches:
-    """For all tokens of the step."""
+    """The batches for all tokens of the step."""
     query_lens = [step.num_tokens for step in plan.sequences]
     max_query_len = max(query_lens)
 
@@ -54,7 +54,10 @@ def build_batches(plan: StepPlan, tensors: StepTensors, block_size: int) -> Step
 
 
 def last_token_batches(plan: StepPlan, batches: StepBatches, sampling_rows: torch.Tensor) -> StepBatches:
-    """The same for the last tokens of the sequences that sample; `sampling_rows` int64 [S]: their rows in the step."""
+    """The batches for only the last token of each sequence that samples.
+
+    `sampling_rows`, int64 [S], are the rows of these sequences in the step.
+    """
     rows = [row for row, step in enumerate(plan.sequences) if step.sampling is not None]
     cu_seqlens_q = torch.arange(len(rows) + 1, dtype=torch.int32, device=sampling_rows.device)
 

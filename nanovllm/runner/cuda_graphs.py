@@ -1,10 +1,10 @@
-"""Decode steps as CUDA graphs, from the token ids to the sampled tokens: one copy and one replay a step.
+"""Decode steps as CUDA graphs, from token ids to sampled tokens. A step takes one copy and one replay.
 
-A graph is captured for each of a list of batch sizes; a step runs the smallest that fits, its last rows padded with
-sequences that have no keys and store nothing. All graphs read the same static inputs and leave their logits and tokens
-in the same static buffers (DecodeInputs), and share one memory pool, so only one may be in use at a time: replays
-follow each other on the compute stream, and a step's logits are read before the next replay overwrites them. A graph
-must keep no tensor of its own alive, since the other sizes could then not share its memory.
+A graph is captured for each of several batch sizes. A step replays the smallest one that fits, and the remaining rows
+are padding: sequences that have no keys and store nothing. All graphs read the same static inputs, leave their logits
+and tokens in the same static buffers (DecodeInputs), and share one memory pool. Only one of them may therefore be in
+use at a time: replays follow each other on the compute stream, and a step's logits are read before the next replay
+overwrites them. A graph must not keep tensors of its own alive, because other sizes could then not share its memory.
 """
 
 from abc import ABC, abstractmethod
@@ -22,32 +22,32 @@ from nanovllm.runner.decode_inputs import DecodeInputs
 from nanovllm.runner.graph_capture import capture, capture_stream
 from nanovllm.runner.inputs import GroupArrays, StepArrays
 
-MakeAttention: TypeAlias = Callable[[torch.Tensor, PagedBatch], StepAttention]  # (slot_mapping, batch) -> the paged one
+MakeAttention: TypeAlias = Callable[[torch.Tensor, PagedBatch], StepAttention]  # (slot_mapping, batch)
 
 
 class StepGraphs(ABC):
-    """One kind of decode step, captured for some batch sizes. It holds nothing of the runner, which holds it."""
+    """One kind of decode step, captured for several batch sizes. Owned by the runner, to which it has no reference."""
 
     name: ClassVar[str]
-    num_pools: ClassVar[int] = 1  # of memory
+    num_pools: ClassVar[int] = 1  # memory pools, each shared by all sizes
 
     def __init__(self, inputs: DecodeInputs, sizes: list[int]) -> None:
         self.inputs, self.sizes = inputs, sizes
-        self._graphs: dict[int, list[torch.cuda.CUDAGraph]] = {}  # of each size, in the order of capture
+        self._graphs: dict[int, list[torch.cuda.CUDAGraph]] = {}  # by size, in the order of capture
 
     def size_for(self, num_seqs: int) -> int:
-        """The smallest size that holds so many sequences."""
+        """The smallest size that holds `num_seqs` sequences."""
         return self.sizes[bisect_left(self.sizes, num_seqs)]
 
     def capture(
         self, model: CausalLM, make_attention: MakeAttention, sizes: Sequence[int], show_progress: bool
     ) -> None:
-        """Capture these sizes, the largest first, whose memory the others then share."""
+        """Capture these sizes, the largest first, so that the others can share its memory."""
         pools = [torch.cuda.graph_pool_handle() for _ in range(self.num_pools)]
         for size in tqdm(
             sorted(sizes, reverse=True), desc=f"Capturing {self.name} decode", unit="size", disable=not show_progress
         ):
-            self.launch_kernels(model, make_attention, size)  # loads those that this size needs, outside the capture
+            self.launch_kernels(model, make_attention, size)  # loads this size's kernels outside the capture
             torch.cuda.synchronize()
             with torch.cuda.stream(capture_stream(self.inputs.device)):
                 self._capture_size(model, make_attention, size, pools)
@@ -65,11 +65,11 @@ class StepGraphs(ABC):
 
     @abstractmethod
     def launch_kernels(self, model: CausalLM, make_attention: MakeAttention, size: int) -> None:
-        """Launch what the graphs of a size hold, kernel by kernel."""
+        """Launch the kernels in the graphs of a size one by one, without a graph."""
 
     @abstractmethod
     def replay(self, arrays: StepArrays, groups: Sequence[GroupArrays]) -> torch.Tensor:
-        """Run a decode step, whose tokens are then in `inputs.sampled_ids`. Returns logits [B, vocab_size]. Hot."""
+        """Run a decode step. Returns its logits [B, vocab_size] and leaves its tokens in `inputs.sampled_ids`. Hot."""
 
 
 class DecodeGraphs(StepGraphs):

@@ -1,4 +1,4 @@
-"""The static buffers that decode graphs read and write. A step fills them by one copy."""
+"""The static buffers that decode graphs read and write. A step fills them with one copy."""
 
 from typing import NamedTuple
 
@@ -14,7 +14,9 @@ from nanovllm.utils.arithmetic import ceil_div
 
 
 class DecodeArrays(NamedTuple):
-    """One entry per sequence, [B], as in StepArrays; `token_source` int64 says where a token's id is found."""
+    """A decode step's arrays, each [B] with one entry per sequence. The fields are those of StepArrays, and
+    `token_source` (int64), the index of each token's id in the static buffer.
+    """
 
     input_ids: np.ndarray
     token_source: np.ndarray
@@ -45,7 +47,7 @@ _STEP_DTYPES = {
     "slot_mapping": torch.int64,
     "context_lens": torch.int32,
 }
-_DTYPES = (*_STEP_DTYPES.values(), *map(torch_dtype, SAMPLING_DTYPES.values()))  # of the rows in the buffers
+_DTYPES = (*_STEP_DTYPES.values(), *map(torch_dtype, SAMPLING_DTYPES.values()))  # of each row in the static buffer
 
 
 def _even(num_entries: int) -> int:
@@ -56,10 +58,11 @@ def _even(num_entries: int) -> int:
 
 
 class DecodeInputs:
-    """What every decode graph reads, for up to `max_num_seqs` sequences of `max_model_len` tokens, and what it leaves.
+    """What every decode graph reads and writes, for up to `max_num_seqs` sequences of `max_model_len` tokens.
 
-    `sampled_ids` int64 [max_num_seqs] are the tokens of the last step, by their row in it. They lie before the step's
-    own input ids, so that one index, `token_source`, finds an id whether or not the host knows it yet.
+    `sampled_ids`, int64 [max_num_seqs], are the tokens that the last step sampled, by their row in that step. They are
+    in the same buffer as the step's own input ids, so that one index, `token_source`, finds an id whether or not the
+    host knows it yet.
     """
 
     def __init__(
@@ -73,8 +76,8 @@ class DecodeInputs:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """`padded_vocab_size`: entries in a row of logits (ParallelLMHead), the first `vocab_size` of which count;
-        `dtype`: that of the logits.
+        """A row of logits has `padded_vocab_size` entries (see ParallelLMHead), of which the first `vocab_size` are
+        valid. `dtype` is the logits'.
         """
         self.vocab_size = vocab_size
         self.max_num_seqs, self.max_model_len = max_num_seqs, max_model_len
@@ -87,16 +90,16 @@ class DecodeInputs:
             self._logits = torch.zeros(max_num_seqs, padded_vocab_size, dtype=dtype)
         self.sampled_ids = self._static[:max_num_seqs]
         self._first_row = _even(max_num_seqs)  # where the step's arrays begin
-        self._host_tables = np.zeros((max_num_seqs, num_columns), dtype=np.int32)  # what _block_tables holds
+        self._host_tables = np.zeros((max_num_seqs, num_columns), dtype=np.int32)  # the same values as _block_tables
 
     # -- what the graphs capture -----------------------------------------------------------------------------------
 
     def _rows(self, size: int) -> torch.Tensor:
-        """The step's arrays at one size, int64 [arrays, _even(size)]; those of 4 bytes fill half."""
+        """The static arrays for one size, int64 [arrays, _even(size)]. 4-byte elements fill half of a row."""
         return self._static[self._first_row :][: len(_DTYPES) * _even(size)].view(len(_DTYPES), -1)
 
     def tensors(self, size: int) -> DecodeTensors:
-        """The static arrays at one size, each [size]."""
+        """The static arrays for one size, each [size]."""
         arrays = [row.view(dtype)[:size] for dtype, row in zip(_DTYPES, self._rows(size), strict=True)]
         num_own = len(_STEP_DTYPES)
         return DecodeTensors._make((*arrays[:num_own], SamplingTensors._make(arrays[num_own:])))
@@ -104,8 +107,8 @@ class DecodeInputs:
     def input_ids(self, size: int) -> torch.Tensor:
         """The tokens of the step [size], including those that the last step sampled.
 
-        Where the last step found no valid token (sampler.INVALID_TOKEN) the model runs on token 0: the host is about to
-        end that request, and the others must not notice.
+        If the last step sampled no valid token (INVALID_TOKEN), the model runs on token 0 instead. The host is about to
+        end that request, and the other requests must not be affected.
         """
         return self._static.index_select(0, self.tensors(size).token_source).clamp_(min=0)
 
@@ -121,7 +124,7 @@ class DecodeInputs:
         )
 
     def forward(self, model: CausalLM, size: int, attention: StepAttention) -> None:
-        """Run the model and the sampler on the static inputs; logits and tokens stay in `logits` and `sampled_ids`."""
+        """Run the model and the sampler on the static inputs. Leaves the results in `logits` and `sampled_ids`."""
         tensors = self.tensors(size)
         rope_lens = tensors.rope_lens if model.needs_rope_lens else None
         hidden = model(self.input_ids(size), tensors.positions, attention, rope_lens)
@@ -131,7 +134,7 @@ class DecodeInputs:
     # -- one step ------------------------------------------------------------------------------------------------
 
     def logits(self, num_seqs: int) -> torch.Tensor:
-        """What the last replay left for its first sequences, [num_seqs, vocab_size]."""
+        """The logits of the last replay for its first `num_seqs` sequences, [num_seqs, vocab_size]."""
         return self._logits[:num_seqs, : self.vocab_size]
 
     def fill(self, arrays: StepArrays, size: int) -> None:
@@ -157,7 +160,7 @@ class DecodeInputs:
         self._copy_tables(arrays.block_tables)
 
     def _copy_tables(self, tables: np.ndarray) -> None:
-        """Bring the block tables up to date; most steps change none. Columns past a context are never read."""
+        """Update the block tables, which most steps do not change. Columns beyond a context are never read."""
         num_seqs, num_columns = tables.shape
         known = self._host_tables[:num_seqs, :num_columns]
         if np.array_equal(known, tables):

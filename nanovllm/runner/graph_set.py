@@ -1,4 +1,4 @@
-"""All decode graphs of a rank: of steps whose keys are all on the GPU and, with offload, of streamed ones."""
+"""All decode graphs of a rank: for steps whose keys are all on the GPU and, with offload, for streamed steps."""
 
 from collections.abc import Sequence
 
@@ -25,7 +25,7 @@ class GraphSet:
         num_heads: int,
         tp: TPGroup,
     ) -> None:
-        """Nothing is captured yet. `num_heads`: query heads of this rank."""
+        """Captures nothing yet. `num_heads`: query heads of this rank."""
         self.inputs, self.model, self.memory, self.tp = inputs, model, memory, tp
         self.backend, self.scale = backend, scale
         self.resident = DecodeGraphs(inputs)
@@ -36,7 +36,7 @@ class GraphSet:
         return [self.resident] if self.streamed is None else [self.resident, self.streamed]
 
     def __str__(self) -> str:
-        """`67 resident, 6 streamed`: how many sizes of each kind."""
+        """The number of sizes of each kind, such as `67 resident, 6 streamed`."""
         return ", ".join(f"{len(graphs.sizes)} {graphs.name}" for graphs in self.kinds)
 
     def capture_all(self) -> None:
@@ -44,7 +44,7 @@ class GraphSet:
             self._capture(graphs, graphs.sizes)
 
     def capture_largest(self) -> None:
-        """One size of each kind, whose memory the others would share."""
+        """Capture the largest size of each kind. The other sizes would share its memory."""
         for graphs in self.kinds:
             self._capture(graphs, graphs.sizes[-1:])
 
@@ -56,7 +56,7 @@ class GraphSet:
             graphs.capture(self.model, self._paged_attention, sizes, show_progress=self.tp.rank == 0)
 
     def launch_kernels(self) -> None:
-        """Launch what the graphs hold kernel by kernel: for the largest size and each power of two."""
+        """Launch the graphs' kernels one by one, for the largest size and for each size that is a power of two."""
         for graphs in self.kinds:
             for size in graphs.sizes:
                 if size & (size - 1) == 0 or size == graphs.sizes[-1]:

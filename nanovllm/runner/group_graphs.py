@@ -1,4 +1,6 @@
-"""The streamed part of a decode step as CUDA graphs: one for each staging buffer attends to a group and merges."""
+"""The streamed part of a decode step as CUDA graphs. Each staging buffer has one, which attends to the group in the
+buffer and merges the result.
+"""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -13,9 +15,9 @@ from nanovllm.runner.inputs import GroupArrays
 
 
 class StaticResult:
-    """The query of a layer and the running result of its parts, in static buffers that every graph may use.
+    """The query of a layer and the running result of its parts, in static buffers that all graphs share.
 
-    A graph cannot know whether it merges the last part, so the result stays in fp32. Whoever reads it rounds it.
+    A graph cannot know whether it merges the last part, so the result stays in fp32 and its reader rounds it.
     """
 
     def __init__(self, like: torch.Tensor, max_num_seqs: int, num_heads: int, head_dim: int) -> None:
@@ -29,7 +31,7 @@ class StaticResult:
         return PartialAttention(self.out_BHD[:size], self.lse_HB[:, :size])
 
     def begin(self, q_BHD: torch.Tensor, partial: PartialAttention) -> torch.Tensor:
-        """Take a layer's query and its first partial result. Returns where the result will be, [B, H, D] in fp32."""
+        """Store a layer's query and its first partial result. Returns the buffer of the running result, [B, H, D]."""
         size = len(q_BHD)
         self.q_BHD[:size].copy_(q_BHD)
         for static, value in zip(self.at(size), partial, strict=True):
@@ -48,35 +50,35 @@ class StaticResult:
 class _PaddedGroup(NamedTuple):
     """A streamed group's arrays for all sequences of a graph, on the device."""
 
-    key: bytes  # the same for groups of the same content
+    key: bytes  # equal for groups with equal content
     context_lens: torch.Tensor
     block_tables: torch.Tensor
 
 
 class GroupGraphs:
-    """An AttentionPart whose partial results are graphs: replay one, and a group has been attended to and merged.
+    """An AttentionPart whose partial results are graphs. Replaying one attends to a group and merges the result.
 
-    The graphs belong to StreamedDecodeGraphs; here are their static inputs besides the query: for each staging buffer
-    and sequence, how many keys it attends to there and through which table.
+    StreamedDecodeGraphs owns the graphs. This class owns their static inputs except the query: for each staging buffer,
+    how many of its keys each sequence attends to, and each sequence's block table.
     """
 
     def __init__(
         self, *, offload: OffloadEngine, backend: AttentionBackend, scale: float, cu_seqlens_q: torch.Tensor
     ) -> None:
-        """`cu_seqlens_q`: of as many sequences as the largest graph has, a query each."""
+        """`cu_seqlens_q`, int32 [N + 1]: for the N sequences of the largest graph, with one query each."""
         self.offload, self.backend, self.scale = offload, backend, scale
         self.cu_seqlens_q = cu_seqlens_q
         caches, spec, largest = offload.k_cache_gpu, offload.spec, len(cu_seqlens_q) - 1
         self.num_buffers = len(offload.k_staging)
         self._lens = caches.new_zeros(self.num_buffers, largest, dtype=torch.int32)
         self._tables = caches.new_zeros(self.num_buffers, largest, spec.staging_group_blocks, dtype=torch.int32)
-        self._held: list[bytes] = [b""] * self.num_buffers  # the key of what the two hold
-        self._size = 0  # of the step's graphs
+        self._held: list[bytes] = [b""] * self.num_buffers  # keys of the groups that _lens and _tables describe
+        self._size = 0  # size of the step's graphs
         self._graphs: Sequence[torch.cuda.CUDAGraph] = ()
         self._groups: list[_PaddedGroup] = []
 
     def launch_kernels(self, size: int, buffer: int, result: StaticResult) -> None:
-        """What the graph of a size and buffer captures."""
+        """Launch the kernels that the graph of this size and buffer captures."""
         spec = self.offload.spec
         batch = PagedBatch(
             cu_seqlens_q=self.cu_seqlens_q[: size + 1],
@@ -92,12 +94,12 @@ class GroupGraphs:
     # -- one step ------------------------------------------------------------------------------------------------
 
     def begin_step(self, size: int, graphs: Sequence[torch.cuda.CUDAGraph], groups: Sequence[GroupArrays]) -> None:
-        """`graphs`: those of `size`, one for each buffer. Enqueues the copies of the groups' arrays."""
+        """Enqueue the copies of the groups' arrays. `graphs` are those of `size`, one for each buffer."""
         self._size, self._graphs = size, graphs
         self._groups = [_pad_group(group, size, self._lens.device) for group in groups]
 
     def end_step(self) -> None:
-        """Let go of the step's arrays."""
+        """Drop the references to the step's arrays."""
         self._graphs, self._groups = (), []
 
     @property
@@ -105,10 +107,10 @@ class GroupGraphs:
         return len(self._groups)
 
     def start(self, layer: int, q_THD: torch.Tensor) -> None:
-        """Nothing: the offload engine copies ahead by itself."""
+        """Nothing to do: the offload engine copies ahead by itself."""
 
     def finish(self, layer: int, q_THD: torch.Tensor) -> Iterator[torch.cuda.CUDAGraph]:
-        """Hot: once per group."""
+        """Yield the graph to replay for each group. Hot: once per group."""
         held, graphs = self._held, self._graphs
         for group, buffer in zip(self._groups, self.offload.staged_buffers(), strict=True):
             if held[buffer] != group.key:
@@ -122,7 +124,7 @@ class GroupGraphs:
 
 
 def _pad_group(group: GroupArrays, size: int, device: torch.device) -> _PaddedGroup:
-    """A group's arrays for `size` sequences. The additional ones have no keys."""
+    """A group's arrays, padded to `size` sequences. Those added have no keys."""
     num_seqs, num_columns = group.block_tables.shape
     padded = np.zeros((size, 1 + num_columns), dtype=np.int32)
     padded[:num_seqs, 0], padded[:num_seqs, 1:] = group.context_lens, group.block_tables

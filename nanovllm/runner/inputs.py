@@ -1,6 +1,6 @@
-"""The arrays of a step: index arithmetic on the plan with numpy, and their one copy to the device.
+"""A step's arrays: computed from the plan with numpy, and moved to the device in one copy.
 
-T tokens of B sequences, S of which sample.
+A step has T tokens of B sequences, S of which sample.
 """
 
 from collections.abc import Sequence
@@ -13,11 +13,11 @@ from nanovllm.core.step_plan import SamplingRow, StepPlan
 from nanovllm.kernels.sampling_tensors import SamplingTensors
 from nanovllm.utils.arithmetic import ceil_div
 
-_ALIGNMENT = 16  # bytes, of each array in the staging copy
+_ALIGNMENT = 16  # bytes; where each array starts in the staging buffer
 
 
 class SamplingArrays(NamedTuple):
-    """The columns of the plan's SamplingRows, [S] each. On the device they are SamplingTensors, of the same fields."""
+    """The columns of the plan's SamplingRows, each [S]. On the device they are SamplingTensors with the same fields."""
 
     temperature: np.ndarray
     top_k: np.ndarray
@@ -47,7 +47,7 @@ class GroupArrays(NamedTuple):
 class StepArrays(NamedTuple):
     """Everything the model and the sampler read, except the streamed groups.
 
-    The token `input_ids[pending_tokens[i]]` is the one that the previous step sampled in its row `pending_rows[i]`.
+    The token at `input_ids[pending_tokens[i]]` is the one that row `pending_rows[i]` of the previous step sampled.
     """
 
     input_ids: np.ndarray  # int64 [T]
@@ -57,8 +57,8 @@ class StepArrays(NamedTuple):
     cu_seqlens_q: np.ndarray  # int32 [B + 1]
     context_lens: np.ndarray  # int32 [B]
     block_tables: np.ndarray  # int32 [B, longest]
-    sampling_rows: np.ndarray  # int64 [S], of the sequences that sample
-    logits_rows: np.ndarray  # int64 [S], their last tokens
+    sampling_rows: np.ndarray  # int64 [S], the sequences that sample
+    logits_rows: np.ndarray  # int64 [S], the last tokens of these sequences
     pending_tokens: np.ndarray  # int64 [number of pending tokens]
     pending_rows: np.ndarray  # int64 [number of pending tokens]
     sampling: SamplingArrays
@@ -107,7 +107,7 @@ def build_arrays(plan: StepPlan, block_size: int) -> StepArrays:
     ends = np.cumsum(query_lens)
     tables = pad_tables([step.block_table for step in steps], max(len(step.block_table) for step in steps))
 
-    row = np.repeat(np.arange(len(steps)), query_lens)  # of each token
+    row = np.repeat(np.arange(len(steps)), query_lens)  # each token's sequence
     offset = np.arange(ends[-1]) - (ends - query_lens)[row]
     positions = starts[row] + offset
     paged = (context_lens - query_lens)[row] + offset  # the token's index among its sequence's paged keys
@@ -147,7 +147,7 @@ def build_groups(plan: StepPlan, block_size: int, group_blocks: int) -> list[Gro
 
 
 def to_device(arrays: StepArrays, groups: Sequence[GroupArrays], device: torch.device) -> StepTensors:
-    """All arrays on the device, by one copy."""
+    """Move all arrays to the device in one copy."""
     *of_step, sampling = arrays
     flat = [*of_step, *sampling, *(array for group in groups for array in group)]
     copied = iter(copy_to_device(flat, device))
@@ -158,7 +158,7 @@ def to_device(arrays: StepArrays, groups: Sequence[GroupArrays], device: torch.d
 
 
 def copy_to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """The arrays on the device, by one copy from one (pinned) buffer. Does not wait for it."""
+    """Move the arrays to the device in one copy from one buffer, which is pinned for a GPU. Does not wait for it."""
     offsets, num_bytes = [], 0
     for array in arrays:
         offsets.append(num_bytes)
@@ -175,5 +175,5 @@ def copy_to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[t
 
 
 def torch_dtype(dtype: np.dtype | type[np.generic]) -> torch.dtype:
-    """torch's dtype of numpy's."""
+    """The torch dtype that corresponds to a numpy dtype."""
     return torch.from_numpy(np.empty(0, dtype)).dtype

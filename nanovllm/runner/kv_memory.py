@@ -1,7 +1,7 @@
 """One rank's KV memory. There are two kinds: a pool on the GPU, or a pool in CPU memory with slots on the GPU.
 
-Both are used in the same way, so the runner need not know which one it has: `allocate` at start, and in each step
-`begin_step`, then `attention` or the graphs, then `end_step`.
+Both are used in the same way, so the runner need not know which one it has. It calls `allocate` at start-up, and in
+each step `begin_step`, then `attention` or the graphs, then `end_step`.
 """
 
 from abc import ABC, abstractmethod
@@ -23,22 +23,22 @@ from nanovllm.runner.streamed_graphs import StreamedDecodeGraphs
 
 
 class KVMemory(ABC):
-    """The interface. The calls of a step do nothing here, which is all that a pool on the GPU needs."""
+    """The interface of both kinds. By default the calls of a step do nothing, which suits a pool on the GPU."""
 
-    offload: OffloadEngine | None = None  # what moves the blocks, if they move
+    offload: OffloadEngine | None = None  # moves the blocks; None without offload
 
     @property
     @abstractmethod
     def cache(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V on the GPU, each `[layers, blocks, block_size, kv_heads, head_dim]`. To be used after `allocate`."""
+        """K and V on the GPU, each `[layers, blocks, block_size, kv_heads, head_dim]`. Valid after `allocate`."""
 
     @abstractmethod
     def allocate(self, num_gpu_blocks: int) -> None:
-        """Make the blocks on the GPU. Before the first step, or after `drop`."""
+        """Allocate the blocks on the GPU. Called before the first step, and again after `drop`."""
 
     @abstractmethod
     def drop(self) -> None:
-        """Let go of the blocks on the GPU, so that others can be allocated."""
+        """Release the blocks on the GPU, so that others can be allocated."""
 
     @abstractmethod
     def attention(
@@ -49,12 +49,15 @@ class KVMemory(ABC):
         batches: StepBatches,
         last_batches: StepBatches,
     ) -> StepAttention:
-        """For a step that is launched kernel by kernel. `last_batches`: of the rows that the last layer returns."""
+        """The attention of a step that is launched kernel by kernel.
+
+        `last_batches` are the batches for the rows that the last layer returns.
+        """
 
     def paged_attention(
         self, backend: AttentionBackend, scale: float, slot_mapping: torch.Tensor, batch: PagedBatch
     ) -> StepAttention:
-        """For a decode step whose keys are all on the GPU."""
+        """The attention of a decode step whose keys are all on the GPU."""
         part = self._paged_part(backend, scale, batch)
         return PagedAttention(slot_mapping, part, part)
 
@@ -71,19 +74,19 @@ class KVMemory(ABC):
     # -- one step ------------------------------------------------------------------------------------------------
 
     def begin_step(self, plan: StepPlan) -> None:
-        """Before anything of the step is enqueued. Hot: once per step."""
+        """Called before any of the step's work is enqueued. Hot: once per step."""
         return
 
     def begin_all_layers(self) -> None:
-        """Before a single graph that runs all layers."""
+        """Called before a single graph that runs all layers."""
         return
 
     def ran_all_layers(self) -> None:
-        """After that graph."""
+        """Called after that graph."""
         return
 
     def end_step(self) -> None:
-        """After everything of the step is enqueued."""
+        """Called after all of the step's work is enqueued."""
         return
 
     def stats(self) -> dict[str, float | None]:
@@ -91,7 +94,7 @@ class KVMemory(ABC):
         return {}
 
     def close(self) -> None:
-        """Give back what the garbage collector would not. The memory must not be used after this."""
+        """Release what the garbage collector would not. The memory must not be used afterwards."""
         return
 
 
@@ -171,7 +174,7 @@ class OffloadedPool(KVMemory):
     def _parts(
         self, backend: AttentionBackend, scale: float, batches: StepBatches
     ) -> Sequence[AttentionPart[PartialAttention]]:
-        """In the order in which they are finished."""
+        """The parts of the attention, in the order in which they are finished."""
         k_cache, v_cache = self.cache
         return (
             SlotsPart(
@@ -205,5 +208,5 @@ class OffloadedPool(KVMemory):
 
 
 def make_kv_memory(spec: KVCacheSpec, num_cpu_blocks: int, dtype: torch.dtype, device: torch.device) -> KVMemory:
-    """`num_cpu_blocks`: 0 for a pool on the GPU."""
+    """Make the kind of memory that the engine needs. `num_cpu_blocks` is 0 without offload."""
     return OffloadedPool(spec, num_cpu_blocks, dtype, device) if num_cpu_blocks else GpuPool(spec, dtype, device)

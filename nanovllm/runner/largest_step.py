@@ -1,4 +1,4 @@
-"""The steps that need the most memory of all that the options allow. Start-up runs them once to measure it.
+"""The steps that need the most memory of all that the options allow. Start-up runs them once to measure that memory.
 
 Together with `short_step` they launch every kernel that prompts, chunks and sampling need, so that start-up can compile
 them all and no request has to wait.
@@ -9,21 +9,23 @@ import numpy as np
 from nanovllm.core.step_plan import KVMoves, SamplingRow, SequenceStep, StepPlan, StreamedGroup
 from nanovllm.utils.arithmetic import ceil_div
 
-# More history or more groups would need no more memory. From the fourth part on there is a running result in fp32
+# More history or more groups would not need more memory. From the fourth part on there is a running result in fp32
 # (attention/merge.py), and further parts reuse its temporaries. Scattered keys are attended to 16 MiB at a time.
-HISTORY_TOKENS = 49152  # before a chunk
-NUM_GROUPS = 4  # streamed to it
+HISTORY_TOKENS = 49152  # tokens before the chunk of a sequence
+NUM_GROUPS = 4  # streamed groups that the chunk attends to
 _SAMPLING = SamplingRow(temperature=1.0, top_k=20, top_p=0.95, min_p=0.05, seed=0, position=1)
 
 
 def largest_steps(
     *, num_tokens: int, max_num_seqs: int, max_model_len: int, block_size: int, group_blocks: int
 ) -> list[StepPlan]:
-    """`num_tokens` new tokens in as few sequences as can hold them, and in `max_num_seqs`, most of one token.
+    """Steps of `num_tokens` new tokens: one in as few sequences as can hold them, and one in `max_num_seqs` sequences,
+    most of which have a single new token.
 
-    Every block of every table is block 0, so that a cache of one block is enough; the tokens overwrite each other's
-    K and V, which are never used. A sequence has HISTORY_TOKENS before its chunk where max_model_len allows. With
-    `group_blocks` > 0 all of them also attend to NUM_GROUPS streamed groups of that many CPU blocks, again all block 0.
+    Every entry of every block table is block 0, so that a cache of one block is enough. The tokens overwrite each
+    other's K and V, whose values do not matter. A sequence has HISTORY_TOKENS before its chunk if max_model_len allows.
+    With `group_blocks` > 0, all sequences also attend to NUM_GROUPS streamed groups of that many CPU blocks, again all
+    block 0.
     """
     fewest = min(max_num_seqs, ceil_div(num_tokens, max_model_len))
     most = min(max_num_seqs, num_tokens)

@@ -1,4 +1,4 @@
-"""ModelRunner: one rank's model and KV cache. Does what a plan says; the same on every rank."""
+"""ModelRunner: one rank's model and KV cache. It runs each plan as it is, and so do the runners of all other ranks."""
 
 import gc
 import logging
@@ -40,7 +40,7 @@ class ModelRunner:
     def __init__(
         self, config: Config, model_config: ModelConfig, directory: Path | None, tp: TPGroup, device: torch.device
     ) -> None:
-        """Builds and loads this rank's part of the model. `directory`: where the weights are."""
+        """Build this rank's part of the model and load its weights from `directory`."""
         self.config, self.model_config, self.tp, self.device = config, model_config, tp, device
         self.graphs: GraphSet | None = None  # None: every step is launched kernel by kernel
         self._memory: KVMemory | None = None  # None: before `allocate_kv_cache` and after `close`
@@ -63,45 +63,45 @@ class ModelRunner:
         self.scale = model_config.head_dim**-0.5
         self.num_heads = model_config.num_heads // tp.size  # query heads of this rank
         self.spec = kv_cache_spec(config, model_config, tp.size)
-        self._sampled_ids = torch.zeros(0, dtype=torch.int64, device=device)  # by the last step
+        self._sampled_ids = torch.zeros(0, dtype=torch.int64, device=device)  # of the last step
 
     # -- KV cache ------------------------------------------------------------------------------------------------
 
     @property
     def memory(self) -> KVMemory:
-        assert self._memory is not None, "there is no KV cache, or none any more"
+        assert self._memory is not None, "the KV cache has not been allocated, or has been released"
         return self._memory
 
     @property
     def offload(self) -> OffloadEngine | None:
-        """None without offload."""
+        """What moves the blocks; None without offload."""
         return None if self._memory is None else self._memory.offload
 
     @on_own_device
     def measure_num_gpu_blocks(self, num_cpu_blocks: int, most_gpu_blocks: int) -> tuple[int, str]:
-        """The number of KV blocks that fit, the smallest over all ranks, and a description of rank 0's memory.
+        """The number of KV blocks that fit on every rank, and a description of this rank's memory.
 
-        On a GPU it runs the largest steps and captures the largest graphs that an engine of up to `most_gpu_blocks`
+        On a GPU, this runs the largest steps and captures the largest graphs that an engine of up to `most_gpu_blocks`
         blocks can need.
         """
         if self.device.type == "cuda":
             profile = profile_memory(self, num_cpu_blocks, most_gpu_blocks)
             num_bytes, room = profile.free_bytes, str(profile)
-        else:  # the model itself and everything else on the machine live in the same memory
+        else:  # the blocks share this memory with the model and with everything else on the machine
             num_bytes = int(available_host_bytes() * self.config.gpu_memory_utilization / 2) // self.tp.size
             num_bytes -= self.spec.staging_bytes if num_cpu_blocks else 0
-            room = f"{format_bytes(max(0, num_bytes))} of memory are available for it"
+            room = f"{format_bytes(max(0, num_bytes))} of memory is available"
         fitting = torch.tensor([max(0, num_bytes // self.spec.block_bytes)], device=self.device)
         return int(self.tp.all_gather(fitting).min()), room
 
     def warm_up_backend(self, num_tokens: int, has_time: Callable[[], bool]) -> None:
-        """AttentionBackend.warm_up for chunks of `num_tokens`."""
+        """Run AttentionBackend.warm_up for chunks of `num_tokens` tokens."""
         q_THD = torch.zeros(num_tokens, self.num_heads, self.spec.head_dim, dtype=self.dtype, device=self.device)
         self.backend.warm_up(q_THD, self.spec.num_kv_heads, self.max_model_len, has_time=has_time)
 
     @on_own_device
     def allocate_kv_cache(self, sizes: KVCacheSizes) -> None:
-        """All KV memory. With CPU blocks the cache on the GPU is the slots of the OffloadEngine."""
+        """Allocate all KV memory. With offload, the cache on the GPU consists of the OffloadEngine's slots."""
         with memory_remedy("allocating the KV cache"), self.phases("KV cache"):
             if self._memory is None:
                 self._memory = make_kv_memory(self.spec, sizes.num_cpu_blocks, self.dtype, self.device)
@@ -111,7 +111,7 @@ class ModelRunner:
 
     @on_own_device
     def capture_graphs(self, num_gpu_blocks: int) -> None:
-        """Decode steps become CUDA graphs from here on. Needs the KV cache."""
+        """Capture the CUDA graphs that decode steps replay from here on. Needs an allocated KV cache."""
         start_bytes = used_bytes()
         with self.phases("graphs"):
             graphs = self.make_graphs(num_gpu_blocks)
@@ -119,7 +119,7 @@ class ModelRunner:
         logger.info("captured decode graphs (%s), %s", graphs, format_bytes(used_bytes() - start_bytes))
 
     def make_graphs(self, num_gpu_blocks: int) -> GraphSet:
-        """The graphs for a cache of so many blocks, to be captured. Steps use them from here on."""
+        """Make the graphs for a cache of `num_gpu_blocks` blocks, still to be captured. Steps use them from here on."""
         static = DecodeInputs(
             max_num_seqs=max_sampled_rows(self.config, num_gpu_blocks),
             max_model_len=self.max_model_len,
@@ -146,10 +146,10 @@ class ModelRunner:
         self.graphs = None
 
     def freeze_objects(self) -> None:
-        """The garbage collector leaves out what exists now, until `close`.
+        """Exempt all objects that exist now from garbage collection, until `close`.
 
-        It goes through everything once in some hundred steps, because of the tuples that they make: 0.2 s with all the
-        objects of torch and transformers, which are here to stay.
+        The tuples that steps make trigger a full collection every few hundred steps. It would take 0.2 s each time to
+        go through all objects of torch and transformers, which are never freed anyway.
         """
         gc.collect()
         gc.freeze()
@@ -159,7 +159,7 @@ class ModelRunner:
     @on_own_device
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepResult:
-        """Enqueue the step. On the CPU it has run when this returns, on the GPU it need not have. Hot."""
+        """Enqueue the step. On the CPU it has run when this returns; on a GPU it may still be running. Hot."""
         arrays = build_arrays(plan, self.spec.block_size)
         self.memory.begin_step(plan)
         if self.graphs is not None and plan.is_decode and not (plan.moves.loads or plan.moves.copies):
@@ -170,11 +170,11 @@ class ModelRunner:
         return StepResult(self._sampled_ids)
 
     def _launch_kernels(self, plan: StepPlan, arrays: StepArrays) -> torch.Tensor:
-        """Any step. Returns the tokens of the rows that sample."""
+        """Run any step without graphs. Returns the sampled tokens, int64 [S]."""
         groups = build_groups(plan, self.spec.block_size, self.spec.staging_group_blocks)
         tensors = to_device(arrays, groups, self.device)
-        if len(arrays.pending_tokens):  # what the previous step sampled comes from there, not by way of the host
-            pending_ids = self._sampled_ids[tensors.pending_rows].clamp_(min=0)  # an invalid one ends its request soon
+        if len(arrays.pending_tokens):  # read them on the device; the host may not have them yet
+            pending_ids = self._sampled_ids[tensors.pending_rows].clamp_(min=0)  # an invalid id ends its request soon
             tensors.input_ids[tensors.pending_tokens] = pending_ids
         rope_lens = tensors.rope_lens if self.model.needs_rope_lens else None
         rows = None if plan.is_decode else tensors.logits_rows
@@ -183,7 +183,7 @@ class ModelRunner:
         if not len(hidden):
             return self._sampled_ids[:0]
         sampled_ids = self.tp.broadcast(sample(self.model.compute_logits(hidden), tensors.sampling))
-        if self.graphs is not None:  # where the next step's graph looks for them
+        if self.graphs is not None:  # the next step's graph reads them there
             self.graphs.inputs.sampled_ids[: len(sampled_ids)].copy_(sampled_ids)
         return sampled_ids
 
@@ -193,9 +193,9 @@ class ModelRunner:
         return self.memory.attention(self.backend, self.scale, tensors.slot_mapping, batches, last)
 
     def _replay(self, graphs: GraphSet, plan: StepPlan, arrays: StepArrays) -> torch.Tensor:
-        """A decode step that loads nothing into slots: one replay, or pieces where groups are streamed."""
+        """Run a decode step that loads nothing into slots: one replay, or several pieces if groups are streamed."""
         if plan.moves.streamed:
-            assert graphs.streamed is not None, "only offload streams"
+            assert graphs.streamed is not None, "a plan streams groups only with offload"
             groups = build_groups(plan, self.spec.block_size, self.spec.staging_group_blocks)
             logits = graphs.streamed.replay(arrays, groups)
         else:
@@ -205,7 +205,7 @@ class ModelRunner:
         return self.tp.broadcast(graphs.inputs.sampled_ids[: len(logits)])
 
     def start_report(self) -> StartReport:
-        """What the engine must know of this rank, once it has started."""
+        """What the engine needs to know about this rank once it has started."""
         return StartReport(
             needs_rope_lens=self.model.needs_rope_lens,
             link_byte_per_s=None if self.offload is None else self.offload.link_byte_per_s,
@@ -218,11 +218,11 @@ class ModelRunner:
 
     @on_own_device
     def close(self) -> None:
-        """Finish what is enqueued and let go of all memory; only the garbage collector may touch this afterwards."""
+        """Finish what is enqueued and release all memory. The runner must not be used afterwards."""
         try:
             if self.device.type == "cuda":
                 torch.cuda.synchronize()
-        finally:  # a GPU that has failed cannot finish; the memory goes all the same
+        finally:  # a GPU that has failed cannot finish, but the memory must be released all the same
             self.reset_graphs()
             if self._memory is not None:
                 self._memory.close()
@@ -236,7 +236,7 @@ class ModelRunner:
 def make_runner(
     config: Config, model_config: ModelConfig, directory: Path | None, device: torch.device, tp: TPGroup
 ) -> ModelRunner:
-    """One rank's runner; with several ranks on GPUs, rank r has cuda:r."""
+    """Make one rank's runner. With several ranks on GPUs, rank r uses cuda:r."""
     if device.type == "cuda":
         use_expandable_segments()
         device = torch.device("cuda", tp.rank) if tp.size > 1 else device

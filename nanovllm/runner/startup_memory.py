@@ -1,4 +1,6 @@
-"""What a rank needs on its GPU besides KV blocks: start-up runs the largest steps and captures the largest graphs."""
+"""Measures the memory that a rank needs on its GPU besides KV blocks. To do so, start-up runs the largest steps and
+captures the largest graphs.
+"""
 
 import importlib.util
 from collections.abc import Callable, Sequence
@@ -19,7 +21,7 @@ from nanovllm.utils.phases import Phases
 
 
 class MeasuredRunner(Protocol):
-    """What the measurement uses of a ModelRunner."""
+    """The part of ModelRunner that the measurement uses."""
 
     config: Config
     spec: KVCacheSpec
@@ -43,7 +45,7 @@ class MeasuredRunner(Protocol):
 def profile_memory(runner: MeasuredRunner, num_cpu_blocks: int, most_gpu_blocks: int) -> MemoryProfile:
     """Measure with a cache of one block, which all sequences share and which is dropped at the end.
 
-    `most_gpu_blocks`: blocks of the largest engine that this may become.
+    `most_gpu_blocks`: the largest number of blocks that the engine could use.
     """
     config, spec = runner.config, runner.spec
     runner.allocate_kv_cache(KVCacheSizes(1, num_cpu_blocks))
@@ -72,8 +74,8 @@ def profile_memory(runner: MeasuredRunner, num_cpu_blocks: int, most_gpu_blocks:
 
 
 def _compile_kernels(runner: MeasuredRunner, steps: Sequence[StepPlan], most_gpu_blocks: int) -> None:
-    """Compile side by side what prompts, chunks, samplers and decode graphs launch, so that no request waits for it.
-    Meanwhile the libraries of the backends are initialised.
+    """Compile in parallel all kernels that prompts, chunks, sampling and decode graphs launch, so that no request waits
+    for a compilation. Meanwhile the libraries of the backends are initialised.
     """
     if importlib.util.find_spec("triton") is None:
         return
@@ -92,7 +94,7 @@ def _compile_kernels(runner: MeasuredRunner, steps: Sequence[StepPlan], most_gpu
 
 
 def _measure_graph_bytes(runner: MeasuredRunner, most_gpu_blocks: int) -> int:
-    """From the largest size of each kind, whose memory the others share; their own part is an estimate."""
+    """Capture the largest size of each kind, whose memory the others share. What these need on top is an estimate."""
     before = used_bytes()
     graphs = runner.make_graphs(most_gpu_blocks)
     graphs.capture_largest()

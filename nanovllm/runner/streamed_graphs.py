@@ -1,17 +1,18 @@
-"""Streamed decode steps as pieces of CUDA graphs, cut where copies from CPU memory come in.
+"""Streamed decode steps as CUDA graphs in pieces, cut where copies from CPU memory come in.
 
-Which blocks are streamed changes from step to step, and waiting for them must not be frozen into a graph. So one
-graph runs from one layer's paged attention to the next (output projection, MLP, next qkv, store, paged call), and one
-for each staging buffer attends to a streamed group and merges. Between the pieces the host only waits for events,
-replays and starts copies: about 0.1 ms a layer instead of 0.8 with separate launches.
+Which blocks are streamed changes from step to step, so a graph must not contain the waits for them. A piece therefore
+runs from one layer's paged attention to the next layer's (output projection, MLP, next qkv, store, paged call). In
+addition, each staging buffer has a graph that attends to a streamed group and merges the result. Between the pieces
+the host only waits for events, replays graphs and starts copies. That takes about 0.1 ms per layer, instead of 0.8 ms
+with separate launches.
 
     piece 0 | group* | piece 1 | group* | ... | piece L      "|": query and result (fp32) are in static buffers
 
-The pieces are cut by the attention itself: it is an argument of the model, and this one ends a capture and begins the
-next inside `attend`, where the loop over the parts goes on to what the host drives. A replay runs that loop with
-graphs for partial results. Tensors that live across a cut (the residual) stay in the pieces' memory pool, whose
-addresses repeat because the pieces of a size are always replayed in the same order. The group graphs, which run
-between them, have a pool of their own.
+The attention itself makes the cuts. It is an argument of the model, and the one used for a capture (_Cutter) ends a
+piece and begins the next inside `attend`, where a step would go on to the parts that the host drives. A replay loops
+over these parts with graphs as their partial results. Tensors that live across a cut, such as the residual, stay in the
+pieces' memory pool; their addresses stay valid because the pieces of a size are always replayed in the same order. The
+group graphs run between the pieces, so they have a pool of their own.
 """
 
 from collections.abc import Sequence
@@ -35,9 +36,9 @@ from nanovllm.runner.inputs import GroupArrays, StepArrays
 
 
 class _Cutter:
-    """A StepAttention that ends one captured piece after each paged call, and begins the next.
+    """A StepAttention that ends the captured piece after each paged call and begins the next.
 
-    A context manager: it begins the first piece, and whatever happens, no stream is left capturing.
+    As a context manager it begins the first piece, and it never leaves a stream in capture mode, whatever happens.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class StreamedDecodeGraphs(StepGraphs):
     """Decode steps that stream groups and load nothing into slots."""
 
     name: ClassVar[str] = "streamed"
-    num_pools: ClassVar[int] = 2  # of the pieces and of the groups
+    num_pools: ClassVar[int] = 2  # one for the pieces, one for the group graphs
 
     def __init__(
         self,
@@ -104,7 +105,7 @@ class StreamedDecodeGraphs(StepGraphs):
         self.host_parts: tuple[AttentionPart[torch.cuda.CUDAGraph], ...] = (self.groups,)
 
     def _capture_size(self, model: CausalLM, make_attention: MakeAttention, size: int, pools: list[Any]) -> None:
-        """The pieces, one more than the model has layers, then a graph for each staging buffer."""
+        """Capture the pieces, one more than the model has layers, and then a graph for each staging buffer."""
         pool, group_pool = pools
         paged = PagedPart(
             backend=self.backend,
@@ -133,7 +134,7 @@ class StreamedDecodeGraphs(StepGraphs):
             self.groups.launch_kernels(size, buffer, self.result)
 
     def replay(self, arrays: StepArrays, groups: Sequence[GroupArrays]) -> torch.Tensor:
-        """As in StepGraphs. Between the pieces it makes the calls of a step that is launched kernel by kernel."""
+        """See StepGraphs. Between the pieces this makes the same calls as a step that is launched kernel by kernel."""
         num_seqs = len(arrays.input_ids)
         size = self.size_for(num_seqs)
         self.inputs.fill(arrays, size)

@@ -105,7 +105,7 @@ def test_chat_messages_of_several_lines_and_commands(run: Run) -> None:
     ("text", "message"),
     [
         ("/rest\n", "/rest is not a command; /help lists the commands"),
-        ('Hi\n"""\nabc\n', 'begins with """ has no end; close it with """'),
+        ('Hi\n"""\nabc\n', 'begins with """ is not closed; end it with """'),
         (b"Hi\na\xff\n", "line 2 of stdin is not UTF-8 text"),
         (f"{'x' * 5000}\n", "with this message the conversation has 5,"),
     ],
@@ -250,7 +250,7 @@ def test_chat_ctrl_c_twice_at_the_prompt_ends_the_program() -> None:
     terminal = Terminal()
     terminal.wait_for(">>> ")
     terminal.interrupt()
-    terminal.wait_for("Press Ctrl-C again, Ctrl-D or type /exit to end the program.")
+    terminal.wait_for("To end the program, press Ctrl-C again, press Ctrl-D or type /exit.")
     terminal.wait_for(">>> ")
     terminal.type("/nonsense\n")
     terminal.wait_for("/nonsense is not a command")  # and it goes on

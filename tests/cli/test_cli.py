@@ -386,7 +386,7 @@ def test_plan_prints_memory_and_bounds_and_exits_0(capsys: pytest.CaptureFixture
     for text in (
         "448.00 MiB each",
         "112.00 KiB a token",
-        "2  at once of 40,960 tokens, limited by the CPU pool; 8 of up to 4,096, by the slots",
+        "2  of 40,960 tokens at once, limited by the CPU pool; 8 of up to 4,096, by the slots",
         "9  full",
         "2 missing",
         "50.0 GB/s  given",
