@@ -220,7 +220,7 @@ class LLM:
     # -- a look inside -------------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        """Counters since the start. Keys that begin with num_ are counts; the others end in their unit.
+        """Counters since the start, such as the numbers of steps and blocks and the bytes moved. Keys name their units.
 
         With offload there are three more figures, for rank 0:
         - link_byte_per_s: the link's rate, measured at start-up; None on a CPU.

@@ -90,7 +90,7 @@ class SamplingParams:
         _require(are_strings, "stop", self.stop, "a non-empty string or a list of them")
         token_ids = () if self.stop_token_ids is None else self.stop_token_ids
         are_ids = isinstance(token_ids, list | tuple) and all(_is_integer(t) and t >= 0 for t in token_ids)
-        _require(are_ids, "stop_token_ids", self.stop_token_ids, "token ids")
+        _require(are_ids, "stop_token_ids", self.stop_token_ids, "token ids, each 0 or more")
         if stop and not self.detokenize:
             raise RequestError(
                 f"SamplingParams.stop={self.stop!r} needs text; leave detokenize on, or use stop_token_ids"

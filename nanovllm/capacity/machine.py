@@ -18,7 +18,7 @@ class Machine:
     gpu_bytes: int | None = None
     capability: tuple[int, int] | None = None  # compute capability
     link_byte_per_s: float | None = None  # from CPU memory to the GPU
-    memory_byte_per_s: float | None = None  # of the GPU's memory
+    memory_byte_per_s: float | None = None  # bandwidth of the GPU's memory
     flop_per_s: float | None = None  # dense bf16
     link_source: str = ""
     rates_source: str = ""  # where the memory and arithmetic rates come from

@@ -20,7 +20,7 @@ from nanovllm.errors import ConfigError
 from nanovllm.utils.arithmetic import ceil_div
 from nanovllm.utils.options import option
 
-MAX_HOST_SHARE = 0.7  # of the available memory; limits a CPU pool whose size the user left open
+MAX_HOST_SHARE = 0.7  # fraction of the available memory; limits a CPU pool whose size the user left open
 
 SHORT_SEQUENCE_TOKENS = 1024  # prompt and answer of a short sequence, for sizing a CPU pool
 _WORK, _MACHINE = "the work", "the machine, if not this one"  # groups

@@ -80,7 +80,7 @@ class SequenceStep:
 
     seq_id: int
     token_ids: np.ndarray  # int64 [num_tokens]; -1 for a token that the previous step is still sampling
-    position: int  # of the first new token
+    position: int  # that of the first new token
     num_prompt_tokens: int
     block_table: tuple[int, ...]
     num_paged_keys: int

@@ -9,7 +9,7 @@ _owned: set[tuple[torch.device, int]] = set()  # device and address of the CUDA 
 
 
 def new_stream(device: torch.device, owner: object | None = None) -> torch.cuda.Stream:
-    """A stream that this function gives to nobody else while `owner` lives, or ever if `owner` is None.
+    """Return a stream that no other call gets while `owner` lives. If `owner` is None, no other call ever gets it.
 
     torch has 32 CUDA streams per device and returns them in turn, so two torch.cuda.Stream objects can be the same
     stream. Then, if one of them captures a graph, work on the other fails; and if both copy, the copies do not overlap.

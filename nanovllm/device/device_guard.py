@@ -1,4 +1,4 @@
-"""Sends a rank's work to its own GPU and stream, whichever thread calls, and whatever that thread's current device is.
+"""Runs a rank's work on its own GPU and stream, whichever thread calls it and whatever device is current there.
 
 The current device and stream are settings of a thread. Kernels, events and allocations use them, so steps from
 different threads could otherwise run on different GPUs, or on streams that do not wait for each other.

@@ -61,8 +61,8 @@ class TPGroup:
     def close(self) -> None:
         """Leave the group. With nccl this also ends kernels that still wait for another rank, so that nothing hangs.
 
-        nccl's abort returns only when no CUDA graph contains its collectives any more. But a graph that waits for a
-        dead rank ends only once the abort has begun. So the abort runs in a thread while the graphs are destroyed.
+        nccl's abort returns only once no CUDA graph contains its collectives. However, a graph that waits for a dead
+        rank ends only once the abort has begun, so the abort runs in a thread while the graphs are destroyed.
         """
         if self.process_group is None or isinstance(self.process_group, dist.ProcessGroupGloo):
             return

@@ -50,7 +50,7 @@ class Engine:
         self.closed_because: str | None = None  # why the engine can no longer be used
         self._turns = Turns()
         self._request_ids = itertools.count()
-        self._receivers: dict[int, Receiver] = {}  # of unfinished requests
+        self._receivers: dict[int, Receiver] = {}  # by request id; unfinished requests only
         self._in_flight: tuple[StepPlan, LaunchedStep] | None = None
         self._num_steps = 0
         self._link_byte_per_s = report.link_byte_per_s

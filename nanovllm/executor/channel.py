@@ -1,4 +1,4 @@
-"""Messages of any size from one process to several: the bytes through shared memory, the waking over pipes.
+"""Messages of any size from one process to several. The bytes go through shared memory, the wake-ups over pipes.
 
 A message is pickled and cut into pieces that fit the segment. The sender writes a piece and wakes each receiver with
 a header over that receiver's pipe; the receiver copies the piece out and answers with an empty message. What always
@@ -6,7 +6,7 @@ holds: the sender overwrites the segment only after every receiver has answered.
 needs the segment, so it waits only for a receiver that lags.
 
 A process that dies closes its ends of the pipes, so the other side gets an EOFError or an OSError instead of waiting.
-The segment is memory without a name: it is gone with the last process that maps it, however these end.
+The segment has no name, so it is gone with the last process that maps it, however the processes end.
 """
 
 import ctypes

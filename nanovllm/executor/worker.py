@@ -38,7 +38,7 @@ class Job:
     factory: bytes  # pickled separately, so that a failure to unpickle it is reported like any other error
     size: int
     device_type: str
-    port: int  # of rank 0's store
+    port: int  # where rank 0's store listens
     num_threads: int
 
 

@@ -47,7 +47,7 @@ _STEP_DTYPES = {
     "slot_mapping": torch.int64,
     "context_lens": torch.int32,
 }
-_DTYPES = (*_STEP_DTYPES.values(), *map(torch_dtype, SAMPLING_DTYPES.values()))  # of each row in the static buffer
+_DTYPES = (*_STEP_DTYPES.values(), *map(torch_dtype, SAMPLING_DTYPES.values()))  # one per row of the static buffer
 
 
 def _even(num_entries: int) -> int:

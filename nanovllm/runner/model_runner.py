@@ -1,4 +1,4 @@
-"""ModelRunner: one rank's model and KV cache. It runs each plan as it is, and so do the runners of all other ranks."""
+"""ModelRunner: one rank's model and KV cache. It decides nothing: every rank runs the same plans as they are."""
 
 import gc
 import logging
@@ -63,7 +63,7 @@ class ModelRunner:
         self.scale = model_config.head_dim**-0.5
         self.num_heads = model_config.num_heads // tp.size  # query heads of this rank
         self.spec = kv_cache_spec(config, model_config, tp.size)
-        self._sampled_ids = torch.zeros(0, dtype=torch.int64, device=device)  # of the last step
+        self._sampled_ids = torch.zeros(0, dtype=torch.int64, device=device)  # the last step's tokens
 
     # -- KV cache ------------------------------------------------------------------------------------------------
 

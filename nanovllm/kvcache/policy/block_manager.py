@@ -34,8 +34,8 @@ class BlockManager(KVCacheManager):
         if needed > have:
             raise RequestError(
                 f"prompt of {seq.num_prompt_tokens} tokens + max_tokens={seq.params.max_tokens} needs {needed} KV "
-                f"blocks of {self.block_size} tokens, but the cache has {have}; shorten it, raise "
-                "gpu_memory_utilization or num_kvcache_blocks, or use enable_cpu_offload=True"
+                f"blocks of {self.block_size} tokens, but the cache has {have}; shorten the prompt, lower max_tokens, "
+                "raise gpu_memory_utilization or num_kvcache_blocks, or use enable_cpu_offload=True"
             )
 
     def can_admit(self, seq: Sequence) -> bool:

@@ -75,8 +75,8 @@ class HybridKVCacheManager(KVCacheManager):
         if needed > have:
             raise RequestError(
                 f"prompt of {seq.num_prompt_tokens} tokens + max_tokens={seq.params.max_tokens} needs {needed} CPU "
-                f"blocks of {self.block_size} tokens, but the pool has {have}; shorten it, or raise num_cpu_blocks or "
-                "cpu_memory_gb"
+                f"blocks of {self.block_size} tokens, but the pool has {have}; shorten the prompt, lower max_tokens, "
+                "or raise num_cpu_blocks or cpu_memory_gb"
             )
 
     def begin_step(self, running: Seq[Sequence]) -> None:
