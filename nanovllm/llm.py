@@ -11,6 +11,7 @@ from nanovllm.capacity.plan import CapacityPlan
 from nanovllm.checkpoint.generation_config import read_sampling_defaults
 from nanovllm.core.outputs import Outbox, RequestOutput, StepOutput
 from nanovllm.core.sequence import TokenIds
+from nanovllm.engine.internals import Internals
 from nanovllm.engine.setup import prepare
 from nanovllm.engine.startup import start_engine
 from nanovllm.errors import EngineError, RequestError
@@ -32,11 +33,11 @@ class LLM:
     a step every call raises EngineError with the cause.
     """
 
-    def __init__(self, model: str | Path, **options: Any) -> None:
+    def __init__(self, model: str | Path, *, internals: Internals = Internals(), **options: Any) -> None:
         """`model`: directory, hub name or preset; `options`: the fields of Config. Raises ConfigError for bad ones, and
-        for an engine that does not fit in memory; whatever is raised, nothing is left behind.
+        for an engine that does not fit in memory; whatever is raised, nothing is left behind. `internals` is for tests.
         """
-        setup = prepare(model, options)
+        setup = prepare(model, options, internals)
         self.config, self.model_config, self.max_model_len = setup.config, setup.model_config, setup.max_model_len
         self.sampling_defaults: dict[str, Any] = {}  # what the model recommends, and not what the user chose
         if self.config.generation_config == "auto":

@@ -40,7 +40,7 @@ class Engine:
         """Made by startup.start_engine. From here on the executor is the engine's to close."""
         self.setup, self.executor, self.scheduler = setup, executor, scheduler
         self.admission = Admission(setup, sizes, report)
-        self.works_ahead = setup.device.type != "cpu"  # launches a step before the last one's tokens are back
+        self.works_ahead = setup.works_ahead
         self.closed_because: str | None = None  # why the engine can no longer be used
         self._turns = Turns()
         self._request_ids = itertools.count()

@@ -5,8 +5,9 @@ Both are used in the same way, so the runner need not know which one it has: `al
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
+from typing import TypeAlias
 
 import torch
 
@@ -17,9 +18,13 @@ from nanovllm.attention.streamed import MergedAttention, SlotsPart, StreamedPart
 from nanovllm.core.kv_spec import KVCacheSpec
 from nanovllm.core.step_plan import StepPlan
 from nanovllm.kvcache.transfer.offload_engine import OffloadEngine
+from nanovllm.kvcache.transfer.streams import make_streams
 from nanovllm.runner.batches import StepBatches
 from nanovllm.runner.decode_inputs import DecodeInputs
 from nanovllm.runner.streamed_graphs import StreamedDecodeGraphs
+
+# spec, num_cpu_blocks, dtype, device -> OffloadEngine
+OffloadEngineFactory: TypeAlias = Callable[[KVCacheSpec, int, torch.dtype, torch.device], OffloadEngine]
 
 
 class KVMemory(ABC):
@@ -136,8 +141,8 @@ class GpuPool(KVMemory):
 class OffloadedPool(KVMemory):
     """All blocks in CPU memory, some of them also in slots on the GPU. An OffloadEngine moves them."""
 
-    def __init__(self, spec: KVCacheSpec, num_cpu_blocks: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.offload: OffloadEngine = OffloadEngine(spec, num_cpu_blocks, dtype, device)
+    def __init__(self, offload: OffloadEngine) -> None:
+        self.offload: OffloadEngine = offload
 
     @property
     def cache(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -204,6 +209,21 @@ class OffloadedPool(KVMemory):
         self.offload.close()
 
 
-def make_kv_memory(spec: KVCacheSpec, num_cpu_blocks: int, dtype: torch.dtype, device: torch.device) -> KVMemory:
+def make_offload_engine(
+    spec: KVCacheSpec, num_cpu_blocks: int, dtype: torch.dtype, device: torch.device
+) -> OffloadEngine:
+    """With the streams of the device."""
+    return OffloadEngine(spec, num_cpu_blocks, dtype, device, make_streams(device))
+
+
+def make_kv_memory(
+    spec: KVCacheSpec,
+    num_cpu_blocks: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    make_offload_engine: OffloadEngineFactory,
+) -> KVMemory:
     """`num_cpu_blocks`: 0 for a pool on the GPU."""
-    return OffloadedPool(spec, num_cpu_blocks, dtype, device) if num_cpu_blocks else GpuPool(spec, dtype, device)
+    if num_cpu_blocks == 0:
+        return GpuPool(spec, dtype, device)
+    return OffloadedPool(make_offload_engine(spec, num_cpu_blocks, dtype, device))

@@ -7,7 +7,6 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
-from checked_engine import small_staging
 from hostless_torch import HostlessTorch
 from paged_cases import PagedCase, make_paged
 from rounding import MAX_ROUNDINGS, MEAN_VALUE, PART_COUNTS, num_roundings
@@ -15,17 +14,19 @@ from rounding import MAX_ROUNDINGS, MEAN_VALUE, PART_COUNTS, num_roundings
 from nanovllm.attention.backends import selection
 from nanovllm.attention.base import PagedBatch, StepAttention
 from nanovllm.attention.paged import PagedAttention, PagedPart
-from nanovllm.core.kv_spec import KVCacheSpec
+from nanovllm.core.kv_spec import KVCacheSpec, StagingSizes
 from nanovllm.core.step_limits import streamed_graph_sizes
 from nanovllm.core.step_plan import KVMoves, SamplingRow, SequenceStep, StepPlan, StreamedGroup
 from nanovllm.kvcache.transfer.offload_engine import OffloadEngine
 from nanovllm.runner.decode_inputs import DecodeInputs
 from nanovllm.runner.inputs import build_arrays, build_groups
+from nanovllm.runner.kv_memory import make_offload_engine
 from nanovllm.runner.streamed_graphs import StreamedDecodeGraphs
 
 BLOCK, SCALE = 256, 0.1
 PAGED_LENS = (BLOCK, BLOCK - 3)  # tokens in the last block of each sequence
 NUM_SEQS = len(PAGED_LENS)
+STAGING = StagingSizes(group_tokens=BLOCK, num_groups=3)
 
 
 class OneAttention:
@@ -124,9 +125,8 @@ def test_streamed_replay_attends_to_all_keys_and_keeps_the_order(monkeypatch: py
         dtype=dtype,
         mean_value=MEAN_VALUE,
     )
-    with small_staging(BLOCK, 3):
-        spec = KVCacheSpec(num_layers=1, block_size=BLOCK, num_kv_heads=2, head_dim=16, itemsize=4)
-        offload = OffloadEngine(spec, NUM_SEQS * num_groups, dtype, torch.device("cpu"))
+    spec = KVCacheSpec(num_layers=1, block_size=BLOCK, num_kv_heads=2, head_dim=16, itemsize=4, staging=STAGING)
+    offload = make_offload_engine(spec, NUM_SEQS * num_groups, dtype, torch.device("cpu"))
     offload.allocate_slots(NUM_SEQS)
     fill_caches(offload, case, num_groups)
     static = DecodeInputs(
@@ -192,9 +192,9 @@ def test_gpu_streamed_graphs_many_groups_round_once(name: str, num_parts: int) -
         mean_value=MEAN_VALUE,
     )
     model = OneAttention(case.q_THD)
-    with small_staging(BLOCK, 3), torch.inference_mode():
-        spec = KVCacheSpec(num_layers=1, block_size=BLOCK, num_kv_heads=2, head_dim=128, itemsize=2)
-        offload = OffloadEngine(spec, NUM_SEQS * num_groups, dtype, device)
+    with torch.inference_mode():
+        spec = KVCacheSpec(num_layers=1, block_size=BLOCK, num_kv_heads=2, head_dim=128, itemsize=2, staging=STAGING)
+        offload = make_offload_engine(spec, NUM_SEQS * num_groups, dtype, device)
         offload.allocate_slots(NUM_SEQS)
         fill_caches(offload, case, num_groups)
         static = DecodeInputs(

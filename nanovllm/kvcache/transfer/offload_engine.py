@@ -37,14 +37,14 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from nanovllm.core.kv_spec import NUM_STAGING_GROUPS, KVCacheSpec
+from nanovllm.core.kv_spec import KVCacheSpec
 from nanovllm.core.step_plan import KVMoves, SlotLoad, SlotOffload, StreamedGroup
 from nanovllm.kvcache.policy.copy_runs import Run, load_runs, offload_runs, staging_runs
 from nanovllm.kvcache.transfer.link import measure_link
 from nanovllm.kvcache.transfer.pinned_memory import HostBuffer
 from nanovllm.kvcache.transfer.run_tensors import KV, run_tensors, token_views
 from nanovllm.kvcache.transfer.stream_log import StreamLog
-from nanovllm.kvcache.transfer.streams import Event, Stream, Streams, make_streams
+from nanovllm.kvcache.transfer.streams import Event, Stream, Streams
 
 
 class _Loads(NamedTuple):
@@ -70,10 +70,11 @@ class OffloadEngine:
         num_cpu_blocks: int,
         dtype: torch.dtype,
         device: torch.device,
+        streams: Streams,
     ) -> None:
         """Allocates the CPU pool and the staging groups; `allocate_slots` allocates the slots."""
         self.spec, self.dtype, self.device = spec, dtype, device
-        self.streams: Streams = make_streams(device)
+        self.streams = streams
         block_shape = (spec.block_size, spec.num_kv_heads, spec.head_dim)
         host_bytes = spec.block_bytes // 2 * num_cpu_blocks
         pinned_for = device if device.type == "cuda" else None
@@ -82,15 +83,16 @@ class OffloadEngine:
             buffer.tensor.view(dtype).view(spec.num_layers, num_cpu_blocks, *block_shape)
             for buffer in self._host_buffers
         )
-        staging_shape = (NUM_STAGING_GROUPS, spec.staging_group_blocks, *block_shape)
+        self.num_staging_groups = spec.staging.num_groups
+        staging_shape = (self.num_staging_groups, spec.staging_group_blocks, *block_shape)
         self.k_staging, self.v_staging = (torch.zeros(staging_shape, dtype=dtype, device=device) for _ in ("k", "v"))
         self._cpu_tokens = token_views(self.k_cache_cpu, self.v_cache_cpu)  # of each layer
         self._staging_tokens = token_views(self.k_staging, self.v_staging)  # of each group
         self._compute_log, self._d2h_log = StreamLog(spec.num_layers), StreamLog(spec.num_layers)
         self.cpu_block_offload_done = np.zeros(num_cpu_blocks, dtype=np.int64)
         self.ring_slot_ready: list[Event | None] = [None] * spec.num_layers
-        self.staging_ready: list[Event | None] = [None] * NUM_STAGING_GROUPS
-        self.staging_compute_done: list[Event | None] = [None] * NUM_STAGING_GROUPS
+        self.staging_ready: list[Event | None] = [None] * self.num_staging_groups
+        self.staging_compute_done: list[Event | None] = [None] * self.num_staging_groups
 
         self._moves = KVMoves()
         self._offload_runs: tuple[Run, ...] = ()
@@ -195,7 +197,7 @@ class OffloadEngine:
         A buffer is filled when it is yielded and released when the next one is asked for. Hot: once per layer.
         """
         for _ in self._moves.streamed:
-            buffer = self._num_released % NUM_STAGING_GROUPS
+            buffer = self._num_released % self.num_staging_groups
             self._wait(self.streams.compute, self.staging_ready[buffer])  # E7: staged -> attended
             yield buffer
             self.staging_compute_done[buffer] = self._record(self.streams.compute)  # E8: attended -> refilled
@@ -247,7 +249,7 @@ class OffloadEngine:
             layer, loads = self._queue[0]
             if loads.to_slots:
                 self.load_to_slot_layer(layer, loads)
-            elif self._num_filled - self._num_released < NUM_STAGING_GROUPS:
+            elif self._num_filled - self._num_released < self.num_staging_groups:
                 self._fill_staging(layer, loads)
             else:
                 return
@@ -264,7 +266,7 @@ class OffloadEngine:
 
     def _fill_staging(self, layer: int, loads: _Loads) -> None:
         """Enqueue CPU blocks -> the next staging group. Hot."""
-        h2d, group = self.streams.h2d, self._num_filled % NUM_STAGING_GROUPS
+        h2d, group = self.streams.h2d, self._num_filled % self.num_staging_groups
         self._wait(h2d, self.staging_compute_done[group])  # E8: attended -> refilled
         self._wait(h2d, self._d2h_log.find(loads.block_offload, layer))  # E6: copied out -> loaded again
         self._load(layer, loads, self._staging_tokens[group])
