@@ -20,7 +20,7 @@ from dense_model import random_prompt
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from race_detector import Site, StreamRaceError
-from random_workloads import play_dense, small_grain
+from random_workloads import play_dense
 from simulated_streams import MODES, Edge, Mode, SimulatedStreams
 from tiny_models import write_tiny_model
 
@@ -116,8 +116,7 @@ class OffloadRunner(ContentRunner):
 def play_with_streams(seed: int, streams: SimulatedStreams) -> Simulation:
     """A dense workload whose copies run when `streams` says. Staging is 1 to 3 groups of 3 blocks of up to 6 tokens."""
     staging = StagingSizes(group_tokens=18, num_groups=1 + seed % 3)
-    with small_grain():
-        return play_dense(seed, hybrid=True, make_runner=lambda kv: OffloadRunner(kv, streams, staging))
+    return play_dense(seed, hybrid=True, make_runner=lambda kv: OffloadRunner(kv, streams, staging))
 
 
 @settings(max_examples=90, deadline=None, suppress_health_check=[HealthCheck.too_slow])
