@@ -15,7 +15,7 @@ from nanovllm.config import Config
 from nanovllm.core.kv_spec import KVCacheSizes, kv_cache_spec
 from nanovllm.core.step_plan import KVMoves, SamplingRow, SequenceStep, StepPlan, StreamedGroup
 from nanovllm.device.tp_group import TPGroup
-from nanovllm.runner import cuda_graphs, model_runner, startup_memory
+from nanovllm.runner import cuda_graphs, startup_memory
 from nanovllm.runner.kv_memory import make_offload_engine
 from nanovllm.runner.model_runner import ModelRunner
 
@@ -57,11 +57,12 @@ def runner(model: Path, num_cpu_blocks: int, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "stream", nullcontext)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (60 * 2**30, 80 * 2**30))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (79 * 2**30, 80 * 2**30))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 2**20)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 2 * 2**20)
     monkeypatch.setattr(cuda_graphs, "capture_stream", lambda device: None)
-    monkeypatch.setattr(startup_memory, "used_bytes", lambda: 2**30)
-    monkeypatch.setattr(startup_memory, "reserved_by", lambda work: (work(), 2**20)[1])
-    monkeypatch.setattr(model_runner, "used_bytes", lambda: 2**30)
     config = Config(
         model=str(model),
         device="cpu",
