@@ -214,7 +214,9 @@ def test_start_raises_late_everything_is_closed_and_the_next_one_starts(
         patch.setattr(startup, "Scheduler", lambda *args, **kwargs: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             make_llm(model, kind)
-    assert len(closed) == 1 and closed[0].runner._memory is None  # type: ignore[attr-defined]
+    assert len(closed) == 1
+    with pytest.raises(AssertionError, match="there is no KV cache, or none any more"):
+        _ = closed[0].runner.memory  # type: ignore[attr-defined]
     with make_llm(model, kind) as llm:
         assert len(llm.generate(["x"], GREEDY, use_tqdm=False)[0]["token_ids"]) == 8
 
