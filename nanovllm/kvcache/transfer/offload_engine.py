@@ -15,8 +15,8 @@ moves all tokens that are contiguous on both sides (copy_runs.py). `begin_step` 
 which earlier work each of them must wait for. After that, the host's work per layer depends only on the number of runs,
 and not on the number of slots or blocks.
 
-Stream edges, each commented where the wait is made. Each line says what must be done before what, which stream makes which
-one wait, and where the engine keeps what to wait for:
+Stream edges, each commented where the wait is made. Each line says what must be done before what, which stream the
+other one waits for, and where the engine keeps the event or the number to wait for:
   E1  loaded -> read or written         h2d -> compute   ring_slot_ready, of this step and layer
   E2  last used -> overwritten by load  compute -> h2d   ring_slot_compute_done
   E3  stored -> copied out              compute -> d2h   ring_slot_compute_done, or this layer's own event
