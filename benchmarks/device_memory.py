@@ -54,7 +54,7 @@ def measure(case: str) -> dict[str, Any]:
     return result | {"plan_error": result["plan_bytes"] / result["served_bytes"] - 1}
 
 
-def serve_case(case: str, free_bytes: int) -> dict[str, Any]:
+def serve_case(case: str, free_bytes: int, num_short_prompts: int = NUM_SHORT_PROMPTS) -> dict[str, Any]:
     """GPU memory of this process when CUDA has started, when the engine is ready, and after it has served."""
 
     def held_bytes() -> int:
@@ -67,7 +67,7 @@ def serve_case(case: str, free_bytes: int) -> dict[str, Any]:
     # The engine counts the memory of other processes as used.
     with LLM(**engine_options(CASES[case], total_bytes, others_bytes=total_bytes - free_bytes)) as llm:
         start_bytes = held_bytes()
-        serve(llm)
+        serve(llm, num_short_prompts)
         served_bytes, stats = held_bytes(), torch.cuda.memory_stats()
         num_gpu_blocks = llm.stats()["num_gpu_blocks"]
     reserved_bytes = stats["reserved_bytes.all.current"]
@@ -99,7 +99,7 @@ def planned(options: dict[str, Any]) -> CapacityPlan:
     return make_plan(config, ModelConfig.without_weights(config.model), find_machine(config))
 
 
-def serve(llm: LLM) -> None:
+def serve(llm: LLM, num_short_prompts: int) -> None:
     """Run the largest steps: chunks of a long prompt, streamed groups, and as many filtered rows as possible."""
     rng, vocab_size = random.Random(0), llm.model_config.vocab_size
     num_tokens = min(llm.max_model_len, LONG_PROMPT_TOKENS) - 16
@@ -107,7 +107,7 @@ def serve(llm: LLM) -> None:
     for num_prompts in (1, 2):  # two together, because a short prompt alone does not fill the token budget
         prompts = [random_prompt(rng, num_tokens, vocab_size) for _ in range(num_prompts)]
         llm.generate(prompts, params, use_tqdm=False)
-    prompts = [random_prompt(rng, rng.randint(1, 30), vocab_size) for _ in range(NUM_SHORT_PROMPTS)]
+    prompts = [random_prompt(rng, rng.randint(1, 30), vocab_size) for _ in range(num_short_prompts)]
     llm.generate(prompts, params, use_tqdm=False)
 
 

@@ -54,7 +54,12 @@ def run_sweep(
 
 
 def _measure_point(
-    args: argparse.Namespace, ceilings: Ceilings, make_llm: Callable[..., LLM], context: int, num_slots: int | None
+    args: argparse.Namespace,
+    ceilings: Ceilings,
+    make_llm: Callable[..., LLM],
+    context: int,
+    num_slots: int | None,
+    num_decoded: int = NUM_DECODED,
 ) -> Point:
     """Measure one engine with `num_slots` slots, or with everything on the GPU for None."""
     gc.collect()
@@ -64,10 +69,10 @@ def _measure_point(
         num_cpu_blocks = ceil_div(context, args.block_size) + 1
         options = {"enable_cpu_offload": True, "num_gpu_blocks": num_slots, "num_cpu_blocks": num_cpu_blocks}
         options["kvcache_block_size"] = args.block_size
-    num_tokens = context - NUM_DECODED
+    num_tokens = context - num_decoded
     lengths = lengths_after_short_warm_up(num_tokens, NUM_RUNS, num_slots or 0, args.block_size)
     with make_llm(args, context, **options) as llm:
-        times = time_prompts(llm, lengths, NUM_DECODED, seed=context)
+        times = time_prompts(llm, lengths, num_decoded, seed=context)
         prefill_bound = Work(llm).prefill_bound(ceilings, num_tokens)
         stats = llm.stats()
         peak = torch.cuda.max_memory_allocated()

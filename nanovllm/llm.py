@@ -11,6 +11,7 @@ from nanovllm.capacity.plan import CapacityPlan
 from nanovllm.checkpoint.generation_config import read_sampling_defaults
 from nanovllm.core.outputs import Outbox, RequestOutput, StepOutput
 from nanovllm.core.sequence import TokenIds
+from nanovllm.engine.internals import Internals
 from nanovllm.engine.setup import prepare
 from nanovllm.engine.startup import start_engine
 from nanovllm.errors import EngineError, RequestError
@@ -33,13 +34,14 @@ class LLM:
     error inside a step the engine runs nothing more, and later calls raise an EngineError that names the cause.
     """
 
-    def __init__(self, model: str | Path, **options: Any) -> None:
+    def __init__(self, model: str | Path, *, internals: Internals = Internals(), **options: Any) -> None:
         """`model` is a directory, a hub name or a preset; `options` are the fields of Config.
 
         Raises ConfigError for invalid options and when the engine does not fit in memory, and CheckpointError when the
-        model cannot be read. If this raises, all workers have been stopped and all memory has been released.
+        model cannot be read. If this raises, all workers have been stopped and all memory has been released. `internals`
+        is for tests.
         """
-        setup = prepare(model, options)
+        setup = prepare(model, options, internals)
         self.config, self.model_config, self.max_model_len = setup.config, setup.model_config, setup.max_model_len
         self.sampling_defaults: dict[str, Any] = {}  # recommended by the model, not chosen by the user
         if self.config.generation_config == "auto":

@@ -84,9 +84,9 @@ def test_bench_offload_batch_that_fits_the_slots_misses_nothing(model: str) -> N
 
 @pytest.mark.usefixtures("made")
 @pytest.mark.parametrize("num_slots", [None, 3])
-def test_sweep_point_has_both_bounds(model: str, num_slots: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sweep, "NUM_DECODED", 8)
-    point = sweep._measure_point(arguments(model), CEILINGS, bench_offload.make_llm, CONTEXT, num_slots)
+def test_sweep_point_has_both_bounds(model: str, num_slots: int | None) -> None:
+    make_llm = bench_offload.make_llm
+    point = sweep._measure_point(arguments(model), CEILINGS, make_llm, CONTEXT, num_slots, num_decoded=8)
     assert point["prefill_bound_share"] > 0 and ("link_share" in point) == (num_slots is not None)
 
 
@@ -153,8 +153,7 @@ def test_device_memory_case_is_served_and_reported(model: str, monkeypatch: pyte
         monkeypatch.setattr(torch.cuda, name, fake)
     options = {"device": "cpu", "enable_cpu_offload": True, "kvcache_block_size": BLOCK, "num_gpu_blocks": 3}
     monkeypatch.setitem(device_memory.CASES, "tiny", {"model": model, "max_num_seqs": 2, **options})
-    monkeypatch.setattr(device_memory, "NUM_SHORT_PROMPTS", 5)
-    result = device_memory.serve_case("tiny", free_bytes=1500)
+    result = device_memory.serve_case("tiny", free_bytes=1500, num_short_prompts=5)
     assert [result[f"{stage}_bytes"] for stage in ("cuda", "start", "served")] == [500, 510, 520]
     assert (result["reserved_bytes"], result["unreserved_bytes"]) == (7, 513)
     assert result["kv_bytes"] == result["plan_kv_bytes"] == result["plan_parts"]["kv_bytes"] > 0

@@ -7,11 +7,7 @@ from typing import Any
 import pytest
 
 from nanovllm.config import Config
-from nanovllm.core.kv_spec import (
-    NUM_STAGING_GROUPS,
-    STAGING_GROUP_TOKENS,
-    KVCacheSpec,
-)
+from nanovllm.core.kv_spec import KVCacheSpec
 from nanovllm.errors import ConfigError
 
 OFFLOAD = {"enable_cpu_offload": True}
@@ -87,8 +83,8 @@ def test_block_bytes_of_qwen3_06b_at_256_tokens_are_28_mib() -> None:
 def test_staging_holds_a_few_groups_of_one_layer(block_size: int, group_blocks: int) -> None:
     spec = qwen3_06b(block_size)
     assert spec.staging_group_blocks == group_blocks
-    assert group_blocks * block_size <= max(STAGING_GROUP_TOKENS, block_size)
-    assert spec.staging_bytes == NUM_STAGING_GROUPS * group_blocks * spec.layer_block_bytes
+    assert group_blocks * block_size <= max(spec.staging.group_tokens, block_size)
+    assert spec.staging_bytes == spec.staging.num_groups * group_blocks * spec.layer_block_bytes
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,7 @@ from nanovllm.capacity import costs
 from nanovllm.capacity.machine import Machine
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
-from nanovllm.core.kv_spec import (
-    NUM_STAGING_GROUPS,
-    kv_cache_spec,
-)
+from nanovllm.core.kv_spec import KVCacheSpec
 from nanovllm.core.step_limits import (
     graph_sizes,
     max_sampled_rows,
@@ -68,10 +65,9 @@ class DeviceMemory:
 
 
 def device_memory(
-    config: Config, model: ModelConfig, machine: Machine, max_model_len: int, num_gpu_blocks: int
+    config: Config, model: ModelConfig, machine: Machine, spec: KVCacheSpec, max_model_len: int, num_gpu_blocks: int
 ) -> DeviceMemory:
     """Memory use of an engine with `num_gpu_blocks` blocks on each GPU."""
-    spec = kv_cache_spec(config, model, config.tensor_parallel_size)
     num_rows, is_gpu = max_sampled_rows(config, num_gpu_blocks), machine.gpu_bytes is not None
     has_graphs = is_gpu and not config.enforce_eager
     activations = costs.activation_bytes(config, model, max_model_len, num_rows)
@@ -83,7 +79,7 @@ def device_memory(
         logits_bytes=num_rows * model.vocab_size * spec.itemsize if has_graphs else 0,
         input_bytes=_input_bytes(config, model, max_model_len, num_rows) if has_graphs else 0,
         activation_bytes=int(activations * (1 + ALLOCATOR_SHARE)) if is_gpu else activations,
-        graph_bytes=_graph_bytes(config, model, num_rows) if has_graphs else 0,
+        graph_bytes=_graph_bytes(config, model, spec, num_rows) if has_graphs else 0,
         workspace_bytes=NUM_WORKSPACES * workspace if is_gpu else 0,
         context_bytes=CONTEXT_BYTES + NCCL_BYTES * (config.tensor_parallel_size > 1) if is_gpu else 0,
     )
@@ -100,14 +96,14 @@ def _input_bytes(config: Config, model: ModelConfig, max_model_len: int, num_row
     return num_rows * per_row
 
 
-def _graph_bytes(config: Config, model: ModelConfig, num_rows: int) -> int:
+def _graph_bytes(config: Config, model: ModelConfig, spec: KVCacheSpec, num_rows: int) -> int:
     """All graphs. With offload these include the graphs in pieces and those of the staging groups, which are captured
     for fewer batch sizes.
     """
     whole = NODES_PER_LAYER * model.num_layers + NODES_BESIDE_LAYERS
     num_nodes, num_pools = len(graph_sizes(num_rows)) * whole, 1
     if config.enable_cpu_offload:
-        per_size = whole + COPIES_PER_CUT * model.num_layers + NUM_STAGING_GROUPS * NODES_PER_GROUP
+        per_size = whole + COPIES_PER_CUT * model.num_layers + spec.staging.num_groups * NODES_PER_GROUP
         num_nodes += len(streamed_graph_sizes(num_rows)) * per_size
         num_pools = 3  # whole graphs, pieces, groups
     return num_nodes * GRAPH_NODE_BYTES + num_pools * GRAPH_POOL_BYTES

@@ -12,10 +12,7 @@ from nanovllm.capacity.device_memory import DeviceMemory, device_memory
 from nanovllm.capacity.machine import Machine
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
-from nanovllm.core.kv_spec import (
-    KVCacheSpec,
-    kv_cache_spec,
-)
+from nanovllm.core.kv_spec import KVCacheSpec
 from nanovllm.core.step_limits import max_model_len
 from nanovllm.utils.arithmetic import ceil_div
 
@@ -38,17 +35,13 @@ class CapacityPlan:
     config: Config
     model: ModelConfig
     machine: Machine
+    spec: KVCacheSpec  # the KV cache of one GPU
     context: int  # tokens of each sequence
     num_sequences: int
     num_gpu_blocks: int  # slots, or without offload the whole cache
     num_cpu_blocks: int  # 0 without offload
 
     # -- memory --------------------------------------------------------------------------------------------------
-
-    @property
-    def spec(self) -> KVCacheSpec:
-        """The KV cache of one GPU."""
-        return kv_cache_spec(self.config, self.model, self.config.tensor_parallel_size)
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -58,7 +51,7 @@ class CapacityPlan:
     def memory(self) -> DeviceMemory:
         """How much GPU memory is used, part by part."""
         limit = max_model_len(self.config, self.model)
-        return device_memory(self.config, self.model, self.machine, limit, self.num_gpu_blocks)
+        return device_memory(self.config, self.model, self.machine, self.spec, limit, self.num_gpu_blocks)
 
     @property
     def gpu_limit_bytes(self) -> int | None:

@@ -14,7 +14,7 @@ from nanovllm.capacity.machine import Machine
 from nanovllm.capacity.plan import CapacityPlan
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
-from nanovllm.core.kv_spec import kv_cache_spec
+from nanovllm.core.kv_spec import KVCacheSpec, StagingSizes, kv_cache_spec
 from nanovllm.core.step_limits import max_model_len
 from nanovllm.errors import ConfigError
 from nanovllm.utils.arithmetic import ceil_div
@@ -35,6 +35,7 @@ def make_plan(
     context: int | None = None,
     num_sequences: int = 1,
     num_gpu_blocks: int | None = None,
+    staging: StagingSizes = StagingSizes(),
 ) -> CapacityPlan:
     """The plan of an engine with these options that runs `num_sequences` sequences of `context` tokens together.
 
@@ -48,13 +49,15 @@ def make_plan(
             f"num_kv_heads={model.num_kv_heads} is not divisible by tensor_parallel_size="
             f"{config.tensor_parallel_size}; choose a divisor of {model.num_kv_heads}"
         )
-    num_cpu_blocks = _num_cpu_blocks(config, model, machine, limit) if config.enable_cpu_offload else 0
+    spec = kv_cache_spec(config, model, config.tensor_parallel_size, staging)
+    num_cpu_blocks = _num_cpu_blocks(config, model, machine, spec, limit) if config.enable_cpu_offload else 0
     given = config.num_gpu_blocks if config.enable_cpu_offload else max(config.num_kvcache_blocks, 0)
-    num_gpu_blocks = num_gpu_blocks or given or _num_fitting_blocks(config, model, machine, limit, num_cpu_blocks)
+    num_gpu_blocks = num_gpu_blocks or given or _num_fitting_blocks(config, model, machine, spec, limit, num_cpu_blocks)
     return CapacityPlan(
         config=config,
         model=model,
         machine=machine,
+        spec=spec,
         context=context or limit,
         num_sequences=num_sequences,
         num_gpu_blocks=num_gpu_blocks,
@@ -62,7 +65,7 @@ def make_plan(
     )
 
 
-def _num_cpu_blocks(config: Config, model: ModelConfig, machine: Machine, limit: int) -> int:
+def _num_cpu_blocks(config: Config, model: ModelConfig, machine: Machine, spec: KVCacheSpec, limit: int) -> int:
     """Number of blocks in the CPU pool, where a block has the heads of all ranks.
 
     If the user left the size open, the pool holds two sequences of max_model_len, or one block per slot if that is
@@ -71,12 +74,12 @@ def _num_cpu_blocks(config: Config, model: ModelConfig, machine: Machine, limit:
     """
     if config.num_cpu_blocks is not None:
         return config.num_cpu_blocks
-    block_bytes = kv_cache_spec(config, model, tp_size=1).block_bytes
+    block_bytes = spec.block_bytes * config.tensor_parallel_size
     if config.cpu_memory_gb is not None:
         return int(config.cpu_memory_gb * 2**30) // block_bytes
     two_long = 2 * ceil_div(limit, config.block_size)
     useful = two_long + config.max_num_seqs * ceil_div(min(limit, SHORT_SEQUENCE_TOKENS), config.block_size)
-    num_slots = config.num_gpu_blocks or _num_fitting_blocks(config, model, machine, limit, useful)
+    num_slots = config.num_gpu_blocks or _num_fitting_blocks(config, model, machine, spec, limit, useful)
     wanted = max(two_long, min(num_slots, useful))
     return min(wanted, int(machine.host_bytes * MAX_HOST_SHARE) // block_bytes)
 
@@ -86,20 +89,21 @@ def least_gpu_blocks(config: Config) -> int:
     return 2 if config.enable_cpu_offload else 1
 
 
-def _num_fitting_blocks(config: Config, model: ModelConfig, machine: Machine, limit: int, num_cpu_blocks: int) -> int:
+def _num_fitting_blocks(
+    config: Config, model: ModelConfig, machine: Machine, spec: KVCacheSpec, limit: int, num_cpu_blocks: int
+) -> int:
     """How many blocks start-up will have room for according to the estimates, and at least the fewest that work."""
     useful = config.max_num_seqs * ceil_div(limit, config.block_size)
     if config.enable_cpu_offload:
         useful = min(useful, num_cpu_blocks)
     if machine.gpu_bytes is None:  # the same rule as ModelRunner.measure_num_gpu_blocks
-        spec = kv_cache_spec(config, model, config.tensor_parallel_size)
         room = int(machine.host_bytes * config.gpu_memory_utilization / 2 / config.tensor_parallel_size)
         room -= spec.staging_bytes if config.enable_cpu_offload else 0
         return max(least_gpu_blocks(config), min(room // spec.block_bytes, useful))
     room = int(machine.gpu_bytes * config.gpu_memory_utilization)
 
     def total_bytes(num_blocks: int) -> int:
-        return device_memory(config, model, machine, limit, num_blocks).total_bytes
+        return device_memory(config, model, machine, spec, limit, num_blocks).total_bytes
 
     return max(least_gpu_blocks(config), bisect_right(range(useful + 1), room, key=total_bytes) - 1)
 

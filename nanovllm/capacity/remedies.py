@@ -69,7 +69,14 @@ def _changed(plan: CapacityPlan, change: Change) -> CapacityPlan | None:
     """The plan with other options; None if they are invalid together."""
     try:
         config = replace(plan.config, **change)
-        return make_plan(config, plan.model, plan.machine, context=plan.context, num_sequences=plan.num_sequences)
+        return make_plan(
+            config,
+            plan.model,
+            plan.machine,
+            context=plan.context,
+            num_sequences=plan.num_sequences,
+            staging=plan.spec.staging,
+        )
     except ConfigError:
         return None
 

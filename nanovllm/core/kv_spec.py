@@ -5,8 +5,13 @@ from dataclasses import dataclass
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
 
-STAGING_GROUP_TOKENS = 8192  # keys of one streamed partial attention
-NUM_STAGING_GROUPS = 3  # one is attended to while the next ones are being filled
+
+@dataclass(frozen=True)
+class StagingSizes:
+    """How much of one layer is streamed at a time."""
+
+    group_tokens: int = 8192  # keys of one streamed partial attention, in whole blocks; at least one block
+    num_groups: int = 3  # one is attended while the next ones are being filled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +23,7 @@ class KVCacheSpec:
     num_kv_heads: int  # on this rank
     head_dim: int
     itemsize: int  # bytes per element
+    staging: StagingSizes = StagingSizes()
 
     @property
     def layer_block_bytes(self) -> int:
@@ -32,12 +38,12 @@ class KVCacheSpec:
     @property
     def staging_group_blocks(self) -> int:
         """Number of blocks that are streamed and attended to together."""
-        return max(1, STAGING_GROUP_TOKENS // self.block_size)
+        return max(1, self.staging.group_tokens // self.block_size)
 
     @property
     def staging_bytes(self) -> int:
         """Size of the staging groups. They hold blocks of a single layer, and all layers share them."""
-        return NUM_STAGING_GROUPS * self.staging_group_blocks * self.layer_block_bytes
+        return self.staging.num_groups * self.staging_group_blocks * self.layer_block_bytes
 
 
 @dataclass(frozen=True)
@@ -53,7 +59,9 @@ def dtype_name(config: Config, model: ModelConfig) -> str:
     return model.torch_dtype if config.dtype == "auto" else config.dtype
 
 
-def kv_cache_spec(config: Config, model: ModelConfig, tp_size: int) -> KVCacheSpec:
+def kv_cache_spec(
+    config: Config, model: ModelConfig, tp_size: int, staging: StagingSizes = StagingSizes()
+) -> KVCacheSpec:
     """Shape of the KV cache on each of `tp_size` ranks."""
     return KVCacheSpec(
         num_layers=model.num_layers,
@@ -61,4 +69,5 @@ def kv_cache_spec(config: Config, model: ModelConfig, tp_size: int) -> KVCacheSp
         num_kv_heads=model.num_kv_heads // tp_size,
         head_dim=model.head_dim,
         itemsize=4 if dtype_name(config, model) == "float32" else 2,
+        staging=staging,
     )

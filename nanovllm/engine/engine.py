@@ -46,7 +46,7 @@ class Engine:
         """Called by startup.start_engine. The engine owns the executor and closes it."""
         self.setup, self.executor, self.scheduler = setup, executor, scheduler
         self.admission = Admission(setup, sizes, report)
-        self.works_ahead = setup.device.type != "cpu"  # launch a step before the last one's tokens have arrived
+        self.works_ahead = setup.works_ahead
         self.closed_because: str | None = None  # why the engine can no longer be used
         self._turns = Turns()
         self._request_ids = itertools.count()

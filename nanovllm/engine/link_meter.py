@@ -1,6 +1,7 @@
 """LinkMeter: how much of the link's bandwidth streamed decode steps use."""
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 from nanovllm.core.step_plan import StepPlan
@@ -16,8 +17,8 @@ class LinkMeter:
     the host reads the tokens anyway.
     """
 
-    def __init__(self, block_bytes: int, block_size: int) -> None:
-        self._block_bytes, self._block_size = block_bytes, block_size
+    def __init__(self, block_bytes: int, block_size: int, now_s: Callable[[], float] = time.perf_counter) -> None:
+        self._block_bytes, self._block_size, self._now_s = block_bytes, block_size, now_s
         self._num_bytes = 0
         self._seconds = 0.0
         self._last_end_s: float | None = None  # when the step before ended, if it was a decode step that streams
@@ -27,7 +28,7 @@ class LinkMeter:
         if not (plan.is_decode and plan.moves.streamed):
             self._last_end_s = None
             return
-        end_s = time.perf_counter()
+        end_s = self._now_s()
         if self._last_end_s is not None:
             num_blocks = sum(len(group.cpu_block_ids) for group in plan.moves.streamed)
             num_tokens = num_blocks * self._block_size + sum(load.num_tokens for load in plan.moves.loads)

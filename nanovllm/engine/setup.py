@@ -17,6 +17,7 @@ from nanovllm.config import Config
 from nanovllm.core.kv_spec import dtype_name
 from nanovllm.core.step_limits import max_model_len
 from nanovllm.device.devices import installed_gpu, resolve_device
+from nanovllm.engine.internals import Internals
 from nanovllm.errors import ConfigError
 from nanovllm.utils.memory import available_host_bytes
 
@@ -31,9 +32,16 @@ class EngineSetup:
     max_model_len: int  # tokens
     device: torch.device  # rank 0's
     plan: CapacityPlan
+    internals: Internals
+
+    @property
+    def works_ahead(self) -> bool:
+        """Whether the engine launches a step before the tokens of the last one are back."""
+        chosen = self.internals.works_ahead
+        return self.device.type != "cpu" if chosen is None else chosen
 
 
-def prepare(model: str | Path, options: Mapping[str, Any]) -> EngineSetup:
+def prepare(model: str | Path, options: Mapping[str, Any], internals: Internals = Internals()) -> EngineSetup:
     """Decide and check everything about an engine. `model` is a directory, a hub name or a preset; `options` are the
     fields of Config.
 
@@ -49,7 +57,8 @@ def prepare(model: str | Path, options: Mapping[str, Any]) -> EngineSetup:
     limit = max_model_len(config, model_config)
     device = resolve_device(config)
     check_backend(config, model_config, device)
-    plan = make_plan(config, model_config, find_machine(replace(config, device=str(device))))
+    machine = find_machine(replace(config, device=str(device)))
+    plan = make_plan(config, model_config, machine, staging=internals.staging)
     check_start(plan)
     return EngineSetup(
         config=config,
@@ -58,6 +67,7 @@ def prepare(model: str | Path, options: Mapping[str, Any]) -> EngineSetup:
         max_model_len=limit,
         device=device,
         plan=plan,
+        internals=internals,
     )
 
 

@@ -53,7 +53,15 @@ def _make_executor(setup: EngineSetup) -> Executor:
     config = setup.config
     if config.load_format != "dummy":
         fetch_weights(config.model, setup.directory)
-    factory = partial(make_runner, config, setup.model_config, setup.directory, setup.device)
+    factory = partial(
+        make_runner,
+        config,
+        setup.model_config,
+        setup.directory,
+        setup.plan.spec,
+        setup.device,
+        setup.internals.make_offload_engine,
+    )
     if config.tensor_parallel_size == 1:
         return LocalExecutor(factory)
     return ProcessExecutor(factory, config.tensor_parallel_size, setup.device.type)
@@ -126,4 +134,4 @@ def _make_kv_manager(config: Config, sizes: KVCacheSizes, staging_group_blocks: 
 def _measured_plan(plan: CapacityPlan, sizes: KVCacheSizes, link_byte_per_s: float | None) -> CapacityPlan:
     """The plan, made again with the figures that start-up measured."""
     machine = plan.machine.with_link(link_byte_per_s, "measured")
-    return make_plan(plan.config, plan.model, machine, num_gpu_blocks=sizes.num_gpu_blocks)
+    return make_plan(plan.config, plan.model, machine, num_gpu_blocks=sizes.num_gpu_blocks, staging=plan.spec.staging)

@@ -33,7 +33,7 @@ from nanovllm.errors import EngineError, WorkerDiedError
 from nanovllm.executor.channel import Sender, make_segment
 from nanovllm.executor.worker import FAILED, READY, STARTED, Call, Job, worker_main
 
-SEGMENT_BYTES = 1 << 20
+SEGMENT_BYTES = 1 << 20  # of the shared memory that calls go through; larger calls go in pieces
 STOP_TIMEOUT_S = 5.0  # for a worker to finish what it is doing
 REPORT_TIMEOUT_S = 1.0  # for a worker to report its exception, once rank 0 has noticed that something is wrong
 SPIN_S = 50e-6
@@ -79,7 +79,13 @@ class _Worker:
 
 
 class WorkerGroup(Generic[RunnerT]):
-    def __init__(self, factory: Callable[[TPGroup], RunnerT], size: int, device_type: str) -> None:
+    def __init__(
+        self,
+        factory: Callable[[TPGroup], RunnerT],
+        size: int,
+        device_type: str,
+        segment_bytes: int = SEGMENT_BYTES,
+    ) -> None:
         """Start ranks 1..size-1, and build every rank's runner with `factory(tp)`. Returns when all are ready.
 
         `factory` is pickled. `size` is 2 or more (executor/local.py runs a single rank). `device_type`: "cuda" (rank r
@@ -92,17 +98,17 @@ class WorkerGroup(Generic[RunnerT]):
         self._finalizer = weakref.finalize(self, _end_processes, self._workers, STOP_TIMEOUT_S)
         self.tp = TPGroup()
         with self._watch():
-            self._sender, store = self._start_workers(factory, size, device_type)
-            self._wait_for_stage(STARTED)  # wait before connecting, which Ctrl-C cannot interrupt
+            self._sender, store = self._start_workers(factory, size, device_type, segment_bytes)
+            self._wait_for_stage(STARTED)  # rank 0 cannot be interrupted while it connects, so only now
             self.tp = connect(store, 0, size, device_type)
             self.runner = factory(self.tp)
             self._wait_for_stage(READY)
 
     def _start_workers(
-        self, factory: Callable[[TPGroup], RunnerT], size: int, device_type: str
+        self, factory: Callable[[TPGroup], RunnerT], size: int, device_type: str, segment_bytes: int
     ) -> tuple[Sender, torch.distributed.TCPStore]:
         context = multiprocessing.get_context("spawn")
-        segment = make_segment(context, SEGMENT_BYTES)
+        segment = make_segment(context, segment_bytes)
         store = open_store()
         job = Job(pickle.dumps(factory), size, device_type, store.port, self._num_threads)
         for rank in range(1, size):

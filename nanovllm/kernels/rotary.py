@@ -157,6 +157,7 @@ def norm_rotate_store(
     k_cache_NPKD: torch.Tensor,
     v_cache_NPKD: torch.Tensor,
     slot_mapping_T: torch.Tensor,
+    many_tokens: int = MANY_TOKENS,
 ) -> torch.Tensor:
     """Norm each head of q [T, H, D] and k [T, K, D] if weights [D] are given, rotate it (rotate half), store k and v.
 
@@ -174,7 +175,7 @@ def norm_rotate_store(
     assert k_cache_NPKD.is_contiguous() and v_cache_NPKD.is_contiguous(), "a layer's cache must be contiguous"
     q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if num_tokens:
-        heads = min(16 if num_tokens >= MANY_TOKENS else 8, triton.next_power_of_2(num_heads))
+        heads = min(16 if num_tokens >= many_tokens else 8, triton.next_power_of_2(num_heads))
         groups = triton.cdiv(num_heads, heads) + 2 * triton.cdiv(num_kv_heads, heads)
         on_grid(_norm_rotate_store_kernel, (num_tokens * groups,))(
             q,

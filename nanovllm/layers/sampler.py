@@ -122,12 +122,17 @@ def _race(values: torch.Tensor, params: SamplingTensors, attempt: int) -> torch.
 
 
 def exponential_noise(seed: torch.Tensor, position: torch.Tensor, entry: torch.Tensor) -> torch.Tensor:
-    """Exp(1) noise [S, N] in fp32, from 6e-8 to 16.6, for entries [S or 1, N]; see `random_bits`.
+    """Exp(1) noise [S, N] in fp32, for entries [S or 1, N]; see `random_bits` and `bits_to_noise`."""
+    return bits_to_noise(random_bits(seed, position, entry))
+
+
+def bits_to_noise(bits: torch.Tensor) -> torch.Tensor:
+    """Exp(1) noise in fp32, from 6e-8 to 16.6, of 32 random bits each.
 
     It is -log1p(-u) for u an odd multiple of 2^-24. Such u in (0, 1) are exact in fp32, so the noise is never 0 or
     infinite.
     """
-    uniform = ((random_bits(seed, position, entry) >> 8) | 1).float() * 2.0**-24
+    uniform = ((bits >> 8) | 1).float() * 2.0**-24
     return -torch.log1p(-uniform)
 
 

@@ -5,8 +5,9 @@ each step `begin_step`, then `attention` or the graphs, then `end_step`.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
+from typing import TypeAlias
 
 import torch
 
@@ -17,9 +18,13 @@ from nanovllm.attention.streamed import MergedAttention, SlotsPart, StreamedPart
 from nanovllm.core.kv_spec import KVCacheSpec
 from nanovllm.core.step_plan import StepPlan
 from nanovllm.kvcache.transfer.offload_engine import OffloadEngine
+from nanovllm.kvcache.transfer.streams import make_streams
 from nanovllm.runner.batches import StepBatches
 from nanovllm.runner.decode_inputs import DecodeInputs
 from nanovllm.runner.streamed_graphs import StreamedDecodeGraphs
+
+# spec, num_cpu_blocks, dtype, device -> OffloadEngine
+OffloadEngineFactory: TypeAlias = Callable[[KVCacheSpec, int, torch.dtype, torch.device], OffloadEngine]
 
 
 class KVMemory(ABC):
@@ -139,8 +144,8 @@ class GpuPool(KVMemory):
 class OffloadedPool(KVMemory):
     """All blocks in CPU memory, some of them also in slots on the GPU. An OffloadEngine moves them."""
 
-    def __init__(self, spec: KVCacheSpec, num_cpu_blocks: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.offload: OffloadEngine = OffloadEngine(spec, num_cpu_blocks, dtype, device)
+    def __init__(self, offload: OffloadEngine) -> None:
+        self.offload: OffloadEngine = offload
 
     @property
     def cache(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -207,6 +212,21 @@ class OffloadedPool(KVMemory):
         self.offload.close()
 
 
-def make_kv_memory(spec: KVCacheSpec, num_cpu_blocks: int, dtype: torch.dtype, device: torch.device) -> KVMemory:
-    """Make the kind of memory that the engine needs. `num_cpu_blocks` is 0 without offload."""
-    return OffloadedPool(spec, num_cpu_blocks, dtype, device) if num_cpu_blocks else GpuPool(spec, dtype, device)
+def make_offload_engine(
+    spec: KVCacheSpec, num_cpu_blocks: int, dtype: torch.dtype, device: torch.device
+) -> OffloadEngine:
+    """With the streams of the device."""
+    return OffloadEngine(spec, num_cpu_blocks, dtype, device, make_streams(device))
+
+
+def make_kv_memory(
+    spec: KVCacheSpec,
+    num_cpu_blocks: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    make_offload_engine: OffloadEngineFactory,
+) -> KVMemory:
+    """`num_cpu_blocks`: 0 for a pool on the GPU."""
+    if num_cpu_blocks == 0:
+        return GpuPool(spec, dtype, device)
+    return OffloadedPool(make_offload_engine(spec, num_cpu_blocks, dtype, device))

@@ -11,7 +11,7 @@ from nanovllm.attention.backends.selection import choose_backend
 from nanovllm.attention.base import StepAttention
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
-from nanovllm.core.kv_spec import KVCacheSizes, dtype_name, kv_cache_spec
+from nanovllm.core.kv_spec import KVCacheSizes, KVCacheSpec, dtype_name
 from nanovllm.core.start_report import StartReport
 from nanovllm.core.step_limits import max_model_len, max_sampled_rows
 from nanovllm.core.step_plan import StepPlan
@@ -27,7 +27,7 @@ from nanovllm.runner.batches import build_batches, last_token_batches
 from nanovllm.runner.decode_inputs import DecodeInputs
 from nanovllm.runner.graph_set import GraphSet
 from nanovllm.runner.inputs import StepArrays, StepTensors, build_arrays, build_groups, to_device
-from nanovllm.runner.kv_memory import KVMemory, make_kv_memory
+from nanovllm.runner.kv_memory import KVMemory, OffloadEngineFactory, make_kv_memory
 from nanovllm.runner.startup_memory import profile_memory
 from nanovllm.runner.step_result import StepResult
 from nanovllm.utils.memory import available_host_bytes, format_bytes
@@ -38,10 +38,18 @@ logger = logging.getLogger("nanovllm")
 
 class ModelRunner:
     def __init__(
-        self, config: Config, model_config: ModelConfig, directory: Path | None, tp: TPGroup, device: torch.device
+        self,
+        config: Config,
+        model_config: ModelConfig,
+        directory: Path | None,
+        spec: KVCacheSpec,
+        tp: TPGroup,
+        device: torch.device,
+        make_offload_engine: OffloadEngineFactory,
     ) -> None:
         """Build this rank's part of the model and load its weights from `directory`."""
-        self.config, self.model_config, self.tp, self.device = config, model_config, tp, device
+        self.config, self.model_config, self.spec, self.tp, self.device = config, model_config, spec, tp, device
+        self._make_offload_engine = make_offload_engine
         self.graphs: GraphSet | None = None  # None: every step is launched kernel by kernel
         self._memory: KVMemory | None = None  # None: before `allocate_kv_cache` and after `close`
         self.phases = Phases()
@@ -62,8 +70,7 @@ class ModelRunner:
         self.model.eval()
         self.scale = model_config.head_dim**-0.5
         self.num_heads = model_config.num_heads // tp.size  # query heads of this rank
-        self.spec = kv_cache_spec(config, model_config, tp.size)
-        self._sampled_ids = torch.zeros(0, dtype=torch.int64, device=device)  # the last step's tokens
+        self._sampled_ids = torch.zeros(0, dtype=torch.int64, device=device)  # by the last step
 
     # -- KV cache ------------------------------------------------------------------------------------------------
 
@@ -104,7 +111,9 @@ class ModelRunner:
         """Allocate all KV memory. With offload, the cache on the GPU consists of the OffloadEngine's slots."""
         with memory_remedy("allocating the KV cache"), self.phases("KV cache"):
             if self._memory is None:
-                self._memory = make_kv_memory(self.spec, sizes.num_cpu_blocks, self.dtype, self.device)
+                self._memory = make_kv_memory(
+                    self.spec, sizes.num_cpu_blocks, self.dtype, self.device, self._make_offload_engine
+                )
             self._memory.allocate(sizes.num_gpu_blocks)
 
     # -- graphs --------------------------------------------------------------------------------------------------
@@ -234,10 +243,16 @@ class ModelRunner:
 
 
 def make_runner(
-    config: Config, model_config: ModelConfig, directory: Path | None, device: torch.device, tp: TPGroup
+    config: Config,
+    model_config: ModelConfig,
+    directory: Path | None,
+    spec: KVCacheSpec,
+    device: torch.device,
+    make_offload_engine: OffloadEngineFactory,
+    tp: TPGroup,
 ) -> ModelRunner:
     """Make one rank's runner. With several ranks on GPUs, rank r uses cuda:r."""
     if device.type == "cuda":
         use_expandable_segments()
         device = torch.device("cuda", tp.rank) if tp.size > 1 else device
-    return ModelRunner(config, model_config, directory, tp, device)
+    return ModelRunner(config, model_config, directory, spec, tp, device, make_offload_engine)

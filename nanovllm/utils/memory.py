@@ -1,8 +1,10 @@
 """How much host memory this process can still use, and how sizes are printed."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
-_CGROUP_FILES = (
+# The limit and the usage of the container that this process runs in
+CGROUP_FILES = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),  # v2
     ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),  # v1
 )
@@ -16,13 +18,13 @@ def _read_int(path: str) -> int | None:
     return int(text) if text.isdigit() else None  # v2 writes "max" for no limit
 
 
-def available_host_bytes() -> int:
+def available_host_bytes(cgroup_files: Sequence[tuple[str, str]] = CGROUP_FILES) -> int:
     """Bytes that can still be allocated, on the machine or within the container's limit, whichever is less.
 
     A container's usage includes its page cache. Inactive pages can be reclaimed, so they count as available.
     """
     available = _meminfo_bytes("MemAvailable")
-    for limit_file, usage_file in _CGROUP_FILES:
+    for limit_file, usage_file in cgroup_files:
         limit, usage = _read_int(limit_file), _read_int(usage_file)
         if limit is not None and usage is not None:
             available = min(available, limit - usage + _reclaimable_bytes(Path(usage_file).parent))

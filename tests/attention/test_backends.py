@@ -9,11 +9,12 @@ import torch
 from paged_cases import assert_as_good_as_plain_torch, assert_matches, make_paged
 from rounding import MAX_ROUNDINGS, MEAN_VALUE, PART_COUNTS, num_roundings
 
-from nanovllm.attention.backends import contiguous, cudnn_backend, flash_backend
-from nanovllm.attention.backends.cudnn_backend import CudnnBackend
+from nanovllm.attention.backends import flash_backend
+from nanovllm.attention.backends.contiguous import GATHER_BYTES
+from nanovllm.attention.backends.cudnn_backend import CudnnBackend, CudnnLimits
 from nanovllm.attention.backends.flash_backend import FlashBackend
 from nanovllm.attention.backends.selection import BACKENDS, choose_backend, find_backend
-from nanovllm.attention.backends.torch_backend import TorchBackend, flash_attn_with_lse
+from nanovllm.attention.backends.torch_backend import TorchBackend, TorchLimits, flash_attn_with_lse
 from nanovllm.attention.backends.triton_backend import TritonBackend
 from nanovllm.attention.base import AttentionBackend, PagedBatch, PartialAttention
 from nanovllm.checkpoint.model_config import HEAD_DIMS
@@ -153,6 +154,7 @@ class CountingBackend(TorchBackend):
     """Stands for the paged backend beside cuDNN; remembers the batches it got."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.batches: list[PagedBatch] = []
 
     def attend(self, q_THD, k_cache_NPKD, v_cache_NPKD, batch, scale):
@@ -161,6 +163,18 @@ class CountingBackend(TorchBackend):
         assert batch.cu_seqlens_q.diff().tolist() == list(batch.host.query_lens)
         assert batch.context_lens.tolist() == list(batch.host.context_lens)
         return super().attend(q_THD, k_cache_NPKD, v_cache_NPKD, batch, scale)
+
+
+class CudnnOnCpu(CudnnBackend):
+    """Torch's kernel stands in for cuDNN's. `asked`: queries, keys and mask of each call."""
+
+    def __init__(self, paged: AttentionBackend, limits: CudnnLimits) -> None:
+        super().__init__(paged, limits)
+        self.asked: list[tuple[int, int, bool]] = []
+
+    def attend_dense(self, q, k, v, scale, causal):
+        self.asked.append((len(q), len(k), causal))
+        return flash_attn_with_lse(q, k, v, scale, causal)
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -177,51 +191,31 @@ class CountingBackend(TorchBackend):
         ([(16, 400)], 0),  # more keys than one call takes
     ],
 )
-def test_cudnn_cuts_batches(monkeypatch, lens, num_paged_calls, order, causal):
-    """cuDNN is asked for few pairs of lengths, the paged backend for short sequences; torch's kernel stands in."""
-    asked = set()
-
-    def attend_dense(q, k, v, scale, causal):
-        asked.add((len(q), len(k), causal))
-        return flash_attn_with_lse(q, k, v, scale, causal)
-
-    monkeypatch.setattr(cudnn_backend, "QUERY_GRAIN", 16)
-    monkeypatch.setattr(cudnn_backend, "KEY_GRAIN", 8)
-    monkeypatch.setattr(cudnn_backend, "MAX_QUERIES", 64)
-    monkeypatch.setattr(cudnn_backend, "MAX_PADDED_QUERIES", 32)
-    monkeypatch.setattr(cudnn_backend, "MAX_KEYS", 128)
-    monkeypatch.setattr(cudnn_backend, "_attend_dense", attend_dense)
+def test_cudnn_cuts_batches(lens, num_paged_calls, order, causal):
+    """cuDNN is asked for few pairs of lengths, the paged backend for short sequences."""
     paged = CountingBackend()
+    limits = CudnnLimits(query_grain=16, key_grain=8, max_queries=64, max_padded_queries=32, max_keys=128)
+    backend = CudnnOnCpu(paged, limits)
     case = make_paged(lens, 8, (4, 2), causal=causal, order=order, unwritten=0.0)
-    got = CudnnBackend(paged).attend(case.q_THD, case.k_cache, case.v_cache, case.batch, 0.3)
+    got = backend.attend(case.q_THD, case.k_cache, case.v_cache, case.batch, 0.3)
     assert_matches(got, case.naive(0.3))
-    for num_queries, num_keys, square in asked:
+    for num_queries, num_keys, square in backend.asked:
         assert num_queries in (16, 32, 48, 64)
         assert num_keys == num_queries if square else num_keys in (8, 16, 32, 64, 128)
     if causal:
-        assert len(paged.batches) == num_paged_calls and asked
+        assert len(paged.batches) == num_paged_calls and backend.asked
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("num_parts", PART_COUNTS)
 @pytest.mark.parametrize("causal", [True, False])
-def test_cudnn_many_spans_round_once(monkeypatch, causal, num_parts, dtype):
+def test_cudnn_many_spans_round_once(causal, num_parts, dtype):
     """The running result was rounded after every span of the history: 6 times the error of one rounding after 122."""
-    num_calls = 0
-
-    def attend_dense(q, k, v, scale, causal):
-        nonlocal num_calls
-        num_calls += 1
-        return flash_attn_with_lse(q, k, v, scale, causal)
-
-    monkeypatch.setattr(cudnn_backend, "QUERY_GRAIN", 32)
-    monkeypatch.setattr(cudnn_backend, "KEY_GRAIN", 32)
-    monkeypatch.setattr(cudnn_backend, "MAX_KEYS", 32)
-    monkeypatch.setattr(cudnn_backend, "_attend_dense", attend_dense)
+    backend = CudnnOnCpu(TorchBackend(), CudnnLimits(query_grain=32, key_grain=32, max_keys=32))
     lens = [(32, num_parts * 32)]
     case = make_paged(lens, 32, (8, 2), causal=causal, head_dim=64, dtype=dtype, mean_value=MEAN_VALUE)
-    got = CudnnBackend(TorchBackend()).attend(case.q_THD, case.k_cache, case.v_cache, case.batch, 0.1)
-    assert num_calls == num_parts
+    got = backend.attend(case.q_THD, case.k_cache, case.v_cache, case.batch, 0.1)
+    assert len(backend.asked) == num_parts
     assert got.out_THD.dtype == dtype
     assert num_roundings(got.out_THD, case.naive(0.1).out_THD) <= MAX_ROUNDINGS
 
@@ -234,27 +228,16 @@ def test_cudnn_many_spans_round_once(monkeypatch, causal, num_parts, dtype):
         ([(50, 50), (40, 80), (20, 100), (64, 248)], True),  # shorter ones, and prefixes that were cached
     ],
 )
-def test_cudnn_warm_up_builds_what_prompts_need(monkeypatch, chunks, has_time):
-    asked = set()
-
-    def attend_dense(q, k, v, scale, causal):
-        asked.add((len(q), len(k), causal))
-        return flash_attn_with_lse(q, k, v, scale, causal)
-
-    monkeypatch.setattr(cudnn_backend, "QUERY_GRAIN", 8)
-    monkeypatch.setattr(cudnn_backend, "KEY_GRAIN", 8)
-    monkeypatch.setattr(cudnn_backend, "MAX_QUERIES", 64)
-    monkeypatch.setattr(cudnn_backend, "MAX_PADDED_QUERIES", 32)
-    monkeypatch.setattr(cudnn_backend, "MAX_KEYS", 128)
-    monkeypatch.setattr(cudnn_backend, "_attend_dense", attend_dense)
-    backend = CudnnBackend(TorchBackend())
+def test_cudnn_warm_up_builds_what_prompts_need(chunks, has_time):
+    limits = CudnnLimits(query_grain=8, key_grain=8, max_queries=64, max_padded_queries=32, max_keys=128)
+    backend = CudnnOnCpu(TorchBackend(), limits)
     backend.warm_up(torch.zeros(64, 4, 16), 2, max_context_len=250, has_time=lambda: has_time)
-    warmed_up = asked.copy()
-    asked.clear()
+    warmed_up = set(backend.asked)
+    backend.asked.clear()
     for chunk in chunks:
         case = make_paged([chunk], 8, (4, 2), causal=True, order="adjacent", unwritten=0.0)
         backend.attend(case.q_THD, case.k_cache, case.v_cache, case.batch, 0.3)
-    assert asked and asked <= warmed_up
+    assert backend.asked and set(backend.asked) <= warmed_up
 
 
 def test_cudnn_decode_batch_goes_on_untouched():
@@ -264,13 +247,16 @@ def test_cudnn_decode_batch_goes_on_untouched():
     assert paged.batches == [case.batch]
 
 
-def gpu_backend(name: str, dtype: torch.dtype, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> AttentionBackend:
-    monkeypatch.setattr(cudnn_backend, "QUERY_GRAIN", 64)
-    monkeypatch.setattr(cudnn_backend, "KEY_GRAIN", 64)
+GPU_LIMITS = CudnnLimits(query_grain=64, key_grain=64)
+
+
+def gpu_backend(name: str, dtype: torch.dtype, head_dim: int, gather_bytes: int = GATHER_BYTES) -> AttentionBackend:
     reason = BACKENDS[name].why_unavailable(CUDA, dtype, head_dim)
     if reason is not None:
         pytest.skip(f"{name}: {reason}")
-    return CudnnBackend(TritonBackend()) if name == "cudnn" else BACKENDS[name]()
+    if name == "cudnn":
+        return CudnnBackend(TritonBackend(), replace(GPU_LIMITS, gather_bytes=gather_bytes))
+    return TorchBackend(TorchLimits(gather_bytes=gather_bytes)) if name == "torch" else BACKENDS[name]()
 
 
 gpu_backends = pytest.mark.parametrize("name", ["torch", "triton", "flash", "cudnn"])
@@ -290,9 +276,9 @@ gpu_backends = pytest.mark.parametrize("name", ["torch", "triton", "flash", "cud
         *(((6, 2), head_dim, 256, torch.float16) for head_dim in (80, 192)),
     ],
 )
-def test_gpu_backend_matches_naive(name, heads, head_dim, page, dtype, unwritten, causal, monkeypatch):
+def test_gpu_backend_matches_naive(name, heads, head_dim, page, dtype, unwritten, causal):
     """Mixed batches at odd lengths; what was never written may be NaN."""
-    backend = gpu_backend(name, dtype, head_dim, monkeypatch)
+    backend = gpu_backend(name, dtype, head_dim)
     lens = [(1, 1), (1, page + 1), (333, 2 * page + 77), (5, page), (129, 129), (64, page - 1), (1000, 1000)]
     if not causal:
         lens.insert(1, (3, 0))
@@ -307,8 +293,8 @@ def test_gpu_backend_matches_naive(name, heads, head_dim, page, dtype, unwritten
 @gpu_backends
 @pytest.mark.parametrize("unwritten", [0.0, float("nan")])
 @pytest.mark.parametrize("head_dim", [80, 128, 192])
-def test_gpu_backend_one_query_each_matches_naive(name, head_dim, unwritten, monkeypatch):
-    backend = gpu_backend(name, torch.bfloat16, head_dim, monkeypatch)
+def test_gpu_backend_one_query_each_matches_naive(name, head_dim, unwritten):
+    backend = gpu_backend(name, torch.bfloat16, head_dim)
     lens = [(1, n) for n in (1, 0, 17, 255, 256, 257, 5000)]
     case = make_paged(
         lens, 256, (16, 8), causal=True, head_dim=head_dim, dtype=torch.bfloat16, device="cuda", unwritten=unwritten
@@ -320,9 +306,9 @@ def test_gpu_backend_one_query_each_matches_naive(name, head_dim, unwritten, mon
 
 @pytest.mark.gpu
 @gpu_backends
-def test_gpu_parts_merged_equal_one_call(name, monkeypatch):
+def test_gpu_parts_merged_equal_one_call(name):
     """History and causal chunk apart, over different tables, then merged."""
-    backend = gpu_backend(name, torch.bfloat16, 128, monkeypatch)
+    backend = gpu_backend(name, torch.bfloat16, 128)
     case = make_paged([(300, 1324)], 256, (16, 8), causal=True, head_dim=128, dtype=torch.bfloat16, device="cuda")
     batch, host = case.batch, case.batch.host
     cut = 4
@@ -346,11 +332,10 @@ def test_gpu_parts_merged_equal_one_call(name, monkeypatch):
 @pytest.mark.parametrize("name", ["torch", "cudnn"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("num_parts", PART_COUNTS)
-def test_gpu_backend_many_spans_round_once(name, num_parts, dtype, monkeypatch):
+def test_gpu_backend_many_spans_round_once(name, num_parts, dtype):
     """The backends that merge within a call, over blocks that lie apart and are gathered one by one."""
-    backend = gpu_backend(name, dtype, 128, monkeypatch)
     block_bytes = 256 * 8 * 128 * dtype.itemsize
-    monkeypatch.setattr(contiguous, "GATHER_BYTES", block_bytes)
+    backend = gpu_backend(name, dtype, 128, gather_bytes=block_bytes)
     lens = [(256, num_parts * 256)]
     case = make_paged(lens, 256, (16, 8), causal=True, head_dim=128, dtype=dtype, device="cuda", mean_value=MEAN_VALUE)
     got = backend.attend(case.q_THD, case.k_cache, case.v_cache, case.batch, 0.1)
@@ -360,26 +345,26 @@ def test_gpu_backend_many_spans_round_once(name, num_parts, dtype, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("slow", ["before", "history", "square"])
-def test_gpu_cudnn_streams_wait_for_each_other(slow, monkeypatch):
+def test_gpu_cudnn_streams_wait_for_each_other(slow):
     """History and square run on two streams: whatever is slow, all is written before it is read, and read in time.
 
     In each round the tensors hold the round's data only from just before the call to just after it, for the GPU.
     """
-    backend = gpu_backend("cudnn", torch.bfloat16, 128, monkeypatch)
+
+    class SlowCudnn(CudnnBackend):
+        def attend_dense(self, q, k, v, scale, causal):
+            if slow == ("square" if causal else "history"):
+                torch.cuda._sleep(SLOW_CYCLES)
+            return super().attend_dense(q, k, v, scale, causal)
+
+    gpu_backend("cudnn", torch.bfloat16, 128)  # skips where it cannot run
+    backend = SlowCudnn(TritonBackend(), GPU_LIMITS)
     cases = [
         make_paged(
             [(576, 5000)], 256, (16, 8), causal=True, order=order, head_dim=128, dtype=torch.bfloat16, device="cuda"
         )
         for order in ("adjacent", "random", "runs")
     ]
-    attend_dense = cudnn_backend._attend_dense
-
-    def attend_slowly(q, k, v, scale, causal):
-        if slow == ("square" if causal else "history"):
-            torch.cuda._sleep(SLOW_CYCLES)
-        return attend_dense(q, k, v, scale, causal)
-
-    monkeypatch.setattr(cudnn_backend, "_attend_dense", attend_slowly)
     q, k_cache, v_cache = (torch.full_like(x, torch.nan) for x in cases[0][:3])
     results = []
     for case in [cases[0], *cases]:  # the first builds cuDNN's plans, for which the host takes longer than the GPU
@@ -398,9 +383,9 @@ def test_gpu_cudnn_streams_wait_for_each_other(slow, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["triton", "flash", "cudnn"])
-def test_gpu_decode_replays_in_a_cuda_graph_with_other_lengths(name, monkeypatch):
+def test_gpu_decode_replays_in_a_cuda_graph_with_other_lengths(name):
     """Captured at the longest context and without host tables; replayed with lengths and tables of other steps."""
-    backend = gpu_backend(name, torch.bfloat16, 128, monkeypatch)
+    backend = gpu_backend(name, torch.bfloat16, 128)
     cases = [
         make_paged(
             [(1, n) for n in contexts], 256, (16, 8), causal=True, head_dim=128, dtype=torch.bfloat16, device="cuda"
@@ -427,9 +412,9 @@ def test_gpu_decode_replays_in_a_cuda_graph_with_other_lengths(name, monkeypatch
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["triton", "flash", "cudnn"])
 @pytest.mark.parametrize("query_len", [1, 200])
-def test_gpu_cache_past_2_31_elements(name, query_len, monkeypatch):
+def test_gpu_cache_past_2_31_elements(name, query_len):
     """The last blocks of a cache of 2^31 elements and more, K and V the same 4.3 GB."""
-    backend = gpu_backend(name, torch.bfloat16, 128, monkeypatch)
+    backend = gpu_backend(name, torch.bfloat16, 128)
     case = make_paged([(query_len, 700)], 256, (8, 8), causal=True, head_dim=128, dtype=torch.bfloat16, device="cuda")
     num_blocks = 2**31 // (256 * 8 * 128) + len(case.k_cache)
     big = torch.zeros(num_blocks, *case.k_cache.shape[1:], dtype=torch.bfloat16, device="cuda")

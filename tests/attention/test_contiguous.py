@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from nanovllm.attention.backends import contiguous
 from nanovllm.attention.backends.contiguous import SequenceKV
 
 
@@ -14,11 +13,8 @@ def make_kv(table: list[int]) -> SequenceKV:
 @pytest.mark.parametrize("min_view_tokens", [0, 16, 24, 10**9])
 @pytest.mark.parametrize("num_tokens", [0, 1, 7, 8, 9, 63, 64])
 @pytest.mark.parametrize("table", [[5, 6, 7, 1, 9, 2, 3, 4], [8, 7, 6, 5, 4, 3, 2, 1], [1, 2, 3, 4, 5, 6, 7, 8]])
-def test_spans_cover_every_token_once(
-    table: list[int], num_tokens: int, min_view_tokens: int, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(contiguous, "GATHER_BYTES", 20 * 4)  # 20 tokens: the bound of a gather
-    spans = list(make_kv(table).spans(num_tokens, min_view_tokens))
+def test_spans_cover_every_token_once(table: list[int], num_tokens: int, min_view_tokens: int):
+    spans = list(make_kv(table).spans(num_tokens, min_view_tokens, gather_bytes=20 * 4))  # of 20 tokens
     assert [token for first, last in spans for token in range(first, last)] == list(range(num_tokens))
     for first, last in spans:
         blocks = table[first // 8 : -(-last // 8)]

@@ -9,8 +9,7 @@ import torch
 from paged_cases import PagedCase, make_paged
 from rounding import MAX_ROUNDINGS, MEAN_VALUE, PART_COUNTS, num_roundings
 
-from nanovllm.attention.backends import cudnn_backend
-from nanovllm.attention.backends.cudnn_backend import CudnnBackend
+from nanovllm.attention.backends.cudnn_backend import CudnnBackend, CudnnLimits
 from nanovllm.attention.backends.selection import BACKENDS
 from nanovllm.attention.backends.torch_backend import TorchBackend
 from nanovllm.attention.backends.triton_backend import TritonBackend
@@ -149,16 +148,13 @@ def test_streamed_attention_groups_without_keys_change_no_bit(num_groups: int):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("num_parts", PART_COUNTS)
 @pytest.mark.parametrize("query_len", [1, 200])
-def test_gpu_streamed_attention_many_groups_rounds_once(
-    name: str, query_len: int, num_parts: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-):
+def test_gpu_streamed_attention_many_groups_rounds_once(name: str, query_len: int, num_parts: int, dtype: torch.dtype):
     """On every backend; 200 queries are long ones for cudnn, whose history and square are parts themselves."""
-    monkeypatch.setattr(cudnn_backend, "QUERY_GRAIN", 64)
-    monkeypatch.setattr(cudnn_backend, "KEY_GRAIN", 64)
     reason = BACKENDS[name].why_unavailable(torch.device("cuda"), dtype, 128)
     if reason is not None:
         pytest.skip(f"{name}: {reason}")
-    backend = CudnnBackend(TritonBackend()) if name == "cudnn" else BACKENDS[name]()
+    limits = CudnnLimits(query_grain=64, key_grain=64)
+    backend = CudnnBackend(TritonBackend(), limits) if name == "cudnn" else BACKENDS[name]()
     num_groups = num_parts - 1
     lens = [(query_len, num_groups * 256 + 512 - i) for i in range(2)]
     case = make_streamed(lens, 256, num_groups, (16, 8), head_dim=128, dtype=dtype, device="cuda")

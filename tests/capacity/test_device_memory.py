@@ -11,10 +11,8 @@ from nanovllm.capacity.gpus import find_gpu
 from nanovllm.capacity.machine import Machine
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
-from nanovllm.core.step_limits import (
-    graph_sizes,
-    max_sampled_rows,
-)
+from nanovllm.core.kv_spec import kv_cache_spec
+from nanovllm.core.step_limits import graph_sizes, max_sampled_rows
 
 MIB, GIB = 2**20, 2**30
 MODEL = ModelConfig.without_weights("qwen3-0.6b")
@@ -23,7 +21,8 @@ H200 = Machine.gpu(100 * GIB)
 
 def memory(machine: Machine = H200, num_gpu_blocks: int = 8, **options: Any) -> DeviceMemory:
     config = Config(model="qwen3-0.6b", **options)
-    return device_memory(config, MODEL, machine, config.max_model_len or 40960, num_gpu_blocks)
+    spec = kv_cache_spec(config, MODEL, config.tensor_parallel_size)
+    return device_memory(config, MODEL, machine, spec, config.max_model_len or 40960, num_gpu_blocks)
 
 
 def offload(num_gpu_blocks: int = 8, **options: Any) -> DeviceMemory:
@@ -112,7 +111,8 @@ def test_memory_is_what_engines_held_on_an_h200(
 ) -> None:
     """The figures that the constants were fitted to: `python -m benchmarks.device_memory`, docs/log.md, 2026-11-21."""
     config, shapes = Config(model=model, **options), ModelConfig.without_weights(model)
-    got = device_memory(config, shapes, H200, config.max_model_len or shapes.max_model_len_limit, num_gpu_blocks)
+    spec, limit = kv_cache_spec(config, shapes, tp_size=1), config.max_model_len or shapes.max_model_len_limit
+    got = device_memory(config, shapes, H200, spec, limit, num_gpu_blocks)
     assert got.total_bytes == pytest.approx(held_mib * MIB, rel=0.03)
 
 

@@ -27,7 +27,6 @@ from nanovllm.core.step_plan import KVMoves, SamplingRow, SequenceStep, SlotLoad
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.engine.link_meter import LinkMeter
 from nanovllm.errors import ConfigError
-from nanovllm.kvcache.transfer import link
 from nanovllm.kvcache.transfer.link import measure_link
 from nanovllm.kvcache.transfer.streams import ImmediateStreams, make_streams
 from nanovllm.models.registry import build_model
@@ -303,10 +302,9 @@ def step_plan(num_tokens: int, *, streamed: int = 0, loads: int = 0) -> StepPlan
     return StepPlan((sequence,), KVMoves(loads=slot_loads, streamed=groups))
 
 
-def test_link_meter_counts_time_between_streamed_decode_steps_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_link_meter_counts_time_between_streamed_decode_steps_only() -> None:
     now = 0.0
-    monkeypatch.setattr(link.time, "perf_counter", lambda: now)
-    meter = LinkMeter(block_bytes=1000, block_size=256)
+    meter = LinkMeter(block_bytes=1000, block_size=256, now_s=lambda: now)
     streamed, prefill, resident = step_plan(1, streamed=3), step_plan(50, streamed=3), step_plan(1)
     for plan, end_s in (
         (prefill, 10.0),

@@ -20,6 +20,7 @@ from tiny_models import write_tiny_model, write_tiny_tokenizer
 from nanovllm import LLM, SamplingParams
 from nanovllm.device.memory_profile import memory_remedy
 from nanovllm.engine import startup
+from nanovllm.engine.internals import Internals
 from nanovllm.errors import ConfigError, EngineError
 from nanovllm.executor.local import LocalExecutor
 from nanovllm.text.answer import TextReceiver
@@ -142,18 +143,11 @@ def test_step_raises_in_one_thread_the_others_get_an_engine_error(model: Path, k
 # -- a request that fails ----------------------------------------------------------------------------------------------
 
 
-def one_step_ahead(llm: LLM) -> None:
-    """As on a GPU: plan a step before the tokens of the last one are back."""
-    llm.engine.works_ahead = True
-
-
 @pytest.mark.parametrize("ahead", [False, True])
 def test_detokenizer_raises_only_its_request_ends(model: Path, kind: str, ahead: bool) -> None:
     """Regression: one step ahead, the same plan was committed again at every later step, and all requests were lost."""
     prompts = ["Hello world", "The quick", "x"]
-    with make_llm(model, kind) as llm:
-        if ahead:
-            one_step_ahead(llm)
+    with make_llm(model, kind, internals=Internals(works_ahead=ahead)) as llm:
         expected = llm.generate(prompts, GREEDY, use_tqdm=False)
         ids = [llm.add_request(prompt, GREEDY) for prompt in prompts]
         llm.step()
@@ -177,9 +171,7 @@ def test_detokenizer_raises_only_its_request_ends(model: Path, kind: str, ahead:
 @pytest.mark.parametrize("ahead", [False, True])
 def test_nan_logits_end_their_request_with_an_error(model: Path, kind: str, ahead: bool) -> None:
     """Regression: NaN logits were sampled, and the answer was a row of zeros that ended with "length"."""
-    with make_llm(model, kind, enable_prefix_caching=False) as llm:
-        if ahead:
-            one_step_ahead(llm)
+    with make_llm(model, kind, enable_prefix_caching=False, internals=Internals(works_ahead=ahead)) as llm:
         prompts = [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
         expected = llm.generate(prompts, GREEDY, use_tqdm=False)
         with torch.no_grad():
@@ -222,7 +214,9 @@ def test_start_raises_late_everything_is_closed_and_the_next_one_starts(
         patch.setattr(startup, "Scheduler", lambda *args, **kwargs: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             make_llm(model, kind)
-    assert len(closed) == 1 and closed[0].runner._memory is None  # type: ignore[attr-defined]
+    assert len(closed) == 1
+    with pytest.raises(AssertionError, match="there is no KV cache, or none any more"):
+        _ = closed[0].runner.memory  # type: ignore[attr-defined]
     with make_llm(model, kind) as llm:
         assert len(llm.generate(["x"], GREEDY, use_tqdm=False)[0]["token_ids"]) == 8
 

@@ -2,6 +2,7 @@
 
 from array import array
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from tiny_models import write_tiny_model
@@ -12,6 +13,7 @@ from nanovllm.core.sequence import Sequence
 from nanovllm.core.start_report import StartReport
 from nanovllm.core.step_plan import StepPlan
 from nanovllm.engine.engine import Engine
+from nanovllm.engine.internals import Internals
 from nanovllm.engine.setup import EngineSetup, prepare
 from nanovllm.engine.startup import start_engine
 from nanovllm.errors import EngineError, WorkerDiedError
@@ -85,9 +87,8 @@ def make_engine(setup: EngineSetup, ahead: bool = False, dies_at: int | None = N
     kv = BlockManager(20, setup.config.block_size)
     scheduler = Scheduler(kv, max_num_seqs=8, max_num_batched_tokens=100, eos_token_ids=(END_TOKEN_ID,))
     report = StartReport(needs_rope_lens=False, link_byte_per_s=None, phases="")
-    engine = Engine(setup, CountingExecutor(dies_at), scheduler, KVCacheSizes(20), report)
-    engine.works_ahead = ahead
-    return engine
+    setup = replace(setup, internals=Internals(works_ahead=ahead))
+    return Engine(setup, CountingExecutor(dies_at), scheduler, KVCacheSizes(20), report)
 
 
 @pytest.fixture(params=[False, True], ids=["in step", "ahead"])

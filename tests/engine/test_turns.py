@@ -231,9 +231,9 @@ def test_generate_whose_request_another_thread_aborts_returns_it_with_the_others
     results: list[Any] = []
 
     def abort() -> None:
-        while len(llm.engine._receivers) != 1:  # the long one is left
+        while len(llm.scheduler.sequences) != 1:  # the long one is left
             time.sleep(0.001)
-        assert llm.abort(next(iter(llm.engine._receivers)))
+        assert llm.abort(next(iter(llm.scheduler.sequences)))
 
     in_threads(lambda: results.extend(llm.generate(PROMPTS[:3], params, use_tqdm=False)), abort)
     assert [output["finish_reason"] for output in results] == ["length", "abort", "length"]
@@ -257,7 +257,7 @@ def test_stream_dropped_while_another_thread_steps_is_aborted(llm: LLM) -> None:
             llm.generate([PROMPTS[1]], greedy(5), use_tqdm=False)
 
     in_threads(drop_streams, generate)
-    assert llm.is_finished() and not llm._outbox and not llm.engine._receivers
+    assert llm.is_finished()
 
 
 def test_step_and_close_come_between_the_steps_of_a_generate_in_another_thread(llm: LLM) -> None:
@@ -278,7 +278,7 @@ def test_step_and_close_come_between_the_steps_of_a_generate_in_another_thread(l
         before = llm.stats()["num_steps"]
         llm.step()
         assert llm.stats()["num_steps"] - before < 100  # the other thread may have had some before the call
-    (request_id,) = llm.engine._receivers
+    (request_id,) = llm.scheduler.sequences
     llm.abort(request_id)
     thread.join(10)
     assert not thread.is_alive() and not errors

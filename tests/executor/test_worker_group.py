@@ -14,7 +14,6 @@ import torch
 
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.errors import EngineError, WorkerDiedError
-from nanovllm.executor import worker_group
 from nanovllm.executor.local import LocalExecutor
 from nanovllm.executor.worker_group import WorkerGroup
 
@@ -97,9 +96,7 @@ def is_gone(pid: int) -> bool:
 @pytest.fixture(scope="module")
 def group() -> Iterator[WorkerGroup[EchoRunner]]:
     """Two ranks and a segment so small that every call goes in pieces."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(worker_group, "SEGMENT_BYTES", 16)
-        group = WorkerGroup(EchoRunner, 2, "cpu")
+    group = WorkerGroup(EchoRunner, 2, "cpu", segment_bytes=16)
     yield group
     group.close()
 

@@ -62,7 +62,8 @@ def test_streamed_graphs_several_groups_a_layer_give_the_tokens_of_eager(
     """The answers cross a block edge, so that slots change owner and blocks are copied out between the pieces."""
     prompts = prompts_of(*(5 * BLOCK - 40 + i for i in range(num_seqs)))
     options = OFFLOAD | {"num_gpu_blocks": num_seqs + 1, "max_num_seqs": num_seqs, "max_num_batched_tokens": 2000}
-    with small_staging(group_blocks * BLOCK, num_groups), GpuLLM(reference, **options) as llm:
+    staging = small_staging(group_blocks * BLOCK, num_groups)
+    with GpuLLM(reference, internals=staging, **options) as llm:
         llm.answer_and_check(prompts, max_tokens=50)
         streamed = [plan for plan in llm.plans if plan.is_decode and len(plan.sequences) == num_seqs]
         streamed = [plan for plan in streamed if len(plan.moves.streamed) * 2 > num_groups]  # of two layers
@@ -80,7 +81,7 @@ def test_graphs_draw_what_eager_draws(reference: Reference, num_gpu_blocks: int 
     answers = []
     for enforce_eager in (True, False):
         options = cache_options(num_gpu_blocks) | {"enforce_eager": enforce_eager, "max_num_batched_tokens": 600}
-        with small_staging(BLOCK, 2), GpuLLM(reference, **options) as llm:
+        with GpuLLM(reference, internals=small_staging(BLOCK, 2), **options) as llm:
             prompts = prompts_of(3 * BLOCK - 20, 30, 2 * BLOCK + 5, 7, 300, 40, BLOCK)
             finished = {}
             for i, prompt in enumerate(prompts):
@@ -136,7 +137,7 @@ def test_decode_step_makes_one_host_wait(reference: Reference, num_gpu_blocks: i
         SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, max_tokens=60, ignore_eos=True)
         for temperature, top_k, top_p in ((0, 0, 1.0), (0.8, 0, 1.0), (0.7, 20, 0.9))
     ]
-    with small_staging(BLOCK, 2), GpuLLM(reference, **options) as llm:
+    with GpuLLM(reference, internals=small_staging(BLOCK, 2), **options) as llm:
         for prompt, p in zip(prompts_of(5 * BLOCK - 40, 30, 3 * BLOCK - 30), params, strict=True):
             llm.add_request(prompt, p)
         while not (llm.plans and llm.plans[-1].is_decode and len(llm.plans[-1].sequences) == 3):
@@ -261,7 +262,7 @@ QUESTIONS = [DOCUMENT + random_prompt(20, seed=seed) for seed in (1, 2, 3)]
 def test_any_number_of_slots_gives_the_tokens_of_all_gpu(reference: Reference, num_gpu_blocks: int | None) -> None:
     """One after another, together, prefix hits, preemption, aborts: in one engine, so that each finds a used cache."""
     options = cache_options(num_gpu_blocks) | {"max_num_batched_tokens": 700}
-    with small_staging(2 * BLOCK, 2), GpuLLM(reference, **options) as llm:
+    with GpuLLM(reference, internals=small_staging(2 * BLOCK, 2), **options) as llm:
         for prompt in prompts_of(*EDGES):
             llm.answer_and_check([prompt])
         llm.answer_and_check(prompts_of(*(length + 2 for length in EDGES)), max_tokens=9)

@@ -15,24 +15,27 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
-from unittest import mock
+from typing import Any, NamedTuple, TypeAlias
 
 import pytest
 import torch
-from checked_engine import OFFLOAD, Reference, greedy, small_staging
+from checked_engine import OFFLOAD, Reference, greedy
 from dense_model import random_prompt
 from gpu_llm import BLOCK, GpuLLM, prompts_of
 from tiny_models import write_tiny_model
 
 from nanovllm import LLM
+from nanovllm.core.kv_spec import StagingSizes
 from nanovllm.core.step_plan import KVMoves, SlotOffload
+from nanovllm.engine.internals import Internals
 from nanovllm.kvcache.policy.copy_runs import offload_runs
 from nanovllm.kvcache.transfer import offload_engine
 from nanovllm.kvcache.transfer.offload_engine import OffloadEngine
-from nanovllm.kvcache.transfer.streams import CudaStreams, Event, Stream
+from nanovllm.kvcache.transfer.streams import CudaStreams, Event, Stream, make_streams
 from nanovllm.runner.graph_capture import capture_stream
+from nanovllm.runner.kv_memory import OffloadEngineFactory
 
 pytestmark = pytest.mark.gpu
 
@@ -116,43 +119,48 @@ def slow_down(engine: OffloadEngine, side: str, cycles: int) -> None:
     engine.staged_buffers = late_staged_buffers  # type: ignore[method-assign]
 
 
-def drop_wait(line: int) -> Any:
-    """A patch: the wait made in this line of the offload engine is not made."""
+def engine_without_wait(line: int) -> OffloadEngineFactory:
+    """Makes offload engines in which the wait in this line of their source is not made."""
 
-    def wait(stream: Stream, event: Event | None) -> None:
-        if event is not None and sys._getframe(1).f_lineno != line:
-            stream.wait(event)
+    class WithoutWait(OffloadEngine):
+        @staticmethod
+        def _wait(stream: Stream, event: Event | None) -> None:
+            if event is not None and sys._getframe(1).f_lineno != line:
+                stream.wait(event)
 
-    return mock.patch.object(OffloadEngine, "_wait", staticmethod(wait))
+    return lambda spec, num_cpu_blocks, dtype, device: WithoutWait(
+        spec, num_cpu_blocks, dtype, device, make_streams(device)
+    )
+
+
+Slow: TypeAlias = Callable[[OffloadEngine], None]
 
 
 class SlowLLM(GpuLLM):
     """Eager, so that every step goes layer by layer; `slow` is applied to its offload engine."""
 
-    def __init__(self, reference: Reference, slow: Callable[[OffloadEngine], None], **options: Any) -> None:
-        super().__init__(reference, enforce_eager=True, **(OFFLOAD | options))
+    def __init__(self, reference: Reference, slow: Slow, internals: Internals, **options: Any) -> None:
+        super().__init__(reference, enforce_eager=True, internals=internals, **(OFFLOAD | options))
         assert self.runner.offload is not None
         slow(self.runner.offload)
 
 
-def serve_long(reference: Reference, slow: Callable[[OffloadEngine], None]) -> None:
+def serve_long(reference: Reference, slow: Slow, internals: Internals) -> None:
     """One prompt through two slots, a block a step: slots are written again while their copies are on the way out
     (E3, E4), blocks streamed that have just been copied out (E6), staging wraps (E7, E8).
     """
     (prompt,) = prompts_of(6 * BLOCK + 9)
-    with (
-        small_staging(BLOCK, 2),
-        SlowLLM(reference, slow, num_gpu_blocks=2, max_num_batched_tokens=BLOCK) as llm,
-    ):
+    internals = replace(internals, staging=StagingSizes(BLOCK, 2))
+    with SlowLLM(reference, slow, internals, num_gpu_blocks=2, max_num_batched_tokens=BLOCK) as llm:
         llm.answer_and_check([prompt], max_tokens=4)
 
 
-def serve_preempted(reference: Reference, slow: Callable[[OffloadEngine], None]) -> None:
+def serve_preempted(reference: Reference, slow: Slow, internals: Internals) -> None:
     """The second request is preempted while its last step may still run. Blocks of the first one are loaded to stay
     (E1) over the slots that step reads (E2), and over its partial block, which is copied out first (E5).
     """
     prompts = prompts_of(7 * BLOCK + 30, 3 * BLOCK + 40)
-    with SlowLLM(reference, slow, num_gpu_blocks=6, max_num_batched_tokens=1000) as llm:
+    with SlowLLM(reference, slow, internals, num_gpu_blocks=6, max_num_batched_tokens=1000) as llm:
         requests = {llm.add_request(prompt, greedy(16)): prompt for prompt in prompts}
         finished = {}
         for _ in range(1000):
@@ -166,13 +174,13 @@ def serve_preempted(reference: Reference, slow: Callable[[OffloadEngine], None])
             llm.check(request_id, prompt, finished[request_id])
 
 
-def serve_resumed(reference: Reference, slow: Callable[[OffloadEngine], None]) -> None:
+def serve_resumed(reference: Reference, slow: Slow, internals: Internals) -> None:
     """The first request's new block takes the slot of the last one, which is preempted. One step later that one is
     back from CPU memory, in the slot of the second one, which the step between did not use (E6).
     """
     prompts = prompts_of(2 * BLOCK - 2, 40, 50)
     options: dict[str, Any] = {"kvcache_block_size": 2 * BLOCK, "num_gpu_blocks": 3, "max_num_batched_tokens": 1000}
-    with SlowLLM(reference, slow, **options) as llm:
+    with SlowLLM(reference, slow, internals, **options) as llm:
         requests = {llm.add_request(p, greedy(n)): p for p, n in zip(prompts, (8, 3, 8), strict=True)}
         first = llm.scheduler.sequences[min(requests)]
         finished = {}
@@ -207,15 +215,15 @@ def test_without_an_edge_and_its_awaited_side_slow_answers_are_wrong(
     def slow(engine: OffloadEngine) -> None:
         slow_down(engine, side, cycles)
 
+    without_wait = Internals(make_offload_engine=engine_without_wait(site.line))
     for workload in WORKLOADS:
-        workload(reference, slow)
-        with drop_wait(site.line):
-            try:
-                workload(reference, slow)
-            except AssertionError as error:
-                if not WRONG.search(str(error)):
-                    raise
-                return
+        workload(reference, slow, Internals())
+        try:
+            workload(reference, slow, without_wait)
+        except AssertionError as error:
+            if not WRONG.search(str(error)):
+                raise
+            return
     pytest.fail(f"nothing happens without {site}")
 
 
@@ -235,7 +243,8 @@ def test_events_of_copies_out_are_let_go_when_the_gpu_is_done_with_them(
 ) -> None:
     """While the copies are slow their events are kept."""
     (prompt,) = prompts_of(6 * BLOCK + 9)
-    with SlowLLM(reference, lambda engine: None, num_gpu_blocks=4, max_num_batched_tokens=BLOCK) as llm:
+    options: dict[str, Any] = {"num_gpu_blocks": 4, "max_num_batched_tokens": BLOCK}
+    with SlowLLM(reference, lambda engine: None, Internals(), **options) as llm:
         engine: Any = llm.runner.offload
         llm.answer_and_check([prompt], max_tokens=4)
         torch.cuda.synchronize()
@@ -376,11 +385,13 @@ def test_soak_every_block_that_comes_back_is_the_one_that_was_written(
     """A quarter of NANOVLLM_SOAK_SECONDS each; NANOVLLM_SOAK_SEED varies it. Answers are compared with all-GPU ones."""
     seed = int(os.environ.get("NANOVLLM_SOAK_SEED", "0")) + num_gpu_blocks
     options = OFFLOAD | {"num_gpu_blocks": num_gpu_blocks, "kvcache_block_size": block_size, "num_cpu_blocks": 60}
-    with (
-        small_staging(2 * block_size, 2),
-        mock.patch("nanovllm.runner.kv_memory.OffloadEngine", ChecksummedOffloadEngine),
-        GpuLLM(reference, max_num_batched_tokens=1500, **options) as llm,
-    ):
+    internals = Internals(
+        staging=StagingSizes(2 * block_size, 2),
+        make_offload_engine=lambda spec, num_cpu_blocks, dtype, device: ChecksummedOffloadEngine(
+            spec, num_cpu_blocks, dtype, device, make_streams(device)
+        ),
+    )
+    with GpuLLM(reference, internals=internals, max_num_batched_tokens=1500, **options) as llm:
         answers = soak(llm, SOAK_SECONDS / 4, seed)
         engine: Any = llm.runner.offload
         print(f"{llm.stats()['num_steps']} steps, {engine.num_checked_tokens:,} tokens of a layer checked")

@@ -1,7 +1,6 @@
 """Threads and devices on a GPU: an engine works from whichever thread calls it, on the GPU it was made for."""
 
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ PROMPTS = (5 * BLOCK - 3, 700, BLOCK, 40)
 CACHES = [None, 24, 3]
 IDS = ["all-GPU", "resident", "streamed"]
 GREEDY = greedy(12)
+STAGING = small_staging(BLOCK, 2)
 
 
 @pytest.fixture(scope="module")
@@ -26,20 +26,15 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     return Reference(write_tiny_model(tmp_path_factory.mktemp("tiny"), max_position_embeddings=8192))
 
 
-@pytest.fixture(autouse=True)
-def small_groups() -> Iterator[None]:
-    with small_staging(BLOCK, 2):
-        yield
-
-
 def make_llm(reference: Reference, num_gpu_blocks: int | None, **options: Any) -> GpuLLM:
-    return GpuLLM(reference, **(cache_options(num_gpu_blocks) | {"max_num_batched_tokens": 2000} | options))
+    defaults = cache_options(num_gpu_blocks) | {"max_num_batched_tokens": 2000}
+    return GpuLLM(reference, internals=STAGING, **(defaults | options))
 
 
 def plain_llm(reference: Reference, num_gpu_blocks: int | None, **options: Any) -> LLM:
-    """For engines that run at the same time: a GpuLLM replaces a function of a module, and so for both of them."""
+    """For engines that run at the same time and for many steps. A GpuLLM would keep the logits of all of them."""
     defaults = {"device": "cuda", "dtype": "float32", "max_num_batched_tokens": 2000, "max_num_seqs": 6}
-    return LLM(str(reference.directory), **(cache_options(num_gpu_blocks) | defaults | options))
+    return LLM(str(reference.directory), internals=STAGING, **(cache_options(num_gpu_blocks) | defaults | options))
 
 
 @pytest.mark.parametrize("num_gpu_blocks", CACHES, ids=IDS)

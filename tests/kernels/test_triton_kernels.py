@@ -83,16 +83,19 @@ def test_attend_queries_matches_naive(device, heads, head_dim, page, dtype, caus
 @on_device
 @paged_shapes
 @pytest.mark.parametrize("num_splits", [1, 2, 5, None])
-def test_attend_one_query_each_matches_naive(device, heads, head_dim, page, dtype, num_splits, monkeypatch):
-    """Lengths around a block's edge, a sequence without keys, splits without keys; None: as planned."""
+def test_attend_one_query_each_matches_naive(device, heads, head_dim, page, dtype, num_splits):
+    """Lengths around a block's edge, a sequence without keys, splits without keys; None: as the backend plans."""
+    from nanovllm.kernels.attention import paged_decode
+
     contexts = [1, 0, 300, 257] if INTERPRETED else [1, 0, 17, page - 1, page, page + 1, 3 * page + 5]
     case = make_paged(
         [(1, n) for n in contexts], page, heads, causal=True, head_dim=head_dim, dtype=dtype, device=device
     )
-    backend = TritonBackend()
-    if num_splits is not None:
-        monkeypatch.setattr(backend.kernels, "plan_num_splits", lambda *_: num_splits)
-    got = backend.attend(case.q_THD, case.k_cache, case.v_cache, case.batch, head_dim**-0.5)
+    if num_splits is None:
+        got = TritonBackend().attend(case.q_THD, case.k_cache, case.v_cache, case.batch, head_dim**-0.5)
+    else:
+        paged = case.k_cache, case.v_cache, case.batch.context_lens, case.batch.block_tables
+        got = PartialAttention(*paged_decode(case.q_THD, *paged, head_dim**-0.5, num_splits))
     assert got.lse_HT[:, 1].isneginf().all() and not got.out_THD[1].any()
     assert_as_good_as_plain_torch(got, case, head_dim**-0.5)
 
@@ -237,15 +240,13 @@ def test_layer_kernels_equal_plain_torch(device, dtype, num_tokens, size):
 @pytest.mark.parametrize(("heads", "head_dim"), ROTATED)
 @pytest.mark.parametrize("normed", [True, False])
 @pytest.mark.parametrize("many_tokens", [1, 1000])
-def test_norm_rotate_store_equals_plain_torch(device, dtype, heads, head_dim, normed, many_tokens, monkeypatch):
+def test_norm_rotate_store_equals_plain_torch(device, dtype, heads, head_dim, normed, many_tokens):
     """With norms (Qwen3) and without, of views of the qkv product; -1 is skipped, other cells stay as they are.
 
     Head dims that are not powers of two, such as 80 and 96, did not compile.
     """
     from nanovllm.kernels import fused as kernels
-    from nanovllm.kernels import rotary
 
-    monkeypatch.setattr(rotary, "MANY_TOKENS", many_tokens)
     torch.manual_seed(0)
     num_tokens = 3 if INTERPRETED else 70
     qkv = torch.randn(num_tokens, heads[0] + 2 * heads[1], head_dim, device=device).to(dtype)
@@ -259,7 +260,7 @@ def test_norm_rotate_store_equals_plain_torch(device, dtype, heads, head_dim, no
     want_cells = KVCells(*caches.cpu(), slot_mapping)
     cpu = [x if x is None else x.cpu() for x in (q, k, v, *weights)]
     want_q = rotate_and_store(*cpu, 1e-6, cos_sin.cpu(), want_cells)
-    q = kernels.norm_rotate_store(q, k, v, *weights, 1e-6, cos_sin, *caches, slot_mapping.to(device))
+    q = kernels.norm_rotate_store(q, k, v, *weights, 1e-6, cos_sin, *caches, slot_mapping.to(device), many_tokens)
     assert q.is_contiguous()
     tolerance = 4 * torch.finfo(dtype).eps
     for got, want in zip((q, caches[0]), (want_q, want_cells.k_cache_NPKD), strict=True):
@@ -269,13 +270,12 @@ def test_norm_rotate_store_equals_plain_torch(device, dtype, heads, head_dim, no
 
 @on_device
 @pytest.mark.parametrize("head_dim", [16, 80] if INTERPRETED else [80, 128])
-def test_every_kernel_stays_inside_its_memory(device, head_dim, monkeypatch):
+def test_every_kernel_stays_inside_its_memory(device, head_dim):
     """What compute-sanitizer runs (benchmarks/targets.py): odd sizes, and beside ours only torch's elementwise kernels.
 
     What is computed is compared elsewhere: a reference would call cuBLAS, in whose kernels racecheck sees hazards.
     """
     from nanovllm.kernels import fused as kernels
-    from nanovllm.kernels import rotary
 
     torch.manual_seed(0)
     dtype, page = (torch.float16, 256) if INTERPRETED else (torch.bfloat16, 512)
@@ -302,8 +302,8 @@ def test_every_kernel_stays_inside_its_memory(device, head_dim, monkeypatch):
     slot_mapping[1] = -1
     cos_sin = torch.randn(num_tokens, head_dim, device=device)
     for many_tokens in (1, 1000):
-        monkeypatch.setattr(rotary, "MANY_TOKENS", many_tokens)
-        results += [kernels.norm_rotate_store(*qkv, *new(2, head_dim), 1e-6, cos_sin, *caches, slot_mapping), caches]
+        cells = *caches, slot_mapping
+        results += [kernels.norm_rotate_store(*qkv, *new(2, head_dim), 1e-6, cos_sin, *cells, many_tokens), caches]
     for num_rows in (1, 3):
         results += [kernels.small_linear(x[:num_rows], new(57, size), new(57))]
         results += [kernels.small_gate_up(x[:num_rows], new(114, size), None)]

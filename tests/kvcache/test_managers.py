@@ -2,7 +2,7 @@
 
 import pytest
 from content_model import Simulation
-from random_workloads import GRAIN, small_grain
+from random_workloads import GRAIN
 
 from nanovllm.core.step_plan import SlotOffload
 from nanovllm.errors import RequestError
@@ -104,8 +104,7 @@ def test_request_that_can_never_fit_is_refused_with_the_reason(
 def hybrid(
     num_cpu_blocks: int, num_gpu_blocks: int, block_size: int = 2 * GRAIN, **options: bool
 ) -> HybridKVCacheManager:
-    with small_grain():
-        return HybridKVCacheManager(num_cpu_blocks, num_gpu_blocks, block_size, group_blocks=2, **options)
+    return HybridKVCacheManager(num_cpu_blocks, num_gpu_blocks, block_size, group_blocks=2, grain=GRAIN, **options)
 
 
 def num_streamed(simulation: Simulation) -> int:

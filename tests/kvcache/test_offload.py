@@ -3,10 +3,12 @@
 from typing import Any
 
 import pytest
-from checked_engine import OFFLOAD, CheckedLLM, Reference, cache_options, greedy, small_staging
+from checked_engine import OFFLOAD, WORKS_AHEAD, CheckedLLM, Reference, cache_options, greedy, small_staging
 from dense_model import random_prompt
 from simulated_streams import MODES, Mode, SimulatedStreams
 from tiny_models import write_tiny_model
+
+from nanovllm.engine.internals import Internals
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -61,8 +63,7 @@ def test_chunks_and_schedules_are_exact(
 def test_long_and_short_together_one_step_ahead_are_exact(
     reference: Reference, device: str, num_gpu_blocks: int | None
 ) -> None:
-    with CheckedLLM(reference, device=device, **cache_options(num_gpu_blocks)) as llm:
-        llm.work_one_step_ahead()
+    with CheckedLLM(reference, device=device, internals=WORKS_AHEAD, **cache_options(num_gpu_blocks)) as llm:
         llm.answer_and_check(MIXED, max_tokens=9)
         assert any(step.previous_row >= 0 for plan in llm.plans for step in plan.sequences)
         llm.assert_nothing_left()
@@ -125,9 +126,8 @@ def test_preempted_with_offload_resumes_without_recomputing(
     reference: Reference, device: str, block_size: int, one_ahead: bool
 ) -> None:
     options = OFFLOAD | {"kvcache_block_size": block_size, "num_gpu_blocks": 4}
-    with CheckedLLM(reference, device=device, **options) as llm:
-        if one_ahead:
-            llm.work_one_step_ahead()
+    internals = WORKS_AHEAD if one_ahead else Internals()
+    with CheckedLLM(reference, device=device, internals=internals, **options) as llm:
         ids = [llm.add_request(prompt, greedy(12)) for prompt in MIXED]
         finished = {}
         for num_step in range(1000):
@@ -182,10 +182,8 @@ def test_abort_in_the_middle_leaves_the_others_exact(
 def test_small_staging_that_wraps_is_exact(
     reference: Reference, device: str, group_tokens: int, num_groups: int
 ) -> None:
-    with (
-        small_staging(group_tokens, num_groups),
-        CheckedLLM(reference, device=device, **cache_options(2)) as llm,
-    ):
+    staging = small_staging(group_tokens, num_groups)
+    with CheckedLLM(reference, device=device, internals=staging, **cache_options(2)) as llm:
         llm.answer_and_check(prompts_of(6 * BLOCK + 9))
         longest = max(len(plan.moves.streamed) for plan in llm.plans)
         assert longest * llm.runner.spec.num_layers > num_groups, "staging did not wrap in a step"
@@ -220,7 +218,8 @@ def test_simulated_streams_are_exact_and_without_a_race(
 ) -> None:
     streams = SimulatedStreams(mode, seed)
     options = OFFLOAD | {"kvcache_block_size": block_size, "num_gpu_blocks": num_gpu_blocks}
-    with small_staging(2 * block_size, 2), CheckedLLM(reference, streams=streams, **options) as llm:
+    staging = small_staging(2 * block_size, 2)
+    with CheckedLLM(reference, streams=streams, internals=staging, **options) as llm:
         serve_everything(llm)
 
 

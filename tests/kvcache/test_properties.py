@@ -1,6 +1,6 @@
 """Random workloads over scheduler and managers: each sequence sees its own tokens, all end, nothing is lost."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, TypeVar
 from unittest import mock
@@ -9,7 +9,7 @@ import pytest
 from content_model import ContentError, Simulation
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from random_workloads import GRAIN, Abort, Add, Operation, Preempt, Steps, play, play_dense, small_grain
+from random_workloads import GRAIN, LONG_CHUNK_BLOCKS, Abort, Add, Operation, Preempt, Steps, play, play_dense
 
 from nanovllm.core.sequence import Sequence
 from nanovllm.core.step_plan import StepPlan
@@ -22,12 +22,6 @@ from nanovllm.kvcache.policy.step_slots import StepSlots
 
 T = TypeVar("T")
 QUICK = [HealthCheck.too_slow, HealthCheck.large_base_example]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def grain() -> Iterator[None]:
-    with small_grain():
-        yield
 
 
 def any_of(values: Iterable[T]) -> st.SearchStrategy[T]:
@@ -70,6 +64,8 @@ HYBRID = st.builds(
     block_size=any_of([GRAIN, 2 * GRAIN, 3 * GRAIN]),
     group_blocks=any_of([1, 2, 3]),
     enable_prefix_caching=any_of([True, True, True, False]),
+    grain=st.just(GRAIN),
+    long_chunk_blocks=st.just(LONG_CHUNK_BLOCKS),
 )
 
 

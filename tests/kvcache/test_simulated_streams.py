@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 from race_detector import StreamRaceError
-from simulated_streams import MODES, Edge, Mode, SimulatedStreams, TrackedBackend, tracked_store
+from simulated_streams import MODES, Edge, Mode, SimulatedStreams, TrackedBackend, write_cells
 
 from nanovllm.attention.base import AttentionBackend, HostTables, PagedBatch, PartialAttention
 from nanovllm.layers.kv_cells import KVCells
@@ -283,8 +283,7 @@ def cells_that_race(declare: str) -> tuple[list[int], list[int]]:
             backend = TrackedBackend(NullBackend(), streams)
             k_cache, v_cache = caches = [torch.zeros(NUM_SLOTS, BLOCK_SIZE, 1, 2) for _ in range(2)]
             if declare == "store":
-                new_TKD = torch.zeros(5, 1, 2)
-                tracked_store(streams, new_TKD, new_TKD, KVCells(k_cache, v_cache, torch.tensor([7, 8, 9, -1, 2])))
+                write_cells(streams, KVCells(k_cache, v_cache, torch.tensor([7, 8, 9, -1, 2])))
             else:
                 host = HostTables(
                     query_lens=[2, 1, 0, 1], context_lens=[6, 3, 4, 0], block_tables=[[3, 1, 0], [1], [2], []]
@@ -299,7 +298,7 @@ def cells_that_race(declare: str) -> tuple[list[int], list[int]]:
     return racing
 
 
-def test_tracked_store_writes_the_cells_of_the_slot_mapping() -> None:
+def test_write_cells_writes_the_cells_of_the_slot_mapping() -> None:
     assert cells_that_race("store") == ([2, 7, 8, 9], [2, 7, 8, 9])
 
 

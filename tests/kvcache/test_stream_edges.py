@@ -14,17 +14,17 @@ from unittest import mock
 
 import pytest
 import torch
-from checked_engine import OFFLOAD, CheckedLLM, Reference, greedy, small_staging
+from checked_engine import OFFLOAD, WORKS_AHEAD, CheckedLLM, Reference, greedy, small_staging
 from content_model import ContentError, ContentRunner, Simulation
 from dense_model import random_prompt
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from race_detector import Site, StreamRaceError
-from random_workloads import play_dense, small_grain
+from random_workloads import play_dense
 from simulated_streams import MODES, Edge, Mode, SimulatedStreams
 from tiny_models import write_tiny_model
 
-from nanovllm.core.kv_spec import KVCacheSpec
+from nanovllm.core.kv_spec import KVCacheSpec, StagingSizes
 from nanovllm.core.step_plan import KVMoves, StepPlan
 from nanovllm.kvcache.policy.copy_runs import Run, load_runs, offload_runs, staging_runs
 from nanovllm.kvcache.policy.hybrid_manager import HybridKVCacheManager
@@ -40,12 +40,12 @@ NUM_LAYERS = 2
 class OffloadRunner(ContentRunner):
     """A ContentRunner whose memory is an OffloadEngine's: K of a layer is the tag XOR layer, V its complement."""
 
-    def __init__(self, kv: HybridKVCacheManager, streams: SimulatedStreams) -> None:
+    def __init__(self, kv: HybridKVCacheManager, streams: SimulatedStreams, staging: StagingSizes) -> None:
         super().__init__(0, 0, kv.block_size)
-        spec = KVCacheSpec(num_layers=NUM_LAYERS, block_size=kv.block_size, num_kv_heads=1, head_dim=1, itemsize=8)
+        shape = {"block_size": kv.block_size, "num_kv_heads": 1, "head_dim": 1, "itemsize": 8}
+        spec = KVCacheSpec(num_layers=NUM_LAYERS, **shape, staging=staging)
         assert spec.staging_group_blocks >= kv.group_blocks
-        with mock.patch.object(offload_engine, "make_streams", lambda device: streams):
-            self.engine = OffloadEngine(spec, len(kv.blocks), torch.int64, torch.device("cpu"))
+        self.engine = OffloadEngine(spec, len(kv.blocks), torch.int64, torch.device("cpu"), streams)
         self.engine.allocate_slots(len(kv.ring))
         for name in ("k_cache_cpu", "v_cache_cpu", "k_cache_gpu", "v_cache_gpu", "k_staging", "v_staging"):
             streams.name_region(name, getattr(self.engine, name))
@@ -115,9 +115,8 @@ class OffloadRunner(ContentRunner):
 
 def play_with_streams(seed: int, streams: SimulatedStreams) -> Simulation:
     """A dense workload whose copies run when `streams` says. Staging is 1 to 3 groups of 3 blocks of up to 6 tokens."""
-    num_groups = 1 + seed % 3
-    with small_grain(), small_staging(18, num_groups):
-        return play_dense(seed, hybrid=True, make_runner=lambda kv: OffloadRunner(kv, streams))
+    staging = StagingSizes(group_tokens=18, num_groups=1 + seed % 3)
+    return play_dense(seed, hybrid=True, make_runner=lambda kv: OffloadRunner(kv, streams, staging))
 
 
 @settings(max_examples=90, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -146,16 +145,16 @@ def test_events_of_copies_that_are_done_are_let_go() -> None:
 
 
 def test_event_taken_for_done_too_early_is_noticed() -> None:
-    def believes_all(streams: SimulatedStreams, event: Event) -> bool:
-        return True
+    class CredulousStreams(SimulatedStreams):
+        def is_done(self, event: Event) -> bool:
+            return True
 
     num_noticed = 0
-    with mock.patch.object(SimulatedStreams, "is_done", believes_all):
-        for seed in SEEDS:
-            try:
-                play_with_streams(seed, SimulatedStreams("late", seed))
-            except AssertionError:
-                num_noticed += 1
+    for seed in SEEDS:
+        try:
+            play_with_streams(seed, CredulousStreams("late", seed))
+        except AssertionError:
+            num_noticed += 1
     assert num_noticed > 3
 
 
@@ -293,7 +292,8 @@ def serve(reference: Reference, num_gpu_blocks: int, streams: SimulatedStreams) 
     long, longer = random_prompt(3 * BLOCK - 37, seed=1), random_prompt(5 * BLOCK + 9, seed=2)
     prompts = [long, longer, long[: BLOCK + 3], long[:BLOCK] + random_prompt(9, seed=3)]
     options = OFFLOAD | {"kvcache_block_size": 2 * BLOCK, "num_gpu_blocks": num_gpu_blocks}
-    with small_staging(2 * BLOCK, 2), CheckedLLM(reference, streams=streams, **options) as llm:
+    staging = small_staging(2 * BLOCK, 2)
+    with CheckedLLM(reference, streams=streams, internals=staging, **options) as llm:
         requests = {llm.add_request(prompt, greedy(8)): prompt for prompt in prompts}
         finished = {}
         for num_step in range(1000):
@@ -312,9 +312,9 @@ def serve_resumed(reference: Reference, num_gpu_blocks: int, streams: SimulatedS
     back from CPU memory, in the slot of the second one, which the step between did not use.
     """
     options = OFFLOAD | {"kvcache_block_size": 2 * BLOCK, "num_gpu_blocks": num_gpu_blocks}
+    options |= {"max_num_batched_tokens": 1000}
     prompts = [random_prompt(length, seed=length) for length in (2 * BLOCK - 2, 40, 50)]
-    with CheckedLLM(reference, streams=streams, max_num_batched_tokens=1000, **options) as llm:
-        llm.work_one_step_ahead()
+    with CheckedLLM(reference, streams=streams, internals=WORKS_AHEAD, **options) as llm:
         requests = {llm.add_request(p, greedy(n)): p for p, n in zip(prompts, (8, 3, 8), strict=True)}
         first = llm.scheduler.sequences[min(requests)]
         finished = {}

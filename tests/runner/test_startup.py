@@ -12,10 +12,11 @@ from tiny_models import write_tiny_model
 
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
-from nanovllm.core.kv_spec import NUM_STAGING_GROUPS, KVCacheSizes
+from nanovllm.core.kv_spec import KVCacheSizes, kv_cache_spec
 from nanovllm.core.step_plan import KVMoves, SamplingRow, SequenceStep, StepPlan, StreamedGroup
 from nanovllm.device.tp_group import TPGroup
-from nanovllm.runner import cuda_graphs, model_runner, startup_memory
+from nanovllm.runner import cuda_graphs, startup_memory
+from nanovllm.runner.kv_memory import make_offload_engine
 from nanovllm.runner.model_runner import ModelRunner
 
 BLOCK = 256
@@ -56,11 +57,12 @@ def runner(model: Path, num_cpu_blocks: int, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "stream", nullcontext)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (60 * 2**30, 80 * 2**30))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (79 * 2**30, 80 * 2**30))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 2**20)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 2 * 2**20)
     monkeypatch.setattr(cuda_graphs, "capture_stream", lambda device: None)
-    monkeypatch.setattr(startup_memory, "used_bytes", lambda: 2**30)
-    monkeypatch.setattr(startup_memory, "reserved_by", lambda work: (work(), 2**20)[1])
-    monkeypatch.setattr(model_runner, "used_bytes", lambda: 2**30)
     config = Config(
         model=str(model),
         device="cpu",
@@ -71,7 +73,8 @@ def runner(model: Path, num_cpu_blocks: int, monkeypatch: pytest.MonkeyPatch) ->
         kvcache_block_size=BLOCK,
     )
     model_config, directory = ModelConfig.from_pretrained(str(model))
-    runner = ModelRunner(config, model_config, directory, TPGroup(), torch.device("cpu"))
+    spec = kv_cache_spec(config, model_config, tp_size=1)
+    runner = ModelRunner(config, model_config, directory, spec, TPGroup(), torch.device("cpu"), make_offload_engine)
     runner.backend = HostlessTorch()
     return runner
 
@@ -120,7 +123,7 @@ def test_captured_graphs_are_replayed_and_reset(runner: ModelRunner, num_cpu_blo
     captured = {kind.name: {size: len(some) for size, some in kind._graphs.items()} for kind in graphs.kinds}
     expected = {"resident": dict.fromkeys((5, 4, 2, 1), 1)}
     if num_cpu_blocks:
-        expected["streamed"] = dict.fromkeys((5, 4, 1), num_pieces + NUM_STAGING_GROUPS)
+        expected["streamed"] = dict.fromkeys((5, 4, 1), num_pieces + runner.spec.staging.num_groups)
     assert captured == expected and list(captured["resident"]) == [5, 4, 2, 1]  # the largest first
     resident = graphs.resident._graphs[4]
     runner.launch(decode_plan(()))

@@ -1,17 +1,15 @@
 """The scheduler, step by step, over both managers. Random workloads: test_properties.py."""
 
 import random
-from unittest import mock
 
 import pytest
 from content_model import EOS, Simulation, expected_answer
-from random_workloads import small_grain
+from random_workloads import GRAIN
 
 from nanovllm.core.sequence import Sequence, SequenceStatus
 from nanovllm.core.step_plan import StepPlan
 from nanovllm.errors import RequestError
-from nanovllm.kvcache.policy import block_manager
-from nanovllm.kvcache.policy.block_manager import BlockManager
+from nanovllm.kvcache.policy.block_manager import WATERMARK, BlockManager
 from nanovllm.kvcache.policy.hybrid_manager import HybridKVCacheManager
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduling.scheduler import Scheduler
@@ -22,8 +20,7 @@ def all_gpu(num_blocks: int = 64, block_size: int = 4, **options: object) -> Sim
 
 
 def hybrid(num_gpu_blocks: int = 4, block_size: int = 4, **options: object) -> Simulation:
-    with small_grain():
-        kv = HybridKVCacheManager(64, num_gpu_blocks, block_size, group_blocks=2)
+    kv = HybridKVCacheManager(64, num_gpu_blocks, block_size, group_blocks=2, grain=GRAIN)
     return Simulation(kv, **options)  # type: ignore[arg-type]
 
 
@@ -195,8 +192,7 @@ def test_all_gpu_alone_at_the_tail_preempts_itself() -> None:
 def num_computed_again(watermark: float) -> int:
     """Tokens beyond the fewest that 80 requests of random lengths can take, in 100 blocks of 256 tokens."""
     rng = random.Random(0)
-    with mock.patch.object(block_manager, "WATERMARK", watermark):
-        kv = BlockManager(100, 256)
+    kv = BlockManager(100, 256, watermark=watermark)
     scheduler = Scheduler(kv, max_num_seqs=256, max_num_batched_tokens=16_384)
     for seq_id in range(80):
         params = SamplingParams(max_tokens=rng.randint(100, 1024), ignore_eos=True)
@@ -213,7 +209,7 @@ def num_computed_again(watermark: float) -> int:
 
 def test_all_gpu_admission_leaves_room_to_grow_and_halves_what_is_computed_again() -> None:
     """Regression: under pressure 1.14 to 1.24 times the tokens were computed."""
-    assert 0 < num_computed_again(block_manager.WATERMARK) < 0.6 * num_computed_again(0)
+    assert 0 < num_computed_again(WATERMARK) < 0.6 * num_computed_again(0)
 
 
 def test_all_gpu_room_to_grow_is_left_beside_others_and_not_when_alone() -> None:

@@ -4,32 +4,37 @@ Comparing logits, and not tokens alone, tells when a single key of thousands is 
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
-from simulated_streams import SimulatedStreams, TrackedBackend, tracked_store
+from simulated_streams import SimulatedStreams, TrackedAttention, TrackedBackend
 from tiny_models import reference_model
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.attention.base import StepAttention
+from nanovllm.core.kv_spec import StagingSizes
 from nanovllm.core.outputs import RequestOutput
 from nanovllm.core.sequence import Sequence
 from nanovllm.core.step_plan import StepPlan
-from nanovllm.layers import rotary_embedding
-from nanovllm.layers.kv_cells import store_kv
+from nanovllm.engine.internals import Internals
+from nanovllm.kvcache.transfer.offload_engine import OffloadEngine
 
 TOLERANCE = 1e-4  # of logits, fp32
 OFFLOAD = {"enable_cpu_offload": True, "num_cpu_blocks": 40, "kvcache_block_size": 256}
 ALL_GPU = {"num_kvcache_blocks": 40}
+WORKS_AHEAD = Internals(works_ahead=True)  # as on a GPU: plan a step before the tokens of the last one are back
 
 
 def cache_options(num_gpu_blocks: int | None) -> dict[str, Any]:
     """The cache with so many slots; None: all on the GPU."""
     return dict(ALL_GPU) if num_gpu_blocks is None else OFFLOAD | {"num_gpu_blocks": num_gpu_blocks}
+
+
+def small_staging(group_tokens: int, num_groups: int) -> Internals:
+    """Staging for few tokens, so that a few blocks fill it and it wraps."""
+    return Internals(staging=StagingSizes(group_tokens, num_groups))
 
 
 def greedy(max_tokens: int = 6) -> SamplingParams:
@@ -62,30 +67,44 @@ class Reference:
 
 
 class CheckedLLM(LLM):
-    """Records the logits of each request and the plans of all steps."""
+    """Records the logits of each request and the plans of all steps. `streams`: None for those of the device."""
 
-    def __init__(self, reference: Reference, *, streams: SimulatedStreams | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        reference: Reference,
+        *,
+        streams: SimulatedStreams | None = None,
+        internals: Internals = Internals(),
+        **options: Any,
+    ) -> None:
         self.reference = reference
         defaults = {"dtype": "float32", "device": "cpu", "max_num_batched_tokens": 300, "enforce_eager": True}
-        with _streams(streams):
-            super().__init__(str(reference.directory), **(defaults | options))
-        self._store_kv = store_kv
         if streams is not None:
-            self._store_kv = partial(tracked_store, streams)
-            self.runner.backend = TrackedBackend(self.runner.backend, streams)
-            assert self.runner.offload is not None
-            for name in ("k_cache_cpu", "v_cache_cpu", "k_cache_gpu", "v_cache_gpu", "k_staging", "v_staging"):
-                streams.name_region(name, getattr(self.runner.offload, name))
+            internals = replace(internals, make_offload_engine=lambda *args: OffloadEngine(*args, streams))
+        super().__init__(str(reference.directory), internals=internals, **(defaults | options))
+        if streams is not None:
+            self._track(streams)
         self.plans: list[StepPlan] = []
         self.logits: dict[int, list[torch.Tensor]] = defaultdict(list)
         self._launch, self._compute_logits = self.runner.launch, self.runner.model.compute_logits
         self.runner.launch = self._recording_launch
         self.runner.model.compute_logits = self._recording_compute_logits
 
+    def _track(self, streams: SimulatedStreams) -> None:
+        """Let `streams` know what the model reads and writes."""
+        runner, attention = self.runner, self.runner.memory.attention
+
+        def tracked_attention(*args: Any) -> StepAttention:
+            return TrackedAttention(attention(*args), streams)
+
+        runner.memory.attention = tracked_attention
+        runner.backend = TrackedBackend(runner.backend, streams)
+        for name in ("k_cache_cpu", "v_cache_cpu", "k_cache_gpu", "v_cache_gpu", "k_staging", "v_staging"):
+            streams.name_region(name, getattr(runner.offload, name))
+
     def _recording_launch(self, plan: StepPlan) -> Any:
         self.plans.append(plan)
-        with mock.patch.object(rotary_embedding, "store_kv", self._store_kv):
-            return self._launch(plan)
+        return self._launch(plan)
 
     def _recording_compute_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         logits = self._compute_logits(hidden, out)
@@ -93,10 +112,6 @@ class CheckedLLM(LLM):
         for seq_id, row in zip(sampling, logits.float().cpu(), strict=True):
             self.logits[seq_id].append(row.clone())
         return logits
-
-    def work_one_step_ahead(self) -> None:
-        """As on a GPU: plan a step before the tokens of the last one are back."""
-        self.engine.works_ahead = True
 
     # -- requests by hand ----------------------------------------------------------------------------------------
 
@@ -148,24 +163,3 @@ class CheckedLLM(LLM):
         kind = "cpu" if self.config.enable_cpu_offload else "gpu"
         assert stats[f"num_{kind}_blocks"] == stats[f"num_free_{kind}_blocks"]
         assert stats["num_running"] == stats["num_waiting"] == 0
-
-
-@contextmanager
-def _streams(streams: SimulatedStreams | None) -> Iterator[None]:
-    """Engines made in here use these; None: what belongs to their device."""
-    if streams is None:
-        yield
-        return
-    with mock.patch("nanovllm.kvcache.transfer.offload_engine.make_streams", lambda device: streams):
-        yield
-
-
-@contextmanager
-def small_staging(group_tokens: int, num_groups: int) -> Iterator[None]:
-    """Staging for few tokens, so that a few blocks fill it and it wraps."""
-    with (
-        mock.patch("nanovllm.core.kv_spec.STAGING_GROUP_TOKENS", group_tokens),
-        mock.patch("nanovllm.core.kv_spec.NUM_STAGING_GROUPS", num_groups),
-        mock.patch("nanovllm.kvcache.transfer.offload_engine.NUM_STAGING_GROUPS", num_groups),
-    ):
-        yield

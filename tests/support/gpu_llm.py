@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import torch
 from checked_engine import CheckedLLM, Reference, greedy
@@ -11,10 +10,6 @@ from dense_model import random_prompt
 from transformers import AutoModelForCausalLM
 
 from nanovllm.core.outputs import RequestOutput
-from nanovllm.core.step_plan import StepPlan
-from nanovllm.kernels.sampling_tensors import SamplingTensors
-from nanovllm.layers.sampler import sample
-from nanovllm.runner import model_runner
 
 BLOCK = 256
 
@@ -46,17 +41,11 @@ class GpuLLM(CheckedLLM):
         for seq_id, row in zip(sampling, logits.float().clone(), strict=True):
             self.logits[seq_id].append(row)  # stays on the GPU
 
-    def _recording_launch(self, plan: StepPlan) -> Any:
-        self.plans.append(plan)
-        with mock.patch.object(model_runner, "sample", self._recording_sample):
-            return self._launch(plan)
-
-    def _recording_sample(self, logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
-        self._record(logits)  # those of a graph are recorded by _counted
-        return sample(logits, params)
-
     def _recording_compute_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        return self._compute_logits(hidden, out)  # sampling records
+        """For steps that are launched kernel by kernel. A graph does not come here; _counted records its logits."""
+        logits = self._compute_logits(hidden, out)
+        self._record(logits)
+        return logits
 
     def rows(self, request_id: int, num_tokens: int) -> torch.Tensor:
         """Logits of a request's first tokens, [num_tokens, vocab_size], on the CPU."""

@@ -1,11 +1,10 @@
 """Random requests, aborts and forced preemptions for a Simulation, with prompts that share what they begin with."""
 
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 from content_model import Simulation
 
@@ -15,21 +14,11 @@ from nanovllm.kvcache.policy.block_manager import BlockManager
 from nanovllm.kvcache.policy.hybrid_manager import HybridKVCacheManager
 
 GRAIN = 2  # tokens, instead of 256
+LONG_CHUNK_BLOCKS = 3  # instead of 16, so that small workloads have long chunks
 # Three documents that prompts begin with. The second one is the first up to its middle.
 _rng = random.Random(0)
 _first = [_rng.randrange(1, 7) for _ in range(64)]
 DOCUMENTS = (_first, _first[:21] + [_rng.randrange(1, 7) for _ in range(43)], [1] * 64)
-
-
-@contextmanager
-def small_grain() -> Iterator[None]:
-    with (
-        mock.patch("nanovllm.kvcache.policy.hybrid_manager.BLOCK_SIZE_STEP", GRAIN),
-        mock.patch(
-            "nanovllm.kvcache.policy.block_pool.LONG_CHUNK_BLOCKS", 3
-        ),  # so that small workloads have long chunks
-    ):
-        yield
 
 
 @dataclass(frozen=True)
@@ -119,7 +108,13 @@ def dense_manager(rng: random.Random, hybrid: bool) -> KVCacheManager:
     if not hybrid:
         return BlockManager(rng.randint(8, 40), rng.randint(1, 5), rng.random() < 0.8)
     return HybridKVCacheManager(
-        rng.randint(8, 60), rng.randint(2, 8), GRAIN * rng.randint(1, 3), rng.randint(1, 3), rng.random() < 0.8
+        rng.randint(8, 60),
+        rng.randint(2, 8),
+        GRAIN * rng.randint(1, 3),
+        rng.randint(1, 3),
+        rng.random() < 0.8,
+        grain=GRAIN,
+        long_chunk_blocks=LONG_CHUNK_BLOCKS,
     )
 
 

@@ -15,7 +15,7 @@ once the work has run. What is enqueued after it has learned of it comes after t
 Compute that runs at once cannot show a load that overtakes a late *reader*. So every access to memory is also checked
 by happens-before, whatever the mode: two accesses of one byte by different streams, at least one of them a write,
 that no chain of events orders raise `race_detector.StreamRaceError` at the call that enqueues the second. What copies
-touch is known; what compute touches is declared, by `tracked_store`, `TrackedBackend` or by
+touch is known; what compute touches is declared, by `TrackedAttention`, `TrackedBackend` or by
 `streams.compute.read(tensor)` and `.write`.
 
 A wait can be cut out to show that it is needed: run once, then again for each edge of `streams.edges_seen`:
@@ -35,9 +35,9 @@ import numpy as np
 import torch
 from race_detector import Access, RaceDetector, Site
 
-from nanovllm.attention.base import AttentionBackend, PagedBatch, PartialAttention
+from nanovllm.attention.base import AttentionBackend, PagedBatch, PartialAttention, StepAttention
 from nanovllm.kvcache.transfer.streams import Event
-from nanovllm.layers.kv_cells import KVCells, store_kv
+from nanovllm.layers.kv_cells import KVCells
 
 Mode = Literal["late", "early", "random"]
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -258,15 +258,31 @@ class SimulatedStreams:
                     self.run(stream, stream.num_done + self._random.randint(1, len(stream.queue)))
 
 
-def tracked_store(streams: SimulatedStreams, k_TKD: torch.Tensor, v_TKD: torch.Tensor, cells: KVCells) -> None:
-    """store_kv that tells the compute stream of a simulation what it writes: each run of neighbours as one access."""
+class TrackedAttention(StepAttention):
+    """The attention of a step, which tells the compute stream of a simulation what each layer writes to the caches."""
+
+    def __init__(self, attention: StepAttention, streams: SimulatedStreams) -> None:
+        self._attention = attention
+        self._streams = streams
+
+    def cells(self, layer: int) -> KVCells:
+        """The layer writes them as soon as this returns."""
+        cells = self._attention.cells(layer)
+        write_cells(self._streams, cells)
+        return cells
+
+    def attend(self, layer: int, q_THD: torch.Tensor) -> torch.Tensor:
+        return self._attention.attend(layer, q_THD)
+
+
+def write_cells(streams: SimulatedStreams, cells: KVCells) -> None:
+    """Declare that the compute stream writes these cells: each run of neighbours as one access."""
     index = np.unique(cells.slot_mapping_T.numpy())
     index = index[index >= 0]
     for run in np.split(index, np.flatnonzero(np.diff(index) != 1) + 1):
         for cache_NPKD in (cells.k_cache_NPKD, cells.v_cache_NPKD):
             if len(run):
                 streams.compute.write(cache_NPKD.view(-1, *cache_NPKD.shape[2:])[run[0] : run[-1] + 1])
-    store_kv(k_TKD, v_TKD, cells)
 
 
 class TrackedBackend(AttentionBackend):

@@ -17,34 +17,23 @@ def cgroup(directory: Path, limit: str, usage: int, inactive: int | None = 0) ->
     return str(directory / "memory.max"), str(directory / "memory.current")
 
 
-@pytest.fixture
-def of_the_machine(monkeypatch: pytest.MonkeyPatch) -> int:
-    """No container."""
-    monkeypatch.setattr(memory, "_CGROUP_FILES", ())
-    return memory._meminfo_bytes("MemAvailable")
-
-
-def test_no_container_is_what_the_machine_has(of_the_machine: int) -> None:
+def test_no_container_is_what_the_machine_has() -> None:
+    of_the_machine = memory._meminfo_bytes("MemAvailable")
     assert of_the_machine > 2**20
-    assert available_host_bytes() == pytest.approx(of_the_machine, rel=0.2)
+    assert available_host_bytes(()) == pytest.approx(of_the_machine, rel=0.2)
 
 
 @pytest.mark.parametrize(("inactive", "expected"), [(0, 700), (250, 950), (None, 700)])
 def test_container_limit_counts_and_its_page_cache_can_be_given_back(
-    of_the_machine: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inactive: int | None, expected: int
+    tmp_path: Path, inactive: int | None, expected: int
 ) -> None:
     files = cgroup(tmp_path / "group", "1000", 300, inactive)
-    monkeypatch.setattr(memory, "_CGROUP_FILES", (("/nowhere/max", "/nowhere/current"), files))
-    assert available_host_bytes() == expected
+    assert available_host_bytes([("/nowhere/max", "/nowhere/current"), files]) == expected
 
 
-def test_container_without_a_limit_or_over_it(
-    of_the_machine: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(memory, "_CGROUP_FILES", (cgroup(tmp_path / "free", "max", 300),))
-    assert available_host_bytes() > 2**20
-    monkeypatch.setattr(memory, "_CGROUP_FILES", (cgroup(tmp_path / "full", "1000", 1300),))
-    assert available_host_bytes() == 0
+def test_container_without_a_limit_or_over_it(tmp_path: Path) -> None:
+    assert available_host_bytes([cgroup(tmp_path / "free", "max", 300)]) > 2**20
+    assert available_host_bytes([cgroup(tmp_path / "full", "1000", 1300)]) == 0
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import torch
 
 from nanovllm.utils.arithmetic import ceil_div
 
-GATHER_BYTES = 16 << 20  # bound on the keys copied together; the values take as much again
+GATHER_BYTES = 16 << 20  # default bound on the keys copied together; the values take as much again
 
 
 @dataclass(frozen=True)
@@ -41,14 +41,14 @@ class SequenceKV:
 
         return span(self.k_cache_NPKD), span(self.v_cache_NPKD)
 
-    def spans(self, num_tokens: int, min_view_tokens: int) -> Iterator[tuple[int, int]]:
+    def spans(self, num_tokens: int, min_view_tokens: int, gather_bytes: int) -> Iterator[tuple[int, int]]:
         """Cut tokens 0..num_tokens-1 into spans `[first, last)` to attend to in one call each.
 
         A run of adjacent blocks of `min_view_tokens` or more is a span of its own, read where it lies; shorter runs
-        are gathered together, up to GATHER_BYTES.
+        are gathered together, up to `gather_bytes` of keys.
         """
         _, block_size, num_kv_heads, head_dim = self.k_cache_NPKD.shape
-        max_gather_tokens = GATHER_BYTES // (num_kv_heads * head_dim * self.k_cache_NPKD.element_size())
+        max_gather_tokens = gather_bytes // (num_kv_heads * head_dim * self.k_cache_NPKD.element_size())
         num_blocks = ceil_div(num_tokens, block_size)
         gather_start = run_start = 0  # tokens gather_start..run_start-1 are short runs, waiting to be gathered
         for block_idx in range(1, num_blocks + 1):

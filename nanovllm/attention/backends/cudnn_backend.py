@@ -15,12 +15,13 @@ The history is attended on a stream of its own, `side`, beside the square. Strea
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import ClassVar
 
 import torch
 
-from nanovllm.attention.backends.contiguous import SequenceKV
+from nanovllm.attention.backends.contiguous import GATHER_BYTES, SequenceKV
 from nanovllm.attention.base import AttentionBackend, HostTables, PagedBatch, PartialAttention
 from nanovllm.attention.merge import RunningMerge
 from nanovllm.core.support import MIN_CAPABILITY
@@ -28,11 +29,17 @@ from nanovllm.device import kernel_target
 from nanovllm.device.cuda_streams import new_stream
 from nanovllm.utils.arithmetic import ceil_div
 
-QUERY_GRAIN = 1024  # queries of a call are a multiple of it; shorter sequences go to the paged backend
-KEY_GRAIN = 256  # keys of a call are this or a larger power of two; block sizes are multiples of it
-MAX_QUERIES = 16384  # of one call
-MAX_PADDED_QUERIES = 8192  # the same where they are padded, which copies them
-MAX_KEYS = 32768  # of one call without a mask
+
+@dataclass(frozen=True, kw_only=True)
+class CudnnLimits:
+    """How attention is cut into calls of cuDNN. Tests cut smaller."""
+
+    query_grain: int = 1024  # queries of a call are a multiple of it; shorter sequences go to the paged backend
+    key_grain: int = 256  # keys of a call are this or a larger power of two; block sizes are multiples of it
+    max_queries: int = 16384  # of one call
+    max_padded_queries: int = 8192  # the same where they are padded, which copies them
+    max_keys: int = 32768  # of one call without a mask
+    gather_bytes: int = GATHER_BYTES
 
 
 class CudnnBackend(AttentionBackend):
@@ -40,8 +47,8 @@ class CudnnBackend(AttentionBackend):
 
     name: ClassVar[str] = "cudnn"
 
-    def __init__(self, paged: AttentionBackend) -> None:
-        self.paged = paged
+    def __init__(self, paged: AttentionBackend, limits: CudnnLimits = CudnnLimits()) -> None:
+        self.paged, self.limits = paged, limits
 
     @classmethod
     def why_unavailable(cls, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
@@ -64,22 +71,23 @@ class CudnnBackend(AttentionBackend):
         self, q_THD: torch.Tensor, num_kv_heads: int, max_context_len: int, has_time: Callable[[], bool]
     ) -> None:
         """cuDNN keeps its plans for one thread: this must be the one that runs the steps."""
-        max_queries = min(len(q_THD), MAX_QUERIES) // QUERY_GRAIN * QUERY_GRAIN
-        max_padded = min(max_queries, MAX_PADDED_QUERIES)
-        max_keys = min(MAX_KEYS, 1 << (max_context_len.bit_length() - 1))
-        key_counts = [1 << i for i in reversed(range(KEY_GRAIN.bit_length() - 1, max_keys.bit_length()))]
+        limits = self.limits
+        max_queries = min(len(q_THD), limits.max_queries) // limits.query_grain * limits.query_grain
+        max_padded = min(max_queries, limits.max_padded_queries)
+        max_keys = min(limits.max_keys, 1 << (max_context_len.bit_length() - 1))
+        key_counts = [1 << i for i in reversed(range(limits.key_grain.bit_length() - 1, max_keys.bit_length()))]
         k_SKD = q_THD.new_zeros(max(max_keys, max_queries), num_kv_heads, q_THD.shape[2])
 
         def build(num_queries: int, num_keys: int | None) -> None:
             """None: the causal square."""
             k = k_SKD[: num_keys or num_queries]
-            _attend_dense(q_THD[:num_queries], k, k, scale=1.0, causal=num_keys is None)
+            self.attend_dense(q_THD[:num_queries], k, k, scale=1.0, causal=num_keys is None)
 
         for num_queries in {max_queries, max_padded} - {0}:  # a chunk, and a longer rest of a prompt
             for num_keys in (None, *key_counts[:2]):
                 build(num_queries, num_keys)
         for num_keys in (None, *key_counts):  # rests of all lengths, after chunks and after cached prefixes
-            for num_queries in range(max_queries, 0, -QUERY_GRAIN):
+            for num_queries in range(max_queries, 0, -limits.query_grain):
                 if not has_time():
                     return
                 build(num_queries, num_keys)
@@ -92,15 +100,15 @@ class CudnnBackend(AttentionBackend):
         batch: PagedBatch,
         scale: float,
     ) -> PartialAttention:
-        if batch.max_query_len < QUERY_GRAIN:
+        if batch.max_query_len < self.limits.query_grain:
             return self.paged.attend(q_THD, k_cache_NPKD, v_cache_NPKD, batch, scale)
         assert batch.host is not None, "the cudnn backend loops over long sequences: it needs PagedBatch.host"
         parts = []
         start = 0
-        for first, last in _runs(batch.host, batch.causal):
+        for first, last in self._runs(batch.host, batch.causal):
             rows = slice(start, start + sum(batch.host.query_lens[first:last]))
             start = rows.stop
-            if not _is_long(batch.host, first, batch.causal):
+            if not self._is_long(batch.host, first, batch.causal):
                 paged_batch = batch.sequences(first, last)
                 part = self.paged.attend(q_THD[rows], k_cache_NPKD, v_cache_NPKD, paged_batch, scale)
             else:
@@ -114,14 +122,15 @@ class CudnnBackend(AttentionBackend):
         self, q_THD: torch.Tensor, kv: SequenceKV, num_keys: int, scale: float, causal: bool
     ) -> PartialAttention:
         """One sequence, piece by piece of its queries. Token indices count from its first key."""
+        limits = self.limits
         base = num_keys - len(q_THD) if causal else 0  # the first query's token
-        start = base // KEY_GRAIN * KEY_GRAIN
+        start = base // limits.key_grain * limits.key_grain
         end = base + len(q_THD)
         result = None
         while start < end:
-            size = min(MAX_QUERIES, ceil_div(end - start, QUERY_GRAIN) * QUERY_GRAIN)
+            size = min(limits.max_queries, ceil_div(end - start, limits.query_grain) * limits.query_grain)
             if start < base or start + size > end:
-                size = min(size, MAX_PADDED_QUERIES)
+                size = min(size, limits.max_padded_queries)
             first, last = max(start, base), min(start + size, end)  # tokens of the piece that are real queries
             padding = (first - start, start + size - last)
             q = _pad(q_THD[first - base : last - base], padding)
@@ -153,7 +162,7 @@ class CudnnBackend(AttentionBackend):
 
         def square() -> PartialAttention:
             k, v = (_pad(x, (0, first + len(q_THD) - last)) for x in kv.read(first, last))
-            return _attend_dense(q_THD, k, v, scale, causal=True)
+            return self.attend_dense(q_THD, k, v, scale, causal=True)
 
         if first == 0:
             return square()
@@ -164,46 +173,59 @@ class CudnnBackend(AttentionBackend):
     def _attend_keys(
         self, q_THD: torch.Tensor, kv: SequenceKV, num_keys: int, scale: float, num_more_parts: int = 0
     ) -> RunningMerge:
-        """Every query sees keys 0..num_keys-1, a positive multiple of KEY_GRAIN. The caller adds `num_more_parts`."""
+        """Every query sees keys 0..num_keys-1, a positive multiple of key_grain. The caller adds `num_more_parts`."""
         num_queries, num_heads, _ = q_THD.shape
         # A run worth viewing: copying it costs more than merging one more part
-        spans = list(kv.spans(num_keys, num_queries * num_heads // kv.k_cache_NPKD.shape[2]))
-        cuts = [list(_powers_of_two(last - first)) for first, last in spans]
+        min_view_tokens = num_queries * num_heads // kv.k_cache_NPKD.shape[2]
+        spans = list(kv.spans(num_keys, min_view_tokens, self.limits.gather_bytes))
+        cuts = [list(self._powers_of_two(last - first)) for first, last in spans]
         merged = RunningMerge(self.merge, num_parts=sum(map(len, cuts)) + num_more_parts)
         for span, pieces in zip(spans, cuts, strict=True):
             k_SKD, v_SKD = kv.read(*span)
             for first, last in pieces:
-                merged.add(_attend_dense(q_THD, k_SKD[first:last], v_SKD[first:last], scale, causal=False))
+                merged.add(self.attend_dense(q_THD, k_SKD[first:last], v_SKD[first:last], scale, causal=False))
         return merged
 
+    def _is_long(self, host: HostTables, seq: int, causal: bool) -> bool:
+        """Whether cuDNN runs this sequence. Without a mask its keys cannot be padded."""
+        keys_fit = causal or (host.context_lens[seq] > 0 and host.context_lens[seq] % self.limits.key_grain == 0)
+        return host.query_lens[seq] >= self.limits.query_grain and keys_fit
 
-def _is_long(host: HostTables, seq: int, causal: bool) -> bool:
-    """Whether cuDNN runs this sequence. Without a mask its keys cannot be padded."""
-    keys_fit = causal or (host.context_lens[seq] > 0 and host.context_lens[seq] % KEY_GRAIN == 0)
-    return host.query_lens[seq] >= QUERY_GRAIN and keys_fit
+    def _runs(self, host: HostTables, causal: bool) -> Iterator[tuple[int, int]]:
+        """Sequences `[first, last)`: a long one, or as many others as follow each other."""
+        first = 0
+        for seq in range(len(host.query_lens)):
+            if self._is_long(host, seq, causal):
+                if first < seq:
+                    yield first, seq
+                yield seq, seq + 1
+                first = seq + 1
+        if first < len(host.query_lens):
+            yield first, len(host.query_lens)
 
+    def _powers_of_two(self, num_tokens: int) -> Iterator[tuple[int, int]]:
+        """Cut tokens 0..num_tokens-1, a multiple of key_grain, into spans of a power of two, at most max_keys."""
+        grain = self.limits.key_grain
+        assert num_tokens % grain == 0, f"{num_tokens} keys are not a multiple of {grain}"
+        first = 0
+        while first < num_tokens:
+            size = min(self.limits.max_keys, 1 << ((num_tokens - first).bit_length() - 1))
+            yield first, first + size
+            first += size
 
-def _runs(host: HostTables, causal: bool) -> Iterator[tuple[int, int]]:
-    """Sequences `[first, last)`: a long one, or as many others as follow each other."""
-    first = 0
-    for seq in range(len(host.query_lens)):
-        if _is_long(host, seq, causal):
-            if first < seq:
-                yield first, seq
-            yield seq, seq + 1
-            first = seq + 1
-    if first < len(host.query_lens):
-        yield first, len(host.query_lens)
+    def attend_dense(
+        self, q_THD: torch.Tensor, k_SKD: torch.Tensor, v_SKD: torch.Tensor, scale: float, causal: bool
+    ) -> PartialAttention:
+        """One cuDNN call: every query sees every key, or, with `causal`, a square. cuDNN groups the heads (GQA) itself.
 
-
-def _powers_of_two(num_tokens: int) -> Iterator[tuple[int, int]]:
-    """Cut tokens 0..num_tokens-1, a multiple of KEY_GRAIN, into spans of a power of two, at most MAX_KEYS."""
-    assert num_tokens % KEY_GRAIN == 0, f"{num_tokens} keys are no multiple of {KEY_GRAIN}"
-    first = 0
-    while first < num_tokens:
-        size = min(MAX_KEYS, 1 << ((num_tokens - first).bit_length() - 1))
-        yield first, first + size
-        first += size
+        A test on a CPU overrides this.
+        """
+        q, k, v = (x.contiguous().transpose(0, 1).unsqueeze(0) for x in (q_THD, k_SKD, v_SKD))  # [1, heads, tokens, D]
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            q, k, v, None, compute_log_sumexp=True, is_causal=causal, scale=scale
+        )
+        num_queries, num_heads, _ = q_THD.shape
+        return PartialAttention(out.squeeze(0).transpose(0, 1), lse.reshape(num_heads, num_queries))
 
 
 def _concatenate(parts: list[PartialAttention]) -> PartialAttention:
@@ -248,15 +270,3 @@ def _side_by_side(
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
     """One for all engines: cuBLAS and the allocator keep memory for every stream they have seen."""
     return new_stream(device)
-
-
-def _attend_dense(
-    q_THD: torch.Tensor, k_SKD: torch.Tensor, v_SKD: torch.Tensor, scale: float, causal: bool
-) -> PartialAttention:
-    """One cuDNN call: every query sees every key, or, with `causal`, a square. cuDNN groups the heads (GQA) itself."""
-    q, k, v = (x.contiguous().transpose(0, 1).unsqueeze(0) for x in (q_THD, k_SKD, v_SKD))  # [1, heads, tokens, D]
-    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        q, k, v, None, compute_log_sumexp=True, is_causal=causal, scale=scale
-    )
-    num_queries, num_heads, _ = q_THD.shape
-    return PartialAttention(out.squeeze(0).transpose(0, 1), lse.reshape(num_heads, num_queries))

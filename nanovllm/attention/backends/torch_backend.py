@@ -8,21 +8,32 @@ fused kernel does the work: 0.19 TFLOP/s in fp32 on two cores, where tiled bmm a
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
-from nanovllm.attention.backends.contiguous import SequenceKV
+from nanovllm.attention.backends.contiguous import GATHER_BYTES, SequenceKV
 from nanovllm.attention.base import AttentionBackend, PagedBatch, PartialAttention
 from nanovllm.attention.merge import RunningMerge, merge_parts
 
-SCORE_TILE_BYTES = 128 << 20  # bound on the scores that exist at once, where torch has no fused kernel
-MIN_VIEW_TOKENS = 1024  # shorter runs of adjacent blocks are copied: a call for each costs more than the copy
+
+@dataclass(frozen=True, kw_only=True)
+class TorchLimits:
+    """How attention is cut into calls of a kernel, and which kernel that is on a CPU. Tests cut smaller."""
+
+    score_tile_bytes: int = 128 << 20  # bound on the scores that exist at once, where torch has no fused kernel
+    min_view_tokens: int = 1024  # shorter runs of adjacent blocks are copied: a call for each costs more than the copy
+    gather_bytes: int = GATHER_BYTES
+    fused_on_cpu: bool = True  # False: tiles of scores, as on every other device
 
 
 class TorchBackend(AttentionBackend):
     name: ClassVar[str] = "torch"
     runs_in_graphs: ClassVar[bool] = False
+
+    def __init__(self, limits: TorchLimits = TorchLimits()) -> None:
+        self.limits = limits
 
     @classmethod
     def why_unavailable(cls, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
@@ -46,7 +57,7 @@ class TorchBackend(AttentionBackend):
             if query_len == 0 or context_len == 0:
                 continue
             kv = SequenceKV(k_cache_NPKD, v_cache_NPKD, host.block_tables[row], batch.block_tables[row])
-            part = _attend_sequence(q_THD[rows], kv, context_len, scale, batch.causal)
+            part = _attend_sequence(q_THD[rows], kv, context_len, scale, batch.causal, self.limits)
             result.out_THD[rows], result.lse_HT[:, rows] = part
         return result
 
@@ -55,7 +66,12 @@ class TorchBackend(AttentionBackend):
 
 
 def flash_attn_with_lse(
-    q_THD: torch.Tensor, k_SKD: torch.Tensor, v_SKD: torch.Tensor, scale: float | None = None, causal: bool = False
+    q_THD: torch.Tensor,
+    k_SKD: torch.Tensor,
+    v_SKD: torch.Tensor,
+    scale: float | None = None,
+    causal: bool = False,
+    limits: TorchLimits = TorchLimits(),
 ) -> PartialAttention:
     """Attention of one sequence's queries over contiguous keys, with the log-sum-exp of the scores.
 
@@ -69,12 +85,12 @@ def flash_attn_with_lse(
         return _no_key_seen(q_THD)
     q = q_THD[num_queries - num_seeing :]
     if not causal:
-        part = _attend_dense(q, k_SKD, v_SKD, scale, causal=False)
+        part = _attend_dense(q, k_SKD, v_SKD, scale, False, limits)
     else:
         cut = num_keys - num_seeing
-        part = _attend_dense(q, k_SKD[cut:], v_SKD[cut:], scale, causal=True)
+        part = _attend_dense(q, k_SKD[cut:], v_SKD[cut:], scale, True, limits)
         if cut:
-            history = _attend_dense(q, k_SKD[:cut], v_SKD[:cut], scale, causal=False)
+            history = _attend_dense(q, k_SKD[:cut], v_SKD[:cut], scale, False, limits)
             part = merge_parts((history, part), q.dtype)
     if num_seeing == num_queries:
         return part
@@ -84,20 +100,20 @@ def flash_attn_with_lse(
 
 
 def _attend_sequence(
-    q_THD: torch.Tensor, kv: SequenceKV, num_keys: int, scale: float, causal: bool
+    q_THD: torch.Tensor, kv: SequenceKV, num_keys: int, scale: float, causal: bool, limits: TorchLimits
 ) -> PartialAttention:
     """The keys before the causal square span by span, then the square. At least one query and one key."""
     num_queries, num_heads, _ = q_THD.shape
     square_len = num_queries if causal and num_queries > 1 else 0
     history_len = num_keys - square_len
     # A run worth viewing: copying it costs more than merging one more part
-    min_view_tokens = max(MIN_VIEW_TOKENS, num_queries * num_heads // kv.k_cache_NPKD.shape[2])
-    spans = list(kv.spans(history_len, min_view_tokens))
+    min_view_tokens = max(limits.min_view_tokens, num_queries * num_heads // kv.k_cache_NPKD.shape[2])
+    spans = list(kv.spans(history_len, min_view_tokens, limits.gather_bytes))
     merged = RunningMerge(merge_parts, num_parts=len(spans) + bool(square_len))
     for first, last in spans:
-        merged.add(_attend_dense(q_THD, *kv.read(first, last), scale, causal=False))
+        merged.add(_attend_dense(q_THD, *kv.read(first, last), scale, False, limits))
     if square_len:
-        merged.add(_attend_dense(q_THD, *kv.read(history_len, num_keys), scale, causal=True))
+        merged.add(_attend_dense(q_THD, *kv.read(history_len, num_keys), scale, True, limits))
     return merged.result()
 
 
@@ -107,12 +123,13 @@ def _no_key_seen(q_THD: torch.Tensor) -> PartialAttention:
 
 
 def _attend_dense(
-    q_THD: torch.Tensor, k_SKD: torch.Tensor, v_SKD: torch.Tensor, scale: float, causal: bool
+    q_THD: torch.Tensor, k_SKD: torch.Tensor, v_SKD: torch.Tensor, scale: float, causal: bool, limits: TorchLimits
 ) -> PartialAttention:
     """Every query sees every key, or, with `causal`, a square (S = T). At least one query and one key."""
     assert not causal or q_THD.shape[0] == k_SKD.shape[0], "the causal kernel takes squares"
-    attend = _attend_fused_cpu if q_THD.device.type == "cpu" else _attend_tiled
-    return attend(q_THD, k_SKD, v_SKD, scale, causal)
+    if q_THD.device.type == "cpu" and limits.fused_on_cpu:
+        return _attend_fused_cpu(q_THD, k_SKD, v_SKD, scale, causal)
+    return _attend_tiled(q_THD, k_SKD, v_SKD, scale, causal, limits.score_tile_bytes)
 
 
 def _attend_fused_cpu(
@@ -137,7 +154,7 @@ def _attend_fused_cpu(
 
 
 def _attend_tiled(
-    q_THD: torch.Tensor, k_SKD: torch.Tensor, v_SKD: torch.Tensor, scale: float, causal: bool
+    q_THD: torch.Tensor, k_SKD: torch.Tensor, v_SKD: torch.Tensor, scale: float, causal: bool, tile_bytes: int
 ) -> PartialAttention:
     """Softmax in fp32 (fp64 stays), a tile of queries at a time."""
     num_queries, num_heads, head_dim = q_THD.shape
@@ -145,7 +162,7 @@ def _attend_tiled(
     accumulate = torch.promote_types(q_THD.dtype, torch.float32)
     k_KDS, v_KSD = k_SKD.to(accumulate).permute(1, 2, 0), v_SKD.to(accumulate).transpose(0, 1)
     result = _no_key_seen(q_THD)
-    tile = max(1, SCORE_TILE_BYTES // (num_heads * num_keys * accumulate.itemsize))
+    tile = max(1, tile_bytes // (num_heads * num_keys * accumulate.itemsize))
     for start in range(0, num_queries, tile):
         q = q_THD[start : start + tile].to(accumulate) * scale
         q_KRD = q.view(len(q), num_kv_heads, -1, head_dim).transpose(0, 1).reshape(num_kv_heads, -1, head_dim)

@@ -21,10 +21,12 @@ WATERMARK = 0.03
 
 
 class BlockManager(KVCacheManager):
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True, *, watermark: float = WATERMARK
+    ) -> None:
         self.block_size = block_size
         self.pool = BlockPool([Block(i) for i in range(num_blocks)], block_size, block_size, enable_prefix_caching)
-        self.num_watermark_blocks = int(WATERMARK * num_blocks)
+        self.num_watermark_blocks = int(watermark * num_blocks)
 
     def _num_blocks(self, num_tokens: int) -> int:
         return ceil_div(num_tokens, self.block_size)

@@ -27,8 +27,16 @@ def contiguous_ranges(ids: list[int]) -> list[range]:
 
 
 class BlockPool:
-    def __init__(self, blocks: list[Block], block_size: int, grain: int, enable_prefix_caching: bool) -> None:
+    def __init__(
+        self,
+        blocks: list[Block],
+        block_size: int,
+        grain: int,
+        enable_prefix_caching: bool,
+        long_chunk_blocks: int = LONG_CHUNK_BLOCKS,
+    ) -> None:
         self.blocks = blocks
+        self.long_chunk_blocks = long_chunk_blocks
         self.index = PrefixIndex(block_size, grain)
         self.enable_prefix_caching = enable_prefix_caching
         # The free blocks: spare ones, and those whose content a prompt could still match. In both, the block to
@@ -50,7 +58,7 @@ class BlockPool:
     def choose_free_blocks(self, count: int) -> list[Block]:
         """Which free blocks to allocate for a sequence that needs `count` more, in ascending order."""
         assert count <= self.num_free, f"{count} blocks needed, {self.num_free} free; the caller must check first"
-        if count < LONG_CHUNK_BLOCKS:
+        if count < self.long_chunk_blocks:
             ids = list(itertools.islice(itertools.chain(self.spare_ids, self.cached_ids), count))
         else:
             ids = self._choose_contiguous(count)

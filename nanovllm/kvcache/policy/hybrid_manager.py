@@ -21,7 +21,7 @@ from nanovllm.core.sequence import Sequence, SequenceStatus
 from nanovllm.core.step_plan import KVMoves
 from nanovllm.errors import RequestError
 from nanovllm.kvcache.policy.base import KVCacheManager, PagedKeys
-from nanovllm.kvcache.policy.block_pool import BlockPool
+from nanovllm.kvcache.policy.block_pool import LONG_CHUNK_BLOCKS, BlockPool
 from nanovllm.kvcache.policy.histories import Histories, History
 from nanovllm.kvcache.policy.prefix_index import PrefixMatch
 from nanovllm.kvcache.policy.slot_ring import HybridBlock, SlotRing
@@ -37,11 +37,15 @@ class HybridKVCacheManager(KVCacheManager):
         block_size: int,
         group_blocks: int,
         enable_prefix_caching: bool = True,
+        *,
+        grain: int = BLOCK_SIZE_STEP,
+        long_chunk_blocks: int = LONG_CHUNK_BLOCKS,
     ) -> None:
+        """`grain`: tokens that prefix hits are counted in, of which `block_size` is a multiple."""
         self.block_size = block_size
         self.group_blocks = group_blocks  # streamed blocks that are attended to in one call
         blocks = [HybridBlock(i) for i in range(num_cpu_blocks)]
-        self.pool = BlockPool(list(blocks), block_size, BLOCK_SIZE_STEP, enable_prefix_caching)
+        self.pool = BlockPool(list(blocks), block_size, grain, enable_prefix_caching, long_chunk_blocks)
         self.blocks = blocks
         self.ring = SlotRing(num_gpu_blocks)
         self.slots = StepSlots(self.ring, self.pool, block_size)

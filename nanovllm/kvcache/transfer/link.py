@@ -1,4 +1,4 @@
-"""The link between CPU memory and the GPU: what it can carry, and what streamed decode steps get of it."""
+"""The rate of the link from CPU memory to the GPU, as start-up measures it."""
 
 import time
 
@@ -6,15 +6,16 @@ import torch
 
 from nanovllm.kvcache.transfer.streams import Streams
 
-COPY_BYTES = 8 * 2**20  # of one copy; smaller ones do not reach the link's rate
-TOTAL_BYTES = 2**30  # 20 ms at 54.6 GB/s: long against the host's two calls around it
+COPY_BYTES = 8 * 2**20  # size of one copy; smaller copies do not reach the link's full rate
+TOTAL_BYTES = 2**30  # 20 ms at 54.6 GB/s, which is long compared with the calls that are timed along with it
 
 
 def measure_link(streams: Streams, pool: torch.Tensor, staging: torch.Tensor) -> float | None:
-    """Bytes per second of copies from the pinned `pool` to a `staging` buffer on the GPU. None on a CPU.
+    """Bytes per second of copies from the pinned `pool` to the `staging` buffer on the GPU, or None on a CPU.
 
-    Copies of 8 MiB (or of the smaller of the two, if that is less) through the h2d stream, 1 GiB in all, after a short
-    warm-up; the pool is read from end to end, again and again. Overwrites `staging`. Each rank measures its own link.
+    After a short warm-up, 1 GiB is copied through the h2d stream in pieces of 8 MiB, or of the size of the smaller
+    tensor if that is less. The pool is read from end to end, and again from its start as often as needed. This
+    overwrites `staging`. Each rank measures its own link.
     """
     if not staging.is_cuda:
         return None
@@ -23,7 +24,7 @@ def measure_link(streams: Streams, pool: torch.Tensor, staging: torch.Tensor) ->
     starts = range(0, source.numel() - size + 1, size)
     num_copies = max(1, min(1024, TOTAL_BYTES // (size * pool.element_size())))
     seconds = 0.0
-    for repeats in (max(1, num_copies // 16), num_copies):  # the first is the warm-up
+    for repeats in (max(1, num_copies // 16), num_copies):  # the first round is the warm-up
         streams.synchronize()
         start_s = time.perf_counter()
         for i in range(repeats):

@@ -1,19 +1,22 @@
-"""OffloadEngine: the KV cache in CPU memory, its slots on the GPU, and every copy between them.
+"""OffloadEngine: the KV cache in CPU memory, its slots on the GPU, and every copy between the two.
 
 Legend: L layers, N blocks of a cache, P tokens per block, K kv heads, D head dim.
 
-The engine does what a plan's KVMoves say, one layer at a time, and decides nothing. It has two kinds of GPU memory:
-- ring slots `[L, N, P, K, D]` hold blocks in all layers. The model writes them, or they are loaded to stay.
-- staging groups `[N, P, K, D]` hold a few blocks in *one* layer. They are filled, attended to and refilled, layer after
-  layer. Since a group serves every layer, a few of them let copies run ahead of the compute, across layers and into
-  the next step, while every slot keeps its block.
+The engine makes the copies that a plan's KVMoves name, one layer at a time, and decides nothing. It has two kinds of
+GPU memory:
+- Ring slots `[L, N, P, K, D]` hold blocks in all layers. The model writes new tokens to them, and blocks are loaded
+  into them to stay.
+- Staging groups `[N, P, K, D]` hold a few blocks in *one* layer. They are filled, attended to and filled again, layer
+  after layer. All layers share them, so a few groups are enough for copies to run ahead of the compute, across layers
+  and into the next step. No slot has to give up its block for this.
 
-Loads are enqueued in the order in which the model will use them, as far ahead as staging has room (`_pump`). What is
-contiguous on both sides is copied at once (copy_runs.py). `begin_step` finds out which copies a step makes and which
-earlier work each of them must wait for; the host's work per layer then depends only on the number of runs, not on the
-number of slots or blocks.
+Loads are enqueued in the order in which the model will use them, as far ahead as staging has room (`_pump`). One copy
+moves all tokens that are contiguous on both sides (copy_runs.py). `begin_step` finds out which copies a step makes and
+which earlier work each of them must wait for. After that, the host's work per layer depends only on the number of runs,
+and not on the number of slots or blocks.
 
-Stream edges, each commented where it is made:
+Stream edges, each commented where the wait is made. Each line says what must be done before what, which stream the
+other one waits for, and where the engine keeps the event or the number to wait for:
   E1  loaded -> read or written         h2d -> compute   ring_slot_ready, of this step and layer
   E2  last used -> overwritten by load  compute -> h2d   ring_slot_compute_done
   E3  stored -> copied out              compute -> d2h   ring_slot_compute_done, or this layer's own event
@@ -22,12 +25,12 @@ Stream edges, each commented where it is made:
   E6  copied out -> CPU block loaded    d2h -> h2d       cpu_block_offload_done
   E7  staged -> attended                h2d -> compute   staging_ready
   E8  attended -> staging refilled      compute -> h2d   staging_compute_done
-For E2 to E6 the engine keeps, for each slot and CPU block, the number of the batch of work that used it last. What a
-step does on compute is one batch, its flushes on d2h are another, its offloads a third. A stream runs its work in
-order, so for all the slots and blocks that a layer's copies touch it is enough to wait for the newest batch, and for
-none at all once the host has seen that batch done (StreamLog).
-No edge is needed from a load to a later write of the CPU block it read: compute waits for every load of a step within
-that step (E1, E7), and a block is only written (E3) from what compute stored in a later step.
+For E2 to E6 the engine notes, for each slot and CPU block, the number of the batch of work that used it last. A step
+makes up to three batches: its work on compute, its flushes on d2h, and its offloads on d2h. A stream runs its work in
+order. So the copies of a layer wait only for the newest batch among all the slots and blocks that they touch, and once
+the host has seen that this batch is done, they wait for nothing (StreamLog).
+A load and a later write of the CPU block that it read need no edge. Compute waits for every load of a step within that
+step (E1, E7), and a CPU block is only written (E3) from what compute stored in a later step.
 """
 
 from collections import deque
@@ -37,31 +40,31 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from nanovllm.core.kv_spec import NUM_STAGING_GROUPS, KVCacheSpec
+from nanovllm.core.kv_spec import KVCacheSpec
 from nanovllm.core.step_plan import KVMoves, SlotLoad, SlotOffload, StreamedGroup
 from nanovllm.kvcache.policy.copy_runs import Run, load_runs, offload_runs, staging_runs
 from nanovllm.kvcache.transfer.link import measure_link
 from nanovllm.kvcache.transfer.pinned_memory import HostBuffer
 from nanovllm.kvcache.transfer.run_tensors import KV, run_tensors, token_views
 from nanovllm.kvcache.transfer.stream_log import StreamLog
-from nanovllm.kvcache.transfer.streams import Event, Stream, Streams, make_streams
+from nanovllm.kvcache.transfer.streams import Event, Stream, Streams
 
 
 class _Loads(NamedTuple):
     """Copies to the GPU that a step makes together in each layer, and the batches of work that must come first."""
 
     runs: tuple[Run, ...]
-    block_offload: int  # on d2h, of the CPU blocks
-    to_slots: bool
-    slot_use: int = 0  # on compute, of the slots
-    slot_offload: int = 0  # on d2h, of the slots
+    block_offload: int  # the batch on d2h that wrote the CPU blocks
+    to_slots: bool  # False: to a staging group
+    slot_use: int = 0  # the batch on compute that used the slots
+    slot_offload: int = 0  # the batch on d2h that copied the slots out
 
 
 class OffloadEngine:
     """One rank's KV cache with offload.
 
-    The calls of a step, in order: begin_step; for each layer begin_layer, stored, attended and groups; end_step. A step
-    that a single CUDA graph runs has begin_all_layers and ran_all_layers in place of the calls for each layer.
+    The calls of a step, in order: begin_step; for each layer begin_layer, stored, attended and groups; end_step. In a
+    step that a single CUDA graph runs, begin_all_layers and ran_all_layers replace the calls for each layer.
     """
 
     def __init__(
@@ -70,10 +73,11 @@ class OffloadEngine:
         num_cpu_blocks: int,
         dtype: torch.dtype,
         device: torch.device,
+        streams: Streams,
     ) -> None:
-        """Allocates the CPU pool and the staging groups; `allocate_slots` allocates the slots."""
+        """Allocate the CPU pool and the staging groups. `allocate_slots` allocates the slots."""
         self.spec, self.dtype, self.device = spec, dtype, device
-        self.streams: Streams = make_streams(device)
+        self.streams = streams
         block_shape = (spec.block_size, spec.num_kv_heads, spec.head_dim)
         host_bytes = spec.block_bytes // 2 * num_cpu_blocks
         pinned_for = device if device.type == "cuda" else None
@@ -82,26 +86,27 @@ class OffloadEngine:
             buffer.tensor.view(dtype).view(spec.num_layers, num_cpu_blocks, *block_shape)
             for buffer in self._host_buffers
         )
-        staging_shape = (NUM_STAGING_GROUPS, spec.staging_group_blocks, *block_shape)
+        self.num_staging_groups = spec.staging.num_groups
+        staging_shape = (self.num_staging_groups, spec.staging_group_blocks, *block_shape)
         self.k_staging, self.v_staging = (torch.zeros(staging_shape, dtype=dtype, device=device) for _ in ("k", "v"))
-        self._cpu_tokens = token_views(self.k_cache_cpu, self.v_cache_cpu)  # of each layer
-        self._staging_tokens = token_views(self.k_staging, self.v_staging)  # of each group
+        self._cpu_tokens = token_views(self.k_cache_cpu, self.v_cache_cpu)  # one pair per layer
+        self._staging_tokens = token_views(self.k_staging, self.v_staging)  # one pair per group
         self._compute_log, self._d2h_log = StreamLog(spec.num_layers), StreamLog(spec.num_layers)
         self.cpu_block_offload_done = np.zeros(num_cpu_blocks, dtype=np.int64)
         self.ring_slot_ready: list[Event | None] = [None] * spec.num_layers
-        self.staging_ready: list[Event | None] = [None] * NUM_STAGING_GROUPS
-        self.staging_compute_done: list[Event | None] = [None] * NUM_STAGING_GROUPS
+        self.staging_ready: list[Event | None] = [None] * self.num_staging_groups
+        self.staging_compute_done: list[Event | None] = [None] * self.num_staging_groups
 
         self._moves = KVMoves()
         self._offload_runs: tuple[Run, ...] = ()
-        self._taken_offload = 0  # the newest batch that copies out slots which this step writes anew
-        self._queue: deque[tuple[int, _Loads]] = deque()  # loads not enqueued yet, with their layer
-        self._num_filled = 0  # staging groups filled since the start, and those released; both in turn
-        self._num_released = 0
+        self._taken_offload = 0  # the newest batch that copies out a slot which this step writes to
+        self._queue: deque[tuple[int, _Loads]] = deque()  # loads that are not enqueued yet, each with its layer
+        self._num_filled = 0  # since the start; staging groups are filled in turn
+        self._num_released = 0  # likewise
         self.link_byte_per_s = measure_link(self.streams, self.k_cache_cpu, self.k_staging)  # None on a CPU
 
     def allocate_slots(self, num_ring_slots: int) -> None:
-        """Make the slots on the GPU and start counting bytes. Before the first step, or after `drop_slots`."""
+        """Allocate the slots and start counting bytes. Call this before the first step, or after `drop_slots`."""
         self.num_ring_slots = num_ring_slots
         self.ring_slots = range(num_ring_slots)
         spec = self.spec
@@ -109,20 +114,23 @@ class OffloadEngine:
         self.k_cache_gpu, self.v_cache_gpu = (
             torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in ("k", "v")
         )
-        self._slot_tokens = token_views(self.k_cache_gpu, self.v_cache_gpu)  # of each layer
+        self._slot_tokens = token_views(self.k_cache_gpu, self.v_cache_gpu)  # one pair per layer
         self.ring_slot_compute_done, self.ring_slot_offload_done = np.zeros((2, num_ring_slots), dtype=np.int64)
         self.num_loaded_bytes = 0
         self.num_offloaded_bytes = 0
 
     def drop_slots(self) -> None:
-        """Finish all copies and let go of the slots, before others are allocated."""
+        """Finish all copies and free the slots, so that another number of them can be allocated."""
         self.streams.synchronize()
         del self.k_cache_gpu, self.v_cache_gpu, self._slot_tokens
 
     # -- one step ------------------------------------------------------------------------------------------------
 
     def begin_step(self, moves: KVMoves, slots_in_use: Iterable[int]) -> None:
-        """Copy out the slots that are given up, and start the first loads. `slots_in_use`: those in any block table."""
+        """Copy out the slots that are given up, and start the first loads.
+
+        `slots_in_use`: the slots in the block tables of the step.
+        """
         assert not self._queue, "the previous step did not use all it loaded"
         for log in (self._compute_log, self._d2h_log):
             log.forget_done(self.streams.is_done)
@@ -132,7 +140,7 @@ class OffloadEngine:
         loads = [self._slot_loads(moves.loads)] if moves.loads else []
         loads += [self._group_loads(group) for group in moves.streamed]
         self._queue.extend((layer, load) for layer in range(self.spec.num_layers) for load in loads)
-        # From here on the arrays speak of this step, for the steps after it
+        # From here on the arrays describe this step, for the steps that follow
         used = np.fromiter(slots_in_use, dtype=np.int64)
         self.ring_slot_compute_done[used] = self._compute_log.next_batch
         self.ring_slot_compute_done[[copy.src_slot for copy in moves.copies]] = self._compute_log.next_batch
@@ -150,7 +158,7 @@ class OffloadEngine:
             self.offload_slot_layer(runs, range(layer, layer + 1), self._compute_log.find(last_use, layer))
 
     def _note_offloads(self, offloads: tuple[SlotOffload, ...]) -> None:
-        """Note that the next batch of d2h makes these offloads."""
+        """Note that the next batch on d2h makes these offloads."""
         batch = self._d2h_log.next_batch
         self.ring_slot_offload_done[[offload.ring_slot for offload in offloads]] = batch
         self.cpu_block_offload_done[[offload.cpu_block_id for offload in offloads]] = batch
@@ -170,13 +178,13 @@ class OffloadEngine:
         return _Loads(runs, _newest(self.cpu_block_offload_done, group.cpu_block_ids), to_slots=False)
 
     def begin_layer(self, layer: int) -> None:
-        """Compute may write the layer's slots from here on. Hot: once per layer."""
+        """Make compute wait until it may read and write the layer's slots. Hot: once per layer."""
         if self._moves.loads:
             self.wait_slot_layer(layer)
         self._wait(self.streams.compute, self._d2h_log.find(self._taken_offload, layer))  # E4: copied out -> written
 
     def stored(self, layer: int) -> None:
-        """The layer's new K and V are in their slots: make the copies that need them. Hot: once per layer."""
+        """Enqueue the copies that need the layer's new K and V, which are in their slots now. Hot: once per layer."""
         for copy in self._moves.copies:
             for cache in (self.k_cache_gpu[layer], self.v_cache_gpu[layer]):
                 self.streams.compute.copy(
@@ -186,16 +194,17 @@ class OffloadEngine:
             self.offload_slot_layer(self._offload_runs, range(layer, layer + 1), self._record(self.streams.compute))
 
     def attended(self) -> None:
-        """The paged call of the next layer in turn is enqueued. Hot: once per layer."""
+        """Note that the layer's paged call is enqueued. Layers come in order. Hot: once per layer."""
         self.record_slot_compute_done()
 
     def staged_buffers(self) -> Iterator[int]:
-        """The staging buffer of each streamed group of the next layer in turn, in the plan's order.
+        """Yield the staging buffer of each streamed group of a layer, in the plan's order. Layers come in order.
 
-        A buffer is filled when it is yielded and released when the next one is asked for. Hot: once per layer.
+        Before a buffer is yielded, compute is made to wait until it is filled. Asking for the next buffer releases the
+        one before, so that it can be filled again. Hot: once per layer.
         """
         for _ in self._moves.streamed:
-            buffer = self._num_released % NUM_STAGING_GROUPS
+            buffer = self._num_released % self.num_staging_groups
             self._wait(self.streams.compute, self.staging_ready[buffer])  # E7: staged -> attended
             yield buffer
             self.staging_compute_done[buffer] = self._record(self.streams.compute)  # E8: attended -> refilled
@@ -203,16 +212,16 @@ class OffloadEngine:
             self._pump()
 
     def groups(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """K and V `[N, P, K, D]` of the same buffers; the plan's tables index N."""
+        """Yield K and V `[N, P, K, D]` of each of these buffers. The plan's tables index N."""
         for buffer in self.staged_buffers():
             yield self.k_staging[buffer], self.v_staging[buffer]
 
     def begin_all_layers(self) -> None:
-        """In place of begin_layer, for a step that loads nothing and is enqueued at once (a CUDA graph)."""
-        self.begin_layer(self.spec.num_layers - 1)  # copying out ends with the last layer, so this waits for them all
+        """Replaces begin_layer in a step that loads nothing and is enqueued as a whole, as a single CUDA graph is."""
+        self.begin_layer(self.spec.num_layers - 1)  # the last layer is copied out last, so this waits for all
 
     def ran_all_layers(self) -> None:
-        """In place of stored and attended, for such a step."""
+        """Replaces stored and attended in such a step."""
         done = self.record_slot_compute_done(self.spec.num_layers)
         if self._offload_runs:
             self.offload_slot_layer(self._offload_runs, range(self.spec.num_layers), done)
@@ -223,17 +232,17 @@ class OffloadEngine:
     # -- copies ----------------------------------------------------------------------------------------------------
 
     def wait_slot_layer(self, layer: int) -> None:
-        """Compute goes on once the step's loads into slots are done in this layer. Hot."""
+        """Make compute wait for the step's loads into slots in this layer. Hot."""
         self._wait(self.streams.compute, self.ring_slot_ready[layer])  # E1: loaded -> used
 
     def record_slot_compute_done(self, num_layers: int = 1) -> Event:
-        """Compute has enqueued its last use of the step's slots in the next `num_layers` layers in turn. Hot."""
+        """Record that compute has enqueued its last use of the step's slots in the next `num_layers` layers. Hot."""
         done = self._record(self.streams.compute)
         self._compute_log.add(done, num_layers)  # E2, E3
         return done
 
     def offload_slot_layer(self, runs: tuple[Run, ...], layers: range, stored: Event | None) -> None:
-        """Enqueue slots -> CPU blocks for some layers of a batch, once `stored` is done. Hot."""
+        """Enqueue the copies from slots to CPU blocks in these layers. They run once `stored` is done. Hot."""
         d2h = self.streams.d2h
         self._wait(d2h, stored)  # E3: stored -> copied out
         for layer in layers:
@@ -247,14 +256,14 @@ class OffloadEngine:
             layer, loads = self._queue[0]
             if loads.to_slots:
                 self.load_to_slot_layer(layer, loads)
-            elif self._num_filled - self._num_released < NUM_STAGING_GROUPS:
+            elif self._num_filled - self._num_released < self.num_staging_groups:
                 self._fill_staging(layer, loads)
             else:
                 return
             self._queue.popleft()
 
     def load_to_slot_layer(self, layer: int, loads: _Loads) -> None:
-        """Enqueue CPU blocks -> slots for one layer. Hot."""
+        """Enqueue the copies from CPU blocks to slots in one layer. Hot."""
         h2d = self.streams.h2d
         self._wait(h2d, self._compute_log.find(loads.slot_use, layer))  # E2: last used -> overwritten
         self._wait(h2d, self._d2h_log.find(loads.slot_offload, layer))  # E5: copied out -> overwritten
@@ -263,8 +272,8 @@ class OffloadEngine:
         self.ring_slot_ready[layer] = self._record(h2d)  # E1: loaded -> used
 
     def _fill_staging(self, layer: int, loads: _Loads) -> None:
-        """Enqueue CPU blocks -> the next staging group. Hot."""
-        h2d, group = self.streams.h2d, self._num_filled % NUM_STAGING_GROUPS
+        """Enqueue the copies from CPU blocks to the next staging group. Hot."""
+        h2d, group = self.streams.h2d, self._num_filled % self.num_staging_groups
         self._wait(h2d, self.staging_compute_done[group])  # E8: attended -> refilled
         self._wait(h2d, self._d2h_log.find(loads.block_offload, layer))  # E6: copied out -> loaded again
         self._load(layer, loads, self._staging_tokens[group])
@@ -276,7 +285,7 @@ class OffloadEngine:
         self.num_loaded_bytes += self._num_bytes(loads.runs)
 
     def _num_bytes(self, runs: tuple[Run, ...]) -> int:
-        """In one layer."""
+        """Size of the runs in one layer."""
         return sum(run.num_tokens for run in runs) * self.spec.layer_block_bytes // self.spec.block_size
 
     def _record(self, stream: Stream) -> Event:
@@ -297,14 +306,14 @@ class OffloadEngine:
         }
 
     def close(self) -> None:
-        """Finish all copies and unpin the CPU pool; the caches must not be used after this."""
+        """Finish all copies and unpin the CPU pool. The caches must not be used after this."""
         try:
             self.streams.synchronize()
-        finally:  # a GPU that has failed finishes nothing; the memory is unpinned all the same
+        finally:  # waiting for a GPU that has failed raises; unpin the memory nevertheless
             for buffer in self._host_buffers:
                 buffer.close()
 
 
 def _newest(batches: np.ndarray, ids: Iterable[int]) -> int:
-    """The newest batch of these slots or blocks; 0 where there are none."""
+    """The newest batch that is noted for these slots or blocks, or 0 if there are none."""
     return int(batches[list(ids)].max(initial=0))

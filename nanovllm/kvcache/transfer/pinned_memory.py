@@ -1,8 +1,9 @@
-"""Page-locked host memory of exact size.
+"""Page-locked host memory of exactly the size that is asked for.
 
-torch's own pinned allocator rounds up to a power of two and pins 1.6 GiB/s. Here an anonymous mapping is touched by
-many threads (which is what makes its pages), then registered with CUDA in one call. A private mapping gets huge pages
-where the machine has them; a shared one, Python's default, takes 4 KiB pages and six times as long (docs/log.md).
+torch's own pinned allocator rounds sizes up to a power of two and pins 1.6 GiB/s. Here many threads touch an anonymous
+mapping, so that the kernel makes its pages in parallel, and then one call registers the whole mapping with CUDA. The
+mapping is private, because a private one gets huge pages where the machine has them. A shared mapping, Python's
+default, gets pages of 4 KiB and takes six times as long (docs/log.md).
 """
 
 import ctypes
@@ -21,10 +22,11 @@ _TOUCH_BYTES = 64 * 2**20
 
 
 class HostBuffer:
-    """`num_bytes` of host memory as a uint8 tensor, page-locked for the GPU that will copy from and to it, if any.
+    """`num_bytes` of host memory as a uint8 tensor. `pinned_for`: the GPU that copies from and to it; None: no pinning.
 
-    `close()` unregisters the buffer; if it was never called, the finalizer does. Otherwise CUDA would treat the next
-    mapping at this address as already registered. Tensors made from `tensor` must not be used after that.
+    `close()` unregisters the memory from CUDA. If it is never called, a finalizer does that, because CUDA would
+    otherwise treat the next mapping at this address as already registered. After that, `tensor` and everything that was
+    made from it must not be used.
     """
 
     def __init__(self, num_bytes: int, pinned_for: torch.device | None) -> None:
@@ -41,9 +43,10 @@ class HostBuffer:
         try:
             self._map.madvise(mmap.MADV_HUGEPAGE)
         except OSError as error:
-            if error.errno != errno.EINVAL:  # the kernel has no transparent huge pages; small ones do as well
+            if error.errno != errno.EINVAL:  # the kernel has no transparent huge pages; small ones work, too
                 raise
-        # Not mere advice: after a fork a write would move a pinned page away from under the GPU
+        # Correctness depends on this. After a fork, a write would move the data to a new page (copy-on-write), while
+        # the GPU keeps using the old one.
         self._map.madvise(mmap.MADV_DONTFORK)
 
     def _touch(self) -> None:
@@ -65,16 +68,16 @@ class HostBuffer:
                 "lower num_cpu_blocks or cpu_memory_gb, or raise the limit on locked memory (ulimit -l)"
             )
         self._unpin = weakref.finalize(self, _unregister, self.tensor.data_ptr(), device)
-        self._unpin.atexit = False  # the process ends anyway
+        self._unpin.atexit = False  # when the process ends, its memory is unpinned anyway
 
     def close(self) -> None:
-        """Unpin. The mapping itself goes with the last tensor on it."""
+        """Unpin the memory. The mapping itself is freed with the last tensor that uses it."""
         if self._unpin is not None:
             self._unpin()
 
 
 def _unregister(address: int, device: torch.device) -> None:
     with torch.cuda.device(device):
-        with suppress(RuntimeError):  # a GPU that has failed is not copying any more
-            torch.cuda.synchronize()  # an engine that is dropped in the middle of its work has copies under way
+        with suppress(RuntimeError):  # a GPU that has failed no longer copies anything
+            torch.cuda.synchronize()  # an engine that is dropped during a step may still be copying
         torch.cuda.cudart().cudaHostUnregister(address)

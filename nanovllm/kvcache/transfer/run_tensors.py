@@ -1,4 +1,4 @@
-"""The tensors of a run: K and V of its tokens in CPU memory and on the GPU.
+"""The tensors that a run is copied between: K and V of its tokens, in CPU memory and on the GPU.
 
 Legend: L layers (or staging groups), N blocks, P tokens per block, K kv heads, D head dim.
 """
@@ -15,15 +15,15 @@ Copy: TypeAlias = tuple[torch.Tensor, torch.Tensor]  # target and source
 
 
 def token_views(k_LNPKD: torch.Tensor, v_LNPKD: torch.Tensor) -> list[KV]:
-    """Views of the caches `[L, N, P, K, D]` by layer, with the tokens of all blocks in a row.
+    """Views of the caches `[L, N, P, K, D]`, one pair per layer, with the tokens of all blocks in a row.
 
-    Make them once: slicing a view takes a fraction of the time of indexing the whole cache.
+    Make the views once and slice them for each copy. That takes a fraction of the time of indexing the whole cache.
     """
     return list(zip(k_LNPKD.flatten(1, 2).unbind(0), v_LNPKD.flatten(1, 2).unbind(0), strict=True))
 
 
 def run_tensors(runs: tuple[Run, ...], dst: KV, src: KV, *, to_gpu: bool) -> Iterator[Copy]:
-    """For each run the copy of K, then that of V. Hot."""
+    """Yield two copies for each run: that of K, then that of V. Hot."""
     for cpu_start, gpu_start, num_tokens in runs:
         dst_start, src_start = (gpu_start, cpu_start) if to_gpu else (cpu_start, gpu_start)
         for dst_cache, src_cache in zip(dst, src, strict=True):

@@ -1,8 +1,8 @@
-"""Streams and events, as the offload engine uses them: CUDA's, or stand-ins that run everything at once.
+"""Streams and events as the offload engine uses them: CUDA's, or stand-ins for the CPU that copy at once.
 
-Three queues of work: compute (the model's own), h2d and d2h. Work of one queue runs in order; an event recorded on
-one and waited for on another is the only order between them. As in CUDA, waiting for an event means waiting for the
-work recorded *so far*; an event never recorded is not waited for.
+There are three queues of work: compute (the model's own), h2d and d2h. The work of one queue runs in order. Work of
+different queues is ordered only by events, which one queue records and another waits for. As in CUDA, a wait is for
+what the event has recorded *so far*. A wait for an event that was never recorded does nothing.
 """
 
 from collections.abc import Iterable
@@ -12,21 +12,21 @@ import torch
 
 from nanovllm.device.cuda_streams import new_stream
 
-Event: TypeAlias = Any  # made by Streams.event, recorded and waited for through a Stream
+Event: TypeAlias = Any  # made by Streams.event; a Stream records it or waits for it
 
 
 class Stream(Protocol):
     def record(self, event: Event) -> None:
-        """`event` now stands for everything enqueued on this stream so far."""
+        """Let `event` stand for everything that is enqueued on this stream so far."""
 
     def wait(self, event: Event) -> None:
-        """Work enqueued on this stream from here on starts after `event`."""
+        """Let everything that is enqueued on this stream from here on start after `event`."""
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
-        """Enqueue dst <- src (same shape, both contiguous)."""
+        """Enqueue dst <- src. They have the same shape, and both are contiguous."""
 
     def copy_all(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Enqueue dst <- src of each pair. Takes the host less time than calling `copy` for each."""
+        """Enqueue dst <- src for each pair. This takes the host less time than a call of `copy` for each."""
 
 
 class Streams(Protocol):
@@ -42,14 +42,14 @@ class Streams(Protocol):
     def event(self) -> Event: ...
 
     def is_done(self, event: Event) -> bool:
-        """Whether the work that a recorded event stands for is known to have run. The host does not wait for it."""
+        """Whether the work that a recorded event stands for is known to be done. The host does not wait for it."""
 
     def synchronize(self) -> None:
-        """Return when all work enqueued on h2d and d2h is done."""
+        """Return once all work that is enqueued on h2d and d2h is done."""
 
 
 class ImmediateStream:
-    """Runs each copy when it is enqueued; there is nothing left to wait for."""
+    """Runs each copy when it is enqueued, so every wait is over at once."""
 
     def record(self, event: Event) -> None:
         pass
@@ -80,7 +80,7 @@ class ImmediateStreams:
 
 
 class CudaStream:
-    """A torch stream. The compute stream is whatever stream is current when it is used."""
+    """A torch stream. None stands for the compute stream: whichever stream is current at the time of the call."""
 
     def __init__(self, stream: torch.cuda.Stream | None) -> None:
         self._stream = stream
