@@ -1,8 +1,9 @@
 """Streams and events as the offload engine uses them: CUDA's, or stand-ins for the CPU that copy at once.
 
-There are three queues of work: compute (the model's own), h2d and d2h. The work of one queue runs in order. Work of
-different queues is ordered only by events, which one queue records and another waits for. As in CUDA, a wait is for
-what the event has recorded *so far*. A wait for an event that was never recorded does nothing.
+There are three queues of work: compute (the model's own), h2d and d2h. A fourth one, `cpu`, is made where the CPU
+attends to keys. The work of one queue runs in order. Work of different queues is ordered only by events, which one
+queue records and another waits for. As in CUDA, a wait is for what the event has recorded *so far*. A wait for an event
+that was never recorded does nothing.
 """
 
 from collections.abc import Iterable
@@ -10,7 +11,10 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
+from nanovllm.cpu_attention.job import AttentionJob
+from nanovllm.cpu_attention.kernels import CpuKernel
 from nanovllm.device.cuda_streams import new_stream
+from nanovllm.device.stream_values import wait_for_value, write_value
 
 Event: TypeAlias = Any  # made by Streams.event; a Stream records it or waits for it
 
@@ -29,6 +33,22 @@ class Stream(Protocol):
         """Enqueue dst <- src for each pair. This takes the host less time than a call of `copy` for each."""
 
 
+class CpuStream(Protocol):
+    """A queue of attention on the CPU, whose work the CPU's threads do while the host goes on."""
+
+    def record(self, event: Event) -> None:
+        """As on a Stream."""
+
+    def wait(self, event: Event) -> None:
+        """As on a Stream."""
+
+    def attend(self, job: AttentionJob, layer: int) -> None:
+        """Enqueue the job's attention in one layer. The job must live until it is done."""
+
+    def close(self) -> None:
+        """Finish what has begun. Nothing waits for the rest any more."""
+
+
 class Streams(Protocol):
     @property
     def compute(self) -> Stream: ...
@@ -38,6 +58,10 @@ class Streams(Protocol):
 
     @property
     def d2h(self) -> Stream: ...
+
+    def cpu(self, kernel: CpuKernel) -> CpuStream:
+        """A new queue of attention, which `kernel` computes."""
+        ...
 
     def event(self) -> Event: ...
 
@@ -65,9 +89,25 @@ class ImmediateStream:
             dst.copy_(src)
 
 
+class ImmediateCpuStream(ImmediateStream):
+    """Attends when it is told to."""
+
+    def __init__(self, kernel: CpuKernel) -> None:
+        self._kernel = kernel
+
+    def attend(self, job: AttentionJob, layer: int) -> None:
+        self._kernel.attend(job, layer)
+
+    def close(self) -> None:
+        pass
+
+
 class ImmediateStreams:
     def __init__(self) -> None:
         self.compute = self.h2d = self.d2h = ImmediateStream()
+
+    def cpu(self, kernel: CpuKernel) -> ImmediateCpuStream:
+        return ImmediateCpuStream(kernel)
 
     def event(self) -> Event:
         return None
@@ -104,11 +144,40 @@ class CudaStream:
                 dst.copy_(src, non_blocking=True)
 
 
+class CudaCpuStream(CudaStream):
+    """A CUDA stream that tells the CPU when to start, and waits until it has finished.
+
+    Both are values in pinned memory. The GPU writes one when everything before is done, and a thread of the kernel's
+    watches it; that thread writes the other, which the stream waits for. The host only enqueues. A CUDA host function
+    would do as well, but starting it after a kernel takes 0.1 ms.
+    """
+
+    def __init__(self, kernel: CpuKernel, stream: torch.cuda.Stream) -> None:
+        super().__init__(stream)
+        self._flags = torch.zeros(2, dtype=torch.int32).pin_memory()  # started, finished
+        self._server = kernel.serve(self._flags)
+        self._num_jobs = 0
+
+    def attend(self, job: AttentionJob, layer: int) -> None:
+        self._num_jobs = self._num_jobs + 1 & 0xFFFFFFFF
+        number = self._num_jobs - (self._num_jobs >> 31 << 32)  # as an int32
+        self._server.submit(job, layer, number)
+        write_value(self.stream, self._flags[:1], number)
+        wait_for_value(self.stream, self._flags[1:], number)
+
+    def close(self) -> None:
+        self._server.close()
+
+
 class CudaStreams:
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self.compute = CudaStream(None)
         self.h2d = CudaStream(new_stream(device, owner=self))
         self.d2h = CudaStream(new_stream(device, owner=self))
+
+    def cpu(self, kernel: CpuKernel) -> CudaCpuStream:
+        return CudaCpuStream(kernel, new_stream(self._device, owner=self))
 
     def event(self) -> Event:
         return torch.cuda.Event()

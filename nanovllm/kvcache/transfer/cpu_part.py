@@ -1,0 +1,126 @@
+"""CpuAttention: attention on the CPU to keys that are not on the GPU, and the few rows that cross the link for it.
+
+In each layer the queries go down and the results come up: some KiB, where the keys would be MiB. All of it is enqueued,
+so the host waits for nothing.
+
+Stream edges:
+  E11  query in CPU memory -> attended  compute -> cpu  query_ready
+  E12  block copied out -> attended     d2h -> cpu      cpu_block_offload_done, of the offload engine
+  E13  attended -> merged               cpu -> compute  attended
+No other edge is needed. Compute waits for the results of every layer (E13), so the next layer may use the same buffers.
+A block is written (E3) only from what compute stored in a later step, after this step's results.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+
+from nanovllm.core.kv_spec import KVCacheSpec
+from nanovllm.cpu_attention.job import AttentionJob, RowSpans
+from nanovllm.cpu_attention.kernels import CpuKernel
+from nanovllm.kvcache.transfer.stream_log import StreamLog
+from nanovllm.kvcache.transfer.streams import Event, Stream, Streams
+
+
+class CpuAttention:
+    """The calls of a step: begin_step; for each layer begin_layer (or, where a CUDA graph brings the query down,
+    `launch`), and `results`.
+
+    Buffers in CPU memory, pinned for a GPU: `q` and `out` `[max_rows, H, D]`, `lse` as many fp32 values.
+    """
+
+    def __init__(
+        self,
+        kernel: CpuKernel,
+        streams: Streams,
+        d2h_log: StreamLog,
+        *,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        num_heads: int,
+        max_rows: int,
+        is_pinned: bool,
+    ) -> None:
+        """`k_cache` and `v_cache`: the pool, `[L, N, P, K, D]`. `num_heads`: query heads of this rank."""
+        self.kernel, self.max_rows, self.num_heads = kernel, max_rows, num_heads
+        self._streams, self._d2h_log = streams, d2h_log
+        self._stream = streams.cpu(kernel)
+        self._k_cache, self._v_cache = k_cache, v_cache
+        rows_shape = (max_rows, num_heads, k_cache.shape[-1])
+        self._q, self._out = (torch.zeros(rows_shape, dtype=k_cache.dtype, pin_memory=is_pinned) for _ in ("q", "out"))
+        self._lse = torch.zeros(num_heads * max_rows, dtype=torch.float32, pin_memory=is_pinned)
+        self._jobs: deque[tuple[AttentionJob, Event]] = deque()  # those that may still be running
+        self._offload_batch = 0  # the newest that copies out a block of this step's
+
+    def q_rows(self, num_rows: int) -> torch.Tensor:
+        """Where the queries of so many rows go, [T, H, D]."""
+        return self._q[:num_rows]
+
+    def result_rows(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where their results will be: [T, H, D], and the LSE [H, T]."""
+        return self._out[:num_rows], self._lse[: self.num_heads * num_rows].view(self.num_heads, num_rows)
+
+    def begin_step(self, offload_batch: int) -> None:
+        """`offload_batch`: the newest batch of d2h that copies out a block which the step attends to."""
+        while self._jobs and self._streams.is_done(self._jobs[0][1]):
+            self._jobs.popleft()
+        self._offload_batch = offload_batch
+
+    def make_job(self, rows: Sequence[RowSpans], scale: float) -> AttentionJob:
+        """A step's attention, for rows that come in this order."""
+        num_rows = sum(row.num_rows for row in rows)
+        out, lse = self.result_rows(num_rows)
+        return AttentionJob(
+            k_cache=self._k_cache,
+            v_cache=self._v_cache,
+            q_THD=self.q_rows(num_rows),
+            out_THD=out,
+            lse_HT=lse,
+            rows=rows,
+            scale=scale,
+            num_threads=self.kernel.num_threads,
+        )
+
+    def begin_layer(self, job: AttentionJob, layer: int, q_THD: torch.Tensor) -> None:
+        """Bring the layer's query down and attend. Hot: once per layer."""
+        self._streams.compute.copy(self.q_rows(len(q_THD)), q_THD.contiguous())
+        query_ready = self._record(self._streams.compute)
+        self.launch(job, layer, query_ready)
+
+    def launch(self, job: AttentionJob, layer: int, query_ready: Event) -> None:
+        """Attend once `query_ready` is done. Hot: once per layer."""
+        self._wait(self._stream, query_ready)  # E11: query is there -> attended
+        self._wait(self._stream, self._d2h_log.find(self._offload_batch, layer))  # E12: copied out -> attended
+        self._stream.attend(job, layer)
+        if self._jobs and self._jobs[-1][0] is job:
+            self._jobs.pop()
+        self._jobs.append((job, self._record(self._stream)))
+
+    def wait_for_results(self) -> None:
+        """Compute may read the results of the layer that was launched last. Hot: once per layer."""
+        _, attended = self._jobs[-1]
+        self._wait(self._streams.compute, attended)  # E13: attended -> merged
+
+    def results(self, like_q_THD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The layer's results on the device of the query: [T, H, D], and the LSE [H, T]. Hot: once per layer."""
+        self.wait_for_results()
+        out, lse = self.result_rows(len(like_q_THD))
+        results = torch.empty_like(like_q_THD), torch.empty(lse.shape, dtype=lse.dtype, device=like_q_THD.device)
+        for target, source in zip(results, (out, lse), strict=True):
+            self._streams.compute.copy(target, source)
+        return results
+
+    def _record(self, stream: Stream) -> Event:
+        event = self._streams.event()
+        stream.record(event)
+        return event
+
+    @staticmethod
+    def _wait(stream: Stream, event: Event | None) -> None:
+        if event is not None:
+            stream.wait(event)
+
+    def close(self) -> None:
+        self._stream.close()
+        self.kernel.close()
