@@ -30,8 +30,8 @@ class LinkMeter:
             return
         end_s = self._now_s()
         if self._last_end_s is not None:
-            num_blocks = sum(len(group.cpu_block_ids) for group in plan.moves.streamed)
-            num_tokens = num_blocks * self._block_size + sum(load.num_tokens for load in plan.moves.loads)
+            num_tokens = sum(group.num_tokens(self._block_size) for group in plan.moves.streamed)
+            num_tokens += sum(load.num_tokens for load in plan.moves.loads)
             self._num_bytes += self._block_bytes * num_tokens // self._block_size
             self._seconds += end_s - self._last_end_s
         self._last_end_s = end_s

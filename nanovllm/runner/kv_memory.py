@@ -12,11 +12,13 @@ from typing import TypeAlias
 import torch
 
 from nanovllm.attention.base import AttentionBackend, PagedBatch, PartialAttention, StepAttention
+from nanovllm.attention.cpu import CpuPart
 from nanovllm.attention.paged import PagedAttention, PagedPart
 from nanovllm.attention.parts import AttentionPart
 from nanovllm.attention.streamed import MergedAttention, SlotsPart, StreamedPart
 from nanovllm.core.kv_spec import KVCacheSpec
 from nanovllm.core.step_plan import StepPlan
+from nanovllm.kvcache.transfer.cpu_part import CpuAttention
 from nanovllm.kvcache.transfer.offload_engine import OffloadEngine
 from nanovllm.kvcache.transfer.streams import make_streams
 from nanovllm.runner.batches import StepBatches
@@ -144,8 +146,10 @@ class GpuPool(KVMemory):
 class OffloadedPool(KVMemory):
     """All blocks in CPU memory, some of them also in slots on the GPU. An OffloadEngine moves them."""
 
-    def __init__(self, offload: OffloadEngine) -> None:
+    def __init__(self, offload: OffloadEngine, cpu: CpuAttention | None) -> None:
+        """`cpu`: None to stream every missing block."""
         self.offload: OffloadEngine = offload
+        self.cpu = cpu
 
     @property
     def cache(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -181,20 +185,29 @@ class OffloadedPool(KVMemory):
     ) -> Sequence[AttentionPart[PartialAttention]]:
         """The parts of the attention, in the order in which they are finished."""
         k_cache, v_cache = self.cache
-        return (
+        parts: list[AttentionPart[PartialAttention]] = [
             SlotsPart(
                 stream=self.offload, backend=backend, k_cache=k_cache, v_cache=v_cache, batch=batches.paged, scale=scale
             ),
             StreamedPart(stream=self.offload, backend=backend, batches=batches.groups, scale=scale),
-        )
+        ]
+        if batches.cpu is not None:
+            assert self.cpu is not None, "the plan leaves keys to the CPU, which does not attend"
+            parts.append(CpuPart(worker=self.cpu, job=self.cpu.make_job(batches.cpu, scale)))
+        return parts
 
     def streamed_graphs(
         self, inputs: DecodeInputs, backend: AttentionBackend, scale: float, num_heads: int
     ) -> StreamedDecodeGraphs | None:
-        return StreamedDecodeGraphs(inputs, offload=self.offload, backend=backend, scale=scale, num_heads=num_heads)
+        return StreamedDecodeGraphs(
+            inputs, offload=self.offload, cpu=self.cpu, backend=backend, scale=scale, num_heads=num_heads
+        )
 
     def begin_step(self, plan: StepPlan) -> None:
         self.offload.begin_step(plan.moves, chain.from_iterable(step.block_table for step in plan.sequences))
+        if self.cpu is not None:
+            spans = chain.from_iterable(plan.moves.cpu_spans)
+            self.cpu.begin_step(self.offload.last_offload(span.cpu_block_id for span in spans))
 
     def begin_all_layers(self) -> None:
         self.offload.begin_all_layers()
@@ -209,6 +222,8 @@ class OffloadedPool(KVMemory):
         return self.offload.stats()
 
     def close(self) -> None:
+        if self.cpu is not None:
+            self.cpu.close()
         self.offload.close()
 
 

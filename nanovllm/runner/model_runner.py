@@ -23,7 +23,7 @@ from nanovllm.kvcache.transfer.offload_engine import OffloadEngine
 from nanovllm.layers.sampler import sample
 from nanovllm.models.loader import load_weights
 from nanovllm.models.registry import build_model
-from nanovllm.runner.batches import build_batches, last_token_batches
+from nanovllm.runner.batches import build_batches, cpu_rows, last_token_batches
 from nanovllm.runner.decode_inputs import DecodeInputs
 from nanovllm.runner.graph_set import GraphSet
 from nanovllm.runner.inputs import StepArrays, StepTensors, build_arrays, build_groups, to_device
@@ -202,11 +202,11 @@ class ModelRunner:
         return self.memory.attention(self.backend, self.scale, tensors.slot_mapping, batches, last)
 
     def _replay(self, graphs: GraphSet, plan: StepPlan, arrays: StepArrays) -> torch.Tensor:
-        """Run a decode step that loads nothing into slots: one replay, or several pieces if groups are streamed."""
-        if plan.moves.streamed:
-            assert graphs.streamed is not None, "a plan streams groups only with offload"
+        """Run a decode step that loads nothing into slots: one replay, or several pieces if keys are missing."""
+        if plan.moves.brings_in_keys:
+            assert graphs.streamed is not None, "keys are missing only with offload"
             groups = build_groups(plan, self.spec.block_size, self.spec.staging_group_blocks)
-            logits = graphs.streamed.replay(arrays, groups)
+            logits = graphs.streamed.replay(arrays, groups, cpu_rows(plan))
         else:
             self.memory.begin_all_layers()
             logits = graphs.resident.replay(arrays)

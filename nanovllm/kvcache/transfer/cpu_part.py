@@ -12,20 +12,27 @@ A block is written (E3) only from what compute stored in a later step, after thi
 """
 
 from collections import deque
-from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
-from nanovllm.core.kv_spec import KVCacheSpec
-from nanovllm.cpu_attention.job import AttentionJob, RowSpans
+from nanovllm.core.step_plan import CpuSpan
+from nanovllm.cpu_attention.job import AttentionJob, RowSpans, TokenSpan
 from nanovllm.cpu_attention.kernels import CpuKernel
 from nanovllm.kvcache.transfer.stream_log import StreamLog
 from nanovllm.kvcache.transfer.streams import Event, Stream, Streams
 
 
+class CpuRows(NamedTuple):
+    """The keys that each sequence's queries attend to on the CPU. The queries of the sequences follow each other."""
+
+    num_queries: tuple[int, ...]
+    spans: tuple[tuple[CpuSpan, ...], ...]
+
+
 class CpuAttention:
-    """The calls of a step: begin_step; for each layer begin_layer (or, where a CUDA graph brings the query down,
-    `launch`), and `results`.
+    """The calls of a step: begin_step; make_job; for each layer begin_layer and `results`. Where CUDA graphs bring the
+    query down and the results up, `launch` and `wait_for_results` replace these two.
 
     Buffers in CPU memory, pinned for a GPU: `q` and `out` `[max_rows, H, D]`, `lse` as many fp32 values.
     """
@@ -44,14 +51,15 @@ class CpuAttention:
     ) -> None:
         """`k_cache` and `v_cache`: the pool, `[L, N, P, K, D]`. `num_heads`: query heads of this rank."""
         self.kernel, self.max_rows, self.num_heads = kernel, max_rows, num_heads
-        self._streams, self._d2h_log = streams, d2h_log
+        self.streams, self._d2h_log = streams, d2h_log
         self._stream = streams.cpu(kernel)
         self._k_cache, self._v_cache = k_cache, v_cache
         rows_shape = (max_rows, num_heads, k_cache.shape[-1])
         self._q, self._out = (torch.zeros(rows_shape, dtype=k_cache.dtype, pin_memory=is_pinned) for _ in ("q", "out"))
         self._lse = torch.zeros(num_heads * max_rows, dtype=torch.float32, pin_memory=is_pinned)
         self._jobs: deque[tuple[AttentionJob, Event]] = deque()  # those that may still be running
-        self._offload_batch = 0  # the newest that copies out a block of this step's
+        self._last_job: tuple[tuple[CpuRows, float, int], AttentionJob] | None = None  # with make_job's arguments
+        self._offload_batch = 0  # the newest that copies out a block which this step attends to
 
     def q_rows(self, num_rows: int) -> torch.Tensor:
         """Where the queries of so many rows go, [T, H, D]."""
@@ -63,13 +71,28 @@ class CpuAttention:
 
     def begin_step(self, offload_batch: int) -> None:
         """`offload_batch`: the newest batch of d2h that copies out a block which the step attends to."""
-        while self._jobs and self._streams.is_done(self._jobs[0][1]):
+        while self._jobs and self.streams.is_done(self._jobs[0][1]):
             self._jobs.popleft()
         self._offload_batch = offload_batch
 
-    def make_job(self, rows: Sequence[RowSpans], scale: float) -> AttentionJob:
-        """A step's attention, for rows that come in this order."""
-        num_rows = sum(row.num_rows for row in rows)
+    def make_job(self, rows: CpuRows, scale: float, num_padding_rows: int = 0) -> AttentionJob:
+        """A step's attention, for queries in this order and then some that see no key. Most steps repeat the last one,
+        and so does their job.
+        """
+        key = rows, scale, num_padding_rows
+        if self._last_job is None or self._last_job[0] != key:
+            self._last_job = key, self._make_job(*key)
+        return self._last_job[1]
+
+    def _make_job(self, rows: CpuRows, scale: float, num_padding_rows: int) -> AttentionJob:
+        block_size = self._k_cache.shape[2]
+        row_spans = [
+            RowSpans(n, tuple(TokenSpan(block_id * block_size + start, end - start) for block_id, start, end in spans))
+            for n, spans in zip(*rows, strict=True)
+        ]
+        if num_padding_rows:
+            row_spans.append(RowSpans(num_padding_rows, ()))
+        num_rows = sum(row.num_rows for row in row_spans)
         out, lse = self.result_rows(num_rows)
         return AttentionJob(
             k_cache=self._k_cache,
@@ -77,15 +100,15 @@ class CpuAttention:
             q_THD=self.q_rows(num_rows),
             out_THD=out,
             lse_HT=lse,
-            rows=rows,
+            rows=row_spans,
             scale=scale,
             num_threads=self.kernel.num_threads,
         )
 
     def begin_layer(self, job: AttentionJob, layer: int, q_THD: torch.Tensor) -> None:
         """Bring the layer's query down and attend. Hot: once per layer."""
-        self._streams.compute.copy(self.q_rows(len(q_THD)), q_THD.contiguous())
-        query_ready = self._record(self._streams.compute)
+        self.streams.compute.copy(self.q_rows(len(q_THD)), q_THD.contiguous())
+        query_ready = self._record(self.streams.compute)
         self.launch(job, layer, query_ready)
 
     def launch(self, job: AttentionJob, layer: int, query_ready: Event) -> None:
@@ -100,7 +123,7 @@ class CpuAttention:
     def wait_for_results(self) -> None:
         """Compute may read the results of the layer that was launched last. Hot: once per layer."""
         _, attended = self._jobs[-1]
-        self._wait(self._streams.compute, attended)  # E13: attended -> merged
+        self._wait(self.streams.compute, attended)  # E13: attended -> merged
 
     def results(self, like_q_THD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The layer's results on the device of the query: [T, H, D], and the LSE [H, T]. Hot: once per layer."""
@@ -108,11 +131,11 @@ class CpuAttention:
         out, lse = self.result_rows(len(like_q_THD))
         results = torch.empty_like(like_q_THD), torch.empty(lse.shape, dtype=lse.dtype, device=like_q_THD.device)
         for target, source in zip(results, (out, lse), strict=True):
-            self._streams.compute.copy(target, source)
+            self.streams.compute.copy(target, source)
         return results
 
     def _record(self, stream: Stream) -> Event:
-        event = self._streams.event()
+        event = self.streams.event()
         stream.record(event)
         return event
 

@@ -65,6 +65,10 @@ class Streams(Protocol):
 
     def event(self) -> Event: ...
 
+    def graph_event(self) -> Event:
+        """An event that CUDA graphs record: after each replay it stands for the point where it was recorded."""
+        ...
+
     def is_done(self, event: Event) -> bool:
         """Whether the work that a recorded event stands for is known to be done. The host does not wait for it."""
 
@@ -110,6 +114,9 @@ class ImmediateStreams:
         return ImmediateCpuStream(kernel)
 
     def event(self) -> Event:
+        return None
+
+    def graph_event(self) -> Event:
         return None
 
     def is_done(self, event: Event) -> bool:
@@ -181,6 +188,9 @@ class CudaStreams:
 
     def event(self) -> Event:
         return torch.cuda.Event()
+
+    def graph_event(self) -> Event:
+        return torch.cuda.Event(external=True)
 
     def is_done(self, event: Event) -> bool:
         done: bool = event.query()
