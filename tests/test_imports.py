@@ -27,6 +27,7 @@ ALLOWED: dict[str, set[str]] = {
     "device": OPTIONS,
     "kernels": {"device", "core"},
     "layers": OPTIONS | {"device", "kernels"},
+    "cpu_attention": {"errors", "utils"},
     "attention": {"layers", "utils"},
     "attention.backends": OPTIONS | {"attention", "layers", "kernels", "device", "core"},
     "kvcache": {"kvcache.policy", "kvcache.transfer"},

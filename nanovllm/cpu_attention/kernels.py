@@ -1,0 +1,44 @@
+"""The choice of the kernel that attends on the CPU."""
+
+from collections.abc import Sequence
+
+import torch
+
+from nanovllm.cpu_attention import instruction_sets
+from nanovllm.cpu_attention.base import CpuKernel, CpuServer
+from nanovllm.cpu_attention.compiled import CompiledKernel, UnusableLibraryError
+from nanovllm.cpu_attention.torch_kernel import TorchKernel
+from nanovllm.errors import ConfigError
+
+__all__ = ["KERNEL_NAMES", "CpuKernel", "CpuServer", "choose_kernel"]
+
+KERNEL_NAMES = (*(variant.name for variant in instruction_sets.INSTRUCTION_SETS), TorchKernel.name)  # best first
+
+
+def choose_kernel(
+    cpus: Sequence[int], name: str | None = None, *, head_dim: int = 128, dtype: torch.dtype = torch.bfloat16
+) -> CpuKernel:
+    """The kernel of this name, or else the best one that can run here, with one thread on each of `cpus`.
+
+    Raises ConfigError if the kernel of this name cannot run here. `head_dim` and `dtype` are those of the KV cache.
+    """
+    reasons = []
+    for kernel_name in KERNEL_NAMES:
+        if name in (None, kernel_name):
+            try:
+                return _open(kernel_name, cpus, head_dim, dtype)
+            except UnusableLibraryError as error:
+                reasons.append(str(error))
+    if not reasons:
+        raise ConfigError(f"there is no CPU attention kernel {name!r}; choose one of {', '.join(KERNEL_NAMES)}")
+    raise ConfigError(f"the CPU attention kernel {name} cannot run here: {reasons[0]}; choose another one or none")
+
+
+def _open(name: str, cpus: Sequence[int], head_dim: int, dtype: torch.dtype) -> CpuKernel:
+    if name == TorchKernel.name:
+        return TorchKernel(cpus)
+    variant = next(variant for variant in instruction_sets.INSTRUCTION_SETS if variant.name == name)
+    reason = instruction_sets.why_unavailable(variant, instruction_sets.cpu_flags())
+    if reason := reason or CompiledKernel.why_unavailable(head_dim, dtype):
+        raise UnusableLibraryError(reason)
+    return CompiledKernel(variant, cpus)
