@@ -38,8 +38,8 @@ class LLM:
         """`model` is a directory, a hub name or a preset; `options` are the fields of Config.
 
         Raises ConfigError for invalid options and when the engine does not fit in memory, and CheckpointError when the
-        model cannot be read. If this raises, all workers have been stopped and all memory has been released. `internals`
-        is for tests.
+        model cannot be read. If this raises, all workers have been stopped and all memory has been released.
+        `internals` is for tests.
         """
         setup = prepare(model, options, internals)
         self.config, self.model_config, self.max_model_len = setup.config, setup.model_config, setup.max_model_len

@@ -29,11 +29,11 @@ class CpuSplit:
     """What start-up measured. Every rate was measured while the other side was busy."""
 
     token_bytes: int  # of a token's K and V in one layer, on one rank
-    link_byte_per_s: float | None  # None on a CPU, where nothing is streamed
-    cpu_rates: tuple[CpuRate, ...]  # by rising num_queries, the first for 1
-    idle_s: float  # of the CPU in each layer
     max_queries: int  # of a whole step; with more of them, everything is streamed
     is_forced: bool  # the CPU takes its share even where that gains nothing
+    link_byte_per_s: float | None = None  # None on a CPU: there is no link, so the CPU attends to everything
+    cpu_rates: tuple[CpuRate, ...] = ()  # by rising num_queries, the first for 1
+    idle_s: float = 0.0  # of the CPU in each layer
     unit_tokens: int = UNIT_TOKENS  # the CPU's share of a block is a multiple of this
 
     def link_s(self, num_tokens: int) -> float:
@@ -44,6 +44,8 @@ class CpuSplit:
         """How long the CPU takes for a token and so many queries. Between the measured numbers, interpolated; beyond
         the last one, in proportion to it.
         """
+        if self.link_byte_per_s is None:
+            return 0.0
         before = CpuRate(0, float("inf"))
         for rate in self.cpu_rates:
             if num_queries <= rate.num_queries:
@@ -74,6 +76,7 @@ class CpuSplit:
             return max(num_tokens, min(self.unit_tokens, block_size))
         return num_tokens if num_tokens and max(link_s, cpu_s) <= (1 - MIN_GAIN) * all_s else 0
 
-    def bound_byte_per_s(self) -> float:
-        """The most that the link and the CPU can get through together, with one query for each sequence."""
-        return (self.link_byte_per_s or 0.0) + self.cpu_rates[0].byte_per_s
+    @property
+    def cpu_byte_per_s(self) -> float | None:
+        """The CPU's rate with one query for each sequence, where it was measured."""
+        return self.cpu_rates[0].byte_per_s if self.cpu_rates else None

@@ -8,6 +8,7 @@ because the ranks take part in the same collectives.
 from collections.abc import Mapping
 from typing import Protocol
 
+from nanovllm.core.cpu_split import CpuSplit
 from nanovllm.core.kv_spec import KVCacheSizes
 from nanovllm.core.start_report import StartReport
 from nanovllm.core.step_plan import StepPlan
@@ -37,6 +38,12 @@ class Runner(Protocol):
 
     def capture_graphs(self, num_gpu_blocks: int) -> None:
         """Capture the CUDA graphs that decode steps replay from here on. Needs a GPU and an allocated KV cache."""
+
+    def measure_cpu_split(self) -> CpuSplit | None:
+        """How attention is divided between the link and the CPU, by the slowest rank; None: the CPU takes no part.
+
+        The last measurement of the start, because it runs decode steps as requests will.
+        """
 
     def freeze_objects(self) -> None:
         """Exempt all objects that exist now from garbage collection, until `close`."""

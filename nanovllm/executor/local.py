@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 
+from nanovllm.core.cpu_split import CpuSplit
 from nanovllm.core.kv_spec import KVCacheSizes
 from nanovllm.core.start_report import StartReport
 from nanovllm.core.step_plan import StepPlan
@@ -26,6 +27,10 @@ class LocalExecutor(Executor):
     def capture_graphs(self, num_gpu_blocks: int) -> None:
         self._check_open()
         self.runner.capture_graphs(num_gpu_blocks)
+
+    def measure_cpu_split(self) -> CpuSplit | None:
+        self._check_open()
+        return self.runner.measure_cpu_split()
 
     def freeze_objects(self) -> None:
         self._check_open()

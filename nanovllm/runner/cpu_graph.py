@@ -22,7 +22,10 @@ class CpuGraph:
         """`like` gives the device, `largest` the number of sequences of the largest graph."""
         self.cpu, self.backend, self.scale = cpu, backend, scale
         out, lse = cpu.result_rows(largest)
-        self._out, self._lse = torch.zeros_like(out, device=like.device), torch.zeros_like(lse.view(-1), device=like.device)
+        self._out, self._lse = (
+            torch.zeros_like(out, device=like.device),
+            torch.zeros_like(lse.view(-1), device=like.device),
+        )
         self._query_ready = cpu.streams.graph_event()
         self._job: AttentionJob | None = None  # of the step
         self._graph: torch.cuda.CUDAGraph | None = None

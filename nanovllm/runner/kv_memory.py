@@ -33,6 +33,7 @@ class KVMemory(ABC):
     """The interface of both kinds. By default the calls of a step do nothing, which suits a pool on the GPU."""
 
     offload: OffloadEngine | None = None  # moves the blocks; None without offload
+    cpu: CpuAttention | None = None  # attends to blocks in CPU memory; None if the CPU takes no part
 
     @property
     @abstractmethod
@@ -205,9 +206,6 @@ class OffloadedPool(KVMemory):
 
     def begin_step(self, plan: StepPlan) -> None:
         self.offload.begin_step(plan.moves, chain.from_iterable(step.block_table for step in plan.sequences))
-        if self.cpu is not None:
-            spans = chain.from_iterable(plan.moves.cpu_spans)
-            self.cpu.begin_step(self.offload.last_offload(span.cpu_block_id for span in spans))
 
     def begin_all_layers(self) -> None:
         self.offload.begin_all_layers()
@@ -240,8 +238,10 @@ def make_kv_memory(
     dtype: torch.dtype,
     device: torch.device,
     make_offload_engine: OffloadEngineFactory,
+    make_cpu_attention: Callable[[OffloadEngine], CpuAttention | None],
 ) -> KVMemory:
     """`num_cpu_blocks`: 0 for a pool on the GPU."""
     if num_cpu_blocks == 0:
         return GpuPool(spec, dtype, device)
-    return OffloadedPool(make_offload_engine(spec, num_cpu_blocks, dtype, device))
+    offload = make_offload_engine(spec, num_cpu_blocks, dtype, device)
+    return OffloadedPool(offload, make_cpu_attention(offload))

@@ -249,16 +249,16 @@ def test_events_of_copies_out_are_let_go_when_the_gpu_is_done_with_them(
         llm.answer_and_check([prompt], max_tokens=4)
         torch.cuda.synchronize()
         engine.begin_step(KVMoves(), ())
-        assert (engine.cpu_block_offload_done > 0).any() and len(engine.d2h_log) == 0
+        assert (engine.cpu_block_offload_done > 0).any() and len(engine._d2h_log) == 0
         with torch.cuda.stream(engine.streams.d2h.stream):
             torch.cuda._sleep(int(200 * cycles_per_ms))
         num_layers = engine.spec.num_layers
         engine.offload_slot_layer(offload_runs((SlotOffload(0, 0, 0, 1),), BLOCK), range(num_layers), None)
         engine.begin_step(KVMoves(), ())
-        assert len(engine.d2h_log) == num_layers
+        assert len(engine._d2h_log) == num_layers
         torch.cuda.synchronize()
         engine.begin_step(KVMoves(), ())
-        assert len(engine.d2h_log) == 0
+        assert len(engine._d2h_log) == 0
 
 
 # -- soak --------------------------------------------------------------------------------------------------------------

@@ -138,8 +138,8 @@ def test_events_of_copies_that_are_done_are_let_go() -> None:
     for _ in range(40):  # the simulated host learns of it sooner or later
         engine.begin_step(KVMoves(), ())
         engine.end_step()
-    assert len(engine.d2h_log) == len(engine._compute_log) == 0
-    assert engine.d2h_log.find(int(engine.cpu_block_offload_done.max()), NUM_LAYERS - 1) is None
+    assert len(engine._d2h_log) == len(engine._compute_log) == 0
+    assert engine._d2h_log.find(int(engine.cpu_block_offload_done.max()), NUM_LAYERS - 1) is None
     assert engine.cpu_block_offload_done.max() == num_batches
     assert engine.ring_slot_compute_done.max() == len(moves)
 

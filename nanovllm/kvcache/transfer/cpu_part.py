@@ -5,10 +5,12 @@ so the host waits for nothing.
 
 Stream edges:
   E11  query in CPU memory -> attended  compute -> cpu  query_ready
-  E12  block copied out -> attended     d2h -> cpu      cpu_block_offload_done, of the offload engine
-  E13  attended -> merged               cpu -> compute  attended
-No other edge is needed. Compute waits for the results of every layer (E13), so the next layer may use the same buffers.
-A block is written (E3) only from what compute stored in a later step, after this step's results.
+  E12  attended -> merged               cpu -> compute  attended
+No other edge is needed:
+- Compute waits for the results of every layer (E12), so the next layer may use the same buffers.
+- The CPU attends only to blocks without a slot. Before compute uses the slot that such a block had, it waits until the
+  block has been copied out (E4, or E5 and E1), and the query comes after that.
+- A block is written (E3) only from what compute stored in a later step, after this step's results.
 """
 
 from collections import deque
@@ -19,8 +21,7 @@ import torch
 from nanovllm.core.step_plan import CpuSpan
 from nanovllm.cpu_attention.job import AttentionJob, RowSpans, TokenSpan
 from nanovllm.cpu_attention.kernels import CpuKernel
-from nanovllm.kvcache.transfer.stream_log import StreamLog
-from nanovllm.kvcache.transfer.streams import Event, Stream, Streams
+from nanovllm.kvcache.transfer.streams import Event, Queue, Streams
 
 
 class CpuRows(NamedTuple):
@@ -31,7 +32,7 @@ class CpuRows(NamedTuple):
 
 
 class CpuAttention:
-    """The calls of a step: begin_step; make_job; for each layer begin_layer and `results`. Where CUDA graphs bring the
+    """The calls of a step: make_job; for each layer begin_layer and `results`. Where CUDA graphs bring the
     query down and the results up, `launch` and `wait_for_results` replace these two.
 
     Buffers in CPU memory, pinned for a GPU: `q` and `out` `[max_rows, H, D]`, `lse` as many fp32 values.
@@ -41,7 +42,6 @@ class CpuAttention:
         self,
         kernel: CpuKernel,
         streams: Streams,
-        d2h_log: StreamLog,
         *,
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
@@ -51,7 +51,7 @@ class CpuAttention:
     ) -> None:
         """`k_cache` and `v_cache`: the pool, `[L, N, P, K, D]`. `num_heads`: query heads of this rank."""
         self.kernel, self.max_rows, self.num_heads = kernel, max_rows, num_heads
-        self.streams, self._d2h_log = streams, d2h_log
+        self.streams = streams
         self._stream = streams.cpu(kernel)
         self._k_cache, self._v_cache = k_cache, v_cache
         rows_shape = (max_rows, num_heads, k_cache.shape[-1])
@@ -59,7 +59,6 @@ class CpuAttention:
         self._lse = torch.zeros(num_heads * max_rows, dtype=torch.float32, pin_memory=is_pinned)
         self._jobs: deque[tuple[AttentionJob, Event]] = deque()  # those that may still be running
         self._last_job: tuple[tuple[CpuRows, float, int], AttentionJob] | None = None  # with make_job's arguments
-        self._offload_batch = 0  # the newest that copies out a block which this step attends to
 
     def q_rows(self, num_rows: int) -> torch.Tensor:
         """Where the queries of so many rows go, [T, H, D]."""
@@ -69,16 +68,12 @@ class CpuAttention:
         """Where their results will be: [T, H, D], and the LSE [H, T]."""
         return self._out[:num_rows], self._lse[: self.num_heads * num_rows].view(self.num_heads, num_rows)
 
-    def begin_step(self, offload_batch: int) -> None:
-        """`offload_batch`: the newest batch of d2h that copies out a block which the step attends to."""
-        while self._jobs and self.streams.is_done(self._jobs[0][1]):
-            self._jobs.popleft()
-        self._offload_batch = offload_batch
-
     def make_job(self, rows: CpuRows, scale: float, num_padding_rows: int = 0) -> AttentionJob:
         """A step's attention, for queries in this order and then some that see no key. Most steps repeat the last one,
         and so does their job.
         """
+        while self._jobs and self.streams.is_done(self._jobs[0][1]):
+            self._jobs.popleft()
         key = rows, scale, num_padding_rows
         if self._last_job is None or self._last_job[0] != key:
             self._last_job = key, self._make_job(*key)
@@ -113,8 +108,7 @@ class CpuAttention:
 
     def launch(self, job: AttentionJob, layer: int, query_ready: Event) -> None:
         """Attend once `query_ready` is done. Hot: once per layer."""
-        self._wait(self._stream, query_ready)  # E11: query is there -> attended
-        self._wait(self._stream, self._d2h_log.find(self._offload_batch, layer))  # E12: copied out -> attended
+        self._stream.wait(query_ready)  # E11: query is there -> attended
         self._stream.attend(job, layer)
         if self._jobs and self._jobs[-1][0] is job:
             self._jobs.pop()
@@ -123,7 +117,7 @@ class CpuAttention:
     def wait_for_results(self) -> None:
         """Compute may read the results of the layer that was launched last. Hot: once per layer."""
         _, attended = self._jobs[-1]
-        self._wait(self.streams.compute, attended)  # E13: attended -> merged
+        self.streams.compute.wait(attended)  # E12: attended -> merged
 
     def results(self, like_q_THD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The layer's results on the device of the query: [T, H, D], and the LSE [H, T]. Hot: once per layer."""
@@ -134,15 +128,10 @@ class CpuAttention:
             self.streams.compute.copy(target, source)
         return results
 
-    def _record(self, stream: Stream) -> Event:
+    def _record(self, queue: Queue) -> Event:
         event = self.streams.event()
-        stream.record(event)
+        queue.record(event)
         return event
-
-    @staticmethod
-    def _wait(stream: Stream, event: Event | None) -> None:
-        if event is not None:
-            stream.wait(event)
 
     def close(self) -> None:
         self._stream.close()

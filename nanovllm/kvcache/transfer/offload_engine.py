@@ -91,7 +91,7 @@ class OffloadEngine:
         self.k_staging, self.v_staging = (torch.zeros(staging_shape, dtype=dtype, device=device) for _ in ("k", "v"))
         self._cpu_tokens = token_views(self.k_cache_cpu, self.v_cache_cpu)  # one pair per layer
         self._staging_tokens = token_views(self.k_staging, self.v_staging)  # one pair per group
-        self._compute_log, self.d2h_log = StreamLog(spec.num_layers), StreamLog(spec.num_layers)
+        self._compute_log, self._d2h_log = StreamLog(spec.num_layers), StreamLog(spec.num_layers)
         self.cpu_block_offload_done = np.zeros(num_cpu_blocks, dtype=np.int64)
         self.ring_slot_ready: list[Event | None] = [None] * spec.num_layers
         self.staging_ready: list[Event | None] = [None] * self.num_staging_groups
@@ -132,7 +132,7 @@ class OffloadEngine:
         `slots_in_use`: the slots in the block tables of the step.
         """
         assert not self._queue, "the previous step did not use all it loaded"
-        for log in (self._compute_log, self.d2h_log):
+        for log in (self._compute_log, self._d2h_log):
             log.forget_done(self.streams.is_done)
         self._moves = moves
         self._flush(moves.flushes)
@@ -159,7 +159,7 @@ class OffloadEngine:
 
     def _note_offloads(self, offloads: tuple[SlotOffload, ...]) -> None:
         """Note that the next batch on d2h makes these offloads."""
-        batch = self.d2h_log.next_batch
+        batch = self._d2h_log.next_batch
         self.ring_slot_offload_done[[offload.ring_slot for offload in offloads]] = batch
         self.cpu_block_offload_done[[offload.cpu_block_id for offload in offloads]] = batch
 
@@ -177,15 +177,11 @@ class OffloadEngine:
         runs = staging_runs(group, self.spec.block_size)
         return _Loads(runs, _newest(self.cpu_block_offload_done, group.cpu_block_ids), to_slots=False)
 
-    def last_offload(self, cpu_block_ids: Iterable[int]) -> int:
-        """The newest batch of `d2h_log` that copies out one of these CPU blocks."""
-        return _newest(self.cpu_block_offload_done, cpu_block_ids)
-
     def begin_layer(self, layer: int) -> None:
         """Make compute wait until it may read and write the layer's slots. Hot: once per layer."""
         if self._moves.loads:
             self.wait_slot_layer(layer)
-        self._wait(self.streams.compute, self.d2h_log.find(self._taken_offload, layer))  # E4: copied out -> written
+        self._wait(self.streams.compute, self._d2h_log.find(self._taken_offload, layer))  # E4: copied out -> written
 
     def stored(self, layer: int) -> None:
         """Enqueue the copies that need the layer's new K and V, which are in their slots now. Hot: once per layer."""
@@ -251,7 +247,7 @@ class OffloadEngine:
         self._wait(d2h, stored)  # E3: stored -> copied out
         for layer in layers:
             d2h.copy_all(run_tensors(runs, self._cpu_tokens[layer], self._slot_tokens[layer], to_gpu=False))
-        self.d2h_log.add(self._record(d2h), len(layers))  # E4, E5, E6
+        self._d2h_log.add(self._record(d2h), len(layers))  # E4, E5, E6
         self.num_offloaded_bytes += self._num_bytes(runs) * len(layers)
 
     def _pump(self) -> None:
@@ -270,8 +266,8 @@ class OffloadEngine:
         """Enqueue the copies from CPU blocks to slots in one layer. Hot."""
         h2d = self.streams.h2d
         self._wait(h2d, self._compute_log.find(loads.slot_use, layer))  # E2: last used -> overwritten
-        self._wait(h2d, self.d2h_log.find(loads.slot_offload, layer))  # E5: copied out -> overwritten
-        self._wait(h2d, self.d2h_log.find(loads.block_offload, layer))  # E6: copied out -> loaded again
+        self._wait(h2d, self._d2h_log.find(loads.slot_offload, layer))  # E5: copied out -> overwritten
+        self._wait(h2d, self._d2h_log.find(loads.block_offload, layer))  # E6: copied out -> loaded again
         self._load(layer, loads, self._slot_tokens[layer])
         self.ring_slot_ready[layer] = self._record(h2d)  # E1: loaded -> used
 
@@ -279,7 +275,7 @@ class OffloadEngine:
         """Enqueue the copies from CPU blocks to the next staging group. Hot."""
         h2d, group = self.streams.h2d, self._num_filled % self.num_staging_groups
         self._wait(h2d, self.staging_compute_done[group])  # E8: attended -> refilled
-        self._wait(h2d, self.d2h_log.find(loads.block_offload, layer))  # E6: copied out -> loaded again
+        self._wait(h2d, self._d2h_log.find(loads.block_offload, layer))  # E6: copied out -> loaded again
         self._load(layer, loads, self._staging_tokens[group])
         self.staging_ready[group] = self._record(h2d)  # E7: staged -> attended
         self._num_filled += 1

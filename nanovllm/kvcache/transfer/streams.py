@@ -19,13 +19,15 @@ from nanovllm.device.stream_values import wait_for_value, write_value
 Event: TypeAlias = Any  # made by Streams.event; a Stream records it or waits for it
 
 
-class Stream(Protocol):
+class Queue(Protocol):
     def record(self, event: Event) -> None:
         """Let `event` stand for everything that is enqueued on this stream so far."""
 
     def wait(self, event: Event) -> None:
         """Let everything that is enqueued on this stream from here on start after `event`."""
 
+
+class Stream(Queue, Protocol):
     def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         """Enqueue dst <- src. They have the same shape, and both are contiguous."""
 
@@ -33,14 +35,8 @@ class Stream(Protocol):
         """Enqueue dst <- src for each pair. This takes the host less time than a call of `copy` for each."""
 
 
-class CpuStream(Protocol):
-    """A queue of attention on the CPU, whose work the CPU's threads do while the host goes on."""
-
-    def record(self, event: Event) -> None:
-        """As on a Stream."""
-
-    def wait(self, event: Event) -> None:
-        """As on a Stream."""
+class CpuStream(Queue, Protocol):
+    """A queue of attention on the CPU. The CPU's threads do its work while the host goes on."""
 
     def attend(self, job: AttentionJob, layer: int) -> None:
         """Enqueue the job's attention in one layer. The job must live until it is done."""
