@@ -4,6 +4,7 @@ import inspect
 import random
 import re
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -62,7 +63,7 @@ def test_every_split_is_exact(reference: Reference, device: str, num_tokens: int
 def test_several_sequences_and_small_chunks_beside_them(
     reference: Reference, device: str, num_tokens: int, block_size: int
 ) -> None:
-    """Chunks of up to 60 tokens, so that the CPU attends for rows of many queries too, and for none in the last layer."""
+    """Chunks of up to 60 tokens, so that the CPU attends for rows of many queries, and for none in the last layer."""
     options = WITH_CPU | {"kvcache_block_size": block_size, "num_gpu_blocks": 3, "max_num_batched_tokens": 60}
     with CheckedLLM(reference, device=device, internals=splitting(num_tokens), **options) as llm:
         llm.answer_and_check(prompts_of(5 * BLOCK + 7, 3 * BLOCK + 50, 2 * BLOCK), max_tokens=40)
@@ -185,7 +186,7 @@ def test_results_merged_too_early_show_in_the_logits(reference: Reference, edges
     lines = inspect.getsource(cpu_part).splitlines()
     dropped = {edge: seed for edge, seed in edges.items() if "# E12" in lines[edge.site.line - 1]}
     assert any(
-        fails(lambda: serve_with(reference, SimulatedStreams(mode, seed, drop={edge}, check_races=False), seed))
+        fails(partial(serve_with, reference, SimulatedStreams(mode, seed, drop={edge}, check_races=False), seed))
         for edge, seed in dropped.items()
         for mode in MODES
     )

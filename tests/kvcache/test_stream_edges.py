@@ -166,7 +166,7 @@ def runs_by_kind(simulation: Simulation) -> dict[str, list[int]]:
         moves = plan.moves
         runs = {"load": load_runs(moves.loads, block_size), "offload": offload_runs(moves.offloads, block_size)}
         runs |= {"flush": offload_runs(moves.flushes, block_size)}
-        runs |= {"staging": tuple(r for g in moves.streamed for r in staging_runs(g.cpu_block_ids, block_size))}
+        runs |= {"staging": tuple(r for g in moves.streamed for r in staging_runs(g, block_size))}
         for kind, some in runs.items():
             lengths[kind] += [run.num_tokens // block_size for run in some]
     return lengths
