@@ -72,12 +72,19 @@ def _bound_rows(plan: CapacityPlan) -> list[Row]:
     rows = []
     if m.link_byte_per_s and plan.config.enable_cpu_offload:
         rows.append(("link", f"{m.link_byte_per_s / 1e9:.1f} GB/s", m.link_source))
+    if m.cpu_byte_per_s:
+        rows.append(("CPU", f"{m.cpu_byte_per_s / 1e9:.1f} GB/s", "attention beside the link, measured"))
     if m.memory_byte_per_s:
         rows.append(("memory rate", f"{m.memory_byte_per_s / 1e12:.2f} TB/s", m.rates_source))
     if m.flop_per_s:
         rows.append(("arithmetic", f"{m.flop_per_s / 1e12:.0f} TFLOP/s", m.rates_source))
+    brought_in = {"link": plan.link_decode_tok_per_s}
+    if m.cpu_byte_per_s:
+        brought_in = {"link and the CPU": plan.link_and_cpu_decode_tok_per_s}
+    elif plan.config.cpu_attention != "off":
+        brought_in = {"link alone": plan.link_decode_tok_per_s}
     bounds = {
-        "decode": {"link": plan.link_decode_tok_per_s, "memory rate": plan.memory_decode_tok_per_s},
+        "decode": {**brought_in, "memory rate": plan.memory_decode_tok_per_s},
         "prefill": {"link": plan.link_prefill_tok_per_s, "arithmetic": plan.flop_prefill_tok_per_s},
     }
     for name, by_cause in bounds.items():

@@ -81,7 +81,8 @@ def _start(setup: EngineSetup, executor: Executor, end_token_ids: Sequence[int])
     report = executor.start_report()
     logger.info("started in %s", report.phases)
     if setup.config.enable_cpu_offload:
-        setup = replace(setup, plan=_measured_plan(setup.plan, sizes, report.link_byte_per_s))
+        cpu_byte_per_s = None if split is None else split.cpu_byte_per_s
+        setup = replace(setup, plan=_measured_plan(setup.plan, sizes, report.link_byte_per_s, cpu_byte_per_s))
         logger.info("%s", plan_table(setup.plan))
     return Engine(setup, executor, scheduler, sizes, report)
 
@@ -138,7 +139,9 @@ def _make_kv_manager(
     )
 
 
-def _measured_plan(plan: CapacityPlan, sizes: KVCacheSizes, link_byte_per_s: float | None) -> CapacityPlan:
+def _measured_plan(
+    plan: CapacityPlan, sizes: KVCacheSizes, link_byte_per_s: float | None, cpu_byte_per_s: float | None
+) -> CapacityPlan:
     """The plan, made again with the figures that start-up measured."""
-    machine = plan.machine.with_link(link_byte_per_s, "measured")
+    machine = plan.machine.with_link(link_byte_per_s, "measured").with_cpu(cpu_byte_per_s)
     return make_plan(plan.config, plan.model, machine, num_gpu_blocks=sizes.num_gpu_blocks, staging=plan.spec.staging)

@@ -6,7 +6,7 @@ because the ranks take part in the same collectives.
 """
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 from nanovllm.core.cpu_split import CpuSplit
 from nanovllm.core.kv_spec import KVCacheSizes
@@ -54,7 +54,7 @@ class Runner(Protocol):
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Enqueue one step; on a CPU, run it. Steps run in the order of their launches. Hot."""
 
-    def stats(self) -> Mapping[str, float | None]:
+    def stats(self) -> Mapping[str, Any]:
         """Counters of the copies between host and device. Any thread may call this."""
 
     def close(self) -> None:

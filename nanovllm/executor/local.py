@@ -1,6 +1,7 @@
 """LocalExecutor: a single rank, in this process. Every call goes straight to its runner."""
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from nanovllm.core.cpu_split import CpuSplit
 from nanovllm.core.kv_spec import KVCacheSizes
@@ -46,7 +47,7 @@ class LocalExecutor(Executor):
     def wait_for(self, step: LaunchedStep) -> None:
         """Nothing to do: no other rank can die while `token_ids` waits."""
 
-    def stats(self) -> Mapping[str, float | None]:
+    def stats(self) -> Mapping[str, Any]:
         return self.runner.stats()
 
     def close(self) -> None:

@@ -1,6 +1,7 @@
 """ProcessExecutor: several ranks on one machine. Rank 0 runs in this process, the others in processes of their own."""
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from nanovllm.core.cpu_split import CpuSplit
 from nanovllm.core.kv_spec import KVCacheSizes
@@ -42,7 +43,7 @@ class ProcessExecutor(Executor):
     def wait_for(self, step: LaunchedStep) -> None:
         self._group.wait_for(step.is_done)
 
-    def stats(self) -> Mapping[str, float | None]:
+    def stats(self) -> Mapping[str, Any]:
         return self.runner.stats()
 
     def close(self) -> None:

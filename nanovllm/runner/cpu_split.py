@@ -32,11 +32,8 @@ def make_cpu_attention(config: Config, offload: OffloadEngine, num_heads: int, t
     if config.cpu_attention == "off":
         return None
     cpus = attention_cpus(config.cpu_attention_threads, tp.rank, tp.size, memory_node(offload.device))
-    kernel = choose_kernel(cpus, head_dim=offload.spec.head_dim, dtype=offload.dtype)
-    if tp.rank == 0:
-        logger.info("attention on the CPU: %s kernel, %d threads", kernel.name, kernel.num_threads)
-    return CpuAttention(
-        kernel,
+    cpu = CpuAttention(
+        choose_kernel(cpus, head_dim=offload.spec.head_dim, dtype=offload.dtype),
         offload.streams,
         k_cache=offload.k_cache_cpu,
         v_cache=offload.v_cache_cpu,
@@ -44,6 +41,9 @@ def make_cpu_attention(config: Config, offload: OffloadEngine, num_heads: int, t
         max_rows=max(MAX_QUERIES, streamed_graph_sizes(config.max_num_seqs)[-1]),
         is_pinned=offload.device.type == "cuda",
     )
+    if tp.rank == 0:
+        logger.info("attention on the CPU: %s", cpu.kernel_name)
+    return cpu
 
 
 def measure_split(

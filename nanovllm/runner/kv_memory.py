@@ -7,7 +7,7 @@ each step `begin_step`, then `attention` or the graphs, then `end_step`.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -97,7 +97,7 @@ class KVMemory(ABC):
         """Called after all of the step's work is enqueued."""
         return
 
-    def stats(self) -> dict[str, float | None]:
+    def stats(self) -> dict[str, Any]:
         """Counters of the copies, and the rate of the link."""
         return {}
 
@@ -216,8 +216,8 @@ class OffloadedPool(KVMemory):
     def end_step(self) -> None:
         self.offload.end_step()
 
-    def stats(self) -> dict[str, float | None]:
-        return self.offload.stats()
+    def stats(self) -> dict[str, Any]:
+        return self.offload.stats() | {"cpu_attention": None if self.cpu is None else self.cpu.kernel_name}
 
     def close(self) -> None:
         if self.cpu is not None:

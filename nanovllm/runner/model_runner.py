@@ -4,6 +4,7 @@ import gc
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -237,7 +238,7 @@ class ModelRunner:
             phases=str(self.phases),
         )
 
-    def stats(self) -> dict[str, float | None]:
+    def stats(self) -> dict[str, Any]:
         """Counters of the copies of this rank, and the rate of its link."""
         return {} if self._memory is None else self._memory.stats()
 

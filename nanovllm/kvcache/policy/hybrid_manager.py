@@ -47,7 +47,7 @@ class HybridKVCacheManager(KVCacheManager):
         """`cpu_split`: None to stream every missing block. `grain`: tokens that prefix hits are counted in, of which
         `block_size` is a multiple.
         """
-        self.block_size = block_size
+        self.block_size, self.cpu_split = block_size, cpu_split
         self.group_blocks = group_blocks  # streamed blocks that are attended to in one call
         blocks = [HybridBlock(i) for i in range(num_cpu_blocks)]
         self.pool = BlockPool(list(blocks), block_size, grain, enable_prefix_caching, long_chunk_blocks)
@@ -264,7 +264,7 @@ class HybridKVCacheManager(KVCacheManager):
             assert slot >= 0 or not block.is_dirty, f"block {block.block_id} lost tokens with its slot"
             assert not block.being_written or slot >= 0, f"block {block.block_id} is being written without a slot"
 
-    def stats(self) -> dict[str, int]:
+    def stats(self) -> dict[str, float | None]:
         return {
             "num_cpu_blocks": len(self.blocks),
             "num_free_cpu_blocks": self.pool.num_free,
@@ -273,4 +273,5 @@ class HybridKVCacheManager(KVCacheManager):
             "num_hit_blocks": self.num_hit_blocks,
             "num_missed_blocks": self.num_missed_blocks,
             "num_cpu_tokens": self.num_cpu_tokens,
+            "cpu_attention_byte_per_s": None if self.cpu_split is None else self.cpu_split.cpu_byte_per_s,
         }

@@ -60,6 +60,11 @@ class CpuAttention:
         self._jobs: deque[tuple[AttentionJob, Event]] = deque()  # those that may still be running
         self._last_job: tuple[tuple[CpuRows, float, int], AttentionJob] | None = None  # with make_job's arguments
 
+    @property
+    def kernel_name(self) -> str:
+        """The kernel and its number of threads."""
+        return f"{self.kernel.name} kernel, {self.kernel.num_threads} threads"
+
     def q_rows(self, num_rows: int) -> torch.Tensor:
         """Where the queries of so many rows go, [T, H, D]."""
         return self._q[:num_rows]
