@@ -1,9 +1,19 @@
 // Attention of a few query rows over keys that lie in CPU memory, with the log-sum-exp of the scores.
 //
-// This file is compiled once for each instruction set (nanovllm/cpu_attention/build.py), and what differs between them is
-// in the section "one tile". A job is the attention of one layer. It is divided into chunks of contiguous tokens, which
-// the threads of a pool take in turn; each chunk leaves a partial result, and a second pass merges the partial results
-// of a row. All arithmetic but the two matrix products of 16-bit types is in fp32.
+// This file is compiled once for each instruction set (build.py), and what differs between them is in the section "one
+// tile". Python describes a job (job.py) and calls the functions at the end (compiled.py). The data flows like this:
+//
+//   queries   Each chunk of contiguous tokens is taken by one thread of a pool. It lays out the queries of the rows that
+//             attend to the chunk, for all kv heads, as its matrix products need them.
+//   tiles     64 tokens at a time, and for each kv head: scores = q k^T, the running maximum of each query vector, the
+//             weights 2^(score - maximum), sums += weights v. Keys and values are read once, in the order of memory, and
+//             the next tile is prefetched meanwhile.
+//   partials  Each chunk leaves the sums, maxima and totals of its query vectors in the job's scratch memory.
+//   output    When all chunks are done, the threads merge the partials of each row and head into out and lse.
+//
+// A job is the attention of one layer. It runs at once (nanovllm_attend), or a Server runs it when the GPU has written
+// its queries. Everything is computed in fp32, except that the bf16 variants multiply bf16 by bf16 and sum in fp32; for
+// that they round the weights to bf16.
 //
 // Legend: T query rows, H query heads, K kv heads, G = H / K query heads per kv head, D head dim.
 // Legend of a tile: R query vectors of one kv head (rows x G), N tokens (TILE).
