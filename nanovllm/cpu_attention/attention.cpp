@@ -3,11 +3,11 @@
 // This file is compiled once for each instruction set (build.py), and what differs between them is in the section "one
 // tile". Python describes a job (job.py) and calls the functions at the end (compiled.py). The data flows like this:
 //
-//   queries   Each chunk of contiguous tokens is taken by one thread of a pool. It lays out the queries of the rows that
-//             attend to the chunk, for all kv heads, as its matrix products need them.
+//   queries   Each chunk of contiguous tokens is taken by one thread of a pool. It lays out the queries of the rows
+//             that attend to the chunk, for all kv heads, as its matrix products need them.
 //   tiles     64 tokens at a time, and for each kv head: scores = q k^T, the running maximum of each query vector, the
-//             weights 2^(score - maximum), sums += weights v. Keys and values are read once, in the order of memory, and
-//             the next tile is prefetched meanwhile.
+//             weights 2^(score - maximum), sums += weights v. Keys and values are read once, in the order of memory,
+//             and the next tile is prefetched meanwhile.
 //   partials  Each chunk leaves the sums, maxima and totals of its query vectors in the job's scratch memory.
 //   output    When all chunks are done, the threads merge the partials of each row and head into out and lse.
 //
@@ -219,7 +219,7 @@ template <class Body> inline void for_row_blocks(int num_rows, Body body) {
   }
 }
 
-// Columns for which the sums of so many rows are computed together: enough sums to be independent of each other's delay.
+// Columns for which the sums of so many rows are computed together. With few sums, each would wait for its last product.
 constexpr int columns_for(int rows) { return rows <= 2 ? 4 : 2; }
 
 // -- one tile ---------------------------------------------------------------------------------------------------------
@@ -425,10 +425,11 @@ struct PairTile {
 
 #if defined(__AMX_BF16__)
 
-// With the matrix unit: products of 16 x 32 by 32 x 16, in bf16, summed in fp32. Keys and values are read where they lie.
-// A product pairs neighbouring elements of a row. For scores these are dimensions, as it should be. For sums they should
-// be tokens, but values lie with neighbouring dimensions together; so each weight comes once paired with 0 before it and
-// once with 0 after it, which gives the even and the odd dimensions apart. Interleaving the values would take longer.
+// With the matrix unit: products of 16 x 32 by 32 x 16, in bf16, summed in fp32. Keys and values are read where they
+// lie. A product pairs neighbouring elements of a row. For scores these are dimensions, as it should be. For sums they
+// should be tokens, but values lie with neighbouring dimensions together. So each weight comes once paired with 0 before
+// it and once with 0 after it, which gives the even and the odd dimensions apart. Interleaving the values would take
+// longer.
 struct MatrixTile {
   using Type = Bfloat16;
   static constexpr int ROW_BYTES = 64;  // of every tile register
@@ -443,7 +444,8 @@ struct MatrixTile {
     } config;
     for (int tile = 0; tile < 8; ++tile) {
       config.row_bytes[tile] = ROW_BYTES;
-      config.rows[tile] = tile <= 4 ? uint8_t(num_vectors) : 16;  // 0 to 3: sums, 4: weights, 5 to 7: keys, queries, scores
+      // 0 to 3: sums, 4: weights, 5 to 7: keys, queries, scores
+      config.rows[tile] = tile <= 4 ? uint8_t(num_vectors) : 16;
     }
     _tile_loadconfig(&config);
   }
@@ -611,7 +613,8 @@ void attend_tile(const uint8_t* queries, const typename Tile::Type* k, const typ
     const float base = maximum == NO_KEY ? 0 : maximum;  // scores of -inf only: every weight is 0
     if (maximum != maxima[r]) {
       const float shrink = exp2_of(broadcast(maxima[r] - maximum))[0];
-      for (int d = 0; d < head_dim; d += W) store_vector(sums + r * head_dim + d, load(sums + r * head_dim + d) * shrink);
+      float* its_sums = sums + r * head_dim;
+      for (int d = 0; d < head_dim; d += W) store_vector(its_sums + d, load(its_sums + d) * shrink);
       totals[r] *= shrink;
       maxima[r] = maximum;
     }
@@ -623,8 +626,8 @@ void attend_tile(const uint8_t* queries, const typename Tile::Type* k, const typ
   Tile::accumulate(v, stride, num_vectors, num_tokens, head_dim, sums, s);
 }
 
-// Part `i` of `num_parts` of a tile's bytes, in the order of memory, so that the hardware's own prefetching joins in: it
-// keeps more reads under way than one thread's loads could.
+// Part `i` of `num_parts` of a tile's bytes, in the order of memory, so that the hardware's own prefetching joins in.
+// It keeps more reads under way than one thread's loads could.
 inline void prefetch_share(const void* base, int64_t num_bytes, int64_t i, int64_t num_parts) {
   constexpr int TO_L1 = 3;  // to L2 only is a tenth slower, and without prefetching a fourth
   const char* bytes = static_cast<const char*>(base);
@@ -636,7 +639,8 @@ inline void prefetch_share(const void* base, int64_t num_bytes, int64_t i, int64
 template <class Tile> void attend_chunk(const Job& job, const Chunk& chunk, const Chunk* next, Worker& worker) {
   using T = typename Tile::Type;
   const RowRange& range = job.row_ranges[chunk.row_range];
-  const int64_t heads = job.num_heads, kv_heads = job.num_kv_heads, group = heads / kv_heads, stride = kv_heads * job.head_dim;
+  const int64_t heads = job.num_heads, kv_heads = job.num_kv_heads, group = heads / kv_heads;
+  const int64_t stride = kv_heads * job.head_dim;
   const int head_dim = int(job.head_dim), num_vectors = int(range.num_rows * group);
   const int num_passes = (num_vectors + MAX_VECTORS - 1) / MAX_VECTORS;
   Partial partial(job, chunk, range.num_rows);
@@ -668,11 +672,13 @@ template <class Tile> void attend_chunk(const Job& job, const Chunk& chunk, cons
       prefetch_share(static_cast<const T*>(job.k) + ahead, bytes_ahead, head, kv_heads);
       prefetch_share(static_cast<const T*>(job.v) + ahead, bytes_ahead, head, kv_heads);
       for (int pass = 0; pass < num_passes; ++pass) {
-        const int first = pass * MAX_VECTORS, count = num_vectors - first < MAX_VECTORS ? num_vectors - first : MAX_VECTORS;
+        const int first = pass * MAX_VECTORS, left_over = num_vectors - first;
+        const int count = left_over < MAX_VECTORS ? left_over : MAX_VECTORS;
         const int64_t at = head * num_vectors + first;
         if (num_passes > 1) Tile::configure(count);
-        attend_tile<Tile>(laid_out + (head * num_passes + pass) * QUERY_BYTES, k, v, stride, count, num_tokens, head_dim,
-                          scale, partial.sums + at * head_dim, partial.maxima + at, partial.totals + at, worker.scratch);
+        attend_tile<Tile>(laid_out + (head * num_passes + pass) * QUERY_BYTES, k, v, stride, count, num_tokens,
+                          head_dim, scale, partial.sums + at * head_dim, partial.maxima + at, partial.totals + at,
+                          worker.scratch);
       }
     }
   }
@@ -876,8 +882,8 @@ struct Reading : Work {
 
 // -- jobs that wait for the GPU ---------------------------------------------------------------------------------------
 
-// flags[0] is written by the GPU: the number of the newest job whose queries have arrived. flags[1] is written here: the
-// number of the newest job whose output is complete. Numbers wrap around, so only differences of them are compared.
+// flags[0] is written by the GPU: the number of the newest job whose queries have arrived. flags[1] is written here:
+// the number of the newest job whose output is complete. Numbers wrap around, so only their differences are compared.
 class Server {
  public:
   Server(Pool& pool, std::vector<Worker>& workers, int64_t cpu, int32_t* flags)
