@@ -117,6 +117,7 @@ JOBS = [
     bench("attention", "benchmarks/bench_attention.py", timeout_s=600),
     bench("device-memory", "-m", "benchmarks.device_memory", timeout_s=900),
     bench("sampler", "benchmarks/bench_sampler.py"),
+    bench("cpu-attention", "benchmarks/bench_cpu_attention.py", timeout_s=600),
     bench(
         "attention-rtx40",
         *("-m", "benchmarks.bench_attention", "--target", "8.9", "--backend", "triton", "--backend", "flash"),

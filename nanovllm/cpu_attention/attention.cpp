@@ -1,9 +1,19 @@
 // Attention of a few query rows over keys that lie in CPU memory, with the log-sum-exp of the scores.
 //
-// This file is compiled once for each instruction set (nanovllm/cpu_attention/build.py), and what differs between them is
-// in the section "one tile". A job is the attention of one layer. It is divided into chunks of contiguous tokens, which
-// the threads of a pool take in turn; each chunk leaves a partial result, and a second pass merges the partial results
-// of a row. All arithmetic but the two matrix products of 16-bit types is in fp32.
+// This file is compiled once for each instruction set (build.py), and what differs between them is in the section "one
+// tile". Python describes a job (job.py) and calls the functions at the end (compiled.py). The data flows like this:
+//
+//   queries   Each chunk of contiguous tokens is taken by one thread of a pool. It lays out the queries of the rows
+//             that attend to the chunk, for all kv heads, as its matrix products need them.
+//   tiles     64 tokens at a time, and for each kv head: scores = q k^T, the running maximum of each query vector, the
+//             weights 2^(score - maximum), sums += weights v. Keys and values are read once, in the order of memory,
+//             and the next tile is prefetched meanwhile.
+//   partials  Each chunk leaves the sums, maxima and totals of its query vectors in the job's scratch memory.
+//   output    When all chunks are done, the threads merge the partials of each row and head into out and lse.
+//
+// A job is the attention of one layer. It runs at once (nanovllm_attend), or a Server runs it when the GPU has written
+// its queries. Everything is computed in fp32, except that the bf16 variants multiply bf16 by bf16 and sum in fp32; for
+// that they round the weights to bf16.
 //
 // Legend: T query rows, H query heads, K kv heads, G = H / K query heads per kv head, D head dim.
 // Legend of a tile: R query vectors of one kv head (rows x G), N tokens (TILE).
@@ -49,6 +59,15 @@ typedef float Floats __attribute__((vector_size(W * 4)));
 typedef int32_t Ints __attribute__((vector_size(W * 4)));
 typedef uint32_t Words __attribute__((vector_size(W * 4)));
 typedef uint16_t Halves __attribute__((vector_size(W * 2)));
+
+// Rows of a tile whose sums are kept in registers together, for two columns each.
+#if defined(__AVX512F__) || !defined(__x86_64__)
+constexpr int ROW_BLOCK = 8;  // of 32 registers
+#elif defined(__AVX__)
+constexpr int ROW_BLOCK = 4;  // of 16 registers
+#else
+constexpr int ROW_BLOCK = 4;  // of 16 registers, and products need some
+#endif
 
 constexpr int TILE = 64;          // tokens that are scored together
 constexpr int MAX_VECTORS = 16;   // query vectors of one kv head that are computed together: R of a tile
@@ -122,17 +141,20 @@ inline void store_as(Float16* to, float value) {
 
 inline Floats max(Floats a, Floats b) { return a <= b ? b : a; }  // NaN in `a` stays NaN
 
-inline float largest(Floats values) {
-  float result = values[0];
-  for (int i = 1; i < W; ++i) result = result <= values[i] ? values[i] : result;
-  return result;
+template <int S, size_t... I> inline Floats exchange(Floats values, std::index_sequence<I...>) {
+  return __builtin_shufflevector(values, values, (int(I) ^ S)...);
 }
 
-inline float sum(Floats values) {
-  float result = values[0];
-  for (int i = 1; i < W; ++i) result += values[i];
-  return result;
+// All lanes combined into one, in log2(W) steps.
+template <int S = W / 2, class Combine> inline float reduce(Floats values, Combine combine) {
+  values = combine(values, exchange<S>(values, std::make_index_sequence<W>()));
+  if constexpr (S > 1) return reduce<S / 2>(values, combine);
+  else return values[0];
 }
+
+inline float largest(Floats values) { return reduce(values, [](Floats a, Floats b) { return max(a, b); }); }
+
+inline float sum(Floats values) { return reduce(values, [](Floats a, Floats b) { return a + b; }); }
 
 // 2^x for x <= 0, within 2 units in the last place; 0 below -126. The polynomial is the Taylor series of 2^f at 0 up to
 // f^7; with |f| <= 1/2 the next term is under 6e-9.
@@ -164,12 +186,41 @@ template <int S> inline void transpose_step(Words (&rows)[W]) {
     if (!(r & S)) swap_halves<S>(rows[r], rows[r + S], std::make_index_sequence<W>());
 }
 
+// rows[i] = load(i), and 0 from num_rows on.
+template <class Load> inline void load_rows(Words (&rows)[W], int num_rows, Load load) {
+  if (num_rows >= W) {
+    for (int i = 0; i < W; ++i) rows[i] = load(i);
+  } else {
+    for (int i = 0; i < W; ++i) rows[i] = i < num_rows ? load(i) : Words{};
+  }
+}
+
 inline void transpose(Words (&rows)[W]) {
   transpose_step<1>(rows);
   transpose_step<2>(rows);
   if constexpr (W >= 8) transpose_step<(W >= 8 ? 4 : 1)>(rows);
   if constexpr (W >= 16) transpose_step<(W >= 16 ? 8 : 1)>(rows);
 }
+
+// Calls body(std::integral_constant<int, n>()), 1 <= n <= MAX.
+template <int MAX, class Body> inline void with_constant(int n, Body body) {
+  if constexpr (MAX > 1)
+    if (n < MAX) return with_constant<MAX - 1>(n, body);
+  body(std::integral_constant<int, MAX>());
+}
+
+// Calls body(first row, constant number of rows) for nearly equal blocks of at most ROW_BLOCK rows.
+template <class Body> inline void for_row_blocks(int num_rows, Body body) {
+  int first = 0;
+  for (int blocks_left = (num_rows + ROW_BLOCK - 1) / ROW_BLOCK; blocks_left; --blocks_left) {
+    const int size = (num_rows - first + blocks_left - 1) / blocks_left;
+    with_constant<ROW_BLOCK>(size, [&](auto constant) { body(first, constant); });
+    first += size;
+  }
+}
+
+// Columns for which the sums of so many rows are computed together. With few sums, each would wait for its last product.
+constexpr int columns_for(int rows) { return rows <= 2 ? 4 : 2; }
 
 // -- one tile ---------------------------------------------------------------------------------------------------------
 //
@@ -204,20 +255,19 @@ template <class T> struct FloatTile {
     for (int n = 0; n < num_tokens; n += W)
       for (int d = 0; d < head_dim; d += W) {
         Words rows[W];
-        for (int i = 0; i < W; ++i)
-          rows[i] = n + i < num_tokens ? bits_of<Words>(load(k + (n + i) * stride + d)) : Words{};
+        load_rows(rows, num_tokens - n, [&](int i) { return bits_of<Words>(load(k + (n + i) * stride + d)); });
         transpose(rows);
         for (int i = 0; i < W; ++i) store_vector(keys + (d + i) * TILE + n, rows[i]);
       }
     const float* q = reinterpret_cast<const float*>(queries);
-    int r = 0;
-    for (; r + 4 <= num_vectors; r += 4) score_rows<4>(q + r * head_dim, keys, num_tokens, head_dim, s.scores + r);
-    for (; r < num_vectors; ++r) score_rows<1>(q + r * head_dim, keys, num_tokens, head_dim, s.scores + r);
+    for_row_blocks(num_vectors, [&](int r, auto rows) {
+      score_rows<rows>(q + r * head_dim, keys, num_tokens, head_dim, s.scores + r);
+    });
   }
 
   template <int ROWS>
   static void score_rows(const float* q, const float* keys, int num_tokens, int head_dim, float (*scores)[TILE]) {
-    constexpr int COLUMNS = 2;
+    constexpr int COLUMNS = columns_for(ROWS);
     for (int n = 0; n < num_tokens; n += COLUMNS * W) {
       Floats sums[ROWS][COLUMNS] = {};
       for (int d = 0; d < head_dim; ++d)
@@ -238,19 +288,18 @@ template <class T> struct FloatTile {
   static void accumulate(const T* v, int64_t stride, int num_vectors, int num_tokens, int head_dim, float* acc,
                          Scratch& s) {
     const float* weights = reinterpret_cast<const float*>(s.weights);
-    int r = 0;
-    for (; r + 4 <= num_vectors; r += 4)
-      accumulate_rows<4>(v, stride, weights + r * TILE, num_tokens, head_dim, acc + r * head_dim);
-    for (; r < num_vectors; ++r)
-      accumulate_rows<1>(v, stride, weights + r * TILE, num_tokens, head_dim, acc + r * head_dim);
+    for_row_blocks(num_vectors, [&](int r, auto rows) {
+      accumulate_rows<rows>(v, stride, weights + r * TILE, num_tokens, head_dim, acc + r * head_dim);
+    });
   }
 
   template <int ROWS>
   static void accumulate_rows(const T* v, int64_t stride, const float* weights, int num_tokens, int head_dim,
                               float* acc) {
+    constexpr int COLUMNS = columns_for(ROWS);
     int d = 0;
-    for (; d + 2 * W <= head_dim; d += 2 * W)
-      accumulate_columns<ROWS, 2>(v + d, stride, weights, num_tokens, head_dim, acc + d);
+    for (; d + COLUMNS * W <= head_dim; d += COLUMNS * W)
+      accumulate_columns<ROWS, COLUMNS>(v + d, stride, weights, num_tokens, head_dim, acc + d);
     for (; d < head_dim; d += W)
       accumulate_columns<ROWS, 1>(v + d, stride, weights, num_tokens, head_dim, acc + d);
   }
@@ -273,12 +322,6 @@ template <class T> struct FloatTile {
 
 #if defined(__AVX512BF16__)
 
-// 16 dimensions of two tokens as 16 pairs.
-inline Words interleave(const Bfloat16* even, const Bfloat16* odd) {
-  const Words low = __builtin_convertvector(load_vector<Halves>(even), Words);
-  return low | (__builtin_convertvector(load_vector<Halves>(odd), Words) << 16);
-}
-
 // The weights, rounded to bf16, as the products see them.
 inline Floats set_bfloat16_weights(int r, int n, Floats weights, Scratch& s) {
   Bfloat16* to = reinterpret_cast<Bfloat16*>(s.weights) + r * TILE + n;
@@ -290,7 +333,8 @@ inline Floats set_bfloat16_weights(int r, int n, Floats weights, Scratch& s) {
 struct PairTile {
   using Type = Bfloat16;
 
-  static int64_t position(int64_t d) { return d; }
+  // Interleaving the values of two tokens leaves the dimensions in this order.
+  static int64_t position(int64_t d) { return d / 32 * 32 + d % 8 / 4 * 16 + d % 32 / 8 * 4 + d % 4; }
   static void configure(int) {}
   static void finish() {}
 
@@ -305,21 +349,20 @@ struct PairTile {
     for (int n = 0; n < num_tokens; n += W)
       for (int d = 0; d < num_pairs; d += W) {
         Words rows[W];
-        for (int i = 0; i < W; ++i)
-          rows[i] = n + i < num_tokens ? load_vector<Words>(k + (n + i) * stride + 2 * d) : Words{};
+        load_rows(rows, num_tokens - n, [&](int i) { return load_vector<Words>(k + (n + i) * stride + 2 * d); });
         transpose(rows);
         for (int i = 0; i < W; ++i) store_vector(keys + (d + i) * TILE + n, rows[i]);
       }
     const uint32_t* q = reinterpret_cast<const uint32_t*>(queries);
-    int r = 0;
-    for (; r + 4 <= num_vectors; r += 4) score_rows<4>(q + r * num_pairs, keys, num_tokens, num_pairs, s.scores + r);
-    for (; r < num_vectors; ++r) score_rows<1>(q + r * num_pairs, keys, num_tokens, num_pairs, s.scores + r);
+    for_row_blocks(num_vectors, [&](int r, auto rows) {
+      score_rows<rows>(q + r * num_pairs, keys, num_tokens, num_pairs, s.scores + r);
+    });
   }
 
   template <int ROWS>
   static void score_rows(const uint32_t* q, const uint32_t* keys, int num_tokens, int num_pairs,
                          float (*scores)[TILE]) {
-    constexpr int COLUMNS = ROWS == 1 ? 4 : 2;
+    constexpr int COLUMNS = columns_for(ROWS);
     for (int n = 0; n < num_tokens; n += COLUMNS * W) {
       __m512 sums[ROWS][COLUMNS] = {};
       for (int d = 0; d < num_pairs; ++d)
@@ -338,45 +381,55 @@ struct PairTile {
   static void accumulate(const Bfloat16* v, int64_t stride, int num_vectors, int num_tokens, int head_dim, float* acc,
                          Scratch& s) {
     const uint32_t* weights = reinterpret_cast<const uint32_t*>(s.weights);  // pairs of tokens, [R][TILE / 2]
-    int r = 0;
-    for (; r + 4 <= num_vectors; r += 4)
-      accumulate_rows<4>(v, stride, weights + r * (TILE / 2), num_tokens, head_dim, acc + r * head_dim);
-    for (; r < num_vectors; ++r)
-      accumulate_rows<1>(v, stride, weights + r * (TILE / 2), num_tokens, head_dim, acc + r * head_dim);
+    for_row_blocks(num_vectors, [&](int r, auto rows) {
+      accumulate_rows<rows>(v, stride, weights + r * (TILE / 2), num_tokens, head_dim, acc + r * head_dim);
+    });
   }
 
   template <int ROWS>
   static void accumulate_rows(const Bfloat16* v, int64_t stride, const uint32_t* weights, int num_tokens, int head_dim,
                               float* acc) {
-    constexpr int COLUMNS = 2;
-    for (int d = 0; d < head_dim; d += COLUMNS * W) {
-      __m512 sums[ROWS][COLUMNS];
-      for (int r = 0; r < ROWS; ++r)
-        for (int c = 0; c < COLUMNS; ++c) sums[r][c] = load_vector<__m512>(acc + r * head_dim + d + c * W);
-      for (int n = 0; n < num_tokens; n += 2) {
-        const Bfloat16* even = v + n * stride + d;
-        const Bfloat16* odd = n + 1 < num_tokens ? even + stride : even;  // a token too many has weight 0
-        for (int c = 0; c < COLUMNS; ++c) {
-          const auto value = bits_of<__m512bh>(interleave(even + c * W, odd + c * W));
-          for (int r = 0; r < ROWS; ++r) {
-            const auto pair = bits_of<__m512bh>(_mm512_set1_epi32(weights[r * (TILE / 2) + n / 2]));
-            sums[r][c] = _mm512_dpbf16_ps(sums[r][c], pair, value);
-          }
-        }
+    int d = 0;
+    if constexpr (columns_for(ROWS) == 4)
+      for (; d + 4 * W <= head_dim; d += 4 * W)
+        accumulate_columns<ROWS, 4>(v + d, stride, weights, num_tokens, head_dim, acc + d);
+    for (; d < head_dim; d += 2 * W)
+      accumulate_columns<ROWS, 2>(v + d, stride, weights, num_tokens, head_dim, acc + d);
+  }
+
+  template <int ROWS, int COLUMNS>
+  static void accumulate_columns(const Bfloat16* v, int64_t stride, const uint32_t* weights, int num_tokens,
+                                 int head_dim, float* acc) {
+    __m512 sums[ROWS][COLUMNS];
+    for (int r = 0; r < ROWS; ++r)
+      for (int c = 0; c < COLUMNS; ++c) sums[r][c] = load_vector<__m512>(acc + r * head_dim + c * W);
+    for (int n = 0; n < num_tokens; n += 2) {
+      const Bfloat16* even = v + n * stride;
+      __m512bh values[COLUMNS];  // 16 pairs of two tokens' values, in the order of position()
+      for (int c = 0; c < COLUMNS; c += 2) {
+        const auto first = load_vector<__m512i>(even + c * W);
+        const auto second = n + 1 < num_tokens ? load_vector<__m512i>(even + stride + c * W) : __m512i{};
+        values[c] = bits_of<__m512bh>(_mm512_unpacklo_epi16(first, second));
+        values[c + 1] = bits_of<__m512bh>(_mm512_unpackhi_epi16(first, second));
       }
-      for (int r = 0; r < ROWS; ++r)
-        for (int c = 0; c < COLUMNS; ++c) store_vector(acc + r * head_dim + d + c * W, sums[r][c]);
+      for (int r = 0; r < ROWS; ++r) {
+        const auto pair = bits_of<__m512bh>(_mm512_set1_epi32(weights[r * (TILE / 2) + n / 2]));
+        for (int c = 0; c < COLUMNS; ++c) sums[r][c] = _mm512_dpbf16_ps(sums[r][c], pair, values[c]);
+      }
     }
+    for (int r = 0; r < ROWS; ++r)
+      for (int c = 0; c < COLUMNS; ++c) store_vector(acc + r * head_dim + c * W, sums[r][c]);
   }
 };
 #endif
 
 #if defined(__AMX_BF16__)
 
-// With the matrix unit: products of 16 x 32 by 32 x 16, in bf16, summed in fp32. Keys and values are read where they lie.
-// A product pairs neighbouring elements of a row. For scores these are dimensions, as it should be. For sums they should
-// be tokens, but values lie with neighbouring dimensions together; so each weight comes once paired with 0 before it and
-// once with 0 after it, which gives the even and the odd dimensions apart. Interleaving the values would take longer.
+// With the matrix unit: products of 16 x 32 by 32 x 16, in bf16, summed in fp32. Keys and values are read where they
+// lie. A product pairs neighbouring elements of a row. For scores these are dimensions, as it should be. For sums they
+// should be tokens, but values lie with neighbouring dimensions together. So each weight comes once paired with 0 before
+// it and once with 0 after it, which gives the even and the odd dimensions apart. Interleaving the values would take
+// longer.
 struct MatrixTile {
   using Type = Bfloat16;
   static constexpr int ROW_BYTES = 64;  // of every tile register
@@ -391,7 +444,8 @@ struct MatrixTile {
     } config;
     for (int tile = 0; tile < 8; ++tile) {
       config.row_bytes[tile] = ROW_BYTES;
-      config.rows[tile] = tile <= 4 ? uint8_t(num_vectors) : 16;  // 0 to 3: sums, 4: weights, 5 to 7: keys, queries, scores
+      // 0 to 3: sums, 4: weights, 5 to 7: keys, queries, scores
+      config.rows[tile] = tile <= 4 ? uint8_t(num_vectors) : 16;
     }
     _tile_loadconfig(&config);
   }
@@ -559,7 +613,8 @@ void attend_tile(const uint8_t* queries, const typename Tile::Type* k, const typ
     const float base = maximum == NO_KEY ? 0 : maximum;  // scores of -inf only: every weight is 0
     if (maximum != maxima[r]) {
       const float shrink = exp2_of(broadcast(maxima[r] - maximum))[0];
-      for (int d = 0; d < head_dim; d += W) store_vector(sums + r * head_dim + d, load(sums + r * head_dim + d) * shrink);
+      float* its_sums = sums + r * head_dim;
+      for (int d = 0; d < head_dim; d += W) store_vector(its_sums + d, load(its_sums + d) * shrink);
       totals[r] *= shrink;
       maxima[r] = maximum;
     }
@@ -571,8 +626,8 @@ void attend_tile(const uint8_t* queries, const typename Tile::Type* k, const typ
   Tile::accumulate(v, stride, num_vectors, num_tokens, head_dim, sums, s);
 }
 
-// Part `i` of `num_parts` of a tile's bytes, in the order of memory, so that the hardware's own prefetching joins in: it
-// keeps more reads under way than one thread's loads could.
+// Part `i` of `num_parts` of a tile's bytes, in the order of memory, so that the hardware's own prefetching joins in.
+// It keeps more reads under way than one thread's loads could.
 inline void prefetch_share(const void* base, int64_t num_bytes, int64_t i, int64_t num_parts) {
   constexpr int TO_L1 = 3;  // to L2 only is a tenth slower, and without prefetching a fourth
   const char* bytes = static_cast<const char*>(base);
@@ -580,10 +635,12 @@ inline void prefetch_share(const void* base, int64_t num_bytes, int64_t i, int64
     __builtin_prefetch(bytes + at, 0, TO_L1);
 }
 
-template <class Tile> void attend_chunk(const Job& job, const Chunk& chunk, Worker& worker) {
+// `next` is the chunk that this thread attends to afterwards, or nullptr if that is not known yet.
+template <class Tile> void attend_chunk(const Job& job, const Chunk& chunk, const Chunk* next, Worker& worker) {
   using T = typename Tile::Type;
   const RowRange& range = job.row_ranges[chunk.row_range];
-  const int64_t heads = job.num_heads, kv_heads = job.num_kv_heads, group = heads / kv_heads, stride = kv_heads * job.head_dim;
+  const int64_t heads = job.num_heads, kv_heads = job.num_kv_heads, group = heads / kv_heads;
+  const int64_t stride = kv_heads * job.head_dim;
   const int head_dim = int(job.head_dim), num_vectors = int(range.num_rows * group);
   const int num_passes = (num_vectors + MAX_VECTORS - 1) / MAX_VECTORS;
   Partial partial(job, chunk, range.num_rows);
@@ -605,18 +662,23 @@ template <class Tile> void attend_chunk(const Job& job, const Chunk& chunk, Work
   const float scale = float(job.scale) * LOG2_E;
   for (int64_t n = 0; n < chunk.num_tokens; n += TILE) {
     const int64_t left = chunk.num_tokens - n, start = (chunk.first_token + n) * stride;
-    const int num_tokens = int(left < TILE ? left : TILE), num_ahead = int(left - num_tokens < TILE ? left - num_tokens : TILE);
+    const int num_tokens = int(left < TILE ? left : TILE);
+    int64_t ahead = start + num_tokens * stride, tokens_ahead = left - num_tokens;  // the tile that follows
+    if (tokens_ahead == 0 && next) ahead = next->first_token * stride, tokens_ahead = next->num_tokens;
+    const int64_t bytes_ahead = (tokens_ahead < TILE ? tokens_ahead : TILE) * stride * sizeof(T);
     for (int64_t head = 0; head < kv_heads; ++head) {
       const T* k = static_cast<const T*>(job.k) + start + head * head_dim;
       const T* v = static_cast<const T*>(job.v) + start + head * head_dim;
-      prefetch_share(static_cast<const T*>(job.k) + start + TILE * stride, num_ahead * stride * sizeof(T), head, kv_heads);
-      prefetch_share(static_cast<const T*>(job.v) + start + TILE * stride, num_ahead * stride * sizeof(T), head, kv_heads);
+      prefetch_share(static_cast<const T*>(job.k) + ahead, bytes_ahead, head, kv_heads);
+      prefetch_share(static_cast<const T*>(job.v) + ahead, bytes_ahead, head, kv_heads);
       for (int pass = 0; pass < num_passes; ++pass) {
-        const int first = pass * MAX_VECTORS, count = num_vectors - first < MAX_VECTORS ? num_vectors - first : MAX_VECTORS;
+        const int first = pass * MAX_VECTORS, left_over = num_vectors - first;
+        const int count = left_over < MAX_VECTORS ? left_over : MAX_VECTORS;
         const int64_t at = head * num_vectors + first;
         if (num_passes > 1) Tile::configure(count);
-        attend_tile<Tile>(laid_out + (head * num_passes + pass) * QUERY_BYTES, k, v, stride, count, num_tokens, head_dim,
-                          scale, partial.sums + at * head_dim, partial.maxima + at, partial.totals + at, worker.scratch);
+        attend_tile<Tile>(laid_out + (head * num_passes + pass) * QUERY_BYTES, k, v, stride, count, num_tokens,
+                          head_dim, scale, partial.sums + at * head_dim, partial.maxima + at, partial.totals + at,
+                          worker.scratch);
       }
     }
   }
@@ -780,8 +842,14 @@ struct Attention : Work {
   }
 
   template <class Tile> void run_as(int thread) {
-    for (int64_t i; (i = next_chunk++) < job.num_chunks; ++num_chunks_done)
-      attend_chunk<Tile>(job, job.chunks[i], workers[thread]);
+    for (int64_t i = next_chunk++, next; i < job.num_chunks; i = next, ++num_chunks_done) {
+      // Knowing the next chunk early lets its first tile be prefetched. Towards the end nobody takes a chunk that
+      // another thread could begin at once.
+      const bool takes_early = job.num_chunks - next_chunk > 2 * int64_t(workers.size());
+      if (takes_early) next = next_chunk++;
+      attend_chunk<Tile>(job, job.chunks[i], takes_early ? &job.chunks[next] : nullptr, workers[thread]);
+      if (!takes_early) next = next_chunk++;
+    }
     spin_until([this] { return num_chunks_done >= job.num_chunks; });
     const int64_t num_units = job.num_row_ranges * job.num_heads;
     for (int64_t i; (i = next_unit++) < num_units; ++num_units_done) {
@@ -814,8 +882,8 @@ struct Reading : Work {
 
 // -- jobs that wait for the GPU ---------------------------------------------------------------------------------------
 
-// flags[0] is written by the GPU: the number of the newest job whose queries have arrived. flags[1] is written here: the
-// number of the newest job whose output is complete. Numbers wrap around, so only differences of them are compared.
+// flags[0] is written by the GPU: the number of the newest job whose queries have arrived. flags[1] is written here:
+// the number of the newest job whose output is complete. Numbers wrap around, so only their differences are compared.
 class Server {
  public:
   Server(Pool& pool, std::vector<Worker>& workers, int64_t cpu, int32_t* flags)

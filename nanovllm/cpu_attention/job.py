@@ -5,12 +5,11 @@ Legend: L layers, N blocks, P tokens per block, T query rows, H query heads, K k
 
 import ctypes
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
 import torch
-
-from nanovllm.utils.arithmetic import ceil_div
 
 TILE_TOKENS = 64  # TILE of attention.cpp, which scores this many tokens together
 _MAX_CHUNK_TOKENS = 1024
@@ -85,11 +84,12 @@ class AttentionJob:
         self.scale = scale
         self._check()
         chunks, row_ranges = divide(self.rows, num_threads)
-        num_partials = sum(row_ranges[chunk.row_range].num_rows for chunk in chunks)
+        num_partials = chunks[-1].partial + row_ranges[chunks[-1].row_range].num_rows if chunks else 0
         _, num_heads, head_dim = q_THD.shape
-        self._chunks = np.array(chunks or [Chunk(0, 0, 0, 0)], dtype=np.int64)
-        self._row_ranges = np.array(row_ranges or [RowRange(0, 0, 0, 0)], dtype=np.int64)
-        self._partials = torch.empty(max(1, num_partials * num_heads * (head_dim + 2)), dtype=torch.float32)
+        self._chunks, self._row_ranges = (
+            np.fromiter(chain.from_iterable(records), np.int64, 4 * len(records)) for records in (chunks, row_ranges)
+        )
+        self._partials = torch.empty(num_partials * num_heads * (head_dim + 2), dtype=torch.float32)
         self.num_chunks, self.num_row_ranges = len(chunks), len(row_ranges)
         self.c_job = self._make_c_job()
 
@@ -143,14 +143,14 @@ def joined(spans: Sequence[TokenSpan]) -> Iterator[TokenSpan]:
     """The same tokens, with spans that follow each other in memory made into one."""
     if not spans:
         return
-    first, num = spans[0]
-    for span in spans[1:]:
-        if span.first_token == first + num:
-            num += span.num_tokens
+    first_token, num_tokens = spans[0]
+    for first, num in spans[1:]:
+        if first == first_token + num_tokens:
+            num_tokens += num
         else:
-            yield TokenSpan(first, num)
-            first, num = span
-    yield TokenSpan(first, num)
+            yield TokenSpan(first_token, num_tokens)
+            first_token, num_tokens = first, num
+    yield TokenSpan(first_token, num_tokens)
 
 
 def divide(rows: Sequence[RowSpans], num_threads: int) -> tuple[list[Chunk], list[RowRange]]:
@@ -160,6 +160,7 @@ def divide(rows: Sequence[RowSpans], num_threads: int) -> tuple[list[Chunk], lis
     finish at about the same time. Yet it has at least one tile and at most 1,024 tokens, or what is left of its span.
     """
     left = sum(span.num_tokens for row in rows for span in row.spans)
+    shares = 2 * num_threads * TILE_TOKENS
     chunks: list[Chunk] = []
     row_ranges: list[RowRange] = []
     first_row = partial = 0
@@ -168,8 +169,12 @@ def divide(rows: Sequence[RowSpans], num_threads: int) -> tuple[list[Chunk], lis
         for first_token, num_tokens in spans:
             end = first_token + num_tokens
             while first_token < end:
-                fair_tokens = ceil_div(left, 2 * num_threads * TILE_TOKENS) * TILE_TOKENS
-                size = min(fair_tokens, _MAX_CHUNK_TOKENS, end - first_token)
+                # min() and ceil_div() would take most of the time of a job of thousands of short spans
+                size = TILE_TOKENS * (1 + (left - 1) // shares)
+                if size > _MAX_CHUNK_TOKENS:
+                    size = _MAX_CHUNK_TOKENS
+                if size > end - first_token:
+                    size = end - first_token
                 chunks.append(Chunk(first_token, size, row_range, partial))
                 first_token += size
                 partial += num_rows

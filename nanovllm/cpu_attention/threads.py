@@ -23,11 +23,14 @@ def attention_cpus(num_threads: int | None, rank: int, num_ranks: int, numa_node
     """The cpus of this rank's attention threads, one for each. Ranks get disjoint ones if there are enough for all.
 
     `None` leaves some of the rank's cpus to the threads that drive the GPU. Each rank owns a share of the cpus of every
-    memory node. If its share of `numa_node` is enough, only that is used. Raises ConfigError for more threads than cpus.
+    memory node. If its share of `numa_node` is enough, only that is used. Raises ConfigError for more threads than the
+    rank has cpus.
     """
     assert 0 <= rank < num_ranks, f"rank {rank} of {num_ranks}"
     available = available_cpus()
     nodes = _nodes_of(available)
+    if any(len(cpus) < num_ranks for cpus in nodes.values()):
+        nodes = {0: available}
     shares = {node: _share(cpus, rank, num_ranks) for node, cpus in nodes.items()}
     nearest_first = sorted(shares, key=lambda node: node != numa_node)
     # Of each node the last cpus are taken first, since the first ones tend to serve the system too.
@@ -64,8 +67,9 @@ def _nodes_of(available: Sequence[int]) -> dict[int, list[int]]:
     """The available cpus of each memory node. Everything is node 0 where the system does not say."""
     nodes = {}
     for path in Path(_NODES).glob("node[0-9]*/cpulist"):
-        cpus = parse_cpulist(" ".join(_read_words(str(path))))
-        nodes[int(path.parent.name.removeprefix("node"))] = [cpu for cpu in available if cpu in cpus]
+        on_node = parse_cpulist(" ".join(_read_words(str(path))))
+        if cpus := [cpu for cpu in available if cpu in on_node]:
+            nodes[int(path.parent.name.removeprefix("node"))] = cpus
     if sum(map(len, nodes.values())) != len(available):
         return {0: list(available)}
     return dict(sorted(nodes.items()))

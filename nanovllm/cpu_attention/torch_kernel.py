@@ -117,10 +117,9 @@ def _attend_units(q_UKRD: torch.Tensor, k_UKND: torch.Tensor, v_UKND: torch.Tens
         operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         out_UKRD, lse_UKR = operator(q_UKRD, k_UKND, v_UKND, scale=scale)
         return _Part(out_UKRD, lse_UKR)
-    scores_UKRN = (q_UKRD @ k_UKND.transpose(-1, -2)).float() * scale
+    scores_UKRN = q_UKRD.float() @ k_UKND.float().transpose(-1, -2) * scale
     lse_UKR = scores_UKRN.logsumexp(-1)
-    weights_UKRN = (scores_UKRN - lse_UKR[..., None]).exp().to(v_UKND.dtype)
-    return _Part(weights_UKRN @ v_UKND, lse_UKR)
+    return _Part(scores_UKRN.softmax(-1) @ v_UKND.float(), lse_UKR)
 
 
 def _merge(parts: list[_Part]) -> tuple[torch.Tensor, torch.Tensor]:

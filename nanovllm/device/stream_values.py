@@ -16,6 +16,11 @@ def _driver() -> ctypes.CDLL:
     return driver
 
 
+def as_int32(number: int) -> int:
+    """The number, wrapped around to 32 bits with a sign."""
+    return (number + 2**31) % 2**32 - 2**31
+
+
 def write_value(stream: torch.cuda.Stream, target: torch.Tensor, value: int) -> None:
     """Enqueue target <- value, after all that the stream was given. `target`: int32 [1], pinned. Hot."""
     _check(_driver().cuStreamWriteValue32_v2(stream.cuda_stream, target.data_ptr(), value & 0xFFFFFFFF, 0))

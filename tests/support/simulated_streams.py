@@ -186,8 +186,8 @@ class SimulatedCpuStream(SimulatedStream):
 
     kernel: CpuKernel
 
-    def attend(self, job: AttentionJob, layer: int) -> None:
-        """Enqueue a job. Raises StreamRaceError."""
+    def attend(self, job: AttentionJob, layer: int) -> SimulatedEvent:
+        """Enqueue a job. The event stands for its end. Raises StreamRaceError."""
         self.read(job.q_THD)
         for row in job.rows:
             for span in row.spans:
@@ -196,7 +196,9 @@ class SimulatedCpuStream(SimulatedStream):
         self.write(job.out_THD)
         self.write(job.lse_HT)
         self._enqueue(_Attention(self.kernel, job, layer))
-        self._streams.advance(self)
+        event = self._streams.event()
+        self.record(event)
+        return event
 
     def close(self) -> None:
         """Nothing is left that the host must let go."""

@@ -21,7 +21,7 @@ import torch
 from nanovllm.core.step_plan import CpuSpan
 from nanovllm.cpu_attention.job import AttentionJob, RowSpans, TokenSpan
 from nanovllm.cpu_attention.kernels import CpuKernel
-from nanovllm.kvcache.transfer.streams import Event, Queue, Streams
+from nanovllm.kvcache.transfer.streams import Event, Streams
 
 
 class CpuRows(NamedTuple):
@@ -108,16 +108,17 @@ class CpuAttention:
     def begin_layer(self, job: AttentionJob, layer: int, q_THD: torch.Tensor) -> None:
         """Bring the layer's query down and attend. Hot: once per layer."""
         self.streams.compute.copy(self.q_rows(len(q_THD)), q_THD.contiguous())
-        query_ready = self._record(self.streams.compute)
+        query_ready = self.streams.event()
+        self.streams.compute.record(query_ready)
         self.launch(job, layer, query_ready)
 
     def launch(self, job: AttentionJob, layer: int, query_ready: Event) -> None:
         """Attend once `query_ready` is done. Hot: once per layer."""
         self._stream.wait(query_ready)  # E11: query is there -> attended
-        self._stream.attend(job, layer)
+        attended = self._stream.attend(job, layer)
         if self._jobs and self._jobs[-1][0] is job:
             self._jobs.pop()
-        self._jobs.append((job, self._record(self._stream)))
+        self._jobs.append((job, attended))
 
     def wait_for_results(self) -> None:
         """Compute may read the results of the layer that was launched last. Hot: once per layer."""
@@ -132,11 +133,6 @@ class CpuAttention:
         for target, source in zip(results, (out, lse), strict=True):
             self.streams.compute.copy(target, source)
         return results
-
-    def _record(self, queue: Queue) -> Event:
-        event = self.streams.event()
-        queue.record(event)
-        return event
 
     def close(self) -> None:
         self._stream.close()

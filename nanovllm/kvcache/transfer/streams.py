@@ -7,27 +7,25 @@ that was never recorded does nothing.
 """
 
 from collections.abc import Iterable
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 
 from nanovllm.cpu_attention.job import AttentionJob
 from nanovllm.cpu_attention.kernels import CpuKernel
 from nanovllm.device.cuda_streams import new_stream
-from nanovllm.device.stream_values import wait_for_value, write_value
+from nanovllm.device.stream_values import as_int32, wait_for_value, write_value
 
 Event: TypeAlias = Any  # made by Streams.event; a Stream records it or waits for it
 
 
-class Queue(Protocol):
+class Stream(Protocol):
     def record(self, event: Event) -> None:
         """Let `event` stand for everything that is enqueued on this stream so far."""
 
     def wait(self, event: Event) -> None:
         """Let everything that is enqueued on this stream from here on start after `event`."""
 
-
-class Stream(Queue, Protocol):
     def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         """Enqueue dst <- src. They have the same shape, and both are contiguous."""
 
@@ -35,11 +33,14 @@ class Stream(Queue, Protocol):
         """Enqueue dst <- src for each pair. This takes the host less time than a call of `copy` for each."""
 
 
-class CpuStream(Queue, Protocol):
+class CpuStream(Protocol):
     """A queue of attention on the CPU. The CPU's threads do its work while the host goes on."""
 
-    def attend(self, job: AttentionJob, layer: int) -> None:
-        """Enqueue the job's attention in one layer. The job must live until it is done."""
+    def wait(self, event: Event) -> None:
+        """Let everything that is enqueued on this queue from here on start after `event`."""
+
+    def attend(self, job: AttentionJob, layer: int) -> Event:
+        """Enqueue the job's attention in one layer. The event stands for its end; the job must live until then."""
 
     def close(self) -> None:
         """Finish what has begun. Nothing waits for the rest any more."""
@@ -95,8 +96,9 @@ class ImmediateCpuStream(ImmediateStream):
     def __init__(self, kernel: CpuKernel) -> None:
         self._kernel = kernel
 
-    def attend(self, job: AttentionJob, layer: int) -> None:
+    def attend(self, job: AttentionJob, layer: int) -> Event:
         self._kernel.attend(job, layer)
+        return None
 
     def close(self) -> None:
         pass
@@ -136,7 +138,7 @@ class CudaStream:
         event.record(self.stream)
 
     def wait(self, event: Event) -> None:
-        self.stream.wait_event(event)
+        event.wait(self.stream)
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         self.copy_all([(dst, src)])
@@ -147,26 +149,43 @@ class CudaStream:
                 dst.copy_(src, non_blocking=True)
 
 
-class CudaCpuStream(CudaStream):
-    """A CUDA stream that tells the CPU when to start, and waits until it has finished.
+class _Attended(NamedTuple):
+    """The end of a job, in the calls of torch.cuda.Event: `flag` reaches `number`."""
 
-    Both are values in pinned memory. The GPU writes one when everything before is done, and a thread of the kernel's
-    watches it; that thread writes the other, which the stream waits for. The host only enqueues. A CUDA host function
-    would do as well, but starting it after a kernel takes 0.1 ms.
+    flag: torch.Tensor
+    number: int
+
+    def wait(self, stream: torch.cuda.Stream) -> None:
+        wait_for_value(stream, self.flag, self.number)
+
+    def query(self) -> bool:
+        return as_int32(int(self.flag) - self.number) >= 0
+
+
+class CudaCpuStream:
+    """A CUDA stream that tells the CPU when to start.
+
+    It does so by a value in pinned memory, which the GPU writes once all that the stream waits for is done, and which a
+    thread of the kernel's watches. That thread writes another value when the job has ended, for which other streams can
+    wait. The host only enqueues. A CUDA host function would do as well, but starting one after a kernel takes 0.1 ms.
     """
 
     def __init__(self, kernel: CpuKernel, stream: torch.cuda.Stream) -> None:
-        super().__init__(stream)
-        self._flags = torch.zeros(2, dtype=torch.int32).pin_memory()  # started, finished
-        self._server = kernel.serve(self._flags)
+        self._stream = stream
+        flags = torch.zeros(2, dtype=torch.int32).pin_memory()
+        self._may_start, self._has_ended = flags[:1], flags[1:]
+        self._server = kernel.serve(flags)
         self._num_jobs = 0
 
-    def attend(self, job: AttentionJob, layer: int) -> None:
-        self._num_jobs = self._num_jobs + 1 & 0xFFFFFFFF
-        number = self._num_jobs - (self._num_jobs >> 31 << 32)  # as an int32
+    def wait(self, event: Event) -> None:
+        event.wait(self._stream)
+
+    def attend(self, job: AttentionJob, layer: int) -> Event:
+        self._num_jobs += 1
+        number = as_int32(self._num_jobs)
         self._server.submit(job, layer, number)
-        write_value(self.stream, self._flags[:1], number)
-        wait_for_value(self.stream, self._flags[1:], number)
+        write_value(self._stream, self._may_start, number)
+        return _Attended(self._has_ended, number)
 
     def close(self) -> None:
         self._server.close()
