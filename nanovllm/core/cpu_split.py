@@ -30,30 +30,26 @@ class CpuSplit:
 
     token_bytes: int  # of a token's K and V in one layer, on one rank
     max_queries: int  # of a whole step; with more of them, everything is streamed
+    max_sequence_queries: int  # of any sequence in the step; likewise
     is_forced: bool  # the CPU takes its share even where that gains nothing
     link_byte_per_s: float | None = None  # None on a CPU: there is no link, so the CPU attends to everything
     cpu_rates: tuple[CpuRate, ...] = ()  # by rising num_queries, the first for 1
     idle_s: float = 0.0  # of the CPU in each layer
     unit_tokens: int = UNIT_TOKENS  # the CPU's share of a block is a multiple of this
 
+    def takes_part(self, num_queries: Sequence[int]) -> bool:
+        """Whether the CPU may attend in a step whose sequences have so many queries each."""
+        return sum(num_queries) <= self.max_queries and max(num_queries) <= self.max_sequence_queries
+
     def link_s(self, num_tokens: int) -> float:
         """How long the link takes for the tokens of a layer."""
         return num_tokens * self.token_bytes / self.link_byte_per_s if self.link_byte_per_s else float("inf")
 
     def cpu_token_s(self, num_queries: int) -> float:
-        """How long the CPU takes for a token and so many queries. Between the measured numbers, interpolated; beyond
-        the last one, in proportion to it.
-        """
+        """How long the CPU takes for a token and so many queries: as for the next larger number that was measured."""
         if self.link_byte_per_s is None:
             return 0.0
-        before = CpuRate(0, float("inf"))
-        for rate in self.cpu_rates:
-            if num_queries <= rate.num_queries:
-                share = (num_queries - before.num_queries) / (rate.num_queries - before.num_queries)
-                slower = rate if before.num_queries == 0 else before
-                return self.token_bytes * (share / rate.byte_per_s + (1 - share) / slower.byte_per_s)
-            before = rate
-        return self.token_bytes / before.byte_per_s * num_queries / before.num_queries
+        return self.token_bytes / next(rate.byte_per_s for rate in self.cpu_rates if num_queries <= rate.num_queries)
 
     def num_cpu_tokens(self, token_costs_s: Sequence[float], block_size: int) -> int:
         """How many tokens the CPU takes of blocks in a row, counted from their end.

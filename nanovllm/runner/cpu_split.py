@@ -21,7 +21,7 @@ from nanovllm.kvcache.transfer.cpu_rates import measure_together
 from nanovllm.kvcache.transfer.offload_engine import OffloadEngine
 from nanovllm.runner.step_result import StepResult
 
-MAX_QUERIES = 512  # of a step in which the CPU attends; chunks with more keep the GPU busy for longer than the link
+MAX_QUERIES = 512  # of a step in which the CPU attends, unless max_num_seqs is larger
 NUM_TIMED_STEPS = 8
 
 logger = logging.getLogger("nanovllm")
@@ -52,7 +52,9 @@ def measure_split(
     """The split for the slowest rank. On a CPU nothing is measured, because there the CPU attends to everything."""
     token_bytes = offload.spec.layer_block_bytes // offload.spec.block_size
     if offload.device.type == "cpu":
-        return CpuSplit(token_bytes=token_bytes, max_queries=cpu.max_rows, is_forced=is_forced)
+        return CpuSplit(
+            token_bytes=token_bytes, max_queries=cpu.max_rows, max_sequence_queries=cpu.max_rows, is_forced=is_forced
+        )
     link_byte_per_s, rates = measure_together(offload, cpu)
     idle_s = _measure_idle_s(offload.spec, launch)
     own = [link_byte_per_s, *(rate.byte_per_s for rate in rates), -idle_s]
@@ -64,6 +66,7 @@ def measure_split(
         cpu_rates=tuple(CpuRate(rate.num_queries, rates_) for rate, rates_ in zip(rates, cpu_rates, strict=True)),
         idle_s=-idle_s,
         max_queries=cpu.max_rows,
+        max_sequence_queries=rates[-1].num_queries,
         is_forced=is_forced,
     )
 

@@ -18,6 +18,7 @@ class FixedSplit(CpuSplit):
     num_tokens: int
     token_bytes: int = 1
     max_queries: int = 512
+    max_sequence_queries: int = 512
     is_forced: bool = True
 
     def num_cpu_tokens(self, token_costs_s: Sequence[float], block_size: int) -> int:

@@ -33,7 +33,7 @@ def divide_missing(
     to stream everything.
     """
     costs = dict.fromkeys((block_id for row in rows for block_id in row), 0.0)  # seconds of the CPU for a token
-    if sum(num_queries) > (split.max_queries if split else 0):
+    if split is not None and not split.takes_part(num_queries):
         split = None
     if split is not None:
         for row, n in zip(rows, num_queries, strict=True):
