@@ -186,6 +186,14 @@ template <int S> inline void transpose_step(Words (&rows)[W]) {
     if (!(r & S)) swap_halves<S>(rows[r], rows[r + S], std::make_index_sequence<W>());
 }
 
+// Fetches what follows `BYTES` that are read now. The processor does this by itself only where a token's heads are few:
+// it does not follow steps of a KiB or more from one token to the next.
+template <int BYTES> inline void prefetch_following(const void* now) {
+  constexpr int LINE = 64;
+  for (int i = 0; i < BYTES; i += LINE)
+    __builtin_prefetch(static_cast<const char*>(now) + (BYTES < LINE ? LINE : BYTES) + i, 0, 3);
+}
+
 // rows[i] = load(i), and 0 from num_rows on.
 template <class Load> inline void load_rows(Words (&rows)[W], int num_rows, Load load) {
   if (num_rows >= W) {
@@ -310,11 +318,13 @@ template <class T> struct FloatTile {
     Floats sums[ROWS][COLUMNS];
     for (int r = 0; r < ROWS; ++r)
       for (int c = 0; c < COLUMNS; ++c) sums[r][c] = load(acc + r * head_dim + c * W);
-    for (int n = 0; n < num_tokens; ++n)
+    for (int n = 0; n < num_tokens; ++n) {
+      prefetch_following<COLUMNS * W * sizeof(T)>(v + n * stride);
       for (int c = 0; c < COLUMNS; ++c) {
         const Floats value = load(v + n * stride + c * W);
         for (int r = 0; r < ROWS; ++r) sums[r][c] += weights[r * TILE + n] * value;
       }
+    }
     for (int r = 0; r < ROWS; ++r)
       for (int c = 0; c < COLUMNS; ++c) store_vector(acc + r * head_dim + c * W, sums[r][c]);
   }
@@ -405,6 +415,8 @@ struct PairTile {
       for (int c = 0; c < COLUMNS; ++c) sums[r][c] = load_vector<__m512>(acc + r * head_dim + c * W);
     for (int n = 0; n < num_tokens; n += 2) {
       const Bfloat16* even = v + n * stride;
+      prefetch_following<COLUMNS * W * sizeof(Bfloat16)>(even);
+      prefetch_following<COLUMNS * W * sizeof(Bfloat16)>(even + stride);
       __m512bh values[COLUMNS];  // 16 pairs of two tokens' values, in the order of position()
       for (int c = 0; c < COLUMNS; c += 2) {
         const auto first = load_vector<__m512i>(even + c * W);

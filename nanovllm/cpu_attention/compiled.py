@@ -1,6 +1,7 @@
 """The kernels of attention.cpp, through ctypes. No Python runs between a job's submission and its end."""
 
 import ctypes
+import os
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -54,11 +55,16 @@ class _Engine:
         self.handle = library.nanovllm_open((ctypes.c_int64 * len(cpus))(*cpus), len(cpus), _AWAKE_NS)
         if not self.handle:
             raise UnusableLibraryError("the operating system refuses the instructions or the threads")
-        self.close = weakref.finalize(self, library.nanovllm_close, self.handle)
+        self.close = weakref.finalize(self, _close_engine, library, self.handle, os.getpid())
 
     @property
     def is_open(self) -> bool:
         return self.close.alive
+
+
+def _close_engine(library: ctypes.CDLL, handle: int, pid: int) -> None:
+    if os.getpid() == pid:  # a forked process has none of the threads, and would wait for them forever
+        library.nanovllm_close(handle)
 
 
 class CompiledKernel(CpuKernel):
@@ -111,7 +117,7 @@ class CompiledServer(CpuServer):
         self._handle = engine.library.nanovllm_serve(engine.handle, flags.data_ptr())
         if not self._handle:
             raise RuntimeError("the operating system refuses another thread for attention on the CPU")
-        self._end = weakref.finalize(self, _end_server, engine, self._handle, flags)
+        self._end = weakref.finalize(self, _end_server, engine, self._handle, flags, os.getpid())
 
     def submit(self, job: AttentionJob, layer: int, number: int) -> None:
         """Hot: once per layer."""
@@ -126,9 +132,9 @@ class CompiledServer(CpuServer):
         self._end()
 
 
-def _end_server(engine: _Engine, handle: int, flags: torch.Tensor) -> None:
+def _end_server(engine: _Engine, handle: int, flags: torch.Tensor, pid: int) -> None:
     """`flags` is passed so that it lives as long as the thread that reads it."""
-    if engine.is_open:
+    if engine.is_open and os.getpid() == pid:
         engine.library.nanovllm_end_server(engine.handle, handle)
 
 

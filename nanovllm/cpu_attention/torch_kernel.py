@@ -113,6 +113,9 @@ def _attend_spans(
 
 
 def _attend_units(q_UKRD: torch.Tensor, k_UKND: torch.Tensor, v_UKND: torch.Tensor, scale: float) -> _Part:
+    if q_UKRD.shape[2] == 1 and q_UKRD.dtype == torch.bfloat16:  # the operator takes six times as long as for two rows
+        out_UKRD, lse_UKR = _attend_units(q_UKRD.expand(-1, -1, 2, -1), k_UKND, v_UKND, scale)
+        return _Part(out_UKRD[:, :, :1], lse_UKR[:, :, :1])
     with suppress(AttributeError, NotImplementedError, RuntimeError):
         operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         out_UKRD, lse_UKR = operator(q_UKRD, k_UKND, v_UKND, scale=scale)

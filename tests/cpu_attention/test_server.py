@@ -1,4 +1,6 @@
 import gc
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 
@@ -214,6 +216,20 @@ def test_torch_server_error_is_raised_later_and_nobody_waits_forever(case: Case)
     with pytest.raises(AssertionError, match="layer 98"):
         server.close()
     server.close()
+
+
+def test_forked_process_ends_although_it_has_no_threads() -> None:
+    """Its copy of the kernel and of the server is closed at exit, too, without waiting for threads."""
+    code = """
+import os, sys, torch
+from nanovllm.cpu_attention.kernels import choose_kernel
+kernel = choose_kernel([0, 0])
+server = kernel.serve(torch.zeros(2, dtype=torch.int32))
+if os.fork() == 0:
+    sys.exit(3)
+sys.exit(os.waitstatus_to_exitcode(os.wait()[1]) - 3)
+"""
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
 def test_compiled_submit_takes_microseconds(case: Case) -> None:
