@@ -18,31 +18,20 @@ class CpuGraph:
     has arrived, so the CPU starts beside the paged call. Steps in which the CPU has no keys bring it down for nothing.
     """
 
-    def __init__(self, *, cpu: CpuAttention, backend: AttentionBackend, scale: float, like: torch.Tensor, largest: int):
-        """`like` gives the device, `largest` the number of sequences of the largest graph."""
+    def __init__(self, cpu: CpuAttention, backend: AttentionBackend, scale: float) -> None:
         self.cpu, self.backend, self.scale = cpu, backend, scale
-        out, lse = cpu.result_rows(largest)
-        self._out, self._lse = (
-            torch.zeros_like(out, device=like.device),
-            torch.zeros_like(lse.view(-1), device=like.device),
-        )
         self._query_ready = cpu.streams.graph_event()
         self._job: AttentionJob | None = None  # of the step
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def capture_query(self, q_BHD: torch.Tensor) -> None:
-        """Enqueue the copy of a layer's query, and the event that says when it is done."""
-        compute = self.cpu.streams.compute
-        compute.copy(self.cpu.q_rows(len(q_BHD)), q_BHD)
-        compute.record(self._query_ready)
+        """Enqueue that a layer's query goes to CPU memory, and the event that says when it is there."""
+        self.cpu.put_query(q_BHD)
+        self.cpu.streams.compute.record(self._query_ready)
 
     def launch_kernels(self, size: int, result: StaticResult) -> None:
         """Launch what the graph of a size holds."""
-        num_heads = self.cpu.num_heads
-        partial = PartialAttention(self._out[:size], self._lse[: num_heads * size].view(num_heads, size))
-        for target, source in zip(partial, self.cpu.result_rows(size), strict=True):
-            self.cpu.streams.compute.copy(target, source)
-        result.merge(self.backend, partial)
+        result.merge(self.backend, PartialAttention(*self.cpu.result_rows(size)))
 
     # -- one step ------------------------------------------------------------------------------------------------
 

@@ -107,7 +107,7 @@ class StreamedDecodeGraphs(StepGraphs):
         )
         self.cpu: CpuGraph | None = None
         if cpu is not None:
-            self.cpu = CpuGraph(cpu=cpu, backend=backend, scale=scale, like=self.result.q_BHD, largest=largest)
+            self.cpu = CpuGraph(cpu, backend, scale)
         self.host_parts: tuple[AttentionPart[torch.cuda.CUDAGraph], ...] = (self.groups,)
         if self.cpu is not None:
             self.host_parts += (self.cpu,)

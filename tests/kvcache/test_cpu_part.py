@@ -43,12 +43,8 @@ def num_cpu_tokens(plan: StepPlan) -> int:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("num_tokens", [0, 1, 63, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, ALL])
-@pytest.mark.parametrize("enforce_eager", [False, True])
-def test_every_split_is_exact(reference: Reference, device: str, num_tokens: int, enforce_eager: bool) -> None:
-    if device == "cpu" and not enforce_eager:
-        pytest.skip("graphs need a GPU")
-    options = WITH_CPU | {"enforce_eager": enforce_eager}
-    with CheckedLLM(reference, device=device, internals=splitting(num_tokens), **options) as llm:
+def test_every_split_is_exact(reference: Reference, device: str, num_tokens: int) -> None:
+    with CheckedLLM(reference, device=device, internals=splitting(num_tokens), **WITH_CPU) as llm:
         llm.answer_and_check(prompts_of(5 * BLOCK + 7), max_tokens=8)
         decodes = [plan for plan in llm.plans if plan.is_decode]
         num_missing = 4 * BLOCK  # of five full blocks, since the newest block has the other slot

@@ -147,6 +147,8 @@ class SimulatedStream:
             self._enqueue(_Copy(dst, src))
             self._streams.advance(self)
 
+    copy_by_kernel = copy
+
     def copy_all(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Enqueue dst <- src of each pair."""
         for dst, src in pairs:
@@ -241,6 +243,9 @@ class SimulatedStreams:
         """The queue of attention; every caller gets the same one."""
         self._cpu.kernel = kernel
         return self._cpu
+
+    def on_device(self, host: torch.Tensor) -> torch.Tensor:
+        return host
 
     def event(self) -> SimulatedEvent:
         return SimulatedEvent()
@@ -365,4 +370,8 @@ class TrackedBackend(AttentionBackend):
         return self._backend.attend(q_THD, k_cache_NPKD, v_cache_NPKD, batch, scale)
 
     def merge(self, parts: Sequence[PartialAttention], dtype: torch.dtype) -> PartialAttention:
+        """Reads the parts, one of which may lie where the CPU has put it."""
+        for part in parts:
+            for tensor in part:
+                self._streams.compute.read(tensor.contiguous())
         return self._backend.merge(parts, dtype)

@@ -31,11 +31,24 @@ class CpuRows(NamedTuple):
     spans: tuple[tuple[CpuSpan, ...], ...]
 
 
-class CpuAttention:
-    """The calls of a step: make_job; for each layer begin_layer and `results`. Where CUDA graphs bring the
-    query down and the results up, `launch` and `wait_for_results` replace these two.
+class _Rows(NamedTuple):
+    """Queries and results of up to N rows, [N, H, D], and their LSE, H x N fp32 values."""
 
-    Buffers in CPU memory, pinned for a GPU: `q` and `out` `[max_rows, H, D]`, `lse` as many fp32 values.
+    q: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+
+    def results(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        num_heads = self.out.shape[1]
+        return self.out[:num_rows], self.lse[: num_heads * num_rows].view(num_heads, num_rows)
+
+
+class CpuAttention:
+    """The calls of a step: make_job; for each layer begin_layer and `results`. Where CUDA graphs put the query and read
+    the results, `launch` and `wait_for_results` replace these two.
+
+    Queries and results are in CPU memory, pinned for a GPU, whose kernels write and read them there: a copy of theirs
+    would wait behind the copies of whole blocks.
     """
 
     def __init__(
@@ -54,9 +67,10 @@ class CpuAttention:
         self.streams = streams
         self._stream = streams.cpu(kernel)
         self._k_cache, self._v_cache = k_cache, v_cache
-        rows_shape = (max_rows, num_heads, k_cache.shape[-1])
-        self._q, self._out = (torch.zeros(rows_shape, dtype=k_cache.dtype, pin_memory=is_pinned) for _ in ("q", "out"))
-        self._lse = torch.zeros(num_heads * max_rows, dtype=torch.float32, pin_memory=is_pinned)
+        q, out = (torch.zeros(max_rows, num_heads, k_cache.shape[-1], dtype=k_cache.dtype) for _ in ("q", "out"))
+        host = (q, out, torch.zeros(num_heads * max_rows))
+        self._host_rows = _Rows(*(rows.pin_memory() if is_pinned else rows for rows in host))
+        self._device_rows = _Rows(*(streams.on_device(rows) for rows in self._host_rows))
         self._jobs: deque[tuple[AttentionJob, Event]] = deque()  # those that may still be running
         self._last_job: tuple[tuple[CpuRows, float, int], AttentionJob] | None = None  # with make_job's arguments
 
@@ -65,13 +79,13 @@ class CpuAttention:
         """The kernel and its number of threads."""
         return f"{self.kernel.name} kernel, {self.kernel.num_threads} threads"
 
-    def q_rows(self, num_rows: int) -> torch.Tensor:
-        """Where the queries of so many rows go, [T, H, D]."""
-        return self._q[:num_rows]
+    def put_query(self, q_THD: torch.Tensor) -> None:
+        """Enqueue on compute that the query goes to CPU memory. Hot: once per layer."""
+        self.streams.compute.copy_by_kernel(self._device_rows.q[: len(q_THD)], q_THD)
 
     def result_rows(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where their results will be: [T, H, D], and the LSE [H, T]."""
-        return self._out[:num_rows], self._lse[: self.num_heads * num_rows].view(self.num_heads, num_rows)
+        """The results of so many rows on the device: [T, H, D], and the LSE [H, T]. They change with every layer."""
+        return self._device_rows.results(num_rows)
 
     def make_job(self, rows: CpuRows, scale: float, num_padding_rows: int = 0) -> AttentionJob:
         """A step's attention, for queries in this order and then some that see no key. Most steps repeat the last one,
@@ -93,11 +107,11 @@ class CpuAttention:
         if num_padding_rows:
             row_spans.append(RowSpans(num_padding_rows, ()))
         num_rows = sum(row.num_rows for row in row_spans)
-        out, lse = self.result_rows(num_rows)
+        out, lse = self._host_rows.results(num_rows)
         return AttentionJob(
             k_cache=self._k_cache,
             v_cache=self._v_cache,
-            q_THD=self.q_rows(num_rows),
+            q_THD=self._host_rows.q[:num_rows],
             out_THD=out,
             lse_HT=lse,
             rows=row_spans,
@@ -107,7 +121,7 @@ class CpuAttention:
 
     def begin_layer(self, job: AttentionJob, layer: int, q_THD: torch.Tensor) -> None:
         """Bring the layer's query down and attend. Hot: once per layer."""
-        self.streams.compute.copy(self.q_rows(len(q_THD)), q_THD.contiguous())
+        self.put_query(q_THD)
         query_ready = self.streams.event()
         self.streams.compute.record(query_ready)
         self.launch(job, layer, query_ready)
@@ -125,14 +139,10 @@ class CpuAttention:
         _, attended = self._jobs[-1]
         self.streams.compute.wait(attended)  # E12: attended -> merged
 
-    def results(self, like_q_THD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The layer's results on the device of the query: [T, H, D], and the LSE [H, T]. Hot: once per layer."""
+    def results(self, q_THD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The layer's results for these queries: [T, H, D], and the LSE [H, T]. Hot: once per layer."""
         self.wait_for_results()
-        out, lse = self.result_rows(len(like_q_THD))
-        results = torch.empty_like(like_q_THD), torch.empty(lse.shape, dtype=lse.dtype, device=like_q_THD.device)
-        for target, source in zip(results, (out, lse), strict=True):
-            self.streams.compute.copy(target, source)
-        return results
+        return self.result_rows(len(q_THD))
 
     def close(self) -> None:
         self._stream.close()

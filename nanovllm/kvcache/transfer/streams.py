@@ -14,6 +14,7 @@ import torch
 from nanovllm.cpu_attention.job import AttentionJob
 from nanovllm.cpu_attention.kernels import CpuKernel
 from nanovllm.device.cuda_streams import new_stream
+from nanovllm.device.pinned_view import pinned_view
 from nanovllm.device.stream_values import as_int32, wait_for_value, write_value
 
 Event: TypeAlias = Any  # made by Streams.event; a Stream records it or waits for it
@@ -31,6 +32,9 @@ class Stream(Protocol):
 
     def copy_all(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Enqueue dst <- src for each pair. This takes the host less time than a call of `copy` for each."""
+
+    def copy_by_kernel(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        """Enqueue dst <- src for a few rows, without a copy engine. They have the same shape; `dst` is contiguous."""
 
 
 class CpuStream(Protocol):
@@ -58,6 +62,10 @@ class Streams(Protocol):
 
     def cpu(self, kernel: CpuKernel) -> CpuStream:
         """A new queue of attention, which `kernel` computes."""
+        ...
+
+    def on_device(self, host: torch.Tensor) -> torch.Tensor:
+        """Host memory, which is pinned where there is a GPU, as a tensor that the work of compute reads and writes."""
         ...
 
     def event(self) -> Event: ...
@@ -89,6 +97,9 @@ class ImmediateStream:
         for dst, src in pairs:
             dst.copy_(src)
 
+    def copy_by_kernel(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        dst.copy_(src)
+
 
 class ImmediateCpuStream(ImmediateStream):
     """Attends when it is told to."""
@@ -110,6 +121,9 @@ class ImmediateStreams:
 
     def cpu(self, kernel: CpuKernel) -> ImmediateCpuStream:
         return ImmediateCpuStream(kernel)
+
+    def on_device(self, host: torch.Tensor) -> torch.Tensor:
+        return host
 
     def event(self) -> Event:
         return None
@@ -147,6 +161,10 @@ class CudaStream:
         with torch.cuda.stream(self.stream):
             for dst, src in pairs:
                 dst.copy_(src, non_blocking=True)
+
+    def copy_by_kernel(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        with torch.cuda.stream(self.stream):
+            torch.mul(src, 1, out=dst)  # copy_ would use a copy engine
 
 
 class _Attended(NamedTuple):
@@ -200,6 +218,9 @@ class CudaStreams:
 
     def cpu(self, kernel: CpuKernel) -> CudaCpuStream:
         return CudaCpuStream(kernel, new_stream(self._device, owner=self))
+
+    def on_device(self, host: torch.Tensor) -> torch.Tensor:
+        return pinned_view(host, self._device)
 
     def event(self) -> Event:
         return torch.cuda.Event()
