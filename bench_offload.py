@@ -1,8 +1,8 @@
 """The long workload with the KV cache in CPU memory, compared with all-GPU and with transformers' offloaded cache.
 
 The link is measured first. Decode with offload is bound by the link's rate divided by the fewest bytes that must cross
-it per token; the fewest blocks are full blocks - (slots - write slots). Where the CPU attends to some of them, the bound
-is that of both rates together, as start-up measured them, and --cpu-attention both measures decode with and without.
+it per token; the fewest blocks are full blocks - (slots - write slots). Where the CPU attends to some of them, decode
+is bound by both rates together, as start-up measured them. --cpu-attention both measures with and without the CPU.
 Prefill is bound by its arithmetic, and compared with the all-GPU engine in the same run. --sweep measures the engine
 with and without offload over contexts and slots, two runs each, as JSON and a plot (benchmarks/sweep.py).
 """
@@ -138,7 +138,7 @@ def bench_offload(
 
 
 def bench_with_and_without_cpu(args: argparse.Namespace, ceilings: Ceilings) -> dict[str, Any]:
-    """Measure the engine with --cpu-attention. For `both`, the keys of what was measured without begin with link_only_."""
+    """Measure the engine with --cpu-attention. For `both`, the keys of the run without it begin with link_only_."""
     sizes = args.max_model_len, args.num_gpu_blocks
     if args.cpu_attention != "both":
         return bench_offload(args, ceilings, *sizes, args.cpu_attention)

@@ -7,14 +7,14 @@ from nanovllm.core.step_plan import StepPlan
 
 
 class LinkMeter:
-    """The rates at which decode steps that miss blocks bring in their keys: the bytes that cross the link, and the bytes
+    """The rates at which decode steps that miss blocks bring in their keys: the bytes that cross the link, and those
     that the CPU attends to, divided by the time that the steps take.
 
     A step's time runs from the arrival of the previous step's tokens on the host to the arrival of its own. It counts
     only if both are decode steps that miss blocks: then it contains no prefill, and work that overlaps two steps is
-    counted once. The time includes moments in which the link is idle, even those in which the caller waits between two steps,
-    because the figure is meant to show how much of the link decoding uses in practice. Measuring adds no wait, because
-    the host reads the tokens anyway.
+    counted once. The time includes moments in which the link is idle, even those in which the caller waits between two
+    steps, because the figure is meant to show how much of the link decoding uses in practice. Measuring adds no wait,
+    because the host reads the tokens anyway.
     """
 
     def __init__(self, block_bytes: int, block_size: int, now_s: Callable[[], float] = time.perf_counter) -> None:

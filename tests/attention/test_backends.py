@@ -47,8 +47,8 @@ def gpu_of(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_flash_gate_asks_the_installed_build(monkeypatch):
-    """Regressions: a build without head dims above 128 passed the gate, and the engine failed at its start; a build with
-    kernels for 64 and 128 only returned garbage for 80.
+    """Regressions: a build without head dims above 128 passed the gate, and the engine failed at its start. A build
+    that has kernels for 64 and 128 only returned garbage for 80.
     """
 
     def attend(self, q_THD, k_NPKD, v_NPKD, batch, scale):
@@ -299,6 +299,20 @@ def test_gpu_backend_matches_naive(name, heads, head_dim, page, dtype, unwritten
     )
     got = backend.attend(case.q_THD, case.k_cache, case.v_cache, case.batch, head_dim**-0.5)
     assert_as_good_as_plain_torch(got, case, head_dim**-0.5)
+
+
+@pytest.mark.gpu
+@gpu_backends
+def test_gpu_sequences_without_keys_leave_other_memory_alone(name):
+    """Regression: flash-attn wrote the LSE of sequences without keys into whatever lay behind the result."""
+    backend = gpu_backend(name, torch.bfloat16, 128)
+    lens = [(1, 1792), (1, 1280), (300, 0), (256, 0)]
+    case = make_paged(lens, 256, (8, 2), causal=False, head_dim=128, dtype=torch.bfloat16, device="cuda")
+    neighbours = [torch.full((8, 558), 7.0, device="cuda") for _ in range(64)]
+    del neighbours[::2]  # the results go to the gaps
+    got = backend.attend(case.q_THD, case.k_cache, case.v_cache, case.batch, 128**-0.5)
+    assert all(bool((neighbour == 7).all()) for neighbour in neighbours)
+    assert_as_good_as_plain_torch(got, case, 128**-0.5)
 
 
 @pytest.mark.gpu

@@ -80,7 +80,7 @@ def test_bf16_logits_are_as_good_as_plain_torch(tmp_path: Path) -> None:
         llm.assert_as_good_as_plain_torch(PROMPTS)
 
 
-# -- edges: exact while the awaited side is slow, and wrong without the wait --------------------------------------------
+# -- edges: exact while the awaited side is slow, and wrong without the wait -----------------------------------------
 
 
 class SlowKernel(TorchKernel):

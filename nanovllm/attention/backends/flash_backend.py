@@ -65,7 +65,8 @@ class FlashBackend(AttentionBackend):
             )
             out_THD, lse_HT = out_B1HD.squeeze(1), lse_BH1.squeeze(2).t()
         else:
-            cu_seqlens_k = torch.nn.functional.pad(batch.context_lens.cumsum(0, dtype=torch.int32), (1, 0))
+            # For a sequence without keys it writes its LSE outside of the result, into other tensors. So each has one.
+            cu_seqlens_k = torch.nn.functional.pad(batch.context_lens.clamp(min=1).cumsum(0, dtype=torch.int32), (1, 0))
             out_THD, lse_HT, _ = self.flash_attn.flash_attn_varlen_func(
                 q_THD,
                 k_cache_NPKD,
@@ -73,13 +74,13 @@ class FlashBackend(AttentionBackend):
                 batch.cu_seqlens_q,
                 cu_seqlens_k,
                 batch.max_query_len,
-                batch.max_context_len,
+                max(1, batch.max_context_len),
                 softmax_scale=scale,
                 causal=batch.causal,
                 block_table=batch.block_tables,
                 return_attn_probs=True,
             )
-            if not batch.causal:  # without a mask it leaves the rows of a sequence that has no keys as they were
+            if not batch.causal:  # with a mask a sequence has the keys of its queries at least
                 token = torch.arange(len(q_THD), device=q_THD.device)
                 sequence = torch.bucketize(token, batch.cu_seqlens_q[1:], right=True)
                 no_key_T = batch.context_lens[sequence] == 0
@@ -125,7 +126,5 @@ def _error_of_build(device: torch.device, dtype: torch.dtype, head_dim: int, que
     )
     got = FlashBackend().attend(q_THD, k_NPKD, v_NPKD, batch, head_dim**-0.5)
     expected = TorchBackend().attend(q_THD.float(), k_NPKD.float(), v_NPKD.float(), batch, head_dim**-0.5)
-    errors = [
-        (ours.float() - theirs).abs().nan_to_num(torch.inf).max() for ours, theirs in zip(got, expected, strict=True)
-    ]
-    return float(max(errors))
+    pairs = zip(got, expected, strict=True)
+    return max(float((ours.float() - theirs).abs().nan_to_num(torch.inf).max()) for ours, theirs in pairs)
