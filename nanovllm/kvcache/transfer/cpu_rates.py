@@ -13,7 +13,7 @@ from nanovllm.kvcache.transfer.offload_engine import OffloadEngine
 
 NUM_QUERIES = (1, 4, 16)  # of a sequence: a decode step's, and those of a few guesses
 LINK_BYTES = 2**31  # copied beside each measurement: 40 ms at 54 GB/s
-JOB_BYTES = 2**26  # attended to in one call, in another layer each time, so that no cache holds them
+JOB_BYTES = 2**28  # attended to in one call, in another layer each time, so that no cache holds them
 
 
 class MeasuredRates(NamedTuple):
