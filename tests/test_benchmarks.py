@@ -86,7 +86,7 @@ def test_bench_offload_batch_that_fits_the_slots_misses_nothing(model: str) -> N
 @pytest.mark.parametrize("num_slots", [None, 3])
 def test_sweep_point_has_both_bounds(model: str, num_slots: int | None) -> None:
     make_llm = bench_offload.make_llm
-    point = sweep._measure_point(arguments(model), CEILINGS, make_llm, CONTEXT, num_slots, num_decoded=8)
+    point = sweep._measure_point(arguments(model), CEILINGS, make_llm, CONTEXT, num_slots, "auto", num_decoded=8)
     assert point["prefill_bound_share"] > 0 and ("link_share" in point) == (num_slots is not None)
 
 
