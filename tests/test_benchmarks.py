@@ -56,7 +56,8 @@ def arguments(model: str, **options: Any) -> argparse.Namespace:
 @pytest.mark.parametrize("one_prompt", [False, True])
 def test_bench_offload_has_every_figure_its_targets_read(model: str, one_prompt: bool) -> None:
     args = arguments(model, one_prompt=one_prompt)
-    result = bench_offload.bench_offload(args, CEILINGS, CONTEXT, args.num_gpu_blocks, "auto")
+    args.max_model_len, args.cpu_attention = CONTEXT, "both"
+    result = bench_offload.bench_with_and_without_cpu(args, CEILINGS)
     assert result["prefill_tokens"] == CONTEXT - (8 if one_prompt else 1)
     share = result["offload_prefill_tok_per_s"] / result["prefill_bound_tok_per_s"]
     assert result["prefill_bound_share"] == pytest.approx(share)
