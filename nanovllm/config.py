@@ -118,8 +118,8 @@ class Config:
     )
     cpu_attention: str = option(
         "auto",
-        help="whether the CPU attends to blocks in CPU memory while others are streamed; auto: in each step, as far as "
-        "that is faster; on: in every step that misses blocks; off: every missing block is streamed",
+        help="whether the CPU attends to blocks in CPU memory while others are streamed, in steps in which no sequence "
+        "has more than 16 new tokens; auto: as far as that is faster; on: always some; off: never",
         group=_OFFLOAD,
         choices=("auto", "on", "off"),
     )

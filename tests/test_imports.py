@@ -53,6 +53,7 @@ ALLOWED: dict[str, set[str]] = {
     | {
         "core",
         "capacity",
+        "cpu_attention",
         "device",
         "attention.backends",
         "kvcache.policy",

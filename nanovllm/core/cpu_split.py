@@ -34,7 +34,7 @@ class CpuSplit:
     is_forced: bool  # the CPU takes its share even where that gains nothing
     link_byte_per_s: float | None = None  # None on a CPU: there is no link, so the CPU attends to everything
     cpu_rates: tuple[CpuRate, ...] = ()  # by rising num_queries, the first for 1
-    idle_s: float = 0.0  # of the CPU in each layer
+    idle_s: float = 0.0  # of the CPU in each layer, measured with one sequence
     unit_tokens: int = UNIT_TOKENS  # the CPU's share of a block is a multiple of this
 
     def takes_part(self, num_queries: Sequence[int]) -> bool:

@@ -27,4 +27,6 @@ def pinned_view(pinned: torch.Tensor, device: torch.device) -> torch.Tensor:
     tensor that two streams use.
     """
     assert pinned.is_contiguous() and pinned.is_pinned(), "the GPU can only reach contiguous pinned memory"
-    return torch.as_tensor(_CudaArray(pinned), device=device).view(pinned.dtype).view(pinned.shape)
+    view = torch.as_tensor(_CudaArray(pinned), device=device)
+    assert view.data_ptr() == pinned.data_ptr(), "torch has copied pinned memory instead of viewing it"
+    return view.view(pinned.dtype).view(pinned.shape)

@@ -220,9 +220,11 @@ class OffloadedPool(KVMemory):
         return self.offload.stats() | {"cpu_attention": None if self.cpu is None else self.cpu.kernel_name}
 
     def close(self) -> None:
-        if self.cpu is not None:
-            self.cpu.close()
-        self.offload.close()
+        try:
+            if self.cpu is not None:
+                self.cpu.close()
+        finally:
+            self.offload.close()
 
 
 def make_offload_engine(

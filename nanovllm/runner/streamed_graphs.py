@@ -3,9 +3,8 @@
 Which blocks are streamed changes from step to step, so a graph must not contain the waits for them. A piece therefore
 runs from one layer's paged attention to the next layer's (output projection, MLP, next qkv, store, paged call). In
 addition, each staging buffer has a graph that attends to a streamed group and merges the result, and one graph merges
-what the CPU has computed. Between the pieces
-the host only waits for events, replays graphs and starts copies. That takes about 0.1 ms per layer, instead of 0.8 ms
-with separate launches.
+what the CPU has computed. Between the pieces the host only waits for events, replays graphs and starts copies. That
+takes about 0.1 ms per layer, instead of 0.8 ms with separate launches.
 
     piece 0 | group* cpu? | piece 1 | group* cpu? | ... | piece L    "|": query and result (fp32) are in static buffers
 

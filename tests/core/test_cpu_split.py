@@ -40,6 +40,13 @@ def test_cpu_that_gains_nothing_takes_nothing_unless_it_is_forced() -> None:
     assert replace(idle, is_forced=True).num_cpu_tokens(costs_s, 32) == 32  # a block smaller than the unit
 
 
+def test_step_that_misses_nothing_leaves_nothing_to_the_cpu() -> None:
+    """Regression: a forced split began a job without keys in every layer, after a neighbour's end had made room."""
+    split = replace(SPLIT, is_forced=True)
+    missing = divide_missing([[], []], [1, 1], block_size=BLOCK, group_blocks=2, split=split)
+    assert missing == ((), ())
+
+
 def test_without_a_link_the_cpu_takes_everything() -> None:
     split = CpuSplit(token_bytes=64, max_queries=512, max_sequence_queries=512, is_forced=False)
     assert split.num_cpu_tokens([split.cpu_token_s(300)] * 3, BLOCK) == 3 * BLOCK

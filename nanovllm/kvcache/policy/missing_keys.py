@@ -33,6 +33,8 @@ def divide_missing(
     to stream everything.
     """
     costs = dict.fromkeys((block_id for row in rows for block_id in row), 0.0)  # seconds of the CPU for a token
+    if not costs:
+        return MissingKeys()
     if split is not None and not split.takes_part(num_queries):
         split = None
     if split is not None:
@@ -44,6 +46,7 @@ def divide_missing(
     num_streamed = num_tokens = len(block_ids) * block_size
     if split is not None:
         num_streamed -= split.num_cpu_tokens([costs[block_id] for block_id in block_ids], block_size)
+        assert 0 <= num_streamed <= num_tokens, f"{num_streamed} of {num_tokens} missing tokens are streamed"
     place = {block_id: i for i, block_id in enumerate(block_ids)}
     return MissingKeys(
         _groups(rows, place, num_streamed, block_size, group_blocks),

@@ -145,5 +145,7 @@ class CpuAttention:
         return self.result_rows(len(q_THD))
 
     def close(self) -> None:
-        self._stream.close()
-        self.kernel.close()
+        try:
+            self._stream.close()
+        finally:
+            self.kernel.close()

@@ -1,9 +1,9 @@
 """Streams and events as the offload engine uses them: CUDA's, or stand-ins for the CPU that copy at once.
 
-There are three queues of work: compute (the model's own), h2d and d2h. A fourth one, `cpu`, is made where the CPU
-attends to keys. The work of one queue runs in order. Work of different queues is ordered only by events, which one
-queue records and another waits for. As in CUDA, a wait is for what the event has recorded *so far*. A wait for an event
-that was never recorded does nothing.
+There are four queues of work: compute (the model's own), h2d, d2h and, where the CPU attends to keys, cpu. The work of
+one queue runs in order. Work of different queues is ordered only by events, which one queue records and another waits
+for. As in CUDA, a wait is for what the event has recorded *so far*. A wait for an event that was never recorded does
+nothing.
 """
 
 from collections.abc import Iterable
@@ -101,11 +101,14 @@ class ImmediateStream:
         dst.copy_(src)
 
 
-class ImmediateCpuStream(ImmediateStream):
+class ImmediateCpuStream:
     """Attends when it is told to."""
 
     def __init__(self, kernel: CpuKernel) -> None:
         self._kernel = kernel
+
+    def wait(self, event: Event) -> None:
+        pass
 
     def attend(self, job: AttentionJob, layer: int) -> Event:
         self._kernel.attend(job, layer)
@@ -194,6 +197,8 @@ class CudaCpuStream:
         self._may_start, self._has_ended = flags[:1], flags[1:]
         self._server = kernel.serve(flags)
         self._num_jobs = 0
+        write_value(stream, self._may_start, 0)  # raises where the driver refuses either of the two
+        wait_for_value(stream, self._has_ended, 0)
 
     def wait(self, event: Event) -> None:
         event.wait(self._stream)
