@@ -102,10 +102,9 @@ class SamplingRow(NamedTuple):
 class SequenceStep:
     """The new tokens of one sequence and where its paged keys are.
 
-    The paged keys are all keys of the sequence except those that are streamed or that the CPU attends to.
-    `block_table` lists the gpu_block_ids
-    that hold them. The last `num_tokens` of the `num_paged_keys` keys are those of the new tokens; the blocks before
-    them may be in any order. All blocks but the last are full.
+    The paged keys are all keys of the sequence except those that are streamed or that the CPU attends to. `block_table`
+    lists the gpu_block_ids that hold them. The last `num_tokens` of the `num_paged_keys` keys are those of the new
+    tokens; the blocks before them may be in any order. All blocks but the last are full.
     """
 
     seq_id: int

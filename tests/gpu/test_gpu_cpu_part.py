@@ -9,7 +9,8 @@ import pytest
 import torch
 from checked_engine import OFFLOAD, Reference, greedy
 from cpu_splits import ALL, RandomSplit, splitting
-from gpu_llm import BLOCK, GpuLLM, prompts_of
+from gpu_llm import GpuLLM
+from offload_workload import BLOCK, prompts_of
 from tiny_models import write_tiny_model
 
 from nanovllm.cpu_attention.job import AttentionJob

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 from checked_engine import OFFLOAD, Reference, cache_options, greedy
-from gpu_llm import BLOCK, GpuLLM, prompts_of
+from gpu_llm import GpuLLM
+from offload_workload import BLOCK, prompts_of
 from tiny_models import write_tiny_model
 
 from nanovllm import LLM

@@ -10,7 +10,7 @@ import pytest
 import torch
 from checked_engine import OFFLOAD, CheckedLLM, Reference, greedy
 from cpu_splits import ALL, RandomSplit, splitting
-from dense_model import random_prompt
+from offload_workload import BLOCK, prompts_of, serve_everything
 from race_detector import StreamRaceError
 from simulated_streams import MODES, Edge, Mode, SimulatedStreams
 from tiny_models import write_tiny_model
@@ -23,7 +23,6 @@ from nanovllm.kvcache.transfer import cpu_part
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-BLOCK = 256
 WITH_CPU = OFFLOAD | {"cpu_attention": "on", "num_gpu_blocks": 2}
 
 
@@ -31,10 +30,6 @@ WITH_CPU = OFFLOAD | {"cpu_attention": "on", "num_gpu_blocks": 2}
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     directory = tmp_path_factory.mktemp("tiny")
     return Reference(write_tiny_model(directory, max_position_embeddings=8192))
-
-
-def prompts_of(*lengths: int) -> list[list[int]]:
-    return [random_prompt(length, seed=length) for length in lengths]
 
 
 def num_cpu_tokens(plan: StepPlan) -> int:
@@ -107,28 +102,6 @@ def test_altered_block_changes_the_answer(reference: Reference) -> None:
 
 
 # -- streams ---------------------------------------------------------------------------------------------------------
-
-DOCUMENT = random_prompt(4 * BLOCK + 220, seed=77)
-PROMPTS = [*prompts_of(3 * BLOCK - 37, 1, BLOCK + 1), *(DOCUMENT + random_prompt(30, seed=seed) for seed in (1, 2))]
-
-
-def serve_everything(llm: CheckedLLM) -> None:
-    """Long and short, hits of whole and of partial blocks, preemption, an abort; all checked."""
-    ids = [llm.add_request(prompt, greedy(5)) for prompt in PROMPTS]
-    finished = {}
-    for num_step in range(1000):
-        if llm.is_finished():
-            break
-        if num_step in (4, 9, 14):
-            llm.preempt_next()
-        if num_step == 11:
-            llm.abort(ids[2])
-        finished |= llm.step().finished
-    for request_id, prompt in zip(ids, PROMPTS, strict=True):
-        if finished[request_id]["finish_reason"] == "length":
-            llm.check(request_id, prompt, finished[request_id])
-    llm.answer_and_check([DOCUMENT[: 3 * BLOCK + 17], PROMPTS[0]])
-    llm.assert_nothing_left()
 
 
 def serve_with(reference: Reference, streams: SimulatedStreams, seed: int, block_size: int = BLOCK) -> None:
