@@ -29,22 +29,39 @@ _SIGNATURES = {
 
 
 class UnusableLibraryError(RuntimeError):
-    """A library was built from another source, or the operating system refuses what it needs."""
+    """A kernel cannot run here, because its library is unusable or something refuses what it needs."""
+
+
+class NotBuiltError(UnusableLibraryError):
+    """A library is missing, was built from another source or cannot be loaded. Building it is the remedy."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(f"{problem}; run {instruction_sets.BUILD_COMMAND}")
+        self.problem = problem
 
 
 def load_library(path: Path) -> ctypes.CDLL:
+    if not path.exists():
+        raise NotBuiltError(f"{path.name} has not been built")
     try:
         library = ctypes.CDLL(str(path))
         for name, (result, arguments) in _SIGNATURES.items():
             function = getattr(library, name)
             function.restype, function.argtypes = result, arguments
     except (OSError, AttributeError) as error:
-        raise UnusableLibraryError(f"{path.name} cannot be loaded: {error}") from error
+        raise NotBuiltError(f"{path.name} cannot be loaded: {error}") from error
     if library.nanovllm_source_hash() != instruction_sets.source_hash():
-        raise UnusableLibraryError(
-            f"{path.name} was built from another attention.cpp; run python -m nanovllm.cpu_attention.build"
-        )
+        raise NotBuiltError(f"{path.name} was built from another attention.cpp")
     return library
+
+
+def why_unfit(head_dim: int, dtype: torch.dtype) -> str | None:
+    """Why attention.cpp does not serve such a KV cache on any machine."""
+    if dtype not in DTYPE_CODES:
+        return f"the compiled kernels are for float32, bfloat16 and float16, not {str(dtype).removeprefix('torch.')}"
+    if head_dim % 16 or not 0 < head_dim <= _MAX_HEAD_DIM:
+        return f"the compiled kernels are for multiples of 16 up to {_MAX_HEAD_DIM}, and the head dim is {head_dim}"
+    return None
 
 
 class _Engine:
@@ -78,12 +95,8 @@ class CompiledKernel(CpuKernel):
 
     @classmethod
     def why_unavailable(cls, head_dim: int, dtype: torch.dtype) -> str | None:
-        if dtype not in DTYPE_CODES:
-            return (
-                f"the compiled kernels are for float32, bfloat16 and float16, not {str(dtype).removeprefix('torch.')}"
-            )
-        if head_dim % 16 or not 0 < head_dim <= _MAX_HEAD_DIM:
-            return f"the compiled kernels are for multiples of 16 up to {_MAX_HEAD_DIM}, and the head dim is {head_dim}"
+        if reason := why_unfit(head_dim, dtype):
+            return reason
         if not instruction_sets.loadable():
             variants, flags = instruction_sets.INSTRUCTION_SETS, instruction_sets.cpu_flags()
             return "; ".join(str(instruction_sets.why_unavailable(variant, flags)) for variant in variants)
