@@ -67,9 +67,10 @@ def why_unfit(head_dim: int, dtype: torch.dtype) -> str | None:
 class _Engine:
     """A library's threads."""
 
-    def __init__(self, library: ctypes.CDLL, cpus: Sequence[int]) -> None:
+    def __init__(self, library: ctypes.CDLL, cpus: Sequence[int], is_pinned: bool) -> None:
         self.library = library
-        self.handle = library.nanovllm_open((ctypes.c_int64 * len(cpus))(*cpus), len(cpus), _AWAKE_NS)
+        places = (ctypes.c_int64 * len(cpus))(*cpus) if is_pinned else None
+        self.handle = library.nanovllm_open(places, len(cpus), _AWAKE_NS)
         if not self.handle:
             raise UnusableLibraryError("the operating system refuses the instructions or the threads")
         self.close = weakref.finalize(self, _close_engine, library, self.handle, os.getpid())
@@ -85,13 +86,17 @@ def _close_engine(library: ctypes.CDLL, handle: int, pid: int) -> None:
 
 
 class CompiledKernel(CpuKernel):
-    """One variant of attention.cpp. Its threads stay on `cpus`, but in `attend` the first of them is the caller's."""
+    """One variant of attention.cpp. It has one thread for each of `cpus`, where they stay if `is_pinned`. In `attend`
+    the first of them is the caller's.
+    """
 
-    def __init__(self, variant: InstructionSet, cpus: Sequence[int], folder: Path = FOLDER) -> None:
+    def __init__(
+        self, variant: InstructionSet, cpus: Sequence[int], is_pinned: bool = True, folder: Path = FOLDER
+    ) -> None:
         """Raises UnusableLibraryError. The processor must be able to run the variant: that has to be known before."""
         assert cpus, "a kernel needs at least one cpu"
         self.name, self.num_threads = variant.name, len(cpus)
-        self._engine = _Engine(load_library(variant.library(folder)), cpus)
+        self._engine = _Engine(load_library(variant.library(folder)), cpus, is_pinned)
 
     @classmethod
     def why_unavailable(cls, head_dim: int, dtype: torch.dtype) -> str | None:
@@ -120,7 +125,7 @@ class CompiledKernel(CpuKernel):
 
 
 class CompiledServer(CpuServer):
-    """A thread of the library, on the kernel's first cpu. It shares the kernel's other threads with `attend`."""
+    """A thread of the library, on the first cpu if threads are pinned. It shares the kernel's others with `attend`."""
 
     def __init__(self, engine: _Engine, flags: torch.Tensor) -> None:
         assert engine.is_open, "the kernel is closed"

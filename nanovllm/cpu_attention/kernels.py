@@ -19,9 +19,16 @@ logger = logging.getLogger("nanovllm")
 
 
 def choose_kernel(
-    cpus: Sequence[int], name: str | None = None, *, head_dim: int = 128, dtype: torch.dtype = torch.bfloat16
+    cpus: Sequence[int],
+    name: str | None = None,
+    *,
+    head_dim: int = 128,
+    dtype: torch.dtype = torch.bfloat16,
+    is_pinned: bool = True,
 ) -> CpuKernel:
-    """The kernel of this name, or else the best one that can run here, with one thread on each of `cpus`.
+    """The kernel of this name, or else the best one that can run here, with one thread for each of `cpus`.
+
+    `is_pinned`: each thread stays on its cpu. Otherwise the threads run on any cpu that the process may use.
 
     Raises ConfigError if the kernel of this name cannot run here. `head_dim` and `dtype` are those of the KV cache.
     Logs a warning if the choice would be better with another build.
@@ -31,7 +38,7 @@ def choose_kernel(
     for kernel_name in KERNEL_NAMES:
         if name in (None, kernel_name):
             try:
-                kernel = _open(kernel_name, cpus, head_dim, dtype)
+                kernel = _open(kernel_name, cpus, head_dim, dtype, is_pinned)
             except UnusableLibraryError as error:
                 reasons.append(str(error))
                 if isinstance(error, NotBuiltError):
@@ -49,11 +56,11 @@ def choose_kernel(
     raise ConfigError(f"the CPU attention kernel {name} cannot run here: {reasons[0]}; choose another one or none")
 
 
-def _open(name: str, cpus: Sequence[int], head_dim: int, dtype: torch.dtype) -> CpuKernel:
+def _open(name: str, cpus: Sequence[int], head_dim: int, dtype: torch.dtype, is_pinned: bool) -> CpuKernel:
     if name == TorchKernel.name:
-        return TorchKernel(cpus)
+        return TorchKernel(cpus, is_pinned)
     variant = next(variant for variant in instruction_sets.INSTRUCTION_SETS if variant.name == name)
     reason = instruction_sets.why_not_runnable(variant, instruction_sets.cpu_flags())
     if reason := reason or why_unfit(head_dim, dtype):
         raise UnusableLibraryError(reason)
-    return CompiledKernel(variant, cpus)
+    return CompiledKernel(variant, cpus, is_pinned)

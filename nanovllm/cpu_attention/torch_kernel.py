@@ -33,10 +33,10 @@ class TorchKernel(CpuKernel):
 
     name = "torch"
 
-    def __init__(self, cpus: Sequence[int]) -> None:
+    def __init__(self, cpus: Sequence[int], is_pinned: bool = True) -> None:
         assert cpus, "a kernel needs at least one cpu"
         self.num_threads = len(cpus)
-        self._cpus = list(cpus)
+        self._cpus = list(cpus) if is_pinned else None
         self._servers: weakref.WeakSet[TorchServer] = weakref.WeakSet()
 
     @classmethod
@@ -48,7 +48,7 @@ class TorchKernel(CpuKernel):
             attend(job, layer)
 
     def serve(self, flags: torch.Tensor) -> "TorchServer":
-        server = TorchServer(flags, self._cpus)
+        server = TorchServer(flags, self.num_threads, self._cpus)
         self._servers.add(server)
         return server
 
@@ -137,10 +137,11 @@ def _merge(parts: list[_Part]) -> tuple[torch.Tensor, torch.Tensor]:
 class _State:
     """What a server shares with its thread. The thread must not keep the server itself alive."""
 
-    def __init__(self, flags: torch.Tensor, cpus: list[int]) -> None:
+    def __init__(self, flags: torch.Tensor, num_threads: int, cpus: list[int] | None) -> None:
         self.flags = flags.numpy()
         self.keeps_flags = flags
-        self.cpus = cpus
+        self.num_threads = num_threads
+        self.cpus = cpus  # None: any
         self.change = threading.Condition()
         self.queue: deque[tuple[AttentionJob, int, int]] = deque()  # the first one may have started
         self.newest_number = 0
@@ -151,10 +152,10 @@ class _State:
 class TorchServer(CpuServer):
     """A Python thread. If a job raises, flags[1] is set all the same, and `submit` or `close` raises its exception."""
 
-    def __init__(self, flags: torch.Tensor, cpus: list[int]) -> None:
+    def __init__(self, flags: torch.Tensor, num_threads: int, cpus: list[int] | None) -> None:
         check_flags(flags)
         flags.zero_()
-        self._state = _State(flags, cpus)
+        self._state = _State(flags, num_threads, cpus)
         self._thread = threading.Thread(target=_serve, args=(self._state,), name="cpu-attention", daemon=True)
         self._thread.start()
         self._end = weakref.finalize(self, _end, self._state, self._thread)
@@ -191,9 +192,10 @@ def _end(state: _State, thread: threading.Thread) -> None:
 
 
 def _serve(state: _State) -> None:
-    with suppress(OSError):  # a cpu that went away in the meantime: run anywhere
-        os.sched_setaffinity(0, state.cpus)  # this thread's, and that of the OpenMP threads that it starts
-    torch.set_num_threads(len(state.cpus))
+    if state.cpus is not None:
+        with suppress(OSError):  # a cpu that went away in the meantime: run anywhere
+            os.sched_setaffinity(0, state.cpus)  # this thread's, and that of the OpenMP threads that it starts
+    torch.set_num_threads(state.num_threads)
     while True:
         with state.change:
             state.change.wait_for(lambda: state.queue or state.is_closing)

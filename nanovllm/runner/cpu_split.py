@@ -33,7 +33,7 @@ def make_cpu_attention(config: Config, offload: OffloadEngine, num_heads: int, t
         return None
     cpus = attention_cpus(config.cpu_attention_threads, tp.rank, tp.size, memory_node(offload.device))
     cpu = CpuAttention(
-        choose_kernel(cpus, head_dim=offload.spec.head_dim, dtype=offload.dtype),
+        choose_kernel(cpus.cpus, head_dim=offload.spec.head_dim, dtype=offload.dtype, is_pinned=cpus.is_pinned),
         offload.streams,
         k_cache=offload.k_cache_cpu,
         v_cache=offload.v_cache_cpu,

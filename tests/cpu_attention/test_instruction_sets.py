@@ -84,7 +84,7 @@ def test_choose_kernel_refused_by_the_system_takes_the_next(monkeypatch: pytest.
     """As AMX is, where the kernel does not know it."""
     opened = []
 
-    def refuse(self: object, library: object, cpus: object) -> None:
+    def refuse(self: object, library: object, *_: object) -> None:
         opened.append(library)
         raise UnusableLibraryError("the operating system refuses")
 

@@ -1,4 +1,5 @@
 import gc
+import os
 import subprocess
 import sys
 import time
@@ -180,6 +181,25 @@ def test_server_many_tiny_jobs(open_kernel, num_threads: int) -> None:
     assert flags.tolist() == [num_jobs, num_jobs]
     case.check(num_jobs % 2)
     server.close()
+
+
+def thread_ids() -> set[int]:
+    return set(map(int, os.listdir("/proc/self/task")))
+
+
+@pytest.mark.parametrize("is_pinned", [True, False])
+def test_threads_stay_on_their_cpu_only_if_they_are_pinned(kernel_name: str, case: Case, is_pinned: bool) -> None:
+    cpu, before, flags = max(os.sched_getaffinity(0)), thread_ids(), new_flags()
+    kernel = choose_kernel([cpu, cpu], kernel_name, is_pinned=is_pinned)
+    server = kernel.serve(flags)
+    server.submit(case.job, 0, 1)
+    flags[0] = 1
+    wait_for(flags, 1)
+    started = thread_ids() - before
+    expected = {cpu} if is_pinned else os.sched_getaffinity(0)
+    assert started and all(os.sched_getaffinity(thread) == expected for thread in started)
+    case.check()
+    kernel.close()
 
 
 def test_server_with_a_full_queue_refuses(open_kernel) -> None:
