@@ -9,7 +9,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import NamedTuple
 
 import torch
@@ -53,8 +53,10 @@ class TorchKernel(CpuKernel):
         return server
 
     def close(self) -> None:
-        for server in list(self._servers):
-            server.close()
+        """All servers are closed even if this raises the exception of a job."""
+        with ExitStack() as closing:
+            for server in list(self._servers):
+                closing.callback(server.close)
 
 
 @contextmanager
@@ -150,7 +152,9 @@ class _State:
 
 
 class TorchServer(CpuServer):
-    """A Python thread. If a job raises, flags[1] is set all the same, and `submit` or `close` raises its exception."""
+    """A Python thread. If a job raises, its out is NaN and its lse is 0 when flags[1] is set, so that nobody takes an
+    older result for this one. The next `submit` or `close` raises the exception.
+    """
 
     def __init__(self, flags: torch.Tensor, num_threads: int, cpus: list[int] | None) -> None:
         check_flags(flags)
@@ -174,6 +178,7 @@ class TorchServer(CpuServer):
             state.change.notify()
 
     def close(self) -> None:
+        """The server is closed even if this raises the exception of a job."""
         self._end()
         self._raise_error()
 
@@ -210,10 +215,18 @@ def _serve(state: _State) -> None:
             attend(job, layer)
         except BaseException as error:
             state.error = state.error or error
+            _spoil(job)
         del job
         state.flags[1] = number
         with state.change:
             state.queue.popleft()
+
+
+@torch.inference_mode()
+def _spoil(job: AttentionJob) -> None:
+    """NaN survives every merge, because an LSE of 0 gives it a weight."""
+    job.out_THD.fill_(torch.nan)
+    job.lse_HT.zero_()
 
 
 def _wrapped(number: int) -> int:

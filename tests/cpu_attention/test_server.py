@@ -1,15 +1,19 @@
 import gc
+import itertools
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from cpu_attention_cases import Case, mixed_rows, row_spans
 
-from nanovllm.cpu_attention.base import MAX_QUEUED_JOBS, CpuServer
+from nanovllm.cpu_attention import torch_kernel
+from nanovllm.cpu_attention.base import FAR_AHEAD, MAX_QUEUED_JOBS, CpuServer
 from nanovllm.cpu_attention.kernels import choose_kernel
 from nanovllm.cpu_attention.torch_kernel import TorchKernel
 
@@ -236,6 +240,59 @@ def test_torch_server_error_is_raised_later_and_nobody_waits_forever(case: Case)
     with pytest.raises(AssertionError, match="layer 98"):
         server.close()
     server.close()
+
+
+@pytest.fixture
+def failing(case: Case, monkeypatch: pytest.MonkeyPatch) -> Case:
+    """Its results are those of an earlier layer. From now on jobs raise after they have written some of their rows."""
+    kernel = TorchKernel([0])
+    kernel.attend(case.job, 1)
+    case.check(1)
+    num_merged, merge = itertools.count(), torch_kernel._merge
+
+    def merge_one(parts: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        if next(num_merged):
+            raise MemoryError("no memory for the second range of rows")
+        return merge(parts)
+
+    monkeypatch.setattr(torch_kernel, "_merge", merge_one)
+    return case
+
+
+def test_torch_server_job_that_fails_leaves_no_older_results(failing: Case) -> None:
+    """The GPU merged the results of the previous layer as if they were right."""
+    kernel, flags = TorchKernel([0]), new_flags()
+    server = kernel.serve(flags)
+    server.submit(failing.job, 0, 1)
+    flags[0] = 1
+    wait_for(flags, 1)
+    assert failing.job.out_THD.isnan().all() and (failing.job.lse_HT == 0).all()
+    with pytest.raises(MemoryError, match="second range"):
+        server.close()
+    assert difference(flags[1], 1) == FAR_AHEAD
+
+
+def test_torch_attend_that_fails_raises(failing: Case) -> None:
+    kernel, num_threads = TorchKernel([0]), torch.get_num_threads()
+    with pytest.raises(MemoryError, match="second range"):
+        kernel.attend(failing.job, 0)
+    assert torch.get_num_threads() == num_threads
+    kernel.close()
+
+
+def test_torch_kernel_close_that_raises_has_closed_every_server(failing: Case) -> None:
+    """An exception from the first server left the others running."""
+    kernel, all_flags = TorchKernel([0]), [new_flags() for _ in range(3)]
+    servers = [kernel.serve(flags) for flags in all_flags]
+    for server, flags in zip(servers, all_flags, strict=True):
+        server.submit(failing.job, 0, 1)
+        flags[0] = 1
+        wait_for(flags, 1)
+    with pytest.raises(MemoryError, match="second range"):
+        kernel.close()
+    assert all(difference(flags[1], 1) == FAR_AHEAD for flags in all_flags)
+    assert "cpu-attention" not in {thread.name for thread in threading.enumerate()}
+    kernel.close()
 
 
 def test_forked_process_ends_although_it_has_no_threads() -> None:
