@@ -146,7 +146,7 @@ def bench_threads(
 ) -> list[dict[str, Any]]:
     """All rows of the table for this number of threads, plain reading first."""
     cpus = attention_cpus(num_threads, 0, 1)
-    kernels: list[CpuKernel] = [choose_kernel(cpus, name) for name in names]
+    kernels: list[CpuKernel] = [choose_kernel(cpus.cpus, name, is_pinned=cpus.is_pinned) for name in names]
     rows: list[dict[str, Any]] = []
     bound = None
     reader = next((kernel for kernel in kernels if isinstance(kernel, CompiledKernel)), None)
@@ -205,7 +205,7 @@ def main() -> None:
     buffer = HostBuffer(args.mib * 2**20, torch.device("cuda", 0) if has_gpu else None)
     fill(buffer.tensor, getattr(torch, args.dtype))
     link = Link(buffer.tensor) if has_gpu else None
-    thread_counts = args.threads or str(len(attention_cpus(None, 0, 1)))
+    thread_counts = args.threads or str(len(attention_cpus(None, 0, 1).cpus))
     rows = []
     for num_threads in map(int, thread_counts.split(",")):
         rows += bench_threads(names, buffer.tensor, num_threads, args, link)

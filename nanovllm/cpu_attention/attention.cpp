@@ -859,7 +859,9 @@ struct Attention : Work {
       // another thread could begin at once.
       const bool takes_early = job.num_chunks - next_chunk > 2 * int64_t(workers.size());
       if (takes_early) next = next_chunk++;
-      attend_chunk<Tile>(job, job.chunks[i], takes_early ? &job.chunks[next] : nullptr, workers[thread]);
+      // Others may have taken all that was left since `takes_early` was decided.
+      const bool has_next = takes_early && next < job.num_chunks;
+      attend_chunk<Tile>(job, job.chunks[i], has_next ? &job.chunks[next] : nullptr, workers[thread]);
       if (!takes_early) next = next_chunk++;
     }
     spin_until([this] { return num_chunks_done >= job.num_chunks; });

@@ -29,30 +29,48 @@ _SIGNATURES = {
 
 
 class UnusableLibraryError(RuntimeError):
-    """A library was built from another source, or the operating system refuses what it needs."""
+    """A kernel cannot run here, because its library is unusable or something refuses what it needs."""
+
+
+class NotBuiltError(UnusableLibraryError):
+    """A library is missing, was built from another source or cannot be loaded. Building it is the remedy."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(f"{problem}; run {instruction_sets.BUILD_COMMAND}")
+        self.problem = problem
 
 
 def load_library(path: Path) -> ctypes.CDLL:
+    if not path.exists():
+        raise NotBuiltError(f"{path.name} has not been built")
     try:
         library = ctypes.CDLL(str(path))
         for name, (result, arguments) in _SIGNATURES.items():
             function = getattr(library, name)
             function.restype, function.argtypes = result, arguments
     except (OSError, AttributeError) as error:
-        raise UnusableLibraryError(f"{path.name} cannot be loaded: {error}") from error
+        raise NotBuiltError(f"{path.name} cannot be loaded: {error}") from error
     if library.nanovllm_source_hash() != instruction_sets.source_hash():
-        raise UnusableLibraryError(
-            f"{path.name} was built from another attention.cpp; run python -m nanovllm.cpu_attention.build"
-        )
+        raise NotBuiltError(f"{path.name} was built from another attention.cpp")
     return library
+
+
+def why_unfit(head_dim: int, dtype: torch.dtype) -> str | None:
+    """Why attention.cpp does not serve such a KV cache on any machine."""
+    if dtype not in DTYPE_CODES:
+        return f"the compiled kernels are for float32, bfloat16 and float16, not {str(dtype).removeprefix('torch.')}"
+    if head_dim % 16 or not 0 < head_dim <= _MAX_HEAD_DIM:
+        return f"the compiled kernels are for multiples of 16 up to {_MAX_HEAD_DIM}, and the head dim is {head_dim}"
+    return None
 
 
 class _Engine:
     """A library's threads."""
 
-    def __init__(self, library: ctypes.CDLL, cpus: Sequence[int]) -> None:
+    def __init__(self, library: ctypes.CDLL, cpus: Sequence[int], is_pinned: bool, stays_awake: bool) -> None:
         self.library = library
-        self.handle = library.nanovllm_open((ctypes.c_int64 * len(cpus))(*cpus), len(cpus), _AWAKE_NS)
+        places = (ctypes.c_int64 * len(cpus))(*cpus) if is_pinned else None
+        self.handle = library.nanovllm_open(places, len(cpus), _AWAKE_NS if stays_awake else 0)
         if not self.handle:
             raise UnusableLibraryError("the operating system refuses the instructions or the threads")
         self.close = weakref.finalize(self, _close_engine, library, self.handle, os.getpid())
@@ -68,22 +86,27 @@ def _close_engine(library: ctypes.CDLL, handle: int, pid: int) -> None:
 
 
 class CompiledKernel(CpuKernel):
-    """One variant of attention.cpp. Its threads stay on `cpus`, but in `attend` the first of them is the caller's."""
+    """One variant of attention.cpp. It has one thread for each of `cpus`, where they stay if `is_pinned`. In `attend`
+    the first of them is the caller's.
+    """
 
-    def __init__(self, variant: InstructionSet, cpus: Sequence[int], folder: Path = FOLDER) -> None:
+    def __init__(
+        self,
+        variant: InstructionSet,
+        cpus: Sequence[int],
+        is_pinned: bool = True,
+        stays_awake: bool = True,
+        folder: Path = FOLDER,
+    ) -> None:
         """Raises UnusableLibraryError. The processor must be able to run the variant: that has to be known before."""
         assert cpus, "a kernel needs at least one cpu"
         self.name, self.num_threads = variant.name, len(cpus)
-        self._engine = _Engine(load_library(variant.library(folder)), cpus)
+        self._engine = _Engine(load_library(variant.library(folder)), cpus, is_pinned, stays_awake)
 
     @classmethod
     def why_unavailable(cls, head_dim: int, dtype: torch.dtype) -> str | None:
-        if dtype not in DTYPE_CODES:
-            return (
-                f"the compiled kernels are for float32, bfloat16 and float16, not {str(dtype).removeprefix('torch.')}"
-            )
-        if head_dim % 16 or not 0 < head_dim <= _MAX_HEAD_DIM:
-            return f"the compiled kernels are for multiples of 16 up to {_MAX_HEAD_DIM}, and the head dim is {head_dim}"
+        if reason := why_unfit(head_dim, dtype):
+            return reason
         if not instruction_sets.loadable():
             variants, flags = instruction_sets.INSTRUCTION_SETS, instruction_sets.cpu_flags()
             return "; ".join(str(instruction_sets.why_unavailable(variant, flags)) for variant in variants)
@@ -107,7 +130,7 @@ class CompiledKernel(CpuKernel):
 
 
 class CompiledServer(CpuServer):
-    """A thread of the library, on the kernel's first cpu. It shares the kernel's other threads with `attend`."""
+    """A thread of the library, on the first cpu if threads are pinned. It shares the kernel's others with `attend`."""
 
     def __init__(self, engine: _Engine, flags: torch.Tensor) -> None:
         assert engine.is_open, "the kernel is closed"

@@ -11,6 +11,7 @@ from typing import NamedTuple
 FOLDER = Path(__file__).parent
 SOURCE = FOLDER / "attention.cpp"
 CPUINFO = Path("/proc/cpuinfo")
+BUILD_COMMAND = "python -m nanovllm.cpu_attention.build"
 
 
 class InstructionSet(NamedTuple):
@@ -57,14 +58,21 @@ def is_x86() -> bool:
     return platform.machine() in ("x86_64", "AMD64")
 
 
-def why_unavailable(variant: InstructionSet, flags: Collection[str], folder: Path = FOLDER) -> str | None:
-    """Why this variant cannot be loaded. Judged without loading it: a missing instruction would end the process."""
+def why_not_runnable(variant: InstructionSet, flags: Collection[str]) -> str | None:
+    """Why this processor cannot run the variant, built or not."""
     if variant.is_x86 and not is_x86():
         return f"{variant.name} is for x86-64, and this is {platform.machine()}"
     if missing := sorted(variant.cpu_flags.difference(flags)):
         return f"this processor lacks {', '.join(missing)}"
+    return None
+
+
+def why_unavailable(variant: InstructionSet, flags: Collection[str], folder: Path = FOLDER) -> str | None:
+    """Why this variant cannot be loaded. Judged without loading it: a missing instruction would end the process."""
+    if reason := why_not_runnable(variant, flags):
+        return reason
     if not variant.library(folder).exists():
-        return f"{variant.library(folder).name} has not been built (python -m nanovllm.cpu_attention.build)"
+        return f"{variant.library(folder).name} has not been built; run {BUILD_COMMAND}"
     return None
 
 

@@ -4,6 +4,7 @@ Legend: L layers, N blocks, P tokens per block, T query rows, H query heads, K k
 """
 
 import ctypes
+import math
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import NamedTuple
@@ -12,7 +13,8 @@ import numpy as np
 import torch
 
 TILE_TOKENS = 64  # TILE of attention.cpp, which scores this many tokens together
-_MAX_CHUNK_TOKENS = 1024
+_MAX_CHUNK_TOKENS = 1024  # unless the partial results of so many chunks would not fit MAX_SCRATCH_BYTES
+MAX_SCRATCH_BYTES = 32 * 2**20  # more only if one chunk for each span needs that much or nearly that much
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # Dtype of attention.cpp
 
 
@@ -64,6 +66,9 @@ class AttentionJob:
 
     `k_cache` and `v_cache` are [L, N, P, K, D], `q_THD` and `out_THD` have their dtype, `lse_HT` is fp32, and all are
     contiguous and in CPU memory. Any number of threads may run a job, but only one layer at a time.
+
+    `scratch` is fp32 memory for the partial results, which is replaced if it is too small. Jobs may share it if they
+    never run at the same time, as those of one kernel never do.
     """
 
     def __init__(
@@ -77,21 +82,28 @@ class AttentionJob:
         rows: Sequence[RowSpans],
         scale: float,
         num_threads: int,  # for which the tokens are divided
+        scratch: torch.Tensor | None = None,
     ) -> None:
         self.k_cache, self.v_cache = k_cache, v_cache
         self.q_THD, self.out_THD, self.lse_HT = q_THD, out_THD, lse_HT
         self.rows = [RowSpans(num_rows, tuple(joined(spans))) for num_rows, spans in rows]
         self.scale = scale
         self._check()
-        chunks, row_ranges = divide(self.rows, num_threads)
-        num_partials = chunks[-1].partial + row_ranges[chunks[-1].row_range].num_rows if chunks else 0
         _, num_heads, head_dim = q_THD.shape
+        partial_row_values = num_heads * (head_dim + 2)
+        chunks, row_ranges = divide(self.rows, num_threads, MAX_SCRATCH_BYTES // (4 * partial_row_values))
+        num_partial_rows = chunks[-1].partial + row_ranges[chunks[-1].row_range].num_rows if chunks else 0
         self._chunks, self._row_ranges = (
             np.fromiter(chain.from_iterable(records), np.int64, 4 * len(records)) for records in (chunks, row_ranges)
         )
-        self._partials = torch.empty(num_partials * num_heads * (head_dim + 2), dtype=torch.float32)
+        self._scratch = _at_least(num_partial_rows * partial_row_values, scratch)
         self.num_chunks, self.num_row_ranges = len(chunks), len(row_ranges)
         self.c_job = self._make_c_job()
+
+    @property
+    def scratch(self) -> torch.Tensor:
+        """The memory that the job uses for its partial results. Another job may get it as its `scratch`."""
+        return self._scratch
 
     def _check(self) -> None:
         tensors = (self.k_cache, self.v_cache, self.q_THD, self.out_THD, self.lse_HT)
@@ -124,7 +136,7 @@ class AttentionJob:
             q=self.q_THD.data_ptr(),
             out=self.out_THD.data_ptr(),
             lse=self.lse_HT.data_ptr(),
-            partials=self._partials.data_ptr(),
+            partials=self._scratch.data_ptr(),
             chunks=self._chunks.ctypes.data,
             row_ranges=self._row_ranges.ctypes.data,
             num_chunks=self.num_chunks,
@@ -137,6 +149,16 @@ class AttentionJob:
             layer_bytes=layer.numel() * layer.element_size(),
             scale=self.scale,
         )
+
+
+def _at_least(num_values: int, scratch: torch.Tensor | None) -> torch.Tensor:
+    if scratch is not None:
+        assert scratch.dtype == torch.float32 and scratch.device.type == "cpu" and scratch.is_contiguous(), (
+            "scratch must be contiguous float32 in CPU memory"
+        )
+        if scratch.numel() >= num_values:
+            return scratch
+    return torch.empty(num_values, dtype=torch.float32)
 
 
 def joined(spans: Sequence[TokenSpan]) -> Iterator[TokenSpan]:
@@ -153,19 +175,27 @@ def joined(spans: Sequence[TokenSpan]) -> Iterator[TokenSpan]:
     yield TokenSpan(first_token, num_tokens)
 
 
-def divide(rows: Sequence[RowSpans], num_threads: int) -> tuple[list[Chunk], list[RowRange]]:
+def divide(rows: Sequence[RowSpans], num_threads: int, max_partial_rows: int) -> tuple[list[Chunk], list[RowRange]]:
     """Divide all spans into chunks, which the threads take in turn.
 
     A chunk has at most half of a thread's share of what is left, so chunks get smaller towards the end and all threads
     finish at about the same time. Yet it has at least one tile and at most 1,024 tokens, or what is left of its span.
+
+    A chunk leaves a partial result for each of its rows. Where that would make more than `max_partial_rows`, chunks get
+    longer in proportion to their rows, up to a whole span. If even whole spans make more than three quarters of it, a
+    quarter is left for dividing long spans of few rows.
     """
     left = sum(span.num_tokens for row in rows for span in row.spans)
+    # Chunks of r * t tokens for each range of r rows leave at most left / t partial rows, and r more for each span.
+    num_least = sum(row.num_rows * len(row.spans) for row in rows)
+    tokens_per_row = left / max(max_partial_rows - num_least, max_partial_rows // 4, 1)
     shares = 2 * num_threads * TILE_TOKENS
     chunks: list[Chunk] = []
     row_ranges: list[RowRange] = []
     first_row = partial = 0
     for row_range, (num_rows, spans) in enumerate(rows):
         first_chunk = len(chunks)
+        least = _tiles(min(num_rows * tokens_per_row, left))
         for first_token, num_tokens in spans:
             end = first_token + num_tokens
             while first_token < end:
@@ -173,6 +203,8 @@ def divide(rows: Sequence[RowSpans], num_threads: int) -> tuple[list[Chunk], lis
                 size = TILE_TOKENS * (1 + (left - 1) // shares)
                 if size > _MAX_CHUNK_TOKENS:
                     size = _MAX_CHUNK_TOKENS
+                if size < least:
+                    size = least
                 if size > end - first_token:
                     size = end - first_token
                 chunks.append(Chunk(first_token, size, row_range, partial))
@@ -182,3 +214,8 @@ def divide(rows: Sequence[RowSpans], num_threads: int) -> tuple[list[Chunk], lis
         row_ranges.append(RowRange(first_row, num_rows, first_chunk, len(chunks) - first_chunk))
         first_row += num_rows
     return chunks, row_ranges
+
+
+def _tiles(num_tokens: float) -> int:
+    """As many tokens or a few more, which fill whole tiles."""
+    return math.ceil(num_tokens / TILE_TOKENS) * TILE_TOKENS

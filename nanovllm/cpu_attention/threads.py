@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from nanovllm.errors import ConfigError
@@ -12,19 +13,26 @@ _NODES = "/sys/devices/system/node"
 _MANY_CPUS = 8  # with so many a rank leaves two to the threads that drive the GPU, with fewer one
 
 
+@dataclass(frozen=True)
+class AttentionCpus:
+    """One cpu for each thread."""
+
+    cpus: tuple[int, ...]
+    is_pinned: bool  # each thread stays on its cpu; otherwise only the number of cpus counts
+
+
 def available_cpus() -> list[int]:
-    """The cpus that this process may use, ascending, and no more of them than the container's quota is worth."""
-    cpus = sorted(os.sched_getaffinity(0))
-    quota = _quota_cpus()
-    return cpus if quota is None else cpus[: max(1, quota)]
+    """The cpus that this process may use, ascending. A quota may allow only the time of fewer."""
+    return sorted(os.sched_getaffinity(0))
 
 
-def attention_cpus(num_threads: int | None, rank: int, num_ranks: int, numa_node: int | None = None) -> list[int]:
-    """The cpus of this rank's attention threads, one for each. Ranks get disjoint ones if there are enough for all.
+def attention_cpus(num_threads: int | None, rank: int, num_ranks: int, numa_node: int | None = None) -> AttentionCpus:
+    """The cpus of this rank's attention threads. Ranks get disjoint ones if there are enough for all.
 
     `None` leaves some of the rank's cpus to the threads that drive the GPU. Each rank owns a share of the cpus of every
-    memory node. If its share of `numa_node` is enough, only that is used. Raises ConfigError for more threads than the
-    rank has cpus.
+    memory node. Those of `numa_node`, the GPU's, are taken first, apart from the ones that are left. A container's
+    quota limits the number of threads. They are not pinned then, since other containers would choose the same cpus.
+    Raises ConfigError for more threads than the rank has cpus.
     """
     assert 0 <= rank < num_ranks, f"rank {rank} of {num_ranks}"
     available = available_cpus()
@@ -32,20 +40,35 @@ def attention_cpus(num_threads: int | None, rank: int, num_ranks: int, numa_node
     if any(len(cpus) < num_ranks for cpus in nodes.values()):
         nodes = {0: available}
     shares = {node: _share(cpus, rank, num_ranks) for node, cpus in nodes.items()}
-    nearest_first = sorted(shares, key=lambda node: node != numa_node)
-    # Of each node the last cpus are taken first, since the first ones tend to serve the system too.
-    share = [cpu for node in nearest_first for cpu in reversed(shares[node])]
-    if not share:  # more ranks than cpus
-        share = [available[rank % len(available)]]
+    nearest_first = [shares[node] for node in sorted(shares, key=lambda node: node != numa_node)]
+    if not any(nearest_first):  # more ranks than cpus
+        nearest_first = [[available[rank % len(available)]]]
+    num_cpus = sum(map(len, nearest_first))
+    quota = _quota_cpus()
+    limit = len(available) if quota is None else min(quota, len(available))
+    is_pinned = limit == len(available)
+    if not is_pinned:
+        num_cpus = min(num_cpus, max(1, len(_share(range(limit), rank, num_ranks))))
+    num_spare = 2 if num_cpus >= _MANY_CPUS else 1
     if num_threads is None:
-        num_threads = max(1, len(share) - (2 if len(share) >= _MANY_CPUS else 1))
-    if not 1 <= num_threads <= len(share):
+        num_threads = max(1, num_cpus - num_spare)
+    if not 1 <= num_threads <= num_cpus:
         of_rank = f" for each of its {num_ranks} ranks" if num_ranks > 1 else ""
         raise ConfigError(
-            f"{num_threads} threads for attention on the CPU, but the engine may use {len(share)} cpus{of_rank}; "
-            f"set 1 to {len(share)} threads, or allow it more cpus (taskset, the limit of the container)"
+            f"{num_threads} threads for attention on the CPU, but the engine may use {num_cpus} cpus{of_rank}; "
+            f"set 1 to {num_cpus} threads, or allow it more cpus (taskset, the limit of the container)"
         )
-    return sorted(share[:num_threads])
+    return AttentionCpus(tuple(sorted(_in_order(nearest_first, num_spare)[:num_threads])), is_pinned)
+
+
+def _in_order(nearest_first: Sequence[Sequence[int]], num_spare: int) -> list[int]:
+    """The order in which a rank's cpus are taken: those of the nearest node first, the spare ones last.
+
+    On each node the last cpus are taken first, since the first ones tend to serve the system too. The spare cpus are
+    the first of the nearest node, because the threads that drive the GPU should be near it.
+    """
+    spare = [cpu for cpus in nearest_first for cpu in cpus][:num_spare]
+    return [cpu for cpus in nearest_first for cpu in reversed(cpus) if cpu not in spare] + spare[::-1]
 
 
 def _share(cpus: Sequence[int], rank: int, num_ranks: int) -> Sequence[int]:

@@ -9,7 +9,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import NamedTuple
 
 import torch
@@ -33,10 +33,10 @@ class TorchKernel(CpuKernel):
 
     name = "torch"
 
-    def __init__(self, cpus: Sequence[int]) -> None:
+    def __init__(self, cpus: Sequence[int], is_pinned: bool = True) -> None:
         assert cpus, "a kernel needs at least one cpu"
         self.num_threads = len(cpus)
-        self._cpus = list(cpus)
+        self._cpus = list(cpus) if is_pinned else None
         self._servers: weakref.WeakSet[TorchServer] = weakref.WeakSet()
 
     @classmethod
@@ -48,13 +48,15 @@ class TorchKernel(CpuKernel):
             attend(job, layer)
 
     def serve(self, flags: torch.Tensor) -> "TorchServer":
-        server = TorchServer(flags, self._cpus)
+        server = TorchServer(flags, self.num_threads, self._cpus)
         self._servers.add(server)
         return server
 
     def close(self) -> None:
-        for server in list(self._servers):
-            server.close()
+        """All servers are closed even if this raises the exception of a job."""
+        with ExitStack() as closing:
+            for server in list(self._servers):
+                closing.callback(server.close)
 
 
 @contextmanager
@@ -137,10 +139,11 @@ def _merge(parts: list[_Part]) -> tuple[torch.Tensor, torch.Tensor]:
 class _State:
     """What a server shares with its thread. The thread must not keep the server itself alive."""
 
-    def __init__(self, flags: torch.Tensor, cpus: list[int]) -> None:
+    def __init__(self, flags: torch.Tensor, num_threads: int, cpus: list[int] | None) -> None:
         self.flags = flags.numpy()
         self.keeps_flags = flags
-        self.cpus = cpus
+        self.num_threads = num_threads
+        self.cpus = cpus  # None: any
         self.change = threading.Condition()
         self.queue: deque[tuple[AttentionJob, int, int]] = deque()  # the first one may have started
         self.newest_number = 0
@@ -149,12 +152,14 @@ class _State:
 
 
 class TorchServer(CpuServer):
-    """A Python thread. If a job raises, flags[1] is set all the same, and `submit` or `close` raises its exception."""
+    """A Python thread. If a job raises, its out is NaN and its lse is 0 when flags[1] is set, so that nobody takes an
+    older result for this one. The next `submit` or `close` raises the exception.
+    """
 
-    def __init__(self, flags: torch.Tensor, cpus: list[int]) -> None:
+    def __init__(self, flags: torch.Tensor, num_threads: int, cpus: list[int] | None) -> None:
         check_flags(flags)
         flags.zero_()
-        self._state = _State(flags, cpus)
+        self._state = _State(flags, num_threads, cpus)
         self._thread = threading.Thread(target=_serve, args=(self._state,), name="cpu-attention", daemon=True)
         self._thread.start()
         self._end = weakref.finalize(self, _end, self._state, self._thread)
@@ -173,6 +178,7 @@ class TorchServer(CpuServer):
             state.change.notify()
 
     def close(self) -> None:
+        """The server is closed even if this raises the exception of a job."""
         self._end()
         self._raise_error()
 
@@ -191,9 +197,10 @@ def _end(state: _State, thread: threading.Thread) -> None:
 
 
 def _serve(state: _State) -> None:
-    with suppress(OSError):  # a cpu that went away in the meantime: run anywhere
-        os.sched_setaffinity(0, state.cpus)  # this thread's, and that of the OpenMP threads that it starts
-    torch.set_num_threads(len(state.cpus))
+    if state.cpus is not None:
+        with suppress(OSError):  # a cpu that went away in the meantime: run anywhere
+            os.sched_setaffinity(0, state.cpus)  # this thread's, and that of the OpenMP threads that it starts
+    torch.set_num_threads(state.num_threads)
     while True:
         with state.change:
             state.change.wait_for(lambda: state.queue or state.is_closing)
@@ -208,10 +215,18 @@ def _serve(state: _State) -> None:
             attend(job, layer)
         except BaseException as error:
             state.error = state.error or error
+            _spoil(job)
         del job
         state.flags[1] = number
         with state.change:
             state.queue.popleft()
+
+
+@torch.inference_mode()
+def _spoil(job: AttentionJob) -> None:
+    """NaN survives every merge, because an LSE of 0 gives it a weight."""
+    job.out_THD.fill_(torch.nan)
+    job.lse_HT.zero_()
 
 
 def _wrapped(number: int) -> int:

@@ -41,7 +41,9 @@ def make_cpu_attention(config: Config, offload: OffloadEngine, num_heads: int, t
         logger.info("attention on the CPU: none, since the only CPU drives the GPU")
         return None
     cpus = attention_cpus(config.cpu_attention_threads, tp.rank, tp.size, memory_node(offload.device))
-    kernel = choose_kernel(cpus, head_dim=offload.spec.head_dim, dtype=offload.dtype)
+    kernel = choose_kernel(
+        cpus.cpus, head_dim=offload.spec.head_dim, dtype=offload.dtype, is_pinned=cpus.is_pinned, stays_awake=is_gpu
+    )
     try:
         cpu = CpuAttention(
             kernel,

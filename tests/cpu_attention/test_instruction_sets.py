@@ -4,7 +4,7 @@ import pytest
 
 from nanovllm.cpu_attention import compiled, instruction_sets, kernels
 from nanovllm.cpu_attention.compiled import CompiledKernel, UnusableLibraryError, load_library
-from nanovllm.cpu_attention.instruction_sets import INSTRUCTION_SETS, cpu_flags, loadable, source_hash
+from nanovllm.cpu_attention.instruction_sets import INSTRUCTION_SETS, InstructionSet, cpu_flags, loadable, source_hash
 from nanovllm.errors import ConfigError
 
 AVX2 = "fpu sse sse2 avx fma f16c avx2"
@@ -84,7 +84,7 @@ def test_choose_kernel_refused_by_the_system_takes_the_next(monkeypatch: pytest.
     """As AMX is, where the kernel does not know it."""
     opened = []
 
-    def refuse(self: object, library: object, cpus: object) -> None:
+    def refuse(self: object, library: object, *_: object) -> None:
         opened.append(library)
         raise UnusableLibraryError("the operating system refuses")
 
@@ -102,6 +102,61 @@ def test_library_of_another_source_is_refused(monkeypatch: pytest.MonkeyPatch) -
         UnusableLibraryError, match=r"another attention.cpp; run python -m nanovllm.cpu_attention.build"
     ):
         CompiledKernel(portable, [0])
+
+
+@pytest.fixture
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder in which choose_kernel looks for the libraries."""
+    monkeypatch.setattr(InstructionSet, "library", lambda self, *_: tmp_path / f"_attention_{self.name}.so")
+    return tmp_path
+
+
+def test_choose_kernel_without_any_library_warns_once(own_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    kernels.choose_kernel([0]).close()
+    (record,) = caplog.records
+    assert (record.name, record.levelname) == ("nanovllm", "WARNING")
+    assert "uses the torch kernel" in record.message and "_attention_portable.so has not been built" in record.message
+    assert record.message.count("run python -m nanovllm.cpu_attention.build") == 1
+
+
+def test_choose_kernel_names_the_libraries_that_the_cpu_could_run(
+    own_folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(instruction_sets, "is_x86", lambda: True)
+    monkeypatch.setattr(instruction_sets, "cpu_flags", lambda: set(AVX2.split()))
+    (own_folder / "_attention_avx2.so").touch()
+    kernels.choose_kernel([0]).close()
+    (record,) = caplog.records
+    assert "_attention_avx2.so cannot be loaded" in record.message and "portable.so has not been" in record.message
+    assert "amx" not in record.message and "avx512" not in record.message
+
+
+def test_choose_kernel_with_outdated_libraries_warns_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if not loadable():
+        pytest.skip("nothing was built")
+    monkeypatch.setattr(instruction_sets, "source_hash", lambda: 1)
+    assert kernels.choose_kernel([0]).name == "torch"
+    (record,) = caplog.records
+    assert f"{loadable()[0].library().name} was built from another attention.cpp" in record.message
+
+
+def test_choose_kernel_says_nothing_where_a_build_would_not_help(
+    own_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert kernels.choose_kernel([0], "torch").name == "torch"
+    assert kernels.choose_kernel([0], head_dim=72).name == "torch"
+    with pytest.raises(ConfigError, match=r"has not been built; run python -m nanovllm.cpu_attention.build"):
+        kernels.choose_kernel([0], "portable")
+    assert not caplog.records
+
+
+def test_choose_kernel_of_a_complete_build_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    if len(loadable()) < sum(not instruction_sets.why_not_runnable(it, cpu_flags()) for it in INSTRUCTION_SETS):
+        pytest.skip("something was not built")
+    kernels.choose_kernel([0]).close()
+    assert not caplog.records
 
 
 def test_library_that_is_none_is_refused(all_built: Path) -> None:

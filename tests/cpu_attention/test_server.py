@@ -1,14 +1,19 @@
 import gc
+import itertools
+import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from cpu_attention_cases import Case, mixed_rows, row_spans
 
-from nanovllm.cpu_attention.base import MAX_QUEUED_JOBS, CpuServer
+from nanovllm.cpu_attention import torch_kernel
+from nanovllm.cpu_attention.base import FAR_AHEAD, MAX_QUEUED_JOBS, CpuServer
 from nanovllm.cpu_attention.kernels import choose_kernel
 from nanovllm.cpu_attention.torch_kernel import TorchKernel
 
@@ -182,6 +187,25 @@ def test_server_many_tiny_jobs(open_kernel, num_threads: int) -> None:
     server.close()
 
 
+def thread_ids() -> set[int]:
+    return set(map(int, os.listdir("/proc/self/task")))
+
+
+@pytest.mark.parametrize("is_pinned", [True, False])
+def test_threads_stay_on_their_cpu_only_if_they_are_pinned(kernel_name: str, case: Case, is_pinned: bool) -> None:
+    cpu, before, flags = max(os.sched_getaffinity(0)), thread_ids(), new_flags()
+    kernel = choose_kernel([cpu, cpu], kernel_name, is_pinned=is_pinned)
+    server = kernel.serve(flags)
+    server.submit(case.job, 0, 1)
+    flags[0] = 1
+    wait_for(flags, 1)
+    started = thread_ids() - before
+    expected = {cpu} if is_pinned else os.sched_getaffinity(0)
+    assert started and all(os.sched_getaffinity(thread) == expected for thread in started)
+    case.check()
+    kernel.close()
+
+
 def test_server_with_a_full_queue_refuses(open_kernel) -> None:
     case, flags = Case([row_spans(1, (0, 1))], num_kv_heads=1, group=1, head_dim=16), new_flags()
     server = open_kernel().serve(flags)
@@ -216,6 +240,59 @@ def test_torch_server_error_is_raised_later_and_nobody_waits_forever(case: Case)
     with pytest.raises(AssertionError, match="layer 98"):
         server.close()
     server.close()
+
+
+@pytest.fixture
+def failing(case: Case, monkeypatch: pytest.MonkeyPatch) -> Case:
+    """Its results are those of an earlier layer. From now on jobs raise after they have written some of their rows."""
+    kernel = TorchKernel([0])
+    kernel.attend(case.job, 1)
+    case.check(1)
+    num_merged, merge = itertools.count(), torch_kernel._merge
+
+    def merge_one(parts: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        if next(num_merged):
+            raise MemoryError("no memory for the second range of rows")
+        return merge(parts)
+
+    monkeypatch.setattr(torch_kernel, "_merge", merge_one)
+    return case
+
+
+def test_torch_server_job_that_fails_leaves_no_older_results(failing: Case) -> None:
+    """The GPU merged the results of the previous layer as if they were right."""
+    kernel, flags = TorchKernel([0]), new_flags()
+    server = kernel.serve(flags)
+    server.submit(failing.job, 0, 1)
+    flags[0] = 1
+    wait_for(flags, 1)
+    assert failing.job.out_THD.isnan().all() and (failing.job.lse_HT == 0).all()
+    with pytest.raises(MemoryError, match="second range"):
+        server.close()
+    assert difference(flags[1], 1) == FAR_AHEAD
+
+
+def test_torch_attend_that_fails_raises(failing: Case) -> None:
+    kernel, num_threads = TorchKernel([0]), torch.get_num_threads()
+    with pytest.raises(MemoryError, match="second range"):
+        kernel.attend(failing.job, 0)
+    assert torch.get_num_threads() == num_threads
+    kernel.close()
+
+
+def test_torch_kernel_close_that_raises_has_closed_every_server(failing: Case) -> None:
+    """An exception from the first server left the others running."""
+    kernel, all_flags = TorchKernel([0]), [new_flags() for _ in range(3)]
+    servers = [kernel.serve(flags) for flags in all_flags]
+    for server, flags in zip(servers, all_flags, strict=True):
+        server.submit(failing.job, 0, 1)
+        flags[0] = 1
+        wait_for(flags, 1)
+    with pytest.raises(MemoryError, match="second range"):
+        kernel.close()
+    assert all(difference(flags[1], 1) == FAR_AHEAD for flags in all_flags)
+    assert "cpu-attention" not in {thread.name for thread in threading.enumerate()}
+    kernel.close()
 
 
 def test_forked_process_ends_although_it_has_no_threads() -> None:

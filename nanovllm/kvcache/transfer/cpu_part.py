@@ -117,6 +117,7 @@ class CpuAttention:
             rows=row_spans,
             scale=scale,
             num_threads=self.kernel.num_threads,
+            scratch=None if self._last_job is None else self._last_job[1].scratch,
         )
 
     def begin_layer(self, job: AttentionJob, layer: int, q_THD: torch.Tensor) -> None:
