@@ -201,6 +201,9 @@ def test_threads_stay_on_their_cpu_only_if_they_are_pinned(kernel_name: str, cas
     wait_for(flags, 1)
     started = thread_ids() - before
     expected = {cpu} if is_pinned else os.sched_getaffinity(0)
+    deadline_s = time.monotonic() + 10  # each thread sets its place when it first runs
+    while any(os.sched_getaffinity(thread) != expected for thread in started) and time.monotonic() < deadline_s:
+        time.sleep(0.001)
     assert started and all(os.sched_getaffinity(thread) == expected for thread in started)
     case.check()
     kernel.close()
