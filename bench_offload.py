@@ -1,9 +1,10 @@
 """The long workload with the KV cache in CPU memory, compared with all-GPU and with transformers' offloaded cache.
 
 The link is measured first. Decode with offload is bound by the link's rate divided by the fewest bytes that must cross
-it per token; the fewest blocks are full blocks - (slots - write slots). Prefill is bound by its arithmetic, and
-compared with the all-GPU engine in the same run. --sweep measures the engine with and without offload over contexts and
-slots, two runs each, as JSON and a plot (benchmarks/sweep.py).
+it per token; the fewest blocks are full blocks - (slots - write slots). Where the CPU attends to some of them, decode
+is bound by both rates together, as start-up measured them. --cpu-attention both measures with and without the CPU.
+Prefill is bound by its arithmetic, and compared with the all-GPU engine in the same run. --sweep measures the engine
+with and without offload over contexts and slots, two runs each, as JSON and a plot (benchmarks/sweep.py).
 """
 
 import argparse
@@ -35,6 +36,15 @@ from benchmarks.sweep import run_sweep
 from nanovllm import LLM
 from nanovllm.capacity.costs import num_full_blocks, num_missing_blocks
 from nanovllm.utils.arithmetic import ceil_div
+
+ENGINE_FIGURES = (  # of LLM.stats
+    "link_byte_per_s",
+    "load_byte_per_s",
+    "link_share",
+    "cpu_attention",
+    "cpu_attention_byte_per_s",
+    "cpu_load_byte_per_s",
+)
 
 
 def make_llm(args: argparse.Namespace, max_model_len: int, **options: Any) -> LLM:
@@ -78,7 +88,9 @@ def report_engine(times: PromptTimes, prefix: str) -> dict[str, Any]:
     )
 
 
-def bench_offload(args: argparse.Namespace, ceilings: Ceilings, max_model_len: int, num_slots: int) -> dict[str, Any]:
+def bench_offload(
+    args: argparse.Namespace, ceilings: Ceilings, max_model_len: int, num_slots: int, cpu_attention: str
+) -> dict[str, Any]:
     """Measure the engine with `num_slots` slots: its rates, the bytes it moves per token, and the bounds."""
     pool: dict[str, Any] = {"num_cpu_blocks": (args.batch + 1) * ceil_div(max_model_len, args.block_size)}
     if args.cpu_memory_gb is not None:
@@ -90,10 +102,11 @@ def bench_offload(args: argparse.Namespace, ceilings: Ceilings, max_model_len: i
         enable_cpu_offload=True,
         num_gpu_blocks=num_slots,
         kvcache_block_size=args.block_size,
+        cpu_attention=cpu_attention,
         **pool,
     )
     start_s = time.perf_counter() - start_s
-    print(f"start with offload: {start_s:.1f} s")
+    print(f"start with offload, cpu_attention={cpu_attention}: {start_s:.1f} s")
     times = measure(llm, args, max_model_len)
     result = report_engine(times, "offload") | times.second_question.as_json("second_question_ttft_ratio")
     num_tokens = num_prefill_tokens(args, max_model_len)
@@ -108,13 +121,35 @@ def bench_offload(args: argparse.Namespace, ceilings: Ceilings, max_model_len: i
     missing = num_missing_blocks(max_model_len, args.block_size, num_slots, args.batch)
     llm.close()
     result |= {"start_s": start_s, "num_missing_blocks": missing, "block_bytes": block_bytes}
-    result |= {f"engine_{name}": stats[name] for name in ("link_byte_per_s", "load_byte_per_s", "link_share")}
+    result |= {f"engine_{name}": stats[name] for name in ENGINE_FIGURES}
     if missing:
-        # each rank streams its own heads over its own link
+        # each rank brings in its own heads over its own link, and attends to its own on the CPU
         bound = args.batch * ceilings.link_byte_per_s / (missing * block_bytes)
         share = result["offload_decode_tok_per_s"] / bound
         result |= {"link_bound_decode_tok_per_s": bound, "link_share": share}
-        print(f"         {missing} of {full_blocks} full blocks missing: bound {bound:.1f} tok/s, reached {share:.0%}")
+        print(f"         {missing} of {full_blocks} full blocks missing: link {bound:.1f} tok/s, reached {share:.0%}")
+        if stats["cpu_attention_byte_per_s"]:
+            both = stats["cpu_attention_byte_per_s"] + stats["link_byte_per_s"]
+            bound = args.batch * both / (missing * block_bytes)
+            share = result["offload_decode_tok_per_s"] / bound
+            result |= {"bound_decode_tok_per_s": bound, "bound_share": share}
+            print(f"         link and CPU together: {bound:.1f} tok/s, reached {share:.0%}; {stats['cpu_attention']}")
+    return result
+
+
+def bench_with_and_without_cpu(args: argparse.Namespace, ceilings: Ceilings) -> dict[str, Any]:
+    """Measure the engine with --cpu-attention. For `both`, the keys of the run without it begin with link_only_."""
+    sizes = args.max_model_len, args.num_gpu_blocks
+    if args.cpu_attention != "both":
+        return bench_offload(args, ceilings, *sizes, args.cpu_attention)
+    result = {f"link_only_{name}": value for name, value in bench_offload(args, ceilings, *sizes, "off").items()}
+    free_gpu()
+    result |= bench_offload(args, ceilings, *sizes, "auto")
+    for kind in ("prefill", "decode"):
+        key = f"offload_{kind}_tok_per_s"
+        result[f"{kind}_ratio_to_link_only"] = result[key] / result[f"link_only_{key}"]
+    ratios = result["prefill_ratio_to_link_only"], result["decode_ratio_to_link_only"]
+    print("with / without the CPU: prefill {:.3f}, decode {:.3f}".format(*ratios))
     return result
 
 
@@ -187,6 +222,9 @@ def main() -> None:
     parser.add_argument(
         "--one-prompt", action="store_true", help="time prefill and decode with the same prompts, which is faster"
     )
+    parser.add_argument(
+        "--cpu-attention", default="auto", choices=("auto", "on", "off", "both"), help="both: off, then auto"
+    )
     parser.add_argument("--cpu-memory-gb", type=float, help="size of the CPU pool in GiB; default: what the runs need")
     parser.add_argument(
         "--sweep", action="store_true", help="measure over contexts and slots instead; writes JSON and a plot"
@@ -208,7 +246,7 @@ def main() -> None:
     if args.sweep:
         report(run_sweep(args, ceilings, result, make_llm), None)
         return
-    result |= bench_offload(args, ceilings, args.max_model_len, args.num_gpu_blocks)
+    result |= bench_with_and_without_cpu(args, ceilings)
     if "gpu" in compare:
         free_gpu()
         result |= bench_gpu(args, args.max_model_len)

@@ -78,18 +78,19 @@ REQUESTS = by_backend("requests")
 LONG = by_backend("long", "--long")
 BATCH = by_backend("batch256", "--batch", "256")
 QWEN3_8B = ("bench.py", "--long", "--model", "qwen3-8b", "--max-model-len", "32768", "--runs", "3")
+BOTH = ("--cpu-attention", "both")
 EMPTY_KERNEL_CACHE = (("TRITON_CACHE_DIR", "{scratch}"),)
 JOBS = [
     bench("first-run", "-m", "benchmarks.first_run", env=EMPTY_KERNEL_CACHE),
     *(REQUESTS[0], LONG[0], BATCH[0]),
-    offload("8slots", timeout_s=600),
-    offload("4slots", "--num-gpu-blocks", "4", "--compare", ""),
+    offload("8slots", *BOTH, timeout_s=600),
+    offload("4slots", "--num-gpu-blocks", "4", "--compare", "", *BOTH),
     offload("fits", "--num-gpu-blocks", "12", "--compare", "gpu"),
     bench("requests-offload", "bench.py", "--offload"),
     offload(
         "131k-small-blocks",
         *("--max-model-len", "131072", "--block-size", "256", "--num-gpu-blocks", "128"),
-        *("--decode-tokens", "24", "--compare", ""),
+        *("--decode-tokens", "24", "--compare", "", *BOTH),
         timeout_s=600,
     ),
     bench("filters", "-m", "benchmarks.bench_filters"),
@@ -103,20 +104,26 @@ JOBS = [
     offload(
         "4x32k",
         *("--max-model-len", "32768", "--num-gpu-blocks", "12", "--batch", "4"),
-        *("--decode-tokens", "24", "--compare", ""),
+        *("--decode-tokens", "24", "--compare", "", *BOTH),
     ),
-    offload("131k", "--max-model-len", "131072", "--decode-tokens", "24", "--compare", "gpu", timeout_s=600),
+    offload(
+        "8b-32k",
+        *("--model", "qwen3-8b", "--max-model-len", "32768", "--num-gpu-blocks", "4"),
+        *("--one-prompt", "--runs", "3", "--decode-tokens", "24", "--compare", "", *BOTH),
+    ),
+    offload("131k", "--max-model-len", "131072", "--decode-tokens", "24", "--compare", "gpu", *BOTH, timeout_s=600),
     offload("fits-batch8", "--num-gpu-blocks", "80", "--batch", "8", "--compare", "gpu", timeout_s=600),
     offload(
         "7b-256k",
         *("--model", "qwen2.5-7b-1m", "--max-model-len", "262144", "--num-gpu-blocks", "36"),  # 7.9 GiB of slots
-        *("--one-prompt", "--runs", "2", "--decode-tokens", "24", "--compare", ""),
+        *("--one-prompt", "--runs", "2", "--decode-tokens", "24", "--compare", "", *BOTH),
         timeout_s=600,
     ),
     *(bench(f"qwen3-8b-tp{n}", *QWEN3_8B, "--tp", str(n), num_gpus=n) for n in (1, 2, 4)),
     bench("attention", "benchmarks/bench_attention.py", timeout_s=600),
     bench("device-memory", "-m", "benchmarks.device_memory", timeout_s=900),
     bench("sampler", "benchmarks/bench_sampler.py"),
+    bench("cpu-attention", "benchmarks/bench_cpu_attention.py", timeout_s=600),
     bench(
         "attention-rtx40",
         *("-m", "benchmarks.bench_attention", "--target", "8.9", "--backend", "triton", "--backend", "flash"),
@@ -207,15 +214,32 @@ TARGETS = [
     one("the same, Triton's cache empty", "start-empty-cache", "start_to_first_token_s", 15, "s", at_most=True),
     one("offload 40K, 8 slots: prefill / all-GPU", "offload-8slots", "prefill_ratio_to_gpu", 0.95),
     one("offload 40K, 8 slots: decode", "offload-8slots", "offload_decode_tok_per_s", 45, "tok/s"),
-    one("offload 40K, 4 slots: decode / link bound", "offload-4slots", "link_share", 0.9),
+    one("offload 40K, 4 slots: decode / link bound", "offload-4slots", "link_only_link_share", 0.9),
     one("offload 131K: prefill / all-GPU", "offload-131k", "prefill_ratio_to_gpu", 0.95),
-    one("offload 131K: decode / link bound", "offload-131k", "link_share", 0.93),
-    one("offload 131K, blocks of 256: decode / link bound", "offload-131k-small-blocks", "link_share", 0.97),
+    one("offload 131K: decode / link bound", "offload-131k", "link_only_link_share", 0.93),
+    Target(
+        "offload 131K, blocks of 256: decode / link bound",
+        ("offload-131k-small-blocks",),
+        of("link_only_link_share"),
+        0.97,
+    ),
     one("offload, all fits: decode / all-GPU", "offload-fits", "decode_ratio_to_gpu", 0.95),
     one("the same, batch 8", "offload-fits-batch8", "decode_ratio_to_gpu", 0.95),
-    one("offload 4 x 32K: decode / link bound", "offload-4x32k", "link_share", 0.9),
+    one("offload 4 x 32K: decode / link bound", "offload-4x32k", "link_only_link_share", 0.9),
     one("offload 7B, 256K: prefill / arithmetic bound", "offload-7b-256k", "prefill_bound_share", 0.6),
-    one("offload 7B, 256K: decode / link bound", "offload-7b-256k", "link_share", 0.93),
+    one("offload 7B, 256K: decode / link bound", "offload-7b-256k", "link_only_link_share", 0.93),
+    *(
+        one(f"{work}: decode with the CPU / without", f"offload-{name}", "decode_ratio_to_link_only", least)
+        for work, name, least in (
+            ("offload 40K, 8 slots", "8slots", 1.4),
+            ("offload 40K, 4 slots", "4slots", 1.7),
+            ("offload 131K", "131k", 1.8),
+            ("offload 4 x 32K", "4x32k", 1.6),
+            ("offload 8B, 32K", "8b-32k", 1.6),
+            ("offload 7B, 256K", "7b-256k", 1.5),
+        )
+    ),
+    one("offload 40K: prefill with the CPU / without", "offload-8slots", "prefill_ratio_to_link_only", 0.98),
     Target(
         "peak GPU memory, 131K / 40K",
         ("offload-131k", "offload-8slots"),

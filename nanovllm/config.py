@@ -17,7 +17,14 @@ ATTENTION_BACKENDS = ("flash", "cudnn", "triton", "torch")
 
 _DEVICE = re.compile(r"auto|cpu|cuda(:(0|[1-9][0-9]?))?")
 _MAX_CPU_MEMORY_GB = 2**30  # one EiB
-_AT_LEAST_ONE = ("max_num_batched_tokens", "max_num_seqs", "max_model_len", "kvcache_block_size", "num_cpu_blocks")
+_AT_LEAST_ONE = (
+    "max_num_batched_tokens",
+    "max_num_seqs",
+    "max_model_len",
+    "kvcache_block_size",
+    "num_cpu_blocks",
+    "cpu_attention_threads",
+)
 _MODEL, _KV_CACHE, _OFFLOAD, _SCHEDULING = "model and device", "KV cache", "CPU offload", "scheduling"  # groups
 
 
@@ -109,6 +116,19 @@ class Config:
     cpu_memory_gb: float | None = option(
         None, help="size of the blocks in CPU memory in GiB, instead of num_cpu_blocks", group=_OFFLOAD
     )
+    cpu_attention: str = option(
+        "auto",
+        help="whether the CPU attends to blocks in CPU memory while others are streamed, in steps in which no sequence "
+        "has more than 16 new tokens; auto: as far as that is faster; on: always some; off: never",
+        group=_OFFLOAD,
+        choices=("auto", "on", "off"),
+    )
+    cpu_attention_threads: int | None = option(
+        None,
+        help="CPU threads of each rank for cpu_attention; by default the rank's share of the available CPUs, less one "
+        "or two for the threads that drive the GPU",
+        group=_OFFLOAD,
+    )
 
     max_num_batched_tokens: int = option(
         16384, help="maximum new tokens in one step; a longer prompt is split into chunks", group=_SCHEDULING
@@ -174,9 +194,11 @@ class Config:
 
     def _check_offload(self) -> None:
         if not self.enable_cpu_offload:
-            for name in ("num_gpu_blocks", "num_cpu_blocks", "cpu_memory_gb"):
+            for name in ("num_gpu_blocks", "num_cpu_blocks", "cpu_memory_gb", "cpu_attention_threads"):
                 if getattr(self, name) is not None:
                     raise ConfigError(f"{name} applies only to CPU offload; add enable_cpu_offload=True")
+            if self.cpu_attention == "on":
+                raise ConfigError("cpu_attention='on' applies only to CPU offload; add enable_cpu_offload=True")
             return
         if self.num_kvcache_blocks != -1:
             raise ConfigError(
@@ -188,6 +210,8 @@ class Config:
             raise ConfigError("num_cpu_blocks and cpu_memory_gb both set the size of the CPU pool; give one of them")
         if self.cpu_memory_gb is not None and not 0 < self.cpu_memory_gb <= _MAX_CPU_MEMORY_GB:
             raise ConfigError(f"cpu_memory_gb={self.cpu_memory_gb} must be above 0 and at most {_MAX_CPU_MEMORY_GB}")
+        if self.cpu_attention_threads is not None and self.cpu_attention == "off":
+            raise ConfigError("cpu_attention_threads has no effect with cpu_attention='off'; leave one of them out")
 
     @property
     def block_size(self) -> int:

@@ -38,8 +38,8 @@ class LLM:
         """`model` is a directory, a hub name or a preset; `options` are the fields of Config.
 
         Raises ConfigError for invalid options and when the engine does not fit in memory, and CheckpointError when the
-        model cannot be read. If this raises, all workers have been stopped and all memory has been released. `internals`
-        is for tests.
+        model cannot be read. If this raises, all workers have been stopped and all memory has been released.
+        `internals` is for tests.
         """
         setup = prepare(model, options, internals)
         self.config, self.model_config, self.max_model_len = setup.config, setup.model_config, setup.max_model_len
@@ -153,7 +153,10 @@ class LLM:
         figures = {"hit/missed": f"{stats['num_hit_blocks']}/{stats['num_missed_blocks']}"}
         if stats["load_byte_per_s"] is not None:
             share = "" if stats["link_share"] is None else f" ({stats['link_share']:.0%})"
-            figures = {"link": f"{stats['load_byte_per_s'] / 1e9:.1f}GB/s{share}"} | figures
+            rates = {"link": f"{stats['load_byte_per_s'] / 1e9:.1f}GB/s{share}"}
+            if stats["cpu_load_byte_per_s"]:
+                rates["cpu"] = f"{stats['cpu_load_byte_per_s'] / 1e9:.1f}GB/s"
+            figures = rates | figures
         return figures
 
     # -- streaming text ------------------------------------------------------------------------------------------
@@ -224,11 +227,15 @@ class LLM:
     def stats(self) -> dict[str, Any]:
         """Counters since the start, such as the numbers of steps and blocks and the bytes moved. Keys name their units.
 
-        With offload there are three more figures, for rank 0:
+        With offload there are more figures, for rank 0:
         - link_byte_per_s: the link's rate, measured at start-up; None on a CPU.
-        - load_byte_per_s: bytes loaded by streamed decode steps, divided by their duration (see LinkMeter). None until
-          two such steps have run in a row.
+        - load_byte_per_s: bytes that cross the link in decode steps that miss blocks, divided by their duration (see
+          LinkMeter). None until two such steps have run in a row.
         - link_share: load_byte_per_s / link_byte_per_s; None if either is.
+        - cpu_attention: the CPU's kernel and its number of threads; None if the CPU takes no part.
+        - cpu_attention_byte_per_s: the rate at which the CPU attends while the link is busy, measured at start-up; None
+          on a CPU.
+        - cpu_load_byte_per_s: like load_byte_per_s, for the bytes that the CPU attends to.
 
         Raises EngineError if the engine has failed or is closed.
         """

@@ -56,7 +56,8 @@ def arguments(model: str, **options: Any) -> argparse.Namespace:
 @pytest.mark.parametrize("one_prompt", [False, True])
 def test_bench_offload_has_every_figure_its_targets_read(model: str, one_prompt: bool) -> None:
     args = arguments(model, one_prompt=one_prompt)
-    result = bench_offload.bench_offload(args, CEILINGS, CONTEXT, args.num_gpu_blocks)
+    args.max_model_len, args.cpu_attention = CONTEXT, "both"
+    result = bench_offload.bench_with_and_without_cpu(args, CEILINGS)
     assert result["prefill_tokens"] == CONTEXT - (8 if one_prompt else 1)
     share = result["offload_prefill_tok_per_s"] / result["prefill_bound_tok_per_s"]
     assert result["prefill_bound_share"] == pytest.approx(share)
@@ -69,7 +70,7 @@ def test_bench_offload_has_every_figure_its_targets_read(model: str, one_prompt:
 
 def test_bench_offload_pool_of_a_size_is_passed_on(model: str, made: list[dict[str, Any]]) -> None:
     args = arguments(model, cpu_memory_gb=0.01, one_prompt=True)
-    result = bench_offload.bench_offload(args, CEILINGS, CONTEXT, args.num_gpu_blocks)
+    result = bench_offload.bench_offload(args, CEILINGS, CONTEXT, args.num_gpu_blocks, "auto")
     assert made[0]["cpu_memory_gb"] == 0.01 and "num_cpu_blocks" not in made[0]
     assert result["start_s"] > 0
 
@@ -77,7 +78,7 @@ def test_bench_offload_pool_of_a_size_is_passed_on(model: str, made: list[dict[s
 @pytest.mark.usefixtures("made")
 def test_bench_offload_batch_that_fits_the_slots_misses_nothing(model: str) -> None:
     args = arguments(model, batch=3, num_gpu_blocks=24)
-    result = bench_offload.bench_offload(args, CEILINGS, CONTEXT, args.num_gpu_blocks)
+    result = bench_offload.bench_offload(args, CEILINGS, CONTEXT, args.num_gpu_blocks, "auto")
     assert result["num_missing_blocks"] == 0 and "link_share" not in result
     assert result["engine_load_byte_per_s"] is None  # nothing was streamed
 
@@ -86,7 +87,7 @@ def test_bench_offload_batch_that_fits_the_slots_misses_nothing(model: str) -> N
 @pytest.mark.parametrize("num_slots", [None, 3])
 def test_sweep_point_has_both_bounds(model: str, num_slots: int | None) -> None:
     make_llm = bench_offload.make_llm
-    point = sweep._measure_point(arguments(model), CEILINGS, make_llm, CONTEXT, num_slots, num_decoded=8)
+    point = sweep._measure_point(arguments(model), CEILINGS, make_llm, CONTEXT, num_slots, "auto", num_decoded=8)
     assert point["prefill_bound_share"] > 0 and ("link_share" in point) == (num_slots is not None)
 
 

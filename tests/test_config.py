@@ -30,6 +30,8 @@ def test_defaults_are_those_of_the_specification() -> None:
         "num_gpu_blocks": None,
         "num_cpu_blocks": None,
         "cpu_memory_gb": None,
+        "cpu_attention": "auto",
+        "cpu_attention_threads": None,
         "chunked_prefill": True,
         "enable_prefix_caching": True,
         "attn_backend": "auto",

@@ -21,6 +21,7 @@ class Machine:
     memory_byte_per_s: float | None = None  # bandwidth of the GPU's memory
     flop_per_s: float | None = None  # dense bf16
     link_source: str = ""
+    cpu_byte_per_s: float | None = None  # of keys and values that the CPU attends to beside the link; measured only
     rates_source: str = ""  # where the memory and arithmetic rates come from
 
     @classmethod
@@ -52,3 +53,7 @@ class Machine:
     def with_link(self, byte_per_s: float | None, source: str) -> "Machine":
         """This machine with another link rate, or unchanged if `byte_per_s` is None."""
         return self if byte_per_s is None else replace(self, link_byte_per_s=byte_per_s, link_source=source)
+
+    def with_cpu(self, byte_per_s: float | None) -> "Machine":
+        """This machine with a CPU that was measured, or unchanged if `byte_per_s` is None."""
+        return self if byte_per_s is None else replace(self, cpu_byte_per_s=byte_per_s)

@@ -110,6 +110,14 @@ class CapacityPlan:
         return self.num_sequences * self.machine.link_byte_per_s / missing_bytes
 
     @property
+    def link_and_cpu_decode_tok_per_s(self) -> float | None:
+        """sequences x (link rate + CPU rate) / missing bytes. None if nothing is missing or a rate is unknown."""
+        link_bound, cpu_byte_per_s = self.link_decode_tok_per_s, self.machine.cpu_byte_per_s
+        if not (link_bound and self.machine.link_byte_per_s and cpu_byte_per_s):
+            return None
+        return link_bound * (1 + cpu_byte_per_s / self.machine.link_byte_per_s)
+
+    @property
     def memory_decode_tok_per_s(self) -> float | None:
         """sequences x GPU memory rate / (weights + all keys and values)."""
         if not self.machine.memory_byte_per_s:

@@ -1,5 +1,6 @@
 """A plan as a short table. `nanovllm plan` prints it, and the engine logs it when it starts with offload."""
 
+from collections.abc import Mapping
 from typing import TypeAlias
 
 from nanovllm.capacity.plan import CapacityPlan
@@ -72,20 +73,30 @@ def _bound_rows(plan: CapacityPlan) -> list[Row]:
     rows = []
     if m.link_byte_per_s and plan.config.enable_cpu_offload:
         rows.append(("link", f"{m.link_byte_per_s / 1e9:.1f} GB/s", m.link_source))
+    if m.cpu_byte_per_s:
+        rows.append(("CPU", f"{m.cpu_byte_per_s / 1e9:.1f} GB/s", "attention beside the link, measured"))
     if m.memory_byte_per_s:
         rows.append(("memory rate", f"{m.memory_byte_per_s / 1e12:.2f} TB/s", m.rates_source))
     if m.flop_per_s:
         rows.append(("arithmetic", f"{m.flop_per_s / 1e12:.0f} TFLOP/s", m.rates_source))
-    bounds = {
-        "decode": {"link": plan.link_decode_tok_per_s, "memory rate": plan.memory_decode_tok_per_s},
-        "prefill": {"link": plan.link_prefill_tok_per_s, "arithmetic": plan.flop_prefill_tok_per_s},
-    }
-    for name, by_cause in bounds.items():
-        given = sorted((rate, cause) for cause, rate in by_cause.items() if rate is not None)
-        if given:
-            causes = ", ".join(f"{_rate(rate)} by the {cause}" for rate, cause in given)
-            rows.append((name, f"<= {_rate(given[0][0])}", f"tok/s: {causes}"))
+    decode = {"link": plan.link_decode_tok_per_s, "memory rate": plan.memory_decode_tok_per_s}
+    remark = ""
+    if m.cpu_byte_per_s:
+        decode = {"link and the CPU": plan.link_and_cpu_decode_tok_per_s, "memory rate": plan.memory_decode_tok_per_s}
+    elif plan.config.cpu_attention != "off" and (link_tok_per_s := decode.pop("link")) is not None:
+        remark = f"{_rate(link_tok_per_s)} by the link alone, and more with the CPU"
+    prefill = {"link": plan.link_prefill_tok_per_s, "arithmetic": plan.flop_prefill_tok_per_s}
+    rows += _bound_row("decode", decode, remark)
+    rows += _bound_row("prefill", prefill)
     return rows
+
+
+def _bound_row(name: str, by_cause: Mapping[str, float | None], remark: str = "") -> list[Row]:
+    """The lowest of the bounds that are known, and all of them in the remark. Without any, only the remark."""
+    known = sorted((rate, cause) for cause, rate in by_cause.items() if rate is not None)
+    causes = ", ".join(f"{_rate(rate)} by the {cause}" for rate, cause in known)
+    remarks = "; ".join(text for text in (causes, remark) if text)
+    return [(name, f"<= {_rate(known[0][0])}" if known else "", f"tok/s: {remarks}")] if remarks else []
 
 
 def _rate(tok_per_s: float) -> str:

@@ -117,7 +117,7 @@ def _rates(output: "RequestOutput") -> dict[str, Any]:
 
 def _report(run: _Run) -> dict[str, Any]:
     """Figures of the run with offload. Slots, staging and CPU pool are allocated once, so their size is their peak."""
-    counters = ("num_hit_blocks", "num_missed_blocks", "num_loaded_bytes", "num_offloaded_bytes")
+    counters = ("num_hit_blocks", "num_missed_blocks", "num_cpu_tokens", "num_loaded_bytes", "num_offloaded_bytes")
     return {
         "num_prompt_tokens": run.output["num_prompt_tokens"],
         **_rates(run.output),
@@ -132,6 +132,7 @@ def _print_offload(report: dict[str, Any]) -> None:
     _print_rates(report)
     print(
         f"  blocks   {report['num_hit_blocks']:,} hit, {report['num_missed_blocks']:,} missed; "
+        f"{report['num_cpu_tokens']:,} tokens attended to by the CPU, "
         f"{format_bytes(report['num_loaded_bytes'])} loaded, {format_bytes(report['num_offloaded_bytes'])} offloaded"
     )
     print(

@@ -34,11 +34,33 @@ class SlotOffload(NamedTuple):
 class StreamedGroup(NamedTuple):
     """Full CPU blocks that are copied to one staging group and attended to in one call.
 
-    `tables[row]`: the blocks, as indices into `cpu_block_ids`, that sequence `row` of the step attends to.
+    `tables[row]`: the blocks, as indices into `cpu_block_ids`, that sequence `row` of the step attends to. The CPU
+    attends to the last `num_cut_tokens` tokens of the last block; they are not copied.
     """
 
     cpu_block_ids: tuple[int, ...]
     tables: tuple[tuple[int, ...], ...]
+    num_cut_tokens: int = 0
+
+    def num_tokens(self, block_size: int) -> int:
+        """How many tokens are copied."""
+        return len(self.cpu_block_ids) * block_size - self.num_cut_tokens
+
+    def context_lens(self, block_size: int) -> list[int]:
+        """How many keys of the group each sequence attends to."""
+        last = len(self.cpu_block_ids) - 1
+        return [
+            len(table) * block_size - (self.num_cut_tokens if table and table[-1] == last else 0)
+            for table in self.tables
+        ]
+
+
+class CpuSpan(NamedTuple):
+    """Tokens start..end-1 of a CPU block, which the CPU attends to where they lie."""
+
+    cpu_block_id: int
+    start: int
+    end: int
 
 
 @dataclass(frozen=True)
@@ -47,7 +69,8 @@ class KVMoves:
 
     Everything takes effect in this order. First the flushes: they copy evicted blocks out before anything overwrites
     their slots. Then, in each layer, the loads, the storing of the new K/V, the copies, the offloads, attention over
-    the paged keys, and attention over the streamed groups.
+    the paged keys, and attention over the streamed groups. Beside the last two, the CPU attends to `cpu_spans`, a tuple
+    for each sequence of the step, or none at all.
     """
 
     flushes: tuple[SlotOffload, ...] = ()
@@ -55,7 +78,13 @@ class KVMoves:
     copies: tuple[SlotCopy, ...] = ()
     offloads: tuple[SlotOffload, ...] = ()
     streamed: tuple[StreamedGroup, ...] = ()
+    cpu_spans: tuple[tuple[CpuSpan, ...], ...] = ()
     taken_slots: tuple[int, ...] = ()  # slots given to another block in this step, which writes to them
+
+    @property
+    def brings_in_keys(self) -> bool:
+        """Whether any sequence attends to keys that are not on the GPU."""
+        return bool(self.streamed or self.cpu_spans)
 
 
 class SamplingRow(NamedTuple):
@@ -73,9 +102,9 @@ class SamplingRow(NamedTuple):
 class SequenceStep:
     """The new tokens of one sequence and where its paged keys are.
 
-    The paged keys are all keys of the sequence except those in streamed blocks. `block_table` lists the gpu_block_ids
-    that hold them. The last `num_tokens` of the `num_paged_keys` keys are those of the new tokens; the blocks before
-    them may be in any order. All blocks but the last are full.
+    The paged keys are all keys of the sequence except those that are streamed or that the CPU attends to. `block_table`
+    lists the gpu_block_ids that hold them. The last `num_tokens` of the `num_paged_keys` keys are those of the new
+    tokens; the blocks before them may be in any order. All blocks but the last are full.
     """
 
     seq_id: int

@@ -2,6 +2,7 @@
 
 import os
 import traceback
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,6 +46,19 @@ def installed_gpu(config: Config) -> Any | None:
     """torch's properties of the GPU that `config.device` names, or None if this machine does not have it."""
     index = int(config.device.split(":")[1]) if ":" in config.device else 0
     return torch.cuda.get_device_properties(index) if index < torch.cuda.device_count() else None
+
+
+def memory_node(device: torch.device) -> int | None:
+    """The memory node (NUMA) that a GPU is attached to; None if there is only one, or the machine does not say."""
+    if device.type != "cuda":
+        return None
+    gpu: Any = torch.cuda.get_device_properties(device)  # torch declares no addresses
+    address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
+    try:
+        node = int(Path(f"/sys/bus/pci/devices/{address}/numa_node").read_text())
+    except OSError:
+        return None
+    return node if node >= 0 else None
 
 
 def release_failed_start(error: BaseException, device: torch.device) -> None:

@@ -8,6 +8,7 @@ reach, on a CPU and with a tiny model, what otherwise takes a GPU or a long prom
 
 from dataclasses import dataclass
 
+from nanovllm.core.cpu_split import CpuSplit
 from nanovllm.core.kv_spec import StagingSizes
 from nanovllm.runner.kv_memory import OffloadEngineFactory, make_offload_engine
 
@@ -19,3 +20,4 @@ class Internals:
     works_ahead: bool | None = None  # launch a step before the tokens of the last one are back; None: unless on a CPU
     staging: StagingSizes = StagingSizes()
     make_offload_engine: OffloadEngineFactory = make_offload_engine
+    cpu_split: CpuSplit | None = None  # instead of the one that start-up measures

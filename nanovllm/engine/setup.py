@@ -16,6 +16,7 @@ from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
 from nanovllm.core.kv_spec import dtype_name
 from nanovllm.core.step_limits import max_model_len
+from nanovllm.cpu_attention.threads import attention_cpus
 from nanovllm.device.devices import installed_gpu, resolve_device
 from nanovllm.engine.internals import Internals
 from nanovllm.errors import ConfigError
@@ -57,6 +58,7 @@ def prepare(model: str | Path, options: Mapping[str, Any], internals: Internals 
     limit = max_model_len(config, model_config)
     device = resolve_device(config)
     check_backend(config, model_config, device)
+    check_cpu_threads(config)
     machine = find_machine(replace(config, device=str(device)))
     plan = make_plan(config, model_config, machine, staging=internals.staging)
     check_start(plan)
@@ -78,6 +80,13 @@ def check_backend(config: Config, model_config: ModelConfig, device: torch.devic
     """
     dtype = getattr(torch, dtype_name(config, model_config))
     find_backend(config.attn_backend, device, dtype, model_config.head_dim, enforce_eager=config.enforce_eager)
+
+
+def check_cpu_threads(config: Config) -> None:
+    """Raise ConfigError if the ranks cannot have as many threads for attention on the CPU as the config asks for."""
+    if config.cpu_attention_threads is not None:
+        for rank in range(config.tensor_parallel_size):
+            attention_cpus(config.cpu_attention_threads, rank, config.tensor_parallel_size)
 
 
 def find_machine(config: Config) -> Machine:

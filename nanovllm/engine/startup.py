@@ -10,6 +10,7 @@ from nanovllm.capacity.plan_table import plan_table
 from nanovllm.capacity.planner import make_plan
 from nanovllm.checkpoint.files import fetch_weights
 from nanovllm.config import Config
+from nanovllm.core.cpu_split import CpuSplit
 from nanovllm.core.kv_spec import KVCacheSizes
 from nanovllm.device.devices import release_failed_start
 from nanovllm.engine.engine import Engine
@@ -73,13 +74,15 @@ def _start(setup: EngineSetup, executor: Executor, end_token_ids: Sequence[int])
     executor.allocate_kv_cache(sizes)
     if is_gpu and not setup.config.enforce_eager:
         executor.capture_graphs(sizes.num_gpu_blocks)
+    split = setup.internals.cpu_split or executor.measure_cpu_split()
     if is_gpu:
         executor.freeze_objects()
-    scheduler = _make_scheduler(setup, sizes, end_token_ids)
+    scheduler = _make_scheduler(setup, sizes, end_token_ids, split)
     report = executor.start_report()
     logger.info("started in %s", report.phases)
     if setup.config.enable_cpu_offload:
-        setup = replace(setup, plan=_measured_plan(setup.plan, sizes, report.link_byte_per_s))
+        cpu_byte_per_s = None if split is None else split.cpu_byte_per_s
+        setup = replace(setup, plan=_measured_plan(setup.plan, sizes, report.link_byte_per_s, cpu_byte_per_s))
         logger.info("%s", plan_table(setup.plan))
     return Engine(setup, executor, scheduler, sizes, report)
 
@@ -108,10 +111,12 @@ def _kv_cache_sizes(setup: EngineSetup, executor: Executor) -> KVCacheSizes:
     return KVCacheSizes(given or min(fitting, useful), num_cpu_blocks)
 
 
-def _make_scheduler(setup: EngineSetup, sizes: KVCacheSizes, end_token_ids: Sequence[int]) -> Scheduler:
+def _make_scheduler(
+    setup: EngineSetup, sizes: KVCacheSizes, end_token_ids: Sequence[int], split: CpuSplit | None
+) -> Scheduler:
     config = setup.config
     return Scheduler(
-        _make_kv_manager(config, sizes, setup.plan.spec.staging_group_blocks),
+        _make_kv_manager(config, sizes, setup.plan.spec.staging_group_blocks, split),
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         chunked_prefill=config.chunked_prefill,
@@ -119,7 +124,9 @@ def _make_scheduler(setup: EngineSetup, sizes: KVCacheSizes, end_token_ids: Sequ
     )
 
 
-def _make_kv_manager(config: Config, sizes: KVCacheSizes, staging_group_blocks: int) -> KVCacheManager:
+def _make_kv_manager(
+    config: Config, sizes: KVCacheSizes, staging_group_blocks: int, split: CpuSplit | None
+) -> KVCacheManager:
     if not config.enable_cpu_offload:
         return BlockManager(sizes.num_gpu_blocks, config.block_size, config.enable_prefix_caching)
     return HybridKVCacheManager(
@@ -128,10 +135,13 @@ def _make_kv_manager(config: Config, sizes: KVCacheSizes, staging_group_blocks: 
         config.block_size,
         staging_group_blocks,
         config.enable_prefix_caching,
+        split,
     )
 
 
-def _measured_plan(plan: CapacityPlan, sizes: KVCacheSizes, link_byte_per_s: float | None) -> CapacityPlan:
+def _measured_plan(
+    plan: CapacityPlan, sizes: KVCacheSizes, link_byte_per_s: float | None, cpu_byte_per_s: float | None
+) -> CapacityPlan:
     """The plan, made again with the figures that start-up measured."""
-    machine = plan.machine.with_link(link_byte_per_s, "measured")
+    machine = plan.machine.with_link(link_byte_per_s, "measured").with_cpu(cpu_byte_per_s)
     return make_plan(plan.config, plan.model, machine, num_gpu_blocks=sizes.num_gpu_blocks, staging=plan.spec.staging)

@@ -6,8 +6,9 @@ because the ranks take part in the same collectives.
 """
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
+from nanovllm.core.cpu_split import CpuSplit
 from nanovllm.core.kv_spec import KVCacheSizes
 from nanovllm.core.start_report import StartReport
 from nanovllm.core.step_plan import StepPlan
@@ -38,6 +39,12 @@ class Runner(Protocol):
     def capture_graphs(self, num_gpu_blocks: int) -> None:
         """Capture the CUDA graphs that decode steps replay from here on. Needs a GPU and an allocated KV cache."""
 
+    def measure_cpu_split(self) -> CpuSplit | None:
+        """How attention is divided between the link and the CPU, by the slowest rank; None: the CPU takes no part.
+
+        The last measurement of the start, because it runs decode steps as requests will.
+        """
+
     def freeze_objects(self) -> None:
         """Exempt all objects that exist now from garbage collection, until `close`."""
 
@@ -47,7 +54,7 @@ class Runner(Protocol):
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Enqueue one step; on a CPU, run it. Steps run in the order of their launches. Hot."""
 
-    def stats(self) -> Mapping[str, float | None]:
+    def stats(self) -> Mapping[str, Any]:
         """Counters of the copies between host and device. Any thread may call this."""
 
     def close(self) -> None:

@@ -1,7 +1,9 @@
 """LocalExecutor: a single rank, in this process. Every call goes straight to its runner."""
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
+from nanovllm.core.cpu_split import CpuSplit
 from nanovllm.core.kv_spec import KVCacheSizes
 from nanovllm.core.start_report import StartReport
 from nanovllm.core.step_plan import StepPlan
@@ -27,6 +29,10 @@ class LocalExecutor(Executor):
         self._check_open()
         self.runner.capture_graphs(num_gpu_blocks)
 
+    def measure_cpu_split(self) -> CpuSplit | None:
+        self._check_open()
+        return self.runner.measure_cpu_split()
+
     def freeze_objects(self) -> None:
         self._check_open()
         self.runner.freeze_objects()
@@ -41,7 +47,7 @@ class LocalExecutor(Executor):
     def wait_for(self, step: LaunchedStep) -> None:
         """Nothing to do: no other rank can die while `token_ids` waits."""
 
-    def stats(self) -> Mapping[str, float | None]:
+    def stats(self) -> Mapping[str, Any]:
         return self.runner.stats()
 
     def close(self) -> None:

@@ -1,7 +1,9 @@
 """ProcessExecutor: several ranks on one machine. Rank 0 runs in this process, the others in processes of their own."""
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
+from nanovllm.core.cpu_split import CpuSplit
 from nanovllm.core.kv_spec import KVCacheSizes
 from nanovllm.core.start_report import StartReport
 from nanovllm.core.step_plan import StepPlan
@@ -26,6 +28,9 @@ class ProcessExecutor(Executor):
     def capture_graphs(self, num_gpu_blocks: int) -> None:
         self._group.call(Runner.capture_graphs, num_gpu_blocks)
 
+    def measure_cpu_split(self) -> CpuSplit | None:
+        return self._group.call(Runner.measure_cpu_split)
+
     def freeze_objects(self) -> None:
         self._group.call(Runner.freeze_objects)
 
@@ -38,7 +43,7 @@ class ProcessExecutor(Executor):
     def wait_for(self, step: LaunchedStep) -> None:
         self._group.wait_for(step.is_done)
 
-    def stats(self) -> Mapping[str, float | None]:
+    def stats(self) -> Mapping[str, Any]:
         return self.runner.stats()
 
     def close(self) -> None:

@@ -7,14 +7,16 @@ import torch
 
 from nanovllm.attention.base import HostTables, PagedBatch
 from nanovllm.core.step_plan import StepPlan
+from nanovllm.kvcache.transfer.cpu_part import CpuRows
 from nanovllm.runner.inputs import StepTensors
 
 
 class StepBatches(NamedTuple):
-    """The paged keys and those of each streamed group, for the same rows."""
+    """The paged keys, those of each streamed group and those that the CPU attends to, for the same rows."""
 
     paged: PagedBatch
     groups: tuple[PagedBatch, ...]
+    cpu: CpuRows | None  # None: the CPU attends to nothing
 
 
 def build_batches(plan: StepPlan, tensors: StepTensors, block_size: int) -> StepBatches:
@@ -47,10 +49,10 @@ def build_batches(plan: StepPlan, tensors: StepTensors, block_size: int) -> Step
         causal=True,
     )
     groups = (
-        batch(*on_device, [len(table) * block_size for table in group.tables], group.tables, causal=False)
+        batch(*on_device, group.context_lens(block_size), group.tables, causal=False)
         for on_device, group in zip(tensors.groups, plan.moves.streamed, strict=True)
     )
-    return StepBatches(paged, tuple(groups))
+    return StepBatches(paged, tuple(groups), cpu_rows(plan))
 
 
 def last_token_batches(plan: StepPlan, batches: StepBatches, sampling_rows: torch.Tensor) -> StepBatches:
@@ -74,4 +76,11 @@ def last_token_batches(plan: StepPlan, batches: StepBatches, sampling_rows: torc
             host=HostTables([1] * len(rows), context_lens, [batch.host.block_tables[row] for row in rows]),
         )
 
-    return StepBatches(select(batches.paged), tuple(select(group) for group in batches.groups))
+    cpu = batches.cpu and CpuRows((1,) * len(rows), tuple(batches.cpu.spans[row] for row in rows))
+    return StepBatches(select(batches.paged), tuple(select(group) for group in batches.groups), cpu)
+
+
+def cpu_rows(plan: StepPlan) -> CpuRows | None:
+    """What the CPU attends to, for all tokens of the step."""
+    spans = plan.moves.cpu_spans
+    return CpuRows(tuple(step.num_tokens for step in plan.sequences), spans) if spans else None

@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from nanovllm.attention.base import PagedBatch, StepAttention
 from nanovllm.core.step_limits import graph_sizes
+from nanovllm.kvcache.transfer.cpu_part import CpuRows
 from nanovllm.models.decoder import CausalLM
 from nanovllm.runner.decode_inputs import DecodeInputs
 from nanovllm.runner.graph_capture import capture, capture_stream
@@ -68,7 +69,9 @@ class StepGraphs(ABC):
         """Launch the kernels in the graphs of a size one by one, without a graph."""
 
     @abstractmethod
-    def replay(self, arrays: StepArrays, groups: Sequence[GroupArrays]) -> torch.Tensor:
+    def replay(
+        self, arrays: StepArrays, groups: Sequence[GroupArrays] = (), cpu_rows: CpuRows | None = None
+    ) -> torch.Tensor:
         """Run a decode step. Returns its logits [B, vocab_size] and leaves its tokens in `inputs.sampled_ids`. Hot."""
 
 
@@ -89,8 +92,10 @@ class DecodeGraphs(StepGraphs):
         attention = make_attention(self.inputs.tensors(size).slot_mapping, self.inputs.batch(size))
         self.inputs.forward(model, size, attention)
 
-    def replay(self, arrays: StepArrays, groups: Sequence[GroupArrays] = ()) -> torch.Tensor:
-        assert not groups, "a step whose keys are all on the GPU streams no groups"
+    def replay(
+        self, arrays: StepArrays, groups: Sequence[GroupArrays] = (), cpu_rows: CpuRows | None = None
+    ) -> torch.Tensor:
+        assert not groups and cpu_rows is None, "a step whose keys are all on the GPU streams no groups"
         num_seqs = len(arrays.input_ids)
         size = self.size_for(num_seqs)
         self.inputs.fill(arrays, size)

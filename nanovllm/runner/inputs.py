@@ -139,7 +139,7 @@ def build_groups(plan: StepPlan, block_size: int, group_blocks: int) -> list[Gro
     """The arrays of each streamed group, with tables of `group_blocks` columns."""
     return [
         GroupArrays(
-            np.array([len(table) * block_size for table in group.tables], dtype=np.int32),
+            np.array(group.context_lens(block_size), dtype=np.int32),
             pad_tables(group.tables, group_blocks),
         )
         for group in plan.moves.streamed

@@ -7,16 +7,18 @@ each step `begin_step`, then `attention` or the graphs, then `end_step`.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
 from nanovllm.attention.base import AttentionBackend, PagedBatch, PartialAttention, StepAttention
+from nanovllm.attention.cpu import CpuPart
 from nanovllm.attention.paged import PagedAttention, PagedPart
 from nanovllm.attention.parts import AttentionPart
 from nanovllm.attention.streamed import MergedAttention, SlotsPart, StreamedPart
 from nanovllm.core.kv_spec import KVCacheSpec
 from nanovllm.core.step_plan import StepPlan
+from nanovllm.kvcache.transfer.cpu_part import CpuAttention
 from nanovllm.kvcache.transfer.offload_engine import OffloadEngine
 from nanovllm.kvcache.transfer.streams import make_streams
 from nanovllm.runner.batches import StepBatches
@@ -31,6 +33,7 @@ class KVMemory(ABC):
     """The interface of both kinds. By default the calls of a step do nothing, which suits a pool on the GPU."""
 
     offload: OffloadEngine | None = None  # moves the blocks; None without offload
+    cpu: CpuAttention | None = None  # attends to blocks in CPU memory; None if the CPU takes no part
 
     @property
     @abstractmethod
@@ -94,7 +97,7 @@ class KVMemory(ABC):
         """Called after all of the step's work is enqueued."""
         return
 
-    def stats(self) -> dict[str, float | None]:
+    def stats(self) -> dict[str, Any]:
         """Counters of the copies, and the rate of the link."""
         return {}
 
@@ -144,8 +147,10 @@ class GpuPool(KVMemory):
 class OffloadedPool(KVMemory):
     """All blocks in CPU memory, some of them also in slots on the GPU. An OffloadEngine moves them."""
 
-    def __init__(self, offload: OffloadEngine) -> None:
+    def __init__(self, offload: OffloadEngine, cpu: CpuAttention | None) -> None:
+        """`cpu`: None to stream every missing block."""
         self.offload: OffloadEngine = offload
+        self.cpu = cpu
 
     @property
     def cache(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -181,17 +186,23 @@ class OffloadedPool(KVMemory):
     ) -> Sequence[AttentionPart[PartialAttention]]:
         """The parts of the attention, in the order in which they are finished."""
         k_cache, v_cache = self.cache
-        return (
+        parts: list[AttentionPart[PartialAttention]] = [
             SlotsPart(
                 stream=self.offload, backend=backend, k_cache=k_cache, v_cache=v_cache, batch=batches.paged, scale=scale
             ),
             StreamedPart(stream=self.offload, backend=backend, batches=batches.groups, scale=scale),
-        )
+        ]
+        if batches.cpu is not None:
+            assert self.cpu is not None, "the plan leaves keys to the CPU, which does not attend"
+            parts.append(CpuPart(worker=self.cpu, job=self.cpu.make_job(batches.cpu, scale)))
+        return parts
 
     def streamed_graphs(
         self, inputs: DecodeInputs, backend: AttentionBackend, scale: float, num_heads: int
     ) -> StreamedDecodeGraphs | None:
-        return StreamedDecodeGraphs(inputs, offload=self.offload, backend=backend, scale=scale, num_heads=num_heads)
+        return StreamedDecodeGraphs(
+            inputs, offload=self.offload, cpu=self.cpu, backend=backend, scale=scale, num_heads=num_heads
+        )
 
     def begin_step(self, plan: StepPlan) -> None:
         self.offload.begin_step(plan.moves, chain.from_iterable(step.block_table for step in plan.sequences))
@@ -205,11 +216,15 @@ class OffloadedPool(KVMemory):
     def end_step(self) -> None:
         self.offload.end_step()
 
-    def stats(self) -> dict[str, float | None]:
-        return self.offload.stats()
+    def stats(self) -> dict[str, Any]:
+        return self.offload.stats() | {"cpu_attention": None if self.cpu is None else self.cpu.kernel_name}
 
     def close(self) -> None:
-        self.offload.close()
+        try:
+            if self.cpu is not None:
+                self.cpu.close()
+        finally:
+            self.offload.close()
 
 
 def make_offload_engine(
@@ -225,8 +240,10 @@ def make_kv_memory(
     dtype: torch.dtype,
     device: torch.device,
     make_offload_engine: OffloadEngineFactory,
+    make_cpu_attention: Callable[[OffloadEngine], CpuAttention | None],
 ) -> KVMemory:
     """`num_cpu_blocks`: 0 for a pool on the GPU."""
     if num_cpu_blocks == 0:
         return GpuPool(spec, dtype, device)
-    return OffloadedPool(make_offload_engine(spec, num_cpu_blocks, dtype, device))
+    offload = make_offload_engine(spec, num_cpu_blocks, dtype, device)
+    return OffloadedPool(offload, make_cpu_attention(offload))

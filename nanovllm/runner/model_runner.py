@@ -4,6 +4,7 @@ import gc
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -11,6 +12,7 @@ from nanovllm.attention.backends.selection import choose_backend
 from nanovllm.attention.base import StepAttention
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
+from nanovllm.core.cpu_split import CpuSplit
 from nanovllm.core.kv_spec import KVCacheSizes, KVCacheSpec, dtype_name
 from nanovllm.core.start_report import StartReport
 from nanovllm.core.step_limits import max_model_len, max_sampled_rows
@@ -23,7 +25,8 @@ from nanovllm.kvcache.transfer.offload_engine import OffloadEngine
 from nanovllm.layers.sampler import sample
 from nanovllm.models.loader import load_weights
 from nanovllm.models.registry import build_model
-from nanovllm.runner.batches import build_batches, last_token_batches
+from nanovllm.runner.batches import build_batches, cpu_rows, last_token_batches
+from nanovllm.runner.cpu_split import make_cpu_attention, measure_split
 from nanovllm.runner.decode_inputs import DecodeInputs
 from nanovllm.runner.graph_set import GraphSet
 from nanovllm.runner.inputs import StepArrays, StepTensors, build_arrays, build_groups, to_device
@@ -112,7 +115,12 @@ class ModelRunner:
         with memory_remedy("allocating the KV cache"), self.phases("KV cache"):
             if self._memory is None:
                 self._memory = make_kv_memory(
-                    self.spec, sizes.num_cpu_blocks, self.dtype, self.device, self._make_offload_engine
+                    self.spec,
+                    sizes.num_cpu_blocks,
+                    self.dtype,
+                    self.device,
+                    self._make_offload_engine,
+                    lambda offload: make_cpu_attention(self.config, offload, self.num_heads, self.tp),
                 )
             self._memory.allocate(sizes.num_gpu_blocks)
 
@@ -153,6 +161,15 @@ class ModelRunner:
         if self.graphs is not None:
             self.graphs.reset()
         self.graphs = None
+
+    @on_own_device
+    def measure_cpu_split(self) -> CpuSplit | None:
+        """How attention is divided between the link and the CPU; None if the CPU takes no part. Runs decode steps."""
+        offload, cpu = self.memory.offload, self.memory.cpu
+        if offload is None or cpu is None:
+            return None
+        with self.phases("CPU attention"):
+            return measure_split(offload, cpu, self.launch, self.tp, is_forced=self.config.cpu_attention == "on")
 
     def freeze_objects(self) -> None:
         """Exempt all objects that exist now from garbage collection, until `close`.
@@ -202,11 +219,11 @@ class ModelRunner:
         return self.memory.attention(self.backend, self.scale, tensors.slot_mapping, batches, last)
 
     def _replay(self, graphs: GraphSet, plan: StepPlan, arrays: StepArrays) -> torch.Tensor:
-        """Run a decode step that loads nothing into slots: one replay, or several pieces if groups are streamed."""
-        if plan.moves.streamed:
-            assert graphs.streamed is not None, "a plan streams groups only with offload"
+        """Run a decode step that loads nothing into slots: one replay, or several pieces if keys are missing."""
+        if plan.moves.brings_in_keys:
+            assert graphs.streamed is not None, "keys are missing only with offload"
             groups = build_groups(plan, self.spec.block_size, self.spec.staging_group_blocks)
-            logits = graphs.streamed.replay(arrays, groups)
+            logits = graphs.streamed.replay(arrays, groups, cpu_rows(plan))
         else:
             self.memory.begin_all_layers()
             logits = graphs.resident.replay(arrays)
@@ -221,7 +238,7 @@ class ModelRunner:
             phases=str(self.phases),
         )
 
-    def stats(self) -> dict[str, float | None]:
+    def stats(self) -> dict[str, Any]:
         """Counters of the copies of this rank, and the rate of its link."""
         return {} if self._memory is None else self._memory.stats()
 

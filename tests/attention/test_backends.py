@@ -47,20 +47,32 @@ def gpu_of(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_flash_gate_asks_the_installed_build(monkeypatch):
-    """Regression: a build without head dims above 128 passed the gate, and the engine failed at its start."""
+    """Regressions: a build without head dims above 128 passed the gate, and the engine failed at its start. A build
+    that has kernels for 64 and 128 only returned garbage for 80.
+    """
 
-    def attend(q_THD, *_):
-        if q_THD.shape[2] > 128:
+    def attend(self, q_THD, k_NPKD, v_NPKD, batch, scale):
+        head_dim = q_THD.shape[2]
+        if head_dim > 128:
             raise RuntimeError("this build has head dims up to 128 only\nC++ trace")
+        out_THD, lse_HT = TorchBackend().attend(q_THD, k_NPKD, v_NPKD, batch, scale)
+        if head_dim == 80 and batch.max_query_len == 1:
+            lse_HT[-1, -1] = float("nan")
+        if head_dim == 96 and batch.max_query_len > 1:
+            out_THD[0, 0, -1] += 1
+        return PartialAttention(out_THD, lse_HT)
 
-    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=attend))
-    why_refused = flash_backend._why_build_refuses.__wrapped__
-    assert why_refused(CPU, torch.bfloat16, 128) is None
-    assert why_refused(CPU, torch.bfloat16, 160) == (
-        "the installed flash_attn refuses torch.bfloat16 with head dim 160 (this build has head dims up to 128 only)"
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace())
+    monkeypatch.setattr(FlashBackend, "attend", attend)
+    why_fails = flash_backend._why_build_fails.__wrapped__
+    for dtype in (torch.bfloat16, torch.float16):
+        assert why_fails(CPU, dtype, 64) is why_fails(CPU, dtype, 128) is None
+    assert why_fails(CPU, torch.bfloat16, 160) == (
+        "the installed flash_attn with torch.bfloat16 and head dim 160 fails (this build has head dims up to 128 only)"
     )
+    assert all("computes wrong results" in why_fails(CPU, torch.bfloat16, head_dim) for head_dim in (80, 96))
     monkeypatch.setitem(sys.modules, "flash_attn", None)  # importing it fails
-    assert "refuses" in why_refused(CPU, torch.bfloat16, 128)
+    assert "fails" in why_fails(CPU, torch.bfloat16, 128)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -287,6 +299,20 @@ def test_gpu_backend_matches_naive(name, heads, head_dim, page, dtype, unwritten
     )
     got = backend.attend(case.q_THD, case.k_cache, case.v_cache, case.batch, head_dim**-0.5)
     assert_as_good_as_plain_torch(got, case, head_dim**-0.5)
+
+
+@pytest.mark.gpu
+@gpu_backends
+def test_gpu_sequences_without_keys_leave_other_memory_alone(name):
+    """Regression: flash-attn wrote the LSE of sequences without keys into whatever lay behind the result."""
+    backend = gpu_backend(name, torch.bfloat16, 128)
+    lens = [(1, 1792), (1, 1280), (300, 0), (256, 0)]
+    case = make_paged(lens, 256, (8, 2), causal=False, head_dim=128, dtype=torch.bfloat16, device="cuda")
+    neighbours = [torch.full((8, 558), 7.0, device="cuda") for _ in range(64)]
+    del neighbours[::2]  # the results go to the gaps
+    got = backend.attend(case.q_THD, case.k_cache, case.v_cache, case.batch, 128**-0.5)
+    assert all(bool((neighbour == 7).all()) for neighbour in neighbours)
+    assert_as_good_as_plain_torch(got, case, 128**-0.5)
 
 
 @pytest.mark.gpu

@@ -23,7 +23,7 @@ from nanovllm.capacity.plan import CapacityPlan
 from nanovllm.capacity.planner import PlanOptions, make_plan
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
-from nanovllm.core.step_plan import KVMoves, SamplingRow, SequenceStep, SlotLoad, StepPlan, StreamedGroup
+from nanovllm.core.step_plan import CpuSpan, KVMoves, SamplingRow, SequenceStep, SlotLoad, StepPlan, StreamedGroup
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.engine.link_meter import LinkMeter
 from nanovllm.errors import ConfigError
@@ -270,7 +270,7 @@ def test_engine_that_cannot_start_is_refused_before_the_model_is_built(
 def test_engine_with_offload_logs_its_plan_and_counts_the_link(
     tiny: str, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = OFFLOAD | {"num_gpu_blocks": 3, "kvcache_block_size": 256, "num_cpu_blocks": 10}
+    options = OFFLOAD | {"num_gpu_blocks": 3, "kvcache_block_size": 256, "num_cpu_blocks": 10, "cpu_attention": "off"}
     with caplog.at_level(logging.INFO, "nanovllm"), LLM(tiny, device="cpu", **options) as llm:
         assert "plan for 1 x 4,096 tokens" in caplog.text and "3 of 256 tokens" in caplog.text
         before = llm.stats()
@@ -294,12 +294,14 @@ def test_engine_without_offload_has_no_link_figures(tiny: str, capsys: pytest.Ca
 # -- the link ----------------------------------------------------------------------------------------------------
 
 
-def step_plan(num_tokens: int, *, streamed: int = 0, loads: int = 0) -> StepPlan:
+def step_plan(num_tokens: int, *, streamed: int = 0, loads: int = 0, num_cpu_tokens: int = 0) -> StepPlan:
+    """`num_cpu_tokens`, all of one block, are cut from the last streamed one."""
     sampling = SamplingRow(0.0, 0, 1.0, 0.0, 0, num_tokens)
     sequence = SequenceStep(0, np.zeros(num_tokens, dtype=np.int64), 0, num_tokens, (0,), num_tokens, sampling)
-    groups = (StreamedGroup(tuple(range(streamed)), ()),) if streamed else ()
+    groups = (StreamedGroup(tuple(range(streamed)), (), num_cpu_tokens),) if streamed else ()
+    spans = ((CpuSpan(9, 256 - num_cpu_tokens, 256),),) if num_cpu_tokens else ()
     slot_loads = tuple(SlotLoad(i, i, 256) for i in range(loads))
-    return StepPlan((sequence,), KVMoves(loads=slot_loads, streamed=groups))
+    return StepPlan((sequence,), KVMoves(loads=slot_loads, streamed=groups, cpu_spans=spans))
 
 
 def test_link_meter_counts_time_between_streamed_decode_steps_only() -> None:
@@ -317,12 +319,26 @@ def test_link_meter_counts_time_between_streamed_decode_steps_only() -> None:
     ):
         now = end_s
         meter.step_ended(plan)
-    assert meter.stats(16_000 / 3) == {"load_byte_per_s": 8000 / 3, "link_share": 0.5}
+    expected = {"load_byte_per_s": 8000 / 3, "cpu_load_byte_per_s": 0.0, "link_share": 0.5}
+    assert meter.stats(16_000 / 3) == expected
     meter.step_ended(streamed)
     meter.pause()
     now = 99.0
     meter.step_ended(streamed)
-    assert meter.stats(None) == {"load_byte_per_s": 8000 / 3, "link_share": None}
+    assert meter.stats(None) == expected | {"link_share": None}
+
+
+def test_link_meter_counts_what_the_cpu_attends_to_apart() -> None:
+    now = 0.0
+    meter = LinkMeter(block_bytes=1024, block_size=256, now_s=lambda: now)
+    assert meter.stats(1.0) == {"load_byte_per_s": None, "cpu_load_byte_per_s": None, "link_share": None}
+    for plan in (step_plan(1, streamed=3, num_cpu_tokens=64), step_plan(1, streamed=3, num_cpu_tokens=64)):
+        now += 0.5
+        meter.step_ended(plan)
+    for plan in [step_plan(1, num_cpu_tokens=128)] * 2:  # nothing is streamed
+        now += 0.25
+        meter.step_ended(plan)
+    assert meter.stats(5632.0) == {"load_byte_per_s": 2816.0, "cpu_load_byte_per_s": 1280.0, "link_share": 0.5}
 
 
 def test_measure_link_on_the_cpu_there_is_none() -> None:

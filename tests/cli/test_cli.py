@@ -126,7 +126,7 @@ def test_name_flags_replaces_fields_and_nothing_else(message: str, expected: str
 
 def test_help_field_with_choices_names_them_all() -> None:
     choices = {field.name: field.metadata["choices"] for field in fields(Config) if "choices" in field.metadata}
-    assert set(choices) == {"attn_backend", "dtype", "load_format", "generation_config"}
+    assert set(choices) == {"attn_backend", "dtype", "load_format", "generation_config", "cpu_attention"}
     assert all(choice in help_of(Config, name) for name in choices for choice in choices[name])
 
 
@@ -391,7 +391,7 @@ def test_plan_prints_memory_and_bounds_and_exits_0(capsys: pytest.CaptureFixture
         "2 missing",
         "50.0 GB/s  given",
         "4.30 TB/s  measured on an H200",
-        "<= 53.2  tok/s: 53.2 by the link",
+        "53.2 by the link alone, and more with the CPU",
         "8.75 GiB",
     ):
         assert text in out

@@ -453,7 +453,7 @@ def test_stats_count(llm: LLM) -> None:
 
 
 def test_offload_stats_count_the_bytes_of_streamed_blocks(model: Path) -> None:
-    with make_llm(model, "offload", num_gpu_blocks=2) as engine:
+    with make_llm(model, "offload", num_gpu_blocks=2, cpu_attention="off") as engine:
         engine.generate([list(range(300)) * 4], SamplingParams(max_tokens=6, ignore_eos=True), use_tqdm=False)
         stats = engine.stats()
         assert stats["num_offloaded_bytes"] == 4 * stats["block_bytes"]  # each full block once

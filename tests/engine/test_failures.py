@@ -215,7 +215,7 @@ def test_start_raises_late_everything_is_closed_and_the_next_one_starts(
         with pytest.raises(ZeroDivisionError):
             make_llm(model, kind)
     assert len(closed) == 1
-    with pytest.raises(AssertionError, match="there is no KV cache, or none any more"):
+    with pytest.raises(AssertionError, match="the KV cache has not been allocated, or has been released"):
         _ = closed[0].runner.memory  # type: ignore[attr-defined]
     with make_llm(model, kind) as llm:
         assert len(llm.generate(["x"], GREEDY, use_tqdm=False)[0]["token_ids"]) == 8

@@ -6,9 +6,11 @@ import signal
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from checked_engine import CheckedLLM, Reference, cache_options, greedy
+from cpu_splits import splitting
 from dense_model import random_prompt
 from tiny_models import write_tiny_model
 
@@ -30,9 +32,15 @@ def assert_nothing_is_left() -> None:
     assert not list(Path("/dev/shm").glob(f"*{os.getpid()}*"))
 
 
-@pytest.mark.parametrize("num_gpu_blocks", [None, 3], ids=["all-GPU", "streamed"])
-def test_two_ranks_give_the_logits_of_transformers(reference: Reference, num_gpu_blocks: int | None) -> None:
-    with CheckedLLM(reference, tensor_parallel_size=2, **cache_options(num_gpu_blocks)) as llm:
+@pytest.mark.parametrize(
+    ("num_gpu_blocks", "others"),
+    [(None, {}), (3, {}), (3, {"cpu_attention": "on"}), (3, {"cpu_attention": "on", "internals": splitting(300)})],
+    ids=["all-GPU", "streamed", "all on the CPU", "some on the CPU"],
+)
+def test_two_ranks_give_the_logits_of_transformers(
+    reference: Reference, num_gpu_blocks: int | None, others: dict[str, Any]
+) -> None:
+    with CheckedLLM(reference, tensor_parallel_size=2, **cache_options(num_gpu_blocks) | others) as llm:
         llm.answer_and_check(PROMPTS)
         llm.answer_and_check([PROMPTS[3] + [5, 6, 7]])  # a prefix hit
         llm.assert_nothing_left()

@@ -17,7 +17,8 @@ import pytest
 import torch
 from checked_engine import OFFLOAD, Reference, cache_options, greedy, small_staging
 from dense_model import random_prompt
-from gpu_llm import BLOCK, GpuLLM, prompts_of
+from gpu_llm import GpuLLM
+from offload_workload import BLOCK, prompts_of
 from safetensors.torch import load_file, save_file
 from tiny_models import write_tiny_model
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 from checked_engine import Reference, cache_options
-from gpu_llm import BLOCK, GpuLLM, prompts_of
+from gpu_llm import GpuLLM
+from offload_workload import BLOCK, prompts_of
 from tiny_models import write_tiny_model
 
 from nanovllm.checkpoint.model_config import HEAD_DIMS

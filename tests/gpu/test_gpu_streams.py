@@ -23,7 +23,8 @@ import pytest
 import torch
 from checked_engine import OFFLOAD, Reference, greedy
 from dense_model import random_prompt
-from gpu_llm import BLOCK, GpuLLM, prompts_of
+from gpu_llm import GpuLLM
+from offload_workload import BLOCK, prompts_of
 from tiny_models import write_tiny_model
 
 from nanovllm import LLM

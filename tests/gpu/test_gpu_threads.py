@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 from checked_engine import Reference, cache_options, greedy, small_staging
-from gpu_llm import BLOCK, GpuLLM, prompts_of
+from gpu_llm import GpuLLM
+from offload_workload import BLOCK, prompts_of
 from run_threads import in_threads
 from tiny_models import write_tiny_model
 

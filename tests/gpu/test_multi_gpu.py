@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 from checked_engine import OFFLOAD, Reference, cache_options, greedy
-from gpu_llm import BLOCK, GpuLLM, prompts_of
+from gpu_llm import GpuLLM
+from offload_workload import BLOCK, prompts_of
 from tiny_models import write_tiny_model
 
 from nanovllm import LLM
@@ -42,13 +43,22 @@ def shared_memory_of_this_process() -> list[Path]:
 
 @pytest.mark.parametrize("tensor_parallel_size", [2, pytest.param(4, marks=pytest.mark.multi_gpu(4))])
 @pytest.mark.parametrize("enforce_eager", [True, False])
-@pytest.mark.parametrize("num_gpu_blocks", [None, 24, 3], ids=["all-GPU", "resident", "streamed"])
+@pytest.mark.parametrize(
+    ("num_gpu_blocks", "cpu_attention"),
+    [(None, None), (24, "off"), (3, "off"), (3, "on")],
+    ids=["all-GPU", "resident", "streamed", "with-CPU"],
+)
 def test_ranks_give_the_tokens_of_one(
-    reference: Reference, num_gpu_blocks: int | None, enforce_eager: bool, tensor_parallel_size: int
+    reference: Reference,
+    num_gpu_blocks: int | None,
+    cpu_attention: str | None,
+    enforce_eager: bool,
+    tensor_parallel_size: int,
 ) -> None:
     """Every logit of rank 0 is transformers'. Staging keeps its size: a spawned rank knows nothing of a patch."""
     prompts = prompts_of(1, BLOCK - 1, BLOCK + 1, 5 * BLOCK - 3, 700, 4 * BLOCK)
     options = cache_options(num_gpu_blocks) | {"tensor_parallel_size": tensor_parallel_size}
+    options |= {} if cpu_attention is None else {"cpu_attention": cpu_attention}
     with GpuLLM(reference, enforce_eager=enforce_eager, **options) as llm:
         for prompt in prompts[:4]:
             llm.answer_and_check([prompt], max_tokens=10)
@@ -56,6 +66,7 @@ def test_ranks_give_the_tokens_of_one(
         llm.answer_and_check([prompts[3] + [5, 6, 7]], max_tokens=8)  # a prefix hit
         assert (llm.num_replays["resident"] > 0) != enforce_eager
         assert (llm.num_replays["streamed"] > 0) == (num_gpu_blocks == 3 and not enforce_eager)
+        assert any(plan.moves.cpu_spans for plan in llm.plans) == (cpu_attention == "on")
         llm.assert_nothing_left()
     assert not multiprocessing.active_children() and not shared_memory_of_this_process()
 

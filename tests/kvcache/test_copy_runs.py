@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from nanovllm.core.step_plan import SlotLoad, SlotOffload
+from nanovllm.core.step_plan import SlotLoad, SlotOffload, StreamedGroup
 from nanovllm.kvcache.policy.copy_runs import Run, join_runs, load_runs, offload_runs, staging_runs
 
 
@@ -35,8 +35,9 @@ def test_offload_run_begins_at_the_first_token_that_is_missing() -> None:
 
 
 def test_staging_run_is_of_blocks_that_follow_each_other_in_the_group() -> None:
-    assert staging_runs((7, 8, 9, 2, 3), 4) == (Run(8, 12, 8), Run(28, 0, 12))
-    assert staging_runs((0, 0, 0), 4) == (Run(0, 0, 4), Run(0, 4, 4), Run(0, 8, 4))
+    assert staging_runs(StreamedGroup((7, 8, 9, 2, 3), ()), 4) == (Run(8, 12, 8), Run(28, 0, 12))
+    assert staging_runs(StreamedGroup((0, 0, 0), ()), 4) == (Run(0, 0, 4), Run(0, 4, 4), Run(0, 8, 4))
+    assert staging_runs(StreamedGroup((7, 8, 9), (), num_cut_tokens=3), 4) == (Run(28, 0, 9),)  # the CPU has the rest
 
 
 def test_random_moves_runs_hold_the_same_tokens_and_cannot_be_joined() -> None:

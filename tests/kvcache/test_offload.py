@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from checked_engine import OFFLOAD, WORKS_AHEAD, CheckedLLM, Reference, cache_options, greedy, small_staging
 from dense_model import random_prompt
+from offload_workload import BLOCK, MIXED, QUESTIONS, prompts_of, serve_everything
 from simulated_streams import MODES, Mode, SimulatedStreams
 from tiny_models import write_tiny_model
 
@@ -13,20 +14,12 @@ from nanovllm.engine.internals import Internals
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-BLOCK = 256
 
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     directory = tmp_path_factory.mktemp("tiny")
     return Reference(write_tiny_model(directory, max_position_embeddings=8192))
-
-
-def prompts_of(*lengths: int) -> list[list[int]]:
-    return [random_prompt(length, seed=length) for length in lengths]
-
-
-MIXED = prompts_of(3 * BLOCK - 37, 1, BLOCK + 1, 5 * BLOCK, 30)  # long and short
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -80,9 +73,6 @@ def test_default_offload_runs_many_short_requests_at_once_and_a_long_one(referen
 
 
 # -- prefix cache ----------------------------------------------------------------------------------------------------
-
-DOCUMENT = random_prompt(5 * BLOCK + 220, seed=77)
-QUESTIONS = [DOCUMENT + random_prompt(30, seed=seed) for seed in (1, 2)]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -187,27 +177,6 @@ def test_small_staging_that_wraps_is_exact(
         llm.answer_and_check(prompts_of(6 * BLOCK + 9))
         longest = max(len(plan.moves.streamed) for plan in llm.plans)
         assert longest * llm.runner.spec.num_layers > num_groups, "staging did not wrap in a step"
-
-
-def serve_everything(llm: CheckedLLM) -> None:
-    """Long and short, hits of whole and of partial blocks, preemption, an abort; all checked."""
-    ids = [llm.add_request(prompt, greedy(5)) for prompt in (*MIXED[:3], *QUESTIONS)]
-    finished = {}
-    for num_step in range(1000):
-        if llm.is_finished():
-            break
-        if num_step in (4, 9, 14):
-            llm.preempt_next()
-        if num_step == 11:
-            llm.abort(ids[2])
-        finished |= llm.step().finished
-    answered = [request_id for request_id in ids if finished[request_id]["finish_reason"] == "length"]
-    for request_id, prompt in zip(ids, (*MIXED[:3], *QUESTIONS), strict=True):
-        if request_id in answered:
-            llm.check(request_id, prompt, finished[request_id])
-    assert len(answered) >= 4
-    llm.answer_and_check([DOCUMENT[: 4 * BLOCK + 17], MIXED[0]])
-    llm.assert_nothing_left()
 
 
 @pytest.mark.parametrize("block_size", [BLOCK, 2 * BLOCK])

@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 from content_model import ContentError, Simulation
+from cpu_splits import RandomSplit
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from random_workloads import GRAIN, LONG_CHUNK_BLOCKS, Abort, Add, Operation, Preempt, Steps, play, play_dense
@@ -64,6 +65,7 @@ HYBRID = st.builds(
     block_size=any_of([GRAIN, 2 * GRAIN, 3 * GRAIN]),
     group_blocks=any_of([1, 2, 3]),
     enable_prefix_caching=any_of([True, True, True, False]),
+    cpu_split=st.none() | st.builds(RandomSplit, generator=st.randoms(use_true_random=False)),
     grain=st.just(GRAIN),
     long_chunk_blocks=st.just(LONG_CHUNK_BLOCKS),
 )
@@ -98,9 +100,9 @@ def test_block_manager_dense_workload_every_sequence_sees_its_tokens(seed: int) 
 
 
 @settings(max_examples=350, deadline=None, suppress_health_check=QUICK)
-@given(seed=st.integers(0, 2**32))
-def test_hybrid_manager_dense_workload_every_sequence_sees_its_tokens(seed: int) -> None:
-    play_dense(seed, hybrid=True)
+@given(seed=st.integers(0, 2**32), with_cpu=st.booleans())
+def test_hybrid_manager_dense_workload_every_sequence_sees_its_tokens(seed: int, with_cpu: bool) -> None:
+    play_dense(seed, hybrid=True, with_cpu=with_cpu)
 
 
 # -- the model can tell: whatever is taken from a plan or broken in a manager is noticed ------------------------------
@@ -123,6 +125,17 @@ def hide_streamed_block(plan: StepPlan) -> StepPlan:
     return replace(plan, moves=replace(plan.moves, streamed=groups))
 
 
+def hide_cpu_span(plan: StepPlan) -> StepPlan:
+    spans = tuple(row[1:] for row in plan.moves.cpu_spans)
+    return replace(plan, moves=replace(plan.moves, cpu_spans=spans))
+
+
+def forget_cut(plan: StepPlan) -> StepPlan:
+    """What the CPU attends to is streamed as well."""
+    groups = tuple(group._replace(num_cut_tokens=0) for group in plan.moves.streamed)
+    return replace(plan, moves=replace(plan.moves, streamed=groups))
+
+
 def swap_blocks(plan: StepPlan) -> StepPlan:
     def swapped(table: tuple[int, ...]) -> tuple[int, ...]:
         return (table[-1], *table[1:-1], table[0]) if len(table) > 1 else table
@@ -142,6 +155,8 @@ PLAN_FAULTS: dict[str, Callable[[StepPlan], StepPlan]] = {
     "offload lost": without_first("offloads"),
     "offload one token short": shorten_first_offload,
     "streamed block not attended": hide_streamed_block,
+    "span of the CPU not attended": hide_cpu_span,
+    "cut of a group forgotten": forget_cut,
     "blocks of a table swapped": swap_blocks,
     "pending token of another sequence": take_pending_row_before,
 }
@@ -154,7 +169,7 @@ def test_content_model_faulty_plan_is_noticed(fault: str) -> None:
     for seed in range(40):
         try:
             with mock.patch.object(Simulation, "_check_fewest_misses"):
-                play_dense(seed, hybrid=True, change_plan=PLAN_FAULTS[fault])
+                play_dense(seed, hybrid=True, with_cpu=seed % 2 == 1, change_plan=PLAN_FAULTS[fault])
         except ContentError:
             num_noticed += 1
     assert num_noticed, "not noticed"

@@ -26,6 +26,7 @@ from tiny_models import write_tiny_model
 
 from nanovllm.core.kv_spec import KVCacheSpec, StagingSizes
 from nanovllm.core.step_plan import KVMoves, StepPlan
+from nanovllm.cpu_attention.job import RowSpans, TokenSpan
 from nanovllm.kvcache.policy.copy_runs import Run, load_runs, offload_runs, staging_runs
 from nanovllm.kvcache.policy.hybrid_manager import HybridKVCacheManager
 from nanovllm.kvcache.transfer import offload_engine
@@ -35,6 +36,36 @@ from nanovllm.kvcache.transfer.streams import Event
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 NUM_LAYERS = 2
+
+
+class TagJob:
+    """An AttentionJob for tags: which spans of each row a layer reads, and the tags that were there when it ran."""
+
+    def __init__(self, plan: StepPlan, engine: OffloadEngine) -> None:
+        self.k_cache, self.v_cache = engine.k_cache_cpu, engine.v_cache_cpu
+        self.q_THD, self.out_THD, self.lse_HT = (torch.zeros(1) for _ in range(3))
+        block_size = engine.spec.block_size
+        self.rows = [
+            RowSpans(1, tuple(TokenSpan(block_id * block_size + start, end - start) for block_id, start, end in spans))
+            for spans in plan.moves.cpu_spans
+        ]
+        self.tags: list[list[int]] = []  # of each row, in the layer that ran last
+
+
+class TagKernel:
+    def attend(self, job: TagJob, layer: int) -> None:
+        caches = [cache[layer].flatten() for cache in (job.k_cache, job.v_cache)]
+        job.tags = []
+        for row in job.rows:
+            places = [first + i for first, num_tokens in row.spans for i in range(num_tokens)]
+            k, v = (cache[places] for cache in caches)
+            job.tags.append(tags_of(k, v, layer))
+
+
+def tags_of(k: torch.Tensor, v: torch.Tensor, layer: int) -> list[int]:
+    """K of a layer is the tag XOR layer, V its complement; -2 where the two do not fit."""
+    tags: list[int] = (k ^ layer).flatten().tolist()
+    return [tag if value == ~tag else -2 for tag, value in zip(tags, (v ^ layer).flatten().tolist(), strict=True)]
 
 
 class OffloadRunner(ContentRunner):
@@ -49,7 +80,8 @@ class OffloadRunner(ContentRunner):
         self.engine.allocate_slots(len(kv.ring))
         for name in ("k_cache_cpu", "v_cache_cpu", "k_cache_gpu", "v_cache_gpu", "k_staging", "v_staging"):
             streams.name_region(name, getattr(self.engine, name))
-        self.compute = streams.compute
+        self.streams, self.compute = streams, streams.compute
+        self.cpu = streams.cpu(TagKernel())  # type: ignore[arg-type]
         self.num_steps = 0
 
     def launch(self, plan: StepPlan) -> list[int]:
@@ -58,7 +90,8 @@ class OffloadRunner(ContentRunner):
         cells = {cell: tag for step in plan.sequences for cell, tag in self._new_cells(step).items()}
         engine.begin_step(plan.moves, sorted({slot for step in plan.sequences for slot in step.block_table}))
         moves = plan.moves
-        resident = plan.is_decode and not (moves.loads or moves.copies or moves.streamed)
+        resident = plan.is_decode and not (moves.loads or moves.copies or moves.brings_in_keys)
+        job = TagJob(plan, engine)
         at_once = resident and self.num_steps % 2 == 0  # as a CUDA graph does; else layer by layer
         if at_once:
             engine.begin_all_layers()
@@ -68,16 +101,20 @@ class OffloadRunner(ContentRunner):
             self._write(layer, cells)
             if not at_once:
                 engine.stored(layer)
+            attended = self._attend_on_cpu(job, layer) if moves.cpu_spans else None
             paged = [self._read_paged(layer, step.block_table, step.num_paged_keys) for step in plan.sequences]
             if not at_once:
                 engine.attended()
-            streamed: list[list[int]] = [[] for _ in plan.sequences]
+            brought_in: list[list[int]] = [[] for _ in plan.sequences]
             for (k, v), group in zip(engine.groups(), plan.moves.streamed, strict=True):
-                for row, table in enumerate(group.tables):
-                    for i in table:
-                        streamed[row] += self._read(layer, k[i], v[i])
-            for step, paged_tags, streamed_tags in zip(plan.sequences, paged, streamed, strict=True):
-                self._compare(step, paged_tags, streamed_tags)
+                for row, num_tokens in enumerate(group.context_lens(self.block_size)):
+                    brought_in[row] += self._read_table(layer, k, v, group.tables[row], num_tokens)
+            if attended is not None:
+                self.compute.wait(attended)
+                self.compute.read(job.out_THD)
+                brought_in = [tags + others for tags, others in zip(brought_in, job.tags, strict=True)]
+            for step, paged_tags, other_tags in zip(plan.sequences, paged, brought_in, strict=True):
+                self._compare(step, paged_tags, other_tags)
         if at_once:
             engine.ran_all_layers()
         engine.end_step()
@@ -95,34 +132,46 @@ class OffloadRunner(ContentRunner):
                 self.compute.write(cache[layer, slot, span])
                 cache[layer, slot, span] = values ^ layer
 
+    def _attend_on_cpu(self, job: TagJob, layer: int) -> Event:
+        """As CpuAttention does it."""
+        self.compute.write(job.q_THD)
+        query_ready = self.streams.event()
+        self.compute.record(query_ready)
+        self.cpu.wait(query_ready)
+        return self.cpu.attend(job, layer)  # type: ignore[arg-type]
+
     def _read_paged(self, layer: int, table: tuple[int, ...], context_len: int) -> list[int]:
+        caches = self.engine.k_cache_gpu[layer], self.engine.v_cache_gpu[layer]
+        return self._read_table(layer, *caches, table, context_len)
+
+    def _read_table(
+        self, layer: int, k_NPKD: torch.Tensor, v_NPKD: torch.Tensor, table: tuple[int, ...], num_tokens: int
+    ) -> list[int]:
         tags: list[int] = []
-        for slot in table:
-            num_tokens = min(self.block_size, context_len - len(tags))
-            k, v = (cache[layer, slot, :num_tokens] for cache in (self.engine.k_cache_gpu, self.engine.v_cache_gpu))
-            tags += self._read(layer, k, v)
+        for block in table:
+            valid = slice(min(self.block_size, num_tokens - len(tags)))
+            tags += self._read(layer, k_NPKD[block, valid], v_NPKD[block, valid])
         return tags
 
     def _read(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> list[int]:
         self.compute.read(k)
         self.compute.read(v)
-        tags: list[int] = (k ^ layer).flatten().tolist()
-        return [tag if value == ~tag else -2 for tag, value in zip(tags, (v ^ layer).flatten().tolist(), strict=True)]
+        return tags_of(k, v, layer)
 
 
 # -- random workloads with tags --------------------------------------------------------------------------------------
 
 
-def play_with_streams(seed: int, streams: SimulatedStreams) -> Simulation:
+def play_with_streams(seed: int, streams: SimulatedStreams, with_cpu: bool = False) -> Simulation:
     """A dense workload whose copies run when `streams` says. Staging is 1 to 3 groups of 3 blocks of up to 6 tokens."""
     staging = StagingSizes(group_tokens=18, num_groups=1 + seed % 3)
-    return play_dense(seed, hybrid=True, make_runner=lambda kv: OffloadRunner(kv, streams, staging))
+    return play_dense(seed, hybrid=True, with_cpu=with_cpu, make_runner=lambda kv: OffloadRunner(kv, streams, staging))
 
 
-@settings(max_examples=90, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(seed=st.integers(0, 2**32), mode=st.sampled_from(MODES))
-def test_random_workload_no_race_and_every_sequence_sees_its_tokens(seed: int, mode: Mode) -> None:
-    play_with_streams(seed, SimulatedStreams(mode, seed))
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(seed=st.integers(0, 2**32), mode=st.sampled_from(MODES), with_cpu=st.booleans())
+def test_random_workload_no_race_and_every_sequence_sees_its_tokens(seed: int, mode: Mode, with_cpu: bool) -> None:
+    play_with_streams(seed, SimulatedStreams(mode, seed), with_cpu)
 
 
 def test_events_of_copies_that_are_done_are_let_go() -> None:
@@ -166,7 +215,7 @@ def runs_by_kind(simulation: Simulation) -> dict[str, list[int]]:
         moves = plan.moves
         runs = {"load": load_runs(moves.loads, block_size), "offload": offload_runs(moves.offloads, block_size)}
         runs |= {"flush": offload_runs(moves.flushes, block_size)}
-        runs |= {"staging": tuple(r for g in moves.streamed for r in staging_runs(g.cpu_block_ids, block_size))}
+        runs |= {"staging": tuple(r for g in moves.streamed for r in staging_runs(g, block_size))}
         for kind, some in runs.items():
             lengths[kind] += [run.num_tokens // block_size for run in some]
     return lengths

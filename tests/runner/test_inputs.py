@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from nanovllm.core.step_plan import KVMoves, SamplingRow, SequenceStep, StepPlan, StreamedGroup
+from nanovllm.core.step_plan import CpuSpan, KVMoves, SamplingRow, SequenceStep, StepPlan, StreamedGroup
 from nanovllm.kernels.sampling_tensors import SamplingTensors
+from nanovllm.kvcache.transfer.cpu_part import CpuRows
 from nanovllm.runner import decode_inputs
 from nanovllm.runner.batches import build_batches, last_token_batches
 from nanovllm.runner.cuda_graphs import DecodeGraphs
@@ -259,13 +260,18 @@ def test_batches_of_the_last_tokens_are_those_of_the_sequences_that_sample(sampl
         sequence_step(n, context_len, table=table, sampling=row if does else None)
         for n, context_len, table, does in zip((3, 1, 2), (11, 5, 9), ((4, 6), (2,), (7, 1)), samples, strict=True)
     )
-    plan = StepPlan(steps, KVMoves(streamed=(StreamedGroup((7, 8, 9), ((0, 2), (), (1,))),)))
+    spans = ((CpuSpan(9, 2, 8), CpuSpan(5, 0, 8)), (), (CpuSpan(6, 0, 8),))
+    group = StreamedGroup((7, 8, 9), ((0, 2), (), (1,)), num_cut_tokens=6)
+    plan = StepPlan(steps, KVMoves(streamed=(group,), cpu_spans=spans))
     groups = build_groups(plan, BLOCK_SIZE, group_blocks=3)
     tensors = to_device(build_arrays(plan, BLOCK_SIZE), groups, torch.device("cpu"))
-    paged, (group,) = last_token_batches(plan, build_batches(plan, tensors, BLOCK_SIZE), tensors.sampling_rows)
+    batches = build_batches(plan, tensors, BLOCK_SIZE)
+    assert batches.cpu == CpuRows((3, 1, 2), spans)
+    paged, (group_batch,), cpu = last_token_batches(plan, batches, tensors.sampling_rows)
+    assert cpu == CpuRows((1,) * sum(samples), tuple(row for row, does in zip(spans, samples, strict=True) if does))
     for batch, context_lens, rows in (
         (paged, (11, 5, 9), [[4, 6], [2, 0], [7, 1]]),
-        (group, (16, 0, 8), groups[0].block_tables.tolist()),
+        (group_batch, (10, 0, 8), groups[0].block_tables.tolist()),
     ):
         expected = [context_len for context_len, does in zip(context_lens, samples, strict=True) if does]
         assert batch.context_lens.tolist() == expected
@@ -274,4 +280,4 @@ def test_batches_of_the_last_tokens_are_those_of_the_sequences_that_sample(sampl
         assert (batch.max_query_len, batch.max_context_len) == (1, max(expected, default=0))
         assert batch.host is not None and batch.host.context_lens == expected
         assert batch.host.query_lens == [1] * len(expected) and len(batch.host.block_tables) == len(expected)
-    assert paged.causal and not group.causal
+    assert paged.causal and not group_batch.causal

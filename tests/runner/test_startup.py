@@ -114,7 +114,9 @@ def test_profile_memory_runs_everything_and_leaves_nothing(
 
 
 def test_captured_graphs_are_replayed_and_reset(runner: ModelRunner, num_cpu_blocks: int) -> None:
-    """A streamed size has a piece for each layer and one more, then a graph for each staging buffer."""
+    """A streamed size has a piece for each layer and one more, a graph for each staging buffer, and one for the CPU's
+    part.
+    """
     runner.allocate_kv_cache(KVCacheSizes(NUM_GPU_BLOCKS, num_cpu_blocks))
     with torch.inference_mode():
         runner.capture_graphs(NUM_GPU_BLOCKS)
@@ -123,7 +125,7 @@ def test_captured_graphs_are_replayed_and_reset(runner: ModelRunner, num_cpu_blo
     captured = {kind.name: {size: len(some) for size, some in kind._graphs.items()} for kind in graphs.kinds}
     expected = {"resident": dict.fromkeys((5, 4, 2, 1), 1)}
     if num_cpu_blocks:
-        expected["streamed"] = dict.fromkeys((5, 4, 1), num_pieces + runner.spec.staging.num_groups)
+        expected["streamed"] = dict.fromkeys((5, 4, 1), num_pieces + runner.spec.staging.num_groups + 1)
     assert captured == expected and list(captured["resident"]) == [5, 4, 2, 1]  # the largest first
     resident = graphs.resident._graphs[4]
     runner.launch(decode_plan(()))

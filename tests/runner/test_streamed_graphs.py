@@ -16,10 +16,13 @@ from nanovllm.attention.base import PagedBatch, StepAttention
 from nanovllm.attention.paged import PagedAttention, PagedPart
 from nanovllm.core.kv_spec import KVCacheSpec, StagingSizes
 from nanovllm.core.step_limits import streamed_graph_sizes
-from nanovllm.core.step_plan import KVMoves, SamplingRow, SequenceStep, StepPlan, StreamedGroup
+from nanovllm.core.step_plan import CpuSpan, KVMoves, SamplingRow, SequenceStep, StepPlan, StreamedGroup
+from nanovllm.cpu_attention.kernels import choose_kernel
 from nanovllm.errors import ConfigError
+from nanovllm.kvcache.transfer.cpu_part import CpuAttention
 from nanovllm.kvcache.transfer.offload_engine import OffloadEngine
 from nanovllm.kvcache.transfer.streams import ImmediateStreams
+from nanovllm.runner.batches import cpu_rows
 from nanovllm.runner.decode_inputs import DecodeInputs
 from nanovllm.runner.inputs import build_arrays, build_groups
 from nanovllm.runner.kv_memory import make_offload_engine
@@ -52,8 +55,10 @@ class OneAttention:
         return out.copy_(hidden[:, : out.shape[1]])
 
 
-def make_plan(num_groups: int) -> StepPlan:
-    """Every block but the last is streamed, a group each, so half the groups hold no key of a sequence."""
+def make_plan(num_groups: int, num_cpu_tokens: int = 0) -> StepPlan:
+    """Every block but the last is streamed, a group each, so half the groups hold no key of a sequence. Or the CPU
+    attends to the last tokens of the first sequence's last group.
+    """
     sampling = SamplingRow(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, position=0)
     token_ids, last = np.zeros(1, dtype=np.int64), num_groups * BLOCK
     steps = tuple(
@@ -65,7 +70,12 @@ def make_plan(num_groups: int) -> StepPlan:
         for i in range(num_groups)
         for seq in range(NUM_SEQS)
     )
-    return StepPlan(steps, KVMoves(streamed=streamed))
+    if not num_cpu_tokens:
+        return StepPlan(steps, KVMoves(streamed=streamed))
+    i = (num_groups - 1) * NUM_SEQS
+    cut = streamed[i]._replace(num_cut_tokens=num_cpu_tokens)
+    spans = ((CpuSpan(cut.cpu_block_ids[0], BLOCK - num_cpu_tokens, BLOCK),), *[()] * (NUM_SEQS - 1))
+    return StepPlan(steps, KVMoves(streamed=(*streamed[:i], cut, *streamed[i + 1 :]), cpu_spans=spans))
 
 
 def fill_caches(offload: OffloadEngine, case: PagedCase, num_groups: int) -> None:
@@ -118,7 +128,22 @@ class LoggedEngine(OffloadEngine):
         super().attended()
 
 
-def test_streamed_replay_attends_to_all_keys_and_keeps_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def make_cpu_attention(offload: OffloadEngine, num_heads: int, is_pinned: bool = False) -> CpuAttention:
+    return CpuAttention(
+        choose_kernel([0], head_dim=offload.spec.head_dim, dtype=offload.dtype),
+        offload.streams,
+        k_cache=offload.k_cache_cpu,
+        v_cache=offload.v_cache_cpu,
+        num_heads=num_heads,
+        max_rows=4,
+        is_pinned=is_pinned,
+    )
+
+
+@pytest.mark.parametrize("num_cpu_tokens", [None, 0, 1, BLOCK - 1])
+def test_streamed_replay_attends_to_all_keys_and_keeps_the_order(
+    monkeypatch: pytest.MonkeyPatch, num_cpu_tokens: int | None
+) -> None:
     """What a GPU replays, done by the functions that are captured there; two sequences in graphs for four."""
     dtype, backend, num_groups = torch.float32, HostlessTorch(), 3
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Replayable)
@@ -145,7 +170,8 @@ def test_streamed_replay_attends_to_all_keys_and_keeps_the_order(monkeypatch: py
         dtype=dtype,
         device=torch.device("cpu"),
     )
-    graphs = StreamedDecodeGraphs(static, offload=offload, backend=backend, scale=SCALE, num_heads=4)
+    cpu = None if num_cpu_tokens is None else make_cpu_attention(offload, num_heads=4)
+    graphs = StreamedDecodeGraphs(static, offload=offload, cpu=cpu, backend=backend, scale=SCALE, num_heads=4)
     size = graphs.size_for(NUM_SEQS)
     assert size == 4
     q_BHD, out_BHD = torch.zeros(size, 4, 16), torch.zeros(size, 4, 16)
@@ -153,6 +179,8 @@ def test_streamed_replay_attends_to_all_keys_and_keeps_the_order(monkeypatch: py
 
     def first_piece() -> None:
         batch, caches = static.batch(size), (offload.k_cache_gpu[0], offload.v_cache_gpu[0])
+        if graphs.cpu is not None:
+            graphs.cpu.capture_query(q_BHD)
         graphs.result.begin(q_BHD, backend.attend(q_BHD, *caches, batch, SCALE))
 
     def attend_to(buffer: int) -> Replayable:
@@ -162,24 +190,33 @@ def test_streamed_replay_attends_to_all_keys_and_keeps_the_order(monkeypatch: py
     last_piece = partial(out_BHD.copy_, graphs.result.out_BHD[:size])
     pieces = [Replayable("piece 0", first_piece), Replayable("piece 1", last_piece)]
     graphs._graphs[size] = [*pieces, *map(attend_to, range(3))]  # type: ignore[list-item]
-    plan = make_plan(num_groups)
+    if graphs.cpu is not None:
+        merge = partial(graphs.cpu.launch_kernels, size, graphs.result)
+        graphs._graphs[size].append(Replayable("merge of the CPU's part", merge))  # type: ignore[arg-type]
+    plan = make_plan(num_groups, num_cpu_tokens or 0)
     for _ in range(2):  # the second step finds the running result of the first
         Replayable.log.clear()
         out_BHD.zero_()
         offload.begin_step(plan.moves, range(NUM_SEQS))
-        graphs.replay(build_arrays(plan, BLOCK), build_groups(plan, BLOCK, spec.staging_group_blocks))
+        groups = build_groups(plan, BLOCK, spec.staging_group_blocks)
+        graphs.replay(build_arrays(plan, BLOCK), groups, cpu_rows(plan))
         offload.end_step()
-        groups = [f"group in buffer {i % 3}" for i in range(NUM_SEQS * num_groups)]  # twice around
-        assert Replayable.log == ["begin_layer", "piece 0", "stored", "attended", *groups, "piece 1"]
+        replays = [f"group in buffer {i % 3}" for i in range(NUM_SEQS * num_groups)]  # twice around
+        if num_cpu_tokens:
+            replays.append("merge of the CPU's part")
+        assert Replayable.log == ["begin_layer", "piece 0", "stored", "attended", *replays, "piece 1"]
         torch.testing.assert_close(out_BHD[:NUM_SEQS].double(), case.naive(SCALE).out_THD, atol=5e-6, rtol=5e-6)
         assert not out_BHD[NUM_SEQS:].any()  # padding has no keys
+    if cpu is not None:
+        cpu.close()
     offload.close()
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("with_cpu", [False, True])
 @pytest.mark.parametrize("name", ["triton", "flash", "cudnn"])
 @pytest.mark.parametrize("num_parts", PART_COUNTS)
-def test_gpu_streamed_graphs_many_groups_round_once(name: str, num_parts: int) -> None:
+def test_gpu_streamed_graphs_many_groups_round_once(name: str, num_parts: int, with_cpu: bool) -> None:
     """The static result was bf16, so it was rounded after every group: 6 times the error of one rounding after 122."""
     device, dtype = torch.device("cuda"), torch.bfloat16
     try:
@@ -212,7 +249,8 @@ def test_gpu_streamed_graphs_many_groups_round_once(name: str, num_parts: int) -
             dtype=dtype,
             device=device,
         )
-        graphs = StreamedDecodeGraphs(static, offload=offload, backend=backend, scale=SCALE, num_heads=16)
+        cpu = make_cpu_attention(offload, num_heads=16, is_pinned=True) if with_cpu else None
+        graphs = StreamedDecodeGraphs(static, offload=offload, cpu=cpu, backend=backend, scale=SCALE, num_heads=16)
 
         def paged(slot_mapping: torch.Tensor, batch: PagedBatch) -> StepAttention:
             part = PagedPart(
@@ -221,13 +259,16 @@ def test_gpu_streamed_graphs_many_groups_round_once(name: str, num_parts: int) -
             return PagedAttention(slot_mapping, part, part)
 
         graphs.capture(model, paged, graphs.sizes, show_progress=False)  # type: ignore[arg-type]
-        plan = make_plan(num_groups)
+        plan = make_plan(num_groups, num_cpu_tokens=100 if with_cpu and num_groups else 0)
         for _ in range(2):  # the second step finds the running result of the first
             model.out_BHD.zero_()
             offload.begin_step(plan.moves, range(NUM_SEQS))
-            graphs.replay(build_arrays(plan, BLOCK), build_groups(plan, BLOCK, spec.staging_group_blocks))
+            groups = build_groups(plan, BLOCK, spec.staging_group_blocks)
+            graphs.replay(build_arrays(plan, BLOCK), groups, cpu_rows(plan))
             offload.end_step()
             torch.cuda.synchronize()
             assert num_roundings(model.out_BHD, case.naive(SCALE).out_THD) <= MAX_ROUNDINGS
         graphs.reset()
+        if cpu is not None:
+            cpu.close()
         offload.close()

@@ -22,7 +22,7 @@ from nanovllm.engine.internals import Internals
 from nanovllm.kvcache.transfer.offload_engine import OffloadEngine
 
 TOLERANCE = 1e-4  # of logits, fp32
-OFFLOAD = {"enable_cpu_offload": True, "num_cpu_blocks": 40, "kvcache_block_size": 256}
+OFFLOAD = {"enable_cpu_offload": True, "num_cpu_blocks": 40, "kvcache_block_size": 256, "cpu_attention": "off"}
 ALL_GPU = {"num_kvcache_blocks": 40}
 WORKS_AHEAD = Internals(works_ahead=True)  # as on a GPU: plan a step before the tokens of the last one are back
 

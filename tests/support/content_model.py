@@ -147,19 +147,22 @@ class ContentRunner:
 
     def _check_keys(self, row: int, step: SequenceStep, moves: KVMoves) -> None:
         paged = self.gpu[list(step.block_table)].reshape(-1)[: step.num_paged_keys].tolist()
-        streamed = [
-            tag for group in moves.streamed for i in group.tables[row] for tag in self.cpu[group.cpu_block_ids[i]]
-        ]
-        self._compare(step, paged, streamed)
+        brought_in = []
+        for group in moves.streamed:
+            tags = self.cpu[[group.cpu_block_ids[i] for i in group.tables[row]]].reshape(-1)
+            brought_in += tags[: group.context_lens(self.block_size)[row]].tolist()
+        for span in moves.cpu_spans[row] if moves.cpu_spans else ():
+            brought_in += self.cpu[span.cpu_block_id, span.start : span.end].tolist()
+        self._compare(step, paged, brought_in)
 
-    def _compare(self, step: SequenceStep, paged: list[int], streamed: list[int]) -> None:
+    def _compare(self, step: SequenceStep, paged: list[int], brought_in: list[int]) -> None:
         end = step.position + step.num_tokens
         expected = self.contents[step.seq_id].tags[:end]
         if paged[-step.num_tokens :] != expected[step.position :]:
             raise ContentError(f"sequence {step.seq_id}: its new tokens are not its last paged keys")
-        if sorted(paged + streamed) != sorted(expected):
+        if sorted(paged + brought_in) != sorted(expected):
             position_of = {tag: position for position, tag in enumerate(expected)}
-            seen = [position_of.get(tag, "foreign") for tag in paged + streamed]
+            seen = [position_of.get(tag, "foreign") for tag in paged + brought_in]
             raise ContentError(f"sequence {step.seq_id} needs keys 0..{end - 1} once each, sees {seen}")
 
     def _sample(self, step: SequenceStep) -> int:
@@ -333,9 +336,10 @@ class Simulation:
             if seq.num_computed_tokens % block_size:
                 occupied.add(self.kv.blocks[seq.block_table[seq.num_computed_tokens // block_size]].ring_slot)
         needed -= {held.block_id for held in (ring.blocks[slot] for slot in occupied) if held is not None}
-        num_streamed = sum(len(group.cpu_block_ids) for group in plan.moves.streamed)
+        missing = {block_id for group in plan.moves.streamed for block_id in group.cpu_block_ids}
+        missing |= {span.cpu_block_id for spans in plan.moves.cpu_spans for span in spans}
         fewest = max(0, len(needed) - (len(ring) - len(occupied)))
-        assert num_streamed == fewest, f"{num_streamed} blocks streamed, {fewest} would do"
+        assert len(missing) == fewest, f"{len(missing)} blocks are missing, {fewest} would do"
 
     def check_done(self) -> None:
         """Every request has ended with the right tokens, and all memory is free again."""

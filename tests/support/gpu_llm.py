@@ -6,16 +6,9 @@ from typing import Any
 
 import torch
 from checked_engine import CheckedLLM, Reference, greedy
-from dense_model import random_prompt
 from transformers import AutoModelForCausalLM
 
 from nanovllm.core.outputs import RequestOutput
-
-BLOCK = 256
-
-
-def prompts_of(*lengths: int) -> list[list[int]]:
-    return [random_prompt(length, seed=length) for length in lengths]
 
 
 class GpuLLM(CheckedLLM):

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from content_model import Simulation
+from cpu_splits import RandomSplit
 
+from nanovllm.core.cpu_split import CpuSplit
 from nanovllm.core.sequence import Sequence
 from nanovllm.kvcache.policy.base import KVCacheManager
 from nanovllm.kvcache.policy.block_manager import BlockManager
@@ -104,7 +106,7 @@ def dense_schedule(rng: random.Random) -> dict[str, Any]:
     }
 
 
-def dense_manager(rng: random.Random, hybrid: bool) -> KVCacheManager:
+def dense_manager(rng: random.Random, hybrid: bool, cpu_split: CpuSplit | None = None) -> KVCacheManager:
     if not hybrid:
         return BlockManager(rng.randint(8, 40), rng.randint(1, 5), rng.random() < 0.8)
     return HybridKVCacheManager(
@@ -113,14 +115,18 @@ def dense_manager(rng: random.Random, hybrid: bool) -> KVCacheManager:
         GRAIN * rng.randint(1, 3),
         rng.randint(1, 3),
         rng.random() < 0.8,
+        cpu_split,
         grain=GRAIN,
         long_chunk_blocks=LONG_CHUNK_BLOCKS,
     )
 
 
-def play_dense(seed: int, hybrid: bool, **options: Any) -> Simulation:
-    """A dense workload; `options` are the Simulation's, beside a schedule drawn from the seed."""
+def play_dense(seed: int, hybrid: bool, with_cpu: bool = False, **options: Any) -> Simulation:
+    """A dense workload; `options` are the Simulation's, beside a schedule drawn from the seed. `with_cpu`: the CPU
+    attends to some of the missing keys.
+    """
     rng = random.Random(seed)
-    simulation = Simulation(dense_manager(rng, hybrid), **(dense_schedule(rng) | options))
+    split = RandomSplit(generator=random.Random(seed)) if with_cpu else None
+    simulation = Simulation(dense_manager(rng, hybrid, split), **(dense_schedule(rng) | options))
     play(simulation, dense_operations(rng))
     return simulation

@@ -1,13 +1,13 @@
 """Streams on the CPU whose copies run as late or as early as the events allow, and a race detector on top.
 
-Work of the compute stream runs on the host at once. h2d and d2h are queues of copies and waits, and the mode says
-when a queued copy runs:
+Work of the compute stream runs on the host at once. h2d and d2h are queues of copies and waits, cpu is one of attention
+and waits, and the mode says when queued work runs:
 
 - late: when something that must come after it forces it: `compute.wait` on an event recorded after it, directly or
-  through waits of the other copy stream, or `synchronize`;
+  through waits of the other queues, or `synchronize`;
 - early: as soon as its waits are satisfied, which here is when it is enqueued;
 - random: at every call some prefix of the queues that the waits allow is run, drawn from `seed`; so is how eager each
-  of the two queues is, from one that runs only when forced to one that runs at every call.
+  of these queues is, from one that runs only when forced to one that runs at every call.
 
 The host may ask whether an event is done. It learns of it late, by chance: at each question with a probability of 1/2
 once the work has run. What is enqueued after it has learned of it comes after that work.
@@ -36,6 +36,8 @@ import torch
 from race_detector import Access, RaceDetector, Site
 
 from nanovllm.attention.base import AttentionBackend, PagedBatch, PartialAttention, StepAttention
+from nanovllm.cpu_attention.base import CpuKernel
+from nanovllm.cpu_attention.job import AttentionJob
 from nanovllm.kvcache.transfer.streams import Event
 from nanovllm.layers.kv_cells import KVCells
 
@@ -72,6 +74,12 @@ class _Point(NamedTuple):
     clock: tuple[int, ...]
 
 
+class _Attention(NamedTuple):
+    kernel: CpuKernel
+    job: AttentionJob
+    layer: int
+
+
 class SimulatedEvent:
     """Stands for nothing until it is recorded; recorded again, it stands for the newer point only."""
 
@@ -93,11 +101,11 @@ class SimulatedStream:
     def __init__(self, streams: "SimulatedStreams", name: str, index: int) -> None:
         self.name = name
         self.index = index
-        self.queue: deque[_Copy | _Point] = deque()
+        self.queue: deque[_Copy | _Attention | _Point] = deque()
         self.num_enqueued = 0
         self.num_done = 0
         self.num_known_done = 0  # to the host
-        self.clock = [0, 0, 0]
+        self.clock = [0, 0, 0, 0]
         self.epoch_closed = True
         self._streams = streams
 
@@ -139,6 +147,8 @@ class SimulatedStream:
             self._enqueue(_Copy(dst, src))
             self._streams.advance(self)
 
+    copy_by_kernel = copy
+
     def copy_all(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Enqueue dst <- src of each pair."""
         for dst, src in pairs:
@@ -168,9 +178,32 @@ class SimulatedStream:
             access = Access(self.name, self.index, self.clock[self.index], verb, _caller())
             self._streams.detector.check(tensor, access, self.clock)
 
-    def _enqueue(self, work: _Copy | _Point) -> None:
+    def _enqueue(self, work: _Copy | _Attention | _Point) -> None:
         self.queue.append(work)
         self.num_enqueued += 1
+
+
+class SimulatedCpuStream(SimulatedStream):
+    """A queue of attention, which knows what each job reads and writes."""
+
+    kernel: CpuKernel
+
+    def attend(self, job: AttentionJob, layer: int) -> SimulatedEvent:
+        """Enqueue a job. The event stands for its end. Raises StreamRaceError."""
+        self.read(job.q_THD)
+        for row in job.rows:
+            for span in row.spans:
+                for cache in (job.k_cache, job.v_cache):
+                    self.read(cache[layer].flatten(0, 1)[span.first_token : span.first_token + span.num_tokens])
+        self.write(job.out_THD)
+        self.write(job.lse_HT)
+        self._enqueue(_Attention(self.kernel, job, layer))
+        event = self._streams.event()
+        self.record(event)
+        return event
+
+    def close(self) -> None:
+        """Nothing is left that the host must let go."""
 
 
 class SimulatedStreams:
@@ -194,18 +227,30 @@ class SimulatedStreams:
         self.compute = SimulatedStream(self, "compute", 0)
         self.h2d = SimulatedStream(self, "h2d", 1)
         self.d2h = SimulatedStream(self, "d2h", 2)
+        self._cpu = SimulatedCpuStream(self, "cpu", 3)
+        self._queued = (self.h2d, self.d2h, self._cpu)
         self.detector = RaceDetector() if check_races else None
         self._random = random.Random(seed)
         self._host_random = random.Random(seed)
-        self._eagerness = {stream: self._random.choice((0.0, 0.05, 0.3, 1.0)) for stream in (self.h2d, self.d2h)}
+        self._eagerness = {stream: self._random.choice((0.0, 0.05, 0.3, 1.0)) for stream in self._queued}
 
     def name_region(self, name: str, tensor: torch.Tensor) -> None:
         """Call the memory of a contiguous tensor `name[...]` in messages."""
         if self.detector is not None:
             self.detector.name_region(name, tensor)
 
+    def cpu(self, kernel: CpuKernel) -> SimulatedCpuStream:
+        """The queue of attention; every caller gets the same one."""
+        self._cpu.kernel = kernel
+        return self._cpu
+
+    def on_device(self, host: torch.Tensor) -> torch.Tensor:
+        return host
+
     def event(self) -> SimulatedEvent:
         return SimulatedEvent()
+
+    graph_event = event
 
     def is_done(self, event: Event) -> bool:
         """Whether the host knows that the work of a recorded event has run."""
@@ -215,18 +260,18 @@ class SimulatedStreams:
             stream.num_known_done = position
         if position > stream.num_known_done:
             return False
-        for waiting in (self.compute, self.h2d, self.d2h):
+        for waiting in (self.compute, *self._queued):
             waiting.join(clock)
         return True
 
     def synchronize(self) -> None:
-        """Run all copies. Whatever any stream does from here on is ordered after them."""
-        for stream in (self.h2d, self.d2h):
+        """Run all queued work. Whatever any stream does from here on is ordered after it."""
+        for stream in self._queued:
             self.run(stream, stream.num_enqueued)
             stream.epoch_closed = True
-        for stream in (self.compute, self.h2d, self.d2h):
-            stream.join(tuple(self.h2d.clock))
-            stream.join(tuple(self.d2h.clock))
+        for stream in (self.compute, *self._queued):
+            for done in self._queued:
+                stream.join(tuple(done.clock))
 
     def run(self, stream: SimulatedStream, position: int) -> None:
         """Run the first `position` entries of a stream and whatever they wait for.
@@ -242,6 +287,8 @@ class SimulatedStreams:
             work = stream.queue[0]
             if isinstance(work, _Copy):
                 work.dst.copy_(work.src)
+            elif isinstance(work, _Attention):
+                work.kernel.attend(work.job, work.layer)
             elif work.stream.num_done < work.position:
                 goals.append((work.stream, work.position))
                 continue
@@ -323,4 +370,8 @@ class TrackedBackend(AttentionBackend):
         return self._backend.attend(q_THD, k_cache_NPKD, v_cache_NPKD, batch, scale)
 
     def merge(self, parts: Sequence[PartialAttention], dtype: torch.dtype) -> PartialAttention:
+        """Reads the parts, one of which may lie where the CPU has put it."""
+        for part in parts:
+            for tensor in part:
+                self._streams.compute.read(tensor.contiguous())
         return self._backend.merge(parts, dtype)

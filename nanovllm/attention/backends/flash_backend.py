@@ -10,12 +10,14 @@ from typing import ClassVar
 
 import torch
 
+from nanovllm.attention.backends.torch_backend import TorchBackend
 from nanovllm.attention.backends.triton_backend import TritonBackend
-from nanovllm.attention.base import AttentionBackend, PagedBatch, PartialAttention
+from nanovllm.attention.base import AttentionBackend, HostTables, PagedBatch, PartialAttention
 from nanovllm.core.support import MIN_CAPABILITY
 from nanovllm.device import kernel_target
 
 PAGE_GRAIN_TOKENS = 256  # flash-attn 2 pages are multiples of this
+MAX_BUILD_ERROR = 0.05  # of values and scores around 1; rounding to bfloat16 makes 0.01
 
 
 class FlashBackend(AttentionBackend):
@@ -40,7 +42,7 @@ class FlashBackend(AttentionBackend):
             return f"it runs float16 and bfloat16, not {dtype}"
         if head_dim > 256 or head_dim % 8:
             return f"it runs head dims that are multiples of 8 up to 256, not {head_dim}"
-        return _why_build_refuses(device, dtype, head_dim)
+        return _why_build_fails(device, dtype, head_dim)
 
     def attend(
         self,
@@ -63,7 +65,8 @@ class FlashBackend(AttentionBackend):
             )
             out_THD, lse_HT = out_B1HD.squeeze(1), lse_BH1.squeeze(2).t()
         else:
-            cu_seqlens_k = torch.nn.functional.pad(batch.context_lens.cumsum(0, dtype=torch.int32), (1, 0))
+            # For a sequence without keys it writes its LSE outside of the result, into other tensors. So each has one.
+            cu_seqlens_k = torch.nn.functional.pad(batch.context_lens.clamp(min=1).cumsum(0, dtype=torch.int32), (1, 0))
             out_THD, lse_HT, _ = self.flash_attn.flash_attn_varlen_func(
                 q_THD,
                 k_cache_NPKD,
@@ -71,13 +74,13 @@ class FlashBackend(AttentionBackend):
                 batch.cu_seqlens_q,
                 cu_seqlens_k,
                 batch.max_query_len,
-                batch.max_context_len,
+                max(1, batch.max_context_len),
                 softmax_scale=scale,
                 causal=batch.causal,
                 block_table=batch.block_tables,
                 return_attn_probs=True,
             )
-            if not batch.causal:  # without a mask it leaves the rows of a sequence that has no keys as they were
+            if not batch.causal:  # with a mask a sequence has the keys of its queries at least
                 token = torch.arange(len(q_THD), device=q_THD.device)
                 sequence = torch.bucketize(token, batch.cu_seqlens_q[1:], right=True)
                 no_key_T = batch.context_lens[sequence] == 0
@@ -90,16 +93,38 @@ class FlashBackend(AttentionBackend):
 
 
 @cache
-def _why_build_refuses(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """flash-attn can be built without some head dims, or for another torch: attend to one token to find out."""
-    q_THD = torch.zeros(1, 1, head_dim, dtype=dtype, device=device)
-    cu_seqlens = torch.tensor([0, 1], dtype=torch.int32, device=device)
+def _why_build_fails(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """flash-attn can be built without some head dims, or for another torch. It then refuses them, or it computes them
+    with a kernel for another head dim and returns garbage. So attend to a few tokens and compare.
+    """
+    name = f"the installed flash_attn with {dtype} and head dim {head_dim}"
     try:
-        import flash_attn
-
-        flash_attn.flash_attn_varlen_func(q_THD, q_THD, q_THD, cu_seqlens, cu_seqlens, 1, 1)
+        errors = [_error_of_build(device, dtype, head_dim, query_lens) for query_lens in ((1, 1), (5, 3))]
     except torch.OutOfMemoryError:  # says nothing about the build
         raise
     except (ImportError, RuntimeError) as error:
-        return f"the installed flash_attn refuses {dtype} with head dim {head_dim} ({str(error).splitlines()[0]})"
-    return None
+        return f"{name} fails ({str(error).splitlines()[0]})"
+    return None if max(errors) <= MAX_BUILD_ERROR else f"{name} computes wrong results; it may lack this head dim"
+
+
+def _error_of_build(device: torch.device, dtype: torch.dtype, head_dim: int, query_lens: Sequence[int]) -> float:
+    """The largest error of out and LSE against plain torch in fp32; of two sequences, one of which fills two pages."""
+    context_lens, tables = (300, 40), ((1, 0), (2, 2))
+    generator = torch.Generator(device).manual_seed(0)
+    q_THD, k_NPKD, v_NPKD = (
+        torch.randn(shape, generator=generator, device=device).to(dtype)
+        for shape in ((sum(query_lens), 4, head_dim), *[(3, PAGE_GRAIN_TOKENS, 2, head_dim)] * 2)
+    )
+    batch = PagedBatch(
+        cu_seqlens_q=torch.tensor([0, query_lens[0], sum(query_lens)], dtype=torch.int32, device=device),
+        context_lens=torch.tensor(context_lens, dtype=torch.int32, device=device),
+        block_tables=torch.tensor(tables, dtype=torch.int32, device=device),
+        max_query_len=max(query_lens),
+        max_context_len=max(context_lens),
+        causal=True,
+        host=HostTables(query_lens, context_lens, tables),
+    )
+    got = FlashBackend().attend(q_THD, k_NPKD, v_NPKD, batch, head_dim**-0.5)
+    expected = TorchBackend().attend(q_THD.float(), k_NPKD.float(), v_NPKD.float(), batch, head_dim**-0.5)
+    pairs = zip(got, expected, strict=True)
+    return max(float((ours.float() - theirs).abs().nan_to_num(torch.inf).max()) for ours, theirs in pairs)

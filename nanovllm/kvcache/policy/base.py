@@ -76,5 +76,5 @@ class KVCacheManager(ABC):
         """Assert that every block has the right owners. `sequences` are all unfinished ones."""
 
     @abstractmethod
-    def stats(self) -> dict[str, int]:
+    def stats(self) -> dict[str, float | None]:
         """Counters for LLM.stats()."""

@@ -89,5 +89,5 @@ class BlockManager(KVCacheManager):
     def check_integrity(self, sequences: Seq[Sequence]) -> None:
         self.pool.check_integrity(list(sequences))
 
-    def stats(self) -> dict[str, int]:
+    def stats(self) -> dict[str, float | None]:
         return {"num_gpu_blocks": len(self.pool.blocks), "num_free_gpu_blocks": self.pool.num_free}

@@ -8,7 +8,7 @@ contiguous blocks contiguous slots, and the offload engine joins their copies on
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from nanovllm.core.step_plan import SlotLoad, SlotOffload
+from nanovllm.core.step_plan import SlotLoad, SlotOffload, StreamedGroup
 
 
 class Run(NamedTuple):
@@ -49,8 +49,10 @@ def offload_runs(offloads: Iterable[SlotOffload], block_size: int) -> tuple[Run,
     )
 
 
-def staging_runs(cpu_block_ids: Iterable[int], block_size: int) -> tuple[Run, ...]:
-    """Block i of `cpu_block_ids` goes to place i of the staging group."""
+def staging_runs(group: StreamedGroup, block_size: int) -> tuple[Run, ...]:
+    """Block i of the group goes to place i of the staging group."""
+    num_tokens = group.num_tokens(block_size)
     return join_runs(
-        Run(cpu_block_id * block_size, i * block_size, block_size) for i, cpu_block_id in enumerate(cpu_block_ids)
+        Run(cpu_block_id * block_size, start, min(block_size, num_tokens - start))
+        for cpu_block_id, start in zip(group.cpu_block_ids, range(0, num_tokens, block_size), strict=True)
     )

@@ -1,15 +1,14 @@
-"""Histories: where the full blocks of each running sequence are, and the groups in which missing ones are streamed.
+"""Histories: where the full blocks of each running sequence are, and how a step attends to those that are missing.
 
 Most steps neither fill a block nor move a full one, so both are cached until something changes.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import groupby
-from operator import itemgetter
 
+from nanovllm.core.cpu_split import CpuSplit
 from nanovllm.core.sequence import Sequence
-from nanovllm.core.step_plan import StreamedGroup
+from nanovllm.kvcache.policy.missing_keys import MissingKeys, divide_missing
 from nanovllm.kvcache.policy.slot_ring import HybridBlock
 from nanovllm.kvcache.policy.step_slots import StepSlots
 
@@ -26,12 +25,14 @@ class History:
 
 
 class Histories:
-    def __init__(self, blocks: list[HybridBlock], slots: StepSlots, block_size: int, group_blocks: int) -> None:
+    def __init__(
+        self, blocks: list[HybridBlock], slots: StepSlots, block_size: int, group_blocks: int, split: CpuSplit | None
+    ) -> None:
         self._blocks, self._slots = blocks, slots
-        self._block_size, self._group_blocks = block_size, group_blocks
+        self._block_size, self._group_blocks, self._split = block_size, group_blocks, split
         self._known: dict[int, History] = {}  # by seq_id
-        self._last_rows: list[History] = []  # arguments and result of the last streamed_groups call
-        self._last_groups: tuple[StreamedGroup, ...] = ()
+        self._last_rows: tuple[list[History], list[int]] = [], []  # arguments and result of the last missing_keys call
+        self._last_missing = MissingKeys()
 
     def find(self, seq: Sequence) -> History:
         """Where the blocks are that precede the one with the sequence's first new token. All of them are full."""
@@ -52,24 +53,15 @@ class Histories:
         """Drop what is cached for a sequence that no longer runs."""
         self._known.pop(seq.seq_id, None)
 
-    def streamed_groups(self, rows: list[History]) -> tuple[StreamedGroup, ...]:
-        """What a step of these sequences streams, in CPU memory order, so that contiguous blocks share a copy."""
-        if self._last_rows == rows:
-            return self._last_groups
-        size = self._group_blocks
-        streamed = sorted({block.block_id for history in rows for block in history.missing})
-        place = {block_id: divmod(i, size) for i, block_id in enumerate(streamed)}  # (group, index in it)
-        starts = range(0, len(streamed), size)
-        tables: list[list[tuple[int, ...]]] = [[()] * len(rows) for _ in starts]
-        for row, history in enumerate(rows):
-            for group, places in groupby(sorted(place[block.block_id] for block in history.missing), itemgetter(0)):
-                tables[group][row] = tuple([i for _, i in places])
-        groups = [
-            StreamedGroup(tuple(streamed[start : start + size]), tuple(table))
-            for start, table in zip(starts, tables, strict=True)
-        ]
-        self._last_rows, self._last_groups = rows, tuple(groups)
-        return self._last_groups
+    def missing_keys(self, rows: list[History], num_queries: list[int]) -> MissingKeys:
+        """How a step of these sequences, with so many new tokens each, attends to the blocks that they miss."""
+        if self._last_rows != (rows, num_queries):
+            missing = [[block.block_id for block in history.missing] for history in rows]
+            self._last_rows = rows, num_queries
+            self._last_missing = divide_missing(
+                missing, num_queries, block_size=self._block_size, group_blocks=self._group_blocks, split=self._split
+            )
+        return self._last_missing
 
     def check_integrity(self, running: Iterable[Sequence]) -> None:
         for seq in running:

@@ -4,7 +4,7 @@ What always holds:
 - A block's tokens are in CPU memory, or in its slot, or both (HybridBlock counts them). A full block is copied out in
   the step that fills it, so evicting it later costs nothing. A partial one is copied out only when it is evicted.
 - Every running sequence keeps the slot of its newest, partial block. A step may evict any other block; the blocks that
-  a scheduled sequence then misses are streamed in that step.
+  a scheduled sequence then misses are streamed in that step, or the CPU attends to them.
 - As few blocks as possible are missing: while a scheduled sequence misses a block, every slot that is not pinned holds
   a block that a scheduled sequence reads.
 - The time to plan a step depends on what changes and on the number of placed sequences, but not on the number of slots
@@ -17,12 +17,14 @@ from collections import Counter
 from collections.abc import Sequence as Seq
 
 from nanovllm.config import BLOCK_SIZE_STEP
+from nanovllm.core.cpu_split import CpuSplit
 from nanovllm.core.sequence import Sequence, SequenceStatus
 from nanovllm.core.step_plan import KVMoves
 from nanovllm.errors import RequestError
 from nanovllm.kvcache.policy.base import KVCacheManager, PagedKeys
 from nanovllm.kvcache.policy.block_pool import LONG_CHUNK_BLOCKS, BlockPool
 from nanovllm.kvcache.policy.histories import Histories, History
+from nanovllm.kvcache.policy.missing_keys import MissingKeys
 from nanovllm.kvcache.policy.prefix_index import PrefixMatch
 from nanovllm.kvcache.policy.slot_ring import HybridBlock, SlotRing
 from nanovllm.kvcache.policy.step_slots import StepSlots
@@ -37,22 +39,26 @@ class HybridKVCacheManager(KVCacheManager):
         block_size: int,
         group_blocks: int,
         enable_prefix_caching: bool = True,
+        cpu_split: CpuSplit | None = None,
         *,
         grain: int = BLOCK_SIZE_STEP,
         long_chunk_blocks: int = LONG_CHUNK_BLOCKS,
     ) -> None:
-        """`grain`: tokens that prefix hits are counted in, of which `block_size` is a multiple."""
-        self.block_size = block_size
+        """`cpu_split`: None to stream every missing block. `grain`: tokens that prefix hits are counted in, of which
+        `block_size` is a multiple.
+        """
+        self.block_size, self.cpu_split = block_size, cpu_split
         self.group_blocks = group_blocks  # streamed blocks that are attended to in one call
         blocks = [HybridBlock(i) for i in range(num_cpu_blocks)]
         self.pool = BlockPool(list(blocks), block_size, grain, enable_prefix_caching, long_chunk_blocks)
         self.blocks = blocks
         self.ring = SlotRing(num_gpu_blocks)
         self.slots = StepSlots(self.ring, self.pool, block_size)
-        self.histories = Histories(blocks, self.slots, block_size, group_blocks)
+        self.histories = Histories(blocks, self.slots, block_size, group_blocks, cpu_split)
         self.num_reserved_blocks = 0
         self.num_hit_blocks = 0
         self.num_missed_blocks = 0
+        self.num_cpu_tokens = 0  # attended to by the CPU, counted once for each sequence
         self._num_running = 0
         self._slotless_ids: set[int] = set()  # running sequences that need a slot for their next token and hold none
         self._copy_sources: list[HybridBlock] = []
@@ -211,7 +217,10 @@ class HybridKVCacheManager(KVCacheManager):
             if self.slots.load_missing(in_order, self._unread_slots(placed)):
                 histories = [self.histories.find(seq) for seq, _ in placed]
         keys = [self._paged_keys(seq, history, n) for (seq, n), history in zip(placed, histories, strict=True)]
-        moves = self.slots.moves(self.histories.streamed_groups(histories) if missing else ())
+        num_queries = [num_tokens for _, num_tokens in placed]
+        missing_keys = self.histories.missing_keys(histories, num_queries) if missing else MissingKeys()
+        self.num_cpu_tokens += sum(span.end - span.start for row in missing_keys.cpu_spans for span in row)
+        moves = self.slots.moves(missing_keys)
         for source in self._copy_sources:
             self.pool.release(source)
         self._copy_sources.clear()
@@ -255,7 +264,7 @@ class HybridKVCacheManager(KVCacheManager):
             assert slot >= 0 or not block.is_dirty, f"block {block.block_id} lost tokens with its slot"
             assert not block.being_written or slot >= 0, f"block {block.block_id} is being written without a slot"
 
-    def stats(self) -> dict[str, int]:
+    def stats(self) -> dict[str, float | None]:
         return {
             "num_cpu_blocks": len(self.blocks),
             "num_free_cpu_blocks": self.pool.num_free,
@@ -263,4 +272,6 @@ class HybridKVCacheManager(KVCacheManager):
             "num_resident_blocks": sum(block is not None for block in self.ring.blocks),
             "num_hit_blocks": self.num_hit_blocks,
             "num_missed_blocks": self.num_missed_blocks,
+            "num_cpu_tokens": self.num_cpu_tokens,
+            "cpu_attention_byte_per_s": None if self.cpu_split is None else self.cpu_split.cpu_byte_per_s,
         }

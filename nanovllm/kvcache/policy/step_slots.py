@@ -8,8 +8,9 @@ What always holds:
 
 from collections.abc import Iterable
 
-from nanovllm.core.step_plan import KVMoves, SlotCopy, SlotLoad, SlotOffload, StreamedGroup
+from nanovllm.core.step_plan import KVMoves, SlotCopy, SlotLoad, SlotOffload
 from nanovllm.kvcache.policy.block_pool import BlockPool
+from nanovllm.kvcache.policy.missing_keys import MissingKeys
 from nanovllm.kvcache.policy.slot_ring import HybridBlock, SlotRing
 
 
@@ -37,14 +38,15 @@ class StepSlots:
         self._pinned.clear()
         self._begin_moves()
 
-    def moves(self, groups: tuple[StreamedGroup, ...]) -> KVMoves:
-        """All moves of the step. `groups` are the streamed groups."""
+    def moves(self, missing: MissingKeys) -> KVMoves:
+        """All moves of the step. `missing`: how the keys without a slot are attended to."""
         return KVMoves(
             tuple(self._flushes),
             tuple(self._loads),
             tuple(self._copies),
             tuple(self._offloads),
-            groups,
+            missing.streamed,
+            missing.cpu_spans,
             tuple(self._taken_slots),
         )
 

@@ -174,7 +174,7 @@ class OffloadEngine:
         )
 
     def _group_loads(self, group: StreamedGroup) -> _Loads:
-        runs = staging_runs(group.cpu_block_ids, self.spec.block_size)
+        runs = staging_runs(group, self.spec.block_size)
         return _Loads(runs, _newest(self.cpu_block_offload_done, group.cpu_block_ids), to_slots=False)
 
     def begin_layer(self, layer: int) -> None:

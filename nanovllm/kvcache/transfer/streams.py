@@ -1,16 +1,21 @@
 """Streams and events as the offload engine uses them: CUDA's, or stand-ins for the CPU that copy at once.
 
-There are three queues of work: compute (the model's own), h2d and d2h. The work of one queue runs in order. Work of
-different queues is ordered only by events, which one queue records and another waits for. As in CUDA, a wait is for
-what the event has recorded *so far*. A wait for an event that was never recorded does nothing.
+There are four queues of work: compute (the model's own), h2d, d2h and, where the CPU attends to keys, cpu. The work of
+one queue runs in order. Work of different queues is ordered only by events, which one queue records and another waits
+for. As in CUDA, a wait is for what the event has recorded *so far*. A wait for an event that was never recorded does
+nothing.
 """
 
 from collections.abc import Iterable
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 
+from nanovllm.cpu_attention.job import AttentionJob
+from nanovllm.cpu_attention.kernels import CpuKernel
 from nanovllm.device.cuda_streams import new_stream
+from nanovllm.device.pinned_view import pinned_view
+from nanovllm.device.stream_values import as_int32, wait_for_value, write_value
 
 Event: TypeAlias = Any  # made by Streams.event; a Stream records it or waits for it
 
@@ -28,6 +33,22 @@ class Stream(Protocol):
     def copy_all(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Enqueue dst <- src for each pair. This takes the host less time than a call of `copy` for each."""
 
+    def copy_by_kernel(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        """Enqueue dst <- src for a few rows, without a copy engine. They have the same shape; `dst` is contiguous."""
+
+
+class CpuStream(Protocol):
+    """A queue of attention on the CPU. The CPU's threads do its work while the host goes on."""
+
+    def wait(self, event: Event) -> None:
+        """Let everything that is enqueued on this queue from here on start after `event`."""
+
+    def attend(self, job: AttentionJob, layer: int) -> Event:
+        """Enqueue the job's attention in one layer. The event stands for its end; the job must live until then."""
+
+    def close(self) -> None:
+        """Finish what has begun. Nothing waits for the rest any more."""
+
 
 class Streams(Protocol):
     @property
@@ -39,7 +60,19 @@ class Streams(Protocol):
     @property
     def d2h(self) -> Stream: ...
 
+    def cpu(self, kernel: CpuKernel) -> CpuStream:
+        """A new queue of attention, which `kernel` computes."""
+        ...
+
+    def on_device(self, host: torch.Tensor) -> torch.Tensor:
+        """Host memory, which is pinned where there is a GPU, as a tensor that the work of compute reads and writes."""
+        ...
+
     def event(self) -> Event: ...
+
+    def graph_event(self) -> Event:
+        """An event that CUDA graphs record: after each replay it stands for the point where it was recorded."""
+        ...
 
     def is_done(self, event: Event) -> bool:
         """Whether the work that a recorded event stands for is known to be done. The host does not wait for it."""
@@ -64,12 +97,41 @@ class ImmediateStream:
         for dst, src in pairs:
             dst.copy_(src)
 
+    def copy_by_kernel(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        dst.copy_(src)
+
+
+class ImmediateCpuStream:
+    """Attends when it is told to."""
+
+    def __init__(self, kernel: CpuKernel) -> None:
+        self._kernel = kernel
+
+    def wait(self, event: Event) -> None:
+        pass
+
+    def attend(self, job: AttentionJob, layer: int) -> Event:
+        self._kernel.attend(job, layer)
+        return None
+
+    def close(self) -> None:
+        pass
+
 
 class ImmediateStreams:
     def __init__(self) -> None:
         self.compute = self.h2d = self.d2h = ImmediateStream()
 
+    def cpu(self, kernel: CpuKernel) -> ImmediateCpuStream:
+        return ImmediateCpuStream(kernel)
+
+    def on_device(self, host: torch.Tensor) -> torch.Tensor:
+        return host
+
     def event(self) -> Event:
+        return None
+
+    def graph_event(self) -> Event:
         return None
 
     def is_done(self, event: Event) -> bool:
@@ -93,7 +155,7 @@ class CudaStream:
         event.record(self.stream)
 
     def wait(self, event: Event) -> None:
-        self.stream.wait_event(event)
+        event.wait(self.stream)
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         self.copy_all([(dst, src)])
@@ -103,15 +165,73 @@ class CudaStream:
             for dst, src in pairs:
                 dst.copy_(src, non_blocking=True)
 
+    def copy_by_kernel(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        with torch.cuda.stream(self.stream):
+            torch.mul(src, 1, out=dst)  # copy_ would use a copy engine
+
+
+class _Attended(NamedTuple):
+    """The end of a job, in the calls of torch.cuda.Event: `flag` reaches `number`."""
+
+    flag: torch.Tensor
+    number: int
+
+    def wait(self, stream: torch.cuda.Stream) -> None:
+        wait_for_value(stream, self.flag, self.number)
+
+    def query(self) -> bool:
+        return as_int32(int(self.flag) - self.number) >= 0
+
+
+class CudaCpuStream:
+    """A CUDA stream that tells the CPU when to start.
+
+    It does so by a value in pinned memory, which the GPU writes once all that the stream waits for is done, and which a
+    thread of the kernel's watches. That thread writes another value when the job has ended, for which other streams can
+    wait. The host only enqueues. A CUDA host function would do as well, but starting one after a kernel takes 0.1 ms.
+    """
+
+    def __init__(self, kernel: CpuKernel, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+        flags = torch.zeros(2, dtype=torch.int32).pin_memory()
+        self._may_start, self._has_ended = flags[:1], flags[1:]
+        self._server = kernel.serve(flags)
+        self._num_jobs = 0
+        write_value(stream, self._may_start, 0)  # raises where the driver refuses either of the two
+        wait_for_value(stream, self._has_ended, 0)
+
+    def wait(self, event: Event) -> None:
+        event.wait(self._stream)
+
+    def attend(self, job: AttentionJob, layer: int) -> Event:
+        self._num_jobs += 1
+        number = as_int32(self._num_jobs)
+        self._server.submit(job, layer, number)
+        write_value(self._stream, self._may_start, number)
+        return _Attended(self._has_ended, number)
+
+    def close(self) -> None:
+        self._server.close()
+
 
 class CudaStreams:
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self.compute = CudaStream(None)
         self.h2d = CudaStream(new_stream(device, owner=self))
         self.d2h = CudaStream(new_stream(device, owner=self))
 
+    def cpu(self, kernel: CpuKernel) -> CudaCpuStream:
+        return CudaCpuStream(kernel, new_stream(self._device, owner=self))
+
+    def on_device(self, host: torch.Tensor) -> torch.Tensor:
+        return pinned_view(host, self._device)
+
     def event(self) -> Event:
         return torch.cuda.Event()
+
+    def graph_event(self) -> Event:
+        return torch.cuda.Event(external=True)
 
     def is_done(self, event: Event) -> bool:
         done: bool = event.query()

@@ -1,0 +1,221 @@
+"""What one step's attention on the CPU reads and writes, and how its tokens are divided among the threads.
+
+Legend: L layers, N blocks, P tokens per block, T query rows, H query heads, K kv heads, D head dim.
+"""
+
+import ctypes
+import math
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+TILE_TOKENS = 64  # TILE of attention.cpp, which scores this many tokens together
+_MAX_CHUNK_TOKENS = 1024  # unless the partial results of so many chunks would not fit MAX_SCRATCH_BYTES
+MAX_SCRATCH_BYTES = 32 * 2**20  # more only if one chunk for each span needs that much or nearly that much
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # Dtype of attention.cpp
+
+
+class TokenSpan(NamedTuple):
+    """Contiguous tokens of each layer's pool."""
+
+    first_token: int  # cpu_block_id * block_size + offset
+    num_tokens: int
+
+
+class RowSpans(NamedTuple):
+    """Consecutive query rows that attend to the same tokens. Without spans they see no key: out 0, lse -inf."""
+
+    num_rows: int
+    spans: tuple[TokenSpan, ...]
+
+
+class Chunk(NamedTuple):
+    """Contiguous tokens that one thread attends to (Chunk of attention.cpp)."""
+
+    first_token: int
+    num_tokens: int
+    row_range: int  # which of the job's rows attend to it
+    partial: int  # where its partial results begin, in rows
+
+
+class RowRange(NamedTuple):
+    """Query rows and the chunks that they attend to (RowRange of attention.cpp)."""
+
+    first_row: int
+    num_rows: int
+    first_chunk: int
+    num_chunks: int
+
+
+class CJob(ctypes.Structure):
+    """Job of attention.cpp."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in "k v q out lse partials chunks row_ranges".split()),
+        *((name, ctypes.c_int64) for name in "num_chunks num_row_ranges num_rows num_heads num_kv_heads".split()),
+        *((name, ctypes.c_int64) for name in "head_dim dtype layer_bytes".split()),
+        ("scale", ctypes.c_double),
+    ]
+
+
+class AttentionJob:
+    """A step's attention on the CPU. Every layer reads the same places of its own pool, and uses the same buffers.
+
+    `k_cache` and `v_cache` are [L, N, P, K, D], `q_THD` and `out_THD` have their dtype, `lse_HT` is fp32, and all are
+    contiguous and in CPU memory. Any number of threads may run a job, but only one layer at a time.
+
+    `scratch` is fp32 memory for the partial results, which is replaced if it is too small. Jobs may share it if they
+    never run at the same time, as those of one kernel never do.
+    """
+
+    def __init__(
+        self,
+        *,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        q_THD: torch.Tensor,
+        out_THD: torch.Tensor,
+        lse_HT: torch.Tensor,
+        rows: Sequence[RowSpans],
+        scale: float,
+        num_threads: int,  # for which the tokens are divided
+        scratch: torch.Tensor | None = None,
+    ) -> None:
+        self.k_cache, self.v_cache = k_cache, v_cache
+        self.q_THD, self.out_THD, self.lse_HT = q_THD, out_THD, lse_HT
+        self.rows = [RowSpans(num_rows, tuple(joined(spans))) for num_rows, spans in rows]
+        self.scale = scale
+        self._check()
+        _, num_heads, head_dim = q_THD.shape
+        partial_row_values = num_heads * (head_dim + 2)
+        chunks, row_ranges = divide(self.rows, num_threads, MAX_SCRATCH_BYTES // (4 * partial_row_values))
+        num_partial_rows = chunks[-1].partial + row_ranges[chunks[-1].row_range].num_rows if chunks else 0
+        self._chunks, self._row_ranges = (
+            np.fromiter(chain.from_iterable(records), np.int64, 4 * len(records)) for records in (chunks, row_ranges)
+        )
+        self._scratch = _at_least(num_partial_rows * partial_row_values, scratch)
+        self.num_chunks, self.num_row_ranges = len(chunks), len(row_ranges)
+        self.c_job = self._make_c_job()
+
+    @property
+    def scratch(self) -> torch.Tensor:
+        """The memory that the job uses for its partial results. Another job may get it as its `scratch`."""
+        return self._scratch
+
+    def _check(self) -> None:
+        tensors = (self.k_cache, self.v_cache, self.q_THD, self.out_THD, self.lse_HT)
+        assert all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors), (
+            "attention on the CPU takes contiguous tensors in CPU memory"
+        )
+        num_tokens, num_heads, head_dim = self.q_THD.shape
+        _, num_blocks, block_size, num_kv_heads, kv_head_dim = self.k_cache.shape
+        assert self.v_cache.shape == self.k_cache.shape, "K and V differ in shape"
+        assert head_dim == kv_head_dim and num_heads % num_kv_heads == 0, "the queries' heads do not fit those of K"
+        assert self.out_THD.shape == self.q_THD.shape, "out_THD must have the shape of q_THD"
+        assert self.lse_HT.shape == (num_heads, num_tokens), "lse_HT must be [H, T]"
+        assert self.lse_HT.dtype == torch.float32, "lse_HT must be float32"
+        dtypes = {tensor.dtype for tensor in tensors[:-1]}
+        assert len(dtypes) == 1, f"K, V, q and out must have one dtype, not {dtypes}"
+        assert sum(row.num_rows for row in self.rows) == num_tokens, f"the rows do not add up to {num_tokens}"
+        assert all(row.num_rows > 0 for row in self.rows), "a range has no rows"
+        pool_tokens = num_blocks * block_size
+        for row in self.rows:
+            for first, num in row.spans:
+                assert first >= 0 and num > 0 and first + num <= pool_tokens, (
+                    f"span of {num} tokens at {first} does not lie in the pool of {pool_tokens} tokens"
+                )
+
+    def _make_c_job(self) -> CJob:
+        layer = self.k_cache[0]
+        return CJob(
+            k=self.k_cache.data_ptr(),
+            v=self.v_cache.data_ptr(),
+            q=self.q_THD.data_ptr(),
+            out=self.out_THD.data_ptr(),
+            lse=self.lse_HT.data_ptr(),
+            partials=self._scratch.data_ptr(),
+            chunks=self._chunks.ctypes.data,
+            row_ranges=self._row_ranges.ctypes.data,
+            num_chunks=self.num_chunks,
+            num_row_ranges=self.num_row_ranges,
+            num_rows=self.q_THD.shape[0],
+            num_heads=self.q_THD.shape[1],
+            num_kv_heads=layer.shape[2],
+            head_dim=layer.shape[3],
+            dtype=DTYPE_CODES.get(layer.dtype, -1),
+            layer_bytes=layer.numel() * layer.element_size(),
+            scale=self.scale,
+        )
+
+
+def _at_least(num_values: int, scratch: torch.Tensor | None) -> torch.Tensor:
+    if scratch is not None:
+        assert scratch.dtype == torch.float32 and scratch.device.type == "cpu" and scratch.is_contiguous(), (
+            "scratch must be contiguous float32 in CPU memory"
+        )
+        if scratch.numel() >= num_values:
+            return scratch
+    return torch.empty(num_values, dtype=torch.float32)
+
+
+def joined(spans: Sequence[TokenSpan]) -> Iterator[TokenSpan]:
+    """The same tokens, with spans that follow each other in memory made into one."""
+    if not spans:
+        return
+    first_token, num_tokens = spans[0]
+    for first, num in spans[1:]:
+        if first == first_token + num_tokens:
+            num_tokens += num
+        else:
+            yield TokenSpan(first_token, num_tokens)
+            first_token, num_tokens = first, num
+    yield TokenSpan(first_token, num_tokens)
+
+
+def divide(rows: Sequence[RowSpans], num_threads: int, max_partial_rows: int) -> tuple[list[Chunk], list[RowRange]]:
+    """Divide all spans into chunks, which the threads take in turn.
+
+    A chunk has at most half of a thread's share of what is left, so chunks get smaller towards the end and all threads
+    finish at about the same time. Yet it has at least one tile and at most 1,024 tokens, or what is left of its span.
+
+    A chunk leaves a partial result for each of its rows. Where that would make more than `max_partial_rows`, chunks get
+    longer in proportion to their rows, up to a whole span. If even whole spans make more than three quarters of it, a
+    quarter is left for dividing long spans of few rows.
+    """
+    left = sum(span.num_tokens for row in rows for span in row.spans)
+    # Chunks of r * t tokens for each range of r rows leave at most left / t partial rows, and r more for each span.
+    num_least = sum(row.num_rows * len(row.spans) for row in rows)
+    tokens_per_row = left / max(max_partial_rows - num_least, max_partial_rows // 4, 1)
+    shares = 2 * num_threads * TILE_TOKENS
+    chunks: list[Chunk] = []
+    row_ranges: list[RowRange] = []
+    first_row = partial = 0
+    for row_range, (num_rows, spans) in enumerate(rows):
+        first_chunk = len(chunks)
+        least = _tiles(min(num_rows * tokens_per_row, left))
+        for first_token, num_tokens in spans:
+            end = first_token + num_tokens
+            while first_token < end:
+                # min() and ceil_div() would take most of the time of a job of thousands of short spans
+                size = TILE_TOKENS * (1 + (left - 1) // shares)
+                if size > _MAX_CHUNK_TOKENS:
+                    size = _MAX_CHUNK_TOKENS
+                if size < least:
+                    size = least
+                if size > end - first_token:
+                    size = end - first_token
+                chunks.append(Chunk(first_token, size, row_range, partial))
+                first_token += size
+                partial += num_rows
+                left -= size
+        row_ranges.append(RowRange(first_row, num_rows, first_chunk, len(chunks) - first_chunk))
+        first_row += num_rows
+    return chunks, row_ranges
+
+
+def _tiles(num_tokens: float) -> int:
+    """As many tokens or a few more, which fill whole tiles."""
+    return math.ceil(num_tokens / TILE_TOKENS) * TILE_TOKENS

@@ -1,0 +1,234 @@
+"""Attention on the CPU by torch's own operator, where nothing was compiled or no compiled kernel fits.
+
+Legend: U units of tokens, R query vectors of one kv head (rows x query heads per kv head), K kv heads, D head dim.
+"""
+
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from typing import NamedTuple
+
+import torch
+
+from nanovllm.cpu_attention.base import FAR_AHEAD, MAX_QUEUED_JOBS, CpuKernel, CpuServer, check_flags
+from nanovllm.cpu_attention.job import AttentionJob, RowSpans
+
+UNIT_TOKENS = 512  # a unit is one entry of the operator's batch dimension, over which it divides its threads
+_POLL_S = 50e-6
+
+
+class _Part(NamedTuple):
+    """Attention over U units: out_UKRD in the dtype of the queries, lse_UKR in fp32."""
+
+    out_UKRD: torch.Tensor
+    lse_UKR: torch.Tensor
+
+
+class TorchKernel(CpuKernel):
+    """`_scaled_dot_product_flash_attention_for_cpu`, or matmul and logsumexp where that is missing or refuses."""
+
+    name = "torch"
+
+    def __init__(self, cpus: Sequence[int], is_pinned: bool = True) -> None:
+        assert cpus, "a kernel needs at least one cpu"
+        self.num_threads = len(cpus)
+        self._cpus = list(cpus) if is_pinned else None
+        self._servers: weakref.WeakSet[TorchServer] = weakref.WeakSet()
+
+    @classmethod
+    def why_unavailable(cls, head_dim: int, dtype: torch.dtype) -> str | None:
+        return None
+
+    def attend(self, job: AttentionJob, layer: int) -> None:
+        with _torch_threads(self.num_threads):
+            attend(job, layer)
+
+    def serve(self, flags: torch.Tensor) -> "TorchServer":
+        server = TorchServer(flags, self.num_threads, self._cpus)
+        self._servers.add(server)
+        return server
+
+    def close(self) -> None:
+        """All servers are closed even if this raises the exception of a job."""
+        with ExitStack() as closing:
+            for server in list(self._servers):
+                closing.callback(server.close)
+
+
+@contextmanager
+def _torch_threads(num_threads: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    if before == num_threads:
+        yield
+        return
+    torch.set_num_threads(num_threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@torch.inference_mode()
+def attend(job: AttentionJob, layer: int) -> None:
+    """Attend on the current thread and its OpenMP team."""
+    assert 0 <= layer < job.k_cache.shape[0], f"layer {layer} of {job.k_cache.shape[0]}"
+    _, _, _, num_kv_heads, head_dim = job.k_cache.shape
+    k_NKD, v_NKD = (cache[layer].view(-1, num_kv_heads, head_dim) for cache in (job.k_cache, job.v_cache))
+    first_row = 0
+    for row in job.rows:
+        rows = slice(first_row, first_row + row.num_rows)
+        first_row += row.num_rows
+        out_THD, lse_HT = job.out_THD[rows], job.lse_HT[:, rows]
+        if not row.spans:
+            out_THD.zero_()
+            lse_HT.fill_(-torch.inf)
+            continue
+        # The query heads of a kv head become rows, so that K and V need not be repeated for them.
+        q_TKGD = job.q_THD[rows].view(row.num_rows, num_kv_heads, -1, head_dim)
+        q_KRD = q_TKGD.transpose(0, 1).reshape(num_kv_heads, -1, head_dim)
+        out_KRD, lse_KR = _merge(_attend_spans(q_KRD, k_NKD, v_NKD, row, job.scale))
+        out_THD.view_as(q_TKGD).copy_(out_KRD.view(num_kv_heads, row.num_rows, -1, head_dim).transpose(0, 1))
+        lse_KTG = lse_KR.view(num_kv_heads, row.num_rows, -1)
+        lse_HT.copy_(lse_KTG.transpose(1, 2).reshape(-1, row.num_rows))
+
+
+def _attend_spans(
+    q_KRD: torch.Tensor, k_NKD: torch.Tensor, v_NKD: torch.Tensor, row: RowSpans, scale: float
+) -> list[_Part]:
+    """One part for the whole units of each span, and one for the rest of it. K and V are read where they lie."""
+    parts = []
+    for first_token, num_tokens in row.spans:
+        num_units, num_rest = divmod(num_tokens, UNIT_TOKENS)
+        rest = first_token + num_units * UNIT_TOKENS
+        for first, units, unit_tokens in ((first_token, num_units, UNIT_TOKENS), (rest, 1, num_rest)):
+            if units * unit_tokens:
+                tokens = slice(first, first + units * unit_tokens)
+                k_UKND, v_UKND = (
+                    cache[tokens].view(units, unit_tokens, *cache.shape[1:]).transpose(1, 2) for cache in (k_NKD, v_NKD)
+                )
+                parts.append(_attend_units(q_KRD.expand(units, *q_KRD.shape), k_UKND, v_UKND, scale))
+    return parts
+
+
+def _attend_units(q_UKRD: torch.Tensor, k_UKND: torch.Tensor, v_UKND: torch.Tensor, scale: float) -> _Part:
+    if q_UKRD.shape[2] == 1 and q_UKRD.dtype == torch.bfloat16:  # the operator takes six times as long as for two rows
+        out_UKRD, lse_UKR = _attend_units(q_UKRD.expand(-1, -1, 2, -1), k_UKND, v_UKND, scale)
+        return _Part(out_UKRD[:, :, :1], lse_UKR[:, :, :1])
+    with suppress(AttributeError, NotImplementedError, RuntimeError):
+        operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        out_UKRD, lse_UKR = operator(q_UKRD, k_UKND, v_UKND, scale=scale)
+        return _Part(out_UKRD, lse_UKR)
+    scores_UKRN = q_UKRD.float() @ k_UKND.float().transpose(-1, -2) * scale
+    lse_UKR = scores_UKRN.logsumexp(-1)
+    return _Part(scores_UKRN.softmax(-1) @ v_UKND.float(), lse_UKR)
+
+
+def _merge(parts: list[_Part]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns out_KRD and lse_KR over the keys of all parts, in fp32."""
+    out_UKRD = torch.cat([part.out_UKRD.float() for part in parts])
+    lse_UKR = torch.cat([part.lse_UKR.float() for part in parts])
+    lse_KR = lse_UKR.logsumexp(0)
+    weights_UKR = (lse_UKR - lse_KR).exp()
+    return (out_UKRD * weights_UKR[..., None]).sum(0), lse_KR
+
+
+class _State:
+    """What a server shares with its thread. The thread must not keep the server itself alive."""
+
+    def __init__(self, flags: torch.Tensor, num_threads: int, cpus: list[int] | None) -> None:
+        self.flags = flags.numpy()
+        self.keeps_flags = flags
+        self.num_threads = num_threads
+        self.cpus = cpus  # None: any
+        self.change = threading.Condition()
+        self.queue: deque[tuple[AttentionJob, int, int]] = deque()  # the first one may have started
+        self.newest_number = 0
+        self.is_closing = False
+        self.error: BaseException | None = None
+
+
+class TorchServer(CpuServer):
+    """A Python thread. If a job raises, its out is NaN and its lse is 0 when flags[1] is set, so that nobody takes an
+    older result for this one. The next `submit` or `close` raises the exception.
+    """
+
+    def __init__(self, flags: torch.Tensor, num_threads: int, cpus: list[int] | None) -> None:
+        check_flags(flags)
+        flags.zero_()
+        self._state = _State(flags, num_threads, cpus)
+        self._thread = threading.Thread(target=_serve, args=(self._state,), name="cpu-attention", daemon=True)
+        self._thread.start()
+        self._end = weakref.finalize(self, _end, self._state, self._thread)
+
+    def submit(self, job: AttentionJob, layer: int, number: int) -> None:
+        state = self._state
+        assert not state.is_closing, "the server is closed"
+        self._raise_error()
+        with state.change:
+            if len(state.queue) >= MAX_QUEUED_JOBS:
+                raise RuntimeError(
+                    f"{MAX_QUEUED_JOBS} jobs are waiting for attention on the CPU; wait for some of them first"
+                )
+            state.queue.append((job, layer, number))
+            state.newest_number = number
+            state.change.notify()
+
+    def close(self) -> None:
+        """The server is closed even if this raises the exception of a job."""
+        self._end()
+        self._raise_error()
+
+    def _raise_error(self) -> None:
+        error, self._state.error = self._state.error, None
+        if error is not None:
+            raise error
+
+
+def _end(state: _State, thread: threading.Thread) -> None:
+    with state.change:
+        state.is_closing = True
+        state.change.notify()
+    thread.join()
+    state.flags[1] = _wrapped(state.newest_number + FAR_AHEAD)
+
+
+def _serve(state: _State) -> None:
+    if state.cpus is not None:
+        with suppress(OSError):  # a cpu that went away in the meantime: run anywhere
+            os.sched_setaffinity(0, state.cpus)  # this thread's, and that of the OpenMP threads that it starts
+    torch.set_num_threads(state.num_threads)
+    while True:
+        with state.change:
+            state.change.wait_for(lambda: state.queue or state.is_closing)
+            if state.is_closing:
+                return
+            job, layer, number = state.queue[0]
+        while _wrapped(int(state.flags[0]) - number) < 0:
+            if state.is_closing:
+                return
+            time.sleep(_POLL_S)
+        try:
+            attend(job, layer)
+        except BaseException as error:
+            state.error = state.error or error
+            _spoil(job)
+        del job
+        state.flags[1] = number
+        with state.change:
+            state.queue.popleft()
+
+
+@torch.inference_mode()
+def _spoil(job: AttentionJob) -> None:
+    """NaN survives every merge, because an LSE of 0 gives it a weight."""
+    job.out_THD.fill_(torch.nan)
+    job.lse_HT.zero_()
+
+
+def _wrapped(number: int) -> int:
+    """As int32."""
+    return (number + 2**31) % 2**32 - 2**31

@@ -1,0 +1,117 @@
+"""One rank's attention on the CPU: which kernel and threads it has, and how fast they are beside the link."""
+
+import logging
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from nanovllm.config import Config
+from nanovllm.core.cpu_split import CpuSplit
+from nanovllm.core.kv_spec import KVCacheSpec
+from nanovllm.core.step_limits import streamed_graph_sizes
+from nanovllm.core.step_plan import CpuSpan, KVMoves, SamplingRow, SequenceStep, StepPlan
+from nanovllm.cpu_attention.kernels import choose_kernel
+from nanovllm.cpu_attention.threads import attention_cpus, available_cpus
+from nanovllm.device.devices import memory_node
+from nanovllm.device.stream_values import UnsupportedDriverError
+from nanovllm.device.tp_group import TPGroup
+from nanovllm.errors import ConfigError
+from nanovllm.kvcache.transfer.cpu_part import CpuAttention
+from nanovllm.kvcache.transfer.cpu_rates import measure_together
+from nanovllm.kvcache.transfer.offload_engine import OffloadEngine
+from nanovllm.runner.step_result import StepResult
+
+MAX_QUERIES = 512  # of a step in which the CPU attends, unless max_num_seqs is larger
+NUM_TIMED_STEPS = 8
+
+logger = logging.getLogger("nanovllm")
+
+
+def make_cpu_attention(config: Config, offload: OffloadEngine, num_heads: int, tp: TPGroup) -> CpuAttention | None:
+    """None if the CPU takes no part. `num_heads`: query heads of this rank.
+
+    Raises ConfigError for too many threads, and where the CPU must take part and the driver does not allow it.
+    """
+    is_gpu = offload.device.type == "cuda"
+    if config.cpu_attention == "off":
+        return None
+    if config.cpu_attention == "auto" and is_gpu and len(available_cpus()) < 2 * tp.size:
+        logger.info("attention on the CPU: none, since the only CPU drives the GPU")
+        return None
+    cpus = attention_cpus(config.cpu_attention_threads, tp.rank, tp.size, memory_node(offload.device))
+    kernel = choose_kernel(
+        cpus.cpus, head_dim=offload.spec.head_dim, dtype=offload.dtype, is_pinned=cpus.is_pinned, stays_awake=is_gpu
+    )
+    try:
+        cpu = CpuAttention(
+            kernel,
+            offload.streams,
+            k_cache=offload.k_cache_cpu,
+            v_cache=offload.v_cache_cpu,
+            num_heads=num_heads,
+            max_rows=max(MAX_QUERIES, streamed_graph_sizes(config.max_num_seqs)[-1]),
+            is_pinned=is_gpu,
+        )
+    except UnsupportedDriverError as error:
+        kernel.close()
+        if config.cpu_attention == "on":
+            raise ConfigError(f"cpu_attention='on' cannot work here: {error}; use 'auto' or 'off'") from error
+        logger.warning("attention on the CPU: none, %s", error)
+        return None
+    if tp.rank == 0:
+        logger.info("attention on the CPU: %s", cpu.kernel_name)
+    return cpu
+
+
+def measure_split(
+    offload: OffloadEngine, cpu: CpuAttention, launch: Callable[[StepPlan], StepResult], tp: TPGroup, *, is_forced: bool
+) -> CpuSplit:
+    """The split for the slowest rank. On a CPU nothing is measured, because there the CPU attends to everything."""
+    token_bytes = offload.spec.layer_block_bytes // offload.spec.block_size
+    if offload.device.type == "cpu":
+        return CpuSplit(
+            token_bytes=token_bytes, max_queries=cpu.max_rows, max_sequence_queries=cpu.max_rows, is_forced=is_forced
+        )
+    rank = torch.zeros(1, device=offload.device)
+
+    def meet() -> None:
+        tp.all_reduce(rank)
+        torch.cuda.synchronize(offload.device)
+
+    link_byte_per_s, rates = measure_together(offload, cpu, meet)
+    idle_s = _measure_idle_s(offload.spec, launch)
+    own = [link_byte_per_s, *(rate.byte_per_s for rate in rates), -idle_s]
+    slowest = tp.all_gather(torch.tensor(own, dtype=torch.float64, device=offload.device)).view(tp.size, -1).amin(0)
+    link_byte_per_s, *cpu_rates, idle_s = slowest.tolist()
+    return CpuSplit(
+        token_bytes=token_bytes,
+        link_byte_per_s=link_byte_per_s,
+        cpu_rates=tuple(rate._replace(byte_per_s=least) for rate, least in zip(rates, cpu_rates, strict=True)),
+        idle_s=-idle_s,
+        max_queries=cpu.max_rows,
+        max_sequence_queries=rates[-1].num_queries,
+        is_forced=is_forced,
+    )
+
+
+def _measure_idle_s(spec: KVCacheSpec, launch: Callable[[StepPlan], StepResult]) -> float:
+    """The CPU's idle time in each layer: a decode step in which it attends to a single token, over its layers."""
+    sampling = SamplingRow(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, position=1)
+    step = SequenceStep(
+        seq_id=0,
+        token_ids=np.zeros(1, dtype=np.int64),
+        position=0,
+        num_prompt_tokens=1,
+        block_table=(0,),
+        num_paged_keys=1,
+        sampling=sampling,
+    )
+    plan = StepPlan((step,), KVMoves(cpu_spans=((CpuSpan(0, 0, 1),),)))
+    for _ in range(2):
+        launch(plan).token_ids()
+    start_s = time.perf_counter()
+    results = [launch(plan) for _ in range(NUM_TIMED_STEPS)]
+    results[-1].token_ids()
+    return (time.perf_counter() - start_s) / NUM_TIMED_STEPS / spec.num_layers

@@ -1,0 +1,72 @@
+"""How many missing tokens the CPU takes: both sides end together, and where that gains nothing, none."""
+
+from dataclasses import replace
+
+import pytest
+
+from nanovllm.core.cpu_split import MIN_GAIN, UNIT_TOKENS, CpuRate, CpuSplit
+from nanovllm.kvcache.policy.missing_keys import divide_missing
+
+BLOCK = 4096
+SPLIT = CpuSplit(
+    token_bytes=4096,
+    max_queries=512,
+    max_sequence_queries=16,
+    is_forced=False,
+    link_byte_per_s=50e9,
+    cpu_rates=(CpuRate(1, 60e9), CpuRate(4, 40e9), CpuRate(16, 20e9)),
+    idle_s=1e-4,
+)
+
+
+@pytest.mark.parametrize("num_blocks", [1, 2, 3, 24, 100])
+def test_link_and_cpu_end_together(num_blocks: int) -> None:
+    cost_s = SPLIT.cpu_token_s(1)
+    num_cpu_tokens = SPLIT.num_cpu_tokens([cost_s] * num_blocks, BLOCK)
+    assert num_cpu_tokens % UNIT_TOKENS == 0
+    link_s = SPLIT.link_s(num_blocks * BLOCK - num_cpu_tokens)
+    cpu_s = SPLIT.idle_s + num_cpu_tokens * cost_s
+    assert cpu_s <= link_s <= cpu_s + UNIT_TOKENS * (cost_s + SPLIT.link_s(1))
+    assert link_s < 0.8 * SPLIT.link_s(num_blocks * BLOCK)
+
+
+def test_cpu_that_gains_nothing_takes_nothing_unless_it_is_forced() -> None:
+    costs_s = [SPLIT.cpu_token_s(1)]
+    idle = replace(SPLIT, idle_s=SPLIT.link_s(BLOCK))  # the link has everything before the CPU can start
+    slow = replace(SPLIT, cpu_rates=(CpuRate(1, SPLIT.link_byte_per_s * MIN_GAIN / 2),))  # type: ignore[operator]
+    assert idle.num_cpu_tokens(costs_s, BLOCK) == 0
+    assert slow.num_cpu_tokens([slow.cpu_token_s(1)], BLOCK) == 0
+    assert replace(idle, is_forced=True).num_cpu_tokens(costs_s, BLOCK) == UNIT_TOKENS
+    assert replace(idle, is_forced=True).num_cpu_tokens(costs_s, 32) == 32  # a block smaller than the unit
+
+
+def test_step_that_misses_nothing_leaves_nothing_to_the_cpu() -> None:
+    """Regression: a forced split began a job without keys in every layer, after a neighbour's end had made room."""
+    split = replace(SPLIT, is_forced=True)
+    missing = divide_missing([[], []], [1, 1], block_size=BLOCK, group_blocks=2, split=split)
+    assert missing == ((), ())
+
+
+def test_without_a_link_the_cpu_takes_everything() -> None:
+    split = CpuSplit(token_bytes=64, max_queries=512, max_sequence_queries=512, is_forced=False)
+    assert split.num_cpu_tokens([split.cpu_token_s(300)] * 3, BLOCK) == 3 * BLOCK
+
+
+def test_cost_of_queries_is_that_of_the_next_measured_number() -> None:
+    costs = {n: SPLIT.token_bytes / SPLIT.cpu_token_s(n) for n in (1, 2, 4, 5, 16)}
+    assert costs == pytest.approx({1: 60e9, 2: 40e9, 4: 40e9, 5: 20e9, 16: 20e9})
+
+
+def test_steps_of_many_queries_are_left_to_the_link() -> None:
+    assert SPLIT.takes_part([16] * 32) and SPLIT.takes_part([1] * 512)
+    assert not SPLIT.takes_part([16] * 33) and not SPLIT.takes_part([1, 17])
+
+
+def test_blocks_that_several_sequences_read_are_streamed_first() -> None:
+    """The link carries them once, and the CPU would attend to them once for each sequence."""
+    missing = divide_missing([[5, 9], [5, 7]], [1, 1], block_size=BLOCK, group_blocks=2, split=SPLIT)
+    assert missing.streamed[0].cpu_block_ids[0] == 5
+    assert {span.cpu_block_id for spans in missing.cpu_spans for span in spans} <= {7, 9}
+    tokens = sum(group.num_tokens(BLOCK) for group in missing.streamed)
+    tokens += sum(span.end - span.start for spans in missing.cpu_spans for span in spans)
+    assert tokens == 3 * BLOCK

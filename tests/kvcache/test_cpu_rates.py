@@ -1,0 +1,68 @@
+"""Rates of the link and the CPU beside each other, as start-up measures them: right whichever of the two is slow."""
+
+import time
+
+import pytest
+import torch
+
+from nanovllm.core.kv_spec import KVCacheSpec
+from nanovllm.cpu_attention.job import AttentionJob
+from nanovllm.kvcache.transfer import cpu_rates
+from nanovllm.kvcache.transfer.cpu_part import CpuAttention
+from nanovllm.kvcache.transfer.cpu_rates import measure_together
+from nanovllm.kvcache.transfer.offload_engine import OffloadEngine
+from nanovllm.kvcache.transfer.streams import ImmediateStreams
+
+LINK_BYTE_PER_S = 5e9
+
+
+class TimedStreams(ImmediateStreams):
+    """A link of a certain rate: `synchronize` returns when it would have carried all that was copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.h2d = self  # type: ignore[assignment]
+        self.num_bytes = 0
+
+    def copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        self.num_bytes += src.nbytes
+
+    def synchronize(self) -> None:
+        time.sleep(self.num_bytes / LINK_BYTE_PER_S)
+        self.num_bytes = 0
+
+
+class TimedKernel:
+    """A CPU of a certain rate."""
+
+    name, num_threads = "timed", 1
+
+    def __init__(self, byte_per_s: float) -> None:
+        self.byte_per_s = byte_per_s
+
+    def attend(self, job: AttentionJob, layer: int) -> None:
+        num_tokens = sum(span.num_tokens for row in job.rows for span in row.spans)
+        time.sleep(num_tokens * job.k_cache[0, 0, 0].nbytes * 2 / self.byte_per_s)
+
+
+@pytest.mark.parametrize("cpu_byte_per_s", [2e8, 1e9, 2e10])
+def test_rates_are_right_whichever_side_is_slow(cpu_byte_per_s: float) -> None:
+    """Regression: a CPU job that outlasted the copies made the link look as slow, and auto slower than off."""
+    spec = KVCacheSpec(num_layers=2, block_size=4096, num_kv_heads=2, head_dim=64, itemsize=4)
+    offload = OffloadEngine(spec, 16, torch.float32, torch.device("cpu"), TimedStreams())
+    offload.allocate_slots(2)
+    offload.link_byte_per_s = LINK_BYTE_PER_S
+    caches = {"k_cache": offload.k_cache_cpu, "v_cache": offload.v_cache_cpu}
+    kernel = TimedKernel(cpu_byte_per_s)
+    cpu = CpuAttention(kernel, offload.streams, **caches, num_heads=4, max_rows=16, is_pinned=False)  # type: ignore[arg-type]
+    num_meetings = 0
+
+    def meet() -> None:
+        nonlocal num_meetings
+        num_meetings += 1
+
+    rates = measure_together(offload, cpu, meet)
+    assert rates.link_byte_per_s == pytest.approx(LINK_BYTE_PER_S, rel=0.3)
+    assert [rate.num_queries for rate in rates.cpu] == list(cpu_rates.NUM_QUERIES) and num_meetings == len(rates.cpu)
+    assert all(rate.byte_per_s == pytest.approx(cpu_byte_per_s, rel=0.5) for rate in rates.cpu)
+    offload.close()
