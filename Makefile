@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-COMPILED_FROM := attention.cpp build.py instruction_sets.py
+COMPILED_FROM := $(wildcard nanovllm/cpu_attention/source/*) $(addprefix nanovllm/cpu_attention/,build.py instruction_sets.py)
 
 .PHONY: demo test check format docs bench-micro bench-gpu
 
@@ -33,7 +33,7 @@ bench-micro: $(INSTALLED)
 bench-gpu: $(if $(filter file,$(origin PYTHON)),$(INSTALLED))
 	$(if $(filter file,$(origin PYTHON)),$(BIN)/python,$(PYTHON)) -m benchmarks.run_all $(ARGS)
 
-$(INSTALLED): pyproject.toml constraints.txt hatch_build.py $(addprefix nanovllm/cpu_attention/,$(COMPILED_FROM))
+$(INSTALLED): pyproject.toml constraints.txt hatch_build.py $(COMPILED_FROM)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@

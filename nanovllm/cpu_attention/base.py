@@ -10,7 +10,7 @@ import torch
 
 from nanovllm.cpu_attention.job import AttentionJob
 
-MAX_QUEUED_JOBS = 2048  # CAPACITY of Server in attention.cpp
+MAX_QUEUED_JOBS = 2048  # CAPACITY in source/server.h
 FAR_AHEAD = 2**30  # a closed server counts this many jobs beyond its newest one as done
 
 

@@ -1,6 +1,6 @@
-"""Compiles attention.cpp once for each instruction set: `python -m nanovllm.cpu_attention.build`.
+"""Compiles source/attention.cpp once for each instruction set: `python -m nanovllm.cpu_attention.build`.
 
-The libraries are put beside the source. Nothing else needs to be installed. Installing the package does the same
+The libraries are put beside this file. Nothing else needs to be installed. Installing the package does the same
 (hatch_build.py). Without a compiler, or where it knows no such instructions, the engine uses torch instead.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from nanovllm.cpu_attention.instruction_sets import (
     FOLDER,
     INSTRUCTION_SETS,
-    SOURCE,
+    MAIN_SOURCE,
     InstructionSet,
     is_x86,
     source_hash,
@@ -36,7 +36,7 @@ def compile_variant(compiler: list[str], variant: InstructionSet, folder: Path =
     """Build one library. Returns None, or what went wrong, in which case no library is left."""
     library = variant.library(folder)
     unfinished = library.with_name(f"{library.name}.{os.getpid()}")
-    command = [*compiler, *FLAGS, *variant.compile_flags, f"-DSOURCE_HASH={source_hash():#x}ull", str(SOURCE)]
+    command = [*compiler, *FLAGS, *variant.compile_flags, f"-DSOURCE_HASH={source_hash():#x}ull", str(MAIN_SOURCE)]
     done = subprocess.run([*command, "-o", str(unfinished)], capture_output=True, text=True, errors="replace")
     if done.returncode:
         unfinished.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""The kernels of attention.cpp, through ctypes. No Python runs between a job's submission and its end."""
+"""The compiled kernels (source/), through ctypes. No Python runs between a job's submission and its end."""
 
 import ctypes
 import os
@@ -51,12 +51,12 @@ def load_library(path: Path) -> ctypes.CDLL:
     except (OSError, AttributeError) as error:
         raise NotBuiltError(f"{path.name} cannot be loaded: {error}") from error
     if library.nanovllm_source_hash() != instruction_sets.source_hash():
-        raise NotBuiltError(f"{path.name} was built from another attention.cpp")
+        raise NotBuiltError(f"{path.name} was built from another source")
     return library
 
 
 def why_unfit(head_dim: int, dtype: torch.dtype) -> str | None:
-    """Why attention.cpp does not serve such a KV cache on any machine."""
+    """Why the compiled kernels do not serve such a KV cache on any machine."""
     if dtype not in DTYPE_CODES:
         return f"the compiled kernels are for float32, bfloat16 and float16, not {str(dtype).removeprefix('torch.')}"
     if head_dim % 16 or not 0 < head_dim <= _MAX_HEAD_DIM:
@@ -86,8 +86,8 @@ def _close_engine(library: ctypes.CDLL, handle: int, pid: int) -> None:
 
 
 class CompiledKernel(CpuKernel):
-    """One variant of attention.cpp. It has one thread for each of `cpus`, where they stay if `is_pinned`. In `attend`
-    the first of them is the caller's.
+    """One variant of the compiled kernel. It has one thread for each of `cpus`, where they stay if `is_pinned`. In
+    `attend` the first of them is the caller's.
     """
 
     def __init__(

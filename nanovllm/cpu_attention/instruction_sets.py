@@ -1,4 +1,4 @@
-"""The variants of attention.cpp: how each is compiled, and which of them this processor can run.
+"""The variants of the compiled kernel: how each is compiled, and which of them this processor can run.
 
 Standard library only: builds run where nothing else is installed.
 """
@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 FOLDER = Path(__file__).parent
-SOURCE = FOLDER / "attention.cpp"
+SOURCES = FOLDER / "source"
+MAIN_SOURCE = SOURCES / "attention.cpp"  # includes the others
 CPUINFO = Path("/proc/cpuinfo")
 BUILD_COMMAND = "python -m nanovllm.cpu_attention.build"
 
@@ -37,10 +38,10 @@ INSTRUCTION_SETS = (  # best first
 )
 
 
-def source_hash(source: Path = SOURCE) -> int:
-    """FNV-1a, 64 bits, of the source. A library says which source it was built from."""
+def source_hash(folder: Path = SOURCES) -> int:
+    """FNV-1a, 64 bits, of all sources in the order of their names. A library says what it was built from."""
     value = 0xCBF29CE484222325
-    for byte in source.read_bytes():
+    for byte in b"".join(source.read_bytes() for source in sorted(folder.iterdir())):
         value = (value ^ byte) * 0x100000001B3 % 2**64
     return value
 

@@ -12,10 +12,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-TILE_TOKENS = 64  # TILE of attention.cpp, which scores this many tokens together
+TILE_TOKENS = 64  # TILE in source/vectors.h, which scores this many tokens together
 _MAX_CHUNK_TOKENS = 1024  # unless the partial results of so many chunks would not fit MAX_SCRATCH_BYTES
 MAX_SCRATCH_BYTES = 32 * 2**20  # more only if one chunk for each span needs that much or nearly that much
-DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # Dtype of attention.cpp
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # Dtype in source/vectors.h
 
 
 class TokenSpan(NamedTuple):
@@ -33,7 +33,7 @@ class RowSpans(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Contiguous tokens that one thread attends to (Chunk of attention.cpp)."""
+    """Contiguous tokens that one thread attends to (Chunk in source/job.h)."""
 
     first_token: int
     num_tokens: int
@@ -42,7 +42,7 @@ class Chunk(NamedTuple):
 
 
 class RowRange(NamedTuple):
-    """Query rows and the chunks that they attend to (RowRange of attention.cpp)."""
+    """Query rows and the chunks that they attend to (RowRange in source/job.h)."""
 
     first_row: int
     num_rows: int
@@ -51,7 +51,7 @@ class RowRange(NamedTuple):
 
 
 class CJob(ctypes.Structure):
-    """Job of attention.cpp."""
+    """Job in source/job.h."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in "k v q out lse partials chunks row_ranges".split()),

@@ -82,7 +82,7 @@ def test_installed_libraries_are_not_in_git() -> None:
 
 def test_makefile_rebuilds_when_a_source_changes() -> None:
     text = (ROOT / "Makefile").read_text()
-    assert "COMPILED_FROM := attention.cpp build.py instruction_sets.py" in text
+    assert "COMPILED_FROM := $(wildcard nanovllm/cpu_attention/source/*)" in text
 
 
 # -- hatch_build.py --------------------------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ def test_wheel_holds_libraries_where_there_is_a_compiler(
     libraries = [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
     assert len(libraries) == 3 * has_compiler
     assert wheel.name.endswith("-py3-none-any.whl") != has_compiler
-    assert "nanovllm/cpu_attention/attention.cpp" in zipfile.ZipFile(wheel).namelist()
+    assert "nanovllm/cpu_attention/source/attention.cpp" in zipfile.ZipFile(wheel).namelist()
 
 
 def test_build_of_every_variant_defines_the_source(tmp_path: Path, fake_compiler: Path) -> None:

@@ -63,9 +63,12 @@ def test_cpu_flags_unknown_are_none(tmp_path: Path) -> None:
     assert cpu_flags(tmp_path / "arm") == set()
 
 
-def test_source_hash_follows_the_source(tmp_path: Path) -> None:
-    (tmp_path / "a").write_bytes(b"a")
-    assert source_hash(tmp_path / "a") == 0xAF63DC4C8601EC8C  # FNV-1a of "a"
+def test_source_hash_follows_every_source(tmp_path: Path) -> None:
+    (tmp_path / "b.h").write_text("")
+    (tmp_path / "a.cpp").write_text("a")
+    assert source_hash(tmp_path) == 0xAF63DC4C8601EC8C  # FNV-1a of "a"
+    (tmp_path / "b.h").write_text("b")
+    assert source_hash(tmp_path) != 0xAF63DC4C8601EC8C
 
 
 def test_choose_kernel_never_loads_what_the_cpu_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,9 +101,7 @@ def test_library_of_another_source_is_refused(monkeypatch: pytest.MonkeyPatch) -
     if not portable.library().exists():
         pytest.skip("nothing was built")
     monkeypatch.setattr(instruction_sets, "source_hash", lambda: 1)
-    with pytest.raises(
-        UnusableLibraryError, match=r"another attention.cpp; run python -m nanovllm.cpu_attention.build"
-    ):
+    with pytest.raises(UnusableLibraryError, match=r"another source; run python -m nanovllm.cpu_attention.build"):
         CompiledKernel(portable, [0])
 
 
@@ -139,7 +140,7 @@ def test_choose_kernel_with_outdated_libraries_warns_once(
     monkeypatch.setattr(instruction_sets, "source_hash", lambda: 1)
     assert kernels.choose_kernel([0]).name == "torch"
     (record,) = caplog.records
-    assert f"{loadable()[0].library().name} was built from another attention.cpp" in record.message
+    assert f"{loadable()[0].library().name} was built from another source" in record.message
 
 
 def test_choose_kernel_says_nothing_where_a_build_would_not_help(

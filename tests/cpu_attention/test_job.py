@@ -5,7 +5,7 @@ import pytest
 import torch
 from cpu_attention_cases import POOL_TOKENS, Case, mixed_rows, row_spans
 
-from nanovllm.cpu_attention.instruction_sets import SOURCE
+from nanovllm.cpu_attention.instruction_sets import SOURCES
 from nanovllm.cpu_attention.job import (
     MAX_SCRATCH_BYTES,
     TILE_TOKENS,
@@ -147,10 +147,10 @@ def test_job_that_is_inconsistent_is_refused(change: dict[str, object], message:
 
 
 def test_c_job_is_laid_out_as_in_the_source() -> None:
-    body = re.search(r"struct Job \{(.*?)\n\n", SOURCE.read_text(), re.S)
+    body = re.search(r"struct Job \{(.*?)\n\n", (SOURCES / "job.h").read_text(), re.S)
     assert body is not None
     code = re.sub(r"//.*", "", body[1])
     names = [re.sub(r".*[\s*]", "", name) for line in code.split(";") for name in line.strip().split(",") if name]
     assert names == [name for name, _ in CJob._fields_]
     assert ctypes.sizeof(CJob) == 8 * len(names)
-    assert int(re.search(r"int TILE = (\d+)", SOURCE.read_text())[1]) == TILE_TOKENS
+    assert int(re.search(r"int TILE = (\d+)", (SOURCES / "vectors.h").read_text())[1]) == TILE_TOKENS
