@@ -69,24 +69,28 @@ def measure_split(
     offload: OffloadEngine, cpu: CpuAttention, launch: Callable[[StepPlan], StepResult], tp: TPGroup, *, is_forced: bool
 ) -> CpuSplit:
     """The split for the slowest rank. On a CPU nothing is measured, because there the CPU attends to everything."""
+    if offload.device.type == "cuda":
+        return split_of_slowest_rank(offload, cpu, launch, tp, is_forced=is_forced)
     token_bytes = offload.spec.layer_block_bytes // offload.spec.block_size
-    if offload.device.type == "cpu":
-        return CpuSplit(
-            token_bytes=token_bytes, max_queries=cpu.max_rows, max_sequence_queries=cpu.max_rows, is_forced=is_forced
-        )
-    rank = torch.zeros(1, device=offload.device)
+    return CpuSplit(
+        token_bytes=token_bytes, max_queries=cpu.max_rows, max_sequence_queries=cpu.max_rows, is_forced=is_forced
+    )
 
-    def meet() -> None:
-        tp.all_reduce(rank)
-        torch.cuda.synchronize(offload.device)
 
-    link_byte_per_s, rates = measure_together(offload, cpu, meet)
+def split_of_slowest_rank(
+    offload: OffloadEngine, cpu: CpuAttention, launch: Callable[[StepPlan], StepResult], tp: TPGroup, *, is_forced: bool
+) -> CpuSplit:
+    """Measure on every rank at the same time. `launch` runs a step as requests will."""
+
+    def gather(own: list[float]) -> torch.Tensor:
+        return tp.all_gather(torch.tensor(own, dtype=torch.float64, device=offload.device)).view(tp.size, -1).cpu()
+
+    link_byte_per_s, rates = measure_together(offload, cpu, meet=lambda: gather([0.0]))
     idle_s = _measure_idle_s(offload.spec, launch)
-    own = [link_byte_per_s, *(rate.byte_per_s for rate in rates), -idle_s]
-    slowest = tp.all_gather(torch.tensor(own, dtype=torch.float64, device=offload.device)).view(tp.size, -1).amin(0)
+    slowest = gather([link_byte_per_s, *(rate.byte_per_s for rate in rates), -idle_s]).amin(0)
     link_byte_per_s, *cpu_rates, idle_s = slowest.tolist()
     return CpuSplit(
-        token_bytes=token_bytes,
+        token_bytes=offload.spec.layer_block_bytes // offload.spec.block_size,
         link_byte_per_s=link_byte_per_s,
         cpu_rates=tuple(rate._replace(byte_per_s=least) for rate, least in zip(rates, cpu_rates, strict=True)),
         idle_s=-idle_s,

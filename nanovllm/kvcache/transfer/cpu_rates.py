@@ -28,7 +28,7 @@ class MeasuredRates(NamedTuple):
     cpu: tuple[CpuRate, ...]
 
 
-def measure_together(offload: OffloadEngine, cpu: CpuAttention, meet: Callable[[], None]) -> MeasuredRates:
+def measure_together(offload: OffloadEngine, cpu: CpuAttention, meet: Callable[[], object]) -> MeasuredRates:
     """Copy from the pool to staging buffers, and attend to the pool meanwhile. Needs a GPU; before the first step.
 
     The link's rate is that beside a single query per sequence. `meet` returns when every rank has called it, so that
@@ -40,7 +40,7 @@ def measure_together(offload: OffloadEngine, cpu: CpuAttention, meet: Callable[[
 
 
 def _measure(
-    offload: OffloadEngine, cpu: CpuAttention, num_queries: int, meet: Callable[[], None]
+    offload: OffloadEngine, cpu: CpuAttention, num_queries: int, meet: Callable[[], object]
 ) -> tuple[float, float]:
     """The rates of the link and of the CPU, each while the other is busy."""
     busy = _BusyCpu(offload, cpu, num_queries)
