@@ -10,6 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -118,13 +119,29 @@ def _attend_units(q_UKRD: torch.Tensor, k_UKND: torch.Tensor, v_UKND: torch.Tens
     if q_UKRD.shape[2] == 1 and q_UKRD.dtype == torch.bfloat16:  # the operator takes six times as long as for two rows
         out_UKRD, lse_UKR = _attend_units(q_UKRD.expand(-1, -1, 2, -1), k_UKND, v_UKND, scale)
         return _Part(out_UKRD[:, :, :1], lse_UKR[:, :, :1])
-    with suppress(AttributeError, NotImplementedError, RuntimeError):
-        operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        out_UKRD, lse_UKR = operator(q_UKRD, k_UKND, v_UKND, scale=scale)
-        return _Part(out_UKRD, lse_UKR)
+    if _operator_serves(q_UKRD.dtype, q_UKRD.shape[-1]):
+        return _Part(*_operator(q_UKRD, k_UKND, v_UKND, scale))
     scores_UKRN = q_UKRD.float() @ k_UKND.float().transpose(-1, -2) * scale
     lse_UKR = scores_UKRN.logsumexp(-1)
     return _Part(scores_UKRN.softmax(-1) @ v_UKND.float(), lse_UKR)
+
+
+def _operator(
+    q_UKRD: torch.Tensor, k_UKND: torch.Tensor, v_UKND: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out_UKRD, lse_UKR = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q_UKRD, k_UKND, v_UKND, scale=scale)
+    return out_UKRD, lse_UKR
+
+
+@cache
+def _operator_serves(dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether this torch has the operator, and it takes such tensors. Asked once, so that no later error is hidden."""
+    token = torch.zeros(1, 1, 1, head_dim, dtype=dtype)
+    try:
+        _operator(token, token, token, scale=1.0)
+    except (AttributeError, NotImplementedError, RuntimeError):
+        return False
+    return True
 
 
 def _merge(parts: list[_Part]) -> tuple[torch.Tensor, torch.Tensor]:
