@@ -14,14 +14,17 @@ import random
 import re
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import pytest
 import torch
 from checked_engine import OFFLOAD, Reference, greedy
+from cpu_splits import RandomSplit
 from dense_model import random_prompt
 from gpu_llm import GpuLLM
 from offload_workload import BLOCK, prompts_of
@@ -276,13 +279,14 @@ class ChecksummedOffloadEngine(OffloadEngine):
         super().__init__(*args)
         layers, num_cpu_blocks, block_size = self.k_cache_cpu.shape[:3]
         self.sums = self.k_staging.new_zeros(2, layers, num_cpu_blocks, block_size, dtype=torch.int64) - 1
-        self.num_wrong_tokens = self.k_staging.new_zeros(2, dtype=torch.int64)  # in slots, in staging
+        self.num_wrong_tokens = self.k_staging.new_zeros(3, dtype=torch.int64)  # in slots, in staging, in CPU memory
+        self.pool = [self.streams.on_device(cache) for cache in (self.k_cache_cpu, self.v_cache_cpu)]
 
     def allocate_slots(self, num_ring_slots: int) -> None:
         """Counting starts here: start-up streams a block that was never written, to measure its memory."""
         super().allocate_slots(num_ring_slots)
         self.num_wrong_tokens.zero_()
-        self.num_checked_tokens = 0
+        self.num_checked_tokens: Counter[int] = Counter()
 
     def _slot_sums(self, layer: int, ring_slot: int, start: int, end: int) -> torch.Tensor:
         caches = (self.k_cache_gpu, self.v_cache_gpu)
@@ -291,10 +295,11 @@ class ChecksummedOffloadEngine(OffloadEngine):
     def _note(self, layer: int, ring_slot: int, cpu_block_id: int, start: int, end: int) -> None:
         self.sums[:, layer, cpu_block_id, start:end] = self._slot_sums(layer, ring_slot, start, end)
 
-    def _compare(self, kind: int, layer: int, cpu_block_id: int, sums: torch.Tensor) -> None:
+    def _compare(self, kind: int, layer: int, cpu_block_id: int, sums: torch.Tensor, start: int = 0) -> None:
         num_tokens = sums.shape[1]
-        self.num_wrong_tokens[kind] += (self.sums[:, layer, cpu_block_id, :num_tokens] != sums).sum()
-        self.num_checked_tokens += num_tokens
+        expected = self.sums[:, layer, cpu_block_id, start : start + num_tokens]
+        self.num_wrong_tokens[kind] += (expected != sums).sum()
+        self.num_checked_tokens[kind] += num_tokens
 
     def begin_step(self, moves: KVMoves, slots_in_use: Iterable[int]) -> None:
         for ring_slot, cpu_block_id, start, end in moves.flushes:
@@ -310,6 +315,9 @@ class ChecksummedOffloadEngine(OffloadEngine):
         self._layer = layer  # whose groups come next
         for cpu_block_id, ring_slot, num_tokens in self._moves.loads:
             self._compare(0, layer, cpu_block_id, self._slot_sums(layer, ring_slot, 0, num_tokens))
+        for cpu_block_id, start, end in chain.from_iterable(self._moves.cpu_spans):
+            sums = torch.stack([token_sums(cache[layer, cpu_block_id, start:end]) for cache in self.pool])
+            self._compare(2, layer, cpu_block_id, sums, start)
 
     def stored(self, layer: int) -> None:
         super().stored(layer)  # copies from slot to slot are part of what is copied out
@@ -325,8 +333,10 @@ class ChecksummedOffloadEngine(OffloadEngine):
     def staged_buffers(self) -> Iterator[int]:
         for buffer, group in zip(super().staged_buffers(), self._moves.streamed, strict=True):
             for i, cpu_block_id in enumerate(group.cpu_block_ids):
+                is_last = i == len(group.cpu_block_ids) - 1
+                num_tokens = self.spec.block_size - (group.num_cut_tokens if is_last else 0)
                 caches = (self.k_staging, self.v_staging)
-                sums = torch.stack([token_sums(cache[buffer, i]) for cache in caches])
+                sums = torch.stack([token_sums(cache[buffer, i, :num_tokens]) for cache in caches])
                 self._compare(1, self._layer, cpu_block_id, sums)
             yield buffer
 
@@ -370,7 +380,7 @@ def soak(llm: GpuLLM, seconds: float, seed: int) -> list[tuple[list[int], list[i
         num_steps += 1
         if num_steps % 200 == 0:
             llm.scheduler.check_integrity()
-            assert engine.num_wrong_tokens.tolist() == [0, 0], f"seed {seed}, after {num_steps} steps"
+            assert engine.num_wrong_tokens.tolist() == [0, 0, 0], f"seed {seed}, after {num_steps} steps"
             llm.plans.clear()
             llm.logits.clear()
     llm.assert_nothing_left()
@@ -379,25 +389,33 @@ def soak(llm: GpuLLM, seconds: float, seed: int) -> list[tuple[list[int], list[i
 
 @pytest.mark.slow
 @pytest.mark.timeout(SOAK_SECONDS * 2 + 300)
+@pytest.mark.parametrize("cpu_attention", ["off", "on"])
 @pytest.mark.parametrize(("num_gpu_blocks", "block_size"), [(2, BLOCK), (5, BLOCK), (3, 2 * BLOCK), (12, BLOCK)])
 def test_soak_every_block_that_comes_back_is_the_one_that_was_written(
-    reference: Reference, tmp_path: Path, num_gpu_blocks: int, block_size: int
+    reference: Reference, tmp_path: Path, num_gpu_blocks: int, block_size: int, cpu_attention: str
 ) -> None:
-    """A quarter of NANOVLLM_SOAK_SECONDS each; NANOVLLM_SOAK_SEED varies it. Answers are compared with all-GPU ones."""
+    """An eighth of NANOVLLM_SOAK_SECONDS each; NANOVLLM_SOAK_SEED varies it. Answers are compared with all-GPU ones.
+
+    With the CPU part every step divides the missing tokens at random between the link and the CPU.
+    """
     seed = int(os.environ.get("NANOVLLM_SOAK_SEED", "0")) + num_gpu_blocks
     options = OFFLOAD | {"num_gpu_blocks": num_gpu_blocks, "kvcache_block_size": block_size, "num_cpu_blocks": 60}
+    options["cpu_attention"] = cpu_attention
     internals = Internals(
         staging=StagingSizes(2 * block_size, 2),
         make_offload_engine=lambda spec, num_cpu_blocks, dtype, device: ChecksummedOffloadEngine(
             spec, num_cpu_blocks, dtype, device, make_streams(device)
         ),
+        cpu_split=RandomSplit(generator=random.Random(seed)) if cpu_attention == "on" else None,
     )
     with GpuLLM(reference, internals=internals, max_num_batched_tokens=1500, **options) as llm:
-        answers = soak(llm, SOAK_SECONDS / 4, seed)
+        answers = soak(llm, SOAK_SECONDS / 8, seed)
         engine: Any = llm.runner.offload
-        print(f"{llm.stats()['num_steps']} steps, {engine.num_checked_tokens:,} tokens of a layer checked")
-        assert engine.num_wrong_tokens.tolist() == [0, 0], f"seed {seed}"
-        assert engine.num_checked_tokens > 0
+        checked = engine.num_checked_tokens
+        kinds = dict(zip(("in slots", "in staging", "in CPU memory"), (checked[i] for i in range(3)), strict=True))
+        print(f"{llm.stats()['num_steps']} steps, tokens of a layer checked: {kinds}")
+        assert engine.num_wrong_tokens.tolist() == [0, 0, 0], f"seed {seed}"
+        assert checked[0] + checked[1] > 0 and (checked[2] > 0) == (cpu_attention == "on")
     all_gpu: dict[str, Any] = {"num_kvcache_blocks": 200, "max_num_seqs": 16, "dtype": "float32", "device": "cuda"}
     with LLM(str(reference.directory), **all_gpu) as llm_all_gpu:
         params = [greedy(len(answer)) for _, answer in answers]
