@@ -118,11 +118,23 @@ class Case:
         ]
         return [tensor.transpose(0, 1) for tensor in (self.job.q_THD[rows], *keys_values)]
 
-    def check(self, layer: int = 0, factor: float = 2) -> None:
-        """The error against fp64 is at most `factor` times that of torch in the same precision, and two units more."""
+    def largest_score_error(self, layer: int) -> float:
+        """What one rounding in fp32 of the sum of |q| * |k| can change of a score."""
+        q, k = self.job.q_THD.double().abs(), self.job.k_cache[layer].double().nan_to_num().abs()
+        largest = (q.flatten(0, 1) @ k.flatten(0, 2).T).max()
+        return float(largest) * self.job.scale * 2**-24
+
+    def check(self, layer: int = 0, *, has_large_scores: bool = False) -> None:
+        """The error against fp64 is at most twice that of torch in the same precision, and two units more.
+
+        Large scores allow for what rounding them to fp32 can change. That depends on the order of the sums, which
+        differs between processors in torch too.
+        """
         out_THD, lse_HT = self.expected(layer)
         units = 2 * torch.finfo(self.dtype).eps * out_THD.abs().max()
-        allowed = factor * (self.by_torch(layer).double() - out_THD).abs().max() + units
+        allowed = 2 * (self.by_torch(layer).double() - out_THD).abs().max() + units
+        if has_large_scores:
+            allowed += self.largest_score_error(layer) * self.job.v_cache[layer].nan_to_num().abs().max()
         error = (self.job.out_THD.double() - out_THD).abs().max()
         assert error <= allowed, f"error {error:.3g} in out, allowed {allowed:.3g}"
         sees_keys = lse_HT > -torch.inf
