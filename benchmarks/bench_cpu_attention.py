@@ -41,9 +41,11 @@ class Link:
         self._sources = memory[: memory.numel() // copy_bytes * copy_bytes].view(-1, copy_bytes)
         self._target = torch.empty(copy_bytes, dtype=torch.uint8, device="cuda")
         self._stream = torch.cuda.Stream()
+        self._is_stopping, self._num_copies = True, 0
+        self.restart_clock()
 
     def __enter__(self) -> "Link":
-        self._is_stopping, self._num_copies = False, 0
+        self._is_stopping = False
         self._thread = threading.Thread(target=self._copy)
         self._thread.start()
         self.restart_clock()

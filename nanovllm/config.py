@@ -13,6 +13,8 @@ from nanovllm.utils.options import option
 BLOCK_SIZE_STEP = 256  # block sizes are multiples of this; with offload, it is also the grain of prefix hits
 DEFAULT_BLOCK_SIZE = 256
 GIVEN_SLOTS_BLOCK_SIZE = 4096
+SPECULATION = ("off", "prompt_lookup", "resident", "auto")
+MAX_GUESSES = 15  # with them, the queries of a sequence fill one tile of the decode kernels
 ATTENTION_BACKENDS = ("flash", "cudnn", "triton", "torch")
 
 _DEVICE = re.compile(r"auto|cpu|cuda(:(0|[1-9][0-9]?))?")
@@ -138,6 +140,20 @@ class Config:
         True, help="run chunks of prompts in the same steps as decodes; if off, prompts run first", group=_SCHEDULING
     )
 
+    speculation: str = option(
+        "off",
+        help="guess the next tokens and verify all guesses in one step, which changes no token; prompt_lookup: what "
+        "followed the same words before in prompt or answer; resident: the model over the keys on the GPU, with CPU "
+        "offload; auto: the first, else the second; off: never",
+        group=_SCHEDULING,
+        choices=SPECULATION,
+    )
+    num_speculative_tokens: int = option(
+        15,
+        help="maximum guesses of a sequence in one step, 1 to 15; there are fewer where fewer are faster",
+        group=_SCHEDULING,
+    )
+
     def __post_init__(self) -> None:
         self._check_types()
         self._check_integers()
@@ -161,6 +177,15 @@ class Config:
             raise ConfigError(
                 f"kvcache_block_size={self.kvcache_block_size} must be a multiple of {BLOCK_SIZE_STEP}; "
                 f"try {ceil_div(self.kvcache_block_size, BLOCK_SIZE_STEP) * BLOCK_SIZE_STEP}"
+            )
+        if not 1 <= self.num_speculative_tokens <= MAX_GUESSES:
+            raise ConfigError(
+                f"num_speculative_tokens={self.num_speculative_tokens} must be between 1 and {MAX_GUESSES}"
+            )
+        if self.speculation == "resident" and not self.enable_cpu_offload:
+            raise ConfigError(
+                "speculation='resident' drafts by the keys on the GPU, which are all keys without CPU offload; "
+                "use 'prompt_lookup' or 'auto', or add enable_cpu_offload=True"
             )
         self._check_offload()
         check_overrides(self.hf_overrides or {})
@@ -212,6 +237,11 @@ class Config:
             raise ConfigError(f"cpu_memory_gb={self.cpu_memory_gb} must be above 0 and at most {_MAX_CPU_MEMORY_GB}")
         if self.cpu_attention_threads is not None and self.cpu_attention == "off":
             raise ConfigError("cpu_attention_threads has no effect with cpu_attention='off'; leave one of them out")
+
+    @property
+    def max_guesses(self) -> int:
+        """Guesses of a sequence in one step; 0 without speculation."""
+        return 0 if self.speculation == "off" else self.num_speculative_tokens
 
     @property
     def block_size(self) -> int:

@@ -138,7 +138,7 @@ class LLM:
                 if use_tqdm and (num_tokens := output.num_prefill_tokens or output.num_decode_tokens):
                     rates[kind] = num_tokens / seconds
                     shown = {name: f"{rate:.0f}tok/s" for name, rate in rates.items()}
-                    bar.set_postfix(shown | self._link_figures(), refresh=False)
+                    bar.set_postfix(shown | self._link_figures() | self._guess_figures(), refresh=False)
                 outputs |= output.finished
                 bar.update(len(output.finished))
         return outputs
@@ -158,6 +158,15 @@ class LLM:
                 rates["cpu"] = f"{stats['cpu_load_byte_per_s'] / 1e9:.1f}GB/s"
             figures = rates | figures
         return figures
+
+    def _guess_figures(self) -> dict[str, str]:
+        """The progress bar's figures for guesses; empty until there are any."""
+        if self.config.speculation == "off":
+            return {}
+        stats = self.stats()
+        if stats["guess_acceptance"] is None:
+            return {}
+        return {"guesses": f"{stats['guess_acceptance']:.0%} right, {stats['tokens_per_pass']:.1f}tok/pass"}
 
     # -- streaming text ------------------------------------------------------------------------------------------
 
@@ -236,6 +245,12 @@ class LLM:
         - cpu_attention_byte_per_s: the rate at which the CPU attends while the link is busy, measured at start-up; None
           on a CPU.
         - cpu_load_byte_per_s: like load_byte_per_s, for the bytes that the CPU attends to.
+
+        With speculation:
+        - num_guesses, num_accepted_guesses: tokens that were guessed, and those of them that were right. Guesses after
+          the first wrong one count as wrong.
+        - guess_acceptance: num_accepted_guesses / num_guesses; None without guesses.
+        - tokens_per_pass: mean number of tokens that a step with guesses has yielded; None without guesses.
 
         Raises EngineError if the engine has failed or is closed.
         """

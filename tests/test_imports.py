@@ -47,7 +47,8 @@ ALLOWED: dict[str, set[str]] = {
         "models",
     },
     "executor": {"errors", "device", "core"},
-    "scheduling": {"sampling_params", "core", "kvcache.policy"},
+    "scheduling": {"sampling_params", "core", "kvcache.policy", "speculation"},
+    "speculation": OPTIONS | {"core"},
     "text": OPTIONS | {"core"},
     "engine": OPTIONS
     | {
@@ -60,6 +61,7 @@ ALLOWED: dict[str, set[str]] = {
         "runner",
         "executor",
         "scheduling",
+        "speculation",
     },
     "demo": OPTIONS,
     "llm": OPTIONS | {"core", "capacity", "scheduling", "engine", "text"},
@@ -67,7 +69,8 @@ ALLOWED: dict[str, set[str]] = {
     "nanovllm": {"errors", "llm", "sampling_params"},
     "__main__": {"cli"},
 }
-TORCH_FREE = {"errors", "sampling_params", "config", "checkpoint", "core", "capacity", "kvcache.policy", "scheduling"}
+TORCH_FREE = {"errors", "sampling_params", "config", "checkpoint", "core", "capacity", "kvcache.policy"}
+TORCH_FREE |= {"scheduling", "speculation"}
 MAY_IMPORT_TRITON = {"kernels"}
 MAY_USE_THE_DEVICE = {"device", "kernels", "attention.backends", "kvcache.transfer", "runner"}
 

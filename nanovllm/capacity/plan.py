@@ -12,6 +12,7 @@ from nanovllm.capacity.device_memory import DeviceMemory, device_memory
 from nanovllm.capacity.machine import Machine
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
+from nanovllm.core.guesses import expected_tokens
 from nanovllm.core.kv_spec import KVCacheSpec
 from nanovllm.core.step_limits import max_model_len
 from nanovllm.utils.arithmetic import ceil_div
@@ -125,6 +126,17 @@ class CapacityPlan:
         num_keys = self.num_sequences * self.context
         step_bytes = costs.decode_bytes(self.config, self.model, num_keys, self.kv_bytes_per_token)
         return self.num_sequences * self.machine.memory_byte_per_s / step_bytes
+
+    def guessing_decode_tok_per_s(self, acceptance: float) -> float | None:
+        """The lowest bound of decode, with as many guesses in each step as allowed, of which this share is right.
+
+        Drafts are taken to cost nothing. None without speculation, or if no bound of decode is known.
+        """
+        bounds = (self.link_and_cpu_decode_tok_per_s or self.link_decode_tok_per_s, self.memory_decode_tok_per_s)
+        known = [bound for bound in bounds if bound is not None]
+        if not (self.config.max_guesses and known):
+            return None
+        return min(known) * expected_tokens(acceptance, self.config.max_guesses)
 
     @property
     def link_prefill_tok_per_s(self) -> float | None:

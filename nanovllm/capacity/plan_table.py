@@ -6,6 +6,8 @@ from typing import TypeAlias
 from nanovllm.capacity.plan import CapacityPlan
 from nanovllm.utils.memory import format_bytes
 
+ACCEPTANCES = (0.5, 0.7, 0.9)  # shares of right guesses that the bound of decode is shown for
+
 Row: TypeAlias = tuple[str, str, str]  # (name, figure, remark)
 
 
@@ -87,6 +89,9 @@ def _bound_rows(plan: CapacityPlan) -> list[Row]:
         remark = f"{_rate(link_tok_per_s)} by the link alone, and more with the CPU"
     prefill = {"link": plan.link_prefill_tok_per_s, "arithmetic": plan.flop_prefill_tok_per_s}
     rows += _bound_row("decode", decode, remark)
+    guessing = {f"at acceptance {a}": plan.guessing_decode_tok_per_s(a) for a in ACCEPTANCES}
+    if shares := ", ".join(f"{_rate(rate)} {share}" for share, rate in guessing.items() if rate is not None):
+        rows.append(("guesses", "", f"tok/s: {shares}, with up to {plan.config.max_guesses} a step"))
     rows += _bound_row("prefill", prefill)
     return rows
 

@@ -78,8 +78,9 @@ def run_demo(options: DemoOptions) -> int:
         flush=True,
     )
     common = {"max_model_len": max_model_len, "max_num_batched_tokens": CHUNK_TOKENS, "device": options.device}
-    pool = {"kvcache_block_size": block_size, "num_gpu_blocks": num_slots, "num_cpu_blocks": num_blocks}
-    offloaded = _run(model, prompt, params, common | pool | {"enable_cpu_offload": True})
+    pool: dict[str, Any] = {"kvcache_block_size": block_size, "num_gpu_blocks": num_slots, "num_cpu_blocks": num_blocks}
+    pool |= {"enable_cpu_offload": True, "speculation": "auto"}
+    offloaded = _run(model, prompt, params, common | pool)
     report = _report(offloaded)
     _print_offload(report)
     print("\nThe same prompt with all of its KV resident", flush=True)
@@ -117,11 +118,11 @@ def _rates(output: "RequestOutput") -> dict[str, Any]:
 
 def _report(run: _Run) -> dict[str, Any]:
     """Figures of the run with offload. Slots, staging and CPU pool are allocated once, so their size is their peak."""
-    counters = ("num_hit_blocks", "num_missed_blocks", "num_cpu_tokens", "num_loaded_bytes", "num_offloaded_bytes")
+    counters = "hit_blocks missed_blocks cpu_tokens loaded_bytes offloaded_bytes guesses accepted_guesses".split()
     return {
         "num_prompt_tokens": run.output["num_prompt_tokens"],
         **_rates(run.output),
-        **{name: run.stats[name] for name in counters},
+        **{f"num_{name}": run.stats[f"num_{name}"] for name in counters},
         "slot_bytes": run.stats["num_gpu_blocks"] * run.stats["block_bytes"],
         "staging_bytes": run.staging_bytes,
         "cpu_pool_bytes": run.stats["num_cpu_blocks"] * run.stats["block_bytes"],
@@ -135,6 +136,7 @@ def _print_offload(report: dict[str, Any]) -> None:
         f"{report['num_cpu_tokens']:,} tokens attended to by the CPU, "
         f"{format_bytes(report['num_loaded_bytes'])} loaded, {format_bytes(report['num_offloaded_bytes'])} offloaded"
     )
+    print(f"  guesses  {report['num_guesses']:,}, of which {report['num_accepted_guesses']:,} were right")
     print(
         f"  memory   slots {format_bytes(report['slot_bytes'])}, staging {format_bytes(report['staging_bytes'])}, "
         f"CPU pool {format_bytes(report['cpu_pool_bytes'])}"

@@ -112,8 +112,8 @@ class Receiver:
     def read(self, seq: Sequence) -> Ending | None:
         """Read the sequence's new token, if it got a valid one. Returns why the request must end now, or None.
 
-        Called after each step that samples for the request, while the GPU runs the next step, and without the lock. It
-        must not raise, because an exception here would fail the step and so end the engine. Hot.
+        Called for each token that a step has yielded, while the GPU runs the next step, and without the lock. It must
+        not raise, because an exception here would fail the step and so end the engine. Hot.
         """
         return None
 

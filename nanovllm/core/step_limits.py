@@ -34,6 +34,27 @@ def streamed_graph_sizes(max_num_rows: int) -> list[int]:
     return sorted({4**i for i in range(max_num_rows.bit_length()) if 4**i < max_num_rows} | {max_num_rows})
 
 
+def verifying_graph_sizes(max_num_rows: int) -> list[int]:
+    """Numbers of tokens to capture graphs for steps that verify guesses: 4, 8, 16, 32, 64. Larger steps gain little by
+    guesses, and are launched kernel by kernel.
+    """
+    return _sizes_up_to((4, 8, 16, 32, 64), max_num_rows)
+
+
+def streamed_verifying_graph_sizes(max_num_rows: int) -> list[int]:
+    """The same for streamed steps: 16 for a single sequence, and 64."""
+    return _sizes_up_to((16, 64), max_num_rows)
+
+
+def _sizes_up_to(sizes: tuple[int, ...], max_num_rows: int) -> list[int]:
+    return sorted({min(size, max_num_rows) for size in sizes})
+
+
 def max_sampled_rows(config: Config, num_gpu_blocks: int) -> int:
     """How many sequences one step can sample. Each needs its own block on the GPU to write to."""
     return min(config.max_num_seqs, num_gpu_blocks)
+
+
+def max_step_rows(config: Config, num_gpu_blocks: int) -> int:
+    """How many tokens one step can sample. With speculation, a single sequence can use all of its guesses."""
+    return max(max_sampled_rows(config, num_gpu_blocks), 1 + config.max_guesses)

@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+MAX_SHORT_QUERIES = 16  # new tokens of a sequence that attention runs by the kernels made for decoding
+
 
 class SlotLoad(NamedTuple):
     """A copy of the first tokens of a CPU block to a slot, in every layer. From this step on the block is resident."""
@@ -104,29 +106,44 @@ class SequenceStep:
 
     The paged keys are all keys of the sequence except those that are streamed or that the CPU attends to. `block_table`
     lists the gpu_block_ids that hold them. The last `num_tokens` of the `num_paged_keys` keys are those of the new
-    tokens; the blocks before them may be in any order. All blocks but the last are full.
+    tokens; the blocks before them may be in any order. All blocks before those of the new tokens are full.
+
+    With speculation the last `num_guesses` new tokens are guesses, and the step samples after each of them too. An id
+    of -1 among them is drafted by the ranks before the step's own pass.
     """
 
     seq_id: int
-    token_ids: np.ndarray  # int64 [num_tokens]; -1 for a token that the previous step is still sampling
+    token_ids: np.ndarray  # int64 [num_tokens]; -1 for a token that the previous step is still sampling, or a draft
     position: int  # that of the first new token
     num_prompt_tokens: int
     block_table: tuple[int, ...]
     num_paged_keys: int
-    sampling: SamplingRow | None  # None: nothing is sampled, because the prompt continues in a later step
+    sampling: SamplingRow | None  # of the first sampled token; None: the prompt continues in a later step
     previous_row: int = -1  # row of the previous step whose sampled token is this step's last token
+    num_guesses: int = 0
+    num_drafts: int = 0  # tokens that the ranks draft one after another, of which those with id -1 become guesses
 
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that the step samples: the one after each guess, and the one before the first guess."""
+        return 0 if self.sampling is None else 1 + self.num_guesses
+
+    @property
+    def guesses(self) -> list[int]:
+        return self.token_ids[self.num_tokens - self.num_guesses :].tolist()
 
 
 @dataclass(frozen=True)
 class StepPlan:
     """One step, the same on every rank: the sequences in the order of their rows, and what moves.
 
-    The step's sampled tokens are in the order of the sequences that sample. All steps run in the order in which they
-    were planned, because a plan builds on the K/V and the sampled tokens of the plans before it.
+    The step's sampled tokens are in the order of the sequences that sample, and in order of position for each of them.
+    All steps run in the order in which they were planned, because a plan builds on the K/V and the sampled tokens of
+    the plans before it.
     """
 
     sequences: tuple[SequenceStep, ...]
@@ -137,6 +154,22 @@ class StepPlan:
         return sum(seq.num_tokens for seq in self.sequences)
 
     @property
+    def num_sampled(self) -> int:
+        return sum(seq.num_sampled for seq in self.sequences)
+
+    @property
     def is_decode(self) -> bool:
-        """Whether every sequence runs one token and samples."""
-        return all(seq.num_tokens == 1 and seq.sampling is not None for seq in self.sequences)
+        """Whether every sequence samples after each of its tokens."""
+        return all(seq.num_tokens == seq.num_sampled for seq in self.sequences)
+
+    @property
+    def has_guesses(self) -> bool:
+        return any(seq.num_guesses for seq in self.sequences)
+
+    def draft_rows(self) -> list[list[int]]:
+        """For each draft that precedes the step's own pass, the rows of the sequences that take part.
+
+        The drafted tokens follow the sampled ones in the step's result, in this order.
+        """
+        num_drafts = max((seq.num_drafts for seq in self.sequences), default=0)
+        return [[row for row, seq in enumerate(self.sequences) if seq.num_drafts > i] for i in range(num_drafts)]

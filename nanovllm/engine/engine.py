@@ -14,10 +14,11 @@ concerns a single request ends only that request.
 """
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from nanovllm.core.kv_spec import KVCacheSizes
 from nanovllm.core.outputs import Outbox, Receiver, StepOutput
@@ -33,6 +34,16 @@ from nanovllm.executor.base import Executor, LaunchedStep
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduling.scheduler import Scheduler
 from nanovllm.utils.interrupt import deferred_interrupt
+
+
+class StepMeter(Protocol):
+    """Measures steps by when their tokens arrive."""
+
+    def step_ended(self, plan: StepPlan) -> None:
+        """Called for every step, in order, when its tokens have arrived. Hot."""
+
+    def pause(self) -> None:
+        """The engine has run out of requests. Do not count the time until the next step."""
 
 
 class Engine:
@@ -55,8 +66,12 @@ class Engine:
         self._num_steps = 0
         self._link_byte_per_s = report.link_byte_per_s
         self._link_meter: LinkMeter | None = None  # None: no blocks cross the link
+        self._meters: list[StepMeter] = []
         if setup.config.enable_cpu_offload:
             self._link_meter = LinkMeter(setup.plan.spec.block_bytes, setup.plan.spec.block_size)
+            self._meters.append(self._link_meter)
+        if scheduler.speculator is not None and scheduler.speculator.times is not None:
+            self._meters.append(scheduler.speculator.times)
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -146,7 +161,12 @@ class Engine:
                 self._turns.end()
 
     def _advance(self) -> None:
-        """Launch the next step and commit the one before it; without working ahead, commit the one just launched."""
+        """Launch the next step and commit the one before it; without working ahead, commit the one just launched.
+
+        A sequence that guesses needs its newest token to guess from. Then the step before is committed first.
+        """
+        if self._in_flight is not None and self.scheduler.needs_tokens():
+            self._commit_in_flight(None)
         plan = self.scheduler.schedule()
         launched = None
         if plan is not None:
@@ -156,6 +176,10 @@ class Engine:
             raise AssertionError("requests are waiting, but none of them can run")
         if not self.works_ahead:
             self._in_flight, launched = launched, None
+        self._commit_in_flight(launched)
+
+    def _commit_in_flight(self, launched: tuple[StepPlan, LaunchedStep] | None) -> None:
+        """Commit the step in flight, if there is one. `launched` takes its place."""
         done, self._in_flight = self._in_flight, launched
         if done is not None:
             self._commit(*done)
@@ -164,20 +188,21 @@ class Engine:
         """Hand the tokens of a step to the scheduler, and the results to the callers that wait for them."""
         self.executor.wait_for(launched)
         token_ids = launched.token_ids()
-        if self._link_meter is not None:
-            self._link_meter.step_ended(plan)
-        updated = self.scheduler.commit(plan, token_ids)
-        for seq in updated:
-            self._read(seq)
+        for meter in self._meters:
+            meter.step_ended(plan)
+        num_new: Counter[int] = Counter()  # tokens by seq_id
+        updated = self.scheduler.commit(plan, token_ids, read=partial(self._read, num_new))
         with self._turns.lock:
-            self._count_tokens(plan)
+            self._count_tokens(plan, num_new)
             for seq in updated:
                 self._deliver(seq)
-        if self._link_meter is not None and not self.scheduler.has_unfinished:
-            self._link_meter.pause()
+        if not self.scheduler.has_unfinished:
+            for meter in self._meters:
+                meter.pause()
 
-    def _read(self, seq: Sequence) -> None:
+    def _read(self, num_new: Counter[int], seq: Sequence) -> None:
         """Let the receiver read a sequence's new token, and end the sequence if it says so."""
+        num_new[seq.seq_id] += 1
         ending = self._receivers[seq.seq_id].read(seq)
         if ending is None:
             return
@@ -186,15 +211,15 @@ class Engine:
         elif seq.finish_reason != "error":  # both ended it at this token; the receiver's reason is the more precise
             seq.finish_reason, seq.error = ending
 
-    def _count_tokens(self, plan: StepPlan) -> None:
-        """Tell each caller how many tokens of its requests were in the step."""
+    def _count_tokens(self, plan: StepPlan, num_new: Counter[int]) -> None:
+        """Tell each caller how many tokens of its prompts were in the step, and how many tokens its answers got."""
         for step in plan.sequences:
             receiver = self._receivers.get(step.seq_id)
             if receiver is None:
                 continue  # aborted while the step ran
             content = receiver.outbox.content
-            if step.sampling is not None and step.num_tokens == 1:
-                content.num_decode_tokens += 1
+            if step.num_tokens == step.num_sampled:
+                content.num_decode_tokens += num_new[step.seq_id]
             else:
                 content.num_prefill_tokens += step.num_tokens
 
@@ -218,6 +243,8 @@ class Engine:
         stats |= self.scheduler.kv.stats() | dict(self.executor.stats())
         if self._link_meter is not None:
             stats |= self._link_meter.stats(self._link_byte_per_s)
+        if self.scheduler.speculator is not None:
+            stats |= self.scheduler.speculator.stats()
         return stats
 
     def close(self) -> None:

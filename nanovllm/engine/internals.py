@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from nanovllm.core.cpu_split import CpuSplit
 from nanovllm.core.kv_spec import StagingSizes
 from nanovllm.runner.kv_memory import OffloadEngineFactory, make_offload_engine
+from nanovllm.speculation.drafters import Drafter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,3 +22,5 @@ class Internals:
     staging: StagingSizes = StagingSizes()
     make_offload_engine: OffloadEngineFactory = make_offload_engine
     cpu_split: CpuSplit | None = None  # instead of the one that start-up measures
+    drafters: tuple[Drafter, ...] | None = None  # instead of those that `speculation` names, unless it is off
+    always_guesses: bool = False  # as many guesses as allowed, whatever they cost

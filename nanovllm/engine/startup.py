@@ -12,6 +12,7 @@ from nanovllm.checkpoint.files import fetch_weights
 from nanovllm.config import Config
 from nanovllm.core.cpu_split import CpuSplit
 from nanovllm.core.kv_spec import KVCacheSizes
+from nanovllm.core.step_limits import max_step_rows
 from nanovllm.device.devices import release_failed_start
 from nanovllm.engine.engine import Engine
 from nanovllm.engine.setup import EngineSetup
@@ -24,6 +25,9 @@ from nanovllm.kvcache.policy.block_manager import BlockManager
 from nanovllm.kvcache.policy.hybrid_manager import HybridKVCacheManager
 from nanovllm.runner.model_runner import make_runner
 from nanovllm.scheduling.scheduler import Scheduler
+from nanovllm.speculation.drafters import Drafter, PromptLookupDrafter, ResidentDrafter
+from nanovllm.speculation.pace import StepTimes
+from nanovllm.speculation.speculator import Speculator
 from nanovllm.utils.arithmetic import ceil_div
 from nanovllm.utils.interrupt import deferred_interrupt
 from nanovllm.utils.memory import format_bytes
@@ -75,9 +79,19 @@ def _start(setup: EngineSetup, executor: Executor, end_token_ids: Sequence[int])
     if is_gpu and not setup.config.enforce_eager:
         executor.capture_graphs(sizes.num_gpu_blocks)
     split = setup.internals.cpu_split or executor.measure_cpu_split()
+    kv = _make_kv_manager(setup.config, sizes, setup.plan.spec.staging_group_blocks, split)
+    speculator = _make_speculator(setup, executor, kv)
     if is_gpu:
         executor.freeze_objects()
-    scheduler = _make_scheduler(setup, sizes, end_token_ids, split)
+    scheduler = Scheduler(
+        kv,
+        max_num_seqs=setup.config.max_num_seqs,
+        max_num_batched_tokens=setup.config.max_num_batched_tokens,
+        chunked_prefill=setup.config.chunked_prefill,
+        eos_token_ids=tuple(end_token_ids),
+        speculator=speculator,
+        max_step_rows=max(setup.config.max_num_seqs, max_step_rows(setup.config, sizes.num_gpu_blocks)),
+    )
     report = executor.start_report()
     logger.info("started in %s", report.phases)
     if setup.config.enable_cpu_offload:
@@ -111,17 +125,22 @@ def _kv_cache_sizes(setup: EngineSetup, executor: Executor) -> KVCacheSizes:
     return KVCacheSizes(given or min(fitting, useful), num_cpu_blocks)
 
 
-def _make_scheduler(
-    setup: EngineSetup, sizes: KVCacheSizes, end_token_ids: Sequence[int], split: CpuSplit | None
-) -> Scheduler:
-    config = setup.config
-    return Scheduler(
-        _make_kv_manager(config, sizes, setup.plan.spec.staging_group_blocks, split),
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        chunked_prefill=config.chunked_prefill,
-        eos_token_ids=tuple(end_token_ids),
-    )
+def _make_speculator(setup: EngineSetup, executor: Executor, kv: KVCacheManager) -> Speculator | None:
+    """None without speculation. Measures a draft if there can be any."""
+    config, internals = setup.config, setup.internals
+    if config.speculation == "off":
+        return None
+    drafters: list[Drafter] = []
+    if config.speculation in ("prompt_lookup", "auto"):
+        drafters.append(PromptLookupDrafter())
+    if config.speculation in ("resident", "auto") and config.enable_cpu_offload:
+        drafters.append(ResidentDrafter(kv.misses_keys))
+    chosen = drafters if internals.drafters is None else internals.drafters
+    times = None
+    if not internals.always_guesses:
+        drafts = any(drafter.costs_drafts for drafter in chosen)
+        times = StepTimes(executor.measure_draft_s() if drafts else 0.0)
+    return Speculator(chosen, vocab_size=setup.model_config.vocab_size, max_guesses=config.max_guesses, times=times)
 
 
 def _make_kv_manager(

@@ -45,6 +45,9 @@ class Runner(Protocol):
         The last measurement of the start, because it runs decode steps as requests will.
         """
 
+    def measure_draft_s(self) -> float:
+        """How long it takes to draft a token by as many keys as the GPU holds. Needs an allocated KV cache."""
+
     def freeze_objects(self) -> None:
         """Exempt all objects that exist now from garbage collection, until `close`."""
 

@@ -33,6 +33,10 @@ class LocalExecutor(Executor):
         self._check_open()
         return self.runner.measure_cpu_split()
 
+    def measure_draft_s(self) -> float:
+        self._check_open()
+        return self.runner.measure_draft_s()
+
     def freeze_objects(self) -> None:
         self._check_open()
         self.runner.freeze_objects()

@@ -31,6 +31,9 @@ class ProcessExecutor(Executor):
     def measure_cpu_split(self) -> CpuSplit | None:
         return self._group.call(Runner.measure_cpu_split)
 
+    def measure_draft_s(self) -> float:
+        return self._group.call(Runner.measure_draft_s)
+
     def freeze_objects(self) -> None:
         self._group.call(Runner.freeze_objects)
 

@@ -55,28 +55,25 @@ def build_batches(plan: StepPlan, tensors: StepTensors, block_size: int) -> Step
     return StepBatches(paged, tuple(groups), cpu_rows(plan))
 
 
-def last_token_batches(plan: StepPlan, batches: StepBatches, sampling_rows: torch.Tensor) -> StepBatches:
-    """The batches for only the last token of each sequence that samples.
-
-    `sampling_rows`, int64 [S], are the rows of these sequences in the step.
-    """
+def last_token_batches(plan: StepPlan, batches: StepBatches, tensors: StepTensors) -> StepBatches:
+    """The batches for only the tokens after which the step samples: the last ones of each sequence that samples."""
     rows = [row for row, step in enumerate(plan.sequences) if step.sampling is not None]
-    cu_seqlens_q = torch.arange(len(rows) + 1, dtype=torch.int32, device=sampling_rows.device)
+    query_lens = [plan.sequences[row].num_sampled for row in rows]
 
     def select(batch: PagedBatch) -> PagedBatch:
         assert batch.host is not None, "a planned step knows its sizes"
         context_lens = [batch.host.context_lens[row] for row in rows]
         return PagedBatch(
-            cu_seqlens_q=cu_seqlens_q,
-            context_lens=batch.context_lens[sampling_rows],
-            block_tables=batch.block_tables[sampling_rows],
-            max_query_len=1,
+            cu_seqlens_q=tensors.sampling_cu_seqlens,
+            context_lens=batch.context_lens[tensors.sampling_seqs],
+            block_tables=batch.block_tables[tensors.sampling_seqs],
+            max_query_len=max(query_lens, default=0),
             max_context_len=max(context_lens, default=0),
             causal=batch.causal,
-            host=HostTables([1] * len(rows), context_lens, [batch.host.block_tables[row] for row in rows]),
+            host=HostTables(query_lens, context_lens, [batch.host.block_tables[row] for row in rows]),
         )
 
-    cpu = batches.cpu and CpuRows((1,) * len(rows), tuple(batches.cpu.spans[row] for row in rows))
+    cpu = batches.cpu and CpuRows(tuple(query_lens), tuple(batches.cpu.spans[row] for row in rows))
     return StepBatches(select(batches.paged), tuple(select(group) for group in batches.groups), cpu)
 
 

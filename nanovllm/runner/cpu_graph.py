@@ -36,9 +36,9 @@ class CpuGraph:
     # -- one step ------------------------------------------------------------------------------------------------
 
     def begin_step(self, size: int, graph: torch.cuda.CUDAGraph, rows: CpuRows | None) -> None:
-        """Begin a step of `size` sequences including padding. `rows`: None if the CPU attends to nothing."""
+        """Begin a step of `size` rows including padding. `rows`: None if the CPU attends to nothing."""
         self._graph = graph
-        self._job = rows and self.cpu.make_job(rows, self.scale, num_padding_rows=size - len(rows.num_queries))
+        self._job = rows and self.cpu.make_job(rows, self.scale, num_padding_rows=size - sum(rows.num_queries))
 
     @property
     def num_partials(self) -> int:

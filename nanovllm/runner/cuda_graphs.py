@@ -1,10 +1,11 @@
 """Decode steps as CUDA graphs, from token ids to sampled tokens. A step takes one copy and one replay.
 
-A graph is captured for each of several batch sizes. A step replays the smallest one that fits, and the remaining rows
-are padding: sequences that have no keys and store nothing. All graphs read the same static inputs, leave their logits
-and tokens in the same static buffers (DecodeInputs), and share one memory pool. Only one of them may therefore be in
-use at a time: replays follow each other on the compute stream, and a step's logits are read before the next replay
-overwrites them. A graph must not keep tensors of its own alive, because other sizes could then not share its memory.
+A graph is captured for each of several sizes, in tokens. A step replays the smallest one that fits, and the remaining
+rows are padding: sequences that have no keys and store nothing. All graphs read the same static inputs, leave their
+logits and tokens in the same static buffers (DecodeInputs), and share one memory pool. Only one of them may therefore
+be in use at a time: replays follow each other on the compute stream, and a step's logits are read before the next
+replay overwrites them. A graph must not keep tensors of its own alive, because other sizes could then not share its
+memory.
 """
 
 from abc import ABC, abstractmethod
@@ -16,7 +17,6 @@ import torch
 from tqdm import tqdm
 
 from nanovllm.attention.base import PagedBatch, StepAttention
-from nanovllm.core.step_limits import graph_sizes
 from nanovllm.kvcache.transfer.cpu_part import CpuRows
 from nanovllm.models.decoder import CausalLM
 from nanovllm.runner.decode_inputs import DecodeInputs
@@ -27,18 +27,18 @@ MakeAttention: TypeAlias = Callable[[torch.Tensor, PagedBatch], StepAttention]  
 
 
 class StepGraphs(ABC):
-    """One kind of decode step, captured for several batch sizes. Owned by the runner, to which it has no reference."""
+    """One kind of decode step, captured for several sizes. Owned by the runner, to which it has no reference."""
 
-    name: ClassVar[str]
     num_pools: ClassVar[int] = 1  # memory pools, each shared by all sizes
 
-    def __init__(self, inputs: DecodeInputs, sizes: list[int]) -> None:
-        self.inputs, self.sizes = inputs, sizes
+    def __init__(self, inputs: DecodeInputs, name: str, sizes: list[int], max_query_len: int) -> None:
+        """`sizes`: numbers of rows. `max_query_len`: the most rows of a sequence; 1 for steps without guesses."""
+        self.inputs, self.name, self.sizes, self.max_query_len = inputs, name, sizes, max_query_len
         self._graphs: dict[int, list[torch.cuda.CUDAGraph]] = {}  # by size, in the order of capture
 
-    def size_for(self, num_seqs: int) -> int:
-        """The smallest size that holds `num_seqs` sequences."""
-        return self.sizes[bisect_left(self.sizes, num_seqs)]
+    def size_for(self, num_rows: int) -> int:
+        """The smallest size that holds `num_rows` rows."""
+        return self.sizes[bisect_left(self.sizes, num_rows)]
 
     def capture(
         self, model: CausalLM, make_attention: MakeAttention, sizes: Sequence[int], show_progress: bool
@@ -72,16 +72,11 @@ class StepGraphs(ABC):
     def replay(
         self, arrays: StepArrays, groups: Sequence[GroupArrays] = (), cpu_rows: CpuRows | None = None
     ) -> torch.Tensor:
-        """Run a decode step. Returns its logits [B, vocab_size] and leaves its tokens in `inputs.sampled_ids`. Hot."""
+        """Run a decode step. Returns its logits [T, vocab_size] and leaves its tokens in `inputs.sampled_ids`. Hot."""
 
 
 class DecodeGraphs(StepGraphs):
     """Decode steps whose keys are all on the GPU: one graph for each size."""
-
-    name: ClassVar[str] = "resident"
-
-    def __init__(self, inputs: DecodeInputs) -> None:
-        super().__init__(inputs, graph_sizes(inputs.max_num_seqs))
 
     def _capture_size(self, model: CausalLM, make_attention: MakeAttention, size: int, pools: list[Any]) -> None:
         with capture(pools[0]) as graph:
@@ -89,15 +84,16 @@ class DecodeGraphs(StepGraphs):
         self._graphs[size] = [graph]
 
     def launch_kernels(self, model: CausalLM, make_attention: MakeAttention, size: int) -> None:
-        attention = make_attention(self.inputs.tensors(size).slot_mapping, self.inputs.batch(size))
+        batch = self.inputs.batch(size, self.max_query_len)
+        attention = make_attention(self.inputs.tensors(size).slot_mapping, batch)
         self.inputs.forward(model, size, attention)
 
     def replay(
         self, arrays: StepArrays, groups: Sequence[GroupArrays] = (), cpu_rows: CpuRows | None = None
     ) -> torch.Tensor:
         assert not groups and cpu_rows is None, "a step whose keys are all on the GPU streams no groups"
-        num_seqs = len(arrays.input_ids)
-        size = self.size_for(num_seqs)
+        num_rows = len(arrays.input_ids)
+        size = self.size_for(num_rows)
         self.inputs.fill(arrays, size)
         self._graphs[size][0].replay()
-        return self.inputs.logits(num_seqs)
+        return self.inputs.logits(num_rows)

@@ -14,8 +14,8 @@ from nanovllm.utils.arithmetic import ceil_div
 
 
 class DecodeArrays(NamedTuple):
-    """A decode step's arrays, each [B] with one entry per sequence. The fields are those of StepArrays, and
-    `token_source` (int64), the index of each token's id in the static buffer.
+    """A decode step's arrays. The fields are those of StepArrays, and `token_source` (int64 [T]), the index of each
+    token's id in the static buffer. Every token samples.
     """
 
     input_ids: np.ndarray
@@ -24,6 +24,7 @@ class DecodeArrays(NamedTuple):
     rope_lens: np.ndarray
     slot_mapping: np.ndarray
     context_lens: np.ndarray
+    cu_seqlens_q: np.ndarray
     sampling: SamplingArrays
 
 
@@ -36,6 +37,7 @@ class DecodeTensors(NamedTuple):
     rope_lens: torch.Tensor
     slot_mapping: torch.Tensor
     context_lens: torch.Tensor
+    cu_seqlens_q: torch.Tensor
     sampling: SamplingTensors
 
 
@@ -46,6 +48,7 @@ _STEP_DTYPES = {
     "rope_lens": torch.int64,
     "slot_mapping": torch.int64,
     "context_lens": torch.int32,
+    "cu_seqlens_q": torch.int32,
 }
 _DTYPES = (*_STEP_DTYPES.values(), *map(torch_dtype, SAMPLING_DTYPES.values()))  # one per row of the static buffer
 
@@ -58,9 +61,11 @@ def _even(num_entries: int) -> int:
 
 
 class DecodeInputs:
-    """What every decode graph reads and writes, for up to `max_num_seqs` sequences of `max_model_len` tokens.
+    """What every decode graph reads and writes, for up to `max_num_rows` tokens of sequences of `max_model_len` tokens.
 
-    `sampled_ids`, int64 [max_num_seqs], are the tokens that the last step sampled, by their row in that step. They are
+    A token is a row. A sequence has one, or with guesses several, so there may be fewer sequences than rows.
+
+    `sampled_ids`, int64 [max_num_rows], are the tokens that the last step sampled, by their row in that step. They are
     in the same buffer as the step's own input ids, so that one index, `token_source`, finds an id whether or not the
     host knows it yet.
     """
@@ -68,7 +73,7 @@ class DecodeInputs:
     def __init__(
         self,
         *,
-        max_num_seqs: int,
+        max_num_rows: int,
         max_model_len: int,
         block_size: int,
         vocab_size: int,
@@ -80,17 +85,17 @@ class DecodeInputs:
         valid. `dtype` is the logits'.
         """
         self.vocab_size = vocab_size
-        self.max_num_seqs, self.max_model_len = max_num_seqs, max_model_len
+        self.max_num_rows, self.max_model_len = max_num_rows, max_model_len
         self.device = device
         num_columns = ceil_div(max_model_len, block_size)
         with torch.device(device):
-            self._static = torch.zeros(_even(max_num_seqs) * (1 + len(_DTYPES)), dtype=torch.int64)
-            self._block_tables = torch.zeros(max_num_seqs, num_columns, dtype=torch.int32)
-            self.cu_seqlens_q = torch.arange(max_num_seqs + 1, dtype=torch.int32)
-            self._logits = torch.zeros(max_num_seqs, padded_vocab_size, dtype=dtype)
-        self.sampled_ids = self._static[:max_num_seqs]
-        self._first_row = _even(max_num_seqs)  # where the step's arrays begin
-        self._host_tables = np.zeros((max_num_seqs, num_columns), dtype=np.int32)  # the same values as _block_tables
+            self._static = torch.zeros(_even(max_num_rows) * (1 + len(_DTYPES)), dtype=torch.int64)
+            self._block_tables = torch.zeros(max_num_rows, num_columns, dtype=torch.int32)
+            self._single_queries = torch.arange(max_num_rows + 1, dtype=torch.int32)
+            self._logits = torch.zeros(max_num_rows, padded_vocab_size, dtype=dtype)
+        self.sampled_ids = self._static[:max_num_rows]
+        self._first_row = _even(max_num_rows)  # where the step's arrays begin
+        self._host_tables = np.zeros((max_num_rows, num_columns), dtype=np.int32)  # the same values as _block_tables
 
     # -- what the graphs capture -----------------------------------------------------------------------------------
 
@@ -99,8 +104,9 @@ class DecodeInputs:
         return self._static[self._first_row :][: len(_DTYPES) * _even(size)].view(len(_DTYPES), -1)
 
     def tensors(self, size: int) -> DecodeTensors:
-        """The static arrays for one size, each [size]."""
-        arrays = [row.view(dtype)[:size] for dtype, row in zip(_DTYPES, self._rows(size), strict=True)]
+        """The static arrays for one size, each [size], except that cu_seqlens_q is [size + 1]."""
+        rows = [row.view(dtype) for dtype, row in zip(_DTYPES, self._rows(size), strict=True)]
+        arrays = [row[: size + (i == _CU_SEQLENS_ROW)] for i, row in enumerate(rows)]
         num_own = len(_STEP_DTYPES)
         return DecodeTensors._make((*arrays[:num_own], SamplingTensors._make(arrays[num_own:])))
 
@@ -112,13 +118,19 @@ class DecodeInputs:
         """
         return self._static.index_select(0, self.tensors(size).token_source).clamp_(min=0)
 
-    def batch(self, size: int) -> PagedBatch:
-        """The paged keys of `size` sequences, one query each."""
+    def cu_seqlens_q(self, size: int, max_query_len: int) -> torch.Tensor:
+        """int32 [size + 1]: the queries of up to `size` sequences with `size` queries in all. If no sequence has more
+        than one, these never change.
+        """
+        return self._single_queries[: size + 1] if max_query_len == 1 else self.tensors(size).cu_seqlens_q
+
+    def batch(self, size: int, max_query_len: int) -> PagedBatch:
+        """The paged keys of up to `size` sequences with `size` queries in all."""
         return PagedBatch(
-            cu_seqlens_q=self.cu_seqlens_q[: size + 1],
+            cu_seqlens_q=self.cu_seqlens_q(size, max_query_len),
             context_lens=self.tensors(size).context_lens,
             block_tables=self._block_tables[:size],
-            max_query_len=1,
+            max_query_len=max_query_len,
             max_context_len=self.max_model_len,
             causal=True,
         )
@@ -133,14 +145,17 @@ class DecodeInputs:
 
     # -- one step ------------------------------------------------------------------------------------------------
 
-    def logits(self, num_seqs: int) -> torch.Tensor:
-        """The logits of the last replay for its first `num_seqs` sequences, [num_seqs, vocab_size]."""
-        return self._logits[:num_seqs, : self.vocab_size]
+    def logits(self, num_rows: int) -> torch.Tensor:
+        """The first `num_rows` logits of the last replay, [num_rows, vocab_size]."""
+        return self._logits[:num_rows, : self.vocab_size]
 
     def fill(self, arrays: StepArrays, size: int) -> None:
-        """Enqueue the copy of a decode step's arrays, padded to `size` sequences. Hot: once per step."""
-        num_seqs = len(arrays.input_ids)
-        token_source = self._first_row + np.arange(num_seqs)
+        """Enqueue the copy of a decode step's arrays, padded to `size` rows. Hot: once per step.
+
+        Each row of padding is a sequence of its own, without keys.
+        """
+        num_rows = len(arrays.input_ids)
+        token_source = self._first_row + np.arange(num_rows)
         token_source[arrays.pending_tokens] = arrays.pending_rows
         *of_step, sampling = DecodeArrays(
             input_ids=arrays.input_ids,
@@ -149,13 +164,14 @@ class DecodeInputs:
             rope_lens=arrays.rope_lens,
             slot_mapping=arrays.slot_mapping,
             context_lens=arrays.context_lens,
+            cu_seqlens_q=padded_cu_seqlens(arrays.cu_seqlens_q, size),
             sampling=arrays.sampling,
         )
         staging = torch.zeros(len(_DTYPES), _even(size), dtype=torch.int64, pin_memory=self.device.type == "cuda")
         rows = staging.numpy()
         for values, row in zip((*of_step, *sampling), rows, strict=True):
-            row.view(values.dtype)[:num_seqs] = values
-        rows[_SLOT_MAPPING_ROW, num_seqs:] = -1  # padding stores nothing
+            row.view(values.dtype)[: len(values)] = values
+        rows[_SLOT_MAPPING_ROW, num_rows:] = -1  # padding stores nothing
         self._rows(size).copy_(staging, non_blocking=True)
         self._copy_tables(arrays.block_tables)
 
@@ -172,4 +188,12 @@ class DecodeInputs:
         self._block_tables[:num_seqs].copy_(staging, non_blocking=True)
 
 
+def padded_cu_seqlens(cu_seqlens_q: np.ndarray, size: int) -> np.ndarray:
+    """int32 [size + 1]: a sequence of one query for each row of padding, and then sequences without queries."""
+    num_more = size + 1 - len(cu_seqlens_q)
+    padding = np.minimum(cu_seqlens_q[-1] + 1 + np.arange(num_more, dtype=np.int32), size)
+    return np.concatenate([cu_seqlens_q, padding], dtype=np.int32)
+
+
 _SLOT_MAPPING_ROW = DecodeArrays._fields.index("slot_mapping")
+_CU_SEQLENS_ROW = DecodeArrays._fields.index("cu_seqlens_q")

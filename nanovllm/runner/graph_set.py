@@ -1,10 +1,19 @@
-"""All decode graphs of a rank: for steps whose keys are all on the GPU and, with offload, for streamed steps."""
+"""All decode graphs of a rank: for steps whose keys are all on the GPU and, with offload, for streamed steps. With
+speculation there is one more kind of each, for steps that verify guesses.
+"""
 
 from collections.abc import Sequence
 
 import torch
 
 from nanovllm.attention.base import AttentionBackend, PagedBatch, StepAttention
+from nanovllm.core.step_limits import (
+    graph_sizes,
+    streamed_graph_sizes,
+    streamed_verifying_graph_sizes,
+    verifying_graph_sizes,
+)
+from nanovllm.core.step_plan import StepPlan
 from nanovllm.device.memory_profile import memory_remedy
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.models.decoder import CausalLM
@@ -23,17 +32,40 @@ class GraphSet:
         backend: AttentionBackend,
         scale: float,
         num_heads: int,
+        max_guesses: int,
         tp: TPGroup,
     ) -> None:
-        """Captures nothing yet. `num_heads`: query heads of this rank."""
+        """Captures nothing yet. `num_heads`: query heads of this rank. `max_guesses`: of a sequence, 0 without
+        speculation.
+        """
         self.inputs, self.model, self.memory, self.tp = inputs, model, memory, tp
         self.backend, self.scale = backend, scale
-        self.resident = DecodeGraphs(inputs)
-        self.streamed = memory.streamed_graphs(inputs, backend, scale, num_heads)
+        rows = inputs.max_num_rows
+        self._by_kind: dict[tuple[bool, bool], StepGraphs] = {}  # (brings in keys, verifies guesses)
+
+        def add(verifies: bool, name: str, sizes: list[int], streamed_sizes: list[int]) -> None:
+            max_query_len = 1 + max_guesses if verifies else 1
+            self._by_kind[False, verifies] = DecodeGraphs(inputs, f"resident{name}", sizes, max_query_len)
+            streamed = memory.streamed_graphs(
+                inputs, f"streamed{name}", streamed_sizes, max_query_len, backend, scale, num_heads
+            )
+            if streamed is not None:
+                self._by_kind[True, verifies] = streamed
+
+        add(False, "", graph_sizes(rows), streamed_graph_sizes(rows))
+        if max_guesses:
+            add(True, " verifying", verifying_graph_sizes(rows), streamed_verifying_graph_sizes(rows))
 
     @property
     def kinds(self) -> list[StepGraphs]:
-        return [self.resident] if self.streamed is None else [self.resident, self.streamed]
+        return list(self._by_kind.values())
+
+    def find(self, plan: StepPlan) -> StepGraphs | None:
+        """The graphs that can run the step; None if it must be launched kernel by kernel."""
+        if not plan.is_decode or plan.moves.loads or plan.moves.copies:
+            return None
+        graphs = self._by_kind[plan.moves.brings_in_keys, plan.has_guesses]
+        return graphs if plan.num_tokens <= graphs.sizes[-1] else None
 
     def __str__(self) -> str:
         """The number of sizes of each kind, such as `67 resident, 6 streamed`."""

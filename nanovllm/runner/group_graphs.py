@@ -11,6 +11,7 @@ import torch
 from nanovllm.attention.base import AttentionBackend, PagedBatch, PartialAttention
 from nanovllm.attention.merge import running_dtype
 from nanovllm.kvcache.transfer.offload_engine import OffloadEngine
+from nanovllm.runner.decode_inputs import DecodeInputs
 from nanovllm.runner.inputs import GroupArrays
 
 
@@ -20,14 +21,14 @@ class StaticResult:
     A graph cannot know whether it merges the last part, so the result stays in fp32 and its reader rounds it.
     """
 
-    def __init__(self, like: torch.Tensor, max_num_seqs: int, num_heads: int, head_dim: int) -> None:
+    def __init__(self, like: torch.Tensor, max_num_rows: int, num_heads: int, head_dim: int) -> None:
         """`like` gives the dtype and the device. `num_heads`: query heads of this rank."""
-        self.q_BHD = like.new_zeros(max_num_seqs, num_heads, head_dim)
+        self.q_BHD = like.new_zeros(max_num_rows, num_heads, head_dim)
         self.out_BHD = torch.zeros_like(self.q_BHD, dtype=running_dtype(like.dtype))
-        self.lse_HB = like.new_zeros(num_heads, max_num_seqs, dtype=torch.float32)
+        self.lse_HB = like.new_zeros(num_heads, max_num_rows, dtype=torch.float32)
 
     def at(self, size: int) -> PartialAttention:
-        """The running result of `size` sequences."""
+        """The running result of `size` rows."""
         return PartialAttention(self.out_BHD[:size], self.lse_HB[:, :size])
 
     def begin(self, q_BHD: torch.Tensor, partial: PartialAttention) -> torch.Tensor:
@@ -63,12 +64,19 @@ class GroupGraphs:
     """
 
     def __init__(
-        self, *, offload: OffloadEngine, backend: AttentionBackend, scale: float, cu_seqlens_q: torch.Tensor
+        self,
+        inputs: DecodeInputs,
+        *,
+        max_num_seqs: int,
+        max_query_len: int,
+        offload: OffloadEngine,
+        backend: AttentionBackend,
+        scale: float,
     ) -> None:
-        """`cu_seqlens_q`, int32 [N + 1]: for the N sequences of the largest graph, with one query each."""
+        """`max_num_seqs`: of the largest graph. `max_query_len`: the most queries of a sequence."""
+        self.inputs, self.max_query_len = inputs, max_query_len
         self.offload, self.backend, self.scale = offload, backend, scale
-        self.cu_seqlens_q = cu_seqlens_q
-        caches, spec, largest = offload.k_cache_gpu, offload.spec, len(cu_seqlens_q) - 1
+        caches, spec, largest = offload.k_cache_gpu, offload.spec, max_num_seqs
         self.num_buffers = len(offload.k_staging)
         self._lens = caches.new_zeros(self.num_buffers, largest, dtype=torch.int32)
         self._tables = caches.new_zeros(self.num_buffers, largest, spec.staging_group_blocks, dtype=torch.int32)
@@ -81,10 +89,10 @@ class GroupGraphs:
         """Launch the kernels that the graph of this size and buffer captures."""
         spec = self.offload.spec
         batch = PagedBatch(
-            cu_seqlens_q=self.cu_seqlens_q[: size + 1],
+            cu_seqlens_q=self.inputs.cu_seqlens_q(size, self.max_query_len),
             context_lens=self._lens[buffer, :size],
             block_tables=self._tables[buffer, :size],
-            max_query_len=1,
+            max_query_len=self.max_query_len,
             max_context_len=spec.staging_group_blocks * spec.block_size,
             causal=False,
         )

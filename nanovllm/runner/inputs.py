@@ -1,6 +1,6 @@
 """A step's arrays: computed from the plan with numpy, and moved to the device in one copy.
 
-A step has T tokens of B sequences, S of which sample.
+A step has T tokens of B sequences and samples S tokens.
 """
 
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from nanovllm.core.step_plan import SamplingRow, StepPlan
+from nanovllm.core.step_plan import SamplingRow, SequenceStep, StepPlan
 from nanovllm.kernels.sampling_tensors import SamplingTensors
 from nanovllm.utils.arithmetic import ceil_div
 
@@ -47,7 +47,8 @@ class GroupArrays(NamedTuple):
 class StepArrays(NamedTuple):
     """Everything the model and the sampler read, except the streamed groups.
 
-    The token at `input_ids[pending_tokens[i]]` is the one that row `pending_rows[i]` of the previous step sampled.
+    The token at `input_ids[pending_tokens[i]]` is the one that row `pending_rows[i]` of the previous step sampled, or
+    in a step with drafts the one that was drafted as number `pending_rows[i]`.
     """
 
     input_ids: np.ndarray  # int64 [T]
@@ -57,8 +58,9 @@ class StepArrays(NamedTuple):
     cu_seqlens_q: np.ndarray  # int32 [B + 1]
     context_lens: np.ndarray  # int32 [B]
     block_tables: np.ndarray  # int32 [B, longest]
-    sampling_rows: np.ndarray  # int64 [S], the sequences that sample
-    logits_rows: np.ndarray  # int64 [S], the last tokens of these sequences
+    sampling_seqs: np.ndarray  # int64 [B'], the sequences that sample
+    sampling_cu_seqlens: np.ndarray  # int32 [B' + 1], how many tokens they sample, summed up
+    logits_rows: np.ndarray  # int64 [S], the tokens after which they sample: the last ones of each
     pending_tokens: np.ndarray  # int64 [number of pending tokens]
     pending_rows: np.ndarray  # int64 [number of pending tokens]
     sampling: SamplingArrays
@@ -81,7 +83,8 @@ class StepTensors(NamedTuple):
     cu_seqlens_q: torch.Tensor
     context_lens: torch.Tensor
     block_tables: torch.Tensor
-    sampling_rows: torch.Tensor
+    sampling_seqs: torch.Tensor
+    sampling_cu_seqlens: torch.Tensor
     logits_rows: torch.Tensor
     pending_tokens: torch.Tensor
     pending_rows: torch.Tensor
@@ -111,9 +114,8 @@ def build_arrays(plan: StepPlan, block_size: int) -> StepArrays:
     offset = np.arange(ends[-1]) - (ends - query_lens)[row]
     positions = starts[row] + offset
     paged = (context_lens - query_lens)[row] + offset  # the token's index among its sequence's paged keys
-    does_sample = np.array([step.sampling is not None for step in steps])
-    previous_rows = np.array([step.previous_row for step in steps], dtype=np.int64)
-    is_pending = previous_rows >= 0
+    num_sampled = np.array([step.num_sampled for step in steps], dtype=np.int64)
+    pending_tokens, pending_rows = _pending(plan, ends)
     return StepArrays(
         input_ids=np.concatenate([step.token_ids for step in steps]),
         positions=positions,
@@ -122,12 +124,41 @@ def build_arrays(plan: StepPlan, block_size: int) -> StepArrays:
         cu_seqlens_q=np.concatenate([[0], ends]).astype(np.int32),
         context_lens=context_lens.astype(np.int32),
         block_tables=tables,
-        sampling_rows=np.flatnonzero(does_sample),
-        logits_rows=ends[does_sample] - 1,
-        pending_tokens=ends[is_pending] - 1,
-        pending_rows=previous_rows[is_pending],
-        sampling=_sampling_arrays([step.sampling for step in steps if step.sampling is not None]),
+        sampling_seqs=np.flatnonzero(num_sampled),
+        sampling_cu_seqlens=np.concatenate([[0], num_sampled[num_sampled > 0].cumsum()]).astype(np.int32),
+        logits_rows=np.flatnonzero(offset >= (query_lens - num_sampled)[row]),
+        pending_tokens=pending_tokens,
+        pending_rows=pending_rows,
+        sampling=_sampling_arrays(_sampling_rows(steps)),
     )
+
+
+def _pending(plan: StepPlan, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """`pending_tokens` and `pending_rows` of StepArrays. `ends`: of each sequence's tokens."""
+    drafts = plan.draft_rows()
+    if not drafts:
+        previous_rows = np.array([step.previous_row for step in plan.sequences], dtype=np.int64)
+        is_pending = previous_rows >= 0
+        return ends[is_pending] - 1, previous_rows[is_pending]
+    assert all(step.previous_row < 0 for step in plan.sequences), "a step with drafts needs the tokens of the last one"
+    drafted = [(i, row) for i, rows in enumerate(drafts) for row in rows]
+    places = [
+        (ends[row] - step.num_guesses + i, number)
+        for number, (i, row) in enumerate(drafted)
+        if i < (step := plan.sequences[row]).num_guesses and step.guesses[i] < 0
+    ]
+    tokens, numbers = (np.array([place[i] for place in places], dtype=np.int64) for i in range(2))
+    return tokens, numbers
+
+
+def _sampling_rows(steps: Sequence[SequenceStep]) -> list[SamplingRow]:
+    """One for each sampled token."""
+    return [
+        step.sampling._replace(position=step.sampling.position + i) if i else step.sampling
+        for step in steps
+        if step.sampling is not None
+        for i in range(step.num_sampled)
+    ]
 
 
 def _sampling_arrays(rows: Sequence[SamplingRow]) -> SamplingArrays:

@@ -74,9 +74,18 @@ class KVMemory(ABC):
         return PagedPart(backend=backend, k_cache=k_cache, v_cache=v_cache, batch=batch, scale=scale)
 
     def streamed_graphs(
-        self, inputs: DecodeInputs, backend: AttentionBackend, scale: float, num_heads: int
+        self,
+        inputs: DecodeInputs,
+        name: str,
+        sizes: list[int],
+        max_query_len: int,
+        backend: AttentionBackend,
+        scale: float,
+        num_heads: int,
     ) -> StreamedDecodeGraphs | None:
-        """Graphs for decode steps that stream; None if no step streams. `num_heads`: query heads of this rank."""
+        """Graphs for decode steps that stream (see StepGraphs); None if no step streams. `num_heads`: query heads of
+        this rank.
+        """
         return None
 
     # -- one step ------------------------------------------------------------------------------------------------
@@ -198,10 +207,25 @@ class OffloadedPool(KVMemory):
         return parts
 
     def streamed_graphs(
-        self, inputs: DecodeInputs, backend: AttentionBackend, scale: float, num_heads: int
+        self,
+        inputs: DecodeInputs,
+        name: str,
+        sizes: list[int],
+        max_query_len: int,
+        backend: AttentionBackend,
+        scale: float,
+        num_heads: int,
     ) -> StreamedDecodeGraphs | None:
         return StreamedDecodeGraphs(
-            inputs, offload=self.offload, cpu=self.cpu, backend=backend, scale=scale, num_heads=num_heads
+            inputs,
+            name,
+            sizes,
+            max_query_len,
+            offload=self.offload,
+            cpu=self.cpu,
+            backend=backend,
+            scale=scale,
+            num_heads=num_heads,
         )
 
     def begin_step(self, plan: StepPlan) -> None:

@@ -15,7 +15,7 @@ from nanovllm.config import Config
 from nanovllm.core.cpu_split import CpuSplit
 from nanovllm.core.kv_spec import KVCacheSizes, KVCacheSpec, dtype_name
 from nanovllm.core.start_report import StartReport
-from nanovllm.core.step_limits import max_model_len, max_sampled_rows
+from nanovllm.core.step_limits import max_model_len, max_step_rows
 from nanovllm.core.step_plan import StepPlan
 from nanovllm.device.device_guard import current_device, on_own_device
 from nanovllm.device.devices import use_expandable_segments
@@ -27,7 +27,9 @@ from nanovllm.models.loader import load_weights
 from nanovllm.models.registry import build_model
 from nanovllm.runner.batches import build_batches, cpu_rows, last_token_batches
 from nanovllm.runner.cpu_split import make_cpu_attention, measure_split
+from nanovllm.runner.cuda_graphs import StepGraphs
 from nanovllm.runner.decode_inputs import DecodeInputs
+from nanovllm.runner.drafts import draft_steps, measure_draft_s
 from nanovllm.runner.graph_set import GraphSet
 from nanovllm.runner.inputs import StepArrays, StepTensors, build_arrays, build_groups, to_device
 from nanovllm.runner.kv_memory import KVMemory, OffloadEngineFactory, make_kv_memory
@@ -138,7 +140,7 @@ class ModelRunner:
     def make_graphs(self, num_gpu_blocks: int) -> GraphSet:
         """Make the graphs for a cache of `num_gpu_blocks` blocks, still to be captured. Steps use them from here on."""
         static = DecodeInputs(
-            max_num_seqs=max_sampled_rows(self.config, num_gpu_blocks),
+            max_num_rows=max_step_rows(self.config, num_gpu_blocks),
             max_model_len=self.max_model_len,
             block_size=self.spec.block_size,
             vocab_size=self.model_config.vocab_size,
@@ -153,6 +155,7 @@ class ModelRunner:
             backend=self.backend,
             scale=self.scale,
             num_heads=self.num_heads,
+            max_guesses=self.config.max_guesses,
             tp=self.tp,
         )
         return self.graphs
@@ -171,6 +174,13 @@ class ModelRunner:
         with self.phases("CPU attention"):
             return measure_split(offload, cpu, self.launch, self.tp, is_forced=self.config.cpu_attention == "on")
 
+    @on_own_device
+    def measure_draft_s(self) -> float:
+        """How long it takes to draft a token by as many keys as the GPU holds. Runs decode steps."""
+        num_blocks = self.memory.cache[0].shape[1]
+        with self.phases("drafts"):
+            return measure_draft_s(num_blocks, self.spec.block_size, self.max_model_len, self.launch)
+
     def freeze_objects(self) -> None:
         """Exempt all objects that exist now from garbage collection, until `close`.
 
@@ -188,14 +198,50 @@ class ModelRunner:
         """Enqueue the step. On the CPU it has run when this returns; on a GPU it may still be running. Hot."""
         arrays = build_arrays(plan, self.spec.block_size)
         self.memory.begin_step(plan)
-        if self.graphs is not None and plan.is_decode and not (plan.moves.loads or plan.moves.copies):
-            self._sampled_ids = self._replay(self.graphs, plan, arrays)
+        drafted_ids = self._draft(plan)
+        graphs = self._graphs_for(plan)
+        if graphs is not None:
+            self._sampled_ids = self._replay(graphs, plan, arrays)
         else:
             self._sampled_ids = self._launch_kernels(plan, arrays)
         self.memory.end_step()
-        return StepResult(self._sampled_ids)
+        return StepResult(torch.cat([self._sampled_ids, drafted_ids]) if len(drafted_ids) else self._sampled_ids)
 
-    def _launch_kernels(self, plan: StepPlan, arrays: StepArrays) -> torch.Tensor:
+    def _draft(self, plan: StepPlan) -> torch.Tensor:
+        """Draft tokens by the keys that are on the GPU, one after another: see StepPlan.draft_rows.
+
+        The K/V of drafts go to the cells of the guesses, and the step's own pass writes them again. Meanwhile the keys
+        of its first layers are on their way. From here on the drafted tokens are where the step finds its pending ones.
+        """
+        steps = draft_steps(plan)
+        if not steps:
+            return self._sampled_ids[:0]
+        assert not (plan.moves.loads or plan.moves.copies), "a draft would read slots before they are filled"
+        self.memory.begin_all_layers()
+        drafted = []
+        for step in steps:
+            arrays = build_arrays(step, self.spec.block_size)
+            graphs = self._graphs_for(step)
+            if graphs is not None:
+                graphs.replay(arrays)
+                self._sampled_ids = self.tp.broadcast(graphs.inputs.sampled_ids[: step.num_sampled])
+            else:
+                self._sampled_ids = self._launch_kernels(step, arrays, is_draft=True)
+            drafted.append(self._sampled_ids.clone())
+        self._sampled_ids = torch.cat(drafted)
+        self._share_with_graphs()
+        return self._sampled_ids
+
+    def _graphs_for(self, plan: StepPlan) -> StepGraphs | None:
+        """The graphs that can run the step; None: it must be launched kernel by kernel."""
+        return None if self.graphs is None else self.graphs.find(plan)
+
+    def _share_with_graphs(self) -> None:
+        """Put the tokens sampled last where the next graph reads them."""
+        if self.graphs is not None:
+            self.graphs.inputs.sampled_ids[: len(self._sampled_ids)].copy_(self._sampled_ids)
+
+    def _launch_kernels(self, plan: StepPlan, arrays: StepArrays, is_draft: bool = False) -> torch.Tensor:
         """Run any step without graphs. Returns the sampled tokens, int64 [S]."""
         groups = build_groups(plan, self.spec.block_size, self.spec.staging_group_blocks)
         tensors = to_device(arrays, groups, self.device)
@@ -204,29 +250,29 @@ class ModelRunner:
             tensors.input_ids[tensors.pending_tokens] = pending_ids
         rope_lens = tensors.rope_lens if self.model.needs_rope_lens else None
         rows = None if plan.is_decode else tensors.logits_rows
-        attention = self._attention(plan, tensors)
+        attention = self._attention(plan, tensors, is_draft)
         hidden = self.model(tensors.input_ids, tensors.positions, attention, rope_lens, rows)
         if not len(hidden):
             return self._sampled_ids[:0]
-        sampled_ids = self.tp.broadcast(sample(self.model.compute_logits(hidden), tensors.sampling))
-        if self.graphs is not None:  # the next step's graph reads them there
-            self.graphs.inputs.sampled_ids[: len(sampled_ids)].copy_(sampled_ids)
-        return sampled_ids
+        self._sampled_ids = self.tp.broadcast(sample(self.model.compute_logits(hidden), tensors.sampling))
+        self._share_with_graphs()
+        return self._sampled_ids
 
-    def _attention(self, plan: StepPlan, tensors: StepTensors) -> StepAttention:
+    def _attention(self, plan: StepPlan, tensors: StepTensors, is_draft: bool) -> StepAttention:
         batches = build_batches(plan, tensors, self.spec.block_size)
-        last = batches if plan.is_decode else last_token_batches(plan, batches, tensors.sampling_rows)
+        if is_draft:
+            return self.memory.paged_attention(self.backend, self.scale, tensors.slot_mapping, batches.paged)
+        last = batches if plan.is_decode else last_token_batches(plan, batches, tensors)
         return self.memory.attention(self.backend, self.scale, tensors.slot_mapping, batches, last)
 
-    def _replay(self, graphs: GraphSet, plan: StepPlan, arrays: StepArrays) -> torch.Tensor:
+    def _replay(self, graphs: StepGraphs, plan: StepPlan, arrays: StepArrays) -> torch.Tensor:
         """Run a decode step that loads nothing into slots: one replay, or several pieces if keys are missing."""
         if plan.moves.brings_in_keys:
-            assert graphs.streamed is not None, "keys are missing only with offload"
             groups = build_groups(plan, self.spec.block_size, self.spec.staging_group_blocks)
-            logits = graphs.streamed.replay(arrays, groups, cpu_rows(plan))
+            logits = graphs.replay(arrays, groups, cpu_rows(plan))
         else:
             self.memory.begin_all_layers()
-            logits = graphs.resident.replay(arrays)
+            logits = graphs.replay(arrays)
             self.memory.ran_all_layers()
         return self.tp.broadcast(graphs.inputs.sampled_ids[: len(logits)])
 

@@ -24,7 +24,6 @@ import torch
 from nanovllm.attention.base import AttentionBackend
 from nanovllm.attention.paged import PagedPart
 from nanovllm.attention.parts import AttentionPart, finish_parts
-from nanovllm.core.step_limits import streamed_graph_sizes
 from nanovllm.kvcache.transfer.cpu_part import CpuAttention, CpuRows
 from nanovllm.kvcache.transfer.offload_engine import OffloadEngine
 from nanovllm.layers.kv_cells import KVCells
@@ -83,12 +82,14 @@ class _Cutter:
 class StreamedDecodeGraphs(StepGraphs):
     """Decode steps that stream groups and load nothing into slots."""
 
-    name: ClassVar[str] = "streamed"
     num_pools: ClassVar[int] = 2  # one for the pieces, one for the group graphs
 
     def __init__(
         self,
         inputs: DecodeInputs,
+        name: str,
+        sizes: list[int],
+        max_query_len: int,
         *,
         offload: OffloadEngine,
         cpu: CpuAttention | None,
@@ -97,12 +98,12 @@ class StreamedDecodeGraphs(StepGraphs):
         num_heads: int,
     ) -> None:
         """`num_heads`: query heads of this rank."""
-        super().__init__(inputs, streamed_graph_sizes(inputs.max_num_seqs))
+        super().__init__(inputs, name, sizes, max_query_len)
         self.offload, self.backend, self.scale = offload, backend, scale
         self.num_layers, largest = offload.spec.num_layers, self.sizes[-1]
         self.result = StaticResult(offload.k_cache_gpu, largest, num_heads, offload.spec.head_dim)
         self.groups = GroupGraphs(
-            offload=offload, backend=backend, scale=scale, cu_seqlens_q=inputs.cu_seqlens_q[: largest + 1]
+            inputs, max_num_seqs=largest, max_query_len=max_query_len, offload=offload, backend=backend, scale=scale
         )
         self.cpu: CpuGraph | None = None
         if cpu is not None:
@@ -118,7 +119,7 @@ class StreamedDecodeGraphs(StepGraphs):
             backend=self.backend,
             k_cache=self.offload.k_cache_gpu,
             v_cache=self.offload.v_cache_gpu,
-            batch=self.inputs.batch(size),
+            batch=self.inputs.batch(size, self.max_query_len),
             scale=self.scale,
         )
         slot_mapping = self.inputs.tensors(size).slot_mapping
@@ -137,7 +138,8 @@ class StreamedDecodeGraphs(StepGraphs):
         torch.cuda.synchronize()
 
     def launch_kernels(self, model: CausalLM, make_attention: MakeAttention, size: int) -> None:
-        attention = make_attention(self.inputs.tensors(size).slot_mapping, self.inputs.batch(size))
+        batch = self.inputs.batch(size, self.max_query_len)
+        attention = make_attention(self.inputs.tensors(size).slot_mapping, batch)
         self.inputs.forward(model, size, attention)
         for buffer in range(self.groups.num_buffers):
             self.groups.launch_kernels(size, buffer, self.result)
@@ -148,8 +150,8 @@ class StreamedDecodeGraphs(StepGraphs):
         self, arrays: StepArrays, groups: Sequence[GroupArrays] = (), cpu_rows: CpuRows | None = None
     ) -> torch.Tensor:
         """See StepGraphs. Between the pieces this makes the same calls as a step that is launched kernel by kernel."""
-        num_seqs = len(arrays.input_ids)
-        size = self.size_for(num_seqs)
+        num_rows = len(arrays.input_ids)
+        size = self.size_for(num_rows)
         self.inputs.fill(arrays, size)
         num_pieces, num_buffers = self.num_layers + 1, self.groups.num_buffers
         *pieces, last_piece = self._graphs[size][:num_pieces]
@@ -167,4 +169,4 @@ class StreamedDecodeGraphs(StepGraphs):
             finish_parts(parts, layer, q_BHD, replay)
         replay(last_piece)
         self.groups.end_step()
-        return self.inputs.logits(num_seqs)
+        return self.inputs.logits(num_rows)

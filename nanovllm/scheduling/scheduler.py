@@ -4,16 +4,23 @@ It works on integers only. `schedule` plans a step, the engine runs it, and `com
 The next step may be planned before these have arrived. A sampled token that has not arrived yet is *pending*: it has a
 position but no id. Planning uses only what is certain without the id, namely whether a sequence has reached max_tokens.
 An end token is noticed when it arrives, and anything that a later step has computed for that sequence is dropped.
+
+With speculation a decoding sequence may run guesses behind its newest token, and the step samples after each of them.
+`commit` keeps the sampled tokens up to the first that differs from the guess at its position: exactly those that the
+sequence would have got without guesses. A sequence guesses only when its newest token has arrived (`needs_tokens`).
 """
 
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 
 from nanovllm.core.sequence import Sequence, SequenceStatus
-from nanovllm.core.step_plan import KVMoves, SamplingRow, SequenceStep, StepPlan
+from nanovllm.core.step_plan import MAX_SHORT_QUERIES, KVMoves, SamplingRow, SequenceStep, StepPlan
 from nanovllm.kvcache.policy.base import KVCacheManager, PagedKeys
 from nanovllm.sampling_params import INVALID_TOKEN
+from nanovllm.speculation.drafters import NO_GUESSES, Guesses
+from nanovllm.speculation.speculator import Speculator
 
 
 class Scheduler:
@@ -25,18 +32,25 @@ class Scheduler:
         max_num_batched_tokens: int,
         chunked_prefill: bool = True,
         eos_token_ids: tuple[int, ...] = (),
+        speculator: Speculator | None = None,
+        max_step_rows: int | None = None,
     ) -> None:
-        self.kv = kv
+        """`speculator`: None for no guesses. `max_step_rows`: the most tokens that a step can sample, at least
+        `max_num_seqs`, which is the default.
+        """
+        self.kv, self.speculator = kv, speculator
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.chunked_prefill = chunked_prefill
+        self.max_step_rows = max_step_rows or max_num_seqs
         self.eos_token_ids = frozenset(eos_token_ids)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.sequences: dict[int, Sequence] = {}  # all unfinished ones
         self.num_preemptions = 0
         self._placed: list[tuple[Sequence, int]] = []
-        self._budget = 0
+        self._guesses: dict[int, Guesses] = {}  # by seq_id, in this step
+        self._budget = self._num_rows = 0  # left in this step: new tokens, tokens to sample
 
     def check_fits(self, seq: Sequence) -> None:
         """Raise RequestError if a request could never run. Changes nothing."""
@@ -47,6 +61,8 @@ class Scheduler:
         self.check_fits(seq)
         self.waiting.append(seq)
         self.sequences[seq.seq_id] = seq
+        if self.speculator is not None:
+            self.speculator.add(seq)
 
     @property
     def has_unfinished(self) -> bool:
@@ -69,6 +85,8 @@ class Scheduler:
         seq.status = SequenceStatus.FINISHED
         seq.finish_reason, seq.error = reason, error
         del self.sequences[seq.seq_id]
+        if self.speculator is not None:
+            self.speculator.forget(seq)
 
     # -- planning ------------------------------------------------------------------------------------------------
 
@@ -76,7 +94,8 @@ class Scheduler:
         """Plan the next step. None if no request is left, or if none can run before a pending token arrives."""
         self.kv.begin_step(self.running)
         self._placed = []
-        self._budget = self.max_num_batched_tokens
+        self._guesses = {}
+        self._budget, self._num_rows = self.max_num_batched_tokens, self.max_step_rows
         if self.chunked_prefill:
             if not self._place_running(self._can_run(self.running)):
                 self._place_waiting()
@@ -84,9 +103,7 @@ class Scheduler:
             self._schedule_classic()
         if not self._placed:
             return None
-        # Single tokens come first, and each kind is sorted longest context first: the GPU starts a kernel's programs
-        # in order, so the long ones start first and the short ones fill the gaps at the end.
-        self._placed.sort(key=lambda placed: (placed[1] > 1, -placed[0].num_computed_tokens - placed[1]))
+        self._placed.sort(key=_launch_order)
         keys, moves = self.kv.finish_step(self._placed)
         return self._make_plan(keys, moves)
 
@@ -104,10 +121,12 @@ class Scheduler:
     def _place_running(self, sequences: list[Sequence]) -> bool:
         """Place running sequences in order of arrival. Returns whether one had to be preempted to make room."""
         preempted = False
-        for seq in sequences:
+        for i, seq in enumerate(sequences):
             if not self._budget or seq.status is not SequenceStatus.RUNNING:
                 break  # the budget is used up, or this sequence and all after it were preempted
-            wanted = min(seq.num_uncomputed_tokens, self._budget)
+            num_known = min(seq.num_uncomputed_tokens, self._budget)
+            guesses = self._guess(seq, num_others=len(sequences) - i - 1)
+            wanted = num_known + len(guesses.token_ids)
             while not (num_tokens := self.kv.num_placeable(seq, wanted)):
                 preempted = True
                 victim = self.running[-1]
@@ -115,12 +134,20 @@ class Scheduler:
                 if victim is seq:
                     break
             if num_tokens:
-                self._place(seq, num_tokens)
+                self._place(seq, num_tokens, guesses.first(num_tokens - num_known))
         return preempted
+
+    def _guess(self, seq: Sequence, num_others: int) -> Guesses:
+        """Guesses for a sequence that decodes, as many as are useful. Leaves room for `num_others` sequences."""
+        if self.speculator is None or seq.num_uncomputed_tokens != 1 or seq.num_pending_tokens:
+            return NO_GUESSES
+        num_left = seq.max_tokens - seq.num_output_tokens - 1  # after the token that this step samples anyway
+        most = min(num_left, self._budget - 1 - num_others, self._num_rows - 1 - num_others)
+        return self.speculator.guess(seq, most, len(self.running))
 
     def _place_waiting(self, whole: bool = False) -> None:
         """Admit waiting sequences in order while there is room. `whole`: split only the first prompt of a step."""
-        while self.waiting and self._budget and len(self.running) < self.max_num_seqs:
+        while self.waiting and self._budget and self._num_rows and len(self.running) < self.max_num_seqs:
             seq = self.waiting[0]
             if seq.num_pending_tokens or not self.kv.can_admit(seq):
                 return
@@ -132,11 +159,15 @@ class Scheduler:
             seq.status = SequenceStatus.RUNNING
             self._place(seq, self.kv.num_placeable(seq, min(seq.num_uncomputed_tokens, self._budget)))
 
-    def _place(self, seq: Sequence, num_tokens: int) -> None:
+    def _place(self, seq: Sequence, num_tokens: int, guesses: Guesses = NO_GUESSES) -> None:
         assert num_tokens > 0, f"sequence {seq.seq_id} was admitted, but no token of it can be placed"
-        self.kv.place(seq, num_tokens)
+        num_guesses = len(guesses.token_ids)
+        self.kv.place(seq, num_tokens, num_guesses)
         self._placed.append((seq, num_tokens))
+        if num_guesses:
+            self._guesses[seq.seq_id] = guesses
         self._budget -= num_tokens
+        self._num_rows -= 1 + num_guesses
 
     def _preempt(self, seq: Sequence) -> None:
         self.running.remove(seq)
@@ -145,34 +176,54 @@ class Scheduler:
         self.waiting.appendleft(seq)
         self.num_preemptions += 1
 
+    def needs_tokens(self) -> bool:
+        """Whether the step in flight must be committed before the next one is planned: a sequence of it verifies
+        guesses, or one wants to guess.
+        """
+        if self.speculator is None:
+            return False
+        num_running = len(self.running)
+        return any(
+            seq.num_pending_guesses or self.speculator.wants_to_guess(seq, num_running) for seq in self.running
+        )
+
     def _make_plan(self, keys: list[PagedKeys], moves: KVMoves) -> StepPlan:
-        """Make the frozen plan, and count its tokens as computed."""
+        """Make the frozen plan, and count its tokens as computed, except for guesses."""
         steps = []
         num_sampled = 0
+        # Drafts run before the step's own pass, and so before its loads and copies
+        can_draft = not (moves.loads or moves.copies)
         for (seq, num_tokens), paged in zip(self._placed, keys, strict=True):
-            start, end = seq.num_computed_tokens, seq.num_computed_tokens + num_tokens
+            placed = self._guesses.get(seq.seq_id, NO_GUESSES)
+            guesses = placed if can_draft else placed.without_drafts()
+            num_dropped = len(placed.token_ids) - len(guesses.token_ids)
+            start = seq.num_computed_tokens
+            end = start + num_tokens - len(placed.token_ids)
             token_ids = seq.token_ids[start:end]
-            previous_row = seq.pending_row if len(token_ids) < num_tokens else -1
+            previous_row = seq.pending_row if len(token_ids) < end - start else -1
             if previous_row >= 0:
                 token_ids.append(-1)
+            token_ids.extend(guesses.token_ids)
             samples = end == seq.num_tokens
-            steps.append(
-                SequenceStep(
-                    seq_id=seq.seq_id,
-                    token_ids=np.array(token_ids),
-                    position=start,
-                    num_prompt_tokens=seq.num_prompt_tokens,
-                    block_table=paged.block_table,
-                    num_paged_keys=paged.num_paged_keys,
-                    sampling=self._sampling_row(seq) if samples else None,
-                    previous_row=previous_row,
-                )
+            step = SequenceStep(
+                seq_id=seq.seq_id,
+                token_ids=np.array(token_ids),
+                position=start,
+                num_prompt_tokens=seq.num_prompt_tokens,
+                block_table=paged.block_table,
+                num_paged_keys=paged.num_paged_keys - num_dropped,
+                sampling=self._sampling_row(seq) if samples else None,
+                previous_row=previous_row,
+                num_guesses=len(guesses.token_ids),
+                num_drafts=guesses.num_drafts,
             )
+            steps.append(step)
             seq.num_computed_tokens = end
             if samples:
                 seq.num_pending_tokens += 1
                 seq.pending_row = num_sampled
-                num_sampled += 1
+                seq.num_pending_guesses = step.num_guesses
+                num_sampled += step.num_sampled
         return StepPlan(tuple(steps), moves)
 
     def _sampling_row(self, seq: Sequence) -> SamplingRow:
@@ -181,28 +232,51 @@ class Scheduler:
 
     # -- results -------------------------------------------------------------------------------------------------
 
-    def commit(self, plan: StepPlan, token_ids: list[int]) -> list[Sequence]:
-        """Append the tokens that a step has sampled: one for each sequence that samples, in the order of the plan.
+    def commit(
+        self, plan: StepPlan, token_ids: list[int], read: Callable[[Sequence], None] = lambda seq: None
+    ) -> list[Sequence]:
+        """Append the tokens that a step has sampled, as far as they are the sequences' own.
 
-        Returns the sequences that got a token, or that ended because theirs was invalid.
+        `token_ids`: see StepPlan. `read` is called after each appended token, and may finish the sequence. Returns the
+        sequences that got tokens, or that ended because theirs was invalid.
         """
-        rows = [(step.seq_id, step.sampling.position) for step in plan.sequences if step.sampling is not None]
+        guesses = _guesses_of(plan, token_ids)
         updated = []
-        for (seq_id, position), token_id in zip(rows, token_ids, strict=True):
-            seq = self.sequences.get(seq_id)
-            if seq is None:
-                continue  # ended or aborted while this step ran
+        first = 0
+        for row, step in enumerate(plan.sequences):
+            sampled = token_ids[first : first + step.num_sampled]
+            first += step.num_sampled
+            seq = self.sequences.get(step.seq_id)
+            if seq is None or not sampled:
+                continue  # ended or aborted while this step ran, or nothing is sampled
             updated.append(seq)
-            if token_id == INVALID_TOKEN:
-                self.finish(seq, "error", f"the model's logits for token {position} hold NaN or infinity")
-                continue
+            seq.num_pending_guesses = 0
+            assert step.sampling is not None, "only a step that samples has tokens"
+            self._append(seq, sampled[0], step.sampling.position, read)
+            num_accepted = 0
+            for guess, before, token_id in zip(guesses[row], sampled, sampled[1:], strict=False):
+                if guess != before or seq.status is not SequenceStatus.RUNNING:
+                    break
+                num_accepted += 1
+                self.kv.accept(seq)
+                seq.num_pending_tokens += 1
+                self._append(seq, token_id, step.sampling.position + num_accepted, read)
+            if self.speculator is not None and step.num_guesses:
+                self.speculator.verified(seq, step.num_guesses, num_accepted)
+        return updated
+
+    def _append(self, seq: Sequence, token_id: int, position: int, read: Callable[[Sequence], None]) -> None:
+        """Append a token, and end the sequence if it is the last one."""
+        if token_id == INVALID_TOKEN:
+            self.finish(seq, "error", f"the model's logits for token {position} hold NaN or infinity")
+        else:
             seq.append_pending(token_id, position)
             is_eos = token_id in self.eos_token_ids and not seq.params.ignore_eos
             if is_eos or token_id in seq.stop_token_ids:
                 self.finish(seq, "stop")
             elif len(seq.token_ids) - seq.num_prompt_tokens >= seq.max_tokens:
                 self.finish(seq, "length")
-        return updated
+        read(seq)
 
     def check_integrity(self) -> None:
         assert len(self.sequences) == len(self.waiting) + len(self.running), "a sequence is neither waiting nor running"
@@ -211,3 +285,24 @@ class Scheduler:
         for seq in self.waiting:
             assert seq.status is SequenceStatus.WAITING, f"sequence {seq.seq_id} waits with status {seq.status}"
         self.kv.check_integrity(list(self.sequences.values()))
+
+
+def _launch_order(placed: tuple[Sequence, int]) -> tuple[bool, bool, int]:
+    """Single tokens, then a few tokens, then chunks, because each kind has its own kernel. Each is sorted longest
+    context first: the GPU starts a kernel's programs in order, so the long ones start first and the short ones fill the
+    gaps at the end.
+    """
+    seq, num_tokens = placed
+    return num_tokens > 1, num_tokens > MAX_SHORT_QUERIES, -seq.num_computed_tokens - num_tokens
+
+
+def _guesses_of(plan: StepPlan, token_ids: list[int]) -> list[list[int]]:
+    """Each row's guesses. `token_ids`: the step's result, which ends with the drafted tokens."""
+    guesses = [step.guesses for step in plan.sequences]
+    drafted = iter(token_ids[plan.num_sampled :])
+    for i, rows in enumerate(plan.draft_rows()):
+        for row in rows:
+            draft = next(drafted)
+            if i < len(guesses[row]) and guesses[row][i] < 0:
+                guesses[row][i] = draft
+    return guesses

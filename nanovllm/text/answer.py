@@ -15,9 +15,9 @@ class TextReceiver(Receiver):
         """Decode the new token. The request ends at a stop string, or if its text cannot be decoded."""
         new_token_ids = seq.token_ids[-1:] if seq.error is None else ()
         finished, at_end_token = seq.finish_reason is not None, seq.finish_reason == "stop"
-        self._piece = ""
+        before = self._piece = self._piece or ""
         try:
-            self._piece = self.detokenizer.update(new_token_ids, finished, at_end_token)
+            self._piece = before + self.detokenizer.update(new_token_ids, finished, at_end_token)
         except Exception as raised:
             return Ending("error", f"its text could not be decoded: {type(raised).__name__}: {raised}")
         return Ending("stop") if self.detokenizer.stopped else None

@@ -2,7 +2,7 @@
 
 import pytest
 from content_model import Simulation
-from random_workloads import GRAIN
+from random_workloads import GRAIN, odd_drafter
 
 from nanovllm.core.step_plan import SlotOffload
 from nanovllm.errors import RequestError
@@ -367,3 +367,38 @@ def test_block_in_a_slot_must_not_be_forgotten() -> None:
     ring.free_slot_of(block)
     block.forget()
     assert (block.num_tokens, block.num_offloaded_tokens) == (0, 0)
+
+
+# -- guesses -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_block_that_right_guesses_fill_is_copied_out_in_the_next_step() -> None:
+    """Before that only the tokens that were certain are copied, when the block is evicted."""
+    kv = HybridKVCacheManager(num_cpu_blocks=16, num_gpu_blocks=4, block_size=256, group_blocks=2)
+    simulation = Simulation(kv, max_num_batched_tokens=2000, max_guesses=9, make_drafter=odd_drafter("right", seed=0))
+    seq = simulation.add(tokens(250), max_tokens=30)
+    simulation.step()
+    plan = simulation.step()
+    assert plan is not None and plan.sequences[0].num_guesses == 9
+    assert not plan.moves.offloads, "the block was counted as full before its last tokens were verified"
+    first = kv.blocks[seq.block_table[0]]
+    assert (first.num_tokens, first.being_written) == (256, False) and len(seq.token_ids) == 250 + 1 + 10
+    plan = simulation.step()
+    assert plan is not None
+    assert plan.moves.flushes == (SlotOffload(first.ring_slot, first.block_id, 0, 256),)
+    assert first.num_offloaded_tokens == 256
+    simulation.run()
+
+
+def test_a_slot_that_got_only_wrong_guesses_is_free_again() -> None:
+    kv = HybridKVCacheManager(num_cpu_blocks=16, num_gpu_blocks=4, block_size=256, group_blocks=2)
+    simulation = Simulation(kv, max_num_batched_tokens=2000, max_guesses=9, make_drafter=odd_drafter("wrong", seed=0))
+    seq = simulation.add(tokens(253), max_tokens=30)
+    simulation.step()
+    simulation.step()
+    assert len(seq.block_table) == 2 and kv.blocks[seq.block_table[1]].num_tokens == 0
+    assert len(kv.ring.free_slots) == 2
+    simulation.scheduler.speculator = None
+    simulation.step()
+    assert len(kv.ring.free_slots) == 3
+    simulation.run()

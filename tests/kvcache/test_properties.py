@@ -10,6 +10,7 @@ from content_model import ContentError, Simulation
 from cpu_splits import RandomSplit
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from odd_drafters import KINDS
 from random_workloads import GRAIN, LONG_CHUNK_BLOCKS, Abort, Add, Operation, Preempt, Steps, play, play_dense
 
 from nanovllm.core.sequence import Sequence
@@ -20,6 +21,7 @@ from nanovllm.kvcache.policy.hybrid_manager import HybridKVCacheManager
 from nanovllm.kvcache.policy.prefix_index import Block, PrefixIndex
 from nanovllm.kvcache.policy.slot_ring import HybridBlock
 from nanovllm.kvcache.policy.step_slots import StepSlots
+from nanovllm.scheduling.scheduler import Scheduler
 
 T = TypeVar("T")
 QUICK = [HealthCheck.too_slow, HealthCheck.large_base_example]
@@ -103,6 +105,14 @@ def test_block_manager_dense_workload_every_sequence_sees_its_tokens(seed: int) 
 @given(seed=st.integers(0, 2**32), with_cpu=st.booleans())
 def test_hybrid_manager_dense_workload_every_sequence_sees_its_tokens(seed: int, with_cpu: bool) -> None:
     play_dense(seed, hybrid=True, with_cpu=with_cpu)
+
+
+@settings(max_examples=250, deadline=None, suppress_health_check=QUICK)
+@given(seed=st.integers(0, 2**32), hybrid=st.booleans(), with_cpu=st.booleans(), drafter=any_of(KINDS))
+def test_guesses_of_any_kind_change_no_token_and_lose_nothing(
+    seed: int, hybrid: bool, with_cpu: bool, drafter: str
+) -> None:
+    play_dense(seed, hybrid=hybrid, with_cpu=with_cpu, drafter=drafter)
 
 
 # -- the model can tell: whatever is taken from a plan or broken in a manager is noticed ------------------------------
@@ -212,6 +222,34 @@ def test_content_model_faulty_manager_is_noticed(fault: str) -> None:
         for seed in range(40):
             try:
                 play_dense(seed, hybrid=True)
+            except AssertionError:
+                num_noticed += 1
+    assert num_noticed, "not noticed"
+
+
+def count_guesses(manager: HybridKVCacheManager, seq: Sequence, num_tokens: int, num_guesses: int = 0) -> None:
+    PLACE(manager, seq, num_tokens, 0)
+
+
+def forget_that_guesses_were_written(slots: StepSlots, block: HybridBlock, num_tokens: int) -> None:
+    pass
+
+
+PLACE = HybridKVCacheManager.place
+SPECULATION_FAULTS = {
+    "guesses counted before they are verified": mock.patch.object(HybridKVCacheManager, "place", count_guesses),
+    "right guesses not kept": mock.patch.object(StepSlots, "keep_written", forget_that_guesses_were_written),
+    "next step planned before guesses are verified": mock.patch.object(Scheduler, "needs_tokens", lambda self: False),
+}
+
+
+@pytest.mark.parametrize("fault", SPECULATION_FAULTS)
+def test_content_model_faulty_speculation_is_noticed(fault: str) -> None:
+    num_noticed = 0
+    with SPECULATION_FAULTS[fault], mock.patch.object(Simulation, "_check_fewest_misses"):
+        for seed in range(40):
+            try:
+                play_dense(seed, hybrid=True, drafter="random", depth=1)
             except AssertionError:
                 num_noticed += 1
     assert num_noticed, "not noticed"

@@ -12,7 +12,6 @@ from nanovllm.kernels.sampling_tensors import SamplingTensors
 from nanovllm.kvcache.transfer.cpu_part import CpuRows
 from nanovllm.runner import decode_inputs
 from nanovllm.runner.batches import build_batches, last_token_batches
-from nanovllm.runner.cuda_graphs import DecodeGraphs
 from nanovllm.runner.decode_inputs import DecodeArrays, DecodeInputs, DecodeTensors
 from nanovllm.runner.inputs import (
     SAMPLING_DTYPES,
@@ -40,10 +39,14 @@ def sequence_step(
     num_prompt_tokens: int = 100,
     sampling: SamplingRow | None = None,
     previous_row: int = -1,
+    num_guesses: int = 0,
+    num_drafts: int = 0,
 ) -> SequenceStep:
     ids = np.arange(num_tokens, dtype=np.int64) + 1000 * context_len
     if previous_row >= 0:
-        ids[-1] = -1
+        ids[-1 - num_guesses] = -1
+    first_guess = num_tokens - num_guesses
+    ids[first_guess : first_guess + num_drafts] = -1
     return SequenceStep(
         seq_id=context_len,
         token_ids=ids,
@@ -53,13 +56,19 @@ def sequence_step(
         num_paged_keys=context_len,
         sampling=sampling,
         previous_row=previous_row,
+        num_guesses=num_guesses,
+        num_drafts=num_drafts,
     )
 
 
 def random_plan(rng: random.Random) -> StepPlan:
+    """Some plans have drafts, and then no pending tokens."""
     steps = []
+    has_drafts = rng.random() < 0.3
     for _ in range(rng.randint(1, 6)):
         num_tokens = rng.choice([1, 1, rng.randint(2, 30)])
+        sampling = rng.choice([None, SamplingRow(0.5, 3, 0.9, 0.1, rng.getrandbits(63), rng.randint(1, 99))])
+        num_guesses = rng.randrange(min(num_tokens, 16)) if sampling and rng.random() < 0.5 else 0
         context_len = num_tokens + rng.randint(0, 40)
         steps.append(
             sequence_step(
@@ -68,8 +77,10 @@ def random_plan(rng: random.Random) -> StepPlan:
                 position=context_len - num_tokens + BLOCK_SIZE * rng.randint(0, 3),  # blocks that are streamed
                 table=tuple(rng.sample(range(50), -(-context_len // BLOCK_SIZE))),
                 num_prompt_tokens=rng.randint(1, 60),
-                sampling=rng.choice([None, SamplingRow(0.5, 3, 0.9, 0.1, rng.getrandbits(63), rng.randint(1, 99))]),
-                previous_row=rng.choice([-1, -1, rng.randint(0, 5)]),
+                sampling=sampling,
+                previous_row=-1 if has_drafts or num_guesses else rng.choice([-1, -1, rng.randint(0, 5)]),
+                num_guesses=num_guesses,
+                num_drafts=rng.randint(0, num_guesses) if has_drafts else 0,
             )
         )
     return StepPlan(tuple(steps), KVMoves())
@@ -97,8 +108,9 @@ def test_arrays_of_random_steps_are_those_of_a_loop_over_tokens() -> None:
         plan = random_plan(rng)
         arrays = by_name(build_arrays(plan, BLOCK_SIZE))
         expected: dict[str, list[float]] = {name: [] for name in arrays}
-        expected["cu_seqlens_q"] = [0]
+        expected["cu_seqlens_q"], expected["sampling_cu_seqlens"] = [0], [0]
         token = 0
+        drafted: dict[tuple[int, int], int] = {}  # (draft, row) -> token
         for row, step in enumerate(plan.sequences):
             for i, token_id in enumerate(step.token_ids.tolist()):
                 key = step.num_paged_keys - step.num_tokens + i
@@ -111,13 +123,18 @@ def test_arrays_of_random_steps_are_those_of_a_loop_over_tokens() -> None:
             expected["cu_seqlens_q"].append(token)
             expected["context_lens"].append(step.num_paged_keys)
             if step.sampling is not None:
-                expected["sampling_rows"].append(row)
-                expected["logits_rows"].append(token - 1)
-                for name, value in step.sampling._asdict().items():
-                    expected[f"sampling.{name}"].append(value)
+                expected["sampling_seqs"].append(row)
+                expected["sampling_cu_seqlens"].append(expected["sampling_cu_seqlens"][-1] + 1 + step.num_guesses)
+                for i in range(1 + step.num_guesses):
+                    expected["logits_rows"].append(token - step.num_guesses - 1 + i)
+                    for name, value in step.sampling._asdict().items():
+                        expected[f"sampling.{name}"].append(value + (i if name == "position" else 0))
+            drafted |= {(i, row): token - step.num_guesses + i for i in range(step.num_drafts)}
             if step.previous_row >= 0:
                 expected["pending_tokens"].append(token - 1)
                 expected["pending_rows"].append(step.previous_row)
+        expected["pending_tokens"] += [drafted[draft] for draft in sorted(drafted)]
+        expected["pending_rows"] += range(len(drafted))
         for name, values in expected.items():
             if name != "block_tables":
                 assert arrays[name].tolist() == pytest.approx(values, abs=1e-6), name
@@ -126,9 +143,9 @@ def test_arrays_of_random_steps_are_those_of_a_loop_over_tokens() -> None:
             assert not any(table[len(step.block_table) :])
 
 
-def make_decode_inputs(max_num_seqs: int) -> DecodeInputs:
+def make_decode_inputs(max_num_rows: int) -> DecodeInputs:
     return DecodeInputs(
-        max_num_seqs=max_num_seqs,
+        max_num_rows=max_num_rows,
         max_model_len=100,
         block_size=BLOCK_SIZE,
         vocab_size=30,
@@ -138,55 +155,66 @@ def make_decode_inputs(max_num_seqs: int) -> DecodeInputs:
     )
 
 
-def test_decode_graph_inputs_are_the_arrays_of_the_step_padded() -> None:
+@pytest.mark.parametrize("max_guesses", [0, 5])
+def test_decode_graph_inputs_are_the_arrays_of_the_step_padded(max_guesses: int) -> None:
     """Steps of falling and rising size through the same buffers; ids from the host, and from the step before."""
     rng = random.Random(2)
     static = make_decode_inputs(19)
     for _ in range(60):
-        num_seqs = rng.randint(1, 19)
-        sampling = [
-            SamplingRow(*(rng.random(), rng.randint(0, 50), rng.random(), rng.random(), rng.getrandbits(63), 1 + row))
-            for row in range(19)
-        ]
+        counts: list[int] = []  # rows of each sequence
+        while not counts or (sum(counts) + 1 + max_guesses <= 19 and rng.random() < 0.8):
+            counts.append(1 + rng.randint(0, max_guesses))
         steps = [
             sequence_step(
-                1,
-                context_len := rng.randint(1, 99),
+                num_rows,
+                context_len := rng.randint(num_rows, 99),
                 table=tuple(rng.sample(range(50), -(-context_len // BLOCK_SIZE))),
-                sampling=sampling[row],
-                previous_row=rng.choice([-1, rng.randint(0, 18)]),
+                sampling=SamplingRow(
+                    *(rng.random(), rng.randint(0, 50), rng.random(), rng.random(), rng.getrandbits(63), 1 + seq)
+                ),
+                previous_row=rng.choice([-1, rng.randint(0, 18)]) if num_rows == 1 else -1,
+                num_guesses=num_rows - 1,
             )
-            for row in range(num_seqs)
+            for seq, num_rows in enumerate(counts)
         ]
         arrays = build_arrays(StepPlan(tuple(steps), KVMoves()), BLOCK_SIZE)
         static.sampled_ids.copy_(torch.tensor([rng.choice((-1, rng.randint(100_000, 200_000))) for _ in range(19)]))
-        size = DecodeGraphs(static).size_for(num_seqs)
+        num_rows, num_seqs = sum(counts), len(counts)
+        size = min(size for size in (4, 8, 16, 19) if size >= num_rows)
         static.fill(arrays, size)
         got, want = by_name(static.tensors(size)), by_name(arrays)
-        for name in got.keys() - {"input_ids", "token_source"}:
-            assert got[name].tolist() == [*want[name].tolist(), *[-(name == "slot_mapping")] * (size - num_seqs)], name
-        for step, row in zip(steps, zip(*static.tensors(size).sampling, strict=True), strict=False):
-            assert step.sampling == pytest.approx(tuple(value.item() for value in row))
-        for step, token_id in zip(steps, static.input_ids(size)[:num_seqs].tolist(), strict=True):
-            expected = step.token_ids[0] if step.previous_row < 0 else static.sampled_ids[step.previous_row]
-            assert token_id == max(expected, 0)  # the embedding has no row for an invalid token
-        for step, table in zip(steps, static.batch(size).block_tables.tolist(), strict=False):
+        for name in got.keys() - {"input_ids", "token_source", "cu_seqlens_q"}:
+            num_padding = size - (num_seqs if name == "context_lens" else num_rows)
+            assert got[name].tolist() == [*want[name].tolist(), *[-(name == "slot_mapping")] * num_padding], name
+        cu_seqlens = got["cu_seqlens_q"].tolist()  # each row of padding is a sequence; the others have no queries
+        assert cu_seqlens[: num_seqs + 1] == want["cu_seqlens_q"].tolist()
+        assert cu_seqlens[num_seqs:] == [*range(num_rows, size + 1), *[size] * (num_rows - num_seqs)]
+        ids = static.input_ids(size)[:num_rows].tolist()
+        for step, end in zip(steps, cu_seqlens[1:], strict=False):
+            expected = step.token_ids.tolist()
+            if step.previous_row >= 0:
+                expected = [static.sampled_ids[step.previous_row]]
+            assert ids[end - step.num_tokens : end] == [max(token_id, 0) for token_id in expected]  # -1 has no row
+        batch = static.batch(size, 1 + max_guesses)
+        assert batch.cu_seqlens_q.tolist() == (cu_seqlens if max_guesses else list(range(size + 1)))
+        for step, table in zip(steps, batch.block_tables.tolist(), strict=False):
             assert tuple(table[: len(step.block_table)]) == step.block_table
 
 
-@pytest.mark.parametrize("max_num_seqs", [1, 8, 19])
-def test_decode_graph_inputs_begin_on_16_bytes(max_num_seqs: int) -> None:
+@pytest.mark.parametrize("max_num_rows", [1, 8, 19])
+def test_decode_graph_inputs_begin_on_16_bytes(max_num_rows: int) -> None:
     """Else Triton compiles the kernels that read them once more, 0.8 s of a start with an empty cache."""
-    static = make_decode_inputs(max_num_seqs)
-    for size in DecodeGraphs(static).sizes:
+    static = make_decode_inputs(max_num_rows)
+    for size in range(1, max_num_rows + 1):
         tensors = by_name(static.tensors(size))
-        tensors |= {"sampled_ids": static.sampled_ids, "block_tables": static.batch(size).block_tables}
+        tensors |= {"sampled_ids": static.sampled_ids, "block_tables": static.batch(size, 1).block_tables}
         assert {name for name, tensor in tensors.items() if tensor.data_ptr() % 16} == set()
 
 
 def test_array_types() -> None:
     arrays = build_arrays(random_plan(random.Random(1)), BLOCK_SIZE)
-    int32, float32 = {"cu_seqlens_q", "context_lens", "block_tables"}, {"temperature", "top_p", "min_p"}
+    int32 = {"cu_seqlens_q", "sampling_cu_seqlens", "context_lens", "block_tables"}
+    float32 = {"temperature", "top_p", "min_p"}
     for name, values in by_name(arrays).items():
         name = name.removeprefix("sampling.")
         assert values.dtype == (np.int32 if name in int32 else np.float32 if name in float32 else np.int64), name
@@ -253,12 +281,17 @@ def test_batches_of_paged_keys_and_of_streamed_groups() -> None:
     assert second.host is not None and second.host.context_lens == [0, 8]
 
 
+@pytest.mark.parametrize("num_guesses", [(0, 0, 0), (2, 0, 1)])
 @pytest.mark.parametrize("samples", [(True, False, True), (False, True, False), (False, False, False)])
-def test_batches_of_the_last_tokens_are_those_of_the_sequences_that_sample(samples: tuple[bool, ...]) -> None:
+def test_batches_of_the_last_tokens_are_those_of_the_sequences_that_sample(
+    samples: tuple[bool, ...], num_guesses: tuple[int, ...]
+) -> None:
     row = SamplingRow(1.0, 0, 1.0, 0.0, 0, 0)
     steps = tuple(
-        sequence_step(n, context_len, table=table, sampling=row if does else None)
-        for n, context_len, table, does in zip((3, 1, 2), (11, 5, 9), ((4, 6), (2,), (7, 1)), samples, strict=True)
+        sequence_step(n, context_len, table=table, sampling=row if does else None, num_guesses=g if does else 0)
+        for n, context_len, table, does, g in zip(
+            (3, 1, 2), (11, 5, 9), ((4, 6), (2,), (7, 1)), samples, num_guesses, strict=True
+        )
     )
     spans = ((CpuSpan(9, 2, 8), CpuSpan(5, 0, 8)), (), (CpuSpan(6, 0, 8),))
     group = StreamedGroup((7, 8, 9), ((0, 2), (), (1,)), num_cut_tokens=6)
@@ -267,8 +300,10 @@ def test_batches_of_the_last_tokens_are_those_of_the_sequences_that_sample(sampl
     tensors = to_device(build_arrays(plan, BLOCK_SIZE), groups, torch.device("cpu"))
     batches = build_batches(plan, tensors, BLOCK_SIZE)
     assert batches.cpu == CpuRows((3, 1, 2), spans)
-    paged, (group_batch,), cpu = last_token_batches(plan, batches, tensors.sampling_rows)
-    assert cpu == CpuRows((1,) * sum(samples), tuple(row for row, does in zip(spans, samples, strict=True) if does))
+    paged, (group_batch,), cpu = last_token_batches(plan, batches, tensors)
+    query_lens = [1 + g for g, does in zip(num_guesses, samples, strict=True) if does]
+    expected_spans = tuple(row for row, does in zip(spans, samples, strict=True) if does)
+    assert cpu == CpuRows(tuple(query_lens), expected_spans)
     for batch, context_lens, rows in (
         (paged, (11, 5, 9), [[4, 6], [2, 0], [7, 1]]),
         (group_batch, (10, 0, 8), groups[0].block_tables.tolist()),
@@ -276,8 +311,8 @@ def test_batches_of_the_last_tokens_are_those_of_the_sequences_that_sample(sampl
         expected = [context_len for context_len, does in zip(context_lens, samples, strict=True) if does]
         assert batch.context_lens.tolist() == expected
         assert batch.block_tables.tolist() == [table for table, does in zip(rows, samples, strict=True) if does]
-        assert batch.cu_seqlens_q.tolist() == list(range(len(expected) + 1))
-        assert (batch.max_query_len, batch.max_context_len) == (1, max(expected, default=0))
+        assert batch.cu_seqlens_q.tolist() == [sum(query_lens[:i]) for i in range(len(expected) + 1)]
+        assert (batch.max_query_len, batch.max_context_len) == (max(query_lens, default=0), max(expected, default=0))
         assert batch.host is not None and batch.host.context_lens == expected
-        assert batch.host.query_lens == [1] * len(expected) and len(batch.host.block_tables) == len(expected)
+        assert batch.host.query_lens == query_lens and len(batch.host.block_tables) == len(expected)
     assert paged.causal and not group_batch.causal

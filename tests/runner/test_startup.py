@@ -127,13 +127,13 @@ def test_captured_graphs_are_replayed_and_reset(runner: ModelRunner, num_cpu_blo
     if num_cpu_blocks:
         expected["streamed"] = dict.fromkeys((5, 4, 1), num_pieces + runner.spec.staging.num_groups + 1)
     assert captured == expected and list(captured["resident"]) == [5, 4, 2, 1]  # the largest first
-    resident = graphs.resident._graphs[4]
+    resident = graphs.kinds[0]._graphs[4]
     runner.launch(decode_plan(()))
     assert [graph.num_replays for graph in resident] == [1]
     if num_cpu_blocks:
         groups = tuple(StreamedGroup((i,), ((0,), (), (0,))) for i in range(2))
         runner.launch(decode_plan(groups))
-        pieces = graphs.streamed._graphs[4]
+        pieces = graphs.kinds[1]._graphs[4]
         num_layers = runner.spec.num_layers
         assert [graph.num_replays for graph in pieces[:num_pieces]] == [1] * num_pieces
         assert sum(graph.num_replays for graph in pieces[num_pieces:]) == 2 * num_layers

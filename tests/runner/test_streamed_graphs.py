@@ -12,7 +12,7 @@ from paged_cases import PagedCase, make_paged
 from rounding import MAX_ROUNDINGS, MEAN_VALUE, PART_COUNTS, num_roundings
 
 from nanovllm.attention.backends.selection import choose_backend
-from nanovllm.attention.base import PagedBatch, StepAttention
+from nanovllm.attention.base import AttentionBackend, PagedBatch, StepAttention
 from nanovllm.attention.paged import PagedAttention, PagedPart
 from nanovllm.core.kv_spec import KVCacheSpec, StagingSizes
 from nanovllm.core.step_limits import streamed_graph_sizes
@@ -55,15 +55,24 @@ class OneAttention:
         return out.copy_(hidden[:, : out.shape[1]])
 
 
-def make_plan(num_groups: int, num_cpu_tokens: int = 0) -> StepPlan:
+def make_plan(num_groups: int, num_cpu_tokens: int = 0, num_guesses: tuple[int, ...] = (0,) * NUM_SEQS) -> StepPlan:
     """Every block but the last is streamed, a group each, so half the groups hold no key of a sequence. Or the CPU
     attends to the last tokens of the first sequence's last group.
     """
     sampling = SamplingRow(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, position=0)
-    token_ids, last = np.zeros(1, dtype=np.int64), num_groups * BLOCK
+    last = num_groups * BLOCK
     steps = tuple(
-        SequenceStep(seq, token_ids, last + paged_len - 1, last + paged_len, (seq,), paged_len, sampling)
-        for seq, paged_len in enumerate(PAGED_LENS)
+        SequenceStep(
+            seq_id=seq,
+            token_ids=np.zeros(1 + guesses, dtype=np.int64),
+            position=last + paged_len - 1 - guesses,
+            num_prompt_tokens=last + paged_len,
+            block_table=(seq,),
+            num_paged_keys=paged_len,
+            sampling=sampling,
+            num_guesses=guesses,
+        )
+        for seq, (paged_len, guesses) in enumerate(zip(PAGED_LENS, num_guesses, strict=True))
     )
     streamed = tuple(
         StreamedGroup((seq * num_groups + i,), tuple((0,) if row == seq else () for row in range(NUM_SEQS)))
@@ -135,21 +144,45 @@ def make_cpu_attention(offload: OffloadEngine, num_heads: int, is_pinned: bool =
         k_cache=offload.k_cache_cpu,
         v_cache=offload.v_cache_cpu,
         num_heads=num_heads,
-        max_rows=4,
+        max_rows=8,
         is_pinned=is_pinned,
     )
 
 
+def make_graphs(
+    static: DecodeInputs,
+    sizes: list[int],
+    max_query_len: int,
+    offload: OffloadEngine,
+    cpu: CpuAttention | None,
+    backend: AttentionBackend,
+    num_heads: int,
+) -> StreamedDecodeGraphs:
+    return StreamedDecodeGraphs(
+        static,
+        "streamed",
+        sizes,
+        max_query_len,
+        offload=offload,
+        cpu=cpu,
+        backend=backend,
+        scale=SCALE,
+        num_heads=num_heads,
+    )
+
+
+@pytest.mark.parametrize("num_guesses", [(0, 0), (4, 0), (1, 2)])
 @pytest.mark.parametrize("num_cpu_tokens", [None, 0, 1, BLOCK - 1])
 def test_streamed_replay_attends_to_all_keys_and_keeps_the_order(
-    monkeypatch: pytest.MonkeyPatch, num_cpu_tokens: int | None
+    monkeypatch: pytest.MonkeyPatch, num_cpu_tokens: int | None, num_guesses: tuple[int, ...]
 ) -> None:
-    """What a GPU replays, done by the functions that are captured there; two sequences in graphs for four."""
+    """What a GPU replays, done by the functions that are captured there; graphs for more rows than the step has."""
     dtype, backend, num_groups = torch.float32, HostlessTorch(), 3
+    num_rows, max_query_len = NUM_SEQS + sum(num_guesses), 1 + max(num_guesses)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Replayable)
     Replayable.log = []
     case = make_paged(
-        [(1, num_groups * BLOCK + paged_len) for paged_len in PAGED_LENS],
+        [(1 + g, num_groups * BLOCK + paged_len) for g, paged_len in zip(num_guesses, PAGED_LENS, strict=True)],
         BLOCK,
         (4, 2),
         causal=True,
@@ -162,7 +195,7 @@ def test_streamed_replay_attends_to_all_keys_and_keeps_the_order(
     offload.allocate_slots(NUM_SEQS)
     fill_caches(offload, case, num_groups)
     static = DecodeInputs(
-        max_num_seqs=4,
+        max_num_rows=8,
         max_model_len=(1 + num_groups) * BLOCK,
         block_size=BLOCK,
         vocab_size=64,
@@ -171,14 +204,14 @@ def test_streamed_replay_attends_to_all_keys_and_keeps_the_order(
         device=torch.device("cpu"),
     )
     cpu = None if num_cpu_tokens is None else make_cpu_attention(offload, num_heads=4)
-    graphs = StreamedDecodeGraphs(static, offload=offload, cpu=cpu, backend=backend, scale=SCALE, num_heads=4)
-    size = graphs.size_for(NUM_SEQS)
-    assert size == 4
+    graphs = make_graphs(static, [4, 8], max_query_len, offload, cpu, backend, num_heads=4)
+    size = graphs.size_for(num_rows)
+    assert size > num_rows
     q_BHD, out_BHD = torch.zeros(size, 4, 16), torch.zeros(size, 4, 16)
-    q_BHD[:NUM_SEQS] = case.q_THD
+    q_BHD[:num_rows] = case.q_THD
 
     def first_piece() -> None:
-        batch, caches = static.batch(size), (offload.k_cache_gpu[0], offload.v_cache_gpu[0])
+        batch, caches = static.batch(size, max_query_len), (offload.k_cache_gpu[0], offload.v_cache_gpu[0])
         if graphs.cpu is not None:
             graphs.cpu.capture_query(q_BHD)
         graphs.result.begin(q_BHD, backend.attend(q_BHD, *caches, batch, SCALE))
@@ -193,7 +226,7 @@ def test_streamed_replay_attends_to_all_keys_and_keeps_the_order(
     if graphs.cpu is not None:
         merge = partial(graphs.cpu.launch_kernels, size, graphs.result)
         graphs._graphs[size].append(Replayable("merge of the CPU's part", merge))  # type: ignore[arg-type]
-    plan = make_plan(num_groups, num_cpu_tokens or 0)
+    plan = make_plan(num_groups, num_cpu_tokens or 0, num_guesses)
     for _ in range(2):  # the second step finds the running result of the first
         Replayable.log.clear()
         out_BHD.zero_()
@@ -205,8 +238,8 @@ def test_streamed_replay_attends_to_all_keys_and_keeps_the_order(
         if num_cpu_tokens:
             replays.append("merge of the CPU's part")
         assert Replayable.log == ["begin_layer", "piece 0", "stored", "attended", *replays, "piece 1"]
-        torch.testing.assert_close(out_BHD[:NUM_SEQS].double(), case.naive(SCALE).out_THD, atol=5e-6, rtol=5e-6)
-        assert not out_BHD[NUM_SEQS:].any()  # padding has no keys
+        torch.testing.assert_close(out_BHD[:num_rows].double(), case.naive(SCALE).out_THD, atol=5e-6, rtol=5e-6)
+        assert not out_BHD[num_rows:].any()  # padding has no keys
     if cpu is not None:
         cpu.close()
     offload.close()
@@ -241,7 +274,7 @@ def test_gpu_streamed_graphs_many_groups_round_once(name: str, num_parts: int, w
         offload.allocate_slots(NUM_SEQS)
         fill_caches(offload, case, num_groups)
         static = DecodeInputs(
-            max_num_seqs=NUM_SEQS,
+            max_num_rows=NUM_SEQS,
             max_model_len=num_parts * BLOCK,
             block_size=BLOCK,
             vocab_size=64,
@@ -250,7 +283,7 @@ def test_gpu_streamed_graphs_many_groups_round_once(name: str, num_parts: int, w
             device=device,
         )
         cpu = make_cpu_attention(offload, num_heads=16, is_pinned=True) if with_cpu else None
-        graphs = StreamedDecodeGraphs(static, offload=offload, cpu=cpu, backend=backend, scale=SCALE, num_heads=16)
+        graphs = make_graphs(static, [NUM_SEQS], 1, offload, cpu, backend, num_heads=16)
 
         def paged(slot_mapping: torch.Tensor, batch: PagedBatch) -> StepAttention:
             part = PagedPart(

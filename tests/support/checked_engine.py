@@ -86,8 +86,10 @@ class CheckedLLM(LLM):
             self._track(streams)
         self.plans: list[StepPlan] = []
         self.logits: dict[int, list[torch.Tensor]] = defaultdict(list)
+        self.is_drafting = False
         self._launch, self._compute_logits = self.runner.launch, self.runner.model.compute_logits
-        self.runner.launch = self._recording_launch
+        self._draft = self.runner._draft
+        self.runner.launch, self.runner._draft = self._recording_launch, self._noted_draft
         self.runner.model.compute_logits = self._recording_compute_logits
 
     def _track(self, streams: SimulatedStreams) -> None:
@@ -106,12 +108,28 @@ class CheckedLLM(LLM):
         self.plans.append(plan)
         return self._launch(plan)
 
+    def _noted_draft(self, plan: StepPlan) -> torch.Tensor:
+        self.is_drafting = True
+        try:
+            return self._draft(plan)
+        finally:
+            self.is_drafting = False
+
     def _recording_compute_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         logits = self._compute_logits(hidden, out)
-        sampling = [step.seq_id for step in self.plans[-1].sequences if step.sampling is not None]
-        for seq_id, row in zip(sampling, logits.float().cpu(), strict=True):
-            self.logits[seq_id].append(row.clone())
+        if not self.is_drafting:
+            self.record_logits(logits.float().cpu().clone())
         return logits
+
+    def record_logits(self, logits: torch.Tensor) -> None:
+        """Those of the step that was launched last. After a wrong guess, the next step's take their places."""
+        rows = iter(logits)
+        for step in self.plans[-1].sequences:
+            if step.sampling is not None:
+                known = self.logits[step.seq_id]
+                del known[step.sampling.position - step.num_prompt_tokens :]
+                known.extend(next(rows) for _ in range(step.num_sampled))
+        assert next(rows, None) is None, "more logits than the step samples"
 
     # -- requests by hand ----------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ A tag stands for a token and all tokens before it, so two cells hold the same ta
 the step sees each of its own tokens exactly once. `Simulation` drives a scheduler with it as Engine.step does.
 """
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,8 @@ from nanovllm.kvcache.policy.hybrid_manager import HybridKVCacheManager
 from nanovllm.kvcache.policy.prefix_index import Block
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduling.scheduler import Scheduler
+from nanovllm.speculation.drafters import Drafter
+from nanovllm.speculation.speculator import Speculator
 
 EOS = 0
 VOCAB_SIZE = 7
@@ -82,18 +85,24 @@ class _Content:
     tags: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        extend_tags(self.tags, self.token_ids)
+        extend_tags(self.tags, self.token_ids[len(self.tags) :])
 
     def append(self, token_id: int) -> None:
         self.token_ids.append(token_id)
         extend_tags(self.tags, [token_id])
 
+    def copy(self) -> "_Content":
+        return _Content(list(self.token_ids), list(self.tags))
+
 
 class ContentRunner:
-    """A ModelRunner of one layer whose K/V are tags."""
+    """A ModelRunner of one layer whose K/V are tags. It drafts the right token with probability `draft_acceptance`."""
 
-    def __init__(self, num_gpu_blocks: int, num_cpu_blocks: int, block_size: int) -> None:
+    def __init__(
+        self, num_gpu_blocks: int, num_cpu_blocks: int, block_size: int, draft_acceptance: float = 0.5
+    ) -> None:
         self.block_size = block_size
+        self.draft_acceptance, self._rng = draft_acceptance, random.Random(0)
         self.gpu = np.full((num_gpu_blocks, block_size), _EMPTY, dtype=np.int64)
         self.cpu = np.full((num_cpu_blocks, block_size), _EMPTY, dtype=np.int64)
         self.contents: dict[int, _Content] = {}
@@ -103,19 +112,58 @@ class ContentRunner:
         self.contents[seq_id] = _Content(list(prompt))
 
     def launch(self, plan: StepPlan) -> list[int]:
-        """The sampled tokens. Raises ContentError. Order of effects: see KVMoves."""
+        """The sampled tokens, then the drafted ones. Raises ContentError. Order of effects: see KVMoves."""
+        drafted = self._draft(plan)
+        runs = [self._tokens(row, step, drafted) for row, step in enumerate(plan.sequences)]
         self._copy_in(plan.moves)
         written: set[tuple[int, int]] = set()
-        for step in plan.sequences:
-            self._store(step, written)
+        for step, run in zip(plan.sequences, runs, strict=True):
+            self._store(step, run, written)
         for copy in plan.moves.copies:
             self.gpu[copy.dst_slot, : copy.num_tokens] = self.gpu[copy.src_slot, : copy.num_tokens]
         for slot, cpu_block_id, start, end in plan.moves.offloads:
             self.cpu[cpu_block_id, start:end] = self.gpu[slot, start:end]
-        for row, step in enumerate(plan.sequences):
-            self._check_keys(row, step, plan.moves)
-        self._sampled = [self._sample(step) for step in plan.sequences if step.sampling is not None]
-        return self._sampled
+        for row, (step, run) in enumerate(zip(plan.sequences, runs, strict=True)):
+            self._check_keys(row, step, run, plan.moves)
+        self._sampled = [
+            token_id
+            for step, run in zip(plan.sequences, runs, strict=True)
+            if step.sampling is not None
+            for token_id in self._sample(step, run)
+        ]
+        return self._sampled + [token_id for ids in drafted for token_id in ids.values()]
+
+    def _draft(self, plan: StepPlan) -> list[dict[int, int]]:
+        """For each draft, its token by row."""
+        drafted: list[dict[int, int]] = []
+        for rows in plan.draft_rows():
+            assert not (plan.moves.loads or plan.moves.copies), "a draft runs before slots are filled"
+            ids = {}
+            for row in rows:
+                step = plan.sequences[row]
+                run = self.contents[step.seq_id].copy()
+                for before in drafted:
+                    run.append(before[row])
+                is_right = self._rng.random() < self.draft_acceptance
+                ids[row] = next_token(run.tags[-1]) if is_right else self._rng.randrange(VOCAB_SIZE)
+            drafted.append(ids)
+        return drafted
+
+    def _tokens(self, row: int, step: SequenceStep, drafted: list[dict[int, int]]) -> _Content:
+        """All tokens of the sequence up to the last one of the step, guesses included."""
+        content = self.contents[step.seq_id].copy()
+        token_ids = step.token_ids.tolist()
+        num_known = step.num_tokens - step.num_guesses
+        if step.previous_row >= 0:
+            assert token_ids[num_known - 1] == -1, f"a known token of sequence {step.seq_id} is replaced"
+            token_ids[num_known - 1] = self._sampled[step.previous_row]
+        start = step.position
+        if token_ids[:num_known] != content.token_ids[start : start + num_known]:
+            raise ContentError(f"sequence {step.seq_id} runs {token_ids}, not its tokens from {start}")
+        assert not step.num_guesses or len(content.token_ids) == start + 1, "guesses follow the newest token"
+        for i, guess in enumerate(token_ids[num_known:]):
+            content.append(drafted[i][row] if guess < 0 else guess)
+        return content
 
     def _copy_in(self, moves: KVMoves) -> None:
         for slot, cpu_block_id, start, end in moves.flushes:
@@ -123,29 +171,22 @@ class ContentRunner:
         for cpu_block_id, slot, num_tokens in moves.loads:
             self.gpu[slot, :num_tokens] = self.cpu[cpu_block_id, :num_tokens]
 
-    def _store(self, step: SequenceStep, written: set[tuple[int, int]]) -> None:
-        for cell, tag in self._new_cells(step).items():
+    def _store(self, step: SequenceStep, run: _Content, written: set[tuple[int, int]]) -> None:
+        for cell, tag in self._new_cells(step, run).items():
             if cell in written:
                 raise ContentError(f"sequence {step.seq_id} writes cell {cell}, which another one writes too")
             written.add(cell)
             self.gpu[cell] = tag
 
-    def _new_cells(self, step: SequenceStep) -> dict[tuple[int, int], int]:
+    def _new_cells(self, step: SequenceStep, run: _Content) -> dict[tuple[int, int], int]:
         """(slot, offset) and tag of each new token."""
-        content = self.contents[step.seq_id]
-        start, end = step.position, step.position + step.num_tokens
-        token_ids = step.token_ids.tolist()
-        if step.previous_row >= 0:
-            assert token_ids[-1] == -1, f"a known token of sequence {step.seq_id} is replaced by a pending one"
-            token_ids[-1] = self._sampled[step.previous_row]
-        if token_ids != content.token_ids[start:end]:
-            raise ContentError(f"sequence {step.seq_id} runs {token_ids}, not its tokens {start}..{end - 1}")
+        tags = run.tags[step.position : step.position + step.num_tokens]
         return {
             (step.block_table[i // self.block_size], i % self.block_size): tag
-            for i, tag in enumerate(content.tags[start:end], start=step.num_paged_keys - step.num_tokens)
+            for i, tag in enumerate(tags, start=step.num_paged_keys - step.num_tokens)
         }
 
-    def _check_keys(self, row: int, step: SequenceStep, moves: KVMoves) -> None:
+    def _check_keys(self, row: int, step: SequenceStep, run: _Content, moves: KVMoves) -> None:
         paged = self.gpu[list(step.block_table)].reshape(-1)[: step.num_paged_keys].tolist()
         brought_in = []
         for group in moves.streamed:
@@ -153,11 +194,11 @@ class ContentRunner:
             brought_in += tags[: group.context_lens(self.block_size)[row]].tolist()
         for span in moves.cpu_spans[row] if moves.cpu_spans else ():
             brought_in += self.cpu[span.cpu_block_id, span.start : span.end].tolist()
-        self._compare(step, paged, brought_in)
+        self._compare(step, run, paged, brought_in)
 
-    def _compare(self, step: SequenceStep, paged: list[int], brought_in: list[int]) -> None:
+    def _compare(self, step: SequenceStep, run: _Content, paged: list[int], brought_in: list[int]) -> None:
         end = step.position + step.num_tokens
-        expected = self.contents[step.seq_id].tags[:end]
+        expected = run.tags[:end]
         if paged[-step.num_tokens :] != expected[step.position :]:
             raise ContentError(f"sequence {step.seq_id}: its new tokens are not its last paged keys")
         if sorted(paged + brought_in) != sorted(expected):
@@ -165,11 +206,19 @@ class ContentRunner:
             seen = [position_of.get(tag, "foreign") for tag in paged + brought_in]
             raise ContentError(f"sequence {step.seq_id} needs keys 0..{end - 1} once each, sees {seen}")
 
-    def _sample(self, step: SequenceStep) -> int:
+    def _sample(self, step: SequenceStep, run: _Content) -> list[int]:
+        """The token after the last known one and after each guess. Those before the first wrong guess are kept."""
         content = self.contents[step.seq_id]
         assert step.sampling is not None and step.sampling.position == len(content.token_ids)
-        content.append(next_token(content.tags[-1]))
-        return content.token_ids[-1]
+        first = step.position + step.num_tokens - step.num_guesses - 1
+        sampled = [next_token(tag) for tag in run.tags[first : first + 1 + step.num_guesses]]
+        guesses = run.token_ids[len(run.token_ids) - step.num_guesses :] if step.num_guesses else []
+        content.append(sampled[0])
+        for guess, before, token_id in zip(guesses, sampled, sampled[1:], strict=False):
+            if guess != before:
+                break
+            content.append(token_id)
+        return sampled
 
 
 def make_content_runner(kv: KVCacheManager) -> ContentRunner:
@@ -183,7 +232,7 @@ class Simulation:
     """A scheduler, a manager and a ContentRunner.
 
     depth: 1 plans a step before the last one's tokens are back, as on a GPU. change_plan: a fault to be noticed.
-    make_runner: from the manager.
+    make_runner: from the manager. make_drafter: from the manager and the runner, for a scheduler that speculates.
     """
 
     def __init__(
@@ -196,16 +245,24 @@ class Simulation:
         chunked_prefill: bool = True,
         change_plan: Callable[[StepPlan], StepPlan] = lambda plan: plan,
         make_runner: Callable[[Any], ContentRunner] = make_content_runner,
+        make_drafter: Callable[[KVCacheManager, ContentRunner], Drafter] | None = None,
+        max_guesses: int = 5,
     ) -> None:
         self.kv, self.depth, self.change_plan = kv, depth, change_plan
+        self.runner = make_runner(kv)
+        speculator = None
+        if make_drafter is not None:
+            drafter = make_drafter(kv, self.runner)
+            speculator = Speculator([drafter], vocab_size=VOCAB_SIZE, max_guesses=max_guesses, times=None)
         self.scheduler = Scheduler(
             kv,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             chunked_prefill=chunked_prefill,
             eos_token_ids=(EOS,),
+            speculator=speculator,
+            max_step_rows=max(max_num_seqs, 1 + max_guesses),
         )
-        self.runner = make_runner(kv)
         self.sequences: list[Sequence] = []
         self.in_flight: tuple[StepPlan, list[int]] | None = None
         self.plans: list[StepPlan] = []
@@ -269,6 +326,9 @@ class Simulation:
         """As Engine.step; then checks everything. Raises ContentError or AssertionError."""
         self._admitted.clear()
         preemptions = self.scheduler.num_preemptions
+        if self.in_flight is not None and self.scheduler.needs_tokens():
+            self.scheduler.commit(*self.in_flight)
+            self.in_flight = None
         plan = self.scheduler.schedule()
         launched = None
         if plan is not None:

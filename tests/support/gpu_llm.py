@@ -12,7 +12,9 @@ from nanovllm.core.outputs import RequestOutput
 
 
 class GpuLLM(CheckedLLM):
-    """Graphs on, unless told otherwise. `num_replays`: steps run by "resident" and by "streamed" graphs."""
+    """Graphs on, unless told otherwise. `num_replays`: steps run by "resident", by "streamed" graphs and so on, and
+    drafts under "draft".
+    """
 
     def __init__(self, reference: Reference, **options: Any) -> None:
         super().__init__(reference, **({"device": "cuda", "enforce_eager": False, "max_num_seqs": 6} | options))
@@ -22,22 +24,21 @@ class GpuLLM(CheckedLLM):
 
     def _counted(self, name: str, replay: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def counting_replay(*args: Any) -> torch.Tensor:
-            self.num_replays[name] += 1
             logits = replay(*args)
-            self._record(logits)
+            if self.is_drafting:
+                self.num_replays["draft"] += 1
+            else:
+                self.num_replays[name] += 1
+                self.record_logits(logits.float().clone())  # stays on the GPU
             return logits
 
         return counting_replay
 
-    def _record(self, logits: torch.Tensor) -> None:
-        sampling = [step.seq_id for step in self.plans[-1].sequences if step.sampling is not None]
-        for seq_id, row in zip(sampling, logits.float().clone(), strict=True):
-            self.logits[seq_id].append(row)  # stays on the GPU
-
     def _recording_compute_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """For steps that are launched kernel by kernel. A graph does not come here; _counted records its logits."""
         logits = self._compute_logits(hidden, out)
-        self._record(logits)
+        if not self.is_drafting:
+            self.record_logits(logits.float().clone())
         return logits
 
     def rows(self, request_id: int, num_tokens: int) -> torch.Tensor:

@@ -6,8 +6,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from content_model import Simulation
+from content_model import VOCAB_SIZE, ContentRunner, Simulation, next_token
 from cpu_splits import RandomSplit
+from odd_drafters import OddDrafter
 
 from nanovllm.core.cpu_split import CpuSplit
 from nanovllm.core.sequence import Sequence
@@ -121,11 +122,28 @@ def dense_manager(rng: random.Random, hybrid: bool, cpu_split: CpuSplit | None =
     )
 
 
-def play_dense(seed: int, hybrid: bool, with_cpu: bool = False, **options: Any) -> Simulation:
+def odd_drafter(kind: str, seed: int) -> Callable[[KVCacheManager, ContentRunner], OddDrafter]:
+    """What a Simulation needs to speculate with an OddDrafter of this kind."""
+
+    def make(kv: KVCacheManager, runner: ContentRunner) -> OddDrafter:
+        def next_tokens(seq: Sequence, count: int) -> list[int]:
+            run = runner.contents[seq.seq_id].copy()
+            for _ in range(count):
+                run.append(next_token(run.tags[-1]))
+            return run.token_ids[len(run.token_ids) - count :]
+
+        return OddDrafter(kind, next_tokens, VOCAB_SIZE, seed)
+
+    return make
+
+
+def play_dense(seed: int, hybrid: bool, with_cpu: bool = False, drafter: str = "", **options: Any) -> Simulation:
     """A dense workload; `options` are the Simulation's, beside a schedule drawn from the seed. `with_cpu`: the CPU
-    attends to some of the missing keys.
+    attends to some of the missing keys. `drafter`: a kind of OddDrafter, to speculate with.
     """
     rng = random.Random(seed)
+    if drafter:
+        options |= {"make_drafter": odd_drafter(drafter, seed), "max_guesses": rng.choice([1, 2, 3, 5, 9])}
     split = RandomSplit(generator=random.Random(seed)) if with_cpu else None
     simulation = Simulation(dense_manager(rng, hybrid, split), **(dense_schedule(rng) | options))
     play(simulation, dense_operations(rng))

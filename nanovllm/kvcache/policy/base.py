@@ -52,8 +52,22 @@ class KVCacheManager(ABC):
         """How many of the sequence's next `num_tokens` tokens fit into this step, possibly 0."""
 
     @abstractmethod
-    def place(self, seq: Sequence, num_tokens: int) -> None:
-        """Give the sequence's next `num_tokens` tokens a place in this step. Does not change num_computed_tokens."""
+    def place(self, seq: Sequence, num_tokens: int, num_guesses: int = 0) -> None:
+        """Give the sequence's next `num_tokens` tokens a place in this step. Does not change num_computed_tokens.
+
+        The last `num_guesses` of them get room only. They count for nothing until `accept`.
+        """
+
+    @abstractmethod
+    def accept(self, seq: Sequence) -> None:
+        """Count the next guess of a running sequence's last step as computed, because it has proved right.
+
+        Called before the next step is planned.
+        """
+
+    def misses_keys(self, seq: Sequence) -> bool:
+        """Whether some keys of a running sequence are not on the GPU."""
+        return False
 
     @abstractmethod
     def preempt(self, seq: Sequence) -> None:

@@ -65,9 +65,12 @@ class BlockManager(KVCacheManager):
         room = (len(seq.block_table) + self.pool.num_free) * self.block_size - seq.num_computed_tokens
         return min(num_tokens, room)
 
-    def place(self, seq: Sequence, num_tokens: int) -> None:
+    def place(self, seq: Sequence, num_tokens: int, num_guesses: int = 0) -> None:
         self._grow(seq, seq.num_computed_tokens + num_tokens)
-        self.pool.register(seq, seq.num_computed_tokens + num_tokens)
+        self.pool.register(seq, seq.num_computed_tokens + num_tokens - num_guesses)
+
+    def accept(self, seq: Sequence) -> None:
+        seq.num_computed_tokens += 1
 
     def preempt(self, seq: Sequence) -> None:
         self.free(seq)

@@ -161,8 +161,9 @@ class HybridKVCacheManager(KVCacheManager):
             num_blocks += held.ring_slot >= 0 and held.is_pinned
         return min(num_tokens, max(0, (block_idx + num_blocks) * self.block_size - seq.num_computed_tokens))
 
-    def place(self, seq: Sequence, num_tokens: int) -> None:
+    def place(self, seq: Sequence, num_tokens: int, num_guesses: int = 0) -> None:
         start, end = seq.num_computed_tokens, seq.num_computed_tokens + num_tokens
+        known_end = end - num_guesses
         self._grow(seq, end)
         self._slotless_ids.discard(seq.seq_id)
         first, last = start // self.block_size, self._num_blocks(end)
@@ -175,9 +176,17 @@ class HybridKVCacheManager(KVCacheManager):
         source, num_matched = self._prefix_sources.pop(seq.seq_id, (None, 0))
         if source is not None:  # the prefix match ended inside this block
             self.slots.copy_prefix(source, chunk[0], num_matched)
-        for i, block in enumerate(chunk):
-            self.slots.write_tokens(block, end - (first + i) * self.block_size)
-        self.pool.register(seq, end)
+        for i, block in enumerate(chunk[: self._num_blocks(known_end) - first]):
+            self.slots.write_tokens(block, known_end - (first + i) * self.block_size)
+        self.pool.register(seq, known_end)
+
+    def accept(self, seq: Sequence) -> None:
+        block_idx, offset = divmod(seq.num_computed_tokens, self.block_size)
+        self.slots.keep_written(self.blocks[seq.block_table[block_idx]], offset + 1)
+        seq.num_computed_tokens += 1
+
+    def misses_keys(self, seq: Sequence) -> bool:
+        return bool(self.histories.find(seq).missing)
 
     def preempt(self, seq: Sequence) -> None:
         self._slotless_ids.discard(seq.seq_id)
@@ -220,6 +229,7 @@ class HybridKVCacheManager(KVCacheManager):
         num_queries = [num_tokens for _, num_tokens in placed]
         missing_keys = self.histories.missing_keys(histories, num_queries) if missing else MissingKeys()
         self.num_cpu_tokens += sum(span.end - span.start for row in missing_keys.cpu_spans for span in row)
+        self.slots.copy_out_kept()
         moves = self.slots.moves(missing_keys)
         for source in self._copy_sources:
             self.pool.release(source)

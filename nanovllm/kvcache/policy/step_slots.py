@@ -21,6 +21,7 @@ class StepSlots:
         self.block_size = block_size
         self.residency = 0
         self._pinned: list[HybridBlock] = []  # in this step
+        self._kept: list[HybridBlock] = []  # filled by guesses that proved right, not copied out yet
         self._begin_moves()
 
     def _begin_moves(self) -> None:
@@ -33,7 +34,9 @@ class StepSlots:
     def begin_step(self) -> None:
         for block in self._pinned:
             block.pinned_in_step = False
-            if not block.being_written:
+            if not block.num_tokens:  # it got nothing but guesses, and none of them was right
+                self.ring.free_slot_of(block)
+            elif not block.being_written:
                 self.ring.update_state(block)
         self._pinned.clear()
         self._begin_moves()
@@ -144,6 +147,30 @@ class StepSlots:
             start = block.num_offloaded_tokens
             self._offloads.append(SlotOffload(block.ring_slot, block.block_id, start, self.block_size))
             block.num_offloaded_tokens = self.block_size
+
+    def keep_written(self, block: HybridBlock, num_tokens: int) -> None:
+        """Record that the block holds `num_tokens` tokens, because a guess that the last step wrote has proved right.
+
+        If that fills it, the next step copies it out.
+        """
+        assert block.ring_slot >= 0, f"block {block.block_id} has lost its slot and the guesses in it"
+        block.num_tokens = num_tokens
+        block.being_written = num_tokens < self.block_size
+        if not block.being_written:
+            self._kept.append(block)
+        self.ring.update_state(block)
+
+    def copy_out_kept(self) -> None:
+        """Copy out the blocks that `keep_written` has filled, unless an eviction has done so, or none reads them.
+
+        A full block is dirty for no other reason. So a block that has another owner by now is left alone.
+        """
+        for block in self._kept:
+            if block.num_running and block.is_dirty and block.num_tokens == self.block_size:
+                start, end = block.num_offloaded_tokens, block.num_tokens
+                self._flushes.append(SlotOffload(block.ring_slot, block.block_id, start, end))
+                block.num_offloaded_tokens = end
+        self._kept.clear()
 
     def stop_writing(self, block: HybridBlock) -> None:
         block.being_written = False

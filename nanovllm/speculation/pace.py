@@ -1,0 +1,108 @@
+"""How many guesses are worth their time: from how often guesses prove right, and from how long steps take.
+
+A pass with k guesses yields so many tokens on average (core/guesses.py), and takes the time of the pass and of k
+drafts. The k with the most tokens per second is chosen, or 0 if that gains nothing.
+"""
+
+import time
+from collections.abc import Callable
+
+from nanovllm.core.guesses import expected_tokens
+from nanovllm.core.step_plan import StepPlan
+
+PRIOR_ACCEPTANCE, PRIOR_WEIGHT = 0.7, 3.0  # of a sequence that begins to guess: as if so many guesses had been tried
+DECAY = 0.9  # of the weight of older passes, with every pass
+MIN_GAIN = 1.02  # in tokens per second; less is within the error of the times
+FIRST_PAUSE_TOKENS, LONGEST_PAUSE_TOKENS = 16, 512
+SMOOTHING = 0.25  # weight of the newest step in the mean times
+REMEASURE_PASSES = 256  # after so many passes with guesses, the time of a step without them is measured again
+
+
+class StepTimes:
+    """How long decode steps take, with and without guesses, by their number of sequences.
+
+    A step's time runs from the arrival of the tokens of the step before to that of its own, as in LinkMeter. It counts
+    if both are decode steps of the same kind, or if the step has guesses, because then nothing of it can have run
+    before the other step ended. The time of drafts is that of a single one, measured at start-up.
+    """
+
+    def __init__(self, draft_s: float = 0.0, now_s: Callable[[], float] = time.perf_counter) -> None:
+        self.draft_s, self._now_s = draft_s, now_s
+        self._plain_s: dict[int, float] = {}
+        self._pass_s: dict[int, float] = {}
+        self._num_passes = 0  # with guesses, since a step without any was measured
+        self._last: tuple[float, bool] | None = None  # end of the decode step before, and whether it had guesses
+
+    def step_ended(self, plan: StepPlan) -> None:
+        """Called for every step, in order, when its tokens have arrived."""
+        if not plan.is_decode:
+            self._last = None
+            return
+        end_s, last = self._now_s(), self._last
+        self._last = end_s, plan.has_guesses
+        if last is None or (last[1] and not plan.has_guesses):
+            return
+        seconds = end_s - last[0]
+        num_seqs = len(plan.sequences)
+        if plan.has_guesses:
+            self._num_passes += 1
+            _smooth(self._pass_s, num_seqs, max(0.0, seconds - len(plan.draft_rows()) * self.draft_s))
+        else:
+            self._num_passes = 0
+            _smooth(self._plain_s, num_seqs, seconds)
+
+    def pause(self) -> None:
+        """The engine has run out of requests. Do not count the time until the next step."""
+        self._last = None
+
+    def is_measured(self, num_seqs: int) -> bool:
+        """Whether the time of a step without guesses is known, and from not long ago."""
+        return num_seqs in self._plain_s and self._num_passes < REMEASURE_PASSES
+
+    def best_num_guesses(self, num_seqs: int, acceptance: float, max_guesses: int, costs_drafts: bool) -> int:
+        """0 if guesses gain nothing. `costs_drafts`: whether each of them is drafted."""
+        plain_s = self._plain_s[num_seqs]
+        pass_s = self._pass_s.get(num_seqs, plain_s)
+        draft_s = self.draft_s if costs_drafts else 0.0
+
+        def tokens_per_s(num_guesses: int) -> float:
+            return expected_tokens(acceptance, num_guesses) / max(1e-9, pass_s + num_guesses * draft_s)
+
+        best = max(range(1, max_guesses + 1), key=tokens_per_s, default=0)
+        return best if best and tokens_per_s(best) >= MIN_GAIN / max(1e-9, plain_s) else 0
+
+
+def _smooth(means: dict[int, float], key: int, value: float) -> None:
+    means[key] = means.get(key, value) * (1 - SMOOTHING) + value * SMOOTHING
+
+
+class Pace:
+    """One sequence and one drafter: how often its guesses prove right, and when it pauses."""
+
+    def __init__(self) -> None:
+        self._pause_tokens = FIRST_PAUSE_TOKENS
+        self._paused_until = 0  # tokens of the sequence
+        self._forget_passes()
+
+    def _forget_passes(self) -> None:
+        self._num_right, self._num_tried = PRIOR_ACCEPTANCE * PRIOR_WEIGHT, PRIOR_WEIGHT
+
+    @property
+    def acceptance(self) -> float:
+        """The estimated probability that a guess is right if those before it are."""
+        return self._num_right / self._num_tried
+
+    def is_paused(self, num_tokens: int) -> bool:
+        return num_tokens < self._paused_until
+
+    def pause(self, num_tokens: int) -> None:
+        """Try again later, as if nothing were known; each time after a longer pause."""
+        self._paused_until = num_tokens + self._pause_tokens
+        self._pause_tokens = min(2 * self._pause_tokens, LONGEST_PAUSE_TOKENS)
+        self._forget_passes()
+
+    def verified(self, num_guesses: int, num_accepted: int) -> None:
+        self._num_right = self._num_right * DECAY + num_accepted
+        self._num_tried = self._num_tried * DECAY + min(num_guesses, num_accepted + 1)
+        if num_accepted == num_guesses:
+            self._pause_tokens = FIRST_PAUSE_TOKENS

@@ -1,0 +1,94 @@
+"""Speculator: what the scheduler asks for guesses. It asks the drafters in their order, each at its own pace."""
+
+import logging
+from collections import defaultdict
+from collections.abc import Sequence as Seq
+
+from nanovllm.core.sequence import Sequence
+from nanovllm.speculation.drafters import DRAFTED, NO_GUESSES, Drafter, Guesses
+from nanovllm.speculation.pace import Pace, StepTimes
+
+logger = logging.getLogger("nanovllm")
+
+
+class Speculator:
+    def __init__(self, drafters: Seq[Drafter], *, vocab_size: int, max_guesses: int, times: StepTimes | None) -> None:
+        """`times`: None for as many guesses as allowed, always."""
+        self.drafters, self.max_guesses, self.times = drafters, max_guesses, times
+        self._vocab_size = vocab_size
+        self._paces: dict[int, dict[str, Pace]] = {}  # by seq_id and drafter
+        self._asked: dict[int, Drafter] = {}  # whose guesses of a sequence are being verified
+        self.num_passes = self.num_guesses = self.num_accepted = 0
+        self._refused: set[str] = set()  # drafters that have guessed tokens that do not exist
+
+    def add(self, seq: Sequence) -> None:
+        self._paces[seq.seq_id] = defaultdict(Pace)
+        for drafter in self.drafters:
+            drafter.add(seq)
+
+    def forget(self, seq: Sequence) -> None:
+        del self._paces[seq.seq_id]
+        self._asked.pop(seq.seq_id, None)
+        for drafter in self.drafters:
+            drafter.forget(seq)
+
+    def wants_to_guess(self, seq: Sequence, num_running: int) -> bool:
+        """Whether one of `num_running` sequences would guess if its newest token were known."""
+        return any(self._is_active(drafter, seq, num_running) and drafter.can_guess(seq) for drafter in self.drafters)
+
+    def _is_active(self, drafter: Drafter, seq: Sequence, num_running: int) -> bool:
+        if self.times is None:
+            return True
+        is_paused = self._paces[seq.seq_id][drafter.name].is_paused(len(seq.token_ids))
+        return not is_paused and self.times.is_measured(num_running)
+
+    def guess(self, seq: Sequence, max_guesses: int, num_running: int) -> Guesses:
+        """Up to `max_guesses` guesses by the first drafter that has any and gains time by them."""
+        most = min(max_guesses, self.max_guesses)
+        for drafter in self.drafters if most > 0 else ():
+            if not self._is_active(drafter, seq, num_running):
+                continue
+            num_guesses = self._num_worthwhile(drafter, seq, most, num_running)
+            if num_guesses and (guesses := self._existing(drafter, drafter.guess(seq, num_guesses))).token_ids:
+                self._asked[seq.seq_id] = drafter
+                return guesses
+        return NO_GUESSES
+
+    def _num_worthwhile(self, drafter: Drafter, seq: Sequence, most: int, num_running: int) -> int:
+        if self.times is None:
+            return most
+        pace = self._paces[seq.seq_id][drafter.name]
+        num_guesses = self.times.best_num_guesses(num_running, pace.acceptance, most, drafter.costs_drafts)
+        if not num_guesses:
+            pace.pause(len(seq.token_ids))
+        return num_guesses
+
+    def _existing(self, drafter: Drafter, guesses: Guesses) -> Guesses:
+        """The guesses before the first one that is not a token."""
+        for i, token_id in enumerate(guesses.token_ids):
+            is_drafted = token_id == DRAFTED and i < guesses.num_drafts
+            if not 0 <= token_id < self._vocab_size and not is_drafted:
+                if drafter.name not in self._refused:
+                    self._refused.add(drafter.name)
+                    last = self._vocab_size - 1
+                    logger.warning("the drafter %s guesses token %d, outside 0..%d", drafter.name, token_id, last)
+                return guesses.first(i)
+        return guesses
+
+    def verified(self, seq: Sequence, num_guesses: int, num_accepted: int) -> None:
+        """A step has verified guesses. The sequence may have ended at one of them."""
+        self.num_passes += 1
+        self.num_guesses += num_guesses
+        self.num_accepted += num_accepted
+        drafter = self._asked.pop(seq.seq_id, None)
+        if drafter is not None:
+            self._paces[seq.seq_id][drafter.name].verified(num_guesses, num_accepted)
+
+    def stats(self) -> dict[str, float | None]:
+        """tokens_per_pass counts the passes that had guesses."""
+        return {
+            "num_guesses": self.num_guesses,
+            "num_accepted_guesses": self.num_accepted,
+            "guess_acceptance": self.num_accepted / self.num_guesses if self.num_guesses else None,
+            "tokens_per_pass": 1 + self.num_accepted / self.num_passes if self.num_passes else None,
+        }

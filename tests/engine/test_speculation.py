@@ -1,0 +1,188 @@
+"""Speculation changes no token: answers and logits with every drafter and cache are those without it."""
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from checked_engine import ALL_GPU, OFFLOAD, CheckedLLM, Reference, cache_options, greedy
+from cpu_splits import RandomSplit, splitting
+from odd_drafters import KINDS, OddDrafter
+from offload_workload import BLOCK, prompts_of, serve_everything
+from simulated_streams import MODES, SimulatedStreams
+from tiny_models import write_tiny_model
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.core.sequence import Sequence
+from nanovllm.engine.internals import Internals
+from nanovllm.errors import ConfigError
+
+PROMPTS = prompts_of(3 * BLOCK - 5, 40, BLOCK - 3, 2 * BLOCK)  # answers cross the edges of blocks
+CACHES = [None, 2, 3, 8]  # slots
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return Reference(write_tiny_model(tmp_path_factory.mktemp("tiny"), max_position_embeddings=8192))
+
+
+def sampled(max_tokens: int) -> list[SamplingParams]:
+    filters: list[dict[str, Any]] = [{}, {"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.05, "top_k": 30}]
+    return [
+        SamplingParams(temperature=0.8, max_tokens=max_tokens, ignore_eos=True, seed=i, **filters[i % 4])
+        for i in range(len(PROMPTS))
+    ]
+
+
+@pytest.fixture(scope="module")
+def answers(reference: Reference) -> dict[str, list[list[int]]]:
+    """Without speculation, all on the GPU: greedy, and sampled."""
+    with LLM(str(reference.directory), device="cpu", dtype="float32", enforce_eager=True, **ALL_GPU) as llm:
+        return {
+            name: [output["token_ids"] for output in llm.generate(PROMPTS, params, use_tqdm=False)]
+            for name, params in (("greedy", greedy(30)), ("sampled", sampled(30)))
+        }
+
+
+def drafter_of(kind: str, answers: list[list[int]]) -> OddDrafter:
+    """Knows the answer to each of PROMPTS."""
+    whole = [prompt + answer for prompt, answer in zip(PROMPTS, answers, strict=True)]
+
+    def next_tokens(seq: Sequence, count: int) -> list[int]:
+        known = seq.token_ids.tolist()
+        return next((text[len(known) : len(known) + count] for text in whole if text[: len(known)] == known), [])
+
+    return OddDrafter(kind, next_tokens, vocab_size=320)
+
+
+def speculating(drafter: OddDrafter, internals: Internals = Internals()) -> Internals:
+    return replace(internals, drafters=(drafter,), always_guesses=True)
+
+
+@pytest.mark.parametrize("num_gpu_blocks", CACHES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_guess_leaves_answers_and_logits_alone(
+    reference: Reference, answers: dict[str, list[list[int]]], kind: str, num_gpu_blocks: int | None
+) -> None:
+    internals = speculating(drafter_of(kind, answers["greedy"]))
+    options = cache_options(num_gpu_blocks) | {"speculation": "auto", "num_speculative_tokens": 7}
+    with CheckedLLM(reference, internals=internals, **options) as llm:
+        outputs = llm.answer_and_check(PROMPTS, max_tokens=30)
+        assert [output["token_ids"] for output in outputs] == answers["greedy"]
+        stats = llm.stats()
+        assert stats["num_guesses"] > 0
+        assert (stats["num_accepted_guesses"] > 0) == (kind != "wrong")
+        if kind == "right":
+            assert stats["guess_acceptance"] == 1 and stats["tokens_per_pass"] > 5
+        llm.assert_nothing_left()
+
+
+@pytest.mark.parametrize("works_ahead", [False, True])
+@pytest.mark.parametrize("kind", ["right", "random", "mixed"])
+@pytest.mark.parametrize("num_gpu_blocks", [None, 3])
+def test_sampled_answers_are_the_same(
+    reference: Reference,
+    answers: dict[str, list[list[int]]],
+    num_gpu_blocks: int | None,
+    kind: str,
+    works_ahead: bool,
+) -> None:
+    """With filters, and with prompts mixed in."""
+    internals = speculating(drafter_of(kind, answers["sampled"]), Internals(works_ahead=works_ahead))
+    options = cache_options(num_gpu_blocks) | {"speculation": "auto", "max_num_batched_tokens": 100}
+    with CheckedLLM(reference, internals=internals, **options) as llm:
+        outputs = llm.generate(PROMPTS, sampled(30), use_tqdm=False)
+        assert [output["token_ids"] for output in outputs] == answers["sampled"]
+        assert any(plan.has_guesses and not plan.is_decode for plan in llm.plans)
+        assert llm.stats()["num_accepted_guesses"] > 0
+
+
+@pytest.mark.parametrize("num_tokens", [1, 100, 2**40])
+def test_the_cpu_attends_to_missing_keys_of_guesses(
+    reference: Reference, answers: dict[str, list[list[int]]], num_tokens: int
+) -> None:
+    internals = speculating(drafter_of("random", answers["greedy"]), splitting(num_tokens))
+    options = OFFLOAD | {"num_gpu_blocks": 2, "cpu_attention": "on", "speculation": "auto"}
+    with CheckedLLM(reference, internals=internals, **options) as llm:
+        llm.answer_and_check(PROMPTS, max_tokens=30)
+        assert any(plan.has_guesses and any(plan.moves.cpu_spans) for plan in llm.plans)
+
+
+@pytest.mark.parametrize("speculation", ["prompt_lookup", "resident", "auto"])
+@pytest.mark.parametrize("works_ahead", [False, True])
+def test_drafters_leave_answers_alone(reference: Reference, speculation: str, works_ahead: bool) -> None:
+    """A tiny model soon repeats itself, so that looking up finds something."""
+    internals = Internals(always_guesses=True, works_ahead=works_ahead)
+    options = OFFLOAD | {"num_gpu_blocks": 2, "speculation": speculation}
+    with CheckedLLM(reference, internals=internals, **options) as llm:
+        llm.answer_and_check([PROMPTS[0] + PROMPTS[0][:300], *PROMPTS[1:]], max_tokens=60)
+        stats = llm.stats()
+        assert stats["num_accepted_guesses"] > 0
+        assert any(plan.draft_rows() for plan in llm.plans) == (speculation != "prompt_lookup")
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("mode", MODES)
+def test_everything_with_simulated_streams(reference: Reference, mode: str, seed: int) -> None:
+    """Preemption, an abort, partial hits; copies late, early and at random times; the CPU attends to some keys."""
+    streams = SimulatedStreams(mode, seed)
+    drafter = OddDrafter(
+        "mixed", lambda seq, count: random.Random(len(seq.token_ids)).choices(range(320), k=count), 320
+    )
+    internals = speculating(drafter, Internals(works_ahead=True, cpu_split=RandomSplit(generator=random.Random(seed))))
+    options = OFFLOAD | {"num_gpu_blocks": 2 + seed, "cpu_attention": "on", "speculation": "auto"}
+    with CheckedLLM(reference, streams=streams, internals=internals, **options) as llm:
+        serve_everything(llm)
+
+
+def test_two_ranks(reference: Reference, answers: dict[str, list[list[int]]]) -> None:
+    options = OFFLOAD | {"num_gpu_blocks": 2, "speculation": "auto", "tensor_parallel_size": 2}
+    with LLM(
+        str(reference.directory),
+        device="cpu",
+        dtype="float32",
+        internals=speculating(drafter_of("mixed", answers["greedy"])),
+        **options,
+    ) as llm:
+        outputs = llm.generate(PROMPTS, greedy(30), use_tqdm=False)
+        assert [output["token_ids"] for output in outputs] == answers["greedy"]
+        assert llm.stats()["num_accepted_guesses"] > 0
+
+
+def test_end_tokens_and_stop_tokens_inside_a_chunk(reference: Reference, answers: dict[str, list[list[int]]]) -> None:
+    """All guesses are right, and the answer ends at one of them."""
+    answer = answers["greedy"][0]
+    stop = next(token_id for token_id in answer[3:] if answer.index(token_id) >= 3)
+    expected = answer[: answer.index(stop) + 1]
+    options = ALL_GPU | {"speculation": "auto"}
+    with CheckedLLM(reference, internals=speculating(drafter_of("right", answers["greedy"])), **options) as llm:
+        params = replace(greedy(30), stop_token_ids=[stop])
+        (output,) = llm.generate([PROMPTS[0]], params, use_tqdm=False)
+        assert (output["token_ids"], output["finish_reason"]) == (expected, "stop")
+        llm.assert_nothing_left()
+        (again,) = llm.generate([PROMPTS[0] + answer[:5]], greedy(10), use_tqdm=False)
+        assert again["token_ids"] == answer[5:15]
+
+
+def test_tokens_that_are_guessed_and_rejected_are_never_found_by_a_prompt(
+    reference: Reference, answers: dict[str, list[list[int]]]
+) -> None:
+    """The prefix cache holds what was verified only: a prompt that goes on with the guesses gets no hit beyond."""
+    options = OFFLOAD | {"num_gpu_blocks": 3, "speculation": "auto"}
+    with CheckedLLM(reference, internals=speculating(drafter_of("wrong", answers["greedy"])), **options) as llm:
+        llm.answer_and_check(PROMPTS[2:3], max_tokens=30)
+        prompt, answer = PROMPTS[2], answers["greedy"][2]
+        wrong = [(token_id + 1) % 320 for token_id in answer]
+        (right_again, wrong_one) = llm.answer_and_check([prompt + answer[:20], prompt + wrong[:20]], max_tokens=4)
+        assert right_again["num_cached_tokens"] == BLOCK and wrong_one["num_cached_tokens"] == 0
+
+
+def test_resident_needs_offload() -> None:
+    with pytest.raises(ConfigError, match=r"speculation='resident' drafts .* use 'prompt_lookup' or 'auto'"):
+        LLM("qwen3-0.6b", load_format="dummy", device="cpu", speculation="resident")
+
+
+@pytest.mark.parametrize("num_tokens", [0, -1, 16])
+def test_number_of_guesses_has_a_limit(num_tokens: int) -> None:
+    with pytest.raises(ConfigError, match=f"num_speculative_tokens={num_tokens} must be between 1 and 15"):
+        LLM("qwen3-0.6b", load_format="dummy", device="cpu", num_speculative_tokens=num_tokens)

@@ -1,0 +1,114 @@
+"""How many guesses are worth their time."""
+
+import numpy as np
+import pytest
+
+from nanovllm.core.guesses import expected_tokens
+from nanovllm.core.step_plan import KVMoves, SamplingRow, SequenceStep, StepPlan
+from nanovllm.speculation import pace
+from nanovllm.speculation.pace import Pace, StepTimes
+
+ROW = SamplingRow(0.0, 0, 1.0, 0.0, 0, 1)
+
+
+def step_plan(num_guesses: int = 0, num_drafts: int = 0, num_seqs: int = 1, num_tokens: int | None = None) -> StepPlan:
+    ids = np.zeros(num_tokens or 1 + num_guesses, dtype=np.int64)
+    step = SequenceStep(0, ids, 5, 5, (0,), 6 + num_guesses, ROW, num_guesses=num_guesses, num_drafts=num_drafts)
+    return StepPlan((step,) * num_seqs, KVMoves())
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def measured(*steps: tuple[StepPlan, float], draft_s: float = 0.0) -> StepTimes:
+    """The times after these steps, which took so many seconds."""
+    clock = Clock()
+    times = StepTimes(draft_s, clock)
+    for plan, seconds in steps:
+        clock.now_s += seconds
+        times.step_ended(plan)
+    return times
+
+
+def test_expected_tokens_by_hand() -> None:
+    assert expected_tokens(0.5, 0) == 1
+    assert expected_tokens(0.5, 3) == 1.875
+    assert expected_tokens(1.0, 15) == 16
+    assert expected_tokens(0.0, 15) == 1
+
+
+def test_best_number_of_guesses_by_hand() -> None:
+    """A pass of 10 s, drafts of 1 s. Acceptance 0.5: 1.5 tokens in 11 s, 1.75 in 12, 1.875 in 13, 1.9375 in 14."""
+    times = measured(*[(step_plan(), 10.0)] * 3, draft_s=1.0)
+    best = max(range(1, 16), key=lambda k: expected_tokens(0.5, k) / (10 + k))
+    assert times.best_num_guesses(1, 0.5, 15, costs_drafts=True) == best == 2
+    assert times.best_num_guesses(1, 1.0, 15, costs_drafts=True) == 15
+    assert times.best_num_guesses(1, 1.0, 4, costs_drafts=True) == 4
+    assert times.best_num_guesses(1, 0.05, 15, costs_drafts=True) == 0  # 1.05 tokens in 11 s
+    assert times.best_num_guesses(1, 0.05, 15, costs_drafts=False) > 0  # 1.05 tokens in 10 s
+
+
+def test_a_slow_pass_makes_guesses_not_worth_their_time() -> None:
+    steps = [(step_plan(), 1.0)] * 2 + [(step_plan(4), 3.0)] * 2
+    times = measured(*steps)
+    assert times.best_num_guesses(1, 0.5, 15, costs_drafts=False) == 0
+    assert times.best_num_guesses(1, 0.9, 15, costs_drafts=False) == 15
+
+
+def test_times_are_of_steps_of_the_same_kind_in_a_row() -> None:
+    """A step after a pass with guesses starts late, so it does not count. Nor does a prompt, or what follows it."""
+    times = measured((step_plan(), 100.0))
+    assert not times.is_measured(1)
+    times = measured((step_plan(), 100.0), (step_plan(), 1.0))
+    assert times.is_measured(1) and not times.is_measured(2)
+    for between in (step_plan(3), step_plan(num_tokens=50)):
+        times = measured((step_plan(), 100.0), (between, 100.0), (step_plan(), 100.0))
+        assert not times.is_measured(1)
+    clock = Clock()
+    times = StepTimes(now_s=clock)
+    times.step_ended(step_plan())
+    times.pause()
+    times.step_ended(step_plan())
+    assert not times.is_measured(1)
+
+
+def test_time_of_a_pass_is_without_its_drafts() -> None:
+    times = measured((step_plan(), 9.0), (step_plan(), 10.0), (step_plan(4, num_drafts=4), 14.0), draft_s=1.0)
+    assert times._pass_s == {1: pytest.approx(10.0)}
+
+
+def test_steps_without_guesses_are_measured_again_after_many_passes() -> None:
+    steps = [(step_plan(), 1.0)] * 2 + [(step_plan(4), 1.0)] * pace.REMEASURE_PASSES
+    assert not measured(*steps).is_measured(1)
+    assert measured(*steps[:-1]).is_measured(1)
+    assert measured(*steps, (step_plan(), 1.0), (step_plan(), 1.0)).is_measured(1)
+
+
+@pytest.mark.parametrize("acceptance", [0.0, 0.5, 0.9, 1.0])
+def test_acceptance_approaches_that_of_the_guesses(acceptance: float) -> None:
+    """Right guesses, then a wrong one, in the proportion of the acceptance."""
+    some = Pace()
+    num_right = round(acceptance / (1 - acceptance)) if acceptance < 1 else 15
+    for _ in range(200):
+        some.verified(15, num_right)
+    assert some.acceptance == pytest.approx(acceptance, abs=0.03)
+
+
+def test_pauses_get_longer_and_end() -> None:
+    some = Pace()
+    num_tokens, lengths = 100, []
+    for _ in range(8):
+        some.verified(4, 0)
+        some.pause(num_tokens)
+        lengths.append(next(n for n in range(10_000) if not some.is_paused(num_tokens + n)))
+        num_tokens += lengths[-1]
+        assert some.acceptance == pytest.approx(pace.PRIOR_ACCEPTANCE)
+    assert lengths == [16, 32, 64, 128, 256, 512, 512, 512]
+    some.verified(4, 4)
+    some.pause(num_tokens)
+    assert some.is_paused(num_tokens + 15) and not some.is_paused(num_tokens + 16)

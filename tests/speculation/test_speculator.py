@@ -1,0 +1,165 @@
+"""Speculator: which drafter is asked, at what pace, and what it may return."""
+
+import logging
+from collections.abc import Callable
+from typing import ClassVar
+
+import pytest
+from test_pace import Clock, step_plan
+
+from nanovllm.core.sequence import Sequence
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.speculation.drafters import DRAFTED, NO_GUESSES, Guesses, PromptLookupDrafter, ResidentDrafter
+from nanovllm.speculation.pace import StepTimes
+from nanovllm.speculation.speculator import Speculator
+
+
+class ListedDrafter:
+    """Guesses what `answer` returns for the number asked for."""
+
+    costs_drafts: ClassVar[bool] = False
+
+    def __init__(self, name: str, answer: Callable[[int], Guesses]) -> None:
+        self.name, self._answer = name, answer  # type: ignore[misc]
+        self.known: list[int] = []
+        self.asked: list[int] = []
+
+    def add(self, seq: Sequence) -> None:
+        self.known.append(seq.seq_id)
+
+    def forget(self, seq: Sequence) -> None:
+        self.known.remove(seq.seq_id)
+
+    def can_guess(self, seq: Sequence) -> bool:
+        return bool(self._answer(1).token_ids)
+
+    def guess(self, seq: Sequence, max_guesses: int) -> Guesses:
+        self.asked.append(max_guesses)
+        return self._answer(max_guesses)
+
+
+def fives(name: str = "fives") -> ListedDrafter:
+    return ListedDrafter(name, lambda n: Guesses((5,) * n))
+
+
+def silent() -> ListedDrafter:
+    return ListedDrafter("silent", lambda n: NO_GUESSES)
+
+
+def make(*drafters: ListedDrafter, times: StepTimes | None = None) -> tuple[Speculator, Sequence]:
+    speculator = Speculator(drafters, vocab_size=10, max_guesses=4, times=times)
+    seq = Sequence(3, [1, 2, 3], SamplingParams(max_tokens=100), seed=0)
+    speculator.add(seq)
+    return speculator, seq
+
+
+def test_the_first_drafter_with_a_guess_is_asked() -> None:
+    first, second, third = silent(), fives(), fives("other")
+    speculator, seq = make(first, second, third)
+    assert speculator.wants_to_guess(seq, 1)
+    assert speculator.guess(seq, 3, 1) == Guesses((5, 5, 5))
+    assert (first.asked, second.asked, third.asked) == ([3], [3], [])
+    assert speculator.guess(seq, 9, 1) == Guesses((5,) * 4)
+    assert speculator.guess(seq, 0, 1) == speculator.guess(seq, -2, 1) == NO_GUESSES
+    speculator.forget(seq)
+    assert not first.known and not second.known
+
+
+def test_nothing_to_guess() -> None:
+    speculator, seq = make(silent())
+    assert not speculator.wants_to_guess(seq, 1) and speculator.guess(seq, 3, 1) == NO_GUESSES
+
+
+@pytest.mark.parametrize(
+    ("guesses", "kept"),
+    [
+        (Guesses((5, 10, 3)), (5,)),
+        (Guesses((5, 3, -7)), (5, 3)),
+        (Guesses((DRAFTED, 3)), ()),
+        (Guesses((DRAFTED, 3), 1), (DRAFTED, 3)),
+        (Guesses((DRAFTED, DRAFTED), 1), (DRAFTED,)),
+    ],
+)
+def test_what_is_not_a_token_is_refused_and_logged_once(
+    guesses: Guesses, kept: tuple[int, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    speculator, seq = make(ListedDrafter("odd", lambda n: guesses))
+    with caplog.at_level(logging.WARNING, logger="nanovllm"):
+        for _ in range(3):
+            assert speculator.guess(seq, 4, 1).token_ids == kept
+    assert len(caplog.records) == (len(kept) < len(guesses.token_ids))
+
+
+def test_no_guesses_before_the_time_of_a_step_is_known() -> None:
+    clock = Clock()
+    times = StepTimes(now_s=clock)
+    speculator, seq = make(fives(), times=times)
+    assert not speculator.wants_to_guess(seq, 1) and speculator.guess(seq, 4, 1) == NO_GUESSES
+    for _ in range(2):
+        clock.now_s += 1
+        times.step_ended(step_plan())
+    assert speculator.wants_to_guess(seq, 1) and not speculator.wants_to_guess(seq, 2)
+    assert speculator.guess(seq, 4, 1) == Guesses((5,) * 4)
+
+
+def test_a_sequence_that_gains_nothing_stops_and_tries_again_later() -> None:
+    """Passes with guesses take twice as long, and no guess is right. What is lost is little."""
+    clock = Clock()
+    times = StepTimes(now_s=clock)
+    drafter = fives()
+    speculator, seq = make(drafter, times=times)
+    num_steps = 2000
+    for _ in range(num_steps):
+        guesses = speculator.guess(seq, 4, 1) if speculator.wants_to_guess(seq, 1) else NO_GUESSES
+        clock.now_s += 2.0 if guesses.token_ids else 1.0
+        times.step_ended(step_plan(len(guesses.token_ids)))
+        if guesses.token_ids:
+            speculator.verified(seq, len(guesses.token_ids), 0)
+        seq.token_ids.append(7)
+    assert speculator.num_passes >= 3
+    assert clock.now_s <= num_steps / 0.97
+
+
+def test_stats_count_guesses_and_passes() -> None:
+    speculator, seq = make(fives())
+    assert speculator.stats()["guess_acceptance"] is None and speculator.stats()["tokens_per_pass"] is None
+    for num_accepted in (4, 1):
+        speculator.guess(seq, 4, 1)
+        speculator.verified(seq, 4, num_accepted)
+    assert speculator.stats() == {
+        "num_guesses": 8,
+        "num_accepted_guesses": 5,
+        "guess_acceptance": 5 / 8,
+        "tokens_per_pass": 3.5,
+    }
+    speculator.guess(seq, 4, 1)
+    speculator.forget(seq)
+    speculator.verified(seq, 4, 2)  # it ended at a guess
+    assert speculator.num_accepted == 7
+
+
+def test_drafter_of_resident_keys_needs_missing_ones() -> None:
+    misses: list[int] = []
+    drafter = ResidentDrafter(lambda seq: seq.seq_id in misses)
+    seq = Sequence(3, [1], SamplingParams(max_tokens=9), seed=0)
+    assert not drafter.can_guess(seq) and drafter.guess(seq, 3) == NO_GUESSES
+    misses.append(3)
+    assert drafter.can_guess(seq) and drafter.guess(seq, 3) == Guesses((DRAFTED,) * 3, 3)
+
+
+def test_drafter_by_look_up_follows_the_answer() -> None:
+    drafter = PromptLookupDrafter()
+    seq = Sequence(3, [1, 2, 3, 4, 5, 6, 7], SamplingParams(max_tokens=9), seed=0)
+    drafter.add(seq)
+    assert not drafter.can_guess(seq)
+    seq.token_ids.extend([2, 3])
+    assert drafter.can_guess(seq) and drafter.guess(seq, 3) == Guesses((4, 5, 6))
+    seq.token_ids.append(4)
+    assert drafter.guess(seq, 2) == Guesses((5, 6))
+    drafter.forget(seq)
+
+
+def test_guesses_up_to_the_first_draft() -> None:
+    assert Guesses((3, DRAFTED, 4), 3).without_drafts() == Guesses((3,))
+    assert Guesses((3, 4), 2).without_drafts() == Guesses((3, 4))
+    assert Guesses((DRAFTED,) * 4, 4).first(2) == Guesses((DRAFTED,) * 2, 2)
