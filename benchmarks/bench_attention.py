@@ -1,4 +1,4 @@
-"""Compares the attention backends with the limits of the GPU: prefill, chunks at 40K, decode.
+"""Compares the attention backends with the limits of the GPU: prefill, chunks at 40K, decode with one query or a few.
 
     python benchmarks/bench_attention.py            # every backend that can run here
     python benchmarks/bench_attention.py --tune     # compare tiles of our prefill and splits of our decode kernel
@@ -209,6 +209,29 @@ def bench_merge(backends: list[AttentionBackend], timer: Timer) -> list[dict[str
     return rows
 
 
+def bench_few_queries(
+    backends: list[AttentionBackend], context_lens: tuple[int, ...], args: argparse.Namespace, timer: Timer
+) -> list[dict[str, Any]]:
+    """Time 1 to 16 queries of one sequence, as when guessed tokens are verified, relative to one query."""
+    rows = []
+    for context_len, backend in itertools.product(context_lens, backends):
+        one_query_ms = None
+        for query_len in (1, 4, 8, 16):
+            work = Workload(f"{query_len} queries, {context_len}", 1, query_len, context_len)
+            inputs = make_inputs(work, MODELS["Qwen3-0.6B"], args, timer.device)
+            tensors = (inputs.q_THD, inputs.k_cache, inputs.v_cache)
+            ms = timer(lambda b=backend, t=tensors, i=inputs: b.attend(*t, i.batch, i.scale))
+            one_query_ms = one_query_ms or ms["median_ms"]
+            ratio = ms["median_ms"] / one_query_ms
+            print(
+                f"{work.name:21} {backend.name:7} {ms['median_ms']:8.3f} ms [{ms['min_ms']:.3f}, {ms['max_ms']:.3f}]   "
+                f"{ratio:.2f} of one query",
+                flush=True,
+            )
+            rows.append({"workload": work.name, "backend": backend.name, "times_one_query": ratio, **ms})
+    return rows
+
+
 def tune(args: argparse.Namespace, timer: Timer, bounds: dict[str, float]) -> list[dict[str, Any]]:
     """Time our prefill kernel with other tiles, and our decode kernel with other splits."""
     from nanovllm.kernels.attention import DecodeConfig, PrefillConfig, paged_decode, paged_prefill
@@ -275,6 +298,7 @@ def main() -> None:
         backends = [choose_backend(name, device, torch.bfloat16, HEAD_DIM, enforce_eager=True) for name in possible]
         rows = bench_backends(backends, works, args, timer, bounds)
         shares = add_shares_of_flash(rows)
+        rows += bench_few_queries(backends, (300,) if args.smoke else (40960, 131072), args, timer)
         rows += bench_merge(backends, timer)
     device_name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
     result = {"device": device_name, "target": args.target, "bounds": bounds, "block_size_tokens": args.block_size}

@@ -41,6 +41,9 @@ class PagedBatch:
     With `causal`, the queries of a sequence are its last `query_len` keys (aligned at the bottom right): query i of
     n sees keys 0 .. context_len - n + i. Without, every query sees all `context_len` keys. A context_len of 0 means
     the sequence sees no key here (out 0, lse -inf).
+
+    A sequence may have no query. Inside a CUDA graph there may be more rows than queries: what the rows that belong to
+    no sequence yield is unspecified.
     """
 
     cu_seqlens_q: torch.Tensor  # [B + 1] int32, on the device
@@ -50,6 +53,10 @@ class PagedBatch:
     max_context_len: int
     causal: bool
     host: HostTables | None = None  # None inside a CUDA graph, where sizes are not known on the host
+
+    def has_one_query_each(self, q_THD: torch.Tensor) -> bool:
+        """Whether the packed queries are one of each sequence, in order. Hot: once per layer."""
+        return self.max_query_len == 1 and len(q_THD) == len(self.context_lens)
 
     def sequences(self, first: int, last: int) -> "PagedBatch":
         """Sequences first..last-1 as a batch of their own. All but cu_seqlens_q are views. Needs `host`."""

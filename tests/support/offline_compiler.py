@@ -44,14 +44,27 @@ class Compiled:
 
     def stack_bytes(self) -> int:
         """Local memory of a thread: registers that were spilled."""
-        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-            file.write(self.kernel.asm["cubin"])
-            file.flush()
-            command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
-            usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        usage = self._cuobjdump("-res-usage")
         found = re.search(r"STACK:(\d+)", usage)
         assert found is not None, f"no resource usage in {usage!r}"
         return int(found.group(1))
+
+    def spills_in_loops(self) -> bool:
+        """Whether a loop loads or stores local memory."""
+        found = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", self._cuobjdump("-sass"))
+        assert found, "no instructions found"
+        code = [(int(address, 16), instruction) for address, instruction in found]
+        jumps = [(address, re.search(r"\bU?BRA\b.*\b0x([0-9a-f]+)", instruction)) for address, instruction in code]
+        loops = [(int(jump[1], 16), address) for address, jump in jumps if jump is not None]
+        spills = [address for address, instruction in code if re.search(r"\b(LDL|STL)\b", instruction)]
+        return any(first <= address < last for first, last in loops for address in spills)
+
+    def _cuobjdump(self, option: str) -> str:
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(self.kernel.asm["cubin"])
+            file.flush()
+            command = [triton.knobs.nvidia.cuobjdump.path, option, file.name]
+            return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
     def __str__(self) -> str:
         return f"{self.name} {self.constants}"

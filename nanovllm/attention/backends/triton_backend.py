@@ -10,7 +10,7 @@ import torch
 
 from nanovllm.attention.base import AttentionBackend, PagedBatch, PartialAttention
 from nanovllm.checkpoint.model_config import HEAD_DIMS
-from nanovllm.core.support import MIN_CAPABILITY
+from nanovllm.core.support import MAX_DECODE_QUERIES, MIN_CAPABILITY
 from nanovllm.device import kernel_target
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -47,11 +47,11 @@ class TritonBackend(AttentionBackend):
         scale: float,
     ) -> PartialAttention:
         out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
-        num_decodes = _num_leading_decodes(batch)
-        if 0 < num_decodes < len(batch.context_lens):
-            # One query would leave a tile of the other kernel nearly empty
-            decodes, chunks = batch.sequences(0, num_decodes), batch.sequences(num_decodes, len(batch.context_lens))
-            parts = ((slice(0, num_decodes), decodes), (slice(num_decodes, None), chunks))
+        num_short, num_tokens = _leading_short(batch)
+        if num_tokens > 0:
+            # A few queries would leave a tile of the other kernel nearly empty, and all their keys to one program
+            short, chunks = batch.sequences(0, num_short), batch.sequences(num_short, len(batch.context_lens))
+            parts = ((slice(0, num_tokens), short), (slice(num_tokens, None), chunks))
             lse = [
                 self._attend_into(out_THD[rows], q_THD[rows], k_cache_NPKD, v_cache_NPKD, part, scale)
                 for rows, part in parts
@@ -69,7 +69,7 @@ class TritonBackend(AttentionBackend):
         scale: float,
     ) -> torch.Tensor:
         """By one kernel. Returns the LSE [H, T]."""
-        if batch.max_query_len > 1:
+        if batch.max_query_len > MAX_DECODE_QUERIES:
             return self.kernels.paged_prefill(
                 q_THD,
                 k_cache_NPKD,
@@ -84,7 +84,9 @@ class TritonBackend(AttentionBackend):
             )[1]
         # A graph knows the longest context only; most are much shorter
         context_len = batch.max_context_len if batch.host is not None else batch.max_context_len // 4
-        num_rows = q_THD.shape[0] * k_cache_NPKD.shape[2]
+        num_kv_heads = k_cache_NPKD.shape[2]
+        _, num_tiles = self.kernels.tile_rows(q_THD, num_kv_heads, batch.max_query_len)
+        num_rows = min(len(q_THD), len(batch.context_lens)) * num_kv_heads * num_tiles
         return self.kernels.paged_decode(
             q_THD,
             k_cache_NPKD,
@@ -93,7 +95,10 @@ class TritonBackend(AttentionBackend):
             batch.block_tables,
             scale,
             self.kernels.plan_num_splits(num_rows, context_len, _num_sms(q_THD.device)),
-            out_BHD=out_THD,
+            out_THD=out_THD,
+            cu_seqlens_q=None if batch.has_one_query_each(q_THD) else batch.cu_seqlens_q,
+            max_query_len=batch.max_query_len,
+            causal=batch.causal,
         )[1]
 
     def merge(self, parts: Sequence[PartialAttention], dtype: torch.dtype) -> PartialAttention:
@@ -106,11 +111,16 @@ class TritonBackend(AttentionBackend):
         return PartialAttention(out_THD, lse_HT)
 
 
-def _num_leading_decodes(batch: PagedBatch) -> int:
-    """Sequences of one query before the first longer one: the scheduler puts what is running first."""
-    if batch.max_query_len == 1 or batch.host is None:
-        return 0
-    return next(i for i, query_len in enumerate(batch.host.query_lens) if query_len != 1)
+def _leading_short(batch: PagedBatch) -> tuple[int, int]:
+    """How many sequences have a few queries and come before the first longer one, and their tokens.
+
+    The scheduler puts short sequences first. (0, 0) if all are short, or if sizes are not known.
+    """
+    if batch.max_query_len <= MAX_DECODE_QUERIES or batch.host is None:
+        return 0, 0
+    query_lens = batch.host.query_lens
+    num_short = next(i for i, query_len in enumerate(query_lens) if query_len > MAX_DECODE_QUERIES)
+    return num_short, sum(query_lens[:num_short])
 
 
 @cache
