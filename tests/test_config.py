@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from nanovllm.config import Config
+from nanovllm.config import MAX_GUESSES, Config
 from nanovllm.core.kv_spec import KVCacheSpec
+from nanovllm.core.support import MAX_DECODE_QUERIES
 from nanovllm.errors import ConfigError
 
 OFFLOAD = {"enable_cpu_offload": True}
@@ -125,3 +126,7 @@ def test_value_out_of_range_is_refused_with_the_limit(options: dict[str, Any], m
 @pytest.mark.parametrize("device", ["auto", "cpu", "cuda", "cuda:0", "cuda:7", "cuda:10"])
 def test_device_that_may_exist_is_kept(device: str) -> None:
     assert Config(model="m", device=device).device == device
+
+
+def test_a_sequence_with_all_its_guesses_fits_the_decode_kernel() -> None:
+    assert 1 + MAX_GUESSES == MAX_DECODE_QUERIES

@@ -5,8 +5,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-MAX_SHORT_QUERIES = 16  # new tokens of a sequence that attention runs by the kernels made for decoding
-
 
 class SlotLoad(NamedTuple):
     """A copy of the first tokens of a CPU block to a slot, in every layer. From this step on the block is resident."""

@@ -16,7 +16,8 @@ from collections.abc import Callable
 import numpy as np
 
 from nanovllm.core.sequence import Sequence, SequenceStatus
-from nanovllm.core.step_plan import MAX_SHORT_QUERIES, KVMoves, SamplingRow, SequenceStep, StepPlan
+from nanovllm.core.step_plan import KVMoves, SamplingRow, SequenceStep, StepPlan
+from nanovllm.core.support import MAX_DECODE_QUERIES
 from nanovllm.kvcache.policy.base import KVCacheManager, PagedKeys
 from nanovllm.sampling_params import INVALID_TOKEN
 from nanovllm.speculation.drafters import NO_GUESSES, Guesses
@@ -183,9 +184,7 @@ class Scheduler:
         if self.speculator is None:
             return False
         num_running = len(self.running)
-        return any(
-            seq.num_pending_guesses or self.speculator.wants_to_guess(seq, num_running) for seq in self.running
-        )
+        return any(seq.num_pending_guesses or self.speculator.wants_to_guess(seq, num_running) for seq in self.running)
 
     def _make_plan(self, keys: list[PagedKeys], moves: KVMoves) -> StepPlan:
         """Make the frozen plan, and count its tokens as computed, except for guesses."""
@@ -293,7 +292,7 @@ def _launch_order(placed: tuple[Sequence, int]) -> tuple[bool, bool, int]:
     gaps at the end.
     """
     seq, num_tokens = placed
-    return num_tokens > 1, num_tokens > MAX_SHORT_QUERIES, -seq.num_computed_tokens - num_tokens
+    return num_tokens > 1, num_tokens > MAX_DECODE_QUERIES, -seq.num_computed_tokens - num_tokens
 
 
 def _guesses_of(plan: StepPlan, token_ids: list[int]) -> list[list[int]]:

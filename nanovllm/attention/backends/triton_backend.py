@@ -12,6 +12,7 @@ from nanovllm.attention.base import AttentionBackend, PagedBatch, PartialAttenti
 from nanovllm.checkpoint.model_config import HEAD_DIMS
 from nanovllm.core.support import MAX_DECODE_QUERIES, MIN_CAPABILITY
 from nanovllm.device import kernel_target
+from nanovllm.utils.arithmetic import ceil_div
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -86,7 +87,7 @@ class TritonBackend(AttentionBackend):
         context_len = batch.max_context_len if batch.host is not None else batch.max_context_len // 4
         num_kv_heads = k_cache_NPKD.shape[2]
         _, num_tiles = self.kernels.tile_rows(q_THD, num_kv_heads, batch.max_query_len)
-        num_rows = min(len(q_THD), len(batch.context_lens)) * num_kv_heads * num_tiles
+        num_rows = _num_sequences(q_THD, batch) * num_kv_heads * num_tiles
         return self.kernels.paged_decode(
             q_THD,
             k_cache_NPKD,
@@ -109,6 +110,13 @@ class TritonBackend(AttentionBackend):
         lse_HT = parts[0].lse_HT
         self.kernels.merge_into(out_THD, lse_HT, parts)
         return PartialAttention(out_THD, lse_HT)
+
+
+def _num_sequences(q_THD: torch.Tensor, batch: PagedBatch) -> int:
+    """How many sequences have queries; in a graph, the fewest that can have them all, which have the most to gain from
+    sharing their keys among programs.
+    """
+    return ceil_div(len(q_THD), batch.max_query_len) if batch.host is None else len(batch.context_lens)
 
 
 def _leading_short(batch: PagedBatch) -> tuple[int, int]:
