@@ -48,6 +48,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "executor": {"errors", "device", "core"},
     "scheduling": {"sampling_params", "core", "kvcache.policy"},
+    "speculation": OPTIONS | {"core"},
     "text": OPTIONS | {"core"},
     "engine": OPTIONS
     | {
@@ -67,7 +68,17 @@ ALLOWED: dict[str, set[str]] = {
     "nanovllm": {"errors", "llm", "sampling_params"},
     "__main__": {"cli"},
 }
-TORCH_FREE = {"errors", "sampling_params", "config", "checkpoint", "core", "capacity", "kvcache.policy", "scheduling"}
+TORCH_FREE = {
+    "errors",
+    "sampling_params",
+    "config",
+    "checkpoint",
+    "core",
+    "capacity",
+    "kvcache.policy",
+    "scheduling",
+    "speculation",
+}
 MAY_IMPORT_TRITON = {"kernels"}
 MAY_USE_THE_DEVICE = {"device", "kernels", "attention.backends", "kvcache.transfer", "runner"}
 
