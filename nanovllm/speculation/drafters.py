@@ -1,10 +1,13 @@
 """Drafters: where guesses come from. The interface, and the two that need no second model."""
 
+import logging
 from collections.abc import Callable
 from typing import ClassVar, NamedTuple, Protocol
 
 from nanovllm.core.sequence import Sequence
 from nanovllm.speculation.prompt_lookup import PromptLookup
+
+logger = logging.getLogger("nanovllm")
 
 DRAFTED = -1  # in place of a guess: the ranks draft it
 
@@ -77,6 +80,11 @@ class PromptLookupDrafter:
         for token_id in seq.token_ids[self._num_tokens[seq.seq_id] :]:
             lookup.append(token_id)
         self._num_tokens[seq.seq_id] = len(seq.token_ids)
+        try:
+            _ = lookup.match_len
+        except RuntimeError as error:  # guesses only save time, so the request goes on without this source of them
+            logger.warning("request %d gets no guesses from its prompt: %s (%s)", seq.seq_id, error, error.__cause__)
+            lookup.close()
         return lookup
 
 

@@ -23,7 +23,7 @@ MIN_MATCH_TOKENS = 2  # a single token says too little about the next one
 
 
 class PromptLookup:
-    """The guesses for one request. A guess is what followed the longest match; it costs no model."""
+    """The guesses for one request. A guess is what followed the longest match, so no model is run for it."""
 
     def __init__(self, prompt: Sequence[int]) -> None:
         """Copies the prompt and returns at once. Fastest if it is an array."""

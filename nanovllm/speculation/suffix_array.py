@@ -5,7 +5,7 @@ the text and sorts its positions by the MAX_MATCH_TOKENS tokens that follow each
 neighbours of the reversed tail, and one of them shares the most tokens with it.
 
 The reversed text is kept as big-endian 32-bit numbers, so that comparing slices of bytes compares tokens. With one
-32-bit position per token, the index takes 8 bytes a token. Building it takes about 50 bytes a token for a while.
+32-bit position per token, the index takes 8 bytes a token. Building it takes 56 bytes a token for a while.
 """
 
 import struct

@@ -1,6 +1,7 @@
 """Speculator: which drafter is asked, at what pace, and what it may return."""
 
 import logging
+import time
 from collections.abc import Callable
 from typing import ClassVar
 
@@ -9,6 +10,7 @@ from test_pace import Clock, step_plan
 
 from nanovllm.core.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.speculation import prompt_lookup
 from nanovllm.speculation.drafters import DRAFTED, NO_GUESSES, Guesses, PromptLookupDrafter, ResidentDrafter
 from nanovllm.speculation.pace import StepTimes
 from nanovllm.speculation.speculator import Speculator
@@ -163,3 +165,24 @@ def test_guesses_up_to_the_first_draft() -> None:
     assert Guesses((3, DRAFTED, 4), 3).without_drafts() == Guesses((3,))
     assert Guesses((3, 4), 2).without_drafts() == Guesses((3, 4))
     assert Guesses((DRAFTED,) * 4, 4).first(2) == Guesses((DRAFTED,) * 2, 2)
+
+
+def test_a_prompt_that_cannot_be_indexed_is_logged_and_the_answer_still_searched(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(token_ids: object) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(prompt_lookup, "SuffixArray", fail)
+    drafter = PromptLookupDrafter()
+    seq = Sequence(3, range(100), SamplingParams(max_tokens=9), seed=0)
+    drafter.add(seq)
+    with caplog.at_level(logging.WARNING, logger="nanovllm"):
+        deadline_s = time.monotonic() + 10
+        while not caplog.records and time.monotonic() < deadline_s:
+            seq.token_ids.append(5)
+            drafter.can_guess(seq)
+        assert "request 3 gets no guesses from its prompt" in caplog.text and "no room" in caplog.text
+        seq.token_ids.extend([7, 8, 9, 7, 8])
+        assert drafter.guess(seq, 1) == Guesses((9,))
+    assert len(caplog.records) == 1
