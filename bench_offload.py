@@ -5,6 +5,7 @@ it per token; the fewest blocks are full blocks - (slots - write slots). Where t
 is bound by both rates together, as start-up measured them. --cpu-attention both measures with and without the CPU.
 Prefill is bound by its arithmetic, and compared with the all-GPU engine in the same run. --sweep measures the engine
 with and without offload over contexts and slots, two runs each, as JSON and a plot (benchmarks/sweep.py).
+--speculation measures decode against the share of right guesses, by an oracle (benchmarks/speculation.py).
 """
 
 import argparse
@@ -32,6 +33,7 @@ from benchmarks.common import (
     time_prompts,
     versions,
 )
+from benchmarks.speculation import run_speculation
 from benchmarks.sweep import run_sweep
 from nanovllm import LLM
 from nanovllm.capacity.costs import num_full_blocks, num_missing_blocks
@@ -229,6 +231,13 @@ def main() -> None:
     parser.add_argument(
         "--sweep", action="store_true", help="measure over contexts and slots instead; writes JSON and a plot"
     )
+    parser.add_argument(
+        "--speculation",
+        choices=("resident", "prompt_lookup"),
+        help="measure decode with guesses instead, by an oracle whose guesses cost what those of this drafter do; "
+        "--num-gpu-blocks 0: all on the GPU",
+    )
+    parser.add_argument("--num-speculative-tokens", type=int, default=15, help="maximum guesses in a step")
     sizes = {"type": int, "nargs": "+", "metavar": "N"}
     parser.add_argument("--sweep-contexts", default=[40960, 65536, 131072, 262144], help="tokens", **sizes)
     parser.add_argument("--sweep-slots", default=[4, 8, 16], help="numbers of slots", **sizes)
@@ -236,6 +245,8 @@ def main() -> None:
     compare = {name for name in args.compare.split(",") if name}
     if unknown := compare - {"gpu", "hf"}:
         parser.error(f"--compare {', '.join(sorted(unknown))}: choose from gpu, hf")
+    if args.speculation and args.cpu_attention == "both":
+        parser.error("--speculation measures one engine; choose --cpu-attention on, off or auto")
     if args.one_prompt and args.batch > 1:
         parser.error(f"--one-prompt measures one sequence; leave out --batch {args.batch}")
 
@@ -245,6 +256,9 @@ def main() -> None:
     result = run_options(args) | versions() | {"gpu": ceilings.name, "link_byte_per_s": ceilings.link_byte_per_s}
     if args.sweep:
         report(run_sweep(args, ceilings, result, make_llm), None)
+        return
+    if args.speculation:
+        report(run_speculation(args, ceilings, result, make_llm), None)
         return
     result |= bench_with_and_without_cpu(args, ceilings)
     if "gpu" in compare:

@@ -5,7 +5,9 @@ drafts. The k with the most tokens per second is chosen, or 0 if that gains noth
 """
 
 import time
+from collections import defaultdict, deque
 from collections.abc import Callable
+from statistics import median
 
 from nanovllm.core.guesses import expected_tokens
 from nanovllm.core.step_plan import StepPlan
@@ -14,7 +16,8 @@ PRIOR_ACCEPTANCE, PRIOR_WEIGHT = 0.7, 3.0  # of a sequence that begins to guess:
 DECAY = 0.9  # of the weight of older passes, with every pass
 MIN_GAIN = 1.02  # in tokens per second; less is within the error of the times
 FIRST_PAUSE_TOKENS, LONGEST_PAUSE_TOKENS = 16, 512
-SMOOTHING = 0.25  # weight of the newest step in the mean times
+NUM_TRIAL_PASSES = 2  # after a pause, before the measured time of a pass counts
+NUM_TIMES = 5  # whose median is the time of a step, so that a single slow step does not count
 REMEASURE_PASSES = 256  # after so many passes with guesses, the time of a step without them is measured again
 
 
@@ -28,8 +31,8 @@ class StepTimes:
 
     def __init__(self, draft_s: float = 0.0, now_s: Callable[[], float] = time.perf_counter) -> None:
         self.draft_s, self._now_s = draft_s, now_s
-        self._plain_s: dict[int, float] = {}
-        self._pass_s: dict[int, float] = {}
+        self._plain_s: dict[int, deque[float]] = defaultdict(_newest_times)
+        self._pass_s: dict[int, deque[float]] = defaultdict(_newest_times)
         self._num_passes = 0  # with guesses, since a step without any was measured
         self._last: tuple[float, bool] | None = None  # end of the decode step before, and whether it had guesses
 
@@ -46,23 +49,36 @@ class StepTimes:
         num_seqs = len(plan.sequences)
         if plan.has_guesses:
             self._num_passes += 1
-            _smooth(self._pass_s, num_seqs, max(0.0, seconds - len(plan.draft_rows()) * self.draft_s))
+            self._pass_s[num_seqs].append(max(0.0, seconds - len(plan.draft_rows()) * self.draft_s))
         else:
             self._num_passes = 0
-            _smooth(self._plain_s, num_seqs, seconds)
+            self._plain_s[num_seqs].append(seconds)
 
     def pause(self) -> None:
         """The engine has run out of requests. Do not count the time until the next step."""
         self._last = None
 
+    def plain_s(self, num_seqs: int) -> float | None:
+        """Time of a step of so many sequences without guesses; None if there was none."""
+        return median(self._plain_s[num_seqs]) if num_seqs in self._plain_s else None
+
+    def pass_s(self, num_seqs: int) -> float | None:
+        """Time of a step of so many sequences with guesses, without its drafts; None if there was none."""
+        return median(self._pass_s[num_seqs]) if num_seqs in self._pass_s else None
+
     def is_measured(self, num_seqs: int) -> bool:
         """Whether the time of a step without guesses is known, and from not long ago."""
         return num_seqs in self._plain_s and self._num_passes < REMEASURE_PASSES
 
-    def best_num_guesses(self, num_seqs: int, acceptance: float, max_guesses: int, costs_drafts: bool) -> int:
-        """0 if guesses gain nothing. `costs_drafts`: whether each of them is drafted."""
-        plain_s = self._plain_s[num_seqs]
-        pass_s = self._pass_s.get(num_seqs, plain_s)
+    def best_num_guesses(
+        self, num_seqs: int, acceptance: float, max_guesses: int, *, costs_drafts: bool, is_trial: bool = False
+    ) -> int:
+        """0 if guesses gain nothing. `costs_drafts`: whether each of them is drafted. `is_trial`: take a pass to cost
+        no more than a step without guesses.
+        """
+        plain_s = self.plain_s(num_seqs)
+        assert plain_s is not None, "no guesses are made before a step without them is measured"
+        pass_s = plain_s if is_trial else max(plain_s, self.pass_s(num_seqs) or 0.0)
         draft_s = self.draft_s if costs_drafts else 0.0
 
         def tokens_per_s(num_guesses: int) -> float:
@@ -72,8 +88,8 @@ class StepTimes:
         return best if best and tokens_per_s(best) >= MIN_GAIN / max(1e-9, plain_s) else 0
 
 
-def _smooth(means: dict[int, float], key: int, value: float) -> None:
-    means[key] = means.get(key, value) * (1 - SMOOTHING) + value * SMOOTHING
+def _newest_times() -> deque[float]:
+    return deque(maxlen=NUM_TIMES)
 
 
 class Pace:
@@ -86,6 +102,12 @@ class Pace:
 
     def _forget_passes(self) -> None:
         self._num_right, self._num_tried = PRIOR_ACCEPTANCE * PRIOR_WEIGHT, PRIOR_WEIGHT
+        self._num_passes = 0
+
+    @property
+    def is_trial(self) -> bool:
+        """Whether the sequence has just begun to guess, or again after a pause."""
+        return self._num_passes < NUM_TRIAL_PASSES
 
     @property
     def acceptance(self) -> float:
@@ -104,5 +126,6 @@ class Pace:
     def verified(self, num_guesses: int, num_accepted: int) -> None:
         self._num_right = self._num_right * DECAY + num_accepted
         self._num_tried = self._num_tried * DECAY + min(num_guesses, num_accepted + 1)
+        self._num_passes += 1
         if num_accepted == num_guesses:
             self._pause_tokens = FIRST_PAUSE_TOKENS

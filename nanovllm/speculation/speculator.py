@@ -58,7 +58,9 @@ class Speculator:
         if self.times is None:
             return most
         pace = self._paces[seq.seq_id][drafter.name]
-        num_guesses = self.times.best_num_guesses(num_running, pace.acceptance, most, drafter.costs_drafts)
+        num_guesses = self.times.best_num_guesses(
+            num_running, pace.acceptance, most, costs_drafts=drafter.costs_drafts, is_trial=pace.is_trial
+        )
         if not num_guesses:
             pace.pause(len(seq.token_ids))
         return num_guesses

@@ -60,6 +60,24 @@ def test_a_slow_pass_makes_guesses_not_worth_their_time() -> None:
     assert times.best_num_guesses(1, 0.9, 15, costs_drafts=False) == 15
 
 
+def test_a_trial_does_not_trust_the_time_of_earlier_passes() -> None:
+    """A single slow pass, such as the first one, would end all guessing."""
+    times = measured(*[(step_plan(), 1.0)] * 3, (step_plan(4), 50.0))
+    assert times.best_num_guesses(1, 0.9, 15, costs_drafts=False) == 0
+    assert times.best_num_guesses(1, 0.9, 15, costs_drafts=False, is_trial=True) == 15
+    some = Pace()
+    for num_passes in range(4):
+        assert some.is_trial == (num_passes < pace.NUM_TRIAL_PASSES)
+        some.verified(4, 0)
+    some.pause(100)
+    assert some.is_trial
+
+
+def test_times_are_medians_of_the_newest_steps() -> None:
+    times = measured(*[(step_plan(), seconds) for seconds in (9.0, 9.0, 9.0, 1.0, 2.0, 3.0, 50.0, 4.0)])
+    assert times.plain_s(1) == 3.0 and times.plain_s(2) is None and times.pass_s(1) is None
+
+
 def test_times_are_of_steps_of_the_same_kind_in_a_row() -> None:
     """A step after a pass with guesses starts late, so it does not count. Nor does a prompt, or what follows it."""
     times = measured((step_plan(), 100.0))
@@ -79,7 +97,7 @@ def test_times_are_of_steps_of_the_same_kind_in_a_row() -> None:
 
 def test_time_of_a_pass_is_without_its_drafts() -> None:
     times = measured((step_plan(), 9.0), (step_plan(), 10.0), (step_plan(4, num_drafts=4), 14.0), draft_s=1.0)
-    assert times._pass_s == {1: pytest.approx(10.0)}
+    assert times.pass_s(1) == pytest.approx(10.0) and times.plain_s(1) == pytest.approx(10.0)
 
 
 def test_steps_without_guesses_are_measured_again_after_many_passes() -> None:

@@ -1,0 +1,184 @@
+"""Decode against the share of right guesses: `bench_offload.py --speculation` measures it, as JSON and as a plot.
+
+Random weights say nothing about how often guesses are right, so an oracle guesses. It knows the answer, because the
+same engine has given it before without guesses, and errs with a given probability. With `resident` every guess also
+costs the draft that it would have taken; with `prompt_lookup` guesses are free. How many there are, the engine decides
+as always. To make the answer robust against rounding, the embedding is scaled up until the model repeats its last
+token, which changes no shape and no work.
+
+If the machine has no matplotlib, `python -m benchmarks.speculation FILE.json` draws the plot later.
+"""
+
+import argparse
+import importlib.util
+import json
+import random
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from benchmarks.common import Ceilings, greedy, random_prompt, serve
+from nanovllm import LLM
+from nanovllm.capacity.costs import num_missing_blocks
+from nanovllm.core.guesses import expected_tokens
+from nanovllm.core.sequence import Sequence
+from nanovllm.engine.internals import Internals
+from nanovllm.speculation.drafters import NO_GUESSES, Guesses
+from nanovllm.utils.arithmetic import ceil_div
+
+ACCEPTANCES = (0.0, 0.5, 0.7, 0.8, 0.9, 1.0)
+EMBEDDING_SCALE = 100.0
+DEFAULT_FILE = "benchmarks/results/speculation.json"
+
+
+class Oracle:
+    """Guesses the known answer, each token right with probability `acceptance`; None: guesses nothing."""
+
+    name: ClassVar[str] = "oracle"
+    costs_drafts: ClassVar[bool] = False
+
+    def __init__(self) -> None:
+        self.acceptance: float | None = None
+        self.answer: list[int] = []
+        self._rng = random.Random(0)
+
+    def add(self, seq: Sequence) -> None:
+        """Nothing to prepare."""
+
+    def forget(self, seq: Sequence) -> None:
+        """Nothing to forget."""
+
+    def can_guess(self, seq: Sequence) -> bool:
+        return self.acceptance is not None
+
+    def guess(self, seq: Sequence, max_guesses: int) -> Guesses:
+        if self.acceptance is None:
+            return NO_GUESSES
+        known = len(seq.token_ids) - seq.num_prompt_tokens
+        right = self.answer[known : known + max_guesses]
+        ids = tuple(token_id if self._rng.random() < self.acceptance else (token_id + 1) % 1000 for token_id in right)
+        return Guesses(ids, len(ids) if self.costs_drafts else 0)
+
+
+class DraftingOracle(Oracle):
+    """Has each guess drafted as well, and ignores the drafts."""
+
+    costs_drafts: ClassVar[bool] = True
+
+
+def run_speculation(
+    args: argparse.Namespace, ceilings: Ceilings, header: dict[str, Any], make_llm: Callable[..., LLM]
+) -> dict[str, Any]:
+    """One sequence of --max-model-len tokens, with --num-gpu-blocks slots, or with 0 all on the GPU."""
+    oracle = DraftingOracle() if args.speculation == "resident" else Oracle()
+    num_slots, longest = args.num_gpu_blocks, 4 * args.decode_tokens
+    options: dict[str, Any] = {"speculation": "auto", "num_speculative_tokens": args.num_speculative_tokens}
+    options |= {"internals": Internals(drafters=(oracle,))}
+    if num_slots:
+        options |= {"enable_cpu_offload": True, "num_gpu_blocks": num_slots, "kvcache_block_size": args.block_size}
+        options |= {"num_cpu_blocks": ceil_div(args.max_model_len, args.block_size) + 1}
+        options |= {"cpu_attention": args.cpu_attention}
+    with make_llm(args, args.max_model_len, **options) as llm:
+        make_repeating(llm)
+        prompt = random_prompt(random.Random(1), args.max_model_len - longest, llm.model_config.vocab_size)
+        decode(llm, prompt, 4)  # the prompt is in the prefix cache from here on
+        plain, oracle.answer = decode(llm, prompt, args.decode_tokens)
+        oracle.answer = oracle.answer[-1:] * longest
+        points = [measure(llm, oracle, prompt, args.decode_tokens, plain, a) for a in ACCEPTANCES]
+        oracle.acceptance = None
+        plain_after, _ = decode(llm, prompt, args.decode_tokens)
+        stats = llm.stats()
+    result = header | {"plain_tok_per_s": plain, "plain_after_tok_per_s": plain_after, "points": points}
+    print(f"without guesses: {plain:.1f} tok/s, afterwards {plain_after:.1f}")
+    missing = num_missing_blocks(args.max_model_len, args.block_size, num_slots) if num_slots else 0
+    if missing:
+        rate = ceilings.link_byte_per_s + (stats["cpu_attention_byte_per_s"] or 0.0)
+        result["bound_tok_per_s"] = rate / (missing * stats["block_bytes"])
+        print(f"bound without guesses: {result['bound_tok_per_s']:.1f} tok/s")
+    path = Path(args.json or DEFAULT_FILE)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result) + "\n")
+    if importlib.util.find_spec("matplotlib") is None:
+        print(f"no matplotlib here; draw the plot elsewhere: python -m benchmarks.speculation {path}")
+    else:
+        print(f"plot: {plot(path)}")
+    return result
+
+
+@torch.no_grad()
+def make_repeating(llm: LLM) -> None:
+    """Let the model repeat its last token: the embedding outweighs all that the layers add, and is the head as well."""
+    model = llm.runner.model
+    embedding = model.model.embed_tokens.weight.mul_(EMBEDDING_SCALE)
+    model.lm_head.weight[: len(embedding)] = embedding
+
+
+def measure(
+    llm: LLM, oracle: Oracle, prompt: list[int], num_tokens: int, plain: float, acceptance: float
+) -> dict[str, Any]:
+    """Decode with guesses of which this share is right, more tokens the faster it will be."""
+    before = llm.stats()
+    oracle.acceptance = acceptance
+    rate, answer = decode(llm, prompt, round(num_tokens * (1 + 3 * acceptance)))
+    assert answer == oracle.answer[: len(answer)], "guesses have changed the answer"
+    stats = llm.stats()
+    num_passes = stats["num_steps"] - before["num_steps"]
+    num_guesses = stats["num_guesses"] - before["num_guesses"]
+    times = llm.scheduler.speculator.times if llm.scheduler.speculator is not None else None
+    point = {"acceptance": acceptance, "decode_tok_per_s": rate, "ratio_to_plain": rate / plain}
+    point |= {"tokens_per_step": len(answer) / num_passes, "guesses_per_step": num_guesses / num_passes}
+    if times is not None:
+        point |= {"draft_s": times.draft_s, "plain_s": times.plain_s(1), "pass_s": times.pass_s(1)}
+    shown = ", ".join(f"{name} {1e3 * (point[f'{name}_s'] or 0):.2f} ms" for name in ("draft", "plain", "pass"))
+    print(
+        f"oracle at acceptance {acceptance:.1f}: {rate:7.1f} tok/s, {rate / plain:.2f} times; "
+        f"{point['tokens_per_step']:.1f} tokens and {point['guesses_per_step']:.1f} guesses a step; {shown}",
+        flush=True,
+    )
+    return point
+
+
+def decode(llm: LLM, prompt: list[int], num_tokens: int) -> tuple[float, list[int]]:
+    """Tokens per second after the first one, and the answer."""
+    torch.cuda.synchronize()
+    (output,), _ = serve(llm, [prompt], greedy(num_tokens))
+    assert output["tpot_s"] is not None
+    return 1 / output["tpot_s"], output["token_ids"]
+
+
+def plot(path: Path) -> Path:
+    """Draw the result in `path` to a PNG next to it, and return its path. Needs matplotlib (the extra `bench`)."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    result = json.loads(path.read_text())
+    points = result["points"]
+    figure, axes = pyplot.subplots(figsize=(6.5, 4.4), layout="constrained")
+    acceptances = [point["acceptance"] for point in points]
+    axes.plot(acceptances, [point["decode_tok_per_s"] for point in points], "o-", label="oracle")
+    axes.axhline(result["plain_tok_per_s"], color="black", linewidth=1, label="without guesses")
+    if bound := result.get("bound_tok_per_s"):
+        grid = [i / 100 for i in range(101)]
+        bounds = [bound * expected_tokens(a, result["num_speculative_tokens"]) for a in grid]
+        axes.plot(grid, bounds, "--", color="grey", linewidth=1, label="bound, if guesses cost nothing")
+    axes.set(xlabel="share of right guesses", ylabel="tok/s", ylim=(0, None))
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    where = f"{result['num_gpu_blocks']} slots" if result["num_gpu_blocks"] else "all on the GPU"
+    title = (
+        f"{result['model']} on {result['gpu']}, {result['max_model_len']:,} tokens, {where}, {result['speculation']}"
+    )
+    figure.suptitle(title, fontsize=10)
+    target = path.with_suffix(".png")
+    figure.savefig(target, dpi=120)
+    pyplot.close(figure)
+    return target
+
+
+if __name__ == "__main__":
+    print(plot(Path(sys.argv[1])))
