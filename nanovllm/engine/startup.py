@@ -155,6 +155,7 @@ def _make_kv_manager(
         staging_group_blocks,
         config.enable_prefix_caching,
         split,
+        keeps_first_blocks=config.speculation in ("resident", "auto"),
     )
 
 

@@ -402,3 +402,37 @@ def test_a_slot_that_got_only_wrong_guesses_is_free_again() -> None:
     simulation.step()
     assert len(kv.ring.free_slots) == 3
     simulation.run()
+
+
+@pytest.mark.parametrize("keeps_first_blocks", [False, True])
+def test_the_first_block_stays_on_the_gpu_with_the_newest(keeps_first_blocks: bool) -> None:
+    kv = HybridKVCacheManager(
+        num_cpu_blocks=16, num_gpu_blocks=4, block_size=256, group_blocks=2, keeps_first_blocks=keeps_first_blocks
+    )
+    simulation = Simulation(kv, max_num_batched_tokens=300)
+    seq = simulation.add(tokens(9 * 256 + 10), max_tokens=600)
+    simulation.step()
+    while seq.num_computed_tokens < 11 * 256 + 5:
+        simulation.step()
+        resident = [i for i, block_id in enumerate(seq.block_table) if kv.blocks[block_id].ring_slot >= 0]
+        assert not keeps_first_blocks or resident[0] == 0, f"blocks {resident} after {seq.num_computed_tokens} tokens"
+    assert resident == ([0, 9, 10, 11] if keeps_first_blocks else [8, 9, 10, 11])
+    simulation.run()
+
+
+def test_a_first_block_that_was_lost_comes_back_when_the_sequence_decodes() -> None:
+    """A chunk takes all slots."""
+    kv = HybridKVCacheManager(
+        num_cpu_blocks=16, num_gpu_blocks=3, block_size=256, group_blocks=2, keeps_first_blocks=True
+    )
+    simulation = Simulation(kv, max_num_batched_tokens=2000)
+    seq = simulation.add(tokens(6 * 256 + 100), max_tokens=10)
+    while seq.num_uncomputed_tokens > 1 or not seq.num_output_tokens:
+        simulation.step()
+    first = kv.blocks[seq.block_table[0]]
+    assert first.ring_slot < 0
+    plan = simulation.step()
+    assert plan is not None and [load.cpu_block_id for load in plan.moves.loads] == [first.block_id]
+    plan = simulation.step()
+    assert plan is not None and not plan.moves.loads and first.ring_slot >= 0
+    simulation.run()

@@ -107,7 +107,9 @@ def dense_schedule(rng: random.Random) -> dict[str, Any]:
     }
 
 
-def dense_manager(rng: random.Random, hybrid: bool, cpu_split: CpuSplit | None = None) -> KVCacheManager:
+def dense_manager(
+    rng: random.Random, hybrid: bool, cpu_split: CpuSplit | None = None, keeps_first_blocks: bool = False
+) -> KVCacheManager:
     if not hybrid:
         return BlockManager(rng.randint(8, 40), rng.randint(1, 5), rng.random() < 0.8)
     return HybridKVCacheManager(
@@ -117,6 +119,7 @@ def dense_manager(rng: random.Random, hybrid: bool, cpu_split: CpuSplit | None =
         rng.randint(1, 3),
         rng.random() < 0.8,
         cpu_split,
+        keeps_first_blocks=keeps_first_blocks,
         grain=GRAIN,
         long_chunk_blocks=LONG_CHUNK_BLOCKS,
     )
@@ -145,6 +148,7 @@ def play_dense(seed: int, hybrid: bool, with_cpu: bool = False, drafter: str = "
     if drafter:
         options |= {"make_drafter": odd_drafter(drafter, seed), "max_guesses": rng.choice([1, 2, 3, 5, 9])}
     split = RandomSplit(generator=random.Random(seed)) if with_cpu else None
-    simulation = Simulation(dense_manager(rng, hybrid, split), **(dense_schedule(rng) | options))
+    kv = dense_manager(rng, hybrid, split, keeps_first_blocks=bool(drafter))
+    simulation = Simulation(kv, **(dense_schedule(rng) | options))
     play(simulation, dense_operations(rng))
     return simulation

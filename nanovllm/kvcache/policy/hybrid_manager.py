@@ -20,6 +20,7 @@ from nanovllm.config import BLOCK_SIZE_STEP
 from nanovllm.core.cpu_split import CpuSplit
 from nanovllm.core.sequence import Sequence, SequenceStatus
 from nanovllm.core.step_plan import KVMoves
+from nanovllm.core.support import MAX_DECODE_QUERIES
 from nanovllm.errors import RequestError
 from nanovllm.kvcache.policy.base import KVCacheManager, PagedKeys
 from nanovllm.kvcache.policy.block_pool import LONG_CHUNK_BLOCKS, BlockPool
@@ -41,13 +42,16 @@ class HybridKVCacheManager(KVCacheManager):
         enable_prefix_caching: bool = True,
         cpu_split: CpuSplit | None = None,
         *,
+        keeps_first_blocks: bool = False,
         grain: int = BLOCK_SIZE_STEP,
         long_chunk_blocks: int = LONG_CHUNK_BLOCKS,
     ) -> None:
-        """`cpu_split`: None to stream every missing block. `grain`: tokens that prefix hits are counted in, of which
-        `block_size` is a multiple.
+        """`cpu_split`: None to stream every missing block. `keeps_first_blocks`: evict the first block of a sequence
+        last, and bring it back for decoding, because drafts by the keys on the GPU need it: much attention goes to a
+        text's first tokens. `grain`: tokens that prefix hits are counted in, of which `block_size` is a multiple.
         """
         self.block_size, self.cpu_split = block_size, cpu_split
+        self.keeps_first_blocks = keeps_first_blocks
         self.group_blocks = group_blocks  # streamed blocks that are attended to in one call
         blocks = [HybridBlock(i) for i in range(num_cpu_blocks)]
         self.pool = BlockPool(list(blocks), block_size, grain, enable_prefix_caching, long_chunk_blocks)
@@ -142,6 +146,7 @@ class HybridKVCacheManager(KVCacheManager):
             block = self.blocks[chosen.block_id]
             self.ring.free_slot_of(block)
             self.pool.allocate(block)
+            block.is_kept = self.keeps_first_blocks and not seq.block_table
             self.slots.add_running_owner(block)
             seq.block_table.append(block.block_id)
 
@@ -217,6 +222,8 @@ class HybridKVCacheManager(KVCacheManager):
     # -- finishing -----------------------------------------------------------------------------------------------
 
     def finish_step(self, placed: Seq[tuple[Sequence, int]]) -> tuple[list[PagedKeys], KVMoves]:
+        if self.keeps_first_blocks:
+            self._bring_back_first_blocks(placed)
         histories = [self.histories.find(seq) for seq, _ in placed]
         missing = {block.block_id: block for history in histories for block in history.missing}
         self.num_hit_blocks += sum(len(history.ring_slots) for history in histories)
@@ -236,12 +243,21 @@ class HybridKVCacheManager(KVCacheManager):
         self._copy_sources.clear()
         return keys, moves
 
+    def _bring_back_first_blocks(self, placed: Seq[tuple[Sequence, int]]) -> None:
+        """Those of sequences that decode, in place of other blocks."""
+        for seq, num_tokens in placed:
+            first = self.blocks[seq.block_table[0]]
+            is_full = seq.num_computed_tokens >= self.block_size
+            if is_full and first.ring_slot < 0 and num_tokens <= MAX_DECODE_QUERIES:
+                self.slots.swap_in(first)
+
     def _unread_slots(self, placed: Seq[tuple[Sequence, int]]) -> list[int]:
         """Slots of blocks that running sequences own and no placed sequence reads."""
         if len(placed) == self._num_running:
             return []
         read = {block_id for seq, _ in placed for block_id in seq.block_table}
-        held = ((ring_slot, self.ring.blocks[ring_slot]) for ring_slot in self.ring.read_slots)
+        slots = (*self.ring.read_slots, *self.ring.kept_slots)
+        held = ((ring_slot, self.ring.blocks[ring_slot]) for ring_slot in slots)
         return [ring_slot for ring_slot, block in held if block is not None and block.block_id not in read]
 
     def _paged_keys(self, seq: Sequence, history: History, num_tokens: int) -> PagedKeys:

@@ -18,6 +18,7 @@ class HybridBlock(Block):
     num_tokens: int = 0
     num_offloaded_tokens: int = 0
     num_running: int = 0  # running sequences that own it
+    is_kept: bool = False  # evicted only when no other block can be
     being_written: bool = False  # the newest block of a running sequence, which must keep its slot
     pinned_in_step: bool = False  # the step being planned needs the block in its slot
 
@@ -34,15 +35,17 @@ class HybridBlock(Block):
         Block.forget(self)  # not super(): with slots=True the decorator makes a new class
         assert self.ring_slot == -1, f"block {self.block_id} is forgotten while it is in slot {self.ring_slot}"
         self.num_tokens = self.num_offloaded_tokens = 0
+        self.is_kept = False
 
 
 class SlotRing:
     """The slots by state, so that finding one to use takes constant time.
 
-    A slot is in one of four states:
+    A slot is in one of five states:
     - free: it holds no block;
     - idle: it holds a block that no running sequence owns;
     - read: it holds a block that a running sequence owns;
+    - kept: likewise, and drafts need the block (HybridBlock.is_kept);
     - pinned: it holds a block that must not be evicted.
 
     Block i prefers slot i % num_slots, its home. Blocks that are contiguous in CPU memory therefore tend to be
@@ -55,6 +58,7 @@ class SlotRing:
         self.free_slots: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_slots))
         self.idle_slots: OrderedDict[int, None] = OrderedDict()
         self.read_slots: OrderedDict[int, None] = OrderedDict()
+        self.kept_slots: OrderedDict[int, None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self.blocks)
@@ -62,7 +66,7 @@ class SlotRing:
     @property
     def num_available(self) -> int:
         """Number of slots that are free or can be made free by an eviction."""
-        return len(self.free_slots) + len(self.idle_slots) + len(self.read_slots)
+        return len(self.free_slots) + len(self.idle_slots) + len(self.read_slots) + len(self.kept_slots)
 
     def find_unread_slot(self, block: HybridBlock) -> int | None:
         """Choose a slot for `block` that no running sequence reads: its home if possible, else a free or idle slot."""
@@ -78,7 +82,7 @@ class SlotRing:
         if ring_slot is not None:
             return ring_slot
         home = block.block_id % len(self.blocks)
-        return home if home in self.read_slots else next(iter(self.read_slots), None)
+        return home if home in self.read_slots else next(iter(self.read_slots or self.kept_slots), None)
 
     def assign_slot(self, ring_slot: int, block: HybridBlock) -> None:
         assert self.blocks[ring_slot] is None and block.ring_slot == -1, (
@@ -94,8 +98,8 @@ class SlotRing:
         if ring_slot >= 0:
             self.blocks[ring_slot] = None
             block.ring_slot = -1
-            self.idle_slots.pop(ring_slot, None)
-            self.read_slots.pop(ring_slot, None)
+            for state in (self.idle_slots, self.read_slots, self.kept_slots):
+                state.pop(ring_slot, None)
             self.free_slots[ring_slot] = None
 
     def update_state(self, block: HybridBlock) -> None:
@@ -103,7 +107,7 @@ class SlotRing:
         if block.ring_slot < 0:
             return
         new = self._state(block)
-        for state in (self.idle_slots, self.read_slots):
+        for state in (self.idle_slots, self.read_slots, self.kept_slots):
             if state is new:
                 state.setdefault(block.ring_slot)
             else:
@@ -112,7 +116,9 @@ class SlotRing:
     def _state(self, block: HybridBlock) -> OrderedDict[int, None] | None:
         if block.is_pinned:
             return None
-        return self.read_slots if block.num_running else self.idle_slots
+        if not block.num_running:
+            return self.idle_slots
+        return self.kept_slots if block.is_kept else self.read_slots
 
     def check_integrity(self) -> None:
         for ring_slot, held in enumerate(self.blocks):
@@ -120,5 +126,5 @@ class SlotRing:
                 f"the block in slot {ring_slot} says it is in slot {held.ring_slot}"
             )
             expected = self.free_slots if held is None else self._state(held)
-            for state in (self.free_slots, self.idle_slots, self.read_slots):
+            for state in (self.free_slots, self.idle_slots, self.read_slots, self.kept_slots):
                 assert (ring_slot in state) == (state is expected), f"slot {ring_slot} is in the wrong state"

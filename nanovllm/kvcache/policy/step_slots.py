@@ -131,6 +131,17 @@ class StepSlots:
             self._loads.append(SlotLoad(block.block_id, ring_slot, self.block_size))
         return bool(missing)
 
+    def swap_in(self, block: HybridBlock) -> None:
+        """Load a full block into a slot, in place of a block that running sequences read if there is no other slot."""
+        ring_slot = self.ring.find_unread_slot(block)
+        if ring_slot is None:
+            ring_slot = next(iter(self.ring.read_slots), None)
+        if ring_slot is None:
+            return
+        self._reassign_slot(ring_slot, block)
+        self.residency += 1
+        self._loads.append(SlotLoad(block.block_id, ring_slot, self.block_size))
+
     def copy_prefix(self, source: HybridBlock, block: HybridBlock, num_tokens: int) -> None:
         """Copy the first tokens of `source`, from its slot or from CPU memory, into the slot of `block`."""
         if source.ring_slot >= 0:
