@@ -25,7 +25,8 @@ if INTERPRETED:  # it truncates to bf16 where a GPU rounds
 else:
     SHAPES = [(heads, 128, 1024, BF16) for heads in [(8, 8), (16, 8), (32, 8), (28, 4), (8, 1), (40, 2)]]
     SHAPES += [(heads, 128, 256, FP32) for heads in [(8, 8), (16, 8), (28, 4)]]
-    SHAPES += [((6, 3), head_dim, 512, dtype) for head_dim in HEAD_DIMS for dtype in (BF16, FP16, FP32)]
+    SHAPES += [((6, 3), head_dim, 512, dtype) for head_dim in HEAD_DIMS for dtype in (BF16, FP32)]
+    SHAPES += [((16, 8), 128, 4096, FP16)]
     SHAPES += [((8, 1), head_dim, 256, BF16) for head_dim in HEAD_DIMS]
 shapes = pytest.mark.parametrize(("heads", "head_dim", "page", "dtype"), SHAPES)
 
