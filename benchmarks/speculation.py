@@ -74,7 +74,7 @@ def run_speculation(
 ) -> dict[str, Any]:
     """One sequence of --max-model-len tokens, with --num-gpu-blocks slots, or with 0 all on the GPU."""
     oracle = DraftingOracle() if args.speculation == "resident" else Oracle()
-    num_slots, longest = args.num_gpu_blocks, 4 * args.decode_tokens
+    num_slots, longest = args.num_gpu_blocks, 8 * args.decode_tokens
     options: dict[str, Any] = {"speculation": "auto", "num_speculative_tokens": args.num_speculative_tokens}
     options |= {"internals": Internals(drafters=(oracle,))}
     if num_slots:
@@ -119,10 +119,10 @@ def make_repeating(llm: LLM) -> None:
 def measure(
     llm: LLM, oracle: Oracle, prompt: list[int], num_tokens: int, plain: float, acceptance: float
 ) -> dict[str, Any]:
-    """Decode with guesses of which this share is right, more tokens the faster it will be."""
+    """Decode with guesses of which this share is right, more tokens where that is faster."""
     before = llm.stats()
     oracle.acceptance = acceptance
-    rate, answer = decode(llm, prompt, round(num_tokens * (1 + 3 * acceptance)))
+    rate, answer = decode(llm, prompt, num_tokens * (8 if acceptance >= 0.7 else 3))
     assert answer == oracle.answer[: len(answer)], "guesses have changed the answer"
     stats = llm.stats()
     num_passes = stats["num_steps"] - before["num_steps"]

@@ -90,7 +90,7 @@ def _start(setup: EngineSetup, executor: Executor, end_token_ids: Sequence[int])
         chunked_prefill=setup.config.chunked_prefill,
         eos_token_ids=tuple(end_token_ids),
         speculator=speculator,
-        max_step_rows=max(setup.config.max_num_seqs, max_step_rows(setup.config, sizes.num_gpu_blocks)),
+        max_step_rows=max_step_rows(setup.config, sizes.num_gpu_blocks),
     )
     report = executor.start_report()
     logger.info("started in %s", report.phases)

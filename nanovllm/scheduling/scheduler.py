@@ -36,8 +36,8 @@ class Scheduler:
         speculator: Speculator | None = None,
         max_step_rows: int | None = None,
     ) -> None:
-        """`speculator`: None for no guesses. `max_step_rows`: the most tokens that a step can sample, at least
-        `max_num_seqs`, which is the default.
+        """`speculator`: None for no guesses. `max_step_rows`: the most tokens that a step can sample; by default
+        `max_num_seqs`.
         """
         self.kv, self.speculator = kv, speculator
         self.max_num_seqs = max_num_seqs

@@ -17,6 +17,7 @@ DECAY = 0.9  # of the weight of older passes, with every pass
 MIN_GAIN = 1.02  # in tokens per second; less is within the error of the times
 FIRST_PAUSE_TOKENS, LONGEST_PAUSE_TOKENS = 16, 512
 NUM_TRIAL_PASSES = 2  # after a pause, before the measured time of a pass counts
+MAX_TRIAL_GUESSES = 4  # in each of these passes
 NUM_TIMES = 5  # whose median is the time of a step, so that a single slow step does not count
 REMEASURE_PASSES = 256  # after so many passes with guesses, the time of a step without them is measured again
 
@@ -73,8 +74,8 @@ class StepTimes:
     def best_num_guesses(
         self, num_seqs: int, acceptance: float, max_guesses: int, *, costs_drafts: bool, is_trial: bool = False
     ) -> int:
-        """0 if guesses gain nothing. `costs_drafts`: whether each of them is drafted. `is_trial`: take a pass to cost
-        no more than a step without guesses.
+        """0 if guesses gain nothing. `costs_drafts`: whether each of them is drafted. `is_trial`: only a few guesses, in
+        passes that are taken to cost no more than steps without guesses.
         """
         plain_s = self.plain_s(num_seqs)
         assert plain_s is not None, "no guesses are made before a step without them is measured"
@@ -84,7 +85,8 @@ class StepTimes:
         def tokens_per_s(num_guesses: int) -> float:
             return expected_tokens(acceptance, num_guesses) / max(1e-9, pass_s + num_guesses * draft_s)
 
-        best = max(range(1, max_guesses + 1), key=tokens_per_s, default=0)
+        most = min(max_guesses, MAX_TRIAL_GUESSES) if is_trial else max_guesses
+        best = max(range(1, most + 1), key=tokens_per_s, default=0)
         return best if best and tokens_per_s(best) >= MIN_GAIN / max(1e-9, plain_s) else 0
 
 

@@ -18,7 +18,8 @@ from nanovllm.engine.internals import Internals
 from nanovllm.errors import ConfigError
 
 PROMPTS = prompts_of(3 * BLOCK - 5, 40, BLOCK - 3, 2 * BLOCK)  # answers cross the edges of blocks
-CACHES = [None, 2, 3, 8]  # slots
+NUM_TOKENS = 24
+CASES = [*[(kind, 3) for kind in KINDS], *[(kind, slots) for kind in ("random", "drafts") for slots in (None, 2, 8)]]
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +41,7 @@ def answers(reference: Reference) -> dict[str, list[list[int]]]:
     with LLM(str(reference.directory), device="cpu", dtype="float32", enforce_eager=True, **ALL_GPU) as llm:
         return {
             name: [output["token_ids"] for output in llm.generate(PROMPTS, params, use_tqdm=False)]
-            for name, params in (("greedy", greedy(30)), ("sampled", sampled(30)))
+            for name, params in (("greedy", greedy(NUM_TOKENS)), ("sampled", sampled(NUM_TOKENS)))
         }
 
 
@@ -59,15 +60,14 @@ def speculating(drafter: OddDrafter, internals: Internals = Internals()) -> Inte
     return replace(internals, drafters=(drafter,), always_guesses=True)
 
 
-@pytest.mark.parametrize("num_gpu_blocks", CACHES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "num_gpu_blocks"), CASES)
 def test_every_kind_of_guess_leaves_answers_and_logits_alone(
     reference: Reference, answers: dict[str, list[list[int]]], kind: str, num_gpu_blocks: int | None
 ) -> None:
     internals = speculating(drafter_of(kind, answers["greedy"]))
     options = cache_options(num_gpu_blocks) | {"speculation": "auto", "num_speculative_tokens": 7}
     with CheckedLLM(reference, internals=internals, **options) as llm:
-        outputs = llm.answer_and_check(PROMPTS, max_tokens=30)
+        outputs = llm.answer_and_check(PROMPTS, max_tokens=NUM_TOKENS)
         assert [output["token_ids"] for output in outputs] == answers["greedy"]
         stats = llm.stats()
         assert stats["num_guesses"] > 0
@@ -78,8 +78,7 @@ def test_every_kind_of_guess_leaves_answers_and_logits_alone(
 
 
 @pytest.mark.parametrize("works_ahead", [False, True])
-@pytest.mark.parametrize("kind", ["right", "random", "mixed"])
-@pytest.mark.parametrize("num_gpu_blocks", [None, 3])
+@pytest.mark.parametrize(("kind", "num_gpu_blocks"), [("right", None), ("mixed", 3)])
 def test_sampled_answers_are_the_same(
     reference: Reference,
     answers: dict[str, list[list[int]]],
@@ -91,7 +90,7 @@ def test_sampled_answers_are_the_same(
     internals = speculating(drafter_of(kind, answers["sampled"]), Internals(works_ahead=works_ahead))
     options = cache_options(num_gpu_blocks) | {"speculation": "auto", "max_num_batched_tokens": 100}
     with CheckedLLM(reference, internals=internals, **options) as llm:
-        outputs = llm.generate(PROMPTS, sampled(30), use_tqdm=False)
+        outputs = llm.generate(PROMPTS, sampled(NUM_TOKENS), use_tqdm=False)
         assert [output["token_ids"] for output in outputs] == answers["sampled"]
         assert any(plan.has_guesses and not plan.is_decode for plan in llm.plans)
         assert llm.stats()["num_accepted_guesses"] > 0
@@ -104,7 +103,7 @@ def test_the_cpu_attends_to_missing_keys_of_guesses(
     internals = speculating(drafter_of("random", answers["greedy"]), splitting(num_tokens))
     options = OFFLOAD | {"num_gpu_blocks": 2, "cpu_attention": "on", "speculation": "auto"}
     with CheckedLLM(reference, internals=internals, **options) as llm:
-        llm.answer_and_check(PROMPTS, max_tokens=30)
+        llm.answer_and_check(PROMPTS, max_tokens=NUM_TOKENS)
         assert any(plan.has_guesses and any(plan.moves.cpu_spans) for plan in llm.plans)
 
 
@@ -121,7 +120,7 @@ def test_drafters_leave_answers_alone(reference: Reference, speculation: str, wo
         assert any(plan.draft_rows() for plan in llm.plans) == (speculation != "prompt_lookup")
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("mode", MODES)
 def test_everything_with_simulated_streams(reference: Reference, mode: str, seed: int) -> None:
     """Preemption, an abort, partial hits; copies late, early and at random times; the CPU attends to some keys."""
@@ -144,7 +143,7 @@ def test_two_ranks(reference: Reference, answers: dict[str, list[list[int]]]) ->
         internals=speculating(drafter_of("mixed", answers["greedy"])),
         **options,
     ) as llm:
-        outputs = llm.generate(PROMPTS, greedy(30), use_tqdm=False)
+        outputs = llm.generate(PROMPTS, greedy(NUM_TOKENS), use_tqdm=False)
         assert [output["token_ids"] for output in outputs] == answers["greedy"]
         assert llm.stats()["num_accepted_guesses"] > 0
 
@@ -156,7 +155,7 @@ def test_end_tokens_and_stop_tokens_inside_a_chunk(reference: Reference, answers
     expected = answer[: answer.index(stop) + 1]
     options = ALL_GPU | {"speculation": "auto"}
     with CheckedLLM(reference, internals=speculating(drafter_of("right", answers["greedy"])), **options) as llm:
-        params = replace(greedy(30), stop_token_ids=[stop])
+        params = replace(greedy(NUM_TOKENS), stop_token_ids=[stop])
         (output,) = llm.generate([PROMPTS[0]], params, use_tqdm=False)
         assert (output["token_ids"], output["finish_reason"]) == (expected, "stop")
         llm.assert_nothing_left()
@@ -170,7 +169,7 @@ def test_tokens_that_are_guessed_and_rejected_are_never_found_by_a_prompt(
     """The prefix cache holds what was verified only: a prompt that goes on with the guesses gets no hit beyond."""
     options = OFFLOAD | {"num_gpu_blocks": 3, "speculation": "auto"}
     with CheckedLLM(reference, internals=speculating(drafter_of("wrong", answers["greedy"])), **options) as llm:
-        llm.answer_and_check(PROMPTS[2:3], max_tokens=30)
+        llm.answer_and_check(PROMPTS[2:3], max_tokens=NUM_TOKENS)
         prompt, answer = PROMPTS[2], answers["greedy"][2]
         wrong = [(token_id + 1) % 320 for token_id in answer]
         (right_again, wrong_one) = llm.answer_and_check([prompt + answer[:20], prompt + wrong[:20]], max_tokens=4)
@@ -186,3 +185,20 @@ def test_resident_needs_offload() -> None:
 def test_number_of_guesses_has_a_limit(num_tokens: int) -> None:
     with pytest.raises(ConfigError, match=f"num_speculative_tokens={num_tokens} must be between 1 and 15"):
         LLM("qwen3-0.6b", load_format="dummy", device="cpu", num_speculative_tokens=num_tokens)
+
+
+def test_drafts_that_do_not_wait_for_copies_are_noticed(
+    reference: Reference, answers: dict[str, list[list[int]]]
+) -> None:
+    """They write to slots that blocks may still be copied out of (E4)."""
+    for seed in range(4):
+        streams = SimulatedStreams("late", seed)
+        internals = speculating(drafter_of("drafts", answers["greedy"]))
+        options = OFFLOAD | {"num_gpu_blocks": 2, "speculation": "auto"}
+        with CheckedLLM(reference, streams=streams, internals=internals, **options) as llm:
+            llm.runner.memory.begin_all_layers = lambda: None
+            try:
+                llm.answer_and_check(PROMPTS, max_tokens=NUM_TOKENS)
+            except AssertionError:
+                return
+    pytest.fail("drafts need no wait")

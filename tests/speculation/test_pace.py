@@ -64,7 +64,7 @@ def test_a_trial_does_not_trust_the_time_of_earlier_passes() -> None:
     """A single slow pass, such as the first one, would end all guessing."""
     times = measured(*[(step_plan(), 1.0)] * 3, (step_plan(4), 50.0))
     assert times.best_num_guesses(1, 0.9, 15, costs_drafts=False) == 0
-    assert times.best_num_guesses(1, 0.9, 15, costs_drafts=False, is_trial=True) == 15
+    assert times.best_num_guesses(1, 0.9, 15, costs_drafts=False, is_trial=True) == 4
     some = Pace()
     for num_passes in range(4):
         assert some.is_trial == (num_passes < pace.NUM_TRIAL_PASSES)

@@ -13,10 +13,10 @@ from simulated_streams import SimulatedStreams, TrackedAttention, TrackedBackend
 from tiny_models import reference_model
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.attention.base import StepAttention
 from nanovllm.core.kv_spec import StagingSizes
 from nanovllm.core.outputs import RequestOutput
 from nanovllm.core.sequence import Sequence
+from nanovllm.core.step_limits import max_step_rows
 from nanovllm.core.step_plan import StepPlan
 from nanovllm.engine.internals import Internals
 from nanovllm.kvcache.transfer.offload_engine import OffloadEngine
@@ -94,17 +94,17 @@ class CheckedLLM(LLM):
 
     def _track(self, streams: SimulatedStreams) -> None:
         """Let `streams` know what the model reads and writes."""
-        runner, attention = self.runner, self.runner.memory.attention
-
-        def tracked_attention(*args: Any) -> StepAttention:
-            return TrackedAttention(attention(*args), streams)
-
-        runner.memory.attention = tracked_attention
+        runner, memory = self.runner, self.runner.memory
+        attention, paged_attention = memory.attention, memory.paged_attention  # of a step, and of its drafts
+        memory.attention = lambda *args: TrackedAttention(attention(*args), streams)
+        memory.paged_attention = lambda *args: TrackedAttention(paged_attention(*args), streams)
         runner.backend = TrackedBackend(runner.backend, streams)
         for name in ("k_cache_cpu", "v_cache_cpu", "k_cache_gpu", "v_cache_gpu", "k_staging", "v_staging"):
             streams.name_region(name, getattr(runner.offload, name))
 
     def _recording_launch(self, plan: StepPlan) -> Any:
+        num_rows = max_step_rows(self.config, self.stats()["num_gpu_blocks"])
+        assert plan.num_sampled <= num_rows, f"{plan.num_sampled} tokens are sampled, there is room for {num_rows}"
         self.plans.append(plan)
         return self._launch(plan)
 
