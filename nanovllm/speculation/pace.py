@@ -74,8 +74,8 @@ class StepTimes:
     def best_num_guesses(
         self, num_seqs: int, acceptance: float, max_guesses: int, *, costs_drafts: bool, is_trial: bool = False
     ) -> int:
-        """0 if guesses gain nothing. `costs_drafts`: whether each of them is drafted. `is_trial`: only a few guesses, in
-        passes that are taken to cost no more than steps without guesses.
+        """0 if guesses gain nothing. `costs_drafts`: whether each of them is drafted. `is_trial`: only a few, in a pass
+        that is taken to cost no more than a step without guesses.
         """
         plain_s = self.plain_s(num_seqs)
         assert plain_s is not None, "no guesses are made before a step without them is measured"
