@@ -15,8 +15,10 @@ from nanovllm.config import Config
 from nanovllm.core.kv_spec import KVCacheSpec
 from nanovllm.core.step_limits import (
     graph_sizes,
-    max_sampled_rows,
+    max_step_rows,
     streamed_graph_sizes,
+    streamed_verifying_graph_sizes,
+    verifying_graph_sizes,
 )
 from nanovllm.utils.arithmetic import ceil_div
 
@@ -32,7 +34,7 @@ NODES_PER_LAYER = 10  # kernels: 2 norms, 4 products, rotation, attention and it
 NODES_BESIDE_LAYERS = 12  # embedding, cos and sin, last norm, head, sampler
 COPIES_PER_CUT = 3  # query, result and log-sum-exp, at each cut of a streamed graph
 NODES_PER_GROUP = 3  # attention, its merge, the merge into the result
-INPUT_BYTES_PER_ROW = 8 * 13  # token, position, cell, lengths and sampling parameters of a sequence
+INPUT_BYTES_PER_ROW = 8 * 14  # token, position, cell, lengths and sampling parameters of a sequence
 ALLOCATOR_SHARE = 0.4  # memory that torch's allocator cannot reuse for other sizes or streams, relative to activations
 
 
@@ -68,7 +70,7 @@ def device_memory(
     config: Config, model: ModelConfig, machine: Machine, spec: KVCacheSpec, max_model_len: int, num_gpu_blocks: int
 ) -> DeviceMemory:
     """Memory use of an engine with `num_gpu_blocks` blocks on each GPU."""
-    num_rows, is_gpu = max_sampled_rows(config, num_gpu_blocks), machine.gpu_bytes is not None
+    num_rows, is_gpu = max_step_rows(config, num_gpu_blocks), machine.gpu_bytes is not None
     has_graphs = is_gpu and not config.enforce_eager
     activations = costs.activation_bytes(config, model, max_model_len, num_rows)
     workspace = WORKSPACE_BYTES if (machine.capability or (0, 0)) >= (9, 0) else OLD_WORKSPACE_BYTES
@@ -98,12 +100,15 @@ def _input_bytes(config: Config, model: ModelConfig, max_model_len: int, num_row
 
 def _graph_bytes(config: Config, model: ModelConfig, spec: KVCacheSpec, num_rows: int) -> int:
     """All graphs. With offload these include the graphs in pieces and those of the staging groups, which are captured
-    for fewer batch sizes.
+    for fewer batch sizes. With speculation there is another kind of each, which verifies guesses.
     """
     whole = NODES_PER_LAYER * model.num_layers + NODES_BESIDE_LAYERS
-    num_nodes, num_pools = len(graph_sizes(num_rows)) * whole, 1
+    sizes = [graph_sizes(num_rows), *([verifying_graph_sizes(num_rows)] if config.max_guesses else [])]
+    num_nodes, num_pools = sum(map(len, sizes)) * whole, len(sizes)
     if config.enable_cpu_offload:
         per_size = whole + COPIES_PER_CUT * model.num_layers + spec.staging.num_groups * NODES_PER_GROUP
-        num_nodes += len(streamed_graph_sizes(num_rows)) * per_size
-        num_pools = 3  # whole graphs, pieces, groups
+        verifying = [streamed_verifying_graph_sizes(num_rows)] if config.max_guesses else []
+        streamed = [streamed_graph_sizes(num_rows), *verifying]
+        num_nodes += sum(map(len, streamed)) * per_size
+        num_pools += 2 * len(streamed)  # pieces, groups
     return num_nodes * GRAPH_NODE_BYTES + num_pools * GRAPH_POOL_BYTES

@@ -64,6 +64,13 @@ def test_memory_without_graphs_has_no_parts_of_them() -> None:
     assert eager.context_bytes == offload().context_bytes > 0
 
 
+@pytest.mark.parametrize("offload", [True, False])
+def test_memory_of_speculation_is_more_graphs_and_room_for_a_sequence_with_all_its_guesses(offload: bool) -> None:
+    plain, speculating = (memory(speculation=name, enable_cpu_offload=offload) for name in ("off", "prompt_lookup"))
+    assert speculating.graph_bytes > plain.graph_bytes
+    assert speculating.logits_bytes == 2 * plain.logits_bytes  # 16 rows instead of 8
+
+
 def test_memory_on_a_cpu_has_no_parts_of_cuda() -> None:
     on_cpu = memory(Machine.cpu(GIB), enable_cpu_offload=True)
     assert on_cpu.graph_bytes == on_cpu.logits_bytes == on_cpu.context_bytes == on_cpu.workspace_bytes == 0
