@@ -22,6 +22,7 @@ from nanovllm.kvcache.policy.base import KVCacheManager, PagedKeys
 from nanovllm.sampling_params import INVALID_TOKEN
 from nanovllm.speculation.drafters import NO_GUESSES, Guesses
 from nanovllm.speculation.speculator import Speculator
+from nanovllm.speculation.verification import verified_tokens
 
 
 class Scheduler:
@@ -239,29 +240,22 @@ class Scheduler:
         `token_ids`: see StepPlan. `read` is called after each appended token, and may finish the sequence. Returns the
         sequences that got tokens, or that ended because theirs was invalid.
         """
-        guesses = _guesses_of(plan, token_ids)
         updated = []
-        first = 0
-        for row, step in enumerate(plan.sequences):
-            sampled = token_ids[first : first + step.num_sampled]
-            first += step.num_sampled
+        for step, tokens in zip(plan.sequences, verified_tokens(plan, token_ids), strict=True):
             seq = self.sequences.get(step.seq_id)
-            if seq is None or not sampled:
+            if seq is None or step.sampling is None:
                 continue  # ended or aborted while this step ran, or nothing is sampled
             updated.append(seq)
             seq.num_pending_guesses = 0
-            assert step.sampling is not None, "only a step that samples has tokens"
-            self._append(seq, sampled[0], step.sampling.position, read)
-            num_accepted = 0
-            for guess, before, token_id in zip(guesses[row], sampled, sampled[1:], strict=False):
-                if guess != before or seq.status is not SequenceStatus.RUNNING:
-                    break
-                num_accepted += 1
-                self.kv.accept(seq)
-                seq.num_pending_tokens += 1
-                self._append(seq, token_id, step.sampling.position + num_accepted, read)
+            for i, token_id in enumerate(tokens):
+                if i > 0:  # the token before was guessed, so its K and V are there already
+                    if seq.status is not SequenceStatus.RUNNING:
+                        break
+                    self.kv.accept(seq)
+                    seq.num_pending_tokens += 1
+                self._append(seq, token_id, step.sampling.position + i, read)
             if self.speculator is not None and step.num_guesses:
-                self.speculator.verified(seq, step.num_guesses, num_accepted)
+                self.speculator.verified(seq, step.num_guesses, len(tokens) - 1)
         return updated
 
     def _append(self, seq: Sequence, token_id: int, position: int, read: Callable[[Sequence], None]) -> None:
@@ -293,15 +287,3 @@ def _launch_order(placed: tuple[Sequence, int]) -> tuple[bool, bool, int]:
     """
     seq, num_tokens = placed
     return num_tokens > 1, num_tokens > MAX_DECODE_QUERIES, -seq.num_computed_tokens - num_tokens
-
-
-def _guesses_of(plan: StepPlan, token_ids: list[int]) -> list[list[int]]:
-    """Each row's guesses. `token_ids`: the step's result, which ends with the drafted tokens."""
-    guesses = [step.guesses for step in plan.sequences]
-    drafted = iter(token_ids[plan.num_sampled :])
-    for i, rows in enumerate(plan.draft_rows()):
-        for row in rows:
-            draft = next(drafted)
-            if i < len(guesses[row]) and guesses[row][i] < 0:
-                guesses[row][i] = draft
-    return guesses
