@@ -13,11 +13,13 @@ import torch
 from tiny_models import write_tiny_model
 
 import bench_offload
-from benchmarks import bench_attention, common, device_memory, run_all, sweep
+from benchmarks import bench_attention, common, device_memory, run_all, speculation, sweep
 from benchmarks.common import Ceilings, Samples, greedy, lengths_after_short_warm_up, random_prompt, serve, time_prompts
 from benchmarks.targets import JOBS, TARGETS, Job, Target, of, ratio
 from nanovllm import LLM, SamplingParams
 from nanovllm.capacity.plan_check import check_plan
+from nanovllm.core.sequence import Sequence
+from nanovllm.speculation.drafters import Guesses
 
 CEILINGS = Ceilings("a laptop", 1e12, 1e11, 1e10)
 BLOCK, CONTEXT = 256, 2048
@@ -50,6 +52,37 @@ def arguments(model: str, **options: Any) -> argparse.Namespace:
     defaults: dict[str, Any] = {"load_format": "auto", "tp": 1, "backend": "auto", "batch": 1, "runs": 2}
     defaults |= {"block_size": BLOCK, "num_gpu_blocks": 3, "decode_tokens": 8, "one_prompt": False}
     return argparse.Namespace(**({"model": model, "cpu_memory_gb": None} | defaults | options))
+
+
+@pytest.mark.usefixtures("made")
+@pytest.mark.parametrize(("drafter", "num_gpu_blocks"), [("resident", 3), ("prompt_lookup", 0)])
+def test_bench_speculation_the_oracle_changes_no_token(
+    model: str, drafter: str, num_gpu_blocks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    args = arguments(model, speculation=drafter, num_gpu_blocks=num_gpu_blocks, decode_tokens=6, cpu_attention="auto")
+    args.max_model_len, args.num_speculative_tokens, args.json = CONTEXT, 15, str(tmp_path / "result.json")
+    header = {"model": "tiny", "gpu": "none", "num_speculative_tokens": 15}
+    result = speculation.run_speculation(args, CEILINGS, header, bench_offload.make_llm)
+    assert json.loads((tmp_path / "result.json").read_text()) == result
+    assert [point["acceptance"] for point in result["points"]] == list(speculation.ACCEPTANCES)
+    assert all(point["decode_tok_per_s"] > 0 for point in result["points"])
+    assert result["plain_tok_per_s"] > 0 and ("bound_tok_per_s" in result) == (num_gpu_blocks > 0)
+
+
+def test_oracle_errs_with_the_given_probability() -> None:
+    oracle = speculation.Oracle()
+    oracle.answer = list(range(3000))
+    seq = Sequence(0, [1, 2, 3], SamplingParams(max_tokens=5000), seed=0)
+    assert not oracle.can_guess(seq) and not oracle.guess(seq, 5).token_ids
+    seq.token_ids.extend(oracle.answer[:100])
+    oracle.acceptance = 0.8
+    guesses = oracle.guess(seq, 2000)
+    num_right = sum(guess == token_id for guess, token_id in zip(guesses.token_ids, oracle.answer[100:], strict=False))
+    assert len(guesses.token_ids) == 2000 and 0.77 < num_right / 2000 < 0.83 and guesses.num_drafts == 0
+    drafting = speculation.DraftingOracle()
+    drafting.answer, drafting.acceptance = [5] * 200, 1.0
+    assert drafting.guess(seq, 7) == Guesses((5,) * 7, 7)
 
 
 @pytest.mark.usefixtures("made")
