@@ -39,6 +39,10 @@ def by_backend(name: str, *args: str) -> list[Job]:
     ]
 
 
+def guesses(name: str, *args: str) -> Job:
+    return bench(f"guesses-{name}", "bench_offload.py", "--compare", "", "--decode-tokens", "24", *args)
+
+
 def offload(name: str, *args: str, **options: Any) -> Job:
     return bench(f"offload-{name}", "bench_offload.py", *args, **options)
 
@@ -119,6 +123,11 @@ JOBS = [
         *("--one-prompt", "--runs", "2", "--decode-tokens", "24", "--compare", "", *BOTH),
         timeout_s=600,
     ),
+    guesses("131k", "--speculation", "resident", "--max-model-len", "131072", "--cpu-attention", "off"),
+    guesses("131k-cpu", "--speculation", "resident", "--max-model-len", "131072"),
+    guesses("40k", "--speculation", "resident", "--num-gpu-blocks", "4", "--cpu-attention", "off"),
+    guesses("all-gpu", "--speculation", "prompt_lookup", "--num-gpu-blocks", "0", "--decode-tokens", "256"),
+    bench("quote", "-m", "benchmarks.bench_quote"),
     *(bench(f"qwen3-8b-tp{n}", *QWEN3_8B, "--tp", str(n), num_gpus=n) for n in (1, 2, 4)),
     bench("attention", "benchmarks/bench_attention.py", timeout_s=600),
     bench("device-memory", "-m", "benchmarks.device_memory", timeout_s=900),
@@ -174,6 +183,16 @@ def ratio(key: str, other_key: str = "") -> Callable[..., float]:
 
 def one(what: str, job: str, key: str, bound: float, unit: str = "", at_most: bool = False) -> Target:
     return Target(what, (job,), of(key), bound, unit, at_most)
+
+
+def at_acceptance(acceptance: float, key: str) -> Callable[[Json], float]:
+    """A figure of benchmarks/speculation.py at this share of right guesses."""
+    return lambda result: next(float(point[key]) for point in result["points"] if point["acceptance"] == acceptance)
+
+
+def guessing(what: str, job: str, acceptance: float, bound: float) -> Target:
+    """Decode with guesses of which this share is right, relative to decode without."""
+    return Target(what, (job,), at_acceptance(acceptance, "ratio_to_plain"), bound)
 
 
 def memory(what: str, case: str, key: str, bound: float, unit: str = "") -> Target:
@@ -239,6 +258,17 @@ TARGETS = [
             ("offload 7B, 256K", "7b-256k", 1.5),
         )
     ),
+    guessing("131K, guesses right at 0.9 / none", "guesses-131k", 0.9, 5),
+    guessing("131K, guesses right at 0 / none", "guesses-131k", 0.0, 0.97),
+    Target(
+        "131K with the CPU, guesses right at 0.9 / link bound",
+        ("guesses-131k-cpu", "guesses-131k"),
+        lambda cpu, link: at_acceptance(0.9, "decode_tok_per_s")(cpu) / float(link["bound_tok_per_s"]),
+        7,
+    ),
+    guessing("40K, 4 slots, guesses right at 0.8 / none", "guesses-40k", 0.8, 3),
+    guessing("40K on the GPU, guesses right at 0.9 / none", "guesses-all-gpu", 0.9, 3),
+    one("131K, quote of 200 tokens: prompt_lookup / off", "quote", "prompt_lookup_ratio", 6),
     one("offload 40K: prefill with the CPU / without", "offload-8slots", "prefill_ratio_to_link_only", 0.98),
     Target(
         "peak GPU memory, 131K / 40K",
