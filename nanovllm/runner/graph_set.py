@@ -20,6 +20,7 @@ from nanovllm.models.decoder import CausalLM
 from nanovllm.runner.cuda_graphs import DecodeGraphs, StepGraphs
 from nanovllm.runner.decode_inputs import DecodeInputs
 from nanovllm.runner.kv_memory import KVMemory
+from nanovllm.runner.streamed_graphs import StreamedDecodeGraphs
 
 
 class GraphSet:
@@ -40,21 +41,30 @@ class GraphSet:
         """
         self.inputs, self.model, self.memory, self.tp = inputs, model, memory, tp
         self.backend, self.scale = backend, scale
-        rows = inputs.max_num_rows
+        self._num_heads = num_heads
         self._by_kind: dict[tuple[bool, bool], StepGraphs] = {}  # (brings in keys, verifies guesses)
-
-        def add(verifies: bool, name: str, sizes: list[int], streamed_sizes: list[int]) -> None:
-            max_query_len = 1 + max_guesses if verifies else 1
-            self._by_kind[False, verifies] = DecodeGraphs(inputs, f"resident{name}", sizes, max_query_len)
-            streamed = memory.streamed_graphs(
-                inputs, f"streamed{name}", streamed_sizes, max_query_len, backend, scale, num_heads
-            )
-            if streamed is not None:
-                self._by_kind[True, verifies] = streamed
-
-        add(False, "", graph_sizes(rows), streamed_graph_sizes(rows))
+        rows = inputs.max_num_rows
+        self._add("", graph_sizes(rows), streamed_graph_sizes(rows))
         if max_guesses:
-            add(True, " verifying", verifying_graph_sizes(rows), streamed_verifying_graph_sizes(rows))
+            sizes = verifying_graph_sizes(rows), streamed_verifying_graph_sizes(rows)
+            self._add(" verifying", *sizes, max_query_len=1 + max_guesses)
+
+    def _add(self, suffix: str, sizes: list[int], streamed_sizes: list[int], max_query_len: int = 1) -> None:
+        """A kind for steps whose keys are all on the GPU and, with offload, one for those that stream."""
+        verifies = max_query_len > 1
+        self._by_kind[False, verifies] = DecodeGraphs(self.inputs, f"resident{suffix}", sizes, max_query_len)
+        if self.memory.offload is not None:
+            self._by_kind[True, verifies] = StreamedDecodeGraphs(
+                self.inputs,
+                f"streamed{suffix}",
+                streamed_sizes,
+                max_query_len,
+                offload=self.memory.offload,
+                cpu=self.memory.cpu,
+                backend=self.backend,
+                scale=self.scale,
+                num_heads=self._num_heads,
+            )
 
     @property
     def kinds(self) -> list[StepGraphs]:

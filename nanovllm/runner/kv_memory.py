@@ -22,8 +22,6 @@ from nanovllm.kvcache.transfer.cpu_part import CpuAttention
 from nanovllm.kvcache.transfer.offload_engine import OffloadEngine
 from nanovllm.kvcache.transfer.streams import make_streams
 from nanovllm.runner.batches import StepBatches
-from nanovllm.runner.decode_inputs import DecodeInputs
-from nanovllm.runner.streamed_graphs import StreamedDecodeGraphs
 
 # spec, num_cpu_blocks, dtype, device -> OffloadEngine
 OffloadEngineFactory: TypeAlias = Callable[[KVCacheSpec, int, torch.dtype, torch.device], OffloadEngine]
@@ -72,21 +70,6 @@ class KVMemory(ABC):
     def _paged_part(self, backend: AttentionBackend, scale: float, batch: PagedBatch) -> PagedPart:
         k_cache, v_cache = self.cache
         return PagedPart(backend=backend, k_cache=k_cache, v_cache=v_cache, batch=batch, scale=scale)
-
-    def streamed_graphs(
-        self,
-        inputs: DecodeInputs,
-        name: str,
-        sizes: list[int],
-        max_query_len: int,
-        backend: AttentionBackend,
-        scale: float,
-        num_heads: int,
-    ) -> StreamedDecodeGraphs | None:
-        """Graphs for decode steps that stream (see StepGraphs); None if no step streams. `num_heads`: query heads of
-        this rank.
-        """
-        return None
 
     # -- one step ------------------------------------------------------------------------------------------------
 
@@ -205,28 +188,6 @@ class OffloadedPool(KVMemory):
             assert self.cpu is not None, "the plan leaves keys to the CPU, which does not attend"
             parts.append(CpuPart(worker=self.cpu, job=self.cpu.make_job(batches.cpu, scale)))
         return parts
-
-    def streamed_graphs(
-        self,
-        inputs: DecodeInputs,
-        name: str,
-        sizes: list[int],
-        max_query_len: int,
-        backend: AttentionBackend,
-        scale: float,
-        num_heads: int,
-    ) -> StreamedDecodeGraphs | None:
-        return StreamedDecodeGraphs(
-            inputs,
-            name,
-            sizes,
-            max_query_len,
-            offload=self.offload,
-            cpu=self.cpu,
-            backend=backend,
-            scale=scale,
-            num_heads=num_heads,
-        )
 
     def begin_step(self, plan: StepPlan) -> None:
         self.offload.begin_step(plan.moves, chain.from_iterable(step.block_table for step in plan.sequences))
