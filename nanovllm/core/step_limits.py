@@ -34,16 +34,17 @@ def streamed_graph_sizes(max_num_rows: int) -> list[int]:
     return sorted({4**i for i in range(max_num_rows.bit_length()) if 4**i < max_num_rows} | {max_num_rows})
 
 
+MAX_VERIFYING_ROWS = 64  # tokens of a step with guesses that only decodes; larger steps gain little by guesses
+
+
 def verifying_graph_sizes(max_num_rows: int) -> list[int]:
-    """Numbers of tokens to capture graphs for steps that verify guesses: 4, 8, 16, 32, 64. Larger steps gain little by
-    guesses, and are launched kernel by kernel.
-    """
-    return _sizes_up_to((4, 8, 16, 32, 64), max_num_rows)
+    """Numbers of tokens to capture graphs for steps that verify guesses: 4, 8, 16, 32, 64."""
+    return _sizes_up_to((4, 8, 16, 32, MAX_VERIFYING_ROWS), max_num_rows)
 
 
 def streamed_verifying_graph_sizes(max_num_rows: int) -> list[int]:
     """The same for streamed steps: 16 for a single sequence, and 64."""
-    return _sizes_up_to((16, 64), max_num_rows)
+    return _sizes_up_to((16, MAX_VERIFYING_ROWS), max_num_rows)
 
 
 def _sizes_up_to(sizes: tuple[int, ...], max_num_rows: int) -> list[int]:

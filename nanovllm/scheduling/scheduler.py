@@ -16,6 +16,7 @@ from collections.abc import Callable
 import numpy as np
 
 from nanovllm.core.sequence import Sequence, SequenceStatus
+from nanovllm.core.step_limits import MAX_VERIFYING_ROWS
 from nanovllm.core.step_plan import KVMoves, SamplingRow, SequenceStep, StepPlan
 from nanovllm.core.support import MAX_DECODE_QUERIES
 from nanovllm.kvcache.policy.base import KVCacheManager, PagedKeys
@@ -144,7 +145,8 @@ class Scheduler:
         if self.speculator is None or seq.num_uncomputed_tokens != 1 or seq.num_pending_tokens:
             return NO_GUESSES
         num_left = seq.max_tokens - seq.num_output_tokens - 1  # after the token that this step samples anyway
-        most = min(num_left, self._budget - 1 - num_others, self._num_rows - 1 - num_others)
+        num_rows = self._num_rows - max(0, self.max_step_rows - MAX_VERIFYING_ROWS)
+        most = min(num_left, min(self._budget, num_rows) - 1 - num_others)
         return self.speculator.guess(seq, most, len(self.running))
 
     def _place_waiting(self, whole: bool = False) -> None:
@@ -184,8 +186,11 @@ class Scheduler:
         """
         if self.speculator is None:
             return False
+        if any(seq.num_pending_guesses for seq in self.running):
+            return True
         num_running = len(self.running)
-        return any(seq.num_pending_guesses or self.speculator.wants_to_guess(seq, num_running) for seq in self.running)
+        may_guess = num_running < MAX_VERIFYING_ROWS
+        return may_guess and any(self.speculator.wants_to_guess(seq, num_running) for seq in self.running)
 
     def _make_plan(self, keys: list[PagedKeys], moves: KVMoves) -> StepPlan:
         """Make the frozen plan, and count its tokens as computed, except for guesses."""

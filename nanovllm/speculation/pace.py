@@ -16,8 +16,10 @@ PRIOR_ACCEPTANCE, PRIOR_WEIGHT = 0.7, 3.0  # of a sequence that begins to guess:
 DECAY = 0.9  # of the weight of older passes, with every pass
 MIN_GAIN = 1.02  # in tokens per second; less is within the error of the times
 FIRST_PAUSE_TOKENS, LONGEST_PAUSE_TOKENS = 16, 512
-NUM_TRIAL_PASSES = 2  # after a pause, before the measured time of a pass counts
+NUM_TRIAL_PASSES = 2  # of a sequence, while the time of a pass is not known
 MAX_TRIAL_GUESSES = 4  # in each of these passes
+NUM_KNOWN_PASSES = 3  # after so many the time of a pass is known
+PASS_EXPIRY_STEPS = 2048  # after which it is no longer
 NUM_TIMES = 5  # whose median is the time of a step, so that a single slow step does not count
 REMEASURE_PASSES = 256  # after so many passes with guesses, the time of a step without them is measured again
 
@@ -34,11 +36,14 @@ class StepTimes:
         self.draft_s, self._now_s = draft_s, now_s
         self._plain_s: dict[int, deque[float]] = defaultdict(_newest_times)
         self._pass_s: dict[int, deque[float]] = defaultdict(_newest_times)
+        self._num_steps = 0
+        self._last_pass: dict[int, int] = {}  # number of the newest step in _pass_s
         self._num_passes = 0  # with guesses, since a step without any was measured
         self._last: tuple[float, bool] | None = None  # end of the decode step before, and whether it had guesses
 
     def step_ended(self, plan: StepPlan) -> None:
         """Called for every step, in order, when its tokens have arrived."""
+        self._num_steps += 1
         if not plan.is_decode:
             self._last = None
             return
@@ -50,6 +55,9 @@ class StepTimes:
         num_seqs = len(plan.sequences)
         if plan.has_guesses:
             self._num_passes += 1
+            if self._is_expired(num_seqs):
+                self._pass_s[num_seqs].clear()
+            self._last_pass[num_seqs] = self._num_steps
             self._pass_s[num_seqs].append(max(0.0, seconds - len(plan.draft_rows()) * self.draft_s))
         else:
             self._num_passes = 0
@@ -66,6 +74,13 @@ class StepTimes:
     def pass_s(self, num_seqs: int) -> float | None:
         """Time of a step of so many sequences with guesses, without its drafts; None if there was none."""
         return median(self._pass_s[num_seqs]) if num_seqs in self._pass_s else None
+
+    def _is_expired(self, num_seqs: int) -> bool:
+        return self._num_steps - self._last_pass.get(num_seqs, 0) > PASS_EXPIRY_STEPS
+
+    def knows_pass(self, num_seqs: int) -> bool:
+        """Whether the time of a step with guesses is known well enough to decide by it."""
+        return not self._is_expired(num_seqs) and len(self._pass_s[num_seqs]) >= NUM_KNOWN_PASSES
 
     def is_measured(self, num_seqs: int) -> bool:
         """Whether the time of a step without guesses is known, and from not long ago."""
@@ -107,7 +122,7 @@ class Pace:
         self._num_passes = 0
 
     @property
-    def is_trial(self) -> bool:
+    def is_new(self) -> bool:
         """Whether the sequence has just begun to guess, or again after a pause."""
         return self._num_passes < NUM_TRIAL_PASSES
 

@@ -58,8 +58,9 @@ class Speculator:
         if self.times is None:
             return most
         pace = self._paces[seq.seq_id][drafter.name]
+        is_trial = pace.is_new and not self.times.knows_pass(num_running)
         num_guesses = self.times.best_num_guesses(
-            num_running, pace.acceptance, most, costs_drafts=drafter.costs_drafts, is_trial=pace.is_trial
+            num_running, pace.acceptance, most, costs_drafts=drafter.costs_drafts, is_trial=is_trial
         )
         if not num_guesses:
             pace.pause(len(seq.token_ids))

@@ -4,9 +4,10 @@ import random
 
 import pytest
 from content_model import EOS, Simulation, expected_answer
-from random_workloads import GRAIN
+from random_workloads import GRAIN, odd_drafter
 
 from nanovllm.core.sequence import Sequence, SequenceStatus
+from nanovllm.core.step_limits import MAX_VERIFYING_ROWS
 from nanovllm.core.step_plan import StepPlan
 from nanovllm.errors import RequestError
 from nanovllm.kvcache.policy.block_manager import WATERMARK, BlockManager
@@ -394,3 +395,24 @@ def test_check_integrity_notices(fault: str) -> None:
         simulation.scheduler.waiting[0].status = SequenceStatus.RUNNING
     with pytest.raises(AssertionError):
         simulation.scheduler.check_integrity()
+
+
+def test_so_many_sequences_that_guesses_gain_little_make_none() -> None:
+    """A few get as many guesses as they can use while the step is not too large."""
+    for num_seqs in (1, 6, MAX_VERIFYING_ROWS - 1, MAX_VERIFYING_ROWS):
+        simulation = all_gpu(
+            num_blocks=900,
+            max_num_seqs=100,
+            max_num_batched_tokens=1000,
+            make_drafter=odd_drafter("right", seed=0),
+            max_guesses=15,
+        )
+        for i in range(num_seqs):
+            simulation.add(prompt(3, first=1 + i % 5), max_tokens=40)
+        simulation.step()
+        plan = simulation.step()
+        assert plan is not None
+        assert max(step.num_guesses for step in plan.sequences) == min(15, MAX_VERIFYING_ROWS - num_seqs)
+        assert plan.num_tokens == min(16 * num_seqs, MAX_VERIFYING_ROWS)
+        assert simulation.scheduler.needs_tokens() == (num_seqs < MAX_VERIFYING_ROWS)
+        simulation.run()

@@ -60,17 +60,31 @@ def test_a_slow_pass_makes_guesses_not_worth_their_time() -> None:
     assert times.best_num_guesses(1, 0.9, 15, costs_drafts=False) == 15
 
 
-def test_a_trial_does_not_trust_the_time_of_earlier_passes() -> None:
-    """A single slow pass, such as the first one, would end all guessing."""
+def test_a_trial_does_not_trust_the_time_of_a_single_pass() -> None:
+    """The first pass may be slow, and would end all guessing."""
     times = measured(*[(step_plan(), 1.0)] * 3, (step_plan(4), 50.0))
+    assert not times.knows_pass(1)
     assert times.best_num_guesses(1, 0.9, 15, costs_drafts=False) == 0
     assert times.best_num_guesses(1, 0.9, 15, costs_drafts=False, is_trial=True) == 4
+
+
+def test_the_time_of_a_pass_is_known_after_some_and_expires() -> None:
+    steps = [(step_plan(), 1.0)] * 2 + [(step_plan(4), 9.0)] * pace.NUM_KNOWN_PASSES
+    assert not measured(*steps[:-1]).knows_pass(1)
+    assert measured(*steps).knows_pass(1) and not measured(*steps).knows_pass(2)
+    later = [*steps, *[(step_plan(), 1.0)] * (pace.PASS_EXPIRY_STEPS + 1)]
+    assert not measured(*later).knows_pass(1)
+    times = measured(*later, (step_plan(4), 2.0))
+    assert times.pass_s(1) == 2.0 and not times.knows_pass(1)
+
+
+def test_a_sequence_is_new_for_a_few_passes_and_after_a_pause() -> None:
     some = Pace()
     for num_passes in range(4):
-        assert some.is_trial == (num_passes < pace.NUM_TRIAL_PASSES)
+        assert some.is_new == (num_passes < pace.NUM_TRIAL_PASSES)
         some.verified(4, 0)
     some.pause(100)
-    assert some.is_trial
+    assert some.is_new
 
 
 def test_times_are_medians_of_the_newest_steps() -> None:
