@@ -69,18 +69,18 @@ class StepTimes:
 
     def plain_s(self, num_seqs: int) -> float | None:
         """Time of a step of so many sequences without guesses; None if there was none."""
-        return median(self._plain_s[num_seqs]) if num_seqs in self._plain_s else None
+        return median(times) if (times := self._plain_s.get(num_seqs)) else None
 
     def pass_s(self, num_seqs: int) -> float | None:
         """Time of a step of so many sequences with guesses, without its drafts; None if there was none."""
-        return median(self._pass_s[num_seqs]) if num_seqs in self._pass_s else None
+        return median(times) if (times := self._pass_s.get(num_seqs)) else None
 
     def _is_expired(self, num_seqs: int) -> bool:
         return self._num_steps - self._last_pass.get(num_seqs, 0) > PASS_EXPIRY_STEPS
 
     def knows_pass(self, num_seqs: int) -> bool:
         """Whether the time of a step with guesses is known well enough to decide by it."""
-        return not self._is_expired(num_seqs) and len(self._pass_s[num_seqs]) >= NUM_KNOWN_PASSES
+        return not self._is_expired(num_seqs) and len(self._pass_s.get(num_seqs, ())) >= NUM_KNOWN_PASSES
 
     def is_measured(self, num_seqs: int) -> bool:
         """Whether the time of a step without guesses is known, and from not long ago."""

@@ -109,6 +109,13 @@ def test_times_are_of_steps_of_the_same_kind_in_a_row() -> None:
     assert not times.is_measured(1)
 
 
+def test_a_number_of_sequences_whose_passes_were_never_measured() -> None:
+    """Their time is taken to be that of a step without guesses."""
+    times = measured(*[(step_plan(num_seqs=3), 1.0)] * 2)
+    assert not times.knows_pass(3) and times.pass_s(3) is None
+    assert times.best_num_guesses(3, 0.9, 15, costs_drafts=False) == 15
+
+
 def test_time_of_a_pass_is_without_its_drafts() -> None:
     times = measured((step_plan(), 9.0), (step_plan(), 10.0), (step_plan(4, num_drafts=4), 14.0), draft_s=1.0)
     assert times.pass_s(1) == pytest.approx(10.0) and times.plain_s(1) == pytest.approx(10.0)
