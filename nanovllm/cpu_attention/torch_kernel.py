@@ -1,7 +1,4 @@
-"""Attention on the CPU by torch's own operator, where nothing was compiled or no compiled kernel fits.
-
-Legend: U units of tokens, R query vectors of one kv head (rows x query heads per kv head), K kv heads, D head dim.
-"""
+"""Attention on the CPU by torch's own operator, where nothing was compiled or no compiled kernel fits."""
 
 import os
 import threading
@@ -10,27 +7,18 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from functools import cache
-from typing import NamedTuple
 
 import torch
 
 from nanovllm.cpu_attention.base import FAR_AHEAD, MAX_QUEUED_JOBS, CpuKernel, CpuServer, check_flags
-from nanovllm.cpu_attention.job import AttentionJob, RowSpans
+from nanovllm.cpu_attention.job import AttentionJob
+from nanovllm.cpu_attention.torch_operator import JobViews
 
-UNIT_TOKENS = 512  # a unit is one entry of the operator's batch dimension, over which it divides its threads
 _POLL_S = 50e-6
 
 
-class _Part(NamedTuple):
-    """Attention over U units: out_UKRD in the dtype of the queries, lse_UKR in fp32."""
-
-    out_UKRD: torch.Tensor
-    lse_UKR: torch.Tensor
-
-
 class TorchKernel(CpuKernel):
-    """`_scaled_dot_product_flash_attention_for_cpu`, or matmul and logsumexp where that is missing or refuses."""
+    """Torch's operator, on threads of torch (torch_operator.py)."""
 
     name = "torch"
 
@@ -46,7 +34,7 @@ class TorchKernel(CpuKernel):
 
     def attend(self, job: AttentionJob, layer: int) -> None:
         with _torch_threads(self.num_threads):
-            attend(job, layer)
+            JobViews().attend(job, layer)
 
     def serve(self, flags: torch.Tensor) -> "TorchServer":
         server = TorchServer(flags, self.num_threads, self._cpus)
@@ -71,107 +59,6 @@ def _torch_threads(num_threads: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-@torch.inference_mode()
-def attend(job: AttentionJob, layer: int) -> None:
-    """Attend on the current thread and its OpenMP team."""
-    assert 0 <= layer < job.k_cache.shape[0], f"layer {layer} of {job.k_cache.shape[0]}"
-    _, _, _, num_kv_heads, head_dim = job.k_cache.shape
-    k_NKD, v_NKD = (cache[layer].view(-1, num_kv_heads, head_dim) for cache in (job.k_cache, job.v_cache))
-    first_row = 0
-    for row in job.rows:
-        rows = slice(first_row, first_row + row.num_rows)
-        first_row += row.num_rows
-        out_THD, lse_HT = job.out_THD[rows], job.lse_HT[:, rows]
-        if not row.spans:
-            out_THD.zero_()
-            lse_HT.fill_(-torch.inf)
-            continue
-        # The query heads of a kv head become rows, so that K and V need not be repeated for them.
-        q_TKGD = job.q_THD[rows].view(row.num_rows, num_kv_heads, -1, head_dim)
-        q_KRD = q_TKGD.transpose(0, 1).reshape(num_kv_heads, -1, head_dim)
-        out_KRD, lse_KR = _merge(_attend_spans(q_KRD, k_NKD, v_NKD, row, job.scale))
-        out_THD.view_as(q_TKGD).copy_(out_KRD.view(num_kv_heads, row.num_rows, -1, head_dim).transpose(0, 1))
-        lse_KTG = lse_KR.view(num_kv_heads, row.num_rows, -1)
-        lse_HT.copy_(lse_KTG.transpose(1, 2).reshape(-1, row.num_rows))
-
-
-def _attend_spans(
-    q_KRD: torch.Tensor, k_NKD: torch.Tensor, v_NKD: torch.Tensor, row: RowSpans, scale: float
-) -> list[_Part]:
-    """One part for the whole units of each span, and one for the rest of it. K and V are read where they lie."""
-    parts = []
-    for first_token, num_tokens in row.spans:
-        num_units, num_rest = divmod(num_tokens, UNIT_TOKENS)
-        rest = first_token + num_units * UNIT_TOKENS
-        for first, units, unit_tokens in ((first_token, num_units, UNIT_TOKENS), (rest, 1, num_rest)):
-            if units * unit_tokens:
-                tokens = slice(first, first + units * unit_tokens)
-                k_UKND, v_UKND = (
-                    cache[tokens].view(units, unit_tokens, *cache.shape[1:]).transpose(1, 2) for cache in (k_NKD, v_NKD)
-                )
-                parts.append(_attend_units(q_KRD.expand(units, *q_KRD.shape), k_UKND, v_UKND, scale))
-    return parts
-
-
-def _attend_units(q_UKRD: torch.Tensor, k_UKND: torch.Tensor, v_UKND: torch.Tensor, scale: float) -> _Part:
-    if q_UKRD.shape[2] == 1 and _two_rows_are_faster(q_UKRD.dtype, q_UKRD.shape[-1]):
-        out_UKRD, lse_UKR = _attend_units(q_UKRD.expand(-1, -1, 2, -1), k_UKND, v_UKND, scale)
-        return _Part(out_UKRD[:, :, :1], lse_UKR[:, :, :1])
-    if _operator_serves(q_UKRD.dtype, q_UKRD.shape[-1]):
-        return _Part(*_operator(q_UKRD, k_UKND, v_UKND, scale))
-    scores_UKRN = q_UKRD.float() @ k_UKND.float().transpose(-1, -2) * scale
-    lse_UKR = scores_UKRN.logsumexp(-1)
-    return _Part(scores_UKRN.softmax(-1) @ v_UKND.float(), lse_UKR)
-
-
-def _operator(
-    q_UKRD: torch.Tensor, k_UKND: torch.Tensor, v_UKND: torch.Tensor, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    out_UKRD, lse_UKR = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q_UKRD, k_UKND, v_UKND, scale=scale)
-    return out_UKRD, lse_UKR
-
-
-@cache
-def _operator_serves(dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether this torch has the operator, and it takes such tensors. Asked once, so that no later error is hidden."""
-    token = torch.zeros(1, 1, 1, head_dim, dtype=dtype)
-    try:
-        _operator(token, token, token, scale=1.0)
-    except (AttributeError, NotImplementedError, RuntimeError):
-        return False
-    return True
-
-
-@cache
-def _two_rows_are_faster(dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether the operator takes longer for a single row than for two. Without AMX it takes six times as long in
-    bfloat16, and with AMX two thirds of the time. Measured once.
-    """
-    if not _operator_serves(dtype, head_dim):
-        return False
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, 8, n, head_dim, generator=generator).to(dtype) for n in (2, UNIT_TOKENS, UNIT_TOKENS))
-
-    def least_s(num_rows: int) -> float:
-        times = []
-        for _ in range(5):
-            start_s = time.perf_counter()
-            _operator(q[:, :, :num_rows], k, v, 1.0)
-            times.append(time.perf_counter() - start_s)
-        return min(times)
-
-    return least_s(1) > least_s(2)
-
-
-def _merge(parts: list[_Part]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns out_KRD and lse_KR over the keys of all parts, in fp32."""
-    out_UKRD = torch.cat([part.out_UKRD.float() for part in parts])
-    lse_UKR = torch.cat([part.lse_UKR.float() for part in parts])
-    lse_KR = lse_UKR.logsumexp(0)
-    weights_UKR = (lse_UKR - lse_KR).exp()
-    return (out_UKRD * weights_UKR[..., None]).sum(0), lse_KR
 
 
 class _State:
@@ -239,6 +126,7 @@ def _serve(state: _State) -> None:
         with suppress(OSError):  # a cpu that went away in the meantime: run anywhere
             os.sched_setaffinity(0, state.cpus)  # this thread's, and that of the OpenMP threads that it starts
     torch.set_num_threads(state.num_threads)
+    views = JobViews()
     while True:
         with state.change:
             state.change.wait_for(lambda: state.queue or state.is_closing)
@@ -250,7 +138,7 @@ def _serve(state: _State) -> None:
                 return
             time.sleep(_POLL_S)
         try:
-            attend(job, layer)
+            views.attend(job, layer)
         except BaseException as error:
             state.error = state.error or error
             _spoil(job)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from cpu_attention_cases import POOL_TOKENS, Case, memory_before_guard_page, mixed_rows, row_spans
 
-from nanovllm.cpu_attention import instruction_sets, torch_kernel
+from nanovllm.cpu_attention import instruction_sets, torch_operator
 from nanovllm.cpu_attention.build import find_compiler
 from nanovllm.cpu_attention.compiled import CompiledKernel
 from nanovllm.cpu_attention.kernels import KERNEL_NAMES, choose_kernel
@@ -168,8 +168,8 @@ def test_torch_kernel_falls_back_to_plain_products(
         raise RuntimeError("not for this dtype")
 
     monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", refuse)
-    torch_kernel._operator_serves.cache_clear()
-    request.addfinalizer(torch_kernel._operator_serves.cache_clear)
+    torch_operator._operator_serves.cache_clear()
+    request.addfinalizer(torch_operator._operator_serves.cache_clear)
     for dtype in DTYPES:
         case = Case(mixed_rows(3), dtype, group=4)
         choose_kernel([0], "torch").attend(case.job, 1)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from cpu_attention_cases import Case, mixed_rows, row_spans
 
-from nanovllm.cpu_attention import torch_kernel
+from nanovllm.cpu_attention import torch_operator
 from nanovllm.cpu_attention.base import FAR_AHEAD, MAX_QUEUED_JOBS, CpuServer
 from nanovllm.cpu_attention.kernels import choose_kernel
 from nanovllm.cpu_attention.torch_kernel import TorchKernel
@@ -251,14 +251,14 @@ def failing(case: Case, monkeypatch: pytest.MonkeyPatch) -> Case:
     kernel = TorchKernel([0])
     kernel.attend(case.job, 1)
     case.check(1)
-    num_merged, merge = itertools.count(), torch_kernel._merge
+    num_merged, merge = itertools.count(), torch_operator._merge
 
     def merge_one(parts: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
         if next(num_merged):
             raise MemoryError("no memory for the second range of rows")
         return merge(parts)
 
-    monkeypatch.setattr(torch_kernel, "_merge", merge_one)
+    monkeypatch.setattr(torch_operator, "_merge", merge_one)
     return case
 
 
