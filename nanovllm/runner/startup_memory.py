@@ -10,7 +10,7 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.core.kv_spec import KVCacheSizes, KVCacheSpec
-from nanovllm.core.step_limits import max_sampled_rows
+from nanovllm.core.step_limits import max_step_rows
 from nanovllm.core.step_plan import StepPlan
 from nanovllm.device.memory_profile import GRAPH_LAYER_BYTES, MemoryProfile, memory_remedy, reserved_by, used_bytes
 from nanovllm.runner.graph_set import GraphSet
@@ -51,7 +51,7 @@ def profile_memory(runner: MeasuredRunner, num_cpu_blocks: int, most_gpu_blocks:
     runner.allocate_kv_cache(KVCacheSizes(1, num_cpu_blocks))
     steps = largest_steps(
         num_tokens=config.max_num_batched_tokens,
-        max_num_seqs=max_sampled_rows(config, most_gpu_blocks),
+        max_num_seqs=max_step_rows(config, most_gpu_blocks),
         max_model_len=runner.max_model_len,
         block_size=spec.block_size,
         group_blocks=spec.staging_group_blocks if num_cpu_blocks else 0,
@@ -81,7 +81,7 @@ def _compile_kernels(runner: MeasuredRunner, steps: Sequence[StepPlan], most_gpu
         return
     from nanovllm.kernels.launch import compile_only
 
-    max_num_seqs = max_sampled_rows(runner.config, most_gpu_blocks)
+    max_num_seqs = max_step_rows(runner.config, most_gpu_blocks)
     short = short_step(max_num_seqs, runner.max_model_len, runner.spec.block_size)
     with runner.phases("kernels"), torch.inference_mode(), compile_only() as is_compiling:
         for plan in (*steps, short):

@@ -141,13 +141,25 @@ class Scheduler:
         return preempted
 
     def _guess(self, seq: Sequence, num_others: int) -> Guesses:
-        """Guesses for a sequence that decodes, as many as are useful. Leaves room for `num_others` sequences."""
-        if self.speculator is None or seq.num_uncomputed_tokens != 1 or seq.num_pending_tokens:
+        """Guesses for a sequence that decodes, as many as are useful. Leaves room for `num_others` running sequences,
+        and for those that wait.
+        """
+        if self.speculator is None or not self._can_guess(seq) or seq.num_pending_tokens:
             return NO_GUESSES
         num_left = seq.max_tokens - seq.num_output_tokens - 1  # after the token that this step samples anyway
         num_rows = self._num_rows - max(0, self.max_step_rows - MAX_VERIFYING_ROWS)
-        most = min(num_left, min(self._budget, num_rows) - 1 - num_others)
-        return self.speculator.guess(seq, most, len(self.running))
+        room = min(self._budget, num_rows) - 1 - num_others - self._num_admissible
+        return self.speculator.guess(seq, min(num_left, room), len(self.running))
+
+    @staticmethod
+    def _can_guess(seq: Sequence) -> bool:
+        """Whether the sequence decodes, and will get more than one token. Its newest token may be pending."""
+        return seq.num_uncomputed_tokens == 1 and seq.max_tokens - seq.num_output_tokens > 1
+
+    @property
+    def _num_admissible(self) -> int:
+        """The most waiting sequences that this step could admit."""
+        return min(len(self.waiting), self.max_num_seqs - len(self.running))
 
     def _place_waiting(self, whole: bool = False) -> None:
         """Admit waiting sequences in order while there is room. `whole`: split only the first prompt of a step."""
@@ -188,16 +200,20 @@ class Scheduler:
             return False
         if any(seq.num_pending_guesses for seq in self.running):
             return True
+        num_rows = min(self.max_num_batched_tokens, self.max_step_rows, MAX_VERIFYING_ROWS)
+        if num_rows <= len(self.running) + self._num_admissible:
+            return False  # there is no room for guesses
         num_running = len(self.running)
-        may_guess = num_running < MAX_VERIFYING_ROWS
-        return may_guess and any(self.speculator.wants_to_guess(seq, num_running) for seq in self.running)
+        return any(self._can_guess(seq) and self.speculator.wants_to_guess(seq, num_running) for seq in self.running)
 
     def _make_plan(self, keys: list[PagedKeys], moves: KVMoves) -> StepPlan:
         """Make the frozen plan, and count its tokens as computed, except for guesses."""
         steps = []
         num_sampled = 0
-        # Drafts run before the step's own pass, and so before its loads and copies
-        can_draft = not (moves.loads or moves.copies)
+        # Drafts run before the step's own pass: before its loads and copies, and their tokens take the place of pending
+        # ones
+        has_pending = any(seq.num_pending_tokens for seq, _ in self._placed)
+        can_draft = not (moves.loads or moves.copies or has_pending)
         for (seq, num_tokens), paged in zip(self._placed, keys, strict=True):
             placed = self._guesses.get(seq.seq_id, NO_GUESSES)
             guesses = placed if can_draft else placed.without_drafts()

@@ -49,7 +49,10 @@ class Speculator:
             if not self._is_active(drafter, seq, num_running):
                 continue
             num_guesses = self._num_worthwhile(drafter, seq, most, num_running)
-            if num_guesses and (guesses := self._existing(drafter, drafter.guess(seq, num_guesses))).token_ids:
+            if (
+                num_guesses
+                and (guesses := self._existing(drafter, drafter.guess(seq, num_guesses).first(most))).token_ids
+            ):
                 self._asked[seq.seq_id] = drafter
                 return guesses
         return NO_GUESSES

@@ -108,7 +108,12 @@ def test_hybrid_manager_dense_workload_every_sequence_sees_its_tokens(seed: int,
 
 
 @settings(max_examples=250, deadline=None, suppress_health_check=QUICK)
-@given(seed=st.integers(0, 2**32), hybrid=st.booleans(), with_cpu=st.booleans(), drafter=any_of(KINDS))
+@given(
+    seed=st.integers(0, 2**32),
+    hybrid=st.booleans(),
+    with_cpu=st.booleans(),
+    drafter=any_of([*KINDS, "resident", "resident"]),
+)
 def test_guesses_of_any_kind_change_no_token_and_lose_nothing(
     seed: int, hybrid: bool, with_cpu: bool, drafter: str
 ) -> None:

@@ -416,3 +416,35 @@ def test_so_many_sequences_that_guesses_gain_little_make_none() -> None:
         assert plan.num_tokens == min(16 * num_seqs, MAX_VERIFYING_ROWS)
         assert simulation.scheduler.needs_tokens() == (num_seqs < MAX_VERIFYING_ROWS)
         simulation.run()
+
+
+@pytest.mark.parametrize("kind", ["right", "wrong"])
+def test_guesses_leave_room_for_a_waiting_prompt(kind: str) -> None:
+    """Regression: one sequence took all 16 rows, step after step, and a prompt waited for its end."""
+    simulation = all_gpu(
+        num_blocks=300, max_num_seqs=8, max_num_batched_tokens=64, make_drafter=odd_drafter(kind, 0), max_guesses=15
+    )
+    simulation.add(prompt(5), max_tokens=100)
+    for _ in range(3):
+        simulation.step()
+    simulation.add(prompt(6, first=2), max_tokens=5)
+    plan = simulation.step()
+    assert plan is not None and [step.seq_id for step in plan.sequences if step.num_prompt_tokens == 6] == [1]
+    simulation.run()
+
+
+def test_the_step_in_flight_is_not_awaited_where_no_guess_can_be_made() -> None:
+    """While a prompt is prefilled, for the last token of an answer, and when all rows are taken."""
+    simulation = all_gpu(
+        num_blocks=900, depth=1, max_num_seqs=16, max_num_batched_tokens=64, make_drafter=odd_drafter("right", 0)
+    )
+    simulation.add(prompt(300), max_tokens=2)
+    while simulation.scheduler.has_unfinished:
+        assert not simulation.scheduler.needs_tokens()
+        simulation.step()
+    for i in range(16):
+        simulation.add(prompt(3, first=i), max_tokens=9)
+    for _ in range(4):
+        simulation.step()
+        assert not simulation.scheduler.needs_tokens()
+    simulation.run()

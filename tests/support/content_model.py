@@ -138,6 +138,7 @@ class ContentRunner:
         drafted: list[dict[int, int]] = []
         for rows in plan.draft_rows():
             assert not (plan.moves.loads or plan.moves.copies), "a draft runs before slots are filled"
+            assert all(step.previous_row < 0 for step in plan.sequences), "drafts take the place of pending tokens"
             ids = {}
             for row in rows:
                 step = plan.sequences[row]

@@ -48,7 +48,7 @@ class OddDrafter:
             "wrong": wrong,
             "wrong at the last": right[:-1] + wrong[-1:],
             "end tokens": right[:1] + [0] * (max_guesses - 1),
-            "too many": right,
+            "too many": right + [1] * 5,
             "outside": [*right[:1], self._vocab_size, -1],
         }[self.kind]
         return Guesses(tuple(guesses))

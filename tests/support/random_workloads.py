@@ -15,6 +15,7 @@ from nanovllm.core.sequence import Sequence
 from nanovllm.kvcache.policy.base import KVCacheManager
 from nanovllm.kvcache.policy.block_manager import BlockManager
 from nanovllm.kvcache.policy.hybrid_manager import HybridKVCacheManager
+from nanovllm.speculation.drafters import Drafter, ResidentDrafter
 
 GRAIN = 2  # tokens, instead of 256
 LONG_CHUNK_BLOCKS = 3  # instead of 16, so that small workloads have long chunks
@@ -125,10 +126,13 @@ def dense_manager(
     )
 
 
-def odd_drafter(kind: str, seed: int) -> Callable[[KVCacheManager, ContentRunner], OddDrafter]:
-    """What a Simulation needs to speculate with an OddDrafter of this kind."""
+def odd_drafter(kind: str, seed: int) -> Callable[[KVCacheManager, ContentRunner], Drafter]:
+    """What a Simulation needs to speculate with an OddDrafter of this kind, or with "resident" drafts."""
 
-    def make(kv: KVCacheManager, runner: ContentRunner) -> OddDrafter:
+    def make(kv: KVCacheManager, runner: ContentRunner) -> Drafter:
+        if kind == "resident":
+            return ResidentDrafter(kv.misses_keys)
+
         def next_tokens(seq: Sequence, count: int) -> list[int]:
             run = runner.contents[seq.seq_id].copy()
             for _ in range(count):
