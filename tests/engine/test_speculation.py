@@ -202,3 +202,22 @@ def test_drafts_that_do_not_wait_for_copies_are_noticed(
             except AssertionError:
                 return
     pytest.fail("drafts need no wait")
+
+
+@pytest.mark.parametrize("speculation", ["resident", "auto"])
+def test_a_sequence_that_begins_to_miss_keys_does_not_draft_beside_pending_tokens(
+    reference: Reference, speculation: str
+) -> None:
+    """Regression: the first sequence's new block takes a slot of the second one, which drafted in the same step. Drafts
+    took the place of the first one's pending token.
+    """
+    internals = Internals(works_ahead=True, always_guesses=True)
+    options = OFFLOAD | {"num_gpu_blocks": 3, "max_num_batched_tokens": BLOCK + 1, "speculation": speculation}
+    first, second = prompts_of(BLOCK - 2, 2 * BLOCK + 1)
+    with CheckedLLM(reference, internals=internals, **options) as llm:
+        ids = [llm.add_request(first, greedy(12))]
+        llm.step()
+        ids.append(llm.add_request(second, greedy(6)))
+        finished = llm.finish_all()
+        for request_id, prompt in zip(ids, (first, second), strict=True):
+            llm.check(request_id, prompt, finished[request_id])
