@@ -54,6 +54,9 @@ class Oracle:
     def can_guess(self, seq: Sequence) -> bool:
         return self.acceptance is not None
 
+    def kind(self, seq: Sequence) -> str:
+        return self.name
+
     def guess(self, seq: Sequence, max_guesses: int) -> Guesses:
         if self.acceptance is None:
             return NO_GUESSES

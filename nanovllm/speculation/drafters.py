@@ -9,6 +9,7 @@ from nanovllm.speculation.prompt_lookup import PromptLookup
 
 logger = logging.getLogger("nanovllm")
 
+QUOTE_TOKENS = 16  # from this length on a match of the text with itself counts as a quote
 DRAFTED = -1  # in place of a guess: the ranks draft it
 
 
@@ -46,6 +47,10 @@ class Drafter(Protocol):
         """Whether `guess` is likely to return something. The sequence's newest token may still be pending."""
         ...
 
+    def kind(self, seq: Sequence) -> str:
+        """What the sequence's next guesses are, where some are more often right than others. Each kind has a pace."""
+        ...
+
     def guess(self, seq: Sequence, max_guesses: int) -> Guesses:
         """Up to `max_guesses` tokens that may follow the sequence's tokens, all of which are known."""
         ...
@@ -71,6 +76,10 @@ class PromptLookupDrafter:
 
     def can_guess(self, seq: Sequence) -> bool:
         return self._up_to_date(seq).match_len > 0
+
+    def kind(self, seq: Sequence) -> str:
+        """A long match is almost certainly a quote, whatever became of guesses by short ones."""
+        return "quote" if self._up_to_date(seq).match_len >= QUOTE_TOKENS else self.name
 
     def guess(self, seq: Sequence, max_guesses: int) -> Guesses:
         return Guesses(tuple(self._up_to_date(seq).propose(max_guesses)))
@@ -110,6 +119,9 @@ class ResidentDrafter:
 
     def can_guess(self, seq: Sequence) -> bool:
         return self._misses_keys(seq)
+
+    def kind(self, seq: Sequence) -> str:
+        return self.name
 
     def guess(self, seq: Sequence, max_guesses: int) -> Guesses:
         if not self._misses_keys(seq):

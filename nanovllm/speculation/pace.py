@@ -12,10 +12,12 @@ from statistics import median
 from nanovllm.core.guesses import expected_tokens
 from nanovllm.core.step_plan import StepPlan
 
-PRIOR_ACCEPTANCE, PRIOR_WEIGHT = 0.7, 3.0  # of a sequence that begins to guess: as if so many guesses had been tried
-DECAY = 0.9  # of the weight of older passes, with every pass
+PRIOR_ACCEPTANCE, PRIOR_WEIGHT = 0.7, 2.0  # of a sequence that begins to guess: as if so many guesses had been tried
+DECAY, COMMON_DECAY = 0.9, 0.98  # of the weight of older passes, with every pass of the sequence or of any
 MIN_GAIN = 1.02  # in tokens per second; less is within the error of the times
-FIRST_PAUSE_TOKENS, LONGEST_PAUSE_TOKENS = 16, 512
+FIRST_REST_STEPS, LONGEST_REST_STEPS = 32, 512  # from one trial of all resting sequences to the next
+NUM_FEW = 4  # sequences, each of which may try guesses of its own accord
+NUM_GAINFUL_PASSES = 8  # of a sequence without a rest, after which its guesses are taken to be worth their time
 NUM_TRIAL_PASSES = 2  # of a sequence, while the time of a pass is not known
 MAX_TRIAL_GUESSES = 4  # in each of these passes
 NUM_KNOWN_PASSES = 3  # after so many the time of a pass is known
@@ -36,14 +38,14 @@ class StepTimes:
         self.draft_s, self._now_s = draft_s, now_s
         self._plain_s: dict[int, deque[float]] = defaultdict(_newest_times)
         self._pass_s: dict[int, deque[float]] = defaultdict(_newest_times)
-        self._num_steps = 0
+        self.num_steps = 0  # that have ended
         self._last_pass: dict[int, int] = {}  # number of the newest step in _pass_s
         self._num_passes = 0  # with guesses, since a step without any was measured
         self._last: tuple[float, bool] | None = None  # end of the decode step before, and whether it had guesses
 
     def step_ended(self, plan: StepPlan) -> None:
         """Called for every step, in order, when its tokens have arrived."""
-        self._num_steps += 1
+        self.num_steps += 1
         if not plan.is_decode:
             self._last = None
             return
@@ -57,7 +59,7 @@ class StepTimes:
             self._num_passes += 1
             if self._is_expired(num_seqs):
                 self._pass_s[num_seqs].clear()
-            self._last_pass[num_seqs] = self._num_steps
+            self._last_pass[num_seqs] = self.num_steps
             self._pass_s[num_seqs].append(max(0.0, seconds - len(plan.draft_rows()) * self.draft_s))
         else:
             self._num_passes = 0
@@ -76,7 +78,7 @@ class StepTimes:
         return median(times) if (times := self._pass_s.get(num_seqs)) else None
 
     def _is_expired(self, num_seqs: int) -> bool:
-        return self._num_steps - self._last_pass.get(num_seqs, 0) > PASS_EXPIRY_STEPS
+        return self.num_steps - self._last_pass.get(num_seqs, 0) > PASS_EXPIRY_STEPS
 
     def knows_pass(self, num_seqs: int) -> bool:
         """Whether the time of a step with guesses is known well enough to decide by it."""
@@ -109,21 +111,53 @@ def _newest_times() -> deque[float]:
     return deque(maxlen=NUM_TIMES)
 
 
-class Pace:
-    """One sequence and one drafter: how often its guesses prove right, and when it pauses."""
+class Record:
+    """What all sequences together have seen of one kind of guesses.
+
+    Sequences whose guesses gained nothing rest, and try again in the same steps, since a step with guesses takes longer
+    for all sequences, whichever of them guesses. Each rest is longer than the one before, until guesses gain again.
+    """
 
     def __init__(self) -> None:
-        self._pause_tokens = FIRST_PAUSE_TOKENS
-        self._paused_until = 0  # tokens of the sequence
-        self._forget_passes()
-
-    def _forget_passes(self) -> None:
+        self.num_trials = 0
+        self._rest_steps = FIRST_REST_STEPS
+        self._next_trial = FIRST_REST_STEPS  # number of a step
         self._num_right, self._num_tried = PRIOR_ACCEPTANCE * PRIOR_WEIGHT, PRIOR_WEIGHT
+
+    @property
+    def acceptance(self) -> float:
+        return self._num_right / self._num_tried
+
+    def begin_step(self, num_steps: int) -> None:
+        """`num_steps`: how many steps have ended."""
+        if num_steps >= self._next_trial:
+            self.num_trials += 1
+            self._rest_steps = min(2 * self._rest_steps, LONGEST_REST_STEPS)
+            self._next_trial = num_steps + self._rest_steps
+
+    def verified(self, num_tried: int, num_accepted: int, is_gainful: bool) -> None:
+        self._num_right = self._num_right * COMMON_DECAY + num_accepted
+        self._num_tried = self._num_tried * COMMON_DECAY + num_tried
+        if is_gainful:
+            self._rest_steps = FIRST_REST_STEPS
+
+
+class Pace:
+    """One sequence and one kind of guesses: how often they prove right, and whether it rests."""
+
+    def __init__(self, record: Record, prior_acceptance: float) -> None:
+        self._record = record
+        self._rests_since: int | None = None  # the trial that gained nothing
+        self._begin(prior_acceptance)
+
+    def _begin(self, prior_acceptance: float) -> None:
+        self._num_right, self._num_tried = prior_acceptance * PRIOR_WEIGHT, PRIOR_WEIGHT
         self._num_passes = 0
+        self._rests_since = None
 
     @property
     def is_new(self) -> bool:
-        """Whether the sequence has just begun to guess, or again after a pause."""
+        """Whether the sequence has just begun to guess, or again after a rest."""
         return self._num_passes < NUM_TRIAL_PASSES
 
     @property
@@ -131,18 +165,18 @@ class Pace:
         """The estimated probability that a guess is right if those before it are."""
         return self._num_right / self._num_tried
 
-    def is_paused(self, num_tokens: int) -> bool:
-        return num_tokens < self._paused_until
+    def rests(self) -> bool:
+        """Whether the sequence must wait for the next trial. With that it begins as if nothing were known."""
+        if self._rests_since is not None and self._rests_since != self._record.num_trials:
+            self._begin(PRIOR_ACCEPTANCE)
+        return self._rests_since is not None
 
-    def pause(self, num_tokens: int) -> None:
-        """Try again later, as if nothing were known; each time after a longer pause."""
-        self._paused_until = num_tokens + self._pause_tokens
-        self._pause_tokens = min(2 * self._pause_tokens, LONGEST_PAUSE_TOKENS)
-        self._forget_passes()
+    def rest(self) -> None:
+        self._rests_since = self._record.num_trials
 
     def verified(self, num_guesses: int, num_accepted: int) -> None:
+        num_tried = min(num_guesses, num_accepted + 1)
         self._num_right = self._num_right * DECAY + num_accepted
-        self._num_tried = self._num_tried * DECAY + min(num_guesses, num_accepted + 1)
+        self._num_tried = self._num_tried * DECAY + num_tried
         self._num_passes += 1
-        if num_accepted == num_guesses:
-            self._pause_tokens = FIRST_PAUSE_TOKENS
+        self._record.verified(num_tried, num_accepted, is_gainful=self._num_passes >= NUM_GAINFUL_PASSES)

@@ -6,7 +6,7 @@ from collections.abc import Sequence as Seq
 
 from nanovllm.core.sequence import Sequence
 from nanovllm.speculation.drafters import DRAFTED, NO_GUESSES, Drafter, Guesses
-from nanovllm.speculation.pace import Pace, StepTimes
+from nanovllm.speculation.pace import NUM_FEW, PRIOR_ACCEPTANCE, Pace, Record, StepTimes
 
 logger = logging.getLogger("nanovllm")
 
@@ -16,13 +16,14 @@ class Speculator:
         """`times`: None for as many guesses as allowed, always."""
         self.drafters, self.max_guesses, self.times = drafters, max_guesses, times
         self._vocab_size = vocab_size
-        self._paces: dict[int, dict[str, Pace]] = {}  # by seq_id and drafter
-        self._asked: dict[int, Drafter] = {}  # whose guesses of a sequence are being verified
+        self._records: dict[str, Record] = defaultdict(Record)  # by kind of guesses
+        self._paces: dict[int, dict[str, Pace]] = {}  # by seq_id and kind of guesses
+        self._asked: dict[int, Pace] = {}  # by seq_id, whose guesses are being verified
         self.num_passes = self.num_guesses = self.num_accepted = 0
         self._refused: set[str] = set()  # drafters that have guessed tokens that do not exist
 
     def add(self, seq: Sequence) -> None:
-        self._paces[seq.seq_id] = defaultdict(Pace)
+        self._paces[seq.seq_id] = {}
         for drafter in self.drafters:
             drafter.add(seq)
 
@@ -39,8 +40,16 @@ class Speculator:
     def _is_active(self, drafter: Drafter, seq: Sequence, num_running: int) -> bool:
         if self.times is None:
             return True
-        is_paused = self._paces[seq.seq_id][drafter.name].is_paused(len(seq.token_ids))
-        return not is_paused and self.times.is_measured(num_running)
+        return self.times.is_measured(num_running) and not self._pace(drafter, seq, num_running).rests()
+
+    def _pace(self, drafter: Drafter, seq: Sequence, num_running: int) -> Pace:
+        assert self.times is not None, "guesses have a pace where their cost counts"
+        kind = drafter.kind(seq)
+        record, paces = self._records[kind], self._paces[seq.seq_id]
+        record.begin_step(self.times.num_steps)
+        if kind not in paces:
+            paces[kind] = Pace(record, PRIOR_ACCEPTANCE if num_running <= NUM_FEW else record.acceptance)
+        return paces[kind]
 
     def guess(self, seq: Sequence, max_guesses: int, num_running: int) -> Guesses:
         """Up to `max_guesses` guesses by the first drafter that has any and gains time by them."""
@@ -49,24 +58,23 @@ class Speculator:
             if not self._is_active(drafter, seq, num_running):
                 continue
             num_guesses = self._num_worthwhile(drafter, seq, most, num_running)
-            if (
-                num_guesses
-                and (guesses := self._existing(drafter, drafter.guess(seq, num_guesses).first(most))).token_ids
-            ):
-                self._asked[seq.seq_id] = drafter
+            guesses = drafter.guess(seq, num_guesses).first(num_guesses) if num_guesses else NO_GUESSES
+            if (guesses := self._existing(drafter, guesses)).token_ids:
+                if self.times is not None:
+                    self._asked[seq.seq_id] = self._pace(drafter, seq, num_running)
                 return guesses
         return NO_GUESSES
 
     def _num_worthwhile(self, drafter: Drafter, seq: Sequence, most: int, num_running: int) -> int:
         if self.times is None:
             return most
-        pace = self._paces[seq.seq_id][drafter.name]
+        pace = self._pace(drafter, seq, num_running)
         is_trial = pace.is_new and not self.times.knows_pass(num_running)
         num_guesses = self.times.best_num_guesses(
             num_running, pace.acceptance, most, costs_drafts=drafter.costs_drafts, is_trial=is_trial
         )
         if not num_guesses:
-            pace.pause(len(seq.token_ids))
+            pace.rest()
         return num_guesses
 
     def _existing(self, drafter: Drafter, guesses: Guesses) -> Guesses:
@@ -86,9 +94,8 @@ class Speculator:
         self.num_passes += 1
         self.num_guesses += num_guesses
         self.num_accepted += num_accepted
-        drafter = self._asked.pop(seq.seq_id, None)
-        if drafter is not None:
-            self._paces[seq.seq_id][drafter.name].verified(num_guesses, num_accepted)
+        if (pace := self._asked.pop(seq.seq_id, None)) is not None:
+            pace.verified(num_guesses, num_accepted)
 
     def stats(self) -> dict[str, float | None]:
         """tokens_per_pass counts the passes that had guesses."""

@@ -6,7 +6,7 @@ import pytest
 from nanovllm.core.guesses import expected_tokens
 from nanovllm.core.step_plan import KVMoves, SamplingRow, SequenceStep, StepPlan
 from nanovllm.speculation import pace
-from nanovllm.speculation.pace import Pace, StepTimes
+from nanovllm.speculation.pace import Pace, Record, StepTimes
 
 ROW = SamplingRow(0.0, 0, 1.0, 0.0, 0, 1)
 
@@ -78,13 +78,15 @@ def test_the_time_of_a_pass_is_known_after_some_and_expires() -> None:
     assert times.pass_s(1) == 2.0 and not times.knows_pass(1)
 
 
-def test_a_sequence_is_new_for_a_few_passes_and_after_a_pause() -> None:
-    some = Pace()
+def test_a_sequence_is_new_for_a_few_passes_and_after_a_rest() -> None:
+    record = Record()
+    some = Pace(record, 0.7)
     for num_passes in range(4):
         assert some.is_new == (num_passes < pace.NUM_TRIAL_PASSES)
         some.verified(4, 0)
-    some.pause(100)
-    assert some.is_new
+    some.rest()
+    record.begin_step(10_000)
+    assert not some.rests() and some.is_new
 
 
 def test_times_are_medians_of_the_newest_steps() -> None:
@@ -131,23 +133,35 @@ def test_steps_without_guesses_are_measured_again_after_many_passes() -> None:
 @pytest.mark.parametrize("acceptance", [0.0, 0.5, 0.9, 1.0])
 def test_acceptance_approaches_that_of_the_guesses(acceptance: float) -> None:
     """Right guesses, then a wrong one, in the proportion of the acceptance."""
-    some = Pace()
+    record = Record()
+    some = Pace(record, 0.7)
     num_right = round(acceptance / (1 - acceptance)) if acceptance < 1 else 15
-    for _ in range(200):
+    for _ in range(400):
         some.verified(15, num_right)
     assert some.acceptance == pytest.approx(acceptance, abs=0.03)
+    assert record.acceptance == pytest.approx(acceptance, abs=0.03)
 
 
-def test_pauses_get_longer_and_end() -> None:
-    some = Pace()
-    num_tokens, lengths = 100, []
-    for _ in range(8):
-        some.verified(4, 0)
-        some.pause(num_tokens)
-        lengths.append(next(n for n in range(10_000) if not some.is_paused(num_tokens + n)))
-        num_tokens += lengths[-1]
-        assert some.acceptance == pytest.approx(pace.PRIOR_ACCEPTANCE)
-    assert lengths == [16, 32, 64, 128, 256, 512, 512, 512]
-    some.verified(4, 4)
-    some.pause(num_tokens)
-    assert some.is_paused(num_tokens + 15) and not some.is_paused(num_tokens + 16)
+def test_rests_get_longer_and_end_for_all_sequences_together() -> None:
+    record = Record()
+    sequences = [Pace(record, 0.7) for _ in range(3)]
+    ends = []
+    for step in range(3000):
+        record.begin_step(step)
+        resting = [some.rests() for some in sequences]
+        assert all(resting) or not any(resting)
+        if not any(resting):
+            ends.append(step)
+            for some in sequences:
+                assert some.acceptance == pytest.approx(0.7)
+                some.verified(4, 0)
+                some.rest()
+    assert ends == [0, 32, 96, 224, 480, 992, 1504, 2016, 2528]
+    for _ in range(pace.NUM_GAINFUL_PASSES):
+        sequences[0].verified(4, 2)
+    record.begin_step(3040)
+    sequences[0].rest()
+    record.begin_step(3040 + 63)
+    assert sequences[0].rests()
+    record.begin_step(3040 + 64)
+    assert not sequences[0].rests()

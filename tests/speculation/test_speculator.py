@@ -1,5 +1,6 @@
 """Speculator: which drafter is asked, at what pace, and what it may return."""
 
+import itertools
 import logging
 import time
 from collections.abc import Callable
@@ -34,6 +35,9 @@ class ListedDrafter:
 
     def can_guess(self, seq: Sequence) -> bool:
         return bool(self._answer(1).token_ids)
+
+    def kind(self, seq: Sequence) -> str:
+        return self.name
 
     def guess(self, seq: Sequence, max_guesses: int) -> Guesses:
         self.asked.append(max_guesses)
@@ -104,22 +108,55 @@ def test_no_guesses_before_the_time_of_a_step_is_known() -> None:
     assert speculator.guess(seq, 4, 1) == Guesses((5,) * 4)
 
 
-def test_a_sequence_that_gains_nothing_stops_and_tries_again_later() -> None:
-    """Passes with guesses take twice as long, and no guess is right. What is lost is little."""
+@pytest.mark.parametrize("num_seqs", [1, 8, 32, 60])
+def test_guesses_that_gain_nothing_cost_little_and_are_tried_again(num_seqs: int) -> None:
+    """No guess is right, and a pass takes half as long again. Sequences end, and others take their place."""
     clock = Clock()
     times = StepTimes(now_s=clock)
-    drafter = fives()
-    speculator, seq = make(drafter, times=times)
-    num_steps = 2000
-    for _ in range(num_steps):
-        guesses = speculator.guess(seq, 4, 1) if speculator.wants_to_guess(seq, 1) else NO_GUESSES
-        clock.now_s += 2.0 if guesses.token_ids else 1.0
+    speculator = Speculator([fives()], vocab_size=10, max_guesses=4, times=times)
+    new_ids = itertools.count()
+
+    def arrive() -> Sequence:
+        seq = Sequence(next(new_ids), [1, 2, 3], SamplingParams(max_tokens=1000), seed=0)
+        speculator.add(seq)
+        return seq
+
+    running = [arrive() for _ in range(num_seqs)]
+    num_steps = 4000
+    for step in range(num_steps):
+        wants = any(speculator.wants_to_guess(seq, num_seqs) for seq in running)
+        guesses = [speculator.guess(seq, 4, num_seqs) if wants else NO_GUESSES for seq in running]
+        most = max(len(some.token_ids) for some in guesses)
+        clock.now_s += 1.5 if most else 1.0
+        times.step_ended(step_plan(most, num_seqs=num_seqs))
+        for seq, some in zip(running, guesses, strict=True):
+            if some.token_ids:
+                speculator.verified(seq, len(some.token_ids), 0)
+            seq.token_ids.append(7)
+        if step % 10 == 9 and num_seqs > 1:
+            speculator.forget(running.pop(0))
+            running.append(arrive())
+    assert speculator.num_passes >= 3
+    assert clock.now_s <= num_steps / 0.97
+
+
+def test_a_quote_is_guessed_although_short_matches_were_wrong() -> None:
+    clock = Clock()
+    times = StepTimes(now_s=clock)
+    speculator = Speculator([PromptLookupDrafter()], vocab_size=1000, max_guesses=4, times=times)
+    seq = Sequence(0, [*range(100, 140), 1, 2, 3, 1, 2], SamplingParams(max_tokens=1000), seed=0)
+    speculator.add(seq)
+    num_guesses = 0
+    for _ in range(30):  # short matches, all wrong
+        guesses = speculator.guess(seq, 4, 1)
+        num_guesses += bool(guesses.token_ids)
+        clock.now_s += 1.5 if guesses.token_ids else 1.0
         times.step_ended(step_plan(len(guesses.token_ids)))
         if guesses.token_ids:
             speculator.verified(seq, len(guesses.token_ids), 0)
-        seq.token_ids.append(7)
-    assert speculator.num_passes >= 3
-    assert clock.now_s <= num_steps / 0.97
+    assert 0 < num_guesses < 10 and not speculator.wants_to_guess(seq, 1)
+    seq.token_ids.extend(range(100, 120))
+    assert speculator.wants_to_guess(seq, 1) and speculator.guess(seq, 4, 1) == Guesses((120, 121, 122, 123))
 
 
 def test_stats_count_guesses_and_passes() -> None:

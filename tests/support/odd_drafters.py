@@ -20,7 +20,7 @@ class OddDrafter:
         self, kind: str, next_tokens: Callable[[Sequence, int], list[int]], vocab_size: int, seed: int = 0
     ) -> None:
         assert kind in KINDS
-        self.kind, self._next_tokens, self._vocab_size = kind, next_tokens, vocab_size
+        self._kind, self._next_tokens, self._vocab_size = kind, next_tokens, vocab_size
         self._rng = random.Random(seed)
 
     def add(self, seq: Sequence) -> None:
@@ -30,17 +30,20 @@ class OddDrafter:
         pass
 
     def can_guess(self, seq: Sequence) -> bool:
-        return self.kind != "random" or self._rng.random() < 0.7
+        return self._kind != "random" or self._rng.random() < 0.7
+
+    def kind(self, seq: Sequence) -> str:
+        return self.name
 
     def guess(self, seq: Sequence, max_guesses: int) -> Guesses:
         right = self._next_tokens(seq, max_guesses)
         right += [0] * (max_guesses - len(right))
         wrong = [(token_id + 1) % self._vocab_size for token_id in right]
-        if self.kind == "random":
+        if self._kind == "random":
             num_guesses = self._rng.randint(0, max_guesses)
             return Guesses(tuple(self._rng.choice(pair) for pair in zip(right, wrong, strict=True))[:num_guesses])
-        if self.kind in ("drafts", "mixed"):
-            is_drafted = [self.kind == "drafts" or self._rng.random() < 0.5 for _ in right]
+        if self._kind in ("drafts", "mixed"):
+            is_drafted = [self._kind == "drafts" or self._rng.random() < 0.5 for _ in right]
             ids = [DRAFTED if drafted else token_id for token_id, drafted in zip(right, is_drafted, strict=True)]
             return Guesses(tuple(ids), max_guesses)
         guesses = {
@@ -50,5 +53,5 @@ class OddDrafter:
             "end tokens": right[:1] + [0] * (max_guesses - 1),
             "too many": right + [1] * 5,
             "outside": [*right[:1], self._vocab_size, -1],
-        }[self.kind]
+        }[self._kind]
         return Guesses(tuple(guesses))
