@@ -19,31 +19,29 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import transformers
 from torch import nn
 from torch.nn import functional as F
 
 from benchmarks.common import report, run_options, versions
+from benchmarks.held_out import ROPE_THETA, HeldOut, autocast, yarn
 from benchmarks.python_sources import (
     END_TOKEN_ID,
     PACKAGES,
     VOCAB_SIZE,
-    TokenArray,
     join_files,
     library_files,
     package_files,
 )
 from benchmarks.training_data import Crops, LongSequences
 
-ROPE_THETA = 1e6
 # Of the two phases: the first and the last learning rate, and the steps of the warm-up
 SCHEDULES = ((1.5e-3, 5e-4, 100), (5e-4, 0.0, 1))
-JUDGED_BYTES = 1024  # at the end of each held-out sequence
 
 
 @dataclass(frozen=True)
@@ -82,18 +80,6 @@ def make_config(args: argparse.Namespace) -> transformers.Qwen3Config:
     )
 
 
-def yarn(trained_context: int, context: int) -> dict[str, Any]:
-    """The entries of config.json with which YaRN extends the rope to `context` tokens."""
-    parameters = {"rope_type": "yarn", "rope_theta": ROPE_THETA, "factor": math.ceil(context / trained_context)}
-    parameters["original_max_position_embeddings"] = trained_context
-    return {"rope_parameters": parameters, "max_position_embeddings": parameters["factor"] * trained_context}
-
-
-def autocast(device: str) -> torch.autocast:
-    """Products in bf16, but not on a CPU, which is only for tests and may lack bf16 instructions."""
-    return torch.autocast(torch.device(device).type, torch.bfloat16, enabled=device != "cpu")
-
-
 class Trainer:
     """The model with fp32 weights, and AdamW."""
 
@@ -129,26 +115,6 @@ class Trainer:
         return time.perf_counter() - start_s
 
 
-class HeldOut:
-    """Bits per byte of the same held-out bytes, whatever the context before them."""
-
-    def __init__(self, tokens: TokenArray, max_context: int, num_samples: int, device: str) -> None:
-        assert max_context < len(tokens), f"{len(tokens)} held-out tokens are too few for a context of {max_context}"
-        self._ends = [int(end) for end in np.linspace(max_context, len(tokens), num_samples)]
-        self._tokens, self._device = torch.from_numpy(tokens), device
-
-    @torch.no_grad()
-    def bits_per_byte(self, model: Any, context: int) -> float:
-        nats = []
-        with torch.compiler.set_stance("force_eager"), autocast(self._device):  # compiling would take longer than this
-            for end in self._ends:
-                token_ids = self._tokens[end - context : end].to(self._device).long()
-                hidden = model.model(token_ids[None], use_cache=False).last_hidden_state
-                logits = model.lm_head(hidden[0, -JUDGED_BYTES - 1 : -1])
-                nats.append(F.cross_entropy(logits.float(), token_ids[-len(logits) :]).item())
-        return sum(nats) / len(nats) / math.log(2)
-
-
 def run_phase(
     trainer: Trainer,
     phase: Phase,
@@ -156,30 +122,32 @@ def run_phase(
     evaluate: Callable[[], dict[int, float]],
     evaluate_every: int,
 ) -> dict[str, Any]:
-    compile_s = trainer.compile(next_batch())
-    losses: list[float] = []
+    result: dict[str, Any] = {"context": phase.context, "compile_s": trainer.compile(next_batch())}
     history: list[dict[str, Any]] = []
-    num_tokens = step = 0
-    last_loss: torch.Tensor | None = None
+    losses: list[torch.Tensor] = []
+    num_tokens = 0
     start_s = time.perf_counter()
-    while (progress := phase.progress(step, time.perf_counter() - start_s)) < 1:
+    while (progress := phase.progress(len(losses), time.perf_counter() - start_s)) < 1:
         batch = next_batch()  # while the device still works on the last step
-        loss = trainer.step(batch, phase.learning_rate(step, progress))
-        if last_loss is not None:
-            losses.append(last_loss.item() / math.log(2))  # waits for the last step, so at most two are queued
-        last_loss, step, num_tokens = loss, step + 1, num_tokens + batch[:, 1:].numel()
-        if step % evaluate_every == 0:
-            history.append({"step": step, "train_bits_per_byte": losses[-1], "bits_per_byte": evaluate()})
-            seconds = time.perf_counter() - start_s
-            print(f"step {step}: {history[-1]}, {num_tokens / seconds:,.0f} tok/s", flush=True)
-    if last_loss is not None:
-        losses.append(last_loss.item() / math.log(2))
+        losses.append(trainer.step(batch, phase.learning_rate(len(losses), progress)))
+        num_tokens += batch[:, 1:].numel()
+        if len(losses) > 1:
+            losses[-2].item()  # wait for the last step, so that at most two are queued
+        if len(losses) % evaluate_every == 0:
+            recent = mean_bits(losses[-evaluate_every:])
+            history.append({"step": len(losses), "train_bits_per_byte": recent, "bits_per_byte": evaluate()})
+            rate = num_tokens / (time.perf_counter() - start_s)
+            print(f"{progress:4.0%} {history[-1]}, {rate:,.0f} tok/s", flush=True)
     seconds = time.perf_counter() - start_s
-    result = {"context": phase.context, "num_steps": step, "num_tokens": num_tokens, "seconds": seconds}
-    result |= {"compile_s": compile_s, "tok_per_s": num_tokens / seconds, "history": history}
-    result |= {"last_train_bits_per_byte": float(np.mean(losses[-20:])), "bits_per_byte": evaluate()}
-    print({key: value for key, value in result.items() if key != "history"}, flush=True)
-    return result
+    result |= {"num_steps": len(losses), "num_tokens": num_tokens, "seconds": seconds}
+    result |= {"tok_per_s": num_tokens / seconds, "train_bits_per_byte": mean_bits(losses[-20:])}
+    result["bits_per_byte"] = evaluate()
+    print(result, flush=True)
+    return result | {"history": history}
+
+
+def mean_bits(losses: list[torch.Tensor]) -> float:
+    return torch.stack(losses).mean().item() / math.log(2)
 
 
 def make_phases(args: argparse.Namespace) -> list[Phase]:
@@ -201,15 +169,10 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     trainer = Trainer(model, args.device)
     held_out = HeldOut(held_out_tokens, max(args.contexts + args.eval_contexts), args.eval_samples, args.device)
     phases = []
-    for data, phase in zip((Crops(files, args.seed), LongSequences(files, args.seed)), make_phases(args), strict=True):
-        num_seqs = max(1, args.batch_tokens // phase.context)
-
-        def next_batch(data: Crops | LongSequences = data, shape: tuple = (num_seqs, phase.context + 1)) -> Any:
-            return data.batch(*shape)
-
-        def evaluate() -> dict[int, float]:
-            return {context: held_out.bits_per_byte(model, context) for context in args.contexts}
-
+    sources: tuple[Crops | LongSequences, ...] = Crops(files, args.seed), LongSequences(files, args.seed)
+    for data, phase in zip(sources, make_phases(args), strict=True):
+        next_batch = partial(data.batch, max(1, args.batch_tokens // phase.context), phase.context + 1)
+        evaluate = partial(held_out.after_contexts, model, args.contexts)
         phases.append(run_phase(trainer, phase, next_batch, evaluate, args.eval_every))
     save(model, args.out)
     result = run_options(args) | versions() | {"transformers": transformers.__version__, "phases": phases}
@@ -228,7 +191,7 @@ def save(model: Any, directory: str) -> None:
 def beyond(model: Any, held_out: HeldOut, args: argparse.Namespace) -> dict[str, float]:
     """Bits per byte at all contexts, and for those longer than the trained ones with YaRN as well."""
     trained = max(args.contexts)
-    result = {str(context): held_out.bits_per_byte(model, context) for context in args.eval_contexts}
+    result = {str(context): bits for context, bits in held_out.after_contexts(model, args.eval_contexts).items()}
     for context in (context for context in args.eval_contexts if context > trained):
         settings = model.config.to_dict() | yarn(trained, context)
         extended = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**settings)).to(args.device)
