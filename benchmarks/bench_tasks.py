@@ -1,8 +1,8 @@
 """Decode with guesses on tasks that people have (task_prompts.py), by a trained model: how fast, how often right.
 
-    python -m benchmarks.train_small_lm --out small-lm          # the model
-    python -m benchmarks.bench_tasks --model small-lm --contexts 16384 --slots 4 --json tasks.json
-    python -m benchmarks.bench_tasks --model small-lm --contexts 131072 --slots 8 --yarn-from 16384 --tasks quote far
+    python -m benchmarks.train_small_lm --out /tmp/small-lm          # the model
+    python -m benchmarks.bench_tasks --model /tmp/small-lm --contexts 16384 --slots 4 --json tasks.json
+    python -m benchmarks.bench_tasks --model /tmp/small-lm --contexts 131072 --yarn-from 16384 --slots 16 --tasks far
 
 Every prompt is answered once per temperature by every drafter, with room for so many blocks on the GPU (--slots; 0: all
 keys on the GPU, where `resident` has nothing to do). There is a new engine for every context, number of slots and
@@ -49,8 +49,9 @@ def run(args: argparse.Namespace, internals: Internals = Internals()) -> dict[st
     if torch.cuda.is_available():
         result["gpu"] = torch.cuda.get_device_name()
     for context in args.contexts:
+        num_tokens = context - args.tokens
         prompts = {
-            task: make_prompts(task, files, context, args.prompts, args.tokens, args.seed) for task in args.tasks
+            task: make_prompts(task, files, num_tokens, args.prompts, args.tokens, args.seed) for task in args.tasks
         }
         for num_slots in args.slots:
             for point in run_drafters(args, prompts, context, num_slots, internals):
@@ -90,21 +91,20 @@ def run_drafters(
 
 
 def make_llm(args: argparse.Namespace, context: int, num_slots: int, drafter: str, internals: Internals) -> LLM:
-    max_model_len = context + args.tokens
-    options: dict[str, Any] = {"speculation": drafter, "max_model_len": max_model_len, "max_num_seqs": 1}
+    options: dict[str, Any] = {"speculation": drafter, "max_model_len": context, "max_num_seqs": 1}
     if num_slots:
         options |= {"enable_cpu_offload": True, "num_gpu_blocks": num_slots, "kvcache_block_size": args.block_size}
-        options |= {"num_cpu_blocks": ceil_div(max_model_len, args.block_size) + 1}
+        options |= {"num_cpu_blocks": ceil_div(context, args.block_size) + 1}
         options |= {"cpu_attention": args.cpu_attention}
-    if args.yarn_from and max_model_len > args.yarn_from:
-        options["hf_overrides"] = yarn(args.yarn_from, max_model_len)
+    if args.yarn_from and context > args.yarn_from:
+        options["hf_overrides"] = yarn(args.yarn_from, context)
     return LLM(args.model, device=args.device, dtype=args.dtype, internals=internals, **options)
 
 
 def link_bound(llm: LLM, context: int) -> dict[str, Any]:
     """The bound on decode without guesses: a missing block crosses the link, or the CPU attends to it."""
     stats, config = llm.stats(), llm.config
-    missing = num_missing_blocks(context + 1, config.block_size, config.num_gpu_blocks) if config.num_gpu_blocks else 0
+    missing = num_missing_blocks(context, config.block_size, config.num_gpu_blocks) if config.num_gpu_blocks else 0
     result: dict[str, Any] = {"num_missing_blocks": missing}
     if missing and stats["link_byte_per_s"] is not None:
         rate = stats["link_byte_per_s"] + (stats["cpu_attention_byte_per_s"] or 0.0)
@@ -171,7 +171,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", required=True, metavar="DIR", help="written by benchmarks.train_small_lm")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto", help="float32: every answer must be that without speculation")
-    parser.add_argument("--contexts", type=int, nargs="+", default=[16384], help="tokens of the prompts")
+    parser.add_argument("--contexts", type=int, nargs="+", default=[16384], help="tokens of prompt and answer")
     parser.add_argument("--slots", type=int, nargs="+", default=[4], help="blocks on the GPU; 0: all")
     parser.add_argument("--block-size", type=int, default=1024, help="tokens per block")
     parser.add_argument("--cpu-attention", default="auto", choices=("auto", "on", "off"))

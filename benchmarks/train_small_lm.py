@@ -1,8 +1,8 @@
 """Trains a small language model on the Python sources that are installed here, in about 6 minutes on an H200.
 
-    python -m benchmarks.train_small_lm --out small-lm
-    python -m benchmarks.train_small_lm --out small-lm --contexts 2048 32768 --minutes 4 3
-    python -m benchmarks.train_small_lm --out small-lm --steps 20 10         # does it run?
+    python -m benchmarks.train_small_lm --out /tmp/small-lm
+    python -m benchmarks.train_small_lm --out /tmp/small-lm --contexts 2048 32768 --minutes 4 3
+    python -m benchmarks.train_small_lm --out /tmp/small-lm --steps 20 10         # does it run?
 
 Random weights say nothing about how often guesses are right, and machines without a network have no other weights. The
 model is a Qwen3 of 57M parameters that reads bytes. The result is an ordinary checkpoint without a tokenizer, in bf16.

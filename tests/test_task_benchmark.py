@@ -18,12 +18,15 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.demo.retrieval_model import build_retrieval_model
 from nanovllm.engine.internals import Internals
 
-CONTEXT, NUM_TOKENS = MIN_TOKENS, 8
+NUM_TOKENS = 8
+CONTEXT = MIN_TOKENS + NUM_TOKENS
 TINY = (
     *("--hidden-size 64 --intermediate-size 128 --layers 2 --heads 4 --kv-heads 2 --head-dim 16").split(),
     *("--contexts 128 256 --batch-tokens 512 --steps 6 4 --packages tqdm --device cpu").split(),
     *("--eval-every 3 --eval-contexts 128 512 --eval-samples 2").split(),
 )
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +35,7 @@ def files() -> list[bytes]:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
+def trained(one_thread: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
     """The directory of a model after a few steps, and what its training measured."""
     directory = str(tmp_path_factory.mktemp("small-lm"))
     return directory, train_small_lm.train(train_small_lm.parse(["--out", directory, *TINY]))
@@ -193,7 +196,7 @@ def test_a_model_that_quotes_is_found_to_do_so(tmp_path: Path) -> None:
     off, resident = result["points"]
     assert off["drafter"] == "off" and off["num_right_tokens"] == NUM_TOKENS
     assert result["num_differing"] == 0 and resident["guess_acceptance"] < 0.5
-    rows = compare_choices(args, {"far": make_prompts("far", library_files(), CONTEXT, 1, NUM_TOKENS, seed=0)})
+    rows = compare_choices(args, {"far": make_prompts("far", library_files(), MIN_TOKENS, 1, NUM_TOKENS, seed=0)})
     acceptances = {row["choice"]: row["acceptance"] for row in rows}
     assert acceptances["attention_mass"] == 1 and acceptances["newest"] < 0.5
 
