@@ -1,12 +1,15 @@
 """The steps that need the most memory of all that the options allow. Start-up runs them once to measure that memory.
 
-Together with `short_step` they launch every kernel that prompts, chunks and sampling need, so that start-up can compile
-them all and no request has to wait.
+Together with `short_steps` they launch every kernel that prompts, chunks and sampling need, so that start-up can
+compile them all and no request has to wait.
 """
+
+from collections.abc import Sequence
 
 import numpy as np
 
 from nanovllm.core.step_plan import KVMoves, SamplingRow, SequenceStep, StepPlan, StreamedGroup
+from nanovllm.core.support import MAX_DECODE_QUERIES
 from nanovllm.utils.arithmetic import ceil_div
 
 # More history or more groups would not need more memory. From the fourth part on there is a running result in fp32
@@ -32,17 +35,28 @@ def largest_steps(
     steps = []
     for num_seqs in sorted({fewest, most}):
         lengths = _lengths(num_tokens, num_seqs, max_model_len)
-        sequences = tuple(_sequence(i, length, max_model_len, block_size) for i, length in enumerate(lengths))
+        sequences = _sequences(lengths, max_model_len, block_size)
         group = StreamedGroup((0,) * group_blocks, (tuple(range(group_blocks)),) * num_seqs)
         steps.append(StepPlan(sequences, KVMoves(streamed=(group,) * NUM_GROUPS if group_blocks else ())))
     return steps
 
 
-def short_step(max_num_seqs: int, max_model_len: int, block_size: int) -> StepPlan:
-    """A step that needs little memory and launches the kernels for short prompts mixed with running sequences."""
-    lengths = (1, min(300, max_model_len))[-max_num_seqs:]
-    sequences = tuple(_sequence(i, length, max_model_len, block_size) for i, length in enumerate(lengths))
-    return StepPlan(sequences, KVMoves())
+def short_steps(*, max_num_seqs: int, max_model_len: int, block_size: int, group_blocks: int) -> list[StepPlan]:
+    """Steps that need little memory and launch the kernels that largest_steps leaves out: for short prompts mixed with
+    running sequences, and for a few tokens of a sequence, where each power of two may have a kernel of its own.
+
+    With `group_blocks` > 0 the few tokens also attend to a streamed group.
+    """
+    mixed = (1, min(300, max_model_len))[-max_num_seqs:]
+    few = [n for n in (2, 4, 8, MAX_DECODE_QUERIES) if n <= max_model_len]
+    steps = [StepPlan(_sequences(mixed, max_model_len, block_size), KVMoves())]
+    group = StreamedGroup((0,) * group_blocks, (tuple(range(group_blocks)),))
+    moves = KVMoves(streamed=(group,) if group_blocks else ())
+    return steps + [StepPlan(_sequences((n,), max_model_len, block_size), moves) for n in few]
+
+
+def _sequences(lengths: Sequence[int], max_model_len: int, block_size: int) -> tuple[SequenceStep, ...]:
+    return tuple(_sequence(i, length, max_model_len, block_size) for i, length in enumerate(lengths))
 
 
 def _lengths(num_tokens: int, num_seqs: int, max_length: int) -> list[int]:

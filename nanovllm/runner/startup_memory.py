@@ -15,7 +15,7 @@ from nanovllm.core.step_plan import StepPlan
 from nanovllm.device.memory_profile import GRAPH_LAYER_BYTES, MemoryProfile, memory_remedy, reserved_by, used_bytes
 from nanovllm.runner.graph_set import GraphSet
 from nanovllm.runner.kv_memory import KVMemory
-from nanovllm.runner.largest_step import largest_steps, short_step
+from nanovllm.runner.largest_step import largest_steps, short_steps
 from nanovllm.runner.step_result import StepResult
 from nanovllm.utils.phases import Phases
 
@@ -81,10 +81,14 @@ def _compile_kernels(runner: MeasuredRunner, steps: Sequence[StepPlan], most_gpu
         return
     from nanovllm.kernels.launch import compile_only
 
-    max_num_seqs = max_step_rows(runner.config, most_gpu_blocks)
-    short = short_step(max_num_seqs, runner.max_model_len, runner.spec.block_size)
+    short = short_steps(
+        max_num_seqs=max_step_rows(runner.config, most_gpu_blocks),
+        max_model_len=runner.max_model_len,
+        block_size=runner.spec.block_size,
+        group_blocks=runner.spec.staging_group_blocks if runner.memory.offload is not None else 0,
+    )
     with runner.phases("kernels"), torch.inference_mode(), compile_only() as is_compiling:
-        for plan in (*steps, short):
+        for plan in (*steps, *short):
             runner.launch(plan)
         if not runner.config.enforce_eager:
             runner.make_graphs(most_gpu_blocks).launch_kernels()

@@ -6,7 +6,7 @@ import pytest
 
 from nanovllm.core.step_plan import StepPlan
 from nanovllm.runner.inputs import build_arrays, build_groups
-from nanovllm.runner.largest_step import HISTORY_TOKENS, NUM_GROUPS, largest_steps, short_step
+from nanovllm.runner.largest_step import HISTORY_TOKENS, NUM_GROUPS, largest_steps, short_steps
 
 BLOCK = 256
 
@@ -57,10 +57,16 @@ def test_one_block_is_enough(group_blocks: int) -> None:
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 512])
-@pytest.mark.parametrize("max_model_len", [16, 40960])
-def test_short_step_stays_within_the_limits(max_num_seqs: int, max_model_len: int) -> None:
-    plan = short_step(max_num_seqs, max_model_len, BLOCK)
-    assert len(plan.sequences) <= max_num_seqs
-    assert [seq.num_tokens for seq in plan.sequences] == [1, min(300, max_model_len)][-max_num_seqs:]
-    assert all(seq.num_paged_keys <= max_model_len for seq in plan.sequences)
-    assert not build_arrays(plan, BLOCK).block_tables.any()
+@pytest.mark.parametrize("max_model_len", [12, 40960])
+@pytest.mark.parametrize("group_blocks", [0, 3])
+def test_short_steps_stay_within_the_limits(max_num_seqs: int, max_model_len: int, group_blocks: int) -> None:
+    mixed, *few = short_steps(
+        max_num_seqs=max_num_seqs, max_model_len=max_model_len, block_size=BLOCK, group_blocks=group_blocks
+    )
+    assert len(mixed.sequences) <= max_num_seqs
+    assert [seq.num_tokens for seq in mixed.sequences] == [1, min(300, max_model_len)][-max_num_seqs:]
+    assert [plan.num_tokens for plan in few] == [n for n in (2, 4, 8, 16) if n <= max_model_len]
+    assert all(bool(plan.moves.streamed) == (group_blocks > 0) for plan in few)
+    for plan in (mixed, *few):
+        assert all(seq.num_paged_keys <= max_model_len for seq in plan.sequences)
+        assert not build_arrays(plan, BLOCK).block_tables.any()
