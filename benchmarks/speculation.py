@@ -27,6 +27,7 @@ from nanovllm.core.guesses import expected_tokens
 from nanovllm.core.sequence import Sequence
 from nanovllm.engine.internals import Internals
 from nanovllm.speculation.drafters import NO_GUESSES, Guesses
+from nanovllm.speculation.pace import load_of
 from nanovllm.utils.arithmetic import ceil_div
 
 ACCEPTANCES = (0.0, 0.5, 0.7, 0.8, 0.9, 1.0)
@@ -134,7 +135,8 @@ def measure(
     point = {"acceptance": acceptance, "decode_tok_per_s": rate, "ratio_to_plain": rate / plain}
     point |= {"tokens_per_step": len(answer) / num_passes, "guesses_per_step": num_guesses / num_passes}
     if times is not None:
-        point |= {"draft_s": times.draft_s, "plain_s": times.plain_s(1), "pass_s": times.pass_s(1)}
+        load = load_of(1, len(prompt) + len(answer))
+        point |= {"draft_s": times.draft_s, "plain_s": times.plain_s(load), "pass_s": times.pass_s(load)}
     shown = ", ".join(f"{name} {1e3 * (point[f'{name}_s'] or 0):.2f} ms" for name in ("draft", "plain", "pass"))
     print(
         f"oracle at acceptance {acceptance:.1f}: {rate:7.1f} tok/s, {rate / plain:.2f} times; "

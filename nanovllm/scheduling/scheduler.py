@@ -22,6 +22,7 @@ from nanovllm.core.support import MAX_DECODE_QUERIES
 from nanovllm.kvcache.policy.base import KVCacheManager, PagedKeys
 from nanovllm.sampling_params import INVALID_TOKEN
 from nanovllm.speculation.drafters import NO_GUESSES, Guesses
+from nanovllm.speculation.pace import load_of
 from nanovllm.speculation.speculator import Speculator
 from nanovllm.speculation.verification import verified_tokens
 
@@ -53,6 +54,7 @@ class Scheduler:
         self.num_preemptions = 0
         self._placed: list[tuple[Sequence, int]] = []
         self._guesses: dict[int, Guesses] = {}  # by seq_id, in this step
+        self._load = load_of(0, 0)  # of this step, if all running sequences decode in it
         self._budget = self._num_rows = 0  # left in this step: new tokens, tokens to sample
 
     def check_fits(self, seq: Sequence) -> None:
@@ -99,6 +101,8 @@ class Scheduler:
         self._placed = []
         self._guesses = {}
         self._budget, self._num_rows = self.max_num_batched_tokens, self.max_step_rows
+        if self.speculator is not None:
+            self._load = load_of(len(self.running), sum(seq.num_computed_tokens for seq in self.running))
         if self.chunked_prefill:
             if not self._place_running(self._can_run(self.running)):
                 self._place_waiting()
@@ -149,7 +153,7 @@ class Scheduler:
         num_left = seq.max_tokens - seq.num_output_tokens - 1  # after the token that this step samples anyway
         num_rows = self._num_rows - max(0, self.max_step_rows - MAX_VERIFYING_ROWS)
         room = min(self._budget, num_rows) - 1 - num_others - self._num_admissible
-        return self.speculator.guess(seq, min(num_left, room), len(self.running))
+        return self.speculator.guess(seq, min(num_left, room), self._load)
 
     @staticmethod
     def _can_guess(seq: Sequence) -> bool:
@@ -203,8 +207,8 @@ class Scheduler:
         num_rows = min(self.max_num_batched_tokens, self.max_step_rows, MAX_VERIFYING_ROWS)
         if num_rows <= len(self.running) + self._num_admissible:
             return False  # there is no room for guesses
-        num_running = len(self.running)
-        return any(self._can_guess(seq) and self.speculator.wants_to_guess(seq, num_running) for seq in self.running)
+        load = load_of(len(self.running), sum(seq.num_computed_tokens for seq in self.running))
+        return any(self._can_guess(seq) and self.speculator.wants_to_guess(seq, load) for seq in self.running)
 
     def _make_plan(self, keys: list[PagedKeys], moves: KVMoves) -> StepPlan:
         """Make the frozen plan, and count its tokens as computed, except for guesses."""

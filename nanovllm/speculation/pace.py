@@ -8,6 +8,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable
 from statistics import median
+from typing import NamedTuple
 
 from nanovllm.core.guesses import expected_tokens
 from nanovllm.core.step_plan import StepPlan
@@ -26,8 +27,19 @@ NUM_TIMES = 5  # whose median is the time of a step, so that a single slow step 
 REMEASURE_PASSES = 256  # after so many passes with guesses, the time of a step without them is measured again
 
 
+class Load(NamedTuple):
+    """Steps of equal load take about as long."""
+
+    num_seqs: int
+    magnitude: int  # of their keys: the number of binary digits
+
+
+def load_of(num_seqs: int, num_keys: int) -> Load:
+    return Load(num_seqs, num_keys.bit_length())
+
+
 class StepTimes:
-    """How long decode steps take, with and without guesses, by their number of sequences.
+    """How long decode steps take, with and without guesses, by their load.
 
     A step's time runs from the arrival of the tokens of the step before to that of its own, as in LinkMeter. It counts
     if both are decode steps of the same kind, or if the step has guesses, because then nothing of it can have run
@@ -36,10 +48,10 @@ class StepTimes:
 
     def __init__(self, draft_s: float = 0.0, now_s: Callable[[], float] = time.perf_counter) -> None:
         self.draft_s, self._now_s = draft_s, now_s
-        self._plain_s: dict[int, deque[float]] = defaultdict(_newest_times)
-        self._pass_s: dict[int, deque[float]] = defaultdict(_newest_times)
+        self._plain_s: dict[Load, deque[float]] = defaultdict(_newest_times)
+        self._pass_s: dict[Load, deque[float]] = defaultdict(_newest_times)
         self.num_steps = 0  # that have ended
-        self._last_pass: dict[int, int] = {}  # number of the newest step in _pass_s
+        self._last_pass: dict[Load, int] = {}  # number of the newest step in _pass_s
         self._num_passes = 0  # with guesses, since a step without any was measured
         self._last: tuple[float, bool] | None = None  # end of the decode step before, and whether it had guesses
 
@@ -54,49 +66,49 @@ class StepTimes:
         if last is None or (last[1] and not plan.has_guesses):
             return
         seconds = end_s - last[0]
-        num_seqs = len(plan.sequences)
+        load = load_of(len(plan.sequences), sum(step.position for step in plan.sequences))
         if plan.has_guesses:
             self._num_passes += 1
-            if self._is_expired(num_seqs):
-                self._pass_s[num_seqs].clear()
-            self._last_pass[num_seqs] = self.num_steps
-            self._pass_s[num_seqs].append(max(0.0, seconds - len(plan.draft_rows()) * self.draft_s))
+            if self._is_expired(load):
+                self._pass_s[load].clear()
+            self._last_pass[load] = self.num_steps
+            self._pass_s[load].append(max(0.0, seconds - len(plan.draft_rows()) * self.draft_s))
         else:
             self._num_passes = 0
-            self._plain_s[num_seqs].append(seconds)
+            self._plain_s[load].append(seconds)
 
     def pause(self) -> None:
         """The engine has run out of requests. Do not count the time until the next step."""
         self._last = None
 
-    def plain_s(self, num_seqs: int) -> float | None:
-        """Time of a step of so many sequences without guesses; None if there was none."""
-        return median(times) if (times := self._plain_s.get(num_seqs)) else None
+    def plain_s(self, load: Load) -> float | None:
+        """Time of a step of this load without guesses; None if there was none."""
+        return median(times) if (times := self._plain_s.get(load)) else None
 
-    def pass_s(self, num_seqs: int) -> float | None:
-        """Time of a step of so many sequences with guesses, without its drafts; None if there was none."""
-        return median(times) if (times := self._pass_s.get(num_seqs)) else None
+    def pass_s(self, load: Load) -> float | None:
+        """Time of a step of this load with guesses, without its drafts; None if there was none."""
+        return median(times) if (times := self._pass_s.get(load)) else None
 
-    def _is_expired(self, num_seqs: int) -> bool:
-        return self.num_steps - self._last_pass.get(num_seqs, 0) > PASS_EXPIRY_STEPS
+    def _is_expired(self, load: Load) -> bool:
+        return self.num_steps - self._last_pass.get(load, 0) > PASS_EXPIRY_STEPS
 
-    def knows_pass(self, num_seqs: int) -> bool:
+    def knows_pass(self, load: Load) -> bool:
         """Whether the time of a step with guesses is known well enough to decide by it."""
-        return not self._is_expired(num_seqs) and len(self._pass_s.get(num_seqs, ())) >= NUM_KNOWN_PASSES
+        return not self._is_expired(load) and len(self._pass_s.get(load, ())) >= NUM_KNOWN_PASSES
 
-    def is_measured(self, num_seqs: int) -> bool:
+    def is_measured(self, load: Load) -> bool:
         """Whether the time of a step without guesses is known, and from not long ago."""
-        return num_seqs in self._plain_s and self._num_passes < REMEASURE_PASSES
+        return load in self._plain_s and self._num_passes < REMEASURE_PASSES
 
     def best_num_guesses(
-        self, num_seqs: int, acceptance: float, max_guesses: int, *, costs_drafts: bool, is_trial: bool = False
+        self, load: Load, acceptance: float, max_guesses: int, *, costs_drafts: bool, is_trial: bool = False
     ) -> int:
         """0 if guesses gain nothing. `costs_drafts`: whether each of them is drafted. `is_trial`: only a few, in a pass
         that is taken to cost no more than a step without guesses.
         """
-        plain_s = self.plain_s(num_seqs)
+        plain_s = self.plain_s(load)
         assert plain_s is not None, "no guesses are made before a step without them is measured"
-        pass_s = plain_s if is_trial else max(plain_s, self.pass_s(num_seqs) or 0.0)
+        pass_s = plain_s if is_trial else max(plain_s, self.pass_s(load) or 0.0)
         draft_s = self.draft_s if costs_drafts else 0.0
 
         def tokens_per_s(num_guesses: int) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Sequence as Seq
 
 from nanovllm.core.sequence import Sequence
 from nanovllm.speculation.drafters import DRAFTED, NO_GUESSES, Drafter, Guesses
-from nanovllm.speculation.pace import NUM_FEW, PRIOR_ACCEPTANCE, Pace, Record, StepTimes
+from nanovllm.speculation.pace import NUM_FEW, PRIOR_ACCEPTANCE, Load, Pace, Record, StepTimes
 
 logger = logging.getLogger("nanovllm")
 
@@ -33,45 +33,45 @@ class Speculator:
         for drafter in self.drafters:
             drafter.forget(seq)
 
-    def wants_to_guess(self, seq: Sequence, num_running: int) -> bool:
-        """Whether one of `num_running` sequences would guess if its newest token were known."""
-        return any(self._is_active(drafter, seq, num_running) and drafter.can_guess(seq) for drafter in self.drafters)
+    def wants_to_guess(self, seq: Sequence, load: Load) -> bool:
+        """Whether the sequence would guess if its newest token were known. `load`: of the next step."""
+        return any(self._is_active(drafter, seq, load) and drafter.can_guess(seq) for drafter in self.drafters)
 
-    def _is_active(self, drafter: Drafter, seq: Sequence, num_running: int) -> bool:
+    def _is_active(self, drafter: Drafter, seq: Sequence, load: Load) -> bool:
         if self.times is None:
             return True
-        return self.times.is_measured(num_running) and not self._pace(drafter, seq, num_running).rests()
+        return self.times.is_measured(load) and not self._pace(drafter, seq, load).rests()
 
-    def _pace(self, drafter: Drafter, seq: Sequence, num_running: int) -> Pace:
+    def _pace(self, drafter: Drafter, seq: Sequence, load: Load) -> Pace:
         assert self.times is not None, "guesses have a pace where their cost counts"
         kind = drafter.kind(seq)
         record, paces = self._records[kind], self._paces[seq.seq_id]
         record.begin_step(self.times.num_steps)
         if kind not in paces:
-            paces[kind] = Pace(record, PRIOR_ACCEPTANCE if num_running <= NUM_FEW else record.acceptance)
+            paces[kind] = Pace(record, PRIOR_ACCEPTANCE if load.num_seqs <= NUM_FEW else record.acceptance)
         return paces[kind]
 
-    def guess(self, seq: Sequence, max_guesses: int, num_running: int) -> Guesses:
-        """Up to `max_guesses` guesses by the first drafter that has any and gains time by them."""
+    def guess(self, seq: Sequence, max_guesses: int, load: Load) -> Guesses:
+        """Up to `max_guesses` guesses by the first drafter that has any and gains time by them. `load`: of the step."""
         most = min(max_guesses, self.max_guesses)
         for drafter in self.drafters if most > 0 else ():
-            if not self._is_active(drafter, seq, num_running):
+            if not self._is_active(drafter, seq, load):
                 continue
-            num_guesses = self._num_worthwhile(drafter, seq, most, num_running)
+            num_guesses = self._num_worthwhile(drafter, seq, most, load)
             guesses = drafter.guess(seq, num_guesses).first(num_guesses) if num_guesses else NO_GUESSES
             if (guesses := self._existing(drafter, guesses)).token_ids:
                 if self.times is not None:
-                    self._asked[seq.seq_id] = self._pace(drafter, seq, num_running)
+                    self._asked[seq.seq_id] = self._pace(drafter, seq, load)
                 return guesses
         return NO_GUESSES
 
-    def _num_worthwhile(self, drafter: Drafter, seq: Sequence, most: int, num_running: int) -> int:
+    def _num_worthwhile(self, drafter: Drafter, seq: Sequence, most: int, load: Load) -> int:
         if self.times is None:
             return most
-        pace = self._pace(drafter, seq, num_running)
-        is_trial = pace.is_new and not self.times.knows_pass(num_running)
+        pace = self._pace(drafter, seq, load)
+        is_trial = pace.is_new and not self.times.knows_pass(load)
         num_guesses = self.times.best_num_guesses(
-            num_running, pace.acceptance, most, costs_drafts=drafter.costs_drafts, is_trial=is_trial
+            load, pace.acceptance, most, costs_drafts=drafter.costs_drafts, is_trial=is_trial
         )
         if not num_guesses:
             pace.rest()

@@ -6,7 +6,7 @@ import pytest
 from nanovllm.core.guesses import expected_tokens
 from nanovllm.core.step_plan import KVMoves, SamplingRow, SequenceStep, StepPlan
 from nanovllm.speculation import pace
-from nanovllm.speculation.pace import Pace, Record, StepTimes
+from nanovllm.speculation.pace import Load, Pace, Record, StepTimes, load_of
 
 ROW = SamplingRow(0.0, 0, 1.0, 0.0, 0, 1)
 
@@ -15,6 +15,11 @@ def step_plan(num_guesses: int = 0, num_drafts: int = 0, num_seqs: int = 1, num_
     ids = np.zeros(num_tokens or 1 + num_guesses, dtype=np.int64)
     step = SequenceStep(0, ids, 5, 5, (0,), 6 + num_guesses, ROW, num_guesses=num_guesses, num_drafts=num_drafts)
     return StepPlan((step,) * num_seqs, KVMoves())
+
+
+def load(num_seqs: int) -> Load:
+    """That of step_plan."""
+    return load_of(num_seqs, 5 * num_seqs)
 
 
 class Clock:
@@ -46,36 +51,36 @@ def test_best_number_of_guesses_by_hand() -> None:
     """A pass of 10 s, drafts of 1 s. Acceptance 0.5: 1.5 tokens in 11 s, 1.75 in 12, 1.875 in 13, 1.9375 in 14."""
     times = measured(*[(step_plan(), 10.0)] * 3, draft_s=1.0)
     best = max(range(1, 16), key=lambda k: expected_tokens(0.5, k) / (10 + k))
-    assert times.best_num_guesses(1, 0.5, 15, costs_drafts=True) == best == 2
-    assert times.best_num_guesses(1, 1.0, 15, costs_drafts=True) == 15
-    assert times.best_num_guesses(1, 1.0, 4, costs_drafts=True) == 4
-    assert times.best_num_guesses(1, 0.05, 15, costs_drafts=True) == 0  # 1.05 tokens in 11 s
-    assert times.best_num_guesses(1, 0.05, 15, costs_drafts=False) > 0  # 1.05 tokens in 10 s
+    assert times.best_num_guesses(load(1), 0.5, 15, costs_drafts=True) == best == 2
+    assert times.best_num_guesses(load(1), 1.0, 15, costs_drafts=True) == 15
+    assert times.best_num_guesses(load(1), 1.0, 4, costs_drafts=True) == 4
+    assert times.best_num_guesses(load(1), 0.05, 15, costs_drafts=True) == 0  # 1.05 tokens in 11 s
+    assert times.best_num_guesses(load(1), 0.05, 15, costs_drafts=False) > 0  # 1.05 tokens in 10 s
 
 
 def test_a_slow_pass_makes_guesses_not_worth_their_time() -> None:
     steps = [(step_plan(), 1.0)] * 2 + [(step_plan(4), 3.0)] * 2
     times = measured(*steps)
-    assert times.best_num_guesses(1, 0.5, 15, costs_drafts=False) == 0
-    assert times.best_num_guesses(1, 0.9, 15, costs_drafts=False) == 15
+    assert times.best_num_guesses(load(1), 0.5, 15, costs_drafts=False) == 0
+    assert times.best_num_guesses(load(1), 0.9, 15, costs_drafts=False) == 15
 
 
 def test_a_trial_does_not_trust_the_time_of_a_single_pass() -> None:
     """The first pass may be slow, and would end all guessing."""
     times = measured(*[(step_plan(), 1.0)] * 3, (step_plan(4), 50.0))
-    assert not times.knows_pass(1)
-    assert times.best_num_guesses(1, 0.9, 15, costs_drafts=False) == 0
-    assert times.best_num_guesses(1, 0.9, 15, costs_drafts=False, is_trial=True) == 4
+    assert not times.knows_pass(load(1))
+    assert times.best_num_guesses(load(1), 0.9, 15, costs_drafts=False) == 0
+    assert times.best_num_guesses(load(1), 0.9, 15, costs_drafts=False, is_trial=True) == 4
 
 
 def test_the_time_of_a_pass_is_known_after_some_and_expires() -> None:
     steps = [(step_plan(), 1.0)] * 2 + [(step_plan(4), 9.0)] * pace.NUM_KNOWN_PASSES
-    assert not measured(*steps[:-1]).knows_pass(1)
-    assert measured(*steps).knows_pass(1) and not measured(*steps).knows_pass(2)
+    assert not measured(*steps[:-1]).knows_pass(load(1))
+    assert measured(*steps).knows_pass(load(1)) and not measured(*steps).knows_pass(load(2))
     later = [*steps, *[(step_plan(), 1.0)] * (pace.PASS_EXPIRY_STEPS + 1)]
-    assert not measured(*later).knows_pass(1)
+    assert not measured(*later).knows_pass(load(1))
     times = measured(*later, (step_plan(4), 2.0))
-    assert times.pass_s(1) == 2.0 and not times.knows_pass(1)
+    assert times.pass_s(load(1)) == 2.0 and not times.knows_pass(load(1))
 
 
 def test_a_sequence_is_new_for_a_few_passes_and_after_a_rest() -> None:
@@ -89,45 +94,51 @@ def test_a_sequence_is_new_for_a_few_passes_and_after_a_rest() -> None:
     assert not some.rests() and some.is_new
 
 
+def test_times_are_those_of_steps_with_about_as_many_keys() -> None:
+    times = measured(*[(step_plan(), 1.0)] * 2)
+    assert times.is_measured(load_of(1, 4)) and times.is_measured(load_of(1, 7))
+    assert not times.is_measured(load_of(1, 8)) and not times.is_measured(load_of(1, 3))
+
+
 def test_times_are_medians_of_the_newest_steps() -> None:
     times = measured(*[(step_plan(), seconds) for seconds in (9.0, 9.0, 9.0, 1.0, 2.0, 3.0, 50.0, 4.0)])
-    assert times.plain_s(1) == 3.0 and times.plain_s(2) is None and times.pass_s(1) is None
+    assert times.plain_s(load(1)) == 3.0 and times.plain_s(load(2)) is None and times.pass_s(load(1)) is None
 
 
 def test_times_are_of_steps_of_the_same_kind_in_a_row() -> None:
     """A step after a pass with guesses starts late, so it does not count. Nor does a prompt, or what follows it."""
     times = measured((step_plan(), 100.0))
-    assert not times.is_measured(1)
+    assert not times.is_measured(load(1))
     times = measured((step_plan(), 100.0), (step_plan(), 1.0))
-    assert times.is_measured(1) and not times.is_measured(2)
+    assert times.is_measured(load(1)) and not times.is_measured(load(2))
     for between in (step_plan(3), step_plan(num_tokens=50)):
         times = measured((step_plan(), 100.0), (between, 100.0), (step_plan(), 100.0))
-        assert not times.is_measured(1)
+        assert not times.is_measured(load(1))
     clock = Clock()
     times = StepTimes(now_s=clock)
     times.step_ended(step_plan())
     times.pause()
     times.step_ended(step_plan())
-    assert not times.is_measured(1)
+    assert not times.is_measured(load(1))
 
 
 def test_a_number_of_sequences_whose_passes_were_never_measured() -> None:
     """Their time is taken to be that of a step without guesses."""
     times = measured(*[(step_plan(num_seqs=3), 1.0)] * 2)
-    assert not times.knows_pass(3) and times.pass_s(3) is None
-    assert times.best_num_guesses(3, 0.9, 15, costs_drafts=False) == 15
+    assert not times.knows_pass(load(3)) and times.pass_s(load(3)) is None
+    assert times.best_num_guesses(load(3), 0.9, 15, costs_drafts=False) == 15
 
 
 def test_time_of_a_pass_is_without_its_drafts() -> None:
     times = measured((step_plan(), 9.0), (step_plan(), 10.0), (step_plan(4, num_drafts=4), 14.0), draft_s=1.0)
-    assert times.pass_s(1) == pytest.approx(10.0) and times.plain_s(1) == pytest.approx(10.0)
+    assert times.pass_s(load(1)) == pytest.approx(10.0) and times.plain_s(load(1)) == pytest.approx(10.0)
 
 
 def test_steps_without_guesses_are_measured_again_after_many_passes() -> None:
     steps = [(step_plan(), 1.0)] * 2 + [(step_plan(4), 1.0)] * pace.REMEASURE_PASSES
-    assert not measured(*steps).is_measured(1)
-    assert measured(*steps[:-1]).is_measured(1)
-    assert measured(*steps, (step_plan(), 1.0), (step_plan(), 1.0)).is_measured(1)
+    assert not measured(*steps).is_measured(load(1))
+    assert measured(*steps[:-1]).is_measured(load(1))
+    assert measured(*steps, (step_plan(), 1.0), (step_plan(), 1.0)).is_measured(load(1))
 
 
 @pytest.mark.parametrize("acceptance", [0.0, 0.5, 0.9, 1.0])

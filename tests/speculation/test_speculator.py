@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import ClassVar
 
 import pytest
-from test_pace import Clock, step_plan
+from test_pace import Clock, load, step_plan
 
 from nanovllm.core.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
@@ -62,18 +62,18 @@ def make(*drafters: ListedDrafter, times: StepTimes | None = None) -> tuple[Spec
 def test_the_first_drafter_with_a_guess_is_asked() -> None:
     first, second, third = silent(), fives(), fives("other")
     speculator, seq = make(first, second, third)
-    assert speculator.wants_to_guess(seq, 1)
-    assert speculator.guess(seq, 3, 1) == Guesses((5, 5, 5))
+    assert speculator.wants_to_guess(seq, load(1))
+    assert speculator.guess(seq, 3, load(1)) == Guesses((5, 5, 5))
     assert (first.asked, second.asked, third.asked) == ([3], [3], [])
-    assert speculator.guess(seq, 9, 1) == Guesses((5,) * 4)
-    assert speculator.guess(seq, 0, 1) == speculator.guess(seq, -2, 1) == NO_GUESSES
+    assert speculator.guess(seq, 9, load(1)) == Guesses((5,) * 4)
+    assert speculator.guess(seq, 0, load(1)) == speculator.guess(seq, -2, load(1)) == NO_GUESSES
     speculator.forget(seq)
     assert not first.known and not second.known
 
 
 def test_nothing_to_guess() -> None:
     speculator, seq = make(silent())
-    assert not speculator.wants_to_guess(seq, 1) and speculator.guess(seq, 3, 1) == NO_GUESSES
+    assert not speculator.wants_to_guess(seq, load(1)) and speculator.guess(seq, 3, load(1)) == NO_GUESSES
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_what_is_not_a_token_is_refused_and_logged_once(
     speculator, seq = make(ListedDrafter("odd", lambda n: guesses))
     with caplog.at_level(logging.WARNING, logger="nanovllm"):
         for _ in range(3):
-            assert speculator.guess(seq, 4, 1).token_ids == kept
+            assert speculator.guess(seq, 4, load(1)).token_ids == kept
     assert len(caplog.records) == (len(kept) < len(guesses.token_ids))
 
 
@@ -100,12 +100,12 @@ def test_no_guesses_before_the_time_of_a_step_is_known() -> None:
     clock = Clock()
     times = StepTimes(now_s=clock)
     speculator, seq = make(fives(), times=times)
-    assert not speculator.wants_to_guess(seq, 1) and speculator.guess(seq, 4, 1) == NO_GUESSES
+    assert not speculator.wants_to_guess(seq, load(1)) and speculator.guess(seq, 4, load(1)) == NO_GUESSES
     for _ in range(2):
         clock.now_s += 1
         times.step_ended(step_plan())
-    assert speculator.wants_to_guess(seq, 1) and not speculator.wants_to_guess(seq, 2)
-    assert speculator.guess(seq, 4, 1) == Guesses((5,) * 4)
+    assert speculator.wants_to_guess(seq, load(1)) and not speculator.wants_to_guess(seq, load(2))
+    assert speculator.guess(seq, 4, load(1)) == Guesses((5,) * 4)
 
 
 @pytest.mark.parametrize("num_seqs", [1, 8, 32, 60])
@@ -124,8 +124,8 @@ def test_guesses_that_gain_nothing_cost_little_and_are_tried_again(num_seqs: int
     running = [arrive() for _ in range(num_seqs)]
     num_steps = 4000
     for step in range(num_steps):
-        wants = any(speculator.wants_to_guess(seq, num_seqs) for seq in running)
-        guesses = [speculator.guess(seq, 4, num_seqs) if wants else NO_GUESSES for seq in running]
+        wants = any(speculator.wants_to_guess(seq, load(num_seqs)) for seq in running)
+        guesses = [speculator.guess(seq, 4, load(num_seqs)) if wants else NO_GUESSES for seq in running]
         most = max(len(some.token_ids) for some in guesses)
         clock.now_s += 1.5 if most else 1.0
         times.step_ended(step_plan(most, num_seqs=num_seqs))
@@ -148,22 +148,24 @@ def test_a_quote_is_guessed_although_short_matches_were_wrong() -> None:
     speculator.add(seq)
     num_guesses = 0
     for _ in range(30):  # short matches, all wrong
-        guesses = speculator.guess(seq, 4, 1)
+        guesses = speculator.guess(seq, 4, load(1))
         num_guesses += bool(guesses.token_ids)
         clock.now_s += 1.5 if guesses.token_ids else 1.0
         times.step_ended(step_plan(len(guesses.token_ids)))
         if guesses.token_ids:
             speculator.verified(seq, len(guesses.token_ids), 0)
-    assert 0 < num_guesses < 10 and not speculator.wants_to_guess(seq, 1)
+    assert 0 < num_guesses < 10 and not speculator.wants_to_guess(seq, load(1))
     seq.token_ids.extend(range(100, 120))
-    assert speculator.wants_to_guess(seq, 1) and speculator.guess(seq, 4, 1) == Guesses((120, 121, 122, 123))
+    assert speculator.wants_to_guess(seq, load(1)) and speculator.guess(seq, 4, load(1)) == Guesses(
+        (120, 121, 122, 123)
+    )
 
 
 def test_stats_count_guesses_and_passes() -> None:
     speculator, seq = make(fives())
     assert speculator.stats()["guess_acceptance"] is None and speculator.stats()["tokens_per_pass"] is None
     for num_accepted in (4, 1):
-        speculator.guess(seq, 4, 1)
+        speculator.guess(seq, 4, load(1))
         speculator.verified(seq, 4, num_accepted)
     assert speculator.stats() == {
         "num_guesses": 8,
@@ -171,7 +173,7 @@ def test_stats_count_guesses_and_passes() -> None:
         "guess_acceptance": 5 / 8,
         "tokens_per_pass": 3.5,
     }
-    speculator.guess(seq, 4, 1)
+    speculator.guess(seq, 4, load(1))
     speculator.forget(seq)
     speculator.verified(seq, 4, 2)  # it ended at a guess
     assert speculator.num_accepted == 7
