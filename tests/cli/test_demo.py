@@ -40,7 +40,8 @@ def test_demo_small_text_finds_the_passkey(cache_directory: Path, capsys: pytest
     assert figures["num_hit_blocks"] > 0
     block_bytes = figures["slot_bytes"] // figures["num_slots"]
     assert figures["num_cpu_tokens"] == figures["num_missed_blocks"] * 256 > 0  # on a CPU all of them stay there
-    assert figures["num_loaded_bytes"] == 0
+    assert figures["num_loaded_bytes"] in (0, block_bytes)  # the first block, which drafts need on the GPU
+    assert figures["num_accepted_guesses"] <= figures["num_guesses"]
     assert figures["num_offloaded_bytes"] == 3000 // 256 * block_bytes
     assert figures["cpu_pool_bytes"] == figures["num_blocks"] * block_bytes
     assert str(cache_directory) in text

@@ -87,9 +87,16 @@ class OffloadRunner(ContentRunner):
     def launch(self, plan: StepPlan) -> list[int]:
         self.num_steps += 1
         engine = self.engine
-        cells = {cell: tag for step in plan.sequences for cell, tag in self._new_cells(step).items()}
+        drafted = self._draft(plan)
+        runs = [self._tokens(row, step, drafted) for row, step in enumerate(plan.sequences)]
+        new_cells = [self._new_cells(step, run) for step, run in zip(plan.sequences, runs, strict=True)]
+        cells = {cell: tag for some in new_cells for cell, tag in some.items()}
         engine.begin_step(plan.moves, sorted({slot for step in plan.sequences for slot in step.block_table}))
         moves = plan.moves
+        if drafted:  # they write to the cells of the guesses, which the step writes again
+            engine.begin_all_layers()
+            for layer in range(NUM_LAYERS):
+                self._write(layer, cells)
         resident = plan.is_decode and not (moves.loads or moves.copies or moves.brings_in_keys)
         job = TagJob(plan, engine)
         at_once = resident and self.num_steps % 2 == 0  # as a CUDA graph does; else layer by layer
@@ -113,13 +120,12 @@ class OffloadRunner(ContentRunner):
                 self.compute.wait(attended)
                 self.compute.read(job.out_THD)
                 brought_in = [tags + others for tags, others in zip(brought_in, job.tags, strict=True)]
-            for step, paged_tags, other_tags in zip(plan.sequences, paged, brought_in, strict=True):
-                self._compare(step, paged_tags, other_tags)
+            for step, run, paged_tags, other_tags in zip(plan.sequences, runs, paged, brought_in, strict=True):
+                self._compare(step, run, paged_tags, other_tags)
         if at_once:
             engine.ran_all_layers()
         engine.end_step()
-        self._sampled = [self._sample(step) for step in plan.sequences if step.sampling is not None]
-        return self._sampled
+        return self._sample_all(plan, runs, drafted)
 
     def _write(self, layer: int, cells: dict[tuple[int, int], int]) -> None:
         """Each slot's new cells are neighbours."""
@@ -162,16 +168,29 @@ class OffloadRunner(ContentRunner):
 # -- random workloads with tags --------------------------------------------------------------------------------------
 
 
-def play_with_streams(seed: int, streams: SimulatedStreams, with_cpu: bool = False) -> Simulation:
+def play_with_streams(seed: int, streams: SimulatedStreams, with_cpu: bool = False, drafter: str = "") -> Simulation:
     """A dense workload whose copies run when `streams` says. Staging is 1 to 3 groups of 3 blocks of up to 6 tokens."""
     staging = StagingSizes(group_tokens=18, num_groups=1 + seed % 3)
-    return play_dense(seed, hybrid=True, with_cpu=with_cpu, make_runner=lambda kv: OffloadRunner(kv, streams, staging))
+    return play_dense(
+        seed,
+        hybrid=True,
+        with_cpu=with_cpu,
+        drafter=drafter,
+        make_runner=lambda kv: OffloadRunner(kv, streams, staging),
+    )
 
 
 @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(seed=st.integers(0, 2**32), mode=st.sampled_from(MODES), with_cpu=st.booleans())
-def test_random_workload_no_race_and_every_sequence_sees_its_tokens(seed: int, mode: Mode, with_cpu: bool) -> None:
-    play_with_streams(seed, SimulatedStreams(mode, seed), with_cpu)
+@given(
+    seed=st.integers(0, 2**32),
+    mode=st.sampled_from(MODES),
+    with_cpu=st.booleans(),
+    drafter=st.sampled_from(["", "random", "mixed"]),
+)
+def test_random_workload_no_race_and_every_sequence_sees_its_tokens(
+    seed: int, mode: Mode, with_cpu: bool, drafter: str
+) -> None:
+    play_with_streams(seed, SimulatedStreams(mode, seed), with_cpu, drafter)
 
 
 def test_events_of_copies_that_are_done_are_let_go() -> None:

@@ -125,6 +125,9 @@ class ContentRunner:
             self.cpu[cpu_block_id, start:end] = self.gpu[slot, start:end]
         for row, (step, run) in enumerate(zip(plan.sequences, runs, strict=True)):
             self._check_keys(row, step, run, plan.moves)
+        return self._sample_all(plan, runs, drafted)
+
+    def _sample_all(self, plan: StepPlan, runs: list[_Content], drafted: list[dict[int, int]]) -> list[int]:
         self._sampled = [
             token_id
             for step, run in zip(plan.sequences, runs, strict=True)
