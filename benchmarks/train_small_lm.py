@@ -40,7 +40,7 @@ from benchmarks.python_sources import (
 )
 from benchmarks.training_data import Crops, LongSequences
 
-# Of the two phases: the first and the last learning rate, and the steps of the warm-up
+# For each phase: the first learning rate, the last one, and the number of warm-up steps
 SCHEDULES = ((1.5e-3, 5e-4, 100), (5e-4, 0.0, 1))
 
 

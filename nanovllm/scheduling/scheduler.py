@@ -22,7 +22,7 @@ from nanovllm.core.support import MAX_DECODE_QUERIES
 from nanovllm.kvcache.policy.base import KVCacheManager, PagedKeys
 from nanovllm.sampling_params import INVALID_TOKEN
 from nanovllm.speculation.drafters import NO_GUESSES, Guesses
-from nanovllm.speculation.pace import load_of
+from nanovllm.speculation.pace import Load, load_of
 from nanovllm.speculation.speculator import Speculator
 from nanovllm.speculation.verification import verified_tokens
 
@@ -102,7 +102,7 @@ class Scheduler:
         self._guesses = {}
         self._budget, self._num_rows = self.max_num_batched_tokens, self.max_step_rows
         if self.speculator is not None:
-            self._load = load_of(len(self.running), sum(seq.num_computed_tokens for seq in self.running))
+            self._load = self._next_load()
         if self.chunked_prefill:
             if not self._place_running(self._can_run(self.running)):
                 self._place_waiting()
@@ -207,8 +207,12 @@ class Scheduler:
         num_rows = min(self.max_num_batched_tokens, self.max_step_rows, MAX_VERIFYING_ROWS)
         if num_rows <= len(self.running) + self._num_admissible:
             return False  # there is no room for guesses
-        load = load_of(len(self.running), sum(seq.num_computed_tokens for seq in self.running))
+        load = self._next_load()
         return any(self._can_guess(seq) and self.speculator.wants_to_guess(seq, load) for seq in self.running)
+
+    def _next_load(self) -> Load:
+        """That of a step in which all running sequences decode."""
+        return load_of(len(self.running), sum(seq.num_computed_tokens for seq in self.running))
 
     def _make_plan(self, keys: list[PagedKeys], moves: KVMoves) -> StepPlan:
         """Make the frozen plan, and count its tokens as computed, except for guesses."""

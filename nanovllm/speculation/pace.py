@@ -21,8 +21,8 @@ NUM_FEW = 4  # sequences, each of which may try guesses of its own accord
 NUM_GAINFUL_PASSES = 8  # of a sequence without a rest, after which its guesses are taken to be worth their time
 NUM_TRIAL_PASSES = 2  # of a sequence, while the time of a pass is not known
 MAX_TRIAL_GUESSES = 4  # in each of these passes
-NUM_KNOWN_PASSES = 3  # after so many the time of a pass is known
-PASS_EXPIRY_STEPS = 2048  # after which it is no longer
+NUM_KNOWN_PASSES = 3  # the time of a pass is known after so many passes
+PASS_EXPIRY_STEPS = 2048  # a time that was measured longer ago is forgotten
 NUM_TIMES = 5  # whose median is the time of a step, so that a single slow step does not count
 REMEASURE_PASSES = 256  # after so many passes with guesses, the time of a step without them is measured again
 

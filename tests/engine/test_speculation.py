@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from tiny_models import write_tiny_model
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.core.sequence import Sequence
+from nanovllm.demo.haystack import build_haystack
+from nanovllm.demo.retrieval_model import build_retrieval_model
 from nanovllm.engine.internals import Internals
 from nanovllm.errors import ConfigError
 
@@ -221,3 +224,28 @@ def test_a_sequence_that_begins_to_miss_keys_does_not_draft_beside_pending_token
         finished = llm.finish_all()
         for request_id, prompt in zip(ids, (first, second), strict=True):
             llm.check(request_id, prompt, finished[request_id])
+
+
+@pytest.mark.parametrize("works_ahead", [False, True])
+def test_text_of_several_tokens_a_step_arrives_whole_and_ends_at_a_stop_string(
+    tmp_path: Path, works_ahead: bool
+) -> None:
+    """Each character is a token, and the model quotes a line of its prompt. The last piece ends inside a chunk."""
+    passkey = "q7m2x9kd4tzb0wy6"
+    prompt = build_haystack(3000, 0.4, passkey)
+    params = SamplingParams(temperature=0, max_tokens=40, stop="wy")
+    options: dict[str, Any] = {"enable_cpu_offload": True, "num_gpu_blocks": 3, "num_cpu_blocks": 20, "device": "cpu"}
+    internals = Internals(always_guesses=True, works_ahead=works_ahead)
+    with LLM(
+        build_retrieval_model(tmp_path / "model"),
+        max_model_len=3100,
+        kvcache_block_size=256,
+        speculation="prompt_lookup",
+        internals=internals,
+        **options,
+    ) as llm:
+        pieces = list(llm.stream(prompt, params))
+        assert "".join(pieces) == passkey[: passkey.index("wy")] and max(map(len, pieces)) > 3
+        (output,) = llm.generate([prompt], params, use_tqdm=False)
+        assert output["text"] == "".join(pieces) and output["finish_reason"] == "stop"
+        assert len(output["token_ids"]) == passkey.index("wy") + 2

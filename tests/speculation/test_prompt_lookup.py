@@ -123,7 +123,7 @@ def test_propose_text_ends_with_a_repeated_pattern_repeats_it() -> None:
     lookup = PromptLookup([7, 1, 2, 3])
     assert lookup.propose(5) == []
     lookup.append(1)
-    assert lookup.propose(5) == []  # one token is no match
+    assert lookup.propose(5) == []  # a single token does not count as a match
     lookup.append(2)
     assert lookup.propose(5) == [3, 1, 2]
     lookup.append(3)

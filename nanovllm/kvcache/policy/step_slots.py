@@ -132,7 +132,7 @@ class StepSlots:
         return bool(missing)
 
     def swap_in(self, block: HybridBlock) -> None:
-        """Load a full block into a slot, in place of a block that running sequences read if there is no other slot."""
+        """Load a full block into a slot. If running sequences read all slots, one of their blocks is evicted."""
         ring_slot = self.ring.find_unread_slot(block)
         if ring_slot is None:
             ring_slot = next(iter(self.ring.read_slots), None)
