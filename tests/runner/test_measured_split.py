@@ -25,7 +25,7 @@ def test_measured_split_is_one_that_an_engine_can_use(tmp_path: Path, is_forced:
         split = split_of_slowest_rank(runner.offload, runner.memory.cpu, runner.launch, runner.tp, is_forced=is_forced)
         assert split.link_byte_per_s and split.link_byte_per_s > 0 and split.idle_s > 0
         assert [rate.num_queries for rate in split.cpu_rates] == list(NUM_QUERIES)
-        assert split.cpu_rates[0].byte_per_s > split.cpu_rates[-1].byte_per_s > 0
+        assert all(rate.byte_per_s > 0 for rate in split.cpu_rates)
         assert split.token_bytes == 2 * 2 * 16 * 4 and split.is_forced == is_forced
         prompt = list(range(3, 300)) * 4
         output = llm.generate([prompt], SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)[0]

@@ -209,7 +209,7 @@ def test_process_ends_while_prompts_are_built_does_not_wait_for_them() -> None:
     code = (
         "from array import array; from nanovllm.speculation.prompt_lookup import PromptLookup\n"
         "prompt = array('q', [1, 2, 3, 2] * 250_000)\n"
-        "lookups = [PromptLookup(prompt) for _ in range(40)]\n"
+        "lookups = [PromptLookup(prompt) for _ in range(120)]\n"
         "print('end', flush=True)"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
@@ -217,4 +217,4 @@ def test_process_ends_while_prompts_are_built_does_not_wait_for_them() -> None:
         start_s = time.perf_counter()
         _, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) == (0, b"")
-    assert time.perf_counter() - start_s < 1.5  # the builds would take more than 3 s
+    assert time.perf_counter() - start_s < 5  # the builds would take more than 9 s
