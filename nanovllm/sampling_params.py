@@ -1,6 +1,8 @@
 """SamplingParams: how the tokens of one request are chosen, and when the answer ends."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from nanovllm.errors import RequestError
 from nanovllm.utils.options import option
@@ -10,6 +12,9 @@ from nanovllm.utils.options import option
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-10, 1e10
 MAX_INT32 = 2**31 - 1  # positions, lengths and block tables are int32 on the device
 MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1  # seeds are int64 on the device
+MAX_LOGPROBS = 20  # most likely tokens that a request can ask for at each position
+MAX_PENALTY = 2.0  # of a presence or frequency penalty, as in OpenAI's API
+MAX_LOGIT_BIAS = 100.0  # likewise
 
 INVALID_TOKEN = -1  # the sampler returns this instead of a token id if the logits hold NaN or infinity
 
@@ -23,6 +28,44 @@ def _require(condition: bool, name: str, value: object, limit: str) -> None:
 
 def _is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    """Whether it is an int or a float, but not NaN."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and value == value
+
+
+def _wrapped(seed: int) -> int:
+    """The seed that `seed` overflows to in 64 bits."""
+    return (seed - MIN_SEED) % 2**64 + MIN_SEED
+
+
+@dataclass(frozen=True, kw_only=True)
+class StructuredOutputs:
+    """What an answer must match. Exactly one of the fields is given, with the same meaning as in vLLM.
+
+    json: a JSON schema, as a dict or as text. json_object: any JSON object. regex: a regular expression that the whole
+    answer matches. choice: the strings of which the answer is one.
+    """
+
+    json: Mapping[str, Any] | str | None = None
+    json_object: bool = False
+    regex: str | None = None
+    choice: tuple[str, ...] | list[str] | None = None
+
+    def __post_init__(self) -> None:
+        given = [each.name for each in fields(self) if getattr(self, each.name) not in (None, False)]
+        if len(given) != 1:
+            names = ", ".join(given) or "none of them"
+            raise RequestError(f"structured_outputs has {names}; give one of json, json_object, regex and choice")
+        _require(self.json is None or isinstance(self.json, Mapping | str), "json", self.json, "a dict or a string")
+        _require(isinstance(self.json_object, bool), "json_object", self.json_object, "True or False")
+        _require(self.regex is None or isinstance(self.regex, str), "regex", self.regex, "a string")
+        if self.choice is not None:
+            is_list = isinstance(self.choice, list | tuple) and bool(self.choice)
+            are_strings = is_list and all(isinstance(each, str) and each for each in self.choice)
+            _require(are_strings, "choice", self.choice, "a list of strings, none of them empty")
+            object.__setattr__(self, "choice", tuple(self.choice))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +83,17 @@ class SamplingParams:
 
     skip_special_tokens, include_stop_str_in_output and detokenize mean the same as in vLLM. They affect only the text,
     never token_ids. A stop string can match a special token only with skip_special_tokens=False.
+
+    Before the temperature and the filters, the logits are edited in vLLM's order: structured_outputs, logit_bias,
+    bad_words and min_tokens forbid or favour tokens, then repetition_penalty divides positive logits and multiplies
+    negative ones of the tokens in prompt and answer, then frequency_penalty times the number of occurrences in the
+    answer, and presence_penalty for each token that occurs there, are subtracted. Greedy requests are edited too.
+
+    logprobs and prompt_logprobs are those of the model itself, before edits, temperature and filters. A request with
+    prompt_logprobs computes its whole prompt, even if the prefix cache has it.
     """
+
+    n: int = option(1, help="number of answers; each has a seed of its own, counted up from `seed`", group=_GROUP)
 
     temperature: float = option(1.0, help="sampling temperature; 0 always takes the most likely token", group=_GROUP)
     max_tokens: int | None = option(
@@ -80,8 +133,37 @@ class SamplingParams:
         True, help="produce text; if off, the output's text is None and stop strings are refused", group=_GROUP
     )
 
+    logprobs: int | None = option(
+        None,
+        help=f"log-probabilities of each new token and of this many of the most likely ones, at most {MAX_LOGPROBS}",
+        group=_GROUP,
+    )
+    prompt_logprobs: int | None = option(None, help="the same for each token of the prompt but the first", group=_GROUP)
+    presence_penalty: float = option(
+        0.0, help="subtracted from the logit of every token that the answer contains; -2 to 2", group=_GROUP
+    )
+    frequency_penalty: float = option(
+        0.0, help="subtracted from a token's logit for each time that the answer contains it; -2 to 2", group=_GROUP
+    )
+    repetition_penalty: float = option(
+        1.0, help="makes tokens of prompt and answer less likely if above 1, more likely if below", group=_GROUP
+    )
+    logit_bias: dict[int, float] | None = option(
+        None, help="token id -> number from -100 to 100 that is added to its logit", group=_GROUP
+    )
+    min_tokens: int = option(
+        0, help="number of new tokens before end tokens and stop_token_ids become possible", group=_GROUP
+    )
+    bad_words: tuple[str, ...] | list[str] | None = option(
+        (), help="strings that the answer must not contain", group=_GROUP
+    )
+    structured_outputs: StructuredOutputs | None = option(
+        None, help="what the answer must match: a JSON schema, a regular expression or a choice", group=_GROUP
+    )
+
     def __post_init__(self) -> None:
         self._check_numbers()
+        self._check_edits()
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "detokenize"):
             value = getattr(self, name)
             _require(isinstance(value, bool), name, value, "True or False")
@@ -98,10 +180,47 @@ class SamplingParams:
         object.__setattr__(self, "stop", tuple(stop))
         object.__setattr__(self, "stop_token_ids", tuple(token_ids))
 
+    def per_answer(self) -> "list[SamplingParams]":
+        """The parameters of each of the n answers. If there is a seed, answer i has that seed plus i."""
+        if self.n == 1:
+            return [self]
+        seeds = [None if self.seed is None else _wrapped(self.seed + i) for i in range(self.n)]
+        return [replace(self, n=1, seed=seed) for seed in seeds]
+
+    def _check_edits(self) -> None:
+        """Check what changes the logits before they are sampled, and how many of them are reported."""
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            _require(_is_number(value) and abs(value) <= MAX_PENALTY, name, value, "a number from -2 to 2")
+        value = self.repetition_penalty
+        in_range = _is_number(value) and MIN_TEMPERATURE <= value <= MAX_TEMPERATURE
+        _require(in_range, "repetition_penalty", value, "a number above 0; 1 changes nothing")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            in_range = value is None or (_is_integer(value) and 0 <= value <= MAX_LOGPROBS)
+            _require(in_range, name, value, f"an integer from 0 to {MAX_LOGPROBS}, or None")
+        _require(_is_integer(self.n) and 1 <= self.n <= MAX_INT32, "n", self.n, "an integer, 1 or more")
+        _require(_is_integer(self.min_tokens) and self.min_tokens >= 0, "min_tokens", self.min_tokens, "0 or more")
+        _require(self.min_tokens <= (self.max_tokens or MAX_INT32), "min_tokens", self.min_tokens, "at most max_tokens")
+        words = (
+            (self.bad_words,) if isinstance(self.bad_words, str) else () if self.bad_words is None else self.bad_words
+        )
+        are_strings = isinstance(words, list | tuple) and all(isinstance(word, str) and word for word in words)
+        _require(are_strings, "bad_words", self.bad_words, "a non-empty string or a list of them")
+        object.__setattr__(self, "bad_words", tuple(words))
+        is_bias = self.logit_bias is None or isinstance(self.logit_bias, Mapping)
+        _require(is_bias, "logit_bias", self.logit_bias, "a dict of token ids and numbers")
+        for token_id, bias in (self.logit_bias or {}).items():
+            is_known = _is_integer(token_id) and 0 <= token_id <= MAX_INT32
+            in_range = is_known and _is_number(bias) and abs(bias) <= MAX_LOGIT_BIAS
+            limit = f"a number from -{MAX_LOGIT_BIAS:g} to {MAX_LOGIT_BIAS:g} for a token id"
+            _require(in_range, f"logit_bias[{token_id!r}]", bias, limit)
+        is_known = self.structured_outputs is None or isinstance(self.structured_outputs, StructuredOutputs)
+        _require(is_known, "structured_outputs", self.structured_outputs, "a StructuredOutputs")
+
     def _check_numbers(self) -> None:
         for name in ("temperature", "top_p", "min_p"):
-            value = getattr(self, name)
-            _require(isinstance(value, int | float) and not isinstance(value, bool), name, value, "a number")
+            _require(_is_number(getattr(self, name)), name, getattr(self, name), "a number")
         in_range = self.temperature == 0 or MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE
         limits = f"0 (greedy), or from {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}"
         _require(in_range, "temperature", self.temperature, limits)

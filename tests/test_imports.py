@@ -65,8 +65,10 @@ ALLOWED: dict[str, set[str]] = {
     },
     "demo": OPTIONS,
     "llm": OPTIONS | {"core", "capacity", "scheduling", "engine", "text"},
-    "cli": OPTIONS | {"core", "capacity", "device", "engine", "text", "llm", "demo", "nanovllm"},
-    "nanovllm": {"errors", "llm", "sampling_params"},
+    "async_llm": OPTIONS | {"core", "engine", "text", "llm"},
+    "server": OPTIONS | {"core", "text", "llm", "async_llm", "nanovllm"},
+    "cli": OPTIONS | {"core", "capacity", "device", "engine", "text", "llm", "server", "demo", "nanovllm"},
+    "nanovllm": {"errors", "llm", "async_llm", "sampling_params"},
     "__main__": {"cli"},
 }
 TORCH_FREE = {"errors", "sampling_params", "config", "checkpoint", "core", "capacity", "kvcache.policy"}

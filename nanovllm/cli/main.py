@@ -37,6 +37,8 @@ if TYPE_CHECKING:  # --help must not load torch
     from nanovllm.llm import LLM
 
 DEMO_MODEL = "demo"
+# These commands print the text of one answer
+PYTHON_ONLY = ("n", "detokenize", "logprobs", "prompt_logprobs", "logit_bias", "structured_outputs")
 CPU_STEP_TOKENS = 512  # about a second with a small model; the progress bar and Ctrl-C wait for the end of a step
 EXAMPLE = """\
 examples:
@@ -247,13 +249,13 @@ def _add_plan(commands: Any) -> None:
 
 
 def _add_request_flags(parser: argparse.ArgumentParser, max_tokens: str) -> None:
-    """Flags for the sampling parameters and the engine. These commands print text, so `detokenize` stays on.
+    """Flags for the sampling parameters and the engine.
 
     max_tokens: what the command's help says about its default.
     """
     about = "The model's generation_config.json may change these defaults."
     step_tokens = f"{Config.max_num_batched_tokens}; on a CPU, {CPU_STEP_TOKENS}"
-    add_flags(parser, SamplingParams, without=("detokenize",), defaults={"max_tokens": max_tokens}, about=about)
+    add_flags(parser, SamplingParams, without=PYTHON_ONLY, defaults={"max_tokens": max_tokens}, about=about)
     add_flags(parser, Config, without=("model",), defaults={"max_num_batched_tokens": step_tokens})
 
 

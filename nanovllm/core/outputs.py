@@ -1,16 +1,31 @@
 """What comes out of the engine: the outputs of ended requests, the results of steps, and who receives them."""
 
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypedDict
+from typing import NamedTuple, TypeAlias, TypedDict
 
 from nanovllm.core.sequence import Sequence
 
 
-class _ErrorOutput(TypedDict, total=False):
+class Logprob(NamedTuple):
+    """The log-probability of a token at one position, by the model itself: before edits, temperature and filters."""
+
+    logprob: float  # natural log
+    rank: int  # 1 for the most likely token
+    text: str | None  # the token's text; None without a tokenizer
+
+
+# One position: token id -> Logprob. First the position's own token, then the most likely ones in order.
+TokenLogprobs: TypeAlias = dict[int, Logprob]
+
+
+class _RareOutput(TypedDict, total=False):
     error: str
+    logprobs: list[TokenLogprobs]
+    prompt_logprobs: list[TokenLogprobs | None]
+    outputs: "list[RequestOutput]"
 
 
-class RequestOutput(_ErrorOutput):
+class RequestOutput(_RareOutput):
     """The output of a request that has ended.
 
     - text: the decoded token_ids, up to the stop string or end token. Ends in U+FFFD if max_tokens cuts a character in
@@ -21,6 +36,10 @@ class RequestOutput(_ErrorOutput):
     - ttft_s: seconds from arrival to the first token, None if there was none.
     - tpot_s: mean seconds between tokens, None for fewer than two.
     - error: what happened; present only with finish_reason "error".
+    - logprobs: those of each token of token_ids; present only if the request asked for them.
+    - prompt_logprobs: those of each token of the prompt, None for the first; present only if the request asked for
+      them, and only as far as the prompt was computed.
+    - outputs: all answers of a request with n > 1, which this one is the first of.
     """
 
     text: str | None
@@ -34,14 +53,24 @@ class RequestOutput(_ErrorOutput):
 
 
 @dataclass
+class NewTokens:
+    """Tokens that a request has got. `logprobs` has one entry per token if the request asked for them, else none."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+
+@dataclass
 class StepOutput:
     """What one or more steps have produced, by request id, which is the `seq_id` of the request's Sequence.
 
-    `texts` holds the new text of each request that got a token.
+    `texts` holds the new text of each request that got a token. Text can be held back for a while (see Detokenizer), so
+    it need not be that of the request's `new_tokens`.
     """
 
     finished: dict[int, RequestOutput] = field(default_factory=dict)
     texts: dict[int, str] = field(default_factory=dict)
+    new_tokens: dict[int, NewTokens] = field(default_factory=dict)
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
 

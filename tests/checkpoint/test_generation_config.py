@@ -41,7 +41,7 @@ def make_llm(directory: Path, **options: Any) -> LLM:
         ({"do_sample": False}, {"temperature": 0.0}),
         ({"do_sample": False, "temperature": 0.7, "top_k": 5}, {"temperature": 0.0, "top_k": 5}),
         ({"temperature": None, "top_k": None, "do_sample": None}, {}),
-        ({"repetition_penalty": 1.1, "max_length": 20}, {}),
+        ({"repetition_penalty": 1.1, "max_length": 20}, {"repetition_penalty": 1.1}),
         ({}, {}),
     ],
 )

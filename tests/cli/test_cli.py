@@ -144,7 +144,7 @@ def test_help_says_what_every_field_says(capsys: pytest.CaptureFixture[str], mon
         cli.main(["generate", "--help"])
     out = capsys.readouterr().out
     for options in (Config, SamplingParams):
-        shown = [field for field in fields(options) if field.name != "detokenize"]
+        shown = [field for field in fields(options) if field.name not in cli.PYTHON_ONLY]
         assert all(name_flags(field.metadata["help"], (options, Config)) in out for field in shown)
     assert "(default: 64; with --chat, no limit)" in out and "(default: 16384; on a CPU, 512)" in out
     assert "by default 256, or 4096 if --num-gpu-blocks is given" in out and "70% of" in out
