@@ -47,6 +47,8 @@ class Sequence:
         self.num_computed_tokens = 0  # tokens whose K/V are in the cache once all planned steps have run
         self.num_hit_tokens: int | None = None  # prompt tokens found in the prefix cache; None before admission
 
+        self.num_new_tokens = self.num_prompt_tokens  # to compute when it last began to wait; the size of its prompt
+
         # Owned by the KV cache manager.
         self.block_table: list[int] = []
         self.num_reserved_blocks = 0

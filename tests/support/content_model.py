@@ -369,8 +369,9 @@ class Simulation:
     def check_integrity(self) -> None:
         scheduler = self.scheduler
         scheduler.check_integrity()
-        order = [seq.seq_id for seq in (*scheduler.running, *scheduler.waiting)]
-        assert order == sorted(set(order)), f"not first come, first served: {order}"
+        for queue in (scheduler.running, scheduler.waiting):
+            order = [seq.seq_id for seq in queue]
+            assert order == sorted(set(order)), f"not in order of arrival: {order}"
         assert len(scheduler.running) <= scheduler.max_num_seqs, "more sequences run than allowed"
         known = {grain_hash for block in self.pool.blocks for grain_hash in block.grain_hashes}
         assert self._known_hashes - known <= self._taken_hashes, "a grain was lost, and no block that held it was taken"

@@ -107,6 +107,12 @@ class HybridKVCacheManager(KVCacheManager):
             match = PrefixMatch(match.full_blocks)  # the sequence needs every free block, even the matching one
         return match if num_left >= 0 else None
 
+    def num_known_tokens(self, seq: Sequence) -> int:
+        if seq.block_table:  # a preempted sequence has kept its blocks
+            return seq.num_computed_tokens
+        match = self.pool.match(seq)
+        return len(match.full_blocks) * self.block_size + match.num_partial_tokens
+
     def can_admit(self, seq: Sequence) -> bool:
         if self._num_available_slots(seq) < 1:
             return False
@@ -180,7 +186,8 @@ class HybridKVCacheManager(KVCacheManager):
                 self.slots.allocate_slot(block)
         source, num_matched = self._prefix_sources.pop(seq.seq_id, (None, 0))
         if source is not None:  # the prefix match ended inside this block
-            self.slots.copy_prefix(source, chunk[0], num_matched)
+            keeps_source = self.ring.num_available > len(self._slotless_ids)
+            self.slots.copy_prefix(source, chunk[0], num_matched, keeps_source=keeps_source)
         for i, block in enumerate(chunk[: self._num_blocks(known_end) - first]):
             self.slots.write_tokens(block, known_end - (first + i) * self.block_size)
         self.pool.register(seq, known_end)
@@ -190,8 +197,10 @@ class HybridKVCacheManager(KVCacheManager):
         self.slots.keep_written(self.blocks[seq.block_table[block_idx]], offset + 1)
         seq.num_computed_tokens += 1
 
-    def misses_keys(self, seq: Sequence) -> bool:
-        return bool(self.histories.find(seq).missing)
+    def num_missing_tokens(self, seq: Sequence) -> int:
+        if seq.status is not SequenceStatus.RUNNING:
+            return 0
+        return len(self.histories.find(seq).missing) * self.block_size
 
     def preempt(self, seq: Sequence) -> None:
         self._slotless_ids.discard(seq.seq_id)

@@ -142,8 +142,13 @@ class StepSlots:
         self.residency += 1
         self._loads.append(SlotLoad(block.block_id, ring_slot, self.block_size))
 
-    def copy_prefix(self, source: HybridBlock, block: HybridBlock, num_tokens: int) -> None:
-        """Copy the first tokens of `source`, from its slot or from CPU memory, into the slot of `block`."""
+    def copy_prefix(self, source: HybridBlock, block: HybridBlock, num_tokens: int, *, keeps_source: bool) -> None:
+        """Copy the first tokens of `source`, from its slot or from CPU memory, into the slot of `block`.
+
+        `keeps_source`: whether its slot may be pinned. If not, the source is evicted and loaded from CPU memory.
+        """
+        if source.ring_slot >= 0 and not source.is_pinned and not keeps_source:
+            self._evict(source.ring_slot, source)
         if source.ring_slot >= 0:
             self.pin(source)
             self._copies.append(SlotCopy(source.ring_slot, block.ring_slot, num_tokens))
