@@ -6,7 +6,7 @@ What always holds:
 - `residency` changes whenever a block that a running sequence has already filled gets or loses a slot.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from nanovllm.core.step_plan import KVMoves, SlotCopy, SlotLoad, SlotOffload
 from nanovllm.kvcache.policy.block_pool import BlockPool
@@ -79,14 +79,23 @@ class StepSlots:
 
     # -- moves ---------------------------------------------------------------------------------------------------
 
-    def allocate_slot(self, block: HybridBlock) -> None:
-        """Give a slot to `block`, which is pinned, and load its tokens from CPU memory if it has any."""
-        ring_slot = self.ring.find_slot(block)
-        assert ring_slot is not None, f"no slot for block {block.block_id}; the caller must check num_available first"
-        self._reassign_slot(ring_slot, block)
-        self._taken_slots.append(ring_slot)
-        if block.num_tokens:
-            self._loads.append(SlotLoad(block.block_id, ring_slot, block.num_tokens))
+    def allocate_slots(self, blocks: Iterable[HybridBlock], evicted_first: Iterator[HybridBlock]) -> None:
+        """Give slots to `blocks`, which are pinned, and load their tokens from CPU memory if they have any.
+
+        `evicted_first`: blocks to evict before others that running sequences read.
+        """
+        slots = (block.ring_slot for block in evicted_first if block.ring_slot in self.ring.read_slots)
+        for block in blocks:
+            ring_slot = self.ring.find_unread_slot(block)
+            if ring_slot is None:
+                ring_slot = next(slots, None)
+            if ring_slot is None:
+                ring_slot = self.ring.find_slot(block)
+            assert ring_slot is not None, f"no slot for block {block.block_id}; the caller must check num_available"
+            self._reassign_slot(ring_slot, block)
+            self._taken_slots.append(ring_slot)
+            if block.num_tokens:
+                self._loads.append(SlotLoad(block.block_id, ring_slot, block.num_tokens))
 
     def _reassign_slot(self, ring_slot: int, block: HybridBlock) -> None:
         """Evict what is in the slot and put `block` there."""
