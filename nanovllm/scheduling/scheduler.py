@@ -1,6 +1,6 @@
 """Scheduler: decides which sequences run in the next step, and how many tokens of each. First come, first served.
 
-Prompts share a step by their size and age (prompt_order.py), and by how long it may take (step_bound.py).
+Prompts share a step by their size and age (prompt_sharing.py), and by how long it may take (step_bound.py).
 
 The scheduler works on integers only. `schedule` plans a step, the engine runs it, and `commit` takes the tokens that it
 sampled. The next step may be planned before these have arrived. A sampled token that has not arrived yet is *pending*:
@@ -24,7 +24,7 @@ from nanovllm.core.step_plan import SamplingRow, StepPlan
 from nanovllm.kvcache.policy.base import KVCacheManager
 from nanovllm.sampling_params import INVALID_TOKEN
 from nanovllm.scheduling.planned_step import PlannedStep
-from nanovllm.scheduling.prompt_order import in_order, oldest_of, size_class
+from nanovllm.scheduling.prompt_sharing import PromptSharing
 from nanovllm.scheduling.step_bound import StepBound
 from nanovllm.speculation.drafters import NO_GUESSES, Guesses
 from nanovllm.speculation.pace import Load, load_of
@@ -48,9 +48,9 @@ class Scheduler:
         """`speculator`: None for no guesses. `max_step_rows`: the most tokens that a step can sample; by default
         `max_num_seqs`. `step_bound`: None for chunks as long as the budget; not used with `chunked_prefill` off.
         """
-        self.kv, self.speculator, self.step_bound = kv, speculator, step_bound
-        self.max_num_seqs = max_num_seqs
-        self.max_num_batched_tokens = max_num_batched_tokens
+        self.kv, self.speculator = kv, speculator
+        self.sharing = PromptSharing(max_num_batched_tokens, step_bound)
+        self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.chunked_prefill = chunked_prefill
         self.max_step_rows = max_step_rows or max_num_seqs
         self.eos_token_ids = frozenset(eos_token_ids)
@@ -124,59 +124,28 @@ class Scheduler:
             elif self._step.budget:
                 self._place_next(seq, num_others=len(running) - i - 1 + len(prompts))
         if self.waiting and self._can_admit(self.waiting[0]):
-            self._expect_hits(self.waiting[0])
+            # Beside a running prompt, the hits of a waiting one may grow with each chunk: then it waits for all of them
+            if not prompts:
+                self._expect_hits(self.waiting[0])
             prompts.extend(islice(self.waiting, self.max_num_seqs))
-        prompts = in_order(prompts, self.max_num_batched_tokens)
-        self._place_prompts(self._allowed_prompts(prompts))
-        if not len(self._step):  # long prompts waited for short ones, which found no room
-            self._place_prompts(self._allowed_prompts([seq for seq in prompts if self._is_long(seq)]))
-
-    def _allowed_prompts(self, prompts: list[Sequence]) -> list[Sequence]:
-        """Those that may run in this step: all of them, or only the short ones."""
-        if self.step_bound is None:
-            return prompts
-        long = [seq for seq in prompts if self._is_long(seq)]
-        num_missing_tokens = self.kv.num_missing_tokens(oldest_of(long)) if long else 0
-        self.step_bound.begin_step(len(self._step) + len(prompts) - len(long), len(long), num_missing_tokens)
-        return [seq for seq in prompts if self.step_bound.runs_long_prompts or not self._is_long(seq)]
-
-    def _is_long(self, seq: Sequence) -> bool:
-        return size_class(seq, self.max_num_batched_tokens) > 0
+        self._place_prompts(prompts)
+        if not len(self._step):  # long prompts were held back for short ones, which found no room
+            self._place_prompts([seq for seq in prompts if self.sharing.is_long(seq)])
 
     def _place_prompts(self, prompts: list[Sequence]) -> None:
-        """Place chunks of prompts, in this order. Leave half of the budget to the oldest until its turn has come."""
-        if not prompts:
-            return
-        oldest = oldest_of(prompts)
-        left_to_oldest = min(oldest.num_uncomputed_tokens, (self._step.budget + 1) // 2)
-        if oldest.status is SequenceStatus.WAITING:  # it is admitted first, so that nobody else takes its room
-            num_ahead = sum(seq.num_new_tokens for seq in prompts[: prompts.index(oldest)])
-            self._place_chunk(oldest, max(left_to_oldest, self._step.budget - num_ahead), is_oldest=True)
-            prompts.remove(oldest)
-            left_to_oldest = 0
-        for seq in prompts:
-            if seq is oldest:
-                left_to_oldest = 0
-            self._place_chunk(seq, self._step.budget - left_to_oldest, is_oldest=seq is oldest)
-
-    def _place_chunk(self, seq: Sequence, max_tokens: int, is_oldest: bool) -> None:
-        """Run a chunk of a running prompt, or of a waiting one if there is room for it."""
-        bound, is_long = self.step_bound, self._is_long(seq)
-        if bound is not None:
-            position = max(seq.num_computed_tokens, seq.num_tokens - seq.num_new_tokens)
-            max_tokens = min(max_tokens, bound.max_tokens(position, is_long=is_long, is_oldest=is_oldest))
-        if max_tokens <= 0 or not self._step.has_room:
-            return
-        if seq.status is SequenceStatus.WAITING:
-            head = self.waiting[0]
-            if not self._can_admit(head) or not (seq is head or self._can_admit(seq)):
-                self._step.admits = False  # nobody overtakes a prompt that lacks room
-                return
-            self._admit(seq)
-        num_tokens = self.kv.num_placeable(seq, min(seq.num_uncomputed_tokens, max_tokens))
-        self._step.place(self.kv, seq, num_tokens)
-        if bound is not None:
-            bound.chunk_placed(num_tokens, seq.num_computed_tokens, is_long=is_long)
+        """Place chunks of running and waiting prompts. Nobody overtakes a prompt that lacks room."""
+        for seq, max_tokens in self.sharing.turns(prompts, self._step, self.kv):
+            if max_tokens <= 0 or not self._step.has_room:
+                continue
+            if seq.status is SequenceStatus.WAITING:
+                head = self.waiting[0]
+                if not self._can_admit(head) or not (seq is head or self._can_admit(seq)):
+                    self._step.admits = False
+                    continue
+                self._admit(seq)
+            num_tokens = self.kv.num_placeable(seq, min(seq.num_uncomputed_tokens, max_tokens))
+            self._step.place(self.kv, seq, num_tokens)
+            self.sharing.placed(seq, num_tokens)
 
     def _schedule_classic(self) -> None:
         """Place prompts, whole if the budget and the slots allow. Decode only in steps where no prompt can run."""

@@ -34,8 +34,10 @@ class StepBound:
         self.times, self.max_step_s, self._missing_token_s = times, max_step_s, missing_token_s
         self._num_steps_since = LONG_STEP_INTERVAL  # the last step with a chunk of a long prompt, this step included
         self._long_s = max_step_s  # time of that step
-        # Of this step: chunks placed so far and their work, time for those of long prompts, tokens of the first chunk
-        self._num_chunks, self._work, self._long_limit_s, self._least_tokens = 0, 0.0, 0.0, MIN_CHUNK_TOKENS
+        # Of this step
+        self._num_chunks, self._work = 0, 0.0  # placed so far
+        self._long_limit_s = self._streaming_s = 0.0  # time for chunks of long prompts, and to stream their keys
+        self._least_tokens = MIN_CHUNK_TOKENS  # of the first chunk
 
     def begin_step(self, num_others: int, num_long: int, num_missing_tokens: int) -> None:
         """`num_others`: answers and short prompts that have work to do. `num_long`: long prompts that do.
@@ -63,14 +65,17 @@ class StepBound:
         self._num_chunks += 1
         self._work += chunk_work(num_tokens, position, self.times.token_keys)
         if is_long:
-            self._num_steps_since, self._long_s = 0, self._long_limit_s
+            self._num_steps_since = 0
+            line = self.times.line()
+            chunks_s = self.max_step_s if line is None else line.fixed_s + line.work_s * self._work
+            self._long_s = max(chunks_s, self._streaming_s)
 
     def _set_long_limit(self, num_others: int, num_long: int, streaming_s: float) -> None:
         """Choose the time for chunks of long prompts in this step; 0 if they have to wait.
 
         The work that is done while keys are streamed takes no time of its own.
         """
-        long_s = max(self.max_step_s, streaming_s)
+        self._streaming_s, long_s = streaming_s, max(self.max_step_s, streaming_s)
         self._long_limit_s, self._least_tokens = long_s, MIN_CHUNK_TOKENS
         if num_others and num_long:
             if paced_s := self._paced_s(streaming_s):

@@ -120,6 +120,12 @@ def test_guesses_of_any_kind_change_no_token_and_lose_nothing(
     play_dense(seed, hybrid=hybrid, with_cpu=with_cpu, drafter=drafter)
 
 
+@settings(max_examples=200, deadline=None, suppress_health_check=QUICK)
+@given(seed=st.integers(0, 2**32), hybrid=st.booleans(), drafter=any_of(["", *KINDS]))
+def test_steps_bounded_by_any_times_change_no_token_and_lose_nothing(seed: int, hybrid: bool, drafter: str) -> None:
+    play_dense(seed, hybrid=hybrid, drafter=drafter, bounded=True)
+
+
 # -- the model can tell: whatever is taken from a plan or broken in a manager is noticed ------------------------------
 
 

@@ -26,8 +26,8 @@ class Gpu:
 
     step_s: float = 1.7e-3
     row_s: float = 2.5e-5  # of an answer: 32 of them take 2.5 ms
-    token_s: float = 9.3e-6  # of a chunk
-    key_s: float = 2e-10  # of a token of a chunk and a key
+    token_s: float = 1.45e-6  # of a chunk
+    key_s: float = 3.85e-10  # of a token of a chunk and a key
     chunk_s: float = 0.0
     link_byte_per_s: float = 50e9
 
@@ -67,7 +67,7 @@ class Request:
 
 class TimedSteps:
     def __init__(
-        self, kv: KVCacheManager, gpu: Gpu, *, max_step_s: float | None = None, max_num_batched_tokens: int = 16_384
+        self, kv: KVCacheManager, gpu: Gpu, *, max_step_s: float | None = None, scheduler: type[Scheduler] = Scheduler
     ) -> None:
         self.gpu, self.block_size = gpu, kv.block_size  # type: ignore[attr-defined]
         self.now_s = 0.0
@@ -76,9 +76,7 @@ class TimedSteps:
         if max_step_s is not None:
             missing_token_s = KV_TOKEN_BYTES / gpu.link_byte_per_s
             bound = StepBound(self.times, max_step_s=max_step_s, missing_token_s=missing_token_s)
-        self.scheduler = Scheduler(
-            kv, max_num_seqs=512, max_num_batched_tokens=max_num_batched_tokens, step_bound=bound
-        )
+        self.scheduler = scheduler(kv, max_num_seqs=512, max_num_batched_tokens=16_384, step_bound=bound)
         self.requests: list[Request] = []
         self.step_s: list[float] = []
         self._in_flight: tuple[StepPlan, float] | None = None  # and when it ends
