@@ -14,7 +14,6 @@ What always holds:
 """
 
 from collections import Counter
-from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 
 from nanovllm.config import BLOCK_SIZE_STEP
@@ -182,7 +181,8 @@ class HybridKVCacheManager(KVCacheManager):
         chunk = [self.blocks[block_id] for block_id in seq.block_table[first:last]]
         for block in chunk:  # pin them all first, so that giving one a slot does not evict another
             self.slots.pin(block)
-        self.slots.allocate_slots([block for block in chunk if block.ring_slot < 0], self._own_blocks(seq, num_tokens))
+        if new := [block for block in chunk if block.ring_slot < 0]:
+            self.slots.allocate_slots(new, self._own_blocks(seq, num_tokens))
         source, num_matched = self._prefix_sources.pop(seq.seq_id, (None, 0))
         if source is not None:  # the prefix match ended inside this block
             keeps_source = self.ring.num_available > len(self._slotless_ids)
@@ -191,15 +191,15 @@ class HybridKVCacheManager(KVCacheManager):
             self.slots.write_tokens(block, known_end - (first + i) * self.block_size)
         self.pool.register(seq, known_end)
 
-    def _own_blocks(self, seq: Sequence, num_tokens: int) -> Iterator[HybridBlock]:
-        """The blocks before a chunk of a prompt, which had better be evicted for it than those of other sequences.
+    def _own_blocks(self, seq: Sequence, num_tokens: int) -> list[HybridBlock]:
+        """The blocks before a chunk of a prompt, to be evicted for it rather than those of other sequences.
 
-        The chunk's own step misses as many blocks either way. But if the next steps run without this sequence, they
-        would have to load the blocks of the others again.
+        The step misses as many blocks either way. But if the next steps run without this sequence, they would have to
+        load the blocks of the others again.
         """
-        if num_tokens > MAX_DECODE_QUERIES:
-            for block_id in seq.block_table[: seq.num_computed_tokens // self.block_size]:
-                yield self.blocks[block_id]
+        if num_tokens <= MAX_DECODE_QUERIES:
+            return []
+        return [self.blocks[block_id] for block_id in seq.block_table[: seq.num_computed_tokens // self.block_size]]
 
     def accept(self, seq: Sequence) -> None:
         block_idx, offset = divmod(seq.num_computed_tokens, self.block_size)

@@ -6,7 +6,7 @@ What always holds:
 - `residency` changes whenever a block that a running sequence has already filled gets or loses a slot.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from nanovllm.core.step_plan import KVMoves, SlotCopy, SlotLoad, SlotOffload
 from nanovllm.kvcache.policy.block_pool import BlockPool
@@ -79,19 +79,16 @@ class StepSlots:
 
     # -- moves ---------------------------------------------------------------------------------------------------
 
-    def allocate_slots(self, blocks: Iterable[HybridBlock], evicted_first: Iterator[HybridBlock]) -> None:
+    def allocate_slots(self, blocks: list[HybridBlock], evicted_first: Iterable[HybridBlock]) -> None:
         """Give slots to `blocks`, which are pinned, and load their tokens from CPU memory if they have any.
 
         `evicted_first`: blocks to evict before others that running sequences read.
         """
-        slots = (block.ring_slot for block in evicted_first if block.ring_slot in self.ring.read_slots)
+        slots = {block.ring_slot: None for block in evicted_first if block.ring_slot in self.ring.read_slots}
         for block in blocks:
-            ring_slot = self.ring.find_unread_slot(block)
-            if ring_slot is None:
-                ring_slot = next(slots, None)
-            if ring_slot is None:
-                ring_slot = self.ring.find_slot(block)
+            ring_slot = self.ring.find_slot(block, slots)
             assert ring_slot is not None, f"no slot for block {block.block_id}; the caller must check num_available"
+            slots.pop(ring_slot, None)
             self._reassign_slot(ring_slot, block)
             self._taken_slots.append(ring_slot)
             if block.num_tokens:
