@@ -61,6 +61,11 @@ class Sequence:
         self.last_token_s: float | None = None
 
     @property
+    def is_preempted(self) -> bool:
+        """Whether it waits for the second time. Then it may hold blocks that others need."""
+        return self.status is SequenceStatus.WAITING and self.num_hit_tokens is not None
+
+    @property
     def num_tokens(self) -> int:
         return len(self.token_ids) + self.num_pending_tokens
 

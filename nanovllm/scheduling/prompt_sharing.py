@@ -79,4 +79,5 @@ class PromptSharing:
 
 
 def _oldest_of(prompts: Iterable[Sequence]) -> Sequence:
-    return min(prompts, key=lambda seq: seq.seq_id)
+    """Preempted ones count as older than all others: the others may need the blocks that they hold."""
+    return min(prompts, key=lambda seq: (not seq.is_preempted, seq.seq_id))

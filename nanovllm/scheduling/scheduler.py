@@ -54,8 +54,8 @@ class Scheduler:
         self.chunked_prefill = chunked_prefill
         self.max_step_rows = max_step_rows or max_num_seqs
         self.eos_token_ids = frozenset(eos_token_ids)
-        self.waiting: deque[Sequence] = deque()  # in order of arrival
-        self.running: list[Sequence] = []  # likewise
+        self.waiting: deque[Sequence] = deque()  # preempted ones first, each in order of arrival
+        self.running: list[Sequence] = []  # in order of arrival
         self.sequences: dict[int, Sequence] = {}  # all unfinished ones
         self.num_preemptions = 0
         self._step = PlannedStep(0, 0)  # the one being planned
@@ -227,8 +227,8 @@ class Scheduler:
         self.kv.preempt(seq)
         seq.status = SequenceStatus.WAITING
         self._expect_hits(seq)
-        newer = (i for i, other in enumerate(self.waiting) if other.seq_id > seq.seq_id)
-        self.waiting.insert(next(newer, len(self.waiting)), seq)
+        later = (i for i, other in enumerate(self.waiting) if not other.is_preempted or other.seq_id > seq.seq_id)
+        self.waiting.insert(next(later, len(self.waiting)), seq)
         self._step.admits = False
         self.num_preemptions += 1
 

@@ -378,7 +378,7 @@ class Simulation:
         scheduler = self.scheduler
         scheduler.check_integrity()
         for queue in (scheduler.running, scheduler.waiting):
-            order = [seq.seq_id for seq in queue]
+            order = [(not seq.is_preempted, seq.seq_id) for seq in queue]
             assert order == sorted(set(order)), f"not in order of arrival: {order}"
         assert len(scheduler.running) <= scheduler.max_num_seqs, "more sequences run than allowed"
         known = {grain_hash for block in self.pool.blocks for grain_hash in block.grain_hashes}
