@@ -70,7 +70,8 @@ def _compute(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> Log
     """logits [N, vocab_size] of any float type, token_ids int64 [N]. Waits for nothing."""
     values = logits.float()
     log_total = values.logsumexp(dim=-1, keepdim=True)
-    own = values.gather(1, token_ids.clamp(min=0)[:, None])  # an invalid token's request ends with an error
+    # An invalid token's request is about to end. While kernels are only compiled, tokens can be anything.
+    own = values.gather(1, token_ids.clamp(0, values.shape[1] - 1)[:, None])
     ranks = (values > own).sum(dim=-1) + 1
     top = values.topk(min(num_top, values.shape[1]), dim=-1)
     return LogprobTensors(token_ids, (own - log_total)[:, 0], ranks, top.indices, top.values - log_total)

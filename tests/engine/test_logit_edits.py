@@ -5,7 +5,6 @@ logits, alone and together, greedy and sampled, ahead of the last token, with of
 import math
 from array import array
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np

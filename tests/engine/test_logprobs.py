@@ -1,6 +1,5 @@
 """Log-probabilities of answers and prompts: those that transformers' logits have, wherever the K and V come from."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
