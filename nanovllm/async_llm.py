@@ -15,7 +15,7 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from nanovllm.core.logit_editor import AnswerRules
 from nanovllm.core.outputs import Outbox, Receiver, StepOutput
@@ -26,14 +26,6 @@ from nanovllm.llm import LLM
 from nanovllm.request_stream import RequestStream, RequestUpdate
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.request_check import Prompt, prompt_list
-
-
-class _Answer(NamedTuple):
-    """What the engine needs to know about one answer."""
-
-    token_ids: TokenIds  # of the prompt
-    params: SamplingParams
-    rules: AnswerRules
 
 
 class AsyncLLM:
@@ -135,13 +127,13 @@ class AsyncLLM:
         params = sampling_params or SamplingParams()
         self._check_open()
         self._bind_loop()
-        # A long text takes a second to tokenize, and a grammar some time to compile
+        # A long text takes a second to tokenize, and a large grammar to compile
         prompts_ids, answers = await asyncio.to_thread(self._prepare, prompts, params)
         stream = RequestStream(prompts_ids, self._abort)
         try:
-            for index, answer in enumerate(answers):
-                receiver = self.llm.text.receiver(self._outbox, answer.params, with_tokens)
-                request_id = self._add(answer, receiver)
+            for index, (token_ids, answer_params, rules) in enumerate(answers):
+                receiver = self.llm.text.receiver(self._outbox, answer_params, with_tokens)
+                request_id = self._add(token_ids, answer_params, receiver, rules)
                 stream.expect(request_id, index)
                 self._streams[request_id] = stream
         except BaseException:
@@ -151,19 +143,19 @@ class AsyncLLM:
 
     def _prepare(
         self, prompts: Prompt | Iterable[Prompt], params: SamplingParams
-    ) -> tuple[list[TokenIds], list[_Answer]]:
-        """The token ids of each prompt, and the answers to all of them."""
+    ) -> tuple[list[TokenIds], list[tuple[TokenIds, SamplingParams, AnswerRules]]]:
+        """The token ids of each prompt, and what the engine needs for each answer. Raises RequestError."""
         each_params = params.per_answer()
         prompts_ids = [self.llm.check_request(prompt, each_params[0]) for prompt in prompt_list(prompts)]
-        rules = self.llm.text.rules
-        return prompts_ids, [_Answer(token_ids, each, rules(each)) for token_ids in prompts_ids for each in each_params]
+        answers = [(token_ids, each, self.llm.text.rules(each)) for token_ids in prompts_ids for each in each_params]
+        return prompts_ids, answers
 
-    def _add(self, answer: _Answer, receiver: Receiver) -> int:
+    def _add(self, token_ids: TokenIds, params: SamplingParams, receiver: Receiver, rules: AnswerRules) -> int:
         """Queue one answer and return its request id. Called on the loop, and so before any of its results arrive."""
         with self._changed:  # once `close` has been called, the thread aborts what is open, and nothing may follow
             self._check_open()
             try:
-                request_id = self.llm.engine.add_request(answer.token_ids, answer.params, receiver, answer.rules)
+                request_id = self.llm.engine.add_request(token_ids, params, receiver, rules)
             except (RequestError, EngineError):
                 raise
             except Exception as error:  # a call that changes the scheduler failed, which has closed the engine
