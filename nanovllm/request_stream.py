@@ -4,7 +4,8 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from nanovllm.core.outputs import RequestOutput, TokenLogprobs
+from nanovllm.core.logprobs import TokenLogprobs
+from nanovllm.core.outputs import RequestOutput
 from nanovllm.core.sequence import TokenIds
 from nanovllm.errors import EngineError
 

@@ -1,5 +1,7 @@
 """Models, tokens and text, health and version."""
 
+import subprocess
+import sys
 from typing import Any
 
 import httpx
@@ -50,3 +52,15 @@ def test_health_and_version_answer(url: str) -> None:
     health = httpx.get(f"{url}/health")
     assert (health.status_code, health.json()) == (200, {"status": "ready"})
     assert httpx.get(f"{url}/version").json() == {"version": __version__}
+
+
+def test_server_without_its_packages_says_what_to_install() -> None:
+    code = "import sys; sys.modules['fastapi'] = None; from nanovllm.server import make_app"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "ConfigError" in done.stderr
+    assert "pip install 'nanovllm[server]'" in done.stderr
+
+
+def test_server_settings_load_no_web_framework() -> None:
+    code = "import nanovllm.server, sys; sys.exit('fastapi' in sys.modules or 'torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
