@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.core.outputs import Outbox, Receiver
 from nanovllm.core.sequence import TokenIds
+from nanovllm.core.token_constraint import TokenConstraint
 from nanovllm.errors import RequestError
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.answer import TextReceiver
@@ -27,6 +28,7 @@ from nanovllm.text.request_check import (
     render_chat,
     text_or_token_ids,
 )
+from nanovllm.text.structured import GrammarCompiler, TokenMatcher
 from nanovllm.text.tokenizer import end_token_ids, load_tokenizer
 
 Message: TypeAlias = dict[str, Any]
@@ -42,6 +44,7 @@ class TextFrontend:
         self._decoders: dict[bool, TokenDecoder] = {}  # by skip_special_tokens
         if self.tokenizer is not None:
             self._decoders = {skip: TokenDecoder(self.tokenizer, skip) for skip in (True, False)}
+        self._grammars = GrammarCompiler(self.tokenizer, self._vocab_size, self.end_token_ids)
 
     def encode_prompt(self, prompt: Prompt) -> TokenIds:
         """Return the prompt's token ids (int64).
@@ -58,9 +61,19 @@ class TextFrontend:
             return encode_text(self.tokenizer, prompt, self._vocab_size)
 
     def check_params(self, params: SamplingParams) -> None:
-        """Raise RequestError for parameters that need text if the model has no tokenizer."""
+        """Raise RequestError for parameters that need text if the model has no tokenizer, and for structured_outputs
+        that cannot be used. Compiling these can take a second.
+        """
         if params.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer, but this model has none; use stop_token_ids")
+        if params.structured_outputs is not None:
+            self._grammars.compile(params.structured_outputs)
+
+    def grammar(self, params: SamplingParams) -> TokenConstraint | None:
+        """Make the constraint of one answer that `check_params` has accepted; None without structured_outputs."""
+        if params.structured_outputs is None:
+            return None
+        return TokenMatcher(self._grammars.compile(params.structured_outputs), params.ignore_eos)
 
     def check_stream(self, params: SamplingParams) -> None:
         """Raise RequestError for a request whose text cannot be streamed."""
