@@ -31,7 +31,9 @@ class TokenConstraint(Protocol):
     def accept(self, token_id: int) -> bool:
         """Advance by the answer's next token.
 
-        Returns False, and changes nothing but perhaps `error`, if the token is not allowed or there is an error.
+        Returns False, and changes nothing but perhaps `error`, if the token is not allowed or there is an error. The
+        request then ends with finish_reason "error". That happens only if a mask was not applied, or if a row of
+        `masks_for` allowed every token because the masks after a guess exceeded a limit.
         """
 
     def masks_for(self, guesses: list[int]) -> list[TokenMask]:

@@ -7,7 +7,7 @@ a lock of llguidance. Once a mask exceeds a limit, the automaton is useless for 
 """
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
@@ -18,8 +18,8 @@ from nanovllm.core.token_constraint import TokenMask
 from nanovllm.errors import RequestError
 from nanovllm.utils.arithmetic import ceil_div
 
-# llguidance's own, but lower where its defaults allow seconds: tests/text/test_hostile_grammars.py
-LIMITS = {
+# llguidance's defaults would allow compilations and masks of seconds (tests/text/test_hostile_grammars.py).
+LIMITS: Mapping[str, Any] = {
     "max_grammar_size": 20_000,  # symbols; compilation is quadratic in the optional properties of an object
     "initial_lexer_fuel": 1_000_000,  # of a compilation
     "step_lexer_fuel": 50_000,  # of a mask
@@ -31,20 +31,24 @@ LIMITS = {
 STACK_BYTES = 128 << 20  # for MAX_REFERENCE_DEPTH levels; a level was seen to take up to 4 kB
 MAX_REASON_CHARS = 300
 
-
 _Result = TypeVar("_Result")
 
 
 class Vocabulary:
     """The model's vocabulary as llguidance reads it, and its masks."""
 
-    def __init__(self, tokenizer: Any, vocab_size: int, end_token_ids: tuple[int, ...]) -> None:
-        """Raises ValueError for a tokenizer whose tokens are not known as bytes."""
+    def __init__(
+        self, tokenizer: Any, vocab_size: int, end_token_ids: tuple[int, ...], limits: Mapping[str, Any] = LIMITS
+    ) -> None:
+        """`limits` are those of llguidance.LLParserLimits. Raises ValueError for a tokenizer that does not say which
+        bytes its tokens stand for.
+        """
         import llguidance.hf
 
         num_ids = max(vocab_size, 1 + max(tokenizer.get_vocab().values()))
+        end_token_ids = tuple(token_id for token_id in end_token_ids if token_id < vocab_size)
         self.tokens = llguidance.hf.from_tokenizer(tokenizer, n_vocab=num_ids, eos_token=list(end_token_ids) or None)
-        self.limits = llguidance.LLParserLimits(**LIMITS)
+        self.limits = llguidance.LLParserLimits(**limits)
         self.vocab_size = vocab_size
         self.end_token_ids = frozenset(end_token_ids)
         self._num_words = ceil_div(vocab_size, 32)

