@@ -315,14 +315,18 @@ class Scheduler:
     def _append(self, seq: Sequence, token_id: int, position: int, read: Callable[[Sequence], None]) -> None:
         """Append a token, and end the sequence if it is the last one."""
         if token_id == INVALID_TOKEN:
-            self.finish(seq, "error", f"the model's logits for token {position} hold NaN or infinity")
+            problem = f"the model's logits for token {position} hold NaN or infinity"
+            if seq.editor is not None:
+                problem += ", or the request's parameters forbid every token"
+            self.finish(seq, "error", problem)
         else:
             seq.append_pending(token_id, position)
             constraint = None if seq.editor is None else seq.editor.constraint
             is_eos = token_id in self.eos_token_ids and not seq.params.ignore_eos
             seq.has_end_token = is_eos or token_id in seq.stop_token_ids
             if constraint is not None and not constraint.accept(token_id):
-                self.finish(seq, "error", f"token {token_id} does not match what structured_outputs asks for")
+                because = constraint.error or f"token {token_id} is not allowed"
+                self.finish(seq, "error", f"structured_outputs cannot go on: {because}")
             elif seq.has_end_token or (constraint is not None and constraint.is_finished):
                 self.finish(seq, "stop")
             elif len(seq.token_ids) - seq.num_prompt_tokens >= seq.max_tokens:

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from nanovllm.checkpoint.model_config import ModelConfig
-from nanovllm.core.logit_editor import NO_RULES, AnswerRules
+from nanovllm.core.logit_editor import AnswerRules
 from nanovllm.core.outputs import Outbox, Receiver
 from nanovllm.core.sequence import TokenIds
 from nanovllm.errors import RequestError
@@ -31,6 +31,7 @@ from nanovllm.text.request_check import (
     render_chat,
     text_or_token_ids,
 )
+from nanovllm.text.structured import GrammarCompiler, TokenMatcher
 from nanovllm.text.tokenizer import end_token_ids, load_tokenizer
 
 Message: TypeAlias = dict[str, Any]
@@ -46,6 +47,7 @@ class TextFrontend:
         self._decoders: dict[bool, TokenDecoder] = {}  # by skip_special_tokens
         if self.tokenizer is not None:
             self._decoders = {skip: TokenDecoder(self.tokenizer, skip) for skip in (True, False)}
+        self._grammars = GrammarCompiler(self.tokenizer, self._vocab_size, self.end_token_ids)
 
     def encode_prompt(self, prompt: Prompt, *, add_special_tokens: bool = True) -> TokenIds:
         """Return the prompt's token ids (int64). `add_special_tokens`: a text gets those that the tokenizer adds.
@@ -70,7 +72,9 @@ class TextFrontend:
         return text
 
     def check_params(self, params: SamplingParams) -> None:
-        """Raise RequestError for parameters that need text if the model has no tokenizer."""
+        """Raise RequestError for parameters that need text if the model has no tokenizer, and for bad_words and
+        structured_outputs that cannot be used. Compiling a grammar can take a second.
+        """
         if self.tokenizer is None:
             if params.stop:
                 raise RequestError("stop strings need a tokenizer, but this model has none; use stop_token_ids")
@@ -79,11 +83,17 @@ class TextFrontend:
         self.rules(params)
 
     def rules(self, params: SamplingParams) -> AnswerRules:
-        """What bad_words and structured_outputs mean in tokens, for one answer. Raises RequestError if that fails."""
-        if not params.bad_words:
-            return NO_RULES
-        with self._encode_lock:
-            return AnswerRules(bad_word_token_ids(self.tokenizer, params.bad_words, self._vocab_size))
+        """What bad_words and structured_outputs mean in tokens, for one answer. Raises RequestError as `check_params`
+        does.
+        """
+        bad_words: tuple[tuple[int, ...], ...] = ()
+        if params.bad_words:
+            with self._encode_lock:
+                bad_words = bad_word_token_ids(self.tokenizer, params.bad_words, self._vocab_size)
+        if params.structured_outputs is None:
+            return AnswerRules(bad_words)
+        grammar = self._grammars.compile(params.structured_outputs)
+        return AnswerRules(bad_words, TokenMatcher(grammar, params.ignore_eos))
 
     def check_stream(self, params: SamplingParams) -> None:
         """Raise RequestError for a request whose text cannot be streamed."""
