@@ -99,8 +99,8 @@ async def measure_idle_connections(bench: Bench) -> Json:
             runs.append(figures | {"open_connections": num_open, "closed_by_server": num_closed})
     result = over_runs(runs)
     print(
-        f"{args.streams} streams: {result['without_tok_per_s']:,.1f} tok/s, beside {result['open_connections']:.0f} idle "
-        f"or slow connections {result['with_tok_per_s']:,.1f}, ratio {result['with_over_without']:.3f} "
+        f"{args.streams} streams: {result['without_tok_per_s']:,.1f} tok/s, beside {result['open_connections']:.0f} "
+        f"idle or slow connections {result['with_tok_per_s']:,.1f}, ratio {result['with_over_without']:.3f} "
         f"({result['with_over_without_min']:.3f} to {result['with_over_without_max']:.3f}); the server closed "
         f"{result['closed_by_server']:.0f}"
     )

@@ -2,8 +2,8 @@
 
 bench_serve.py writes FILE and starts this when it has stopped the server. FILE has {"command", "runs", "one_by_one"}:
 the words of the command that started the server, whose engine options are used here, and for each run a list of
-{"token_ids", "max_tokens", "temperature"}. The last line of stdout is JSON with a list for each run but the first,
-which warms up.
+{"token_ids", "max_tokens", "temperature"}. The last line of stdout is JSON with a list of figures, one for each run but the first, which
+warms up.
 
 Together, the requests of a run go through LLM.generate. One by one, they go through AsyncLLM, as in a server.
 """
@@ -20,6 +20,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.cli.flags import add_flags, given_fields
 from nanovllm.cli.main import CPU_STEP_TOKENS, _model
 from nanovllm.config import Config
+from nanovllm.device.devices import resolve_device
 
 Json = dict[str, Any]
 
@@ -30,7 +31,10 @@ def engine_options(command: list[str]) -> tuple[str, Json]:
     parser.add_argument("--model", required=True)
     add_flags(parser, Config, without=("model",))
     args, _ = parser.parse_known_args(command)
-    return _model(args.model), given_fields(args, Config)
+    options = given_fields(args, Config)
+    if resolve_device(Config(model=args.model, **options)).type == "cpu":
+        options = {"max_num_batched_tokens": CPU_STEP_TOKENS} | options  # as the command line does
+    return _model(args.model), options
 
 
 def sampling_params(request: Json) -> SamplingParams:

@@ -28,7 +28,7 @@ CHAT_TEMPLATE = (
 
 
 def write_model(preset: str, directory: Path, num_trained_tokens: int = NUM_TRAINED_TOKENS) -> None:
-    """Write config.json, tokenizer.json and tokenizer_config.json. The weights have to be random (load_format dummy)."""
+    """Write config.json, tokenizer.json and tokenizer_config.json. There are no weights (load_format dummy)."""
     config = json.loads(presets()[preset].read_text()) | {"max_position_embeddings": MAX_POSITIONS}
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))

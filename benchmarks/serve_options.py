@@ -35,8 +35,8 @@ def _add_server_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--preset",
         metavar="NAME",
-        help="write a model with this preset's shapes and a tokenizer as large, to {model} in --start; its weights have "
-        "to be random: --load-format dummy",
+        help="write a model with this preset's shapes and a tokenizer as large, which is {model} in --start; it has no "
+        "weights, so add --load-format dummy",
     )
     group.add_argument("--model", help="name in the requests; default: the first that the server offers")
     group.add_argument("--api-key", metavar="KEY", help="default: the environment variable OPENAI_API_KEY")
@@ -58,9 +58,12 @@ def _add_server_options(parser: argparse.ArgumentParser) -> None:
 def _add_workload_options(parser: argparse.ArgumentParser, workloads: Sequence[str]) -> None:
     group = parser.add_argument_group("the workload")
     group.add_argument("--workload", default=workloads[0], choices=workloads)
-    numbers = {"nargs": "+", "metavar": "N"}
-    group.add_argument("--concurrency", type=_positive, default=[256], help="requests at a time", **numbers)
-    group.add_argument("--rate", type=float, help="requests per second of Poisson arrivals, instead", **numbers)
+    group.add_argument(
+        "--concurrency", type=_positive, default=[256], nargs="+", metavar="N", help="requests at a time"
+    )
+    group.add_argument(
+        "--rate", type=float, nargs="+", metavar="N", help="requests per second of Poisson arrivals, instead"
+    )
     group.add_argument("--num-requests", type=_positive, default=256, metavar="N", help="chats in a run")
     group.add_argument("--min-tokens", type=_positive, default=100, metavar="N", help="of a chat, in and out")
     group.add_argument("--max-tokens", type=_positive, default=1024, metavar="N", help="of a chat, in and out")
@@ -101,6 +104,8 @@ def _complaint(args: argparse.Namespace) -> str | None:
         return "--workload overhead needs --start: the same engine runs without a server afterwards"
     if args.against_generate and (args.workload != "chats" or args.start is None):
         return "--against-generate needs --workload chats and --start"
+    if args.against_generate and not args.warm_up:
+        return "--against-generate needs a run that warms up; leave out --no-warm-up"
     if args.against_generate and len(args.rate or args.concurrency) > 1:
         return "--against-generate compares one load; give one --concurrency"
     if args.plot and args.workload != "chats":

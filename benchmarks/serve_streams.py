@@ -141,7 +141,7 @@ async def measure_interference(bench: Bench) -> Json:
 async def interfere(bench: Bench, seed: int) -> Json:
     """One run: figures of the quiet streams, of the streams while a long prompt is read, and of the short requests."""
     rng = random.Random(seed)
-    maker, clock = bench.maker, bench.client.clock
+    maker = bench.maker
     long_request = maker.request(await maker.prompt(rng, bench.args.document_tokens), LONG_ANSWER_TOKENS)
     prompts = [await maker.prompt(rng, SHORT_PROMPT_TOKENS) for _ in range(bench.args.short_requests)]
     shorts: list[Answer] = []

@@ -26,7 +26,7 @@ class WorkloadError(Exception):
 
 @dataclass
 class Bench:
-    """What the workloads share. `sent` are the requests of each measured run, for a comparison with the engine."""
+    """What the workloads share. `sent` are the requests of each run, for a comparison with the engine."""
 
     args: argparse.Namespace
     server: Server
@@ -65,7 +65,9 @@ async def measure_chats(bench: Bench) -> Json:
     points = []
     args = bench.args
     if args.warm_up:
-        await run_load(bench.server, await make_load(bench, levels(args)[-1], args.seed), args.processes)
+        load = await make_load(bench, levels(args)[-1], args.seed)
+        await run_load(bench.server, load, args.processes)
+        bench.sent.append(load.requests)
     for index, level in enumerate(levels(args)):
         runs = []
         for run in range(args.runs):
