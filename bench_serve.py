@@ -83,7 +83,7 @@ def run(args: argparse.Namespace, stack: ExitStack) -> Json:
         result["gpu"] = gpu_name()
     args.base_url = server_url(args.base_url)
     args.model = args.model or served_model(args.base_url, args.api_key)
-    result |= {"server_version": server_version(args.base_url)}
+    result |= {"server_version": server_version(args.base_url, args.api_key)}
     figures, bench = asyncio.run(measure(args, Server(args.base_url, args.api_key, args.timeout_s)))
     if process is not None:
         result["server_exit_status"] = process.stop()

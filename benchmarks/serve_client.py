@@ -112,8 +112,7 @@ class AnswerReader:
         answer.num_cached_tokens = (self._usage.get("prompt_tokens_details") or {}).get("cached_tokens")
         answer.error = self._error_kind(status)
         if answer.error is not None:
-            self.keep_detail()
-        self.count_tokens()
+            self._keep_detail()
 
     def _read_whole(self) -> None:
         try:
@@ -135,7 +134,7 @@ class AnswerReader:
             return f"finish_{self._finish_reason}"
         return None
 
-    def keep_detail(self) -> None:
+    def _keep_detail(self) -> None:
         said = json.dumps(self._error).encode() if self._error is not None else b"".join(self._body)
         self._answer.detail = said[:NUM_DETAIL_BYTES].decode(errors="replace")
 
@@ -145,7 +144,9 @@ class AnswerReader:
         num_events = len(answer.event_s)
         answer.num_output_tokens = self._usage.get("completion_tokens", num_events)
         totals = [total for total in self._totals if total is not None]
-        if num_events and len(totals) == num_events:
+        if not num_events:
+            answer.event_tokens = []
+        elif len(totals) == num_events:
             answer.event_tokens = [now - before for before, now in zip([0, *totals], totals, strict=False)]
         else:
             answer.event_tokens = [answer.num_output_tokens / num_events] * num_events
@@ -181,6 +182,5 @@ async def ask(client: HttpClient, request: Request, timeout_s: float, answer: An
         answer.error, answer.detail = "no_connection", str(error)
     finally:  # also if it is cancelled
         answer.end_s = client.clock()
-        if not answer.event_tokens:
-            reader.count_tokens()
+        reader.count_tokens()
     return answer

@@ -1,7 +1,7 @@
 """A small HTTP/1.1 client for a load generator: bytes are parsed as they arrive, without a task in between.
 
-With httpx every piece of a stream passes through several coroutines, which costs the client more than the server under
-test needs to send it (docs/log.md has the figures). Connections carry one request at a time.
+With httpx every piece of a stream passes through several coroutines: 28 us of CPU for an event, here 10 to 13
+(docs/log.md). Connections carry one request at a time.
 """
 
 import asyncio

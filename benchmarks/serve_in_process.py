@@ -1,9 +1,9 @@
 """Runs requests in an engine of this process, without a server: python -m benchmarks.serve_in_process FILE
 
-bench_serve.py writes FILE and starts this when it has stopped the server. FILE has {"command", "runs", "one_by_one"}:
-the words of the command that started the server, whose engine options are used here, and for each run a list of
-{"token_ids", "max_tokens", "temperature"}. The last line of stdout is JSON with a list of figures, one for each run but the first, which
-warms up.
+bench_serve.py writes FILE and starts this when it has stopped the server. FILE holds {"command", "runs", "one_by_one"}.
+command: the words that started the server, whose engine options are used here. runs: for each run a list of
+{"token_ids", "max_tokens", "temperature"}. The last line of stdout is JSON with the figures of every run but the first,
+which warms up.
 
 Together, the requests of a run go through LLM.generate. One by one, they go through AsyncLLM, as in a server.
 """

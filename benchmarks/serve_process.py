@@ -16,6 +16,7 @@ from urllib.request import ProxyHandler, Request, build_opener
 READY_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 60.0
 POLL_S = 0.1
+STDERR = 2  # the file descriptor
 
 
 class ServerError(Exception):
@@ -47,7 +48,7 @@ class ServerProcess:
         self.words = words
         self._base_url = base_url
         self._start_s = time.perf_counter()
-        self._process = subprocess.Popen(words, stdout=sys.stderr, start_new_session=True)
+        self._process = subprocess.Popen(words, stdout=STDERR, start_new_session=True)
 
     def __enter__(self) -> "ServerProcess":
         return self
@@ -103,9 +104,9 @@ def served_model(base_url: str, api_key: str | None) -> str:
     return str(json.loads(models)["data"][0]["id"])
 
 
-def server_version(base_url: str) -> Any:
+def server_version(base_url: str, api_key: str | None = None) -> Any:
     """What /version says; None if the server has no such page."""
-    answer = get(base_url, "/version")
+    answer = get(base_url, "/version", api_key)
     try:
         return None if answer is None else json.loads(answer).get("version")
     except (ValueError, AttributeError):

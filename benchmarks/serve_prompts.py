@@ -18,6 +18,7 @@ their one all we can her has there been if more when will would who so no out up
 than other then its people only two first over new some like may well after made even most work way also many must
 before back through years where much still should long see little world house water place right find still light paper
 """.split()
+TYPICAL_CHARACTERS_PER_TOKEN = 5
 MAX_CHARACTERS_PER_TOKEN = 12  # of such text, for any tokenizer
 NUM_PROPORTIONAL_TRIES = 6
 NUM_TOKENIZING = 4  # requests at a time
@@ -42,7 +43,6 @@ class Tokenizer:
 
     def __init__(self, client: HttpClient, model: str) -> None:
         self._client, self._model = client, model
-        self._characters_per_token = 4.0  # of the last text
         self._limit = asyncio.Semaphore(NUM_TOKENIZING)
 
     async def encode(self, text: str) -> list[int]:
@@ -67,11 +67,10 @@ class Tokenizer:
         """
         text = random_text(rng, num_tokens * MAX_CHARACTERS_PER_TOKEN)
         too_short, too_long = 0, len(text) + 1
-        guess = round(num_tokens * self._characters_per_token)
+        guess = num_tokens * TYPICAL_CHARACTERS_PER_TOKEN  # no earlier count, so that the text depends on `rng` alone
         for num_tries in range(100):
             length = min(max(guess, too_short + 1), too_long - 1)
             token_ids = await self.encode(text[:length])
-            self._characters_per_token = length / max(len(token_ids), 1)
             if len(token_ids) == num_tokens:
                 return text[:length], token_ids
             if len(token_ids) < num_tokens:
@@ -80,7 +79,7 @@ class Tokenizer:
                 too_long = length
             if too_long - too_short <= 1:
                 break
-            guess = length + round((num_tokens - len(token_ids)) * self._characters_per_token)
+            guess = length + round((num_tokens - len(token_ids)) * length / max(len(token_ids), 1))
             if num_tries >= NUM_PROPORTIONAL_TRIES:
                 guess = (too_short + too_long) // 2
         raise PromptError(f"no text has {num_tokens} tokens for this server; use --token-ids VOCAB_SIZE")
