@@ -140,7 +140,7 @@ JOBS = [
     guesses("40k", "--speculation", "resident", "--num-gpu-blocks", "4", "--cpu-attention", "off"),
     guesses("all-gpu", "--speculation", "prompt_lookup", "--num-gpu-blocks", "0", "--decode-tokens", "256"),
     serving(
-        "requests",
+        "chats",
         "--max-model-len 4096 --max-num-seqs 256",
         *("--concurrency", "256", "--num-requests", "256", "--against-generate"),
         timeout_s=600,
@@ -316,7 +316,7 @@ TARGETS = [
     memory("README's example: plan's error", "readme", "plan_error", 0.05),
     memory("Qwen3-8B on 24 GiB: plan's error", "8b-24gib", "plan_error", 0.05),
     one("second question / first, 40K", "offload-8slots", "second_question_ttft_ratio", 0.1, at_most=True),
-    one("256 streams through HTTP / LLM.generate", "serve-requests", "share_of_generate", 0.93),
+    one("256 streams through HTTP / LLM.generate", "serve-chats", "share_of_generate", 0.93),
     one("HTTP, second question / first, 131K", "serve-document", "second_question_ttft_ratio", 0.1, at_most=True),
     *(
         one(f"{where}: {what}", job, key, bound, unit, at_most=True)

@@ -554,7 +554,7 @@ def test_targets_read_figures_that_the_workloads_report() -> None:
     interference = serve_streams.interference_figures(streams, Window(0.0, 4.0), Window(4.0, 9.0))
     interference |= {"short_ttft_latest_s": 1.0, "short_ttft_steps": 2}
     reported = {
-        "serve-requests": {"share_of_generate": 1.0},
+        "serve-chats": {"share_of_generate": 1.0},
         "serve-document": {"second_question_ttft_ratio": 0.05},
         "serve-interference": interference,
         "serve-interference-offload": interference,
