@@ -26,7 +26,7 @@ from typing import Any
 
 from benchmarks.reporting import report, run_options, versions
 from benchmarks.serve_client import CHAT, COMPLETIONS
-from benchmarks.serve_comparison import compare_overhead, compare_rate, measure_overhead
+from benchmarks.serve_comparison import compare_rate, measure_overhead
 from benchmarks.serve_idle import allow_files, measure_idle_connections
 from benchmarks.serve_load import Server
 from benchmarks.serve_options import parse
@@ -57,12 +57,12 @@ def gpu_name() -> str | None:
     return lines[0] if lines else None
 
 
-async def measure(args: argparse.Namespace, server: Server) -> tuple[Json, Bench]:
-    """Run the workload against a server that is ready."""
+async def measure(args: argparse.Namespace, server: Server, command: tuple[str, ...]) -> tuple[Json, Bench]:
+    """Run the workload against a server that is ready. `command` has started it, unless it is empty."""
     client = server.client()
     path = CHAT if args.endpoint == "chat" else COMPLETIONS
     maker = RequestMaker(client, args.model, path, args.token_ids, args.extra_body)
-    bench = Bench(args, server, client, maker)
+    bench = Bench(args, server, client, maker, command)
     try:
         return await MEASURES[args.workload](bench), bench
     finally:
@@ -84,13 +84,12 @@ def run(args: argparse.Namespace, stack: ExitStack) -> Json:
     args.base_url = server_url(args.base_url)
     args.model = args.model or served_model(args.base_url, args.api_key)
     result |= {"server_version": server_version(args.base_url, args.api_key)}
-    figures, bench = asyncio.run(measure(args, Server(args.base_url, args.api_key, args.timeout_s)))
+    command = tuple(process.words) if process is not None else ()
+    figures, bench = asyncio.run(measure(args, Server(args.base_url, args.api_key, args.timeout_s), command))
     if process is not None:
         result["server_exit_status"] = process.stop()
-        if args.workload == "overhead":
-            figures = compare_overhead(figures, process.words, bench.sent)
         if args.against_generate:
-            figures = compare_rate(figures, process.words, bench.sent)
+            figures = compare_rate(figures, command, bench.sent)
     return result | figures
 
 

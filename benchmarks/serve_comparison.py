@@ -1,14 +1,14 @@
 """Compares a server with the engine alone: the rate of LLM.generate, and the time that HTTP adds to a request.
 
-The engine runs in a fresh process (serve_in_process.py) after the server has been stopped, with the same options.
+The engine runs in a process of its own (serve_in_process.py) with the engine options of the server's command.
 """
 
+import asyncio
 import json
 import statistics
 import subprocess
 import sys
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,72 +19,36 @@ from benchmarks.serve_workloads import Bench, WorkloadError
 
 Json = dict[str, Any]
 
+ROOT = Path(__file__).parent.parent
 OVERHEAD_PROMPT_TOKENS, OVERHEAD_ANSWER_TOKENS = 100, 8
+NOT_STREAMED = {"stream": False, "stream_options": None}
 
 
-# -- the server's side -------------------------------------------------------------------------------------------
+class EngineProcess:
+    """An engine without a server. `mode` is "together" or "one-by-one": see serve_in_process.py."""
 
+    def __init__(self, mode: str, command: Sequence[str]) -> None:
+        words = [sys.executable, "-m", "benchmarks.serve_in_process", mode, *command]
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True, cwd=ROOT)
 
-async def measure_overhead(bench: Bench) -> Json:
-    """Latencies of small requests, one after the other: answered at once, and streamed. `compare_overhead` follows."""
-    result: Json = {}
-    args = bench.args
-    whole: list[float] = []
-    streamed: list[float] = []
-    sizes = OVERHEAD_PROMPT_TOKENS, OVERHEAD_PROMPT_TOKENS
-    for run in range(args.runs + 1):  # the first warms up, here and in the other process
-        made = await bench.maker.chats(args.num_requests, *sizes, args.seed + run)
-        requests = tuple(request.with_body({"max_tokens": OVERHEAD_ANSWER_TOKENS}) for request in made)
-        bench.sent.append(requests)
-        for latencies, start, changes in ((whole, 0, {"stream": False, "stream_options": None}), (streamed, 1, {})):
-            # each prompt is new, so that no KV is found
-            answers = [await bench.ask(request.with_body(changes)) for request in requests[start::2]]
-            latencies.append(median_latency(answers))
-    result |= Samples(tuple(whole[1:])).as_json("http_latency_s")
-    return result | Samples(tuple(streamed[1:])).as_json("http_stream_latency_s")
+    def __enter__(self) -> "EngineProcess":
+        return self
 
+    def __exit__(self, *exc_info: object) -> None:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()  # which ends it
+        self._process.wait()
+        self._process.stdout.close()
 
-def median_latency(answers: Sequence[Answer]) -> float:
-    return statistics.median(answer.end_s - answer.sent_s for answer in answers)
-
-
-# -- the engine's side -------------------------------------------------------------------------------------------
-
-
-def compare_overhead(result: Json, command: list[str], runs: Sequence[tuple[Request, ...]]) -> Json:
-    """Add the latencies of the same requests in process, and what HTTP adds to them."""
-    latencies = run_in_process(command, runs, one_by_one=True)["latency_s"]
-    samples = Samples(tuple(statistics.median(run) for run in latencies))
-    result = result | samples.as_json("engine_latency_s")
-    for kind in ("", "stream_"):
-        result[f"{kind}overhead_ms"] = (result[f"http_{kind}latency_s"] - samples.median) * 1e3
-    print(
-        f"a request of {OVERHEAD_PROMPT_TOKENS} tokens in and {OVERHEAD_ANSWER_TOKENS} out: engine "
-        f"{samples.median * 1e3:.2f} ms, HTTP adds {result['overhead_ms']:.2f} ms, "
-        f"{result['stream_overhead_ms']:.2f} ms if streamed"
-    )
-    return result
-
-
-def compare_rate(result: Json, command: list[str], runs: Sequence[tuple[Request, ...]]) -> Json:
-    """Add the rate of LLM.generate for the same requests with token ids, which is the bound of the server's rate."""
-    rates = Samples(tuple(run_in_process(command, runs, one_by_one=False)["output_tok_per_s"]))
-    share = result["output_tok_per_s"] / rates.median
-    print(f"LLM.generate: {rates} output tok/s; through HTTP {share:.3f} of that")
-    return result | rates.as_json("generate_output_tok_per_s") | {"share_of_generate": share}
-
-
-def run_in_process(command: list[str], runs: Sequence[tuple[Request, ...]], one_by_one: bool) -> Json:
-    """Run the requests in a fresh process with the engine options of a server's command."""
-    work = {"command": command, "one_by_one": one_by_one, "runs": [[_as_json(each) for each in run] for run in runs]}
-    with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "work.json"
-        path.write_text(json.dumps(work))
-        words = [sys.executable, "-m", "benchmarks.serve_in_process", str(path)]
-        done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=False, cwd=Path(__file__).parent.parent)
-    if done.returncode:
-        raise WorkloadError(f"the engine's process ended with status {done.returncode}")
-    return dict(json.loads(done.stdout.splitlines()[-1]))
+    def run(self, requests: Sequence[Request]) -> list[float]:
+        """The seconds of the run, or those of each request."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        print(json.dumps([_as_json(request) for request in requests]), file=self._process.stdin, flush=True)
+        line = self._process.stdout.readline()
+        if not line:
+            raise WorkloadError(f"the engine's process ended with status {self._process.wait()}")
+        return [float(seconds) for seconds in json.loads(line)]
 
 
 def _as_json(request: Request) -> Json:
@@ -92,3 +56,63 @@ def _as_json(request: Request) -> Json:
         raise PromptError("the token ids of a prompt are not known")
     sampling = {name: request.body[name] for name in ("max_tokens", "temperature")}
     return {"token_ids": request.token_ids} | sampling
+
+
+def compare_rate(
+    result: Json,
+    command: Sequence[str],
+    runs: Sequence[Sequence[Request]],
+    make_engine: Callable[..., EngineProcess] = EngineProcess,
+) -> Json:
+    """Add the rate of LLM.generate for the same requests with token ids, which is the bound of the server's rate.
+
+    The first run warms up. The server has been stopped, because both may not fit on one GPU.
+    """
+    rates = []
+    with make_engine("together", command) as engine:
+        for requests in runs:
+            (seconds,) = engine.run(requests)
+            rates.append(sum(request.body["max_tokens"] for request in requests) / seconds)
+    samples = Samples(tuple(rates[1:]))
+    share = result["output_tok_per_s"] / samples.median
+    print(f"LLM.generate: {samples} output tok/s; through HTTP {share:.3f} of that")
+    return result | samples.as_json("generate_output_tok_per_s") | {"share_of_generate": share}
+
+
+async def measure_overhead(bench: Bench, make_engine: Callable[..., EngineProcess] = EngineProcess) -> Json:
+    """What HTTP adds to the median latency of small requests, which are sent one after the other.
+
+    In each run the server answers some at once, then streams others, and the engine alone runs as many again, so that
+    other work of the machine disturbs all of them equally. All prompts are new. The first run warms up.
+    """
+    args = bench.args
+    sizes = OVERHEAD_PROMPT_TOKENS, OVERHEAD_PROMPT_TOKENS
+    figures: dict[str, list[float]] = {"http": [], "http_stream": [], "engine": []}
+    with make_engine("one-by-one", bench.command) as engine:
+        for run in range(args.runs + 1):
+            made = await bench.maker.chats(3 * args.num_requests, *sizes, args.seed + run)
+            requests = [request.with_body({"max_tokens": OVERHEAD_ANSWER_TOKENS}) for request in made]
+            whole, streamed, alone = (requests[start::3] for start in range(3))
+            answers = [await bench.ask(request.with_body(NOT_STREAMED)) for request in whole]
+            figures["http"].append(median_latency(answers))
+            figures["http_stream"].append(median_latency([await bench.ask(request) for request in streamed]))
+            figures["engine"].append(statistics.median(await asyncio.to_thread(engine.run, alone)))
+    return overhead_figures({name: values[1:] for name, values in figures.items()})
+
+
+def median_latency(answers: Sequence[Answer]) -> float:
+    return statistics.median(answer.end_s - answer.sent_s for answer in answers)
+
+
+def overhead_figures(latencies_s: dict[str, list[float]]) -> Json:
+    """The latencies, and what HTTP adds to the engine's in each run."""
+    result: Json = {}
+    for name, values in latencies_s.items():
+        result |= Samples(tuple(values)).as_json(f"{name}_latency_s")
+    for prefix, name in (("", "http"), ("stream_", "http_stream")):
+        pairs = zip(latencies_s[name], latencies_s["engine"], strict=True)
+        added = Samples(tuple((http - engine) * 1e3 for http, engine in pairs))
+        result |= added.as_json(f"{prefix}overhead_ms")
+        print(f"HTTP adds {added} ms to a request{' that is streamed' if prefix else ''}")
+    print(f"  which takes the engine {result['engine_latency_s'] * 1e3:.2f} ms")
+    return result

@@ -1,26 +1,27 @@
-"""Runs requests in an engine of this process, without a server: python -m benchmarks.serve_in_process FILE
+"""Runs requests in an engine of this process, without a server. serve_comparison.py starts it.
 
-bench_serve.py writes FILE and starts this when it has stopped the server. FILE holds {"command", "runs", "one_by_one"}.
-command: the words that started the server, whose engine options are used here. runs: for each run a list of
-{"token_ids", "max_tokens", "temperature"}. The last line of stdout is JSON with the figures of every run but the first,
-which warms up.
+    python -m benchmarks.serve_in_process {together,one-by-one} COMMAND...
 
-Together, the requests of a run go through LLM.generate. One by one, they go through AsyncLLM, as in a server.
+COMMAND is what starts the server; its engine options are used here. Every line of stdin is one run, a JSON list of
+{"token_ids", "max_tokens", "temperature"}. Every line of stdout is the answer to a run, a JSON list of seconds.
+
+together: the requests go through LLM.generate, and the list has the seconds of the whole run. one-by-one: they go
+through AsyncLLM, as in a server, and the list has the seconds of each request.
 """
 
 import argparse
 import asyncio
 import json
+import os
 import sys
 import time
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, TextIO
 
-from nanovllm import LLM, SamplingParams
 from nanovllm.cli.flags import add_flags, given_fields
 from nanovllm.cli.main import CPU_STEP_TOKENS, _model
 from nanovllm.config import Config
-from nanovllm.device.devices import resolve_device
+from nanovllm.sampling_params import SamplingParams
 
 Json = dict[str, Any]
 
@@ -32,6 +33,8 @@ def engine_options(command: list[str]) -> tuple[str, Json]:
     add_flags(parser, Config, without=("model",))
     args, _ = parser.parse_known_args(command)
     options = given_fields(args, Config)
+    from nanovllm.device.devices import resolve_device  # loads torch, which a refused option need not wait for
+
     if resolve_device(Config(model=args.model, **options)).type == "cpu":
         options = {"max_num_batched_tokens": CPU_STEP_TOKENS} | options  # as the command line does
     return _model(args.model), options
@@ -41,45 +44,43 @@ def sampling_params(request: Json) -> SamplingParams:
     return SamplingParams(temperature=request["temperature"], max_tokens=request["max_tokens"], ignore_eos=True)
 
 
-def generate_rates(model: str, options: Json, runs: list[list[Json]]) -> Json:
-    """Output tokens per second of LLM.generate, for each run."""
-    rates = []
+def run_together(model: str, options: Json, runs: Iterable[list[Json]], answers: TextIO) -> None:
+    from nanovllm.llm import LLM
+
     with LLM(model, **options) as llm:
         for requests in runs:
             params = [sampling_params(request) for request in requests]
+            prompts = [request["token_ids"] for request in requests]
             start_s = time.perf_counter()
-            outputs = llm.generate([request["token_ids"] for request in requests], params, use_tqdm=False)
-            seconds = time.perf_counter() - start_s
-            rates.append(sum(len(output["token_ids"]) for output in outputs) / seconds)
-    return {"output_tok_per_s": rates[1:]}
+            llm.generate(prompts, params, use_tqdm=False)
+            print(json.dumps([time.perf_counter() - start_s]), file=answers, flush=True)
 
 
-def latencies(model: str, options: Json, runs: list[list[Json]]) -> Json:
-    """Seconds of each request, one after the other, through AsyncLLM."""
-    return asyncio.run(_latencies(model, options, runs))
+async def run_one_by_one(model: str, options: Json, runs: Iterable[list[Json]], answers: TextIO) -> None:
+    from nanovllm.async_llm import AsyncLLM
 
-
-async def _latencies(model: str, options: Json, runs: list[list[Json]]) -> Json:
-    from nanovllm import AsyncLLM
-
-    seconds: list[list[float]] = []
     async with AsyncLLM(model, **options) as engine:
         for requests in runs:
-            seconds.append([])
+            seconds = []
             for request in requests:
                 params = sampling_params(request)
                 start_s = time.perf_counter()
                 async for _ in engine.generate({"prompt_token_ids": request["token_ids"]}, params):
                     pass
-                seconds[-1].append(time.perf_counter() - start_s)
-    return {"latency_s": seconds[1:]}
+                seconds.append(time.perf_counter() - start_s)
+            print(json.dumps(seconds), file=answers, flush=True)
 
 
 def main() -> None:
-    work = json.loads(Path(sys.argv[1]).read_text())
-    model, options = engine_options(work["command"])
-    measure = latencies if work["one_by_one"] else generate_rates
-    print(json.dumps(measure(model, options, work["runs"])))
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what else is printed must not come between the answers
+    _, mode, *command = sys.argv
+    model, options = engine_options(command)
+    runs = (json.loads(line) for line in sys.stdin)
+    if mode == "together":
+        run_together(model, options, runs, answers)
+    else:
+        asyncio.run(run_one_by_one(model, options, runs, answers))
 
 
 if __name__ == "__main__":

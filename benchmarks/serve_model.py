@@ -27,24 +27,25 @@ CHAT_TEMPLATE = (
 )
 
 
-def write_model(preset: str, directory: Path, num_trained_tokens: int = NUM_TRAINED_TOKENS) -> None:
+def write_model(preset: str, directory: Path) -> None:
     """Write config.json, tokenizer.json and tokenizer_config.json. There are no weights (load_format dummy)."""
     config = json.loads(presets()[preset].read_text()) | {"max_position_embeddings": MAX_POSITIONS}
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
-    make_tokenizer(config["vocab_size"], num_trained_tokens).save(str(directory / "tokenizer.json"))
+    library = sorted(str(path) for path in Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    make_tokenizer(config["vocab_size"], NUM_TRAINED_TOKENS, library).save(str(directory / "tokenizer.json"))
     about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_TOKEN, "chat_template": CHAT_TEMPLATE}
     (directory / "tokenizer_config.json").write_text(json.dumps(about))
 
 
-def make_tokenizer(vocab_size: int, num_trained_tokens: int) -> Tokenizer:
-    """A byte-level BPE tokenizer with exactly `vocab_size` tokens, of which the last one ends a text."""
+def make_tokenizer(vocab_size: int, num_trained_tokens: int, sources: list[str]) -> Tokenizer:
+    """A byte-level BPE tokenizer, trained on files, with exactly `vocab_size` tokens, the last of which ends a text."""
     trained = Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     num_trained_tokens = min(num_trained_tokens, vocab_size - 1)
     trainer = trainers.BpeTrainer(vocab_size=num_trained_tokens, initial_alphabet=alphabet, show_progress=False)
-    trained.train([str(path) for path in _library_sources()], trainer)
+    trained.train(sources, trainer)
     model = json.loads(trained.to_str())["model"]
     vocab: dict[str, int] = model["vocab"]
     made_up = (word for word in _made_up_words() if word not in vocab)
@@ -57,10 +58,6 @@ def make_tokenizer(vocab_size: int, num_trained_tokens: int) -> Tokenizer:
     tokenizer.add_special_tokens([AddedToken(END_TOKEN, special=True, normalized=False)])
     assert tokenizer.get_vocab_size() == vocab_size, f"{tokenizer.get_vocab_size()} tokens instead of {vocab_size}"
     return tokenizer
-
-
-def _library_sources() -> list[Path]:
-    return sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
 
 
 def _made_up_words() -> Iterator[str]:

@@ -26,12 +26,17 @@ class WorkloadError(Exception):
 
 @dataclass
 class Bench:
-    """What the workloads share. `sent` are the requests of each run, for a comparison with the engine."""
+    """What the workloads share.
+
+    command: the words that started the server; empty if it was running already. sent: the requests of each run, for a
+    comparison with the engine.
+    """
 
     args: argparse.Namespace
     server: Server
     client: HttpClient
     maker: RequestMaker
+    command: tuple[str, ...] = ()
     sent: list[tuple[Request, ...]] = field(default_factory=list)
 
     async def ask(self, request: Request) -> Answer:
@@ -72,9 +77,10 @@ async def measure_chats(bench: Bench) -> Json:
         runs = []
         for run in range(args.runs):
             load = await make_load(bench, level, seed=args.seed + 1 + index * args.runs + run)
-            result = await run_load(bench.server, load, args.processes)
             bench.sent.append(load.requests)
+            result = await run_load(bench.server, load, args.processes)
             runs.append(figures_of(result))
+            runs[-1]["num_prompt_tokens_made"] = sum(request.num_prompt_tokens for request in load.requests)
         points.append(level | over_runs(runs))
         print_load(", ".join(f"{name} {value:g}" for name, value in level.items()), points[-1])
     return points[0] if len(points) == 1 else {"points": points}

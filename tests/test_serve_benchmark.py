@@ -1,11 +1,13 @@
 """The load generator of bench_serve.py against a fake server: what it sends, what it reads, and what it reports."""
 
+import argparse
 import asyncio
 import json
 import random
 import statistics
 import sys
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,6 +25,7 @@ from benchmarks.serve_process import ServerError, ServerProcess, free_port
 from benchmarks.serve_prompts import PromptError, RequestMaker, Tokenizer
 from benchmarks.serve_streams import RunningStreams, Window
 from benchmarks.serve_wire import ConnectionLost, ProtocolError, Response, SseParser
+from benchmarks.serve_workloads import Bench, WorkloadError
 from benchmarks.targets import JOBS, TARGETS
 
 T = TypeVar("T")
@@ -342,17 +345,13 @@ def test_prompts_of_a_server_without_tokenize_are_refused_with_the_remedy() -> N
         run(make())
 
 
-def test_model_directory_has_a_tokenizer_of_the_full_vocabulary(tmp_path: Path) -> None:
-    from tokenizers import Tokenizer as RealTokenizer
-
-    serve_model.write_model("qwen3-0.6b", tmp_path, num_trained_tokens=300)
-    tokenizer = RealTokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    vocab_size = json.loads((tmp_path / "config.json").read_text())["vocab_size"]
-    assert tokenizer.get_vocab_size() == vocab_size
+def test_model_has_a_tokenizer_of_the_full_vocabulary() -> None:
+    tokenizer = serve_model.make_tokenizer(vocab_size=3000, num_trained_tokens=400, sources=[__file__])
+    assert tokenizer.get_vocab_size() == 3000 and tokenizer.token_to_id(serve_model.END_TOKEN) == 2999
     text = "def f(x):\n    return 'é'"
     assert tokenizer.decode(tokenizer.encode(text).ids) == text
-    some = random.Random(0).sample(range(300, vocab_size - 1), 200)
-    assert all(tokenizer.decode([token_id]) for token_id in some)
+    assert len(tokenizer.encode("assert await").ids) < len("assert await")
+    assert all(tokenizer.decode([token_id]).isascii() for token_id in range(400, 2999))
 
 
 # -- workloads -------------------------------------------------------------------------------------------------------
@@ -479,29 +478,13 @@ def start_command(*more: str) -> str:
     return " ".join((sys.executable, str(FAKE), "--port", "{port}", *more))
 
 
-def test_start_stops_the_server_and_compares_it_with_the_engine(
+def test_start_stops_the_server_with_sigterm(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    compared: list[Any] = []
-
-    def in_process(command: list[str], runs: Any, one_by_one: bool) -> dict[str, Any]:
-        compared.append((command, runs, one_by_one))
-        if one_by_one:
-            return {"latency_s": [[0.001] * 6] * (len(runs) - 1)}
-        return {"output_tok_per_s": [1000.0] * (len(runs) - 1)}
-
-    monkeypatch.setattr(serve_comparison, "run_in_process", in_process)
-    status, printed = bench(monkeypatch, capsys, "--start", start_command(), *SMALL, "--against-generate")
+    status, printed = bench(monkeypatch, capsys, "--start", start_command(), *SMALL, "--concurrency", "2")
     result = json.loads(printed.splitlines()[-1])
     assert status == 0 and result["server_exit_status"] == 0 and result["start_to_ready_s"] > 0
-    assert result["share_of_generate"] == pytest.approx(result["output_tok_per_s"] / 1000)
-    status, printed = bench(monkeypatch, capsys, "--start", start_command(), *SMALL, "--workload", "overhead")
-    result = json.loads(printed.splitlines()[-1])
-    assert result["overhead_ms"] == pytest.approx(result["http_latency_s"] * 1e3 - 1)
-    assert status == 0 and result["stream_overhead_ms"] > -1
-    for command, runs, _ in compared:
-        assert command[1] == str(FAKE) and len(runs) == 3 and all(len(requests) == 6 for requests in runs)
-        assert all(request.token_ids is not None for requests in runs for request in requests)
+    assert result["num_prompt_tokens"] == result["num_prompt_tokens_made"] > 0
 
 
 def test_start_of_a_server_that_fails_says_so(
@@ -535,6 +518,61 @@ def test_options_that_do_not_fit_are_refused(
     with pytest.raises(SystemExit):
         serve_options.parse("about", tuple(bench_serve.MEASURES), argv)
     assert complaint in capsys.readouterr().err
+
+
+# -- the engine alone ------------------------------------------------------------------------------------------------
+
+
+class FakeEngine:
+    """Takes 1 ms for each request."""
+
+    def __init__(self, mode: str, command: Sequence[str]) -> None:
+        self._mode = mode
+        assert tuple(command) == ("server", "--flag")
+
+    def __enter__(self) -> "FakeEngine":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        pass
+
+    def run(self, requests: Sequence[Request]) -> list[float]:
+        return [0.001] * len(requests) if self._mode == "one-by-one" else [0.001 * len(requests)]
+
+
+def test_rate_is_compared_with_that_of_the_same_requests() -> None:
+    runs = [(stream(5),) * 4, (stream(10),) * 4]
+    result = serve_comparison.compare_rate({"output_tok_per_s": 5000.0}, ("server", "--flag"), runs, FakeEngine)
+    assert result["generate_output_tok_per_s"] == pytest.approx(10_000)  # the first run warms up
+    assert result["share_of_generate"] == pytest.approx(0.5)
+
+
+def test_overhead_is_what_http_adds_to_the_engine() -> None:
+    async def measure() -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        async with FakeServer(token_s=0.002) as server:
+            client = HttpClient(server.url)
+            args = argparse.Namespace(runs=2, num_requests=3, seed=0)
+            bench = Bench(args, Server(server.url), client, RequestMaker(client, "fake"), ("server", "--flag"))
+            result = await serve_comparison.measure_overhead(bench, FakeEngine)
+            await client.close()
+        return result, server.bodies
+
+    result, bodies = run(measure())
+    num_tokens = serve_comparison.OVERHEAD_ANSWER_TOKENS
+    for prefix in ("", "stream_"):
+        added_ms = result[f"http_{prefix}latency_s"] * 1e3 - 1
+        assert result[f"{prefix}overhead_ms"] == pytest.approx(added_ms) and added_ms > 2 * num_tokens - 1
+    assert result["engine_latency_s"] == 0.001
+    assert [bool(body["stream"]) for body in bodies] == ([False] * 3 + [True] * 3) * 3
+    assert len({body["prompt"] for body in bodies}) == len(bodies) and bodies[0]["max_tokens"] == num_tokens
+
+
+def test_engine_process_that_fails_says_so() -> None:
+    with (
+        pytest.raises(WorkloadError, match="the engine's process ended with status 2"),
+        serve_comparison.EngineProcess("together", ()) as engine,
+    ):
+        engine.run([replace(stream(temperature=0.6), token_ids=(1, 2))])
 
 
 # -- targets ---------------------------------------------------------------------------------------------------------
