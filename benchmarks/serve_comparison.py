@@ -9,6 +9,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +38,16 @@ class EngineProcess:
 
     def __exit__(self, *exc_info: object) -> None:
         assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.close()  # which ends it
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()  # which ends it
         self._process.wait()
         self._process.stdout.close()
 
     def run(self, requests: Sequence[Request]) -> list[float]:
         """The seconds of the run, or those of each request."""
         assert self._process.stdin is not None and self._process.stdout is not None
-        print(json.dumps([_as_json(request) for request in requests]), file=self._process.stdin, flush=True)
+        with suppress(BrokenPipeError):  # it has ended, and so has its stdout
+            print(json.dumps([_as_json(request) for request in requests]), file=self._process.stdin, flush=True)
         line = self._process.stdout.readline()
         if not line:
             raise WorkloadError(f"the engine's process ended with status {self._process.wait()}")

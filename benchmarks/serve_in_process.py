@@ -18,26 +18,19 @@ import time
 from collections.abc import Iterable
 from typing import Any, TextIO
 
-from nanovllm.cli.flags import add_flags, given_fields
-from nanovllm.cli.main import CPU_STEP_TOKENS, _model
-from nanovllm.config import Config
+from nanovllm.cli.engine_flags import add_engine_flags, add_model_flag, engine_options, model_path
 from nanovllm.sampling_params import SamplingParams
 
 Json = dict[str, Any]
 
 
-def engine_options(command: list[str]) -> tuple[str, Json]:
+def engine_of(command: list[str]) -> tuple[str, Json]:
     """The model and the engine's options in the words of a server's command. The server's own options are ignored."""
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
-    parser.add_argument("--model", required=True)
-    add_flags(parser, Config, without=("model",))
+    add_model_flag(parser)
+    add_engine_flags(parser)
     args, _ = parser.parse_known_args(command)
-    options = given_fields(args, Config)
-    from nanovllm.device.devices import resolve_device  # loads torch, which a refused option need not wait for
-
-    if resolve_device(Config(model=args.model, **options)).type == "cpu":
-        options = {"max_num_batched_tokens": CPU_STEP_TOKENS} | options  # as the command line does
-    return _model(args.model), options
+    return model_path(args.model), engine_options(args)
 
 
 def sampling_params(request: Json) -> SamplingParams:
@@ -75,7 +68,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what else is printed must not come between the answers
     _, mode, *command = sys.argv
-    model, options = engine_options(command)
+    model, options = engine_of(command)
     runs = (json.loads(line) for line in sys.stdin)
     if mode == "together":
         run_together(model, options, runs, answers)

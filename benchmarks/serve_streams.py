@@ -160,7 +160,7 @@ async def interfere(bench: Bench, seed: int) -> Json:
     if long.error is not None:
         raise WorkloadError(f"the long request failed: {long.error} {long.detail}")
     prefill = Window(long.sent_s, long.event_s[0])
-    shorts = [short for short in shorts if prefill.holds(short.event_s[0])]
+    shorts = [short for short in shorts if prefill.holds(short.sent_s)]  # also those that had to wait for its end
     if not shorts:
         raise WorkloadError(f"the long prompt took only {long.ttft_s:.2f} s; make it longer, or lower --short-after-s")
     return interference_figures(streams, quiet, prefill) | {
