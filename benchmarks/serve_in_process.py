@@ -15,17 +15,18 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, TextIO
 
-from nanovllm.cli.engine_flags import add_engine_flags, add_model_flag, engine_options, model_path
 from nanovllm.sampling_params import SamplingParams
 
 Json = dict[str, Any]
 
 
-def engine_of(command: list[str]) -> tuple[str, Json]:
+def engine_of(command: list[str]) -> tuple[str, Mapping[str, Any]]:
     """The model and the engine's options in the words of a server's command. The server's own options are ignored."""
+    from nanovllm.cli.engine_flags import add_engine_flags, add_model_flag, engine_options, model_path
+
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
     add_model_flag(parser)
     add_engine_flags(parser)
@@ -37,7 +38,7 @@ def sampling_params(request: Json) -> SamplingParams:
     return SamplingParams(temperature=request["temperature"], max_tokens=request["max_tokens"], ignore_eos=True)
 
 
-def run_together(model: str, options: Json, runs: Iterable[list[Json]], answers: TextIO) -> None:
+def run_together(model: str, options: Mapping[str, Any], runs: Iterable[list[Json]], answers: TextIO) -> None:
     from nanovllm.llm import LLM
 
     with LLM(model, **options) as llm:
@@ -49,7 +50,7 @@ def run_together(model: str, options: Json, runs: Iterable[list[Json]], answers:
             print(json.dumps([time.perf_counter() - start_s]), file=answers, flush=True)
 
 
-async def run_one_by_one(model: str, options: Json, runs: Iterable[list[Json]], answers: TextIO) -> None:
+async def run_one_by_one(model: str, options: Mapping[str, Any], runs: Iterable[list[Json]], answers: TextIO) -> None:
     from nanovllm.async_llm import AsyncLLM
 
     async with AsyncLLM(model, **options) as engine:

@@ -1,358 +1,32 @@
-"""The load generator of bench_serve.py against a fake server: what it sends, what it reads, and what it reports."""
+"""bench_serve.py against a fake server: its workloads, its options, and the figures that the targets read."""
 
 import argparse
 import asyncio
 import json
-import random
-import statistics
 import sys
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
-from fake_openai import FAULTS, FakeServer, ServerThread, encode
+from fake_openai import FakeServer, ServerThread
+from serve_answers import made_answer, run, stream
 
 import bench_serve
-from benchmarks import serve_comparison, serve_model, serve_options, serve_streams
-from benchmarks.serve_client import CHAT, COMPLETIONS, Answer, Request, ask
-from benchmarks.serve_figures import load_figures, over_runs, percentile
-from benchmarks.serve_http import Address, HttpClient
+from benchmarks import serve_comparison, serve_options, serve_plot, serve_streams
+from benchmarks.serve_client import Request
+from benchmarks.serve_figures import load_figures, over_runs
+from benchmarks.serve_http import HttpClient
 from benchmarks.serve_idle import IdleConnections
-from benchmarks.serve_load import Load, Server, drive, poisson_arrivals, run_load
-from benchmarks.serve_process import ServerError, ServerProcess, free_port
-from benchmarks.serve_prompts import PromptError, RequestMaker, Tokenizer
+from benchmarks.serve_load import Server
+from benchmarks.serve_process import ServerError, ServerProcess
+from benchmarks.serve_prompts import RequestMaker
 from benchmarks.serve_streams import RunningStreams, Window
-from benchmarks.serve_wire import ConnectionLost, ProtocolError, Response, SseParser
 from benchmarks.serve_workloads import Bench, WorkloadError
 from benchmarks.targets import JOBS, TARGETS
 
-T = TypeVar("T")
-
-TIMEOUT_S = 60.0
 FAKE = Path(__file__).parent / "support" / "fake_openai.py"
-
-
-def run(work: Coroutine[Any, Any, T]) -> T:
-    return asyncio.run(asyncio.wait_for(work, TIMEOUT_S))
-
-
-def stream(max_tokens: int = 5, path: str = COMPLETIONS, **body: Any) -> Request:
-    prompt = {"messages": [{"role": "user", "content": "a b"}]} if path == CHAT else {"prompt": "a b"}
-    return Request(path, {"max_tokens": max_tokens, "stream": True} | prompt | body, 2)
-
-
-# -- what arrives ----------------------------------------------------------------------------------------------------
-
-EVENTS = (
-    b'data: {"a": 1}\n\n: a comment\n\ndata: two\ndata:lines\r\n\r\nevent: x\r\ndata: \xc3\xa9\r\n\r\ndata: [DONE]\n\n'
-)
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
-def test_sse_events_are_the_same_whatever_the_pieces(size: int) -> None:
-    parser = SseParser()
-    pieces = [EVENTS[start : start + size] for start in range(0, len(EVENTS), size)]
-    events = [event for piece in pieces for event in parser.feed(piece)]
-    assert events == [b'{"a": 1}', b"two\nlines", "é".encode(), b"[DONE]"]
-
-
-def read_response(data: bytes, size: int) -> tuple[Response, bytes]:
-    body: list[bytes] = []
-    response = Response(lambda piece, _: body.append(piece))
-    for start in range(0, len(data), size):
-        response.feed(data[start : start + size], 0.0)
-    return response, b"".join(body)
-
-
-@pytest.mark.parametrize("size", [1, 2, 5, 1000])
-@pytest.mark.parametrize(
-    ("framing", "body"),
-    [
-        (b"Content-Length: 11", b"hello world"),
-        (b"Transfer-Encoding: chunked", b"5;name=value\r\nhello\r\n6\r\n world\r\n0\r\n\r\n"),
-    ],
-)
-def test_response_body_is_the_same_whatever_the_pieces(size: int, framing: bytes, body: bytes) -> None:
-    response, content = read_response(b"HTTP/1.1 200 OK\r\n" + framing + b"\r\n\r\n" + body, size)
-    assert (response.status, content) == (200, b"hello world")
-    assert response.is_complete and response.keeps_connection
-
-
-def test_response_without_a_body_or_a_length() -> None:
-    response, _ = read_response(b"HTTP/1.1 204 Gone\r\nContent-Length: 0\r\nConnection: close\r\n\r\n", 1000)
-    assert response.is_complete and not response.keeps_connection
-    response, content = read_response(b"HTTP/1.1 200 OK\r\n\r\nall of it", 4)
-    assert not response.is_complete
-    response.feed_end()
-    assert response.is_complete and content == b"all of it" and not response.keeps_connection
-
-
-def test_response_that_is_cut_off_or_not_http_is_refused() -> None:
-    for cut in (b"", b"HTTP/1.1 200", b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nshort"):
-        response, _ = read_response(cut, 1000)
-        with pytest.raises(ConnectionLost):
-            response.feed_end()
-    with pytest.raises(ProtocolError, match="status line"):
-        read_response(b"220 mail ESMTP\r\n\r\n", 1000)
-    with pytest.raises(ProtocolError, match="size of a chunk"):
-        read_response(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n", 1000)
-
-
-def test_address_of_a_url() -> None:
-    assert Address.from_url("http://h:1/proxy/") == Address("h", 1, False, "/proxy")
-    assert Address.from_url("https://h") == Address("h", 443, True, "")
-    with pytest.raises(ValueError, match="--base-url 'h:80'"):
-        Address.from_url("h:80")
-
-
-# -- one answer ------------------------------------------------------------------------------------------------------
-
-
-async def answers_of(server: FakeServer, *requests: Request, timeout_s: float = TIMEOUT_S) -> list[Answer]:
-    """The answers to requests that are sent one after the other by one client."""
-    async with server:
-        client = HttpClient(server.url)
-        answers = [await ask(client, request, timeout_s) for request in requests]
-        await client.close()
-    return answers
-
-
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-@pytest.mark.parametrize("piece_bytes", [None, 1, 50])
-def test_answer_has_every_token_and_the_servers_counts(path: str, piece_bytes: int | None) -> None:
-    server = FakeServer(piece_bytes=piece_bytes)
-    answers = run(answers_of(server, *[stream(5, path)] * 3))
-    for answer in answers:
-        assert (answer.error, answer.num_output_tokens, answer.num_prompt_tokens) == (None, 5, 2)
-        assert answer.event_tokens == [1.0] * 5
-        assert answer.sent_s < answer.event_s[0] <= answer.event_s[-1] <= answer.end_s and answer.ttft_s > 0
-    assert server.max_connections == 1  # it is used again
-
-
-def test_answer_times_are_those_of_the_clock() -> None:
-    """The clock counts the times when it was asked: when the request is sent, at each piece, and at the end."""
-    ticks = iter(range(1000))
-
-    async def measure() -> Answer:
-        async with FakeServer(token_s=0.01) as server:
-            client = HttpClient(server.url, clock=lambda: float(next(ticks)))
-            answer = await ask(client, stream(3), TIMEOUT_S)
-            await client.close()
-        return answer
-
-    answer = run(measure())
-    assert answer.sent_s == 0.0 and answer.event_s == sorted(answer.event_s)
-    assert answer.end_s == next(ticks) - 1 and answer.ttft_s == answer.event_s[0]
-    assert [tokens for _, _, tokens in answer.gaps()] == [1.0, 1.0]
-
-
-@pytest.mark.parametrize(("with_totals", "expected"), [(True, [3, 3, 1]), (False, [7 / 3] * 3)])
-def test_answer_tokens_of_an_event_are_counted_or_shared(with_totals: bool, expected: list[float]) -> None:
-    (answer,) = run(answers_of(FakeServer(tokens_per_event=3, with_totals=with_totals), stream(7)))
-    assert answer.event_tokens == pytest.approx(expected) and answer.num_output_tokens == 7
-
-
-def test_answer_that_is_not_streamed_has_no_events() -> None:
-    (answer,) = run(answers_of(FakeServer(), stream(5).with_body({"stream": None})))
-    assert (answer.error, answer.num_output_tokens, answer.event_s) == (None, 5, [])
-
-
-KINDS = {
-    "429": "http_429",
-    "500": "http_500",
-    "close": "disconnected",
-    "close_in_stream": "disconnected",
-    "error_event": "stream_error",
-    "bad_event": "malformed",
-    "no_done": "no_done",
-    "abort": "finish_abort",
-    "hang": "timeout",
-    "not_http": "malformed",
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_answer_that_fails_says_how_and_the_next_one_succeeds(fault: str) -> None:
-    timeout_s = 0.3 if fault == "hang" else TIMEOUT_S
-    failed, good = run(answers_of(FakeServer(faults=[fault]), stream(), stream(), timeout_s=timeout_s))
-    assert (failed.error, good.error) == (KINDS[fault], None)
-    assert failed.end_s >= failed.sent_s
-    assert {"429": "not now", "error_event": "broken"}.get(fault, "") in failed.detail
-
-
-def test_answer_without_a_server_says_so() -> None:
-    async def measure() -> Answer:
-        return await ask(HttpClient(f"http://127.0.0.1:{free_port()}"), stream(), TIMEOUT_S)
-
-    assert run(measure()).error == "no_connection"
-
-
-def test_request_on_a_connection_that_the_server_closed_is_sent_again() -> None:
-    """A server may close a connection that is idle; that is not an error of the next request."""
-
-    async def measure() -> list[str | None]:
-        async with FakeServer() as server:
-            client = HttpClient(server.url)
-            first = await ask(client, stream(), TIMEOUT_S)
-            server.faults = ["close"]  # at the next request, without an answer
-            second = await ask(client, stream(), TIMEOUT_S)
-            await client.close()
-            assert len(server.bodies) == 3
-            return [first.error, second.error]
-
-    assert run(measure()) == [None, None]
-
-
-def test_request_fields_are_replaced_and_removed() -> None:
-    assert stream(5, seed=1).with_body({"seed": None, "top_k": 3}).body == stream(5, top_k=3).body
-
-
-# -- figures ---------------------------------------------------------------------------------------------------------
-
-
-def test_percentile_counts_weights() -> None:
-    values = [(float(n), 1.0) for n in range(1, 101)]
-    random.Random(0).shuffle(values)
-    assert [percentile(values, share) for share in (0.5, 0.9, 0.99, 1.0)] == [50.0, 90.0, 99.0, 100.0]
-    assert percentile([(1.0, 1.0), (2.0, 98.0), (9.0, 1.0)], 0.5) == 2.0
-    assert percentile([(7.0, 0.1)], 0.99) == 7.0
-    assert percentile([(1.0, 0.1)] * 10, 1.0) == 1.0  # though ten times 0.1 is not 1
-
-
-def answer(sent_s: float, *event_s: float, error: str | None = None) -> Answer:
-    tokens = [2.0] * len(event_s)
-    end_s = event_s[-1] if event_s else sent_s
-    return Answer(sent_s, end_s, list(event_s), tokens, sum(tokens), 10, 0, error)
-
-
-def test_load_figures_are_those_of_the_good_answers() -> None:
-    figures = load_figures([answer(0, 1, 1.5, 2.5), answer(1, 3, 5), answer(0, 9, error="http_429")])
-    assert (figures["num_requests"], figures["num_errors"], figures["errors"]) == (3, 1, {"http_429": 1})
-    assert figures["wall_s"] == 5 and figures["output_tok_per_s"] == 10 / 5 and figures["request_per_s"] == 2 / 5
-    assert figures["ttft_p50_ms"] == 1000 and figures["ttft_p99_ms"] == 2000
-    assert figures["time_per_token_p50_ms"] == 500 and figures["time_per_token_p90_ms"] == 1000
-    assert figures["latency_p99_ms"] == 4000
-
-
-def test_load_figures_where_all_failed_have_no_rates() -> None:
-    figures = load_figures([answer(0, error="timeout")])
-    assert figures == {"num_requests": 1, "num_errors": 1, "errors": {"timeout": 1}}
-    both = over_runs([figures, load_figures([answer(0, 1, 2)])])
-    assert both["num_requests"] == 2 and both["errors"] == {"timeout": 1} and both["ttft_p50_ms"] == 1000
-
-
-def test_over_runs_adds_counts_and_takes_medians() -> None:
-    result = over_runs([{"num_errors": n, "errors": {"http_429": n}, "x_ms": float(n)} for n in (1, 2, 6)])
-    assert result["num_errors"] == 9 and result["errors"] == {"http_429": 9} and result["num_runs"] == 3
-    assert (result["x_ms"], result["x_ms_min"], result["x_ms_max"]) == (2.0, 1.0, 6.0)
-
-
-# -- loads -----------------------------------------------------------------------------------------------------------
-
-
-def test_poisson_arrivals_have_the_rate_and_depend_on_the_seed_alone() -> None:
-    arrivals = poisson_arrivals(20.0, 5000, seed=1)
-    intervals = [after - before for before, after in zip((0.0, *arrivals), arrivals, strict=False)]
-    assert statistics.mean(intervals) == pytest.approx(0.05, rel=0.05)
-    assert statistics.stdev(intervals) == pytest.approx(0.05, rel=0.05)  # as of an exponential distribution
-    assert arrivals == poisson_arrivals(20.0, 5000, seed=1) != poisson_arrivals(20.0, 5000, seed=2)
-
-
-def test_shares_of_a_load_are_all_of_it() -> None:
-    requests = tuple(stream(n) for n in range(1, 12))
-    shares = [Load(requests, 4).share(index, 3) for index in range(3)]
-    assert [share.concurrency for share in shares] == [2, 1, 1]
-    assert sorted(each.body["max_tokens"] for share in shares for each in share.requests) == list(range(1, 12))
-    timed = Load(requests, arrivals_s=poisson_arrivals(1.0, 11, 0))
-    shares = [timed.share(index, 3) for index in range(3)]
-    assert sorted(at_s for share in shares for at_s in share.arrivals_s) == list(timed.arrivals_s)
-
-
-async def answers_to_load(server: FakeServer, load: Load) -> list[Answer]:
-    async with server:
-        client = HttpClient(server.url)
-        result = await drive(client, load, TIMEOUT_S)
-        await client.close()
-    return result.answers
-
-
-def test_closed_loop_sends_so_many_at_a_time() -> None:
-    server = FakeServer(token_s=0.005, faults=[None, "429", "close"])
-    answers = run(answers_to_load(server, Load((stream(3),) * 12, concurrency=4)))
-    assert len(answers) == 12 and server.max_connections == 4
-    assert sorted(each.error or "" for each in answers) == [""] * 10 + ["disconnected", "http_429"]
-
-
-def test_open_loop_does_not_wait_for_answers() -> None:
-    """All arrive while the first is answered."""
-    arrivals = tuple(0.01 * n for n in range(8))
-    server = FakeServer(token_s=0.1)
-    answers = run(answers_to_load(server, Load((stream(5),) * 8, arrivals_s=arrivals)))
-    assert server.max_connections == 8
-    for each, at_s in zip(answers, arrivals, strict=True):
-        assert each.sent_s - answers[0].sent_s >= at_s - arrivals[0] - 0.01
-
-
-def test_several_processes_send_the_whole_load() -> None:
-    requests = tuple(stream(n) for n in range(1, 10))
-    with ServerThread(FakeServer()) as server:
-        result = run(run_load(Server(server.url), Load(requests, concurrency=4), num_processes=2))
-        assert sorted(body["max_tokens"] for body in server.bodies) == list(range(1, 10))
-    assert [each.error for each in result.answers] == [None] * 9
-    assert sum(each.num_output_tokens for each in result.answers) == 45 and result.client_cpu_share > 0
-
-
-# -- prompts ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("num_tokens", [1, 2, 99, 100, 3000])
-def test_texts_have_exactly_so_many_tokens(num_tokens: int) -> None:
-    async def make() -> list[tuple[str, list[int]]]:
-        async with FakeServer() as server:
-            tokenizer = Tokenizer(HttpClient(server.url), "fake")
-            return [await tokenizer.text_of(random.Random(seed), num_tokens) for seed in (0, 1, 0)]
-
-    first, second, again = run(make())
-    assert len(encode(first[0])) == len(first[1]) == num_tokens
-    assert first[0] == again[0] and (num_tokens < 50 or first[0][:40] != second[0][:40])
-
-
-def test_chats_have_the_lengths_asked_for_and_depend_on_the_seed_alone() -> None:
-    async def make(vocab_size: int | None, path: str = COMPLETIONS) -> list[tuple[Request, ...]]:
-        async with FakeServer() as server:
-            maker = RequestMaker(HttpClient(server.url), "fake", path, vocab_size, {"ignore_eos": None, "top_k": 5})
-            return [await maker.chats(20, 10, 30, seed) for seed in (1, 1, 2)]
-
-    for first, again, other in (run(make(None)), run(make(300))):
-        assert first == again != other
-        for request in first:
-            assert 10 <= request.num_prompt_tokens <= 30 and 10 <= request.body["max_tokens"] <= 30
-            assert request.token_ids is not None and len(request.token_ids) == request.num_prompt_tokens
-            assert request.body["top_k"] == 5 and "ignore_eos" not in request.body
-    assert run(make(None, CHAT))[0][0].body["messages"][0]["role"] == "user"
-    with pytest.raises(PromptError, match="--endpoint completions"):
-        run(make(300, CHAT))
-
-
-def test_prompts_of_a_server_without_tokenize_are_refused_with_the_remedy() -> None:
-    async def make() -> None:
-        async with FakeServer(api_key="secret") as server:
-            await RequestMaker(HttpClient(server.url), "fake").chats(1, 5, 5, 0)
-
-    with pytest.raises(PromptError, match=r"/tokenize answered 401 .*--token-ids"):
-        run(make())
-
-
-def test_model_has_a_tokenizer_of_the_full_vocabulary() -> None:
-    tokenizer = serve_model.make_tokenizer(vocab_size=3000, num_trained_tokens=400, sources=[__file__])
-    assert tokenizer.get_vocab_size() == 3000 and tokenizer.token_to_id(serve_model.END_TOKEN) == 2999
-    text = "def f(x):\n    return 'é'"
-    assert tokenizer.decode(tokenizer.encode(text).ids) == text
-    assert len(tokenizer.encode("assert await").ids) < len("assert await")
-    assert all(tokenizer.decode([token_id]).isascii() for token_id in range(400, 2999))
-
 
 # -- workloads -------------------------------------------------------------------------------------------------------
 
@@ -466,9 +140,19 @@ def test_running_streams_that_fail_are_not_measured(result_of: Any, monkeypatch:
 
 def test_window_counts_gaps_that_reach_into_it_and_tokens_that_arrive_in_it() -> None:
     streams = object.__new__(RunningStreams)
-    streams.answers = [answer(0.0, 1.0, 3.0, 5.0, 9.0)]  # two tokens each
+    streams.answers = [made_answer(0.0, 1.0, 3.0, 5.0, 9.0)]  # two tokens each
     assert streams.gaps(Window(3.5, 6.0)) == [(1.0, 2.0), (2.0, 2.0)]
     assert streams.tok_per_s(Window(3.0, 7.0)) == 2 / 4 and streams.num_steps(Window(2.0, 5.0)) == 2
+
+
+@pytest.mark.parametrize("axis", ["offered_request_per_s", "concurrency"])
+def test_plot_draws_points_even_if_one_has_only_errors(axis: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    good = over_runs([load_figures([made_answer(0, 1, 2), made_answer(1, 3, 5)])])
+    bad = over_runs([load_figures([made_answer(0, error="http_429")])])
+    points = [{axis: 2} | good, {axis: 1} | good, {axis: 4} | bad]
+    path = serve_plot.plot({"model": "m", "gpu": None, "points": points}, tmp_path / "plot.png")
+    assert path.stat().st_size > 1000
 
 
 # -- a server of its own ---------------------------------------------------------------------------------------------
@@ -588,7 +272,7 @@ def test_jobs_have_options_that_fit() -> None:
 
 def test_targets_read_figures_that_the_workloads_report() -> None:
     streams = object.__new__(RunningStreams)
-    streams.answers = [answer(0.0, 1.0, 3.0, 5.0, 9.0)]
+    streams.answers = [made_answer(0.0, 1.0, 3.0, 5.0, 9.0)]
     interference = serve_streams.interference_figures(streams, Window(0.0, 4.0), Window(4.0, 9.0))
     interference |= {"short_ttft_latest_s": 1.0, "short_ttft_steps": 2}
     reported = {
