@@ -49,6 +49,11 @@ class Answer:
         """Seconds to the first token. Only for answers that have one."""
         return self.event_s[0] - self.sent_s
 
+    @property
+    def latency_s(self) -> float:
+        """Seconds of the whole request."""
+        return self.end_s - self.sent_s
+
     def gaps(self) -> list[tuple[float, float, float]]:
         """For each event after the first: when it came, seconds per token since the one before, number of tokens."""
         triples = zip(self.event_s, self.event_s[1:], self.event_tokens[1:], strict=False)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.reporting import Samples
-from benchmarks.serve_client import Answer, Request
+from benchmarks.serve_client import Request
 from benchmarks.serve_prompts import PromptError
 from benchmarks.serve_workloads import Bench, WorkloadError
 
@@ -85,8 +85,8 @@ def compare_rate(
 async def measure_overhead(bench: Bench, make_engine: Callable[..., EngineProcess] = EngineProcess) -> Json:
     """What HTTP adds to the median latency of small requests, which are sent one after the other.
 
-    In each run the server answers some at once, then streams others, and the engine alone runs as many again, so that
-    other work of the machine disturbs all of them equally. All prompts are new. The first run warms up.
+    The server answers one at once, then it streams one, then the engine alone runs one, and so on. So other work of the
+    machine disturbs all three equally. All prompts are new. The first run warms up.
     """
     args = bench.args
     sizes = OVERHEAD_PROMPT_TOKENS, OVERHEAD_PROMPT_TOKENS
@@ -95,16 +95,14 @@ async def measure_overhead(bench: Bench, make_engine: Callable[..., EngineProces
         for run in range(args.runs + 1):
             made = await bench.maker.chats(3 * args.num_requests, *sizes, args.seed + run)
             requests = [request.with_body({"max_tokens": OVERHEAD_ANSWER_TOKENS}) for request in made]
-            whole, streamed, alone = (requests[start::3] for start in range(3))
-            answers = [await bench.ask(request.with_body(NOT_STREAMED)) for request in whole]
-            figures["http"].append(median_latency(answers))
-            figures["http_stream"].append(median_latency([await bench.ask(request) for request in streamed]))
-            figures["engine"].append(statistics.median(await asyncio.to_thread(engine.run, alone)))
+            latencies: dict[str, list[float]] = {name: [] for name in figures}
+            for whole, streamed, alone in zip(requests[::3], requests[1::3], requests[2::3], strict=True):
+                latencies["http"].append((await bench.ask(whole.with_body(NOT_STREAMED))).latency_s)
+                latencies["http_stream"].append((await bench.ask(streamed)).latency_s)
+                latencies["engine"] += await asyncio.to_thread(engine.run, [alone])
+            for name, values in latencies.items():
+                figures[name].append(statistics.median(values))
     return overhead_figures({name: values[1:] for name, values in figures.items()})
-
-
-def median_latency(answers: Sequence[Answer]) -> float:
-    return statistics.median(answer.end_s - answer.sent_s for answer in answers)
 
 
 def overhead_figures(latencies_s: dict[str, list[float]]) -> Json:

@@ -52,7 +52,7 @@ def load_figures(answers: Sequence[Answer]) -> Json:
     result |= percentiles_ms("ttft", [(answer.ttft_s, 1) for answer in good if answer.event_s])
     gaps = [(seconds, tokens) for answer in good for _, seconds, tokens in answer.gaps()]
     result |= percentiles_ms("time_per_token", gaps)
-    return result | percentiles_ms("latency", [(answer.end_s - answer.sent_s, 1) for answer in good])
+    return result | percentiles_ms("latency", [(answer.latency_s, 1) for answer in good])
 
 
 def over_runs(runs: Sequence[Json]) -> Json:

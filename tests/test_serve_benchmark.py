@@ -247,7 +247,7 @@ def test_overhead_is_what_http_adds_to_the_engine() -> None:
         added_ms = result[f"http_{prefix}latency_s"] * 1e3 - 1
         assert result[f"{prefix}overhead_ms"] == pytest.approx(added_ms) and added_ms > 2 * num_tokens - 1
     assert result["engine_latency_s"] == 0.001
-    assert [bool(body["stream"]) for body in bodies] == ([False] * 3 + [True] * 3) * 3
+    assert [bool(body["stream"]) for body in bodies] == [False, True] * 3 * 3
     assert len({body["prompt"] for body in bodies}) == len(bodies) and bodies[0]["max_tokens"] == num_tokens
 
 
