@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import io
 import json
 import sys
 from collections.abc import Sequence
@@ -12,9 +13,10 @@ from typing import Any
 import pytest
 from fake_openai import FakeServer, ServerThread
 from serve_answers import made_answer, run, stream
+from tiny_models import write_tiny_model
 
 import bench_serve
-from benchmarks import serve_comparison, serve_options, serve_plot, serve_streams
+from benchmarks import serve_comparison, serve_in_process, serve_options, serve_plot, serve_streams
 from benchmarks.serve_client import Request
 from benchmarks.serve_figures import load_figures, over_runs
 from benchmarks.serve_http import HttpClient
@@ -249,6 +251,28 @@ def test_overhead_is_what_http_adds_to_the_engine() -> None:
     assert result["engine_latency_s"] == 0.001
     assert [bool(body["stream"]) for body in bodies] == [False, True] * 3 * 3
     assert len({body["prompt"] for body in bodies}) == len(bodies) and bodies[0]["max_tokens"] == num_tokens
+
+
+RUNS = [[{"token_ids": [1, 2, 3], "max_tokens": 4, "temperature": 0.6}] * 3] * 2
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_engine_alone_answers_each_run(tmp_path: Path) -> None:
+    pytest.importorskip("nanovllm.async_llm")
+    model, options = str(write_tiny_model(tmp_path)), {"device": "cpu", "max_model_len": 256, "num_kvcache_blocks": 8}
+    answers = io.StringIO()
+    serve_in_process.run_together(model, options, RUNS, answers)
+    run(serve_in_process.run_one_by_one(model, options, RUNS, answers))
+    seconds = [json.loads(line) for line in answers.getvalue().splitlines()]
+    assert [len(each) for each in seconds] == [1, 1, 3, 3] and all(time_s > 0 for each in seconds for time_s in each)
+
+
+def test_engine_options_are_those_of_the_servers_command() -> None:
+    pytest.importorskip("nanovllm.cli.engine_flags")
+    command = "python -m nanovllm serve --port 8000 --model demo --max-queue 5 --max-num-seqs 3 --device cpu".split()
+    model, options = serve_in_process.engine_of(command)
+    assert Path(model).is_dir() and options["max_num_seqs"] == 3 and options["device"] == "cpu"
+    assert not {"port", "max_queue"} & options.keys()
 
 
 def test_engine_process_that_fails_says_so() -> None:
