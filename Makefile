@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 COMPILED_FROM := $(wildcard nanovllm/cpu_attention/source/*) $(addprefix nanovllm/cpu_attention/,build.py instruction_sets.py)
 
-.PHONY: demo test check format docs bench-micro bench-gpu
+.PHONY: demo test check format docs bench-micro bench-serve bench-gpu
 
 demo: $(INSTALLED)
 	$(BIN)/nanovllm demo
@@ -28,6 +28,10 @@ docs: $(INSTALLED)
 
 bench-micro: $(INSTALLED)
 	$(BIN)/python -m pytest benchmarks/micro --benchmark-only
+
+bench-serve: $(INSTALLED)
+	$(BIN)/python bench_serve.py --start "nanovllm serve --model demo --port {port}" \
+	    --concurrency 8 --num-requests 32 --max-tokens 200 --runs 3 $(ARGS)
 
 # PYTHON given here (make bench-gpu PYTHON=python3) is used as it is, without the virtual environment
 bench-gpu: $(if $(filter file,$(origin PYTHON)),$(INSTALLED))
