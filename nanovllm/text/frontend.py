@@ -69,13 +69,16 @@ class TextFrontend:
         if not params.detokenize:
             raise RequestError("stream yields text; leave detokenize on, or use generate")
 
-    def receiver(self, outbox: Outbox, params: SamplingParams) -> Receiver:
-        """Make one request's Receiver. It decodes the tokens if the model has a tokenizer and `detokenize` is on."""
+    def receiver(self, outbox: Outbox, params: SamplingParams, with_tokens: bool = False) -> Receiver:
+        """Make one request's Receiver. It decodes the tokens if the model has a tokenizer and `detokenize` is on.
+
+        `with_tokens`: it also delivers the ids of new tokens as they arrive.
+        """
         if not self._decoders or not params.detokenize:
-            return Receiver(outbox)
+            return Receiver(outbox, with_tokens)
         decoder = self._decoders[params.skip_special_tokens]
         detokenizer = Detokenizer(decoder, tuple(params.stop or ()), params.include_stop_str_in_output)
-        return TextReceiver(outbox, detokenizer)
+        return TextReceiver(outbox, detokenizer, with_tokens)
 
     # -- chat ----------------------------------------------------------------------------------------------------
 
