@@ -24,7 +24,7 @@ from nanovllm.errors import EngineError, RequestError
 from nanovllm.llm import LLM
 from nanovllm.request_stream import RequestStream, RequestUpdate
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.request_check import Prompt, prompt_list
+from nanovllm.text.request_check import Prompt, cache_salt, prompt_list
 
 
 class AsyncLLM:
@@ -127,13 +127,13 @@ class AsyncLLM:
         self._check_open()
         self._bind_loop()
         # A long text takes a second to tokenize
-        prompts_ids = await asyncio.to_thread(self._check_prompts, prompts, params)
-        stream = RequestStream(prompts_ids, self._abort)
-        answers = [(token_ids, each) for token_ids in prompts_ids for each in params.per_answer()]
+        checked = await asyncio.to_thread(self._check_prompts, prompts, params)
+        stream = RequestStream([token_ids for token_ids, _ in checked], self._abort)
+        answers = [(token_ids, each, salt) for token_ids, salt in checked for each in params.per_answer()]
         try:
-            for index, (token_ids, answer_params) in enumerate(answers):
+            for index, (token_ids, answer_params, salt) in enumerate(answers):
                 receiver = self.llm.text.receiver(self._outbox, answer_params, with_tokens)
-                request_id = self._add(token_ids, answer_params, receiver)
+                request_id = self._add(token_ids, answer_params, receiver, salt)
                 stream.expect(request_id, index)
                 self._streams[request_id] = stream
         except BaseException:
@@ -141,15 +141,18 @@ class AsyncLLM:
             raise
         return stream
 
-    def _check_prompts(self, prompts: Prompt | Iterable[Prompt], params: SamplingParams) -> list[TokenIds]:
-        return [self.llm.check_request(prompt, params) for prompt in prompt_list(prompts)]
+    def _check_prompts(
+        self, prompts: Prompt | Iterable[Prompt], params: SamplingParams
+    ) -> list[tuple[TokenIds, str | None]]:
+        """The token ids and the cache salt of each prompt."""
+        return [(self.llm.check_request(prompt, params), cache_salt(prompt)) for prompt in prompt_list(prompts)]
 
-    def _add(self, token_ids: TokenIds, params: SamplingParams, receiver: Receiver) -> int:
+    def _add(self, token_ids: TokenIds, params: SamplingParams, receiver: Receiver, salt: str | None) -> int:
         """Queue one answer and return its request id. Called on the loop, and so before any of its results arrive."""
         with self._changed:  # once `close` has been called, the thread aborts what is open, and nothing may follow
             self._check_open()
             try:
-                request_id = self.llm.engine.add_request(token_ids, params, receiver)
+                request_id = self.llm.engine.add_request(token_ids, params, receiver, salt)
             except (RequestError, EngineError):
                 raise
             except Exception as error:  # a call that changes the scheduler failed, which has closed the engine
