@@ -211,7 +211,7 @@ class AsyncLLM:
         assert self.failure is not None, "set by the thread"
         streams, self._streams = self._streams, {}
         for stream in streams.values():
-            stream.fail(self.failure)
+            stream.fail(EngineError(str(self.failure)))
         self._failed.set()
 
     # -- the engine thread ---------------------------------------------------------------------------------------
