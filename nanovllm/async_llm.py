@@ -26,6 +26,8 @@ from nanovllm.request_stream import RequestStream, RequestUpdate
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.request_check import Prompt, cache_salt, prompt_list
 
+CHECK_INTERVAL_S = 1.0  # how often an idle engine makes sure that all its ranks are alive
+
 
 class AsyncLLM:
     """An LLM whose requests are awaited.
@@ -230,9 +232,14 @@ class AsyncLLM:
 
     def _wait_for_work(self) -> bool:
         """Sleep until there are requests or undelivered results. Returns False if the engine is to be closed."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_closing or self.llm.engine.has_requests or self._outbox)
-            return not self._is_closing
+        while True:
+            with self._changed:
+                if self._changed.wait_for(self._has_work, timeout=CHECK_INTERVAL_S):
+                    return not self._is_closing
+            self.llm.engine.check_ranks()
+
+    def _has_work(self) -> bool:
+        return self._is_closing or self.llm.engine.has_requests or bool(self._outbox)
 
     def _hand_over(self, content: StepOutput) -> None:
         """Let the loop dispatch this, together with everything else that arrives before it gets round to it. Hot."""

@@ -53,6 +53,7 @@ class RequestStream:
         self._abort = abort
         self._indices: dict[int, int] = {}  # request id -> index, for the answers that have not ended
         self._updates: dict[int, RequestUpdate] = {}  # by index; what the consumer has not taken yet
+        self._wakes_at_ends = False  # and not for every update
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None  # what the consumer waits for
 
@@ -73,6 +74,12 @@ class RequestStream:
             finally:
                 self._waiter = None
         return self._updates.pop(next(iter(self._updates)))
+
+    async def outputs(self) -> list[RequestOutput]:
+        """Wait for all answers, and return their outputs by index. Wakes the task only when an answer has ended."""
+        self._wakes_at_ends = True
+        ended = {update.index: update.output async for update in self}
+        return [output for index in sorted(ended) if (output := ended[index]) is not None]
 
     def close(self) -> None:
         """Abort the answers that have not ended. Closing twice is fine."""
@@ -95,12 +102,14 @@ class RequestStream:
             update = self._updates[index] = RequestUpdate(index)
             if self.observer is not None:
                 self.observer.updated(index)
-        self._wake()
+        if not self._wakes_at_ends:
+            self._wake()
         return update
 
     def finish(self, request_id: int, output: RequestOutput) -> None:
         self.update_of(request_id).output = output
         del self._indices[request_id]
+        self._wake()
         if self.observer is not None:
             self.observer.finished(output)
 

@@ -163,6 +163,18 @@ class Engine:
             finally:
                 self._turns.end()
 
+    def check_ranks(self) -> None:
+        """Raise EngineError if a rank has died. For the time between requests, when no step would notice."""
+        with deferred_interrupt() as held:
+            try:
+                with held.second_acts_at_once():
+                    self._turns.begin()
+                    self._check_open()
+                    with self._closed_by_errors():
+                        self.executor.check()
+            finally:
+                self._turns.end()
+
     def _advance(self) -> None:
         """Launch the next step and commit the one before it; without working ahead, commit the one just launched.
 

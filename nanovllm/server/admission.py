@@ -5,13 +5,15 @@ An answer waits until its first token arrives. What runs is bounded by the engin
 
 import asyncio
 import time
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.core.outputs import RequestOutput
 from nanovllm.request_stream import RequestStream
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.server.limits import RequestLimits
 from nanovllm.server.options import ServerOptions
 from nanovllm.server.refusals import Refusal
 from nanovllm.text.request_check import Prompt
@@ -27,16 +29,25 @@ class RequestCounters(Protocol):
 
     def answers_abandoned(self, num_answers: int) -> None: ...
 
+    def refused(self, reason: str) -> None: ...
+
 
 class AdmissionQueue:
     """Used on the event loop only. `num_waiting` counts answers without a first token, `num_open` those not ended."""
 
-    def __init__(self, engine: AsyncLLM, options: ServerOptions, counters: RequestCounters) -> None:
+    def __init__(
+        self, engine: AsyncLLM, options: ServerOptions, limits: RequestLimits, counters: RequestCounters
+    ) -> None:
         self.num_waiting = self.num_open = 0
         self.counters = counters
         self.max_wait_s = options.max_wait_s
-        self._engine, self._max_queue = engine, options.max_queue
+        self._engine, self._limits, self._max_queue = engine, limits, options.max_queue
         self._mean_wait_s = 1.0
+
+    def check(self, fields: Mapping[str, Any]) -> None:
+        """Raise Refusal for a body that asks for too much. `fields`: its entries."""
+        with self._counted():
+            self._limits.check(fields)
 
     async def submit(
         self, prompts: Sequence[Prompt], params: SamplingParams, *, with_tokens: bool = True
@@ -45,7 +56,8 @@ class AdmissionQueue:
 
         The stream raises Refusal, and its answers are aborted, if none of them has begun after `max_wait_s`.
         """
-        place = self._enter(len(prompts) * params.n)
+        with self._counted():
+            place = self._enter(len(prompts) * params.n)
         try:
             stream = await self._engine.submit(prompts, params, with_tokens=with_tokens)
         except BaseException:
@@ -53,6 +65,14 @@ class AdmissionQueue:
             raise
         place.watch(stream)
         return stream
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        try:
+            yield
+        except Refusal as refusal:
+            self.counters.refused(refusal.reason)
+            raise
 
     def _enter(self, num_answers: int) -> "_Place":
         if num_answers > self._max_queue:
@@ -96,6 +116,7 @@ class _Place:
         self._timer = None
         stream.close()
         message = f"no token within max_wait_s={self._queue.max_wait_s:g} seconds, as the server is busy; ask later"
+        self._queue.counters.refused("wait")
         stream.fail(Refusal(503, "wait", message, retry_after_s=self._queue.retry_after_s))
 
     def updated(self, index: int) -> None:

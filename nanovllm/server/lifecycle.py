@@ -15,7 +15,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn
@@ -26,7 +26,6 @@ from nanovllm.async_llm import AsyncLLM
 from nanovllm.errors import ConfigError, EngineError
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.api_keys import ApiKeys, read_api_keys
-from nanovllm.server.gate import Gate
 from nanovllm.server.options import ServerOptions
 from nanovllm.server.site import Site, build_site
 
@@ -60,7 +59,7 @@ def bind(host: str, port: int) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
         try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of an earlier server may linger
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # an earlier server's connections linger
             listener.bind(address)
         except BaseException:
             listener.close()
@@ -191,7 +190,3 @@ class _Server:
     def _report_failure(self, error: EngineError) -> int:
         logger.error("nanovllm: the engine has failed: %s", error)
         return FAILED
-
-
-def engine_loader(model: str, options: Mapping[str, Any]) -> Callable[[], AsyncLLM]:
-    return partial(AsyncLLM, model, **options)

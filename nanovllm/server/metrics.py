@@ -7,9 +7,11 @@ Each server has its own registry.
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from fastapi import FastAPI
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from starlette.responses import Response
 
 from nanovllm.core.outputs import RequestOutput
 from nanovllm.errors import EngineError
@@ -112,6 +114,12 @@ class Metrics:
 
     def refused(self, reason: str) -> None:
         self._refused.labels(**self._labels, reason=reason).inc()
+
+
+def add_metrics(app: FastAPI, metrics: Metrics) -> None:
+    @app.get("/metrics")
+    async def render_metrics() -> Response:
+        return Response(metrics.render(), media_type=CONTENT_TYPE)
 
 
 class _EngineCollector(Collector):

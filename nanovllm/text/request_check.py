@@ -136,10 +136,14 @@ def _check_message(message: Any, name: str) -> None:
         raise RequestError(f"{name} has content={content!r}, expected a string")
 
 
-def render_chat(tokenizer: Any, conversation: list[Mapping[str, Any]]) -> str:
-    """Render the conversation with the model's chat template, up to where the answer begins."""
+def render_chat(tokenizer: Any, conversation: list[Mapping[str, Any]], template_options: Mapping[str, Any]) -> str:
+    """Render the conversation with the model's chat template, by default up to where the answer begins.
+
+    template_options: tools, add_generation_prompt, and whatever else the template reads.
+    """
+    options = {"add_generation_prompt": True, **template_options, "tokenize": False}
     try:
-        prompt: str = tokenizer.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False)
+        prompt: str = tokenizer.apply_chat_template(conversation, **options)
     except Exception as error:  # a template is a program, and may raise anything, even on purpose
         raise RequestError(
             f"the model's chat template cannot render these messages: {error}; check their roles and their order"
