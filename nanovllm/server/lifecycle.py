@@ -103,7 +103,8 @@ class _Server:
             await self._warm_up()
             return await self._serve()
         except EngineError as error:  # during the warm-up
-            return self._report_failure(error)
+            self._report_failure(error)
+            return FAILED
         finally:
             for signum in _SIGNALS:
                 loop.remove_signal_handler(signum)
@@ -129,21 +130,25 @@ class _Server:
         announced = asyncio.ensure_future(self._announce())
         try:
             await asyncio.wait((served, failed, stopped), return_when=asyncio.FIRST_COMPLETED)
-            if served.done() and not stopped.done():
-                try:
-                    served.result()
-                except OSError as error:  # another process has bound the port as well, and listened first
-                    raise port_error(self._options.host, self._options.port, error) from error
-            self._site.gate.is_draining = True
-            if not failed.done():
+            if served.done():
+                self._report_closed_port(served)
+            elif not failed.done():
                 await self._drain(served, failed)
             if failed.done():
+                self._report_failure(failed.result())
                 await asyncio.sleep(LINGER_S)
             await self._end(served)
-            return self._report_failure(failed.result()) if failed.done() else 0
+            return FAILED if failed.done() else 0
         finally:
             for task in (failed, stopped, announced):
                 task.cancel()
+
+    def _report_closed_port(self, served: "asyncio.Future[None]") -> None:
+        """Raise why the server does not listen: another process has bound the port as well, and listened first."""
+        try:
+            served.result()
+        except OSError as error:
+            raise port_error(self._options.host, self._options.port, error) from error
 
     async def _announce(self) -> None:
         """Say that the server is ready, once it listens."""
@@ -154,6 +159,7 @@ class _Server:
     async def _drain(self, served: "asyncio.Future[None]", failed: "asyncio.Future[EngineError]") -> None:
         """Let the open requests finish. Returns when they have, at the limit, or when the engine fails."""
         num_open = self._site.queue.num_open
+        self._site.gate.is_draining = True
         logger.info("nanovllm: stopping; %d answers have %g s to finish", num_open, self._options.drain_s)
         self._uvicorn.should_exit = True  # closes the port and waits for the connections
         await asyncio.wait((served, failed), timeout=self._options.drain_s, return_when=asyncio.FIRST_COMPLETED)
@@ -169,6 +175,5 @@ class _Server:
             connection.transport.abort()  # a client that does not read, or never sent its whole request
         await served
 
-    def _report_failure(self, error: EngineError) -> int:
+    def _report_failure(self, error: EngineError) -> None:
         logger.error("nanovllm: the engine has failed: %s", error)
-        return FAILED
