@@ -16,7 +16,7 @@ from nanovllm.server.options import ServerOptions
 from nanovllm.server.port import bind
 
 if TYPE_CHECKING:
-    from nanovllm.async_llm import AsyncLLM
+    from nanovllm import AsyncLLM
 
 _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 EXAMPLE = """\
@@ -45,7 +45,7 @@ def _serve(args: argparse.Namespace) -> int:
     check_server_packages()
 
     def load() -> "AsyncLLM":
-        from nanovllm.async_llm import AsyncLLM
+        from nanovllm import AsyncLLM
 
         return AsyncLLM(model_path(args.model), **engine_options(args))
 
