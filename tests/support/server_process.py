@@ -21,6 +21,11 @@ import httpx
 
 LIMIT_S = 60
 ENGINE = {"device": "cpu", "max_model_len": 4096, "num_kvcache_blocks": 64, "max_num_batched_tokens": 512}
+PRELOADED = [  # what a server imports until it is ready; those that do not exist are skipped
+    *("server_process", "nanovllm.server.lifecycle", "nanovllm.models.registry", "uvicorn.protocols.http.auto"),
+    *("torch._dynamo", "safetensors.torch", "transformers.models.auto.tokenization_auto"),
+    "transformers.tokenization_utils_tokenizers",
+]
 _URL = re.compile(r"http://\S+(?=/v1$)", re.MULTILINE)
 
 
@@ -78,7 +83,7 @@ def server_process(
     change: called with the AsyncLLM before it serves, to inject a fault. waits: until the server is ready.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["server_process", "nanovllm.server.lifecycle", "nanovllm.models.registry"])
+    context.set_forkserver_preload(PRELOADED)
     log.touch()
     options = {"port": 0} | (options or {})
     args = (model, log, change, options, ENGINE if engine is None else engine)
