@@ -28,6 +28,7 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.api_keys import ApiKeys, read_api_keys
 from nanovllm.server.options import ServerOptions
 from nanovllm.server.port import port_error, url_of
+from nanovllm.server.private_log import keep_messages_out
 from nanovllm.server.site import Site, build_site
 
 FAILED = 1  # exit status after the engine has failed; a supervisor should start the server again
@@ -44,6 +45,7 @@ def run_server(load: Callable[[], AsyncLLM], options: ServerOptions, bound: sock
     load: makes the engine, which is closed in the end. bound: a socket that owns the port. Raises ConfigError for a
     port or a key file that cannot be used, and what `load` raises.
     """
+    keep_messages_out()
     keys = ApiKeys(read_api_keys(options.api_key_file, os.environ))
     with _ended_by_sigterm():
         engine = load()

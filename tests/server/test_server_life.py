@@ -20,6 +20,7 @@ from server_process import LIMIT_S, ServerProcess, server_process
 from nanovllm.cli import main as cli
 
 SHORT = {"prompt": "The passkey is 4711.\nThe passkey is", "max_tokens": 200, "ignore_eos": True}
+SECRET = "a private sentence"
 ENDLESS = SHORT | {"max_tokens": 4000}
 
 
@@ -59,6 +60,19 @@ def connect(server: ServerProcess, data: bytes = b"") -> socket.socket:
     client = socket.create_connection((url.host, url.port), timeout=LIMIT_S)
     client.sendall(data)
     return client
+
+
+def wait_until_healthy(server: ServerProcess) -> int:
+    """How many connections were refused before one was answered, which must have been with status 200."""
+    num_refused = 0
+    while True:
+        try:
+            assert httpx.get(f"{server.url}/health").status_code == 200
+            return num_refused
+        except httpx.ConnectError:
+            assert server.process.exitcode is None
+            num_refused += 1
+            time.sleep(0.01)
 
 
 def as_http(body: dict[str, Any]) -> bytes:
@@ -109,15 +123,7 @@ def test_killed_server_starts_again_on_its_port_and_is_ready_only_when_warm(
     )
     with again as server:
         server.url = f"http://127.0.0.1:{port}"
-        num_refused = 0
-        while True:
-            try:
-                assert httpx.get(f"{server.url}/health").status_code == 200
-                break
-            except httpx.ConnectError:
-                num_refused += 1
-                time.sleep(0.01)
-        assert num_refused > 10
+        assert wait_until_healthy(server) > 10
         assert complete(server, **SHORT).status_code == 200
         assert server.metric("engine_steps_total") > SHORT["max_tokens"] + 1  # those of the warm-up are among them
         server.send(signal.SIGINT)
@@ -183,8 +189,7 @@ def load_forever(engine: Any) -> None:
 
 def test_sigterm_while_loading_ends_with_143(retrieval_model: Path, tmp_path: Path) -> None:
     with server_process(retrieval_model, tmp_path / "log", change=load_forever, waits=False) as server:
-        while "loading" not in server.log.read_text():
-            time.sleep(0.01)
+        server.wait_for_log("loading")
         server.send(signal.SIGTERM)
         assert server.wait() == 128 + signal.SIGTERM
 
@@ -237,8 +242,8 @@ def fail_in_the_tokenizer(engine: Any) -> None:
     encode = tokenizer.encode
 
     def encode_or_fail(text: str, **options: Any) -> Any:
-        if text == "fail":
-            raise RuntimeError("a simulated fault of the tokenizer")
+        if text == SECRET:
+            raise RuntimeError(f"a simulated fault of the tokenizer for {text}")
         return encode(text, **options)
 
     tokenizer.encode = encode_or_fail
@@ -247,8 +252,10 @@ def fail_in_the_tokenizer(engine: Any) -> None:
 def test_faulty_tokenizer_and_vanished_clients_harm_nobody_else(retrieval_model: Path, tmp_path: Path) -> None:
     """Clients vanish after connecting, in the head, in the body, before the first token, and in the middle."""
     with server_process(retrieval_model, tmp_path / "log", change=fail_in_the_tokenizer) as server:
-        failed = complete(server, prompt="fail")
+        failed = complete(server, prompt=SECRET)
         assert (failed.status_code, failed.json()["error"]["code"]) == (500, "internal_error")
+        server.wait_for_log("RuntimeError")
+        assert SECRET not in server.log.read_text() + failed.text
         for is_streamed in (False, True):
             request = as_http(ENDLESS | {"stream": is_streamed})
             for num_bytes in (0, 20, len(request) - 5, len(request)):
@@ -261,6 +268,28 @@ def test_faulty_tokenizer_and_vanished_clients_harm_nobody_else(retrieval_model:
             server.wait_for_metric("num_requests_running", 0)
         assert server.metric("num_answers_in_queue") == 0
         assert complete(server, **SHORT).json()["choices"][0]["text"].startswith(" 4711.")
+        server.send(signal.SIGTERM)
+        assert server.wait() == 0
+
+
+def fill_the_disk(engine: Any) -> None:
+    """From now on, nothing can be written to the log."""
+    full = os.open("/dev/full", os.O_WRONLY)
+    for descriptor in (1, 2):
+        os.dup2(full, descriptor)
+    fail_in_the_tokenizer(engine)
+
+
+def test_full_disk_of_the_log_harms_nobody(retrieval_model: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    options = {"port": port}
+    started = server_process(retrieval_model, tmp_path / "log", change=fill_the_disk, options=options, waits=False)
+    with started as server:
+        server.url = f"http://127.0.0.1:{port}"
+        wait_until_healthy(server)
+        assert complete(server, prompt=SECRET).status_code == 500  # which is logged
+        assert complete(server, **SHORT).status_code == 200
         server.send(signal.SIGTERM)
         assert server.wait() == 0
 

@@ -37,11 +37,14 @@ class ServerProcess:
 
     def wait_until_ready(self) -> None:
         """Until the log names the URL."""
+        self.url = self.wait_for_log(_URL)[0]
+
+    def wait_for_log(self, pattern: str | re.Pattern[str]) -> re.Match[str]:
         deadline_s = time.monotonic() + LIMIT_S
-        while not (found := _URL.search(self.log.read_text())):
+        while not (found := re.search(pattern, self.log.read_text())):
             assert self.process.exitcode is None and time.monotonic() < deadline_s, self.log.read_text()
             time.sleep(0.01)
-        self.url = found[0]
+        return found
 
     def send(self, signum: int) -> None:
         assert self.process.pid is not None
