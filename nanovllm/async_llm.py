@@ -15,8 +15,9 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from nanovllm.core.logit_editor import AnswerRules
 from nanovllm.core.outputs import Outbox, Receiver, StepOutput
 from nanovllm.core.sequence import TokenIds
 from nanovllm.engine.internals import Internals
@@ -128,14 +129,13 @@ class AsyncLLM:
         params = sampling_params or SamplingParams()
         self._check_open()
         self._bind_loop()
-        # A long text takes a second to tokenize
-        checked = await asyncio.to_thread(self._check_prompts, prompts, params)
-        stream = RequestStream([token_ids for token_ids, _ in checked], self._abort)
-        answers = [(token_ids, each, salt) for token_ids, salt in checked for each in params.per_answer()]
+        # A long text takes a second to tokenize, and a large grammar to compile
+        prompts_ids, answers = await asyncio.to_thread(self._prepare, prompts, params)
+        stream = RequestStream(prompts_ids, self._abort)
         try:
-            for index, (token_ids, answer_params, salt) in enumerate(answers):
-                receiver = self.llm.text.receiver(self._outbox, answer_params, with_tokens)
-                request_id = self._add(token_ids, answer_params, receiver, salt)
+            for index, answer in enumerate(answers):
+                receiver = self.llm.text.receiver(self._outbox, answer.params, with_tokens)
+                request_id = self._add(answer, receiver)
                 stream.expect(request_id, index)
                 self._streams[request_id] = stream
         except BaseException:
@@ -143,18 +143,28 @@ class AsyncLLM:
             raise
         return stream
 
-    def _check_prompts(
+    def _prepare(
         self, prompts: Prompt | Iterable[Prompt], params: SamplingParams
-    ) -> list[tuple[TokenIds, str | None]]:
-        """The token ids and the cache salt of each prompt."""
-        return [(self.llm.check_request(prompt, params), cache_salt(prompt)) for prompt in prompt_list(prompts)]
+    ) -> tuple[list[TokenIds], list["_Answer"]]:
+        """The token ids of each prompt, and what the engine needs for each answer. Raises RequestError."""
+        each_params = params.per_answer()
+        listed = prompt_list(prompts)
+        prompts_ids = [self.llm.check_request(prompt, each_params[0]) for prompt in listed]
+        answers = [
+            _Answer(token_ids, each, self.llm.text.rules(each), cache_salt(prompt))
+            for token_ids, prompt in zip(prompts_ids, listed, strict=True)
+            for each in each_params
+        ]
+        return prompts_ids, answers
 
-    def _add(self, token_ids: TokenIds, params: SamplingParams, receiver: Receiver, salt: str | None) -> int:
+    def _add(self, answer: "_Answer", receiver: Receiver) -> int:
         """Queue one answer and return its request id. Called on the loop, and so before any of its results arrive."""
         with self._changed:  # once `close` has been called, the thread aborts what is open, and nothing may follow
             self._check_open()
             try:
-                request_id = self.llm.engine.add_request(token_ids, params, receiver, salt)
+                request_id = self.llm.engine.add_request(
+                    answer.token_ids, answer.params, receiver, answer.rules, answer.cache_salt
+                )
             except (RequestError, EngineError):
                 raise
             except Exception as error:  # a call that changes the scheduler failed, which has closed the engine
@@ -255,6 +265,15 @@ class AsyncLLM:
         if self._loop is not None:
             with suppress(RuntimeError):  # the loop has been closed, so nobody waits any more
                 self._loop.call_soon_threadsafe(callback)
+
+
+class _Answer(NamedTuple):
+    """What the engine needs for one answer."""
+
+    token_ids: TokenIds
+    params: SamplingParams
+    rules: AnswerRules
+    cache_salt: str | None
 
 
 def _engine_error(error: BaseException) -> EngineError:

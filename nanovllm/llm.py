@@ -9,7 +9,7 @@ from tqdm.auto import tqdm
 
 from nanovllm.capacity.plan import CapacityPlan
 from nanovllm.checkpoint.generation_config import read_sampling_defaults
-from nanovllm.core.outputs import Outbox, RequestOutput, StepOutput
+from nanovllm.core.outputs import Outbox, RequestOutput, StepOutput, with_answers
 from nanovllm.core.sequence import TokenIds
 from nanovllm.engine.internals import Internals
 from nanovllm.engine.setup import prepare
@@ -76,23 +76,25 @@ class LLM:
         "cache_salt", a string: prompts share KV only if their salts are equal.
 
         sampling_params: one for all prompts, or a list with one per prompt. None means SamplingParams(), even if the
-        model recommends other values in its generation_config.json (see get_default_sampling_params).
+        model recommends other values in its generation_config.json (see get_default_sampling_params). With n > 1, an
+        output is that of the prompt's first answer, and its "outputs" are those of all n.
 
         Raises RequestError if any of the prompts could never run; no prompt has been queued then. Ctrl-C aborts these
         requests and leaves the engine usable, unless a second Ctrl-C interrupts it in the middle of a step.
         """
         listed = prompt_list(prompts)
         params = _params_list(sampling_params, len(listed))
-        prompts_ids = [self.check_request(prompt, p) for prompt, p in zip(listed, params, strict=True)]
+        answers = [p.per_answer() for p in params]  # of each prompt
+        prompts_ids = [self.check_request(prompt, each[0]) for prompt, each in zip(listed, answers, strict=True)]
         outbox = Outbox()
         try:
-            requests = zip(prompts_ids, params, map(cache_salt, listed), strict=True)
-            request_ids = [self._queue(ids, p, outbox, salt) for ids, p, salt in requests]
-            outputs = self._collect(outbox, len(request_ids), use_tqdm)
+            requests = zip(prompts_ids, answers, map(cache_salt, listed), strict=True)
+            request_ids = [[self._queue(ids, p, outbox, salt) for p in each] for ids, each, salt in requests]
+            outputs = self._collect(outbox, sum(map(len, request_ids)), use_tqdm)
         except BaseException:
             self.engine.abort_all(outbox)
             raise
-        return [outputs[request_id] for request_id in request_ids]
+        return [with_answers([outputs[request_id] for request_id in of_prompt]) for of_prompt in request_ids]
 
     def chat(
         self,
@@ -213,7 +215,8 @@ class LLM:
 
     def _queue(self, token_ids: TokenIds, params: SamplingParams, outbox: Outbox, salt: str | None) -> int:
         """Queue a request that `check_request` has accepted. Its text and its output go to `outbox`."""
-        return self.engine.add_request(token_ids, params, self.text.receiver(outbox, params), salt)
+        receiver, rules = self.text.receiver(outbox, params), self.text.rules(params)
+        return self.engine.add_request(token_ids, params, receiver, rules, salt)
 
     def abort(self, request_id: int) -> bool:
         """End a request, now or as soon as the step in progress ends. Returns False if it has ended or is unknown.
@@ -290,7 +293,10 @@ def _params_list(params: Any, num_prompts: int) -> list[SamplingParams]:
     if params is None:
         params = SamplingParams()
     if not isinstance(params, list | tuple):
-        return [params] * num_prompts
+        params = [params] * num_prompts
     if len(params) != num_prompts:
         raise RequestError(f"{len(params)} sampling_params for {num_prompts} prompts; give one, or one per prompt")
+    for each in params:
+        if not isinstance(each, SamplingParams):
+            raise RequestError(f"sampling_params has type {type(each).__name__}, expected SamplingParams")
     return list(params)

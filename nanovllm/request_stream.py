@@ -5,7 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from nanovllm.core.outputs import RequestOutput, TokenLogprobs
+from nanovllm.core.logprobs import TokenLogprobs
+from nanovllm.core.outputs import RequestOutput
 from nanovllm.core.sequence import TokenIds
 
 

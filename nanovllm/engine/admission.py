@@ -28,6 +28,8 @@ class Admission:
         """Raise RequestError for a request that can never run. `token_ids` must be in the vocabulary."""
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling_params has type {type(params).__name__}, expected SamplingParams")
+        if params.n != 1:
+            raise RequestError(f"n={params.n} applies to generate and chat; here, add a request for each answer")
         if not token_ids:
             raise RequestError("the prompt is empty; it needs at least one token")
         if len(token_ids) + (params.max_tokens or 1) > self.max_model_len:
@@ -35,9 +37,10 @@ class Admission:
                 f"prompt of {len(token_ids)} tokens + max_tokens={params.max_tokens or 1} exceeds "
                 f"max_model_len={self.max_model_len}; shorten the prompt, lower max_tokens or raise max_model_len"
             )
-        if unknown := [token_id for token_id in params.stop_token_ids or () if token_id >= self._vocab_size]:
-            last = self._vocab_size - 1
-            raise RequestError(f"stop_token_ids {unknown} are outside the vocabulary 0..{last}; leave them out")
+        for name in ("stop_token_ids", "logit_bias"):
+            if unknown := [token_id for token_id in getattr(params, name) or () if token_id >= self._vocab_size]:
+                last = self._vocab_size - 1
+                raise RequestError(f"{name} {unknown} are outside the vocabulary 0..{last}; leave them out")
 
     def make_sequence(
         self, request_id: int, token_ids: TokenIds, params: SamplingParams, cache_salt: str | None

@@ -15,12 +15,14 @@ concerns a single request ends only that request.
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Protocol
 
 from nanovllm.core.kv_spec import KVCacheSizes
+from nanovllm.core.logit_editor import NO_RULES, AnswerRules, LogitEditor
+from nanovllm.core.logprobs import PositionLogprobs
 from nanovllm.core.outputs import Outbox, Receiver, StepOutput
 from nanovllm.core.sequence import Sequence, TokenIds
 from nanovllm.core.start_report import StartReport
@@ -85,7 +87,12 @@ class Engine:
         self.admission.check(token_ids, params)
 
     def add_request(
-        self, token_ids: TokenIds, params: SamplingParams, receiver: Receiver, cache_salt: str | None = None
+        self,
+        token_ids: TokenIds,
+        params: SamplingParams,
+        receiver: Receiver,
+        rules: AnswerRules = NO_RULES,
+        cache_salt: str | None = None,
     ) -> int:
         """Queue a request that `check_request` has accepted, and return its id.
 
@@ -95,6 +102,7 @@ class Engine:
         self._check_open()
         request_id = next(self._request_ids)
         seq = self.admission.make_sequence(request_id, token_ids, params, cache_salt)
+        seq.editor = LogitEditor.make(params, token_ids, self.scheduler.eos_token_ids | seq.stop_token_ids, rules)
         self.scheduler.check_fits(seq)
         with deferred_interrupt():
             self._receivers[request_id] = receiver
@@ -205,8 +213,13 @@ class Engine:
         token_ids = launched.token_ids()
         for meter in self._meters:
             meter.step_ended(plan)
+        logprobs = launched.logprobs()
+        for seq_id, prompt in logprobs.of_prompts(plan):
+            if seq_id in self._receivers:
+                self._receivers[seq_id].read_prompt(prompt)
         num_new: Counter[int] = Counter()  # tokens by seq_id
-        updated = self.scheduler.commit(plan, token_ids, read=partial(self._read, num_new))
+        read = partial(self._read, num_new, logprobs.by_sequence(plan))
+        updated = self.scheduler.commit(plan, token_ids, read)
         with self._turns.lock:
             self._count_tokens(plan, num_new)
             for seq in updated:
@@ -215,10 +228,15 @@ class Engine:
             for meter in self._meters:
                 meter.pause()
 
-    def _read(self, num_new: Counter[int], seq: Sequence) -> None:
-        """Let the receiver read a sequence's new token, and end the sequence if it says so."""
+    def _read(self, num_new: Counter[int], logprobs: Mapping[int, PositionLogprobs], seq: Sequence) -> None:
+        """Let the receiver read a sequence's new token, and end the sequence if it says so.
+
+        `logprobs` has those of all tokens that the step has sampled for a sequence, by seq_id.
+        """
+        number = num_new[seq.seq_id]
         num_new[seq.seq_id] += 1
-        ending = self._receivers[seq.seq_id].read(seq)
+        known = logprobs.get(seq.seq_id)
+        ending = self._receivers[seq.seq_id].read(seq, known and known.part(number, number + 1))
         if ending is None:
             return
         if seq.finish_reason is None:

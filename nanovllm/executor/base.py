@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from nanovllm.core.cpu_split import CpuSplit
 from nanovllm.core.kv_spec import KVCacheSizes
+from nanovllm.core.logprobs import NO_LOGPROBS, StepLogprobs
 from nanovllm.core.start_report import StartReport
 from nanovllm.core.step_plan import StepPlan
 
@@ -20,7 +21,12 @@ class LaunchedStep(Protocol):
     def is_done(self) -> bool: ...
 
     def token_ids(self) -> list[int]:
-        """One id per sampling sequence of the plan. Waits for the step."""
+        """One id per sampled token of the plan. Waits for the step."""
+        ...
+
+    def logprobs(self) -> StepLogprobs:
+        """Those that the plan asks for. Called after `token_ids`."""
+        return NO_LOGPROBS
 
 
 class Runner(Protocol):

@@ -15,9 +15,10 @@ from collections.abc import Callable
 
 import numpy as np
 
+from nanovllm.core.logit_edits import LogitEdits
 from nanovllm.core.sequence import Sequence, SequenceStatus
 from nanovllm.core.step_limits import MAX_VERIFYING_ROWS
-from nanovllm.core.step_plan import KVMoves, SamplingRow, SequenceStep, StepPlan
+from nanovllm.core.step_plan import KVMoves, PromptScores, SamplingRow, SequenceStep, StepPlan
 from nanovllm.core.support import MAX_DECODE_QUERIES
 from nanovllm.kvcache.policy.base import KVCacheManager, PagedKeys
 from nanovllm.sampling_params import INVALID_TOKEN
@@ -123,7 +124,7 @@ class Scheduler:
             self._place_running(self._can_run(self.running))
 
     def _can_run(self, sequences: list[Sequence]) -> list[Sequence]:
-        return [seq for seq in sequences if seq.num_output_tokens < seq.max_tokens]
+        return [seq for seq in sequences if seq.num_output_tokens < seq.max_tokens and not seq.waits_for_token]
 
     def _place_running(self, sequences: list[Sequence]) -> bool:
         """Place running sequences in order of arrival. Returns whether one had to be preempted to make room."""
@@ -153,7 +154,9 @@ class Scheduler:
         num_left = seq.max_tokens - seq.num_output_tokens - 1  # after the token that this step samples anyway
         num_rows = self._num_rows - max(0, self.max_step_rows - MAX_VERIFYING_ROWS)
         room = min(self._budget, num_rows) - 1 - num_others - self._num_admissible
-        return self.speculator.guess(seq, min(num_left, room), self._load)
+        guesses = self.speculator.guess(seq, min(num_left, room), self._load)
+        must_know = seq.editor is not None and seq.editor.knows_all_but_last
+        return guesses.without_drafts() if must_know else guesses
 
     @staticmethod
     def _can_guess(seq: Sequence) -> bool:
@@ -234,6 +237,7 @@ class Scheduler:
                 token_ids.append(-1)
             token_ids.extend(guesses.token_ids)
             samples = end == seq.num_tokens
+            has_pending = previous_row >= 0
             step = SequenceStep(
                 seq_id=seq.seq_id,
                 token_ids=np.array(token_ids),
@@ -245,6 +249,9 @@ class Scheduler:
                 previous_row=previous_row,
                 num_guesses=len(guesses.token_ids),
                 num_drafts=guesses.num_drafts,
+                edits=self._edits(seq, has_pending, guesses) if samples else None,
+                num_logprobs=seq.params.logprobs if samples else None,
+                scores=self._prompt_scores(seq, start, end),
             )
             steps.append(step)
             seq.num_computed_tokens = end
@@ -258,6 +265,24 @@ class Scheduler:
     def _sampling_row(self, seq: Sequence) -> SamplingRow:
         p = seq.params
         return SamplingRow(p.temperature, max(p.top_k, 0), p.top_p, p.min_p, seq.seed, seq.num_tokens)
+
+    @staticmethod
+    def _edits(seq: Sequence, has_pending: bool, guesses: Guesses) -> LogitEdits | None:
+        if seq.editor is None:
+            return None
+        return seq.editor.edits(seq.token_ids, has_pending=has_pending, guesses=guesses.token_ids)
+
+    @staticmethod
+    def _prompt_scores(seq: Sequence, start: int, end: int) -> PromptScores | None:
+        """The prompt tokens whose log-probabilities a step of tokens start to end - 1 computes, if they are asked for.
+
+        Tokens that are computed again after a preemption were scored before.
+        """
+        first, last = max(start + 1, seq.num_scored_tokens), min(end, seq.num_prompt_tokens - 1)
+        if seq.params.prompt_logprobs is None or last < first:
+            return None
+        seq.num_scored_tokens = last + 1
+        return PromptScores(first - 1 - start, np.array(seq.token_ids[first : last + 1]), seq.params.prompt_logprobs)
 
     # -- results -------------------------------------------------------------------------------------------------
 
@@ -293,8 +318,12 @@ class Scheduler:
             self.finish(seq, "error", f"the model's logits for token {position} hold NaN or infinity")
         else:
             seq.append_pending(token_id, position)
+            constraint = None if seq.editor is None else seq.editor.constraint
             is_eos = token_id in self.eos_token_ids and not seq.params.ignore_eos
-            if is_eos or token_id in seq.stop_token_ids:
+            seq.has_end_token = is_eos or token_id in seq.stop_token_ids
+            if constraint is not None and not constraint.accept(token_id):
+                self.finish(seq, "error", f"token {token_id} does not match what structured_outputs asks for")
+            elif seq.has_end_token or (constraint is not None and constraint.is_finished):
                 self.finish(seq, "stop")
             elif len(seq.token_ids) - seq.num_prompt_tokens >= seq.max_tokens:
                 self.finish(seq, "length")

@@ -16,7 +16,7 @@ from nanovllm.server.protocol import ChatRequest
 from nanovllm.server.sampling import chat_params
 from nanovllm.server.service import Service, in_thread
 from nanovllm.server.streaming import EventStream, collect_outputs
-from nanovllm.server.tool_calls import Delta, ToolCallParser, make_parser
+from nanovllm.server.tool_calls import Delta, ToolCallDelta, ToolCallParser, make_parser
 
 
 def add_chat(app: FastAPI, service: Service) -> None:
@@ -140,7 +140,7 @@ def _delta_json(delta: Delta) -> str:
     return json.dumps({"tool_calls": [{"index": delta.call_index, **_call(delta)}]})
 
 
-def _call(delta: Any) -> dict[str, Any]:
+def _call(delta: ToolCallDelta) -> dict[str, Any]:
     return {
         "id": delta.call_id,
         "type": "function",

@@ -18,7 +18,7 @@ from nanovllm.errors import EngineError, RequestError
 
 MAX_QUOTED_CHARS = 100  # of a value that an error message repeats
 CLIENT_CLOSED_REQUEST = 499  # nobody receives it; it shows in the log
-_PARAM = re.compile(r"SamplingParams\.(\w+)|(\w+)(?=[=\[])")  # as RequestErrors begin
+_PARAM = re.compile(r"SamplingParams\.(\w+)")  # how the message about a parameter begins
 
 
 class ApiError(Exception):
@@ -54,8 +54,7 @@ def api_error(error: Exception) -> ApiError:
         return error
     if isinstance(error, RequestError):
         found = _PARAM.match(str(error))
-        param = (found[1] or found[2]) if found else None
-        return ApiError(str(error).replace("SamplingParams.", ""), param=param)
+        return ApiError(str(error).replace("SamplingParams.", ""), param=found[1] if found else None)
     if isinstance(error, EngineError):
         return ApiError(str(error), status=503, code="engine_unavailable")
     return ApiError("internal error; the server's log has the details", status=500, code="internal_error")
@@ -99,8 +98,8 @@ def _invalid_field(error: Mapping[str, Any]) -> ApiError:
     path = _path(error["loc"][1:])
     if kind == "json_invalid":
         return ApiError(f"the body is not valid JSON: {context.get('error')} at character {error['loc'][-1]}")
-    if not path and "param" in context:
-        return ApiError(error["msg"], param=context["param"])
+    if "param" in context:
+        return ApiError(error["msg"], param=_path((*error["loc"][1:], context["param"])))
     if not path:
         return ApiError("the body must be a JSON object, sent with Content-Type: application/json")
     if kind == "extra_forbidden":

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from nanovllm.core.outputs import Logprob, TokenLogprobs
+from nanovllm.core.logprobs import Logprob, TokenLogprobs
 
 
 def completion_logprobs(

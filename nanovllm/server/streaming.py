@@ -66,8 +66,10 @@ async def _events(stream: RequestStream, chunks: Chunks) -> AsyncGenerator[bytes
                 yield event.encode()
         if event := chunks.last_events():
             yield event.encode()
-    except (EngineError, ApiError) as error:
+    except Exception as error:
         yield f"data: {json.dumps(api_error(error).body())}\n\n".encode()
+        if not isinstance(error, EngineError | ApiError):
+            raise  # a bug, which the server logs
 
 
 async def collect_outputs(stream: RequestStream, receive: Receive) -> list[RequestOutput]:

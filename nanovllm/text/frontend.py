@@ -15,11 +15,13 @@ from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.core.logit_editor import NO_RULES, AnswerRules
 from nanovllm.core.outputs import Outbox, Receiver
 from nanovllm.core.sequence import TokenIds
 from nanovllm.errors import RequestError
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.answer import TextReceiver
+from nanovllm.text.bad_words import bad_word_token_ids
 from nanovllm.text.detokenizer import Detokenizer, TokenDecoder
 from nanovllm.text.request_check import (
     Prompt,
@@ -69,8 +71,19 @@ class TextFrontend:
 
     def check_params(self, params: SamplingParams) -> None:
         """Raise RequestError for parameters that need text if the model has no tokenizer."""
-        if params.stop and self.tokenizer is None:
-            raise RequestError("stop strings need a tokenizer, but this model has none; use stop_token_ids")
+        if self.tokenizer is None:
+            if params.stop:
+                raise RequestError("stop strings need a tokenizer, but this model has none; use stop_token_ids")
+            if params.bad_words:
+                raise RequestError("bad_words need a tokenizer, but this model has none; use logit_bias")
+        self.rules(params)
+
+    def rules(self, params: SamplingParams) -> AnswerRules:
+        """What bad_words and structured_outputs mean in tokens, for one answer. Raises RequestError if that fails."""
+        if not params.bad_words:
+            return NO_RULES
+        with self._encode_lock:
+            return AnswerRules(bad_word_token_ids(self.tokenizer, params.bad_words, self._vocab_size))
 
     def check_stream(self, params: SamplingParams) -> None:
         """Raise RequestError for a request whose text cannot be streamed."""
@@ -87,8 +100,10 @@ class TextFrontend:
         if not self._decoders or not params.detokenize:
             return Receiver(outbox, with_tokens)
         decoder = self._decoders[params.skip_special_tokens]
-        detokenizer = Detokenizer(decoder, tuple(params.stop or ()), params.include_stop_str_in_output)
-        return TextReceiver(outbox, detokenizer, with_tokens)
+        detokenizer = Detokenizer(
+            decoder, tuple(params.stop or ()), params.include_stop_str_in_output, min_tokens=params.min_tokens
+        )
+        return TextReceiver(outbox, detokenizer, with_tokens, text_of=self._decoders[False].token_text)
 
     # -- chat ----------------------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -136,7 +137,9 @@ def _check_message(message: Any, name: str) -> None:
         raise RequestError(f"{name} has content={content!r}, expected a string")
 
 
-def render_chat(tokenizer: Any, conversation: list[Mapping[str, Any]], template_options: Mapping[str, Any]) -> str:
+def render_chat(
+    tokenizer: Any, conversation: list[Mapping[str, Any]], template_options: Mapping[str, Any] = MappingProxyType({})
+) -> str:
     """Render the conversation with the model's chat template, by default up to where the answer begins.
 
     template_options: tools, add_generation_prompt, and whatever else the template reads.

@@ -18,7 +18,7 @@ START_LIMIT_S = 20
 @contextmanager
 def http_server(engine: AsyncLLM, settings: ServerSettings = SETTINGS, **options: Any) -> Iterator[str]:
     """Serve the engine, and yield the server's URL. The engine stays open."""
-    config = uvicorn.Config(make_app(engine, settings), port=0, log_level="critical", **options)
+    config = uvicorn.Config(make_app(engine, settings), port=0, log_level="error", **options)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
