@@ -34,6 +34,7 @@ from nanovllm.server.site import Site, build_site
 FAILED = 1  # exit status after the engine has failed; a supervisor should start the server again
 LINGER_S = 1.0  # after a failure: time for load balancers to see it, and for clients to read why
 LAST_EVENTS_S = 2.0  # for clients to take the last events
+KEEP_ALIVE_S = 60  # longer than clients keep idle connections, so that they do not meet one that is just closing
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 logger = logging.getLogger(__name__)
@@ -91,6 +92,7 @@ class _Server:
             log_level="warning",
             access_log=False,
             server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
         )
         self._uvicorn = _Listener(config)
         self._stop_asked = asyncio.Event()

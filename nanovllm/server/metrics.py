@@ -138,6 +138,7 @@ class _EngineCollector(Collector):
             yield self._metric(GaugeMetricFamily, "engine_is_running", "Whether the engine works", 0)
             return
         yield self._metric(GaugeMetricFamily, "engine_is_running", "Whether the engine works", 1)
+        yield self._metric(GaugeMetricFamily, "kv_cache_usage_perc", "Share of blocks in use, 0 to 1", _usage(stats))
         for figure in _FIGURES:
             value = stats.get(figure.entry)
             if value is not None:
@@ -148,3 +149,10 @@ class _EngineCollector(Collector):
         family = kind(PREFIX + name, about, labels=list(self._labels))
         family.add_metric(list(self._labels.values()), value)
         return family
+
+
+def _usage(stats: Mapping[str, Any]) -> float:
+    """The share of the KV cache's blocks that requests use. With offload, the CPU holds them all."""
+    place = "cpu" if "num_cpu_blocks" in stats else "gpu"
+    num_blocks = stats.get(f"num_{place}_blocks", 0)
+    return 1 - stats.get(f"num_free_{place}_blocks", 0) / num_blocks if num_blocks else 0.0

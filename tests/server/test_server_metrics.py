@@ -81,6 +81,8 @@ def test_metrics_read_the_engine_when_they_are_rendered() -> None:
     }
     assert {name: found[name] for name in expected} == expected
     assert "load_bytes_per_second" not in found  # it has not been measured
+    stats |= {"num_gpu_blocks": 4, "num_free_gpu_blocks": 4, "num_cpu_blocks": 8, "num_free_cpu_blocks": 6}
+    assert values(metrics.render())["kv_cache_usage_perc"] == 0.25
 
 
 def test_metrics_failed_engine_leaves_the_counters() -> None:
