@@ -122,8 +122,8 @@ class _Server:
 
     async def _warm_up(self) -> None:
         """Run one short request, so that the first client does not wait for what is made on first use."""
-        params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
-        params = SamplingParams(temperature=0, max_tokens=1) if self._engine.llm.max_request_tokens < 3 else params
+        num_tokens = min(2, max(1, self._engine.llm.max_request_tokens - 1))  # two: a prefill and a decode
+        params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
         async for _ in self._engine.generate([[0]], params):
             pass
 
@@ -164,14 +164,14 @@ class _Server:
         """Let the open requests finish. Returns when they have, at the limit, or when the engine fails."""
         num_open = self._site.queue.num_open
         self._site.gate.is_draining = True
-        logger.info("nanovllm: stopping; %d answers have %g s to finish", num_open, self._options.drain_s)
+        logger.info("nanovllm: stopping; open answers: %d, which get %g s", num_open, self._options.drain_s)
         self._uvicorn.should_exit = True  # closes the port and waits for the connections
         await asyncio.wait((served, failed), timeout=self._options.drain_s, return_when=asyncio.FIRST_COMPLETED)
 
     async def _end(self, served: "asyncio.Future[None]") -> None:
         """End what is still open. Each answer gets a last event, with what was generated so far."""
         if self._site.queue.num_open:
-            logger.warning("nanovllm: %d answers are aborted", self._site.queue.num_open)
+            logger.warning("nanovllm: aborting what is left; open answers: %d", self._site.queue.num_open)
         self._uvicorn.should_exit = True
         await self._engine.aclose()
         await asyncio.wait((served,), timeout=LAST_EVENTS_S)

@@ -62,6 +62,12 @@ def connect(server: ServerProcess, data: bytes = b"") -> socket.socket:
     return client
 
 
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port: int = free.getsockname()[1]
+    return port
+
+
 def wait_until_healthy(server: ServerProcess) -> int:
     """How many connections were refused before one was answered, which must have been with status 200."""
     num_refused = 0
@@ -128,6 +134,19 @@ def test_killed_server_starts_again_on_its_port_and_is_ready_only_when_warm(
         assert server.metric("engine_steps_total") > SHORT["max_tokens"] + 1  # those of the warm-up are among them
         server.send(signal.SIGINT)
         assert server.wait() == 0
+
+
+def listen_on(port: int, engine: Any) -> None:
+    engine.rival = socket.create_server(("127.0.0.1", port))
+
+
+def test_port_that_a_rival_takes_during_the_load_is_named(retrieval_model: Path, tmp_path: Path) -> None:
+    """Two sockets may be bound to a port as long as neither listens."""
+    port = free_port()
+    change, options = partial(listen_on, port), {"port": port}
+    with server_process(retrieval_model, tmp_path / "log", change=change, options=options, waits=False) as server:
+        assert server.wait() == 1
+        assert f"ConfigError: port={port} of host=127.0.0.1 cannot be used" in server.log.read_text()
 
 
 # -- signals -----------------------------------------------------------------------------------------------------------
@@ -281,8 +300,7 @@ def fill_the_disk(engine: Any) -> None:
 
 
 def test_full_disk_of_the_log_harms_nobody(retrieval_model: Path, tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     options = {"port": port}
     started = server_process(retrieval_model, tmp_path / "log", change=fill_the_disk, options=options, waits=False)
     with started as server:
