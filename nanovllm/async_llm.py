@@ -15,7 +15,7 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from nanovllm.core.logit_editor import AnswerRules
 from nanovllm.core.outputs import Outbox, Receiver, StepOutput
@@ -25,7 +25,9 @@ from nanovllm.errors import EngineError, RequestError
 from nanovllm.llm import LLM
 from nanovllm.request_stream import RequestStream, RequestUpdate
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.request_check import Prompt, prompt_list
+from nanovllm.text.request_check import Prompt, cache_salt, prompt_list
+
+CHECK_INTERVAL_S = 1.0  # how often an idle engine makes sure that all its ranks are alive
 
 
 class AsyncLLM:
@@ -131,9 +133,9 @@ class AsyncLLM:
         prompts_ids, answers = await asyncio.to_thread(self._prepare, prompts, params)
         stream = RequestStream(prompts_ids, self._abort)
         try:
-            for index, (token_ids, answer_params, rules) in enumerate(answers):
-                receiver = self.llm.text.receiver(self._outbox, answer_params, with_tokens)
-                request_id = self._add(token_ids, answer_params, receiver, rules)
+            for index, answer in enumerate(answers):
+                receiver = self.llm.text.receiver(self._outbox, answer.params, with_tokens)
+                request_id = self._add(answer, receiver)
                 stream.expect(request_id, index)
                 self._streams[request_id] = stream
         except BaseException:
@@ -143,19 +145,26 @@ class AsyncLLM:
 
     def _prepare(
         self, prompts: Prompt | Iterable[Prompt], params: SamplingParams
-    ) -> tuple[list[TokenIds], list[tuple[TokenIds, SamplingParams, AnswerRules]]]:
+    ) -> tuple[list[TokenIds], list["_Answer"]]:
         """The token ids of each prompt, and what the engine needs for each answer. Raises RequestError."""
         each_params = params.per_answer()
-        prompts_ids = [self.llm.check_request(prompt, each_params[0]) for prompt in prompt_list(prompts)]
-        answers = [(token_ids, each, self.llm.text.rules(each)) for token_ids in prompts_ids for each in each_params]
+        listed = prompt_list(prompts)
+        prompts_ids = [self.llm.check_request(prompt, each_params[0]) for prompt in listed]
+        answers = [
+            _Answer(token_ids, each, self.llm.text.rules(each), cache_salt(prompt))
+            for token_ids, prompt in zip(prompts_ids, listed, strict=True)
+            for each in each_params
+        ]
         return prompts_ids, answers
 
-    def _add(self, token_ids: TokenIds, params: SamplingParams, receiver: Receiver, rules: AnswerRules) -> int:
+    def _add(self, answer: "_Answer", receiver: Receiver) -> int:
         """Queue one answer and return its request id. Called on the loop, and so before any of its results arrive."""
         with self._changed:  # once `close` has been called, the thread aborts what is open, and nothing may follow
             self._check_open()
             try:
-                request_id = self.llm.engine.add_request(token_ids, params, receiver, rules)
+                request_id = self.llm.engine.add_request(
+                    answer.token_ids, answer.params, receiver, answer.rules, answer.cache_salt
+                )
             except (RequestError, EngineError):
                 raise
             except Exception as error:  # a call that changes the scheduler failed, which has closed the engine
@@ -214,7 +223,7 @@ class AsyncLLM:
         assert self.failure is not None, "set by the thread"
         streams, self._streams = self._streams, {}
         for stream in streams.values():
-            stream.fail(self.failure)
+            stream.fail(EngineError(str(self.failure)))
         self._failed.set()
 
     # -- the engine thread ---------------------------------------------------------------------------------------
@@ -233,9 +242,14 @@ class AsyncLLM:
 
     def _wait_for_work(self) -> bool:
         """Sleep until there are requests or undelivered results. Returns False if the engine is to be closed."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_closing or self.llm.engine.has_requests or self._outbox)
-            return not self._is_closing
+        while True:
+            with self._changed:
+                if self._changed.wait_for(self._has_work, timeout=CHECK_INTERVAL_S):
+                    return not self._is_closing
+            self.llm.engine.check_ranks()
+
+    def _has_work(self) -> bool:
+        return self._is_closing or self.llm.engine.has_requests or bool(self._outbox)
 
     def _hand_over(self, content: StepOutput) -> None:
         """Let the loop dispatch this, together with everything else that arrives before it gets round to it. Hot."""
@@ -251,6 +265,15 @@ class AsyncLLM:
         if self._loop is not None:
             with suppress(RuntimeError):  # the loop has been closed, so nobody waits any more
                 self._loop.call_soon_threadsafe(callback)
+
+
+class _Answer(NamedTuple):
+    """What the engine needs for one answer."""
+
+    token_ids: TokenIds
+    params: SamplingParams
+    rules: AnswerRules
+    cache_salt: str | None
 
 
 def _engine_error(error: BaseException) -> EngineError:

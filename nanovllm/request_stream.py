@@ -3,11 +3,11 @@
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from nanovllm.core.logprobs import TokenLogprobs
 from nanovllm.core.outputs import RequestOutput
 from nanovllm.core.sequence import TokenIds
-from nanovllm.errors import EngineError
 
 
 @dataclass
@@ -27,21 +27,35 @@ class RequestUpdate:
     output: RequestOutput | None = None
 
 
+class StreamObserver(Protocol):
+    """Is told what happens to the answers of a stream, whether or not the consumer has taken it."""
+
+    def updated(self, index: int) -> None:
+        """An answer has something new. Hot."""
+
+    def finished(self, output: RequestOutput) -> None:
+        """An answer has ended."""
+
+    def closed(self, num_open: int) -> None:
+        """Nothing more will come of these answers: the consumer has left, or the engine has failed."""
+
+
 class RequestStream:
     """The updates of a request, for one consumer: an async iterator that ends after the last update of each answer.
 
     Close it in the end; what has not finished by then is aborted. Use it only on the event loop that it was made on.
-    Raises EngineError if the engine fails.
+    Raises EngineError if the engine fails. `observer` may be set as soon as the stream is made.
     """
 
     def __init__(self, prompts: list[TokenIds], abort: Callable[[list[int]], None]) -> None:
         """Made by AsyncLLM.submit. prompts: the request's token ids. abort: ends the requests with these ids."""
         self.prompts = prompts
+        self.observer: StreamObserver | None = None
         self._abort = abort
         self._indices: dict[int, int] = {}  # request id -> index, for the answers that have not ended
         self._updates: dict[int, RequestUpdate] = {}  # by index; what the consumer has not taken yet
         self._wakes_at_ends = False  # and not for every update
-        self._error: EngineError | None = None
+        self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None  # what the consumer waits for
 
     def __aiter__(self) -> "RequestStream":
@@ -51,7 +65,7 @@ class RequestStream:
         """The next update of any answer. It holds everything that has arrived for this answer."""
         while not self._updates:
             if self._error is not None:
-                raise EngineError(str(self._error)) from self._error
+                raise self._error
             if not self._indices:
                 raise StopAsyncIteration
             assert self._waiter is None, "a stream has one consumer"
@@ -71,6 +85,7 @@ class RequestStream:
     def close(self) -> None:
         """Abort the answers that have not ended. Closing twice is fine."""
         self._abort(list(self._indices))
+        self._tell_closed()
         self._indices.clear()
         self._updates.clear()
 
@@ -86,6 +101,8 @@ class RequestStream:
         update = self._updates.get(index)
         if update is None:
             update = self._updates[index] = RequestUpdate(index)
+            if self.observer is not None:
+                self.observer.updated(index)
         if not self._wakes_at_ends:
             self._wake()
         return update
@@ -94,11 +111,19 @@ class RequestStream:
         self.update_of(request_id).output = output
         del self._indices[request_id]
         self._wake()
+        if self.observer is not None:
+            self.observer.finished(output)
 
-    def fail(self, error: EngineError) -> None:
+    def fail(self, error: Exception) -> None:
+        """Let the consumer raise `error`, once it has taken what is there. The answers are not aborted."""
         self._error = error
+        self._tell_closed()
         self._indices.clear()
         self._wake()
+
+    def _tell_closed(self) -> None:
+        if self.observer is not None and self._indices:
+            self.observer.closed(len(self._indices))
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

@@ -87,15 +87,21 @@ class Engine:
         self.admission.check(token_ids, params)
 
     def add_request(
-        self, token_ids: TokenIds, params: SamplingParams, receiver: Receiver, rules: AnswerRules = NO_RULES
+        self,
+        token_ids: TokenIds,
+        params: SamplingParams,
+        receiver: Receiver,
+        rules: AnswerRules = NO_RULES,
+        cache_salt: str | None = None,
     ) -> int:
         """Queue a request that `check_request` has accepted, and return its id.
 
-        Raises RequestError, and changes nothing, if the KV cache is too small for it.
+        It shares KV only with requests of the same `cache_salt`. Raises RequestError, and changes nothing, if the KV
+        cache is too small for it.
         """
         self._check_open()
         request_id = next(self._request_ids)
-        seq = self.admission.make_sequence(request_id, token_ids, params)
+        seq = self.admission.make_sequence(request_id, token_ids, params, cache_salt)
         seq.editor = LogitEditor.make(params, token_ids, self.scheduler.eos_token_ids | seq.stop_token_ids, rules)
         self.scheduler.check_fits(seq)
         with deferred_interrupt():
@@ -162,6 +168,18 @@ class Engine:
                     self._check_open()
                     with self._closed_by_errors():
                         self._advance()
+            finally:
+                self._turns.end()
+
+    def check_ranks(self) -> None:
+        """Raise EngineError if a rank has died. For the time between requests, when no step would notice."""
+        with deferred_interrupt() as held:
+            try:
+                with held.second_acts_at_once():
+                    self._turns.begin()
+                    self._check_open()
+                    with self._closed_by_errors():
+                        self.executor.check()
             finally:
                 self._turns.end()
 

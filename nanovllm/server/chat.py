@@ -22,7 +22,7 @@ from nanovllm.server.tool_calls import Delta, ToolCallDelta, ToolCallParser, mak
 def add_chat(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions")
     async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
-        service.check_model(body.model)
+        service.check_body(body)
         tools = [] if body.tool_choice == "none" else body.tools or []
         if tools:
             check_tools(service)
@@ -37,7 +37,8 @@ def add_chat(app: FastAPI, service: Service) -> None:
         )
         num_free_tokens = service.llm.max_request_tokens - len(token_ids)
         params = chat_params(body, service.llm.sampling_defaults, num_free_tokens)
-        stream = await service.submit([token_ids], params, bool(body.stream and body.logprobs))
+        with_tokens = bool(body.stream and body.logprobs)
+        stream = await service.submit([token_ids], params, with_tokens, service.cache_salt(body, request))
         answer = ChatAnswer(service, body, parses_tools=bool(tools))
         if body.stream:
             return EventStream(stream, answer)

@@ -23,7 +23,7 @@ from nanovllm.text.request_check import Prompt, prompt_list
 def add_completions(app: FastAPI, service: Service) -> None:
     @app.post("/v1/completions")
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
-        service.check_model(body.model)
+        service.check_body(body)
         prompts = _prompts(body.prompt)
         params = completion_params(body, service.llm.sampling_defaults)
         texts = await in_thread(_texts, service, prompts) if body.echo else []
@@ -31,7 +31,7 @@ def add_completions(app: FastAPI, service: Service) -> None:
         if body.add_special_tokens is not None:
             encoded = await in_thread(_encode, service, prompts, body.add_special_tokens)
         with_tokens = bool(body.stream) and body.logprobs is not None
-        stream = await service.submit(encoded, params, with_tokens)
+        stream = await service.submit(encoded, params, with_tokens, service.cache_salt(body, request))
         answer = CompletionAnswer(service, body, texts)
         if body.stream:
             return EventStream(stream, answer)

@@ -30,12 +30,12 @@ def add_models(app: FastAPI, service: Service) -> None:
 def add_tokens(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> Response:
-        service.check_model(body.model)
+        service.check_body(body)
         return json_response(await in_thread(_tokenize, service, body))
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> Response:
-        service.check_model(body.model)
+        service.check_body(body)
         return json_response({"prompt": await in_thread(service.llm.text.decode, body.tokens)})
 
 

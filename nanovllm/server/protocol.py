@@ -76,6 +76,7 @@ class SamplingFields(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
+    cache_salt: str | None = None
 
     n: int | None = None
     max_tokens: int | None = None

@@ -15,6 +15,7 @@ in its place; nothing is lost but the white space on either side of a call. The 
 was split, and the time is linear in its length.
 """
 
+import itertools
 import json
 import re
 import secrets
@@ -85,7 +86,8 @@ class ToolCallParser:
     def __init__(self, call_format: CallFormat) -> None:
         self.call_format = call_format
         self._state = _State.OPENED if call_format.is_bare else _State.CONTENT
-        self._text = ""  # what has not been returned yet
+        self._text = ""
+        self._start = 0  # of what has not been returned yet; between calls of `feed` always 0
         self._opening_end = 0  # outside CONTENT: where the opening ends that may turn out to be content
         self._scan = _ObjectScan(0)
         self._num_calls = 0
@@ -97,7 +99,8 @@ class ToolCallParser:
         deltas: list[Delta] = []
         while self._advance(deltas):
             pass
-        return deltas
+        self._drop_returned()
+        return _joined(deltas)
 
     def finish(self) -> list[Delta]:
         """The rest, after the last text. A call that is not complete is content."""
@@ -108,7 +111,7 @@ class ToolCallParser:
         if not (self._follows_call and not self._text.strip(_SPACE)):
             self._return_content(len(self._text), deltas)
         self._text = ""
-        return deltas
+        return _joined(deltas)
 
     def _advance(self, deltas: list[Delta]) -> bool:
         """Go on to the next state. Returns False if that takes more text."""
@@ -124,7 +127,7 @@ class ToolCallParser:
         if self._state is _State.SEPARATOR:
             is_separator = found[0] == self.call_format.separator
             self._state = _State.OPENED if is_separator else _State.CONTENT
-            self._opening_end = found.end() if is_separator else 0
+            self._opening_end = found.end() if is_separator else self._start
         elif found[0] == "{":
             self._scan = _ObjectScan(found.start())
             self._state = _State.OBJECT
@@ -135,14 +138,14 @@ class ToolCallParser:
     def _find_opening(self, deltas: list[Delta]) -> bool:
         """Return the content before an opening. The white space before it stays, as it may belong to a call."""
         opening, text = self.call_format.opening, self._text
-        start = text.find(opening)
-        end = start if start >= 0 else len(text) - _num_begun(text, opening)
-        content_end = len(text[:end].rstrip(_SPACE))
+        start = text.find(opening, self._start)
+        end = start if start >= 0 else max(self._start, len(text) - _num_begun(text, opening))
+        content_end = self._start + len(text[self._start : end].rstrip(_SPACE))
         self._return_content(content_end, deltas)
         if start < 0:
             return False
         self._state = _State.OPENED
-        self._opening_end = start - content_end + len(opening)
+        self._opening_end = start + len(opening)
         return True
 
     def _find_end(self, deltas: list[Delta]) -> bool:
@@ -172,26 +175,29 @@ class ToolCallParser:
         deltas.append(call)
         self._num_calls += 1
         self._follows_call = True
-        self._text = self._text[position + len(closing) :]
-        self._opening_end = 0
+        self._start = self._opening_end = position + len(closing)
         self._state = _State.SEPARATOR if self.call_format.separator else _State.CONTENT
         return True
 
     def _give_up(self, deltas: list[Delta]) -> None:
         """No call follows the opening, so it is content. The text after it is looked at once more."""
         self._return_content(self._opening_end, deltas)
-        self._opening_end = 0
         self._state = _State.CONTENT
 
     def _return_content(self, end: int, deltas: list[Delta]) -> None:
-        if end == 0:
+        if end == self._start:
             return
-        content, self._text = self._text[:end], self._text[end:]
+        content, self._start = self._text[self._start : end], end
         self._follows_call = False
-        if deltas and isinstance(deltas[-1], str):
-            deltas[-1] += content
-        else:
-            deltas.append(content)
+        deltas.append(content)
+
+    def _drop_returned(self) -> None:
+        """Not after each part of the text, which would copy the rest as often."""
+        num_returned, self._start = self._start, 0
+        self._text = self._text[num_returned:]
+        self._opening_end -= num_returned
+        self._scan.start -= num_returned
+        self._scan.end -= num_returned
 
     def _read_call(self, text: str) -> ToolCallDelta | None:
         """The call that a JSON object describes, or None if it is none or cannot be passed on as JSON."""
@@ -238,6 +244,15 @@ class _ObjectScan:
             self._in_string = char == '"'
             self._depth += (char in "{[") - (char in "}]")
             self.is_complete = self._depth == 0
+
+
+def _joined(deltas: list[Delta]) -> list[Delta]:
+    """`deltas` with adjacent contents joined."""
+    joined: list[Delta] = []
+    for is_content, adjacent in itertools.groupby(deltas, key=lambda delta: isinstance(delta, str)):
+        group = list(adjacent)
+        joined += ["".join(map(str, group))] if is_content else group
+    return joined
 
 
 def _num_begun(text: str, tag: str) -> int:

@@ -11,7 +11,8 @@ import numpy as np
 from nanovllm.core.sequence import TokenIds
 from nanovllm.errors import RequestError
 
-# A string, token ids, or as in vLLM a dict that holds one of them: {"prompt": str} or {"prompt_token_ids": token ids}
+# A string, token ids, or as in vLLM a dict that holds one of them: {"prompt": str} or {"prompt_token_ids": token ids}.
+# A dict may also have a "cache_salt"
 Prompt: TypeAlias = str | Sequence[int] | np.ndarray | Mapping[str, Any]
 _PROMPT_KEYS = ("prompt", "prompt_token_ids")
 
@@ -34,7 +35,8 @@ def text_or_token_ids(prompt: Any) -> Any:
     """The text or token ids of a prompt, which may be a dict. If a dict has both, the ids are used, as in vLLM."""
     if not isinstance(prompt, Mapping):
         return prompt
-    unknown = [key for key in prompt if key not in _PROMPT_KEYS]
+    cache_salt(prompt)
+    unknown = [key for key in prompt if key not in (*_PROMPT_KEYS, "cache_salt")]
     found = [prompt[key] for key in reversed(_PROMPT_KEYS) if prompt.get(key) is not None]
     if unknown or not found:
         raise RequestError(
@@ -42,6 +44,14 @@ def text_or_token_ids(prompt: Any) -> Any:
             '{"prompt": text} or {"prompt_token_ids": token ids}'
         )
     return found[0]
+
+
+def cache_salt(prompt: Any) -> str | None:
+    """The prompt's cache salt: only prompts with equal salts share KV. None, the default, is a salt like the others."""
+    salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
+    if salt is not None and not (isinstance(salt, str) and salt):
+        raise RequestError(f"cache_salt={salt!r} must be a non-empty string")
+    return salt
 
 
 def check_token_ids(prompt: Any, vocab_size: int) -> TokenIds:
