@@ -4,8 +4,8 @@ from enum import IntEnum
 
 
 class BlockState(IntEnum):
-    """Each block is in one state. Where two would fit, the later one counts. So a block of which a step streams one part
-    and leaves the other to the CPU is STREAMED.
+    """Each block is in one state. Where two would fit, the later one counts. So a block is STREAMED if a step streams
+    one part of it and leaves the other to the CPU.
     """
 
     FREE = 0  # holds nothing that a request could use

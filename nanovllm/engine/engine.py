@@ -243,6 +243,7 @@ class Engine:
             "num_prefill_tokens": self._num_prefill_tokens,
             "num_decode_tokens": self._num_decode_tokens,
             "block_bytes": self.setup.plan.spec.block_bytes,
+            "block_size": self.setup.plan.spec.block_size,
         }
         stats |= self.scheduler.kv.stats() | dict(self.executor.stats())
         if self._link_meter is not None:
