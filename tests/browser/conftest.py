@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("playwright", reason="playwright is not installed; run `make browser`")
 
-from page_server import FakeServer, serving
+from page_server import FakeServer, Host, serving
 from playwright.sync_api import Browser, Page, Request, expect, sync_playwright
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -32,11 +32,20 @@ def browser() -> Iterator[Browser]:
         browser.close()
 
 
+@pytest.fixture(scope="session")
+def host() -> Iterator[Host]:
+    """One real server for all tests, because to start and stop one takes a second."""
+    host = Host()
+    with serving(host) as host.url:
+        yield host
+
+
 @pytest.fixture
-def server() -> Iterator[FakeServer]:
-    server = FakeServer()
-    with serving(server.app()) as server.url:
-        yield server
+def server(host: Host) -> FakeServer:
+    """A new one for each test. What is left of the requests of earlier tests goes to theirs."""
+    server = FakeServer(host.url)
+    host.app = server.app()
+    return server
 
 
 @pytest.fixture

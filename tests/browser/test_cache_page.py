@@ -100,6 +100,7 @@ def test_engine_that_fails_is_named(server: FakeServer, page: Page) -> None:
     page.route("**/kvcache", lambda route: route.fulfill(status=503, body="{}"))
     wait_for_blocks(page, "the engine has failed")
     page.unroute("**/kvcache")
+    page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")  # instead of waiting for the next time
     wait_for_blocks(page, "0 of 64 blocks in use")
 
 
@@ -113,7 +114,7 @@ def test_hidden_page_asks_for_nothing(server: FakeServer, page: Page) -> None:
     page.wait_for_timeout(300)  # a request may be on its way
     requests: list[Any] = []
     page.on("request", lambda request: requests.append(request))
-    page.wait_for_timeout(1500)
+    page.wait_for_timeout(1200)
     assert not requests
 
 

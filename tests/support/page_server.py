@@ -57,13 +57,14 @@ class FakeEngine:
 class FakeServer:
     """Answers by the last line of the question: see `_pieces` and `_refuse`. Remembers the bodies that it was sent."""
 
-    def __init__(self) -> None:
+    def __init__(self, url: str = "") -> None:
+        """`url`: where its `app` is served."""
+        self.url = url
         self.engine = FakeEngine()
         self.api_key: str | None = None
         self.has_template = True
         self.bodies: list[dict[str, Any]] = []
         self.num_abandoned = 0  # answers whose client has gone
-        self.url = ""
 
     def app(self) -> FastAPI:
         app, router = FastAPI(), APIRouter(dependencies=[Depends(self._check_key)])
@@ -113,7 +114,11 @@ class FakeServer:
             yield _event({"error": {"message": "the request failed: NaN in its logits", "type": "server_error"}})
             return
         yield _event({"choices": [choice_of("") | {"finish_reason": "length" if question == "be long" else "stop"}]})
-        usage = {"prompt_tokens": 3214, "completion_tokens": num_pieces, "prompt_tokens_details": {"cached_tokens": 3072}}
+        usage = {
+            "prompt_tokens": 3214,
+            "completion_tokens": num_pieces,
+            "prompt_tokens_details": {"cached_tokens": 3072},
+        }
         yield _event({"choices": [], "usage": usage})
         yield "data: [DONE]\n\n"
 
@@ -146,10 +151,23 @@ async def _openai_error(request: Request, error: Exception) -> Response:
     return JSONResponse({"error": body}, error.status_code, error.headers)
 
 
+class Host:
+    """Hands each request to `app`, which a test may change."""
+
+    def __init__(self) -> None:
+        self.app: Any = FastAPI()
+        self.url = ""
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await self.app(scope, receive, send)
+
+
 @contextmanager
-def serving(app: FastAPI) -> Iterator[str]:
+def serving(app: Any) -> Iterator[str]:
     """Serve `app` in a thread, on a free port of this machine. Yields its address."""
-    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", timeout_graceful_shutdown=1))
+    server = uvicorn.Server(
+        uvicorn.Config(app, host="127.0.0.1", port=0, lifespan="off", log_level="error", timeout_graceful_shutdown=1)
+    )
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not server.started:
