@@ -15,7 +15,6 @@ from fastapi import APIRouter
 from fastapi.responses import JSONResponse, Response
 
 from nanovllm.core.block_state import BlockState
-from nanovllm.errors import EngineError
 
 MIN_INTERVAL_S = 0.1  # at most ten snapshots a second
 RATE_WINDOW_S = 2.0  # rates are means over about this time; a step of a long prompt can take a second
@@ -106,7 +105,7 @@ def _counters(now_s: float, stats: dict[str, Any]) -> _Counters:
 
 
 def kv_router(engine: KVSource) -> APIRouter:
-    """GET /kvcache: a JSON object (KVView), or 503 if the engine has failed.
+    """GET /kvcache: a JSON object (KVView). The application answers an EngineError with status 503.
 
     If the server asks for API keys, include this router with the same check as the API: what the cache holds shows how
     much others ask.
@@ -115,10 +114,6 @@ def kv_router(engine: KVSource) -> APIRouter:
 
     @router.get("/kvcache", include_in_schema=False)
     async def kvcache() -> Response:
-        try:
-            return JSONResponse(view.snapshot(), headers={"Cache-Control": "no-store"})
-        except EngineError as error:
-            body = {"message": str(error), "type": "engine_error", "param": None, "code": 503}
-            return JSONResponse({"error": body}, status_code=503)
+        return JSONResponse(view.snapshot(), headers={"Cache-Control": "no-store"})
 
     return router

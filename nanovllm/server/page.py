@@ -1,8 +1,8 @@
 """The page at /: a chat, a document to ask about, and the KV cache live. The files are in page/.
 
-The page has no build step and loads nothing from other hosts; the Content-Security-Policy enforces the latter. It needs
-no API key itself, because a browser cannot send one when it opens a page. Its scripts send the key that the user types
-with their requests to the API and to /kvcache.
+The page has no build step and loads nothing from other hosts; the Content-Security-Policy enforces the latter. Its own
+files (`page_paths`) must be served without an API key, because a browser cannot send one when it opens a page. The
+scripts send the key that the user types with their requests to the API and to /kvcache.
 """
 
 import hashlib
@@ -35,9 +35,14 @@ HEADERS = {
 }
 
 
+def page_paths() -> list[str]:
+    """The paths that `page_router` answers. They hold nothing secret."""
+    return ["/", *(f"/page/{path.name}" for path in _files())]
+
+
 def page_router() -> APIRouter:
     """GET / and GET /page/{file name}. The files are read once, so no path in a request reaches the file system."""
-    files = {path.name: path.read_bytes() for path in DIRECTORY.iterdir() if path.suffix in MEDIA_TYPES}
+    files = {path.name: path.read_bytes() for path in _files()}
     tags = {name: f'"{hashlib.sha256(content).hexdigest()[:16]}"' for name, content in files.items()}
     router = APIRouter(include_in_schema=False)
 
@@ -58,3 +63,7 @@ def page_router() -> APIRouter:
         return answer(name, request)
 
     return router
+
+
+def _files() -> list[Path]:
+    return sorted(path for path in DIRECTORY.iterdir() if path.suffix in MEDIA_TYPES)
