@@ -18,7 +18,7 @@ from nanovllm.errors import EngineError, RequestError
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduling.scheduler import Scheduler
 from nanovllm.text.frontend import Message, TextFrontend
-from nanovllm.text.request_check import Prompt, prompt_list
+from nanovllm.text.request_check import Prompt, cache_salt, prompt_list
 
 
 class LLM:
@@ -72,7 +72,8 @@ class LLM:
         """Answer one prompt or several, and return the outputs in the order of the prompts.
 
         A prompt is a string, a sequence of token ids (which may be a numpy array), or a dict as in vLLM:
-        {"prompt": text} or {"prompt_token_ids": ids}. One call may mix these kinds.
+        {"prompt": text} or {"prompt_token_ids": ids}. One call may mix these kinds. A dict may also have a
+        "cache_salt", a string: prompts share KV only if their salts are equal.
 
         sampling_params: one for all prompts, or a list with one per prompt. None means SamplingParams(), even if the
         model recommends other values in its generation_config.json (see get_default_sampling_params).
@@ -85,7 +86,8 @@ class LLM:
         prompts_ids = [self.check_request(prompt, p) for prompt, p in zip(listed, params, strict=True)]
         outbox = Outbox()
         try:
-            request_ids = [self._queue(ids, p, outbox) for ids, p in zip(prompts_ids, params, strict=True)]
+            requests = zip(prompts_ids, params, map(cache_salt, listed), strict=True)
+            request_ids = [self._queue(ids, p, outbox, salt) for ids, p, salt in requests]
             outputs = self._collect(outbox, len(request_ids), use_tqdm)
         except BaseException:
             self.engine.abort_all(outbox)
@@ -178,12 +180,12 @@ class LLM:
         """
         params = sampling_params or SamplingParams()
         self.text.check_stream(params)
-        return self._stream(self.check_request(prompt, params), params)
+        return self._stream(self.check_request(prompt, params), params, cache_salt(prompt))
 
-    def _stream(self, token_ids: TokenIds, params: SamplingParams) -> Iterator[str]:
+    def _stream(self, token_ids: TokenIds, params: SamplingParams, salt: str | None) -> Iterator[str]:
         outbox = Outbox()
         try:
-            request_id = self._queue(token_ids, params, outbox)
+            request_id = self._queue(token_ids, params, outbox, salt)
             finished = False
             while not finished:
                 output = self.engine.next_output(outbox)
@@ -206,11 +208,12 @@ class LLM:
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams) -> int:
         """Queue a request and return its id. Raises RequestError, and changes nothing, if it can never run."""
-        return self._queue(self.check_request(prompt, sampling_params), sampling_params, self._outbox)
+        token_ids = self.check_request(prompt, sampling_params)
+        return self._queue(token_ids, sampling_params, self._outbox, cache_salt(prompt))
 
-    def _queue(self, token_ids: TokenIds, params: SamplingParams, outbox: Outbox) -> int:
+    def _queue(self, token_ids: TokenIds, params: SamplingParams, outbox: Outbox, salt: str | None) -> int:
         """Queue a request that `check_request` has accepted. Its text and its output go to `outbox`."""
-        return self.engine.add_request(token_ids, params, self.text.receiver(outbox, params))
+        return self.engine.add_request(token_ids, params, self.text.receiver(outbox, params), salt)
 
     def abort(self, request_id: int) -> bool:
         """End a request, now or as soon as the step in progress ends. Returns False if it has ended or is unknown.

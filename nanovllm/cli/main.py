@@ -1,7 +1,7 @@
-"""The command line: `nanovllm demo`, `nanovllm chat`, `nanovllm generate` and `nanovllm plan`.
+"""The command line: `nanovllm demo`, `nanovllm chat`, `nanovllm generate`, `nanovllm serve` and `nanovllm plan`.
 
-flags.py makes the flags, their defaults and their help from the fields of Config, SamplingParams, DemoOptions and
-PlanOptions. Nothing heavy is imported before a command runs.
+flags.py makes the flags, their defaults and their help from the fields of Config, SamplingParams, DemoOptions,
+ServerOptions and PlanOptions. Nothing heavy is imported before a command runs.
 
 Bad input raises ConfigError, RequestError or CheckpointError, which `main` prints as one line. An exception that `main`
 does not catch is a bug and keeps its traceback.
@@ -29,9 +29,11 @@ from nanovllm.cli.console import (
 )
 from nanovllm.cli.demo import DemoOptions, run_demo
 from nanovllm.cli.flags import add_flags, flag_help, given_fields, name_flags
+from nanovllm.cli.serve import run_serve
 from nanovllm.config import Config
 from nanovllm.errors import CheckpointError, ConfigError, EngineError, RequestError
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.server.options import ServerOptions
 
 if TYPE_CHECKING:  # --help must not load torch
     from nanovllm.llm import LLM
@@ -45,12 +47,21 @@ examples:
   nanovllm demo
   nanovllm chat --model Qwen/Qwen3-0.6B --system "Answer briefly."
   nanovllm generate --model Qwen/Qwen3-0.6B --prompt "Once upon a time" --max-tokens 100
+  nanovllm serve --model Qwen/Qwen3-0.6B --enable-cpu-offload
   nanovllm plan --model qwen3-0.6b --context 40960 --enable-cpu-offload --num-gpu-blocks 8
 """
 GENERATE_EXAMPLE = """\
 example, a book whose KV cache does not fit in the GPU's memory:
   nanovllm generate --model path/to/model --prompt-file book.txt \\
       --enable-cpu-offload --num-gpu-blocks 8 --temperature 0 --max-tokens 200
+"""
+SERVE_EXAMPLE = """\
+example, with the built-in model:
+  nanovllm serve --model demo &
+  curl localhost:8000/v1/completions -H 'Content-Type: application/json' \\
+      -d '{"prompt": "The passkey is 4711.\\nThe passkey is", "max_tokens": 6}'
+
+Exit status: 0 after SIGTERM or Ctrl-C, 1 if the engine has failed, 2 for bad input or a port in use.
 """
 CHAT_EXAMPLE = """\
 Each turn reuses the KV of the earlier ones. Type /help for the commands. From a pipe, every line is a message:
@@ -124,6 +135,12 @@ def _chat(args: argparse.Namespace) -> int:
         return run_chat(llm, params, args.system)
 
 
+def _serve(args: argparse.Namespace) -> int:
+    options = ServerOptions(**given_fields(args, ServerOptions))
+    Config(model=args.model, **given_fields(args, Config))
+    return run_serve(_model(args.model), args.model, options, _engine_options(args))
+
+
 def _plan(args: argparse.Namespace) -> int:
     """The plan goes to stdout. If it cannot work, the reason goes to stderr."""
     options = PlanOptions(**given_fields(args, PlanOptions))
@@ -144,16 +161,22 @@ def _plan(args: argparse.Namespace) -> int:
 
 def _open_llm(args: argparse.Namespace) -> "LLM":
     """Start the engine that the flags ask for. Invalid flags are refused before torch is loaded."""
-    options = given_fields(args, Config)
     SamplingParams(**given_fields(args, SamplingParams))
-    config = Config(model=args.model, **options)
+    Config(model=args.model, **given_fields(args, Config))
     model = _model(args.model)
-    from nanovllm.device.devices import resolve_device
     from nanovllm.llm import LLM
 
-    if resolve_device(config).type == "cpu":
+    return LLM(model, **_engine_options(args))
+
+
+def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The fields of Config that the flags give, and the command line's own default for a CPU."""
+    options = given_fields(args, Config)
+    from nanovllm.device.devices import resolve_device
+
+    if resolve_device(Config(model=args.model, **options)).type == "cpu":
         options = {"max_num_batched_tokens": CPU_STEP_TOKENS} | options
-    return LLM(model, **options)
+    return options
 
 
 def _model(name: str) -> str:
@@ -196,6 +219,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_demo(commands)
     _add_chat(commands)
     _add_generate(commands)
+    _add_serve(commands)
     _add_plan(commands)
     return parser
 
@@ -231,6 +255,19 @@ def _add_generate(commands: Any) -> None:
     required.add_argument("--chat", action="store_true", help="apply the model's chat template to the prompt")
     required.add_argument("--system", metavar="TEXT", help="the system prompt; needs --chat")
     _add_request_flags(parser, max_tokens=f"{SamplingParams.max_tokens}; with --chat, no limit")
+
+
+def _add_serve(commands: Any) -> None:
+    about = "serve a model over HTTP, with OpenAI's API"
+    parser = commands.add_parser(
+        "serve", help=about, description=about, epilog=SERVE_EXAMPLE, formatter_class=_Formatter
+    )
+    parser.set_defaults(run=_serve, option_types=(Config, ServerOptions))
+    required = parser.add_argument_group("what to serve")
+    required.add_argument("--model", required=True, metavar="MODEL", help=_model_help())
+    add_flags(parser, ServerOptions)
+    step_tokens = f"{Config.max_num_batched_tokens}; on a CPU, {CPU_STEP_TOKENS}"
+    add_flags(parser, Config, without=("model",), defaults={"max_num_batched_tokens": step_tokens})
 
 
 def _add_plan(commands: Any) -> None:

@@ -1,5 +1,6 @@
 """What comes out of the engine: the outputs of ended requests, the results of steps, and who receives them."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias, TypedDict
 
@@ -65,7 +66,7 @@ class StepOutput:
     """What one or more steps have produced, by request id, which is the `seq_id` of the request's Sequence.
 
     `texts` holds the new text of each request that got a token. Text can be held back for a while (see Detokenizer), so
-    it need not be that of the request's `new_tokens`.
+    it need not be that of the request's `new_tokens`, which are there only if its Receiver was asked for them.
     """
 
     finished: dict[int, RequestOutput] = field(default_factory=dict)
@@ -76,6 +77,9 @@ class StepOutput:
 
     def add_text(self, request_id: int, text: str) -> None:
         self.texts[request_id] = self.texts.get(request_id, "") + text
+
+    def add_tokens(self, request_id: int, token_ids: Iterable[int]) -> None:
+        self.new_tokens.setdefault(request_id, NewTokens()).token_ids.extend(token_ids)
 
 
 class Outbox:
@@ -88,8 +92,8 @@ class Outbox:
         self.content = StepOutput()
 
     def __bool__(self) -> bool:
-        """Whether any request has new text or has ended."""
-        return bool(self.content.texts or self.content.finished)
+        """Whether any request has new text or new tokens, or has ended."""
+        return bool(self.content.texts or self.content.new_tokens or self.content.finished)
 
     def fetch(self) -> StepOutput:
         """Everything since the last call."""
@@ -135,8 +139,11 @@ class Receiver:
     they arrive.
     """
 
-    def __init__(self, outbox: Outbox) -> None:
+    def __init__(self, outbox: Outbox, with_tokens: bool = False) -> None:
+        """`with_tokens`: deliver the ids of new tokens as they arrive, and not only in the output at the end."""
         self.outbox = outbox
+        self._with_tokens = with_tokens
+        self._num_delivered_tokens = 0
 
     def read(self, seq: Sequence) -> Ending | None:
         """Read the sequence's new token, if it got a valid one. Returns why the request must end now, or None.
@@ -148,8 +155,17 @@ class Receiver:
 
     def deliver(self, seq: Sequence) -> None:
         """Put what was read into the outbox, and the output if the sequence has ended. Called under the lock. Hot."""
+        if self._with_tokens:
+            self._deliver_tokens(seq)
         if seq.finish_reason is not None:
             self.outbox.content.finished[seq.seq_id] = request_output(seq, self.whole_text())
+
+    def _deliver_tokens(self, seq: Sequence) -> None:
+        """Put the tokens that arrived since the last delivery into the outbox."""
+        new_token_ids = seq.token_ids[seq.num_prompt_tokens + self._num_delivered_tokens :]
+        if new_token_ids:
+            self.outbox.content.add_tokens(seq.seq_id, new_token_ids)
+            self._num_delivered_tokens += len(new_token_ids)
 
     def whole_text(self) -> str | None:
         """The answer so far; None for a receiver that makes no text."""

@@ -1,5 +1,6 @@
 """Admission: checks whether the engine can ever run a request, and makes the Sequence of an accepted one."""
 
+import hashlib
 from dataclasses import replace
 
 from nanovllm.core.kv_spec import KVCacheSizes
@@ -38,7 +39,9 @@ class Admission:
             last = self._vocab_size - 1
             raise RequestError(f"stop_token_ids {unknown} are outside the vocabulary 0..{last}; leave them out")
 
-    def make_sequence(self, request_id: int, token_ids: TokenIds, params: SamplingParams) -> Sequence:
+    def make_sequence(
+        self, request_id: int, token_ids: TokenIds, params: SamplingParams, cache_salt: str | None
+    ) -> Sequence:
         """The sequence of a request that has passed `check`. Fills in the seed and max_tokens if the user gave none."""
         drawn = (self._seed * 1_000_003 + request_id) & (2**63 - 1)
         seed = drawn if params.seed is None else params.seed
@@ -46,4 +49,7 @@ class Admission:
             params = replace(params, max_tokens=max(1, self.max_request_tokens - len(token_ids)))
         limit = self._max_shared_prompt_tokens
         salt = len(token_ids) if limit is not None and len(token_ids) > limit else 0
+        if cache_salt is not None:
+            text = f"{salt} {cache_salt}".encode(errors="surrogatepass")
+            salt = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
         return Sequence(request_id, token_ids, params, seed, salt)

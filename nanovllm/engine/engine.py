@@ -84,14 +84,17 @@ class Engine:
         """Raise RequestError for a request that can never run. `token_ids` must be in the vocabulary."""
         self.admission.check(token_ids, params)
 
-    def add_request(self, token_ids: TokenIds, params: SamplingParams, receiver: Receiver) -> int:
+    def add_request(
+        self, token_ids: TokenIds, params: SamplingParams, receiver: Receiver, cache_salt: str | None = None
+    ) -> int:
         """Queue a request that `check_request` has accepted, and return its id.
 
-        Raises RequestError, and changes nothing, if the KV cache is too small for it.
+        It shares KV only with requests of the same `cache_salt`. Raises RequestError, and changes nothing, if the KV
+        cache is too small for it.
         """
         self._check_open()
         request_id = next(self._request_ids)
-        seq = self.admission.make_sequence(request_id, token_ids, params)
+        seq = self.admission.make_sequence(request_id, token_ids, params, cache_salt)
         self.scheduler.check_fits(seq)
         with deferred_interrupt():
             self._receivers[request_id] = receiver
@@ -157,6 +160,18 @@ class Engine:
                     self._check_open()
                     with self._closed_by_errors():
                         self._advance()
+            finally:
+                self._turns.end()
+
+    def check_ranks(self) -> None:
+        """Raise EngineError if a rank has died. For the time between requests, when no step would notice."""
+        with deferred_interrupt() as held:
+            try:
+                with held.second_acts_at_once():
+                    self._turns.begin()
+                    self._check_open()
+                    with self._closed_by_errors():
+                        self.executor.check()
             finally:
                 self._turns.end()
 

@@ -74,5 +74,8 @@ class Executor(Runner, Protocol):
     Closing twice is fine.
     """
 
+    def check(self) -> None:
+        """Raise WorkerDiedError if a rank has died. Without this, only the next step would notice."""
+
     def wait_for(self, step: LaunchedStep) -> None:
         """Make sure that `step.token_ids()` cannot hang. Raises WorkerDiedError if a rank dies during the step. Hot."""

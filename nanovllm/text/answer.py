@@ -6,8 +6,8 @@ from nanovllm.text.detokenizer import Detokenizer
 
 
 class TextReceiver(Receiver):
-    def __init__(self, outbox: Outbox, detokenizer: Detokenizer) -> None:
-        super().__init__(outbox)
+    def __init__(self, outbox: Outbox, detokenizer: Detokenizer, with_tokens: bool = False) -> None:
+        super().__init__(outbox, with_tokens)
         self.detokenizer = detokenizer
         self._piece: str | None = None  # decoded but not delivered yet
 
