@@ -54,11 +54,11 @@ def page_router() -> APIRouter:
             return Response(status_code=304, headers=headers)
         return Response(files[name], 200, headers, f"{MEDIA_TYPES[Path(name).suffix]}; charset=utf-8")
 
-    @router.get("/")
+    @router.api_route("/", methods=["GET", "HEAD"])
     async def index(request: Request) -> Response:
         return answer("index.html", request)
 
-    @router.get("/page/{name}")
+    @router.api_route("/page/{name}", methods=["GET", "HEAD"])
     async def file(name: str, request: Request) -> Response:
         return answer(name, request)
 

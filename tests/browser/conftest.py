@@ -1,6 +1,5 @@
 """A headless Chromium, and the page in it. `make browser` installs the browser and playwright, which drives it."""
 
-import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -8,10 +7,10 @@ import pytest
 
 pytest.importorskip("playwright", reason="playwright is not installed; run `make browser`")
 
+from install_chromium import BROWSERS, find_browser
 from page_server import FakeServer, Host, serving
 from playwright.sync_api import Browser, Page, Request, expect, sync_playwright
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = (
     "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
     "--disable-component-update --disable-sync"
@@ -23,7 +22,7 @@ OpenPage = Callable[..., Page]
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Browser]:
-    path = next(filter(None, map(shutil.which, BROWSERS)), None)
+    path = find_browser()
     if path is None:
         pytest.fail(f"no browser found ({', '.join(BROWSERS)}); `make browser` installs one")
     with sync_playwright() as playwright:
