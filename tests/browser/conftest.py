@@ -1,14 +1,11 @@
 """A headless Chromium, and the page in it. `make browser` installs the browser and playwright, which drives it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-
-pytest.importorskip("playwright", reason="playwright is not installed; run `make browser`")
-
 from install_chromium import BROWSERS, find_browser
-from page_server import FakeServer, Host, serving
+from page_server import FakeServer, Host, OpenPage, serving
 from playwright.sync_api import Browser, Page, Request, expect, sync_playwright
 
 FLAGS = (
@@ -16,8 +13,6 @@ FLAGS = (
     "--disable-component-update --disable-sync"
 ).split()
 TIMEOUT_MS = 10_000
-
-OpenPage = Callable[..., Page]
 
 
 @pytest.fixture(scope="session")

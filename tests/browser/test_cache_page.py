@@ -3,8 +3,7 @@
 from typing import Any
 
 import pytest
-from conftest import OpenPage
-from page_server import FakeServer
+from page_server import FakeServer, OpenPage
 from playwright.sync_api import Page, expect
 
 from nanovllm.core.block_state import BlockState

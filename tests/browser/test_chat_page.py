@@ -4,8 +4,7 @@ import json
 import re
 
 import pytest
-from conftest import OpenPage
-from page_server import MODEL, FakeServer
+from page_server import MODEL, FakeServer, OpenPage
 from playwright.sync_api import Page, expect
 
 pytestmark = pytest.mark.browser

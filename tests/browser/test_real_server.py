@@ -11,7 +11,7 @@ import urllib.request
 from collections.abc import Iterator
 
 import pytest
-from conftest import OpenPage
+from page_server import OpenPage
 from playwright.sync_api import Page, expect
 
 pytestmark = pytest.mark.browser

@@ -3,9 +3,9 @@
 import asyncio
 import json
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
@@ -16,6 +16,10 @@ from nanovllm.core.block_state import BlockState
 from nanovllm.server.kv_view import kv_router
 from nanovllm.server.page import page_router
 
+if TYPE_CHECKING:  # playwright is an extra
+    from playwright.sync_api import Page
+
+OpenPage = Callable[..., "Page"]  # see tests/browser/conftest.py
 MODEL = "fake/model-1B"
 PIECE_S = 0.02
 
