@@ -30,11 +30,12 @@ export class CacheView {
   }
 
   start() {
-    document.addEventListener("visibilitychange", () => this.#poll());
-    this.#poll();
+    document.addEventListener("visibilitychange", () => this.refresh());
+    this.refresh();
   }
 
-  async #poll() {
+  /** Ask now, and from then on again and again. */
+  async refresh() {
     clearTimeout(this.#timer);
     if (document.hidden) return; // `visibilitychange` goes on
     let pauseMs = LOST_MS;
@@ -45,8 +46,8 @@ export class CacheView {
     } catch (error) {
       this.#showLost(error);
     }
-    clearTimeout(this.#timer); // another poll may have begun meanwhile
-    this.#timer = setTimeout(() => this.#poll(), pauseMs);
+    clearTimeout(this.#timer); // `refresh` may have been called again meanwhile
+    this.#timer = setTimeout(() => this.refresh(), pauseMs);
   }
 
   /** @param {Snapshot} snapshot */

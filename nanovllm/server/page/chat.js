@@ -45,6 +45,7 @@ export class Chat {
 
   /** @param {string} text */
   async send(text) {
+    if (this.isAnswering) return restoreQuestion(text);
     const conversation = this.#conversation; // `clear` may put another in its place before the answer has ended
     const running = new AbortController();
     this.#running = running;

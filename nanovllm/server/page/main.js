@@ -10,12 +10,15 @@ import { setUpSettings } from "./settings.js";
 
 let model = "";
 const chat = new Chat(() => model);
+const cache = new CacheView(() => chat.isAnswering);
 
 setUpSettings();
 setUpComposer({
   send: async (text) => {
-    if (model || (await findModel())) await chat.send(text);
-    else restoreQuestion(text);
+    if (!model && !(await findModel())) return restoreQuestion(text);
+    const answered = chat.send(text);
+    cache.refresh(); // the next one would come a second later
+    await answered;
   },
   stop: () => chat.stop(),
 });
@@ -29,7 +32,7 @@ const isNarrow = matchMedia("(max-width: 56rem)");
 byId("cache").open = !isNarrow.matches; // on a phone only its summary is shown at first
 
 await findModel();
-new CacheView(() => chat.isAnswering).start();
+cache.start();
 
 /** Ask for the model's name, which every request must give. Returns whether it is known now. */
 async function findModel() {
