@@ -227,6 +227,7 @@ def test_refused_question_is_explained_and_given_back(page: Page, question: str,
     expect(page.get_by_role("alert")).to_have_text(message)
     expect(page.get_by_label("Message", exact=True)).to_have_value(question)
     assert page.locator(".turn").count() == 0
+    expect(page.get_by_role("heading", name="Ask about a long document")).to_be_visible()
 
 
 @pytest.mark.parametrize(

@@ -64,8 +64,7 @@ export class Chat {
       answer.end(wasStopped ? "stopped" : "ended by an error");
       announce(wasStopped ? "The answer was stopped." : "");
       if (!answer.content && !wasStopped) {
-        question.remove();
-        answer.remove();
+        answer.removeWith(question);
         restoreQuestion(text);
       }
     } finally {

@@ -69,9 +69,12 @@ export class AnswerView {
     if (!this.content) this.#text.append(element("em", "muted", "(no text)"));
   }
 
-  remove() {
+  /** Take it away, together with the question that it was to answer. */
+  removeWith(/** @type {HTMLElement} */ question) {
     clearInterval(this.#timer);
     this.#turn.remove();
+    question.remove();
+    byId("welcome").hidden = list.children.length > 0;
   }
 
   #tick() {
