@@ -8,6 +8,8 @@ from fastapi.testclient import TestClient
 from page_server import FakeEngine
 
 from nanovllm.core.block_state import BlockState
+from nanovllm.errors import EngineError
+from nanovllm.server.errors import add_error_handlers
 from nanovllm.server.kv_view import KVView, kv_router
 
 
@@ -81,3 +83,15 @@ def test_kvcache_is_json_that_nobody_keeps() -> None:
     response = TestClient(app).get("/kvcache")
     assert response.status_code == 200 and response.headers["cache-control"] == "no-store"
     assert response.json()["num_blocks"] == 64
+
+
+def test_kvcache_of_a_failed_engine_is_503() -> None:
+    class FailedEngine(FakeEngine):
+        def block_states(self) -> bytes:
+            raise EngineError("the engine cannot be used: a step failed")
+
+    app = FastAPI()
+    add_error_handlers(app)
+    app.include_router(kv_router(FailedEngine()))
+    response = TestClient(app).get("/kvcache")
+    assert response.status_code == 503 and "a step failed" in response.json()["error"]["message"]
