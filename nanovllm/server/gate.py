@@ -18,7 +18,7 @@ Receive: TypeAlias = Callable[[], Awaitable[ASGIMessage]]
 Send: TypeAlias = Callable[[ASGIMessage], Awaitable[None]]
 ASGIApp: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-OPEN_PATHS = ("/", "/health", "/version")  # need no key and are answered to the end
+OPEN_PATHS = ("/", "/health", "/version")  # need no key
 CACHE_SALT = "cache_salt"  # the entry of the request's state that holds the salt of its key, with cache_salt_per_key
 
 
@@ -44,8 +44,7 @@ class Gate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             try:
-                if scope["path"] not in self._open_paths:
-                    self._check_access(scope)
+                self._check_access(scope)
                 receive = await self._read_body(scope, receive)
             except Refusal as refusal:
                 self._on_refusal(refusal.reason)
@@ -58,7 +57,7 @@ class Gate:
         """Raise Refusal while the server stops, or for a request without a valid key. Note the key's salt."""
         if self.is_draining:
             raise Refusal(503, "draining", "the server is stopping; ask again later", retry_after_s=1)
-        if not self._keys:
+        if not self._keys or scope["path"] in self._open_paths:
             return
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         if len(given) != 1 or not self._keys.accept(given[0]):

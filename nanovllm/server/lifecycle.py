@@ -23,10 +23,12 @@ from typing import Any, NoReturn
 import uvicorn
 
 from nanovllm.async_llm import AsyncLLM
-from nanovllm.errors import ConfigError, EngineError
+from nanovllm.errors import EngineError
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.api_keys import ApiKeys, read_api_keys
 from nanovllm.server.options import ServerOptions
+from nanovllm.server.port import port_error, url_of
+from nanovllm.server.private_log import keep_messages_out
 from nanovllm.server.site import Site, build_site
 
 FAILED = 1  # exit status after the engine has failed; a supervisor should start the server again
@@ -37,40 +39,21 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 logger = logging.getLogger(__name__)
 
 
-def run_server(load: Callable[[], AsyncLLM], options: ServerOptions, model_name: str) -> int:
+def run_server(load: Callable[[], AsyncLLM], options: ServerOptions, bound: socket.socket, model_name: str) -> int:
     """Serve until a signal arrives or the engine fails, and return the exit status. Call it in the main thread.
 
-    `load` makes the engine, which is closed in the end. Raises ConfigError for a port or a key file that cannot be
-    used, and what `load` raises.
+    load: makes the engine, which is closed in the end. bound: a socket that owns the port. Raises ConfigError for a
+    port or a key file that cannot be used, and what `load` raises.
     """
+    keep_messages_out()
     keys = ApiKeys(read_api_keys(options.api_key_file, os.environ))
-    with bind(options.host, options.port) as listener, _ended_by_sigterm():
+    with _ended_by_sigterm():
         engine = load()
         try:
             site = build_site(engine, options, keys, model_name)
-            return asyncio.run(_Server(engine, site, options, listener).run())
+            return asyncio.run(_Server(engine, site, options, bound).run())
         finally:
             engine.close()
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A socket that owns the port, but does not listen yet. Raises ConfigError if the port cannot be had."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # an earlier server's connections linger
-            listener.bind(address)
-        except BaseException:
-            listener.close()
-            raise
-    except OSError as error:
-        raise _port_error(host, port, error) from error
-    return listener
-
-
-def _port_error(host: str, port: int, error: OSError) -> ConfigError:
-    return ConfigError(f"port={port} of host={host} cannot be used: {error.strerror or error}; choose another")
 
 
 @contextmanager
@@ -98,8 +81,8 @@ class _Listener(uvicorn.Server):
 class _Server:
     """Runs the application on an event loop, and ends it in order."""
 
-    def __init__(self, engine: AsyncLLM, site: Site, options: ServerOptions, listener: socket.socket) -> None:
-        self._engine, self._site, self._options, self._socket = engine, site, options, listener
+    def __init__(self, engine: AsyncLLM, site: Site, options: ServerOptions, bound: socket.socket) -> None:
+        self._engine, self._site, self._options, self._socket = engine, site, options, bound
         config = uvicorn.Config(
             site.app,
             lifespan="off",
@@ -122,7 +105,8 @@ class _Server:
             await self._warm_up()
             return await self._serve()
         except EngineError as error:  # during the warm-up
-            return self._report_failure(error)
+            self._report_failure(error)
+            return FAILED
         finally:
             for signum in _SIGNALS:
                 loop.remove_signal_handler(signum)
@@ -148,30 +132,36 @@ class _Server:
         announced = asyncio.ensure_future(self._announce())
         try:
             await asyncio.wait((served, failed, stopped), return_when=asyncio.FIRST_COMPLETED)
-            if served.done() and not stopped.done():
-                served.result()  # raises what kept it from listening
-            self._site.gate.is_draining = True
-            if not failed.done():
+            if served.done():
+                self._report_closed_port(served)
+            elif not failed.done():
                 await self._drain(served, failed)
             if failed.done():
+                self._report_failure(failed.result())
                 await asyncio.sleep(LINGER_S)
             await self._end(served)
-            return self._report_failure(failed.result()) if failed.done() else 0
+            return FAILED if failed.done() else 0
         finally:
             for task in (failed, stopped, announced):
                 task.cancel()
+
+    def _report_closed_port(self, served: "asyncio.Future[None]") -> None:
+        """Raise why the server does not listen: another process has bound the port as well, and listened first."""
+        try:
+            served.result()
+        except OSError as error:
+            raise port_error(self._options.host, self._options.port, error) from error
 
     async def _announce(self) -> None:
         """Say that the server is ready, once it listens."""
         while not self._uvicorn.started:
             await asyncio.sleep(0.01)
-        host, port = self._socket.getsockname()[:2]
-        shown = f"[{host}]" if ":" in host else host
-        logger.info("nanovllm: %s is served at http://%s:%d/v1", self._site.model_name, shown, port)
+        logger.info("nanovllm: %s is served at %s/v1", self._site.model_name, url_of(self._socket))
 
     async def _drain(self, served: "asyncio.Future[None]", failed: "asyncio.Future[EngineError]") -> None:
         """Let the open requests finish. Returns when they have, at the limit, or when the engine fails."""
         num_open = self._site.queue.num_open
+        self._site.gate.is_draining = True
         logger.info("nanovllm: stopping; %d answers have %g s to finish", num_open, self._options.drain_s)
         self._uvicorn.should_exit = True  # closes the port and waits for the connections
         await asyncio.wait((served, failed), timeout=self._options.drain_s, return_when=asyncio.FIRST_COMPLETED)
@@ -187,6 +177,5 @@ class _Server:
             connection.transport.abort()  # a client that does not read, or never sent its whole request
         await served
 
-    def _report_failure(self, error: EngineError) -> int:
+    def _report_failure(self, error: EngineError) -> None:
         logger.error("nanovllm: the engine has failed: %s", error)
-        return FAILED
