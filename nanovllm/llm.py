@@ -242,6 +242,9 @@ class LLM:
     def stats(self) -> dict[str, Any]:
         """Counters since the start, such as the numbers of steps and blocks and the bytes moved. Keys name their units.
 
+        num_prefill_tokens and num_decode_tokens count as StepOutput does: tokens of prompts that were computed, and
+        tokens that answers got after their first.
+
         With offload there are more figures, for rank 0:
         - link_byte_per_s: the link's rate, measured at start-up; None on a CPU.
         - load_byte_per_s: bytes that cross the link in decode steps that miss blocks, divided by their duration (see
@@ -261,6 +264,16 @@ class LLM:
         Raises EngineError if the engine has failed or is closed.
         """
         return self.engine.stats()
+
+    def block_states(self) -> bytes:
+        """Where every KV block is and what the last step did with it: one byte for each block, its BlockState.
+
+        With offload these are the blocks of CPU memory, in the order in which they lie there; without, those of the
+        GPU. Any thread may call this at any time. It waits for nothing, so if a step is being planned meanwhile, some
+        blocks are shown before it and some after. It takes about 0.1 ms for 1,000 blocks. Raises EngineError if the
+        engine has failed or is closed.
+        """
+        return self.engine.block_states()
 
     @property
     def device(self) -> Any:

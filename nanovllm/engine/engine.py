@@ -65,7 +65,7 @@ class Engine:
         self._request_ids = itertools.count()
         self._receivers: dict[int, Receiver] = {}  # by request id; unfinished requests only
         self._in_flight: tuple[StepPlan, LaunchedStep] | None = None
-        self._num_steps = 0
+        self._num_steps = self._num_prefill_tokens = self._num_decode_tokens = 0
         self._link_byte_per_s = report.link_byte_per_s
         self._link_meter: LinkMeter | None = None  # None: no blocks cross the link
         self._meters: list[StepMeter] = []
@@ -245,7 +245,7 @@ class Engine:
             seq.finish_reason, seq.error = ending
 
     def _count_tokens(self, plan: StepPlan, num_new: Counter[int]) -> None:
-        """Tell each caller how many tokens of its prompts were in the step, and how many tokens its answers got."""
+        """Count the tokens of prompts that were in the step, and the tokens that answers got, in all and by caller."""
         for step in plan.sequences:
             receiver = self._receivers.get(step.seq_id)
             if receiver is None:
@@ -253,8 +253,10 @@ class Engine:
             content = receiver.outbox.content
             if step.num_tokens == step.num_sampled:
                 content.num_decode_tokens += num_new[step.seq_id]
+                self._num_decode_tokens += num_new[step.seq_id]
             else:
                 content.num_prefill_tokens += step.num_tokens
+                self._num_prefill_tokens += step.num_tokens
 
     def _deliver(self, seq: Sequence) -> None:
         self._receivers[seq.seq_id].deliver(seq)
@@ -271,7 +273,10 @@ class Engine:
             "num_waiting": len(self.scheduler.waiting),
             "num_running": len(self.scheduler.running),
             "num_preemptions": self.scheduler.num_preemptions,
+            "num_prefill_tokens": self._num_prefill_tokens,
+            "num_decode_tokens": self._num_decode_tokens,
             "block_bytes": self.setup.plan.spec.block_bytes,
+            "block_size": self.setup.plan.spec.block_size,
         }
         stats |= self.scheduler.kv.stats() | dict(self.executor.stats())
         if self._link_meter is not None:
@@ -279,6 +284,11 @@ class Engine:
         if self.scheduler.speculator is not None:
             stats |= self.scheduler.speculator.stats()
         return stats
+
+    def block_states(self) -> bytes:
+        """The BlockState of every KV block, one byte each (see LLM.block_states)."""
+        self._check_open()
+        return self.scheduler.kv.block_states()
 
     def close(self) -> None:
         """Stop the workers and release all memory. The engine cannot be used afterwards; closing twice is fine."""

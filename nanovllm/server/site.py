@@ -8,10 +8,12 @@ from nanovllm.async_llm import AsyncLLM
 from nanovllm.server.admission import AdmissionQueue
 from nanovllm.server.api_keys import ApiKeys
 from nanovllm.server.app import make_app
-from nanovllm.server.gate import ASGIApp, Gate
+from nanovllm.server.gate import OPEN_PATHS, ASGIApp, Gate
+from nanovllm.server.kv_view import kv_router
 from nanovllm.server.limits import RequestLimits
 from nanovllm.server.metrics import Metrics, add_metrics
 from nanovllm.server.options import ServerOptions
+from nanovllm.server.page import page_paths, page_router
 from nanovllm.server.settings import ServerSettings
 
 
@@ -35,12 +37,15 @@ def build_site(engine: AsyncLLM, options: ServerOptions, keys: ApiKeys, model_na
     settings = ServerSettings(model_names=names, max_answers=options.max_queue)
     app = make_app(engine, settings, queue)
     add_metrics(app, metrics)
+    app.include_router(kv_router(engine.llm))
+    app.include_router(page_router())
     gate = Gate(
         app,
         keys=keys,
         max_body_bytes=options.max_body_bytes,
         cache_salt_per_key=options.cache_salt_per_key,
         on_refusal=metrics.refused,
+        open_paths=(*OPEN_PATHS, *page_paths()),
     )
     outermost: ASGIApp = gate
     if options.allowed_origins:
