@@ -1,6 +1,7 @@
 """The HTTP application: all endpoints over one engine."""
 
 from fastapi import FastAPI
+from fastapi.telemetry import TelemetryConfig
 
 from nanovllm import __version__
 from nanovllm.async_llm import AsyncLLM
@@ -13,16 +14,19 @@ from nanovllm.server.service import Service
 from nanovllm.server.settings import ServerSettings
 
 
-def make_app(
-    engine: AsyncLLM,
-    settings: ServerSettings,
-    queue: AdmissionQueue | None = None,
-) -> FastAPI:
+def make_app(engine: AsyncLLM, settings: ServerSettings, queue: AdmissionQueue | None = None) -> FastAPI:
     """The application. It does not own the engine: close that when the server has ended.
 
     queue: checks and takes the requests instead of the engine.
     """
-    app = FastAPI(title="nanovllm", version=__version__, docs_url=None, redoc_url=None)  # these load from other hosts
+    telemetry: TelemetryConfig = {"tracing": False, "metrics": False, "logs": False}  # it records users' values
+    app = FastAPI(
+        title="nanovllm",
+        version=__version__,
+        docs_url=None,  # the pages of both load from other hosts
+        redoc_url=None,
+        telemetry=telemetry,
+    )
     service = Service(engine, settings, queue)
     app.state.service = service
     add_error_handlers(app)
