@@ -122,7 +122,7 @@ class Client:
 
     async def _cut_body(self) -> str:
         """Promise more than is sent."""
-        reader, writer = await asyncio.open_connection(HOST, self._port)
+        _, writer = await asyncio.open_connection(HOST, self._port)
         writer.write(_head(COMPLETIONS, 1000) + b'{"prompt": "x')
         await _close(writer)
         return "left"
