@@ -5,13 +5,21 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 COMPILED_FROM := $(wildcard nanovllm/cpu_attention/source/*) $(addprefix nanovllm/cpu_attention/,build.py instruction_sets.py)
 
-.PHONY: demo test check format docs bench-micro bench-gpu
+.PHONY: demo test browser test-browser check format docs bench-micro bench-serve bench-gpu
 
 demo: $(INSTALLED)
 	$(BIN)/nanovllm demo
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest
+
+# What the tests in a browser need. Chromium comes from the system, where this may install it.
+browser: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,browser]'
+	$(BIN)/python tests/browser/install_chromium.py
+
+test-browser: $(INSTALLED)
+	$(BIN)/python -m pytest -m browser tests/browser
 
 check: $(INSTALLED)
 	$(BIN)/ruff format --check .
@@ -28,6 +36,10 @@ docs: $(INSTALLED)
 
 bench-micro: $(INSTALLED)
 	$(BIN)/python -m pytest benchmarks/micro --benchmark-only
+
+bench-serve: $(INSTALLED)
+	$(BIN)/python bench_serve.py --start "nanovllm serve --model demo --port {port}" \
+	    --concurrency 8 --num-requests 32 --max-tokens 200 --runs 3 $(ARGS)
 
 # PYTHON given here (make bench-gpu PYTHON=python3) is used as it is, without the virtual environment
 bench-gpu: $(if $(filter file,$(origin PYTHON)),$(INSTALLED))

@@ -11,18 +11,15 @@ from typing import Any
 
 from benchmarks.common import (
     Ceilings,
-    Samples,
     Work,
     add_model_arguments,
     measure_ceilings,
     model_of_length,
     random_prompt,
-    report,
-    run_options,
     time_decode,
     time_prefill,
-    versions,
 )
+from benchmarks.reporting import Samples, report, run_options, versions
 from nanovllm import LLM, SamplingParams
 
 NUM_REQUESTS, MIN_TOKENS, MAX_TOKENS = 256, 100, 1024

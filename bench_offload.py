@@ -19,7 +19,6 @@ import torch
 from benchmarks.common import (
     Ceilings,
     PromptTimes,
-    Samples,
     Work,
     add_model_arguments,
     config_path,
@@ -27,12 +26,10 @@ from benchmarks.common import (
     measure_ceilings,
     model_of_length,
     random_prompt,
-    report,
-    run_options,
     time_decode,
     time_prompts,
-    versions,
 )
+from benchmarks.reporting import Samples, report, run_options, versions
 from benchmarks.speculation import run_speculation
 from benchmarks.sweep import run_sweep
 from nanovllm import LLM

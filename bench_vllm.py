@@ -13,15 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from bench import NUM_DECODED, NUM_REQUESTS, requests
-from benchmarks.common import (
-    Samples,
-    add_model_arguments,
-    model_of_length,
-    random_prompt,
-    report,
-    run_options,
-    versions,
-)
+from benchmarks.common import add_model_arguments, model_of_length, random_prompt
+from benchmarks.reporting import Samples, report, run_options, versions
 from nanovllm.checkpoint.files import presets
 from nanovllm.checkpoint.model_config import ModelConfig
 

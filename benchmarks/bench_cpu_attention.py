@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import NUM_RUNS, Samples, report, run_options, versions
+from benchmarks.common import NUM_RUNS
+from benchmarks.reporting import Samples, report, run_options, versions
 from nanovllm.cpu_attention.base import CpuKernel
 from nanovllm.cpu_attention.compiled import CompiledKernel
 from nanovllm.cpu_attention.job import AttentionJob, RowSpans, TokenSpan

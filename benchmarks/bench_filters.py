@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import Samples, random_prompt, report, run_options, serve, versions
+from benchmarks.common import random_prompt, serve
+from benchmarks.reporting import Samples, report, run_options, versions
 from nanovllm import LLM, SamplingParams
 
 CONTEXT, NUM_DECODED = 512, 64

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import Samples, report, run_options, versions
+from benchmarks.reporting import Samples, report, run_options, versions
 from nanovllm import LLM, SamplingParams
 from nanovllm.demo.haystack import build_haystack
 from nanovllm.demo.retrieval_model import build_retrieval_model

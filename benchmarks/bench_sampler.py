@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import median_seconds, report, run_options, time_in_graph_us, versions
+from benchmarks.common import median_seconds, time_in_graph_us
+from benchmarks.reporting import report, run_options, versions
 from nanovllm.kernels.redraw import DEFAULT_TILE, RedrawTile
 from nanovllm.kernels.sampler import sample_tokens
 from nanovllm.kernels.sampling_tensors import SamplingTensors

@@ -27,9 +27,10 @@ from typing import Any
 import torch
 
 from benchmarks.attention_mass import compare_choices
-from benchmarks.common import Samples, greedy, report, run_options, serve, versions
+from benchmarks.common import greedy, serve
 from benchmarks.held_out import yarn
 from benchmarks.python_sources import library_files
+from benchmarks.reporting import Samples, report, run_options, versions
 from benchmarks.task_prompts import TASKS, TaskPrompt, make_prompts
 from nanovllm import LLM, SamplingParams
 from nanovllm.capacity.costs import num_missing_blocks

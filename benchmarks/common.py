@@ -1,22 +1,19 @@
-"""Code that the benchmarks share: the machine's measured ceilings, a model's least work, timing, and the report."""
+"""Code that the benchmarks share: the machine's measured ceilings, a model's least work, and timing."""
 
 import argparse
 import json
-import os
-import platform
 import random
-import shutil
 import statistics
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from benchmarks.reporting import Samples
 from nanovllm import LLM, SamplingParams
 from nanovllm.capacity import costs
 from nanovllm.checkpoint.files import presets
@@ -35,23 +32,6 @@ class Ceilings:
     matmul_flop_per_s: float  # bf16, 8192 x 8192 x 8192
     memory_byte_per_s: float  # a large copy on the device, bytes read plus bytes written
     link_byte_per_s: float  # pinned host memory to device, 8 MiB copies
-
-
-@dataclass(frozen=True)
-class Samples:
-    """One quantity, measured in several runs."""
-
-    values: tuple[float, ...]
-
-    @property
-    def median(self) -> float:
-        return statistics.median(self.values)
-
-    def __str__(self) -> str:
-        return f"{self.median:,.1f} ({min(self.values):,.1f} to {max(self.values):,.1f})"
-
-    def as_json(self, key: str) -> dict[str, float]:
-        return {key: self.median, f"{key}_min": min(self.values), f"{key}_max": max(self.values)}
 
 
 def median_seconds(work: Callable[[], object], num_runs: int = 10) -> float:
@@ -231,30 +211,6 @@ def time_prompts(llm: LLM, lengths: list[int], num_decoded: int, seed: int) -> P
 def lengths_after_short_warm_up(num_tokens: int, num_runs: int, num_slots: int, block_size: int) -> list[int]:
     """Lengths for `time_prompts` with slow prompts: the first, for the warm-up, is just long enough to be streamed."""
     return [min(num_tokens, (num_slots + 4) * block_size)] + [num_tokens] * num_runs
-
-
-def versions() -> dict[str, str]:
-    """The versions that a measurement depends on, and the commit of the code."""
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    found = (
-        subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() if shutil.which("git") else ""
-    )
-    # NANOVLLM_COMMIT names the commit if there is only a copy of the tree, without git.
-    commit = os.environ.get("NANOVLLM_COMMIT") or found or "unknown"
-    return {"python": platform.python_version(), "torch": torch.__version__, "commit": commit}
-
-
-def run_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The options of this run, without the file that the result is written to."""
-    return {name: value for name, value in vars(args).items() if name != "json"}
-
-
-def report(result: dict[str, Any], json_file: str | None) -> None:
-    """Print the result as the last line of the benchmark, and write it to a file if one is given."""
-    line = json.dumps(result)
-    if json_file:
-        Path(json_file).write_text(line + "\n")
-    print(line)
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:

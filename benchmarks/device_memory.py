@@ -22,7 +22,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import random_prompt, report, versions
+from benchmarks.common import random_prompt
+from benchmarks.reporting import report, versions
 from nanovllm import LLM, SamplingParams
 from nanovllm.capacity.plan import CapacityPlan
 from nanovllm.capacity.planner import make_plan

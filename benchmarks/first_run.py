@@ -44,7 +44,7 @@ def main() -> None:
     import torch
 
     from bench import requests
-    from benchmarks import common
+    from benchmarks import common, reporting
 
     rng, vocab_size = random.Random(0), llm.model_config.vocab_size
     prompt_s = []
@@ -63,9 +63,9 @@ def main() -> None:
     steady = statistics.median(rates[-NUM_STEADY_RUNS:])
     print("256 requests, tok/s: " + ", ".join(f"{rate:,.0f}" for rate in rates))
     llm.close()
-    common.report(
-        common.run_options(args)
-        | common.versions()
+    reporting.report(
+        reporting.run_options(args)
+        | reporting.versions()
         | {
             "gpu": torch.cuda.get_device_name(),
             "imported_s": imported_s,

@@ -9,6 +9,9 @@ from typing import Any
 Json = dict[str, Any]
 
 
+SERVER_NEEDS = ("fastapi", "uvicorn")  # the extra `server`
+
+
 # -- jobs, with the most important figures first -----------------------------------------------------------------
 
 
@@ -47,6 +50,13 @@ def offload(name: str, *args: str, **options: Any) -> Job:
     return bench(f"offload-{name}", "bench_offload.py", *args, **options)
 
 
+def serving(name: str, options: str, *args: str, **options_of_job: Any) -> Job:
+    """A workload of bench_serve.py on a server with these engine options and random weights."""
+    command = f"nanovllm serve --model {{model}} --load-format dummy --port {{port}} {options}"
+    more = ("--preset", "qwen3-0.6b", "--start", command)
+    return bench(f"serve-{name}", "bench_serve.py", *more, *args, needs=SERVER_NEEDS, **options_of_job)
+
+
 def tests(name: str, *args: str, before: tuple[str, ...] = (), **options: Any) -> Job:
     command = (*before, sys.executable, "-m", "pytest", "-q", *args)
     return Job(name, command, is_check=True, **options)
@@ -83,6 +93,8 @@ LONG = by_backend("long", "--long")
 BATCH = by_backend("batch256", "--batch", "256")
 QWEN3_8B = ("bench.py", "--long", "--model", "qwen3-8b", "--max-model-len", "32768", "--runs", "3")
 BOTH = ("--cpu-attention", "both")
+LONG_SERVER = "--max-model-len 135168 --max-num-seqs 64"  # 131,072 tokens, a question and its answer
+INTERFERENCE = ("--workload", "interference", "--document-tokens", "131072")
 EMPTY_KERNEL_CACHE = (("TRITON_CACHE_DIR", "{scratch}"),)
 JOBS = [
     bench("first-run", "-m", "benchmarks.first_run", env=EMPTY_KERNEL_CACHE),
@@ -127,6 +139,28 @@ JOBS = [
     guesses("131k-cpu", "--speculation", "resident", "--max-model-len", "131072"),
     guesses("40k", "--speculation", "resident", "--num-gpu-blocks", "4", "--cpu-attention", "off"),
     guesses("all-gpu", "--speculation", "prompt_lookup", "--num-gpu-blocks", "0", "--decode-tokens", "256"),
+    serving(
+        "chats",
+        "--max-model-len 4096 --max-num-seqs 256",
+        *("--concurrency", "256", "--num-requests", "256", "--against-generate"),
+        timeout_s=600,
+    ),
+    serving(
+        "document",
+        f"{LONG_SERVER} --enable-cpu-offload --num-gpu-blocks 8",
+        *("--workload", "document", "--document-tokens", "131072", "--questions", "6", "--runs", "3"),
+        timeout_s=600,
+    ),
+    serving("interference", LONG_SERVER, *INTERFERENCE, timeout_s=600),
+    serving("interference-offload", f"{LONG_SERVER} --enable-cpu-offload", *INTERFERENCE, timeout_s=600),
+    serving("idle", "--max-model-len 4096 --max-num-seqs 64", "--workload", "idle-connections", timeout_s=600),
+    bench(
+        "serve-overhead",
+        *("bench_serve.py", "--workload", "overhead", "--num-requests", "100"),
+        *("--start", "nanovllm serve --model demo --device cpu --port {port} --max-model-len 4096"),
+        num_gpus=0,
+        needs=SERVER_NEEDS,
+    ),
     bench("quote", "-m", "benchmarks.bench_quote"),
     *(bench(f"qwen3-8b-tp{n}", *QWEN3_8B, "--tp", str(n), num_gpus=n) for n in (1, 2, 4)),
     bench("attention", "benchmarks/bench_attention.py", timeout_s=600),
@@ -282,6 +316,20 @@ TARGETS = [
     memory("README's example: plan's error", "readme", "plan_error", 0.05),
     memory("Qwen3-8B on 24 GiB: plan's error", "8b-24gib", "plan_error", 0.05),
     one("second question / first, 40K", "offload-8slots", "second_question_ttft_ratio", 0.1, at_most=True),
+    one("256 streams through HTTP / LLM.generate", "serve-chats", "share_of_generate", 0.93),
+    one("HTTP, second question / first, 131K", "serve-document", "second_question_ttft_ratio", 0.1, at_most=True),
+    *(
+        one(f"{where}: {what}", job, key, bound, unit, at_most=True)
+        for where, job in (("131K prefill", "serve-interference"), ("the same, offload", "serve-interference-offload"))
+        for what, key, bound, unit in (
+            ("short request, steps", "short_ttft_steps", 2, ""),
+            ("short request, first token", "short_ttft_latest_s", 0.4, "s"),
+            ("streams' p99 / quiet p50", "prefill_p99_over_quiet_p50", 3, ""),
+        )
+    ),
+    one("streams beside 1,000 idle connections / alone", "serve-idle", "with_over_without", 0.97),
+    one("CPU: HTTP adds to a request", "serve-overhead", "overhead_ms", 3, "ms", at_most=True),
+    one("CPU: HTTP adds to a streamed request", "serve-overhead", "stream_overhead_ms", 3, "ms", at_most=True),
     one("start with a 60 GB pool", "offload-60gb-pool", "start_s", 15, "s", at_most=True),
     *(one(f"{job.name}: passed", job.name, "passed", 1) for job in JOBS if job.is_check),
 ]

@@ -28,7 +28,6 @@ import transformers
 from torch import nn
 from torch.nn import functional as F
 
-from benchmarks.common import report, run_options, versions
 from benchmarks.held_out import ROPE_THETA, HeldOut, autocast, yarn
 from benchmarks.python_sources import (
     END_TOKEN_ID,
@@ -38,6 +37,7 @@ from benchmarks.python_sources import (
     library_files,
     package_files,
 )
+from benchmarks.reporting import report, run_options, versions
 from benchmarks.training_data import Crops, LongSequences
 
 # For each phase: the first learning rate, the last one, and the number of warm-up steps

@@ -4,12 +4,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from nanovllm.async_llm import AsyncLLM
     from nanovllm.errors import CheckpointError, ConfigError, EngineError, RequestError, WorkerDiedError
     from nanovllm.llm import LLM
     from nanovllm.sampling_params import SamplingParams
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "CheckpointError",
     "ConfigError",
     "EngineError",
@@ -20,7 +22,11 @@ __all__ = [
 ]
 __version__ = "0.2.0"
 
-_MODULES = {"LLM": "nanovllm.llm", "SamplingParams": "nanovllm.sampling_params"}
+_MODULES = {
+    "LLM": "nanovllm.llm",
+    "AsyncLLM": "nanovllm.async_llm",
+    "SamplingParams": "nanovllm.sampling_params",
+}
 
 
 def __getattr__(name: str) -> object:

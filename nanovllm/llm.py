@@ -9,7 +9,7 @@ from tqdm.auto import tqdm
 
 from nanovllm.capacity.plan import CapacityPlan
 from nanovllm.checkpoint.generation_config import read_sampling_defaults
-from nanovllm.core.outputs import Outbox, RequestOutput, StepOutput
+from nanovllm.core.outputs import Outbox, RequestOutput, StepOutput, with_answers
 from nanovllm.core.sequence import TokenIds
 from nanovllm.engine.internals import Internals
 from nanovllm.engine.setup import prepare
@@ -18,7 +18,7 @@ from nanovllm.errors import EngineError, RequestError
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduling.scheduler import Scheduler
 from nanovllm.text.frontend import Message, TextFrontend
-from nanovllm.text.request_check import Prompt, prompt_list
+from nanovllm.text.request_check import Prompt, cache_salt, prompt_list
 
 
 class LLM:
@@ -72,25 +72,29 @@ class LLM:
         """Answer one prompt or several, and return the outputs in the order of the prompts.
 
         A prompt is a string, a sequence of token ids (which may be a numpy array), or a dict as in vLLM:
-        {"prompt": text} or {"prompt_token_ids": ids}. One call may mix these kinds.
+        {"prompt": text} or {"prompt_token_ids": ids}. One call may mix these kinds. A dict may also have a
+        "cache_salt", a string: prompts share KV only if their salts are equal.
 
         sampling_params: one for all prompts, or a list with one per prompt. None means SamplingParams(), even if the
-        model recommends other values in its generation_config.json (see get_default_sampling_params).
+        model recommends other values in its generation_config.json (see get_default_sampling_params). With n > 1, an
+        output is that of the prompt's first answer, and its "outputs" are those of all n.
 
         Raises RequestError if any of the prompts could never run; no prompt has been queued then. Ctrl-C aborts these
         requests and leaves the engine usable, unless a second Ctrl-C interrupts it in the middle of a step.
         """
         listed = prompt_list(prompts)
         params = _params_list(sampling_params, len(listed))
-        prompts_ids = [self.check_request(prompt, p) for prompt, p in zip(listed, params, strict=True)]
+        answers = [p.per_answer() for p in params]  # of each prompt
+        prompts_ids = [self.check_request(prompt, each[0]) for prompt, each in zip(listed, answers, strict=True)]
         outbox = Outbox()
         try:
-            request_ids = [self._queue(ids, p, outbox) for ids, p in zip(prompts_ids, params, strict=True)]
-            outputs = self._collect(outbox, len(request_ids), use_tqdm)
+            requests = zip(prompts_ids, answers, map(cache_salt, listed), strict=True)
+            request_ids = [[self._queue(ids, p, outbox, salt) for p in each] for ids, each, salt in requests]
+            outputs = self._collect(outbox, sum(map(len, request_ids)), use_tqdm)
         except BaseException:
             self.engine.abort_all(outbox)
             raise
-        return [outputs[request_id] for request_id in request_ids]
+        return [with_answers([outputs[request_id] for request_id in of_prompt]) for of_prompt in request_ids]
 
     def chat(
         self,
@@ -178,12 +182,12 @@ class LLM:
         """
         params = sampling_params or SamplingParams()
         self.text.check_stream(params)
-        return self._stream(self.check_request(prompt, params), params)
+        return self._stream(self.check_request(prompt, params), params, cache_salt(prompt))
 
-    def _stream(self, token_ids: TokenIds, params: SamplingParams) -> Iterator[str]:
+    def _stream(self, token_ids: TokenIds, params: SamplingParams, salt: str | None) -> Iterator[str]:
         outbox = Outbox()
         try:
-            request_id = self._queue(token_ids, params, outbox)
+            request_id = self._queue(token_ids, params, outbox, salt)
             finished = False
             while not finished:
                 output = self.engine.next_output(outbox)
@@ -206,11 +210,13 @@ class LLM:
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams) -> int:
         """Queue a request and return its id. Raises RequestError, and changes nothing, if it can never run."""
-        return self._queue(self.check_request(prompt, sampling_params), sampling_params, self._outbox)
+        token_ids = self.check_request(prompt, sampling_params)
+        return self._queue(token_ids, sampling_params, self._outbox, cache_salt(prompt))
 
-    def _queue(self, token_ids: TokenIds, params: SamplingParams, outbox: Outbox) -> int:
+    def _queue(self, token_ids: TokenIds, params: SamplingParams, outbox: Outbox, salt: str | None) -> int:
         """Queue a request that `check_request` has accepted. Its text and its output go to `outbox`."""
-        return self.engine.add_request(token_ids, params, self.text.receiver(outbox, params))
+        receiver, rules = self.text.receiver(outbox, params), self.text.rules(params)
+        return self.engine.add_request(token_ids, params, receiver, rules, salt)
 
     def abort(self, request_id: int) -> bool:
         """End a request, now or as soon as the step in progress ends. Returns False if it has ended or is unknown.
@@ -236,6 +242,9 @@ class LLM:
     def stats(self) -> dict[str, Any]:
         """Counters since the start, such as the numbers of steps and blocks and the bytes moved. Keys name their units.
 
+        num_prefill_tokens and num_decode_tokens count as StepOutput does: tokens of prompts that were computed, and
+        tokens that answers got after their first.
+
         With offload there are more figures, for rank 0:
         - link_byte_per_s: the link's rate, measured at start-up; None on a CPU.
         - load_byte_per_s: bytes that cross the link in decode steps that miss blocks, divided by their duration (see
@@ -255,6 +264,16 @@ class LLM:
         Raises EngineError if the engine has failed or is closed.
         """
         return self.engine.stats()
+
+    def block_states(self) -> bytes:
+        """Where every KV block is and what the last step did with it: one byte for each block, its BlockState.
+
+        With offload these are the blocks of CPU memory, in the order in which they lie there; without, those of the
+        GPU. Any thread may call this at any time. It waits for nothing, so if a step is being planned meanwhile, some
+        blocks are shown before it and some after. It takes about 0.1 ms for 1,000 blocks. Raises EngineError if the
+        engine has failed or is closed.
+        """
+        return self.engine.block_states()
 
     @property
     def device(self) -> Any:
@@ -287,7 +306,10 @@ def _params_list(params: Any, num_prompts: int) -> list[SamplingParams]:
     if params is None:
         params = SamplingParams()
     if not isinstance(params, list | tuple):
-        return [params] * num_prompts
+        params = [params] * num_prompts
     if len(params) != num_prompts:
         raise RequestError(f"{len(params)} sampling_params for {num_prompts} prompts; give one, or one per prompt")
+    for each in params:
+        if not isinstance(each, SamplingParams):
+            raise RequestError(f"sampling_params has type {type(each).__name__}, expected SamplingParams")
     return list(params)

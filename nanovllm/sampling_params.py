@@ -181,11 +181,15 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", tuple(token_ids))
 
     def per_answer(self) -> "list[SamplingParams]":
-        """The parameters of each of the n answers. If there is a seed, answer i has that seed plus i."""
+        """The parameters of each of the n answers. If there is a seed, answer i has that seed plus i.
+
+        Only the first answer reports prompt_logprobs, which are the same for all.
+        """
         if self.n == 1:
             return [self]
         seeds = [None if self.seed is None else _wrapped(self.seed + i) for i in range(self.n)]
-        return [replace(self, n=1, seed=seed) for seed in seeds]
+        first, *others = (replace(self, n=1, seed=seed) for seed in seeds)
+        return [first, *(replace(other, prompt_logprobs=None) for other in others)]
 
     def _check_edits(self) -> None:
         """Check what changes the logits before they are sampled, and how many of them are reported."""
@@ -220,7 +224,8 @@ class SamplingParams:
 
     def _check_numbers(self) -> None:
         for name in ("temperature", "top_p", "min_p"):
-            _require(_is_number(getattr(self, name)), name, getattr(self, name), "a number")
+            value = getattr(self, name)
+            _require(isinstance(value, int | float) and not isinstance(value, bool), name, value, "a number")
         in_range = self.temperature == 0 or MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE
         limits = f"0 (greedy), or from {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}"
         _require(in_range, "temperature", self.temperature, limits)

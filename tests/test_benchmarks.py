@@ -14,7 +14,8 @@ from tiny_models import write_tiny_model
 
 import bench_offload
 from benchmarks import bench_attention, common, device_memory, run_all, speculation, sweep
-from benchmarks.common import Ceilings, Samples, greedy, lengths_after_short_warm_up, random_prompt, serve, time_prompts
+from benchmarks.common import Ceilings, greedy, lengths_after_short_warm_up, random_prompt, serve, time_prompts
+from benchmarks.reporting import Samples
 from benchmarks.targets import JOBS, TARGETS, Job, Target, of, ratio
 from nanovllm import LLM, SamplingParams
 from nanovllm.capacity.plan_check import check_plan

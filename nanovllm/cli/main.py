@@ -1,7 +1,7 @@
-"""The command line: `nanovllm demo`, `nanovllm chat`, `nanovllm generate` and `nanovllm plan`.
+"""The command line: `nanovllm demo`, `nanovllm chat`, `nanovllm generate`, `nanovllm serve` and `nanovllm plan`.
 
-flags.py makes the flags, their defaults and their help from the fields of Config, SamplingParams, DemoOptions and
-PlanOptions. Nothing heavy is imported before a command runs.
+flags.py makes the flags, their defaults and their help from the fields of Config, SamplingParams, DemoOptions,
+ServerOptions and PlanOptions. Nothing heavy is imported before a command runs.
 
 Bad input raises ConfigError, RequestError or CheckpointError, which `main` prints as one line. An exception that `main`
 does not catch is a bug and keeps its traceback.
@@ -28,7 +28,9 @@ from nanovllm.cli.console import (
     summary,
 )
 from nanovllm.cli.demo import DemoOptions, run_demo
-from nanovllm.cli.flags import add_flags, flag_help, given_fields, name_flags
+from nanovllm.cli.engine_flags import Formatter, add_engine_flags, add_model_flag, engine_options, model_path
+from nanovllm.cli.flags import add_flags, given_fields, name_flags
+from nanovllm.cli.serve import add_serve
 from nanovllm.config import Config
 from nanovllm.errors import CheckpointError, ConfigError, EngineError, RequestError
 from nanovllm.sampling_params import SamplingParams
@@ -36,15 +38,14 @@ from nanovllm.sampling_params import SamplingParams
 if TYPE_CHECKING:  # --help must not load torch
     from nanovllm.llm import LLM
 
-DEMO_MODEL = "demo"
 # These commands print the text of one answer
 PYTHON_ONLY = ("n", "detokenize", "logprobs", "prompt_logprobs", "logit_bias", "structured_outputs")
-CPU_STEP_TOKENS = 512  # about a second with a small model; the progress bar and Ctrl-C wait for the end of a step
 EXAMPLE = """\
 examples:
   nanovllm demo
   nanovllm chat --model Qwen/Qwen3-0.6B --system "Answer briefly."
   nanovllm generate --model Qwen/Qwen3-0.6B --prompt "Once upon a time" --max-tokens 100
+  nanovllm serve --model Qwen/Qwen3-0.6B --enable-cpu-offload
   nanovllm plan --model qwen3-0.6b --context 40960 --enable-cpu-offload --num-gpu-blocks 8
 """
 GENERATE_EXAMPLE = """\
@@ -127,7 +128,7 @@ def _chat(args: argparse.Namespace) -> int:
 def _plan(args: argparse.Namespace) -> int:
     """The plan goes to stdout. If it cannot work, the reason goes to stderr."""
     options = PlanOptions(**given_fields(args, PlanOptions))
-    config = Config(model=_model(args.model), **given_fields(args, Config))
+    config = Config(model=model_path(args.model), **given_fields(args, Config))
     model = ModelConfig.without_weights(config.model, config.hf_overrides)
     from nanovllm.engine.setup import find_machine
 
@@ -144,30 +145,12 @@ def _plan(args: argparse.Namespace) -> int:
 
 def _open_llm(args: argparse.Namespace) -> "LLM":
     """Start the engine that the flags ask for. Invalid flags are refused before torch is loaded."""
-    options = given_fields(args, Config)
     SamplingParams(**given_fields(args, SamplingParams))
-    config = Config(model=args.model, **options)
-    model = _model(args.model)
-    from nanovllm.device.devices import resolve_device
+    Config(model=args.model, **given_fields(args, Config))
+    model = model_path(args.model)
     from nanovllm.llm import LLM
 
-    if resolve_device(config).type == "cpu":
-        options = {"max_num_batched_tokens": CPU_STEP_TOKENS} | options
-    return LLM(model, **options)
-
-
-def _model(name: str) -> str:
-    """Return `name`, or for DEMO_MODEL the directory of the built-in model, which is written if it does not exist."""
-    if name != DEMO_MODEL or Path(name).is_dir():
-        return name
-    from nanovllm.demo.retrieval_model import build_retrieval_model
-
-    try:
-        return str(build_retrieval_model())
-    except OSError as error:
-        raise CheckpointError(
-            f"the built-in model cannot be written ({error}); set XDG_CACHE_HOME to a directory"
-        ) from error
+    return LLM(model, **engine_options(args))
 
 
 def _read_prompt(path: Path) -> str:
@@ -189,30 +172,31 @@ def _parser() -> argparse.ArgumentParser:
         prog="nanovllm",
         description="Long-context LLM inference, with the KV cache on the GPU or offloaded to CPU memory.",
         epilog=EXAMPLE,
-        formatter_class=_Formatter,
+        formatter_class=Formatter,
     )
     parser.add_argument("--version", action="version", version=f"nanovllm {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_demo(commands)
     _add_chat(commands)
     _add_generate(commands)
+    add_serve(commands)
     _add_plan(commands)
     return parser
 
 
 def _add_demo(commands: Any) -> None:
     about = "find a passkey in a long text whose KV is mostly in CPU memory; needs no download"
-    parser = commands.add_parser("demo", help=about, description=about, formatter_class=_Formatter)
+    parser = commands.add_parser("demo", help=about, description=about, formatter_class=Formatter)
     parser.set_defaults(run=_demo, option_types=(DemoOptions,))
     add_flags(parser, DemoOptions)
 
 
 def _add_chat(commands: Any) -> None:
     about = "chat with a model; Ctrl-C stops an answer, Ctrl-D ends the program"
-    parser = commands.add_parser("chat", help=about, description=about, epilog=CHAT_EXAMPLE, formatter_class=_Formatter)
+    parser = commands.add_parser("chat", help=about, description=about, epilog=CHAT_EXAMPLE, formatter_class=Formatter)
     parser.set_defaults(run=_chat, option_types=(Config, SamplingParams))
     required = parser.add_argument_group("the conversation")
-    required.add_argument("--model", required=True, metavar="MODEL", help=_model_help())
+    add_model_flag(required)
     required.add_argument("--system", metavar="TEXT", help="the system prompt")
     _add_request_flags(parser, max_tokens="no limit")
 
@@ -220,11 +204,11 @@ def _add_chat(commands: Any) -> None:
 def _add_generate(commands: Any) -> None:
     about = "answer one prompt and print the text as it is generated"
     parser = commands.add_parser(
-        "generate", help=about, description=about, epilog=GENERATE_EXAMPLE, formatter_class=_Formatter
+        "generate", help=about, description=about, epilog=GENERATE_EXAMPLE, formatter_class=Formatter
     )
     parser.set_defaults(run=_generate, option_types=(Config, SamplingParams))
     required = parser.add_argument_group("what to answer")
-    required.add_argument("--model", required=True, metavar="MODEL", help=_model_help())
+    add_model_flag(required)
     prompt = required.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT", help="the prompt")
     prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="a UTF-8 file with the prompt; - for stdin")
@@ -238,7 +222,7 @@ def _add_plan(commands: Any) -> None:
         "show how much memory a run needs, how fast it can be at most, and whether it can work; "
         "reads only the model's config.json"
     )
-    parser = commands.add_parser("plan", help=about, description=about, formatter_class=_Formatter)
+    parser = commands.add_parser("plan", help=about, description=about, formatter_class=Formatter)
     parser.set_defaults(run=_plan, option_types=(Config, PlanOptions))
     required = parser.add_argument_group("what to plan for")
     required.add_argument(
@@ -254,17 +238,5 @@ def _add_request_flags(parser: argparse.ArgumentParser, max_tokens: str) -> None
     max_tokens: what the command's help says about its default.
     """
     about = "The model's generation_config.json may change these defaults."
-    step_tokens = f"{Config.max_num_batched_tokens}; on a CPU, {CPU_STEP_TOKENS}"
     add_flags(parser, SamplingParams, without=PYTHON_ONLY, defaults={"max_tokens": max_tokens}, about=about)
-    add_flags(parser, Config, without=("model",), defaults={"max_num_batched_tokens": step_tokens})
-
-
-def _model_help() -> str:
-    return f"{flag_help(Config, 'model')}; demo: the built-in model"
-
-
-class _Formatter(argparse.RawDescriptionHelpFormatter):
-    """Leaves room for most flags to have their help on the same line."""
-
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=30)
+    add_engine_flags(parser)

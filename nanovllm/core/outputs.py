@@ -1,21 +1,11 @@
 """What comes out of the engine: the outputs of ended requests, the results of steps, and who receives them."""
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias, TypedDict
+from typing import NamedTuple, TypedDict
 
+from nanovllm.core.logprobs import PositionLogprobs, TokenLogprobs
 from nanovllm.core.sequence import Sequence
-
-
-class Logprob(NamedTuple):
-    """The log-probability of a token at one position, by the model itself: before edits, temperature and filters."""
-
-    logprob: float  # natural log
-    rank: int  # 1 for the most likely token
-    text: str | None  # the token's text; None without a tokenizer
-
-
-# One position: token id -> Logprob. First the position's own token, then the most likely ones in order.
-TokenLogprobs: TypeAlias = dict[int, Logprob]
 
 
 class _RareOutput(TypedDict, total=False):
@@ -65,7 +55,7 @@ class StepOutput:
     """What one or more steps have produced, by request id, which is the `seq_id` of the request's Sequence.
 
     `texts` holds the new text of each request that got a token. Text can be held back for a while (see Detokenizer), so
-    it need not be that of the request's `new_tokens`.
+    it need not be that of the request's `new_tokens`, which are there only if its Receiver was asked for them.
     """
 
     finished: dict[int, RequestOutput] = field(default_factory=dict)
@@ -76,6 +66,11 @@ class StepOutput:
 
     def add_text(self, request_id: int, text: str) -> None:
         self.texts[request_id] = self.texts.get(request_id, "") + text
+
+    def add_tokens(self, request_id: int, token_ids: Iterable[int], logprobs: Iterable[TokenLogprobs]) -> None:
+        new = self.new_tokens.setdefault(request_id, NewTokens())
+        new.token_ids.extend(token_ids)
+        new.logprobs.extend(logprobs)
 
 
 class Outbox:
@@ -88,8 +83,8 @@ class Outbox:
         self.content = StepOutput()
 
     def __bool__(self) -> bool:
-        """Whether any request has new text or has ended."""
-        return bool(self.content.texts or self.content.finished)
+        """Whether any request has new text or new tokens, or has ended."""
+        return bool(self.content.texts or self.content.new_tokens or self.content.finished)
 
     def fetch(self) -> StepOutput:
         """Everything since the last call."""
@@ -121,6 +116,15 @@ def request_output(seq: Sequence, text: str | None) -> RequestOutput:
     return output
 
 
+def with_answers(outputs: list[RequestOutput]) -> RequestOutput:
+    """The output of a prompt with these answers: the first one's, which lists all of them if there are several."""
+    if len(outputs) == 1:
+        return outputs[0]
+    first = outputs[0].copy()
+    first["outputs"] = outputs
+    return first
+
+
 class Ending(NamedTuple):
     """Why a receiver ends its request."""
 
@@ -135,21 +139,52 @@ class Receiver:
     they arrive.
     """
 
-    def __init__(self, outbox: Outbox) -> None:
+    def __init__(
+        self, outbox: Outbox, with_tokens: bool = False, text_of: Callable[[int], str | None] = lambda token_id: None
+    ) -> None:
+        """`with_tokens`: deliver the ids of new tokens as they arrive, and not only in the output at the end.
+        `text_of`: the text of a token, for its log-probability.
+        """
         self.outbox = outbox
+        self._with_tokens = with_tokens
+        self._text_of = text_of
+        self._num_delivered_tokens = 0
+        self._logprobs: list[TokenLogprobs] = []
+        self._prompt_logprobs: list[TokenLogprobs | None] = [None]
 
-    def read(self, seq: Sequence) -> Ending | None:
+    def read_prompt(self, logprobs: PositionLogprobs) -> None:
+        """Read the log-probabilities of the prompt's next tokens. Like `read`, it must not raise."""
+        self._prompt_logprobs += logprobs.as_dicts(self._text_of)
+
+    def read(self, seq: Sequence, logprobs: PositionLogprobs | None = None) -> Ending | None:
         """Read the sequence's new token, if it got a valid one. Returns why the request must end now, or None.
 
-        Called for each token that a step has yielded, while the GPU runs the next step, and without the lock. It must
-        not raise, because an exception here would fail the step and so end the engine. Hot.
+        `logprobs`: the token's, if the request asks for them. Called for each token that a step has yielded, while the
+        GPU runs the next step, and without the lock. It must not raise, because an exception here would fail the step
+        and so end the engine. Hot.
         """
+        if logprobs is not None and seq.error is None:
+            self._logprobs += logprobs.as_dicts(self._text_of)
         return None
 
     def deliver(self, seq: Sequence) -> None:
         """Put what was read into the outbox, and the output if the sequence has ended. Called under the lock. Hot."""
+        if self._with_tokens:
+            self._deliver_tokens(seq)
         if seq.finish_reason is not None:
-            self.outbox.content.finished[seq.seq_id] = request_output(seq, self.whole_text())
+            output = self.outbox.content.finished[seq.seq_id] = request_output(seq, self.whole_text())
+            if seq.params.logprobs is not None:
+                output["logprobs"] = self._logprobs
+            if seq.params.prompt_logprobs is not None:
+                output["prompt_logprobs"] = self._prompt_logprobs
+
+    def _deliver_tokens(self, seq: Sequence) -> None:
+        """Put the tokens that arrived since the last delivery into the outbox."""
+        new_token_ids = seq.token_ids[seq.num_prompt_tokens + self._num_delivered_tokens :]
+        if new_token_ids:
+            new_logprobs = self._logprobs[self._num_delivered_tokens :]
+            self.outbox.content.add_tokens(seq.seq_id, new_token_ids, new_logprobs)
+            self._num_delivered_tokens += len(new_token_ids)
 
     def whole_text(self) -> str | None:
         """The answer so far; None for a receiver that makes no text."""

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from enum import Enum, auto
 from typing import TypeAlias
 
+from nanovllm.core.logit_editor import LogitEditor
 from nanovllm.sampling_params import SamplingParams
 
 TokenIds: TypeAlias = "array[int]"  # int64, so that hashes and model inputs can use the bytes of a slice directly
@@ -37,9 +38,12 @@ class Sequence:
         self.max_tokens = params.max_tokens
         self.stop_token_ids = frozenset(params.stop_token_ids or ())
         self.seed = seed
+        self.editor: LogitEditor | None = None  # None: the logits stay as they are
+        self.num_scored_tokens = 1  # with prompt_logprobs: those that planned steps compute; the first token has none
         self.status = SequenceStatus.WAITING
         self.finish_reason: str | None = None  # "stop", "length", "abort" or "error"
         self.error: str | None = None  # what happened, if finish_reason is "error"
+        self.has_end_token = False  # whether its last token is one that ends answers, and not part of the text
 
         self.num_pending_tokens = 0
         self.pending_row = -1  # row of the newest pending token among those that its step samples
@@ -76,6 +80,16 @@ class Sequence:
     @property
     def num_uncomputed_tokens(self) -> int:
         return self.num_tokens - self.num_computed_tokens
+
+    @property
+    def waits_for_token(self) -> bool:
+        """Whether the next token can be planned only when the pending one has arrived."""
+        return bool(self.num_pending_tokens) and self.editor is not None and self.editor.constraint is not None
+
+    @property
+    def can_use_prefix_cache(self) -> bool:
+        """Whether prompt tokens may be left uncomputed. To score a token takes the logits of the one before it."""
+        return self.params.prompt_logprobs is None
 
     @property
     def max_kv_tokens(self) -> int:

@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from nanovllm.core.logit_edits import LogitEdits
+
 
 class SlotLoad(NamedTuple):
     """A copy of the first tokens of a CPU block to a slot, in every layer. From this step on the block is resident."""
@@ -98,6 +100,14 @@ class SamplingRow(NamedTuple):
     position: int
 
 
+class PromptScores(NamedTuple):
+    """Prompt tokens whose log-probabilities a step computes: those that follow its tokens from number `start` on."""
+
+    start: int
+    target_ids: np.ndarray  # int64 [N], the tokens that follow
+    num_logprobs: int  # most likely tokens to report for each
+
+
 @dataclass(frozen=True)
 class SequenceStep:
     """The new tokens of one sequence and where its paged keys are.
@@ -120,6 +130,9 @@ class SequenceStep:
     previous_row: int = -1  # row of the previous step whose sampled token is this step's last token
     num_guesses: int = 0
     num_drafts: int = 0  # tokens that the ranks draft one after another, of which those with id -1 become guesses
+    edits: LogitEdits | None = None
+    num_logprobs: int | None = None  # most likely tokens to report beside each sampled one; None: no log-probabilities
+    scores: PromptScores | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -163,6 +176,14 @@ class StepPlan:
     @property
     def has_guesses(self) -> bool:
         return any(seq.num_guesses for seq in self.sequences)
+
+    @property
+    def has_edits(self) -> bool:
+        return any(seq.edits is not None for seq in self.sequences)
+
+    @property
+    def has_scores(self) -> bool:
+        return any(seq.scores is not None for seq in self.sequences)
 
     def draft_rows(self) -> list[list[int]]:
         """For each draft that precedes the step's own pass, the rows of the sequences that take part.

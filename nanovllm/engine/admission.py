@@ -1,5 +1,6 @@
 """Admission: checks whether the engine can ever run a request, and makes the Sequence of an accepted one."""
 
+import hashlib
 from dataclasses import replace
 
 from nanovllm.core.kv_spec import KVCacheSizes
@@ -27,6 +28,8 @@ class Admission:
         """Raise RequestError for a request that can never run. `token_ids` must be in the vocabulary."""
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling_params has type {type(params).__name__}, expected SamplingParams")
+        if params.n != 1:
+            raise RequestError(f"n={params.n} applies to generate and chat; here, add a request for each answer")
         if not token_ids:
             raise RequestError("the prompt is empty; it needs at least one token")
         if len(token_ids) + (params.max_tokens or 1) > self.max_model_len:
@@ -34,11 +37,14 @@ class Admission:
                 f"prompt of {len(token_ids)} tokens + max_tokens={params.max_tokens or 1} exceeds "
                 f"max_model_len={self.max_model_len}; shorten the prompt, lower max_tokens or raise max_model_len"
             )
-        if unknown := [token_id for token_id in params.stop_token_ids or () if token_id >= self._vocab_size]:
-            last = self._vocab_size - 1
-            raise RequestError(f"stop_token_ids {unknown} are outside the vocabulary 0..{last}; leave them out")
+        for name in ("stop_token_ids", "logit_bias"):
+            if unknown := [token_id for token_id in getattr(params, name) or () if token_id >= self._vocab_size]:
+                last = self._vocab_size - 1
+                raise RequestError(f"{name} {unknown} are outside the vocabulary 0..{last}; leave them out")
 
-    def make_sequence(self, request_id: int, token_ids: TokenIds, params: SamplingParams) -> Sequence:
+    def make_sequence(
+        self, request_id: int, token_ids: TokenIds, params: SamplingParams, cache_salt: str | None
+    ) -> Sequence:
         """The sequence of a request that has passed `check`. Fills in the seed and max_tokens if the user gave none."""
         drawn = (self._seed * 1_000_003 + request_id) & (2**63 - 1)
         seed = drawn if params.seed is None else params.seed
@@ -46,4 +52,7 @@ class Admission:
             params = replace(params, max_tokens=max(1, self.max_request_tokens - len(token_ids)))
         limit = self._max_shared_prompt_tokens
         salt = len(token_ids) if limit is not None and len(token_ids) > limit else 0
+        if cache_salt is not None:
+            text = f"{salt} {cache_salt}".encode(errors="surrogatepass")
+            salt = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
         return Sequence(request_id, token_ids, params, seed, salt)

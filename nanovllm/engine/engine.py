@@ -15,12 +15,14 @@ concerns a single request ends only that request.
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Protocol
 
 from nanovllm.core.kv_spec import KVCacheSizes
+from nanovllm.core.logit_editor import NO_RULES, AnswerRules, LogitEditor
+from nanovllm.core.logprobs import PositionLogprobs
 from nanovllm.core.outputs import Outbox, Receiver, StepOutput
 from nanovllm.core.sequence import Sequence, TokenIds
 from nanovllm.core.start_report import StartReport
@@ -63,7 +65,7 @@ class Engine:
         self._request_ids = itertools.count()
         self._receivers: dict[int, Receiver] = {}  # by request id; unfinished requests only
         self._in_flight: tuple[StepPlan, LaunchedStep] | None = None
-        self._num_steps = 0
+        self._num_steps = self._num_prefill_tokens = self._num_decode_tokens = 0
         self._link_byte_per_s = report.link_byte_per_s
         self._link_meter: LinkMeter | None = None  # None: no blocks cross the link
         self._meters: list[StepMeter] = []
@@ -86,14 +88,23 @@ class Engine:
         """Raise RequestError for a request that can never run. `token_ids` must be in the vocabulary."""
         self.admission.check(token_ids, params)
 
-    def add_request(self, token_ids: TokenIds, params: SamplingParams, receiver: Receiver) -> int:
+    def add_request(
+        self,
+        token_ids: TokenIds,
+        params: SamplingParams,
+        receiver: Receiver,
+        rules: AnswerRules = NO_RULES,
+        cache_salt: str | None = None,
+    ) -> int:
         """Queue a request that `check_request` has accepted, and return its id.
 
-        Raises RequestError, and changes nothing, if the KV cache is too small for it.
+        It shares KV only with requests of the same `cache_salt`. Raises RequestError, and changes nothing, if the KV
+        cache is too small for it.
         """
         self._check_open()
         request_id = next(self._request_ids)
-        seq = self.admission.make_sequence(request_id, token_ids, params)
+        seq = self.admission.make_sequence(request_id, token_ids, params, cache_salt)
+        seq.editor = LogitEditor.make(params, token_ids, self.scheduler.eos_token_ids | seq.stop_token_ids, rules)
         self.scheduler.check_fits(seq)
         with deferred_interrupt():
             self._receivers[request_id] = receiver
@@ -162,6 +173,18 @@ class Engine:
             finally:
                 self._turns.end()
 
+    def check_ranks(self) -> None:
+        """Raise EngineError if a rank has died. For the time between requests, when no step would notice."""
+        with deferred_interrupt() as held:
+            try:
+                with held.second_acts_at_once():
+                    self._turns.begin()
+                    self._check_open()
+                    with self._closed_by_errors():
+                        self.executor.check()
+            finally:
+                self._turns.end()
+
     def _advance(self) -> None:
         """Launch the next step and commit the one before it; without working ahead, commit the one just launched.
 
@@ -192,8 +215,13 @@ class Engine:
         token_ids = launched.token_ids()
         for meter in self._meters:
             meter.step_ended(plan)
+        logprobs = launched.logprobs()
+        for seq_id, prompt in logprobs.of_prompts(plan):
+            if seq_id in self._receivers:
+                self._receivers[seq_id].read_prompt(prompt)
         num_new: Counter[int] = Counter()  # tokens by seq_id
-        updated = self.scheduler.commit(plan, token_ids, read=partial(self._read, num_new))
+        read = partial(self._read, num_new, logprobs.by_sequence(plan))
+        updated = self.scheduler.commit(plan, token_ids, read)
         with self._turns.lock:
             self._count_tokens(plan, num_new)
             for seq in updated:
@@ -202,10 +230,15 @@ class Engine:
             for meter in self._meters:
                 meter.pause()
 
-    def _read(self, num_new: Counter[int], seq: Sequence) -> None:
-        """Let the receiver read a sequence's new token, and end the sequence if it says so."""
+    def _read(self, num_new: Counter[int], logprobs: Mapping[int, PositionLogprobs], seq: Sequence) -> None:
+        """Let the receiver read a sequence's new token, and end the sequence if it says so.
+
+        `logprobs` has those of all tokens that the step has sampled for a sequence, by seq_id.
+        """
+        number = num_new[seq.seq_id]
         num_new[seq.seq_id] += 1
-        ending = self._receivers[seq.seq_id].read(seq)
+        known = logprobs.get(seq.seq_id)
+        ending = self._receivers[seq.seq_id].read(seq, known and known.part(number, number + 1))
         if ending is None:
             return
         if seq.finish_reason is None:
@@ -214,7 +247,7 @@ class Engine:
             seq.finish_reason, seq.error = ending
 
     def _count_tokens(self, plan: StepPlan, num_new: Counter[int]) -> None:
-        """Tell each caller how many tokens of its prompts were in the step, and how many tokens its answers got."""
+        """Count the tokens of prompts that were in the step, and the tokens that answers got, in all and by caller."""
         for step in plan.sequences:
             receiver = self._receivers.get(step.seq_id)
             if receiver is None:
@@ -222,8 +255,10 @@ class Engine:
             content = receiver.outbox.content
             if step.num_tokens == step.num_sampled:
                 content.num_decode_tokens += num_new[step.seq_id]
+                self._num_decode_tokens += num_new[step.seq_id]
             else:
                 content.num_prefill_tokens += step.num_tokens
+                self._num_prefill_tokens += step.num_tokens
 
     def _deliver(self, seq: Sequence) -> None:
         self._receivers[seq.seq_id].deliver(seq)
@@ -240,7 +275,10 @@ class Engine:
             "num_waiting": len(self.scheduler.waiting),
             "num_running": len(self.scheduler.running),
             "num_preemptions": self.scheduler.num_preemptions,
+            "num_prefill_tokens": self._num_prefill_tokens,
+            "num_decode_tokens": self._num_decode_tokens,
             "block_bytes": self.setup.plan.spec.block_bytes,
+            "block_size": self.setup.plan.spec.block_size,
         }
         stats |= self.scheduler.kv.stats() | dict(self.executor.stats())
         if self._link_meter is not None:
@@ -248,6 +286,11 @@ class Engine:
         if self.scheduler.speculator is not None:
             stats |= self.scheduler.speculator.stats()
         return stats
+
+    def block_states(self) -> bytes:
+        """The BlockState of every KV block, one byte each (see LLM.block_states)."""
+        self._check_open()
+        return self.scheduler.kv.block_states()
 
     def close(self) -> None:
         """Stop the workers and release all memory. The engine cannot be used afterwards; closing twice is fine."""

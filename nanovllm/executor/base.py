@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from nanovllm.core.cpu_split import CpuSplit
 from nanovllm.core.kv_spec import KVCacheSizes
+from nanovllm.core.logprobs import NO_LOGPROBS, StepLogprobs
 from nanovllm.core.start_report import StartReport
 from nanovllm.core.step_plan import StepPlan
 
@@ -20,7 +21,12 @@ class LaunchedStep(Protocol):
     def is_done(self) -> bool: ...
 
     def token_ids(self) -> list[int]:
-        """One id per sampling sequence of the plan. Waits for the step."""
+        """One id per sampled token of the plan. Waits for the step."""
+        ...
+
+    def logprobs(self) -> StepLogprobs:
+        """Those that the plan asks for. Called after `token_ids`."""
+        return NO_LOGPROBS
 
 
 class Runner(Protocol):
@@ -73,6 +79,9 @@ class Executor(Runner, Protocol):
     such a rank has died, calls raise WorkerDiedError. After `close`, calls that would run something raise EngineError.
     Closing twice is fine.
     """
+
+    def check(self) -> None:
+        """Raise WorkerDiedError if a rank has died. Without this, only the next step would notice."""
 
     def wait_for(self, step: LaunchedStep) -> None:
         """Make sure that `step.token_ids()` cannot hang. Raises WorkerDiedError if a rank dies during the step. Hot."""

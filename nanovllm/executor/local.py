@@ -48,6 +48,9 @@ class LocalExecutor(Executor):
         self._check_open()
         return self.runner.launch(plan)
 
+    def check(self) -> None:
+        """Nothing to do: this rank cannot have died."""
+
     def wait_for(self, step: LaunchedStep) -> None:
         """Nothing to do: no other rank can die while `token_ids` waits."""
 

@@ -46,6 +46,9 @@ class ProcessExecutor(Executor):
     def wait_for(self, step: LaunchedStep) -> None:
         self._group.wait_for(step.is_done)
 
+    def check(self) -> None:
+        self._group.check()
+
     def stats(self) -> Mapping[str, Any]:
         return self.runner.stats()
 

@@ -5,12 +5,14 @@ Import this module lazily: a machine without triton runs the plain functions. Ea
 
 from nanovllm.kernels.activation import silu_and_mul
 from nanovllm.kernels.layernorm import add_rms_norm, rms_norm
+from nanovllm.kernels.logit_edits import edit_logits
 from nanovllm.kernels.rotary import norm_rotate_store
 from nanovllm.kernels.sampler import sample_tokens
 from nanovllm.kernels.small_linear import small_gate_up, small_linear
 
 __all__ = [
     "add_rms_norm",
+    "edit_logits",
     "norm_rotate_store",
     "rms_norm",
     "sample_tokens",

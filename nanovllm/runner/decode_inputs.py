@@ -93,6 +93,7 @@ class DecodeInputs:
             self._block_tables = torch.zeros(max_num_rows, num_columns, dtype=torch.int32)
             self._single_queries = torch.arange(max_num_rows + 1, dtype=torch.int32)
             self._logits = torch.zeros(max_num_rows, padded_vocab_size, dtype=dtype)
+            self._read_ids = torch.zeros(max_num_rows, dtype=torch.int64)
         self.sampled_ids = self._static[:max_num_rows]
         self._first_row = _even(max_num_rows)  # where the step's arrays begin
         self._host_tables = np.zeros((max_num_rows, num_columns), dtype=np.int32)  # the same values as _block_tables
@@ -116,7 +117,9 @@ class DecodeInputs:
         If the last step sampled no valid token (INVALID_TOKEN), the model runs on token 0 instead. The host is about to
         end that request, and the other requests must not be affected.
         """
-        return self._static.index_select(0, self.tensors(size).token_source).clamp_(min=0)
+        read_ids = self._read_ids[:size]
+        torch.index_select(self._static, 0, self.tensors(size).token_source, out=read_ids)
+        return read_ids.clamp_(min=0)
 
     def cu_seqlens_q(self, size: int, max_query_len: int) -> torch.Tensor:
         """int32 [size + 1]: the queries of up to `size` sequences with `size` queries in all. If no sequence has more
@@ -148,6 +151,10 @@ class DecodeInputs:
     def logits(self, num_rows: int) -> torch.Tensor:
         """The first `num_rows` logits of the last replay, [num_rows, vocab_size]."""
         return self._logits[:num_rows, : self.vocab_size]
+
+    def read_ids(self, num_rows: int) -> torch.Tensor:
+        """int64 [num_rows]: the tokens that the last replay has run on."""
+        return self._read_ids[:num_rows]
 
     def fill(self, arrays: StepArrays, size: int) -> None:
         """Enqueue the copy of a decode step's arrays, padded to `size` rows. Hot: once per step.

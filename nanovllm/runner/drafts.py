@@ -36,6 +36,8 @@ def _draft(step: SequenceStep, i: int, previous_row: int) -> SequenceStep:
         previous_row=previous_row,
         num_guesses=0,
         num_drafts=0,
+        edits=None,  # a draft may be any token
+        num_logprobs=None,
     )
 
 

@@ -31,7 +31,6 @@ class GraphSet:
         model: CausalLM,
         memory: KVMemory,
         backend: AttentionBackend,
-        scale: float,
         num_heads: int,
         max_guesses: int,
         tp: TPGroup,
@@ -40,7 +39,7 @@ class GraphSet:
         speculation.
         """
         self.inputs, self.model, self.memory, self.tp = inputs, model, memory, tp
-        self.backend, self.scale = backend, scale
+        self.backend, self.scale = backend, model.config.head_dim**-0.5
         self._num_heads = num_heads
         self._by_kind: dict[tuple[bool, bool], StepGraphs] = {}  # (brings in keys, verifies guesses)
         rows = inputs.max_num_rows

@@ -5,25 +5,32 @@ compile them all and no request has to wait.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from nanovllm.core.step_plan import KVMoves, SamplingRow, SequenceStep, StepPlan, StreamedGroup
+from nanovllm.core.logit_edits import Biases, LogitEdits, Penalties, RowEdits
+from nanovllm.core.step_plan import KVMoves, PromptScores, SamplingRow, SequenceStep, StepPlan, StreamedGroup
 from nanovllm.core.support import MAX_DECODE_QUERIES
+from nanovllm.sampling_params import MAX_LOGPROBS
 from nanovllm.utils.arithmetic import ceil_div
 
 # More history or more groups would not need more memory. From the fourth part on there is a running result in fp32
 # (attention/merge.py), and further parts reuse its temporaries. Scattered keys are attended to 16 MiB at a time.
 HISTORY_TOKENS = 49152  # tokens before the chunk of a sequence
 NUM_GROUPS = 4  # streamed groups that the chunk attends to
+SCORED_TOKENS = 512  # enough for the chunks of logits that are scored at once
 _SAMPLING = SamplingRow(temperature=1.0, top_k=20, top_p=0.95, min_p=0.05, seed=0, position=1)
+_TOKENS = np.zeros(1, np.int64)
+_EDITS = LogitEdits(Penalties(1.1, 0.1, 0.1, _TOKENS, _TOKENS), 0, (RowEdits(Biases.of([0], 1.0)),))
 
 
 def largest_steps(
     *, num_tokens: int, max_num_seqs: int, max_model_len: int, block_size: int, group_blocks: int
 ) -> list[StepPlan]:
     """Steps of `num_tokens` new tokens: one in as few sequences as can hold them, and one in `max_num_seqs` sequences,
-    most of which have a single new token.
+    most of which have a single new token. A third one is a chunk of which some tokens are scored. All of them edit the
+    logits that they sample from, and report as many log-probabilities as a request can ask for.
 
     Every entry of every block table is block 0, so that a cache of one block is enough. The tokens overwrite each
     other's K and V, whose values do not matter. A sequence has HISTORY_TOKENS before its chunk if max_model_len allows.
@@ -32,11 +39,15 @@ def largest_steps(
     """
     fewest = min(max_num_seqs, ceil_div(num_tokens, max_model_len))
     most = min(max_num_seqs, num_tokens)
+    batches = [
+        _sequences(_lengths(num_tokens, num_seqs, max_model_len), max_model_len, block_size)
+        for num_seqs in sorted({fewest, most})
+    ]
+    (chunk,) = _sequences((min(num_tokens, max_model_len),), max_model_len, block_size)
+    scores = PromptScores(0, np.zeros(min(SCORED_TOKENS, chunk.num_tokens), np.int64), MAX_LOGPROBS)
     steps = []
-    for num_seqs in sorted({fewest, most}):
-        lengths = _lengths(num_tokens, num_seqs, max_model_len)
-        sequences = _sequences(lengths, max_model_len, block_size)
-        group = StreamedGroup((0,) * group_blocks, (tuple(range(group_blocks)),) * num_seqs)
+    for sequences in (*batches, (replace(chunk, scores=scores),)):
+        group = StreamedGroup((0,) * group_blocks, (tuple(range(group_blocks)),) * len(sequences))
         steps.append(StepPlan(sequences, KVMoves(streamed=(group,) * NUM_GROUPS if group_blocks else ())))
     return steps
 
@@ -77,4 +88,6 @@ def _sequence(seq_id: int, length: int, max_model_len: int, block_size: int) -> 
         block_table=(0,) * ceil_div(start + length, block_size),
         num_paged_keys=start + length,
         sampling=_SAMPLING,
+        edits=_EDITS,
+        num_logprobs=MAX_LOGPROBS,
     )

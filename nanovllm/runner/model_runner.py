@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from nanovllm.attention.backends.selection import choose_backend
-from nanovllm.attention.base import StepAttention
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
 from nanovllm.core.cpu_split import CpuSplit
@@ -22,19 +21,16 @@ from nanovllm.device.devices import use_expandable_segments
 from nanovllm.device.memory_profile import memory_remedy, used_bytes
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.kvcache.transfer.offload_engine import OffloadEngine
-from nanovllm.layers.sampler import sample
 from nanovllm.models.loader import load_weights
 from nanovllm.models.registry import build_model
-from nanovllm.runner.batches import build_batches, cpu_rows, last_token_batches
 from nanovllm.runner.cpu_split import make_cpu_attention, measure_split
-from nanovllm.runner.cuda_graphs import StepGraphs
 from nanovllm.runner.decode_inputs import DecodeInputs
-from nanovllm.runner.drafts import draft_steps, measure_draft_s
+from nanovllm.runner.drafts import measure_draft_s
 from nanovllm.runner.graph_set import GraphSet
-from nanovllm.runner.inputs import StepArrays, StepTensors, build_arrays, build_groups, to_device
 from nanovllm.runner.kv_memory import KVMemory, OffloadEngineFactory, make_kv_memory
 from nanovllm.runner.startup_memory import profile_memory
 from nanovllm.runner.step_result import StepResult
+from nanovllm.runner.step_runner import StepRunner
 from nanovllm.utils.memory import available_host_bytes, format_bytes
 from nanovllm.utils.phases import Phases
 
@@ -55,8 +51,8 @@ class ModelRunner:
         """Build this rank's part of the model and load its weights from `directory`."""
         self.config, self.model_config, self.spec, self.tp, self.device = config, model_config, spec, tp, device
         self._make_offload_engine = make_offload_engine
-        self.graphs: GraphSet | None = None  # None: every step is launched kernel by kernel
         self._memory: KVMemory | None = None  # None: before `allocate_kv_cache` and after `close`
+        self._steps: StepRunner | None = None  # exists as long as the memory does
         self.phases = Phases()
         with current_device(device), memory_remedy("loading the model"), self.phases("weights"):
             self._load(directory)
@@ -73,9 +69,7 @@ class ModelRunner:
             self.model, directory, load_format=config.load_format, seed=config.seed, show_progress=tp.rank == 0
         )
         self.model.eval()
-        self.scale = model_config.head_dim**-0.5
         self.num_heads = model_config.num_heads // tp.size  # query heads of this rank
-        self._sampled_ids = torch.zeros(0, dtype=torch.int64, device=device)  # by the last step
 
     # -- KV cache ------------------------------------------------------------------------------------------------
 
@@ -83,6 +77,16 @@ class ModelRunner:
     def memory(self) -> KVMemory:
         assert self._memory is not None, "the KV cache has not been allocated, or has been released"
         return self._memory
+
+    @property
+    def steps(self) -> StepRunner:
+        assert self._steps is not None, "the KV cache has not been allocated, or has been released"
+        return self._steps
+
+    @property
+    def graphs(self) -> GraphSet | None:
+        """None: every step is launched kernel by kernel."""
+        return None if self._steps is None else self._steps.graphs
 
     @property
     def offload(self) -> OffloadEngine | None:
@@ -124,6 +128,7 @@ class ModelRunner:
                     self._make_offload_engine,
                     lambda offload: make_cpu_attention(self.config, offload, self.num_heads, self.tp),
                 )
+                self._steps = StepRunner(self.model, self._memory, self.backend, self.spec, self.tp, self.device)
             self._memory.allocate(sizes.num_gpu_blocks)
 
     # -- graphs --------------------------------------------------------------------------------------------------
@@ -148,22 +153,21 @@ class ModelRunner:
             dtype=self.dtype,
             device=self.device,
         )
-        self.graphs = GraphSet(
+        graphs = self.steps.graphs = GraphSet(
             inputs=static,
             model=self.model,
             memory=self.memory,
             backend=self.backend,
-            scale=self.scale,
             num_heads=self.num_heads,
             max_guesses=self.config.max_guesses,
             tp=self.tp,
         )
-        return self.graphs
+        return graphs
 
     def reset_graphs(self) -> None:
         if self.graphs is not None:
             self.graphs.reset()
-        self.graphs = None
+            self.steps.graphs = None
 
     @on_own_device
     def measure_cpu_split(self) -> CpuSplit | None:
@@ -196,85 +200,7 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepResult:
         """Enqueue the step. On the CPU it has run when this returns; on a GPU it may still be running. Hot."""
-        arrays = build_arrays(plan, self.spec.block_size)
-        self.memory.begin_step(plan)
-        drafted_ids = self._draft(plan)
-        graphs = self._graphs_for(plan)
-        if graphs is not None:
-            self._sampled_ids = self._replay(graphs, plan, arrays)
-        else:
-            self._sampled_ids = self._launch_kernels(plan, arrays)
-        self.memory.end_step()
-        return StepResult(torch.cat([self._sampled_ids, drafted_ids]) if len(drafted_ids) else self._sampled_ids)
-
-    def _draft(self, plan: StepPlan) -> torch.Tensor:
-        """Draft tokens by the keys that are on the GPU, one after another: see StepPlan.draft_rows.
-
-        The K/V of drafts go to the cells of the guesses, and the step's own pass writes them again. Meanwhile the keys
-        of its first layers are on their way. From here on the drafted tokens are where the step finds its pending ones.
-        """
-        steps = draft_steps(plan)
-        if not steps:
-            return self._sampled_ids[:0]
-        assert not (plan.moves.loads or plan.moves.copies), "a draft would read slots before they are filled"
-        self.memory.begin_all_layers()
-        drafted = []
-        for step in steps:
-            arrays = build_arrays(step, self.spec.block_size)
-            graphs = self._graphs_for(step)
-            if graphs is not None:
-                graphs.replay(arrays)
-                self._sampled_ids = self.tp.broadcast(graphs.inputs.sampled_ids[: step.num_sampled])
-            else:
-                self._sampled_ids = self._launch_kernels(step, arrays, is_draft=True)
-            drafted.append(self._sampled_ids.clone())
-        self._sampled_ids = torch.cat(drafted)
-        self._share_with_graphs()
-        return self._sampled_ids
-
-    def _graphs_for(self, plan: StepPlan) -> StepGraphs | None:
-        """The graphs that can run the step; None: it must be launched kernel by kernel."""
-        return None if self.graphs is None else self.graphs.find(plan)
-
-    def _share_with_graphs(self) -> None:
-        """Put the tokens sampled last where the next graph reads them."""
-        if self.graphs is not None:
-            self.graphs.inputs.sampled_ids[: len(self._sampled_ids)].copy_(self._sampled_ids)
-
-    def _launch_kernels(self, plan: StepPlan, arrays: StepArrays, is_draft: bool = False) -> torch.Tensor:
-        """Run any step without graphs. Returns the sampled tokens, int64 [S]."""
-        groups = build_groups(plan, self.spec.block_size, self.spec.staging_group_blocks)
-        tensors = to_device(arrays, groups, self.device)
-        if len(arrays.pending_tokens):  # read them on the device; the host may not have them yet
-            pending_ids = self._sampled_ids[tensors.pending_rows].clamp_(min=0)  # an invalid id ends its request soon
-            tensors.input_ids[tensors.pending_tokens] = pending_ids
-        rope_lens = tensors.rope_lens if self.model.needs_rope_lens else None
-        rows = None if plan.is_decode else tensors.logits_rows
-        attention = self._attention(plan, tensors, is_draft)
-        hidden = self.model(tensors.input_ids, tensors.positions, attention, rope_lens, rows)
-        if not len(hidden):
-            return self._sampled_ids[:0]
-        self._sampled_ids = self.tp.broadcast(sample(self.model.compute_logits(hidden), tensors.sampling))
-        self._share_with_graphs()
-        return self._sampled_ids
-
-    def _attention(self, plan: StepPlan, tensors: StepTensors, is_draft: bool) -> StepAttention:
-        batches = build_batches(plan, tensors, self.spec.block_size)
-        if is_draft:
-            return self.memory.paged_attention(self.backend, self.scale, tensors.slot_mapping, batches.paged)
-        last = batches if plan.is_decode else last_token_batches(plan, batches, tensors)
-        return self.memory.attention(self.backend, self.scale, tensors.slot_mapping, batches, last)
-
-    def _replay(self, graphs: StepGraphs, plan: StepPlan, arrays: StepArrays) -> torch.Tensor:
-        """Run a decode step that loads nothing into slots: one replay, or several pieces if keys are missing."""
-        if plan.moves.brings_in_keys:
-            groups = build_groups(plan, self.spec.block_size, self.spec.staging_group_blocks)
-            logits = graphs.replay(arrays, groups, cpu_rows(plan))
-        else:
-            self.memory.begin_all_layers()
-            logits = graphs.replay(arrays)
-            self.memory.ran_all_layers()
-        return self.tp.broadcast(graphs.inputs.sampled_ids[: len(logits)])
+        return self.steps.launch(plan)
 
     def start_report(self) -> StartReport:
         """What the engine needs to know about this rank once it has started."""
@@ -298,7 +224,7 @@ class ModelRunner:
             self.reset_graphs()
             if self._memory is not None:
                 self._memory.close()
-            self._memory = None
+            self._memory = self._steps = None
             vars(self).pop("model", None)
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()

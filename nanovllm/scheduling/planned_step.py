@@ -1,11 +1,10 @@
 """PlannedStep: a step while it is being planned. It knows what is placed in it so far, and what room is left."""
 
-from collections.abc import Callable
-
 import numpy as np
 
+from nanovllm.core.logit_edits import LogitEdits
 from nanovllm.core.sequence import Sequence
-from nanovllm.core.step_plan import SamplingRow, SequenceStep, StepPlan
+from nanovllm.core.step_plan import PromptScores, SamplingRow, SequenceStep, StepPlan
 from nanovllm.core.support import MAX_DECODE_QUERIES
 from nanovllm.kvcache.policy.base import KVCacheManager, PagedKeys
 from nanovllm.speculation.drafters import NO_GUESSES, Guesses
@@ -38,7 +37,7 @@ class PlannedStep:
         self.budget -= num_tokens
         self.num_rows -= 1 + num_guesses
 
-    def finish(self, kv: KVCacheManager, sampling_row: Callable[[Sequence], SamplingRow]) -> StepPlan:
+    def finish(self, kv: KVCacheManager) -> StepPlan:
         """Make the frozen plan, and count its tokens as computed, except for guesses."""
         self._placed.sort(key=_launch_order)
         keys, moves = kv.finish_step(self._placed)
@@ -48,7 +47,7 @@ class PlannedStep:
         can_draft = not (moves.loads or moves.copies or has_pending)
         steps, num_sampled = [], 0
         for (seq, num_tokens), paged in zip(self._placed, keys, strict=True):
-            step = self._sequence_step(seq, num_tokens, paged, can_draft, sampling_row)
+            step = self._sequence_step(seq, num_tokens, paged, can_draft)
             steps.append(step)
             seq.num_computed_tokens += num_tokens - len(self._guesses_of(seq).token_ids)
             if step.sampling is not None:
@@ -61,14 +60,7 @@ class PlannedStep:
     def _guesses_of(self, seq: Sequence) -> Guesses:
         return self._guesses.get(seq.seq_id, NO_GUESSES)
 
-    def _sequence_step(
-        self,
-        seq: Sequence,
-        num_tokens: int,
-        paged: PagedKeys,
-        can_draft: bool,
-        sampling_row: Callable[[Sequence], SamplingRow],
-    ) -> SequenceStep:
+    def _sequence_step(self, seq: Sequence, num_tokens: int, paged: PagedKeys, can_draft: bool) -> SequenceStep:
         placed = self._guesses_of(seq)
         guesses = placed if can_draft else placed.without_drafts()
         num_dropped = len(placed.token_ids) - len(guesses.token_ids)
@@ -79,6 +71,7 @@ class PlannedStep:
         if previous_row >= 0:
             token_ids.append(-1)
         token_ids.extend(guesses.token_ids)
+        samples = end == seq.num_tokens
         return SequenceStep(
             seq_id=seq.seq_id,
             token_ids=np.array(token_ids),
@@ -86,11 +79,37 @@ class PlannedStep:
             num_prompt_tokens=seq.num_prompt_tokens,
             block_table=paged.block_table,
             num_paged_keys=paged.num_paged_keys - num_dropped,
-            sampling=sampling_row(seq) if end == seq.num_tokens else None,
+            sampling=_sampling_row(seq) if samples else None,
             previous_row=previous_row,
             num_guesses=len(guesses.token_ids),
             num_drafts=guesses.num_drafts,
+            edits=_edits(seq, previous_row >= 0, guesses) if samples else None,
+            num_logprobs=seq.params.logprobs if samples else None,
+            scores=_prompt_scores(seq, start, end),
         )
+
+
+def _sampling_row(seq: Sequence) -> SamplingRow:
+    p = seq.params
+    return SamplingRow(p.temperature, max(p.top_k, 0), p.top_p, p.min_p, seq.seed, seq.num_tokens)
+
+
+def _edits(seq: Sequence, has_pending: bool, guesses: Guesses) -> LogitEdits | None:
+    if seq.editor is None:
+        return None
+    return seq.editor.edits(seq.token_ids, has_pending=has_pending, guesses=guesses.token_ids)
+
+
+def _prompt_scores(seq: Sequence, start: int, end: int) -> PromptScores | None:
+    """The prompt tokens whose log-probabilities a step of tokens start to end - 1 computes, if they are asked for.
+
+    Tokens that are computed again after a preemption were scored before.
+    """
+    first, last = max(start + 1, seq.num_scored_tokens), min(end, seq.num_prompt_tokens - 1)
+    if seq.params.prompt_logprobs is None or last < first:
+        return None
+    seq.num_scored_tokens = last + 1
+    return PromptScores(first - 1 - start, np.array(seq.token_ids[first : last + 1]), seq.params.prompt_logprobs)
 
 
 def _launch_order(placed: tuple[Sequence, int]) -> tuple[bool, bool, int]:

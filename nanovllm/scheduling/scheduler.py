@@ -20,7 +20,7 @@ from itertools import islice
 
 from nanovllm.core.sequence import Sequence, SequenceStatus
 from nanovllm.core.step_limits import MAX_VERIFYING_ROWS
-from nanovllm.core.step_plan import SamplingRow, StepPlan
+from nanovllm.core.step_plan import StepPlan
 from nanovllm.kvcache.policy.base import KVCacheManager
 from nanovllm.sampling_params import INVALID_TOKEN
 from nanovllm.scheduling.planned_step import PlannedStep
@@ -110,7 +110,7 @@ class Scheduler:
             self._schedule_mixed()
         else:
             self._schedule_classic()
-        return self._step.finish(self.kv, self._sampling_row) if len(self._step) else None
+        return self._step.finish(self.kv) if len(self._step) else None
 
     def _schedule_mixed(self) -> None:
         """Place answers in order of arrival, then chunks of prompts."""
@@ -134,13 +134,14 @@ class Scheduler:
 
     def _place_prompts(self, prompts: list[Sequence]) -> None:
         """Place chunks of running and waiting prompts. Nobody overtakes a prompt that lacks room."""
+        has_room = True
         for seq, max_tokens in self.sharing.turns(prompts, self._step, self.kv):
             if max_tokens <= 0 or not self._step.has_room:
                 continue
             if seq.status is SequenceStatus.WAITING:
                 head = self.waiting[0]
-                if not self._can_admit(head) or not (seq is head or self._can_admit(seq)):
-                    self._step.admits = False
+                has_room = has_room and self._can_admit(head) and (seq is head or self._can_admit(seq))
+                if not has_room:
                     continue
                 self._admit(seq)
             num_tokens = self.kv.num_placeable(seq, min(seq.num_uncomputed_tokens, max_tokens))
@@ -161,7 +162,7 @@ class Scheduler:
             self._place_running(self._can_run(self.running))
 
     def _can_run(self, sequences: list[Sequence]) -> list[Sequence]:
-        return [seq for seq in sequences if seq.num_output_tokens < seq.max_tokens]
+        return [seq for seq in sequences if seq.num_output_tokens < seq.max_tokens and not seq.waits_for_token]
 
     def _place_running(self, sequences: list[Sequence]) -> None:
         """Place running sequences in order of arrival."""
@@ -197,7 +198,9 @@ class Scheduler:
         num_left = seq.max_tokens - seq.num_output_tokens - 1  # after the token that this step samples anyway
         num_rows = self._step.num_rows - max(0, self.max_step_rows - MAX_VERIFYING_ROWS)
         room = min(self._step.budget, num_rows) - 1 - num_others - self._num_admissible
-        return self.speculator.guess(seq, min(num_left, room), self._load)
+        guesses = self.speculator.guess(seq, min(num_left, room), self._load)
+        must_know = seq.editor is not None and seq.editor.knows_all_but_last
+        return guesses.without_drafts() if must_know else guesses
 
     @staticmethod
     def _can_guess(seq: Sequence) -> bool:
@@ -254,10 +257,6 @@ class Scheduler:
         """That of a step in which all running sequences decode."""
         return load_of(len(self.running), sum(seq.num_computed_tokens for seq in self.running))
 
-    def _sampling_row(self, seq: Sequence) -> SamplingRow:
-        p = seq.params
-        return SamplingRow(p.temperature, max(p.top_k, 0), p.top_p, p.min_p, seq.seed, seq.num_tokens)
-
     # -- results -------------------------------------------------------------------------------------------------
 
     def commit(
@@ -289,11 +288,19 @@ class Scheduler:
     def _append(self, seq: Sequence, token_id: int, position: int, read: Callable[[Sequence], None]) -> None:
         """Append a token, and end the sequence if it is the last one."""
         if token_id == INVALID_TOKEN:
-            self.finish(seq, "error", f"the model's logits for token {position} hold NaN or infinity")
+            problem = f"the model's logits for token {position} hold NaN or infinity"
+            if seq.editor is not None:
+                problem += ", or the request's parameters forbid every token"
+            self.finish(seq, "error", problem)
         else:
             seq.append_pending(token_id, position)
+            constraint = None if seq.editor is None else seq.editor.constraint
             is_eos = token_id in self.eos_token_ids and not seq.params.ignore_eos
-            if is_eos or token_id in seq.stop_token_ids:
+            seq.has_end_token = is_eos or token_id in seq.stop_token_ids
+            if constraint is not None and not constraint.accept(token_id):
+                because = constraint.error or f"token {token_id} is not allowed"
+                self.finish(seq, "error", f"structured_outputs cannot go on: {because}")
+            elif seq.has_end_token or (constraint is not None and constraint.is_finished):
                 self.finish(seq, "stop")
             elif len(seq.token_ids) - seq.num_prompt_tokens >= seq.max_tokens:
                 self.finish(seq, "length")

@@ -27,10 +27,17 @@ class TokenDecoder:
     def __init__(self, tokenizer: Any, skip_special_tokens: bool = True) -> None:
         self.decode = _find_decode(tokenizer, skip_special_tokens)
         self._text_lens: dict[int, int | None] = {}
+        self._texts: dict[int, str] = {}
 
     def visible(self, token_ids: Iterable[int]) -> list[int]:
         """The tokens that have text. Tokens unknown to the tokenizer have none, nor do skipped special tokens."""
         return [token_id for token_id in token_ids if self._text_len(token_id) is not None]
+
+    def token_text(self, token_id: int) -> str:
+        """The text of a single token, in which bytes that are not a complete character are U+FFFD. Cached."""
+        if token_id not in self._texts:
+            self._texts[token_id] = self.decode([token_id])
+        return self._texts[token_id]
 
     def text_len(self, token_ids: list[int]) -> int:
         """Number of characters in the text of visible tokens."""
@@ -73,11 +80,16 @@ class Detokenizer:
     `max_tokens` cuts a character in two, the answer ends in U+FFFD, just as if all its token ids were decoded at once.
     """
 
-    def __init__(self, decoder: TokenDecoder, stop: tuple[str, ...], include_stop: bool = False) -> None:
-        """`include_stop`: keep the stop string or end token that ends the answer in its text."""
+    def __init__(
+        self, decoder: TokenDecoder, stop: tuple[str, ...], include_stop: bool = False, *, min_tokens: int = 0
+    ) -> None:
+        """`include_stop`: keep the stop string or end token that ends the answer in its text. `min_tokens`: a stop
+        string may begin only behind the text of so many tokens.
+        """
         self._decoder = decoder
         self._stop = stop
         self._include_stop = include_stop
+        self._num_unstoppable_tokens = min_tokens  # from here on
         self._window: list[int] = []  # the newest visible tokens, which are decoded together
         self._num_context_tokens = 0  # at the start of the window: already read, kept for the tokens after them
         self._num_read_chars = 0  # how much of the window's text earlier updates have read
@@ -101,7 +113,9 @@ class Detokenizer:
         if at_end_token and not self._include_stop:
             new_token_ids = new_token_ids[:-1]
         piece = self._read(self._decoder.visible(new_token_ids), finished)
-        if self._stop:
+        if self._num_unstoppable_tokens > 0:
+            self._num_unstoppable_tokens -= len(new_token_ids)
+        elif self._stop:
             piece = self._cut_at_stop(self._withheld + piece, finished)
         self._shown.write(piece)
         return piece

@@ -9,15 +9,19 @@ method.
 """
 
 import threading
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.core.logit_editor import AnswerRules
 from nanovllm.core.outputs import Outbox, Receiver
 from nanovllm.core.sequence import TokenIds
 from nanovllm.errors import RequestError
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.answer import TextReceiver
+from nanovllm.text.bad_words import bad_word_token_ids
 from nanovllm.text.detokenizer import Detokenizer, TokenDecoder
 from nanovllm.text.request_check import (
     Prompt,
@@ -27,6 +31,7 @@ from nanovllm.text.request_check import (
     render_chat,
     text_or_token_ids,
 )
+from nanovllm.text.structured import GrammarCompiler, TokenMatcher
 from nanovllm.text.tokenizer import end_token_ids, load_tokenizer
 
 Message: TypeAlias = dict[str, Any]
@@ -42,9 +47,10 @@ class TextFrontend:
         self._decoders: dict[bool, TokenDecoder] = {}  # by skip_special_tokens
         if self.tokenizer is not None:
             self._decoders = {skip: TokenDecoder(self.tokenizer, skip) for skip in (True, False)}
+        self._grammars = GrammarCompiler(self.tokenizer, self._vocab_size, self.end_token_ids)
 
-    def encode_prompt(self, prompt: Prompt) -> TokenIds:
-        """Return the prompt's token ids (int64).
+    def encode_prompt(self, prompt: Prompt, *, add_special_tokens: bool = True) -> TokenIds:
+        """Return the prompt's token ids (int64). `add_special_tokens`: a text gets those that the tokenizer adds.
 
         Raises RequestError for prompts of other types, for ids outside the vocabulary, and for text if the model has
         no tokenizer.
@@ -55,12 +61,39 @@ class TextFrontend:
         if self.tokenizer is None:
             raise RequestError("a text prompt needs a tokenizer, but this model has none; give a list of token ids")
         with self._encode_lock:
-            return encode_text(self.tokenizer, prompt, self._vocab_size)
+            return encode_text(self.tokenizer, prompt, self._vocab_size, add_special_tokens=add_special_tokens)
+
+    def decode(self, token_ids: Iterable[int]) -> str:
+        """The text of tokens, special ones included. Raises RequestError as `encode_prompt` does."""
+        token_ids = check_token_ids(list(token_ids), self._vocab_size)
+        if self.tokenizer is None:
+            raise RequestError("the text of tokens needs a tokenizer, but this model has none")
+        text: str = self.tokenizer.decode(token_ids.tolist(), skip_special_tokens=False)
+        return text
 
     def check_params(self, params: SamplingParams) -> None:
-        """Raise RequestError for parameters that need text if the model has no tokenizer."""
-        if params.stop and self.tokenizer is None:
-            raise RequestError("stop strings need a tokenizer, but this model has none; use stop_token_ids")
+        """Raise RequestError for parameters that need text if the model has no tokenizer, and for bad_words and
+        structured_outputs that cannot be used. Compiling a grammar can take a second.
+        """
+        if self.tokenizer is None:
+            if params.stop:
+                raise RequestError("stop strings need a tokenizer, but this model has none; use stop_token_ids")
+            if params.bad_words:
+                raise RequestError("bad_words need a tokenizer, but this model has none; use logit_bias")
+        self.rules(params)
+
+    def rules(self, params: SamplingParams) -> AnswerRules:
+        """What bad_words and structured_outputs mean in tokens, for one answer. Raises RequestError as `check_params`
+        does.
+        """
+        bad_words: tuple[tuple[int, ...], ...] = ()
+        if params.bad_words:
+            with self._encode_lock:
+                bad_words = bad_word_token_ids(self.tokenizer, params.bad_words, self._vocab_size)
+        if params.structured_outputs is None:
+            return AnswerRules(bad_words)
+        grammar = self._grammars.compile(params.structured_outputs)
+        return AnswerRules(bad_words, TokenMatcher(grammar, params.ignore_eos))
 
     def check_stream(self, params: SamplingParams) -> None:
         """Raise RequestError for a request whose text cannot be streamed."""
@@ -69,13 +102,18 @@ class TextFrontend:
         if not params.detokenize:
             raise RequestError("stream yields text; leave detokenize on, or use generate")
 
-    def receiver(self, outbox: Outbox, params: SamplingParams) -> Receiver:
-        """Make one request's Receiver. It decodes the tokens if the model has a tokenizer and `detokenize` is on."""
+    def receiver(self, outbox: Outbox, params: SamplingParams, with_tokens: bool = False) -> Receiver:
+        """Make one request's Receiver. It decodes the tokens if the model has a tokenizer and `detokenize` is on.
+
+        `with_tokens`: it also delivers the ids of new tokens as they arrive.
+        """
         if not self._decoders or not params.detokenize:
-            return Receiver(outbox)
+            return Receiver(outbox, with_tokens)
         decoder = self._decoders[params.skip_special_tokens]
-        detokenizer = Detokenizer(decoder, tuple(params.stop or ()), params.include_stop_str_in_output)
-        return TextReceiver(outbox, detokenizer)
+        detokenizer = Detokenizer(
+            decoder, tuple(params.stop or ()), params.include_stop_str_in_output, min_tokens=params.min_tokens
+        )
+        return TextReceiver(outbox, detokenizer, with_tokens, text_of=self._decoders[False].token_text)
 
     # -- chat ----------------------------------------------------------------------------------------------------
 
@@ -84,13 +122,24 @@ class TextFrontend:
         if self.tokenizer is None or not self.tokenizer.chat_template:
             raise RequestError("chat needs a tokenizer with a chat template, but this model has none; use generate")
 
-    def encode_chat(self, messages: list[Message] | list[list[Message]]) -> list[TokenIds]:
-        """The token ids of each conversation, up to where the answer begins.
+    def encode_chat(
+        self,
+        messages: list[Message] | list[list[Message]],
+        template_options: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        add_special_tokens: bool = False,
+    ) -> list[TokenIds]:
+        """The token ids of each conversation, by default up to where the answer begins.
 
-        `messages` is one conversation or a list of them. Raises RequestError as `check_chat_template` does, and for
-        messages that are malformed or that the template refuses.
+        messages: one conversation or a list of them. template_options: what else the template gets, such as `tools`, or
+        add_generation_prompt=False. add_special_tokens: in addition to those that the template writes. Raises
+        RequestError as `check_chat_template` does, and for messages that are malformed or that the template refuses.
         """
         self.check_chat_template()
-        prompts = [render_chat(self.tokenizer, conversation) for conversation in check_conversations(messages)]
-        with self._encode_lock:  # the template writes the special tokens itself
-            return [encode_text(self.tokenizer, text, self._vocab_size, add_special_tokens=False) for text in prompts]
+        conversations = check_conversations(messages)
+        prompts = [render_chat(self.tokenizer, conversation, template_options) for conversation in conversations]
+        with self._encode_lock:
+            return [
+                encode_text(self.tokenizer, text, self._vocab_size, add_special_tokens=add_special_tokens)
+                for text in prompts
+            ]

@@ -3,6 +3,7 @@
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -10,7 +11,8 @@ import numpy as np
 from nanovllm.core.sequence import TokenIds
 from nanovllm.errors import RequestError
 
-# A string, token ids, or as in vLLM a dict that holds one of them: {"prompt": str} or {"prompt_token_ids": token ids}
+# A string, token ids, or as in vLLM a dict that holds one of them: {"prompt": str} or {"prompt_token_ids": token ids}.
+# A dict may also have a "cache_salt"
 Prompt: TypeAlias = str | Sequence[int] | np.ndarray | Mapping[str, Any]
 _PROMPT_KEYS = ("prompt", "prompt_token_ids")
 
@@ -33,7 +35,8 @@ def text_or_token_ids(prompt: Any) -> Any:
     """The text or token ids of a prompt, which may be a dict. If a dict has both, the ids are used, as in vLLM."""
     if not isinstance(prompt, Mapping):
         return prompt
-    unknown = [key for key in prompt if key not in _PROMPT_KEYS]
+    cache_salt(prompt)
+    unknown = [key for key in prompt if key not in (*_PROMPT_KEYS, "cache_salt")]
     found = [prompt[key] for key in reversed(_PROMPT_KEYS) if prompt.get(key) is not None]
     if unknown or not found:
         raise RequestError(
@@ -41,6 +44,14 @@ def text_or_token_ids(prompt: Any) -> Any:
             '{"prompt": text} or {"prompt_token_ids": token ids}'
         )
     return found[0]
+
+
+def cache_salt(prompt: Any) -> str | None:
+    """The prompt's cache salt: only prompts with equal salts share KV. None, the default, is a salt like the others."""
+    salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
+    if salt is not None and not (isinstance(salt, str) and salt):
+        raise RequestError(f"cache_salt={salt!r} must be a non-empty string")
+    return salt
 
 
 def check_token_ids(prompt: Any, vocab_size: int) -> TokenIds:
@@ -126,10 +137,16 @@ def _check_message(message: Any, name: str) -> None:
         raise RequestError(f"{name} has content={content!r}, expected a string")
 
 
-def render_chat(tokenizer: Any, conversation: list[Mapping[str, Any]]) -> str:
-    """Render the conversation with the model's chat template, up to where the answer begins."""
+def render_chat(
+    tokenizer: Any, conversation: list[Mapping[str, Any]], template_options: Mapping[str, Any] = MappingProxyType({})
+) -> str:
+    """Render the conversation with the model's chat template, by default up to where the answer begins.
+
+    template_options: tools, add_generation_prompt, and whatever else the template reads.
+    """
+    options = {"add_generation_prompt": True, **template_options, "tokenize": False}
     try:
-        prompt: str = tokenizer.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False)
+        prompt: str = tokenizer.apply_chat_template(conversation, **options)
     except Exception as error:  # a template is a program, and may raise anything, even on purpose
         raise RequestError(
             f"the model's chat template cannot render these messages: {error}; check their roles and their order"

@@ -23,6 +23,7 @@ from nanovllm.demo.haystack import build_haystack
 from nanovllm.demo.retrieval_model import build_retrieval_model
 from nanovllm.errors import CheckpointError, ConfigError, RequestError
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.server.options import ServerOptions
 from nanovllm.utils.options import help_of
 
 ROOT = Path(__file__).parents[2]
@@ -68,7 +69,7 @@ def test_help_any_command_loads_no_torch() -> None:
     code = """
 import sys
 from nanovllm.cli.main import main
-for argv in (["--help"], ["demo", "--help"], ["plan", "--help"], ["chat", "--help"], ["generate", "--help"]):
+for argv in (["--help"], *([name, "--help"] for name in ("demo", "plan", "chat", "generate", "serve"))):
     try:
         main(argv)
     except SystemExit as leave:
@@ -150,6 +151,17 @@ def test_help_says_what_every_field_says(capsys: pytest.CaptureFixture[str], mon
     assert "by default 256, or 4096 if --num-gpu-blocks is given" in out and "70% of" in out
 
 
+def test_help_of_serve_says_what_every_field_says(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")
+    with pytest.raises(SystemExit):
+        cli.main(["serve", "--help"])
+    out = capsys.readouterr().out
+    for options in (Config, ServerOptions):
+        assert all(name_flags(field.metadata["help"], (options, Config)) in out for field in fields(options))
+
+
 def test_options_page_tables_are_those_that_the_fields_make() -> None:
     """`make docs` writes them."""
     text = (DOCS / "options.md").read_text()
@@ -159,7 +171,8 @@ def test_options_page_tables_are_those_that_the_fields_make() -> None:
 def test_options_tables_have_every_field_and_default() -> None:
     rows = [line.split("|")[1:3] for line in options_tables().splitlines() if line.startswith("| `")]
     table = [(name.strip(" `"), default.strip(" `")) for name, default in rows]
-    optional = [field for options in (Config, SamplingParams) for field in fields(options) if field.name != "model"]
+    tables = (Config, SamplingParams, ServerOptions)
+    optional = [field for options in tables for field in fields(options) if field.name != "model"]
     assert table == [(field.name, repr(field.default).replace("'", '"')) for field in optional]
 
 

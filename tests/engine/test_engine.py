@@ -18,6 +18,7 @@ import pytest
 from tiny_models import write_tiny_model, write_tiny_tokenizer
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.core.block_state import BlockState
 from nanovllm.engine import startup
 from nanovllm.errors import CheckpointError, ConfigError, EngineError, RequestError
 from nanovllm.utils.interrupt import deferred_interrupt
@@ -462,6 +463,31 @@ def test_stats_count(llm: LLM) -> None:
     else:
         assert after["num_gpu_blocks"] == 20
     assert after["num_preemptions"] == 0
+    assert after["num_prefill_tokens"] - before["num_prefill_tokens"] == 500
+    assert after["num_decode_tokens"] - before["num_decode_tokens"] == 11
+
+
+def test_block_states_can_be_read_while_a_step_runs(llm: LLM) -> None:
+    stop, seen, errors = threading.Event(), set(), []
+
+    def watch() -> None:
+        try:
+            while not stop.wait(0.001):
+                states = llm.block_states()
+                assert len(states) == 20
+                seen.update(states)
+        except BaseException as error:
+            errors.append(error)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    llm.generate([[7] * 1100, [8] * 700], GREEDY, use_tqdm=False)
+    stop.set()
+    watcher.join()
+    assert not errors
+    assert {BlockState.FREE, BlockState.RESIDENT, BlockState.WRITTEN} <= seen
+    missing = {BlockState.STREAMED, BlockState.CPU_ATTENDED} & seen
+    assert bool(missing) == llm.config.enable_cpu_offload
 
 
 def test_offload_stats_count_the_bytes_of_streamed_blocks(model: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 from tiny_models import write_tiny_model
 
 from nanovllm.core.kv_spec import KVCacheSizes
+from nanovllm.core.logprobs import PositionLogprobs
 from nanovllm.core.outputs import Ending, Outbox, Receiver, RequestOutput
 from nanovllm.core.sequence import Sequence
 from nanovllm.core.start_report import StartReport
@@ -70,7 +71,7 @@ class EndingReceiver(Receiver):
         self.last, self.error = last, error
         self.token_ids: list[int] = []
 
-    def read(self, seq: Sequence) -> Ending | None:
+    def read(self, seq: Sequence, logprobs: PositionLogprobs | None = None) -> Ending | None:
         self.token_ids.append(seq.token_ids[-1])
         if self.token_ids[-1] != self.last:
             return None

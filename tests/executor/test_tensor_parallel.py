@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checked_engine import CheckedLLM, Reference, cache_options, greedy
+from checked_engine import WORKS_AHEAD, CheckedLLM, Reference, cache_options, greedy
 from cpu_splits import splitting
 from dense_model import random_prompt
 from tiny_models import write_tiny_model
 
-from nanovllm import LLM
+from nanovllm import LLM, SamplingParams
 from nanovllm.errors import EngineError, WorkerDiedError
 
 BLOCK = 256
@@ -45,6 +45,24 @@ def test_two_ranks_give_the_logits_of_transformers(
         llm.answer_and_check([PROMPTS[3] + [5, 6, 7]])  # a prefix hit
         llm.assert_nothing_left()
     assert_nothing_is_left()
+
+
+def test_two_ranks_edit_and_score_as_one_does(reference: Reference) -> None:
+    params = SamplingParams(
+        max_tokens=8, seed=1, ignore_eos=True, repetition_penalty=1.3, min_tokens=3, logprobs=2, prompt_logprobs=1
+    )
+    found = []
+    for num_ranks in (1, 2):
+        options = {"tensor_parallel_size": num_ranks, "device": "cpu", "internals": WORKS_AHEAD} | cache_options(3)
+        with LLM(str(reference.directory), **options) as llm:
+            found.append(llm.generate(PROMPTS, params, use_tqdm=False))
+    for one, two in zip(*found, strict=True):
+        assert one["token_ids"] == two["token_ids"]
+        for key in ("logprobs", "prompt_logprobs"):
+            pairs = [(a, b) for a, b in zip(one[key], two[key], strict=True) if a is not None]
+            assert all(a.keys() == b.keys() for a, b in pairs)
+            for a, b in pairs:
+                assert [x.logprob for x in a.values()] == pytest.approx([x.logprob for x in b.values()], abs=1e-4)
 
 
 def test_killed_worker_is_an_error_within_seconds_and_leaves_nothing(reference: Reference) -> None:

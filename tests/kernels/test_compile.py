@@ -24,7 +24,7 @@ from nanovllm.checkpoint.model_config import HEAD_DIMS
 from nanovllm.device.kernel_target import KNOWN_TARGETS, KernelTarget
 from nanovllm.kernels import attention as attention_kernels
 from nanovllm.kernels import fused as layer_kernels
-from nanovllm.kernels.sampling_tensors import SamplingTensors
+from nanovllm.kernels.sampling_tensors import NUM_EDIT_COLUMNS, EditTensors, SamplingTensors
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 
@@ -117,7 +117,13 @@ def launch_layers(hidden_size: int, vocab_size: int, dtype: torch.dtype) -> None
         layer_kernels.small_gate_up(x[:1], weight, bias)
     numbers, ids = torch.zeros(2), torch.zeros(2, dtype=torch.int64)
     params = SamplingTensors(numbers, ids, numbers, numbers, ids, ids)
-    layer_kernels.sample_tokens(torch.zeros(2, vocab_size, dtype=dtype), params)
+    logits = torch.zeros(2, vocab_size, dtype=dtype)
+    layer_kernels.sample_tokens(logits, params)
+    mask = torch.zeros(2, -(-vocab_size // 32), dtype=torch.int32)
+    penalties = {"repetition", "frequency", "presence"}
+    columns = [numbers if name in penalties else ids for name in EditTensors._fields[:NUM_EDIT_COLUMNS]]
+    edits = EditTensors(*columns, ids, ids, ids, numbers, ids, mask)
+    layer_kernels.sample_tokens(layer_kernels.edit_logits(logits, edits, ids), params)
 
 
 def faults(kernel: Compiled, target: KernelTarget) -> Iterator[str]:

@@ -36,6 +36,14 @@ def test_budget_and_rows_are_used_up(num_tokens: int, max_num_seqs: int, max_mod
             assert seq.position + seq.num_tokens == seq.num_paged_keys <= max_model_len
 
 
+def test_every_row_is_edited_and_some_prompt_tokens_are_scored() -> None:
+    """What requests may ask for takes memory and kernels too."""
+    plans = steps()
+    for plan in plans:
+        assert all(seq.edits is not None and seq.num_logprobs == 20 for seq in plan.sequences)
+    assert [plan.has_scores for plan in plans] == [False, False, True]
+
+
 def test_chunk_has_history_and_every_row_filters() -> None:
     """Regression: 16,384 tokens of history and two groups are at most three parts, which need no running result."""
     for plan in steps(max_model_len=131072):

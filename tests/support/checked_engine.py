@@ -88,8 +88,8 @@ class CheckedLLM(LLM):
         self.logits: dict[int, list[torch.Tensor]] = defaultdict(list)
         self.is_drafting = False
         self._launch, self._compute_logits = self.runner.launch, self.runner.model.compute_logits
-        self._draft = self.runner._draft
-        self.runner.launch, self.runner._draft = self._recording_launch, self._noted_draft
+        self._draft = self.runner.steps._draft
+        self.runner.launch, self.runner.steps._draft = self._recording_launch, self._noted_draft
         self.runner.model.compute_logits = self._recording_compute_logits
 
     def _track(self, streams: SimulatedStreams) -> None:
@@ -98,7 +98,7 @@ class CheckedLLM(LLM):
         attention, paged_attention = memory.attention, memory.paged_attention  # of a step, and of its drafts
         memory.attention = lambda *args: TrackedAttention(attention(*args), streams)
         memory.paged_attention = lambda *args: TrackedAttention(paged_attention(*args), streams)
-        runner.backend = TrackedBackend(runner.backend, streams)
+        runner.steps.backend = TrackedBackend(runner.steps.backend, streams)
         for name in ("k_cache_cpu", "v_cache_cpu", "k_cache_gpu", "v_cache_gpu", "k_staging", "v_staging"):
             streams.name_region(name, getattr(runner.offload, name))
 

@@ -98,5 +98,9 @@ class KVCacheManager(ABC):
         """Assert that every block has the right owners. `sequences` are all unfinished ones."""
 
     @abstractmethod
+    def block_states(self) -> bytes:
+        """The BlockState of every block, one byte each. Any thread may call it at any time (block_states.py)."""
+
+    @abstractmethod
     def stats(self) -> dict[str, float | None]:
         """Counters for LLM.stats()."""

@@ -11,6 +11,7 @@ from nanovllm.core.step_plan import KVMoves
 from nanovllm.errors import RequestError
 from nanovllm.kvcache.policy.base import KVCacheManager, PagedKeys
 from nanovllm.kvcache.policy.block_pool import BlockPool
+from nanovllm.kvcache.policy.block_states import gpu_block_states
 from nanovllm.kvcache.policy.prefix_index import Block
 from nanovllm.utils.arithmetic import ceil_div
 
@@ -94,6 +95,9 @@ class BlockManager(KVCacheManager):
 
     def check_integrity(self, sequences: Seq[Sequence]) -> None:
         self.pool.check_integrity(list(sequences))
+
+    def block_states(self) -> bytes:
+        return gpu_block_states(self.pool.blocks, self.pool.enable_prefix_caching)
 
     def stats(self) -> dict[str, float | None]:
         return {"num_gpu_blocks": len(self.pool.blocks), "num_free_gpu_blocks": self.pool.num_free}

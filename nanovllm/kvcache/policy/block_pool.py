@@ -73,7 +73,7 @@ class BlockPool:
         return list(itertools.islice(itertools.chain.from_iterable(contiguous_ranges(sorted(searched))), count))
 
     def match(self, seq: Sequence) -> PrefixMatch:
-        return self.index.match(seq) if self.enable_prefix_caching else PrefixMatch()
+        return self.index.match(seq) if self.enable_prefix_caching and seq.can_use_prefix_cache else PrefixMatch()
 
     def register(self, seq: Sequence, end: int) -> None:
         if self.enable_prefix_caching:

@@ -24,6 +24,7 @@ from nanovllm.core.support import MAX_DECODE_QUERIES
 from nanovllm.errors import RequestError
 from nanovllm.kvcache.policy.base import KVCacheManager, PagedKeys
 from nanovllm.kvcache.policy.block_pool import LONG_CHUNK_BLOCKS, BlockPool
+from nanovllm.kvcache.policy.block_states import offloaded_block_states
 from nanovllm.kvcache.policy.histories import Histories, History
 from nanovllm.kvcache.policy.missing_keys import MissingKeys
 from nanovllm.kvcache.policy.prefix_index import PrefixMatch
@@ -66,6 +67,7 @@ class HybridKVCacheManager(KVCacheManager):
         self._num_running = 0
         self._slotless_ids: set[int] = set()  # running sequences that need a slot for their next token and hold none
         self._copy_sources: list[HybridBlock] = []
+        self._last_moves = KVMoves()  # for display
         # seq_id -> (block that holds the matched start of the sequence's first new block, number of matched tokens)
         self._prefix_sources: dict[int, tuple[HybridBlock, int]] = {}
 
@@ -255,7 +257,7 @@ class HybridKVCacheManager(KVCacheManager):
         missing_keys = self.histories.missing_keys(histories, num_queries) if missing else MissingKeys()
         self.num_cpu_tokens += sum(span.end - span.start for row in missing_keys.cpu_spans for span in row)
         self.slots.copy_out_kept()
-        moves = self.slots.moves(missing_keys)
+        self._last_moves = moves = self.slots.moves(missing_keys)
         for source in self._copy_sources:
             self.pool.release(source)
         self._copy_sources.clear()
@@ -307,6 +309,9 @@ class HybridKVCacheManager(KVCacheManager):
             )
             assert slot >= 0 or not block.is_dirty, f"block {block.block_id} lost tokens with its slot"
             assert not block.being_written or slot >= 0, f"block {block.block_id} is being written without a slot"
+
+    def block_states(self) -> bytes:
+        return offloaded_block_states(self.blocks, self._last_moves)
 
     def stats(self) -> dict[str, float | None]:
         return {

@@ -1,0 +1,181 @@
+"""Running streams, and how they fare while the server reads a long prompt (`--workload interference`).
+
+The streams run all the time. Their rates and gaps in one window of time are compared with those in another.
+"""
+
+import asyncio
+import random
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.serve_client import Answer, Request, ask
+from benchmarks.serve_figures import over_runs, percentile, percentiles_ms
+from benchmarks.serve_workloads import Bench, WorkloadError
+
+Json = dict[str, Any]
+
+STREAM_PROMPT_TOKENS = 100
+SHORT_PROMPT_TOKENS, SHORT_ANSWER_TOKENS = 200, 16
+LONG_ANSWER_TOKENS = 4
+SETTLE_S = 0.5  # between the first tokens of all streams and the first window
+POLL_S = 0.005
+
+
+@dataclass(frozen=True)
+class Window:
+    """A time during which the streams are watched."""
+
+    start_s: float
+    end_s: float
+
+    def holds(self, time_s: float) -> bool:
+        return self.start_s < time_s <= self.end_s
+
+
+class RunningStreams:
+    """Streams that run until they are cancelled. One whose answer ends begins another.
+
+    async with RunningStreams(bench, 32, seed=0) as streams: ...
+    """
+
+    def __init__(self, bench: Bench, num_streams: int, seed: int) -> None:
+        self._bench, self._num_streams, self._seed = bench, num_streams, seed
+        self.answers: list[Answer] = []
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> "RunningStreams":
+        """Start the streams and wait until each has a token."""
+        rng = random.Random(self._seed)
+        for _ in range(self._num_streams):
+            prompt = await self._bench.maker.prompt(rng, STREAM_PROMPT_TOKENS)
+            self._tasks.append(asyncio.create_task(self._run(self._bench.maker.request(prompt, self._max_tokens))))
+        try:
+            while sum(bool(answer.event_s) for answer in self.answers) < self._num_streams:
+                self.check()
+                await asyncio.sleep(POLL_S)
+        except BaseException:
+            await self._cancel()
+            raise
+        await asyncio.sleep(SETTLE_S)
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self._cancel()
+
+    async def _cancel(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    @property
+    def _max_tokens(self) -> int:
+        return int(self._bench.args.stream_tokens)
+
+    async def _run(self, request: Request) -> None:
+        while True:
+            answer = Answer(0.0)
+            self.answers.append(answer)
+            await ask(self._bench.client, request, self._bench.server.timeout_s, answer)
+            if answer.error is not None:
+                raise WorkloadError(f"a running stream failed: {answer.error} {answer.detail}")
+
+    def check(self) -> None:
+        """Raise the error of a stream that has failed."""
+        for task in self._tasks:
+            if task.done():
+                task.result()
+
+    async def watch(self, seconds: float) -> Window:
+        """Let them run. Returns the window."""
+        start_s = self._bench.client.clock()
+        await asyncio.sleep(seconds)
+        self.check()
+        return Window(start_s, self._bench.client.clock())
+
+    # -- figures; only after the streams have ended, because until then the tokens of an event are not known ---------
+
+    def tok_per_s(self, window: Window) -> float:
+        """Rate of all streams in the window."""
+        events = (event for answer in self.answers for event in zip(answer.event_s, answer.event_tokens, strict=True))
+        return sum(tokens for time_s, tokens in events if window.holds(time_s)) / (window.end_s - window.start_s)
+
+    def gaps(self, window: Window) -> list[tuple[float, float]]:
+        """(seconds per token, tokens) of all events whose gap to the one before is in the window, at least in part."""
+        gaps = [gap for answer in self.answers for gap in answer.gaps()]
+        return [
+            (seconds, tokens)
+            for time_s, seconds, tokens in gaps
+            if time_s > window.start_s and time_s - seconds * tokens < window.end_s
+        ]
+
+    def num_steps(self, window: Window) -> int:
+        """The most events that any stream had in the window, which is the number of the engine's steps in it."""
+        return max(sum(window.holds(time_s) for time_s in answer.event_s) for answer in self.answers)
+
+
+# -- a long prompt -----------------------------------------------------------------------------------------------
+
+
+async def measure_interference(bench: Bench) -> Json:
+    """A long prompt arrives beside running streams, and short requests arrive one after the other while it is read."""
+    runs = []
+    for run in range(bench.args.runs + bench.args.warm_up):
+        figures = await interfere(bench, bench.args.seed + run)
+        if run >= bench.args.warm_up:
+            runs.append(figures)
+    result = over_runs(runs)
+    print(
+        f"{bench.args.streams} streams, then {bench.args.document_tokens} tokens: time per token quiet p50 "
+        f"{result['quiet_time_per_token_p50_ms']:.2f} ms, p99 {result['quiet_time_per_token_p99_ms']:.2f} ms; "
+        f"meanwhile p50 {result['prefill_time_per_token_p50_ms']:.2f} ms, "
+        f"p99 {result['prefill_time_per_token_p99_ms']:.2f} ms, {result['prefill_p99_over_quiet_p50']:.2f} of quiet p50"
+    )
+    print(
+        f"  {result['num_short_requests']} short requests meanwhile: first token {result['short_ttft_s']:.3f} s, the "
+        f"latest {result['short_ttft_latest_s']:.3f} s, {result['short_ttft_steps']:.0f} steps; long one: first token "
+        f"{result['long_ttft_s']:.2f} s"
+    )
+    return result
+
+
+async def interfere(bench: Bench, seed: int) -> Json:
+    """One run: figures of the quiet streams, of the streams while a long prompt is read, and of the short requests."""
+    rng = random.Random(seed)
+    maker = bench.maker
+    long_request = maker.request(await maker.prompt(rng, bench.args.document_tokens), LONG_ANSWER_TOKENS)
+    prompts = [await maker.prompt(rng, SHORT_PROMPT_TOKENS) for _ in range(bench.args.short_requests)]
+    shorts: list[Answer] = []
+    long = Answer(0.0)
+    async with RunningStreams(bench, bench.args.streams, seed) as streams:
+        quiet = await streams.watch(bench.args.window_s)
+        reading = asyncio.create_task(ask(bench.client, long_request, bench.server.timeout_s, long))
+        await asyncio.sleep(bench.args.short_after_s)
+        for prompt in prompts:
+            if long.event_s or reading.done():
+                break
+            shorts.append(await bench.ask(maker.request(prompt, SHORT_ANSWER_TOKENS)))
+            await asyncio.sleep(rng.random() * bench.args.short_after_s)
+        await reading
+        streams.check()
+    if long.error is not None:
+        raise WorkloadError(f"the long request failed: {long.error} {long.detail}")
+    prefill = Window(long.sent_s, long.event_s[0])
+    shorts = [short for short in shorts if prefill.holds(short.sent_s)]  # also those that had to wait for its end
+    if not shorts:
+        raise WorkloadError(f"the long prompt took only {long.ttft_s:.2f} s; make it longer, or lower --short-after-s")
+    return interference_figures(streams, quiet, prefill) | {
+        "short_ttft_s": percentile([(short.ttft_s, 1) for short in shorts], 0.5),
+        "short_ttft_latest_s": max(short.ttft_s for short in shorts),
+        "short_ttft_steps": max(streams.num_steps(Window(short.sent_s, short.event_s[0])) for short in shorts),
+        "num_short_requests": len(shorts),
+        "long_ttft_s": long.ttft_s,
+    }
+
+
+def interference_figures(streams: RunningStreams, quiet: Window, prefill: Window) -> Json:
+    """What the streams felt: their times per token and their rates before and during the prefill."""
+    result: Json = percentiles_ms("quiet_time_per_token", streams.gaps(quiet))
+    result |= percentiles_ms("prefill_time_per_token", streams.gaps(prefill))
+    ratio = result["prefill_time_per_token_p99_ms"] / result["quiet_time_per_token_p50_ms"]
+    result |= {"quiet_tok_per_s": streams.tok_per_s(quiet), "prefill_tok_per_s": streams.tok_per_s(prefill)}
+    return result | {"prefill_p99_over_quiet_p50": ratio}

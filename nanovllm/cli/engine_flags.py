@@ -1,0 +1,54 @@
+"""What the commands that start an engine share: the flags of the model and the engine, and what they resolve to."""
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nanovllm.cli.flags import add_flags, flag_help, given_fields
+from nanovllm.config import Config
+from nanovllm.errors import CheckpointError
+
+DEMO_MODEL = "demo"
+CPU_STEP_TOKENS = 512  # about a second with a small model; the progress bar and Ctrl-C wait for the end of a step
+
+
+class Formatter(argparse.RawDescriptionHelpFormatter):
+    """Leaves room for most flags to have their help on the same line."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=30)
+
+
+def add_model_flag(group: Any) -> None:
+    about = f"{flag_help(Config, 'model')}; {DEMO_MODEL}: the built-in model"
+    group.add_argument("--model", required=True, metavar="MODEL", help=about)
+
+
+def add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    step_tokens = f"{Config.max_num_batched_tokens}; on a CPU, {CPU_STEP_TOKENS}"
+    add_flags(parser, Config, without=("model",), defaults={"max_num_batched_tokens": step_tokens})
+
+
+def engine_options(args: argparse.Namespace) -> Mapping[str, Any]:
+    """The fields of Config that the flags give, and the command line's own default for a CPU. Loads torch."""
+    options = given_fields(args, Config)
+    from nanovllm.device.devices import resolve_device
+
+    if resolve_device(Config(model=args.model, **options)).type == "cpu":
+        options = {"max_num_batched_tokens": CPU_STEP_TOKENS} | options
+    return options
+
+
+def model_path(name: str) -> str:
+    """Return `name`, or for DEMO_MODEL the directory of the built-in model, which is written if it does not exist."""
+    if name != DEMO_MODEL or Path(name).is_dir():
+        return name
+    from nanovllm.demo.retrieval_model import build_retrieval_model
+
+    try:
+        return str(build_retrieval_model())
+    except OSError as error:
+        raise CheckpointError(
+            f"the built-in model cannot be written ({error}); set XDG_CACHE_HOME to a directory"
+        ) from error

@@ -1,0 +1,64 @@
+"""`nanovllm serve`: the engine behind an HTTP server with OpenAI's API.
+
+The server's packages are imported only when it runs, because they are an extra and `--help` does not need them. The
+port is bound before torch and the model are loaded.
+"""
+
+import argparse
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from nanovllm.cli.engine_flags import Formatter, add_engine_flags, add_model_flag, engine_options, model_path
+from nanovllm.cli.flags import add_flags, given_fields
+from nanovllm.config import Config
+from nanovllm.errors import ConfigError
+from nanovllm.server.options import ServerOptions
+from nanovllm.server.port import bind
+
+if TYPE_CHECKING:
+    from nanovllm import AsyncLLM
+
+_NEEDED = ("fastapi", "uvicorn", "prometheus_client")
+EXAMPLE = """\
+example, with the built-in model:
+  nanovllm serve --model demo &
+  curl localhost:8000/v1/completions -H 'Content-Type: application/json' \\
+      -d '{"prompt": "The passkey is 4711.\\nThe passkey is", "max_tokens": 6}'
+
+Exit status: 0 after SIGTERM or Ctrl-C, 1 if the engine has failed, 2 for bad input or a port in use.
+"""
+
+
+def add_serve(commands: Any) -> None:
+    about = "serve a model over HTTP, with OpenAI's API"
+    parser = commands.add_parser("serve", help=about, description=about, epilog=EXAMPLE, formatter_class=Formatter)
+    parser.set_defaults(run=_serve, option_types=(Config, ServerOptions))
+    add_model_flag(parser.add_argument_group("what to serve"))
+    add_flags(parser, ServerOptions)
+    add_engine_flags(parser)
+
+
+def _serve(args: argparse.Namespace) -> int:
+    """Serve until a signal arrives or the engine fails. Raises ConfigError if the port or a package cannot be used."""
+    options = ServerOptions(**given_fields(args, ServerOptions))
+    Config(model=args.model, **given_fields(args, Config))
+    check_server_packages()
+
+    def load() -> "AsyncLLM":
+        from nanovllm import AsyncLLM
+
+        return AsyncLLM(model_path(args.model), **engine_options(args))
+
+    with bind(options.host, options.port) as bound:
+        from nanovllm.server.lifecycle import run_server
+
+        return run_server(load, options, bound, args.model)
+
+
+def check_server_packages() -> None:
+    """Raise ConfigError if a package of the extra `server` is missing."""
+    for name in _NEEDED:
+        try:
+            import_module(name)
+        except ModuleNotFoundError as error:
+            raise ConfigError(f"nanovllm serve needs {error.name}; run: pip install 'nanovllm[server]'") from error

@@ -1,0 +1,148 @@
+"""StepRunner: runs planned steps on one rank, as graphs where there are any, else kernel by kernel."""
+
+from typing import NamedTuple
+
+import torch
+
+from nanovllm.attention.base import AttentionBackend, StepAttention
+from nanovllm.core.kv_spec import KVCacheSpec
+from nanovllm.core.step_plan import StepPlan
+from nanovllm.device.tp_group import TPGroup
+from nanovllm.layers.sampler import sample
+from nanovllm.models.decoder import CausalLM
+from nanovllm.runner.batches import build_batches, cpu_rows, last_token_batches
+from nanovllm.runner.drafts import draft_steps
+from nanovllm.runner.edited_sampling import resample_edited
+from nanovllm.runner.graph_set import GraphSet
+from nanovllm.runner.inputs import StepArrays, StepTensors, build_arrays, build_groups, to_device
+from nanovllm.runner.kv_memory import KVMemory
+from nanovllm.runner.logprobs import LogprobTensors, prompt_logprobs, sampled_logprobs
+from nanovllm.runner.step_result import StepResult
+
+
+class _Pass(NamedTuple):
+    """What the model's pass over a step's tokens leaves behind. Valid until the next pass."""
+
+    input_ids: torch.Tensor  # int64 [T]
+    logits: torch.Tensor  # [S, vocab_size]
+    sampled_ids: torch.Tensor  # int64 [S], by these logits
+    prompt_logprobs: LogprobTensors | None = None
+
+
+class StepRunner:
+    def __init__(
+        self,
+        model: CausalLM,
+        memory: KVMemory,
+        backend: AttentionBackend,
+        spec: KVCacheSpec,
+        tp: TPGroup,
+        device: torch.device,
+    ) -> None:
+        self.model, self.memory, self.backend, self.spec, self.tp, self.device = (
+            model,
+            memory,
+            backend,
+            spec,
+            tp,
+            device,
+        )
+        self.graphs: GraphSet | None = None  # None: every step is launched kernel by kernel
+        self._scale = spec.head_dim**-0.5
+        self._sampled_ids = torch.zeros(0, dtype=torch.int64, device=device)  # by the last step
+
+    def launch(self, plan: StepPlan) -> StepResult:
+        """Enqueue a step. Hot."""
+        arrays = build_arrays(plan, self.spec.block_size)
+        self.memory.begin_step(plan)
+        drafted_ids = self._draft(plan)
+        ran = self._run(plan, arrays)
+        if plan.has_edits:
+            resample_edited(plan, arrays.sampling, ran.logits, ran.input_ids, ran.sampled_ids)
+        self._keep_sampled(ran.sampled_ids)
+        logprobs = sampled_logprobs(plan, ran.logits, self._sampled_ids)
+        self.memory.end_step()
+        tokens = torch.cat([self._sampled_ids, drafted_ids]) if len(drafted_ids) else self._sampled_ids
+        return StepResult(tokens, logprobs, ran.prompt_logprobs)
+
+    def _draft(self, plan: StepPlan) -> torch.Tensor:
+        """Draft tokens by the keys that are on the GPU, one after another: see StepPlan.draft_rows.
+
+        The K/V of drafts go to the cells of the guesses, and the step's own pass writes them again. Meanwhile the keys
+        of its first layers are on their way. From here on the drafted tokens are where the step finds its pending ones.
+        """
+        steps = draft_steps(plan)
+        if not steps:
+            return self._sampled_ids[:0]
+        assert not (plan.moves.loads or plan.moves.copies), "a draft would read slots before they are filled"
+        self.memory.begin_all_layers()
+        drafted = []
+        for step in steps:
+            ran = self._run(step, build_arrays(step, self.spec.block_size), is_draft=True)
+            self._keep_sampled(ran.sampled_ids)
+            drafted.append(self._sampled_ids.clone())
+        self._sampled_ids = torch.cat(drafted)
+        self._share_with_graphs()
+        return self._sampled_ids
+
+    def _run(self, plan: StepPlan, arrays: StepArrays, is_draft: bool = False) -> _Pass:
+        """One pass of the model, by graphs if they can run it."""
+        graphs = None if self.graphs is None else self.graphs.find(plan)
+        if graphs is None:
+            return self._launch_kernels(plan, arrays, is_draft)
+        if plan.moves.brings_in_keys:
+            groups = build_groups(plan, self.spec.block_size, self.spec.staging_group_blocks)
+            logits = graphs.replay(arrays, groups, cpu_rows(plan))
+        elif is_draft:
+            logits = graphs.replay(arrays)
+        else:
+            self.memory.begin_all_layers()
+            logits = graphs.replay(arrays)
+            self.memory.ran_all_layers()
+        num_rows = len(logits)
+        return _Pass(graphs.inputs.read_ids(num_rows), logits, graphs.inputs.sampled_ids[:num_rows])
+
+    def _launch_kernels(self, plan: StepPlan, arrays: StepArrays, is_draft: bool) -> _Pass:
+        """Run any step without graphs."""
+        groups = build_groups(plan, self.spec.block_size, self.spec.staging_group_blocks)
+        tensors = to_device(arrays, groups, self.device)
+        if len(arrays.pending_tokens):  # read them on the device; the host may not have them yet
+            pending_ids = self._sampled_ids[tensors.pending_rows].clamp_(min=0)  # an invalid id ends its request soon
+            tensors.input_ids[tensors.pending_tokens] = pending_ids
+        rope_lens = tensors.rope_lens if self.model.needs_rope_lens else None
+        needs_all = plan.is_decode or plan.has_scores
+        rows = None if needs_all else tensors.logits_rows
+        attention = self._attention(plan, tensors, needs_all, is_draft)
+        hidden = self.model(tensors.input_ids, tensors.positions, attention, rope_lens, rows)
+        vocab_size = self.model.config.vocab_size
+        scored = prompt_logprobs(plan, hidden, self.model.compute_logits, vocab_size)
+        if plan.has_scores:
+            hidden = hidden[tensors.logits_rows]
+        if not len(hidden):
+            return _Pass(tensors.input_ids, hidden.new_empty(0, vocab_size), self._sampled_ids[:0], scored)
+        logits = self.model.compute_logits(hidden)
+        return _Pass(tensors.input_ids, logits, sample(logits, tensors.sampling), scored)
+
+    def _attention(self, plan: StepPlan, tensors: StepTensors, needs_all: bool, is_draft: bool) -> StepAttention:
+        """`needs_all`: the last layer returns all rows."""
+        batches = build_batches(plan, tensors, self.spec.block_size)
+        if is_draft:
+            return self.memory.paged_attention(self.backend, self._scale, tensors.slot_mapping, batches.paged)
+        last = batches if needs_all else last_token_batches(plan, batches, tensors)
+        return self.memory.attention(self.backend, self._scale, tensors.slot_mapping, batches, last)
+
+    def _keep_sampled(self, sampled_ids: torch.Tensor) -> None:
+        """Keep the tokens of a pass, those of rank 0 on every rank, where the next one finds them."""
+        if len(sampled_ids):
+            self._sampled_ids = self.tp.broadcast(sampled_ids)
+            self._share_with_graphs()
+        else:
+            self._sampled_ids = self._sampled_ids[:0]
+
+    def _share_with_graphs(self) -> None:
+        """Put the tokens sampled last where the next graph reads them, unless a graph has sampled them there."""
+        if self.graphs is None:
+            return
+        shared = self.graphs.inputs.sampled_ids[: len(self._sampled_ids)]
+        if shared.data_ptr() != self._sampled_ids.data_ptr():
+            shared.copy_(self._sampled_ids)

@@ -1,0 +1,28 @@
+"""An HTTP server with OpenAI's API on top of AsyncLLM. It needs the packages of the extra `server`.
+
+    app = make_app(engine, ServerSettings(model_names=("my-model",)))
+
+Importing this package loads none of them.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from nanovllm.errors import ConfigError
+from nanovllm.server.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from nanovllm.server.app import make_app
+
+__all__ = ["ServerSettings", "make_app"]
+
+
+def __getattr__(name: str) -> object:
+    if name != "make_app":
+        raise AttributeError(f"module 'nanovllm.server' has no attribute {name!r}")
+    try:
+        import_module("fastapi")
+        import_module("uvicorn")
+    except ImportError as error:
+        raise ConfigError(f"the server cannot start ({error}); run: pip install 'nanovllm[server]'") from error
+    return import_module("nanovllm.server.app").make_app

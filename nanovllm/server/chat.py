@@ -1,0 +1,148 @@
+"""POST /v1/chat/completions: the next message of a conversation."""
+
+import json
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from nanovllm.core.outputs import RequestOutput
+from nanovllm.request_stream import RequestUpdate
+from nanovllm.server.answers import Answer
+from nanovllm.server.chat_prompt import encode_messages, template_text
+from nanovllm.server.errors import ApiError, json_response
+from nanovllm.server.logprobs import chat_logprobs, prompt_logprobs
+from nanovllm.server.protocol import ChatRequest
+from nanovllm.server.sampling import chat_params
+from nanovllm.server.service import Service, in_thread
+from nanovllm.server.streaming import EventStream, collect_outputs
+from nanovllm.server.tool_calls import Delta, ToolCallDelta, ToolCallParser, make_parser
+
+
+def add_chat(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/chat/completions")
+    async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
+        service.check_body(body)
+        tools = [] if body.tool_choice == "none" else body.tools or []
+        if tools:
+            check_tools(service)
+        token_ids = await in_thread(
+            encode_messages,
+            service.llm,
+            body.messages,
+            tools,
+            body.chat_template_kwargs,
+            add_generation_prompt=body.add_generation_prompt,
+            add_special_tokens=body.add_special_tokens,
+        )
+        num_free_tokens = service.llm.max_request_tokens - len(token_ids)
+        params = chat_params(body, service.llm.sampling_defaults, num_free_tokens)
+        with_tokens = bool(body.stream and body.logprobs)
+        stream = await service.submit([token_ids], params, with_tokens, service.cache_salt(body, request))
+        answer = ChatAnswer(service, body, parses_tools=bool(tools))
+        if body.stream:
+            return EventStream(stream, answer)
+        outputs = await collect_outputs(stream, request.receive)
+        return json_response(answer.whole(outputs))
+
+
+class ChatAnswer(Answer):
+    id_prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, service: Service, body: ChatRequest, *, parses_tools: bool) -> None:
+        super().__init__(service.model_name, body.n or 1, includes_usage=body.includes_usage)
+        self._service, self._body, self._parses_tools = service, body, parses_tools
+        self._num_top = body.top_logprobs or 0
+        self._parsers: dict[int, ToolCallParser] = {}  # by index, of the answers that are streamed
+        self._begun: set[int] = set()  # indices of the answers of which something was streamed
+        self._with_calls: set[int] = set()  # indices of the answers that called a tool
+
+    def _choice(self, index: int, output: RequestOutput) -> dict[str, Any]:
+        content: str | None = output["text"] or ""
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if self._parses_tools:
+            parser = tool_call_parser(self._service)
+            deltas = [*parser.feed(output["text"] or ""), *parser.finish()]
+            calls = [_call(each) for each in deltas if not isinstance(each, str)]
+            message["content"] = "".join(each for each in deltas if isinstance(each, str))
+            if calls:
+                self._with_calls.add(index)
+                message |= {"content": message["content"] or None, "tool_calls": calls}
+        choice = {
+            "index": index,
+            "message": message,
+            "logprobs": chat_logprobs(output.get("logprobs", []), self._num_top) if self._body.logprobs else None,
+            "finish_reason": self._finish_reason(index, output),
+        }
+        if self._body.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_logprobs(output.get("prompt_logprobs", []), self._body.prompt_logprobs)
+        return choice
+
+    def _chunk_choices(self, update: RequestUpdate) -> list[str]:
+        """First the role, then a chunk for the text or for each tool call, then the reason of the end."""
+        index, output = update.index, update.output
+        choices = []
+        if index not in self._begun:
+            self._begun.add(index)
+            choices.append(_chunk_choice(index, '{"role": "assistant", "content": ""}'))
+        logprobs = "null"
+        if self._body.logprobs and update.logprobs:
+            logprobs = json.dumps(chat_logprobs(update.logprobs, self._num_top))
+        for delta in self._deltas(update):
+            choices.append(_chunk_choice(index, delta, logprobs))
+            logprobs = "null"
+        if logprobs != "null":  # the text of these tokens is held back
+            choices.append(_chunk_choice(index, '{"content": ""}', logprobs))
+        if output is not None:
+            choices.append(_chunk_choice(index, "{}", reason=f'"{self._finish_reason(index, output)}"'))
+        return choices
+
+    def _deltas(self, update: RequestUpdate) -> list[str]:
+        """The JSON of what an update adds to the message."""
+        if not self._parses_tools:
+            return [f'{{"content": {json.dumps(update.text)}}}'] if update.text else []
+        parser = self._parsers.get(update.index)
+        if parser is None:
+            parser = self._parsers[update.index] = tool_call_parser(self._service)
+        deltas = parser.feed(update.text)
+        if update.output is not None:
+            deltas += parser.finish()
+        if any(not isinstance(each, str) for each in deltas):
+            self._with_calls.add(update.index)
+        return [_delta_json(each) for each in deltas]
+
+    def _finish_reason(self, index: int, output: RequestOutput) -> str:
+        reason = output["finish_reason"]
+        return "tool_calls" if reason == "stop" and index in self._with_calls else reason
+
+
+def check_tools(service: Service) -> None:
+    """Raise ApiError if the model's template does not take tools, or writes calls in a format that is not known."""
+    if "tools" not in template_text(service.llm):
+        raise ApiError("the model's chat template does not take tools; leave them out", param="tools")
+    tool_call_parser(service)
+
+
+def tool_call_parser(service: Service) -> ToolCallParser:
+    parser = make_parser(f"{template_text(service.llm)}\n{service.llm.model_config.architecture}")
+    if parser is None:
+        raise ApiError("the format of this model's tool calls is not known; leave tools out", param="tools")
+    return parser
+
+
+def _chunk_choice(index: int, delta: str, logprobs: str = "null", reason: str = "null") -> str:
+    return f'{{"index": {index}, "delta": {delta}, "logprobs": {logprobs}, "finish_reason": {reason}}}'
+
+
+def _delta_json(delta: Delta) -> str:
+    if isinstance(delta, str):
+        return f'{{"content": {json.dumps(delta)}}}'
+    return json.dumps({"tool_calls": [{"index": delta.call_index, **_call(delta)}]})
+
+
+def _call(delta: ToolCallDelta) -> dict[str, Any]:
+    return {
+        "id": delta.call_id,
+        "type": "function",
+        "function": {"name": delta.name, "arguments": delta.arguments},
+    }

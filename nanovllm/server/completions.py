@@ -1,0 +1,123 @@
+"""POST /v1/completions: the text that follows one prompt or several."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from nanovllm.core.outputs import RequestOutput, TokenLogprobs
+from nanovllm.core.sequence import TokenIds
+from nanovllm.request_stream import RequestUpdate
+from nanovllm.server.answers import Answer
+from nanovllm.server.errors import ApiError, json_response
+from nanovllm.server.logprobs import completion_logprobs, prompt_logprobs
+from nanovllm.server.protocol import CompletionRequest
+from nanovllm.server.sampling import completion_params
+from nanovllm.server.service import Service, in_thread
+from nanovllm.server.streaming import EventStream, collect_outputs
+from nanovllm.text.request_check import Prompt, prompt_list
+
+
+def add_completions(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/completions")
+    async def create_completion(body: CompletionRequest, request: Request) -> Response:
+        service.check_body(body)
+        prompts = _prompts(body.prompt)
+        params = completion_params(body, service.llm.sampling_defaults)
+        texts = await in_thread(_texts, service, prompts) if body.echo else []
+        encoded: Sequence[Prompt] = prompts
+        if body.add_special_tokens is not None:
+            encoded = await in_thread(_encode, service, prompts, body.add_special_tokens)
+        with_tokens = bool(body.stream) and body.logprobs is not None
+        stream = await service.submit(encoded, params, with_tokens, service.cache_salt(body, request))
+        answer = CompletionAnswer(service, body, texts)
+        if body.stream:
+            return EventStream(stream, answer)
+        outputs = await collect_outputs(stream, request.receive)
+        if params.prompt_logprobs is None:
+            return json_response(answer.whole(outputs))
+        return await in_thread(lambda: json_response(answer.whole(outputs)))
+
+
+class CompletionAnswer(Answer):
+    id_prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
+
+    def __init__(self, service: Service, body: CompletionRequest, prompt_texts: list[str]) -> None:
+        """`prompt_texts` are empty without echo."""
+        super().__init__(
+            service.model_name,
+            body.n or 1,
+            includes_usage=body.includes_usage,
+            drops_answers=body.max_tokens == 0,
+        )
+        self._service, self._body, self._prompt_texts = service, body, prompt_texts
+        self._offsets: dict[int, int] = {}  # by index: characters in the tokens that were streamed
+        self._begun: set[int] = set()  # indices of the answers of which something was streamed
+
+    def _choice(self, index: int, output: RequestOutput) -> dict[str, Any]:
+        text = "" if self._drops_answers else output["text"] or ""
+        choice = {
+            "index": index,
+            "text": self._prompt_text(index) + text,
+            "logprobs": self._whole_logprobs(output),
+            "finish_reason": "length" if self._drops_answers else output["finish_reason"],
+        }
+        if self._body.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_logprobs(output.get("prompt_logprobs", []), self._body.prompt_logprobs)
+        return choice
+
+    def _whole_logprobs(self, output: RequestOutput) -> dict[str, Any] | None:
+        """Those of the prompt come first if it is echoed."""
+        if self._body.logprobs is None:
+            return None
+        first_text = ""
+        entries: Sequence[TokenLogprobs | None] = [] if self._drops_answers else output.get("logprobs", [])
+        if self._body.echo:
+            first_text = self._service.llm.text.decode(output["prompt_token_ids"][:1])
+            entries = [*output.get("prompt_logprobs", []), *entries]
+        return completion_logprobs(entries, self._body.logprobs, first_text=first_text)
+
+    def _chunk_choices(self, update: RequestUpdate) -> list[str]:
+        index, text, output = update.index, "" if self._drops_answers else update.text, update.output
+        if index not in self._begun:
+            self._begun.add(index)
+            text = self._prompt_text(index) + text
+        logprobs = "null"
+        if self._body.logprobs is not None and update.logprobs:
+            logprobs = self._chunk_logprobs(update)
+        elif not text and output is None:
+            return []
+        reason = "null"
+        if output is not None:
+            reason = f'"{"length" if self._drops_answers else output["finish_reason"]}"'
+        return [f'{{"index": {index}, "text": {json.dumps(text)}, "logprobs": {logprobs}, "finish_reason": {reason}}}']
+
+    def _chunk_logprobs(self, update: RequestUpdate) -> str:
+        assert self._body.logprobs is not None
+        offset = self._offsets.get(update.index, 0)
+        logprobs = completion_logprobs(update.logprobs, self._body.logprobs, offset=offset)
+        self._offsets[update.index] = offset + sum(len(text) for text in logprobs["tokens"])
+        return json.dumps(logprobs)
+
+    def _prompt_text(self, index: int) -> str:
+        return self._prompt_texts[index // self._num_answers] if self._prompt_texts else ""
+
+
+def _prompts(prompt: Any) -> list[str | list[int]]:
+    """The prompts of a body: text or token ids, one or several."""
+    prompts = prompt_list(prompt) if isinstance(prompt, str | list) else []
+    if not prompts or not all(isinstance(each, str | list) for each in prompts):
+        raise ApiError("prompt must be a string, a list of strings, token ids, or a list of token ids", param="prompt")
+    return prompts
+
+
+def _encode(service: Service, prompts: Sequence[Prompt], add_special_tokens: bool) -> list[TokenIds]:
+    encode = service.llm.text.encode_prompt
+    return [encode(prompt, add_special_tokens=add_special_tokens) for prompt in prompts]
+
+
+def _texts(service: Service, prompts: list[str | list[int]]) -> list[str]:
+    """The texts of prompts that are echoed."""
+    return [prompt if isinstance(prompt, str) else service.llm.text.decode(prompt) for prompt in prompts]

@@ -1,0 +1,121 @@
+"""Errors in OpenAI's form, {"error": {"message", "type", "param", "code"}}, and what turns exceptions into them.
+
+Bad input is 400, an unknown model or route 404, an engine that has failed 503, and a bug 500. Messages say what to
+change. They go to the client only, because they can quote what it sent.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from nanovllm.errors import EngineError, RequestError
+
+MAX_QUOTED_CHARS = 100  # of a value that an error message repeats
+CLIENT_CLOSED_REQUEST = 499  # nobody receives it; it shows in the log
+_PARAM = re.compile(r"SamplingParams\.(\w+)")  # how the message about a parameter begins
+
+
+class ApiError(Exception):
+    """A request that is answered with an error. `param` is the field of the body that is to blame."""
+
+    def __init__(
+        self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None, kind: str = ""
+    ) -> None:
+        super().__init__(message)
+        self.message, self.status, self.param, self.code = message, status, param, code
+        self.kind = kind or ("invalid_request_error" if status < 500 else "server_error")
+
+    def body(self) -> dict[str, Any]:
+        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
+        return {"error": error}
+
+    def response(self, headers: Mapping[str, str] | None = None) -> Response:
+        return json_response(self.body(), self.status, headers)
+
+
+class ClientDisconnectedError(Exception):
+    """The client has gone, so nobody waits for the answer."""
+
+
+def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """A response of ASCII only, so that no text that a client sends can make it fail to encode."""
+    return Response(json.dumps(content), status, headers, media_type="application/json")
+
+
+def api_error(error: Exception) -> ApiError:
+    """What a client is told about an exception."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, RequestError):
+        found = _PARAM.match(str(error))
+        return ApiError(str(error).replace("SamplingParams.", ""), param=found[1] if found else None)
+    if isinstance(error, EngineError):
+        return ApiError(str(error), status=503, code="engine_unavailable")
+    return ApiError("internal error; the server's log has the details", status=500, code="internal_error")
+
+
+def model_not_found(name: str) -> ApiError:
+    quoted = _quoted(name)
+    return ApiError(f"the model {quoted} does not exist", status=404, param="model", code="model_not_found")
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    """Answer every exception in OpenAI's form."""
+
+    async def answer_error(request: Request, error: Exception) -> Response:
+        return api_error(error).response()
+
+    async def answer_invalid(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        return _invalid_field(error.errors()[0]).response()
+
+    async def answer_http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        message = str(error.detail)
+        if error.status_code in (404, 405):
+            message = f"{message}: {request.method} {_quoted(request.url.path)}"
+        return ApiError(message, status=error.status_code).response(error.headers)
+
+    async def answer_nobody(request: Request, error: Exception) -> Response:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+    for kind in (ApiError, RequestError, EngineError, Exception):
+        app.add_exception_handler(kind, answer_error)
+    app.add_exception_handler(RequestValidationError, answer_invalid)
+    app.add_exception_handler(HTTPException, answer_http)
+    app.add_exception_handler(ClientDisconnectedError, answer_nobody)
+
+
+def _invalid_field(error: Mapping[str, Any]) -> ApiError:
+    """The first complaint of pydantic about a body."""
+    kind, context = error["type"], error.get("ctx") or {}
+    path = _path(error["loc"][1:])
+    if kind == "json_invalid":
+        return ApiError(f"the body is not valid JSON: {context.get('error')} at character {error['loc'][-1]}")
+    if "param" in context:
+        return ApiError(error["msg"], param=_path((*error["loc"][1:], context["param"])))
+    if not path:
+        return ApiError("the body must be a JSON object, sent with Content-Type: application/json")
+    if kind == "extra_forbidden":
+        return ApiError(f"the field {_quoted(path)} is unknown or not supported; leave it out", param=path)
+    if kind == "missing":
+        return ApiError(f"the field {_quoted(path)} is missing", param=path)
+    message = error["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    return ApiError(f"{path}={_quoted(error['input'])}: {message}", param=path)
+
+
+def _path(location: tuple[int | str, ...]) -> str:
+    """messages[0].role"""
+    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
+    return path.removeprefix(".")
+
+
+def _quoted(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= MAX_QUOTED_CHARS else f"{text[:MAX_QUOTED_CHARS]}..."

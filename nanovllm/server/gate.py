@@ -1,0 +1,95 @@
+"""Gate: the ASGI application around the server's own. It refuses what must not cost any work.
+
+In this order: requests after the server has begun to stop (503), without a valid API key (401), and with a body that is
+too large (413). It reads a body whole, as the application would, and passes everything else on as it is, so that
+streamed answers are not slowed down.
+"""
+
+from collections.abc import Awaitable, Callable, Collection, MutableMapping
+from typing import Any, TypeAlias
+
+from nanovllm.server.api_keys import ApiKeys
+from nanovllm.server.errors import ClientDisconnectedError
+from nanovllm.server.refusals import Refusal
+
+Scope: TypeAlias = MutableMapping[str, Any]
+ASGIMessage: TypeAlias = MutableMapping[str, Any]
+Receive: TypeAlias = Callable[[], Awaitable[ASGIMessage]]
+Send: TypeAlias = Callable[[ASGIMessage], Awaitable[None]]
+ASGIApp: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+OPEN_PATHS = ("/", "/health", "/version")  # need no key
+CACHE_SALT = "cache_salt"  # the entry of the request's state that holds the salt of its key, with cache_salt_per_key
+
+
+class Gate:
+    """`is_draining` is set when the server stops. `on_refusal` is told each reason, for the metrics."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        keys: ApiKeys,
+        max_body_bytes: int,
+        cache_salt_per_key: bool,
+        on_refusal: Callable[[str], None],
+        open_paths: Collection[str] = OPEN_PATHS,
+    ) -> None:
+        self._app, self._keys, self._max_body_bytes = app, keys, max_body_bytes
+        self._cache_salt_per_key = cache_salt_per_key
+        self._on_refusal = on_refusal
+        self._open_paths = frozenset(open_paths)
+        self.is_draining = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            try:
+                self._check_access(scope)
+                receive = await self._read_body(scope, receive)
+            except Refusal as refusal:
+                self._on_refusal(refusal.reason)
+                return await refusal.response()(scope, receive, send)
+            except ClientDisconnectedError:
+                return None
+        await self._app(scope, receive, send)
+
+    def _check_access(self, scope: Scope) -> None:
+        """Raise Refusal while the server stops, or for a request without a valid key. Note the key's salt."""
+        if self.is_draining:
+            raise Refusal(503, "draining", "the server is stopping; ask again later", retry_after_s=1)
+        if not self._keys or scope["path"] in self._open_paths:
+            return
+        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        if len(given) != 1 or not self._keys.accept(given[0]):
+            problem = "the API key is wrong" if given else "the API key is missing"
+            raise Refusal(401, "api_key", f"{problem}; send it as 'Authorization: Bearer KEY'", code="invalid_api_key")
+        if self._cache_salt_per_key:
+            scope.setdefault("state", {})[CACHE_SALT] = self._keys.cache_salt(given[0])
+
+    async def _read_body(self, scope: Scope, receive: Receive) -> Receive:
+        """Read the whole body, and return a `receive` that repeats it. Raises Refusal if it is too large."""
+        lengths = [int(value) for name, value in scope["headers"] if name == b"content-length" and value.isdigit()]
+        self._check_size(max(lengths, default=0))  # what is announced need not be true
+        chunks: list[bytes] = []
+        num_bytes = 0
+        is_complete = False
+        while not is_complete:
+            message = await receive()
+            if message["type"] != "http.request":
+                raise ClientDisconnectedError
+            chunks.append(message.get("body", b""))
+            num_bytes += len(chunks[-1])
+            self._check_size(num_bytes)
+            is_complete = not message.get("more_body", False)
+        body: list[ASGIMessage] = [{"type": "http.request", "body": b"".join(chunks), "more_body": False}]
+
+        async def receive_again() -> ASGIMessage:
+            return body.pop() if body else await receive()
+
+        return receive_again
+
+    def _check_size(self, num_bytes: int) -> None:
+        if num_bytes > self._max_body_bytes:
+            limit = f"max_body_mb={self._max_body_bytes / 2**20:g}"
+            message = f"the body is larger than {limit} MiB; send less, or raise the server's limit"
+            raise Refusal(413, "body_size", message, code="request_too_large")

@@ -1,0 +1,158 @@
+"""Metrics: what /metrics reports, in Prometheus' text format. Names follow vLLM's, with nanovllm in front.
+
+Requests are counted when their answers end. Everything about the engine is read from its stats when somebody asks.
+Each server has its own registry.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from starlette.responses import Response
+
+from nanovllm.core.outputs import RequestOutput
+from nanovllm.errors import EngineError
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+PREFIX = "nanovllm:"
+_FIRST_TOKEN_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
+_TOKEN_S = (0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 10)
+
+
+class _Figure(NamedTuple):
+    """An entry of the engine's stats, and the metric that reports it."""
+
+    entry: str
+    name: str
+    about: str
+    is_counter: bool = False
+
+
+_FIGURES = (
+    _Figure("num_running", "num_requests_running", "Answers in progress in the engine"),
+    _Figure("num_waiting", "num_requests_waiting", "Answers that the engine has not begun, or has preempted"),
+    _Figure("num_preemptions", "num_preemptions", "Answers that lost their blocks and start again", True),
+    _Figure("num_steps", "engine_steps", "Steps that the engine has run", True),
+    _Figure("num_gpu_blocks", "num_gpu_blocks", "Blocks or slots in the GPU's memory"),
+    _Figure("num_free_gpu_blocks", "num_free_gpu_blocks", "Blocks in the GPU's memory that nobody uses"),
+    _Figure("num_cpu_blocks", "num_cpu_blocks", "Blocks in CPU memory"),
+    _Figure("num_free_cpu_blocks", "num_free_cpu_blocks", "Blocks in CPU memory that nobody uses"),
+    _Figure("num_resident_blocks", "num_resident_blocks", "Slots that hold a block"),
+    _Figure("num_hit_blocks", "resident_block_reads", "Blocks that steps read where they were, on the GPU", True),
+    _Figure("num_missed_blocks", "streamed_block_reads", "Blocks that steps read from CPU memory", True),
+    _Figure("num_cpu_tokens", "cpu_attention_tokens", "Tokens whose keys the CPU attended to", True),
+    _Figure("num_loaded_bytes", "loaded_bytes", "Bytes copied to the GPU", True),
+    _Figure("num_offloaded_bytes", "offloaded_bytes", "Bytes copied to CPU memory", True),
+    _Figure("link_byte_per_s", "link_bytes_per_second", "The link's rate, as measured at start-up"),
+    _Figure("load_byte_per_s", "load_bytes_per_second", "Rate over the link in steps that miss blocks"),
+    _Figure("cpu_load_byte_per_s", "cpu_attention_bytes_per_second", "Rate at which the CPU attends in such steps"),
+    _Figure("num_guesses", "spec_decode_num_draft_tokens", "Tokens that were guessed", True),
+    _Figure("num_accepted_guesses", "spec_decode_num_accepted_tokens", "Guesses that were right", True),
+    _Figure("guess_acceptance", "spec_decode_draft_acceptance_rate", "Share of the guesses that were right"),
+    _Figure("tokens_per_pass", "spec_decode_tokens_per_pass", "Mean number of tokens of a step with guesses"),
+)
+
+
+class Metrics:
+    """Counts what the server answers and refuses. Satisfies admission.RequestCounters."""
+
+    def __init__(self, model_name: str) -> None:
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._labels = {"model_name": model_name}
+        self._prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts, those in the prefix cache included")
+        self._generation_tokens = self._counter("generation_tokens", "Tokens of answers that have ended")
+        self._cached_tokens = self._counter("prefix_cache_hits", "Tokens of prompts found in the prefix cache")
+        self._finished = Counter(
+            f"{PREFIX}request_success",
+            "Answers that have ended",
+            ["model_name", "finished_reason"],
+            registry=self._registry,
+        )
+        self._refused = Counter(
+            f"{PREFIX}requests_refused",
+            "Requests that were refused",
+            ["model_name", "reason"],
+            registry=self._registry,
+        )
+        self._ttft_s = self._histogram("time_to_first_token_seconds", "From arrival to the first token", _FIRST_TOKEN_S)
+        self._tpot_s = self._histogram("time_per_output_token_seconds", "Mean between an answer's tokens", _TOKEN_S)
+
+    def _counter(self, name: str, about: str) -> Counter:
+        counter = Counter(PREFIX + name, about, ["model_name"], registry=self._registry)
+        return counter.labels(**self._labels)
+
+    def _histogram(self, name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
+        histogram = Histogram(PREFIX + name, about, ["model_name"], registry=self._registry, buckets=buckets)
+        return histogram.labels(**self._labels)
+
+    def watch(self, stats: Callable[[], Mapping[str, Any]], num_in_queue: Callable[[], int]) -> None:
+        """Report the engine's stats, and how many answers wait for their first token. Call it once."""
+        self._registry.register(_EngineCollector(stats, num_in_queue, self._labels))
+
+    def render(self) -> bytes:
+        """Everything, in the format that CONTENT_TYPE names."""
+        return generate_latest(self._registry)
+
+    # -- what happens to requests --------------------------------------------------------------------------------
+
+    def answer_ended(self, output: RequestOutput) -> None:
+        self._finished.labels(**self._labels, finished_reason=output["finish_reason"]).inc()
+        self._prompt_tokens.inc(output["num_prompt_tokens"])
+        self._cached_tokens.inc(output["num_cached_tokens"])
+        self._generation_tokens.inc(len(output["token_ids"]))
+        if output["ttft_s"] is not None:
+            self._ttft_s.observe(output["ttft_s"])
+        if output["tpot_s"] is not None:
+            self._tpot_s.observe(output["tpot_s"])
+
+    def answers_abandoned(self, num_answers: int) -> None:
+        """The client has left, or the server has given up. The tokens of these answers are not counted."""
+        self._finished.labels(**self._labels, finished_reason="abort").inc(num_answers)
+
+    def refused(self, reason: str) -> None:
+        self._refused.labels(**self._labels, reason=reason).inc()
+
+
+def add_metrics(app: FastAPI, metrics: Metrics) -> None:
+    @app.get("/metrics")
+    async def render_metrics() -> Response:
+        return Response(metrics.render(), media_type=CONTENT_TYPE)
+
+
+class _EngineCollector(Collector):
+    """Reads the engine's stats when the metrics are rendered. An engine that has failed has none."""
+
+    def __init__(
+        self, stats: Callable[[], Mapping[str, Any]], num_in_queue: Callable[[], int], labels: Mapping[str, str]
+    ) -> None:
+        self._stats, self._num_in_queue, self._labels = stats, num_in_queue, labels
+
+    def collect(self) -> Iterator[Metric]:
+        yield self._metric(GaugeMetricFamily, "num_answers_in_queue", "Answers without a token", self._num_in_queue())
+        try:
+            stats = self._stats()
+        except EngineError:
+            yield self._metric(GaugeMetricFamily, "engine_is_running", "Whether the engine works", 0)
+            return
+        yield self._metric(GaugeMetricFamily, "engine_is_running", "Whether the engine works", 1)
+        yield self._metric(GaugeMetricFamily, "kv_cache_usage_perc", "Share of blocks in use, 0 to 1", _usage(stats))
+        for figure in _FIGURES:
+            value = stats.get(figure.entry)
+            if value is not None:
+                kind = CounterMetricFamily if figure.is_counter else GaugeMetricFamily
+                yield self._metric(kind, figure.name, figure.about, value)
+
+    def _metric(self, kind: Any, name: str, about: str, value: float) -> Metric:
+        family = kind(PREFIX + name, about, labels=list(self._labels))
+        family.add_metric(list(self._labels.values()), value)
+        return family
+
+
+def _usage(stats: Mapping[str, Any]) -> float:
+    """The share of the KV cache's blocks that requests use. With offload, the CPU holds them all."""
+    place = "cpu" if "num_cpu_blocks" in stats else "gpu"
+    num_blocks = stats.get(f"num_{place}_blocks", 0)
+    return 1 - stats.get(f"num_free_{place}_blocks", 0) / num_blocks if num_blocks else 0.0

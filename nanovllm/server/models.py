@@ -1,0 +1,82 @@
+"""The small endpoints: the models, tokens and text, and the state of the server."""
+
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.responses import Response
+
+from nanovllm import __version__
+from nanovllm.server.chat import check_tools
+from nanovllm.server.chat_prompt import encode_messages
+from nanovllm.server.errors import api_error, json_response, model_not_found
+from nanovllm.server.protocol import DetokenizeRequest, TokenizeRequest
+from nanovllm.server.service import Service, in_thread
+
+
+def add_models(app: FastAPI, service: Service) -> None:
+    @app.get("/v1/models")
+    async def list_models() -> Response:
+        return json_response(
+            {"object": "list", "data": [_card(service, name) for name in service.settings.model_names]}
+        )
+
+    @app.get("/v1/models/{name:path}")
+    async def retrieve_model(name: str) -> Response:
+        if name not in service.settings.model_names:
+            raise model_not_found(name)
+        return json_response(_card(service, name))
+
+
+def add_tokens(app: FastAPI, service: Service) -> None:
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeRequest) -> Response:
+        service.check_body(body)
+        return json_response(await in_thread(_tokenize, service, body))
+
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest) -> Response:
+        service.check_body(body)
+        return json_response({"prompt": await in_thread(service.llm.text.decode, body.tokens)})
+
+
+def add_state(app: FastAPI, service: Service) -> None:
+    @app.get("/health")
+    async def health() -> Response:
+        """Status 200 if requests are answered, 503 with the reason if the engine has failed."""
+        failure = service.engine.failure
+        return json_response({"status": "ready"}) if failure is None else api_error(failure).response()
+
+    @app.get("/version")
+    async def version() -> Response:
+        return json_response({"version": __version__})
+
+
+def _card(service: Service, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": service.started_s,
+        "owned_by": "nanovllm",
+        "max_model_len": service.llm.max_model_len,
+    }
+
+
+def _tokenize(service: Service, body: TokenizeRequest) -> dict[str, Any]:
+    llm = service.llm
+    if body.messages is not None:
+        if body.tools:
+            check_tools(service)
+        token_ids = encode_messages(
+            llm,
+            body.messages,
+            body.tools or [],
+            body.chat_template_kwargs,
+            add_generation_prompt=body.add_generation_prompt,
+            add_special_tokens=bool(body.add_special_tokens),
+        )
+    else:
+        add_special_tokens = body.add_special_tokens is not False
+        token_ids = llm.text.encode_prompt(body.prompt or "", add_special_tokens=add_special_tokens)
+    tokens = token_ids.tolist()
+    strings = llm.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
+    return {"count": len(tokens), "max_model_len": llm.max_model_len, "tokens": tokens, "token_strs": strings}

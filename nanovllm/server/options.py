@@ -1,0 +1,91 @@
+"""ServerOptions: what the operator of a server has chosen, apart from the engine's options."""
+
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from nanovllm.errors import ConfigError
+from nanovllm.sampling_params import MAX_LOGPROBS
+from nanovllm.utils.options import option
+
+MAX_PORT = 65535
+MAX_NUMBER = 2**31 - 1
+_SERVER, _ACCESS, _LIMITS = "the server", "who may ask", "how much clients may ask for"  # groups
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """The flags of `nanovllm serve`. The `help` of each field says what it means. A bad value raises ConfigError."""
+
+    host: str = option("127.0.0.1", help="address to listen on; 0.0.0.0 or :: for all networks", group=_SERVER)
+    port: int = option(8000, help="port to listen on; 0: any free one", group=_SERVER)
+    served_model_name: tuple[str, ...] = option(
+        (), help="names that clients may call the model by; answers carry the first; by default, model", group=_SERVER
+    )
+    drain_s: float = option(
+        30.0, help="seconds that open requests get to finish after SIGTERM; then they are aborted", group=_SERVER
+    )
+
+    api_key_file: str | None = option(
+        None,
+        help="file with one API key per line; lines that begin with # are comments. The environment variable "
+        "NANOVLLM_API_KEY can hold one more. Without either, everyone may ask",
+        group=_ACCESS,
+    )
+    allowed_origins: tuple[str, ...] = option(
+        (), help="origins whose pages may ask from a browser, such as https://example.org; *: all", group=_ACCESS
+    )
+    cache_salt_per_key: bool = option(
+        False,
+        help="reuse KV only between requests with the same API key, so that nobody can find out from timing what "
+        "others asked",
+        group=_ACCESS,
+    )
+
+    max_queue: int = option(
+        1024, help="maximum number of answers that wait for their first token; beyond it, status 429", group=_LIMITS
+    )
+    max_wait_s: float = option(
+        600.0, help="seconds that a request may wait for its first token; then, status 503", group=_LIMITS
+    )
+    max_body_mb: float = option(32.0, help="maximum size of a body in MiB", group=_LIMITS)
+    max_prompt_chars: int | None = option(
+        None,
+        help="maximum number of characters in a prompt, which is checked before it is tokenized; by default, 16 for "
+        "each token of max_model_len",
+        group=_LIMITS,
+    )
+    max_n: int = option(128, help="maximum number of answers to one prompt", group=_LIMITS)
+    max_logprobs: int = option(MAX_LOGPROBS, help="maximum logprobs for each token", group=_LIMITS)
+    max_list_items: int = option(
+        4096, help="maximum length of the lists in a body: prompts, messages, tools, stop, logit_bias", group=_LIMITS
+    )
+
+    def __post_init__(self) -> None:
+        if not self.host:
+            raise ConfigError("host='' must be an address; 0.0.0.0 for all networks")
+        if not 0 <= self.port <= MAX_PORT:
+            raise ConfigError(f"port={self.port} must be between 0 and {MAX_PORT}")
+        if not all(self.served_model_name):
+            raise ConfigError("served_model_name='' must not be empty")
+        for origin in self.allowed_origins:
+            parts = urlsplit(origin)
+            if origin != "*" and (not parts.netloc or origin != f"{parts.scheme}://{parts.netloc}"):
+                raise ConfigError(f"allowed_origins={origin!r} must be scheme://host or scheme://host:port, or *")
+        self._check_limits()
+
+    def _check_limits(self) -> None:
+        for name in ("max_queue", "max_prompt_chars", "max_n", "max_list_items"):
+            value = getattr(self, name)
+            if value is not None and not 1 <= value <= MAX_NUMBER:
+                raise ConfigError(f"{name}={value} must be between 1 and {MAX_NUMBER}")
+        for name in ("max_wait_s", "max_body_mb"):
+            if not 0 < getattr(self, name) <= MAX_NUMBER:
+                raise ConfigError(f"{name}={getattr(self, name)} must be above 0 and at most {MAX_NUMBER}")
+        if not 0 <= self.drain_s <= MAX_NUMBER:
+            raise ConfigError(f"drain_s={self.drain_s} must be between 0 and {MAX_NUMBER}")
+        if not 0 <= self.max_logprobs <= MAX_LOGPROBS:
+            raise ConfigError(f"max_logprobs={self.max_logprobs} must be between 0 and {MAX_LOGPROBS}")
+
+    @property
+    def max_body_bytes(self) -> int:
+        return int(self.max_body_mb * 2**20)

@@ -1,0 +1,251 @@
+"""The bodies of requests, as OpenAI defines them, with vLLM's additional fields.
+
+Unknown fields are refused by name. So are OpenAI's fields that this server does not implement, unless they have the
+value that changes nothing. The numbers themselves are checked by SamplingParams.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic_core import PydanticCustomError
+
+_PROMPT_SCHEMA = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "items": {"type": "string"}, "minItems": 1},
+        {"type": "array", "items": {"type": "integer"}, "minItems": 1},
+        {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}, "minItems": 1},
+    ]
+}
+# Checked by the engine, because pydantic would take seconds for the token ids of a long document
+PromptField = Annotated[Any, WithJsonSchema(_PROMPT_SCHEMA)]
+
+
+def refuse(param: str, message: str) -> PydanticCustomError:
+    """To be raised in a validator: the field `param` is to blame."""
+    return PydanticCustomError("refused", "{message}", {"param": param, "message": message})
+
+
+class Body(BaseModel):
+    """A JSON object without unknown fields. `NEUTRAL`: field that is not implemented -> values that change nothing."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_neutral_fields(cls, body: Any) -> Any:
+        if not isinstance(body, dict):
+            return body
+        for name, neutral in cls.NEUTRAL.items():
+            if name in body and body[name] not in neutral:
+                raise refuse(name, f"the field {name!r} is not supported; leave it out")
+        return {name: value for name, value in body.items() if name not in cls.NEUTRAL}
+
+
+class StreamOptions(Body):
+    NEUTRAL = {"include_obfuscation": (None, False)}
+
+    include_usage: bool | None = None
+
+
+class JsonSchema(Body):
+    name: str
+    json_schema: dict[str, Any] | None = Field(None, alias="schema")
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputsField(Body):
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+
+
+class SamplingFields(Body):
+    """What both kinds of completions take. None stands for the default, as if the field were missing."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    cache_salt: str | None = None
+
+    n: int | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    bad_words: list[str] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputsField | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+
+    @model_validator(mode="after")
+    def _check_streaming(self) -> "SamplingFields":
+        if self.stream_options is not None and not self.stream:
+            raise refuse("stream_options", "stream_options needs stream=true")
+        if self.stream and self.prompt_logprobs is not None:
+            raise refuse("prompt_logprobs", "prompt_logprobs cannot be streamed; leave stream out")
+        return self
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether the stream ends with a chunk of usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+class CompletionRequest(SamplingFields):
+    NEUTRAL = {"suffix": (None,)}
+
+    prompt: PromptField
+    echo: bool | None = None
+    logprobs: int | None = None
+    best_of: int | None = None
+    add_special_tokens: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_fields(self) -> "CompletionRequest":
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise refuse("best_of", f"best_of={self.best_of} is not supported; leave it out, or make it equal to n")
+        if self.max_tokens == 0 and not self.echo:
+            raise refuse("max_tokens", "max_tokens=0 needs echo=true")
+        if self.stream and self.echo and self.logprobs is not None:
+            raise refuse("echo", "echo with logprobs cannot be streamed; leave stream, echo or logprobs out")
+        return self
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: str
+
+
+class CalledFunction(Body):
+    name: str
+    arguments: str
+
+
+class ToolCall(Body):
+    NEUTRAL = {"index": (None, *range(128))}  # streamed deltas have it, and clients send them back
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class Message(Body):
+    NEUTRAL = {"refusal": (None,), "audio": (None,), "function_call": (None,), "annotations": (None, [])}
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+
+class Function(Body):
+    NEUTRAL = {"strict": (None, False)}
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: Function
+
+
+class ChatPrompt(Body):
+    """What becomes the prompt of a chat."""
+
+    messages: list[Message] = Field(min_length=1)
+    tools: list[Tool] | None = None
+    add_generation_prompt: bool = True
+    add_special_tokens: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class ChatRequest(ChatPrompt, SamplingFields):
+    NEUTRAL = {
+        "audio": (None,),
+        "function_call": (None, "none"),
+        "functions": (None, []),
+        "metadata": (None, {}),
+        "modalities": (None, ["text"]),
+        "moderation": (None,),
+        "parallel_tool_calls": (None, True),
+        "prediction": (None,),
+        "prompt_cache_key": (None,),
+        "prompt_cache_options": (None,),
+        "prompt_cache_retention": (None,),
+        "reasoning_effort": (None,),
+        "service_tier": (None, "auto", "default"),
+        "store": (None, False),
+        "verbosity": (None,),
+        "web_search_options": (None,),
+    }
+
+    safety_identifier: str | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+
+    @model_validator(mode="after")
+    def _check_fields(self) -> "ChatRequest":
+        if self.top_logprobs is not None and not self.logprobs:
+            raise refuse("top_logprobs", "top_logprobs needs logprobs=true")
+        if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
+            raise refuse("max_tokens", "max_tokens and max_completion_tokens mean the same; give one of them")
+        if self.tool_choice == "auto" and not self.tools:
+            raise refuse("tool_choice", "tool_choice='auto' needs tools")
+        return self
+
+
+class TokenizeRequest(Body):
+    """Either `prompt`, or `messages` and what belongs to them."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = Field(None, min_length=1)
+    tools: list[Tool] | None = None
+    add_generation_prompt: bool = True
+    add_special_tokens: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _check_fields(self) -> "TokenizeRequest":
+        if (self.prompt is None) == (self.messages is None):
+            raise refuse("prompt", "give either prompt or messages")
+        return self
+
+
+class DetokenizeRequest(Body):
+    model: str | None = None
+    tokens: list[int]

@@ -1,0 +1,148 @@
+"""Grammar: one compiled by llguidance for a model's vocabulary.
+
+Grammars come from people who may mean harm, so LIMITS bound the time and memory of each compilation and each mask.
+
+llguidance builds the automaton of a grammar as masks need it. All matchers that start from one Grammar share it, behind
+a lock of llguidance. Once a mask exceeds a limit, the automaton is useless for all of them, and `renew` makes another.
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+
+from nanovllm.core.token_constraint import TokenMask
+from nanovllm.errors import RequestError
+from nanovllm.utils.arithmetic import ceil_div
+
+# llguidance's defaults would allow compilations and masks of seconds (tests/text/test_hostile_grammars.py).
+LIMITS: Mapping[str, Any] = {
+    "max_grammar_size": 20_000,  # symbols; compilation is quadratic in the optional properties of an object
+    "initial_lexer_fuel": 1_000_000,  # of a compilation
+    "step_lexer_fuel": 50_000,  # of a mask
+    "step_max_items": 5_000,  # of a mask
+    "max_items_in_row": 2_000,
+    "max_lexer_states": 50_000,  # of a grammar, at 1 to 2 kB each
+    "verbose_errors": False,
+}
+STACK_BYTES = 128 << 20  # for MAX_REFERENCE_DEPTH levels; a level was seen to take up to 4 kB
+MAX_REASON_CHARS = 300
+
+_Result = TypeVar("_Result")
+
+
+class Vocabulary:
+    """The model's vocabulary as llguidance reads it, and its masks."""
+
+    def __init__(
+        self, tokenizer: Any, vocab_size: int, end_token_ids: tuple[int, ...], limits: Mapping[str, Any] = LIMITS
+    ) -> None:
+        """`limits` are those of llguidance.LLParserLimits. Raises ValueError for a tokenizer that does not say which
+        bytes its tokens stand for.
+        """
+        import llguidance.hf
+
+        num_ids = max(vocab_size, 1 + max(tokenizer.get_vocab().values()))
+        end_token_ids = tuple(token_id for token_id in end_token_ids if token_id < vocab_size)
+        self.tokens = llguidance.hf.from_tokenizer(tokenizer, n_vocab=num_ids, eos_token=list(end_token_ids) or None)
+        self.limits = llguidance.LLParserLimits(**limits)
+        self.vocab_size = vocab_size
+        self.end_token_ids = frozenset(end_token_ids)
+        self._num_words = ceil_div(vocab_size, 32)
+        self._num_all_words = ceil_div(num_ids, 32)
+        self.anything = self._mask_of(range(vocab_size))
+        self.end_tokens = self._mask_of(end_token_ids)
+        self._text_tokens = self._mask_of({*range(vocab_size)} - {*end_token_ids, *self.tokens.eos_tokens})
+
+    def _mask_of(self, token_ids: Iterable[int]) -> TokenMask:
+        bits = np.zeros(self._num_words * 32, np.bool_)
+        bits[list(token_ids)] = True
+        mask = np.packbits(bits, bitorder="little").view(np.int32)
+        mask.flags.writeable = False
+        return mask
+
+    def is_text(self, token_id: int) -> bool:
+        """Whether it is a token of the model other than an end token."""
+        return 0 <= token_id < self.vocab_size and is_allowed(self._text_tokens, token_id)
+
+    def continuations(self, matcher: Any) -> TokenMask:
+        """The tokens that may follow, without end tokens. None may if `matcher` has stopped. Releases the GIL."""
+        words = np.empty(self._num_all_words, np.int32)
+        matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        return words[: self._num_words] & self._text_tokens
+
+
+def is_allowed(mask: TokenMask, token_id: int) -> bool:
+    return bool(mask[token_id >> 5] >> (token_id & 31) & 1)
+
+
+class Grammar:
+    """A compiled grammar, from which the matchers of all answers start."""
+
+    def __init__(self, vocabulary: Vocabulary, kind: str, text: str) -> None:
+        """`kind` is the field of StructuredOutputs that asks for it. Raises RequestError if it cannot be used."""
+        self.vocabulary = vocabulary
+        self._text = text
+        self._is_exhausted = False
+        self._initial = self._compile()
+        first = self.start()
+        continues = vocabulary.continuations(first).any()  # a mask finds what compilation does not
+        reason = error_of(first) or (None if continues else "only the empty answer matches it")
+        if reason is not None:
+            raise RequestError(f"structured_outputs.{kind} cannot be used: {reason}; correct or simplify it")
+
+    def _compile(self) -> Any:
+        from llguidance import LLMatcher
+
+        make = partial(LLMatcher, self.vocabulary.tokens, self._text, log_level=0, limits=self.vocabulary.limits)
+        return with_deep_stack(make)
+
+    def start(self) -> Any:
+        """A matcher of llguidance at the start of an answer."""
+        if self._is_exhausted:
+            self._initial = self._compile()
+            self._is_exhausted = False
+        return self._initial.deep_copy()
+
+    def renew(self) -> None:
+        """Make a new automaton before the next start, because a mask of the one in use has exceeded a limit."""
+        self._is_exhausted = True
+
+
+def error_of(matcher: Any) -> str | None:
+    """What llguidance complains about; None if the matcher is in order."""
+    return reason_of(matcher.get_error()) if matcher.is_error() else None
+
+
+def reason_of(message: str) -> str:
+    """The line of a message that says what is wrong. The others quote the grammar, or are a stack trace."""
+    if message.startswith("NoExtension"):
+        return "no answer matches it"
+    lines = message.splitlines() or ["unknown error"]
+    line = next((line for line in lines if line.startswith("error: ")), lines[0])
+    for prefix in ("error: ", "at 2(8): ", "failed to compile JSON schema: ", "panic: "):
+        line = line.removeprefix(prefix)
+    return line if len(line) <= MAX_REASON_CHARS else f"{line[:MAX_REASON_CHARS]}..."
+
+
+_stack_size_lock = threading.Lock()
+
+
+def with_deep_stack(call: Callable[[], _Result]) -> _Result:
+    """Call it in a thread with a stack of STACK_BYTES, and return the result.
+
+    llguidance follows references by recursion, and an overflow of the stack would kill the process. The size of stacks
+    is a setting of the process, so a thread that another one starts at this moment gets a deep one, too. That costs
+    only address space.
+    """
+    with ThreadPoolExecutor(1, "grammar") as pool:
+        with _stack_size_lock:
+            before = threading.stack_size(STACK_BYTES)
+            try:
+                future = pool.submit(call)
+            finally:
+                threading.stack_size(before)
+        return future.result()

@@ -1,0 +1,97 @@
+"""The page in front of `nanovllm serve` with the built-in model, whose cache does not fit in its slots."""
+
+import os
+import random
+import re
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+
+import pytest
+from page_server import OpenPage
+from playwright.sync_api import Page, expect
+
+pytestmark = pytest.mark.browser
+
+OPTIONS = (
+    "--model demo --device cpu --enable-cpu-offload --num-gpu-blocks 4 --kvcache-block-size 256 --num-cpu-blocks 60 "
+    "--max-model-len 16384 --speculation off"
+)
+START_LIMIT_S = 60
+LINES = [f"{number:x}" for number in random.Random(0).sample(range(2**40), 300)]
+DOCUMENT = "\n".join([*LINES[:100], "The passkey is q7m2x9kd.", *LINES[100:]])  # 3,300 tokens
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    command = [sys.executable, "-m", "nanovllm", "serve", "--port", str(port), *OPTIONS.split()]
+    server = subprocess.Popen(command, env=os.environ | {"NANOVLLM_API_KEY": "s3cret", "OMP_NUM_THREADS": "1"})
+    try:
+        address = f"http://127.0.0.1:{port}"
+        wait_until_ready(server, address)
+        yield address
+    finally:
+        server.terminate()
+        assert server.wait(20) is not None
+
+
+def wait_until_ready(server: subprocess.Popen[bytes], address: str) -> None:
+    deadline_s = time.monotonic() + START_LIMIT_S
+    while True:
+        assert server.poll() is None and time.monotonic() < deadline_s, "the server has not started"
+        try:
+            with urllib.request.urlopen(f"{address}/health"):
+                return
+        except OSError:
+            time.sleep(0.05)
+
+
+def test_document_is_read_once_and_its_cache_is_shown(url: str, open_page: OpenPage) -> None:
+    page = open_page(url)
+    page.get_by_role("textbox", name="Key").fill("s3cret")
+    page.keyboard.press("Enter")
+    expect(page.locator("#model")).to_have_text("demo")
+    page.evaluate(NOTE_STATES)
+    page.set_input_files("#file", {"name": "keys.txt", "mimeType": "text/plain", "buffer": DOCUMENT.encode()})
+
+    first, second = ask(page, "The passkey is"), ask(page, "The passkey")
+    assert first[0] == " q7m2x9kd." and second[0] == " is q7m2x9kd."
+    assert ", 0 of them cached" in first[1]
+    num_prompt, num_cached = map(number, re.findall(r"([\d,]+) (?:prompt|of them)", second[1]))
+    assert num_cached > 3072 and num_cached > 0.9 * num_prompt
+
+    expect(page.locator("#requests")).to_have_text("0 running")
+    expect(page.locator("[data-state=resident] .count")).to_have_text("3")  # the newest block held no whole grain
+    assert number(page.locator("[data-state=cached] .count").inner_text()) >= 3072 // 256 - 4
+    assert sum(map(number, page.locator("#legend .count").all_inner_texts())) == 60
+    seen = set(page.evaluate("[...window.seenStates]"))
+    assert "written" in seen and seen & {"streamed", "cpu_attended"}
+
+
+# Notes every state that a block was shown in.
+NOTE_STATES = """() => {
+    window.seenStates = new Set();
+    new MutationObserver(() => {
+        const rows = [...document.querySelectorAll("#legend li")];
+        const shown = rows.filter(row => row.querySelector(".count").textContent !== "0");
+        shown.forEach(row => window.seenStates.add(row.dataset.state));
+    }).observe(document.getElementById("legend"), { subtree: true, childList: true });
+}"""
+
+
+def ask(page: Page, question: str) -> tuple[str, str]:
+    """The answer and the figures below it."""
+    page.get_by_role("textbox", name="Message").fill(question)
+    page.keyboard.press("Enter")
+    answer = page.locator(".answer").last
+    expect(answer.locator(".figures")).to_contain_text("prompt tokens", timeout=30_000)
+    return answer.locator(".text").evaluate("element => element.textContent"), answer.locator(".figures").inner_text()
+
+
+def number(text: str) -> int:
+    return int(text.replace(",", ""))

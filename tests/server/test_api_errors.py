@@ -1,0 +1,146 @@
+"""What the server refuses: in OpenAI's form, by the name of the field, and never with status 422 or 500."""
+
+import json
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from nanovllm import AsyncLLM
+
+CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}]}
+COMPLETION: dict[str, Any] = {"model": "tiny", "prompt": "Hello"}
+
+
+def post(url: str, path: str, **options: Any) -> tuple[int, dict[str, Any]]:
+    """Status and error of a request; {} without an error."""
+    response = httpx.post(f"{url}{path}", **options)
+    error = response.json().get("error", {})
+    assert not error or error.keys() == {"message", "type", "param", "code"}
+    return response.status_code, error
+
+
+def test_error_is_raised_by_the_client_with_its_fields(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as raised:
+        client.completions.create(model="tiny", prompt="Hello", temperature=-1)
+    assert raised.value.param == "temperature"
+    assert "temperature=-1.0 must be 0 (greedy)" in raised.value.message
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.completions.create(model="gpt-5", prompt="Hello")
+    assert missing.value.code == "model_not_found"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"frequency": 1}, "frequency"),
+        ({"suffix": "x"}, "suffix"),
+        ({"best_of": 2}, "best_of"),
+        ({"temperature": "1"}, "temperature"),
+        ({"temperature": True}, "temperature"),
+        ({"n": 1.5}, "n"),
+        ({"n": 0}, "n"),
+        ({"n": 10**9}, "n"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"top_p": 0}, "top_p"),
+        ({"seed": 2**70}, "seed"),
+        ({"stop": [""]}, "stop"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"logprobs": 1, "echo": True, "stream": True}, "echo"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"what": 1}}, "stream_options.what"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"7": 101}}, "logit_bias"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": {"prompt": "x"}}, "prompt"),
+        ({"prompt": ["x", 3]}, "prompt"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": [9999]}, None),
+        ({"prompt": ""}, None),
+        ({"prompt": "\ud800"}, None),
+        ({"prompt": "long " * 1000}, None),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
+        ({"guided_regex": "a", "guided_json": {}}, "guided_regex"),
+    ],
+)
+def test_completion_bad_field_is_refused_by_name(url: str, fields: dict[str, Any], param: str | None) -> None:
+    headers = {"content-type": "application/json"}
+    status, error = post(url, "/v1/completions", content=json.dumps(COMPLETION | fields), headers=headers)
+    assert (status, error["param"]) == (400, param), error
+    assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"modalities": ["text", "audio"]}, "modalities"),
+        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"store": True}, "store"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "logprobs"),
+        ({"max_tokens": 2, "max_completion_tokens": 3}, "max_tokens"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user"}]}, None),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": "x", "mood": "good"}]}, "messages[0].mood"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, None),
+    ],
+)
+def test_chat_bad_field_is_refused_by_name(url: str, fields: dict[str, Any], param: str | None) -> None:
+    status, error = post(url, "/v1/chat/completions", json=CHAT | fields)
+    assert status == 400
+    assert param is None or error["param"] == param
+
+
+def test_neutral_values_are_accepted(url: str) -> None:
+    chat = {"store": False, "modalities": ["text"], "parallel_tool_calls": True, "functions": None, "metadata": None}
+    same = {"user": "me", "n": None, "temperature": None, "stop": None, "logit_bias": {}, "stream_options": None}
+    assert post(url, "/v1/chat/completions", json=CHAT | chat | same | {"service_tier": "auto"})[0] == 200
+    assert post(url, "/v1/completions", json=COMPLETION | same | {"suffix": None, "best_of": 1})[0] == 200
+    assert post(url, "/v1/chat/completions", json=CHAT | {"response_format": {"type": "text"}})[0] == 200
+
+
+@pytest.mark.parametrize(
+    "body", ["", "{", "[]", "1", '"x"', "null", "\x00", "[" * 100_000, "{}", '{"prompt": ' + "9" * 5000 + "}"]
+)
+def test_malformed_body_is_refused(url: str, body: str) -> None:
+    for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
+        status, error = post(url, path, content=body, headers={"content-type": "application/json"})
+        assert status == 400 and error["message"]
+
+
+def test_body_of_another_type_is_refused(url: str) -> None:
+    assert post(url, "/v1/completions", data={"prompt": "Hello"})[0] == 400
+    assert post(url, "/v1/completions", content=b"\xff\xfe", headers={"content-type": "application/json"})[0] == 400
+
+
+def test_unknown_route_and_method_have_the_form_too(url: str) -> None:
+    assert post(url, "/v1/embeddings", json={})[0] == 404
+    assert post(url, "/v1/models", json={})[0] == 405
+    response = httpx.get(f"{url}/v1/completions")
+    assert response.status_code == 405
+    assert response.headers["allow"] == "POST"
+    assert response.json()["error"]["message"]
+
+
+def test_bug_is_answered_with_500_in_the_form(served: tuple[AsyncLLM, str]) -> None:
+    engine, url = served
+
+    def fall(*args: Any, **options: Any) -> None:
+        raise KeyError("secret text")
+
+    original = engine.llm.check_request
+    engine.llm.check_request = fall  # type: ignore[method-assign, assignment]
+    try:
+        status, error = post(url, "/v1/completions", json=COMPLETION)
+    finally:
+        engine.llm.check_request = original  # type: ignore[method-assign]
+    assert (status, error["code"]) == (500, "internal_error")
+    assert "secret" not in error["message"]
+    assert post(url, "/v1/completions", json=COMPLETION)[0] == 200

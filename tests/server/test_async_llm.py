@@ -1,0 +1,273 @@
+"""AsyncLLM: answers equal to LLM's, ends of every kind, and slow consumers that hold up nobody."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_models import write_tiny_model, write_tiny_tokenizer
+
+from nanovllm import AsyncLLM, EngineError, RequestError, SamplingParams
+from nanovllm.core.outputs import RequestOutput
+from nanovllm.engine.internals import Internals
+from nanovllm.request_stream import RequestUpdate
+from nanovllm.text.request_check import Prompt
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "device": "cpu",
+    "num_kvcache_blocks": 40,
+    "max_num_batched_tokens": 300,
+    "enforce_eager": True,
+}
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+ENDLESS = SamplingParams(temperature=0, max_tokens=1500, ignore_eos=True)
+TIME_LIMIT_S = 30
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("tiny")
+    return write_tiny_tokenizer(write_tiny_model(directory, max_position_embeddings=2048))
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["in step", "ahead"])
+def engine(model: Path, request: pytest.FixtureRequest) -> Iterator[AsyncLLM]:
+    engine = AsyncLLM(model, internals=Internals(works_ahead=request.param), **OPTIONS)
+    yield engine
+    assert not engine.is_failed
+    engine.close()
+
+
+def run(task: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run(asyncio.wait_for(task, TIME_LIMIT_S))
+
+
+async def collect(updates: AsyncIterator[RequestUpdate]) -> dict[int, tuple[str, list[int], RequestOutput]]:
+    """Index -> the joined texts and tokens of its updates, and the output, which no other update may follow."""
+    texts: dict[int, str] = {}
+    token_ids: dict[int, list[int]] = {}
+    outputs: dict[int, RequestOutput] = {}
+    async for update in updates:
+        assert update.index not in outputs
+        texts[update.index] = texts.get(update.index, "") + update.text
+        token_ids[update.index] = token_ids.get(update.index, []) + update.token_ids
+        if update.output is not None:
+            outputs[update.index] = update.output
+    return {index: (texts[index], token_ids[index], outputs[index]) for index in sorted(outputs)}
+
+
+async def wait_until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + TIME_LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline_s
+        await asyncio.sleep(0.002)
+
+
+def num_open(engine: AsyncLLM) -> int:
+    stats = engine.llm.stats()
+    return int(stats["num_running"] + stats["num_waiting"])
+
+
+# -- answers ---------------------------------------------------------------------------------------------------------
+
+
+def test_generate_updates_joined_are_the_output_of_llm(engine: AsyncLLM) -> None:
+    prompts: list[Prompt] = ["Hello", [1, 2, 3]]
+    expected = engine.llm.generate(prompts, GREEDY, use_tqdm=False)
+    answers = run(collect(engine.generate(prompts, GREEDY)))
+    for (text, token_ids, output), llm_output in zip(answers.values(), expected, strict=True):
+        assert text == output["text"] == llm_output["text"]
+        assert token_ids == output["token_ids"] == llm_output["token_ids"]
+
+
+def test_generate_several_answers_numbers_them_by_prompt(engine: AsyncLLM) -> None:
+    params = SamplingParams(temperature=1.5, max_tokens=6, ignore_eos=True, seed=7, n=3)
+    answers = run(collect(engine.generate(["first", "second"], params)))
+    expected = engine.llm.generate(["first"] * 3 + ["second"] * 3, params.per_answer() * 2, use_tqdm=False)
+    assert [output["token_ids"] for _, _, output in answers.values()] == [each["token_ids"] for each in expected]
+
+
+def test_generate_without_tokens_yields_only_text_before_the_output(engine: AsyncLLM) -> None:
+    ((text, token_ids, output),) = run(collect(engine.generate("Hello", GREEDY, with_tokens=False))).values()
+    assert text == output["text"]
+    assert token_ids == []
+    assert len(output["token_ids"]) == GREEDY.max_tokens
+
+
+def test_generate_without_text_yields_tokens(engine: AsyncLLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
+    ((text, token_ids, output),) = run(collect(engine.generate("Hello", params))).values()
+    assert (text, output["text"]) == ("", None)
+    assert token_ids == output["token_ids"]
+
+
+def test_generate_200_at_once_answers_each(engine: AsyncLLM) -> None:
+    prompts = [[1 + i % 250, 2, 3 + i // 250] for i in range(200)]
+
+    async def all_at_once() -> list[Any]:
+        return await asyncio.gather(*(collect(engine.generate(prompt, GREEDY)) for prompt in prompts))
+
+    expected = engine.llm.generate(prompts, GREEDY, use_tqdm=False)
+    answers = run(all_at_once())
+    assert [answer[0][2]["token_ids"] for answer in answers] == [each["token_ids"] for each in expected]
+    assert [answer[0][1] for answer in answers] == [each["token_ids"] for each in expected]
+
+
+def test_generate_beside_a_blocking_call_both_are_answered(engine: AsyncLLM) -> None:
+    async def both() -> tuple[Any, Any]:
+        blocking = asyncio.to_thread(engine.llm.generate, ["Hello"] * 3, GREEDY, False)
+        return await asyncio.gather(collect(engine.generate("Hello", GREEDY)), blocking)
+
+    answers, outputs = run(both())
+    assert all(output["token_ids"] == answers[0][1] for output in outputs)
+
+
+def test_generate_impossible_request_raises_and_queues_nothing(engine: AsyncLLM) -> None:
+    prompts: list[Prompt] = ["Hello", list(range(256)) * 9]
+    with pytest.raises(RequestError, match="max_model_len"):
+        run(collect(engine.generate(prompts, GREEDY)))
+    assert num_open(engine) == 0
+
+
+# -- consumers -------------------------------------------------------------------------------------------------------
+
+
+def test_stream_slow_consumer_gets_merged_updates_and_holds_up_nobody(engine: AsyncLLM) -> None:
+    async def slow_and_fast() -> tuple[list[RequestUpdate], RequestOutput]:
+        stream = await engine.submit("slow", SamplingParams(temperature=0, max_tokens=64, ignore_eos=True))
+        ((_, _, output),) = (await collect(engine.generate("fast", GREEDY))).values()
+        await wait_until(lambda: num_open(engine) == 0)
+        await asyncio.sleep(0.05)
+        return [update async for update in stream], output
+
+    updates, fast = run(slow_and_fast())
+    assert len(fast["token_ids"]) == 8
+    assert len(updates) == 1  # all steps in one update
+    assert updates[0].output is not None
+    assert updates[0].token_ids == updates[0].output["token_ids"]
+    assert updates[0].text == updates[0].output["text"]
+
+
+def test_loop_blocked_during_steps_gets_everything_in_one_call(engine: AsyncLLM) -> None:
+    async def block() -> list[RequestUpdate]:
+        stream = await engine.submit("Hello", SamplingParams(temperature=0, max_tokens=32, ignore_eos=True))
+        time.sleep(0.5)  # the event loop stands still, and the engine does not
+        return [update async for update in stream]
+
+    updates = run(block())
+    assert sum(len(update.token_ids) for update in updates) == 32
+    assert len(updates) <= 3
+
+
+# -- ends ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_updates", [0, 1, 5])
+def test_generate_closed_early_aborts_within_a_step(engine: AsyncLLM, num_updates: int) -> None:
+    async def leave() -> None:
+        async with aclosing(engine.generate("Hello", ENDLESS)) as updates:
+            seen = 0
+            while seen < num_updates:
+                seen += bool(await anext(updates))
+        num_steps = engine.llm.stats()["num_steps"]
+        await wait_until(lambda: num_open(engine) == 0)
+        assert engine.llm.stats()["num_steps"] <= num_steps + 2
+
+    run(leave())
+
+
+@pytest.mark.parametrize("delay_s", [0, 0.001, 0.004, 0.02, 0.1])
+def test_generate_task_cancelled_at_any_stage_leaves_nothing(engine: AsyncLLM, delay_s: float) -> None:
+    async def cancel() -> None:
+        tasks = [asyncio.create_task(collect(engine.generate("Hello", ENDLESS))) for _ in range(4)]
+        await asyncio.sleep(delay_s)
+        for task in tasks:
+            task.cancel()
+        assert all(
+            isinstance(each, asyncio.CancelledError) for each in await asyncio.gather(*tasks, return_exceptions=True)
+        )
+        await wait_until(lambda: num_open(engine) == 0)
+        assert not engine._streams
+
+    run(cancel())
+
+
+def test_second_loop_after_the_first_works_and_beside_it_is_refused(engine: AsyncLLM) -> None:
+    async def nested() -> None:
+        stream = await engine.submit("Hello", ENDLESS)
+        try:
+            with pytest.raises(RuntimeError, match="one loop at a time"):
+                await asyncio.to_thread(lambda: asyncio.run(collect(engine.generate("Hello", GREEDY))))
+        finally:
+            stream.close()
+
+    run(nested())
+    assert run(collect(engine.generate("Hello", GREEDY)))
+
+
+def test_loop_closed_with_open_requests_next_loop_aborts_them(engine: AsyncLLM) -> None:
+    run(engine.submit("Hello", ENDLESS))
+    run(collect(engine.generate("Hello", GREEDY)))
+
+    async def drained() -> None:
+        await wait_until(lambda: num_open(engine) == 0)
+
+    run(drained())
+
+
+def test_close_gives_open_requests_a_last_update(model: Path) -> None:
+    async def close_amid() -> list[RequestUpdate]:
+        async with AsyncLLM(model, **OPTIONS) as engine:
+            stream = await engine.submit("Hello", ENDLESS)
+            updates = [await anext(stream)]
+        updates += [update async for update in stream]
+        with pytest.raises(EngineError, match="closed"):
+            await engine.submit("Hello", GREEDY)
+        engine.close()
+        assert not engine._thread.is_alive()
+        assert not engine.is_failed
+        return updates
+
+    updates = run(close_amid())
+    output = updates[-1].output
+    assert output is not None
+    assert output["finish_reason"] == "abort"
+    assert [token_id for update in updates for token_id in update.token_ids] == output["token_ids"]
+
+
+@pytest.mark.parametrize("works_ahead", [False, True])
+def test_step_that_raises_fails_open_and_later_requests(model: Path, works_ahead: bool) -> None:
+    async def fail() -> None:
+        async with AsyncLLM(model, internals=Internals(works_ahead=works_ahead), **OPTIONS) as engine:
+            watcher = asyncio.create_task(engine.wait_for_failure())
+            streams = [await engine.submit("Hello", ENDLESS) for _ in range(3)]
+            await anext(streams[0])
+            original = engine.llm.engine.executor.launch
+            engine.llm.engine.executor.launch = raising(original)  # type: ignore[method-assign]
+            for stream in streams:
+                with pytest.raises(EngineError, match="the GPU fell off"):
+                    await collect(stream)
+            assert "the GPU fell off" in str(await watcher)
+            assert engine.is_failed
+            assert engine.failure is await engine.wait_for_failure()
+            with pytest.raises(EngineError, match="the GPU fell off"):
+                await engine.submit("Hello", GREEDY)
+
+    def raising(launch: Callable[..., Any]) -> Callable[..., Any]:
+        def fall(*args: Any) -> None:
+            raise OSError("the GPU fell off")
+
+        return fall
+
+    run(fail())
+
+
+def test_constructor_bad_option_raises_and_leaves_no_thread(model: Path) -> None:
+    with pytest.raises(ValueError, match="max_num_seqs"):
+        AsyncLLM(model, **(OPTIONS | {"max_num_seqs": 0}))

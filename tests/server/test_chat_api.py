@@ -1,0 +1,198 @@
+"""POST /v1/chat/completions through the openai client: messages, tools, streams, and their end."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from shutil import copytree
+from typing import Any
+
+import openai
+import pytest
+from http_server import http_server
+
+from nanovllm import AsyncLLM
+
+NOTE = "The passkey is 4711, says the old captain."
+QUESTION = f"{NOTE}\nThe passkey is"
+REST = NOTE.removeprefix("The passkey is")
+MESSAGES: list[Any] = [{"role": "user", "content": QUESTION}]
+
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bern"}}\n</tool_call>'
+TOOLS: list[Any] = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+ASK_FOR_CALL: list[Any] = [{"role": "user", "content": f"Go on, please: I will. {CALL}<|endoftext|>\nGo on, please:"}]
+# What follows this in the prompt is ambiguous for the model, so the answer must end here
+UP_TO_THE_CALL = {"temperature": 0, "stop": ["</tool_call>"], "include_stop_str_in_output": True}
+TOOL_TEMPLATE = (
+    "{%- if tools %}{{ tools | length }} tools\n{% endif -%}"
+    "{%- for message in messages -%}{{ message.role }}: {{ message.content }}"
+    "{%- for call in message.tool_calls or [] %}<tool_call>{{ call.function.arguments.city }}</tool_call>{% endfor -%}"
+    "{%- if not loop.last %}\n{% endif -%}{%- endfor -%}{{ suffix or '' }}"
+)
+
+
+@pytest.fixture(scope="module")
+def tool_client(
+    retrieval_model: Path, tmp_path_factory: pytest.TempPathFactory, one_thread: None
+) -> Iterator[openai.OpenAI]:
+    """A model whose template takes tools, and which copies tool calls from the prompt."""
+    directory = tmp_path_factory.mktemp("tools") / "model"
+    copytree(retrieval_model, directory)
+    config = json.loads((directory / "tokenizer_config.json").read_text())
+    (directory / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": TOOL_TEMPLATE}))
+    engine = AsyncLLM(
+        directory,
+        device="cpu",
+        max_model_len=1024,
+        generation_config="none",
+        num_kvcache_blocks=16,
+        max_num_batched_tokens=512,
+    )
+    with http_server(engine) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+    engine.close()
+
+
+# -- messages --------------------------------------------------------------------------------------------------------
+
+
+def test_chat_message_is_answered_to_its_end(client: openai.OpenAI) -> None:
+    done = client.chat.completions.create(model="tiny", messages=MESSAGES)
+    (choice,) = done.choices
+    assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", REST, "stop")
+    assert (done.object, choice.logprobs, choice.message.tool_calls) == ("chat.completion", None, None)
+    assert done.usage is not None
+    assert done.usage.completion_tokens == len(REST) + 1  # the end token
+
+
+def test_chat_text_parts_are_joined_by_lines(client: openai.OpenAI) -> None:
+    parts: list[Any] = [{"type": "text", "text": NOTE}, {"type": "text", "text": "The passkey is"}]
+    done = client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": parts}])
+    assert done.choices[0].message.content == REST
+
+
+def test_chat_system_and_developer_are_the_same(client: openai.OpenAI) -> None:
+    for role in ("system", "developer"):
+        messages: list[Any] = [{"role": role, "content": NOTE}, {"role": "user", "content": "The passkey is"}]
+        assert client.chat.completions.create(model="tiny", messages=messages).choices[0].message.content == REST
+
+
+@pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
+def test_chat_max_tokens_limits_the_answer(client: openai.OpenAI, field: str) -> None:
+    fields: dict[str, Any] = {field: 4}
+    done = client.chat.completions.create(model="tiny", messages=MESSAGES, **fields)
+    assert (done.choices[0].message.content, done.choices[0].finish_reason) == (REST[:4], "length")
+
+
+def test_chat_earlier_answer_of_the_client_can_be_sent_back(client: openai.OpenAI) -> None:
+    first = client.chat.completions.create(model="tiny", messages=MESSAGES).choices[0].message
+    messages: list[Any] = [*MESSAGES, first.model_dump(), {"role": "user", "content": "says the old"}]
+    assert client.chat.completions.create(model="tiny", messages=messages).choices[0].message.content == " captain."
+
+
+def test_chat_streamed_is_the_same_in_pieces(client: openai.OpenAI) -> None:
+    stream = client.chat.completions.create(
+        model="tiny", messages=MESSAGES, n=2, stream=True, stream_options={"include_usage": True}
+    )
+    *chunks, last = list(stream)
+    for index in (0, 1):
+        choices = [chunk.choices[0] for chunk in chunks if chunk.choices[0].index == index]
+        assert (choices[0].delta.role, choices[0].delta.content) == ("assistant", "")
+        assert "".join(choice.delta.content or "" for choice in choices) == REST
+        assert [choice.finish_reason for choice in choices if choice.finish_reason] == ["stop"]
+        assert choices[-1].finish_reason == "stop"
+    assert last.choices == []
+    assert last.usage is not None and last.usage.completion_tokens == 2 * (len(REST) + 1)
+
+
+def test_chat_async_client_many_at_once(url: str) -> None:
+    async def ask_all() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+
+            async def ask(i: int) -> str:
+                messages: list[Any] = [{"role": "user", "content": f"It is {i:03}.\nIt is"}]
+                if i % 2:
+                    whole = await client.chat.completions.create(model="tiny", messages=messages)
+                    return whole.choices[0].message.content or ""
+                stream = await client.chat.completions.create(model="tiny", messages=messages, stream=True)
+                return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+            return await asyncio.gather(*(ask(i) for i in range(200)))
+
+    assert asyncio.run(ask_all()) == [f" {i:03}." for i in range(200)]
+
+
+# -- tools -----------------------------------------------------------------------------------------------------------
+
+
+def test_chat_tool_call_is_parsed(tool_client: openai.OpenAI) -> None:
+    done = tool_client.chat.completions.create(
+        model="tiny", messages=ASK_FOR_CALL, extra_body=UP_TO_THE_CALL, tools=TOOLS, tool_choice="auto"
+    )
+    (choice,) = done.choices
+    assert (choice.message.content, choice.finish_reason) == (" I will.", "tool_calls")
+    assert choice.message.tool_calls is not None
+    (call,) = choice.message.tool_calls
+    assert call.type == "function"
+    assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"city": "Bern"})
+
+
+def test_chat_tool_call_streamed_is_the_same(tool_client: openai.OpenAI) -> None:
+    stream = tool_client.chat.completions.create(
+        model="tiny", messages=ASK_FOR_CALL, extra_body=UP_TO_THE_CALL, tools=TOOLS, stream=True
+    )
+    choices = [chunk.choices[0] for chunk in stream]
+    assert "".join(choice.delta.content or "" for choice in choices) == " I will."
+    (call,) = (call for choice in choices for call in choice.delta.tool_calls or [])
+    assert call.function is not None and call.function.name == "weather"
+    assert json.loads(call.function.arguments or "") == {"city": "Bern"}
+    assert choices[-1].finish_reason == "tool_calls"
+
+
+def test_chat_tool_choice_none_returns_the_text(tool_client: openai.OpenAI) -> None:
+    done = tool_client.chat.completions.create(
+        model="tiny", messages=ASK_FOR_CALL, extra_body=UP_TO_THE_CALL, tools=TOOLS, tool_choice="none"
+    )
+    assert done.choices[0].message.content == f" I will. {CALL}"
+    assert done.choices[0].finish_reason == "stop"
+
+
+def test_chat_result_of_a_tool_reaches_the_template(tool_client: openai.OpenAI) -> None:
+    calls = [{"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Bern"}'}}]
+    messages: list[Any] = [
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "c1", "content": "It rains in Bern today.<|endoftext|>"},
+        {"role": "user", "content": "It rains"},
+    ]
+    done = tool_client.chat.completions.create(model="tiny", messages=messages, temperature=0, tools=TOOLS)
+    assert done.choices[0].message.content == " in Bern today."
+
+
+def test_chat_template_kwargs_reach_the_template(tool_client: openai.OpenAI) -> None:
+    messages: list[Any] = [{"role": "user", "content": "one line of words.<|endoftext|>\nand "}]
+    extra = {"chat_template_kwargs": {"suffix": "one line"}}
+    done = tool_client.chat.completions.create(model="tiny", messages=messages, temperature=0, extra_body=extra)
+    assert done.choices[0].message.content == " of words."
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
+        ({"tool_choice": "auto"}, "tool_choice"),
+        ({"tool_choice": "required", "tools": TOOLS}, "tool_choice"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, "tools[0].function.strict"),
+        ({"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]}, "messages[0].tool_calls[0]"),
+    ],
+)
+def test_chat_bad_tools_are_refused(tool_client: openai.OpenAI, fields: dict[str, Any], param: str) -> None:
+    messages = fields.pop("messages", MESSAGES)
+    with pytest.raises(openai.BadRequestError) as raised:
+        tool_client.chat.completions.create(model="tiny", messages=messages, extra_body=fields)
+    assert raised.value.param == param
+
+
+def test_chat_tools_that_the_template_does_not_take_are_refused(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="does not take tools"):
+        client.chat.completions.create(model="tiny", messages=MESSAGES, tools=TOOLS)

@@ -1,0 +1,102 @@
+"""Bodies to SamplingParams: every field arrives, and defaults come from the right place."""
+
+from typing import Any
+
+import pytest
+
+from nanovllm.sampling_params import SamplingParams, StructuredOutputs
+from nanovllm.server.errors import ApiError
+from nanovllm.server.protocol import ChatRequest, CompletionRequest
+from nanovllm.server.sampling import chat_params, completion_params
+
+FIELDS: dict[str, Any] = {
+    "n": 2,
+    "temperature": 0.5,
+    "top_p": 0.9,
+    "top_k": 7,
+    "min_p": 0.1,
+    "seed": 3,
+    "stop": ("x",),
+    "stop_token_ids": (4,),
+    "ignore_eos": True,
+    "min_tokens": 2,
+    "bad_words": ("bad",),
+    "presence_penalty": 0.5,
+    "frequency_penalty": -0.5,
+    "repetition_penalty": 1.5,
+    "prompt_logprobs": 3,
+    "skip_special_tokens": False,
+    "include_stop_str_in_output": True,
+    "max_tokens": 9,
+}
+AS_JSON = {name: list(value) if isinstance(value, tuple) else value for name, value in FIELDS.items()}
+
+
+def completion(**fields: Any) -> CompletionRequest:
+    return CompletionRequest.model_validate({"prompt": "x"} | fields)
+
+
+def chat(**fields: Any) -> ChatRequest:
+    return ChatRequest.model_validate({"messages": [{"role": "user", "content": "x"}]} | fields)
+
+
+def test_every_field_arrives() -> None:
+    expected = SamplingParams(**FIELDS, logprobs=4, logit_bias={5: 1.5})
+    body = completion(**AS_JSON, logprobs=4, logit_bias={"5": 1.5})
+    assert completion_params(body, {}) == expected
+    body_of_chat = chat(**AS_JSON, logprobs=True, top_logprobs=4, logit_bias={"5": 1.5})
+    assert chat_params(body_of_chat, {}, 100) == expected
+
+
+def test_null_fields_are_defaults() -> None:
+    nulls = dict.fromkeys(FIELDS)
+    assert completion_params(completion(**nulls), {}) == SamplingParams(max_tokens=16)
+    assert chat_params(chat(**nulls), {}, 100) == SamplingParams(max_tokens=None)
+
+
+def test_defaults_of_the_model_yield_to_the_body() -> None:
+    defaults = {"temperature": 0.6, "top_k": 20, "max_tokens": 64}
+    assert completion_params(completion(top_k=3), defaults) == SamplingParams(temperature=0.6, top_k=3, max_tokens=16)
+    assert chat_params(chat(temperature=0), defaults, 100) == SamplingParams(temperature=0, top_k=20, max_tokens=64)
+
+
+@pytest.mark.parametrize(("num_free_tokens", "expected"), [(100, 64), (10, 10), (0, 1), (-5, 1)])
+def test_chat_default_of_the_model_is_limited_by_the_context(num_free_tokens: int, expected: int) -> None:
+    assert chat_params(chat(), {"max_tokens": 64}, num_free_tokens).max_tokens == expected
+    assert chat_params(chat(max_completion_tokens=80), {"max_tokens": 64}, num_free_tokens).max_tokens == 80
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, None),
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, StructuredOutputs(json_object=True)),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}},
+            StructuredOutputs(json={"type": "object"}),
+        ),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, StructuredOutputs(choice=("a", "b"))),
+        ({"structured_outputs": {"json": {}}}, StructuredOutputs(json={})),
+        ({"guided_json": {"type": "object"}}, StructuredOutputs(json={"type": "object"})),
+        ({"guided_regex": "a+"}, StructuredOutputs(regex="a+")),
+        ({"guided_choice": ["a"]}, StructuredOutputs(choice=("a",))),
+    ],
+)
+def test_structured_outputs_come_from_any_of_their_fields(
+    fields: dict[str, Any], expected: StructuredOutputs | None
+) -> None:
+    assert chat_params(chat(**fields), {}, 100).structured_outputs == expected
+    assert completion_params(completion(**fields), {}).structured_outputs == expected
+
+
+def test_echo_with_logprobs_asks_for_the_prompts() -> None:
+    assert completion_params(completion(echo=True, logprobs=2), {}).prompt_logprobs == 2
+    assert completion_params(completion(echo=True, logprobs=2, prompt_logprobs=5), {}).prompt_logprobs == 5
+    assert completion_params(completion(echo=True, logprobs=2, max_tokens=0), {}).max_tokens == 1
+
+
+@pytest.mark.parametrize("key", ["x", "-1", "1.5", "", "²", "9" * 5000])
+def test_logit_bias_bad_key_is_refused(key: str) -> None:
+    with pytest.raises(ApiError, match="logit_bias"):
+        completion_params(completion(logit_bias={key: 1}), {})

@@ -1,0 +1,342 @@
+"""What the server refuses: keys, sizes, limits, the queue, and the time in it. And what salts keep apart."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from nanovllm import AsyncLLM, ConfigError, SamplingParams
+from nanovllm.server.api_keys import VARIABLE, ApiKeys, read_api_keys
+from nanovllm.server.gate import Gate, Receive, Scope, Send
+from nanovllm.server.limits import RequestLimits
+from nanovllm.server.options import ServerOptions
+from nanovllm.server.refusals import Refusal
+from nanovllm.server.site import Site, build_site
+
+KEYS = ["first-key", "second-key"]
+SECRET = "a private sentence"
+ENDLESS = {"prompt": "x", "max_tokens": 1900, "ignore_eos": True}
+
+
+# -- keys --------------------------------------------------------------------------------------------------------------
+
+
+def test_read_api_keys_from_file_and_environment(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("# ours\nfirst-key\n\n  second-key  \n")
+    assert read_api_keys(str(path), {VARIABLE: "third"}) == ["third", "first-key", "second-key"]
+    assert read_api_keys(None, {}) == []
+
+
+@pytest.mark.parametrize("content", ["", "# only a comment\n", "two words\n", "clé\n"])
+def test_read_api_keys_unusable_file_is_refused_without_showing_keys(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "keys"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match="key") as caught:
+        read_api_keys(str(path), {})
+    assert "two words" not in str(caught.value)
+
+
+def test_read_api_keys_empty_variable_does_not_open_the_server(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=VARIABLE):
+        read_api_keys(None, {VARIABLE: ""})
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_api_keys(str(tmp_path / "missing"), {})
+
+
+def test_accept_takes_any_of_the_keys_and_nothing_else() -> None:
+    keys = ApiKeys(KEYS)
+    assert all(keys.accept(value) for value in (b"Bearer first-key", b"bearer second-key", b"Bearer  first-key "))
+    for value in (b"", b"Bearer", b"Bearer ", b"first-key", b"Basic first-key", b"Bearer first-ke", b"Bearer \xff"):
+        assert not keys.accept(value)
+
+
+# -- the gate ----------------------------------------------------------------------------------------------------------
+
+
+async def echo(scope: Scope, receive: Receive, send: Send) -> None:
+    message = await receive()
+    body = json.dumps({"size": len(message["body"]), "salt": scope.get("state", {}).get("cache_salt")}).encode()
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": body})
+
+
+def make_gate(keys: list[str] | None = None, **settings: Any) -> tuple[Gate, list[str]]:
+    """The gate around `echo`, and the list that it adds the reasons of its refusals to."""
+    reasons: list[str] = []
+    settings = {"max_body_bytes": 1000, "cache_salt_per_key": False, "on_refusal": reasons.append} | settings
+    return Gate(echo, keys=ApiKeys(keys or []), **settings), reasons
+
+
+def ask(app: Any, *requests: dict[str, Any]) -> list[httpx.Response]:
+    async def main() -> list[httpx.Response]:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return [await client.request(**({"method": "POST", "url": "/v1/x"} | request)) for request in requests]
+
+    return asyncio.run(main())
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+def test_gate_without_keys_lets_everyone_in() -> None:
+    gate, reasons = make_gate()
+    (response,) = ask(gate, {"content": b"abc"})
+    assert (response.status_code, response.json()["size"], reasons) == (200, 3, [])
+
+
+def test_gate_wrong_or_missing_key_is_401_in_openais_form() -> None:
+    gate, reasons = make_gate(KEYS)
+    wrong, missing, right, health, metrics = ask(
+        gate,
+        {"headers": bearer("x")},
+        {},
+        {"headers": bearer(KEYS[1])},
+        {"method": "GET", "url": "/health"},
+        {"method": "GET", "url": "/metrics"},
+    )
+    assert [each.status_code for each in (wrong, missing, right, health, metrics)] == [401, 401, 200, 200, 401]
+    error = wrong.json()["error"]
+    assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_api_key")
+    assert wrong.headers["www-authenticate"] == "Bearer"
+    assert reasons == ["api_key"] * 3
+
+
+def test_gate_two_authorization_headers_are_refused() -> None:
+    gate, _ = make_gate(KEYS)
+    headers = [("Authorization", "Bearer first-key"), ("Authorization", "Bearer x")]
+    assert ask(gate, {"headers": headers})[0].status_code == 401
+
+
+def test_gate_salt_belongs_to_the_key() -> None:
+    gate, _ = make_gate(KEYS, cache_salt_per_key=True)
+    responses = ask(gate, *({"headers": bearer(key)} for key in (KEYS[0], KEYS[1], KEYS[0])))
+    salts = [each.json()["salt"] for each in responses]
+    assert salts[0] == salts[2] != salts[1]
+    assert not any(key in salt for key in KEYS for salt in salts)
+
+
+async def in_pieces(size: int) -> AsyncIterator[bytes]:
+    for _ in range(size // 100):
+        yield bytes(100)
+
+
+def test_gate_large_body_is_413_whether_or_not_it_says_so() -> None:
+    gate, reasons = make_gate()
+    responses = ask(
+        gate,
+        *({"content": bytes(size)} for size in (1000, 1001)),
+        *({"content": in_pieces(size)} for size in (1000, 1100)),
+    )
+    assert [each.status_code for each in responses] == [200, 413, 200, 413]
+    assert responses[2].json()["size"] == 1000
+    assert "max_body_mb" in responses[1].json()["error"]["message"]
+    assert reasons == ["body_size"] * 2
+
+
+def test_gate_draining_is_503_with_retry_after_for_everything() -> None:
+    gate, reasons = make_gate()
+    gate.is_draining = True
+    asked, health = ask(gate, {}, {"method": "GET", "url": "/health"})
+    assert asked.status_code == health.status_code == 503
+    assert asked.headers["retry-after"] == "1"
+    assert reasons == ["draining"] * 2
+
+
+# -- limits ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"n": 5}, "n"),
+        ({"logprobs": 4}, "logprobs"),
+        ({"top_logprobs": 4}, "top_logprobs"),
+        ({"prompt_logprobs": 4}, "prompt_logprobs"),
+        ({"prompt": ["a"] * 7}, "prompt"),
+        ({"prompt": [[1]] * 7}, "prompt"),
+        ({"prompt": "a" * 101}, "prompt"),
+        ({"prompt": ["a", "a" * 101]}, "prompt"),
+        ({"messages": [{"content": ""}] * 7}, "messages"),
+        ({"messages": [{"content": "a" * 51}, {"content": [{"text": "a" * 50}]}]}, "messages"),
+        ({"stop": ["a"] * 7}, "stop"),
+        ({"logit_bias": dict.fromkeys("abcdefg", 1)}, "logit_bias"),
+        ({"tools": [{}] * 7}, "tools"),
+    ],
+)
+def test_limits_too_much_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
+    options = ServerOptions(max_n=4, max_logprobs=3, max_list_items=6, max_prompt_chars=100)
+    with pytest.raises(Refusal) as caught:
+        RequestLimits(options, max_model_len=2048).check(fields)
+    assert (caught.value.status, caught.value.param) == (400, param)
+
+
+def test_limits_allow_what_is_just_enough() -> None:
+    options = ServerOptions(max_n=4, max_logprobs=3, max_list_items=6, max_prompt_chars=100)
+    limits = RequestLimits(options, max_model_len=2048)
+    limits.check({"n": 4, "logprobs": 3, "prompt": ["a" * 100] * 6, "stop": "a" * 1000, "tools": None})
+    limits.check({"logprobs": True, "prompt": [1] * 1000, "messages": [{"content": None}, {"content": "a" * 100}]})
+    assert RequestLimits(ServerOptions(), max_model_len=2048).max_prompt_chars == 16 * 2048
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({name: 0} for name in ("max_queue", "max_n", "max_list_items", "max_wait_s", "max_body_mb")),
+        *({"port": 70000}, {"host": ""}, {"drain_s": -1.0}, {"max_logprobs": 21}, {"served_model_name": ("",)}),
+        *({"allowed_origins": (origin,)} for origin in ("example.org", "https://example.org/", "")),
+    ],
+)
+def test_options_bad_value_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"^{next(iter(options))}="):
+        ServerOptions(**options)
+
+
+# -- the queue, over an engine -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def engine(retrieval_model: Path, one_thread: None) -> Iterator[AsyncLLM]:
+    """It runs one answer at a time."""
+    engine = AsyncLLM(
+        retrieval_model,
+        device="cpu",
+        max_model_len=2048,
+        num_kvcache_blocks=64,
+        max_num_batched_tokens=512,
+        max_num_seqs=1,
+    )
+    yield engine
+    assert not engine.is_failed
+    engine.close()
+
+
+@asynccontextmanager
+async def connected(site: Site) -> AsyncIterator[Callable[..., Awaitable[httpx.Response]]]:
+    """A function that sends a completion request. What is open in the end is aborted."""
+    transport = httpx.ASGITransport(site.app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=30) as client:
+
+        async def complete(headers: dict[str, str] | None = None, **body: Any) -> httpx.Response:
+            return await client.post("/v1/completions", json=body, headers=headers)
+
+        yield complete
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    for _ in range(5000):
+        if condition():
+            return
+        await asyncio.sleep(0.002)
+    raise AssertionError("the condition has not become true")
+
+
+def make_site(engine: AsyncLLM, keys: list[str] | None = None, **options: Any) -> Site:
+    return build_site(engine, ServerOptions(**options), ApiKeys(keys or []), "tiny")
+
+
+def test_queue_full_is_429_with_retry_after(engine: AsyncLLM) -> None:
+    async def main() -> None:
+        site = make_site(engine, max_queue=2)
+        async with connected(site) as complete:
+            running = asyncio.ensure_future(complete(**ENDLESS))
+            await until(lambda: engine.llm.stats()["num_running"] == 1 and site.queue.num_waiting == 0)
+            waiting = asyncio.ensure_future(complete(**ENDLESS, n=2))
+            await until(lambda: site.queue.num_waiting == 2)
+            refused = await complete(prompt="x")
+            assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+            assert int(refused.headers["retry-after"]) >= 1
+            never = await complete(prompt="x", n=3)
+            assert never.status_code == 400
+            for task in (running, waiting):
+                task.cancel()
+            await until(lambda: site.queue.num_open == 0)
+            assert site.queue.num_waiting == 0
+            assert (await complete(prompt="x", max_tokens=1)).status_code == 200
+        assert 'reason="queue"} 1.0' in site.metrics.render().decode()
+
+    asyncio.run(main())
+
+
+def test_queue_waited_too_long_is_503_and_aborted(engine: AsyncLLM) -> None:
+    async def main() -> None:
+        site = make_site(engine, max_wait_s=0.2)
+        async with connected(site) as complete:
+            running = asyncio.ensure_future(complete(**ENDLESS))
+            await until(lambda: engine.llm.stats()["num_running"] == 1 and site.queue.num_waiting == 0)
+            whole, streamed = await asyncio.gather(complete(**ENDLESS), complete(**ENDLESS, stream=True))
+            assert (whole.status_code, whole.json()["error"]["code"]) == (503, "service_unavailable")
+            assert "retry-after" in whole.headers
+            assert "max_wait_s=0.2" in streamed.text
+            assert site.queue.num_waiting == 0
+            await until(lambda: engine.llm.stats()["num_waiting"] == 0)  # an abort takes effect after the step
+            assert not running.done()  # it has begun, so it may take its time
+            running.cancel()
+            await until(lambda: site.queue.num_open == 0)
+
+    asyncio.run(main())
+
+
+def test_queue_request_that_is_refused_leaves_no_trace(engine: AsyncLLM) -> None:
+    async def main() -> None:
+        site = make_site(engine)
+        async with connected(site) as complete:
+            for body in ({"prompt": "x", "max_tokens": 5000}, {"prompt": [999999]}, {"prompt": "x", "temperature": -1}):
+                assert (await complete(**body)).status_code == 400
+            assert site.queue.num_open == site.queue.num_waiting == 0
+
+    asyncio.run(main())
+
+
+def test_cache_salt_per_key_keeps_users_apart(engine: AsyncLLM) -> None:
+    async def main() -> list[int]:
+        site = make_site(engine, KEYS, cache_salt_per_key=True)
+        prompt = "what one user asks, nobody else shall find out. " * 12
+        cached = []
+        async with connected(site) as complete:
+            for key, salt in [(0, None), (1, None), (0, None), (1, None), (0, "mine"), (0, "mine")]:
+                done = await complete(bearer(KEYS[key]), prompt=prompt, max_tokens=1, cache_salt=salt)
+                cached.append(done.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+        return cached
+
+    cached = asyncio.run(main())
+    assert [bool(num) for num in cached] == [False, False, True, True, False, True]
+
+
+def test_logs_hold_nothing_of_the_text(engine: AsyncLLM, caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        async with connected(make_site(engine, max_prompt_chars=100)) as complete:
+            for body in ({"prompt": SECRET, "max_tokens": 2}, {"prompt": SECRET * 9}, {"prompt": SECRET, SECRET: 1}):
+                await complete(**body)
+
+    with caplog.at_level("DEBUG"):
+        asyncio.run(main())
+    assert SECRET not in caplog.text
+
+
+def test_allowed_origins_are_off_unless_asked_for(engine: AsyncLLM) -> None:
+    origin = {"Origin": "https://example.org"}
+    asked = {"method": "OPTIONS", "headers": origin | {"Access-Control-Request-Method": "POST"}, "url": "/v1/models"}
+    (closed,) = ask(make_site(engine, KEYS).app, asked)
+    (opened,) = ask(make_site(engine, KEYS, allowed_origins=("https://example.org",)).app, asked)
+    assert "access-control-allow-origin" not in closed.headers
+    assert opened.headers["access-control-allow-origin"] == "https://example.org"
+
+
+def test_queue_counts_each_answer_until_it_ends(engine: AsyncLLM) -> None:
+    async def main() -> None:
+        site = make_site(engine)
+        stream = await site.queue.submit([[1, 2, 3]], SamplingParams(max_tokens=2, n=3))
+        assert site.queue.num_open == 3
+        assert len(await stream.outputs()) == 3
+        stream.close()
+        assert site.queue.num_open == site.queue.num_waiting == 0
+
+    asyncio.run(main())

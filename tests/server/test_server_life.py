@@ -1,0 +1,328 @@
+"""The life of a server process: signals, faults, clients that leave. Every request ends, and so does every process."""
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from server_process import LIMIT_S, ServerProcess, server_process
+
+from nanovllm.cli import main as cli
+
+SHORT = {"prompt": "The passkey is 4711.\nThe passkey is", "max_tokens": 200, "ignore_eos": True}
+SECRET = "a private sentence"
+ENDLESS = SHORT | {"max_tokens": 4000}
+
+
+@contextmanager
+def clients(num: int = 8) -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(num) as pool:
+        yield pool
+
+
+def complete(server: ServerProcess, **body: Any) -> httpx.Response:
+    return httpx.post(f"{server.url}/v1/completions", json=body, timeout=LIMIT_S)
+
+
+def events(response: httpx.Response) -> list[Any]:
+    """The events of a stream, which must be whole, and end with [DONE]."""
+    blocks = response.text.split("\n\n")
+    assert blocks.pop() == ""
+    assert blocks.pop() == "data: [DONE]"
+    return [json.loads(block.removeprefix("data: ")) for block in blocks]
+
+
+def last_reason(response: httpx.Response) -> str | None:
+    body = events(response)[-1] if response.headers["content-type"].startswith("text/event-stream") else response.json()
+    reason: str | None = body["choices"][0]["finish_reason"]
+    return reason
+
+
+def start_load(server: ServerProcess, pool: ThreadPoolExecutor, **body: Any) -> list[Future[httpx.Response]]:
+    """Two streams and two whole answers, all of them running."""
+    started = [pool.submit(partial(complete, server, stream=i % 2 == 0, **body)) for i in range(4)]
+    server.wait_for_metric("num_requests_running", 4)
+    return started
+
+
+def connect(server: ServerProcess, data: bytes = b"") -> socket.socket:
+    url = httpx.URL(server.url)
+    client = socket.create_connection((url.host, url.port), timeout=LIMIT_S)
+    client.sendall(data)
+    return client
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port: int = free.getsockname()[1]
+    return port
+
+
+def wait_until_healthy(server: ServerProcess) -> int:
+    """How many connections were refused before one was answered, which must have been with status 200."""
+    num_refused = 0
+    while True:
+        try:
+            assert httpx.get(f"{server.url}/health").status_code == 200
+            return num_refused
+        except httpx.ConnectError:
+            assert server.process.exitcode is None
+            num_refused += 1
+            time.sleep(0.01)
+
+
+def as_http(body: dict[str, Any]) -> bytes:
+    content = json.dumps(body).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: "
+    return f"{head}{len(content)}\r\n\r\n".encode() + content
+
+
+# -- the port ----------------------------------------------------------------------------------------------------------
+
+
+def test_port_in_use_is_one_line_before_the_model_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert cli.main(["serve", "--model", "./no/such/model", "--port", port]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and f"--port={port}" in lines[0] and "already in use" in lines[0]
+
+
+def test_host_unknown_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", "--model", "./no/such/model", "--host", "256.0.0.1"]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_extra_missing_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    assert cli.main(["serve", "--model", "demo"]) == 2
+    assert "needs uvicorn; run: pip install 'nanovllm[server]'" in capsys.readouterr().err
+
+
+def load_slowly(engine: Any) -> None:
+    time.sleep(0.5)
+
+
+def test_killed_server_starts_again_on_its_port_and_is_ready_only_when_warm(
+    retrieval_model: Path, tmp_path: Path
+) -> None:
+    with server_process(retrieval_model, tmp_path / "first") as server, clients() as pool:
+        port = httpx.URL(server.url).port
+        started = start_load(server, pool, **ENDLESS)
+        server.send(signal.SIGKILL)
+        assert server.wait() == -signal.SIGKILL
+        for each in started:
+            with pytest.raises(httpx.TransportError):
+                each.result()
+    again = server_process(
+        retrieval_model, tmp_path / "second", options={"port": port}, change=load_slowly, waits=False
+    )
+    with again as server:
+        server.url = f"http://127.0.0.1:{port}"
+        assert wait_until_healthy(server) > 10
+        assert complete(server, **SHORT).status_code == 200
+        assert server.metric("engine_steps_total") > SHORT["max_tokens"] + 1  # those of the warm-up are among them
+        server.send(signal.SIGINT)
+        assert server.wait() == 0
+
+
+def listen_on(port: int, engine: Any) -> None:
+    engine.rival = socket.create_server(("127.0.0.1", port))
+
+
+def test_port_that_a_rival_takes_during_the_load_is_named(retrieval_model: Path, tmp_path: Path) -> None:
+    """Two sockets may be bound to a port as long as neither listens."""
+    port = free_port()
+    change, options = partial(listen_on, port), {"port": port}
+    with server_process(retrieval_model, tmp_path / "log", change=change, options=options, waits=False) as server:
+        assert server.wait() == 1
+        assert f"ConfigError: port={port} of host=127.0.0.1 cannot be used" in server.log.read_text()
+
+
+# -- signals -----------------------------------------------------------------------------------------------------------
+
+
+def test_sigterm_under_load_finishes_what_is_open(retrieval_model: Path, tmp_path: Path) -> None:
+    with server_process(retrieval_model, tmp_path / "log") as server, clients() as pool, httpx.Client() as idle:
+        idle.get(f"{server.url}/health")  # stays connected
+        body = SHORT | {"max_tokens": 600}
+        started = start_load(server, pool, **body)
+        server.send(signal.SIGTERM)
+        time.sleep(0.3)
+        with pytest.raises(httpx.TransportError):
+            idle.get(f"{server.url}/health")
+        assert [last_reason(each.result()) for each in started] == ["length"] * 4
+        assert started[1].result().json()["usage"]["completion_tokens"] == 600
+        assert server.wait() == 0
+
+
+def test_sigterm_beyond_the_limit_aborts_with_a_last_event(retrieval_model: Path, tmp_path: Path) -> None:
+    """A client that does not read, and one that never sends its whole body, do not hold up the end."""
+    options = {"drain_s": 0.3}
+    with server_process(retrieval_model, tmp_path / "log", options=options) as server, clients() as pool:
+        slow = connect(server, as_http(ENDLESS | {"stream": True, "logprobs": 5}))
+        half = connect(server, as_http(ENDLESS)[:-10])
+        server.wait_for_metric("num_requests_running", 1)
+        started = [pool.submit(partial(complete, server, stream=i % 2 == 0, **ENDLESS)) for i in range(4)]
+        server.wait_for_metric("num_requests_running", 5)
+        start_s = time.monotonic()
+        server.send(signal.SIGTERM)
+        responses = [each.result() for each in started]
+        assert [last_reason(each) for each in responses] == ["abort"] * 4
+        assert all(choice["text"] for each in responses[1::2] for choice in each.json()["choices"])
+        assert server.wait() == 0
+        assert time.monotonic() - start_s < 10
+        slow.close()
+        half.close()
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_second_signal_ends_at_once(retrieval_model: Path, tmp_path: Path, signum: signal.Signals) -> None:
+    with server_process(retrieval_model, tmp_path / "log") as server, clients() as pool:
+        started = start_load(server, pool, **ENDLESS)
+        server.send(signum)
+        time.sleep(0.2)
+        assert server.process.exitcode is None
+        start_s = time.monotonic()
+        server.send(signum)
+        assert server.wait() == 128 + signum
+        assert time.monotonic() - start_s < 2
+        for each in started:
+            with pytest.raises(httpx.TransportError):
+                each.result()
+
+
+def load_forever(engine: Any) -> None:
+    time.sleep(LIMIT_S)
+
+
+def test_sigterm_while_loading_ends_with_143(retrieval_model: Path, tmp_path: Path) -> None:
+    with server_process(retrieval_model, tmp_path / "log", change=load_forever, waits=False) as server:
+        server.wait_for_log("loading")
+        server.send(signal.SIGTERM)
+        assert server.wait() == 128 + signal.SIGTERM
+
+
+# -- faults ------------------------------------------------------------------------------------------------------------
+
+
+def fail_in_a_step(engine: Any) -> None:
+    """After 100 steps."""
+    executor = engine.llm.engine.executor
+    launch, num_steps = executor.launch, iter(range(100))
+
+    def launch_or_fail(plan: Any) -> Any:
+        if next(num_steps, None) is None:
+            raise RuntimeError("a simulated fault of the GPU")
+        return launch(plan)
+
+    executor.launch = launch_or_fail
+
+
+def test_step_that_raises_answers_everyone_and_ends_with_status_1(retrieval_model: Path, tmp_path: Path) -> None:
+    with server_process(retrieval_model, tmp_path / "log", change=fail_in_a_step) as server, clients() as pool:
+        started = start_load(server, pool, **ENDLESS)
+        responses = [each.result() for each in started]
+        errors = [events(each)[-1] if i % 2 == 0 else each.json() for i, each in enumerate(responses)]
+        assert all("a simulated fault of the GPU" in each["error"]["message"] for each in errors)
+        assert [each.status_code for each in responses] == [200, 503] * 2
+        assert httpx.get(f"{server.url}/health").status_code == 503
+        assert complete(server, **SHORT).status_code == 503
+        assert server.metric("engine_is_running") == 0
+        assert server.wait() == 1
+        assert "the engine has failed" in server.log.read_text()
+
+
+def fail_during_warm_up(engine: Any) -> None:
+    def fail(plan: Any) -> Any:
+        raise RuntimeError("a simulated fault of the GPU")
+
+    engine.llm.engine.executor.launch = fail
+
+
+def test_step_that_raises_during_the_warm_up_ends_with_status_1(retrieval_model: Path, tmp_path: Path) -> None:
+    with server_process(retrieval_model, tmp_path / "log", change=fail_during_warm_up, waits=False) as server:
+        assert server.wait() == 1
+        assert "is served at" not in server.log.read_text()
+
+
+def fail_in_the_tokenizer(engine: Any) -> None:
+    tokenizer = engine.llm.tokenizer
+    encode = tokenizer.encode
+
+    def encode_or_fail(text: str, **options: Any) -> Any:
+        if text == SECRET:
+            raise RuntimeError(f"a simulated fault of the tokenizer for {text}")
+        return encode(text, **options)
+
+    tokenizer.encode = encode_or_fail
+
+
+def test_faulty_tokenizer_and_vanished_clients_harm_nobody_else(retrieval_model: Path, tmp_path: Path) -> None:
+    """Clients vanish after connecting, in the head, in the body, before the first token, and in the middle."""
+    with server_process(retrieval_model, tmp_path / "log", change=fail_in_the_tokenizer) as server:
+        failed = complete(server, prompt=SECRET)
+        assert (failed.status_code, failed.json()["error"]["code"]) == (500, "internal_error")
+        server.wait_for_log("RuntimeError")
+        assert SECRET not in server.log.read_text() + failed.text
+        for is_streamed in (False, True):
+            request = as_http(ENDLESS | {"stream": is_streamed})
+            for num_bytes in (0, 20, len(request) - 5, len(request)):
+                connect(server, request[:num_bytes]).close()
+            running = connect(server, request)
+            server.wait_for_metric("num_requests_running", 1)
+            if is_streamed:
+                assert b"200 OK" in running.recv(100)
+            running.close()
+            server.wait_for_metric("num_requests_running", 0)
+        assert server.metric("num_answers_in_queue") == 0
+        assert complete(server, **SHORT).json()["choices"][0]["text"].startswith(" 4711.")
+        server.send(signal.SIGTERM)
+        assert server.wait() == 0
+
+
+def fill_the_disk(engine: Any) -> None:
+    """From now on, nothing can be written to the log."""
+    full = os.open("/dev/full", os.O_WRONLY)
+    for descriptor in (1, 2):
+        os.dup2(full, descriptor)
+    fail_in_the_tokenizer(engine)
+
+
+def test_full_disk_of_the_log_harms_nobody(retrieval_model: Path, tmp_path: Path) -> None:
+    port = free_port()
+    options = {"port": port}
+    started = server_process(retrieval_model, tmp_path / "log", change=fill_the_disk, options=options, waits=False)
+    with started as server:
+        server.url = f"http://127.0.0.1:{port}"
+        wait_until_healthy(server)
+        assert complete(server, prompt=SECRET).status_code == 500  # which is logged
+        assert complete(server, **SHORT).status_code == 200
+        server.send(signal.SIGTERM)
+        assert server.wait() == 0
+
+
+def write_pid_of_rank(engine: Any) -> None:
+    (worker,) = engine.llm.engine.executor._group._workers
+    print(f"rank 1 is {worker.process.pid}", flush=True)
+
+
+def test_dead_rank_ends_an_idle_server_with_status_1(retrieval_model: Path, tmp_path: Path) -> None:
+    """Nobody asks anything, so no step notices."""
+    engine = {"device": "cpu", "max_model_len": 512, "num_kvcache_blocks": 8, "tensor_parallel_size": 2}
+    with server_process(retrieval_model, tmp_path / "log", change=write_pid_of_rank, engine=engine) as server:
+        os.kill(int(server.log.read_text().partition("rank 1 is ")[2].split()[0]), signal.SIGKILL)
+        start_s = time.monotonic()
+        assert server.wait() == 1
+        assert time.monotonic() - start_s < 10
+        assert "rank 1 died" in server.log.read_text()

@@ -1,0 +1,147 @@
+"""/metrics: what it counts, that servers do not share it, and that a failed engine does not break it."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from nanovllm import AsyncLLM, EngineError
+from nanovllm.core.outputs import RequestOutput
+from nanovllm.server.api_keys import ApiKeys
+from nanovllm.server.metrics import Metrics
+from nanovllm.server.options import ServerOptions
+from nanovllm.server.site import build_site
+
+OUTPUT: RequestOutput = {
+    "text": "abc",
+    "token_ids": [1, 2, 3],
+    "prompt_token_ids": [4] * 10,
+    "finish_reason": "stop",
+    "num_prompt_tokens": 10,
+    "num_cached_tokens": 6,
+    "ttft_s": 0.2,
+    "tpot_s": 0.01,
+}
+STATS = {"num_running": 3, "num_waiting": 2, "num_preemptions": 1, "load_byte_per_s": None, "guess_acceptance": 0.5}
+
+
+def values(rendered: bytes) -> dict[str, float]:
+    """Name of each sample, without our prefix, and with its labels other than the model's -> value."""
+    found = {}
+    for family in text_string_to_metric_families(rendered.decode()):
+        for sample in family.samples:
+            assert sample.labels.pop("model_name") == "tiny"
+            labels = ",".join(sample.labels.values())
+            found[sample.name.removeprefix("nanovllm:") + (f"[{labels}]" if labels else "")] = sample.value
+    return found
+
+
+def test_metrics_count_answers_and_refusals() -> None:
+    metrics = Metrics("tiny")
+    metrics.answer_ended(OUTPUT)
+    metrics.answer_ended(OUTPUT | {"finish_reason": "length", "ttft_s": None, "tpot_s": None})
+    metrics.answers_abandoned(2)
+    metrics.refused("queue")
+    found = values(metrics.render())
+    expected = {
+        "prompt_tokens_total": 20,
+        "generation_tokens_total": 6,
+        "prefix_cache_hits_total": 12,
+        "request_success_total[stop]": 1,
+        "request_success_total[length]": 1,
+        "request_success_total[abort]": 2,
+        "requests_refused_total[queue]": 1,
+        "time_to_first_token_seconds_count": 1,
+        "time_to_first_token_seconds_sum": 0.2,
+        "time_to_first_token_seconds_bucket[0.1]": 0,
+        "time_to_first_token_seconds_bucket[0.25]": 1,
+        "time_per_output_token_seconds_count": 1,
+    }
+    assert {name: found[name] for name in expected} == pytest.approx(expected)
+
+
+def test_metrics_read_the_engine_when_they_are_rendered() -> None:
+    metrics = Metrics("tiny")
+    stats: dict[str, Any] = dict(STATS)
+    metrics.watch(lambda: stats, lambda: 7)
+    assert values(metrics.render())["num_requests_running"] == 3
+    stats["num_running"] = 4
+    found = values(metrics.render())
+    expected = {
+        "num_requests_running": 4,
+        "num_requests_waiting": 2,
+        "num_preemptions_total": 1,
+        "spec_decode_draft_acceptance_rate": 0.5,
+        "num_answers_in_queue": 7,
+        "engine_is_running": 1,
+    }
+    assert {name: found[name] for name in expected} == expected
+    assert "load_bytes_per_second" not in found  # it has not been measured
+    stats |= {"num_gpu_blocks": 4, "num_free_gpu_blocks": 4, "num_cpu_blocks": 8, "num_free_cpu_blocks": 6}
+    assert values(metrics.render())["kv_cache_usage_perc"] == 0.25
+
+
+def test_metrics_failed_engine_leaves_the_counters() -> None:
+    def raise_error() -> dict[str, Any]:
+        raise EngineError("a step failed")
+
+    metrics = Metrics("tiny")
+    metrics.watch(raise_error, lambda: 0)
+    metrics.answers_abandoned(1)
+    found = values(metrics.render())
+    assert (found["engine_is_running"], found["request_success_total[abort]"]) == (0, 1)
+    assert "num_requests_running" not in found
+
+
+def test_metrics_of_two_servers_are_separate() -> None:
+    one, other = Metrics("tiny"), Metrics("tiny")
+    one.refused("queue")
+    assert "requests_refused_total[queue]" not in values(other.render())
+
+
+@pytest.fixture
+def engine(retrieval_model: Path, one_thread: None) -> Iterator[AsyncLLM]:
+    engine = AsyncLLM(
+        retrieval_model,
+        device="cpu",
+        max_model_len=1024,
+        max_num_batched_tokens=256,
+        enable_cpu_offload=True,
+        kvcache_block_size=256,
+        num_gpu_blocks=2,
+        num_cpu_blocks=16,
+        cpu_attention="off",
+        speculation="prompt_lookup",
+    )
+    yield engine
+    engine.close()
+
+
+def test_metrics_over_http_show_requests_blocks_and_guesses(engine: AsyncLLM) -> None:
+    """With two slots and a prompt of four blocks, blocks are streamed, and the answer copies the prompt."""
+
+    async def main() -> dict[str, float]:
+        site = build_site(engine, ServerOptions(), ApiKeys([]), "tiny")
+        transport = httpx.ASGITransport(site.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            body = {"prompt": "The passkey is 4711, says the captain. " * 22 + "The", "max_tokens": 20}
+            for _ in range(2):
+                assert (await client.post("/v1/completions", json=body)).status_code == 200
+            assert (await client.post("/v1/completions", json=body | {"n": 1000})).status_code == 400
+            response = await client.get("/metrics")
+            assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
+            return values(response.content)
+
+    found = asyncio.run(main())
+    assert found["request_success_total[length]"] == 2
+    assert found["generation_tokens_total"] == 40
+    assert found["prefix_cache_hits_total"] > 0
+    assert found["requests_refused_total[n]"] == 1
+    for name in ("num_resident_blocks", "streamed_block_reads_total", "loaded_bytes_total", "num_cpu_blocks"):
+        assert found[name] > 0, name
+    assert found["spec_decode_num_accepted_tokens_total"] > 0
+    assert found["num_requests_running"] == found["num_requests_waiting"] == found["num_answers_in_queue"] == 0

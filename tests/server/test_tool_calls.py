@@ -1,0 +1,178 @@
+"""Tool calls in an answer's text, in both formats, however the text is split."""
+
+import json
+import time
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanovllm.server.tool_calls import HERMES, LLAMA, CallFormat, ToolCallDelta, ToolCallParser, make_parser
+
+FORMATS = pytest.mark.parametrize("call_format", [HERMES, LLAMA], ids=["hermes", "llama"])
+CALL = '{"name": "weather", "arguments": {"city": "Zürich {\\"}"}}'
+LLAMA_CALL = '{"name": "add", "parameters": {"a": [1, {"b": null}], "c": "; "}}'
+FRAGMENTS = (
+    *("<tool_call>", "</tool_call>", "<tool_", "call>", "<|python_tag|>", "<|python", ";", " ", "\n", "<", "{", "}"),
+    *('"', "\\", "text", "0", "[", "]", ":", CALL, LLAMA_CALL, '{"name": "f"}', '{"a": 1}', '{"name": "f", "'),
+    *(f"<tool_call>\n{CALL}\n</tool_call>", f"<|python_tag|>{LLAMA_CALL}", '{"name": "f", "parameters": 3}'),
+)
+TEXTS = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=3), max_size=8).map("".join)
+
+
+def parse(call_format: CallFormat, pieces: list[str]) -> list[str | tuple[str, str]]:
+    """Everything a parser returns: contents, adjacent ones joined, and the calls' names and arguments."""
+    parser = ToolCallParser(call_format)
+    deltas = [delta for piece in pieces for delta in parser.feed(piece)] + parser.finish()
+    joined: list[str | tuple[str, str]] = []
+    for delta in deltas:
+        if isinstance(delta, ToolCallDelta):
+            joined.append((delta.name, delta.arguments))
+        elif joined and isinstance(joined[-1], str):
+            joined[-1] += delta
+        else:
+            joined.append(delta)
+    calls = [delta for delta in deltas if isinstance(delta, ToolCallDelta)]
+    assert [call.call_index for call in calls] == list(range(len(calls)))
+    assert len({call.call_id for call in calls}) == len(calls)
+    return joined
+
+
+def split(text: str, cuts: list[int]) -> list[str]:
+    edges = [0, *sorted(cut % (len(text) + 1) for cut in cuts), len(text)]
+    return [text[start:end] for start, end in pairwise(edges)]
+
+
+def calls_by_json(call_format: CallFormat, text: str) -> list[tuple[str, str]]:
+    """The oracle: try json's own decoder after each opening of the whole text."""
+    calls = []
+    position, may_begin = 0, call_format.is_bare
+    while True:
+        if not may_begin:
+            found = text.find(call_format.opening, position)
+            if found < 0:
+                return calls
+            position = found + len(call_format.opening)
+        may_begin = False
+        start = len(text) - len(text[position:].lstrip(" \t\r\n"))
+        try:
+            value, end = json.JSONDecoder().raw_decode(text, start)
+        except ValueError:
+            continue
+        after = text[end:].lstrip(" \t\r\n") if call_format.closing else text[end:]
+        keys = [key for key in call_format.argument_keys if isinstance(value, dict) and key in value]
+        arguments = value[keys[0]] if keys else {}
+        has_keys = bool(keys) or not call_format.needs_arguments
+        is_call = isinstance(value, dict) and bool(value.get("name")) and has_keys and isinstance(arguments, dict)
+        if not is_call or value.keys() - {"name", *keys} or not after.startswith(call_format.closing):
+            continue
+        calls.append((value["name"], json.dumps(arguments, ensure_ascii=False)))
+        position = len(text) - len(after) + len(call_format.closing)
+        rest = text[position:].lstrip(" \t\r\n")
+        if call_format.separator and rest.startswith(call_format.separator):
+            position, may_begin = len(text) - len(rest) + 1, True
+
+
+@FORMATS
+@settings(max_examples=300, deadline=None)
+@given(text=TEXTS, cuts=st.lists(st.integers(0, 1000), max_size=12))
+def test_parser_any_split_gives_the_same_result(call_format: CallFormat, text: str, cuts: list[int]) -> None:
+    whole = parse(call_format, [text])
+    assert parse(call_format, split(text, cuts)) == whole
+    assert parse(call_format, list(text)) == whole
+
+
+@FORMATS
+@settings(max_examples=300, deadline=None)
+@given(text=TEXTS)
+def test_parser_finds_the_calls_that_json_finds_and_keeps_the_rest(call_format: CallFormat, text: str) -> None:
+    parsed = parse(call_format, [text])
+    calls = [part for part in parsed if isinstance(part, tuple)]
+    assert calls == calls_by_json(call_format, text)
+    position = 0
+    for content in (part for part in parsed if isinstance(part, str)):
+        position = text.index(content, position) + len(content)
+    if not calls:
+        assert "".join(content for content in parsed if isinstance(content, str)) == text
+
+
+def test_hermes_several_calls_and_text_around_them() -> None:
+    text = f"Let me see.\n\n<tool_call>\n{CALL}\n</tool_call>\n<tool_call>{CALL}</tool_call>\nDone."
+    call = ("weather", '{"city": "Zürich {\\"}"}')
+    assert parse(HERMES, list(text)) == ["Let me see.", call, call, "\nDone."]
+
+
+def test_hermes_tag_inside_an_argument_does_not_end_the_call() -> None:
+    arguments = json.dumps({"text": "a </tool_call> b <tool_call> c"})
+    text = f'<tool_call>{{"name": "write", "arguments": {arguments}}}</tool_call>'
+    assert parse(HERMES, [text]) == [("write", arguments)]
+
+
+def test_hermes_call_without_arguments_has_an_empty_object() -> None:
+    assert parse(HERMES, ['<tool_call>{"name": "now"}</tool_call>\n']) == [("now", "{}")]
+
+
+def test_llama_calls_with_and_without_the_tag() -> None:
+    call = ("add", '{"a": [1, {"b": null}], "c": "; "}')
+    assert parse(LLAMA, [f"\n{LLAMA_CALL}; {LLAMA_CALL}\n"]) == [call, call]
+    assert parse(LLAMA, [f"<|python_tag|>{LLAMA_CALL};{LLAMA_CALL}"]) == [call, call]
+    assert parse(LLAMA, [f"I add. <|python_tag|>{LLAMA_CALL}"]) == ["I add.", call]
+    assert parse(LLAMA, [f"I add. {LLAMA_CALL}"]) == [f"I add. {LLAMA_CALL}"]
+    assert parse(LLAMA, [f"{LLAMA_CALL}; that is all"]) == [call, "; that is all"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"name": "f", "arguments": {}',  # not complete
+        '{"name": "f", "arguments": {"x": NaN}}',
+        '{"name": "f", "arguments": {"x": 1e999}}',
+        '{"name": "f", "arguments": {"x": "\\ud800"}}',
+        '{"name": "f", "arguments": "{}"}',
+        '{"name": "f", "arguments": {}, "more": 1}',
+        '{"name": "", "arguments": {}}',
+        '{"name": ["f"], "arguments": {}}',
+        '{"arguments": {}}',
+        '{"name": "f", "arguments": {"x": "a\nb"}}',
+        '{"name": "f", "arguments": {"x": ' + "9" * 5000 + "}}",
+        '{"name": "f", "arguments": ' + '{"x": ' * 100_000 + "1" + "}" * 100_001,
+    ],
+)
+def test_parser_what_is_not_a_valid_call_is_content(text: str) -> None:
+    tagged = f"<tool_call>{text}</tool_call>"
+    assert parse(HERMES, [tagged]) == [tagged]
+    assert parse(LLAMA, [text]) == [text]
+
+
+def test_hermes_broken_call_does_not_swallow_the_next() -> None:
+    broken = '<tool_call>\n{"name": "f, "arguments": {}}\n</tool_call>'
+    assert parse(HERMES, [f"{broken}\n<tool_call>{CALL}</tool_call>"])[0] == broken
+    assert len(parse(HERMES, [f"{broken}\n<tool_call>{CALL}</tool_call>"])) == 2
+
+
+def test_parser_content_streams_at_once() -> None:
+    parser = ToolCallParser(HERMES)
+    assert [parser.feed(text) for text in ("Hel", "lo <tool", " x")] == [["Hel"], ["lo"], [" <tool x"]]
+
+
+@pytest.mark.parametrize("unit", ['<tool_call>{"', "<tool_call>{", '<tool_call>{"a', '<tool_call>"', "</tool_call>"])
+def test_parser_time_is_linear_in_the_text(unit: str) -> None:
+    """The server parses on the thread that serves all connections."""
+    start_s = time.process_time()
+    parse(HERMES, ['<tool_call>{"' + unit * 100_000])
+    assert time.process_time() - start_s < 5
+
+
+def test_make_parser_chooses_by_template_or_architecture() -> None:
+    formats = {
+        "{%- for t in tools %}<tools>{{ t }}</tools>{% endfor %}<tool_call>": HERMES,
+        '{{ \'Respond in the format {"name": function name, "parameters": dictionary of\' }}': LLAMA,
+        "Qwen3ForCausalLM": HERMES,
+        "LlamaForCausalLM": LLAMA,
+    }
+    for source, call_format in formats.items():
+        parser = make_parser(source)
+        assert parser is not None and parser.call_format == call_format
+    assert make_parser("{{ messages }}") is None
+    assert make_parser("<tool_call>\n<function=example_function_name>") is None

@@ -1,0 +1,47 @@
+"""A real uvicorn server in a thread, for tests of the HTTP API."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import uvicorn
+
+from nanovllm import AsyncLLM
+from nanovllm.server import ServerSettings, make_app
+
+SETTINGS = ServerSettings(model_names=("tiny", "alias/of tiny"))
+START_LIMIT_S = 20
+
+
+@contextmanager
+def http_server(engine: AsyncLLM, settings: ServerSettings = SETTINGS, **options: Any) -> Iterator[str]:
+    """Serve the engine, and yield the server's URL. The engine stays open."""
+    config = uvicorn.Config(make_app(engine, settings), port=0, log_level="error", **options)
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    deadline_s = time.monotonic() + START_LIMIT_S
+    while not server.started:
+        assert thread.is_alive() and time.monotonic() < deadline_s, "the server has not started"
+        time.sleep(0.005)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = server.force_exit = True
+        thread.join()
+
+
+def num_open(engine: AsyncLLM) -> int:
+    """Requests in the engine that have not ended."""
+    stats = engine.llm.stats()
+    return int(stats["num_running"] + stats["num_waiting"])
+
+
+def wait_until_idle(engine: AsyncLLM, limit_s: float = 10) -> None:
+    deadline_s = time.monotonic() + limit_s
+    while num_open(engine):
+        assert time.monotonic() < deadline_s, "a request has not ended"
+        time.sleep(0.002)

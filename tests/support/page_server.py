@@ -1,0 +1,185 @@
+"""The page, served without an engine: canned answers, and a cache whose blocks a test sets."""
+
+import asyncio
+import json
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import uvicorn
+from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
+from fastapi.exception_handlers import http_exception_handler
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+
+from nanovllm.core.block_state import BlockState
+from nanovllm.server.kv_view import kv_router
+from nanovllm.server.page import page_router
+
+if TYPE_CHECKING:  # playwright is an extra
+    from playwright.sync_api import Page
+
+OpenPage = Callable[..., "Page"]  # see tests/browser/conftest.py
+MODEL = "fake/model-1B"
+PIECE_S = 0.02
+
+
+class FakeEngine:
+    """What the page shows of an engine."""
+
+    def __init__(self) -> None:
+        self.states = bytes(64)
+        self.counters: dict[str, Any] = {
+            "block_size": 256,
+            "block_bytes": 28 * 2**20,
+            "num_cpu_blocks": 64,
+            "num_gpu_blocks": 8,
+            "num_running": 0,
+            "num_waiting": 0,
+            "num_prefill_tokens": 0,
+            "num_decode_tokens": 0,
+            "num_loaded_bytes": 0,
+            "num_cpu_tokens": 0,
+            "link_byte_per_s": 55e9,
+            "cpu_attention_byte_per_s": 48e9,
+            "guess_acceptance": None,
+            "tokens_per_pass": None,
+        }
+
+    def block_states(self) -> bytes:
+        return self.states
+
+    def stats(self) -> dict[str, Any]:
+        return dict(self.counters)
+
+    def show(self, **counts: int) -> None:
+        """Set the blocks: so many in each state, by the state's name; all others are free."""
+        states = b"".join(bytes([BlockState[name.upper()]]) * count for name, count in counts.items())
+        self.states = states + bytes(64 - len(states))
+
+
+class FakeServer:
+    """Answers by the last line of the question: see `_pieces` and `_refuse`. Remembers the bodies that it was sent."""
+
+    def __init__(self, url: str = "") -> None:
+        """`url`: where its `app` is served."""
+        self.url = url
+        self.engine = FakeEngine()
+        self.api_key: str | None = None
+        self.has_template = True
+        self.bodies: list[dict[str, Any]] = []
+        self.num_abandoned = 0  # answers whose client has gone
+
+    def app(self) -> FastAPI:
+        app, router = FastAPI(), APIRouter(dependencies=[Depends(self._check_key)])
+        router.get("/v1/models")(self._models)
+        router.post("/v1/chat/completions")(self._chat)
+        router.post("/v1/completions")(self._complete)
+        router.include_router(kv_router(self.engine))
+        app.include_router(router)
+        app.include_router(page_router())
+        app.exception_handler(HTTPException)(_openai_error)
+        return app
+
+    def _check_key(self, request: Request) -> None:
+        if self.api_key is not None and request.headers.get("authorization") != f"Bearer {self.api_key}":
+            raise HTTPException(401, "the API key is missing or wrong")
+
+    async def _models(self) -> dict[str, Any]:
+        return {"object": "list", "data": [{"id": MODEL, "object": "model"}]}
+
+    async def _chat(self, body: dict[str, Any]) -> Response:
+        self.bodies.append(body)
+        if not self.has_template:
+            raise HTTPException(400, "chat needs a tokenizer with a chat template, but this model has none")
+        question = body["messages"][-1]["content"].rpartition("\n")[2]
+        return self._answer(question, lambda text: {"delta": {"content": text}})
+
+    async def _complete(self, body: dict[str, Any]) -> Response:
+        self.bodies.append(body)
+        return self._answer(body["prompt"].rpartition("\n")[2], lambda text: {"text": text})
+
+    def _answer(self, question: str, choice_of: Any) -> Response:
+        _refuse(question)
+        return StreamingResponse(self._events(question, choice_of), media_type="text/event-stream")
+
+    async def _events(self, question: str, choice_of: Any) -> AsyncIterator[str]:
+        num_pieces = 0
+        try:
+            async for text in _pieces(question):
+                num_pieces += 1
+                yield _event({"choices": [choice_of(text) | {"finish_reason": None}]})
+        except asyncio.CancelledError:
+            self.num_abandoned += 1
+            raise
+        if question == "break off":
+            return
+        if question == "fail":
+            yield _event({"error": {"message": "the request failed: NaN in its logits", "type": "server_error"}})
+            return
+        yield _event({"choices": [choice_of("") | {"finish_reason": "length" if question == "be long" else "stop"}]})
+        usage = {
+            "prompt_tokens": 3214,
+            "completion_tokens": num_pieces,
+            "prompt_tokens_details": {"cached_tokens": 3072},
+        }
+        yield _event({"choices": [], "usage": usage})
+        yield "data: [DONE]\n\n"
+
+
+def _refuse(question: str) -> None:
+    if question == "refuse":
+        raise HTTPException(400, "prompt of 5,000 tokens exceeds max_model_len=4096; shorten the prompt")
+    if question == "be busy":
+        raise HTTPException(429, "100 requests are waiting", {"Retry-After": "7"})
+    if question == "crash":
+        raise HTTPException(500, "the engine cannot be used: a step failed")
+
+
+async def _pieces(question: str) -> AsyncIterator[str]:
+    """The answer, word by word; without an end if the question is "go on"."""
+    words = ["on "] * 10**6 if question == "go on" else f"You said: {question} <b>so</b> & **so**.".split(" ")
+    for i, word in enumerate(words):
+        yield word if i == 0 else f" {word}"
+        await asyncio.sleep(PIECE_S)
+
+
+def _event(content: dict[str, Any]) -> str:
+    return f"data: {json.dumps(content)}\n\n"
+
+
+async def _openai_error(request: Request, error: Exception) -> Response:
+    if not isinstance(error, HTTPException):
+        return await http_exception_handler(request, error)  # type: ignore[arg-type]
+    body = {"message": error.detail, "type": "invalid_request_error", "param": None, "code": error.status_code}
+    return JSONResponse({"error": body}, error.status_code, error.headers)
+
+
+class Host:
+    """Hands each request to `app`, which a test may change."""
+
+    def __init__(self) -> None:
+        self.app: Any = FastAPI()
+        self.url = ""
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await self.app(scope, receive, send)
+
+
+@contextmanager
+def serving(app: Any) -> Iterator[str]:
+    """Serve `app` in a thread, on a free port of this machine. Yields its address."""
+    server = uvicorn.Server(
+        uvicorn.Config(app, host="127.0.0.1", port=0, lifespan="off", log_level="error", timeout_graceful_shutdown=1)
+    )
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        assert thread.is_alive(), "the server did not start"
+        thread.join(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        thread.join(10)

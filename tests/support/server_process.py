@@ -1,0 +1,146 @@
+"""A server in a process of its own, for tests of its life: real signals, ports and exit statuses.
+
+The processes come from multiprocessing's fork server, which has imported torch once. So each starts in a moment.
+"""
+
+import logging
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+LIMIT_S = 60
+ENGINE = {"device": "cpu", "max_model_len": 4096, "num_kvcache_blocks": 64, "max_num_batched_tokens": 512}
+PRELOADED = [  # what a server imports until it is ready; those that do not exist are skipped
+    *("server_process", "nanovllm.server.lifecycle", "nanovllm.models.registry", "uvicorn.protocols.http.auto"),
+    *("torch._dynamo", "safetensors.torch", "transformers.models.auto.tokenization_auto"),
+    "transformers.tokenization_utils_tokenizers",
+]
+_URL = re.compile(r"http://\S+(?=/v1$)", re.MULTILINE)
+
+
+@dataclass
+class ServerProcess:
+    process: BaseProcess
+    log: Path
+    url: str = ""
+
+    def wait_until_ready(self) -> None:
+        """Until the log names the URL."""
+        self.url = self.wait_for_log(_URL)[0]
+
+    def wait_for_log(self, pattern: str | re.Pattern[str]) -> re.Match[str]:
+        deadline_s = time.monotonic() + LIMIT_S
+        while not (found := re.search(pattern, self.log.read_text())):
+            assert self.process.exitcode is None and time.monotonic() < deadline_s, self.log.read_text()
+            time.sleep(0.01)
+        return found
+
+    def send(self, signum: int) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, signum)
+
+    def wait(self) -> int:
+        """The exit status. No other process of its session may be left."""
+        self.process.join(LIMIT_S)
+        assert self.process.exitcode is not None, "the server has not ended"
+        deadline_s = time.monotonic() + 5
+        while processes_of_session(self.process.pid):
+            assert time.monotonic() < deadline_s, "processes are left"
+            time.sleep(0.05)
+        return self.process.exitcode
+
+    def metric(self, name: str) -> float:
+        rendered = httpx.get(f"{self.url}/metrics").text
+        return float(re.findall(rf"^nanovllm:{name}{{.*}} (.*)$", rendered, re.MULTILINE)[0])
+
+    def wait_for_metric(self, name: str, value: float) -> None:
+        deadline_s = time.monotonic() + LIMIT_S
+        while (found := self.metric(name)) != value:
+            assert time.monotonic() < deadline_s, f"{name} is {found}, not {value}"
+            time.sleep(0.01)
+
+
+@contextmanager
+def server_process(
+    model: Path,
+    log: Path,
+    *,
+    change: Callable[[Any], None] | None = None,
+    waits: bool = True,
+    options: dict[str, Any] | None = None,
+    engine: dict[str, Any] | None = None,
+) -> Iterator[ServerProcess]:
+    """Start a server, and kill it in the end if it still runs.
+
+    change: called with the AsyncLLM before it serves, to inject a fault. waits: until the server is ready.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    log.touch()
+    options = {"port": 0} | (options or {})
+    args = (model, log, change, options, ENGINE if engine is None else engine)
+    process = context.Process(target=_serve, args=args)
+    process.start()
+    server = ServerProcess(process, log)
+    try:
+        if waits:
+            server.wait_until_ready()
+        yield server
+    finally:
+        process.kill()
+        process.join()
+        for pid in processes_of_session(process.pid):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _serve(model: Path, log: Path, change: Any, options: dict[str, Any], engine_options: dict[str, Any]) -> None:
+    """In the new process: what `nanovllm serve` does, with everything it prints in the log."""
+    os.setsid()
+    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    import torch
+
+    from nanovllm import AsyncLLM
+    from nanovllm.server.lifecycle import run_server
+    from nanovllm.server.options import ServerOptions
+    from nanovllm.server.port import bind
+
+    torch.set_num_threads(1)
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("nanovllm").setLevel(logging.INFO)
+
+    def load() -> AsyncLLM:
+        print("loading", flush=True)
+        engine = AsyncLLM(model, **engine_options)
+        if change is not None:
+            change(engine)
+        return engine
+
+    server_options = ServerOptions(**options)
+    with bind(server_options.host, server_options.port) as bound:
+        sys.exit(run_server(load, server_options, bound, "tiny"))
+
+
+def processes_of_session(session_id: int | None) -> list[int]:
+    """The processes whose session this is, zombies excepted."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, _, session = stat.read_text().rpartition(")")[2].split()[:4]
+        except (OSError, ValueError):  # it has just ended
+            continue
+        if int(session) == session_id and state != "Z":
+            found.append(int(stat.parent.name))
+    return found

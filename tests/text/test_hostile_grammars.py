@@ -1,0 +1,263 @@
+"""Grammars that are wrong, or made to take time and memory: each is refused with a reason, or ends quickly."""
+
+import json
+import random
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from nanovllm.demo.tokenizer import END_TOKEN_ID, save_tokenizer
+from nanovllm.errors import RequestError
+from nanovllm.sampling_params import StructuredOutputs
+from nanovllm.text import grammar_text
+from nanovllm.text.grammar import LIMITS, MAX_REASON_CHARS
+from nanovllm.text.structured import GrammarCompiler, TokenMatcher
+
+MAX_SECONDS = 5.0  # each takes less than one on an idle machine
+
+
+@pytest.fixture(scope="module")
+def compiler(tmp_path_factory: pytest.TempPathFactory) -> GrammarCompiler:
+    directory = tmp_path_factory.mktemp("demo")
+    save_tokenizer(directory)
+    return GrammarCompiler(AutoTokenizer.from_pretrained(directory), 300, (END_TOKEN_ID,))
+
+
+def answer(matcher: TokenMatcher, num_tokens: int, seed: int = 0) -> int:
+    """Draw tokens from the masks. Returns how many there were until the end or an error."""
+    rng = random.Random(seed)
+    for i in range(num_tokens):
+        if matcher.is_finished or matcher.error:
+            return i
+        choices = np.flatnonzero(np.unpackbits(matcher.mask().view(np.uint8), bitorder="little"))
+        matcher.accept(int(choices[rng.randrange(len(choices))]))
+    return num_tokens
+
+
+def chain(num_references: int, link: str) -> dict[str, Any]:
+    """Definitions, each of which refers to the next."""
+    definitions = {f"d{i}": json.loads(link.replace("NEXT", f"#/$defs/d{i + 1}")) for i in range(num_references)}
+    return {"$defs": definitions | {f"d{num_references}": {"type": "null"}}, "$ref": "#/$defs/d0"}
+
+
+BAD_SCHEMAS = [
+    ({"type": "frob"}, "Invalid type: frob"),
+    ({"not": {}}, 'Unimplemented keys: ["not"]'),
+    ({"type": "array", "uniqueItems": True}, 'Unimplemented keys: ["uniqueItems"]'),
+    ({"type": "string", "format": "frob"}, "Unknown format: frob"),
+    ({"type": "string", "pattern": r"(a)\1"}, "backreferences are not supported"),
+    ({"type": "integer", "minimum": 5, "maximum": 3}, "minimum (5) is greater than maximum (3)"),
+    ({"$ref": "https://example.com/a.json"}, "does not fetch resources"),
+    ({"$ref": "#/$defs/none"}, "none"),
+    ({"$ref": "#"}, "no answer matches it"),
+    ({"$dynamicRef": "#a"}, "$dynamicRef"),
+    ("false", "schema is false"),
+    ("[1]", "must be an object or boolean"),
+    ("{} }] }, {", "is not a JSON schema: Extra data"),
+    ('{"type":', "is not a JSON schema: Expecting value"),
+    ("", "is not a JSON schema"),
+    ({"type": {1, 2}}, "is not a JSON schema: Object of type set"),
+    ({"minimum": 10**5000}, "is not a JSON schema"),
+    ('{"minimum": 1' + "0" * 400 + "}", "number out of range"),
+    ({"enum": ["\ud800"]}, "unexpected end of hex escape"),
+    ({"const": float("nan")}, "cannot be used"),
+]
+
+
+@pytest.mark.parametrize(("schema", "reason"), BAD_SCHEMAS, ids=[reason[:30] for _, reason in BAD_SCHEMAS])
+def test_bad_schema_is_refused_with_the_reason(compiler: GrammarCompiler, schema: Any, reason: str) -> None:
+    with pytest.raises(RequestError, match=r"^structured_outputs\.json ") as refused:
+        compiler.compile(StructuredOutputs(json=schema))
+    assert reason in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("regex", "reason"),
+    [
+        ("(a", "unclosed group"),
+        (r"(a)\1", "backreferences are not supported"),
+        ("(?=a)b", "look-around"),
+        (r"a\b", "lookarounds not supported"),
+        ("", "only the empty answer matches it"),
+        (r"[^\x00-\U0010ffff]", "no answer matches it"),
+        ("a\\", "incomplete escape"),
+        ("a/ | b\nc: /d", None),
+        ("\ud800", "is not valid Unicode text"),
+        ("(" * 3000 + "a" + ")" * 3000, "cannot be used"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_bad_regex_is_refused_with_the_reason(compiler: GrammarCompiler, regex: str, reason: str | None) -> None:
+    """A regex with a slash or a line break stays one regex."""
+    if reason is None:
+        matcher = TokenMatcher(compiler.compile(StructuredOutputs(regex=regex)), False)
+        assert all(map(matcher.accept, b" b\nc: /d")) and matcher.is_finished
+        return
+    with pytest.raises(RequestError, match=r"^structured_outputs\.regex ") as refused:
+        compiler.compile(StructuredOutputs(regex=regex))
+    assert reason in str(refused.value) and len(str(refused.value)) < MAX_REASON_CHARS + 200
+
+
+def test_too_large_is_refused_before_it_is_compiled(compiler: GrammarCompiler) -> None:
+    for outputs, kind in (
+        ({"regex": "a" * 200_001}, "regex"),
+        ({"choice": ["ab" * 1000] * 101}, "choice"),
+        ({"json": {"const": "a" * 200_000}}, "json"),
+        ({"json": "[" * 200_001}, "json"),
+        ({"json": "[" * 200_000}, "json"),
+    ):
+        with pytest.raises(
+            RequestError, match=rf"^structured_outputs\.{kind} (has 20\d+ characters, at most|is not a)"
+        ):
+            compiler.compile(StructuredOutputs(**outputs))  # type: ignore[arg-type]
+    nested: dict[str, Any] = {}
+    for _ in range(100_000):
+        nested = {"items": nested}
+    with pytest.raises(RequestError, match="is not a JSON schema: maximum recursion"):
+        compiler.compile(StructuredOutputs(json=nested))
+
+
+LINKS = {
+    "ref": '{"$ref": "NEXT"}',
+    "object": '{"type": "object", "properties": {"a": {"$ref": "NEXT"}}, "required": ["a"]}',
+    "allOf": '{"allOf": [{"type": "object", "properties": {"a": {"anyOf": [{"$ref": "NEXT"}, {"allOf": [{}, {}]}]}}}]}',
+    "array": '{"oneOf": [{"type": "array", "prefixItems": [{"$ref": "NEXT"}], "items": false}, {"type": "null"}]}',
+    "nested": '{"items": {"items": {"items": {"items": {"items": {"items": {"$ref": "NEXT"}}}}}}}',
+}
+
+
+@pytest.mark.parametrize("link", LINKS.values(), ids=LINKS)
+def test_references_nest_to_the_limit_and_no_deeper(compiler: GrammarCompiler, link: str) -> None:
+    """llguidance follows them by recursion. A chain of 1600 objects overflowed the stack and killed the process."""
+    with pytest.raises(RequestError, match=r"1501 references in \d+ levels.*at most 6000"):
+        compiler.compile(StructuredOutputs(json=chain(1500, link)))
+    height = grammar_text._measure(chain(1, link))[0]
+    deepest = StructuredOutputs(json=chain(grammar_text.MAX_REFERENCE_DEPTH // height - 2, link))
+    outcome: list[Any] = []
+
+    def compile_and_answer() -> None:
+        try:
+            outcome.append(answer(TokenMatcher(compiler.compile(deepest), False), 20))
+        except RequestError as error:
+            outcome.append(error)
+
+    before = threading.stack_size(256 * 1024)  # the stack of the caller does not matter
+    thread = threading.Thread(target=compile_and_answer)
+    thread.start()
+    thread.join()
+    assert outcome and threading.stack_size(before) == 256 * 1024
+
+
+HOSTILE = {
+    "repeated repeats": {"regex": "((a{1000}){1000}){1000}"},
+    "long repeat of one letter": {"regex": "x(a{100000})"},
+    "exponential": {"regex": r"(.|\n)*a(.|\n){40}"},
+    "exponential behind a prefix": {"regex": r"hello (.*a.{20}.*b.{30})+c"},
+    "unicode classes": {"regex": r"(\p{L}|\p{N}){1,500}\w{1,500}[^a]{500}"},
+    "stars of stars": {"regex": "(a*)*" * 2000},
+    "optional properties": {"json": {"type": "object", "properties": {f"p{i}": {} for i in range(10_000)}}},
+    "prefix items": {"json": {"type": "array", "prefixItems": [{"type": "integer"}] * 6000}},
+    "many objects": {"json": {"anyOf": [{"type": "object", "properties": {f"a{i}": {}}} for i in range(2000)]}},
+    "enum of arrays": {"json": {"enum": [[i] for i in range(15_000)]}},
+    "products of unions": {"json": {"allOf": [{"anyOf": [{"minimum": i + j} for i in range(20)]} for j in range(20)]}},
+    "patterns in conjunction": {"json": {"allOf": [{"pattern": f"(a|b)*{c}(a|b){{20}}c"} for c in "abababab"]}},
+    "multiples": {"json": {"type": "integer", "multipleOf": 1_000_000_007}},
+    "a billion items": {"json": {"type": "array", "minItems": 10**9}},
+    "doubled references": {"json": chain(100, '{"anyOf": [{"$ref": "NEXT"}, {"$ref": "NEXT"}]}')},
+    "ambiguous recursion": {
+        "json": {
+            "$defs": {
+                f"n{i}": {"anyOf": [{"type": "array", "items": {"$ref": f"#/$defs/n{j}"}} for j in range(20)]}
+                for i in range(20)
+            },
+            "$ref": "#/$defs/n0",
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("outputs", HOSTILE.values(), ids=HOSTILE)
+def test_hostile_grammar_ends_quickly(compiler: GrammarCompiler, outputs: dict[str, Any]) -> None:
+    """It is refused, or answered, or ends its own request with an error that says why."""
+    start_s = time.perf_counter()
+    try:
+        matcher = TokenMatcher(compiler.compile(StructuredOutputs(**outputs)), False)
+    except RequestError as error:
+        assert "cannot be used" in str(error) or "references" in str(error)
+    else:
+        num_tokens = answer(matcher, 100)
+        assert matcher.error is None or (num_tokens > 0 and "became too complex" in matcher.error)
+    assert time.perf_counter() - start_s < MAX_SECONDS
+
+
+def test_large_but_harmless_grammars_are_compiled(compiler: GrammarCompiler) -> None:
+    names = [f"value {i}" for i in range(10_000)]
+    for outputs in (
+        {"choice": names},
+        {"json": {"enum": names}},
+        {"json": {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(300)}}},
+        {"json": {"type": "array", "items": {"type": "string", "maxLength": 20_000}}},
+        {"json": chain(100, LINKS["object"])},
+    ):
+        matcher = TokenMatcher(compiler.compile(StructuredOutputs(**outputs)), False)  # type: ignore[arg-type]
+        answer(matcher, 500)
+        assert matcher.error is None
+
+
+# -- a limit in the middle of an answer ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def strict(compiler: GrammarCompiler, tmp_path_factory: pytest.TempPathFactory) -> GrammarCompiler:
+    """A compiler whose grammars have few states."""
+    directory = tmp_path_factory.mktemp("demo")
+    save_tokenizer(directory)
+    limits = LIMITS | {"max_lexer_states": 400}
+    return GrammarCompiler(AutoTokenizer.from_pretrained(directory), 300, (END_TOKEN_ID,), limits)
+
+
+SLOW = StructuredOutputs(regex=r"ok!|[ab]*a[ab]{40}")  # has many states, unless the answer is "ok!"
+
+
+def test_limit_ends_only_the_request_that_exceeds_it(strict: GrammarCompiler) -> None:
+    """The automaton that all share is useless afterwards; the others go on with a new one."""
+    grammar = strict.compile(SLOW)
+    running, slow = TokenMatcher(grammar, False), TokenMatcher(grammar, False)
+    assert running.accept(ord("o"))
+    rng = random.Random(0)
+    while slow.error is None and len(slow._token_ids) < 5000:
+        slow.accept(rng.choice(b"ab"))
+        slow.mask()
+    assert slow.error is not None and slow.error.startswith("structured_outputs became too complex: ")
+    assert "too many states" in slow.error
+    assert not slow.is_finished and not slow.accept(ord("a"))
+    everything = [*range(300)]
+    for row in slow.masks_for([97]):
+        assert np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist() == everything
+    for matcher, rest in ((running, b"k!"), (TokenMatcher(strict.compile(SLOW), False), b"ok!")):
+        assert matcher.masks_for([*rest[:1]]) and all(map(matcher.accept, rest))
+        assert matcher.error is None and matcher.is_finished
+
+
+def test_limit_in_a_guess_leaves_the_answer_as_it_is(strict: GrammarCompiler) -> None:
+    """The guesses are allowed, but the masks after them exceed the limit; the answer takes another way."""
+    matcher = TokenMatcher(strict.compile(StructuredOutputs(regex=r"(ab)*(ok!|x[ab]*a[ab]{40})")), False)
+    assert all(map(matcher.accept, b"abab"))
+    before = matcher.mask()
+    guesses = [*b"x", *random.Random(0).choices(b"ab", k=1000)]
+    rows = matcher.masks_for(guesses)
+    assert len(rows) == 1002 and np.array_equal(rows[0], before) and np.array_equal(matcher.mask(), before)
+    assert all(map(matcher.accept, b"ok!")) and matcher.is_finished and matcher.error is None
+
+
+def test_limit_in_guesses_again_and_again_ends_the_request(strict: GrammarCompiler) -> None:
+    """Each costs a compilation, which would hold up the requests beside it."""
+    matcher = TokenMatcher(strict.compile(StructuredOutputs(regex=r"(ab)*(ok!|x[ab]*a[ab]{40})")), False)
+    guesses = [*b"x", *random.Random(0).choices(b"ab", k=1000)]
+    for _ in range(20):
+        matcher.masks_for(guesses)
+    assert matcher.error is not None and matcher._num_renewals < 10
