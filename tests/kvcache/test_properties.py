@@ -126,6 +126,14 @@ def test_steps_bounded_by_any_times_change_no_token_and_lose_nothing(seed: int, 
     play_dense(seed, hybrid=hybrid, drafter=drafter, bounded=True)
 
 
+@pytest.mark.parametrize(("seed", "bounded"), [(747373, False), (572380197229, True), (431024148716, True)])
+def test_prompts_that_lack_blocks_do_not_hold_up_who_holds_them(seed: int, bounded: bool) -> None:
+    """Regressions: a preempted sequence waited behind a prompt that lacked its blocks, or was held back as a long one
+    for short ones that lacked them. Then none could run.
+    """
+    play_dense(seed, hybrid=True, with_cpu=seed == 431024148716, bounded=bounded)
+
+
 # -- the model can tell: whatever is taken from a plan or broken in a manager is noticed ------------------------------
 
 
