@@ -144,7 +144,7 @@ class Config:
     max_step_ms: float | None = option(
         None,
         help="longest step to aim for, in milliseconds: chunks of prompts are no longer than that, and those of long "
-        "prompts are spread so that running answers keep their pace; by default, chunks are as long as "
+        "prompts are spread so that running answers keep their pace; without it, chunks are as long as "
         "max_num_batched_tokens allows, which gives the most tokens per second",
         group=_SCHEDULING,
     )
