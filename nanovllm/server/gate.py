@@ -1,10 +1,11 @@
 """Gate: the ASGI application around the server's own. It refuses what must not cost any work.
 
 In this order: requests after the server has begun to stop (503), without a valid API key (401), and with a body that is
-too large (413). It reads a body whole, as the application would, and passes everything else on as it is, so that
-streamed answers are not slowed down.
+too large (413) or arrives too slowly (408). It reads a body whole, as the application would, and passes everything else
+on as it is, so that streamed answers are not slowed down.
 """
 
+import asyncio
 from collections.abc import Awaitable, Callable, Collection, MutableMapping
 from typing import Any, TypeAlias
 
@@ -31,11 +32,13 @@ class Gate:
         *,
         keys: ApiKeys,
         max_body_bytes: int,
+        max_receive_s: float,
         cache_salt_per_key: bool,
         on_refusal: Callable[[str], None],
         open_paths: Collection[str] = OPEN_PATHS,
     ) -> None:
         self._app, self._keys, self._max_body_bytes = app, keys, max_body_bytes
+        self._max_receive_s = max_receive_s
         self._cache_salt_per_key = cache_salt_per_key
         self._on_refusal = on_refusal
         self._open_paths = frozenset(open_paths)
@@ -67,26 +70,32 @@ class Gate:
             scope.setdefault("state", {})[CACHE_SALT] = self._keys.cache_salt(given[0])
 
     async def _read_body(self, scope: Scope, receive: Receive) -> Receive:
-        """Read the whole body, and return a `receive` that repeats it. Raises Refusal if it is too large."""
+        """Read the whole body, and return a `receive` that repeats it. Raises Refusal if it is too large or slow."""
         lengths = [int(value) for name, value in scope["headers"] if name == b"content-length" and value.isdigit()]
         self._check_size(max(lengths, default=0))  # what is announced need not be true
-        chunks: list[bytes] = []
-        num_bytes = 0
-        is_complete = False
-        while not is_complete:
-            message = await receive()
-            if message["type"] != "http.request":
-                raise ClientDisconnectedError
-            chunks.append(message.get("body", b""))
-            num_bytes += len(chunks[-1])
-            self._check_size(num_bytes)
-            is_complete = not message.get("more_body", False)
-        body: list[ASGIMessage] = [{"type": "http.request", "body": b"".join(chunks), "more_body": False}]
+        try:
+            whole = await asyncio.wait_for(self._whole_body(receive), self._max_receive_s)
+        except asyncio.TimeoutError as error:
+            message = f"the body has not arrived within max_receive_s={self._max_receive_s:g} seconds; send it faster"
+            raise Refusal(408, "slow_body", message, code="request_timeout") from error
+        body: list[ASGIMessage] = [{"type": "http.request", "body": whole, "more_body": False}]
 
         async def receive_again() -> ASGIMessage:
             return body.pop() if body else await receive()
 
         return receive_again
+
+    async def _whole_body(self, receive: Receive) -> bytes:
+        body = bytearray()  # and not a list of chunks, which can be a byte each
+        is_complete = False
+        while not is_complete:
+            message = await receive()
+            if message["type"] != "http.request":
+                raise ClientDisconnectedError
+            body += message.get("body", b"")
+            self._check_size(len(body))
+            is_complete = not message.get("more_body", False)
+        return bytes(body)
 
     def _check_size(self, num_bytes: int) -> None:
         if num_bytes > self._max_body_bytes:

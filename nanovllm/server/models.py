@@ -40,7 +40,7 @@ def add_tokens(app: FastAPI, service: Service) -> None:
 
 
 def add_state(app: FastAPI, service: Service) -> None:
-    @app.get("/health")
+    @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> Response:
         """Status 200 if requests are answered, 503 with the reason if the engine has failed."""
         failure = service.engine.failure

@@ -66,8 +66,8 @@ def _common_params(body: SamplingFields, defaults: Mapping[str, Any]) -> dict[st
     }
 
 
-def _logit_bias(biases: Mapping[str, float] | None) -> dict[int, float] | None:
-    """The keys are strings in JSON."""
+def _logit_bias(biases: Mapping[str, Any] | None) -> dict[int, Any] | None:
+    """The keys are strings in JSON. SamplingParams checks the values."""
     if not biases:
         return None
     for key in biases:

@@ -69,7 +69,8 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
 def make_gate(keys: list[str] | None = None, **settings: Any) -> tuple[Gate, list[str]]:
     """The gate around `echo`, and the list that it adds the reasons of its refusals to."""
     reasons: list[str] = []
-    settings = {"max_body_bytes": 1000, "cache_salt_per_key": False, "on_refusal": reasons.append} | settings
+    defaults = {"max_body_bytes": 1000, "max_receive_s": 10, "cache_salt_per_key": False}
+    settings = defaults | {"on_refusal": reasons.append} | settings
     return Gate(echo, keys=ApiKeys(keys or []), **settings), reasons
 
 
@@ -141,6 +142,35 @@ def test_gate_large_body_is_413_whether_or_not_it_says_so() -> None:
     assert reasons == ["body_size"] * 2
 
 
+def test_gate_slow_body_is_408() -> None:
+    """Regression: a client that never sent the end of its body kept what it had sent in memory for ever."""
+
+    async def too_slow() -> AsyncIterator[bytes]:
+        while True:
+            await asyncio.sleep(0.01)
+            yield b"a"
+
+    gate, reasons = make_gate(max_receive_s=0.1)
+
+    async def main() -> list[Any]:
+        sent: list[Any] = []
+        body = too_slow()
+
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": await anext(body), "more_body": True}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        await gate({"type": "http", "path": "/v1/x", "headers": []}, receive, send)
+        return sent
+
+    start, body = asyncio.run(main())
+    assert start["status"] == 408 and (b"connection", b"close") in start["headers"]
+    assert "max_receive_s=0.1" in json.loads(body["body"])["error"]["message"]
+    assert reasons == ["slow_body"]
+
+
 def test_gate_draining_is_503_with_retry_after_for_everything() -> None:
     gate, reasons = make_gate()
     gate.is_draining = True
@@ -190,6 +220,7 @@ def test_limits_allow_what_is_just_enough() -> None:
     "options",
     [
         *({name: 0} for name in ("max_queue", "max_n", "max_list_items", "max_wait_s", "max_body_mb")),
+        *({name: 0} for name in ("max_receive_s", "max_unread_s")),
         *({"port": 70000}, {"host": ""}, {"drain_s": -1.0}, {"max_logprobs": 21}, {"served_model_name": ("",)}),
         *({"allowed_origins": (origin,)} for origin in ("example.org", "https://example.org/", "")),
     ],
