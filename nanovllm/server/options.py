@@ -62,8 +62,13 @@ class ServerOptions:
     )
     max_n: int = option(128, help="maximum number of answers to one prompt", group=_LIMITS)
     max_logprobs: int = option(MAX_LOGPROBS, help="maximum logprobs for each token", group=_LIMITS)
+    max_stop: int = option(
+        64, help="maximum number of stop strings, each of which is looked for in every step", group=_LIMITS
+    )
     max_list_items: int = option(
-        4096, help="maximum length of the lists in a body: prompts, messages, tools, stop, logit_bias", group=_LIMITS
+        4096,
+        help="maximum length of the other lists in a body: prompts, messages, tools, bad_words, logit_bias",
+        group=_LIMITS,
     )
 
     def __post_init__(self) -> None:
@@ -80,7 +85,7 @@ class ServerOptions:
         self._check_limits()
 
     def _check_limits(self) -> None:
-        for name in ("max_queue", "max_prompt_chars", "max_n", "max_list_items"):
+        for name in ("max_queue", "max_prompt_chars", "max_n", "max_stop", "max_list_items"):
             value = getattr(self, name)
             if value is not None and not 1 <= value <= MAX_NUMBER:
                 raise ConfigError(f"{name}={value} must be between 1 and {MAX_NUMBER}")

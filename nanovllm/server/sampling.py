@@ -93,7 +93,7 @@ def _structured_outputs(body: SamplingFields) -> StructuredOutputs | None:
     try:
         return StructuredOutputs(**(given[names[0]] or {}))
     except RequestError as error:
-        raise ApiError(str(error).replace("SamplingParams", names[0]), param=names[0]) from error
+        raise ApiError(str(error).replace("StructuredOutputs", names[0]), param=names[0]) from error
 
 
 def _response_format(body: SamplingFields) -> dict[str, Any] | None:
