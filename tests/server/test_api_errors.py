@@ -124,8 +124,7 @@ MANY = 20_000
     ],
 )
 def test_body_with_many_errors_stops_at_the_first(kind: type[Body], fields: dict[str, Any]) -> None:
-    """Regression: a body of 32 MiB could hold 16 million errors, which blocked the event loop for a minute and took
-    gigabytes."""
+    """Regression: 200,000 errors blocked the event loop for 0.6 s, and a body of 32 MiB could hold 16 million."""
     with pytest.raises(ValidationError) as caught:
         kind.model_validate(fields)
     assert caught.value.error_count() < 10

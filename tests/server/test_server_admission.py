@@ -13,7 +13,7 @@ import pytest
 from nanovllm import AsyncLLM, ConfigError, SamplingParams
 from nanovllm.server.admission import AdmissionQueue
 from nanovllm.server.api_keys import VARIABLE, ApiKeys, read_api_keys
-from nanovllm.server.gate import Gate, Receive, Scope, Send
+from nanovllm.server.gate import MAX_HELD_BODIES, Gate, Receive, Scope, Send
 from nanovllm.server.limits import RequestLimits
 from nanovllm.server.metrics import Metrics
 from nanovllm.server.options import ServerOptions
@@ -142,6 +142,33 @@ def test_gate_large_body_is_413_whether_or_not_it_says_so() -> None:
     assert responses[2].json()["size"] == 1000
     assert "max_body_mb" in responses[1].json()["error"]["message"]
     assert reasons == ["body_size"] * 2
+
+
+def test_gate_bodies_of_open_requests_are_limited_together() -> None:
+    """Regression: each body has a limit, but any number of them could be held in memory at once."""
+    gate, reasons = make_gate()
+    is_over = asyncio.Event()
+
+    async def wait(scope: Scope, receive: Receive, send: Send) -> None:
+        await is_over.wait()
+        await echo(scope, receive, send)
+
+    gate._app = wait
+
+    async def main() -> list[int]:
+        transport = httpx.ASGITransport(gate)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            asked = [asyncio.create_task(client.post("/v1/x", content=bytes(1000))) for _ in range(MAX_HELD_BODIES)]
+            await asyncio.sleep(0.05)
+            refused = await client.post("/v1/x", content=b"a")
+            without_body = asyncio.create_task(client.get("/health"))
+            is_over.set()
+            answers = [*await asyncio.gather(*asked), await without_body, await client.post("/v1/x", content=b"a")]
+            assert all(each.status_code == 200 for each in answers)
+            return [refused.status_code, gate._num_held_bytes]
+
+    assert asyncio.run(main()) == [503, 0]
+    assert reasons == ["bodies"]
 
 
 def test_gate_slow_body_is_408() -> None:
