@@ -15,11 +15,10 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from nanovllm.core.logit_editor import AnswerRules
 from nanovllm.core.outputs import Outbox, Receiver, StepOutput
-from nanovllm.core.sequence import TokenIds
+from nanovllm.core.sequence import Sequence, TokenIds
 from nanovllm.engine.internals import Internals
 from nanovllm.errors import EngineError, RequestError
 from nanovllm.llm import LLM
@@ -130,12 +129,12 @@ class AsyncLLM:
         self._check_open()
         self._bind_loop()
         # A long text takes a second to tokenize, and a large grammar to compile
-        prompts_ids, answers = await asyncio.to_thread(self._prepare, prompts, params)
+        prompts_ids, sequences = await asyncio.to_thread(self._prepare, prompts, params)
         stream = RequestStream(prompts_ids, self._abort)
         try:
-            for index, answer in enumerate(answers):
-                receiver = self.llm.text.receiver(self._outbox, answer.params, with_tokens)
-                request_id = self._add(answer, receiver)
+            for index, seq in enumerate(sequences):
+                receiver = self.llm.text.receiver(self._outbox, seq.params, with_tokens)
+                request_id = self._add(seq, receiver)
                 stream.expect(request_id, index)
                 self._streams[request_id] = stream
         except BaseException:
@@ -145,26 +144,24 @@ class AsyncLLM:
 
     def _prepare(
         self, prompts: Prompt | Iterable[Prompt], params: SamplingParams
-    ) -> tuple[list[TokenIds], list["_Answer"]]:
-        """The token ids of each prompt, and what the engine needs for each answer. Raises RequestError."""
+    ) -> tuple[list[TokenIds], list[Sequence]]:
+        """The token ids of each prompt, and a sequence for each answer. Raises RequestError."""
         each_params = params.per_answer()
         listed = prompt_list(prompts)
         prompts_ids = [self.llm.check_request(prompt, each_params[0]) for prompt in listed]
-        answers = [
-            _Answer(token_ids, each, self.llm.text.rules(each), cache_salt(prompt))
+        sequences = [
+            self.llm.engine.make_sequence(token_ids, each, self.llm.text.rules(each), cache_salt(prompt))
             for token_ids, prompt in zip(prompts_ids, listed, strict=True)
             for each in each_params
         ]
-        return prompts_ids, answers
+        return prompts_ids, sequences
 
-    def _add(self, answer: "_Answer", receiver: Receiver) -> int:
+    def _add(self, seq: Sequence, receiver: Receiver) -> int:
         """Queue one answer and return its request id. Called on the loop, and so before any of its results arrive."""
         with self._changed:  # once `close` has been called, the thread aborts what is open, and nothing may follow
             self._check_open()
             try:
-                request_id = self.llm.engine.add_request(
-                    answer.token_ids, answer.params, receiver, answer.rules, answer.cache_salt
-                )
+                request_id = self.llm.engine.add_sequence(seq, receiver)
             except (RequestError, EngineError):
                 raise
             except Exception as error:  # a call that changes the scheduler failed, which has closed the engine
@@ -265,15 +262,6 @@ class AsyncLLM:
         if self._loop is not None:
             with suppress(RuntimeError):  # the loop has been closed, so nobody waits any more
                 self._loop.call_soon_threadsafe(callback)
-
-
-class _Answer(NamedTuple):
-    """What the engine needs for one answer."""
-
-    token_ids: TokenIds
-    params: SamplingParams
-    rules: AnswerRules
-    cache_salt: str | None
 
 
 def _engine_error(error: BaseException) -> EngineError:

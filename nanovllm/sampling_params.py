@@ -1,7 +1,8 @@
 """SamplingParams: how the tokens of one request are chosen, and when the answer ends."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any
 
 from nanovllm.errors import RequestError
@@ -21,9 +22,20 @@ INVALID_TOKEN = -1  # the sampler returns this instead of a token id if the logi
 _GROUP = "sampling"
 
 
-def _require(condition: bool, name: str, value: object, limit: str) -> None:
+MAX_SHOWN_CHARS = 200  # of a value that an error message repeats
+
+
+def _shown(value: object) -> str:
+    try:
+        text = repr(value)
+    except ValueError:  # Python does not write integers of more than 4300 digits
+        text = "(an integer of thousands of digits)"
+    return text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}..."
+
+
+def _require(condition: bool, name: str, value: object, limit: str, owner: str = "SamplingParams") -> None:
     if not condition:
-        raise RequestError(f"SamplingParams.{name}={value!r} must be {limit}")
+        raise RequestError(f"{owner}.{name}={_shown(value)} must be {limit}")
 
 
 def _is_integer(value: object) -> bool:
@@ -48,7 +60,7 @@ class StructuredOutputs:
     answer matches. choice: the strings of which the answer is one.
     """
 
-    json: Mapping[str, Any] | str | None = None
+    json: Mapping[str, Any] | str | None = field(default=None, hash=False)
     json_object: bool = False
     regex: str | None = None
     choice: tuple[str, ...] | list[str] | None = None
@@ -58,13 +70,14 @@ class StructuredOutputs:
         if len(given) != 1:
             names = ", ".join(given) or "none of them"
             raise RequestError(f"structured_outputs has {names}; give one of json, json_object, regex and choice")
-        _require(self.json is None or isinstance(self.json, Mapping | str), "json", self.json, "a dict or a string")
-        _require(isinstance(self.json_object, bool), "json_object", self.json_object, "True or False")
-        _require(self.regex is None or isinstance(self.regex, str), "regex", self.regex, "a string")
+        require = partial(_require, owner="StructuredOutputs")
+        require(self.json is None or isinstance(self.json, Mapping | str), "json", self.json, "a dict or a string")
+        require(isinstance(self.json_object, bool), "json_object", self.json_object, "True or False")
+        require(self.regex is None or isinstance(self.regex, str), "regex", self.regex, "a string")
         if self.choice is not None:
             is_list = isinstance(self.choice, list | tuple) and bool(self.choice)
             are_strings = is_list and all(isinstance(each, str) and each for each in self.choice)
-            _require(are_strings, "choice", self.choice, "a list of strings, none of them empty")
+            require(are_strings, "choice", self.choice, "a list of strings, none of them empty")
             object.__setattr__(self, "choice", tuple(self.choice))
 
 
@@ -149,7 +162,7 @@ class SamplingParams:
         1.0, help="makes tokens of prompt and answer less likely if above 1, more likely if below", group=_GROUP
     )
     logit_bias: dict[int, float] | None = option(
-        None, help="token id -> number from -100 to 100 that is added to its logit", group=_GROUP
+        None, help="token id -> number from -100 to 100 that is added to its logit", group=_GROUP, hash=False
     )
     min_tokens: int = option(
         0, help="number of new tokens before end tokens and stop_token_ids become possible", group=_GROUP
@@ -171,11 +184,11 @@ class SamplingParams:
         are_strings = isinstance(stop, list | tuple) and all(isinstance(s, str) and s for s in stop)
         _require(are_strings, "stop", self.stop, "a non-empty string or a list of them")
         token_ids = () if self.stop_token_ids is None else self.stop_token_ids
-        are_ids = isinstance(token_ids, list | tuple) and all(_is_integer(t) and t >= 0 for t in token_ids)
-        _require(are_ids, "stop_token_ids", self.stop_token_ids, "token ids, each 0 or more")
+        are_ids = isinstance(token_ids, list | tuple) and all(_is_integer(t) and 0 <= t <= MAX_INT32 for t in token_ids)
+        _require(are_ids, "stop_token_ids", self.stop_token_ids, f"token ids, each from 0 to {MAX_INT32}")
         if stop and not self.detokenize:
             raise RequestError(
-                f"SamplingParams.stop={self.stop!r} needs text; leave detokenize on, or use stop_token_ids"
+                f"SamplingParams.stop={_shown(self.stop)} needs text; leave detokenize on, or use stop_token_ids"
             )
         object.__setattr__(self, "stop", tuple(stop))
         object.__setattr__(self, "stop_token_ids", tuple(token_ids))
@@ -204,7 +217,8 @@ class SamplingParams:
             in_range = value is None or (_is_integer(value) and 0 <= value <= MAX_LOGPROBS)
             _require(in_range, name, value, f"an integer from 0 to {MAX_LOGPROBS}, or None")
         _require(_is_integer(self.n) and 1 <= self.n <= MAX_INT32, "n", self.n, "an integer, 1 or more")
-        _require(_is_integer(self.min_tokens) and self.min_tokens >= 0, "min_tokens", self.min_tokens, "0 or more")
+        is_count = _is_integer(self.min_tokens) and self.min_tokens >= 0
+        _require(is_count, "min_tokens", self.min_tokens, "an integer, 0 or more")
         _require(self.min_tokens <= (self.max_tokens or MAX_INT32), "min_tokens", self.min_tokens, "at most max_tokens")
         words = (
             (self.bad_words,) if isinstance(self.bad_words, str) else () if self.bad_words is None else self.bad_words
@@ -218,7 +232,9 @@ class SamplingParams:
             is_known = _is_integer(token_id) and 0 <= token_id <= MAX_INT32
             in_range = is_known and _is_number(bias) and abs(bias) <= MAX_LOGIT_BIAS
             limit = f"a number from -{MAX_LOGIT_BIAS:g} to {MAX_LOGIT_BIAS:g} for a token id"
-            _require(in_range, f"logit_bias[{token_id!r}]", bias, limit)
+            _require(in_range, f"logit_bias[{_shown(token_id)}]", bias, limit)
+        if self.logit_bias is not None:  # a copy, so that nothing changes after these checks
+            object.__setattr__(self, "logit_bias", dict(self.logit_bias))
         is_known = self.structured_outputs is None or isinstance(self.structured_outputs, StructuredOutputs)
         _require(is_known, "structured_outputs", self.structured_outputs, "a StructuredOutputs")
 

@@ -1,6 +1,8 @@
 """The range of every sampling parameter, and that the sampler computes at its ends. Wrong types: test_engine.py."""
 
 import math
+import pickle
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +11,14 @@ import torch
 from nanovllm.errors import RequestError
 from nanovllm.kernels.sampling_tensors import SamplingTensors
 from nanovllm.layers.sampler import sample
-from nanovllm.sampling_params import MAX_SEED, MAX_TEMPERATURE, MIN_SEED, MIN_TEMPERATURE, SamplingParams
+from nanovllm.sampling_params import (
+    MAX_SEED,
+    MAX_TEMPERATURE,
+    MIN_SEED,
+    MIN_TEMPERATURE,
+    SamplingParams,
+    StructuredOutputs,
+)
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -73,6 +82,64 @@ def test_none_is_the_same_as_no_limit_and_no_ends() -> None:
 def test_value_of_text_options_that_is_wrong_is_refused(params: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=f"SamplingParams.{message}"):
         SamplingParams(**params)
+
+
+HUGE = 10**5000  # Python does not write integers of more than 4300 digits
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        *(
+            ({name: value}, name)
+            for name in ("n", "min_tokens")
+            for value in (True, "1", 1.0, None, -1, math.nan, HUGE)
+        ),
+        *(
+            ({name: v}, name)
+            for name in ("logprobs", "prompt_logprobs")
+            for v in (True, "1", 1.0, -1, 21, math.nan, HUGE)
+        ),
+        *(
+            ({name: value}, name)
+            for name in ("presence_penalty", "frequency_penalty", "repetition_penalty")
+            for value in (True, "1", None, math.nan, math.inf, -math.inf, -2.1, HUGE)
+        ),
+        ({"repetition_penalty": 0}, "repetition_penalty=0 must be a number above 0"),
+        ({"min_tokens": 65}, "min_tokens=65 must be at most max_tokens"),
+        *(({"logit_bias": {5: bias}}, r"logit_bias\[5\]=") for bias in (True, "1", None, math.nan, 100.1, HUGE)),
+        *(({"logit_bias": {token: 1}}, r"logit_bias\[") for token in (True, "5", None, 5.0, -1, 2**31, HUGE)),
+        ({"logit_bias": [5]}, r"logit_bias=\[5\] must be a dict"),
+        *(({"bad_words": words}, "bad_words=") for words in (5, [5], [""], "", {"a"}, [None])),
+        *(({"stop_token_ids": ids}, "stop_token_ids=") for ids in (5, [True], ["5"], [5.0], [-1], [2**31], [HUGE])),
+        ({"structured_outputs": {"regex": "a"}}, "structured_outputs=.* must be a StructuredOutputs"),
+        *(({name: HUGE}, name) for name in ("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed")),
+    ],
+)
+def test_value_that_is_wrong_is_refused_in_a_short_message(params: dict[str, Any], message: str) -> None:
+    """Regression: the message about an integer of thousands of digits was a ValueError of Python's."""
+    with pytest.raises(RequestError, match=f"SamplingParams.{message}") as caught:
+        SamplingParams(**params)
+    assert len(str(caught.value)) < 400
+
+
+def test_long_value_is_cut_off_in_the_message() -> None:
+    """Regression: a server sent megabytes of wrong values back."""
+    for params in ({"stop": [1] * 10**5}, {"logit_bias": ["x"] * 10**5}, {"stop": ["a"] * 10**5, "detokenize": False}):
+        with pytest.raises(RequestError) as caught:
+            SamplingParams(**params)
+        assert len(str(caught.value)) < 400
+
+
+def test_parameters_can_be_pickled_replaced_compared_and_hashed() -> None:
+    """Regression: those with a logit_bias or a schema had no hash, and changed when the caller changed his dict."""
+    bias = {5: 1.0}
+    params = SamplingParams(logit_bias=bias, structured_outputs=StructuredOutputs(json={"type": "object"}), stop=["a"])
+    bias[7] = 1e9
+    assert params.logit_bias == {5: 1.0}
+    for same in (pickle.loads(pickle.dumps(params)), replace(params), replace(params, n=2).per_answer()[0]):
+        assert same == params and hash(same) == hash(params)
+    assert len({params, replace(params, logit_bias=None), replace(params, logit_bias={5: 2.0})}) == 3
 
 
 def test_parameters_are_given_by_name() -> None:

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from nanovllm.core.logit_edits import ALWAYS, NO_BIASES, NO_PENALTIES, Biases, LogitEdits, Penalties, RowEdits
+from nanovllm.core.bad_words import BadWords
+from nanovllm.core.logit_edits import ALWAYS, NO_PENALTIES, Biases, LogitEdits, Penalties, RowEdits
 from nanovllm.core.token_constraint import TokenConstraint
 from nanovllm.sampling_params import SamplingParams
 
@@ -16,7 +17,7 @@ _FORBID = float("-inf")
 class AnswerRules(NamedTuple):
     """What the parameters of a request that are text mean in tokens."""
 
-    bad_words: tuple[tuple[int, ...], ...] = ()
+    bad_words: BadWords | None = None
     constraint: TokenConstraint | None = None
 
 
@@ -47,14 +48,14 @@ class LogitEditor:
         cls, params: SamplingParams, prompt: Seq[int], end_token_ids: Iterable[int], rules: AnswerRules
     ) -> "LogitEditor | None":
         """None for a request that edits nothing."""
-        edits = params.min_tokens or params.logit_bias or rules.bad_words or rules.constraint is not None
+        edits = params.min_tokens or params.logit_bias or rules != NO_RULES
         penalizes = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1
         return cls(params, prompt, end_token_ids, rules) if edits or penalizes else None
 
     @property
     def knows_all_but_last(self) -> bool:
         """Whether the host must know all tokens before a sampled one, but for the last of them. Rules out drafts."""
-        return bool(self._bad_words) or self.constraint is not None
+        return self._bad_words is not None or self.constraint is not None
 
     def edits(self, token_ids: Seq[int], *, has_pending: bool, guesses: Seq[int]) -> LogitEdits | None:
         """The edits of a step that samples after the last token and after each guess. None: it changes nothing.
@@ -67,34 +68,22 @@ class LogitEditor:
             penalties = Penalties(*self._penalties, *self._seen.arrays())
         num_new = len(token_ids) + has_pending - self._num_prompt_tokens  # tokens of the answer before the first row
         masks = [] if self.constraint is None else self.constraint.masks_for(list(guesses))
-        tail = [*self._tail(token_ids), *([None] if has_pending else []), *guesses]
+        tail = [*self._newest(token_ids), *([None] if has_pending else []), *guesses]
         rows = []
         for i in range(1 + len(guesses)):
             biases = self._bias
             if num_new + i < self._min_tokens:
                 biases += self._ends
-            if self._bad_words:
-                biases += self._bad_word_ends(tail[: len(tail) - len(guesses) + i])
+            if self._bad_words is not None:
+                biases += self._bad_words.ends(tail[: len(tail) - len(guesses) + i])
             rows.append(RowEdits(biases, masks[i] if i < len(masks) else None))
         is_empty = self._seen is None and all(row.allowed is None and not len(row.biases.token_ids) for row in rows)
         return None if is_empty else LogitEdits(penalties, int(has_pending), tuple(rows))
 
-    def _tail(self, token_ids: Seq[int]) -> list[int]:
+    def _newest(self, token_ids: Seq[int]) -> list[int]:
         """The newest tokens of the answer, as many as bad words can begin with."""
-        num_tokens = max((len(word) - 1 for word in self._bad_words), default=0)
+        num_tokens = 0 if self._bad_words is None else self._bad_words.num_needed
         return list(token_ids[max(self._num_prompt_tokens, len(token_ids) - num_tokens) :])
-
-    def _bad_word_ends(self, tail: Seq[int | None]) -> Biases:
-        """Forbid the last token of each bad word whose other tokens are the newest ones. None: not known yet."""
-        ends, after = [], []
-        for *begin, end in self._bad_words:
-            newest = tail[len(tail) - len(begin) :]
-            if len(tail) < len(begin) or any(t not in (None, b) for t, b in zip(newest, begin, strict=True)):
-                continue
-            assert None not in newest[:-1], "two tokens before a bad word's end are unknown"
-            ends.append(end)
-            after.append(begin[-1] if begin and newest[-1] is None else ALWAYS)
-        return Biases.of(ends, _FORBID, after) if ends else NO_BIASES
 
 
 class _SeenTokens:

@@ -67,6 +67,21 @@ class AdmissionQueue:
         return stream
 
     @contextmanager
+    def preparing(self) -> Iterator[None]:
+        """Count a request that is tokenized before it is submitted as one that waits. Raises Refusal like `submit`."""
+        with self._counted():
+            place = self._enter(1)
+        try:
+            yield
+        finally:
+            place.leave()
+
+    def check_chars(self, num_chars: int, param: str) -> None:
+        """Raise Refusal for a text that must not be tokenized."""
+        with self._counted():
+            self._limits.check_chars(num_chars, param)
+
+    @contextmanager
     def _counted(self) -> Iterator[None]:
         try:
             yield

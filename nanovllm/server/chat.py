@@ -10,7 +10,7 @@ from nanovllm.core.outputs import RequestOutput
 from nanovllm.request_stream import RequestUpdate
 from nanovllm.server.answers import Answer
 from nanovllm.server.chat_prompt import encode_messages, template_text
-from nanovllm.server.errors import ApiError, json_response
+from nanovllm.server.errors import ApiError, dumps_in_parts, json_response
 from nanovllm.server.logprobs import chat_logprobs, prompt_logprobs
 from nanovllm.server.protocol import ChatRequest
 from nanovllm.server.sampling import chat_params
@@ -26,9 +26,9 @@ def add_chat(app: FastAPI, service: Service) -> None:
         tools = [] if body.tool_choice == "none" else body.tools or []
         if tools:
             check_tools(service)
-        token_ids = await in_thread(
+        token_ids = await service.prepare(
             encode_messages,
-            service.llm,
+            service,
             body.messages,
             tools,
             body.chat_template_kwargs,
@@ -43,7 +43,9 @@ def add_chat(app: FastAPI, service: Service) -> None:
         if body.stream:
             return EventStream(stream, answer)
         outputs = await collect_outputs(stream, request.receive)
-        return json_response(answer.whole(outputs))
+        if params.logprobs is None and params.prompt_logprobs is None:
+            return json_response(answer.whole(outputs))
+        return await in_thread(lambda: json_response(dumps_in_parts(answer.whole(outputs))))
 
 
 class ChatAnswer(Answer):

@@ -9,10 +9,11 @@ from nanovllm.core.sequence import TokenIds
 from nanovllm.llm import LLM
 from nanovllm.server.errors import ApiError
 from nanovllm.server.protocol import Message, Tool, ToolCall
+from nanovllm.server.service import Service
 
 
 def encode_messages(
-    llm: LLM,
+    service: Service,
     messages: Sequence[Message],
     tools: Sequence[Tool],
     template_kwargs: dict[str, Any] | None,
@@ -21,13 +22,19 @@ def encode_messages(
     add_special_tokens: bool = False,
 ) -> TokenIds:
     """Raises ApiError or RequestError for what the template cannot take."""
+    llm = service.llm
     llm.check_chat_template()
     _check_template_kwargs(llm, template_kwargs or {})
     options = (template_kwargs or {}) | {"add_generation_prompt": add_generation_prompt}
     if tools:
         options["tools"] = [tool.model_dump(exclude_none=True) for tool in tools]
     conversation = [_for_template(message, f"messages[{i}]") for i, message in enumerate(messages)]
-    (token_ids,) = llm.text.encode_chat(conversation, options, add_special_tokens=add_special_tokens)
+    (token_ids,) = llm.text.encode_chat(
+        conversation,
+        options,
+        add_special_tokens=add_special_tokens,
+        check_text=lambda text: service.check_chars(len(text), "messages"),  # tools and tool calls are part of it
+    )
     return token_ids
 
 

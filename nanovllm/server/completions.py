@@ -11,7 +11,7 @@ from nanovllm.core.outputs import RequestOutput, TokenLogprobs
 from nanovllm.core.sequence import TokenIds
 from nanovllm.request_stream import RequestUpdate
 from nanovllm.server.answers import Answer
-from nanovllm.server.errors import ApiError, json_response
+from nanovllm.server.errors import ApiError, dumps_in_parts, json_response
 from nanovllm.server.logprobs import completion_logprobs, prompt_logprobs
 from nanovllm.server.protocol import CompletionRequest
 from nanovllm.server.sampling import completion_params
@@ -26,19 +26,19 @@ def add_completions(app: FastAPI, service: Service) -> None:
         service.check_body(body)
         prompts = _prompts(body.prompt)
         params = completion_params(body, service.llm.sampling_defaults)
-        texts = await in_thread(_texts, service, prompts) if body.echo else []
+        texts = await service.prepare(_texts, service, prompts) if body.echo else []
         encoded: Sequence[Prompt] = prompts
         if body.add_special_tokens is not None:
-            encoded = await in_thread(_encode, service, prompts, body.add_special_tokens)
+            encoded = await service.prepare(_encode, service, prompts, body.add_special_tokens)
         with_tokens = bool(body.stream) and body.logprobs is not None
         stream = await service.submit(encoded, params, with_tokens, service.cache_salt(body, request))
         answer = CompletionAnswer(service, body, texts)
         if body.stream:
             return EventStream(stream, answer)
         outputs = await collect_outputs(stream, request.receive)
-        if params.prompt_logprobs is None:
+        if params.logprobs is None and params.prompt_logprobs is None:
             return json_response(answer.whole(outputs))
-        return await in_thread(lambda: json_response(answer.whole(outputs)))
+        return await in_thread(lambda: json_response(dumps_in_parts(answer.whole(outputs))))
 
 
 class CompletionAnswer(Answer):

@@ -26,6 +26,7 @@ from nanovllm.async_llm import AsyncLLM
 from nanovllm.errors import EngineError
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.api_keys import ApiKeys, read_api_keys
+from nanovllm.server.connections import Connection, ConnectionLimits, raise_file_limit
 from nanovllm.server.options import ServerOptions
 from nanovllm.server.port import port_error, url_of
 from nanovllm.server.private_log import keep_messages_out
@@ -47,12 +48,14 @@ def run_server(load: Callable[[], AsyncLLM], options: ServerOptions, bound: sock
     port or a key file that cannot be used, and what `load` raises.
     """
     keep_messages_out()
+    num_files = raise_file_limit()
     keys = ApiKeys(read_api_keys(options.api_key_file, os.environ))
     with _ended_by_sigterm():
         engine = load()
         try:
             site = build_site(engine, options, keys, model_name)
-            return asyncio.run(_Server(engine, site, options, bound).run())
+            limits = ConnectionLimits(options.max_receive_s, options.max_unread_s, num_files)
+            return asyncio.run(_Server(engine, site, options, bound, limits).run())
         finally:
             engine.close()
 
@@ -82,10 +85,13 @@ class _Listener(uvicorn.Server):
 class _Server:
     """Runs the application on an event loop, and ends it in order."""
 
-    def __init__(self, engine: AsyncLLM, site: Site, options: ServerOptions, bound: socket.socket) -> None:
+    def __init__(
+        self, engine: AsyncLLM, site: Site, options: ServerOptions, bound: socket.socket, limits: ConnectionLimits
+    ) -> None:
         self._engine, self._site, self._options, self._socket = engine, site, options, bound
         config = uvicorn.Config(
             site.app,
+            http=partial(Connection, limits=limits),  # type: ignore[arg-type]  # it only has to make protocols
             lifespan="off",
             ws="none",
             log_config=None,

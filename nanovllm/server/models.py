@@ -10,7 +10,7 @@ from nanovllm.server.chat import check_tools
 from nanovllm.server.chat_prompt import encode_messages
 from nanovllm.server.errors import api_error, json_response, model_not_found
 from nanovllm.server.protocol import DetokenizeRequest, TokenizeRequest
-from nanovllm.server.service import Service, in_thread
+from nanovllm.server.service import Service
 
 
 def add_models(app: FastAPI, service: Service) -> None:
@@ -31,16 +31,16 @@ def add_tokens(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> Response:
         service.check_body(body)
-        return json_response(await in_thread(_tokenize, service, body))
+        return json_response(await service.prepare(_tokenize, service, body))
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> Response:
         service.check_body(body)
-        return json_response({"prompt": await in_thread(service.llm.text.decode, body.tokens)})
+        return json_response({"prompt": await service.prepare(service.llm.text.decode, body.tokens)})
 
 
 def add_state(app: FastAPI, service: Service) -> None:
-    @app.get("/health")
+    @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> Response:
         """Status 200 if requests are answered, 503 with the reason if the engine has failed."""
         failure = service.engine.failure
@@ -67,7 +67,7 @@ def _tokenize(service: Service, body: TokenizeRequest) -> dict[str, Any]:
         if body.tools:
             check_tools(service)
         token_ids = encode_messages(
-            llm,
+            service,
             body.messages,
             body.tools or [],
             body.chat_template_kwargs,

@@ -47,6 +47,12 @@ class ServerOptions:
     max_wait_s: float = option(
         600.0, help="seconds that a request may wait for its first token; then, status 503", group=_LIMITS
     )
+    max_receive_s: float = option(
+        60.0, help="seconds that a client may take to send the head of a request, and its body", group=_LIMITS
+    )
+    max_unread_s: float = option(
+        300.0, help="seconds after which a client that takes nothing of its answer is cut off", group=_LIMITS
+    )
     max_body_mb: float = option(32.0, help="maximum size of a body in MiB", group=_LIMITS)
     max_prompt_chars: int | None = option(
         None,
@@ -56,8 +62,13 @@ class ServerOptions:
     )
     max_n: int = option(128, help="maximum number of answers to one prompt", group=_LIMITS)
     max_logprobs: int = option(MAX_LOGPROBS, help="maximum logprobs for each token", group=_LIMITS)
+    max_stop: int = option(
+        64, help="maximum number of stop strings, each of which is looked for in every step", group=_LIMITS
+    )
     max_list_items: int = option(
-        4096, help="maximum length of the lists in a body: prompts, messages, tools, stop, logit_bias", group=_LIMITS
+        4096,
+        help="maximum length of the other lists in a body: prompts, messages, tools, bad_words, logit_bias",
+        group=_LIMITS,
     )
 
     def __post_init__(self) -> None:
@@ -74,11 +85,11 @@ class ServerOptions:
         self._check_limits()
 
     def _check_limits(self) -> None:
-        for name in ("max_queue", "max_prompt_chars", "max_n", "max_list_items"):
+        for name in ("max_queue", "max_prompt_chars", "max_n", "max_stop", "max_list_items"):
             value = getattr(self, name)
             if value is not None and not 1 <= value <= MAX_NUMBER:
                 raise ConfigError(f"{name}={value} must be between 1 and {MAX_NUMBER}")
-        for name in ("max_wait_s", "max_body_mb"):
+        for name in ("max_wait_s", "max_receive_s", "max_unread_s", "max_body_mb"):
             if not 0 < getattr(self, name) <= MAX_NUMBER:
                 raise ConfigError(f"{name}={getattr(self, name)} must be above 0 and at most {MAX_NUMBER}")
         if not 0 <= self.drain_s <= MAX_NUMBER:

@@ -2,14 +2,17 @@
 
 Unknown fields are refused by name. So are OpenAI's fields that this server does not implement, unless they have the
 value that changes nothing. The numbers themselves are checked by SamplingParams.
+
+A body can have millions of errors, and collecting them would take minutes and gigabytes. So a check ends at the first.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import BaseModel, ConfigDict, FailFast, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
+MAX_NAME_CHARS = 100  # of an unknown field, in the message
 _PROMPT_SCHEMA = {
     "anyOf": [
         {"type": "string"},
@@ -18,6 +21,17 @@ _PROMPT_SCHEMA = {
         {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}, "minItems": 1},
     ]
 }
+
+
+class _FirstError(FailFast):
+    """Ends the check of a list at its first error. Hashable, which `|` between types asks for."""
+
+    __hash__ = object.__hash__
+
+
+Item = TypeVar("Item")
+Items: TypeAlias = Annotated[list[Item], _FirstError()]
+
 # Checked by the engine, because pydantic would take seconds for the token ids of a long document
 PromptField = Annotated[Any, WithJsonSchema(_PROMPT_SCHEMA)]
 
@@ -38,6 +52,11 @@ class Body(BaseModel):
     def _drop_neutral_fields(cls, body: Any) -> Any:
         if not isinstance(body, dict):
             return body
+        known = {field.alias or name for name, field in cls.model_fields.items()} | cls.NEUTRAL.keys()
+        for name in body:
+            if name not in known:
+                shown = name[:MAX_NAME_CHARS].encode(errors="backslashreplace").decode()
+                raise refuse(shown, f"the field {shown!r} is unknown or not supported; leave it out")
         for name, neutral in cls.NEUTRAL.items():
             if name in body and body[name] not in neutral:
                 raise refuse(name, f"the field {name!r} is not supported; leave it out")
@@ -66,7 +85,7 @@ class StructuredOutputsField(Body):
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     json_object: bool | None = None
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Items[str] | None = None
 
 
 class SamplingFields(Body):
@@ -85,15 +104,15 @@ class SamplingFields(Body):
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Items[str] | None = None
+    stop_token_ids: Items[int] | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
-    bad_words: list[str] | None = None
+    bad_words: Items[str] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: dict[str, Any] | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -102,7 +121,7 @@ class SamplingFields(Body):
     structured_outputs: StructuredOutputsField | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Items[str] | None = None
 
     @model_validator(mode="after")
     def _check_streaming(self) -> "SamplingFields":
@@ -160,10 +179,10 @@ class Message(Body):
     NEUTRAL = {"refusal": (None,), "audio": (None,), "function_call": (None,), "annotations": (None, [])}
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Items[TextPart] | None = None
     name: str | None = None
     reasoning_content: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Items[ToolCall] | None = None
     tool_call_id: str | None = None
 
 
@@ -183,8 +202,8 @@ class Tool(Body):
 class ChatPrompt(Body):
     """What becomes the prompt of a chat."""
 
-    messages: list[Message] = Field(min_length=1)
-    tools: list[Tool] | None = None
+    messages: Items[Message] = Field(min_length=1)
+    tools: Items[Tool] | None = None
     add_generation_prompt: bool = True
     add_special_tokens: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
@@ -232,8 +251,8 @@ class TokenizeRequest(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = Field(None, min_length=1)
-    tools: list[Tool] | None = None
+    messages: Items[Message] | None = Field(None, min_length=1)
+    tools: Items[Tool] | None = None
     add_generation_prompt: bool = True
     add_special_tokens: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -248,4 +267,4 @@ class TokenizeRequest(Body):
 
 class DetokenizeRequest(Body):
     model: str | None = None
-    tokens: list[int]
+    tokens: Items[int]

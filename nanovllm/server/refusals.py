@@ -8,7 +8,7 @@ from starlette.responses import Response
 from nanovllm.server.errors import ApiError
 
 _CODES = {429: "rate_limit_exceeded", 503: "service_unavailable"}
-_CLOSES = (413, 503)  # the rest of the body is not read, or the server is about to end
+_CLOSES = (401, 408, 413, 503)  # the rest of the body is not read, or the server is about to end
 
 
 class Refusal(ApiError):

@@ -66,8 +66,8 @@ def _common_params(body: SamplingFields, defaults: Mapping[str, Any]) -> dict[st
     }
 
 
-def _logit_bias(biases: Mapping[str, float] | None) -> dict[int, float] | None:
-    """The keys are strings in JSON."""
+def _logit_bias(biases: Mapping[str, Any] | None) -> dict[int, Any] | None:
+    """The keys are strings in JSON. SamplingParams checks the values."""
     if not biases:
         return None
     for key in biases:
@@ -93,7 +93,7 @@ def _structured_outputs(body: SamplingFields) -> StructuredOutputs | None:
     try:
         return StructuredOutputs(**(given[names[0]] or {}))
     except RequestError as error:
-        raise ApiError(str(error).replace("SamplingParams", names[0]), param=names[0]) from error
+        raise ApiError(str(error).replace("StructuredOutputs", names[0]), param=names[0]) from error
 
 
 def _response_format(body: SamplingFields) -> dict[str, Any] | None:

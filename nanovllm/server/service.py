@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
@@ -56,6 +57,19 @@ class Service:
             return key_salt or body.cache_salt
         return f"{key_salt} {body.cache_salt}"
 
+    async def prepare(self, function: Callable[..., Result], *args: Any, **options: Any) -> Result:
+        """Call a function that takes long if the prompt is long, before the request is submitted.
+
+        Raises Refusal if too many requests wait: what they have sent is in memory.
+        """
+        with self._queue.preparing() if self._queue is not None else nullcontext():
+            return await in_thread(function, *args, **options)
+
+    def check_chars(self, num_chars: int, param: str) -> None:
+        """Raise ApiError for a text that is too long to be tokenized."""
+        if self._queue is not None:
+            self._queue.check_chars(num_chars, param)
+
     async def submit(
         self, prompts: Sequence[Prompt], params: SamplingParams, with_tokens: bool, cache_salt: str | None = None
     ) -> RequestStream:
@@ -78,5 +92,5 @@ def _salted(prompt: Prompt, cache_salt: str) -> Prompt:
 
 
 async def in_thread(function: Callable[..., Result], *args: Any, **options: Any) -> Result:
-    """Call a function that takes too long for the event loop if the prompt is long."""
+    """Call a function that takes too long for the event loop."""
     return await asyncio.to_thread(function, *args, **options)

@@ -43,6 +43,7 @@ def build_site(engine: AsyncLLM, options: ServerOptions, keys: ApiKeys, model_na
         app,
         keys=keys,
         max_body_bytes=options.max_body_bytes,
+        max_receive_s=options.max_receive_s,
         cache_salt_per_key=options.cache_salt_per_key,
         on_refusal=metrics.refused,
         open_paths=(*OPEN_PATHS, *page_paths()),

@@ -15,9 +15,13 @@ def bad_word_token_ids(tokenizer: Any, words: Iterable[str], vocab_size: int) ->
     """
     found: list[tuple[int, ...]] = []
     for word in words:
+        if any("\ud800" <= char <= "\udfff" for char in word):
+            raise RequestError(f"SamplingParams.bad_words has {word!r}, which is not valid Unicode text; leave it out")
         first = tuple(tokenizer.encode(word.lstrip(), add_special_tokens=False))
         if not first or max(first) >= vocab_size:
-            raise RequestError(f"bad_words has {word!r}, which has no tokens in the model's vocabulary; leave it out")
+            raise RequestError(
+                f"SamplingParams.bad_words has {word!r}, which has no tokens in the model's vocabulary; leave it out"
+            )
         found.append(first)
         later = tuple(tokenizer.encode(" " + word.lstrip(), add_special_tokens=False))
         if len(later) == len(first) and later[0] != first[0] and max(later) < vocab_size:

@@ -9,12 +9,14 @@ method.
 """
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.core.bad_words import BadWords
 from nanovllm.core.logit_editor import AnswerRules
 from nanovllm.core.outputs import Outbox, Receiver
 from nanovllm.core.sequence import TokenIds
@@ -34,6 +36,8 @@ from nanovllm.text.request_check import (
 from nanovllm.text.structured import GrammarCompiler, TokenMatcher
 from nanovllm.text.tokenizer import end_token_ids, load_tokenizer
 
+MAX_BAD_WORDS = 16  # lists of them that are kept; all answers of a request have the same
+
 Message: TypeAlias = dict[str, Any]
 
 
@@ -47,6 +51,7 @@ class TextFrontend:
         self._decoders: dict[bool, TokenDecoder] = {}  # by skip_special_tokens
         if self.tokenizer is not None:
             self._decoders = {skip: TokenDecoder(self.tokenizer, skip) for skip in (True, False)}
+        self._bad_words = lru_cache(MAX_BAD_WORDS)(partial(_find_bad_words, self.tokenizer, self._vocab_size))
         self._grammars = GrammarCompiler(self.tokenizer, self._vocab_size, self.end_token_ids)
 
     def encode_prompt(self, prompt: Prompt, *, add_special_tokens: bool = True) -> TokenIds:
@@ -86,10 +91,10 @@ class TextFrontend:
         """What bad_words and structured_outputs mean in tokens, for one answer. Raises RequestError as `check_params`
         does.
         """
-        bad_words: tuple[tuple[int, ...], ...] = ()
+        bad_words = None
         if params.bad_words:
             with self._encode_lock:
-                bad_words = bad_word_token_ids(self.tokenizer, params.bad_words, self._vocab_size)
+                bad_words = self._bad_words(tuple(params.bad_words))
         if params.structured_outputs is None:
             return AnswerRules(bad_words)
         grammar = self._grammars.compile(params.structured_outputs)
@@ -128,18 +133,26 @@ class TextFrontend:
         template_options: Mapping[str, Any] = MappingProxyType({}),
         *,
         add_special_tokens: bool = False,
+        check_text: Callable[[str], None] = lambda text: None,
     ) -> list[TokenIds]:
         """The token ids of each conversation, by default up to where the answer begins.
 
         messages: one conversation or a list of them. template_options: what else the template gets, such as `tools`, or
-        add_generation_prompt=False. add_special_tokens: in addition to those that the template writes. Raises
-        RequestError as `check_chat_template` does, and for messages that are malformed or that the template refuses.
+        add_generation_prompt=False. add_special_tokens: in addition to those that the template writes. check_text: is
+        called with each text before it is tokenized, and may raise. Raises RequestError as `check_chat_template` does,
+        and for messages that are malformed or that the template refuses.
         """
         self.check_chat_template()
         conversations = check_conversations(messages)
         prompts = [render_chat(self.tokenizer, conversation, template_options) for conversation in conversations]
+        for text in prompts:
+            check_text(text)
         with self._encode_lock:
             return [
                 encode_text(self.tokenizer, text, self._vocab_size, add_special_tokens=add_special_tokens)
                 for text in prompts
             ]
+
+
+def _find_bad_words(tokenizer: Any, vocab_size: int, words: tuple[str, ...]) -> BadWords:
+    return BadWords(bad_word_token_ids(tokenizer, words, vocab_size))

@@ -15,6 +15,7 @@ from odd_drafters import OddDrafter
 from tiny_models import write_tiny_model
 
 from nanovllm import LLM, RequestError, SamplingParams
+from nanovllm.core.bad_words import BadWords
 from nanovllm.core.logit_editor import NO_RULES, AnswerRules
 from nanovllm.core.outputs import Outbox, Receiver, RequestOutput
 from nanovllm.core.sequence import Sequence
@@ -82,10 +83,10 @@ class Alternating:
 
 def rules_of(case: str) -> AnswerRules:
     if case == "bad words":
-        return AnswerRules(BAD_WORDS)
+        return AnswerRules(BadWords(BAD_WORDS))
     if case == "constraint":
-        return AnswerRules((), Alternating())
-    return AnswerRules(BAD_WORDS, Alternating()) if case == "everything" else NO_RULES
+        return AnswerRules(None, Alternating())
+    return AnswerRules(BadWords(BAD_WORDS), Alternating()) if case == "everything" else NO_RULES
 
 
 def params_of(case: str, **more: Any) -> SamplingParams:
@@ -99,7 +100,7 @@ def edited(logits: torch.Tensor, prompt: list[int], answer: list[int], p: Sampli
         row = [x if rules.constraint.is_allowed(t) else -math.inf for t, x in enumerate(row)]
     for token_id, bias in (p.logit_bias or {}).items():
         row[token_id] += bias
-    for *begin, end in rules.bad_words:
+    for *begin, end in BAD_WORDS if rules.bad_words else ():
         if not begin or answer[-len(begin) :] == begin:
             row[end] = -math.inf
     if len(answer) < p.min_tokens:
@@ -231,7 +232,7 @@ def test_constraint_that_is_complete_keeps_the_last_token_in_the_text() -> None:
         outbox = Outbox()
         ids = llm.text.encode_prompt("one\ntwo\none\n")
         params = SamplingParams(temperature=0, max_tokens=40)
-        llm.engine.add_request(ids, params, llm.text.receiver(outbox, params), AnswerRules((), Anything(5)))
+        llm.engine.add_request(ids, params, llm.text.receiver(outbox, params), AnswerRules(None, Anything(5)))
         finished: dict[int, RequestOutput] = {}
         while not finished:
             finished = llm.engine.next_output(outbox).finished

@@ -1,6 +1,7 @@
 """AsyncLLM: answers equal to LLM's, ends of every kind, and slow consumers that hold up nobody."""
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import aclosing
@@ -271,3 +272,25 @@ def test_step_that_raises_fails_open_and_later_requests(model: Path, works_ahead
 def test_constructor_bad_option_raises_and_leaves_no_thread(model: Path) -> None:
     with pytest.raises(ValueError, match="max_num_seqs"):
         AsyncLLM(model, **(OPTIONS | {"max_num_seqs": 0}))
+
+
+def test_sequences_are_made_off_the_event_loop(engine: AsyncLLM) -> None:
+    """Regression: with a repetition penalty, a long prompt blocked the loop for 0.1 s an answer."""
+    makers: list[int] = []
+    make = engine.llm.engine.make_sequence
+
+    def make_and_note(*args: Any) -> Any:
+        makers.append(threading.get_ident())
+        return make(*args)
+
+    async def main() -> None:
+        params = SamplingParams(n=3, repetition_penalty=1.5, max_tokens=2)
+        outputs = await collect(engine.generate([[1, 2]], params))
+        assert len(outputs) == len(makers) == 3
+        assert threading.get_ident() not in makers
+
+    engine.llm.engine.make_sequence = make_and_note  # type: ignore[method-assign]
+    try:
+        run(main())
+    finally:
+        engine.llm.engine.make_sequence = make  # type: ignore[method-assign]

@@ -9,9 +9,12 @@ from typing import Any
 
 import openai
 import pytest
-from http_server import http_server
+from http_server import app_server
 
 from nanovllm import AsyncLLM
+from nanovllm.server.api_keys import ApiKeys
+from nanovllm.server.options import ServerOptions
+from nanovllm.server.site import build_site
 
 NOTE = "The passkey is 4711, says the old captain."
 QUESTION = f"{NOTE}\nThe passkey is"
@@ -48,7 +51,8 @@ def tool_client(
         num_kvcache_blocks=16,
         max_num_batched_tokens=512,
     )
-    with http_server(engine) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+    site = build_site(engine, ServerOptions(served_model_name=("tiny",)), ApiKeys([]), "tiny")
+    with app_server(site.app) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         yield client
     engine.close()
 
@@ -196,3 +200,10 @@ def test_chat_bad_tools_are_refused(tool_client: openai.OpenAI, fields: dict[str
 def test_chat_tools_that_the_template_does_not_take_are_refused(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="does not take tools"):
         client.chat.completions.create(model="tiny", messages=MESSAGES, tools=TOOLS)
+
+
+def test_chat_text_of_the_template_is_limited_before_it_is_tokenized(tool_client: openai.OpenAI) -> None:
+    """Regression: only the contents of messages were counted, so any length of tools was tokenized."""
+    with pytest.raises(openai.BadRequestError, match=r"messages has 2.* characters, at most 16384 are allowed"):
+        extra = {"chat_template_kwargs": {"suffix": "x" * 20_000}}
+        tool_client.chat.completions.create(model="tiny", messages=MESSAGES, extra_body=extra)

@@ -96,6 +96,33 @@ def test_client_that_disconnects_at_any_stage_leaves_nothing(
     wait_until(lambda: not engine._streams)
 
 
+def test_client_that_leaves_after_the_last_token_leaves_nothing(tiny: tuple[AsyncLLM, str]) -> None:
+    """It goes when the reason of the end has arrived, and [DONE] has not been read; or with a whole answer unread."""
+    engine, url = tiny
+    for i in range(20):
+        connection = send_request(url, SHORT | {"stream": i % 2 == 0})
+        if i % 2 == 0:
+            received = b""
+            while b'"finish_reason": "length"' not in received:
+                received += connection.recv(100)
+        else:
+            wait_until(lambda: num_open(engine) == 0)
+        connection.close()
+    wait_until(lambda: not engine._streams)
+    assert httpx.post(f"{url}/v1/completions", json=SHORT, timeout=20).status_code == 200
+
+
+def test_client_that_leaves_during_its_prefill_ends_its_request(tiny: tuple[AsyncLLM, str]) -> None:
+    """The prompts are longer than a step; those behind the first ones leave while they wait."""
+    engine, url = tiny
+    body = ENDLESS | {"prompt": [5] * 1500, "max_tokens": 500}
+    for connection in [send_request(url, body | {"stream": i % 2 == 0}) for i in range(6)]:
+        wait_until(lambda: num_open(engine) > 0)
+        connection.close()
+    wait_until_idle(engine)
+    wait_until(lambda: not engine._streams)
+
+
 def test_openai_stream_closed_early_ends_its_request(tiny: tuple[AsyncLLM, str]) -> None:
     engine, url = tiny
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:

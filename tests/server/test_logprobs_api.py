@@ -1,5 +1,6 @@
 """Log-probabilities in OpenAI's two forms and in vLLM's, and what lm_eval asks for, against those of the engine."""
 
+import json
 from typing import Any
 
 import httpx
@@ -8,6 +9,7 @@ import pytest
 
 from nanovllm import AsyncLLM, SamplingParams
 from nanovllm.core.logprobs import Logprob
+from nanovllm.server.errors import dumps_in_parts
 from nanovllm.server.logprobs import chat_logprobs, completion_logprobs
 
 PROMPT = "One two three four.\nOne two"
@@ -96,6 +98,13 @@ def test_completion_logprobs_tokens_of_equal_text_keep_the_most_likely() -> None
     found = completion_logprobs([None, entry], 2, first_text="ab", offset=5)
     assert found["top_logprobs"] == [None, {"\ufffd": -0.5, "x": -1.0}]
     assert (found["tokens"], found["token_logprobs"], found["text_offset"]) == (["ab", "\ufffd"], [None, -2.0], [5, 7])
+
+
+@pytest.mark.parametrize(
+    "content", [{}, [], {"a": [1.5, None, {"b": "\ud800"}] * 70, "c": [[]] * 250, "d": {"e": [{}]}}]
+)
+def test_json_in_parts_is_the_same_json(content: Any) -> None:
+    assert dumps_in_parts(content) == json.dumps(content)
 
 
 def test_chat_logprobs_lists_the_most_likely_in_order() -> None:

@@ -11,9 +11,11 @@ import httpx
 import pytest
 
 from nanovllm import AsyncLLM, ConfigError, SamplingParams
+from nanovllm.server.admission import AdmissionQueue
 from nanovllm.server.api_keys import VARIABLE, ApiKeys, read_api_keys
-from nanovllm.server.gate import Gate, Receive, Scope, Send
+from nanovllm.server.gate import MAX_HELD_BODIES, Gate, Receive, Scope, Send
 from nanovllm.server.limits import RequestLimits
+from nanovllm.server.metrics import Metrics
 from nanovllm.server.options import ServerOptions
 from nanovllm.server.refusals import Refusal
 from nanovllm.server.site import Site, build_site
@@ -69,7 +71,8 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
 def make_gate(keys: list[str] | None = None, **settings: Any) -> tuple[Gate, list[str]]:
     """The gate around `echo`, and the list that it adds the reasons of its refusals to."""
     reasons: list[str] = []
-    settings = {"max_body_bytes": 1000, "cache_salt_per_key": False, "on_refusal": reasons.append} | settings
+    defaults = {"max_body_bytes": 1000, "max_receive_s": 10, "cache_salt_per_key": False}
+    settings = defaults | {"on_refusal": reasons.append} | settings
     return Gate(echo, keys=ApiKeys(keys or []), **settings), reasons
 
 
@@ -141,6 +144,62 @@ def test_gate_large_body_is_413_whether_or_not_it_says_so() -> None:
     assert reasons == ["body_size"] * 2
 
 
+def test_gate_bodies_of_open_requests_are_limited_together() -> None:
+    """Regression: each body has a limit, but any number of them could be held in memory at once."""
+    gate, reasons = make_gate()
+    is_over = asyncio.Event()
+
+    async def wait(scope: Scope, receive: Receive, send: Send) -> None:
+        await is_over.wait()
+        await echo(scope, receive, send)
+
+    gate._app = wait
+
+    async def main() -> list[int]:
+        transport = httpx.ASGITransport(gate)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            asked = [asyncio.create_task(client.post("/v1/x", content=bytes(1000))) for _ in range(MAX_HELD_BODIES)]
+            await asyncio.sleep(0.05)
+            refused = await client.post("/v1/x", content=b"a")
+            without_body = asyncio.create_task(client.get("/health"))
+            is_over.set()
+            answers = [*await asyncio.gather(*asked), await without_body, await client.post("/v1/x", content=b"a")]
+            assert all(each.status_code == 200 for each in answers)
+            return [refused.status_code, gate._num_held_bytes]
+
+    assert asyncio.run(main()) == [503, 0]
+    assert reasons == ["bodies"]
+
+
+def test_gate_slow_body_is_408() -> None:
+    """Regression: a client that never sent the end of its body kept what it had sent in memory for ever."""
+
+    async def too_slow() -> AsyncIterator[bytes]:
+        while True:
+            await asyncio.sleep(0.01)
+            yield b"a"
+
+    gate, reasons = make_gate(max_receive_s=0.1)
+
+    async def main() -> list[Any]:
+        sent: list[Any] = []
+        body = too_slow()
+
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": await anext(body), "more_body": True}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        await gate({"type": "http", "path": "/v1/x", "headers": []}, receive, send)
+        return sent
+
+    start, body = asyncio.run(main())
+    assert start["status"] == 408 and (b"connection", b"close") in start["headers"]
+    assert "max_receive_s=0.1" in json.loads(body["body"])["error"]["message"]
+    assert reasons == ["slow_body"]
+
+
 def test_gate_draining_is_503_with_retry_after_for_everything() -> None:
     gate, reasons = make_gate()
     gate.is_draining = True
@@ -166,22 +225,53 @@ def test_gate_draining_is_503_with_retry_after_for_everything() -> None:
         ({"prompt": ["a", "a" * 101]}, "prompt"),
         ({"messages": [{"content": ""}] * 7}, "messages"),
         ({"messages": [{"content": "a" * 51}, {"content": [{"text": "a" * 50}]}]}, "messages"),
-        ({"stop": ["a"] * 7}, "stop"),
+        ({"stop": ["a"] * 3}, "stop"),
+        ({"prompt": [1] * 2049}, "prompt"),
+        ({"prompt": [[1], [1] * 2049]}, "prompt"),
+        ({"tokens": [1] * 2049}, "tokens"),
         ({"logit_bias": dict.fromkeys("abcdefg", 1)}, "logit_bias"),
         ({"tools": [{}] * 7}, "tools"),
     ],
 )
 def test_limits_too_much_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
-    options = ServerOptions(max_n=4, max_logprobs=3, max_list_items=6, max_prompt_chars=100)
+    options = ServerOptions(max_n=4, max_logprobs=3, max_list_items=6, max_prompt_chars=100, max_stop=2)
     with pytest.raises(Refusal) as caught:
         RequestLimits(options, max_model_len=2048).check(fields)
     assert (caught.value.status, caught.value.param) == (400, param)
 
 
+CHAT = {"messages": [{"content": "a"}]}
+MODEL_LEN = 10_000  # 2 * 21 * 10,000 log-probabilities are fewer than 4 Mi
+
+
+@pytest.mark.parametrize(
+    ("fields", "factor"),
+    [
+        ({"prompt": [[1] * 1000] * 10, "prompt_logprobs": 20}, 21 * 10_000),
+        ({"prompt": ["a" * 20_000] * 10, "prompt_logprobs": 0}, 100_000),
+        ({"prompt": "a", "logprobs": 20, "max_tokens": 8000, "n": 10}, 21 * 80_000),
+        ({"prompt": ["a"] * 10, "logprobs": 3, "n": 10}, 4 * 1600),
+        ({"prompt": "a" * 100, "logprobs": 3, "echo": True, "max_tokens": 10}, 4 * 110),
+        (CHAT | {"logprobs": True, "n": 100}, 1_000_000),
+        (CHAT | {"logprobs": True, "top_logprobs": 20, "max_completion_tokens": 10, "n": 100}, 21_000),
+        (CHAT | {"prompt_logprobs": 20}, 21 * MODEL_LEN),
+    ],
+)
+def test_limits_count_all_logprobs_of_a_request(fields: dict[str, Any], factor: int) -> None:
+    """Regression: 100 prompts of 131K tokens with prompt_logprobs=20 fit into a body, and not into memory."""
+    limits = RequestLimits(ServerOptions(), max_model_len=MODEL_LEN)
+    limits.check(fields)
+    limits._max_total_logprobs = factor
+    limits.check(fields)
+    limits._max_total_logprobs = factor - 1
+    with pytest.raises(Refusal, match=f"up to {factor} log-probabilities, at most {factor - 1}; lower"):
+        limits.check(fields)
+
+
 def test_limits_allow_what_is_just_enough() -> None:
     options = ServerOptions(max_n=4, max_logprobs=3, max_list_items=6, max_prompt_chars=100)
     limits = RequestLimits(options, max_model_len=2048)
-    limits.check({"n": 4, "logprobs": 3, "prompt": ["a" * 100] * 6, "stop": "a" * 1000, "tools": None})
+    limits.check({"n": 4, "logprobs": 3, "prompt": ["a" * 100] * 6, "stop": "a" * 100, "tools": None})
     limits.check({"logprobs": True, "prompt": [1] * 1000, "messages": [{"content": None}, {"content": "a" * 100}]})
     assert RequestLimits(ServerOptions(), max_model_len=2048).max_prompt_chars == 16 * 2048
 
@@ -189,7 +279,8 @@ def test_limits_allow_what_is_just_enough() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        *({name: 0} for name in ("max_queue", "max_n", "max_list_items", "max_wait_s", "max_body_mb")),
+        *({name: 0} for name in ("max_queue", "max_n", "max_stop", "max_list_items", "max_wait_s", "max_body_mb")),
+        *({name: 0} for name in ("max_receive_s", "max_unread_s")),
         *({"port": 70000}, {"host": ""}, {"drain_s": -1.0}, {"max_logprobs": 21}, {"served_model_name": ("",)}),
         *({"allowed_origins": (origin,)} for origin in ("example.org", "https://example.org/", "")),
     ],
@@ -261,6 +352,23 @@ def test_queue_full_is_429_with_retry_after(engine: AsyncLLM) -> None:
             assert site.queue.num_waiting == 0
             assert (await complete(prompt="x", max_tokens=1)).status_code == 200
         assert 'reason="queue"} 1.0' in site.metrics.render().decode()
+
+    asyncio.run(main())
+
+
+def test_queue_full_refuses_what_would_be_tokenized_first(engine: AsyncLLM) -> None:
+    """Regression: chats were tokenized before they counted, any number of them, each with a body in memory."""
+
+    async def main() -> None:
+        counters = Metrics("tiny")
+        options = ServerOptions(max_queue=1)
+        queue = AdmissionQueue(engine, options, RequestLimits(options, 2048), counters)
+        with queue.preparing():
+            assert queue.num_waiting == 1
+            with pytest.raises(Refusal) as caught, queue.preparing():
+                pass
+            assert caught.value.status == 429
+        assert queue.num_waiting == queue.num_open == 0
 
     asyncio.run(main())
 

@@ -317,12 +317,56 @@ def write_pid_of_rank(engine: Any) -> None:
     print(f"rank 1 is {worker.process.pid}", flush=True)
 
 
+@contextmanager
+def server_of_two_ranks(model: Path, tmp_path: Path, **options: Any) -> Iterator[tuple[ServerProcess, int]]:
+    """The server, and the process id of rank 1."""
+    engine = {"device": "cpu", "max_model_len": 4096, "num_kvcache_blocks": 64, "tensor_parallel_size": 2}
+    started = server_process(model, tmp_path / "log", change=write_pid_of_rank, engine=engine, options=options)
+    with started as server:
+        yield server, int(server.log.read_text().partition("rank 1 is ")[2].split()[0])
+
+
 def test_dead_rank_ends_an_idle_server_with_status_1(retrieval_model: Path, tmp_path: Path) -> None:
     """Nobody asks anything, so no step notices."""
-    engine = {"device": "cpu", "max_model_len": 512, "num_kvcache_blocks": 8, "tensor_parallel_size": 2}
-    with server_process(retrieval_model, tmp_path / "log", change=write_pid_of_rank, engine=engine) as server:
-        os.kill(int(server.log.read_text().partition("rank 1 is ")[2].split()[0]), signal.SIGKILL)
+    with server_of_two_ranks(retrieval_model, tmp_path) as (server, pid):
+        os.kill(pid, signal.SIGKILL)
         start_s = time.monotonic()
         assert server.wait() == 1
         assert time.monotonic() - start_s < 10
         assert "rank 1 died" in server.log.read_text()
+
+
+def test_dead_rank_answers_everyone_and_ends_with_status_1(retrieval_model: Path, tmp_path: Path) -> None:
+    with server_of_two_ranks(retrieval_model, tmp_path) as (server, pid), clients() as pool:
+        started = start_load(server, pool, **ENDLESS)
+        os.kill(pid, signal.SIGKILL)
+        responses = [each.result() for each in started]
+        errors = [events(each)[-1] if i % 2 == 0 else each.json() for i, each in enumerate(responses)]
+        assert all(each["error"]["code"] == "engine_unavailable" for each in errors)
+        assert [each.status_code for each in responses] == [200, 503] * 2
+        assert httpx.get(f"{server.url}/health").status_code == 503
+        assert server.wait() == 1
+
+
+@pytest.mark.parametrize("signums", [(signal.SIGKILL,), (signal.SIGTERM, signal.SIGTERM)])
+def test_killed_server_leaves_no_rank(
+    retrieval_model: Path, tmp_path: Path, signums: tuple[signal.Signals, ...]
+) -> None:
+    """Rank 1 notices that rank 0 has gone. `wait` asserts that no process is left."""
+    with server_of_two_ranks(retrieval_model, tmp_path) as (server, _), clients() as pool:
+        started = start_load(server, pool, **ENDLESS)
+        for signum in signums:
+            server.send(signum)
+            time.sleep(0.2)
+        assert server.wait() in (-signal.SIGKILL, 128 + signal.SIGTERM)
+        for each in started:
+            with pytest.raises(httpx.TransportError):
+                each.result()
+
+
+def test_sigterm_of_two_ranks_finishes_what_is_open(retrieval_model: Path, tmp_path: Path) -> None:
+    with server_of_two_ranks(retrieval_model, tmp_path) as (server, _), clients() as pool:
+        started = start_load(server, pool, **SHORT | {"max_tokens": 400})
+        server.send(signal.SIGTERM)
+        assert [last_reason(each.result()) for each in started] == ["length"] * 4
+        assert server.wait() == 0

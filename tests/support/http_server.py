@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import uvicorn
@@ -15,11 +15,15 @@ SETTINGS = ServerSettings(model_names=("tiny", "alias/of tiny"))
 START_LIMIT_S = 20
 
 
-@contextmanager
-def http_server(engine: AsyncLLM, settings: ServerSettings = SETTINGS, **options: Any) -> Iterator[str]:
+def http_server(engine: AsyncLLM, settings: ServerSettings = SETTINGS, **options: Any) -> AbstractContextManager[str]:
     """Serve the engine, and yield the server's URL. The engine stays open."""
-    config = uvicorn.Config(make_app(engine, settings), port=0, log_level="error", **options)
-    server = uvicorn.Server(config)
+    return app_server(make_app(engine, settings), **options)
+
+
+@contextmanager
+def app_server(app: Any, **options: Any) -> Iterator[str]:
+    """Serve an ASGI application, and yield the server's URL. `options` are uvicorn's."""
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", **options))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     deadline_s = time.monotonic() + START_LIMIT_S

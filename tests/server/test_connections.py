@@ -1,0 +1,192 @@
+"""Connections that are idle, slow or too many: they slow down nobody, hold nothing for ever, and never go unnoticed."""
+
+import json
+import os
+import resource
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import httpx
+import pytest
+from http_server import SETTINGS, app_server
+from tiny_models import write_tiny_model, write_tiny_tokenizer
+
+from nanovllm import AsyncLLM
+from nanovllm.server import make_app
+from nanovllm.server.connections import SPARE_FILES, Connection, ConnectionLimits, raise_file_limit
+
+BODY: dict[str, Any] = {"prompt": "Hello", "max_tokens": 300, "temperature": 0, "ignore_eos": True}
+PIECES, PIECE = 64, bytes(1 << 18)  # more than the kernel buffers
+ENOUGH_FILES = 100_000
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> Iterator[AsyncLLM]:
+    model = write_tiny_tokenizer(write_tiny_model(tmp_path_factory.mktemp("tiny"), max_position_embeddings=2048))
+    engine = AsyncLLM(
+        model, device="cpu", dtype="float32", num_kvcache_blocks=40, max_num_batched_tokens=300, enforce_eager=True
+    )
+    yield engine
+    assert not engine.is_failed
+    engine.close()
+
+
+async def send_much(scope: Any, receive: Any, send: Any) -> None:
+    """An application with a large answer: in pieces, or at /whole at once."""
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    if scope["path"] == "/whole":
+        await send({"type": "http.response.body", "body": PIECE * PIECES})
+        return
+    for _ in range(PIECES):
+        await send({"type": "http.response.body", "body": PIECE, "more_body": True})
+    await send({"type": "http.response.body"})
+
+
+@contextmanager
+def limited_server(app: Any, limits: ConnectionLimits) -> Iterator[tuple[str, int]]:
+    with app_server(app, http=partial(Connection, limits=limits)) as url:
+        host, port = url.removeprefix("http://").split(":")
+        yield host, int(port)
+
+
+def connect(address: tuple[str, int], data: bytes = b"") -> socket.socket:
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.settimeout(20)
+    connection.connect(address)
+    connection.sendall(data)
+    return connection
+
+
+def request(body: dict[str, Any]) -> bytes:
+    content = json.dumps(body).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: "
+    return f"{head}{len(content)}\r\n\r\n".encode() + content
+
+
+def read_all(connection: socket.socket) -> bytes:
+    """Until the server closes the connection."""
+    received = b""
+    while data := connection.recv(1 << 20):
+        received += data
+    return received
+
+
+def read_until(connection: socket.socket, mark: bytes) -> bytes:
+    received = b""
+    while mark not in received:
+        data = connection.recv(1 << 20)
+        assert data, f"the server has closed the connection after {received!r}"
+        received += data
+    return received
+
+
+def is_answered(address: tuple[str, int]) -> bool:
+    try:
+        return b"200 OK" in read_all(connect(address, b"GET /health HTTP/1.0\r\n\r\n"))
+    except ConnectionError:  # it was refused before it was read
+        return False
+
+
+def num_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_hundreds_of_idle_and_slow_connections_harm_no_stream(engine: AsyncLLM) -> None:
+    app = make_app(engine, SETTINGS)
+    with limited_server(app, ConnectionLimits(60, 60, ENOUGH_FILES)) as address, ExitStack() as connections:
+        url = f"http://{address[0]}:{address[1]}/v1/completions"
+        expected = httpx.post(url, json=BODY, timeout=20).json()["choices"][0]["text"]
+        num_files_before = num_files()
+        whole = request(BODY)
+        for i in range(300):
+            connections.enter_context(connect(address, whole[: (0, 40, len(whole) - 3)[i % 3]]))
+        with httpx.stream("POST", url, json=BODY | {"stream": True}, timeout=20) as response:
+            lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+        assert lines.pop() == "[DONE]"
+        assert "".join(json.loads(line)["choices"][0]["text"] for line in lines) == expected
+        assert num_files() >= num_files_before + 2 * 300
+        connections.close()
+        deadline_s = time.monotonic() + 10
+        while num_files() > num_files_before:
+            assert time.monotonic() < deadline_s, "connections are left"
+            time.sleep(0.01)
+
+
+def test_head_that_does_not_arrive_in_time_is_cut_off(engine: AsyncLLM) -> None:
+    """Regression: a connection that had sent no request, or the first byte of a second one, stayed open for ever."""
+    app = make_app(engine, SETTINGS)
+    with limited_server(app, ConnectionLimits(0.2, 60, ENOUGH_FILES)) as address:
+        running = connect(address, request(BODY | {"stream": True}))
+        second = connect(address, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert read_until(second, b'"ready"}').startswith(b"HTTP/1.1 200")
+        second.sendall(b"G")
+        for slow in (connect(address), connect(address, b"GET /health HTTP/1.1\r\nHost"), second):
+            assert read_all(slow) == b""
+        read_until(running, b"data: [DONE]")  # an answer may take longer
+        running.close()
+
+
+@pytest.mark.parametrize("path", ["pieces", "whole"])
+@pytest.mark.parametrize("then", ["keep-alive", "close"])
+def test_client_that_takes_nothing_is_cut_off(path: str, then: str) -> None:
+    """Regression: whoever does not read kept a connection, and an answer of any size, for as long as it wished."""
+    with limited_server(send_much, ConnectionLimits(60, 0.2, ENOUGH_FILES)) as address:
+        num_files_before = num_files()
+        unread = connect(address, f"GET /{path} HTTP/1.1\r\nHost: x\r\nConnection: {then}\r\n\r\n".encode())
+        assert unread.recv(12) == b"HTTP/1.1 200"
+        deadline_s = time.monotonic() + 10
+        while num_files() > num_files_before + 1:  # the server's end
+            assert time.monotonic() < deadline_s, "the connection is left"
+            time.sleep(0.01)
+        unread.close()
+
+
+@pytest.mark.parametrize("path", ["pieces", "whole"])
+def test_client_that_reads_slowly_is_not_cut_off(path: str) -> None:
+    with limited_server(send_much, ConnectionLimits(60, 0.5, ENOUGH_FILES)) as address:
+        slow = connect(address, f"GET /{path} HTTP/1.0\r\n\r\n".encode())
+        received = 0
+        for _ in range(8):
+            time.sleep(0.1)
+            for _ in range(64):
+                received += len(slow.recv(1 << 16))
+        received += len(read_all(slow))
+        slow.close()
+    assert received > PIECES * len(PIECE)
+
+
+def test_connections_beyond_the_limit_on_files_are_refused_and_reported(
+    engine: AsyncLLM, caplog: pytest.LogCaptureFixture
+) -> None:
+    limits = ConnectionLimits(60, 60, num_files() + SPARE_FILES + 20)
+    assert limits.max_connections == 20
+    with limited_server(make_app(engine, SETTINGS), limits) as address:
+        idle = [connect(address) for _ in range(20)]
+        for _ in range(3):
+            head, _, body = read_all(connect(address)).partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 503") and b"Retry-After" in head
+            assert json.loads(body)["error"]["code"] == "service_unavailable"
+        assert [record.message for record in caplog.records if "limit on open files" in record.message] == [
+            "nanovllm: 20 connections are open, more would exceed the limit on open files; new ones get status 503; "
+            "raise the hard limit (ulimit -Hn)"
+        ]
+        for each in idle:
+            each.close()
+        deadline_s = time.monotonic() + 10
+        while not is_answered(address):
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+
+
+def test_raise_file_limit_takes_the_hard_limit() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))
+        assert raise_file_limit() == resource.getrlimit(resource.RLIMIT_NOFILE)[0] == hard
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
