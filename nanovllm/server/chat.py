@@ -14,13 +14,14 @@ from nanovllm.server.errors import ApiError, json_response
 from nanovllm.server.logprobs import chat_logprobs, prompt_logprobs
 from nanovllm.server.protocol import ChatRequest
 from nanovllm.server.sampling import chat_params
+from nanovllm.server.schema import ANSWERS
 from nanovllm.server.service import Service, in_thread
 from nanovllm.server.streaming import EventStream, collect_outputs
 from nanovllm.server.tool_calls import Delta, ToolCallDelta, ToolCallParser, make_parser
 
 
 def add_chat(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/chat/completions")
+    @app.post("/v1/chat/completions", responses=ANSWERS)
     async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
         service.check_body(body)
         tools = [] if body.tool_choice == "none" else body.tools or []

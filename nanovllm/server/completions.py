@@ -15,13 +15,14 @@ from nanovllm.server.errors import ApiError, json_response
 from nanovllm.server.logprobs import completion_logprobs, prompt_logprobs
 from nanovllm.server.protocol import CompletionRequest
 from nanovllm.server.sampling import completion_params
+from nanovllm.server.schema import ANSWERS
 from nanovllm.server.service import Service, in_thread
 from nanovllm.server.streaming import EventStream, collect_outputs
 from nanovllm.text.request_check import Prompt, prompt_list
 
 
 def add_completions(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/completions")
+    @app.post("/v1/completions", responses=ANSWERS)
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
         service.check_body(body)
         prompts = _prompts(body.prompt)

@@ -55,7 +55,7 @@ class RequestLimits:
 
 
 def _is_token_ids(name: str, value: Any) -> bool:
-    return name == "prompt" and bool(value) and isinstance(value[0], int)
+    return name == "prompt" and isinstance(value, list) and bool(value) and isinstance(value[0], int)
 
 
 def _num_chars(message: Any) -> int:

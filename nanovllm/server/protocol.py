@@ -7,8 +7,9 @@ value that changes nothing. The numbers themselves are checked by SamplingParams
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, WithJsonSchema, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError
 
 _PROMPT_SCHEMA = {
     "anyOf": [
@@ -42,6 +43,14 @@ class Body(BaseModel):
             if name in body and body[name] not in neutral:
                 raise refuse(name, f"the field {name!r} is not supported; leave it out")
         return {name: value for name, value in body.items() if name not in cls.NEUTRAL}
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """Describe the fields of `NEUTRAL`, too."""
+        described = handler(schema)
+        properties = handler.resolve_ref_schema(described).setdefault("properties", {})
+        properties.update({name: {"enum": list(values)} for name, values in cls.NEUTRAL.items()})
+        return described
 
 
 class StreamOptions(Body):
