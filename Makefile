@@ -10,8 +10,9 @@ COMPILED_FROM := $(wildcard nanovllm/cpu_attention/source/*) $(addprefix nanovll
 demo: $(INSTALLED)
 	$(BIN)/nanovllm demo
 
+# Without a GPU, which tests would have to share, they run in two processes.
 test: $(INSTALLED)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(if $(wildcard /dev/nvidia0),,-n 2 --dist loadfile)
 
 # What the tests in a browser need. Chromium comes from the system, where this may install it.
 browser: $(INSTALLED)

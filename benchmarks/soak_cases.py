@@ -60,11 +60,14 @@ def make_cases(model: str, options: Json, num_cases: int, seed: int) -> list[Cas
 
 
 def _request(rng: random.Random, features: Json) -> tuple[str, Json]:
-    """Half of the prompts begin with the same lines, so that they share blocks."""
+    """Half of the prompts begin with the same lines, so that they share blocks.
+
+    No request is greedy: two continuations can be equally likely for the built-in model, and then rounding decides.
+    """
     shared = "".join(f"line {i} of the text that many prompts share\n" for i in range(rng.choice((0, 0, 3, 20))))
     lines = (f"{rng.choice(('key', 'name', 'place'))} {rng.randrange(50)} is {rng.randrange(10**6)}" for _ in range(40))
     text = shared + "\n".join(list(lines)[: rng.randrange(1, 12)])
-    body = {"max_tokens": rng.randrange(1, 24), "seed": rng.randrange(2**31), "temperature": 0} | features
+    body = {"max_tokens": rng.randrange(4, 24), "seed": rng.randrange(2**31), "temperature": 0.6} | features
     if rng.random() < 0.3 and "logprobs" not in features:
         return CHAT, body | {"messages": [{"role": "user", "content": text}]}
     return COMPLETIONS, body | {"prompt": text}

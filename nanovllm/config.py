@@ -19,6 +19,7 @@ ATTENTION_BACKENDS = ("flash", "cudnn", "triton", "torch")
 
 _DEVICE = re.compile(r"auto|cpu|cuda(:(0|[1-9][0-9]?))?")
 _MAX_CPU_MEMORY_GB = 2**30  # one EiB
+_MAX_STEP_MS = 3_600_000  # an hour
 _AT_LEAST_ONE = (
     "max_num_batched_tokens",
     "max_num_seqs",
@@ -140,6 +141,14 @@ class Config:
         True, help="run chunks of prompts in the same steps as decodes; if off, prompts run first", group=_SCHEDULING
     )
 
+    max_step_ms: float | None = option(
+        None,
+        help="longest step to aim for, in milliseconds: chunks of prompts are no longer than that, and those of long "
+        "prompts are spread so that running answers keep their pace; without it, chunks are as long as "
+        "max_num_batched_tokens allows, which gives the most tokens per second",
+        group=_SCHEDULING,
+    )
+
     speculation: str = option(
         "off",
         help="guess the next tokens and verify all guesses in one step, which changes no token; prompt_lookup: what "
@@ -187,6 +196,7 @@ class Config:
                 "speculation='resident' drafts by the keys on the GPU, which are all keys without CPU offload; "
                 "use 'prompt_lookup' or 'auto', or add enable_cpu_offload=True"
             )
+        self._check_step_time()
         self._check_offload()
         check_overrides(self.hf_overrides or {})
 
@@ -216,6 +226,16 @@ class Config:
             value = getattr(self, name)
             if value is not None and value > MAX_INT32:
                 raise ConfigError(f"{name}={value} must be at most {MAX_INT32}")
+
+    def _check_step_time(self) -> None:
+        if self.max_step_ms is None:
+            return
+        if not 1 <= self.max_step_ms <= _MAX_STEP_MS:
+            raise ConfigError(f"max_step_ms={self.max_step_ms} must be between 1 and {_MAX_STEP_MS}")
+        if not self.chunked_prefill:
+            raise ConfigError(
+                "max_step_ms applies only to chunked prefill; leave it out, or leave out chunked_prefill=False"
+            )
 
     def _check_offload(self) -> None:
         if not self.enable_cpu_offload:

@@ -3,9 +3,12 @@
 `--kernel-target 8.9` runs the GPU tests with the kernels that an RTX 40 would run (benchmarks/forced_target.py).
 """
 
+import os
 from collections.abc import Iterator
 
 import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded: tiny models gain nothing from more threads
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

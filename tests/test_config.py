@@ -34,6 +34,7 @@ def test_defaults_are_those_of_the_specification() -> None:
         "cpu_attention": "auto",
         "cpu_attention_threads": None,
         "chunked_prefill": True,
+        "max_step_ms": None,
         "speculation": "off",
         "num_speculative_tokens": 15,
         "enable_prefix_caching": True,

@@ -62,6 +62,14 @@ def prefill_flop(config: Config, model: ModelConfig, num_tokens: int) -> float:
     return (weights + attention + 2 * model.hidden_size * model.vocab_size) / config.tensor_parallel_size
 
 
+def token_keys(model: ModelConfig) -> int:
+    """How many keys a token attends to in the time of its linear layers, if both run at the same rate.
+
+    A layer does 2 operations per weight and token, and 4 per head, element of the head dim, token and key.
+    """
+    return layer_params(model) // (2 * model.num_heads * model.head_dim)
+
+
 def decode_bytes(config: Config, model: ModelConfig, num_keys: int, kv_bytes_per_token: int) -> float:
     """Bytes read from GPU memory in one step: every weight except the embedding, and all keys and values, once each."""
     params = model.num_layers * layer_params(model) + model.hidden_size * model.vocab_size

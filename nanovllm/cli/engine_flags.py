@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from nanovllm.cli.flags import add_flags, flag_help, given_fields
@@ -25,9 +26,10 @@ def add_model_flag(group: Any) -> None:
     group.add_argument("--model", required=True, metavar="MODEL", help=about)
 
 
-def add_engine_flags(parser: argparse.ArgumentParser) -> None:
+def add_engine_flags(parser: argparse.ArgumentParser, defaults: Mapping[str, str] = MappingProxyType({})) -> None:
+    """defaults: field -> what the help says about its default, where the command has its own."""
     step_tokens = f"{Config.max_num_batched_tokens}; on a CPU, {CPU_STEP_TOKENS}"
-    add_flags(parser, Config, without=("model",), defaults={"max_num_batched_tokens": step_tokens})
+    add_flags(parser, Config, without=("model",), defaults={"max_num_batched_tokens": step_tokens, **defaults})
 
 
 def engine_options(args: argparse.Namespace) -> Mapping[str, Any]:

@@ -79,7 +79,7 @@ def _flag_settings(field: Field[Any], options: type, default: Any) -> dict[str, 
     settings |= {"type": kind, "metavar": {int: "N", float: "X", str: "TEXT", _json_object: "JSON"}[kind]}
     if isinstance(field.default, tuple):
         return settings | {"action": "extend", "nargs": "+"}
-    if field.default is not None:
+    if default is not None:
         settings["help"] += f" (default: {default})"
     return settings
 

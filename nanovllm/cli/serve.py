@@ -5,6 +5,7 @@ port is bound before torch and the model are loaded.
 """
 
 import argparse
+from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from nanovllm.server.port import bind
 if TYPE_CHECKING:
     from nanovllm import AsyncLLM
 
+MAX_STEP_MS = 200.0  # so that running answers keep their pace while a long prompt is read
 _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 EXAMPLE = """\
 example, with the built-in model:
@@ -35,7 +37,7 @@ def add_serve(commands: Any) -> None:
     parser.set_defaults(run=_serve, option_types=(Config, ServerOptions))
     add_model_flag(parser.add_argument_group("what to serve"))
     add_flags(parser, ServerOptions)
-    add_engine_flags(parser)
+    add_engine_flags(parser, {"max_step_ms": f"{MAX_STEP_MS:g}"})
 
 
 def _serve(args: argparse.Namespace) -> int:
@@ -47,12 +49,18 @@ def _serve(args: argparse.Namespace) -> int:
     def load() -> "AsyncLLM":
         from nanovllm import AsyncLLM
 
-        return AsyncLLM(model_path(args.model), **engine_options(args))
+        return AsyncLLM(model_path(args.model), **serving_options(args))
 
     with bind(options.host, options.port) as bound:
         from nanovllm.server.lifecycle import run_server
 
         return run_server(load, options, bound, args.model)
+
+
+def serving_options(args: argparse.Namespace) -> Mapping[str, Any]:
+    """The engine's options. Steps are bounded unless the flags say otherwise. Loads torch."""
+    options = engine_options(args)
+    return {"max_step_ms": MAX_STEP_MS} | dict(options) if options.get("chunked_prefill", True) else options
 
 
 def check_server_packages() -> None:

@@ -51,6 +51,8 @@ class Sequence:
         self.num_computed_tokens = 0  # tokens whose K/V are in the cache once all planned steps have run
         self.num_hit_tokens: int | None = None  # prompt tokens found in the prefix cache; None before admission
 
+        self.num_new_tokens = self.num_prompt_tokens  # to compute when it last began to wait; the size of its prompt
+
         # Owned by the KV cache manager.
         self.block_table: list[int] = []
         self.num_reserved_blocks = 0
@@ -61,6 +63,11 @@ class Sequence:
         self.arrival_s = time.perf_counter()
         self.first_token_s: float | None = None
         self.last_token_s: float | None = None
+
+    @property
+    def is_preempted(self) -> bool:
+        """Whether it waits for the second time. Then it may hold blocks that others need."""
+        return self.status is SequenceStatus.WAITING and self.num_hit_tokens is not None
 
     @property
     def num_tokens(self) -> int:

@@ -74,6 +74,8 @@ class Engine:
             self._meters.append(self._link_meter)
         if scheduler.speculator is not None and scheduler.speculator.times is not None:
             self._meters.append(scheduler.speculator.times)
+        if scheduler.sharing.bound is not None:
+            self._meters.append(scheduler.sharing.bound.times)
 
     # -- requests ------------------------------------------------------------------------------------------------
 

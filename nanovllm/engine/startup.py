@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+from nanovllm.capacity.costs import token_keys
 from nanovllm.capacity.plan import CapacityPlan
 from nanovllm.capacity.plan_table import plan_table
 from nanovllm.capacity.planner import make_plan
@@ -24,7 +25,9 @@ from nanovllm.kvcache.policy.base import KVCacheManager
 from nanovllm.kvcache.policy.block_manager import BlockManager
 from nanovllm.kvcache.policy.hybrid_manager import HybridKVCacheManager
 from nanovllm.runner.model_runner import make_runner
+from nanovllm.scheduling.chunk_times import ChunkTimes
 from nanovllm.scheduling.scheduler import Scheduler
+from nanovllm.scheduling.step_bound import StepBound
 from nanovllm.speculation.drafters import Drafter, PromptLookupDrafter, ResidentDrafter
 from nanovllm.speculation.pace import StepTimes
 from nanovllm.speculation.speculator import Speculator
@@ -83,6 +86,7 @@ def _start(setup: EngineSetup, executor: Executor, end_token_ids: Sequence[int])
     speculator = _make_speculator(setup, executor, kv)
     if is_gpu:
         executor.freeze_objects()
+    report = executor.start_report()
     scheduler = Scheduler(
         kv,
         max_num_seqs=setup.config.max_num_seqs,
@@ -91,8 +95,8 @@ def _start(setup: EngineSetup, executor: Executor, end_token_ids: Sequence[int])
         eos_token_ids=tuple(end_token_ids),
         speculator=speculator,
         max_step_rows=max_step_rows(setup.config, sizes.num_gpu_blocks),
+        step_bound=_make_step_bound(setup, report.link_byte_per_s),
     )
-    report = executor.start_report()
     logger.info("started in %s", report.phases)
     if setup.config.enable_cpu_offload:
         cpu_byte_per_s = None if split is None else split.cpu_byte_per_s
@@ -141,6 +145,16 @@ def _make_speculator(setup: EngineSetup, executor: Executor, kv: KVCacheManager)
         drafts = any(drafter.costs_drafts for drafter in chosen)
         times = StepTimes(executor.measure_draft_s() if drafts else 0.0)
     return Speculator(chosen, vocab_size=setup.model_config.vocab_size, max_guesses=config.max_guesses, times=times)
+
+
+def _make_step_bound(setup: EngineSetup, link_byte_per_s: float | None) -> StepBound | None:
+    """None if steps may take any time. While a link's rate is unknown, streaming is taken to cost nothing."""
+    if setup.config.max_step_ms is None:
+        return None
+    spec = setup.plan.spec
+    missing_token_s = spec.block_bytes / spec.block_size / link_byte_per_s if link_byte_per_s else 0.0
+    times = ChunkTimes(token_keys(setup.model_config))
+    return StepBound(times, max_step_s=setup.config.max_step_ms / 1000, missing_token_s=missing_token_s)
 
 
 def _make_kv_manager(

@@ -186,6 +186,18 @@ def test_seeded_request_gives_the_same_tokens_whatever_it_is_batched_with(llm: L
         assert token_ids(other, PROMPTS, params) == alone
 
 
+@pytest.mark.parametrize("kind", ["all GPU", "hybrid"])
+def test_bounded_steps_give_the_same_tokens(model: Path, kind: str) -> None:
+    """Long and short prompts at once, in steps that aim for the shortest time there is."""
+    prompts = [[1 + i % 200 for i in range(n)] for n in (300, 5, 250, 40)]
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    answers = []
+    for max_step_ms in (None, 1.0):
+        with make_llm(model, kind, max_num_batched_tokens=128, max_step_ms=max_step_ms) as llm:
+            answers.append(token_ids(llm, prompts, params))
+    assert answers[0] == answers[1]
+
+
 def test_seeds_differ_and_repeat(llm: LLM) -> None:
     one, again, other = token_ids(llm, ["abc"] * 3, [seeded(1), seeded(1), seeded(2)])
     assert one == again != other

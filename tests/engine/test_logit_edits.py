@@ -177,6 +177,7 @@ def drafter(kind: str, answers: list[list[int]]) -> OddDrafter:
     return OddDrafter(kind, next_tokens, vocab_size=VOCAB)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(
     ("slots", "ahead", "guesses"),
     [
@@ -190,15 +191,15 @@ def drafter(kind: str, answers: list[list[int]]) -> OddDrafter:
     ],
 )
 def test_edited_answers_are_those_of_a_plain_loop(
-    reference: Reference, answers: list[list[int]], slots: int | None, ahead: bool, guesses: str | None
+    reference: Reference, answers: list[list[int]], slots: int | None, ahead: bool, guesses: str | None, device: str
 ) -> None:
-    """All cases run in one batch, beside each other."""
+    """All cases run in one batch, beside each other. On a GPU, decode steps are graphs."""
     internals, options = WORKS_AHEAD if ahead else Internals(), cache_options(slots)
     if guesses is not None:
         internals = replace(internals, drafters=(drafter(guesses, answers),), always_guesses=True)
         options |= {"speculation": "auto", "num_speculative_tokens": 5, "max_num_seqs": 3}
     requests = [(prompt, params_of(case, **({"temperature": 0} | more)), rules_of(case)) for prompt, case, more in WORK]
-    options = {"device": "cpu", "max_num_seqs": 9} | options
+    options = {"device": device, "dtype": "float32", "max_num_seqs": 9} | options
     with LLM(str(reference.directory), internals=internals, max_num_batched_tokens=128, **options) as llm:
         outputs = run(llm, requests)
         if guesses is not None:

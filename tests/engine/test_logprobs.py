@@ -47,6 +47,7 @@ def check(reference: Reference, prompt: list[int], output: RequestOutput, num_to
         assert_right(found, prompt[i + 1], logits[i], num_top)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("num_top", [0, 3])
 @pytest.mark.parametrize(
     ("options", "internals"),
@@ -57,11 +58,11 @@ def check(reference: Reference, prompt: list[int], output: RequestOutput, num_to
     ],
 )
 def test_logprobs_are_those_of_transformers(
-    reference: Reference, options: dict[str, Any], internals: Internals, num_top: int
+    reference: Reference, options: dict[str, Any], internals: Internals, num_top: int, device: str
 ) -> None:
     """The second time, all prompts are in the prefix cache, and their tokens are scored all the same."""
     params = SamplingParams(max_tokens=4, ignore_eos=True, seed=3, logprobs=num_top, prompt_logprobs=num_top)
-    options = {"device": "cpu", "max_num_batched_tokens": 96, "internals": internals} | options
+    options = {"device": device, "dtype": "float32", "max_num_batched_tokens": 96, "internals": internals} | options
     with LLM(str(reference.directory), **options) as llm:
         for _ in range(2):
             for prompt, output in zip(PROMPTS, llm.generate(PROMPTS, params, use_tqdm=False), strict=True):

@@ -76,7 +76,7 @@ def test_every_kind_of_guess_leaves_answers_and_logits_alone(
         assert stats["num_guesses"] > 0
         assert (stats["num_accepted_guesses"] > 0) == (kind != "wrong")
         if kind == "right":
-            assert stats["guess_acceptance"] == 1 and stats["tokens_per_pass"] > 5
+            assert stats["guess_acceptance"] == 1 and stats["tokens_per_pass"] > 4  # they share the rows of a step
         llm.assert_nothing_left()
 
 

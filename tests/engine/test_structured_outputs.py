@@ -81,12 +81,13 @@ def test_answers_match_what_is_asked_for(expected: tuple[list[SamplingParams], l
     assert len({output["text"] for output in expected[1]}) > 8
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(("slots", "guesses"), [(None, None), (2, None), (None, "right"), (8, "random")])
 def test_tokens_are_the_same_however_the_engine_runs(
-    expected: tuple[list[SamplingParams], list[RequestOutput]], slots: int | None, guesses: str | None
+    expected: tuple[list[SamplingParams], list[RequestOutput]], slots: int | None, guesses: str | None, device: str
 ) -> None:
     params, outputs = expected
-    internals, options = WORKS_AHEAD, cache_options(slots)
+    internals, options = WORKS_AHEAD, cache_options(slots) | {"device": device, "dtype": "float32"}
     if guesses is not None:
 
         def next_tokens(seq: Sequence, count: int) -> list[int]:

@@ -394,7 +394,9 @@ def test_head_of_the_queue_without_room_is_matched_once(kind: str) -> None:
         for _ in range(100):
             simulation.step()
         assert simulation.scheduler.waiting[0] is waiting
-        assert search.call_count == 1
+        assert (
+            search.call_count <= 2
+        )  # besides the one on arrival; the second after the prompt before it has evicted hits
     simulation.run()
     assert waiting.num_hit_tokens == 512
 

@@ -120,6 +120,20 @@ def test_guesses_of_any_kind_change_no_token_and_lose_nothing(
     play_dense(seed, hybrid=hybrid, with_cpu=with_cpu, drafter=drafter)
 
 
+@settings(max_examples=200, deadline=None, suppress_health_check=QUICK)
+@given(seed=st.integers(0, 2**32), hybrid=st.booleans(), drafter=any_of(["", *KINDS]))
+def test_steps_bounded_by_any_times_change_no_token_and_lose_nothing(seed: int, hybrid: bool, drafter: str) -> None:
+    play_dense(seed, hybrid=hybrid, drafter=drafter, bounded=True)
+
+
+@pytest.mark.parametrize(("seed", "bounded"), [(747373, False), (572380197229, True), (431024148716, True)])
+def test_prompts_that_lack_blocks_do_not_hold_up_who_holds_them(seed: int, bounded: bool) -> None:
+    """Regressions: a preempted sequence waited behind a prompt that lacked its blocks, or was held back as a long one
+    for short ones that lacked them. Then none could run.
+    """
+    play_dense(seed, hybrid=True, with_cpu=seed == 431024148716, bounded=bounded)
+
+
 # -- the model can tell: whatever is taken from a plan or broken in a manager is noticed ------------------------------
 
 
@@ -227,7 +241,7 @@ def test_content_model_faulty_manager_is_noticed(fault: str) -> None:
         for seed in range(40):
             try:
                 play_dense(seed, hybrid=True)
-            except AssertionError:
+            except (AssertionError, KeyError):
                 num_noticed += 1
     assert num_noticed, "not noticed"
 

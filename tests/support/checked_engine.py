@@ -155,16 +155,16 @@ class CheckedLLM(LLM):
         """Once, a running sequence finds no room, so that the tail of running must go. Waits until two run."""
         kv = self.scheduler.kv
         num_placeable, admit = kv.num_placeable, kv.admit
-        admitted_at: dict[int, int] = {}  # seq_id -> step
+        admitted_at: set[int] = set()  # steps; a running sequence's room is certain once others are admitted
 
         def no_room(seq: Sequence, num_tokens: int) -> int:
-            if admitted_at.get(seq.seq_id) == len(self.plans) or len(self.scheduler.running) < 2:
+            if len(self.plans) in admitted_at or len(self.scheduler.running) < 2:
                 return num_placeable(seq, num_tokens)
             kv.num_placeable, kv.admit = num_placeable, admit  # type: ignore[method-assign]
             return 0
 
         def noted_admit(seq: Sequence) -> None:
-            admitted_at[seq.seq_id] = len(self.plans)
+            admitted_at.add(len(self.plans))
             admit(seq)
 
         kv.num_placeable, kv.admit = no_room, noted_admit  # type: ignore[method-assign]

@@ -22,6 +22,7 @@ from nanovllm.kvcache.policy.hybrid_manager import HybridKVCacheManager
 from nanovllm.kvcache.policy.prefix_index import Block
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduling.scheduler import Scheduler
+from nanovllm.scheduling.step_bound import StepBound
 from nanovllm.speculation.drafters import Drafter
 from nanovllm.speculation.speculator import Speculator
 
@@ -251,6 +252,7 @@ class Simulation:
         make_runner: Callable[[Any], ContentRunner] = make_content_runner,
         make_drafter: Callable[[KVCacheManager, ContentRunner], Drafter] | None = None,
         max_guesses: int = 5,
+        step_bound: StepBound | None = None,
     ) -> None:
         self.kv, self.depth, self.change_plan = kv, depth, change_plan
         self.runner = make_runner(kv)
@@ -266,6 +268,7 @@ class Simulation:
             eos_token_ids=(EOS,),
             speculator=speculator,
             max_step_rows=max(max_num_seqs, 1 + max_guesses),
+            step_bound=step_bound,
         )
         self.sequences: list[Sequence] = []
         self.in_flight: tuple[StepPlan, list[int]] | None = None
@@ -331,7 +334,7 @@ class Simulation:
         self._admitted.clear()
         preemptions = self.scheduler.num_preemptions
         if self.in_flight is not None and self.scheduler.needs_tokens():
-            self.scheduler.commit(*self.in_flight)
+            self._commit(*self.in_flight)
             self.in_flight = None
         plan = self.scheduler.schedule()
         launched = None
@@ -345,10 +348,15 @@ class Simulation:
         if self.depth == 0:
             self.in_flight, launched = launched, None
         if self.in_flight is not None:
-            self.scheduler.commit(*self.in_flight)
+            self._commit(*self.in_flight)
         self.in_flight = launched
         self.check_integrity()
         return plan
+
+    def _commit(self, plan: StepPlan, token_ids: list[int]) -> None:
+        if self.scheduler.sharing.bound is not None:
+            self.scheduler.sharing.bound.times.step_ended(plan)
+        self.scheduler.commit(plan, token_ids)
 
     def abort(self, seq: Sequence) -> None:
         self.scheduler.abort(seq.seq_id)
@@ -369,8 +377,9 @@ class Simulation:
     def check_integrity(self) -> None:
         scheduler = self.scheduler
         scheduler.check_integrity()
-        order = [seq.seq_id for seq in (*scheduler.running, *scheduler.waiting)]
-        assert order == sorted(set(order)), f"not first come, first served: {order}"
+        for queue in (scheduler.running, scheduler.waiting):
+            order = [(not seq.is_preempted, seq.seq_id) for seq in queue]
+            assert order == sorted(set(order)), f"not in order of arrival: {order}"
         assert len(scheduler.running) <= scheduler.max_num_seqs, "more sequences run than allowed"
         known = {grain_hash for block in self.pool.blocks for grain_hash in block.grain_hashes}
         assert self._known_hashes - known <= self._taken_hashes, "a grain was lost, and no block that held it was taken"

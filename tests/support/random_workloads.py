@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import accumulate, count
 from typing import Any
 
 from content_model import VOCAB_SIZE, ContentRunner, Simulation, next_token
@@ -15,6 +16,8 @@ from nanovllm.core.sequence import Sequence
 from nanovllm.kvcache.policy.base import KVCacheManager
 from nanovllm.kvcache.policy.block_manager import BlockManager
 from nanovllm.kvcache.policy.hybrid_manager import HybridKVCacheManager
+from nanovllm.scheduling.chunk_times import ChunkTimes
+from nanovllm.scheduling.step_bound import StepBound
 from nanovllm.speculation.drafters import Drafter, ResidentDrafter
 
 GRAIN = 2  # tokens, instead of 256
@@ -126,6 +129,13 @@ def dense_manager(
     )
 
 
+def odd_bound(rng: random.Random) -> StepBound:
+    """A bound for steps that take any time, whatever they run."""
+    instants_s = accumulate(rng.choice([0.0, 0.001, 0.01, 1.0]) for _ in count())
+    times = ChunkTimes(token_keys=rng.choice([1, 50]), now_s=lambda: next(instants_s))
+    return StepBound(times, max_step_s=rng.choice([0.001, 0.1]), missing_token_s=rng.choice([0.0, 0.001, 1.0]))
+
+
 def odd_drafter(kind: str, seed: int) -> Callable[[KVCacheManager, ContentRunner], Drafter]:
     """What a Simulation needs to speculate with an OddDrafter of this kind, or with "resident" drafts."""
 
@@ -144,11 +154,15 @@ def odd_drafter(kind: str, seed: int) -> Callable[[KVCacheManager, ContentRunner
     return make
 
 
-def play_dense(seed: int, hybrid: bool, with_cpu: bool = False, drafter: str = "", **options: Any) -> Simulation:
+def play_dense(
+    seed: int, hybrid: bool, with_cpu: bool = False, drafter: str = "", bounded: bool = False, **options: Any
+) -> Simulation:
     """A dense workload; `options` are the Simulation's, beside a schedule drawn from the seed. `with_cpu`: the CPU
-    attends to some of the missing keys. `drafter`: a kind of OddDrafter, to speculate with.
+    attends to some of the missing keys. `drafter`: a kind of OddDrafter, to speculate with. `bounded`: by an odd_bound.
     """
     rng = random.Random(seed)
+    if bounded:
+        options |= {"step_bound": odd_bound(random.Random(seed)), "chunked_prefill": True}
     if drafter:
         options |= {"make_drafter": odd_drafter(drafter, seed), "max_guesses": rng.choice([1, 2, 3, 5, 9])}
     split = RandomSplit(generator=random.Random(seed)) if with_cpu else None

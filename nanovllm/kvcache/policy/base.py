@@ -37,6 +37,10 @@ class KVCacheManager(ABC):
         """Start planning a step for the `running` sequences, and drop all that a failed step may have left behind."""
 
     @abstractmethod
+    def num_known_tokens(self, seq: Sequence) -> int:
+        """How many tokens of a waiting sequence would count as computed if it were admitted now."""
+
+    @abstractmethod
     def can_admit(self, seq: Sequence) -> bool:
         """Whether there is room for a waiting sequence to start now."""
 
@@ -65,9 +69,13 @@ class KVCacheManager(ABC):
         Called before the next step is planned.
         """
 
+    def num_missing_tokens(self, seq: Sequence) -> int:
+        """How many keys of a sequence, if it runs, are not on the GPU."""
+        return 0
+
     def misses_keys(self, seq: Sequence) -> bool:
         """Whether some keys of a running sequence are not on the GPU."""
-        return False
+        return self.num_missing_tokens(seq) > 0
 
     @abstractmethod
     def preempt(self, seq: Sequence) -> None:

@@ -41,6 +41,9 @@ class BlockManager(KVCacheManager):
                 "raise gpu_memory_utilization or num_kvcache_blocks, or use enable_cpu_offload=True"
             )
 
+    def num_known_tokens(self, seq: Sequence) -> int:
+        return len(self.pool.match(seq).full_blocks) * self.block_size
+
     def can_admit(self, seq: Sequence) -> bool:
         match = self.pool.match(seq)
         shared = sum(self.pool.blocks[block_id].ref_count > 0 for block_id in match.full_blocks)

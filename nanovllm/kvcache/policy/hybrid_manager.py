@@ -109,6 +109,12 @@ class HybridKVCacheManager(KVCacheManager):
             match = PrefixMatch(match.full_blocks)  # the sequence needs every free block, even the matching one
         return match if num_left >= 0 else None
 
+    def num_known_tokens(self, seq: Sequence) -> int:
+        if seq.block_table:  # a preempted sequence has kept its blocks
+            return seq.num_computed_tokens
+        match = self.pool.match(seq)
+        return len(match.full_blocks) * self.block_size + match.num_partial_tokens
+
     def can_admit(self, seq: Sequence) -> bool:
         if self._num_available_slots(seq) < 1:
             return False
@@ -177,23 +183,35 @@ class HybridKVCacheManager(KVCacheManager):
         chunk = [self.blocks[block_id] for block_id in seq.block_table[first:last]]
         for block in chunk:  # pin them all first, so that giving one a slot does not evict another
             self.slots.pin(block)
-        for block in chunk:
-            if block.ring_slot < 0:
-                self.slots.allocate_slot(block)
+        if new := [block for block in chunk if block.ring_slot < 0]:
+            self.slots.allocate_slots(new, self._own_blocks(seq, num_tokens))
         source, num_matched = self._prefix_sources.pop(seq.seq_id, (None, 0))
         if source is not None:  # the prefix match ended inside this block
-            self.slots.copy_prefix(source, chunk[0], num_matched)
+            keeps_source = self.ring.num_available > len(self._slotless_ids)
+            self.slots.copy_prefix(source, chunk[0], num_matched, keeps_source=keeps_source)
         for i, block in enumerate(chunk[: self._num_blocks(known_end) - first]):
             self.slots.write_tokens(block, known_end - (first + i) * self.block_size)
         self.pool.register(seq, known_end)
+
+    def _own_blocks(self, seq: Sequence, num_tokens: int) -> list[HybridBlock]:
+        """The blocks before a chunk of a prompt, to be evicted for it rather than those of other sequences.
+
+        The step misses as many blocks either way. But if the next steps run without this sequence, they would have to
+        load the blocks of the others again.
+        """
+        if num_tokens <= MAX_DECODE_QUERIES:
+            return []
+        return [self.blocks[block_id] for block_id in seq.block_table[: seq.num_computed_tokens // self.block_size]]
 
     def accept(self, seq: Sequence) -> None:
         block_idx, offset = divmod(seq.num_computed_tokens, self.block_size)
         self.slots.keep_written(self.blocks[seq.block_table[block_idx]], offset + 1)
         seq.num_computed_tokens += 1
 
-    def misses_keys(self, seq: Sequence) -> bool:
-        return bool(self.histories.find(seq).missing)
+    def num_missing_tokens(self, seq: Sequence) -> int:
+        if seq.status is not SequenceStatus.RUNNING:
+            return 0
+        return len(self.histories.find(seq).missing) * self.block_size
 
     def preempt(self, seq: Sequence) -> None:
         self._slotless_ids.discard(seq.seq_id)

@@ -1,6 +1,7 @@
 """SlotRing: the GPU slots used with offload, which CPU block each slot holds a copy of, and which can be evicted."""
 
 from collections import OrderedDict
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from nanovllm.kvcache.policy.prefix_index import Block
@@ -76,12 +77,16 @@ class SlotRing:
             return home
         return next(iter(self.free_slots or self.idle_slots), None)
 
-    def find_slot(self, block: HybridBlock) -> int | None:
-        """Choose a slot for `block`. Evicting a block that running sequences read is the last resort."""
+    def find_slot(self, block: HybridBlock, preferred: Collection[int] = ()) -> int | None:
+        """Choose a slot for `block`. Evicting a block that running sequences read is the last resort. Among those,
+        `preferred` slots come first.
+        """
         ring_slot = self.find_unread_slot(block)
         if ring_slot is not None:
             return ring_slot
         home = block.block_id % len(self.blocks)
+        if preferred:
+            return home if home in preferred else next(iter(preferred))
         return home if home in self.read_slots else next(iter(self.read_slots or self.kept_slots), None)
 
     def assign_slot(self, ring_slot: int, block: HybridBlock) -> None:

@@ -79,14 +79,20 @@ class StepSlots:
 
     # -- moves ---------------------------------------------------------------------------------------------------
 
-    def allocate_slot(self, block: HybridBlock) -> None:
-        """Give a slot to `block`, which is pinned, and load its tokens from CPU memory if it has any."""
-        ring_slot = self.ring.find_slot(block)
-        assert ring_slot is not None, f"no slot for block {block.block_id}; the caller must check num_available first"
-        self._reassign_slot(ring_slot, block)
-        self._taken_slots.append(ring_slot)
-        if block.num_tokens:
-            self._loads.append(SlotLoad(block.block_id, ring_slot, block.num_tokens))
+    def allocate_slots(self, blocks: list[HybridBlock], evicted_first: Iterable[HybridBlock]) -> None:
+        """Give slots to `blocks`, which are pinned, and load their tokens from CPU memory if they have any.
+
+        `evicted_first`: blocks to evict before others that running sequences read.
+        """
+        slots = {block.ring_slot: None for block in evicted_first if block.ring_slot in self.ring.read_slots}
+        for block in blocks:
+            ring_slot = self.ring.find_slot(block, slots)
+            assert ring_slot is not None, f"no slot for block {block.block_id}; the caller must check num_available"
+            slots.pop(ring_slot, None)
+            self._reassign_slot(ring_slot, block)
+            self._taken_slots.append(ring_slot)
+            if block.num_tokens:
+                self._loads.append(SlotLoad(block.block_id, ring_slot, block.num_tokens))
 
     def _reassign_slot(self, ring_slot: int, block: HybridBlock) -> None:
         """Evict what is in the slot and put `block` there."""
@@ -142,8 +148,13 @@ class StepSlots:
         self.residency += 1
         self._loads.append(SlotLoad(block.block_id, ring_slot, self.block_size))
 
-    def copy_prefix(self, source: HybridBlock, block: HybridBlock, num_tokens: int) -> None:
-        """Copy the first tokens of `source`, from its slot or from CPU memory, into the slot of `block`."""
+    def copy_prefix(self, source: HybridBlock, block: HybridBlock, num_tokens: int, *, keeps_source: bool) -> None:
+        """Copy the first tokens of `source`, from its slot or from CPU memory, into the slot of `block`.
+
+        `keeps_source`: whether its slot may be pinned. If not, the source is evicted and loaded from CPU memory.
+        """
+        if source.ring_slot >= 0 and not source.is_pinned and not keeps_source:
+            self._evict(source.ring_slot, source)
         if source.ring_slot >= 0:
             self.pin(source)
             self._copies.append(SlotCopy(source.ring_slot, block.ring_slot, num_tokens))

@@ -1,0 +1,121 @@
+"""PlannedStep: a step while it is being planned. It knows what is placed in it so far, and what room is left."""
+
+import numpy as np
+
+from nanovllm.core.logit_edits import LogitEdits
+from nanovllm.core.sequence import Sequence
+from nanovllm.core.step_plan import PromptScores, SamplingRow, SequenceStep, StepPlan
+from nanovllm.core.support import MAX_DECODE_QUERIES
+from nanovllm.kvcache.policy.base import KVCacheManager, PagedKeys
+from nanovllm.speculation.drafters import NO_GUESSES, Guesses
+
+
+class PlannedStep:
+    def __init__(self, num_tokens: int, num_rows: int) -> None:
+        self.budget, self.num_rows = num_tokens, num_rows  # left in this step: new tokens, tokens to sample
+        self.admits = True  # whether waiting sequences may start in it
+        self._placed: list[tuple[Sequence, int]] = []
+        self._guesses: dict[int, Guesses] = {}  # by seq_id
+
+    def __len__(self) -> int:
+        """Number of sequences placed."""
+        return len(self._placed)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more sequence can be placed."""
+        return bool(self.budget and self.num_rows)
+
+    def place(self, kv: KVCacheManager, seq: Sequence, num_tokens: int, guesses: Guesses = NO_GUESSES) -> None:
+        """Run the next `num_tokens` tokens of a sequence. The last of them are the guesses."""
+        assert num_tokens > 0, f"sequence {seq.seq_id} was admitted, but no token of it can be placed"
+        num_guesses = len(guesses.token_ids)
+        kv.place(seq, num_tokens, num_guesses)
+        self._placed.append((seq, num_tokens))
+        if num_guesses:
+            self._guesses[seq.seq_id] = guesses
+        self.budget -= num_tokens
+        self.num_rows -= 1 + num_guesses
+
+    def finish(self, kv: KVCacheManager) -> StepPlan:
+        """Make the frozen plan, and count its tokens as computed, except for guesses."""
+        self._placed.sort(key=_launch_order)
+        keys, moves = kv.finish_step(self._placed)
+        # Drafts run before the step's own pass: before its loads and copies, and their tokens take the place of pending
+        # ones
+        has_pending = any(seq.num_pending_tokens for seq, _ in self._placed)
+        can_draft = not (moves.loads or moves.copies or has_pending)
+        steps, num_sampled = [], 0
+        for (seq, num_tokens), paged in zip(self._placed, keys, strict=True):
+            step = self._sequence_step(seq, num_tokens, paged, can_draft)
+            steps.append(step)
+            seq.num_computed_tokens += num_tokens - len(self._guesses_of(seq).token_ids)
+            if step.sampling is not None:
+                seq.num_pending_tokens += 1
+                seq.pending_row = num_sampled
+                seq.num_pending_guesses = step.num_guesses
+                num_sampled += step.num_sampled
+        return StepPlan(tuple(steps), moves)
+
+    def _guesses_of(self, seq: Sequence) -> Guesses:
+        return self._guesses.get(seq.seq_id, NO_GUESSES)
+
+    def _sequence_step(self, seq: Sequence, num_tokens: int, paged: PagedKeys, can_draft: bool) -> SequenceStep:
+        placed = self._guesses_of(seq)
+        guesses = placed if can_draft else placed.without_drafts()
+        num_dropped = len(placed.token_ids) - len(guesses.token_ids)
+        start = seq.num_computed_tokens
+        end = start + num_tokens - len(placed.token_ids)
+        token_ids = seq.token_ids[start:end]
+        previous_row = seq.pending_row if len(token_ids) < end - start else -1
+        if previous_row >= 0:
+            token_ids.append(-1)
+        token_ids.extend(guesses.token_ids)
+        samples = end == seq.num_tokens
+        return SequenceStep(
+            seq_id=seq.seq_id,
+            token_ids=np.array(token_ids),
+            position=start,
+            num_prompt_tokens=seq.num_prompt_tokens,
+            block_table=paged.block_table,
+            num_paged_keys=paged.num_paged_keys - num_dropped,
+            sampling=_sampling_row(seq) if samples else None,
+            previous_row=previous_row,
+            num_guesses=len(guesses.token_ids),
+            num_drafts=guesses.num_drafts,
+            edits=_edits(seq, previous_row >= 0, guesses) if samples else None,
+            num_logprobs=seq.params.logprobs if samples else None,
+            scores=_prompt_scores(seq, start, end),
+        )
+
+
+def _sampling_row(seq: Sequence) -> SamplingRow:
+    p = seq.params
+    return SamplingRow(p.temperature, max(p.top_k, 0), p.top_p, p.min_p, seq.seed, seq.num_tokens)
+
+
+def _edits(seq: Sequence, has_pending: bool, guesses: Guesses) -> LogitEdits | None:
+    if seq.editor is None:
+        return None
+    return seq.editor.edits(seq.token_ids, has_pending=has_pending, guesses=guesses.token_ids)
+
+
+def _prompt_scores(seq: Sequence, start: int, end: int) -> PromptScores | None:
+    """The prompt tokens whose log-probabilities a step of tokens start to end - 1 computes, if they are asked for.
+
+    Tokens that are computed again after a preemption were scored before.
+    """
+    first, last = max(start + 1, seq.num_scored_tokens), min(end, seq.num_prompt_tokens - 1)
+    if seq.params.prompt_logprobs is None or last < first:
+        return None
+    seq.num_scored_tokens = last + 1
+    return PromptScores(first - 1 - start, np.array(seq.token_ids[first : last + 1]), seq.params.prompt_logprobs)
+
+
+def _launch_order(placed: tuple[Sequence, int]) -> tuple[bool, bool, int]:
+    """Single tokens, then a few tokens, then chunks, because each kind has its own kernel. Each is sorted longest
+    context first: the GPU starts a kernel's programs in order, so the long ones start first and the short ones fill the
+    gaps at the end.
+    """
+    seq, num_tokens = placed
+    return num_tokens > 1, num_tokens > MAX_DECODE_QUERIES, -seq.num_computed_tokens - num_tokens

@@ -1,0 +1,110 @@
+"""StepBound: how long the chunks of a step may be, so that a step ends soon and running answers keep their pace.
+
+No step is longer than `max_step_s`, as far as shorter chunks can help. There is a second rule for the chunks of long
+prompts where anyone else has work to do. They are spread in one of two ways:
+
+- *In every step*, as long as the step takes at most PACE times as long as a step without chunks. That is only useful if
+  most of the added time is work that grows with the chunk. It is not where the fixed cost of a chunk is large, or
+  where its history is streamed from CPU memory: that takes the same time for one token as for thousands.
+- *In one long step out of LONG_STEP_INTERVAL* otherwise, which is as long as allowed. A running answer then waits for a
+  long step less than once in a hundred tokens, so the 99th percentile of its time per token is that of the other steps.
+  Where steps without chunks take long themselves, the long ones come sooner: one long prompt gets at least a fifth of
+  the time (REST_SHARE), and so takes at most about five times as long as alone. Several get more.
+
+Short prompts run in any step. They are what the time to first token is about, and they cost little.
+
+Every time is an estimate from what the engine has measured while it runs. While nothing is known, long prompts run in
+long steps of any length. The first chunk of a step has at least MIN_CHUNK_TOKENS, so prompts always progress.
+"""
+
+import math
+
+from nanovllm.scheduling.chunk_times import ChunkTimes, chunk_tokens, chunk_work
+
+PACE = 2.5  # three times is what is promised; the rest is for estimates that are too low
+LONG_STEP_INTERVAL = 128
+REST_SHARE = 4.0  # most time between two long steps, in times of a long one, for many others and one long prompt
+MIN_USEFUL_SHARE = 0.5  # of the time that a chunk adds to a step, which must grow with its length
+MIN_CHUNK_TOKENS = 256
+
+
+class StepBound:
+    def __init__(self, times: ChunkTimes, *, max_step_s: float, missing_token_s: float = 0.0) -> None:
+        """`missing_token_s`: time to stream one token's keys and values, all layers of them."""
+        self.times, self.max_step_s, self._missing_token_s = times, max_step_s, missing_token_s
+        self._num_steps_since = LONG_STEP_INTERVAL  # the last step with a chunk of a long prompt, this step included
+        self._long_s = max_step_s  # time of that step
+        # Of this step
+        self._num_chunks, self._work = 0, 0.0  # placed so far
+        self._long_limit_s = self._streaming_s = 0.0  # time for chunks of long prompts, and to stream their keys
+        self._least_tokens = MIN_CHUNK_TOKENS  # of the first chunk
+
+    def begin_step(self, num_others: int, num_long: int, num_missing_tokens: int) -> None:
+        """`num_others`: answers and short prompts that have work to do. `num_long`: long prompts that do.
+        `num_missing_tokens`: keys of the oldest long prompt that are not on the GPU.
+        """
+        self._num_steps_since += 1
+        self._num_chunks, self._work = 0, 0.0
+        self._set_long_limit(num_others, num_long, num_missing_tokens * self._missing_token_s)
+
+    @property
+    def runs_long_prompts(self) -> bool:
+        """Whether this step runs chunks of long prompts. If not, they wait for a later step."""
+        return self._long_limit_s > 0
+
+    def max_tokens(self, position: int, *, is_long: bool, is_oldest: bool) -> int:
+        """The most tokens of a chunk that begins at `position`; 0 if its prompt must wait for a later step. The oldest
+        prompt gets at least half the time.
+        """
+        limit_s = self._long_limit_s if is_long else self.max_step_s
+        num_tokens = self._tokens_within(limit_s, position, least_share=0.5 if is_oldest else 0.0)
+        return num_tokens if self._num_chunks and not is_oldest else max(num_tokens, self._least_tokens)
+
+    def chunk_placed(self, num_tokens: int, position: int, *, is_long: bool) -> None:
+        """The step runs this chunk."""
+        self._num_chunks += 1
+        self._work += chunk_work(num_tokens, position, self.times.token_keys)
+        if is_long:
+            self._num_steps_since = 0
+            line = self.times.line()
+            chunks_s = self.max_step_s if line is None else line.fixed_s + line.work_s * self._work
+            self._long_s = max(chunks_s, self._streaming_s)
+
+    def _set_long_limit(self, num_others: int, num_long: int, streaming_s: float) -> None:
+        """Choose the time for chunks of long prompts in this step; 0 if they have to wait.
+
+        The work that is done while keys are streamed takes no time of its own.
+        """
+        self._streaming_s, long_s = streaming_s, max(self.max_step_s, streaming_s)
+        self._long_limit_s, self._least_tokens = long_s, MIN_CHUNK_TOKENS
+        if num_others and num_long:
+            if paced_s := self._paced_s(streaming_s):
+                self._long_limit_s, self._least_tokens = paced_s, 1
+            elif self._num_steps_since < self._interval(num_others, num_long):
+                self._long_limit_s = 0.0
+
+    def _paced_s(self, streaming_s: float) -> float:
+        """How much longer a step with answers may take because of a chunk; 0 if that is too little to be useful."""
+        decode_s, line = self.times.decode_s, self.times.line()
+        if decode_s is None or line is None or not line.knows_fixed:
+            return 0.0
+        added_s = min(PACE * decode_s, self.max_step_s) - decode_s
+        return added_s if line.fixed_s + streaming_s <= (1 - MIN_USEFUL_SHARE) * added_s else 0.0
+
+    def _interval(self, num_others: int, num_long: int) -> float:
+        """Steps from the last long one to the next. Many long prompts beside few others get more of the time."""
+        decode_s = self.times.decode_s
+        if not decode_s:
+            return LONG_STEP_INTERVAL
+        rest_s = REST_SHARE * self._long_s * num_others / (num_others + num_long)
+        return min(LONG_STEP_INTERVAL, 1 + math.ceil(rest_s / decode_s))
+
+    def _tokens_within(self, seconds: float, position: int, least_share: float = 0.0) -> int:
+        """Tokens that take what the chunks placed before have left of `seconds`, or `least_share` of it if that is
+        more. While nothing is known, any number.
+        """
+        line = self.times.line()
+        if line is None or not line.work_s:
+            return 2**31
+        work = max(0.0, seconds - line.fixed_s) / line.work_s
+        return chunk_tokens(max(work - self._work, least_share * work), position, self.times.token_keys)

@@ -1,0 +1,182 @@
+"""How long chunks may be: what is learned from the times of steps, and what follows from it."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from nanovllm.core.sequence import Sequence
+from nanovllm.core.step_plan import KVMoves, SamplingRow, SequenceStep, SlotLoad, StepPlan
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.scheduling.chunk_times import ChunkTimes, chunk_tokens, chunk_work
+from nanovllm.scheduling.prompt_sharing import PromptSharing
+from nanovllm.scheduling.step_bound import LONG_STEP_INTERVAL, MIN_CHUNK_TOKENS, PACE, StepBound
+
+TOKEN_KEYS = 4000
+DECODE_S, FIXED_S, WORK_S = 2.5e-3, 1e-3, 4e-10
+ROW = SamplingRow(1.0, 0, 1.0, 0.0, 0, 0)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Steps:
+    """Steps of known times, for ChunkTimes to measure."""
+
+    def __init__(self, fixed_s: float = FIXED_S) -> None:
+        self.clock, self.fixed_s = Clock(), fixed_s
+        self.times = ChunkTimes(TOKEN_KEYS, now_s=self.clock)
+
+    def run(
+        self, num_tokens: int = 0, position: int = 0, *, seconds: float | None = None, streams: bool = False
+    ) -> None:
+        """An answer, and a chunk if `num_tokens` is not 0."""
+        sequences = [SequenceStep(0, np.zeros(1, int), 10, 5, (0,), 11, ROW)]
+        if num_tokens:
+            sequences.append(SequenceStep(1, np.zeros(num_tokens, int), position, 10**6, (0,), num_tokens, None))
+        added_s = self.fixed_s + WORK_S * chunk_work(num_tokens, position, TOKEN_KEYS) if num_tokens else 0.0
+        self.clock.now_s += DECODE_S + added_s if seconds is None else seconds
+        self.times.step_ended(StepPlan(tuple(sequences), KVMoves(loads=(SlotLoad(0, 0, 1),) if streams else ())))
+
+
+def measured(fixed_s: float = FIXED_S) -> ChunkTimes:
+    steps = Steps(fixed_s)
+    for num_tokens in (0, 0, 0, 100, 5000, 0):
+        steps.run(num_tokens)
+    return steps.times
+
+
+@pytest.mark.parametrize("position", [0, 1, 131_072])
+@pytest.mark.parametrize("num_tokens", [0, 1, 100, 16_384])
+def test_chunk_tokens_is_the_inverse_of_chunk_work(num_tokens: int, position: int) -> None:
+    work = chunk_work(num_tokens, position, TOKEN_KEYS)
+    assert chunk_tokens(work + 1, position, TOKEN_KEYS) == num_tokens
+    assert num_tokens == 0 or chunk_tokens(work - 1, position, TOKEN_KEYS) == num_tokens - 1
+
+
+def test_times_learn_the_line_from_chunks_of_different_work() -> None:
+    times = measured()
+    line = times.line()
+    assert times.decode_s == pytest.approx(DECODE_S)
+    assert line is not None and line.knows_fixed
+    assert (line.fixed_s, line.work_s) == pytest.approx((FIXED_S, WORK_S))
+
+
+def test_times_of_one_magnitude_tell_no_fixed_time() -> None:
+    steps = Steps()
+    for num_tokens in (0, 0, 5000, 5000):
+        steps.run(num_tokens)
+    line = steps.times.line()
+    assert line is not None and not line.knows_fixed and line.fixed_s == 0
+
+
+def test_times_are_hardly_disturbed_by_slow_steps() -> None:
+    steps = Steps()
+    for num_tokens in (0, 0, 0, 50, 50, 50, 1000, 1000, 1000, 16_384, 16_384, 16_384):
+        steps.run(num_tokens)
+    for num_tokens in (0, 50, 16_384):
+        steps.run(num_tokens, seconds=3.0)
+    line = steps.times.line()
+    assert line is not None and (line.fixed_s, line.work_s) == pytest.approx((FIXED_S, WORK_S), rel=0.01)
+    assert steps.times.decode_s == pytest.approx(DECODE_S)
+
+
+def test_times_that_say_nothing_do_not_count() -> None:
+    """Of the first step after a pause, of a chunk beside answers of unknown time, of chunks whose keys are loaded."""
+    steps = Steps()
+    steps.run()
+    steps.run(100)
+    steps.times.pause()
+    steps.run()
+    assert steps.times.decode_s is None and steps.times.line() is None
+    steps.run()
+    steps.run(100, streams=True)
+    assert steps.times.decode_s is not None and steps.times.line() is None
+
+
+def long_steps(bound: StepBound, num_steps: int, *, num_others: int = 32, num_missing_tokens: int = 0) -> list[int]:
+    """Numbers of the steps with a chunk of a long prompt, which begins at token 100,000."""
+    found = []
+    for i in range(num_steps):
+        bound.begin_step(num_others, 1, num_missing_tokens)
+        if bound.runs_long_prompts:
+            found.append(i)
+            bound.chunk_placed(bound.max_tokens(100_000, is_long=True, is_oldest=True), 100_000, is_long=True)
+    return found
+
+
+def test_bound_is_paced_in_every_step_where_chunks_cost_little_beside_their_work() -> None:
+    bound = StepBound(measured(), max_step_s=0.2)
+    assert long_steps(bound, 20) == list(range(20))
+    num_tokens = bound.max_tokens(100_000, is_long=True, is_oldest=True)
+    seconds = DECODE_S + FIXED_S + WORK_S * chunk_work(2 * num_tokens, 100_000, TOKEN_KEYS)
+    assert seconds == pytest.approx(PACE * DECODE_S, rel=0.05)  # half of the time is the oldest's in any case
+
+
+@pytest.mark.parametrize(("fixed_s", "num_missing_tokens"), [(8e-3, 0), (0.0, 100_000)])
+def test_bound_runs_rare_long_steps_where_short_chunks_cost_as_much(fixed_s: float, num_missing_tokens: int) -> None:
+    bound = StepBound(measured(fixed_s), max_step_s=0.2, missing_token_s=2e-6)
+    found = long_steps(bound, 1000, num_missing_tokens=num_missing_tokens)
+    assert {later - earlier for earlier, later in pairwise(found)} == {LONG_STEP_INTERVAL}
+
+
+def test_bound_gives_a_long_prompt_a_fifth_of_the_time_where_other_steps_take_long() -> None:
+    steps = Steps(fixed_s=0.1)
+    for num_tokens in (0, 0, 0, 100, 5000):
+        steps.run(num_tokens, seconds=0.02 if not num_tokens else None)
+    found = long_steps(StepBound(steps.times, max_step_s=0.2), 1000, num_others=10**6)
+    intervals = {later - earlier for earlier, later in pairwise(found)}
+    assert intervals <= {40, 41, 42}  # 4 * 0.2 s of rest, in steps of 0.02 s
+
+
+def test_bound_of_a_lone_prompt_is_the_longest_step_and_at_least_the_time_of_streaming() -> None:
+    bound = StepBound(measured(), max_step_s=0.1, missing_token_s=2e-6)
+    seconds = []
+    for num_missing_tokens in (0, 100_000):
+        bound.begin_step(0, 1, num_missing_tokens)
+        num_tokens = bound.max_tokens(100_000, is_long=True, is_oldest=True)
+        seconds.append(FIXED_S + WORK_S * chunk_work(num_tokens, 100_000, TOKEN_KEYS))
+        bound.chunk_placed(num_tokens, 100_000, is_long=True)
+    assert seconds == pytest.approx([0.1, 0.2], rel=0.01)
+
+
+def test_bound_lets_the_first_chunk_of_a_step_progress_whatever_it_costs() -> None:
+    bound = StepBound(measured(fixed_s=1.0), max_step_s=0.1)
+    for is_long in (True, False):
+        bound.begin_step(0, int(is_long), 0)
+        assert bound.max_tokens(100_000, is_long=is_long, is_oldest=True) == MIN_CHUNK_TOKENS
+
+
+def test_bound_lets_short_prompts_run_in_any_step_until_it_is_full() -> None:
+    bound = StepBound(measured(), max_step_s=0.05)
+    num_steps_with_short = 0
+    for _ in range(10):
+        bound.begin_step(33, 1, 0)
+        num_tokens = bound.max_tokens(0, is_long=False, is_oldest=False)
+        bound.chunk_placed(num_tokens, 0, is_long=False)
+        num_steps_with_short += num_tokens > 1000
+        assert bound.max_tokens(0, is_long=False, is_oldest=False) < 100
+    assert num_steps_with_short == 10
+
+
+def sequence(seq_id: int, num_tokens: int) -> Sequence:
+    return Sequence(seq_id, [1] * num_tokens, SamplingParams(), seed=0)
+
+
+def test_order_is_by_magnitude_and_then_by_arrival() -> None:
+    prompts = [sequence(i, n) for i, n in enumerate([9000, 200, 2048, 5, 2049, 4000, 16_384])]
+    sharing = PromptSharing(16_384, None)
+    assert [sharing.size_class(seq) for seq in prompts] == [3, 0, 0, 0, 1, 1, 3]
+    assert [seq.seq_id for seq in sharing.in_order(reversed(prompts))] == [1, 2, 3, 4, 5, 0, 6]
+
+
+@pytest.mark.parametrize("step_tokens", [1, 2, 7])
+def test_order_with_a_tiny_budget_has_sizes_too(step_tokens: int) -> None:
+    sharing = PromptSharing(step_tokens, None)
+    assert sharing.size_class(sequence(0, 1)) == 0
+    assert sharing.size_class(sequence(0, 100)) > sharing.size_class(sequence(0, 10))

@@ -1,0 +1,54 @@
+"""The README's commands for the server do what it says, with the built-in model."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from http_server import http_server
+
+from nanovllm import AsyncLLM
+from nanovllm.server import ServerSettings
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+
+
+def block_of(language: str, word: str) -> str:
+    """The README's first block of code in this language that has the word."""
+    blocks = re.findall(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+    return next(block for block in blocks if word in block)
+
+
+@pytest.fixture(scope="module")
+def address(retrieval_model: Path) -> Iterator[str]:
+    """Host and port of a server that has the options of `nanovllm serve --model demo`, and the same model name."""
+    engine = AsyncLLM(retrieval_model, device="cpu", num_kvcache_blocks=80, max_num_batched_tokens=512)
+    with http_server(engine, ServerSettings(model_names=("demo",))) as url:
+        yield url.removeprefix("http://")
+    engine.close()
+
+
+def test_third_command_starts_the_server() -> None:
+    commands = [line.split("#")[0].strip() for line in block_of("", "make demo").splitlines()]
+    assert commands[2] == ".venv/bin/nanovllm serve --model demo"
+
+
+@pytest.mark.skipif(not (shutil.which("jq") and shutil.which("curl")), reason="needs jq and curl")
+def test_curl_gets_the_answer_and_the_second_time_from_the_cache(address: str) -> None:
+    command = block_of("bash", "curl").replace("localhost:8000", address)
+    for is_first in (True, False):
+        done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=True)
+        text, usage = map(json.loads, done.stdout.splitlines())
+        assert text == " SIGINT the server"
+        assert (usage["prompt_tokens_details"]["cached_tokens"] > 8_000) == (not is_first)
+
+
+def test_openai_package_gets_the_same_answer(address: str) -> None:
+    code = block_of("python", "OpenAI").replace("localhost:8000", address)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == " SIGINT the server"

@@ -1,0 +1,121 @@
+"""A scheduler in simulated time: each step takes what a modelled GPU would need for it. No tensors, no real clock.
+
+As on a GPU, a step is planned while the one before it runs. A request that arrives meanwhile is in the step after.
+"""
+
+import random
+from dataclasses import dataclass, field
+
+from nanovllm.core.sequence import Sequence
+from nanovllm.core.step_plan import StepPlan
+from nanovllm.kvcache.policy.base import KVCacheManager
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.scheduling.chunk_times import ChunkTimes
+from nanovllm.scheduling.scheduler import Scheduler
+from nanovllm.scheduling.step_bound import StepBound
+
+TOKEN_KEYS = 3840  # Qwen3-0.6B: keys whose attention costs as much as a token's linear layers
+KV_TOKEN_BYTES = 114_688
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Times like those of one H200 with Qwen3-0.6B. Steps with chunks are launched kernel by kernel, which takes
+    `chunk_s` however short they are; that figure was never measured.
+    """
+
+    step_s: float = 1.7e-3
+    row_s: float = 2.5e-5  # of an answer: 32 of them take 2.5 ms
+    token_s: float = 1.45e-6  # of a chunk
+    key_s: float = 3.85e-10  # of a token of a chunk and a key
+    chunk_s: float = 0.0
+    link_byte_per_s: float = 50e9
+
+    def seconds(self, plan: StepPlan, block_size: int) -> float:
+        compute_s = self.step_s
+        has_chunk = False
+        for step in plan.sequences:
+            if step.num_tokens == step.num_sampled:
+                compute_s += self.row_s
+                continue
+            has_chunk = True
+            num_keys = step.position + step.num_tokens / 2
+            compute_s += step.num_tokens * (self.token_s + self.key_s * num_keys)
+        num_streamed = sum(group.num_tokens(block_size) for group in plan.moves.streamed)
+        num_streamed += sum(load.num_tokens for load in plan.moves.loads)
+        streaming_s = num_streamed * KV_TOKEN_BYTES / self.link_byte_per_s
+        return max(compute_s + has_chunk * self.chunk_s, streaming_s)
+
+
+@dataclass
+class Request:
+    seq: Sequence
+    arrival_s: float
+    token_s: list[float] = field(default_factory=list)  # arrival of each token
+    num_steps: int = 0  # planned after its arrival, up to the one that samples its first token
+
+    @property
+    def first_token_s(self) -> float:
+        """Time to the first token."""
+        return self.token_s[0] - self.arrival_s
+
+    def gaps_s(self, start_s: float = 0.0, end_s: float = float("inf")) -> list[float]:
+        """Times per token of those that arrived between the two times."""
+        pairs = zip(self.token_s, self.token_s[1:], strict=False)
+        return [later - earlier for earlier, later in pairs if start_s <= earlier and later <= end_s]
+
+
+class TimedSteps:
+    def __init__(
+        self, kv: KVCacheManager, gpu: Gpu, *, max_step_s: float | None = None, scheduler: type[Scheduler] = Scheduler
+    ) -> None:
+        self.gpu, self.block_size = gpu, kv.block_size  # type: ignore[attr-defined]
+        self.now_s = 0.0
+        self.times = ChunkTimes(TOKEN_KEYS, now_s=lambda: self.now_s)
+        bound = None
+        if max_step_s is not None:
+            missing_token_s = KV_TOKEN_BYTES / gpu.link_byte_per_s
+            bound = StepBound(self.times, max_step_s=max_step_s, missing_token_s=missing_token_s)
+        self.scheduler = scheduler(kv, max_num_seqs=512, max_num_batched_tokens=16_384, step_bound=bound)
+        self.requests: list[Request] = []
+        self.step_s: list[float] = []
+        self._in_flight: tuple[StepPlan, float] | None = None  # and when it ends
+        self._rng = random.Random(0)
+
+    def add(self, num_tokens: int, max_tokens: int, token_ids: list[int] | None = None) -> Request:
+        seq_id = len(self.requests)
+        token_ids = token_ids or [self._rng.randrange(100_000) for _ in range(num_tokens)]
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        request = Request(Sequence(seq_id, token_ids, params, seed=0), self.now_s)
+        self.scheduler.add(request.seq)
+        self.requests.append(request)
+        return request
+
+    def step(self) -> StepPlan | None:
+        """Plan the next step while the last one runs, then let that one end."""
+        for request in self.requests:
+            request.num_steps += not request.seq.num_output_tokens
+        plan = self.scheduler.schedule()
+        launched = None
+        if plan is not None:
+            seconds = self.gpu.seconds(plan, self.block_size)
+            self.step_s.append(seconds)
+            start_s = self._in_flight[1] if self._in_flight else self.now_s
+            launched = plan, start_s + seconds
+        done, self._in_flight = self._in_flight, launched
+        if done is not None:
+            self._end(*done)
+        if not self.scheduler.has_unfinished:
+            self.times.pause()
+        return plan
+
+    def _end(self, plan: StepPlan, end_s: float) -> None:
+        self.now_s = end_s
+        self.times.step_ended(plan)
+        for seq in self.scheduler.commit(plan, [7] * plan.num_sampled):
+            self.requests[seq.seq_id].token_s.append(end_s)
+
+    def run_until(self, *requests: Request) -> None:
+        """Step until these have ended; without any, until all have."""
+        while any(request.seq.finish_reason is None for request in requests or self.requests):
+            self.step()
