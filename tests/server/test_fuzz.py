@@ -4,7 +4,9 @@ import asyncio
 import json
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
+from shutil import copytree
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import pytest
@@ -24,6 +26,12 @@ PATHS = {
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }
+# It reads every part of a message, as those of large models do
+TEMPLATE = (
+    "{%- if tools %}{{ tools | tojson }}{% endif -%}{%- for message in messages -%}"
+    "{{ message.role }}: {{ message.content }}{%- for call in message.tool_calls or [] %}"
+    "<tool_call>{{ call.function.arguments.items() | list }}</tool_call>{% endfor -%}{%- endfor -%}"
+)
 HEADERS = {"content-type": "application/json"}
 Post = Callable[[str, bytes], Coroutine[Any, Any, httpx.Response]]
 
@@ -59,9 +67,13 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def server(retrieval_model: Path, one_thread: None) -> Iterator[Server]:
+def server(retrieval_model: Path, tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> Iterator[Server]:
     """Its context is short, so that no body makes it work for long."""
-    engine = AsyncLLM(retrieval_model, device="cpu", max_model_len=160, num_kvcache_blocks=3, max_num_seqs=4)
+    directory = tmp_path_factory.mktemp("fuzz") / "model"
+    copytree(retrieval_model, directory)
+    config = json.loads((directory / "tokenizer_config.json").read_text())
+    (directory / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": TEMPLATE}))
+    engine = AsyncLLM(directory, device="cpu", max_model_len=160, num_kvcache_blocks=3, max_num_seqs=4)
     server = Server(engine)
     yield server
     engine.close()
@@ -101,7 +113,7 @@ def check_alive(server: Server) -> None:
     assert (stats["num_running"], stats["num_waiting"]) == (0, 0)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(requests=st.lists(REQUESTS, min_size=1, max_size=4))
 def test_server_any_body_is_answered_or_refused_in_the_form(server: Server, requests: list[tuple[str, bytes]]) -> None:
     for response in server.post(*requests):
@@ -115,3 +127,17 @@ def test_server_any_bytes_are_refused_in_the_form(server: Server, path: str, bod
     (response,) = server.post((path, body))
     assert response.status_code == 400
     check_error(response.json())
+
+
+@settings(max_examples=100, deadline=None)
+@given(name=st.text(max_size=20), method=st.sampled_from(["GET", "POST", "DELETE", "PUT"]))
+def test_server_any_model_name_is_answered_in_the_form(server: Server, name: str, method: str) -> None:
+    async def ask() -> httpx.Response:
+        transport = httpx.ASGITransport(server.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await client.request(method, f"/v1/models/{quote(name, safe='')}", follow_redirects=True)
+
+    response = server.loop.run_until_complete(ask())
+    assert response.status_code in (200, 404, 405)
+    if response.status_code != 200:
+        check_error(response.json())

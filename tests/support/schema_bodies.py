@@ -55,6 +55,7 @@ SCHEMAS = st.sampled_from(
 )
 
 
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 LIKELY: dict[str, SearchStrategy[Json]] = {  # values that the server takes, since few of those above are such
     "model": st.sampled_from(["tiny", None]),
     "prompt": st.sampled_from(
@@ -71,6 +72,10 @@ LIKELY: dict[str, SearchStrategy[Json]] = {  # values that the server takes, sin
     "structured_outputs": st.sampled_from([{"regex": "[a-c]{2}"}, {"choice": ["a", "bc"]}, {"json": {"type": "null"}}]),
     "guided_regex": st.sampled_from(["(a|b)+", "é?", ".*"]),
     "guided_json": st.sampled_from([{}, {"type": "object"}, '{"enum": [1, "a"]}']),
+    "tools": st.sampled_from([[], None, [TOOL], [TOOL, TOOL]]),
+    "tool_choice": st.sampled_from(["none", "auto", None]),
+    "tool_calls": st.just([{"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}]),
+    "content": st.sampled_from(["It is 4711.\nIt is", [{"type": "text", "text": "<tool_call>"}]]),
     "chat_template_kwargs": st.sampled_from([{}, {"enable_thinking": False}, None]),
     **dict.fromkeys(("n", "best_of"), st.integers(1, 3)),
     **dict.fromkeys(("max_tokens", "max_completion_tokens"), st.integers(0, 9)),
