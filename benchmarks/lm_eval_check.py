@@ -22,7 +22,7 @@ from benchmarks.lm_eval_tasks import DOCS, Json, write_tasks
 from benchmarks.serve_process import ServerProcess, free_port
 from nanovllm.demo.retrieval_model import build_retrieval_model
 
-TOLERANCE = 1e-5  # of a log-likelihood, per token; in fp32, the order of a sum changes it by about a tenth of that
+TOLERANCE = 5e-5  # of a log-likelihood, per token; the built-in model has logits of 32, which fp32 sums to about 1e-5
 REL_TOLERANCE = 1e-4  # of a perplexity, which is the exponential of a mean over words or bytes
 EXACT = ("acc", "acc_norm", "exact_match")
 MAX_MODEL_LEN = 2048
