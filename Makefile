@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 COMPILED_FROM := $(wildcard nanovllm/cpu_attention/source/*) $(addprefix nanovllm/cpu_attention/,build.py instruction_sets.py)
 
-.PHONY: demo test browser test-browser check format docs bench-micro bench-serve bench-gpu
+.PHONY: demo test browser test-browser check format docs bench-micro bench-serve bench-gpu eval fuzz
 
 demo: $(INSTALLED)
 	$(BIN)/nanovllm demo
@@ -41,6 +41,16 @@ bench-micro: $(INSTALLED)
 bench-serve: $(INSTALLED)
 	$(BIN)/python bench_serve.py --start "nanovllm serve --model demo --port {port}" \
 	    --concurrency 8 --num-requests 32 --max-tokens 200 --runs 3 $(ARGS)
+
+# The scores of lm_eval through the server against those of its transformers backend, offline
+eval: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,eval]'
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.lm_eval_check $(ARGS)
+
+# Three minutes of bodies made from the server's own schema
+fuzz: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,fuzz]'
+	$(BIN)/python -m benchmarks.fuzz_server $(ARGS)
 
 # PYTHON given here (make bench-gpu PYTHON=python3) is used as it is, without the virtual environment
 bench-gpu: $(if $(filter file,$(origin PYTHON)),$(INSTALLED))

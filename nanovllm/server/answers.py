@@ -5,7 +5,7 @@ import secrets
 import time
 from typing import Any
 
-from nanovllm.core.outputs import RequestOutput
+from nanovllm.core.outputs import RequestOutput, TokenLogprobs
 from nanovllm.request_stream import RequestUpdate
 
 
@@ -36,7 +36,10 @@ class Answer:
         """The response that is not streamed. `outputs` are in the order of their indices."""
         for index, output in enumerate(outputs):
             self._count(index, output)
-        choices = [self._choice(index, output) for index, output in enumerate(outputs)]
+        scored = [
+            outputs[index - index % self._num_answers].get("prompt_logprobs", []) for index in range(len(outputs))
+        ]
+        choices = [self._choice(index, output, scored[index]) for index, output in enumerate(outputs)]
         return self._fields | {"choices": choices, "usage": self._usage()}
 
     def update_events(self, update: RequestUpdate) -> str:
@@ -50,8 +53,11 @@ class Answer:
             return ""
         return f'{self._chunk_start}], "usage": {json.dumps(self._usage())}}}\n\n'
 
-    def _choice(self, index: int, output: RequestOutput) -> dict[str, Any]:
-        """An element of `choices` in a response that is not streamed."""
+    def _choice(self, index: int, output: RequestOutput, prompt_entries: list[TokenLogprobs | None]) -> dict[str, Any]:
+        """An element of `choices` in a response that is not streamed.
+
+        prompt_entries: log-probabilities of the prompt, which the engine reports with the first answer to it.
+        """
         raise NotImplementedError
 
     def _chunk_choices(self, update: RequestUpdate) -> list[str]:

@@ -10,6 +10,7 @@ from nanovllm.server.chat import add_chat
 from nanovllm.server.completions import add_completions
 from nanovllm.server.errors import add_error_handlers
 from nanovllm.server.models import add_models, add_state, add_tokens
+from nanovllm.server.schema import ANY_ERRORS
 from nanovllm.server.service import Service
 from nanovllm.server.settings import ServerSettings
 
@@ -26,6 +27,7 @@ def make_app(engine: AsyncLLM, settings: ServerSettings, queue: AdmissionQueue |
         docs_url=None,  # the pages of both load from other hosts
         redoc_url=None,
         telemetry=telemetry,
+        responses=ANY_ERRORS,
     )
     service = Service(engine, settings, queue)
     app.state.service = service

@@ -6,7 +6,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from nanovllm.core.outputs import RequestOutput
+from nanovllm.core.outputs import RequestOutput, TokenLogprobs
 from nanovllm.request_stream import RequestUpdate
 from nanovllm.server.answers import Answer
 from nanovllm.server.chat_prompt import encode_messages, template_text
@@ -14,13 +14,14 @@ from nanovllm.server.errors import ApiError, dumps_in_parts, json_response
 from nanovllm.server.logprobs import chat_logprobs, prompt_logprobs
 from nanovllm.server.protocol import ChatRequest
 from nanovllm.server.sampling import chat_params
+from nanovllm.server.schema import ANSWERS
 from nanovllm.server.service import Service, in_thread
 from nanovllm.server.streaming import EventStream, collect_outputs
 from nanovllm.server.tool_calls import Delta, ToolCallDelta, ToolCallParser, make_parser
 
 
 def add_chat(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/chat/completions")
+    @app.post("/v1/chat/completions", responses=ANSWERS)
     async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
         service.check_body(body)
         tools = [] if body.tool_choice == "none" else body.tools or []
@@ -59,7 +60,7 @@ class ChatAnswer(Answer):
         self._begun: set[int] = set()  # indices of the answers of which something was streamed
         self._with_calls: set[int] = set()  # indices of the answers that called a tool
 
-    def _choice(self, index: int, output: RequestOutput) -> dict[str, Any]:
+    def _choice(self, index: int, output: RequestOutput, prompt_entries: list[TokenLogprobs | None]) -> dict[str, Any]:
         content: str | None = output["text"] or ""
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if self._parses_tools:
@@ -77,7 +78,7 @@ class ChatAnswer(Answer):
             "finish_reason": self._finish_reason(index, output),
         }
         if self._body.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = prompt_logprobs(output.get("prompt_logprobs", []), self._body.prompt_logprobs)
+            choice["prompt_logprobs"] = prompt_logprobs(prompt_entries, self._body.prompt_logprobs)
         return choice
 
     def _chunk_choices(self, update: RequestUpdate) -> list[str]:

@@ -15,13 +15,14 @@ from nanovllm.server.errors import ApiError, dumps_in_parts, json_response
 from nanovllm.server.logprobs import completion_logprobs, prompt_logprobs
 from nanovllm.server.protocol import CompletionRequest
 from nanovllm.server.sampling import completion_params
+from nanovllm.server.schema import ANSWERS
 from nanovllm.server.service import Service, in_thread
 from nanovllm.server.streaming import EventStream, collect_outputs
 from nanovllm.text.request_check import Prompt, prompt_list
 
 
 def add_completions(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/completions")
+    @app.post("/v1/completions", responses=ANSWERS)
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
         service.check_body(body)
         prompts = _prompts(body.prompt)
@@ -56,19 +57,21 @@ class CompletionAnswer(Answer):
         self._offsets: dict[int, int] = {}  # by index: characters in the tokens that were streamed
         self._begun: set[int] = set()  # indices of the answers of which something was streamed
 
-    def _choice(self, index: int, output: RequestOutput) -> dict[str, Any]:
+    def _choice(self, index: int, output: RequestOutput, prompt_entries: list[TokenLogprobs | None]) -> dict[str, Any]:
         text = "" if self._drops_answers else output["text"] or ""
         choice = {
             "index": index,
             "text": self._prompt_text(index) + text,
-            "logprobs": self._whole_logprobs(output),
+            "logprobs": self._whole_logprobs(output, prompt_entries),
             "finish_reason": "length" if self._drops_answers else output["finish_reason"],
         }
         if self._body.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = prompt_logprobs(output.get("prompt_logprobs", []), self._body.prompt_logprobs)
+            choice["prompt_logprobs"] = prompt_logprobs(prompt_entries, self._body.prompt_logprobs)
         return choice
 
-    def _whole_logprobs(self, output: RequestOutput) -> dict[str, Any] | None:
+    def _whole_logprobs(
+        self, output: RequestOutput, prompt_entries: list[TokenLogprobs | None]
+    ) -> dict[str, Any] | None:
         """Those of the prompt come first if it is echoed."""
         if self._body.logprobs is None:
             return None
@@ -76,7 +79,7 @@ class CompletionAnswer(Answer):
         entries: Sequence[TokenLogprobs | None] = [] if self._drops_answers else output.get("logprobs", [])
         if self._body.echo:
             first_text = self._service.llm.text.decode(output["prompt_token_ids"][:1])
-            entries = [*output.get("prompt_logprobs", []), *entries]
+            entries = [*prompt_entries, *entries]
         return completion_logprobs(entries, self._body.logprobs, first_text=first_text)
 
     def _chunk_choices(self, update: RequestUpdate) -> list[str]:

@@ -19,6 +19,7 @@ from nanovllm.errors import EngineError, RequestError
 MAX_QUOTED_CHARS = 100  # of a value that an error message repeats
 PART_ITEMS = 100  # of a list that is encoded at once
 CLIENT_CLOSED_REQUEST = 499  # nobody receives it; it shows in the log
+_BRANCH = re.compile(r"str|(list|dict)\[.*\]")  # what pydantic adds to the place of an error in a union of types
 _PARAM = re.compile(r"SamplingParams\.(\w+)")  # how the message about a parameter begins
 
 
@@ -114,11 +115,12 @@ def add_error_handlers(app: FastAPI) -> None:
 def _invalid_field(error: Mapping[str, Any]) -> ApiError:
     """The first complaint of pydantic about a body."""
     kind, context = error["type"], error.get("ctx") or {}
-    path = _path(error["loc"][1:])
+    location = error["loc"][1:]
+    path = _path(location if kind == "extra_forbidden" else _without_branches(location))
     if kind == "json_invalid":
         return ApiError(f"the body is not valid JSON: {context.get('error')} at character {error['loc'][-1]}")
     if "param" in context:
-        return ApiError(error["msg"], param=_path((*error["loc"][1:], context["param"])))
+        return ApiError(error["msg"], param=_path((*_without_branches(location), context["param"])))
     if not path:
         return ApiError("the body must be a JSON object, sent with Content-Type: application/json")
     if kind == "extra_forbidden":
@@ -127,6 +129,11 @@ def _invalid_field(error: Mapping[str, Any]) -> ApiError:
         return ApiError(f"the field {_quoted(path)} is missing", param=path)
     message = error["msg"].removeprefix("Value error, ").removeprefix("Input ")
     return ApiError(f"{path}={_quoted(error['input'])}: {message}", param=path)
+
+
+def _without_branches(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
+    """("stop", "list[str]", 0) -> ("stop", 0)"""
+    return tuple(part for part in location if isinstance(part, int) or not _BRANCH.fullmatch(part))
 
 
 def _path(location: tuple[int | str, ...]) -> str:

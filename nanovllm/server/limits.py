@@ -96,7 +96,7 @@ def _prompts(prompt: Any) -> list[Any]:
 
 
 def _is_token_ids(name: str, value: Any) -> bool:
-    return name == "prompt" and bool(value) and isinstance(value[0], int)
+    return name == "prompt" and isinstance(value, list) and bool(value) and isinstance(value[0], int)
 
 
 def _num_chars(message: Any) -> int:

@@ -117,7 +117,7 @@ class Metrics:
 
 
 def add_metrics(app: FastAPI, metrics: Metrics) -> None:
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
     async def render_metrics() -> Response:
         return Response(metrics.render(), media_type=CONTENT_TYPE)
 

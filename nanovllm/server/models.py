@@ -10,6 +10,7 @@ from nanovllm.server.chat import check_tools
 from nanovllm.server.chat_prompt import encode_messages
 from nanovllm.server.errors import api_error, json_response, model_not_found
 from nanovllm.server.protocol import DetokenizeRequest, TokenizeRequest
+from nanovllm.server.schema import BODY_ERRORS
 from nanovllm.server.service import Service
 
 
@@ -20,7 +21,7 @@ def add_models(app: FastAPI, service: Service) -> None:
             {"object": "list", "data": [_card(service, name) for name in service.settings.model_names]}
         )
 
-    @app.get("/v1/models/{name:path}")
+    @app.get("/v1/models/{name:path}", responses={404: BODY_ERRORS[404]})
     async def retrieve_model(name: str) -> Response:
         if name not in service.settings.model_names:
             raise model_not_found(name)
@@ -28,12 +29,12 @@ def add_models(app: FastAPI, service: Service) -> None:
 
 
 def add_tokens(app: FastAPI, service: Service) -> None:
-    @app.post("/tokenize")
+    @app.post("/tokenize", responses=BODY_ERRORS)
     async def tokenize(body: TokenizeRequest) -> Response:
         service.check_body(body)
         return json_response(await service.prepare(_tokenize, service, body))
 
-    @app.post("/detokenize")
+    @app.post("/detokenize", responses=BODY_ERRORS)
     async def detokenize(body: DetokenizeRequest) -> Response:
         service.check_body(body)
         return json_response({"prompt": await service.prepare(service.llm.text.decode, body.tokens)})

@@ -9,8 +9,9 @@ A body can have millions of errors, and collecting them would take minutes and g
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, WithJsonSchema, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, FailFast, Field, GetJsonSchemaHandler, WithJsonSchema, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError
 
 MAX_NAME_CHARS = 100  # of an unknown field, in the message
 _PROMPT_SCHEMA = {
@@ -61,6 +62,14 @@ class Body(BaseModel):
             if name in body and body[name] not in neutral:
                 raise refuse(name, f"the field {name!r} is not supported; leave it out")
         return {name: value for name, value in body.items() if name not in cls.NEUTRAL}
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """Describe the fields of `NEUTRAL`, too."""
+        described = handler(schema)
+        properties = handler.resolve_ref_schema(described).setdefault("properties", {})
+        properties.update({name: {"enum": list(values)} for name, values in cls.NEUTRAL.items()})
+        return described
 
 
 class StreamOptions(Body):

@@ -276,6 +276,11 @@ def test_limits_allow_what_is_just_enough() -> None:
     assert RequestLimits(ServerOptions(), max_model_len=2048).max_prompt_chars == 16 * 2048
 
 
+def test_limits_prompt_that_is_an_object_is_left_to_the_endpoint() -> None:
+    """Found by test_fuzz: looking for token ids in {"": null} raised KeyError, and the client got status 500."""
+    RequestLimits(ServerOptions(), max_model_len=2048).check({"prompt": {"": None}})
+
+
 @pytest.mark.parametrize(
     "options",
     [

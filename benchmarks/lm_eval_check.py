@@ -1,0 +1,209 @@
+"""The scores of lm_eval through `nanovllm serve` against those of its transformers backend.
+
+    python -m benchmarks.lm_eval_check [--docs 40] [--json scores.json]
+
+Both backends, `local-completions` and `hf`, run the same tasks (lm_eval_tasks.py) on the CPU in fp32, offline, with two
+models: the built-in one, which copies, and a random Qwen3 whose tokens are parts of words. Every log-likelihood must be
+the same within TOLERANCE for each token, every accuracy and every generated text exactly. Otherwise it exits with 1.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.lm_eval_tasks import DOCS, Json, write_tasks
+from benchmarks.serve_process import ServerProcess, free_port
+from nanovllm.demo.retrieval_model import build_retrieval_model
+
+TOLERANCE = 5e-5  # of a log-likelihood, per token; the built-in model has logits of 32, which fp32 sums to about 1e-5
+REL_TOLERANCE = 1e-4  # of a perplexity, which is the exponential of a mean over words or bytes
+EXACT = ("acc", "acc_norm", "exact_match")
+MAX_MODEL_LEN = 2048
+ROLLING_LEN = MAX_MODEL_LEN - 2  # lm_eval's windows: the API's backend keeps one token for an answer, and one more
+VOCAB_SIZE, NUM_TRAINED_TOKENS = 1024, 1000  # of the random model
+
+
+@dataclass(frozen=True)
+class Score:
+    """A metric of one task as both backends compute it."""
+
+    model: str
+    task: str
+    metric: str
+    transformers: float
+    nanovllm: float
+
+    @property
+    def is_equal(self) -> bool:
+        allowed = 0.0 if self.metric in EXACT else REL_TOLERANCE * abs(self.transformers)
+        return abs(self.transformers - self.nanovllm) <= allowed
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What both backends answered to the same requests: the largest difference, and how many are not the same."""
+
+    model: str
+    task: str
+    num_answers: int
+    max_error_per_token: float | None  # of log-likelihoods; None for texts
+    num_different: int
+
+
+def write_random_model(directory: Path) -> Path:
+    """A small Qwen3 with random weights, whose tokenizer is trained on the documents."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from benchmarks.serve_model import END_TOKEN, make_tokenizer
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=96,
+        intermediate_size=192,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=MAX_MODEL_LEN,
+        initializer_range=0.15,  # large enough for likelihoods that differ
+        bos_token_id=None,
+        eos_token_id=VOCAB_SIZE - 1,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(directory)
+    tokenizer = make_tokenizer(VOCAB_SIZE, NUM_TRAINED_TOKENS, sorted(map(str, DOCS.glob("*.md"))))
+    tokenizer.save(str(directory / "tokenizer.json"))
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_TOKEN}
+    (directory / "tokenizer_config.json").write_text(json.dumps(about))
+    return directory
+
+
+def evaluate(backend: str, tasks: list[Json], **model_args: Any) -> Json:
+    """lm_eval's results and samples."""
+    import lm_eval
+
+    found = lm_eval.simple_evaluate(
+        model=backend, model_args=model_args, tasks=tasks, device="cpu", bootstrap_iters=0, log_samples=True
+    )
+    assert found is not None, "lm_eval has no results"
+    return dict(found)
+
+
+def evaluate_both(model: Path, tasks: list[Json]) -> tuple[Json, Json]:
+    """By transformers, and by a server that is started for it."""
+    reference = evaluate("hf", tasks, pretrained=str(model), dtype="float32", max_length=ROLLING_LEN)
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    command = f"nanovllm serve --model {model} --device cpu --dtype float32 --max-model-len {MAX_MODEL_LEN}"
+    with ServerProcess(f"{command} --num-kvcache-blocks 64 --served-model-name m --port {{port}}", url, port) as server:
+        server.wait_until_ready()
+        found = evaluate(
+            "local-completions",
+            tasks,
+            model="m",
+            base_url=f"{url}/v1/completions",
+            tokenizer=str(model),
+            max_length=MAX_MODEL_LEN,
+            num_concurrent=2,
+            batch_size=4,
+        )
+    return reference, found
+
+
+def scores(model: str, reference: Json, found: Json) -> Iterator[Score]:
+    for task, metrics in reference["results"].items():
+        for name, value in metrics.items():
+            metric, has_filter, _ = name.partition(",")
+            if has_filter and isinstance(value, float):
+                yield Score(model, task, metric, float(value), float(found["results"][task][name]))
+
+
+def compare_answers(model: str, reference: Json, found: Json, num_tokens: Callable[[str], int]) -> Iterator[Answers]:
+    """One for each task. `num_tokens` counts the tokens of a text."""
+    for task, samples in reference["samples"].items():
+        others = {sample["doc_id"]: sample["resps"] for sample in found["samples"][task]}
+        pairs = [
+            (arguments[-1], expected[0], given[0])
+            for sample in samples
+            for arguments, expected, given in zip(
+                sample["arguments"], sample["resps"], others[sample["doc_id"]], strict=True
+            )
+        ]
+        if isinstance(pairs[0][1], str):
+            num_different = sum(expected != given for _, expected, given in pairs)
+            yield Answers(model, task, len(pairs), None, num_different)
+        else:
+            errors = [abs(_likelihood(a) - _likelihood(b)) / num_tokens(text) for text, a, b in pairs]
+            yield Answers(model, task, len(pairs), max(errors), sum(error > TOLERANCE for error in errors))
+
+
+def _likelihood(answer: Any) -> float:
+    """Without lm_eval's flag for greedy texts, which no score uses and which depends on how ties are broken."""
+    return float(answer[0] if isinstance(answer, tuple | list) else answer)
+
+
+def print_table(found: Sequence[Score], answers: Sequence[Answers]) -> None:
+    print(f"\n{'model':10}{'task':20}{'metric':18}{'transformers':>16}{'nanovllm':>16}")
+    for score in found:
+        numbers = f"{score.transformers:16.7g}{score.nanovllm:16.7g}"
+        print(f"{score.model:10}{score.task:20}{score.metric:18}{numbers}{'' if score.is_equal else '  DIFFERENT'}")
+    for each in answers:
+        if each.max_error_per_token is None:
+            kind = "texts"
+        else:
+            kind = f"log-likelihoods, largest error {each.max_error_per_token:.1e} a token, {TOLERANCE:g} allowed"
+        print(f"{each.model:10}{each.task:20}{each.num_answers} {kind}; {each.num_different} different")
+
+
+def check(model_name: str, model: Path, tasks: list[Json]) -> tuple[list[Score], list[Answers]]:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(str(model))
+    reference, found = evaluate_both(model, tasks)
+    answers = compare_answers(model_name, reference, found, lambda text: len(tokenizer.encode(text)))
+    return list(scores(model_name, reference, found)), list(answers)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--docs", type=int, default=40, help="documents of the tasks that ask questions")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args(argv)
+
+    start_s = time.monotonic()
+    found: list[Score] = []
+    answers: list[Answers] = []
+    with tempfile.TemporaryDirectory() as directory:
+        scratch = Path(directory)
+        os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_DATASETS_CACHE": f"{scratch}/cache"}
+        tasks = write_tasks(scratch, args.docs)
+        models = {"built-in": build_retrieval_model(scratch / "demo"), "random": write_random_model(scratch / "random")}
+        for name, model in models.items():
+            more_scores, more_answers = check(name, model, tasks)
+            found += more_scores
+            answers += more_answers
+    print_table(found, answers)
+    is_same = all(score.is_equal for score in found) and not any(each.num_different for each in answers)
+    result = {
+        "is_same": is_same,
+        "seconds": round(time.monotonic() - start_s, 1),
+        "tolerance_per_token": TOLERANCE,
+        "scores": [asdict(score) for score in found],
+        "answers": [asdict(each) for each in answers],
+    }
+    if args.json is not None:
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result))
+    return 0 if is_same else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
