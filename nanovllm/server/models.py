@@ -41,7 +41,8 @@ def add_tokens(app: FastAPI, service: Service) -> None:
 
 
 def add_state(app: FastAPI, service: Service) -> None:
-    @app.api_route("/health", methods=["GET", "HEAD"])
+    @app.head("/health", include_in_schema=False)
+    @app.get("/health")
     async def health() -> Response:
         """Status 200 if requests are answered, 503 with the reason if the engine has failed."""
         failure = service.engine.failure
