@@ -166,7 +166,7 @@ def print_table(found: Sequence[Score], answers: Sequence[Answers]) -> None:
 def check(model_name: str, model: Path, tasks: list[Json]) -> tuple[list[Score], list[Answers]]:
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(str(model))
+    tokenizer = AutoTokenizer.from_pretrained(str(model), trust_remote_code=False)
     reference, found = evaluate_both(model, tasks)
     answers = compare_answers(model_name, reference, found, lambda text: len(tokenizer.encode(text)))
     return list(scores(model_name, reference, found)), list(answers)
