@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 COMPILED_FROM := $(wildcard nanovllm/cpu_attention/source/*) $(addprefix nanovllm/cpu_attention/,build.py instruction_sets.py)
 
-.PHONY: demo test browser test-browser check format docs bench-micro bench-serve bench-gpu eval fuzz
+.PHONY: demo test browser test-browser check format docs bench-micro bench-serve bench-gpu soak eval fuzz
 
 demo: $(INSTALLED)
 	$(BIN)/nanovllm demo
@@ -43,6 +43,9 @@ bench-serve: $(INSTALLED)
 	    --concurrency 8 --num-requests 32 --max-tokens 200 --runs 3 $(ARGS)
 
 # The scores of lm_eval through the server against those of its transformers backend, offline
+soak: $(INSTALLED)
+	$(BIN)/python -m benchmarks.soak $(ARGS)
+
 eval: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,eval]'
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.lm_eval_check $(ARGS)
