@@ -42,10 +42,11 @@ bench-serve: $(INSTALLED)
 	$(BIN)/python bench_serve.py --start "nanovllm serve --model demo --port {port}" \
 	    --concurrency 8 --num-requests 32 --max-tokens 200 --runs 3 $(ARGS)
 
-# The scores of lm_eval through the server against those of its transformers backend, offline
+# 100,000 requests of all kinds, 40 minutes at most
 soak: $(INSTALLED)
 	$(BIN)/python -m benchmarks.soak $(ARGS)
 
+# The scores of lm_eval through the server against those of its transformers backend, offline
 eval: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,eval]'
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.lm_eval_check $(ARGS)

@@ -4,7 +4,6 @@
 """
 
 import os
-from collections.abc import Iterator
 
 import pytest
 
@@ -40,14 +39,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item, num_gpus in marked.items():
         if available < num_gpus:
             item.add_marker(pytest.mark.skip(reason=f"needs {num_gpus} CUDA GPU(s), found {available}"))
-
-
-@pytest.fixture(scope="module")
-def one_thread() -> Iterator[None]:
-    """Torch computes in one thread: the tiny models gain nothing from a second one."""
-    import torch
-
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)

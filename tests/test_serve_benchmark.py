@@ -256,7 +256,6 @@ def test_overhead_is_what_http_adds_to_the_engine() -> None:
 RUNS = [[{"token_ids": [1, 2, 3], "max_tokens": 4, "temperature": 0.6}] * 3] * 2
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_engine_alone_answers_each_run(tmp_path: Path) -> None:
     pytest.importorskip("nanovllm.async_llm")
     model, options = str(write_tiny_model(tmp_path)), {"device": "cpu", "max_model_len": 128, "num_kvcache_blocks": 8}

@@ -26,8 +26,6 @@ TINY = (
     *("--eval-every 3 --eval-contexts 128 512 --eval-samples 2").split(),
 )
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture(scope="module")
 def files() -> list[bytes]:
@@ -35,7 +33,7 @@ def files() -> list[bytes]:
 
 
 @pytest.fixture(scope="module")
-def trained(one_thread: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
     """The directory of a model after a few steps, and what its training measured."""
     directory = str(tmp_path_factory.mktemp("small-lm"))
     return directory, train_small_lm.train(train_small_lm.parse(["--out", directory, *TINY]))

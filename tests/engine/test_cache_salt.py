@@ -10,8 +10,6 @@ from tiny_models import write_tiny_model
 
 from nanovllm import LLM, AsyncLLM, RequestError, SamplingParams
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 PARAMS = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 PROMPT = [i % 300 for i in range(600)]
 SHARED = 512  # two blocks of 256 tokens

@@ -23,8 +23,6 @@ from nanovllm.engine import startup
 from nanovllm.errors import CheckpointError, ConfigError, EngineError, RequestError
 from nanovllm.utils.interrupt import deferred_interrupt
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 KINDS = {
     "all GPU": {"num_kvcache_blocks": 20},

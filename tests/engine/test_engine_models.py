@@ -7,8 +7,6 @@ from checked_engine import CheckedLLM, Reference, cache_options, greedy
 from dense_model import random_prompt
 from tiny_models import ARCHITECTURES, ROPES, greedy_reference, write_tiny_model
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 BLOCK = 256
 PROMPTS = [random_prompt(length, seed=length) for length in (1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK - 5)]

@@ -25,8 +25,6 @@ from nanovllm.errors import ConfigError, EngineError
 from nanovllm.executor.local import LocalExecutor
 from nanovllm.text.answer import TextReceiver
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 KINDS = {
     "all GPU": {"num_kvcache_blocks": 20},
     "offload": {"enable_cpu_offload": True, "num_gpu_blocks": 3, "num_cpu_blocks": 20, "kvcache_block_size": 256},

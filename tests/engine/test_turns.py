@@ -151,7 +151,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(params=[(kind, device) for kind in KINDS for device in ("cpu", "cuda")], ids=lambda p: " ".join(p))
-def llm(model: Path, one_thread: None, request: pytest.FixtureRequest) -> Iterator[LLM]:
+def llm(model: Path, request: pytest.FixtureRequest) -> Iterator[LLM]:
     kind, device = request.param
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a GPU")

@@ -20,8 +20,6 @@ from nanovllm.core.step_plan import StepPlan
 from nanovllm.engine.internals import Internals
 from nanovllm.kvcache.transfer import cpu_part
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 WITH_CPU = OFFLOAD | {"cpu_attention": "on", "num_gpu_blocks": 2}
 

@@ -11,8 +11,6 @@ from tiny_models import write_tiny_model
 
 from nanovllm.engine.internals import Internals
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 

@@ -33,8 +33,6 @@ from nanovllm.kvcache.transfer import offload_engine
 from nanovllm.kvcache.transfer.offload_engine import OffloadEngine
 from nanovllm.kvcache.transfer.streams import Event
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 NUM_LAYERS = 2
 
 

@@ -17,7 +17,7 @@ def retrieval_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def served(retrieval_model: Path, one_thread: None) -> Iterator[tuple[AsyncLLM, str]]:
+def served(retrieval_model: Path) -> Iterator[tuple[AsyncLLM, str]]:
     """The engine and the server's URL."""
     engine = AsyncLLM(
         retrieval_model, device="cpu", max_model_len=2048, num_kvcache_blocks=64, max_num_batched_tokens=512

@@ -17,8 +17,6 @@ from nanovllm.engine.internals import Internals
 from nanovllm.request_stream import RequestUpdate
 from nanovllm.text.request_check import Prompt
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",
     "device": "cpu",
@@ -158,7 +156,8 @@ def test_stream_slow_consumer_gets_merged_updates_and_holds_up_nobody(engine: As
 def test_loop_blocked_during_steps_gets_everything_in_one_call(engine: AsyncLLM) -> None:
     async def block() -> list[RequestUpdate]:
         stream = await engine.submit("Hello", SamplingParams(temperature=0, max_tokens=32, ignore_eos=True))
-        time.sleep(0.5)  # the event loop stands still, and the engine does not
+        while engine.llm.engine.has_requests:  # the event loop stands still, and the engine does not
+            time.sleep(0.01)
         return [update async for update in stream]
 
     updates = run(block())

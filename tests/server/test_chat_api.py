@@ -35,9 +35,7 @@ TOOL_TEMPLATE = (
 
 
 @pytest.fixture(scope="module")
-def tool_client(
-    retrieval_model: Path, tmp_path_factory: pytest.TempPathFactory, one_thread: None
-) -> Iterator[openai.OpenAI]:
+def tool_client(retrieval_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
     """A model whose template takes tools, and which copies tool calls from the prompt."""
     directory = tmp_path_factory.mktemp("tools") / "model"
     copytree(retrieval_model, directory)

@@ -21,7 +21,7 @@ SHORT: dict[str, Any] = ENDLESS | {"max_tokens": 8}
 
 
 @pytest.fixture(scope="module")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> Path:
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("tiny")
     return write_tiny_tokenizer(write_tiny_model(directory, max_position_embeddings=2048))
 

@@ -67,7 +67,7 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def server(retrieval_model: Path, tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> Iterator[Server]:
+def server(retrieval_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Its context is short, so that no body makes it work for long."""
     directory = tmp_path_factory.mktemp("fuzz") / "model"
     copytree(retrieval_model, directory)

@@ -299,7 +299,7 @@ def test_options_bad_value_is_refused(options: dict[str, Any]) -> None:
 
 
 @pytest.fixture(scope="module")
-def engine(retrieval_model: Path, one_thread: None) -> Iterator[AsyncLLM]:
+def engine(retrieval_model: Path) -> Iterator[AsyncLLM]:
     """It runs one answer at a time."""
     engine = AsyncLLM(
         retrieval_model,

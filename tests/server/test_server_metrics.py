@@ -104,7 +104,7 @@ def test_metrics_of_two_servers_are_separate() -> None:
 
 
 @pytest.fixture
-def engine(retrieval_model: Path, one_thread: None) -> Iterator[AsyncLLM]:
+def engine(retrieval_model: Path) -> Iterator[AsyncLLM]:
     engine = AsyncLLM(
         retrieval_model,
         device="cpu",
