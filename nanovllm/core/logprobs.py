@@ -53,19 +53,23 @@ class StepLogprobs(NamedTuple):
 
     def by_sequence(self, plan: StepPlan) -> dict[int, PositionLogprobs]:
         """The sampled tokens' by seq_id, for the sequences that asked for them, in order of position."""
+        if self.sampled is None:
+            return {}
         found = {}
         first = 0
         for step in plan.sequences:
-            if step.num_logprobs is not None and self.sampled is not None:
+            if step.num_logprobs is not None:
                 found[step.seq_id] = self.sampled.part(first, first + step.num_sampled, step.num_logprobs)
                 first += step.num_sampled
         return found
 
     def of_prompts(self, plan: StepPlan) -> Iterator[tuple[int, PositionLogprobs]]:
         """The prompt tokens', with the seq_id of each sequence of which the step has scored some."""
+        if self.prompt is None:
+            return
         first = 0
         for step in plan.sequences:
-            if step.scores is not None and self.prompt is not None:
+            if step.scores is not None:
                 end = first + len(step.scores.target_ids)
                 yield step.seq_id, self.prompt.part(first, end, step.scores.num_logprobs)
                 first = end

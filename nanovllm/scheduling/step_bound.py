@@ -34,7 +34,7 @@ class StepBound:
         self.times, self.max_step_s, self._missing_token_s = times, max_step_s, missing_token_s
         self._num_steps_since = LONG_STEP_INTERVAL  # the last step with a chunk of a long prompt, this step included
         self._long_s = max_step_s  # time of that step
-        # Of this step
+        # State of the step that is being planned
         self._num_chunks, self._work = 0, 0.0  # placed so far
         self._long_limit_s = self._streaming_s = 0.0  # time for chunks of long prompts, and to stream their keys
         self._least_tokens = MIN_CHUNK_TOKENS  # of the first chunk

@@ -3,13 +3,21 @@
 import json
 import secrets
 import time
+from abc import ABC, abstractmethod
 from typing import Any
 
+from starlette.responses import Response
+from starlette.types import Receive
+
 from nanovllm.core.outputs import RequestOutput, TokenLogprobs
-from nanovllm.request_stream import RequestUpdate
+from nanovllm.request_stream import RequestStream, RequestUpdate
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.server.errors import dumps_in_parts, json_response
+from nanovllm.server.service import in_thread
+from nanovllm.server.streaming import EventStream, collect_outputs
 
 
-class Answer:
+class Answer(ABC):
     """Makes the response to one request. `num_answers` is its `n`, the answers to each prompt."""
 
     id_prefix: str
@@ -53,16 +61,16 @@ class Answer:
             return ""
         return f'{self._chunk_start}], "usage": {json.dumps(self._usage())}}}\n\n'
 
+    @abstractmethod
     def _choice(self, index: int, output: RequestOutput, prompt_entries: list[TokenLogprobs | None]) -> dict[str, Any]:
         """An element of `choices` in a response that is not streamed.
 
         prompt_entries: log-probabilities of the prompt, which the engine reports with the first answer to it.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def _chunk_choices(self, update: RequestUpdate) -> list[str]:
         """The JSON of the element of `choices` in each chunk of an update. Hot."""
-        raise NotImplementedError
 
     def _count(self, index: int, output: RequestOutput) -> None:
         """Each prompt counts once, whatever the number of answers to it."""
@@ -79,3 +87,18 @@ class Answer:
             "total_tokens": self._num_prompt_tokens + self._num_completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self._num_cached_tokens},
         }
+
+
+async def respond(
+    answer: Answer, stream: RequestStream, params: SamplingParams, receive: Receive, *, streams: bool
+) -> Response:
+    """The response to a request that was queued as `stream`, as events or as a whole.
+
+    Log-probabilities can be megabytes, so their JSON is made in a thread.
+    """
+    if streams:
+        return EventStream(stream, answer)
+    outputs = await collect_outputs(stream, receive)
+    if params.logprobs is None and params.prompt_logprobs is None:
+        return json_response(answer.whole(outputs))
+    return await in_thread(lambda: json_response(dumps_in_parts(answer.whole(outputs))))

@@ -8,15 +8,14 @@ from starlette.responses import Response
 
 from nanovllm.core.outputs import RequestOutput, TokenLogprobs
 from nanovllm.request_stream import RequestUpdate
-from nanovllm.server.answers import Answer
+from nanovllm.server.answers import Answer, respond
 from nanovllm.server.chat_prompt import encode_messages, template_text
-from nanovllm.server.errors import ApiError, dumps_in_parts, json_response
+from nanovllm.server.errors import ApiError
 from nanovllm.server.logprobs import chat_logprobs, prompt_logprobs
 from nanovllm.server.protocol import ChatRequest
 from nanovllm.server.sampling import chat_params
 from nanovllm.server.schema import ANSWERS
-from nanovllm.server.service import Service, in_thread
-from nanovllm.server.streaming import EventStream, collect_outputs
+from nanovllm.server.service import Service
 from nanovllm.server.tool_calls import Delta, ToolCallDelta, ToolCallParser, make_parser
 
 
@@ -41,12 +40,7 @@ def add_chat(app: FastAPI, service: Service) -> None:
         with_tokens = bool(body.stream and body.logprobs)
         stream = await service.submit([token_ids], params, with_tokens, service.cache_salt(body, request))
         answer = ChatAnswer(service, body, parses_tools=bool(tools))
-        if body.stream:
-            return EventStream(stream, answer)
-        outputs = await collect_outputs(stream, request.receive)
-        if params.logprobs is None and params.prompt_logprobs is None:
-            return json_response(answer.whole(outputs))
-        return await in_thread(lambda: json_response(dumps_in_parts(answer.whole(outputs))))
+        return await respond(answer, stream, params, request.receive, streams=bool(body.stream))
 
 
 class ChatAnswer(Answer):

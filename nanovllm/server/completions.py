@@ -10,14 +10,13 @@ from starlette.responses import Response
 from nanovllm.core.outputs import RequestOutput, TokenLogprobs
 from nanovllm.core.sequence import TokenIds
 from nanovllm.request_stream import RequestUpdate
-from nanovllm.server.answers import Answer
-from nanovllm.server.errors import ApiError, dumps_in_parts, json_response
+from nanovllm.server.answers import Answer, respond
+from nanovllm.server.errors import ApiError
 from nanovllm.server.logprobs import completion_logprobs, prompt_logprobs
 from nanovllm.server.protocol import CompletionRequest
 from nanovllm.server.sampling import completion_params
 from nanovllm.server.schema import ANSWERS
-from nanovllm.server.service import Service, in_thread
-from nanovllm.server.streaming import EventStream, collect_outputs
+from nanovllm.server.service import Service
 from nanovllm.text.request_check import Prompt, prompt_list
 
 
@@ -34,12 +33,7 @@ def add_completions(app: FastAPI, service: Service) -> None:
         with_tokens = bool(body.stream) and body.logprobs is not None
         stream = await service.submit(encoded, params, with_tokens, service.cache_salt(body, request))
         answer = CompletionAnswer(service, body, texts)
-        if body.stream:
-            return EventStream(stream, answer)
-        outputs = await collect_outputs(stream, request.receive)
-        if params.logprobs is None and params.prompt_logprobs is None:
-            return json_response(answer.whole(outputs))
-        return await in_thread(lambda: json_response(dumps_in_parts(answer.whole(outputs))))
+        return await respond(answer, stream, params, request.receive, streams=bool(body.stream))
 
 
 class CompletionAnswer(Answer):
