@@ -8,10 +8,15 @@ All requests share one outbox. After a step the thread hands its content to the 
 step without waiting. One call on the loop gives every stream its part, however many streams there are. What a consumer
 has not taken yet is merged into one update per answer. So a slow consumer holds up nobody, and takes no more memory
 than its answers.
+
+The loop and the engine's thread share Python's global lock. With hundreds of streams, passing on each token by itself
+would slow the engine down. So after each dispatch the loop lets results gather for a time in proportion to what the
+dispatch took, with all that the consumers did about it. A few streams do not notice; many get several tokens at a time.
 """
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -27,6 +32,8 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.request_check import Prompt, cache_salt, prompt_list
 
 CHECK_INTERVAL_S = 1.0  # how often an idle engine makes sure that all its ranks are alive
+MAX_DISPATCH_SHARE = 0.25  # of the event loop's time, at most, goes into passing on results...
+MAX_REST_S = 0.1  # ...unless they would wait longer than this
 
 
 class AsyncLLM:
@@ -52,6 +59,7 @@ class AsyncLLM:
         self._is_closing = False
         self._arrived: list[StepOutput] = []  # handed over by the thread, not dispatched yet
         self._streams: dict[int, RequestStream] = {}  # by request id; belongs to the event loop
+        self._next_dispatch_s = 0.0  # on the event loop's clock
         self._loop: asyncio.AbstractEventLoop | None = None
         self._failed = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="nanovllm-engine", daemon=True)
@@ -197,8 +205,17 @@ class AsyncLLM:
 
     # -- results, on the event loop ------------------------------------------------------------------------------
 
+    def _dispatch_in_time(self) -> None:
+        """Dispatch now, or when it is time again. Hot."""
+        loop = asyncio.get_running_loop()
+        if loop.time() >= self._next_dispatch_s:
+            self._dispatch()
+        else:
+            loop.call_at(self._next_dispatch_s, self._dispatch)
+
     def _dispatch(self) -> None:
         """Give each stream its part of what has arrived. Hot: once per step, or less often if the loop is busy."""
+        start_s = time.thread_time()
         with self._changed:
             arrived, self._arrived = self._arrived, []
         streams = self._streams
@@ -214,10 +231,17 @@ class AsyncLLM:
             for request_id, output in content.finished.items():
                 if request_id in streams:
                     streams.pop(request_id).finish(request_id, output)
+        asyncio.get_running_loop().call_soon(self._dispatched, start_s)  # after the consumers that this has woken
+
+    def _dispatched(self, start_s: float) -> None:
+        busy_s = time.thread_time() - start_s
+        rest_s = min(busy_s * (1 / MAX_DISPATCH_SHARE - 1), MAX_REST_S)
+        self._next_dispatch_s = asyncio.get_running_loop().time() + rest_s
 
     def _dispatch_failure(self) -> None:
         """Tell all streams, and whoever waits for it, that the engine has failed."""
         assert self.failure is not None, "set by the thread"
+        self._dispatch()  # what has arrived before
         streams, self._streams = self._streams, {}
         for stream in streams.values():
             stream.fail(EngineError(str(self.failure)))
@@ -256,7 +280,7 @@ class AsyncLLM:
             self._arrived.append(content)
             is_first = len(self._arrived) == 1
         if is_first:
-            self._call_on_loop(self._dispatch)
+            self._call_on_loop(self._dispatch_in_time)
 
     def _call_on_loop(self, callback: Callable[[], None]) -> None:
         if self._loop is not None:

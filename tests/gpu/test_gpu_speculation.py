@@ -112,7 +112,7 @@ def test_bf16_distribution_is_unchanged(tmp_path: Path) -> None:
     write_tiny_model(tmp_path, head_dim=64, hidden_size=128, max_position_embeddings=8192, dtype=torch.bfloat16)
     counts = []
     for speculation in ("off", "resident"):
-        options = OFFLOAD | {"num_gpu_blocks": 8, "num_cpu_blocks": 60, "max_num_seqs": 64, "dtype": "bfloat16"}
+        options = OFFLOAD | {"num_gpu_blocks": 8, "num_cpu_blocks": 60, "max_num_seqs": 12, "dtype": "bfloat16"}
         options |= {"device": "cuda", "speculation": speculation}
         internals = Internals(always_guesses=True)
         with LLM(str(tmp_path), internals=internals, **options) as llm:
@@ -120,7 +120,7 @@ def test_bf16_distribution_is_unchanged(tmp_path: Path) -> None:
                 SamplingParams(temperature=0.7, top_k=8, max_tokens=4, ignore_eos=True, seed=i) for i in range(4000)
             ]
             outputs = llm.generate([PROMPTS[0]] * 4000, params, use_tqdm=False)
-            assert speculation == "off" or llm.stats()["num_accepted_guesses"] > 1000
+            assert speculation == "off" or llm.stats()["num_accepted_guesses"] > 400
             counts.append(Counter(output["token_ids"][2] for output in outputs))
     plain, speculated = counts
     distance = sum(abs(plain[token_id] - speculated[token_id]) for token_id in plain | speculated) / 4000

@@ -106,6 +106,32 @@ def test_generate_without_text_yields_tokens(engine: AsyncLLM) -> None:
     assert token_ids == output["token_ids"]
 
 
+def test_busy_consumers_get_fewer_and_longer_updates(model: Path) -> None:
+    """Consumers that need 4 ms of the processor for each update take a quarter of the time at most, and lose nothing."""
+    params = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
+    busy_s: list[float] = []
+
+    async def consume(engine: AsyncLLM, prompt: list[int]) -> None:
+        token_ids: list[int] = []
+        async for update in engine.generate(prompt, params):
+            start_s = time.thread_time()
+            while time.thread_time() - start_s < 0.004:
+                pass
+            busy_s.append(time.thread_time() - start_s)
+            token_ids += update.token_ids
+        assert len(token_ids) == 120
+
+    async def measure() -> float:
+        async with AsyncLLM(model, **OPTIONS) as engine:
+            start_s = time.monotonic()
+            await asyncio.gather(*(consume(engine, [1, 2, 3 + i]) for i in range(8)))
+            return time.monotonic() - start_s
+
+    elapsed_s = run(measure())
+    assert sum(busy_s) < 0.25 * elapsed_s + 2 * 8 * 0.005  # the first and the last updates are not waited for
+    assert len(busy_s) < 8 * 120
+
+
 def test_generate_200_at_once_answers_each(engine: AsyncLLM) -> None:
     prompts = [[1 + i % 250, 2, 3 + i // 250] for i in range(200)]
 
