@@ -24,7 +24,7 @@ class EchoRunner:
     """Remembers what it was called with. Also the factory of itself: EchoRunner(tp)."""
 
     def __init__(self, tp: TPGroup, device: str = "cpu") -> None:
-        self.tp, self.device = tp, device
+        self.tp, self.device = tp, f"cuda:{tp.rank}" if device == "cuda" else device
         self.calls: list[int] = []
         self.num_threads_at_start = torch.get_num_threads()
 
@@ -260,6 +260,7 @@ class GpuRunner:
     """Runs on cuda:rank; also the factory of itself."""
 
     def __init__(self, tp: TPGroup) -> None:
+        torch.cuda.set_device(tp.rank)  # rank 0 is in this process, where cuda:0 is current anyway
         self.tp = tp
         self.x = torch.ones(4, device="cuda")
 
