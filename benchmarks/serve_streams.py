@@ -5,6 +5,7 @@ The streams run all the time. Their rates and gaps in one window of time are com
 
 import asyncio
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ SHORT_PROMPT_TOKENS, SHORT_ANSWER_TOKENS = 200, 16
 LONG_ANSWER_TOKENS = 4
 SETTLE_S = 0.5  # between the first tokens of all streams and the first window
 POLL_S = 0.005
+TOKENS_OF_EACH_EVENT: Json = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,8 @@ class RunningStreams:
         rng = random.Random(self._seed)
         for _ in range(self._num_streams):
             prompt = await self._bench.maker.prompt(rng, STREAM_PROMPT_TOKENS)
-            self._tasks.append(asyncio.create_task(self._run(self._bench.maker.request(prompt, self._max_tokens))))
+            request = self._bench.maker.request(prompt, self._max_tokens).with_body(TOKENS_OF_EACH_EVENT)
+            self._tasks.append(asyncio.create_task(self._run(request)))
         try:
             while sum(bool(answer.event_s) for answer in self.answers) < self._num_streams:
                 self.check()
@@ -96,7 +99,7 @@ class RunningStreams:
 
     def tok_per_s(self, window: Window) -> float:
         """Rate of all streams in the window."""
-        events = (event for answer in self.answers for event in zip(answer.event_s, answer.event_tokens, strict=True))
+        events = (event for answer in self.answers for event in _events(answer))
         return sum(tokens for time_s, tokens in events if window.holds(time_s)) / (window.end_s - window.start_s)
 
     def gaps(self, window: Window) -> list[tuple[float, float]]:
@@ -109,8 +112,15 @@ class RunningStreams:
         ]
 
     def num_steps(self, window: Window) -> int:
-        """The most events that any stream had in the window, which is the number of the engine's steps in it."""
-        return max(sum(window.holds(time_s) for time_s in answer.event_s) for answer in self.answers)
+        """The most tokens that any stream got in the window: without guesses, the engine's steps in it."""
+        return round(
+            max(sum(tokens for time_s, tokens in _events(answer) if window.holds(time_s)) for answer in self.answers)
+        )
+
+
+def _events(answer: Answer) -> Iterator[tuple[float, float]]:
+    """When each event came, and how many tokens it had."""
+    return zip(answer.event_s, answer.event_tokens, strict=True)
 
 
 # -- a long prompt -----------------------------------------------------------------------------------------------

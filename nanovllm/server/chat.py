@@ -7,6 +7,7 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from nanovllm.core.outputs import RequestOutput, TokenLogprobs
+from nanovllm.core.sequence import TokenIds
 from nanovllm.request_stream import RequestUpdate
 from nanovllm.server.answers import Answer, respond
 from nanovllm.server.chat_prompt import encode_messages, template_text
@@ -37,17 +38,17 @@ def add_chat(app: FastAPI, service: Service) -> None:
         )
         num_free_tokens = service.llm.max_request_tokens - len(token_ids)
         params = chat_params(body, service.llm.sampling_defaults, num_free_tokens)
-        with_tokens = bool(body.stream and body.logprobs)
+        with_tokens = bool(body.stream) and (bool(body.logprobs) or body.includes_usage_so_far)
         stream = await service.submit([token_ids], params, with_tokens, service.cache_salt(body, request))
-        answer = ChatAnswer(service, body, parses_tools=bool(tools))
+        answer = ChatAnswer(service, body, stream.prompts, parses_tools=bool(tools))
         return await respond(answer, stream, params, request.receive, streams=bool(body.stream))
 
 
 class ChatAnswer(Answer):
     id_prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, service: Service, body: ChatRequest, *, parses_tools: bool) -> None:
-        super().__init__(service.model_name, body.n or 1, includes_usage=body.includes_usage)
+    def __init__(self, service: Service, body: ChatRequest, prompts: list[TokenIds], *, parses_tools: bool) -> None:
+        super().__init__(service.model_name, body, prompts)
         self._service, self._body, self._parses_tools = service, body, parses_tools
         self._num_top = body.top_logprobs or 0
         self._parsers: dict[int, ToolCallParser] = {}  # by index, of the answers that are streamed

@@ -30,23 +30,20 @@ def add_completions(app: FastAPI, service: Service) -> None:
         encoded: Sequence[Prompt] = prompts
         if body.add_special_tokens is not None:
             encoded = await service.prepare(_encode, service, prompts, body.add_special_tokens)
-        with_tokens = bool(body.stream) and body.logprobs is not None
+        with_tokens = bool(body.stream) and (body.logprobs is not None or body.includes_usage_so_far)
         stream = await service.submit(encoded, params, with_tokens, service.cache_salt(body, request))
-        answer = CompletionAnswer(service, body, texts)
+        answer = CompletionAnswer(service, body, stream.prompts, texts)
         return await respond(answer, stream, params, request.receive, streams=bool(body.stream))
 
 
 class CompletionAnswer(Answer):
     id_prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, service: Service, body: CompletionRequest, prompt_texts: list[str]) -> None:
+    def __init__(
+        self, service: Service, body: CompletionRequest, prompts: list[TokenIds], prompt_texts: list[str]
+    ) -> None:
         """`prompt_texts` are empty without echo."""
-        super().__init__(
-            service.model_name,
-            body.n or 1,
-            includes_usage=body.includes_usage,
-            drops_answers=body.max_tokens == 0,
-        )
+        super().__init__(service.model_name, body, prompts, drops_answers=body.max_tokens == 0)
         self._service, self._body, self._prompt_texts = service, body, prompt_texts
         self._offsets: dict[int, int] = {}  # by index: characters in the tokens that were streamed
         self._begun: set[int] = set()  # indices of the answers of which something was streamed

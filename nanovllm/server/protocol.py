@@ -76,6 +76,7 @@ class StreamOptions(Body):
     NEUTRAL = {"include_obfuscation": (None, False)}
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class JsonSchema(Body):
@@ -144,6 +145,11 @@ class SamplingFields(Body):
     def includes_usage(self) -> bool:
         """Whether the stream ends with a chunk of usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def includes_usage_so_far(self) -> bool:
+        """Whether every chunk of the stream has the usage so far."""
+        return self.includes_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
 
 class CompletionRequest(SamplingFields):

@@ -85,6 +85,17 @@ def test_completion_streamed_several_answers_with_echo_and_usage(client: openai.
     assert (usage.prompt_tokens, usage.completion_tokens) == (len(PROMPT) + len(LINE), 20)
 
 
+def test_completion_stream_with_the_usage_so_far(url: str) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 6, "n": 2, "stream": True, "stream_options": options}
+    response = httpx.post(f"{url}/v1/completions", json=body)
+    usages = [json.loads(event.removeprefix("data: "))["usage"] for event in response.text.split("\n\n")[:-2]]
+    counts = [usage["completion_tokens"] for usage in usages]
+    assert counts == sorted(counts) and 0 < counts[0] < 12 == counts[-1]
+    assert {usage["prompt_tokens"] for usage in usages} == {len(PROMPT)}
+    assert all(usage["total_tokens"] == len(PROMPT) + usage["completion_tokens"] for usage in usages)
+
+
 def test_completion_stream_events_have_the_form_of_sse(url: str) -> None:
     body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 3, "stream": True}
     response = httpx.post(f"{url}/v1/completions", json=body)
