@@ -80,6 +80,16 @@ class LogitEditor:
         is_empty = self._seen is None and all(row.allowed is None and not len(row.biases.token_ids) for row in rows)
         return None if is_empty else LogitEdits(penalties, int(has_pending), tuple(rows))
 
+    def forbids_all(self, token_ids: Seq[int]) -> bool:
+        """Whether no token may follow these, which are all tokens of the sequence."""
+        edits = self.edits(token_ids, has_pending=False, guesses=())
+        if edits is None or edits.rows[0].allowed is None:
+            return False  # the host does not know the size of the vocabulary, which biases alone hardly cover
+        biases, allowed = edits.rows[0]
+        applies = (biases.after == ALWAYS) | (biases.after == token_ids[-1])
+        (allowed_ids,) = np.unpackbits(allowed.view(np.uint8), bitorder="little").nonzero()
+        return bool(np.isin(allowed_ids, biases.token_ids[applies & (biases.values == _FORBID)]).all())
+
     def _newest(self, token_ids: Seq[int]) -> list[int]:
         """The newest tokens of the answer, as many as bad words can begin with."""
         num_tokens = 0 if self._bad_words is None else self._bad_words.num_needed

@@ -5,11 +5,12 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TypedDict
 
 from nanovllm.core.logprobs import PositionLogprobs, TokenLogprobs
-from nanovllm.core.sequence import Sequence
+from nanovllm.core.sequence import ErrorCause, Sequence
 
 
 class _RareOutput(TypedDict, total=False):
     error: str
+    error_cause: ErrorCause
     logprobs: list[TokenLogprobs]
     prompt_logprobs: list[TokenLogprobs | None]
     outputs: "list[RequestOutput]"
@@ -26,6 +27,7 @@ class RequestOutput(_RareOutput):
     - ttft_s: seconds from arrival to the first token, None if there was none.
     - tpot_s: mean seconds between tokens, None for fewer than two.
     - error: what happened; present only with finish_reason "error".
+    - error_cause: "request" if the request's own parameters left no way to go on, else "engine"; present with `error`.
     - logprobs: those of each token of token_ids; present only if the request asked for them.
     - prompt_logprobs: those of each token of the prompt, None for the first; present only if the request asked for
       them, and only as far as the prompt was computed.
@@ -112,7 +114,7 @@ def request_output(seq: Sequence, text: str | None) -> RequestOutput:
         tpot_s=tpot_s,
     )
     if seq.error is not None:
-        output["error"] = seq.error
+        output["error"], output["error_cause"] = seq.error, seq.error_cause
     return output
 
 

@@ -4,11 +4,12 @@ import time
 from array import array
 from collections.abc import Iterable
 from enum import Enum, auto
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from nanovllm.core.logit_editor import LogitEditor
 from nanovllm.sampling_params import SamplingParams
 
+ErrorCause: TypeAlias = Literal["request", "engine"]  # whether a request's own parameters made it fail
 TokenIds: TypeAlias = "array[int]"  # int64, so that hashes and model inputs can use the bytes of a slice directly
 
 
@@ -43,6 +44,7 @@ class Sequence:
         self.status = SequenceStatus.WAITING
         self.finish_reason: str | None = None  # "stop", "length", "abort" or "error"
         self.error: str | None = None  # what happened, if finish_reason is "error"
+        self.error_cause: ErrorCause = "engine"
         self.has_end_token = False  # whether its last token is one that ends answers, and not part of the text
 
         self.num_pending_tokens = 0

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable
 from itertools import islice
 
-from nanovllm.core.sequence import Sequence, SequenceStatus
+from nanovllm.core.sequence import ErrorCause, Sequence, SequenceStatus
 from nanovllm.core.step_limits import MAX_VERIFYING_ROWS
 from nanovllm.core.step_plan import StepPlan
 from nanovllm.kvcache.policy.base import KVCacheManager
@@ -85,15 +85,15 @@ class Scheduler:
             self.finish(seq, "abort")
         return seq
 
-    def finish(self, seq: Sequence, reason: str, error: str | None = None) -> None:
-        """End a request. `error` says what happened if the reason is "error"."""
+    def finish(self, seq: Sequence, reason: str, error: str | None = None, cause: ErrorCause = "engine") -> None:
+        """End a request. `error` and `cause` say what happened, and whose fault it is, if the reason is "error"."""
         if seq.status is SequenceStatus.RUNNING:
             self.running.remove(seq)
         else:
             self.waiting.remove(seq)
         self.kv.free(seq)
         seq.status = SequenceStatus.FINISHED
-        seq.finish_reason, seq.error = reason, error
+        seq.finish_reason, seq.error, seq.error_cause = reason, error, cause
         del self.sequences[seq.seq_id]
         if self.speculator is not None:
             self.speculator.forget(seq)
@@ -288,10 +288,10 @@ class Scheduler:
     def _append(self, seq: Sequence, token_id: int, position: int, read: Callable[[Sequence], None]) -> None:
         """Append a token, and end the sequence if it is the last one."""
         if token_id == INVALID_TOKEN:
-            problem = f"the model's logits for token {position} hold NaN or infinity"
-            if seq.editor is not None:
-                problem += ", or the request's parameters forbid every token"
-            self.finish(seq, "error", problem)
+            if seq.editor is not None and seq.editor.forbids_all(seq.token_ids):
+                self.finish(seq, "error", f"the request's parameters forbid every token {position}", "request")
+            else:
+                self.finish(seq, "error", f"the model's logits for token {position} hold NaN or infinity")
         else:
             seq.append_pending(token_id, position)
             constraint = None if seq.editor is None else seq.editor.constraint
@@ -299,7 +299,7 @@ class Scheduler:
             seq.has_end_token = is_eos or token_id in seq.stop_token_ids
             if constraint is not None and not constraint.accept(token_id):
                 because = constraint.error or f"token {token_id} is not allowed"
-                self.finish(seq, "error", f"structured_outputs cannot go on: {because}")
+                self.finish(seq, "error", f"structured_outputs cannot go on: {because}", "request")
             elif seq.has_end_token or (constraint is not None and constraint.is_finished):
                 self.finish(seq, "stop")
             elif len(seq.token_ids) - seq.num_prompt_tokens >= seq.max_tokens:

@@ -86,7 +86,8 @@ async def collect_outputs(stream: RequestStream, receive: Receive) -> list[Reque
 def check_output(output: RequestOutput) -> None:
     """Raise ApiError if the request has failed."""
     if output["finish_reason"] == "error":
-        raise ApiError(f"the request failed: {output.get('error')}", status=500, code="request_failed")
+        status = 400 if output.get("error_cause") == "request" else 500
+        raise ApiError(f"the request failed: {output.get('error')}", status=status, code="request_failed")
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:

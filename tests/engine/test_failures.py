@@ -181,7 +181,7 @@ def test_nan_logits_end_their_request_with_an_error(model: Path, kind: str, ahea
             llm.runner.model.model.embed_tokens.weight[unused] = torch.nan
         outputs = llm.generate([prompts[0], [4, unused, 6], prompts[2]], GREEDY, use_tqdm=False)
         assert outputs[1]["finish_reason"] == "error" and outputs[1]["token_ids"] == []
-        assert "token 3 hold NaN or infinity" in outputs[1]["error"]
+        assert "token 3 hold NaN or infinity" in outputs[1]["error"] and outputs[1]["error_cause"] == "engine"
         assert [outputs[i]["token_ids"] for i in (0, 2)] == [expected[i]["token_ids"] for i in (0, 2)]
         with pytest.raises(EngineError, match=r"the request failed: .*NaN"):
             list(llm.stream([4, unused, 6], GREEDY))

@@ -123,5 +123,6 @@ def test_request_without_an_allowed_token_ends_alone() -> None:
         structured_outputs=StructuredOutputs(choice=["q", "qq"]), bad_words=["q"], temperature=0
     )
     broken, fine = answers([impossible, params_of("choice")])
-    assert broken["finish_reason"] == "error" and "forbid every token" in broken["error"]
+    assert (broken["finish_reason"], broken["error_cause"]) == ("error", "request")
+    assert "forbid every token" in broken["error"]
     assert_matches("choice", fine)

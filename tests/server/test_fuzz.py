@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 import httpx
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from schema_bodies import bodies
 
@@ -115,6 +115,7 @@ def check_alive(server: Server) -> None:
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(requests=st.lists(REQUESTS, min_size=1, max_size=4))
+@example(requests=[("/v1/completions", b'{"prompt": "It is", "guided_regex": "\\u00e9?", "bad_words": ["\\u00e9"]}')])
 def test_server_any_body_is_answered_or_refused_in_the_form(server: Server, requests: list[tuple[str, bytes]]) -> None:
     for response in server.post(*requests):
         check_response(response)

@@ -63,7 +63,9 @@ LIKELY: dict[str, SearchStrategy[Json]] = {  # values that the server takes, sin
     ),
     "messages": st.just([{"role": "user", "content": "It is 4711.\nIt is"}]),
     "tokens": st.lists(st.integers(0, 257), max_size=4),
-    "stream_options": st.sampled_from([None, {"include_usage": True}, {"include_usage": True, "continuous_usage_stats": True}]),
+    "stream_options": st.sampled_from(
+        [None, {"include_usage": True}, {"include_usage": True, "continuous_usage_stats": True}]
+    ),
     "stop": st.sampled_from(["1", ["47", "is"], None, []]),
     "stop_token_ids": st.lists(st.integers(0, 257), max_size=3),
     "bad_words": st.lists(st.sampled_from(["4", " is", "é", "<|endoftext|>"]), max_size=2),
