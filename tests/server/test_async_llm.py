@@ -107,7 +107,7 @@ def test_generate_without_text_yields_tokens(engine: AsyncLLM) -> None:
 
 
 def test_busy_consumers_get_fewer_and_longer_updates(model: Path) -> None:
-    """Consumers that need 4 ms of the processor for each update take a quarter of the time at most, and lose nothing."""
+    """Consumers that take 4 ms of the processor for an update get a quarter of the time at most, and lose nothing."""
     params = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
     busy_s: list[float] = []
 
