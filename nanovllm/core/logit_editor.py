@@ -83,9 +83,9 @@ class LogitEditor:
     def forbids_all(self, token_ids: Seq[int]) -> bool:
         """Whether no token may follow these, which are all tokens of the sequence."""
         edits = self.edits(token_ids, has_pending=False, guesses=())
-        if edits is None or edits.rows[0].allowed is None:
+        biases, allowed = RowEdits() if edits is None else edits.rows[0]
+        if allowed is None:
             return False  # the host does not know the size of the vocabulary, which biases alone hardly cover
-        biases, allowed = edits.rows[0]
         applies = (biases.after == ALWAYS) | (biases.after == token_ids[-1])
         (allowed_ids,) = np.unpackbits(allowed.view(np.uint8), bitorder="little").nonzero()
         return bool(np.isin(allowed_ids, biases.token_ids[applies & (biases.values == _FORBID)]).all())
