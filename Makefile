@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 COMPILED_FROM := $(wildcard nanovllm/cpu_attention/source/*) $(addprefix nanovllm/cpu_attention/,build.py instruction_sets.py)
 
-.PHONY: demo test browser test-browser check format docs bench-micro bench-serve bench-gpu soak eval fuzz
+.PHONY: demo test browser test-browser ray test-ray check format docs bench-micro bench-serve bench-gpu soak eval fuzz
 
 demo: $(INSTALLED)
 	$(BIN)/nanovllm demo
@@ -21,6 +21,13 @@ browser: $(INSTALLED)
 
 test-browser: $(INSTALLED)
 	$(BIN)/python -m pytest -m browser tests/browser
+
+# What the tests of several engines need, which start small Ray clusters on this machine
+ray: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,ray]'
+
+test-ray: $(INSTALLED)
+	$(BIN)/python -m pytest -m ray tests/cluster
 
 check: $(INSTALLED)
 	$(BIN)/ruff format --check .

@@ -68,7 +68,8 @@ ALLOWED: dict[str, set[str]] = {
     "request_stream": {"errors", "core"},
     "async_llm": OPTIONS | {"core", "engine", "text", "llm", "request_stream"},
     "server": OPTIONS | {"core", "text", "llm", "request_stream", "async_llm", "nanovllm"},
-    "cli": OPTIONS | {"core", "capacity", "device", "engine", "text", "llm", "server", "demo", "nanovllm"},
+    "cluster": OPTIONS | {"core", "capacity", "text", "llm", "request_stream", "async_llm", "server", "nanovllm"},
+    "cli": OPTIONS | {"cluster", "core", "capacity", "device", "engine", "text", "llm", "server", "demo", "nanovllm"},
     "nanovllm": {"errors", "llm", "async_llm", "sampling_params"},
     "__main__": {"cli"},
 }

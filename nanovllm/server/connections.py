@@ -18,7 +18,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from nanovllm.server.errors import ApiError
 
@@ -86,8 +86,12 @@ class _Timer:
             self._handle = None
 
 
-class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
-    """Uvicorn's protocol with these limits."""
+class Connection(H11Protocol):
+    """Uvicorn's protocol with these limits.
+
+    Always the one on h11: the one on httptools, which uvicorn prefers where it is installed, sends answers in chunks to
+    clients that speak HTTP/1.0.
+    """
 
     def __init__(self, *args: Any, limits: ConnectionLimits, **options: Any) -> None:
         super().__init__(*args, **options)
