@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from nanovllm import AsyncLLM
 from nanovllm.server import ServerSettings, make_app
@@ -23,6 +24,7 @@ def http_server(engine: AsyncLLM, settings: ServerSettings = SETTINGS, **options
 @contextmanager
 def app_server(app: Any, **options: Any) -> Iterator[str]:
     """Serve an ASGI application, and yield the server's URL. `options` are uvicorn's."""
+    options = {"http": H11Protocol} | options  # as Connection does, whatever else is installed
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", **options))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
