@@ -5,13 +5,12 @@
     sleeps on a condition otherwise         <---    submit, abort
 
 All requests share one outbox. After a step the thread hands its content to the event loop and goes on with the next
-step without waiting. One call on the loop gives every stream its part, however many streams there are. What a consumer
-has not taken yet is merged into one update per answer. So a slow consumer holds up nobody, and takes no more memory
-than its answers.
+step without waiting. What a consumer has not taken yet is merged into one update per answer. So a slow consumer holds
+up nobody, and takes no more memory than its answers.
 
 The loop and the engine's thread share Python's global lock. With hundreds of streams, passing on each token by itself
-would slow the engine down. So after each dispatch the loop lets results gather for a time in proportion to what the
-dispatch took, with all that the consumers did about it. A few streams do not notice; many get several tokens at a time.
+would slow the engine down. So a dispatch wakes a few consumers at a time, in turn. Then it lets the loop rest, for a
+time in proportion to what they did. A few streams do not notice; with many, each gets several tokens at a time.
 """
 
 import asyncio
@@ -19,6 +18,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.request_check import Prompt, cache_salt, prompt_list
 
 CHECK_INTERVAL_S = 1.0  # how often an idle engine makes sure that all its ranks are alive
+MAX_WOKEN = 16  # consumers at a time
 MAX_DISPATCH_SHARE = 0.25  # of the event loop's time, at most, goes into passing on results...
 MAX_REST_S = 0.1  # ...unless they would wait longer than this
 
@@ -59,7 +60,8 @@ class AsyncLLM:
         self._is_closing = False
         self._arrived: list[StepOutput] = []  # handed over by the thread, not dispatched yet
         self._streams: dict[int, RequestStream] = {}  # by request id; belongs to the event loop
-        self._next_dispatch_s = 0.0  # on the event loop's clock
+        self._to_wake: dict[RequestStream, None] = {}  # in this order; belongs to the event loop, like the next two
+        self._is_dispatching = False  # or resting after it
         self._loop: asyncio.AbstractEventLoop | None = None
         self._failed = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="nanovllm-engine", daemon=True)
@@ -201,47 +203,67 @@ class AsyncLLM:
         with self._changed:
             self._loop = loop
             self._arrived.clear()
+        self._to_wake.clear()
+        self._is_dispatching = False
         self._failed = asyncio.Event()
 
     # -- results, on the event loop ------------------------------------------------------------------------------
 
-    def _dispatch_in_time(self) -> None:
-        """Dispatch now, or when it is time again. Hot."""
-        loop = asyncio.get_running_loop()
-        if loop.time() >= self._next_dispatch_s:
+    def _begin_dispatch(self) -> None:
+        """Dispatch, if that is not going on anyway. Hot."""
+        if not self._is_dispatching:
             self._dispatch()
-        else:
-            loop.call_at(self._next_dispatch_s, self._dispatch)
 
     def _dispatch(self) -> None:
-        """Give each stream its part of what has arrived. Hot: once per step, or less often if the loop is busy."""
+        """Merge what has arrived into the updates of its streams, and wake the consumers whose turn it is. Hot."""
+        self._is_dispatching = True
         start_s = time.thread_time()
+        self._merge_arrived()
+        for stream in list(islice(self._to_wake, MAX_WOKEN)):
+            del self._to_wake[stream]
+            stream.wake()
+        asyncio.get_running_loop().call_soon(self._rest, start_s)  # after these consumers
+
+    def _merge_arrived(self) -> None:
         with self._changed:
             arrived, self._arrived = self._arrived, []
         streams = self._streams
         for content in arrived:
-            for request_id, text in content.texts.items():
-                if text and request_id in streams:
-                    streams[request_id].update_of(request_id).text += text
+            for request_id, source in content.text_sources.items():
+                if request_id in streams:
+                    self._update_of(request_id).text_source = source
             for request_id, new in content.new_tokens.items():
                 if request_id in streams:
-                    update = streams[request_id].update_of(request_id)
+                    update = self._update_of(request_id)
                     update.token_ids += new.token_ids
                     update.logprobs += new.logprobs
             for request_id, output in content.finished.items():
                 if request_id in streams:
+                    self._to_wake[streams[request_id]] = None
                     streams.pop(request_id).finish(request_id, output)
-        asyncio.get_running_loop().call_soon(self._dispatched, start_s)  # after the consumers that this has woken
 
-    def _dispatched(self, start_s: float) -> None:
+    def _update_of(self, request_id: int) -> RequestUpdate:
+        """The next update of an answer, to be added to."""
+        stream = self._streams[request_id]
+        if not stream.wakes_at_ends:
+            self._to_wake[stream] = None
+        return stream.update_of(request_id)
+
+    def _rest(self, start_s: float) -> None:
+        """Go on when the loop has had time for other things, if there is anything to go on with."""
         busy_s = time.thread_time() - start_s
         rest_s = min(busy_s * (1 / MAX_DISPATCH_SHARE - 1), MAX_REST_S)
-        self._next_dispatch_s = asyncio.get_running_loop().time() + rest_s
+        asyncio.get_running_loop().call_later(rest_s, self._end_rest)
+
+    def _end_rest(self) -> None:
+        self._is_dispatching = False
+        if self._to_wake or self._arrived:
+            self._dispatch()
 
     def _dispatch_failure(self) -> None:
         """Tell all streams, and whoever waits for it, that the engine has failed."""
         assert self.failure is not None, "set by the thread"
-        self._dispatch()  # what has arrived before
+        self._merge_arrived()
         streams, self._streams = self._streams, {}
         for stream in streams.values():
             stream.fail(EngineError(str(self.failure)))
@@ -274,13 +296,13 @@ class AsyncLLM:
 
     def _hand_over(self, content: StepOutput) -> None:
         """Let the loop dispatch this, together with everything else that arrives before it gets round to it. Hot."""
-        if not (content.texts or content.new_tokens or content.finished):
+        if not (content.text_sources or content.new_tokens or content.finished):
             return
         with self._changed:
             self._arrived.append(content)
             is_first = len(self._arrived) == 1
         if is_first:
-            self._call_on_loop(self._dispatch_in_time)
+            self._call_on_loop(self._begin_dispatch)
 
     def _call_on_loop(self, callback: Callable[[], None]) -> None:
         if self._loop is not None:

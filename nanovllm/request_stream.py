@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from nanovllm.core.logprobs import TokenLogprobs
-from nanovllm.core.outputs import RequestOutput
+from nanovllm.core.outputs import RequestOutput, TextSource
 from nanovllm.core.sequence import TokenIds
 
 
@@ -25,6 +25,13 @@ class RequestUpdate:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     output: RequestOutput | None = None
+    text_source: TextSource | None = field(default=None, repr=False)  # where the text comes from when it is taken
+
+    def take(self) -> bool:
+        """Fill in the text. Returns whether there is anything new."""
+        if self.text_source is not None:
+            self.text = self.text_source.read_text()
+        return bool(self.text or self.token_ids or self.output is not None)
 
 
 class StreamObserver(Protocol):
@@ -54,7 +61,7 @@ class RequestStream:
         self._abort = abort
         self._indices: dict[int, int] = {}  # request id -> index, for the answers that have not ended
         self._updates: dict[int, RequestUpdate] = {}  # by index; what the consumer has not taken yet
-        self._wakes_at_ends = False  # and not for every update
+        self.wakes_at_ends = False  # and not for every update
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None  # what the consumer waits for
 
@@ -63,22 +70,29 @@ class RequestStream:
 
     async def __anext__(self) -> RequestUpdate:
         """The next update of any answer. It holds everything that has arrived for this answer."""
-        while not self._updates:
+        while True:
+            while self._updates:
+                update = self._updates.pop(next(iter(self._updates)))
+                if update.take():
+                    return update
             if self._error is not None:
                 raise self._error
             if not self._indices:
                 raise StopAsyncIteration
-            assert self._waiter is None, "a stream has one consumer"
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        return self._updates.pop(next(iter(self._updates)))
+            await self._wait()
+
+    async def _wait(self) -> None:
+        """Wait until there is an update, or an end without one."""
+        assert self._waiter is None, "a stream has one consumer"
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
 
     async def outputs(self) -> list[RequestOutput]:
         """Wait for all answers, and return their outputs by index. Wakes the task only when an answer has ended."""
-        self._wakes_at_ends = True
+        self.wakes_at_ends = True
         ended = {update.index: update.output async for update in self}
         return [output for index in sorted(ended) if (output := ended[index]) is not None]
 
@@ -96,21 +110,18 @@ class RequestStream:
         self._indices[request_id] = index
 
     def update_of(self, request_id: int) -> RequestUpdate:
-        """The next update that the consumer will take of this answer, to be added to. Wakes the consumer. Hot."""
+        """The next update that the consumer will take of this answer, to be added to. Hot."""
         index = self._indices[request_id]
         update = self._updates.get(index)
         if update is None:
             update = self._updates[index] = RequestUpdate(index)
             if self.observer is not None:
                 self.observer.updated(index)
-        if not self._wakes_at_ends:
-            self._wake()
         return update
 
     def finish(self, request_id: int, output: RequestOutput) -> None:
         self.update_of(request_id).output = output
         del self._indices[request_id]
-        self._wake()
         if self.observer is not None:
             self.observer.finished(output)
 
@@ -119,12 +130,13 @@ class RequestStream:
         self._error = error
         self._tell_closed()
         self._indices.clear()
-        self._wake()
+        self.wake()
 
     def _tell_closed(self) -> None:
         if self.observer is not None and self._indices:
             self.observer.closed(len(self._indices))
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Let the consumer run, if it waits."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypedDict
+from functools import cached_property
+from typing import NamedTuple, Protocol, TypedDict
 
 from nanovllm.core.logprobs import PositionLogprobs, TokenLogprobs
 from nanovllm.core.sequence import ErrorCause, Sequence
@@ -52,22 +53,34 @@ class NewTokens:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
+class TextSource(Protocol):
+    """The text of one answer. It decodes the tokens when somebody reads it."""
+
+    def read_text(self) -> str:
+        """What is new since the last call. Any thread may call it."""
+
+
 @dataclass
 class StepOutput:
     """What one or more steps have produced, by request id, which is the `seq_id` of the request's Sequence.
 
-    `texts` holds the new text of each request that got a token. Text can be held back for a while (see Detokenizer), so
-    it need not be that of the request's `new_tokens`, which are there only if its Receiver was asked for them.
+    `text_sources` has those of the requests that got a token, and `new_tokens` the tokens themselves of requests whose
+    Receiver was asked for them.
     """
 
     finished: dict[int, RequestOutput] = field(default_factory=dict)
-    texts: dict[int, str] = field(default_factory=dict)
+    text_sources: dict[int, TextSource] = field(default_factory=dict)
     new_tokens: dict[int, NewTokens] = field(default_factory=dict)
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
 
-    def add_text(self, request_id: int, text: str) -> None:
-        self.texts[request_id] = self.texts.get(request_id, "") + text
+    @cached_property
+    def texts(self) -> dict[int, str]:
+        """The new text of each request that got a token, decoded when this is first read.
+
+        Text can be held back for a while (see Detokenizer), so it need not be that of these tokens.
+        """
+        return {request_id: source.read_text() for request_id, source in self.text_sources.items()}
 
     def add_tokens(self, request_id: int, token_ids: Iterable[int], logprobs: Iterable[TokenLogprobs]) -> None:
         new = self.new_tokens.setdefault(request_id, NewTokens())
@@ -86,7 +99,7 @@ class Outbox:
 
     def __bool__(self) -> bool:
         """Whether any request has new text or new tokens, or has ended."""
-        return bool(self.content.texts or self.content.new_tokens or self.content.finished)
+        return bool(self.content.text_sources or self.content.new_tokens or self.content.finished)
 
     def fetch(self) -> StepOutput:
         """Everything since the last call."""
@@ -137,8 +150,7 @@ class Ending(NamedTuple):
 class Receiver:
     """Receives the results of one request, on behalf of the call that waits for them.
 
-    This class passes on only the output at the end. TextReceiver (text/answer.py) also turns the tokens into text as
-    they arrive.
+    This class passes on only the output at the end. TextReceiver (text/answer.py) also turns the tokens into text.
     """
 
     def __init__(

@@ -1,14 +1,20 @@
-"""TextReceiver: turns a request's tokens into text, piece by piece, and ends the request at a stop string."""
+"""TextReceiver: turns a request's tokens into text for whoever reads it, and ends the request at a stop string."""
 
+import threading
 from collections.abc import Callable
 
 from nanovllm.core.logprobs import PositionLogprobs
-from nanovllm.core.outputs import Ending, Outbox, Receiver
+from nanovllm.core.outputs import Ending, Outbox, Receiver, TextSource
 from nanovllm.core.sequence import Sequence
 from nanovllm.text.detokenizer import Detokenizer
 
 
-class TextReceiver(Receiver):
+class TextReceiver(Receiver, TextSource):
+    """Decodes when the text is read, in the reader's thread, and at the end. So the engine's steps do not wait for the
+    text, and whoever wants only the whole answer pays for decoding it once. Only a request with stop strings, which
+    may end at any token, decodes each token as it arrives.
+    """
+
     def __init__(
         self,
         outbox: Outbox,
@@ -18,8 +24,11 @@ class TextReceiver(Receiver):
     ) -> None:
         super().__init__(outbox, with_tokens, text_of)
         self.detokenizer = detokenizer
-        self._piece: str | None = None  # decoded but not delivered yet
-        self._failure: Ending | None = None  # of a token of the prompt
+        self._lock = threading.Lock()  # guards what follows and the detokenizer; the reader has a thread of its own
+        self._new_token_ids: list[int] = []  # not decoded yet
+        self._piece = ""  # decoded, but not read yet
+        self._failure: Ending | None = None
+        self._is_delivered = True
 
     def read_prompt(self, logprobs: PositionLogprobs) -> None:
         try:
@@ -28,28 +37,47 @@ class TextReceiver(Receiver):
             self._failure = _undecodable(raised)
 
     def read(self, seq: Sequence, logprobs: PositionLogprobs | None = None) -> Ending | None:
-        """Decode the new token. The request ends at a stop string, or if its text cannot be decoded."""
-        new_token_ids = seq.token_ids[-1:] if seq.error is None else ()
-        finished = seq.finish_reason is not None
-        at_end_token = finished and seq.error is None and seq.has_end_token
-        before = self._piece = self._piece or ""
-        if self._failure is not None:
-            return self._failure
+        """Take the new token. The request ends at a stop string, or if its text cannot be decoded."""
+        self._is_delivered = False
         try:
             super().read(seq, logprobs)
-            self._piece = before + self.detokenizer.update(new_token_ids, finished, at_end_token)
         except Exception as raised:
-            return _undecodable(raised)
+            self._failure = _undecodable(raised)
+        finished = seq.finish_reason is not None
+        with self._lock:
+            if seq.error is None:
+                self._new_token_ids.append(seq.token_ids[-1])
+            if finished or self.detokenizer.has_stop_strings:
+                self._decode(finished, at_end_token=finished and seq.error is None and seq.has_end_token)
+        if self._failure is not None:
+            return self._failure
         return Ending("stop") if self.detokenizer.stopped else None
 
     def deliver(self, seq: Sequence) -> None:
-        if self._piece is not None:
-            self.outbox.content.add_text(seq.seq_id, self._piece)
-            self._piece = None
+        if not self._is_delivered:
+            self._is_delivered = True
+            self.outbox.content.text_sources[seq.seq_id] = self
         super().deliver(seq)
 
+    def read_text(self) -> str:
+        with self._lock:
+            self._decode()
+            piece, self._piece = self._piece, ""
+        return piece
+
     def whole_text(self) -> str:
-        return self.detokenizer.text
+        with self._lock:
+            self._decode()
+            return self.detokenizer.text
+
+    def _decode(self, finished: bool = False, at_end_token: bool = False) -> None:
+        """Decode the new tokens. If that fails, the request ends with an error when its next token arrives."""
+        token_ids, self._new_token_ids = self._new_token_ids, []
+        if (token_ids or finished) and self._failure is None:
+            try:
+                self._piece += self.detokenizer.update(token_ids, finished, at_end_token)
+            except Exception as raised:
+                self._failure = _undecodable(raised)
 
 
 def _undecodable(raised: Exception) -> Ending:

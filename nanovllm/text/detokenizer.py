@@ -98,12 +98,16 @@ class Detokenizer:
         self.stopped = False
 
     @property
+    def has_stop_strings(self) -> bool:
+        return bool(self._stop)
+
+    @property
     def text(self) -> str:
         """All pieces, joined."""
         return self._shown.getvalue()
 
     def update(self, new_token_ids: Sequence[int], finished: bool, at_end_token: bool = False) -> str:
-        """Add tokens to the answer, and return the text that became final. Hot: once per sequence and step.
+        """Add tokens to the answer, and return the text that became final. Hot.
 
         `finished`: these are the last tokens. `at_end_token`: the very last one is an end token. If a stop string
         appears, sets `stopped`; later updates then return no text.
@@ -126,7 +130,9 @@ class Detokenizer:
         text = self._decoder.decode(self._window)
         if finished or not text.endswith(REPLACEMENT):
             piece = text[self._num_read_chars :]
-            self._window = self._window[self._num_context_tokens :] or self._window
+            self._window = (
+                self._window[max(self._num_context_tokens, len(self._window) - WINDOW_TOKENS) :] or self._window
+            )
             self._num_context_tokens = len(self._window)
             self._num_read_chars = self._decoder.text_len(self._window)
             return piece

@@ -7,7 +7,7 @@ from tiny_models import write_tiny_model, write_tiny_tokenizer
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.checkpoint.model_config import ModelConfig
-from nanovllm.core.outputs import Outbox, Receiver
+from nanovllm.core.outputs import Outbox, Receiver, RequestOutput
 from nanovllm.core.sequence import Sequence
 from nanovllm.engine.setup import prepare
 from nanovllm.engine.startup import start_engine
@@ -30,9 +30,11 @@ def text(model: Path) -> TextFrontend:
     return TextFrontend(ModelConfig.from_pretrained(str(model))[0], model)
 
 
-def read_all(receiver: Receiver, answer: list[int], params: SamplingParams) -> tuple[Sequence, list[str]]:
+def read_all(
+    receiver: Receiver, answer: list[int], params: SamplingParams
+) -> tuple[Sequence, list[str], RequestOutput | None]:
     """Give the receiver one token after another, as the engine does, until it ends the request or the last has come."""
-    seq = Sequence(0, [1, 2], params, seed=0)
+    seq, output = Sequence(0, [1, 2], params, seed=0), None
     pieces = []
     for token_id in answer:
         seq.token_ids.append(token_id)
@@ -41,10 +43,12 @@ def read_all(receiver: Receiver, answer: list[int], params: SamplingParams) -> t
         if ending := receiver.read(seq):
             seq.finish_reason, seq.error = ending
         receiver.deliver(seq)
-        pieces.append(receiver.outbox.content.texts.pop(0, ""))
+        content = receiver.outbox.fetch()
+        pieces.append(content.texts.get(0, ""))
+        output = content.finished.get(0)
         if seq.finish_reason is not None:
             break
-    return seq, pieces
+    return seq, pieces, output
 
 
 def test_composed_by_hand_answers_as_the_llm_does(model: Path, text: TextFrontend) -> None:
@@ -73,15 +77,15 @@ def test_composed_by_hand_answers_as_the_llm_does(model: Path, text: TextFronten
 
 def test_receiver_delivers_pieces_that_make_the_whole_text(text: TextFrontend) -> None:
     answer = text.encode_prompt("Hello world").tolist()
-    seq, pieces = read_all(receiver := text.receiver(Outbox(), PARAMS), answer, PARAMS)
+    seq, pieces, output = read_all(receiver := text.receiver(Outbox(), PARAMS), answer, PARAMS)
     assert "".join(pieces) == receiver.whole_text() == "Hello world" and seq.finish_reason == "length"
-    assert receiver.outbox.content.finished[0]["text"] == "Hello world"
+    assert output is not None and output["text"] == "Hello world"
 
 
 def test_receiver_ends_its_request_before_a_stop_string(text: TextFrontend) -> None:
     params = SamplingParams(max_tokens=99, stop="o w")
     answer = text.encode_prompt("Hello world").tolist()
-    seq, pieces = read_all(receiver := text.receiver(Outbox(), params), answer, params)
+    seq, pieces, _ = read_all(receiver := text.receiver(Outbox(), params), answer, params)
     assert "".join(pieces) == receiver.whole_text() == "Hell"
     assert (seq.finish_reason, seq.error) == ("stop", None) and len(seq.token_ids) - 2 < len(answer)
 
@@ -104,8 +108,8 @@ def test_receiver_decoder_raises_ends_its_request_with_an_error(
     receiver = text.receiver(Outbox(), PARAMS)
     assert isinstance(receiver, TextReceiver)
     monkeypatch.setattr(receiver.detokenizer, "update", lambda *args: 1 / 0)
-    seq, pieces = read_all(receiver, [72, 73], PARAMS)
-    assert pieces == [""] and seq.finish_reason == "error"
+    seq, pieces, _ = read_all(receiver, [72, 73], PARAMS)
+    assert pieces == ["", ""] and seq.finish_reason == "error"
     assert seq.error == "its text could not be decoded: ZeroDivisionError: division by zero"
 
 
