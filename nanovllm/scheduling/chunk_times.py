@@ -100,9 +100,15 @@ def _newest_chunks() -> deque[tuple[float, float]]:
 
 
 def _fitted_line(points: list[tuple[float, float]]) -> ChunkLine:
-    """`points`: work and seconds, in order of work."""
+    """`points`: work and seconds, in order of work.
+
+    Times that do not fit a line must not make long chunks look free. So no point lies below `fixed_s`, and that of the
+    most work does not lie above the line.
+    """
     slopes = [(t - s) / (w - v) for (v, s), (w, t) in combinations(points, 2) if w >= MIN_RATIO * v]
     if not slopes:
         return ChunkLine(0.0, median(s / w for w, s in points), knows_fixed=False)
-    work_s = max(0.0, median(slopes))
-    return ChunkLine(max(0.0, median(s - work_s * w for w, s in points)), work_s, knows_fixed=True)
+    slope = max(0.0, median(slopes))
+    fixed_s = max(0.0, min(median(s - slope * w for w, s in points), *(s for _, s in points)))
+    most_work, its_s = points[-1]
+    return ChunkLine(fixed_s, max(slope, (its_s - fixed_s) / most_work), knows_fixed=True)

@@ -35,6 +35,7 @@ from nanovllm.server.site import Site, build_site
 FAILED = 1  # exit status after the engine has failed; a supervisor should start the server again
 LINGER_S = 1.0  # after a failure: time for load balancers to see it, and for clients to read why
 LAST_EVENTS_S = 2.0  # for clients to take the last events
+SWITCH_INTERVAL_S = 0.001  # the engine's thread and the event loop wait for each other; Python's default is 5 ms
 KEEP_ALIVE_S = 60  # longer than clients keep idle connections, so that they do not meet one that is just closing
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -48,6 +49,7 @@ def run_server(load: Callable[[], AsyncLLM], options: ServerOptions, bound: sock
     port or a key file that cannot be used, and what `load` raises.
     """
     keep_messages_out()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     num_files = raise_file_limit()
     keys = ApiKeys(read_api_keys(options.api_key_file, os.environ))
     with _ended_by_sigterm():

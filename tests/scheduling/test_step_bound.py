@@ -86,6 +86,17 @@ def test_times_are_hardly_disturbed_by_slow_steps() -> None:
     assert steps.times.decode_s == pytest.approx(DECODE_S)
 
 
+def test_long_chunks_are_never_taken_to_cost_nothing() -> None:
+    """Regression: chunks of the same time at all positions, with a short one, made a line without a slope."""
+    steps = Steps()
+    steps.run()
+    for num_tokens, position, seconds in ((0, 0, 0), (100, 0, 0.01), (16_384, 0, 0.1), (16_384, 114_688, 0.1)):
+        steps.run(num_tokens, position, seconds=DECODE_S + seconds)
+    line = steps.times.line()
+    assert line is not None and line.fixed_s <= 0.01
+    assert line.fixed_s + line.work_s * chunk_work(16_384, 114_688, TOKEN_KEYS) >= 0.1 - 1e-9
+
+
 def test_times_that_say_nothing_do_not_count() -> None:
     """Of the first step after a pause, of a chunk beside answers of unknown time, of chunks whose keys are loaded."""
     steps = Steps()
