@@ -16,6 +16,7 @@ import argparse
 import asyncio
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -95,6 +96,7 @@ def run(args: argparse.Namespace, stack: ExitStack) -> Json:
 
 def main() -> int:
     args = parse(__doc__, tuple(MEASURES))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the server ends too
     args.api_key = args.api_key or os.environ.get("OPENAI_API_KEY")
     with ExitStack() as stack:
         if args.preset:

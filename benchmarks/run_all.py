@@ -25,6 +25,7 @@ from benchmarks.targets import JOBS, TARGETS, Job, Json, Target
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+END_TIMEOUT_S = 15.0
 
 
 def count_gpus() -> int:
@@ -59,13 +60,22 @@ def run(job: Job) -> tuple[str, Json | None]:
         try:
             output, _ = process.communicate(timeout=job.timeout_s)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            print(process.communicate()[0], flush=True)
+            print(end(process), flush=True)
             return f"did not end within {job.timeout_s} s", None
-        except KeyboardInterrupt:
-            os.killpg(process.pid, signal.SIGKILL)
+        except BaseException:  # Ctrl-C, SIGTERM
+            end(process)
             raise
     return read_result(job, process.returncode, output)
+
+
+def end(process: subprocess.Popen[str]) -> str:
+    """End a job and all that it has started, and return its output. A job that started a server has time to end it."""
+    os.killpg(process.pid, signal.SIGTERM)
+    try:
+        return process.communicate(timeout=END_TIMEOUT_S)[0]
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        return process.communicate()[0]
 
 
 def read_result(job: Job, exit_status: int, output: str) -> tuple[str, Json | None]:
@@ -142,6 +152,7 @@ def main() -> int:
             print(f"{job.name:22} {job.num_gpus} GPU {job.timeout_s:5} s  {job}")
         return 0
     RESULTS.mkdir(exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the job in progress ends too
     results, statuses = run_jobs(jobs, count_gpus())
     print()
     for job in jobs:

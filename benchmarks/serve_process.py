@@ -53,8 +53,8 @@ class ServerProcess:
     def __enter__(self) -> "ServerProcess":
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        self.stop()
+    def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
+        self.stop(STOP_TIMEOUT_S if kind is None else 0.0)
 
     def wait_until_ready(self) -> float:
         """Wait until /health answers 200. Returns the seconds since the start."""
@@ -67,14 +67,15 @@ class ServerProcess:
                 raise ServerError(f"/health did not answer within {READY_TIMEOUT_S:.0f} s")
             time.sleep(POLL_S)
 
-    def stop(self) -> int:
+    def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> int:
         """End the server with SIGTERM, or if that does not help with SIGKILL. Returns its exit status."""
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
             try:
-                self._process.wait(STOP_TIMEOUT_S)
+                self._process.wait(timeout_s)
             except subprocess.TimeoutExpired:
-                print(f"the server did not end within {STOP_TIMEOUT_S:.0f} s of SIGTERM", file=sys.stderr)
+                if timeout_s:
+                    print(f"the server did not end within {timeout_s:.0f} s of SIGTERM", file=sys.stderr)
                 os.killpg(self._process.pid, signal.SIGKILL)
                 self._process.wait()
         return int(self._process.returncode)

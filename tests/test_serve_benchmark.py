@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import io
 import json
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -145,6 +146,15 @@ def test_window_counts_gaps_that_reach_into_it_and_tokens_that_arrive_in_it() ->
     streams.answers = [made_answer(0.0, 1.0, 3.0, 5.0, 9.0)]  # two tokens each
     assert streams.gaps(Window(3.5, 6.0)) == [(1.0, 2.0), (2.0, 2.0)]
     assert streams.tok_per_s(Window(3.0, 7.0)) == 2 / 4 and streams.num_steps(Window(2.0, 5.0)) == 4
+
+
+def test_server_is_killed_if_the_benchmark_ends_early() -> None:
+    """Regression: a benchmark past its time was killed, and its server ran on beside the next one."""
+    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); time.sleep(99)"
+    server = ServerProcess(f'{sys.executable} -c "{code}"', "http://127.0.0.1:1", 1)
+    with pytest.raises(SystemExit), server:
+        raise SystemExit(143)
+    assert server.stop() == -signal.SIGKILL or server.stop() == -signal.SIGTERM  # if it had not come to ignoring it
 
 
 @pytest.mark.parametrize("axis", ["offered_request_per_s", "concurrency"])
