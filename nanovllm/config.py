@@ -77,8 +77,8 @@ class Config:
     )
     distributed_executor_backend: str = option(
         "mp",
-        help="what starts the ranks of tensor_parallel_size on this machine; mp: the engine, rank r on cuda:r; ray: Ray "
-        "reserves a GPU for each rank, also among several engines, and starts them as actors",
+        help="what starts the ranks of tensor_parallel_size on this machine; mp: the engine, rank r on cuda:r; ray: "
+        "Ray, which gives each rank a GPU that nobody else has reserved",
         group=_MODEL,
         choices=("mp", "ray"),
     )

@@ -1,8 +1,8 @@
 """Handover: gives a process that rank 0 did not spawn what a spawned one inherits, over a Unix socket.
 
-That is the shared memory for calls and the worker's ends of the two pipes. They are handed over as file descriptors. The
-socket's name and the memory's name are in no file system, so nothing is left behind, however the processes end. Only
-processes of the same user are served: what comes through the pipes is unpickled.
+That is the shared memory for calls and the worker's ends of the two pipes. They are handed over as file descriptors.
+Neither the socket nor the memory has a name in a file system, so nothing is left behind, however the processes end.
+Only processes of the same user are served, because what comes through the pipes is unpickled.
 """
 
 import mmap
@@ -55,9 +55,7 @@ class Handover:
         except TimeoutError:
             return None
         with peer:
-            pid, uid, _ = _CREDENTIALS.unpack(
-                peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-            )
+            pid, uid, _ = _CREDENTIALS.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
             if uid != os.geteuid():
                 return None
             peer.settimeout(_ANSWER_TIMEOUT_S)

@@ -37,8 +37,8 @@ def rank_device(device_type: str, gpu_ids: Sequence[str], visible: str | None) -
     visible_ids = [] if visible is None else visible.split(",")
     if gpu_id not in visible_ids:
         raise ConfigError(
-            f"Ray reserved GPU {gpu_id} for rank 0, which this process does not see (CUDA_VISIBLE_DEVICES="
-            f"{'not set' if visible is None else visible!r}); give it the CUDA_VISIBLE_DEVICES that Ray was started with"
+            f"Ray reserved GPU {gpu_id} for this rank, whose process does not see it (CUDA_VISIBLE_DEVICES="
+            f"{'not set' if visible is None else visible!r}); give it the CUDA_VISIBLE_DEVICES that Ray started with"
         )
     return torch.device("cuda", visible_ids.index(gpu_id))
 

@@ -1,8 +1,9 @@
 """Joining Ray and leaving it. Ray is one per process, and an engine may find it running or have to start it.
 
-An engine joins the Ray that this process uses already. Otherwise it calls `ray.init`, which connects to the cluster that
-RAY_ADDRESS or `ray start` name, or starts Ray on this machine. The namespace tells later whose call it was: the last
-engine that ends leaves a Ray that an engine joined, and never the caller's own.
+An engine uses the Ray that its process is connected to. If there is none, it calls `ray.init`, which connects to the
+cluster that RAY_ADDRESS or `ray start` name, or starts Ray on this machine. The namespace tells later who called
+`ray.init`: the last engine of the process disconnects what an engine has connected, and never what the caller has. If an
+engine started Ray, Ray ends with that.
 """
 
 import secrets

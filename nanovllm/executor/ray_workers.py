@@ -115,7 +115,7 @@ class RayWorkers(Workers):
 
 
 class _ActorProcess:
-    """The process of an actor. It is not rank 0's child, but both are on one machine, so rank 0 can watch and end it."""
+    """The process of an actor. Rank 0 watches it by a pidfd, since it is on the same machine but not rank 0's child."""
 
     def __init__(self, pid: int, run: Any) -> None:
         self.pid, self._run = pid, run

@@ -2,8 +2,8 @@
 
 Owns the workers, the pipes and shared memory to them, and the TPGroup. What always holds: every rank runs the same
 methods of its runner in the same order. If one rank cannot, the group ends: all workers are stopped, and rank 0 raises
-an exception. No worker outlives rank 0, however rank 0 ends. How the worker processes come into being is the business of
-Workers (workers.py): they are spawned, or placed by Ray.
+an exception. No worker outlives rank 0, however rank 0 ends. Workers (workers.py) says how the worker processes are
+started and ended: they are spawned, or placed by Ray.
 
 The ranks share torch's threads evenly. Rank 0 limits itself to its share only during a call. All other work in the
 user's process, including that of other engines, keeps the number of threads that the user has set.

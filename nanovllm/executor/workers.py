@@ -1,7 +1,7 @@
 """Workers: how the processes of ranks 1 and up are started, watched and ended. Two kinds exist.
 
-ProcessWorkers (process_workers.py) spawns them. RayWorkers (ray_workers.py) lets Ray place them. WorkerGroup uses either
-of them in the same way: what it sends goes through shared memory and a pipe to each worker.
+ProcessWorkers (process_workers.py) spawns them, and RayWorkers (ray_workers.py) lets Ray place them. WorkerGroup uses
+both in the same way: calls go through shared memory and a pipe to each worker.
 """
 
 import time
