@@ -43,13 +43,13 @@ def rank_device(device_type: str, gpu_ids: Sequence[str], visible: str | None) -
     return torch.device("cuda", visible_ids.index(gpu_id))
 
 
-def check_held(size: int, gpu_ids: Sequence[str]) -> None:
-    """Raise ConfigError if the Ray actor that rank 0 runs in holds GPUs for other ranks, too."""
-    if len(gpu_ids) > 1:
+def check_held(device_type: str, gpu_ids: Sequence[str]) -> None:
+    """Raise ConfigError unless the Ray actor that rank 0 runs in holds the GPU of rank 0, and no others."""
+    if device_type == "cuda" and len(gpu_ids) != 1:
         raise ConfigError(
-            f"this Ray actor holds {len(gpu_ids)} GPUs, but with distributed_executor_backend='ray' each of the "
-            f"{size} ranks takes one of its own; use 'mp', which runs all ranks on the GPUs of the actor, or give the "
-            "actor one GPU"
+            f"this Ray actor holds {len(gpu_ids)} GPUs, but with distributed_executor_backend='ray' it must hold one, "
+            "for rank 0, and the other ranks take theirs; give the actor num_gpus=1, or use 'mp', which runs all ranks "
+            "on the GPUs of the actor"
         )
 
 

@@ -2,22 +2,16 @@
 
 An engine uses the Ray that its process is connected to. If there is none, it calls `ray.init`, which connects to the
 cluster that RAY_ADDRESS or `ray start` name, or starts Ray on this machine. The namespace tells later who called
-`ray.init`: the last engine of the process disconnects what an engine has connected, and never what the caller has. If an
-engine started Ray, Ray ends with that.
+`ray.init`: the last engine of the process disconnects what an engine has connected, and never what the caller has. If
+an engine started Ray, Ray ends with that.
 """
 
-import secrets
 import signal
 import threading
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
-
-from nanovllm.executor.rank_resources import busy_machine_error
 
 _NAMESPACE = "nanovllm"
-_RESERVE_TIMEOUT_S = 30.0  # an engine that was closed just now gives its GPUs back within seconds
-_NODE_LABEL = "ray.io/node-id"  # Ray labels every node with its id
 
 
 def join_ray() -> None:
@@ -35,6 +29,18 @@ def join_ray() -> None:
         _init()
     finally:
         signal.signal(signal.SIGTERM, handler)
+
+
+def leave_ray() -> None:
+    """Disconnect from Ray if an engine connected this process. Called by its last engine."""
+    context = ray.get_runtime_context()
+    if context.namespace == _NAMESPACE and not is_actor():
+        ray.shutdown()
+
+
+def is_actor() -> bool:
+    """Whether this process belongs to Ray, rather than being a script that uses it."""
+    return ray.get_runtime_context().get_actor_id() is not None
 
 
 def _init() -> None:
@@ -59,50 +65,3 @@ def _join_from_lasting_thread() -> None:
     done.wait()
     if errors:
         raise errors[0]
-
-
-def this_node() -> str:
-    return ray.get_runtime_context().get_node_id()
-
-
-def node_resources(node_id: str) -> dict[str, float]:
-    """Everything that Ray may hand out on a node, whether it is in use or not."""
-    return next(node["Resources"] for node in ray.nodes() if node["NodeID"] == node_id)
-
-
-def reserve(num_ranks: int, needs: dict[str, float]) -> PlacementGroup:
-    """Reserve `needs` for each of so many ranks on this machine. Ray frees them if this process ends.
-
-    Raises ConfigError if they do not become free within _RESERVE_TIMEOUT_S.
-    """
-    name = f"{_name_prefix()}{secrets.token_hex(8)}"
-    here = [{_NODE_LABEL: this_node()}] * num_ranks
-    group = placement_group([needs] * num_ranks, strategy="STRICT_PACK", name=name, bundle_label_selector=here)
-    try:
-        if not group.wait(_RESERVE_TIMEOUT_S):
-            raise busy_machine_error(num_ranks, needs, _RESERVE_TIMEOUT_S)
-    except BaseException:
-        remove_placement_group(group)
-        raise
-    return group
-
-
-def release_and_leave(group: PlacementGroup) -> None:
-    """Give back what was reserved, which also ends what still runs in it. Leave Ray if no other engine here uses it."""
-    if not ray.is_initialized():
-        return  # it was shut down before the engine, and took everything with it
-    remove_placement_group(group)
-    others = [
-        other
-        for other in placement_group_table().values()
-        if other["placement_group_id"] != group.id.hex()
-        and other["name"].startswith(_name_prefix())
-        and other["state"] != "REMOVED"
-    ]
-    context = ray.get_runtime_context()
-    if context.namespace == _NAMESPACE and context.get_actor_id() is None and not others:
-        ray.shutdown()
-
-
-def _name_prefix() -> str:
-    return f"nanovllm-{ray.get_runtime_context().get_job_id()}-"
