@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
+import torch
 from rank_backends import RankBackend
 from ray_cluster import ray_backend, small_cluster
 from test_executor import (  # noqa: F401
@@ -44,5 +45,5 @@ from test_worker_group import (  # noqa: F401
 
 @pytest.fixture(scope="module")
 def backend() -> Iterator[RankBackend]:
-    with small_cluster() as cluster:
+    with small_cluster(num_gpus=torch.cuda.device_count()) as cluster:
         yield ray_backend(cluster)
