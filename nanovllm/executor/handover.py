@@ -11,6 +11,7 @@ import os
 import secrets
 import socket
 import struct
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import NamedTuple
@@ -24,6 +25,7 @@ class Connected(NamedTuple):
 
     rank: int
     pid: int
+    pidfd: int  # to be closed by whoever takes it
     control: Connection
     reports: Connection
 
@@ -48,25 +50,29 @@ class Handover:
         self.segment = mmap.mmap(self._memory_fd, segment_bytes)
 
     def serve_one(self, timeout_s: float) -> Connected | None:
-        """Serve the next worker that connects; None if there is none within the timeout."""
+        """Serve the next worker that connects; None if there is none within the timeout, or it has died meanwhile."""
         self._socket.settimeout(timeout_s)
         try:
             peer = self._socket.accept()[0]
         except TimeoutError:
             return None
-        with peer:
-            pid, uid, _ = _CREDENTIALS.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-            if uid != os.geteuid():
-                return None
-            peer.settimeout(_ANSWER_TIMEOUT_S)
-            rank = peer.recv(1)
-            if not rank:  # it has just died
-                return None
-            control, worker_control = multiprocessing.Pipe()
-            reports, worker_reports = multiprocessing.Pipe()  # two-way, so that the worker sees this end close
-            with worker_control, worker_reports:
-                socket.send_fds(peer, [b"."], [self._memory_fd, worker_control.fileno(), worker_reports.fileno()])
-            return Connected(rank[0], pid, control, reports)
+        with peer, suppress(ConnectionError, ProcessLookupError):
+            return self._serve(peer)
+        return None
+
+    def _serve(self, peer: socket.socket) -> Connected:
+        pid, uid, _ = _CREDENTIALS.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+        if uid != os.geteuid():
+            raise ConnectionRefusedError(f"a process of user {uid} has connected")
+        peer.settimeout(_ANSWER_TIMEOUT_S)
+        rank = peer.recv(1)
+        if not rank:
+            raise ConnectionResetError("the worker has died")
+        control, worker_control = multiprocessing.Pipe()
+        reports, worker_reports = multiprocessing.Pipe()  # two-way, so that the worker sees this end close
+        with worker_control, worker_reports:
+            socket.send_fds(peer, [b"."], [self._memory_fd, worker_control.fileno(), worker_reports.fileno()])
+        return Connected(rank[0], pid, os.pidfd_open(pid), control, reports)
 
     def close(self) -> None:
         """Serve no more workers. What has been handed over stays usable."""

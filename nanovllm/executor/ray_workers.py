@@ -62,14 +62,17 @@ class RayWorkers(Workers):
         while missing := self._actors.keys() - {worker.rank for worker in self.members}:
             connected = handover.serve_one(_POLL_S)
             if connected is not None:
-                process = _ActorProcess(connected.pid, self._actors[connected.rank][1])
+                process = _ActorProcess(connected.pid, connected.pidfd, self._actors[connected.rank][1])
                 self.members.append(Worker(connected.rank, process, connected.control, connected.reports))
                 continue
             for rank in missing:
                 if ending := _ending_of(self._actors[rank][1], timeout_s=0):
                     raise WorkerDiedError(f"worker rank {rank} died {ending}")
             if time.monotonic() > deadline:
-                raise WorkerDiedError(f"Ray did not start worker rank {min(missing)} within {START_TIMEOUT_S:.0f} s")
+                raise WorkerDiedError(
+                    f"Ray did not start worker rank {min(missing)} within {START_TIMEOUT_S:.0f} s; `ray status` and "
+                    "the logs of Ray say what it waits for"
+                )
 
     def end(self, timeout_s: float) -> None:
         super().end(timeout_s)
@@ -86,9 +89,8 @@ class RayWorkers(Workers):
 class _ActorProcess:
     """The process of an actor. Rank 0 watches it by a pidfd, since it is on the same machine but not rank 0's child."""
 
-    def __init__(self, pid: int, run: Any) -> None:
-        self.pid, self._run = pid, run
-        self._pidfd = os.pidfd_open(pid)
+    def __init__(self, pid: int, pidfd: int, run: Any) -> None:
+        self.pid, self._pidfd, self._run = pid, pidfd, run
         self._poll = select.poll()
         self._poll.register(self._pidfd, select.POLLIN)  # readable once the process has ended
 
