@@ -2,7 +2,7 @@
 
 Rank 0 stays in the process that makes the engine:
 
-- A script has no part in Ray's accounts. So a placement group reserves a bundle for every rank, and rank 0 uses the GPU
+- Ray does not count what a script uses. So a placement group reserves a bundle for every rank, and rank 0 uses the GPU
   of bundle 0.
 - An actor uses its own GPU. The other ranks take bundles of the actor's placement group. If it has none, bundles are
   reserved for them.
@@ -58,7 +58,11 @@ def place_ranks(job: Job, reserve_timeout_s: float) -> Placement:
     needs = rank_resources(job.device_type, job.num_threads)
     if not is_actor():
         group = _reserve(job.size, job.size, needs, reserve_timeout_s)
-        return Placement(group, True, 1, needs, _device_of_bundle(group, 0, job.device_type, needs))
+        try:
+            return Placement(group, True, 1, needs, _device_of_bundle(group, 0, job.device_type, needs))
+        except BaseException:
+            remove_placement_group(group)
+            raise
     check_held(job.device_type, own_gpu_ids())
     device = own_device(job.device_type)
     current = get_current_placement_group()
@@ -111,11 +115,13 @@ def _reserve(num_bundles: int, num_ranks: int, needs: dict[str, float], timeout_
 def _device_of_bundle(group: PlacementGroup, bundle: int, device_type: str, needs: dict[str, float]) -> torch.device:
     """This process's device, if it has the resources of a bundle.
 
-    The GPU of a bundle is the same as long as the group exists, so a task in the bundle can tell it.
+    The GPU of a bundle is the same as long as the group exists, so a task in the bundle can tell it. The task is a
+    lambda because Ray sends those as code, and the process that runs it then need not import this package and torch.
     """
     gpu_ids = []
     if device_type == "cuda":
-        gpu_ids = ray.get(ray.remote(own_gpu_ids).options(**_options(group, bundle, needs)).remote())
+        task = ray.remote(lambda: ray.get_runtime_context().get_accelerator_ids()["GPU"])
+        gpu_ids = ray.get(task.options(**_options(group, bundle, needs)).remote())
     return rank_device(device_type, gpu_ids, os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 

@@ -69,6 +69,15 @@ def test_more_ranks_than_the_machine_has_gpus_are_refused_at_once(cluster: Clust
         place_ranks(gpu_job(8), LONG_S)
 
 
+def test_gpu_that_the_script_does_not_see_is_refused_and_given_back(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "9")
+    with pytest.raises(ConfigError, match=r"reserved GPU \d for this rank, .*CUDA_VISIBLE_DEVICES='9'"):
+        place_ranks(gpu_job(), LONG_S)
+    assert not has_reservations()
+
+
 class Caller:
     """An actor that calls what it is given."""
 
