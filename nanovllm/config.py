@@ -75,6 +75,13 @@ class Config:
     tensor_parallel_size: int = option(
         1, help="number of ranks that the model is split over, 1 to 8; one GPU per rank", group=_MODEL
     )
+    distributed_executor_backend: str = option(
+        "mp",
+        help="what starts the ranks of tensor_parallel_size on this machine; mp: the engine, rank r on cuda:r; ray: "
+        "Ray, which gives each rank a GPU that nobody else has reserved",
+        group=_MODEL,
+        choices=("mp", "ray"),
+    )
     generation_config: str = option(
         "auto",
         help="where chat and the command line take sampling defaults from; auto: the model's generation_config.json, "
@@ -182,6 +189,11 @@ class Config:
             raise ConfigError(f"gpu_memory_utilization={self.gpu_memory_utilization} must be above 0 and at most 1")
         if not 1 <= self.tensor_parallel_size <= 8:
             raise ConfigError(f"tensor_parallel_size={self.tensor_parallel_size} must be between 1 and 8")
+        if self.distributed_executor_backend == "ray" and self.tensor_parallel_size == 1:
+            raise ConfigError(
+                "distributed_executor_backend='ray' places the ranks of tensor_parallel_size > 1; raise "
+                "tensor_parallel_size from 1, or leave distributed_executor_backend out"
+            )
         if self.kvcache_block_size is not None and self.kvcache_block_size % BLOCK_SIZE_STEP:
             raise ConfigError(
                 f"kvcache_block_size={self.kvcache_block_size} must be a multiple of {BLOCK_SIZE_STEP}; "

@@ -278,7 +278,7 @@ class LLM:
     @property
     def device(self) -> Any:
         """The torch.device of rank 0."""
-        return self.engine.setup.device
+        return self.runner.device
 
     @property
     def plan(self) -> CapacityPlan:

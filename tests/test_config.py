@@ -24,6 +24,7 @@ def test_defaults_are_those_of_the_specification() -> None:
         "max_model_len": None,
         "gpu_memory_utilization": 0.9,
         "tensor_parallel_size": 1,
+        "distributed_executor_backend": "mp",
         "enforce_eager": False,
         "kvcache_block_size": None,
         "num_kvcache_blocks": -1,

@@ -76,6 +76,10 @@ ALLOWED: dict[str, set[str]] = {
 TORCH_FREE = {"errors", "sampling_params", "config", "checkpoint", "core", "capacity", "kvcache.policy"}
 TORCH_FREE |= {"scheduling", "speculation"}
 MAY_IMPORT_TRITON = {"kernels"}
+MAY_IMPORT_RAY = {
+    "nanovllm.cluster",
+    *(f"nanovllm.executor.ray_{name}" for name in ("workers", "placement", "session")),
+}
 MAY_USE_THE_DEVICE = {"device", "kernels", "attention.backends", "kvcache.transfer", "runner"}
 
 
@@ -142,6 +146,8 @@ def broken_rules(module: str, source: str, modules: set[str]) -> list[str]:
         broken.append("imports torch")
     if part not in MAY_IMPORT_TRITON and any(is_in(name, "triton") for name in imported):
         broken.append("imports triton")
+    if not any(is_in(module, name) for name in MAY_IMPORT_RAY) and any(is_in(name, "ray") for name in imported):
+        broken.append("imports ray")
     if part not in MAY_USE_THE_DEVICE and uses_torch_cuda(tree):
         broken.append("uses torch.cuda")
     return broken
@@ -203,6 +209,7 @@ def test_find_circle_names_it() -> None:
         ("nanovllm.models.decoder", "from . import loader", "relative import"),
         ("nanovllm.scheduling.scheduler", "from torch import Tensor", "imports torch"),
         ("nanovllm.layers.linear", "import triton.language as tl", "imports triton"),
+        ("nanovllm.executor.workers", "def f():\n    from ray.util import placement_group", "imports ray"),
         ("nanovllm.layers.linear", "import torch\ntorch.cuda.synchronize()", "uses torch.cuda"),
         ("nanovllm.layers.linear", "from torch import cuda", "uses torch.cuda"),
     ],
@@ -240,6 +247,12 @@ def test_torch_free_modules_imported_leave_torch_out() -> None:
     """What the source says also holds at run time, through everything that is imported on the way."""
     names = ["nanovllm", *sorted(name for name in module_names() if part_of(name) in TORCH_FREE)]
     code = f"import sys, {', '.join(names)}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_package_is_usable_without_loading_ray() -> None:
+    """An extra: only what was asked for several engines, or for ranks that Ray places, loads it."""
+    code = "import nanovllm.llm, nanovllm.cli.main, nanovllm.engine.startup, sys; sys.exit('ray' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

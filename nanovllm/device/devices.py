@@ -22,7 +22,10 @@ def use_expandable_segments() -> None:
 
 
 def resolve_device(config: Config) -> torch.device:
-    """The device of rank 0. Raises ConfigError if the machine lacks the GPUs that the config asks for."""
+    """The device of rank 0. Raises ConfigError if the machine lacks the GPUs that the config asks for.
+
+    With Ray, only the kind of device counts: Ray says which GPU each rank has, and whether there are enough.
+    """
     name = config.device
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -33,8 +36,11 @@ def resolve_device(config: Config) -> torch.device:
     device = torch.device(name if ":" in name else "cuda:0")
     size, num_gpus = config.tensor_parallel_size, torch.cuda.device_count()
     if size > 1 and device.index:
-        raise ConfigError(f"device={name!r} with tensor_parallel_size={size}: rank r uses cuda:r; give device='cuda'")
-    if max(size, device.index + 1) > num_gpus:
+        raise ConfigError(
+            f"device={name!r} with tensor_parallel_size={size}: each rank has a GPU of its own; give device='cuda'"
+        )
+    num_needed = 1 if config.distributed_executor_backend == "ray" else size
+    if max(num_needed, device.index + 1) > num_gpus:
         raise ConfigError(
             f"device={name!r} with tensor_parallel_size={size} needs more GPUs than the {num_gpus} of this machine; "
             "lower tensor_parallel_size or choose another device"

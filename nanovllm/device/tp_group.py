@@ -33,6 +33,7 @@ class TPGroup:
     rank: int = 0
     size: int = 1
     process_group: Any = None  # a c10d backend, used directly; torch's stubs leave out its collectives
+    device: torch.device | None = None  # this rank's; None: a single rank has the device that its engine chose
     on_close: list[Callable[[], None]] = field(default_factory=list, compare=False)  # destroy graphs with collectives
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
@@ -105,19 +106,19 @@ def join_store(port: int) -> dist.TCPStore:
     return dist.TCPStore(HOST, port, None, False, CONNECT_TIMEOUT, wait_for_workers=False)
 
 
-def connect(store: dist.Store, rank: int, size: int, device_type: str) -> TPGroup:
-    """Connect to the other ranks, with nccl on device `cuda:rank` or gloo on the CPU.
+def connect(store: dist.Store, rank: int, size: int, device: torch.device) -> TPGroup:
+    """Connect to the other ranks, with nccl if `device`, this rank's own, is a GPU, and with gloo on the CPU.
 
     Returns when every rank is connected. Raises RuntimeError if one is not within CONNECT_TIMEOUT.
     """
-    if device_type == "cuda":
-        with torch.cuda.device(rank):
-            group = TPGroup(rank, size, _nccl(store, rank, size))
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            group = TPGroup(rank, size, _nccl(store, rank, size), device)
             # nccl connects in its first call, which must not happen during a graph capture.
-            group.all_reduce(torch.zeros(1, device="cuda"))
+            group.all_reduce(torch.zeros(1, device=device))
             torch.cuda.synchronize()
         return group
-    return TPGroup(rank, size, _gloo(store, rank, size))
+    return TPGroup(rank, size, _gloo(store, rank, size), device)
 
 
 def _nccl(store: dist.Store, rank: int, size: int) -> Any:

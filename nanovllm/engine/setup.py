@@ -1,5 +1,6 @@
 """EngineSetup: everything that is decided about an engine before it starts. Checked before anything is allocated."""
 
+import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -31,7 +32,7 @@ class EngineSetup:
     model_config: ModelConfig
     directory: Path | None  # the checkpoint's; None for a preset
     max_model_len: int  # tokens
-    device: torch.device  # rank 0's
+    device: torch.device  # rank 0's; where Ray places the ranks, one of the same kind
     plan: CapacityPlan
     internals: Internals
 
@@ -56,6 +57,7 @@ def prepare(model: str | Path, options: Mapping[str, Any], internals: Internals 
     config = Config(model=str(model), **options)
     model_config, directory = ModelConfig.from_pretrained(config.model, config.hf_overrides)
     limit = max_model_len(config, model_config)
+    check_executor_backend(config)
     device = resolve_device(config)
     check_backend(config, model_config, device)
     check_cpu_threads(config)
@@ -71,6 +73,15 @@ def prepare(model: str | Path, options: Mapping[str, Any], internals: Internals 
         plan=plan,
         internals=internals,
     )
+
+
+def check_executor_backend(config: Config) -> None:
+    """Raise ConfigError if Ray is asked for and not installed."""
+    if config.distributed_executor_backend == "ray" and importlib.util.find_spec("ray") is None:
+        raise ConfigError(
+            "distributed_executor_backend='ray' needs Ray, which is not installed; pip install 'nanovllm[ray]', or "
+            "use 'mp'"
+        )
 
 
 def check_backend(config: Config, model_config: ModelConfig, device: torch.device) -> None:

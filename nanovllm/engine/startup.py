@@ -20,7 +20,9 @@ from nanovllm.engine.setup import EngineSetup
 from nanovllm.errors import ConfigError
 from nanovllm.executor.base import Executor
 from nanovllm.executor.local import LocalExecutor
+from nanovllm.executor.process_workers import ProcessWorkers
 from nanovllm.executor.processes import ProcessExecutor
+from nanovllm.executor.workers import Workers
 from nanovllm.kvcache.policy.base import KVCacheManager
 from nanovllm.kvcache.policy.block_manager import BlockManager
 from nanovllm.kvcache.policy.hybrid_manager import HybridKVCacheManager
@@ -72,7 +74,17 @@ def _make_executor(setup: EngineSetup) -> Executor:
     )
     if config.tensor_parallel_size == 1:
         return LocalExecutor(factory)
-    return ProcessExecutor(factory, config.tensor_parallel_size, setup.device.type)
+    workers = make_workers(config.distributed_executor_backend)
+    return ProcessExecutor(factory, config.tensor_parallel_size, setup.device.type, workers)
+
+
+def make_workers(backend: str) -> Workers:
+    """`backend`: distributed_executor_backend. Ray is loaded only here, and only if it is chosen."""
+    if backend == "mp":
+        return ProcessWorkers()
+    from nanovllm.executor.ray_workers import RayWorkers
+
+    return RayWorkers()
 
 
 def _start(setup: EngineSetup, executor: Executor, end_token_ids: Sequence[int]) -> Engine:

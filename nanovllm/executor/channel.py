@@ -10,6 +10,7 @@ The segment has no name, so it is gone with the last process that maps it, howev
 """
 
 import ctypes
+import mmap
 import pickle
 import struct
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnContext
 from typing import Any, TypeAlias
 
-Segment: TypeAlias = ctypes.Array[ctypes.c_char]
+Segment: TypeAlias = ctypes.Array[ctypes.c_char] | mmap.mmap
 
 _HEADER = struct.Struct("QQ")  # bytes in this piece, bytes of the message still to come
 

@@ -10,12 +10,17 @@ from nanovllm.core.step_plan import StepPlan
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.executor.base import Executor, LaunchedStep, Runner
 from nanovllm.executor.worker_group import WorkerGroup
+from nanovllm.executor.workers import Workers
 
 
 class ProcessExecutor(Executor):
-    def __init__(self, make_runner: Callable[[TPGroup], Runner], num_ranks: int, device_type: str) -> None:
-        """`make_runner` is pickled and makes each rank's runner in its own process. `device_type`: "cuda" or "cpu"."""
-        self._group: WorkerGroup[Runner] = WorkerGroup(make_runner, num_ranks, device_type)
+    def __init__(
+        self, make_runner: Callable[[TPGroup], Runner], num_ranks: int, device_type: str, workers: Workers
+    ) -> None:
+        """`make_runner` is pickled and makes each rank's runner in its own process. `device_type`: "cuda" or "cpu".
+        `workers` starts the processes.
+        """
+        self._group: WorkerGroup[Runner] = WorkerGroup(make_runner, num_ranks, device_type, workers)
         self._is_closed = False
         self.runner = self._group.runner  # rank 0's
 

@@ -1,6 +1,5 @@
 """What a worker process runs: it builds its rank's runner and then makes the calls that rank 0 sends."""
 
-import multiprocessing
 import os
 import pickle
 import signal
@@ -42,14 +41,16 @@ class Job:
     num_threads: int
 
 
-def worker_main(job: Job, rank: int, segment: Segment, control: Connection, reports: Connection) -> None:
+def worker_main(
+    job: Job, rank: int, device: torch.device, segment: Segment, control: Connection, reports: Connection
+) -> None:
+    """Run rank `rank` on `device` until rank 0 closes its end of `control`. Runs in the process's main thread."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; rank 0 decides what it means
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
     tqdm.set_lock(threading.RLock())  # the default is a named semaphore, which a killed worker would leave behind
     try:
         torch.set_num_threads(job.num_threads)
         reports.send((STARTED, ""))
-        tp = connect(join_store(job.port), rank, job.size, job.device_type)
+        tp = connect(join_store(job.port), rank, job.size, device)
         runner = pickle.loads(job.factory)(tp)
         reports.send((READY, ""))
         _serve(runner, Receiver(segment, control))
@@ -68,11 +69,3 @@ def _serve(runner: object, receiver: Receiver) -> None:
         except (EOFError, ConnectionError):
             return
         call.make(runner)
-
-
-def _exit_with_parent() -> None:
-    """End this process when rank 0's process ends, even if the worker is busy or stuck in a collective."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None, "a worker is a child process"
-    parent.join()
-    os._exit(1)

@@ -1,41 +1,38 @@
 """WorkerGroup: one runner per tensor-parallel rank. Rank 0's is in this process, each other rank's in a worker process.
 
-Owns the worker processes, the pipes and shared memory to them, and the TPGroup. What always holds: every rank runs the
-same methods of its runner in the same order. If one rank cannot, the group ends: all workers are stopped, and rank 0
-raises an exception. No worker outlives rank 0, however rank 0 ends.
+Owns the workers, the pipes and shared memory to them, and the TPGroup. What always holds: every rank runs the same
+methods of its runner in the same order. If one rank cannot, the group ends: all workers are stopped, and rank 0 raises
+an exception. No worker outlives rank 0, however rank 0 ends. Workers (workers.py) says how the worker processes are
+started and ended: they are spawned, or placed by Ray.
 
 The ranks share torch's threads evenly. Rank 0 limits itself to its share only during a call. All other work in the
 user's process, including that of other engines, keeps the number of threads that the user has set.
 
     rank 0                                    worker (worker.py)
-    starts the processes                      imports, reports STARTED
+    starts the workers                        imports, reports STARTED
     connects, builds its runner               connects, builds its runner, reports READY
     call: sends the call, makes it itself     receives the call, makes it; reports FAILED and ends when it raises
     close: closes the control pipe            end of file: ends
 """
 
-import multiprocessing
 import pickle
-import signal
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
+from multiprocessing.connection import wait
 from typing import Concatenate, Generic, ParamSpec, TypeVar
 
 import torch
 
 from nanovllm.device.tp_group import TPGroup, connect, open_store
 from nanovllm.errors import EngineError, WorkerDiedError
-from nanovllm.executor.channel import Sender, make_segment
-from nanovllm.executor.worker import FAILED, READY, STARTED, Call, Job, worker_main
+from nanovllm.executor.channel import Sender
+from nanovllm.executor.worker import FAILED, READY, STARTED, Call, Job
+from nanovllm.executor.workers import REPORT_TIMEOUT_S, Workers
 
 SEGMENT_BYTES = 1 << 20  # of the shared memory that calls go through; larger calls go in pieces
 STOP_TIMEOUT_S = 5.0  # for a worker to finish what it is doing
-REPORT_TIMEOUT_S = 1.0  # for a worker to report its exception, once rank 0 has noticed that something is wrong
 SPIN_S = 50e-6
 MAX_SLEEP_S = 500e-6
 CHECK_INTERVAL_S = 0.1
@@ -45,82 +42,36 @@ P = ParamSpec("P")
 Result = TypeVar("Result")
 
 
-@dataclass
-class _Worker:
-    """Rank 0's view of a worker."""
-
-    rank: int
-    process: SpawnProcess
-    control: Connection  # calls out, answers in
-    reports: Connection  # (stage, traceback) in
-    stage: str = ""
-    traceback: str = ""
-
-    def failure(self) -> str | None:
-        """Why this worker cannot go on, or None."""
-        exit_code = self.process.exitcode  # read first: then all that a dead worker reported can be read below
-        try:
-            while self.reports.poll():
-                self.stage, self.traceback = self.reports.recv()
-        except (EOFError, OSError):  # the worker is just ending
-            self.process.join(REPORT_TIMEOUT_S)
-            exit_code = self.process.exitcode
-        if self.stage == FAILED:
-            return f"worker rank {self.rank} failed:\n{self.traceback}"
-        if exit_code is None:
-            return None
-        reason = f"signal {signal.Signals(-exit_code).name}" if exit_code < 0 else f"exit code {exit_code}"
-        if not self.stage:
-            reason += (
-                " before it started. Its output says why; a script that uses tensor_parallel_size > 1 "
-                "must start the engine under `if __name__ == '__main__':`"
-            )
-        return f"worker rank {self.rank} died with {reason}"
-
-
 class WorkerGroup(Generic[RunnerT]):
     def __init__(
         self,
         factory: Callable[[TPGroup], RunnerT],
         size: int,
         device_type: str,
+        workers: Workers,
         segment_bytes: int = SEGMENT_BYTES,
     ) -> None:
         """Start ranks 1..size-1, and build every rank's runner with `factory(tp)`. Returns when all are ready.
 
-        `factory` is pickled. `size` is 2 or more (executor/local.py runs a single rank). `device_type`: "cuda" (rank r
-        runs on cuda:r) or "cpu". An exception of the factory on rank 0 is raised here as it is; on another rank, it
-        becomes a WorkerDiedError with its traceback. Either way all workers have then been stopped.
+        `factory` is pickled. `size` is 2 or more (executor/local.py runs a single rank). `device_type`: "cuda" or
+        "cpu"; `workers` gives each rank its own device of that type, `tp.device`. An exception of the factory on rank 0
+        is raised here as it is; on another rank, it becomes a WorkerDiedError with its traceback. Either way all
+        workers have then been stopped.
         """
-        self._workers: list[_Worker] = []
+        self._workers = workers
         self._num_threads = max(1, torch.get_num_threads() // size)  # per rank
         self._failure: str | None = None
-        self._finalizer = weakref.finalize(self, _end_processes, self._workers, STOP_TIMEOUT_S)
+        self._finalizer = weakref.finalize(self, workers.end, STOP_TIMEOUT_S)
         self.tp = TPGroup()
         with self._watch():
-            self._sender, store = self._start_workers(factory, size, device_type, segment_bytes)
+            store = open_store()
+            job = Job(pickle.dumps(factory), size, device_type, store.port, self._num_threads)
+            segment = workers.start(job, segment_bytes)
+            self._sender = Sender(segment, [worker.control for worker in workers.members])
             self._wait_for_stage(STARTED)  # rank 0 cannot be interrupted while it connects, so only now
-            self.tp = connect(store, 0, size, device_type)
+            self.tp = connect(store, 0, size, workers.rank_0_device)
             self.runner = factory(self.tp)
             self._wait_for_stage(READY)
-
-    def _start_workers(
-        self, factory: Callable[[TPGroup], RunnerT], size: int, device_type: str, segment_bytes: int
-    ) -> tuple[Sender, torch.distributed.TCPStore]:
-        context = multiprocessing.get_context("spawn")
-        segment = make_segment(context, segment_bytes)
-        store = open_store()
-        job = Job(pickle.dumps(factory), size, device_type, store.port, self._num_threads)
-        for rank in range(1, size):
-            control, worker_control = context.Pipe()
-            reports, worker_reports = context.Pipe(duplex=False)
-            args = (job, rank, segment, worker_control, worker_reports)
-            process = context.Process(target=worker_main, args=args, name=f"nanovllm-rank{rank}", daemon=True)
-            process.start()
-            self._workers.append(_Worker(rank, process, control, reports))
-            worker_control.close()  # from here on the worker alone holds its ends, so its death closes them
-            worker_reports.close()
-        return Sender(segment, [worker.control for worker in self._workers]), store
 
     def call(self, method: Callable[Concatenate[RunnerT, P], Result], *args: P.args, **kwargs: P.kwargs) -> Result:
         """Call `runner.method(*args, **kwargs)` on every rank; returns rank 0's result. Hot: once per step.
@@ -166,7 +117,7 @@ class WorkerGroup(Generic[RunnerT]):
 
     def _end(self, timeout_s: float) -> None:
         if self._finalizer.detach() is not None:
-            _end_processes(self._workers, timeout_s)
+            self._workers.end(timeout_s)
             self.tp.close()
 
     @contextmanager
@@ -193,29 +144,16 @@ class WorkerGroup(Generic[RunnerT]):
         """What happened to the workers that cannot go on. None if no failure shows up within the timeout."""
         deadline = time.monotonic() + timeout_s
         while True:
-            failed = [(worker.stage == FAILED, text) for worker in self._workers if (text := worker.failure())]
+            failed = [(worker.stage == FAILED, text) for worker in self._workers.members if (text := worker.failure())]
             if failed:  # deaths first: they may be the cause of the other workers' exceptions
                 return "\n".join(text for _, text in sorted(failed))
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 return None
-            wait([worker.reports for worker in self._workers], remaining)
+            wait([worker.reports for worker in self._workers.members], remaining)
 
     def _wait_for_stage(self, stage: str) -> None:
         self.check()
-        while any(worker.stage != stage for worker in self._workers):
-            wait([worker.reports for worker in self._workers])
+        while any(worker.stage != stage for worker in self._workers.members):
+            wait([worker.reports for worker in self._workers.members])
             self.check()
-
-
-def _end_processes(workers: list[_Worker], timeout_s: float) -> None:
-    """Give the workers `timeout_s` to end by themselves, then kill them."""
-    for worker in workers:
-        worker.control.close()
-    deadline = time.monotonic() + timeout_s
-    for worker in workers:
-        worker.process.join(max(0.0, deadline - time.monotonic()))
-    for worker in workers:
-        worker.process.kill()
-        worker.process.join()
-        worker.reports.close()

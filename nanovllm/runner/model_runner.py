@@ -240,8 +240,7 @@ def make_runner(
     make_offload_engine: OffloadEngineFactory,
     tp: TPGroup,
 ) -> ModelRunner:
-    """Make one rank's runner. With several ranks on GPUs, rank r uses cuda:r."""
+    """Make one rank's runner. With several ranks, each has the device that its process group was made for."""
     if device.type == "cuda":
         use_expandable_segments()
-        device = torch.device("cuda", tp.rank) if tp.size > 1 else device
-    return ModelRunner(config, model_config, directory, spec, tp, device, make_offload_engine)
+    return ModelRunner(config, model_config, directory, spec, tp, tp.device or device, make_offload_engine)

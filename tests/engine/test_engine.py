@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 import threading
 import weakref
 from array import array
@@ -703,6 +704,14 @@ OFFLOAD = {"enable_cpu_offload": True}
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization=1.5 must be above 0 and at most 1"),
         ({"tensor_parallel_size": 9}, "tensor_parallel_size=9 must be between 1 and 8"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size=0 must be between 1 and 8"),
+        (
+            {"distributed_executor_backend": "mpi", "tensor_parallel_size": 2},
+            "distributed_executor_backend='mpi' is unknown; choose one of mp, ray",
+        ),
+        (
+            {"distributed_executor_backend": "ray"},
+            "distributed_executor_backend='ray' places .* raise tensor_parallel_size from 1, or leave",
+        ),
         ({"attn_backend": "magic"}, "attn_backend='magic' is unknown; choose one of auto, flash"),
         ({"attn_backend": "flash"}, "attn_backend='flash' cannot run here: it needs a CUDA GPU.* use 'auto'"),
         ({"dtype": "int8"}, "dtype='int8' is unknown; choose one of auto, float32"),
@@ -716,6 +725,13 @@ OFFLOAD = {"enable_cpu_offload": True}
 def test_bad_option_is_refused_with_value_limit_and_remedy(model: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         LLM(str(model), **({"device": "cpu"} | options))
+
+
+@pytest.mark.usefixtures("nothing_allocated")
+def test_ray_asked_for_and_not_installed_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ConfigError, match=r"needs Ray, .*pip install 'nanovllm\[ray\]', or use 'mp'"):
+        LLM(str(model), device="cpu", tensor_parallel_size=2, distributed_executor_backend="ray")
 
 
 @pytest.mark.usefixtures("nothing_allocated")

@@ -6,6 +6,7 @@ from typing import TypeAlias
 
 import pytest
 import torch
+from rank_backends import RankBackend
 
 from nanovllm.core.kv_spec import KVCacheSizes
 from nanovllm.core.start_report import StartReport
@@ -69,8 +70,12 @@ def num_ranks(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.fixture
-def executor(num_ranks: int) -> Iterator[AnyExecutor]:
-    executor = LocalExecutor(RecordingRunner) if num_ranks == 1 else ProcessExecutor(RecordingRunner, num_ranks, "cpu")
+def executor(num_ranks: int, backend: RankBackend) -> Iterator[AnyExecutor]:
+    executor = (
+        LocalExecutor(RecordingRunner)
+        if num_ranks == 1
+        else ProcessExecutor(RecordingRunner, num_ranks, "cpu", backend.make_workers())
+    )
     yield executor
     executor.close()
 
@@ -109,9 +114,9 @@ def test_close_twice_closes_the_runner_once_and_then_calls_are_refused(executor:
             call()
 
 
-def test_launch_rank_dies_raises_and_so_does_every_later_call() -> None:
-    executor: Executor = ProcessExecutor(StuckRunner, 2, "cpu")
+def test_launch_rank_dies_raises_and_so_does_every_later_call(backend: RankBackend) -> None:
+    executor: Executor = ProcessExecutor(StuckRunner, 2, "cpu", backend.make_workers())
     for call in (lambda: executor.launch(PLAN), lambda: executor.freeze_objects()):
-        with pytest.raises(WorkerDiedError, match="rank 1 died with exit code 3"):
+        with pytest.raises(WorkerDiedError, match=backend.exited_with_3):
             call()
     executor.close()

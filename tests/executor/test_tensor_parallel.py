@@ -1,6 +1,5 @@
 """Two ranks on the CPU, one engine: transformers' logits over gloo, a dead worker, Ctrl-C. GPUs: test_multi_gpu."""
 
-import multiprocessing
 import os
 import signal
 import threading
@@ -12,6 +11,7 @@ import pytest
 from checked_engine import WORKS_AHEAD, CheckedLLM, Reference, cache_options, greedy
 from cpu_splits import splitting
 from dense_model import random_prompt
+from rank_backends import RankBackend, is_gone, worker_pids_of
 from tiny_models import write_tiny_model
 
 from nanovllm import LLM, SamplingParams
@@ -27,8 +27,12 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     return Reference(write_tiny_model(tmp_path_factory.mktemp("tiny"), max_position_embeddings=8192))
 
 
-def assert_nothing_is_left() -> None:
-    assert not multiprocessing.active_children()
+def two_ranks(backend: RankBackend) -> dict[str, Any]:
+    return {"tensor_parallel_size": 2, "distributed_executor_backend": backend.name}
+
+
+def assert_nothing_is_left(backend: RankBackend) -> None:
+    assert not backend.worker_pids()
     assert not list(Path("/dev/shm").glob(f"*{os.getpid()}*"))
 
 
@@ -38,22 +42,22 @@ def assert_nothing_is_left() -> None:
     ids=["all-GPU", "streamed", "all on the CPU", "some on the CPU"],
 )
 def test_two_ranks_give_the_logits_of_transformers(
-    reference: Reference, num_gpu_blocks: int | None, others: dict[str, Any]
+    reference: Reference, backend: RankBackend, num_gpu_blocks: int | None, others: dict[str, Any]
 ) -> None:
-    with CheckedLLM(reference, tensor_parallel_size=2, **cache_options(num_gpu_blocks) | others) as llm:
+    with CheckedLLM(reference, **two_ranks(backend), **cache_options(num_gpu_blocks) | others) as llm:
         llm.answer_and_check(PROMPTS)
         llm.answer_and_check([PROMPTS[3] + [5, 6, 7]])  # a prefix hit
         llm.assert_nothing_left()
-    assert_nothing_is_left()
+    assert_nothing_is_left(backend)
 
 
-def test_two_ranks_edit_and_score_as_one_does(reference: Reference) -> None:
+def test_two_ranks_edit_and_score_as_one_does(reference: Reference, backend: RankBackend) -> None:
     params = SamplingParams(
         max_tokens=8, seed=1, ignore_eos=True, repetition_penalty=1.3, min_tokens=3, logprobs=2, prompt_logprobs=1
     )
     found = []
-    for num_ranks in (1, 2):
-        options = {"tensor_parallel_size": num_ranks, "device": "cpu", "internals": WORKS_AHEAD} | cache_options(3)
+    for ranks in ({}, two_ranks(backend)):
+        options = {"device": "cpu", "internals": WORKS_AHEAD} | cache_options(3) | ranks
         with LLM(str(reference.directory), **options) as llm:
             found.append(llm.generate(PROMPTS, params, use_tqdm=False))
     for one, two in zip(*found, strict=True):
@@ -65,34 +69,35 @@ def test_two_ranks_edit_and_score_as_one_does(reference: Reference) -> None:
                 assert [x.logprob for x in a.values()] == pytest.approx([x.logprob for x in b.values()], abs=1e-4)
 
 
-def test_killed_worker_is_an_error_within_seconds_and_leaves_nothing(reference: Reference) -> None:
-    llm = LLM(str(reference.directory), tensor_parallel_size=2, device="cpu", **cache_options(3))
-    (worker,) = multiprocessing.active_children()
+def test_killed_worker_is_an_error_within_seconds_and_leaves_nothing(
+    reference: Reference, backend: RankBackend
+) -> None:
+    llm = LLM(str(reference.directory), device="cpu", **two_ranks(backend), **cache_options(3))
+    (worker,) = worker_pids_of(llm)
     llm.add_request(PROMPTS[3], greedy(5000))
     for _ in range(5):
         llm.step()
-    assert worker.pid is not None
-    os.kill(worker.pid, signal.SIGKILL)
+    os.kill(worker, signal.SIGKILL)
     start_s = time.monotonic()
-    with pytest.raises(WorkerDiedError, match="rank 1 died with signal SIGKILL"):
+    with pytest.raises(WorkerDiedError, match=backend.killed):
         while True:
             llm.step()
     assert time.monotonic() - start_s < NOTICED_WITHIN_S
     with pytest.raises(EngineError):
         llm.step()
     llm.close()
-    assert_nothing_is_left()
+    assert is_gone(worker)
+    assert_nothing_is_left(backend)
 
 
-def test_interrupted_generate_leaves_two_ranks_usable(reference: Reference) -> None:
+def test_interrupted_generate_leaves_two_ranks_usable(reference: Reference, backend: RankBackend) -> None:
     """Ctrl-C reaches the whole terminal: the worker gets the signal too."""
-    with LLM(str(reference.directory), tensor_parallel_size=2, device="cpu", **cache_options(3)) as llm:
+    with LLM(str(reference.directory), device="cpu", **two_ranks(backend), **cache_options(3)) as llm:
         expected = llm.generate([PROMPTS[4]], greedy(), use_tqdm=False)[0]["token_ids"]
-        (worker,) = multiprocessing.active_children()
+        (worker,) = worker_pids_of(llm)
 
         def press_ctrl_c() -> None:
-            assert worker.pid is not None
-            os.kill(worker.pid, signal.SIGINT)
+            os.kill(worker, signal.SIGINT)
             os.kill(os.getpid(), signal.SIGINT)
 
         timer = threading.Timer(0.3, press_ctrl_c)
@@ -103,4 +108,4 @@ def test_interrupted_generate_leaves_two_ranks_usable(reference: Reference) -> N
         llm.scheduler.check_integrity()
         assert llm.is_finished()
         assert llm.generate([PROMPTS[4]], greedy(), use_tqdm=False)[0]["token_ids"] == expected
-    assert_nothing_is_left()
+    assert_nothing_is_left(backend)

@@ -1,16 +1,15 @@
-import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from rank_backends import RankBackend, is_gone
 
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.errors import EngineError, WorkerDiedError
@@ -23,8 +22,8 @@ NOTICED_WITHIN_S = 5.0
 class EchoRunner:
     """Remembers what it was called with. Also the factory of itself: EchoRunner(tp)."""
 
-    def __init__(self, tp: TPGroup, device: str = "cpu") -> None:
-        self.tp, self.device = tp, f"cuda:{tp.rank}" if device == "cuda" else device
+    def __init__(self, tp: TPGroup) -> None:
+        self.tp, self.device = tp, tp.device
         self.calls: list[int] = []
         self.num_threads_at_start = torch.get_num_threads()
 
@@ -85,18 +84,10 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = NOTICED_WITHIN_
     return condition()
 
 
-def is_gone(pid: int) -> bool:
-    """True also for a zombie that nobody has waited for."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
-
-
 @pytest.fixture(scope="module")
-def group() -> Iterator[WorkerGroup[EchoRunner]]:
+def group(backend: RankBackend) -> Iterator[WorkerGroup[EchoRunner]]:
     """Two ranks and a segment so small that every call goes in pieces."""
-    group = WorkerGroup(EchoRunner, 2, "cpu", segment_bytes=16)
+    group = WorkerGroup(EchoRunner, 2, "cpu", backend.make_workers(), segment_bytes=16)
     yield group
     group.close()
 
@@ -130,13 +121,15 @@ def test_local_executor_has_one_rank_in_this_process_and_all_threads(seven_threa
     assert runner.pids() == [os.getpid()] and runner.num_threads() == [[7, 7]]
 
 
-def test_close_beside_another_group_leaves_nothing_of_its_own(group: WorkerGroup[EchoRunner]) -> None:
-    other = WorkerGroup(EchoRunner, 2, "cpu")
+def test_close_beside_another_group_leaves_nothing_of_its_own(
+    group: WorkerGroup[EchoRunner], backend: RankBackend
+) -> None:
+    other = WorkerGroup(EchoRunner, 2, "cpu", backend.make_workers())
     rank_0, worker = other.call(EchoRunner.pids)
     assert rank_0 == os.getpid() == group.call(EchoRunner.pids)[0] and worker != group.call(EchoRunner.pids)[1]
     other.close()
     other.close()
-    assert is_gone(worker) and worker not in [child.pid for child in multiprocessing.active_children()]
+    assert is_gone(worker) and worker not in backend.worker_pids()
     assert not list(Path("/dev/shm").glob(f"*{os.getpid()}*"))
     with pytest.raises(EngineError, match="closed"):
         other.call(EchoRunner.pids)
@@ -151,9 +144,11 @@ def seven_threads() -> Iterator[None]:
     torch.set_num_threads(num_threads)
 
 
-def test_call_every_rank_has_its_share_of_the_threads_and_the_process_has_all_between(seven_threads: None) -> None:
+def test_call_every_rank_has_its_share_of_the_threads_and_the_process_has_all_between(
+    seven_threads: None, backend: RankBackend
+) -> None:
     """Regression: workers had their share, rank 0 had all threads. A second group divides the same threads again."""
-    first, second = (WorkerGroup(EchoRunner, 2, "cpu") for _ in range(2))
+    first, second = (WorkerGroup(EchoRunner, 2, "cpu", backend.make_workers()) for _ in range(2))
     for group in (first, second, first):
         assert group.call(EchoRunner.num_threads) == [[3, 3], [3, 3]]
         assert torch.get_num_threads() == 7
@@ -167,8 +162,8 @@ def test_call_every_rank_has_its_share_of_the_threads_and_the_process_has_all_be
     assert torch.get_num_threads() == 5
 
 
-def test_call_worker_raises_is_reported_with_its_traceback() -> None:
-    group = WorkerGroup(EchoRunner, 2, "cpu")
+def test_call_worker_raises_is_reported_with_its_traceback(backend: RankBackend) -> None:
+    group = WorkerGroup(EchoRunner, 2, "cpu", backend.make_workers())
     worker = group.call(EchoRunner.pids)[1]
     group.call(EchoRunner.raise_on_worker)  # rank 0 does not notice: its own part went well
     start = time.monotonic()
@@ -180,9 +175,9 @@ def test_call_worker_raises_is_reported_with_its_traceback() -> None:
     assert is_gone(worker)
 
 
-def test_call_rank_0_raises_ends_the_group() -> None:
+def test_call_rank_0_raises_ends_the_group(backend: RankBackend) -> None:
     """The worker waits in a collective that rank 0 never entered: going on would pair it with a later one."""
-    group = WorkerGroup(EchoRunner, 2, "cpu")
+    group = WorkerGroup(EchoRunner, 2, "cpu", backend.make_workers())
     worker = group.call(EchoRunner.pids)[1]
     start = time.monotonic()
     with pytest.raises(ValueError, match="what rank 0 says"):
@@ -193,46 +188,46 @@ def test_call_rank_0_raises_ends_the_group() -> None:
         group.call(EchoRunner.pids)
 
 
-def test_wait_for_worker_killed_raises() -> None:
-    group = WorkerGroup(EchoRunner, 2, "cpu")
+def test_wait_for_worker_killed_raises(backend: RankBackend) -> None:
+    group = WorkerGroup(EchoRunner, 2, "cpu", backend.make_workers())
     os.kill(group.call(EchoRunner.pids)[1], signal.SIGKILL)
     start = time.monotonic()
-    with pytest.raises(WorkerDiedError, match="rank 1 died with signal SIGKILL"):
+    with pytest.raises(WorkerDiedError, match=backend.killed):
         group.wait_for(lambda: False)
     assert time.monotonic() - start < NOTICED_WITHIN_S
 
 
-def test_call_worker_killed_inside_a_collective_raises() -> None:
-    group = WorkerGroup(EchoRunner, 2, "cpu")
+def test_call_worker_killed_inside_a_collective_raises(backend: RankBackend) -> None:
+    group = WorkerGroup(EchoRunner, 2, "cpu", backend.make_workers())
     start = time.monotonic()
-    with pytest.raises(WorkerDiedError, match="rank 1 died with signal SIGKILL"):
+    with pytest.raises(WorkerDiedError, match=backend.killed):
         group.call(EchoRunner.die_in_collective)
     assert time.monotonic() - start < NOTICED_WITHIN_S
 
 
-def test_worker_group_factory_fails_on_a_worker_raises_and_leaves_nothing() -> None:
-    before = multiprocessing.active_children()
+def test_worker_group_factory_fails_on_a_worker_raises_and_leaves_nothing(backend: RankBackend) -> None:
+    before = backend.worker_pids()
     with pytest.raises(WorkerDiedError, match=r"rank 1 failed:\n(.*\n)*.*no memory on rank 1"):
-        WorkerGroup(failing_factory, 2, "cpu")
-    assert multiprocessing.active_children() == before
+        WorkerGroup(failing_factory, 2, "cpu", backend.make_workers())
+    assert backend.worker_pids() == before
 
 
 SCRIPT = """
 import time
-from nanovllm.executor.local import LocalExecutor
+from nanovllm.engine.startup import make_workers
 from nanovllm.executor.worker_group import WorkerGroup
 from test_worker_group import EchoRunner
 if __name__ == "__main__":
-    group = WorkerGroup(EchoRunner, 2, "cpu")
+    group = WorkerGroup(EchoRunner, 2, "cpu", make_workers("{backend}"))
     print(group.call(EchoRunner.pids)[1], flush=True)
     {then}
 """
 
 
-def start_script(tmp_path: Path, then: str) -> tuple[subprocess.Popen[str], int]:
+def start_script(tmp_path: Path, backend: RankBackend, then: str) -> tuple[subprocess.Popen[str], int]:
     """A process that starts a group of two; returns it and the pid of its worker."""
     script = tmp_path / "script.py"
-    script.write_text(SCRIPT.format(then=then))
+    script.write_text(SCRIPT.format(backend=backend.name, then=then))
     env = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     pipe = subprocess.PIPE
     process = subprocess.Popen([sys.executable, str(script)], stdout=pipe, stderr=pipe, text=True, env=env)
@@ -240,29 +235,30 @@ def start_script(tmp_path: Path, then: str) -> tuple[subprocess.Popen[str], int]
     return process, int(process.stdout.readline())
 
 
-def test_parent_killed_leaves_no_worker(tmp_path: Path) -> None:
+def test_parent_killed_leaves_no_worker(tmp_path: Path, backend: RankBackend) -> None:
     """The worker is busy, so it does not see the end of its control pipe."""
-    process, worker = start_script(tmp_path, then="group.call(EchoRunner.nap_on_worker, 60); time.sleep(60)")
+    process, worker = start_script(tmp_path, backend, then="group.call(EchoRunner.nap_on_worker, 60); time.sleep(60)")
     time.sleep(0.2)
     process.kill()
     process.wait()
     assert wait_until(lambda: is_gone(worker))
 
 
-def test_close_forgotten_exits_silently_and_leaves_no_worker(tmp_path: Path) -> None:
-    process, worker = start_script(tmp_path, then="pass")
+def test_close_forgotten_exits_silently_and_leaves_no_worker(tmp_path: Path, backend: RankBackend) -> None:
+    process, worker = start_script(tmp_path, backend, then="pass")
     _, errors = process.communicate(timeout=30)
-    assert (process.returncode, errors) == (0, "")
+    assert (process.returncode, backend.unexpected_lines(errors)) == (0, [])
     assert wait_until(lambda: is_gone(worker))
 
 
 class GpuRunner:
-    """Runs on cuda:rank; also the factory of itself."""
+    """Runs on its rank's GPU; also the factory of itself."""
 
     def __init__(self, tp: TPGroup) -> None:
-        torch.cuda.set_device(tp.rank)  # rank 0 is in this process, where cuda:0 is current anyway
+        assert tp.device is not None
+        torch.cuda.set_device(tp.device)  # rank 0 is in this process, where cuda:0 is current anyway
         self.tp = tp
-        self.x = torch.ones(4, device="cuda")
+        self.x = torch.ones(4, device=tp.device)
 
     def replay_all_reduce(self) -> list[float]:
         graph = torch.cuda.CUDAGraph()
@@ -282,26 +278,26 @@ class GpuRunner:
 
 
 @pytest.mark.multi_gpu
-def test_collectives_two_gpus() -> None:
-    group = WorkerGroup(partial(EchoRunner, device="cuda"), 2, "cuda")
+def test_collectives_two_gpus(backend: RankBackend) -> None:
+    group = WorkerGroup(EchoRunner, 2, "cuda", backend.make_workers())
     assert group.call(EchoRunner.collectives) == ([3.0], [[1.0, 2.0]], [1.0])
     group.close()
 
 
 @pytest.mark.multi_gpu
-def test_all_reduce_two_gpus_inside_a_graph() -> None:
-    group = WorkerGroup(GpuRunner, 2, "cuda")
+def test_all_reduce_two_gpus_inside_a_graph(backend: RankBackend) -> None:
+    group = WorkerGroup(GpuRunner, 2, "cuda", backend.make_workers())
     assert group.call(GpuRunner.replay_all_reduce) == [4.0] * 4
     group.close()
 
 
 @pytest.mark.multi_gpu
-def test_wait_for_two_gpus_worker_killed_raises_and_frees_the_gpu() -> None:
-    group = WorkerGroup(GpuRunner, 2, "cuda")
+def test_wait_for_two_gpus_worker_killed_raises_and_frees_the_gpu(backend: RankBackend) -> None:
+    group = WorkerGroup(GpuRunner, 2, "cuda", backend.make_workers())
     group.wait_for(group.call(GpuRunner.launch, False).query)
     event = group.call(GpuRunner.launch, True)
     start = time.monotonic()
-    with pytest.raises(WorkerDiedError, match="SIGKILL"):
+    with pytest.raises(WorkerDiedError, match=backend.killed):
         group.wait_for(event.query)
     torch.cuda.synchronize()  # the collective that waited for rank 1 has ended
     assert time.monotonic() - start < NOTICED_WITHIN_S

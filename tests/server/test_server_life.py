@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
+from rank_backends import worker_pids_of
 from server_process import LIMIT_S, ServerProcess, server_process
 
 from nanovllm.cli import main as cli
@@ -314,8 +315,7 @@ def test_full_disk_of_the_log_harms_nobody(retrieval_model: Path, tmp_path: Path
 
 
 def write_pid_of_rank(engine: Any) -> None:
-    (worker,) = engine.llm.engine.executor._group._workers
-    print(f"rank 1 is {worker.process.pid}", flush=True)
+    print(f"rank 1 is {worker_pids_of(engine.llm)[0]}", flush=True)
 
 
 @contextmanager
