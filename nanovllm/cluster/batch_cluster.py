@@ -28,7 +28,8 @@ def connected(address: str | None) -> Iterator[None]:
     if address is None:
         options = {"address": "local", "include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
     try:
-        ray.init(logging_level=logging.WARNING, **options)
+        quiet = {"env_vars": {"TQDM_DISABLE": "1"}}  # the bars of all engines would be printed over each other
+        ray.init(logging_level=logging.WARNING, runtime_env=quiet, **options)
     except ConnectionError as error:
         raise ConfigError(f"ray_address={address!r}: no Ray cluster answers there ({error})") from error
     try:
@@ -71,6 +72,7 @@ def unit_results(
     One task is one unit. Ray Data restarts an actor that dies, and runs its tasks again, as often as it takes.
     """
     logging.getLogger("ray.data").setLevel(logging.WARNING)
+    logging.getLogger("ray.data._internal.progress").setLevel(logging.ERROR)  # it warns that its bars are off
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False  # they count blocks; the job's own counts rows
     context.print_on_execution_start = False

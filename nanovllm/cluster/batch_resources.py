@@ -5,8 +5,7 @@ that is available when it starts.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from types import MappingProxyType
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from nanovllm.capacity.machine import Machine
@@ -34,7 +33,7 @@ class EngineNeeds:
     cpus: int
     memory_bytes: int = 0
     engines_per_node: int = 1  # on the machine that has most of them
-    options: Mapping[str, Any] = MappingProxyType({})
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     def num_fitting(self, node: Node) -> int:
         """How many such engines a machine has room for."""
