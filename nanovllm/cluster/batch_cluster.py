@@ -8,13 +8,14 @@ from typing import Any
 
 import ray
 import ray.data
+from ray.exceptions import RayError
 
 from nanovllm.capacity.machine import Machine
-from nanovllm.cluster.batch_engine import NUM_UNITS, BatchEngine, EngineJob
+from nanovllm.cluster.batch_engine import NUM_UNITS, EngineJob
 from nanovllm.cluster.batch_plan import Unit
 from nanovllm.cluster.batch_resources import EngineNeeds, Node
 from nanovllm.config import Config
-from nanovllm.errors import CheckpointError, ConfigError
+from nanovllm.errors import CheckpointError, ConfigError, EngineError
 
 OBJECT_STORE_BYTES = 200 * 2**20  # of Ray's own on this machine; only units and counts pass through it
 NEVER = -1  # a unit of long answers may take longer than any limit
@@ -28,8 +29,7 @@ def connected(address: str | None) -> Iterator[None]:
     if address is None:
         options = {"address": "local", "include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
     try:
-        quiet = {"env_vars": {"TQDM_DISABLE": "1"}}  # the bars of all engines would be printed over each other
-        ray.init(logging_level=logging.WARNING, runtime_env=quiet, **options)
+        ray.init(logging_level=logging.WARNING, **options)
     except ConnectionError as error:
         raise ConfigError(f"ray_address={address!r}: no Ray cluster answers there ({error})") from error
     try:
@@ -58,7 +58,8 @@ def on_an_engines_node(
             return error
 
     task = ray.remote(call).options(num_cpus=needs.cpus, num_gpus=needs.gpus)
-    planned: EngineNeeds | Exception = ray.get(task.remote())
+    with _ray_errors():
+        planned: EngineNeeds | Exception = ray.get(task.remote())
     if isinstance(planned, Exception):
         raise planned
     return planned
@@ -79,7 +80,7 @@ def unit_results(
     context.execution_no_progress_timeout_s = NEVER
     items = [{"unit": unit_idx, "places": unit.packed} for unit_idx, unit in units.items()]
     dataset = ray.data.from_items(items, override_num_blocks=len(items)).map_batches(
-        BatchEngine,
+        engine.engine_class,
         fn_constructor_args=(engine,),
         batch_size=1,
         compute=ray.data.ActorPoolStrategy(
@@ -89,4 +90,16 @@ def unit_results(
         num_gpus=needs.gpus,
         memory=needs.memory_bytes or None,
     )
-    yield from dataset.iter_rows()
+    with _ray_errors():
+        yield from dataset.iter_rows()
+
+
+@contextmanager
+def _ray_errors() -> Iterator[None]:
+    """Raise what Ray could not mend as an EngineError."""
+    try:
+        yield
+    except RayError as error:
+        raise EngineError(
+            f"Ray could not run the job; are nanovllm and Ray the same on all machines? {error}"
+        ) from error

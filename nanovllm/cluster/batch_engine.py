@@ -41,6 +41,7 @@ class EngineJob:
     num_part_digits: int
     tensor_parallel_size: int
     engines_per_node: int
+    engine_class: "type[BatchEngine]"
 
     def part_path(self, unit_idx: int) -> Path:
         return self.output / f"part-{unit_idx:0{self.num_part_digits}}{self.format.suffix}"

@@ -1,8 +1,4 @@
-"""What the two formats of rows have in common: the checks of the input files, and what a unit's rows can do.
-
-Each format has a class, `JsonLinesRows` and `ParquetRows`, which scans a file, reads a unit's rows, and writes them to
-a part with the columns that were added.
-"""
+"""UnitRows: the rows of a unit, whatever the format of their file. What the formats have in common."""
 
 import os
 from abc import ABC, abstractmethod
@@ -59,29 +55,6 @@ def check_columns(names: Iterator[str] | Sequence[str], where: str) -> None:
 def document_key(document: Any) -> bytes:
     """16 bytes in place of a document's name, which may be its whole text."""
     return xxhash.xxh3_128_digest(repr(document).encode(errors="surrogatepass"))
-
-
-def format_of(paths: Sequence[Path]) -> type[UnitRows]:
-    """The format of the input. Raises ConfigError for a file of another kind, or if there are both."""
-    from nanovllm.cluster.batch_jsonl import JsonLinesRows
-
-    formats: dict[str, Any] = {".jsonl": JsonLinesRows, ".ndjson": JsonLinesRows}
-    if any(path.suffix == ".parquet" for path in paths):  # pyarrow takes a while to import
-        from nanovllm.cluster.batch_parquet import ParquetRows
-
-        formats[".parquet"] = ParquetRows
-    for path in paths:
-        if path.suffix not in (*formats, ".parquet"):
-            raise ConfigError(
-                f"input {str(path)!r} must be a file of JSON lines (.jsonl, .ndjson) or Parquet (.parquet)"
-            )
-        if not path.is_file():
-            raise ConfigError(f"input {str(path)!r} is not a file; check the path")
-    found = {formats[path.suffix] for path in paths}
-    if len(found) != 1:
-        raise ConfigError("the input has files of JSON lines and of Parquet; give one kind, or run two jobs")
-    chosen: type[UnitRows] = found.pop()
-    return chosen
 
 
 def replace_file(path: Path, scratch: Path) -> None:

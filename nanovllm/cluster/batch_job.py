@@ -15,8 +15,9 @@ from tqdm.auto import tqdm
 
 from nanovllm.capacity.machine import Machine
 from nanovllm.cluster.batch_cluster import connected, nodes_of_cluster, on_an_engines_node, unit_results
-from nanovllm.cluster.batch_engine import EngineJob
-from nanovllm.cluster.batch_files import UnitRows, format_of
+from nanovllm.cluster.batch_engine import BatchEngine, EngineJob
+from nanovllm.cluster.batch_files import UnitRows
+from nanovllm.cluster.batch_formats import format_of
 from nanovllm.cluster.batch_manifest import ANSWER_OPTIONS, open_output
 from nanovllm.cluster.batch_options import BatchOptions
 from nanovllm.cluster.batch_plan import ScannedRow, Unit, UnitLimits, plan_units
@@ -46,6 +47,7 @@ class BatchJob:
     sampling: Mapping[str, Any]  # the fields of SamplingParams that the flags gave
     find_machine: Callable[[Config], Machine]
     limits: UnitLimits = field(default_factory=UnitLimits)
+    engine_class: type[BatchEngine] = BatchEngine  # for tests
 
 
 class JobSummary(NamedTuple):
@@ -74,6 +76,7 @@ def run_job(job: BatchJob) -> JobSummary:
         num_part_digits=max(5, len(str(len(units) - 1))),
         tensor_parallel_size=job.config.tensor_parallel_size,
         engines_per_node=1,
+        engine_class=job.engine_class,
     )
     todo = {unit_idx: unit for unit_idx, unit in enumerate(units) if not engine.part_path(unit_idx).exists()}
     num_rows = sum(map(len, units))

@@ -1,11 +1,13 @@
 """`nanovllm batch` on a cluster of two nodes: the same answers whatever happens to the engines."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from batch_jobs import (
+    DeadlyRows,
     add_node,
     engine_pids,
     kill_one_engine,
@@ -21,6 +23,7 @@ from batch_jobs import (
 from ray.cluster_utils import Cluster
 
 from nanovllm.cluster.batch_job import run_job
+from nanovllm.errors import ConfigError, EngineError
 
 NUM_ROWS = 2000
 
@@ -79,3 +82,24 @@ def test_job_killed_node_has_its_units_run_elsewhere(
 
     run_disturbed(job, kill_node)
     assert without_cache_hits(read_parts(job.output)) == expected
+
+
+def test_job_rows_that_end_their_engine_end_the_job_which_can_be_resumed(
+    cluster: Cluster, prompts: Path, expected: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    job = make_job([prompts], tmp_path / "out", cluster.address, num_engines=2)
+    with pytest.raises(EngineError, match=r"100 rows from line 501 of prompts\.jsonl to line 600: 3 engines have"):
+        run_job(replace(job, engine_class=DeadlyRows))
+    written = {path: path.stat().st_mtime_ns for path in job.output.glob("part-*")}
+    assert job.output / "part-00005.jsonl" not in written and len(written) < 20
+    summary = run_job(job)
+    assert summary.num_rows == NUM_ROWS and summary.num_rows_before == 100 * len(written) > 0
+    assert {path: path.stat().st_mtime_ns for path in written} == written, "finished parts were run again"
+    assert without_cache_hits(read_parts(job.output)) == expected
+    assert run_job(job) == (NUM_ROWS, NUM_ROWS, 0, 0)  # nothing is left to do
+
+
+def test_job_without_room_is_refused_at_once(cluster: Cluster, prompts: Path, tmp_path: Path) -> None:
+    job = make_job([prompts], tmp_path / "out", cluster.address, num_engines=5)
+    with pytest.raises(ConfigError, match=r"room for 4 of num_engines=5: each needs 1 CPUs"):
+        run_job(job)

@@ -13,9 +13,10 @@ from typing import Any
 
 from ray.cluster_utils import Cluster
 
+from nanovllm.cluster.batch_engine import BatchEngine
 from nanovllm.cluster.batch_job import BatchJob, JobSummary, run_job
 from nanovllm.cluster.batch_options import BatchOptions
-from nanovllm.cluster.batch_plan import UnitLimits
+from nanovllm.cluster.batch_plan import Unit, UnitLimits
 from nanovllm.config import Config
 from nanovllm.demo.retrieval_model import build_retrieval_model
 from nanovllm.engine.setup import find_machine
@@ -25,6 +26,15 @@ ENGINE_OPTIONS = {"device": "cpu", "num_kvcache_blocks": 64, "max_model_len": 40
 OBJECT_STORE_BYTES = 80 * 2**20
 WAIT_S = 120.0
 FAST_HEALTH_CHECKS = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500}
+
+
+class DeadlyRows(BatchEngine):
+    """Its process is killed by the unit of rows 500 to 599."""
+
+    async def _run(self, unit_idx: int, unit: Unit) -> dict[str, int]:
+        if unit.places[0].line == 500:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return await super()._run(unit_idx, unit)
 
 
 @contextmanager
