@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import threading
 import time
@@ -40,10 +41,10 @@ class DeadlyRows(BatchEngine):
 @contextmanager
 def ray_cluster(num_nodes: int) -> Iterator[Cluster]:
     """A cluster of raylets with two CPUs each, in a folder of its own. All of it is gone in the end."""
-    before = dict(os.environ)
-    os.environ |= {"RAY_TMPDIR": f"/tmp/nvb{os.getpid()}", "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+    before, folder = dict(os.environ), Path(f"/tmp/nvb{os.getpid()}")
+    os.environ |= {"RAY_TMPDIR": str(folder), "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
     os.environ["PYTHONPATH"] = f"{ROOT}:{ROOT / 'tests/support'}"  # the actors import what these tests import
-    Path(os.environ["RAY_TMPDIR"]).mkdir(exist_ok=True)
+    folder.mkdir()
     cluster = Cluster()
     try:
         for i in range(num_nodes):
@@ -52,6 +53,7 @@ def ray_cluster(num_nodes: int) -> Iterator[Cluster]:
         yield cluster
     finally:
         cluster.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
         os.environ.clear()
         os.environ |= before
 
