@@ -60,17 +60,17 @@ def _batch(args: argparse.Namespace) -> int:
     options = BatchOptions(**given_fields(args, BatchOptions))
     sampling = given_fields(args, SamplingParams)
     SamplingParams(**sampling)
-    Config(model=args.model, **given_fields(args, Config))
+    given = given_fields(args, Config)
+    Config(model=args.model, **given)
     check_ray_packages()
     from nanovllm.cluster.batch_job import BatchJob, run_job
     from nanovllm.engine.setup import find_machine
 
-    given = given_fields(args, Config)
     job = BatchJob(
         inputs=args.input,
         output=args.output,
         options=options,
-        config=Config(model=model_path(args.model), **given),
+        config=Config(model=_on_every_machine(model_path(args.model)), **given),
         given=given,
         cpu_defaults={"max_num_batched_tokens": CPU_STEP_TOKENS},
         sampling=sampling,
@@ -84,6 +84,11 @@ def _batch(args: argparse.Namespace) -> int:
         raise
     print(_describe(summary, time.perf_counter() - start_s, args.output), file=sys.stderr)
     return 0
+
+
+def _on_every_machine(model: str) -> str:
+    """The model's name, or its whole path: the engines run in other folders."""
+    return str(Path(model).resolve()) if Path(model).is_dir() else model
 
 
 def _describe(summary: "JobSummary", seconds: float, output: Path) -> str:

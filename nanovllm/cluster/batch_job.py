@@ -141,7 +141,7 @@ def _run_units(job: BatchJob, engine: EngineJob, todo: Mapping[int, Unit], num_r
                     done.add(result["unit"])
                     num_errors += result["num_errors"]
                     num_tokens += result["num_tokens"]
-                    bar.set_postfix(engines=num_engines, errors=num_errors, tokens=num_tokens, refresh=False)
+                    bar.set_postfix(errors=num_errors, tokens=num_tokens, refresh=False)
                     bar.update(result["num_rows"])
     if missing := [unit_idx for unit_idx in todo if unit_idx not in done]:
         raise EngineError(f"Ray ended the job without units {missing[:5]}; repeat the command to run them")
