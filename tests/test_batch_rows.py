@@ -264,7 +264,7 @@ def test_open_output_resumes_only_the_same_job(tmp_path: Path) -> None:
 
 def test_open_output_keeps_out_of_folders_of_others(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").touch()
-    with pytest.raises(ConfigError, match=r"not empty and has no job\.json"):
+    with pytest.raises(ConfigError, match=r"not empty and has no _job\.json"):
         open_output(tmp_path, {})
     with pytest.raises(ConfigError, match="not empty"):
         open_output(tmp_path / "thesis.txt", {})

@@ -58,7 +58,7 @@ class RowAnswerer:
                 if isinstance(row, RequestError):
                     raise row
                 request = make_request(row, place, self._defaults)
-                prompt = await asyncio.to_thread(self._prompt, request)
+                prompt = await self._prompt(request)
                 stream = await self._engine.submit(prompt, request.params, with_tokens=False)
                 outputs = await (stream.outputs() if begun is None else _outputs(stream, begun))
                 return answer_columns(outputs, request.params)
@@ -68,11 +68,12 @@ class RowAnswerer:
             if begun is not None:
                 begun.set()
 
-    def _prompt(self, request: RowRequest) -> Prompt:
+    async def _prompt(self, request: RowRequest) -> Prompt:
         if request.messages is None:
             assert request.prompt is not None, "a request has one of both"
             return request.prompt
-        return self._engine.llm.chat_token_ids(request.messages)[0]
+        (token_ids,) = await asyncio.to_thread(self._engine.llm.chat_token_ids, request.messages)
+        return token_ids
 
 
 async def _outputs(stream: RequestStream, begun: asyncio.Event) -> list[RequestOutput]:

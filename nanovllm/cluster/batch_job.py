@@ -5,6 +5,8 @@ tries of a unit. What is done is in the output folder and nowhere else, so a job
 units that have no part.
 """
 
+import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -32,6 +34,8 @@ from nanovllm.cluster.batch_resources import (
 from nanovllm.cluster.batch_tries import clear_tries
 from nanovllm.config import Config
 from nanovllm.errors import ConfigError, EngineError
+
+MAX_UNSEEN_S = 60.0  # until a file that another machine has written is visible here; NFS may take half of that
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +94,7 @@ def run_job(job: BatchJob) -> JobSummary:
 
 
 def _plan(job: BatchJob, paths: Sequence[Path], format: type[UnitRows]) -> tuple[list[Unit], dict[str, Any]]:
-    """The units, and what job.json says about the job. Reads the whole input."""
+    """The units, and what _job.json says about the job. Reads the whole input."""
     column = job.options.document_column
     digests = [xxhash.xxh3_64() for _ in paths]
     format.check_together(paths)
@@ -167,8 +171,14 @@ def _place(job: BatchJob, engine: EngineJob, num_units: int) -> tuple[EngineJob,
 
 
 def _check_part(engine: EngineJob, unit_idx: int) -> None:
-    if not engine.part_path(unit_idx).exists():
+    """Raise ConfigError if a part that was written cannot be seen from here."""
+    path = engine.part_path(unit_idx)
+    deadline_s = time.monotonic() + MAX_UNSEEN_S
+    while not path.exists() and path.name not in os.listdir(path.parent):  # which makes NFS look again
+        if time.monotonic() < deadline_s:
+            time.sleep(1)
+            continue
         raise ConfigError(
-            f"an engine has written {engine.part_path(unit_idx)}, but it is not visible here; the output must be in a "
+            f"an engine has written {path}, but it is not visible here; the output must be in a "
             "folder that all machines of the cluster share"
         )

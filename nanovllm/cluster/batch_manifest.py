@@ -1,4 +1,4 @@
-"""job.json in the output folder: what the job is, so that only the same job is resumed there."""
+"""_job.json in the output folder: what the job is, so that only the same job is resumed there."""
 
 import json
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from typing import Any
 
 from nanovllm.errors import ConfigError
 
-NAME = "job.json"
+NAME = "_job.json"  # what reads a folder of Parquet files leaves names with an underscore out
 # Options of the engine that its answers depend on; the others decide where they are computed and how fast
 ANSWER_OPTIONS = ("dtype", "load_format", "hf_overrides", "generation_config", "seed", "max_model_len")
 
@@ -22,7 +22,7 @@ def open_output(output: Path, manifest: Mapping[str, Any]) -> None:
         raise ConfigError(f"output {str(output)!r} is not empty and has no {NAME}; give a new or an empty folder")
     try:
         output.mkdir(parents=True, exist_ok=True)
-        scratch = path.with_name(f".{NAME}")
+        scratch = path.with_name(f".{NAME}.new")
         scratch.write_text(json.dumps(manifest, indent=2) + "\n")
         scratch.replace(path)
     except OSError as error:
