@@ -5,6 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from batch_jobs import (
     DeadlyRows,
@@ -97,6 +99,25 @@ def test_job_rows_that_end_their_engine_end_the_job_which_can_be_resumed(
     assert {path: path.stat().st_mtime_ns for path in written} == written, "finished parts were run again"
     assert without_cache_hits(read_parts(job.output)) == expected
     assert run_job(job) == (NUM_ROWS, NUM_ROWS, 0, 0)  # nothing is left to do
+
+
+def test_job_parquet_in_parquet_out(cluster: Cluster, tmp_path: Path) -> None:
+    """Two files, documents, a bad row, a conversation. The folder is a table that others can read."""
+    text = "The passkey is 4711.\nThe passkey is"
+    chat = [{"role": "user", "content": "Hello there, you."}]
+    columns = {"prompt": [text, None, text, text], "messages": [None, chat, None, None], "top_k": [None, 5, -7, 3]}
+    paths = [tmp_path / "a.parquet", tmp_path / "b.parquet"]
+    for path in paths:
+        table = pa.table(columns | {"book": [path.name, None, "x", path.name], "when": pa.array([1] * 4, pa.date32())})
+        pq.write_table(table, path)
+    job = make_job(paths, tmp_path / "out", cluster.address, num_engines=2, document_column="book", unit_rows=3)
+    assert run_job(replace(job, sampling={"max_tokens": 5})).num_errors == 2
+    table = pq.read_table(job.output)
+    assert table.schema.field("when").type == pa.date32()
+    books = ["a.parquet", "a.parquet", None, "x", "x", "b.parquet", "b.parquet", None]
+    assert table.column("book").to_pylist() == books
+    assert table.column("text").to_pylist() == [" 4711", " 4711", "I com", None, None, " 4711", " 4711", "I com"]
+    assert [error is not None for error in table.column("error").to_pylist()] == [book == "x" for book in books]
 
 
 def test_job_without_room_is_refused_at_once(cluster: Cluster, prompts: Path, tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ def run_disturbed(job: BatchJob, disturb: Callable[[], None], num_parts: int = 1
         except BaseException as error:
             errors.append(error)
 
-    thread = threading.Thread(target=watch)
+    thread = threading.Thread(target=watch, daemon=True)
     thread.start()
     summary = run_job(job)
     thread.join()
