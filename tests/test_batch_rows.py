@@ -332,7 +332,14 @@ def test_plan_memory_on_a_cpu_counts_the_cache() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"num_engines": 0}, {"num_engines": 10**6}, {"document_column": ""}, {"ray_address": "ray://x:1"}]
+    "options",
+    [
+        {"num_engines": 0},
+        {"num_engines": 10**6},
+        {"document_column": ""},
+        {"ray_address": "ray://x:1"},
+        {"ray_address": "head"},
+    ],
 )
 def test_batch_options_bad_value_is_refused(options: dict[str, Any]) -> None:
     (name,) = options

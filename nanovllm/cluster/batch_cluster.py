@@ -2,6 +2,7 @@
 
 import logging
 import os
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +19,7 @@ from nanovllm.config import Config
 from nanovllm.errors import CheckpointError, ConfigError, EngineError
 
 OBJECT_STORE_BYTES = 200 * 2**20  # of Ray's own on this machine; only units and counts pass through it
+CONNECT_S = 10.0
 NEVER = -1  # a unit of long answers may take longer than any limit
 
 
@@ -28,14 +30,30 @@ def connected(address: str | None) -> Iterator[None]:
     options: dict[str, Any] = {"address": address}
     if address is None:
         options = {"address": "local", "include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
+    elif address != "auto":
+        _check_answers(address)
     try:
         ray.init(logging_level=logging.WARNING, **options)
     except ConnectionError as error:
-        raise ConfigError(f"ray_address={address!r}: no Ray cluster answers there ({error})") from error
+        raise ConfigError(
+            f"ray_address={address!r}: no cluster answers, or this machine is not part of it ({error}); run ray start "
+            "--address=HOST:PORT here"
+        ) from error
     try:
         yield
     finally:
         ray.shutdown()
+
+
+def _check_answers(address: str) -> None:
+    """Ray itself would try for minutes, and then end the process."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"ray_address={address!r} cannot be reached ({error}); give the address that ray start --head has printed"
+        ) from error
 
 
 def nodes_of_cluster() -> list[Node]:

@@ -5,6 +5,7 @@ tries of a unit. What is done is in the output folder and nowhere else, so a job
 units that have no part.
 """
 
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,6 +35,8 @@ from nanovllm.cluster.batch_resources import (
 from nanovllm.cluster.batch_tries import clear_tries
 from nanovllm.config import Config
 from nanovllm.errors import ConfigError, EngineError
+
+logger = logging.getLogger("nanovllm")
 
 MAX_UNSEEN_S = 60.0  # until a file that another machine has written is visible here; NFS may take half of that
 
@@ -166,6 +169,7 @@ def _place(job: BatchJob, engine: EngineJob, num_units: int) -> tuple[EngineJob,
     config = Config(model=job.config.model, **options)
     needs = on_an_engines_node(needs, plan_memory, config, job.find_machine)
     check_room(needs, nodes, num_engines)
+    logger.info("units: %d, engines: %d; each engine takes %s", num_units, num_engines, needs.describe())
     options |= needs.options
     return replace(engine, options=options, engines_per_node=needs.engines_per_node), needs, num_engines
 

@@ -1,11 +1,13 @@
 """BatchOptions: the flags of `nanovllm batch` that concern the cluster and the rows."""
 
+import re
 from dataclasses import dataclass
 
 from nanovllm.errors import ConfigError
 from nanovllm.utils.options import option
 
 MAX_ENGINES = 10_000
+_HOST_AND_PORT = re.compile(r"[^/]+:[0-9]{1,5}")
 _JOB = "the job"  # group
 
 
@@ -37,7 +39,7 @@ class BatchOptions:
             raise ConfigError(f"num_engines={self.num_engines} must be between 1 and {MAX_ENGINES}")
         if self.document_column == "":
             raise ConfigError("document_column='' must be the name of a column")
-        if self.ray_address is not None and (not self.ray_address or "://" in self.ray_address):
+        if self.ray_address not in (None, "auto") and not _HOST_AND_PORT.fullmatch(self.ray_address or ""):
             raise ConfigError(
                 f"ray_address={self.ray_address!r} must be host:port or auto; run the command on a machine of the "
                 "cluster (ray job submit does that), not through Ray's client"
