@@ -1,7 +1,7 @@
-"""The command line: `nanovllm demo`, `nanovllm chat`, `nanovllm generate`, `nanovllm serve` and `nanovllm plan`.
+"""The command line: `nanovllm demo`, `chat`, `generate`, `serve`, `batch` and `plan`.
 
 flags.py makes the flags, their defaults and their help from the fields of Config, SamplingParams, DemoOptions,
-ServerOptions and PlanOptions. Nothing heavy is imported before a command runs.
+ServerOptions, BatchOptions and PlanOptions. Nothing heavy is imported before a command runs.
 
 Bad input raises ConfigError, RequestError or CheckpointError, which `main` prints as one line. An exception that `main`
 does not catch is a bug and keeps its traceback.
@@ -19,6 +19,7 @@ from nanovllm.capacity.plan_check import check_plan
 from nanovllm.capacity.plan_table import plan_table
 from nanovllm.capacity.planner import PlanOptions, make_plan
 from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.cli.batch import add_batch
 from nanovllm.cli.chat import run_chat
 from nanovllm.cli.console import (
     choose_sampling,
@@ -46,6 +47,7 @@ examples:
   nanovllm chat --model Qwen/Qwen3-0.6B --system "Answer briefly."
   nanovllm generate --model Qwen/Qwen3-0.6B --prompt "Once upon a time" --max-tokens 100
   nanovllm serve --model Qwen/Qwen3-0.6B --enable-cpu-offload
+  nanovllm batch --model Qwen/Qwen3-0.6B --input prompts.jsonl --output answers/
   nanovllm plan --model qwen3-0.6b --context 40960 --enable-cpu-offload --num-gpu-blocks 8
 """
 GENERATE_EXAMPLE = """\
@@ -180,6 +182,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_chat(commands)
     _add_generate(commands)
     add_serve(commands)
+    add_batch(commands)
     _add_plan(commands)
     return parser
 

@@ -18,6 +18,7 @@ from nanovllm.cli import main as cli
 from nanovllm.cli.demo import DemoOptions
 from nanovllm.cli.flags import given_fields, name_flags
 from nanovllm.cli.options_table import options_tables, write_tables
+from nanovllm.cluster.batch_options import BatchOptions
 from nanovllm.config import Config
 from nanovllm.demo.haystack import build_haystack
 from nanovllm.demo.retrieval_model import build_retrieval_model
@@ -69,7 +70,7 @@ def test_help_any_command_loads_no_torch() -> None:
     code = """
 import sys
 from nanovllm.cli.main import main
-for argv in (["--help"], *([name, "--help"] for name in ("demo", "plan", "chat", "generate", "serve"))):
+for argv in (["--help"], *([name, "--help"] for name in ("demo", "plan", "chat", "generate", "serve", "batch"))):
     try:
         main(argv)
     except SystemExit as leave:
@@ -133,7 +134,7 @@ def test_help_field_with_choices_names_them_all() -> None:
     assert all(choice in help_of(Config, name) for name in choices for choice in choices[name])
 
 
-@pytest.mark.parametrize("options", [Config, SamplingParams, DemoOptions, PlanOptions])
+@pytest.mark.parametrize("options", [Config, SamplingParams, DemoOptions, PlanOptions, BatchOptions])
 def test_options_every_field_has_help_and_a_group(options: type) -> None:
     assert all(field.metadata["help"] and field.metadata["group"] for field in fields(options))
     groups = [title for title, _ in groupby(fields(options), key=lambda field: field.metadata["group"])]
@@ -152,14 +153,15 @@ def test_help_says_what_every_field_says(capsys: pytest.CaptureFixture[str], mon
     assert "by default 256, or 4096 if --num-gpu-blocks is given" in out and "70% of" in out
 
 
-def test_help_of_serve_says_what_every_field_says(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("command", "own"), [("serve", ServerOptions), ("batch", BatchOptions)])
+def test_help_of_a_command_says_what_every_field_says(
+    command: str, own: type, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "1000")
     with pytest.raises(SystemExit):
-        cli.main(["serve", "--help"])
+        cli.main([command, "--help"])
     out = capsys.readouterr().out
-    for options in (Config, ServerOptions):
+    for options in (Config, own):
         assert all(name_flags(field.metadata["help"], (options, Config)) in out for field in fields(options))
 
 
@@ -172,7 +174,7 @@ def test_options_page_tables_are_those_that_the_fields_make() -> None:
 def test_options_tables_have_every_field_and_default() -> None:
     rows = [line.split("|")[1:3] for line in options_tables().splitlines() if line.startswith("| `")]
     table = [(name.strip(" `"), default.strip(" `")) for name, default in rows]
-    tables = (Config, SamplingParams, ServerOptions)
+    tables = (Config, SamplingParams, ServerOptions, BatchOptions)
     optional = [field for options in tables for field in fields(options) if field.name != "model"]
     assert table == [(field.name, repr(field.default).replace("'", '"')) for field in optional]
 

@@ -1,0 +1,188 @@
+"""run_job: `nanovllm batch`. Plans the units, starts an actor for each engine, and counts what they have done.
+
+Ray Data feeds the actors. It replaces one that dies and runs its units again, without limit; BatchEngine limits the
+tries of a unit. What is done is in the output folder and nowhere else, so a job that was interrupted goes on with the
+units that have no part.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import xxhash
+from tqdm.auto import tqdm
+
+from nanovllm.capacity.machine import Machine
+from nanovllm.cluster.batch_cluster import connected, nodes_of_cluster, on_an_engines_node, unit_results
+from nanovllm.cluster.batch_engine import BatchEngine, EngineJob
+from nanovllm.cluster.batch_files import UnitRows
+from nanovllm.cluster.batch_formats import format_of
+from nanovllm.cluster.batch_manifest import ANSWER_OPTIONS, open_output
+from nanovllm.cluster.batch_options import BatchOptions
+from nanovllm.cluster.batch_plan import ScannedRow, Unit, UnitLimits, plan_units
+from nanovllm.cluster.batch_resources import (
+    EngineNeeds,
+    check_room,
+    choose_device,
+    default_num_engines,
+    plan_memory,
+    plan_placement,
+)
+from nanovllm.cluster.batch_tries import clear_tries
+from nanovllm.config import Config
+from nanovllm.errors import ConfigError, EngineError
+
+logger = logging.getLogger("nanovllm")
+
+MAX_UNSEEN_S = 60.0  # until a file that another machine has written is visible here; NFS may take half of that
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchJob:
+    """A job, as the flags describe it."""
+
+    inputs: Sequence[Path]
+    output: Path
+    options: BatchOptions
+    config: Config
+    given: Mapping[str, Any]  # the fields of `config` that the flags gave
+    cpu_defaults: Mapping[str, Any]  # those that a CPU gets if they were not given
+    sampling: Mapping[str, Any]  # the fields of SamplingParams that the flags gave
+    find_machine: Callable[[Config], Machine]
+    limits: UnitLimits = field(default_factory=UnitLimits)
+    engine_class: type[BatchEngine] = BatchEngine  # for tests
+
+
+class JobSummary(NamedTuple):
+    num_rows: int  # of the whole job
+    num_rows_before: int  # that earlier runs had answered
+    num_errors: int  # of this run
+    num_tokens: int  # likewise
+
+
+def run_job(job: BatchJob) -> JobSummary:
+    """Run what is left of a job. Raises ConfigError or CheckpointError for one that cannot run, and EngineError if its
+    engines fail again and again.
+    """
+    paths = [path.resolve() for path in job.inputs]
+    format = format_of(paths)
+    units, manifest = _plan(job, paths, format)
+    open_output(job.output, manifest)
+    _clean(job.output)
+    engine = EngineJob(
+        model=job.config.model,
+        options=job.given,
+        sampling=job.sampling,
+        input_paths=paths,
+        output=job.output.resolve(),
+        format=format,
+        num_part_digits=max(5, len(str(len(units) - 1))),
+        tensor_parallel_size=job.config.tensor_parallel_size,
+        engines_per_node=1,
+        engine_class=job.engine_class,
+    )
+    todo = {unit_idx: unit for unit_idx, unit in enumerate(units) if not engine.part_path(unit_idx).exists()}
+    num_rows = sum(map(len, units))
+    num_before = num_rows - sum(map(len, todo.values()))
+    num_errors, num_tokens = _run_units(job, engine, todo, num_rows) if todo else (0, 0)
+    _clean(job.output)
+    return JobSummary(num_rows, num_before, num_errors, num_tokens)
+
+
+# -- the plan ----------------------------------------------------------------------------------------------------
+
+
+def _plan(job: BatchJob, paths: Sequence[Path], format: type[UnitRows]) -> tuple[list[Unit], dict[str, Any]]:
+    """The units, and what _job.json says about the job. Reads the whole input."""
+    column = job.options.document_column
+    digests = [xxhash.xxh3_64() for _ in paths]
+    format.check_together(paths)
+
+    def rows() -> Iterator[ScannedRow]:
+        for file_idx, path in enumerate(paths):
+            yield from format.scan(path, file_idx, column, digests[file_idx])
+
+    units = plan_units(rows(), job.limits)
+    if not units:
+        raise ConfigError(f"the input {', '.join(map(str, job.inputs))} has no rows")
+    if column is not None and not any(place.document >= 0 for unit in units for place in unit.places):
+        raise ConfigError(f"no row has the column document_column={column!r}; check its name")
+    manifest = {
+        "input": [{"path": str(path), "digest": d.hexdigest()} for path, d in zip(paths, digests, strict=True)],
+        "model": job.config.model,
+        "engine_options": {name: getattr(job.config, name) for name in ANSWER_OPTIONS},
+        "sampling": dict(job.sampling),
+        "document_column": column,
+        "units": {"num_units": len(units), **asdict(job.limits)},
+    }
+    return units, manifest
+
+
+def _clean(output: Path) -> None:
+    """Remove what engines that died have left behind."""
+    clear_tries(output)
+    for path in output.glob(".part-*"):
+        path.unlink(missing_ok=True)
+
+
+# -- the cluster -------------------------------------------------------------------------------------------------
+
+
+def _run_units(job: BatchJob, engine: EngineJob, todo: Mapping[int, Unit], num_rows: int) -> tuple[int, int]:
+    """Run units on a cluster, and return the numbers of rows with errors and of tokens."""
+    num_errors = num_tokens = 0
+    done: set[int] = set()
+    num_before = num_rows - sum(map(len, todo.values()))
+    with connected(job.options.ray_address):
+        engine, needs, num_engines = _place(job, engine, len(todo))
+        with tqdm(total=num_rows, initial=num_before, desc="Rows", unit="row", dynamic_ncols=True) as bar:
+            for result in unit_results(engine, todo, needs, num_engines):
+                if result["failure"]:
+                    raise (ConfigError if result["is_refusal"] else EngineError)(result["failure"])
+                _check_part(engine, result["unit"])
+                if result["unit"] not in done:
+                    done.add(result["unit"])
+                    num_errors += result["num_errors"]
+                    num_tokens += result["num_tokens"]
+                    bar.set_postfix(errors=num_errors, tokens=num_tokens, refresh=False)
+                    bar.update(result["num_rows"])
+    if missing := [unit_idx for unit_idx in todo if unit_idx not in done]:
+        raise EngineError(f"Ray ended the job without units {missing[:5]}; repeat the command to run them")
+    return num_errors, num_tokens
+
+
+def _place(job: BatchJob, engine: EngineJob, num_units: int) -> tuple[EngineJob, EngineNeeds, int]:
+    """The engine with the options for this cluster, what each of them needs, and how many there are."""
+    nodes = nodes_of_cluster()
+    ranks = job.config.tensor_parallel_size
+    device = choose_device(job.config.device, nodes)
+    wanted = job.options.num_engines or default_num_engines(nodes, ranks, device)
+    num_engines = min(wanted, num_units)
+    needs = plan_placement(nodes, num_engines, ranks, device)
+    options = {**job.given, "device": device}
+    if device == "cpu":
+        options = {**job.cpu_defaults, **options}
+    config = Config(model=job.config.model, **options)
+    needs = on_an_engines_node(needs, plan_memory, config, job.find_machine)
+    check_room(needs, nodes, num_engines)
+    logger.info("units: %d, engines: %d; each engine takes %s", num_units, num_engines, needs.describe())
+    options |= needs.options
+    return replace(engine, options=options, engines_per_node=needs.engines_per_node), needs, num_engines
+
+
+def _check_part(engine: EngineJob, unit_idx: int) -> None:
+    """Raise ConfigError if a part that was written cannot be seen from here."""
+    path = engine.part_path(unit_idx)
+    deadline_s = time.monotonic() + MAX_UNSEEN_S
+    while not path.exists() and path.name not in os.listdir(path.parent):  # which makes NFS look again
+        if time.monotonic() < deadline_s:
+            time.sleep(1)
+            continue
+        raise ConfigError(
+            f"an engine has written {path}, but it is not visible here; the output must be in a "
+            "folder that all machines of the cluster share"
+        )

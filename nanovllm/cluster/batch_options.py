@@ -1,0 +1,46 @@
+"""BatchOptions: the flags of `nanovllm batch` that concern the cluster and the rows."""
+
+import re
+from dataclasses import dataclass
+
+from nanovllm.errors import ConfigError
+from nanovllm.utils.options import option
+
+MAX_ENGINES = 10_000
+_HOST_AND_PORT = re.compile(r"[^/]+:[0-9]{1,5}")
+_JOB = "the job"  # group
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchOptions:
+    """The `help` of each field says what it means. A bad value raises ConfigError."""
+
+    num_engines: int | None = option(
+        None,
+        help="engines that run at once, each on tensor_parallel_size GPUs; by default, as many as the cluster has GPUs "
+        "for, and one on a CPU",
+        group=_JOB,
+    )
+    document_column: str | None = option(
+        None,
+        help="column that names the document that a row asks about; rows of one document meet in one engine, one after "
+        "another, and share the document's KV",
+        group=_JOB,
+    )
+    ray_address: str | None = option(
+        None,
+        help="host:port of a running Ray cluster, or auto for the one that this machine is part of; by default, Ray is "
+        "started on this machine alone and ends with the job",
+        group=_JOB,
+    )
+
+    def __post_init__(self) -> None:
+        if self.num_engines is not None and not 1 <= self.num_engines <= MAX_ENGINES:
+            raise ConfigError(f"num_engines={self.num_engines} must be between 1 and {MAX_ENGINES}")
+        if self.document_column == "":
+            raise ConfigError("document_column='' must be the name of a column")
+        if self.ray_address not in (None, "auto") and not _HOST_AND_PORT.fullmatch(self.ray_address or ""):
+            raise ConfigError(
+                f"ray_address={self.ray_address!r} must be host:port or auto; run the command on a machine of the "
+                "cluster (ray job submit does that), not through Ray's client"
+            )

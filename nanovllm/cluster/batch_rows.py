@@ -1,0 +1,148 @@
+"""From a row of a job to a request, and from a request's output to the columns that are added to the row."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+from nanovllm.cluster.batch_plan import RowPlace
+from nanovllm.core.logprobs import TokenLogprobs
+from nanovllm.core.outputs import RequestOutput
+from nanovllm.errors import RequestError
+from nanovllm.sampling_params import SamplingParams, StructuredOutputs
+
+PROMPT_COLUMNS = ("prompt", "messages", "prompt_token_ids")
+SAMPLING_COLUMNS = tuple(field.name for field in fields(SamplingParams))
+JSON_COLUMNS = ("messages", "logit_bias", "structured_outputs")  # may also be JSON text, which suits Parquet
+ADDED_COLUMNS = ("text", "token_ids", "finish_reason", "num_cached_tokens", "error")
+# Added column -> the sampling column that asks for it
+ADDED_FOR = {"outputs": "n", "token_logprobs": "logprobs", "prompt_token_logprobs": "prompt_logprobs"}
+ALL_ADDED_COLUMNS = (*ADDED_COLUMNS, *ADDED_FOR)
+
+
+@dataclass(frozen=True)
+class RowDefaults:
+    """What holds for rows that do not say otherwise."""
+
+    sampling: Mapping[str, Any]  # fields of SamplingParams that the flags gave
+    recommended: Mapping[str, Any]  # those of the model's generation_config.json, which give way to the flags
+    seed: int  # from which the seeds of rows are made
+
+
+class RowRequest(NamedTuple):
+    """`messages`: a conversation, or None if `prompt` is the prompt, in a form that `LLM.generate` takes."""
+
+    prompt: dict[str, Any] | None
+    messages: list[Any] | None
+    params: SamplingParams
+
+
+def make_request(row: Mapping[str, Any], place: RowPlace, defaults: RowDefaults) -> RowRequest:
+    """A column that is null counts as missing. Raises RequestError for a row that cannot run."""
+    given = {name: value for name, value in row.items() if value is not None}
+    prompts = [name for name in PROMPT_COLUMNS if name in given]
+    if len(prompts) != 1:
+        found = " and ".join(prompts) or "none of them"
+        raise RequestError(f"the row has {found}; give one of {', '.join(PROMPT_COLUMNS)}")
+    for name in JSON_COLUMNS:
+        if isinstance(given.get(name), str):
+            given[name] = _parse_json(name, given[name])
+    in_chat = prompts[0] == "messages"
+    sampling: dict[str, Any] = {"max_tokens": None} if in_chat else {}  # as in a chat: answers end by themselves
+    sampling |= {**defaults.recommended, **defaults.sampling}
+    sampling |= {name: given[name] for name in SAMPLING_COLUMNS if name in given}
+    if sampling.get("seed") is None:
+        sampling["seed"] = row_seed(defaults.seed, place)
+    if "logit_bias" in given:
+        sampling["logit_bias"] = _logit_bias(given["logit_bias"])
+    if "structured_outputs" in given:
+        sampling["structured_outputs"] = _structured_outputs(given["structured_outputs"])
+    params = SamplingParams(**sampling)
+    if in_chat:
+        return RowRequest(None, _conversation(given["messages"]), params)
+    return RowRequest({prompts[0]: given[prompts[0]]}, None, params)
+
+
+def row_seed(seed: int, place: RowPlace) -> int:
+    """The seed of a row that has none. It is hashed because the answers of one row count their seeds upwards."""
+    digest = hashlib.blake2b(f"{seed} {place.file_idx} {place.line}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def _parse_json(name: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"{name} is a string that is not JSON ({error})") from error
+
+
+def _conversation(messages: Any) -> list[Any]:
+    if not isinstance(messages, list) or (messages and isinstance(messages[0], list)):
+        raise RequestError('messages must be one conversation, a list of {"role", "content"}')
+    return [_without_nulls(each) if isinstance(each, dict) else each for each in messages]
+
+
+def _without_nulls(struct: Mapping[str, Any]) -> dict[str, Any]:
+    """In Parquet all structs of a column have the same fields; those that are absent are null."""
+    return {name: value for name, value in struct.items() if value is not None}
+
+
+def _logit_bias(biases: Any) -> Any:
+    """The keys are strings in JSON, and a map of Parquet is a list of pairs. SamplingParams checks the rest."""
+    if isinstance(biases, list) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in biases):
+        biases = dict(biases)
+    if not isinstance(biases, Mapping):
+        return biases
+    return {
+        int(key) if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10 else key: bias
+        for key, bias in _without_nulls(biases).items()
+    }
+
+
+def _structured_outputs(wanted: Any) -> Any:
+    if not isinstance(wanted, Mapping):
+        return wanted
+    given = _without_nulls(wanted)
+    known = [field.name for field in fields(StructuredOutputs)]
+    if unknown := [name for name in given if name not in known]:
+        raise RequestError(f"structured_outputs has {', '.join(unknown)}; give one of {', '.join(known)}")
+    return StructuredOutputs(**given)
+
+
+# -- answers -----------------------------------------------------------------------------------------------------
+
+
+def answer_columns(outputs: Sequence[RequestOutput], params: SamplingParams) -> dict[str, Any]:
+    """The columns of a row whose answers are `outputs`: those of ADDED_COLUMNS, and of ADDED_FOR if it asks for them.
+
+    If one of its answers failed, the row did.
+    """
+    for output in outputs:
+        if output["finish_reason"] == "error":
+            return error_columns(output["error"])
+    first = outputs[0]
+    columns: dict[str, Any] = {**_answer(first), "num_cached_tokens": first["num_cached_tokens"], "error": None}
+    if params.n > 1:
+        columns["outputs"] = [_answer(output) for output in outputs]
+    if params.logprobs is not None:
+        columns["token_logprobs"] = [_position(entry) for entry in first["logprobs"]]
+    if params.prompt_logprobs is not None:
+        columns["prompt_token_logprobs"] = [_position(entry) for entry in first["prompt_logprobs"]]
+    return columns
+
+
+def error_columns(message: str) -> dict[str, Any]:
+    """The columns of a row that could not run."""
+    return dict.fromkeys(ADDED_COLUMNS) | {"error": message}
+
+
+def _answer(output: RequestOutput) -> dict[str, Any]:
+    return {"text": output["text"], "token_ids": output["token_ids"], "finish_reason": output["finish_reason"]}
+
+
+def _position(entry: TokenLogprobs | None) -> list[dict[str, Any]] | None:
+    """The position's own token, then the most likely ones. None for the first token of a prompt."""
+    if entry is None:
+        return None
+    return [{"token_id": token_id, **each._asdict()} for token_id, each in entry.items()]

@@ -1,0 +1,157 @@
+"""Jobs of `nanovllm batch` with the built-in model on the CPU, a cluster for them, and what disturbs them."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ray.cluster_utils import Cluster
+
+from nanovllm.cluster.batch_engine import BatchEngine
+from nanovllm.cluster.batch_job import BatchJob, JobSummary, run_job
+from nanovllm.cluster.batch_options import BatchOptions
+from nanovllm.cluster.batch_plan import Unit, UnitLimits
+from nanovllm.config import Config
+from nanovllm.demo.retrieval_model import build_retrieval_model
+from nanovllm.engine.setup import find_machine
+
+ROOT = Path(__file__).parents[2]
+ENGINE_OPTIONS = {"device": "cpu", "num_kvcache_blocks": 64, "max_model_len": 4096, "max_num_batched_tokens": 2048}
+OBJECT_STORE_BYTES = 80 * 2**20
+WAIT_S = 120.0
+FAST_HEALTH_CHECKS = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500}
+
+
+class DeadlyRows(BatchEngine):
+    """Its process is killed by the unit of rows 500 to 599."""
+
+    async def _run(self, unit_idx: int, unit: Unit) -> dict[str, int]:
+        if unit.places[0].line == 500:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return await super()._run(unit_idx, unit)
+
+
+@contextmanager
+def ray_cluster(num_nodes: int) -> Iterator[Cluster]:
+    """A cluster of raylets with two CPUs each, in a folder of its own. All of it is gone in the end."""
+    before, folder = dict(os.environ), Path(f"/tmp/nvb{os.getpid()}")
+    os.environ |= {"RAY_TMPDIR": str(folder), "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+    os.environ["PYTHONPATH"] = f"{ROOT}:{ROOT / 'tests/support'}"  # the actors import what these tests import
+    folder.mkdir()
+    cluster = Cluster()
+    try:
+        for i in range(num_nodes):
+            add_node(cluster, **({"_system_config": FAST_HEALTH_CHECKS} if i == 0 else {}))
+        cluster.wait_for_nodes()
+        yield cluster
+    finally:
+        cluster.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
+        os.environ.clear()
+        os.environ |= before
+
+
+def add_node(cluster: Cluster, **options: Any) -> Any:
+    return cluster.add_node(
+        num_cpus=2, object_store_memory=OBJECT_STORE_BYTES, include_dashboard=False, memory=4 * 2**30, **options
+    )
+
+
+def write_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def sampled_rows(num_rows: int) -> list[dict[str, Any]]:
+    """Short prompts whose answers are sampled, half of them with a seed of their own."""
+    draw = random.Random(0)
+    return [
+        {
+            "id": i,
+            "prompt": f"The passkey is {draw.randrange(10**6)}. The key is",
+            "temperature": 20.0,
+            "max_tokens": draw.randrange(2, 5),
+            "seed": i if i % 2 else None,
+        }
+        for i in range(num_rows)
+    ]
+
+
+def make_job(
+    inputs: Sequence[Path], output: Path, address: str | None, *, unit_rows: int = 100, **options: Any
+) -> BatchJob:
+    """`options`: fields of BatchOptions."""
+    return BatchJob(
+        inputs=inputs,
+        output=output,
+        options=BatchOptions(ray_address=address, **options),
+        config=Config(model=str(build_retrieval_model()), **ENGINE_OPTIONS),
+        given=ENGINE_OPTIONS,
+        cpu_defaults={},
+        sampling={},
+        find_machine=find_machine,
+        limits=UnitLimits(max_rows=unit_rows),
+    )
+
+
+def read_parts(output: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for path in sorted(output.glob("part-*")) for line in path.open()]
+
+
+def without_cache_hits(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What does not depend on which rows ran before in the same engine."""
+    return [{name: value for name, value in row.items() if name != "num_cached_tokens"} for row in rows]
+
+
+def run_disturbed(job: BatchJob, disturb: Callable[[], None], num_parts: int = 1) -> JobSummary:
+    """Run a job, and call `disturb` in another thread as soon as there are `num_parts` parts."""
+    errors: list[BaseException] = []
+
+    def watch() -> None:
+        try:
+            wait_for(lambda: len(list(job.output.glob("part-*"))) >= num_parts)
+            disturb()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    summary = run_job(job)
+    thread.join()
+    assert not errors, errors
+    return summary
+
+
+def wait_for(condition: Callable[[], Any]) -> Any:
+    deadline_s = time.monotonic() + WAIT_S
+    while not (value := condition()):
+        assert time.monotonic() < deadline_s, "the state that the test waits for has not come"
+        time.sleep(0.05)
+    return value
+
+
+def engine_pids(nodes: Sequence[Any]) -> list[int]:
+    """The processes of the engines' actors on these nodes of a cluster."""
+    raylets = {process.process.pid for node in nodes for process in node.all_processes["raylet"]}
+    return [pid for pid, parent, name in _processes() if parent in raylets and name.startswith("ray::MapWorker")]
+
+
+def _processes() -> Iterator[tuple[int, int, str]]:
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            name = (folder / "cmdline").read_bytes().decode(errors="replace")
+            parent = int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1])
+        except OSError:  # it has just ended
+            continue
+        yield int(folder.name), parent, name
+
+
+def kill_one_engine(cluster: Cluster) -> None:
+    os.kill(wait_for(lambda: engine_pids(cluster.list_all_nodes()))[0], signal.SIGKILL)
