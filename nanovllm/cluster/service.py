@@ -31,6 +31,7 @@ from nanovllm.server.options import ServerOptions
 from nanovllm.server.private_log import keep_messages_out
 from nanovllm.server.site import build_gate, served_names, with_origins
 
+CONNECT_TIMEOUT_S = 10.0
 LOCAL_OBJECT_STORE_BYTES = 512 << 20  # bodies and parts of answers above 100 KB pass through it
 
 
@@ -54,7 +55,7 @@ def run_service(
     with _connected(service), ended_by_sigterm():  # Ray has its own handler of SIGTERM
         app = _application(load, config, options, service, model_name)
         name = f"nanovllm-{socket.gethostname()}-{bound.getsockname()[1]}"
-        with _deployed(app, name) as handle:
+        with _deployed(app, name, outlives_process=service.ray_address is not None) as handle:
             replicas = ServeReplicas(handle, name, options.max_wait_s)
             answered_name = served_names(options, model_name)[0]
             front = Front(replicas, answered_name)
@@ -68,7 +69,9 @@ def run_service(
 def _connected(service: ServiceOptions) -> Iterator[None]:
     """A connection to the cluster of the options, or a cluster of this process alone, which ends with it."""
     settings: dict[str, Any] = {"address": service.ray_address, "logging_level": "warning"}
-    if service.ray_address is None:
+    if service.ray_address is not None:
+        _check_address(service.ray_address)
+    else:
         settings |= {
             "address": "local",
             "include_dashboard": False,
@@ -87,17 +90,36 @@ def _connected(service: ServiceOptions) -> Iterator[None]:
         ray.shutdown()
 
 
+def _check_address(address: str) -> None:
+    """Raise ConfigError if nothing listens there. Ray would try for two minutes."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S).close()
+    except (OSError, ValueError, OverflowError) as error:
+        raise ConfigError(
+            f"ray_address={address!r} cannot be reached: {error}; give the address that 'ray start --head' has printed"
+        ) from error
+
+
 @contextmanager
-def _deployed(app: serve.Application, name: str) -> Iterator[Any]:
-    """The application's handle, once its replicas are ready. It is deleted in the end."""
+def _deployed(app: serve.Application, name: str, outlives_process: bool) -> Iterator[Any]:
+    """The application's handle, once its replicas are ready. It is deleted in the end, or ends with its cluster."""
     serve.start(proxy_location="Disabled")
     try:
         try:
             yield serve.run(app, name=name, route_prefix=None)
         except RuntimeError as error:  # the only error that Serve raises if an application does not start
-            raise EngineError(f"the replicas have not started: {error}") from error
+            raise EngineError(f"the replicas have not started: {_reason(name) or error}") from error
     finally:
-        serve.delete(name)
+        if outlives_process:
+            serve.delete(name)
+
+
+def _reason(app_name: str) -> str:
+    """Why a replica has not started, as far as Serve knows: the last line of its traceback."""
+    app = serve.status().applications.get(app_name)
+    lines = app.deployments[DEPLOYMENT].message.strip().splitlines() if app is not None else []
+    return lines[-1] if lines else ""
 
 
 def _replace_replicas(app: serve.Application, name: str) -> None:

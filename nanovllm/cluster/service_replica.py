@@ -57,4 +57,5 @@ class EngineReplica:
         await self._engine.aclose()
 
     async def __del__(self) -> None:  # Serve awaits it when the replica ends
-        await self._engine.aclose()
+        if hasattr(self, "_engine"):  # it has loaded
+            await self._engine.aclose()

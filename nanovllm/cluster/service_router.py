@@ -31,6 +31,8 @@ class PrefixRouter(RequestRouter):
         if not eligible:
             return [candidate_replicas]
         chosen = by_name[self._routing.choose(key, eligible)]
+        # The next request may be routed before this one is sent. The replica reports its true number when it accepts.
+        self.replica_queue_len_cache.update(chosen.replica_id, eligible[chosen.replica_id.unique_id] + 1)
         return [[chosen], [replica for replica in candidate_replicas if replica is not chosen]]
 
     async def _queues(self, replicas: list[RunningReplica]) -> dict[str, int]:
