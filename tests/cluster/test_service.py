@@ -81,7 +81,9 @@ def test_replica_killed_under_load_is_replaced(service: Service, address: str) -
         begun = list(pool.map(next, streams))  # each has sent a token
         assert not any("error" in event for event in begun)
         whole = [
-            pool.submit(service.post, f"{i} is an answer without a stream. " * 10, max_tokens=LONG_ANSWER, ignore_eos=True)
+            pool.submit(
+                service.post, f"{i} is an answer without a stream. " * 10, max_tokens=LONG_ANSWER, ignore_eos=True
+            )
             for i in range(8)
         ]
         service.wait_for(lambda: sum(service.samples("num_requests_running").values()) == 16, "16 do not run")
