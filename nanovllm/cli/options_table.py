@@ -1,4 +1,4 @@
-"""The tables of options in docs/options.md, made from the fields of Config, SamplingParams and ServerOptions.
+"""The tables of options in docs/options.md, made from the fields of the classes of options.
 
 `python -m nanovllm.cli.options_table docs/options.md` (or `make docs`) writes them between the two marker lines.
 """
@@ -11,22 +11,24 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from nanovllm.cluster.service_options import ServiceOptions
 from nanovllm.config import Config
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.options import ServerOptions
 
 BEGIN, END = "<!-- options: begin -->", "<!-- options: end -->"
-_TYPES = (Config, SamplingParams, ServerOptions)
+_TYPES = (Config, SamplingParams, ServerOptions, ServiceOptions)
 _NAMES = [field.name for options in _TYPES for field in fields(options) if "_" in field.name]
 _CODE = (r"\w+\.json", *(rf"{name}(?:=\w+)?" for name in _NAMES), "SamplingParams", "None")  # patterns of code
 
 
 def options_tables() -> str:
-    """The three tables in Markdown, with the markers around them."""
+    """The tables in Markdown, with the markers around them."""
     tables = (
         f"The fields of `Config`, which are keyword arguments of `LLM`:\n\n{_table(Config)}",
         f"The fields of `SamplingParams`:\n\n{_table(SamplingParams)}",
         f"The fields of `ServerOptions`, which are flags of `nanovllm serve`:\n\n{_table(ServerOptions)}",
+        f"The fields of `ServiceOptions`, which are flags of `nanovllm serve`, too:\n\n{_table(ServiceOptions)}",
     )
     return "\n\n".join((BEGIN, *tables, END))
 
