@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import failing_service
 import httpx
 import pytest
 from service_process import Service, service_process, two_nodes
@@ -42,7 +43,7 @@ def test_replicas_are_on_different_nodes_and_answer_as_one_server(service: Servi
     assert service.get("/v1/models").json()["data"][0]["id"] == "demo"
     assert service.complete("The passkey is 4711.\nThe passkey is", max_tokens=5)["choices"][0]["text"] == " 4711"
     assert service.post("", max_tokens=-1).status_code == 400
-    assert "Chat" in service.get("/").text or "<html" in service.get("/").text
+    assert "<html" in service.get("/").text
     assert len(service.replicas()) == 2
 
 
@@ -153,9 +154,23 @@ def test_sigterm_lets_open_streams_finish_and_leaves_no_replica(service: Service
         ray.shutdown()
 
 
-def test_keys_and_salts_hold_in_a_service_of_one_replica(
-    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_replica_whose_engine_fails_is_replaced(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process lives on, and would answer at once, with an error. The front asks the other replica."""
+    failure = tmp_path / "failure"
+    monkeypatch.setenv("FAILURE", str(failure))
+    program, flags = (failing_service.__file__,), ("--num-replicas", "2", "--ray-address", address)
+    with service_process(tmp_path / "log", *flags, program=program) as service:
+        replicas = service.replicas()
+        failure.touch()
+        hit = service.post("How are you? " * 10)
+        assert hit.status_code == 503 and "injected" in hit.json()["error"]["message"]
+        statuses = [service.post(f"{i} times: how are you? " * 10).status_code for i in range(20)]
+        assert statuses == [200] * 20
+        assert service.samples("requests_resent_total")[""] > 0
+        service.wait_for(lambda: len(service.replicas() - replicas) == 1, "the replica has not been replaced")
+
+
+def test_keys_and_salts_hold_in_a_service_of_one_replica(address: str, tmp_path: Path) -> None:
     """Keys are checked once, in front. KV is shared only between requests with the same key."""
     keys = tmp_path / "keys"
     keys.write_text("\n".join(KEYS))

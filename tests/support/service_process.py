@@ -38,7 +38,8 @@ def two_nodes() -> Iterator[str]:
         cluster.wait_for_nodes()
         yield cluster.address
     finally:
-        cluster.shutdown()
+        for node in (*cluster.worker_nodes, cluster.head_node):
+            cluster.remove_node(node, allow_graceful=False)  # gracefully, it waits a minute for a head that has gone
         for name, value in previous.items():
             os.environ.pop(name, None)
             if value is not None:
@@ -105,9 +106,9 @@ class Service:
 
 
 @contextmanager
-def service_process(log: Path, *flags: str) -> Iterator[Service]:
-    """`nanovllm serve` with the built-in model. Its process is gone in the end."""
-    command = [sys.executable, "-m", "nanovllm", "serve", "--model", "demo", "--port", "0", *ENGINE, *flags]
+def service_process(log: Path, *flags: str, program: tuple[str, ...] = ("-m", "nanovllm")) -> Iterator[Service]:
+    """`nanovllm serve` with the built-in model. Its process is gone in the end. program: what is run instead."""
+    command = [sys.executable, *program, "serve", "--model", "demo", "--port", "0", *ENGINE, *flags]
     environment = os.environ | {"PYTHONPATH": str(PACKAGE_ROOT), "OMP_NUM_THREADS": "1"}
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
