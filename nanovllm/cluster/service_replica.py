@@ -9,7 +9,7 @@ from ray import serve
 
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.cluster import app_call
-from nanovllm.cluster.app_call import AppCall, WholeRequest
+from nanovllm.cluster.app_call import AppCall, Pace, WholeRequest
 from nanovllm.cluster.request_keys import RequestKey
 from nanovllm.errors import EngineError
 from nanovllm.server.gate import ASGIMessage
@@ -24,6 +24,7 @@ class EngineReplica:
         keep_messages_out("ray.serve", app_call.__name__)
         self._name = serve.get_replica_context().replica_id.unique_id
         self._metrics = Metrics(served_names(options, model_name)[0], self._name)
+        self._pace = Pace()
         self._engine = load()
         self._app, _ = build_app(self._engine, options, model_name, self._metrics)
         await warm_up(self._engine)
@@ -37,7 +38,7 @@ class EngineReplica:
         """
         yield self._name
         self.check_health()
-        parts = AppCall(self._app, request).parts()
+        parts = AppCall(self._app, request, self._pace).parts()
         try:
             async for part in parts:
                 yield part

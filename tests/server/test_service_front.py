@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nanovllm.cluster.app_call import AppCall, WholeRequest
+from nanovllm.cluster.app_call import REST_PER_CALL_S, AppCall, Pace, WholeRequest
 from nanovllm.cluster.front import Front, ReplicaLostError, no_replica
 from nanovllm.cluster.metrics_text import join_metrics
 from nanovllm.server.gate import CACHE_SALT, ASGIApp, ASGIMessage, Receive, Scope, Send
@@ -159,12 +159,14 @@ def test_join_metrics_groups_what_only_some_replicas_have() -> None:
 
 def collect(app: ASGIApp, request: WholeRequest, limit: int = 10**9) -> list[list[ASGIMessage]]:
     async def run() -> list[list[ASGIMessage]]:
-        parts, found = AppCall(app, request).parts(), []
+        pace = Pace()
+        parts, found = AppCall(app, request, pace).parts(), []
         async for part in parts:
             found.append(part)
             if len(found) == limit:
                 break
         await parts.aclose()
+        assert pace.num_open == 0
         return found
 
     return asyncio.run(run())
@@ -183,6 +185,29 @@ def test_call_repeats_the_request_and_merges_what_is_sent_together() -> None:
     assert collect(app, request) == [[head(), body(b"body /v1/completionssalt", True)], [body(b"")]]
 
 
+def test_application_waits_while_its_call_rests() -> None:
+    """It could send 1,000 chunks at once; at each time, only one is on its way."""
+    num_unsent = []
+
+    async def app(asked: Scope, receive: Receive, send: Send) -> None:
+        await send(head())
+        for i in reversed(range(5)):
+            num_unsent.append(i)
+            await send(body(b"x", more=i > 0))
+
+    async def run() -> None:
+        pace = Pace()
+        pace.num_open = 10
+        parts = AppCall(app, WholeRequest.of(scope(), b""), pace).parts()
+        assert pace.rest_s == 10 * REST_PER_CALL_S
+        assert await anext(parts) == [head(), body(b"x", True)]
+        assert num_unsent == [4]
+        await asyncio.sleep(0)
+        assert len([part async for part in parts]) == 4 and num_unsent == [4, 3, 2, 1, 0]
+
+    asyncio.run(run())
+
+
 def test_closing_a_call_cancels_the_application() -> None:
     ended = []
 
@@ -190,11 +215,12 @@ def test_closing_a_call_cancels_the_application() -> None:
         await receive()
         try:
             await send(head())
+            await send(body(b"x", True))
             await receive()  # for a disconnect
         finally:
             ended.append(True)
 
-    assert collect(app, WholeRequest.of(scope(), b""), limit=1) == [[head()]]
+    assert collect(app, WholeRequest.of(scope(), b""), limit=1) == [[head(), body(b"x", True)]]
     assert ended
 
 
