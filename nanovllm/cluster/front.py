@@ -101,7 +101,8 @@ class Front:
                 if reply.has_begun:
                     self._cut.inc()
                     return await reply.end_with_error()
-                lost |= {error.replica} - {None}  # type: ignore[arg-type]
+                if error.replica is not None:
+                    lost.add(error.replica)
             except Refusal as refusal:
                 self.refused(refusal.reason)
                 return await refusal.response()(scope, receive, send)

@@ -1,8 +1,11 @@
 """`nanovllm serve --num-replicas`: this process has the HTTP server, and Ray Serve runs the engines.
 
-this process    the port, connections, the gate (API keys, limits), the choice of a replica, the drain
-Ray Serve       places the replicas, asks for their health, replaces them, scales them
-replicas        an engine each, with the same HTTP application as a server of one engine
+    this process    the port, connections, the gate (API keys, limits), the choice of a replica, the drain
+    Ray Serve       places the replicas, asks for their health, replaces them, scales them
+    replicas        an engine each, with the same HTTP application as a server of one engine
+
+Serve's own HTTP proxies are switched off. Behind them, the limits on connections and slow clients would not hold, and
+each part of an answer would pass through one more process.
 """
 
 import os
@@ -79,10 +82,10 @@ def _connected(service: ServiceOptions) -> Iterator[None]:
         }
     try:
         ray.init(**settings)
-    except ConnectionError as error:
+    except (ConnectionError, RuntimeError) as error:
         raise ConfigError(
-            f"ray_address={service.ray_address!r} does not answer, or this machine is not one of its nodes: {error}; "
-            "run 'ray start --address=HOST:PORT' here"
+            f"ray_address={service.ray_address!r} cannot be used: {error}; if this machine is not one of its nodes, run "
+            "'ray start --address=HOST:PORT' here"
         ) from error
     try:
         yield
@@ -106,13 +109,17 @@ def _deployed(app: serve.Application, name: str, outlives_process: bool) -> Iter
     """The application's handle, once its replicas are ready. It is deleted in the end, or ends with its cluster."""
     serve.start(proxy_location="Disabled")
     try:
-        try:
-            yield serve.run(app, name=name, route_prefix=None)
-        except RuntimeError as error:  # the only error that Serve raises if an application does not start
-            raise EngineError(f"the replicas have not started: {_reason(name) or error}") from error
+        yield _run(app, name)
     finally:
         if outlives_process:
             serve.delete(name)
+
+
+def _run(app: serve.Application, name: str) -> Any:
+    try:
+        return serve.run(app, name=name, route_prefix=None)
+    except RuntimeError as error:  # what Serve raises if an application does not start
+        raise EngineError(f"the replicas have not started: {_reason(name) or error}") from error
 
 
 def _reason(app_name: str) -> str:
