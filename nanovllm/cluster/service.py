@@ -84,8 +84,8 @@ def _connected(service: ServiceOptions) -> Iterator[None]:
         ray.init(**settings)
     except (ConnectionError, RuntimeError) as error:
         raise ConfigError(
-            f"ray_address={service.ray_address!r} cannot be used: {error}; if this machine is not one of its nodes, run "
-            "'ray start --address=HOST:PORT' here"
+            f"ray_address={service.ray_address!r} cannot be used: {error}; if this machine is not one of its nodes, "
+            "run 'ray start --address=HOST:PORT' here"
         ) from error
     try:
         yield
