@@ -21,7 +21,7 @@ from ray import serve
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.cluster.front import Front
 from nanovllm.cluster.serve_replicas import DEPLOYMENT, ServeReplicas
-from nanovllm.cluster.service_options import ServiceOptions, check_device
+from nanovllm.cluster.service_options import ServiceOptions, check_engine
 from nanovllm.cluster.service_plan import check_room, deployment_options, replica_resources
 from nanovllm.cluster.service_replica import EngineReplica
 from nanovllm.cluster.service_site import ServiceSite
@@ -51,7 +51,7 @@ def run_service(
     load: makes an engine; it is called in each replica, so it must be importable there. The other arguments are those
     of lifecycle.run_server. Raises ConfigError for what the cluster cannot run, EngineError if no replica starts.
     """
-    check_device(config)
+    check_engine(config)
     keep_messages_out("ray.serve")
     num_files = raise_file_limit()
     keys = ApiKeys(read_api_keys(options.api_key_file, os.environ))

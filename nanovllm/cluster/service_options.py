@@ -54,7 +54,12 @@ class ServiceOptions:
             raise ConfigError(f"ray_address={self.ray_address!r} must be HOST:PORT, such as 10.0.0.1:6379")
 
 
-def check_device(config: Config) -> None:
-    """Raise ConfigError for a device that several engines cannot have."""
+def check_engine(config: Config) -> None:
+    """Raise ConfigError for options of an engine that replicas cannot have."""
     if ":" in config.device:
         raise ConfigError(f"device={config.device!r} with num_replicas: Ray chooses the GPUs; give device='cuda'")
+    if config.enable_cpu_offload and config.cpu_memory_gb is None:
+        raise ConfigError(
+            "enable_cpu_offload=True with num_replicas needs cpu_memory_gb, which Ray reserves: by default, each replica "
+            "would take most of the memory of its machine"
+        )

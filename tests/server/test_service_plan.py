@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from nanovllm.cli.main import main
-from nanovllm.cluster.service_options import ServiceOptions, check_device
+from nanovllm.cluster.service_options import ServiceOptions, check_engine
 from nanovllm.cluster.service_plan import check_room, deployment_options, replica_resources
 from nanovllm.config import Config
 from nanovllm.errors import ConfigError
@@ -32,9 +32,12 @@ def test_bad_options_are_refused(options: dict[str, Any], complaint: str) -> Non
         ServiceOptions(**options)
 
 
-def test_device_with_an_index_is_refused() -> None:
+def test_options_of_one_engine_alone_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"device='cuda:1'.*give device='cuda'"):
-        check_device(config(device="cuda:1"))
+        check_engine(config(device="cuda:1"))
+    with pytest.raises(ConfigError, match="needs cpu_memory_gb"):
+        check_engine(config(enable_cpu_offload=True))
+    check_engine(config(device="cuda", enable_cpu_offload=True, cpu_memory_gb=8))
 
 
 def config(**options: Any) -> Config:
