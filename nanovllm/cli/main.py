@@ -1,7 +1,7 @@
 """The command line: `nanovllm demo`, `chat`, `generate`, `serve`, `batch` and `plan`.
 
 flags.py makes the flags, their defaults and their help from the fields of Config, SamplingParams, DemoOptions,
-ServerOptions, BatchOptions and PlanOptions. Nothing heavy is imported before a command runs.
+ServerOptions, ServiceOptions, BatchOptions and PlanOptions. Nothing heavy is imported before a command runs.
 
 Bad input raises ConfigError, RequestError or CheckpointError, which `main` prints as one line. An exception that `main`
 does not catch is a bug and keeps its traceback.

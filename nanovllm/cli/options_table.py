@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.cluster.batch_options import BatchOptions
+from nanovllm.cluster.service_options import ServiceOptions
 from nanovllm.config import Config
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.options import ServerOptions
 
 BEGIN, END = "<!-- options: begin -->", "<!-- options: end -->"
-_TYPES = (Config, SamplingParams, ServerOptions, BatchOptions)
+_TYPES = (Config, SamplingParams, ServerOptions, BatchOptions, ServiceOptions)
 _NAMES = [field.name for options in _TYPES for field in fields(options) if "_" in field.name]
 _CODE = (r"\w+\.json", *(rf"{name}(?:=\w+)?" for name in _NAMES), "SamplingParams", "None")  # patterns of code
 
@@ -29,6 +30,7 @@ def options_tables() -> str:
         f"The fields of `SamplingParams`:\n\n{_table(SamplingParams)}",
         f"The fields of `ServerOptions`, which are flags of `nanovllm serve`:\n\n{_table(ServerOptions)}",
         f"The fields of `BatchOptions`, which are flags of `nanovllm batch`:\n\n{_table(BatchOptions)}",
+        f"The fields of `ServiceOptions`, which are flags of `nanovllm serve`, too:\n\n{_table(ServiceOptions)}",
     )
     return "\n\n".join((BEGIN, *tables, END))
 

@@ -6,11 +6,13 @@ port is bound before torch and the model are loaded.
 
 import argparse
 from collections.abc import Mapping
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.cli.engine_flags import Formatter, add_engine_flags, add_model_flag, engine_options, model_path
 from nanovllm.cli.flags import add_flags, given_fields
+from nanovllm.cluster.service_options import ServiceOptions
 from nanovllm.config import Config
 from nanovllm.errors import ConfigError
 from nanovllm.server.options import ServerOptions
@@ -34,27 +36,42 @@ Exit status: 0 after SIGTERM or Ctrl-C, 1 if the engine has failed, 2 for bad in
 def add_serve(commands: Any) -> None:
     about = "serve a model over HTTP, with OpenAI's API"
     parser = commands.add_parser("serve", help=about, description=about, epilog=EXAMPLE, formatter_class=Formatter)
-    parser.set_defaults(run=_serve, option_types=(Config, ServerOptions))
+    parser.set_defaults(run=_serve, option_types=(Config, ServerOptions, ServiceOptions))
     add_model_flag(parser.add_argument_group("what to serve"))
     add_flags(parser, ServerOptions)
+    add_flags(parser, ServiceOptions)
     add_engine_flags(parser, {"max_step_ms": f"{MAX_STEP_MS:g}"})
 
 
 def _serve(args: argparse.Namespace) -> int:
     """Serve until a signal arrives or the engine fails. Raises ConfigError if the port or a package cannot be used."""
     options = ServerOptions(**given_fields(args, ServerOptions))
-    Config(model=args.model, **given_fields(args, Config))
+    service = ServiceOptions(**given_fields(args, ServiceOptions))
+    config = Config(model=args.model, **given_fields(args, Config))
     check_server_packages()
-
-    def load() -> "AsyncLLM":
-        from nanovllm import AsyncLLM
-
-        return AsyncLLM(model_path(args.model), **serving_options(args))
-
+    if service.num_replicas is not None:
+        return _serve_with_replicas(args, config, options, service)
     with bind(options.host, options.port) as bound:
         from nanovllm.server.lifecycle import run_server
 
-        return run_server(load, options, bound, args.model)
+        return run_server(partial(load_engine, args), options, bound, args.model)
+
+
+def _serve_with_replicas(
+    args: argparse.Namespace, config: Config, options: ServerOptions, service: ServiceOptions
+) -> int:
+    check_ray()
+    with bind(options.host, options.port) as bound:
+        from nanovllm.cluster.service import run_service
+
+        return run_service(partial(load_engine, args), config, options, service, bound, args.model)
+
+
+def load_engine(args: argparse.Namespace) -> "AsyncLLM":
+    """Runs in this process, or in each replica, whose device it then finds."""
+    from nanovllm import AsyncLLM
+
+    return AsyncLLM(model_path(args.model), **serving_options(args))
 
 
 def serving_options(args: argparse.Namespace) -> Mapping[str, Any]:
@@ -70,3 +87,11 @@ def check_server_packages() -> None:
             import_module(name)
         except ModuleNotFoundError as error:
             raise ConfigError(f"nanovllm serve needs {error.name}; run: pip install 'nanovllm[server]'") from error
+
+
+def check_ray() -> None:
+    """Raise ConfigError if a package of the extra `ray` is missing."""
+    try:
+        import_module("ray.serve")
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"num_replicas needs {error.name}; run: pip install 'nanovllm[ray]'") from error

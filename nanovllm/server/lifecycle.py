@@ -18,19 +18,19 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import uvicorn
 
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.errors import EngineError
-from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.api_keys import ApiKeys, read_api_keys
 from nanovllm.server.connections import Connection, ConnectionLimits, raise_file_limit
+from nanovllm.server.gate import ASGIApp, Gate
 from nanovllm.server.options import ServerOptions
 from nanovllm.server.port import port_error, url_of
 from nanovllm.server.private_log import keep_messages_out
-from nanovllm.server.site import Site, build_site
+from nanovllm.server.site import build_site
 
 FAILED = 1  # exit status after the engine has failed; a supervisor should start the server again
 LINGER_S = 1.0  # after a failure: time for load balancers to see it, and for clients to read why
@@ -40,6 +40,33 @@ KEEP_ALIVE_S = 60  # longer than clients keep idle connections, so that they do 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 logger = logging.getLogger(__name__)
+
+
+class Served(Protocol):
+    """What a server process serves: the Site of one engine, or that of several (nanovllm/cluster)."""
+
+    @property
+    def app(self) -> ASGIApp:
+        """The outermost application."""
+
+    @property
+    def gate(self) -> Gate: ...
+
+    @property
+    def model_name(self) -> str: ...
+
+    @property
+    def num_open(self) -> int:
+        """Answers that have not ended."""
+
+    async def warm_up(self) -> None:
+        """Called before the first request. Raises EngineError if nothing can be answered."""
+
+    async def wait_for_failure(self) -> EngineError:
+        """Wait until no request can be answered any more, and return why."""
+
+    async def abort(self) -> None:
+        """Give every open answer its last event. There are no further requests."""
 
 
 def run_server(load: Callable[[], AsyncLLM], options: ServerOptions, bound: socket.socket, model_name: str) -> int:
@@ -52,18 +79,25 @@ def run_server(load: Callable[[], AsyncLLM], options: ServerOptions, bound: sock
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     num_files = raise_file_limit()
     keys = ApiKeys(read_api_keys(options.api_key_file, os.environ))
-    with _ended_by_sigterm():
+    with ended_by_sigterm():
         engine = load()
         try:
-            site = build_site(engine, options, keys, model_name)
-            limits = ConnectionLimits(options.max_receive_s, options.max_unread_s, num_files)
-            return asyncio.run(_Server(engine, site, options, bound, limits).run())
+            return serve_until_stopped(build_site(engine, options, keys, model_name), options, bound, num_files)
         finally:
             engine.close()
 
 
+def serve_until_stopped(served: Served, options: ServerOptions, bound: socket.socket, num_files: int) -> int:
+    """Serve until a signal arrives or `served` fails, and return the exit status. Call it in the main thread.
+
+    num_files: that the process may open.
+    """
+    limits = ConnectionLimits(options.max_receive_s, options.max_unread_s, num_files)
+    return asyncio.run(_Server(served, options, bound, limits).run())
+
+
 @contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
+def ended_by_sigterm() -> Iterator[None]:
     """While the model is loaded, SIGTERM cleans up like an error."""
 
     def end(signum: int, frame: Any) -> NoReturn:
@@ -87,12 +121,10 @@ class _Listener(uvicorn.Server):
 class _Server:
     """Runs the application on an event loop, and ends it in order."""
 
-    def __init__(
-        self, engine: AsyncLLM, site: Site, options: ServerOptions, bound: socket.socket, limits: ConnectionLimits
-    ) -> None:
-        self._engine, self._site, self._options, self._socket = engine, site, options, bound
+    def __init__(self, served: Served, options: ServerOptions, bound: socket.socket, limits: ConnectionLimits) -> None:
+        self._served, self._options, self._socket = served, options, bound
         config = uvicorn.Config(
-            site.app,
+            served.app,
             http=partial(Connection, limits=limits),  # type: ignore[arg-type]  # it only has to make protocols
             lifespan="off",
             ws="none",
@@ -112,7 +144,7 @@ class _Server:
         for signum in _SIGNALS:
             loop.add_signal_handler(signum, partial(self._on_signal, signum))
         try:
-            await self._warm_up()
+            await self._served.warm_up()
             return await self._serve()
         except EngineError as error:  # during the warm-up
             self._report_failure(error)
@@ -128,16 +160,9 @@ class _Server:
             os._exit(128 + signum)
         self._stop_asked.set()
 
-    async def _warm_up(self) -> None:
-        """Run one short request, so that the first client does not wait for what is made on first use."""
-        num_tokens = min(2, max(1, self._engine.llm.max_request_tokens - 1))  # two: a prefill and a decode
-        params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
-        async for _ in self._engine.generate([[0]], params):
-            pass
-
     async def _serve(self) -> int:
         served = asyncio.ensure_future(self._uvicorn.serve(sockets=[self._socket]))
-        failed = asyncio.ensure_future(self._engine.wait_for_failure())
+        failed = asyncio.ensure_future(self._served.wait_for_failure())
         stopped = asyncio.ensure_future(self._stop_asked.wait())
         announced = asyncio.ensure_future(self._announce())
         try:
@@ -166,22 +191,22 @@ class _Server:
         """Say that the server is ready, once it listens."""
         while not self._uvicorn.started:
             await asyncio.sleep(0.01)
-        logger.info("nanovllm: %s is served at %s/v1", self._site.model_name, url_of(self._socket))
+        logger.info("nanovllm: %s is served at %s/v1", self._served.model_name, url_of(self._socket))
 
     async def _drain(self, served: "asyncio.Future[None]", failed: "asyncio.Future[EngineError]") -> None:
         """Let the open requests finish. Returns when they have, at the limit, or when the engine fails."""
-        num_open = self._site.queue.num_open
-        self._site.gate.is_draining = True
+        num_open = self._served.num_open
+        self._served.gate.is_draining = True
         logger.info("nanovllm: stopping; open answers: %d, which get %g s", num_open, self._options.drain_s)
         self._uvicorn.should_exit = True  # closes the port and waits for the connections
         await asyncio.wait((served, failed), timeout=self._options.drain_s, return_when=asyncio.FIRST_COMPLETED)
 
     async def _end(self, served: "asyncio.Future[None]") -> None:
         """End what is still open. Each answer gets a last event, with what was generated so far."""
-        if self._site.queue.num_open:
-            logger.warning("nanovllm: aborting what is left; open answers: %d", self._site.queue.num_open)
+        if self._served.num_open:
+            logger.warning("nanovllm: aborting what is left; open answers: %d", self._served.num_open)
         self._uvicorn.should_exit = True
-        await self._engine.aclose()
+        await self._served.abort()
         await asyncio.wait((served,), timeout=LAST_EVENTS_S)
         for connection in list(self._uvicorn.server_state.connections):
             connection.transport.abort()  # a client that does not read, or never sent its whole request

@@ -57,35 +57,39 @@ _FIGURES = (
 
 
 class Metrics:
-    """Counts what the server answers and refuses. Satisfies admission.RequestCounters."""
+    """Counts what the server answers and refuses. Satisfies admission.RequestCounters.
 
-    def __init__(self, model_name: str) -> None:
+    replica: the name of the engine if there are several; then every sample has it as a label.
+    """
+
+    def __init__(self, model_name: str, replica: str | None = None) -> None:
+        self.model_name = model_name
         self._registry = CollectorRegistry(auto_describe=False)
-        self._labels = {"model_name": model_name}
+        self._labels = {"model_name": model_name} | ({} if replica is None else {"replica": replica})
         self._prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts, those in the prefix cache included")
         self._generation_tokens = self._counter("generation_tokens", "Tokens of answers that have ended")
         self._cached_tokens = self._counter("prefix_cache_hits", "Tokens of prompts found in the prefix cache")
         self._finished = Counter(
             f"{PREFIX}request_success",
             "Answers that have ended",
-            ["model_name", "finished_reason"],
+            [*self._labels, "finished_reason"],
             registry=self._registry,
         )
         self._refused = Counter(
             f"{PREFIX}requests_refused",
             "Requests that were refused",
-            ["model_name", "reason"],
+            [*self._labels, "reason"],
             registry=self._registry,
         )
         self._ttft_s = self._histogram("time_to_first_token_seconds", "From arrival to the first token", _FIRST_TOKEN_S)
         self._tpot_s = self._histogram("time_per_output_token_seconds", "Mean between an answer's tokens", _TOKEN_S)
 
     def _counter(self, name: str, about: str) -> Counter:
-        counter = Counter(PREFIX + name, about, ["model_name"], registry=self._registry)
+        counter = Counter(PREFIX + name, about, list(self._labels), registry=self._registry)
         return counter.labels(**self._labels)
 
     def _histogram(self, name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
-        histogram = Histogram(PREFIX + name, about, ["model_name"], registry=self._registry, buckets=buckets)
+        histogram = Histogram(PREFIX + name, about, list(self._labels), registry=self._registry, buckets=buckets)
         return histogram.labels(**self._labels)
 
     def watch(self, stats: Callable[[], Mapping[str, Any]], num_in_queue: Callable[[], int]) -> None:

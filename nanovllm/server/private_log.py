@@ -9,9 +9,9 @@ import traceback
 _LOGGERS = ("uvicorn.error", "uvicorn.asgi", "asyncio", "concurrent.futures")  # they log exceptions of requests
 
 
-def keep_messages_out() -> None:
-    """Change how exceptions are logged in this process. Doing so twice changes nothing more."""
-    for name in _LOGGERS:
+def keep_messages_out(*more: str) -> None:
+    """Change how exceptions are logged in this process, also by the loggers `more`. Doing so twice changes nothing."""
+    for name in (*_LOGGERS, *more):
         logging.getLogger(name).addFilter(_strip_message)
 
 

@@ -19,6 +19,7 @@ from nanovllm.cli.demo import DemoOptions
 from nanovllm.cli.flags import given_fields, name_flags
 from nanovllm.cli.options_table import options_tables, write_tables
 from nanovllm.cluster.batch_options import BatchOptions
+from nanovllm.cluster.service_options import ServiceOptions
 from nanovllm.config import Config
 from nanovllm.demo.haystack import build_haystack
 from nanovllm.demo.retrieval_model import build_retrieval_model
@@ -174,7 +175,7 @@ def test_options_page_tables_are_those_that_the_fields_make() -> None:
 def test_options_tables_have_every_field_and_default() -> None:
     rows = [line.split("|")[1:3] for line in options_tables().splitlines() if line.startswith("| `")]
     table = [(name.strip(" `"), default.strip(" `")) for name, default in rows]
-    tables = (Config, SamplingParams, ServerOptions, BatchOptions)
+    tables = (Config, SamplingParams, ServerOptions, BatchOptions, ServiceOptions)
     optional = [field for options in tables for field in fields(options) if field.name != "model"]
     assert table == [(field.name, repr(field.default).replace("'", '"')) for field in optional]
 

@@ -1,0 +1,144 @@
+"""`nanovllm serve --num-replicas`: this process has the HTTP server, and Ray Serve runs the engines.
+
+    this process    the port, connections, the gate (API keys, limits), the choice of a replica, the drain
+    Ray Serve       places the replicas, asks for their health, replaces them, scales them
+    replicas        an engine each, with the same HTTP application as a server of one engine
+
+Serve's own HTTP proxies are switched off. Behind them, the limits on connections and slow clients would not hold, and
+each part of an answer would pass through one more process.
+"""
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import ray
+from ray import serve
+
+from nanovllm.async_llm import AsyncLLM
+from nanovllm.cluster.front import Front
+from nanovllm.cluster.serve_replicas import DEPLOYMENT, ServeReplicas
+from nanovllm.cluster.service_options import ServiceOptions, check_engine
+from nanovllm.cluster.service_plan import check_room, deployment_options, replica_resources
+from nanovllm.cluster.service_replica import EngineReplica
+from nanovllm.cluster.service_site import ServiceSite
+from nanovllm.config import Config
+from nanovllm.errors import ConfigError, EngineError
+from nanovllm.server.api_keys import ApiKeys, read_api_keys
+from nanovllm.server.connections import raise_file_limit
+from nanovllm.server.lifecycle import ended_by_sigterm, serve_until_stopped
+from nanovllm.server.options import ServerOptions
+from nanovllm.server.private_log import keep_messages_out
+from nanovllm.server.site import build_gate, served_names, with_origins
+
+CONNECT_TIMEOUT_S = 10.0
+LOCAL_OBJECT_STORE_BYTES = 512 << 20  # bodies and parts of answers above 100 KB pass through it
+
+
+def run_service(
+    load: Callable[[], AsyncLLM],
+    config: Config,
+    options: ServerOptions,
+    service: ServiceOptions,
+    bound: socket.socket,
+    model_name: str,
+) -> int:
+    """Serve with replicas until a signal arrives, and return the exit status. Call it in the main thread.
+
+    load: makes an engine; it is called in each replica, so it must be importable there. The other arguments are those
+    of lifecycle.run_server. Raises ConfigError for what the cluster cannot run, EngineError if no replica starts.
+    """
+    check_engine(config)
+    keep_messages_out("ray.serve")
+    num_files = raise_file_limit()
+    keys = ApiKeys(read_api_keys(options.api_key_file, os.environ))
+    with _connected(service), ended_by_sigterm():  # Ray has its own handler of SIGTERM
+        app = _application(load, config, options, service, model_name)
+        name = f"nanovllm-{socket.gethostname()}-{bound.getsockname()[1]}"
+        with _deployed(app, name, outlives_process=service.ray_address is not None) as handle:
+            replicas = ServeReplicas(handle, name, options.max_wait_s)
+            answered_name = served_names(options, model_name)[0]
+            front = Front(replicas, answered_name)
+            gate = build_gate(front, options, keys, front.refused)
+            update = partial(_replace_replicas, app, name)
+            site = ServiceSite(with_origins(gate, options), gate, front, answered_name, replicas, update)
+            return serve_until_stopped(site, options, bound, num_files)
+
+
+@contextmanager
+def _connected(service: ServiceOptions) -> Iterator[None]:
+    """A connection to the cluster of the options, or a cluster of this process alone, which ends with it."""
+    settings: dict[str, Any] = {"address": service.ray_address, "logging_level": "warning"}
+    if service.ray_address is not None:
+        _check_address(service.ray_address)
+    else:
+        settings |= {
+            "address": "local",
+            "include_dashboard": False,
+            "object_store_memory": LOCAL_OBJECT_STORE_BYTES,
+        }
+    try:
+        ray.init(**settings)
+    except (ConnectionError, RuntimeError) as error:
+        raise ConfigError(
+            f"ray_address={service.ray_address!r} cannot be used: {error}; if this machine is not one of its nodes, "
+            "run 'ray start --address=HOST:PORT' here"
+        ) from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _check_address(address: str) -> None:
+    """Raise ConfigError if nothing listens there. Ray would try for two minutes."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S).close()
+    except (OSError, ValueError, OverflowError) as error:
+        raise ConfigError(
+            f"ray_address={address!r} cannot be reached: {error}; give the address that 'ray start --head' has printed"
+        ) from error
+
+
+@contextmanager
+def _deployed(app: serve.Application, name: str, outlives_process: bool) -> Iterator[Any]:
+    """The application's handle, once its replicas are ready. It is deleted in the end, or ends with its cluster."""
+    serve.start(proxy_location="Disabled")
+    try:
+        yield _run(app, name)
+    finally:
+        if outlives_process:
+            serve.delete(name)
+
+
+def _run(app: serve.Application, name: str) -> Any:
+    try:
+        return serve.run(app, name=name, route_prefix=None)
+    except RuntimeError as error:  # what Serve raises if an application does not start
+        raise EngineError(f"the replicas have not started: {_reason(name) or error}") from error
+
+
+def _reason(app_name: str) -> str:
+    """Why a replica has not started, as far as Serve knows: the last line of its traceback."""
+    app = serve.status().applications.get(app_name)
+    lines = app.deployments[DEPLOYMENT].message.strip().splitlines() if app is not None else []
+    return lines[-1] if lines else ""
+
+
+def _replace_replicas(app: serve.Application, name: str) -> None:
+    """Begin a rolling update to the same application: Serve starts all replicas anew, some at a time."""
+    target = serve.RunTarget(target=app, name=name, route_prefix=None)
+    serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+
+
+def _application(
+    load: Callable[[], AsyncLLM], config: Config, options: ServerOptions, service: ServiceOptions, model_name: str
+) -> serve.Application:
+    resources = replica_resources(config, service, int(ray.cluster_resources().get("GPU", 0)))
+    check_room(service, resources, [node["Resources"] for node in ray.nodes() if node["Alive"]])
+    deployment = serve.deployment(EngineReplica, name=DEPLOYMENT, **deployment_options(config, options, service))
+    return deployment.options(ray_actor_options=resources).bind(load, options, model_name)

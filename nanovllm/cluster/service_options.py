@@ -1,0 +1,65 @@
+"""ServiceOptions: how many engines `nanovllm serve` starts, and where."""
+
+from dataclasses import dataclass
+
+from nanovllm.config import Config
+from nanovllm.errors import ConfigError
+from nanovllm.utils.options import option
+
+MAX_REPLICAS = 1024
+_REPLICAS = "several engines (needs the extra ray)"  # group
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServiceOptions:
+    """The flags of `nanovllm serve` that concern replicas. A bad value raises ConfigError."""
+
+    num_replicas: int | None = option(
+        None,
+        help="number of engines that answer requests, each on a GPU of its own (or tensor_parallel_size GPUs); by "
+        "default, one engine in this process, without Ray",
+        group=_REPLICAS,
+    )
+    max_replicas: int | None = option(
+        None,
+        help="start more replicas while more than max_num_seqs requests are open for each, up to so many, and end "
+        "them again; by default, num_replicas",
+        group=_REPLICAS,
+    )
+    replica_cpus: int = option(
+        1, help="CPU cores that each replica reserves, and threads of its work on the CPU", group=_REPLICAS
+    )
+    ray_address: str | None = option(
+        None,
+        help="the Ray cluster that the replicas run in, as HOST:PORT; this machine must be one of its nodes. By "
+        "default, Ray is started on this machine and ended with the server",
+        group=_REPLICAS,
+    )
+
+    def __post_init__(self) -> None:
+        if self.num_replicas is None:
+            for name, default in (("max_replicas", None), ("replica_cpus", 1), ("ray_address", None)):
+                if getattr(self, name) != default:
+                    raise ConfigError(f"{name}={getattr(self, name)!r} needs num_replicas; add num_replicas")
+            return
+        if not 1 <= self.num_replicas <= MAX_REPLICAS:
+            raise ConfigError(f"num_replicas={self.num_replicas} must be between 1 and {MAX_REPLICAS}")
+        if self.max_replicas is not None and not self.num_replicas <= self.max_replicas <= MAX_REPLICAS:
+            raise ConfigError(
+                f"max_replicas={self.max_replicas} must be between num_replicas={self.num_replicas} and {MAX_REPLICAS}"
+            )
+        if self.replica_cpus < 1:
+            raise ConfigError(f"replica_cpus={self.replica_cpus} must be 1 or more")
+        if self.ray_address is not None and ("://" in self.ray_address or ":" not in self.ray_address):
+            raise ConfigError(f"ray_address={self.ray_address!r} must be HOST:PORT, such as 10.0.0.1:6379")
+
+
+def check_engine(config: Config) -> None:
+    """Raise ConfigError for options of an engine that replicas cannot have."""
+    if ":" in config.device:
+        raise ConfigError(f"device={config.device!r} with num_replicas: Ray chooses the GPUs; give device='cuda'")
+    if config.enable_cpu_offload and config.cpu_memory_gb is None:
+        raise ConfigError(
+            "enable_cpu_offload=True with num_replicas needs cpu_memory_gb: Ray reserves it for each replica, which would "
+            "otherwise take most of the memory of its machine"
+        )

@@ -1,0 +1,185 @@
+"""`nanovllm serve --num-replicas 2` with the built-in model, on a Ray cluster of two nodes."""
+
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import failing_service
+import httpx
+import pytest
+from service_process import Service, service_process, two_nodes
+
+KEYS = ("first-key", "second-key")
+NUM_DOCUMENTS, NUM_QUESTIONS, DOCUMENT_CHARS = 8, 4, 3000
+LONG_ANSWER = 400
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    with two_nodes() as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def service(address: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    log = tmp_path_factory.mktemp("service") / "log"
+    with service_process(log, "--num-replicas", "2", "--ray-address", address, "--drain-s", "60") as service:
+        yield service
+
+
+def document(number: int) -> str:
+    return "".join(f"{number}:{i} is line {i} of document {number * 7919}. " for i in range(200))[:DOCUMENT_CHARS]
+
+
+def cached_tokens(answer: dict[str, Any]) -> int:
+    return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+def test_replicas_are_on_different_nodes_and_answer_as_one_server(service: Service) -> None:
+    assert service.get("/health").json() == {"status": "ready"}
+    assert service.get("/v1/models").json()["data"][0]["id"] == "demo"
+    assert service.complete("The passkey is 4711.\nThe passkey is", max_tokens=5)["choices"][0]["text"] == " 4711"
+    assert service.post("", max_tokens=-1).status_code == 400
+    assert "<html" in service.get("/").text
+    assert len(service.replicas()) == 2
+
+
+def test_questions_reach_the_replica_that_holds_their_document(service: Service) -> None:
+    """Each question finds its document in the cache; both replicas hold some of the documents."""
+    before = service.samples("prefix_cache_hits_total")
+    first = [cached_tokens(service.complete(document(d))) for d in range(NUM_DOCUMENTS)]
+    assert first == [0] * NUM_DOCUMENTS
+
+    def ask(number: int) -> int:
+        text = document(number % NUM_DOCUMENTS) + f"\nQuestion {number}: what is in line {number}?"
+        return cached_tokens(service.complete(text))
+
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(ask, range(NUM_DOCUMENTS * NUM_QUESTIONS)))
+    assert sum(tokens > DOCUMENT_CHARS / 2 for tokens in found) >= 0.9 * len(found), found
+    hits = service.samples("prefix_cache_hits_total")
+    assert all(hits[replica] > before[replica] for replica in hits), (before, hits)
+    assert sum(hits.values()) - sum(before.values()) == sum(found)
+
+
+def test_client_that_leaves_ends_its_request(service: Service) -> None:
+    stream = service.stream("A long answer, please. " * 4, max_tokens=5000)
+    next(stream)
+    assert sum(service.samples("num_requests_running").values()) == 1
+    stream.close()
+    service.wait_for(lambda: not sum(service.samples("num_requests_running").values()), "the request still runs")
+    assert sum(service.samples("generation_tokens_total").values()) < 5000
+
+
+def test_replica_killed_under_load_is_replaced(service: Service, address: str) -> None:
+    """Streams that it had begun end with an error event; what had not begun is answered by the other replica."""
+    replicas = service.replicas()
+    streams = [service.stream(f"{i} is the number of this stream. " * 10, max_tokens=LONG_ANSWER) for i in range(8)]
+    with ThreadPoolExecutor(16) as pool:
+        begun = list(pool.map(next, streams))  # each has sent a token
+        assert not any("error" in event for event in begun)
+        whole = [
+            pool.submit(
+                service.post, f"{i} is an answer without a stream. " * 10, max_tokens=LONG_ANSWER, ignore_eos=True
+            )
+            for i in range(8)
+        ]
+        service.wait_for(lambda: sum(service.samples("num_requests_running").values()) == 16, "16 do not run")
+        running = service.samples("num_requests_running")
+        victim = max(running, key=lambda replica: running[replica])
+        kill_replica(address, victim)
+        lasts = list(pool.map(lambda stream: list(stream)[-1], streams))
+        statuses = [each.result().status_code for each in whole]
+    failed = [event["error"]["code"] for event in lasts if "error" in event]
+    assert 0 < len(failed) < len(streams) and set(failed) == {"engine_unavailable"}
+    assert statuses == [200] * len(whole)
+    assert service.samples("answers_cut_total") == {"": len(failed)}
+    assert service.samples("requests_resent_total")[""] == running[victim] - len(failed)
+    assert service.get("/health").status_code == 200
+    service.wait_for(lambda: len(service.replicas()) == 2, "the replica has not been replaced")
+    assert len(service.replicas() & replicas) == 1
+
+
+def kill_replica(address: str, replica: str) -> None:
+    import ray
+
+    ray.init(address, namespace="serve", logging_level="error", log_to_driver=False)
+    try:
+        (name,) = (name for name in ray.util.list_named_actors() if name.endswith(f"#{replica}"))
+        ray.kill(ray.get_actor(name))
+    finally:
+        ray.shutdown()
+
+
+def test_rolling_update_answers_everything(service: Service) -> None:
+    service.wait_for(lambda: len(service.replicas()) == 2, "two replicas are needed")
+    replicas, statuses, is_over = service.replicas(), [], threading.Event()
+
+    def ask() -> None:
+        while not is_over.is_set():
+            statuses.append(service.post("How are you? " * 10).status_code)
+
+    with ThreadPoolExecutor(2) as pool:
+        asking = [pool.submit(ask) for _ in range(2)]
+        try:
+            service.process.send_signal(signal.SIGUSR1)
+            service.wait_for(
+                lambda: len(now := service.replicas()) == 2 and not now & replicas, "the replicas are the same"
+            )
+        finally:
+            is_over.set()
+        for each in asking:
+            each.result()
+    assert set(statuses) == {200}
+
+
+def test_sigterm_lets_open_streams_finish_and_leaves_no_replica(service: Service, address: str) -> None:
+    """The last test: it ends the service."""
+    stream = service.stream("How are you? " * 10, max_tokens=LONG_ANSWER)
+    next(stream)
+    service.process.send_signal(signal.SIGTERM)
+    assert list(stream)[-1]["choices"][0]["finish_reason"] == "length"
+    assert service.process.wait(60) == 0
+    with pytest.raises(httpx.ConnectError):
+        service.get("/health")
+    import ray
+
+    ray.init(address, namespace="serve", logging_level="error", log_to_driver=False)
+    try:
+        assert not [name for name in ray.util.list_named_actors() if "EngineReplica" in name]
+    finally:
+        ray.shutdown()
+
+
+def test_replica_whose_engine_fails_is_replaced(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process lives on, and would answer at once, with an error. The front asks the other replica."""
+    failure = tmp_path / "failure"
+    monkeypatch.setenv("FAILURE", str(failure))
+    program, flags = (failing_service.__file__,), ("--num-replicas", "2", "--ray-address", address)
+    with service_process(tmp_path / "log", *flags, program=program) as service:
+        replicas = service.replicas()
+        failure.touch()
+        hit = service.post("How are you? " * 10)
+        assert hit.status_code == 503 and "injected" in hit.json()["error"]["message"]
+        statuses = [service.post(f"{i} times: how are you? " * 10).status_code for i in range(20)]
+        assert statuses == [200] * 20
+        assert service.samples("requests_resent_total")[""] > 0
+        service.wait_for(lambda: len(service.replicas() - replicas) == 1, "the replica has not been replaced")
+
+
+def test_keys_and_salts_hold_in_a_service_of_one_replica(address: str, tmp_path: Path) -> None:
+    """Keys are checked once, in front. KV is shared only between requests with the same key."""
+    keys = tmp_path / "keys"
+    keys.write_text("\n".join(KEYS))
+    flags = ("--api-key-file", str(keys), "--cache-salt-per-key", "--max-body-mb", "0.1")
+    with service_process(tmp_path / "log", "--num-replicas", "1", "--ray-address", address, *flags) as service:
+        headers = [{"Authorization": f"Bearer {key}"} for key in KEYS]
+        assert service.post("x").status_code == 401
+        assert service.post("x" * 200_000, headers=headers[0]).status_code == 413
+        answers = [service.post(document(1), headers=headers[i]).json() for i in (0, 0, 1)]
+        assert [cached_tokens(answer) > 0 for answer in answers] == [False, True, False]
+        refused = httpx.get(f"{service.url}/metrics", headers=headers[0]).text
+        assert 'nanovllm:front_requests_refused_total{model_name="demo",reason="api_key"} 1.0' in refused
