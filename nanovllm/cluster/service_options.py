@@ -60,6 +60,6 @@ def check_engine(config: Config) -> None:
         raise ConfigError(f"device={config.device!r} with num_replicas: Ray chooses the GPUs; give device='cuda'")
     if config.enable_cpu_offload and config.cpu_memory_gb is None:
         raise ConfigError(
-            "enable_cpu_offload=True with num_replicas needs cpu_memory_gb: Ray reserves it for each replica, which would "
-            "otherwise take most of the memory of its machine"
+            "enable_cpu_offload=True with num_replicas needs cpu_memory_gb: Ray reserves it for each replica, which "
+            "would otherwise take most of the memory of its machine"
         )
