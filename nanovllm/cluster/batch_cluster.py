@@ -119,5 +119,5 @@ def _ray_errors() -> Iterator[None]:
         yield
     except RayError as error:
         raise EngineError(
-            f"Ray could not run the job; are nanovllm and Ray the same on all machines? {error}"
+            f"Ray has given up: {error}\nRepeat the command to go on. All machines need the same nanovllm and Ray"
         ) from error
