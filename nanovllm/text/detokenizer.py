@@ -125,14 +125,19 @@ class Detokenizer:
         return piece
 
     def _read(self, token_ids: list[int], finished: bool) -> str:
-        """Add tokens to the window, and return the part of its text that is final and was not read before."""
+        """Add tokens to the window, and return the part of its text that is final and was not read before.
+
+        A decoder may replace a whole run of bytes because of a single one. So tokens that make replacement characters
+        are added one by one: then only the newest can be incomplete.
+        """
+        text = self._decoder.decode(self._window + token_ids)
+        if len(token_ids) > 1 and REPLACEMENT in text:
+            *first, last = token_ids
+            return "".join(self._read([token_id], False) for token_id in first) + self._read([last], finished)
         self._window += token_ids
-        text = self._decoder.decode(self._window)
         if finished or not text.endswith(REPLACEMENT):
             piece = text[self._num_read_chars :]
-            self._window = (
-                self._window[max(self._num_context_tokens, len(self._window) - WINDOW_TOKENS) :] or self._window
-            )
+            self._window = self._context_of(self._window[self._num_context_tokens :] or self._window)
             self._num_context_tokens = len(self._window)
             self._num_read_chars = self._decoder.text_len(self._window)
             return piece
@@ -146,6 +151,13 @@ class Detokenizer:
         self._window, self._num_context_tokens = self._window[-WINDOW_TOKENS:], 0
         self._num_read_chars = max(0, self._decoder.text_len(self._window) - (len(text) - end))
         return text[start:end]
+
+    def _context_of(self, token_ids: list[int]) -> list[int]:
+        """The newest of these tokens, to be decoded together with the next ones. All, if they would begin inside a
+        character.
+        """
+        newest = token_ids[-WINDOW_TOKENS:]
+        return newest if len(newest) == len(token_ids) or REPLACEMENT not in self._decoder.decode(newest) else token_ids
 
     def _cut_at_stop(self, text: str, finished: bool) -> str:
         """The part of `text` that may be shown. `text` begins with all that was withheld, so no stop string begins

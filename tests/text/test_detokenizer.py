@@ -1,6 +1,8 @@
 """The detokenizer against decoding all at once."""
 
 import json
+import random
+from itertools import product
 from typing import Any
 
 import pytest
@@ -261,11 +263,14 @@ TEXTS = st.one_of(st.text(max_size=40), st.text("a \u00e9\u20ac\U0001f600\ufffd 
 
 
 def check_real_tokenizer(tokenizer: Any, token_ids: list[int]) -> None:
-    for skip in (True, False):
+    """One by one, and in chunks of random lengths: whoever reads seldom gets several at a time."""
+    rng = random.Random(len(token_ids))
+    for skip, longest in product((True, False), (1, 4, 12, 40)):
         detokenizer = Detokenizer(TokenDecoder(tokenizer, skip), ())
-        pieces = [
-            detokenizer.update([token_id], finished=end == len(token_ids)) for end, token_id in enumerate(token_ids, 1)
-        ]
+        pieces, end = [], 0
+        while end < len(token_ids):
+            start, end = end, min(end + rng.randint(1, longest), len(token_ids))
+            pieces.append(detokenizer.update(token_ids[start:end], finished=end == len(token_ids)))
         assert "".join(pieces) == detokenizer.text == tokenizer.decode(token_ids, skip_special_tokens=skip)
 
 
