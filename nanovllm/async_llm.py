@@ -34,7 +34,7 @@ from nanovllm.text.request_check import Prompt, cache_salt, prompt_list
 CHECK_INTERVAL_S = 1.0  # how often an idle engine makes sure that all its ranks are alive
 MAX_WOKEN = 16  # consumers at a time
 MAX_DISPATCH_SHARE = 0.25  # of the event loop's time, at most, goes into passing on results...
-MAX_REST_S = 0.1  # ...unless they would wait longer than this
+MAX_REST_S = 0.1  # between two dispatches
 
 
 class AsyncLLM:
@@ -201,8 +201,11 @@ class AsyncLLM:
             raise RuntimeError("an AsyncLLM has open requests on another event loop; use one loop at a time")
         self._abort(list(self._streams))  # those of a loop that was closed before they ended
         with self._changed:
-            self._loop = loop
+            old_loop, self._loop = self._loop, loop
             self._arrived.clear()
+        if old_loop is not None and not old_loop.is_closed():
+            for stream in self._to_wake:  # all they wait for has arrived
+                old_loop.call_soon_threadsafe(stream.wake)
         self._to_wake.clear()
         self._is_dispatching = False
         self._failed = asyncio.Event()
@@ -211,18 +214,20 @@ class AsyncLLM:
 
     def _begin_dispatch(self) -> None:
         """Dispatch, if that is not going on anyway. Hot."""
-        if not self._is_dispatching:
+        if not self._is_dispatching and self._is_on_loop():
             self._dispatch()
 
     def _dispatch(self) -> None:
         """Merge what has arrived into the updates of its streams, and wake the consumers whose turn it is. Hot."""
         self._is_dispatching = True
         start_s = time.thread_time()
-        self._merge_arrived()
-        for stream in list(islice(self._to_wake, MAX_WOKEN)):
-            del self._to_wake[stream]
-            stream.wake()
-        asyncio.get_running_loop().call_soon(self._rest, start_s)  # after these consumers
+        try:
+            self._merge_arrived()
+            for stream in list(islice(self._to_wake, MAX_WOKEN)):
+                del self._to_wake[stream]
+                stream.wake()
+        finally:
+            asyncio.get_running_loop().call_soon(self._rest, start_s)  # after these consumers
 
     def _merge_arrived(self) -> None:
         with self._changed:
@@ -250,15 +255,20 @@ class AsyncLLM:
         return stream.update_of(request_id)
 
     def _rest(self, start_s: float) -> None:
-        """Go on when the loop has had time for other things, if there is anything to go on with."""
+        """Go on when the engine's thread has had time for its steps, if there is anything to go on with."""
         busy_s = time.thread_time() - start_s
-        rest_s = min(busy_s * (1 / MAX_DISPATCH_SHARE - 1), MAX_REST_S)
+        rest_s = min(busy_s * (1 / MAX_DISPATCH_SHARE - 1), MAX_REST_S) if self.llm.engine.has_requests else 0.0
         asyncio.get_running_loop().call_later(rest_s, self._end_rest)
 
     def _end_rest(self) -> None:
+        if not self._is_on_loop():
+            return  # another loop has followed
         self._is_dispatching = False
         if self._to_wake or self._arrived:
             self._dispatch()
+
+    def _is_on_loop(self) -> bool:
+        return asyncio.get_running_loop() is self._loop
 
     def _dispatch_failure(self) -> None:
         """Tell all streams, and whoever waits for it, that the engine has failed."""

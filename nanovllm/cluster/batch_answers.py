@@ -59,7 +59,7 @@ class RowAnswerer:
                     raise row
                 request = make_request(row, place, self._defaults)
                 prompt = await self._prompt(request)
-                stream = await self._engine.submit(prompt, request.params, with_tokens=False)
+                stream = await self._engine.submit(prompt, request.params, with_tokens=begun is not None)
                 outputs = await (stream.outputs() if begun is None else _outputs(stream, begun))
                 return answer_columns(outputs, request.params)
         except RequestError as error:

@@ -21,7 +21,7 @@ from nanovllm.cluster.batch_cluster import connected, nodes_of_cluster, on_an_en
 from nanovllm.cluster.batch_engine import BatchEngine, EngineJob
 from nanovllm.cluster.batch_files import UnitRows
 from nanovllm.cluster.batch_formats import format_of
-from nanovllm.cluster.batch_manifest import ANSWER_OPTIONS, open_output
+from nanovllm.cluster.batch_manifest import ANSWER_OPTIONS, held_alone, open_output
 from nanovllm.cluster.batch_options import BatchOptions
 from nanovllm.cluster.batch_plan import ScannedRow, Unit, UnitLimits, plan_units
 from nanovllm.cluster.batch_resources import (
@@ -72,6 +72,12 @@ def run_job(job: BatchJob) -> JobSummary:
     format = format_of(paths)
     units, manifest = _plan(job, paths, format)
     open_output(job.output, manifest)
+    with held_alone(job.output):
+        return _run_rest(job, paths, format, units)
+
+
+def _run_rest(job: BatchJob, paths: Sequence[Path], format: type[UnitRows], units: Sequence[Unit]) -> JobSummary:
+    """Run the units that have no part."""
     _clean(job.output)
     engine = EngineJob(
         model=job.config.model,

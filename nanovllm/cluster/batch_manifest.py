@@ -1,7 +1,9 @@
 """_job.json in the output folder: what the job is, so that only the same job is resumed there."""
 
+import fcntl
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,19 @@ def open_output(output: Path, manifest: Mapping[str, Any]) -> None:
         scratch.replace(path)
     except OSError as error:
         raise ConfigError(f"output {str(output)!r} cannot be written: {error.strerror}; give another folder") from error
+
+
+@contextmanager
+def held_alone(output: Path) -> Iterator[None]:
+    """Keep other commands out of the folder, as long as this process lives. Raises ConfigError if one is in it."""
+    with (output / NAME).open() as manifest:
+        try:
+            fcntl.flock(manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(f"output {str(output)!r} is in use by another command; wait for its end") from error
+        except OSError:
+            pass  # its file system has no locks
+        yield
 
 
 def _check_same(path: Path, manifest: Mapping[str, Any]) -> None:

@@ -13,6 +13,7 @@ from nanovllm.errors import RequestError
 from nanovllm.sampling_params import SamplingParams, StructuredOutputs
 
 PROMPT_COLUMNS = ("prompt", "messages", "prompt_token_ids")
+MAX_ANSWERS = 1024  # to one row; an engine makes them all at once
 SAMPLING_COLUMNS = tuple(field.name for field in fields(SamplingParams))
 JSON_COLUMNS = ("messages", "logit_bias", "structured_outputs")  # may also be JSON text, which suits Parquet
 ADDED_COLUMNS = ("text", "token_ids", "finish_reason", "num_cached_tokens", "error")
@@ -59,6 +60,8 @@ def make_request(row: Mapping[str, Any], place: RowPlace, defaults: RowDefaults)
     if "structured_outputs" in given:
         sampling["structured_outputs"] = _structured_outputs(given["structured_outputs"])
     params = SamplingParams(**sampling)
+    if params.n > MAX_ANSWERS:
+        raise RequestError(f"n={params.n} must be at most {MAX_ANSWERS} in a job; give several rows with the prompt")
     if in_chat:
         return RowRequest(None, _conversation(given["messages"]), params)
     return RowRequest({prompts[0]: given[prompts[0]]}, None, params)

@@ -39,8 +39,12 @@ class EngineReplica:
         yield self._name
         self.check_health()
         parts = AppCall(self._app, request, self._pace).parts()
+        has_begun = False
         try:
             async for part in parts:
+                if not has_begun:
+                    self.check_health()  # if the engine has just failed, this part is its error
+                    has_begun = True
                 yield part
         finally:
             await parts.aclose()

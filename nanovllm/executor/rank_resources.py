@@ -19,7 +19,8 @@ def rank_resources(device_type: str, num_threads: int) -> dict[str, float]:
 
 def rank_environment(environ: Mapping[str, str], import_path: Sequence[str]) -> dict[str, str]:
     """What the other ranks must share with rank 0: such settings as those of NCCL, and where it imports from."""
-    shared = {name: environ[name] for name in environ if name.startswith(_SHARED_PREFIXES) and name not in _SET_BY_RAY}
+    left_out = [*_SET_BY_RAY, *(name for name in environ if "TOKEN" in name)]  # Ray shows these settings to its users
+    shared = {name: environ[name] for name in environ if name.startswith(_SHARED_PREFIXES) and name not in left_out}
     return shared | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in import_path)}
 
 

@@ -8,6 +8,8 @@ from nanovllm.core.outputs import Ending, Outbox, Receiver, TextSource
 from nanovllm.core.sequence import Sequence
 from nanovllm.text.detokenizer import Detokenizer
 
+READER_TIMEOUT_S = 1.0
+
 
 class TextReceiver(Receiver, TextSource):
     """Decodes when the text is read, in the reader's thread, and at the end. So the engine's steps do not wait for the
@@ -66,9 +68,14 @@ class TextReceiver(Receiver, TextSource):
         return piece
 
     def whole_text(self) -> str:
-        with self._lock:
-            self._decode()
-            return self.detokenizer.text
+        # The caller holds the engine's lock, which a reader that holds this one may wait for: a garbage collection in
+        # its thread may close an abandoned stream
+        if self._lock.acquire(timeout=READER_TIMEOUT_S):
+            try:
+                self._decode()
+            finally:
+                self._lock.release()
+        return self.detokenizer.text
 
     def _decode(self, finished: bool = False, at_end_token: bool = False) -> None:
         """Decode the new tokens. If that fails, the request ends with an error when its next token arrives."""

@@ -132,6 +132,47 @@ def test_busy_consumers_get_fewer_and_longer_updates(model: Path) -> None:
     assert len(busy_s) < 8 * 120
 
 
+def test_streams_that_have_ended_reach_their_consumers_after_another_loop_has_followed(model: Path) -> None:
+    """Regression: a new loop may follow once all requests have ended, even if not all consumers have been woken."""
+
+    async def submit(engine: AsyncLLM) -> list[asyncio.Task[Any]]:
+        streams = [await engine.submit([[1, 2, 3]], GREEDY) for _ in range(40)]
+        tasks = [asyncio.ensure_future(stream.outputs()) for stream in streams]
+        while engine._streams:
+            await asyncio.sleep(0)
+        return tasks
+
+    engine, first_loop = AsyncLLM(model, **OPTIONS), asyncio.new_event_loop()
+    tasks = first_loop.run_until_complete(asyncio.wait_for(submit(engine), TIME_LIMIT_S))
+    run(collect(engine.generate("Hello", GREEDY)))
+    outputs = first_loop.run_until_complete(asyncio.wait_for(asyncio.gather(*tasks), TIME_LIMIT_S))
+    assert [len(each[0]["token_ids"]) for each in outputs] == [GREEDY.max_tokens] * 40
+    first_loop.close()
+    engine.close()
+
+
+def test_observer_that_raises_does_not_stop_other_streams(model: Path) -> None:
+    class Broken:
+        def updated(self, index: int) -> None: ...
+
+        def finished(self, output: RequestOutput) -> None:
+            raise ValueError("an observer failed")
+
+        def closed(self, num_open: int) -> None: ...
+
+    async def both() -> list[str]:
+        reported: list[str] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(str(context["exception"])))
+        async with AsyncLLM(model, **OPTIONS) as engine:
+            stream = await engine.submit([[1, 2, 3]], GREEDY)
+            stream.observer = Broken()
+            await wait_until(lambda: bool(reported))
+            await collect(engine.generate("Hello", GREEDY))
+        return reported
+
+    assert run(both()) == ["an observer failed"]
+
+
 def test_generate_200_at_once_answers_each(engine: AsyncLLM) -> None:
     prompts = [[1 + i % 250, 2, 3 + i // 250] for i in range(200)]
 
