@@ -12,7 +12,7 @@ import xxhash
 from nanovllm.capacity.machine import Machine
 from nanovllm.cluster.batch_formats import format_of
 from nanovllm.cluster.batch_jsonl import JsonLinesRows
-from nanovllm.cluster.batch_manifest import open_output
+from nanovllm.cluster.batch_manifest import held_alone, open_output
 from nanovllm.cluster.batch_options import BatchOptions
 from nanovllm.cluster.batch_plan import RowPlace, ScannedRow, Unit, UnitLimits, plan_units, runs_of
 from nanovllm.cluster.batch_resources import (
@@ -182,6 +182,7 @@ def test_make_request_structured_outputs_is_an_object() -> None:
         ({"prompt": "x", "temperature": -1}, "temperature=-1"),
         ({"prompt": "x", "logit_bias": {"abc": 1}}, "logit_bias"),
         ({"prompt": "x", "structured_outputs": {"grammar": "y"}}, "structured_outputs has grammar"),
+        ({"prompt": "x", "n": 100_000}, "n=100000 must be at most 1024"),
     ],
 )
 def test_make_request_bad_row_is_refused(row: dict[str, Any], message: str) -> None:
@@ -260,6 +261,14 @@ def test_open_output_resumes_only_the_same_job(tmp_path: Path) -> None:
     open_output(output, {"model": "m", "units": [1]})
     with pytest.raises(ConfigError, match=r'model was "m", now "other".*another output folder'):
         open_output(output, {"model": "other", "units": [1]})
+
+
+def test_held_alone_keeps_a_second_command_out(tmp_path: Path) -> None:
+    open_output(tmp_path, {})
+    with held_alone(tmp_path), pytest.raises(ConfigError, match="in use by another command"), held_alone(tmp_path):
+        pass
+    with held_alone(tmp_path):
+        pass
 
 
 def test_open_output_keeps_out_of_folders_of_others(tmp_path: Path) -> None:

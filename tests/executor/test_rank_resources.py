@@ -51,8 +51,9 @@ def test_rank_device_unseen_gpu_is_refused(gpu_id: str, visible: str | None) -> 
         rank_device("cuda", [gpu_id], visible)
 
 
-def test_rank_environment_shares_settings_and_import_path_but_not_the_visible_gpus() -> None:
+def test_rank_environment_shares_settings_and_import_path_but_not_gpus_or_tokens() -> None:
     environ = {"NCCL_P2P_DISABLE": "1", "HF_HOME": "/hf", "CUDA_VISIBLE_DEVICES": "3", "RAY_ADDRESS": "x", "HOME": "/"}
+    environ["HF_TOKEN"] = environ["HF_HUB_TOKEN"] = "secret"
     assert rank_environment(environ, ["", "/lib"]) == {
         "NCCL_P2P_DISABLE": "1",
         "HF_HOME": "/hf",

@@ -133,11 +133,11 @@ def test_busy_consumers_get_fewer_and_longer_updates(model: Path) -> None:
 
 
 def test_streams_that_have_ended_reach_their_consumers_after_another_loop_has_followed(model: Path) -> None:
-    """Regression: a new loop may follow once all requests have ended, even if not all consumers have been woken."""
+    """A new loop may follow once all requests have ended, even if not all consumers have been woken."""
 
     async def submit(engine: AsyncLLM) -> list[asyncio.Task[Any]]:
-        streams = [await engine.submit([[1, 2, 3]], GREEDY) for _ in range(40)]
-        tasks = [asyncio.ensure_future(stream.outputs()) for stream in streams]
+        streams = await asyncio.gather(*(engine.submit([[1, 2, 3]], GREEDY) for _ in range(120)))
+        tasks = [asyncio.ensure_future(collect(stream)) for stream in streams]
         while engine._streams:
             await asyncio.sleep(0)
         return tasks
@@ -145,8 +145,8 @@ def test_streams_that_have_ended_reach_their_consumers_after_another_loop_has_fo
     engine, first_loop = AsyncLLM(model, **OPTIONS), asyncio.new_event_loop()
     tasks = first_loop.run_until_complete(asyncio.wait_for(submit(engine), TIME_LIMIT_S))
     run(collect(engine.generate("Hello", GREEDY)))
-    outputs = first_loop.run_until_complete(asyncio.wait_for(asyncio.gather(*tasks), TIME_LIMIT_S))
-    assert [len(each[0]["token_ids"]) for each in outputs] == [GREEDY.max_tokens] * 40
+    answers = first_loop.run_until_complete(asyncio.wait_for(asyncio.gather(*tasks), TIME_LIMIT_S))
+    assert [len(answer[0][1]) for answer in answers] == [GREEDY.max_tokens] * 120
     first_loop.close()
     engine.close()
 
