@@ -155,15 +155,15 @@ def test_sigterm_lets_open_streams_finish_and_leaves_no_replica(service: Service
 
 
 def test_replica_whose_engine_fails_is_replaced(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its process lives on, and would answer at once, with an error. The front asks the other replica."""
+    """Its process lives on, and would answer at once, with an error. The front asks the other replica, also for the
+    request in whose step the engine has failed.
+    """
     failure = tmp_path / "failure"
     monkeypatch.setenv("FAILURE", str(failure))
     program, flags = (failing_service.__file__,), ("--num-replicas", "2", "--ray-address", address)
     with service_process(tmp_path / "log", *flags, program=program) as service:
         replicas = service.replicas()
         failure.touch()
-        hit = service.post("How are you? " * 10)
-        assert hit.status_code == 503 and "injected" in hit.json()["error"]["message"]
         statuses = [service.post(f"{i} times: how are you? " * 10).status_code for i in range(20)]
         assert statuses == [200] * 20
         assert service.samples("requests_resent_total")[""] > 0
