@@ -1,4 +1,4 @@
-"""Rows as lines of JSON. A line that cannot be read is a row with an error; an empty one is no row."""
+"""Rows as lines of JSON. A line that cannot be read is a row with an error; an empty line is skipped."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence

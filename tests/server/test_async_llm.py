@@ -135,18 +135,23 @@ def test_busy_consumers_get_fewer_and_longer_updates(model: Path) -> None:
 def test_streams_that_have_ended_reach_their_consumers_after_another_loop_has_followed(model: Path) -> None:
     """A new loop may follow once all requests have ended, even if not all consumers have been woken."""
 
+    params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+
     async def submit(engine: AsyncLLM) -> list[asyncio.Task[Any]]:
-        streams = await asyncio.gather(*(engine.submit([[1, 2, 3]], GREEDY) for _ in range(120)))
-        tasks = [asyncio.ensure_future(collect(stream)) for stream in streams]
+        tasks = [asyncio.ensure_future(collect(engine.generate([[1, 2, 3]], params))) for _ in range(30)]
+        await wait_until(lambda: len(engine._streams) == 30)
+        while num_open(engine):
+            time.sleep(0.005)  # the loop is busy until all have ended
         while engine._streams:
             await asyncio.sleep(0)
+        assert engine._to_wake, "some consumers have not been woken yet"
         return tasks
 
     engine, first_loop = AsyncLLM(model, **OPTIONS), asyncio.new_event_loop()
     tasks = first_loop.run_until_complete(asyncio.wait_for(submit(engine), TIME_LIMIT_S))
     run(collect(engine.generate("Hello", GREEDY)))
     answers = first_loop.run_until_complete(asyncio.wait_for(asyncio.gather(*tasks), TIME_LIMIT_S))
-    assert [len(answer[0][1]) for answer in answers] == [GREEDY.max_tokens] * 120
+    assert [len(answer[0][1]) for answer in answers] == [200] * 30
     first_loop.close()
     engine.close()
 
