@@ -1,8 +1,6 @@
 """What a job asks of Ray: a cluster, the resources of its machines, and a Dataset that runs the units in actors."""
 
 import logging
-import os
-import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -18,42 +16,7 @@ from nanovllm.cluster.batch_resources import EngineNeeds, Node
 from nanovllm.config import Config
 from nanovllm.errors import CheckpointError, ConfigError, EngineError
 
-OBJECT_STORE_BYTES = 200 * 2**20  # of Ray's own on this machine; only units and counts pass through it
-CONNECT_S = 10.0
 NEVER = -1  # a unit of long answers may take longer than any limit
-
-
-@contextmanager
-def connected(address: str | None) -> Iterator[None]:
-    """Connect to the cluster at `address`, or start Ray on this machine, which ends with the block."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    options: dict[str, Any] = {"address": address}
-    if address is None:
-        options = {"address": "local", "include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
-    elif address != "auto":
-        _check_answers(address)
-    try:
-        ray.init(logging_level=logging.WARNING, **options)
-    except ConnectionError as error:
-        raise ConfigError(
-            f"ray_address={address!r}: no cluster answers, or this machine is not part of it ({error}); run ray start "
-            "--address=HOST:PORT here"
-        ) from error
-    try:
-        yield
-    finally:
-        ray.shutdown()
-
-
-def _check_answers(address: str) -> None:
-    """Ray itself would try for minutes, and then end the process."""
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
-    except (OSError, OverflowError) as error:
-        raise ConfigError(
-            f"ray_address={address!r} cannot be reached ({error}); give the address that ray start --head has printed"
-        ) from error
 
 
 def nodes_of_cluster() -> list[Node]:

@@ -17,7 +17,7 @@ import xxhash
 from tqdm.auto import tqdm
 
 from nanovllm.capacity.machine import Machine
-from nanovllm.cluster.batch_cluster import connected, nodes_of_cluster, on_an_engines_node, unit_results
+from nanovllm.cluster.batch_cluster import nodes_of_cluster, on_an_engines_node, unit_results
 from nanovllm.cluster.batch_engine import BatchEngine, EngineJob
 from nanovllm.cluster.batch_files import UnitRows
 from nanovllm.cluster.batch_formats import format_of
@@ -33,11 +33,13 @@ from nanovllm.cluster.batch_resources import (
     plan_placement,
 )
 from nanovllm.cluster.batch_tries import clear_tries
+from nanovllm.cluster.ray_connection import connected
 from nanovllm.config import Config
 from nanovllm.errors import ConfigError, EngineError
 
 logger = logging.getLogger("nanovllm")
 
+OBJECT_STORE_BYTES = 200 << 20  # only units and counts pass through it
 MAX_UNSEEN_S = 60.0  # until a file that another machine has written is visible here; NFS may take half of that
 
 
@@ -143,7 +145,7 @@ def _run_units(job: BatchJob, engine: EngineJob, todo: Mapping[int, Unit], num_r
     num_errors = num_tokens = 0
     done: set[int] = set()
     num_before = num_rows - sum(map(len, todo.values()))
-    with connected(job.options.ray_address):
+    with connected(job.options.ray_address, OBJECT_STORE_BYTES):
         engine, needs, num_engines = _place(job, engine, len(todo))
         with tqdm(total=num_rows, initial=num_before, desc="Rows", unit="row", dynamic_ncols=True) as bar:
             for result in unit_results(engine, todo, needs, num_engines):

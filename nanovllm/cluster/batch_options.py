@@ -1,13 +1,12 @@
 """BatchOptions: the flags of `nanovllm batch` that concern the cluster and the rows."""
 
-import re
 from dataclasses import dataclass
 
+from nanovllm.cluster.ray_address import RAY_ADDRESS_HELP, check_ray_address
 from nanovllm.errors import ConfigError
 from nanovllm.utils.options import option
 
 MAX_ENGINES = 10_000
-_HOST_AND_PORT = re.compile(r"[^/]+:[0-9]{1,5}")
 _JOB = "the job"  # group
 
 
@@ -27,20 +26,11 @@ class BatchOptions:
         "another, and share the document's KV",
         group=_JOB,
     )
-    ray_address: str | None = option(
-        None,
-        help="host:port of a running Ray cluster, or auto for the one that this machine is part of; by default, Ray is "
-        "started on this machine alone and ends with the job",
-        group=_JOB,
-    )
+    ray_address: str | None = option(None, help=RAY_ADDRESS_HELP, group=_JOB)
 
     def __post_init__(self) -> None:
         if self.num_engines is not None and not 1 <= self.num_engines <= MAX_ENGINES:
             raise ConfigError(f"num_engines={self.num_engines} must be between 1 and {MAX_ENGINES}")
         if self.document_column == "":
             raise ConfigError("document_column='' must be the name of a column")
-        if self.ray_address not in (None, "auto") and not _HOST_AND_PORT.fullmatch(self.ray_address or ""):
-            raise ConfigError(
-                f"ray_address={self.ray_address!r} must be host:port or auto; run the command on a machine of the "
-                "cluster (ray job submit does that), not through Ray's client"
-            )
+        check_ray_address(self.ray_address)

@@ -20,13 +20,14 @@ from ray import serve
 
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.cluster.front import Front
+from nanovllm.cluster.ray_connection import connected
 from nanovllm.cluster.serve_replicas import DEPLOYMENT, ServeReplicas
 from nanovllm.cluster.service_options import ServiceOptions, check_engine
 from nanovllm.cluster.service_plan import check_room, deployment_options, replica_resources
 from nanovllm.cluster.service_replica import EngineReplica
 from nanovllm.cluster.service_site import ServiceSite
 from nanovllm.config import Config
-from nanovllm.errors import ConfigError, EngineError
+from nanovllm.errors import EngineError
 from nanovllm.server.api_keys import ApiKeys, read_api_keys
 from nanovllm.server.connections import raise_file_limit
 from nanovllm.server.lifecycle import ended_by_sigterm, serve_until_stopped
@@ -34,7 +35,6 @@ from nanovllm.server.options import ServerOptions
 from nanovllm.server.private_log import keep_messages_out
 from nanovllm.server.site import build_gate, served_names, with_origins
 
-CONNECT_TIMEOUT_S = 10.0
 LOCAL_OBJECT_STORE_BYTES = 512 << 20  # bodies and parts of answers above 100 KB pass through it
 
 
@@ -55,7 +55,8 @@ def run_service(
     keep_messages_out("ray.serve")
     num_files = raise_file_limit()
     keys = ApiKeys(read_api_keys(options.api_key_file, os.environ))
-    with _connected(service), ended_by_sigterm():  # Ray has its own handler of SIGTERM
+    # Connecting sets Ray's own handler of SIGTERM
+    with connected(service.ray_address, LOCAL_OBJECT_STORE_BYTES), ended_by_sigterm():
         app = _application(load, config, options, service, model_name)
         name = f"nanovllm-{socket.gethostname()}-{bound.getsockname()[1]}"
         with _deployed(app, name, outlives_process=service.ray_address is not None) as handle:
@@ -66,42 +67,6 @@ def run_service(
             update = partial(_replace_replicas, app, name)
             site = ServiceSite(with_origins(gate, options), gate, front, answered_name, replicas, update)
             return serve_until_stopped(site, options, bound, num_files)
-
-
-@contextmanager
-def _connected(service: ServiceOptions) -> Iterator[None]:
-    """A connection to the cluster of the options, or a cluster of this process alone, which ends with it."""
-    settings: dict[str, Any] = {"address": service.ray_address, "logging_level": "warning"}
-    if service.ray_address is not None:
-        _check_address(service.ray_address)
-    else:
-        settings |= {
-            "address": "local",
-            "include_dashboard": False,
-            "object_store_memory": LOCAL_OBJECT_STORE_BYTES,
-        }
-    try:
-        ray.init(**settings)
-    except (ConnectionError, RuntimeError) as error:
-        raise ConfigError(
-            f"ray_address={service.ray_address!r} cannot be used: {error}; if this machine is not one of its nodes, "
-            "run 'ray start --address=HOST:PORT' here"
-        ) from error
-    try:
-        yield
-    finally:
-        ray.shutdown()
-
-
-def _check_address(address: str) -> None:
-    """Raise ConfigError if nothing listens there. Ray would try for two minutes."""
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S).close()
-    except (OSError, ValueError, OverflowError) as error:
-        raise ConfigError(
-            f"ray_address={address!r} cannot be reached: {error}; give the address that 'ray start --head' has printed"
-        ) from error
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from nanovllm.cluster.ray_address import RAY_ADDRESS_HELP, check_ray_address
 from nanovllm.config import Config
 from nanovllm.errors import ConfigError
 from nanovllm.utils.options import option
@@ -29,12 +30,7 @@ class ServiceOptions:
     replica_cpus: int = option(
         1, help="CPU cores that each replica reserves, and threads of its work on the CPU", group=_REPLICAS
     )
-    ray_address: str | None = option(
-        None,
-        help="the Ray cluster that the replicas run in, as HOST:PORT; this machine must be one of its nodes. By "
-        "default, Ray is started on this machine and ended with the server",
-        group=_REPLICAS,
-    )
+    ray_address: str | None = option(None, help=RAY_ADDRESS_HELP, group=_REPLICAS)
 
     def __post_init__(self) -> None:
         if self.num_replicas is None:
@@ -50,8 +46,7 @@ class ServiceOptions:
             )
         if self.replica_cpus < 1:
             raise ConfigError(f"replica_cpus={self.replica_cpus} must be 1 or more")
-        if self.ray_address is not None and ("://" in self.ray_address or ":" not in self.ray_address):
-            raise ConfigError(f"ray_address={self.ray_address!r} must be HOST:PORT, such as 10.0.0.1:6379")
+        check_ray_address(self.ray_address)
 
 
 def check_engine(config: Config) -> None:
