@@ -108,8 +108,7 @@ class PromptScores(NamedTuple):
     num_logprobs: int  # most likely tokens to report for each
 
 
-@dataclass(frozen=True)
-class SequenceStep:
+class SequenceStep(NamedTuple):
     """The new tokens of one sequence and where its paged keys are.
 
     The paged keys are all keys of the sequence except those that are streamed or that the CPU attends to. `block_table`

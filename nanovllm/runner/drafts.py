@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 
@@ -27,8 +26,7 @@ def draft_steps(plan: StepPlan) -> list[StepPlan]:
 def _draft(step: SequenceStep, i: int, previous_row: int) -> SequenceStep:
     """Draft number i: the step's known token, or a draft after it, with the noise of the token that it guesses."""
     assert step.sampling is not None and step.num_tokens == 1 + step.num_guesses, "only a decoding sequence drafts"
-    return replace(
-        step,
+    return step._replace(
         token_ids=step.token_ids[:1] if i == 0 else np.array([-1]),
         position=step.position + i,
         num_paged_keys=step.num_paged_keys - step.num_guesses + i,

@@ -5,7 +5,6 @@ compile them all and no request has to wait.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -46,7 +45,7 @@ def largest_steps(
     (chunk,) = _sequences((min(num_tokens, max_model_len),), max_model_len, block_size)
     scores = PromptScores(0, np.zeros(min(SCORED_TOKENS, chunk.num_tokens), np.int64), MAX_LOGPROBS)
     steps = []
-    for sequences in (*batches, (replace(chunk, scores=scores),)):
+    for sequences in (*batches, (chunk._replace(scores=scores),)):
         group = StreamedGroup((0,) * group_blocks, (tuple(range(group_blocks)),) * len(sequences))
         steps.append(StepPlan(sequences, KVMoves(streamed=(group,) * NUM_GROUPS if group_blocks else ())))
     return steps

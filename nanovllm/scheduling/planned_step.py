@@ -9,6 +9,9 @@ from nanovllm.core.support import MAX_DECODE_QUERIES
 from nanovllm.kvcache.policy.base import KVCacheManager, PagedKeys
 from nanovllm.speculation.drafters import NO_GUESSES, Guesses
 
+_PENDING = np.array([-1], dtype=np.int64)  # the new tokens of a sequence that decodes ahead of its newest token
+_PENDING.flags.writeable = False
+
 
 class PlannedStep:
     def __init__(self, num_tokens: int, num_rows: int) -> None:
@@ -61,52 +64,61 @@ class PlannedStep:
         return self._guesses.get(seq.seq_id, NO_GUESSES)
 
     def _sequence_step(self, seq: Sequence, num_tokens: int, paged: PagedKeys, can_draft: bool) -> SequenceStep:
+        """Hot: once per sequence and step."""
         placed = self._guesses_of(seq)
         guesses = placed if can_draft else placed.without_drafts()
         num_dropped = len(placed.token_ids) - len(guesses.token_ids)
         start = seq.num_computed_tokens
         end = start + num_tokens - len(placed.token_ids)
-        token_ids = seq.token_ids[start:end]
-        previous_row = seq.pending_row if len(token_ids) < end - start else -1
-        if previous_row >= 0:
-            token_ids.append(-1)
-        token_ids.extend(guesses.token_ids)
+        has_pending = end > len(seq.token_ids)
         samples = end == seq.num_tokens
         return SequenceStep(
             seq_id=seq.seq_id,
-            token_ids=np.array(token_ids),
+            token_ids=_token_ids(seq, start, end, guesses.token_ids),
             position=start,
             num_prompt_tokens=seq.num_prompt_tokens,
             block_table=paged.block_table,
             num_paged_keys=paged.num_paged_keys - num_dropped,
             sampling=_sampling_row(seq) if samples else None,
-            previous_row=previous_row,
+            previous_row=seq.pending_row if has_pending else -1,
             num_guesses=len(guesses.token_ids),
             num_drafts=guesses.num_drafts,
-            edits=_edits(seq, previous_row >= 0, guesses) if samples else None,
+            edits=_edits(seq, has_pending, guesses) if samples and seq.editor is not None else None,
             num_logprobs=seq.params.logprobs if samples else None,
-            scores=_prompt_scores(seq, start, end),
+            scores=None if seq.params.prompt_logprobs is None else _prompt_scores(seq, start, end),
         )
+
+
+def _token_ids(seq: Sequence, start: int, end: int, guesses: tuple[int, ...]) -> np.ndarray:
+    """Tokens start to end - 1, the last of which may be pending, and guesses."""
+    if start == len(seq.token_ids) and not guesses:
+        return _PENDING
+    token_ids = seq.token_ids[start:end]
+    if end > len(seq.token_ids):
+        token_ids.append(-1)
+    token_ids.extend(guesses)
+    return np.array(token_ids)
 
 
 def _sampling_row(seq: Sequence) -> SamplingRow:
     p = seq.params
-    return SamplingRow(p.temperature, max(p.top_k, 0), p.top_p, p.min_p, seq.seed, seq.num_tokens)
+    top_k = p.top_k if p.top_k > 0 else 0
+    return SamplingRow(p.temperature, top_k, p.top_p, p.min_p, seq.seed, seq.num_tokens)
 
 
 def _edits(seq: Sequence, has_pending: bool, guesses: Guesses) -> LogitEdits | None:
-    if seq.editor is None:
-        return None
+    assert seq.editor is not None, f"sequence {seq.seq_id} leaves the logits as they are"
     return seq.editor.edits(seq.token_ids, has_pending=has_pending, guesses=guesses.token_ids)
 
 
 def _prompt_scores(seq: Sequence, start: int, end: int) -> PromptScores | None:
-    """The prompt tokens whose log-probabilities a step of tokens start to end - 1 computes, if they are asked for.
+    """The prompt tokens whose log-probabilities a step of tokens start to end - 1 computes.
 
     Tokens that are computed again after a preemption were scored before.
     """
+    assert seq.params.prompt_logprobs is not None, f"sequence {seq.seq_id} asks for no scores"
     first, last = max(start + 1, seq.num_scored_tokens), min(end, seq.num_prompt_tokens - 1)
-    if seq.params.prompt_logprobs is None or last < first:
+    if last < first:
         return None
     seq.num_scored_tokens = last + 1
     return PromptScores(first - 1 - start, np.array(seq.token_ids[first : last + 1]), seq.params.prompt_logprobs)

@@ -20,6 +20,8 @@ class Guesses(NamedTuple):
     num_drafts: int = 0  # tokens that the ranks draft, of which those in the places of DRAFTED become guesses
 
     def first(self, num_guesses: int) -> "Guesses":
+        if not self.token_ids:
+            return self
         return Guesses(self.token_ids[:num_guesses], min(self.num_drafts, num_guesses))
 
     def without_drafts(self) -> "Guesses":

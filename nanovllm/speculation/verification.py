@@ -9,6 +9,9 @@ def verified_tokens(plan: StepPlan, token_ids: list[int]) -> list[list[int]]:
     A sampled token after a wrong guess follows a text that the sequence does not have. `token_ids`: the step's result,
     which are the sampled tokens and then the drafted ones (see StepPlan).
     """
+    if not plan.has_guesses:
+        sampled_ids = iter(token_ids)
+        return [[next(sampled_ids)] if step.sampling is not None else [] for step in plan.sequences]
     guesses = _guesses(plan, token_ids[plan.num_sampled :])
     tokens = []
     first = 0

@@ -169,11 +169,11 @@ def swap_blocks(plan: StepPlan) -> StepPlan:
     def swapped(table: tuple[int, ...]) -> tuple[int, ...]:
         return (table[-1], *table[1:-1], table[0]) if len(table) > 1 else table
 
-    return replace(plan, sequences=tuple(replace(s, block_table=swapped(s.block_table)) for s in plan.sequences))
+    return replace(plan, sequences=tuple(s._replace(block_table=swapped(s.block_table)) for s in plan.sequences))
 
 
 def take_pending_row_before(plan: StepPlan) -> StepPlan:
-    steps = [replace(step, previous_row=step.previous_row - (step.previous_row > 0)) for step in plan.sequences]
+    steps = [step._replace(previous_row=step.previous_row - (step.previous_row > 0)) for step in plan.sequences]
     return replace(plan, sequences=tuple(steps))
 
 

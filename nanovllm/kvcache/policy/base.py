@@ -5,14 +5,13 @@ A manager decides which sequence owns which block. It works on integers only.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from nanovllm.core.sequence import Sequence
 from nanovllm.core.step_plan import KVMoves
 
 
-@dataclass(frozen=True)
-class PagedKeys:
+class PagedKeys(NamedTuple):
     """The keys of one sequence that are in GPU blocks during a step. With offload, its other keys are streamed.
 
     `block_table` holds gpu_block_ids; SequenceStep says in which order.
