@@ -96,6 +96,7 @@ async def measure_idle_connections(bench: Bench) -> Json:
         if run >= args.warm_up:
             figures = {"without_tok_per_s": without, "with_tok_per_s": streams.tok_per_s(beside)}
             figures |= {"with_over_without": figures["with_tok_per_s"] / without}
+            figures["streams_ended"] = streams.num_ended
             runs.append(figures | {"open_connections": num_open, "closed_by_server": num_closed})
     result = over_runs(runs)
     print(

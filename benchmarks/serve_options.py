@@ -75,7 +75,14 @@ def _add_workload_options(parser: argparse.ArgumentParser, workloads: Sequence[s
     group.add_argument("--document-tokens", type=_positive, default=100_000, metavar="N", help="of the long prompt")
     group.add_argument("--questions", type=_positive, default=8, metavar="N", help="about a document, in turn")
     group.add_argument("--streams", type=_positive, default=32, metavar="N", help="that run beside something else")
-    group.add_argument("--stream-tokens", type=_positive, default=2048, metavar="N", help="of one answer of a stream")
+    group.add_argument(
+        "--stream-tokens",
+        type=_positive,
+        default=8192,
+        metavar="N",
+        help="of one answer of a stream; choose more than one gets while it is watched, because streams that begin "
+        "slow down the others",
+    )
     group.add_argument("--window-s", type=float, default=3.0, metavar="S", help="time in which streams are watched")
     group.add_argument(
         "--short-after-s", type=float, default=0.25, metavar="S", help="from the long prompt to a short one"

@@ -88,6 +88,11 @@ class RunningStreams:
             if task.done():
                 task.result()
 
+    @property
+    def num_ended(self) -> int:
+        """Answers that have ended, each of which made a stream begin another."""
+        return len(self.answers) - self._num_streams
+
     async def watch(self, seconds: float) -> Window:
         """Let them run. Returns the window."""
         start_s = self._bench.client.clock()
@@ -174,6 +179,7 @@ async def interfere(bench: Bench, seed: int) -> Json:
     if not shorts:
         raise WorkloadError(f"the long prompt took only {long.ttft_s:.2f} s; make it longer, or lower --short-after-s")
     return interference_figures(streams, quiet, prefill) | {
+        "streams_ended": streams.num_ended,
         "short_ttft_s": percentile([(short.ttft_s, 1) for short in shorts], 0.5),
         "short_ttft_latest_s": max(short.ttft_s for short in shorts),
         "short_ttft_steps": max(streams.num_steps(Window(short.sent_s, short.event_s[0])) for short in shorts),
