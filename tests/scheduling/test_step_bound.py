@@ -17,31 +17,29 @@ DECODE_S, FIXED_S, WORK_S = 2.5e-3, 1e-3, 4e-10
 ROW = SamplingRow(1.0, 0, 1.0, 0.0, 0, 0)
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 class Steps:
     """Steps of known times, for ChunkTimes to measure."""
 
     def __init__(self, fixed_s: float = FIXED_S) -> None:
-        self.clock, self.fixed_s = Clock(), fixed_s
-        self.times = ChunkTimes(TOKEN_KEYS, now_s=self.clock)
+        self.fixed_s = fixed_s
+        self.times = ChunkTimes(TOKEN_KEYS)
 
     def run(
-        self, num_tokens: int = 0, position: int = 0, *, seconds: float | None = None, streams: bool = False
+        self,
+        num_tokens: int = 0,
+        position: int = 0,
+        *,
+        seconds: float | None = None,
+        streams: bool = False,
+        follows_pause: bool = False,
     ) -> None:
         """An answer, and a chunk if `num_tokens` is not 0."""
         sequences = [SequenceStep(0, np.zeros(1, int), 10, 5, (0,), 11, ROW)]
         if num_tokens:
             sequences.append(SequenceStep(1, np.zeros(num_tokens, int), position, 10**6, (0,), num_tokens, None))
         added_s = self.fixed_s + WORK_S * chunk_work(num_tokens, position, TOKEN_KEYS) if num_tokens else 0.0
-        self.clock.now_s += DECODE_S + added_s if seconds is None else seconds
-        self.times.step_ended(StepPlan(tuple(sequences), KVMoves(loads=(SlotLoad(0, 0, 1),) if streams else ())))
+        plan = StepPlan(tuple(sequences), KVMoves(loads=(SlotLoad(0, 0, 1),) if streams else ()))
+        self.times.step_ended(plan, None if follows_pause else DECODE_S + added_s if seconds is None else seconds)
 
 
 def measured(fixed_s: float = FIXED_S) -> ChunkTimes:
@@ -100,10 +98,8 @@ def test_long_chunks_are_never_taken_to_cost_nothing() -> None:
 def test_times_that_say_nothing_do_not_count() -> None:
     """Of the first step after a pause, of a chunk beside answers of unknown time, of chunks whose keys are loaded."""
     steps = Steps()
-    steps.run()
     steps.run(100)
-    steps.times.pause()
-    steps.run()
+    steps.run(follows_pause=True)
     assert steps.times.decode_s is None and steps.times.line() is None
     steps.run()
     steps.run(100, streams=True)
