@@ -10,8 +10,9 @@ attends to a key. What a step takes longer because of its chunks is then a line 
 while the engine runs.
 
 A step can take too long for once, for example because its kernels are prepared, but it cannot take too little time. So
-of few times the lower ones count, and a long chunk counts as at most MAX_RATIO_OF_RATES times as slow, for its work, as
-shorter ones. Without that, one slow step would make all later chunks so short that no other long one is ever measured.
+of two times of about the same work, the lower one counts. And a single time of a long chunk counts as no slower, for
+its work, than those of shorter ones; several count as at most MAX_RATIO_OF_RATES times as slow. Otherwise one slow step
+could make all later chunks so short that no other long one is ever measured.
 """
 
 import math
@@ -26,10 +27,8 @@ from nanovllm.core.step_plan import StepPlan
 NUM_DECODE_TIMES = 15  # whose median is the time of a step without chunks
 NUM_CHUNK_TIMES = 3  # of each magnitude of work, so that a single slow step does not count
 MIN_RATIO = 4.0  # of two works, from whose times a slope can be told
-MAX_RATIO = (
-    16.0  # of two works whose times per work are compared; the time of much less work is mostly fixed, and noise
-)
-MAX_RATIO_OF_RATES = 2.0  # times per work of a longer and a shorter chunk; the longer one's should even be lower
+MAX_RATIO = 16.0  # of two works whose times per work are compared; that of much less work is noise
+MAX_RATIO_OF_RATES = 2.0  # times per work of a longer and a shorter chunk
 
 
 def chunk_work(num_tokens: int, position: int, token_keys: int) -> float:
@@ -90,7 +89,7 @@ class ChunkTimes:
         do not disturb.
         """
         if self._line is None and self._chunks:
-            points = sorted(_typical(newest) for newest in self._chunks.values())
+            points = sorted((*_typical(newest), len(newest) > 1) for newest in self._chunks.values())
             self._line = _fitted_line(_without_slow_steps(points))
         return self._line
 
@@ -105,12 +104,12 @@ def _typical(newest: Iterable[tuple[float, float]]) -> tuple[float, float]:
     return by_rate[(len(by_rate) - 1) // 2]
 
 
-def _without_slow_steps(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """`points`: work and seconds, in order of work."""
+def _without_slow_steps(points: list[tuple[float, float, bool]]) -> list[tuple[float, float]]:
+    """`points`: work, seconds and whether they were measured more than once, in order of work."""
     kept = []
-    for w, t in points:
-        rates = [s / v for v, s in points if v < w <= MAX_RATIO * v]
-        kept.append((w, min(t, MAX_RATIO_OF_RATES * w * min(rates, default=math.inf))))
+    for w, t, is_sure in points:
+        rate = min((s / v for v, s, _ in points if v < w <= MAX_RATIO * v), default=math.inf)
+        kept.append((w, min(t, w * rate * (MAX_RATIO_OF_RATES if is_sure else 1.0))))
     return kept
 
 
