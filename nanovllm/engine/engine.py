@@ -14,11 +14,12 @@ concerns a single request ends only that request.
 """
 
 import itertools
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from nanovllm.core.kv_spec import KVCacheSizes
 from nanovllm.core.logit_editor import NO_RULES, AnswerRules, LogitEditor
@@ -37,15 +38,24 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduling.scheduler import Scheduler
 from nanovllm.utils.interrupt import deferred_interrupt
 
+PAUSE_S = 0.05  # a caller that stays away so long between two steps has paused
+
 
 class StepMeter(Protocol):
-    """Measures steps by when their tokens arrive."""
+    """Learns from how long steps take."""
 
-    def step_ended(self, plan: StepPlan) -> None:
-        """Called for every step, in order, when its tokens have arrived. Hot."""
+    def step_ended(self, plan: StepPlan, seconds: float | None) -> None:
+        """Called for every step, in order. Hot.
 
-    def pause(self) -> None:
-        """The engine has run out of requests. Do not count the time until the next step."""
+        `seconds`: see LaunchedStep. None after a pause: the GPU had nothing to do, because there were no requests, or
+        because nobody called for the next step.
+        """
+
+
+class _InFlight(NamedTuple):
+    plan: StepPlan
+    launched: LaunchedStep
+    follows_pause: bool  # see StepMeter
 
 
 class Engine:
@@ -64,7 +74,9 @@ class Engine:
         self._turns = Turns()
         self._request_ids = itertools.count()
         self._receivers: dict[int, Receiver] = {}  # by request id; unfinished requests only
-        self._in_flight: tuple[StepPlan, LaunchedStep] | None = None
+        self._in_flight: _InFlight | None = None
+        self._had_no_requests = True  # since the last launch
+        self._last_turn_s = 0.0  # when a thread ended a step
         self._num_steps = self._num_prefill_tokens = self._num_decode_tokens = 0
         self._link_byte_per_s = report.link_byte_per_s
         self._link_meter: LinkMeter | None = None  # None: no blocks cross the link
@@ -200,31 +212,42 @@ class Engine:
 
         A sequence that guesses needs its newest token to guess from. Then the step before is committed first.
         """
+        follows_pause = self._has_paused()
         if self._in_flight is not None and self.scheduler.needs_tokens():
             self._commit_in_flight(None)
         plan = self.scheduler.schedule()
         launched = None
         if plan is not None:
-            launched = plan, self.executor.launch(plan)
+            launched = _InFlight(plan, self.executor.launch(plan), follows_pause)
             self._num_steps += 1
+            self._had_no_requests = False
         elif self._in_flight is None and self.scheduler.has_unfinished:
             raise AssertionError("requests are waiting, but none of them can run")
         if not self.works_ahead:
             self._in_flight, launched = launched, None
         self._commit_in_flight(launched)
+        self._last_turn_s = time.perf_counter()
 
-    def _commit_in_flight(self, launched: tuple[StepPlan, LaunchedStep] | None) -> None:
+    def _has_paused(self) -> bool:
+        """Whether a step that is launched now would follow a pause (see StepMeter)."""
+        if self._had_no_requests:
+            return True
+        is_idle = self._in_flight is None or self._in_flight.launched.is_done()
+        return is_idle and time.perf_counter() - self._last_turn_s > PAUSE_S
+
+    def _commit_in_flight(self, launched: _InFlight | None) -> None:
         """Commit the step in flight, if there is one. `launched` takes its place."""
         done, self._in_flight = self._in_flight, launched
         if done is not None:
             self._commit(*done)
 
-    def _commit(self, plan: StepPlan, launched: LaunchedStep) -> None:
+    def _commit(self, plan: StepPlan, launched: LaunchedStep, follows_pause: bool) -> None:
         """Hand the tokens of a step to the scheduler, and the results to the callers that wait for them."""
         self.executor.wait_for(launched)
         token_ids = launched.token_ids()
+        seconds = None if follows_pause else launched.seconds()
         for meter in self._meters:
-            meter.step_ended(plan)
+            meter.step_ended(plan, seconds)
         logprobs = launched.logprobs()
         for seq_id, prompt in logprobs.of_prompts(plan):
             if seq_id in self._receivers:
@@ -237,8 +260,7 @@ class Engine:
             for seq in updated:
                 self._deliver(seq)
         if not self.scheduler.has_unfinished:
-            for meter in self._meters:
-                meter.pause()
+            self._had_no_requests = True
 
     def _read(self, num_new: Counter[int], logprobs: Mapping[int, PositionLogprobs], seq: Sequence) -> None:
         """Let the receiver read a sequence's new token, and end the sequence if it says so.
@@ -317,7 +339,7 @@ class Engine:
         in_flight, self._in_flight = self._in_flight, None
         if in_flight is not None:
             with suppress(EngineError):  # if a rank died in this step, the GPU would wait for it forever
-                self.executor.wait_for(in_flight[1])
+                self.executor.wait_for(in_flight.launched)
         self.executor.close()
 
     def _check_open(self) -> None:

@@ -24,6 +24,15 @@ class LaunchedStep(Protocol):
         """One id per sampled token of the plan. Waits for the step."""
         ...
 
+    def seconds(self) -> float | None:
+        """From the end of the step launched before to the end of this one, by the clock of rank 0's GPU. None if it is
+        unknown. Called after `token_ids`.
+
+        When the host notices the end does not matter: the launch of the next step may hold it up. If the GPU has had to
+        wait for this step's launch, that time is part of it.
+        """
+        return None
+
     def logprobs(self) -> StepLogprobs:
         """Those that the plan asks for. Called after `token_ids`."""
         return NO_LOGPROBS

@@ -1,32 +1,65 @@
 """The sampled tokens of a step that may still be running, and the log-probabilities that requests asked for."""
 
+import time
+
 import torch
 
 from nanovllm.core.logprobs import NO_LOGPROBS, StepLogprobs
 from nanovllm.runner.logprobs import LogprobTensors
 
 
+class StepEnd:
+    """The moment in which the GPU has done what was enqueued so far. On a CPU, where everything runs at once: now."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)
+            self._event.record()
+        else:
+            self._now_s = time.perf_counter()
+
+    def is_over(self) -> bool:
+        return self._event is None or self._event.query()
+
+    def wait(self) -> None:
+        if self._event is not None:
+            self._event.synchronize()
+
+    def seconds_since(self, earlier: "StepEnd") -> float:
+        """On the GPU's clock. Call it when both are over."""
+        if self._event is None or earlier._event is None:
+            return self._now_s - earlier._now_s
+        return earlier._event.elapsed_time(self._event) / 1000
+
+
 class StepResult:
     def __init__(
-        self, tokens: torch.Tensor, sampled: LogprobTensors | None = None, prompt: LogprobTensors | None = None
+        self,
+        tokens: torch.Tensor,
+        sampled: LogprobTensors | None = None,
+        prompt: LogprobTensors | None = None,
+        end_before: StepEnd | None = None,
     ) -> None:
-        """Enqueues the copies to the host. `sampled` and `prompt`: as in StepLogprobs."""
+        """Enqueues the copies to the host. `sampled` and `prompt`: as in StepLogprobs. `end_before`: of the step that
+        was launched before this one; None if there was none.
+        """
         self._tokens = _to_host(tokens)
         self._sampled = None if sampled is None else LogprobTensors(*map(_to_host, sampled))
         self._prompt = None if prompt is None else LogprobTensors(*map(_to_host, prompt))
-        self._event: torch.cuda.Event | None = None
-        if tokens.is_cuda:
-            self._event = torch.cuda.Event()
-            self._event.record()
+        self.end, self._end_before = StepEnd(tokens.device), end_before
 
     def is_done(self) -> bool:
-        return self._event is None or self._event.query()
+        return self.end.is_over()
 
     def token_ids(self) -> list[int]:
         """One id per sampling sequence of the plan. Waits for the step."""
-        if self._event is not None:
-            self._event.synchronize()
+        self.end.wait()
         return self._tokens.tolist()
+
+    def seconds(self) -> float | None:
+        """See LaunchedStep. Call it after `token_ids`, which waits for the step."""
+        return None if self._end_before is None else self.end.seconds_since(self._end_before)
 
     def logprobs(self) -> StepLogprobs:
         """Call it after `token_ids`, which waits for the step."""

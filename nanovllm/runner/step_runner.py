@@ -17,7 +17,7 @@ from nanovllm.runner.graph_set import GraphSet
 from nanovllm.runner.inputs import StepArrays, StepTensors, build_arrays, build_groups, to_device
 from nanovllm.runner.kv_memory import KVMemory
 from nanovllm.runner.logprobs import LogprobTensors, prompt_logprobs, sampled_logprobs
-from nanovllm.runner.step_result import StepResult
+from nanovllm.runner.step_result import StepEnd, StepResult
 
 
 class _Pass(NamedTuple):
@@ -50,6 +50,7 @@ class StepRunner:
         self.graphs: GraphSet | None = None  # None: every step is launched kernel by kernel
         self._scale = spec.head_dim**-0.5
         self._sampled_ids = torch.zeros(0, dtype=torch.int64, device=device)  # by the last step
+        self._last_end: StepEnd | None = None  # of that step
 
     def launch(self, plan: StepPlan) -> StepResult:
         """Enqueue a step. Hot."""
@@ -63,7 +64,9 @@ class StepRunner:
         logprobs = sampled_logprobs(plan, ran.logits, self._sampled_ids)
         self.memory.end_step()
         tokens = torch.cat([self._sampled_ids, drafted_ids]) if len(drafted_ids) else self._sampled_ids
-        return StepResult(tokens, logprobs, ran.prompt_logprobs)
+        result = StepResult(tokens, logprobs, ran.prompt_logprobs, self._last_end)
+        self._last_end = result.end
+        return result
 
     def _draft(self, plan: StepPlan) -> torch.Tensor:
         """Draft tokens by the keys that are on the GPU, one after another: see StepPlan.draft_rows.

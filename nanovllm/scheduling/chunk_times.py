@@ -8,12 +8,16 @@ attends to a key. What a step takes longer because of its chunks is then a line 
 
 `fixed_s` is what any chunk costs, however short it is: a step with chunks runs without CUDA graphs. Both are measured
 while the engine runs.
+
+A step can take too long for once, for example because its kernels are prepared, but it cannot take too little time. So
+of two times of about the same work, the lower one counts. And a single time of a long chunk counts as no slower, for
+its work, than those of shorter ones; several count as at most MAX_RATIO_OF_RATES times as slow. Otherwise one slow step
+could make all later chunks so short that no other long one is ever measured.
 """
 
 import math
-import time
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Iterable
 from itertools import combinations
 from statistics import median
 from typing import NamedTuple
@@ -23,6 +27,8 @@ from nanovllm.core.step_plan import StepPlan
 NUM_DECODE_TIMES = 15  # whose median is the time of a step without chunks
 NUM_CHUNK_TIMES = 3  # of each magnitude of work, so that a single slow step does not count
 MIN_RATIO = 4.0  # of two works, from whose times a slope can be told
+MAX_RATIO = 16.0  # of two works whose times per work are compared; that of much less work is noise
+MAX_RATIO_OF_RATES = 2.0  # times per work of a longer and a shorter chunk
 
 
 def chunk_work(num_tokens: int, position: int, token_keys: int) -> float:
@@ -45,23 +51,20 @@ class ChunkLine(NamedTuple):
 
 
 class ChunkTimes:
-    """A step's time runs from the arrival of the tokens of the step before to that of its own, as in LinkMeter. Steps
-    with chunks that bring in keys from CPU memory do not count: the link may take longer than the chunks.
+    """A step's time runs from the end of the step before to its own. Steps with chunks that bring in keys from CPU
+    memory do not count: the link may take longer than the chunks.
     """
 
-    def __init__(self, token_keys: int, now_s: Callable[[], float] = time.perf_counter) -> None:
-        self.token_keys, self._now_s = token_keys, now_s
+    def __init__(self, token_keys: int) -> None:
+        self.token_keys = token_keys
         self._decode_s: deque[float] = deque(maxlen=NUM_DECODE_TIMES)
         self._chunks: dict[int, deque[tuple[float, float]]] = defaultdict(_newest_chunks)  # by magnitude: work, time
         self._line: ChunkLine | None = None  # of self._chunks; None: to be computed
-        self._last_end_s: float | None = None
 
-    def step_ended(self, plan: StepPlan) -> None:
-        """Called for every step, in order, when its tokens have arrived."""
-        last_end_s, self._last_end_s = self._last_end_s, self._now_s()
-        if last_end_s is None:
+    def step_ended(self, plan: StepPlan, seconds: float | None) -> None:
+        """See StepMeter."""
+        if seconds is None:
             return
-        seconds = self._last_end_s - last_end_s
         chunks = [step for step in plan.sequences if step.num_tokens > step.num_sampled]
         if not chunks:
             self._decode_s.append(seconds)
@@ -73,10 +76,6 @@ class ChunkTimes:
         added_s = seconds - (median(self._decode_s) if has_answers else 0.0)
         self._chunks[int(work).bit_length()].append((work, max(0.0, added_s)))
         self._line = None
-
-    def pause(self) -> None:
-        """The engine has run out of requests. Do not count the time until the next step."""
-        self._last_end_s = None
 
     @property
     def decode_s(self) -> float | None:
@@ -90,13 +89,28 @@ class ChunkTimes:
         do not disturb.
         """
         if self._line is None and self._chunks:
-            points = [(median(w for w, _ in newest), median(s for _, s in newest)) for newest in self._chunks.values()]
-            self._line = _fitted_line(sorted(points))
+            points = sorted((*_typical(newest), len(newest) > 1) for newest in self._chunks.values())
+            self._line = _fitted_line(_without_slow_steps(points))
         return self._line
 
 
 def _newest_chunks() -> deque[tuple[float, float]]:
     return deque(maxlen=NUM_CHUNK_TIMES)
+
+
+def _typical(newest: Iterable[tuple[float, float]]) -> tuple[float, float]:
+    """Of works and seconds of one magnitude, those of the median time per work; of two, the faster."""
+    by_rate = sorted(newest, key=lambda point: point[1] / point[0])
+    return by_rate[(len(by_rate) - 1) // 2]
+
+
+def _without_slow_steps(points: list[tuple[float, float, bool]]) -> list[tuple[float, float]]:
+    """`points`: work, seconds and whether they were measured more than once, in order of work."""
+    kept = []
+    for w, t, is_sure in points:
+        rate = min((s / v for v, s, _ in points if v < w <= MAX_RATIO * v), default=math.inf)
+        kept.append((w, min(t, w * rate * (MAX_RATIO_OF_RATES if is_sure else 1.0))))
+    return kept
 
 
 def _fitted_line(points: list[tuple[float, float]]) -> ChunkLine:

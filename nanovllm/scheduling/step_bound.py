@@ -8,8 +8,10 @@ prompts where anyone else has work to do. They are spread in one of two ways:
   where its history is streamed from CPU memory: that takes the same time for one token as for thousands.
 - *In one long step out of LONG_STEP_INTERVAL* otherwise, which is as long as allowed. A running answer then waits for a
   long step less than once in a hundred tokens, so the 99th percentile of its time per token is that of the other steps.
-  Where steps without chunks take long themselves, the long ones come sooner: one long prompt gets at least a fifth of
-  the time (REST_SHARE), and so takes at most about five times as long as alone. Several get more.
+  Steps with chunks of short prompts are slow, too, and cannot wait. So each of them puts the next long step off by
+  LONG_STEP_INTERVAL steps. But where that, or steps that take long themselves, would leave a long prompt less than a
+  fifth of the time (REST_SHARE), the long steps come sooner: it takes at most about five times as long as alone.
+  Several get more.
 
 Short prompts run in any step. They are what the time to first token is about, and they cost little.
 
@@ -17,12 +19,10 @@ Every time is an estimate from what the engine has measured while it runs. While
 long steps of any length. The first chunk of a step has at least MIN_CHUNK_TOKENS, so prompts always progress.
 """
 
-import math
-
 from nanovllm.scheduling.chunk_times import ChunkTimes, chunk_tokens, chunk_work
 
 PACE = 2.5  # three times is what is promised; the rest is for estimates that are too low
-LONG_STEP_INTERVAL = 128
+LONG_STEP_INTERVAL = 160  # 0.6% of the steps, which leaves room for steps that are slow for other reasons
 REST_SHARE = 4.0  # most time between two long steps, in times of a long one, for many others and one long prompt
 MIN_USEFUL_SHARE = 0.5  # of the time that a chunk adds to a step, which must grow with its length
 MIN_CHUNK_TOKENS = 256
@@ -33,9 +33,12 @@ class StepBound:
         """`missing_token_s`: time to stream one token's keys and values, all layers of them."""
         self.times, self.max_step_s, self._missing_token_s = times, max_step_s, missing_token_s
         self._num_steps_since = LONG_STEP_INTERVAL  # the last step with a chunk of a long prompt, this step included
+        self._num_short_since = 0  # steps with short prompts since then, while long ones waited
+        self._rest_s = 0.0  # time of the steps since then
         self._long_s = max_step_s  # time of that step
         # State of the step that is being planned
         self._num_chunks, self._work = 0, 0.0  # placed so far
+        self._holds_long = False  # whether long prompts have to wait
         self._long_limit_s = self._streaming_s = 0.0  # time for chunks of long prompts, and to stream their keys
         self._least_tokens = MIN_CHUNK_TOKENS  # of the first chunk
 
@@ -46,6 +49,8 @@ class StepBound:
         self._num_steps_since += 1
         self._num_chunks, self._work = 0, 0.0
         self._set_long_limit(num_others, num_long, num_missing_tokens * self._missing_token_s)
+        self._holds_long = num_long > 0 and not self.runs_long_prompts
+        self._rest_s += self.times.decode_s or 0.0
 
     @property
     def runs_long_prompts(self) -> bool:
@@ -62,13 +67,18 @@ class StepBound:
 
     def chunk_placed(self, num_tokens: int, position: int, *, is_long: bool) -> None:
         """The step runs this chunk."""
+        work, line = chunk_work(num_tokens, position, self.times.token_keys), self.times.line()
+        is_first = not self._num_chunks
         self._num_chunks += 1
-        self._work += chunk_work(num_tokens, position, self.times.token_keys)
+        self._work += work
         if is_long:
-            self._num_steps_since = 0
-            line = self.times.line()
+            self._num_steps_since = self._num_short_since = 0
+            self._rest_s = 0.0
             chunks_s = self.max_step_s if line is None else line.fixed_s + line.work_s * self._work
             self._long_s = max(chunks_s, self._streaming_s)
+        elif self._holds_long:
+            self._num_short_since += is_first
+            self._rest_s += 0.0 if line is None else line.fixed_s * is_first + line.work_s * work
 
     def _set_long_limit(self, num_others: int, num_long: int, streaming_s: float) -> None:
         """Choose the time for chunks of long prompts in this step; 0 if they have to wait.
@@ -80,7 +90,7 @@ class StepBound:
         if num_others and num_long:
             if paced_s := self._paced_s(streaming_s):
                 self._long_limit_s, self._least_tokens = paced_s, 1
-            elif self._num_steps_since < self._interval(num_others, num_long):
+            elif not self._has_rested(num_others, num_long):
                 self._long_limit_s = 0.0
 
     def _paced_s(self, streaming_s: float) -> float:
@@ -91,13 +101,13 @@ class StepBound:
         added_s = min(PACE * decode_s, self.max_step_s) - decode_s
         return added_s if line.fixed_s + streaming_s <= (1 - MIN_USEFUL_SHARE) * added_s else 0.0
 
-    def _interval(self, num_others: int, num_long: int) -> float:
-        """Steps from the last long one to the next. Many long prompts beside few others get more of the time."""
-        decode_s = self.times.decode_s
-        if not decode_s:
-            return LONG_STEP_INTERVAL
-        rest_s = REST_SHARE * self._long_s * num_others / (num_others + num_long)
-        return min(LONG_STEP_INTERVAL, 1 + math.ceil(rest_s / decode_s))
+    def _has_rested(self, num_others: int, num_long: int) -> bool:
+        """Whether the next long step may run. Many long prompts beside few others get more of the time."""
+        if self.times.decode_s is None:
+            return self._num_steps_since >= LONG_STEP_INTERVAL
+        longest_rest_s = REST_SHARE * self._long_s * num_others / (num_others + num_long)
+        num_slow = 1 + self._num_short_since
+        return self._num_steps_since >= LONG_STEP_INTERVAL * num_slow or self._rest_s >= longest_rest_s
 
     def _tokens_within(self, seconds: float, position: int, least_share: float = 0.0) -> int:
         """Tokens that take what the chunks placed before have left of `seconds`, or `least_share` of it if that is

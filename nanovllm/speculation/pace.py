@@ -4,9 +4,7 @@ A pass with k guesses yields so many tokens on average (core/guesses.py), and ta
 drafts. The k with the most tokens per second is chosen, or 0 if that gains nothing.
 """
 
-import time
 from collections import defaultdict, deque
-from collections.abc import Callable
 from statistics import median
 from typing import NamedTuple
 
@@ -41,31 +39,29 @@ def load_of(num_seqs: int, num_keys: int) -> Load:
 class StepTimes:
     """How long decode steps take, with and without guesses, by their load.
 
-    A step's time runs from the arrival of the tokens of the step before to that of its own, as in LinkMeter. It counts
-    if both are decode steps of the same kind, or if the step has guesses, because then nothing of it can have run
-    before the other step ended. The time of drafts is that of a single one, measured at start-up.
+    A step's time runs from the end of the step before to its own, so it contains the time in which the GPU waits for
+    guesses. It counts if both are decode steps of the same kind, or if the step has guesses, because then nothing of it
+    can have run before the other step ended. The time of drafts is that of a single one, measured at start-up.
     """
 
-    def __init__(self, draft_s: float = 0.0, now_s: Callable[[], float] = time.perf_counter) -> None:
-        self.draft_s, self._now_s = draft_s, now_s
+    def __init__(self, draft_s: float = 0.0) -> None:
+        self.draft_s = draft_s
         self._plain_s: dict[Load, deque[float]] = defaultdict(_newest_times)
         self._pass_s: dict[Load, deque[float]] = defaultdict(_newest_times)
         self.num_steps = 0  # that have ended
         self._last_pass: dict[Load, int] = {}  # number of the newest step in _pass_s
         self._num_passes = 0  # with guesses, since a step without any was measured
-        self._last: tuple[float, bool] | None = None  # end of the decode step before, and whether it had guesses
+        self._last_had_guesses: bool | None = None  # None: the step before was no decode step
 
-    def step_ended(self, plan: StepPlan) -> None:
-        """Called for every step, in order, when its tokens have arrived."""
+    def step_ended(self, plan: StepPlan, seconds: float | None) -> None:
+        """See StepMeter."""
         self.num_steps += 1
-        if not plan.is_decode:
-            self._last = None
+        last_had_guesses = self._last_had_guesses
+        self._last_had_guesses = plan.has_guesses if plan.is_decode else None
+        if seconds is None or not plan.is_decode or last_had_guesses is None:
             return
-        end_s, last = self._now_s(), self._last
-        self._last = end_s, plan.has_guesses
-        if last is None or (last[1] and not plan.has_guesses):
+        if last_had_guesses and not plan.has_guesses:
             return
-        seconds = end_s - last[0]
         load = load_of(len(plan.sequences), sum(step.position for step in plan.sequences))
         if plan.has_guesses:
             self._num_passes += 1
@@ -76,10 +72,6 @@ class StepTimes:
         else:
             self._num_passes = 0
             self._plain_s[load].append(seconds)
-
-    def pause(self) -> None:
-        """The engine has run out of requests. Do not count the time until the next step."""
-        self._last = None
 
     def plain_s(self, load: Load) -> float | None:
         """Time of a step of this load without guesses; None if there was none."""

@@ -305,39 +305,31 @@ def step_plan(num_tokens: int, *, streamed: int = 0, loads: int = 0, num_cpu_tok
 
 
 def test_link_meter_counts_time_between_streamed_decode_steps_only() -> None:
-    now = 0.0
-    meter = LinkMeter(block_bytes=1000, block_size=256, now_s=lambda: now)
+    meter = LinkMeter(block_bytes=1000, block_size=256)
     streamed, prefill, resident = step_plan(1, streamed=3), step_plan(50, streamed=3), step_plan(1)
-    for plan, end_s in (
+    for plan, seconds in (
         (prefill, 10.0),
-        (streamed, 11.0),  # a prefill ran before it
-        (streamed, 12.0),  # 3 blocks in 1 s
-        (step_plan(1, streamed=3, loads=2), 14.0),  # 5 blocks in 2 s
-        (resident, 14.1),
-        (streamed, 20.0),
-        (prefill, 30.0),
+        (streamed, 1.0),  # a prefill ran before it
+        (streamed, 1.0),  # 3 blocks
+        (step_plan(1, streamed=3, loads=2), 2.0),  # 5 blocks
+        (resident, 0.1),
+        (streamed, 6.0),
+        (streamed, None),  # after a pause
+        (prefill, 10.0),
     ):
-        now = end_s
-        meter.step_ended(plan)
+        meter.step_ended(plan, seconds)
     expected = {"load_byte_per_s": 8000 / 3, "cpu_load_byte_per_s": 0.0, "link_share": 0.5}
     assert meter.stats(16_000 / 3) == expected
-    meter.step_ended(streamed)
-    meter.pause()
-    now = 99.0
-    meter.step_ended(streamed)
     assert meter.stats(None) == expected | {"link_share": None}
 
 
 def test_link_meter_counts_what_the_cpu_attends_to_apart() -> None:
-    now = 0.0
-    meter = LinkMeter(block_bytes=1024, block_size=256, now_s=lambda: now)
+    meter = LinkMeter(block_bytes=1024, block_size=256)
     assert meter.stats(1.0) == {"load_byte_per_s": None, "cpu_load_byte_per_s": None, "link_share": None}
     for plan in (step_plan(1, streamed=3, num_cpu_tokens=64), step_plan(1, streamed=3, num_cpu_tokens=64)):
-        now += 0.5
-        meter.step_ended(plan)
+        meter.step_ended(plan, 0.5)
     for plan in [step_plan(1, num_cpu_tokens=128)] * 2:  # nothing is streamed
-        now += 0.25
-        meter.step_ended(plan)
+        meter.step_ended(plan, 0.25)
     assert meter.stats(5632.0) == {"load_byte_per_s": 2816.0, "cpu_load_byte_per_s": 1280.0, "link_share": 0.5}
 
 

@@ -1,5 +1,6 @@
 """Engine: token ids in, token ids out, over any executor. Here one that counts instead of running a model."""
 
+import time
 from array import array
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,7 +14,7 @@ from nanovllm.core.outputs import Ending, Outbox, Receiver, RequestOutput
 from nanovllm.core.sequence import Sequence
 from nanovllm.core.start_report import StartReport
 from nanovllm.core.step_plan import StepPlan
-from nanovllm.engine.engine import Engine
+from nanovllm.engine.engine import PAUSE_S, Engine
 from nanovllm.engine.internals import Internals
 from nanovllm.engine.setup import EngineSetup, prepare
 from nanovllm.engine.startup import start_engine
@@ -21,7 +22,9 @@ from nanovllm.errors import EngineError, WorkerDiedError
 from nanovllm.executor.base import Executor, LaunchedStep
 from nanovllm.kvcache.policy.block_manager import BlockManager
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.scheduling.chunk_times import ChunkTimes
 from nanovllm.scheduling.scheduler import Scheduler
+from nanovllm.scheduling.step_bound import StepBound
 
 END_TOKEN_ID = 40
 PARAMS = SamplingParams(max_tokens=5)
@@ -30,7 +33,8 @@ PARAMS = SamplingParams(max_tokens=5)
 class CountedStep(LaunchedStep):
     """Every sequence samples the number of tokens before the new one."""
 
-    def __init__(self, plan: StepPlan) -> None:
+    def __init__(self, plan: StepPlan, number: int) -> None:
+        self.number = number
         self._token_ids = [step.sampling.position for step in plan.sequences if step.sampling is not None]
 
     def is_done(self) -> bool:
@@ -38,6 +42,9 @@ class CountedStep(LaunchedStep):
 
     def token_ids(self) -> list[int]:
         return self._token_ids
+
+    def seconds(self) -> float:
+        return float(self.number)
 
 
 class CountingExecutor(Executor):
@@ -49,7 +56,7 @@ class CountingExecutor(Executor):
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         self.calls.append("launch")
-        return CountedStep(plan)
+        return CountedStep(plan, self.calls.count("launch"))
 
     def wait_for(self, step: LaunchedStep) -> None:
         self.calls.append("wait")
@@ -84,9 +91,25 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> EngineSetup:
     return prepare(model, {"device": "cpu", "dtype": "float32", "num_kvcache_blocks": 20})
 
 
-def make_engine(setup: EngineSetup, ahead: bool = False, dies_at: int | None = None) -> Engine:
+class NotedTimes(ChunkTimes):
+    """Notes what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__(token_keys=1)
+        self.seconds: list[float | None] = []
+
+    def step_ended(self, plan: StepPlan, seconds: float | None) -> None:
+        self.seconds.append(seconds)
+
+
+def make_engine(
+    setup: EngineSetup, ahead: bool = False, dies_at: int | None = None, times: ChunkTimes | None = None
+) -> Engine:
     kv = BlockManager(20, setup.config.block_size)
-    scheduler = Scheduler(kv, max_num_seqs=8, max_num_batched_tokens=100, eos_token_ids=(END_TOKEN_ID,))
+    bound = None if times is None else StepBound(times, max_step_s=1.0)
+    scheduler = Scheduler(
+        kv, max_num_seqs=8, max_num_batched_tokens=100, eos_token_ids=(END_TOKEN_ID,), step_bound=bound
+    )
     report = StartReport(needs_rope_lens=False, link_byte_per_s=None, phases="")
     setup = replace(setup, internals=Internals(works_ahead=ahead))
     return Engine(setup, CountingExecutor(dies_at), scheduler, KVCacheSizes(20), report)
@@ -194,3 +217,23 @@ def test_started_engine_without_text_answers_token_ids(setup: EngineSetup) -> No
     finally:
         engine.close()
     assert len(output["token_ids"]) == 5 and output["text"] is None
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_meters_get_the_times_of_the_launched_steps_but_not_after_pauses(setup: EngineSetup, ahead: bool) -> None:
+    """Step number n says that it took n seconds. It is unknown how long a step takes after the engine had no requests,
+    and after the caller stayed away while the GPU had nothing to do.
+    """
+    times = NotedTimes()
+    engine, outbox = make_engine(setup, ahead, times=times), Outbox()
+    for _ in range(2):
+        engine.add_request(prompt(3), PARAMS, Receiver(outbox))
+        finish(engine, outbox)
+    assert times.seconds == [None, 2, 3, 4, 5, None, 7, 8, 9, 10]
+    engine.add_request(prompt(3), PARAMS, Receiver(outbox))
+    for _ in range(3):
+        engine.step(outbox)
+    time.sleep(1.1 * PAUSE_S)
+    finish(engine, outbox)
+    assert times.seconds[10:] == [None, 12, 13, None, 15]
+    engine.close()

@@ -1,6 +1,7 @@
 """LocalExecutor and ProcessExecutor: the calls of the protocol over one rank and over several."""
 
 import os
+import time
 from collections.abc import Iterator, Mapping
 from typing import TypeAlias
 
@@ -16,7 +17,7 @@ from nanovllm.errors import EngineError, WorkerDiedError
 from nanovllm.executor.base import Executor, LaunchedStep, Runner
 from nanovllm.executor.local import LocalExecutor
 from nanovllm.executor.processes import ProcessExecutor
-from nanovllm.runner.step_result import StepResult
+from nanovllm.runner.step_result import StepEnd, StepResult
 
 
 class RecordingRunner(Runner):
@@ -24,6 +25,7 @@ class RecordingRunner(Runner):
 
     def __init__(self, tp: TPGroup) -> None:
         self.tp, self.num_calls, self.num_closed = tp, 0, 0
+        self.last_end: StepEnd | None = None
 
     def measure_num_gpu_blocks(self, num_cpu_blocks: int, most_gpu_blocks: int) -> tuple[int, str]:
         self.num_calls += 1
@@ -44,7 +46,9 @@ class RecordingRunner(Runner):
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         self.num_calls += 1
-        return StepResult(self.tp.all_gather(torch.tensor([self.num_calls])))
+        result = StepResult(self.tp.all_gather(torch.tensor([self.num_calls])), end_before=self.last_end)
+        self.last_end = result.end
+        return result
 
     def stats(self) -> Mapping[str, float | None]:
         return {"num_calls": self.num_calls, "rank": self.tp.rank}
@@ -90,6 +94,17 @@ def test_calls_run_on_every_rank_in_order_and_return_the_result_of_rank_0(
     step = executor.launch(PLAN)
     executor.wait_for(step)
     assert step.token_ids() == [113] * num_ranks
+
+
+def test_a_launched_step_tells_the_time_since_the_end_of_the_one_before(executor: AnyExecutor) -> None:
+    before_s = time.perf_counter()
+    first = executor.launch(PLAN)
+    time.sleep(0.01)
+    second = executor.launch(PLAN)
+    after_s = time.perf_counter()
+    assert first.token_ids() and first.seconds() is None
+    seconds = second.token_ids() and second.seconds()
+    assert seconds is not None and 0.01 <= seconds <= after_s - before_s
 
 
 def test_report_and_stats_are_those_of_rank_0_and_call_no_other(executor: AnyExecutor, num_ranks: int) -> None:

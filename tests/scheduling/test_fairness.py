@@ -3,6 +3,8 @@
 The simulated GPU has times like those of an H200 with Qwen3-0.6B (timed_steps.py).
 """
 
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import count
 from statistics import median
 
@@ -17,6 +19,7 @@ from nanovllm.scheduling.scheduler import Scheduler
 LONG = 131_072
 GRAPHS = Gpu()  # a chunk costs nothing but its work
 LAUNCHES = Gpu(chunk_s=8e-3)  # any chunk costs more than three steps without one
+MEASURED = Gpu(step_s=1.9e-3, token_s=4.66e-6, key_s=3.4e-10, chunk_s=8e-3)  # on an H200, by chunks beside 32 answers
 SHAPES = {"H200": GRAPHS, "launches": LAUNCHES, "slow linear layers": Gpu(token_s=9.3e-6, key_s=2e-10)}
 
 
@@ -86,6 +89,35 @@ def test_beside_a_long_prompt_streams_keep_their_pace_and_short_prompts_start_at
     print(f"{max(gaps_s(steps, start_s)) * 1e3:.0f} ms; long prompt {long.first_token_s:.2f} s, {factor:.2f} x alone;")
     print(f"short ones {[f'{short.first_token_s * 1e3:.0f} ms' for short in shorts]}")
     assert factor < 6
+
+
+@pytest.mark.parametrize("first_chunk_s", [0.0, 0.5])
+@pytest.mark.parametrize("make_kv", [all_gpu, hybrid])
+def test_short_prompts_beside_a_long_one_do_not_add_up_to_a_hundredth_of_the_steps(
+    make_kv: Callable[[], KVCacheManager], first_chunk_s: float
+) -> None:
+    """Regression: one long step out of 128, and the steps of 16 short prompts, were 1.3% of all steps.
+
+    `first_chunk_s`: kernels are prepared when a chunk of their size runs for the first time.
+    """
+    gpu = replace(MEASURED, first_chunk_s=first_chunk_s)
+    alone_s = solo_s(make_kv(), MEASURED)
+    steps = with_streams(make_kv(), gpu, max_step_s=0.2)
+    quiet_s = median(gaps_s(steps, start_s=steps.now_s / 2))
+    start_s = steps.now_s
+    long = steps.add(LONG, max_tokens=1)
+    shorts: list[Request] = []
+    while long.seq.finish_reason is None:
+        if len(shorts) < 16 and steps.now_s - start_s > len(shorts) * 3 * alone_s / 16:
+            shorts.append(steps.add(200, max_tokens=100))
+        steps.step()
+    assert len(shorts) == 16 and all(short.num_steps == 1 for short in shorts)
+    assert max(short.first_token_s for short in shorts) < 0.4 + 2 * first_chunk_s
+    slow = sum(gap > 3 * quiet_s for gap in gaps_s(steps, start_s)) / len(gaps_s(steps, start_s))
+    print(f"{slow:.2%} of the times per token are longer than three quiet ones; ", end="")
+    print(f"the long prompt takes {long.first_token_s / alone_s:.2f} times its time alone")
+    assert percentile(gaps_s(steps, start_s), 0.99) <= 3 * quiet_s
+    assert long.first_token_s < 5 * alone_s
 
 
 @pytest.mark.parametrize("make_kv", [all_gpu, hybrid])

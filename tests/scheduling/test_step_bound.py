@@ -17,31 +17,29 @@ DECODE_S, FIXED_S, WORK_S = 2.5e-3, 1e-3, 4e-10
 ROW = SamplingRow(1.0, 0, 1.0, 0.0, 0, 0)
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 class Steps:
     """Steps of known times, for ChunkTimes to measure."""
 
     def __init__(self, fixed_s: float = FIXED_S) -> None:
-        self.clock, self.fixed_s = Clock(), fixed_s
-        self.times = ChunkTimes(TOKEN_KEYS, now_s=self.clock)
+        self.fixed_s = fixed_s
+        self.times = ChunkTimes(TOKEN_KEYS)
 
     def run(
-        self, num_tokens: int = 0, position: int = 0, *, seconds: float | None = None, streams: bool = False
+        self,
+        num_tokens: int = 0,
+        position: int = 0,
+        *,
+        seconds: float | None = None,
+        streams: bool = False,
+        follows_pause: bool = False,
     ) -> None:
         """An answer, and a chunk if `num_tokens` is not 0."""
         sequences = [SequenceStep(0, np.zeros(1, int), 10, 5, (0,), 11, ROW)]
         if num_tokens:
             sequences.append(SequenceStep(1, np.zeros(num_tokens, int), position, 10**6, (0,), num_tokens, None))
         added_s = self.fixed_s + WORK_S * chunk_work(num_tokens, position, TOKEN_KEYS) if num_tokens else 0.0
-        self.clock.now_s += DECODE_S + added_s if seconds is None else seconds
-        self.times.step_ended(StepPlan(tuple(sequences), KVMoves(loads=(SlotLoad(0, 0, 1),) if streams else ())))
+        plan = StepPlan(tuple(sequences), KVMoves(loads=(SlotLoad(0, 0, 1),) if streams else ()))
+        self.times.step_ended(plan, None if follows_pause else DECODE_S + added_s if seconds is None else seconds)
 
 
 def measured(fixed_s: float = FIXED_S) -> ChunkTimes:
@@ -97,13 +95,34 @@ def test_long_chunks_are_never_taken_to_cost_nothing() -> None:
     assert line.fixed_s + line.work_s * chunk_work(16_384, 114_688, TOKEN_KEYS) >= 0.1 - 1e-9
 
 
+@pytest.mark.parametrize("num_slow", [1, 2])
+@pytest.mark.parametrize("with_short", [False, True])
+def test_a_slow_first_chunk_is_soon_forgotten(num_slow: int, with_short: bool) -> None:
+    """Its kernels were prepared. Were it believed, no other chunk would be as long, and so none would correct it."""
+    steps = Steps(fixed_s=8e-3)
+    for num_tokens in (0, 0, 0, *[200] * with_short):
+        steps.run(num_tokens)
+    for i in range(num_slow):
+        steps.run(16_384, 16_384 * i, seconds=0.7)
+    bound = StepBound(steps.times, max_step_s=0.2)
+    seconds = []
+    for i in range(8):
+        position = 16_384 * num_slow + 4096 * i
+        bound.begin_step(0, 1, 0)
+        num_tokens = bound.max_tokens(position, is_long=True, is_oldest=True)
+        bound.chunk_placed(num_tokens, position, is_long=True)
+        steps.run(num_tokens, position)
+        seconds.append(8e-3 + WORK_S * chunk_work(num_tokens, position, TOKEN_KEYS))
+    print([f"{s * 1e3:.0f} ms" for s in seconds])
+    assert max(seconds) < 0.25
+    assert min(seconds[4:]) > 0.15
+
+
 def test_times_that_say_nothing_do_not_count() -> None:
     """Of the first step after a pause, of a chunk beside answers of unknown time, of chunks whose keys are loaded."""
     steps = Steps()
-    steps.run()
     steps.run(100)
-    steps.times.pause()
-    steps.run()
+    steps.run(follows_pause=True)
     assert steps.times.decode_s is None and steps.times.line() is None
     steps.run()
     steps.run(100, streams=True)
@@ -127,6 +146,31 @@ def test_bound_is_paced_in_every_step_where_chunks_cost_little_beside_their_work
     num_tokens = bound.max_tokens(100_000, is_long=True, is_oldest=True)
     seconds = DECODE_S + FIXED_S + WORK_S * chunk_work(2 * num_tokens, 100_000, TOKEN_KEYS)
     assert seconds == pytest.approx(PACE * DECODE_S, rel=0.05)  # half of the time is the oldest's in any case
+
+
+def test_bound_puts_long_steps_off_for_each_step_with_a_short_prompt() -> None:
+    bound = StepBound(measured(fixed_s=8e-3), max_step_s=2.0)
+    assert long_steps(bound, 1) == [0]
+    for _ in range(2):
+        bound.begin_step(33, 1, 0)
+        for _ in range(3):  # in one step
+            bound.chunk_placed(200, 0, is_long=False)
+    assert long_steps(bound, 1000)[0] == 3 * LONG_STEP_INTERVAL - 3
+
+
+@pytest.mark.parametrize("times", [ChunkTimes(TOKEN_KEYS), measured(fixed_s=8e-3)])
+def test_bound_runs_long_steps_although_each_step_has_a_short_prompt(times: ChunkTimes) -> None:
+    """Such a step takes 10.8 ms here, and the rest 0.8 s at most. If no times are known, the steps are counted."""
+    bound = StepBound(times, max_step_s=0.2)
+    found = []
+    for i in range(1000):
+        bound.begin_step(10**6, 1, 0)
+        bound.chunk_placed(200, 0, is_long=False)
+        if bound.runs_long_prompts:
+            found.append(i)
+            bound.chunk_placed(bound.max_tokens(0, is_long=True, is_oldest=True), 0, is_long=True)
+    intervals = {later - earlier for earlier, later in pairwise(found)}
+    assert intervals <= ({LONG_STEP_INTERVAL} if times.decode_s is None else set(range(70, 80)))
 
 
 @pytest.mark.parametrize(("fixed_s", "num_missing_tokens"), [(8e-3, 0), (0.0, 100_000)])

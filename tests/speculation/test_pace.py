@@ -22,21 +22,11 @@ def load(num_seqs: int) -> Load:
     return load_of(num_seqs, 5 * num_seqs)
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-def measured(*steps: tuple[StepPlan, float], draft_s: float = 0.0) -> StepTimes:
+def measured(*steps: tuple[StepPlan, float | None], draft_s: float = 0.0) -> StepTimes:
     """The times after these steps, which took so many seconds."""
-    clock = Clock()
-    times = StepTimes(draft_s, clock)
+    times = StepTimes(draft_s)
     for plan, seconds in steps:
-        clock.now_s += seconds
-        times.step_ended(plan)
+        times.step_ended(plan, seconds)
     return times
 
 
@@ -114,11 +104,7 @@ def test_times_are_of_steps_of_the_same_kind_in_a_row() -> None:
     for between in (step_plan(3), step_plan(num_tokens=50)):
         times = measured((step_plan(), 100.0), (between, 100.0), (step_plan(), 100.0))
         assert not times.is_measured(load(1))
-    clock = Clock()
-    times = StepTimes(now_s=clock)
-    times.step_ended(step_plan())
-    times.pause()
-    times.step_ended(step_plan())
+    times = measured((step_plan(), 1.0), (step_plan(), None))
     assert not times.is_measured(load(1))
 
 

@@ -237,7 +237,8 @@ class Simulation:
     """A scheduler, a manager and a ContentRunner.
 
     depth: 1 plans a step before the last one's tokens are back, as on a GPU. change_plan: a fault to be noticed.
-    make_runner: from the manager. make_drafter: from the manager and the runner, for a scheduler that speculates.
+    step_s: what the step took that ends. make_runner: from the manager. make_drafter: from the manager and the runner,
+    for a scheduler that speculates.
     """
 
     def __init__(
@@ -253,8 +254,9 @@ class Simulation:
         make_drafter: Callable[[KVCacheManager, ContentRunner], Drafter] | None = None,
         max_guesses: int = 5,
         step_bound: StepBound | None = None,
+        step_s: Callable[[], float | None] = lambda: None,
     ) -> None:
-        self.kv, self.depth, self.change_plan = kv, depth, change_plan
+        self.kv, self.depth, self.change_plan, self.step_s = kv, depth, change_plan, step_s
         self.runner = make_runner(kv)
         speculator = None
         if make_drafter is not None:
@@ -355,7 +357,7 @@ class Simulation:
 
     def _commit(self, plan: StepPlan, token_ids: list[int]) -> None:
         if self.scheduler.sharing.bound is not None:
-            self.scheduler.sharing.bound.times.step_ended(plan)
+            self.scheduler.sharing.bound.times.step_ended(plan, self.step_s())
         self.scheduler.commit(plan, token_ids)
 
     def abort(self, seq: Sequence) -> None:

@@ -4,7 +4,6 @@ import random
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import accumulate, count
 from typing import Any
 
 from content_model import VOCAB_SIZE, ContentRunner, Simulation, next_token
@@ -130,10 +129,14 @@ def dense_manager(
 
 
 def odd_bound(rng: random.Random) -> StepBound:
-    """A bound for steps that take any time, whatever they run."""
-    instants_s = accumulate(rng.choice([0.0, 0.001, 0.01, 1.0]) for _ in count())
-    times = ChunkTimes(token_keys=rng.choice([1, 50]), now_s=lambda: next(instants_s))
+    """See odd_step_s."""
+    times = ChunkTimes(token_keys=rng.choice([1, 50]))
     return StepBound(times, max_step_s=rng.choice([0.001, 0.1]), missing_token_s=rng.choice([0.0, 0.001, 1.0]))
+
+
+def odd_step_s(rng: random.Random) -> float | None:
+    """Steps take any time, whatever they run."""
+    return rng.choice([0.0, 0.001, 0.01, 1.0, None])
 
 
 def odd_drafter(kind: str, seed: int) -> Callable[[KVCacheManager, ContentRunner], Drafter]:
@@ -162,7 +165,9 @@ def play_dense(
     """
     rng = random.Random(seed)
     if bounded:
-        options |= {"step_bound": odd_bound(random.Random(seed)), "chunked_prefill": True}
+        times_rng = random.Random(seed)
+        options |= {"step_bound": odd_bound(times_rng), "step_s": lambda: odd_step_s(times_rng)}
+        options |= {"chunked_prefill": True}
     if drafter:
         options |= {"make_drafter": odd_drafter(drafter, seed), "max_guesses": rng.choice([1, 2, 3, 5, 9])}
     split = RandomSplit(generator=random.Random(seed)) if with_cpu else None

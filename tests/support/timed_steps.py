@@ -21,7 +21,7 @@ KV_TOKEN_BYTES = 114_688
 @dataclass(frozen=True)
 class Gpu:
     """Times like those of one H200 with Qwen3-0.6B. Steps with chunks are launched kernel by kernel, which takes
-    `chunk_s` however short they are; that figure was never measured.
+    `chunk_s` however short they are. The first chunk of each magnitude takes `first_chunk_s` more.
     """
 
     step_s: float = 1.7e-3
@@ -29,6 +29,7 @@ class Gpu:
     token_s: float = 1.45e-6  # of a chunk
     key_s: float = 3.85e-10  # of a token of a chunk and a key
     chunk_s: float = 0.0
+    first_chunk_s: float = 0.0
     link_byte_per_s: float = 50e9
 
     def seconds(self, plan: StepPlan, block_size: int) -> float:
@@ -71,7 +72,7 @@ class TimedSteps:
     ) -> None:
         self.gpu, self.block_size = gpu, kv.block_size  # type: ignore[attr-defined]
         self.now_s = 0.0
-        self.times = ChunkTimes(TOKEN_KEYS, now_s=lambda: self.now_s)
+        self.times = ChunkTimes(TOKEN_KEYS)
         bound = None
         if max_step_s is not None:
             missing_token_s = KV_TOKEN_BYTES / gpu.link_byte_per_s
@@ -79,8 +80,9 @@ class TimedSteps:
         self.scheduler = scheduler(kv, max_num_seqs=512, max_num_batched_tokens=16_384, step_bound=bound)
         self.requests: list[Request] = []
         self.step_s: list[float] = []
-        self._in_flight: tuple[StepPlan, float] | None = None  # and when it ends
+        self._in_flight: tuple[StepPlan, float, float | None] | None = None  # when it ends; how long it takes
         self._rng = random.Random(0)
+        self._known_chunks: set[int] = set()  # magnitudes of the tokens of chunks that have run
 
     def add(self, num_tokens: int, max_tokens: int, token_ids: list[int] | None = None) -> Request:
         seq_id = len(self.requests)
@@ -96,22 +98,29 @@ class TimedSteps:
         for request in self.requests:
             request.num_steps += not request.seq.num_output_tokens
         plan = self.scheduler.schedule()
-        launched = None
+        launched: tuple[StepPlan, float, float | None] | None = None
         if plan is not None:
-            seconds = self.gpu.seconds(plan, self.block_size)
+            seconds = self.gpu.seconds(plan, self.block_size) + self._preparation_s(plan)
             self.step_s.append(seconds)
-            start_s = self._in_flight[1] if self._in_flight else self.now_s
-            launched = plan, start_s + seconds
+            if self._in_flight is None:
+                launched = plan, self.now_s + seconds, None  # after a pause
+            else:
+                launched = plan, self._in_flight[1] + seconds, seconds
         done, self._in_flight = self._in_flight, launched
         if done is not None:
             self._end(*done)
-        if not self.scheduler.has_unfinished:
-            self.times.pause()
         return plan
 
-    def _end(self, plan: StepPlan, end_s: float) -> None:
+    def _preparation_s(self, plan: StepPlan) -> float:
+        """Time that only the first chunk of a magnitude takes."""
+        chunks = {step.num_tokens.bit_length() for step in plan.sequences if step.num_tokens > step.num_sampled}
+        new = chunks - self._known_chunks
+        self._known_chunks |= new
+        return len(new) * self.gpu.first_chunk_s
+
+    def _end(self, plan: StepPlan, end_s: float, seconds: float | None) -> None:
         self.now_s = end_s
-        self.times.step_ended(plan)
+        self.times.step_ended(plan, seconds)
         for seq in self.scheduler.commit(plan, [7] * plan.num_sampled):
             self.requests[seq.seq_id].token_s.append(end_s)
 

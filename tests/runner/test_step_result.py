@@ -1,0 +1,36 @@
+"""How long a step took, by the clock of the GPU."""
+
+import time
+
+import pytest
+import torch
+
+from nanovllm.runner.step_result import StepResult
+
+
+@pytest.mark.gpu
+def test_seconds_are_those_of_the_gpu_whenever_the_host_looks() -> None:
+    """Regression: a step counted until the host noticed its end, and the launch of the next one held that up."""
+    tokens = torch.zeros(1, dtype=torch.int64, device="cuda")
+    torch.cuda._sleep(1000)
+    first = StepResult(tokens)
+    torch.cuda._sleep(10**7)  # cycles, some milliseconds
+    second = StepResult(tokens, end_before=first.end)
+    time.sleep(0.5)  # as if the next launch took so long
+    third = StepResult(tokens, end_before=second.end)
+    assert third.token_ids() == [0]
+    assert first.seconds() is None
+    seconds = second.seconds()
+    assert seconds is not None and 1e-3 < seconds < 0.1
+    waited = third.seconds()  # the GPU has waited for this one
+    assert waited is not None and 0.3 < waited < 1.0
+
+
+def test_seconds_on_a_cpu_are_those_between_the_ends_of_launches() -> None:
+    tokens = torch.zeros(1, dtype=torch.int64)
+    first = StepResult(tokens)
+    time.sleep(0.01)
+    second = StepResult(tokens, end_before=first.end)
+    time.sleep(0.1)
+    seconds = second.seconds()
+    assert first.seconds() is None and seconds is not None and 0.01 <= seconds < 0.1
