@@ -84,7 +84,10 @@ def least_margins(params: list[SamplingParams]) -> list[float]:
         return sampler.sample(logits, tensors, out)
 
     least = []
-    with pytest.MonkeyPatch.context() as patch, LLM(str(build_retrieval_model()), **ON_CPU, **cache_options(None)) as llm:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        LLM(str(build_retrieval_model()), **ON_CPU, **cache_options(None)) as llm,
+    ):
         for module in (step_runner, edited_sampling):
             patch.setattr(module, "sample", noting_sample)
         for each in params:
