@@ -20,14 +20,14 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from benchmarks.reporting import report, run_options, versions
 from benchmarks.serve_client import CHAT, COMPLETIONS
-from benchmarks.serve_comparison import compare_rate, measure_overhead
+from benchmarks.serve_comparison import compare_rate, limit_threads, measure_overhead
 from benchmarks.serve_idle import allow_files, measure_idle_connections
 from benchmarks.serve_load import Server
 from benchmarks.serve_options import parse
@@ -38,6 +38,7 @@ from benchmarks.serve_streams import measure_interference
 from benchmarks.serve_workloads import Bench, WorkloadError, measure_chats, measure_document, measure_mixed
 
 Json = dict[str, Any]
+T = TypeVar("T")
 
 MEASURES: dict[str, Callable[[Bench], Awaitable[Json]]] = {
     "chats": measure_chats,
@@ -58,6 +59,38 @@ def gpu_name() -> str | None:
     return lines[0] if lines else None
 
 
+def run_until_sigterm(work: Coroutine[Any, Any, T]) -> T:
+    """asyncio.run, which SIGTERM ends with SystemExit. `work` is cancelled first, so that it closes its connections; an
+    exit out of a signal handler can leave the loop with its tasks pending.
+    """
+
+    async def cancellable() -> T:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+
+        def cancel(*_: object) -> None:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            loop.call_soon_threadsafe(task.cancel)
+
+        before = signal.signal(signal.SIGTERM, cancel)
+        try:
+            return await work
+        finally:
+            if signal.getsignal(signal.SIGTERM) is cancel:
+                signal.signal(signal.SIGTERM, before)
+
+    try:
+        return asyncio.run(cancellable())
+    except asyncio.CancelledError:
+        sys.exit(128 + signal.SIGTERM)
+
+
+def end(*_: object) -> None:
+    """End the program on SIGTERM, and with it the server. A second one must not disturb that; timeout(1) sends two."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(128 + signal.SIGTERM)
+
+
 async def measure(args: argparse.Namespace, server: Server, command: tuple[str, ...]) -> tuple[Json, Bench]:
     """Run the workload against a server that is ready. `command` has started it, unless it is empty."""
     client = server.client()
@@ -74,6 +107,8 @@ def run(args: argparse.Namespace, stack: ExitStack) -> Json:
     """Start a server if asked to, measure, stop it, and compare with the engine if asked to."""
     if args.workload == "idle-connections":
         allow_files(2 * args.idle_connections)  # the server inherits it
+    elif args.workload == "overhead":
+        limit_threads()
     process = None
     result: Json = {}
     if args.start:
@@ -86,7 +121,8 @@ def run(args: argparse.Namespace, stack: ExitStack) -> Json:
     args.model = args.model or served_model(args.base_url, args.api_key)
     result |= {"server_version": server_version(args.base_url, args.api_key)}
     command = tuple(process.words) if process is not None else ()
-    figures, bench = asyncio.run(measure(args, Server(args.base_url, args.api_key, args.timeout_s), command))
+    server = Server(args.base_url, args.api_key, args.timeout_s)
+    figures, bench = run_until_sigterm(measure(args, server, command))
     if process is not None:
         result["server_exit_status"] = process.stop()
         if args.against_generate:
@@ -96,7 +132,7 @@ def run(args: argparse.Namespace, stack: ExitStack) -> Json:
 
 def main() -> int:
     args = parse(__doc__, tuple(MEASURES))
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the server ends too
+    signal.signal(signal.SIGTERM, end)
     args.api_key = args.api_key or os.environ.get("OPENAI_API_KEY")
     with ExitStack() as stack:
         if args.preset:

@@ -5,9 +5,11 @@ The engine runs in a process of its own (serve_in_process.py) with the engine op
 
 import asyncio
 import json
+import os
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -22,6 +24,7 @@ Json = dict[str, Any]
 
 ROOT = Path(__file__).parent.parent
 OVERHEAD_PROMPT_TOKENS, OVERHEAD_ANSWER_TOKENS = 100, 8
+OVERHEAD_WARM_UPS = 10  # requests of each kind, before the first run
 NOT_STREAMED = {"stream": False, "stream_options": None}
 
 
@@ -82,27 +85,46 @@ def compare_rate(
     return result | samples.as_json("generate_output_tok_per_s") | {"share_of_generate": share}
 
 
+def limit_threads() -> None:
+    """Let torch compute with one thread in the processes that are started from here, unless OMP_NUM_THREADS is set.
+
+    The server and the engine run in turns. Idle threads of one keep spinning for a while, and a small model is slower
+    with a thread for each core anyway.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
 async def measure_overhead(bench: Bench, make_engine: Callable[..., EngineProcess] = EngineProcess) -> Json:
     """What HTTP adds to the median latency of small requests, which are sent one after the other.
 
     The server answers one at once, then it streams one, then the engine alone runs one, and so on. So other work of the
-    machine disturbs all three equally. All prompts are new. The first run warms up.
+    machine disturbs all three equally. All prompts are new. A few requests warm up.
     """
     args = bench.args
-    sizes = OVERHEAD_PROMPT_TOKENS, OVERHEAD_PROMPT_TOKENS
     figures: dict[str, list[float]] = {"http": [], "http_stream": [], "engine": []}
     with make_engine("one-by-one", bench.command) as engine:
-        for run in range(args.runs + 1):
-            made = await bench.maker.chats(3 * args.num_requests, *sizes, args.seed + run)
-            requests = [request.with_body({"max_tokens": OVERHEAD_ANSWER_TOKENS}) for request in made]
-            latencies: dict[str, list[float]] = {name: [] for name in figures}
-            for whole, streamed, alone in zip(requests[::3], requests[1::3], requests[2::3], strict=True):
-                latencies["http"].append((await bench.ask(whole.with_body(NOT_STREAMED))).latency_s)
-                latencies["http_stream"].append((await bench.ask(streamed)).latency_s)
-                latencies["engine"] += await asyncio.to_thread(engine.run, [alone])
-            for name, values in latencies.items():
-                figures[name].append(statistics.median(values))
-    return overhead_figures({name: values[1:] for name, values in figures.items()})
+        await _latencies_in_turn(bench, engine, min(OVERHEAD_WARM_UPS, args.num_requests), args.seed)
+        for run in range(1, args.runs + 1):
+            start_s = time.perf_counter()
+            latencies = await _latencies_in_turn(bench, engine, args.num_requests, args.seed + run)
+            medians = {name: statistics.median(values) for name, values in latencies.items()}
+            for name, median in medians.items():
+                figures[name].append(median)
+            told = ", ".join(f"{name} {median * 1e3:.1f} ms" for name, median in medians.items())
+            print(f"run {run} of {args.runs}, {time.perf_counter() - start_s:.0f} s: {told}", flush=True)
+    return overhead_figures(figures)
+
+
+async def _latencies_in_turn(bench: Bench, engine: EngineProcess, num_each: int, seed: int) -> dict[str, list[float]]:
+    """Seconds of `num_each` requests of each kind."""
+    made = await bench.maker.chats(3 * num_each, OVERHEAD_PROMPT_TOKENS, OVERHEAD_PROMPT_TOKENS, seed)
+    requests = [request.with_body({"max_tokens": OVERHEAD_ANSWER_TOKENS}) for request in made]
+    latencies: dict[str, list[float]] = {"http": [], "http_stream": [], "engine": []}
+    for whole, streamed, alone in zip(requests[::3], requests[1::3], requests[2::3], strict=True):
+        latencies["http"].append((await bench.ask(whole.with_body(NOT_STREAMED))).latency_s)
+        latencies["http_stream"].append((await bench.ask(streamed)).latency_s)
+        latencies["engine"] += await asyncio.to_thread(engine.run, [alone])
+    return latencies
 
 
 def overhead_figures(latencies_s: dict[str, list[float]]) -> Json:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from typing import NamedTuple
 
 from benchmarks.serve_client import Answer, Request, ask
@@ -103,7 +104,14 @@ async def run_load(server: Server, load: Load, num_processes: int = 1) -> LoadRe
     num_processes = min(num_processes, len(load.requests), load.concurrency or len(load.requests))
     if num_processes == 1:
         return await _drive_with_client(server, load)
-    return await asyncio.to_thread(_run_in_processes, server, load, num_processes)
+    processes: list[SpawnProcess] = []
+    try:
+        return await asyncio.to_thread(_run_in_processes, server, load, num_processes, processes)
+    except asyncio.CancelledError:
+        for process in processes:
+            if process.pid is not None:
+                process.kill()  # which ends the thread, for which the event loop waits
+        raise
 
 
 async def _drive_with_client(server: Server, load: Load) -> LoadResult:
@@ -114,15 +122,17 @@ async def _drive_with_client(server: Server, load: Load) -> LoadResult:
         await client.close()
 
 
-def _run_in_processes(server: Server, load: Load, num_processes: int) -> LoadResult:
-    """All processes start together. Their clocks are the same, because time.perf_counter counts from boot on Linux."""
+def _run_in_processes(server: Server, load: Load, num_processes: int, processes: list[SpawnProcess]) -> LoadResult:
+    """All processes start together; they are added to `processes`. Their clocks are the same, because time.perf_counter
+    counts from boot on Linux.
+    """
     context = multiprocessing.get_context("spawn")
     pipes = [context.Pipe() for _ in range(num_processes)]
     shares = [load.share(index, num_processes) for index in range(num_processes)]
-    processes = [
+    processes += (
         context.Process(target=_client_process, args=(theirs, server, share), daemon=True)
         for (_, theirs), share in zip(pipes, shares, strict=True)
-    ]
+    )
     try:
         for process, (_, theirs) in zip(processes, pipes, strict=True):
             process.start()

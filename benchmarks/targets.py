@@ -156,7 +156,7 @@ JOBS = [
     serving("idle", "--max-model-len 4096 --max-num-seqs 64", "--workload", "idle-connections", timeout_s=600),
     bench(
         "serve-overhead",
-        *("bench_serve.py", "--workload", "overhead", "--num-requests", "100"),
+        *("bench_serve.py", "--workload", "overhead", "--num-requests", "50"),
         *("--start", "nanovllm serve --model demo --device cpu --port {port} --max-model-len 4096"),
         num_gpus=0,
         needs=SERVER_NEEDS,

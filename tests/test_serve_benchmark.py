@@ -5,7 +5,9 @@ import asyncio
 import io
 import json
 import signal
+import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +31,7 @@ from benchmarks.serve_streams import RunningStreams, Window
 from benchmarks.serve_workloads import Bench, WorkloadError
 from benchmarks.targets import JOBS, TARGETS
 
+ROOT = Path(__file__).parent.parent
 FAKE = Path(__file__).parent / "support" / "fake_openai.py"
 
 # -- workloads -------------------------------------------------------------------------------------------------------
@@ -156,6 +159,28 @@ def test_server_is_killed_if_the_benchmark_ends_early() -> None:
     with pytest.raises(SystemExit), server:
         raise SystemExit(143)
     assert server.stop() == -signal.SIGKILL or server.stop() == -signal.SIGTERM  # if it had not come to ignoring it
+
+
+@pytest.mark.parametrize("num_processes", ["1", "2"])
+def test_sigterm_ends_a_running_load_quietly(num_processes: str) -> None:
+    """Regression: timeout(1) sends SIGTERM twice. The second sys.exit in the signal's handler left the event loop with
+    its tasks pending, which Python reported with tracebacks. With several client processes, the benchmark first waited
+    for the whole load.
+    """
+    server = FakeServer(token_s=10)
+    with ServerThread(server):
+        words = [sys.executable, "bench_serve.py", "--base-url", server.url, *SMALL, "--processes", num_processes]
+        benchmark = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        try:
+            while not server.bodies and benchmark.poll() is None:
+                time.sleep(0.05)
+            for _ in range(5):
+                benchmark.terminate()
+                time.sleep(0.005)
+            printed, _ = benchmark.communicate(timeout=30)
+        finally:
+            benchmark.kill()
+    assert (benchmark.returncode, printed) == (128 + signal.SIGTERM, "")
 
 
 @pytest.mark.parametrize("axis", ["offered_request_per_s", "concurrency"])

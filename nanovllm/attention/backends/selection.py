@@ -37,20 +37,26 @@ def choose_backend(
 def find_backend(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, *, enforce_eager: bool) -> str:
     """`name`, or for "auto" the fastest backend that can run here with these options.
 
+    A backend may take seconds to say whether it can run: flash-attn is imported and tried. So only those that decide
+    are asked, and all of them for the message of an error.
+
     Raises ConfigError when `name` is unknown or cannot run, with the reason and the backends that can.
     """
-    reasons = {candidate: _why_unavailable(candidate, device, dtype, head_dim, enforce_eager) for candidate in BACKENDS}
-    possible = [candidate for candidate, reason in reasons.items() if reason is None]
     if name == "auto":
-        if possible:
-            return next(candidate for candidate in _preferred(device) if candidate in possible)
+        decisive = _preferred(device)
+    else:
+        decisive = [name] if name in BACKENDS else []
+    for candidate in decisive:
+        if _why_unavailable(candidate, device, dtype, head_dim, enforce_eager) is None:
+            return candidate
+    reasons = {candidate: _why_unavailable(candidate, device, dtype, head_dim, enforce_eager) for candidate in BACKENDS}
+    if name == "auto":
         raise ConfigError(
             "no attention backend can run here: "
             + "; ".join(f"{candidate}: {reason}" for candidate, reason in reasons.items())
         )
     reason = reasons.get(name, "there is no such backend")
-    if reason is None:
-        return name
+    possible = [candidate for candidate, reason in reasons.items() if reason is None]
     remedy = f"; or use 'auto' or one of {possible}" if possible else ""
     raise ConfigError(f"attn_backend={name!r} cannot run here: {reason}{remedy}")
 
