@@ -10,7 +10,7 @@ pool, the slots of the offload ring, or the staging buffers: to a backend these 
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, NamedTuple, Protocol
 
 import torch
@@ -53,13 +53,22 @@ class PagedBatch:
     max_context_len: int
     causal: bool
     host: HostTables | None = None  # None inside a CUDA graph, where sizes are not known on the host
+    _cuts: dict[tuple[int, int], "PagedBatch"] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def has_one_query_each(self, q_THD: torch.Tensor) -> bool:
         """Whether the packed queries are one of each sequence, in order. Hot: once per layer."""
         return self.max_query_len == 1 and len(q_THD) == len(self.context_lens)
 
     def sequences(self, first: int, last: int) -> "PagedBatch":
-        """Sequences first..last-1 as a batch of their own. All but cu_seqlens_q are views. Needs `host`."""
+        """Sequences first..last-1 as a batch of their own. All but cu_seqlens_q are views. Needs `host`.
+
+        Every layer of a step asks for the same ones, so they are kept.
+        """
+        if (first, last) not in self._cuts:
+            self._cuts[first, last] = self._cut(first, last)
+        return self._cuts[first, last]
+
+    def _cut(self, first: int, last: int) -> "PagedBatch":
         assert self.host is not None, "sizes are not known on the host"
         rows = slice(first, last)
         host = HostTables(self.host.query_lens[rows], self.host.context_lens[rows], self.host.block_tables[rows])
