@@ -26,9 +26,8 @@ from nanovllm.kernels.configs import SHORT_QUERY_LEN, PrefillConfig, prefill_con
 from nanovllm.kernels.constants import LN_2, LOG2_E
 from nanovllm.kernels.launch import on_grid
 from nanovllm.kernels.padding import head_mask
-from nanovllm.kernels.splits import MAX_PREFILL_WAVES, merge_splits, plan_num_prefill_splits
-
-MAX_PREFILL_SPLITS = 32  # of a tile; one merge kernel serves all numbers up to it
+from nanovllm.kernels.prefill_splits import MAX_PREFILL_SPLITS
+from nanovllm.kernels.splits import merge_splits
 
 
 @triton.jit
@@ -293,27 +292,6 @@ def paged_prefill(
     if num_splits > 1:
         merge_splits(part_out, part_lse, out_THD, lse_HT.t(), max_splits=MAX_PREFILL_SPLITS)
     return out_THD, lse_HT
-
-
-def plan_prefill_splits(
-    q_THD: torch.Tensor, num_sequences: int, max_query_len: int, max_context_len: int, num_sms: int
-) -> int:
-    """How many programs of `paged_prefill` should share the keys of a tile of queries. Hot: once per layer."""
-    if max_query_len > SHORT_QUERY_LEN:
-        return 1
-    num_tokens, num_heads, head_dim = q_THD.shape
-    config = prefill_config(kernel_target.target_of(q_THD.device), head_dim, q_THD.element_size(), max_query_len)
-    num_tiles = (num_tokens - num_sequences) // config.block_m + num_sequences  # the most that there can be
-    programs_per_wave = num_sms * config.programs_per_sm
-    return plan_num_prefill_splits(num_tiles * num_heads, max_context_len, programs_per_wave, MAX_PREFILL_SPLITS)
-
-
-def max_split_bytes(q_THD: torch.Tensor, num_sms: int) -> int:
-    """The most memory that the parts of splits take, for any queries of the heads and dtype of `q_THD`."""
-    head_dim, target = q_THD.shape[2], kernel_target.target_of(q_THD.device)
-    config = prefill_config(target, head_dim, q_THD.element_size(), SHORT_QUERY_LEN)
-    num_programs = MAX_PREFILL_WAVES * num_sms * config.programs_per_sm
-    return num_programs * config.block_m * (head_dim + 1) * torch.float32.itemsize
 
 
 def launch_prefill_variants(q_THD: torch.Tensor, cache_NPKD: torch.Tensor) -> None:

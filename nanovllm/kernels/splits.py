@@ -17,8 +17,6 @@ from nanovllm.kernels.pdl import let_next_start, pdl_options, wait_for_previous
 MAX_SPLITS = 128
 SPLIT_COST_TOKENS = 256  # starting a program and merging its part cost about as much as reading this many keys
 SPLIT_GRAIN_TOKENS = 64  # a split consists of whole tiles
-MAX_PREFILL_WAVES = 4  # of programs that share keys in a prefill; bounds the memory of their parts
-PREFILL_MERGE_COST_TOKENS = 1024  # launching a merge costs about as much as reading this many keys
 
 
 @triton.jit(do_not_specialize=["num_splits"])
@@ -97,21 +95,3 @@ def plan_num_splits(num_rows: int, context_len: int, num_sms: int) -> int:
         return waves * (triton.cdiv(num_grains, num_splits) * SPLIT_GRAIN_TOKENS + SPLIT_COST_TOKENS)
 
     return min(range(1, max(1, min(MAX_SPLITS, num_grains)) + 1), key=cost)
-
-
-@lru_cache(maxsize=4096)
-def plan_num_prefill_splits(num_programs: int, context_len: int, programs_per_wave: int, max_splits: int) -> int:
-    """How many programs share the keys of each of `num_programs` tiles of queries, which see about `context_len` keys.
-
-    Minimises the same cost as `plan_num_splits`, and counts the launch of the merge. With splits there are at most
-    MAX_PREFILL_WAVES waves of programs; without there may be any number.
-    """
-    num_grains = triton.cdiv(context_len, SPLIT_GRAIN_TOKENS)
-    max_splits = min(max_splits, num_grains, MAX_PREFILL_WAVES * programs_per_wave // num_programs)
-
-    def cost(num_splits: int) -> int:
-        waves = triton.cdiv(num_programs * num_splits, programs_per_wave)
-        merge_cost = PREFILL_MERGE_COST_TOKENS if num_splits > 1 else 0
-        return waves * (triton.cdiv(num_grains, num_splits) * SPLIT_GRAIN_TOKENS + SPLIT_COST_TOKENS) + merge_cost
-
-    return min(range(1, max(1, max_splits) + 1), key=cost)

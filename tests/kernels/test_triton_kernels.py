@@ -25,7 +25,7 @@ from nanovllm.layers.rotary_embedding import rotate_and_store
 pytest.importorskip("triton")
 
 from nanovllm.kernels.attention import max_split_bytes, plan_prefill_splits
-from nanovllm.kernels.splits import MAX_PREFILL_WAVES, plan_num_prefill_splits
+from nanovllm.kernels.prefill_splits import MAX_WAVES, plan_num_prefill_splits
 
 if INTERPRETED:
     DTYPES = [torch.float32, torch.float16]
@@ -389,7 +389,7 @@ def test_plan_num_prefill_splits_stays_within_its_waves(num_programs, context_le
     programs_per_wave = num_sms * programs_per_sm
     num_splits = plan_num_prefill_splits(num_programs, context_len, programs_per_wave, 32)
     assert 1 <= num_splits <= 32
-    assert num_splits == 1 or num_programs * num_splits <= MAX_PREFILL_WAVES * programs_per_wave
+    assert num_splits == 1 or num_programs * num_splits <= MAX_WAVES * programs_per_wave
     assert num_splits <= max(1, context_len // 64)
 
 
