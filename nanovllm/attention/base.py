@@ -110,8 +110,8 @@ class AttentionBackend(ABC):
         """Compile now what would otherwise be compiled while the first prompts wait. First comes what every long prompt
         needs, then what only some need, for as long as `has_time` returns True.
 
-        `q_THD`: queries of the longest chunk, with arbitrary values. `k_cache_NPKD`: a layer's keys, one block at least.
-        Backends that build nothing do nothing.
+        `q_THD`: queries of the longest chunk. `k_cache_NPKD`: a layer's keys, one block at least. Their values are
+        arbitrary. Backends that build nothing do nothing.
         """
         return
 

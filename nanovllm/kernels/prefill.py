@@ -3,11 +3,11 @@
 Legend: T packed query tokens, B sequences, H query heads, K kv heads, D head dim, N blocks of a cache, P tokens per
 block, M columns of a block table, S splits.
 
-One program computes a tile of BLOCK_M queries of one head. It walks the keys in tiles of BLOCK_N with an online softmax in base
-2 (Milakov and Gimelshein 2018; Dao 2022). P is a multiple of BLOCK_N, so a tile lies in one block and needs one look-up
-in the block table. Tiles are loaded ahead of their use, by TMA (one bulk copy per tile) or by cp.async (pointers), as
-kernels/configs.py chooses for the GPU. Tiles that every query sees completely need no mask. A tile has BLOCK_D columns,
-D rounded up to a power of two; columns from D on are zero.
+One program computes a tile of BLOCK_M queries of one head. It walks the keys in tiles of BLOCK_N with an online softmax
+in base 2 (Milakov and Gimelshein 2018; Dao 2022). P is a multiple of BLOCK_N, so a tile lies in one block and needs one
+look-up in the block table. Tiles are loaded ahead of their use, by TMA (one bulk copy per tile) or by cp.async
+(pointers), as kernels/configs.py chooses for the GPU. Tiles that every query sees completely need no mask. A tile has
+BLOCK_D columns, D rounded up to a power of two; columns from D on are zero.
 
 A short chunk has too few tiles of queries to fill a GPU. Over a long history, S programs therefore share the keys of a
 tile, in ranges of whole tiles of keys. A second kernel merges their results (kernels/splits.py). S is planned on the
@@ -295,11 +295,10 @@ def paged_prefill(
 
 
 def launch_prefill_variants(q_THD: torch.Tensor, cache_NPKD: torch.Tensor) -> None:
-    """Launch every variant of the kernel that chunks of up to `len(q_THD)` tokens need, on a sequence without tokens."""
+    """Launch every variant of the kernel that chunks of up to `len(q_THD)` tokens need, without computing anything."""
     zeros = torch.zeros(2, dtype=torch.int32, device=q_THD.device)
-    lens = zeros, zeros[:1], zeros.view(2, 1)[:1]
+    sequence = zeros, zeros[:1], zeros.view(2, 1)[:1]  # no query, no key, one block
     for causal in (True, False):
         for max_query_len, num_splits in ((SHORT_QUERY_LEN, 1), (SHORT_QUERY_LEN, 2), (len(q_THD), 1)):
-            paged_prefill(
-                q_THD[:1], cache_NPKD, cache_NPKD, *lens, max_query_len, 1.0, causal, num_splits=num_splits
-            )  # fmt: skip
+            inputs = q_THD[:1], cache_NPKD, cache_NPKD, *sequence
+            paged_prefill(*inputs, max_query_len, 1.0, causal, num_splits=num_splits)

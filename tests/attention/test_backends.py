@@ -213,7 +213,7 @@ CPU_LIMITS = CudnnLimits(query_sizes=(16, 32, 48, 64, 128), max_padded_queries=6
     ],
 )
 def test_cudnn_cuts_batches(lens, num_paged_calls, order, causal):
-    """cuDNN is asked for few pairs of lengths. The paged backend gets short sequences, and what is left of long ones."""
+    """cuDNN is asked for few pairs of lengths. The paged backend gets short sequences and what is left of long ones."""
     paged = CountingBackend()
     backend = CudnnOnCpu(paged, CPU_LIMITS)
     case = make_paged(lens, 8, (4, 2), causal=causal, order=order, unwritten=0.0)

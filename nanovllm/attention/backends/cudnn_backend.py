@@ -22,7 +22,7 @@ from typing import ClassVar
 import torch
 
 from nanovllm.attention.backends.contiguous import SequenceKV
-from nanovllm.attention.backends.cudnn_limits import CudnnLimits
+from nanovllm.attention.backends.cudnn_limits import DEFAULT_LIMITS, CudnnLimits
 from nanovllm.attention.base import AttentionBackend, HostTables, PagedBatch, PartialAttention
 from nanovllm.attention.merge import RunningMerge
 from nanovllm.core.support import MIN_CAPABILITY
@@ -35,7 +35,7 @@ class CudnnBackend(AttentionBackend):
 
     name: ClassVar[str] = "cudnn"
 
-    def __init__(self, paged: AttentionBackend, limits: CudnnLimits = CudnnLimits()) -> None:
+    def __init__(self, paged: AttentionBackend, limits: CudnnLimits = DEFAULT_LIMITS) -> None:
         self.paged, self.limits = paged, limits
 
     @classmethod
@@ -56,7 +56,7 @@ class CudnnBackend(AttentionBackend):
         return self.paged.merge(parts, dtype)
 
     def max_split_bytes(self, q_THD: torch.Tensor) -> int:
-        return self.paged.max_split_bytes(q_THD)
+        return 2 * self.paged.max_split_bytes(q_THD)  # each of the two streams has memory of its own
 
     def warm_up(
         self, q_THD: torch.Tensor, k_cache_NPKD: torch.Tensor, max_context_len: int, has_time: Callable[[], bool]

@@ -32,3 +32,6 @@ class CudnnLimits:
         """The sizes of calls without a mask for sequences of up to that length, the largest first."""
         exponents = range(self.min_keys.bit_length() - 1, min(self.max_keys, max_context_len).bit_length())
         return [1 << exponent for exponent in reversed(exponents)]
+
+
+DEFAULT_LIMITS = CudnnLimits()
