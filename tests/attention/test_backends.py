@@ -508,9 +508,22 @@ def test_gpu_backend_many_spans_round_once(name, num_parts, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("page", [256, 768, 8192])
+@pytest.mark.parametrize("lens", [(1024, 9001), (2600, 20001), (1300, 1300), (1100, 5197)])
+def test_gpu_cudnn_at_its_real_sizes_matches_naive(lens, page, causal):
+    """Keys and queries start at odd tokens; what was never written is NaN."""
+    gpu_backend("cudnn", torch.bfloat16, 128)  # skips where it cannot run
+    case = make_paged([lens], page, (4, 2), causal=causal, head_dim=128, dtype=torch.bfloat16, device="cuda")
+    got = CudnnBackend(TritonBackend()).attend(case.q_THD, case.k_cache, case.v_cache, case.batch, 0.09)
+    assert_as_good_as_plain_torch(got, case, 0.09)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("slow", ["before", "history", "square"])
 def test_gpu_cudnn_streams_wait_for_each_other(slow):
-    """History and square run on two streams: whatever is slow, all is written before it is read, and read in time.
+    """History and square run on two streams: whatever is slow, all is written before it is read, and read in time. The
+    paged backend attends to 72 keys of the history.
 
     In each round the tensors hold the round's data only from just before the call to just after it, for the GPU.
     """
@@ -520,6 +533,11 @@ def test_gpu_cudnn_streams_wait_for_each_other(slow):
             if slow == ("square" if causal else "history"):
                 torch.cuda._sleep(SLOW_CYCLES)
             return super().attend_dense(q, k, v, scale, causal)
+
+        def _attend_paged(self, *args, **options):
+            if slow == "history":
+                torch.cuda._sleep(SLOW_CYCLES)
+            return super()._attend_paged(*args, **options)
 
     gpu_backend("cudnn", torch.bfloat16, 128)  # skips where it cannot run
     backend = SlowCudnn(TritonBackend(), GPU_LIMITS)
