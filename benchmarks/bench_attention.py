@@ -53,6 +53,8 @@ WORKLOADS = [
     Workload("chunk 8192 at 40960", 1, 8192, 40960),
     Workload("chunk 8191 at 40959", 1, 8191, 40959),  # lengths that cuDNN has no plan for
     Workload("chunk 16384 at 40960", 1, 16384, 40960),
+    Workload("chunk 16351 at 32503", 1, 16351, 32503),  # lengths that fit no call of cuDNN
+    Workload("chunk 250 at 65536", 1, 250, 65536),
     Workload("prefill 16 x 1000", 16, 1000, 1000),
     Workload("decode 1 x 40960", 1, 1, 40960),
     Workload("decode 8 x 40960", 8, 1, 40960),

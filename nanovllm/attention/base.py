@@ -114,14 +114,21 @@ class AttentionBackend(ABC):
         """
 
     def warm_up(
-        self, q_THD: torch.Tensor, num_kv_heads: int, max_context_len: int, has_time: Callable[[], bool]
+        self, q_THD: torch.Tensor, k_cache_NPKD: torch.Tensor, max_context_len: int, has_time: Callable[[], bool]
     ) -> None:
-        """Build now what a library would otherwise build while the first prompts wait. First comes what every long
-        prompt needs, then what only some need, for as long as `has_time` returns True.
+        """Compile now what would otherwise be compiled while the first prompts wait. First comes what every long prompt
+        needs, then what only some need, for as long as `has_time` returns True.
 
-        `q_THD`: queries of the longest chunk, with arbitrary values. Backends that build nothing do nothing.
+        `q_THD`: queries of the longest chunk. `k_cache_NPKD`: a layer's keys, one block at least. Their values are
+        arbitrary. Backends that build nothing do nothing.
         """
         return
+
+    def max_split_bytes(self, q_THD: torch.Tensor) -> int:
+        """The most memory that a short chunk over a long history may take on top of what an equal chunk without history
+        takes, for the heads and dtype of `q_THD`.
+        """
+        return 0
 
 
 class StepAttention(Protocol):

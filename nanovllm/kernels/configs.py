@@ -12,6 +12,7 @@ import triton
 from nanovllm.device.kernel_target import KernelTarget
 
 DECODE_PROGRAMS_PER_SM = 2
+SHORT_QUERY_LEN = 2048  # up to here sequences get the smaller tile of queries, and programs may share their keys
 
 
 class PrefillConfig(NamedTuple):
@@ -22,6 +23,11 @@ class PrefillConfig(NamedTuple):
     num_warps: int
     num_stages: int
     tma: bool
+
+    @property
+    def programs_per_sm(self) -> int:
+        """How many run at once: 8 warps of up to 255 registers a thread fill the registers of an SM."""
+        return max(1, 8 // self.num_warps)
 
 
 class DecodeConfig(NamedTuple):
@@ -34,7 +40,7 @@ def prefill_config(target: KernelTarget, head_dim: int, itemsize: int, max_query
     block_d = triton.next_power_of_2(head_dim)
     if itemsize == 4:
         return _exact_prefill_config(block_d)
-    is_short = max_query_len <= 2048  # short sequences leave less of a small tile empty
+    is_short = max_query_len <= SHORT_QUERY_LEN  # short sequences leave less of a small tile empty
     if target.has_shared_operands:
         if block_d > 128:
             return PrefillConfig(128, 32, 8, 3, tma=True)

@@ -1,13 +1,17 @@
 """Attention with many queries per sequence over a paged cache: whole prompts, chunks, mixed batches.
 
 Legend: T packed query tokens, B sequences, H query heads, K kv heads, D head dim, N blocks of a cache, P tokens per
-block, M columns of a block table.
+block, M columns of a block table, S splits.
 
-One program computes BLOCK_M queries of one head. It walks the keys in tiles of BLOCK_N with an online softmax in base
-2 (Milakov and Gimelshein 2018; Dao 2022). P is a multiple of BLOCK_N, so a tile lies in one block and needs one look-up
-in the block table. Tiles are loaded ahead of their use, by TMA (one bulk copy per tile) or by cp.async (pointers), as
-kernels/configs.py chooses for the GPU. Tiles that every query sees completely need no mask. A tile has BLOCK_D columns,
-D rounded up to a power of two; columns from D on are zero.
+One program computes a tile of BLOCK_M queries of one head. It walks the keys in tiles of BLOCK_N with an online softmax
+in base 2 (Milakov and Gimelshein 2018; Dao 2022). P is a multiple of BLOCK_N, so a tile lies in one block and needs one
+look-up in the block table. Tiles are loaded ahead of their use, by TMA (one bulk copy per tile) or by cp.async
+(pointers), as kernels/configs.py chooses for the GPU. Tiles that every query sees completely need no mask. A tile has
+BLOCK_D columns, D rounded up to a power of two; columns from D on are zero.
+
+A short chunk has too few tiles of queries to fill a GPU. Over a long history, S programs therefore share the keys of a
+tile, in ranges of whole tiles of keys. A second kernel merges their results (kernels/splits.py). S is planned on the
+host. Without splits the kernel writes the result itself.
 """
 
 from typing import Any
@@ -18,10 +22,12 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nanovllm.device import kernel_target
-from nanovllm.kernels.configs import PrefillConfig, prefill_config
+from nanovllm.kernels.configs import SHORT_QUERY_LEN, PrefillConfig, prefill_config
 from nanovllm.kernels.constants import LN_2, LOG2_E
 from nanovllm.kernels.launch import on_grid
 from nanovllm.kernels.padding import head_mask
+from nanovllm.kernels.prefill_splits import MAX_PREFILL_SPLITS
+from nanovllm.kernels.splits import merge_splits
 
 
 @triton.jit
@@ -106,18 +112,19 @@ def _attend_tiles(
 
 
 @triton.jit(  # do not specialise on arguments that vary from step to step
-    do_not_specialize=["num_tokens", "table_stride"],
+    do_not_specialize=["num_tokens", "table_stride", "num_splits"],
     do_not_specialize_on_alignment=["cu_seqlens_q_ptr", "context_lens_ptr", "block_tables_ptr"],
 )
 def _prefill_kernel(
     q_ptr,
     k_source,
     v_source,
-    out_ptr,
-    lse_ptr,
+    out_ptr,  # [T, H, D]; with splits [T, H, S, D]
+    lse_ptr,  # [H, T]; with splits [T, H, S]
     cu_seqlens_q_ptr,
     context_lens_ptr,
     block_tables_ptr,
+    num_splits,  # None: one program reads all keys of a tile
     num_tokens,
     q_stride_t,
     q_stride_h,
@@ -137,7 +144,12 @@ def _prefill_kernel(
     num_heads = tl.num_programs(1)
     query_start = tl.load(cu_seqlens_q_ptr + sequence).to(tl.int64)
     query_len = (tl.load(cu_seqlens_q_ptr + sequence + 1) - query_start).to(tl.int32)
-    first_query = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M  # the tiles with the most keys start first
+    tile, num_tiles, split = tl.program_id(0), tl.num_programs(0), 0
+    if num_splits is not None:  # tiles that read the same keys run side by side
+        num_tiles = num_tiles // num_splits
+        split = tile // num_tiles
+        tile = tile % num_tiles
+    first_query = (num_tiles - 1 - tile) * BLOCK_M  # the tiles with the most keys start first
     if first_query < query_len:
         context_len = tl.load(context_lens_ptr + sequence)
         tile_row = tl.arange(0, BLOCK_M)  # counted from the tile's start, so that offsets fit into 32 bits
@@ -157,7 +169,13 @@ def _prefill_kernel(
             last_visible = tl.full([BLOCK_M], 0, tl.int32) + context_len - 1
             num_keys = context_len
             num_seen_by_all = context_len
+        first_key, last_key = 0, num_keys
         edge = num_seen_by_all // BLOCK_N * BLOCK_N
+        if num_splits is not None:
+            split_len = tl.cdiv(tl.cdiv(num_keys, num_splits), BLOCK_N) * BLOCK_N
+            first_key = tl.minimum(split * split_len, num_keys)
+            last_key = tl.minimum(first_key + split_len, num_keys)
+            edge = tl.minimum(tl.maximum(edge, first_key), last_key)
 
         table_ptr = block_tables_ptr + sequence.to(tl.int64) * table_stride
         place = head // GROUP * D if D == BLOCK_D else head // GROUP
@@ -168,19 +186,26 @@ def _prefill_kernel(
         row_sum = tl.zeros([BLOCK_M], tl.float32)
         row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
         acc, row_sum, row_max = _attend_tiles(
-            acc, row_sum, row_max, q, k_source, v_source, table_ptr, 0, edge, last_visible, context_len, place,
+            acc, row_sum, row_max, q, k_source, v_source, table_ptr, first_key, edge, last_visible, context_len, place,
             scale_log2, PAGE, ROW, D, BLOCK_D, BLOCK_N, MASKED=False, TMA=TMA,
         )  # fmt: skip
         acc, row_sum, row_max = _attend_tiles(
-            acc, row_sum, row_max, q, k_source, v_source, table_ptr, edge, num_keys, last_visible, context_len, place,
+            acc, row_sum, row_max, q, k_source, v_source, table_ptr, edge, last_key, last_visible, context_len, place,
             scale_log2, PAGE, ROW, D, BLOCK_D, BLOCK_N, MASKED=True, TMA=TMA,
         )  # fmt: skip
 
         row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # if no key was seen, out is 0 and lse is -inf
-        out_ptrs = out_ptr + (first_token * num_heads + head) * D + tile_row[:, None] * (num_heads * D) + dim[None, :]
-        tl.store(out_ptrs, (acc / row_sum[:, None]).to(out_ptr.dtype.element_ty), mask=is_cell)
+        out = (acc / row_sum[:, None]).to(out_ptr.dtype.element_ty)
         lse = (row_max + tl.log2(row_sum)) * LN_2
-        tl.store(lse_ptr + head.to(tl.int64) * num_tokens + first_token + tile_row, lse, mask=inside)
+        if num_splits is None:
+            part, num_parts = head, num_heads
+            lse_ptrs = lse_ptr + head.to(tl.int64) * num_tokens + first_token + tile_row
+        else:
+            part, num_parts = head * num_splits + split, num_heads * num_splits
+            lse_ptrs = lse_ptr + first_token * num_parts + part + tile_row * num_parts
+        out_ptrs = out_ptr + (first_token * num_parts + part) * D + tile_row[:, None] * (num_parts * D) + dim[None, :]
+        tl.store(out_ptrs, out, mask=is_cell)
+        tl.store(lse_ptrs, lse, mask=inside)
 
 
 def _descriptor(cache_NPKD: torch.Tensor, block_n: int) -> TensorDescriptor:
@@ -208,10 +233,12 @@ def paged_prefill(
     causal: bool,
     config: PrefillConfig | None = None,
     out_THD: torch.Tensor | None = None,
+    num_splits: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of packed queries: `(out [T, H, D], lse [H, T] fp32)`. PagedBatch explains the rest. Hot: per layer.
 
-    `config` None means the device's own. The result goes to `out_THD` (contiguous) if given, else to a new tensor.
+    `config` None means the device's own. The result goes to `out_THD` (contiguous) if given, else to a new tensor. The
+    number of splits affects only speed and rounding; see `plan_prefill_splits`.
     """
     num_tokens, num_heads, head_dim = q_THD.shape
     _, page, num_kv_heads, _ = k_cache_NPKD.shape
@@ -223,21 +250,28 @@ def paged_prefill(
     assert k_cache_NPKD.is_contiguous() and v_cache_NPKD.is_contiguous(), "a layer's cache must be contiguous"
     if out_THD is None:
         out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
-    lse_HT = torch.empty((num_heads, num_tokens), dtype=torch.float32, device=q_THD.device)
+    if num_splits == 1:
+        part_out = out_THD
+        part_lse = lse_HT = torch.empty((num_heads, num_tokens), dtype=torch.float32, device=q_THD.device)
+    else:
+        part_out = out_THD.new_empty((num_tokens, num_heads, num_splits, head_dim), dtype=torch.float32)
+        part_lse = part_out.new_empty((num_tokens, num_heads, num_splits))
+        lse_HT = part_out.new_empty((num_tokens, num_heads)).t()
     k_source: Any = k_cache_NPKD
     v_source: Any = v_cache_NPKD
     if config.tma:
         k_source, v_source = (_descriptor(cache, config.block_n) for cache in (k_cache_NPKD, v_cache_NPKD))
-    grid = (triton.cdiv(max_query_len, config.block_m), num_heads, context_lens.shape[0])
+    grid = (triton.cdiv(max_query_len, config.block_m) * num_splits, num_heads, context_lens.shape[0])
     on_grid(_prefill_kernel, grid)(
         q_THD,
         k_source,
         v_source,
-        out_THD,
-        lse_HT,
+        part_out,
+        part_lse,
         cu_seqlens_q,
         context_lens,
         block_tables,
+        None if num_splits == 1 else num_splits,
         num_tokens,
         q_THD.stride(0),
         q_THD.stride(1),
@@ -255,4 +289,16 @@ def paged_prefill(
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
+    if num_splits > 1:
+        merge_splits(part_out, part_lse, out_THD, lse_HT.t(), max_splits=MAX_PREFILL_SPLITS)
     return out_THD, lse_HT
+
+
+def launch_prefill_variants(q_THD: torch.Tensor, cache_NPKD: torch.Tensor) -> None:
+    """Launch every variant of the kernel that chunks of up to `len(q_THD)` tokens need, without computing anything."""
+    zeros = torch.zeros(2, dtype=torch.int32, device=q_THD.device)
+    sequence = zeros, zeros[:1], zeros.view(2, 1)[:1]  # no query, no key, one block
+    for causal in (True, False):
+        for max_query_len, num_splits in ((SHORT_QUERY_LEN, 1), (SHORT_QUERY_LEN, 2), (len(q_THD), 1)):
+            inputs = q_THD[:1], cache_NPKD, cache_NPKD, *sequence
+            paged_prefill(*inputs, max_query_len, 1.0, causal, num_splits=num_splits)

@@ -53,11 +53,19 @@ def _merge_splits_kernel(
 
 
 def merge_splits(
-    part_out_THSD: torch.Tensor, part_lse_THS: torch.Tensor, out_THD: torch.Tensor, lse_TH: torch.Tensor
+    part_out_THSD: torch.Tensor,
+    part_lse_THS: torch.Tensor,
+    out_THD: torch.Tensor,
+    lse_TH: torch.Tensor,
+    max_splits: int | None = None,
 ) -> None:
-    """Merge the parts of each row into `out_THD` and `lse_TH`. All are contiguous. Hot: once per layer."""
+    """Merge the parts of each row into `out_THD` and `lse_TH`. All are contiguous. Hot: once per layer.
+
+    A kernel is compiled for each power of two of splits, or, with `max_splits`, one for all numbers up to that.
+    """
     num_tokens, num_heads, num_splits, head_dim = part_out_THSD.shape
-    block_d, block_s = triton.next_power_of_2(head_dim), triton.next_power_of_2(num_splits)
+    block_d, block_s = triton.next_power_of_2(head_dim), triton.next_power_of_2(max_splits or num_splits)
+    assert num_splits <= block_s, f"{num_splits} splits, more than {max_splits}"
     on_grid(_merge_splits_kernel, (num_tokens * num_heads,))(
         part_out_THSD,
         part_lse_THS,

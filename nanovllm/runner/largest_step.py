@@ -15,8 +15,9 @@ from nanovllm.sampling_params import MAX_LOGPROBS
 from nanovllm.utils.arithmetic import ceil_div
 
 # More history or more groups would not need more memory. From the fourth part on there is a running result in fp32
-# (attention/merge.py), and further parts reuse its temporaries. Scattered keys are attended to 16 MiB at a time.
-HISTORY_TOKENS = 49152  # tokens before the chunk of a sequence
+# (attention/merge.py), and further parts reuse its temporaries. Scattered keys are attended to 16 MiB at a time. The
+# history is not a multiple of 4096 tokens: the cudnn backend leaves a part of it to the paged backend.
+HISTORY_TOKENS = 51199  # tokens before the chunk of a sequence
 NUM_GROUPS = 4  # streamed groups that the chunk attends to
 SCORED_TOKENS = 512  # enough for the chunks of logits that are scored at once
 _SAMPLING = SamplingRow(temperature=1.0, top_k=20, top_p=0.95, min_p=0.05, seed=0, position=1)
@@ -78,7 +79,7 @@ def _lengths(num_tokens: int, num_seqs: int, max_length: int) -> list[int]:
 
 
 def _sequence(seq_id: int, length: int, max_model_len: int, block_size: int) -> SequenceStep:
-    start = min(max_model_len - length, HISTORY_TOKENS)
+    start = min(max(0, max_model_len - length - 1), HISTORY_TOKENS)
     return SequenceStep(
         seq_id=seq_id,
         token_ids=np.zeros(length, dtype=np.int64),

@@ -112,8 +112,15 @@ class ModelRunner:
 
     def warm_up_backend(self, num_tokens: int, has_time: Callable[[], bool]) -> None:
         """Run AttentionBackend.warm_up for chunks of `num_tokens` tokens."""
-        q_THD = torch.zeros(num_tokens, self.num_heads, self.spec.head_dim, dtype=self.dtype, device=self.device)
-        self.backend.warm_up(q_THD, self.spec.num_kv_heads, self.max_model_len, has_time=has_time)
+        k_cache, _ = self.memory.cache
+        self.backend.warm_up(self._queries(num_tokens), k_cache[0], self.max_model_len, has_time=has_time)
+
+    def max_split_bytes(self) -> int:
+        """AttentionBackend.max_split_bytes of this model."""
+        return self.backend.max_split_bytes(self._queries(1))
+
+    def _queries(self, num_tokens: int) -> torch.Tensor:
+        return torch.zeros(num_tokens, self.num_heads, self.spec.head_dim, dtype=self.dtype, device=self.device)
 
     @on_own_device
     def allocate_kv_cache(self, sizes: KVCacheSizes) -> None:

@@ -41,6 +41,8 @@ class MeasuredRunner(Protocol):
 
     def warm_up_backend(self, num_tokens: int, has_time: Callable[[], bool]) -> None: ...
 
+    def max_split_bytes(self) -> int: ...
+
 
 def profile_memory(runner: MeasuredRunner, num_cpu_blocks: int, most_gpu_blocks: int) -> MemoryProfile:
     """Measure with a cache of one block, which all sequences share and which is dropped at the end.
@@ -60,6 +62,7 @@ def profile_memory(runner: MeasuredRunner, num_cpu_blocks: int, most_gpu_blocks:
         _compile_kernels(runner, steps, most_gpu_blocks)
         with runner.phases("largest step"):
             step_bytes = reserved_by(lambda: [runner.launch(plan) for plan in steps])
+            step_bytes += runner.max_split_bytes()  # a shorter step may need them, and these steps may not
     with runner.phases("graphs"):
         graph_bytes = 0 if config.enforce_eager else _measure_graph_bytes(runner, most_gpu_blocks)
     runner.memory.drop()

@@ -1,5 +1,6 @@
 """The backends beside the torch one: which is chosen and why, cuDNN's cutting of batches, and all of them on a GPU."""
 
+import random
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,12 +12,13 @@ from rounding import MAX_ROUNDINGS, MEAN_VALUE, PART_COUNTS, num_roundings
 
 from nanovllm.attention.backends import flash_backend
 from nanovllm.attention.backends.contiguous import GATHER_BYTES
-from nanovllm.attention.backends.cudnn_backend import CudnnBackend, CudnnLimits
+from nanovllm.attention.backends.cudnn_backend import CudnnBackend
+from nanovllm.attention.backends.cudnn_limits import CudnnLimits
 from nanovllm.attention.backends.flash_backend import FlashBackend
 from nanovllm.attention.backends.selection import BACKENDS, choose_backend, find_backend
 from nanovllm.attention.backends.torch_backend import TorchBackend, TorchLimits, flash_attn_with_lse
 from nanovllm.attention.backends.triton_backend import TritonBackend
-from nanovllm.attention.base import AttentionBackend, PagedBatch, PartialAttention
+from nanovllm.attention.base import AttentionBackend, HostTables, PagedBatch, PartialAttention
 from nanovllm.checkpoint.model_config import HEAD_DIMS
 from nanovllm.config import ATTENTION_BACKENDS
 from nanovllm.device import kernel_target
@@ -205,33 +207,51 @@ class CudnnOnCpu(CudnnBackend):
         return flash_attn_with_lse(q, k, v, scale, causal)
 
 
+CPU_LIMITS = CudnnLimits(query_sizes=(16, 32, 48, 64, 128), max_padded_queries=64, min_keys=32, max_keys=128)
+
+
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("order", ["adjacent", "random", "runs"])
 @pytest.mark.parametrize(
     ("lens", "num_paged_calls"),
     [
-        ([(1, 9), (1, 30), (2, 2), (32, 32), (16, 80), (1, 5)], 2),
+        ([(1, 9), (1, 30), (2, 2), (32, 32), (16, 80), (1, 5)], 2),  # the history of 64 keys needs no paged call
         ([(48, 80)], 0),
-        ([(37, 59)], 0),  # padded in front to 16 and behind to 64 tokens
-        ([(16, 64), (100, 101), (1, 1)], 1),  # two pieces
-        ([(17, 33), (15, 15)], 1),
-        ([(129, 200), (128, 128)], 0),
+        ([(48, 81)], 1),  # one key of the history is left
+        ([(16, 40)], 1),  # all of the history is
+        ([(37, 59)], 2),  # 32 queries with 22 keys left, and 5 queries
+        ([(41, 41)], 0),  # padded to 48
+        ([(71, 71)], 1),  # 64 queries, and 7
+        ([(16, 64), (100, 101), (1, 1)], 5),  # 64, 32 and 4 queries; two of them leave keys
+        ([(17, 33), (15, 15)], 3),
+        ([(129, 200), (128, 128)], 2),
         ([(16, 400)], 0),  # more keys than one call takes
     ],
 )
 def test_cudnn_cuts_batches(lens, num_paged_calls, order, causal):
-    """cuDNN is asked for few pairs of lengths, the paged backend for short sequences."""
+    """cuDNN is asked for few pairs of lengths. The paged backend gets short sequences and what is left of long ones."""
     paged = CountingBackend()
-    limits = CudnnLimits(query_grain=16, key_grain=8, max_queries=64, max_padded_queries=32, max_keys=128)
-    backend = CudnnOnCpu(paged, limits)
+    backend = CudnnOnCpu(paged, CPU_LIMITS)
     case = make_paged(lens, 8, (4, 2), causal=causal, order=order, unwritten=0.0)
     got = backend.attend(case.q_THD, case.k_cache, case.v_cache, case.batch, 0.3)
     assert_matches(got, case.naive(0.3))
     for num_queries, num_keys, square in backend.asked:
-        assert num_queries in (16, 32, 48, 64)
-        assert num_keys == num_queries if square else num_keys in (8, 16, 32, 64, 128)
+        assert num_queries in CPU_LIMITS.query_sizes
+        assert num_keys == num_queries if square else num_keys in (32, 64, 128)
     if causal:
         assert len(paged.batches) == num_paged_calls and backend.asked
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("page", [8, 24, 64, 256])
+@pytest.mark.parametrize("order", ["adjacent", "random"])
+def test_cudnn_any_block_size(order, page, causal):
+    """Also blocks that are larger than the smallest call, or no multiple of it. What was never written is NaN."""
+    backend = CudnnOnCpu(TorchBackend(), replace(CPU_LIMITS, gather_bytes=1))
+    case = make_paged([(50, 300), (70, 333), (129, 129)], page, (4, 2), causal=causal, order=order)
+    got = backend.attend(case.q_THD, case.k_cache, case.v_cache, case.batch, 0.3)
+    assert_matches(got, case.naive(0.3))
+    assert backend.asked
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -239,7 +259,7 @@ def test_cudnn_cuts_batches(lens, num_paged_calls, order, causal):
 @pytest.mark.parametrize("causal", [True, False])
 def test_cudnn_many_spans_round_once(causal, num_parts, dtype):
     """The running result was rounded after every span of the history: 6 times the error of one rounding after 122."""
-    backend = CudnnOnCpu(TorchBackend(), CudnnLimits(query_grain=32, key_grain=32, max_keys=32))
+    backend = CudnnOnCpu(TorchBackend(), CudnnLimits(query_sizes=(32,), min_keys=32, max_keys=32))
     lens = [(32, num_parts * 32)]
     case = make_paged(lens, 32, (8, 2), causal=causal, head_dim=64, dtype=dtype, mean_value=MEAN_VALUE)
     got = backend.attend(case.q_THD, case.k_cache, case.v_cache, case.batch, 0.1)
@@ -248,24 +268,92 @@ def test_cudnn_many_spans_round_once(causal, num_parts, dtype):
     assert num_roundings(got.out_THD, case.naive(0.1).out_THD) <= MAX_ROUNDINGS
 
 
+def warmed_up(limits: CudnnLimits, num_tokens: int, max_context_len: int, has_time: bool) -> set[tuple[int, int, bool]]:
+    """What `warm_up` builds."""
+    backend = CudnnOnCpu(TorchBackend(), limits)
+    backend.attend_dense = lambda q, k, v, scale, causal: backend.asked.append((len(q), len(k), causal))
+    q_THD, k_cache_NPKD = torch.zeros(num_tokens, 2, 1), torch.zeros(1, 8, 1, 1)
+    backend.warm_up(q_THD, k_cache_NPKD, max_context_len, has_time=lambda: has_time)
+    assert len(set(backend.asked)) == len(backend.asked)
+    return set(backend.asked)
+
+
 @pytest.mark.parametrize(
     ("chunks", "has_time"),
     [
-        ([(64, 64), (64, 128), (31, 159)], False),  # a prompt in chunks, with a longer rest
-        ([(64, 64), (64, 128), (64, 192), (9, 201)], True),
+        ([(128, 128), (128, 256), (60, 410)], False),  # a prompt in chunks, with a longer rest
+        ([(128, 128), (128, 256), (128, 384), (20, 404)], True),
         ([(50, 50), (40, 80), (20, 100), (64, 248)], True),  # shorter ones, and prefixes that were cached
     ],
 )
 def test_cudnn_warm_up_builds_what_prompts_need(chunks, has_time):
-    limits = CudnnLimits(query_grain=8, key_grain=8, max_queries=64, max_padded_queries=32, max_keys=128)
-    backend = CudnnOnCpu(TorchBackend(), limits)
-    backend.warm_up(torch.zeros(64, 4, 16), 2, max_context_len=250, has_time=lambda: has_time)
-    warmed_up = set(backend.asked)
-    backend.asked.clear()
+    built = warmed_up(CPU_LIMITS, 128, 420, has_time)
+    backend = CudnnOnCpu(TorchBackend(), CPU_LIMITS)
     for chunk in chunks:
         case = make_paged([chunk], 8, (4, 2), causal=True, order="adjacent", unwritten=0.0)
         backend.attend(case.q_THD, case.k_cache, case.v_cache, case.batch, 0.3)
-    assert backend.asked and set(backend.asked) <= warmed_up
+    assert backend.asked and set(backend.asked) <= built
+
+
+def test_cudnn_warm_up_builds_long_chunks_first():
+    always = warmed_up(CudnnLimits(), 16384, 131072, has_time=False)
+    squares = {(n, n, True) for n in (8192, 16384)}
+    assert always == squares | {(n, k, False) for n in (8192, 16384) for k in (32768, 16384, 8192, 4096)}
+    assert len(warmed_up(CudnnLimits(), 16384, 131072, has_time=True)) == 35
+    assert warmed_up(CudnnLimits(), 8000, 8000, has_time=False) == {(8192, 8192, True), (8192, 4096, False)}
+    assert warmed_up(CudnnLimits(), 300, 131072, has_time=True) == set()
+
+
+@pytest.mark.parametrize("num_tokens", [16384, 16351, 7900, 2048])
+def test_cudnn_asks_for_no_pair_that_warm_up_would_not_build(num_tokens):
+    """Regression: each chunk of a new length asked for new pairs, and building their plans stalled a server for 0.5 s.
+
+    Random lengths, positions, block sizes and orders of blocks, with and without a mask.
+    """
+    max_context_len, asked = 131072, set()
+    built = warmed_up(CudnnLimits(), num_tokens, max_context_len, has_time=True)
+    generator = random.Random(num_tokens)
+    for _ in range(300):
+        page = generator.choice([256, 768, 1024, 4096, 8192])
+        query_len = generator.randint(1, num_tokens)
+        context_len = generator.randint(query_len, max_context_len)
+        table = list(range(-(-context_len // page)))
+        if generator.random() < 0.5:
+            generator.shuffle(table)
+        backend = PairsOnly(EmptyResults(), CudnnLimits())
+        host = HostTables([query_len], [context_len], [table])
+        empty = torch.empty(0, dtype=torch.int32)
+        batch = PagedBatch(
+            cu_seqlens_q=empty,
+            context_lens=empty,
+            block_tables=torch.tensor([table], dtype=torch.int32),
+            max_query_len=query_len,
+            max_context_len=context_len,
+            causal=generator.random() < 0.7,
+            host=host,
+        )
+        cache = torch.empty(len(table), page, 1, 1, dtype=torch.int8)
+        backend.attend(torch.empty(query_len, 1, 1), cache, cache, batch, 1.0)
+        asked |= set(backend.asked)
+    assert asked <= built and len(built) <= 35
+
+
+class EmptyResults(TorchBackend):
+    """A paged backend that computes nothing."""
+
+    def attend(self, q_THD, k_cache_NPKD, v_cache_NPKD, batch, scale):
+        return PartialAttention(torch.empty_like(q_THD), torch.empty(1, len(q_THD)))
+
+    def merge(self, parts, dtype):
+        return parts[0]
+
+
+class PairsOnly(CudnnOnCpu):
+    """Remembers what it is asked for, and computes nothing."""
+
+    def attend_dense(self, q, k, v, scale, causal):
+        self.asked.append((len(q), len(k), causal))
+        return PartialAttention(torch.empty_like(q), torch.empty(1, len(q)))
 
 
 @pytest.mark.parametrize("lens", [[(1, 9), (1, 30)], [(1, 9), (0, 0), (16, 30)]])
@@ -288,7 +376,17 @@ def test_flash_a_few_queries_go_on_to_triton(monkeypatch, lens):
     assert_matches(got, case.naive(0.3))
 
 
-GPU_LIMITS = CudnnLimits(query_grain=64, key_grain=64)
+def test_flash_short_chunk_with_long_history_goes_on_to_triton(monkeypatch):
+    monkeypatch.setattr(FlashBackend, "__init__", lambda self: None)
+    backend = FlashBackend()
+    backend.triton = paged = CountingBackend()
+    case = make_paged([(1, 9), (20, 16400)], 256, (2, 1), causal=True)
+    got = backend.attend(case.q_THD, case.k_cache, case.v_cache, case.batch, 0.3)
+    assert paged.batches == [case.batch]
+    assert_matches(got, case.naive(0.3))
+
+
+GPU_LIMITS = CudnnLimits(query_sizes=(64, 128, 256, 512, 1024), min_keys=256)
 
 
 def gpu_backend(name: str, dtype: torch.dtype, head_dim: int, gather_bytes: int = GATHER_BYTES) -> AttentionBackend:
@@ -426,9 +524,22 @@ def test_gpu_backend_many_spans_round_once(name, num_parts, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("page", [256, 768, 8192])
+@pytest.mark.parametrize("lens", [(1024, 9001), (2600, 20001), (1300, 1300), (1100, 5197)])
+def test_gpu_cudnn_at_its_real_sizes_matches_naive(lens, page, causal):
+    """Keys and queries start at odd tokens; what was never written is NaN."""
+    gpu_backend("cudnn", torch.bfloat16, 128)  # skips where it cannot run
+    case = make_paged([lens], page, (4, 2), causal=causal, head_dim=128, dtype=torch.bfloat16, device="cuda")
+    got = CudnnBackend(TritonBackend()).attend(case.q_THD, case.k_cache, case.v_cache, case.batch, 0.09)
+    assert_as_good_as_plain_torch(got, case, 0.09)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("slow", ["before", "history", "square"])
 def test_gpu_cudnn_streams_wait_for_each_other(slow):
-    """History and square run on two streams: whatever is slow, all is written before it is read, and read in time.
+    """History and square run on two streams: whatever is slow, all is written before it is read, and read in time. The
+    paged backend attends to 72 keys of the history.
 
     In each round the tensors hold the round's data only from just before the call to just after it, for the GPU.
     """
@@ -438,6 +549,11 @@ def test_gpu_cudnn_streams_wait_for_each_other(slow):
             if slow == ("square" if causal else "history"):
                 torch.cuda._sleep(SLOW_CYCLES)
             return super().attend_dense(q, k, v, scale, causal)
+
+        def _attend_paged(self, *args, **options):
+            if slow == "history":
+                torch.cuda._sleep(SLOW_CYCLES)
+            return super()._attend_paged(*args, **options)
 
     gpu_backend("cudnn", torch.bfloat16, 128)  # skips where it cannot run
     backend = SlowCudnn(TritonBackend(), GPU_LIMITS)

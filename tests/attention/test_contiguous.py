@@ -36,3 +36,8 @@ def test_read_adjacent_blocks_copies_nothing():
     kv = make_kv([4, 2, 3, 4, 0])
     k, v = kv.read(9, 30)
     assert k.data_ptr() == kv.k_cache_NPKD[2, 1].data_ptr() and v.data_ptr() == kv.v_cache_NPKD[2, 1].data_ptr()
+
+
+@pytest.mark.parametrize(("first", "last", "end"), [(0, 40, 8), (3, 5, 5), (8, 40, 24), (15, 40, 24), (9, 20, 20)])
+def test_adjacent_end(first: int, last: int, end: int):
+    assert make_kv([4, 2, 3, 7, 0]).adjacent_end(first, last) == end

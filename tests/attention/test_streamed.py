@@ -9,7 +9,8 @@ import torch
 from paged_cases import PagedCase, make_paged
 from rounding import MAX_ROUNDINGS, MEAN_VALUE, PART_COUNTS, num_roundings
 
-from nanovllm.attention.backends.cudnn_backend import CudnnBackend, CudnnLimits
+from nanovllm.attention.backends.cudnn_backend import CudnnBackend
+from nanovllm.attention.backends.cudnn_limits import CudnnLimits
 from nanovllm.attention.backends.selection import BACKENDS
 from nanovllm.attention.backends.torch_backend import TorchBackend
 from nanovllm.attention.backends.triton_backend import TritonBackend
@@ -153,7 +154,7 @@ def test_gpu_streamed_attention_many_groups_rounds_once(name: str, query_len: in
     reason = BACKENDS[name].why_unavailable(torch.device("cuda"), dtype, 128)
     if reason is not None:
         pytest.skip(f"{name}: {reason}")
-    limits = CudnnLimits(query_grain=64, key_grain=64)
+    limits = CudnnLimits(query_sizes=(64, 128, 256, 1024), min_keys=256)
     backend = CudnnBackend(TritonBackend(), limits) if name == "cudnn" else BACKENDS[name]()
     num_groups = num_parts - 1
     lens = [(query_len, num_groups * 256 + 512 - i) for i in range(2)]

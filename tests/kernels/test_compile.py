@@ -44,11 +44,22 @@ def kernel_names() -> set[str]:
     return {name for name in names if name.endswith("_kernel")}
 
 
-def launch_prefill(head_dim: int, dtype: torch.dtype, max_query_len: int, causal: bool, heads: tuple[int, int]) -> None:
+def launch_prefill(
+    head_dim: int, dtype: torch.dtype, max_query_len: int, causal: bool, heads: tuple[int, int], num_splits: int = 1
+) -> None:
     q, k_cache, v_cache, lens, tables = paged_inputs(head_dim, dtype, heads)
     cu_seqlens_q = torch.zeros(3, dtype=torch.int32)
     attention_kernels.paged_prefill(
-        q, k_cache, v_cache, cu_seqlens_q, lens, tables, max_query_len, scale=0.1, causal=causal
+        q,
+        k_cache,
+        v_cache,
+        cu_seqlens_q,
+        lens,
+        tables,
+        max_query_len,
+        scale=0.1,
+        causal=causal,
+        num_splits=num_splits,
     )
 
 
@@ -161,6 +172,7 @@ def test_every_kernel_fits_at_common_shapes(target: KernelTarget) -> None:
     with compiling_for(target) as compiled:
         for max_query_len in (64, 4096):
             launch_prefill(128, BF16, max_query_len, causal=True, heads=(16, 8))
+        launch_prefill(128, BF16, 64, causal=True, heads=(16, 8), num_splits=5)
         launch_decode(128, BF16, num_splits=100, heads=(16, 8))
         for heads in GROUPS:
             launch_few_queries(128, BF16, 16, num_splits=8, heads=heads)
@@ -178,6 +190,8 @@ def launch_everything(head_dim: int, dtype: torch.dtype) -> None:
     for max_query_len in (64, 4096):
         for causal in (True, False):
             launch_prefill(head_dim, dtype, max_query_len, causal, heads=(16, 8))
+    for causal in (True, False):
+        launch_prefill(head_dim, dtype, 64, causal, heads=(16, 8), num_splits=5)
     launch_prefill(head_dim, dtype, 4096, causal=True, heads=(28, 4))
     for heads in ((8, 8), (16, 8), (28, 4), (32, 1)):
         launch_decode(head_dim, dtype, num_splits=1, heads=heads)
@@ -199,9 +213,23 @@ def launch_everything(head_dim: int, dtype: torch.dtype) -> None:
 def test_prefill_and_decode_fit_at_other_shapes(target: KernelTarget, head_dim: int, dtype: torch.dtype) -> None:
     with compiling_for(target) as compiled:
         launch_prefill(head_dim, dtype, max_query_len=4096, causal=True, heads=(28, 4))
+        launch_prefill(head_dim, dtype, max_query_len=64, causal=False, heads=(28, 4), num_splits=5)
         launch_decode(head_dim, dtype, num_splits=128, heads=(28, 4))
         launch_few_queries(head_dim, dtype, 16, num_splits=128, heads=(28, 4))
     check(compiled, target)
+
+
+def test_warm_up_leaves_no_prefill_kernel_to_compile() -> None:
+    """Whatever the lengths, the mask and the number of splits."""
+    target, caches = KNOWN_TARGETS["9.0"], torch.zeros(2, PAGE, 8, 128, dtype=BF16)
+    with compiling_for(target) as compiled:
+        attention_kernels.launch_prefill_variants(torch.zeros(4096, 16, 128, dtype=BF16), caches)
+        known = {kernel.kernel.hash for kernel in compiled}
+        compiled.clear()
+        for causal in (True, False):
+            for max_query_len, num_splits in ((17, 1), (64, 2), (300, 16), (2048, 32), (2049, 1), (4096, 1)):
+                launch_prefill(128, BF16, max_query_len, causal, heads=(16, 8), num_splits=num_splits)
+    assert {kernel.kernel.hash for kernel in compiled} == known
 
 
 @pytest.mark.slow

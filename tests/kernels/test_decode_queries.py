@@ -16,7 +16,7 @@ from nanovllm.core.support import MAX_DECODE_QUERIES
 
 pytest.importorskip("triton")
 
-from nanovllm.kernels.attention import DecodeConfig, paged_decode, plan_num_splits, tile_rows
+from nanovllm.kernels.attention import DecodeConfig, paged_decode, plan_num_splits, plan_prefill_splits, tile_rows
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 if INTERPRETED:  # it truncates to bf16 where a GPU rounds
@@ -166,7 +166,11 @@ def test_backend_mixed_batch_equals_torch_backend(device, query_lens, calls, cau
         return kernels.paged_prefill(*args, **options)
 
     backend.kernels = SimpleNamespace(
-        paged_decode=spy_decode, paged_prefill=spy_prefill, plan_num_splits=plan_num_splits, tile_rows=tile_rows
+        paged_decode=spy_decode,
+        paged_prefill=spy_prefill,
+        plan_num_splits=plan_num_splits,
+        plan_prefill_splits=plan_prefill_splits,
+        tile_rows=tile_rows,
     )
     got, want = (b.attend(case.q_THD, case.k_cache, case.v_cache, case.batch, 0.3) for b in (backend, TorchBackend()))
     assert called == calls

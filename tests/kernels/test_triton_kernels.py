@@ -3,6 +3,8 @@
 The interpreter truncates to bf16 where a GPU rounds; but for merges it is tested in fp16.
 """
 
+import itertools
+
 import pytest
 import torch
 from interpreter import INTERPRETED, not_interpreted, on_device, run_in_interpreter
@@ -21,6 +23,9 @@ from nanovllm.layers.layernorm import add_rms_norm, rms_norm
 from nanovllm.layers.rotary_embedding import rotate_and_store
 
 pytest.importorskip("triton")
+
+from nanovllm.kernels.attention import max_split_bytes, plan_prefill_splits
+from nanovllm.kernels.prefill_splits import MAX_WAVES, plan_num_prefill_splits
 
 if INTERPRETED:
     DTYPES = [torch.float32, torch.float16]
@@ -78,6 +83,52 @@ def test_attend_queries_matches_naive(device, heads, head_dim, page, dtype, caus
     scale = head_dim**-0.5
     got = TritonBackend().attend(case.q_THD, case.k_cache, case.v_cache, case.batch, scale)
     assert_as_good_as_plain_torch(got, case, scale)
+
+
+@on_device
+@paged_shapes
+@pytest.mark.usefixtures("loads")
+@pytest.mark.parametrize("num_splits", [2, 3, 32])
+@pytest.mark.parametrize(
+    ("causal", "loads"), [(True, LOADS[0]), (False, LOADS[0]), (True, LOADS[1])], indirect=["loads"]
+)
+def test_prefill_splits_match_naive(device, heads, head_dim, page, dtype, num_splits, causal):
+    """Sequences of very different lengths, without keys, with one, and with fewer tiles of keys than splits."""
+    from nanovllm.kernels.attention import paged_prefill
+
+    if INTERPRETED:
+        lens = [(1, 1), (0, 9), (19, page + 37), (33, 33)]
+    else:
+        lens = [(1, 1), (0, 9), (17, 20 * page + 37), (250, 8 * page - 1), (129, 129), (64, page), (1000, 1003)]
+    if not causal:
+        lens[1:1] = [(3, 0), (5, 1)]
+    case = make_paged(lens, page, heads, causal=causal, head_dim=head_dim, dtype=dtype, device=device)
+    batch = case.batch
+    got = paged_prefill(
+        case.q_THD,
+        case.k_cache,
+        case.v_cache,
+        batch.cu_seqlens_q,
+        batch.context_lens,
+        batch.block_tables,
+        batch.max_query_len,
+        head_dim**-0.5,
+        causal,
+        num_splits=num_splits,
+    )
+    assert_as_good_as_plain_torch(PartialAttention(*got), case, head_dim**-0.5)
+
+
+@on_device
+@pytest.mark.parametrize("causal", [True, False])
+def test_attend_short_chunk_with_long_history_shares_keys(device, causal):
+    """The backend plans the splits. A decode stands before the chunk."""
+    context_len = 5000 if INTERPRETED else 70001
+    lens = [(1, 300), (20, context_len)]
+    case = make_paged(lens, 256, (1, 1), causal=causal, head_dim=16, device=device)
+    assert plan_prefill_splits(case.q_THD[1:], 1, 20, context_len, 4) > 1
+    got = TritonBackend().attend(case.q_THD, case.k_cache, case.v_cache, case.batch, 0.2)
+    assert_as_good_as_plain_torch(got, case, 0.2)
 
 
 @on_device
@@ -329,3 +380,36 @@ def test_plan_num_splits_fills_the_gpu():
     assert plan_num_splits(256 * 8, 1024, 132) == 1  # many short ones: splitting only costs
     assert plan_num_splits(8, 1, 132) == 1
     assert plan_num_splits(320, 40960, 132) > 1  # 1.2 waves whole: the second would be nearly empty
+
+
+@pytest.mark.parametrize(("num_sms", "programs_per_sm"), [(132, 2), (132, 1), (24, 1)])
+@pytest.mark.parametrize("context_len", [0, 1, 300, 4096, 40960, 131072])
+@pytest.mark.parametrize("num_programs", [1, 16, 64, 300, 5000])
+def test_plan_num_prefill_splits_stays_within_its_waves(num_programs, context_len, num_sms, programs_per_sm):
+    programs_per_wave = num_sms * programs_per_sm
+    num_splits = plan_num_prefill_splits(num_programs, context_len, programs_per_wave, 32)
+    assert 1 <= num_splits <= 32
+    assert num_splits == 1 or num_programs * num_splits <= MAX_WAVES * programs_per_wave
+    assert num_splits <= max(1, context_len // 64)
+
+
+def test_plan_num_prefill_splits_fills_the_gpu():
+    assert plan_num_prefill_splits(64, 65536, 264, 32) * 64 in range(240, 265)  # 250 queries of 16 heads: one full wave
+    assert plan_num_prefill_splits(16, 65536, 264, 32) * 16 in range(240, 265)
+    assert plan_num_prefill_splits(256, 102400, 264, 32) == 1  # nearly full without splits
+    assert plan_num_prefill_splits(300, 102400, 264, 32) > 1  # the second wave would be nearly empty
+    assert plan_num_prefill_splits(128, 512, 264, 32) == 1  # a merge costs more
+    assert plan_num_prefill_splits(4096, 102400, 132, 32) == 1
+
+
+def test_plan_prefill_splits_bounds_the_memory_of_the_parts(monkeypatch):
+    """Whatever the lengths of the sequences in a batch."""
+    monkeypatch.setattr(kernel_target, "target_of", lambda device: kernel_target.KNOWN_TARGETS["9.0"])
+    for query_lens in ([17], [64], [250], [1000], [2048], [17] * 9, [1500, 20, 20], [65, 65]):
+        for num_heads, context_len in itertools.product((1, 8, 16, 28), (3000, 20000, 100_000)):
+            q_THD = torch.empty(sum(query_lens), num_heads, 128, dtype=torch.bfloat16, device="meta")
+            num_splits = plan_prefill_splits(q_THD, len(query_lens), max(query_lens), context_len, 132)
+            part_bytes = num_splits * q_THD[:, :, 0].numel() * 129 * 4
+            assert num_splits == 1 or part_bytes <= max_split_bytes(q_THD, 132) < 40 * 2**20
+    long = torch.empty(2049, 1, 128, dtype=torch.bfloat16, device="meta")
+    assert plan_prefill_splits(long, 1, 2049, 100_000, 132) == 1

@@ -41,6 +41,14 @@ class SequenceKV:
 
         return span(self.k_cache_NPKD), span(self.v_cache_NPKD)
 
+    def adjacent_end(self, first: int, last: int) -> int:
+        """Tokens `first` up to the returned one, at most `last`, lie in adjacent blocks."""
+        block_size = self.k_cache_NPKD.shape[1]
+        block_idx, last_block = first // block_size + 1, ceil_div(last, block_size)
+        while block_idx < last_block and self.table[block_idx] == self.table[block_idx - 1] + 1:
+            block_idx += 1
+        return min(block_idx * block_size, last)
+
     def spans(self, num_tokens: int, min_view_tokens: int, gather_bytes: int) -> Iterator[tuple[int, int]]:
         """Cut tokens 0..num_tokens-1 into spans `[first, last)` to attend to in one call each.
 

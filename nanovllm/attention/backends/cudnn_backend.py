@@ -5,9 +5,10 @@ causal mask is aligned at the top left, so the causal square at the end of a seq
 separate calls, merged.
 
 cuDNN builds a plan for every new pair of lengths (measured: 0.04 to 0.5 s), and its own way around that costs 12% of
-its speed. So few pairs are asked of it: queries in multiples of 1024 up to 16384, keys in powers of two from 256 to
-32768. Queries are padded to that: in front back to a multiple of 256 tokens, so that the history before the square is
-one too, behind with rows and keys that no real row sees. What the added rows yield is dropped.
+its speed. So it is asked for few pairs, and start-up can build their plans. A chunk is cut into pieces of the sizes
+that CudnnLimits lists. The end of a chunk is padded to such a size, or it goes to the paged backend if it is short. The
+history is cut into parts of a power of two of keys. What is left, less than the smallest such part, lies at the front
+of the sequence and is one more part, by the paged backend.
 
 The history is attended on a stream of its own, `side`, beside the square. Stream edges:
   E9   all enqueued so far -> history attended   compute -> side
@@ -15,39 +16,26 @@ The history is attended on a stream of its own, `side`, beside the square. Strea
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import ClassVar
 
 import torch
 
-from nanovllm.attention.backends.contiguous import GATHER_BYTES, SequenceKV
+from nanovllm.attention.backends.contiguous import SequenceKV
+from nanovllm.attention.backends.cudnn_limits import DEFAULT_LIMITS, CudnnLimits
 from nanovllm.attention.base import AttentionBackend, HostTables, PagedBatch, PartialAttention
 from nanovllm.attention.merge import RunningMerge
 from nanovllm.core.support import MIN_CAPABILITY
 from nanovllm.device import kernel_target
 from nanovllm.device.cuda_streams import new_stream
-from nanovllm.utils.arithmetic import ceil_div
-
-
-@dataclass(frozen=True, kw_only=True)
-class CudnnLimits:
-    """How attention is cut into calls of cuDNN. Tests cut smaller."""
-
-    query_grain: int = 1024  # queries of a call are a multiple of it; shorter sequences go to the paged backend
-    key_grain: int = 256  # keys of a call are this or a larger power of two; block sizes are multiples of it
-    max_queries: int = 16384  # of one call
-    max_padded_queries: int = 8192  # the same where they are padded, which copies them
-    max_keys: int = 32768  # of one call without a mask
-    gather_bytes: int = GATHER_BYTES
 
 
 class CudnnBackend(AttentionBackend):
-    """`paged` merges, decodes and runs the short sequences."""
+    """`paged` merges, decodes, and runs the short sequences and what cuDNN leaves of the long ones."""
 
     name: ClassVar[str] = "cudnn"
 
-    def __init__(self, paged: AttentionBackend, limits: CudnnLimits = CudnnLimits()) -> None:
+    def __init__(self, paged: AttentionBackend, limits: CudnnLimits = DEFAULT_LIMITS) -> None:
         self.paged, self.limits = paged, limits
 
     @classmethod
@@ -67,30 +55,27 @@ class CudnnBackend(AttentionBackend):
     def merge(self, parts: Sequence[PartialAttention], dtype: torch.dtype) -> PartialAttention:
         return self.paged.merge(parts, dtype)
 
+    def max_split_bytes(self, q_THD: torch.Tensor) -> int:
+        return 2 * self.paged.max_split_bytes(q_THD)  # each of the two streams has memory of its own
+
     def warm_up(
-        self, q_THD: torch.Tensor, num_kv_heads: int, max_context_len: int, has_time: Callable[[], bool]
+        self, q_THD: torch.Tensor, k_cache_NPKD: torch.Tensor, max_context_len: int, has_time: Callable[[], bool]
     ) -> None:
         """cuDNN keeps its plans for one thread: this must be the one that runs the steps."""
-        limits = self.limits
-        max_queries = min(len(q_THD), limits.max_queries) // limits.query_grain * limits.query_grain
-        max_padded = min(max_queries, limits.max_padded_queries)
-        max_keys = min(limits.max_keys, 1 << (max_context_len.bit_length() - 1))
-        key_counts = [1 << i for i in reversed(range(limits.key_grain.bit_length() - 1, max_keys.bit_length()))]
-        k_SKD = q_THD.new_zeros(max(max_keys, max_queries), num_kv_heads, q_THD.shape[2])
-
-        def build(num_queries: int, num_keys: int | None) -> None:
-            """None: the causal square."""
-            k = k_SKD[: num_keys or num_queries]
-            self.attend_dense(q_THD[:num_queries], k, k, scale=1.0, causal=num_keys is None)
-
-        for num_queries in {max_queries, max_padded} - {0}:  # a chunk, and a longer rest of a prompt
-            for num_keys in (None, *key_counts[:2]):
-                build(num_queries, num_keys)
-        for num_keys in (None, *key_counts):  # rests of all lengths, after chunks and after cached prefixes
-            for num_queries in range(max_queries, 0, -limits.query_grain):
-                if not has_time():
+        self.paged.warm_up(q_THD, k_cache_NPKD, max_context_len, has_time)
+        sizes = self.limits.sizes_of_pieces(len(q_THD))
+        if not sizes:
+            return
+        key_sizes = self.limits.key_sizes(max_context_len)
+        q_THD = _pad(q_THD, max(0, sizes[-1] - len(q_THD)))
+        k_SKD = q_THD.new_zeros(max(sizes[-1], *key_sizes), *k_cache_NPKD.shape[2:])
+        for num_queries in reversed(sizes):
+            is_long_chunk = num_queries in (sizes[-1], self.limits.max_padded_queries)
+            for num_keys in (None, *key_sizes):  # None: the causal square
+                if not is_long_chunk and not has_time():
                     return
-                build(num_queries, num_keys)
+                k = k_SKD[: num_keys or num_queries]
+                self.attend_dense(q_THD[:num_queries], k, k, scale=1.0, causal=num_keys is None)
 
     def attend(
         self,
@@ -100,7 +85,7 @@ class CudnnBackend(AttentionBackend):
         batch: PagedBatch,
         scale: float,
     ) -> PartialAttention:
-        if batch.max_query_len < self.limits.query_grain:
+        if batch.max_query_len < self.limits.min_queries:
             return self.paged.attend(q_THD, k_cache_NPKD, v_cache_NPKD, batch, scale)
         assert batch.host is not None, "the cudnn backend loops over long sequences: it needs PagedBatch.host"
         parts = []
@@ -121,36 +106,40 @@ class CudnnBackend(AttentionBackend):
     def _attend_long(
         self, q_THD: torch.Tensor, kv: SequenceKV, num_keys: int, scale: float, causal: bool
     ) -> PartialAttention:
-        """One sequence, piece by piece of its queries. Token indices count from its first key."""
-        limits = self.limits
-        base = num_keys - len(q_THD) if causal else 0  # the first query's token
-        start = base // limits.key_grain * limits.key_grain
-        end = base + len(q_THD)
+        """One sequence, piece by piece of its queries."""
+        num_queries = len(q_THD)
         result = None
-        while start < end:
-            size = min(limits.max_queries, ceil_div(end - start, limits.query_grain) * limits.query_grain)
-            if start < base or start + size > end:
-                size = min(size, limits.max_padded_queries)
-            first, last = max(start, base), min(start + size, end)  # tokens of the piece that are real queries
-            padding = (first - start, start + size - last)
-            q = _pad(q_THD[first - base : last - base], padding)
-            if causal:
-                part = self._attend_causal(q, kv, start, last, scale)
-            else:
-                part = self._attend_keys(q, kv, num_keys, scale).result()
-            rows = slice(padding[0], size - padding[1])
-            part = PartialAttention(part.out_THD[rows], part.lse_HT[:, rows])
-            start += size
-            if last - first == len(q_THD):
+        first = 0
+        while first < num_queries:
+            size = max(self.limits.sizes_of_pieces(num_queries - first), default=0)
+            last = min(first + size, num_queries) if size else num_queries
+            num_visible = num_keys - num_queries + last if causal else num_keys
+            part = self._attend_piece(q_THD[first:last], size, kv, num_visible, scale, causal)
+            if last - first == num_queries:
                 return part
             if result is None:
-                lse_HT = part.lse_HT.new_empty(part.lse_HT.shape[0], len(q_THD))
+                lse_HT = part.lse_HT.new_empty(part.lse_HT.shape[0], num_queries)
                 result = PartialAttention(torch.empty_like(q_THD), lse_HT)
-            rows = slice(first - base, last - base)  # to its place at once: one piece exists beside the whole
-            result.out_THD[rows], result.lse_HT[:, rows] = part
+            # To its place at once: one piece exists beside the whole
+            result.out_THD[first:last], result.lse_HT[:, first:last] = part
             del part  # before the next piece is made
+            first = last
         assert result is not None, "a sequence without queries is not long"
         return result
+
+    def _attend_piece(
+        self, q_THD: torch.Tensor, size: int, kv: SequenceKV, num_keys: int, scale: float, causal: bool
+    ) -> PartialAttention:
+        """Queries padded to `size`, over the first `num_keys` keys of a sequence. 0: too few for cuDNN."""
+        if size == 0:
+            return self._attend_paged(q_THD, kv, num_keys, scale, causal)
+        num_queries = len(q_THD)
+        q_THD = _pad(q_THD, size - num_queries)
+        if causal:
+            part = self._attend_causal(q_THD, kv, num_keys - num_queries, num_keys, scale)
+        else:
+            part = self._attend_keys(q_THD, kv, num_keys, scale).result()
+        return PartialAttention(part.out_THD[:num_queries], part.lse_HT[:, :num_queries])
 
     def _attend_causal(
         self, q_THD: torch.Tensor, kv: SequenceKV, first: int, last: int, scale: float
@@ -161,7 +150,7 @@ class CudnnBackend(AttentionBackend):
             return self._attend_keys(q_THD, kv, first, scale, num_more_parts=1)
 
         def square() -> PartialAttention:
-            k, v = (_pad(x, (0, first + len(q_THD) - last)) for x in kv.read(first, last))
+            k, v = (_pad(x, first + len(q_THD) - last) for x in kv.read(first, last))
             return self.attend_dense(q_THD, k, v, scale, causal=True)
 
         if first == 0:
@@ -173,23 +162,36 @@ class CudnnBackend(AttentionBackend):
     def _attend_keys(
         self, q_THD: torch.Tensor, kv: SequenceKV, num_keys: int, scale: float, num_more_parts: int = 0
     ) -> RunningMerge:
-        """Every query sees keys 0..num_keys-1, a positive multiple of key_grain. The caller adds `num_more_parts`."""
-        num_queries, num_heads, _ = q_THD.shape
-        # A run worth viewing: copying it costs more than merging one more part
-        min_view_tokens = num_queries * num_heads // kv.k_cache_NPKD.shape[2]
-        spans = list(kv.spans(num_keys, min_view_tokens, self.limits.gather_bytes))
-        cuts = [list(self._powers_of_two(last - first)) for first, last in spans]
-        merged = RunningMerge(self.merge, num_parts=sum(map(len, cuts)) + num_more_parts)
-        for span, pieces in zip(spans, cuts, strict=True):
-            k_SKD, v_SKD = kv.read(*span)
-            for first, last in pieces:
-                merged.add(self.attend_dense(q_THD, k_SKD[first:last], v_SKD[first:last], scale, causal=False))
+        """Every query sees keys 0..num_keys-1. The caller adds `num_more_parts`."""
+        num_paged = num_keys % self.limits.min_keys
+        spans = list(self._spans(kv, num_paged, num_keys))
+        merged = RunningMerge(self.merge, num_parts=(num_paged > 0) + len(spans) + num_more_parts)
+        if num_paged > 0:
+            merged.add(self._attend_paged(q_THD, kv, num_paged, scale, causal=False))
+        for span in spans:
+            merged.add(self.attend_dense(q_THD, *kv.read(*span), scale, causal=False))
         return merged
 
+    def _attend_paged(
+        self, q_THD: torch.Tensor, kv: SequenceKV, num_keys: int, scale: float, causal: bool
+    ) -> PartialAttention:
+        """By the paged backend, over the first `num_keys` keys of a sequence."""
+        num_queries = len(q_THD)
+        batch = PagedBatch(
+            cu_seqlens_q=torch.arange(0, num_queries + 1, num_queries, dtype=torch.int32, device=q_THD.device),
+            context_lens=torch.full((1,), num_keys, dtype=torch.int32, device=q_THD.device),
+            block_tables=kv.table_M[None],
+            max_query_len=num_queries,
+            max_context_len=num_keys,
+            causal=causal,
+            host=HostTables([num_queries], [num_keys], [kv.table]),
+        )
+        return self.paged.attend(q_THD, kv.k_cache_NPKD, kv.v_cache_NPKD, batch, scale)
+
     def _is_long(self, host: HostTables, seq: int, causal: bool) -> bool:
-        """Whether cuDNN runs this sequence. Without a mask its keys cannot be padded."""
-        keys_fit = causal or (host.context_lens[seq] > 0 and host.context_lens[seq] % self.limits.key_grain == 0)
-        return host.query_lens[seq] >= self.limits.query_grain and keys_fit
+        """Whether cuDNN runs this sequence. Without a mask it may have too few keys for a call."""
+        has_keys = causal or host.context_lens[seq] >= self.limits.min_keys
+        return host.query_lens[seq] >= self.limits.min_queries and has_keys
 
     def _runs(self, host: HostTables, causal: bool) -> Iterator[tuple[int, int]]:
         """Sequences `[first, last)`: a long one, or as many others as follow each other."""
@@ -203,13 +205,18 @@ class CudnnBackend(AttentionBackend):
         if first < len(host.query_lens):
             yield first, len(host.query_lens)
 
-    def _powers_of_two(self, num_tokens: int) -> Iterator[tuple[int, int]]:
-        """Cut tokens 0..num_tokens-1, a multiple of key_grain, into spans of a power of two, at most max_keys."""
-        grain = self.limits.key_grain
-        assert num_tokens % grain == 0, f"{num_tokens} keys are not a multiple of {grain}"
-        first = 0
-        while first < num_tokens:
-            size = min(self.limits.max_keys, 1 << ((num_tokens - first).bit_length() - 1))
+    def _spans(self, kv: SequenceKV, first: int, last: int) -> Iterator[tuple[int, int]]:
+        """Cut tokens first..last-1, a multiple of min_keys, into spans of a power of two.
+
+        Adjacent blocks that hold a whole span are viewed. Other spans are gathered, which bounds their size.
+        """
+        limits = self.limits
+        row_bytes = kv.k_cache_NPKD[0, 0].numel() * kv.k_cache_NPKD.element_size()
+        max_gathered = max(limits.min_keys, limits.gather_bytes // row_bytes)
+        while first < last:
+            num_adjacent = kv.adjacent_end(first, last) - first
+            longest = num_adjacent if num_adjacent >= limits.min_keys else min(max_gathered, last - first)
+            size = min(limits.max_keys, 1 << (longest.bit_length() - 1))
             yield first, first + size
             first += size
 
@@ -235,15 +242,13 @@ def _concatenate(parts: list[PartialAttention]) -> PartialAttention:
     return PartialAttention(torch.cat([p.out_THD for p in parts]), torch.cat([p.lse_HT for p in parts], dim=1))
 
 
-def _pad(x: torch.Tensor, padding: tuple[int, int]) -> torch.Tensor:
-    """Rows of zeros before and after `x`."""
-    if not any(padding):
+def _pad(x: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """`x` and that many rows of zeros."""
+    if num_rows == 0:
         return x
-    before, after = padding
-    padded = x.new_empty(before + len(x) + after, *x.shape[1:])  # F.pad would fill all of it before it copies
-    padded[:before] = 0
-    padded[before : before + len(x)] = x
-    padded[before + len(x) :] = 0
+    padded = x.new_empty(len(x) + num_rows, *x.shape[1:])  # F.pad would fill all of it before it copies
+    padded[: len(x)] = x
+    padded[len(x) :] = 0
     return padded
 
 

@@ -1,11 +1,12 @@
 """Attention by flash-attn 2, where it is installed. The merge is our own kernel, and so is attention of a few queries
-per sequence: flash-attn 2 does not share the keys of a paged cache among programs then.
+per sequence, and of short chunks over a long history: flash-attn 2 does not share the keys of a paged cache among
+programs then.
 
 flash-attn marks a row that saw no key with lse +inf; it becomes -inf here.
 """
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import ClassVar
 
@@ -19,6 +20,7 @@ from nanovllm.core.support import MAX_DECODE_QUERIES, MIN_CAPABILITY
 from nanovllm.device import kernel_target
 
 PAGE_GRAIN_TOKENS = 256  # flash-attn 2 pages are multiples of this
+MAX_CHUNK_QUERIES, MIN_CHUNK_KEYS = 1024, 16384  # a short chunk over a long history
 MAX_BUILD_ERROR = 0.05  # of values and scores around 1; rounding to bfloat16 makes 0.01
 
 
@@ -55,7 +57,7 @@ class FlashBackend(AttentionBackend):
         scale: float,
     ) -> PartialAttention:
         one_query_each = batch.has_one_query_each(q_THD)
-        if batch.max_query_len <= MAX_DECODE_QUERIES and not one_query_each and q_THD.shape[2] in HEAD_DIMS:
+        if not one_query_each and _gains_from_shared_keys(batch) and q_THD.shape[2] in HEAD_DIMS:
             return self.triton.attend(q_THD, k_cache_NPKD, v_cache_NPKD, batch, scale)
         assert k_cache_NPKD.shape[1] % PAGE_GRAIN_TOKENS == 0, "flash-attn 2 needs blocks of a multiple of 256 tokens"
         if one_query_each:
@@ -95,6 +97,21 @@ class FlashBackend(AttentionBackend):
 
     def merge(self, parts: Sequence[PartialAttention], dtype: torch.dtype) -> PartialAttention:
         return self.triton.merge(parts, dtype)
+
+    def warm_up(
+        self, q_THD: torch.Tensor, k_cache_NPKD: torch.Tensor, max_context_len: int, has_time: Callable[[], bool]
+    ) -> None:
+        if q_THD.shape[2] in HEAD_DIMS:
+            self.triton.warm_up(q_THD[:MAX_CHUNK_QUERIES], k_cache_NPKD, max_context_len, has_time)
+
+    def max_split_bytes(self, q_THD: torch.Tensor) -> int:
+        return self.triton.max_split_bytes(q_THD)
+
+
+def _gains_from_shared_keys(batch: PagedBatch) -> bool:
+    if batch.max_query_len <= MAX_DECODE_QUERIES:
+        return True
+    return batch.max_query_len <= MAX_CHUNK_QUERIES and batch.max_context_len >= MIN_CHUNK_KEYS
 
 
 @cache

@@ -2,7 +2,7 @@
 
 import importlib.util
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import ClassVar
 
@@ -70,7 +70,11 @@ class TritonBackend(AttentionBackend):
         scale: float,
     ) -> torch.Tensor:
         """By one kernel. Returns the LSE [H, T]."""
+        num_sms = _num_sms(q_THD.device)
         if batch.max_query_len > MAX_DECODE_QUERIES:
+            num_splits = self.kernels.plan_prefill_splits(
+                q_THD, len(batch.context_lens), batch.max_query_len, batch.max_context_len, num_sms
+            )
             return self.kernels.paged_prefill(
                 q_THD,
                 k_cache_NPKD,
@@ -82,6 +86,7 @@ class TritonBackend(AttentionBackend):
                 scale,
                 batch.causal,
                 out_THD=out_THD,
+                num_splits=num_splits,
             )[1]
         # A graph knows the longest context only; most are much shorter
         context_len = batch.max_context_len if batch.host is not None else batch.max_context_len // 4
@@ -95,7 +100,7 @@ class TritonBackend(AttentionBackend):
             batch.context_lens,
             batch.block_tables,
             scale,
-            self.kernels.plan_num_splits(num_rows, context_len, _num_sms(q_THD.device)),
+            self.kernels.plan_num_splits(num_rows, context_len, num_sms),
             out_THD=out_THD,
             cu_seqlens_q=None if batch.has_one_query_each(q_THD) else batch.cu_seqlens_q,
             max_query_len=batch.max_query_len,
@@ -110,6 +115,14 @@ class TritonBackend(AttentionBackend):
         lse_HT = parts[0].lse_HT
         self.kernels.merge_into(out_THD, lse_HT, parts)
         return PartialAttention(out_THD, lse_HT)
+
+    def warm_up(
+        self, q_THD: torch.Tensor, k_cache_NPKD: torch.Tensor, max_context_len: int, has_time: Callable[[], bool]
+    ) -> None:
+        self.kernels.launch_prefill_variants(q_THD, k_cache_NPKD)
+
+    def max_split_bytes(self, q_THD: torch.Tensor) -> int:
+        return self.kernels.max_split_bytes(q_THD, _num_sms(q_THD.device))
 
 
 def _num_sequences(q_THD: torch.Tensor, batch: PagedBatch) -> int:
