@@ -27,6 +27,7 @@ def add_chat(app: FastAPI, service: Service) -> None:
         tools = [] if body.tool_choice == "none" else body.tools or []
         if tools:
             check_tools(service)
+        cache_salt = service.cache_salt(body, request)
         token_ids = await service.prepare(
             encode_messages,
             service,
@@ -35,11 +36,12 @@ def add_chat(app: FastAPI, service: Service) -> None:
             body.chat_template_kwargs,
             add_generation_prompt=body.add_generation_prompt,
             add_special_tokens=body.add_special_tokens,
+            cache_salt=cache_salt,
         )
         num_free_tokens = service.llm.max_request_tokens - len(token_ids)
         params = chat_params(body, service.llm.sampling_defaults, num_free_tokens)
         with_tokens = bool(body.stream) and (bool(body.logprobs) or body.includes_usage_so_far)
-        stream = await service.submit([token_ids], params, with_tokens, service.cache_salt(body, request))
+        stream = await service.submit([token_ids], params, with_tokens, cache_salt)
         answer = ChatAnswer(service, body, stream.prompts, parses_tools=bool(tools))
         return await respond(answer, stream, params, request.receive, streams=bool(body.stream))
 

@@ -20,6 +20,7 @@ def encode_messages(
     *,
     add_generation_prompt: bool = True,
     add_special_tokens: bool = False,
+    cache_salt: str | None = None,
 ) -> TokenIds:
     """Raises ApiError or RequestError for what the template cannot take."""
     llm = service.llm
@@ -33,6 +34,7 @@ def encode_messages(
         conversation,
         options,
         add_special_tokens=add_special_tokens,
+        cache_salt=cache_salt,
         check_text=lambda text: service.check_chars(len(text), "messages"),  # tools and tool calls are part of it
     )
     return token_ids

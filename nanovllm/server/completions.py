@@ -16,7 +16,7 @@ from nanovllm.server.logprobs import completion_logprobs, prompt_logprobs
 from nanovllm.server.protocol import CompletionRequest
 from nanovllm.server.sampling import completion_params
 from nanovllm.server.schema import ANSWERS
-from nanovllm.server.service import Service
+from nanovllm.server.service import Service, salted
 from nanovllm.text.request_check import Prompt, prompt_list
 
 
@@ -27,11 +27,12 @@ def add_completions(app: FastAPI, service: Service) -> None:
         prompts = _prompts(body.prompt)
         params = completion_params(body, service.llm.sampling_defaults)
         texts = await service.prepare(_texts, service, prompts) if body.echo else []
+        cache_salt = service.cache_salt(body, request)
         encoded: Sequence[Prompt] = prompts
         if body.add_special_tokens is not None:
-            encoded = await service.prepare(_encode, service, prompts, body.add_special_tokens)
+            encoded = await service.prepare(_encode, service, prompts, body.add_special_tokens, cache_salt)
         with_tokens = bool(body.stream) and (body.logprobs is not None or body.includes_usage_so_far)
-        stream = await service.submit(encoded, params, with_tokens, service.cache_salt(body, request))
+        stream = await service.submit(encoded, params, with_tokens, cache_salt)
         answer = CompletionAnswer(service, body, stream.prompts, texts)
         return await respond(answer, stream, params, request.receive, streams=bool(body.stream))
 
@@ -107,9 +108,11 @@ def _prompts(prompt: Any) -> list[str | list[int]]:
     return prompts
 
 
-def _encode(service: Service, prompts: Sequence[Prompt], add_special_tokens: bool) -> list[TokenIds]:
+def _encode(
+    service: Service, prompts: Sequence[Prompt], add_special_tokens: bool, cache_salt: str | None
+) -> list[TokenIds]:
     encode = service.llm.text.encode_prompt
-    return [encode(prompt, add_special_tokens=add_special_tokens) for prompt in prompts]
+    return [encode(salted(prompt, cache_salt), add_special_tokens=add_special_tokens) for prompt in prompts]
 
 
 def _texts(service: Service, prompts: list[str | list[int]]) -> list[str]:

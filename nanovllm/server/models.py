@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from nanovllm import __version__
@@ -11,7 +11,7 @@ from nanovllm.server.chat_prompt import encode_messages
 from nanovllm.server.errors import api_error, json_response, model_not_found
 from nanovllm.server.protocol import DetokenizeRequest, TokenizeRequest
 from nanovllm.server.schema import BODY_ERRORS
-from nanovllm.server.service import Service
+from nanovllm.server.service import Service, salted
 
 
 def add_models(app: FastAPI, service: Service) -> None:
@@ -30,9 +30,9 @@ def add_models(app: FastAPI, service: Service) -> None:
 
 def add_tokens(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize", responses=BODY_ERRORS)
-    async def tokenize(body: TokenizeRequest) -> Response:
+    async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         service.check_body(body)
-        return json_response(await service.prepare(_tokenize, service, body))
+        return json_response(await service.prepare(_tokenize, service, body, service.key_salt(request)))
 
     @app.post("/detokenize", responses=BODY_ERRORS)
     async def detokenize(body: DetokenizeRequest) -> Response:
@@ -63,7 +63,7 @@ def _card(service: Service, name: str) -> dict[str, Any]:
     }
 
 
-def _tokenize(service: Service, body: TokenizeRequest) -> dict[str, Any]:
+def _tokenize(service: Service, body: TokenizeRequest, cache_salt: str | None) -> dict[str, Any]:
     llm = service.llm
     if body.messages is not None:
         if body.tools:
@@ -75,10 +75,12 @@ def _tokenize(service: Service, body: TokenizeRequest) -> dict[str, Any]:
             body.chat_template_kwargs,
             add_generation_prompt=body.add_generation_prompt,
             add_special_tokens=bool(body.add_special_tokens),
+            cache_salt=cache_salt,
         )
     else:
         add_special_tokens = body.add_special_tokens is not False
-        token_ids = llm.text.encode_prompt(body.prompt or "", add_special_tokens=add_special_tokens)
+        prompt = salted(body.prompt or "", cache_salt)
+        token_ids = llm.text.encode_prompt(prompt, add_special_tokens=add_special_tokens)
     tokens = token_ids.tolist()
     strings = llm.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
     return {"count": len(tokens), "max_model_len": llm.max_model_len, "tokens": tokens, "token_strs": strings}

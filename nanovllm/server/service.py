@@ -52,10 +52,15 @@ class Service:
 
     def cache_salt(self, body: SamplingFields, request: Request) -> str | None:
         """Requests share KV only if their salts are equal: that of the API key, if there is one, and the client's."""
-        key_salt = getattr(request.state, CACHE_SALT, None)
+        key_salt = self.key_salt(request)
         if key_salt is None or body.cache_salt is None:
             return key_salt or body.cache_salt
         return f"{key_salt} {body.cache_salt}"
+
+    def key_salt(self, request: Request) -> str | None:
+        """The salt of the request's API key, if keys have salts."""
+        salt: str | None = getattr(request.state, CACHE_SALT, None)
+        return salt
 
     async def prepare(self, function: Callable[..., Result], *args: Any, **options: Any) -> Result:
         """Call a function that takes long if the prompt is long, before the request is submitted.
@@ -81,12 +86,14 @@ class Service:
         if num_answers > limit:
             prompts_text = "" if len(prompts) == 1 else f" for each of {len(prompts)} prompts"
             raise ApiError(f"n={params.n}{prompts_text} exceeds the limit of {limit} answers a request", param="n")
-        if cache_salt is not None:
-            prompts = [_salted(prompt, cache_salt) for prompt in prompts]
+        prompts = [salted(prompt, cache_salt) for prompt in prompts]
         return await (self._queue or self.engine).submit(prompts, params, with_tokens=with_tokens)
 
 
-def _salted(prompt: Prompt, cache_salt: str) -> Prompt:
+def salted(prompt: Prompt, cache_salt: str | None) -> Prompt:
+    """A text or token ids as a prompt with this salt."""
+    if cache_salt is None:
+        return prompt
     key = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
     return {key: prompt, "cache_salt": cache_salt}
 

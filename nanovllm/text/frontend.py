@@ -27,6 +27,7 @@ from nanovllm.text.bad_words import bad_word_token_ids
 from nanovllm.text.detokenizer import Detokenizer, TokenDecoder
 from nanovllm.text.request_check import (
     Prompt,
+    cache_salt,
     check_conversations,
     check_token_ids,
     encode_text,
@@ -34,6 +35,7 @@ from nanovllm.text.request_check import (
     text_or_token_ids,
 )
 from nanovllm.text.structured import GrammarCompiler, TokenMatcher
+from nanovllm.text.text_encoder import TextEncoder
 from nanovllm.text.tokenizer import end_token_ids, load_tokenizer
 
 MAX_BAD_WORDS = 16  # lists of them that are kept; all answers of a request have the same
@@ -50,6 +52,7 @@ class TextFrontend:
         self._encode_lock = threading.Lock()  # a tokenizer can encode for only one thread at a time
         self._decoders: dict[bool, TokenDecoder] = {}  # by skip_special_tokens
         if self.tokenizer is not None:
+            self._encoder = TextEncoder(self.tokenizer)
             self._decoders = {skip: TokenDecoder(self.tokenizer, skip) for skip in (True, False)}
         self._bad_words = lru_cache(MAX_BAD_WORDS)(partial(_find_bad_words, self.tokenizer, self._vocab_size))
         self._grammars = GrammarCompiler(self.tokenizer, self._vocab_size, self.end_token_ids)
@@ -60,13 +63,22 @@ class TextFrontend:
         Raises RequestError for prompts of other types, for ids outside the vocabulary, and for text if the model has
         no tokenizer.
         """
-        prompt = text_or_token_ids(prompt)
+        salt, prompt = cache_salt(prompt), text_or_token_ids(prompt)
         if not isinstance(prompt, str):
             return check_token_ids(prompt, self._vocab_size)
         if self.tokenizer is None:
             raise RequestError("a text prompt needs a tokenizer, but this model has none; give a list of token ids")
+        return self._encode(prompt, add_special_tokens, salt)
+
+    def _encode(self, text: str, add_special_tokens: bool, cache_salt: str | None) -> TokenIds:
         with self._encode_lock:
-            return encode_text(self.tokenizer, prompt, self._vocab_size, add_special_tokens=add_special_tokens)
+            return encode_text(
+                self._encoder,
+                text,
+                self._vocab_size,
+                add_special_tokens=add_special_tokens,
+                cache_salt=cache_salt,
+            )
 
     def decode(self, token_ids: Iterable[int]) -> str:
         """The text of tokens, special ones included. Raises RequestError as `encode_prompt` does."""
@@ -133,25 +145,22 @@ class TextFrontend:
         template_options: Mapping[str, Any] = MappingProxyType({}),
         *,
         add_special_tokens: bool = False,
+        cache_salt: str | None = None,
         check_text: Callable[[str], None] = lambda text: None,
     ) -> list[TokenIds]:
         """The token ids of each conversation, by default up to where the answer begins.
 
         messages: one conversation or a list of them. template_options: what else the template gets, such as `tools`, or
-        add_generation_prompt=False. add_special_tokens: in addition to those that the template writes. check_text: is
-        called with each text before it is tokenized, and may raise. Raises RequestError as `check_chat_template` does,
-        and for messages that are malformed or that the template refuses.
+        add_generation_prompt=False. add_special_tokens: in addition to those that the template writes. cache_salt: that
+        of the requests. check_text: is called with each text before it is tokenized, and may raise. Raises RequestError
+        as `check_chat_template` does, and for messages that are malformed or that the template refuses.
         """
         self.check_chat_template()
         conversations = check_conversations(messages)
         prompts = [render_chat(self.tokenizer, conversation, template_options) for conversation in conversations]
         for text in prompts:
             check_text(text)
-        with self._encode_lock:
-            return [
-                encode_text(self.tokenizer, text, self._vocab_size, add_special_tokens=add_special_tokens)
-                for text in prompts
-            ]
+        return [self._encode(text, add_special_tokens, cache_salt) for text in prompts]
 
 
 def _find_bad_words(tokenizer: Any, vocab_size: int, words: tuple[str, ...]) -> BadWords:

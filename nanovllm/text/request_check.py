@@ -10,6 +10,7 @@ import numpy as np
 
 from nanovllm.core.sequence import TokenIds
 from nanovllm.errors import RequestError
+from nanovllm.text.text_encoder import TextEncoder
 
 # A string, token ids, or as in vLLM a dict that holds one of them: {"prompt": str} or {"prompt_token_ids": token ids}.
 # A dict may also have a "cache_salt"
@@ -84,23 +85,25 @@ def check_token_ids(prompt: Any, vocab_size: int) -> TokenIds:
     )
 
 
-def encode_text(tokenizer: Any, text: str, vocab_size: int, *, add_special_tokens: bool = True) -> TokenIds:
+def encode_text(
+    encoder: TextEncoder, text: str, vocab_size: int, *, add_special_tokens: bool, cache_salt: str | None
+) -> TokenIds:
     """Encode a text. Raises RequestError if a token is outside the model's vocabulary.
 
     That can happen because a tokenizer may have tokens for which the model has no embedding, such as a <pad> that was
     added for training.
     """
     try:
-        encoded = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        token_ids = encoder.encode(text, add_special_tokens=add_special_tokens, cache_salt=cache_salt)
     except (TypeError, UnicodeError) as error:  # lone surrogates, from os.fsdecode or half of a JSON escape
         raise RequestError(f"the prompt is not valid Unicode text; remove lone surrogates from it ({error})") from error
-    token_ids = array("q", encoded)
     if not _are_in_vocabulary(token_ids, vocab_size):
         position, token_id = next((i, t) for i, t in enumerate(token_ids) if not 0 <= t < vocab_size)
+        token = encoder.tokenizer.convert_ids_to_tokens(token_id)
         raise RequestError(
-            f"the prompt's text contains {tokenizer.convert_ids_to_tokens(token_id)!r}, token {token_id} (at position "
-            f"{position} of its tokens), which is outside the model's vocabulary 0..{vocab_size - 1}; remove it from "
-            "the text, or use the tokenizer that belongs to these weights"
+            f"the prompt's text contains {token!r}, token {token_id} (at position {position} of its tokens), which is "
+            f"outside the model's vocabulary 0..{vocab_size - 1}; remove it from the text, or use the tokenizer that "
+            "belongs to these weights"
         )
     return token_ids
 

@@ -423,6 +423,35 @@ def test_cache_salt_per_key_keeps_users_apart(engine: AsyncLLM) -> None:
     assert [bool(num) for num in cached] == [False, False, True, True, False, True]
 
 
+def test_cache_salt_per_key_keeps_tokenized_texts_apart(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever tokenizes a text, a completion, a chat or /tokenize, passes on the salt."""
+    salts: list[str | None] = []
+    encoder = engine.llm.text._encoder
+    encode = encoder.encode
+
+    def spy(text: str, *, add_special_tokens: bool, cache_salt: str | None) -> Any:
+        salts.append(cache_salt)
+        return encode(text, add_special_tokens=add_special_tokens, cache_salt=cache_salt)
+
+    monkeypatch.setattr(encoder, "encode", spy)
+    chat = {"messages": [{"role": "user", "content": "x"}]}
+    limits = {"max_tokens": 1}
+    bodies = [
+        ("/v1/completions", {"prompt": "x"} | limits),
+        ("/v1/completions", {"prompt": "x", "add_special_tokens": False, "cache_salt": "mine"} | limits),
+        ("/v1/chat/completions", chat | limits),
+        ("/v1/chat/completions", chat | {"cache_salt": "mine"} | limits),
+        ("/tokenize", {"prompt": "x"}),
+        ("/tokenize", chat),
+    ]
+    asked = [{"url": url, "json": body, "headers": bearer(key)} for key in KEYS for url, body in bodies]
+    site = make_site(engine, KEYS, cache_salt_per_key=True)
+    assert [response.status_code for response in ask(site.app, *asked)] == [200] * len(asked)
+    assert None not in salts and not set(salts[: len(bodies)]) & set(salts[len(bodies) :])
+    own, mine = salts[0], salts[1]
+    assert own != mine and salts[: len(bodies)] == [own, mine, own, mine, own, own]
+
+
 def test_logs_hold_nothing_of_the_text(engine: AsyncLLM, caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         async with connected(make_site(engine, max_prompt_chars=100)) as complete:

@@ -11,6 +11,7 @@ from nanovllm.core.outputs import Outbox, Receiver, RequestOutput
 from nanovllm.core.sequence import Sequence
 from nanovllm.engine.setup import prepare
 from nanovllm.engine.startup import start_engine
+from nanovllm.errors import RequestError
 from nanovllm.text.answer import TextReceiver
 from nanovllm.text.frontend import TextFrontend
 
@@ -73,6 +74,38 @@ def test_composed_by_hand_answers_as_the_llm_does(model: Path, text: TextFronten
     assert finished[stopped]["finish_reason"] == "stop"
     assert finished[ids_only]["text"] is None
     assert finished[ids_only]["token_ids"] == finished[plain]["token_ids"] == expected["token_ids"]
+
+
+LONG_TEXT = "".join(f"Line {i} of a document.\n" for i in range(2000))
+
+
+def test_encode_long_text_is_kept_for_its_salt_alone(model: Path) -> None:
+    text = TextFrontend(ModelConfig.from_pretrained(str(model))[0], model)
+    conversation = [{"role": "user", "content": LONG_TEXT}]
+    expected = text.tokenizer.encode(f"user: {LONG_TEXT}\nassistant:")
+    sizes = [text._encoder.num_bytes]
+    for salt in (None, "a"):
+        for _ in range(2):
+            (token_ids,) = text.encode_chat(conversation, cache_salt=salt)
+            assert token_ids.tolist() == expected
+            sizes.append(text._encoder.num_bytes)
+            prompt = {"prompt": f"user: {LONG_TEXT} And?", "cache_salt": salt}
+            assert text.encode_prompt(prompt).tolist() == text.tokenizer.encode(prompt["prompt"])
+            assert text._encoder.num_bytes == sizes[-1]
+    assert 0 == sizes[0] < sizes[1] == sizes[2] < sizes[3] == sizes[4]
+
+
+def test_encode_long_text_is_refused_as_a_short_one(model: Path) -> None:
+    text = TextFrontend(ModelConfig.from_pretrained(str(model))[0], model)
+    text.tokenizer.add_tokens(["<new>"])
+    for bad in ("<new>", "\ud800"):
+        with pytest.raises(RequestError) as short:
+            text.encode_prompt(f"a {bad}")
+        text.encode_prompt(LONG_TEXT)
+        with pytest.raises(RequestError) as long:
+            text.encode_prompt(f"{LONG_TEXT}a {bad}")
+        position = len(text.encode_prompt(LONG_TEXT))
+        assert str(long.value) == str(short.value).replace("position 2", f"position {position + 2}")
 
 
 def test_receiver_delivers_pieces_that_make_the_whole_text(text: TextFrontend) -> None:
