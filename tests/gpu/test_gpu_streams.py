@@ -95,14 +95,16 @@ def slow_down(engine: OffloadEngine, side: str, cycles: int) -> None:
     """Copies of h2d or d2h start late; or compute does: its stores, its paged reads, its reads of staging."""
     if side != "compute":
         stream: Any = getattr(engine.streams, side)
-        copy_all = stream.copy_all
 
-        def late_copy_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-            with torch.cuda.stream(stream.stream):
-                torch.cuda._sleep(cycles)
-            copy_all(pairs)
+        def late(copy: Callable[..., None]) -> Callable[..., None]:
+            def late_copy(*tensors: Any) -> None:
+                with torch.cuda.stream(stream.stream):
+                    torch.cuda._sleep(cycles)
+                copy(*tensors)
 
-        stream.copy_all = late_copy_all
+            return late_copy
+
+        stream.copy_all, stream.copy_rows = late(stream.copy_all), late(stream.copy_rows)
         return
     begin_layer, stored, staged_buffers = engine.begin_layer, engine.stored, engine.staged_buffers
 
@@ -257,7 +259,7 @@ def test_events_of_copies_out_are_let_go_when_the_gpu_is_done_with_them(
         with torch.cuda.stream(engine.streams.d2h.stream):
             torch.cuda._sleep(int(200 * cycles_per_ms))
         num_layers = engine.spec.num_layers
-        engine.offload_slot_layer(offload_runs((SlotOffload(0, 0, 0, 1),), BLOCK), range(num_layers), None)
+        engine.offload_slots(offload_runs((SlotOffload(0, 0, 0, 1),), BLOCK), None)
         engine.begin_step(KVMoves(), ())
         assert len(engine._d2h_log) == num_layers
         torch.cuda.synchronize()

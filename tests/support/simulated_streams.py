@@ -154,6 +154,10 @@ class SimulatedStream:
         for dst, src in pairs:
             self.copy(dst, src)
 
+    def copy_rows(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        """Enqueue dst <- src of each row."""
+        self.copy_all(zip(dst, src, strict=True))
+
     def read(self, tensor: torch.Tensor) -> None:
         """Declare that work enqueued here now reads all of a contiguous tensor. Raises StreamRaceError."""
         self._access(tensor, "reads")

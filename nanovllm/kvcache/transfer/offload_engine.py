@@ -11,7 +11,8 @@ GPU memory:
   and into the next step. No slot has to give up its block for this.
 
 Loads are enqueued in the order in which the model will use them, as far ahead as staging has room (`_pump`). One copy
-moves all tokens that are contiguous on both sides (copy_runs.py). `begin_step` finds out which copies a step makes and
+moves all tokens that are contiguous on both sides (copy_runs.py), or in a step that is a single CUDA graph, those of
+all layers. `begin_step` finds out which copies a step makes and
 which earlier work each of them must wait for. After that, the host's work per layer depends only on the number of runs,
 and not on the number of slots or blocks.
 
@@ -35,6 +36,7 @@ step (E1, E7), and a CPU block is only written (E3) from what compute stored in 
 
 from collections import deque
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -45,7 +47,7 @@ from nanovllm.core.step_plan import KVMoves, SlotLoad, SlotOffload, StreamedGrou
 from nanovllm.kvcache.policy.copy_runs import Run, load_runs, offload_runs, staging_runs
 from nanovllm.kvcache.transfer.link import measure_link
 from nanovllm.kvcache.transfer.pinned_memory import HostBuffer
-from nanovllm.kvcache.transfer.run_tensors import KV, run_tensors, token_views
+from nanovllm.kvcache.transfer.run_tensors import KV, layer_run_tensors, run_tensors, token_views
 from nanovllm.kvcache.transfer.stream_log import StreamLog
 from nanovllm.kvcache.transfer.streams import Event, Stream, Streams
 
@@ -155,7 +157,7 @@ class OffloadEngine:
         last_use = _newest(self.ring_slot_compute_done, [flush.ring_slot for flush in flushes])
         self._note_offloads(flushes)
         for layer in range(self.spec.num_layers):
-            self.offload_slot_layer(runs, range(layer, layer + 1), self._compute_log.find(last_use, layer))
+            self.offload_slot_layer(runs, layer, self._compute_log.find(last_use, layer))
 
     def _note_offloads(self, offloads: tuple[SlotOffload, ...]) -> None:
         """Note that the next batch on d2h makes these offloads."""
@@ -191,7 +193,7 @@ class OffloadEngine:
                     cache[copy.dst_slot, : copy.num_tokens], cache[copy.src_slot, : copy.num_tokens]
                 )
         if self._offload_runs:
-            self.offload_slot_layer(self._offload_runs, range(layer, layer + 1), self._record(self.streams.compute))
+            self.offload_slot_layer(self._offload_runs, layer, self._record(self.streams.compute))
 
     def attended(self) -> None:
         """Note that the layer's paged call is enqueued. Layers come in order. Hot: once per layer."""
@@ -224,7 +226,7 @@ class OffloadEngine:
         """Replaces stored and attended in such a step."""
         done = self.record_slot_compute_done(self.spec.num_layers)
         if self._offload_runs:
-            self.offload_slot_layer(self._offload_runs, range(self.spec.num_layers), done)
+            self.offload_slots(self._offload_runs, done)
 
     def end_step(self) -> None:
         assert not self._queue and self._num_filled == self._num_released, "the step left loads unused"
@@ -241,14 +243,27 @@ class OffloadEngine:
         self._compute_log.add(done, num_layers)  # E2, E3
         return done
 
-    def offload_slot_layer(self, runs: tuple[Run, ...], layers: range, stored: Event | None) -> None:
-        """Enqueue the copies from slots to CPU blocks in these layers. They run once `stored` is done. Hot."""
+    def offload_slot_layer(self, runs: tuple[Run, ...], layer: int, stored: Event | None) -> None:
+        """Enqueue the copies from slots to CPU blocks in one layer. They run once `stored` is done. Hot."""
+        with self._offloading(runs, 1, stored) as d2h:
+            d2h.copy_all(run_tensors(runs, self._cpu_tokens[layer], self._slot_tokens[layer], to_gpu=False))
+
+    def offload_slots(self, runs: tuple[Run, ...], stored: Event | None) -> None:
+        """The same in all layers, of which each run is one copy. Hot."""
+        cpu = self.k_cache_cpu.flatten(1, 2), self.v_cache_cpu.flatten(1, 2)
+        gpu = self.k_cache_gpu.flatten(1, 2), self.v_cache_gpu.flatten(1, 2)
+        with self._offloading(runs, self.spec.num_layers, stored) as d2h:
+            for dst, src in layer_run_tensors(runs, cpu, gpu):
+                d2h.copy_rows(dst, src)
+
+    @contextmanager
+    def _offloading(self, runs: tuple[Run, ...], num_layers: int, stored: Event | None) -> Iterator[Stream]:
+        """Yields the stream for the copies of these layers, which are to be enqueued inside."""
         d2h = self.streams.d2h
         self._wait(d2h, stored)  # E3: stored -> copied out
-        for layer in layers:
-            d2h.copy_all(run_tensors(runs, self._cpu_tokens[layer], self._slot_tokens[layer], to_gpu=False))
-        self._d2h_log.add(self._record(d2h), len(layers))  # E4, E5, E6
-        self.num_offloaded_bytes += self._num_bytes(runs) * len(layers)
+        yield d2h
+        self._d2h_log.add(self._record(d2h), num_layers)  # E4, E5, E6
+        self.num_offloaded_bytes += self._num_bytes(runs) * num_layers
 
     def _pump(self) -> None:
         """Enqueue loads in order until staging is full. Hot."""

@@ -11,6 +11,7 @@ import torch
 from nanovllm.kvcache.policy.copy_runs import Run
 
 KV: TypeAlias = tuple[torch.Tensor, torch.Tensor]  # K and V of one layer or staging group, each [N * P, K, D]
+LayersKV: TypeAlias = tuple[torch.Tensor, torch.Tensor]  # those of all layers, each [L, N * P, K, D]
 Copy: TypeAlias = tuple[torch.Tensor, torch.Tensor]  # target and source
 
 
@@ -28,3 +29,10 @@ def run_tensors(runs: tuple[Run, ...], dst: KV, src: KV, *, to_gpu: bool) -> Ite
         dst_start, src_start = (gpu_start, cpu_start) if to_gpu else (cpu_start, gpu_start)
         for dst_cache, src_cache in zip(dst, src, strict=True):
             yield dst_cache[dst_start : dst_start + num_tokens], src_cache[src_start : src_start + num_tokens]
+
+
+def layer_run_tensors(runs: tuple[Run, ...], cpu: LayersKV, gpu: LayersKV) -> Iterator[Copy]:
+    """Yield two copies to CPU memory for each run, of all layers: that of K, then that of V. Hot."""
+    for cpu_start, gpu_start, num_tokens in runs:
+        for cpu_cache, gpu_cache in zip(cpu, gpu, strict=True):
+            yield cpu_cache[:, cpu_start : cpu_start + num_tokens], gpu_cache[:, gpu_start : gpu_start + num_tokens]

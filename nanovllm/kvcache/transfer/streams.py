@@ -15,6 +15,7 @@ from nanovllm.cpu_attention.job import AttentionJob
 from nanovllm.cpu_attention.kernels import CpuKernel
 from nanovllm.device.cuda_streams import new_stream
 from nanovllm.device.pinned_view import pinned_view
+from nanovllm.device.row_copy import copy_rows
 from nanovllm.device.stream_values import as_int32, wait_for_value, write_value
 
 Event: TypeAlias = Any  # made by Streams.event; a Stream records it or waits for it
@@ -32,6 +33,11 @@ class Stream(Protocol):
 
     def copy_all(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Enqueue dst <- src for each pair. This takes the host less time than a call of `copy` for each."""
+
+    def copy_rows(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        """Enqueue dst <- src, for the host as one copy. They have the same shape [R, ...], and each of their rows is
+        contiguous. One side is on the GPU.
+        """
 
     def copy_by_kernel(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         """Enqueue dst <- src for a few rows, without a copy engine. They have the same shape; `dst` is contiguous."""
@@ -96,6 +102,9 @@ class ImmediateStream:
     def copy_all(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         for dst, src in pairs:
             dst.copy_(src)
+
+    def copy_rows(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        dst.copy_(src)
 
     def copy_by_kernel(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         dst.copy_(src)
@@ -164,6 +173,9 @@ class CudaStream:
         with torch.cuda.stream(self.stream):
             for dst, src in pairs:
                 dst.copy_(src, non_blocking=True)
+
+    def copy_rows(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        copy_rows(self.stream, dst, src)
 
     def copy_by_kernel(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         with torch.cuda.stream(self.stream):
