@@ -26,10 +26,12 @@ def seconds_since_process_start() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started_s
 
 
-def kernel_times(cache: Path, since_s: float) -> list[float]:
-    """When Triton stored the kernels in `cache` that it has compiled since then. Both are seconds of time.time()."""
-    times = (file.stat().st_mtime for file in cache.glob("*/*.cubin"))
-    return sorted(stored_s for stored_s in times if stored_s >= since_s)
+def compiled_kernels(cache: Path, since_s: float) -> list[tuple[float, str]]:
+    """When Triton stored the kernels in `cache` that it has compiled since then, and their names. Times are seconds of
+    time.time().
+    """
+    stored = ((file.stat().st_mtime, file.stem) for file in cache.glob("*/*.cubin"))
+    return sorted((stored_s, name) for stored_s, name in stored if stored_s >= since_s)
 
 
 def main() -> None:
@@ -74,9 +76,9 @@ def main() -> None:
         rates.append(sum(p.max_tokens for p in params) / (time.perf_counter() - start_s))
     steady = statistics.median(rates[-NUM_STEADY_RUNS:])
     print("256 requests, tok/s: " + ", ".join(f"{rate:,.0f}" for rate in rates))
-    compiled = kernel_times(Path(triton.knobs.cache.dir), begin_s)
-    num_at_start = sum(stored_s < started_s for stored_s in compiled)
-    print(f"kernels compiled: {num_at_start} by the start, {len(compiled) - num_at_start} later")
+    compiled = compiled_kernels(Path(triton.knobs.cache.dir), begin_s)
+    later = [name for stored_s, name in compiled if stored_s >= started_s]
+    print(f"kernels compiled: {len(compiled) - len(later)} by the start, {len(later)} later {' '.join(later)}")
     phases = dict(llm.runner.phases.seconds)
     llm.close()
     reporting.report(
@@ -88,8 +90,8 @@ def main() -> None:
             "ready_s": ready_s,
             "first_token_s": first_token_s,
             "start_phases_s": phases,
-            "num_compiled_kernels": num_at_start,
-            "num_kernels_compiled_later": len(compiled) - num_at_start,
+            "num_compiled_kernels": len(compiled) - len(later),
+            "kernels_compiled_later": later,
             "first_prompt_over_second": prompt_s[0] / prompt_s[1],
             "requests_tok_per_s": rates,
             "first_requests_share": rates[0] / steady,

@@ -30,14 +30,14 @@ BLOCK, CONTEXT = 256, 2048
 # -- figures ---------------------------------------------------------------------------------------------------------
 
 
-def test_kernel_times_are_those_stored_since_then(tmp_path: Path) -> None:
+def test_compiled_kernels_are_those_stored_since_then(tmp_path: Path) -> None:
     for name, stored_s in (("old/a.cubin", 99), ("new/b.cubin", 102), ("newer/c.cubin", 101), ("newer/c.ptx", 101)):
         file = tmp_path / name
         file.parent.mkdir(exist_ok=True)
         file.touch()
         os.utime(file, (stored_s, stored_s))
-    assert first_run.kernel_times(tmp_path, since_s=100) == [101, 102]
-    assert first_run.kernel_times(tmp_path / "missing", since_s=100) == []
+    assert first_run.compiled_kernels(tmp_path, since_s=100) == [(101, "c"), (102, "b")]
+    assert first_run.compiled_kernels(tmp_path / "missing", since_s=100) == []
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,6 @@ from nanovllm.kernels.configs import SHORT_QUERY_LEN, PrefillConfig, prefill_con
 from nanovllm.kernels.constants import LN_2, LOG2_E
 from nanovllm.kernels.launch import on_grid
 from nanovllm.kernels.padding import head_mask
-from nanovllm.kernels.prefill_splits import MAX_PREFILL_SPLITS
 from nanovllm.kernels.splits import merge_splits
 
 
@@ -290,7 +289,7 @@ def paged_prefill(
         num_stages=config.num_stages,
     )
     if num_splits > 1:
-        merge_splits(part_out, part_lse, out_THD, lse_HT.t(), max_splits=MAX_PREFILL_SPLITS)
+        merge_splits(part_out, part_lse, out_THD, lse_HT.t())
     return out_THD, lse_HT
 
 

@@ -9,7 +9,7 @@ from nanovllm.device import kernel_target
 from nanovllm.kernels.configs import SHORT_QUERY_LEN, prefill_config
 from nanovllm.kernels.splits import SPLIT_COST_TOKENS, SPLIT_GRAIN_TOKENS
 
-MAX_PREFILL_SPLITS = 32  # of a tile; one merge kernel serves all numbers up to it
+MAX_PREFILL_SPLITS = 32  # of a tile
 MAX_WAVES = 4  # of programs that share keys; bounds the memory of their parts
 MERGE_COST_TOKENS = 1024  # launching a merge costs about as much as reading this many keys
 

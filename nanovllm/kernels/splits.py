@@ -15,6 +15,7 @@ from nanovllm.kernels.padding import head_mask
 from nanovllm.kernels.pdl import let_next_start, pdl_options, wait_for_previous
 
 MAX_SPLITS = 128
+MERGE_SIZES = (8, 32, MAX_SPLITS)  # splits that a merge kernel has room for; one is compiled for each
 SPLIT_COST_TOKENS = 256  # starting a program and merging its part cost about as much as reading this many keys
 SPLIT_GRAIN_TOKENS = 64  # a split consists of whole tiles
 
@@ -57,15 +58,12 @@ def merge_splits(
     part_lse_THS: torch.Tensor,
     out_THD: torch.Tensor,
     lse_TH: torch.Tensor,
-    max_splits: int | None = None,
 ) -> None:
-    """Merge the parts of each row into `out_THD` and `lse_TH`. All are contiguous. Hot: once per layer.
-
-    A kernel is compiled for each power of two of splits, or, with `max_splits`, one for all numbers up to that.
-    """
+    """Merge the parts of each row into `out_THD` and `lse_TH`. All are contiguous. Hot: once per layer."""
     num_tokens, num_heads, num_splits, head_dim = part_out_THSD.shape
-    block_d, block_s = triton.next_power_of_2(head_dim), triton.next_power_of_2(max_splits or num_splits)
-    assert num_splits <= block_s, f"{num_splits} splits, more than {max_splits}"
+    assert num_splits <= MAX_SPLITS, f"{num_splits} splits, more than {MAX_SPLITS}"
+    block_d = triton.next_power_of_2(head_dim)
+    block_s = next(size for size in MERGE_SIZES if num_splits <= size)
     on_grid(_merge_splits_kernel, (num_tokens * num_heads,))(
         part_out_THSD,
         part_lse_THS,
@@ -78,6 +76,15 @@ def merge_splits(
         num_warps=4 if block_s * block_d <= 2**14 else 16,  # at most 128 fp32 values per thread
         **pdl_options(out_THD.device),
     )
+
+
+def launch_merge_variants(q_THD: torch.Tensor) -> None:
+    """Launch every variant of the kernel, on parts of one query with arbitrary values."""
+    _, num_heads, head_dim = q_THD.shape
+    for num_splits in MERGE_SIZES:
+        part_out_THSD = q_THD.new_zeros((1, num_heads, num_splits, head_dim), dtype=torch.float32)
+        part_lse_THS = part_out_THSD.new_zeros((1, num_heads, num_splits))
+        merge_splits(part_out_THSD, part_lse_THS, torch.empty_like(q_THD[:1]), part_lse_THS.new_empty((1, num_heads)))
 
 
 @lru_cache(maxsize=4096)

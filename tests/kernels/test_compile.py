@@ -219,17 +219,22 @@ def test_prefill_and_decode_fit_at_other_shapes(target: KernelTarget, head_dim: 
     check(compiled, target)
 
 
-def test_warm_up_leaves_no_prefill_kernel_to_compile() -> None:
+def test_warm_up_leaves_no_prefill_kernel_and_no_merge_to_compile() -> None:
     """Whatever the lengths, the mask and the number of splits."""
     target, caches = KNOWN_TARGETS["9.0"], torch.zeros(2, PAGE, 8, 128, dtype=BF16)
+    q_THD = torch.zeros(4096, 16, 128, dtype=BF16)
     with compiling_for(target) as compiled:
-        attention_kernels.launch_prefill_variants(torch.zeros(4096, 16, 128, dtype=BF16), caches)
+        attention_kernels.launch_prefill_variants(q_THD, caches)
+        attention_kernels.launch_merge_variants(q_THD)
         known = {kernel.kernel.hash for kernel in compiled}
         compiled.clear()
         for causal in (True, False):
             for max_query_len, num_splits in ((17, 1), (64, 2), (300, 16), (2048, 32), (2049, 1), (4096, 1)):
                 launch_prefill(128, BF16, max_query_len, causal, heads=(16, 8), num_splits=num_splits)
-    assert {kernel.kernel.hash for kernel in compiled} == known
+        for num_splits in (2, 5, 9, 31, 33, 128):
+            launch_decode(128, BF16, num_splits, heads=(16, 8))
+    new = {kernel.kernel.name for kernel in compiled if kernel.kernel.hash not in known}
+    assert new == {"_decode_kernel"}
 
 
 @pytest.mark.slow

@@ -120,6 +120,7 @@ class TritonBackend(AttentionBackend):
         self, q_THD: torch.Tensor, k_cache_NPKD: torch.Tensor, max_context_len: int, has_time: Callable[[], bool]
     ) -> None:
         self.kernels.launch_prefill_variants(q_THD, k_cache_NPKD)
+        self.kernels.launch_merge_variants(q_THD)
 
     def max_split_bytes(self, q_THD: torch.Tensor) -> int:
         return self.kernels.max_split_bytes(q_THD, _num_sms(q_THD.device))
