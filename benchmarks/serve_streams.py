@@ -5,7 +5,7 @@ The streams run all the time. Their rates and gaps in one window of time are com
 
 import asyncio
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -172,13 +172,14 @@ async def interfere(bench: Bench, seed: int) -> Json:
             await asyncio.sleep(rng.random() * bench.args.short_after_s)
         await reading
         streams.check()
+        quiet_after = await streams.watch(bench.args.window_s)
     if long.error is not None:
         raise WorkloadError(f"the long request failed: {long.error} {long.detail}")
     prefill = Window(long.sent_s, long.event_s[0])
     shorts = [short for short in shorts if prefill.holds(short.sent_s)]  # also those that had to wait for its end
     if not shorts:
         raise WorkloadError(f"the long prompt took only {long.ttft_s:.2f} s; make it longer, or lower --short-after-s")
-    return interference_figures(streams, quiet, prefill) | {
+    return interference_figures(streams, (quiet, quiet_after), prefill) | {
         "streams_ended": streams.num_ended,
         "short_ttft_s": percentile([(short.ttft_s, 1) for short in shorts], 0.5),
         "short_ttft_latest_s": max(short.ttft_s for short in shorts),
@@ -188,10 +189,14 @@ async def interfere(bench: Bench, seed: int) -> Json:
     }
 
 
-def interference_figures(streams: RunningStreams, quiet: Window, prefill: Window) -> Json:
-    """What the streams felt: their times per token and their rates before and during the prefill."""
-    result: Json = percentiles_ms("quiet_time_per_token", streams.gaps(quiet))
+def interference_figures(streams: RunningStreams, quiet: Sequence[Window], prefill: Window) -> Json:
+    """What the streams felt: their times per token and their rates during the prefill, and before and after it.
+
+    The streams become slower as their contexts grow, so the quiet figures are of both.
+    """
+    result: Json = percentiles_ms("quiet_time_per_token", [gap for window in quiet for gap in streams.gaps(window)])
     result |= percentiles_ms("prefill_time_per_token", streams.gaps(prefill))
     ratio = result["prefill_time_per_token_p99_ms"] / result["quiet_time_per_token_p50_ms"]
-    result |= {"quiet_tok_per_s": streams.tok_per_s(quiet), "prefill_tok_per_s": streams.tok_per_s(prefill)}
+    result |= {"quiet_tok_per_s": sum(map(streams.tok_per_s, quiet)) / len(quiet)}
+    result |= {"prefill_tok_per_s": streams.tok_per_s(prefill)}
     return result | {"prefill_p99_over_quiet_p50": ratio}

@@ -332,7 +332,7 @@ def test_jobs_have_options_that_fit() -> None:
 def test_targets_read_figures_that_the_workloads_report() -> None:
     streams = object.__new__(RunningStreams)
     streams.answers = [made_answer(0.0, 1.0, 3.0, 5.0, 9.0)]
-    interference = serve_streams.interference_figures(streams, Window(0.0, 4.0), Window(4.0, 9.0))
+    interference = serve_streams.interference_figures(streams, [Window(0.0, 4.0)], Window(4.0, 9.0))
     interference |= {"short_ttft_latest_s": 1.0, "short_ttft_steps": 2}
     reported = {
         "serve-chats": {"share_of_generate": 1.0},
