@@ -9,8 +9,8 @@ step without waiting. What a consumer has not taken yet is merged into one updat
 up nobody, and takes no more memory than its answers.
 
 The loop and the engine's thread share Python's global lock. With hundreds of streams, passing on each token by itself
-would slow the engine down. So a dispatch wakes a few consumers at a time, in turn. Then it lets the loop rest, for a
-time in proportion to what they did. A few streams do not notice; with many, each gets several tokens at a time.
+would slow the engine down. So a dispatch wakes a few consumers at a time, in turn, and the loop rests where that takes
+too much of its time (wake_pace.py). A few streams do not notice; with many, each gets several tokens at a time.
 """
 
 import asyncio
@@ -30,11 +30,10 @@ from nanovllm.llm import LLM
 from nanovllm.request_stream import RequestStream, RequestUpdate
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.request_check import Prompt, cache_salt, prompt_list
+from nanovllm.wake_pace import WakePace
 
 CHECK_INTERVAL_S = 1.0  # how often an idle engine makes sure that all its ranks are alive
 MAX_WOKEN = 16  # consumers at a time
-MAX_DISPATCH_SHARE = 0.25  # of the event loop's time, at most, goes into passing on results...
-MAX_REST_S = 0.1  # between two dispatches
 
 
 class AsyncLLM:
@@ -62,6 +61,7 @@ class AsyncLLM:
         self._streams: dict[int, RequestStream] = {}  # by request id; belongs to the event loop
         self._to_wake: dict[RequestStream, None] = {}  # in this order; belongs to the event loop, like the next two
         self._is_dispatching = False  # or resting after it
+        self._pace = WakePace()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._failed = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="nanovllm-engine", daemon=True)
@@ -256,8 +256,9 @@ class AsyncLLM:
 
     def _rest(self, start_s: float) -> None:
         """Go on when the engine's thread has had time for its steps, if there is anything to go on with."""
-        busy_s = time.thread_time() - start_s
-        rest_s = min(busy_s * (1 / MAX_DISPATCH_SHARE - 1), MAX_REST_S) if self.llm.engine.has_requests else 0.0
+        rest_s = self._pace.rest_s(time.thread_time() - start_s)
+        if not self.llm.engine.has_requests:
+            rest_s = 0.0
         asyncio.get_running_loop().call_later(rest_s, self._end_rest)
 
     def _end_rest(self) -> None:
