@@ -5,6 +5,7 @@ import time
 import torch
 
 from nanovllm.core.logprobs import NO_LOGPROBS, StepLogprobs
+from nanovllm.device.pinned_view import pinned_view
 from nanovllm.runner.logprobs import LogprobTensors
 
 
@@ -69,8 +70,14 @@ class StepResult:
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in pinned memory, which is on its way; on a CPU the tensor itself."""
+    """A copy in pinned memory, which is on its way; on a CPU the tensor itself.
+
+    A kernel writes it. A copy would wait for the copy engine, which may be busy for milliseconds with blocks that are
+    copied out.
+    """
     if not tensor.is_cuda:
         return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return host.copy_(tensor, non_blocking=True)
+    if host.numel():
+        torch.mul(tensor, 1, out=pinned_view(host, tensor.device))
+    return host

@@ -34,3 +34,21 @@ def test_seconds_on_a_cpu_are_those_between_the_ends_of_launches() -> None:
     time.sleep(0.1)
     seconds = second.seconds()
     assert first.seconds() is None and seconds is not None and 0.01 <= seconds < 0.1
+
+
+@pytest.mark.gpu
+def test_tokens_do_not_wait_for_blocks_that_are_copied_out() -> None:
+    """Regression: both used the copy engine, so with offload a step took longer by the time of its copies."""
+    source = torch.zeros(64, 2**24, dtype=torch.uint8, device="cuda")
+    target = torch.zeros(64, 2**24, dtype=torch.uint8, pin_memory=True)
+    tokens = torch.arange(5, device="cuda")
+    copies = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(copies):
+        for row in range(len(source)):
+            target[row].copy_(source[row], non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record(copies)
+    assert StepResult(tokens).token_ids() == [0, 1, 2, 3, 4]
+    assert not copied.query()
+    copied.synchronize()
