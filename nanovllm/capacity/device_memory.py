@@ -16,6 +16,7 @@ from nanovllm.core.kv_spec import KVCacheSpec
 from nanovllm.core.step_limits import (
     graph_sizes,
     max_step_rows,
+    mixed_graph_sizes,
     streamed_graph_sizes,
     streamed_verifying_graph_sizes,
     verifying_graph_sizes,
@@ -88,19 +89,24 @@ def device_memory(
 
 
 def _input_bytes(config: Config, model: ModelConfig, max_model_len: int, num_rows: int) -> int:
-    """The graphs' static inputs. With offload these include the query, the fp32 result and the log-sum-exp that are
-    passed between the pieces of a streamed step.
+    """The graphs' static inputs. These include what is passed between the pieces of a step with prompts: the queries,
+    the results and the hidden states; and with offload those of a streamed step: the query, the fp32 result and the
+    log-sum-exp.
     """
+    itemsize = costs.itemsize(config, model)
+    num_heads = model.num_heads // config.tensor_parallel_size
+    per_token = 4 * 8 + (2 * num_heads * model.head_dim + model.hidden_size) * itemsize
+    mixed = mixed_graph_sizes(config.max_num_batched_tokens)[-1] * per_token
     per_row = INPUT_BYTES_PER_ROW + 4 * ceil_div(max_model_len, config.block_size)
     if config.enable_cpu_offload:
-        num_heads = model.num_heads // config.tensor_parallel_size
-        per_row += num_heads * (model.head_dim * (costs.itemsize(config, model) + 4) + 4)
-    return num_rows * per_row
+        per_row += num_heads * (model.head_dim * (itemsize + 4) + 4)
+    return num_rows * per_row + mixed
 
 
 def _graph_bytes(config: Config, model: ModelConfig, spec: KVCacheSpec, num_rows: int) -> int:
     """All graphs. With offload these include the graphs in pieces and those of the staging groups, which are captured
-    for fewer batch sizes. With speculation there is another kind of each, which verifies guesses.
+    for fewer batch sizes. With speculation there is another kind of each, which verifies guesses. Steps with prompts
+    have graphs in pieces, too.
     """
     whole = NODES_PER_LAYER * model.num_layers + NODES_BESIDE_LAYERS
     sizes = [graph_sizes(num_rows), *([verifying_graph_sizes(num_rows)] if config.max_guesses else [])]
@@ -111,4 +117,5 @@ def _graph_bytes(config: Config, model: ModelConfig, spec: KVCacheSpec, num_rows
         streamed = [streamed_graph_sizes(num_rows), *verifying]
         num_nodes += sum(map(len, streamed)) * per_size
         num_pools += 2 * len(streamed)  # pieces, groups
-    return num_nodes * GRAPH_NODE_BYTES + num_pools * GRAPH_POOL_BYTES
+    num_nodes += len(mixed_graph_sizes(config.max_num_batched_tokens)) * (whole + COPIES_PER_CUT * model.num_layers)
+    return num_nodes * GRAPH_NODE_BYTES + (num_pools + 1) * GRAPH_POOL_BYTES

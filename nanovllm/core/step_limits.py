@@ -47,6 +47,11 @@ def streamed_verifying_graph_sizes(max_num_rows: int) -> list[int]:
     return _sizes_up_to((16, MAX_VERIFYING_ROWS), max_num_rows)
 
 
+def mixed_graph_sizes(max_num_tokens: int) -> list[int]:
+    """Numbers of tokens to capture graphs in pieces for, of steps with prompts: 16, 64, 128, 256, 384, 512."""
+    return _sizes_up_to((16, 64, 128, 256, 384, 512), max_num_tokens)
+
+
 def _sizes_up_to(sizes: tuple[int, ...], max_num_rows: int) -> list[int]:
     return sorted({min(size, max_num_rows) for size in sizes})
 

@@ -26,19 +26,23 @@ from nanovllm.runner.inputs import GroupArrays, StepArrays
 MakeAttention: TypeAlias = Callable[[torch.Tensor, PagedBatch], StepAttention]  # (slot_mapping, batch)
 
 
-class StepGraphs(ABC):
-    """One kind of decode step, captured for several sizes. Owned by the runner, to which it has no reference."""
+class GraphKind(ABC):
+    """The graphs of one kind of step, captured for several sizes. Owned by the runner, to which it has no reference."""
 
     num_pools: ClassVar[int] = 1  # memory pools, each shared by all sizes
 
-    def __init__(self, inputs: DecodeInputs, name: str, sizes: list[int], max_query_len: int) -> None:
-        """`sizes`: numbers of rows. `max_query_len`: the most rows of a sequence; 1 for steps without guesses."""
-        self.inputs, self.name, self.sizes, self.max_query_len = inputs, name, sizes, max_query_len
+    def __init__(self, name: str, sizes: list[int]) -> None:
+        """`sizes`: numbers of tokens, ascending."""
+        self.name, self.sizes = name, sizes
         self._graphs: dict[int, list[torch.cuda.CUDAGraph]] = {}  # by size, in the order of capture
 
-    def size_for(self, num_rows: int) -> int:
-        """The smallest size that holds `num_rows` rows."""
-        return self.sizes[bisect_left(self.sizes, num_rows)]
+    @property
+    @abstractmethod
+    def device(self) -> torch.device: ...
+
+    def size_for(self, num_tokens: int) -> int:
+        """The smallest size that holds `num_tokens` tokens."""
+        return self.sizes[bisect_left(self.sizes, num_tokens)]
 
     def capture(
         self, model: CausalLM, make_attention: MakeAttention, sizes: Sequence[int], show_progress: bool
@@ -46,11 +50,11 @@ class StepGraphs(ABC):
         """Capture these sizes, the largest first, so that the others can share its memory."""
         pools = [torch.cuda.graph_pool_handle() for _ in range(self.num_pools)]
         for size in tqdm(
-            sorted(sizes, reverse=True), desc=f"Capturing {self.name} decode", unit="size", disable=not show_progress
+            sorted(sizes, reverse=True), desc=f"Capturing {self.name}", unit="size", disable=not show_progress
         ):
             self.launch_kernels(model, make_attention, size)  # loads this size's kernels outside the capture
             torch.cuda.synchronize()
-            with torch.cuda.stream(capture_stream(self.inputs.device)):
+            with torch.cuda.stream(capture_stream(self.device)):
                 self._capture_size(model, make_attention, size, pools)
 
     def reset(self) -> None:
@@ -67,6 +71,19 @@ class StepGraphs(ABC):
     @abstractmethod
     def launch_kernels(self, model: CausalLM, make_attention: MakeAttention, size: int) -> None:
         """Launch the kernels in the graphs of a size one by one, without a graph."""
+
+
+class StepGraphs(GraphKind):
+    """Graphs of decode steps. A token is a row."""
+
+    def __init__(self, inputs: DecodeInputs, name: str, sizes: list[int], max_query_len: int) -> None:
+        """`max_query_len`: the most rows of a sequence; 1 for steps without guesses."""
+        super().__init__(name, sizes)
+        self.inputs, self.max_query_len = inputs, max_query_len
+
+    @property
+    def device(self) -> torch.device:
+        return self.inputs.device
 
     @abstractmethod
     def replay(

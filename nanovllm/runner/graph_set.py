@@ -1,5 +1,6 @@
-"""All decode graphs of a rank: for steps whose keys are all on the GPU and, with offload, for streamed steps. With
-speculation there is one more kind of each, for steps that verify guesses.
+"""All graphs of a rank: of decode steps whose keys are all on the GPU and, with offload, of streamed ones. With
+speculation there is one more kind of each, for steps that verify guesses. All other steps of a few hundred tokens have
+graphs in pieces (mixed_graphs.py).
 """
 
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ import torch
 from nanovllm.attention.base import AttentionBackend, PagedBatch, StepAttention
 from nanovllm.core.step_limits import (
     graph_sizes,
+    mixed_graph_sizes,
     streamed_graph_sizes,
     streamed_verifying_graph_sizes,
     verifying_graph_sizes,
@@ -17,9 +19,10 @@ from nanovllm.core.step_plan import StepPlan
 from nanovllm.device.memory_profile import memory_remedy
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.models.decoder import CausalLM
-from nanovllm.runner.cuda_graphs import DecodeGraphs, StepGraphs
+from nanovllm.runner.cuda_graphs import DecodeGraphs, GraphKind, StepGraphs
 from nanovllm.runner.decode_inputs import DecodeInputs
 from nanovllm.runner.kv_memory import KVMemory
+from nanovllm.runner.mixed_graphs import MixedGraphs
 from nanovllm.runner.streamed_graphs import StreamedDecodeGraphs
 
 
@@ -33,10 +36,11 @@ class GraphSet:
         backend: AttentionBackend,
         num_heads: int,
         max_guesses: int,
+        max_num_tokens: int,
         tp: TPGroup,
     ) -> None:
         """Captures nothing yet. `num_heads`: query heads of this rank. `max_guesses`: of a sequence, 0 without
-        speculation.
+        speculation. `max_num_tokens`: of a step.
         """
         self.inputs, self.model, self.memory, self.tp = inputs, model, memory, tp
         self.backend, self.scale = backend, model.config.head_dim**-0.5
@@ -47,6 +51,7 @@ class GraphSet:
         if max_guesses:
             sizes = verifying_graph_sizes(rows), streamed_verifying_graph_sizes(rows)
             self._add(" verifying", *sizes, max_query_len=1 + max_guesses)
+        self.mixed = MixedGraphs(memory, model, num_heads, mixed_graph_sizes(max_num_tokens))
 
     def _add(self, suffix: str, sizes: list[int], streamed_sizes: list[int], max_query_len: int = 1) -> None:
         """A kind for steps whose keys are all on the GPU and, with offload, one for those that stream."""
@@ -66,15 +71,19 @@ class GraphSet:
             )
 
     @property
-    def kinds(self) -> list[StepGraphs]:
-        return list(self._by_kind.values())
+    def kinds(self) -> list[GraphKind]:
+        return [*self._by_kind.values(), self.mixed]
 
     def find(self, plan: StepPlan) -> StepGraphs | None:
-        """The graphs that can run the step; None if it must be launched kernel by kernel."""
+        """The graphs that can run a decode step from token ids to sampled tokens, if there are any."""
         if not plan.is_decode or plan.moves.loads or plan.moves.copies:
             return None
         graphs = self._by_kind[plan.moves.brings_in_keys, plan.has_guesses]
         return graphs if plan.num_tokens <= graphs.sizes[-1] else None
+
+    def find_mixed(self, plan: StepPlan) -> MixedGraphs | None:
+        """The graphs that can run the layers of the step; None if its kernels must be launched one by one."""
+        return self.mixed if plan.num_tokens <= self.mixed.sizes[-1] else None
 
     def __str__(self) -> str:
         """The number of sizes of each kind, such as `67 resident, 6 streamed`."""
@@ -90,7 +99,7 @@ class GraphSet:
             self._capture(graphs, graphs.sizes[-1:])
 
     @torch.inference_mode()
-    def _capture(self, graphs: StepGraphs, sizes: Sequence[int]) -> None:
+    def _capture(self, graphs: GraphKind, sizes: Sequence[int]) -> None:
         if self.tp.size > 1:
             self.tp.on_close.append(graphs.reset)
         with memory_remedy("capturing CUDA graphs"):

@@ -167,6 +167,7 @@ class ModelRunner:
             backend=self.backend,
             num_heads=self.num_heads,
             max_guesses=self.config.max_guesses,
+            max_num_tokens=self.config.max_num_batched_tokens,
             tp=self.tp,
         )
         return graphs

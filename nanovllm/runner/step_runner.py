@@ -106,20 +106,24 @@ class StepRunner:
         return _Pass(graphs.inputs.read_ids(num_rows), logits, graphs.inputs.sampled_ids[:num_rows])
 
     def _launch_kernels(self, plan: StepPlan, arrays: StepArrays, is_draft: bool) -> _Pass:
-        """Run any step without graphs."""
+        """Run any step. Attention and the sampler are launched kernel by kernel, and a long step's layers, too."""
         groups = build_groups(plan, self.spec.block_size, self.spec.staging_group_blocks)
         tensors = to_device(arrays, groups, self.device)
         if len(arrays.pending_tokens):  # read them on the device; the host may not have them yet
             pending_ids = self._sampled_ids[tensors.pending_rows].clamp_(min=0)  # an invalid id ends its request soon
             tensors.input_ids[tensors.pending_tokens] = pending_ids
         rope_lens = tensors.rope_lens if self.model.needs_rope_lens else None
-        needs_all = plan.is_decode or plan.has_scores
-        rows = None if needs_all else tensors.logits_rows
+        graphs = None if self.graphs is None else self.graphs.find_mixed(plan)
+        needs_all = plan.is_decode or plan.has_scores or graphs is not None
         attention = self._attention(plan, tensors, needs_all, is_draft)
-        hidden = self.model(tensors.input_ids, tensors.positions, attention, rope_lens, rows)
+        if graphs is not None:
+            hidden = graphs.replay(tensors, attention)
+        else:
+            rows = None if needs_all else tensors.logits_rows
+            hidden = self.model(tensors.input_ids, tensors.positions, attention, rope_lens, rows)
         vocab_size = self.model.config.vocab_size
         scored = prompt_logprobs(plan, hidden, self.model.compute_logits, vocab_size)
-        if plan.has_scores:
+        if needs_all and not plan.is_decode:
             hidden = hidden[tensors.logits_rows]
         if not len(hidden):
             return _Pass(tensors.input_ids, hidden.new_empty(0, vocab_size), self._sampled_ids[:0], scored)

@@ -19,18 +19,19 @@ class GpuLLM(CheckedLLM):
     def __init__(self, reference: Reference, **options: Any) -> None:
         super().__init__(reference, **({"device": "cuda", "enforce_eager": False, "max_num_seqs": 6} | options))
         self.num_replays: Counter[str] = Counter()
-        for graphs in self.runner.graphs.kinds if self.runner.graphs is not None else ():
-            graphs.replay = self._counted(graphs.name, graphs.replay)  # type: ignore[method-assign]
+        if self.runner.graphs is not None:
+            for graphs in self.runner.graphs.kinds:
+                graphs.replay = self._counted(graphs.name, graphs.replay, graphs is not self.runner.graphs.mixed)
 
-    def _counted(self, name: str, replay: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def _counted(
+        self, name: str, replay: Callable[..., torch.Tensor], returns_logits: bool
+    ) -> Callable[..., torch.Tensor]:
         def counting_replay(*args: Any) -> torch.Tensor:
-            logits = replay(*args)
-            if self.is_drafting:
-                self.num_replays["draft"] += 1
-            else:
-                self.num_replays[name] += 1
-                self.record_logits(logits.float().clone())  # stays on the GPU
-            return logits
+            result = replay(*args)
+            self.num_replays["draft" if self.is_drafting else name] += 1
+            if returns_logits and not self.is_drafting:
+                self.record_logits(result.float().clone())  # stays on the GPU
+            return result
 
         return counting_replay
 
