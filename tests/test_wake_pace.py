@@ -54,3 +54,16 @@ def test_a_long_pause_saves_no_more_than_the_limit_and_a_long_work_has_a_bounded
     rest_s = spend(pace, clock, 2 * MAX_SAVED_S)
     assert rest_s == pytest.approx(MAX_SAVED_S / MAX_SHARE)
     assert spend(pace, clock, 10.0) == MAX_REST_S
+
+
+def test_readers_that_took_too_long_are_not_made_up_for() -> None:
+    """Regression: each of these added to a debt, and later work rested as long as it could for a minute."""
+    clock = Clock()
+    pace = WakePace(clock)
+    for _ in range(1000):
+        clock.now_s += spend(pace, clock, 0.05)
+    rests_s = []
+    for _ in range(100):
+        rests_s.append(spend(pace, clock, 0.0005))
+        clock.now_s += rests_s[-1]
+    assert sum(rests_s) < 0.5

@@ -47,7 +47,7 @@ def _check_answers(address: str) -> None:
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, UnicodeError) as error:  # UnicodeError: labels of a host name
         raise ConfigError(
             f"ray_address={address!r} cannot be reached: {error}; give the address that 'ray start --head' has printed"
         ) from error

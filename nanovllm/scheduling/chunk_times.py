@@ -9,10 +9,10 @@ attends to a key. What a step takes longer because of its chunks is then a line 
 `fixed_s` is what any chunk costs, however short it is: a step with chunks runs without CUDA graphs. Both are measured
 while the engine runs.
 
-A step can take too long for once, for example because its kernels are prepared, but it cannot take too little time. So
-of two times of about the same work, the lower one counts. And a single time of a long chunk counts as no slower, for
-its work, than those of shorter ones; several count as at most MAX_RATIO_OF_RATES times as slow. Otherwise one slow step
-could make all later chunks so short that no other long one is ever measured.
+A step takes too long now and then, for example because its kernels are prepared. So of two times of about the same
+work, the lower one counts. And until a second time of its magnitude is known, a long chunk counts as no slower, for its
+work, than shorter ones. Otherwise one slow step could make all later chunks so short that no other long one is ever
+measured.
 """
 
 import math
@@ -28,7 +28,6 @@ NUM_DECODE_TIMES = 15  # whose median is the time of a step without chunks
 NUM_CHUNK_TIMES = 3  # of each magnitude of work, so that a single slow step does not count
 MIN_RATIO = 4.0  # of two works, from whose times a slope can be told
 MAX_RATIO = 16.0  # of two works whose times per work are compared; that of much less work is noise
-MAX_RATIO_OF_RATES = 2.0  # times per work of a longer and a shorter chunk
 
 
 def chunk_work(num_tokens: int, position: int, token_keys: int) -> float:
@@ -74,8 +73,9 @@ class ChunkTimes:
             return
         work = sum(chunk_work(step.num_tokens, step.position, self.token_keys) for step in chunks)
         added_s = seconds - (median(self._decode_s) if has_answers else 0.0)
-        self._chunks[int(work).bit_length()].append((work, max(0.0, added_s)))
-        self._line = None
+        if added_s > 0:  # else the times of steps without chunks are of another load
+            self._chunks[int(work).bit_length()].append((work, added_s))
+            self._line = None
 
     @property
     def decode_s(self) -> float | None:
@@ -109,7 +109,7 @@ def _without_slow_steps(points: list[tuple[float, float, bool]]) -> list[tuple[f
     kept = []
     for w, t, is_sure in points:
         rate = min((s / v for v, s, _ in points if v < w <= MAX_RATIO * v), default=math.inf)
-        kept.append((w, min(t, w * rate * (MAX_RATIO_OF_RATES if is_sure else 1.0))))
+        kept.append((w, t if is_sure else min(t, w * rate)))
     return kept
 
 

@@ -103,8 +103,6 @@ class StepBound:
 
     def _has_rested(self, num_others: int, num_long: int) -> bool:
         """Whether the next long step may run. Many long prompts beside few others get more of the time."""
-        if self.times.decode_s is None:
-            return self._num_steps_since >= LONG_STEP_INTERVAL
         longest_rest_s = REST_SHARE * self._long_s * num_others / (num_others + num_long)
         num_slow = 1 + self._num_short_since
         return self._num_steps_since >= LONG_STEP_INTERVAL * num_slow or self._rest_s >= longest_rest_s

@@ -67,9 +67,11 @@ def _state(component: Any) -> dict[str, Any]:
 
 
 def _has_only_plain_tokens(backend: Any) -> bool:
-    """Whether no token that is found in texts before they are split into words has or takes any white space."""
+    """Whether no token that is found in texts before they are split into words has a cut inside, or takes the white
+    space around it.
+    """
     return not any(
-        token.lstrip or token.rstrip or token.single_word or re.search(r"\s", token.content)
+        token.lstrip or token.rstrip or token.single_word or re.search(r"[\s\u3001\u3002\uff0c]", token.content)
         for token in backend.get_added_tokens_decoder().values()
     )
 

@@ -5,6 +5,7 @@ would take 0.4 s. A long text is cut where its parts encode to the same tokens a
 at the first cut after PIECE_CHARS characters. So two texts have the same pieces up to shortly before they differ.
 """
 
+import hashlib
 import sys
 from array import array
 from collections import OrderedDict
@@ -23,8 +24,8 @@ _ENTRY_BYTES = 300  # the objects around a piece
 class TextEncoder:
     """Encodes texts as `tokenizer.encode` does. One thread at a time may use it.
 
-    Only texts with equal cache salts share pieces, as with KV. Else the time a request takes would tell what others
-    have asked.
+    Only texts with equal cache salts share pieces, as with KV. Otherwise the time that a request takes would tell what
+    others have asked.
     """
 
     def __init__(self, tokenizer: Any, *, min_chars: int = MIN_CHARS, piece_chars: int = PIECE_CHARS,
@@ -33,7 +34,7 @@ class TextEncoder:
         self._min_chars, self._piece_chars, self._max_bytes = min_chars, piece_chars, max_bytes
         self._cuts = find_cuts(tokenizer)
         self._around = _special_tokens_around(tokenizer) if self._cuts is not None else None
-        self._pieces: OrderedDict[tuple[str | None, str], TokenIds] = OrderedDict()  # the last used ones are last
+        self._pieces: OrderedDict[tuple[bytes, str], TokenIds] = OrderedDict()  # the last used ones are last
         self.num_bytes = 0  # of `_pieces`, about
 
     def encode(self, text: str, *, add_special_tokens: bool = True, cache_salt: str | None = None) -> TokenIds:
@@ -56,12 +57,13 @@ class TextEncoder:
 
     def _encode_pieces(self, text: str, cache_salt: str | None) -> list[TokenIds]:
         *pieces, rest = self._cut(text)
-        known = {piece: self._pieces[cache_salt, piece] for piece in pieces if (cache_salt, piece) in self._pieces}
+        salt = _digest(cache_salt)
+        known = {piece: self._pieces[salt, piece] for piece in pieces if (salt, piece) in self._pieces}
         to_encode = [*dict.fromkeys(piece for piece in pieces if piece not in known), rest]
         encodings = self._encode_batch(to_encode)
         encoded = known | {piece: array("q", each.ids) for piece, each in zip(to_encode, encodings, strict=True)}
         for piece in pieces:
-            self._keep(cache_salt, piece, encoded[piece])
+            self._keep(salt, piece, encoded[piece])
         return [encoded[piece] for piece in (*pieces, rest)]
 
     def _encode_batch(self, texts: list[str]) -> list[Any]:
@@ -78,15 +80,22 @@ class TextEncoder:
             start = cut.start()
         yield text[start:]
 
-    def _keep(self, cache_salt: str | None, piece: str, token_ids: TokenIds) -> None:
+    def _keep(self, salt: bytes, piece: str, token_ids: TokenIds) -> None:
         """Keep a piece, as the one used last, in place of those that have not been used for longest."""
-        if (cache_salt, piece) not in self._pieces:
-            self._pieces[cache_salt, piece] = token_ids
+        if (salt, piece) not in self._pieces:
+            self._pieces[salt, piece] = token_ids
             self.num_bytes += _num_bytes(piece, token_ids)
-        self._pieces.move_to_end((cache_salt, piece))
+        self._pieces.move_to_end((salt, piece))
         while self.num_bytes > self._max_bytes:
             (_, oldest), its_token_ids = self._pieces.popitem(last=False)
             self.num_bytes -= _num_bytes(oldest, its_token_ids)
+
+
+def _digest(cache_salt: str | None) -> bytes:
+    """A salt may be long, and is kept with every piece. No salt gives no bytes."""
+    if cache_salt is None:
+        return b""
+    return hashlib.blake2b(cache_salt.encode(errors="surrogatepass"), digest_size=16).digest()
 
 
 def _num_bytes(piece: str, token_ids: TokenIds) -> int:

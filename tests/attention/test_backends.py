@@ -302,6 +302,8 @@ def test_cudnn_warm_up_builds_long_chunks_first():
     assert len(warmed_up(CudnnLimits(), 16384, 131072, has_time=True)) == 35
     assert warmed_up(CudnnLimits(), 8000, 8000, has_time=False) == {(8192, 8192, True), (8192, 4096, False)}
     assert warmed_up(CudnnLimits(), 300, 131072, has_time=True) == set()
+    squares = {(1024, 1024, True), (2048, 2048, True)}
+    assert warmed_up(CudnnLimits(), 2048, 2048, has_time=True) == squares  # no history is long enough
 
 
 @pytest.mark.parametrize("num_tokens", [16384, 16351, 7900, 2048])

@@ -118,6 +118,23 @@ def test_a_slow_first_chunk_is_soon_forgotten(num_slow: int, with_short: bool) -
     assert min(seconds[4:]) > 0.15
 
 
+def test_chunks_measured_where_the_load_had_dropped_do_not_make_others_free() -> None:
+    """Regression: steps without chunks were still known to take long, so the chunk seemed to cost nothing."""
+    steps = Steps()
+    for _ in range(15):
+        steps.run(seconds=0.02)
+    steps.run(1000, seconds=0.015)
+    steps.run(300, seconds=0.0201)
+    for _ in range(15):
+        steps.run(seconds=0.005)
+    for _ in range(3):
+        steps.run(2048, seconds=0.105)
+        steps.run(8192, seconds=0.45)
+    line = steps.times.line()
+    assert line is not None
+    assert line.fixed_s + line.work_s * chunk_work(8192, 0, TOKEN_KEYS) == pytest.approx(0.445, rel=0.1)
+
+
 def test_times_that_say_nothing_do_not_count() -> None:
     """Of the first step after a pause, of a chunk beside answers of unknown time, of chunks whose keys are loaded."""
     steps = Steps()
@@ -178,6 +195,28 @@ def test_bound_runs_rare_long_steps_where_short_chunks_cost_as_much(fixed_s: flo
     bound = StepBound(measured(fixed_s), max_step_s=0.2, missing_token_s=2e-6)
     found = long_steps(bound, 1000, num_missing_tokens=num_missing_tokens)
     assert {later - earlier for earlier, later in pairwise(found)} == {LONG_STEP_INTERVAL}
+
+
+def test_bound_gives_a_long_prompt_its_time_beside_short_prompts_alone() -> None:
+    """Regression: without any step that only decodes, long prompts waited for a number of steps, however long."""
+    times = ChunkTimes(TOKEN_KEYS)
+    for num_tokens in (100, 5000) * 3:
+        chunk = SequenceStep(1, np.zeros(num_tokens, int), 0, 10**6, (0,), num_tokens, None)
+        seconds = FIXED_S + WORK_S * chunk_work(num_tokens, 0, TOKEN_KEYS)
+        times.step_ended(StepPlan((chunk,), KVMoves()), seconds)
+    assert times.decode_s is None and times.line() is not None
+    bound = StepBound(times, max_step_s=0.2)
+    steps_between = []
+    for _ in range(500):
+        bound.begin_step(num_others=4, num_long=1, num_missing_tokens=0)
+        if bound.runs_long_prompts:
+            bound.chunk_placed(bound.max_tokens(0, is_long=True, is_oldest=True), 0, is_long=True)
+            steps_between.append(0)
+        elif steps_between:
+            steps_between[-1] += 1
+        for _ in range(4):
+            bound.chunk_placed(2000, 0, is_long=False)
+    assert max(steps_between[1:-1]) < 40
 
 
 def test_bound_gives_a_long_prompt_a_fifth_of_the_time_where_other_steps_take_long() -> None:

@@ -158,6 +158,9 @@ def test_encode_keeps_no_more_than_max_bytes() -> None:
     assert encoder.num_bytes > 290_000
     assert encoder.chars_of(documents[-1]) < 500
     assert encoder.chars_of(documents[0]) == len(documents[0])  # its pieces have gone
+    salted = Spy(TOKENIZERS["Qwen2"], min_chars=100, piece_chars=200, max_bytes=300_000)
+    salted.chars_of(documents[0], cache_salt="s" * 10**7)
+    assert all(len(salt) == 16 for salt, _ in salted._pieces)  # a long salt is not kept
     none_fit = Spy(TOKENIZERS["Qwen2"], min_chars=100, piece_chars=200, max_bytes=0)
     assert none_fit.chars_of(DOCUMENT) == none_fit.chars_of(DOCUMENT) == len(DOCUMENT) and not none_fit.num_bytes
 
@@ -207,7 +210,9 @@ def no_cuts() -> Iterator[Any]:
     for options in ({"lstrip": True}, {"rstrip": True}, {"single_word": True}):
         token = AddedToken("<tool>", **options)
         yield pytest.param(changed(lambda backend, token=token: backend.add_tokens([token]) and None), id=str(options))
-    yield pytest.param(changed(lambda backend: backend.add_tokens(["two words"]) and None), id="white space in a token")
+    for name, content in {"white space": "two words", "a cut after a letter": "\u6587\u3002"}.items():
+        add = changed(lambda backend, content=content: backend.add_tokens([content]) and None)
+        yield pytest.param(add, id=f"{name} in a token")
 
     class Overriding(PreTrainedTokenizerFast):
         def encode(self, *args: Any, **options: Any) -> Any:

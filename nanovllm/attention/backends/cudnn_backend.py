@@ -68,7 +68,7 @@ class CudnnBackend(AttentionBackend):
             return
         key_sizes = self.limits.key_sizes(max_context_len)
         q_THD = _pad(q_THD, max(0, sizes[-1] - len(q_THD)))
-        k_SKD = q_THD.new_zeros(max(sizes[-1], *key_sizes), *k_cache_NPKD.shape[2:])
+        k_SKD = q_THD.new_zeros(max((sizes[-1], *key_sizes)), *k_cache_NPKD.shape[2:])
         for num_queries in reversed(sizes):
             is_long_chunk = num_queries in (sizes[-1], self.limits.max_padded_queries)
             for num_keys in (None, *key_sizes):  # None: the causal square

@@ -11,10 +11,10 @@ GPU memory:
   and into the next step. No slot has to give up its block for this.
 
 Loads are enqueued in the order in which the model will use them, as far ahead as staging has room (`_pump`). One copy
-moves all tokens that are contiguous on both sides (copy_runs.py), or in a step that is a single CUDA graph, those of
-all layers. `begin_step` finds out which copies a step makes and
-which earlier work each of them must wait for. After that, the host's work per layer depends only on the number of runs,
-and not on the number of slots or blocks.
+moves all tokens that are contiguous on both sides (copy_runs.py). After a step that is a single CUDA graph, one copy
+out moves them in all layers. `begin_step` finds out which copies a step makes and which earlier work each of them must
+wait for. After that, the host's work per layer depends only on the number of runs, and not on the number of slots or
+blocks.
 
 Stream edges, each commented where the wait is made. Each line says what must be done before what, which stream the
 other one waits for, and where the engine keeps the event or the number to wait for:
