@@ -99,7 +99,7 @@ def _newest_chunks() -> deque[tuple[float, float]]:
 
 
 def _typical(newest: Iterable[tuple[float, float]]) -> tuple[float, float]:
-    """Of works and seconds of one magnitude, those of the median time per work; of two, the faster."""
+    """The chunk with the median time per work, or the faster one of two. Takes and returns work and seconds."""
     by_rate = sorted(newest, key=lambda point: point[1] / point[0])
     return by_rate[(len(by_rate) - 1) // 2]
 

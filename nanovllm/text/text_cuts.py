@@ -4,8 +4,8 @@ Tokenizers in the style of GPT-2 split a text into words with a regular expressi
 cut is allowed where, whatever the text around it, one word ends and another begins, and where no word before it would
 end differently if the text ended there:
 
-- before a space that follows a character that is no white space. In all patterns below, a space is at the start of a
-  word or among nothing but white space.
+- before a space, unless white space precedes it. In all patterns below, a space either starts a word or belongs to a
+  word that consists of white space.
 - before a full stop or comma of Chinese or Japanese that follows a letter of theirs.
 - in GPT-2's pattern, before a line feed that follows no white space; in the others, where a line feed may belong to
   the punctuation before it, after the last line feed. o200k lets slashes follow there, too.

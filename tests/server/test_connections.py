@@ -109,7 +109,7 @@ def test_hundreds_of_idle_and_slow_connections_harm_no_stream(engine: AsyncLLM) 
             lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
         assert lines.pop() == "[DONE]"
         assert "".join(json.loads(line)["choices"][0]["text"] for line in lines) == expected
-        assert num_files() >= num_files_before + 2 * 300
+        assert num_files() >= 2 * 300  # both ends of all connections
         connections.close()
         deadline_s = time.monotonic() + 10
         while num_files() > num_files_before:

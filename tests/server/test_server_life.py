@@ -218,13 +218,13 @@ def test_sigterm_while_loading_ends_with_143(retrieval_model: Path, tmp_path: Pa
 # -- faults ------------------------------------------------------------------------------------------------------------
 
 
-def fail_in_a_step(engine: Any) -> None:
-    """After 100 steps."""
+def fail_in_a_step(when: Path, engine: Any) -> None:
+    """In the first step after the file `when` exists."""
     executor = engine.llm.engine.executor
-    launch, num_steps = executor.launch, iter(range(100))
+    launch = executor.launch
 
     def launch_or_fail(plan: Any) -> Any:
-        if next(num_steps, None) is None:
+        if when.exists():
             raise RuntimeError("a simulated fault of the GPU")
         return launch(plan)
 
@@ -232,8 +232,11 @@ def fail_in_a_step(engine: Any) -> None:
 
 
 def test_step_that_raises_answers_everyone_and_ends_with_status_1(retrieval_model: Path, tmp_path: Path) -> None:
-    with server_process(retrieval_model, tmp_path / "log", change=fail_in_a_step) as server, clients() as pool:
+    when = tmp_path / "fail"
+    change = partial(fail_in_a_step, when)
+    with server_process(retrieval_model, tmp_path / "log", change=change) as server, clients() as pool:
         started = start_load(server, pool, **ENDLESS)
+        when.touch()
         responses = [each.result() for each in started]
         errors = [events(each)[-1] if i % 2 == 0 else each.json() for i, each in enumerate(responses)]
         assert all("a simulated fault of the GPU" in each["error"]["message"] for each in errors)
