@@ -14,6 +14,7 @@ from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
 from nanovllm.core.kv_spec import KVCacheSpec
 from nanovllm.core.step_limits import (
+    MAX_GRAPH_CHUNKS,
     graph_sizes,
     max_step_rows,
     mixed_graph_sizes,
@@ -35,7 +36,9 @@ NODES_PER_LAYER = 10  # kernels: 2 norms, 4 products, rotation, attention and it
 NODES_BESIDE_LAYERS = 12  # embedding, cos and sin, last norm, head, sampler
 COPIES_PER_CUT = 3  # query, result and log-sum-exp, at each cut of a streamed graph
 NODES_PER_GROUP = 3  # attention, its merge, the merge into the result
+MIXED_NODES_PER_LAYER = 4  # more, in steps with chunks: their attention and its merge, and which result counts
 INPUT_BYTES_PER_ROW = 8 * 14  # token, position, cell, lengths and sampling parameters of a sequence
+MIXED_INPUT_BYTES_PER_TOKEN = 8 * 6  # the same for a token of a step with chunks
 ALLOCATOR_SHARE = 0.4  # memory that torch's allocator cannot reuse for other sizes or streams, relative to activations
 
 
@@ -89,24 +92,25 @@ def device_memory(
 
 
 def _input_bytes(config: Config, model: ModelConfig, max_model_len: int, num_rows: int) -> int:
-    """The graphs' static inputs. These include what is passed between the pieces of a step with prompts: the queries,
-    the results and the hidden states; and with offload those of a streamed step: the query, the fp32 result and the
-    log-sum-exp.
+    """The graphs' static inputs, and the hidden states that those with chunks leave. With offload they include what is
+    passed between the pieces of a streamed step: the query, the fp32 result and the log-sum-exp.
     """
     itemsize = costs.itemsize(config, model)
-    num_heads = model.num_heads // config.tensor_parallel_size
-    per_token = 4 * 8 + (2 * num_heads * model.head_dim + model.hidden_size) * itemsize
-    mixed = mixed_graph_sizes(config.max_num_batched_tokens)[-1] * per_token
-    per_row = INPUT_BYTES_PER_ROW + 4 * ceil_div(max_model_len, config.block_size)
+    table_bytes = 4 * ceil_div(max_model_len, config.block_size)
+    per_row = INPUT_BYTES_PER_ROW + table_bytes
     if config.enable_cpu_offload:
+        num_heads = model.num_heads // config.tensor_parallel_size
         per_row += num_heads * (model.head_dim * (itemsize + 4) + 4)
-    return num_rows * per_row + mixed
+    mixed = mixed_graph_sizes(config.max_num_batched_tokens, num_rows)
+    num_tables = max(size.num_rows for size in mixed) + MAX_GRAPH_CHUNKS
+    per_token = MIXED_INPUT_BYTES_PER_TOKEN + model.hidden_size * itemsize
+    return num_rows * per_row + num_tables * table_bytes + mixed[-1].num_tokens * per_token
 
 
 def _graph_bytes(config: Config, model: ModelConfig, spec: KVCacheSpec, num_rows: int) -> int:
     """All graphs. With offload these include the graphs in pieces and those of the staging groups, which are captured
-    for fewer batch sizes. With speculation there is another kind of each, which verifies guesses. Steps with prompts
-    have graphs in pieces, too.
+    for fewer batch sizes. With speculation there is another kind of each, which verifies guesses. The last kind is of
+    steps with chunks of prompts.
     """
     whole = NODES_PER_LAYER * model.num_layers + NODES_BESIDE_LAYERS
     sizes = [graph_sizes(num_rows), *([verifying_graph_sizes(num_rows)] if config.max_guesses else [])]
@@ -117,5 +121,6 @@ def _graph_bytes(config: Config, model: ModelConfig, spec: KVCacheSpec, num_rows
         streamed = [streamed_graph_sizes(num_rows), *verifying]
         num_nodes += sum(map(len, streamed)) * per_size
         num_pools += 2 * len(streamed)  # pieces, groups
-    num_nodes += len(mixed_graph_sizes(config.max_num_batched_tokens)) * (whole + COPIES_PER_CUT * model.num_layers)
+    num_mixed = len(mixed_graph_sizes(config.max_num_batched_tokens, num_rows))
+    num_nodes += num_mixed * (whole + MIXED_NODES_PER_LAYER * model.num_layers)
     return num_nodes * GRAPH_NODE_BYTES + (num_pools + 1) * GRAPH_POOL_BYTES

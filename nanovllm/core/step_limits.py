@@ -1,5 +1,7 @@
 """The largest step, sequence and batch that the options and the model allow."""
 
+from typing import NamedTuple
+
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.checkpoint.rope_extension import rope_extension
 from nanovllm.config import Config
@@ -47,9 +49,24 @@ def streamed_verifying_graph_sizes(max_num_rows: int) -> list[int]:
     return _sizes_up_to((16, MAX_VERIFYING_ROWS), max_num_rows)
 
 
-def mixed_graph_sizes(max_num_tokens: int) -> list[int]:
-    """Numbers of tokens to capture graphs in pieces for, of steps with prompts: 16, 64, 128, 256, 384, 512."""
-    return _sizes_up_to((16, 64, 128, 256, 384, 512), max_num_tokens)
+MAX_MIXED_TOKENS = 512  # of a step with chunks of prompts that a graph can run
+MAX_GRAPH_CHUNKS = 8  # of prompts, in a step with answers that a graph can run
+
+
+class MixedSize(NamedTuple):
+    """The most tokens that a graph of answers and chunks of prompts can run, and the most sequences with only one."""
+
+    num_tokens: int
+    num_rows: int
+
+
+def mixed_graph_sizes(max_num_tokens: int, max_num_rows: int) -> list[MixedSize]:
+    """Sizes to capture graphs for, of steps with short chunks of prompts: up to 64, 128, 256 and 512 tokens, of which
+    up to 4, 32 and 256 are of answers.
+    """
+    rows = _sizes_up_to((4, 32, 256), max_num_rows)
+    tokens = _sizes_up_to((64, 128, 256, MAX_MIXED_TOKENS), max_num_tokens)
+    return [MixedSize(most, some) for most in tokens for some in rows if some < most or some == rows[0]]
 
 
 def _sizes_up_to(sizes: tuple[int, ...], max_num_rows: int) -> list[int]:

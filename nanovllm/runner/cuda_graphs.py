@@ -11,41 +11,40 @@ memory.
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
 import torch
 from tqdm import tqdm
 
 from nanovllm.attention.base import PagedBatch, StepAttention
+from nanovllm.core.step_limits import MixedSize
 from nanovllm.kvcache.transfer.cpu_part import CpuRows
 from nanovllm.models.decoder import CausalLM
 from nanovllm.runner.decode_inputs import DecodeInputs
 from nanovllm.runner.graph_capture import capture, capture_stream
 from nanovllm.runner.inputs import GroupArrays, StepArrays
 
+Size = TypeVar("Size", int, MixedSize)
 MakeAttention: TypeAlias = Callable[[torch.Tensor, PagedBatch], StepAttention]  # (slot_mapping, batch)
 
 
-class GraphKind(ABC):
+class GraphKind(ABC, Generic[Size]):
     """The graphs of one kind of step, captured for several sizes. Owned by the runner, to which it has no reference."""
 
     num_pools: ClassVar[int] = 1  # memory pools, each shared by all sizes
 
-    def __init__(self, name: str, sizes: list[int]) -> None:
-        """`sizes`: numbers of tokens, ascending."""
-        self.name, self.sizes = name, sizes
-        self._graphs: dict[int, list[torch.cuda.CUDAGraph]] = {}  # by size, in the order of capture
+    def __init__(self, name: str, sizes: list[Size]) -> None:
+        """`sizes`: ascending."""
+        self.name = name
+        self.sizes: list[Size] = sizes
+        self._graphs: dict[Size, list[torch.cuda.CUDAGraph]] = {}  # by size, in the order of capture
 
     @property
     @abstractmethod
     def device(self) -> torch.device: ...
 
-    def size_for(self, num_tokens: int) -> int:
-        """The smallest size that holds `num_tokens` tokens."""
-        return self.sizes[bisect_left(self.sizes, num_tokens)]
-
     def capture(
-        self, model: CausalLM, make_attention: MakeAttention, sizes: Sequence[int], show_progress: bool
+        self, model: CausalLM, make_attention: MakeAttention, sizes: Sequence[Size], show_progress: bool
     ) -> None:
         """Capture these sizes, the largest first, so that the others can share its memory."""
         pools = [torch.cuda.graph_pool_handle() for _ in range(self.num_pools)]
@@ -65,16 +64,16 @@ class GraphKind(ABC):
         self._graphs.clear()
 
     @abstractmethod
-    def _capture_size(self, model: CausalLM, make_attention: MakeAttention, size: int, pools: list[Any]) -> None:
+    def _capture_size(self, model: CausalLM, make_attention: MakeAttention, size: Size, pools: list[Any]) -> None:
         """Capture the graphs of one size on the current stream. The graphs of all sizes share the memory `pools`."""
 
     @abstractmethod
-    def launch_kernels(self, model: CausalLM, make_attention: MakeAttention, size: int) -> None:
+    def launch_kernels(self, model: CausalLM, make_attention: MakeAttention, size: Size) -> None:
         """Launch the kernels in the graphs of a size one by one, without a graph."""
 
 
-class StepGraphs(GraphKind):
-    """Graphs of decode steps. A token is a row."""
+class StepGraphs(GraphKind[int]):
+    """Graphs of decode steps. A size is a number of tokens, each of which is a row."""
 
     def __init__(self, inputs: DecodeInputs, name: str, sizes: list[int], max_query_len: int) -> None:
         """`max_query_len`: the most rows of a sequence; 1 for steps without guesses."""
@@ -84,6 +83,10 @@ class StepGraphs(GraphKind):
     @property
     def device(self) -> torch.device:
         return self.inputs.device
+
+    def size_for(self, num_rows: int) -> int:
+        """The smallest size that holds `num_rows` rows."""
+        return self.sizes[bisect_left(self.sizes, num_rows)]
 
     @abstractmethod
     def replay(

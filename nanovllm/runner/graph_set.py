@@ -1,14 +1,16 @@
 """All graphs of a rank: of decode steps whose keys are all on the GPU and, with offload, of streamed ones. With
-speculation there is one more kind of each, for steps that verify guesses. All other steps of a few hundred tokens have
-graphs in pieces (mixed_graphs.py).
+speculation there is one more kind of each, for steps that verify guesses. The last kind is for steps with short chunks
+of prompts (mixed_graphs.py).
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from nanovllm.attention.base import AttentionBackend, PagedBatch, StepAttention
 from nanovllm.core.step_limits import (
+    MixedSize,
     graph_sizes,
     mixed_graph_sizes,
     streamed_graph_sizes,
@@ -19,7 +21,7 @@ from nanovllm.core.step_plan import StepPlan
 from nanovllm.device.memory_profile import memory_remedy
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.models.decoder import CausalLM
-from nanovllm.runner.cuda_graphs import DecodeGraphs, GraphKind, StepGraphs
+from nanovllm.runner.cuda_graphs import DecodeGraphs, GraphKind, Size, StepGraphs
 from nanovllm.runner.decode_inputs import DecodeInputs
 from nanovllm.runner.kv_memory import KVMemory
 from nanovllm.runner.mixed_graphs import MixedGraphs
@@ -51,7 +53,7 @@ class GraphSet:
         if max_guesses:
             sizes = verifying_graph_sizes(rows), streamed_verifying_graph_sizes(rows)
             self._add(" verifying", *sizes, max_query_len=1 + max_guesses)
-        self.mixed = MixedGraphs(memory, model, num_heads, mixed_graph_sizes(max_num_tokens))
+        self.mixed = MixedGraphs(inputs, memory, model, mixed_graph_sizes(max_num_tokens, rows))
 
     def _add(self, suffix: str, sizes: list[int], streamed_sizes: list[int], max_query_len: int = 1) -> None:
         """A kind for steps whose keys are all on the GPU and, with offload, one for those that stream."""
@@ -71,7 +73,7 @@ class GraphSet:
             )
 
     @property
-    def kinds(self) -> list[GraphKind]:
+    def kinds(self) -> Sequence[GraphKind[Any]]:
         return [*self._by_kind.values(), self.mixed]
 
     def find(self, plan: StepPlan) -> StepGraphs | None:
@@ -81,9 +83,10 @@ class GraphSet:
         graphs = self._by_kind[plan.moves.brings_in_keys, plan.has_guesses]
         return graphs if plan.num_tokens <= graphs.sizes[-1] else None
 
-    def find_mixed(self, plan: StepPlan) -> MixedGraphs | None:
-        """The graphs that can run the layers of the step; None if its kernels must be launched one by one."""
-        return self.mixed if plan.num_tokens <= self.mixed.sizes[-1] else None
+    def find_mixed(self, plan: StepPlan) -> MixedSize | None:
+        """The size of `mixed` that can run the layers of a step with chunks of prompts, if there is one."""
+        needs_copies = plan.moves.brings_in_keys or plan.moves.loads or plan.moves.copies
+        return None if plan.is_decode or needs_copies else self.mixed.find_size(plan)
 
     def __str__(self) -> str:
         """The number of sizes of each kind, such as `67 resident, 6 streamed`."""
@@ -99,15 +102,17 @@ class GraphSet:
             self._capture(graphs, graphs.sizes[-1:])
 
     @torch.inference_mode()
-    def _capture(self, graphs: GraphKind, sizes: Sequence[int]) -> None:
+    def _capture(self, graphs: GraphKind[Size], sizes: Sequence[Size]) -> None:
         if self.tp.size > 1:
             self.tp.on_close.append(graphs.reset)
         with memory_remedy("capturing CUDA graphs"):
             graphs.capture(self.model, self._paged_attention, sizes, show_progress=self.tp.rank == 0)
 
     def launch_kernels(self) -> None:
-        """Launch the graphs' kernels one by one, for the largest size and for each size that is a power of two."""
-        for graphs in self.kinds:
+        """Launch the graphs' kernels one by one, for the largest size and for each size that is a power of two. Steps
+        with chunks need no other kernels.
+        """
+        for graphs in self._by_kind.values():
             for size in graphs.sizes:
                 if size & (size - 1) == 0 or size == graphs.sizes[-1]:
                     graphs.launch_kernels(self.model, self._paged_attention, size)

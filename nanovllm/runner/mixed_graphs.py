@@ -1,121 +1,184 @@
-"""Steps with prompts as CUDA graphs in pieces, each from the attention of one layer to that of the next.
+"""Steps in which answers run beside short chunks of prompts, as CUDA graphs from token ids to hidden states.
 
-Launched kernel by kernel, a step costs the host 0.7 ms a layer, which for a short prompt is many times what the GPU
-needs. Attention stays outside of the graphs, because its kernels depend on the lengths of the sequences, and because
-with offload the host starts copies around it.
+Launched kernel by kernel, such a step costs the host 0.7 ms a layer, which for a short chunk is many times what the GPU
+needs. As a graph it takes two copies and one replay. All of its keys must be on the GPU. Logits and sampling follow
+outside of the graph, because only some of the tokens are sampled from.
 
-    piece 0 | attention | piece 1 | attention | ... | piece L    "|": query and result are in static buffers
+The tokens of a step are packed as usual, and padding follows them. Sequences with a single token come first: these are
+the step's *rows*, and the decode kernel attends to them. The sequences after them are its *chunks*, for the prefill
+kernel. How many of the tokens are rows is read on the device:
 
-The number of tokens is padded to the next of a few sizes. Rows of padding store nothing, and what they compute is not
-read. As in streamed_graphs.py, attention makes the cuts when the pieces are captured.
+    tokens     | row | row | chunk    | chunk  | padding |
+    decode     |     R rows     |                           what it writes behind the last row is discarded
+    prefill                |     up to T tokens          |
 """
 
-from contextlib import AbstractContextManager
-from typing import Any
+from itertools import takewhile
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
-from nanovllm.attention.base import StepAttention
+from nanovllm.attention.base import PagedBatch, StepAttention
+from nanovllm.core.step_limits import MAX_GRAPH_CHUNKS, MixedSize
+from nanovllm.core.step_plan import StepPlan
 from nanovllm.layers.kv_cells import KVCells
 from nanovllm.models.decoder import CausalLM
 from nanovllm.runner.cuda_graphs import GraphKind, MakeAttention
+from nanovllm.runner.decode_inputs import DecodeInputs
 from nanovllm.runner.graph_capture import capture
-from nanovllm.runner.inputs import StepTensors
+from nanovllm.runner.inputs import StepArrays
 from nanovllm.runner.kv_memory import KVMemory
+from nanovllm.utils.arithmetic import ceil_div
 
-NO_CELL = -1
+NO_CELL = -1  # a token that stores nothing
+NOT_PENDING = -1
 
 
-class _StaticAttention:
-    """A StepAttention that leaves the query in a static buffer, and takes the result from another."""
+class _Inputs(NamedTuple):
+    """What a graph of T tokens and R rows reads, int64: on the host numpy arrays, on the device tensors."""
 
-    def __init__(self, graphs: "MixedGraphs", size: int) -> None:
-        self._graphs, self._size = graphs, size
+    input_ids: Any  # [T]
+    pending_rows: Any  # [T], the row of the last step that sampled the token; NOT_PENDING: it is in input_ids
+    positions: Any  # [T]
+    rope_lens: Any  # [T]
+    slot_mapping: Any  # [T]
+    row_context_lens: Any  # [R]
+    chunk_context_lens: Any  # [MAX_GRAPH_CHUNKS]
+    chunk_cu_seqlens: Any  # [MAX_GRAPH_CHUNKS + 1]
+    num_rows: Any  # [1]
+
+
+def _input_lens(size: MixedSize) -> list[int]:
+    """How many entries each array of _Inputs has."""
+    return [size.num_tokens] * 5 + [size.num_rows, MAX_GRAPH_CHUNKS, MAX_GRAPH_CHUNKS + 1, 1]
+
+
+class _MixedAttention:
+    """A StepAttention that attends to rows as `rows` does, and to all other tokens as `chunks` does."""
+
+    def __init__(self, rows: StepAttention, chunks: StepAttention, is_row: torch.Tensor) -> None:
+        """`is_row`: bool [R], of the first tokens."""
+        self._rows, self._chunks, self._is_row_R11 = rows, chunks, is_row[:, None, None]
 
     def cells(self, layer: int) -> KVCells:
-        k_cache, v_cache = self._graphs.memory.cache
-        return KVCells(k_cache[layer], v_cache[layer], self._graphs.slot_mapping[: self._size])
+        return self._chunks.cells(layer)
 
     def attend(self, layer: int, q_THD: torch.Tensor) -> torch.Tensor:
-        self._graphs.q_THD[: self._size].copy_(q_THD)
-        return self._graphs.out_THD[: self._size]
-
-
-class _Cutter(_StaticAttention):
-    """Also ends a captured piece where attention would run, and begins the next. The first begins with the context."""
-
-    def __init__(self, graphs: "MixedGraphs", size: int, pool: Any) -> None:
-        super().__init__(graphs, size)
-        self.pieces: list[torch.cuda.CUDAGraph] = []
-        self._pool = pool
-        self._capture: AbstractContextManager[torch.cuda.CUDAGraph]
-
-    def __enter__(self) -> "_Cutter":
-        self._begin_piece()
-        return self
-
-    def __exit__(self, *exc_info: Any) -> None:
-        self._capture.__exit__(*exc_info)
-
-    def _begin_piece(self) -> None:
-        self._capture = capture(self._pool)
-        self.pieces.append(self._capture.__enter__())
-
-    def attend(self, layer: int, q_THD: torch.Tensor) -> torch.Tensor:
-        out_THD = super().attend(layer, q_THD)
-        self._capture.__exit__(None, None, None)
-        self._begin_piece()
+        out_THD = self._chunks.attend(layer, q_THD)
+        first = slice(0, len(self._is_row_R11))
+        rows_RHD = self._rows.attend(layer, q_THD[first])
+        out_THD[first] = torch.where(self._is_row_R11, rows_RHD, out_THD[first])
         return out_THD
 
 
-class MixedGraphs(GraphKind):
-    """Any step of up to `sizes[-1]` tokens, from token ids to the hidden states of all of them."""
-
-    def __init__(self, memory: KVMemory, model: CausalLM, num_heads: int, sizes: list[int]) -> None:
-        """`num_heads`: query heads of this rank."""
+class MixedGraphs(GraphKind[MixedSize]):
+    def __init__(self, inputs: DecodeInputs, memory: KVMemory, model: CausalLM, sizes: list[MixedSize]) -> None:
+        """`inputs`: where the tokens are that the last step sampled."""
         super().__init__("mixed", sizes)
-        self.memory = memory
+        self._sampled_ids, self._max_model_len = inputs.sampled_ids, inputs.max_model_len
         k_cache, _ = memory.cache
-        largest, config = sizes[-1], model.config
-        self.ids, self.positions, self.rope_lens, self.slot_mapping = (
-            torch.zeros(largest, dtype=torch.int64, device=k_cache.device) for _ in range(4)
-        )
-        self.slot_mapping.fill_(NO_CELL)
-        self.q_THD = k_cache.new_zeros(largest, num_heads, config.head_dim)
-        self.out_THD = torch.zeros_like(self.q_THD)
-        self.hidden = k_cache.new_zeros(largest, config.hidden_size)
+        block_size, most_tokens = k_cache.shape[2], sizes[-1].num_tokens
+        num_sequences = max(size.num_rows for size in sizes) + MAX_GRAPH_CHUNKS
+        num_columns = ceil_div(inputs.max_model_len, block_size)
+        with torch.device(inputs.device):
+            self._static = torch.zeros(max(sum(_input_lens(size)) for size in sizes), dtype=torch.int64)
+            self._block_tables = torch.zeros(num_sequences, num_columns, dtype=torch.int32)
+            self._read_ids = torch.zeros(most_tokens, dtype=torch.int64)
+            self._hidden = torch.zeros(most_tokens, model.config.hidden_size, dtype=k_cache.dtype)
 
     @property
     def device(self) -> torch.device:
-        return self.ids.device
+        return self._static.device
 
-    def _forward(self, model: CausalLM, size: int, attention: StepAttention) -> None:
-        rope_lens = self.rope_lens[:size] if model.needs_rope_lens else None
-        self.hidden[:size].copy_(model(self.ids[:size], self.positions[:size], attention, rope_lens))
+    # -- what the graphs capture -----------------------------------------------------------------------------------
 
-    def launch_kernels(self, model: CausalLM, make_attention: MakeAttention, size: int) -> None:
-        """Without attention, whose kernels the steps themselves launch."""
-        self._forward(model, size, _StaticAttention(self, size))
+    def _tensors(self, size: MixedSize) -> _Inputs:
+        lens = _input_lens(size)
+        return _Inputs._make(self._static[: sum(lens)].split(lens))
 
-    def _capture_size(self, model: CausalLM, make_attention: MakeAttention, size: int, pools: list[Any]) -> None:
-        with _Cutter(self, size, pools[0]) as cutter:
-            self._forward(model, size, cutter)
-        self._graphs[size] = cutter.pieces
+    def launch_kernels(self, model: CausalLM, make_attention: MakeAttention, size: MixedSize) -> None:
+        given = self._tensors(size)
+        sampled_ids = self._sampled_ids[given.pending_rows.clamp(min=0)].clamp_(min=0)  # see DecodeInputs.input_ids
+        read_ids = self._read_ids[: size.num_tokens]
+        read_ids.copy_(torch.where(given.pending_rows == NOT_PENDING, given.input_ids, sampled_ids))
+        row = torch.arange(size.num_rows + 1, device=self.device)
+        attention = _MixedAttention(
+            make_attention(given.slot_mapping, self._batch(row, given.row_context_lens, 0, 1)),
+            make_attention(
+                given.slot_mapping,
+                self._batch(given.chunk_cu_seqlens, given.chunk_context_lens, size.num_rows, size.num_tokens),
+            ),
+            is_row=row[:-1] < given.num_rows,
+        )
+        rope_lens = given.rope_lens if model.needs_rope_lens else None
+        self._hidden[: size.num_tokens].copy_(model(read_ids, given.positions, attention, rope_lens))
 
-    def replay(self, tensors: StepTensors, attention: StepAttention) -> torch.Tensor:
-        """Run a step. Returns the hidden states of its tokens, [T, hidden_size], valid until the next replay. Hot."""
-        num_tokens = len(tensors.input_ids)
-        size = self.size_for(num_tokens)
-        self.ids[:num_tokens].copy_(tensors.input_ids)
-        self.positions[:num_tokens].copy_(tensors.positions)
-        self.rope_lens[:num_tokens].copy_(tensors.rope_lens)
-        self.slot_mapping[:num_tokens].copy_(tensors.slot_mapping)
-        self.slot_mapping[num_tokens:size].fill_(NO_CELL)
-        q_THD, out_THD = self.q_THD[:num_tokens], self.out_THD[:num_tokens]
-        *pieces, last_piece = self._graphs[size]
-        for layer, piece in enumerate(pieces):
-            attention.cells(layer)  # may wait for copies, which the piece must not overtake
-            piece.replay()
-            out_THD.copy_(attention.attend(layer, q_THD))
-        last_piece.replay()
-        return self.hidden[:num_tokens]
+    def _batch(
+        self, cu_seqlens_q: torch.Tensor, context_lens: torch.Tensor, first_table: int, max_query_len: int
+    ) -> PagedBatch:
+        return PagedBatch(
+            cu_seqlens_q=cu_seqlens_q.int(),
+            context_lens=context_lens.int(),
+            block_tables=self._block_tables[first_table : first_table + len(context_lens)],
+            max_query_len=max_query_len,
+            max_context_len=self._max_model_len,
+            causal=True,
+        )
+
+    def _capture_size(self, model: CausalLM, make_attention: MakeAttention, size: MixedSize, pools: list[Any]) -> None:
+        with capture(pools[0]) as graph:
+            self.launch_kernels(model, make_attention, size)
+        self._graphs[size] = [graph]
+
+    # -- one step ------------------------------------------------------------------------------------------------
+
+    def find_size(self, plan: StepPlan) -> MixedSize | None:
+        """The smallest size that can run the step, whose keys must all be on the GPU; None if there is none."""
+        num_tokens, num_rows = plan.num_tokens, _num_rows(plan)
+        if len(plan.sequences) - num_rows > MAX_GRAPH_CHUNKS:
+            return None
+        return next((size for size in self.sizes if num_tokens <= size.num_tokens and num_rows <= size.num_rows), None)
+
+    def replay(self, plan: StepPlan, arrays: StepArrays, size: MixedSize) -> torch.Tensor:
+        """Run a step of a size that `find_size` has found. Returns the hidden states of its tokens, [T, hidden_size],
+        valid until the next replay. Hot.
+        """
+        self._fill(arrays, _num_rows(plan), size)
+        self._graphs[size][0].replay()
+        return self._hidden[: plan.num_tokens]
+
+    def read_ids(self, num_tokens: int) -> torch.Tensor:
+        """int64 [num_tokens]: the tokens that the last replay has run on."""
+        return self._read_ids[:num_tokens]
+
+    def _fill(self, arrays: StepArrays, num_rows: int, size: MixedSize) -> None:
+        """Enqueue the copies of a step's arrays."""
+        num_tokens, num_chunks = len(arrays.input_ids), len(arrays.context_lens) - num_rows
+        pinned = self.device.type == "cuda"
+        lens = _input_lens(size)
+        staging = torch.zeros(sum(lens), dtype=torch.int64, pin_memory=pinned)
+        given = _Inputs._make(np.split(staging.numpy(), np.cumsum(lens)[:-1]))
+        given.input_ids[:num_tokens] = arrays.input_ids
+        given.pending_rows[:] = NOT_PENDING
+        given.pending_rows[arrays.pending_tokens] = arrays.pending_rows
+        given.positions[:num_tokens] = arrays.positions
+        given.rope_lens[:num_tokens] = arrays.rope_lens
+        given.slot_mapping[:num_tokens] = arrays.slot_mapping
+        given.slot_mapping[num_tokens:] = NO_CELL
+        given.row_context_lens[:num_rows] = arrays.context_lens[:num_rows]
+        given.chunk_context_lens[:num_chunks] = arrays.context_lens[num_rows:]
+        given.chunk_cu_seqlens[: num_chunks + 1] = arrays.cu_seqlens_q[num_rows:]
+        given.chunk_cu_seqlens[num_chunks + 1 :] = num_tokens  # sequences without queries
+        given.num_rows[:] = num_rows
+        self._static[: len(staging)].copy_(staging, non_blocking=True)
+
+        num_columns = arrays.block_tables.shape[1]
+        tables = torch.zeros(size.num_rows + MAX_GRAPH_CHUNKS, num_columns, dtype=torch.int32, pin_memory=pinned)
+        tables.numpy()[:num_rows] = arrays.block_tables[:num_rows]
+        tables.numpy()[size.num_rows : size.num_rows + num_chunks] = arrays.block_tables[num_rows:]
+        self._block_tables[: len(tables), :num_columns].copy_(tables, non_blocking=True)
+
+
+def _num_rows(plan: StepPlan) -> int:
+    return sum(1 for _ in takewhile(lambda step: step.num_tokens == 1, plan.sequences))

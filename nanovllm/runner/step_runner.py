@@ -1,5 +1,6 @@
 """StepRunner: runs planned steps on one rank, as graphs where there are any, else kernel by kernel."""
 
+from collections import deque
 from typing import NamedTuple
 
 import torch
@@ -51,6 +52,8 @@ class StepRunner:
         self._scale = spec.head_dim**-0.5
         self._sampled_ids = torch.zeros(0, dtype=torch.int64, device=device)  # by the last step
         self._last_end: StepEnd | None = None  # of that step
+        # Steps that may still run. A kernel writes their results to pinned memory, which must exist until then.
+        self._running: deque[StepResult] = deque()
 
     def launch(self, plan: StepPlan) -> StepResult:
         """Enqueue a step. Hot."""
@@ -66,6 +69,9 @@ class StepRunner:
         tokens = torch.cat([self._sampled_ids, drafted_ids]) if len(drafted_ids) else self._sampled_ids
         result = StepResult(tokens, logprobs, ran.prompt_logprobs, self._last_end)
         self._last_end = result.end
+        self._running.append(result)
+        while self._running and self._running[0].is_done():
+            self._running.popleft()
         return result
 
     def _draft(self, plan: StepPlan) -> torch.Tensor:
@@ -106,29 +112,42 @@ class StepRunner:
         return _Pass(graphs.inputs.read_ids(num_rows), logits, graphs.inputs.sampled_ids[:num_rows])
 
     def _launch_kernels(self, plan: StepPlan, arrays: StepArrays, is_draft: bool) -> _Pass:
-        """Run any step. Attention and the sampler are launched kernel by kernel, and a long step's layers, too."""
+        """Run any step. Its layers may still be a graph; the sampler is always launched kernel by kernel."""
         groups = build_groups(plan, self.spec.block_size, self.spec.staging_group_blocks)
         tensors = to_device(arrays, groups, self.device)
+        size = None if self.graphs is None or is_draft else self.graphs.find_mixed(plan)
+        if size is None:
+            input_ids, hidden, has_all_rows = self._launch_layers(plan, arrays, tensors, is_draft)
+        else:
+            assert self.graphs is not None
+            self.memory.begin_all_layers()
+            hidden, has_all_rows = self.graphs.mixed.replay(plan, arrays, size), True
+            self.memory.ran_all_layers()
+            input_ids = self.graphs.mixed.read_ids(len(hidden))
+        vocab_size = self.model.config.vocab_size
+        scored = prompt_logprobs(plan, hidden, self.model.compute_logits, vocab_size)
+        if has_all_rows and not plan.is_decode:
+            hidden = hidden[tensors.logits_rows]
+        if not len(hidden):
+            return _Pass(input_ids, hidden.new_empty(0, vocab_size), self._sampled_ids[:0], scored)
+        logits = self.model.compute_logits(hidden)
+        return _Pass(input_ids, logits, sample(logits, tensors.sampling), scored)
+
+    def _launch_layers(
+        self, plan: StepPlan, arrays: StepArrays, tensors: StepTensors, is_draft: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, bool]:
+        """Without graphs. Returns the token ids, the hidden states after the last layer, and whether these are of all
+        tokens or only of those after which the step samples.
+        """
         if len(arrays.pending_tokens):  # read them on the device; the host may not have them yet
             pending_ids = self._sampled_ids[tensors.pending_rows].clamp_(min=0)  # an invalid id ends its request soon
             tensors.input_ids[tensors.pending_tokens] = pending_ids
         rope_lens = tensors.rope_lens if self.model.needs_rope_lens else None
-        graphs = None if self.graphs is None else self.graphs.find_mixed(plan)
-        needs_all = plan.is_decode or plan.has_scores or graphs is not None
+        needs_all = plan.is_decode or plan.has_scores
+        rows = None if needs_all else tensors.logits_rows
         attention = self._attention(plan, tensors, needs_all, is_draft)
-        if graphs is not None:
-            hidden = graphs.replay(tensors, attention)
-        else:
-            rows = None if needs_all else tensors.logits_rows
-            hidden = self.model(tensors.input_ids, tensors.positions, attention, rope_lens, rows)
-        vocab_size = self.model.config.vocab_size
-        scored = prompt_logprobs(plan, hidden, self.model.compute_logits, vocab_size)
-        if needs_all and not plan.is_decode:
-            hidden = hidden[tensors.logits_rows]
-        if not len(hidden):
-            return _Pass(tensors.input_ids, hidden.new_empty(0, vocab_size), self._sampled_ids[:0], scored)
-        logits = self.model.compute_logits(hidden)
-        return _Pass(tensors.input_ids, logits, sample(logits, tensors.sampling), scored)
+        hidden = self.model(tensors.input_ids, tensors.positions, attention, rope_lens, rows)
+        return tensors.input_ids, hidden, needs_all
 
     def _attention(self, plan: StepPlan, tensors: StepTensors, needs_all: bool, is_draft: bool) -> StepAttention:
         """`needs_all`: the last layer returns all rows."""

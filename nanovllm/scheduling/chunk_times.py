@@ -6,8 +6,8 @@ attends to a key. What a step takes longer because of its chunks is then a line 
 
     fixed_s + work_s * work
 
-`fixed_s` is what any chunk costs, however short it is: a step with chunks runs without CUDA graphs. Both are measured
-while the engine runs.
+`fixed_s` is what any chunk costs, however short it is. Both are measured while the engine runs. Steps that are short
+enough to run as a CUDA graph have a line of their own: launched kernel by kernel, a step costs far more.
 
 A step takes too long now and then, for example because its kernels are prepared. So of two times of about the same
 work, the lower one counts. And until a second time of its magnitude is known, a long chunk counts as no slower, for its
@@ -54,11 +54,11 @@ class ChunkTimes:
     memory do not count: the link may take longer than the chunks.
     """
 
-    def __init__(self, token_keys: int) -> None:
-        self.token_keys = token_keys
+    def __init__(self, token_keys: int, graph_tokens: int = 0) -> None:
+        """`graph_tokens`: of the longest step with chunks that runs as a graph; 0 if none does."""
+        self.token_keys, self.graph_tokens = token_keys, graph_tokens
         self._decode_s: deque[float] = deque(maxlen=NUM_DECODE_TIMES)
-        self._chunks: dict[int, deque[tuple[float, float]]] = defaultdict(_newest_chunks)  # by magnitude: work, time
-        self._line: ChunkLine | None = None  # of self._chunks; None: to be computed
+        self._in_graphs, self._launched = _MeasuredLine(), _MeasuredLine()
 
     def step_ended(self, plan: StepPlan, seconds: float | None) -> None:
         """See StepMeter."""
@@ -74,19 +74,35 @@ class ChunkTimes:
         work = sum(chunk_work(step.num_tokens, step.position, self.token_keys) for step in chunks)
         added_s = seconds - (median(self._decode_s) if has_answers else 0.0)
         if added_s > 0:  # else the times of steps without chunks are of another load
-            self._chunks[int(work).bit_length()].append((work, added_s))
-            self._line = None
+            measured = self._in_graphs if plan.num_tokens <= self.graph_tokens else self._launched
+            measured.add(work, added_s)
 
     @property
     def decode_s(self) -> float | None:
         """Time of a step without chunks; None if there was none."""
         return median(self._decode_s) if self._decode_s else None
 
-    def line(self) -> ChunkLine | None:
-        """What chunks add to the time of a step; None if no chunk was measured.
+    def line(self, *, in_graph: bool = False) -> ChunkLine | None:
+        """What chunks add to the time of a step; None if no chunk was measured. `in_graph`: to that of one of up to
+        `graph_tokens` tokens.
+        """
+        return (self._in_graphs if in_graph else self._launched).line()
 
-        The slope is the median of the slopes between any two magnitudes of work (Theil and Sen), which few wrong times
-        do not disturb.
+
+class _MeasuredLine:
+    """A line through the newest times of chunks."""
+
+    def __init__(self) -> None:
+        self._chunks: dict[int, deque[tuple[float, float]]] = defaultdict(_newest_chunks)  # by magnitude: work, time
+        self._line: ChunkLine | None = None  # of self._chunks; None: to be computed
+
+    def add(self, work: float, added_s: float) -> None:
+        self._chunks[int(work).bit_length()].append((work, added_s))
+        self._line = None
+
+    def line(self) -> ChunkLine | None:
+        """The slope is the median of the slopes between any two magnitudes of work (Theil and Sen), which few wrong
+        times do not disturb.
         """
         if self._line is None and self._chunks:
             points = sorted((*_typical(newest), len(newest) > 1) for newest in self._chunks.values())

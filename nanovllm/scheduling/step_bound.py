@@ -3,9 +3,10 @@
 No step is longer than `max_step_s`, as far as shorter chunks can help. There is a second rule for the chunks of long
 prompts where anyone else has work to do. They are spread in one of two ways:
 
-- *In every step*, as long as the step takes at most PACE times as long as a step without chunks. That is only useful if
-  most of the added time is work that grows with the chunk. It is not where the fixed cost of a chunk is large, or
-  where its history is streamed from CPU memory: that takes the same time for one token as for thousands.
+- *In every step*, as long as the step takes at most PACE times as long as a step without chunks. Such a step runs as a
+  CUDA graph. This is only useful if most of the added time is work that grows with the chunk, and if QUERY_TILE_TOKENS
+  fit into it. It is not possible where the prompt's history is streamed from CPU memory: that takes the same time for
+  one token as for thousands.
 - *In one long step out of LONG_STEP_INTERVAL* otherwise, which is as long as allowed. A running answer then waits for a
   long step less than once in a hundred tokens, so the 99th percentile of its time per token is that of the other steps.
   Steps with chunks of short prompts are slow, too, and cannot wait. So each of them puts the next long step off by
@@ -19,9 +20,10 @@ Every time is an estimate from what the engine has measured while it runs. While
 long steps of any length. The first chunk of a step has at least MIN_CHUNK_TOKENS, so prompts always progress.
 """
 
-from nanovllm.scheduling.chunk_times import ChunkTimes, chunk_tokens, chunk_work
+from nanovllm.scheduling.chunk_times import ChunkLine, ChunkTimes, chunk_tokens, chunk_work
 
-PACE = 2.5  # three times is what is promised; the rest is for estimates that are too low
+PACE = 2.6  # three times is what is promised; the rest is for estimates that are too low
+QUERY_TILE_TOKENS = 64  # attention takes as long for one token as for so many
 LONG_STEP_INTERVAL = 160  # 0.6% of the steps, which leaves room for steps that are slow for other reasons
 REST_SHARE = 4.0  # most time between two long steps, in times of a long one, for many others and one long prompt
 MIN_USEFUL_SHARE = 0.5  # of the time that a chunk adds to a step, which must grow with its length
@@ -40,15 +42,19 @@ class StepBound:
         self._num_chunks, self._work = 0, 0.0  # placed so far
         self._holds_long = False  # whether long prompts have to wait
         self._long_limit_s = self._streaming_s = 0.0  # time for chunks of long prompts, and to stream their keys
-        self._least_tokens = MIN_CHUNK_TOKENS  # of the first chunk
+        self._is_paced = False  # whether the step must run as a graph
+        self._num_tokens = 0  # placed so far, those of answers included
 
-    def begin_step(self, num_others: int, num_long: int, num_missing_tokens: int) -> None:
+    def begin_step(
+        self, num_others: int, num_long: int, num_missing_tokens: int, *, position: int = 0, num_tokens: int = 0
+    ) -> None:
         """`num_others`: answers and short prompts that have work to do. `num_long`: long prompts that do.
-        `num_missing_tokens`: keys of the oldest long prompt that are not on the GPU.
+        `num_missing_tokens`: keys of the oldest long prompt that are not on the GPU. `position`: where its next chunk
+        begins. `num_tokens`: of the answers, which are placed already.
         """
         self._num_steps_since += 1
-        self._num_chunks, self._work = 0, 0.0
-        self._set_long_limit(num_others, num_long, num_missing_tokens * self._missing_token_s)
+        self._num_chunks, self._work, self._num_tokens = 0, 0.0, num_tokens
+        self._set_long_limit(num_others, num_long, num_missing_tokens, position)
         self._holds_long = num_long > 0 and not self.runs_long_prompts
         self._rest_s += self.times.decode_s or 0.0
 
@@ -61,13 +67,22 @@ class StepBound:
         """The most tokens of a chunk that begins at `position`; 0 if its prompt must wait for a later step. The oldest
         prompt gets at least half the time.
         """
+        least_share = 0.5 if is_oldest else 0.0
+        must_run = is_oldest or not self._num_chunks
+        if is_long and self._is_paced and (num_left := self._num_left_in_graph()) > 0:
+            line = self.times.line(in_graph=self._has_graphs)
+            num_tokens = self._tokens_within(self._long_limit_s, position, line, least_share)
+            whole_tiles = max(1, num_tokens // self._tile_tokens) * self._tile_tokens
+            return min(num_left, whole_tiles if must_run else num_tokens)
         limit_s = self._long_limit_s if is_long else self.max_step_s
-        num_tokens = self._tokens_within(limit_s, position, least_share=0.5 if is_oldest else 0.0)
-        return num_tokens if self._num_chunks and not is_oldest else max(num_tokens, self._least_tokens)
+        num_tokens = self._tokens_within(limit_s, position, self.times.line(), least_share)
+        return max(num_tokens, MIN_CHUNK_TOKENS) if must_run else num_tokens
 
     def chunk_placed(self, num_tokens: int, position: int, *, is_long: bool) -> None:
         """The step runs this chunk."""
-        work, line = chunk_work(num_tokens, position, self.times.token_keys), self.times.line()
+        self._num_tokens += num_tokens
+        line = self.times.line(in_graph=self._num_tokens <= self.times.graph_tokens)
+        work = chunk_work(num_tokens, position, self.times.token_keys)
         is_first = not self._num_chunks
         self._num_chunks += 1
         self._work += work
@@ -80,26 +95,46 @@ class StepBound:
             self._num_short_since += is_first
             self._rest_s += 0.0 if line is None else line.fixed_s * is_first + line.work_s * work
 
-    def _set_long_limit(self, num_others: int, num_long: int, streaming_s: float) -> None:
+    def _set_long_limit(self, num_others: int, num_long: int, num_missing_tokens: int, position: int) -> None:
         """Choose the time for chunks of long prompts in this step; 0 if they have to wait.
 
         The work that is done while keys are streamed takes no time of its own.
         """
-        self._streaming_s, long_s = streaming_s, max(self.max_step_s, streaming_s)
-        self._long_limit_s, self._least_tokens = long_s, MIN_CHUNK_TOKENS
+        self._streaming_s = num_missing_tokens * self._missing_token_s
+        self._long_limit_s, self._is_paced = max(self.max_step_s, self._streaming_s), False
         if num_others and num_long:
-            if paced_s := self._paced_s(streaming_s):
-                self._long_limit_s, self._least_tokens = paced_s, 1
+            can_be_graph = not num_missing_tokens and self._num_left_in_graph() >= self._tile_tokens
+            paced_s = self._paced_s(position) if can_be_graph or not self._has_graphs else 0.0
+            if paced_s > 0:
+                self._long_limit_s, self._is_paced = paced_s, True
             elif not self._has_rested(num_others, num_long):
                 self._long_limit_s = 0.0
 
-    def _paced_s(self, streaming_s: float) -> float:
-        """How much longer a step with answers may take because of a chunk; 0 if that is too little to be useful."""
-        decode_s, line = self.times.decode_s, self.times.line()
-        if decode_s is None or line is None or not line.knows_fixed:
+    @property
+    def _has_graphs(self) -> bool:
+        return self.times.graph_tokens > 0
+
+    @property
+    def _tile_tokens(self) -> int:
+        return QUERY_TILE_TOKENS if self._has_graphs else 1
+
+    def _num_left_in_graph(self) -> int:
+        """Tokens that the step may still take. Without graphs, any number."""
+        return self.times.graph_tokens - self._num_tokens if self._has_graphs else 2**31
+
+    def _paced_s(self, position: int) -> float:
+        """How much longer a step with answers may take because of a chunk at `position`; 0 if that is too little to be
+        useful. Graphs are tried as long as their times are not known.
+        """
+        decode_s, line = self.times.decode_s, self.times.line(in_graph=self._has_graphs)
+        if decode_s is None:
             return 0.0
         added_s = min(PACE * decode_s, self.max_step_s) - decode_s
-        return added_s if line.fixed_s + streaming_s <= (1 - MIN_USEFUL_SHARE) * added_s else 0.0
+        if line is None or not line.knows_fixed:
+            return added_s if self._has_graphs else 0.0
+        tile_s = line.work_s * chunk_work(self._tile_tokens, position, self.times.token_keys)
+        most_fixed_s = min((1 - MIN_USEFUL_SHARE) * added_s, added_s - tile_s)
+        return added_s if line.fixed_s + self._streaming_s <= most_fixed_s else 0.0
 
     def _has_rested(self, num_others: int, num_long: int) -> bool:
         """Whether the next long step may run. Many long prompts beside few others get more of the time."""
@@ -107,11 +142,10 @@ class StepBound:
         num_slow = 1 + self._num_short_since
         return self._num_steps_since >= LONG_STEP_INTERVAL * num_slow or self._rest_s >= longest_rest_s
 
-    def _tokens_within(self, seconds: float, position: int, least_share: float = 0.0) -> int:
+    def _tokens_within(self, seconds: float, position: int, line: ChunkLine | None, least_share: float) -> int:
         """Tokens that take what the chunks placed before have left of `seconds`, or `least_share` of it if that is
         more. While nothing is known, any number.
         """
-        line = self.times.line()
         if line is None or not line.work_s:
             return 2**31
         work = max(0.0, seconds - line.fixed_s) / line.work_s

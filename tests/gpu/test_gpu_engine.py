@@ -24,6 +24,7 @@ from tiny_models import write_tiny_model
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.core.sequence import Sequence
+from nanovllm.core.step_plan import StepPlan
 
 pytestmark = pytest.mark.gpu
 
@@ -155,6 +156,32 @@ def test_decode_step_makes_one_host_wait(reference: Reference, num_gpu_blocks: i
         assert all(plan.moves.streamed for plan in plans) == (num_gpu_blocks == 4)
         assert waits == ["Event.synchronize"] * 40
         llm.finish_all()
+
+
+@pytest.mark.parametrize("num_gpu_blocks", [None, 60], ids=["all-GPU", "resident"])
+def test_short_chunks_beside_answers_run_as_graphs(reference: Reference, num_gpu_blocks: int | None) -> None:
+    """Prompts arrive one, two and nine at a time. Each graph has answers, chunks and padding."""
+    options = cache_options(num_gpu_blocks) | {"max_num_seqs": 40, "max_num_batched_tokens": 2000}
+    prompts = prompts_of(30, 1, BLOCK - 1, 2, 17, BLOCK, 100, BLOCK + 1, *range(3, 12), 400, 5 * BLOCK - 2)
+    arrivals = [1, 2, 1, 1, 2, 1, 9, 1, 1]
+    with GpuLLM(reference, **options) as llm:
+        ids: list[int] = []
+        for num_new in arrivals:
+            ids += [llm.add_request(prompt, greedy(12)) for prompt in prompts[len(ids) :][:num_new]]
+            llm.step()
+            llm.step()
+        finished = llm.finish_all()
+        for request_id, prompt in zip(ids, prompts, strict=True):
+            llm.check(request_id, prompt, finished[request_id])
+        with_chunks = [plan for plan in llm.plans if not plan.is_decode]
+        in_graphs = [plan for plan in with_chunks if plan.num_tokens <= 512]
+        assert 0 < llm.num_replays["mixed"] == len([plan for plan in in_graphs if len(chunk_lens(plan)) <= 8])
+        assert len(in_graphs) < len(with_chunks), "the longest prompt has no graph"
+
+
+def chunk_lens(plan: StepPlan) -> list[int]:
+    """Without sequences of a single token, which come first."""
+    return [step.num_tokens for step in plan.sequences if step.num_tokens > 1]
 
 
 # -- memory ----------------------------------------------------------------------------------------------------------

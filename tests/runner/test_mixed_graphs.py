@@ -1,7 +1,6 @@
-"""MixedGraphs without a GPU: threads run the model between two layers' attention, as the captured pieces do."""
+"""MixedGraphs without a GPU: what a graph would hold is launched at each replay, on the same static inputs."""
 
-import threading
-from collections.abc import Iterator
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,10 +10,16 @@ from checked_engine import CheckedLLM, Reference, cache_options
 from offload_workload import BLOCK, prompts_of
 from tiny_models import write_tiny_model
 
-from nanovllm.core.step_limits import mixed_graph_sizes
-from nanovllm.runner.mixed_graphs import MixedGraphs, _StaticAttention
+from nanovllm.attention.backends.torch_backend import TorchBackend
+from nanovllm.attention.base import HostTables, PagedBatch, PartialAttention
+from nanovllm.core.step_limits import MAX_GRAPH_CHUNKS, MixedSize, mixed_graph_sizes
+from nanovllm.runner.decode_inputs import DecodeInputs
+from nanovllm.runner.graph_set import GraphSet
+from nanovllm.runner.mixed_graphs import MixedGraphs
+from nanovllm.sampling_params import SamplingParams
 
 PROMPTS = prompts_of(1, 17, BLOCK - 1, BLOCK, 2 * BLOCK + 5, 5 * BLOCK + 1)
+MAX_ROWS = 40
 
 
 @pytest.fixture(scope="module")
@@ -22,95 +27,138 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     return Reference(write_tiny_model(tmp_path_factory.mktemp("tiny"), max_position_embeddings=8192))
 
 
-class PausingAttention(_StaticAttention):
-    """Lets the model's thread wait where a piece ends."""
+class DeviceLensBackend(TorchBackend):
+    """Reads the sizes from the batch's tensors, as a kernel in a graph does. Rows of no sequence get garbage."""
 
-    def __init__(self, graphs: MixedGraphs, size: int) -> None:
-        super().__init__(graphs, size)
-        self.begin_piece, self.end_piece = threading.Semaphore(0), threading.Semaphore(0)
-
-    def attend(self, layer: int, q_THD: torch.Tensor) -> torch.Tensor:
-        out_THD = super().attend(layer, q_THD)
-        self.end_piece.release()
-        self.begin_piece.acquire()
-        return out_THD
-
-
-class Pieces:
-    """In place of the graphs of one size, of a model with `num_layers` layers. Each piece is replayed by `replay`."""
-
-    def __init__(self, graphs: MixedGraphs, model: Any, size: int, num_layers: int) -> None:
-        self._graphs, self._model, self._size, self._num_left = graphs, model, size, 0
-        self._num_pieces = num_layers + 1
-
-    def __iter__(self) -> Iterator["Pieces"]:
-        return iter([self] * self._num_pieces)
-
-    def replay(self) -> None:
-        if self._num_left == 0:
-            self._num_left = self._num_pieces
-            self._attention = PausingAttention(self._graphs, self._size)
-            self._thread = threading.Thread(target=self._run)
-            self._thread.start()
-        else:
-            self._attention.begin_piece.release()
-        self._num_left -= 1
-        if self._num_left:
-            self._attention.end_piece.acquire()
-        else:
-            self._thread.join()
-
-    @torch.inference_mode()
-    def _run(self) -> None:
-        self._graphs._forward(self._model, self._size, self._attention)
+    def attend(
+        self,
+        q_THD: torch.Tensor,
+        k_cache_NPKD: torch.Tensor,
+        v_cache_NPKD: torch.Tensor,
+        batch: PagedBatch,
+        scale: float,
+    ) -> PartialAttention:
+        assert batch.host is None
+        starts = batch.cu_seqlens_q.tolist()
+        query_lens = [end - start for start, end in pairwise(starts)]
+        own = slice(starts[0], starts[-1])
+        out = PartialAttention(
+            torch.full_like(q_THD, 7.0), torch.full((q_THD.shape[1], len(q_THD)), 7.0, dtype=torch.float32)
+        )
+        host = HostTables(query_lens, batch.context_lens.tolist(), batch.block_tables.tolist())
+        on_host = PagedBatch(
+            cu_seqlens_q=batch.cu_seqlens_q - starts[0],
+            context_lens=batch.context_lens,
+            block_tables=batch.block_tables,
+            max_query_len=max(query_lens),
+            max_context_len=max(host.context_lens),
+            causal=True,
+            host=host,
+        )
+        if starts[-1] > starts[0]:
+            part = super().attend(q_THD[own], k_cache_NPKD, v_cache_NPKD, on_host, scale)
+            out.out_THD[own], out.lse_HT[:, own] = part
+        return out
 
 
 class MixedLLM(CheckedLLM):
-    """An engine on a CPU whose steps of up to `max_tokens` tokens run in pieces."""
+    """An engine on a CPU whose steps with short chunks are replayed. `used`: their sizes."""
 
-    def __init__(self, reference: Reference, max_tokens: int, **options: Any) -> None:
+    def __init__(self, reference: Reference, **options: Any) -> None:
         super().__init__(reference, **options)
-        runner = self.runner
-        self.mixed = MixedGraphs(runner.memory, runner.model, runner.num_heads, mixed_graph_sizes(max_tokens))
-        num_layers = runner.spec.num_layers
-        self.mixed._graphs = {
-            size: Pieces(self.mixed, runner.model, size, num_layers)  # type: ignore[misc]
-            for size in self.mixed.sizes
-        }
-        self.num_replays = 0
-        runner.steps.graphs = SimpleNamespace(
-            find=lambda plan: None,
-            find_mixed=self._find_mixed,
-            inputs=SimpleNamespace(sampled_ids=torch.zeros(1000, dtype=torch.int64)),
-            reset=lambda: None,
+        runner: Any = self.runner
+        inputs = DecodeInputs(
+            max_num_rows=MAX_ROWS,
+            max_model_len=runner.max_model_len,
+            block_size=runner.spec.block_size,
+            vocab_size=1,
+            padded_vocab_size=1,
+            dtype=torch.float32,
+            device=torch.device("cpu"),
         )
+        sizes = mixed_graph_sizes(4096, MAX_ROWS)
+        self.mixed = MixedGraphs(inputs, runner.memory, runner.model, sizes)
+        self.mixed._graphs = {size: [SimpleNamespace(replay=lambda size=size: self._run_size(size))] for size in sizes}
+        self.used: list[MixedSize] = []
+        graphs: Any = SimpleNamespace(
+            find=lambda plan: None, mixed=self.mixed, inputs=inputs, kinds=[], reset=lambda: None
+        )
+        graphs.find_mixed = lambda plan: GraphSet.find_mixed(graphs, plan)
+        runner.steps.graphs = graphs
 
-    def _find_mixed(self, plan: Any) -> MixedGraphs | None:
-        if plan.num_tokens > self.mixed.sizes[-1]:
-            return None
-        self.num_replays += 1
-        return self.mixed
+    @torch.inference_mode()
+    def _run_size(self, size: MixedSize) -> None:
+        runner: Any = self.runner
+
+        def attention(slot_mapping: torch.Tensor, batch: PagedBatch) -> Any:
+            return runner.memory.paged_attention(DeviceLensBackend(), runner.steps._scale, slot_mapping, batch)
+
+        self.used.append(size)
+        self.mixed._hidden.fill_(torch.nan)
+        self.mixed.launch_kernels(runner.model, attention, size)
 
 
-@pytest.mark.parametrize("max_tokens", [64, 2000], ids=["long steps without", "all steps in pieces"])
 @pytest.mark.parametrize("num_gpu_blocks", [None, 24, 3], ids=["all-GPU", "resident", "streamed"])
-def test_steps_in_pieces_give_the_logits_of_transformers(
-    reference: Reference, num_gpu_blocks: int | None, max_tokens: int
-) -> None:
-    with MixedLLM(reference, max_tokens, **cache_options(num_gpu_blocks)) as llm:
+def test_replayed_steps_give_the_logits_of_transformers(reference: Reference, num_gpu_blocks: int | None) -> None:
+    """Steps that stream keys do not come here; short prompts do, also there."""
+    with MixedLLM(reference, **cache_options(num_gpu_blocks)) as llm:
         llm.answer_and_check(PROMPTS, max_tokens=6)
-        assert llm.num_replays >= 5
-        assert max_tokens < 300 or llm.num_replays == len(llm.plans)
+        llm.answer_and_check(prompts_of(5, 9), max_tokens=3)
+        with_chunks = [plan for plan in llm.plans if not plan.is_decode]
+        assert llm.used and (num_gpu_blocks == 3 or len(llm.used) == sum(p.num_tokens <= 512 for p in with_chunks))
         llm.assert_nothing_left()
+
+
+def test_answers_run_beside_chunks_of_other_prompts(reference: Reference) -> None:
+    """Their tokens are those of the step before, which the host may not know when the step is launched."""
+    with MixedLLM(reference, **cache_options(None)) as llm:
+        ids = [llm.add_request(prompt, SamplingParams(temperature=0, max_tokens=12)) for prompt in PROMPTS[:3]]
+        llm.step()
+        ids += [llm.add_request(prompt, SamplingParams(temperature=0, max_tokens=3)) for prompt in PROMPTS[3:]]
+        finished = llm.finish_all()
+        for request_id, prompt in zip(ids, PROMPTS, strict=True):
+            llm.check(request_id, prompt, finished[request_id])
+        beside = [p for p in llm.plans if not p.is_decode and p.sequences[0].num_tokens == 1]
+        assert beside and len(llm.used) >= 2
+
+
+def test_size_fits_tokens_rows_and_chunks(reference: Reference) -> None:
+    with MixedLLM(reference, **cache_options(None)) as llm:
+        find = llm.mixed.find_size
+
+        def plan(num_rows: int, *chunks: int) -> Any:
+            lens = [1] * num_rows + list(chunks)
+            return SimpleNamespace(sequences=[SimpleNamespace(num_tokens=n) for n in lens], num_tokens=sum(lens))
+
+        assert find(plan(0, 3)) == (64, 4)
+        assert find(plan(4, 60)) == (64, 4)
+        assert find(plan(5, 59)) == (64, 32)
+        assert find(plan(4, 61)) == (128, 4)
+        assert find(plan(33, 2)) == (64, 40)
+        assert find(plan(40, 472)) == (512, 40)
+        assert find(plan(41, 2)) is None
+        assert find(plan(40, 473)) is None
+        assert find(plan(0, *[5] * MAX_GRAPH_CHUNKS)) == (64, 4)
+        assert find(plan(0, *[5] * (MAX_GRAPH_CHUNKS + 1))) is None
+        assert find(plan(2, 5, 1)) == (64, 4), "a single token behind a chunk is a chunk"
+
+
+def test_there_is_a_size_however_small_the_limits_are() -> None:
+    assert mixed_graph_sizes(1, 1) == [(1, 1)]
+    assert mixed_graph_sizes(64, 64) == [(64, 4), (64, 32)]
+    assert mixed_graph_sizes(16384, 256) == [
+        (64, 4), (64, 32), (128, 4), (128, 32), (256, 4), (256, 32), (512, 4), (512, 32), (512, 256)
+    ]  # fmt: skip
 
 
 def test_rows_of_padding_store_nothing(reference: Reference) -> None:
     """After a longer step has left its cells in the buffer."""
-    with MixedLLM(reference, 512, **cache_options(None)) as llm:
+    with MixedLLM(reference, **cache_options(None)) as llm:
         llm.answer_and_check(prompts_of(200), max_tokens=2)
         before = [cache.clone() for cache in llm.runner.memory.cache]
         llm.plans.clear()
         llm.answer_and_check(prompts_of(20), max_tokens=1)
+        assert llm.used[-1] == (64, 4)
         written = {block for plan in llm.plans for step in plan.sequences for block in step.block_table}
         for old, new in zip(before, llm.runner.memory.cache, strict=True):
             for block in set(range(new.shape[1])) - written:
