@@ -12,11 +12,15 @@ import triton
 from nanovllm.device.kernel_target import KernelTarget
 
 DECODE_PROGRAMS_PER_SM = 2
+MAX_HEADS_PER_TILE = 8  # in prefill
 SHORT_QUERY_LEN = 2048  # up to here sequences get the smaller tile of queries, and programs may share their keys
 
 
 class PrefillConfig(NamedTuple):
-    """Sizes of a tile of queries and a tile of keys. With `tma`, bulk copies load keys and values, else cp.async."""
+    """Sizes of a tile of queries and a tile of keys. With `tma`, bulk copies load keys and values, else cp.async.
+
+    A tile of queries has `block_m` rows. A row is a query of one head.
+    """
 
     block_m: int
     block_n: int
@@ -36,11 +40,22 @@ class DecodeConfig(NamedTuple):
     num_stages: int
 
 
-def prefill_config(target: KernelTarget, head_dim: int, itemsize: int, max_query_len: int) -> PrefillConfig:
+def heads_per_tile(group: int, max_query_len: int) -> int:
+    """How many of the `group` heads that share keys share a tile of queries in the prefill kernel, a power of two.
+
+    A short chunk of one head would leave most of a large tile empty, and a small one reads its keys once for each head.
+    """
+    return min(MAX_HEADS_PER_TILE, group & -group) if max_query_len <= SHORT_QUERY_LEN else 1
+
+
+def prefill_config(
+    target: KernelTarget, head_dim: int, itemsize: int, max_query_len: int, num_heads: int
+) -> PrefillConfig:
+    """`num_heads`: of a tile, see `heads_per_tile`."""
     block_d = triton.next_power_of_2(head_dim)
     if itemsize == 4:
         return _exact_prefill_config(block_d)
-    is_short = max_query_len <= SHORT_QUERY_LEN  # short sequences leave less of a small tile empty
+    is_short = max_query_len <= SHORT_QUERY_LEN and num_heads == 1  # these leave less of a small tile empty
     if target.has_shared_operands:
         if block_d > 128:
             return PrefillConfig(128, 32, 8, 3, tma=True)

@@ -3,11 +3,12 @@
 Legend: T packed query tokens, B sequences, H query heads, K kv heads, D head dim, N blocks of a cache, P tokens per
 block, M columns of a block table, S splits.
 
-One program computes a tile of BLOCK_M queries of one head. It walks the keys in tiles of BLOCK_N with an online softmax
-in base 2 (Milakov and Gimelshein 2018; Dao 2022). P is a multiple of BLOCK_N, so a tile lies in one block and needs one
-look-up in the block table. Tiles are loaded ahead of their use, by TMA (one bulk copy per tile) or by cp.async
-(pointers), as kernels/configs.py chooses for the GPU. Tiles that every query sees completely need no mask. A tile has
-BLOCK_D columns, D rounded up to a power of two; columns from D on are zero.
+One program computes a tile of BLOCK_M rows. A row is a query of one head. In a short chunk, HEADS heads that share keys
+are in one tile, which they fill together. The program walks the keys in tiles of BLOCK_N with an online softmax in base
+2 (Milakov and Gimelshein 2018; Dao 2022). P is a multiple of BLOCK_N, so a tile lies in one block and needs one look-up
+in the block table. Tiles are loaded ahead of their use, by TMA (one bulk copy per tile) or by cp.async (pointers), as
+kernels/configs.py chooses for the GPU. Tiles that every query sees completely need no mask. A tile has BLOCK_D columns,
+D rounded up to a power of two; columns from D on are zero.
 
 A short chunk has too few tiles of queries to fill a GPU. Over a long history, S programs therefore share the keys of a
 tile, in ranges of whole tiles of keys. A second kernel merges their results (kernels/splits.py). S is planned on the
@@ -22,7 +23,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nanovllm.device import kernel_target
-from nanovllm.kernels.configs import SHORT_QUERY_LEN, PrefillConfig, prefill_config
+from nanovllm.kernels.configs import SHORT_QUERY_LEN, PrefillConfig, heads_per_tile, prefill_config
 from nanovllm.kernels.constants import LN_2, LOG2_E
 from nanovllm.kernels.launch import on_grid
 from nanovllm.kernels.padding import head_mask
@@ -74,7 +75,7 @@ def _attend_tiles(
     table_ptr,
     first_key,
     last_key,
-    last_visible,  # [BLOCK_M]: the last key that each query sees
+    last_visible,  # [BLOCK_M]: the last key that each row sees
     context_len,
     place,
     scale_log2,
@@ -86,7 +87,7 @@ def _attend_tiles(
     MASKED: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """Add keys first_key .. last_key - 1 to the running softmax of BLOCK_M queries. A tile starts at first_key."""
+    """Add keys first_key .. last_key - 1 to the running softmax of BLOCK_M rows. A tile starts at first_key."""
     next_block = tl.load(table_ptr + first_key // PAGE, mask=first_key < last_key, other=0)
     for start in tl.range(first_key, last_key, BLOCK_N):
         row = next_block * PAGE + start % PAGE
@@ -136,11 +137,12 @@ def _prefill_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    HEADS: tl.constexpr,
     CAUSAL: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    head, sequence = tl.program_id(1), tl.program_id(2)
-    num_heads = tl.num_programs(1)
+    first_head, sequence = tl.program_id(1) * HEADS, tl.program_id(2)
+    num_heads = tl.num_programs(1) * HEADS
     query_start = tl.load(cu_seqlens_q_ptr + sequence).to(tl.int64)
     query_len = (tl.load(cu_seqlens_q_ptr + sequence + 1) - query_start).to(tl.int32)
     tile, num_tiles, split = tl.program_id(0), tl.num_programs(0), 0
@@ -148,21 +150,22 @@ def _prefill_kernel(
         num_tiles = num_tiles // num_splits
         split = tile // num_tiles
         tile = tile % num_tiles
-    first_query = (num_tiles - 1 - tile) * BLOCK_M  # the tiles with the most keys start first
+    first_query = (num_tiles - 1 - tile) * (BLOCK_M // HEADS)  # the tiles with the most keys start first
     if first_query < query_len:
         context_len = tl.load(context_lens_ptr + sequence)
-        tile_row = tl.arange(0, BLOCK_M)  # counted from the tile's start, so that offsets fit into 32 bits
-        query = first_query + tile_row
+        row = tl.arange(0, BLOCK_M)
+        offset, head = row // HEADS, first_head + row % HEADS  # from the tile's start, so that offsets fit into 32 bits
+        query = first_query + offset
         first_token = query_start + first_query
         dim = tl.arange(0, BLOCK_D)
         inside = query < query_len
         is_cell = head_mask(inside, dim, D, BLOCK_D)
-        q_ptrs = q_ptr + first_token * q_stride_t + head * q_stride_h + tile_row[:, None] * q_stride_t + dim[None, :]
-        q = tl.load(q_ptrs, mask=is_cell, other=0.0)
+        q_rows = q_ptr + first_token * q_stride_t + offset * q_stride_t + head * q_stride_h
+        q = tl.load(q_rows[:, None] + dim[None, :], mask=is_cell, other=0.0)
 
         if CAUSAL:
             last_visible = context_len - query_len + query
-            num_keys = tl.minimum(context_len, context_len - query_len + first_query + BLOCK_M)
+            num_keys = tl.minimum(context_len, context_len - query_len + first_query + BLOCK_M // HEADS)
             num_seen_by_all = tl.maximum(context_len - query_len + first_query + 1, 0)
         else:
             last_visible = tl.full([BLOCK_M], 0, tl.int32) + context_len - 1
@@ -177,10 +180,11 @@ def _prefill_kernel(
             edge = tl.minimum(tl.maximum(edge, first_key), last_key)
 
         table_ptr = block_tables_ptr + sequence.to(tl.int64) * table_stride
-        place = head // GROUP * D if D == BLOCK_D else head // GROUP
+        kv_head = first_head // GROUP
+        place = kv_head * D if D == BLOCK_D else kv_head
         if not TMA:
-            k_source += head // GROUP * D
-            v_source += head // GROUP * D
+            k_source += kv_head * D
+            v_source += kv_head * D
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         row_sum = tl.zeros([BLOCK_M], tl.float32)
         row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -198,12 +202,12 @@ def _prefill_kernel(
         lse = (row_max + tl.log2(row_sum)) * LN_2
         if num_splits is None:
             part, num_parts = head, num_heads
-            lse_ptrs = lse_ptr + head.to(tl.int64) * num_tokens + first_token + tile_row
+            lse_ptrs = lse_ptr + head.to(tl.int64) * num_tokens + first_token + offset
         else:
             part, num_parts = head * num_splits + split, num_heads * num_splits
-            lse_ptrs = lse_ptr + first_token * num_parts + part + tile_row * num_parts
-        out_ptrs = out_ptr + (first_token * num_parts + part) * D + tile_row[:, None] * (num_parts * D) + dim[None, :]
-        tl.store(out_ptrs, out, mask=is_cell)
+            lse_ptrs = lse_ptr + first_token * num_parts + offset * num_parts + part
+        out_rows = out_ptr + first_token * num_parts * D + (offset * num_parts + part) * D
+        tl.store(out_rows[:, None] + dim[None, :], out, mask=is_cell)
         tl.store(lse_ptrs, lse, mask=inside)
 
 
@@ -241,9 +245,10 @@ def paged_prefill(
     """
     num_tokens, num_heads, head_dim = q_THD.shape
     _, page, num_kv_heads, _ = k_cache_NPKD.shape
+    tile_heads = heads_per_tile(num_heads // num_kv_heads, max_query_len)
     if config is None:
         target = kernel_target.target_of(q_THD.device)
-        config = prefill_config(target, head_dim, q_THD.element_size(), max_query_len)
+        config = prefill_config(target, head_dim, q_THD.element_size(), max_query_len, tile_heads)
     assert page % config.block_n == 0, f"blocks of {page} tokens do not divide into tiles of {config.block_n} keys"
     assert q_THD.stride(2) == 1 and block_tables.stride(1) == 1, "the last dimension must be contiguous"
     assert k_cache_NPKD.is_contiguous() and v_cache_NPKD.is_contiguous(), "a layer's cache must be contiguous"
@@ -260,7 +265,8 @@ def paged_prefill(
     v_source: Any = v_cache_NPKD
     if config.tma:
         k_source, v_source = (_descriptor(cache, config.block_n) for cache in (k_cache_NPKD, v_cache_NPKD))
-    grid = (triton.cdiv(max_query_len, config.block_m) * num_splits, num_heads, context_lens.shape[0])
+    num_tiles = triton.cdiv(max_query_len, config.block_m // tile_heads)
+    grid = (num_tiles * num_splits, num_heads // tile_heads, context_lens.shape[0])
     on_grid(_prefill_kernel, grid)(
         q_THD,
         k_source,
@@ -283,6 +289,7 @@ def paged_prefill(
         BLOCK_D=triton.next_power_of_2(head_dim),
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
+        HEADS=tile_heads,
         CAUSAL=causal,
         TMA=config.tma,
         num_warps=config.num_warps,

@@ -6,7 +6,7 @@ import torch
 import triton
 
 from nanovllm.device import kernel_target
-from nanovllm.kernels.configs import SHORT_QUERY_LEN, prefill_config
+from nanovllm.kernels.configs import SHORT_QUERY_LEN, heads_per_tile, prefill_config
 from nanovllm.kernels.splits import SPLIT_COST_TOKENS, SPLIT_GRAIN_TOKENS
 
 MAX_PREFILL_SPLITS = 32  # of a tile
@@ -15,24 +15,27 @@ MERGE_COST_TOKENS = 1024  # launching a merge costs about as much as reading thi
 
 
 def plan_prefill_splits(
-    q_THD: torch.Tensor, num_sequences: int, max_query_len: int, max_context_len: int, num_sms: int
+    q_THD: torch.Tensor, num_kv_heads: int, num_sequences: int, max_query_len: int, max_context_len: int, num_sms: int
 ) -> int:
     """How many programs of `paged_prefill` should share the keys of a tile of queries. Hot: once per layer."""
     if max_query_len > SHORT_QUERY_LEN:
         return 1
     num_tokens, num_heads, head_dim = q_THD.shape
-    config = prefill_config(kernel_target.target_of(q_THD.device), head_dim, q_THD.element_size(), max_query_len)
-    num_tiles = (num_tokens - num_sequences) // config.block_m + num_sequences  # the most that there can be
-    programs_per_wave = num_sms * config.programs_per_sm
-    return plan_num_prefill_splits(num_tiles * num_heads, max_context_len, programs_per_wave, MAX_PREFILL_SPLITS)
+    tile_heads = heads_per_tile(num_heads // num_kv_heads, max_query_len)
+    target = kernel_target.target_of(q_THD.device)
+    config = prefill_config(target, head_dim, q_THD.element_size(), max_query_len, tile_heads)
+    tile_queries = config.block_m // tile_heads
+    num_tiles = (num_tokens - num_sequences) // tile_queries + num_sequences  # the most that there can be
+    num_programs, programs_per_wave = num_tiles * num_heads // tile_heads, num_sms * config.programs_per_sm
+    return plan_num_prefill_splits(num_programs, max_context_len, programs_per_wave, MAX_PREFILL_SPLITS)
 
 
 def max_split_bytes(q_THD: torch.Tensor, num_sms: int) -> int:
     """The most memory that the parts of splits take, for any queries of the heads and dtype of `q_THD`."""
     head_dim, target = q_THD.shape[2], kernel_target.target_of(q_THD.device)
-    config = prefill_config(target, head_dim, q_THD.element_size(), SHORT_QUERY_LEN)
-    num_programs = MAX_WAVES * num_sms * config.programs_per_sm
-    return num_programs * config.block_m * (head_dim + 1) * torch.float32.itemsize
+    configs = [prefill_config(target, head_dim, q_THD.element_size(), SHORT_QUERY_LEN, heads) for heads in (1, 2)]
+    num_rows = MAX_WAVES * num_sms * max(config.programs_per_sm * config.block_m for config in configs)
+    return num_rows * (head_dim + 1) * torch.float32.itemsize
 
 
 @lru_cache(maxsize=4096)

@@ -54,7 +54,8 @@ def largest_steps(
 
 def short_steps(*, max_num_seqs: int, max_model_len: int, block_size: int, group_blocks: int) -> list[StepPlan]:
     """Steps that need little memory and launch the kernels that largest_steps leaves out: for short prompts mixed with
-    running sequences, and for a few tokens of a sequence, where each power of two may have a kernel of its own.
+    running sequences, and for a few tokens of a sequence, where each power of two may have a kernel of its own. Without
+    history, a few tokens have another one than with it.
 
     With `group_blocks` > 0 the few tokens also attend to a streamed group.
     """
@@ -63,7 +64,8 @@ def short_steps(*, max_num_seqs: int, max_model_len: int, block_size: int, group
     steps = [StepPlan(_sequences(mixed, max_model_len, block_size), KVMoves())]
     group = StreamedGroup((0,) * group_blocks, (tuple(range(group_blocks)),))
     moves = KVMoves(streamed=(group,) if group_blocks else ())
-    return steps + [StepPlan(_sequences((n,), max_model_len, block_size), moves) for n in few]
+    steps += [StepPlan(_sequences((n,), max_model_len, block_size), moves) for n in few]
+    return steps + [StepPlan(_sequences((n,), n + 1, block_size), KVMoves()) for n in few]
 
 
 def _sequences(lengths: Sequence[int], max_model_len: int, block_size: int) -> tuple[SequenceStep, ...]:

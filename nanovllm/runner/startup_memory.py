@@ -7,12 +7,14 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 
 from nanovllm.config import Config
 from nanovllm.core.kv_spec import KVCacheSizes, KVCacheSpec
 from nanovllm.core.step_limits import max_step_rows
 from nanovllm.core.step_plan import StepPlan
 from nanovllm.device.memory_profile import GRAPH_LAYER_BYTES, MemoryProfile, memory_remedy, reserved_by, used_bytes
+from nanovllm.models.decoder import CausalLM
 from nanovllm.runner.graph_set import GraphSet
 from nanovllm.runner.kv_memory import KVMemory
 from nanovllm.runner.largest_step import largest_steps, short_steps
@@ -26,6 +28,7 @@ class MeasuredRunner(Protocol):
     config: Config
     spec: KVCacheSpec
     max_model_len: int
+    model: CausalLM
     phases: Phases
 
     @property
@@ -97,7 +100,27 @@ def _compile_kernels(runner: MeasuredRunner, steps: Sequence[StepPlan], most_gpu
             runner.make_graphs(most_gpu_blocks).launch_kernels()
         num_tokens = max(seq.num_tokens for plan in steps for seq in plan.sequences)
         runner.warm_up_backend(num_tokens, has_time=is_compiling)
+        _warm_up_products(runner.model, num_tokens, has_time=is_compiling)
     runner.reset_graphs()
+
+
+def _warm_up_products(model: CausalLM, num_tokens: int, has_time: Callable[[], bool]) -> None:
+    """Multiply up to `num_tokens` rows by the weights of a layer, as long as `has_time` returns True.
+
+    cuBLAS chooses a kernel by the number of rows, and loads it when it is first used, which takes 15 to 140 ms.
+    """
+    weights = [parameter for parameter in model.model.layers[0].parameters() if parameter.dim() == 2]
+    for num_rows in product_rows(num_tokens):
+        for weight in weights:
+            if not has_time():
+                return
+            F.linear(weight.new_zeros(num_rows, weight.shape[1]), weight)
+
+
+def product_rows(num_tokens: int) -> list[int]:
+    """From `num_tokens` down to a few, four for each power of two."""
+    rows = {num_tokens * part // (8 << halvings) for halvings in range(num_tokens.bit_length()) for part in range(5, 9)}
+    return sorted((n for n in rows if n > 1), reverse=True)
 
 
 def _measure_graph_bytes(runner: MeasuredRunner, most_gpu_blocks: int) -> int:

@@ -45,8 +45,8 @@ def test_configs_of_an_unknown_gpu_are_those_of_one_like_it(
     from nanovllm.kernels.configs import decode_config, prefill_config
 
     targets = KernelTarget(capability, shared_kib * 1024), KNOWN_TARGETS[like]
-    for max_query_len in (1, 2048, 2049):
-        assert len({prefill_config(target, head_dim, itemsize, max_query_len) for target in targets}) == 1
+    for max_query_len, num_heads in ((1, 1), (1, 2), (2048, 1), (2048, 8), (2049, 1)):
+        assert len({prefill_config(target, head_dim, itemsize, max_query_len, num_heads) for target in targets}) == 1
     assert len({decode_config(target, head_dim, itemsize, 16) for target in targets}) == 1
 
 

@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import write_tiny_model
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.core.outputs import RequestOutput
 from nanovllm.core.sequence import Sequence
 from nanovllm.core.step_plan import StepPlan
 
@@ -166,11 +167,12 @@ def test_short_chunks_beside_answers_run_as_graphs(reference: Reference, num_gpu
     arrivals = [1, 2, 1, 1, 2, 1, 9, 1, 1]
     with GpuLLM(reference, **options) as llm:
         ids: list[int] = []
+        finished: dict[int, RequestOutput] = {}
         for num_new in arrivals:
             ids += [llm.add_request(prompt, greedy(12)) for prompt in prompts[len(ids) :][:num_new]]
-            llm.step()
-            llm.step()
-        finished = llm.finish_all()
+            for _ in range(2):
+                finished |= llm.step().finished
+        finished |= llm.finish_all()
         for request_id, prompt in zip(ids, prompts, strict=True):
             llm.check(request_id, prompt, finished[request_id])
         with_chunks = [plan for plan in llm.plans if not plan.is_decode]

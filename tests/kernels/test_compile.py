@@ -172,7 +172,8 @@ def test_every_kernel_fits_at_common_shapes(target: KernelTarget) -> None:
     with compiling_for(target) as compiled:
         for max_query_len in (64, 4096):
             launch_prefill(128, BF16, max_query_len, causal=True, heads=(16, 8))
-        launch_prefill(128, BF16, 64, causal=True, heads=(16, 8), num_splits=5)
+        for heads in ((16, 8), (32, 4), (28, 4)):  # 2, 8 and 1 of them in a tile
+            launch_prefill(128, BF16, 64, causal=True, heads=heads, num_splits=5)
         launch_decode(128, BF16, num_splits=100, heads=(16, 8))
         for heads in GROUPS:
             launch_few_queries(128, BF16, 16, num_splits=8, heads=heads)

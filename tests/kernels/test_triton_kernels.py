@@ -126,7 +126,7 @@ def test_attend_short_chunk_with_long_history_shares_keys(device, causal):
     context_len = 5000 if INTERPRETED else 70001
     lens = [(1, 300), (20, context_len)]
     case = make_paged(lens, 256, (1, 1), causal=causal, head_dim=16, device=device)
-    assert plan_prefill_splits(case.q_THD[1:], 1, 20, context_len, 4) > 1
+    assert plan_prefill_splits(case.q_THD[1:], 1, 1, 20, context_len, 4) > 1
     got = TritonBackend().attend(case.q_THD, case.k_cache, case.v_cache, case.batch, 0.2)
     assert_as_good_as_plain_torch(got, case, 0.2)
 
@@ -406,10 +406,13 @@ def test_plan_prefill_splits_bounds_the_memory_of_the_parts(monkeypatch):
     """Whatever the lengths of the sequences in a batch."""
     monkeypatch.setattr(kernel_target, "target_of", lambda device: kernel_target.KNOWN_TARGETS["9.0"])
     for query_lens in ([17], [64], [250], [1000], [2048], [17] * 9, [1500, 20, 20], [65, 65]):
-        for num_heads, context_len in itertools.product((1, 8, 16, 28), (3000, 20000, 100_000)):
+        for (num_heads, num_kv_heads), context_len in itertools.product(
+            ((1, 1), (8, 8), (16, 8), (28, 4), (32, 4)), (3000, 20000, 100_000)
+        ):
             q_THD = torch.empty(sum(query_lens), num_heads, 128, dtype=torch.bfloat16, device="meta")
-            num_splits = plan_prefill_splits(q_THD, len(query_lens), max(query_lens), context_len, 132)
+            lens = len(query_lens), max(query_lens), context_len
+            num_splits = plan_prefill_splits(q_THD, num_kv_heads, *lens, 132)
             part_bytes = num_splits * q_THD[:, :, 0].numel() * 129 * 4
             assert num_splits == 1 or part_bytes <= max_split_bytes(q_THD, 132) < 40 * 2**20
     long = torch.empty(2049, 1, 128, dtype=torch.bfloat16, device="meta")
-    assert plan_prefill_splits(long, 1, 2049, 100_000, 132) == 1
+    assert plan_prefill_splits(long, 1, 1, 2049, 100_000, 132) == 1

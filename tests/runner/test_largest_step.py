@@ -73,8 +73,11 @@ def test_short_steps_stay_within_the_limits(max_num_seqs: int, max_model_len: in
     )
     assert len(mixed.sequences) <= max_num_seqs
     assert [seq.num_tokens for seq in mixed.sequences] == [1, min(300, max_model_len)][-max_num_seqs:]
-    assert [plan.num_tokens for plan in few] == [n for n in (2, 4, 8, 16) if n <= max_model_len]
-    assert all(bool(plan.moves.streamed) == (group_blocks > 0) for plan in few)
+    lens = [n for n in (2, 4, 8, 16) if n <= max_model_len]
+    assert [plan.num_tokens for plan in few] == [*lens, *lens]
+    with_history, without = few[: len(lens)], few[len(lens) :]
+    assert all(bool(plan.moves.streamed) == (group_blocks > 0) for plan in with_history)
+    assert not any(plan.moves.streamed or plan.sequences[0].position for plan in without)
     for plan in (mixed, *few):
         assert all(seq.num_paged_keys <= max_model_len for seq in plan.sequences)
         assert not build_arrays(plan, BLOCK).block_tables.any()

@@ -73,7 +73,12 @@ class TritonBackend(AttentionBackend):
         num_sms = _num_sms(q_THD.device)
         if batch.max_query_len > MAX_DECODE_QUERIES:
             num_splits = self.kernels.plan_prefill_splits(
-                q_THD, _num_sequences(q_THD, batch), batch.max_query_len, batch.max_context_len, num_sms
+                q_THD,
+                k_cache_NPKD.shape[2],
+                _num_sequences(q_THD, batch),
+                batch.max_query_len,
+                batch.max_context_len,
+                num_sms,
             )
             return self.kernels.paged_prefill(
                 q_THD,
