@@ -102,7 +102,7 @@ def _input_bytes(config: Config, model: ModelConfig, max_model_len: int, num_row
         num_heads = model.num_heads // config.tensor_parallel_size
         per_row += num_heads * (model.head_dim * (itemsize + 4) + 4)
     mixed = mixed_graph_sizes(config.max_num_batched_tokens, num_rows)
-    num_tables = max(size.num_rows for size in mixed) + MAX_GRAPH_CHUNKS
+    num_tables = mixed[-1].num_rows + MAX_GRAPH_CHUNKS
     per_token = MIXED_INPUT_BYTES_PER_TOKEN + model.hidden_size * itemsize
     return num_rows * per_row + num_tables * table_bytes + mixed[-1].num_tokens * per_token
 

@@ -49,24 +49,28 @@ def streamed_verifying_graph_sizes(max_num_rows: int) -> list[int]:
     return _sizes_up_to((16, MAX_VERIFYING_ROWS), max_num_rows)
 
 
-MAX_MIXED_TOKENS = 512  # of a step with chunks of prompts that a graph can run
 MAX_GRAPH_CHUNKS = 8  # of prompts, in a step with answers that a graph can run
+MAX_GRAPH_CHUNK_TOKENS = 512  # of all of these
 
 
 class MixedSize(NamedTuple):
-    """The most tokens that a graph of answers and chunks of prompts can run, and the most sequences with only one."""
+    """The most answers beside which a graph can run chunks of prompts, and the most tokens of these."""
 
-    num_tokens: int
     num_rows: int
+    num_chunk_tokens: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_rows + self.num_chunk_tokens
 
 
 def mixed_graph_sizes(max_num_tokens: int, max_num_rows: int) -> list[MixedSize]:
-    """Sizes to capture graphs for, of steps with short chunks of prompts: up to 64, 128, 256 and 512 tokens, of which
-    up to 4, 32 and 256 are of answers.
+    """Sizes to capture graphs for, of steps with short chunks of prompts: up to 4, 32, 256 and `max_num_rows` answers,
+    and up to 64, 128, 256 and 512 tokens of prompts. `max_num_tokens`: of a step.
     """
-    rows = _sizes_up_to((4, 32, 256), max_num_rows)
-    tokens = _sizes_up_to((64, 128, 256, MAX_MIXED_TOKENS), max_num_tokens)
-    return [MixedSize(most, some) for most in tokens for some in rows if some < most or some == rows[0]]
+    rows = sorted({*_sizes_up_to((4, 32, 256), max_num_rows), max_num_rows})
+    tokens = _sizes_up_to((64, 128, 256, MAX_GRAPH_CHUNK_TOKENS), max_num_tokens)
+    return [MixedSize(some, most) for some in rows for most in tokens]
 
 
 def _sizes_up_to(sizes: tuple[int, ...], max_num_rows: int) -> list[int]:

@@ -13,7 +13,7 @@ from nanovllm.checkpoint.files import fetch_weights
 from nanovllm.config import Config
 from nanovllm.core.cpu_split import CpuSplit
 from nanovllm.core.kv_spec import KVCacheSizes
-from nanovllm.core.step_limits import MAX_MIXED_TOKENS, max_step_rows
+from nanovllm.core.step_limits import MAX_GRAPH_CHUNK_TOKENS, max_step_rows
 from nanovllm.device.devices import release_failed_start
 from nanovllm.engine.engine import Engine
 from nanovllm.engine.setup import EngineSetup
@@ -166,7 +166,7 @@ def _make_step_bound(setup: EngineSetup, link_byte_per_s: float | None) -> StepB
     spec = setup.plan.spec
     missing_token_s = spec.block_bytes / spec.block_size / link_byte_per_s if link_byte_per_s else 0.0
     has_graphs = setup.device.type == "cuda" and not setup.config.enforce_eager
-    times = ChunkTimes(token_keys(setup.model_config), MAX_MIXED_TOKENS if has_graphs else 0)
+    times = ChunkTimes(token_keys(setup.model_config), MAX_GRAPH_CHUNK_TOKENS if has_graphs else 0)
     return StepBound(times, max_step_s=setup.config.max_step_ms / 1000, missing_token_s=missing_token_s)
 
 

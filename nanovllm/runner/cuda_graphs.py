@@ -43,6 +43,11 @@ class GraphKind(ABC, Generic[Size]):
     @abstractmethod
     def device(self) -> torch.device: ...
 
+    @property
+    def largest_sizes(self) -> Sequence[Size]:
+        """Those that can need the most memory."""
+        return self.sizes[-1:]
+
     def capture(
         self, model: CausalLM, make_attention: MakeAttention, sizes: Sequence[Size], show_progress: bool
     ) -> None:

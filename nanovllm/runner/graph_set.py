@@ -97,9 +97,9 @@ class GraphSet:
             self._capture(graphs, graphs.sizes)
 
     def capture_largest(self) -> None:
-        """Capture the largest size of each kind. The other sizes would share its memory."""
+        """Capture the largest sizes of each kind. The other sizes would share their memory."""
         for graphs in self.kinds:
-            self._capture(graphs, graphs.sizes[-1:])
+            self._capture(graphs, graphs.largest_sizes)
 
     @torch.inference_mode()
     def _capture(self, graphs: GraphKind[Size], sizes: Sequence[Size]) -> None:

@@ -10,7 +10,7 @@ kernel. How many of the tokens are rows is read on the device:
 
     tokens     | row | row | chunk    | chunk  | padding |
     decode     |     R rows     |                           what it writes behind the last row is discarded
-    prefill                |     up to T tokens          |
+    prefill                | up to C tokens    |
 """
 
 from itertools import takewhile
@@ -36,7 +36,7 @@ NOT_PENDING = -1
 
 
 class _Inputs(NamedTuple):
-    """What a graph of T tokens and R rows reads, int64: on the host numpy arrays, on the device tensors."""
+    """What a graph of T tokens reads, R of which can be rows, int64: on the host numpy arrays, on the device tensors."""
 
     input_ids: Any  # [T]
     pending_rows: Any  # [T], the row of the last step that sampled the token; NOT_PENDING: it is in input_ids
@@ -79,10 +79,10 @@ class MixedGraphs(GraphKind[MixedSize]):
         self._sampled_ids, self._max_model_len = inputs.sampled_ids, inputs.max_model_len
         k_cache, _ = memory.cache
         block_size, most_tokens = k_cache.shape[2], sizes[-1].num_tokens
-        num_sequences = max(size.num_rows for size in sizes) + MAX_GRAPH_CHUNKS
+        num_sequences = sizes[-1].num_rows + MAX_GRAPH_CHUNKS
         num_columns = ceil_div(inputs.max_model_len, block_size)
         with torch.device(inputs.device):
-            self._static = torch.zeros(max(sum(_input_lens(size)) for size in sizes), dtype=torch.int64)
+            self._static = torch.zeros(sum(_input_lens(sizes[-1])), dtype=torch.int64)
             self._block_tables = torch.zeros(num_sequences, num_columns, dtype=torch.int32)
             self._read_ids = torch.zeros(most_tokens, dtype=torch.int64)
             self._hidden = torch.zeros(most_tokens, model.config.hidden_size, dtype=k_cache.dtype)
@@ -90,6 +90,11 @@ class MixedGraphs(GraphKind[MixedSize]):
     @property
     def device(self) -> torch.device:
         return self._static.device
+
+    @property
+    def largest_sizes(self) -> list[MixedSize]:
+        """With a shorter chunk, more programs share its keys, and leave results for all tokens of the step."""
+        return [size for size in self.sizes if size.num_rows == self.sizes[-1].num_rows]
 
     # -- what the graphs capture -----------------------------------------------------------------------------------
 
@@ -107,7 +112,7 @@ class MixedGraphs(GraphKind[MixedSize]):
             make_attention(given.slot_mapping, self._batch(row, given.row_context_lens, 0, 1)),
             make_attention(
                 given.slot_mapping,
-                self._batch(given.chunk_cu_seqlens, given.chunk_context_lens, size.num_rows, size.num_tokens),
+                self._batch(given.chunk_cu_seqlens, given.chunk_context_lens, size.num_rows, size.num_chunk_tokens),
             ),
             is_row=row[:-1] < given.num_rows,
         )
@@ -135,10 +140,11 @@ class MixedGraphs(GraphKind[MixedSize]):
 
     def find_size(self, plan: StepPlan) -> MixedSize | None:
         """The smallest size that can run the step, whose keys must all be on the GPU; None if there is none."""
-        num_tokens, num_rows = plan.num_tokens, _num_rows(plan)
+        num_rows = _num_rows(plan)
         if len(plan.sequences) - num_rows > MAX_GRAPH_CHUNKS:
             return None
-        return next((size for size in self.sizes if num_tokens <= size.num_tokens and num_rows <= size.num_rows), None)
+        needed = num_rows, plan.num_tokens - num_rows
+        return next((size for size in self.sizes if size[0] >= needed[0] and size[1] >= needed[1]), None)
 
     def replay(self, plan: StepPlan, arrays: StepArrays, size: MixedSize) -> torch.Tensor:
         """Run a step of a size that `find_size` has found. Returns the hidden states of its tokens, [T, hidden_size],

@@ -124,12 +124,12 @@ def product_rows(num_tokens: int) -> list[int]:
 
 
 def _measure_graph_bytes(runner: MeasuredRunner, most_gpu_blocks: int) -> int:
-    """Capture the largest size of each kind, whose memory the others share. What these need on top is an estimate."""
+    """Capture the largest sizes of each kind, whose memory the others share. What these need on top is an estimate."""
     before = used_bytes()
     graphs = runner.make_graphs(most_gpu_blocks)
     graphs.capture_largest()
     num_bytes = used_bytes() - before
-    num_others = sum(len(kind.sizes) - 1 for kind in graphs.kinds)
+    num_others = sum(len(kind.sizes) - len(kind.largest_sizes) for kind in graphs.kinds)
     del graphs
     runner.reset_graphs()
     return num_bytes + num_others * runner.spec.num_layers * GRAPH_LAYER_BYTES

@@ -55,7 +55,7 @@ class ChunkTimes:
     """
 
     def __init__(self, token_keys: int, graph_tokens: int = 0) -> None:
-        """`graph_tokens`: of the longest step with chunks that runs as a graph; 0 if none does."""
+        """`graph_tokens`: most tokens of chunks in a step that runs as a graph; 0 if none does."""
         self.token_keys, self.graph_tokens = token_keys, graph_tokens
         self._decode_s: deque[float] = deque(maxlen=NUM_DECODE_TIMES)
         self._in_graphs, self._launched = _MeasuredLine(), _MeasuredLine()
@@ -74,8 +74,8 @@ class ChunkTimes:
         work = sum(chunk_work(step.num_tokens, step.position, self.token_keys) for step in chunks)
         added_s = seconds - (median(self._decode_s) if has_answers else 0.0)
         if added_s > 0:  # else the times of steps without chunks are of another load
-            measured = self._in_graphs if plan.num_tokens <= self.graph_tokens else self._launched
-            measured.add(work, added_s)
+            in_graph = sum(step.num_tokens for step in chunks) <= self.graph_tokens
+            (self._in_graphs if in_graph else self._launched).add(work, added_s)
 
     @property
     def decode_s(self) -> float | None:
@@ -83,8 +83,8 @@ class ChunkTimes:
         return median(self._decode_s) if self._decode_s else None
 
     def line(self, *, in_graph: bool = False) -> ChunkLine | None:
-        """What chunks add to the time of a step; None if no chunk was measured. `in_graph`: to that of one of up to
-        `graph_tokens` tokens.
+        """What chunks add to the time of a step; None if none was measured. `in_graph`: chunks of up to `graph_tokens`
+        tokens.
         """
         return (self._in_graphs if in_graph else self._launched).line()
 

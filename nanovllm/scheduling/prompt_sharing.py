@@ -41,7 +41,7 @@ class PromptSharing:
 
         `step`: holds the running answers already.
         """
-        allowed = self._allowed(self.in_order(prompts), step, kv)
+        allowed = self._allowed(self.in_order(prompts), len(step), kv)
         if not allowed:
             return
         oldest = _oldest_of(allowed)
@@ -56,7 +56,7 @@ class PromptSharing:
                 num_left_to_oldest = 0
             yield seq, self._bounded(seq, step.budget - num_left_to_oldest, is_oldest=seq is oldest)
 
-    def _allowed(self, prompts: list[Sequence], step: PlannedStep, kv: KVCacheManager) -> list[Sequence]:
+    def _allowed(self, prompts: list[Sequence], num_answers: int, kv: KVCacheManager) -> list[Sequence]:
         """Those that may run in this step: all of them, or only the short ones."""
         if self.bound is None:
             return prompts
@@ -64,11 +64,10 @@ class PromptSharing:
         long = prompts[len(short) :]
         oldest = _oldest_of(long) if long else None
         self.bound.begin_step(
-            len(step) + len(short),
+            num_answers + len(short),
             len(long),
             kv.num_missing_tokens(oldest) if oldest else 0,
-            position=_position(oldest) if oldest else 0,
-            num_tokens=self._step_tokens - step.budget,
+            _position(oldest) if oldest else 0,
         )
         return prompts if self.bound.runs_long_prompts else short
 

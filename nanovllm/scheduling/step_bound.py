@@ -39,21 +39,18 @@ class StepBound:
         self._rest_s = 0.0  # time of the steps since then
         self._long_s = max_step_s  # time of that step
         # State of the step that is being planned
-        self._num_chunks, self._work = 0, 0.0  # placed so far
+        self._num_chunks, self._num_tokens, self._work = 0, 0, 0.0  # placed so far
         self._holds_long = False  # whether long prompts have to wait
         self._long_limit_s = self._streaming_s = 0.0  # time for chunks of long prompts, and to stream their keys
         self._is_paced = False  # whether the step must run as a graph
-        self._num_tokens = 0  # placed so far, those of answers included
 
-    def begin_step(
-        self, num_others: int, num_long: int, num_missing_tokens: int, *, position: int = 0, num_tokens: int = 0
-    ) -> None:
+    def begin_step(self, num_others: int, num_long: int, num_missing_tokens: int, position: int = 0) -> None:
         """`num_others`: answers and short prompts that have work to do. `num_long`: long prompts that do.
         `num_missing_tokens`: keys of the oldest long prompt that are not on the GPU. `position`: where its next chunk
-        begins. `num_tokens`: of the answers, which are placed already.
+        begins.
         """
         self._num_steps_since += 1
-        self._num_chunks, self._work, self._num_tokens = 0, 0.0, num_tokens
+        self._num_chunks, self._num_tokens, self._work = 0, 0, 0.0
         self._set_long_limit(num_others, num_long, num_missing_tokens, position)
         self._holds_long = num_long > 0 and not self.runs_long_prompts
         self._rest_s += self.times.decode_s or 0.0
@@ -103,8 +100,7 @@ class StepBound:
         self._streaming_s = num_missing_tokens * self._missing_token_s
         self._long_limit_s, self._is_paced = max(self.max_step_s, self._streaming_s), False
         if num_others and num_long:
-            can_be_graph = not num_missing_tokens and self._num_left_in_graph() >= self._tile_tokens
-            paced_s = self._paced_s(position) if can_be_graph or not self._has_graphs else 0.0
+            paced_s = self._paced_s(position) if not num_missing_tokens or not self._has_graphs else 0.0
             if paced_s > 0:
                 self._long_limit_s, self._is_paced = paced_s, True
             elif not self._has_rested(num_others, num_long):
@@ -119,7 +115,7 @@ class StepBound:
         return QUERY_TILE_TOKENS if self._has_graphs else 1
 
     def _num_left_in_graph(self) -> int:
-        """Tokens that the step may still take. Without graphs, any number."""
+        """Tokens of chunks that the step may still take. Without graphs, any number."""
         return self.times.graph_tokens - self._num_tokens if self._has_graphs else 2**31
 
     def _paced_s(self, position: int) -> float:

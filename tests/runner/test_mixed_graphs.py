@@ -1,6 +1,6 @@
 """MixedGraphs without a GPU: what a graph would hold is launched at each replay, on the same static inputs."""
 
-from itertools import pairwise
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +13,7 @@ from tiny_models import write_tiny_model
 from nanovllm.attention.backends.torch_backend import TorchBackend
 from nanovllm.attention.base import HostTables, PagedBatch, PartialAttention
 from nanovllm.core.step_limits import MAX_GRAPH_CHUNKS, MixedSize, mixed_graph_sizes
+from nanovllm.core.step_plan import StepPlan
 from nanovllm.runner.decode_inputs import DecodeInputs
 from nanovllm.runner.graph_set import GraphSet
 from nanovllm.runner.mixed_graphs import MixedGraphs
@@ -40,7 +41,7 @@ class DeviceLensBackend(TorchBackend):
     ) -> PartialAttention:
         assert batch.host is None
         starts = batch.cu_seqlens_q.tolist()
-        query_lens = [end - start for start, end in pairwise(starts)]
+        query_lens = [end - start for start, end in itertools.pairwise(starts)]
         own = slice(starts[0], starts[-1])
         out = PartialAttention(
             torch.full_like(q_THD, 7.0), torch.full((q_THD.shape[1], len(q_THD)), 7.0, dtype=torch.float32)
@@ -98,6 +99,10 @@ class MixedLLM(CheckedLLM):
         self.mixed.launch_kernels(runner.model, attention, size)
 
 
+def num_chunk_tokens(plan: StepPlan) -> int:
+    return sum(step.num_tokens for step in plan.sequences if step.num_tokens > 1)
+
+
 @pytest.mark.parametrize("num_gpu_blocks", [None, 24, 3], ids=["all-GPU", "resident", "streamed"])
 def test_replayed_steps_give_the_logits_of_transformers(reference: Reference, num_gpu_blocks: int | None) -> None:
     """Steps that stream keys do not come here; short prompts do, also there."""
@@ -105,7 +110,9 @@ def test_replayed_steps_give_the_logits_of_transformers(reference: Reference, nu
         llm.answer_and_check(PROMPTS, max_tokens=6)
         llm.answer_and_check(prompts_of(5, 9), max_tokens=3)
         with_chunks = [plan for plan in llm.plans if not plan.is_decode]
-        assert llm.used and (num_gpu_blocks == 3 or len(llm.used) == sum(p.num_tokens <= 512 for p in with_chunks))
+        assert llm.used and (
+            num_gpu_blocks == 3 or len(llm.used) == sum(num_chunk_tokens(plan) <= 512 for plan in with_chunks)
+        )
         llm.assert_nothing_left()
 
 
@@ -130,25 +137,25 @@ def test_size_fits_tokens_rows_and_chunks(reference: Reference) -> None:
             lens = [1] * num_rows + list(chunks)
             return SimpleNamespace(sequences=[SimpleNamespace(num_tokens=n) for n in lens], num_tokens=sum(lens))
 
-        assert find(plan(0, 3)) == (64, 4)
-        assert find(plan(4, 60)) == (64, 4)
-        assert find(plan(5, 59)) == (64, 32)
-        assert find(plan(4, 61)) == (128, 4)
-        assert find(plan(33, 2)) == (64, 40)
-        assert find(plan(40, 472)) == (512, 40)
+        assert find(plan(0, 3)) == (4, 64)
+        assert find(plan(4, 64)) == (4, 64)
+        assert find(plan(5, 64)) == (32, 64)
+        assert find(plan(4, 65)) == (4, 128)
+        assert find(plan(33, 2)) == (40, 64)
+        assert find(plan(40, 512)) == (40, 512)
         assert find(plan(41, 2)) is None
-        assert find(plan(40, 473)) is None
-        assert find(plan(0, *[5] * MAX_GRAPH_CHUNKS)) == (64, 4)
+        assert find(plan(0, 513)) is None
+        assert find(plan(0, *[5] * MAX_GRAPH_CHUNKS)) == (4, 64)
         assert find(plan(0, *[5] * (MAX_GRAPH_CHUNKS + 1))) is None
-        assert find(plan(2, 5, 1)) == (64, 4), "a single token behind a chunk is a chunk"
+        assert find(plan(2, 5, 1)) == (4, 64), "a single token behind a chunk is a chunk"
 
 
 def test_there_is_a_size_however_small_the_limits_are() -> None:
     assert mixed_graph_sizes(1, 1) == [(1, 1)]
-    assert mixed_graph_sizes(64, 64) == [(64, 4), (64, 32)]
-    assert mixed_graph_sizes(16384, 256) == [
-        (64, 4), (64, 32), (128, 4), (128, 32), (256, 4), (256, 32), (512, 4), (512, 32), (512, 256)
-    ]  # fmt: skip
+    assert mixed_graph_sizes(64, 64) == [(4, 64), (32, 64), (64, 64)]
+    rows, tokens = {4, 32, 256, 300}, {64, 128, 256, 512}
+    sizes = mixed_graph_sizes(16384, 300)
+    assert len(sizes) == 16 and set(sizes) == set(itertools.product(rows, tokens)) and sizes[-1] == (300, 512)
 
 
 def test_rows_of_padding_store_nothing(reference: Reference) -> None:
@@ -158,7 +165,7 @@ def test_rows_of_padding_store_nothing(reference: Reference) -> None:
         before = [cache.clone() for cache in llm.runner.memory.cache]
         llm.plans.clear()
         llm.answer_and_check(prompts_of(20), max_tokens=1)
-        assert llm.used[-1] == (64, 4)
+        assert llm.used[-1] == (4, 64)
         written = {block for plan in llm.plans for step in plan.sequences for block in step.block_table}
         for old, new in zip(before, llm.runner.memory.cache, strict=True):
             for block in set(range(new.shape[1])) - written:

@@ -72,13 +72,12 @@ class TritonBackend(AttentionBackend):
         """By one kernel. Returns the LSE [H, T]."""
         num_sms = _num_sms(q_THD.device)
         if batch.max_query_len > MAX_DECODE_QUERIES:
+            # In a graph, the longest chunk is planned for: others leave more of the GPU idle
+            planned, num_sequences = q_THD, len(batch.context_lens)
+            if batch.host is None:
+                planned, num_sequences = q_THD[: batch.max_query_len], 1
             num_splits = self.kernels.plan_prefill_splits(
-                q_THD,
-                k_cache_NPKD.shape[2],
-                _num_sequences(q_THD, batch),
-                batch.max_query_len,
-                batch.max_context_len,
-                num_sms,
+                planned, k_cache_NPKD.shape[2], num_sequences, batch.max_query_len, batch.max_context_len, num_sms
             )
             return self.kernels.paged_prefill(
                 q_THD,
