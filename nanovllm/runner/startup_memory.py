@@ -13,6 +13,7 @@ from nanovllm.core.kv_spec import KVCacheSizes, KVCacheSpec
 from nanovllm.core.step_limits import max_step_rows
 from nanovllm.core.step_plan import StepPlan
 from nanovllm.device.memory_profile import GRAPH_LAYER_BYTES, MemoryProfile, memory_remedy, reserved_by, used_bytes
+from nanovllm.kernels.compile_server import CompileServer
 from nanovllm.runner.graph_set import GraphSet
 from nanovllm.runner.kv_memory import KVMemory
 from nanovllm.runner.largest_step import largest_steps, short_steps
@@ -27,6 +28,7 @@ class MeasuredRunner(Protocol):
     spec: KVCacheSpec
     max_model_len: int
     phases: Phases
+    compile_server: CompileServer | None
 
     @property
     def memory(self) -> KVMemory: ...
@@ -38,6 +40,8 @@ class MeasuredRunner(Protocol):
     def make_graphs(self, num_gpu_blocks: int) -> GraphSet: ...
 
     def reset_graphs(self) -> None: ...
+
+    def close_compile_server(self, is_complete: bool = False) -> None: ...
 
     def warm_up_backend(self, num_tokens: int, has_time: Callable[[], bool]) -> None: ...
 
@@ -90,13 +94,14 @@ def _compile_kernels(runner: MeasuredRunner, steps: Sequence[StepPlan], most_gpu
         block_size=runner.spec.block_size,
         group_blocks=runner.spec.staging_group_blocks if runner.memory.offload is not None else 0,
     )
-    with runner.phases("kernels"), torch.inference_mode(), compile_only() as is_compiling:
+    with runner.phases("kernels"), torch.inference_mode(), compile_only(runner.compile_server) as is_compiling:
         for plan in (*steps, *short):
             runner.launch(plan)
         if not runner.config.enforce_eager:
             runner.make_graphs(most_gpu_blocks).launch_kernels()
         num_tokens = max(seq.num_tokens for plan in steps for seq in plan.sequences)
         runner.warm_up_backend(num_tokens, has_time=is_compiling)
+    runner.close_compile_server(is_complete=True)
     runner.reset_graphs()
 
 
