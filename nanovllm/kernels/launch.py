@@ -2,12 +2,16 @@
 
 A kernel is compiled when it is first launched with arguments of new types, which takes 0.1 to 0.8 s. Within
 `compile_only` a launch starts the compilation in another thread and returns at once, without running anything. Running
-a model once like that finds all the kernels it needs and compiles them in parallel, on all cores.
+a model once like that finds all the kernels it needs. They are compiled in parallel, on all cores, if there is a
+CompileServer: the threads then only wait for its processes.
 """
 
+import hashlib
+import inspect
+import logging
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -15,6 +19,12 @@ from typing import Any
 
 import torch
 import triton
+from triton.runtime._async_compile import active_mode
+from triton.runtime.cache import get_cache_manager
+
+from nanovllm.kernels.compile_server import CompileServer, Job, hash_in_order
+
+logger = logging.getLogger("nanovllm")
 
 # Within compile_only, the launches already compiled. Triton would wait if a kernel were compiled a second time.
 _compiled: ContextVar[set[Any] | None] = ContextVar("compiled", default=None)
@@ -30,6 +40,7 @@ def on_grid(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
 
 
 def _compile_once(kernel: Any, grid: tuple[int, ...], compiled: set[Any], *args: Any, **options: Any) -> None:
+    hash_in_order(kernel)
     key = kernel, *map(_kind, args), *sorted(options.items())
     if key not in compiled:
         compiled.add(key)
@@ -43,6 +54,54 @@ def _kind(arg: Any) -> Any:
     if isinstance(arg, int):
         return arg == 1, arg % 16 == 0, arg < 2**31
     return arg if isinstance(arg, float | None) else type(arg)
+
+
+class _CompileMode(triton.AsyncCompileMode):
+    """Kernels launched inside are compiled by the threads of `executor`, or by `server` while a thread waits."""
+
+    def __init__(self, executor: Executor, server: CompileServer | None) -> None:
+        super().__init__(executor)
+        self._server = server
+
+    def submit(self, key: str, compile_fn: Callable[[], Any], finalize_fn: Callable[[Any], None]) -> Any:
+        """Triton calls this with the kernel's cache key."""
+        return super().submit(key, partial(self._compile, key, compile_fn), finalize_fn)
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            super().__exit__(*error)
+        finally:
+            active_mode.set(None)  # Triton leaves it set when a kernel cannot be compiled, and no other could start
+
+    def _compile(self, key: str, compile_here: Callable[[], Any]) -> Any:
+        if self._server is not None and not triton.knobs.compilation.always_compile:
+            try:
+                job = _job(key, compile_here)
+                if not _is_cached(job):
+                    self._server.compile(job)
+            except Exception as error:  # whatever it is, compiling here either works or says what is wrong
+                logger.debug("a kernel is compiled in the engine's process: %r", error)
+        return compile_here()
+
+
+def _job(key: str, compile_here: Callable[[], Any]) -> Job:
+    """What Triton's function would compile. A KeyError or AttributeError: another version of Triton."""
+    variables = inspect.getclosurevars(compile_here).nonlocals
+    source, target, options = variables["src"], variables["target"], variables["options"]
+    return Job(
+        module=source.fn.__module__,
+        kernel=source.fn.__name__,
+        signature=source.signature,
+        constants=source.constants,
+        attrs=source.attrs,
+        target=target,
+        options=vars(options),
+        cache_key=hashlib.sha256(key.encode()).hexdigest(),
+    )
+
+
+def _is_cached(job: Job) -> bool:
+    return get_cache_manager(job.cache_key).get_group(f"{job.kernel[:150]}.json") is not None
 
 
 class _CompilingThreads(ThreadPoolExecutor):
@@ -67,15 +126,22 @@ class _CompilingThreads(ThreadPoolExecutor):
 
 
 @contextmanager
-def compile_only() -> Iterator[Callable[[], bool]]:
+def compile_only(server: CompileServer | None = None) -> Iterator[Callable[[], bool]]:
     """Compile and load the kernels that are launched inside, without running them. All are ready when the block ends.
 
     Their output tensors keep their old content, so nothing computed inside may be used. This affects the current thread
     only. Yields a function that returns whether any kernel is still being compiled.
     """
+    with _CompilingThreads() as threads, compiling_in(threads, server):
+        yield threads.is_busy
+
+
+@contextmanager
+def compiling_in(threads: Executor, server: CompileServer | None) -> Iterator[None]:
+    """Launches inside only submit to `threads` what has to be compiled."""
     token = _compiled.set(set())
     try:
-        with _CompilingThreads() as threads, triton.AsyncCompileMode(threads):
-            yield threads.is_busy
+        with _CompileMode(threads, server):
+            yield
     finally:
         _compiled.reset(token)

@@ -12,6 +12,7 @@ import triton.language as tl
 from nanovllm.kernels.launch import on_grid
 from nanovllm.kernels.pdl import let_next_start, pdl_options, wait_for_previous
 
+BLOCK_TOKENS = 16  # of a program; fewer would make more variants of the kernel, and save nothing
 LSE_STRIDES = [f"{name}_lse_stride_{dim}" for name in ("a", "b", "c", "merged") for dim in "ht"]
 
 
@@ -111,14 +112,13 @@ def merge_into(out_THD: torch.Tensor, lse_HT: torch.Tensor, parts: Sequence[tupl
         assert part_out_THD.stride(2) == 1, "the elements of a head must be contiguous"
         tensors += [part_out_THD, part_lse_HT]
         strides += [*part_out_THD.stride()[:2], *part_lse_HT.stride()]
-    block_t = min(16, triton.next_power_of_2(num_tokens))
-    on_grid(_merge_kernel, (triton.cdiv(num_tokens, block_t), num_heads))(
+    on_grid(_merge_kernel, (triton.cdiv(num_tokens, BLOCK_TOKENS), num_heads))(
         *tensors,
         num_tokens,
         *strides,
         NUM_PARTS=len(parts),
         D=head_dim,
-        BLOCK_T=block_t,
+        BLOCK_T=BLOCK_TOKENS,
         BLOCK_D=triton.next_power_of_2(head_dim),
         num_warps=4,
         **pdl_options(out_THD.device),

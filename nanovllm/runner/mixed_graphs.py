@@ -36,7 +36,7 @@ NOT_PENDING = -1
 
 
 class _Inputs(NamedTuple):
-    """What a graph of T tokens reads, R of which can be rows, int64: on the host numpy arrays, on the device tensors."""
+    """What a graph of T tokens and up to R rows reads, int64: on the host numpy arrays, on the device tensors."""
 
     input_ids: Any  # [T]
     pending_rows: Any  # [T], the row of the last step that sampled the token; NOT_PENDING: it is in input_ids

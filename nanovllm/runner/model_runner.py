@@ -16,10 +16,12 @@ from nanovllm.core.kv_spec import KVCacheSizes, KVCacheSpec, dtype_name
 from nanovllm.core.start_report import StartReport
 from nanovllm.core.step_limits import max_model_len, max_step_rows
 from nanovllm.core.step_plan import StepPlan
+from nanovllm.device import kernel_target
 from nanovllm.device.device_guard import current_device, on_own_device
 from nanovllm.device.devices import use_expandable_segments
 from nanovllm.device.memory_profile import memory_remedy, used_bytes
 from nanovllm.device.tp_group import TPGroup
+from nanovllm.kernels.compile_server import CompileServer, start_compile_server
 from nanovllm.kvcache.transfer.offload_engine import OffloadEngine
 from nanovllm.models.loader import load_weights
 from nanovllm.models.registry import build_model
@@ -54,8 +56,15 @@ class ModelRunner:
         self._memory: KVMemory | None = None  # None: before `allocate_kv_cache` and after `close`
         self._steps: StepRunner | None = None  # exists as long as the memory does
         self.phases = Phases()
-        with current_device(device), memory_remedy("loading the model"), self.phases("weights"):
-            self._load(directory)
+        self.compile_server: CompileServer | None = None  # gets ready while the weights are loaded; until `close`
+        if device.type == "cuda":
+            self.compile_server = start_compile_server(config, model_config, tp.size, kernel_target.target_of(device))
+        try:
+            with current_device(device), memory_remedy("loading the model"), self.phases("weights"):
+                self._load(directory)
+        except BaseException:
+            self.close_compile_server()
+            raise
 
     def _load(self, directory: Path | None) -> None:
         config, model_config, device, tp = self.config, self.model_config, self.device, self.tp
@@ -70,6 +79,12 @@ class ModelRunner:
         )
         self.model.eval()
         self.num_heads = model_config.num_heads // tp.size  # query heads of this rank
+
+    def close_compile_server(self, is_complete: bool = False) -> None:
+        """Nothing is compiled from here on. `is_complete`: all kernels that this engine needs have been."""
+        if self.compile_server is not None:
+            self.compile_server.close(is_complete)
+            self.compile_server = None
 
     # -- KV cache ------------------------------------------------------------------------------------------------
 
@@ -229,6 +244,7 @@ class ModelRunner:
             if self.device.type == "cuda":
                 torch.cuda.synchronize()
         finally:  # a GPU that has failed cannot finish, but the memory must be released all the same
+            self.close_compile_server()
             self.reset_graphs()
             if self._memory is not None:
                 self._memory.close()

@@ -14,6 +14,7 @@ from nanovllm.core.kv_spec import KVCacheSizes, KVCacheSpec
 from nanovllm.core.step_limits import max_step_rows
 from nanovllm.core.step_plan import StepPlan
 from nanovllm.device.memory_profile import GRAPH_LAYER_BYTES, MemoryProfile, memory_remedy, reserved_by, used_bytes
+from nanovllm.kernels.compile_server import CompileServer
 from nanovllm.models.decoder import CausalLM
 from nanovllm.runner.graph_set import GraphSet
 from nanovllm.runner.kv_memory import KVMemory
@@ -30,6 +31,7 @@ class MeasuredRunner(Protocol):
     max_model_len: int
     model: CausalLM
     phases: Phases
+    compile_server: CompileServer | None
 
     @property
     def memory(self) -> KVMemory: ...
@@ -41,6 +43,8 @@ class MeasuredRunner(Protocol):
     def make_graphs(self, num_gpu_blocks: int) -> GraphSet: ...
 
     def reset_graphs(self) -> None: ...
+
+    def close_compile_server(self, is_complete: bool = False) -> None: ...
 
     def warm_up_backend(self, num_tokens: int, has_time: Callable[[], bool]) -> None: ...
 
@@ -93,7 +97,7 @@ def _compile_kernels(runner: MeasuredRunner, steps: Sequence[StepPlan], most_gpu
         block_size=runner.spec.block_size,
         group_blocks=runner.spec.staging_group_blocks if runner.memory.offload is not None else 0,
     )
-    with runner.phases("kernels"), torch.inference_mode(), compile_only() as is_compiling:
+    with runner.phases("kernels"), torch.inference_mode(), compile_only(runner.compile_server) as is_compiling:
         for plan in (*steps, *short):
             runner.launch(plan)
         if not runner.config.enforce_eager:
@@ -101,6 +105,7 @@ def _compile_kernels(runner: MeasuredRunner, steps: Sequence[StepPlan], most_gpu
         num_tokens = max(seq.num_tokens for plan in steps for seq in plan.sequences)
         runner.warm_up_backend(num_tokens, has_time=is_compiling)
         _warm_up_products(runner.model, num_tokens, has_time=is_compiling)
+    runner.close_compile_server(is_complete=True)
     runner.reset_graphs()
 
 

@@ -20,6 +20,9 @@ from offline_compiler import Compiled, compiling_for
 from triton.runtime.jit import JITFunction
 
 from nanovllm import kernels
+from nanovllm.attention.backends.triton_backend import TritonBackend
+from nanovllm.attention.base import PartialAttention
+from nanovllm.attention.merge import RunningMerge
 from nanovllm.checkpoint.model_config import HEAD_DIMS
 from nanovllm.device.kernel_target import KNOWN_TARGETS, KernelTarget
 from nanovllm.kernels import attention as attention_kernels
@@ -225,10 +228,14 @@ def test_warm_up_leaves_no_prefill_kernel_and_no_merge_to_compile() -> None:
     target, caches = KNOWN_TARGETS["9.0"], torch.zeros(2, PAGE, 8, 128, dtype=BF16)
     q_THD = torch.zeros(4096, 16, 128, dtype=BF16)
     with compiling_for(target) as compiled:
-        attention_kernels.launch_prefill_variants(q_THD, caches)
-        attention_kernels.launch_merge_variants(q_THD)
+        backend = TritonBackend()
+        backend.warm_up(q_THD, caches, 40960, has_time=lambda: True)
         known = {kernel.kernel.hash for kernel in compiled}
         compiled.clear()
+        for num_parts, num_tokens in itertools.product((2, 3, 4, 7, 12, 41), (1, 77)):
+            merged = RunningMerge(backend.merge, num_parts)
+            for _ in range(num_parts):
+                merged.add(PartialAttention(q_THD[:num_tokens].clone(), torch.zeros(16, num_tokens)))
         for causal in (True, False):
             for max_query_len, num_splits in ((17, 1), (64, 2), (300, 16), (2048, 32), (2049, 1), (4096, 1)):
                 launch_prefill(128, BF16, max_query_len, causal, heads=(16, 8), num_splits=num_splits)

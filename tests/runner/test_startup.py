@@ -99,7 +99,7 @@ def test_profile_memory_runs_everything_and_leaves_nothing(
     runner: ModelRunner, num_cpu_blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton")
-    monkeypatch.setattr("nanovllm.kernels.launch.compile_only", lambda: nullcontext(lambda: False))
+    monkeypatch.setattr("nanovllm.kernels.launch.compile_only", lambda server: nullcontext(lambda: False))
     profile = startup_memory.profile_memory(runner, num_cpu_blocks, NUM_GPU_BLOCKS)
     assert profile.used_bytes == 2**30 and profile.step_bytes == 2**20 and profile.graph_bytes > 0
     assert list(runner.phases.seconds) == ["weights", "KV cache", "kernels", "largest step", "graphs"]

@@ -9,12 +9,14 @@ from typing import ClassVar
 import torch
 
 from nanovllm.attention.base import AttentionBackend, PagedBatch, PartialAttention
+from nanovllm.attention.merge import RunningMerge
 from nanovllm.checkpoint.model_config import HEAD_DIMS
 from nanovllm.core.support import MAX_DECODE_QUERIES, MIN_CAPABILITY
 from nanovllm.device import kernel_target
 from nanovllm.utils.arithmetic import ceil_div
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+MERGED_PARTS = range(2, 7)  # with more parts the merges are of the same kinds
 
 
 class TritonBackend(AttentionBackend):
@@ -125,6 +127,11 @@ class TritonBackend(AttentionBackend):
     ) -> None:
         self.kernels.launch_prefill_variants(q_THD, k_cache_NPKD)
         self.kernels.launch_merge_variants(q_THD)
+        for num_parts in MERGED_PARTS:
+            merged = RunningMerge(self.merge, num_parts)
+            for _ in range(num_parts):
+                out_THD = torch.zeros_like(q_THD[:1])
+                merged.add(PartialAttention(out_THD, out_THD.new_zeros(q_THD.shape[1], 1, dtype=torch.float32)))
 
     def max_split_bytes(self, q_THD: torch.Tensor) -> int:
         return self.kernels.max_split_bytes(q_THD, _num_sms(q_THD.device))

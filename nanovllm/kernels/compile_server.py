@@ -1,0 +1,215 @@
+"""CompileServer: a process beside the engine's that compiles kernels, each in a process of its own.
+
+Triton's compiler holds Python's GIL most of the time, so threads compile hardly faster than one thread, and slow down
+the thread that finds the kernels. Processes do not. Their results reach the engine through Triton's disk cache: once a
+worker has compiled a kernel, the engine's own call finds it there. Where anything fails, that call compiles the kernel
+itself. So nothing but time depends on the server.
+
+The server imports torch, Triton and the kernels, which takes 2 s, then forks a worker for each job. It has one thread
+and never touches the GPU, so that forking is safe. It does not import the user's script. A job travels with a socket
+for its answer. A worker that dies closes that socket, and a server that dies closes those of all waiting jobs. When the
+engine closes its end of the server's socket, or dies, the server ends its workers and itself.
+"""
+
+import fcntl
+import hashlib
+import importlib.util
+import logging
+import os
+import pickle
+import pkgutil
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+logger = logging.getLogger("nanovllm")
+
+_MAX_JOB_BYTES = 2**17  # below what a socket's buffer holds
+_MAX_ANSWER_BYTES = 2**12
+_JOB_TIMEOUT_S = 60.0  # far more than a kernel takes; afterwards the engine compiles it itself
+_END_TIMEOUT_S = 10.0
+MIN_CORES = 4  # on two, importing Triton once more costs as much time as the GIL
+_COMPILED = b"compiled"
+_MAIN = """import sys
+sys.path[:] = sys.argv[2:]
+from nanovllm.kernels.compile_server import serve
+serve(int(sys.argv[1]))"""
+
+
+class Job(NamedTuple):
+    """A kernel to compile: the arguments of triton.compile, with the kernel by its name."""
+
+    module: str
+    kernel: str
+    signature: dict[str, Any]
+    constants: dict[Any, Any]
+    attrs: dict[Any, Any]
+    target: Any
+    options: dict[str, Any]
+    cache_key: str  # names the kernel's entry in Triton's cache
+
+
+class CompileServer:
+    def __init__(self, marker: Path) -> None:
+        """Starts the process and does not wait for it. `marker` is a file that `close` makes once all is compiled.
+
+        Raises OSError if the process cannot be started.
+        """
+        self._marker = marker
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-c", _MAIN, str(theirs.fileno()), *sys.path],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=None if logger.isEnabledFor(logging.DEBUG) else subprocess.DEVNULL,
+                    start_new_session=True,  # Ctrl-C is meant for the engine, which ends the server
+                    env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+                )
+            except BaseException:
+                self._control.close()
+                raise
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def compile(self, job: Job) -> None:
+        """Put the kernel into Triton's cache. Raises an exception of any kind if that fails. For any thread."""
+        ours, theirs = socket.socketpair()
+        with ours:
+            with theirs:
+                socket.send_fds(self._control, [pickle.dumps(job)], [theirs.fileno()])
+            ours.settimeout(_JOB_TIMEOUT_S)
+            answer = ours.recv(_MAX_ANSWER_BYTES)
+        if answer != _COMPILED:
+            raise RuntimeError(answer.decode(errors="replace") or "the process that compiled has ended")
+
+    def close(self, is_complete: bool = False) -> None:
+        """End the process and whatever it still compiles. `is_complete`: the next start needs no server."""
+        self._control.close()
+        self._process.terminate()  # ends it while it still imports; afterwards it waits for the end of the socket
+        try:
+            self._process.wait(_END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        if is_complete:
+            with suppress(OSError):  # a cache that cannot be written
+                self._marker.touch()
+
+
+def start_compile_server(*setup: object, min_cores: int = MIN_CORES) -> CompileServer | None:
+    """A server for the kernels of an engine that `setup` describes.
+
+    None if there is nothing to compile, if Triton's cache has all kernels of this setup, if there are too few cores, or
+    if the process cannot be started.
+    """
+    if len(os.sched_getaffinity(0)) < min_cores:
+        return None
+    triton = importlib.util.find_spec("triton")
+    if triton is None or triton.origin is None or os.environ.get("TRITON_INTERPRET") == "1":
+        return None
+    try:
+        marker = _marker(setup, Path(triton.origin))
+        return None if marker.exists() else CompileServer(marker)
+    except OSError as error:
+        logger.debug("kernels are compiled in threads: %s", error)
+        return None
+
+
+def _marker(setup: object, triton: Path) -> Path:
+    """A file in Triton's cache. It exists if a start with this setup and these sources has compiled all its kernels.
+
+    To ask Triton's cache itself takes longer: its keys are made from every kernel and all of Triton.
+    """
+    digest = hashlib.sha256(repr(setup).encode())
+    for path in (triton, *sorted(Path(__file__).parent.glob("*.py"))):
+        digest.update(path.read_bytes())
+    home = os.environ.get("TRITON_HOME") or os.path.expanduser("~/")
+    directory = os.environ.get("TRITON_CACHE_DIR") or os.path.join(home, ".triton", "cache")
+    return Path(directory, f"nanovllm-{digest.hexdigest()}")
+
+
+def hash_in_order(kernel: Any) -> None:
+    """Make Triton's hash of a kernel, a part of its cache key, the same in every process.
+
+    The hash includes the constants of the functions that the kernel calls only if they were hashed before it. So hash
+    everything that the kernel's module imports and defines, in that order.
+    """
+    if getattr(kernel, "hash", "") is not None:  # hashed before, or a function of the interpreter
+        return
+    for function in vars(sys.modules[kernel.__module__]).values():
+        if isinstance(function, type(kernel)):
+            if function.__module__ != kernel.__module__:
+                hash_in_order(function)
+            _ = function.cache_key
+
+
+# -- in the server's process -------------------------------------------------------------------------------------------
+
+
+def serve(control_fd: int) -> NoReturn:
+    """The server's process: fork a worker for each job, until the other end of the socket is closed."""
+    control = socket.socket(fileno=control_fd)
+    _import_compiler()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    while True:
+        message, fds, _, _ = socket.recv_fds(control, _MAX_JOB_BYTES, 1)
+        if not message:
+            break
+        if os.fork() == 0:
+            control.close()
+            _work(message, socket.socket(fileno=fds[0]))
+        os.close(fds[0])
+        with suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+    os.killpg(0, signal.SIGTERM)  # the workers and the assemblers that they run
+    with suppress(ChildProcessError):
+        while True:
+            os.wait()
+    os._exit(0)
+
+
+def _import_compiler() -> None:
+    """Import, and compute, once what each worker would otherwise have to."""
+    from triton.runtime.cache import triton_key
+
+    modules = [info.name for info in pkgutil.iter_modules([str(Path(__file__).parent)], f"{__package__}.")]
+    for name in ("triton.compiler.code_generator", *modules):
+        importlib.import_module(name)
+    triton_key()
+
+
+def _work(message: bytes, connection: socket.socket) -> NoReturn:
+    """A worker's process: compile one kernel and answer."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        _compile(pickle.loads(message))
+        answer = _COMPILED
+    except BaseException as error:
+        answer = repr(error).encode()[:_MAX_ANSWER_BYTES]
+    with suppress(OSError):
+        connection.sendall(answer)
+    os._exit(0)
+
+
+def _compile(job: Job) -> None:
+    import triton
+    from triton.compiler import ASTSource
+    from triton.runtime.cache import get_cache_manager
+
+    kernel = getattr(importlib.import_module(job.module), job.kernel)
+    hash_in_order(kernel)
+    source = ASTSource(kernel, job.signature, job.constants, job.attrs)
+    # The ranks of an engine need the same kernels at the same time. The first compiles, the others find the result.
+    with open(get_cache_manager(job.cache_key).lock_path, "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        triton.compile(source, target=job.target, options=job.options)

@@ -1,0 +1,265 @@
+"""Kernels compiled by other processes, for a GPU that need not be there. Whatever happens to those processes, every
+kernel ends in Triton's cache, the same as without them.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import triton
+import triton.language as tl
+from offline_compiler import compiling_for
+from test_compile import launch_layers, launch_merge
+from triton.runtime.jit import JITFunction
+
+from nanovllm.device.kernel_target import KNOWN_TARGETS
+from nanovllm.kernels.compile_server import CompileServer, Job, start_compile_server
+from nanovllm.kernels.launch import compiling_in, on_grid
+
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
+
+TARGET = KNOWN_TARGETS["9.0"]
+BF16 = torch.bfloat16
+
+
+@triton.jit
+def _failing_kernel(x_ptr):
+    tl.static_assert(False, "this kernel cannot be compiled")
+
+
+@triton.jit
+def _tagged_kernel(x_ptr, TAG: tl.constexpr):
+    tl.store(x_ptr, 1.0)
+
+
+class Unpicklable:
+    def __reduce__(self) -> str:
+        raise TypeError("cannot be pickled")
+
+    def __repr__(self) -> str:
+        return "unpicklable"
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Triton's cache, empty."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    forget_kernels()
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def server(cache: Path) -> Iterator[CompileServer]:
+    server = CompileServer(cache / "marker")
+    yield server
+    server.close()
+
+
+def forget_kernels() -> None:
+    """As in a new process: no kernel has been compiled, and none hashed."""
+    for module in [module for name, module in sys.modules.items() if name.startswith("nanovllm.kernels.")]:
+        for function in vars(module).values():
+            if isinstance(function, JITFunction):
+                function.device_caches.clear()
+                function.hash = None
+    for kernel in (_failing_kernel, _tagged_kernel):
+        kernel.device_caches.clear()
+
+
+def compile_with(server: CompileServer | None, launch: Callable[[], object]) -> dict[str, bool]:
+    """Compile what `launch` launches. Returns, by kernel, whether this process found all of its variants in the cache.
+
+    The server's process may take its time: nothing here waits until it has imported what it needs.
+    """
+    found: dict[str, bool] = {}
+
+    def listener(*, src: Any, cache_hit: bool, **_: Any) -> None:
+        found[src.name] = found.get(src.name, True) and cache_hit
+
+    with pytest.MonkeyPatch.context() as patch, compiling_for(TARGET), ThreadPoolExecutor(4) as threads:
+        patch.setattr(triton.knobs.compilation, "listener", listener)
+        with compiling_in(threads, server):
+            launch()
+    return found
+
+
+def launch_some() -> None:
+    """With functions that several kernels call, and constants that these use."""
+    launch_layers(1024, 5000, BF16)
+    launch_merge(128, BF16, 16)
+
+
+def launch(kernel: Any, *args: Any) -> None:
+    on_grid(kernel, (1,))(torch.zeros(16), *args)
+
+
+def entries(cache: Path) -> dict[str, bytes]:
+    return {path.parent.name: path.read_bytes() for path in cache.glob("*/*.cubin")}
+
+
+def processes_of(session: int) -> dict[int, str]:
+    """The state of each process of a session: Z for a zombie."""
+    states = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[3]) == session:
+            states[int(path.parent.name)] = fields[0]
+    return states
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline_s, "nothing happened for a minute"
+        time.sleep(0.02)
+
+
+def test_server_compiles_what_the_threads_would(
+    server: CompileServer, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = compile_with(server, launch_some)
+    assert len(found) > 8 and all(found.values()), found
+    server.close()
+    assert not processes_of(server.pid)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(cache) + "-2")
+    forget_kernels()
+    assert not any(compile_with(None, launch_some).values())
+    assert entries(cache) == entries(Path(f"{cache}-2"))
+
+
+def test_cached_kernels_do_not_wait_for_the_server(server: CompileServer) -> None:
+    compile_with(None, lambda: launch_merge(128, BF16, 16))
+    forget_kernels()
+    os.kill(server.pid, signal.SIGSTOP)
+    try:
+        assert compile_with(server, lambda: launch_merge(128, BF16, 16)) == {"_merge_kernel": True}
+    finally:
+        os.kill(server.pid, signal.SIGCONT)
+
+
+def test_kernel_that_two_ranks_need_is_compiled_once(server: CompileServer, cache: Path) -> None:
+    class Recorder(CompileServer):
+        def __init__(self) -> None:
+            self.jobs: list[Job] = []
+
+        def compile(self, job: Job) -> None:
+            self.jobs.append(job)
+
+    recorder = Recorder()
+    compile_with(recorder, lambda: launch(_tagged_kernel, 2))
+    (job,) = recorder.jobs
+    shutil.rmtree(cache)
+    files: list[int] = []
+
+    def compile_on(server: CompileServer) -> None:
+        server.compile(job)
+        files.extend(path.stat().st_ino for path in cache.glob("*/*.cubin"))
+
+    other = CompileServer(cache / "marker")
+    ranks = [threading.Thread(target=compile_on, args=(each,)) for each in (server, other)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    other.close()
+    assert len(files) == 2 and files[0] == files[1], "written again"
+
+
+@pytest.mark.parametrize("imports", [True, False], ids=["while it imports", "while it compiles"])
+def test_server_killed_kernels_are_compiled_here(server: CompileServer, imports: bool) -> None:
+    def kill() -> None:
+        if not imports:
+            wait_until(lambda: len(processes_of(server.pid)) > 1)
+        os.killpg(server.pid, signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    found = compile_with(server, launch_some)
+    killer.join()
+    assert len(found) > 8 and not all(found.values())
+
+
+def test_worker_killed_kernel_is_compiled_here(server: CompileServer) -> None:
+    def kill() -> None:
+        wait_until(lambda: len(processes_of(server.pid)) > 1)
+        os.kill(max(set(processes_of(server.pid)) - {server.pid}), signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    found = compile_with(server, launch_some)
+    killer.join()
+    assert len(found) > 8 and any(found.values())
+
+
+def test_server_that_ends_at_once_kernels_are_compiled_here(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    server = CompileServer(cache / "marker")
+    assert compile_with(server, lambda: launch_merge(128, BF16, 16)) == {"_merge_kernel": False}
+    server.close()
+
+
+def test_failing_and_odd_kernels_are_left_to_this_process(server: CompileServer) -> None:
+    assert compile_with(server, lambda: launch(_tagged_kernel, Unpicklable())) == {"_tagged_kernel": False}
+    with pytest.raises(triton.CompilationError, match="this kernel cannot be compiled"):
+        compile_with(server, lambda: launch(_failing_kernel))
+    assert compile_with(server, lambda: launch(_tagged_kernel, 1)) == {"_tagged_kernel": True}
+
+
+def test_start_compile_server_needs_one_only_for_a_new_setup(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache.mkdir()
+    first = start_compile_server("a model", 1, min_cores=1)
+    assert first is not None
+    first.close(is_complete=False)
+    second = start_compile_server("a model", 1, min_cores=1)
+    assert second is not None
+    second.close(is_complete=True)
+    assert start_compile_server("a model", 1, min_cores=1) is None
+    assert start_compile_server("another model", 1, min_cores=2**20) is None
+    monkeypatch.setattr(sys, "executable", str(cache / "nothing"))
+    assert start_compile_server("another model", 1, min_cores=1) is None
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert start_compile_server("another model", 1, min_cores=1) is None
+
+
+SCRIPT = """
+import sys, time
+from pathlib import Path
+from nanovllm.kernels.compile_server import CompileServer
+print("the script runs", flush=True)
+server = CompileServer(Path("marker"))
+print(server.pid, flush=True)
+if len(sys.argv) > 1:
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("args", [[], ["waits"]], ids=["ends", "is killed"])
+def test_server_ends_with_the_process_that_started_it(tmp_path: Path, args: list[str]) -> None:
+    """That process does not close it. Its script runs once, and nobody writes to its output."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    process = subprocess.Popen([sys.executable, str(script), *args], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "the script runs\n"
+    pid = int(process.stdout.readline())
+    if args:
+        process.kill()
+    assert process.stdout.read() == ""
+    process.wait()
+    wait_until(lambda: set(processes_of(pid).values()) <= {"Z"})  # whoever adopts it may not wait for it
