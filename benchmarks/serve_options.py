@@ -78,10 +78,10 @@ def _add_workload_options(parser: argparse.ArgumentParser, workloads: Sequence[s
     group.add_argument(
         "--stream-tokens",
         type=_positive,
-        default=8192,
+        default=1024,
         metavar="N",
-        help="of one answer of a stream; choose more than one gets while it is watched, because streams that begin "
-        "slow down the others",
+        help="of one answer of a stream, which then begins another; each stream begins at another point of an answer, "
+        "so that the mean context stays the same",
     )
     group.add_argument("--window-s", type=float, default=3.0, metavar="S", help="time in which streams are watched")
     group.add_argument(

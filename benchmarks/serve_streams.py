@@ -5,7 +5,7 @@ The streams run all the time. Their rates and gaps in one window of time are com
 
 import asyncio
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,23 +37,25 @@ class Window:
 class RunningStreams:
     """Streams that run until they are cancelled. One whose answer ends begins another.
 
+    Steps take longer as contexts grow. So each stream begins at another point of an answer: the contexts are evenly
+    distributed from the first token on, and their mean stays the same. Nor do many answers end at once.
+
     async with RunningStreams(bench, 32, seed=0) as streams: ...
     """
 
     def __init__(self, bench: Bench, num_streams: int, seed: int) -> None:
         self._bench, self._num_streams, self._seed = bench, num_streams, seed
-        self.answers: list[Answer] = []
+        self.answers: list[list[Answer]] = [[] for _ in range(num_streams)]  # of each stream, in turn
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> "RunningStreams":
         """Start the streams and wait until each has a token."""
         rng = random.Random(self._seed)
-        for _ in range(self._num_streams):
-            prompt = await self._bench.maker.prompt(rng, STREAM_PROMPT_TOKENS)
-            request = self._bench.maker.request(prompt, self._max_tokens).with_body(TOKENS_OF_EACH_EVENT)
-            self._tasks.append(asyncio.create_task(self._run(request)))
+        requests = [await self._requests(rng, stream_idx) for stream_idx in range(self._num_streams)]
+        for (first, later), answers in zip(requests, self.answers, strict=True):
+            self._tasks.append(asyncio.create_task(self._run(first, later, answers)))
         try:
-            while sum(bool(answer.event_s) for answer in self.answers) < self._num_streams:
+            while not all(answers and answers[0].event_s for answers in self.answers):
                 self.check()
                 await asyncio.sleep(POLL_S)
         except BaseException:
@@ -70,17 +72,31 @@ class RunningStreams:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    @property
-    def _max_tokens(self) -> int:
-        return int(self._bench.args.stream_tokens)
+    async def _requests(self, rng: random.Random, stream_idx: int) -> tuple[Request, Request]:
+        """The first request of a stream, and the one that it sends whenever an answer has ended.
 
-    async def _run(self, request: Request) -> None:
+        What the first answer lacks is in its prompt, so that its context is that of a stream in mid-answer.
+        """
+        max_tokens = int(self._bench.args.stream_tokens)
+        num_begun = max_tokens * (self._num_streams - 1 - stream_idx) // self._num_streams
+        return (
+            await self._request(rng, STREAM_PROMPT_TOKENS + num_begun, max_tokens - num_begun),
+            await self._request(rng, STREAM_PROMPT_TOKENS, max_tokens),
+        )
+
+    async def _request(self, rng: random.Random, num_prompt_tokens: int, max_tokens: int) -> Request:
+        prompt = await self._bench.maker.prompt(rng, num_prompt_tokens)
+        return self._bench.maker.request(prompt, max_tokens).with_body(TOKENS_OF_EACH_EVENT)
+
+    async def _run(self, first: Request, later: Request, answers: list[Answer]) -> None:
+        request = first
         while True:
             answer = Answer(0.0)
-            self.answers.append(answer)
+            answers.append(answer)
             await ask(self._bench.client, request, self._bench.server.timeout_s, answer)
             if answer.error is not None:
                 raise WorkloadError(f"a running stream failed: {answer.error} {answer.detail}")
+            request = later
 
     def check(self) -> None:
         """Raise the error of a stream that has failed."""
@@ -91,7 +107,7 @@ class RunningStreams:
     @property
     def num_ended(self) -> int:
         """Answers that have ended, each of which made a stream begin another."""
-        return len(self.answers) - self._num_streams
+        return sum(len(answers) - 1 for answers in self.answers)
 
     async def watch(self, seconds: float) -> Window:
         """Let them run. Returns the window."""
@@ -104,12 +120,14 @@ class RunningStreams:
 
     def tok_per_s(self, window: Window) -> float:
         """Rate of all streams in the window."""
-        events = (event for answer in self.answers for event in _events(answer))
-        return sum(tokens for time_s, tokens in events if window.holds(time_s)) / (window.end_s - window.start_s)
+        return sum(_tokens_in(window, answers) for answers in self.answers) / (window.end_s - window.start_s)
 
     def gaps(self, window: Window) -> list[tuple[float, float]]:
-        """(seconds per token, tokens) of all events whose gap to the one before is in the window, at least in part."""
-        gaps = [gap for answer in self.answers for gap in answer.gaps()]
+        """(seconds per token, tokens) of all events whose gap to the one before is in the window, at least in part.
+
+        The time between two answers of a stream is no gap.
+        """
+        gaps = [gap for answers in self.answers for answer in answers for gap in answer.gaps()]
         return [
             (seconds, tokens)
             for time_s, seconds, tokens in gaps
@@ -118,14 +136,17 @@ class RunningStreams:
 
     def num_steps(self, window: Window) -> int:
         """The most tokens that any stream got in the window: without guesses, the engine's steps in it."""
-        return round(
-            max(sum(tokens for time_s, tokens in _events(answer) if window.holds(time_s)) for answer in self.answers)
-        )
+        return round(max(_tokens_in(window, answers) for answers in self.answers))
 
 
-def _events(answer: Answer) -> Iterator[tuple[float, float]]:
-    """When each event came, and how many tokens it had."""
-    return zip(answer.event_s, answer.event_tokens, strict=True)
+def _tokens_in(window: Window, answers: Sequence[Answer]) -> float:
+    """Tokens of one stream's answers that came in the window."""
+    return sum(
+        tokens
+        for answer in answers
+        for time_s, tokens in zip(answer.event_s, answer.event_tokens, strict=True)
+        if window.holds(time_s)
+    )
 
 
 # -- a long prompt -----------------------------------------------------------------------------------------------
@@ -141,7 +162,9 @@ async def measure_interference(bench: Bench) -> Json:
     result = over_runs(runs)
     print(
         f"{bench.args.streams} streams, then {bench.args.document_tokens} tokens: time per token quiet p50 "
-        f"{result['quiet_time_per_token_p50_ms']:.2f} ms, p99 {result['quiet_time_per_token_p99_ms']:.2f} ms; "
+        f"{result['quiet_time_per_token_p50_ms']:.2f} ms (before {result['quiet_before_time_per_token_p50_ms']:.2f}, "
+        f"after {result['quiet_after_time_per_token_p50_ms']:.2f}), p99 "
+        f"{result['quiet_time_per_token_p99_ms']:.2f} ms; "
         f"meanwhile p50 {result['prefill_time_per_token_p50_ms']:.2f} ms, "
         f"p99 {result['prefill_time_per_token_p99_ms']:.2f} ms, {result['prefill_p99_over_quiet_p50']:.2f} of quiet p50"
     )
@@ -162,7 +185,7 @@ async def interfere(bench: Bench, seed: int) -> Json:
     shorts: list[Answer] = []
     long = Answer(0.0)
     async with RunningStreams(bench, bench.args.streams, seed) as streams:
-        quiet = await streams.watch(bench.args.window_s)
+        before = await streams.watch(bench.args.window_s)
         reading = asyncio.create_task(ask(bench.client, long_request, bench.server.timeout_s, long))
         await asyncio.sleep(bench.args.short_after_s)
         for prompt in prompts:
@@ -172,14 +195,14 @@ async def interfere(bench: Bench, seed: int) -> Json:
             await asyncio.sleep(rng.random() * bench.args.short_after_s)
         await reading
         streams.check()
-        quiet_after = await streams.watch(bench.args.window_s)
+        after = await streams.watch(bench.args.window_s)
     if long.error is not None:
         raise WorkloadError(f"the long request failed: {long.error} {long.detail}")
     prefill = Window(long.sent_s, long.event_s[0])
     shorts = [short for short in shorts if prefill.holds(short.sent_s)]  # also those that had to wait for its end
     if not shorts:
         raise WorkloadError(f"the long prompt took only {long.ttft_s:.2f} s; make it longer, or lower --short-after-s")
-    return interference_figures(streams, (quiet, quiet_after), prefill) | {
+    return interference_figures(streams, before, prefill, after) | {
         "streams_ended": streams.num_ended,
         "short_ttft_s": percentile([(short.ttft_s, 1) for short in shorts], 0.5),
         "short_ttft_latest_s": max(short.ttft_s for short in shorts),
@@ -189,14 +212,17 @@ async def interfere(bench: Bench, seed: int) -> Json:
     }
 
 
-def interference_figures(streams: RunningStreams, quiet: Sequence[Window], prefill: Window) -> Json:
+def interference_figures(streams: RunningStreams, before: Window, prefill: Window, after: Window) -> Json:
     """What the streams felt: their times per token and their rates during the prefill, and before and after it.
 
-    The streams become slower as their contexts grow, so the quiet figures are of both.
+    The quiet figures are of both windows. The p50 of each says whether the quiet pace has stayed the same.
     """
-    result: Json = percentiles_ms("quiet_time_per_token", [gap for window in quiet for gap in streams.gaps(window)])
+    gaps = {"before": streams.gaps(before), "after": streams.gaps(after)}
+    result: Json = percentiles_ms("quiet_time_per_token", gaps["before"] + gaps["after"])
+    for name, values in gaps.items():
+        result[f"quiet_{name}_time_per_token_p50_ms"] = percentile(values, 0.5) * 1e3
     result |= percentiles_ms("prefill_time_per_token", streams.gaps(prefill))
     ratio = result["prefill_time_per_token_p99_ms"] / result["quiet_time_per_token_p50_ms"]
-    result |= {"quiet_tok_per_s": sum(map(streams.tok_per_s, quiet)) / len(quiet)}
+    result |= {"quiet_tok_per_s": (streams.tok_per_s(before) + streams.tok_per_s(after)) / 2}
     result |= {"prefill_tok_per_s": streams.tok_per_s(prefill)}
     return result | {"prefill_p99_over_quiet_p50": ratio}

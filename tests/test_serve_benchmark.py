@@ -145,13 +145,6 @@ def test_running_streams_that_fail_are_not_measured(result_of: Any, monkeypatch:
         result_of(FakeServer(faults=["500"]), *streams_argv("interference"))
 
 
-def test_window_counts_gaps_that_reach_into_it_and_tokens_that_arrive_in_it() -> None:
-    streams = object.__new__(RunningStreams)
-    streams.answers = [made_answer(0.0, 1.0, 3.0, 5.0, 9.0)]  # two tokens each
-    assert streams.gaps(Window(3.5, 6.0)) == [(1.0, 2.0), (2.0, 2.0)]
-    assert streams.tok_per_s(Window(3.0, 7.0)) == 2 / 4 and streams.num_steps(Window(2.0, 5.0)) == 4
-
-
 def test_server_is_killed_if_the_benchmark_ends_early() -> None:
     """Regression: a benchmark past its time was killed, and its server ran on beside the next one."""
     code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); time.sleep(99)"
@@ -331,8 +324,9 @@ def test_jobs_have_options_that_fit() -> None:
 
 def test_targets_read_figures_that_the_workloads_report() -> None:
     streams = object.__new__(RunningStreams)
-    streams.answers = [made_answer(0.0, 1.0, 3.0, 5.0, 9.0)]
-    interference = serve_streams.interference_figures(streams, [Window(0.0, 4.0)], Window(4.0, 9.0))
+    streams.answers = [[made_answer(0.0, 1.0, 3.0, 5.0, 9.0)]]
+    windows = (Window(0.0, 4.0), Window(4.0, 6.0), Window(6.0, 9.0))
+    interference = serve_streams.interference_figures(streams, *windows)
     interference |= {"short_ttft_latest_s": 1.0, "short_ttft_steps": 2}
     reported = {
         "serve-chats": {"share_of_generate": 1.0},
