@@ -50,7 +50,7 @@ def streamed_verifying_graph_sizes(max_num_rows: int) -> list[int]:
 
 
 MAX_GRAPH_CHUNKS = 8  # of prompts, in a step with answers that a graph can run
-MAX_GRAPH_CHUNK_TOKENS = 512  # of all of these
+MAX_GRAPH_CHUNK_TOKENS = 1024  # of all of these
 
 
 class MixedSize(NamedTuple):
@@ -65,11 +65,11 @@ class MixedSize(NamedTuple):
 
 
 def mixed_graph_sizes(max_num_tokens: int, max_num_rows: int) -> list[MixedSize]:
-    """Sizes to capture graphs for, of steps with short chunks of prompts: up to 4, 32, 256 and `max_num_rows` answers,
-    and up to 64, 128, 256 and 512 tokens of prompts. `max_num_tokens`: of a step.
+    """Sizes to capture graphs for, of steps with short chunks of prompts: up to 4, 32 and `max_num_rows` answers, and
+    up to 64, 128, 256, 512 and 1024 tokens of prompts. `max_num_tokens`: of a step.
     """
-    rows = sorted({*_sizes_up_to((4, 32, 256), max_num_rows), max_num_rows})
-    tokens = _sizes_up_to((64, 128, 256, MAX_GRAPH_CHUNK_TOKENS), max_num_tokens)
+    rows = _sizes_up_to((4, 32, max_num_rows), max_num_rows)
+    tokens = _sizes_up_to((64, 128, 256, 512, MAX_GRAPH_CHUNK_TOKENS), max_num_tokens)
     return [MixedSize(some, most) for some in rows for most in tokens]
 
 

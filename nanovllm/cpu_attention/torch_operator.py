@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from nanovllm.cpu_attention.job import AttentionJob, TokenSpan
@@ -147,9 +148,14 @@ def _two_rows_are_faster(dtype: torch.dtype, head_dim: int) -> bool:
 
 
 def _merge(parts: list[_Part]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns out_KRD and lse_KR over the keys of all parts, in fp32."""
-    out_UKRD, lse_UKR = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
-    lse_UKR = lse_UKR.float()
-    lse_KR = lse_UKR.logsumexp(0)
-    weights_UKR = (lse_UKR - lse_KR).exp_()
-    return (out_UKRD * weights_UKR[..., None]).sum(0), lse_KR
+    """Returns out_KRD and lse_KR over the keys of all parts, in fp32.
+
+    In numpy: torch wakes its whole team of threads for each of these small operations, which takes twice as long.
+    """
+    out_UKRD = np.concatenate([part.out_UKRD.float().numpy() for part in parts])
+    lse_UKR = np.concatenate([part.lse_UKR.float().numpy() for part in parts])
+    most_KR = lse_UKR.max(axis=0)
+    weights_UKR = np.exp(lse_UKR - most_KR)
+    sums_KR = weights_UKR.sum(axis=0)
+    out_KRD = np.einsum("ukr,ukrd->krd", weights_UKR / sums_KR, out_UKRD)
+    return torch.from_numpy(out_KRD), torch.from_numpy(most_KR + np.log(sums_KR))

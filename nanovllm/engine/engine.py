@@ -75,6 +75,7 @@ class Engine:
         self._request_ids = itertools.count()
         self._receivers: dict[int, Receiver] = {}  # by request id; unfinished requests only
         self._in_flight: _InFlight | None = None
+        self._planned: StepPlan | None = None  # the next step, if it is planned but not launched yet
         self._had_no_requests = True  # since the last launch
         self._last_turn_s = 0.0  # when a thread ended a step
         self._num_steps = self._num_prefill_tokens = self._num_decode_tokens = 0
@@ -210,12 +211,17 @@ class Engine:
     def _advance(self) -> None:
         """Launch the next step and commit the one before it; without working ahead, commit the one just launched.
 
-        A sequence that guesses needs its newest token to guess from. Then the step before is committed first.
+        A sequence that guesses needs its newest token to guess from. Then the step before is committed first. So it is
+        where launching takes long, and in a turn of its own, so that its tokens are passed on before.
         """
         follows_pause = self._has_paused()
         if self._in_flight is not None and self.scheduler.needs_tokens():
             self._commit_in_flight(None)
-        plan = self.scheduler.schedule()
+        plan, self._planned = self._planned or self.scheduler.schedule(), None
+        if plan is not None and self._in_flight is not None and self._holds_up_answers():
+            self._planned = plan
+            self._commit_in_flight(None)
+            return
         launched = None
         if plan is not None:
             launched = _InFlight(plan, self.executor.launch(plan), follows_pause)
@@ -227,6 +233,11 @@ class Engine:
             self._in_flight, launched = launched, None
         self._commit_in_flight(launched)
         self._last_turn_s = time.perf_counter()
+
+    def _holds_up_answers(self) -> bool:
+        """Whether launching the planned step takes so long that answers would notice."""
+        bound = self.scheduler.sharing.bound
+        return bound is not None and bound.is_long_step
 
     def _has_paused(self) -> bool:
         """Whether a step that is launched now would follow a pause (see StepMeter)."""

@@ -26,6 +26,7 @@ from nanovllm.core.step_plan import StepPlan
 
 NUM_DECODE_TIMES = 15  # whose median is the time of a step without chunks
 NUM_CHUNK_TIMES = 3  # of each magnitude of work, so that a single slow step does not count
+MAX_FIXED_SHARE = 0.5  # of the time of the chunk with the most work
 MIN_RATIO = 4.0  # of two works, from whose times a slope can be told
 MAX_RATIO = 16.0  # of two works whose times per work are compared; that of much less work is noise
 
@@ -84,9 +85,10 @@ class ChunkTimes:
 
     def line(self, *, in_graph: bool = False) -> ChunkLine | None:
         """What chunks add to the time of a step; None if none was measured. `in_graph`: chunks of up to `graph_tokens`
-        tokens.
+        tokens. Longer ones are taken to be as fast for their work, while nothing is known of them.
         """
-        return (self._in_graphs if in_graph else self._launched).line()
+        in_graphs = self._in_graphs.line()
+        return in_graphs if in_graph else self._launched.line() or in_graphs
 
 
 class _MeasuredLine:
@@ -133,7 +135,8 @@ def _fitted_line(points: list[tuple[float, float]]) -> ChunkLine:
     """`points`: work and seconds, in order of work.
 
     Times that do not fit a line must not make long chunks look free. So no point lies below `fixed_s`, and that of the
-    most work does not lie above the line.
+    most work does not lie above the line. Nor must slow ones make chunks look useless: at least half of the time of the
+    most work grows with it.
     """
     slopes = [(t - s) / (w - v) for (v, s), (w, t) in combinations(points, 2) if w >= MIN_RATIO * v]
     if not slopes:
@@ -141,4 +144,5 @@ def _fitted_line(points: list[tuple[float, float]]) -> ChunkLine:
     slope = max(0.0, median(slopes))
     fixed_s = max(0.0, min(median(s - slope * w for w, s in points), *(s for _, s in points)))
     most_work, its_s = points[-1]
+    fixed_s = min(fixed_s, MAX_FIXED_SHARE * its_s)
     return ChunkLine(fixed_s, max(slope, (its_s - fixed_s) / most_work), knows_fixed=True)

@@ -64,7 +64,8 @@ class PromptSharing:
         long = prompts[len(short) :]
         oldest = _oldest_of(long) if long else None
         self.bound.begin_step(
-            num_answers + len(short),
+            num_answers,
+            len(short),
             len(long),
             kv.num_missing_tokens(oldest) if oldest else 0,
             _position(oldest) if oldest else 0,

@@ -6,7 +6,8 @@ prompts where anyone else has work to do. They are spread in one of two ways:
 - *In every step*, as long as the step takes at most PACE times as long as a step without chunks. Such a step runs as a
   CUDA graph. This is only useful if most of the added time is work that grows with the chunk, and if QUERY_TILE_TOKENS
   fit into it. It is not possible where the prompt's history is streamed from CPU memory: that takes the same time for
-  one token as for thousands.
+  one token as for thousands. Steps with short prompts go without, because attention would divide the long history among
+  few programs. So does one step in MEASURING_INTERVAL, to see how long it takes.
 - *In one long step out of LONG_STEP_INTERVAL* otherwise, which is as long as allowed. A running answer then waits for a
   long step less than once in a hundred tokens, so the 99th percentile of its time per token is that of the other steps.
   Steps with chunks of short prompts are slow, too, and cannot wait. So each of them puts the next long step off by
@@ -23,6 +24,8 @@ long steps of any length. The first chunk of a step has at least MIN_CHUNK_TOKEN
 from nanovllm.scheduling.chunk_times import ChunkLine, ChunkTimes, chunk_tokens, chunk_work
 
 PACE = 2.6  # three times is what is promised; the rest is for estimates that are too low
+MAX_SHORT_STEPS = 8  # in a row, with short prompts, for which a paced prompt waits
+MEASURING_INTERVAL = 32
 QUERY_TILE_TOKENS = 64  # attention takes as long for one token as for so many
 LONG_STEP_INTERVAL = 160  # 0.6% of the steps, which leaves room for steps that are slow for other reasons
 REST_SHARE = 4.0  # most time between two long steps, in times of a long one, for many others and one long prompt
@@ -38,20 +41,24 @@ class StepBound:
         self._num_short_since = 0  # steps with short prompts since then, while long ones waited
         self._rest_s = 0.0  # time of the steps since then
         self._long_s = max_step_s  # time of that step
+        self._num_paced = 0  # steps with a paced chunk since the last one without
+        self._num_unpaced = 0  # steps with short prompts since the last one with a paced chunk
         # State of the step that is being planned
         self._num_chunks, self._num_tokens, self._work = 0, 0, 0.0  # placed so far
         self._holds_long = False  # whether long prompts have to wait
         self._long_limit_s = self._streaming_s = 0.0  # time for chunks of long prompts, and to stream their keys
         self._is_paced = False  # whether the step must run as a graph
+        self._has_long = False  # whether a chunk of a long prompt was placed
 
-    def begin_step(self, num_others: int, num_long: int, num_missing_tokens: int, position: int = 0) -> None:
-        """`num_others`: answers and short prompts that have work to do. `num_long`: long prompts that do.
-        `num_missing_tokens`: keys of the oldest long prompt that are not on the GPU. `position`: where its next chunk
-        begins.
+    def begin_step(
+        self, num_answers: int, num_short: int, num_long: int, num_missing_tokens: int, position: int = 0
+    ) -> None:
+        """How many answers, short prompts and long prompts have work to do. `num_missing_tokens`: keys of the oldest
+        long prompt that are not on the GPU. `position`: where its next chunk begins.
         """
         self._num_steps_since += 1
-        self._num_chunks, self._num_tokens, self._work = 0, 0, 0.0
-        self._set_long_limit(num_others, num_long, num_missing_tokens, position)
+        self._num_chunks, self._num_tokens, self._work, self._has_long = 0, 0, 0.0, False
+        self._set_long_limit(num_answers, num_short, num_long, num_missing_tokens, position)
         self._holds_long = num_long > 0 and not self.runs_long_prompts
         self._rest_s += self.times.decode_s or 0.0
 
@@ -59,6 +66,11 @@ class StepBound:
     def runs_long_prompts(self) -> bool:
         """Whether this step runs chunks of long prompts. If not, they wait for a later step."""
         return self._long_limit_s > 0
+
+    @property
+    def is_long_step(self) -> bool:
+        """Whether the planned step has a chunk of a long prompt that is launched kernel by kernel, which takes long."""
+        return self._has_long and not self._is_paced
 
     def max_tokens(self, position: int, *, is_long: bool, is_oldest: bool) -> int:
         """The most tokens of a chunk that begins at `position`; 0 if its prompt must wait for a later step. The oldest
@@ -83,28 +95,44 @@ class StepBound:
         is_first = not self._num_chunks
         self._num_chunks += 1
         self._work += work
+        self._has_long |= is_long
         if is_long:
-            self._num_steps_since = self._num_short_since = 0
-            self._rest_s = 0.0
+            self._num_short_since = 0
+        if is_long and not self._is_paced:
+            self._num_steps_since, self._rest_s = 0, 0.0
             chunks_s = self.max_step_s if line is None else line.fixed_s + line.work_s * self._work
             self._long_s = max(chunks_s, self._streaming_s)
-        elif self._holds_long:
+        elif self._holds_long and not is_long:
             self._num_short_since += is_first
             self._rest_s += 0.0 if line is None else line.fixed_s * is_first + line.work_s * work
 
-    def _set_long_limit(self, num_others: int, num_long: int, num_missing_tokens: int, position: int) -> None:
+    def _set_long_limit(
+        self, num_answers: int, num_short: int, num_long: int, num_missing_tokens: int, position: int
+    ) -> None:
         """Choose the time for chunks of long prompts in this step; 0 if they have to wait.
 
         The work that is done while keys are streamed takes no time of its own.
         """
         self._streaming_s = num_missing_tokens * self._missing_token_s
         self._long_limit_s, self._is_paced = max(self.max_step_s, self._streaming_s), False
+        num_others = num_answers + num_short
         if num_others and num_long:
             paced_s = self._paced_s(position) if not num_missing_tokens or not self._has_graphs else 0.0
             if paced_s > 0:
-                self._long_limit_s, self._is_paced = paced_s, True
+                self._is_paced = True
+                self._long_limit_s = 0.0 if self._goes_without(num_answers, num_short) else paced_s
             elif not self._has_rested(num_others, num_long):
                 self._long_limit_s = 0.0
+
+    def _goes_without(self, num_answers: int, num_short: int) -> bool:
+        """Whether this step has no paced chunk, although there could be one."""
+        if not self._has_graphs:
+            return False
+        waits = num_short > 0 and self._num_unpaced < MAX_SHORT_STEPS
+        measures = num_answers > 0 and not num_short and self._num_paced >= MEASURING_INTERVAL - 1
+        self._num_unpaced = self._num_unpaced + 1 if waits else 0
+        self._num_paced = 0 if waits or measures else self._num_paced + 1
+        return waits or measures
 
     @property
     def _has_graphs(self) -> bool:

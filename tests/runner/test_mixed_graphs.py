@@ -111,7 +111,7 @@ def test_replayed_steps_give_the_logits_of_transformers(reference: Reference, nu
         llm.answer_and_check(prompts_of(5, 9), max_tokens=3)
         with_chunks = [plan for plan in llm.plans if not plan.is_decode]
         assert llm.used and (
-            num_gpu_blocks == 3 or len(llm.used) == sum(num_chunk_tokens(plan) <= 512 for plan in with_chunks)
+            num_gpu_blocks == 3 or len(llm.used) == sum(num_chunk_tokens(plan) <= 1024 for plan in with_chunks)
         )
         llm.assert_nothing_left()
 
@@ -142,9 +142,9 @@ def test_size_fits_tokens_rows_and_chunks(reference: Reference) -> None:
         assert find(plan(5, 64)) == (32, 64)
         assert find(plan(4, 65)) == (4, 128)
         assert find(plan(33, 2)) == (40, 64)
-        assert find(plan(40, 512)) == (40, 512)
+        assert find(plan(40, 1024)) == (40, 1024)
         assert find(plan(41, 2)) is None
-        assert find(plan(0, 513)) is None
+        assert find(plan(0, 1025)) is None
         assert find(plan(0, *[5] * MAX_GRAPH_CHUNKS)) == (4, 64)
         assert find(plan(0, *[5] * (MAX_GRAPH_CHUNKS + 1))) is None
         assert find(plan(2, 5, 1)) == (4, 64), "a single token behind a chunk is a chunk"
@@ -153,9 +153,9 @@ def test_size_fits_tokens_rows_and_chunks(reference: Reference) -> None:
 def test_there_is_a_size_however_small_the_limits_are() -> None:
     assert mixed_graph_sizes(1, 1) == [(1, 1)]
     assert mixed_graph_sizes(64, 64) == [(4, 64), (32, 64), (64, 64)]
-    rows, tokens = {4, 32, 256, 300}, {64, 128, 256, 512}
+    rows, tokens = {4, 32, 300}, {64, 128, 256, 512, 1024}
     sizes = mixed_graph_sizes(16384, 300)
-    assert len(sizes) == 16 and set(sizes) == set(itertools.product(rows, tokens)) and sizes[-1] == (300, 512)
+    assert len(sizes) == 15 and set(sizes) == set(itertools.product(rows, tokens)) and sizes[-1] == (300, 1024)
 
 
 def test_rows_of_padding_store_nothing(reference: Reference) -> None:

@@ -17,10 +17,16 @@ from nanovllm.kvcache.policy.hybrid_manager import HybridKVCacheManager
 from nanovllm.scheduling.scheduler import Scheduler
 
 LONG = 131_072
-GRAPHS = Gpu()  # a chunk costs nothing but its work
+NO_LAUNCHES = Gpu()  # a chunk costs nothing but its work
 LAUNCHES = Gpu(chunk_s=8e-3)  # any chunk costs more than three steps without one
 MEASURED = Gpu(step_s=1.9e-3, token_s=4.66e-6, key_s=3.4e-10, chunk_s=8e-3)  # on an H200, by chunks beside 32 answers
-SHAPES = {"H200": GRAPHS, "launches": LAUNCHES, "slow linear layers": Gpu(token_s=9.3e-6, key_s=2e-10)}
+GRAPHS = replace(MEASURED, graph_tokens=1024, graph_chunk_s=0.8e-3, graph_key_s=5.3e-10, token_s=2e-6, chunk_s=30e-3)
+SHAPES = {
+    "H200": GRAPHS,
+    "launches": LAUNCHES,
+    "no launches": NO_LAUNCHES,
+    "slow linear layers": Gpu(token_s=9.3e-6, key_s=2e-10),
+}
 
 
 def all_gpu() -> KVCacheManager:
@@ -91,24 +97,29 @@ def test_beside_a_long_prompt_streams_keep_their_pace_and_short_prompts_start_at
     assert factor < 6
 
 
-@pytest.mark.parametrize("first_chunk_s", [0.0, 0.5])
+@pytest.mark.parametrize(
+    ("gpu", "first_chunk_s"),
+    [(MEASURED, 0.0), (MEASURED, 0.5), (GRAPHS, 0.0), (GRAPHS, 0.2)],
+    ids=["launches", "launches, slow at first", "graphs", "graphs, slow at first"],
+)
 @pytest.mark.parametrize("make_kv", [all_gpu, hybrid])
 def test_short_prompts_beside_a_long_one_do_not_add_up_to_a_hundredth_of_the_steps(
-    make_kv: Callable[[], KVCacheManager], first_chunk_s: float
+    make_kv: Callable[[], KVCacheManager], gpu: Gpu, first_chunk_s: float
 ) -> None:
     """Regression: one long step out of 128, and the steps of 16 short prompts, were 1.3% of all steps.
 
     `first_chunk_s`: kernels are prepared when a chunk of their size runs for the first time.
     """
-    gpu = replace(MEASURED, first_chunk_s=first_chunk_s)
+    gpu = replace(gpu, first_chunk_s=first_chunk_s)
     alone_s = solo_s(make_kv(), MEASURED)
     steps = with_streams(make_kv(), gpu, max_step_s=0.2)
     quiet_s = median(gaps_s(steps, start_s=steps.now_s / 2))
     start_s = steps.now_s
     long = steps.add(LONG, max_tokens=1)
     shorts: list[Request] = []
+    last_arrival_s = (1.5 if gpu.graph_tokens else 3) * alone_s
     while long.seq.finish_reason is None:
-        if len(shorts) < 16 and steps.now_s - start_s > len(shorts) * 3 * alone_s / 16:
+        if len(shorts) < 16 and steps.now_s - start_s > len(shorts) * last_arrival_s / 16:
             shorts.append(steps.add(200, max_tokens=100))
         steps.step()
     assert len(shorts) == 16 and all(short.num_steps == 1 for short in shorts)
@@ -148,7 +159,7 @@ def test_lone_long_prompt_loses_little_to_the_bound() -> None:
 @pytest.mark.parametrize("make_kv", [all_gpu, hybrid])
 def test_flood_of_short_prompts_does_not_starve_a_long_one(make_kv: object, max_step_s: float | None) -> None:
     """More short prompts arrive in each step than it has room for."""
-    steps = TimedSteps(make_kv(), GRAPHS, max_step_s=max_step_s)  # type: ignore[operator]
+    steps = TimedSteps(make_kv(), NO_LAUNCHES, max_step_s=max_step_s)  # type: ignore[operator]
     long = steps.add(LONG, max_tokens=1)
     num_steps = 0
     while long.seq.finish_reason is None:
@@ -156,12 +167,12 @@ def test_flood_of_short_prompts_does_not_starve_a_long_one(make_kv: object, max_
             steps.add(1000, max_tokens=1, token_ids=[len(steps.requests), *range(999)])
         steps.step()
         num_steps += 1
-    assert long.first_token_s < 6 * solo_s(make_kv(), GRAPHS)  # type: ignore[operator]
+    assert long.first_token_s < 6 * solo_s(make_kv(), NO_LAUNCHES)  # type: ignore[operator]
 
 
 def test_prompt_at_the_head_that_lacks_blocks_is_not_overtaken() -> None:
     """Short prompts would take every block that is freed."""
-    steps = TimedSteps(BlockManager(600, 256), GRAPHS)
+    steps = TimedSteps(BlockManager(600, 256), NO_LAUNCHES)
     steps.add(50_000, max_tokens=100)
     for _ in range(10):
         steps.step()
@@ -178,7 +189,7 @@ def test_prompt_at_the_head_that_lacks_blocks_is_not_overtaken() -> None:
 
 def test_prompts_about_one_document_wait_for_the_first_and_hit_all_of_it() -> None:
     """Equals are served one after the other. Started side by side, each would compute the document again."""
-    steps = TimedSteps(all_gpu(), GRAPHS)
+    steps = TimedSteps(all_gpu(), NO_LAUNCHES)
     document = list(range(60_000))
     requests = [steps.add(0, max_tokens=1, token_ids=[*document, 60_000 + i]) for i in range(4)]
     steps.add(200, max_tokens=1)
@@ -188,7 +199,7 @@ def test_prompts_about_one_document_wait_for_the_first_and_hit_all_of_it() -> No
 
 
 def test_question_about_a_known_document_counts_as_a_short_prompt() -> None:
-    steps = TimedSteps(all_gpu(), GRAPHS, max_step_s=0.2)
+    steps = TimedSteps(all_gpu(), NO_LAUNCHES, max_step_s=0.2)
     document = list(range(60_000))
     first = steps.add(0, max_tokens=1, token_ids=document)
     steps.run_until(first)

@@ -108,7 +108,7 @@ def test_a_slow_first_chunk_is_soon_forgotten(num_slow: int, with_short: bool) -
     seconds = []
     for i in range(8):
         position = 16_384 * num_slow + 4096 * i
-        bound.begin_step(0, 1, 0)
+        bound.begin_step(0, 0, 1, 0)
         num_tokens = bound.max_tokens(position, is_long=True, is_oldest=True)
         bound.chunk_placed(num_tokens, position, is_long=True)
         steps.run(num_tokens, position)
@@ -150,7 +150,7 @@ def long_steps(bound: StepBound, num_steps: int, *, num_others: int = 32, num_mi
     """Numbers of the steps with a chunk of a long prompt, which begins at token 100,000."""
     found = []
     for i in range(num_steps):
-        bound.begin_step(num_others, 1, num_missing_tokens)
+        bound.begin_step(num_others, 0, 1, num_missing_tokens)
         if bound.runs_long_prompts:
             found.append(i)
             bound.chunk_placed(bound.max_tokens(100_000, is_long=True, is_oldest=True), 100_000, is_long=True)
@@ -169,7 +169,7 @@ def test_bound_puts_long_steps_off_for_each_step_with_a_short_prompt() -> None:
     bound = StepBound(measured(fixed_s=8e-3), max_step_s=2.0)
     assert long_steps(bound, 1) == [0]
     for _ in range(2):
-        bound.begin_step(33, 1, 0)
+        bound.begin_step(32, 1, 1, 0)
         for _ in range(3):  # in one step
             bound.chunk_placed(200, 0, is_long=False)
     assert long_steps(bound, 1000)[0] == 3 * LONG_STEP_INTERVAL - 3
@@ -181,7 +181,7 @@ def test_bound_runs_long_steps_although_each_step_has_a_short_prompt(times: Chun
     bound = StepBound(times, max_step_s=0.2)
     found = []
     for i in range(1000):
-        bound.begin_step(10**6, 1, 0)
+        bound.begin_step(10**6, 1, 1, 0)
         bound.chunk_placed(200, 0, is_long=False)
         if bound.runs_long_prompts:
             found.append(i)
@@ -208,7 +208,7 @@ def test_bound_gives_a_long_prompt_its_time_beside_short_prompts_alone() -> None
     bound = StepBound(times, max_step_s=0.2)
     steps_between = []
     for _ in range(500):
-        bound.begin_step(num_others=4, num_long=1, num_missing_tokens=0)
+        bound.begin_step(num_answers=0, num_short=4, num_long=1, num_missing_tokens=0)
         if bound.runs_long_prompts:
             bound.chunk_placed(bound.max_tokens(0, is_long=True, is_oldest=True), 0, is_long=True)
             steps_between.append(0)
@@ -232,7 +232,7 @@ def test_bound_of_a_lone_prompt_is_the_longest_step_and_at_least_the_time_of_str
     bound = StepBound(measured(), max_step_s=0.1, missing_token_s=2e-6)
     seconds = []
     for num_missing_tokens in (0, 100_000):
-        bound.begin_step(0, 1, num_missing_tokens)
+        bound.begin_step(0, 0, 1, num_missing_tokens)
         num_tokens = bound.max_tokens(100_000, is_long=True, is_oldest=True)
         seconds.append(FIXED_S + WORK_S * chunk_work(num_tokens, 100_000, TOKEN_KEYS))
         bound.chunk_placed(num_tokens, 100_000, is_long=True)
@@ -242,7 +242,7 @@ def test_bound_of_a_lone_prompt_is_the_longest_step_and_at_least_the_time_of_str
 def test_bound_lets_the_first_chunk_of_a_step_progress_whatever_it_costs() -> None:
     bound = StepBound(measured(fixed_s=1.0), max_step_s=0.1)
     for is_long in (True, False):
-        bound.begin_step(0, int(is_long), 0)
+        bound.begin_step(0, 1 - int(is_long), int(is_long), 0)
         assert bound.max_tokens(100_000, is_long=is_long, is_oldest=True) == MIN_CHUNK_TOKENS
 
 
@@ -250,7 +250,7 @@ def test_bound_lets_short_prompts_run_in_any_step_until_it_is_full() -> None:
     bound = StepBound(measured(), max_step_s=0.05)
     num_steps_with_short = 0
     for _ in range(10):
-        bound.begin_step(33, 1, 0)
+        bound.begin_step(32, 1, 1, 0)
         num_tokens = bound.max_tokens(0, is_long=False, is_oldest=False)
         bound.chunk_placed(num_tokens, 0, is_long=False)
         num_steps_with_short += num_tokens > 1000

@@ -12,7 +12,7 @@ from nanovllm.kvcache.policy.base import KVCacheManager
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduling.chunk_times import ChunkTimes
 from nanovllm.scheduling.scheduler import Scheduler
-from nanovllm.scheduling.step_bound import StepBound
+from nanovllm.scheduling.step_bound import QUERY_TILE_TOKENS, StepBound
 
 TOKEN_KEYS = 3840  # Qwen3-0.6B: keys whose attention costs as much as a token's linear layers
 KV_TOKEN_BYTES = 114_688
@@ -22,6 +22,9 @@ KV_TOKEN_BYTES = 114_688
 class Gpu:
     """Times like those of one H200 with Qwen3-0.6B. Steps with chunks are launched kernel by kernel, which takes
     `chunk_s` however short they are. The first chunk of each magnitude takes `first_chunk_s` more.
+
+    Chunks of up to `graph_tokens` tokens in all run as a graph, if no key is streamed. They take `graph_chunk_s`
+    instead of `chunk_s`, whole tiles of queries, and `graph_key_s` for a token and a key.
     """
 
     step_s: float = 1.7e-3
@@ -30,22 +33,32 @@ class Gpu:
     key_s: float = 3.85e-10  # of a token of a chunk and a key
     chunk_s: float = 0.0
     first_chunk_s: float = 0.0
+    graph_tokens: int = 0
+    graph_chunk_s: float = 0.0
+    graph_key_s: float = 0.0
     link_byte_per_s: float = 50e9
+
+    def runs_as_graph(self, plan: StepPlan) -> bool:
+        num_tokens = sum(step.num_tokens for step in plan.sequences if step.num_tokens != step.num_sampled)
+        return num_tokens <= self.graph_tokens and not (plan.moves.brings_in_keys or plan.moves.loads)
 
     def seconds(self, plan: StepPlan, block_size: int) -> float:
         compute_s = self.step_s
-        has_chunk = False
+        chunks = [step for step in plan.sequences if step.num_tokens != step.num_sampled]
+        in_graph = self.runs_as_graph(plan)
+        key_s = self.graph_key_s if in_graph else self.key_s
         for step in plan.sequences:
             if step.num_tokens == step.num_sampled:
                 compute_s += self.row_s
                 continue
-            has_chunk = True
-            num_keys = step.position + step.num_tokens / 2
-            compute_s += step.num_tokens * (self.token_s + self.key_s * num_keys)
+            num_tokens = -(-step.num_tokens // QUERY_TILE_TOKENS) * QUERY_TILE_TOKENS if in_graph else step.num_tokens
+            compute_s += num_tokens * (self.token_s + key_s * (step.position + step.num_tokens / 2))
+        if chunks:
+            compute_s += self.graph_chunk_s if in_graph else self.chunk_s
         num_streamed = sum(group.num_tokens(block_size) for group in plan.moves.streamed)
         num_streamed += sum(load.num_tokens for load in plan.moves.loads)
         streaming_s = num_streamed * KV_TOKEN_BYTES / self.link_byte_per_s
-        return max(compute_s + has_chunk * self.chunk_s, streaming_s)
+        return max(compute_s, streaming_s)
 
 
 @dataclass
@@ -72,7 +85,7 @@ class TimedSteps:
     ) -> None:
         self.gpu, self.block_size = gpu, kv.block_size  # type: ignore[attr-defined]
         self.now_s = 0.0
-        self.times = ChunkTimes(TOKEN_KEYS)
+        self.times = ChunkTimes(TOKEN_KEYS, gpu.graph_tokens)
         bound = None
         if max_step_s is not None:
             missing_token_s = KV_TOKEN_BYTES / gpu.link_byte_per_s
@@ -112,7 +125,9 @@ class TimedSteps:
         return plan
 
     def _preparation_s(self, plan: StepPlan) -> float:
-        """Time that only the first chunk of a magnitude takes."""
+        """Time that only the first chunk of a magnitude takes. Graphs are captured beforehand."""
+        if self.gpu.runs_as_graph(plan):
+            return 0.0
         chunks = {step.num_tokens.bit_length() for step in plan.sequences if step.num_tokens > step.num_sampled}
         new = chunks - self._known_chunks
         self._known_chunks |= new

@@ -85,9 +85,8 @@ class CudnnBackend(AttentionBackend):
         batch: PagedBatch,
         scale: float,
     ) -> PartialAttention:
-        if batch.max_query_len < self.limits.min_queries:
+        if batch.max_query_len < self.limits.min_queries or batch.host is None:  # in a graph, chunks are short
             return self.paged.attend(q_THD, k_cache_NPKD, v_cache_NPKD, batch, scale)
-        assert batch.host is not None, "the cudnn backend loops over long sequences: it needs PagedBatch.host"
         parts = []
         start = 0
         for first, last in self._runs(batch.host, batch.causal):
