@@ -134,7 +134,7 @@ def main() -> None:
         num_decoded = 2 * (WARM_UP_STEPS + RECORDED_STEPS)
         prompt = random_prompt(random.Random(0), args.max_model_len - num_decoded, llm.model_config.vocab_size)
         llm.add_request(prompt, greedy(num_decoded))
-        while not (outputs := llm.step()) or not outputs[0]["token_ids"]:
+        while not llm.step().num_decode_tokens:
             pass
         for _ in range(WARM_UP_STEPS):
             llm.step()

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-UNIT_TOKENS = 64  # the CPU's share of a block is a multiple of this, a tile of its kernel
+UNIT_TOKENS = 64  # a tile of the compiled kernels
 MIN_GAIN = 0.02  # of a layer's time; a smaller gain is within the error of the rates
 
 
@@ -35,6 +35,7 @@ class CpuSplit:
     link_byte_per_s: float | None = None  # None on a CPU: there is no link, so the CPU attends to everything
     cpu_rates: tuple[CpuRate, ...] = ()  # by rising num_queries, the first for 1
     idle_s: float = 0.0  # of the CPU in each layer, measured with one sequence
+    unit_tokens: int = UNIT_TOKENS  # the CPU's share of a block is a multiple of this, or the whole block
 
     def takes_part(self, num_queries: Sequence[int]) -> bool:
         """Whether the CPU may attend in a step whose sequences have so many queries each."""
@@ -62,7 +63,7 @@ class CpuSplit:
         num_tokens = 0
         for token_cost_s in reversed(token_costs_s):
             num_balanced = (link_s - cpu_s) / (self.link_s(1) + token_cost_s)
-            num_taken = min(block_size, max(0, int(num_balanced)) // UNIT_TOKENS * UNIT_TOKENS)
+            num_taken = min(block_size, max(0, int(num_balanced)) // self.unit_tokens * self.unit_tokens)
             num_tokens += num_taken
             link_s, cpu_s = link_s - self.link_s(num_taken), cpu_s + num_taken * token_cost_s
             if num_taken < block_size:

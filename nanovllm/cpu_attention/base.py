@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 
 import torch
 
-from nanovllm.cpu_attention.job import AttentionJob
+from nanovllm.cpu_attention.job import TILE_TOKENS, AttentionJob
 
 MAX_QUEUED_JOBS = 2048  # CAPACITY in source/server.h
 FAR_AHEAD = 2**30  # a closed server counts this many jobs beyond its newest one as done
@@ -40,6 +40,7 @@ class CpuKernel(ABC):
 
     name: str
     num_threads: int
+    unit_tokens: int = TILE_TOKENS  # the CPU's share of a block should be a multiple of this
 
     @classmethod
     @abstractmethod

@@ -97,6 +97,7 @@ def split_of_slowest_rank(
         max_queries=cpu.max_rows,
         max_sequence_queries=rates[-1].num_queries,
         is_forced=is_forced,
+        unit_tokens=cpu.kernel.unit_tokens,
     )
 
 
