@@ -195,6 +195,31 @@ def test_abort_all_ends_the_requests_of_one_outbox(engine: Engine) -> None:
     assert finish(engine, others)[other_id]["finish_reason"] == "length"
 
 
+@pytest.mark.parametrize("aborts", [False, True])
+def test_answers_are_passed_on_before_a_long_step_is_launched(setup: EngineSetup, aborts: bool) -> None:
+    """Its launch takes as long as several steps. What is aborted in between does no harm."""
+    engine, outbox = make_engine(setup, ahead=True, times=NotedTimes()), Outbox()
+    calls = engine.executor.calls  # type: ignore[attr-defined]
+    answering = engine.add_request(prompt(3), PARAMS, Receiver(outbox))
+    for _ in range(2):
+        engine.step(outbox)
+    long_ones = [engine.add_request(prompt(60), PARAMS, Receiver(outbox)) for _ in range(2)]
+    calls.clear()
+    turns = []
+    for _ in range(3):
+        turns.append((engine.step(outbox).num_decode_tokens, tuple(calls)))
+        calls.clear()
+        if aborts and len(turns) == 1:
+            engine.abort(long_ones[0])
+    assert turns[0] == (1, ("wait",)), "the long step is planned, and not launched yet"
+    assert turns[1] == (0, ("launch",))
+    assert turns[2][1] == ("launch", "wait")
+    finished = finish(engine, outbox)
+    assert [finished[i]["finish_reason"] for i in (answering, long_ones[1])] == ["length", "length"]
+    engine.scheduler.check_integrity()
+    engine.close()
+
+
 def test_rank_that_dies_ends_the_engine_and_names_the_cause(setup: EngineSetup) -> None:
     engine, outbox = make_engine(setup, ahead=True, dies_at=2), Outbox()
     request_id = engine.add_request(prompt(10), PARAMS, Receiver(outbox))

@@ -10,7 +10,14 @@ from nanovllm.core.step_plan import KVMoves, SamplingRow, SequenceStep, SlotLoad
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduling.chunk_times import ChunkTimes, chunk_tokens, chunk_work
 from nanovllm.scheduling.prompt_sharing import PromptSharing
-from nanovllm.scheduling.step_bound import LONG_STEP_INTERVAL, MIN_CHUNK_TOKENS, PACE, StepBound
+from nanovllm.scheduling.step_bound import (
+    LONG_STEP_INTERVAL,
+    MEASURING_INTERVAL,
+    MIN_CHUNK_TOKENS,
+    PACE,
+    QUERY_TILE_TOKENS,
+    StepBound,
+)
 
 TOKEN_KEYS = 4000
 DECODE_S, FIXED_S, WORK_S = 2.5e-3, 1e-3, 4e-10
@@ -20,9 +27,9 @@ ROW = SamplingRow(1.0, 0, 1.0, 0.0, 0, 0)
 class Steps:
     """Steps of known times, for ChunkTimes to measure."""
 
-    def __init__(self, fixed_s: float = FIXED_S) -> None:
+    def __init__(self, fixed_s: float = FIXED_S, graph_tokens: int = 0) -> None:
         self.fixed_s = fixed_s
-        self.times = ChunkTimes(TOKEN_KEYS)
+        self.times = ChunkTimes(TOKEN_KEYS, graph_tokens)
 
     def run(
         self,
@@ -256,6 +263,107 @@ def test_bound_lets_short_prompts_run_in_any_step_until_it_is_full() -> None:
         num_steps_with_short += num_tokens > 1000
         assert bound.max_tokens(0, is_long=False, is_oldest=False) < 100
     assert num_steps_with_short == 10
+
+
+GRAPH_TOKENS = 1024
+LAUNCHES_S = 30e-3  # of a chunk that has no graph
+
+
+def measured_graphs(fixed_s: float = FIXED_S) -> ChunkTimes:
+    """Where short chunks run as graphs, and longer ones are launched kernel by kernel."""
+    steps = Steps(fixed_s, GRAPH_TOKENS)
+    for num_tokens in (0, 0, 0, 64, 1000, 0):
+        steps.run(num_tokens)
+    steps.fixed_s = LAUNCHES_S
+    for num_tokens in (2000, 16_384):
+        steps.run(num_tokens)
+    return steps.times
+
+
+def test_times_of_graphs_and_of_launched_chunks_are_kept_apart() -> None:
+    times = measured_graphs()
+    graphs, launched = times.line(in_graph=True), times.line()
+    assert graphs is not None and (graphs.fixed_s, graphs.work_s) == pytest.approx((FIXED_S, WORK_S))
+    assert launched is not None and (launched.fixed_s, launched.work_s) == pytest.approx((LAUNCHES_S, WORK_S))
+
+
+def test_launched_chunks_are_taken_to_be_as_fast_as_graphs_until_one_was_measured() -> None:
+    steps = Steps(graph_tokens=GRAPH_TOKENS)
+    for num_tokens in (0, 64, 1000):
+        steps.run(num_tokens)
+    assert steps.times.line() == steps.times.line(in_graph=True) is not None
+
+
+def paced_chunk(bound: StepBound, position: int, *, num_short: int = 0, num_answers: int = 32) -> int:
+    """Tokens of a long prompt in the next step; 0 if it has none."""
+    bound.begin_step(num_answers, num_short, 1, 0, position)
+    for _ in range(num_short):
+        bound.chunk_placed(200, 0, is_long=False)
+    if not bound.runs_long_prompts:
+        return 0
+    num_tokens = bound.max_tokens(position, is_long=True, is_oldest=True)
+    bound.chunk_placed(num_tokens, position, is_long=True)
+    return num_tokens
+
+
+def test_paced_chunks_fill_tiles_and_fit_into_a_graph() -> None:
+    bound = StepBound(measured_graphs(), max_step_s=0.2)
+    assert paced_chunk(bound, 0) == GRAPH_TOKENS and not bound.is_long_step
+    num_tokens = paced_chunk(bound, 30_000)
+    assert num_tokens % QUERY_TILE_TOKENS == 0
+    seconds = DECODE_S + FIXED_S + WORK_S * chunk_work(num_tokens, 30_000, TOKEN_KEYS)
+    assert PACE * DECODE_S * 0.7 < seconds <= PACE * DECODE_S
+
+
+def test_chunks_are_not_paced_where_not_even_a_tile_fits() -> None:
+    """Of a very long prompt. Long steps follow, which the answers before must not wait for."""
+    bound = StepBound(measured_graphs(), max_step_s=0.2)
+    num_tokens = paced_chunk(bound, 500_000)
+    assert num_tokens > QUERY_TILE_TOKENS and bound.is_long_step
+    assert paced_chunk(bound, 500_000) == 0
+
+
+def test_chunks_are_not_paced_where_keys_must_be_streamed() -> None:
+    bound = StepBound(measured_graphs(), max_step_s=0.2, missing_token_s=1e-9)
+    bound.begin_step(32, 0, 1, 1000, 20_000)
+    assert bound.max_tokens(20_000, is_long=True, is_oldest=True) > GRAPH_TOKENS
+
+
+def test_one_step_in_32_has_no_paced_chunk_so_that_its_time_is_known() -> None:
+    bound = StepBound(measured_graphs(), max_step_s=0.2)
+    without = [i for i in range(200) if not paced_chunk(bound, 1000)]
+    assert {later - earlier for earlier, later in pairwise(without)} == {MEASURING_INTERVAL}
+
+
+def test_paced_prompt_waits_for_short_ones_but_not_for_a_flood_of_them() -> None:
+    bound = StepBound(measured_graphs(), max_step_s=0.2)
+    assert paced_chunk(bound, 1000) and not paced_chunk(bound, 1000, num_short=1) and paced_chunk(bound, 1000)
+    ran = [bool(paced_chunk(bound, 1000, num_short=1)) for _ in range(90)]
+    assert sum(ran) == 10
+
+
+def test_paced_chunk_beside_short_prompts_that_fill_the_graph_still_progresses() -> None:
+    bound = StepBound(measured_graphs(), max_step_s=0.2)
+    for _ in range(20):
+        bound.begin_step(32, 6, 1, 0, 1000)
+        for _ in range(6):
+            bound.chunk_placed(200, 0, is_long=False)
+        if bound.runs_long_prompts:
+            assert bound.max_tokens(1000, is_long=True, is_oldest=True) >= MIN_CHUNK_TOKENS
+            return
+    raise AssertionError("the long prompt never ran")
+
+
+def test_a_slow_chunk_does_not_make_all_time_look_fixed() -> None:
+    """Regression: after a slow first chunk the fixed time of launched ones was more than a step may take, and all later
+    chunks of long prompts were as short as allowed.
+    """
+    steps = Steps(graph_tokens=GRAPH_TOKENS)
+    for num_tokens, seconds in ((0, DECODE_S), (5503, 0.25), (16_384, 0.26)):
+        steps.run(num_tokens, seconds=seconds)
+    bound = StepBound(steps.times, max_step_s=0.2)
+    bound.begin_step(0, 0, 1, 0, 0)
+    assert bound.max_tokens(0, is_long=True, is_oldest=True) > 3000
 
 
 def sequence(seq_id: int, num_tokens: int) -> Sequence:
