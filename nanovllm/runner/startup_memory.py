@@ -3,7 +3,10 @@ captures the largest graphs.
 """
 
 import importlib.util
-from collections.abc import Callable, Sequence
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Protocol
 
 import torch
@@ -13,6 +16,7 @@ from nanovllm.config import Config
 from nanovllm.core.kv_spec import KVCacheSizes, KVCacheSpec
 from nanovllm.core.step_limits import max_step_rows
 from nanovllm.core.step_plan import StepPlan
+from nanovllm.device.device_guard import current_device
 from nanovllm.device.memory_profile import GRAPH_LAYER_BYTES, MemoryProfile, memory_remedy, reserved_by, used_bytes
 from nanovllm.kernels.compile_server import CompileServer
 from nanovllm.models.decoder import CausalLM
@@ -97,29 +101,46 @@ def _compile_kernels(runner: MeasuredRunner, steps: Sequence[StepPlan], most_gpu
         block_size=runner.spec.block_size,
         group_blocks=runner.spec.staging_group_blocks if runner.memory.offload is not None else 0,
     )
-    with runner.phases("kernels"), torch.inference_mode(), compile_only(runner.compile_server) as is_compiling:
+    num_tokens = max(seq.num_tokens for plan in steps for seq in plan.sequences)
+    with (
+        runner.phases("kernels"),
+        torch.inference_mode(),
+        _warm_up_products(runner.model, num_tokens),
+        compile_only(runner.compile_server) as is_compiling,
+    ):
         for plan in (*steps, *short):
             runner.launch(plan)
         if not runner.config.enforce_eager:
             runner.make_graphs(most_gpu_blocks).launch_kernels()
-        num_tokens = max(seq.num_tokens for plan in steps for seq in plan.sequences)
         runner.warm_up_backend(num_tokens, has_time=is_compiling)
-        _warm_up_products(runner.model, num_tokens, has_time=is_compiling)
     runner.close_compile_server(is_complete=True)
     runner.reset_graphs()
 
 
-def _warm_up_products(model: CausalLM, num_tokens: int, has_time: Callable[[], bool]) -> None:
-    """Multiply up to `num_tokens` rows by the weights of a layer, as long as `has_time` returns True.
+@contextmanager
+def _warm_up_products(model: CausalLM, num_tokens: int) -> Iterator[None]:
+    """In another thread, multiply up to `num_tokens` rows by the weights of a layer, until the block ends.
 
     cuBLAS chooses a kernel by the number of rows, and loads it when it is first used, which takes 15 to 140 ms.
     """
     weights = [parameter for parameter in model.model.layers[0].parameters() if parameter.dim() == 2]
-    for num_rows in product_rows(num_tokens):
-        for weight in weights:
-            if not has_time():
-                return
-            F.linear(weight.new_zeros(num_rows, weight.shape[1]), weight)
+    has_ended = threading.Event()
+
+    @torch.inference_mode()
+    def multiply() -> None:
+        with current_device(weights[0].device), suppress(torch.OutOfMemoryError):
+            for num_rows, weight in itertools.product(product_rows(num_tokens), weights):
+                if has_ended.is_set():
+                    return
+                F.linear(weight.new_zeros(num_rows, weight.shape[1]), weight)
+
+    thread = threading.Thread(target=multiply, name="warm-up")
+    thread.start()
+    try:
+        yield
+    finally:
+        has_ended.set()
+        thread.join()
 
 
 def product_rows(num_tokens: int) -> list[int]:

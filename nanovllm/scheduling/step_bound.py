@@ -3,17 +3,16 @@
 No step is longer than `max_step_s`, as far as shorter chunks can help. There is a second rule for the chunks of long
 prompts where anyone else has work to do. They are spread in one of two ways:
 
-- *In every step*, as long as the step takes at most PACE times as long as a step without chunks. Such a step runs as a
-  CUDA graph. This is only useful if most of the added time is work that grows with the chunk, and if QUERY_TILE_TOKENS
-  fit into it. It is not possible where the prompt's history is streamed from CPU memory: that takes the same time for
-  one token as for thousands. Steps with short prompts go without, because attention would divide the long history among
-  few programs. So does one step in MEASURING_INTERVAL, to see how long it takes.
-- *In one long step out of LONG_STEP_INTERVAL* otherwise, which is as long as allowed. A running answer then waits for a
-  long step less than once in a hundred tokens, so the 99th percentile of its time per token is that of the other steps.
-  Steps with chunks of short prompts are slow, too, and cannot wait. So each of them puts the next long step off by
-  LONG_STEP_INTERVAL steps. But where that, or steps that take long themselves, would leave a long prompt less than a
-  fifth of the time (REST_SHARE), the long steps come sooner: it takes at most about five times as long as alone.
-  Several get more.
+- *In one long step out of LONG_STEP_INTERVAL*, which is as long as allowed. A running answer then waits for a long step
+  less than once in a hundred tokens, so the 99th percentile of its time per token is that of the other steps. Steps
+  with chunks of short prompts cannot wait, and each that takes long puts the next long step off by LONG_STEP_INTERVAL
+  steps. But where that, or steps that take long themselves, would leave a long prompt less than a fifth of the time
+  (REST_SHARE), the long steps come sooner: it takes at most about five times as long as alone. Several get more.
+- *In every step*, where steps without chunks take so long that this would happen. A step then takes at most PACE times
+  as long as one without a chunk. That is only useful if most of the added time is work that grows with the chunk, and
+  if QUERY_TILE_TOKENS fit into it. On a GPU the step must be a CUDA graph, and no keys may be streamed from CPU memory:
+  that takes the same time for one token as for thousands. Steps with short prompts go without, because attention would
+  divide the long history among few programs. So does one step in MEASURING_INTERVAL, to see how long it takes.
 
 Short prompts run in any step. They are what the time to first token is about, and they cost little.
 
@@ -38,7 +37,7 @@ class StepBound:
         """`missing_token_s`: time to stream one token's keys and values, all layers of them."""
         self.times, self.max_step_s, self._missing_token_s = times, max_step_s, missing_token_s
         self._num_steps_since = LONG_STEP_INTERVAL  # the last step with a chunk of a long prompt, this step included
-        self._num_short_since = 0  # steps with short prompts since then, while long ones waited
+        self._num_short_since = 0  # slow steps with short prompts since then, while long ones waited
         self._rest_s = 0.0  # time of the steps since then
         self._long_s = max_step_s  # time of that step
         self._num_paced = 0  # steps with a paced chunk since the last one without
@@ -49,6 +48,7 @@ class StepBound:
         self._long_limit_s = self._streaming_s = 0.0  # time for chunks of long prompts, and to stream their keys
         self._is_paced = False  # whether the step must run as a graph
         self._has_long = False  # whether a chunk of a long prompt was placed
+        self._short_s, self._is_slow = 0.0, False  # time of the chunks of short prompts, and whether it is long
 
     def begin_step(
         self, num_answers: int, num_short: int, num_long: int, num_missing_tokens: int, position: int = 0
@@ -58,6 +58,7 @@ class StepBound:
         """
         self._num_steps_since += 1
         self._num_chunks, self._num_tokens, self._work, self._has_long = 0, 0, 0.0, False
+        self._short_s, self._is_slow = 0.0, False
         self._set_long_limit(num_answers, num_short, num_long, num_missing_tokens, position)
         self._holds_long = num_long > 0 and not self.runs_long_prompts
         self._rest_s += self.times.decode_s or 0.0
@@ -103,8 +104,11 @@ class StepBound:
             chunks_s = self.max_step_s if line is None else line.fixed_s + line.work_s * self._work
             self._long_s = max(chunks_s, self._streaming_s)
         elif self._holds_long and not is_long:
-            self._num_short_since += is_first
-            self._rest_s += 0.0 if line is None else line.fixed_s * is_first + line.work_s * work
+            added_s = 0.0 if line is None else line.fixed_s * is_first + line.work_s * work
+            self._rest_s += added_s
+            self._short_s += added_s
+            if not self._is_slow and self._short_s > (PACE - 1) * (self.times.decode_s or 0.0):
+                self._num_short_since, self._is_slow = self._num_short_since + 1, True
 
     def _set_long_limit(
         self, num_answers: int, num_short: int, num_long: int, num_missing_tokens: int, position: int
@@ -118,11 +122,15 @@ class StepBound:
         num_others = num_answers + num_short
         if num_others and num_long:
             paced_s = self._paced_s(position) if not num_missing_tokens or not self._has_graphs else 0.0
-            if paced_s > 0:
+            if paced_s > 0 and self._needs_pacing():
                 self._is_paced = True
                 self._long_limit_s = 0.0 if self._goes_without(num_answers, num_short) else paced_s
             elif not self._has_rested(num_others, num_long):
                 self._long_limit_s = 0.0
+
+    def _needs_pacing(self) -> bool:
+        """Whether long steps at their interval would leave a long prompt too little of the time."""
+        return LONG_STEP_INTERVAL * (self.times.decode_s or 0.0) > REST_SHARE * self.max_step_s
 
     def _goes_without(self, num_answers: int, num_short: int) -> bool:
         """Whether this step has no paced chunk, although there could be one."""

@@ -21,6 +21,7 @@ from nanovllm.scheduling.step_bound import (
 
 TOKEN_KEYS = 4000
 DECODE_S, FIXED_S, WORK_S = 2.5e-3, 1e-3, 4e-10
+SHORT_STEP_S = 0.09  # so short that long steps at their interval would not do
 ROW = SamplingRow(1.0, 0, 1.0, 0.0, 0, 0)
 
 
@@ -165,7 +166,7 @@ def long_steps(bound: StepBound, num_steps: int, *, num_others: int = 32, num_mi
 
 
 def test_bound_is_paced_in_every_step_where_chunks_cost_little_beside_their_work() -> None:
-    bound = StepBound(measured(), max_step_s=0.2)
+    bound = StepBound(measured(), max_step_s=SHORT_STEP_S)
     assert long_steps(bound, 20) == list(range(20))
     num_tokens = bound.max_tokens(100_000, is_long=True, is_oldest=True)
     seconds = DECODE_S + FIXED_S + WORK_S * chunk_work(2 * num_tokens, 100_000, TOKEN_KEYS)
@@ -306,8 +307,24 @@ def paced_chunk(bound: StepBound, position: int, *, num_short: int = 0, num_answ
     return num_tokens
 
 
+def test_chunks_are_paced_only_where_long_steps_would_come_too_rarely() -> None:
+    """At the usual interval, the long prompt has enough of the time, and the other steps are as quiet as without it."""
+    found = long_steps(StepBound(measured_graphs(), max_step_s=0.2), 1000)
+    assert {later - earlier for earlier, later in pairwise(found)} == {LONG_STEP_INTERVAL}
+
+
+def test_only_slow_steps_with_short_prompts_put_long_steps_off() -> None:
+    for num_short, interval in ((1, LONG_STEP_INTERVAL), (16, 2 * LONG_STEP_INTERVAL)):
+        bound = StepBound(measured_graphs(), max_step_s=2.0)
+        assert long_steps(bound, 1) == [0]
+        bound.begin_step(32, num_short, 1, 0)
+        for _ in range(num_short):
+            bound.chunk_placed(200, 0, is_long=False)
+        assert long_steps(bound, 1000)[0] == interval - 2
+
+
 def test_paced_chunks_fill_tiles_and_fit_into_a_graph() -> None:
-    bound = StepBound(measured_graphs(), max_step_s=0.2)
+    bound = StepBound(measured_graphs(), max_step_s=SHORT_STEP_S)
     assert paced_chunk(bound, 0) == GRAPH_TOKENS and not bound.is_long_step
     num_tokens = paced_chunk(bound, 30_000)
     assert num_tokens % QUERY_TILE_TOKENS == 0
@@ -317,33 +334,33 @@ def test_paced_chunks_fill_tiles_and_fit_into_a_graph() -> None:
 
 def test_chunks_are_not_paced_where_not_even_a_tile_fits() -> None:
     """Of a very long prompt. Long steps follow, which the answers before must not wait for."""
-    bound = StepBound(measured_graphs(), max_step_s=0.2)
+    bound = StepBound(measured_graphs(), max_step_s=SHORT_STEP_S)
     num_tokens = paced_chunk(bound, 500_000)
     assert num_tokens > QUERY_TILE_TOKENS and bound.is_long_step
     assert paced_chunk(bound, 500_000) == 0
 
 
 def test_chunks_are_not_paced_where_keys_must_be_streamed() -> None:
-    bound = StepBound(measured_graphs(), max_step_s=0.2, missing_token_s=1e-9)
+    bound = StepBound(measured_graphs(), max_step_s=SHORT_STEP_S, missing_token_s=1e-9)
     bound.begin_step(32, 0, 1, 1000, 20_000)
     assert bound.max_tokens(20_000, is_long=True, is_oldest=True) > GRAPH_TOKENS
 
 
 def test_one_step_in_32_has_no_paced_chunk_so_that_its_time_is_known() -> None:
-    bound = StepBound(measured_graphs(), max_step_s=0.2)
+    bound = StepBound(measured_graphs(), max_step_s=SHORT_STEP_S)
     without = [i for i in range(200) if not paced_chunk(bound, 1000)]
     assert {later - earlier for earlier, later in pairwise(without)} == {MEASURING_INTERVAL}
 
 
 def test_paced_prompt_waits_for_short_ones_but_not_for_a_flood_of_them() -> None:
-    bound = StepBound(measured_graphs(), max_step_s=0.2)
+    bound = StepBound(measured_graphs(), max_step_s=SHORT_STEP_S)
     assert paced_chunk(bound, 1000) and not paced_chunk(bound, 1000, num_short=1) and paced_chunk(bound, 1000)
     ran = [bool(paced_chunk(bound, 1000, num_short=1)) for _ in range(90)]
     assert sum(ran) == 10
 
 
 def test_paced_chunk_beside_short_prompts_that_fill_the_graph_still_progresses() -> None:
-    bound = StepBound(measured_graphs(), max_step_s=0.2)
+    bound = StepBound(measured_graphs(), max_step_s=SHORT_STEP_S)
     for _ in range(20):
         bound.begin_step(32, 6, 1, 0, 1000)
         for _ in range(6):
