@@ -33,6 +33,7 @@ from nanovllm.text.request_check import Prompt, cache_salt, prompt_list
 from nanovllm.wake_pace import WakePace
 
 CHECK_INTERVAL_S = 1.0  # how often an idle engine makes sure that all its ranks are alive
+MAX_PASSING_S = 0.02  # for which a long step waits until consumers have taken what has arrived
 MAX_WOKEN = 16  # consumers at a time
 
 
@@ -62,6 +63,8 @@ class AsyncLLM:
         self._to_wake: dict[RequestStream, None] = {}  # in this order; belongs to the event loop, like the next two
         self._is_dispatching = False  # or resting after it
         self._pace = WakePace()
+        self._is_passed_on = threading.Event()  # whether the consumers have taken all that has arrived
+        self._is_passed_on.set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._failed = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="nanovllm-engine", daemon=True)
@@ -256,6 +259,8 @@ class AsyncLLM:
 
     def _rest(self, start_s: float) -> None:
         """Go on when the engine's thread has had time for its steps, if there is anything to go on with."""
+        if not (self._to_wake or self._arrived):
+            self._is_passed_on.set()
         rest_s = self._pace.rest_s(time.thread_time() - start_s)
         if not self.llm.engine.has_requests:
             rest_s = 0.0
@@ -287,6 +292,8 @@ class AsyncLLM:
         try:
             while self._wait_for_work():
                 self._hand_over(engine.next_output(self._outbox))
+                if engine.holds_step:  # launching it holds up the loop
+                    self._is_passed_on.wait(MAX_PASSING_S)
             engine.abort_all(self._outbox)
             if self._outbox:
                 self._hand_over(engine.next_output(self._outbox))
@@ -312,6 +319,7 @@ class AsyncLLM:
         with self._changed:
             self._arrived.append(content)
             is_first = len(self._arrived) == 1
+            self._is_passed_on.clear()
         if is_first:
             self._call_on_loop(self._begin_dispatch)
 

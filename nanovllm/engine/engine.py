@@ -97,6 +97,11 @@ class Engine:
         """Whether a request has not ended yet."""
         return bool(self._receivers)
 
+    @property
+    def holds_step(self) -> bool:
+        """Whether the next step is planned, and takes long to launch. What has arrived should be passed on before."""
+        return self._planned is not None
+
     def check_request(self, token_ids: TokenIds, params: SamplingParams) -> None:
         """Raise RequestError for a request that can never run. `token_ids` must be in the vocabulary."""
         self.admission.check(token_ids, params)

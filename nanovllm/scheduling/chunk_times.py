@@ -7,7 +7,8 @@ attends to a key. What a step takes longer because of its chunks is then a line 
     fixed_s + work_s * work
 
 `fixed_s` is what any chunk costs, however short it is. Both are measured while the engine runs. Steps that are short
-enough to run as a CUDA graph have a line of their own: launched kernel by kernel, a step costs far more.
+enough to run as a CUDA graph have a line of their own. Beside them, a step that is launched kernel by kernel is a long
+one, for which a time per work is enough.
 
 A step takes too long now and then, for example because its kernels are prepared. So of two times of about the same
 work, the lower one counts. And until a second time of its magnitude is known, a long chunk counts as no slower, for its
@@ -26,6 +27,7 @@ from nanovllm.core.step_plan import StepPlan
 
 NUM_DECODE_TIMES = 15  # whose median is the time of a step without chunks
 NUM_CHUNK_TIMES = 3  # of each magnitude of work, so that a single slow step does not count
+NUM_RATE_CHUNKS = 5
 MAX_FIXED_SHARE = 0.5  # of the time of the chunk with the most work
 MIN_RATIO = 4.0  # of two works, from whose times a slope can be told
 MAX_RATIO = 16.0  # of two works whose times per work are compared; that of much less work is noise
@@ -59,7 +61,8 @@ class ChunkTimes:
         """`graph_tokens`: most tokens of chunks in a step that runs as a graph; 0 if none does."""
         self.token_keys, self.graph_tokens = token_keys, graph_tokens
         self._decode_s: deque[float] = deque(maxlen=NUM_DECODE_TIMES)
-        self._in_graphs, self._launched = _MeasuredLine(), _MeasuredLine()
+        self._in_graphs = _MeasuredLine()
+        self._launched: _MeasuredLine | _NewestRate = _NewestRate() if graph_tokens else _MeasuredLine()
 
     def step_ended(self, plan: StepPlan, seconds: float | None) -> None:
         """See StepMeter."""
@@ -85,7 +88,8 @@ class ChunkTimes:
 
     def line(self, *, in_graph: bool = False) -> ChunkLine | None:
         """What chunks add to the time of a step; None if none was measured. `in_graph`: chunks of up to `graph_tokens`
-        tokens. Longer ones are taken to be as fast for their work, while nothing is known of them.
+        tokens. Longer ones are taken to be as fast for their work, while nothing is known of them. Where there are
+        graphs, the fixed time of longer ones is part of the time for their work.
         """
         in_graphs = self._in_graphs.line()
         return in_graphs if in_graph else self._launched.line() or in_graphs
@@ -110,6 +114,23 @@ class _MeasuredLine:
             points = sorted((*_typical(newest), len(newest) > 1) for newest in self._chunks.values())
             self._line = _fitted_line(_without_slow_steps(points))
         return self._line
+
+
+class _NewestRate:
+    """Time per work of the newest chunks. The slowest one does not count: its kernels may have been prepared."""
+
+    def __init__(self) -> None:
+        self._chunks: deque[tuple[float, float]] = deque(maxlen=NUM_RATE_CHUNKS)  # work, time
+
+    def add(self, work: float, added_s: float) -> None:
+        self._chunks.append((work, added_s))
+
+    def line(self) -> ChunkLine | None:
+        if not self._chunks:
+            return None
+        by_rate = sorted(self._chunks, key=lambda point: point[1] / point[0])
+        counted = by_rate[:-1] or by_rate
+        return ChunkLine(0.0, sum(s for _, s in counted) / sum(w for w, _ in counted), knows_fixed=False)
 
 
 def _newest_chunks() -> deque[tuple[float, float]]:

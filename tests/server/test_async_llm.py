@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import aclosing
 from pathlib import Path
@@ -11,9 +12,11 @@ from typing import Any
 import pytest
 from tiny_models import write_tiny_model, write_tiny_tokenizer
 
-from nanovllm import AsyncLLM, EngineError, RequestError, SamplingParams
+from nanovllm import AsyncLLM, EngineError, RequestError, SamplingParams, async_llm
 from nanovllm.core.outputs import RequestOutput
+from nanovllm.core.step_plan import StepPlan
 from nanovllm.engine.internals import Internals
+from nanovllm.executor.base import LaunchedStep
 from nanovllm.request_stream import RequestUpdate
 from nanovllm.text.request_check import Prompt
 
@@ -223,6 +226,44 @@ def test_stream_slow_consumer_gets_merged_updates_and_holds_up_nobody(engine: As
     assert updates[0].output is not None
     assert updates[0].token_ids == updates[0].output["token_ids"]
     assert updates[0].text == updates[0].output["text"]
+
+
+def test_consumers_have_everything_before_a_long_step_is_launched(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launching takes long, and holds the lock of Python that they need. Each of 40 takes a while for its update."""
+    monkeypatch.setattr(async_llm, "MAX_PASSING_S", 10.0)
+    num_streams, taken, num_late = 40, Counter[int](), []
+    options = OPTIONS | {"max_num_batched_tokens": 400, "max_num_seqs": 64, "num_kvcache_blocks": 60}
+    options |= {"max_step_ms": 1000.0}
+    engine = AsyncLLM(model, internals=Internals(works_ahead=True), **options)
+    launch = engine.llm.engine.executor.launch
+
+    def noting_launch(plan: StepPlan) -> LaunchedStep:
+        if max(step.num_tokens for step in plan.sequences) > 200:
+            running = engine.llm.scheduler.running
+            given = sum(seq.num_output_tokens - seq.num_pending_tokens for seq in running)
+            num_late.append(given - sum(taken.values()))
+        return launch(plan)
+
+    engine.llm.engine.executor.launch = noting_launch  # type: ignore[method-assign]
+
+    async def consume(number: int) -> None:
+        params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+        async with aclosing(engine.generate([1, 2, 3 + number], params)) as updates:
+            async for update in updates:
+                taken[number] += len(update.token_ids)
+                time.sleep(1e-4)
+
+    async def test() -> None:
+        consumers = [asyncio.create_task(consume(number)) for number in range(num_streams)]
+        await wait_until(lambda: len(taken) == num_streams)
+        async with aclosing(engine.generate([7] * 1000, GREEDY)) as updates:
+            async for _ in updates:
+                pass
+        await asyncio.gather(*consumers)
+
+    run(test())
+    engine.close()
+    assert len(num_late) >= 3 and not any(num_late), num_late
 
 
 def test_loop_blocked_during_steps_gets_everything_in_one_call(engine: AsyncLLM) -> None:
