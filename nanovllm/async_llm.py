@@ -33,7 +33,7 @@ from nanovllm.text.request_check import Prompt, cache_salt, prompt_list
 from nanovllm.wake_pace import WakePace
 
 CHECK_INTERVAL_S = 1.0  # how often an idle engine makes sure that all its ranks are alive
-MAX_PASSING_S = 0.02  # for which a long step waits until consumers have taken what has arrived
+MAX_PASSING_S = 0.02  # for which the engine waits, beside long steps, until consumers have what has arrived
 MAX_WOKEN = 16  # consumers at a time
 
 
@@ -292,7 +292,7 @@ class AsyncLLM:
         try:
             while self._wait_for_work():
                 self._hand_over(engine.next_output(self._outbox))
-                if engine.holds_step:  # launching it holds up the loop
+                if engine.is_beside_long_step:
                     self._is_passed_on.wait(MAX_PASSING_S)
             engine.abort_all(self._outbox)
             if self._outbox:

@@ -56,6 +56,7 @@ class _InFlight(NamedTuple):
     plan: StepPlan
     launched: LaunchedStep
     follows_pause: bool  # see StepMeter
+    is_long: bool  # see StepBound.is_long_step
 
 
 class Engine:
@@ -76,6 +77,7 @@ class Engine:
         self._receivers: dict[int, Receiver] = {}  # by request id; unfinished requests only
         self._in_flight: _InFlight | None = None
         self._planned: StepPlan | None = None  # the next step, if it is planned but not launched yet
+        self._ended_long = False  # whether the step committed last was long
         self._had_no_requests = True  # since the last launch
         self._last_turn_s = 0.0  # when a thread ended a step
         self._num_steps = self._num_prefill_tokens = self._num_decode_tokens = 0
@@ -98,9 +100,11 @@ class Engine:
         return bool(self._receivers)
 
     @property
-    def holds_step(self) -> bool:
-        """Whether the next step is planned, and takes long to launch. What has arrived should be passed on before."""
-        return self._planned is not None
+    def is_beside_long_step(self) -> bool:
+        """Whether a long step has just ended, or is planned. What has arrived should be passed on before the next turn:
+        answers have waited for the one, and its launch holds up everything else for the other.
+        """
+        return self._planned is not None or self._ended_long
 
     def check_request(self, token_ids: TokenIds, params: SamplingParams) -> None:
         """Raise RequestError for a request that can never run. `token_ids` must be in the vocabulary."""
@@ -223,13 +227,15 @@ class Engine:
         if self._in_flight is not None and self.scheduler.needs_tokens():
             self._commit_in_flight(None)
         plan, self._planned = self._planned or self.scheduler.schedule(), None
-        if plan is not None and self._in_flight is not None and self._holds_up_answers():
+        bound = self.scheduler.sharing.bound
+        is_long = plan is not None and bound is not None and bound.is_long_step
+        if is_long and self._in_flight is not None:
             self._planned = plan
             self._commit_in_flight(None)
             return
         launched = None
         if plan is not None:
-            launched = _InFlight(plan, self.executor.launch(plan), follows_pause)
+            launched = _InFlight(plan, self.executor.launch(plan), follows_pause, is_long)
             self._num_steps += 1
             self._had_no_requests = False
         elif self._in_flight is None and self.scheduler.has_unfinished:
@@ -238,11 +244,6 @@ class Engine:
             self._in_flight, launched = launched, None
         self._commit_in_flight(launched)
         self._last_turn_s = time.perf_counter()
-
-    def _holds_up_answers(self) -> bool:
-        """Whether launching the planned step takes so long that answers would notice."""
-        bound = self.scheduler.sharing.bound
-        return bound is not None and bound.is_long_step
 
     def _has_paused(self) -> bool:
         """Whether a step that is launched now would follow a pause (see StepMeter)."""
@@ -255,13 +256,15 @@ class Engine:
         """Commit the step in flight, if there is one. `launched` takes its place."""
         done, self._in_flight = self._in_flight, launched
         if done is not None:
-            self._commit(*done)
+            self._commit(done)
+            self._ended_long = done.is_long
 
-    def _commit(self, plan: StepPlan, launched: LaunchedStep, follows_pause: bool) -> None:
+    def _commit(self, step: _InFlight) -> None:
         """Hand the tokens of a step to the scheduler, and the results to the callers that wait for them."""
+        plan, launched = step.plan, step.launched
         self.executor.wait_for(launched)
         token_ids = launched.token_ids()
-        seconds = None if follows_pause else launched.seconds()
+        seconds = None if step.follows_pause else launched.seconds()
         for meter in self._meters:
             meter.step_ended(plan, seconds)
         logprobs = launched.logprobs()
