@@ -63,7 +63,9 @@ class CpuSplit:
         num_tokens = 0
         for token_cost_s in reversed(token_costs_s):
             num_balanced = (link_s - cpu_s) / (self.link_s(1) + token_cost_s)
-            num_taken = min(block_size, max(0, int(num_balanced)) // self.unit_tokens * self.unit_tokens)
+            num_taken = max(0, int(num_balanced)) // self.unit_tokens * self.unit_tokens
+            if num_balanced >= block_size:
+                num_taken = block_size
             num_tokens += num_taken
             link_s, cpu_s = link_s - self.link_s(num_taken), cpu_s + num_taken * token_cost_s
             if num_taken < block_size:

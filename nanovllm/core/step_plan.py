@@ -181,6 +181,10 @@ class StepPlan:
         return any(seq.edits is not None for seq in self.sequences)
 
     @property
+    def has_samples(self) -> bool:
+        return any(seq.num_sampled for seq in self.sequences)
+
+    @property
     def has_scores(self) -> bool:
         return any(seq.scores is not None for seq in self.sequences)
 

@@ -154,8 +154,9 @@ def _merge(parts: list[_Part]) -> tuple[torch.Tensor, torch.Tensor]:
     """
     out_UKRD = np.concatenate([part.out_UKRD.float().numpy() for part in parts])
     lse_UKR = np.concatenate([part.lse_UKR.float().numpy() for part in parts])
-    most_KR = lse_UKR.max(axis=0)
-    weights_UKR = np.exp(lse_UKR - most_KR)
-    sums_KR = weights_UKR.sum(axis=0)
-    out_KRD = np.einsum("ukr,ukrd->krd", weights_UKR / sums_KR, out_UKRD)
-    return torch.from_numpy(out_KRD), torch.from_numpy(most_KR + np.log(sums_KR))
+    with np.errstate(invalid="ignore"):  # scores that are not finite make the result NaN
+        most_KR = lse_UKR.max(axis=0)
+        weights_UKR = np.exp(lse_UKR - most_KR)
+        sums_KR = weights_UKR.sum(axis=0)
+        out_KRD = np.einsum("ukr,ukrd->krd", weights_UKR / sums_KR, out_UKRD)
+        return torch.from_numpy(out_KRD), torch.from_numpy(most_KR + np.log(sums_KR))

@@ -229,9 +229,10 @@ class Engine:
         plan, self._planned = self._planned or self.scheduler.schedule(), None
         bound = self.scheduler.sharing.bound
         is_long = plan is not None and bound is not None and bound.is_long_step
-        if is_long and self._in_flight is not None:
+        if is_long and self._in_flight is not None and self._in_flight.plan.has_samples:
             self._planned = plan
             self._commit_in_flight(None)
+            self._last_turn_s = time.perf_counter()
             return
         launched = None
         if plan is not None:

@@ -60,6 +60,7 @@ class CompileServer:
         Raises OSError if the process cannot be started.
         """
         self._marker = marker
+        self._hangs = False
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             try:
@@ -82,17 +83,25 @@ class CompileServer:
 
     def compile(self, job: Job) -> None:
         """Put the kernel into Triton's cache. Raises an exception of any kind if that fails. For any thread."""
+        if self._hangs:
+            raise TimeoutError("the compile server does not answer")
         ours, theirs = socket.socketpair()
         with ours:
             with theirs:
                 socket.send_fds(self._control, [pickle.dumps(job)], [theirs.fileno()])
             ours.settimeout(_JOB_TIMEOUT_S)
-            answer = ours.recv(_MAX_ANSWER_BYTES)
+            try:
+                answer = ours.recv(_MAX_ANSWER_BYTES)
+            except TimeoutError:
+                self._hangs = True  # later jobs need not wait, too
+                raise
         if answer != _COMPILED:
             raise RuntimeError(answer.decode(errors="replace") or "the process that compiled has ended")
 
     def close(self, is_complete: bool = False) -> None:
         """End the process and whatever it still compiles. `is_complete`: the next start needs no server."""
+        with suppress(OSError):  # not only closed: a process that was forked meanwhile may hold it, too
+            self._control.shutdown(socket.SHUT_RDWR)
         self._control.close()
         self._process.terminate()  # ends it while it still imports; afterwards it waits for the end of the socket
         try:

@@ -62,30 +62,20 @@ class PromptSharing:
             return prompts
         short = [seq for seq in prompts if not self.is_long(seq)]
         long = prompts[len(short) :]
-        oldest = _oldest_of(long) if long else None
-        self.bound.begin_step(
-            num_answers,
-            len(short),
-            len(long),
-            kv.num_missing_tokens(oldest) if oldest else 0,
-            _position(oldest) if oldest else 0,
-        )
+        num_missing_tokens = kv.num_missing_tokens(_oldest_of(long)) if long else 0
+        self.bound.begin_step(num_answers + len(short), len(long), num_missing_tokens)
         return prompts if self.bound.runs_long_prompts else short
 
     def _bounded(self, seq: Sequence, num_tokens: int, is_oldest: bool) -> int:
         if self.bound is None:
             return num_tokens
-        return min(num_tokens, self.bound.max_tokens(_position(seq), is_long=self.is_long(seq), is_oldest=is_oldest))
+        position = max(seq.num_computed_tokens, seq.num_tokens - seq.num_new_tokens)  # after the hits it will have
+        return min(num_tokens, self.bound.max_tokens(position, is_long=self.is_long(seq), is_oldest=is_oldest))
 
     def placed(self, seq: Sequence, num_tokens: int) -> None:
         """The step runs the next `num_tokens` tokens of this prompt."""
         if self.bound is not None:
             self.bound.chunk_placed(num_tokens, seq.num_computed_tokens, is_long=self.is_long(seq))
-
-
-def _position(seq: Sequence) -> int:
-    """Where its next chunk begins; of a waiting one, after the hits that it will have."""
-    return max(seq.num_computed_tokens, seq.num_tokens - seq.num_new_tokens)
 
 
 def _oldest_of(prompts: Iterable[Sequence]) -> Sequence:

@@ -220,6 +220,28 @@ def test_answers_are_passed_on_before_a_long_step_is_launched(setup: EngineSetup
     engine.close()
 
 
+@pytest.mark.parametrize("has_answer", [False, True])
+def test_long_steps_are_measured_however_long_the_step_before_takes(
+    setup: EngineSetup, has_answer: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: they seemed to follow a pause of the caller, and so nothing bounded their length."""
+    times = NotedTimes()
+    engine, outbox = make_engine(setup, ahead=True, times=times), Outbox()
+    executor = engine.executor
+
+    def slow_wait(step: LaunchedStep) -> None:
+        time.sleep(1.2 * PAUSE_S)
+
+    monkeypatch.setattr(executor, "wait_for", slow_wait)
+    if has_answer:
+        engine.add_request(prompt(3), PARAMS, Receiver(outbox))
+        engine.step(outbox)
+    engine.add_request(prompt(250), PARAMS, Receiver(outbox))
+    finish(engine, outbox)
+    assert times.seconds[0] is None and None not in times.seconds[1:]
+    engine.close()
+
+
 def test_rank_that_dies_ends_the_engine_and_names_the_cause(setup: EngineSetup) -> None:
     engine, outbox = make_engine(setup, ahead=True, dies_at=2), Outbox()
     request_id = engine.add_request(prompt(10), PARAMS, Receiver(outbox))

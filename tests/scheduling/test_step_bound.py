@@ -10,18 +10,10 @@ from nanovllm.core.step_plan import KVMoves, SamplingRow, SequenceStep, SlotLoad
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduling.chunk_times import ChunkTimes, chunk_tokens, chunk_work
 from nanovllm.scheduling.prompt_sharing import PromptSharing
-from nanovllm.scheduling.step_bound import (
-    LONG_STEP_INTERVAL,
-    MEASURING_INTERVAL,
-    MIN_CHUNK_TOKENS,
-    PACE,
-    QUERY_TILE_TOKENS,
-    StepBound,
-)
+from nanovllm.scheduling.step_bound import LONG_STEP_INTERVAL, MIN_CHUNK_TOKENS, PACE, StepBound
 
 TOKEN_KEYS = 4000
 DECODE_S, FIXED_S, WORK_S = 2.5e-3, 1e-3, 4e-10
-SHORT_STEP_S = 0.09  # so short that long steps at their interval would not do
 ROW = SamplingRow(1.0, 0, 1.0, 0.0, 0, 0)
 
 
@@ -116,7 +108,7 @@ def test_a_slow_first_chunk_is_soon_forgotten(num_slow: int, with_short: bool) -
     seconds = []
     for i in range(8):
         position = 16_384 * num_slow + 4096 * i
-        bound.begin_step(0, 0, 1, 0)
+        bound.begin_step(0, 1, 0)
         num_tokens = bound.max_tokens(position, is_long=True, is_oldest=True)
         bound.chunk_placed(num_tokens, position, is_long=True)
         steps.run(num_tokens, position)
@@ -158,7 +150,7 @@ def long_steps(bound: StepBound, num_steps: int, *, num_others: int = 32, num_mi
     """Numbers of the steps with a chunk of a long prompt, which begins at token 100,000."""
     found = []
     for i in range(num_steps):
-        bound.begin_step(num_others, 0, 1, num_missing_tokens)
+        bound.begin_step(num_others, 1, num_missing_tokens)
         if bound.runs_long_prompts:
             found.append(i)
             bound.chunk_placed(bound.max_tokens(100_000, is_long=True, is_oldest=True), 100_000, is_long=True)
@@ -166,7 +158,7 @@ def long_steps(bound: StepBound, num_steps: int, *, num_others: int = 32, num_mi
 
 
 def test_bound_is_paced_in_every_step_where_chunks_cost_little_beside_their_work() -> None:
-    bound = StepBound(measured(), max_step_s=SHORT_STEP_S)
+    bound = StepBound(measured(), max_step_s=0.2)
     assert long_steps(bound, 20) == list(range(20))
     num_tokens = bound.max_tokens(100_000, is_long=True, is_oldest=True)
     seconds = DECODE_S + FIXED_S + WORK_S * chunk_work(2 * num_tokens, 100_000, TOKEN_KEYS)
@@ -177,7 +169,7 @@ def test_bound_puts_long_steps_off_for_each_step_with_a_short_prompt() -> None:
     bound = StepBound(measured(fixed_s=8e-3), max_step_s=2.0)
     assert long_steps(bound, 1) == [0]
     for _ in range(2):
-        bound.begin_step(32, 1, 1, 0)
+        bound.begin_step(33, 1, 0)
         for _ in range(3):  # in one step
             bound.chunk_placed(200, 0, is_long=False)
     assert long_steps(bound, 1000)[0] == 3 * LONG_STEP_INTERVAL - 3
@@ -189,7 +181,7 @@ def test_bound_runs_long_steps_although_each_step_has_a_short_prompt(times: Chun
     bound = StepBound(times, max_step_s=0.2)
     found = []
     for i in range(1000):
-        bound.begin_step(10**6, 1, 1, 0)
+        bound.begin_step(10**6, 1, 0)
         bound.chunk_placed(200, 0, is_long=False)
         if bound.runs_long_prompts:
             found.append(i)
@@ -216,7 +208,7 @@ def test_bound_gives_a_long_prompt_its_time_beside_short_prompts_alone() -> None
     bound = StepBound(times, max_step_s=0.2)
     steps_between = []
     for _ in range(500):
-        bound.begin_step(num_answers=0, num_short=4, num_long=1, num_missing_tokens=0)
+        bound.begin_step(num_others=4, num_long=1, num_missing_tokens=0)
         if bound.runs_long_prompts:
             bound.chunk_placed(bound.max_tokens(0, is_long=True, is_oldest=True), 0, is_long=True)
             steps_between.append(0)
@@ -240,7 +232,7 @@ def test_bound_of_a_lone_prompt_is_the_longest_step_and_at_least_the_time_of_str
     bound = StepBound(measured(), max_step_s=0.1, missing_token_s=2e-6)
     seconds = []
     for num_missing_tokens in (0, 100_000):
-        bound.begin_step(0, 0, 1, num_missing_tokens)
+        bound.begin_step(0, 1, num_missing_tokens)
         num_tokens = bound.max_tokens(100_000, is_long=True, is_oldest=True)
         seconds.append(FIXED_S + WORK_S * chunk_work(num_tokens, 100_000, TOKEN_KEYS))
         bound.chunk_placed(num_tokens, 100_000, is_long=True)
@@ -250,7 +242,7 @@ def test_bound_of_a_lone_prompt_is_the_longest_step_and_at_least_the_time_of_str
 def test_bound_lets_the_first_chunk_of_a_step_progress_whatever_it_costs() -> None:
     bound = StepBound(measured(fixed_s=1.0), max_step_s=0.1)
     for is_long in (True, False):
-        bound.begin_step(0, 1 - int(is_long), int(is_long), 0)
+        bound.begin_step(0, int(is_long), 0)
         assert bound.max_tokens(100_000, is_long=is_long, is_oldest=True) == MIN_CHUNK_TOKENS
 
 
@@ -258,7 +250,7 @@ def test_bound_lets_short_prompts_run_in_any_step_until_it_is_full() -> None:
     bound = StepBound(measured(), max_step_s=0.05)
     num_steps_with_short = 0
     for _ in range(10):
-        bound.begin_step(32, 1, 1, 0)
+        bound.begin_step(33, 1, 0)
         num_tokens = bound.max_tokens(0, is_long=False, is_oldest=False)
         bound.chunk_placed(num_tokens, 0, is_long=False)
         num_steps_with_short += num_tokens > 1000
@@ -296,80 +288,27 @@ def test_launched_chunks_are_taken_to_be_as_fast_as_graphs_until_one_was_measure
     assert steps.times.line() == steps.times.line(in_graph=True) is not None
 
 
-def paced_chunk(bound: StepBound, position: int, *, num_short: int = 0, num_answers: int = 32) -> int:
-    """Tokens of a long prompt in the next step; 0 if it has none."""
-    bound.begin_step(num_answers, num_short, 1, 0, position)
-    for _ in range(num_short):
-        bound.chunk_placed(200, 0, is_long=False)
-    if not bound.runs_long_prompts:
-        return 0
-    num_tokens = bound.max_tokens(position, is_long=True, is_oldest=True)
-    bound.chunk_placed(num_tokens, position, is_long=True)
-    return num_tokens
-
-
-def test_chunks_are_paced_only_where_long_steps_would_come_too_rarely() -> None:
-    """At the usual interval, the long prompt has enough of the time, and the other steps are as quiet as without it."""
-    found = long_steps(StepBound(measured_graphs(), max_step_s=0.2), 1000)
+def test_long_prompts_run_in_long_steps_where_there_are_graphs() -> None:
+    """At the usual interval. A step that a graph can run is not a long one."""
+    bound = StepBound(measured_graphs(), max_step_s=0.2)
+    found = long_steps(bound, 1000)
     assert {later - earlier for earlier, later in pairwise(found)} == {LONG_STEP_INTERVAL}
+    bound.begin_step(0, 1, 0)
+    for is_long in (False, True):
+        bound.chunk_placed(600, 0, is_long=True)
+        assert bound.is_long_step == is_long
+    bound.begin_step(1, 0, 0)
+    assert not bound.is_long_step
 
 
 def test_only_slow_steps_with_short_prompts_put_long_steps_off() -> None:
     for num_short, interval in ((1, LONG_STEP_INTERVAL), (16, 2 * LONG_STEP_INTERVAL)):
         bound = StepBound(measured_graphs(), max_step_s=2.0)
         assert long_steps(bound, 1) == [0]
-        bound.begin_step(32, num_short, 1, 0)
+        bound.begin_step(32 + num_short, 1, 0)
         for _ in range(num_short):
             bound.chunk_placed(200, 0, is_long=False)
         assert long_steps(bound, 1000)[0] == interval - 2
-
-
-def test_paced_chunks_fill_tiles_and_fit_into_a_graph() -> None:
-    bound = StepBound(measured_graphs(), max_step_s=SHORT_STEP_S)
-    assert paced_chunk(bound, 0) == GRAPH_TOKENS and not bound.is_long_step
-    num_tokens = paced_chunk(bound, 30_000)
-    assert num_tokens % QUERY_TILE_TOKENS == 0
-    seconds = DECODE_S + FIXED_S + WORK_S * chunk_work(num_tokens, 30_000, TOKEN_KEYS)
-    assert PACE * DECODE_S * 0.7 < seconds <= PACE * DECODE_S
-
-
-def test_chunks_are_not_paced_where_not_even_a_tile_fits() -> None:
-    """Of a very long prompt. Long steps follow, which the answers before must not wait for."""
-    bound = StepBound(measured_graphs(), max_step_s=SHORT_STEP_S)
-    num_tokens = paced_chunk(bound, 500_000)
-    assert num_tokens > QUERY_TILE_TOKENS and bound.is_long_step
-    assert paced_chunk(bound, 500_000) == 0
-
-
-def test_chunks_are_not_paced_where_keys_must_be_streamed() -> None:
-    bound = StepBound(measured_graphs(), max_step_s=SHORT_STEP_S, missing_token_s=1e-9)
-    bound.begin_step(32, 0, 1, 1000, 20_000)
-    assert bound.max_tokens(20_000, is_long=True, is_oldest=True) > GRAPH_TOKENS
-
-
-def test_one_step_in_32_has_no_paced_chunk_so_that_its_time_is_known() -> None:
-    bound = StepBound(measured_graphs(), max_step_s=SHORT_STEP_S)
-    without = [i for i in range(200) if not paced_chunk(bound, 1000)]
-    assert {later - earlier for earlier, later in pairwise(without)} == {MEASURING_INTERVAL}
-
-
-def test_paced_prompt_waits_for_short_ones_but_not_for_a_flood_of_them() -> None:
-    bound = StepBound(measured_graphs(), max_step_s=SHORT_STEP_S)
-    assert paced_chunk(bound, 1000) and not paced_chunk(bound, 1000, num_short=1) and paced_chunk(bound, 1000)
-    ran = [bool(paced_chunk(bound, 1000, num_short=1)) for _ in range(90)]
-    assert sum(ran) == 10
-
-
-def test_paced_chunk_beside_short_prompts_that_fill_the_graph_still_progresses() -> None:
-    bound = StepBound(measured_graphs(), max_step_s=SHORT_STEP_S)
-    for _ in range(20):
-        bound.begin_step(32, 6, 1, 0, 1000)
-        for _ in range(6):
-            bound.chunk_placed(200, 0, is_long=False)
-        if bound.runs_long_prompts:
-            assert bound.max_tokens(1000, is_long=True, is_oldest=True) >= MIN_CHUNK_TOKENS
-            return
-    raise AssertionError("the long prompt never ran")
 
 
 def test_long_steps_soon_take_what_they_may_whatever_is_launched_beside() -> None:
@@ -379,7 +318,7 @@ def test_long_steps_soon_take_what_they_may_whatever_is_launched_beside() -> Non
         steps.run(num_tokens, seconds=seconds)
     bound = StepBound(steps.times, max_step_s=0.2)
     for position in range(0, 60_000, 5000):
-        bound.begin_step(0, 0, 1, 0, position)
+        bound.begin_step(0, 1, 0)
         num_tokens = bound.max_tokens(position, is_long=True, is_oldest=True)
         steps.run(num_tokens, position)
         if position % 20_000 == 0:
@@ -389,14 +328,14 @@ def test_long_steps_soon_take_what_they_may_whatever_is_launched_beside() -> Non
 
 
 def test_a_slow_chunk_does_not_make_all_time_look_fixed() -> None:
-    """Regression: after a slow first chunk the fixed time of launched ones was more than a step may take, and all later
-    chunks of long prompts were as short as allowed.
+    """Regression: after a slow first chunk the fixed time was more than a step may take, and all later chunks of long
+    prompts were as short as allowed.
     """
-    steps = Steps(graph_tokens=GRAPH_TOKENS)
+    steps = Steps()
     for num_tokens, seconds in ((0, DECODE_S), (5503, 0.25), (16_384, 0.26)):
         steps.run(num_tokens, seconds=seconds)
     bound = StepBound(steps.times, max_step_s=0.2)
-    bound.begin_step(0, 0, 1, 0, 0)
+    bound.begin_step(0, 1, 0)
     assert bound.max_tokens(0, is_long=True, is_oldest=True) > 3000
 
 
