@@ -26,6 +26,8 @@ from nanovllm.kernels.compile_server import CompileServer, Job, hash_in_order
 
 logger = logging.getLogger("nanovllm")
 
+NUM_PARSE_RETRIES = 5
+
 # Within compile_only, the launches already compiled. Triton would wait if a kernel were compiled a second time.
 _compiled: ContextVar[set[Any] | None] = ContextVar("compiled", default=None)
 
@@ -81,7 +83,24 @@ class _CompileMode(triton.AsyncCompileMode):
                     self._server.compile(job)
             except Exception as error:  # whatever it is, compiling here either works or says what is wrong
                 logger.debug("a kernel is compiled in the engine's process: %r", error)
+        for _ in range(NUM_PARSE_RETRIES):
+            try:
+                return compile_here()
+            except Exception as error:
+                if not _comes_from_parser(error):
+                    raise
         return compile_here()
+
+
+def _comes_from_parser(error: BaseException | None) -> bool:
+    """Whether Python's parser has failed because several threads used it at once, a bug of some versions of Python 3.11
+    and 3.12 (python/cpython#106905).
+    """
+    while error is not None:
+        if isinstance(error, SystemError) and "recursion depth mismatch" in str(error):
+            return True
+        error = error.__cause__
+    return False
 
 
 def _job(key: str, compile_here: Callable[[], Any]) -> Job:
