@@ -55,7 +55,7 @@ def busy_us(intervals: Iterable[Interval]) -> float:
 
 
 def resource_of(name: str) -> str:
-    """Of an event on the GPU, by its name."""
+    """The resource that an event on the GPU uses, told by the event's name."""
     if "Memcpy HtoD" in name:
         return "link"
     return "copies out" if "Memcpy DtoH" in name else "kernels"

@@ -125,7 +125,7 @@ class RunningStreams:
     def gaps(self, window: Window) -> list[tuple[float, float]]:
         """(seconds per token, tokens) of all events whose gap to the one before is in the window, at least in part.
 
-        The time between two answers of a stream is no gap.
+        The time between two answers of a stream does not count.
         """
         gaps = [gap for answers in self.answers for answer in answers for gap in answer.gaps()]
         return [

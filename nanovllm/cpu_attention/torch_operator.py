@@ -150,7 +150,8 @@ def _two_rows_are_faster(dtype: torch.dtype, head_dim: int) -> bool:
 def _merge(parts: list[_Part]) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns out_KRD and lse_KR over the keys of all parts, in fp32.
 
-    In numpy: torch wakes its whole team of threads for each of these small operations, which takes twice as long.
+    In numpy: torch wakes its whole team of threads for each of these small operations, and takes 1.4 to 2.1 times as
+    long.
     """
     out_UKRD = np.concatenate([part.out_UKRD.float().numpy() for part in parts])
     lse_UKR = np.concatenate([part.lse_UKR.float().numpy() for part in parts])

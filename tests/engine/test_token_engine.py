@@ -220,6 +220,17 @@ def test_answers_are_passed_on_before_a_long_step_is_launched(setup: EngineSetup
     engine.close()
 
 
+def test_long_prompts_alone_keep_the_engine_one_step_ahead(setup: EngineSetup) -> None:
+    """No answer waits for what the step before has sampled."""
+    engine, outbox = make_engine(setup, ahead=True, times=NotedTimes()), Outbox()
+    engine.add_request(prompt(250), PARAMS, Receiver(outbox))
+    for _ in range(2):
+        engine.step(outbox)
+    assert engine.executor.calls == ["launch", "launch", "wait"]  # type: ignore[attr-defined]
+    finish(engine, outbox)
+    engine.close()
+
+
 @pytest.mark.parametrize("has_answer", [False, True])
 def test_long_steps_are_measured_however_long_the_step_before_takes(
     setup: EngineSetup, has_answer: bool, monkeypatch: pytest.MonkeyPatch

@@ -1,6 +1,7 @@
 """What start-up does on a GPU, gone through on the CPU. CUDA's part is played by fakes that run everything at once."""
 
 from contextlib import nullcontext
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,13 @@ def test_profile_memory_runs_everything_and_leaves_nothing(
     runner.allocate_kv_cache(KVCacheSizes(NUM_GPU_BLOCKS, num_cpu_blocks))
     assert runner.memory.cache[0].shape[1] == NUM_GPU_BLOCKS
     runner.close()
+
+
+def test_product_rows_go_from_the_longest_step_down_to_two() -> None:
+    assert startup_memory.product_rows(16) == [16, 14, 12, 10, 8, 7, 6, 5, 4, 3, 2]
+    assert startup_memory.product_rows(1) == []
+    rows = startup_memory.product_rows(16_384)
+    assert rows[0] == 16_384 and rows[-1] == 2 and max(a / b for a, b in pairwise(rows[:-8])) <= 1.25
 
 
 def test_captured_graphs_are_replayed_and_reset(runner: ModelRunner, num_cpu_blocks: int) -> None:
