@@ -322,7 +322,6 @@ TARGETS = [
         one(f"{where}: {what}", job, key, bound, unit, at_most=True)
         for where, job in (("131K prefill", "serve-interference"), ("the same, offload", "serve-interference-offload"))
         for what, key, bound, unit in (
-            ("short request, steps", "short_ttft_steps", 2, ""),
             ("short request, first token", "short_ttft_latest_s", 0.4, "s"),
             ("streams' p99 / quiet p50", "prefill_p99_over_quiet_p50", 3, ""),
         )

@@ -62,6 +62,7 @@ class RequestStream:
         self._indices: dict[int, int] = {}  # request id -> index, for the answers that have not ended
         self._updates: dict[int, RequestUpdate] = {}  # by index; what the consumer has not taken yet
         self.wakes_at_ends = False  # and not for every update
+        self.has_begun = False  # whether the consumer has been woken
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None  # what the consumer waits for
 
@@ -138,5 +139,6 @@ class RequestStream:
 
     def wake(self) -> None:
         """Let the consumer run, if it waits."""
+        self.has_begun = True
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)

@@ -84,6 +84,13 @@ class PagedBatch:
         )
 
 
+class LibraryPlan(NamedTuple):
+    """What a library has to build before it first computes attention of one shape (AttentionBackend.library_plans)."""
+
+    is_needed: bool  # by every long prompt
+    build: Callable[[], object]
+
+
 class AttentionBackend(ABC):
     """One way to run the kernels. Stateless but for tuning caches; backends/selection.py chooses one at start."""
 
@@ -113,16 +120,24 @@ class AttentionBackend(ABC):
         The result may overwrite any of the parts. attention/merge.py has the formula, and the loop over more parts.
         """
 
-    def warm_up(
-        self, q_THD: torch.Tensor, k_cache_NPKD: torch.Tensor, max_context_len: int, has_time: Callable[[], bool]
-    ) -> None:
-        """Compile now what would otherwise be compiled while the first prompts wait. First comes what every long prompt
-        needs, then what only some need, for as long as `has_time` returns True.
+    def launch_kernels(self, q_THD: torch.Tensor, k_cache_NPKD: torch.Tensor) -> None:
+        """Launch every Triton kernel that a chunk may need, whatever the lengths. Within `kernels.launch.compile_only`
+        this only starts to compile them, so that no prompt waits for it later.
 
         `q_THD`: queries of the longest chunk. `k_cache_NPKD`: a layer's keys, one block at least. Their values are
-        arbitrary. Backends that build nothing do nothing.
+        arbitrary. Backends without such kernels do nothing.
         """
         return
+
+    def library_plans(
+        self, q_1HD: torch.Tensor, num_kv_heads: int, max_query_len: int, max_context_len: int
+    ) -> Sequence[LibraryPlan]:
+        """What the backend's library would otherwise build while prompts wait: first for the longest chunks. A library
+        may keep plans for the thread that has built them. Building one again there takes a millisecond or less.
+
+        `q_1HD`: a query, whose values are arbitrary. The lengths are in tokens. Empty if the library builds nothing.
+        """
+        return ()
 
     def max_split_bytes(self, q_THD: torch.Tensor) -> int:
         """The most memory that a short chunk over a long history may take on top of what an equal chunk without history
@@ -141,6 +156,7 @@ class StepAttention(Protocol):
     def attend(self, layer: int, q_THD: torch.Tensor) -> torch.Tensor:
         """Attention over all keys, including the new ones, which have been stored by now. Returns [T, H, D].
 
-        In the last layer q may hold only the rows whose result is wanted, [S, H, D]. Hot: once per layer.
+        In the last layer q may hold only the rows whose result is wanted, [S, H, D]. Outside
+        captures, q may be empty in any layer, and is then returned as it is. Hot: once per layer.
         """
         ...

@@ -4,6 +4,8 @@ Everything that depends on the model of the GPU asks `target_of`. To use the cho
 test replaces this one function.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from functools import cache
 from typing import Any

@@ -41,6 +41,10 @@ class LocalExecutor(Executor):
         self._check_open()
         self.runner.freeze_objects()
 
+    def build_next_plan(self) -> bool:
+        self._check_open()
+        return self.runner.build_next_plan()
+
     def start_report(self) -> StartReport:
         return self.runner.start_report()
 

@@ -42,6 +42,9 @@ class ProcessExecutor(Executor):
     def freeze_objects(self) -> None:
         self._group.call(Runner.freeze_objects)
 
+    def build_next_plan(self) -> bool:
+        return self._group.call(Runner.build_next_plan)
+
     def start_report(self) -> StartReport:
         return self.runner.start_report()
 

@@ -1,5 +1,7 @@
 """The gated activation of the MLP, fused."""
 
+from __future__ import annotations
+
 import torch
 import triton
 import triton.language as tl

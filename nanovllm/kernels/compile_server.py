@@ -5,10 +5,11 @@ the thread that finds the kernels. Processes do not. Their results reach the eng
 worker has compiled a kernel, the engine's own call finds it there. Where anything fails, that call compiles the kernel
 itself. So nothing but time depends on the server.
 
-The server imports torch, Triton and the kernels, which takes 2 s, then forks a worker for each job. It has one thread
-and never touches the GPU, so that forking is safe. It does not import the user's script. A job travels with a socket
-for its answer. A worker that dies closes that socket, and a server that dies closes those of all waiting jobs. When the
-engine closes its end of the server's socket, or dies, the server ends its workers and itself.
+The server imports Triton and the kernels, then forks a worker for each job. It has one thread by then and never touches
+the GPU, so that forking is safe. It imports neither torch, which takes seconds on a machine that has just started, nor
+the user's script. A job travels with a socket for its answer. A worker that dies closes that socket, and a server that
+dies closes those of all waiting jobs. When the engine closes its end of the server's socket, or dies, the server ends
+its workers and itself.
 """
 
 import fcntl
@@ -22,8 +23,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from contextlib import suppress
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple, NoReturn
 
 logger = logging.getLogger("nanovllm")
@@ -187,14 +190,38 @@ def serve(control_fd: int) -> NoReturn:
     os._exit(0)
 
 
+class _LateTorch(ModuleType):
+    """Stands for torch until one of its attributes is read, and then loads it.
+
+    Modules of kernels import torch for the functions that launch them, which the server does not call. While they are
+    imported they read none of its attributes.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        if sys.modules.get("torch") is self:
+            del sys.modules["torch"]
+        return getattr(importlib.import_module("torch"), name)
+
+
+def _delay_torch() -> None:
+    """Let imports of torch succeed without loading it."""
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None, "torch is not installed"
+    sys.modules["torch"] = late = _LateTorch("torch")
+    late.__spec__, late.__file__ = spec, spec.origin  # what code that looks through all modules reads
+
+
 def _import_compiler() -> None:
     """Import, and compute, once what each worker would otherwise have to."""
+    _delay_torch()
     from triton.runtime.cache import triton_key
 
+    hashing = threading.Thread(target=triton_key)  # reads all of Triton, which releases the GIL; its result is kept
+    hashing.start()
     modules = [info.name for info in pkgutil.iter_modules([str(Path(__file__).parent)], f"{__package__}.")]
     for name in ("triton.compiler.code_generator", *modules):
         importlib.import_module(name)
-    triton_key()
+    hashing.join()
 
 
 def _work(message: bytes, connection: socket.socket) -> NoReturn:
@@ -221,4 +248,14 @@ def _compile(job: Job) -> None:
     # The ranks of an engine need the same kernels at the same time. The first compiles, the others find the result.
     with open(get_cache_manager(job.cache_key).lock_path, "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        triton.compile(source, target=job.target, options=job.options)
+        compiled = triton.compile(source, target=job.target, options=job.options)
+        with suppress(Exception):  # the engine builds what is missing
+            _build_launcher(compiled)
+
+
+def _build_launcher(compiled: Any) -> None:
+    """Put the C module that launches the kernel into Triton's cache, too. From Triton 3.7 on no kernel has its own."""
+    from triton.backends.nvidia import driver
+
+    if hasattr(driver, "make_launcher"):
+        driver.CudaLauncher(compiled.src, compiled.metadata)  # as the engine will call it; asks for no GPU

@@ -11,6 +11,8 @@ device. The grid depends only on B, S and the most queries that a sequence may h
 with any lengths. S is planned on the host, once per shape.
 """
 
+from __future__ import annotations
+
 import torch
 import triton
 import triton.language as tl

@@ -10,12 +10,13 @@ import hashlib
 import inspect
 import logging
 import os
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import triton
@@ -26,10 +27,26 @@ from nanovllm.kernels.compile_server import CompileServer, Job, hash_in_order
 
 logger = logging.getLogger("nanovllm")
 
-NUM_PARSE_RETRIES = 5
-
 # Within compile_only, the launches already compiled. Triton would wait if a kernel were compiled a second time.
 _compiled: ContextVar[set[Any] | None] = ContextVar("compiled", default=None)
+
+
+def _parse_in_turn() -> None:
+    """Let only one thread at a time parse the source of a kernel, which Triton does to hash and to compile it. In some
+    versions of Python 3.11 and 3.12 the parser fails if the garbage collector interrupts it and another thread parses
+    meanwhile (python/cpython#106905).
+    """
+    owner = next(base for base in triton.JITFunction.__mro__ if "parse" in vars(base))
+    parse, lock = owner.parse, threading.Lock()
+
+    def parse_alone(kernel: Any) -> Any:
+        with lock:
+            return parse(kernel)
+
+    owner.parse = parse_alone
+
+
+_parse_in_turn()
 
 
 def on_grid(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
@@ -83,24 +100,7 @@ class _CompileMode(triton.AsyncCompileMode):
                     self._server.compile(job)
             except Exception as error:  # whatever it is, compiling here either works or says what is wrong
                 logger.debug("a kernel is compiled in the engine's process: %r", error)
-        for _ in range(NUM_PARSE_RETRIES):
-            try:
-                return compile_here()
-            except Exception as error:
-                if not _comes_from_parser(error):
-                    raise
         return compile_here()
-
-
-def _comes_from_parser(error: BaseException | None) -> bool:
-    """Whether Python's parser has failed because several threads used it at once, a bug of some versions of Python 3.11
-    and 3.12 (python/cpython#106905).
-    """
-    while error is not None:
-        if isinstance(error, SystemError) and "recursion depth mismatch" in str(error):
-            return True
-        error = error.__cause__
-    return False
 
 
 def _job(key: str, compile_here: Callable[[], Any]) -> Job:
@@ -124,7 +124,14 @@ def _is_cached(job: Job) -> bool:
 
 
 class _CompilingThreads(ThreadPoolExecutor):
-    """Compiles kernels, and loads them on the current device with the C stub that launches them."""
+    """Compiles kernels, and loads them on the current device with the C module that launches them.
+
+    Only one thread loads at a time. Triton gives all of these modules the same name. When Python imports one of them a
+    second time, because two kernels share it, it fills the entry of that name in sys.modules and returns that. If two
+    threads do so at once, both get the same entry, and one kernel is launched by the other's module.
+    """
+
+    _loading: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self) -> None:
         super().__init__(os.cpu_count(), initializer=torch.cuda.set_device, initargs=(torch.cuda.current_device(),))
@@ -137,10 +144,11 @@ class _CompilingThreads(ThreadPoolExecutor):
     def is_busy(self) -> bool:
         return not all(future.done() for future in self._futures)
 
-    @staticmethod
-    def _compile_and_load(compile_kernel: Callable[[], Any]) -> Any:
+    @classmethod
+    def _compile_and_load(cls, compile_kernel: Callable[[], Any]) -> Any:
         kernel = compile_kernel()
-        _ = kernel.run  # reading this attribute makes Triton build the stub and load the kernel
+        with cls._loading:
+            _ = kernel.run  # reading this attribute makes Triton build the module, unless it is cached, and load both
         return kernel
 
 

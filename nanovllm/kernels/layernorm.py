@@ -1,5 +1,7 @@
 """RMSNorm, alone and fused with the residual addition before it. A program reads and writes one row once."""
 
+from __future__ import annotations
+
 import torch
 import triton
 import triton.language as tl

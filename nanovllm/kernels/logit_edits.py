@@ -8,6 +8,8 @@ A token may be among those that the host has counted and also among the step's o
 therefore adds up both before it penalizes the token, once.
 """
 
+from __future__ import annotations
+
 import torch
 import triton
 import triton.language as tl

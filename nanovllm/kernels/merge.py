@@ -3,6 +3,8 @@
 Legend: T packed query tokens, H query heads, D head dim.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 import torch

@@ -26,6 +26,8 @@ preceding kernel of the same stream is relaxed, and later kernels of the chain s
 graph that edge becomes a programmatic edge and all others stay full ones; successive replays are ordered as a whole.
 """
 
+from __future__ import annotations
+
 import torch
 import triton
 import triton.language as tl

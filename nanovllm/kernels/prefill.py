@@ -15,6 +15,8 @@ tile, in ranges of whole tiles of keys. A second kernel merges their results (ke
 host. Without splits the kernel writes the result itself.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

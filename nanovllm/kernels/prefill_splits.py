@@ -1,5 +1,7 @@
 """How many programs share the keys of a tile of queries in `paged_prefill`, and the memory that their parts take."""
 
+from __future__ import annotations
+
 from functools import lru_cache
 
 import torch

@@ -16,6 +16,8 @@ The order of every sum depends on the row alone. The loop ends, because each att
 one before, and no token is ahead of the first one.
 """
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
 import torch
@@ -47,11 +49,6 @@ DEFAULT_TILE = RedrawTile(2, 8, 1)
 _GROUP_SIZE = tl.constexpr(GROUP_SIZE)
 _BUCKET_BITS = tl.constexpr(6)
 _NUM_BUCKETS = tl.constexpr(64)
-_ZERO_BITS = {
-    torch.float32: 0,
-    torch.float16: 13,
-    torch.bfloat16: 16,
-}  # low bits that are 0 in a logit converted to fp32
 
 
 @triton.jit
@@ -241,10 +238,15 @@ def redraw_cut_tokens(
         logits.stride(0),
         vocab_size,
         num_groups,
-        ZERO_BITS=_ZERO_BITS[logits.dtype],
+        ZERO_BITS=_num_zero_bits(logits.dtype),
         BLOCK=triton.next_power_of_2(num_groups),
         TILE=tile.num_groups,
         STAGES=tile.num_stages,
         num_warps=tile.num_warps,
         **pdl_options(logits.device),
     )
+
+
+def _num_zero_bits(dtype: torch.dtype) -> int:
+    """How many of the low bits are 0 in a logit of this dtype that is converted to fp32."""
+    return {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}[dtype]

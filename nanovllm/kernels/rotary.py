@@ -6,6 +6,8 @@ the paged cache.
 Legend: T packed tokens, H query heads, K kv heads, D head dim, N blocks of a cache, P tokens per block.
 """
 
+from __future__ import annotations
+
 import torch
 import triton
 import triton.language as tl

@@ -10,6 +10,8 @@ A NaN or +inf among the logits of a group makes its score NaN, and a NaN score m
 NaN from a sum, because on a GPU a maximum may drop one.
 """
 
+from __future__ import annotations
+
 import torch
 import triton
 import triton.language as tl

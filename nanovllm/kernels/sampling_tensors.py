@@ -1,5 +1,7 @@
 """The sampling parameters that the sampler reads, as tensors."""
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
 import torch
@@ -43,7 +45,7 @@ class EditTensors(NamedTuple):
     bias_after: torch.Tensor  # int64 [M], -1: always
     allowed: torch.Tensor  # int32 [K, ceil(vocab_size / 32)]
 
-    def part(self, start: int, end: int) -> "EditTensors":
+    def part(self, start: int, end: int) -> EditTensors:
         """Rows start to end - 1."""
         return EditTensors(*(column[start:end] for column in self[:NUM_EDIT_COLUMNS]), *self[NUM_EDIT_COLUMNS:])
 

@@ -11,6 +11,8 @@ The first step along K, often the only one, loads its part of the weight before 
 Legend: M rows, N output features, K input features; a pack is the 16 bytes that a thread loads at once.
 """
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
 import torch

@@ -3,6 +3,8 @@
 Legend: T query tokens, H query heads, D head dim, S splits.
 """
 
+from __future__ import annotations
+
 from functools import lru_cache
 
 import torch

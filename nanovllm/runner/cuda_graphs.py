@@ -56,7 +56,8 @@ class GraphKind(ABC, Generic[Size]):
         for size in tqdm(
             sorted(sizes, reverse=True), desc=f"Capturing {self.name}", unit="size", disable=not show_progress
         ):
-            self.launch_kernels(model, make_attention, size)  # loads this size's kernels outside the capture
+            with model.skipping_inner_layers():  # they launch no other kernels
+                self.launch_kernels(model, make_attention, size)  # loads this size's kernels outside the capture
             torch.cuda.synchronize()
             with torch.cuda.stream(capture_stream(self.device)):
                 self._capture_size(model, make_attention, size, pools)

@@ -65,6 +65,8 @@ class _MixedAttention:
         return self._chunks.cells(layer)
 
     def attend(self, layer: int, q_THD: torch.Tensor) -> torch.Tensor:
+        if len(q_THD) == 0:
+            return q_THD
         out_THD = self._chunks.attend(layer, q_THD)
         first = slice(0, len(self._is_row_R11))
         rows_RHD = self._rows.attend(layer, q_THD[first])

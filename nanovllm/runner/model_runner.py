@@ -2,13 +2,14 @@
 
 import gc
 import logging
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from nanovllm.attention.backends.selection import choose_backend
+from nanovllm.attention.base import LibraryPlan
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
 from nanovllm.core.cpu_split import CpuSplit
@@ -22,6 +23,7 @@ from nanovllm.device.devices import use_expandable_segments
 from nanovllm.device.memory_profile import memory_remedy, used_bytes
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.kernels.compile_server import CompileServer, start_compile_server
+from nanovllm.kernels.triton_start import TritonStart
 from nanovllm.kvcache.transfer.offload_engine import OffloadEngine
 from nanovllm.models.loader import load_weights
 from nanovllm.models.registry import build_model
@@ -57,8 +59,10 @@ class ModelRunner:
         self._steps: StepRunner | None = None  # exists as long as the memory does
         self.phases = Phases()
         self.compile_server: CompileServer | None = None  # gets ready while the weights are loaded; until `close`
+        self.triton_start: TritonStart | None = None  # likewise
         if device.type == "cuda":
             self.compile_server = start_compile_server(config, model_config, tp.size, kernel_target.target_of(device))
+            self.triton_start = TritonStart()
         try:
             with current_device(device), memory_remedy("loading the model"), self.phases("weights"):
                 self._load(directory)
@@ -79,6 +83,7 @@ class ModelRunner:
         )
         self.model.eval()
         self.num_heads = model_config.num_heads // tp.size  # query heads of this rank
+        self._unbuilt: Iterator[LibraryPlan] | None = None  # None before the first is built
 
     def close_compile_server(self, is_complete: bool = False) -> None:
         """Nothing is compiled from here on. `is_complete`: all kernels that this engine needs have been."""
@@ -125,10 +130,30 @@ class ModelRunner:
         fitting = torch.tensor([max(0, num_bytes // self.spec.block_bytes)], device=self.device)
         return int(self.tp.all_gather(fitting).min()), room
 
-    def warm_up_backend(self, num_tokens: int, has_time: Callable[[], bool]) -> None:
-        """Run AttentionBackend.warm_up for chunks of `num_tokens` tokens."""
+    def launch_attention_kernels(self, num_tokens: int) -> None:
+        """AttentionBackend.launch_kernels for chunks of up to `num_tokens` tokens."""
         k_cache, _ = self.memory.cache
-        self.backend.warm_up(self._queries(num_tokens), k_cache[0], self.max_model_len, has_time=has_time)
+        self.backend.launch_kernels(self._queries(num_tokens), k_cache[0])
+
+    def library_plans(self) -> Sequence[LibraryPlan]:
+        """AttentionBackend.library_plans for the chunks that steps can hold."""
+        max_query_len = min(self.config.max_num_batched_tokens, self.max_model_len)
+        return self.backend.library_plans(self._queries(1), self.spec.num_kv_heads, max_query_len, self.max_model_len)
+
+    @on_own_device
+    @torch.inference_mode()
+    def build_next_plan(self) -> bool:
+        """Build the next of `library_plans`, for the thread that calls. Returns False if there is none left."""
+        if self._unbuilt is None:
+            self._unbuilt = iter(self.library_plans())
+        plan = next(self._unbuilt, None)
+        if plan is None:
+            return False
+        try:
+            plan.build()
+        except RuntimeError as error:  # such as too little memory; no prompt may ever need this plan
+            logger.debug("a plan is left until a prompt needs it: %s", error)
+        return True
 
     def max_split_bytes(self) -> int:
         """AttentionBackend.max_split_bytes of this model."""
@@ -248,7 +273,7 @@ class ModelRunner:
             self.reset_graphs()
             if self._memory is not None:
                 self._memory.close()
-            self._memory = self._steps = None
+            self._memory = self._steps = self._unbuilt = None
             vars(self).pop("model", None)
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()

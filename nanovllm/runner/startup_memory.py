@@ -5,13 +5,14 @@ captures the largest graphs.
 import importlib.util
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
+from nanovllm.attention.base import LibraryPlan
 from nanovllm.config import Config
 from nanovllm.core.kv_spec import KVCacheSizes, KVCacheSpec
 from nanovllm.core.step_limits import max_step_rows
@@ -19,8 +20,12 @@ from nanovllm.core.step_plan import StepPlan
 from nanovllm.device.device_guard import current_device
 from nanovllm.device.memory_profile import GRAPH_LAYER_BYTES, MemoryProfile, memory_remedy, reserved_by, used_bytes
 from nanovllm.kernels.compile_server import CompileServer
+from nanovllm.kernels.sampling_tensors import SamplingTensors
+from nanovllm.kernels.triton_start import TritonStart
+from nanovllm.layers.sampler import sample
 from nanovllm.models.decoder import CausalLM
 from nanovllm.runner.graph_set import GraphSet
+from nanovllm.runner.inputs import SAMPLING_DTYPES, torch_dtype
 from nanovllm.runner.kv_memory import KVMemory
 from nanovllm.runner.largest_step import largest_steps, short_steps
 from nanovllm.runner.step_result import StepResult
@@ -36,6 +41,7 @@ class MeasuredRunner(Protocol):
     model: CausalLM
     phases: Phases
     compile_server: CompileServer | None
+    triton_start: TritonStart | None
 
     @property
     def memory(self) -> KVMemory: ...
@@ -50,7 +56,9 @@ class MeasuredRunner(Protocol):
 
     def close_compile_server(self, is_complete: bool = False) -> None: ...
 
-    def warm_up_backend(self, num_tokens: int, has_time: Callable[[], bool]) -> None: ...
+    def launch_attention_kernels(self, num_tokens: int) -> None: ...
+
+    def library_plans(self) -> Sequence[LibraryPlan]: ...
 
     def max_split_bytes(self) -> int: ...
 
@@ -90,6 +98,10 @@ def profile_memory(runner: MeasuredRunner, num_cpu_blocks: int, most_gpu_blocks:
 def _compile_kernels(runner: MeasuredRunner, steps: Sequence[StepPlan], most_gpu_blocks: int) -> None:
     """Compile in parallel all kernels that prompts, chunks, sampling and decode graphs launch, so that no request waits
     for a compilation. Meanwhile the libraries of the backends are initialised.
+
+    The kernels that take longest to compile come first. Short steps come before long ones, for which the backend's
+    library has to be initialised: most kernels are known by then. Building the library's plans fills the time until all
+    are compiled.
     """
     if importlib.util.find_spec("triton") is None:
         return
@@ -108,13 +120,31 @@ def _compile_kernels(runner: MeasuredRunner, steps: Sequence[StepPlan], most_gpu
         _warm_up_products(runner.model, num_tokens),
         compile_only(runner.compile_server) as is_compiling,
     ):
-        for plan in (*steps, *short):
-            runner.launch(plan)
-        if not runner.config.enforce_eager:
-            runner.make_graphs(most_gpu_blocks).launch_kernels()
-        runner.warm_up_backend(num_tokens, has_time=is_compiling)
+        if runner.triton_start is not None:
+            runner.triton_start.wait()
+        launch_sampler(runner.model)
+        runner.launch_attention_kernels(num_tokens)
+        with runner.model.skipping_inner_layers():
+            for plan in (*short, *steps):
+                runner.launch(plan)
+            if not runner.config.enforce_eager:
+                runner.make_graphs(most_gpu_blocks).launch_kernels()
+        for library_plan in runner.library_plans():
+            if library_plan.is_needed or is_compiling():
+                library_plan.build()
     runner.close_compile_server(is_complete=True)
     runner.reset_graphs()
+
+
+def launch_sampler(model: CausalLM) -> None:
+    """Sample from a row of logits as the model computes them, and from a row of edited ones, which are fp32. The values
+    are arbitrary.
+    """
+    head = model.lm_head
+    dtypes = map(torch_dtype, SAMPLING_DTYPES.values())
+    params = SamplingTensors._make(torch.zeros(1, dtype=dtype, device=head.weight.device) for dtype in dtypes)
+    sample(head.weight.new_zeros(1, head.padded_vocab_size)[:, : head.vocab_size], params)
+    sample(head.weight.new_zeros(1, head.vocab_size, dtype=torch.float32), params)
 
 
 @contextmanager

@@ -35,7 +35,7 @@ from nanovllm.server.site import build_site
 FAILED = 1  # exit status after the engine has failed; a supervisor should start the server again
 LINGER_S = 1.0  # after a failure: time for load balancers to see it, and for clients to read why
 LAST_EVENTS_S = 2.0  # for clients to take the last events
-SWITCH_INTERVAL_S = 0.001  # the engine's thread and the event loop wait for each other; Python's default is 5 ms
+SWITCH_INTERVAL_S = 1e-4  # the engine's thread and the event loop wait for each other; Python's default is 5 ms
 KEEP_ALIVE_S = 60  # longer than clients keep idle connections, so that they do not meet one that is just closing
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 

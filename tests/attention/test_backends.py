@@ -268,12 +268,15 @@ def test_cudnn_many_spans_round_once(causal, num_parts, dtype):
     assert num_roundings(got.out_THD, case.naive(0.1).out_THD) <= MAX_ROUNDINGS
 
 
-def warmed_up(limits: CudnnLimits, num_tokens: int, max_context_len: int, has_time: bool) -> set[tuple[int, int, bool]]:
-    """What `warm_up` builds."""
+def plans_built(
+    limits: CudnnLimits, num_tokens: int, max_context_len: int, has_time: bool
+) -> set[tuple[int, int, bool]]:
+    """What `library_plans` build: all of them, or only what every long prompt needs."""
     backend = CudnnOnCpu(TorchBackend(), limits)
     backend.attend_dense = lambda q, k, v, scale, causal: backend.asked.append((len(q), len(k), causal))
-    q_THD, k_cache_NPKD = torch.zeros(num_tokens, 2, 1), torch.zeros(1, 8, 1, 1)
-    backend.warm_up(q_THD, k_cache_NPKD, max_context_len, has_time=lambda: has_time)
+    for plan in backend.library_plans(torch.zeros(1, 2, 1), 1, num_tokens, max_context_len):
+        if plan.is_needed or has_time:
+            plan.build()
     assert len(set(backend.asked)) == len(backend.asked)
     return set(backend.asked)
 
@@ -286,8 +289,8 @@ def warmed_up(limits: CudnnLimits, num_tokens: int, max_context_len: int, has_ti
         ([(50, 50), (40, 80), (20, 100), (64, 248)], True),  # shorter ones, and prefixes that were cached
     ],
 )
-def test_cudnn_warm_up_builds_what_prompts_need(chunks, has_time):
-    built = warmed_up(CPU_LIMITS, 128, 420, has_time)
+def test_cudnn_plans_are_what_prompts_need(chunks, has_time):
+    built = plans_built(CPU_LIMITS, 128, 420, has_time)
     backend = CudnnOnCpu(TorchBackend(), CPU_LIMITS)
     for chunk in chunks:
         case = make_paged([chunk], 8, (4, 2), causal=True, order="adjacent", unwritten=0.0)
@@ -295,25 +298,25 @@ def test_cudnn_warm_up_builds_what_prompts_need(chunks, has_time):
     assert backend.asked and set(backend.asked) <= built
 
 
-def test_cudnn_warm_up_builds_long_chunks_first():
-    always = warmed_up(CudnnLimits(), 16384, 131072, has_time=False)
+def test_cudnn_plans_needed_by_all_are_those_of_long_chunks():
+    always = plans_built(CudnnLimits(), 16384, 131072, has_time=False)
     squares = {(n, n, True) for n in (8192, 16384)}
     assert always == squares | {(n, k, False) for n in (8192, 16384) for k in (32768, 16384, 8192, 4096)}
-    assert len(warmed_up(CudnnLimits(), 16384, 131072, has_time=True)) == 35
-    assert warmed_up(CudnnLimits(), 8000, 8000, has_time=False) == {(8192, 8192, True), (8192, 4096, False)}
-    assert warmed_up(CudnnLimits(), 300, 131072, has_time=True) == set()
+    assert len(plans_built(CudnnLimits(), 16384, 131072, has_time=True)) == 35
+    assert plans_built(CudnnLimits(), 8000, 8000, has_time=False) == {(8192, 8192, True), (8192, 4096, False)}
+    assert plans_built(CudnnLimits(), 300, 131072, has_time=True) == set()
     squares = {(1024, 1024, True), (2048, 2048, True)}
-    assert warmed_up(CudnnLimits(), 2048, 2048, has_time=True) == squares  # no history is long enough
+    assert plans_built(CudnnLimits(), 2048, 2048, has_time=True) == squares  # no history is long enough
 
 
 @pytest.mark.parametrize("num_tokens", [16384, 16351, 7900, 2048])
-def test_cudnn_asks_for_no_pair_that_warm_up_would_not_build(num_tokens):
+def test_cudnn_asks_for_no_pair_without_a_library_plan(num_tokens):
     """Regression: each chunk of a new length asked for new pairs, and building their plans stalled a server for 0.5 s.
 
     Random lengths, positions, block sizes and orders of blocks, with and without a mask.
     """
     max_context_len, asked = 131072, set()
-    built = warmed_up(CudnnLimits(), num_tokens, max_context_len, has_time=True)
+    built = plans_built(CudnnLimits(), num_tokens, max_context_len, has_time=True)
     generator = random.Random(num_tokens)
     for _ in range(300):
         page = generator.choice([256, 768, 1024, 4096, 8192])

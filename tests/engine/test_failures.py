@@ -153,7 +153,7 @@ def test_detokenizer_raises_only_its_request_ends(model: Path, kind: str, ahead:
         expected = llm.generate(prompts, GREEDY, use_tqdm=False)
         ids = [llm.add_request(prompt, GREEDY) for prompt in prompts]
         llm.step()
-        receiver = llm.engine._receivers[ids[1]]
+        receiver = llm.engine._steps.receivers[ids[1]]
         assert isinstance(receiver, TextReceiver)
         fail_once(receiver.detokenizer, "update", UnicodeError("no such text"), after=2 if reads else 0)
         finished: dict[int, Any] = {}
@@ -263,8 +263,8 @@ class InterruptAt:
     """Traces the engine's own lines and sends SIGINT before some of them."""
 
     FILES = (
-        *("llm.py", "frontend.py", "answer.py", "outputs.py", "engine/engine.py", "admission.py", "turns.py"),
-        *("scheduler.py", "block_manager.py", "block_pool.py", "interrupt.py"),
+        *("llm.py", "frontend.py", "answer.py", "outputs.py", "engine/engine.py", "step_loop.py", "admission.py"),
+        *("turns.py", "scheduler.py", "block_manager.py", "block_pool.py", "interrupt.py"),
     )
 
     def __init__(self, *lines: int) -> None:

@@ -14,10 +14,11 @@ from nanovllm.core.outputs import Ending, Outbox, Receiver, RequestOutput
 from nanovllm.core.sequence import Sequence
 from nanovllm.core.start_report import StartReport
 from nanovllm.core.step_plan import StepPlan
-from nanovllm.engine.engine import PAUSE_S, Engine
+from nanovllm.engine.engine import Engine
 from nanovllm.engine.internals import Internals
 from nanovllm.engine.setup import EngineSetup, prepare
 from nanovllm.engine.startup import start_engine
+from nanovllm.engine.step_loop import PAUSE_S
 from nanovllm.errors import EngineError, WorkerDiedError
 from nanovllm.executor.base import Executor, LaunchedStep
 from nanovllm.kvcache.policy.block_manager import BlockManager
@@ -147,7 +148,7 @@ def test_requests_get_their_token_ids_and_no_text(engine: Engine) -> None:
 def test_next_step_is_launched_before_the_last_ones_tokens_are_waited_for_when_working_ahead(engine: Engine) -> None:
     engine.add_request(prompt(10), SamplingParams(max_tokens=2), Receiver(outbox := Outbox()))
     finish(engine, outbox)
-    expected = ["launch", "launch", "wait", "wait"] if engine.works_ahead else ["launch", "wait"] * 2
+    expected = ["launch", "launch", "wait", "wait"] if engine.setup.works_ahead else ["launch", "wait"] * 2
     assert engine.executor.calls == expected  # type: ignore[attr-defined]
 
 

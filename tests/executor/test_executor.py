@@ -41,6 +41,10 @@ class RecordingRunner(Runner):
     def freeze_objects(self) -> None:
         self.num_calls += 1
 
+    def build_next_plan(self) -> bool:
+        self.num_calls += 1
+        return self.tp.rank == 0
+
     def start_report(self) -> StartReport:
         return StartReport(needs_rope_lens=False, link_byte_per_s=None, phases=f"rank {self.tp.rank}")
 
@@ -91,9 +95,10 @@ def test_calls_run_on_every_rank_in_order_and_return_the_result_of_rank_0(
     executor.allocate_kv_cache(KVCacheSizes(10))
     executor.capture_graphs(100)
     executor.freeze_objects()
+    assert executor.build_next_plan()
     step = executor.launch(PLAN)
     executor.wait_for(step)
-    assert step.token_ids() == [113] * num_ranks
+    assert step.token_ids() == [114] * num_ranks
 
 
 def test_a_launched_step_tells_the_time_since_the_end_of_the_one_before(executor: AnyExecutor) -> None:
@@ -124,6 +129,7 @@ def test_close_twice_closes_the_runner_once_and_then_calls_are_refused(executor:
         lambda: executor.allocate_kv_cache(KVCacheSizes(10)),
         lambda: executor.capture_graphs(100),
         executor.freeze_objects,
+        executor.build_next_plan,
     ):
         with pytest.raises(EngineError, match="closed"):
             call()

@@ -202,7 +202,8 @@ def footprint(llm: LLM) -> dict[str, int]:
         "num_free_blocks": stats["num_free_cpu_blocks" if llm.config.enable_cpu_offload else "num_free_gpu_blocks"],
         "num_sequences": sum(type(thing) is Sequence for thing in gc.get_objects()),
         "num_known": len(scheduler.sequences) + len(scheduler.waiting) + len(scheduler.running),
-        "num_held": len(llm._outbox.content.texts) + len(llm._outbox.content.finished) + len(llm.engine._receivers),
+        "num_held": len(llm._outbox.content.texts) + len(llm._outbox.content.finished),
+        "num_receivers": len(llm.engine._steps.receivers),
     }
 
 

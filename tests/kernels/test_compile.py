@@ -223,13 +223,13 @@ def test_prefill_and_decode_fit_at_other_shapes(target: KernelTarget, head_dim: 
     check(compiled, target)
 
 
-def test_warm_up_leaves_no_prefill_kernel_and_no_merge_to_compile() -> None:
+def test_launch_kernels_leaves_no_prefill_kernel_and_no_merge_to_compile() -> None:
     """Whatever the lengths, the mask and the number of splits."""
     target, caches = KNOWN_TARGETS["9.0"], torch.zeros(2, PAGE, 8, 128, dtype=BF16)
     q_THD = torch.zeros(4096, 16, 128, dtype=BF16)
     with compiling_for(target) as compiled:
         backend = TritonBackend()
-        backend.warm_up(q_THD, caches, 40960, has_time=lambda: True)
+        backend.launch_kernels(q_THD, caches)
         known = {kernel.kernel.hash for kernel in compiled}
         compiled.clear()
         for num_parts, num_tokens in itertools.product((2, 3, 4, 7, 12, 41), (1, 77)):

@@ -1,6 +1,7 @@
 """What start-up does on a GPU, gone through on the CPU. CUDA's part is played by fakes that run everything at once."""
 
 from contextlib import nullcontext
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import torch
 from hostless_torch import HostlessTorch
 from tiny_models import write_tiny_model
 
+from nanovllm.attention.backends.torch_backend import TorchBackend
+from nanovllm.attention.base import LibraryPlan
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
 from nanovllm.core.kv_spec import KVCacheSizes, kv_cache_spec
@@ -44,7 +47,7 @@ class FakeGraph:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("tiny"), max_position_embeddings=2048)
+    return write_tiny_model(tmp_path_factory.mktemp("tiny"), num_layers=4, max_position_embeddings=2048)
 
 
 @pytest.fixture(params=[0, 20], ids=["all-GPU", "offload"])
@@ -78,6 +81,15 @@ def runner(model: Path, num_cpu_blocks: int, monkeypatch: pytest.MonkeyPatch) ->
     runner = ModelRunner(config, model_config, directory, spec, TPGroup(), torch.device("cpu"), make_offload_engine)
     runner.backend = HostlessTorch()
     return runner
+
+
+class NotingTorch(HostlessTorch):
+    def __init__(self, notes: list[str]) -> None:
+        self.notes = notes
+
+    def attend(self, *args: Any) -> Any:
+        self.notes.append("attention")
+        return super().attend(*args)
 
 
 def decode_plan(streamed: tuple[StreamedGroup, ...]) -> StepPlan:
@@ -121,6 +133,30 @@ def test_product_rows_go_from_the_longest_step_down_to_two() -> None:
     assert rows[0] == 16_384 and rows[-1] == 2 and max(a / b for a, b in pairwise(rows[:-8])) <= 1.25
 
 
+def test_graphs_hold_all_layers_and_only_two_are_launched_before(
+    runner: ModelRunner, num_cpu_blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: all layers were launched before each capture, which took half of the time of the captures."""
+    notes: list[str] = []
+    monkeypatch.setattr(FakeGraph, "capture_begin", lambda graph, **options: notes.append("begin"))
+    monkeypatch.setattr(FakeGraph, "capture_end", lambda graph: notes.append("end"))
+    runner.backend = NotingTorch(notes)
+    runner.allocate_kv_cache(KVCacheSizes(NUM_GPU_BLOCKS, num_cpu_blocks))
+    graphs = runner.make_graphs(NUM_GPU_BLOCKS)
+    num_layers = runner.spec.num_layers
+    num_groups = runner.spec.staging.num_groups
+    for kind in graphs.kinds:
+        notes.clear()
+        with torch.inference_mode():
+            kind.capture(runner.model, graphs._paged_attention, kind.sizes[-1:], show_progress=False)
+        before = notes[: notes.index("begin")].count("attention")
+        num_calls = 2 if kind is graphs.mixed else 1  # in each layer: mixed graphs attend to rows and to chunks
+        others = num_groups if kind.name == "streamed" else 0
+        assert before == 2 * num_calls + others
+        assert notes.count("attention") == before + num_layers * num_calls + others
+    runner.close()
+
+
 def test_captured_graphs_are_replayed_and_reset(runner: ModelRunner, num_cpu_blocks: int) -> None:
     """A streamed size has a piece for each layer and one more, a graph for each staging buffer, and one for the CPU's
     part.
@@ -151,3 +187,33 @@ def test_captured_graphs_are_replayed_and_reset(runner: ModelRunner, num_cpu_blo
     all_graphs = [graph for kind in graphs.kinds for some in kind._graphs.values() for graph in some]
     runner.close()
     assert all(graph.is_reset for graph in all_graphs) and runner.graphs is None
+
+
+class PlanningBackend(TorchBackend):
+    """Records the plans it builds. The second one runs out of memory, and the third one cannot be built at all."""
+
+    def __init__(self) -> None:
+        self.built: list[tuple[int, int, int]] = []
+
+    def library_plans(
+        self, q_1HD: torch.Tensor, num_kv_heads: int, max_query_len: int, max_context_len: int
+    ) -> list[LibraryPlan]:
+        def build(number: int) -> None:
+            if number == 1:
+                raise torch.OutOfMemoryError
+            if number == 2:
+                raise RuntimeError("no valid execution plans")
+            self.built.append((number, max_query_len, max_context_len))
+
+        return [LibraryPlan(is_needed=False, build=partial(build, number)) for number in range(4)]
+
+
+def test_plans_are_built_one_by_one_and_those_that_fail_are_left_out(runner: ModelRunner, num_cpu_blocks: int) -> None:
+    runner.allocate_kv_cache(KVCacheSizes(NUM_GPU_BLOCKS, num_cpu_blocks))
+    runner.backend = backend = PlanningBackend()
+    num_built = []
+    while runner.build_next_plan():
+        num_built.append(len(backend.built))
+    assert num_built == [1, 1, 1, 2] and not runner.build_next_plan()
+    assert backend.built == [(0, 300, 2048), (3, 300, 2048)]
+    runner.close()

@@ -1,6 +1,7 @@
 """StreamedDecodeGraphs on a model that is one attention, so that its result can be compared with the exact one."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import ClassVar
 
@@ -50,6 +51,9 @@ class OneAttention:
         out_BHD = attention.attend(0, self.q_BHD[:num_seqs])
         self.out_BHD[:num_seqs].copy_(out_BHD)
         return out_BHD.flatten(1)
+
+    def skipping_inner_layers(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def compute_logits(self, hidden: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         return out.copy_(hidden[:, : out.shape[1]])

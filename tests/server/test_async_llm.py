@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tiny_models import write_tiny_model, write_tiny_tokenizer
 
-from nanovllm import AsyncLLM, EngineError, RequestError, SamplingParams, async_llm
+from nanovllm import AsyncLLM, EngineError, RequestError, SamplingParams
 from nanovllm.core.outputs import RequestOutput
 from nanovllm.core.step_plan import StepPlan
 from nanovllm.engine.internals import Internals
@@ -142,12 +142,13 @@ def test_streams_that_have_ended_reach_their_consumers_after_another_loop_has_fo
 
     async def submit(engine: AsyncLLM) -> list[asyncio.Task[Any]]:
         tasks = [asyncio.ensure_future(collect(engine.generate([[1, 2, 3]], params))) for _ in range(30)]
-        await wait_until(lambda: len(engine._streams) == 30)
+        await wait_until(lambda: len(engine._dispatcher._streams) == 30)
         while num_open(engine):
-            time.sleep(0.005)  # the loop is busy until all have ended
-        while engine._streams:
+            time.sleep(0.005)  # the loop is busy until all have ended,
+        time.sleep(0.1)  # and until that has been handed over
+        while engine._dispatcher._streams:
             await asyncio.sleep(0)
-        assert engine._to_wake, "some consumers have not been woken yet"
+        assert engine._dispatcher._has_more, "some consumers have not been woken yet"
         return tasks
 
     engine, first_loop = AsyncLLM(model, **OPTIONS), asyncio.new_event_loop()
@@ -228,20 +229,21 @@ def test_stream_slow_consumer_gets_merged_updates_and_holds_up_nobody(engine: As
     assert updates[0].text == updates[0].output["text"]
 
 
-def test_consumers_have_everything_before_a_long_step_is_launched(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_consumers_have_everything_before_a_long_step_is_launched(model: Path) -> None:
     """Launching takes long, and holds the lock of Python that they need. Each of 40 takes a while for its update."""
-    monkeypatch.setattr(async_llm, "MAX_PASSING_S", 10.0)
     num_streams, taken, num_late = 40, Counter[int](), []
     options = OPTIONS | {"max_num_batched_tokens": 400, "max_num_seqs": 64, "num_kvcache_blocks": 60}
     options |= {"max_step_ms": 1000.0}
     engine = AsyncLLM(model, internals=Internals(works_ahead=True), **options)
+    engine._dispatcher._max_passing_s = 10.0
     launch = engine.llm.engine.executor.launch
 
     def noting_launch(plan: StepPlan) -> LaunchedStep:
         if max(step.num_tokens for step in plan.sequences) > 200:
-            running = engine.llm.scheduler.running
-            given = sum(seq.num_output_tokens - seq.num_pending_tokens for seq in running)
-            num_late.append(given - sum(taken.values()))
+            for seq in engine.llm.scheduler.running:
+                if len(seq.prompt_token_ids) == 3:
+                    num_given = seq.num_output_tokens - seq.num_pending_tokens
+                    num_late.append(num_given - taken[seq.prompt_token_ids[2] - 3])
         return launch(plan)
 
     engine.llm.engine.executor.launch = noting_launch  # type: ignore[method-assign]
@@ -263,7 +265,33 @@ def test_consumers_have_everything_before_a_long_step_is_launched(model: Path, m
 
     run(test())
     engine.close()
-    assert len(num_late) >= 3 and not any(num_late), num_late
+    assert len(num_late) >= 2 * num_streams and not any(num_late), num_late
+
+
+def test_idle_engine_builds_plans_in_the_thread_of_its_steps_and_makes_way_for_requests(model: Path) -> None:
+    """Regression: cuDNN's plans were built in the thread that started the engine, and were of no use to the steps."""
+    engine = AsyncLLM(model, **OPTIONS)
+    threads, num_open_before, num_left = [], [], 40
+
+    def build_next_plan() -> bool:
+        nonlocal num_left
+        threads.append(threading.current_thread())
+        num_open_before.append(num_open(engine))
+        num_left -= num_left > 0
+        time.sleep(0.005)
+        return num_left > 0
+
+    async def test() -> None:
+        await wait_until(lambda: not engine._has_plans_to_build)  # the backend has none
+        engine.llm.engine.executor.build_next_plan = build_next_plan  # type: ignore[method-assign]
+        engine._has_plans_to_build = True
+        await collect(engine.generate("Hello", GREEDY))
+        assert num_left > 0, "all plans were built before the request ran"
+        await wait_until(lambda: not engine._has_plans_to_build)
+
+    run(test())
+    assert set(threads) == {engine._thread} and not any(num_open_before) and len(threads) == 40
+    engine.close()
 
 
 def test_loop_blocked_during_steps_gets_everything_in_one_call(engine: AsyncLLM) -> None:
@@ -306,7 +334,7 @@ def test_generate_task_cancelled_at_any_stage_leaves_nothing(engine: AsyncLLM, d
             isinstance(each, asyncio.CancelledError) for each in await asyncio.gather(*tasks, return_exceptions=True)
         )
         await wait_until(lambda: num_open(engine) == 0)
-        assert not engine._streams
+        assert not engine._dispatcher._streams
 
     run(cancel())
 

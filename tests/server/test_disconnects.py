@@ -93,7 +93,7 @@ def test_client_that_disconnects_at_any_stage_leaves_nothing(
     answered = httpx.post(f"{url}/v1/completions", json=SHORT, timeout=20)
     assert answered.status_code == 200
     wait_until_idle(engine)
-    wait_until(lambda: not engine._streams)
+    wait_until(lambda: not engine._dispatcher._streams)
 
 
 def test_client_that_leaves_after_the_last_token_leaves_nothing(tiny: tuple[AsyncLLM, str]) -> None:
@@ -108,7 +108,7 @@ def test_client_that_leaves_after_the_last_token_leaves_nothing(tiny: tuple[Asyn
         else:
             wait_until(lambda: num_open(engine) == 0)
         connection.close()
-    wait_until(lambda: not engine._streams)
+    wait_until(lambda: not engine._dispatcher._streams)
     assert httpx.post(f"{url}/v1/completions", json=SHORT, timeout=20).status_code == 200
 
 
@@ -120,7 +120,7 @@ def test_client_that_leaves_during_its_prefill_ends_its_request(tiny: tuple[Asyn
         wait_until(lambda: num_open(engine) > 0)
         connection.close()
     wait_until_idle(engine)
-    wait_until(lambda: not engine._streams)
+    wait_until(lambda: not engine._dispatcher._streams)
 
 
 def test_openai_stream_closed_early_ends_its_request(tiny: tuple[AsyncLLM, str]) -> None:

@@ -4,7 +4,7 @@ cuDNN takes contiguous keys and knows no block table: a sequence's adjacent bloc
 causal mask is aligned at the top left, so the causal square at the end of a sequence and the history before it are
 separate calls, merged.
 
-cuDNN builds a plan for every new pair of lengths (measured: 0.04 to 0.5 s), and its own way around that costs 12% of
+cuDNN builds a plan for every new pair of lengths (measured: 30 ms on average), and its own way around that costs 12% of
 its speed. So it is asked for few pairs, and start-up can build their plans. A chunk is cut into pieces of the sizes
 that CudnnLimits lists. The end of a chunk is padded to such a size, or it goes to the paged backend if it is short. The
 history is cut into parts of a power of two of keys. What is left, less than the smallest such part, lies at the front
@@ -16,14 +16,14 @@ The history is attended on a stream of its own, `side`, beside the square. Strea
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import ClassVar
 
 import torch
 
 from nanovllm.attention.backends.contiguous import SequenceKV
 from nanovllm.attention.backends.cudnn_limits import DEFAULT_LIMITS, CudnnLimits
-from nanovllm.attention.base import AttentionBackend, HostTables, PagedBatch, PartialAttention
+from nanovllm.attention.base import AttentionBackend, HostTables, LibraryPlan, PagedBatch, PartialAttention
 from nanovllm.attention.merge import RunningMerge
 from nanovllm.core.support import MIN_CAPABILITY
 from nanovllm.device import kernel_target
@@ -58,24 +58,29 @@ class CudnnBackend(AttentionBackend):
     def max_split_bytes(self, q_THD: torch.Tensor) -> int:
         return 2 * self.paged.max_split_bytes(q_THD)  # each of the two streams has memory of its own
 
-    def warm_up(
-        self, q_THD: torch.Tensor, k_cache_NPKD: torch.Tensor, max_context_len: int, has_time: Callable[[], bool]
-    ) -> None:
-        """cuDNN keeps its plans for one thread: this must be the one that runs the steps."""
-        self.paged.warm_up(q_THD, k_cache_NPKD, max_context_len, has_time)
-        sizes = self.limits.sizes_of_pieces(len(q_THD))
-        if not sizes:
-            return
+    def launch_kernels(self, q_THD: torch.Tensor, k_cache_NPKD: torch.Tensor) -> None:
+        self.paged.launch_kernels(q_THD, k_cache_NPKD)
+
+    def library_plans(
+        self, q_1HD: torch.Tensor, num_kv_heads: int, max_query_len: int, max_context_len: int
+    ) -> Sequence[LibraryPlan]:
+        """cuDNN keeps plans for each thread: the thread that builds them must also run the steps."""
+        sizes = self.limits.sizes_of_pieces(max_query_len)
         key_sizes = self.limits.key_sizes(max_context_len)
-        q_THD = _pad(q_THD, max(0, sizes[-1] - len(q_THD)))
-        k_SKD = q_THD.new_zeros(max((sizes[-1], *key_sizes)), *k_cache_NPKD.shape[2:])
-        for num_queries in reversed(sizes):
-            is_long_chunk = num_queries in (sizes[-1], self.limits.max_padded_queries)
-            for num_keys in (None, *key_sizes):  # None: the causal square
-                if not is_long_chunk and not has_time():
-                    return
-                k = k_SKD[: num_keys or num_queries]
-                self.attend_dense(q_THD[:num_queries], k, k, scale=1.0, causal=num_keys is None)
+        return [
+            LibraryPlan(
+                is_needed=num_queries in (sizes[-1], self.limits.max_padded_queries),
+                build=partial(self._build_plan, q_1HD, num_kv_heads, num_queries, num_keys),
+            )
+            for num_queries in reversed(sizes)
+            for num_keys in (None, *key_sizes)
+        ]
+
+    def _build_plan(self, q_1HD: torch.Tensor, num_kv_heads: int, num_queries: int, num_keys: int | None) -> None:
+        """`num_keys`: None for the causal square."""
+        q_THD = q_1HD.new_zeros(num_queries, *q_1HD.shape[1:])
+        k_SKD = q_1HD.new_zeros(num_keys or num_queries, num_kv_heads, q_1HD.shape[2])
+        self.attend_dense(q_THD, k_SKD, k_SKD, scale=1.0, causal=num_keys is None)
 
     def attend(
         self,

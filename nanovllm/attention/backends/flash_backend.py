@@ -6,7 +6,7 @@ flash-attn marks a row that saw no key with lse +inf; it becomes -inf here.
 """
 
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import ClassVar
 
@@ -98,11 +98,9 @@ class FlashBackend(AttentionBackend):
     def merge(self, parts: Sequence[PartialAttention], dtype: torch.dtype) -> PartialAttention:
         return self.triton.merge(parts, dtype)
 
-    def warm_up(
-        self, q_THD: torch.Tensor, k_cache_NPKD: torch.Tensor, max_context_len: int, has_time: Callable[[], bool]
-    ) -> None:
+    def launch_kernels(self, q_THD: torch.Tensor, k_cache_NPKD: torch.Tensor) -> None:
         if q_THD.shape[2] in HEAD_DIMS:
-            self.triton.warm_up(q_THD[:MAX_CHUNK_QUERIES], k_cache_NPKD, max_context_len, has_time)
+            self.triton.launch_kernels(q_THD[:MAX_CHUNK_QUERIES], k_cache_NPKD)
 
     def max_split_bytes(self, q_THD: torch.Tensor) -> int:
         return self.triton.max_split_bytes(q_THD)

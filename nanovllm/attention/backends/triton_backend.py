@@ -2,7 +2,7 @@
 
 import importlib.util
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import ClassVar
 
@@ -122,9 +122,7 @@ class TritonBackend(AttentionBackend):
         self.kernels.merge_into(out_THD, lse_HT, parts)
         return PartialAttention(out_THD, lse_HT)
 
-    def warm_up(
-        self, q_THD: torch.Tensor, k_cache_NPKD: torch.Tensor, max_context_len: int, has_time: Callable[[], bool]
-    ) -> None:
+    def launch_kernels(self, q_THD: torch.Tensor, k_cache_NPKD: torch.Tensor) -> None:
         self.kernels.launch_prefill_variants(q_THD, k_cache_NPKD)
         self.kernels.launch_merge_variants(q_THD)
         for num_parts in MERGED_PARTS:

@@ -1,0 +1,190 @@
+"""StepLoop: plan a step, launch it on every rank, and give its tokens to the scheduler and the receivers.
+
+A step is planned and launched; then the tokens of the step before it go back to the scheduler. On a GPU the host thus
+works one step ahead. On the CPU, launching a step also runs it, so its own tokens go back at once.
+
+Each request has a Receiver. It reads the request's tokens, may end the request because of them, and puts the results
+into the outbox of the call that waits for them (text/answer.py).
+"""
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, suppress
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+from nanovllm.core.logprobs import PositionLogprobs
+from nanovllm.core.outputs import Receiver
+from nanovllm.core.sequence import Sequence
+from nanovllm.core.step_plan import StepPlan
+from nanovllm.errors import EngineError
+from nanovllm.executor.base import Executor, LaunchedStep
+from nanovllm.scheduling.scheduler import Scheduler
+
+PAUSE_S = 0.05  # a caller that stays away so long between two steps has paused
+
+
+class StepMeter(Protocol):
+    """Learns from how long steps take."""
+
+    def step_ended(self, plan: StepPlan, seconds: float | None) -> None:
+        """Called for every step, in order. Hot.
+
+        `seconds`: see LaunchedStep. None after a pause: the GPU had nothing to do, because there were no requests, or
+        because nobody called for the next step.
+        """
+
+
+class _InFlight(NamedTuple):
+    plan: StepPlan
+    launched: LaunchedStep
+    follows_pause: bool  # see StepMeter
+    is_long: bool  # see StepBound.is_long_step
+
+
+class StepLoop:
+    """Used by one thread at a time. `receivers` has those of unfinished requests, by request id."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        scheduler: Scheduler,
+        meters: Iterable[StepMeter],
+        *,
+        works_ahead: bool,
+        delivering: AbstractContextManager[Any],
+    ) -> None:
+        """works_ahead: launch a step before the tokens of the last one are back. delivering: held while outboxes
+        change.
+        """
+        self.receivers: dict[int, Receiver] = {}
+        self._executor, self._scheduler, self._works_ahead = executor, scheduler, works_ahead
+        self._meters, self._delivering = list(meters), delivering
+        self._in_flight: _InFlight | None = None
+        self._planned: StepPlan | None = None  # the next step, if it is planned but not launched yet
+        self._ended_long = False  # whether the step committed last was long
+        self._had_no_requests = True  # since the last launch
+        self._last_turn_s = 0.0  # when a thread ended a step
+        self._num_steps = self._num_prefill_tokens = self._num_decode_tokens = 0
+
+    @property
+    def is_beside_long_step(self) -> bool:
+        """See Engine."""
+        return self._planned is not None or self._ended_long
+
+    def advance(self) -> None:
+        """Launch the next step and commit the one before it; without working ahead, commit the one just launched.
+
+        A sequence that guesses needs its newest token to guess from. Then the step before is committed first. So it is
+        where launching takes long, and in a turn of its own, so that its tokens are passed on before.
+        """
+        follows_pause = self._has_paused()
+        if self._in_flight is not None and self._scheduler.needs_tokens():
+            self._commit_in_flight(None)
+        plan, self._planned = self._planned or self._scheduler.schedule(), None
+        bound = self._scheduler.sharing.bound
+        is_long = plan is not None and bound is not None and bound.is_long_step
+        if is_long and self._in_flight is not None and self._in_flight.plan.has_samples:
+            self._planned = plan
+            self._commit_in_flight(None)
+            self._last_turn_s = time.perf_counter()
+            return
+        launched = None
+        if plan is not None:
+            launched = _InFlight(plan, self._executor.launch(plan), follows_pause, is_long)
+            self._num_steps += 1
+            self._had_no_requests = False
+        elif self._in_flight is None and self._scheduler.has_unfinished:
+            raise AssertionError("requests are waiting, but none of them can run")
+        if not self._works_ahead:
+            self._in_flight, launched = launched, None
+        self._commit_in_flight(launched)
+        self._last_turn_s = time.perf_counter()
+
+    def _has_paused(self) -> bool:
+        """Whether a step that is launched now would follow a pause (see StepMeter)."""
+        if self._had_no_requests:
+            return True
+        is_idle = self._in_flight is None or self._in_flight.launched.is_done()
+        return is_idle and time.perf_counter() - self._last_turn_s > PAUSE_S
+
+    def _commit_in_flight(self, launched: _InFlight | None) -> None:
+        """Commit the step in flight, if there is one. `launched` takes its place."""
+        done, self._in_flight = self._in_flight, launched
+        if done is not None:
+            self._commit(done)
+            self._ended_long = done.is_long
+
+    def _commit(self, step: _InFlight) -> None:
+        """Hand the tokens of a step to the scheduler, and the results to the callers that wait for them."""
+        plan, launched = step.plan, step.launched
+        self._executor.wait_for(launched)
+        token_ids = launched.token_ids()
+        seconds = None if step.follows_pause else launched.seconds()
+        for meter in self._meters:
+            meter.step_ended(plan, seconds)
+        logprobs = launched.logprobs()
+        for seq_id, prompt in logprobs.of_prompts(plan):
+            if seq_id in self.receivers:
+                self.receivers[seq_id].read_prompt(prompt)
+        num_new: Counter[int] = Counter()  # tokens by seq_id
+        read = partial(self._read, num_new, logprobs.by_sequence(plan))
+        updated = self._scheduler.commit(plan, token_ids, read)
+        with self._delivering:
+            self._count_tokens(plan, num_new)
+            for seq in updated:
+                self.deliver(seq)
+        if not self._scheduler.has_unfinished:
+            self._had_no_requests = True
+
+    def _read(self, num_new: Counter[int], logprobs: Mapping[int, PositionLogprobs], seq: Sequence) -> None:
+        """Let the receiver read a sequence's new token, and end the sequence if it says so.
+
+        `logprobs` has those of all tokens that the step has sampled for a sequence, by seq_id.
+        """
+        number = num_new[seq.seq_id]
+        num_new[seq.seq_id] += 1
+        known = logprobs.get(seq.seq_id)
+        ending = self.receivers[seq.seq_id].read(seq, known and known.part(number, number + 1))
+        if ending is None:
+            return
+        if seq.finish_reason is None:
+            self._scheduler.finish(seq, ending.finish_reason, ending.error)
+        elif seq.finish_reason != "error":  # both ended it at this token; the receiver's reason is the more precise
+            seq.finish_reason, seq.error = ending
+
+    def _count_tokens(self, plan: StepPlan, num_new: Counter[int]) -> None:
+        """Count the tokens of prompts that were in the step, and the tokens that answers got, in all and by caller."""
+        for step in plan.sequences:
+            receiver = self.receivers.get(step.seq_id)
+            if receiver is None:
+                continue  # aborted while the step ran
+            content = receiver.outbox.content
+            if step.num_tokens == step.num_sampled:
+                content.num_decode_tokens += num_new[step.seq_id]
+                self._num_decode_tokens += num_new[step.seq_id]
+            else:
+                content.num_prefill_tokens += step.num_tokens
+                self._num_prefill_tokens += step.num_tokens
+
+    def deliver(self, seq: Sequence) -> None:
+        """Put what is new in a sequence into its outbox. `delivering` must be held."""
+        self.receivers[seq.seq_id].deliver(seq)
+        if seq.finish_reason is not None:
+            del self.receivers[seq.seq_id]
+
+    def stats(self) -> dict[str, int]:
+        """Counters since the start (see LLM.stats)."""
+        return {
+            "num_steps": self._num_steps,
+            "num_prefill_tokens": self._num_prefill_tokens,
+            "num_decode_tokens": self._num_decode_tokens,
+        }
+
+    def wait_for_last(self) -> None:
+        """Wait for the step in flight, whose tokens are dropped. Nothing is launched afterwards."""
+        in_flight, self._in_flight = self._in_flight, None
+        if in_flight is not None:
+            with suppress(EngineError):  # if a rank died in this step, the GPU would wait for it forever
+                self._executor.wait_for(in_flight.launched)

@@ -1,0 +1,60 @@
+"""The first and the last layer on their own, as start-up runs them."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from dense_model import load_model
+from tiny_models import write_tiny_model
+
+from nanovllm.layers.kv_cells import KVCells
+from nanovllm.models.decoder import CausalLM
+
+
+class NotingAttention:
+    """A StepAttention that returns its queries, and notes how many each layer has."""
+
+    def __init__(self, model: CausalLM, fails: bool = False) -> None:
+        qkv_proj = model.model.layers[0].self_attn.qkv_proj
+        self.cache = torch.zeros(1, 8, qkv_proj.heads_per_part[1], qkv_proj.head_dim)
+        self.fails = fails
+        self.num_queries: list[tuple[int, int]] = []
+        self.with_cells: list[int] = []
+
+    def cells(self, layer: int) -> KVCells:
+        self.with_cells.append(layer)
+        return KVCells(self.cache, self.cache, torch.arange(3))
+
+    def attend(self, layer: int, q_THD: torch.Tensor) -> torch.Tensor:
+        self.num_queries.append((layer, len(q_THD)))
+        if self.fails:
+            raise RuntimeError("no attention")
+        return q_THD
+
+
+def run(model: CausalLM, attn: NotingAttention) -> torch.Tensor:
+    """Three tokens, the last of which is asked for."""
+    return model(torch.arange(3), torch.arange(3), attn, rows=torch.tensor([2]))
+
+
+@pytest.mark.parametrize("num_layers", [1, 2, 4])
+def test_inner_layers_are_skipped_but_attention_hears_of_every_layer(tmp_path: Path, num_layers: int) -> None:
+    """A step that streams keys must use up those of all layers."""
+    model = load_model(write_tiny_model(tmp_path, num_layers=num_layers))
+    attn = NotingAttention(model)
+    with model.skipping_inner_layers():
+        assert run(model, attn).shape == (1, model.config.hidden_size)
+    expected = {1: [(0, 1)], 2: [(0, 3), (1, 1)], 4: [(0, 3), (1, 0), (2, 0), (3, 1)]}
+    assert attn.num_queries == expected[num_layers]
+    assert attn.with_cells == list(range(num_layers))
+
+
+def test_all_layers_run_again_afterwards_also_after_an_error(tmp_path: Path) -> None:
+    model = load_model(write_tiny_model(tmp_path, num_layers=3))
+    before = run(model, NotingAttention(model))
+    with model.skipping_inner_layers():
+        assert not torch.equal(run(model, NotingAttention(model)), before)
+    assert torch.equal(run(model, NotingAttention(model)), before)
+    with pytest.raises(RuntimeError, match="no attention"), model.skipping_inner_layers():
+        run(model, NotingAttention(model, fails=True))
+    assert torch.equal(run(model, NotingAttention(model)), before)

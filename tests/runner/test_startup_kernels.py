@@ -1,0 +1,173 @@
+"""Which kernels start-up finds, and in which order. Nothing is compiled: launches on CPU tensors are only noted."""
+
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import write_tiny_model
+
+pytest.importorskip("triton")
+
+from triton.runtime.jit import JITFunction
+
+from nanovllm.attention.backends.triton_backend import TritonBackend
+from nanovllm.attention.base import LibraryPlan
+from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.config import Config
+from nanovllm.core.kv_spec import KVCacheSizes, kv_cache_spec
+from nanovllm.core.step_plan import StepPlan
+from nanovllm.device import kernel_target
+from nanovllm.device.kernel_target import KNOWN_TARGETS
+from nanovllm.device.tp_group import TPGroup
+from nanovllm.kernels import launch
+from nanovllm.runner import startup_memory
+from nanovllm.runner.kv_memory import make_offload_engine
+from nanovllm.runner.largest_step import largest_steps, short_steps
+from nanovllm.runner.model_runner import ModelRunner
+
+BLOCK, NUM_TOKENS, NUM_SEQS = 256, 300, 5
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("tiny")
+    return write_tiny_model(directory, num_layers=4, head_dim=64, max_position_embeddings=2048)
+
+
+@pytest.fixture(params=[0, 20], ids=["all-GPU", "offload"])
+def runner(request: pytest.FixtureRequest, model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModelRunner]:
+    """Its layers believe that the tensors are on a GPU, and launch kernels."""
+    num_cpu_blocks = request.param
+    config = Config(
+        model=str(model),
+        device="cpu",
+        dtype="bfloat16",
+        max_num_seqs=NUM_SEQS,
+        max_num_batched_tokens=NUM_TOKENS,
+        enable_cpu_offload=num_cpu_blocks > 0,
+        cpu_attention="off",
+        kvcache_block_size=BLOCK,
+    )
+    model_config, directory = ModelConfig.from_pretrained(str(model))
+    spec = kv_cache_spec(config, model_config, tp_size=1)
+    runner = ModelRunner(config, model_config, directory, spec, TPGroup(), torch.device("cpu"), make_offload_engine)
+    runner.backend = TritonBackend()
+    runner.allocate_kv_cache(KVCacheSizes(1, num_cpu_blocks))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: _caller().startswith("nanovllm.layers.")))
+        patch.setattr(kernel_target, "target_of", lambda device: KNOWN_TARGETS["9.0"])
+        with torch.inference_mode():
+            yield runner
+    runner.close()
+
+
+def _caller() -> str:
+    """The name of the module that reads the property."""
+    return str(sys._getframe(2).f_globals["__name__"])
+
+
+def kind_of(arg: Any, param: Any) -> Any:
+    """What Triton specialises on, of an argument of a kernel."""
+    if param.do_not_specialize or (param.do_not_specialize_on_alignment and isinstance(arg, torch.Tensor)):
+        return arg.dtype if isinstance(arg, torch.Tensor) else type(arg)
+    return float if isinstance(arg, float) else launch._kind(arg)
+
+
+def launched(run: Callable[[], object]) -> list[Any]:
+    """The kernels that `run` launches, each with what Triton specialises on, in the order of their first launches."""
+    kernels: dict[Any, None] = {}
+
+    def note(kernel: Any, *args: Any, grid: Any, **options: Any) -> None:
+        kinds = (kind_of(arg, param) for arg, param in zip(args, kernel.params, strict=False))
+        kernels[(kernel.fn.__name__, *kinds, *sorted(options.items()))] = None
+
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(1) as threads:
+        patch.setattr(JITFunction, "warmup", note)
+        with launch.compiling_in(threads, None):
+            run()
+    return list(kernels)
+
+
+def steps_of(runner: ModelRunner) -> list[StepPlan]:
+    limits = {
+        "max_num_seqs": NUM_SEQS,
+        "max_model_len": runner.max_model_len,
+        "block_size": BLOCK,
+        "group_blocks": runner.spec.staging_group_blocks if runner.offload is not None else 0,
+    }
+    return [*largest_steps(num_tokens=NUM_TOKENS, **limits), *short_steps(**limits)]
+
+
+def launch_steps_and_graphs(runner: ModelRunner) -> None:
+    for plan in steps_of(runner):
+        runner.launch(plan)
+    graphs = runner.make_graphs(NUM_SEQS)
+    graphs.launch_kernels()
+    for size in graphs.mixed.sizes:
+        graphs.mixed.launch_kernels(runner.model, graphs._paged_attention, size)
+    runner.reset_graphs()
+
+
+def test_first_and_last_layer_launch_the_kernels_of_all_layers(runner: ModelRunner) -> None:
+    whole = launched(lambda: launch_steps_and_graphs(runner))
+    with runner.model.skipping_inner_layers():
+        some = launched(lambda: launch_steps_and_graphs(runner))
+    assert len(whole) > 15 and set(some) == set(whole)
+
+
+def test_kernels_that_take_longest_to_compile_are_launched_first(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the variants for prefill came last, so that nothing else was left to compile beside them."""
+    monkeypatch.setattr(launch, "compile_only", lambda server: nullcontext(lambda: False))
+    found = launched(lambda: startup_memory._compile_kernels(runner, steps_of(runner), NUM_SEQS))
+    names = [kernel[0] for kernel in found]
+    assert len(names) > 15
+    assert {"_redraw_kernel", "_prefill_kernel"} <= set(names[: names.index("_rms_norm_kernel")])
+    assert not {"_redraw_kernel", "_prefill_kernel"} & set(names[names.index("_rms_norm_kernel") :])
+
+
+def test_short_steps_are_launched_before_long_ones(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: most kernels were known only once cuDNN, which long steps need, had been initialised for a second."""
+    steps = steps_of(runner)
+    longest = [plan for plan in steps if plan.has_scores]
+    lens: list[int] = []
+
+    def note(plan: StepPlan) -> Any:
+        lens.append(plan.sequences[-1].num_tokens)
+        return run(plan)
+
+    run = runner.launch
+    monkeypatch.setattr(runner, "launch", note)
+    monkeypatch.setattr(launch, "compile_only", lambda server: nullcontext(lambda: False))
+    launched(lambda: startup_memory._compile_kernels(runner, longest, NUM_SEQS))
+    assert longest and lens[-1] == NUM_TOKENS and set(lens[:-1]) >= {2, 4, 8, 16}
+
+
+@pytest.mark.parametrize("is_compiling", [False, True])
+def test_plans_that_every_long_prompt_needs_are_built_in_any_case(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, is_compiling: bool
+) -> None:
+    built: list[bool] = []
+    plans = [LibraryPlan(is_needed, partial(built.append, is_needed)) for is_needed in (True, False, True)]
+    monkeypatch.setattr(runner, "library_plans", lambda: plans)
+    monkeypatch.setattr(launch, "compile_only", lambda server: nullcontext(lambda: is_compiling))
+    launched(lambda: startup_memory._compile_kernels(runner, steps_of(runner), NUM_SEQS))
+    assert built == [True, False, True] if is_compiling else [True, True]
+
+
+def test_nothing_is_launched_before_triton_is_prepared(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    prepared: Any = SimpleNamespace(wait=lambda: events.append("prepared"))
+    monkeypatch.setattr(runner, "triton_start", prepared)
+    monkeypatch.setattr(startup_memory, "launch_sampler", lambda model: events.append("launched"))
+    monkeypatch.setattr(launch, "compile_only", lambda server: nullcontext(lambda: False))
+    launched(lambda: startup_memory._compile_kernels(runner, steps_of(runner), NUM_SEQS))
+    assert events == ["prepared", "launched"]
