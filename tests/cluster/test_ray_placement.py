@@ -147,4 +147,4 @@ def test_engine_in_an_actor_answers_and_its_ranks_end_with_it(cluster: Cluster, 
     (worker,) = ray.get(actor.worker_pids.remote())
     assert not is_gone(worker)
     ray.kill(actor)
-    assert wait_until(lambda: is_gone(worker))
+    assert wait_until(lambda: is_gone(worker), timeout_s=30)

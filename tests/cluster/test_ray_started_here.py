@@ -87,5 +87,5 @@ def test_last_engine_ends_the_ray_that_it_started_and_a_kill_ends_all(directory:
             assert processes_of(directory)
         finally:
             process.kill()
-    assert wait_until(lambda: is_gone(worker))
+    assert wait_until(lambda: is_gone(worker), timeout_s=30)  # half as long as it naps
     assert wait_until(lambda: not processes_of(directory), timeout_s=20)

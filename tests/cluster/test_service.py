@@ -4,10 +4,11 @@ import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
-import failing_service
+import faulty_service
 import httpx
 import pytest
 from service_process import Service, service_process, two_nodes
@@ -24,10 +25,21 @@ def address() -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def service(address: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    log = tmp_path_factory.mktemp("service") / "log"
-    with service_process(log, "--num-replicas", "2", "--ray-address", address, "--drain-s", "60") as service:
+def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the faults of `service`."""
+    return tmp_path_factory.mktemp("faults")
+
+
+@pytest.fixture(scope="module")
+def service(address: str, faults: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    log, drain = tmp_path_factory.mktemp("service") / "log", ("--drain-s", "60")
+    with two_replicas(address, log, faults, *drain) as service:
         yield service
+
+
+def two_replicas(address: str, log: Path, faults: Path, *flags: str) -> AbstractContextManager[Service]:
+    flags = ("--num-replicas", "2", "--ray-address", address, *flags)
+    return service_process(log, *flags, program=(faulty_service.__file__,), environment={"FAULTS": str(faults)})
 
 
 def document(number: int) -> str:
@@ -77,23 +89,26 @@ def test_client_that_leaves_ends_its_request(service: Service) -> None:
     assert sum(service.samples("generation_tokens_total").values()) < 5000
 
 
-def test_replica_killed_under_load_is_replaced(service: Service, address: str) -> None:
+def test_replica_killed_under_load_is_replaced(service: Service, address: str, faults: Path) -> None:
     """Streams that it had begun end with an error event; what had not begun is answered by the other replica."""
     replicas = service.replicas()
-    streams = [service.stream(f"{i} is the number of this stream. " * 10, max_tokens=LONG_ANSWER) for i in range(8)]
-    with ThreadPoolExecutor(16) as pool:
-        begun = list(pool.map(next, streams))  # each has sent a token
-        assert not any("error" in event for event in begun)
-        whole = [
-            pool.submit(
-                service.post, f"{i} is an answer without a stream. " * 10, max_tokens=LONG_ANSWER, ignore_eos=True
-            )
-            for i in range(8)
-        ]
-        service.wait_for(lambda: sum(service.samples("num_requests_running").values()) == 16, "16 do not run")
-        running = service.samples("num_requests_running")
-        victim = max(running, key=lambda replica: running[replica])
-        kill_replica(address, victim)
+    with replica_actors(address) as actors, ThreadPoolExecutor(16) as pool:
+        with slow_steps(faults):  # so that no answer has ended when the replica is killed
+            streams = [
+                service.stream(f"{i} is the number of this stream. " * 10, max_tokens=LONG_ANSWER) for i in range(8)
+            ]
+            begun = list(pool.map(next, streams))  # each has sent a token
+            assert not any("error" in event for event in begun)
+            whole = [
+                pool.submit(
+                    service.post, f"{i} is an answer without a stream. " * 10, max_tokens=LONG_ANSWER, ignore_eos=True
+                )
+                for i in range(8)
+            ]
+            service.wait_for(lambda: sum(service.samples("num_requests_running").values()) == 16, "16 do not run")
+            running = service.samples("num_requests_running")
+            victim = max(running, key=lambda replica: running[replica])
+            kill(actors[victim])
         lasts = list(pool.map(lambda stream: list(stream)[-1], streams))
         statuses = [each.result().status_code for each in whole]
     failed = [event["error"]["code"] for event in lasts if "error" in event]
@@ -106,15 +121,32 @@ def test_replica_killed_under_load_is_replaced(service: Service, address: str) -
     assert len(service.replicas() & replicas) == 1
 
 
-def kill_replica(address: str, replica: str) -> None:
+@contextmanager
+def slow_steps(faults: Path) -> Iterator[None]:
+    (faults / "slow").touch()
+    try:
+        yield
+    finally:
+        (faults / "slow").unlink()
+
+
+@contextmanager
+def replica_actors(address: str) -> Iterator[dict[str, Any]]:
+    """Ray's handles of the replicas' processes, by the names that metrics have."""
     import ray
 
     ray.init(address, namespace="serve", logging_level="error", log_to_driver=False)
     try:
-        (name,) = (name for name in ray.util.list_named_actors() if name.endswith(f"#{replica}"))
-        ray.kill(ray.get_actor(name))
+        names = [name for name in ray.util.list_named_actors() if "EngineReplica" in name]
+        yield {name.rpartition("#")[2]: ray.get_actor(name) for name in names}
     finally:
         ray.shutdown()
+
+
+def kill(actor: Any) -> None:
+    import ray
+
+    ray.kill(actor)
 
 
 def test_rolling_update_answers_everything(service: Service) -> None:
@@ -148,25 +180,17 @@ def test_sigterm_lets_open_streams_finish_and_leaves_no_replica(service: Service
     assert service.process.wait(60) == 0
     with pytest.raises(httpx.ConnectError):
         service.get("/health")
-    import ray
-
-    ray.init(address, namespace="serve", logging_level="error", log_to_driver=False)
-    try:
-        assert not [name for name in ray.util.list_named_actors() if "EngineReplica" in name]
-    finally:
-        ray.shutdown()
+    with replica_actors(address) as actors:
+        assert not actors
 
 
-def test_replica_whose_engine_fails_is_replaced(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replica_whose_engine_fails_is_replaced(address: str, tmp_path: Path) -> None:
     """Its process lives on, and would answer at once, with an error. The front asks the other replica, also for the
     request in whose step the engine has failed.
     """
-    failure = tmp_path / "failure"
-    monkeypatch.setenv("FAILURE", str(failure))
-    program, flags = (failing_service.__file__,), ("--num-replicas", "2", "--ray-address", address)
-    with service_process(tmp_path / "log", *flags, program=program) as service:
+    with two_replicas(address, tmp_path / "log", faults=tmp_path) as service:
         replicas = service.replicas()
-        failure.touch()
+        (tmp_path / "fail").touch()
         statuses = [service.post(f"{i} times: how are you? " * 10).status_code for i in range(20)]
         assert statuses == [200] * 20
         assert service.samples("requests_resent_total")[""] > 0

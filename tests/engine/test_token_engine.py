@@ -1,12 +1,12 @@
 """Engine: token ids in, token ids out, over any executor. Here one that counts instead of running a model."""
 
-import time
 from array import array
 from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 from tiny_models import write_tiny_model
+from virtual_clock import VirtualClock
 
 from nanovllm.core.kv_spec import KVCacheSizes
 from nanovllm.core.logprobs import PositionLogprobs
@@ -237,12 +237,12 @@ def test_long_steps_are_measured_however_long_the_step_before_takes(
     setup: EngineSetup, has_answer: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regression: they seemed to follow a pause of the caller, and so nothing bounded their length."""
-    times = NotedTimes()
+    times, clock = NotedTimes(), VirtualClock(monkeypatch)
     engine, outbox = make_engine(setup, ahead=True, times=times), Outbox()
     executor = engine.executor
 
     def slow_wait(step: LaunchedStep) -> None:
-        time.sleep(1.2 * PAUSE_S)
+        clock.pass_time(1.2 * PAUSE_S)
 
     monkeypatch.setattr(executor, "wait_for", slow_wait)
     if has_answer:
@@ -279,20 +279,22 @@ def test_started_engine_without_text_answers_token_ids(setup: EngineSetup) -> No
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_meters_get_the_times_of_the_launched_steps_but_not_after_pauses(setup: EngineSetup, ahead: bool) -> None:
+def test_meters_get_the_times_of_the_launched_steps_but_not_after_pauses(
+    setup: EngineSetup, ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Step number n says that it took n seconds. It is unknown how long a step takes after the engine had no requests,
     and after the caller stayed away while the GPU had nothing to do.
     """
-    times = NotedTimes()
+    times, clock = NotedTimes(), VirtualClock(monkeypatch)
     engine, outbox = make_engine(setup, ahead, times=times), Outbox()
     for _ in range(2):
         engine.add_request(prompt(3), PARAMS, Receiver(outbox))
         finish(engine, outbox)
     assert times.seconds == [None, 2, 3, 4, 5, None, 7, 8, 9, 10]
     engine.add_request(prompt(3), PARAMS, Receiver(outbox))
-    for _ in range(3):
+    for share_of_pause in (0.9, 0.9, 1.1):
         engine.step(outbox)
-    time.sleep(1.1 * PAUSE_S)
+        clock.pass_time(share_of_pause * PAUSE_S)
     finish(engine, outbox)
     assert times.seconds[10:] == [None, 12, 13, None, 15]
     engine.close()

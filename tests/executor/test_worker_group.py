@@ -241,14 +241,14 @@ def test_parent_killed_leaves_no_worker(tmp_path: Path, backend: RankBackend) ->
     time.sleep(0.2)
     process.kill()
     process.wait()
-    assert wait_until(lambda: is_gone(worker))
+    assert wait_until(lambda: is_gone(worker), timeout_s=30)  # half as long as it naps; Ray takes a while
 
 
 def test_close_forgotten_exits_silently_and_leaves_no_worker(tmp_path: Path, backend: RankBackend) -> None:
     process, worker = start_script(tmp_path, backend, then="pass")
     _, errors = process.communicate(timeout=30)
     assert (process.returncode, backend.unexpected_lines(errors)) == (0, [])
-    assert wait_until(lambda: is_gone(worker))
+    assert wait_until(lambda: is_gone(worker), timeout_s=30)
 
 
 class GpuRunner:

@@ -4,6 +4,7 @@ import time
 
 import pytest
 import torch
+from virtual_clock import VirtualClock
 
 from nanovllm.runner.step_result import StepResult
 
@@ -26,14 +27,13 @@ def test_seconds_are_those_of_the_gpu_whenever_the_host_looks() -> None:
     assert waited is not None and 0.3 < waited < 1.0
 
 
-def test_seconds_on_a_cpu_are_those_between_the_ends_of_launches() -> None:
-    tokens = torch.zeros(1, dtype=torch.int64)
+def test_seconds_on_a_cpu_are_those_between_the_ends_of_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, tokens = VirtualClock(monkeypatch), torch.zeros(1, dtype=torch.int64)
     first = StepResult(tokens)
-    time.sleep(0.01)
+    clock.pass_time(0.25)
     second = StepResult(tokens, end_before=first.end)
-    time.sleep(0.1)
-    seconds = second.seconds()
-    assert first.seconds() is None and seconds is not None and 0.01 <= seconds < 0.1
+    clock.pass_time(8)
+    assert first.seconds() is None and second.seconds() == 0.25
 
 
 @pytest.mark.gpu

@@ -6,7 +6,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -19,6 +19,7 @@ from rank_backends import worker_pids_of
 from server_process import LIMIT_S, ServerProcess, server_process
 
 from nanovllm.cli import main as cli
+from nanovllm.server import lifecycle
 
 SHORT = {"prompt": "The passkey is 4711.\nThe passkey is", "max_tokens": 200, "ignore_eos": True}
 SECRET = "a private sentence"
@@ -63,23 +64,34 @@ def connect(server: ServerProcess, data: bytes = b"") -> socket.socket:
     return client
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port: int = free.getsockname()[1]
-    return port
-
-
-def wait_until_healthy(server: ServerProcess) -> int:
-    """How many connections were refused before one was answered, which must have been with status 200."""
-    num_refused = 0
+def wait_until_healthy(server: ServerProcess) -> None:
+    """Until a connection is not refused. The first one must be answered with status 200."""
     while True:
         try:
             assert httpx.get(f"{server.url}/health").status_code == 200
-            return num_refused
+            return
         except httpx.ConnectError:
             assert server.process.exitcode is None
-            num_refused += 1
             time.sleep(0.01)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def before_each_launch(engine: Any, act: Callable[[], None]) -> None:
+    """Call `act` before each step is launched, in the engine's thread."""
+    executor = engine.llm.engine.executor
+    launch = executor.launch
+
+    def act_and_launch(plan: Any) -> Any:
+        act()
+        return launch(plan)
+
+    executor.launch = act_and_launch
 
 
 def as_http(body: dict[str, Any]) -> bytes:
@@ -110,8 +122,17 @@ def test_extra_missing_is_named(capsys: pytest.CaptureFixture[str], monkeypatch:
     assert "needs uvicorn; run: pip install 'nanovllm[server]'" in capsys.readouterr().err
 
 
-def load_slowly(engine: Any) -> None:
-    time.sleep(0.5)
+def hold_the_warm_up(held: Path, engine: Any) -> None:
+    """Make the file `held` before the first step, and wait until it is gone."""
+    held_before: list[Path] = []
+
+    def hold() -> None:
+        if not held_before:
+            held_before.append(held)
+            held.touch()
+            wait_until(lambda: not held.exists())
+
+    before_each_launch(engine, hold)
 
 
 def test_killed_server_starts_again_on_its_port_and_is_ready_only_when_warm(
@@ -125,12 +146,16 @@ def test_killed_server_starts_again_on_its_port_and_is_ready_only_when_warm(
         for each in started:
             with pytest.raises(httpx.TransportError):
                 each.result()
-    again = server_process(
-        retrieval_model, tmp_path / "second", options={"port": port}, change=load_slowly, waits=False
-    )
-    with again as server:
+    held = tmp_path / "held"
+    change, options = partial(hold_the_warm_up, held), {"port": port}
+    with server_process(retrieval_model, tmp_path / "second", options=options, change=change, waits=False) as server:
         server.url = f"http://127.0.0.1:{port}"
-        assert wait_until_healthy(server) > 10
+        wait_until(held.exists)
+        for _ in range(3):
+            with pytest.raises(httpx.ConnectError):
+                httpx.get(f"{server.url}/health")
+        held.unlink()
+        wait_until_healthy(server)
         assert complete(server, **SHORT).status_code == 200
         assert server.metric("engine_steps_total") > SHORT["max_tokens"] + 1  # those of the warm-up are among them
         server.send(signal.SIGINT)
@@ -141,9 +166,17 @@ def listen_on(port: int, engine: Any) -> None:
     engine.rival = socket.create_server(("127.0.0.1", port))
 
 
-def test_port_that_a_rival_takes_during_the_load_is_named(retrieval_model: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def port() -> Iterator[int]:
+    """A port that nobody takes by chance: it is bound. A server can have it all the same, with SO_REUSEADDR."""
+    with socket.socket() as reserved:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind(("127.0.0.1", 0))
+        yield reserved.getsockname()[1]
+
+
+def test_port_that_a_rival_takes_during_the_load_is_named(retrieval_model: Path, tmp_path: Path, port: int) -> None:
     """Two sockets may be bound to a port as long as neither listens."""
-    port = free_port()
     change, options = partial(listen_on, port), {"port": port}
     with server_process(retrieval_model, tmp_path / "log", change=change, options=options, waits=False) as server:
         assert server.wait() == 1
@@ -154,12 +187,17 @@ def test_port_that_a_rival_takes_during_the_load_is_named(retrieval_model: Path,
 
 
 def test_sigterm_under_load_finishes_what_is_open(retrieval_model: Path, tmp_path: Path) -> None:
-    with server_process(retrieval_model, tmp_path / "log") as server, clients() as pool, httpx.Client() as idle:
+    slow = tmp_path / "slow"
+    slow.touch()
+    change = partial(slow_down, slow)
+    started_server = server_process(retrieval_model, tmp_path / "log", change=change)
+    with started_server as server, clients() as pool, httpx.Client() as idle:
         idle.get(f"{server.url}/health")  # stays connected
         body = SHORT | {"max_tokens": 600}
         started = start_load(server, pool, **body)
         server.send(signal.SIGTERM)
         server.wait_for_log("stopping")
+        slow.unlink()
         with pytest.raises(httpx.TransportError):
             while True:  # until the connection is closed
                 idle.get(f"{server.url}/health")
@@ -220,15 +258,23 @@ def test_sigterm_while_loading_ends_with_143(retrieval_model: Path, tmp_path: Pa
 
 def fail_in_a_step(when: Path, engine: Any) -> None:
     """In the first step after the file `when` exists."""
-    executor = engine.llm.engine.executor
-    launch = executor.launch
 
-    def launch_or_fail(plan: Any) -> Any:
+    def fail() -> None:
         if when.exists():
             raise RuntimeError("a simulated fault of the GPU")
-        return launch(plan)
 
-    executor.launch = launch_or_fail
+    before_each_launch(engine, fail)
+    linger_long(engine)
+
+
+def linger_long(engine: Any) -> None:
+    """So that a client sees how a failed server answers, however busy the machine is."""
+    lifecycle.LINGER_S = 4.0
+
+
+def slow_down(slow: Path, engine: Any) -> None:
+    """Each step takes 5 ms longer while the file `slow` exists."""
+    before_each_launch(engine, lambda: time.sleep(0.005 if slow.exists() else 0))
 
 
 def test_step_that_raises_answers_everyone_and_ends_with_status_1(retrieval_model: Path, tmp_path: Path) -> None:
@@ -248,15 +294,9 @@ def test_step_that_raises_answers_everyone_and_ends_with_status_1(retrieval_mode
         assert "the engine has failed" in server.log.read_text()
 
 
-def fail_during_warm_up(engine: Any) -> None:
-    def fail(plan: Any) -> Any:
-        raise RuntimeError("a simulated fault of the GPU")
-
-    engine.llm.engine.executor.launch = fail
-
-
 def test_step_that_raises_during_the_warm_up_ends_with_status_1(retrieval_model: Path, tmp_path: Path) -> None:
-    with server_process(retrieval_model, tmp_path / "log", change=fail_during_warm_up, waits=False) as server:
+    change = partial(fail_in_a_step, tmp_path)  # which exists
+    with server_process(retrieval_model, tmp_path / "log", change=change, waits=False) as server:
         assert server.wait() == 1
         assert "is served at" not in server.log.read_text()
 
@@ -304,8 +344,7 @@ def fill_the_disk(engine: Any) -> None:
     fail_in_the_tokenizer(engine)
 
 
-def test_full_disk_of_the_log_harms_nobody(retrieval_model: Path, tmp_path: Path) -> None:
-    port = free_port()
+def test_full_disk_of_the_log_harms_nobody(retrieval_model: Path, tmp_path: Path, port: int) -> None:
     options = {"port": port}
     started = server_process(retrieval_model, tmp_path / "log", change=fill_the_disk, options=options, waits=False)
     with started as server:
@@ -317,15 +356,18 @@ def test_full_disk_of_the_log_harms_nobody(retrieval_model: Path, tmp_path: Path
         assert server.wait() == 0
 
 
-def write_pid_of_rank(engine: Any) -> None:
+def change_ranks(slow: Path, engine: Any) -> None:
     print(f"rank 1 is {worker_pids_of(engine.llm)[0]}", flush=True)
+    slow_down(slow, engine)
+    linger_long(engine)
 
 
 @contextmanager
 def server_of_two_ranks(model: Path, tmp_path: Path, **options: Any) -> Iterator[tuple[ServerProcess, int]]:
-    """The server, and the process id of rank 1."""
+    """The server, and the process id of rank 1. Its steps are slow while the file tmp_path/slow exists."""
     engine = {"device": "cpu", "max_model_len": 4096, "num_kvcache_blocks": 64, "tensor_parallel_size": 2}
-    started = server_process(model, tmp_path / "log", change=write_pid_of_rank, engine=engine, options=options)
+    change = partial(change_ranks, tmp_path / "slow")
+    started = server_process(model, tmp_path / "log", change=change, engine=engine, options=options)
     with started as server:
         yield server, int(server.log.read_text().partition("rank 1 is ")[2].split()[0])
 
@@ -371,7 +413,11 @@ def test_killed_server_leaves_no_rank(
 
 def test_sigterm_of_two_ranks_finishes_what_is_open(retrieval_model: Path, tmp_path: Path) -> None:
     with server_of_two_ranks(retrieval_model, tmp_path) as (server, _), clients() as pool:
+        slow = tmp_path / "slow"
+        slow.touch()
         started = start_load(server, pool, **SHORT | {"max_tokens": 400})
         server.send(signal.SIGTERM)
+        server.wait_for_log("stopping")
+        slow.unlink()
         assert [last_reason(each.result()) for each in started] == ["length"] * 4
         assert server.wait() == 0

@@ -69,6 +69,8 @@ class FakeServer:
         self.has_template = True
         self.bodies: list[dict[str, Any]] = []
         self.num_abandoned = 0  # answers whose client has gone
+        self.may_go_on = threading.Event()  # while it is not set, answers stop after ten words
+        self.may_go_on.set()
 
     def app(self) -> FastAPI:
         app, router = FastAPI(), APIRouter(dependencies=[Depends(self._check_key)])
@@ -107,6 +109,8 @@ class FakeServer:
         num_pieces = 0
         try:
             async for text in _pieces(question):
+                while num_pieces == 10 and not self.may_go_on.is_set():
+                    await asyncio.sleep(PIECE_S)
                 num_pieces += 1
                 yield _event({"choices": [choice_of(text) | {"finish_reason": None}]})
         except asyncio.CancelledError:

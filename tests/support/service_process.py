@@ -106,10 +106,15 @@ class Service:
 
 
 @contextmanager
-def service_process(log: Path, *flags: str, program: tuple[str, ...] = ("-m", "nanovllm")) -> Iterator[Service]:
-    """`nanovllm serve` with the built-in model. Its process is gone in the end. program: what is run instead."""
+def service_process(
+    log: Path, *flags: str, program: tuple[str, ...] = ("-m", "nanovllm"), environment: dict[str, str] | None = None
+) -> Iterator[Service]:
+    """`nanovllm serve` with the built-in model. Its process is gone in the end.
+
+    program: what is run instead. environment: variables besides those of this process.
+    """
     command = [sys.executable, *program, "serve", "--model", "demo", "--port", "0", *ENGINE, *flags]
-    environment = os.environ | {"PYTHONPATH": str(PACKAGE_ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(PACKAGE_ROOT), "OMP_NUM_THREADS": "1", **(environment or {})}
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
     service = Service(process, log)

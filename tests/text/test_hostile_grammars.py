@@ -183,7 +183,7 @@ HOSTILE = {
 @pytest.mark.parametrize("outputs", HOSTILE.values(), ids=HOSTILE)
 def test_hostile_grammar_ends_quickly(compiler: GrammarCompiler, outputs: dict[str, Any]) -> None:
     """It is refused, or answered, or ends its own request with an error that says why."""
-    start_s = time.perf_counter()
+    start_s = time.process_time()
     try:
         matcher = TokenMatcher(compiler.compile(StructuredOutputs(**outputs)), False)
     except RequestError as error:
@@ -191,7 +191,7 @@ def test_hostile_grammar_ends_quickly(compiler: GrammarCompiler, outputs: dict[s
     else:
         num_tokens = answer(matcher, 100)
         assert matcher.error is None or (num_tokens > 0 and "became too complex" in matcher.error)
-    assert time.perf_counter() - start_s < MAX_SECONDS
+    assert time.process_time() - start_s < MAX_SECONDS
 
 
 def test_large_but_harmless_grammars_are_compiled(compiler: GrammarCompiler) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
@@ -87,6 +87,7 @@ def check(encoder: TextEncoder, text: str, add_special_tokens: bool = True, cach
 
 
 @each_tokenizer
+@settings(deadline=None)
 @given(old=TEXTS, new=TEXTS, num_common=st.integers(0, 200), special=st.booleans())
 @example(old="a \n\n b", new="!\n\n/x 'll", num_common=3, special=True)
 def test_encode_any_text_cut_everywhere_equals_the_tokenizer(

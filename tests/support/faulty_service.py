@@ -1,7 +1,11 @@
-"""`nanovllm serve`, but the next step of an engine fails once the file that $FAILURE names exists. It fails once."""
+"""`nanovllm serve` with faults that a test switches on by files in the folder that $FAULTS names.
+
+`fail`: the next step of an engine fails, and the file is gone. `slow`: each step takes 20 ms longer while it exists.
+"""
 
 import os
 import sys
+import time
 from argparse import Namespace
 from functools import partial
 from pathlib import Path
@@ -12,13 +16,15 @@ from nanovllm.cli import main, serve
 _load = serve.load_engine
 
 
-def load_failing_engine(failure: Path, args: Namespace) -> Any:
+def load_faulty_engine(faults: Path, args: Namespace) -> Any:
     engine = _load(args)
     step = engine.llm.engine.next_output
 
     def next_output(*arguments: Any) -> Any:
+        if (faults / "slow").exists():
+            time.sleep(0.02)
         try:
-            failure.unlink()
+            (faults / "fail").unlink()
         except FileNotFoundError:
             return step(*arguments)
         raise RuntimeError("injected")
@@ -28,5 +34,5 @@ def load_failing_engine(failure: Path, args: Namespace) -> Any:
 
 
 if __name__ == "__main__":
-    serve.load_engine = partial(load_failing_engine, Path(os.environ["FAILURE"]))
+    serve.load_engine = partial(load_faulty_engine, Path(os.environ["FAULTS"]))
     sys.exit(main.main(sys.argv[1:]))
