@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from interpreter import INTERPRETED, not_interpreted, on_device, run_in_interpreter
+from interpreter import INTERPRETED, interpreter_run, on_device, run_in_interpreter
 from paged_cases import PagedCase, assert_as_good_as_plain_torch, assert_matches, make_paged
 
 from nanovllm.attention.backends.torch_backend import TorchBackend
@@ -57,7 +57,7 @@ def decode(
     return PartialAttention(*got)
 
 
-@not_interpreted
+@interpreter_run
 def test_interpreter_runs_every_kernel():
     run_in_interpreter(__file__)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.nn.functional as F
-from interpreter import INTERPRETED, not_interpreted, on_device, run_in_interpreter
+from interpreter import INTERPRETED, interpreter_run, on_device, run_in_interpreter
 
 from nanovllm.layers.linear import MAX_GEMV_ROWS, gate_up, linear, use_gemv
 
@@ -76,7 +76,7 @@ def check_gate_up(got: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias
     assert_as_good(got, plain_gate_up(x, weight, bias), exact, 2 * other_half * sum_error(x, weight))
 
 
-@not_interpreted
+@interpreter_run
 def test_interpreter_runs_every_kernel() -> None:
     run_in_interpreter(__file__)
 

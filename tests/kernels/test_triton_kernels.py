@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 import torch
-from interpreter import INTERPRETED, not_interpreted, on_device, run_in_interpreter
+from interpreter import INTERPRETED, interpreter_run, on_device, run_in_interpreter
 from paged_cases import assert_as_good_as_plain_torch, make_paged
 from rounding import MAX_ROUNDINGS, PART_COUNTS, make_parts, rms
 
@@ -63,7 +63,7 @@ def loads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(kernel_target, "target_of", lambda device: kernel_target.KNOWN_TARGETS[request.param])
 
 
-@not_interpreted
+@interpreter_run
 def test_interpreter_runs_every_kernel():
     run_in_interpreter(__file__)
 

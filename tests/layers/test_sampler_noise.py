@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from interpreter import HAS_TRITON, INTERPRETED, needs_triton, not_interpreted, on_device, run_in_interpreter
+from interpreter import HAS_TRITON, INTERPRETED, interpreter_run, needs_triton, on_device, run_in_interpreter
 
 from nanovllm.kernels.sampling_tensors import SamplingTensors
 from nanovllm.layers.sampler import (
@@ -115,7 +115,7 @@ if HAS_TRITON:
 
 
 @needs_triton
-@not_interpreted
+@interpreter_run
 def test_interpreter_runs_every_kernel() -> None:
     run_in_interpreter(__file__, "-k", "kernel")
 

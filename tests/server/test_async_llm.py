@@ -217,8 +217,7 @@ def test_stream_slow_consumer_gets_merged_updates_and_holds_up_nobody(engine: As
     async def slow_and_fast() -> tuple[list[RequestUpdate], RequestOutput]:
         stream = await engine.submit("slow", SamplingParams(temperature=0, max_tokens=64, ignore_eos=True))
         ((_, _, output),) = (await collect(engine.generate("fast", GREEDY))).values()
-        await wait_until(lambda: num_open(engine) == 0)
-        await asyncio.sleep(0.05)
+        await wait_until(lambda: not engine._dispatcher._streams)  # all has arrived
         return [update async for update in stream], output
 
     updates, fast = run(slow_and_fast())

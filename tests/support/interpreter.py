@@ -7,6 +7,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 
@@ -14,8 +15,13 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
-not_interpreted = pytest.mark.skipif(INTERPRETED, reason="already running in the interpreter")
 on_device = pytest.mark.parametrize("device", ["cpu"] if INTERPRETED else [pytest.param("cuda", marks=pytest.mark.gpu)])
+
+
+def interpreter_run(test: Callable[[], None]) -> Callable[[], None]:
+    """Marks a test that calls `run_in_interpreter`. It takes as long as all the tests of its file."""
+    test = pytest.mark.skipif(INTERPRETED, reason="already running in the interpreter")(test)
+    return pytest.mark.timeout(1200)(test)
 
 
 def run_in_interpreter(path: str, *options: str) -> None:
