@@ -5,6 +5,8 @@
 Both backends, `local-completions` and `hf`, run the same tasks (lm_eval_tasks.py) on the CPU in fp32, offline, with two
 models: the built-in one, which copies, and a random Qwen3 whose tokens are parts of words. Every log-likelihood must be
 the same within TOLERANCE for each token, every accuracy and every generated text exactly. Otherwise it exits with 1.
+Only where transformers finds two tokens equally likely, within TOLERANCE, may one text go on with the one and the other
+text with the other.
 """
 
 import argparse
@@ -55,6 +57,7 @@ class Answers:
     num_answers: int
     max_error_per_token: float | None  # of log-likelihoods; None for texts
     num_different: int
+    num_tied: int = 0  # texts that part where two tokens are equally likely; these are not counted as different
 
 
 def write_random_model(directory: Path) -> Path:
@@ -126,23 +129,45 @@ def scores(model: str, reference: Json, found: Json) -> Iterator[Score]:
                 yield Score(model, task, metric, float(value), float(found["results"][task][name]))
 
 
-def compare_answers(model: str, reference: Json, found: Json, num_tokens: Callable[[str], int]) -> Iterator[Answers]:
-    """One for each task. `num_tokens` counts the tokens of a text."""
+def compare_answers(
+    model: str,
+    reference: Json,
+    found: Json,
+    num_tokens: Callable[[str], int],
+    is_tied: Callable[[str, str], bool],
+) -> Iterator[Answers]:
+    """One for each task. `num_tokens` counts the tokens of a text. `is_tied` says whether two texts part where the
+    reference finds two tokens equally likely.
+    """
     for task, samples in reference["samples"].items():
         others = {sample["doc_id"]: sample["resps"] for sample in found["samples"][task]}
         pairs = [
-            (arguments[-1], expected[0], given[0])
+            (arguments, expected[0], given[0])
             for sample in samples
             for arguments, expected, given in zip(
                 sample["arguments"], sample["resps"], others[sample["doc_id"]], strict=True
             )
         ]
         if isinstance(pairs[0][1], str):
-            num_different = sum(expected != given for _, expected, given in pairs)
-            yield Answers(model, task, len(pairs), None, num_different)
+            different = [(prompt + a, prompt + b) for (prompt, _), a, b in pairs if a != b]
+            num_tied = sum(is_tied(*texts) for texts in different)
+            yield Answers(model, task, len(pairs), None, len(different) - num_tied, num_tied)
         else:
-            errors = [abs(_likelihood(a) - _likelihood(b)) / num_tokens(text) for text, a, b in pairs]
+            errors = [abs(_likelihood(a) - _likelihood(b)) / num_tokens(texts[-1]) for texts, a, b in pairs]
             yield Answers(model, task, len(pairs), max(errors), sum(error > TOLERANCE for error in errors))
+
+
+def parts_at_tie(
+    logits_after: Callable[[list[int]], Sequence[float]], expected: Sequence[int], given: Sequence[int]
+) -> bool:
+    """Whether the tokens at which two answers part, each with its prompt, are equally likely. Not if one answer is the
+    beginning of the other. `logits_after` gives the logits of the token that follows some others.
+    """
+    parting = next((i for i, (a, b) in enumerate(zip(expected, given, strict=False)) if a != b), None)
+    if parting is None:
+        return False
+    logits = logits_after(list(expected[:parting]))
+    return abs(logits[expected[parting]] - logits[given[parting]]) <= TOLERANCE
 
 
 def _likelihood(answer: Any) -> float:
@@ -160,15 +185,27 @@ def print_table(found: Sequence[Score], answers: Sequence[Answers]) -> None:
             kind = "texts"
         else:
             kind = f"log-likelihoods, largest error {each.max_error_per_token:.1e} a token, {TOLERANCE:g} allowed"
-        print(f"{each.model:10}{each.task:20}{each.num_answers} {kind}; {each.num_different} different")
+        tied = f"; {each.num_tied} part at a tie" if each.num_tied else ""
+        print(f"{each.model:10}{each.task:20}{each.num_answers} {kind}; {each.num_different} different{tied}")
 
 
 def check(model_name: str, model: Path, tasks: list[Json]) -> tuple[list[Score], list[Answers]]:
-    from transformers import AutoTokenizer
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(str(model), trust_remote_code=False)
+    transformer = AutoModelForCausalLM.from_pretrained(str(model), dtype=torch.float32, trust_remote_code=False)
+
+    def logits_after(token_ids: list[int]) -> list[float]:
+        with torch.no_grad():
+            logits: list[float] = transformer(torch.tensor([token_ids])).logits[0, -1].tolist()
+        return logits
+
+    def is_tied(expected: str, given: str) -> bool:  # each text ended at a line break, which it does not include
+        return parts_at_tie(logits_after, tokenizer.encode(f"{expected}\n"), tokenizer.encode(f"{given}\n"))
+
     reference, found = evaluate_both(model, tasks)
-    answers = compare_answers(model_name, reference, found, lambda text: len(tokenizer.encode(text)))
+    answers = compare_answers(model_name, reference, found, lambda text: len(tokenizer.encode(text)), is_tied)
     return list(scores(model_name, reference, found)), list(answers)
 
 
