@@ -11,6 +11,7 @@ from typing import Any
 import faulty_service
 import httpx
 import pytest
+import ray
 from service_process import Service, service_process, two_nodes
 
 KEYS = ("first-key", "second-key")
@@ -60,8 +61,11 @@ def test_replicas_are_on_different_nodes_and_answer_as_one_server(service: Servi
 
 
 def test_questions_reach_the_replica_that_holds_their_document(service: Service) -> None:
-    """Each question finds its document in the cache, whichever replica read it. Names of replicas are random, and a
-    document's replica follows from them, so documents are read until both replicas hold some."""
+    """Each question finds its document in the cache, whichever replica has read it.
+
+    The names of replicas are random, and they decide which one reads a document. So documents are read until both
+    replicas hold some.
+    """
     before, hits_before = service.samples("prompt_tokens_total"), service.samples("prefix_cache_hits_total")
     num_documents, read = 0, before
     while num_documents < NUM_DOCUMENTS or not all(read[replica] > before[replica] for replica in before):
@@ -108,7 +112,7 @@ def test_replica_killed_under_load_is_replaced(service: Service, address: str, f
             service.wait_for(lambda: sum(service.samples("num_requests_running").values()) == 16, "16 do not run")
             running = service.samples("num_requests_running")
             victim = max(running, key=lambda replica: running[replica])
-            kill(actors[victim])
+            ray.kill(actors[victim])
         lasts = list(pool.map(lambda stream: list(stream)[-1], streams))
         statuses = [each.result().status_code for each in whole]
     failed = [event["error"]["code"] for event in lasts if "error" in event]
@@ -133,20 +137,12 @@ def slow_steps(faults: Path) -> Iterator[None]:
 @contextmanager
 def replica_actors(address: str) -> Iterator[dict[str, Any]]:
     """Ray's handles of the replicas' processes, by the names that metrics have."""
-    import ray
-
     ray.init(address, namespace="serve", logging_level="error", log_to_driver=False)
     try:
         names = [name for name in ray.util.list_named_actors() if "EngineReplica" in name]
         yield {name.rpartition("#")[2]: ray.get_actor(name) for name in names}
     finally:
         ray.shutdown()
-
-
-def kill(actor: Any) -> None:
-    import ray
-
-    ray.kill(actor)
 
 
 def test_rolling_update_answers_everything(service: Service) -> None:

@@ -76,11 +76,13 @@ class Spy(TextEncoder):
     def chars_of(self, text: str, **options: Any) -> int:
         """Check the tokens of a text. Returns how many of its characters were encoded."""
         before = self.num_chars
-        check(self, text, **options)
+        assert_same_tokens(self, text, **options)
         return self.num_chars - before
 
 
-def check(encoder: TextEncoder, text: str, add_special_tokens: bool = True, cache_salt: str | None = None) -> None:
+def assert_same_tokens(
+    encoder: TextEncoder, text: str, add_special_tokens: bool = True, cache_salt: str | None = None
+) -> None:
     expected = encoder.tokenizer.encode(text, add_special_tokens=add_special_tokens)
     found = encoder.encode(text, add_special_tokens=add_special_tokens, cache_salt=cache_salt)
     assert found.typecode == "q" and found.tolist() == expected
@@ -95,24 +97,24 @@ def test_encode_any_text_cut_everywhere_equals_the_tokenizer(
 ) -> None:
     encoder = TextEncoder(TOKENIZERS[name], min_chars=0, piece_chars=1)  # a piece ends at every cut
     for text in (old, old[:num_common] + new, old + new, old[:num_common], old):
-        check(encoder, text, special)
+        assert_same_tokens(encoder, text, special)
 
 
 @each_tokenizer
 def test_encode_random_texts_equals_the_tokenizer(name: str) -> None:
     encoder, rng = TextEncoder(TOKENIZERS[name], min_chars=0, piece_chars=1), random.Random(2)
     for _ in range(300):
-        check(encoder, "".join(rng.choices(PARTS, k=100)))
+        assert_same_tokens(encoder, "".join(rng.choices(PARTS, k=100)))
 
 
 @each_tokenizer
 def test_encode_common_beginning_of_any_length(name: str) -> None:
     encoder = TextEncoder(TOKENIZERS[name], min_chars=0, piece_chars=50)
     hard = "x. \n\n  They'll've  12345 67\r\n\r\n /e\u0301 \u0301漢字。漢！ 😀" + SPECIAL + " \n" + SPECIAL + "a" * 90
-    check(encoder, hard * 3)
+    assert_same_tokens(encoder, hard * 3)
     for end in range(len(hard), 2 * len(hard) + 1):
         for rest in ("", " ", "\n", "\n\n/", "\u0301", "ll", "7", "。", SPECIAL, " What is it?"):
-            check(encoder, (hard * 3)[:end] + rest)
+            assert_same_tokens(encoder, (hard * 3)[:end] + rest)
 
 
 @each_tokenizer
@@ -137,7 +139,7 @@ def test_encode_other_salt_reuses_nothing() -> None:
 def test_encode_text_without_cuts(name: str, text: str) -> None:
     encoder = Spy(TOKENIZERS[name], min_chars=1000, piece_chars=200)
     for _ in range(2):
-        check(encoder, text + " end")
+        assert_same_tokens(encoder, text + " end")
     assert encoder.num_chars >= len(text)
 
 
