@@ -57,7 +57,6 @@ class Sequence:
 
         # Owned by the KV cache manager.
         self.block_table: list[int] = []
-        self.num_reserved_blocks = 0
         self.hash_salt = hash_salt  # sequences with different salts never share blocks
         self.grain_hashes: list[int] = []
         self.num_registered_tokens = 0
@@ -68,7 +67,7 @@ class Sequence:
 
     @property
     def is_preempted(self) -> bool:
-        """Whether it waits for the second time. Then it may hold blocks that others need."""
+        """Return True if it waits for the second time, because it was preempted."""
         return self.status is SequenceStatus.WAITING and self.num_hit_tokens is not None
 
     @property

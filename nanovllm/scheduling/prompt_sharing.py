@@ -44,7 +44,7 @@ class PromptSharing:
         allowed = self._allowed(self.in_order(prompts), len(step), kv)
         if not allowed:
             return
-        oldest = _oldest_of(allowed)
+        oldest = min(allowed, key=_arrival)
         num_left_to_oldest = min(oldest.num_uncomputed_tokens, (step.budget + 1) // 2)
         if oldest.status is SequenceStatus.WAITING:  # it is admitted first, so that nobody else takes its room
             num_ahead = sum(seq.num_new_tokens for seq in allowed[: allowed.index(oldest)])
@@ -62,7 +62,7 @@ class PromptSharing:
             return prompts
         short = [seq for seq in prompts if not self.is_long(seq)]
         long = prompts[len(short) :]
-        num_missing_tokens = kv.num_missing_tokens(_oldest_of(long)) if long else 0
+        num_missing_tokens = kv.num_missing_tokens(min(long, key=_arrival)) if long else 0
         self.bound.begin_step(num_answers + len(short), len(long), num_missing_tokens)
         return prompts if self.bound.runs_long_prompts else short
 
@@ -78,6 +78,5 @@ class PromptSharing:
             self.bound.chunk_placed(num_tokens, seq.num_computed_tokens, is_long=self.is_long(seq))
 
 
-def _oldest_of(prompts: Iterable[Sequence]) -> Sequence:
-    """Preempted ones count as older than all others: the others may need the blocks that they hold."""
-    return min(prompts, key=lambda seq: (not seq.is_preempted, seq.seq_id))
+def _arrival(seq: Sequence) -> int:
+    return seq.seq_id

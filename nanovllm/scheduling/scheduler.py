@@ -54,7 +54,7 @@ class Scheduler:
         self.chunked_prefill = chunked_prefill
         self.max_step_rows = max_step_rows or max_num_seqs
         self.eos_token_ids = frozenset(eos_token_ids)
-        self.waiting: deque[Sequence] = deque()  # preempted ones first, each in order of arrival
+        self.waiting: deque[Sequence] = deque()  # in order of arrival, preempted ones too
         self.running: list[Sequence] = []  # in order of arrival
         self.sequences: dict[int, Sequence] = {}  # all unfinished ones
         self.num_preemptions = 0
@@ -230,7 +230,7 @@ class Scheduler:
         self.kv.preempt(seq)
         seq.status = SequenceStatus.WAITING
         self._expect_hits(seq)
-        later = (i for i, other in enumerate(self.waiting) if not other.is_preempted or other.seq_id > seq.seq_id)
+        later = (i for i, other in enumerate(self.waiting) if other.seq_id > seq.seq_id)
         self.waiting.insert(next(later, len(self.waiting)), seq)
         self._step.admits = False
         self.num_preemptions += 1

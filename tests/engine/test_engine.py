@@ -497,6 +497,27 @@ def test_offload_stats_count_the_bytes_of_streamed_blocks(model: Path) -> None:
         assert stats["num_loaded_bytes"] == stats["num_missed_blocks"] * stats["block_bytes"] > 0
 
 
+def test_open_ended_answers_that_outgrow_the_pool_have_the_tokens_of_a_large_one(model: Path) -> None:
+    """Regression: a request without max_tokens reserved the rest of its context, so that two ran at once here."""
+    prompts = [[n + 1, *range(50, 150 + 10 * n)] for n in range(6)]
+    params = [SamplingParams(temperature=n % 2, seed=n, max_tokens=None, ignore_eos=True) for n in range(6)]
+    options = {"num_gpu_blocks": 8, "max_model_len": 600, "max_num_batched_tokens": 2048}
+    texts, num_running = [], []
+    for num_cpu_blocks in (6, 40):  # two contexts; all of them
+        with make_llm(model, "offload", **(options | {"num_cpu_blocks": num_cpu_blocks})) as engine:
+            ids = [engine.add_request(prompt, one) for prompt, one in zip(prompts, params, strict=True)]
+            finished: dict[int, Any] = {}
+            while not engine.is_finished():
+                finished |= engine.step().finished
+                num_running.append(engine.stats()["num_running"])
+            assert engine.stats()["num_preemptions"] >= 3 * (num_cpu_blocks == 6)
+            engine.scheduler.check_integrity()
+            texts.append([finished[request_id]["token_ids"] for request_id in ids])
+            assert all(output["finish_reason"] == "length" for output in finished.values())
+    assert texts[0] == texts[1]
+    assert num_running[0] == 6
+
+
 # -- life of an engine -----------------------------------------------------------------------------------------------
 
 

@@ -1,9 +1,12 @@
 """The KV cache managers and the slot ring, call by call. Random workloads: test_properties.py."""
 
+from typing import Any
+
 import pytest
 from content_model import Simulation
 from random_workloads import GRAIN, odd_drafter
 
+from nanovllm.core.sequence import Sequence, SequenceStatus
 from nanovllm.core.step_plan import SlotOffload
 from nanovllm.errors import RequestError
 from nanovllm.kvcache.policy.base import KVCacheManager
@@ -102,7 +105,7 @@ def test_request_that_can_never_fit_is_refused_with_the_reason(
 
 
 def hybrid(
-    num_cpu_blocks: int, num_gpu_blocks: int, block_size: int = 2 * GRAIN, **options: bool
+    num_cpu_blocks: int, num_gpu_blocks: int, block_size: int = 2 * GRAIN, **options: Any
 ) -> HybridKVCacheManager:
     return HybridKVCacheManager(num_cpu_blocks, num_gpu_blocks, block_size, group_blocks=2, grain=GRAIN, **options)
 
@@ -188,10 +191,9 @@ def test_cpu_blocks_of_a_sequence_all_and_prefilled() -> None:
     simulation = Simulation(kv, max_num_batched_tokens=6)
     seq = simulation.add(tokens(11))
     simulation.step()
-    assert kv.get_all_cpu_blocks(seq) == seq.block_table and len(seq.block_table) == 2
+    assert kv.get_all_cpu_blocks(seq) == seq.block_table and len(seq.block_table) == 3
     assert kv.get_prefilled_cpu_blocks(seq) == seq.block_table[:1]
     simulation.step()
-    assert len(kv.get_all_cpu_blocks(seq)) == 3
     assert kv.get_prefilled_cpu_blocks(seq) == seq.block_table[:2]
 
 
@@ -237,50 +239,70 @@ def test_partial_hit_on_the_only_spare_block_is_not_used() -> None:
     assert second.num_hit_tokens == 8
 
 
-def test_cpu_blocks_are_reserved_to_the_last_token_at_admission() -> None:
-    """The second one waits, although there are free blocks: the first one will need them."""
-    kv = hybrid(5, 4)
-    simulation = Simulation(kv, max_num_batched_tokens=200)
-    first, second = simulation.add(tokens(4), max_tokens=13), simulation.add(tokens(4, start=100), max_tokens=5)
+def test_open_ended_answers_share_a_pool_that_cannot_hold_them_all() -> None:
+    """Regression: all blocks that a request could ever need were reserved when it was admitted, so that 2 of 12 chats
+    without max_tokens ran at once in a pool of two contexts.
+    """
+    context = 40
+    kv = hybrid(2 * context // 4, num_gpu_blocks=20, block_size=4, progress_tokens=8)
+    simulation = Simulation(kv, max_num_seqs=16, max_num_batched_tokens=200)
+    chats = [simulation.add(tokens(3, start=20 * n), max_tokens=context - 3) for n in range(12)]
     simulation.step()
-    assert simulation.scheduler.running == [first] and simulation.scheduler.waiting[0] is second
-    assert (kv.num_reserved_blocks, kv.pool.num_free) == (3, 4)
+    assert simulation.scheduler.running == chats
+    first_preempted = None
+    while simulation.scheduler.has_unfinished:
+        simulation.step()
+        if first_preempted is None and simulation.scheduler.num_preemptions:
+            first_preempted = simulation.scheduler.waiting[-1]
+    assert first_preempted is chats[-1]  # the newest gives way
+    assert [seq.seq_id for seq in sorted(chats, key=lambda seq: seq.last_token_s or 0)][:2] == [0, 1]
+    simulation.run()  # checks every token
+
+
+def test_a_sequence_that_gave_way_starts_again_only_with_room_for_progress() -> None:
+    """Each admission lasts for `progress_tokens` tokens or to the end of the answer."""
+    kv = hybrid(14, num_gpu_blocks=20, block_size=4, progress_tokens=12)
+    simulation = Simulation(kv, max_num_seqs=16, max_num_batched_tokens=200)
+    chats = [simulation.add(tokens(3, start=20 * n), max_tokens=40) for n in range(6)]
+    admitted_at: dict[int, int] = {}
+    admit, preempt = kv.admit, kv.preempt
+
+    def noted_admit(seq: Sequence) -> None:
+        if seq.is_preempted:
+            admitted_at[seq.seq_id] = seq.num_tokens
+        admit(seq)
+
+    def checked_preempt(seq: Sequence) -> None:
+        assert seq is simulation.scheduler.sequences[max(s.seq_id for s in chats if s.status is SequenceStatus.RUNNING)]
+        assert seq.num_tokens - admitted_at.get(seq.seq_id, -12) >= 12, f"sequence {seq.seq_id} gave way too soon"
+        preempt(seq)
+
+    kv.admit, kv.preempt = noted_admit, checked_preempt  # type: ignore[method-assign]
     simulation.run()
-    assert simulation.scheduler.num_preemptions == 0
+    assert len(admitted_at) >= 3 and simulation.scheduler.num_preemptions <= 20
+    num_computed = sum(plan.num_tokens for plan in simulation.plans)
+    assert num_computed < 1.5 * sum(seq.max_kv_tokens for seq in chats)
 
 
-def test_preempted_partial_block_is_copied_out_once_its_slot_is_needed_and_loaded_when_it_resumes() -> None:
-    kv = hybrid(20, 2)
+def test_a_preempted_sequence_continues_from_the_prefix_cache() -> None:
+    """Only the tokens after its last whole grain are computed again, for as long as nobody takes its blocks."""
+    kv = hybrid(20, 3)
     simulation = Simulation(kv, max_num_batched_tokens=10)
-    first, second = simulation.add(tokens(4), max_tokens=9), simulation.add(tokens(2, start=50), max_tokens=9)
+    first, second = simulation.add(tokens(4), max_tokens=9), simulation.add(tokens(3, start=50), max_tokens=9)
     simulation.step()
     simulation.preempt_next()
-    plan = simulation.step()  # the first one's second block takes the slot
+    plan = simulation.step()
     assert plan is not None and [step.seq_id for step in plan.sequences] == [first.seq_id]
-    (block_id,) = second.block_table
-    assert [flush[1:] for flush in plan.moves.flushes] == [(block_id, 0, 2)]
-    assert (second.num_computed_tokens, second.block_table) == (2, [block_id])
+    assert (second.num_computed_tokens, second.block_table) == (0, [])
     plan = simulation.step()
-    assert plan is not None and [load[::2] for load in plan.moves.loads] == [(block_id, 2)]
-    assert [step.num_tokens for step in plan.sequences] == [1, 1]  # nothing is computed again
-    simulation.run()
-
-
-def test_preempted_with_its_slot_untouched_resumes_without_a_move() -> None:
-    simulation = Simulation(hybrid(20, 4), max_num_batched_tokens=10)
-    simulation.add(tokens(2), max_tokens=9)
-    simulation.add(tokens(2, start=50), max_tokens=9)
-    simulation.step()
-    simulation.preempt_next()
-    simulation.step()
-    plan = simulation.step()
-    assert plan is not None and len(plan.sequences) == 2
-    assert not (plan.moves.flushes or plan.moves.loads or plan.moves.taken_slots)
+    assert plan is not None
+    assert [(step.seq_id, step.position, step.num_tokens) for step in plan.sequences] == [(0, 5, 1), (1, GRAIN, 2)]
+    assert second.num_hit_tokens == 0  # what users see is the first admission's
     simulation.run()
 
 
 @pytest.mark.parametrize(
-    "fault", ["reservation", "slot", "block", "counts", "dirty", "writing", "state", "owners", "history"]
+    "fault", ["running", "slot", "block", "counts", "dirty", "writing", "state", "owners", "history"]
 )
 def test_hybrid_check_integrity_notices(fault: str) -> None:
     kv = hybrid(20, 3)
@@ -291,8 +313,8 @@ def test_hybrid_check_integrity_notices(fault: str) -> None:
     simulation.check_integrity()
     block = kv.blocks[seq.block_table[-1]]
     elsewhere = next(b for b in kv.blocks if b.ring_slot < 0)
-    if fault == "reservation":
-        kv.num_reserved_blocks += 1
+    if fault == "running":
+        del kv._running[seq.seq_id]
     elif fault == "slot":
         kv.ring.blocks[block.ring_slot] = elsewhere
     elif fault == "block":

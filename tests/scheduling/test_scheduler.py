@@ -233,12 +233,12 @@ def test_nothing_is_admitted_in_a_step_that_preempts() -> None:
     simulation.preempt_next()
     assert shape(simulation.step()) == [(0, 1)]
     assert [seq.seq_id for seq in simulation.scheduler.waiting] == [1, 2]
-    assert shape(simulation.step()) == [(0, 1), (1, 1), (2, 3)]
+    assert shape(simulation.step()) == [(0, 1), (1, 2), (2, 3)]
     simulation.run()
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_hybrid_preempted_computes_every_token_once(depth: int) -> None:
+def test_hybrid_preempted_computes_at_most_a_grain_again(depth: int) -> None:
     simulation = hybrid(num_gpu_blocks=3, depth=depth, max_num_batched_tokens=6)
     seqs = [simulation.add(prompt(n, first=n), max_tokens=7) for n in (9, 3, 14)]
     for num_step in range(200):
@@ -248,7 +248,8 @@ def test_hybrid_preempted_computes_every_token_once(depth: int) -> None:
             simulation.preempt_next()
         simulation.step()
     assert simulation.scheduler.num_preemptions >= 3
-    assert sum(plan.num_tokens for plan in simulation.plans) == sum(seq.max_kv_tokens for seq in seqs)
+    num_again = sum(plan.num_tokens for plan in simulation.plans) - sum(seq.max_kv_tokens for seq in seqs)
+    assert num_again <= simulation.scheduler.num_preemptions * GRAIN
     simulation.run()
 
 

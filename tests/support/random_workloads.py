@@ -125,6 +125,7 @@ def dense_manager(
         keeps_first_blocks=keeps_first_blocks,
         grain=GRAIN,
         long_chunk_blocks=LONG_CHUNK_BLOCKS,
+        progress_tokens=rng.choice([1, 4, 30]),
     )
 
 

@@ -10,6 +10,10 @@ from typing import NamedTuple
 from nanovllm.core.sequence import Sequence
 from nanovllm.core.step_plan import KVMoves
 
+# Fraction of the blocks that admission leaves free, so that running sequences can grow for a while. Without it a newly
+# admitted sequence is soon preempted when the others need their next blocks, and must compute its prompt again.
+WATERMARK = 0.03
+
 
 class PagedKeys(NamedTuple):
     """The keys of one sequence that are in GPU blocks during a step. With offload, its other keys are streamed.

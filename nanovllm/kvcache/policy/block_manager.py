@@ -9,16 +9,13 @@ from collections.abc import Sequence as Seq
 from nanovllm.core.sequence import Sequence
 from nanovllm.core.step_plan import KVMoves
 from nanovllm.errors import RequestError
-from nanovllm.kvcache.policy.base import KVCacheManager, PagedKeys
+from nanovllm.kvcache.policy.base import WATERMARK, KVCacheManager, PagedKeys
 from nanovllm.kvcache.policy.block_pool import BlockPool
 from nanovllm.kvcache.policy.block_states import gpu_block_states
 from nanovllm.kvcache.policy.prefix_index import Block
 from nanovllm.utils.arithmetic import ceil_div
 
 _NO_MOVES = KVMoves()
-# Fraction of the blocks that admission leaves free, so that running sequences can grow for a while. Without it a newly
-# admitted sequence is soon preempted when the others need their next blocks, and must compute its prompt again.
-WATERMARK = 0.03
 
 
 class BlockManager(KVCacheManager):
@@ -45,11 +42,7 @@ class BlockManager(KVCacheManager):
         return len(self.pool.match(seq).full_blocks) * self.block_size
 
     def can_admit(self, seq: Sequence) -> bool:
-        match = self.pool.match(seq)
-        shared = sum(self.pool.blocks[block_id].ref_count > 0 for block_id in match.full_blocks)
-        needed = self._num_blocks(seq.num_tokens) - shared
-        is_alone = self.pool.num_free == len(self.pool.blocks)
-        return needed <= self.pool.num_free - (0 if is_alone else self.num_watermark_blocks)
+        return self.pool.has_room_for(seq, self.num_watermark_blocks)
 
     def admit(self, seq: Sequence) -> None:
         assert not seq.block_table, f"sequence {seq.seq_id} already holds blocks"

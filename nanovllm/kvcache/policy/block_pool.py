@@ -13,6 +13,7 @@ from collections import OrderedDict
 
 from nanovllm.core.sequence import Sequence
 from nanovllm.kvcache.policy.prefix_index import Block, PrefixIndex, PrefixMatch
+from nanovllm.utils.arithmetic import ceil_div
 
 LONG_CHUNK_BLOCKS = 16  # a chunk of at least this many blocks gets contiguous ones rather than the least recently used
 PROTECTED_SHARE = 4  # the most recently used 1/PROTECTED_SHARE of the cached blocks is not evicted for contiguity
@@ -54,6 +55,16 @@ class BlockPool:
         """The block that `allocate` would return."""
         assert self.num_free, "no free block; the caller must check num_free first"
         return self.blocks[next(iter(self.spare_ids or self.cached_ids))]
+
+    def has_room_for(self, seq: Sequence, num_spare_blocks: int) -> bool:
+        """Return True if a waiting sequence can have a block for each of its tokens, with `num_spare_blocks` left over.
+
+        Nothing has to be left over while no block is in use.
+        """
+        num_shared = sum(self.blocks[block_id].ref_count > 0 for block_id in self.match(seq).full_blocks)
+        num_needed = ceil_div(seq.num_tokens, self.index.block_size) - num_shared
+        is_alone = self.num_free == len(self.blocks)
+        return num_needed <= self.num_free - (0 if is_alone else num_spare_blocks)
 
     def choose_free_blocks(self, count: int) -> list[Block]:
         """Which free blocks to allocate for a sequence that needs `count` more, in ascending order."""

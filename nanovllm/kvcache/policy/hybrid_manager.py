@@ -9,8 +9,8 @@ What always holds:
   a block that a scheduled sequence reads.
 - The time to plan a step depends on what changes and on the number of placed sequences, but not on the number of slots
   or blocks.
-- When a sequence is admitted, CPU blocks are reserved for as many tokens as it can ever have. Memory therefore never
-  runs out halfway, and a preempted sequence keeps everything it has computed.
+- A running sequence owns CPU blocks for every token it had when it was admitted, and takes more as its answer grows.
+  When the pool is full, the newest sequence gives way. Its blocks stay in the prefix cache until others take them.
 """
 
 from collections import Counter
@@ -22,15 +22,18 @@ from nanovllm.core.sequence import Sequence, SequenceStatus
 from nanovllm.core.step_plan import KVMoves
 from nanovllm.core.support import MAX_DECODE_QUERIES
 from nanovllm.errors import RequestError
-from nanovllm.kvcache.policy.base import KVCacheManager, PagedKeys
+from nanovllm.kvcache.policy.base import WATERMARK, KVCacheManager, PagedKeys
 from nanovllm.kvcache.policy.block_pool import LONG_CHUNK_BLOCKS, BlockPool
 from nanovllm.kvcache.policy.block_states import offloaded_block_states
 from nanovllm.kvcache.policy.histories import Histories, History
 from nanovllm.kvcache.policy.missing_keys import MissingKeys
-from nanovllm.kvcache.policy.prefix_index import PrefixMatch
 from nanovllm.kvcache.policy.slot_ring import HybridBlock, SlotRing
 from nanovllm.kvcache.policy.step_slots import StepSlots
 from nanovllm.utils.arithmetic import ceil_div
+
+# A preempted sequence is admitted again once the pool has room for it and every running sequence to grow by this many
+# tokens. Otherwise the next block that any of them needs would preempt it again, right after it was computed again.
+PROGRESS_TOKENS = 1024
 
 
 class HybridKVCacheManager(KVCacheManager):
@@ -46,12 +49,15 @@ class HybridKVCacheManager(KVCacheManager):
         keeps_first_blocks: bool = False,
         grain: int = BLOCK_SIZE_STEP,
         long_chunk_blocks: int = LONG_CHUNK_BLOCKS,
+        progress_tokens: int = PROGRESS_TOKENS,
     ) -> None:
         """`cpu_split`: None to stream every missing block. `keeps_first_blocks`: evict the first block of a sequence
         last, and bring it back for decoding, because drafts by the keys on the GPU need it: much attention goes to a
         text's first tokens. `grain`: tokens that prefix hits are counted in, of which `block_size` is a multiple.
+        `progress_tokens`: see PROGRESS_TOKENS.
         """
-        self.block_size, self.cpu_split = block_size, cpu_split
+        self.block_size, self.cpu_split, self.progress_tokens = block_size, cpu_split, progress_tokens
+        self.num_watermark_blocks = int(WATERMARK * num_cpu_blocks)
         self.keeps_first_blocks = keeps_first_blocks
         self.group_blocks = group_blocks  # streamed blocks that are attended to in one call
         blocks = [HybridBlock(i) for i in range(num_cpu_blocks)]
@@ -60,11 +66,10 @@ class HybridKVCacheManager(KVCacheManager):
         self.ring = SlotRing(num_gpu_blocks)
         self.slots = StepSlots(self.ring, self.pool, block_size)
         self.histories = Histories(blocks, self.slots, block_size, group_blocks, cpu_split)
-        self.num_reserved_blocks = 0
         self.num_hit_blocks = 0
         self.num_missed_blocks = 0
         self.num_cpu_tokens = 0  # attended to by the CPU, counted once for each sequence
-        self._num_running = 0
+        self._running: dict[int, Sequence] = {}  # by seq_id
         self._slotless_ids: set[int] = set()  # running sequences that need a slot for their next token and hold none
         self._copy_sources: list[HybridBlock] = []
         self._last_moves = KVMoves()  # for display
@@ -99,57 +104,49 @@ class HybridKVCacheManager(KVCacheManager):
         self.slots.begin_step()
         self._slotless_ids = {seq.seq_id for seq in running if seq.num_computed_tokens % self.block_size == 0}
 
-    def _find_affordable_match(self, seq: Sequence) -> PrefixMatch | None:
-        """The prefix to start from, or None if the pool has no room for the rest of the sequence."""
-        match = self.pool.match(seq)
-        idle_hits = sum(self.blocks[i].ref_count == 0 for i in match.full_blocks)
-        needed = self._num_blocks(seq.max_kv_tokens) - len(match.full_blocks) + idle_hits
-        num_left = self.pool.num_free - self.num_reserved_blocks - needed
-        if match.partial_block is not None and self.blocks[match.partial_block].ref_count == 0 and num_left == 0:
-            match = PrefixMatch(match.full_blocks)  # the sequence needs every free block, even the matching one
-        return match if num_left >= 0 else None
-
     def num_known_tokens(self, seq: Sequence) -> int:
-        if seq.block_table:  # a preempted sequence has kept its blocks
-            return seq.num_computed_tokens
         match = self.pool.match(seq)
         return len(match.full_blocks) * self.block_size + match.num_partial_tokens
 
     def can_admit(self, seq: Sequence) -> bool:
         if self._num_available_slots(seq) < 1:
             return False
-        return bool(seq.block_table) or self._find_affordable_match(seq) is not None
+        num_spare = self.num_watermark_blocks
+        if seq.is_preempted:
+            growth = [self._num_growth_blocks(other, len(other.block_table)) for other in self._running.values()]
+            num_spare = sum(growth) + self._num_growth_blocks(seq, self._num_blocks(seq.num_tokens))
+        return self.pool.has_room_for(seq, num_spare)
+
+    def _num_growth_blocks(self, seq: Sequence, num_blocks: int) -> int:
+        """How many blocks a sequence that owns `num_blocks` needs for its next `progress_tokens` tokens."""
+        return max(0, self._num_blocks(min(seq.num_tokens + self.progress_tokens, seq.max_kv_tokens)) - num_blocks)
 
     def admit(self, seq: Sequence) -> None:
-        if not seq.block_table:  # a preempted sequence has kept its blocks
-            self._admit_new(seq)
-        self._num_running += 1
-        for block_id in seq.block_table:
-            self.slots.add_running_owner(self.blocks[block_id])
-
-    def _admit_new(self, seq: Sequence) -> None:
-        match = self._find_affordable_match(seq)
-        assert match is not None, f"sequence {seq.seq_id} is admitted, but the pool has no room for it"
+        match = self.pool.match(seq)
         for block_id in match.full_blocks:
-            self.pool.retain(self.blocks[block_id])
+            block = self.blocks[block_id]
+            self.pool.retain(block)
+            self.slots.add_running_owner(block)
             seq.block_table.append(block_id)
         seq.num_registered_tokens = len(seq.block_table) * self.block_size
-        seq.num_computed_tokens = seq.num_registered_tokens + match.num_partial_tokens
-        seq.num_hit_tokens = seq.num_computed_tokens
+        seq.num_computed_tokens = seq.num_registered_tokens
         if match.partial_block is not None:
             source = self.blocks[match.partial_block]
-            self.pool.retain(source)  # until finish_step
-            self._copy_sources.append(source)
-            self._prefix_sources[seq.seq_id] = source, match.num_partial_tokens
-        seq.num_reserved_blocks = self._num_blocks(seq.max_kv_tokens) - len(seq.block_table)
-        self.num_reserved_blocks += seq.num_reserved_blocks
+            # If the sequence needs every free block, even the matching one, its tokens are computed instead.
+            if source.ref_count or self.pool.num_free > self._num_blocks(seq.num_tokens) - len(seq.block_table):
+                self.pool.retain(source)  # until finish_step
+                self._copy_sources.append(source)
+                self._prefix_sources[seq.seq_id] = source, match.num_partial_tokens
+                seq.num_computed_tokens += match.num_partial_tokens
+        if seq.num_hit_tokens is None:
+            seq.num_hit_tokens = seq.num_computed_tokens
+        self._grow(seq, seq.num_tokens)
+        self._running[seq.seq_id] = seq
 
     def _grow(self, seq: Sequence, num_tokens: int) -> None:
         count = self._num_blocks(num_tokens) - len(seq.block_table)
         if count <= 0:
             return
-        self.num_reserved_blocks -= count
-        seq.num_reserved_blocks -= count
         for chosen in self.pool.choose_free_blocks(count):
             block = self.blocks[chosen.block_id]
             self.ring.free_slot_of(block)
@@ -167,12 +164,13 @@ class HybridKVCacheManager(KVCacheManager):
     def num_placeable(self, seq: Sequence, num_tokens: int) -> int:
         """How many of the next tokens are in blocks that have a slot or can get one."""
         num_blocks = self._num_available_slots(seq)
-        block_idx = seq.num_computed_tokens // self.block_size
-        if block_idx < len(seq.block_table):
+        block_idx, num_owned = seq.num_computed_tokens // self.block_size, len(seq.block_table)
+        if block_idx < num_owned:
             held = self.blocks[seq.block_table[block_idx]]
             # A pinned slot is not among the available ones, but this block can go on using it.
             num_blocks += held.ring_slot >= 0 and held.is_pinned
-        return min(num_tokens, max(0, (block_idx + num_blocks) * self.block_size - seq.num_computed_tokens))
+        end_block_idx = min(block_idx + num_blocks, num_owned + self.pool.num_free)
+        return min(num_tokens, max(0, end_block_idx * self.block_size - seq.num_computed_tokens))
 
     def place(self, seq: Sequence, num_tokens: int, num_guesses: int = 0) -> None:
         start, end = seq.num_computed_tokens, seq.num_computed_tokens + num_tokens
@@ -215,29 +213,22 @@ class HybridKVCacheManager(KVCacheManager):
 
     def preempt(self, seq: Sequence) -> None:
         self._slotless_ids.discard(seq.seq_id)
-        self._end_running(seq)
+        self.free(seq)
+        seq.num_computed_tokens = seq.num_registered_tokens = 0
 
-    def _end_running(self, seq: Sequence) -> None:
-        self._stop_writing(seq)
-        self._num_running -= 1
+    def free(self, seq: Sequence) -> None:
+        if not seq.block_table:
+            return  # it waits
+        self.pool.register(seq, seq.num_computed_tokens)
+        del self._running[seq.seq_id]
         self.histories.forget(seq)
-        for block_id in reversed(seq.block_table):  # so that the tail of a sequence is evicted before its head
-            self.slots.remove_running_owner(self.blocks[block_id])
-
-    def _stop_writing(self, seq: Sequence) -> None:
         block_idx = seq.num_computed_tokens // self.block_size
         if block_idx < len(seq.block_table):
             self.slots.stop_writing(self.blocks[seq.block_table[block_idx]])
-
-    def free(self, seq: Sequence) -> None:
-        self.pool.register(seq, seq.num_computed_tokens)
-        if seq.status is SequenceStatus.RUNNING:
-            self._end_running(seq)
-        for block_id in reversed(seq.block_table):
+        for block_id in reversed(seq.block_table):  # so that the tail of a sequence is evicted before its head
+            self.slots.remove_running_owner(self.blocks[block_id])
             self.pool.release(self.blocks[block_id])
         seq.block_table.clear()
-        self.num_reserved_blocks -= seq.num_reserved_blocks
-        seq.num_reserved_blocks = 0
 
     # -- finishing -----------------------------------------------------------------------------------------------
 
@@ -273,7 +264,7 @@ class HybridKVCacheManager(KVCacheManager):
 
     def _unread_slots(self, placed: Seq[tuple[Sequence, int]]) -> list[int]:
         """Slots of blocks that running sequences own and no placed sequence reads."""
-        if len(placed) == self._num_running:
+        if len(placed) == len(self._running):
             return []
         read = {block_id for seq, _ in placed for block_id in seq.block_table}
         slots = (*self.ring.read_slots, *self.ring.kept_slots)
@@ -288,14 +279,10 @@ class HybridKVCacheManager(KVCacheManager):
 
     def check_integrity(self, sequences: Seq[Sequence]) -> None:
         self.pool.check_integrity(list(sequences))
-        assert self.num_reserved_blocks == sum(s.num_reserved_blocks for s in sequences), "reservations are miscounted"
-        assert self.num_reserved_blocks <= self.pool.num_free, "more blocks reserved than free"
         self.ring.check_integrity()
         running = [seq for seq in sequences if seq.status is SequenceStatus.RUNNING]
         owners = Counter(block_id for seq in running for block_id in seq.block_table)
-        assert self._num_running == len(running), (
-            f"{self._num_running} running sequences counted, but there are {len(running)}"
-        )
+        assert self._running.keys() == {seq.seq_id for seq in running}, "other sequences run than the manager counts"
         self.histories.check_integrity(running)
         for block in self.blocks:
             num_running = owners[block.block_id]
