@@ -51,7 +51,9 @@ def _memory_rows(plan: CapacityPlan) -> list[Row]:
         remark = f"of {format_bytes(limit)} that may be used" + ("" if plan.fits_gpu else " (!)")
         rows.append(("GPU memory", f"~{format_bytes(memory.total_bytes)}", remark))
     if offload:
-        remark = f"{plan.num_cpu_blocks} blocks; {format_bytes(plan.machine.host_bytes)} was available"
+        num_tokens = plan.num_cpu_blocks * spec.block_size
+        remark = f"{plan.num_cpu_blocks} blocks, {num_tokens:,} tokens of all requests together"
+        remark += f"; {format_bytes(plan.machine.host_bytes)} was available"
         rows.append(("CPU pool", format_bytes(plan.cpu_pool_bytes), remark + ("" if plan.fits_host else " (!)")))
     return rows
 

@@ -40,7 +40,7 @@ def offloaded_block_states(blocks: Sequence[HybridBlock], moves: KVMoves) -> byt
 
 
 def _state_between_steps(block: HybridBlock) -> BlockState:
-    if not block.ref_count and not block.grain_hashes:
+    if not (block.num_tokens if block.ref_count else block.grain_hashes):
         return BlockState.FREE
     if block.being_written:
         return BlockState.WRITTEN
