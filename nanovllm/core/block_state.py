@@ -8,7 +8,7 @@ class BlockState(IntEnum):
     one part of it and leaves the other to the CPU.
     """
 
-    FREE = 0  # holds nothing that a request could use
+    FREE = 0  # holds nothing, or nothing that a request could use
     CACHED = 1  # no request owns it, but a new prompt can match its tokens; with offload, it is in CPU memory only
     WAITING = 2  # a request owns it; it is in CPU memory only, and the last step did not read it
     RESIDENT = 3  # on the GPU; with offload, some request owns it or a new prompt can match it

@@ -9,6 +9,7 @@ from offload_workload import BLOCK, MIXED, QUESTIONS, prompts_of, serve_everythi
 from simulated_streams import MODES, Mode, SimulatedStreams
 from tiny_models import write_tiny_model
 
+from nanovllm.config import BLOCK_SIZE_STEP
 from nanovllm.engine.internals import Internals
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -110,7 +111,7 @@ def test_prefix_caching_off_hits_nothing(reference: Reference, device: str, num_
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("one_ahead", [False, True])
 @pytest.mark.parametrize("block_size", [BLOCK, 2 * BLOCK])
-def test_preempted_with_offload_resumes_without_recomputing(
+def test_preempted_with_offload_computes_at_most_a_grain_again(
     reference: Reference, device: str, block_size: int, one_ahead: bool
 ) -> None:
     options = OFFLOAD | {"kvcache_block_size": block_size, "num_gpu_blocks": 4}
@@ -127,8 +128,10 @@ def test_preempted_with_offload_resumes_without_recomputing(
             llm.scheduler.check_integrity()
         for request_id, prompt in zip(ids, MIXED, strict=True):
             llm.check(request_id, prompt, finished[request_id])
-        assert llm.stats()["num_preemptions"] >= 5
-        assert llm.num_computed_tokens == sum(len(prompt) + 11 for prompt in MIXED)
+        num_preemptions = llm.stats()["num_preemptions"]
+        assert num_preemptions >= 5
+        num_again = llm.num_computed_tokens - sum(len(prompt) + 11 for prompt in MIXED)
+        assert num_again < num_preemptions * BLOCK_SIZE_STEP
         llm.assert_nothing_left()
 
 

@@ -379,7 +379,7 @@ def serve_resumed(reference: Reference, num_gpu_blocks: int, streams: SimulatedS
     """
     options = OFFLOAD | {"kvcache_block_size": 2 * BLOCK, "num_gpu_blocks": num_gpu_blocks}
     options |= {"max_num_batched_tokens": 1000}
-    prompts = [random_prompt(length, seed=length) for length in (2 * BLOCK - 2, 40, 50)]
+    prompts = [random_prompt(length, seed=length) for length in (2 * BLOCK - 2, 40, BLOCK + 50)]
     with CheckedLLM(reference, streams=streams, internals=WORKS_AHEAD, **options) as llm:
         requests = {llm.add_request(p, greedy(n)): p for p, n in zip(prompts, (8, 3, 8), strict=True)}
         first = llm.scheduler.sequences[min(requests)]
