@@ -15,8 +15,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--kernel-target", help="compute capability whose kernels run, such as 8.9; default: the GPU's own"
     )
 
+    parser.addoption("--one-case", action="store_true", help="run only the first case of every test with parameters")
+
 
 def pytest_configure(config: pytest.Config) -> None:
+    if "not slow" not in config.getoption("-m"):
+        os.environ["NANOVLLM_TEST_TIER"] = "all"  # see tests/support/tiers.py
     if config.getoption("--kernel-target"):
         from benchmarks.forced_target import force_target
 
@@ -29,7 +33,9 @@ def num_gpus_needed(item: pytest.Item) -> int:
     return max(needed, default=1 if "gpu" in item.keywords else 0)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--one-case"):
+        items[:] = {item.nodeid.partition("[")[0]: item for item in reversed(items)}.values()
     marked = {item: num_gpus for item in items if (num_gpus := num_gpus_needed(item))}
     if not marked:
         return

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from interpreter import INTERPRETED, interpreter_run, on_device, run_in_interpreter
+from interpreter import INTERPRETED, on_device
 from paged_cases import PagedCase, assert_as_good_as_plain_torch, assert_matches, make_paged
 
 from nanovllm.attention.backends.torch_backend import TorchBackend
@@ -55,11 +55,6 @@ def decode(
         causal=batch.causal,
     )
     return PartialAttention(*got)
-
-
-@interpreter_run
-def test_interpreter_runs_every_kernel():
-    run_in_interpreter(__file__)
 
 
 @on_device

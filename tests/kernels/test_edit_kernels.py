@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from interpreter import INTERPRETED, interpreter_run, on_device, run_in_interpreter
+from interpreter import INTERPRETED, on_device
 
 from nanovllm.kernels.sampling_tensors import EditTensors
 from nanovllm.layers.logit_edits import edit_logits
@@ -102,8 +102,3 @@ def test_row_without_edits_is_copied(device: str) -> None:
         allowed=torch.zeros(0, 3, dtype=torch.int32, device=device),
     )
     assert torch.equal(kernel(logits, edits, none)[0], logits[2])
-
-
-@interpreter_run
-def test_kernels_in_the_interpreter() -> None:
-    run_in_interpreter(__file__)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.nn.functional as F
-from interpreter import INTERPRETED, interpreter_run, on_device, run_in_interpreter
+from interpreter import INTERPRETED, on_device
 
 from nanovllm.layers.linear import MAX_GEMV_ROWS, gate_up, linear, use_gemv
 
@@ -74,11 +74,6 @@ def check_gate_up(got: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias
     other_half = F.linear(x.double(), weight.double(), exact_bias).abs().max().item()
     exact = plain_gate_up(x.double(), weight.double(), exact_bias)
     assert_as_good(got, plain_gate_up(x, weight, bias), exact, 2 * other_half * sum_error(x, weight))
-
-
-@interpreter_run
-def test_interpreter_runs_every_kernel() -> None:
-    run_in_interpreter(__file__)
 
 
 @on_device

@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 import torch
-from interpreter import INTERPRETED, interpreter_run, on_device, run_in_interpreter
+from interpreter import INTERPRETED, on_device
 from paged_cases import assert_as_good_as_plain_torch, make_paged
 from rounding import MAX_ROUNDINGS, PART_COUNTS, make_parts, rms
 
@@ -61,11 +61,6 @@ def loads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(prefill, "prefill_config", lambda *args: prefill_config(*args)._replace(tma=tma))
     elif request.param != "own":
         monkeypatch.setattr(kernel_target, "target_of", lambda device: kernel_target.KNOWN_TARGETS[request.param])
-
-
-@interpreter_run
-def test_interpreter_runs_every_kernel():
-    run_in_interpreter(__file__)
 
 
 @on_device

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from odd_drafters import KINDS
 from random_workloads import GRAIN, LONG_CHUNK_BLOCKS, Abort, Add, Operation, Preempt, Steps, play, play_dense
+from tiers import examples
 
 from nanovllm.core.sequence import Sequence
 from nanovllm.core.step_plan import StepPlan
@@ -75,7 +76,7 @@ HYBRID = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=QUICK)
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=QUICK)
 @given(kv=ALL_GPU, schedule=SCHEDULES, operations=OPERATIONS)
 def test_block_manager_random_workload_every_sequence_sees_its_tokens(
     kv: KVCacheManager, schedule: dict[str, Any], operations: list[Operation]
@@ -83,7 +84,7 @@ def test_block_manager_random_workload_every_sequence_sees_its_tokens(
     play(Simulation(kv, **schedule), operations)
 
 
-@settings(max_examples=250, deadline=None, suppress_health_check=QUICK)
+@settings(max_examples=examples(250), deadline=None, suppress_health_check=QUICK)
 @given(kv=HYBRID, schedule=SCHEDULES, operations=OPERATIONS)
 def test_hybrid_manager_random_workload_every_sequence_sees_its_tokens(
     kv: HybridKVCacheManager, schedule: dict[str, Any], operations: list[Operation]
@@ -98,19 +99,19 @@ def test_hybrid_manager_random_workload_every_sequence_sees_its_tokens(
 # -- longer and denser workloads than hypothesis makes by itself; they shrink badly, but a seed repeats them ---------
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=QUICK)
+@settings(max_examples=examples(200), deadline=None, suppress_health_check=QUICK)
 @given(seed=st.integers(0, 2**32))
 def test_block_manager_dense_workload_every_sequence_sees_its_tokens(seed: int) -> None:
     play_dense(seed, hybrid=False)
 
 
-@settings(max_examples=350, deadline=None, suppress_health_check=QUICK)
+@settings(max_examples=examples(350), deadline=None, suppress_health_check=QUICK)
 @given(seed=st.integers(0, 2**32), with_cpu=st.booleans())
 def test_hybrid_manager_dense_workload_every_sequence_sees_its_tokens(seed: int, with_cpu: bool) -> None:
     play_dense(seed, hybrid=True, with_cpu=with_cpu)
 
 
-@settings(max_examples=250, deadline=None, suppress_health_check=QUICK)
+@settings(max_examples=examples(250), deadline=None, suppress_health_check=QUICK)
 @given(
     seed=st.integers(0, 2**32),
     hybrid=st.booleans(),
@@ -123,7 +124,7 @@ def test_guesses_of_any_kind_change_no_token_and_lose_nothing(
     play_dense(seed, hybrid=hybrid, with_cpu=with_cpu, drafter=drafter)
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=QUICK)
+@settings(max_examples=examples(200), deadline=None, suppress_health_check=QUICK)
 @given(seed=st.integers(0, 2**32), hybrid=st.booleans(), drafter=any_of(["", *KINDS]))
 def test_steps_bounded_by_any_times_change_no_token_and_lose_nothing(seed: int, hybrid: bool, drafter: str) -> None:
     play_dense(seed, hybrid=hybrid, drafter=drafter, bounded=True)

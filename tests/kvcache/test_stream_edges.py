@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from race_detector import Site, StreamRaceError
 from random_workloads import play_dense
 from simulated_streams import MODES, Edge, Mode, SimulatedStreams
+from tiers import examples
 from tiny_models import write_tiny_model
 
 from nanovllm.core.kv_spec import KVCacheSpec, StagingSizes
@@ -178,7 +179,7 @@ def play_with_streams(seed: int, streams: SimulatedStreams, with_cpu: bool = Fal
     )
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(120), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     seed=st.integers(0, 2**32),
     mode=st.sampled_from(MODES),

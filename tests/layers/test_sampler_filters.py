@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from interpreter import HAS_TRITON, INTERPRETED, interpreter_run, needs_triton, on_device, run_in_interpreter
+from interpreter import HAS_TRITON, INTERPRETED, needs_triton, on_device
 
 from nanovllm.kernels.sampling_tensors import SamplingTensors
 from nanovllm.layers.sampler import (
@@ -157,12 +157,6 @@ def test_greedy_row_ignores_filters() -> None:
 
 
 @needs_triton
-@interpreter_run
-def test_interpreter_runs_every_kernel() -> None:
-    run_in_interpreter(__file__, "-k", "kernel")
-
-
-@needs_triton
 @on_device
 def test_kernel_keeps_what_transformers_keeps(device: str) -> None:
     rng = random.Random(1)
@@ -197,6 +191,7 @@ LARGE_CASES = [
 ]
 
 
+@pytest.mark.slow
 @needs_triton
 @on_device
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -215,6 +210,7 @@ def test_kernel_keeps_what_plain_torch_keeps_of_several_groups(dtype: torch.dtyp
                 assert is_close_call(shifted, filters, token), (filters, offset, token)
 
 
+@pytest.mark.slow
 @needs_triton
 @on_device
 def test_kernel_finds_the_kth_largest_of_any_magnitude(device: str) -> None:
@@ -227,6 +223,7 @@ def test_kernel_finds_the_kth_largest_of_any_magnitude(device: str) -> None:
             assert kept.tolist() == (logits >= logits.topk(k).values[-1]).tolist(), (dtype, k)
 
 
+@pytest.mark.slow
 @needs_triton
 @on_device
 def test_kernel_redraws_what_plain_torch_redraws(device: str) -> None:

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from interpreter import HAS_TRITON, INTERPRETED, interpreter_run, needs_triton, on_device, run_in_interpreter
+from interpreter import HAS_TRITON, INTERPRETED, needs_triton, on_device
 
 from nanovllm.kernels.sampling_tensors import SamplingTensors
 from nanovllm.layers.sampler import (
@@ -112,12 +112,6 @@ if HAS_TRITON:
         inside = entry < num_entries
         tl.store(bits_ptr + row * num_entries + entry, bits.to(tl.int64), mask=inside)
         tl.store(noise_ptr + row * num_entries + entry, noise.log2_noise(bits), mask=inside)
-
-
-@needs_triton
-@interpreter_run
-def test_interpreter_runs_every_kernel() -> None:
-    run_in_interpreter(__file__, "-k", "kernel")
 
 
 @needs_triton

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from schema_bodies import bodies
+from tiers import examples
 
 from nanovllm import AsyncLLM
 from nanovllm.server.api_keys import ApiKeys
@@ -113,7 +114,9 @@ def check_alive(server: Server) -> None:
     assert (stats["num_running"], stats["num_waiting"]) == (0, 0)
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(
+    max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
 @given(requests=st.lists(REQUESTS, min_size=1, max_size=4))
 @example(requests=[("/v1/completions", b'{"prompt": "It is", "guided_regex": "\\u00e9?", "bad_words": ["\\u00e9"]}')])
 def test_server_any_body_is_answered_or_refused_in_the_form(server: Server, requests: list[tuple[str, bytes]]) -> None:
@@ -122,7 +125,7 @@ def test_server_any_body_is_answered_or_refused_in_the_form(server: Server, requ
     check_alive(server)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(path=st.sampled_from(sorted(PATHS)), body=st.binary(max_size=40))
 def test_server_any_bytes_are_refused_in_the_form(server: Server, path: str, body: bytes) -> None:
     (response,) = server.post((path, body))
@@ -130,7 +133,7 @@ def test_server_any_bytes_are_refused_in_the_form(server: Server, path: str, bod
     check_error(response.json())
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(name=st.text(max_size=20), method=st.sampled_from(["GET", "POST", "DELETE", "PUT"]))
 def test_server_any_model_name_is_answered_in_the_form(server: Server, name: str, method: str) -> None:
     async def ask() -> httpx.Response:

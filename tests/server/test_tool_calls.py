@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiers import examples
 
 from nanovllm.server.tool_calls import HERMES, LLAMA, CallFormat, ToolCallDelta, ToolCallParser, make_parser
 
@@ -75,7 +76,7 @@ def calls_by_json(call_format: CallFormat, text: str) -> list[tuple[str, str]]:
 
 
 @FORMATS
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(text=TEXTS, cuts=st.lists(st.integers(0, 1000), max_size=12))
 def test_parser_any_split_gives_the_same_result(call_format: CallFormat, text: str, cuts: list[int]) -> None:
     whole = parse(call_format, [text])
@@ -84,7 +85,7 @@ def test_parser_any_split_gives_the_same_result(call_format: CallFormat, text: s
 
 
 @FORMATS
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(text=TEXTS)
 def test_parser_finds_the_calls_that_json_finds_and_keeps_the_rest(call_format: CallFormat, text: str) -> None:
     parsed = parse(call_format, [text])

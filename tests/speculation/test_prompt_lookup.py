@@ -11,6 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from match_reference import longest_matches, texts
+from tiers import examples
 
 from nanovllm.core.sequence import TokenIds
 from nanovllm.speculation.prompt_lookup import MIN_MATCH_TOKENS, PromptLookup
@@ -55,7 +56,7 @@ def check(lookup: PromptLookup, text: list[int], searched_from: int = 0) -> None
         assert lookup.propose(max_tokens) in (possible or [[]])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(texts(200), texts(60))
 @example([], [])
 @example([], [1, 2, 1, 2])
@@ -72,7 +73,7 @@ def test_propose_after_each_token_equals_brute_force(prompt: list[int], answer: 
         check(lookup, prompt + answer[:num_tokens])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(texts(200), texts(60), st.integers(0, 60))
 def test_close_at_any_time_leaves_the_answer_and_the_end_of_the_prompt(
     prompt: list[int], answer: list[int], num_before: int

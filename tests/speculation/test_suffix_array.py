@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from match_reference import longest_matches, texts
+from tiers import examples
 
 from nanovllm.speculation.suffix_array import MAX_MATCH_TOKENS, SuffixArray
 
@@ -19,7 +20,7 @@ def check(text: list[int], tail: list[int]) -> None:
         assert end == ends[-1]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(texts(300), texts(150))
 @example([], [])
 @example([], [1])
@@ -33,7 +34,7 @@ def test_longest_match_any_text_equals_brute_force(text: list[int], tail: list[i
     check(text, tail)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(texts(300))
 def test_longest_match_tail_of_the_text_finds_another_occurrence(text: list[int]) -> None:
     """The text ends with the tail, but nothing follows there."""

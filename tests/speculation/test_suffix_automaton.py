@@ -5,11 +5,12 @@ import time
 import pytest
 from hypothesis import example, given, settings
 from match_reference import longest_matches, texts
+from tiers import examples
 
 from nanovllm.speculation.suffix_automaton import SuffixAutomaton
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(texts(60))
 @example([])
 @example([1])

@@ -1,0 +1,10 @@
+"""Two tiers of tests: `make test` runs those not marked `slow` with few examples, `make test-all` everything."""
+
+import os
+
+RUNS_ALL = os.environ.get("NANOVLLM_TEST_TIER") == "all"  # conftest.py sets it
+
+
+def examples(count: int) -> int:
+    """How many random examples a property test tries: `count` in `make test-all`, an eighth of it in `make test`."""
+    return count if RUNS_ALL else max(5, count // 8)
