@@ -5,14 +5,20 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 COMPILED_FROM := $(wildcard nanovllm/cpu_attention/source/*) $(addprefix nanovllm/cpu_attention/,build.py instruction_sets.py)
 
-.PHONY: demo test browser test-browser ray test-ray check format docs bench-micro bench-serve bench-gpu soak eval fuzz
+PROCESSES := $(if $(wildcard /dev/nvidia0),,-n 2 --dist worksteal)
+
+.PHONY: demo test test-all browser test-browser ray test-ray check format docs bench-micro bench-serve bench-gpu soak eval fuzz
 
 demo: $(INSTALLED)
 	$(BIN)/nanovllm demo
 
-# Without a GPU, which tests would have to share, they run in two processes.
+# Every promise at small size. Without a GPU, which tests would have to share, they run in two processes.
 test: $(INSTALLED)
-	$(BIN)/python -m pytest $(if $(wildcard /dev/nvidia0),,-n 2 --dist loadfile)
+	$(BIN)/python -m pytest $(PROCESSES)
+
+# These and the rest: all sizes, all kernels in the interpreter, servers and processes, many random examples
+test-all: $(INSTALLED)
+	$(BIN)/python -m pytest $(PROCESSES) -m "not browser and not ray"
 
 # What the tests in a browser need. Chromium comes from the system, where this may install it.
 browser: $(INSTALLED)

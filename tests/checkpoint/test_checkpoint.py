@@ -257,6 +257,7 @@ def test_hub_failure_to_fetch_weights_is_a_value_error(hub: Hub, monkeypatch: py
         fetch_weights("acme/facts", directory)
 
 
+@pytest.mark.slow
 def test_hub_cache_whose_files_are_links_to_blobs_works_offline(tmp_path: Path) -> None:
     """The real huggingface_hub, in a process of its own, because it reads its environment once."""
     model = write_tiny_tokenizer(write_tiny_model(tmp_path / "model", sharded=True))

@@ -90,6 +90,7 @@ def test_plan_of_a_hub_name_fetches_config_json_and_nothing_else(hub: Hub, tmp_p
     assert hub.fetched == ["config.json"]
 
 
+@pytest.mark.slow
 def test_generate_of_a_hub_name_fetches_the_weights_also_after_a_plan(hub: Hub, tmp_path: Path) -> None:
     """The plan leaves a snapshot that holds config.json alone; it must not pass for the whole model."""
     cache = tmp_path / "cache"

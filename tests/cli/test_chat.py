@@ -246,6 +246,7 @@ def test_chat_ctrl_c_stops_the_answer_and_keeps_the_conversation(device: str) ->
     assert terminal.end() == 0
 
 
+@pytest.mark.slow
 def test_chat_ctrl_c_twice_at_the_prompt_ends_the_program() -> None:
     terminal = Terminal()
     terminal.wait_for(">>> ")
@@ -261,6 +262,7 @@ def test_chat_ctrl_c_twice_at_the_prompt_ends_the_program() -> None:
     assert terminal.end() == 130
 
 
+@pytest.mark.slow
 def test_chat_ctrl_d_ends_the_program() -> None:
     terminal = Terminal()
     terminal.wait_for(">>> ")

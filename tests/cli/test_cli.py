@@ -346,6 +346,7 @@ def test_generate_on_a_cpu_runs_short_steps_unless_told_otherwise(model: str, mo
     assert list(steps.values()) == [512, 512, 4096]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_generate_output_that_is_closed_ends_it_quietly(
     model: str, unbuffered: str, monkeypatch: pytest.MonkeyPatch
@@ -378,6 +379,7 @@ def test_plan_output_that_is_closed_ends_it_quietly(monkeypatch: pytest.MonkeyPa
     assert "Traceback" not in process.stderr and "Exception" not in process.stderr
 
 
+@pytest.mark.slow
 def test_generate_output_of_a_narrow_encoding_escapes_what_it_lacks(model: str) -> None:
     """B5: UnicodeEncodeError in the middle of an answer."""
     prompt = "The price is 5 \u20ac, cheap.\nThe price is"

@@ -90,7 +90,9 @@ def arguments_of(case: Case) -> dict[str, object]:
     return {name: getattr(case.job, name) for name in names} | {"num_threads": 2}
 
 
-@pytest.mark.parametrize(("num_rows", "num_chunks"), [(1, 7), (256, 7), (1024, 3), (4100, 1)])
+@pytest.mark.parametrize(
+    ("num_rows", "num_chunks"), [(1, 7), (256, 7), (1024, 3), pytest.param(4100, 1, marks=pytest.mark.slow)]
+)
 def test_job_scratch_is_bounded_and_its_results_are_right(num_rows: int, num_chunks: int) -> None:
     case = Case([row_spans(num_rows, (0, POOL_TOKENS))], num_kv_heads=1, group=16, head_dim=128)
     assert case.job.num_chunks == num_chunks

@@ -228,6 +228,7 @@ def test_prefill_and_decode_fit_at_other_shapes(target: KernelTarget, head_dim: 
     check(compiled, target)
 
 
+@pytest.mark.slow
 def test_launch_kernels_leaves_no_prefill_kernel_and_no_merge_to_compile() -> None:
     """Whatever the lengths, the mask and the number of splits."""
     target, caches = KNOWN_TARGETS["9.0"], torch.zeros(2, PAGE, 8, 128, dtype=BF16)

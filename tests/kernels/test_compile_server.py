@@ -132,6 +132,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_server_compiles_what_the_threads_would(
     server: CompileServer, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,6 +146,7 @@ def test_server_compiles_what_the_threads_would(
     assert entries(cache) == entries(Path(f"{cache}-2"))
 
 
+@pytest.mark.slow
 def test_server_compiles_without_torch(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: the server was ready only after it had imported torch, 4 s after its start on a fresh machine."""
     (tmp_path / "path").mkdir()
@@ -173,6 +175,7 @@ assert torch.float32 is redraw.torch.float32 is torch.nn.Linear(1, 1).weight.dty
 """
 
 
+@pytest.mark.slow
 def test_torch_is_loaded_once_something_reads_its_attributes() -> None:
     subprocess.run([sys.executable, "-c", LATE_TORCH], check=True)
 
@@ -187,6 +190,7 @@ assert threading.active_count() == 1
 """
 
 
+@pytest.mark.slow
 def test_server_has_one_thread_before_it_forks() -> None:
     subprocess.run([sys.executable, "-c", ONE_THREAD], check=True)
 
@@ -256,6 +260,7 @@ def test_kernel_that_two_ranks_need_is_compiled_once(server: CompileServer, cach
     assert len(files) == 2 and files[0] == files[1], "written again"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("imports", [True, False], ids=["while it imports", "while it compiles"])
 def test_server_killed_kernels_are_compiled_here(server: CompileServer, imports: bool) -> None:
     def kill() -> None:
@@ -289,6 +294,7 @@ def test_server_that_ends_at_once_kernels_are_compiled_here(cache: Path, monkeyp
     server.close()
 
 
+@pytest.mark.slow
 def test_failing_and_odd_kernels_are_left_to_this_process(server: CompileServer) -> None:
     assert compile_with(server, lambda: launch(_tagged_kernel, Unpicklable())) == {"_tagged_kernel": False}
     with pytest.raises(triton.CompilationError, match="this kernel cannot be compiled"):
@@ -324,6 +330,7 @@ if len(sys.argv) > 1:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("args", [[], ["waits"]], ids=["ends", "is killed"])
 def test_server_ends_with_the_process_that_started_it(tmp_path: Path, args: list[str]) -> None:
     """That process does not close it. Its script runs once, and nobody writes to its output."""

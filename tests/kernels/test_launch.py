@@ -56,6 +56,7 @@ def test_kernels_that_are_loaded_at_the_same_time_get_their_own_launchers() -> N
     assert [kernel.launcher for kernel in kernels] == list(range(40))
 
 
+@pytest.mark.slow
 def test_threads_can_parse_kernels_at_once() -> None:
     """Regression: with Python 3.11.7, compiling in threads failed now and then. Its parser allocates objects, which can
     start the garbage collector, whose callbacks give other threads a turn in the middle of it.

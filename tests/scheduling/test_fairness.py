@@ -27,6 +27,9 @@ SHAPES = {
     "no launches": NO_LAUNCHES,
     "slow linear layers": Gpu(token_s=9.3e-6, key_s=2e-10),
 }
+shapes = [
+    pytest.param(gpu, id=name, marks=[] if name == "H200" else [pytest.mark.slow]) for name, gpu in SHAPES.items()
+]
 
 
 def all_gpu() -> KVCacheManager:
@@ -68,7 +71,7 @@ def gaps_s(steps: TimedSteps, start_s: float) -> list[float]:
 # -- the short prompt and the running answers, beside a long prompt ---------------------------------------------------
 
 
-@pytest.mark.parametrize("gpu", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("gpu", shapes)
 @pytest.mark.parametrize("make_kv", [all_gpu, hybrid])
 def test_beside_a_long_prompt_streams_keep_their_pace_and_short_prompts_start_at_once(
     make_kv: object, gpu: Gpu
@@ -99,8 +102,12 @@ def test_beside_a_long_prompt_streams_keep_their_pace_and_short_prompts_start_at
 
 @pytest.mark.parametrize(
     ("gpu", "first_chunk_s"),
-    [(MEASURED, 0.0), (MEASURED, 0.5), (GRAPHS, 0.0), (GRAPHS, 0.2)],
-    ids=["launches", "launches, slow at first", "graphs", "graphs, slow at first"],
+    [
+        pytest.param(MEASURED, 0.0, id="launches", marks=pytest.mark.slow),
+        pytest.param(MEASURED, 0.5, id="launches, slow at first", marks=pytest.mark.slow),
+        pytest.param(GRAPHS, 0.0, id="graphs", marks=pytest.mark.slow),
+        pytest.param(GRAPHS, 0.2, id="graphs, slow at first"),
+    ],
 )
 @pytest.mark.parametrize("make_kv", [all_gpu, hybrid])
 def test_short_prompts_beside_a_long_one_do_not_add_up_to_a_hundredth_of_the_steps(
@@ -228,7 +235,12 @@ class FirstComeScheduler(Scheduler):
 
 @pytest.mark.parametrize(
     ("lengths", "max_step_s", "most"),
-    [((100, 1024), None, 1.02), ((100, 1024), 0.2, 1.02), ((100, 20_000), None, 1.02), ((100, 20_000), 0.2, 1.5)],
+    [
+        pytest.param((100, 1024), None, 1.02, marks=pytest.mark.slow),
+        ((100, 1024), 0.2, 1.02),
+        pytest.param((100, 20_000), None, 1.02, marks=pytest.mark.slow),
+        pytest.param((100, 20_000), 0.2, 1.5, marks=pytest.mark.slow),
+    ],
 )
 def test_throughput_of_256_waiting_requests_is_that_of_first_come_first_served(
     lengths: tuple[int, int], max_step_s: float | None, most: float
