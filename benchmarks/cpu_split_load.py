@@ -1,9 +1,8 @@
 """Decode with the CPU's attention while another process reads memory: python -m benchmarks.cpu_split_load
 
 Long sequences decode in one engine from beginning to end. For each number of threads that read memory beside it, decode
-is timed with several splits between the link and the CPU: that of the start, and those for a CPU with other shares of
-the rate that the start measured. The best of these fixed splits is what a split that follows the load could reach.
-Between the loads the machine is quiet again.
+is timed with several splits between the link and the CPU: the one that follows what steps take, that of the start, and
+fixed ones for a CPU with other shares of the rate that the start measured.
 """
 
 import argparse
@@ -24,11 +23,13 @@ import numpy as np
 from benchmarks.common import add_model_arguments, greedy, model_of_length, random_prompt
 from benchmarks.reporting import report, run_options, versions
 from nanovllm import LLM
-from nanovllm.core.cpu_split import CpuSplit
+from nanovllm.core.cpu_split import CpuSplit, FollowingSplit, LayerTimes
+from nanovllm.core.step_plan import StepPlan
 from nanovllm.kvcache.policy.hybrid_manager import HybridKVCacheManager
 from nanovllm.utils.arithmetic import ceil_div
 
 SETTLE_STEPS = 3  # after a change of the split
+FOLLOW_STEPS, SHOWN_STEPS = 128, 8  # after a new load begins, and those between two shares that are printed
 READER_BYTES = 2**29  # of each thread, more than the caches hold
 READER_S = 600.0  # after which readers end by themselves
 
@@ -82,6 +83,13 @@ def scaled(split: CpuSplit, factor: float) -> CpuSplit:
     return replace(split, cpu_rates=rates)
 
 
+class FixedSplit(FollowingSplit):
+    """A split that stays as it is."""
+
+    def step_ended(self, plan: StepPlan, times: LayerTimes | None) -> None:
+        return
+
+
 class Session:
     """Sequences that decode together, whose split can be changed at any time."""
 
@@ -89,7 +97,7 @@ class Session:
         self.llm, self.batch = llm, args.batch
         kv = llm.engine.scheduler.kv
         assert isinstance(kv, HybridKVCacheManager) and kv.cpu_split is not None, "the CPU takes no part here"
-        self.kv, self.start_split = kv, kv.cpu_split
+        self.kv, self.following = kv, kv.cpu_split
         rng = random.Random(1)
         num_tokens = args.max_model_len - args.max_tokens
         for _ in range(args.batch):
@@ -98,10 +106,8 @@ class Session:
         while llm.step().num_decode_tokens < args.batch:
             pass
 
-    def use(self, factor: float) -> None:
-        """Fix the split at this share of the CPU's measured rate."""
-        self.kv.histories._split = scaled(self.start_split, factor)
-        self.kv.histories._last_rows = [], []
+    def use(self, split: FollowingSplit) -> None:
+        self.kv.cpu_split = self.kv.histories._split = split
 
     def tok_per_s(self, num_steps: int) -> float:
         """The rate of steps that only decode."""
@@ -118,28 +124,36 @@ class Session:
 
 
 def measure_load(session: Session, args: argparse.Namespace, num_threads: int) -> list[dict[str, Any]]:
-    """A row for each factor: rates of `--rounds` windows of steps, with the factors in turn."""
-    rates: dict[float, list[float]] = {factor: [] for factor in args.factors}
+    """A row for each split: rates of `--rounds` windows of steps, with the splits in turn."""
+    following = session.following
+    splits: dict[str, FollowingSplit] = {f"{f:.2f}": FixedSplit(scaled(following.start, f)) for f in args.factors}
+    splits["follows"] = following
+    rates: dict[str, list[float]] = {name: [] for name in splits}
     shares = {}
     with memory_readers(num_threads, args.reader_bytes) as reading:
-        for factor in args.factors * args.rounds:
-            session.use(factor)
+        session.use(following)
+        path = [(session.tok_per_s(SHOWN_STEPS), session.cpu_share()) for _ in range(FOLLOW_STEPS // SHOWN_STEPS)]
+        print(f"{num_threads} readers: the CPU's share, and tok/s, of each {SHOWN_STEPS} steps that follow:")
+        print(*(f"{share:.3f} ({rate:.1f})" for rate, share in path), flush=True)
+        for name in list(splits) * args.rounds:
+            session.use(splits[name])
             session.tok_per_s(SETTLE_STEPS)
-            rates[factor].append(session.tok_per_s(args.steps))
-            shares[factor] = session.cpu_share()
-    best = max(median(values) for values in rates.values())
+            rates[name].append(session.tok_per_s(args.steps))
+            shares[name] = session.cpu_share()
+    print("slowness of link and CPU: {:.3f}, {:.3f}".format(*following._slowness), flush=True)
+    best = max(median(values) for name, values in rates.items() if name != "follows")
     return [
         {
             "num_threads": num_threads,
             "read_byte_per_s": reading[0],
-            "factor": factor,
-            "cpu_share": shares[factor],
+            "split": name,
+            "cpu_share": shares[name],
             "tok_per_s": median(values),
             "tok_per_s_min": min(values),
             "tok_per_s_max": max(values),
-            "ratio_to_best": median(values) / best,
+            "ratio_to_best_fixed": median(values) / best,
         }
-        for factor, values in rates.items()
+        for name, values in rates.items()
     ]
 
 
@@ -148,13 +162,13 @@ def measure(llm: LLM, args: argparse.Namespace) -> list[dict[str, Any]]:
     session = Session(llm, args)
     session.tok_per_s(2 * SETTLE_STEPS)
     rows = []
-    print("readers  GB/s read | split for  CPU's share | tok/s (min to max) | of the best fixed", flush=True)
+    print("readers  GB/s read |   split  CPU's share | tok/s (min to max) | of the best fixed", flush=True)
     for num_threads in args.threads:
         for row in measure_load(session, args, num_threads):
             print(
-                f"{row['num_threads']:7}  {row['read_byte_per_s'] / 1e9:9.1f} | {row['factor']:9.2f}  "
+                f"{row['num_threads']:7}  {row['read_byte_per_s'] / 1e9:9.1f} | {row['split']:>7}  "
                 f"{row['cpu_share']:11.3f} | {row['tok_per_s']:5.1f} ({row['tok_per_s_min']:.1f} to "
-                f"{row['tok_per_s_max']:.1f}) | {row['ratio_to_best']:.3f}",
+                f"{row['tok_per_s_max']:.1f}) | {row['ratio_to_best_fixed']:.3f}",
                 flush=True,
             )
             rows.append(row)
@@ -185,8 +199,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--num-gpu-blocks", type=int, default=12, help="slots on the GPU")
     made.add_argument("--block-size", type=int, default=4096, help="tokens per block")
     made.add_argument("--batch", type=int, default=4, help="sequences that decode together")
-    made.add_argument("--threads", type=int, nargs="+", default=[0, 4, 8, 0], help="readers of memory, in turn")
-    factors = [0.2, 0.35, 0.5, 0.7, 0.85, 1.0, 1.15]
+    made.add_argument("--threads", type=int, nargs="+", default=[0, 4, 0, 8, 0], help="readers of memory, in turn")
+    factors = [0.1, 0.2, 0.35, 0.5, 1.0]
     made.add_argument("--factors", type=float, nargs="+", default=factors, help="of the CPU's rate at the start")
     made.add_argument("--rounds", type=int, default=3, help="windows for each split")
     made.add_argument("--steps", type=int, default=12, help="steps of a window")
@@ -198,8 +212,8 @@ def parser() -> argparse.ArgumentParser:
 def main() -> None:
     args = parser().parse_args()
     llm = make_llm(args)
-    split = llm.engine.scheduler.kv.cpu_split  # type: ignore[attr-defined]
-    print(f"{split}\n{llm.stats()['cpu_attention']}")
+    split = llm.engine.scheduler.kv.cpu_split
+    print(f"{split and split.start}\n{llm.stats()['cpu_attention']}")
     rows = measure(llm, args)
     llm.close()
     report(run_options(args) | versions() | {"rows": rows}, args.json)

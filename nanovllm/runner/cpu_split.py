@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable
+from statistics import median
 
 import numpy as np
 import torch
@@ -86,14 +87,16 @@ def split_of_slowest_rank(
         return tp.all_gather(torch.tensor(own, dtype=torch.float64, device=offload.device)).view(tp.size, -1).cpu()
 
     link_byte_per_s, rates = measure_together(offload, cpu, meet=lambda: gather([0.0]))
-    idle_s = _measure_idle_s(offload.spec, launch)
-    slowest = gather([link_byte_per_s, *(rate.byte_per_s for rate in rates), -idle_s]).amin(0)
-    link_byte_per_s, *cpu_rates, idle_s = slowest.tolist()
+    idle_s, signal_s = _measure_idle_s(offload.spec, launch)
+    all_ranks = gather([link_byte_per_s, *(rate.byte_per_s for rate in rates), -idle_s])
+    slowest_link, *cpu_rates, idle_s = all_ranks.amin(0).tolist()
     return CpuSplit(
         token_bytes=offload.spec.layer_block_bytes // offload.spec.block_size,
-        link_byte_per_s=link_byte_per_s,
+        link_byte_per_s=slowest_link,
         cpu_rates=tuple(rate._replace(byte_per_s=least) for rate, least in zip(rates, cpu_rates, strict=True)),
         idle_s=-idle_s,
+        signal_s=signal_s,
+        rank_0_lead=(link_byte_per_s / slowest_link, rates[0].byte_per_s / cpu_rates[0]),  # read on rank 0 only
         max_queries=cpu.max_rows,
         max_sequence_queries=rates[-1].num_queries,
         is_forced=is_forced,
@@ -101,8 +104,10 @@ def split_of_slowest_rank(
     )
 
 
-def _measure_idle_s(spec: KVCacheSpec, launch: Callable[[StepPlan], StepResult]) -> float:
-    """The CPU's idle time in each layer: a decode step in which it attends to a single token, over its layers."""
+def _measure_idle_s(spec: KVCacheSpec, launch: Callable[[StepPlan], StepResult]) -> tuple[float, float]:
+    """The CPU's idle time in each layer: a decode step in which it attends to a single token, over its layers. Also the
+    time of such a job in a layer.
+    """
     sampling = SamplingRow(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, position=1)
     step = SequenceStep(
         seq_id=0,
@@ -119,4 +124,6 @@ def _measure_idle_s(spec: KVCacheSpec, launch: Callable[[StepPlan], StepResult])
     start_s = time.perf_counter()
     results = [launch(plan) for _ in range(NUM_TIMED_STEPS)]
     results[-1].token_ids()
-    return (time.perf_counter() - start_s) / NUM_TIMED_STEPS / spec.num_layers
+    idle_s = (time.perf_counter() - start_s) / NUM_TIMED_STEPS / spec.num_layers
+    jobs_s = [times.cpu_s for result in results if (times := result.layer_times()) and times.cpu_s is not None]
+    return idle_s, median(jobs_s) if jobs_s else 0.0
