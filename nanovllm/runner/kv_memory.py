@@ -12,13 +12,13 @@ from typing import Any, TypeAlias
 import torch
 
 from nanovllm.attention.base import AttentionBackend, PagedBatch, PartialAttention, StepAttention
-from nanovllm.attention.cpu import CpuPart
+from nanovllm.attention.cpu_part import CpuPart
 from nanovllm.attention.paged import PagedAttention, PagedPart
 from nanovllm.attention.parts import AttentionPart
 from nanovllm.attention.streamed import MergedAttention, SlotsPart, StreamedPart
 from nanovllm.core.kv_spec import KVCacheSpec
 from nanovllm.core.step_plan import StepPlan
-from nanovllm.kvcache.transfer.cpu_part import CpuAttention
+from nanovllm.kvcache.transfer.cpu_attention import CpuAttention
 from nanovllm.kvcache.transfer.offload_engine import OffloadEngine
 from nanovllm.kvcache.transfer.streams import make_streams
 from nanovllm.runner.batches import StepBatches

@@ -19,7 +19,7 @@ from nanovllm.core.cpu_split import CpuRate, CpuSplit
 from nanovllm.core.kv_spec import StagingSizes
 from nanovllm.core.step_plan import StepPlan
 from nanovllm.engine.internals import Internals
-from nanovllm.kvcache.transfer import cpu_part
+from nanovllm.kvcache.transfer import cpu_attention
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 WITH_CPU = OFFLOAD | {"cpu_attention": "on", "num_gpu_blocks": 2}
@@ -131,15 +131,15 @@ def edges(reference: Reference) -> dict[Edge, int]:
         streams = SimulatedStreams("early", seed)
         serve_with(reference, streams, seed)
         for edge, count in streams.edges_seen.items():
-            if count and edge.site.file == "cpu_part.py":
+            if count and edge.site.file == "cpu_attention.py":
                 seen.setdefault(edge, seed)
     return seen
 
 
 def test_workloads_use_every_wait_in_the_source(edges: dict[Edge, int]) -> None:
-    lines = inspect.getsource(cpu_part).splitlines()
+    lines = inspect.getsource(cpu_attention).splitlines()
     used = {re.search(r"# (E\d+)", lines[edge.site.line - 1])[1] for edge in edges}  # type: ignore[index]
-    documented = set(re.findall(r"^  (E\d+) ", inspect.getdoc(cpu_part) or "", flags=re.MULTILINE))
+    documented = set(re.findall(r"^  (E\d+) ", inspect.getdoc(cpu_attention) or "", flags=re.MULTILINE))
     assert used == documented == {"E11", "E12"}
 
 
@@ -151,7 +151,7 @@ def test_every_edge_is_needed(reference: Reference, edges: dict[Edge, int]) -> N
 
 def test_results_merged_too_early_show_in_the_logits(reference: Reference, edges: dict[Edge, int]) -> None:
     """E12, without the race detector. E11 cannot show here, because compute runs at once; it does on a GPU."""
-    lines = inspect.getsource(cpu_part).splitlines()
+    lines = inspect.getsource(cpu_attention).splitlines()
     dropped = {edge: seed for edge, seed in edges.items() if "# E12" in lines[edge.site.line - 1]}
     assert any(
         fails(partial(serve_with, reference, SimulatedStreams(mode, seed, drop={edge}, check_races=False), seed))
