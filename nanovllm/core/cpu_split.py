@@ -21,10 +21,10 @@ from nanovllm.core.step_plan import StepPlan
 UNIT_TOKENS = 64  # a tile of the compiled kernels
 MIN_GAIN = 0.02  # of a layer's time; a smaller gain is within the error of the rates
 MIN_TIMED_S = 2e-4  # of expected work; the times of less work say little about rates
-WEIGHT = 1 / 12  # of a step's times against those of all steps before
-MAX_RATIO = 2.0  # of a step's times to those of all steps before; a larger one counts as this one
+WEIGHT = 1 / 12  # of a step's times, against those of the steps before
+MAX_RATIO = 2.0  # of a step's times to those before; more counts as this much, so one slow step changes little
 MIN_CHANGE = 1.04  # of a rate; a smaller one is within the noise of the times
-FORGETTING = 1 / 512  # of what is known of a CPU that has nothing to do, in each step
+FORGETTING = 1 / 512  # in each step, of what was learned about a CPU that now has too little to do to be timed
 
 
 class CpuRate(NamedTuple):
@@ -45,7 +45,7 @@ class CpuSplit:
     link_byte_per_s: float | None = None  # None on a CPU: there is no link, so the CPU attends to everything
     cpu_rates: tuple[CpuRate, ...] = ()  # by rising num_queries, the first for 1
     idle_s: float = 0.0  # of the CPU in each layer, measured with one sequence
-    signal_s: float = 0.0  # of this, what a job takes by the GPU's clock that has a single token
+    signal_s: float = 0.0  # part of it: the time of a job with a single token, by the GPU's clock
     rank_0_lead: tuple[float, float] = (1.0, 1.0)  # the rates of rank 0's link and CPU over those of the slowest rank
     unit_tokens: int = UNIT_TOKENS  # the CPU's share of a block is a multiple of this, or the whole block
 
@@ -108,7 +108,7 @@ class LayerTimes(NamedTuple):
 class FollowingSplit:
     """The split of the start, with rates that follow what steps take.
 
-    Each side has a slowness: how many times as long as at the start its work takes, as a mean over the last few dozen
+    Each side has a slowness: how many times as long as at the start its work takes, as a mean over about a dozen
     steps. The split changes only when one of the two has clearly changed. Every rank runs the plans of rank 0, whose
     times stand for those of all.
     """
@@ -126,7 +126,7 @@ class FollowingSplit:
             num_tokens, seconds = times.link
             link_slowness = _followed(link_slowness, self.start.link_s(1) * num_tokens / link_lead, seconds)
         cpu_s = self._expected_cpu_s(plan) / cpu_lead
-        if cpu_s < MIN_TIMED_S:  # nothing is learned from now on, so let the CPU try again after a while
+        if cpu_s < MIN_TIMED_S:  # too little to learn from; let the CPU try again after a while
             cpu_slowness **= 1 - FORGETTING
         elif times.cpu_s is not None:
             cpu_slowness = _followed(cpu_slowness, cpu_s, times.cpu_s - self.start.signal_s)
