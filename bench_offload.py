@@ -2,7 +2,7 @@
 
 The link is measured first. Decode with offload is bound by the link's rate divided by the fewest bytes that must cross
 it per token; the fewest blocks are full blocks - (slots - write slots). Where the CPU attends to some of them, decode
-is bound by both rates together, as start-up measured them. --cpu-attention both measures with and without the CPU.
+is bound by both rates together, as the last steps had them. --cpu-attention both measures with and without the CPU.
 Prefill is bound by its arithmetic, and compared with the all-GPU engine in the same run. --sweep measures the engine
 with and without offload over contexts and slots, two runs each, as JSON and a plot (benchmarks/sweep.py).
 --speculation measures decode against the share of right guesses, by an oracle (benchmarks/speculation.py).

@@ -20,7 +20,7 @@ from benchmarks.common import add_model_arguments, greedy, model_of_length, rand
 from nanovllm import LLM
 from nanovllm.cpu_attention import torch_operator
 from nanovllm.cpu_attention.kernels import KERNEL_NAMES, choose_kernel
-from nanovllm.runner import cpu_split
+from nanovllm.runner import cpu_rates
 
 WARM_UP_STEPS, RECORDED_STEPS = 10, 3
 LAYER_KERNEL = "_norm_rotate_store_kernel"  # runs once in each layer
@@ -119,7 +119,7 @@ def main() -> None:
     parser.add_argument("--kernel", choices=KERNEL_NAMES, help="on the CPU; default: the best")
     args = parser.parse_args()
     if args.kernel:
-        cpu_split.choose_kernel = partial(choose_kernel, name=args.kernel)  # type: ignore[attr-defined]
+        cpu_rates.choose_kernel = partial(choose_kernel, name=args.kernel)  # type: ignore[attr-defined]
     with LLM(
         model_of_length(args.model, args.max_model_len),
         load_format=args.load_format,

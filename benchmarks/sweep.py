@@ -93,7 +93,7 @@ def _measure_point(
         if missing:  # each rank brings in its own heads over its own link
             bound = ceilings.link_byte_per_s / (missing * stats["block_bytes"])
             point |= {"link_bound_decode_tok_per_s": bound, "link_share": point["decode_tok_per_s"] / bound}
-            cpu_byte_per_s = stats["cpu_attention_byte_per_s"] or 0.0  # as start-up measured it beside the link
+            cpu_byte_per_s = stats["cpu_attention_byte_per_s"] or 0.0  # beside the link
             point["bound_decode_tok_per_s"] = bound * (1 + cpu_byte_per_s / ceilings.link_byte_per_s)
     return point
 

@@ -251,8 +251,8 @@ class LLM:
           LinkMeter). None until two such steps have run in a row.
         - link_share: load_byte_per_s / link_byte_per_s; None if either is.
         - cpu_attention: the CPU's kernel and its number of threads; None if the CPU takes no part.
-        - cpu_attention_byte_per_s: the rate at which the CPU attends while the link is busy, measured at start-up; None
-          on a CPU.
+        - cpu_attention_byte_per_s: the rate at which the CPU attends while the link is busy. Measured at start-up, it
+          follows what decode steps take. None on a CPU.
         - cpu_load_byte_per_s: like load_byte_per_s, for the bytes that the CPU attends to.
 
         With speculation:

@@ -7,14 +7,24 @@ before it can start and is idle until then, for `idle_s` a layer. So with x toke
     max((missing - x) * link_s, idle_s + x * cpu_s)
 
 and x is chosen to make both sides equal.
+
+The rates are those of the start. FollowingSplit adjusts them to what steps take, since other programs may use the
+machine's memory and cores too.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
+
+from nanovllm.core.step_plan import StepPlan
 
 UNIT_TOKENS = 64  # a tile of the compiled kernels
 MIN_GAIN = 0.02  # of a layer's time; a smaller gain is within the error of the rates
+MIN_TIMED_S = 2e-4  # of expected work; the times of less work say little about rates
+WEIGHT = 1 / 12  # of a step's times, against those of the steps before
+MAX_RATIO = 2.0  # of a step's times to those before; more counts as this much, so one slow step changes little
+MIN_CHANGE = 1.04  # of a rate; a smaller one is within the noise of the times
+FORGETTING = 1 / 512  # in each step, of what was learned about a CPU that now has too little to do to be timed
 
 
 class CpuRate(NamedTuple):
@@ -35,6 +45,8 @@ class CpuSplit:
     link_byte_per_s: float | None = None  # None on a CPU: there is no link, so the CPU attends to everything
     cpu_rates: tuple[CpuRate, ...] = ()  # by rising num_queries, the first for 1
     idle_s: float = 0.0  # of the CPU in each layer, measured with one sequence
+    signal_s: float = 0.0  # part of it: the time of a job with a single token, by the GPU's clock
+    rank_0_lead: tuple[float, float] = (1.0, 1.0)  # the rates of rank 0's link and CPU over those of the slowest rank
     unit_tokens: int = UNIT_TOKENS  # the CPU's share of a block is a multiple of this, or the whole block
 
     def takes_part(self, num_queries: Sequence[int]) -> bool:
@@ -78,3 +90,63 @@ class CpuSplit:
     def cpu_byte_per_s(self) -> float | None:
         """The CPU's rate with one query for each sequence, where it was measured."""
         return self.cpu_rates[0].byte_per_s if self.cpu_rates else None
+
+    def slowed(self, link_slowness: float, cpu_slowness: float) -> "CpuSplit":
+        """The split where the link and the CPU take so many times as long."""
+        assert self.link_byte_per_s is not None, "without a link there is nothing to divide"
+        rates = tuple(rate._replace(byte_per_s=rate.byte_per_s / cpu_slowness) for rate in self.cpu_rates)
+        return replace(self, link_byte_per_s=self.link_byte_per_s / link_slowness, cpu_rates=rates)
+
+
+class LayerTimes(NamedTuple):
+    """What the two sides took in some layers of a step, on rank 0. None: not timed."""
+
+    link: tuple[float, float] | None  # mean tokens of a copy, and its mean seconds
+    cpu_s: float | None  # mean of a layer
+
+
+class FollowingSplit:
+    """The split of the start, with rates that follow what steps take.
+
+    Each side has a slowness: how many times as long as at the start its work takes, as a mean over about a dozen
+    steps. The split changes only when one of the two has clearly changed. Every rank runs the plans of rank 0, whose
+    times stand for those of all.
+    """
+
+    def __init__(self, start: CpuSplit) -> None:
+        self.start = self.now = start
+        self._slowness = self._used = 1.0, 1.0  # of link and CPU: as known, and in `now`
+
+    def step_ended(self, plan: StepPlan, times: LayerTimes | None) -> None:
+        """Learn from a step. `times`: None if it cannot be timed. Hot."""
+        if times is None or self.start.link_byte_per_s is None or not plan.moves.brings_in_keys:
+            return
+        (link_slowness, cpu_slowness), (link_lead, cpu_lead) = self._slowness, self.start.rank_0_lead
+        if times.link is not None:
+            num_tokens, seconds = times.link
+            link_slowness = _followed(link_slowness, self.start.link_s(1) * num_tokens / link_lead, seconds)
+        cpu_s = self._expected_cpu_s(plan) / cpu_lead
+        if cpu_s < MIN_TIMED_S:  # too little to learn from; let the CPU try again after a while
+            cpu_slowness **= 1 - FORGETTING
+        elif times.cpu_s is not None:
+            cpu_slowness = _followed(cpu_slowness, cpu_s, times.cpu_s - self.start.signal_s)
+        self._slowness = link_slowness, cpu_slowness
+        if any(max(a / b, b / a) > MIN_CHANGE for a, b in zip(self._slowness, self._used, strict=True)):
+            self._used = self._slowness
+            self.now = self.start.slowed(*self._used)
+
+    def _expected_cpu_s(self, plan: StepPlan) -> float:
+        """How long the CPU would have taken for a layer at the start."""
+        rows = zip(plan.sequences, plan.moves.cpu_spans, strict=False)  # no spans at all if the CPU takes nothing
+        return sum(
+            self.start.cpu_token_s(step.num_tokens) * sum(span.end - span.start for span in spans)
+            for step, spans in rows
+            if spans
+        )
+
+
+def _followed(slowness: float, expected_s: float, seconds: float) -> float:
+    """The slowness after a step in which so much work took so long."""
+    if expected_s < MIN_TIMED_S:
+        return slowness
+    return slowness * (1 - WEIGHT + WEIGHT * min(MAX_RATIO, seconds / expected_s / slowness))

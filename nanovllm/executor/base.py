@@ -8,7 +8,7 @@ because the ranks take part in the same collectives.
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from nanovllm.core.cpu_split import CpuSplit
+from nanovllm.core.cpu_split import CpuSplit, LayerTimes
 from nanovllm.core.kv_spec import KVCacheSizes
 from nanovllm.core.logprobs import NO_LOGPROBS, StepLogprobs
 from nanovllm.core.start_report import StartReport
@@ -31,6 +31,10 @@ class LaunchedStep(Protocol):
         When the host notices the end does not matter: the launch of the next step may hold it up. If the GPU has had to
         wait for this step's launch, that time is part of it.
         """
+        return None
+
+    def layer_times(self) -> LayerTimes | None:
+        """What the link and the CPU took on rank 0. None if the step was not timed. Called after `token_ids`."""
         return None
 
     def logprobs(self) -> StepLogprobs:

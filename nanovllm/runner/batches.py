@@ -7,7 +7,7 @@ import torch
 
 from nanovllm.attention.base import HostTables, PagedBatch
 from nanovllm.core.step_plan import StepPlan
-from nanovllm.kvcache.transfer.cpu_part import CpuRows
+from nanovllm.kvcache.transfer.cpu_attention import CpuRows
 from nanovllm.runner.inputs import StepTensors
 
 

@@ -7,7 +7,7 @@ import torch
 
 from nanovllm.attention.base import AttentionBackend, PartialAttention
 from nanovllm.cpu_attention.job import AttentionJob
-from nanovllm.kvcache.transfer.cpu_part import CpuAttention, CpuRows
+from nanovllm.kvcache.transfer.cpu_attention import CpuAttention, CpuRows
 from nanovllm.runner.group_graphs import StaticResult
 
 

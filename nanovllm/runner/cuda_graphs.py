@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from nanovllm.attention.base import PagedBatch, StepAttention
 from nanovllm.core.step_limits import MixedSize
-from nanovllm.kvcache.transfer.cpu_part import CpuRows
+from nanovllm.kvcache.transfer.cpu_attention import CpuRows
 from nanovllm.models.decoder import CausalLM
 from nanovllm.runner.decode_inputs import DecodeInputs
 from nanovllm.runner.graph_capture import capture, capture_stream

@@ -12,16 +12,17 @@ from typing import Any, TypeAlias
 import torch
 
 from nanovllm.attention.base import AttentionBackend, PagedBatch, PartialAttention, StepAttention
-from nanovllm.attention.cpu import CpuPart
+from nanovllm.attention.cpu_part import CpuPart
 from nanovllm.attention.paged import PagedAttention, PagedPart
 from nanovllm.attention.parts import AttentionPart
 from nanovllm.attention.streamed import MergedAttention, SlotsPart, StreamedPart
 from nanovllm.core.kv_spec import KVCacheSpec
 from nanovllm.core.step_plan import StepPlan
-from nanovllm.kvcache.transfer.cpu_part import CpuAttention
+from nanovllm.kvcache.transfer.cpu_attention import CpuAttention
 from nanovllm.kvcache.transfer.offload_engine import OffloadEngine
 from nanovllm.kvcache.transfer.streams import make_streams
 from nanovllm.runner.batches import StepBatches
+from nanovllm.runner.step_result import StepTimes
 
 # spec, num_cpu_blocks, dtype, device -> OffloadEngine
 OffloadEngineFactory: TypeAlias = Callable[[KVCacheSpec, int, torch.dtype, torch.device], OffloadEngine]
@@ -85,9 +86,9 @@ class KVMemory(ABC):
         """Called after that graph."""
         return
 
-    def end_step(self) -> None:
-        """Called after all of the step's work is enqueued."""
-        return
+    def end_step(self) -> StepTimes | None:
+        """Called after all of the step's work is enqueued. Returns the times of its layers if they are measured."""
+        return None
 
     def stats(self) -> dict[str, Any]:
         """Counters of the copies, and the rate of the link."""
@@ -198,8 +199,11 @@ class OffloadedPool(KVMemory):
     def ran_all_layers(self) -> None:
         self.offload.ran_all_layers()
 
-    def end_step(self) -> None:
+    def end_step(self) -> StepTimes | None:
         self.offload.end_step()
+        if self.cpu is None:
+            return None
+        return StepTimes(self.offload.streams, self.offload.timer.take(), self.cpu.timer.take())
 
     def stats(self) -> dict[str, Any]:
         return self.offload.stats() | {"cpu_attention": None if self.cpu is None else self.cpu.kernel_name}

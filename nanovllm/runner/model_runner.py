@@ -27,7 +27,7 @@ from nanovllm.kernels.triton_start import TritonStart
 from nanovllm.kvcache.transfer.offload_engine import OffloadEngine
 from nanovllm.models.loader import load_weights
 from nanovllm.models.registry import build_model
-from nanovllm.runner.cpu_split import make_cpu_attention, measure_split
+from nanovllm.runner.cpu_rates import make_cpu_attention, measure_split
 from nanovllm.runner.decode_inputs import DecodeInputs
 from nanovllm.runner.drafts import measure_draft_s
 from nanovllm.runner.graph_set import GraphSet

@@ -1,11 +1,16 @@
 """The sampled tokens of a step that may still be running, and the log-probabilities that requests asked for."""
 
 import time
+from collections.abc import Sequence
+from statistics import fmean
+from typing import NamedTuple
 
 import torch
 
+from nanovllm.core.cpu_split import LayerTimes
 from nanovllm.core.logprobs import NO_LOGPROBS, StepLogprobs
 from nanovllm.device.pinned_view import pinned_view
+from nanovllm.kvcache.transfer.streams import Streams, TimedPiece
 from nanovllm.runner.logprobs import LogprobTensors
 
 
@@ -34,6 +39,29 @@ class StepEnd:
         return earlier._event.elapsed_time(self._event) / 1000
 
 
+class StepTimes(NamedTuple):
+    """The pieces of a step that are timed: groups that are streamed, and the CPU's attention in a layer."""
+
+    streams: Streams
+    link: Sequence[TimedPiece]
+    cpu: Sequence[TimedPiece]
+
+    def layer_times(self) -> LayerTimes:
+        """Call it when the step is done."""
+        link, cpu = (
+            [
+                (piece.num_tokens, s)
+                for piece in timed
+                if (s := self.streams.seconds(piece.start, piece.end)) is not None
+            ]
+            for timed in (self.link, self.cpu)
+        )
+        num_tokens, seconds = zip(*link, strict=True) if link else ((), ())
+        return LayerTimes(
+            (fmean(num_tokens), fmean(seconds)) if link else None, fmean(s for _, s in cpu) if cpu else None
+        )
+
+
 class StepResult:
     def __init__(
         self,
@@ -41,6 +69,7 @@ class StepResult:
         sampled: LogprobTensors | None = None,
         prompt: LogprobTensors | None = None,
         end_before: StepEnd | None = None,
+        times: StepTimes | None = None,
     ) -> None:
         """Enqueues the copies to the host. `sampled` and `prompt`: as in StepLogprobs. `end_before`: of the step that
         was launched before this one; None if there was none.
@@ -48,7 +77,7 @@ class StepResult:
         self._tokens = _to_host(tokens)
         self._sampled = None if sampled is None else LogprobTensors(*map(_to_host, sampled))
         self._prompt = None if prompt is None else LogprobTensors(*map(_to_host, prompt))
-        self.end, self._end_before = StepEnd(tokens.device), end_before
+        self.end, self._end_before, self._times = StepEnd(tokens.device), end_before, times
 
     def is_done(self) -> bool:
         return self.end.is_over()
@@ -61,6 +90,10 @@ class StepResult:
     def seconds(self) -> float | None:
         """See LaunchedStep. Call it after `token_ids`, which waits for the step."""
         return None if self._end_before is None else self.end.seconds_since(self._end_before)
+
+    def layer_times(self) -> LayerTimes | None:
+        """See LaunchedStep."""
+        return None if self._times is None else self._times.layer_times()
 
     def logprobs(self) -> StepLogprobs:
         """Call it after `token_ids`, which waits for the step."""

@@ -65,9 +65,9 @@ class StepRunner:
             resample_edited(plan, arrays.sampling, ran.logits, ran.input_ids, ran.sampled_ids)
         self._keep_sampled(ran.sampled_ids)
         logprobs = sampled_logprobs(plan, ran.logits, self._sampled_ids)
-        self.memory.end_step()
+        times = self.memory.end_step()
         tokens = torch.cat([self._sampled_ids, drafted_ids]) if len(drafted_ids) else self._sampled_ids
-        result = StepResult(tokens, logprobs, ran.prompt_logprobs, self._last_end)
+        result = StepResult(tokens, logprobs, ran.prompt_logprobs, self._last_end, times)
         self._last_end = result.end
         self._running.append(result)
         while self._running and self._running[0].is_done():

@@ -24,7 +24,7 @@ import torch
 from nanovllm.attention.base import AttentionBackend
 from nanovllm.attention.paged import PagedPart
 from nanovllm.attention.parts import AttentionPart, finish_parts
-from nanovllm.kvcache.transfer.cpu_part import CpuAttention, CpuRows
+from nanovllm.kvcache.transfer.cpu_attention import CpuAttention, CpuRows
 from nanovllm.kvcache.transfer.offload_engine import OffloadEngine
 from nanovllm.layers.kv_cells import KVCells
 from nanovllm.models.decoder import CausalLM

@@ -12,13 +12,14 @@ from checked_engine import OFFLOAD, CheckedLLM, Reference, greedy
 from cpu_splits import ALL, RandomSplit, splitting
 from offload_workload import BLOCK, prompts_of, serve_everything
 from race_detector import StreamRaceError
-from simulated_streams import MODES, Edge, Mode, SimulatedStreams
+from simulated_streams import MODES, Edge, Mode, SimulatedEvent, SimulatedStreams
 from tiny_models import write_tiny_model
 
+from nanovllm.core.cpu_split import CpuRate, CpuSplit
 from nanovllm.core.kv_spec import StagingSizes
 from nanovllm.core.step_plan import StepPlan
 from nanovllm.engine.internals import Internals
-from nanovllm.kvcache.transfer import cpu_part
+from nanovllm.kvcache.transfer import cpu_attention
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 WITH_CPU = OFFLOAD | {"cpu_attention": "on", "num_gpu_blocks": 2}
@@ -130,15 +131,15 @@ def edges(reference: Reference) -> dict[Edge, int]:
         streams = SimulatedStreams("early", seed)
         serve_with(reference, streams, seed)
         for edge, count in streams.edges_seen.items():
-            if count and edge.site.file == "cpu_part.py":
+            if count and edge.site.file == "cpu_attention.py":
                 seen.setdefault(edge, seed)
     return seen
 
 
 def test_workloads_use_every_wait_in_the_source(edges: dict[Edge, int]) -> None:
-    lines = inspect.getsource(cpu_part).splitlines()
+    lines = inspect.getsource(cpu_attention).splitlines()
     used = {re.search(r"# (E\d+)", lines[edge.site.line - 1])[1] for edge in edges}  # type: ignore[index]
-    documented = set(re.findall(r"^  (E\d+) ", inspect.getdoc(cpu_part) or "", flags=re.MULTILINE))
+    documented = set(re.findall(r"^  (E\d+) ", inspect.getdoc(cpu_attention) or "", flags=re.MULTILINE))
     assert used == documented == {"E11", "E12"}
 
 
@@ -150,7 +151,7 @@ def test_every_edge_is_needed(reference: Reference, edges: dict[Edge, int]) -> N
 
 def test_results_merged_too_early_show_in_the_logits(reference: Reference, edges: dict[Edge, int]) -> None:
     """E12, without the race detector. E11 cannot show here, because compute runs at once; it does on a GPU."""
-    lines = inspect.getsource(cpu_part).splitlines()
+    lines = inspect.getsource(cpu_attention).splitlines()
     dropped = {edge: seed for edge, seed in edges.items() if "# E12" in lines[edge.site.line - 1]}
     assert any(
         fails(partial(serve_with, reference, SimulatedStreams(mode, seed, drop={edge}, check_races=False), seed))
@@ -165,6 +166,37 @@ def fails(serve: Callable[[], None]) -> bool:
     except AssertionError:
         return True
     return False
+
+
+class SlowCpuStreams(SimulatedStreams):
+    """The CPU takes far longer for a layer than the start has measured."""
+
+    def timing_event(self) -> SimulatedEvent:
+        return self.event()
+
+    def seconds(self, start: SimulatedEvent, end: SimulatedEvent) -> float | None:
+        assert start.point is not None and end.point is not None and start.point.stream is end.point.stream
+        return 1.0 if end.point.stream is self._cpu else None
+
+
+def test_split_follows_the_times_of_the_streams(reference: Reference) -> None:
+    """Through the engine: events on the streams, then the times of a step, the split, and the next plans."""
+    split = CpuSplit(
+        token_bytes=1,
+        max_queries=512,
+        max_sequence_queries=512,
+        is_forced=True,
+        link_byte_per_s=1e5,
+        cpu_rates=(CpuRate(512, 1e5),),
+        unit_tokens=1,
+    )
+    internals = Internals(cpu_split=split, works_ahead=True)
+    with CheckedLLM(reference, streams=SlowCpuStreams("late"), internals=internals, **WITH_CPU) as llm:
+        llm.answer_and_check(prompts_of(5 * BLOCK + 7), max_tokens=100)
+        shares = [num_cpu_tokens(plan) for plan in llm.plans if plan.is_decode]
+        assert shares == sorted(shares, reverse=True)
+        assert shares[0] == 2 * BLOCK and shares[-1] < BLOCK
+        assert llm.stats()["cpu_attention_byte_per_s"] < 5e4
 
 
 def test_memory_of_jobs_that_are_done_is_let_go(reference: Reference) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from nanovllm.core.step_plan import CpuSpan, KVMoves, SamplingRow, SequenceStep, StepPlan, StreamedGroup
 from nanovllm.kernels.sampling_tensors import SamplingTensors
-from nanovllm.kvcache.transfer.cpu_part import CpuRows
+from nanovllm.kvcache.transfer.cpu_attention import CpuRows
 from nanovllm.runner import decode_inputs
 from nanovllm.runner.batches import build_batches, last_token_batches
 from nanovllm.runner.decode_inputs import DecodeArrays, DecodeInputs, DecodeTensors

@@ -8,8 +8,7 @@ from cpu_splits import splitting
 from tiny_models import write_tiny_model
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.kvcache.transfer.cpu_rates import NUM_QUERIES
-from nanovllm.runner.cpu_split import split_of_slowest_rank
+from nanovllm.runner.cpu_rates import NUM_QUERIES, split_of_slowest_rank
 
 LINK_BYTE_PER_S = 5e9
 

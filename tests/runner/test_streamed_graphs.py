@@ -20,7 +20,7 @@ from nanovllm.core.step_limits import streamed_graph_sizes
 from nanovllm.core.step_plan import CpuSpan, KVMoves, SamplingRow, SequenceStep, StepPlan, StreamedGroup
 from nanovllm.cpu_attention.kernels import choose_kernel
 from nanovllm.errors import ConfigError
-from nanovllm.kvcache.transfer.cpu_part import CpuAttention
+from nanovllm.kvcache.transfer.cpu_attention import CpuAttention
 from nanovllm.kvcache.transfer.offload_engine import OffloadEngine
 from nanovllm.kvcache.transfer.streams import ImmediateStreams
 from nanovllm.runner.batches import cpu_rows

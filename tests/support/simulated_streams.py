@@ -256,6 +256,13 @@ class SimulatedStreams:
 
     graph_event = event
 
+    def timing_event(self) -> SimulatedEvent | None:
+        """Nothing is timed; a test may do so."""
+        return None
+
+    def seconds(self, start: Event, end: Event) -> float | None:
+        return None
+
     def is_done(self, event: Event) -> bool:
         """Whether the host knows that the work of a recorded event has run."""
         assert isinstance(event, SimulatedEvent) and event.point is not None, f"{event!r} was not recorded"

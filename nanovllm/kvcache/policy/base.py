@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
+from nanovllm.core.cpu_split import FollowingSplit
 from nanovllm.core.sequence import Sequence
 from nanovllm.core.step_plan import KVMoves
 
@@ -31,6 +32,8 @@ class KVCacheManager(ABC):
     In between it calls can_admit and admit for each waiting sequence that may start, then num_placeable and place for
     each sequence that runs in the step. It may call preempt and free at any point between the two.
     """
+
+    cpu_split: FollowingSplit | None = None  # how missing keys are divided; None if the CPU attends to none
 
     @abstractmethod
     def check_fits(self, seq: Sequence) -> None:

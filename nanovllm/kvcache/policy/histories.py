@@ -6,7 +6,7 @@ Most steps neither fill a block nor move a full one, so both are cached until so
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from nanovllm.core.cpu_split import CpuSplit
+from nanovllm.core.cpu_split import CpuSplit, FollowingSplit
 from nanovllm.core.sequence import Sequence
 from nanovllm.kvcache.policy.missing_keys import MissingKeys, divide_missing
 from nanovllm.kvcache.policy.slot_ring import HybridBlock
@@ -26,12 +26,19 @@ class History:
 
 class Histories:
     def __init__(
-        self, blocks: list[HybridBlock], slots: StepSlots, block_size: int, group_blocks: int, split: CpuSplit | None
+        self,
+        blocks: list[HybridBlock],
+        slots: StepSlots,
+        block_size: int,
+        group_blocks: int,
+        split: FollowingSplit | None,
     ) -> None:
         self._blocks, self._slots = blocks, slots
         self._block_size, self._group_blocks, self._split = block_size, group_blocks, split
         self._known: dict[int, History] = {}  # by seq_id
-        self._last_rows: tuple[list[History], list[int]] = [], []  # arguments and result of the last missing_keys call
+        # The last missing_keys call: arguments, split and result
+        self._last_rows: tuple[list[History], list[int]] = [], []
+        self._last_split: CpuSplit | None = None
         self._last_missing = MissingKeys()
 
     def find(self, seq: Sequence) -> History:
@@ -55,11 +62,12 @@ class Histories:
 
     def missing_keys(self, rows: list[History], num_queries: list[int]) -> MissingKeys:
         """How a step of these sequences, with so many new tokens each, attends to the blocks that they miss."""
-        if self._last_rows != (rows, num_queries):
+        split = None if self._split is None else self._split.now
+        if self._last_rows != (rows, num_queries) or self._last_split is not split:
             missing = [[block.block_id for block in history.missing] for history in rows]
-            self._last_rows = rows, num_queries
+            self._last_rows, self._last_split = (rows, num_queries), split
             self._last_missing = divide_missing(
-                missing, num_queries, block_size=self._block_size, group_blocks=self._group_blocks, split=self._split
+                missing, num_queries, block_size=self._block_size, group_blocks=self._group_blocks, split=split
             )
         return self._last_missing
 

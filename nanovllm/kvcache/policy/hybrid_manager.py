@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Sequence as Seq
 
 from nanovllm.config import BLOCK_SIZE_STEP
-from nanovllm.core.cpu_split import CpuSplit
+from nanovllm.core.cpu_split import CpuSplit, FollowingSplit
 from nanovllm.core.sequence import Sequence, SequenceStatus
 from nanovllm.core.step_plan import KVMoves
 from nanovllm.core.support import MAX_DECODE_QUERIES
@@ -51,12 +51,13 @@ class HybridKVCacheManager(KVCacheManager):
         long_chunk_blocks: int = LONG_CHUNK_BLOCKS,
         progress_tokens: int = PROGRESS_TOKENS,
     ) -> None:
-        """`cpu_split`: None to stream every missing block. `keeps_first_blocks`: evict the first block of a sequence
-        last, and bring it back for decoding, because drafts by the keys on the GPU need it: much attention goes to a
-        text's first tokens. `grain`: tokens that prefix hits are counted in, of which `block_size` is a multiple.
-        `progress_tokens`: see PROGRESS_TOKENS.
+        """`cpu_split`: that of the start; None to stream every missing block. `keeps_first_blocks`: evict the first
+        block of a sequence last, and bring it back for decoding, because drafts by the keys on the GPU need it: much
+        attention goes to a text's first tokens. `grain`: tokens that prefix hits are counted in, of which `block_size`
+        is a multiple. `progress_tokens`: see PROGRESS_TOKENS.
         """
-        self.block_size, self.cpu_split, self.progress_tokens = block_size, cpu_split, progress_tokens
+        self.block_size, self.progress_tokens = block_size, progress_tokens
+        self.cpu_split = None if cpu_split is None else FollowingSplit(cpu_split)
         self.num_watermark_blocks = int(WATERMARK * num_cpu_blocks)
         self.keeps_first_blocks = keeps_first_blocks
         self.group_blocks = group_blocks  # streamed blocks that are attended to in one call
@@ -65,7 +66,7 @@ class HybridKVCacheManager(KVCacheManager):
         self.blocks = blocks
         self.ring = SlotRing(num_gpu_blocks)
         self.slots = StepSlots(self.ring, self.pool, block_size)
-        self.histories = Histories(blocks, self.slots, block_size, group_blocks, cpu_split)
+        self.histories = Histories(blocks, self.slots, block_size, group_blocks, self.cpu_split)
         self.num_hit_blocks = 0
         self.num_missed_blocks = 0
         self.num_cpu_tokens = 0  # attended to by the CPU, counted once for each sequence
@@ -309,5 +310,5 @@ class HybridKVCacheManager(KVCacheManager):
             "num_hit_blocks": self.num_hit_blocks,
             "num_missed_blocks": self.num_missed_blocks,
             "num_cpu_tokens": self.num_cpu_tokens,
-            "cpu_attention_byte_per_s": None if self.cpu_split is None else self.cpu_split.cpu_byte_per_s,
+            "cpu_attention_byte_per_s": None if self.cpu_split is None else self.cpu_split.now.cpu_byte_per_s,
         }

@@ -49,7 +49,7 @@ from nanovllm.kvcache.transfer.link import measure_link
 from nanovllm.kvcache.transfer.pinned_memory import HostBuffer
 from nanovllm.kvcache.transfer.run_tensors import KV, layer_run_tensors, run_tensors, token_views
 from nanovllm.kvcache.transfer.stream_log import StreamLog
-from nanovllm.kvcache.transfer.streams import Event, Stream, Streams
+from nanovllm.kvcache.transfer.streams import Event, Stream, Streams, WorkTimer
 
 
 class _Loads(NamedTuple):
@@ -80,6 +80,7 @@ class OffloadEngine:
         """Allocate the CPU pool and the staging groups. `allocate_slots` allocates the slots."""
         self.spec, self.dtype, self.device = spec, dtype, device
         self.streams = streams
+        self.timer = WorkTimer(streams, streams.h2d)  # of streamed groups
         block_shape = (spec.block_size, spec.num_kv_heads, spec.head_dim)
         host_bytes = spec.block_bytes // 2 * num_cpu_blocks
         pinned_for = device if device.type == "cuda" else None
@@ -291,7 +292,10 @@ class OffloadEngine:
         h2d, group = self.streams.h2d, self._num_filled % self.num_staging_groups
         self._wait(h2d, self.staging_compute_done[group])  # E8: attended -> refilled
         self._wait(h2d, self._d2h_log.find(loads.block_offload, layer))  # E6: copied out -> loaded again
+        start = self.timer.begin()
         self._load(layer, loads, self._staging_tokens[group])
+        if start is not None:
+            self.timer.end(start, sum(run.num_tokens for run in loads.runs))
         self.staging_ready[group] = self._record(h2d)  # E7: staged -> attended
         self._num_filled += 1
 

@@ -18,6 +18,8 @@ from nanovllm.device.pinned_view import pinned_view
 from nanovllm.device.row_copy import copy_rows
 from nanovllm.device.stream_values import as_int32, wait_for_value, write_value
 
+TIMED_EVERY = 13  # a prime, so that it is another layer in each step
+
 Event: TypeAlias = Any  # made by Streams.event; a Stream records it or waits for it
 
 
@@ -45,6 +47,9 @@ class Stream(Protocol):
 
 class CpuStream(Protocol):
     """A queue of attention on the CPU. The CPU's threads do its work while the host goes on."""
+
+    def record(self, event: Event) -> None:
+        """Let `event` stand for everything that this queue has waited for so far."""
 
     def wait(self, event: Event) -> None:
         """Let everything that is enqueued on this queue from here on start after `event`."""
@@ -79,6 +84,13 @@ class Streams(Protocol):
     def graph_event(self) -> Event:
         """An event that CUDA graphs record: after each replay it stands for the point where it was recorded."""
         ...
+
+    def timing_event(self) -> Event:
+        """An event for `seconds`; None where work cannot be timed."""
+        ...
+
+    def seconds(self, start: Event, end: Event) -> float | None:
+        """The time between two recorded timing events. None if one is not known to be done."""
 
     def is_done(self, event: Event) -> bool:
         """Whether the work that a recorded event stands for is known to be done. The host does not wait for it."""
@@ -116,6 +128,9 @@ class ImmediateCpuStream:
     def __init__(self, kernel: CpuKernel) -> None:
         self._kernel = kernel
 
+    def record(self, event: Event) -> None:
+        pass
+
     def wait(self, event: Event) -> None:
         pass
 
@@ -141,6 +156,12 @@ class ImmediateStreams:
         return None
 
     def graph_event(self) -> Event:
+        return None
+
+    def timing_event(self) -> Event:
+        return None
+
+    def seconds(self, start: Event, end: Event) -> float | None:
         return None
 
     def is_done(self, event: Event) -> bool:
@@ -212,6 +233,9 @@ class CudaCpuStream:
         write_value(stream, self._may_start, 0)  # raises where the driver refuses either of the two
         wait_for_value(stream, self._has_ended, 0)
 
+    def record(self, event: Event) -> None:
+        event.record(self._stream)
+
     def wait(self, event: Event) -> None:
         event.wait(self._stream)
 
@@ -245,6 +269,12 @@ class CudaStreams:
     def graph_event(self) -> Event:
         return torch.cuda.Event(external=True)
 
+    def timing_event(self) -> Event:
+        return torch.cuda.Event(enable_timing=True)
+
+    def seconds(self, start: Event, end: Event) -> float | None:
+        return start.elapsed_time(end) / 1000 if self.is_done(end) else None
+
     def is_done(self, event: Event) -> bool:
         done: bool = event.query()
         return done
@@ -252,6 +282,40 @@ class CudaStreams:
     def synchronize(self) -> None:
         self.h2d.stream.synchronize()
         self.d2h.stream.synchronize()
+
+
+class WorkTimer:
+    """Times one piece in TIMED_EVERY of a stream's work, by events on it. The host waits for none of them."""
+
+    def __init__(self, streams: Streams, stream: Stream | CpuStream) -> None:
+        self._streams, self._stream = streams, stream
+        self._num_pieces = 0
+        self._timed: list[TimedPiece] = []  # since the last `take`
+
+    def begin(self) -> Event | None:
+        """Begin a piece. Returns None for one that is not timed. Hot."""
+        self._num_pieces += 1
+        start = None if self._num_pieces % TIMED_EVERY else self._streams.timing_event()
+        if start is not None:
+            self._stream.record(start)
+        return start
+
+    def end(self, start: Event, num_tokens: int) -> None:
+        """End a piece that is timed. Hot."""
+        end = self._streams.timing_event()
+        self._stream.record(end)
+        self._timed.append(TimedPiece(start, end, num_tokens))
+
+    def take(self) -> list["TimedPiece"]:
+        """The pieces since the last call. They may still be running."""
+        timed, self._timed = self._timed, []
+        return timed
+
+
+class TimedPiece(NamedTuple):
+    start: Event
+    end: Event
+    num_tokens: int
 
 
 def make_streams(device: torch.device) -> Streams:

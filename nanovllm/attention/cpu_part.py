@@ -13,7 +13,7 @@ Job_contra = TypeVar("Job_contra", contravariant=True)
 
 
 class CpuWorker(Protocol[Job_contra]):
-    """Who attends on the CPU (kvcache/transfer/cpu_part.py). A job says which rows attend to which keys."""
+    """Who attends on the CPU (kvcache/transfer/cpu_attention.py). A job says which rows attend to which keys."""
 
     def begin_layer(self, job: Job_contra, layer: int, q_THD: torch.Tensor) -> None:
         """Bring the query to the CPU and begin. Enqueues only."""

@@ -8,11 +8,11 @@ from virtual_clock import VirtualClock
 
 from nanovllm.core.kv_spec import KVCacheSpec
 from nanovllm.cpu_attention.job import AttentionJob
-from nanovllm.kvcache.transfer import cpu_rates
-from nanovllm.kvcache.transfer.cpu_part import CpuAttention
-from nanovllm.kvcache.transfer.cpu_rates import measure_together
+from nanovllm.kvcache.transfer.cpu_attention import CpuAttention
 from nanovllm.kvcache.transfer.offload_engine import OffloadEngine
 from nanovllm.kvcache.transfer.streams import ImmediateStreams
+from nanovllm.runner import cpu_rates
+from nanovllm.runner.cpu_rates import measure_together
 
 LINK_BYTE_PER_S = 5e9
 

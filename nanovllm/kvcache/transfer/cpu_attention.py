@@ -21,7 +21,7 @@ import torch
 from nanovllm.core.step_plan import CpuSpan
 from nanovllm.cpu_attention.job import AttentionJob, RowSpans, TokenSpan
 from nanovllm.cpu_attention.kernels import CpuKernel
-from nanovllm.kvcache.transfer.streams import Event, Streams
+from nanovllm.kvcache.transfer.streams import Event, Streams, WorkTimer
 
 
 class CpuRows(NamedTuple):
@@ -66,6 +66,7 @@ class CpuAttention:
         self.kernel, self.max_rows, self.num_heads = kernel, max_rows, num_heads
         self.streams = streams
         self._stream = streams.cpu(kernel)
+        self.timer = WorkTimer(streams, self._stream)
         self._k_cache, self._v_cache = k_cache, v_cache
         q, out = (torch.zeros(max_rows, num_heads, k_cache.shape[-1], dtype=k_cache.dtype) for _ in ("q", "out"))
         host = (q, out, torch.zeros(num_heads * max_rows))
@@ -130,7 +131,11 @@ class CpuAttention:
     def launch(self, job: AttentionJob, layer: int, query_ready: Event) -> None:
         """Attend once `query_ready` is done. Hot: once per layer."""
         self._stream.wait(query_ready)  # E11: query is there -> attended
+        start = self.timer.begin()
         attended = self._stream.attend(job, layer)
+        if start is not None:
+            self._stream.wait(attended)  # its own work: only so that the end can be timed
+            self.timer.end(start, 0)
         if self._jobs and self._jobs[-1][0] is job:
             self._jobs.pop()
         self._jobs.append((job, attended))
