@@ -198,7 +198,7 @@ def test_find_circle_names_it() -> None:
     [
         ("nanovllm.layers.linear", "from nanovllm.scheduling.scheduler import Scheduler", "layers imports"),
         ("nanovllm.layers.linear", "def f():\n    import nanovllm.models.decoder", "layers imports"),
-        ("nanovllm.attention.paged", "from nanovllm.kvcache.transfer import streams", "attention imports"),
+        ("nanovllm.attention.merge", "from nanovllm.kvcache.transfer import streams", "attention imports"),
         ("nanovllm.attention.base", "from nanovllm.attention.backends.a import b", "attention imports"),
         (
             "nanovllm.kvcache.transfer.streams",

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from nanovllm.attention.base import AttentionBackend, PagedBatch, StepAttention
 from nanovllm.core.step_limits import (
     MixedSize,
     graph_sizes,
@@ -35,7 +34,6 @@ class GraphSet:
         inputs: DecodeInputs,
         model: CausalLM,
         memory: KVMemory,
-        backend: AttentionBackend,
         num_heads: int,
         max_guesses: int,
         max_num_tokens: int,
@@ -45,7 +43,6 @@ class GraphSet:
         speculation. `max_num_tokens`: of a step.
         """
         self.inputs, self.model, self.memory, self.tp = inputs, model, memory, tp
-        self.backend, self.scale = backend, model.config.head_dim**-0.5
         self._num_heads = num_heads
         self._by_kind: dict[tuple[bool, bool], StepGraphs] = {}  # (brings in keys, verifies guesses)
         rows = inputs.max_num_rows
@@ -65,10 +62,7 @@ class GraphSet:
                 f"streamed{suffix}",
                 streamed_sizes,
                 max_query_len,
-                offload=self.memory.offload,
-                cpu=self.memory.cpu,
-                backend=self.backend,
-                scale=self.scale,
+                memory=self.memory,
                 num_heads=self._num_heads,
             )
 
@@ -106,7 +100,7 @@ class GraphSet:
         if self.tp.size > 1:
             self.tp.on_close.append(graphs.reset)
         with memory_remedy("capturing CUDA graphs"):
-            graphs.capture(self.model, self._paged_attention, sizes, show_progress=self.tp.rank == 0)
+            graphs.capture(self.model, self.memory.paged_attention, sizes, show_progress=self.tp.rank == 0)
 
     def launch_kernels(self) -> None:
         """Launch the graphs' kernels one by one, for the largest size and for each size that is a power of two. Steps
@@ -115,10 +109,7 @@ class GraphSet:
         for graphs in self._by_kind.values():
             for size in graphs.sizes:
                 if size & (size - 1) == 0 or size == graphs.sizes[-1]:
-                    graphs.launch_kernels(self.model, self._paged_attention, size)
-
-    def _paged_attention(self, slot_mapping: torch.Tensor, batch: PagedBatch) -> StepAttention:
-        return self.memory.paged_attention(self.backend, self.scale, slot_mapping, batch)
+                    graphs.launch_kernels(self.model, self.memory.paged_attention, size)
 
     def reset(self) -> None:
         """Destroy all graphs."""

@@ -31,7 +31,7 @@ from nanovllm.runner.cpu_rates import make_cpu_attention, measure_split
 from nanovllm.runner.decode_inputs import DecodeInputs
 from nanovllm.runner.drafts import measure_draft_s
 from nanovllm.runner.graph_set import GraphSet
-from nanovllm.runner.kv_memory import KVMemory, OffloadEngineFactory, make_kv_memory
+from nanovllm.runner.kv_memory import KVMemory, OffloadEngineFactory
 from nanovllm.runner.startup_memory import profile_memory
 from nanovllm.runner.step_result import StepResult
 from nanovllm.runner.step_runner import StepRunner
@@ -167,15 +167,12 @@ class ModelRunner:
         """Allocate all KV memory. With offload, the cache on the GPU consists of the OffloadEngine's slots."""
         with memory_remedy("allocating the KV cache"), self.phases("KV cache"):
             if self._memory is None:
-                self._memory = make_kv_memory(
-                    self.spec,
-                    sizes.num_cpu_blocks,
-                    self.dtype,
-                    self.device,
-                    self._make_offload_engine,
-                    lambda offload: make_cpu_attention(self.config, offload, self.num_heads, self.tp),
-                )
-                self._steps = StepRunner(self.model, self._memory, self.backend, self.spec, self.tp, self.device)
+                offload = cpu = None
+                if sizes.num_cpu_blocks:
+                    offload = self._make_offload_engine(self.spec, sizes.num_cpu_blocks, self.dtype, self.device)
+                    cpu = make_cpu_attention(self.config, offload, self.num_heads, self.tp)
+                self._memory = KVMemory(self.spec, self.backend, self.dtype, self.device, offload, cpu)
+                self._steps = StepRunner(self.model, self._memory, self.tp)
             self._memory.allocate(sizes.num_gpu_blocks)
 
     # -- graphs --------------------------------------------------------------------------------------------------
@@ -204,7 +201,6 @@ class ModelRunner:
             inputs=static,
             model=self.model,
             memory=self.memory,
-            backend=self.backend,
             num_heads=self.num_heads,
             max_guesses=self.config.max_guesses,
             max_num_tokens=self.config.max_num_batched_tokens,

@@ -5,19 +5,18 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm.attention.base import AttentionBackend, StepAttention
-from nanovllm.core.kv_spec import KVCacheSpec
+from nanovllm.attention.base import StepAttention
 from nanovllm.core.step_plan import StepPlan
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.layers.sampler import sample
 from nanovllm.models.decoder import CausalLM
-from nanovllm.runner.batches import build_batches, cpu_rows, last_token_batches
 from nanovllm.runner.drafts import draft_steps
 from nanovllm.runner.edited_sampling import resample_edited
 from nanovllm.runner.graph_set import GraphSet
 from nanovllm.runner.inputs import StepArrays, StepTensors, build_arrays, build_groups, to_device
 from nanovllm.runner.kv_memory import KVMemory
 from nanovllm.runner.logprobs import LogprobTensors, prompt_logprobs, sampled_logprobs
+from nanovllm.runner.step_attention import build_batches, cpu_rows, last_token_batches
 from nanovllm.runner.step_result import StepEnd, StepResult
 
 
@@ -35,22 +34,11 @@ class StepRunner:
         self,
         model: CausalLM,
         memory: KVMemory,
-        backend: AttentionBackend,
-        spec: KVCacheSpec,
         tp: TPGroup,
-        device: torch.device,
     ) -> None:
-        self.model, self.memory, self.backend, self.spec, self.tp, self.device = (
-            model,
-            memory,
-            backend,
-            spec,
-            tp,
-            device,
-        )
+        self.model, self.memory, self.spec, self.tp, self.device = model, memory, memory.spec, tp, memory.device
         self.graphs: GraphSet | None = None  # None: every step is launched kernel by kernel
-        self._scale = spec.head_dim**-0.5
-        self._sampled_ids = torch.zeros(0, dtype=torch.int64, device=device)  # by the last step
+        self._sampled_ids = torch.zeros(0, dtype=torch.int64, device=self.device)  # by the last step
         self._last_end: StepEnd | None = None  # of that step
         # Steps that may still run. A kernel writes their results to pinned memory, which must exist until then.
         self._running: deque[StepResult] = deque()
@@ -153,9 +141,9 @@ class StepRunner:
         """`needs_all`: the last layer returns all rows."""
         batches = build_batches(plan, tensors, self.spec.block_size)
         if is_draft:
-            return self.memory.paged_attention(self.backend, self._scale, tensors.slot_mapping, batches.paged)
+            return self.memory.paged_attention(tensors.slot_mapping, batches.paged)
         last = batches if needs_all else last_token_batches(plan, batches, tensors)
-        return self.memory.attention(self.backend, self._scale, tensors.slot_mapping, batches, last)
+        return self.memory.attention(tensors.slot_mapping, batches, last)
 
     def _keep_sampled(self, sampled_ids: torch.Tensor) -> None:
         """Keep the tokens of a pass, those of rank 0 on every rank, where the next one finds them."""

@@ -9,31 +9,190 @@ takes about 0.1 ms per layer, instead of 0.8 ms with separate launches.
     piece 0 | group* cpu? | piece 1 | group* cpu? | ... | piece L    "|": query and result (fp32) are in static buffers
 
 The attention itself makes the cuts. It is an argument of the model, and the one used for a capture (_Cutter) ends a
-piece and begins the next inside `attend`, where a step would go on to the parts that the host drives. A replay loops
-over these parts with graphs as their partial results. Tensors that live across a cut, such as the residual, stay in the
-pieces' memory pool; their addresses stay valid because the pieces of a size are always replayed in the same order. The
-group graphs run between the pieces, so they have a pool of their own.
+piece and begins the next inside `attend`, where a step would go on to the parts that the host drives. Tensors that live
+across a cut, such as the residual, stay in the pieces' memory pool; their addresses stay valid because the pieces of a
+size are always replayed in the same order. The group graphs run between the pieces, so they have a pool of their own.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 import torch
 
-from nanovllm.attention.base import AttentionBackend
-from nanovllm.attention.paged import PagedPart
-from nanovllm.attention.parts import AttentionPart, finish_parts
+from nanovllm.attention.base import AttentionBackend, PagedBatch, PartialAttention
+from nanovllm.attention.merge import running_dtype
+from nanovllm.cpu_attention.job import AttentionJob
 from nanovllm.kvcache.transfer.cpu_attention import CpuAttention, CpuRows
 from nanovllm.kvcache.transfer.offload_engine import OffloadEngine
 from nanovllm.layers.kv_cells import KVCells
 from nanovllm.models.decoder import CausalLM
-from nanovllm.runner.cpu_graph import CpuGraph
 from nanovllm.runner.cuda_graphs import MakeAttention, StepGraphs
 from nanovllm.runner.decode_inputs import DecodeInputs
 from nanovllm.runner.graph_capture import capture
-from nanovllm.runner.group_graphs import GroupGraphs, StaticResult
 from nanovllm.runner.inputs import GroupArrays, StepArrays
+from nanovllm.runner.kv_memory import KVMemory
+from nanovllm.runner.step_attention import PagedAttention
+
+
+class StaticResult:
+    """The query of a layer and the running result of its parts, in static buffers that all graphs share.
+
+    A graph cannot know whether it merges the last part, so the result stays in fp32 and its reader rounds it.
+    """
+
+    def __init__(self, like: torch.Tensor, max_num_rows: int, num_heads: int, head_dim: int) -> None:
+        """`like` gives the dtype and the device. `num_heads`: query heads of this rank."""
+        self.q_BHD = like.new_zeros(max_num_rows, num_heads, head_dim)
+        self.out_BHD = torch.zeros_like(self.q_BHD, dtype=running_dtype(like.dtype))
+        self.lse_HB = like.new_zeros(num_heads, max_num_rows, dtype=torch.float32)
+
+    def at(self, size: int) -> PartialAttention:
+        """The running result of `size` rows."""
+        return PartialAttention(self.out_BHD[:size], self.lse_HB[:, :size])
+
+    def begin(self, q_BHD: torch.Tensor, partial: PartialAttention) -> torch.Tensor:
+        """Store a layer's query and its first partial result. Returns the buffer of the running result, [B, H, D]."""
+        size = len(q_BHD)
+        self.q_BHD[:size].copy_(q_BHD)
+        for static, value in zip(self.at(size), partial, strict=True):
+            static.copy_(value)
+        return self.out_BHD[:size]
+
+    def merge(self, backend: AttentionBackend, partial: PartialAttention) -> None:
+        """Merge another partial result into the running one."""
+        running = self.at(len(partial.out_THD))
+        merged = backend.merge((running, partial), self.out_BHD.dtype)
+        for static, value in zip(running, merged, strict=True):
+            if value.data_ptr() != static.data_ptr():
+                static.copy_(value)
+
+
+class _PaddedGroup(NamedTuple):
+    """A streamed group's arrays for all sequences of a graph, on the device."""
+
+    key: bytes  # equal for groups with equal content
+    context_lens: torch.Tensor
+    block_tables: torch.Tensor
+
+
+class GroupGraphs:
+    """The graphs of streamed groups. Replaying one attends to a group and merges the result.
+
+    StreamedDecodeGraphs owns the graphs. This class owns their static inputs except the query: for each staging buffer,
+    how many of its keys each sequence attends to, and each sequence's block table.
+    """
+
+    def __init__(
+        self,
+        inputs: DecodeInputs,
+        offload: OffloadEngine,
+        backend: AttentionBackend,
+        scale: float,
+        *,
+        max_num_seqs: int,
+        max_query_len: int,
+    ) -> None:
+        """`max_num_seqs`: of the largest graph. `max_query_len`: the most queries of a sequence."""
+        self.inputs, self.max_query_len = inputs, max_query_len
+        self.offload, self.backend, self.scale = offload, backend, scale
+        caches, spec, largest = offload.k_cache_gpu, offload.spec, max_num_seqs
+        self.num_buffers = len(offload.k_staging)
+        self._lens = caches.new_zeros(self.num_buffers, largest, dtype=torch.int32)
+        self._tables = caches.new_zeros(self.num_buffers, largest, spec.staging_group_blocks, dtype=torch.int32)
+        self._held: list[bytes] = [b""] * self.num_buffers  # keys of the groups that _lens and _tables describe
+        self._size = 0  # size of the step's graphs
+        self._graphs: Sequence[torch.cuda.CUDAGraph] = ()
+        self._groups: list[_PaddedGroup] = []
+
+    def launch_kernels(self, size: int, buffer: int, result: StaticResult) -> None:
+        """Launch the kernels that the graph of this size and buffer captures."""
+        spec = self.offload.spec
+        batch = PagedBatch(
+            cu_seqlens_q=self.inputs.cu_seqlens_q(size, self.max_query_len),
+            context_lens=self._lens[buffer, :size],
+            block_tables=self._tables[buffer, :size],
+            max_query_len=self.max_query_len,
+            max_context_len=spec.staging_group_blocks * spec.block_size,
+            causal=False,
+        )
+        k, v = self.offload.k_staging[buffer], self.offload.v_staging[buffer]
+        result.merge(self.backend, self.backend.attend(result.q_BHD[:size], k, v, batch, self.scale))
+
+    # -- one step ------------------------------------------------------------------------------------------------
+
+    def begin_step(self, size: int, graphs: Sequence[torch.cuda.CUDAGraph], groups: Sequence[GroupArrays]) -> None:
+        """Enqueue the copies of the groups' arrays. `graphs` are those of `size`, one for each buffer."""
+        self._size, self._graphs = size, graphs
+        self._groups = [_pad_group(group, size, self._lens.device) for group in groups]
+
+    def end_step(self) -> None:
+        """Drop the references to the step's arrays."""
+        self._graphs, self._groups = (), []
+
+    def of_layer(self) -> Iterator[torch.cuda.CUDAGraph]:
+        """Yield the graph to replay for each group of the next layer. Hot: once per group."""
+        held, graphs = self._held, self._graphs
+        for group, buffer in zip(self._groups, self.offload.staged_buffers(), strict=True):
+            if held[buffer] != group.key:
+                held[buffer] = group.key
+                self._lens[buffer, : self._size].copy_(group.context_lens)
+                self._tables[buffer, : self._size].copy_(group.block_tables)
+            yield graphs[buffer]
+
+
+class CpuGraph:
+    """The graph that merges what the CPU has computed.
+
+    The pieces copy the query to CPU memory before their paged calls. An event in the graph tells the CPU when it has
+    arrived, so the CPU starts beside the paged call. Steps in which the CPU has no keys copy it needlessly.
+    """
+
+    def __init__(self, cpu: CpuAttention, backend: AttentionBackend, scale: float) -> None:
+        self.cpu, self.backend, self.scale = cpu, backend, scale
+        self._query_ready = cpu.streams.graph_event()
+        self._job: AttentionJob | None = None  # of the step
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def capture_query(self, q_BHD: torch.Tensor) -> None:
+        """Enqueue that a layer's query goes to CPU memory, and the event that says when it is there."""
+        self.cpu.put_query(q_BHD)
+        self.cpu.streams.compute.record(self._query_ready)
+
+    def launch_kernels(self, size: int, result: StaticResult) -> None:
+        """Launch what the graph of a size holds."""
+        result.merge(self.backend, PartialAttention(*self.cpu.result_rows(size)))
+
+    # -- one step ------------------------------------------------------------------------------------------------
+
+    def begin_step(self, size: int, graph: torch.cuda.CUDAGraph, rows: CpuRows | None) -> None:
+        """Begin a step of `size` rows including padding. `rows`: None if the CPU attends to nothing."""
+        self._graph = graph
+        self._job = rows and self.cpu.make_job(rows, self.scale, num_padding_rows=size - sum(rows.num_queries))
+
+    def start(self, layer: int) -> None:
+        """Let the CPU attend. Hot: once per layer."""
+        if self._job is not None:
+            self.cpu.launch(self._job, layer, self._query_ready)
+
+    def of_layer(self) -> Iterator[torch.cuda.CUDAGraph]:
+        """Yield the graph to replay once the CPU is done, if it attends in this step. Hot: once per layer."""
+        if self._job is not None:
+            assert self._graph is not None, "begin_step comes first"
+            self.cpu.wait_for_results()
+            yield self._graph
+
+
+def _pad_group(group: GroupArrays, size: int, device: torch.device) -> _PaddedGroup:
+    """A group's arrays, padded to `size` sequences. Those added have no keys."""
+    num_seqs, num_columns = group.block_tables.shape
+    padded = np.zeros((size, 1 + num_columns), dtype=np.int32)
+    padded[:num_seqs, 0], padded[:num_seqs, 1:] = group.context_lens, group.block_tables
+    staging = torch.empty(padded.shape, dtype=torch.int32, pin_memory=device.type == "cuda")
+    staging.numpy()[:] = padded
+    on_device = staging.to(device, non_blocking=True)
+    return _PaddedGroup(padded.tobytes(), on_device[:, 0], on_device[:, 1:])
 
 
 class _Cutter:
@@ -42,17 +201,8 @@ class _Cutter:
     As a context manager it begins the first piece, and it never leaves a stream in capture mode, whatever happens.
     """
 
-    def __init__(
-        self,
-        *,
-        slot_mapping_T: torch.Tensor,
-        paged: PagedPart,
-        cpu: CpuGraph | None,
-        result: StaticResult,
-        pool: Any,
-    ) -> None:
-        self.slot_mapping_T, self.paged, self.cpu = slot_mapping_T, paged, cpu
-        self.result, self.pool = result, pool
+    def __init__(self, paged: PagedAttention, cpu: CpuGraph | None, result: StaticResult, pool: Any) -> None:
+        self.paged, self.cpu, self.result, self.pool = paged, cpu, result, pool
         self.pieces: list[torch.cuda.CUDAGraph] = []
         self._capture: AbstractContextManager[torch.cuda.CUDAGraph]
 
@@ -68,12 +218,12 @@ class _Cutter:
         self.pieces.append(self._capture.__enter__())
 
     def cells(self, layer: int) -> KVCells:
-        return KVCells(self.paged.k_cache[layer], self.paged.v_cache[layer], self.slot_mapping_T)
+        return self.paged.cells(layer)
 
     def attend(self, layer: int, q_THD: torch.Tensor) -> torch.Tensor:
         if self.cpu is not None:
             self.cpu.capture_query(q_THD)
-        running_out = self.result.begin(q_THD, self.paged.attend(layer, q_THD))
+        running_out = self.result.begin(q_THD, self.paged.attend_paged(layer, q_THD))
         self._capture.__exit__(None, None, None)
         self._begin_piece()
         return running_out.to(q_THD.dtype)  # the next piece begins with the only rounding of the merged result
@@ -91,39 +241,27 @@ class StreamedDecodeGraphs(StepGraphs):
         sizes: list[int],
         max_query_len: int,
         *,
-        offload: OffloadEngine,
-        cpu: CpuAttention | None,
-        backend: AttentionBackend,
-        scale: float,
+        memory: KVMemory,
         num_heads: int,
     ) -> None:
-        """`num_heads`: query heads of this rank."""
+        """`memory`: with offload. `num_heads`: query heads of this rank."""
         super().__init__(inputs, name, sizes, max_query_len)
-        self.offload, self.backend, self.scale = offload, backend, scale
-        self.num_layers, largest = offload.spec.num_layers, self.sizes[-1]
-        self.result = StaticResult(offload.k_cache_gpu, largest, num_heads, offload.spec.head_dim)
+        assert memory.offload is not None, "without offload nothing is streamed"
+        self.memory, self.offload, largest = memory, memory.offload, self.sizes[-1]
+        spec, backend, scale = memory.spec, memory.backend, memory.scale
+        self.num_layers = spec.num_layers
+        self.result = StaticResult(self.offload.k_cache_gpu, largest, num_heads, spec.head_dim)
         self.groups = GroupGraphs(
-            inputs, max_num_seqs=largest, max_query_len=max_query_len, offload=offload, backend=backend, scale=scale
+            inputs, self.offload, backend, scale, max_num_seqs=largest, max_query_len=max_query_len
         )
-        self.cpu: CpuGraph | None = None
-        if cpu is not None:
-            self.cpu = CpuGraph(cpu, backend, scale)
-        self.host_parts: tuple[AttentionPart[torch.cuda.CUDAGraph], ...] = (self.groups,)
-        if self.cpu is not None:
-            self.host_parts += (self.cpu,)
+        self.cpu = None if memory.cpu is None else CpuGraph(memory.cpu, backend, scale)
 
     def _capture_size(self, model: CausalLM, make_attention: MakeAttention, size: int, pools: list[Any]) -> None:
         """Capture the pieces, one more than the model has layers, and then a graph for each staging buffer."""
         pool, group_pool = pools
-        paged = PagedPart(
-            backend=self.backend,
-            k_cache=self.offload.k_cache_gpu,
-            v_cache=self.offload.v_cache_gpu,
-            batch=self.inputs.batch(size, self.max_query_len),
-            scale=self.scale,
-        )
-        slot_mapping = self.inputs.tensors(size).slot_mapping
-        cutter = _Cutter(slot_mapping_T=slot_mapping, paged=paged, cpu=self.cpu, result=self.result, pool=pool)
+        batch = self.inputs.batch(size, self.max_query_len)
+        paged = self.memory.paged_attention(self.inputs.tensors(size).slot_mapping, batch)
+        cutter = _Cutter(paged, self.cpu, self.result, pool)
         with cutter:
             self.inputs.forward(model, size, cutter)
         graphs = self._graphs[size] = cutter.pieces
@@ -158,15 +296,19 @@ class StreamedDecodeGraphs(StepGraphs):
         self.groups.begin_step(size, self._graphs[size][num_pieces : num_pieces + num_buffers], groups)
         if self.cpu is not None:
             self.cpu.begin_step(size, self._graphs[size][-1], cpu_rows)
-        offload, parts, q_BHD, replay = self.offload, self.host_parts, self.result.q_BHD, torch.cuda.CUDAGraph.replay
+        offload, cpu, replay = self.offload, self.cpu, torch.cuda.CUDAGraph.replay
         for layer, piece in enumerate(pieces):
             offload.begin_layer(layer)
             replay(piece)
-            for part in parts:
-                part.start(layer, q_BHD)
+            if cpu is not None:
+                cpu.start(layer)
             offload.stored(layer)
             offload.attended()
-            finish_parts(parts, layer, q_BHD, replay)
+            for graph in self.groups.of_layer():
+                replay(graph)
+            if cpu is not None:
+                for graph in cpu.of_layer():
+                    replay(graph)
         replay(last_piece)
         self.groups.end_step()
         return self.inputs.logits(num_rows)

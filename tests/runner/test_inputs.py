@@ -11,7 +11,6 @@ from nanovllm.core.step_plan import CpuSpan, KVMoves, SamplingRow, SequenceStep,
 from nanovllm.kernels.sampling_tensors import SamplingTensors
 from nanovllm.kvcache.transfer.cpu_attention import CpuRows
 from nanovllm.runner import decode_inputs
-from nanovllm.runner.batches import build_batches, last_token_batches
 from nanovllm.runner.decode_inputs import DecodeArrays, DecodeInputs, DecodeTensors
 from nanovllm.runner.inputs import (
     SAMPLING_DTYPES,
@@ -26,6 +25,7 @@ from nanovllm.runner.inputs import (
     pad_tables,
     to_device,
 )
+from nanovllm.runner.step_attention import build_batches, last_token_batches
 
 BLOCK_SIZE = 8
 

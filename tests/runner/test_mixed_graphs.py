@@ -91,12 +91,11 @@ class MixedLLM(CheckedLLM):
     def _run_size(self, size: MixedSize) -> None:
         runner: Any = self.runner
 
-        def attention(slot_mapping: torch.Tensor, batch: PagedBatch) -> Any:
-            return runner.memory.paged_attention(DeviceLensBackend(), runner.steps._scale, slot_mapping, batch)
-
         self.used.append(size)
         self.mixed._hidden.fill_(torch.nan)
-        self.mixed.launch_kernels(runner.model, attention, size)
+        own, runner.memory.backend = runner.memory.backend, DeviceLensBackend()
+        self.mixed.launch_kernels(runner.model, runner.memory.paged_attention, size)
+        runner.memory.backend = own
 
 
 def num_chunk_tokens(plan: StepPlan) -> int:

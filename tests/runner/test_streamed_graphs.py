@@ -13,8 +13,7 @@ from paged_cases import PagedCase, make_paged
 from rounding import MAX_ROUNDINGS, MEAN_VALUE, PART_COUNTS, num_roundings
 
 from nanovllm.attention.backends.selection import choose_backend
-from nanovllm.attention.base import AttentionBackend, PagedBatch, StepAttention
-from nanovllm.attention.paged import PagedAttention, PagedPart
+from nanovllm.attention.base import AttentionBackend, StepAttention
 from nanovllm.core.kv_spec import KVCacheSpec, StagingSizes
 from nanovllm.core.step_limits import streamed_graph_sizes
 from nanovllm.core.step_plan import CpuSpan, KVMoves, SamplingRow, SequenceStep, StepPlan, StreamedGroup
@@ -23,10 +22,10 @@ from nanovllm.errors import ConfigError
 from nanovllm.kvcache.transfer.cpu_attention import CpuAttention
 from nanovllm.kvcache.transfer.offload_engine import OffloadEngine
 from nanovllm.kvcache.transfer.streams import ImmediateStreams
-from nanovllm.runner.batches import cpu_rows
 from nanovllm.runner.decode_inputs import DecodeInputs
 from nanovllm.runner.inputs import build_arrays, build_groups
-from nanovllm.runner.kv_memory import make_offload_engine
+from nanovllm.runner.kv_memory import KVMemory, make_offload_engine
+from nanovllm.runner.step_attention import cpu_rows
 from nanovllm.runner.streamed_graphs import StreamedDecodeGraphs
 
 BLOCK, SCALE = 256, 0.1
@@ -162,17 +161,9 @@ def make_graphs(
     backend: AttentionBackend,
     num_heads: int,
 ) -> StreamedDecodeGraphs:
-    return StreamedDecodeGraphs(
-        static,
-        "streamed",
-        sizes,
-        max_query_len,
-        offload=offload,
-        cpu=cpu,
-        backend=backend,
-        scale=SCALE,
-        num_heads=num_heads,
-    )
+    memory = KVMemory(offload.spec, backend, offload.dtype, offload.device, offload, cpu)
+    memory.scale = SCALE
+    return StreamedDecodeGraphs(static, "streamed", sizes, max_query_len, memory=memory, num_heads=num_heads)
 
 
 @pytest.mark.parametrize("num_guesses", [(0, 0), (4, 0), (1, 2)])
@@ -288,14 +279,7 @@ def test_gpu_streamed_graphs_many_groups_round_once(name: str, num_parts: int, w
         )
         cpu = make_cpu_attention(offload, num_heads=16, is_pinned=True) if with_cpu else None
         graphs = make_graphs(static, [NUM_SEQS], 1, offload, cpu, backend, num_heads=16)
-
-        def paged(slot_mapping: torch.Tensor, batch: PagedBatch) -> StepAttention:
-            part = PagedPart(
-                backend=backend, k_cache=offload.k_cache_gpu, v_cache=offload.v_cache_gpu, batch=batch, scale=SCALE
-            )
-            return PagedAttention(slot_mapping, part, part)
-
-        graphs.capture(model, paged, graphs.sizes, show_progress=False)  # type: ignore[arg-type]
+        graphs.capture(model, graphs.memory.paged_attention, graphs.sizes, show_progress=False)  # type: ignore[arg-type]
         plan = make_plan(num_groups, num_cpu_tokens=100 if with_cpu and num_groups else 0)
         for _ in range(2):  # the second step finds the running result of the first
             model.out_BHD.zero_()

@@ -98,7 +98,7 @@ class CheckedLLM(LLM):
         attention, paged_attention = memory.attention, memory.paged_attention  # of a step, and of its drafts
         memory.attention = lambda *args: TrackedAttention(attention(*args), streams)
         memory.paged_attention = lambda *args: TrackedAttention(paged_attention(*args), streams)
-        runner.steps.backend = TrackedBackend(runner.steps.backend, streams)
+        memory.backend = TrackedBackend(memory.backend, streams)
         for name in ("k_cache_cpu", "v_cache_cpu", "k_cache_gpu", "v_cache_gpu", "k_staging", "v_staging"):
             streams.name_region(name, getattr(runner.offload, name))
 

@@ -1,6 +1,7 @@
 """MergedAttention over a stream that is a list: every block but the newest ones is a group of its own."""
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -14,16 +15,19 @@ from nanovllm.attention.backends.cudnn_limits import CudnnLimits
 from nanovllm.attention.backends.selection import BACKENDS
 from nanovllm.attention.backends.torch_backend import TorchBackend
 from nanovllm.attention.backends.triton_backend import TritonBackend
-from nanovllm.attention.base import AttentionBackend, PagedBatch
-from nanovllm.attention.streamed import MergedAttention, SlotsPart, StreamedPart
+from nanovllm.attention.base import AttentionBackend, PagedBatch, PartialAttention
+from nanovllm.runner.step_attention import MergedAttention, StepBatches
 
 SCALE = 0.1
 
 
 class ListStream:
-    """K and V of each group. Like a staging buffer, a group holds its keys until the next one is asked for."""
+    """In place of an OffloadEngine: K and V of each group of a layer. Like a staging buffer, a group holds its keys
+    until the next one is asked for.
+    """
 
-    def __init__(self, groups: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def __init__(self, caches: Sequence[torch.Tensor], groups: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self.k_cache_gpu, self.v_cache_gpu = caches
         self.kv = groups
         self.num_released = 0
 
@@ -49,19 +53,10 @@ class StreamedCase(NamedTuple):
     groups: list[PagedBatch]
 
     def attend(self, backend: AttentionBackend) -> torch.Tensor:
-        q_THD, k_cache, v_cache, *_ = self.whole
+        q_THD = self.whole.q_THD
         cells = torch.zeros(len(q_THD), dtype=torch.int64, device=q_THD.device)
-        caches = {"k_cache": k_cache[None], "v_cache": v_cache[None]}
-        shared = {"stream": self.stream, "backend": backend, "scale": SCALE}
-        parts = SlotsPart(batch=self.batch, **caches, **shared), StreamedPart(batches=self.groups, **shared)
-        attention = MergedAttention(
-            stream=self.stream,
-            **caches,
-            slot_mapping_T=cells,
-            merge=backend.merge,
-            parts=parts,
-            last_parts=parts,
-        )
+        batches = StepBatches(self.batch, tuple(self.groups))
+        attention = MergedAttention(backend, self.stream, None, cells, batches, batches, SCALE)
         attention.cells(0)
         return attention.attend(0, q_THD)
 
@@ -98,7 +93,8 @@ def make_streamed(
     in_group = torch.arange(num_seqs, device=device).unsqueeze(1)
     group = narrowed([page] * num_seqs, in_group, causal=False)
     kv = [(whole.k_cache[tables[:, i]], whole.v_cache[tables[:, i]]) for i in range(num_groups)]
-    return StreamedCase(whole, ListStream(kv), paged, [group] * num_groups)
+    stream = ListStream((whole.k_cache[None], whole.v_cache[None]), kv)
+    return StreamedCase(whole, stream, paged, [group] * num_groups)
 
 
 def test_streamed_attention_is_attention_over_all_keys():
@@ -142,6 +138,99 @@ def test_streamed_attention_groups_without_keys_change_no_bit(num_groups: int):
         case.stream.kv.insert(place, (torch.full_like(k, torch.nan), torch.full_like(v, torch.nan)))
         case.groups.insert(place, empty)
     assert torch.equal(case.attend(TorchBackend()), want)
+
+
+# -- the calls of a layer --------------------------------------------------------------------------------------------
+
+Q_THD = torch.zeros(3, 2, 4)
+
+
+class LoggingOffload:
+    """Two streamed groups in each layer."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+        self.k_cache_gpu = self.v_cache_gpu = torch.zeros(2, 1, 1, 2, 4)  # of two layers
+
+    def begin_layer(self, layer: int) -> None:
+        self.log.append(f"begin layer {layer}")
+
+    def stored(self, layer: int) -> None:
+        self.log.append(f"stored {layer}")
+
+    def attended(self) -> None:
+        self.log.append("attended")
+
+    def groups(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for i in range(2):
+            yield torch.full((1,), 2.0), torch.zeros(1)
+            self.log.append(f"released {i}")
+
+
+class LoggingBackend(TorchBackend):
+    """All results weigh the same. That of a group is the value of its keys, that of the slots is 1."""
+
+    def __init__(self, log: list[str]) -> None:
+        super().__init__()
+        self.log = log
+        self.alive: list[weakref.ref[torch.Tensor]] = []
+
+    def attend(
+        self, q_THD: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: str, scale: float
+    ) -> PartialAttention:
+        assert sum(reference() is not None for reference in self.alive) <= 2, "more than the two that wait for a merge"
+        self.log.append(f"attend {batch}")
+        out_THD = torch.full_like(q_THD, 1.0 if k.dim() > 1 else k.item())
+        self.alive.append(weakref.ref(out_THD))
+        return PartialAttention(out_THD, torch.zeros(q_THD.shape[1], len(q_THD)))
+
+
+class LoggingCpu:
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+
+    def make_job(self, rows: str, scale: float) -> str:
+        return rows
+
+    def begin_layer(self, job: str, layer: int, q_THD: torch.Tensor) -> None:
+        self.log.append(f"begin {job}")
+
+    def results(self, q_THD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self.log.append("results")
+        return torch.full_like(q_THD, 7.0), torch.zeros(2, len(q_THD))
+
+
+def logging_attention(log: list[str]) -> MergedAttention:
+    batches, last = StepBatches("all", ("a", "b"), "cpu"), StepBatches("last", ("last a", "last b"), "cpu of last")
+    cells = torch.zeros(len(Q_THD), dtype=torch.int64)
+    return MergedAttention(LoggingBackend(log), LoggingOffload(log), LoggingCpu(log), cells, batches, last, SCALE)
+
+
+def test_merged_attention_begins_with_the_cpu_and_waits_for_it_last() -> None:
+    log: list[str] = []
+    attention = logging_attention(log)
+    attention.cells(0)
+    out_THD = attention.attend(0, Q_THD)
+    assert log[:5] == ["begin layer 0", "stored 0", "begin cpu", "attend all", "attended"]
+    assert log[5:] == ["attend a", "released 0", "attend b", "released 1", "results"]
+    torch.testing.assert_close(out_THD, torch.full_like(Q_THD, (1 + 2 + 2 + 7) / 4))
+
+
+def test_merged_attention_last_layer_attends_for_the_rows_that_sample() -> None:
+    log: list[str] = []
+    logging_attention(log).attend(1, Q_THD[:1])
+    assert [entry for entry in log if "last" in entry] == [
+        "begin cpu of last",
+        "attend last",
+        "attend last a",
+        "attend last b",
+    ]
+
+
+def test_merged_attention_without_queries_only_releases_what_was_brought_in() -> None:
+    log: list[str] = []
+    assert len(logging_attention(log).attend(1, Q_THD[:0])) == 0
+    assert log == ["stored 1", "attended", "released 0", "released 1"]
 
 
 @pytest.mark.gpu
