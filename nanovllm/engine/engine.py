@@ -103,15 +103,18 @@ class Engine:
     def make_sequence(
         self, token_ids: TokenIds, params: SamplingParams, rules: AnswerRules, cache_salt: str | None
     ) -> Sequence:
-        """The sequence that `add_request` would queue. With a repetition penalty, a long prompt takes 0.1 s."""
+        """The sequence that `add_request` would queue. With a repetition penalty, a long prompt takes 0.1 s.
+
+        Raises RequestError if the KV cache is too small for it.
+        """
         seq = self.admission.make_sequence(next(self._request_ids), token_ids, params, cache_salt)
+        self.scheduler.check_fits(seq)
         seq.editor = LogitEditor.make(params, token_ids, self.scheduler.eos_token_ids | seq.stop_token_ids, rules)
         return seq
 
     def add_sequence(self, seq: Sequence, receiver: Receiver) -> int:
-        """Queue what `make_sequence` has made, and return its id. Raises what `add_request` raises."""
+        """Queue what `make_sequence` has made, and return its id."""
         self._check_open()
-        self.scheduler.check_fits(seq)
         with deferred_interrupt():
             self._steps.receivers[seq.seq_id] = receiver
             self._turns.call(partial(self._add, seq))

@@ -13,8 +13,7 @@ With speculation a decoding sequence may run guesses behind its newest token, an
 sequence would have got without guesses. A sequence guesses only when its newest token has arrived (`needs_tokens`).
 """
 
-from bisect import insort
-from collections import deque
+from bisect import bisect_left, insort
 from collections.abc import Callable
 from itertools import islice
 
@@ -54,7 +53,7 @@ class Scheduler:
         self.chunked_prefill = chunked_prefill
         self.max_step_rows = max_step_rows or max_num_seqs
         self.eos_token_ids = frozenset(eos_token_ids)
-        self.waiting: deque[Sequence] = deque()  # preempted ones first, each in order of arrival
+        self.waiting: list[Sequence] = []  # preempted ones first, each in order of arrival
         self.running: list[Sequence] = []  # in order of arrival
         self.sequences: dict[int, Sequence] = {}  # all unfinished ones
         self.num_preemptions = 0
@@ -69,7 +68,7 @@ class Scheduler:
         """Queue a request. Raises RequestError if it could never run."""
         self.check_fits(seq)
         self._expect_hits(seq)
-        self.waiting.append(seq)
+        insort(self.waiting, seq, key=_place_in_queue)
         self.sequences[seq.seq_id] = seq
         if self.speculator is not None:
             self.speculator.add(seq)
@@ -90,7 +89,7 @@ class Scheduler:
         if seq.status is SequenceStatus.RUNNING:
             self.running.remove(seq)
         else:
-            self.waiting.remove(seq)
+            self._leave_queue(seq)
         self.kv.free(seq)
         seq.status = SequenceStatus.FINISHED
         seq.finish_reason, seq.error, seq.error_cause = reason, error, cause
@@ -219,8 +218,8 @@ class Scheduler:
         return not seq.num_pending_tokens and self.kv.can_admit(seq)
 
     def _admit(self, seq: Sequence) -> None:
+        self._leave_queue(seq)
         self.kv.admit(seq)
-        self.waiting.remove(seq)
         insort(self.running, seq, key=lambda other: other.seq_id)
         seq.status = SequenceStatus.RUNNING
         seq.num_new_tokens = seq.num_uncomputed_tokens
@@ -230,10 +229,13 @@ class Scheduler:
         self.kv.preempt(seq)
         seq.status = SequenceStatus.WAITING
         self._expect_hits(seq)
-        later = (i for i, other in enumerate(self.waiting) if not other.is_preempted or other.seq_id > seq.seq_id)
-        self.waiting.insert(next(later, len(self.waiting)), seq)
+        insort(self.waiting, seq, key=_place_in_queue)
         self._step.admits = False
         self.num_preemptions += 1
+
+    def _leave_queue(self, seq: Sequence) -> None:
+        """Remove a waiting sequence, without a search through thousands of others."""
+        del self.waiting[bisect_left(self.waiting, _place_in_queue(seq), key=_place_in_queue)]
 
     def _expect_hits(self, seq: Sequence) -> None:
         """Note how much a waiting sequence would have to compute if it were admitted now."""
@@ -313,3 +315,8 @@ class Scheduler:
         for seq in self.waiting:
             assert seq.status is SequenceStatus.WAITING, f"sequence {seq.seq_id} waits with status {seq.status}"
         self.kv.check_integrity(list(self.sequences.values()))
+
+
+def _place_in_queue(seq: Sequence) -> tuple[bool, int]:
+    """Sorts waiting sequences."""
+    return not seq.is_preempted, seq.seq_id

@@ -357,6 +357,28 @@ def test_abort_at_any_time_frees_and_drops_what_is_pending(make: object, depth: 
     simulation.run()
 
 
+class ComparedSequence(Sequence):
+    num_compared = 0
+
+    def __eq__(self, other: object) -> bool:
+        ComparedSequence.num_compared += 1
+        return self is other
+
+    __hash__ = Sequence.__hash__
+
+
+def test_abort_of_the_newest_of_many_waiting_requests_searches_through_none_of_them() -> None:
+    """Regression: each abort compared the sequence with all that waited before it."""
+    scheduler = Scheduler(BlockManager(8, 4), max_num_seqs=1, max_num_batched_tokens=8)
+    for seq_id in range(1000):
+        scheduler.add(ComparedSequence(seq_id, [1, 2, 3], SamplingParams(max_tokens=2), seed=0))
+    for seq_id in (999, 998, 500, 0, 501):
+        assert scheduler.abort(seq_id) is not None
+    assert ComparedSequence.num_compared == 0
+    left = [seq_id for seq_id in range(998) if seq_id not in (0, 500, 501)]
+    assert [seq.seq_id for seq in scheduler.waiting] == left
+
+
 @pytest.mark.parametrize("make", [all_gpu, hybrid])
 def test_refused_request_leaves_the_others_untouched(make: object) -> None:
     simulation = make(max_num_batched_tokens=8)  # type: ignore[operator]
