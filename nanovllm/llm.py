@@ -35,7 +35,8 @@ class LLM:
     """
 
     def __init__(self, model: str | Path, *, internals: Internals = Internals(), **options: Any) -> None:
-        """`model` is a directory, a hub name, a preset or "demo", the built-in model; `options` are the fields of Config.
+        """`model` is a directory, a hub name, a preset or "demo" for the built-in model. `options` are the fields of
+        Config.
 
         Raises ConfigError for invalid options and when the engine does not fit in memory, and CheckpointError when the
         model cannot be read. If this raises, all workers have been stopped and all memory has been released.
