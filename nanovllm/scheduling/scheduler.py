@@ -57,6 +57,7 @@ class Scheduler:
         self.running: list[Sequence] = []  # in order of arrival
         self.sequences: dict[int, Sequence] = {}  # all unfinished ones
         self.num_preemptions = 0
+        self._has_new_document = False  # whether a long prompt has been computed since hits were last looked up
         self._step = PlannedStep(0, 0)  # the one being planned
         self._load = load_of(0, 0)  # of this step, if all running sequences decode in it
 
@@ -126,6 +127,10 @@ class Scheduler:
             # Beside a running prompt, the hits of a waiting one may grow with each chunk: then it waits for all of them
             if not prompts:
                 self._expect_hits(self.waiting[0])
+            if self._has_new_document:  # then questions about it are short prompts
+                for seq in filter(self.sharing.is_long, islice(self.waiting, self.max_num_seqs)):
+                    self._expect_hits(seq)
+                self._has_new_document = False
             prompts.extend(islice(self.waiting, self.max_num_seqs))
         self._place_prompts(prompts)
         if not len(self._step):  # long prompts were held back for short ones, which found no room
@@ -146,6 +151,7 @@ class Scheduler:
             num_tokens = self.kv.num_placeable(seq, min(seq.num_uncomputed_tokens, max_tokens))
             self._step.place(self.kv, seq, num_tokens)
             self.sharing.placed(seq, num_tokens)
+            self._has_new_document |= self.sharing.is_long(seq) and num_tokens == seq.num_uncomputed_tokens
 
     def _schedule_classic(self) -> None:
         """Place prompts, whole if the budget and the slots allow. Decode only in steps where no prompt can run."""
