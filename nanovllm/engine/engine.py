@@ -74,6 +74,14 @@ class Engine:
         return bool(self._steps.receivers)
 
     @property
+    def has_work(self) -> bool:
+        """Whether a request has not ended yet, or a step is planned that must run although its requests have ended.
+
+        That step is a long one. If it is not run now, the next request waits for it.
+        """
+        return self._steps.has_work
+
+    @property
     def is_beside_long_step(self) -> bool:
         """Whether a long step has just ended, or is planned. What has arrived should be passed on before the next turn:
         answers have waited for the one, and its launch holds up everything else for the other.

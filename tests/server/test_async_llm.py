@@ -267,6 +267,30 @@ def test_consumers_have_everything_before_a_long_step_is_launched(model: Path) -
     assert len(num_late) >= 2 * num_streams and not any(num_late), num_late
 
 
+def test_step_that_is_planned_when_all_requests_are_aborted_runs_before_the_next_request_comes(model: Path) -> None:
+    """Regression: it was a long step, and it ran before the first step of the next request, perhaps minutes later. It
+    cannot be dropped: prompts are promised the K and V that it writes.
+    """
+    engine = AsyncLLM(model, internals=Internals(works_ahead=True), **(OPTIONS | {"max_step_ms": 1000.0}))
+    steps, turns = engine.llm.engine._steps, engine.llm.engine._turns
+
+    async def test() -> None:
+        answer = await engine.submit([1, 2, 3], ENDLESS)
+        await anext(answer)
+        prompt = await engine.submit([7] * 1000, GREEDY)
+        async for _ in answer:
+            with turns.lock:  # no step can begin
+                if steps._planned is not None and turns._owner is None:
+                    answer.close()
+                    prompt.close()
+                    break
+        assert not engine.llm.engine.has_requests
+        await wait_until(lambda: steps._planned is None)
+
+    run(test())
+    engine.close()
+
+
 def test_idle_engine_builds_plans_in_the_thread_of_its_steps_and_makes_way_for_requests(model: Path) -> None:
     """Regression: cuDNN's plans were built in the thread that started the engine, and were of no use to the steps."""
     engine = AsyncLLM(model, **OPTIONS)
