@@ -127,7 +127,7 @@ class Scheduler:
             # Beside a running prompt, the hits of a waiting one may grow with each chunk: then it waits for all of them
             if not prompts:
                 self._expect_hits(self.waiting[0])
-            if self._has_new_document:  # then questions about it are short prompts
+            if self._has_new_document:  # questions about it are short prompts now
                 for seq in filter(self.sharing.is_long, islice(self.waiting, self.max_num_seqs)):
                     self._expect_hits(seq)
                 self._has_new_document = False
@@ -241,7 +241,9 @@ class Scheduler:
 
     def _leave_queue(self, seq: Sequence) -> None:
         """Remove a waiting sequence, without a search through thousands of others."""
-        del self.waiting[bisect_left(self.waiting, _place_in_queue(seq), key=_place_in_queue)]
+        place = bisect_left(self.waiting, _place_in_queue(seq), key=_place_in_queue)
+        assert self.waiting[place] is seq, f"sequence {seq.seq_id} is not where it should be in the queue"
+        del self.waiting[place]
 
     def _expect_hits(self, seq: Sequence) -> None:
         """Note how much a waiting sequence would have to compute if it were admitted now."""
@@ -324,5 +326,5 @@ class Scheduler:
 
 
 def _place_in_queue(seq: Sequence) -> tuple[bool, int]:
-    """Sorts waiting sequences."""
+    """The key that waiting sequences are sorted by. It must not change while a sequence waits."""
     return not seq.is_preempted, seq.seq_id

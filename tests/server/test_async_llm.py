@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from tiny_models import write_tiny_model, write_tiny_tokenizer
@@ -208,6 +209,19 @@ def test_generate_impossible_request_raises_and_queues_nothing(engine: AsyncLLM)
     with pytest.raises(RequestError, match="max_model_len"):
         run(collect(engine.generate(prompts, GREEDY)))
     assert num_open(engine) == 0
+
+
+def test_generate_prompt_larger_than_the_pool_raises_and_queues_nothing(model: Path) -> None:
+    """Regression: the prompts before it were queued and aborted."""
+    engine = AsyncLLM(model, **(OPTIONS | {"num_kvcache_blocks": 2}))
+    scheduler = engine.llm.scheduler
+    with (
+        mock.patch.object(scheduler, "add", wraps=scheduler.add) as add,
+        pytest.raises(RequestError, match="prompt of 510 tokens"),
+    ):
+        run(collect(engine.generate([[1] * 5, [1] * 510], GREEDY)))
+    assert add.call_count == 0
+    engine.close()
 
 
 # -- consumers -------------------------------------------------------------------------------------------------------
