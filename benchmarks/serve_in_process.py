@@ -25,13 +25,13 @@ Json = dict[str, Any]
 
 def engine_of(command: list[str]) -> tuple[str, Mapping[str, Any]]:
     """The model and the engine's options in the words of a server's command. The server's own options are ignored."""
-    from nanovllm.cli.engine_flags import add_engine_flags, add_model_flag, engine_options, model_path
+    from nanovllm.cli.engine_flags import add_engine_flags, add_model_flag, engine_options
 
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
     add_model_flag(parser)
     add_engine_flags(parser)
     args, _ = parser.parse_known_args(command)
-    return model_path(args.model), engine_options(args)
+    return args.model, engine_options(args)
 
 
 def sampling_params(request: Json) -> SamplingParams:

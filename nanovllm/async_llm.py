@@ -210,7 +210,7 @@ class AsyncLLM:
             self._dispatcher.call_on_loop(self._tell_failure)
 
     def _wait_for_work(self) -> bool:
-        """Sleep until there are requests or undelivered results. Returns False if the engine is to be closed.
+        """Sleep until there are steps to run or undelivered results. Returns False if the engine is to be closed.
 
         An idle engine first builds the plans that this thread lacks. Libraries keep plans for each thread, and another
         thread has started the engine.
@@ -226,7 +226,7 @@ class AsyncLLM:
                 self.llm.engine.check_ranks()
 
     def _has_work(self) -> bool:
-        return self._is_closing or self.llm.engine.has_requests or bool(self._outbox)
+        return self._is_closing or self.llm.engine.has_work or bool(self._outbox)
 
 
 def _engine_error(error: BaseException) -> EngineError:

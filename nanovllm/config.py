@@ -41,7 +41,8 @@ class Config:
 
     model: str = field(
         metadata={
-            "help": "local directory, hub name (owner/name), or a preset of benchmarks/configs with load_format=dummy",
+            "help": "local directory, hub name (owner/name), demo (the built-in model), or a preset of "
+            "benchmarks/configs with load_format=dummy",
             "group": _MODEL,
         }
     )

@@ -35,7 +35,8 @@ class LLM:
     """
 
     def __init__(self, model: str | Path, *, internals: Internals = Internals(), **options: Any) -> None:
-        """`model` is a directory, a hub name or a preset; `options` are the fields of Config.
+        """`model` is a directory, a hub name, a preset or "demo" for the built-in model. `options` are the fields of
+        Config.
 
         Raises ConfigError for invalid options and when the engine does not fit in memory, and CheckpointError when the
         model cannot be read. If this raises, all workers have been stopped and all memory has been released.
@@ -86,10 +87,17 @@ class LLM:
         params = _params_list(sampling_params, len(listed))
         answers = [p.per_answer() for p in params]  # of each prompt
         prompts_ids = [self.check_request(prompt, each[0]) for prompt, each in zip(listed, answers, strict=True)]
+        requests = zip(prompts_ids, answers, map(cache_salt, listed), strict=True)
+        sequences = [
+            [self.engine.make_sequence(token_ids, p, self.text.rules(p), salt) for p in each]
+            for token_ids, each, salt in requests
+        ]
         outbox = Outbox()
         try:
-            requests = zip(prompts_ids, answers, map(cache_salt, listed), strict=True)
-            request_ids = [[self._queue(ids, p, outbox, salt) for p in each] for ids, each, salt in requests]
+            request_ids = [
+                [self.engine.add_sequence(seq, self.text.receiver(outbox, seq.params)) for seq in of_prompt]
+                for of_prompt in sequences
+            ]
             outputs = self._collect(outbox, sum(map(len, request_ids)), use_tqdm)
         except BaseException:
             self.engine.abort_all(outbox)

@@ -4,9 +4,13 @@
 """
 
 import os
+import signal
 
 import pytest
 
+# A shell starts background jobs (`make test &`) with SIGINT ignored, and their children inherit that. The tests of
+# Ctrl-C need Python's own handler, which the processes they start do not inherit: those begin with the default.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded: tiny models gain nothing from more threads
 
 

@@ -57,6 +57,7 @@ ALLOWED: dict[str, set[str]] = {
         "cpu_attention",
         "device",
         "attention.backends",
+        "demo",
         "kvcache.policy",
         "runner",
         "executor",

@@ -2,15 +2,12 @@
 
 import argparse
 from collections.abc import Mapping
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from nanovllm.cli.flags import add_flags, flag_help, given_fields
 from nanovllm.config import Config
-from nanovllm.errors import CheckpointError
 
-DEMO_MODEL = "demo"
 CPU_STEP_TOKENS = 512  # about a second with a small model; the progress bar and Ctrl-C wait for the end of a step
 
 
@@ -22,8 +19,7 @@ class Formatter(argparse.RawDescriptionHelpFormatter):
 
 
 def add_model_flag(group: Any) -> None:
-    about = f"{flag_help(Config, 'model')}; {DEMO_MODEL}: the built-in model"
-    group.add_argument("--model", required=True, metavar="MODEL", help=about)
+    group.add_argument("--model", required=True, metavar="MODEL", help=flag_help(Config, "model"))
 
 
 def add_engine_flags(parser: argparse.ArgumentParser, defaults: Mapping[str, str] = MappingProxyType({})) -> None:
@@ -40,17 +36,3 @@ def engine_options(args: argparse.Namespace) -> Mapping[str, Any]:
     if resolve_device(Config(model=args.model, **options)).type == "cpu":
         options = {"max_num_batched_tokens": CPU_STEP_TOKENS} | options
     return options
-
-
-def model_path(name: str) -> str:
-    """Return `name`, or for DEMO_MODEL the directory of the built-in model, which is written if it does not exist."""
-    if name != DEMO_MODEL or Path(name).is_dir():
-        return name
-    from nanovllm.demo.retrieval_model import build_retrieval_model
-
-    try:
-        return str(build_retrieval_model())
-    except OSError as error:
-        raise CheckpointError(
-            f"the built-in model cannot be written ({error}); set XDG_CACHE_HOME to a directory"
-        ) from error

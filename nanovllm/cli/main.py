@@ -29,10 +29,11 @@ from nanovllm.cli.console import (
     summary,
 )
 from nanovllm.cli.demo import DemoOptions, run_demo
-from nanovllm.cli.engine_flags import Formatter, add_engine_flags, add_model_flag, engine_options, model_path
+from nanovllm.cli.engine_flags import Formatter, add_engine_flags, add_model_flag, engine_options
 from nanovllm.cli.flags import add_flags, given_fields, name_flags
 from nanovllm.cli.serve import add_serve
 from nanovllm.config import Config
+from nanovllm.demo import model_path
 from nanovllm.errors import CheckpointError, ConfigError, EngineError, RequestError
 from nanovllm.sampling_params import SamplingParams
 
@@ -149,10 +150,9 @@ def _open_llm(args: argparse.Namespace) -> "LLM":
     """Start the engine that the flags ask for. Invalid flags are refused before torch is loaded."""
     SamplingParams(**given_fields(args, SamplingParams))
     Config(model=args.model, **given_fields(args, Config))
-    model = model_path(args.model)
     from nanovllm.llm import LLM
 
-    return LLM(model, **engine_options(args))
+    return LLM(args.model, **engine_options(args))
 
 
 def _read_prompt(path: Path) -> str:

@@ -10,7 +10,7 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.cli.engine_flags import Formatter, add_engine_flags, add_model_flag, engine_options, model_path
+from nanovllm.cli.engine_flags import Formatter, add_engine_flags, add_model_flag, engine_options
 from nanovllm.cli.flags import add_flags, given_fields
 from nanovllm.cluster.service_options import ServiceOptions
 from nanovllm.config import Config
@@ -71,7 +71,7 @@ def load_engine(args: argparse.Namespace) -> "AsyncLLM":
     """Runs in this process, or in each replica, whose device it then finds."""
     from nanovllm import AsyncLLM
 
-    return AsyncLLM(model_path(args.model), **serving_options(args))
+    return AsyncLLM(args.model, **serving_options(args))
 
 
 def serving_options(args: argparse.Namespace) -> Mapping[str, Any]:

@@ -20,8 +20,8 @@ class _RareOutput(TypedDict, total=False):
 class RequestOutput(_RareOutput):
     """The output of a request that has ended.
 
-    - text: the decoded token_ids, up to the stop string or end token. Ends in U+FFFD if max_tokens cuts a character in
-      two. None with detokenize=False or if the model has no tokenizer.
+    - text: the decoded token_ids, up to the stop string or end token. Ends in U+FFFD if max_tokens or an abort cuts a
+      character in two. None with detokenize=False or if the model has no tokenizer.
     - finish_reason: "stop" (an end token or a stop string), "length" (max_tokens), "abort" or "error". The last two
       keep what was generated before.
     - num_cached_tokens: prompt tokens found in the prefix cache.
@@ -201,5 +201,5 @@ class Receiver:
             self._num_delivered_tokens += len(new_token_ids)
 
     def whole_text(self) -> str | None:
-        """The answer so far; None for a receiver that makes no text."""
+        """The answer of a request that has ended; None for a receiver that makes no text."""
         return None

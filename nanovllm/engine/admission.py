@@ -54,5 +54,5 @@ class Admission:
         salt = len(token_ids) if limit is not None and len(token_ids) > limit else 0
         if cache_salt is not None:
             text = f"{salt} {cache_salt}".encode(errors="surrogatepass")
-            salt = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+            salt = int.from_bytes(hashlib.blake2b(text, digest_size=16).digest(), "little")
         return Sequence(request_id, token_ids, params, seed, salt)

@@ -74,6 +74,14 @@ class Engine:
         return bool(self._steps.receivers)
 
     @property
+    def has_work(self) -> bool:
+        """Whether a request has not ended yet, or a step is planned that must run although its requests have ended.
+
+        That step is a long one. If it is not run now, the next request waits for it.
+        """
+        return self._steps.has_work
+
+    @property
     def is_beside_long_step(self) -> bool:
         """Whether a long step has just ended, or is planned. What has arrived should be passed on before the next turn:
         answers have waited for the one, and its launch holds up everything else for the other.
@@ -103,15 +111,18 @@ class Engine:
     def make_sequence(
         self, token_ids: TokenIds, params: SamplingParams, rules: AnswerRules, cache_salt: str | None
     ) -> Sequence:
-        """The sequence that `add_request` would queue. With a repetition penalty, a long prompt takes 0.1 s."""
+        """The sequence that `add_request` would queue. With a repetition penalty, a long prompt takes 0.1 s.
+
+        Raises RequestError if the KV cache is too small for it.
+        """
         seq = self.admission.make_sequence(next(self._request_ids), token_ids, params, cache_salt)
+        self.scheduler.check_fits(seq)
         seq.editor = LogitEditor.make(params, token_ids, self.scheduler.eos_token_ids | seq.stop_token_ids, rules)
         return seq
 
     def add_sequence(self, seq: Sequence, receiver: Receiver) -> int:
-        """Queue what `make_sequence` has made, and return its id. Raises what `add_request` raises."""
+        """Queue what `make_sequence` has made, and return its id."""
         self._check_open()
-        self.scheduler.check_fits(seq)
         with deferred_interrupt():
             self._steps.receivers[seq.seq_id] = receiver
             self._turns.call(partial(self._add, seq))

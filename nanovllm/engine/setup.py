@@ -18,6 +18,7 @@ from nanovllm.config import Config
 from nanovllm.core.kv_spec import dtype_name
 from nanovllm.core.step_limits import max_model_len
 from nanovllm.cpu_attention.threads import attention_cpus
+from nanovllm.demo import model_path
 from nanovllm.device.devices import installed_gpu, resolve_device
 from nanovllm.engine.internals import Internals
 from nanovllm.errors import ConfigError
@@ -44,8 +45,8 @@ class EngineSetup:
 
 
 def prepare(model: str | Path, options: Mapping[str, Any], internals: Internals = Internals()) -> EngineSetup:
-    """Decide and check everything about an engine. `model` is a directory, a hub name or a preset; `options` are the
-    fields of Config.
+    """Decide and check everything about an engine. `model` is a directory, a hub name, a preset or "demo" for
+    the built-in model. `options` are the fields of Config.
 
     Raises ConfigError for invalid options, for a model or a device that cannot run, and for an engine that does not
     fit in memory; CheckpointError for a model that cannot be read.
@@ -54,7 +55,7 @@ def prepare(model: str | Path, options: Mapping[str, Any], internals: Internals 
     unknown = sorted(set(options) - known)
     if unknown:
         raise ConfigError(f"unknown option {', '.join(unknown)}; the options are {', '.join(sorted(known))}")
-    config = Config(model=str(model), **options)
+    config = Config(model=model_path(str(model)), **options)
     model_config, directory = ModelConfig.from_pretrained(config.model, config.hf_overrides)
     limit = max_model_len(config, model_config)
     check_executor_backend(config)

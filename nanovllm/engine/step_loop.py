@@ -62,11 +62,18 @@ class StepLoop:
         self._executor, self._scheduler, self._works_ahead = executor, scheduler, works_ahead
         self._meters, self._delivering = list(meters), delivering
         self._in_flight: _InFlight | None = None
-        self._planned: StepPlan | None = None  # the next step, if it is planned but not launched yet
+        # The next step, if it is planned but not launched yet. It must run even if all its requests are aborted: the
+        # prefix index and the slots count on what it writes and moves.
+        self._planned: StepPlan | None = None
         self._ended_long = False  # whether the step committed last was long
         self._had_no_requests = True  # since the last launch
         self._last_turn_s = 0.0  # when a thread ended a step
         self._num_steps = self._num_prefill_tokens = self._num_decode_tokens = 0
+
+    @property
+    def has_work(self) -> bool:
+        """See Engine."""
+        return bool(self.receivers) or self._planned is not None
 
     @property
     def is_beside_long_step(self) -> bool:

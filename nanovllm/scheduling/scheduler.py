@@ -13,8 +13,7 @@ With speculation a decoding sequence may run guesses behind its newest token, an
 sequence would have got without guesses. A sequence guesses only when its newest token has arrived (`needs_tokens`).
 """
 
-from bisect import insort
-from collections import deque
+from bisect import bisect_left, insort
 from collections.abc import Callable
 from itertools import islice
 
@@ -54,10 +53,11 @@ class Scheduler:
         self.chunked_prefill = chunked_prefill
         self.max_step_rows = max_step_rows or max_num_seqs
         self.eos_token_ids = frozenset(eos_token_ids)
-        self.waiting: deque[Sequence] = deque()  # in order of arrival, preempted ones too
+        self.waiting: list[Sequence] = []  # in order of arrival, preempted ones too
         self.running: list[Sequence] = []  # in order of arrival
         self.sequences: dict[int, Sequence] = {}  # all unfinished ones
         self.num_preemptions = 0
+        self._has_new_document = False  # whether a long prompt has been computed since hits were last looked up
         self._step = PlannedStep(0, 0)  # the one being planned
         self._load = load_of(0, 0)  # of this step, if all running sequences decode in it
 
@@ -69,7 +69,7 @@ class Scheduler:
         """Queue a request. Raises RequestError if it could never run."""
         self.check_fits(seq)
         self._expect_hits(seq)
-        self.waiting.append(seq)
+        insort(self.waiting, seq, key=_arrival)
         self.sequences[seq.seq_id] = seq
         if self.speculator is not None:
             self.speculator.add(seq)
@@ -90,7 +90,7 @@ class Scheduler:
         if seq.status is SequenceStatus.RUNNING:
             self.running.remove(seq)
         else:
-            self.waiting.remove(seq)
+            self._leave_queue(seq)
         self.kv.free(seq)
         seq.status = SequenceStatus.FINISHED
         seq.finish_reason, seq.error, seq.error_cause = reason, error, cause
@@ -127,6 +127,10 @@ class Scheduler:
             # Beside a running prompt, the hits of a waiting one may grow with each chunk: then it waits for all of them
             if not prompts:
                 self._expect_hits(self.waiting[0])
+            if self._has_new_document:  # questions about it are short prompts now
+                for seq in filter(self.sharing.is_long, islice(self.waiting, self.max_num_seqs)):
+                    self._expect_hits(seq)
+                self._has_new_document = False
             prompts.extend(islice(self.waiting, self.max_num_seqs))
         self._place_prompts(prompts)
         if not len(self._step):  # long prompts were held back for short ones, which found no room
@@ -147,6 +151,7 @@ class Scheduler:
             num_tokens = self.kv.num_placeable(seq, min(seq.num_uncomputed_tokens, max_tokens))
             self._step.place(self.kv, seq, num_tokens)
             self.sharing.placed(seq, num_tokens)
+            self._has_new_document |= self.sharing.is_long(seq) and num_tokens == seq.num_uncomputed_tokens
 
     def _schedule_classic(self) -> None:
         """Place prompts, whole if the budget and the slots allow. Decode only in steps where no prompt can run."""
@@ -219,9 +224,9 @@ class Scheduler:
         return not seq.num_pending_tokens and self.kv.can_admit(seq)
 
     def _admit(self, seq: Sequence) -> None:
+        self._leave_queue(seq)
         self.kv.admit(seq)
-        self.waiting.remove(seq)
-        insort(self.running, seq, key=lambda other: other.seq_id)
+        insort(self.running, seq, key=_arrival)
         seq.status = SequenceStatus.RUNNING
         seq.num_new_tokens = seq.num_uncomputed_tokens
 
@@ -230,10 +235,15 @@ class Scheduler:
         self.kv.preempt(seq)
         seq.status = SequenceStatus.WAITING
         self._expect_hits(seq)
-        later = (i for i, other in enumerate(self.waiting) if other.seq_id > seq.seq_id)
-        self.waiting.insert(next(later, len(self.waiting)), seq)
+        insort(self.waiting, seq, key=_arrival)
         self._step.admits = False
         self.num_preemptions += 1
+
+    def _leave_queue(self, seq: Sequence) -> None:
+        """Remove a waiting sequence, without a search through thousands of others."""
+        place = bisect_left(self.waiting, _arrival(seq), key=_arrival)
+        assert self.waiting[place] is seq, f"sequence {seq.seq_id} is not where it should be in the queue"
+        del self.waiting[place]
 
     def _expect_hits(self, seq: Sequence) -> None:
         """Note how much a waiting sequence would have to compute if it were admitted now."""
@@ -313,3 +323,7 @@ class Scheduler:
         for seq in self.waiting:
             assert seq.status is SequenceStatus.WAITING, f"sequence {seq.seq_id} waits with status {seq.status}"
         self.kv.check_integrity(list(self.sequences.values()))
+
+
+def _arrival(seq: Sequence) -> int:
+    return seq.seq_id

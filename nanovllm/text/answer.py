@@ -30,6 +30,7 @@ class TextReceiver(Receiver, TextSource):
         self._new_token_ids: list[int] = []  # not decoded yet
         self._piece = ""  # decoded, but not read yet
         self._failure: Ending | None = None
+        self._is_whole = False  # nothing is held back for tokens to come
         self._is_delivered = True
 
     def read_prompt(self, logprobs: PositionLogprobs) -> None:
@@ -56,7 +57,7 @@ class TextReceiver(Receiver, TextSource):
         return Ending("stop") if self.detokenizer.stopped else None
 
     def deliver(self, seq: Sequence) -> None:
-        if not self._is_delivered:
+        if not self._is_delivered or (seq.finish_reason is not None and not self._is_whole):
             self._is_delivered = True
             self.outbox.content.text_sources[seq.seq_id] = self
         super().deliver(seq)
@@ -72,7 +73,7 @@ class TextReceiver(Receiver, TextSource):
         # its thread may close an abandoned stream
         if self._lock.acquire(timeout=READER_TIMEOUT_S):
             try:
-                self._decode()
+                self._decode(finished=True)  # after an abort, what was held back is the end of the text
             finally:
                 self._lock.release()
         return self.detokenizer.text
@@ -80,7 +81,8 @@ class TextReceiver(Receiver, TextSource):
     def _decode(self, finished: bool = False, at_end_token: bool = False) -> None:
         """Decode the new tokens. If that fails, the request ends with an error when its next token arrives."""
         token_ids, self._new_token_ids = self._new_token_ids, []
-        if (token_ids or finished) and self._failure is None:
+        if (token_ids or finished) and not self._is_whole and self._failure is None:
+            self._is_whole = finished
             try:
                 self._piece += self.detokenizer.update(token_ids, finished, at_end_token)
             except Exception as raised:

@@ -173,11 +173,6 @@ def test_conversation_larger_than_the_cache_names_the_cache(options: dict[str, A
 # -- at a terminal -----------------------------------------------------------------------------------------------
 
 
-def heed_ctrl_c() -> None:
-    """A shell's background jobs, and what they start, ignore SIGINT."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 class Terminal:
     """`nanovllm chat` with a pseudo-terminal for its stdin; stdout and stderr together come through a pipe."""
 
@@ -196,7 +191,7 @@ class Terminal:
             "100000",
         ]
         pipes = {"stdin": slave, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        self.process = subprocess.Popen([*argv, "--max-tokens", "90000"], cwd=ROOT, preexec_fn=heed_ctrl_c, **pipes)
+        self.process = subprocess.Popen([*argv, "--max-tokens", "90000"], cwd=ROOT, **pipes)
         os.close(slave)
         self.shown = ""
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from nanovllm import LLM, SamplingParams
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.demo.haystack import build_haystack
 from nanovllm.demo.retrieval_model import build_retrieval_model, model_weights, token_codes
@@ -101,6 +102,16 @@ def test_config_passes_the_engines_gate(model_path: Path) -> None:
     assert config.torch_dtype == model_path.name
     assert config.eos_token_ids == (END_TOKEN_ID,)
     assert config.max_model_len_limit == 2**20
+
+
+def test_llm_takes_the_built_in_model_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: only the command line knew the name, and LLM("demo") asked the hub for it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with LLM("demo", device="cpu", num_kvcache_blocks=4, max_model_len=512) as llm:
+        prompt = "The passkey is q7m2x9kd.\nThe passkey is"
+        (output,) = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=10), use_tqdm=False)
+    assert output["text"] == " q7m2x9kd."
+    assert Path(llm.config.model).parent == tmp_path / "nanovllm"
 
 
 def test_tokenizer_any_text_round_trips_one_token_per_byte(model_path: Path) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -827,6 +828,17 @@ def test_request_larger_than_the_pool_is_refused_when_added(model: Path, kind: s
         with pytest.raises(RequestError, match=r"prompt of 510 tokens \+ max_tokens=4 needs 3 .* blocks of 256 tokens"):
             engine.add_request([1] * 510, SamplingParams(max_tokens=4))
         engine.generate([[1] * 510], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
+
+
+def test_generate_with_a_prompt_larger_than_the_pool_queues_none_of_them(model: Path) -> None:
+    """Regression: those before it were queued and aborted, though the error's description said that none was."""
+    with make_llm(model, num_kvcache_blocks=2) as engine:
+        with (
+            mock.patch.object(engine.scheduler, "add", wraps=engine.scheduler.add) as add,
+            pytest.raises(RequestError, match="prompt of 510 tokens"),
+        ):
+            engine.generate([[1] * 5, [1] * 510], SamplingParams(max_tokens=4), use_tqdm=False)
+        assert add.call_count == 0 and engine.is_finished()
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,19 @@ def test_generated_tokens_are_found_by_the_next_turn(kind: str) -> None:
     assert second.num_hit_tokens == 512
 
 
+@pytest.mark.parametrize("kind", ["all GPU", "hybrid"])
+def test_grain_that_the_last_accepted_guess_completes_is_found_by_the_next_turn(kind: str) -> None:
+    """No later step registers it: the last step of an answer accepts guesses and ends the sequence."""
+    drafter = odd_drafter("right", seed=0)
+    simulation = Simulation(manager(kind), max_num_batched_tokens=2000, make_drafter=drafter, max_guesses=7)
+    first = simulation.add(tokens(508), max_tokens=5)
+    simulation.run()
+    assert [step.num_guesses for plan in simulation.plans for step in plan.sequences] == [0, 3]
+    second = simulation.add([*first.token_ids, 3, 2, 1])  # only the last token of the answer was never computed
+    simulation.run()
+    assert second.num_hit_tokens == 512
+
+
 @pytest.mark.parametrize(
     ("kv", "max_tokens", "message"),
     [

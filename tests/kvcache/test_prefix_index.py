@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from collections.abc import Callable
 from unittest import mock
 
 import numpy as np
@@ -13,7 +14,7 @@ from nanovllm.core.sequence import Sequence
 from nanovllm.kvcache.policy.block_manager import BlockManager
 from nanovllm.kvcache.policy.block_pool import BlockPool, contiguous_ranges
 from nanovllm.kvcache.policy.hybrid_manager import HybridKVCacheManager
-from nanovllm.kvcache.policy.prefix_index import Block, PrefixIndex, PrefixMatch
+from nanovllm.kvcache.policy.prefix_index import HASH_BYTES, Block, PrefixIndex, PrefixMatch
 from nanovllm.sampling_params import SamplingParams
 
 
@@ -76,11 +77,49 @@ def test_match_same_tokens_after_another_beginning_are_a_miss() -> None:
     assert pool.match(make_sequence([0, 0, 0, 0, 5, 6, 7, 8, 9])) == PrefixMatch()
 
 
-def test_match_equal_hashes_of_different_tokens_are_a_miss() -> None:
-    with mock.patch("nanovllm.kvcache.policy.prefix_index.xxhash.xxh64_intdigest", lambda _: 42):
-        pool = filled_pool(make_sequence([1, 2, 3]))
-        assert pool.match(make_sequence([1, 2, 3])) != PrefixMatch()
-        assert pool.match(make_sequence([1, 7, 3])) == PrefixMatch()
+# Hashes that lead to wrong prefixes
+HASHES: dict[str, Callable[[bytes], int]] = {
+    "always the same": lambda data: 42,
+    "of two bits": lambda data: xxhash.xxh64_intdigest(data) % 4,
+    "of the grain alone": lambda data: xxhash.xxh64_intdigest(data[HASH_BYTES:]),
+}
+
+
+@pytest.mark.parametrize("name", HASHES)
+@pytest.mark.parametrize("kind", ["all GPU", "hybrid"])
+def test_prompts_whose_hashes_collide_never_share(name: str, kind: str) -> None:
+    """Regression: a hit proved that the block's own tokens are equal, and a 64-bit hash of the tokens before it. A
+    collision of two prefixes gave one prompt the K/V that were computed for the other.
+    """
+    kv = BlockManager(24, 256) if kind == "all GPU" else HybridKVCacheManager(24, 8, 512, 2)
+    kv.pool.index = PrefixIndex(kv.block_size, 256, hash_bytes=HASHES[name])
+    simulation = Simulation(kv, max_num_batched_tokens=4000)
+    a, b, body = tokens(512), tokens(512, start=2000), tokens(1024, start=4000)
+    prompts = [[*a, *body, 7], [*b, 7], [*b, *body, 7], [*a, *body, 8]]
+    hits = []
+    for prompt in prompts:
+        seq = simulation.add(prompt, max_tokens=2)
+        simulation.run()
+        hits.append(seq.num_hit_tokens)
+    assert hits == [0, 0, 512, 1536]
+
+
+@pytest.mark.parametrize("name", HASHES)
+def test_blocks_left_behind_an_evicted_prefix_are_not_found_behind_another(name: str) -> None:
+    pool = BlockPool([Block(i) for i in range(8)], 4, 2, enable_prefix_caching=True)
+    pool.index = PrefixIndex(4, 2, hash_bytes=HASHES[name])
+    body = tokens(8, start=3000)
+    first = make_sequence([1, 2, 3, 4, *body, 5])
+    hold_all(pool, first)
+    release_all(pool, first)
+    for start in ([9, 8, 7, 6], [1, 2, 3, 4]):  # both land in the physical block of the evicted start
+        pool.allocate(pool.blocks[first.block_table[0]])
+        other = make_sequence(start, seq_id=1)
+        other.block_table = first.block_table[:1]
+        pool.register(other, 4)
+        release_all(pool, other)
+        assert pool.match(make_sequence([*start, *body, 5])).full_blocks == tuple(first.block_table[:1])
+    pool.check_integrity([])
 
 
 def test_match_another_salt_is_a_miss() -> None:
@@ -220,28 +259,74 @@ def test_match_equal_holders_takes_the_newest() -> None:
     assert pool.match(make_sequence(tokens(9))).full_blocks == tuple(second.block_table)
 
 
-def test_index_random_operations_with_few_hashes_never_matches_other_tokens() -> None:
-    """Hashes of two bits, so that grains of one block have equal hashes too."""
+class PrefixOracle:
+    """What the index should find: for each known prefix, with all its tokens and its salt, the blocks that end it."""
+
+    def __init__(self) -> None:
+        self.holders: dict[tuple[int, ...], list[int]] = {}  # newest last
+        self.contents: dict[int, tuple[int, ...]] = {}  # by block id: all tokens up to the block's end
+
+    def register(self, seq: Sequence, block_size: int, grain: int) -> None:
+        salted = (seq.hash_salt, *seq.token_ids)
+        for end in range(grain, len(seq.token_ids) + 1, grain):
+            block_id = seq.block_table[(end - 1) // block_size]
+            self.contents[block_id] = salted[: 1 + end]
+            if block_id not in (holders := self.holders.setdefault(salted[: 1 + end], [])):
+                holders.append(block_id)
+
+    def drop(self, block_id: int) -> None:
+        """Forget the block. With the last holder of a prefix go all prefixes that continue it."""
+        content = self.contents.pop(block_id, ())
+        lost = [prefix for prefix, holders in self.holders.items() if holders == [block_id]]
+        for prefix in list(self.holders):
+            if any(prefix[: len(start)] == start for start in lost):
+                del self.holders[prefix]
+            elif block_id in self.holders[prefix]:
+                self.holders[prefix].remove(block_id)
+                assert prefix == content[: len(prefix)]
+
+    def match(self, seq: Sequence, block_size: int, grain: int) -> PrefixMatch:
+        salted, found = (seq.hash_salt, *seq.token_ids), []
+        end = (len(seq.token_ids) - 1) // grain * grain
+        while end and salted[: 1 + end] not in self.holders:
+            end -= grain
+        for block_end in range(block_size, end + block_size, block_size):
+            found.append(self.holders[salted[: 1 + min(block_end, end)]][-1])
+        num_full, num_partial_tokens = divmod(end, block_size)
+        return PrefixMatch(tuple(found[:num_full]), found[num_full] if num_partial_tokens else None, num_partial_tokens)
+
+
+@pytest.mark.parametrize("name", HASHES)
+def test_index_matches_an_oracle_of_whole_prefixes_whatever_the_hash(name: str) -> None:
+    """Sequences share what they match, as the managers let them, and blocks are evicted in any order."""
     rng = random.Random(0)
-    original = xxhash.xxh64_intdigest
-    num_matched = 0
-    with mock.patch("nanovllm.kvcache.policy.prefix_index.xxhash.xxh64_intdigest", lambda data: original(data) % 4):
-        pool = BlockPool([Block(i) for i in range(12)], 4, 2, enable_prefix_caching=True)
+    for block_size, grain in ((4, 2), (2, 2), (6, 2)):
+        pool = BlockPool([Block(i) for i in range(12)], block_size, grain, enable_prefix_caching=True)
+        pool.index = PrefixIndex(block_size, grain, hash_bytes=HASHES[name])
+        oracle = PrefixOracle()
         held: list[Sequence] = []
-        for seq_id in range(3000):
-            seq = make_sequence([rng.randrange(2) for _ in range(rng.randint(1, 12))], seq_id=seq_id)
+        num_matched = 0
+        for seq_id in range(800):
+            prompt = [int(rng.random() < 0.2) for _ in range(rng.randint(1, 12))]
+            seq = make_sequence(prompt, seq_id=seq_id, hash_salt=rng.choice([0, 0, 1]))
             match = pool.match(seq)
-            found = [*match.full_blocks, *([] if match.partial_block is None else [match.partial_block])]
-            stored = [token_id for block_id in found for token_id in pool.blocks[block_id].token_ids]
-            num_tokens = 4 * len(match.full_blocks) + match.num_partial_tokens
-            assert stored[:num_tokens] == seq.token_ids[:num_tokens].tolist()
-            num_matched += num_tokens
-            while pool.num_free < 3:
-                ended = held.pop(rng.randrange(len(held)))
-                release_all(pool, ended)
-            hold_all(pool, seq)
+            assert match == oracle.match(seq, block_size, grain)
+            num_matched += len(match.full_blocks) * block_size + match.num_partial_tokens
+            seq.block_table = list(match.full_blocks)
+            seq.num_registered_tokens = len(seq.block_table) * block_size
+            for block_id in seq.block_table:
+                pool.retain(pool.blocks[block_id])
+            for _ in range(-(-len(prompt) // block_size) - len(seq.block_table)):
+                while not pool.num_free:
+                    release_all(pool, held.pop(rng.randrange(len(held))))
+                block = pool.allocate(pool.blocks[rng.choice([*pool.spare_ids, *pool.cached_ids])])
+                oracle.drop(block.block_id)
+                seq.block_table.append(block.block_id)
+            pool.register(seq, len(prompt))
+            oracle.register(seq, block_size, grain)
             held.append(seq)
-    assert num_matched > 100
+            pool.check_integrity(held)
+        assert num_matched > 1000
 
 
 # -- which block is handed out next ----------------------------------------------------------------------------------

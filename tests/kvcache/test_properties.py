@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 from unittest import mock
 
 import pytest
+import xxhash
 from content_model import ContentError, Simulation
 from cpu_splits import RandomSplit
 from hypothesis import HealthCheck, given, settings
@@ -14,7 +15,7 @@ from odd_drafters import KINDS
 from random_workloads import GRAIN, LONG_CHUNK_BLOCKS, Abort, Add, Operation, Preempt, Steps, play, play_dense
 from tiers import examples
 
-from nanovllm.core.sequence import Sequence
+from nanovllm.core.sequence import Sequence, TokenIds
 from nanovllm.core.step_plan import StepPlan
 from nanovllm.kvcache.policy.base import KVCacheManager
 from nanovllm.kvcache.policy.block_manager import BlockManager
@@ -124,6 +125,12 @@ def test_guesses_of_any_kind_change_no_token_and_lose_nothing(
     play_dense(seed, hybrid=hybrid, with_cpu=with_cpu, drafter=drafter)
 
 
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=QUICK)
+@given(seed=st.integers(0, 2**32), hybrid=st.booleans(), num_hashes=any_of([1, 3]))
+def test_hashes_that_collide_change_no_token_and_lose_nothing(seed: int, hybrid: bool, num_hashes: int) -> None:
+    play_dense(seed, hybrid=hybrid, hash_bytes=lambda data: xxhash.xxh64_intdigest(data) % num_hashes)
+
+
 @settings(max_examples=examples(200), deadline=None, suppress_health_check=QUICK)
 @given(seed=st.integers(0, 2**32), hybrid=st.booleans(), drafter=any_of(["", *KINDS]))
 def test_steps_bounded_by_any_times_change_no_token_and_lose_nothing(seed: int, hybrid: bool, drafter: str) -> None:
@@ -217,14 +224,23 @@ def register_one_grain_more(index: PrefixIndex, seq: Sequence, blocks: list[Bloc
     REGISTER(index, seq, blocks, min(end + index.grain, len(seq.block_table) * index.block_size))
 
 
-def remove_all_holders(index: PrefixIndex, grain_hash: int, block: Block) -> None:
-    index._newest.pop(grain_hash, None)
-    index._older.pop(grain_hash, None)
+def find_by_tokens_alone(
+    index: PrefixIndex, grain_hash: int, parent_id: int, token_ids: TokenIds, start: int = 0
+) -> Block | None:
+    """Behind any prefix."""
+    blocks = [index._newest[prefix_id] for prefix_id in index._prefix_ids.get(grain_hash, ())]
+    return next((block for block in blocks if block.token_ids[start : start + len(token_ids)] == token_ids), None)
+
+
+def remove_all_holders(index: PrefixIndex, prefix_id: int, grain_hash: int, block: Block) -> None:
+    if index._newest.pop(prefix_id, None) is not None:
+        index._forget_id(prefix_id, grain_hash)
+    index._older.pop(prefix_id, None)
 
 
 REGISTER = PrefixIndex.register
 MANAGER_FAULTS = {
-    "hash without its chain": mock.patch.object(PrefixIndex, "_hash", unchained_hash),
+    "prefix not compared": mock.patch.multiple(PrefixIndex, _hash=unchained_hash, _find=find_by_tokens_alone),
     "tokens registered that are not computed": mock.patch.object(PrefixIndex, "register", register_one_grain_more),
     "grain forgotten with its newest holder": mock.patch.object(PrefixIndex, "_remove_holder", remove_all_holders),
     "slot given up without a flush": mock.patch.object(HybridBlock, "is_dirty", False),

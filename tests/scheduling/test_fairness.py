@@ -219,6 +219,26 @@ def test_question_about_a_known_document_counts_as_a_short_prompt() -> None:
     assert question.num_steps == 1
 
 
+@pytest.mark.parametrize("max_step_s", [None, 0.2])
+def test_question_asked_before_its_document_is_known_counts_as_a_short_prompt_once_it_is(
+    max_step_s: float | None,
+) -> None:
+    """Regression: it counted as a long prompt until it was the first to wait. Here that took 1.7 s, with the bound 5 s
+    and more than a thousand steps.
+    """
+    steps = with_streams(all_gpu(), GRAPHS, max_step_s)
+    document = list(range(60_000))
+    first = steps.add(0, max_tokens=1, token_ids=[*document, 0])
+    steps.step()
+    others = [steps.add(60_000, max_tokens=1) for _ in range(2)]
+    question = steps.add(0, max_tokens=1, token_ids=[*document, 1, 2, 3])
+    steps.run_until(first)
+    known_s = steps.now_s
+    steps.run_until(question)
+    assert steps.now_s - known_s < 0.2 and question.seq.num_hit_tokens == 60_000 // 256 * 256
+    assert not any(other.token_s for other in others)
+
+
 # -- throughput ------------------------------------------------------------------------------------------------------
 
 

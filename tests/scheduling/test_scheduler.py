@@ -189,6 +189,23 @@ def test_all_gpu_alone_at_the_tail_preempts_itself() -> None:
     simulation.run()
 
 
+def test_the_newest_are_preempted_first_and_the_oldest_come_back_first() -> None:
+    simulation = all_gpu(num_blocks=8, max_num_batched_tokens=100)
+    for i in range(5):
+        simulation.add(prompt(7, first=1 + i), max_tokens=6)
+    scheduler, preempted, admitted = simulation.scheduler, [], []
+    preempt, admit = simulation.kv.preempt, simulation.kv.admit
+    simulation.kv.preempt = lambda seq: (preempted.append(seq.seq_id), preempt(seq))  # type: ignore[method-assign]
+    simulation.kv.admit = lambda seq: (admitted.append(seq.seq_id), admit(seq))  # type: ignore[method-assign]
+    for _ in range(3):
+        simulation.step()  # in the third one the first four need a third block each
+    assert preempted == [3, 2]
+    assert [seq.seq_id for seq in scheduler.running] == [0, 1]
+    assert [seq.seq_id for seq in scheduler.waiting] == [2, 3, 4]
+    simulation.run()
+    assert admitted[:7] == [0, 1, 2, 3, 2, 3, 4]
+
+
 def num_computed_again(watermark: float) -> int:
     """Tokens beyond the fewest that 80 requests of random lengths can take, in 100 blocks of 256 tokens."""
     rng = random.Random(0)
@@ -358,6 +375,28 @@ def test_abort_at_any_time_frees_and_drops_what_is_pending(make: object, depth: 
     simulation.run()
 
 
+class ComparedSequence(Sequence):
+    num_compared = 0
+
+    def __eq__(self, other: object) -> bool:
+        ComparedSequence.num_compared += 1
+        return self is other
+
+    __hash__ = Sequence.__hash__
+
+
+def test_abort_of_the_newest_of_many_waiting_requests_searches_through_none_of_them() -> None:
+    """Regression: each abort compared the sequence with all that waited before it."""
+    scheduler = Scheduler(BlockManager(8, 4), max_num_seqs=1, max_num_batched_tokens=8)
+    for seq_id in range(1000):
+        scheduler.add(ComparedSequence(seq_id, [1, 2, 3], SamplingParams(max_tokens=2), seed=0))
+    for seq_id in (999, 998, 500, 0, 501):
+        assert scheduler.abort(seq_id) is not None
+    assert ComparedSequence.num_compared == 0
+    left = [seq_id for seq_id in range(998) if seq_id not in (0, 500, 501)]
+    assert [seq.seq_id for seq in scheduler.waiting] == left
+
+
 @pytest.mark.parametrize("make", [all_gpu, hybrid])
 def test_refused_request_leaves_the_others_untouched(make: object) -> None:
     simulation = make(max_num_batched_tokens=8)  # type: ignore[operator]
@@ -448,3 +487,28 @@ def test_the_step_in_flight_is_not_awaited_where_no_guess_can_be_made() -> None:
         simulation.step()
         assert not simulation.scheduler.needs_tokens()
     simulation.run()
+
+
+def test_no_guess_goes_past_max_tokens() -> None:
+    for max_tokens in range(1, 9):
+        drafter = odd_drafter("right", seed=0)
+        simulation = all_gpu(max_num_batched_tokens=100, make_drafter=drafter, max_guesses=3)
+        seq = simulation.add(prompt(5), max_tokens=max_tokens)
+        simulation.run()
+        guessed = [step.num_guesses for plan in simulation.plans for step in plan.sequences]
+        left = max_tokens - 1  # after the token that the prompt samples
+        expected = [0]
+        while left:
+            expected.append(min(3, left - 1))  # the step samples a token besides those that it guesses
+            left -= 1 + expected[-1]
+        assert guessed == expected and seq.num_output_tokens == max_tokens
+
+
+def test_right_guesses_after_an_end_token_are_dropped() -> None:
+    answer = [3, 5, EOS, 2]
+    drafter = odd_drafter("right", seed=0)
+    simulation = all_gpu(max_num_batched_tokens=100, make_drafter=drafter, max_guesses=6)
+    seq = simulation.add(prompt_ending_in(answer), max_tokens=20, ignore_eos=False)
+    simulation.run()
+    assert [step.num_guesses for plan in simulation.plans for step in plan.sequences] == [0, 6]
+    assert (seq.output_token_ids, seq.finish_reason) == (answer[:3], "stop")

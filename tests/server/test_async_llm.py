@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from tiny_models import write_tiny_model, write_tiny_tokenizer
@@ -210,6 +211,19 @@ def test_generate_impossible_request_raises_and_queues_nothing(engine: AsyncLLM)
     assert num_open(engine) == 0
 
 
+def test_generate_prompt_larger_than_the_pool_raises_and_queues_nothing(model: Path) -> None:
+    """Regression: the prompts before it were queued and aborted."""
+    engine = AsyncLLM(model, **(OPTIONS | {"num_kvcache_blocks": 2}))
+    scheduler = engine.llm.scheduler
+    with (
+        mock.patch.object(scheduler, "add", wraps=scheduler.add) as add,
+        pytest.raises(RequestError, match="prompt of 510 tokens"),
+    ):
+        run(collect(engine.generate([[1] * 5, [1] * 510], GREEDY)))
+    assert add.call_count == 0
+    engine.close()
+
+
 # -- consumers -------------------------------------------------------------------------------------------------------
 
 
@@ -265,6 +279,30 @@ def test_consumers_have_everything_before_a_long_step_is_launched(model: Path) -
     run(test())
     engine.close()
     assert len(num_late) >= 2 * num_streams and not any(num_late), num_late
+
+
+def test_step_that_is_planned_when_all_requests_are_aborted_runs_before_the_next_request_comes(model: Path) -> None:
+    """Regression: it was a long step, and it ran before the first step of the next request, perhaps minutes later. It
+    cannot be dropped: prompts are promised the K and V that it writes.
+    """
+    engine = AsyncLLM(model, internals=Internals(works_ahead=True), **(OPTIONS | {"max_step_ms": 1000.0}))
+    steps, turns = engine.llm.engine._steps, engine.llm.engine._turns
+
+    async def test() -> None:
+        answer = await engine.submit([1, 2, 3], ENDLESS)
+        await anext(answer)
+        prompt = await engine.submit([7] * 1000, GREEDY)
+        async for _ in answer:
+            with turns.lock:  # no step can begin
+                if steps._planned is not None and turns._owner is None:
+                    answer.close()
+                    prompt.close()
+                    break
+        assert not engine.llm.engine.has_requests
+        await wait_until(lambda: steps._planned is None)
+
+    run(test())
+    engine.close()
 
 
 def test_idle_engine_builds_plans_in_the_thread_of_its_steps_and_makes_way_for_requests(model: Path) -> None:

@@ -66,15 +66,21 @@ def num_equal(a: list[int], b: list[int]) -> int:
 
 def longest_prefix_left(pool: BlockPool, seq: Sequence) -> int:
     """Tokens of `seq` whose grains are in some block, by looking at all blocks; one token is left to compute."""
-    index, num_matched = pool.index, 0
-    hashes = [index._hash(seq, i) for i in range((len(seq.token_ids) - 1) // index.grain)]
-    grains_per_block = index.block_size // index.grain
-    for first in range(0, len(hashes) if pool.enable_prefix_caching else 0, grains_per_block):
-        wanted = hashes[first : first + grains_per_block]
-        num_held = max(num_equal(block.grain_hashes, wanted) for block in pool.blocks)
-        num_matched += num_held * index.grain
-        if num_held < grains_per_block:
+    grain, block_size = pool.index.grain, pool.index.block_size
+    num_known = (len(seq.token_ids) - 1) // grain * grain if pool.enable_prefix_caching else 0
+    num_matched, prefix_id = 0, ~seq.hash_salt
+    while num_matched < num_known:
+        wanted = seq.token_ids[num_matched : min(num_matched + block_size, num_known)].tolist()
+        held = [block for block in pool.blocks if block.prefix_ids[:1] == [prefix_id]]
+        num_grains, block = max(
+            ((num_equal(block.token_ids.tolist(), wanted) // grain, block) for block in held),
+            key=lambda found: found[0],
+            default=(0, None),
+        )
+        num_matched += num_grains * grain
+        if block is None or num_grains * grain < block_size:
             break
+        prefix_id = block.prefix_ids[-1]
     return num_matched
 
 

@@ -15,6 +15,7 @@ from nanovllm.core.sequence import Sequence
 from nanovllm.kvcache.policy.base import KVCacheManager
 from nanovllm.kvcache.policy.block_manager import BlockManager
 from nanovllm.kvcache.policy.hybrid_manager import HybridKVCacheManager
+from nanovllm.kvcache.policy.prefix_index import PrefixIndex
 from nanovllm.scheduling.chunk_times import ChunkTimes
 from nanovllm.scheduling.step_bound import StepBound
 from nanovllm.speculation.drafters import Drafter, ResidentDrafter
@@ -159,10 +160,17 @@ def odd_drafter(kind: str, seed: int) -> Callable[[KVCacheManager, ContentRunner
 
 
 def play_dense(
-    seed: int, hybrid: bool, with_cpu: bool = False, drafter: str = "", bounded: bool = False, **options: Any
+    seed: int,
+    hybrid: bool,
+    with_cpu: bool = False,
+    drafter: str = "",
+    bounded: bool = False,
+    hash_bytes: Callable[[bytes], int] | None = None,
+    **options: Any,
 ) -> Simulation:
     """A dense workload; `options` are the Simulation's, beside a schedule drawn from the seed. `with_cpu`: the CPU
     attends to some of the missing keys. `drafter`: a kind of OddDrafter, to speculate with. `bounded`: by an odd_bound.
+    `hash_bytes`: the prefix index's.
     """
     rng = random.Random(seed)
     if bounded:
@@ -174,5 +182,8 @@ def play_dense(
     split = RandomSplit(generator=random.Random(seed)) if with_cpu else None
     kv = dense_manager(rng, hybrid, split, keeps_first_blocks=bool(drafter))
     simulation = Simulation(kv, **(dense_schedule(rng) | options))
+    if hash_bytes is not None:
+        old = simulation.pool.index
+        simulation.pool.index = PrefixIndex(old.block_size, old.grain, hash_bytes=hash_bytes)
     play(simulation, dense_operations(rng))
     return simulation

@@ -135,6 +135,28 @@ def test_receiver_delivered_twice_brings_a_piece_once(text: TextFrontend) -> Non
     assert receiver.outbox.content.finished[0]["text"] == "H"
 
 
+def test_receiver_aborted_delivers_what_was_held_back(text: TextFrontend) -> None:
+    """Regression: an answer that might have been the start of a stop string came back as an empty text, and the first
+    bytes of a character were lost.
+    """
+    whole = text.encode_prompt("Hello wor").tolist()
+    cut = text.encode_prompt("né").tolist()[:-1]  # in the middle of the é
+    for answer, before_abort, expected in ((whole, "", "Hello wor"), (cut, "n", "n\ufffd")):
+        params = SamplingParams(max_tokens=99, stop="Hello world")
+        receiver = text.receiver(Outbox(), params)
+        seq = Sequence(0, [1], params, seed=0)
+        for token_id in answer:
+            seq.token_ids.append(token_id)
+            assert receiver.read(seq) is None
+            receiver.deliver(seq)
+        streamed = receiver.outbox.fetch().texts[0]
+        assert streamed == before_abort
+        seq.finish_reason = "abort"
+        receiver.deliver(seq)
+        content = receiver.outbox.fetch()
+        assert streamed + content.texts[0] == content.finished[0]["text"] == expected
+
+
 def test_receiver_decoder_raises_ends_its_request_with_an_error(
     text: TextFrontend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
