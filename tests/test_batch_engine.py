@@ -4,18 +4,16 @@ import asyncio
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import xxhash
 
 from nanovllm.async_llm import AsyncLLM
-from nanovllm.cluster.batch_answers import RowAnswerer
-from nanovllm.cluster.batch_engine import BatchEngine, EngineJob
-from nanovllm.cluster.batch_jsonl import JsonLinesRows
-from nanovllm.cluster.batch_plan import RowPlace, Unit, UnitLimits, plan_units
-from nanovllm.cluster.batch_rows import RowDefaults, error_columns
-from nanovllm.cluster.batch_tries import MAX_TRIES, UnitTries
+from nanovllm.cluster.batch_engine import MAX_TRIES, BatchEngine, EngineJob, RowAnswerer, UnitTries
+from nanovllm.cluster.batch_files import JsonLinesRows
+from nanovllm.cluster.batch_rows import RowDefaults, RowPlace, Unit, UnitLimits, error_columns, plan_units
 from nanovllm.demo.retrieval_model import build_retrieval_model
 from nanovllm.errors import EngineError, RequestError
 from nanovllm.sampling_params import SamplingParams
@@ -102,9 +100,21 @@ class Died(BaseException):
 
 
 class MortalEngine(BatchEngine):
-    def _exit(self, tries: UnitTries, error: Exception) -> None:
-        tries.note(str(error))
+    def _exit(self, error: Exception) -> None:
         raise Died
+
+
+class InProcess:
+    """An object that is called like an actor."""
+
+    def __init__(self, target: object) -> None:
+        self._target = target
+
+    def __getattr__(self, name: str) -> SimpleNamespace:
+        async def remote(*args: Any) -> Any:
+            return getattr(self._target, name)(*args)
+
+        return SimpleNamespace(remote=remote)
 
 
 def make_job(folder: Path, rows: Sequence[Any], **options: Any) -> tuple[EngineJob, list[Unit]]:
@@ -123,7 +133,7 @@ def make_job(folder: Path, rows: Sequence[Any], **options: Any) -> tuple[EngineJ
         num_part_digits=5,
         tensor_parallel_size=1,
         engines_per_node=1,
-        engine_class=MortalEngine,
+        tries=InProcess(UnitTries()),
     )
     return job, units
 

@@ -10,12 +10,22 @@ import pytest
 import xxhash
 
 from nanovllm.capacity.machine import Machine
-from nanovllm.cluster.batch_formats import format_of
-from nanovllm.cluster.batch_jsonl import JsonLinesRows
-from nanovllm.cluster.batch_manifest import held_alone, open_output
-from nanovllm.cluster.batch_options import BatchOptions
-from nanovllm.cluster.batch_plan import RowPlace, ScannedRow, Unit, UnitLimits, plan_units, runs_of
-from nanovllm.cluster.batch_resources import (
+from nanovllm.cluster.batch_engine import Turns
+from nanovllm.cluster.batch_files import JsonLinesRows, held_alone, open_output
+from nanovllm.cluster.batch_rows import (
+    RowDefaults,
+    RowPlace,
+    ScannedRow,
+    Unit,
+    UnitLimits,
+    answer_columns,
+    error_columns,
+    make_request,
+    plan_units,
+    runs_of,
+)
+from nanovllm.cluster.options import BatchOptions
+from nanovllm.cluster.resources import (
     EngineNeeds,
     Node,
     check_room,
@@ -24,8 +34,6 @@ from nanovllm.cluster.batch_resources import (
     plan_memory,
     plan_placement,
 )
-from nanovllm.cluster.batch_rows import RowDefaults, answer_columns, error_columns, make_request
-from nanovllm.cluster.batch_tries import MAX_TRIES, Turns, UnitTries, clear_tries
 from nanovllm.config import Config
 from nanovllm.core.logprobs import Logprob
 from nanovllm.demo.retrieval_model import build_retrieval_model
@@ -127,14 +135,6 @@ def test_scan_documents_are_told_apart_by_value(tmp_path: Path) -> None:
     assert keys[3] is keys[4] is None
 
 
-def test_format_of_refuses_other_files(tmp_path: Path) -> None:
-    (tmp_path / "a.csv").touch()
-    with pytest.raises(ConfigError, match=r"a\.csv' must be a file of JSON lines"):
-        format_of([tmp_path / "a.csv"])
-    with pytest.raises(ConfigError, match="is not a file"):
-        format_of([tmp_path / "missing.jsonl"])
-
-
 # -- rows --------------------------------------------------------------------------------------------------------
 
 
@@ -213,21 +213,7 @@ def test_answer_columns_failed_answer_leaves_only_the_error() -> None:
     assert error_columns("NaN")["text"] is None
 
 
-# -- tries and turns ---------------------------------------------------------------------------------------------
-
-
-def test_unit_tries_are_counted_until_the_unit_has_run(tmp_path: Path) -> None:
-    for count in range(MAX_TRIES):
-        tries = UnitTries(tmp_path, 3)
-        assert tries.count() == count
-        tries.begin()
-    assert "out of memory" in tries.describe()
-    tries.note("EngineError: a step\nfailed")
-    assert tries.count() == MAX_TRIES
-    assert "3 engines have failed" in tries.describe() and "EngineError: a step failed" in tries.describe()
-    assert UnitTries(tmp_path, 4).count() == 0
-    clear_tries(tmp_path)
-    assert tries.count() == 0
+# -- turns --------------------------------------------------------------------------------------------------------
 
 
 def test_turns_let_one_run_alone_between_others() -> None:

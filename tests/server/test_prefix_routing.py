@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from nanovllm.cluster.prefix_routing import PrefixRouting
-from nanovllm.cluster.request_keys import MIN_BEGINNING_BYTES, RequestKey, key_of, request_key
+from nanovllm.cluster.routing import MIN_BEGINNING_BYTES, PrefixRouting, RequestKey, key_of, request_key
 
 A, B, C = "replica-a", "replica-b", "replica-c"
 IDLE = {A: 0, B: 0, C: 0}

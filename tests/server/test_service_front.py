@@ -8,9 +8,16 @@ from typing import Any
 
 import pytest
 
-from nanovllm.cluster.app_call import REST_PER_CALL_S, AppCall, Pace, WholeRequest
-from nanovllm.cluster.front import Front, ReplicaLostError, no_replica
-from nanovllm.cluster.metrics_text import join_metrics
+from nanovllm.cluster.front import (
+    REST_PER_CALL_S,
+    AppCall,
+    Front,
+    Pace,
+    ReplicaLostError,
+    WholeRequest,
+    join_metrics,
+    no_replica,
+)
 from nanovllm.server.gate import CACHE_SALT, ASGIApp, ASGIMessage, Receive, Scope, Send
 
 Parts = list[list[ASGIMessage] | Exception]

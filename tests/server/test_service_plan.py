@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 
 from nanovllm.cli.main import main
-from nanovllm.cluster.service_options import ServiceOptions, check_engine
-from nanovllm.cluster.service_plan import check_room, deployment_options, replica_resources
+from nanovllm.cluster.options import ServiceOptions, check_engine
+from nanovllm.cluster.resources import EngineNeeds, Node, check_room, deployment_options, replica_needs
 from nanovllm.config import Config
 from nanovllm.errors import ConfigError
 from nanovllm.server.options import ServerOptions
+
+GIB = 2**30
 
 
 @pytest.mark.parametrize(
@@ -43,61 +45,55 @@ def config(**options: Any) -> Config:
     return Config(model="m", **options)
 
 
-@pytest.mark.parametrize(
-    ("options", "num_cluster_gpus", "num_gpus"),
-    [
-        ({}, 0, 0),
-        ({}, 8, 1),
-        ({"tensor_parallel_size": 4}, 8, 4),
-        ({"device": "cpu"}, 8, 0),
-        ({"device": "cuda"}, 0, 1),
-    ],
-)
-def test_replica_takes_a_gpu_for_each_rank(options: dict[str, Any], num_cluster_gpus: int, num_gpus: int) -> None:
-    resources = replica_resources(config(**options), ServiceOptions(num_replicas=2, replica_cpus=3), num_cluster_gpus)
-    assert resources["num_gpus"] == num_gpus and resources["num_cpus"] == 3 and "memory" not in resources
-    assert resources["runtime_env"]["env_vars"] == {"OMP_NUM_THREADS": "3"}
-
-
-def test_offload_reserves_its_memory() -> None:
+def test_replica_takes_a_gpu_for_each_rank_and_the_memory_of_offload() -> None:
+    service, gpus, none = ServiceOptions(num_replicas=2, replica_cpus=3), [Node(8, 8, GIB)], [Node(8, 0, GIB)]
+    for options, nodes, num_gpus in (
+        ({}, none, 0),
+        ({}, gpus, 1),
+        ({"tensor_parallel_size": 4}, gpus, 4),
+        ({"device": "cpu"}, gpus, 0),
+        ({"device": "cuda"}, none, 1),
+    ):
+        assert replica_needs(config(**options), service, nodes) == EngineNeeds(gpus=num_gpus, cpus=3)
     offload = config(enable_cpu_offload=True, cpu_memory_gb=8.0)
-    assert replica_resources(offload, ServiceOptions(num_replicas=1), 1)["memory"] == 8 << 30
+    assert replica_needs(offload, service, gpus).memory_bytes == 8 * GIB
 
 
-@pytest.mark.parametrize(
-    ("nodes", "room"),
-    [
-        ([{"CPU": 8, "GPU": 2}], 1),
-        ([{"CPU": 8, "GPU": 8}], 4),
-        ([{"CPU": 8, "GPU": 1}, {"CPU": 8, "GPU": 1}], 0),  # a replica is on one node
-        ([{"CPU": 3, "GPU": 8}, {"CPU": 8}], 1),
+def test_replicas_that_do_not_fit_are_refused() -> None:
+    needs = EngineNeeds(gpus=2, cpus=2)
+    for nodes, room in (
+        ([Node(8, 2, GIB)], 1),
+        ([Node(8, 8, GIB)], 4),
+        ([Node(8, 1, GIB), Node(8, 1, GIB)], 0),  # a replica is on one node
+        ([Node(3, 8, GIB), Node(8, 0, GIB)], 1),
         ([], 0),
-    ],
-)
-def test_replicas_that_do_not_fit_are_refused(nodes: list[dict[str, float]], room: int) -> None:
-    resources = {"num_cpus": 2, "num_gpus": 2}
-    if room:
-        check_room(ServiceOptions(num_replicas=room), resources, nodes)
-    with pytest.raises(ConfigError, match=f"room for {room} .a replica takes 2 CPU, 2 GPU.; lower num_replicas"):
-        check_room(ServiceOptions(num_replicas=room + 1), resources, nodes)
+    ):
+        check_room(needs, nodes, room, "num_replicas")
+        with pytest.raises(ConfigError, match=f"room for {room} of num_replicas={room + 1}: each needs 2 GPUs, 2 CPUs"):
+            check_room(needs, nodes, room + 1, "num_replicas")
+
+
+def deployment(service: ServiceOptions, server: dict[str, Any], **options: Any) -> dict[str, Any]:
+    server_options = ServerOptions(**server)
+    return deployment_options(config(**options), server_options, service, EngineNeeds(gpus=2, cpus=3, memory_bytes=GIB))
 
 
 def test_number_is_fixed_or_scaled_by_open_requests() -> None:
-    fixed = deployment_options(config(), ServerOptions(), ServiceOptions(num_replicas=2, max_replicas=2))
+    fixed = deployment(ServiceOptions(num_replicas=2, max_replicas=2), {})
     assert fixed["num_replicas"] == 2 and "autoscaling_config" not in fixed
-    scaled = deployment_options(
-        config(max_num_seqs=64), ServerOptions(), ServiceOptions(num_replicas=1, max_replicas=4)
-    )
+    scaled = deployment(ServiceOptions(num_replicas=1, max_replicas=4), {}, max_num_seqs=64)
     expected = {"min_replicas": 1, "max_replicas": 4, "target_ongoing_requests": 64}
     assert scaled["autoscaling_config"] == expected and "num_replicas" not in scaled
 
 
-def test_drain_and_queue_are_those_of_the_server_options() -> None:
-    options = ServerOptions(drain_s=7, max_queue=100)
-    deployment = deployment_options(config(max_num_seqs=8), options, ServiceOptions(num_replicas=1))
-    assert deployment["graceful_shutdown_timeout_s"] == 7 and deployment["max_queued_requests"] == 100
-    assert deployment["max_ongoing_requests"] > 108  # a replica's own queue refuses before Serve does
-    assert deployment["request_router_config"]["request_router_kwargs"] == {"max_queue_gap": 8}
+def test_deployment_has_the_resources_and_the_drain_and_queue_of_the_server() -> None:
+    found = deployment(ServiceOptions(num_replicas=1), {"drain_s": 7, "max_queue": 100}, max_num_seqs=8)
+    environment = {"env_vars": {"OMP_NUM_THREADS": "3"}}
+    resources = {"num_cpus": 3, "num_gpus": 2, "memory": GIB, "runtime_env": environment}
+    assert found["ray_actor_options"] == resources
+    assert found["graceful_shutdown_timeout_s"] == 7 and found["max_queued_requests"] == 100
+    assert found["max_ongoing_requests"] > 108  # a replica's own queue refuses before Serve does
+    assert found["request_router_config"]["request_router_kwargs"] == {"max_queue_gap": 8}
 
 
 def test_serve_names_the_flag_that_is_to_blame(capsys: pytest.CaptureFixture[str]) -> None:
@@ -113,7 +109,7 @@ def test_without_ray_num_replicas_says_what_to_install() -> None:
 
 
 def test_what_needs_no_cluster_loads_no_ray() -> None:
-    names = "app_call front metrics_text prefix_routing request_keys service_options service_plan".split()
+    names = ("front", "options", "resources", "routing")
     modules = ", ".join(f"nanovllm.cluster.{name}" for name in names)
     code = f"import sys, nanovllm.cli.main, nanovllm.server.lifecycle, {modules}; sys.exit('ray' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
