@@ -88,7 +88,9 @@ def test_unit_packed_keeps_its_places() -> None:
     assert places == [RowPlace(0, 0, 0, 0), RowPlace(0, 2, 20, 0), RowPlace(0, 1, 10)]
     assert list(runs_of(places)) == [[0, 1], [2]]
     assert unit.describe(["x.jsonl"]) == "3 rows from line 1 of x.jsonl to line 2"
-    assert Unit([RowPlace(1, 4, 9)]).describe(["x", "y"]) == "line 5 of y"
+    single = Unit()
+    single.add(RowPlace(1, 4, 9))
+    assert single.describe(["x", "y"]) == "line 5 of y"
 
 
 # -- JSON lines --------------------------------------------------------------------------------------------------

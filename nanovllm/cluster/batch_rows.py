@@ -58,14 +58,18 @@ class UnitLimits:
 class Unit:
     """A list of rows, stored as integers: a job of a million rows is 32 MB."""
 
-    def __init__(self, places: Iterable[RowPlace] = (), packed: bytes = b"") -> None:
-        """`packed`: what another unit's `packed` was."""
+    def __init__(self, packed: bytes = b"") -> None:
+        """`packed`: the `packed` of another unit. `num_bytes` counts only what is added here."""
         self._numbers = array("q", packed)
-        for place in places:
-            self.add(place)
+        self.num_bytes = 0  # of input
 
-    def add(self, place: RowPlace) -> None:
+    def add(self, place: RowPlace, num_bytes: int = 0) -> None:
         self._numbers.extend(place)
+        self.num_bytes += num_bytes
+
+    def extend(self, unit: "Unit") -> None:
+        self._numbers.extend(unit._numbers)
+        self.num_bytes += unit.num_bytes
 
     def __len__(self) -> int:
         return len(self._numbers) // len(RowPlace._fields)
@@ -89,54 +93,39 @@ class Unit:
         return where if first.file_idx == last.file_idx else f"{where} of {names[last.file_idx]}"
 
 
-class _Group:
-    """Rows that stay together."""
-
-    def __init__(self) -> None:
-        self.rows = Unit()
-        self.num_bytes = 0
-
-    def add(self, row: ScannedRow, document: int) -> None:
-        self.rows.add(RowPlace(row.file_idx, row.line, row.offset, document))
-        self.num_bytes += row.num_bytes
-
-
 def plan_units(rows: Iterable[ScannedRow], limits: UnitLimits = UnitLimits()) -> list[Unit]:
     """The units in order. Rows keep their order, except that a document's rows follow its first one."""
     units: list[Unit] = []
-    num_bytes = 0
     for group in _groups(rows):
-        fits = units and len(units[-1]) + len(group.rows) <= limits.max_rows
-        if not fits or num_bytes + group.num_bytes > limits.max_bytes:
-            units.append(Unit())
-            num_bytes = 0
-        for place in group.rows.places:
-            units[-1].add(place)
-        num_bytes += group.num_bytes
+        last = units[-1] if units else None
+        if (
+            last is None
+            or len(last) + len(group) > limits.max_rows
+            or last.num_bytes + group.num_bytes > limits.max_bytes
+        ):
+            units.append(group)
+        else:
+            last.extend(group)
     return units
 
 
-def _groups(rows: Iterable[ScannedRow]) -> Iterator[_Group]:
+def _groups(rows: Iterable[ScannedRow]) -> Iterator[Unit]:
     """Each row without a document, and all rows of each document, in the order in which they begin.
 
     From the first document on they are collected, because its last row may be the last of the input.
     """
-    collected: list[_Group] = []
-    documents: dict[bytes, tuple[int, _Group]] = {}
+    collected: list[Unit] = []
+    documents: dict[bytes, tuple[int, Unit]] = {}
     for row in rows:
         key = row.document_key
-        if key is not None and key in documents:
-            number, group = documents[key]
-            group.add(row, number)
-            continue
-        group = _Group()
-        number = NO_DOCUMENT if key is None else len(documents)
-        group.add(row, number)
+        known = None if key is None else documents.get(key)
+        number, group = known or (NO_DOCUMENT if key is None else len(documents), Unit())
+        group.add(RowPlace(row.file_idx, row.line, row.offset, number), row.num_bytes)
         if key is not None:
-            documents[key] = (number, group)
-        if documents:
+            documents[key] = number, group
+        if known is None and documents:
             collected.append(group)
-        else:
+        elif known is None:
             yield group
     yield from collected
 
