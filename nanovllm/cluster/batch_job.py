@@ -192,7 +192,7 @@ def _place(job: BatchJob, engine: EngineJob, num_units: int) -> tuple[EngineJob,
     if device == "cpu":
         options = {**job.cpu_defaults, **options}
     config = Config(model=job.config.model, **options)
-    needs = _on_an_engines_node(needs, plan_memory, config, job.find_machine)
+    needs = _plan_memory_there(needs, config, job.find_machine)
     check_room(needs, nodes, num_engines)
     logger.info("units: %d, engines: %d; each engine takes %s", num_units, num_engines, needs.describe())
     options |= needs.options
@@ -216,16 +216,14 @@ def _check_part(engine: EngineJob, unit_idx: int) -> None:
         )
 
 
-def _on_an_engines_node(
-    needs: EngineNeeds, plan: Callable[..., EngineNeeds], config: Config, find_machine: Callable[[Config], Machine]
-) -> EngineNeeds:
-    """`plan(needs, config, memory of the machine, find_machine)`, called on a machine that has room for an engine."""
+def _plan_memory_there(needs: EngineNeeds, config: Config, find_machine: Callable[[Config], Machine]) -> EngineNeeds:
+    """`plan_memory`, called on a machine that has room for an engine."""
 
     def call() -> EngineNeeds | Exception:
         node_id = ray.get_runtime_context().get_node_id()
         memory_bytes = next(node["Resources"]["memory"] for node in ray.nodes() if node["NodeID"] == node_id)
         try:
-            return plan(needs, config, memory_bytes, find_machine)
+            return plan_memory(needs, config, memory_bytes, find_machine)
         except (ConfigError, CheckpointError) as error:  # as a value, because Ray would change its type
             return error
 

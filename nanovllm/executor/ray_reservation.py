@@ -38,33 +38,37 @@ def devices_from_ray(device_type: str, size: int, timeout_s: float = RESERVE_TIM
     Raises ConfigError if this machine has too few, or if they are not free within the timeout.
     """
     if ray.is_initialized() and _is_in_ray():
-        gpu_ids = _own_gpu_ids()
+        gpu_ids = ray.get_runtime_context().get_accelerator_ids()["GPU"]
         if device_type == "cuda" and len(gpu_ids) < size:
             raise ConfigError(
                 f"this Ray actor or task holds {len(gpu_ids)} GPUs, and tensor_parallel_size={size} needs {size}; give "
                 f"it num_gpus={size}"
             )
-        yield rank_devices(device_type, size, gpu_ids[:size], os.environ.get("CUDA_VISIBLE_DEVICES"))
+        yield _devices(device_type, size, gpu_ids)
         return
     _join_ray()
     try:
         with _reserved(device_type, size, timeout_s) as gpu_ids:
-            yield rank_devices(device_type, size, gpu_ids, os.environ.get("CUDA_VISIBLE_DEVICES"))
+            yield _devices(device_type, size, gpu_ids)
     finally:
         _leave_ray()
 
 
-def rank_devices(device_type: str, size: int, gpu_ids: Sequence[str], visible: str | None) -> list[torch.device]:
-    """The devices of ranks that were given the GPUs with these ids by Ray.
+def _devices(device_type: str, size: int, gpu_ids: Sequence[str]) -> list[torch.device]:
+    if device_type != "cuda":
+        return [torch.device("cpu")] * size
+    return visible_devices(gpu_ids[:size], os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def visible_devices(gpu_ids: Sequence[str], visible: str | None) -> list[torch.device]:
+    """The devices that torch knows by Ray's ids of GPUs.
 
     `visible` is the process's CUDA_VISIBLE_DEVICES: it names the GPUs that the process sees, by the same ids, in the
     order in which torch counts them. None: the process sees all. Raises ConfigError if it does not see one of them.
     """
-    if device_type != "cuda":
-        return [torch.device("cpu")] * size
     devices = []
+    visible_ids = [] if visible is None else visible.split(",")
     for gpu_id in gpu_ids:
-        visible_ids = [] if visible is None else visible.split(",")
         if visible is None and gpu_id.isdecimal():
             devices.append(torch.device("cuda", int(gpu_id)))
         elif gpu_id in visible_ids:
@@ -124,11 +128,6 @@ def _is_in_ray() -> bool:
     """Return True if this process is an actor or runs a task, rather than being a script that uses Ray."""
     context = ray.get_runtime_context()
     return context.get_actor_id() is not None or context.get_task_id() is not None
-
-
-def _own_gpu_ids() -> list[str]:
-    found: list[str] = ray.get_runtime_context().get_accelerator_ids()["GPU"]
-    return found
 
 
 def _join_ray() -> None:

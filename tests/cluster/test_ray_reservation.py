@@ -19,14 +19,14 @@ from tiny_models import write_tiny_model
 
 from nanovllm import LLM
 from nanovllm.errors import ConfigError, WorkerDiedError
-from nanovllm.executor.ray_reservation import devices_from_ray, has_reservations, rank_devices
+from nanovllm.executor.ray_reservation import devices_from_ray, has_reservations, visible_devices
 
 LONG_S = 30.0
 SAME_IMPORTS = {"env_vars": {"PYTHONPATH": os.pathsep.join(sys.path)}}
 BY_RAY = {"tensor_parallel_size": 2, "distributed_executor_backend": "ray"}
 
 
-def test_rank_devices_are_the_indices_among_the_visible_gpus() -> None:
+def test_visible_devices_are_the_indices_among_the_visible_gpus() -> None:
     for gpu_id, visible, index in (
         ("0", None, 0),
         ("3", None, 3),
@@ -37,11 +37,10 @@ def test_rank_devices_are_the_indices_among_the_visible_gpus() -> None:
         ("MIG-aa", "MIG-aa", 0),
         ("3", "0,1,2,3", 3),  # RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES
     ):
-        assert rank_devices("cuda", 1, [gpu_id], visible) == [torch.device("cuda", index)]
-    assert rank_devices("cpu", 2, [], None) == [torch.device("cpu")] * 2
+        assert visible_devices([gpu_id], visible) == [torch.device("cuda", index)]
     for gpu_id, visible in (("2", "0,1"), ("1", ""), ("GPU-aa", None), ("1", "11")):
         with pytest.raises(ConfigError, match=rf"reserved GPU {gpu_id} .*CUDA_VISIBLE_DEVICES=.*; give it the"):
-            rank_devices("cuda", 1, [gpu_id], visible)
+            visible_devices([gpu_id], visible)
 
 
 @pytest.fixture(scope="module")
