@@ -78,8 +78,8 @@ class Config:
     )
     distributed_executor_backend: str = option(
         "mp",
-        help="what starts the ranks of tensor_parallel_size on this machine; mp: the engine, rank r on cuda:r; ray: "
-        "Ray, which gives each rank a GPU that nobody else has reserved",
+        help="which GPUs of this machine the ranks of tensor_parallel_size have; mp: rank r has cuda:r; ray: Ray "
+        "reserves them, so nobody else who asks Ray gets the same",
         group=_MODEL,
         choices=("mp", "ray"),
     )
@@ -192,7 +192,7 @@ class Config:
             raise ConfigError(f"tensor_parallel_size={self.tensor_parallel_size} must be between 1 and 8")
         if self.distributed_executor_backend == "ray" and self.tensor_parallel_size == 1:
             raise ConfigError(
-                "distributed_executor_backend='ray' places the ranks of tensor_parallel_size > 1; raise "
+                "distributed_executor_backend='ray' reserves GPUs for the ranks of tensor_parallel_size > 1; raise "
                 "tensor_parallel_size from 1, or leave distributed_executor_backend out"
             )
         if self.kvcache_block_size is not None and self.kvcache_block_size % BLOCK_SIZE_STEP:

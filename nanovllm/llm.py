@@ -306,8 +306,7 @@ class LLM:
     @property
     def runner(self) -> Any:
         """Rank 0's ModelRunner, for tests and measurements. Exists only if rank 0 runs in this process."""
-        executor: Any = self.engine.executor
-        return executor.runner
+        return self.engine.executor.runner
 
 
 def _params_list(params: Any, num_prompts: int) -> list[SamplingParams]:

@@ -78,10 +78,7 @@ ALLOWED: dict[str, set[str]] = {
 TORCH_FREE = {"errors", "sampling_params", "config", "checkpoint", "core", "capacity", "kvcache.policy"}
 TORCH_FREE |= {"scheduling", "speculation"}
 MAY_IMPORT_TRITON = {"kernels"}
-MAY_IMPORT_RAY = {
-    "nanovllm.cluster",
-    *(f"nanovllm.executor.ray_{name}" for name in ("workers", "placement", "session")),
-}
+MAY_IMPORT_RAY = {"nanovllm.cluster", "nanovllm.executor.ray_reservation"}
 MAY_USE_THE_DEVICE = {"device", "kernels", "attention.backends", "kvcache.transfer", "runner"}
 
 
@@ -211,7 +208,7 @@ def test_find_circle_names_it() -> None:
         ("nanovllm.models.decoder", "from . import loader", "relative import"),
         ("nanovllm.scheduling.scheduler", "from torch import Tensor", "imports torch"),
         ("nanovllm.layers.linear", "import triton.language as tl", "imports triton"),
-        ("nanovllm.executor.workers", "def f():\n    from ray.util import placement_group", "imports ray"),
+        ("nanovllm.executor.processes", "def f():\n    from ray.util import placement_group", "imports ray"),
         ("nanovllm.layers.linear", "import torch\ntorch.cuda.synchronize()", "uses torch.cuda"),
         ("nanovllm.layers.linear", "from torch import cuda", "uses torch.cuda"),
     ],

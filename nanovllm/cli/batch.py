@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.cli.engine_flags import CPU_STEP_TOKENS, Formatter, add_engine_flags, add_model_flag
 from nanovllm.cli.flags import add_flags, given_fields
-from nanovllm.cluster.batch_options import BatchOptions
+from nanovllm.cluster.options import BatchOptions
 from nanovllm.config import Config
 from nanovllm.demo import model_path
 from nanovllm.errors import ConfigError

@@ -11,8 +11,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from nanovllm.cluster.batch_options import BatchOptions
-from nanovllm.cluster.service_options import ServiceOptions
+from nanovllm.cluster.options import BatchOptions, ServiceOptions
 from nanovllm.config import Config
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.options import ServerOptions

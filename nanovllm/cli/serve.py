@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.cli.engine_flags import Formatter, add_engine_flags, add_model_flag, engine_options
 from nanovllm.cli.flags import add_flags, given_fields
-from nanovllm.cluster.service_options import ServiceOptions
+from nanovllm.cluster.options import ServiceOptions
 from nanovllm.config import Config
 from nanovllm.errors import ConfigError
 from nanovllm.server.options import ServerOptions

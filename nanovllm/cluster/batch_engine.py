@@ -3,29 +3,169 @@
 Rows and answers stay in this process; only counts go back. A part is written under a scratch name and renamed, so
 that a part with its name is whole, and a unit that runs twice writes the same part twice.
 
-The engine starts when the first unit arrives. So whatever goes wrong, at its start or later, happens to some unit: the
-unit's tries are counted in a file, because they end with the process. If the engine fails, the process exits, Ray
-starts another one and hands it the same units again. A unit that has ended too many engines ends the job.
+The engine starts when the first unit arrives. So whatever goes wrong, at its start or later, happens to some unit. If
+the engine fails, the process exits, Ray starts another one and hands it the same units again. UnitTries counts these
+tries for all engines, and a unit that has ended too many of them ends the job.
 """
 
 import asyncio
 import os
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nanovllm.async_llm import AsyncLLM
-from nanovllm.cluster.batch_answers import RowAnswerer
 from nanovllm.cluster.batch_files import UnitRows, replace_file
-from nanovllm.cluster.batch_plan import Unit
-from nanovllm.cluster.batch_rows import RowDefaults
-from nanovllm.cluster.batch_tries import MAX_TRIES, Turns, UnitTries
-from nanovllm.errors import CheckpointError, ConfigError
+from nanovllm.cluster.batch_rows import (
+    NO_DOCUMENT,
+    RowDefaults,
+    RowPlace,
+    RowRequest,
+    Unit,
+    answer_columns,
+    error_columns,
+    make_request,
+    runs_of,
+)
+from nanovllm.core.outputs import RequestOutput
+from nanovllm.errors import CheckpointError, ConfigError, RequestError
+from nanovllm.request_stream import RequestStream
+from nanovllm.text.request_check import Prompt
 
 NUM_UNITS = 2  # at once, so that the tail of one overlaps with the head of the next
+MAX_TRIES = 3  # of one unit, before it ends the job
+NUM_DOCUMENTS = 2  # that are read at once; more would push each other's KV out of the cache
+NUM_ROWS = 1024  # that are in the engine at once; the others of a huge document wait outside
+
+
+class RowAnswerer:
+    """Answers rows in an engine, in an order in which they profit from each other's KV.
+
+    Any number of units may be answered at once, on one event loop.
+    """
+
+    def __init__(self, engine: AsyncLLM, defaults: RowDefaults) -> None:
+        self._engine, self._defaults = engine, defaults
+        self._documents = asyncio.Semaphore(NUM_DOCUMENTS)
+        self._rows = asyncio.Semaphore(NUM_ROWS)
+
+    async def answer_unit(
+        self, rows: Sequence[Mapping[str, Any] | RequestError], places: Sequence[RowPlace]
+    ) -> list[dict[str, Any]]:
+        """The added columns of each row. Raises EngineError if the engine fails; a row that cannot run gets an error.
+
+        Rows without a document are submitted together. The first row of a document goes ahead of its others, so that
+        they find the document in the prefix cache.
+        """
+        added: list[dict[str, Any]] = [{} for _ in rows]
+
+        async def answer(i: int, begun: asyncio.Event | None = None) -> None:
+            added[i] = await self._answer_row(rows[i], places[i], begun)
+
+        async def answer_document(run: Sequence[int]) -> None:
+            async with self._documents:
+                begun = asyncio.Event()
+                first = asyncio.create_task(answer(run[0], begun))
+                await begun.wait()
+                await asyncio.gather(first, *map(answer, run[1:]))
+
+        has_document = {i for i, place in enumerate(places) if place.document != NO_DOCUMENT}
+        runs = runs_of(places)
+        await asyncio.gather(*(answer_document(run) if run[0] in has_document else answer(run[0]) for run in runs))
+        return added
+
+    async def _answer_row(
+        self, row: Mapping[str, Any] | RequestError, place: RowPlace, begun: asyncio.Event | None
+    ) -> dict[str, Any]:
+        """`begun` is set as soon as the row's prompt has been read, or the row has ended."""
+        try:
+            async with self._rows:
+                if isinstance(row, RequestError):
+                    raise row
+                request = make_request(row, place, self._defaults)
+                prompt = await self._prompt(request)
+                stream = await self._engine.submit(prompt, request.params, with_tokens=begun is not None)
+                outputs = await (stream.outputs() if begun is None else _outputs(stream, begun))
+                return answer_columns(outputs, request.params)
+        except RequestError as error:
+            return error_columns(str(error))
+        finally:
+            if begun is not None:
+                begun.set()
+
+    async def _prompt(self, request: RowRequest) -> Prompt:
+        if request.messages is None:
+            assert request.prompt is not None, "a request has one of both"
+            return request.prompt
+        (token_ids,) = await asyncio.to_thread(self._engine.llm.chat_token_ids, request.messages)
+        return token_ids
+
+
+async def _outputs(stream: RequestStream, begun: asyncio.Event) -> list[RequestOutput]:
+    """Like `stream.outputs()`, and sets `begun` at the first token."""
+    ended: dict[int, RequestOutput] = {}
+    async for update in stream:
+        begun.set()
+        if update.output is not None:
+            ended[update.index] = update.output
+    return [ended[index] for index in sorted(ended)]
+
+
+# -- units ---------------------------------------------------------------------------------------------------------
+
+
+class UnitTries:
+    """How often each unit has been tried, and why the tries ended. An actor on the machine of the command, because it
+    has to outlive the engines. A unit is forgotten when it has been run.
+    """
+
+    def __init__(self) -> None:
+        self._reasons: dict[int, list[str]] = {}
+
+    def reasons(self, unit_idx: int) -> list[str]:
+        """One for each try; "" if the process died without one."""
+        return self._reasons.get(unit_idx, [])
+
+    def begin(self, unit_idx: int) -> None:
+        self._reasons.setdefault(unit_idx, []).append("")
+
+    def note(self, unit_idx: int, reason: str) -> None:
+        """Why the try that has begun is going to end."""
+        self._reasons[unit_idx][-1] = " ".join(reason.split())
+
+    def end(self, unit_idx: int) -> None:
+        self._reasons.pop(unit_idx, None)
+
+
+class Turns:
+    """Lets units run together, or one of them alone. Belongs to one event loop.
+
+    An engine that dies takes all its units with it. To tell which one was to blame, they run again one at a time.
+    """
+
+    def __init__(self) -> None:
+        self._changed = asyncio.Condition()
+        self._num_running = 0
+        self._num_alone = 0  # that run alone or wait to
+
+    @asynccontextmanager
+    async def take(self, *, alone: bool) -> AsyncIterator[None]:
+        """`alone`: with no other unit beside it. Later units wait for one that is to run alone."""
+        async with self._changed:
+            self._num_alone += alone
+            await self._changed.wait_for(lambda: not self._num_running if alone else not self._num_alone)
+            self._num_running += 1
+        try:
+            yield
+        finally:
+            async with self._changed:
+                self._num_running -= 1
+                self._num_alone -= alone
+                self._changed.notify_all()
 
 
 @dataclass(frozen=True)
@@ -41,7 +181,7 @@ class EngineJob:
     num_part_digits: int
     tensor_parallel_size: int
     engines_per_node: int
-    engine_class: "type[BatchEngine]"
+    tries: Any = None  # the actor with the UnitTries; set once the job has a cluster
 
     def part_path(self, unit_idx: int) -> Path:
         return self.output / f"part-{unit_idx:0{self.num_part_digits}}{self.format.suffix}"
@@ -61,13 +201,18 @@ class BatchEngine:
         unit_idx, unit = int(batch["unit"][0]), Unit(packed=batch["places"][0])
         counts = {"unit": unit_idx, "num_rows": len(unit), "num_errors": 0, "num_tokens": 0, "failure": ""}
         counts["is_refusal"] = False  # the failure is the user's to mend
-        tries = UnitTries(self._job.output, unit_idx)
-        async with self._turns.take(alone=tries.count() > 0):
-            if tries.count() >= MAX_TRIES:
+        tries = self._job.tries
+        reasons: list[str] = await tries.reasons.remote(unit_idx)
+        async with self._turns.take(alone=bool(reasons)):
+            if len(reasons) >= MAX_TRIES:
                 where = unit.describe([path.name for path in self._job.input_paths])
-                counts["failure"] = f"{where}: {tries.describe()}; take these rows out, or find out why they fail"
+                last = next(filter(None, reversed(reasons)), "the process died, perhaps out of memory")
+                counts["failure"] = (
+                    f"{where}: {len(reasons)} engines have failed with these rows; the last reason known is: {last}; "
+                    "take these rows out, or find out why they fail"
+                )
             else:
-                tries.begin()
+                await tries.begin.remote(unit_idx)
                 try:
                     counts |= await self._run(unit_idx, unit)
                 except (ConfigError, CheckpointError) as error:
@@ -75,8 +220,9 @@ class BatchEngine:
                 except OSError as error:
                     counts |= {"failure": f"on {socket.gethostname()}: {error}", "is_refusal": True}
                 except Exception as error:
-                    self._exit(tries, error)
-                tries.clear()
+                    await tries.note.remote(unit_idx, f"{type(error).__name__}: {error}")
+                    self._exit(error)
+                await tries.end.remote(unit_idx)
         return {name: [value] for name, value in counts.items()}
 
     async def _run(self, unit_idx: int, unit: Unit) -> dict[str, int]:
@@ -107,11 +253,9 @@ class BatchEngine:
         rows.write(scratch, added)
         replace_file(path, scratch)
 
-    def _exit(self, tries: UnitTries, error: Exception) -> None:
+    def _exit(self, error: Exception) -> None:
         """End this process, so that Ray replaces it. The ranks of the engine end with it."""
-        reason = f"{type(error).__name__}: {error}"
-        tries.note(reason)
-        print(f"the engine failed and is replaced: {reason}", file=sys.stderr, flush=True)
+        print(f"the engine failed and is replaced: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         os._exit(1)
 
 

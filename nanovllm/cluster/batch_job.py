@@ -9,22 +9,26 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import ray
+import ray.data
 import xxhash
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from tqdm.auto import tqdm
 
 from nanovllm.capacity.machine import Machine
-from nanovllm.cluster.batch_cluster import nodes_of_cluster, on_an_engines_node, unit_results
-from nanovllm.cluster.batch_engine import BatchEngine, EngineJob
-from nanovllm.cluster.batch_files import UnitRows
-from nanovllm.cluster.batch_formats import format_of
-from nanovllm.cluster.batch_manifest import ANSWER_OPTIONS, held_alone, open_output
-from nanovllm.cluster.batch_options import BatchOptions
-from nanovllm.cluster.batch_plan import ScannedRow, Unit, UnitLimits, plan_units
-from nanovllm.cluster.batch_resources import (
+from nanovllm.cluster.batch_engine import NUM_UNITS, BatchEngine, EngineJob, UnitTries
+from nanovllm.cluster.batch_files import ANSWER_OPTIONS, JsonLinesRows, UnitRows, held_alone, open_output
+from nanovllm.cluster.batch_parquet import ParquetRows
+from nanovllm.cluster.batch_rows import ScannedRow, Unit, UnitLimits, plan_units
+from nanovllm.cluster.options import BatchOptions
+from nanovllm.cluster.ray_connection import connected, nodes_of_cluster
+from nanovllm.cluster.resources import (
     EngineNeeds,
     check_room,
     choose_device,
@@ -32,15 +36,15 @@ from nanovllm.cluster.batch_resources import (
     plan_memory,
     plan_placement,
 )
-from nanovllm.cluster.batch_tries import clear_tries
-from nanovllm.cluster.ray_connection import connected
 from nanovllm.config import Config
-from nanovllm.errors import ConfigError, EngineError
+from nanovllm.errors import CheckpointError, ConfigError, EngineError
 
 logger = logging.getLogger("nanovllm")
 
+FORMATS: Mapping[str, type[UnitRows]] = {".jsonl": JsonLinesRows, ".ndjson": JsonLinesRows, ".parquet": ParquetRows}
 OBJECT_STORE_BYTES = 200 << 20  # only units and counts pass through it
 MAX_UNSEEN_S = 60.0  # until a file that another machine has written is visible here; NFS may take half of that
+NEVER = -1  # a unit of long answers may take longer than any limit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +95,6 @@ def _run_rest(job: BatchJob, paths: Sequence[Path], format: type[UnitRows], unit
         num_part_digits=max(5, len(str(len(units) - 1))),
         tensor_parallel_size=job.config.tensor_parallel_size,
         engines_per_node=1,
-        engine_class=job.engine_class,
     )
     todo = {unit_idx: unit for unit_idx, unit in enumerate(units) if not engine.part_path(unit_idx).exists()}
     num_rows = sum(map(len, units))
@@ -101,7 +104,7 @@ def _run_rest(job: BatchJob, paths: Sequence[Path], format: type[UnitRows], unit
     return JobSummary(num_rows, num_before, num_errors, num_tokens)
 
 
-# -- the plan ----------------------------------------------------------------------------------------------------
+# -- the plan ------------------------------------------------------------------------------------------------------
 
 
 def _plan(job: BatchJob, paths: Sequence[Path], format: type[UnitRows]) -> tuple[list[Unit], dict[str, Any]]:
@@ -130,14 +133,28 @@ def _plan(job: BatchJob, paths: Sequence[Path], format: type[UnitRows]) -> tuple
     return units, manifest
 
 
+def format_of(paths: Sequence[Path]) -> type[UnitRows]:
+    """The format of the input. Raises ConfigError for a file of another kind, or if there are both."""
+    for path in paths:
+        if path.suffix not in FORMATS:
+            raise ConfigError(
+                f"input {str(path)!r} must be a file of JSON lines (.jsonl, .ndjson) or Parquet (.parquet)"
+            )
+        if not path.is_file():
+            raise ConfigError(f"input {str(path)!r} is not a file; check the path")
+    found = {FORMATS[path.suffix] for path in paths}
+    if len(found) != 1:
+        raise ConfigError("the input has files of JSON lines and of Parquet; give one kind, or run two jobs")
+    return found.pop()
+
+
 def _clean(output: Path) -> None:
     """Remove what engines that died have left behind."""
-    clear_tries(output)
     for path in output.glob(".part-*"):
         path.unlink(missing_ok=True)
 
 
-# -- the cluster -------------------------------------------------------------------------------------------------
+# -- the cluster ---------------------------------------------------------------------------------------------------
 
 
 def _run_units(job: BatchJob, engine: EngineJob, todo: Mapping[int, Unit], num_rows: int) -> tuple[int, int]:
@@ -148,7 +165,7 @@ def _run_units(job: BatchJob, engine: EngineJob, todo: Mapping[int, Unit], num_r
     with connected(job.options.ray_address, OBJECT_STORE_BYTES):
         engine, needs, num_engines = _place(job, engine, len(todo))
         with tqdm(total=num_rows, initial=num_before, desc="Rows", unit="row", dynamic_ncols=True) as bar:
-            for result in unit_results(engine, todo, needs, num_engines):
+            for result in _unit_results(job.engine_class, engine, todo, needs, num_engines):
                 if result["failure"]:
                     raise (ConfigError if result["is_refusal"] else EngineError)(result["failure"])
                 _check_part(engine, result["unit"])
@@ -175,11 +192,14 @@ def _place(job: BatchJob, engine: EngineJob, num_units: int) -> tuple[EngineJob,
     if device == "cpu":
         options = {**job.cpu_defaults, **options}
     config = Config(model=job.config.model, **options)
-    needs = on_an_engines_node(needs, plan_memory, config, job.find_machine)
+    needs = _plan_memory_there(needs, config, job.find_machine)
     check_room(needs, nodes, num_engines)
     logger.info("units: %d, engines: %d; each engine takes %s", num_units, num_engines, needs.describe())
     options |= needs.options
-    return replace(engine, options=options, engines_per_node=needs.engines_per_node), needs, num_engines
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    tries = ray.remote(UnitTries).options(num_cpus=0, scheduling_strategy=here).remote()
+    engine = replace(engine, options=options, engines_per_node=needs.engines_per_node, tries=tries)
+    return engine, needs, num_engines
 
 
 def _check_part(engine: EngineJob, unit_idx: int) -> None:
@@ -194,3 +214,62 @@ def _check_part(engine: EngineJob, unit_idx: int) -> None:
             f"an engine has written {path}, but it is not visible here; the output must be in a "
             "folder that all machines of the cluster share"
         )
+
+
+def _plan_memory_there(needs: EngineNeeds, config: Config, find_machine: Callable[[Config], Machine]) -> EngineNeeds:
+    """`plan_memory`, called on a machine that has room for an engine."""
+
+    def call() -> EngineNeeds | Exception:
+        node_id = ray.get_runtime_context().get_node_id()
+        memory_bytes = next(node["Resources"]["memory"] for node in ray.nodes() if node["NodeID"] == node_id)
+        try:
+            return plan_memory(needs, config, memory_bytes, find_machine)
+        except (ConfigError, CheckpointError) as error:  # as a value, because Ray would change its type
+            return error
+
+    task = ray.remote(call).options(num_cpus=needs.cpus, num_gpus=needs.gpus)
+    with _ray_errors():
+        planned: EngineNeeds | Exception = ray.get(task.remote())
+    if isinstance(planned, Exception):
+        raise planned
+    return planned
+
+
+def _unit_results(
+    engine_class: type[BatchEngine], engine: EngineJob, units: Mapping[int, Unit], needs: EngineNeeds, num_engines: int
+) -> Iterator[dict[str, Any]]:
+    """Run the units, and yield what BatchEngine returns for each, in the order in which they end.
+
+    One task is one unit. Ray Data restarts an actor that dies, and runs its tasks again, as often as it takes.
+    """
+    logging.getLogger("ray.data").setLevel(logging.WARNING)
+    logging.getLogger("ray.data._internal.progress").setLevel(logging.ERROR)  # it warns that its bars are off
+    context = ray.data.DataContext.get_current()
+    context.enable_progress_bars = False  # they count blocks; the job's own counts rows
+    context.print_on_execution_start = False
+    context.execution_no_progress_timeout_s = NEVER
+    items = [{"unit": unit_idx, "places": unit.packed} for unit_idx, unit in units.items()]
+    dataset = ray.data.from_items(items, override_num_blocks=len(items)).map_batches(
+        engine_class,
+        fn_constructor_args=(engine,),
+        batch_size=1,
+        compute=ray.data.ActorPoolStrategy(
+            size=num_engines, max_tasks_in_flight_per_actor=NUM_UNITS, max_concurrent_calls_per_actor=NUM_UNITS
+        ),
+        num_cpus=needs.cpus,
+        num_gpus=needs.gpus,
+        memory=needs.memory_bytes or None,
+    )
+    with _ray_errors():
+        yield from dataset.iter_rows()
+
+
+@contextmanager
+def _ray_errors() -> Iterator[None]:
+    """Raise what Ray could not mend as an EngineError."""
+    try:
+        yield
+    except RayError as error:
+        raise EngineError(
+            f"Ray has given up: {error}\nRepeat the command to go on. All machines need the same nanovllm and Ray"
+        ) from error

@@ -9,8 +9,7 @@ import pyarrow.parquet as pq
 import xxhash
 
 from nanovllm.cluster.batch_files import UnitRows, check_columns, document_key
-from nanovllm.cluster.batch_plan import RowPlace, ScannedRow
-from nanovllm.cluster.batch_rows import ADDED_FOR, PROMPT_COLUMNS, SAMPLING_COLUMNS
+from nanovllm.cluster.batch_rows import ADDED_FOR, PROMPT_COLUMNS, SAMPLING_COLUMNS, RowPlace, ScannedRow
 from nanovllm.errors import ConfigError
 
 READ_ROWS = 1024  # that are decoded at a time, so that a row group of a million rows never is in memory

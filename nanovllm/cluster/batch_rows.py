@@ -1,17 +1,25 @@
-"""From a row of a job to a request, and from a request's output to the columns that are added to the row."""
+"""The rows of a job: which are answered together, what each asks for, and which columns its answer adds.
+
+A unit is the piece of work that an engine takes, and that runs again if the engine dies. Its rows are written to one
+part of the output. The units follow from the input alone, so that every run of a job, on any number of engines, has the
+same ones. They hold where rows are, and never what is in them.
+"""
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
-from nanovllm.cluster.batch_plan import RowPlace
 from nanovllm.core.logprobs import TokenLogprobs
 from nanovllm.core.outputs import RequestOutput
 from nanovllm.errors import RequestError
 from nanovllm.sampling_params import SamplingParams, StructuredOutputs
 
+MAX_UNIT_ROWS = 256
+MAX_UNIT_BYTES = 2**20  # of input; long prompts make small units, so that all engines get some
+NO_DOCUMENT = -1
 PROMPT_COLUMNS = ("prompt", "messages", "prompt_token_ids")
 MAX_ANSWERS = 1024  # to one row; an engine makes them all at once
 SAMPLING_COLUMNS = tuple(field.name for field in fields(SamplingParams))
@@ -20,6 +28,121 @@ ADDED_COLUMNS = ("text", "token_ids", "finish_reason", "num_cached_tokens", "err
 # Added column -> the sampling column that asks for it
 ADDED_FOR = {"outputs": "n", "token_logprobs": "logprobs", "prompt_token_logprobs": "prompt_logprobs"}
 ALL_ADDED_COLUMNS = (*ADDED_COLUMNS, *ADDED_FOR)
+
+
+class RowPlace(NamedTuple):
+    """Where a row is, and which rows it shares a document with."""
+
+    file_idx: int
+    line: int  # lines of JSON or rows of Parquet before it in the file
+    offset: int  # bytes before it in a file of JSON lines; 0 for Parquet
+    document: int = NO_DOCUMENT  # counted from 0 in the order in which the documents appear in the input
+
+
+class ScannedRow(NamedTuple):
+    file_idx: int
+    line: int
+    offset: int
+    num_bytes: int
+    document_key: bytes | None
+
+
+@dataclass(frozen=True)
+class UnitLimits:
+    """A unit is closed before it would exceed a limit. The rows of one document stay together whatever their number."""
+
+    max_rows: int = MAX_UNIT_ROWS
+    max_bytes: int = MAX_UNIT_BYTES
+
+
+class Unit:
+    """A list of rows, stored as integers: a job of a million rows is 32 MB."""
+
+    def __init__(self, packed: bytes = b"") -> None:
+        """`packed`: the `packed` of another unit. `num_bytes` counts only what is added here."""
+        self._numbers = array("q", packed)
+        self.num_bytes = 0  # of input
+
+    def add(self, place: RowPlace, num_bytes: int = 0) -> None:
+        self._numbers.extend(place)
+        self.num_bytes += num_bytes
+
+    def extend(self, unit: "Unit") -> None:
+        self._numbers.extend(unit._numbers)
+        self.num_bytes += unit.num_bytes
+
+    def __len__(self) -> int:
+        return len(self._numbers) // len(RowPlace._fields)
+
+    @property
+    def packed(self) -> bytes:
+        return self._numbers.tobytes()
+
+    @property
+    def places(self) -> list[RowPlace]:
+        numbers = iter(self._numbers)
+        return [RowPlace(*place) for place in zip(*[numbers] * len(RowPlace._fields), strict=True)]
+
+    def describe(self, names: Sequence[str]) -> str:
+        """Where its rows come from, for a message. `names`: of the input files."""
+        places = self.places
+        first, last = places[0], places[-1]
+        if len(places) == 1:
+            return f"line {first.line + 1} of {names[first.file_idx]}"
+        where = f"{len(places)} rows from line {first.line + 1} of {names[first.file_idx]} to line {last.line + 1}"
+        return where if first.file_idx == last.file_idx else f"{where} of {names[last.file_idx]}"
+
+
+def plan_units(rows: Iterable[ScannedRow], limits: UnitLimits = UnitLimits()) -> list[Unit]:
+    """The units in order. Rows keep their order, except that a document's rows follow its first one."""
+    units: list[Unit] = []
+    for group in _groups(rows):
+        last = units[-1] if units else None
+        if (
+            last is None
+            or len(last) + len(group) > limits.max_rows
+            or last.num_bytes + group.num_bytes > limits.max_bytes
+        ):
+            units.append(group)
+        else:
+            last.extend(group)
+    return units
+
+
+def _groups(rows: Iterable[ScannedRow]) -> Iterator[Unit]:
+    """Each row without a document, and all rows of each document, in the order in which they begin.
+
+    From the first document on they are collected, because its last row may be the last of the input.
+    """
+    collected: list[Unit] = []
+    documents: dict[bytes, tuple[int, Unit]] = {}
+    for row in rows:
+        key = row.document_key
+        known = None if key is None else documents.get(key)
+        number, group = known or (NO_DOCUMENT if key is None else len(documents), Unit())
+        group.add(RowPlace(row.file_idx, row.line, row.offset, number), row.num_bytes)
+        if key is not None:
+            documents[key] = number, group
+        if known is None and documents:
+            collected.append(group)
+        elif known is None:
+            yield group
+    yield from collected
+
+
+def runs_of(places: Sequence[RowPlace]) -> Iterator[list[int]]:
+    """The indices of rows that stay together: those of each document, and each row without one by itself."""
+    run: list[int] = []
+    for i, place in enumerate(places):
+        if run and (place.document == NO_DOCUMENT or place.document != places[run[-1]].document):
+            yield run
+            run = []
+        run.append(i)
+    if run:
+        yield run
+
+
+# -- requests ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -113,7 +236,7 @@ def _structured_outputs(wanted: Any) -> Any:
     return StructuredOutputs(**given)
 
 
-# -- answers -----------------------------------------------------------------------------------------------------
+# -- answers -------------------------------------------------------------------------------------------------------
 
 
 def answer_columns(outputs: Sequence[RequestOutput], params: SamplingParams) -> dict[str, Any]:

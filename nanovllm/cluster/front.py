@@ -2,26 +2,53 @@
 
 A request whose replica is lost is sent to another one, as long as nothing of its answer has reached the client. It is
 sent again only once, because it may be the request that ended the replica. Otherwise it ends with an error.
+
+In the replica, an AppCall gives the request to the application. A part of an answer costs the front 0.4 ms, however
+long it is. So each call rests after a part, for longer the more calls are open, and the application waits meanwhile: a
+stream of events then merges what was generated into fewer and longer chunks. The first part never waits.
 """
 
+import asyncio
 import json
-from collections.abc import AsyncGenerator, Collection
+import logging
+from collections.abc import AsyncGenerator, Collection, Iterable
 from contextlib import aclosing, suppress
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from starlette.responses import Response
 
-from nanovllm.cluster.app_call import WholeRequest
-from nanovllm.cluster.metrics_text import join_metrics
 from nanovllm.server.errors import ApiError, ClientDisconnectedError, json_response
-from nanovllm.server.gate import ASGIMessage, Receive, Scope, Send
+from nanovllm.server.gate import CACHE_SALT, ASGIApp, ASGIMessage, Receive, Scope, Send
 from nanovllm.server.metrics import CONTENT_TYPE, PREFIX
 from nanovllm.server.refusals import Refusal
 from nanovllm.server.streaming import DONE, while_connected
 
 MAX_SENDS = 2
 RETRY_AFTER_S = 5.0  # about the time in which a small model is loaded
+REST_PER_CALL_S = 0.002  # at most 500 parts a second...
+MAX_REST_S = 0.25  # ...unless they would wait longer than this
+PASSED_ON = ("method", "path", "raw_path", "query_string", "root_path", "scheme", "http_version", "headers")
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class WholeRequest:
+    """An HTTP request that has been read whole. It can be pickled, and sent again.
+
+    cache_salt: of its API key, if there is one.
+    """
+
+    scope: dict[str, Any]
+    body: bytes
+    cache_salt: str | None
+
+    @classmethod
+    def of(cls, scope: Scope, body: bytes) -> "WholeRequest":
+        passed_on = {name: scope[name] for name in PASSED_ON if name in scope}
+        return cls(passed_on, body, scope.get("state", {}).get(CACHE_SALT))
 
 
 class ReplicaLostError(Exception):
@@ -153,3 +180,92 @@ def no_replica() -> Refusal:
 
 def _lost_error() -> ApiError:
     return ApiError("the replica that answered has failed; ask again", status=503, code="engine_unavailable")
+
+
+def join_metrics(texts: Iterable[str]) -> str:
+    """One text with all samples. The format wants the samples of a metric in one group, under a single head.
+
+    The texts must differ in a label of each sample, such as `replica`.
+    """
+    heads: dict[str, list[str]] = {}  # by metric: its lines HELP and TYPE
+    samples: dict[str, list[str]] = {}
+    for text in texts:
+        metric = ""
+        for line in text.splitlines():
+            if line.startswith(("# HELP ", "# TYPE ")):
+                metric = line.split(" ", 3)[2]
+                samples.setdefault(metric, [])
+                head = heads.setdefault(metric, [])
+                if line not in head:
+                    head.append(line)
+            elif line:
+                samples[metric].append(line)
+    lines = (line for metric in heads for line in (*heads[metric], *samples[metric]))
+    return "".join(f"{line}\n" for line in lines)
+
+
+# -- a call of the application, in the replica ---------------------------------------------------------------------
+
+
+class Pace:
+    """Shared by all calls of a replica."""
+
+    def __init__(self) -> None:
+        self.num_open = 0
+
+    @property
+    def rest_s(self) -> float:
+        return min(MAX_REST_S, self.num_open * REST_PER_CALL_S)
+
+
+class AppCall:
+    """One request to an ASGI application, with the messages of its answer as a generator. Closing the generator cancels
+    the application.
+    """
+
+    def __init__(self, app: ASGIApp, request: WholeRequest, pace: Pace) -> None:
+        self._app, self._request, self._pace = app, request, pace
+        self._sent: list[ASGIMessage] = []
+        self._changed = asyncio.Event()  # part of a body was sent, or the application has ended
+        self._taken = asyncio.Event()  # what was sent
+        self._is_body_read = False
+        self._never = asyncio.Event()
+
+    async def parts(self) -> AsyncGenerator[list[ASGIMessage], None]:
+        task = asyncio.ensure_future(self._run())
+        task.add_done_callback(lambda _: self._changed.set())
+        self._pace.num_open += 1
+        try:
+            while not task.done() or self._sent:
+                await self._changed.wait()
+                self._changed.clear()
+                part, self._sent = self._sent, []
+                self._taken.set()
+                if part:
+                    yield part
+                    await asyncio.wait((task,), timeout=self._pace.rest_s)
+        finally:
+            self._pace.num_open -= 1
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        state = {} if self._request.cache_salt is None else {CACHE_SALT: self._request.cache_salt}
+        scope = {"type": "http", "asgi": {"version": "3.0"}, "state": state, **self._request.scope}
+        try:
+            await self._app(scope, self._receive, self._send)
+        except Exception:  # a bug, which the application has answered as well as it still could
+            logger.exception("nanovllm: the application raised an exception")
+
+    async def _receive(self) -> ASGIMessage:
+        if self._is_body_read:
+            await self._never.wait()  # a client that goes cancels the call
+        self._is_body_read = True
+        return {"type": "http.request", "body": self._request.body, "more_body": False}
+
+    async def _send(self, message: ASGIMessage) -> None:
+        self._sent.append(message)
+        if message["type"] != "http.response.start":  # the front keeps the head until the body follows
+            self._taken.clear()
+            self._changed.set()
+            await self._taken.wait()

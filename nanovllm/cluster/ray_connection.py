@@ -9,6 +9,7 @@ from typing import Any
 
 import ray
 
+from nanovllm.cluster.resources import Node
 from nanovllm.errors import ConfigError, EngineError
 
 CONNECT_S = 10.0
@@ -40,6 +41,12 @@ def connected(address: str | None, object_store_bytes: int) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def nodes_of_cluster() -> list[Node]:
+    """The machines that are alive."""
+    resources = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    return [Node(each.get("CPU", 0), each.get("GPU", 0), each.get("memory", 0)) for each in resources]
 
 
 def _check_answers(address: str) -> None:

@@ -8,34 +8,42 @@ Serve's own HTTP proxies are switched off. Behind them, the limits on connection
 each part of an answer would pass through one more process.
 """
 
+import asyncio
+import logging
 import os
+import signal
 import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import ray
 from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
 
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.cluster.front import Front
-from nanovllm.cluster.ray_connection import connected
-from nanovllm.cluster.serve_replicas import DEPLOYMENT, ServeReplicas
-from nanovllm.cluster.service_options import ServiceOptions, check_engine
-from nanovllm.cluster.service_plan import check_room, deployment_options, replica_resources
-from nanovllm.cluster.service_replica import EngineReplica
-from nanovllm.cluster.service_site import ServiceSite
+from nanovllm.cluster.options import ServiceOptions, check_engine
+from nanovllm.cluster.ray_connection import connected, nodes_of_cluster
+from nanovllm.cluster.replicas import DEPLOYMENT, EngineReplica, ServeReplicas
+from nanovllm.cluster.resources import check_room, deployment_options, replica_needs
 from nanovllm.config import Config
 from nanovllm.errors import EngineError
 from nanovllm.server.api_keys import ApiKeys, read_api_keys
 from nanovllm.server.connections import raise_file_limit
+from nanovllm.server.gate import ASGIApp, Gate
 from nanovllm.server.lifecycle import ended_by_sigterm, serve_until_stopped
 from nanovllm.server.options import ServerOptions
 from nanovllm.server.private_log import keep_messages_out
 from nanovllm.server.site import build_gate, served_names, with_origins
 
 LOCAL_OBJECT_STORE_BYTES = 512 << 20  # bodies and parts of answers above 100 KB pass through it
+UPDATE_INTERVAL_S = 0.5
+MAX_SILENCE_S = 30.0  # Serve's controller is restarted in less
+
+logger = logging.getLogger(__name__)
 
 
 def run_service(
@@ -103,7 +111,58 @@ def _replace_replicas(app: serve.Application, name: str) -> None:
 def _application(
     load: Callable[[], AsyncLLM], config: Config, options: ServerOptions, service: ServiceOptions, model_name: str
 ) -> serve.Application:
-    resources = replica_resources(config, service, int(ray.cluster_resources().get("GPU", 0)))
-    check_room(service, resources, [node["Resources"] for node in ray.nodes() if node["Alive"]])
-    deployment = serve.deployment(EngineReplica, name=DEPLOYMENT, **deployment_options(config, options, service))
-    return deployment.options(ray_actor_options=resources).bind(load, options, model_name)
+    assert service.num_replicas is not None, "checked by the command"
+    nodes = nodes_of_cluster()
+    needs = replica_needs(config, service, nodes)
+    check_room(needs, nodes, service.num_replicas, "num_replicas")
+    deployment = serve.deployment(EngineReplica, name=DEPLOYMENT, **deployment_options(config, options, service, needs))
+    return deployment.bind(load, options, model_name)
+
+
+class ServiceSite:
+    """The front and its replicas, as the server's life sees them (lifecycle.Served).
+
+    replace_replicas: begins a rolling update, for which SIGUSR1 asks.
+    """
+
+    def __init__(
+        self, app: ASGIApp, gate: Gate, front: Front, model_name: str, replicas: ServeReplicas,
+        replace_replicas: Callable[[], None],
+    ) -> None:  # fmt: skip
+        self.app, self.gate, self.model_name = app, gate, model_name
+        self._front, self._replicas, self._replace_replicas = front, replicas, replace_replicas
+        self._update: asyncio.Task[None] | None = None  # the rolling update that was asked for last
+
+    @property
+    def num_open(self) -> int:
+        return self._front.num_open
+
+    async def warm_up(self) -> None:
+        """The replicas have warmed up when Serve calls them ready."""
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, self._begin_update)
+        await self._replicas.update()
+
+    async def wait_for_failure(self) -> EngineError:
+        """Serve replaces replicas that fail. So the service fails only if Serve itself does not answer any more."""
+        answered_s = time.monotonic()
+        while True:
+            await asyncio.sleep(UPDATE_INTERVAL_S)
+            try:
+                await self._replicas.update()
+                answered_s = time.monotonic()
+            except (RayError, RayServeException) as error:
+                if time.monotonic() - answered_s > MAX_SILENCE_S:
+                    return EngineError(f"Ray Serve has not answered for {MAX_SILENCE_S:g} s: {error}")
+
+    async def abort(self) -> None:
+        await self._replicas.abort()
+
+    def _begin_update(self) -> None:
+        logger.info("nanovllm: replacing all replicas, some at a time")
+        self._update = asyncio.ensure_future(self._run_update())
+
+    async def _run_update(self) -> None:
+        try:
+            await asyncio.to_thread(self._replace_replicas)
+        except (RayError, RayServeException) as error:
+            logger.error("nanovllm: the replicas cannot be replaced: %s", error)

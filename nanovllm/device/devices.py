@@ -24,7 +24,7 @@ def use_expandable_segments() -> None:
 def resolve_device(config: Config) -> torch.device:
     """The device of rank 0. Raises ConfigError if the machine lacks the GPUs that the config asks for.
 
-    With Ray, only the kind of device counts: Ray says which GPU each rank has, and whether there are enough.
+    With several ranks only the kind of device counts, because each rank is given a device of its own.
     """
     name = config.device
     if name == "auto":
@@ -39,11 +39,10 @@ def resolve_device(config: Config) -> torch.device:
         raise ConfigError(
             f"device={name!r} with tensor_parallel_size={size}: each rank has a GPU of its own; give device='cuda'"
         )
-    num_needed = 1 if config.distributed_executor_backend == "ray" else size
-    if max(num_needed, device.index + 1) > num_gpus:
+    if max(size, device.index + 1) > num_gpus:
         raise ConfigError(
-            f"device={name!r} with tensor_parallel_size={size} needs more GPUs than the {num_gpus} of this machine; "
-            "lower tensor_parallel_size or choose another device"
+            f"device={name!r} with tensor_parallel_size={size} needs more GPUs than the {num_gpus} that this "
+            "process sees; lower tensor_parallel_size or choose another device"
         )
     return device
 

@@ -27,7 +27,7 @@ from nanovllm.engine.setup import EngineSetup
 from nanovllm.engine.step_loop import StepLoop, StepMeter
 from nanovllm.engine.turns import Turns
 from nanovllm.errors import EngineError
-from nanovllm.executor.base import Executor
+from nanovllm.executor.base import Executor, Runner
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduling.scheduler import Scheduler
 from nanovllm.utils.interrupt import deferred_interrupt
@@ -195,8 +195,8 @@ class Engine:
         self._between_steps(self.executor.check)
 
     def build_next_plan(self) -> bool:
-        """Executor.build_next_plan. For the time between requests. Raises what `check_ranks` raises."""
-        return self._between_steps(self.executor.build_next_plan)
+        """Runner.build_next_plan. For the time between requests. Raises what `check_ranks` raises."""
+        return self._between_steps(partial(self.executor.call, Runner.build_next_plan))
 
     def _between_steps(self, call: Callable[[], Result]) -> Result:
         """Wait for a turn, and make a call instead of a step."""
@@ -222,7 +222,7 @@ class Engine:
             "block_bytes": self.setup.plan.spec.block_bytes,
             "block_size": self.setup.plan.spec.block_size,
         }
-        stats |= self._steps.stats() | self.scheduler.kv.stats() | dict(self.executor.stats())
+        stats |= self._steps.stats() | self.scheduler.kv.stats() | dict(self.executor.runner.stats())
         if self._link_meter is not None:
             stats |= self._link_meter.stats(self._link_byte_per_s)
         if self.scheduler.speculator is not None:

@@ -2,8 +2,11 @@
 
 import logging
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+
+import torch
 
 from nanovllm.capacity.costs import token_keys
 from nanovllm.capacity.plan import CapacityPlan
@@ -18,11 +21,8 @@ from nanovllm.device.devices import release_failed_start
 from nanovllm.engine.engine import Engine
 from nanovllm.engine.setup import EngineSetup
 from nanovllm.errors import ConfigError
-from nanovllm.executor.base import Executor
-from nanovllm.executor.local import LocalExecutor
-from nanovllm.executor.process_workers import ProcessWorkers
+from nanovllm.executor.base import Executor, LocalExecutor, Runner
 from nanovllm.executor.processes import ProcessExecutor
-from nanovllm.executor.workers import Workers
 from nanovllm.kvcache.policy.base import KVCacheManager
 from nanovllm.kvcache.policy.block_manager import BlockManager
 from nanovllm.kvcache.policy.hybrid_manager import HybridKVCacheManager
@@ -74,31 +74,31 @@ def _make_executor(setup: EngineSetup) -> Executor:
     )
     if config.tensor_parallel_size == 1:
         return LocalExecutor(factory)
-    workers = make_workers(config.distributed_executor_backend)
-    return ProcessExecutor(factory, config.tensor_parallel_size, setup.device.type, workers)
+    devices = rank_devices(config.distributed_executor_backend, setup.device.type, config.tensor_parallel_size)
+    return ProcessExecutor(factory, devices)
 
 
-def make_workers(backend: str) -> Workers:
-    """`backend`: distributed_executor_backend. Ray is loaded only here, and only if it is chosen."""
+def rank_devices(backend: str, device_type: str, size: int) -> AbstractContextManager[Sequence[torch.device]]:
+    """The device of each rank. `backend`: distributed_executor_backend. Ray is loaded only if it is chosen."""
     if backend == "mp":
-        return ProcessWorkers()
-    from nanovllm.executor.ray_workers import RayWorkers
+        return nullcontext([torch.device(f"cuda:{rank}" if device_type == "cuda" else "cpu") for rank in range(size)])
+    from nanovllm.executor.ray_reservation import devices_from_ray
 
-    return RayWorkers()
+    return devices_from_ray(device_type, size)
 
 
 def _start(setup: EngineSetup, executor: Executor, end_token_ids: Sequence[int]) -> Engine:
     is_gpu = setup.device.type == "cuda"
     sizes = _kv_cache_sizes(setup, executor)
-    executor.allocate_kv_cache(sizes)
+    executor.call(Runner.allocate_kv_cache, sizes)
     if is_gpu and not setup.config.enforce_eager:
-        executor.capture_graphs(sizes.num_gpu_blocks)
-    split = setup.internals.cpu_split or executor.measure_cpu_split()
+        executor.call(Runner.capture_graphs, sizes.num_gpu_blocks)
+    split = setup.internals.cpu_split or executor.call(Runner.measure_cpu_split)
     kv = _make_kv_manager(setup.config, sizes, setup.plan.spec.staging_group_blocks, split)
     speculator = _make_speculator(setup, executor, kv)
     if is_gpu:
-        executor.freeze_objects()
-    report = executor.start_report()
+        executor.call(Runner.freeze_objects)
+    report = executor.runner.start_report()
     scheduler = Scheduler(
         kv,
         max_num_seqs=setup.config.max_num_seqs,
@@ -130,7 +130,7 @@ def _kv_cache_sizes(setup: EngineSetup, executor: Executor) -> KVCacheSizes:
     useful = config.max_num_seqs * ceil_div(setup.max_model_len, config.block_size)
     if config.enable_cpu_offload:
         useful = max(2, min(useful, num_cpu_blocks))
-    fitting, room = executor.measure_num_gpu_blocks(num_cpu_blocks, given or useful)
+    fitting, room = executor.call(Runner.measure_num_gpu_blocks, num_cpu_blocks, given or useful)
     if fitting < max(given, least):
         lower = f"lower {name} to {fitting}" if fitting >= least else "lower kvcache_block_size"
         raise ConfigError(
@@ -155,7 +155,7 @@ def _make_speculator(setup: EngineSetup, executor: Executor, kv: KVCacheManager)
     times = None
     if not internals.always_guesses:
         drafts = any(drafter.costs_drafts for drafter in chosen)
-        times = StepTimes(executor.measure_draft_s() if drafts else 0.0)
+        times = StepTimes(executor.call(Runner.measure_draft_s) if drafts else 0.0)
     return Speculator(chosen, vocab_size=setup.model_config.vocab_size, max_guesses=config.max_guesses, times=times)
 
 

@@ -1,18 +1,23 @@
-"""Executor: the interface through which the engine uses the ranks, which hold the model and its KV cache.
+"""Executor: how the engine uses the ranks, which hold the model and its KV cache.
 
-The engine knows only this protocol. It does not know how many ranks there are, or in which processes or on which
-machines they run. An executor has one Runner per rank and makes all of them run the same calls in the same order,
-because the ranks take part in the same collectives.
+The engine knows only this interface. It does not know how many ranks there are, or in which processes they run. There
+is one Runner per rank, and all of them run the same calls in the same order, because the ranks take part in the same
+collectives. LocalExecutor has a single rank, in this process; ProcessExecutor (processes.py) has several.
 """
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from nanovllm.core.cpu_split import CpuSplit, LayerTimes
 from nanovllm.core.kv_spec import KVCacheSizes
 from nanovllm.core.logprobs import NO_LOGPROBS, StepLogprobs
 from nanovllm.core.start_report import StartReport
 from nanovllm.core.step_plan import StepPlan
+from nanovllm.device.tp_group import TPGroup
+from nanovllm.errors import EngineError
+
+P = ParamSpec("P")
+Result = TypeVar("Result")
 
 
 class LaunchedStep(Protocol):
@@ -91,18 +96,56 @@ class Runner(Protocol):
         """Finish what is enqueued and release all memory."""
 
 
-class Executor(Runner, Protocol):
-    """All ranks, called like one. A call runs on every rank and returns rank 0's result; `start_report` and `stats` run
-    on rank 0 only.
+class Executor(Protocol):
+    """All ranks, called like one.
 
-    Only one thread may call at a time, except for `stats`. With several ranks, an exception on any of them ends the
-    executor, because the ranks no longer agree on what has run. If it was raised by another rank than rank 0, or if
-    such a rank has died, calls raise WorkerDiedError. After `close`, calls that would run something raise EngineError.
-    Closing twice is fine.
+    Only one thread may make calls at a time. With several ranks, an exception on any of them ends the executor, because
+    the ranks no longer agree on what has run.
     """
+
+    runner: Runner  # rank 0's. Its `start_report` and `stats` concern rank 0 alone, and are not calls
+
+    def call(self, method: Callable[Concatenate[Any, P], Result], *args: P.args, **kwargs: P.kwargs) -> Result:
+        """Call `runner.method(*args, **kwargs)` on every rank; returns rank 0's result. Hot: once per step.
+
+        `method` is one of Runner's, so that the call can be type checked. Raises EngineError after `close`, and
+        WorkerDiedError if another rank has died or has raised an exception.
+        """
+
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Runner.launch on every rank. Hot."""
+        return self.call(Runner.launch, plan)
+
+    def wait_for(self, step: LaunchedStep) -> None:
+        """Make sure that `step.token_ids()` cannot hang. Raises WorkerDiedError if a rank dies during the step. Hot."""
 
     def check(self) -> None:
         """Raise WorkerDiedError if a rank has died. Without this, only the next step would notice."""
 
+    def close(self) -> None:
+        """Release all memory and end the other ranks. Closing twice is fine."""
+
+
+class LocalExecutor(Executor):
+    """A single rank, in this process."""
+
+    def __init__(self, make_runner: Callable[[TPGroup], Runner]) -> None:
+        self.runner = make_runner(TPGroup())
+        self._is_closed = False
+
+    def call(self, method: Callable[Concatenate[Any, P], Result], *args: P.args, **kwargs: P.kwargs) -> Result:
+        if self._is_closed:
+            raise EngineError("the engine's executor is closed")
+        result: Result = getattr(self.runner, method.__name__)(*args, **kwargs)
+        return result
+
     def wait_for(self, step: LaunchedStep) -> None:
-        """Make sure that `step.token_ids()` cannot hang. Raises WorkerDiedError if a rank dies during the step. Hot."""
+        """Nothing to do: no other rank can die while `token_ids` waits."""
+
+    def check(self) -> None:
+        """Nothing to do: this rank cannot have died."""
+
+    def close(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            self.runner.close()

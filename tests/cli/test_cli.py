@@ -18,8 +18,7 @@ from nanovllm.cli import main as cli
 from nanovllm.cli.demo import DemoOptions
 from nanovllm.cli.flags import given_fields, name_flags
 from nanovllm.cli.options_table import options_tables, write_tables
-from nanovllm.cluster.batch_options import BatchOptions
-from nanovllm.cluster.service_options import ServiceOptions
+from nanovllm.cluster.options import BatchOptions, ServiceOptions
 from nanovllm.config import Config
 from nanovllm.demo.haystack import build_haystack
 from nanovllm.demo.retrieval_model import build_retrieval_model

@@ -1,12 +1,24 @@
-"""The connection of a command to Ray."""
+"""The connection of a command to Ray, and docs/cluster.yaml, a file that `ray up` takes."""
+
+from pathlib import Path
 
 import pytest
+import yaml
+from ray.autoscaler._private.util import prepare_config, validate_config
 
 from nanovllm.cluster.ray_connection import connected
 from nanovllm.errors import ConfigError
 
+CLUSTER = Path(__file__).parents[2] / "docs" / "cluster.yaml"
 
-@pytest.mark.parametrize("address", ["127.0.0.1:1", "10..0.1:6379", "x" * 70 + ":6379", "127.0.0.1:99999"])
-def test_address_that_nobody_answers_is_refused(address: str) -> None:
-    with pytest.raises(ConfigError, match="cannot be reached"), connected(address, object_store_bytes=2**27):
-        pass
+
+def test_address_that_nobody_answers_is_refused() -> None:
+    for address in ("127.0.0.1:1", "10..0.1:6379", "x" * 70 + ":6379", "127.0.0.1:99999"):
+        with pytest.raises(ConfigError, match="cannot be reached"), connected(address, object_store_bytes=2**27):
+            pass
+
+
+def test_cluster_file_is_valid() -> None:
+    config = yaml.safe_load(CLUSTER.read_text())
+    validate_config(prepare_config(config))
+    assert config["min_workers"] == config["max_workers"] == len(config["provider"]["worker_ips"])

@@ -7,50 +7,54 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from rank_backends import is_gone
+from rank_processes import is_gone, wait_until
 from ray_cluster import temporary_ray
-from test_worker_group import wait_until
 
 SCRIPT = """
 import os, signal, threading, time
-from nanovllm.engine.startup import make_workers
+from nanovllm.engine.startup import rank_devices
 from nanovllm.errors import ConfigError
-from nanovllm.executor.worker_group import WorkerGroup
-from test_worker_group import EchoRunner
+from nanovllm.executor.processes import ProcessExecutor
+from test_executor import EchoRunner
 import ray
 
-def make_group(size=2):
-    return WorkerGroup(EchoRunner, size, "cpu", make_workers("ray"))
+def make_executor(size=2):
+    return ProcessExecutor(EchoRunner, rank_devices("ray", "cpu", size))
 
 def stop(signum, frame):
     pass
 
-groups = []
-thread = threading.Thread(target=lambda: groups.append(make_group()))
-thread.start()
-thread.join()  # Linux would end a Ray that this thread has started
-groups.append(make_group())
-groups[0].close()
-assert ray.is_initialized() and groups[1].call(EchoRunner.collectives)[0] == [3.0]
-groups[1].close()
-assert not ray.is_initialized()
+def main():
+    executors = []
+    thread = threading.Thread(target=lambda: executors.append(make_executor()))
+    thread.start()
+    thread.join()  # Linux would end a Ray that this thread has started
+    executors.append(make_executor())
+    executors[0].close()
+    assert ray.is_initialized() and executors[1].call(EchoRunner.collectives)[0] == [3.0]
+    executors[1].close()
+    assert not ray.is_initialized()
 
-signal.signal(signal.SIGTERM, stop)
-try:
-    make_group(size=8)
-except ConfigError as error:
-    print(error, flush=True)
-assert not ray.is_initialized()
-assert signal.getsignal(signal.SIGTERM) is stop
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        make_executor(size=8)
+    except ConfigError as error:
+        print(error, flush=True)
+    assert not ray.is_initialized()
+    assert signal.getsignal(signal.SIGTERM) is stop
 
-ray.init(include_dashboard=False)
-group = make_group()
-group.close()
-assert ray.is_initialized()  # the script's own
-group = make_group()
-print(group.call(EchoRunner.pids)[1], flush=True)
-group.call(EchoRunner.nap_on_worker, 60)
-time.sleep(60)
+    ray.init(include_dashboard=False)
+    executor = make_executor()
+    executor.close()
+    assert ray.is_initialized()  # the script's own
+    executor = make_executor()
+    print(executor.call(EchoRunner.pids)[1], flush=True)
+    executor.call(EchoRunner.nap_on_worker, 60)
+    time.sleep(60)
+
+
+if __name__ == "__main__":
+    main()
 """
 
 

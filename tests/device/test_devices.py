@@ -20,15 +20,9 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("one_gpu")
-def test_resolve_device_with_ray_needs_only_the_gpu_of_rank_0() -> None:
-    """An actor with one GPU sees no others, though the other ranks have theirs."""
-    assert resolve_device(Config(model="m", **BY_RAY)) == torch.device("cuda", 0)
-    with pytest.raises(ConfigError, match="tensor_parallel_size=2 needs more GPUs than the 1 of this machine"):
-        resolve_device(Config(model="m", **TWO_RANKS))
-
-
-@pytest.mark.usefixtures("one_gpu")
 @pytest.mark.parametrize("ranks", [TWO_RANKS, BY_RAY])
 def test_resolve_device_one_gpu_for_several_ranks_is_refused(ranks: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="tensor_parallel_size=2 needs more GPUs than the 1 that this process sees"):
+        resolve_device(Config(model="m", **ranks))
     with pytest.raises(ConfigError, match=r"device='cuda:1' .*: each rank has a GPU of its own; give device='cuda'"):
         resolve_device(Config(model="m", device="cuda:1", **ranks))

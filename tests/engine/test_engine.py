@@ -732,7 +732,7 @@ OFFLOAD = {"enable_cpu_offload": True}
         ),
         (
             {"distributed_executor_backend": "ray"},
-            "distributed_executor_backend='ray' places .* raise tensor_parallel_size from 1, or leave",
+            "distributed_executor_backend='ray' reserves .* raise tensor_parallel_size from 1, or leave",
         ),
         ({"attn_backend": "magic"}, "attn_backend='magic' is unknown; choose one of auto, flash"),
         ({"attn_backend": "flash"}, "attn_backend='flash' cannot run here: it needs a CUDA GPU.* use 'auto'"),

@@ -22,7 +22,7 @@ from nanovllm.device.memory_profile import memory_remedy
 from nanovllm.engine import startup
 from nanovllm.engine.internals import Internals
 from nanovllm.errors import ConfigError, EngineError
-from nanovllm.executor.local import LocalExecutor
+from nanovllm.executor.base import LocalExecutor
 from nanovllm.text.answer import TextReceiver
 
 KINDS = {

@@ -1,8 +1,10 @@
 """Engine: token ids in, token ids out, over any executor. Here one that counts instead of running a model."""
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from tiny_models import write_tiny_model
@@ -54,6 +56,10 @@ class CountingExecutor(Executor):
     def __init__(self, dies_at: int | None = None) -> None:
         self.calls: list[str] = []
         self.dies_at = dies_at
+        self.runner = SimpleNamespace(stats=lambda: {"num_loaded_bytes": 7})  # type: ignore[assignment]
+
+    def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        raise AssertionError(f"{method.__name__} is called when an engine starts")
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         self.calls.append("launch")
@@ -63,9 +69,6 @@ class CountingExecutor(Executor):
         self.calls.append("wait")
         if self.calls.count("wait") == self.dies_at:
             raise WorkerDiedError("rank 1 died")
-
-    def stats(self) -> dict[str, float | None]:
-        return {"num_loaded_bytes": 7}
 
     def close(self) -> None:
         self.calls.append("close")

@@ -1,107 +1,160 @@
-"""LocalExecutor and ProcessExecutor: the calls of the protocol over one rank and over several."""
+"""One rank in this process, and two in two processes: calls, collectives, deaths, and what is left afterwards."""
 
+import multiprocessing
 import os
+import signal
+import subprocess
+import sys
 import time
-from collections.abc import Iterator, Mapping
-from typing import TypeAlias
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from rank_backends import RankBackend
+from rank_processes import NOTICED_WITHIN_S, is_gone, wait_until, worker_pids_of
 
-from nanovllm.core.kv_spec import KVCacheSizes
-from nanovllm.core.start_report import StartReport
 from nanovllm.core.step_plan import KVMoves, StepPlan
 from nanovllm.device.tp_group import TPGroup
+from nanovllm.engine.startup import rank_devices
 from nanovllm.errors import EngineError, WorkerDiedError
-from nanovllm.executor.base import Executor, LaunchedStep, Runner
-from nanovllm.executor.local import LocalExecutor
-from nanovllm.executor.processes import ProcessExecutor
+from nanovllm.executor.base import LaunchedStep, LocalExecutor
+from nanovllm.executor.processes import SEGMENT_BYTES, ProcessExecutor
 from nanovllm.runner.step_result import StepEnd, StepResult
 
+PLAN = StepPlan((), KVMoves())
 
-class RecordingRunner(Runner):
-    """Counts what it is called for; a launched step samples the counts of all ranks. Also the factory of itself."""
+
+class EchoRunner:
+    """Remembers what it was called with. Also the factory of itself: EchoRunner(tp)."""
 
     def __init__(self, tp: TPGroup) -> None:
-        self.tp, self.num_calls, self.num_closed = tp, 0, 0
+        self.tp, self.device = tp, tp.device
+        self.calls: list[int] = []
+        self.num_closed = 0
+        self.num_threads_at_start = torch.get_num_threads()
         self.last_end: StepEnd | None = None
 
-    def measure_num_gpu_blocks(self, num_cpu_blocks: int, most_gpu_blocks: int) -> tuple[int, str]:
-        self.num_calls += 1
-        fitting = torch.tensor([most_gpu_blocks - num_cpu_blocks - self.tp.rank])
-        return int(self.tp.all_gather(fitting).min()), f"rank {self.tp.rank}"
+    def remember(self, call: int) -> None:
+        self.calls.append(call)
 
-    def allocate_kv_cache(self, sizes: KVCacheSizes) -> None:
-        self.num_calls += sizes.num_gpu_blocks
+    def calls_of_all_ranks(self) -> list[list[int]]:
+        return self.tp.all_gather(torch.tensor([self.calls], device=self.device).T.contiguous()).T.tolist()
 
-    def capture_graphs(self, num_gpu_blocks: int) -> None:
-        self.num_calls += num_gpu_blocks
+    def sum_of_all_ranks(self, token_ids: np.ndarray) -> int:
+        return int(self.tp.all_reduce(torch.from_numpy(token_ids).sum().to(self.device)))
 
-    def freeze_objects(self) -> None:
-        self.num_calls += 1
+    def collectives(self) -> tuple[list[float], list[list[float]], list[float]]:
+        mine = torch.tensor([[self.tp.rank + 1.0]], device=self.device)
+        gathered = self.tp.all_gather(mine)
+        return self.tp.all_reduce(mine.clone())[0].tolist(), gathered.tolist(), self.tp.broadcast(mine)[0].tolist()
 
-    def build_next_plan(self) -> bool:
-        self.num_calls += 1
-        return self.tp.rank == 0
-
-    def start_report(self) -> StartReport:
-        return StartReport(needs_rope_lens=False, link_byte_per_s=None, phases=f"rank {self.tp.rank}")
-
-    def launch(self, plan: StepPlan) -> LaunchedStep:
-        self.num_calls += 1
-        result = StepResult(self.tp.all_gather(torch.tensor([self.num_calls])), end_before=self.last_end)
+    def launch(self, plan: StepPlan) -> StepResult:
+        result = StepResult(self.tp.all_gather(torch.tensor([7 + self.tp.rank])), end_before=self.last_end)
         self.last_end = result.end
         return result
 
-    def stats(self) -> Mapping[str, float | None]:
-        return {"num_calls": self.num_calls, "rank": self.tp.rank}
+    def raise_on_worker(self) -> None:
+        if self.tp.rank == 1:
+            raise KeyError("what the worker says")
+
+    def raise_on_rank_0(self) -> None:
+        if self.tp.rank == 0:
+            time.sleep(0.2)  # the worker is waiting by then
+            raise ValueError("what rank 0 says")
+        self.tp.all_reduce(torch.zeros(1))
+
+    def num_threads(self) -> list[list[int]]:
+        """For each rank the value when it was made and the value now."""
+        mine = torch.tensor([[self.num_threads_at_start, torch.get_num_threads()]])
+        return self.tp.all_gather(mine.T.contiguous()).T.tolist()
+
+    def pids(self) -> list[int]:
+        return self.tp.all_gather(torch.tensor([os.getpid()])).tolist()
+
+    def nap_on_worker(self, seconds: float) -> None:
+        if self.tp.rank == 1:
+            time.sleep(seconds)
+
+    def exit_in_collective(self) -> None:
+        if self.tp.rank == 1:
+            time.sleep(0.2)  # rank 0 is waiting by then
+            os._exit(3)
+        self.tp.all_reduce(torch.zeros(1))
 
     def close(self) -> None:
         self.num_closed += 1
 
 
-class StuckRunner(RecordingRunner):
-    def launch(self, plan: StepPlan) -> LaunchedStep:
-        if self.tp.rank == 1:
-            os._exit(3)
-        return super().launch(plan)
+class Step(LaunchedStep):
+    def __init__(self, is_done: Callable[[], bool]) -> None:
+        self.is_done = is_done  # type: ignore[method-assign]
 
 
-AnyExecutor: TypeAlias = LocalExecutor | ProcessExecutor
-PLAN = StepPlan((), KVMoves())
+def failing_factory(tp: TPGroup) -> EchoRunner:
+    if tp.rank == 1:
+        raise torch.OutOfMemoryError("no memory on rank 1")
+    tp.all_reduce(torch.zeros(1))  # building waits for the other ranks, as measuring the pool does
+    return EchoRunner(tp)
 
 
-@pytest.fixture(params=[1, 2])
-def num_ranks(request: pytest.FixtureRequest) -> int:
-    return int(request.param)
+def two_ranks(
+    make_runner: Callable[[TPGroup], Any] = EchoRunner, device_type: str = "cpu", segment_bytes: int = SEGMENT_BYTES
+) -> ProcessExecutor:
+    return ProcessExecutor(make_runner, rank_devices("mp", device_type, 2), segment_bytes)
 
 
-@pytest.fixture
-def executor(num_ranks: int, backend: RankBackend) -> Iterator[AnyExecutor]:
-    executor = (
-        LocalExecutor(RecordingRunner)
-        if num_ranks == 1
-        else ProcessExecutor(RecordingRunner, num_ranks, "cpu", backend.make_workers())
-    )
+@pytest.fixture(scope="module")
+def executor() -> Iterator[ProcessExecutor]:
+    """Two ranks and a segment so small that every call goes in pieces."""
+    executor = two_ranks(segment_bytes=16)
     yield executor
     executor.close()
 
 
-def test_calls_run_on_every_rank_in_order_and_return_the_result_of_rank_0(
-    executor: AnyExecutor, num_ranks: int
-) -> None:
-    assert executor.measure_num_gpu_blocks(3, 20) == (17 - (num_ranks - 1), "rank 0")
-    executor.allocate_kv_cache(KVCacheSizes(10))
-    executor.capture_graphs(100)
-    executor.freeze_objects()
-    assert executor.build_next_plan()
+@pytest.fixture
+def seven_threads() -> Iterator[None]:
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(7)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+def test_call_reaches_every_rank_in_order_and_whole(executor: ProcessExecutor) -> None:
+    for call in range(200):
+        executor.call(EchoRunner.remember, call)
+    assert executor.call(EchoRunner.calls_of_all_ranks) == [list(range(200))] * 2
+    token_ids = np.arange(20_000)  # 160 KB through 16 bytes
+    assert executor.call(EchoRunner.sum_of_all_ranks, token_ids) == 2 * token_ids.sum()
+    assert executor.call(EchoRunner.collectives) == ([3.0], [[1.0, 2.0]], [1.0])
     step = executor.launch(PLAN)
     executor.wait_for(step)
-    assert step.token_ids() == [114] * num_ranks
+    assert step.token_ids() == [7, 8]
 
 
-def test_a_launched_step_tells_the_time_since_the_end_of_the_one_before(executor: AnyExecutor) -> None:
+def test_wait_for_polls_until_done(executor: ProcessExecutor) -> None:
+    deadline = time.perf_counter() + 0.2
+    executor.wait_for(Step(lambda: time.perf_counter() > deadline))
+    assert deadline < time.perf_counter() < deadline + NOTICED_WITHIN_S
+    executor.check()
+
+
+def test_local_executor_has_one_rank_in_this_process_and_all_threads(seven_threads: None) -> None:
+    executor = LocalExecutor(EchoRunner)  # type: ignore[arg-type]
+    assert executor.call(EchoRunner.collectives) == ([1.0], [[1.0]], [1.0])
+    assert executor.call(EchoRunner.pids) == [os.getpid()] and executor.call(EchoRunner.num_threads) == [[7, 7]]
+    runner = executor.runner
+    executor.close()
+    executor.close()
+    assert isinstance(runner, EchoRunner) and runner.num_closed == 1
+    for call in (lambda: executor.launch(PLAN), lambda: executor.call(EchoRunner.pids)):
+        with pytest.raises(EngineError, match="closed"):
+            call()
+
+
+def test_a_launched_step_tells_the_time_since_the_end_of_the_one_before() -> None:
+    executor = LocalExecutor(EchoRunner)  # type: ignore[arg-type]
     before_s = time.perf_counter()
     first = executor.launch(PLAN)
     time.sleep(0.01)
@@ -112,32 +165,162 @@ def test_a_launched_step_tells_the_time_since_the_end_of_the_one_before(executor
     assert seconds is not None and 0.01 <= seconds <= after_s - before_s
 
 
-def test_report_and_stats_are_those_of_rank_0_and_call_no_other(executor: AnyExecutor, num_ranks: int) -> None:
-    """Any thread may ask for the stats, also while another one is in the middle of a call."""
-    assert executor.start_report().phases == "rank 0"
-    assert executor.stats() == {"num_calls": 0, "rank": 0}
-    assert executor.launch(PLAN).token_ids() == [1] * num_ranks
+def test_executors_beside_each_other_share_threads_and_end_apart(
+    seven_threads: None, executor: ProcessExecutor
+) -> None:
+    """Regression: workers had their share of the threads, rank 0 had all. Each executor divides the same threads."""
+    first, second = two_ranks(), two_ranks()
+    for each in (first, second, first):
+        assert each.call(EchoRunner.num_threads) == [[3, 3], [3, 3]]
+        assert torch.get_num_threads() == 7
+    (worker,) = worker_pids_of(first)
+    start = time.monotonic()
+    with pytest.raises(ValueError, match="what rank 0 says"):  # a later call would meet the worker's collective
+        first.call(EchoRunner.raise_on_rank_0)
+    assert time.monotonic() - start < NOTICED_WITHIN_S
+    assert torch.get_num_threads() == 7 and is_gone(worker)
+    with pytest.raises(EngineError, match="closed"):
+        first.call(EchoRunner.pids)
+    torch.set_num_threads(5)  # the user's choice in between stays
+    assert second.call(EchoRunner.num_threads) == [[3, 3], [3, 3]]
+    (worker,) = worker_pids_of(second)
+    assert second.call(EchoRunner.pids) == [os.getpid(), worker]
+    runner = second.runner
+    second.close()
+    second.close()
+    assert isinstance(runner, EchoRunner) and runner.num_closed == 1
+    assert torch.get_num_threads() == 5 and is_gone(worker)
+    assert {child.pid for child in multiprocessing.active_children()} == set(worker_pids_of(executor))
+    assert not list(Path("/dev/shm").glob(f"*{os.getpid()}*"))
+    with pytest.raises(EngineError, match="closed"):
+        second.launch(PLAN)
+    assert executor.call(EchoRunner.collectives)[0] == [3.0]
 
 
-def test_close_twice_closes_the_runner_once_and_then_calls_are_refused(executor: AnyExecutor) -> None:
-    executor.close()
-    executor.close()
-    assert isinstance(executor.runner, RecordingRunner) and executor.runner.num_closed == 1
-    for call in (
-        lambda: executor.launch(PLAN),
-        lambda: executor.measure_num_gpu_blocks(3, 20),
-        lambda: executor.allocate_kv_cache(KVCacheSizes(10)),
-        lambda: executor.capture_graphs(100),
-        executor.freeze_objects,
-        executor.build_next_plan,
+def test_call_worker_raises_is_reported_with_its_traceback() -> None:
+    executor = two_ranks()
+    (worker,) = worker_pids_of(executor)
+    executor.call(EchoRunner.raise_on_worker)  # rank 0 does not notice: its own part went well
+    start = time.monotonic()
+    with pytest.raises(WorkerDiedError, match=r"rank 1 failed:\n(.*\n)*.*in raise_on_worker\n(.*\n)*.*what the worker"):
+        executor.call(EchoRunner.collectives)
+    assert time.monotonic() - start < NOTICED_WITHIN_S
+    with pytest.raises(WorkerDiedError, match="what the worker says"):
+        executor.call(EchoRunner.collectives)
+    assert is_gone(worker)
+
+
+def test_wait_for_worker_killed_raises() -> None:
+    executor = two_ranks()
+    os.kill(worker_pids_of(executor)[0], signal.SIGKILL)
+    start = time.monotonic()
+    with pytest.raises(WorkerDiedError, match="rank 1 died with signal SIGKILL"):
+        executor.wait_for(Step(lambda: False))
+    assert time.monotonic() - start < NOTICED_WITHIN_S
+
+
+@pytest.mark.slow
+def test_call_worker_ends_inside_a_collective_raises_and_so_does_every_later_call() -> None:
+    executor = two_ranks()
+    start = time.monotonic()
+    for _ in range(2):
+        with pytest.raises(WorkerDiedError, match="rank 1 died with exit code 3"):
+            executor.call(EchoRunner.exit_in_collective)
+    assert time.monotonic() - start < NOTICED_WITHIN_S
+
+
+def test_factory_fails_on_a_worker_raises_and_leaves_nothing() -> None:
+    before = multiprocessing.active_children()
+    with pytest.raises(WorkerDiedError, match=r"rank 1 failed:\n(.*\n)*.*no memory on rank 1"):
+        two_ranks(failing_factory)
+    assert multiprocessing.active_children() == before
+
+
+SCRIPT = """
+import time
+from test_executor import EchoRunner, two_ranks, worker_pids_of
+if __name__ == "__main__":
+    executor = two_ranks()
+    print(worker_pids_of(executor)[0], flush=True)
+    {then}
+"""
+
+
+def start_script(tmp_path: Path, then: str) -> tuple[subprocess.Popen[str], int]:
+    """A process that starts two ranks; returns it and the pid of its worker."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(then=then))
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    pipe = subprocess.PIPE
+    process = subprocess.Popen([sys.executable, str(script)], stdout=pipe, stderr=pipe, text=True, env=env)
+    assert process.stdout is not None
+    return process, int(process.stdout.readline())
+
+
+def test_parent_killed_leaves_no_worker(tmp_path: Path) -> None:
+    """The worker is busy, so it does not see the end of its control pipe."""
+    process, worker = start_script(tmp_path, "executor.call(EchoRunner.nap_on_worker, 60); time.sleep(60)")
+    time.sleep(0.2)
+    process.kill()
+    process.wait()
+    assert wait_until(lambda: is_gone(worker), timeout_s=30)  # half as long as it naps
+
+
+@pytest.mark.slow
+def test_close_forgotten_exits_silently_and_leaves_no_worker(tmp_path: Path) -> None:
+    process, worker = start_script(tmp_path, then="pass")
+    _, errors = process.communicate(timeout=30)
+    assert (process.returncode, errors) == (0, "")
+    assert wait_until(lambda: is_gone(worker), timeout_s=30)
+
+
+class GpuRunner:
+    """Runs on its rank's GPU; also the factory of itself."""
+
+    def __init__(self, tp: TPGroup) -> None:
+        assert tp.device is not None
+        torch.cuda.set_device(tp.device)  # rank 0 is in this process, where cuda:0 is current anyway
+        self.tp = tp
+        self.x = torch.ones(4, device=tp.device)
+
+    def replay_all_reduce(self) -> list[float]:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.tp.all_reduce(self.x)
+        graph.replay()
+        graph.replay()
+        return self.x.tolist()
+
+    def all_reduce(self, dies: bool) -> torch.cuda.Event:
+        if dies and self.tp.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.tp.all_reduce(self.x)
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.multi_gpu
+def test_collectives_two_gpus_also_inside_a_graph() -> None:
+    for make_runner, method, expected in (
+        (EchoRunner, EchoRunner.collectives, ([3.0], [[1.0, 2.0]], [1.0])),
+        (GpuRunner, GpuRunner.replay_all_reduce, [4.0] * 4),
     ):
-        with pytest.raises(EngineError, match="closed"):
-            call()
+        executor = two_ranks(make_runner, "cuda")
+        assert executor.call(method) == expected
+        executor.close()
 
 
-def test_launch_rank_dies_raises_and_so_does_every_later_call(backend: RankBackend) -> None:
-    executor: Executor = ProcessExecutor(StuckRunner, 2, "cpu", backend.make_workers())
-    for call in (lambda: executor.launch(PLAN), lambda: executor.freeze_objects()):
-        with pytest.raises(WorkerDiedError, match=backend.exited_with_3):
-            call()
-    executor.close()
+@pytest.mark.multi_gpu
+def test_wait_for_two_gpus_worker_killed_raises_and_frees_the_gpu() -> None:
+    executor = two_ranks(GpuRunner, "cuda")
+    executor.wait_for(Step(executor.call(GpuRunner.all_reduce, False).query))
+    event = executor.call(GpuRunner.all_reduce, True)
+    start = time.monotonic()
+    with pytest.raises(WorkerDiedError, match="rank 1 died with signal SIGKILL"):
+        executor.wait_for(Step(event.query))
+    torch.cuda.synchronize()  # the collective that waited for rank 1 has ended
+    assert time.monotonic() - start < NOTICED_WITHIN_S

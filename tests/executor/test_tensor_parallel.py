@@ -1,5 +1,6 @@
 """Two ranks on the CPU, one engine: transformers' logits over gloo, a dead worker, Ctrl-C. GPUs: test_multi_gpu."""
 
+import multiprocessing
 import os
 import signal
 import threading
@@ -11,14 +12,14 @@ import pytest
 from checked_engine import WORKS_AHEAD, CheckedLLM, Reference, cache_options, greedy
 from cpu_splits import splitting
 from dense_model import random_prompt
-from rank_backends import RankBackend, is_gone, worker_pids_of
+from rank_processes import NOTICED_WITHIN_S, is_gone, worker_pids_of
 from tiny_models import write_tiny_model
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.errors import EngineError, WorkerDiedError
 
 BLOCK = 256
-NOTICED_WITHIN_S = 5.0
+TWO_RANKS = {"tensor_parallel_size": 2}
 PROMPTS = [random_prompt(length, seed=length) for length in (1, BLOCK - 1, BLOCK + 1, 5 * BLOCK - 3, 700)]
 
 
@@ -27,36 +28,36 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     return Reference(write_tiny_model(tmp_path_factory.mktemp("tiny"), max_position_embeddings=8192))
 
 
-def two_ranks(backend: RankBackend) -> dict[str, Any]:
-    return {"tensor_parallel_size": 2, "distributed_executor_backend": backend.name}
-
-
-def assert_nothing_is_left(backend: RankBackend) -> None:
-    assert not backend.worker_pids()
+def assert_nothing_is_left() -> None:
+    assert not multiprocessing.active_children()
     assert not list(Path("/dev/shm").glob(f"*{os.getpid()}*"))
 
 
 @pytest.mark.parametrize(
     ("num_gpu_blocks", "others"),
-    [(None, {}), (3, {}), (3, {"cpu_attention": "on"}), (3, {"cpu_attention": "on", "internals": splitting(300)})],
-    ids=["all-GPU", "streamed", "all on the CPU", "some on the CPU"],
+    [
+        pytest.param(None, {}, id="all-GPU", marks=pytest.mark.slow),
+        pytest.param(3, {}, id="streamed"),
+        pytest.param(3, {"cpu_attention": "on"}, id="all on the CPU", marks=pytest.mark.slow),
+        pytest.param(3, {"cpu_attention": "on", "internals": splitting(300)}, id="some on the CPU"),
+    ],
 )
 def test_two_ranks_give_the_logits_of_transformers(
-    reference: Reference, backend: RankBackend, num_gpu_blocks: int | None, others: dict[str, Any]
+    reference: Reference, num_gpu_blocks: int | None, others: dict[str, Any]
 ) -> None:
-    with CheckedLLM(reference, **two_ranks(backend), **cache_options(num_gpu_blocks) | others) as llm:
+    with CheckedLLM(reference, **TWO_RANKS, **cache_options(num_gpu_blocks) | others) as llm:
         llm.answer_and_check(PROMPTS)
         llm.answer_and_check([PROMPTS[3] + [5, 6, 7]])  # a prefix hit
         llm.assert_nothing_left()
-    assert_nothing_is_left(backend)
+    assert_nothing_is_left()
 
 
-def test_two_ranks_edit_and_score_as_one_does(reference: Reference, backend: RankBackend) -> None:
+def test_two_ranks_edit_and_score_as_one_does(reference: Reference) -> None:
     params = SamplingParams(
         max_tokens=8, seed=1, ignore_eos=True, repetition_penalty=1.3, min_tokens=3, logprobs=2, prompt_logprobs=1
     )
     found = []
-    for ranks in ({}, two_ranks(backend)):
+    for ranks in ({}, TWO_RANKS):
         options = {"device": "cpu", "internals": WORKS_AHEAD} | cache_options(3) | ranks
         with LLM(str(reference.directory), **options) as llm:
             found.append(llm.generate(PROMPTS, params, use_tqdm=False))
@@ -69,17 +70,15 @@ def test_two_ranks_edit_and_score_as_one_does(reference: Reference, backend: Ran
                 assert [x.logprob for x in a.values()] == pytest.approx([x.logprob for x in b.values()], abs=1e-4)
 
 
-def test_killed_worker_is_an_error_within_seconds_and_leaves_nothing(
-    reference: Reference, backend: RankBackend
-) -> None:
-    llm = LLM(str(reference.directory), device="cpu", **two_ranks(backend), **cache_options(3))
-    (worker,) = worker_pids_of(llm)
+def test_killed_worker_is_an_error_within_seconds_and_leaves_nothing(reference: Reference) -> None:
+    llm = LLM(str(reference.directory), device="cpu", **TWO_RANKS, **cache_options(3))
+    (worker,) = worker_pids_of(llm.engine.executor)
     llm.add_request(PROMPTS[3], greedy(5000))
     for _ in range(5):
         llm.step()
     os.kill(worker, signal.SIGKILL)
     start_s = time.monotonic()
-    with pytest.raises(WorkerDiedError, match=backend.killed):
+    with pytest.raises(WorkerDiedError, match="rank 1 died with signal SIGKILL"):
         while True:
             llm.step()
     assert time.monotonic() - start_s < NOTICED_WITHIN_S
@@ -87,14 +86,14 @@ def test_killed_worker_is_an_error_within_seconds_and_leaves_nothing(
         llm.step()
     llm.close()
     assert is_gone(worker)
-    assert_nothing_is_left(backend)
+    assert_nothing_is_left()
 
 
-def test_interrupted_generate_leaves_two_ranks_usable(reference: Reference, backend: RankBackend) -> None:
+def test_interrupted_generate_leaves_two_ranks_usable(reference: Reference) -> None:
     """Ctrl-C reaches the whole terminal: the worker gets the signal too."""
-    with LLM(str(reference.directory), device="cpu", **two_ranks(backend), **cache_options(3)) as llm:
+    with LLM(str(reference.directory), device="cpu", **TWO_RANKS, **cache_options(3)) as llm:
         expected = llm.generate([PROMPTS[4]], greedy(), use_tqdm=False)[0]["token_ids"]
-        (worker,) = worker_pids_of(llm)
+        (worker,) = worker_pids_of(llm.engine.executor)
 
         def press_ctrl_c() -> None:
             os.kill(worker, signal.SIGINT)
@@ -108,4 +107,4 @@ def test_interrupted_generate_leaves_two_ranks_usable(reference: Reference, back
         llm.scheduler.check_integrity()
         assert llm.is_finished()
         assert llm.generate([PROMPTS[4]], greedy(), use_tqdm=False)[0]["token_ids"] == expected
-    assert_nothing_is_left(backend)
+    assert_nothing_is_left()

@@ -149,7 +149,7 @@ def test_idle_async_engine_has_the_plans_of_cudnn_in_the_thread_of_its_steps(ref
         raise TimeoutError("plans are still being built")
 
     wait_until_built()
-    engine.llm.engine.executor.build_next_plan = build_all  # type: ignore[method-assign]
+    engine.llm.engine.build_next_plan = build_all  # type: ignore[method-assign]
     engine._has_plans_to_build = True
     wait_until_built()
     thread = threading.Thread(target=build_all)

@@ -320,7 +320,7 @@ def test_idle_engine_builds_plans_in_the_thread_of_its_steps_and_makes_way_for_r
 
     async def test() -> None:
         await wait_until(lambda: not engine._has_plans_to_build)  # the backend has none
-        engine.llm.engine.executor.build_next_plan = build_next_plan  # type: ignore[method-assign]
+        engine.llm.engine.build_next_plan = build_next_plan  # type: ignore[method-assign]
         engine._has_plans_to_build = True
         await collect(engine.generate("Hello", GREEDY))
         assert num_left > 0, "all plans were built before the request ran"

@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
-from rank_backends import worker_pids_of
+from rank_processes import worker_pids_of
 from server_process import LIMIT_S, ServerProcess, server_process
 
 from nanovllm.cli import main as cli
@@ -357,7 +357,7 @@ def test_full_disk_of_the_log_harms_nobody(retrieval_model: Path, tmp_path: Path
 
 
 def change_ranks(slow: Path, engine: Any) -> None:
-    print(f"rank 1 is {worker_pids_of(engine.llm)[0]}", flush=True)
+    print(f"rank 1 is {worker_pids_of(engine.llm.engine.executor)[0]}", flush=True)
     slow_down(slow, engine)
     linger_long(engine)
 

@@ -16,8 +16,8 @@ from ray.cluster_utils import Cluster
 
 from nanovllm.cluster.batch_engine import BatchEngine
 from nanovllm.cluster.batch_job import BatchJob, JobSummary, run_job
-from nanovllm.cluster.batch_options import BatchOptions
-from nanovllm.cluster.batch_plan import Unit, UnitLimits
+from nanovllm.cluster.batch_rows import Unit, UnitLimits
+from nanovllm.cluster.options import BatchOptions
 from nanovllm.config import Config
 from nanovllm.demo.retrieval_model import build_retrieval_model
 from nanovllm.engine.setup import find_machine

@@ -1,6 +1,5 @@
 """A small Ray cluster on this machine, which is gone at the end, whatever happens in between."""
 
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -9,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import ray
-from rank_backends import RankBackend
 from ray.cluster_utils import Cluster
 
 HEAD = {"num_cpus": 16, "object_store_memory": 100_000_000, "include_dashboard": False}
@@ -42,29 +40,3 @@ def small_cluster(num_gpus: int = 0) -> Iterator[Cluster]:
         finally:
             ray.shutdown()
             cluster.shutdown()
-
-
-def ray_backend(cluster: Cluster) -> RankBackend:
-    (raylet,) = cluster.head_node.all_processes["raylet"]
-    unexpected = "rank 1 died unexpectedly. Ray says: The actor died"
-    return RankBackend(
-        name="ray",
-        killed=unexpected,
-        exited_with_3=unexpected,
-        log_lines=r".*(INFO|WARNING) \w+\.py:\d+ -- |$",
-        worker_pids=lambda: _rank_actors(raylet.process.pid),
-    )
-
-
-def _rank_actors(raylet_pid: int) -> set[int]:
-    """The processes of rank actors that a raylet has started."""
-    found = set()
-    for name in filter(str.isdecimal, os.listdir("/proc")):
-        try:
-            command = Path(f"/proc/{name}/cmdline").read_text()
-            parent = int(Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[1])
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if parent == raylet_pid and command.startswith("ray::_RankActor"):
-            found.add(int(name))
-    return found

@@ -1,34 +1,28 @@
-"""What `nanovllm batch` does without Ray: its plan of units, its rows and columns, its folder, its resources."""
+"""What `nanovllm batch` does without Ray: its plan of units, its rows and columns, its folder."""
 
 import asyncio
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import xxhash
 
-from nanovllm.capacity.machine import Machine
-from nanovllm.cluster.batch_formats import format_of
-from nanovllm.cluster.batch_jsonl import JsonLinesRows
-from nanovllm.cluster.batch_manifest import held_alone, open_output
-from nanovllm.cluster.batch_options import BatchOptions
-from nanovllm.cluster.batch_plan import RowPlace, ScannedRow, Unit, UnitLimits, plan_units, runs_of
-from nanovllm.cluster.batch_resources import (
-    EngineNeeds,
-    Node,
-    check_room,
-    choose_device,
-    default_num_engines,
-    plan_memory,
-    plan_placement,
+from nanovllm.cluster.batch_engine import Turns
+from nanovllm.cluster.batch_files import JsonLinesRows, held_alone, open_output
+from nanovllm.cluster.batch_rows import (
+    RowDefaults,
+    RowPlace,
+    ScannedRow,
+    Unit,
+    UnitLimits,
+    answer_columns,
+    error_columns,
+    make_request,
+    plan_units,
+    runs_of,
 )
-from nanovllm.cluster.batch_rows import RowDefaults, answer_columns, error_columns, make_request
-from nanovllm.cluster.batch_tries import MAX_TRIES, Turns, UnitTries, clear_tries
-from nanovllm.config import Config
 from nanovllm.core.logprobs import Logprob
-from nanovllm.demo.retrieval_model import build_retrieval_model
 from nanovllm.errors import ConfigError, RequestError
 from nanovllm.sampling_params import SamplingParams, StructuredOutputs
 
@@ -52,9 +46,8 @@ def lines_of(units: list[Unit]) -> list[list[int]]:
     return [[place.line for place in unit.places] for unit in units]
 
 
-@pytest.mark.parametrize(
-    ("documents", "expected"),
-    [
+def test_plan_units_keeps_documents_together_within_the_limit() -> None:
+    for documents, expected in (
         ("", []),
         (".", [[0]]),
         ("....", [[0, 1, 2], [3]]),
@@ -62,11 +55,9 @@ def lines_of(units: list[Unit]) -> list[list[int]]:
         ("abab", [[0, 2], [1, 3]]),  # b would make five rows
         ("aaaaa.", [[0, 1, 2, 3, 4], [5]]),  # a large document is not split
         (".aa.", [[0, 1, 2], [3]]),
-    ],
-)
-def test_plan_units_keeps_documents_together_within_the_limit(documents: str, expected: list[list[int]]) -> None:
-    units = plan_units(scanned(documents), UnitLimits(max_rows=3))
-    assert lines_of(units) == expected
+    ):
+        units = plan_units(scanned(documents), UnitLimits(max_rows=3))
+        assert lines_of(units) == expected
 
 
 def test_plan_units_long_rows_make_small_units() -> None:
@@ -80,7 +71,9 @@ def test_unit_packed_keeps_its_places() -> None:
     assert places == [RowPlace(0, 0, 0, 0), RowPlace(0, 2, 20, 0), RowPlace(0, 1, 10)]
     assert list(runs_of(places)) == [[0, 1], [2]]
     assert unit.describe(["x.jsonl"]) == "3 rows from line 1 of x.jsonl to line 2"
-    assert Unit([RowPlace(1, 4, 9)]).describe(["x", "y"]) == "line 5 of y"
+    single = Unit()
+    single.add(RowPlace(1, 4, 9))
+    assert single.describe(["x", "y"]) == "line 5 of y"
 
 
 # -- JSON lines --------------------------------------------------------------------------------------------------
@@ -109,12 +102,12 @@ def test_json_lines_pass_everything_through_and_name_bad_lines(tmp_path: Path) -
     assert written[1:] == [error_columns("x")] * 3
 
 
-@pytest.mark.parametrize("column", ["text", "error", "outputs"])
-def test_scan_refuses_a_column_that_the_output_adds(tmp_path: Path, column: str) -> None:
-    path = tmp_path / "in.jsonl"
-    path.write_text('{"prompt": "\\"text\\""}\n' + json.dumps({"prompt": "x", column: "y"}))
-    with pytest.raises(ConfigError, match=f"line 2 .*column '{column}'.*rename"):
-        scan(path)
+def test_scan_refuses_a_column_that_the_output_adds(tmp_path: Path) -> None:
+    for column in ("text", "error", "outputs"):
+        path = tmp_path / "in.jsonl"
+        path.write_text('{"prompt": "\\"text\\""}\n' + json.dumps({"prompt": "x", column: "y"}))
+        with pytest.raises(ConfigError, match=f"line 2 .*column '{column}'.*rename"):
+            scan(path)
 
 
 def test_scan_documents_are_told_apart_by_value(tmp_path: Path) -> None:
@@ -125,14 +118,6 @@ def test_scan_documents_are_told_apart_by_value(tmp_path: Path) -> None:
     keys = [row.document_key for row in scan(path, "d")]
     assert keys[0] == keys[2] != keys[1]
     assert keys[3] is keys[4] is None
-
-
-def test_format_of_refuses_other_files(tmp_path: Path) -> None:
-    (tmp_path / "a.csv").touch()
-    with pytest.raises(ConfigError, match=r"a\.csv' must be a file of JSON lines"):
-        format_of([tmp_path / "a.csv"])
-    with pytest.raises(ConfigError, match="is not a file"):
-        format_of([tmp_path / "missing.jsonl"])
 
 
 # -- rows --------------------------------------------------------------------------------------------------------
@@ -162,9 +147,9 @@ def test_make_request_messages_have_no_limit_of_tokens() -> None:
     assert make_request({"messages": json.dumps(messages)}, PLACE, DEFAULTS).messages == request.messages
 
 
-@pytest.mark.parametrize("biases", [{"5": 1.5}, [(5, 1.5)], '{"5": 1.5}', {"5": 1.5, "6": None}])
-def test_make_request_logit_bias_has_integer_keys(biases: Any) -> None:
-    assert make_request({"prompt": "x", "logit_bias": biases}, PLACE, DEFAULTS).params.logit_bias == {5: 1.5}
+def test_make_request_logit_bias_has_integer_keys() -> None:
+    for biases in ({"5": 1.5}, [(5, 1.5)], '{"5": 1.5}', {"5": 1.5, "6": None}):
+        assert make_request({"prompt": "x", "logit_bias": biases}, PLACE, DEFAULTS).params.logit_bias == {5: 1.5}
 
 
 def test_make_request_structured_outputs_is_an_object() -> None:
@@ -172,9 +157,8 @@ def test_make_request_structured_outputs_is_an_object() -> None:
     assert make_request(row, PLACE, DEFAULTS).params.structured_outputs == StructuredOutputs(regex="a+")
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
+def test_make_request_bad_row_is_refused() -> None:
+    for row, message in (
         ({}, "the row has none of them; give one of prompt, messages, prompt_token_ids"),
         ({"prompt": "x", "messages": []}, "the row has prompt and messages"),
         ({"messages": [[{"role": "user", "content": "x"}]]}, "one conversation"),
@@ -183,11 +167,9 @@ def test_make_request_structured_outputs_is_an_object() -> None:
         ({"prompt": "x", "logit_bias": {"abc": 1}}, "logit_bias"),
         ({"prompt": "x", "structured_outputs": {"grammar": "y"}}, "structured_outputs has grammar"),
         ({"prompt": "x", "n": 100_000}, "n=100000 must be at most 1024"),
-    ],
-)
-def test_make_request_bad_row_is_refused(row: dict[str, Any], message: str) -> None:
-    with pytest.raises(RequestError, match=message):
-        make_request(row, PLACE, DEFAULTS)
+    ):
+        with pytest.raises(RequestError, match=message):
+            make_request(row, PLACE, DEFAULTS)
 
 
 def output(**changes: Any) -> Any:
@@ -213,21 +195,7 @@ def test_answer_columns_failed_answer_leaves_only_the_error() -> None:
     assert error_columns("NaN")["text"] is None
 
 
-# -- tries and turns ---------------------------------------------------------------------------------------------
-
-
-def test_unit_tries_are_counted_until_the_unit_has_run(tmp_path: Path) -> None:
-    for count in range(MAX_TRIES):
-        tries = UnitTries(tmp_path, 3)
-        assert tries.count() == count
-        tries.begin()
-    assert "out of memory" in tries.describe()
-    tries.note("EngineError: a step\nfailed")
-    assert tries.count() == MAX_TRIES
-    assert "3 engines have failed" in tries.describe() and "EngineError: a step failed" in tries.describe()
-    assert UnitTries(tmp_path, 4).count() == 0
-    clear_tries(tmp_path)
-    assert tries.count() == 0
+# -- turns --------------------------------------------------------------------------------------------------------
 
 
 def test_turns_let_one_run_alone_between_others() -> None:
@@ -277,80 +245,3 @@ def test_open_output_keeps_out_of_folders_of_others(tmp_path: Path) -> None:
         open_output(tmp_path, {})
     with pytest.raises(ConfigError, match="not empty"):
         open_output(tmp_path / "thesis.txt", {})
-
-
-# -- resources ---------------------------------------------------------------------------------------------------
-
-
-def test_plan_placement_gpus() -> None:
-    nodes = [Node(16, 8, 100 * GIB), Node(16, 4, 100 * GIB), Node(8, 0, GIB)]
-    assert default_num_engines(nodes, 2, "cuda") == 6
-    needs = plan_placement(nodes, 6, 2, "cuda")
-    assert (needs.gpus, needs.cpus, needs.engines_per_node) == (2, 3, 4)
-    with pytest.raises(ConfigError, match=r"room for 6 of num_engines=7: each needs 2 GPUs, 3 CPUs.*num_engines to 6"):
-        plan_placement(nodes, 7, 2, "cuda")
-    with pytest.raises(ConfigError, match=r"room for 0 of num_engines=1.*lower tensor_parallel_size"):
-        plan_placement([Node(4, 1, GIB)], 1, 2, "cuda")
-
-
-@pytest.mark.parametrize(("num_engines", "cpus"), [(1, 8), (2, 8), (3, 4), (4, 4), (5, 2)])
-def test_plan_placement_cpus_are_shared_out(num_engines: int, cpus: int) -> None:
-    assert plan_placement([Node(8, 0, GIB), Node(8, 0, GIB)], num_engines, 1, "cpu").cpus == cpus
-
-
-def test_plan_placement_says_what_is_missing_of_memory() -> None:
-    with pytest.raises(ConfigError, match=r"each needs 2 GPUs, 3 CPUs and 40\.00 GiB of memory.*cpu_memory_gb"):
-        check_room(EngineNeeds(gpus=2, cpus=3, memory_bytes=40 * GIB), [Node(16, 8, 30 * GIB)], 1)
-
-
-def test_choose_device() -> None:
-    with_gpu, without = [Node(1, 0, 1), Node(1, 1, 1)], [Node(1, 0, 1)]
-    assert choose_device("auto", with_gpu) == "cuda" and choose_device("auto", without) == "cpu"
-    assert choose_device("cpu", with_gpu) == "cpu"
-    with pytest.raises(ConfigError, match="device='cuda:1' names one GPU"):
-        choose_device("cuda:1", with_gpu)
-
-
-def plan(machine: Callable[[Config], Machine], per_node: int, node_gib: float, **options: Any) -> EngineNeeds:
-    config = Config(model=str(build_retrieval_model()), **options)
-    needs = EngineNeeds(gpus=1, cpus=2, engines_per_node=per_node)
-    return plan_memory(needs, config, node_gib * GIB, machine)
-
-
-def test_plan_memory_engines_share_a_machines_memory() -> None:
-    """By default, each of two engines would take 70% of the available memory for its pool."""
-
-    def machine(config: Config) -> Machine:
-        return Machine.gpu(host_bytes=100 * GIB)
-
-    alone = plan(machine, 1, 100, enable_cpu_offload=True)
-    shared = plan(machine, 8, 100, enable_cpu_offload=True)
-    assert 8 * shared.memory_bytes <= 100 * GIB and shared.memory_bytes < alone.memory_bytes
-    assert shared.options["num_cpu_blocks"] * 8 <= alone.options["num_cpu_blocks"] * 1.01 * 8
-    given = plan(machine, 2, 100, enable_cpu_offload=True, cpu_memory_gb=20.0)
-    assert 20 * GIB < given.memory_bytes <= 22 * GIB
-    with pytest.raises(ConfigError, match="memory is available"):
-        plan(machine, 8, 100, enable_cpu_offload=True, cpu_memory_gb=20.0)
-
-
-def test_plan_memory_on_a_cpu_counts_the_cache() -> None:
-    few = plan(lambda config: Machine.cpu(10 * GIB), 2, 8, device="cpu", num_kvcache_blocks=64)
-    default = plan(lambda config: Machine.cpu(10 * GIB), 2, 8, device="cpu")
-    assert few.memory_bytes < default.memory_bytes <= 4 * GIB
-    assert few.options["num_kvcache_blocks"] == 64 < default.options["num_kvcache_blocks"]
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"num_engines": 0},
-        {"num_engines": 10**6},
-        {"document_column": ""},
-        {"ray_address": "ray://x:1"},
-        {"ray_address": "head"},
-    ],
-)
-def test_batch_options_bad_value_is_refused(options: dict[str, Any]) -> None:
-    (name,) = options
-    with pytest.raises(ConfigError, match=name):
-        BatchOptions(**options)

@@ -9,10 +9,9 @@ import pyarrow.parquet as pq
 import pytest
 import xxhash
 
-from nanovllm.cluster.batch_formats import format_of
+from nanovllm.cluster.batch_job import format_of
 from nanovllm.cluster.batch_parquet import READ_ROWS, ParquetRows
-from nanovllm.cluster.batch_plan import RowPlace, ScannedRow
-from nanovllm.cluster.batch_rows import RowDefaults, error_columns, make_request
+from nanovllm.cluster.batch_rows import RowDefaults, RowPlace, ScannedRow, error_columns, make_request
 from nanovllm.errors import ConfigError
 
 NUM_ROWS = 3 * READ_ROWS + 5
@@ -99,6 +98,12 @@ def test_bad_files_are_refused(path: Path, tmp_path: Path) -> None:
     other.write_text("x")
     with pytest.raises(ConfigError, match="is not a Parquet file"):
         scan(other)
-    (tmp_path / "a.jsonl").touch()
-    with pytest.raises(ConfigError, match="give one kind"):
-        format_of([path, tmp_path / "a.jsonl"])
+    for name in ("a.jsonl", "a.csv"):
+        (tmp_path / name).touch()
+    for paths, message in (
+        ([path, tmp_path / "a.jsonl"], "give one kind"),
+        ([tmp_path / "a.csv"], r"a\.csv' must be a file of JSON lines"),
+        ([tmp_path / "missing.jsonl"], "is not a file"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            format_of(paths)

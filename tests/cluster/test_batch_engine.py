@@ -4,18 +4,16 @@ import asyncio
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import xxhash
 
 from nanovllm.async_llm import AsyncLLM
-from nanovllm.cluster.batch_answers import RowAnswerer
-from nanovllm.cluster.batch_engine import BatchEngine, EngineJob
-from nanovllm.cluster.batch_jsonl import JsonLinesRows
-from nanovllm.cluster.batch_plan import RowPlace, Unit, UnitLimits, plan_units
-from nanovllm.cluster.batch_rows import RowDefaults, error_columns
-from nanovllm.cluster.batch_tries import MAX_TRIES, UnitTries
+from nanovllm.cluster.batch_engine import MAX_TRIES, BatchEngine, EngineJob, RowAnswerer, UnitTries
+from nanovllm.cluster.batch_files import JsonLinesRows
+from nanovllm.cluster.batch_rows import RowDefaults, RowPlace, Unit, UnitLimits, error_columns, plan_units
 from nanovllm.demo.retrieval_model import build_retrieval_model
 from nanovllm.errors import EngineError, RequestError
 from nanovllm.sampling_params import SamplingParams
@@ -102,9 +100,21 @@ class Died(BaseException):
 
 
 class MortalEngine(BatchEngine):
-    def _exit(self, tries: UnitTries, error: Exception) -> None:
-        tries.note(str(error))
+    def _exit(self, error: Exception) -> None:
         raise Died
+
+
+class InProcess:
+    """An object that is called like an actor."""
+
+    def __init__(self, target: object) -> None:
+        self._target = target
+
+    def __getattr__(self, name: str) -> SimpleNamespace:
+        async def remote(*args: Any) -> Any:
+            return getattr(self._target, name)(*args)
+
+        return SimpleNamespace(remote=remote)
 
 
 def make_job(folder: Path, rows: Sequence[Any], **options: Any) -> tuple[EngineJob, list[Unit]]:
@@ -123,7 +133,7 @@ def make_job(folder: Path, rows: Sequence[Any], **options: Any) -> tuple[EngineJ
         num_part_digits=5,
         tensor_parallel_size=1,
         engines_per_node=1,
-        engine_class=MortalEngine,
+        tries=InProcess(UnitTries()),
     )
     return job, units
 
@@ -146,6 +156,7 @@ def test_engine_writes_a_part_for_each_unit(tmp_path: Path) -> None:
         (1, 1, 1, ""),
     ]
     assert results[0]["num_tokens"] == 4
+    assert asyncio.run(job.tries.reasons.remote(0)) == []  # what has been run counts no tries
     assert sorted(path.name for path in job.output.iterdir()) == ["part-00000.jsonl", "part-00001.jsonl"]
     (last,) = map(json.loads, job.part_path(1).read_text().splitlines())
     assert last["id"] == 2 and last["text"] is None and "empty" in last["error"]
@@ -182,6 +193,25 @@ def test_engine_unit_that_ends_engines_ends_the_job_after_a_few(tmp_path: Path) 
     assert not bad["is_refusal"] and good["failure"] == ""
     assert "2 rows from line 1 of in.jsonl to line 2" in bad["failure"]
     assert "3 engines" in bad["failure"] and "OutOfMemoryError" in bad["failure"]
+
+
+def test_engine_unit_that_was_tried_before_runs_alone(tmp_path: Path) -> None:
+    job, units = make_job(tmp_path, [{"prompt": "x"}] * 4)
+    order: list[int] = []
+
+    class Noting(MortalEngine):
+        async def _run(self, unit_idx: int, unit: Unit) -> dict[str, int]:
+            order.append(unit_idx)
+            await asyncio.sleep(0.01)
+            order.append(unit_idx)
+            return {}
+
+    run_units(Noting(job), dict(enumerate(units)))
+    assert order in ([0, 1, 0, 1], [0, 1, 1, 0])
+    order.clear()
+    asyncio.run(job.tries.begin.remote(0))
+    run_units(Noting(job), dict(enumerate(units)))
+    assert order in ([0, 0, 1, 1], [1, 1, 0, 0])
 
 
 def test_engine_output_is_that_of_the_engine_alone(tmp_path: Path, engine: AsyncLLM) -> None:

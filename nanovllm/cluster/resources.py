@@ -1,7 +1,7 @@
-"""What each engine of a job takes of a cluster: GPUs, CPUs and memory. Arithmetic only; nothing here asks Ray.
+"""What Ray is asked for: the GPUs, CPUs and memory of the engines of a job and of the replicas of a service.
 
-Engines that share a machine share its CPUs and its memory evenly. By default an engine would take most of the memory
-that is available when it starts.
+Arithmetic only; nothing here asks Ray. Engines that share a machine share its CPUs and its memory evenly. By default an
+engine would take most of the memory that is available when it starts.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,11 +12,20 @@ from nanovllm.capacity.machine import Machine
 from nanovllm.capacity.plan_check import check_start
 from nanovllm.capacity.planner import make_plan
 from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.cluster.options import ServiceOptions
+from nanovllm.cluster.routing import MAX_QUEUE_GAP
 from nanovllm.config import Config
 from nanovllm.errors import ConfigError
+from nanovllm.server.options import ServerOptions
 from nanovllm.utils.memory import format_bytes
 
 RANK_BYTES = 2**30  # of a rank's process, besides pools and weights; a rank on the CPU took 0.4 GiB
+ROUTER = "nanovllm.cluster.replicas.PrefixRouter"
+HEALTH_PERIOD_S = 2.0  # Serve replaces a replica after three bad answers
+HEALTH_TIMEOUT_S = 30.0
+DRAIN_CHECK_S = 0.5  # how often a replica that is to end looks whether its last answer has ended
+MAX_STARTS = 3  # of a replica that fails at its start
+MAX_SMALL_REQUESTS = 64  # open in one replica, besides those in its queue and its engine
 
 
 class Node(NamedTuple):
@@ -83,14 +92,14 @@ def plan_placement(nodes: Sequence[Node], num_engines: int, tensor_parallel_size
     return replace(needs, engines_per_node=min(num_engines, max(map(needs.num_fitting, nodes))))
 
 
-def check_room(needs: EngineNeeds, nodes: Sequence[Node], num_engines: int) -> None:
-    """Raise ConfigError if the cluster can never run so many engines at once."""
+def check_room(needs: EngineNeeds, nodes: Sequence[Node], wanted: int, option: str = "num_engines") -> None:
+    """Raise ConfigError if the cluster can never run as many engines at once as the option wants."""
     fitting = _num_fitting(needs, nodes)
-    if fitting < num_engines:
+    if fitting < wanted:
         have = "; ".join(f"{n.cpus:g} CPUs, {n.gpus:g} GPUs, {format_bytes(n.memory_bytes)}" for n in nodes)
-        lower = f"lower num_engines to {fitting}" if fitting else "lower tensor_parallel_size or cpu_memory_gb"
+        lower = f"lower {option} to {fitting}" if fitting else "lower tensor_parallel_size or cpu_memory_gb"
         raise ConfigError(
-            f"there is room for {fitting} of num_engines={num_engines}: each needs {needs.describe()}, and the "
+            f"there is room for {fitting} of {option}={wanted}: each needs {needs.describe()}, and the "
             f"machines of the cluster have: {have or 'nothing'}; {lower}, or add machines"
         )
 
@@ -121,3 +130,52 @@ def plan_memory(
         options |= {name: plan.num_gpu_blocks, "kvcache_block_size": config.block_size}
         num_bytes += (plan.memory.weight_bytes + plan.memory.kv_bytes) * config.tensor_parallel_size
     return replace(needs, memory_bytes=min(num_bytes, share), options=options)
+
+
+# -- replicas ------------------------------------------------------------------------------------------------------
+
+
+def replica_needs(config: Config, service: ServiceOptions, nodes: Sequence[Node]) -> EngineNeeds:
+    """The resources of one replica."""
+    on_gpu = choose_device(config.device, nodes) == "cuda"
+    memory_gb = config.cpu_memory_gb if config.enable_cpu_offload else None
+    return EngineNeeds(
+        gpus=config.tensor_parallel_size if on_gpu else 0,
+        cpus=service.replica_cpus,
+        memory_bytes=int((memory_gb or 0) * 2**30),
+    )
+
+
+def deployment_options(
+    config: Config, options: ServerOptions, service: ServiceOptions, needs: EngineNeeds
+) -> dict[str, Any]:
+    """The options of the Serve deployment.
+
+    Ray shows a replica only its own GPUs. The queue of each replica, and not Serve, limits what may wait
+    (AdmissionQueue).
+    """
+    number: dict[str, Any] = {"num_replicas": service.num_replicas}
+    if service.max_replicas not in (None, service.num_replicas):
+        scaling = {"min_replicas": service.num_replicas, "max_replicas": service.max_replicas}
+        number = {"autoscaling_config": scaling | {"target_ongoing_requests": config.max_num_seqs}}
+    return {
+        **number,
+        "ray_actor_options": {
+            "num_cpus": needs.cpus,
+            "num_gpus": needs.gpus,
+            **({"memory": needs.memory_bytes} if needs.memory_bytes else {}),
+            "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(needs.cpus)}},
+        },
+        "max_ongoing_requests": options.max_queue + config.max_num_seqs + MAX_SMALL_REQUESTS,
+        "max_queued_requests": options.max_queue,
+        "graceful_shutdown_timeout_s": options.drain_s,
+        "graceful_shutdown_wait_loop_s": DRAIN_CHECK_S,
+        "health_check_period_s": HEALTH_PERIOD_S,
+        "health_check_timeout_s": HEALTH_TIMEOUT_S,
+        "max_constructor_retry_count": MAX_STARTS,
+        "logging_config": {"enable_access_log": False, "log_level": "WARNING"},
+        "request_router_config": {
+            "request_router_class": ROUTER,
+            "request_router_kwargs": {"max_queue_gap": min(MAX_QUEUE_GAP, config.max_num_seqs)},
+        },
+    }

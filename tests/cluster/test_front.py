@@ -8,9 +8,16 @@ from typing import Any
 
 import pytest
 
-from nanovllm.cluster.app_call import REST_PER_CALL_S, AppCall, Pace, WholeRequest
-from nanovllm.cluster.front import Front, ReplicaLostError, no_replica
-from nanovllm.cluster.metrics_text import join_metrics
+from nanovllm.cluster.front import (
+    REST_PER_CALL_S,
+    AppCall,
+    Front,
+    Pace,
+    ReplicaLostError,
+    WholeRequest,
+    join_metrics,
+    no_replica,
+)
 from nanovllm.server.gate import CACHE_SALT, ASGIApp, ASGIMessage, Receive, Scope, Send
 
 Parts = list[list[ASGIMessage] | Exception]
@@ -91,14 +98,14 @@ def test_answer_is_passed_on_as_it_is() -> None:
     assert front.num_open == 0
 
 
-@pytest.mark.parametrize("begun", [[], [[STREAM]]])
-def test_request_is_sent_again_to_another_replica_if_nothing_was_sent(begun: Parts) -> None:
+def test_request_is_sent_again_to_another_replica_if_nothing_was_sent() -> None:
     """The head of a stream is sent with its first event, so it does not count."""
-    replicas = FakeReplicas([*begun, ReplicaLostError("a")], [[head(), body(b"{}")]])
-    front = Front(replicas, "tiny")
-    assert ask(front, scope()) == [head(), body(b"{}")]
-    assert replicas.without == [set(), {"a"}]
-    assert counted(front, "requests_resent_total") == 1 and counted(front, "answers_cut_total") == 0
+    for begun in ([], [[STREAM]]):
+        replicas = FakeReplicas([*begun, ReplicaLostError("a")], [[head(), body(b"{}")]])
+        front = Front(replicas, "tiny")
+        assert ask(front, scope()) == [head(), body(b"{}")]
+        assert replicas.without == [set(), {"a"}]
+        assert counted(front, "requests_resent_total") == 1 and counted(front, "answers_cut_total") == 0
 
 
 def test_request_is_sent_again_only_once() -> None:

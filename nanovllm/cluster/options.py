@@ -1,14 +1,55 @@
-"""ServiceOptions: how many engines `nanovllm serve` starts, and where."""
+"""Options of the commands that use a cluster. Importing them does not import Ray."""
 
+import re
 from dataclasses import dataclass
 
-from nanovllm.cluster.ray_address import RAY_ADDRESS_HELP, check_ray_address
 from nanovllm.config import Config
 from nanovllm.errors import ConfigError
 from nanovllm.utils.options import option
 
+RAY_ADDRESS_HELP = (
+    "host:port of a running Ray cluster, or auto for the one that this machine is part of; by default, Ray is started "
+    "on this machine alone and ends with the command"
+)
+MAX_ENGINES = 10_000
 MAX_REPLICAS = 1024
-_REPLICAS = "several engines (needs the extra ray)"  # group
+_HOST_AND_PORT = re.compile(r"[^/]+:[0-9]{1,5}")
+_JOB, _REPLICAS = "the job", "several engines (needs the extra ray)"  # groups of flags
+
+
+def check_ray_address(address: str | None) -> None:
+    """Raise ConfigError unless the option has the form of an address."""
+    if address not in (None, "auto") and not _HOST_AND_PORT.fullmatch(address or ""):
+        raise ConfigError(
+            f"ray_address={address!r} must be host:port or auto; run the command on a machine of the cluster (ray job "
+            "submit does that), not through Ray's client"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchOptions:
+    """The flags of `nanovllm batch` that concern the cluster and the rows. A bad value raises ConfigError."""
+
+    num_engines: int | None = option(
+        None,
+        help="engines that run at once, each on tensor_parallel_size GPUs; by default, as many as the cluster has GPUs "
+        "for, and one on a CPU",
+        group=_JOB,
+    )
+    document_column: str | None = option(
+        None,
+        help="column that names the document that a row asks about; rows of one document meet in one engine, one after "
+        "another, and share the document's KV",
+        group=_JOB,
+    )
+    ray_address: str | None = option(None, help=RAY_ADDRESS_HELP, group=_JOB)
+
+    def __post_init__(self) -> None:
+        if self.num_engines is not None and not 1 <= self.num_engines <= MAX_ENGINES:
+            raise ConfigError(f"num_engines={self.num_engines} must be between 1 and {MAX_ENGINES}")
+        if self.document_column == "":
+            raise ConfigError("document_column='' must be the name of a column")
+        check_ray_address(self.ray_address)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,28 @@
+"""The processes of ranks, and how tests wait for their end."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+NOTICED_WITHIN_S = 5.0
+
+
+def worker_pids_of(executor: Any) -> list[int]:
+    """The process ids of ranks 1 and up."""
+    return [worker.process.pid for worker in executor._workers]
+
+
+def is_gone(pid: int) -> bool:
+    """True also for a zombie that nobody has waited for."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = NOTICED_WITHIN_S) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return condition()
