@@ -38,6 +38,8 @@ class Speculator:
         return any(self._is_active(drafter, seq, load) and drafter.can_guess(seq) for drafter in self.drafters)
 
     def _is_active(self, drafter: Drafter, seq: Sequence, load: Load) -> bool:
+        if drafter.costs_drafts and _must_know_guesses(seq):
+            return False
         if self.times is None:
             return True
         return self.times.is_measured(load) and not self._pace(drafter, seq, load).rests()
@@ -59,6 +61,8 @@ class Speculator:
                 continue
             num_guesses = self._num_worthwhile(drafter, seq, most, load)
             guesses = drafter.guess(seq, num_guesses).first(num_guesses) if num_guesses else NO_GUESSES
+            if _must_know_guesses(seq):
+                guesses = guesses.without_drafts()
             if (guesses := self._existing(drafter, guesses)).token_ids:
                 if self.times is not None:
                     self._asked[seq.seq_id] = self._pace(drafter, seq, load)
@@ -105,3 +109,8 @@ class Speculator:
             "guess_acceptance": self.num_accepted / self.num_guesses if self.num_guesses else None,
             "tokens_per_pass": 1 + self.num_accepted / self.num_passes if self.num_passes else None,
         }
+
+
+def _must_know_guesses(seq: Sequence) -> bool:
+    """Return True if the edits of the logits after a guess depend on it, so that the ranks cannot draft it."""
+    return seq.editor is not None and seq.editor.knows_all_but_last
