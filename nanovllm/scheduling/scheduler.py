@@ -28,8 +28,7 @@ from nanovllm.scheduling.prompt_sharing import PromptSharing
 from nanovllm.scheduling.step_bound import StepBound
 from nanovllm.speculation.drafters import NO_GUESSES, Guesses
 from nanovllm.speculation.pace import Load, load_of
-from nanovllm.speculation.speculator import Speculator
-from nanovllm.speculation.verification import verified_tokens
+from nanovllm.speculation.speculator import Speculator, verified_tokens
 
 
 class Scheduler:
