@@ -10,7 +10,7 @@ from collections.abc import Sequence as Seq
 from nanovllm.core.sequence import Sequence
 from nanovllm.core.step_plan import StepPlan
 from nanovllm.speculation.drafters import DRAFTED, NO_GUESSES, Drafter, Guesses
-from nanovllm.speculation.pace import NUM_FEW, PRIOR_ACCEPTANCE, Load, Pace, Record, StepTimes
+from nanovllm.speculation.pace import COMMON_DECAY, NUM_FEW, PRIOR_ACCEPTANCE, Acceptance, Load, Pace, StepTimes
 
 logger = logging.getLogger("nanovllm")
 
@@ -20,9 +20,10 @@ class Speculator:
         """`times`: None for as many guesses as allowed, always."""
         self.drafters, self.max_guesses, self.times = drafters, max_guesses, times
         self._vocab_size = vocab_size
-        self._records: dict[str, Record] = defaultdict(Record)  # by kind of guesses
+        # By kind of guesses: what all sequences together have seen
+        self._acceptances: dict[str, Acceptance] = defaultdict(lambda: Acceptance(PRIOR_ACCEPTANCE, COMMON_DECAY))
         self._paces: dict[int, dict[str, Pace]] = {}  # by seq_id and kind of guesses
-        self._asked: dict[int, Pace] = {}  # by seq_id, whose guesses are being verified
+        self._asked: dict[int, str] = {}  # by seq_id: the kind of guesses that are being verified
         self.num_passes = self.num_guesses = self.num_accepted = 0
         self._refused: set[str] = set()  # drafters that have guessed tokens that do not exist
 
@@ -46,15 +47,12 @@ class Speculator:
             return False
         if self.times is None:
             return True
-        return self.times.is_measured(load) and not self._pace(drafter, seq, load).rests()
+        return self.times.is_measured(load) and not self._pace(drafter, seq, load).rests(self.times.num_steps)
 
     def _pace(self, drafter: Drafter, seq: Sequence, load: Load) -> Pace:
-        assert self.times is not None, "guesses have a pace where their cost counts"
-        kind = drafter.kind(seq)
-        record, paces = self._records[kind], self._paces[seq.seq_id]
-        record.begin_step(self.times.num_steps)
+        kind, paces = drafter.kind(seq), self._paces[seq.seq_id]
         if kind not in paces:
-            paces[kind] = Pace(record, PRIOR_ACCEPTANCE if load.num_seqs <= NUM_FEW else record.acceptance)
+            paces[kind] = Pace(PRIOR_ACCEPTANCE if load.num_seqs <= NUM_FEW else self._acceptances[kind].estimate)
         return paces[kind]
 
     def guess(self, seq: Sequence, max_guesses: int, load: Load) -> Guesses:
@@ -69,7 +67,7 @@ class Speculator:
                 guesses = guesses.without_drafts()
             if (guesses := self._existing(drafter, guesses)).token_ids:
                 if self.times is not None:
-                    self._asked[seq.seq_id] = self._pace(drafter, seq, load)
+                    self._asked[seq.seq_id] = drafter.kind(seq)
                 return guesses
         return NO_GUESSES
 
@@ -77,12 +75,11 @@ class Speculator:
         if self.times is None:
             return most
         pace = self._pace(drafter, seq, load)
-        is_trial = pace.is_new and not self.times.knows_pass(load)
         num_guesses = self.times.best_num_guesses(
-            load, pace.acceptance, most, costs_drafts=drafter.costs_drafts, is_trial=is_trial
+            load, pace.acceptance.estimate, most, costs_drafts=drafter.costs_drafts
         )
         if not num_guesses:
-            pace.rest()
+            pace.rest(self.times.num_steps)
         return num_guesses
 
     def _existing(self, drafter: Drafter, guesses: Guesses) -> Guesses:
@@ -102,8 +99,9 @@ class Speculator:
         self.num_passes += 1
         self.num_guesses += num_guesses
         self.num_accepted += num_accepted
-        if (pace := self._asked.pop(seq.seq_id, None)) is not None:
-            pace.verified(num_guesses, num_accepted)
+        if (kind := self._asked.pop(seq.seq_id, None)) is not None:
+            for acceptance in (self._paces[seq.seq_id][kind].acceptance, self._acceptances[kind]):
+                acceptance.verified(num_guesses, num_accepted)
 
     def stats(self) -> dict[str, float | None]:
         """tokens_per_pass counts the passes that had guesses."""
