@@ -76,7 +76,7 @@ class StepLoop:
     def advance(self) -> None:
         """Launch the next step and commit the one before it; without working ahead, commit the one just launched.
 
-        A sequence that guesses needs its newest token to guess from. Then the step before is committed first. So it is
+        Where a sequence guesses, the step before is committed first, because guesses follow the newest token. So it is
         where launching takes long. Such a launch waits for the next turn, so that the tokens are passed on before it.
         """
         follows_pause = self._has_paused()

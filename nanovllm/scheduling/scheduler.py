@@ -59,7 +59,7 @@ class Scheduler:
         self.num_preemptions = 0
         self._step = PlannedStep(0, 0)  # the one being planned
         self._load = load_of(0, 0)  # of this step, if all running sequences decode in it
-        self._num_admissible = 0  # waiting sequences that this step has room for; guesses leave it to them
+        self._num_admissible = 0  # waiting sequences that this step could admit; guesses leave rows for them
 
     def check_fits(self, seq: Sequence) -> None:
         """Raise RequestError if a request could never run. Changes nothing."""

@@ -81,12 +81,13 @@ def longest_match(token_ids: TokenIds) -> Match:
     text = np.frombuffer(token_ids, dtype=np.int64)
     length = MIN_MATCH_TOKENS
     ends = length + np.flatnonzero((text[:-2] == text[-2]) & (text[1:-1] == text[-1]))
-    # A text of a single token has as many places as tokens. So the oldest are left out, but few as long as few tokens
-    # are known to match, because a longer match may be among them.
+    # In a text of one token every place matches. So that this does not take long, the oldest places are left out. Many
+    # may stay while few tokens are known to match, because the longest match may be among them.
     while len(ends := ends[-max(NUM_FEW_PLACES, MAX_PLACES >> length) :]) > NUM_FEW_PLACES:
         has_more = ends[int(ends[0] == length) :]  # without a match that begins with the text
         longer = has_more[text[has_more - length - 1] == text[-length - 1]]
         if not len(longer):
+            ends = ends[-1:]  # all are equally long
             break
         ends, length = longer, length + 1
     best = Match(num_tokens)
@@ -140,16 +141,15 @@ class PromptLookupDrafter:
         return Guesses(tuple(guesses))
 
     def _match(self, seq: Sequence) -> Match:
-        last, token_ids = self._matches.get(seq.seq_id), seq.token_ids
-        if last is None or last.num_tokens != len(token_ids):
-            num_new = len(token_ids) - last.num_tokens if last is not None else 0
-            if last and last.length and token_ids[last.end : last.end + num_new] == token_ids[last.num_tokens :]:
-                # The text has gone on as before, so the longest match has, too.
-                last = Match(len(token_ids), min(last.length + num_new, MAX_MATCH_TOKENS), last.end + num_new)
+        token_ids, match = seq.token_ids, self._matches.get(seq.seq_id, Match(0))
+        if num_new := len(token_ids) - match.num_tokens:
+            if match.length and token_ids[match.end : match.end + num_new] == token_ids[match.num_tokens :]:
+                # The text has gone on as it did there, so the longest match has grown.
+                match = Match(len(token_ids), min(match.length + num_new, MAX_MATCH_TOKENS), match.end + num_new)
             else:
-                last = longest_match(token_ids)
-            self._matches[seq.seq_id] = last
-        return last
+                match = longest_match(token_ids)
+            self._matches[seq.seq_id] = match
+        return match
 
 
 class ResidentDrafter:
