@@ -83,16 +83,17 @@ class StepLoop:
     def advance(self) -> None:
         """Launch the next step and commit the one before it; without working ahead, commit the one just launched.
 
-        A sequence that guesses needs its newest token to guess from. Then the step before is committed first. So it is
-        where launching takes long, and in a turn of its own, so that its tokens are passed on before.
+        Where a sequence guesses, the step before is committed first, because guesses follow the newest token. So it is
+        where launching takes long. Such a launch waits for the next turn, so that the tokens are passed on before it.
         """
         follows_pause = self._has_paused()
+        has_answers = self._in_flight is not None and self._in_flight.plan.has_samples
         if self._in_flight is not None and self._scheduler.needs_tokens():
             self._commit_in_flight(None)
         plan, self._planned = self._planned or self._scheduler.schedule(), None
         bound = self._scheduler.sharing.bound
         is_long = plan is not None and bound is not None and bound.is_long_step
-        if is_long and self._in_flight is not None and self._in_flight.plan.has_samples:
+        if is_long and has_answers:
             self._planned = plan
             self._commit_in_flight(None)
             self._last_turn_s = time.perf_counter()

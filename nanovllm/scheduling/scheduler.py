@@ -27,8 +27,7 @@ from nanovllm.scheduling.prompt_sharing import PromptSharing
 from nanovllm.scheduling.step_bound import StepBound
 from nanovllm.speculation.drafters import NO_GUESSES, Guesses
 from nanovllm.speculation.pace import Load, load_of
-from nanovllm.speculation.speculator import Speculator
-from nanovllm.speculation.verification import verified_tokens
+from nanovllm.speculation.speculator import Speculator, verified_tokens
 
 
 class Scheduler:
@@ -60,6 +59,7 @@ class Scheduler:
         self._has_new_document = False  # whether a long prompt has been computed since hits were last looked up
         self._step = PlannedStep(0, 0)  # the one being planned
         self._load = load_of(0, 0)  # of this step, if all running sequences decode in it
+        self._num_admissible = 0  # waiting sequences that this step could admit; guesses leave rows for them
 
     def check_fits(self, seq: Sequence) -> None:
         """Raise RequestError if a request could never run. Changes nothing."""
@@ -106,6 +106,7 @@ class Scheduler:
         self._step = PlannedStep(self.max_num_batched_tokens, self.max_step_rows)
         if self.speculator is not None:
             self._load = self._next_load()
+            self._num_admissible = self._count_admissible()
         if self.chunked_prefill:
             self._schedule_mixed()
         else:
@@ -203,19 +204,19 @@ class Scheduler:
         num_left = seq.max_tokens - seq.num_output_tokens - 1  # after the token that this step samples anyway
         num_rows = self._step.num_rows - max(0, self.max_step_rows - MAX_VERIFYING_ROWS)
         room = min(self._step.budget, num_rows) - 1 - num_others - self._num_admissible
-        guesses = self.speculator.guess(seq, min(num_left, room), self._load)
-        must_know = seq.editor is not None and seq.editor.knows_all_but_last
-        return guesses.without_drafts() if must_know else guesses
+        return self.speculator.guess(seq, min(num_left, room), self._load)
 
     @staticmethod
     def _can_guess(seq: Sequence) -> bool:
         """Whether the sequence decodes, and will get more than one token. Its newest token may be pending."""
         return seq.num_uncomputed_tokens == 1 and seq.max_tokens - seq.num_output_tokens > 1
 
-    @property
-    def _num_admissible(self) -> int:
-        """The most waiting sequences that this step could admit."""
-        return min(len(self.waiting), self.max_num_seqs - len(self.running))
+    def _count_admissible(self) -> int:
+        """The most waiting sequences that this step could admit. None if the first has to wait: nobody overtakes it."""
+        if not self.waiting or not self._can_admit(self.waiting[0]):
+            return 0
+        most = min(self.max_num_seqs - len(self.running), MAX_VERIFYING_ROWS)  # more leave no room for guesses
+        return sum(self._can_admit(seq) for seq in islice(self.waiting, most))
 
     def _can_admit(self, seq: Sequence) -> bool:
         """Whether a waiting sequence may start now. None may in a step that preempts."""
@@ -258,7 +259,8 @@ class Scheduler:
         if any(seq.num_pending_guesses for seq in self.running):
             return True
         num_rows = min(self.max_num_batched_tokens, self.max_step_rows, MAX_VERIFYING_ROWS)
-        if num_rows <= len(self.running) + self._num_admissible:
+        num_admissible = min(self._num_admissible, len(self.waiting))  # of the step before; it may have admitted some
+        if num_rows <= len(self.running) + num_admissible:
             return False  # there is no room for guesses
         load = self._next_load()
         return any(self._can_guess(seq) and self.speculator.wants_to_guess(seq, load) for seq in self.running)

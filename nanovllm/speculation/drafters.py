@@ -1,15 +1,18 @@
 """Drafters: where guesses come from. The interface, and the two that need no second model."""
 
-import logging
 from collections.abc import Callable
 from typing import ClassVar, NamedTuple, Protocol
 
-from nanovllm.core.sequence import Sequence
-from nanovllm.speculation.prompt_lookup import PromptLookup
+import numpy as np
 
-logger = logging.getLogger("nanovllm")
+from nanovllm.core.sequence import Sequence, TokenIds
+from nanovllm.utils.arithmetic import ceil_div
 
+MIN_MATCH_TOKENS = 2  # a single token says too little about the next one
+MAX_MATCH_TOKENS = 64  # a longer match would hardly predict better
 QUOTE_TOKENS = 16  # from this length on a match of the text with itself counts as a quote
+MAX_PLACES = 2**18  # where a match is looked for, halved for every token that is known to match
+NUM_FEW_PLACES = 16  # are compared one by one, which is faster than all together
 DRAFTED = -1  # in place of a guess: the ranks draft it
 
 
@@ -58,45 +61,95 @@ class Drafter(Protocol):
         ...
 
 
+class Match(NamedTuple):
+    """The longest suffix of a text that occurs earlier in it."""
+
+    num_tokens: int  # of the text
+    length: int = 0  # up to MAX_MATCH_TOKENS; 0 if it is below MIN_MATCH_TOKENS
+    end: int = 0  # the position after the earlier occurrence
+
+
+def longest_match(token_ids: TokenIds) -> Match:
+    """Look the end of a text up in the text. Of equally long matches, the most recent one counts.
+
+    Nothing is indexed: the text is searched for its last two tokens, which takes 0.4 to 0.8 ns per token, and the
+    places found are narrowed down token by token. Hot: once per sequence and step.
+    """
+    num_tokens = len(token_ids)
+    if num_tokens <= MIN_MATCH_TOKENS:
+        return Match(num_tokens)
+    text = np.frombuffer(token_ids, dtype=np.int64)
+    length = MIN_MATCH_TOKENS
+    ends = length + np.flatnonzero((text[:-2] == text[-2]) & (text[1:-1] == text[-1]))
+    # In a text of one token every place matches. So that this does not take long, the oldest places are left out. Many
+    # may stay while few tokens are known to match, because the longest match may be among them.
+    while len(ends := ends[-max(NUM_FEW_PLACES, MAX_PLACES >> length) :]) > NUM_FEW_PLACES:
+        has_more = ends[int(ends[0] == length) :]  # without a match that begins with the text
+        longer = has_more[text[has_more - length - 1] == text[-length - 1]]
+        if not len(longer):
+            ends = ends[-1:]  # all are equally long
+            break
+        ends, length = longer, length + 1
+    best = Match(num_tokens)
+    for end in reversed(ends.tolist()):
+        its_length = _length_of_match(token_ids, end, length)
+        if its_length > best.length:
+            best = Match(num_tokens, its_length, end)
+    return best
+
+
+def _length_of_match(token_ids: TokenIds, end: int, known: int) -> int:
+    """How many tokens before `end` equal the last ones, up to MAX_MATCH_TOKENS. The `known` last ones do."""
+    length, limit = known, min(end, MAX_MATCH_TOKENS)
+    while length < limit and token_ids[end - 1 - length] == token_ids[-1 - length]:
+        length += 1
+    return length
+
+
 class PromptLookupDrafter:
-    """What followed the longest suffix of the text so far where it occurred before."""
+    """What followed the longest suffix of prompt and answer where it occurred before."""
 
     name: ClassVar[str] = "prompt_lookup"
     costs_drafts: ClassVar[bool] = False
 
     def __init__(self) -> None:
-        self._lookups: dict[int, PromptLookup] = {}  # by seq_id
-        self._num_tokens: dict[int, int] = {}  # of each sequence that its lookup knows
+        self._matches: dict[int, Match] = {}  # by seq_id: the newest
 
     def add(self, seq: Sequence) -> None:
-        self._lookups[seq.seq_id] = PromptLookup(seq.token_ids)
-        self._num_tokens[seq.seq_id] = len(seq.token_ids)
+        """Nothing to prepare."""
 
     def forget(self, seq: Sequence) -> None:
-        self._lookups.pop(seq.seq_id).close()
-        del self._num_tokens[seq.seq_id]
+        self._matches.pop(seq.seq_id, None)
 
     def can_guess(self, seq: Sequence) -> bool:
-        return self._up_to_date(seq).match_len > 0
+        return self._match(seq).length > 0
 
     def kind(self, seq: Sequence) -> str:
         """A long match is almost certainly a quote, whatever became of guesses by short ones."""
-        return "quote" if self._up_to_date(seq).match_len >= QUOTE_TOKENS else self.name
+        return "quote" if self._match(seq).length >= QUOTE_TOKENS else self.name
 
     def guess(self, seq: Sequence, max_guesses: int) -> Guesses:
-        return Guesses(tuple(self._up_to_date(seq).propose(max_guesses)))
+        """Where the text ends earlier, so do the guesses, unless it ends with a pattern that repeats: then they go on
+        repeating it.
+        """
+        num_tokens, length, end = self._match(seq)
+        if not length:
+            return NO_GUESSES
+        guesses, period = seq.token_ids[end : end + max_guesses], num_tokens - end
+        if length >= period:  # the text ends with the same `period` tokens twice
+            guesses = (guesses * ceil_div(max_guesses, period))[:max_guesses]
+        return Guesses(tuple(guesses))
 
-    def _up_to_date(self, seq: Sequence) -> PromptLookup:
-        lookup = self._lookups[seq.seq_id]
-        for token_id in seq.token_ids[self._num_tokens[seq.seq_id] :]:
-            lookup.append(token_id)
-        self._num_tokens[seq.seq_id] = len(seq.token_ids)
-        try:
-            _ = lookup.match_len
-        except RuntimeError as error:  # guesses only save time, so the request goes on without this source of them
-            logger.warning("request %d gets no guesses from its prompt: %s (%s)", seq.seq_id, error, error.__cause__)
-            lookup.close()
-        return lookup
+    def _match(self, seq: Sequence) -> Match:
+        token_ids, match = seq.token_ids, self._matches.get(seq.seq_id, Match(0))
+        if num_new := len(token_ids) - match.num_tokens:
+            if match.length and token_ids[match.end : match.end + num_new] == token_ids[match.num_tokens :]:
+                # The text has gone on as it did there, so the longest match has grown.
+                match = Match(len(token_ids), min(match.length + num_new, MAX_MATCH_TOKENS), match.end + num_new)
+            else:
+                match = longest_match(token_ids)
+            self._matches[seq.seq_id] = match
+        return match
 
 
 class ResidentDrafter:

@@ -1,12 +1,16 @@
-"""Speculator: what the scheduler asks for guesses. It asks the drafters in their order, each at its own pace."""
+"""Speculator: what the scheduler asks for guesses. It asks the drafters in their order, each at its own pace.
+
+`verified_tokens` then says which of the sampled tokens are the sequences' own.
+"""
 
 import logging
 from collections import defaultdict
 from collections.abc import Sequence as Seq
 
 from nanovllm.core.sequence import Sequence
+from nanovllm.core.step_plan import StepPlan
 from nanovllm.speculation.drafters import DRAFTED, NO_GUESSES, Drafter, Guesses
-from nanovllm.speculation.pace import NUM_FEW, PRIOR_ACCEPTANCE, Load, Pace, Record, StepTimes
+from nanovllm.speculation.pace import COMMON_DECAY, NUM_FEW, PRIOR_ACCEPTANCE, Acceptance, Load, Pace, StepTimes
 
 logger = logging.getLogger("nanovllm")
 
@@ -16,9 +20,10 @@ class Speculator:
         """`times`: None for as many guesses as allowed, always."""
         self.drafters, self.max_guesses, self.times = drafters, max_guesses, times
         self._vocab_size = vocab_size
-        self._records: dict[str, Record] = defaultdict(Record)  # by kind of guesses
+        # By kind of guesses: what all sequences together have seen
+        self._acceptances: dict[str, Acceptance] = defaultdict(lambda: Acceptance(PRIOR_ACCEPTANCE, COMMON_DECAY))
         self._paces: dict[int, dict[str, Pace]] = {}  # by seq_id and kind of guesses
-        self._asked: dict[int, Pace] = {}  # by seq_id, whose guesses are being verified
+        self._asked: dict[int, str] = {}  # by seq_id: the kind of guesses that are being verified
         self.num_passes = self.num_guesses = self.num_accepted = 0
         self._refused: set[str] = set()  # drafters that have guessed tokens that do not exist
 
@@ -38,17 +43,16 @@ class Speculator:
         return any(self._is_active(drafter, seq, load) and drafter.can_guess(seq) for drafter in self.drafters)
 
     def _is_active(self, drafter: Drafter, seq: Sequence, load: Load) -> bool:
+        if drafter.costs_drafts and _must_know_guesses(seq):
+            return False
         if self.times is None:
             return True
-        return self.times.is_measured(load) and not self._pace(drafter, seq, load).rests()
+        return self.times.is_measured(load) and not self._pace(drafter, seq, load).rests(self.times.num_steps)
 
     def _pace(self, drafter: Drafter, seq: Sequence, load: Load) -> Pace:
-        assert self.times is not None, "guesses have a pace where their cost counts"
-        kind = drafter.kind(seq)
-        record, paces = self._records[kind], self._paces[seq.seq_id]
-        record.begin_step(self.times.num_steps)
+        kind, paces = drafter.kind(seq), self._paces[seq.seq_id]
         if kind not in paces:
-            paces[kind] = Pace(record, PRIOR_ACCEPTANCE if load.num_seqs <= NUM_FEW else record.acceptance)
+            paces[kind] = Pace(PRIOR_ACCEPTANCE if load.num_seqs <= NUM_FEW else self._acceptances[kind].estimate)
         return paces[kind]
 
     def guess(self, seq: Sequence, max_guesses: int, load: Load) -> Guesses:
@@ -59,9 +63,11 @@ class Speculator:
                 continue
             num_guesses = self._num_worthwhile(drafter, seq, most, load)
             guesses = drafter.guess(seq, num_guesses).first(num_guesses) if num_guesses else NO_GUESSES
+            if _must_know_guesses(seq):
+                guesses = guesses.without_drafts()
             if (guesses := self._existing(drafter, guesses)).token_ids:
                 if self.times is not None:
-                    self._asked[seq.seq_id] = self._pace(drafter, seq, load)
+                    self._asked[seq.seq_id] = drafter.kind(seq)
                 return guesses
         return NO_GUESSES
 
@@ -69,12 +75,11 @@ class Speculator:
         if self.times is None:
             return most
         pace = self._pace(drafter, seq, load)
-        is_trial = pace.is_new and not self.times.knows_pass(load)
         num_guesses = self.times.best_num_guesses(
-            load, pace.acceptance, most, costs_drafts=drafter.costs_drafts, is_trial=is_trial
+            load, pace.acceptance.estimate, most, costs_drafts=drafter.costs_drafts
         )
         if not num_guesses:
-            pace.rest()
+            pace.rest(self.times.num_steps)
         return num_guesses
 
     def _existing(self, drafter: Drafter, guesses: Guesses) -> Guesses:
@@ -94,8 +99,9 @@ class Speculator:
         self.num_passes += 1
         self.num_guesses += num_guesses
         self.num_accepted += num_accepted
-        if (pace := self._asked.pop(seq.seq_id, None)) is not None:
-            pace.verified(num_guesses, num_accepted)
+        if (kind := self._asked.pop(seq.seq_id, None)) is not None:
+            for acceptance in (self._paces[seq.seq_id][kind].acceptance, self._acceptances[kind]):
+                acceptance.verified(num_guesses, num_accepted)
 
     def stats(self) -> dict[str, float | None]:
         """tokens_per_pass counts the passes that had guesses."""
@@ -105,3 +111,42 @@ class Speculator:
             "guess_acceptance": self.num_accepted / self.num_guesses if self.num_guesses else None,
             "tokens_per_pass": 1 + self.num_accepted / self.num_passes if self.num_passes else None,
         }
+
+
+def _must_know_guesses(seq: Sequence) -> bool:
+    """Return True if the edits of the logits after a guess depend on it, so that the ranks cannot draft it."""
+    return seq.editor is not None and seq.editor.knows_all_but_last
+
+
+def verified_tokens(plan: StepPlan, token_ids: list[int]) -> list[list[int]]:
+    """For each row of the plan, the sampled tokens up to the first that differs from the guess at its position.
+
+    A sampled token after a wrong guess follows a text that the sequence does not have. `token_ids`: the step's result,
+    which are the sampled tokens and then the drafted ones (see StepPlan).
+    """
+    if not plan.has_guesses:
+        sampled_ids = iter(token_ids)
+        return [[next(sampled_ids)] if step.sampling is not None else [] for step in plan.sequences]
+    guesses = _guesses(plan, token_ids[plan.num_sampled :])
+    tokens = []
+    first = 0
+    for row, step in enumerate(plan.sequences):
+        sampled = token_ids[first : first + step.num_sampled]
+        first += step.num_sampled
+        num_right = 0
+        while num_right < step.num_guesses and guesses[row][num_right] == sampled[num_right]:
+            num_right += 1
+        tokens.append(sampled[: num_right + 1])
+    return tokens
+
+
+def _guesses(plan: StepPlan, drafted: list[int]) -> list[list[int]]:
+    """Each row's guesses, with the drafted tokens in their places."""
+    guesses = [step.guesses for step in plan.sequences]
+    drafts = iter(drafted)
+    for i, rows in enumerate(plan.draft_rows()):
+        for row in rows:
+            draft = next(drafts)
+            if i < len(guesses[row]) and guesses[row][i] < 0:
+                guesses[row][i] = draft
+    return guesses

@@ -15,6 +15,7 @@ from tiny_models import write_tiny_model
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.core.sequence import Sequence
+from nanovllm.core.step_plan import StepPlan
 from nanovllm.demo.haystack import build_haystack
 from nanovllm.demo.retrieval_model import build_retrieval_model
 from nanovllm.engine.internals import Internals
@@ -249,3 +250,59 @@ def test_text_of_several_tokens_a_step_arrives_whole_and_ends_at_a_stop_string(
         (output,) = llm.generate([prompt], params, use_tqdm=False)
         assert output["text"] == "".join(pieces) and output["finish_reason"] == "stop"
         assert len(output["token_ids"]) == passkey.index("wy") + 2
+
+
+def test_answers_are_passed_on_before_a_long_step_is_launched(
+    reference: Reference, answers: dict[str, list[list[int]]]
+) -> None:
+    """Regression: where guesses were verified, a long step was launched in the turn that had committed the answers."""
+    internals = speculating(drafter_of("right", answers["greedy"]), Internals(works_ahead=True))
+    options = ALL_GPU | {"speculation": "auto", "max_num_batched_tokens": 64, "max_step_ms": 100.0}
+    with CheckedLLM(reference, internals=internals, **options) as llm:
+        turn: list[str] = []
+        commit, launch = llm.scheduler.commit, llm.engine.executor.launch
+
+        def noted_commit(plan: StepPlan, *args: Any) -> list[Sequence]:
+            turn.append("answers" if plan.has_samples else "no answers")
+            return commit(plan, *args)
+
+        def noted_launch(plan: StepPlan) -> Any:
+            bound = llm.scheduler.sharing.bound
+            turn.append("long launch" if bound is not None and bound.is_long_step else "launch")
+            return launch(plan)
+
+        llm.scheduler.commit, llm.engine.executor.launch = noted_commit, noted_launch  # type: ignore[method-assign]
+        ids = [llm.add_request(PROMPTS[1], greedy(NUM_TOKENS))]
+        for _ in range(3):
+            llm.step()
+        ids.append(llm.add_request(PROMPTS[0], greedy(2)))
+        num_long = 0
+        while not llm.is_finished():
+            turn.clear()
+            llm.step()
+            num_long += "long launch" in turn
+            assert turn[:2] != ["answers", "long launch"]
+        assert num_long > 1
+
+
+def test_a_request_whose_guesses_the_host_must_know_counts_as_one_that_drafts_nothing(tmp_path: Path) -> None:
+    """Regression: its drafts were left out in the end, but the step before was committed first every time."""
+    prompt = build_haystack(1000, 0.4, "q7m2x9kd4tzb0wy6")
+    options: dict[str, Any] = {"enable_cpu_offload": True, "num_gpu_blocks": 2, "num_cpu_blocks": 20, "device": "cpu"}
+    with LLM(
+        build_retrieval_model(tmp_path / "model"),
+        max_model_len=1100,
+        kvcache_block_size=256,
+        speculation="resident",
+        internals=Internals(always_guesses=True, works_ahead=True),
+        **options,
+    ) as llm:
+        answers = []
+        for bad_words in (["never"], None):
+            llm.add_request(prompt, replace(greedy(12), bad_words=bad_words))
+            was_needed = False
+            while not llm.is_finished():
+                was_needed |= llm.scheduler.needs_tokens()
+                answers += [output["token_ids"] for output in llm.step().finished.values()]
+            assert was_needed == (llm.stats()["num_guesses"] > 0) == (bad_words is None)
+        assert answers[0] == answers[1]

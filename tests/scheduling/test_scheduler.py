@@ -512,3 +512,29 @@ def test_right_guesses_after_an_end_token_are_dropped() -> None:
     simulation.run()
     assert [step.num_guesses for plan in simulation.plans for step in plan.sequences] == [0, 6]
     assert (seq.output_token_ids, seq.finish_reason) == (answer[:3], "stop")
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_waiting_requests_that_do_not_fit_take_no_guesses_from_running_ones(offload: bool) -> None:
+    """Regression: every waiting request counted, so 15 of them that lacked room switched guessing off."""
+    counts = []
+    for num_waiting in (0, 1, 20):
+        make, options = (hybrid, {"num_gpu_blocks": 64}) if offload else (all_gpu, {})
+        simulation = make(
+            depth=1,
+            max_num_seqs=16,
+            max_num_batched_tokens=64,
+            make_drafter=odd_drafter("right", 0),
+            max_guesses=15,
+            **options,  # type: ignore[arg-type]
+        )
+        simulation.add(prompt(120), max_tokens=60)
+        for _ in range(3):
+            simulation.step()
+        for i in range(num_waiting):
+            simulation.add(prompt(150, first=2 + i % 5), max_tokens=2)  # 38 of 64 blocks, of which fewer are free
+        simulation.run()
+        firsts = [step for plan in simulation.plans for step in plan.sequences if step.seq_id == 0]
+        assert all(len(plan.sequences) == 1 for plan in simulation.plans[: len(firsts)]), "a waiting request fitted"
+        counts.append((len(firsts), sum(step.num_guesses for step in firsts)))
+    assert counts[0][1] > 50 and counts == counts[:1] * 3

@@ -6,7 +6,7 @@ import pytest
 from nanovllm.core.guesses import expected_tokens
 from nanovllm.core.step_plan import KVMoves, SamplingRow, SequenceStep, StepPlan
 from nanovllm.speculation import pace
-from nanovllm.speculation.pace import Load, Pace, Record, StepTimes, load_of
+from nanovllm.speculation.pace import Acceptance, Load, Pace, StepTimes, load_of
 
 ROW = SamplingRow(0.0, 0, 1.0, 0.0, 0, 1)
 
@@ -39,7 +39,7 @@ def test_expected_tokens_by_hand() -> None:
 
 def test_best_number_of_guesses_by_hand() -> None:
     """A pass of 10 s, drafts of 1 s. Acceptance 0.5: 1.5 tokens in 11 s, 1.75 in 12, 1.875 in 13, 1.9375 in 14."""
-    times = measured(*[(step_plan(), 10.0)] * 3, draft_s=1.0)
+    times = measured(*[(step_plan(), 10.0)] * 3, *[(step_plan(4), 10.0)] * 3, draft_s=1.0)
     best = max(range(1, 16), key=lambda k: expected_tokens(0.5, k) / (10 + k))
     assert times.best_num_guesses(load(1), 0.5, 15, costs_drafts=True) == best == 2
     assert times.best_num_guesses(load(1), 1.0, 15, costs_drafts=True) == 15
@@ -49,39 +49,24 @@ def test_best_number_of_guesses_by_hand() -> None:
 
 
 def test_a_slow_pass_makes_guesses_not_worth_their_time() -> None:
-    steps = [(step_plan(), 1.0)] * 2 + [(step_plan(4), 3.0)] * 2
-    times = measured(*steps)
+    times = measured(*[(step_plan(), 1.0)] * 2, *[(step_plan(4), 3.0)] * pace.NUM_KNOWN_PASSES)
     assert times.best_num_guesses(load(1), 0.5, 15, costs_drafts=False) == 0
     assert times.best_num_guesses(load(1), 0.9, 15, costs_drafts=False) == 15
 
 
-def test_a_trial_does_not_trust_the_time_of_a_single_pass() -> None:
-    """The first pass may be slow, and would end all guessing."""
-    times = measured(*[(step_plan(), 1.0)] * 3, (step_plan(4), 50.0))
-    assert not times.knows_pass(load(1))
-    assert times.best_num_guesses(load(1), 0.9, 15, costs_drafts=False) == 0
-    assert times.best_num_guesses(load(1), 0.9, 15, costs_drafts=False, is_trial=True) == 4
-
-
 def test_the_time_of_a_pass_is_known_after_some_and_expires() -> None:
-    steps = [(step_plan(), 1.0)] * 2 + [(step_plan(4), 9.0)] * pace.NUM_KNOWN_PASSES
-    assert not measured(*steps[:-1]).knows_pass(load(1))
-    assert measured(*steps).knows_pass(load(1)) and not measured(*steps).knows_pass(load(2))
+    """The first pass may be slow, and would end all guessing. Until the time is known there are only a few guesses."""
+    steps = [(step_plan(), 1.0)] * 3 + [(step_plan(4), 50.0)] * pace.NUM_KNOWN_PASSES
+    for num_passes in range(pace.NUM_KNOWN_PASSES):
+        times = measured(*steps[: 3 + num_passes])
+        assert times.pass_s(load(1)) is None and times.best_num_guesses(load(1), 0.9, 15, costs_drafts=False) == 4
+    times = measured(*steps)
+    assert times.pass_s(load(1)) == 50.0 and times.best_num_guesses(load(1), 0.9, 15, costs_drafts=False) == 0
+    assert times.pass_s(load(2)) is None
     later = [*steps, *[(step_plan(), 1.0)] * (pace.PASS_EXPIRY_STEPS + 1)]
-    assert not measured(*later).knows_pass(load(1))
-    times = measured(*later, (step_plan(4), 2.0))
-    assert times.pass_s(load(1)) == 2.0 and not times.knows_pass(load(1))
-
-
-def test_a_sequence_is_new_for_a_few_passes_and_after_a_rest() -> None:
-    record = Record()
-    some = Pace(record, 0.7)
-    for num_passes in range(4):
-        assert some.is_new == (num_passes < pace.NUM_TRIAL_PASSES)
-        some.verified(4, 0)
-    some.rest()
-    record.begin_step(10_000)
-    assert not some.rests() and some.is_new
+    assert measured(*later).pass_s(load(1)) is None
+    assert measured(*later, (step_plan(4), 2.0)).pass_s(load(1)) is None
+    assert measured(*later, *[(step_plan(4), 2.0)] * pace.NUM_KNOWN_PASSES).pass_s(load(1)) == 2.0
 
 
 def test_times_are_those_of_steps_with_about_as_many_keys() -> None:
@@ -108,15 +93,8 @@ def test_times_are_of_steps_of_the_same_kind_in_a_row() -> None:
     assert not times.is_measured(load(1))
 
 
-def test_a_number_of_sequences_whose_passes_were_never_measured() -> None:
-    """Their time is taken to be that of a step without guesses."""
-    times = measured(*[(step_plan(num_seqs=3), 1.0)] * 2)
-    assert not times.knows_pass(load(3)) and times.pass_s(load(3)) is None
-    assert times.best_num_guesses(load(3), 0.9, 15, costs_drafts=False) == 15
-
-
 def test_time_of_a_pass_is_without_its_drafts() -> None:
-    times = measured((step_plan(), 9.0), (step_plan(), 10.0), (step_plan(4, num_drafts=4), 14.0), draft_s=1.0)
+    times = measured((step_plan(), 9.0), (step_plan(), 10.0), *[(step_plan(4, num_drafts=4), 14.0)] * 3, draft_s=1.0)
     assert times.pass_s(load(1)) == pytest.approx(10.0) and times.plain_s(load(1)) == pytest.approx(10.0)
 
 
@@ -130,35 +108,25 @@ def test_steps_without_guesses_are_measured_again_after_many_passes() -> None:
 @pytest.mark.parametrize("acceptance", [0.0, 0.5, 0.9, 1.0])
 def test_acceptance_approaches_that_of_the_guesses(acceptance: float) -> None:
     """Right guesses, then a wrong one, in the proportion of the acceptance."""
-    record = Record()
-    some = Pace(record, 0.7)
     num_right = round(acceptance / (1 - acceptance)) if acceptance < 1 else 15
-    for _ in range(400):
-        some.verified(15, num_right)
-    assert some.acceptance == pytest.approx(acceptance, abs=0.03)
-    assert record.acceptance == pytest.approx(acceptance, abs=0.03)
+    for decay in (pace.DECAY, pace.COMMON_DECAY):
+        some = Acceptance(0.7, decay)
+        assert some.estimate == pytest.approx(0.7)
+        for _ in range(400):
+            some.verified(15, num_right)
+        assert some.estimate == pytest.approx(acceptance, abs=0.03)
 
 
-def test_rests_get_longer_and_end_for_all_sequences_together() -> None:
-    record = Record()
-    sequences = [Pace(record, 0.7) for _ in range(3)]
+def test_sequences_that_rest_try_again_together_as_if_nothing_were_known() -> None:
+    sequences = [Pace(0.7) for _ in range(3)]
     ends = []
-    for step in range(3000):
-        record.begin_step(step)
-        resting = [some.rests() for some in sequences]
+    for step in range(5 * pace.REST_STEPS):
+        resting = [some.rests(step) for some in sequences]
         assert all(resting) or not any(resting)
         if not any(resting):
             ends.append(step)
             for some in sequences:
-                assert some.acceptance == pytest.approx(0.7)
-                some.verified(4, 0)
-                some.rest()
-    assert ends == [0, 32, 96, 224, 480, 992, 1504, 2016, 2528]
-    for _ in range(pace.NUM_GAINFUL_PASSES):
-        sequences[0].verified(4, 2)
-    record.begin_step(3040)
-    sequences[0].rest()
-    record.begin_step(3040 + 63)
-    assert sequences[0].rests()
-    record.begin_step(3040 + 64)
-    assert not sequences[0].rests()
+                assert some.acceptance.estimate == pytest.approx(0.7)
+                some.acceptance.verified(4, 0)
+                some.rest(step)
+    assert ends == [i * pace.REST_STEPS for i in range(5)]

@@ -1,20 +1,20 @@
-"""Speculator: which drafter is asked, at what pace, and what it may return."""
+"""Speculator: which drafter is asked, at what pace, what it may return, and which guesses were right."""
 
 import itertools
 import logging
-import time
 from collections.abc import Callable
 from typing import ClassVar
 
+import numpy as np
 import pytest
 from test_pace import load, step_plan
 
 from nanovllm.core.sequence import Sequence
+from nanovllm.core.step_plan import KVMoves, SamplingRow, SequenceStep, StepPlan
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.speculation import prompt_lookup
-from nanovllm.speculation.drafters import DRAFTED, NO_GUESSES, Guesses, PromptLookupDrafter, ResidentDrafter
+from nanovllm.speculation.drafters import DRAFTED, NO_GUESSES, Guesses, PromptLookupDrafter
 from nanovllm.speculation.pace import StepTimes
-from nanovllm.speculation.speculator import Speculator
+from nanovllm.speculation.speculator import Speculator, verified_tokens
 
 
 class ListedDrafter:
@@ -175,49 +175,53 @@ def test_stats_count_guesses_and_passes() -> None:
     assert speculator.num_accepted == 7
 
 
-def test_drafter_of_resident_keys_needs_missing_ones() -> None:
-    misses: list[int] = []
-    drafter = ResidentDrafter(lambda seq: seq.seq_id in misses)
-    seq = Sequence(3, [1], SamplingParams(max_tokens=9), seed=0)
-    assert not drafter.can_guess(seq) and drafter.guess(seq, 3) == NO_GUESSES
-    misses.append(3)
-    assert drafter.can_guess(seq) and drafter.guess(seq, 3) == Guesses((DRAFTED,) * 3, 3)
+# -- verification ----------------------------------------------------------------------------------------------------
 
 
-def test_drafter_by_look_up_follows_the_answer() -> None:
-    drafter = PromptLookupDrafter()
-    seq = Sequence(3, [1, 2, 3, 4, 5, 6, 7], SamplingParams(max_tokens=9), seed=0)
-    drafter.add(seq)
-    assert not drafter.can_guess(seq)
-    seq.token_ids.extend([2, 3])
-    assert drafter.can_guess(seq) and drafter.guess(seq, 3) == Guesses((4, 5, 6))
-    seq.token_ids.append(4)
-    assert drafter.guess(seq, 2) == Guesses((5, 6))
-    drafter.forget(seq)
+def sampled_row(guesses: list[int], num_drafts: int = 0, num_known: int = 1, samples: bool = True) -> SequenceStep:
+    ids = np.array([50] * num_known + guesses)
+    sampling = SamplingRow(0.0, 0, 1.0, 0.0, 0, 9) if samples else None
+    return SequenceStep(
+        seq_id=0,
+        token_ids=ids,
+        position=8,
+        num_prompt_tokens=5,
+        block_table=(0,),
+        num_paged_keys=8 + len(ids),
+        sampling=sampling,
+        num_guesses=len(guesses),
+        num_drafts=num_drafts,
+    )
 
 
-def test_guesses_up_to_the_first_draft() -> None:
-    assert Guesses((3, DRAFTED, 4), 3).without_drafts() == Guesses((3,))
-    assert Guesses((3, 4), 2).without_drafts() == Guesses((3, 4))
-    assert Guesses((DRAFTED,) * 4, 4).first(2) == Guesses((DRAFTED,) * 2, 2)
+def verified(rows: list[SequenceStep], token_ids: list[int]) -> list[list[int]]:
+    return verified_tokens(StepPlan(tuple(rows), KVMoves()), token_ids)
 
 
-def test_a_prompt_that_cannot_be_indexed_is_logged_and_the_answer_still_searched(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail(token_ids: object) -> None:
-        raise MemoryError("no room")
+def test_tokens_are_kept_up_to_the_first_wrong_guess() -> None:
+    guesses = [1, 2, 3]
+    assert verified([sampled_row(guesses)], [1, 2, 3, 4]) == [[1, 2, 3, 4]]
+    assert verified([sampled_row(guesses)], [1, 2, 7, 4]) == [[1, 2, 7]]
+    assert verified([sampled_row(guesses)], [7, 2, 3, 4]) == [[7]]
+    assert verified([sampled_row(guesses)], [1, -1, 3, 4]) == [[1, -1]]  # invalid logits
 
-    monkeypatch.setattr(prompt_lookup, "SuffixArray", fail)
-    drafter = PromptLookupDrafter()
-    seq = Sequence(3, range(100), SamplingParams(max_tokens=9), seed=0)
-    drafter.add(seq)
-    with caplog.at_level(logging.WARNING, logger="nanovllm"):
-        deadline_s = time.monotonic() + 10
-        while not caplog.records and time.monotonic() < deadline_s:
-            seq.token_ids.append(5)
-            drafter.can_guess(seq)
-        assert "request 3 gets no guesses from its prompt" in caplog.text and "no room" in caplog.text
-        seq.token_ids.extend([7, 8, 9, 7, 8])
-        assert drafter.guess(seq, 1) == Guesses((9,))
-    assert len(caplog.records) == 1
+
+def test_rows_with_and_without_guesses_and_chunks_of_prompts() -> None:
+    rows = [
+        sampled_row([1]),
+        sampled_row([]),
+        sampled_row([], num_known=6, samples=False),
+        sampled_row([], num_known=6),
+        sampled_row([4, 5]),
+    ]
+    assert verified(rows, [1, 2, 10, 20, 4, 6, 7]) == [[1, 2], [10], [], [20], [4, 6]]
+
+
+def test_drafts_take_the_places_of_guesses_that_are_not_known() -> None:
+    """They come draft by draft, each for the rows that take part."""
+    rows = [sampled_row([-1, -1], 2), sampled_row([7]), sampled_row([-1, 9, -1], 3)]
+    drafted = [1, 3, 2, 99, 5]  # rows 0 and 2, rows 0 and 2 (whose guess is known), row 2
+    sampled = [1, 2, 30, 7, 31, 3, 9, 5, 32]
+    assert verified(rows, sampled + drafted) == [[1, 2, 30], [7, 31], [3, 9, 5, 32]]
+    drafted[2] = 8
+    assert verified(rows, sampled + drafted) == [[1, 2], [7, 31], [3, 9, 5, 32]]
