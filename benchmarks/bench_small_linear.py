@@ -20,8 +20,7 @@ import torch.nn.functional as F
 
 from benchmarks.common import measure_ceilings, time_in_graph_us
 from nanovllm.kernels.small_linear import DEFAULT_TILE, Tile, small_gate_up, small_linear
-from nanovllm.layers.activation import silu_and_mul
-from nanovllm.layers.linear import MAX_GEMV_ROWS
+from nanovllm.layers.linear import MAX_GEMV_ROWS, silu_and_mul
 from nanovllm.utils.arithmetic import ceil_div
 
 MODELS = {  # hidden, qkv features, attention features, intermediate

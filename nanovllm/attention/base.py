@@ -15,7 +15,7 @@ from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 
-from nanovllm.layers.kv_cells import KVCells
+from nanovllm.layers.rotary_embedding import KVCells
 
 
 class PartialAttention(NamedTuple):

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from nanovllm.layers.weights import NamedShard, WeightShard, new_parameter
+from nanovllm.layers.linear import NamedShard, WeightShard, new_parameter
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -1,19 +1,75 @@
-"""Tensor-parallel linear layers. A column-parallel and a row-parallel layer in sequence cost one all-reduce.
+"""Tensor-parallel linear layers, the vocabulary's embedding and output head, and where their weights come from.
 
 In a column-parallel layer each rank owns some output features, and nothing is communicated. In a row-parallel layer
-each rank owns some input features, and the outputs are summed over the ranks. The weight is [output, input] as in
-torch. `tp` is the rank group; it is always passed and never global.
+each rank owns some input features, and the outputs are summed over the ranks, so the two in sequence cost one
+all-reduce. The weight is [output, input] as in torch. `tp` is the rank group; it is always passed and never global.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.device.tp_group import TPGroup
-from nanovllm.layers.activation import silu_and_mul
-from nanovllm.layers.weights import NamedShard, WeightShard, divide, new_parameter
+from nanovllm.errors import ConfigError
+from nanovllm.utils.arithmetic import ceil_div
+
+
+@dataclass(frozen=True)
+class WeightShard:
+    """`target` (a view of a parameter) is filled with `tensor[index]` of a checkpoint tensor of shape `full_shape`."""
+
+    target: torch.Tensor
+    full_shape: tuple[int, ...]
+    index: tuple[slice, ...]
+
+
+class NamedShard(NamedTuple):
+    """`layer` is the index of the checkpoint layer among those stacked in the module (q, k, v: 0, 1, 2), else 0."""
+
+    layer: int
+    parameter: str  # "weight" or "bias"
+    shard: WeightShard
+
+
+@runtime_checkable
+class HasWeightShards(Protocol):
+    def weight_shards(self) -> Iterator[NamedShard]:
+        """List every checkpoint tensor that fills this module's parameters."""
+        ...
+
+
+def new_parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
+    """A parameter in uninitialised memory on the device of the `torch.device` context. The loader fills it."""
+    return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+
+
+def divide(size: int, parts: int, name: str) -> int:
+    """`size / parts`. Raises ConfigError if it is not an integer."""
+    if size % parts:
+        raise ConfigError(f"{name}={size} is not divisible by tensor_parallel_size={parts}; choose a divisor of {size}")
+    return size // parts
+
+
+def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """silu(first half) * second half of the last dimension: [T, 2 * size] -> [T, size]. Hot: once per layer."""
+    if x.is_cuda:
+        from nanovllm.kernels import fused as kernels
+
+        return kernels.silu_and_mul(x)
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+class SiluAndMul(torch.nn.Module):
+    """`silu_and_mul` as a module. Not used by the engine; public, for tests and tools."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return silu_and_mul(x)
+
 
 # On an H200 our kernel is 1.0 to 3.9 times as fast as cuBLAS for one row, but slower for two rows in 12 of 16 layers
 # (bench_small_linear).
@@ -156,3 +212,59 @@ class RowParallelLinear(nn.Module):
         if self.has_bias:  # the other ranks list the tensor but read nothing from it
             target = self.weight.new_empty(0) if self.bias is None else self.bias
             yield NamedShard(0, "bias", WeightShard(target, self.full_shape[:1], (slice(0, target.shape[0]),)))
+
+
+class _VocabParallel(nn.Module):
+    """A weight [ceil(vocab_size / tp), hidden_size] whose rows are this rank's token ids, starting at `first_row`.
+
+    The vocabulary is padded to a multiple of the number of ranks. The padding rows are on the last ranks; they are
+    never looked up, and their logits are cut off.
+    """
+
+    def __init__(
+        self, vocab_size: int, hidden_size: int, *, tp: TPGroup, dtype: torch.dtype, tied_to: nn.Parameter | None = None
+    ) -> None:
+        super().__init__()
+        self.tp = tp
+        self.vocab_size = vocab_size
+        self.rows_per_rank = ceil_div(vocab_size, tp.size)
+        self.first_row = tp.rank * self.rows_per_rank
+        self.is_tied = tied_to is not None
+        self.weight = new_parameter(self.rows_per_rank, hidden_size, dtype=dtype) if tied_to is None else tied_to
+
+    def weight_shards(self) -> Iterator[NamedShard]:
+        if self.is_tied:  # the embedding, which it is tied to, lists the weight
+            return
+        start = min(self.first_row, self.vocab_size)
+        end = min(start + self.rows_per_rank, self.vocab_size)
+        shape = (self.vocab_size, self.weight.shape[1])
+        yield NamedShard(0, "weight", WeightShard(self.weight[: end - start], shape, (slice(start, end), slice(None))))
+
+
+class VocabParallelEmbedding(_VocabParallel):
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """[T] -> [T, hidden_size]; every id must be within the vocabulary."""
+        if self.tp.size == 1:
+            return F.embedding(token_ids, self.weight)
+        rows = token_ids - self.first_row
+        foreign = (rows < 0) | (rows >= self.rows_per_rank)
+        embedded = F.embedding(rows.masked_fill(foreign, 0), self.weight)
+        return self.tp.all_reduce(embedded.masked_fill(foreign.unsqueeze(-1), 0))
+
+
+class ParallelLMHead(_VocabParallel):
+    """In a model with tied embeddings `tied_to` is the embedding's weight, and the head owns no memory."""
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Width of the logits of all ranks together, including padding."""
+        return self.rows_per_rank * self.tp.size
+
+    def forward(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """[S, hidden_size] -> logits [S, vocab_size], the same on every rank, in the dtype of the weight.
+
+        The logits are written to `out` [S, padded_vocab_size] if given, else to a new tensor.
+        """
+        if self.tp.size == 1:
+            return F.linear(hidden, self.weight) if out is None else torch.mm(hidden, self.weight.t(), out=out)
+        return self.tp.all_gather(F.linear(hidden, self.weight), out)[:, : self.vocab_size]

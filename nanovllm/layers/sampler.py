@@ -30,7 +30,7 @@ import itertools
 
 import torch
 
-from nanovllm.kernels.sampling_tensors import GROUP_SIZE, SamplingTensors
+from nanovllm.kernels.sampling_tensors import GROUP_SIZE, EditTensors, SamplingTensors
 from nanovllm.sampling_params import INVALID_TOKEN
 from nanovllm.utils.arithmetic import ceil_div
 
@@ -165,3 +165,42 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 def _shift_right(x: torch.Tensor, num_bits: int) -> torch.Tensor:
     """Logical right shift of int64; torch only has the arithmetic one."""
     return (x >> num_bits) & ((1 << (64 - num_bits)) - 1)
+
+
+def edit_logits(logits: torch.Tensor, edits: EditTensors, input_ids: torch.Tensor) -> torch.Tensor:
+    """logits [S, vocab_size] of any float type -> the edited rows, fp32 [R, vocab_size].
+
+    input_ids: int64 [T], the step's own. Hot: once per step. On a GPU nothing here waits for the GPU.
+    """
+    if logits.is_cuda:
+        from nanovllm.kernels import fused as kernels
+
+        return kernels.edit_logits(logits, edits, input_ids)
+    edited = logits[edits.rows].float()
+    for i, row in enumerate(edited):
+        _edit_row(row, edits, i, input_ids)
+    return edited
+
+
+def _edit_row(row: torch.Tensor, edits: EditTensors, i: int, input_ids: torch.Tensor) -> None:
+    """Edit row i [vocab_size] in place."""
+    if edits.allowed_row[i] >= 0:
+        words = edits.allowed[edits.allowed_row[i]]
+        is_allowed = ((words[:, None] >> torch.arange(32, dtype=torch.int32)) & 1).flatten()[: len(row)] != 0
+        row.masked_fill_(~is_allowed, -torch.inf)
+    new_ids = input_ids[edits.new_start[i] : edits.new_end[i]]
+    last_id = input_ids[edits.new_end[i] - 1]
+    biases = slice(edits.bias_start[i], edits.bias_end[i])
+    after = edits.bias_after[biases]
+    applies = (after < 0) | (after == last_id)
+    row.index_add_(0, edits.bias_ids[biases][applies], edits.bias_values[biases][applies])
+
+    seen = slice(edits.seen_start[i], edits.seen_end[i])
+    counts = torch.zeros(len(row), dtype=torch.int64).index_add_(0, edits.seen_ids[seen], edits.seen_counts[seen])
+    counts.index_add_(0, new_ids, torch.ones_like(new_ids))
+    is_seen = torch.zeros(len(row), dtype=torch.bool)
+    is_seen[edits.seen_ids[seen]] = True
+    is_seen[new_ids] = True
+    repeated = torch.where(row > 0, row / edits.repetition[i], row * edits.repetition[i])
+    penalized = repeated - edits.frequency[i] * counts - edits.presence[i] * (counts > 0)
+    row.copy_(torch.where(is_seen, penalized, row))

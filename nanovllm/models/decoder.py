@@ -14,11 +14,17 @@ from torch import nn
 from nanovllm.attention.base import StepAttention
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.device.tp_group import TPGroup
-from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.linear import GateUpParallelLinear, QKVParallelLinear, RowParallelLinear
+from nanovllm.layers.linear import (
+    GateUpParallelLinear,
+    HasWeightShards,
+    ParallelLMHead,
+    QKVParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    WeightShard,
+)
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, rotate_and_store
-from nanovllm.layers.weights import HasWeightShards, WeightShard
 
 
 class Attention(nn.Module):

@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from nanovllm.checkpoint.files import weight_files
 from nanovllm.errors import CheckpointError
-from nanovllm.layers.weights import WeightShard
+from nanovllm.layers.linear import WeightShard
 from nanovllm.models.decoder import CausalLM
 
 _FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")  # as safetensors names them

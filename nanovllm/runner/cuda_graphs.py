@@ -10,7 +10,9 @@ memory.
 
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import cache
 from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
 import torch
@@ -18,11 +20,64 @@ from tqdm import tqdm
 
 from nanovllm.attention.base import PagedBatch, StepAttention
 from nanovllm.core.step_limits import MixedSize
+from nanovllm.device.cuda_streams import new_stream
 from nanovllm.kvcache.transfer.cpu_attention import CpuRows
 from nanovllm.models.decoder import CausalLM
 from nanovllm.runner.decode_inputs import DecodeInputs
-from nanovllm.runner.graph_capture import capture, capture_stream
 from nanovllm.runner.inputs import GroupArrays, StepArrays
+
+
+@cache
+def capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """The one stream for all captures on a device. cuBLAS keeps a 32 MiB workspace for every stream it has seen."""
+    return new_stream(device)
+
+
+@contextmanager
+def capture(pool: Any) -> Iterator[torch.cuda.CUDAGraph]:
+    """Capture the work that is enqueued inside on the current stream, which must not be the default stream. The capture
+    ends whatever happens inside.
+
+    A stream that is left in capture mode makes every later call of the process fail, even `torch.cuda.synchronize`, and
+    hides the original error. torch.cuda.graph ends its captures too, but before each it collects garbage and empties
+    the allocator's cache, which takes 1.7 s of a start-up with 67 graphs.
+
+    `pool` is a graph_pool_handle(). Only this thread must avoid calls that a capture does not allow. In CUDA's default
+    mode, an allocation in another thread, for example in a step of another engine, would fail and also invalidate the
+    capture.
+    """
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+    try:
+        yield graph
+        graph.capture_end()  # may fail too, if memory runs out or a call inside has invalidated the capture
+    except BaseException:
+        abandon(graph)
+        raise
+
+
+def abandon(graph: torch.cuda.CUDAGraph) -> None:
+    """End a capture in which an exception was raised, and leave the process as if the capture had never begun."""
+    try:
+        graph.capture_end()
+    except RuntimeError:  # a call that is not allowed in a capture has invalidated it
+        _leave_capture_mode()
+    with suppress(RuntimeError):
+        graph.reset()
+
+
+def _leave_capture_mode() -> None:
+    """Make torch's random generators leave capture mode.
+
+    After an invalidated capture they stay in it until another capture succeeds.
+    """
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin(pool=torch.cuda.graph_pool_handle(), capture_error_mode="thread_local")
+    with suppress(RuntimeError):  # if there is no memory for this, an empty capture will do
+        torch.empty(1, device="cuda").zero_()
+    graph.capture_end()
+    graph.reset()
+
 
 Size = TypeVar("Size", int, MixedSize)
 MakeAttention: TypeAlias = Callable[[torch.Tensor, PagedBatch], StepAttention]  # (slot_mapping, batch)

@@ -14,8 +14,7 @@ import torch
 from nanovllm.core.logit_edits import LogitEdits
 from nanovllm.core.step_plan import StepPlan
 from nanovllm.kernels.sampling_tensors import EditTensors, SamplingTensors
-from nanovllm.layers.logit_edits import edit_logits
-from nanovllm.layers.sampler import sample
+from nanovllm.layers.sampler import edit_logits, sample
 from nanovllm.runner.inputs import SamplingArrays, copy_to_device
 
 _ROW_STEP = 16  # rows of a chunk are a multiple of this, so that its arrays stay aligned

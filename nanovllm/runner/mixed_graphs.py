@@ -22,11 +22,10 @@ import torch
 from nanovllm.attention.base import PagedBatch, StepAttention
 from nanovllm.core.step_limits import MAX_GRAPH_CHUNKS, MixedSize
 from nanovllm.core.step_plan import StepPlan
-from nanovllm.layers.kv_cells import KVCells
+from nanovllm.layers.rotary_embedding import KVCells
 from nanovllm.models.decoder import CausalLM
-from nanovllm.runner.cuda_graphs import GraphKind, MakeAttention
+from nanovllm.runner.cuda_graphs import GraphKind, MakeAttention, capture
 from nanovllm.runner.decode_inputs import DecodeInputs
-from nanovllm.runner.graph_capture import capture
 from nanovllm.runner.inputs import StepArrays
 from nanovllm.runner.kv_memory import KVMemory
 from nanovllm.utils.arithmetic import ceil_div

@@ -29,12 +29,11 @@ from nanovllm.models.loader import load_weights
 from nanovllm.models.registry import build_model
 from nanovllm.runner.cpu_rates import make_cpu_attention, measure_split
 from nanovllm.runner.decode_inputs import DecodeInputs
-from nanovllm.runner.drafts import measure_draft_s
 from nanovllm.runner.graph_set import GraphSet
 from nanovllm.runner.kv_memory import KVMemory, OffloadEngineFactory
 from nanovllm.runner.startup_memory import profile_memory
 from nanovllm.runner.step_result import StepResult
-from nanovllm.runner.step_runner import StepRunner
+from nanovllm.runner.step_runner import StepRunner, measure_draft_s
 from nanovllm.utils.memory import available_host_bytes, format_bytes
 from nanovllm.utils.phases import Phases
 

@@ -19,7 +19,7 @@ from nanovllm.core.step_plan import StepPlan
 from nanovllm.cpu_attention.job import AttentionJob
 from nanovllm.kvcache.transfer.cpu_attention import CpuAttention, CpuRows
 from nanovllm.kvcache.transfer.offload_engine import OffloadEngine
-from nanovllm.layers.kv_cells import KVCells
+from nanovllm.layers.rotary_embedding import KVCells
 from nanovllm.runner.inputs import StepTensors
 
 

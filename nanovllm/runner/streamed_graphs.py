@@ -26,11 +26,10 @@ from nanovllm.attention.merge import running_dtype
 from nanovllm.cpu_attention.job import AttentionJob
 from nanovllm.kvcache.transfer.cpu_attention import CpuAttention, CpuRows
 from nanovllm.kvcache.transfer.offload_engine import OffloadEngine
-from nanovllm.layers.kv_cells import KVCells
+from nanovllm.layers.rotary_embedding import KVCells
 from nanovllm.models.decoder import CausalLM
-from nanovllm.runner.cuda_graphs import MakeAttention, StepGraphs
+from nanovllm.runner.cuda_graphs import MakeAttention, StepGraphs, capture
 from nanovllm.runner.decode_inputs import DecodeInputs
-from nanovllm.runner.graph_capture import capture
 from nanovllm.runner.inputs import GroupArrays, StepArrays
 from nanovllm.runner.kv_memory import KVMemory
 from nanovllm.runner.step_attention import PagedAttention

@@ -1,12 +1,15 @@
-"""PlannedStep: a step while it is being planned. It knows what is placed in it so far, and what room is left."""
+"""A step while it is being planned: what is placed in it, what room is left, and how prompts share that room."""
+
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
 from nanovllm.core.logit_edits import LogitEdits
-from nanovllm.core.sequence import Sequence
+from nanovllm.core.sequence import Sequence, SequenceStatus
 from nanovllm.core.step_plan import PromptScores, SamplingRow, SequenceStep, StepPlan
 from nanovllm.core.support import MAX_DECODE_QUERIES
 from nanovllm.kvcache.policy.base import KVCacheManager, PagedKeys
+from nanovllm.scheduling.step_bound import StepBound
 from nanovllm.speculation.drafters import NO_GUESSES, Guesses
 
 _PENDING = np.array([-1], dtype=np.int64)  # the new tokens of a sequence that decodes ahead of its newest token
@@ -14,6 +17,8 @@ _PENDING.flags.writeable = False
 
 
 class PlannedStep:
+    """Knows what is placed in the step so far, and what room is left."""
+
     def __init__(self, num_tokens: int, num_rows: int) -> None:
         self.budget, self.num_rows = num_tokens, num_rows  # left in this step: new tokens, tokens to sample
         self.admits = True  # whether waiting sequences may start in it
@@ -131,3 +136,80 @@ def _launch_order(placed: tuple[Sequence, int]) -> tuple[bool, bool, int]:
     """
     seq, num_tokens = placed
     return num_tokens > 1, num_tokens > MAX_DECODE_QUERIES, -seq.num_computed_tokens - num_tokens
+
+
+SHORT_SHARE = 8
+
+
+class PromptSharing:
+    """Decides in which order prompts share a step, and how many tokens each of them may run.
+
+    A prompt's size is the number of tokens that it had to compute when it began to wait, without those in the prefix
+    cache. Sizes count by their magnitude: prompts of at most 1/SHORT_SHARE of a step are equal, and so are those
+    between that and twice as much, and so on. Equals are served in order of arrival, one after the other: sharing a
+    step finishes none of them sooner. A smaller prompt goes ahead of a larger one. So a short prompt is in the next
+    step that is planned, however many long ones arrived before it.
+
+    The oldest prompt is guaranteed half of what the step has for prompts, whatever its size. So it ends at most about
+    twice as late as if it were served first, and then the next one is the oldest.
+    """
+
+    def __init__(self, step_tokens: int, bound: StepBound | None) -> None:
+        """`step_tokens`: the budget of a step. `bound`: None if steps may take any time."""
+        self.bound, self._step_tokens = bound, step_tokens
+
+    def size_class(self, seq: Sequence) -> int:
+        """0 for a short prompt, and one more whenever the size doubles."""
+        return (max(0, seq.num_new_tokens - 1) * SHORT_SHARE // self._step_tokens).bit_length()
+
+    def is_long(self, seq: Sequence) -> bool:
+        return self.size_class(seq) > 0
+
+    def in_order(self, prompts: Iterable[Sequence]) -> list[Sequence]:
+        """Smaller prompts first, and equals in order of arrival."""
+        return sorted(prompts, key=lambda seq: (self.size_class(seq), seq.seq_id))
+
+    def turns(self, prompts: list[Sequence], step: PlannedStep, kv: KVCacheManager) -> Iterator[tuple[Sequence, int]]:
+        """Each prompt, and how many tokens it may run in this step. It must be placed before the next one is asked for.
+
+        `step`: holds the running answers already.
+        """
+        allowed = self._allowed(self.in_order(prompts), len(step), kv)
+        if not allowed:
+            return
+        oldest = min(allowed, key=_arrival)
+        num_left_to_oldest = min(oldest.num_uncomputed_tokens, (step.budget + 1) // 2)
+        if oldest.status is SequenceStatus.WAITING:  # it is admitted first, so that nobody else takes its room
+            num_ahead = sum(seq.num_new_tokens for seq in allowed[: allowed.index(oldest)])
+            yield oldest, self._bounded(oldest, max(num_left_to_oldest, step.budget - num_ahead), is_oldest=True)
+            allowed.remove(oldest)
+            num_left_to_oldest = 0
+        for seq in allowed:
+            if seq is oldest:
+                num_left_to_oldest = 0
+            yield seq, self._bounded(seq, step.budget - num_left_to_oldest, is_oldest=seq is oldest)
+
+    def _allowed(self, prompts: list[Sequence], num_answers: int, kv: KVCacheManager) -> list[Sequence]:
+        """Those that may run in this step: all of them, or only the short ones."""
+        if self.bound is None:
+            return prompts
+        short = [seq for seq in prompts if not self.is_long(seq)]
+        long = prompts[len(short) :]
+        num_missing_tokens = kv.num_missing_tokens(min(long, key=_arrival)) if long else 0
+        self.bound.begin_step(num_answers + len(short), len(long), num_missing_tokens)
+        return prompts if self.bound.runs_long_prompts else short
+
+    def _bounded(self, seq: Sequence, num_tokens: int, is_oldest: bool) -> int:
+        if self.bound is None:
+            return num_tokens
+        position = max(seq.num_computed_tokens, seq.num_tokens - seq.num_new_tokens)  # after the hits it will have
+        return min(num_tokens, self.bound.max_tokens(position, is_long=self.is_long(seq), is_oldest=is_oldest))
+
+    def placed(self, seq: Sequence, num_tokens: int) -> None:
+        """The step runs the next `num_tokens` tokens of this prompt."""
+        if self.bound is not None:
+            self.bound.chunk_placed(num_tokens, seq.num_computed_tokens, is_long=self.is_long(seq))
+
+
+def _arrival(seq: Sequence) -> int:
+    return seq.seq_id

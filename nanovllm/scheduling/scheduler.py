@@ -22,8 +22,7 @@ from nanovllm.core.step_limits import MAX_VERIFYING_ROWS
 from nanovllm.core.step_plan import StepPlan
 from nanovllm.kvcache.policy.base import KVCacheManager
 from nanovllm.sampling_params import INVALID_TOKEN
-from nanovllm.scheduling.planned_step import PlannedStep
-from nanovllm.scheduling.prompt_sharing import PromptSharing
+from nanovllm.scheduling.planned_step import PlannedStep, PromptSharing
 from nanovllm.scheduling.step_bound import StepBound
 from nanovllm.speculation.drafters import NO_GUESSES, Guesses
 from nanovllm.speculation.pace import Load, load_of

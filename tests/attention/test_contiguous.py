@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nanovllm.attention.backends.contiguous import SequenceKV
+from nanovllm.attention.backends.torch_backend import SequenceKV
 
 
 def make_kv(table: list[int]) -> SequenceKV:

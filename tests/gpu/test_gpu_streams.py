@@ -38,7 +38,7 @@ from nanovllm.kvcache.policy.copy_runs import offload_runs
 from nanovllm.kvcache.transfer import offload_engine
 from nanovllm.kvcache.transfer.offload_engine import OffloadEngine
 from nanovllm.kvcache.transfer.streams import CudaStreams, Event, Stream, make_streams
-from nanovllm.runner.graph_capture import capture_stream
+from nanovllm.runner.cuda_graphs import capture_stream
 from nanovllm.runner.kv_memory import OffloadEngineFactory
 
 pytestmark = pytest.mark.gpu

@@ -5,7 +5,7 @@ import torch
 from interpreter import INTERPRETED, on_device
 
 from nanovllm.kernels.sampling_tensors import EditTensors
-from nanovllm.layers.logit_edits import edit_logits
+from nanovllm.layers.sampler import edit_logits
 
 pytest.importorskip("triton")
 

@@ -17,10 +17,9 @@ from nanovllm.attention.merge import RunningMerge, merge_parts
 from nanovllm.checkpoint.model_config import HEAD_DIMS
 from nanovllm.device import kernel_target
 from nanovllm.kernels.sampling_tensors import SamplingTensors
-from nanovllm.layers.activation import silu_and_mul
-from nanovllm.layers.kv_cells import KVCells
 from nanovllm.layers.layernorm import add_rms_norm, rms_norm
-from nanovllm.layers.rotary_embedding import rotate_and_store
+from nanovllm.layers.linear import silu_and_mul
+from nanovllm.layers.rotary_embedding import KVCells, rotate_and_store
 
 pytest.importorskip("triton")
 

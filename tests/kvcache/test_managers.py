@@ -11,9 +11,8 @@ from nanovllm.core.step_plan import SlotOffload
 from nanovllm.errors import RequestError
 from nanovllm.kvcache.policy.base import KVCacheManager
 from nanovllm.kvcache.policy.block_manager import BlockManager
-from nanovllm.kvcache.policy.histories import History
-from nanovllm.kvcache.policy.hybrid_manager import HybridKVCacheManager
-from nanovllm.kvcache.policy.slot_ring import HybridBlock, SlotRing
+from nanovllm.kvcache.policy.hybrid_manager import History, HybridKVCacheManager
+from nanovllm.kvcache.policy.step_slots import HybridBlock, SlotRing
 
 
 def tokens(count: int, start: int = 0) -> list[int]:

@@ -12,9 +12,8 @@ from content_model import Simulation, longest_prefix_left
 
 from nanovllm.core.sequence import Sequence
 from nanovllm.kvcache.policy.block_manager import BlockManager
-from nanovllm.kvcache.policy.block_pool import BlockPool, contiguous_ranges
+from nanovllm.kvcache.policy.block_pool import HASH_BYTES, Block, BlockPool, PrefixIndex, PrefixMatch, contiguous_ranges
 from nanovllm.kvcache.policy.hybrid_manager import HybridKVCacheManager
-from nanovllm.kvcache.policy.prefix_index import HASH_BYTES, Block, PrefixIndex, PrefixMatch
 from nanovllm.sampling_params import SamplingParams
 
 

@@ -19,10 +19,9 @@ from nanovllm.core.sequence import Sequence, TokenIds
 from nanovllm.core.step_plan import StepPlan
 from nanovllm.kvcache.policy.base import KVCacheManager
 from nanovllm.kvcache.policy.block_manager import BlockManager
+from nanovllm.kvcache.policy.block_pool import Block, PrefixIndex
 from nanovllm.kvcache.policy.hybrid_manager import HybridKVCacheManager
-from nanovllm.kvcache.policy.prefix_index import Block, PrefixIndex
-from nanovllm.kvcache.policy.slot_ring import HybridBlock
-from nanovllm.kvcache.policy.step_slots import StepSlots
+from nanovllm.kvcache.policy.step_slots import HybridBlock, StepSlots
 from nanovllm.scheduling.scheduler import Scheduler
 from nanovllm.utils.arithmetic import ceil_div
 

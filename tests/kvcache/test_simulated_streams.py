@@ -8,7 +8,7 @@ from race_detector import StreamRaceError
 from simulated_streams import MODES, Edge, Mode, SimulatedStreams, TrackedBackend, write_cells
 
 from nanovllm.attention.base import AttentionBackend, HostTables, PagedBatch, PartialAttention
-from nanovllm.layers.kv_cells import KVCells
+from nanovllm.layers.rotary_embedding import KVCells
 
 NUM_BLOCKS = 3
 NUM_STEPS = 24

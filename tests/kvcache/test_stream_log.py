@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from nanovllm.kvcache.transfer.stream_log import StreamLog
+from nanovllm.kvcache.transfer.streams import StreamLog
 
 
 def test_find_gives_the_event_until_it_is_known_to_be_done() -> None:

@@ -9,16 +9,17 @@ from thread_ranks import ThreadGroup, run_ranks
 
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.errors import ConfigError
-from nanovllm.layers.activation import SiluAndMul
-from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import (
     ColumnParallelLinear,
+    HasWeightShards,
     MergedColumnParallelLinear,
+    ParallelLMHead,
     QKVParallelLinear,
     RowParallelLinear,
+    SiluAndMul,
+    VocabParallelEmbedding,
 )
-from nanovllm.layers.weights import HasWeightShards
 
 FP32 = torch.float32
 

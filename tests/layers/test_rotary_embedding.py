@@ -9,8 +9,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from nanovllm.checkpoint.model_config import RopeConfig
-from nanovllm.layers.kv_cells import KVCells
-from nanovllm.layers.rotary_embedding import RotaryEmbedding, apply_rotary, rotate_and_store
+from nanovllm.layers.rotary_embedding import KVCells, RotaryEmbedding, apply_rotary, rotate_and_store
 
 HEAD_DIM = 64
 MAX_POSITION = 4096

@@ -7,7 +7,7 @@ import torch
 from dense_model import load_model
 from tiny_models import write_tiny_model
 
-from nanovllm.layers.kv_cells import KVCells
+from nanovllm.layers.rotary_embedding import KVCells
 from nanovllm.models.decoder import CausalLM
 
 

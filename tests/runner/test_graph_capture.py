@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from nanovllm.runner import graph_capture
+from nanovllm.runner import cuda_graphs
 
 
 class FakeGraph:
@@ -46,14 +46,14 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_capture_whose_end_fails_leaves_capture_mode_and_shows_its_own_error() -> None:
     """Regression: an error of capture_end itself left the random generators in capture mode for ever."""
-    with pytest.raises(RuntimeError, match="spoiled"), graph_capture.capture(None) as graph:
+    with pytest.raises(RuntimeError, match="spoiled"), cuda_graphs.capture(None) as graph:
         graph.end_errors.append(RuntimeError("spoiled"))  # type: ignore[attr-defined]
     assert not FakeGraph.is_capturing and not FakeGraph.generators_capture
 
 
 @pytest.mark.parametrize("is_spoiled", [False, True])
 def test_capture_error_inside_ends_the_capture_and_is_shown(is_spoiled: bool) -> None:
-    with pytest.raises(ValueError, match="mine"), graph_capture.capture(None) as graph:
+    with pytest.raises(ValueError, match="mine"), cuda_graphs.capture(None) as graph:
         if is_spoiled:
             graph.end_errors.append(RuntimeError("spoiled"))  # type: ignore[attr-defined]
         raise ValueError("mine")
@@ -62,6 +62,6 @@ def test_capture_error_inside_ends_the_capture_and_is_shown(is_spoiled: bool) ->
 
 def test_capture_binds_this_thread_alone() -> None:
     """Regression: while one engine captured its graphs, an allocation in another engine's step failed and closed it."""
-    with graph_capture.capture(None):
+    with cuda_graphs.capture(None):
         pass
     assert FakeGraph.modes == ["thread_local"]

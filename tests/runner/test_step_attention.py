@@ -10,8 +10,7 @@ import torch
 from paged_cases import PagedCase, make_paged
 from rounding import MAX_ROUNDINGS, MEAN_VALUE, PART_COUNTS, num_roundings
 
-from nanovllm.attention.backends.cudnn_backend import CudnnBackend
-from nanovllm.attention.backends.cudnn_limits import CudnnLimits
+from nanovllm.attention.backends.cudnn_backend import CudnnBackend, CudnnLimits
 from nanovllm.attention.backends.selection import BACKENDS
 from nanovllm.attention.backends.torch_backend import TorchBackend
 from nanovllm.attention.backends.triton_backend import TritonBackend

@@ -9,7 +9,7 @@ from nanovllm.core.sequence import Sequence
 from nanovllm.core.step_plan import KVMoves, SamplingRow, SequenceStep, SlotLoad, StepPlan
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduling.chunk_times import ChunkTimes, chunk_tokens, chunk_work
-from nanovllm.scheduling.prompt_sharing import PromptSharing
+from nanovllm.scheduling.planned_step import PromptSharing
 from nanovllm.scheduling.step_bound import LONG_STEP_INTERVAL, MIN_CHUNK_TOKENS, PACE, StepBound
 
 TOKEN_KEYS = 4000

@@ -17,9 +17,8 @@ from nanovllm.core.sequence import Sequence, SequenceStatus
 from nanovllm.core.step_plan import KVMoves, SequenceStep, StepPlan
 from nanovllm.kvcache.policy.base import KVCacheManager
 from nanovllm.kvcache.policy.block_manager import BlockManager
-from nanovllm.kvcache.policy.block_pool import BlockPool
+from nanovllm.kvcache.policy.block_pool import Block, BlockPool
 from nanovllm.kvcache.policy.hybrid_manager import HybridKVCacheManager
-from nanovllm.kvcache.policy.prefix_index import Block
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduling.scheduler import Scheduler
 from nanovllm.scheduling.step_bound import StepBound

@@ -14,8 +14,8 @@ from nanovllm.core.cpu_split import CpuSplit
 from nanovllm.core.sequence import Sequence
 from nanovllm.kvcache.policy.base import KVCacheManager
 from nanovllm.kvcache.policy.block_manager import BlockManager
+from nanovllm.kvcache.policy.block_pool import PrefixIndex
 from nanovllm.kvcache.policy.hybrid_manager import HybridKVCacheManager
-from nanovllm.kvcache.policy.prefix_index import PrefixIndex
 from nanovllm.scheduling.chunk_times import ChunkTimes
 from nanovllm.scheduling.step_bound import StepBound
 from nanovllm.speculation.drafters import Drafter, ResidentDrafter

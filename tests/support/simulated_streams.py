@@ -39,7 +39,7 @@ from nanovllm.attention.base import AttentionBackend, PagedBatch, PartialAttenti
 from nanovllm.cpu_attention.base import CpuKernel
 from nanovllm.cpu_attention.job import AttentionJob
 from nanovllm.kvcache.transfer.streams import Event
-from nanovllm.layers.kv_cells import KVCells
+from nanovllm.layers.rotary_embedding import KVCells
 
 Mode = Literal["late", "early", "random"]
 MODES: tuple[Mode, ...] = get_args(Mode)

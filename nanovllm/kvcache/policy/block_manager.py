@@ -10,9 +10,8 @@ from nanovllm.core.sequence import Sequence
 from nanovllm.core.step_plan import KVMoves
 from nanovllm.errors import RequestError
 from nanovllm.kvcache.policy.base import WATERMARK, KVCacheManager, PagedKeys
-from nanovllm.kvcache.policy.block_pool import BlockPool
+from nanovllm.kvcache.policy.block_pool import Block, BlockPool
 from nanovllm.kvcache.policy.block_states import gpu_block_states
-from nanovllm.kvcache.policy.prefix_index import Block
 from nanovllm.utils.arithmetic import ceil_div
 
 _NO_MOVES = KVMoves()

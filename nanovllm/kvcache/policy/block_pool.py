@@ -1,4 +1,5 @@
-"""BlockPool: the blocks of one memory (GPU or CPU), their reference counts, and the order in which they are allocated.
+"""PrefixIndex: which blocks hold the start of a new prompt. BlockPool: the blocks of one memory (GPU or CPU), their
+reference counts, and the order in which they are allocated.
 
 Only free blocks, those without references, are allocated. Until then, or until it is discarded, a free block keeps its
 content and its hashes, and the prefix index still finds it. Free blocks are allocated least recently used first, with
@@ -9,11 +10,276 @@ two exceptions:
 """
 
 import itertools
+from array import array
 from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from nanovllm.core.sequence import Sequence
-from nanovllm.kvcache.policy.prefix_index import Block, PrefixIndex, PrefixMatch
+import xxhash
+
+from nanovllm.core.sequence import Sequence, TokenIds
 from nanovllm.utils.arithmetic import ceil_div
+
+HASH_BYTES = 8
+
+
+@dataclass(slots=True)
+class Block:
+    """A physical block. `token_ids` are its tokens that the index knows, in whole grains, with one hash per grain.
+
+    If there are any, `prefix_ids` are the id of the prefix before the block, then of the prefix up to each grain's end.
+    """
+
+    block_id: int
+    ref_count: int = 0
+    token_ids: TokenIds = field(default_factory=lambda: array("q"))
+    grain_hashes: list[int] = field(default_factory=list)
+    prefix_ids: list[int] = field(default_factory=list)
+
+    @property
+    def hash(self) -> int:
+        """The chain hash of all tokens up to the last one in the index, -1 if there are none."""
+        return self.grain_hashes[-1] if self.grain_hashes else -1
+
+    def forget(self) -> None:
+        del self.token_ids[:]
+        self.grain_hashes.clear()
+        self.prefix_ids.clear()
+
+
+@dataclass(frozen=True)
+class PrefixMatch:
+    """The matching blocks: whole ones to share, then perhaps one whose first tokens match."""
+
+    full_blocks: tuple[int, ...] = ()
+    partial_block: int | None = None
+    num_partial_tokens: int = 0
+
+
+class _Search(NamedTuple):
+    """A search and its result, which is valid until one of `block_ids` changes or `next_hash` is registered."""
+
+    seq: Sequence
+    num_tokens: int
+    match: PrefixMatch
+    block_ids: frozenset[int]  # the matching blocks
+    next_hash: int | None  # hash of the first grain that no block holds
+
+
+class PrefixIndex:
+    """Prefix -> the blocks that hold its last grain. Registering, dropping and matching take O(1) per grain.
+
+    The unit of the index is the grain: `grain` consecutive tokens of a block. Without offload a grain is a block; with
+    offload it is 256 tokens, so that a prompt can match the first part of a large block.
+
+    Each known prefix, a whole number of grains long, has an id: two grains get the same id only if their tokens are
+    equal and the prefixes before them have the same id. An id is never used again. A prefix is forgotten with the last
+    block that holds its last grain. If its tokens are computed once more they get a new id, so the blocks that
+    continued the old prefix are no longer found. A hit therefore proves that all tokens before it are equal.
+
+    A hash only leads to the ids that may be meant. Grains are hashed in a chain (xxh64 of the parent's hash and the
+    token ids), which does not depend on what the index holds, so each sequence computes it once.
+
+    Several blocks can hold the same grain: a partial hit copies grains, and two sequences may compute the same tokens.
+    The index knows all holders, so it finds a grain for as long as any of them keeps it. A block holds its grains from
+    its start without gaps. Hence a block that holds a grain also holds the grains before it in the block, and the
+    holders of the last matching grain are exactly the blocks with the longest match.
+
+    `hash_bytes`: any function to unsigned numbers of 8 bytes. If it makes many hashes equal, searches take longer.
+    """
+
+    def __init__(
+        self, block_size: int, grain: int, *, hash_bytes: Callable[[bytes], int] = xxhash.xxh64_intdigest
+    ) -> None:
+        assert block_size % grain == 0, f"block size {block_size} is not a multiple of the grain {grain}"
+        self.block_size, self.grain = block_size, grain
+        self._hash_bytes = hash_bytes
+        self._unused_ids = itertools.count()
+        self._prefix_ids: dict[int, tuple[int, ...]] = {}  # by hash; several only if hashes collide
+        self._newest: dict[int, Block] = {}  # by prefix id: the holder that registered the grain last
+        self._older: dict[int, OrderedDict[int, Block]] = {}  # all other holders, oldest first; no entry if none
+        self._last_search: _Search | None = None
+
+    def __len__(self) -> int:
+        return len(self._newest)
+
+    def _hash(self, seq: Sequence, grain_idx: int) -> int:
+        hashes = seq.grain_hashes  # computed on demand; they stay valid because token ids never change
+        for i in range(len(hashes), grain_idx + 1):
+            parent = hashes[i - 1] if i else seq.hash_salt % 2 ** (8 * HASH_BYTES)
+            token_ids = seq.token_ids[i * self.grain : (i + 1) * self.grain]
+            hashes.append(self._hash_bytes(parent.to_bytes(HASH_BYTES, "little") + token_ids.tobytes()))
+        return hashes[grain_idx]
+
+    def match(self, seq: Sequence) -> PrefixMatch:
+        """The longest known prefix that leaves at least one token to compute.
+
+        The last result is cached, because a sequence that waits for room is matched again in every step.
+        """
+        last = self._last_search
+        if (
+            last is None
+            or last.seq is not seq
+            or last.num_tokens != len(seq.token_ids)
+            or last.next_hash in self._prefix_ids
+        ):
+            last = self._last_search = self._search(seq)
+        return last.match
+
+    def _search(self, seq: Sequence) -> _Search:
+        """Match whole blocks from the start on, then the longest part of the next one.
+
+        Of several holders take the newest. It is the one most likely to be in use and on the GPU.
+        """
+        num_known = (len(seq.token_ids) - 1) // self.grain * self.grain
+        block_ids: list[int] = []
+        start, prefix_id = 0, _root_id(seq)
+        while (end := start + self.block_size) <= num_known:
+            block = self._find(self._hash(seq, end // self.grain - 1), prefix_id, seq.token_ids[start:end])
+            if block is None:
+                break
+            block_ids.append(block.block_id)
+            start, prefix_id = end, block.prefix_ids[-1]
+        match = PrefixMatch(tuple(block_ids))
+        longest = min(start + self.block_size - self.grain, num_known)
+        for end in range(longest, start, -self.grain):
+            block = self._find(self._hash(seq, end // self.grain - 1), prefix_id, seq.token_ids[start:end])
+            if block is not None:
+                block_ids.append(block.block_id)
+                match = PrefixMatch(match.full_blocks, block.block_id, end - start)
+                break
+        num_matched = start + match.num_partial_tokens
+        next_hash = self._hash(seq, num_matched // self.grain) if num_matched < num_known else None
+        return _Search(seq, len(seq.token_ids), match, frozenset(block_ids), next_hash)
+
+    def _find(self, grain_hash: int, parent_id: int, token_ids: TokenIds, start: int = 0) -> Block | None:
+        """The newest block that holds `token_ids` from its `start` on, behind the prefix `parent_id`."""
+        if grain_hash not in self._prefix_ids:
+            return None
+        end = start + len(token_ids)
+        first, last = start // self.grain, end // self.grain
+        for prefix_id in self._prefix_ids[grain_hash]:
+            block = self._newest[prefix_id]
+            ids, held = block.prefix_ids, block.token_ids
+            if len(ids) <= last or ids[last] != prefix_id or ids[first] != parent_id:
+                continue
+            if (held if len(held) == len(token_ids) else held[start:end]) == token_ids:  # a slice is a copy
+                return block
+        return None
+
+    def _invalidate_search(self, block: Block) -> None:
+        """Drop the cached search if it examined this block."""
+        if self._last_search is not None and block.block_id in self._last_search.block_ids:
+            self._last_search = None
+
+    def register(self, seq: Sequence, blocks: list[Block], end: int) -> None:
+        """Add the sequence's whole grains up to token `end`. Its blocks have their K/V, or will after this step."""
+        first, last = seq.num_registered_tokens // self.grain, min(end, len(seq.token_ids)) // self.grain
+        for grain_idx in range(first, last):
+            start = grain_idx * self.grain
+            block_idx, offset = divmod(start, self.block_size)
+            block = blocks[seq.block_table[block_idx]]
+            if len(block.token_ids) > offset:
+                continue  # a shared block; the sequence that computed it has registered it
+            if offset == 0:
+                before = blocks[seq.block_table[block_idx - 1]].prefix_ids[-1] if block_idx else _root_id(seq)
+                block.prefix_ids.append(before)
+            self._add_grain(block, self._hash(seq, grain_idx), seq.token_ids[start : start + self.grain])
+        seq.num_registered_tokens = max(seq.num_registered_tokens, last * self.grain)
+
+    def _add_grain(self, block: Block, grain_hash: int, token_ids: TokenIds) -> None:
+        previous = self._find(grain_hash, block.prefix_ids[-1], token_ids, len(block.token_ids))
+        if previous is None:
+            prefix_id = next(self._unused_ids)
+            self._prefix_ids[grain_hash] = (*self._prefix_ids.get(grain_hash, ()), prefix_id)
+        else:
+            prefix_id = previous.prefix_ids[len(block.prefix_ids)]
+            self._older.setdefault(prefix_id, OrderedDict())[previous.block_id] = previous
+            self._invalidate_search(previous)
+        self._newest[prefix_id] = block
+        block.token_ids.extend(token_ids)
+        block.grain_hashes.append(grain_hash)
+        block.prefix_ids.append(prefix_id)
+
+    def drop(self, block: Block) -> None:
+        """Forget the block's content. Its grains are still found in other blocks that hold them."""
+        for prefix_id, grain_hash in zip(block.prefix_ids[1:], block.grain_hashes, strict=True):
+            self._remove_holder(prefix_id, grain_hash, block)
+        block.forget()
+        self._invalidate_search(block)
+
+    def _remove_holder(self, prefix_id: int, grain_hash: int, block: Block) -> None:
+        is_newest = self._newest[prefix_id] is block
+        older = self._older.get(prefix_id)
+        if older is None:
+            assert is_newest, f"block {block.block_id} holds prefix {prefix_id}, but is not listed"
+            del self._newest[prefix_id]
+            self._forget_id(prefix_id, grain_hash)
+            return
+        if is_newest:
+            _, self._newest[prefix_id] = older.popitem()
+        else:
+            del older[block.block_id]
+        if not older:
+            del self._older[prefix_id]
+
+    def _forget_id(self, prefix_id: int, grain_hash: int) -> None:
+        ids = self._prefix_ids.pop(grain_hash)
+        if len(ids) > 1:
+            self._prefix_ids[grain_hash] = tuple(other for other in ids if other != prefix_id)
+
+    def find_duplicate(self, block: Block) -> Block | None:
+        """Another block that holds all grains of `block`, if there is one."""
+        if not block.grain_hashes:
+            return None
+        prefix_id = block.prefix_ids[-1]
+        newest = self._newest[prefix_id]
+        if newest is not block:
+            return newest
+        older = self._older.get(prefix_id)
+        return next(reversed(older.values())) if older else None
+
+    def check_integrity(self, blocks: list[Block]) -> None:
+        """Assert that the index lists every grain of every block with all its holders, and nothing else.
+
+        Also assert that an id stands for one parent and one grain, and no other id for the same.
+        """
+        held: dict[int, set[int]] = {}
+        ids: dict[int, set[int]] = {}
+        meanings: dict[int, tuple[int, bytes]] = {}
+        for block in blocks:
+            num_tokens, num_hashes = len(block.token_ids), len(block.grain_hashes)
+            assert num_tokens == num_hashes * self.grain, f"block {block.block_id}: {num_hashes} hashes, {num_tokens=}"
+            for i, (grain_hash, (parent_id, prefix_id)) in enumerate(
+                zip(block.grain_hashes, itertools.pairwise(block.prefix_ids), strict=True)
+            ):
+                token_ids = block.token_ids[i * self.grain : (i + 1) * self.grain].tobytes()
+                assert meanings.setdefault(prefix_id, (parent_id, token_ids)) == (parent_id, token_ids), (
+                    f"prefix id {prefix_id} stands for two prefixes"
+                )
+                ids.setdefault(grain_hash, set()).add(prefix_id)
+                held.setdefault(prefix_id, set()).add(block.block_id)
+        assert len(set(meanings.values())) == len(meanings), "a prefix has two ids"
+        assert {grain_hash: set(known) for grain_hash, known in self._prefix_ids.items()} == ids, (
+            "the ids do not match the blocks"
+        )
+        known = {prefix_id: {block.block_id} for prefix_id, block in self._newest.items()}
+        for prefix_id, older in self._older.items():
+            assert older, f"prefix {prefix_id} has an empty list of older holders"
+            holders = known.setdefault(prefix_id, set())
+            assert holders.isdisjoint(older), f"a holder of prefix {prefix_id} is listed twice"
+            holders.update(older)
+        assert known == held, "the index does not match the blocks"
+        last = self._last_search
+        if last is not None and last.num_tokens == len(last.seq.token_ids) and last.next_hash not in self._prefix_ids:
+            assert self._search(last.seq) == last, f"sequence {last.seq.seq_id} would no longer match what is cached"
+
+
+def _root_id(seq: Sequence) -> int:
+    """The id of the prefix of no tokens: negative, so that it differs from those that are counted."""
+    return ~seq.hash_salt
+
 
 LONG_CHUNK_BLOCKS = 16  # a chunk of at least this many blocks gets contiguous ones rather than the least recently used
 PROTECTED_SHARE = 4  # the most recently used 1/PROTECTED_SHARE of the cached blocks is not evicted for contiguity

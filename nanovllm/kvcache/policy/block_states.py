@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 from nanovllm.core.block_state import BlockState
 from nanovllm.core.step_plan import KVMoves
-from nanovllm.kvcache.policy.prefix_index import Block
-from nanovllm.kvcache.policy.slot_ring import HybridBlock
+from nanovllm.kvcache.policy.block_pool import Block
+from nanovllm.kvcache.policy.step_slots import HybridBlock
 
 
 def gpu_block_states(blocks: Sequence[Block], has_index: bool) -> bytes:

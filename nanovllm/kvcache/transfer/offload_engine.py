@@ -48,8 +48,7 @@ from nanovllm.kvcache.policy.copy_runs import Run, load_runs, offload_runs, stag
 from nanovllm.kvcache.transfer.link import measure_link
 from nanovllm.kvcache.transfer.pinned_memory import HostBuffer
 from nanovllm.kvcache.transfer.run_tensors import KV, layer_run_tensors, run_tensors, token_views
-from nanovllm.kvcache.transfer.stream_log import StreamLog
-from nanovllm.kvcache.transfer.streams import Event, Stream, Streams, WorkTimer
+from nanovllm.kvcache.transfer.streams import Event, Stream, StreamLog, Streams, WorkTimer
 
 
 class _Loads(NamedTuple):
