@@ -16,8 +16,7 @@ from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from nanovllm.checkpoint.model_config import ModelConfig
-from nanovllm.core.bad_words import BadWords
-from nanovllm.core.logit_editor import AnswerRules
+from nanovllm.core.logit_editor import AnswerRules, BadWords
 from nanovllm.core.outputs import Outbox, Receiver
 from nanovllm.core.sequence import TokenIds
 from nanovllm.errors import RequestError

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from nanovllm.core.token_constraint import TokenMask
+from nanovllm.core.logit_editor import TokenMask
 from nanovllm.errors import RequestError
 from nanovllm.utils.arithmetic import ceil_div
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
 from typing import Any, TypeAlias
 
-from nanovllm.core.token_constraint import TokenMask
+from nanovllm.core.logit_editor import TokenMask
 from nanovllm.errors import RequestError
 from nanovllm.sampling_params import StructuredOutputs
 from nanovllm.text.grammar import LIMITS, Grammar, Vocabulary, error_of, is_allowed, reason_of

@@ -15,8 +15,7 @@ from odd_drafters import OddDrafter
 from tiny_models import write_tiny_model
 
 from nanovllm import LLM, RequestError, SamplingParams
-from nanovllm.core.bad_words import BadWords
-from nanovllm.core.logit_editor import NO_RULES, AnswerRules
+from nanovllm.core.logit_editor import NO_RULES, AnswerRules, BadWords
 from nanovllm.core.outputs import Outbox, Receiver, RequestOutput
 from nanovllm.core.sequence import Sequence
 from nanovllm.demo.retrieval_model import build_retrieval_model
