@@ -49,7 +49,9 @@ class CompletionAnswer(Answer):
         self._offsets: dict[int, int] = {}  # by index: characters in the tokens that were streamed
         self._begun: set[int] = set()  # indices of the answers of which something was streamed
 
-    def _choice(self, index: int, output: RequestOutput, prompt_entries: list[TokenLogprobs | None]) -> dict[str, Any]:
+    def _choice(
+        self, index: int, output: RequestOutput, prompt_entries: Sequence[TokenLogprobs | None]
+    ) -> dict[str, Any]:
         text = "" if self._drops_answers else output["text"] or ""
         choice = {
             "index": index,
@@ -62,7 +64,7 @@ class CompletionAnswer(Answer):
         return choice
 
     def _whole_logprobs(
-        self, output: RequestOutput, prompt_entries: list[TokenLogprobs | None]
+        self, output: RequestOutput, prompt_entries: Sequence[TokenLogprobs | None]
     ) -> dict[str, Any] | None:
         """Those of the prompt come first if it is echoed."""
         if self._body.logprobs is None:
