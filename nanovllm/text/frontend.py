@@ -24,6 +24,7 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.answer import TextReceiver
 from nanovllm.text.bad_words import bad_word_token_ids
 from nanovllm.text.detokenizer import Detokenizer, TokenDecoder
+from nanovllm.text.grammar import Grammar
 from nanovllm.text.request_check import (
     Prompt,
     cache_salt,
@@ -96,20 +97,24 @@ class TextFrontend:
                 raise RequestError("stop strings need a tokenizer, but this model has none; use stop_token_ids")
             if params.bad_words:
                 raise RequestError("bad_words need a tokenizer, but this model has none; use logit_bias")
-        self.rules(params)
+        self._bad_words_of(params)
+        self._grammar_of(params)
 
     def rules(self, params: SamplingParams) -> AnswerRules:
         """What bad_words and structured_outputs mean in tokens, for one answer. Raises RequestError as `check_params`
         does.
         """
-        bad_words = None
-        if params.bad_words:
-            with self._encode_lock:
-                bad_words = self._bad_words(tuple(params.bad_words))
-        if params.structured_outputs is None:
-            return AnswerRules(bad_words)
-        grammar = self._grammars.compile(params.structured_outputs)
-        return AnswerRules(bad_words, TokenMatcher(grammar, params.ignore_eos))
+        bad_words, grammar = self._bad_words_of(params), self._grammar_of(params)
+        return AnswerRules(bad_words, None if grammar is None else TokenMatcher(grammar, params.ignore_eos))
+
+    def _bad_words_of(self, params: SamplingParams) -> BadWords | None:
+        if not params.bad_words:
+            return None
+        with self._encode_lock:
+            return self._bad_words(tuple(params.bad_words))
+
+    def _grammar_of(self, params: SamplingParams) -> Grammar | None:
+        return None if params.structured_outputs is None else self._grammars.compile(params.structured_outputs)
 
     def check_stream(self, params: SamplingParams) -> None:
         """Raise RequestError for a request whose text cannot be streamed."""

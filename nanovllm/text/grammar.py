@@ -3,12 +3,13 @@
 Grammars come from people who may mean harm, so LIMITS bound the time and memory of each compilation and each mask.
 
 llguidance builds the automaton of a grammar as masks need it. All matchers that start from one Grammar share it, behind
-a lock of llguidance. Once a mask exceeds a limit, the automaton is useless for all of them, and `renew` makes another.
+a lock of llguidance. Once a mask exceeds a limit, the automaton is useless for all of them, and `renew` replaces it by
+a spare one. Spares are compiled in threads of their own, because the engine's thread must not wait for one.
 """
 
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
@@ -29,6 +30,7 @@ LIMITS: Mapping[str, Any] = {
     "verbose_errors": False,
 }
 STACK_BYTES = 128 << 20  # for MAX_REFERENCE_DEPTH levels; a level was seen to take up to 4 kB
+NUM_SPARES = 2  # an answer that exceeds a limit uses up the automaton in use and the one that it tries again with
 MAX_REASON_CHARS = 300
 
 _Result = TypeVar("_Result")
@@ -86,30 +88,44 @@ class Grammar:
         """`kind` is the field of StructuredOutputs that asks for it. Raises RequestError if it cannot be used."""
         self.vocabulary = vocabulary
         self._text = text
-        self._is_exhausted = False
-        self._initial = self._compile()
-        first = self.start()
+        self._lock = threading.Lock()
+        self._generation = 0  # automata used up so far
+        self._spares: list[Future[Any]] = []  # matchers of automata that nobody uses yet, the oldest first
+        self._initial = self._compile().result()
+        first = self._initial.deep_copy()
         continues = vocabulary.continuations(first).any()  # a mask finds what compilation does not
         reason = error_of(first) or (None if continues else "only the empty answer matches it")
         if reason is not None:
             raise RequestError(f"structured_outputs.{kind} cannot be used: {reason}; correct or simplify it")
 
-    def _compile(self) -> Any:
+    def _compile(self) -> Future[Any]:
         from llguidance import LLMatcher
 
         make = partial(LLMatcher, self.vocabulary.tokens, self._text, log_level=0, limits=self.vocabulary.limits)
         return with_deep_stack(make)
 
-    def start(self) -> Any:
-        """A matcher of llguidance at the start of an answer."""
-        if self._is_exhausted:
-            self._initial = self._compile()
-            self._is_exhausted = False
-        return self._initial.deep_copy()
+    def start(self) -> tuple[Any, int]:
+        """A matcher of llguidance at the start of an answer, and the generation of its automaton."""
+        with self._lock:
+            self._add_spares()
+            return self._initial.deep_copy(), self._generation
 
-    def renew(self) -> None:
-        """Make a new automaton before the next start, because a mask of the one in use has exceeded a limit."""
-        self._is_exhausted = True
+    def renew(self, generation: int) -> bool:
+        """Let the next start have another automaton than that of this generation, of which a mask has exceeded a limit.
+        Returns False if none is ready. Does not wait.
+        """
+        with self._lock:
+            if generation == self._generation:
+                if not (self._spares and self._spares[0].done()):
+                    return False
+                self._initial = self._spares.pop(0).result()
+                self._generation += 1
+                self._add_spares()
+        return True
+
+    def _add_spares(self) -> None:
+        while len(self._spares) < NUM_SPARES:
+            self._spares.append(self._compile())
 
 
 def error_of(matcher: Any) -> str | None:
@@ -131,18 +147,19 @@ def reason_of(message: str) -> str:
 _stack_size_lock = threading.Lock()
 
 
-def with_deep_stack(call: Callable[[], _Result]) -> _Result:
-    """Call it in a thread with a stack of STACK_BYTES, and return the result.
+def with_deep_stack(call: Callable[[], _Result]) -> Future[_Result]:
+    """Call it in a thread of its own with a stack of STACK_BYTES. Does not wait.
 
     llguidance follows references by recursion, and an overflow of the stack would kill the process. The size of stacks
     is a setting of the process, so a thread that another one starts at this moment gets a deep one, too. That costs
     only address space.
     """
-    with ThreadPoolExecutor(1, "grammar") as pool:
-        with _stack_size_lock:
-            before = threading.stack_size(STACK_BYTES)
-            try:
-                future = pool.submit(call)
-            finally:
-                threading.stack_size(before)
-        return future.result()
+    pool = ThreadPoolExecutor(1, "grammar")
+    with _stack_size_lock:
+        before = threading.stack_size(STACK_BYTES)
+        try:
+            future = pool.submit(call)
+        finally:
+            threading.stack_size(before)
+    pool.shutdown(wait=False)
+    return future

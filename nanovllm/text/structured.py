@@ -8,8 +8,8 @@ llguidance compiles the grammars and computes the masks. It is an extra, and imp
 A grammar that exceeds a limit (grammar.py) at the start of an answer is refused with a RequestError. One that exceeds
 it later ends that request with an error.
 
-Compilation and masks release the GIL; `accept` does not, and takes microseconds. Any thread may compile. A matcher
-belongs to one thread at a time.
+Compilation and masks release the GIL; `accept` does not, and takes microseconds. Any thread may compile, but the
+engine's never does. A matcher belongs to one thread at a time.
 """
 
 import threading
@@ -25,7 +25,7 @@ from nanovllm.text.grammar import LIMITS, Grammar, Vocabulary, error_of, is_allo
 from nanovllm.text.grammar_text import grammar_text, kind_of
 
 MAX_GRAMMARS = 16  # compiled ones that are kept
-MAX_RENEWALS = 4  # of the automaton, for one answer: each can take as long as a compilation
+MAX_RENEWALS = 4  # of the automaton, for one answer: each reads the answer again
 
 _Compile: TypeAlias = Callable[[str, str], Grammar]
 
@@ -79,7 +79,7 @@ class TokenMatcher:
         self.error: str | None = None
         self._grammar, self._vocabulary = grammar, grammar.vocabulary
         self._may_use_end_tokens = bool(self._vocabulary.end_token_ids) and not ignore_eos
-        self._matcher = grammar.start()
+        self._matcher, self._generation = grammar.start()
         self._num_renewals = 0
         self._token_ids = array("q")  # all that were accepted, except an end token
         self._has_ended = False
@@ -184,14 +184,13 @@ class TokenMatcher:
         answers have enlarged, or about a guess.
         """
         self._num_renewals += 1
-        if self._num_renewals <= MAX_RENEWALS:
-            self._grammar.renew()
-            self._matcher = self._grammar.start()
+        if self._num_renewals <= MAX_RENEWALS and self._grammar.renew(self._generation):
+            self._matcher, self._generation = self._grammar.start()
             self._matcher.try_consume_tokens(self._token_ids.tolist())
         self._check()
 
     def _check(self) -> None:
         """Set `error` if the matcher has one."""
         if self.error is None and (reason := error_of(self._matcher)) is not None:
-            self._grammar.renew()  # for the answers after this one
+            self._grammar.renew(self._generation)  # for the answers after this one
             self.error = f"structured_outputs became too complex: {reason}"
