@@ -23,7 +23,7 @@ from nanovllm.errors import RequestError
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.answer import TextReceiver
 from nanovllm.text.bad_words import bad_word_token_ids
-from nanovllm.text.detokenizer import Detokenizer, TokenDecoder
+from nanovllm.text.detokenizer import Detokenizer, StopStrings, TokenDecoder
 from nanovllm.text.grammar import Grammar
 from nanovllm.text.request_check import (
     Prompt,
@@ -38,7 +38,7 @@ from nanovllm.text.structured import GrammarCompiler, TokenMatcher
 from nanovllm.text.text_encoder import TextEncoder
 from nanovllm.text.tokenizer import end_token_ids, load_tokenizer
 
-MAX_BAD_WORDS = 16  # lists of them that are kept; all answers of a request have the same
+MAX_BAD_WORDS = MAX_STOP_STRINGS = 16  # lists of them that are kept; all answers of a request have the same
 
 Message: TypeAlias = dict[str, Any]
 
@@ -55,6 +55,7 @@ class TextFrontend:
             self._encoder = TextEncoder(self.tokenizer)
             self._decoders = {skip: TokenDecoder(self.tokenizer, skip) for skip in (True, False)}
         self._bad_words = lru_cache(MAX_BAD_WORDS)(partial(_find_bad_words, self.tokenizer, self._vocab_size))
+        self._stop_strings = lru_cache(MAX_STOP_STRINGS)(StopStrings)
         self._grammars = GrammarCompiler(self.tokenizer, self._vocab_size, self.end_token_ids)
 
     def encode_prompt(self, prompt: Prompt, *, add_special_tokens: bool = True) -> TokenIds:
@@ -132,7 +133,10 @@ class TextFrontend:
             return Receiver(outbox, with_tokens)
         decoder = self._decoders[params.skip_special_tokens]
         detokenizer = Detokenizer(
-            decoder, tuple(params.stop or ()), params.include_stop_str_in_output, min_tokens=params.min_tokens
+            decoder,
+            self._stop_strings(tuple(params.stop or ())),
+            params.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
         )
         return TextReceiver(outbox, detokenizer, with_tokens, text_of=self._decoders[False].token_text)
 
