@@ -39,6 +39,16 @@ class TokenConstraint(Protocol):
         The request then ends with finish_reason "stop", even with ignore_eos or before min_tokens.
         """
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether the next mask is known or takes little time. If not, another thread has begun to compute it, and the
+        sequence waits for a later step.
+        """
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether masks take much time. Then there should be no guesses, which need one each."""
+
     def accept(self, token_id: int) -> bool:
         """Advance by the answer's next token.
 

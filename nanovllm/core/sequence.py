@@ -89,6 +89,11 @@ class Sequence:
         return bool(self.num_pending_tokens) and self.editor is not None and self.editor.constraint is not None
 
     @property
+    def waits_for_mask(self) -> bool:
+        """Whether it must be known first, besides all tokens, what may follow them."""
+        return self.editor is not None and self.editor.constraint is not None and not self.editor.constraint.is_ready
+
+    @property
     def can_use_prefix_cache(self) -> bool:
         """Whether prompt tokens may be left uncomputed. To score a token takes the logits of the one before it."""
         return self.params.prompt_logprobs is None

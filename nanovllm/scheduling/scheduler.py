@@ -162,7 +162,13 @@ class Scheduler:
             self._place_running(self._can_run(self.running))
 
     def _can_run(self, sequences: list[Sequence]) -> list[Sequence]:
-        return [seq for seq in sequences if seq.num_output_tokens < seq.max_tokens and not seq.waits_for_token]
+        sequences = [seq for seq in sequences if seq.num_output_tokens < seq.max_tokens and not seq.waits_for_token]
+        return [seq for seq in sequences if not seq.waits_for_mask]
+
+    @property
+    def waits_for_masks(self) -> bool:
+        """Whether other threads compute what a running sequence needs to go on."""
+        return any(not seq.num_pending_tokens and seq.waits_for_mask for seq in self.running)
 
     def _place_running(self, sequences: list[Sequence]) -> None:
         """Place running sequences in order of arrival."""
@@ -204,8 +210,11 @@ class Scheduler:
 
     @staticmethod
     def _can_guess(seq: Sequence) -> bool:
-        """Whether the sequence decodes, and will get more than one token. Its newest token may be pending."""
-        return seq.num_uncomputed_tokens == 1 and seq.max_tokens - seq.num_output_tokens > 1
+        """Whether the sequence decodes, and will get more than one token, which it need not pause for. Its newest token
+        may be pending.
+        """
+        is_slow = seq.editor is not None and seq.editor.constraint is not None and seq.editor.constraint.is_slow
+        return seq.num_uncomputed_tokens == 1 and seq.max_tokens - seq.num_output_tokens > 1 and not is_slow
 
     @property
     def _num_admissible(self) -> int:

@@ -8,6 +8,7 @@ a spare one. Spares are compiled in threads of their own, because the engine's t
 """
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -31,6 +32,9 @@ LIMITS: Mapping[str, Any] = {
 }
 STACK_BYTES = 128 << 20  # for MAX_REFERENCE_DEPTH levels; a level was seen to take up to 4 kB
 NUM_SPARES = 2  # an answer that exceeds a limit uses up the automaton in use and the one that it tries again with
+SLOW_MASK_S = 0.5e-3  # of CPU time. Most masks take 0.03 ms, but the limits above admit some of 30 ms
+NUM_SLOW_MASKS = 1000  # of a grammar that are taken to be slow after one that was
+NUM_MASK_THREADS = 2
 MAX_REASON_CHARS = 300
 
 _Result = TypeVar("_Result")
@@ -53,6 +57,7 @@ class Vocabulary:
         self.limits = llguidance.LLParserLimits(**limits)
         self.vocab_size = vocab_size
         self.end_token_ids = frozenset(end_token_ids)
+        self.mask_threads = ThreadPoolExecutor(NUM_MASK_THREADS, "mask")  # has no threads until there is a slow mask
         self._num_words = ceil_div(vocab_size, 32)
         self._num_all_words = ceil_div(num_ids, 32)
         self.anything = self._mask_of(range(vocab_size))
@@ -92,9 +97,10 @@ class Grammar:
         self._generation = 0  # automata used up so far
         self._spares: list[Future[Any]] = []  # matchers of automata that nobody uses yet, the oldest first
         self._initial = self._compile().result()
+        self._num_slow_masks = 0  # masks left that are taken to be slow
         first = self._initial.deep_copy()
-        continues = vocabulary.continuations(first).any()  # a mask finds what compilation does not
-        reason = error_of(first) or (None if continues else "only the empty answer matches it")
+        self.first_mask = self.continuations(first)  # finds what compilation does not
+        reason = error_of(first) or (None if self.first_mask.any() else "only the empty answer matches it")
         if reason is not None:
             raise RequestError(f"structured_outputs.{kind} cannot be used: {reason}; correct or simplify it")
 
@@ -122,6 +128,21 @@ class Grammar:
                 self._generation += 1
                 self._add_spares()
         return True
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether masks can take so long that the engine's thread should not compute them."""
+        return self._num_slow_masks > 0
+
+    def continuations(self, matcher: Any) -> TokenMask:
+        """As Vocabulary.continuations. Notes how long it takes."""
+        start_s = time.thread_time()
+        mask = self.vocabulary.continuations(matcher)
+        if time.thread_time() - start_s > SLOW_MASK_S:
+            self._num_slow_masks = NUM_SLOW_MASKS
+        elif self._num_slow_masks:
+            self._num_slow_masks -= 1
+        return mask
 
     def _add_spares(self) -> None:
         while len(self._spares) < NUM_SPARES:

@@ -51,6 +51,8 @@ BAD_WORDS = ((9,), (17, 17), (200, 9, 200), (281, 18), (18, 180), *((t, (t * 3) 
 class Alternating:
     """A constraint: even and odd tokens take turns, and the answer has 11 tokens."""
 
+    is_ready, is_slow = True, False
+
     def __init__(self, token_ids: list[int] | None = None) -> None:
         self.token_ids = token_ids or []
 
@@ -242,6 +244,8 @@ def test_constraint_that_is_complete_keeps_the_last_token_in_the_text() -> None:
 
 class Anything:
     """A constraint that allows every token and is complete after `num_tokens`."""
+
+    is_ready, is_slow = True, False
 
     def __init__(self, num_tokens: int) -> None:
         self.num_left = num_tokens
