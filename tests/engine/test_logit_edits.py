@@ -272,6 +272,29 @@ def test_bad_words_are_not_in_the_text() -> None:
     assert without is not None and "gamma" not in without
 
 
+def test_bad_words_that_leave_no_token_end_their_request_alone(reference: Reference) -> None:
+    """Regression: the engine was said to be the cause, because logits held NaN."""
+    prompt, plain = PROMPTS[2], params_of("nothing", temperature=0)
+    all_but_end = AnswerRules(BadWords([(token_id,) for token_id in range(VOCAB) if token_id != END]))
+    after_the_first = AnswerRules(BadWords([(a, b) for a in range(VOCAB) for b in range(VOCAB)]))
+    for internals in (Internals(), WORKS_AHEAD):
+        with LLM(str(reference.directory), device="cpu", internals=internals, **cache_options(None)) as llm:
+            expected, *others, same = run(
+                llm,
+                [
+                    (prompt, plain, NO_RULES),
+                    (prompt, params_of("nothing", min_tokens=2, ignore_eos=False), all_but_end),
+                    (prompt, plain, after_the_first),
+                    (prompt, plain, NO_RULES),
+                ],
+            )
+        assert expected["token_ids"] == same["token_ids"] and len(same["token_ids"]) == NUM_TOKENS
+        assert [len(output["token_ids"]) for output in others] == [0, 1]
+        for output in others:
+            assert (output["finish_reason"], output["error_cause"]) == ("error", "request")
+            assert "the request's parameters forbid every token" in output["error"]
+
+
 @pytest.mark.parametrize(
     ("params", "message"),
     [
