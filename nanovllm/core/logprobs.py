@@ -19,6 +19,7 @@ class Logprob(NamedTuple):
 # One position: token id -> Logprob. First the position's own token, then the most likely ones in order.
 TokenLogprobs: TypeAlias = dict[int, Logprob]
 
+_PART_POSITIONS = 100  # whose dicts are made at once
 TextOf: TypeAlias = Callable[[int], str | None]  # the text of a token
 Entry = TypeVar("Entry", bound=TokenLogprobs | None)
 
@@ -54,8 +55,8 @@ class PositionLogprobs(NamedTuple):
 class LogprobList(Sequence[Entry]):
     """One entry for each of several tokens in a row.
 
-    It holds arrays until somebody reads an entry, and then makes all of them. So the dicts are made by whoever wants
-    them and not by the engine's thread, which has other requests.
+    It holds arrays, and makes the dicts for whoever reads it, so that the engine's thread need not. Going through it
+    makes a few at a time and keeps none; the first index makes and keeps all.
     """
 
     def __init__(self, entries: Iterable[Entry] = ()) -> None:
@@ -68,27 +69,26 @@ class LogprobList(Sequence[Entry]):
     def extend(self, other: "LogprobList[Entry]") -> None:
         """Append all of `other`."""
         if other._entries:
-            self._made().extend(other._entries)
+            self._entries, self._arrays = [*self, *other._entries], []
         self._arrays += other._arrays
-
-    def _made(self) -> list[Entry]:
-        arrays, self._arrays = self._arrays, []
-        for positions, text_of in arrays:
-            self._entries += positions.as_dicts(text_of)
-        return self._entries
 
     def __len__(self) -> int:
         return len(self._entries) + sum(len(positions.token_ids) for positions, _ in self._arrays)
+
+    def __iter__(self) -> Iterator[Entry]:
+        yield from self._entries
+        for positions, text_of in self._arrays:
+            for start in range(0, len(positions.token_ids), _PART_POSITIONS):
+                part: Iterable[Any] = positions.part(start, start + _PART_POSITIONS).as_dicts(text_of)
+                yield from part
 
     @overload
     def __getitem__(self, index: int) -> Entry: ...
     @overload
     def __getitem__(self, index: slice) -> list[Entry]: ...
     def __getitem__(self, index: int | slice) -> Entry | list[Entry]:
-        return self._made()[index]
-
-    def __iter__(self) -> Iterator[Entry]:
-        return iter(self._made())
+        self._entries, self._arrays = list(self), []
+        return self._entries[index]
 
 
 class StepLogprobs(NamedTuple):

@@ -33,7 +33,7 @@ class RequestOutput(_RareOutput):
     - logprobs: those of each token of token_ids; present only if the request asked for them.
     - prompt_logprobs: those of each token of the prompt, None for the first; present only if the request asked for
       them, and only as far as the prompt was computed. Both are lists from an LLM. From an AsyncLLM they are
-      LogprobLists, which make their entries when one is first read.
+      LogprobLists, which make their entries when they are read.
     - outputs: all answers of a request with n > 1, which this one is the first of.
     """
 

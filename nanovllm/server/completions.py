@@ -1,7 +1,8 @@
 """POST /v1/completions: the text that follows one prompt or several."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -70,10 +71,10 @@ class CompletionAnswer(Answer):
         if self._body.logprobs is None:
             return None
         first_text = ""
-        entries: Sequence[TokenLogprobs | None] = [] if self._drops_answers else output.get("logprobs", [])
+        entries: Iterable[TokenLogprobs | None] = [] if self._drops_answers else output.get("logprobs", [])
         if self._body.echo:
             first_text = self._service.llm.text.decode(output["prompt_token_ids"][:1])
-            entries = [*prompt_entries, *entries]
+            entries = chain(prompt_entries, entries)
         return completion_logprobs(entries, self._body.logprobs, first_text=first_text)
 
     def _chunk_choices(self, update: RequestUpdate) -> list[str]:
