@@ -136,8 +136,9 @@ class LogitEditor:
         self._vocab_size = vocab_size
         self._min_tokens = params.min_tokens
         bias = params.logit_bias or {}
+        ends = sorted(token_id for token_id in end_token_ids if token_id < vocab_size)
         self._biases = Biases.of(list(bias), list(bias.values()))
-        self._first_biases = Biases.joined([self._biases, Biases.of(sorted(end_token_ids), _FORBID)])
+        self._first_biases = Biases.joined([self._biases, Biases.of(ends, _FORBID)])
         self._bad_words = rules.bad_words
         self._bad_words_state = self._num_followed = 0  # after so many tokens of the answer
         self._penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)

@@ -58,6 +58,7 @@ class Scheduler:
         self.running: list[Sequence] = []  # in order of arrival
         self.sequences: dict[int, Sequence] = {}  # all unfinished ones
         self.num_preemptions = 0
+        self.waits_for_masks = False  # whether the last plan left out a sequence for that reason
         self._step = PlannedStep(0, 0)  # the one being planned
         self._load = load_of(0, 0)  # of this step, if all running sequences decode in it
 
@@ -163,12 +164,9 @@ class Scheduler:
 
     def _can_run(self, sequences: list[Sequence]) -> list[Sequence]:
         sequences = [seq for seq in sequences if seq.num_output_tokens < seq.max_tokens and not seq.waits_for_token]
-        return [seq for seq in sequences if not seq.waits_for_mask]
-
-    @property
-    def waits_for_masks(self) -> bool:
-        """Whether other threads compute what a running sequence needs to go on."""
-        return any(not seq.num_pending_tokens and seq.waits_for_mask for seq in self.running)
+        ready = [seq for seq in sequences if not seq.waits_for_mask]
+        self.waits_for_masks = len(ready) < len(sequences)
+        return ready
 
     def _place_running(self, sequences: list[Sequence]) -> None:
         """Place running sequences in order of arrival."""

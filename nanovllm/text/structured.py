@@ -90,8 +90,8 @@ class TokenMatcher:
 
     @property
     def is_finished(self) -> bool:
-        """See TokenConstraint. Where the answer may end, this computes the next mask, and keeps it, unless masks are
-        slow. Then an answer that could go on, but with no token of the vocabulary, ends one token later.
+        """See TokenConstraint. Where the answer may end, this computes the next mask, and keeps it. If masks are slow,
+        it asks only whether the grammar could go on, whatever the tokens.
         """
         if self._has_ended or self.error is not None:
             return self._has_ended
