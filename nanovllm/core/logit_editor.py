@@ -245,7 +245,7 @@ class _TokenCounts:
         return self._token_ids[: len(self._places)], self._counts[: len(self._places)].copy()
 
 
-def token_mask(token_ids: Seq[int] | npt.NDArray[np.int64], vocab_size: int) -> TokenMask:
+def token_mask(token_ids: Seq[int], vocab_size: int) -> TokenMask:
     """The mask with the bits of these tokens."""
     bits = np.zeros(ceil_div(vocab_size, 32) * 32, np.bool_)
     bits[np.asarray(token_ids, np.int64)] = True

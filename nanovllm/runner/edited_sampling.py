@@ -10,7 +10,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from nanovllm.core.logit_edits import LogitEdits
 from nanovllm.core.step_plan import StepPlan
 from nanovllm.kernels.sampling_tensors import EditTensors, SamplingTensors
 from nanovllm.layers.logit_edits import edit_logits
@@ -22,7 +21,7 @@ _ROW_STEP = 16  # rows of a chunk are a multiple of this, so that its arrays sta
 _CHUNK_BYTES = 32 << 20  # fp32 logits that are edited at once
 
 
-class EditedRow(NamedTuple):
+class _EditedRow(NamedTuple):
     """One row of logits that is edited, and where its sequence is."""
 
     row: int  # among the sampled rows
@@ -39,34 +38,34 @@ def resample_edited(
 
     `sampling` are the step's rows [S]. `input_ids`, int64 [T], are the step's own, as the model has read them.
     """
-    edits = [step.edits for step in plan.sequences if step.edits is not None]
-    rows = list(_edited_rows(plan))
-    row_ids = np.array([row.row for row in rows], np.int64)
-    arrays = edit_arrays(edits, rows, logits.shape[1])
+    arrays = edit_arrays(plan, logits.shape[1])
+    row_ids = arrays[0]
     chosen = [column[row_ids] for column in sampling]
     copied = copy_to_device([*arrays, *chosen], logits.device)
     tensors, params = EditTensors._make(copied[: len(arrays)]), copied[len(arrays) :]
     num_rows = max(1, _CHUNK_BYTES // (4 * logits.shape[1] * _ROW_STEP)) * _ROW_STEP
-    for start in range(0, len(rows), num_rows):
+    for start in range(0, len(row_ids), num_rows):
         part = tensors.part(start, start + num_rows)
         edited = edit_logits(logits, part, input_ids)
         tokens[part.rows] = sample(edited, SamplingTensors(*(column[start : start + num_rows] for column in params)))
 
 
-def _edited_rows(plan: StepPlan) -> Iterator[EditedRow]:
+def _edited_rows(plan: StepPlan) -> Iterator[_EditedRow]:
     first_row = num_tokens = num_edited = 0
     for step in plan.sequences:
         num_tokens += step.num_tokens
         if step.edits is not None:
             first_token = num_tokens - step.num_sampled
             for i in range(step.num_sampled):
-                yield EditedRow(first_row + i, first_token + i, first_token, num_edited, i)
+                yield _EditedRow(first_row + i, first_token + i, first_token, num_edited, i)
             num_edited += 1
         first_row += step.num_sampled
 
 
-def edit_arrays(edits: list[LogitEdits], rows: list[EditedRow], vocab_size: int) -> list[np.ndarray]:
+def edit_arrays(plan: StepPlan, vocab_size: int) -> list[np.ndarray]:
     """The fields of EditTensors."""
+    edits = [step.edits for step in plan.sequences if step.edits is not None]
+    rows = list(_edited_rows(plan))
     penalties = [edits[row.seq].penalties for row in rows]
     of_rows = [edits[row.seq].rows[row.number] for row in rows]
     prompt_rows, prompt_masks = _distinct_masks([each.prompt_mask for each in penalties], vocab_size)

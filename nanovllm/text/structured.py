@@ -23,8 +23,7 @@ from typing import Any, TypeAlias
 from nanovllm.core.logit_editor import TokenMask
 from nanovllm.errors import RequestError
 from nanovllm.sampling_params import StructuredOutputs
-from nanovllm.text.grammar import LIMITS, Grammar, Vocabulary, error_of, is_allowed, reason_of
-from nanovllm.text.grammar_text import grammar_text, kind_of
+from nanovllm.text.grammar import LIMITS, Grammar, Vocabulary, error_of, grammar_text, is_allowed, kind_of, reason_of
 
 MAX_GRAMMARS = 16  # compiled ones that are kept
 MAX_RENEWALS = 4  # of the automaton, for one answer: each reads the answer again

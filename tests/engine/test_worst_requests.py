@@ -30,7 +30,7 @@ from nanovllm.engine.setup import EngineSetup, prepare
 from nanovllm.errors import RequestError
 from nanovllm.executor.base import Executor, LaunchedStep
 from nanovllm.kvcache.policy.block_manager import BlockManager
-from nanovllm.runner import edited_sampling
+from nanovllm.runner.edited_sampling import edit_arrays
 from nanovllm.runner.inputs import build_arrays
 from nanovllm.sampling_params import SamplingParams, StructuredOutputs
 from nanovllm.scheduling.scheduler import Scheduler
@@ -61,8 +61,7 @@ class HostOnly(Executor):
         build_arrays(plan, BLOCK)
         pickle.dumps(plan, pickle.HIGHEST_PROTOCOL)
         if plan.has_edits:
-            edits = [step.edits for step in plan.sequences if step.edits is not None]
-            edited_sampling.edit_arrays(edits, list(edited_sampling._edited_rows(plan)), VOCAB)
+            edit_arrays(plan, VOCAB)
         start_s = time.thread_time()
         token_ids = [token_id for step in plan.sequences if step.sampling for token_id in self._drawn(step)]
         sampled = [step for step in plan.sequences if step.sampling and step.num_logprobs is not None]

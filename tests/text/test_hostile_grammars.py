@@ -14,8 +14,7 @@ from transformers import AutoTokenizer
 from nanovllm.demo.tokenizer import END_TOKEN_ID, save_tokenizer
 from nanovllm.errors import RequestError
 from nanovllm.sampling_params import StructuredOutputs
-from nanovllm.text import grammar_text
-from nanovllm.text.grammar import LIMITS, MAX_REASON_CHARS, with_deep_stack
+from nanovllm.text.grammar import LIMITS, MAX_REASON_CHARS, MAX_REFERENCE_DEPTH, _measure, with_deep_stack
 from nanovllm.text.structured import GrammarCompiler, TokenMatcher
 
 MAX_SECONDS = 5.0  # each takes less than one on an idle machine
@@ -136,8 +135,8 @@ def test_references_nest_to_the_limit_and_no_deeper(compiler: GrammarCompiler, l
     """llguidance follows them by recursion. A chain of 1600 objects overflowed the stack and killed the process."""
     with pytest.raises(RequestError, match=r"1501 references in \d+ levels.*at most 6000"):
         compiler.compile(StructuredOutputs(json=chain(1500, link)))
-    height = grammar_text._measure(chain(1, link))[0]
-    deepest = StructuredOutputs(json=chain(grammar_text.MAX_REFERENCE_DEPTH // height - 2, link))
+    height = _measure(chain(1, link))[0]
+    deepest = StructuredOutputs(json=chain(MAX_REFERENCE_DEPTH // height - 2, link))
     outcome: list[Any] = []
 
     def compile_and_answer() -> None:
