@@ -98,6 +98,7 @@ class StepLoop:
             self._had_no_requests = False
         elif self._in_flight is None and self._scheduler.has_unfinished:
             assert self._scheduler.waits_for_masks, "requests are waiting, but none of them can run"
+            self._had_no_requests = True  # for the meters it is the same
             time.sleep(MASK_PAUSE_S)
         if not self._works_ahead:
             self._in_flight, launched = launched, None

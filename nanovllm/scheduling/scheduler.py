@@ -211,7 +211,7 @@ class Scheduler:
         """Whether the sequence decodes, and will get more than one token, which it need not pause for. Its newest token
         may be pending.
         """
-        is_slow = seq.editor is not None and seq.editor.constraint is not None and seq.editor.constraint.is_slow
+        is_slow = seq.constraint is not None and seq.constraint.is_slow
         return seq.num_uncomputed_tokens == 1 and seq.max_tokens - seq.num_output_tokens > 1 and not is_slow
 
     @property
@@ -301,13 +301,12 @@ class Scheduler:
                 self.finish(seq, "error", f"the model's logits for token {position} hold NaN or infinity")
         else:
             seq.append_pending(token_id, position)
-            constraint = None if seq.editor is None else seq.editor.constraint
             is_eos = token_id in self.eos_token_ids and not seq.params.ignore_eos
             seq.has_end_token = is_eos or token_id in seq.stop_token_ids
-            if constraint is not None and not constraint.accept(token_id):
-                because = constraint.error or f"token {token_id} is not allowed"
+            if seq.constraint is not None and not seq.constraint.accept(token_id):
+                because = seq.constraint.error or f"token {token_id} is not allowed"
                 self.finish(seq, "error", f"structured_outputs cannot go on: {because}", "request")
-            elif seq.has_end_token or (constraint is not None and constraint.is_finished):
+            elif seq.has_end_token or (seq.constraint is not None and seq.constraint.is_finished):
                 self.finish(seq, "stop")
             elif len(seq.token_ids) - seq.num_prompt_tokens >= seq.max_tokens:
                 self.finish(seq, "length")
