@@ -147,11 +147,13 @@ class AsyncLLM:
         each_params = params.per_answer()
         listed = prompt_list(prompts)
         prompts_ids = [self.llm.check_request(prompt, each_params[0]) for prompt in listed]
-        sequences = [
-            self.llm.engine.make_sequence(token_ids, each, self.llm.text.rules(each), cache_salt(prompt))
-            for token_ids, prompt in zip(prompts_ids, listed, strict=True)
-            for each in each_params
-        ]
+        sequences = []
+        for token_ids, prompt in zip(prompts_ids, listed, strict=True):
+            first = None
+            for each in each_params:
+                rules, salt = self.llm.text.rules(each), cache_salt(prompt)
+                sequences.append(self.llm.engine.make_sequence(token_ids, each, rules, salt, first))
+                first = first or sequences[-1]
         return prompts_ids, sequences
 
     def _add(self, seq: Sequence, receiver: Receiver) -> int:

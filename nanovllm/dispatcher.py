@@ -170,7 +170,7 @@ class Dispatcher:
                 if request_id in streams:
                     update = self._update_of(request_id)
                     update.token_ids += new.token_ids
-                    update.logprobs += new.logprobs
+                    update.logprobs.extend(new.logprobs)
             for request_id, output in content.finished.items():
                 if request_id in streams:
                     self._queue(streams[request_id])

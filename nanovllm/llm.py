@@ -9,7 +9,7 @@ from tqdm.auto import tqdm
 
 from nanovllm.capacity.plan import CapacityPlan
 from nanovllm.checkpoint.generation_config import read_sampling_defaults
-from nanovllm.core.outputs import Outbox, RequestOutput, StepOutput, with_answers
+from nanovllm.core.outputs import Outbox, RequestOutput, StepOutput, with_answers, with_logprob_lists
 from nanovllm.core.sequence import TokenIds
 from nanovllm.engine.internals import Internals
 from nanovllm.engine.setup import prepare
@@ -102,6 +102,7 @@ class LLM:
         except BaseException:
             self.engine.abort_all(outbox)
             raise
+        with_logprob_lists(outputs.values())
         return [with_answers([outputs[request_id] for request_id in of_prompt]) for of_prompt in request_ids]
 
     def chat(
@@ -239,7 +240,9 @@ class LLM:
         On a GPU, the tokens returned are those of the step before, because the engine works one step ahead. Raises
         EngineError if a worker has died, an earlier step has failed, or the engine is closed.
         """
-        return self.engine.step(self._outbox)
+        output = self.engine.step(self._outbox)
+        with_logprob_lists(output.finished.values())
+        return output
 
     def is_finished(self) -> bool:
         """Whether every request has ended and `step` has returned all outputs of requests from `add_request`."""

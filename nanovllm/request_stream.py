@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from nanovllm.core.logprobs import TokenLogprobs
+from nanovllm.core.logprobs import LogprobList, TokenLogprobs
 from nanovllm.core.outputs import RequestOutput, TextSource
 from nanovllm.core.sequence import TokenIds
 
@@ -23,7 +23,7 @@ class RequestUpdate:
     index: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    logprobs: LogprobList[TokenLogprobs] = field(default_factory=LogprobList)
     output: RequestOutput | None = None
     text_source: TextSource | None = field(default=None, repr=False)  # where the text comes from when it is taken
 

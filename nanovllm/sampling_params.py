@@ -16,6 +16,7 @@ MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1  # seeds are int64 on the device
 MAX_LOGPROBS = 20  # most likely tokens that a request can ask for at each position
 MAX_PENALTY = 2.0  # of a presence or frequency penalty, as in OpenAI's API
 MAX_LOGIT_BIAS = 100.0  # likewise
+MAX_STOP_CHARS = 16_384  # of all stop strings together, which take 15 ms to prepare
 
 INVALID_TOKEN = -1  # the sampler returns this instead of a token id if the logits hold NaN or infinity
 
@@ -186,6 +187,10 @@ class SamplingParams:
         token_ids = () if self.stop_token_ids is None else self.stop_token_ids
         are_ids = isinstance(token_ids, list | tuple) and all(_is_integer(t) and 0 <= t <= MAX_INT32 for t in token_ids)
         _require(are_ids, "stop_token_ids", self.stop_token_ids, f"token ids, each from 0 to {MAX_INT32}")
+        if (num_chars := sum(map(len, stop))) > MAX_STOP_CHARS:
+            raise RequestError(
+                f"SamplingParams.stop has {num_chars} characters in all, at most {MAX_STOP_CHARS}; leave some out"
+            )
         if stop and not self.detokenize:
             raise RequestError(
                 f"SamplingParams.stop={_shown(self.stop)} needs text; leave detokenize on, or use stop_token_ids"

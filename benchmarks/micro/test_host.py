@@ -24,7 +24,7 @@ from nanovllm.kvcache.policy.hybrid_manager import HybridKVCacheManager
 from nanovllm.runner import inputs
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduling.scheduler import Scheduler
-from nanovllm.text.detokenizer import Detokenizer, TokenDecoder
+from nanovllm.text.detokenizer import Detokenizer, StopStrings, TokenDecoder
 from nanovllm.utils.arithmetic import ceil_div
 
 VOCAB_SIZE = 151_936
@@ -156,7 +156,7 @@ def test_detokenize_a_step_of_512_answers(benchmark: Any, tokenizer: Any, text: 
         text = "".join(path.read_text() for path in DOCUMENTS)
     token_ids = tokenizer.encode(text)
     decoder = TokenDecoder(tokenizer)
-    detokenizers = [Detokenizer(decoder, stop) for _ in range(512)]
+    detokenizers = [Detokenizer(decoder, StopStrings(stop)) for _ in range(512)]
     for seq_id, detokenizer in enumerate(detokenizers):
         detokenizer.update([token_ids[(seq_id * 11 + i) % len(token_ids)] for i in range(8192)], False)
     position = itertools.count(8192)

@@ -1,17 +1,114 @@
 """LogitEditor: makes the edits of one request's logits, step by step (see core/logit_edits.py)."""
 
+import copy
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
-from nanovllm.core.bad_words import BadWords
-from nanovllm.core.logit_edits import ALWAYS, NO_PENALTIES, Biases, LogitEdits, Penalties, RowEdits
-from nanovllm.core.token_constraint import TokenConstraint
+from nanovllm.core.logit_edits import NO_BIASES, NO_PENALTIES, Biases, LogitEdits, Penalties, RowEdits
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.arithmetic import ceil_div
+from nanovllm.utils.automaton import Automaton
 
+MAX_KEPT_ENDS = 64  # for each list of bad words
 _FORBID = float("-inf")
+
+# One position: bit i % 32 of word i // 32 is set if token i is allowed; int32 [ceil(vocab_size / 32)], read-only
+TokenMask: TypeAlias = npt.NDArray[np.int32]
+
+
+class TokenConstraint(Protocol):
+    """The state of one answer. TokenMatcher (text/structured.py) implements it.
+
+    It belongs to the thread that runs the engine: no two calls may overlap. Preempting a sequence does not change its
+    answer, so the constraint stays as it is.
+    """
+
+    error: str | None
+    """Why the answer cannot go on, such as a limit on the time of a mask. The request then ends with finish_reason
+    "error". None while all is well.
+    """
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the answer is complete: it has got an end token, or nothing but an end token could follow.
+
+        The request then ends with finish_reason "stop", even with ignore_eos or before min_tokens.
+        """
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the next mask is known or takes little time. If not, another thread has begun to compute it, and the
+        sequence waits for a later step.
+        """
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether masks take much time. Then there should be no guesses, which need one each."""
+
+    def accept(self, token_id: int) -> bool:
+        """Advance by the answer's next token.
+
+        Returns False, and changes nothing but perhaps `error`, if the token is not allowed or there is an error. The
+        request then ends with finish_reason "error". That happens only if a mask was not applied, or if a row of
+        `masks_for` allowed every token because the masks after a guess exceeded a limit.
+        """
+
+    def masks_for(self, guesses: list[int]) -> list[TokenMask]:
+        """The masks of the tokens that may follow 0, 1, ..., len(guesses) of the guesses. Does not change the state.
+
+        There is one row more than guesses. From the first guess on that is not allowed or ends the answer, the rows
+        allow every token: what is sampled there does not count, because the guess is rejected or the request has
+        ended. Rows also allow every token if there is an `error`; then `accept` returns False.
+        """
+
+
+class BadWords:
+    """Sequences of tokens that must not occur in an answer. Made once for all answers that have the same ones.
+
+    Its states are those of an automaton that follows the answer, so a token costs the same however many words there
+    are. Used by the engine's thread.
+    """
+
+    def __init__(self, words: Iterable[tuple[int, ...]]) -> None:
+        self._automaton = Automaton[int]()
+        ends: dict[int, list[int]] = {}  # state of all tokens of a word but the last -> last tokens
+        pairs: dict[int, list[tuple[int, int]]] = {}  # state of all tokens but two -> the last but one, the last
+        for *begin, end in words:
+            ends.setdefault(self._automaton.add(begin), []).append(end)
+            if begin:
+                pairs.setdefault(self._automaton.add(begin[:-1]), []).append((begin[-1], end))
+        self._links = self._automaton.link(ends.keys() | pairs.keys())
+        self._ends = {state: Biases.of(token_ids, _FORBID) for state, token_ids in ends.items()}
+        self._pairs = {
+            state: Biases.of([end for _, end in found], _FORBID, [last for last, _ in found])
+            for state, found in pairs.items()
+        }
+        self._found: dict[tuple[int, bool], Biases] = {}  # what `ends` has returned; answers often share states
+
+    def follow(self, state: int, token_id: int) -> int:
+        """The state after one more token of the answer. It begins with state 0."""
+        return self._automaton.step(state, token_id)
+
+    def ends(self, state: int, *, has_pending: bool) -> Biases:
+        """Forbid the last token of each word whose other tokens end the answer. `has_pending`: one more token, which is
+        not known yet, follows the tokens that led to `state`.
+        """
+        key = state, has_pending
+        if key not in self._found:
+            parts = [self._ends[0]] if has_pending and 0 in self._ends else []  # words of one token
+            table = self._pairs if has_pending else self._ends
+            while state >= 0:
+                if state in table:
+                    parts.append(table[state])
+                state = self._links[state]
+            if len(self._found) == MAX_KEPT_ENDS:
+                self._found.clear()
+            self._found[key] = Biases.joined(parts)
+        return self._found[key]
 
 
 class AnswerRules(NamedTuple):
@@ -26,31 +123,49 @@ NO_RULES = AnswerRules()
 
 class LogitEditor:
     def __init__(
-        self, params: SamplingParams, prompt: Seq[int], end_token_ids: Iterable[int], rules: AnswerRules = NO_RULES
+        self,
+        params: SamplingParams,
+        prompt: Seq[int],
+        end_token_ids: Iterable[int],
+        vocab_size: int,
+        rules: AnswerRules = NO_RULES,
     ) -> None:
         """`end_token_ids`: tokens that end the answer, which min_tokens forbids at first."""
         self.constraint = rules.constraint
         self._num_prompt_tokens = len(prompt)
+        self._vocab_size = vocab_size
         self._min_tokens = params.min_tokens
-        self._bad_words = rules.bad_words
-        self._ends = Biases.of(sorted(end_token_ids), _FORBID)
         bias = params.logit_bias or {}
-        self._bias = Biases(
-            np.array(list(bias), np.int64), np.array(list(bias.values()), np.float32), np.full(len(bias), ALWAYS)
-        )
-        self._seen: _SeenTokens | None = None
+        ends = sorted(token_id for token_id in end_token_ids if token_id < vocab_size)
+        self._biases = Biases.of(list(bias), list(bias.values()))
+        self._first_biases = Biases.joined([self._biases, Biases.of(ends, _FORBID)])
+        self._bad_words = rules.bad_words
+        self._bad_words_state = self._num_followed = 0  # after so many tokens of the answer
         self._penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
-        if self._penalties != NO_PENALTIES[:3]:
-            self._seen = _SeenTokens(prompt if params.repetition_penalty != 1 else ())
+        self._prompt_mask = token_mask(prompt, vocab_size) if params.repetition_penalty != 1 else None
+        self._counts = _TokenCounts() if self._penalties != NO_PENALTIES[:3] else None
 
     @classmethod
     def make(
-        cls, params: SamplingParams, prompt: Seq[int], end_token_ids: Iterable[int], rules: AnswerRules
+        cls,
+        params: SamplingParams,
+        prompt: Seq[int],
+        end_token_ids: Iterable[int],
+        vocab_size: int,
+        rules: AnswerRules,
     ) -> "LogitEditor | None":
         """None for a request that edits nothing."""
         edits = params.min_tokens or params.logit_bias or rules != NO_RULES
         penalizes = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1
-        return cls(params, prompt, end_token_ids, rules) if edits or penalizes else None
+        return cls(params, prompt, end_token_ids, vocab_size, rules) if edits or penalizes else None
+
+    def for_another_answer(self, rules: AnswerRules) -> "LogitEditor":
+        """The editor of another answer to the same prompt. While neither has begun, they share all that is large."""
+        assert self._num_followed == 0, "an answer has begun"
+        other = copy.copy(self)
+        other.constraint = rules.constraint
+        other._counts = self._counts and _TokenCounts()
+        return other
 
     @property
     def knows_all_but_last(self) -> bool:
@@ -60,68 +175,80 @@ class LogitEditor:
     def edits(self, token_ids: Seq[int], *, has_pending: bool, guesses: Seq[int]) -> LogitEdits | None:
         """The edits of a step that samples after the last token and after each guess. None: it changes nothing.
 
-        token_ids: all tokens that the host knows. has_pending: one more precedes the guesses.
+        token_ids: all tokens that the host knows. has_pending: one more precedes the guesses. Hot: once per sequence
+        and step.
         """
+        num_known = len(token_ids) - self._num_prompt_tokens  # tokens of the answer
         penalties = NO_PENALTIES
-        if self._seen is not None:
-            self._seen.add(token_ids[self._num_prompt_tokens + self._seen.num_tokens :])
-            penalties = Penalties(*self._penalties, *self._seen.arrays())
-        num_new = len(token_ids) + has_pending - self._num_prompt_tokens  # tokens of the answer before the first row
+        if self._counts is not None:
+            self._counts.add(token_ids[self._num_prompt_tokens + self._counts.num_tokens :])
+            penalties = Penalties(*self._penalties, self._prompt_mask, *self._counts.arrays())
         masks = [] if self.constraint is None else self.constraint.masks_for(list(guesses))
-        tail = [*self._newest(token_ids), *([None] if has_pending else []), *guesses]
-        rows = []
-        for i in range(1 + len(guesses)):
-            biases = self._bias
-            if num_new + i < self._min_tokens:
-                biases += self._ends
-            if self._bad_words is not None:
-                biases += self._bad_words.ends(tail[: len(tail) - len(guesses) + i])
-            rows.append(RowEdits(biases, masks[i] if i < len(masks) else None))
-        is_empty = self._seen is None and all(row.allowed is None and not len(row.biases.token_ids) for row in rows)
-        return None if is_empty else LogitEdits(penalties, int(has_pending), tuple(rows))
+        bad_ends = self._bad_ends(token_ids, has_pending, guesses)
+        rows = tuple(
+            RowEdits(
+                self._first_biases if num_known + has_pending + i < self._min_tokens else self._biases,
+                bad_ends[i] if bad_ends else NO_BIASES,
+                masks[i] if i < len(masks) else None,
+            )
+            for i in range(1 + len(guesses))
+        )
+        is_empty = self._counts is None and not any(row.changes_logits for row in rows)
+        return None if is_empty else LogitEdits(penalties, int(has_pending), rows)
+
+    def _bad_ends(self, token_ids: Seq[int], has_pending: bool, guesses: Seq[int]) -> list[Biases]:
+        """What bad words forbid in each row; [] without bad words."""
+        if self._bad_words is None:
+            return []
+        assert not (has_pending and guesses), "two tokens before a bad word's end are unknown"
+        for token_id in token_ids[self._num_prompt_tokens + self._num_followed :]:
+            self._bad_words_state = self._bad_words.follow(self._bad_words_state, token_id)
+        self._num_followed = len(token_ids) - self._num_prompt_tokens
+        states = [self._bad_words_state]
+        for token_id in guesses:
+            states.append(self._bad_words.follow(states[-1], token_id))
+        return [self._bad_words.ends(state, has_pending=has_pending) for state in states]
 
     def forbids_all(self, token_ids: Seq[int]) -> bool:
         """Whether no token may follow these, which are all tokens of the sequence."""
         edits = self.edits(token_ids, has_pending=False, guesses=())
-        biases, allowed = RowEdits() if edits is None else edits.rows[0]
-        if allowed is None:
-            return False  # the host does not know the size of the vocabulary, which biases alone hardly cover
-        applies = (biases.after == ALWAYS) | (biases.after == token_ids[-1])
-        (allowed_ids,) = np.unpackbits(allowed.view(np.uint8), bitorder="little").nonzero()
-        return bool(np.isin(allowed_ids, biases.token_ids[applies & (biases.values == _FORBID)]).all())
-
-    def _newest(self, token_ids: Seq[int]) -> list[int]:
-        """The newest tokens of the answer, as many as bad words can begin with."""
-        num_tokens = 0 if self._bad_words is None else self._bad_words.num_needed
-        return list(token_ids[max(self._num_prompt_tokens, len(token_ids) - num_tokens) :])
+        row = RowEdits() if edits is None else edits.rows[0]
+        is_allowed = np.ones(self._vocab_size, np.bool_)
+        if row.allowed is not None:
+            is_allowed = np.unpackbits(row.allowed.view(np.uint8), bitorder="little")[: self._vocab_size] != 0
+        for biases in (row.biases, row.bad_ends):
+            is_allowed[biases.token_ids[biases.values == _FORBID]] = False
+        return not is_allowed.any()
 
 
-class _SeenTokens:
-    """Distinct tokens of the prompt and the answer, and how often the answer has each. Adding one takes O(1)."""
+class _TokenCounts:
+    """How often an answer has each of its tokens. Adding one takes O(1)."""
 
-    def __init__(self, prompt: Seq[int]) -> None:
-        self.num_tokens = 0  # of the answer
-        self._token_ids = np.unique(np.asarray(prompt, np.int64))
-        self._num_distinct = len(self._token_ids)
-        self._counts = np.zeros(self._num_distinct, np.int64)
-        self._places = dict(zip(self._token_ids.tolist(), range(self._num_distinct), strict=True))
+    def __init__(self) -> None:
+        self.num_tokens = 0
+        self._token_ids, self._counts = np.zeros((2, 64), np.int32)
+        self._places: dict[int, int] = {}
 
     def add(self, token_ids: Seq[int]) -> None:
         for token_id in token_ids:
-            place = self._places.setdefault(token_id, self._num_distinct)
-            if place == self._num_distinct:
-                self._add_distinct(token_id)
+            place = self._places.setdefault(token_id, len(self._places))
+            if place == len(self._counts):  # double the room
+                self._token_ids, self._counts = (
+                    np.concatenate([array, np.zeros_like(array)]) for array in (self._token_ids, self._counts)
+                )
+            self._token_ids[place] = token_id
             self._counts[place] += 1
         self.num_tokens += len(token_ids)
 
-    def _add_distinct(self, token_id: int) -> None:
-        if self._num_distinct == len(self._token_ids):  # double the room
-            more = max(64, self._num_distinct)
-            self._token_ids = np.concatenate([self._token_ids, np.zeros(more, np.int64)])
-            self._counts = np.concatenate([self._counts, np.zeros(more, np.int64)])
-        self._token_ids[self._num_distinct] = token_id
-        self._num_distinct += 1
-
     def arrays(self) -> tuple[np.ndarray, np.ndarray]:
         """The tokens and their counts. The counts are a copy, because a plan never changes."""
-        return self._token_ids[: self._num_distinct], self._counts[: self._num_distinct].copy()
+        return self._token_ids[: len(self._places)], self._counts[: len(self._places)].copy()
+
+
+def token_mask(token_ids: Seq[int], vocab_size: int) -> TokenMask:
+    """The mask with the bits of these tokens."""
+    bits = np.zeros(ceil_div(vocab_size, 32) * 32, np.bool_)
+    bits[np.asarray(token_ids, np.int64)] = True
+    mask: TokenMask = np.packbits(bits, bitorder="little").view(np.int32)
+    mask.flags.writeable = False
+    return mask

@@ -1,7 +1,7 @@
 """Log-probabilities of a step's tokens, on the way from the ranks to the requests that asked for them."""
 
-from collections.abc import Callable, Iterator
-from typing import NamedTuple, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias, TypeVar, overload
 
 import numpy as np
 
@@ -19,6 +19,10 @@ class Logprob(NamedTuple):
 # One position: token id -> Logprob. First the position's own token, then the most likely ones in order.
 TokenLogprobs: TypeAlias = dict[int, Logprob]
 
+_PART_POSITIONS = 100  # whose dicts are made at once
+TextOf: TypeAlias = Callable[[int], str | None]  # the text of a token
+Entry = TypeVar("Entry", bound=TokenLogprobs | None)
+
 
 class PositionLogprobs(NamedTuple):
     """N positions: their own tokens, and the K most likely ones of each. Logarithms are natural."""
@@ -34,8 +38,11 @@ class PositionLogprobs(NamedTuple):
         token_ids, logprobs, ranks, top_ids, top_logprobs = (array[start:end] for array in self)
         return PositionLogprobs(token_ids, logprobs, ranks, top_ids[:, :num_top], top_logprobs[:, :num_top])
 
-    def as_dicts(self, text_of: Callable[[int], str | None]) -> list[TokenLogprobs]:
-        """As users see them. `text_of` is a token's text."""
+    def copy(self) -> "PositionLogprobs":
+        return PositionLogprobs(*(array.copy() for array in self))
+
+    def as_dicts(self, text_of: TextOf) -> list[TokenLogprobs]:
+        """As users see them. Takes 10 us a position with 20 most likely tokens."""
         dicts = []
         for own_id, own_logprob, own_rank, top_ids, top_logprobs in zip(*(a.tolist() for a in self), strict=True):
             found = {own_id: Logprob(own_logprob, own_rank, text_of(own_id))}
@@ -43,6 +50,45 @@ class PositionLogprobs(NamedTuple):
                 found.setdefault(token_id, Logprob(logprob, rank, text_of(token_id)))
             dicts.append(found)
         return dicts
+
+
+class LogprobList(Sequence[Entry]):
+    """One entry for each of several tokens in a row.
+
+    It holds arrays, and makes the dicts for whoever reads it, so that the engine's thread need not. Going through it
+    makes a few at a time and keeps none; the first index makes and keeps all.
+    """
+
+    def __init__(self, entries: Iterable[Entry] = ()) -> None:
+        self._entries: list[Any] = list(entries)
+        self._arrays: list[tuple[PositionLogprobs, TextOf]] = []  # of the tokens after these
+
+    def add(self, positions: PositionLogprobs, text_of: TextOf) -> None:
+        self._arrays.append((positions, text_of))
+
+    def extend(self, other: "LogprobList[Entry]") -> None:
+        """Append all of `other`."""
+        if other._entries:
+            self._entries, self._arrays = [*self, *other._entries], []
+        self._arrays += other._arrays
+
+    def __len__(self) -> int:
+        return len(self._entries) + sum(len(positions.token_ids) for positions, _ in self._arrays)
+
+    def __iter__(self) -> Iterator[Entry]:
+        yield from self._entries
+        for positions, text_of in self._arrays:
+            for start in range(0, len(positions.token_ids), _PART_POSITIONS):
+                part: Iterable[Any] = positions.part(start, start + _PART_POSITIONS).as_dicts(text_of)
+                yield from part
+
+    @overload
+    def __getitem__(self, index: int) -> Entry: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Entry]: ...
+    def __getitem__(self, index: int | slice) -> Entry | list[Entry]:
+        self._entries, self._arrays = list(self), []
+        return self._entries[index]
 
 
 class StepLogprobs(NamedTuple):

@@ -1,19 +1,20 @@
 """What comes out of the engine: the outputs of ended requests, the results of steps, and who receives them."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple, Protocol, TypedDict
 
-from nanovllm.core.logprobs import PositionLogprobs, TokenLogprobs
+from nanovllm.core.logprobs import LogprobList, PositionLogprobs, TextOf, TokenLogprobs
 from nanovllm.core.sequence import ErrorCause, Sequence
 
 
 class _RareOutput(TypedDict, total=False):
     error: str
     error_cause: ErrorCause
-    logprobs: list[TokenLogprobs]
-    prompt_logprobs: list[TokenLogprobs | None]
+    logprobs: Seq[TokenLogprobs]
+    prompt_logprobs: Seq[TokenLogprobs | None]
     outputs: "list[RequestOutput]"
 
 
@@ -31,7 +32,8 @@ class RequestOutput(_RareOutput):
     - error_cause: "request" if the request's own parameters left no way to go on, else "engine"; present with `error`.
     - logprobs: those of each token of token_ids; present only if the request asked for them.
     - prompt_logprobs: those of each token of the prompt, None for the first; present only if the request asked for
-      them, and only as far as the prompt was computed.
+      them, and only as far as the prompt was computed. Both are lists from an LLM. From an AsyncLLM they are
+      LogprobLists, which make their entries when they are read.
     - outputs: all answers of a request with n > 1, which this one is the first of.
     """
 
@@ -50,7 +52,7 @@ class NewTokens:
     """Tokens that a request has got. `logprobs` has one entry per token if the request asked for them, else none."""
 
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    logprobs: LogprobList[TokenLogprobs] = field(default_factory=LogprobList)
 
 
 class TextSource(Protocol):
@@ -82,7 +84,7 @@ class StepOutput:
         """
         return {request_id: source.read_text() for request_id, source in self.text_sources.items()}
 
-    def add_tokens(self, request_id: int, token_ids: Iterable[int], logprobs: Iterable[TokenLogprobs]) -> None:
+    def add_tokens(self, request_id: int, token_ids: Iterable[int], logprobs: LogprobList[TokenLogprobs]) -> None:
         new = self.new_tokens.setdefault(request_id, NewTokens())
         new.token_ids.extend(token_ids)
         new.logprobs.extend(logprobs)
@@ -140,6 +142,15 @@ def with_answers(outputs: list[RequestOutput]) -> RequestOutput:
     return first
 
 
+def with_logprob_lists(outputs: Iterable[RequestOutput]) -> None:
+    """Replace the LogprobLists of outputs by lists."""
+    for output in outputs:
+        if "logprobs" in output:
+            output["logprobs"] = list(output["logprobs"])
+        if "prompt_logprobs" in output:
+            output["prompt_logprobs"] = list(output["prompt_logprobs"])
+
+
 class Ending(NamedTuple):
     """Why a receiver ends its request."""
 
@@ -153,22 +164,20 @@ class Receiver:
     This class passes on only the output at the end. TextReceiver (text/answer.py) also turns the tokens into text.
     """
 
-    def __init__(
-        self, outbox: Outbox, with_tokens: bool = False, text_of: Callable[[int], str | None] = lambda token_id: None
-    ) -> None:
+    def __init__(self, outbox: Outbox, with_tokens: bool = False, text_of: TextOf = lambda token_id: None) -> None:
         """`with_tokens`: deliver the ids of new tokens as they arrive, and not only in the output at the end.
-        `text_of`: the text of a token, for its log-probability.
+        `text_of`: for log-probabilities.
         """
         self.outbox = outbox
         self._with_tokens = with_tokens
         self._text_of = text_of
         self._num_delivered_tokens = 0
-        self._logprobs: list[TokenLogprobs] = []
-        self._prompt_logprobs: list[TokenLogprobs | None] = [None]
+        self._logprobs, self._new_logprobs = LogprobList[TokenLogprobs](), LogprobList[TokenLogprobs]()
+        self._prompt_logprobs = LogprobList[TokenLogprobs | None]([None])
 
     def read_prompt(self, logprobs: PositionLogprobs) -> None:
         """Read the log-probabilities of the prompt's next tokens. Like `read`, it must not raise."""
-        self._prompt_logprobs += logprobs.as_dicts(self._text_of)
+        self._prompt_logprobs.add(logprobs.copy(), self._text_of)
 
     def read(self, seq: Sequence, logprobs: PositionLogprobs | None = None) -> Ending | None:
         """Read the sequence's new token, if it got a valid one. Returns why the request must end now, or None.
@@ -178,7 +187,10 @@ class Receiver:
         and so end the engine. Hot.
         """
         if logprobs is not None and seq.error is None:
-            self._logprobs += logprobs.as_dicts(self._text_of)
+            logprobs = logprobs.copy()  # those of the whole step would stay in memory otherwise
+            self._logprobs.add(logprobs, self._text_of)
+            if self._with_tokens:
+                self._new_logprobs.add(logprobs, self._text_of)
         return None
 
     def deliver(self, seq: Sequence) -> None:
@@ -196,8 +208,8 @@ class Receiver:
         """Put the tokens that arrived since the last delivery into the outbox."""
         new_token_ids = seq.token_ids[seq.num_prompt_tokens + self._num_delivered_tokens :]
         if new_token_ids:
-            new_logprobs = self._logprobs[self._num_delivered_tokens :]
-            self.outbox.content.add_tokens(seq.seq_id, new_token_ids, new_logprobs)
+            self.outbox.content.add_tokens(seq.seq_id, new_token_ids, self._new_logprobs)
+            self._new_logprobs = LogprobList()
             self._num_delivered_tokens += len(new_token_ids)
 
     def whole_text(self) -> str | None:

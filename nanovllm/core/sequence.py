@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from enum import Enum, auto
 from typing import Literal, TypeAlias
 
-from nanovllm.core.logit_editor import LogitEditor
+from nanovllm.core.logit_editor import LogitEditor, TokenConstraint
 from nanovllm.sampling_params import SamplingParams
 
 ErrorCause: TypeAlias = Literal["request", "engine"]  # whether a request's own parameters made it fail
@@ -83,9 +83,19 @@ class Sequence:
         return self.num_tokens - self.num_computed_tokens
 
     @property
+    def constraint(self) -> TokenConstraint | None:
+        """What the answer must match."""
+        return None if self.editor is None else self.editor.constraint
+
+    @property
     def waits_for_token(self) -> bool:
         """Whether the next token can be planned only when the pending one has arrived."""
-        return bool(self.num_pending_tokens) and self.editor is not None and self.editor.constraint is not None
+        return bool(self.num_pending_tokens) and self.constraint is not None
+
+    @property
+    def waits_for_mask(self) -> bool:
+        """Whether all tokens are known, but not yet what may follow them."""
+        return self.constraint is not None and not self.constraint.is_ready
 
     @property
     def can_use_prefix_cache(self) -> bool:

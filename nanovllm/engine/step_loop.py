@@ -23,6 +23,7 @@ from nanovllm.executor.base import Executor, LaunchedStep
 from nanovllm.scheduling.scheduler import Scheduler
 
 PAUSE_S = 0.05  # a caller that stays away so long between two steps has paused
+MASK_PAUSE_S = 0.5e-3  # between looks at masks that other threads compute, if there is nothing else to do
 
 
 class StepMeter(Protocol):
@@ -104,7 +105,9 @@ class StepLoop:
             self._num_steps += 1
             self._had_no_requests = False
         elif self._in_flight is None and self._scheduler.has_unfinished:
-            raise AssertionError("requests are waiting, but none of them can run")
+            assert self._scheduler.waits_for_masks, "requests are waiting, but none of them can run"
+            self._had_no_requests = True  # for the meters it is the same
+            time.sleep(MASK_PAUSE_S)
         if not self._works_ahead:
             self._in_flight, launched = launched, None
         self._commit_in_flight(launched)

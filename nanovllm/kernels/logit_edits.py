@@ -1,8 +1,9 @@
-"""Edits of logits as core/logit_edits.py defines them, in two kernels.
+"""Edits of logits as core/logit_edits.py defines them, in four kernels.
 
-The first copies the rows to fp32 and forbids the tokens that a mask leaves out. It reads the whole vocabulary. The
-second applies biases and penalties in place, one program per row. It touches only the tokens concerned, so its cost
-does not depend on the vocabulary.
+1. Copy the rows to fp32 and forbid the tokens that a mask leaves out. It reads the whole vocabulary.
+2. Add the biases, one program per row. It touches only the tokens concerned.
+3. Apply the repetition penalty to the tokens of the prompt, which are a mask over the whole vocabulary.
+4. Penalize the tokens of the answer, one program per row. It touches only these.
 
 A token may be among those that the host has counted and also among the step's own inputs. The program of the row
 therefore adds up both before it penalizes the token, once.
@@ -45,49 +46,103 @@ def _copy_rows_kernel(
 
 
 @triton.jit
-def _penalized(logit, count, repetition, frequency, presence):
-    logit = tl.where(logit > 0, logit / repetition, logit * repetition)
-    return logit - frequency * count - tl.where(count > 0, presence, 0.0)
+def _add_biases(edited_ptr, start, end, last_token, ids_ptr, values_ptr, after_ptr, TILE: tl.constexpr):
+    for first in range(start, end, TILE):
+        place = first + tl.arange(0, TILE)
+        is_bias = place < end
+        after = tl.load(after_ptr + place, mask=is_bias, other=0)
+        token = tl.load(ids_ptr + place, mask=is_bias, other=0)
+        value = tl.load(values_ptr + place, mask=is_bias, other=0.0)
+        applies = is_bias & ((after < 0) | (after == last_token))
+        tl.atomic_add(edited_ptr + token, value, mask=applies)  # a token may have several biases
 
 
 @triton.jit
-def _edit_rows_kernel(
+def _add_biases_kernel(
     edited_ptr,
     input_ids_ptr,  # [T] int64
-    repetition_ptr,
-    frequency_ptr,
-    presence_ptr,
-    seen_start_ptr,
-    seen_end_ptr,
-    new_start_ptr,
     new_end_ptr,
     bias_start_ptr,
     bias_end_ptr,
-    seen_ids_ptr,
-    seen_counts_ptr,
-    bias_ids_ptr,
-    bias_values_ptr,
-    bias_after_ptr,
+    bad_end_start_ptr,
+    bad_end_end_ptr,
+    ids_ptr,
+    values_ptr,
+    after_ptr,
     vocab_size,
     TILE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     edited_ptr += row * vocab_size
-    new_start, new_end = tl.load(new_start_ptr + row), tl.load(new_end_ptr + row)
-    last_token = tl.load(input_ids_ptr + new_end - 1)
-    bias_end = tl.load(bias_end_ptr + row)
-    for first in range(tl.load(bias_start_ptr + row), bias_end, TILE):
-        place = first + tl.arange(0, TILE)
-        is_bias = place < bias_end
-        after = tl.load(bias_after_ptr + place, mask=is_bias, other=0)
-        token = tl.load(bias_ids_ptr + place, mask=is_bias, other=0)
-        value = tl.load(bias_values_ptr + place, mask=is_bias, other=0.0)
-        applies = is_bias & ((after < 0) | (after == last_token))
-        tl.atomic_add(edited_ptr + token, value, mask=applies)  # a token may have several biases
-    tl.debug_barrier()  # the biases are in place before other threads of this program read the logits
+    last_token = tl.load(input_ids_ptr + tl.load(new_end_ptr + row) - 1)
+    start, end = tl.load(bias_start_ptr + row), tl.load(bias_end_ptr + row)
+    _add_biases(edited_ptr, start, end, last_token, ids_ptr, values_ptr, after_ptr, TILE)
+    start, end = tl.load(bad_end_start_ptr + row), tl.load(bad_end_end_ptr + row)
+    _add_biases(edited_ptr, start, end, last_token, ids_ptr, values_ptr, after_ptr, TILE)
 
+
+@triton.jit
+def _repeated(logit, repetition):
+    return tl.where(logit > 0, logit / repetition, logit * repetition)
+
+
+@triton.jit
+def _penalize_prompt_kernel(
+    edited_ptr,
+    repetition_ptr,
+    prompt_row_ptr,
+    prompt_masks_ptr,  # [P, num_words] int32
+    vocab_size,
+    num_words,
+    TILE: tl.constexpr,
+):
+    row = tl.program_id(1).to(tl.int64)
+    prompt_row = tl.load(prompt_row_ptr + row)
+    if prompt_row >= 0:
+        entry = tl.program_id(0) * TILE + tl.arange(0, TILE)
+        word = tl.load(prompt_masks_ptr + prompt_row * num_words + entry // 32, mask=entry < vocab_size, other=0)
+        is_prompt = (word >> (entry % 32)) & 1 != 0
+        logit = tl.load(edited_ptr + row * vocab_size + entry, mask=is_prompt, other=0.0)
+        repetition = tl.load(repetition_ptr + row)
+        tl.store(edited_ptr + row * vocab_size + entry, _repeated(logit, repetition), mask=is_prompt)
+
+
+@triton.jit
+def _penalized(logit, count, is_prompt, repetition, frequency, presence):
+    """The repetition penalty of the prompt's tokens has been applied."""
+    return tl.where(is_prompt, logit, _repeated(logit, repetition)) - frequency * count - presence
+
+
+@triton.jit
+def _is_prompt(token, prompt_row, prompt_masks_ptr, num_words, mask):
+    word = tl.load(prompt_masks_ptr + prompt_row * num_words + (token >> 5), mask=mask, other=0)
+    return (word >> (token & 31)) & 1 != 0
+
+
+@triton.jit
+def _penalize_answer_kernel(
+    edited_ptr,
+    input_ids_ptr,  # [T] int64
+    repetition_ptr,
+    frequency_ptr,
+    presence_ptr,
+    prompt_row_ptr,
+    seen_start_ptr,
+    seen_end_ptr,
+    new_start_ptr,
+    new_end_ptr,
+    seen_ids_ptr,
+    seen_counts_ptr,
+    prompt_masks_ptr,
+    vocab_size,
+    num_words,
+    TILE: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    edited_ptr += row * vocab_size
+    new_start, new_end = tl.load(new_start_ptr + row), tl.load(new_end_ptr + row)
     repetition, frequency = tl.load(repetition_ptr + row), tl.load(frequency_ptr + row)
-    presence = tl.load(presence_ptr + row)
+    presence, prompt_row = tl.load(presence_ptr + row), tl.load(prompt_row_ptr + row)
     seen_start, seen_end = tl.load(seen_start_ptr + row), tl.load(seen_end_ptr + row)
     for first in range(seen_start, seen_end, TILE):
         place = first + tl.arange(0, TILE)
@@ -95,9 +150,10 @@ def _edit_rows_kernel(
         token = tl.load(seen_ids_ptr + place, mask=is_seen, other=-1)
         count = tl.load(seen_counts_ptr + place, mask=is_seen, other=0)
         for new in range(new_start, new_end):
-            count += (token == tl.load(input_ids_ptr + new)).to(tl.int64)
+            count += (token == tl.load(input_ids_ptr + new)).to(tl.int32)
         logit = tl.load(edited_ptr + token, mask=is_seen, other=0.0)
-        penalized = _penalized(logit, count.to(tl.float32), repetition, frequency, presence)
+        is_prompt = _is_prompt(token, prompt_row, prompt_masks_ptr, num_words, is_seen & (prompt_row >= 0))
+        penalized = _penalized(logit, count.to(tl.float32), is_prompt, repetition, frequency, presence)
         tl.store(edited_ptr + token, penalized, mask=is_seen)
 
     penalizes = (repetition != 1.0) | (frequency != 0.0) | (presence != 0.0)
@@ -115,7 +171,8 @@ def _edit_rows_kernel(
             num_others += tl.where(other < new, is_same, 0)
         if num_others == 0:
             logit = tl.load(edited_ptr + token)
-            penalized = _penalized(logit, count.to(tl.float32), repetition, frequency, presence)
+            is_prompt = _is_prompt(token, prompt_row, prompt_masks_ptr, num_words, prompt_row >= 0)
+            penalized = _penalized(logit, count.to(tl.float32), is_prompt, repetition, frequency, presence)
             tl.store(edited_ptr + token, penalized)
 
 
@@ -123,8 +180,10 @@ def edit_logits(logits: torch.Tensor, edits: EditTensors, input_ids: torch.Tenso
     """logits [S, vocab_size] of any float type -> the edited rows, fp32 [R, vocab_size]. Hot: once per step."""
     num_rows, vocab_size = len(edits.rows), logits.shape[1]
     assert logits.stride(1) == 1, "a row of logits must be contiguous"
+    num_words = edits.allowed.shape[1]
+    tiles = triton.cdiv(vocab_size, _COPY_TILE), num_rows
     edited = torch.empty(num_rows, vocab_size, dtype=torch.float32, device=logits.device)
-    on_grid(_copy_rows_kernel, (triton.cdiv(vocab_size, _COPY_TILE), num_rows))(
+    on_grid(_copy_rows_kernel, tiles)(
         logits,
         edits.rows,
         edits.allowed_row,
@@ -132,28 +191,51 @@ def edit_logits(logits: torch.Tensor, edits: EditTensors, input_ids: torch.Tenso
         edited,
         logits.stride(0),
         vocab_size,
-        edits.allowed.shape[1],
+        num_words,
         TILE=_COPY_TILE,
         num_warps=4,
     )
-    on_grid(_edit_rows_kernel, (num_rows,))(
+    on_grid(_add_biases_kernel, (num_rows,))(
+        edited,
+        input_ids,
+        edits.new_end,
+        edits.bias_start,
+        edits.bias_end,
+        edits.bad_end_start,
+        edits.bad_end_end,
+        edits.bias_ids,
+        edits.bias_values,
+        edits.bias_after,
+        vocab_size,
+        TILE=_EDIT_TILE,
+        num_warps=4,
+    )
+    on_grid(_penalize_prompt_kernel, tiles)(
+        edited,
+        edits.repetition,
+        edits.prompt_row,
+        edits.prompt_masks,
+        vocab_size,
+        num_words,
+        TILE=_COPY_TILE,
+        num_warps=4,
+    )
+    on_grid(_penalize_answer_kernel, (num_rows,))(
         edited,
         input_ids,
         edits.repetition,
         edits.frequency,
         edits.presence,
+        edits.prompt_row,
         edits.seen_start,
         edits.seen_end,
         edits.new_start,
         edits.new_end,
-        edits.bias_start,
-        edits.bias_end,
         edits.seen_ids,
         edits.seen_counts,
-        edits.bias_ids,
-        edits.bias_values,
-        edits.bias_after,
+        edits.prompt_masks,
         vocab_size,
+        num_words,
         TILE=_EDIT_TILE,
         num_warps=4,
     )

@@ -23,27 +23,31 @@ class SamplingTensors(NamedTuple):
 class EditTensors(NamedTuple):
     """How R rows of a step's logits are edited (core/logit_edits.py), on the device of the logits.
 
-    The tokens of the ranges seen, new and bias of row i are entries start[i] to end[i] - 1 of the arrays below, of
-    which rows may share some, and for `new` of the step's input ids.
+    The tokens of the ranges bias, bad_end, seen and new of row i are entries start[i] to end[i] - 1 of the arrays
+    below, of which rows may share some, and for `new` of the step's input ids.
     """
 
     rows: torch.Tensor  # int64 [R], the rows of the logits
     repetition: torch.Tensor  # float32 [R], 1: off
     frequency: torch.Tensor  # float32 [R], 0: off
     presence: torch.Tensor  # float32 [R], 0: off
+    prompt_row: torch.Tensor  # int64 [R], a row of `prompt_masks`, or -1: the repetition is 1
     seen_start: torch.Tensor  # int64 [R]
     seen_end: torch.Tensor  # int64 [R]
     new_start: torch.Tensor  # int64 [R]
     new_end: torch.Tensor  # int64 [R], one behind the row's own input token
     bias_start: torch.Tensor  # int64 [R]
     bias_end: torch.Tensor  # int64 [R]
+    bad_end_start: torch.Tensor  # int64 [R]
+    bad_end_end: torch.Tensor  # int64 [R]
     allowed_row: torch.Tensor  # int64 [R], a row of `allowed`, or -1: every token is
-    seen_ids: torch.Tensor  # int64 [N], distinct in each range
-    seen_counts: torch.Tensor  # int64 [N]
-    bias_ids: torch.Tensor  # int64 [M]
+    seen_ids: torch.Tensor  # int32 [N], of answers, distinct in each range
+    seen_counts: torch.Tensor  # int32 [N]
+    bias_ids: torch.Tensor  # int32 [M], of both kinds of biases
     bias_values: torch.Tensor  # float32 [M]
-    bias_after: torch.Tensor  # int64 [M], -1: always
+    bias_after: torch.Tensor  # int32 [M], -1: always
     allowed: torch.Tensor  # int32 [K, ceil(vocab_size / 32)]
+    prompt_masks: torch.Tensor  # int32 [P, ceil(vocab_size / 32)]
 
     def part(self, start: int, end: int) -> EditTensors:
         """Rows start to end - 1."""

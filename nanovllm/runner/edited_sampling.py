@@ -4,18 +4,17 @@ Most requests edit nothing, so graphs and the plain path sample all rows from th
 edited rows are copied, edited and sampled, a limited number at a time. Rows without edits pay only for the launches.
 """
 
-from collections.abc import Iterator
-from itertools import accumulate
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from nanovllm.core.logit_edits import LogitEdits
 from nanovllm.core.step_plan import StepPlan
 from nanovllm.kernels.sampling_tensors import EditTensors, SamplingTensors
 from nanovllm.layers.sampler import edit_logits, sample
 from nanovllm.runner.inputs import SamplingArrays, copy_to_device
+from nanovllm.utils.arithmetic import ceil_div
 
 _ROW_STEP = 16  # rows of a chunk are a multiple of this, so that its arrays stay aligned
 _CHUNK_BYTES = 32 << 20  # fp32 logits that are edited at once
@@ -38,15 +37,13 @@ def resample_edited(
 
     `sampling` are the step's rows [S]. `input_ids`, int64 [T], are the step's own, as the model has read them.
     """
-    edits = [step.edits for step in plan.sequences if step.edits is not None]
-    rows = list(_edited_rows(plan))
-    row_ids = np.array([row.row for row in rows], np.int64)
-    arrays = [*_row_arrays(edits, rows), *_ragged_arrays(edits), _masks(edits, logits.shape[1])]
+    arrays = edit_arrays(plan, logits.shape[1])
+    row_ids = arrays[0]
     chosen = [column[row_ids] for column in sampling]
     copied = copy_to_device([*arrays, *chosen], logits.device)
     tensors, params = EditTensors._make(copied[: len(arrays)]), copied[len(arrays) :]
     num_rows = max(1, _CHUNK_BYTES // (4 * logits.shape[1] * _ROW_STEP)) * _ROW_STEP
-    for start in range(0, len(rows), num_rows):
+    for start in range(0, len(row_ids), num_rows):
         part = tensors.part(start, start + num_rows)
         edited = edit_logits(logits, part, input_ids)
         tokens[part.rows] = sample(edited, SamplingTensors(*(column[start : start + num_rows] for column in params)))
@@ -64,41 +61,61 @@ def _edited_rows(plan: StepPlan) -> Iterator[_EditedRow]:
         first_row += step.num_sampled
 
 
-def _row_arrays(edits: list[LogitEdits], rows: list[_EditedRow]) -> list[np.ndarray]:
-    """The columns of EditTensors with one value per row."""
-    penalties = [each.penalties for each in edits]
-    seen_ends = list(accumulate(len(each.token_ids) for each in penalties))
-    bias_ends = list(accumulate(len(edits[row.seq].rows[row.number].biases.token_ids) for row in rows))
-    of_row = [penalties[row.seq] for row in rows]
-    masked = iter(range(len(rows)))
+def edit_arrays(plan: StepPlan, vocab_size: int) -> list[np.ndarray]:
+    """The fields of EditTensors."""
+    edits = [step.edits for step in plan.sequences if step.edits is not None]
+    rows = list(_edited_rows(plan))
+    penalties = [edits[row.seq].penalties for row in rows]
+    of_rows = [edits[row.seq].rows[row.number] for row in rows]
+    prompt_rows, prompt_masks = _distinct_masks([each.prompt_mask for each in penalties], vocab_size)
+    allowed_rows, allowed = _distinct_masks([each.allowed for each in of_rows], vocab_size)
+    (seen_starts, seen_ends), seen = _end_to_end(
+        [each.token_ids for each in penalties], [each.counts for each in penalties]
+    )
+    biases = [each.biases for each in of_rows] + [each.bad_ends for each in of_rows]
+    (bias_starts, bias_ends), bias_arrays = _end_to_end(*zip(*biases, strict=True))
+    num_rows = len(rows)
     return [
         np.array([row.row for row in rows], np.int64),
-        np.array([each.repetition for each in of_row], np.float32),
-        np.array([each.frequency for each in of_row], np.float32),
-        np.array([each.presence for each in of_row], np.float32),
-        np.array([seen_ends[row.seq] - len(penalties[row.seq].token_ids) for row in rows], np.int64),
-        np.array([seen_ends[row.seq] for row in rows], np.int64),
+        np.array([each.repetition for each in penalties], np.float32),
+        np.array([each.frequency for each in penalties], np.float32),
+        np.array([each.presence for each in penalties], np.float32),
+        prompt_rows,
+        seen_starts,
+        seen_ends,
         np.array([row.first_token + 1 - edits[row.seq].num_new_tokens for row in rows], np.int64),
         np.array([row.token + 1 for row in rows], np.int64),
-        np.array([0, *bias_ends[:-1]], np.int64),
-        np.array(bias_ends, np.int64),
-        np.array([-1 if edits[r.seq].rows[r.number].allowed is None else next(masked) for r in rows], np.int64),
+        bias_starts[:num_rows],
+        bias_ends[:num_rows],
+        bias_starts[num_rows:],
+        bias_ends[num_rows:],
+        allowed_rows,
+        *seen,
+        *bias_arrays,
+        allowed,
+        prompt_masks,
     ]
 
 
-def _ragged_arrays(edits: list[LogitEdits]) -> list[np.ndarray]:
-    """The tokens of the penalties and of the biases, for all sequences and rows in order."""
-    biases = [row.biases for each in edits for row in each.rows]
-    return [
-        np.concatenate([each.penalties.token_ids for each in edits]),
-        np.concatenate([each.penalties.counts for each in edits]),
-        np.concatenate([each.token_ids for each in biases]),
-        np.concatenate([each.values for each in biases]),
-        np.concatenate([each.after for each in biases]),
-    ]
+def _end_to_end(*columns: Sequence[np.ndarray]) -> tuple[tuple[np.ndarray, np.ndarray], list[np.ndarray]]:
+    """Each column's arrays in one, and the start and end of each, int64. An object that occurs again is not repeated:
+    answers to one prompt share their biases.
+    """
+    starts: dict[int, int] = {}  # by the id of the first column's array
+    distinct, num_entries = [], 0
+    for i, array in enumerate(columns[0]):
+        if id(array) not in starts:
+            starts[id(array)] = num_entries
+            num_entries += len(array)
+            distinct.append(i)
+    found = np.array([starts[id(array)] for array in columns[0]], np.int64)
+    ends = found + [len(array) for array in columns[0]]
+    return (found, ends), [np.concatenate([column[i] for i in distinct]) for column in columns]
 
 
-def _masks(edits: list[LogitEdits], vocab_size: int) -> np.ndarray:
-    """int32 [K, ceil(vocab_size / 32)]: the masks of the rows that have one."""
-    masks = [row.allowed for each in edits for row in each.rows if row.allowed is not None]
-    return np.stack(masks) if masks else np.zeros((0, -(-vocab_size // 32)), np.int32)
+def _distinct_masks(masks: Sequence[np.ndarray | None], vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """For each mask its row, or -1, int64, and the rows, int32 [K, ceil(vocab_size / 32)], each once."""
+    distinct = {id(mask): mask for mask in masks if mask is not None}
+    numbers = {id(None): -1} | dict(zip(distinct, range(len(distinct)), strict=True))
+    rows = np.stack(list(distinct.values())) if distinct else np.zeros((0, ceil_div(vocab_size, 32)), np.int32)
+    return np.array([numbers[id(mask)] for mask in masks], np.int64), rows

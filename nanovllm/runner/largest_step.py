@@ -21,8 +21,8 @@ HISTORY_TOKENS = 51199  # tokens before the chunk of a sequence
 NUM_GROUPS = 4  # streamed groups that the chunk attends to
 SCORED_TOKENS = 512  # enough for the chunks of logits that are scored at once
 _SAMPLING = SamplingRow(temperature=1.0, top_k=20, top_p=0.95, min_p=0.05, seed=0, position=1)
-_TOKENS = np.zeros(1, np.int64)
-_EDITS = LogitEdits(Penalties(1.1, 0.1, 0.1, _TOKENS, _TOKENS), 0, (RowEdits(Biases.of([0], 1.0)),))
+_TOKENS = np.zeros(1, np.int32)
+_EDITS = LogitEdits(Penalties(1.1, 0.1, 0.1, None, _TOKENS, _TOKENS), 0, (RowEdits(Biases.of([0], 1.0)),))
 
 
 def largest_steps(

@@ -56,6 +56,7 @@ class Scheduler:
         self.sequences: dict[int, Sequence] = {}  # all unfinished ones
         self.num_preemptions = 0
         self._has_new_document = False  # whether a long prompt has been computed since hits were last looked up
+        self.waits_for_masks = False  # whether the last plan left out a sequence for that reason
         self._step = PlannedStep(0, 0)  # the one being planned
         self._load = load_of(0, 0)  # of this step, if all running sequences decode in it
         self._num_admissible = 0  # waiting sequences that this step could admit; guesses leave rows for them
@@ -167,7 +168,10 @@ class Scheduler:
             self._place_running(self._can_run(self.running))
 
     def _can_run(self, sequences: list[Sequence]) -> list[Sequence]:
-        return [seq for seq in sequences if seq.num_output_tokens < seq.max_tokens and not seq.waits_for_token]
+        sequences = [seq for seq in sequences if seq.num_output_tokens < seq.max_tokens and not seq.waits_for_token]
+        ready = [seq for seq in sequences if not seq.waits_for_mask]
+        self.waits_for_masks = len(ready) < len(sequences)
+        return ready
 
     def _place_running(self, sequences: list[Sequence]) -> None:
         """Place running sequences in order of arrival."""
@@ -207,8 +211,11 @@ class Scheduler:
 
     @staticmethod
     def _can_guess(seq: Sequence) -> bool:
-        """Whether the sequence decodes, and will get more than one token. Its newest token may be pending."""
-        return seq.num_uncomputed_tokens == 1 and seq.max_tokens - seq.num_output_tokens > 1
+        """Whether the sequence decodes, and will get more than one token, which it need not pause for. Its newest token
+        may be pending.
+        """
+        is_slow = seq.constraint is not None and seq.constraint.is_slow
+        return seq.num_uncomputed_tokens == 1 and seq.max_tokens - seq.num_output_tokens > 1 and not is_slow
 
     def _count_admissible(self) -> int:
         """The most waiting sequences that this step could admit. None if the first has to wait: nobody overtakes it."""
@@ -305,13 +312,12 @@ class Scheduler:
                 self.finish(seq, "error", f"the model's logits for token {position} hold NaN or infinity")
         else:
             seq.append_pending(token_id, position)
-            constraint = None if seq.editor is None else seq.editor.constraint
             is_eos = token_id in self.eos_token_ids and not seq.params.ignore_eos
             seq.has_end_token = is_eos or token_id in seq.stop_token_ids
-            if constraint is not None and not constraint.accept(token_id):
-                because = constraint.error or f"token {token_id} is not allowed"
+            if seq.constraint is not None and not seq.constraint.accept(token_id):
+                because = seq.constraint.error or f"token {token_id} is not allowed"
                 self.finish(seq, "error", f"structured_outputs cannot go on: {because}", "request")
-            elif seq.has_end_token or (constraint is not None and constraint.is_finished):
+            elif seq.has_end_token or (seq.constraint is not None and seq.constraint.is_finished):
                 self.finish(seq, "stop")
             elif len(seq.token_ids) - seq.num_prompt_tokens >= seq.max_tokens:
                 self.finish(seq, "length")

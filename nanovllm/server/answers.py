@@ -75,7 +75,9 @@ class Answer(ABC):
         return f'{self._chunk_start}], "usage": {json.dumps(self._usage())}}}\n\n'
 
     @abstractmethod
-    def _choice(self, index: int, output: RequestOutput, prompt_entries: list[TokenLogprobs | None]) -> dict[str, Any]:
+    def _choice(
+        self, index: int, output: RequestOutput, prompt_entries: Sequence[TokenLogprobs | None]
+    ) -> dict[str, Any]:
         """An element of `choices` in a response that is not streamed.
 
         prompt_entries: log-probabilities of the prompt, which the engine reports with the first answer to it.

@@ -1,6 +1,7 @@
 """POST /v1/chat/completions: the next message of a conversation."""
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -57,7 +58,9 @@ class ChatAnswer(Answer):
         self._begun: set[int] = set()  # indices of the answers of which something was streamed
         self._with_calls: set[int] = set()  # indices of the answers that called a tool
 
-    def _choice(self, index: int, output: RequestOutput, prompt_entries: list[TokenLogprobs | None]) -> dict[str, Any]:
+    def _choice(
+        self, index: int, output: RequestOutput, prompt_entries: Sequence[TokenLogprobs | None]
+    ) -> dict[str, Any]:
         content: str | None = output["text"] or ""
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if self._parses_tools:

@@ -1,7 +1,8 @@
 """POST /v1/completions: the text that follows one prompt or several."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -49,7 +50,9 @@ class CompletionAnswer(Answer):
         self._offsets: dict[int, int] = {}  # by index: characters in the tokens that were streamed
         self._begun: set[int] = set()  # indices of the answers of which something was streamed
 
-    def _choice(self, index: int, output: RequestOutput, prompt_entries: list[TokenLogprobs | None]) -> dict[str, Any]:
+    def _choice(
+        self, index: int, output: RequestOutput, prompt_entries: Sequence[TokenLogprobs | None]
+    ) -> dict[str, Any]:
         text = "" if self._drops_answers else output["text"] or ""
         choice = {
             "index": index,
@@ -62,16 +65,16 @@ class CompletionAnswer(Answer):
         return choice
 
     def _whole_logprobs(
-        self, output: RequestOutput, prompt_entries: list[TokenLogprobs | None]
+        self, output: RequestOutput, prompt_entries: Sequence[TokenLogprobs | None]
     ) -> dict[str, Any] | None:
         """Those of the prompt come first if it is echoed."""
         if self._body.logprobs is None:
             return None
         first_text = ""
-        entries: Sequence[TokenLogprobs | None] = [] if self._drops_answers else output.get("logprobs", [])
+        entries: Iterable[TokenLogprobs | None] = [] if self._drops_answers else output.get("logprobs", [])
         if self._body.echo:
             first_text = self._service.llm.text.decode(output["prompt_token_ids"][:1])
-            entries = [*prompt_entries, *entries]
+            entries = chain(prompt_entries, entries)
         return completion_logprobs(entries, self._body.logprobs, first_text=first_text)
 
     def _chunk_choices(self, update: RequestUpdate) -> list[str]:

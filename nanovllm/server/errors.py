@@ -6,7 +6,8 @@ change. They go to the client only, because they can quote what it sent.
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -56,16 +57,19 @@ class Encoded(str):
 
 
 def dumps_in_parts(content: Any) -> Encoded:
-    """Like json.dumps, which lets no other thread run until it is done: seconds for the log-probabilities of a book."""
+    """Like json.dumps, which lets no other thread run until it is done: seconds for the log-probabilities of a book. An
+    iterator is written as a list.
+    """
     if isinstance(content, dict):
         entries = (f"{json.dumps(name)}: {dumps_in_parts(value)}" for name, value in content.items())
         return Encoded(f"{{{', '.join(entries)}}}")
-    if not isinstance(content, list):
+    if not isinstance(content, list | Iterator):
         return Encoded(json.dumps(content))
-    if len(content) <= PART_ITEMS:
+    if isinstance(content, list) and len(content) <= PART_ITEMS:
         return Encoded(f"[{', '.join(map(dumps_in_parts, content))}]")
-    parts = (json.dumps(content[i : i + PART_ITEMS])[1:-1] for i in range(0, len(content), PART_ITEMS))
-    return Encoded(f"[{', '.join(parts)}]")
+    items = iter(content)
+    parts = iter(lambda: list(islice(items, PART_ITEMS)), [])
+    return Encoded(f"[{', '.join(json.dumps(part)[1:-1] for part in parts)}]")
 
 
 def api_error(error: Exception) -> ApiError:

@@ -9,7 +9,7 @@ from nanovllm.server.refusals import Refusal
 from nanovllm.server.sampling import COMPLETION_MAX_TOKENS
 
 CHARS_PER_TOKEN = 16  # few texts have as many; without a limit, a text that cannot fit is tokenized for seconds
-MIN_TOTAL_LOGPROBS = 1 << 22  # of one request, about 100 bytes each; a longer context may have more
+MIN_TOTAL_LOGPROBS = 1 << 22  # of one request, about 60 bytes of JSON each; a longer context may have more
 _LISTS = (*("prompt", "messages", "tools", "stop_token_ids", "bad_words", "logit_bias", "guided_choice"),)
 
 
@@ -68,7 +68,7 @@ class RequestLimits:
             total += (1 + num_top) * num_tokens * len(prompts) * (fields.get("n") or 1)
         if num_prompt_top is not None:
             lengths = [longest if each is None else min(longest, len(each)) for each in prompts]
-            total += (1 + num_prompt_top) * sum(lengths)
+            total += (1 + num_prompt_top) * sum(lengths) * (fields.get("n") or 1)  # each answer repeats them
         if total > self._max_total_logprobs:
             message = (
                 f"the request asks for up to {total} log-probabilities, at most {self._max_total_logprobs}; lower "

@@ -1,6 +1,6 @@
 """Log-probabilities in OpenAI's two forms, one for completions and one for chat, and in vLLM's for prompts."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from nanovllm.core.logprobs import Logprob, TokenLogprobs
@@ -44,9 +44,9 @@ def chat_logprobs(entries: Sequence[TokenLogprobs], num_top: int) -> dict[str, A
     return {"content": content, "refusal": None}
 
 
-def prompt_logprobs(entries: Iterable[TokenLogprobs | None], num_top: int) -> list[dict[str, Any] | None]:
-    """vLLM's form: token id -> logprob, rank and text."""
-    return [None if entry is None else _prompt_position(entry, num_top) for entry in entries]
+def prompt_logprobs(entries: Iterable[TokenLogprobs | None], num_top: int) -> Iterator[dict[str, Any] | None]:
+    """vLLM's form: token id -> logprob, rank and text. An iterator, because those of a book would take gigabytes."""
+    return (None if entry is None else _prompt_position(entry, num_top) for entry in entries)
 
 
 def token_text(token_id: int, logprob: Logprob) -> str:

@@ -1,9 +1,8 @@
 """TextReceiver: turns a request's tokens into text for whoever reads it, and ends the request at a stop string."""
 
 import threading
-from collections.abc import Callable
 
-from nanovllm.core.logprobs import PositionLogprobs
+from nanovllm.core.logprobs import PositionLogprobs, TextOf
 from nanovllm.core.outputs import Ending, Outbox, Receiver, TextSource
 from nanovllm.core.sequence import Sequence
 from nanovllm.text.detokenizer import Detokenizer
@@ -22,7 +21,7 @@ class TextReceiver(Receiver, TextSource):
         outbox: Outbox,
         detokenizer: Detokenizer,
         with_tokens: bool = False,
-        text_of: Callable[[int], str | None] = lambda token_id: None,
+        text_of: TextOf = lambda token_id: None,
     ) -> None:
         super().__init__(outbox, with_tokens, text_of)
         self.detokenizer = detokenizer
@@ -33,19 +32,10 @@ class TextReceiver(Receiver, TextSource):
         self._is_whole = False  # nothing is held back for tokens to come
         self._is_delivered = True
 
-    def read_prompt(self, logprobs: PositionLogprobs) -> None:
-        try:
-            super().read_prompt(logprobs)
-        except Exception as raised:
-            self._failure = _undecodable(raised)
-
     def read(self, seq: Sequence, logprobs: PositionLogprobs | None = None) -> Ending | None:
         """Take the new token. The request ends at a stop string, or if its text cannot be decoded."""
         self._is_delivered = False
-        try:
-            super().read(seq, logprobs)
-        except Exception as raised:
-            self._failure = _undecodable(raised)
+        super().read(seq, logprobs)
         finished = seq.finish_reason is not None
         with self._lock:
             if seq.error is None:

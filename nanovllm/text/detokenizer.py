@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
+from nanovllm.utils.automaton import Automaton
+
 REPLACEMENT = "\ufffd"  # decoders write this for bytes that are not a complete character
 MAX_WAITING_TOKENS = 8  # after this many, replacement characters count as text; a character has at most 4 bytes
 MAX_INCOMPLETE_CHARS = 3  # an incomplete character has at most 3 bytes; some decoders write one U+FFFD for each
@@ -72,6 +74,34 @@ def _find_decode(tokenizer: Any, skip_special_tokens: bool) -> Callable[[list[in
     return rust_decode if rust_decode(token_ids) == decode(token_ids) else decode
 
 
+class StopStrings:
+    """Strings that end an answer. Made once for all answers that have the same ones.
+
+    A state stands for the end of a text that a stop string could begin with. State 0: there is none.
+    """
+
+    def __init__(self, strings: Iterable[str] = ()) -> None:
+        self._automaton = Automaton[str]()
+        self._whole = {self._automaton.add(string) for string in strings}  # states
+        self._links = self._automaton.link(self._whole)
+
+    def __bool__(self) -> bool:
+        return bool(self._whole)
+
+    def follow(self, state: int, char: str) -> int:
+        """The state after one more character."""
+        return self._automaton.step(state, char)
+
+    def num_begun(self, state: int) -> int:
+        """How many characters at the end of the text could be the beginning of a stop string."""
+        return self._automaton.depths[state]
+
+    def num_found(self, state: int) -> int:
+        """The length of the longest stop string at the end of the text, 0 without one."""
+        found = state if state in self._whole else self._links[state]
+        return self._automaton.depths[found] if found >= 0 else 0
+
+
 class Detokenizer:
     """The text of one answer.
 
@@ -81,7 +111,7 @@ class Detokenizer:
     """
 
     def __init__(
-        self, decoder: TokenDecoder, stop: tuple[str, ...], include_stop: bool = False, *, min_tokens: int = 0
+        self, decoder: TokenDecoder, stop: StopStrings, include_stop: bool = False, *, min_tokens: int = 0
     ) -> None:
         """`include_stop`: keep the stop string or end token that ends the answer in its text. `min_tokens`: a stop
         string may begin only behind the text of so many tokens.
@@ -94,6 +124,7 @@ class Detokenizer:
         self._num_context_tokens = 0  # at the start of the window: already read, kept for the tokens after them
         self._num_read_chars = 0  # how much of the window's text earlier updates have read
         self._withheld = ""  # read, but held back because it may begin a stop string
+        self._stop_state = 0  # at its end
         self._shown = io.StringIO()
         self.stopped = False
 
@@ -120,7 +151,7 @@ class Detokenizer:
         if self._num_unstoppable_tokens > 0:
             self._num_unstoppable_tokens -= len(new_token_ids)
         elif self._stop:
-            piece = self._cut_at_stop(self._withheld + piece, finished)
+            piece = self._cut_at_stop(piece, finished)
         self._shown.write(piece)
         return piece
 
@@ -159,22 +190,19 @@ class Detokenizer:
         newest = token_ids[-WINDOW_TOKENS:]
         return newest if len(newest) == len(token_ids) or REPLACEMENT not in self._decoder.decode(newest) else token_ids
 
-    def _cut_at_stop(self, text: str, finished: bool) -> str:
-        """The part of `text` that may be shown. `text` begins with all that was withheld, so no stop string begins
-        before it.
+    def _cut_at_stop(self, piece: str, finished: bool) -> str:
+        """What may be shown of the text that was withheld and the piece after it: all before the first stop string, or
+        before what could begin one.
         """
-        found = [(at, at + len(stop)) for stop in self._stop if (at := text.find(stop)) >= 0]
+        found: list[tuple[int, int]] = []  # where stop strings begin and end
+        for end, char in enumerate(piece, start=len(self._withheld) + 1):
+            self._stop_state = self._stop.follow(self._stop_state, char)
+            if length := self._stop.num_found(self._stop_state):
+                found.append((end - length, end))
         self.stopped = bool(found)
+        text = self._withheld + piece
         end = min(found)[self._include_stop] if found else len(text)
         if not (found or finished):
-            end -= max(_overlap(text, stop) for stop in self._stop)
+            end -= self._stop.num_begun(self._stop_state)
         self._withheld = text[end:]
         return text[:end]
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest suffix of `text` that is a prefix of `stop`, but not all of it."""
-    at = text.find(stop[0], max(0, len(text) - len(stop) + 1))
-    while at >= 0 and not stop.startswith(text[at:]):
-        at = text.find(stop[0], at + 1)
-    return len(text) - at if at >= 0 else 0

@@ -16,15 +16,15 @@ from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from nanovllm.checkpoint.model_config import ModelConfig
-from nanovllm.core.bad_words import BadWords
-from nanovllm.core.logit_editor import AnswerRules
+from nanovllm.core.logit_editor import AnswerRules, BadWords
 from nanovllm.core.outputs import Outbox, Receiver
 from nanovllm.core.sequence import TokenIds
 from nanovllm.errors import RequestError
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.answer import TextReceiver
 from nanovllm.text.bad_words import bad_word_token_ids
-from nanovllm.text.detokenizer import Detokenizer, TokenDecoder
+from nanovllm.text.detokenizer import Detokenizer, StopStrings, TokenDecoder
+from nanovllm.text.grammar import Grammar
 from nanovllm.text.request_check import (
     Prompt,
     cache_salt,
@@ -38,7 +38,7 @@ from nanovllm.text.structured import GrammarCompiler, TokenMatcher
 from nanovllm.text.text_encoder import TextEncoder
 from nanovllm.text.tokenizer import end_token_ids, load_tokenizer
 
-MAX_BAD_WORDS = 16  # lists of them that are kept; all answers of a request have the same
+MAX_BAD_WORDS = MAX_STOP_STRINGS = 16  # lists of them that are kept; all answers of a request have the same
 
 Message: TypeAlias = dict[str, Any]
 
@@ -55,6 +55,7 @@ class TextFrontend:
             self._encoder = TextEncoder(self.tokenizer)
             self._decoders = {skip: TokenDecoder(self.tokenizer, skip) for skip in (True, False)}
         self._bad_words = lru_cache(MAX_BAD_WORDS)(partial(_find_bad_words, self.tokenizer, self._vocab_size))
+        self._stop_strings = lru_cache(MAX_STOP_STRINGS)(StopStrings)
         self._grammars = GrammarCompiler(self.tokenizer, self._vocab_size, self.end_token_ids)
 
     def encode_prompt(self, prompt: Prompt, *, add_special_tokens: bool = True) -> TokenIds:
@@ -97,20 +98,24 @@ class TextFrontend:
                 raise RequestError("stop strings need a tokenizer, but this model has none; use stop_token_ids")
             if params.bad_words:
                 raise RequestError("bad_words need a tokenizer, but this model has none; use logit_bias")
-        self.rules(params)
+        self._bad_words_of(params)
+        self._grammar_of(params)
 
     def rules(self, params: SamplingParams) -> AnswerRules:
         """What bad_words and structured_outputs mean in tokens, for one answer. Raises RequestError as `check_params`
         does.
         """
-        bad_words = None
-        if params.bad_words:
-            with self._encode_lock:
-                bad_words = self._bad_words(tuple(params.bad_words))
-        if params.structured_outputs is None:
-            return AnswerRules(bad_words)
-        grammar = self._grammars.compile(params.structured_outputs)
-        return AnswerRules(bad_words, TokenMatcher(grammar, params.ignore_eos))
+        bad_words, grammar = self._bad_words_of(params), self._grammar_of(params)
+        return AnswerRules(bad_words, None if grammar is None else TokenMatcher(grammar, params.ignore_eos))
+
+    def _bad_words_of(self, params: SamplingParams) -> BadWords | None:
+        if not params.bad_words:
+            return None
+        with self._encode_lock:
+            return self._bad_words(tuple(params.bad_words))
+
+    def _grammar_of(self, params: SamplingParams) -> Grammar | None:
+        return None if params.structured_outputs is None else self._grammars.compile(params.structured_outputs)
 
     def check_stream(self, params: SamplingParams) -> None:
         """Raise RequestError for a request whose text cannot be streamed."""
@@ -128,7 +133,10 @@ class TextFrontend:
             return Receiver(outbox, with_tokens)
         decoder = self._decoders[params.skip_special_tokens]
         detokenizer = Detokenizer(
-            decoder, tuple(params.stop or ()), params.include_stop_str_in_output, min_tokens=params.min_tokens
+            decoder,
+            self._stop_strings(tuple(params.stop or ())),
+            params.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
         )
         return TextReceiver(outbox, detokenizer, with_tokens, text_of=self._decoders[False].token_text)
 

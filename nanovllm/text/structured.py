@@ -8,24 +8,25 @@ llguidance compiles the grammars and computes the masks. It is an extra, and imp
 A grammar that exceeds a limit (grammar.py) at the start of an answer is refused with a RequestError. One that exceeds
 it later ends that request with an error.
 
-Compilation and masks release the GIL; `accept` does not, and takes microseconds. Any thread may compile. A matcher
-belongs to one thread at a time.
+Compilation and masks release the GIL; `accept` does not, and takes microseconds. Any thread may compile, but the
+engine's never does. Grammars whose masks are slow have them computed by other threads, while the answer pauses. A
+matcher belongs to one thread at a time.
 """
 
 import threading
 from array import array
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from functools import lru_cache, partial
 from typing import Any, TypeAlias
 
-from nanovllm.core.token_constraint import TokenMask
+from nanovllm.core.logit_editor import TokenMask
 from nanovllm.errors import RequestError
 from nanovllm.sampling_params import StructuredOutputs
-from nanovllm.text.grammar import LIMITS, Grammar, Vocabulary, error_of, is_allowed, reason_of
-from nanovllm.text.grammar_text import grammar_text, kind_of
+from nanovllm.text.grammar import LIMITS, Grammar, Vocabulary, error_of, grammar_text, is_allowed, kind_of, reason_of
 
 MAX_GRAMMARS = 16  # compiled ones that are kept
-MAX_RENEWALS = 4  # of the automaton, for one answer: each can take as long as a compilation
+MAX_RENEWALS = 4  # of the automaton, for one answer: each reads the answer again
 
 _Compile: TypeAlias = Callable[[str, str], Grammar]
 
@@ -79,18 +80,35 @@ class TokenMatcher:
         self.error: str | None = None
         self._grammar, self._vocabulary = grammar, grammar.vocabulary
         self._may_use_end_tokens = bool(self._vocabulary.end_token_ids) and not ignore_eos
-        self._matcher = grammar.start()
+        self._matcher, self._generation = grammar.start()
         self._num_renewals = 0
         self._token_ids = array("q")  # all that were accepted, except an end token
         self._has_ended = False
-        self._following: TokenMask | None = None  # what may follow _token_ids; None until it is asked for
+        self._following: TokenMask | None = grammar.first_mask  # what may follow _token_ids; None until asked for
+        self._computing: Future[None] | None = None  # sets _following; meanwhile nobody else uses the matcher
 
     @property
     def is_finished(self) -> bool:
-        """See TokenConstraint. Where the answer may end, this computes the next mask, and keeps it."""
+        """See TokenConstraint. Where the answer may end, this computes the next mask, and keeps it. If masks are slow,
+        it asks only whether the grammar could go on, whatever the tokens.
+        """
         if self._has_ended or self.error is not None:
             return self._has_ended
-        return self._matcher.is_accepting() and not self._continuations().any() and self.error is None
+        if not self._matcher.is_accepting() or self._grammar.is_slow:
+            return bool(self._matcher.is_accepting() and self._matcher.is_stopped())
+        return not self._continuations().any() and self.error is None
+
+    @property
+    def is_ready(self) -> bool:
+        """See TokenConstraint. Slow masks are computed by other threads. Hot: once per sequence and step."""
+        if self._following is None and self._computing is None and self.is_slow:
+            self._computing = self._vocabulary.mask_threads.submit(self._find_following)
+        return self._computing is None or self._computing.done()
+
+    @property
+    def is_slow(self) -> bool:
+        """See TokenConstraint."""
+        return self._grammar.is_slow and self.error is None and not self._has_ended
 
     def accept(self, token_id: int) -> bool:
         """See TokenConstraint. Hot: once per sequence and token."""
@@ -136,7 +154,7 @@ class TokenMatcher:
             is_text = self._vocabulary.is_text(token_id) and is_allowed(mask, token_id)
             if not is_text or not self._matcher.try_consume_tokens([token_id]):
                 break
-            following = self._vocabulary.continuations(self._matcher)
+            following = self._grammar.continuations(self._matcher)
             if self._matcher.is_error():
                 return rows
             mask = self._with_end_tokens(following)
@@ -147,18 +165,25 @@ class TokenMatcher:
         return rows
 
     def _continuations(self) -> TokenMask:
-        """The tokens that may follow the answer, without end tokens. Sets `error` if this cannot be found out, or if
-        the answer can neither end nor go on.
-        """
+        """The tokens that may follow the answer, without end tokens. May set `error`."""
+        if self._computing is not None:
+            self._computing.result()
+            self._computing = None
         if self._following is None:
-            self._following = self._vocabulary.continuations(self._matcher)
-            if self._matcher.is_error():
-                self._renew()
-                self._following = self._vocabulary.continuations(self._matcher)
-                self._check()
-            if self.error is None and not self._following.any() and not self._matcher.is_accepting():
-                self.error = "no token of the model's vocabulary continues the answer as structured_outputs demands"
+            self._find_following()
+        assert self._following is not None
         return self._following
+
+    def _find_following(self) -> None:
+        """Set `_following`, and `error` if it cannot be found, or if the answer can neither end nor go on."""
+        following = self._grammar.continuations(self._matcher)
+        if self._matcher.is_error():
+            self._renew()
+            following = self._grammar.continuations(self._matcher)
+            self._check()
+        if self.error is None and not following.any() and not self._matcher.is_accepting():
+            self.error = "no token of the model's vocabulary continues the answer as structured_outputs demands"
+        self._following = following
 
     def _advance(self, token_id: int) -> bool:
         """Whether the matcher allows the token; if so, it comes after it."""
@@ -184,14 +209,13 @@ class TokenMatcher:
         answers have enlarged, or about a guess.
         """
         self._num_renewals += 1
-        if self._num_renewals <= MAX_RENEWALS:
-            self._grammar.renew()
-            self._matcher = self._grammar.start()
+        if self._num_renewals <= MAX_RENEWALS and self._grammar.renew(self._generation):
+            self._matcher, self._generation = self._grammar.start()
             self._matcher.try_consume_tokens(self._token_ids.tolist())
         self._check()
 
     def _check(self) -> None:
         """Set `error` if the matcher has one."""
         if self.error is None and (reason := error_of(self._matcher)) is not None:
-            self._grammar.renew()  # for the answers after this one
+            self._grammar.renew(self._generation)  # for the answers after this one
             self.error = f"structured_outputs became too complex: {reason}"

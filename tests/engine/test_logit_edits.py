@@ -15,8 +15,7 @@ from odd_drafters import OddDrafter
 from tiny_models import write_tiny_model
 
 from nanovllm import LLM, RequestError, SamplingParams
-from nanovllm.core.bad_words import BadWords
-from nanovllm.core.logit_editor import NO_RULES, AnswerRules
+from nanovllm.core.logit_editor import NO_RULES, AnswerRules, BadWords
 from nanovllm.core.outputs import Outbox, Receiver, RequestOutput
 from nanovllm.core.sequence import Sequence
 from nanovllm.demo.retrieval_model import build_retrieval_model
@@ -51,6 +50,8 @@ BAD_WORDS = ((9,), (17, 17), (200, 9, 200), (281, 18), (18, 180), *((t, (t * 3) 
 
 class Alternating:
     """A constraint: even and odd tokens take turns, and the answer has 11 tokens."""
+
+    is_ready, is_slow = True, False
 
     def __init__(self, token_ids: list[int] | None = None) -> None:
         self.token_ids = token_ids or []
@@ -244,6 +245,8 @@ def test_constraint_that_is_complete_keeps_the_last_token_in_the_text() -> None:
 class Anything:
     """A constraint that allows every token and is complete after `num_tokens`."""
 
+    is_ready, is_slow = True, False
+
     def __init__(self, num_tokens: int) -> None:
         self.num_left = num_tokens
 
@@ -267,6 +270,29 @@ def test_bad_words_are_not_in_the_text() -> None:
         without = llm.generate([prompt], replace(params, bad_words=["gamma"]), use_tqdm=False)[0]["text"]
     assert plain is not None and "gamma" in plain
     assert without is not None and "gamma" not in without
+
+
+def test_bad_words_that_leave_no_token_end_their_request_alone(reference: Reference) -> None:
+    """Regression: the engine was said to be the cause, because logits held NaN."""
+    prompt, plain = PROMPTS[2], params_of("nothing", temperature=0)
+    all_but_end = AnswerRules(BadWords([(token_id,) for token_id in range(VOCAB) if token_id != END]))
+    after_the_first = AnswerRules(BadWords([(a, b) for a in range(VOCAB) for b in range(VOCAB)]))
+    for internals in (Internals(), WORKS_AHEAD):
+        with LLM(str(reference.directory), device="cpu", internals=internals, **cache_options(None)) as llm:
+            expected, *others, same = run(
+                llm,
+                [
+                    (prompt, plain, NO_RULES),
+                    (prompt, params_of("nothing", min_tokens=2, ignore_eos=False), all_but_end),
+                    (prompt, plain, after_the_first),
+                    (prompt, plain, NO_RULES),
+                ],
+            )
+        assert expected["token_ids"] == same["token_ids"] and len(same["token_ids"]) == NUM_TOKENS
+        assert [len(output["token_ids"]) for output in others] == [0, 1]
+        for output in others:
+            assert (output["finish_reason"], output["error_cause"]) == ("error", "request")
+            assert "the request's parameters forbid every token" in output["error"]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Log-probabilities of answers and prompts: those that transformers' logits have, wherever the K and V come from."""
 
+from array import array
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from tiny_models import write_tiny_model
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.core.logprobs import Logprob, TokenLogprobs
-from nanovllm.core.outputs import RequestOutput
+from nanovllm.core.outputs import Outbox, Receiver, RequestOutput
 from nanovllm.demo.retrieval_model import build_retrieval_model
 from nanovllm.engine.internals import Internals
 
@@ -160,3 +161,24 @@ def test_several_answers_have_their_own_seeds(reference: Reference) -> None:
                 assert llm.generate([prompt], alone, use_tqdm=False)[0]["token_ids"] == answer["token_ids"]
         with pytest.raises(ValueError, match="n=3 applies to generate"):
             llm.add_request([1], params)
+
+
+def test_engine_makes_no_dicts_of_logprobs(reference: Reference) -> None:
+    """Regression: its thread made all of a chunk's when it committed the step, 0.3 s for 16,384 tokens."""
+    asked: list[int] = []
+
+    def text_of(token_id: int) -> str:
+        asked.append(token_id)
+        return str(token_id)
+
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=1, prompt_logprobs=2)
+    outbox, steps = Outbox(), []
+    with LLM(str(reference.directory), device="cpu", **cache_options(None)) as llm:
+        request_id = llm.engine.add_request(array("q", PROMPTS[2]), params, Receiver(outbox, True, text_of))
+        while llm.engine.has_requests:
+            steps.append(llm.engine.step(outbox))
+    assert not asked
+    new = [entry for each in steps for entry in each.new_tokens[request_id].logprobs]
+    output = steps[-1].finished[request_id]
+    assert new == list(output["logprobs"]) and len(new) == 3
+    assert output["prompt_logprobs"][0] is None and len(output["prompt_logprobs"]) == len(PROMPTS[2]) and asked

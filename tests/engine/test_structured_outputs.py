@@ -166,3 +166,21 @@ def test_request_without_an_allowed_token_ends_alone() -> None:
     assert (broken["finish_reason"], broken["error_cause"]) == ("error", "request")
     assert "forbid every token" in broken["error"]
     assert_matches("choice", fine)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_slow_masks_of_other_threads_give_the_same_tokens(
+    expected: tuple[list[SamplingParams], list[RequestOutput]], ahead: bool
+) -> None:
+    """Regression: masks of one request with 128 answers took 0.1 s of each step, for everybody."""
+    params, outputs = expected
+    internals = WORKS_AHEAD if ahead else Internals()
+    with LLM(str(build_retrieval_model()), internals=internals, **ON_CPU, **cache_options(None)) as llm:
+        grammars = [llm.text._grammars.compile(each) for each in STRUCTURES.values()]
+        for grammar in grammars:
+            grammar._num_slow_masks = 100_000
+        found = llm.generate([PROMPT] * len(params), params, use_tqdm=False)
+        assert all(grammar._num_slow_masks < 100_000 for grammar in grammars)
+        assert grammars[0].vocabulary.mask_threads._threads  # type: ignore[attr-defined]
+    for output, right in zip(found, outputs, strict=True):
+        assert (output["token_ids"], output["finish_reason"]) == (right["token_ids"], right["finish_reason"])

@@ -140,7 +140,8 @@ def launch_layers(hidden_size: int, vocab_size: int, dtype: torch.dtype) -> None
     mask = torch.zeros(2, -(-vocab_size // 32), dtype=torch.int32)
     penalties = {"repetition", "frequency", "presence"}
     columns = [numbers if name in penalties else ids for name in EditTensors._fields[:NUM_EDIT_COLUMNS]]
-    edits = EditTensors(*columns, ids, ids, ids, numbers, ids, mask)
+    short = ids.int()
+    edits = EditTensors(*columns, short, short, short, numbers, short, mask, mask)
     layer_kernels.sample_tokens(layer_kernels.edit_logits(logits, edits, ids), params)
 
 

@@ -32,7 +32,8 @@ def random_edits(vocab_size: int, num_rows: int, num_logits: int, num_inputs: in
     new_end = 1 + integers(num_inputs, num_rows)
     new_start = (new_end - integers(min(6, num_inputs), num_rows)).clamp(min=0)
     seen_start, seen_end = ranges(num_seen)
-    bias_start, bias_end = ranges(num_biases)
+    num_words = -(-vocab_size // 32)
+    (bias_start, bias_end), (bad_end_start, bad_end_end) = ranges(num_biases), ranges(num_biases)
     values = torch.randn(num_biases, generator=rng)
     values[integers(num_biases, 40)] = -torch.inf
     return EditTensors(
@@ -40,19 +41,23 @@ def random_edits(vocab_size: int, num_rows: int, num_logits: int, num_inputs: in
         repetition=numbers(0.5, 2.0),
         frequency=numbers(-2.0, 2.0),
         presence=numbers(-2.0, 2.0),
+        prompt_row=torch.tensor([i // 4 if i % 4 > 1 else -1 for i in range(num_rows)]),
         seen_start=seen_start,
         seen_end=seen_end,
         new_start=new_start,
         new_end=new_end,
         bias_start=bias_start,
         bias_end=bias_end,
+        bad_end_start=bad_end_start,
+        bad_end_end=bad_end_end,
         allowed_row=torch.tensor([i // 2 if i % 2 else -1 for i in range(num_rows)]),
-        seen_ids=torch.randperm(vocab_size, generator=rng)[:num_seen],
-        seen_counts=integers(4, num_seen),
-        bias_ids=integers(vocab_size, num_biases),
+        seen_ids=torch.randperm(vocab_size, generator=rng)[:num_seen].int(),
+        seen_counts=1 + integers(4, num_seen).int(),
+        bias_ids=integers(vocab_size, num_biases).int(),
         bias_values=values,
-        bias_after=torch.where(integers(2, num_biases) > 0, -1, integers(8, num_biases)),
-        allowed=torch.randint(-(2**31), 2**31, (num_rows // 2, -(-vocab_size // 32)), generator=rng).int(),
+        bias_after=torch.where(integers(2, num_biases) > 0, -1, integers(8, num_biases)).int(),
+        allowed=torch.randint(-(2**31), 2**31, (num_rows // 2, num_words), generator=rng).int(),
+        prompt_masks=torch.randint(-(2**31), 2**31, (num_rows // 4, num_words), generator=rng).int(),
     )
 
 
@@ -87,18 +92,22 @@ def test_row_without_edits_is_copied(device: str) -> None:
         repetition=one,
         frequency=one * 0,
         presence=one * 0,
+        prompt_row=none - 1,
         seen_start=none,
         seen_end=none,
         new_start=none,
         new_end=none + 1,
         bias_start=none,
         bias_end=none,
+        bad_end_start=none,
+        bad_end_end=none,
         allowed_row=none - 1,
-        seen_ids=empty,
-        seen_counts=empty,
-        bias_ids=empty,
+        seen_ids=empty.int(),
+        seen_counts=empty.int(),
+        bias_ids=empty.int(),
         bias_values=empty.float(),
-        bias_after=empty,
+        bias_after=empty.int(),
         allowed=torch.zeros(0, 3, dtype=torch.int32, device=device),
+        prompt_masks=torch.zeros(0, 3, dtype=torch.int32, device=device),
     )
     assert torch.equal(kernel(logits, edits, none)[0], logits[2])

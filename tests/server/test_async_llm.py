@@ -19,6 +19,7 @@ from nanovllm.core.step_plan import StepPlan
 from nanovllm.engine.internals import Internals
 from nanovllm.executor.base import LaunchedStep
 from nanovllm.request_stream import RequestUpdate
+from nanovllm.sampling_params import StructuredOutputs
 from nanovllm.text.request_check import Prompt
 
 OPTIONS: dict[str, Any] = {
@@ -449,6 +450,23 @@ def test_step_that_raises_fails_open_and_later_requests(model: Path, works_ahead
 def test_constructor_bad_option_raises_and_leaves_no_thread(model: Path) -> None:
     with pytest.raises(ValueError, match="max_num_seqs"):
         AsyncLLM(model, **(OPTIONS | {"max_num_seqs": 0}))
+
+
+def test_answers_that_share_their_edits_are_those_of_separate_requests(engine: AsyncLLM) -> None:
+    for more in (
+        {"repetition_penalty": 1.4, "frequency_penalty": 0.5, "logit_bias": {65: 4.0, 66: 4.0}, "min_tokens": 4},
+        {"bad_words": ["A", "BC", "BBB"], "logit_bias": {33: 6.0, 34: 6.0, 35: 6.0}},
+        {"structured_outputs": StructuredOutputs(regex="[a-f]{3,9}")},
+    ):
+        params = SamplingParams(n=3, seed=5, max_tokens=12, ignore_eos=True, **more)  # type: ignore[arg-type]
+
+        async def main(params: SamplingParams = params) -> list[list[int]]:
+            stream = await engine.submit([[1, 2, 3]], params)
+            return [output["token_ids"] for output in await stream.outputs()]
+
+        answers = [engine.llm.generate([[1, 2, 3]], each, use_tqdm=False)[0] for each in params.per_answer()]
+        assert run(main()) == [answer["token_ids"] for answer in answers]
+        assert len({*map(str, (answer["token_ids"] for answer in answers))}) == 3
 
 
 def test_sequences_are_made_off_the_event_loop(engine: AsyncLLM) -> None:

@@ -255,6 +255,7 @@ MODEL_LEN = 10_000  # 2 * 21 * 10,000 log-probabilities are fewer than 4 Mi
         (CHAT | {"logprobs": True, "n": 100}, 1_000_000),
         (CHAT | {"logprobs": True, "top_logprobs": 20, "max_completion_tokens": 10, "n": 100}, 21_000),
         (CHAT | {"prompt_logprobs": 20}, 21 * MODEL_LEN),
+        (CHAT | {"prompt_logprobs": 20, "n": 3}, 3 * 21 * MODEL_LEN),
     ],
 )
 def test_limits_count_all_logprobs_of_a_request(fields: dict[str, Any], factor: int) -> None:

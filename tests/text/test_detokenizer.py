@@ -12,7 +12,7 @@ from tiers import examples
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from nanovllm.text.detokenizer import WINDOW_TOKENS, Detokenizer, TokenDecoder
+from nanovllm.text.detokenizer import WINDOW_TOKENS, Detokenizer, StopStrings, TokenDecoder
 
 
 class ByteTokenizer:
@@ -43,7 +43,7 @@ class WordTokenizer:
 
 def run(token_ids: list[int], stop: tuple[str, ...] = (), tokenizer: object = None) -> tuple[list[str], Detokenizer]:
     """The pieces, a token at a time, until the end or a stop string."""
-    detokenizer = Detokenizer(TokenDecoder(tokenizer or ByteTokenizer()), stop)
+    detokenizer = Detokenizer(TokenDecoder(tokenizer or ByteTokenizer()), StopStrings(stop))
     pieces = []
     for end, token_id in enumerate(token_ids, 1):
         pieces.append(detokenizer.update([token_id], finished=end == len(token_ids)))
@@ -112,7 +112,7 @@ def test_incomplete_character_waits_for_its_rest_and_is_shown_when_there_is_none
 
 
 def test_text_before_an_incomplete_character_does_not_wait_for_it() -> None:
-    detokenizer = Detokenizer(TokenDecoder(ByteTokenizer()), ())
+    detokenizer = Detokenizer(TokenDecoder(ByteTokenizer()), StopStrings())
     assert detokenizer.update(b"ab\xe2", False) == "ab"
     assert detokenizer.update(b"\x82\xacc", False) == "\u20acc"
 
@@ -123,7 +123,7 @@ def test_replacement_characters_of_the_text_itself_come_out() -> None:
     pieces, _ = run([*text.encode(), *b"b"])
     assert len("".join(pieces[:-1])) >= 24 and "".join(pieces) == text + "b"
     assert run([*text.encode(), *b"END" * 9], ("\ufffdEND",))[1].text == text[:-1]
-    detokenizer = Detokenizer(TokenDecoder(ByteTokenizer()), ("\ufffd" * 5,))
+    detokenizer = Detokenizer(TokenDecoder(ByteTokenizer()), StopStrings(("\ufffd" * 5,)))
     num_updates = 0
     while not detokenizer.stopped:
         num_updates += 1
@@ -138,7 +138,7 @@ def test_update_decodes_few_tokens_whatever_waits(token_ids: list[int]) -> None:
     num_decoded = []
     decode = decoder.decode
     decoder.decode = lambda token_ids: num_decoded.append(len(token_ids)) or decode(token_ids)  # type: ignore[func-returns-value]
-    detokenizer = Detokenizer(decoder, ("END",))
+    detokenizer = Detokenizer(decoder, StopStrings(("END",)))
     for token_id in token_ids * 500:
         detokenizer.update([token_id], False)
     assert max(num_decoded) <= 2 * WINDOW_TOKENS
@@ -165,7 +165,7 @@ def test_special_tokens_are_not_shown() -> None:
 
 
 def test_after_a_stop_nothing_more_comes() -> None:
-    detokenizer = Detokenizer(TokenDecoder(ByteTokenizer()), ("b",))
+    detokenizer = Detokenizer(TokenDecoder(ByteTokenizer()), StopStrings(("b",)))
     assert detokenizer.update(b"ab", False) == "a"
     assert detokenizer.update(b"cd", True) == ""
     assert detokenizer.text == "a"
@@ -174,7 +174,7 @@ def test_after_a_stop_nothing_more_comes() -> None:
 @settings(max_examples=examples(200), deadline=None)
 @given(text=st.text("ab\u00e4", min_size=1, max_size=40), stop=st.text("ab\u00e4", min_size=1, max_size=4))
 def test_stop_string_that_is_included_ends_the_text_and_nothing_behind_it_shows(text: str, stop: str) -> None:
-    detokenizer = Detokenizer(TokenDecoder(ByteTokenizer()), (stop,), include_stop=True)
+    detokenizer = Detokenizer(TokenDecoder(ByteTokenizer()), StopStrings((stop,)), include_stop=True)
     pieces = []
     for start in range(0, len(data := text.encode()), 3):
         pieces.append(detokenizer.update(data[start : start + 3], finished=start + 3 >= len(data)))
@@ -185,7 +185,7 @@ def test_stop_string_that_is_included_ends_the_text_and_nothing_behind_it_shows(
 
 @pytest.mark.parametrize(("include_stop", "text"), [(False, "ab"), (True, "ab.")])
 def test_end_token_that_has_text_shows_only_if_it_is_to_be_included(include_stop: bool, text: str) -> None:
-    detokenizer = Detokenizer(TokenDecoder(ByteTokenizer()), ("END",), include_stop)
+    detokenizer = Detokenizer(TokenDecoder(ByteTokenizer()), StopStrings(("END",)), include_stop)
     assert detokenizer.update(b"ab", False) == "ab"
     detokenizer.update(b".", True, at_end_token=True)
     assert (detokenizer.text, detokenizer.stopped) == (text, False)
@@ -196,7 +196,7 @@ def test_stop_string_that_is_a_special_token_is_found_where_those_are_shown() ->
     token_ids = [*BYTE_LEVEL.encode("a test"), BYTE_LEVEL.eos_token_id, *BYTE_LEVEL.encode("more")]
     texts = {}
     for skip in (True, False):
-        detokenizer = Detokenizer(TokenDecoder(BYTE_LEVEL, skip), ("<eos>",))
+        detokenizer = Detokenizer(TokenDecoder(BYTE_LEVEL, skip), StopStrings(("<eos>",)))
         detokenizer.update(token_ids, finished=True)
         texts[skip] = detokenizer.text
     assert texts == {True: "a testmore", False: "a test"}
@@ -205,7 +205,7 @@ def test_stop_string_that_is_a_special_token_is_found_where_those_are_shown() ->
 @pytest.mark.parametrize("step", [2, 3, 7])
 def test_several_tokens_at_once_give_the_same_text(step: int) -> None:
     token_ids = "K\u00f6ln \u20ac 5, \U0001f600 and on END more".encode()
-    detokenizer = Detokenizer(TokenDecoder(ByteTokenizer()), ("END",))
+    detokenizer = Detokenizer(TokenDecoder(ByteTokenizer()), StopStrings(("END",)))
     starts = range(0, len(token_ids), step)
     pieces = [detokenizer.update(token_ids[i : i + step], finished=i + step >= len(token_ids)) for i in starts]
     assert "".join(pieces) == detokenizer.text == "K\u00f6ln \u20ac 5, \U0001f600 and on "
@@ -267,7 +267,7 @@ def check_real_tokenizer(tokenizer: Any, token_ids: list[int]) -> None:
     """One by one, and in chunks of random lengths: whoever reads seldom gets several at a time."""
     rng = random.Random(len(token_ids))
     for skip, longest in product((True, False), (1, 4, 12, 40)):
-        detokenizer = Detokenizer(TokenDecoder(tokenizer, skip), ())
+        detokenizer = Detokenizer(TokenDecoder(tokenizer, skip), StopStrings())
         pieces, end = [], 0
         while end < len(token_ids):
             start, end = end, min(end + rng.randint(1, longest), len(token_ids))

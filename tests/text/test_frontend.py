@@ -13,6 +13,7 @@ from nanovllm.engine.setup import prepare
 from nanovllm.engine.startup import start_engine
 from nanovllm.errors import RequestError
 from nanovllm.text.answer import TextReceiver
+from nanovllm.text.bad_words import bad_word_token_ids
 from nanovllm.text.frontend import TextFrontend
 
 OPTIONS = {"device": "cpu", "dtype": "float32", "num_kvcache_blocks": 20}
@@ -187,3 +188,15 @@ def test_receiver_detokenize_off_makes_no_text(text: TextFrontend) -> None:
     assert text.receiver(Outbox(), params).whole_text() is None
     with pytest.raises(ValueError, match="leave detokenize on"):
         text.check_stream(params)
+
+
+def test_bad_words_that_leave_no_token_are_refused() -> None:
+    class Letters:
+        def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+            return [ord(char) - ord("a") for char in text.lstrip()]
+
+    assert bad_word_token_ids(Letters(), ["a", "b", "cc"], vocab_size=3) == ((0,), (1,), (2, 2))
+    with pytest.raises(
+        RequestError, match="bad_words forbids all 3 tokens of the model's vocabulary; leave some words"
+    ):
+        bad_word_token_ids(Letters(), ["a", "b", "c", "c"], vocab_size=3)

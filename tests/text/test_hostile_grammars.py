@@ -4,6 +4,7 @@ import json
 import random
 import threading
 import time
+from concurrent.futures import Future, wait
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,7 @@ from transformers import AutoTokenizer
 from nanovllm.demo.tokenizer import END_TOKEN_ID, save_tokenizer
 from nanovllm.errors import RequestError
 from nanovllm.sampling_params import StructuredOutputs
-from nanovllm.text import grammar_text
-from nanovllm.text.grammar import LIMITS, MAX_REASON_CHARS
+from nanovllm.text.grammar import LIMITS, MAX_REASON_CHARS, MAX_REFERENCE_DEPTH, _measure, with_deep_stack
 from nanovllm.text.structured import GrammarCompiler, TokenMatcher
 
 MAX_SECONDS = 5.0  # each takes less than one on an idle machine
@@ -135,8 +135,8 @@ def test_references_nest_to_the_limit_and_no_deeper(compiler: GrammarCompiler, l
     """llguidance follows them by recursion. A chain of 1600 objects overflowed the stack and killed the process."""
     with pytest.raises(RequestError, match=r"1501 references in \d+ levels.*at most 6000"):
         compiler.compile(StructuredOutputs(json=chain(1500, link)))
-    height = grammar_text._measure(chain(1, link))[0]
-    deepest = StructuredOutputs(json=chain(grammar_text.MAX_REFERENCE_DEPTH // height - 2, link))
+    height = _measure(chain(1, link))[0]
+    deepest = StructuredOutputs(json=chain(MAX_REFERENCE_DEPTH // height - 2, link))
     outcome: list[Any] = []
 
     def compile_and_answer() -> None:
@@ -227,6 +227,7 @@ def test_limit_ends_only_the_request_that_exceeds_it(strict: GrammarCompiler) ->
     """The automaton that all share is useless afterwards; the others go on with a new one."""
     grammar = strict.compile(SLOW)
     running, slow = TokenMatcher(grammar, False), TokenMatcher(grammar, False)
+    wait(grammar._spares)
     assert running.accept(ord("o"))
     rng = random.Random(0)
     while slow.error is None and len(slow._token_ids) < 5000:
@@ -245,7 +246,9 @@ def test_limit_ends_only_the_request_that_exceeds_it(strict: GrammarCompiler) ->
 
 def test_limit_in_a_guess_leaves_the_answer_as_it_is(strict: GrammarCompiler) -> None:
     """The guesses are allowed, but the masks after them exceed the limit; the answer takes another way."""
-    matcher = TokenMatcher(strict.compile(StructuredOutputs(regex=r"(ab)*(ok!|x[ab]*a[ab]{40})")), False)
+    grammar = strict.compile(StructuredOutputs(regex=r"(ab)*(ok!|x[ab]*a[ab]{40})"))
+    matcher = TokenMatcher(grammar, False)
+    wait(grammar._spares)
     assert all(map(matcher.accept, b"abab"))
     before = matcher.mask()
     guesses = [*b"x", *random.Random(0).choices(b"ab", k=1000)]
@@ -254,8 +257,34 @@ def test_limit_in_a_guess_leaves_the_answer_as_it_is(strict: GrammarCompiler) ->
     assert all(map(matcher.accept, b"ok!")) and matcher.is_finished and matcher.error is None
 
 
+def test_exhausted_automaton_is_replaced_without_a_compilation_in_its_thread(strict: GrammarCompiler) -> None:
+    """Regression: the engine's thread compiled the grammar again, up to five times for one answer, at 0.1 s or more
+    each. All requests waited.
+    """
+    grammar = strict.compile(StructuredOutputs(regex=r"(ab)*(ok!|x[ab]*a[ab]{41})"))
+    matcher = TokenMatcher(grammar, False)
+    wait(grammar._spares)
+    may_compile = threading.Event()
+    compile_anew = grammar._compile
+
+    def compile_later() -> Future[Any]:
+        return with_deep_stack(lambda: (may_compile.wait(), compile_anew().result())[1])
+
+    grammar._compile = compile_later  # type: ignore[method-assign]
+    guesses = [*b"x", *random.Random(0).choices(b"ab", k=1000)]
+    try:
+        assert matcher.accept(ord("a")) and matcher.accept(ord("b"))
+        matcher.masks_for(guesses)  # uses up two automata, and goes on with the third
+        assert matcher.error is None and not any(spare.done() for spare in grammar._spares)
+        assert np.flatnonzero(np.unpackbits(matcher.mask().view(np.uint8), bitorder="little")).tolist() == [*b"aox"]
+        matcher.masks_for(guesses)  # without a spare one, the request ends
+        assert matcher.error is not None and "became too complex" in matcher.error
+    finally:
+        may_compile.set()
+
+
 def test_limit_in_guesses_again_and_again_ends_the_request(strict: GrammarCompiler) -> None:
-    """Each costs a compilation, which would hold up the requests beside it."""
+    """Each costs a compilation, and reads the answer again."""
     matcher = TokenMatcher(strict.compile(StructuredOutputs(regex=r"(ab)*(ok!|x[ab]*a[ab]{40})")), False)
     guesses = [*b"x", *random.Random(0).choices(b"ab", k=1000)]
     for _ in range(20):

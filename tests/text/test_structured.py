@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from nanovllm import SamplingParams
 from nanovllm.checkpoint.model_config import ModelConfig
-from nanovllm.core.token_constraint import TokenConstraint, TokenMask
+from nanovllm.core.logit_editor import TokenConstraint, TokenMask
 from nanovllm.demo.tokenizer import END_TOKEN_ID, save_tokenizer
 from nanovllm.errors import RequestError
 from nanovllm.sampling_params import StructuredOutputs
