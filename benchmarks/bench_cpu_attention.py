@@ -111,11 +111,11 @@ def make_job(memory: torch.Tensor, heads: str, head_dim: int, num_rows: int, dty
 
 
 def measure(work: Callable[[], object], num_bytes: int, num_runs: int, link: Link | None) -> dict[str, Any]:
-    """GB/s of `work`, alone and beside the link, after a warm-up each."""
+    """GB/s of `work` alone and beside the link, and of the link beside it, each after a warm-up."""
     figures: dict[str, Any] = {}
-    for key in ("gb_per_s", "beside_link_gb_per_s") if link else ("gb_per_s",):
+    for prefix in ("", "beside_link_") if link else ("",):
         rates, link_rates = [], []
-        with link if link and key.startswith("beside") else nullcontext():
+        with link if link and prefix else nullcontext():
             work()
             for _ in range(num_runs):
                 if link:
@@ -125,23 +125,20 @@ def measure(work: Callable[[], object], num_bytes: int, num_runs: int, link: Lin
                 rates.append(num_bytes / (time.perf_counter() - start_s) / 1e9)
                 if link:
                     link_rates.append(link.byte_per_s() / 1e9)
-        figures |= Samples(tuple(rates)).as_json(key)
-        figures[f"{key}_text"] = str(Samples(tuple(rates)))
-        if link and key.startswith("beside"):
+        figures |= Samples(tuple(rates)).as_json(f"{prefix}gb_per_s")
+        if prefix:
             figures |= Samples(tuple(link_rates)).as_json("link_gb_per_s")
-            figures["link_text"] = str(Samples(tuple(link_rates)))
     return figures
 
 
-def print_row(row: dict[str, Any], bound: dict[str, Any] | None) -> None:
-    texts = [f"{row['kernel']:11} {row['heads']:5} D={row['head_dim'] or '':4} rows={row['rows'] or '':3}"]
-    texts.append(f"threads={row['threads']:3} {row.pop('gb_per_s_text'):>22} GB/s")
-    if bound is not None:
-        row["reading_share"] = row["gb_per_s"] / bound["gb_per_s"]
-        texts.append(f"{row['reading_share']:4.0%} of reading")
-    if "link_text" in row:
-        texts.append(f"  beside the link {row.pop('beside_link_gb_per_s_text')}, the link {row.pop('link_text')}")
-    print(" ".join(texts), flush=True)
+def print_row(row: dict[str, Any]) -> None:
+    what = f"{row['kernel']:11} {row['heads']:5} D={row['head_dim']:4} rows={row['rows']:3} threads={row['threads']:3}"
+    rates = [f"{row['gb_per_s']:6.1f} ({row['gb_per_s_min']:.1f} to {row['gb_per_s_max']:.1f}) GB/s"]
+    if "reading_share" in row:
+        rates.append(f"{row['reading_share']:4.0%} of reading")
+    if "link_gb_per_s" in row:
+        rates.append(f"beside the link {row['beside_link_gb_per_s']:.1f}, the link {row['link_gb_per_s']:.1f}")
+    print(what, *rates, flush=True)
 
 
 def bench_threads(
@@ -151,13 +148,11 @@ def bench_threads(
     cpus = attention_cpus(num_threads, 0, 1)
     kernels: list[CpuKernel] = [choose_kernel(cpus.cpus, name, is_pinned=cpus.is_pinned) for name in names]
     rows: list[dict[str, Any]] = []
-    bound = None
     reader = next((kernel for kernel in kernels if isinstance(kernel, CompiledKernel)), None)
     if reader is not None:
-        bound = {"kernel": "reading", "heads": "", "head_dim": None, "rows": None, "threads": num_threads}
-        bound |= measure(lambda: reader.read(memory), memory.nbytes, args.runs, link)
-        print_row(bound, None)
-        rows.append(bound)
+        where = {"kernel": "reading", "heads": "", "head_dim": 0, "rows": 0, "threads": num_threads}
+        rows.append(where | measure(lambda: reader.read(memory), memory.nbytes, args.runs, link))
+        print_row(rows[0])
     dims, counts = (map(int, text.split(",")) for text in (args.head_dim, args.rows))
     for head_dim, num_rows, heads in itertools.product(dims, counts, args.heads.split(",")):
         job, num_bytes = make_job(memory, heads, head_dim, num_rows, args.dtype, num_threads)
@@ -170,7 +165,9 @@ def bench_threads(
                 "threads": num_threads,
             }
             row |= measure(lambda kernel=kernel, job=job: kernel.attend(job, 0), num_bytes, args.runs, link)
-            print_row(row, bound)
+            if reader is not None:
+                row["reading_share"] = row["gb_per_s"] / rows[0]["gb_per_s"]
+            print_row(row)
             rows.append(row)
     for kernel in kernels:
         kernel.close()

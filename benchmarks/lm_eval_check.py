@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lm_eval_tasks import DOCS, Json, write_tasks
-from benchmarks.serve_process import ServerProcess, free_port
+from benchmarks.server_process import ServerProcess
 from nanovllm.demo.retrieval_model import build_retrieval_model
 
 TOLERANCE = 5e-5  # of a log-likelihood, per token; the built-in model has logits of 32, which fp32 sums to about 1e-5
@@ -65,7 +65,7 @@ def write_random_model(directory: Path) -> Path:
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from benchmarks.serve_model import END_TOKEN, make_tokenizer
+    from benchmarks.server_process import END_TOKEN, make_tokenizer
 
     torch.manual_seed(0)
     config = Qwen3Config(
@@ -103,16 +103,14 @@ def evaluate(backend: str, tasks: list[Json], **model_args: Any) -> Json:
 def evaluate_both(model: Path, tasks: list[Json]) -> tuple[Json, Json]:
     """By transformers, and by a server that is started for it."""
     reference = evaluate("hf", tasks, pretrained=str(model), dtype="float32", max_length=ROLLING_LEN)
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
     command = f"nanovllm serve --model {model} --device cpu --dtype float32 --max-model-len {MAX_MODEL_LEN}"
-    with ServerProcess(f"{command} --num-kvcache-blocks 64 --served-model-name m --port {{port}}", url, port) as server:
+    with ServerProcess(f"{command} --num-kvcache-blocks 64 --served-model-name m --port {{port}}") as server:
         server.wait_until_ready()
         found = evaluate(
             "local-completions",
             tasks,
             model="m",
-            base_url=f"{url}/v1/completions",
+            base_url=f"{server.url}/v1/completions",
             tokenizer=str(model),
             max_length=MAX_MODEL_LEN,
             num_concurrent=2,

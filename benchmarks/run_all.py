@@ -96,7 +96,7 @@ def read_result(job: Job, exit_status: int, output: str) -> tuple[str, Json | No
 
 def row(target: Target, results: dict[str, Json], statuses: dict[str, str]) -> str:
     """A line of the table: the value and the target, or why there is nothing to compare."""
-    head = f"{target.what:46}"
+    head = f"{target.what:52}"
     missing = [f"{name} {statuses.get(name, 'did not run')}" for name in target.jobs if name not in results]
     if missing:
         return f"{head} not measured: {', '.join(missing)}"
@@ -157,7 +157,7 @@ def main() -> int:
     print()
     for job in jobs:
         print(f"{job.name:22} {statuses.get(job.name, 'did not run')}")
-    print(f"\n{'':46} {'reached':>12} {'target':>12}")
+    print(f"\n{'':52} {'reached':>12} {'target':>12}")
     for target in TARGETS:
         if any(job.name in target.jobs for job in jobs):
             print(row(target, results, statuses))
