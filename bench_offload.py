@@ -3,17 +3,14 @@
 The link is measured first. Decode with offload is bound by the link's rate divided by the fewest bytes that must cross
 it per token; the fewest blocks are full blocks - (slots - write slots). Where the CPU attends to some of them, decode
 is bound by both rates together, as start-up measured them. --cpu-attention both measures with and without the CPU.
-Prefill is bound by its arithmetic, and compared with the all-GPU engine in the same run. --sweep measures one prompt in
-the engine with and without offload over contexts and slots, and with matplotlib (the extra `bench`) draws a plot.
+Prefill is bound by its arithmetic, and compared with the all-GPU engine in the same run.
 --speculation measures decode against the share of right guesses, by an oracle (benchmarks/speculation.py).
 """
 
 import argparse
 import gc
-import importlib.util
 import random
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -210,57 +207,6 @@ def free_gpu() -> None:
     torch.cuda.empty_cache()
 
 
-def run_sweep(args: argparse.Namespace, ceilings: Ceilings, header: dict[str, Any]) -> dict[str, Any]:
-    """Measure one prompt for every context and number of slots, and for every context all on the GPU."""
-    args.one_prompt = True
-    result = header | {"points": []}
-    for context in args.sweep_contexts:
-        free_gpu()
-        gpu = bench_gpu(args, context)
-        for num_slots in args.sweep_slots:
-            for mode in ("off", "auto") if args.cpu_attention == "both" else (args.cpu_attention,):
-                free_gpu()
-                print(f"{context} tokens, {num_slots} slots, cpu_attention={mode}")
-                point = gpu | bench_offload(args, ceilings, context, num_slots, mode)
-                point |= {"context": context, "num_gpu_blocks": num_slots, "cpu_attention": mode}
-                ratio = point["offload_prefill_tok_per_s"] / point["gpu_prefill_tok_per_s"]
-                result["points"].append(point | {"prefill_ratio_to_gpu": ratio})
-    if importlib.util.find_spec("matplotlib") is not None:
-        plot_sweep(result, Path(args.json or "offload_sweep.json").with_suffix(".png"))
-    return result
-
-
-def plot_sweep(result: dict[str, Any], path: Path) -> None:
-    """Draw decode rates with their bounds, and prefill relative to all-GPU, over the contexts."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, panels = pyplot.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
-    names = dict.fromkeys((p["num_gpu_blocks"], p["cpu_attention"]) for p in result["points"])
-    for colour, (num_slots, mode) in enumerate(names):
-        points = [p for p in result["points"] if (p["num_gpu_blocks"], p["cpu_attention"]) == (num_slots, mode)]
-        label = f"{num_slots} slots" + ("" if mode == "off" else f", CPU {mode}")
-        bound = ("" if any("bound_share" in p for p in points) else "link_") + "bound_decode_tok_per_s"
-        for axes, key, style in (
-            (panels[0], "offload_decode_tok_per_s", "o-"),
-            (panels[0], bound, "--"),
-            (panels[1], "prefill_ratio_to_gpu", "o-"),
-        ):
-            some = [(p["context"], p[key]) for p in points if key in p]
-            x, y = [context for context, _ in some], [value for _, value in some]
-            axes.plot(x, y, style, color=f"C{colour}", label=label if style == "o-" else None)
-    panels[0].set(title="Decode; dashed: bound", ylabel="tok/s", yscale="log")
-    panels[1].set(title="Prefill, relative to all-GPU", ylabel="ratio", ylim=(0, 1.1))
-    for axes in panels:
-        axes.set(xscale="log", xlabel="context, tokens")
-        axes.legend(fontsize=8)
-    figure.suptitle(f"{result['model']} on {result['gpu']}, blocks of {result['block_size']} tokens", fontsize=11)
-    figure.savefig(path, dpi=120)
-    print(f"plot: {path}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     add_model_arguments(parser)
@@ -278,18 +224,12 @@ def main() -> None:
     )
     parser.add_argument("--cpu-memory-gb", type=float, help="size of the CPU pool in GiB; default: what the runs need")
     parser.add_argument(
-        "--sweep", action="store_true", help="measure over contexts and slots instead; writes JSON and a plot"
-    )
-    parser.add_argument(
         "--speculation",
         choices=("resident", "prompt_lookup"),
         help="measure decode with guesses instead, by an oracle whose guesses cost what those of this drafter do; "
         "--num-gpu-blocks 0: all on the GPU",
     )
     parser.add_argument("--num-speculative-tokens", type=int, default=15, help="maximum guesses in a step")
-    sizes = {"type": int, "nargs": "+", "metavar": "N"}
-    parser.add_argument("--sweep-contexts", default=[40960, 65536, 131072, 262144], help="tokens", **sizes)
-    parser.add_argument("--sweep-slots", default=[4, 8, 16], help="numbers of slots", **sizes)
     args = parser.parse_args()
     compare = {name for name in args.compare.split(",") if name}
     if unknown := compare - {"gpu", "hf"}:
@@ -303,12 +243,8 @@ def main() -> None:
     free_gpu()
     print(ceilings)
     result = run_options(args) | versions() | {"gpu": ceilings.name, "link_byte_per_s": ceilings.link_byte_per_s}
-    if args.sweep or args.speculation:
-        if args.sweep:
-            result = run_sweep(args, ceilings, result)
-        else:
-            result = run_speculation(args, ceilings, result, make_llm)
-        report(result, args.json)
+    if args.speculation:
+        report(run_speculation(args, ceilings, result, make_llm), args.json)
         return
     result |= bench_with_and_without_cpu(args, ceilings)
     if "gpu" in compare:

@@ -41,7 +41,7 @@ from benchmarks.serve_client import (
     clock,
     load_figures,
     over_runs,
-    with_range,
+    show,
 )
 from benchmarks.serve_streams import allow_files, measure_idle_connections, measure_interference
 from benchmarks.server_process import EngineProcess, ServerError, ServerProcess, get, write_model
@@ -61,7 +61,8 @@ async def measure_chats(bench: Bench) -> Json:
     runs = [await run_load(bench, args.seed + run) for run in range(args.runs + args.warm_up)]
     load = {"offered_request_per_s": args.rate} if args.rate else {"concurrency": args.concurrency}
     result = load | over_runs(runs[args.warm_up :])
-    print_load(result)
+    keys = [f"{name}_{label}_ms" for name in ("ttft", "time_per_token", "latency") for label in SHARES]
+    show(f"chats, {load}, errors {result['errors']}:", result, "output_tok_per_s", "request_per_s", *keys)
     if args.against_generate:
         bench.sent = [await bench.engine_requests(bodies) for bodies in bench.sent]
     return result
@@ -96,21 +97,6 @@ async def run_load(bench: Bench, seed: int) -> Json:
     if failed := next((answer for answer in answers if answer.error), None):
         print(f"  an error: {failed.error} {failed.detail}", flush=True)
     return load_figures(answers) | {"client_cpu_share": cpu_share}
-
-
-def print_load(result: Json) -> None:
-    """Print the figures of a load, each with its range over the runs."""
-    load = f"{result['offered_request_per_s']:g}/s" if "offered_request_per_s" in result else result["concurrency"]
-    print(f"chats, {load}: {result['num_requests']} requests in {result['num_runs']} runs", flush=True)
-    for key, unit in (("output_tok_per_s", "output tok/s"), ("request_per_s", "requests/s")):
-        if key in result:
-            print(f"  {with_range(result, key)} {unit}")
-    for key, what in (("ttft", "first token"), ("time_per_token", "each token"), ("latency", "whole request")):
-        if f"{key}_p50_ms" in result:
-            times = ", ".join(f"{label} {with_range(result, f'{key}_{label}_ms')}" for label in SHARES)
-            print(f"  {what:13} ms: {times}")
-    if result["num_errors"]:
-        print(f"  {result['num_errors']} errors: {result['errors']}")
 
 
 def compare_rate(result: Json, command: Sequence[str], runs: Sequence[Sequence[Json]]) -> Json:
@@ -148,11 +134,7 @@ async def measure_document(bench: Bench) -> Json:
         figures |= {"prompt_tokens": first.num_prompt_tokens, "cached_tokens": answers[-1].num_cached_tokens}
         runs.append(figures)
     result = over_runs(runs[args.warm_up :])
-    print(
-        f"document of {result['prompt_tokens']:,.0f} tokens: first token {result['first_ttft_s']:.3f} s "
-        f"({result['prefill_tok_per_s']:,.0f} tok/s), of later questions {result['later_ttft_s']:.3f} s, "
-        f"ratio {result['second_question_ttft_ratio']:.3f}; {result['cached_tokens']:,.0f} tokens cached"
-    )
+    show("document:", result, *figures)
     return result
 
 
@@ -178,9 +160,7 @@ async def measure_overhead(bench: Bench) -> Json:
                 | {"stream_overhead_ms": (medians["http_stream"] - medians["engine"]) * 1e3}
             )
     result = over_runs(runs)
-    print(f"HTTP adds {with_range(result, 'overhead_ms')} ms to a request")
-    print(f"HTTP adds {with_range(result, 'stream_overhead_ms')} ms to a request that is streamed")
-    print(f"  which takes the engine {result['engine_latency_s'] * 1e3:.2f} ms")
+    show("HTTP adds to a small request:", result, *runs[0])
     return result
 
 

@@ -325,5 +325,9 @@ def over_runs(runs: Sequence[Json]) -> Json:
     return result
 
 
-def with_range(result: Json, key: str) -> str:
-    return f"{result[key]:,.2f} ({result[f'{key}_min']:,.2f} to {result[f'{key}_max']:,.2f})"
+def show(title: str, result: Json, *keys: str) -> None:
+    """Print these figures, as far as there are any, with their ranges over the runs."""
+    print(title)
+    for key in keys:
+        if key in result:
+            print(f"  {key:34} {result[key]:10,.3f} ({result[f'{key}_min']:,.3f} to {result[f'{key}_max']:,.3f})")

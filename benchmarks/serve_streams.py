@@ -20,7 +20,7 @@ from benchmarks.serve_client import (
     over_runs,
     percentile,
     percentiles_ms,
-    with_range,
+    show,
 )
 
 STREAM_PROMPT_TOKENS = 100
@@ -38,6 +38,12 @@ class Window(NamedTuple):
 
     def holds(self, time_s: float) -> bool:
         return self.start_s < time_s <= self.end_s
+
+
+async def _cancel(tasks: "list[asyncio.Task[None]]") -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class RunningStreams:
@@ -64,35 +70,31 @@ class RunningStreams:
             num_begun = max_tokens * (len(self.answers) - 1 - stream_idx) // len(self.answers)
             sizes = (STREAM_PROMPT_TOKENS + num_begun, max_tokens - num_begun), (STREAM_PROMPT_TOKENS, max_tokens)
             bodies.append([await self._bench.request(rng, *size, **more) for size in sizes])
+        for (first, later), answers in zip(bodies, self.answers, strict=True):
+            self._tasks.append(asyncio.create_task(self._run(first, later, answers)))
         try:
-            for (first, later), answers in zip(bodies, self.answers, strict=True):
-                self._tasks.append(asyncio.create_task(self._run(first, later, answers)))
             while not all(answers and answers[0].has_token() for answers in self.answers):
                 self.check()
                 await asyncio.sleep(POLL_S)
         except BaseException:
-            await self._cancel()
+            await _cancel(self._tasks)
             raise
         await asyncio.sleep(SETTLE_S)
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        await self._cancel()
-        for answers in self.answers:
-            for answer in answers:
-                answer.read()
-
-    async def _cancel(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await _cancel(self._tasks)
+        for answer in (answer for answers in self.answers for answer in answers):
+            answer.read()
+        if failed := next((answer for answers in self.answers for answer in answers[:-1] if answer.error), None):
+            raise WorkloadError(f"a running stream failed: {failed.error} {failed.detail}")
 
     async def _run(self, body: Json, later: Json, answers: list[Answer]) -> None:
         while True:
             answers.append(Answer())
             answer = await self._bench.client.ask(COMPLETIONS, body, answers[-1])
-            is_complete = b"[DONE]" in b"".join(piece for _, piece in answer.pieces[-2:])
-            if answer.status != 200 or not is_complete:  # `read` would delay the other streams
+            has_end = b"[DONE]" in b"".join(piece for _, piece in answer.pieces[-2:])
+            if answer.status != 200 or not has_end:  # `read` would delay the other streams; it is called at the end
                 answer.read()
                 raise WorkloadError(f"a running stream failed: {answer.error} {answer.detail}")
             body = later
@@ -110,12 +112,7 @@ class RunningStreams:
         self.check()
         return Window(start_s, clock())
 
-    # -- figures; only after the streams have ended, because until then their answers have not been read -------------
-
-    @property
-    def num_ended(self) -> int:
-        """Answers that have ended, each of which made a stream begin another."""
-        return sum(len(answers) - 1 for answers in self.answers)
+    # the rest only after the streams have ended, because until then their answers have not been read
 
     def tok_per_s(self, window: Window) -> float:
         """Rate of all streams in the window."""
@@ -148,26 +145,20 @@ class RunningStreams:
 async def measure_interference(bench: Bench) -> Json:
     """A long prompt arrives beside running streams, and short requests arrive one after the other while it is read."""
     args = bench.args
-    runs = [await interfere(bench, args.seed + run) for run in range(args.runs + args.warm_up)]
-    result = over_runs(runs[args.warm_up :])
-    print(
-        f"{args.streams} streams, then {args.document_tokens} tokens: time per token quiet p50 "
-        f"{result['quiet_time_per_token_p50_ms']:.2f} ms (before {result['quiet_before_time_per_token_p50_ms']:.2f}, "
-        f"after {result['quiet_after_time_per_token_p50_ms']:.2f}), p99 "
-        f"{result['quiet_time_per_token_p99_ms']:.2f} ms; "
-        f"meanwhile p50 {result['prefill_time_per_token_p50_ms']:.2f} ms, "
-        f"p99 {result['prefill_time_per_token_p99_ms']:.2f} ms, {result['prefill_p99_over_quiet_p50']:.2f} of quiet p50"
+    result = over_runs(
+        [await interfere(bench, args.seed + run) for run in range(args.runs + args.warm_up)][args.warm_up :]
     )
-    print(
-        f"{result['num_short_requests']} short requests meanwhile: first token {result['short_ttft_s']:.3f} s, latest "
-        f"{result['short_ttft_latest_s']:.3f} s and {result['short_ttft_steps']:.0f} steps; "
-        f"the long prompt {result['long_ttft_s']:.2f} s"
-    )
+    keys = [f"{when}_time_per_token_{label}_ms" for when in ("quiet", "prefill") for label in ("p50", "p99")]
+    keys += ["prefill_p99_over_quiet_p50", "short_ttft_s", "short_ttft_latest_s", "long_ttft_s"]
+    show(f"{args.streams} streams, then {args.document_tokens} tokens:", result, *keys)
     return result
 
 
 async def interfere(bench: Bench, seed: int) -> Json:
-    """One run: figures of the quiet streams, of the streams while a long prompt is read, and of the short requests."""
+    """One run: figures of the quiet streams, of the streams while a long prompt is read, and of the short requests.
+
+    The quiet figures are of windows before and after the prompt. The p50 of each says whether the pace stayed the same.
+    """
     args, rng = bench.args, random.Random(seed)
     long_body = await bench.request(rng, args.document_tokens, LONG_ANSWER_TOKENS)
     bodies = [await bench.request(rng, SHORT_PROMPT_TOKENS, SHORT_ANSWER_TOKENS) for _ in range(args.short_requests)]
@@ -192,30 +183,22 @@ async def interfere(bench: Bench, seed: int) -> Json:
     shorts = [short for short in shorts if prefill.holds(short.sent_s)]  # also those that had to wait for its end
     if not shorts:
         raise WorkloadError(f"the long prompt took only {long.ttft_s:.2f} s; make it longer, or lower --short-after-s")
-    return interference_figures(streams, before, prefill, after) | {
-        "streams_ended": streams.num_ended,
+    gaps_before, gaps_after = streams.gaps(before), streams.gaps(after)
+    result = percentiles_ms("quiet_time_per_token", gaps_before + gaps_after)
+    result |= percentiles_ms("prefill_time_per_token", streams.gaps(prefill))
+    return result | {
+        "quiet_before_time_per_token_p50_ms": percentile(gaps_before, 0.5) * 1e3,
+        "quiet_after_time_per_token_p50_ms": percentile(gaps_after, 0.5) * 1e3,
+        "prefill_p99_over_quiet_p50": result["prefill_time_per_token_p99_ms"] / result["quiet_time_per_token_p50_ms"],
+        "quiet_tok_per_s": (streams.tok_per_s(before) + streams.tok_per_s(after)) / 2,
+        "prefill_tok_per_s": streams.tok_per_s(prefill),
+        "streams_ended": sum(len(answers) - 1 for answers in streams.answers),
         "short_ttft_s": percentile([(short.ttft_s, 1) for short in shorts], 0.5),
         "short_ttft_latest_s": max(short.ttft_s for short in shorts),
         "short_ttft_steps": max(streams.num_steps(Window(short.sent_s, short.event_s[0])) for short in shorts),
         "num_short_requests": len(shorts),
         "long_ttft_s": long.ttft_s,
     }
-
-
-def interference_figures(streams: RunningStreams, before: Window, prefill: Window, after: Window) -> Json:
-    """The streams' times per token and their rates during the prefill, and before and after it.
-
-    The quiet figures are of both windows. The p50 of each says whether the quiet pace has stayed the same.
-    """
-    gaps = {"before": streams.gaps(before), "after": streams.gaps(after)}
-    result: Json = percentiles_ms("quiet_time_per_token", gaps["before"] + gaps["after"])
-    for name, values in gaps.items():
-        result[f"quiet_{name}_time_per_token_p50_ms"] = percentile(values, 0.5) * 1e3
-    result |= percentiles_ms("prefill_time_per_token", streams.gaps(prefill))
-    ratio = result["prefill_time_per_token_p99_ms"] / result["quiet_time_per_token_p50_ms"]
-    result |= {"quiet_tok_per_s": (streams.tok_per_s(before) + streams.tok_per_s(after)) / 2}
-    result |= {"prefill_tok_per_s": streams.tok_per_s(prefill)}
-    return result | {"prefill_p99_over_quiet_p50": ratio}
 
 
 # -- idle and slow connections -----------------------------------------------------------------------------------
@@ -227,7 +210,7 @@ PAUSE_S = 0.5  # after opening the connections, and after closing them
 
 
 class IdleConnections:
-    """Connections to the server that stay open. A third sends nothing, a third a slow head, a third a slow body.
+    """Connections that stay open. A third sends nothing, a third a slow head, a third a slow body.
 
     Each slow one sends a byte every `byte_interval_s`, and in this time they send one after the other.
     """
@@ -242,27 +225,24 @@ class IdleConnections:
         allow_files(self._num_connections + SPARE_FILES)
         self._tasks = [asyncio.create_task(self._keep_open(index)) for index in range(self._num_connections)]
         while self.num_opened < self._num_connections:
-            for task in self._tasks:
-                if task.done():
-                    task.result()
+            if failed := next((task for task in self._tasks if task.done()), None):
+                failed.result()
             await asyncio.sleep(0.01)
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await _cancel(self._tasks)
 
     async def _keep_open(self, index: int) -> None:
         """Open a connection, and open it again whenever the server has closed it."""
-        host, is_secure = self._address.hostname, self._address.scheme == "https"
-        head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: {host}\r\nContent-Length: 10000\r\n".encode()
+        is_secure = self._address.scheme == "https"
+        address = self._address.hostname, self._address.port or (443 if is_secure else 80)
+        head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: {address[0]}\r\nContent-Length: 10000\r\n".encode()
         sent, slow = ((b"", b""), (head, b"a"), (head + b"\r\n", b" "))[index % 3]
         interval_s = self._byte_interval_s if slow else None
         while True:
             async with self._opening:
-                port = self._address.port or (443 if is_secure else 80)
-                reader, writer = await asyncio.open_connection(host, port, ssl=is_secure or None)
+                reader, writer = await asyncio.open_connection(*address, ssl=is_secure or None)
             self.num_opened += 1
             ended = asyncio.ensure_future(reader.read())
             try:
@@ -289,27 +269,21 @@ async def measure_idle_connections(bench: Bench) -> Json:
 
     Each run measures both, in two passes that differ in nothing else. Which comes first changes from run to run.
     """
-    args = bench.args
-    runs = []
+    args, runs = bench.args, []
     for run in range(args.runs + args.warm_up):
-        rates = {}
+        figures: Json = {}
         for num_connections in (args.idle_connections, 0) if run % 2 else (0, args.idle_connections):
-            interval_s = args.window_s / BYTES_PER_WINDOW
-            async with IdleConnections(bench.client.base_url, num_connections, interval_s) as idle:
+            async with IdleConnections(
+                bench.client.base_url, num_connections, args.window_s / BYTES_PER_WINDOW
+            ) as idle:
                 await asyncio.sleep(PAUSE_S)
                 async with RunningStreams(bench, args.seed + run) as streams:
                     window = await streams.watch(args.window_s)
-                    if num_connections:
-                        found = {"open_connections": num_connections, "closed_by_server": idle.num_closed_by_server}
-            rates[num_connections] = streams.tok_per_s(window)
+                figures["with_tok_per_s" if num_connections else "without_tok_per_s"] = streams.tok_per_s(window)
+            if num_connections:
+                figures |= {"open_connections": num_connections, "closed_by_server": idle.num_closed_by_server}
             await asyncio.sleep(PAUSE_S)
-        beside, without = rates[args.idle_connections], rates[0]
-        figures = {"without_tok_per_s": without, "with_tok_per_s": beside, "with_over_without": beside / without}
-        runs.append(figures | found)
+        runs.append(figures | {"with_over_without": figures["with_tok_per_s"] / figures["without_tok_per_s"]})
     result = over_runs(runs[args.warm_up :])
-    print(
-        f"{args.streams} streams: {result['without_tok_per_s']:,.1f} tok/s, beside {result['open_connections']:.0f} "
-        f"idle or slow connections {result['with_tok_per_s']:,.1f}, ratio {with_range(result, 'with_over_without')}; "
-        f"the server closed {result['closed_by_server']:.0f}"
-    )
+    show(f"{args.streams} streams with {args.idle_connections} connections, and without:", result, *runs[0])
     return result

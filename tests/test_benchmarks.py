@@ -1,7 +1,6 @@
 """The benchmarks where there is no GPU: their figures of a tiny model, and the table of targets."""
 
 import argparse
-import importlib.util
 import json
 import os
 import random
@@ -131,19 +130,6 @@ def test_bench_offload_batch_that_fits_the_slots_misses_nothing(model: str) -> N
     result = bench_offload.bench_offload(args, CEILINGS, CONTEXT, args.num_gpu_blocks, "auto")
     assert result["num_missing_blocks"] == 0 and "link_share" not in result
     assert result["engine_load_byte_per_s"] is None  # nothing was streamed
-
-
-@pytest.mark.usefixtures("made")
-def test_sweep_measures_every_context_and_number_of_slots(model: str, tmp_path: Path) -> None:
-    args = arguments(model, sweep_contexts=[1024, CONTEXT], sweep_slots=[3], cpu_attention="both", decode_tokens=4)
-    args.json, args.runs = str(tmp_path / "sweep.json"), 1
-    header = {"model": "tiny", "gpu": "none", "block_size": BLOCK}
-    points = bench_offload.run_sweep(args, CEILINGS, header)["points"]
-    assert [(p["context"], p["cpu_attention"]) for p in points] == [
-        (context, mode) for context in (1024, CONTEXT) for mode in ("off", "auto")
-    ]
-    assert all(p["prefill_ratio_to_gpu"] > 0 and p["link_bound_decode_tok_per_s"] > 0 for p in points)
-    assert (tmp_path / "sweep.png").exists() == (importlib.util.find_spec("matplotlib") is not None)
 
 
 def test_serve_counts_steps_in_which_all_decode(model: str) -> None:
