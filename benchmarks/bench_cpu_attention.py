@@ -42,26 +42,17 @@ class Link:
         self._sources = memory[: memory.numel() // copy_bytes * copy_bytes].view(-1, copy_bytes)
         self._target = torch.empty(copy_bytes, dtype=torch.uint8, device="cuda")
         self._stream = torch.cuda.Stream()
-        self._is_stopping, self._num_copies = True, 0
-        self.restart_clock()
 
     def __enter__(self) -> "Link":
-        self._is_stopping = False
+        self._is_stopping, self._num_copies, self._start_s = False, 0, time.perf_counter()
         self._thread = threading.Thread(target=self._copy)
         self._thread.start()
-        self.restart_clock()
         return self
 
     def __exit__(self, *error: object) -> None:
         self._is_stopping = True
         self._thread.join()
-
-    def restart_clock(self) -> None:
-        self._start = time.perf_counter(), self._num_copies
-
-    def byte_per_s(self) -> float:
-        start_s, num_copies = self._start
-        return (self._num_copies - num_copies) * self._target.numel() / (time.perf_counter() - start_s)
+        self.gb_per_s = self._num_copies * self._target.numel() / (time.perf_counter() - self._start_s) / 1e9
 
     def _copy(self) -> None:
         """Two groups of copies are always queued; a blocking event leaves the cpu to others."""
@@ -73,9 +64,9 @@ class Link:
                     self._target.copy_(source, non_blocking=True)
                 events.append(torch.cuda.Event(blocking=True))
                 events[-1].record()
+                self._num_copies += _COPIES_PER_EVENT
                 if len(events) > 2:
                     events.pop(0).synchronize()
-                    self._num_copies += _COPIES_PER_EVENT
             self._stream.synchronize()
 
 
@@ -111,23 +102,18 @@ def make_job(memory: torch.Tensor, heads: str, head_dim: int, num_rows: int, dty
 
 
 def measure(work: Callable[[], object], num_bytes: int, num_runs: int, link: Link | None) -> dict[str, Any]:
-    """GB/s of `work` alone and beside the link, and of the link beside it, each after a warm-up."""
+    """GB/s of `work` alone and beside the link, each after a warm-up, and of the link meanwhile."""
     figures: dict[str, Any] = {}
     for prefix in ("", "beside_link_") if link else ("",):
-        rates, link_rates = [], []
+        rates = []
         with link if link and prefix else nullcontext():
-            work()
-            for _ in range(num_runs):
-                if link:
-                    link.restart_clock()
+            for _ in range(num_runs + 1):
                 start_s = time.perf_counter()
                 work()
                 rates.append(num_bytes / (time.perf_counter() - start_s) / 1e9)
-                if link:
-                    link_rates.append(link.byte_per_s() / 1e9)
-        figures |= Samples(tuple(rates)).as_json(f"{prefix}gb_per_s")
-        if prefix:
-            figures |= Samples(tuple(link_rates)).as_json("link_gb_per_s")
+        figures |= Samples(tuple(rates[1:])).as_json(f"{prefix}gb_per_s")
+        if link and prefix:
+            figures["link_gb_per_s"] = link.gb_per_s
     return figures
 
 
@@ -174,18 +160,6 @@ def bench_threads(
     return rows
 
 
-def runnable(names: list[str]) -> list[str]:
-    """Those that can run here. The others are named with the reason."""
-    found = []
-    for name in names:
-        try:
-            choose_kernel([0], name).close()
-            found.append(name)
-        except ConfigError as error:
-            print(error)
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kernel", action="append", choices=KERNEL_NAMES, help="repeat for more; default: all")
@@ -198,7 +172,13 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=NUM_RUNS)
     parser.add_argument("--json", metavar="FILE", help="also write the last line to FILE")
     args = parser.parse_args()
-    names = runnable(args.kernel or list(KERNEL_NAMES))
+    names = []
+    for name in args.kernel or KERNEL_NAMES:
+        try:
+            choose_kernel([0], name).close()
+            names.append(name)
+        except ConfigError as error:  # it cannot run here, and says why
+            print(error)
     if not names:
         parser.error("none of these kernels can run here")
     has_gpu = torch.cuda.is_available()

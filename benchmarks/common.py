@@ -129,17 +129,6 @@ def first_token_s(output: RequestOutput) -> float:
     return output["ttft_s"]
 
 
-def time_prefill(llm: LLM, num_tokens: int, seed: int, num_runs: int = NUM_RUNS) -> Samples:
-    """Prompt tokens per second until the first output token. Every prompt is new."""
-    rng = random.Random(seed)
-    rates = []
-    for _ in range(num_runs + 1):
-        (output,), _ = serve(llm, [random_prompt(rng, num_tokens, llm.model_config.vocab_size)], greedy(1))
-        assert output["num_cached_tokens"] == 0
-        rates.append(num_tokens / first_token_s(output))
-    return Samples(tuple(rates[1:]))
-
-
 def time_decode(
     llm: LLM, context_len: int, num_tokens: int, seed: int, batch: int = 1, num_runs: int = NUM_RUNS
 ) -> Samples:
