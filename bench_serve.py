@@ -7,9 +7,9 @@ Workloads: `chats`, short ones, in closed loops (--concurrency) or at Poisson ar
 text with many questions; `interference`, a long prompt that arrives beside running streams; `idle-connections`, idle or
 slow connections beside running streams; `overhead`, what HTTP adds to a small request.
 
-Prompts are random words, as many as have about so many tokens by the server's /tokenize, or with --token-ids random
-token ids. Times are those that a client sees. Every rate stands beside its bound: the offered rate, or with
---against-generate the rate of LLM.generate for the same requests. Needs aiohttp (the extra `bench`).
+Prompts are random words, as many as have about so many tokens by the server's /tokenize. Times are those that a client
+sees. Every rate stands beside its bound: the offered rate, or with --against-generate the rate of LLM.generate for the
+same requests. Needs aiohttp (the extra `bench`).
 """
 
 import argparse
@@ -125,8 +125,7 @@ async def measure_document(bench: Bench) -> Json:
         answers = []
         for _ in range(args.questions):
             question = await bench.prompts.prompt(rng, QUESTION_TOKENS)
-            prompt = f"{document}\n\n{question}?" if isinstance(question, str) else [*document, *question]
-            answers.append(await bench.ask(bench.body(prompt, DOCUMENT_ANSWER_TOKENS)))
+            answers.append(await bench.ask(bench.body(f"{document}\n\n{question}?", DOCUMENT_ANSWER_TOKENS)))
         first, later = answers[0], [answer.ttft_s for answer in answers[1:]]
         figures: Json = {"first_ttft_s": first.ttft_s, "later_ttft_s": statistics.median(later)}
         figures |= {"second_question_ttft_ratio": figures["later_ttft_s"] / first.ttft_s}
@@ -201,7 +200,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--model", help="name in the requests; default: the first that the server offers")
     add("--api-key", metavar="KEY", help="default: the environment variable OPENAI_API_KEY")
     add("--timeout-s", type=float, default=600.0, metavar="S", help="seconds of one request")
-    add("--token-ids", **number, help="prompts are random token ids below this, not texts")
     add("--extra-body", type=json.loads, default={}, metavar="JSON", help="fields of each request; null removes one")
     add("--workload", default="chats", choices=MEASURES)
     add("--concurrency", default=256, **number, help="chats at a time")
@@ -273,7 +271,7 @@ async def measure(args: argparse.Namespace, command: Sequence[str]) -> tuple[Jso
 
     signal.signal(signal.SIGTERM, cancel)
     async with Client(args.base_url, args.api_key, args.timeout_s) as client:
-        bench = Bench(args, client, Prompts(client, args.model, args.token_ids), command)
+        bench = Bench(args, client, Prompts(client, args.model), command)
         return await MEASURES[args.workload](bench), bench
 
 

@@ -1,7 +1,6 @@
 """Compares the attention backends with the limits of the GPU: prefill, chunks at 40K, decode with one query or a few.
 
     python benchmarks/bench_attention.py            # every backend that can run here
-    python benchmarks/bench_attention.py --tune     # compare tiles of our prefill and splits of our decode kernel
     python benchmarks/bench_attention.py --smoke    # tiny lengths on CPU: does it run?
     python -m benchmarks.bench_attention --target 8.9 --backend triton --backend flash
                                                     # the kernels for an RTX 40 and flash-attn 2, on this GPU
@@ -23,8 +22,7 @@ import torch
 from benchmarks.common import measure_ceilings
 from benchmarks.reporting import report, versions
 from nanovllm.attention.backends.selection import BACKENDS, choose_backend
-from nanovllm.attention.base import AttentionBackend, HostTables, PagedBatch, PartialAttention
-from nanovllm.device import kernel_target
+from nanovllm.attention.base import AttentionBackend, HostTables, PagedBatch
 from nanovllm.device.kernel_target import KNOWN_TARGETS
 from nanovllm.utils.arithmetic import ceil_div
 
@@ -110,18 +108,6 @@ def make_inputs(
     return q, k, v, batch
 
 
-def timed(
-    name: str, work: Workload, heads: tuple[int, int], bounds: Row, device: torch.device, call: Callable[[], object]
-) -> Row:
-    """Time a call, print its rate and its bound, and return them."""
-    ms = time_ms(device, call)
-    key, rate = work.rate(heads, ms["median_ms"] / 1e3)
-    share = rate / bounds[key] if bounds else None
-    times = f"{ms['median_ms']:.3f} ms [{ms['min_ms']:.3f}, {ms['max_ms']:.3f}], first call {ms['first_ms']:.0f}"
-    print(f"{work.name:22} {name:22} {rate:8.2f} {key:11} {share or 0:5.0%} of bound  {times}", flush=True)
-    return {"workload": work.name, key: rate, "share_of_bound": share, **ms}
-
-
 def bench_backends(
     backends: list[AttentionBackend], works: list[Workload], models: list[str], bounds: Row, args: argparse.Namespace
 ) -> list[Row]:
@@ -129,9 +115,13 @@ def bench_backends(
     for model, work in itertools.product(models, works):
         q, k, v, batch = make_inputs(work, MODELS[model], args, args.device)
         for backend in backends:
-            call = partial(backend.attend, q, k, v, batch, SCALE)
-            row = timed(f"{model} {backend.name}", work, MODELS[model], bounds, args.device, call)
-            rows.append({"model": model, "backend": backend.name} | row)
+            ms = time_ms(args.device, partial(backend.attend, q, k, v, batch, SCALE))
+            key, rate = work.rate(MODELS[model], ms["median_ms"] / 1e3)
+            share = rate / bounds[key] if bounds else 0.0
+            times = f"{ms['median_ms']:.3f} ms [{ms['min_ms']:.3f}, {ms['max_ms']:.3f}], first {ms['first_ms']:.0f}"
+            print(f"{model:11} {work.name:22} {backend.name:7} {rate:8.2f} {key:11} {share:5.0%} of bound  {times}")
+            row = {"model": model, "workload": work.name, "backend": backend.name}
+            rows.append(row | {key: rate, "share_of_bound": share, **ms})
     return rows
 
 
@@ -148,54 +138,12 @@ def add_shares_of_flash(rows: list[Row]) -> dict[str, float]:
     return smallest
 
 
-def bench_merge(backends: list[AttentionBackend], device: torch.device) -> list[Row]:
-    """Time merging two parts."""
-    rows = []
-    for num_tokens, backend in itertools.product((1, 8192), backends):
-        shape = (num_tokens, 16, HEAD_DIM)
-        outs = [torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(2)]
-        parts = [PartialAttention(out, torch.randn(16, num_tokens, device=device)) for out in outs]
-        ms = time_ms(device, partial(backend.merge, parts, torch.bfloat16))
-        print(f"merge {num_tokens}, 16 heads: {backend.name:7} {ms['median_ms'] * 1e3:.1f} us", flush=True)
-        rows.append({"workload": f"merge {num_tokens}", "backend": backend.name, **ms})
-    return rows
-
-
-def tune(bounds: Row, args: argparse.Namespace) -> list[Row]:
-    """Time our prefill kernel with other tiles, and our decode kernel with other splits."""
-    from nanovllm.kernels.attention import DecodeConfig, PrefillConfig, paged_decode, paged_prefill
-
-    tma = kernel_target.target_of(args.device).has_shared_operands
-    tiles = [(128, 128, 8, 3), (128, 128, 8, 2), (128, 64, 8, 3), (128, 64, 4, 3), (128, 64, 4, 2), (64, 64, 4, 3)]
-    if not tma:
-        tiles = [(128, 64, 8, 3), (128, 64, 8, 4), (128, 64, 8, 2), (128, 32, 8, 3), (128, 32, 8, 4), (64, 64, 4, 3)]
-    rows = []
-    heads = MODELS["Qwen3-0.6B"]
-    for work in WORKLOADS:
-        q, k, v, batch = make_inputs(work, heads, args, args.device)
-        calls: dict[str, Callable[[], object]] = {}
-        if work.query_len > 1:
-            lens = (batch.cu_seqlens_q, batch.context_lens, batch.block_tables, batch.max_query_len, SCALE, True)
-            for tile in tiles:
-                prefill = PrefillConfig(*tile, tma=tma)
-                calls[str(tile)] = partial(paged_prefill, q, k, v, *lens, prefill)
-        else:
-            tables = (batch.context_lens, batch.block_tables, SCALE)
-            for num_splits, block_n in itertools.product((1, 2, 4, 8, 16, 24, 32, 48, 64, 96), (32, 64)):
-                decode = DecodeConfig(block_n, num_warps=4, num_stages=3)
-                name = f"{num_splits} splits of {block_n} keys"
-                calls[name] = partial(paged_decode, q, k, v, *tables, num_splits, decode)
-        rows += [{"config": name} | timed(name, work, heads, bounds, args.device, call) for name, call in calls.items()]
-    return rows
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", action="append", choices=sorted(BACKENDS), help="repeat for more")
     parser.add_argument("--block-size", type=int, default=256)
     parser.add_argument("--order", choices=["adjacent", "random"], default="adjacent", help="of the blocks in a table")
     parser.add_argument("--target", choices=sorted(KNOWN_TARGETS), help="run the kernels for this compute capability")
-    parser.add_argument("--tune", action="store_true")
     parser.add_argument("--smoke", action="store_true")
     args = parser.parse_args()
     if not args.smoke and not torch.cuda.is_available():
@@ -212,9 +160,6 @@ def main() -> None:
     print(f"bounds: {bounds}")
     result: Row = versions() | {"target": args.target, "bounds": bounds, "block_size_tokens": args.block_size}
     result["device"] = "cpu" if args.smoke else torch.cuda.get_device_name()
-    if args.tune:
-        report(result | {"rows": tune(bounds, args)}, None)
-        return
     names = args.backend or (["torch"] if args.smoke else ["triton", "flash", "cudnn"])
     possible = [n for n in names if BACKENDS[n].why_unavailable(args.device, torch.bfloat16, HEAD_DIM) is None]
     backends = [choose_backend(name, args.device, torch.bfloat16, HEAD_DIM, enforce_eager=True) for name in possible]
@@ -224,7 +169,7 @@ def main() -> None:
     rows = bench_backends(backends, works, list(MODELS), bounds, args)
     shares = add_shares_of_flash(rows)
     rows += bench_backends(backends, verifications, ["Qwen3-0.6B"], bounds, args)
-    report(result | shares | {"rows": rows + bench_merge(backends, args.device)}, None)
+    report(result | shares | {"rows": rows}, None)
 
 
 if __name__ == "__main__":

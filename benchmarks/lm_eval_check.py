@@ -185,16 +185,9 @@ def evaluate_both(model: Path, tasks: list[Json]) -> tuple[Json, Json]:
     command = f"nanovllm serve --model {model} --device cpu --dtype float32 --max-model-len {MAX_MODEL_LEN}"
     with ServerProcess(f"{command} --num-kvcache-blocks 64 --served-model-name m --port {{port}}") as server:
         server.wait_until_ready()
-        found = evaluate(
-            "local-completions",
-            tasks,
-            model="m",
-            base_url=f"{server.url}/v1/completions",
-            tokenizer=str(model),
-            max_length=MAX_MODEL_LEN,
-            num_concurrent=2,
-            batch_size=4,
-        )
+        sizes = {"max_length": MAX_MODEL_LEN, "num_concurrent": 2, "batch_size": 4}
+        url = f"{server.url}/v1/completions"
+        found = evaluate("local-completions", tasks, model="m", base_url=url, tokenizer=str(model), **sizes)
     return reference, found
 
 
@@ -253,17 +246,13 @@ def _likelihood(answer: Any) -> float:
 
 
 def print_table(found: Sequence[Score], answers: Sequence[Answers]) -> None:
-    print(f"\n{'model':10}{'task':20}{'metric':18}{'transformers':>16}{'nanovllm':>16}")
     for score in found:
-        numbers = f"{score.transformers:16.7g}{score.nanovllm:16.7g}"
+        numbers = f"transformers {score.transformers:.7g}, nanovllm {score.nanovllm:.7g}"
         print(f"{score.model:10}{score.task:20}{score.metric:18}{numbers}{'' if score.is_equal else '  DIFFERENT'}")
     for each in answers:
-        if each.max_error_per_token is None:
-            kind = "texts"
-        else:
-            kind = f"log-likelihoods, largest error {each.max_error_per_token:.1e} a token, {TOLERANCE:g} allowed"
-        tied = f"; {each.num_tied} part at a tie" if each.num_tied else ""
-        print(f"{each.model:10}{each.task:20}{each.num_answers} {kind}; {each.num_different} different{tied}")
+        error = "" if each.max_error_per_token is None else f", largest error {each.max_error_per_token:.1e} a token"
+        counts = f"{each.num_answers} answers, {each.num_different} different, {each.num_tied} part at a tie"
+        print(f"{each.model:10}{each.task:20}{counts}{error}")
 
 
 def check(model_name: str, model: Path, tasks: list[Json]) -> tuple[list[Score], list[Answers]]:

@@ -189,31 +189,24 @@ class WorkloadError(Exception):
 
 
 class Prompts:
-    """Random prompts: words, as many as have about so many tokens, or token ids below `vocab_size`."""
+    """Random words, as many as have about so many tokens by the server's tokenizer (/tokenize, as in vLLM)."""
 
-    def __init__(self, client: Client, model: str, vocab_size: int | None = None) -> None:
-        self._client, self._model, self._vocab_size = client, model, vocab_size
+    def __init__(self, client: Client, model: str) -> None:
+        self._client, self._model = client, model
         self._word_tokens = 0.0  # tokens of a word, on average
 
-    async def prompt(self, rng: random.Random, num_tokens: int) -> str | list[int]:
-        if self._vocab_size is not None:
-            return [rng.randrange(self._vocab_size) for _ in range(num_tokens)]
+    async def prompt(self, rng: random.Random, num_tokens: int) -> str:
         if not self._word_tokens:
             text = " ".join(random.Random(0).choices(WORDS, k=NUM_COUNTED_WORDS))
             self._word_tokens = len(await self.token_ids(text)) / NUM_COUNTED_WORDS
         return " ".join(rng.choices(WORDS, k=max(1, round(num_tokens / self._word_tokens))))
 
-    async def token_ids(self, prompt: str | list[int]) -> list[int]:
-        """The token ids of a prompt by the server's own tokenizer, which answers /tokenize as in vLLM."""
-        if isinstance(prompt, list):
-            return prompt
+    async def token_ids(self, prompt: str) -> list[int]:
         answer = await self._client.ask("/tokenize", {"model": self._model, "prompt": prompt})
         content = b"".join(piece for _, piece in answer.pieces)
         if answer.error is not None or answer.status != 200:
-            said = answer.error or f"{answer.status} ({content[:NUM_DETAIL_CHARACTERS].decode(errors='replace')})"
-            raise WorkloadError(
-                f"/tokenize answered {said}; give --token-ids VOCAB_SIZE if the server takes prompts of token ids"
-            )
+            said = answer.error or f"{answer.status} {content[:NUM_DETAIL_CHARACTERS].decode(errors='replace')}"
+            raise WorkloadError(f"/tokenize, which says how long prompts are, answered {said}")
         return list(json.loads(content)["tokens"])
 
 
@@ -235,7 +228,7 @@ class Bench:
         """The body of a request with a new prompt."""
         return self.body(await self.prompts.prompt(rng, num_prompt_tokens), max_tokens, **more)
 
-    def body(self, prompt: str | list[int], max_tokens: int, **more: Any) -> Json:
+    def body(self, prompt: str, max_tokens: int, **more: Any) -> Json:
         body = {"model": self.args.model, "prompt": prompt, "temperature": 0.6, "max_tokens": max_tokens}
         body |= {"ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
         body |= more | self.args.extra_body

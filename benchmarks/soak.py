@@ -17,11 +17,11 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -160,11 +160,10 @@ def _events(payload: bytes) -> list[Json]:
     return [json.loads(event) for event in events]
 
 
-# -- the server, and what it holds --------------------------------------------------------------------------------
+# -- what the server holds ---------------------------------------------------------------------------------------
 
 
-@dataclass
-class Usage:
+class Usage(NamedTuple):
     """What the server's process holds."""
 
     rss_bytes: int
@@ -189,15 +188,11 @@ class Report:
     def growth(self) -> dict[str, float]:
         """From the second tenth of the samples to the last one: of the RSS as a share, of the others as numbers."""
         tenth = max(1, len(self.usage) // 10)
-        first, last = self.usage[tenth : 2 * tenth], self.usage[-tenth:]
-
-        def medians(name: str) -> tuple[float, float]:
-            early, late = (statistics.median(getattr(usage, name) for usage in part) for part in (first, last))
-            return early, late
-
-        early, late = medians("rss_bytes")
-        numbers = {name: late - early for name in ("num_files", "num_threads") for early, late in (medians(name),)}
-        return {"rss_share": late / early - 1, **numbers}
+        early, late = (
+            [statistics.median(values) for values in zip(*part, strict=True)]
+            for part in (self.usage[tenth : 2 * tenth], self.usage[-tenth:])
+        )
+        return {"rss_share": late[0] / early[0] - 1, "num_files": late[1] - early[1], "num_threads": late[2] - early[2]}
 
 
 class Client:
@@ -210,25 +205,29 @@ class Client:
         self._cases, self._report, self._rng = cases, report, rng
 
     async def request(self) -> None:
+        ways: dict[str, Callable[[], Awaitable[str]]] = {
+            "whole": lambda: self._ask({}),
+            "stream": lambda: self._ask({"stream": True}),
+            "slow": lambda: self._ask({"stream": True}, pause_s=0.02),
+            "bad": self._bad,
+            "cut body": lambda: self._send_and_leave(
+                COMPLETIONS, b'{"prompt": "x', 1000
+            ),  # promises more than it sends
+            "leave at once": self._leave_at_once,
+            "leave early": self._leave_early,
+            "look": self._look,
+        }
         way = self._rng.choices(list(WAYS), WAYS.values())[0]
         try:
-            end = await asyncio.wait_for(getattr(self, "_" + way.replace(" ", "_"))(), TIMEOUT_S)
+            end = await asyncio.wait_for(ways[way](), TIMEOUT_S)
         except Exception as error:
             self._report.faults.append(f"{way}: {type(error).__name__}: {error}")
             end = "fault"
         self._report.ends[f"{way}: {end}"] += 1
 
-    async def _whole(self) -> str:
-        return await self._ask(self._rng.choice(self._cases), {})
-
-    async def _stream(self) -> str:
-        return await self._ask(self._rng.choice(self._cases), {"stream": True})
-
-    async def _slow(self) -> str:
-        return await self._ask(self._rng.choice(self._cases), {"stream": True}, pause_s=0.02)
-
-    async def _ask(self, case: Case, more: Json, pause_s: float = 0.0) -> str:
+    async def _ask(self, more: Json, pause_s: float = 0.0) -> str:
         """pause_s: between reads of a few hundred bytes."""
+        case = self._rng.choice(self._cases)
         async with self._session.post(self._url + case.path, json=case.body | more) as response:
             parts = []
             while part := await response.content.read(300 if pause_s else 1 << 16):
@@ -249,10 +248,6 @@ class Client:
         refused = 400 <= response.status < 500 and "error" in json.loads(payload)
         assert refused, f"{body[:80]!r} got {response.status}: {payload[:200]!r}"
         return "refused"
-
-    async def _cut_body(self) -> str:
-        """Promise more than is sent."""
-        return await self._send_and_leave(COMPLETIONS, b'{"prompt": "x', 1000)
 
     async def _leave_at_once(self) -> str:
         case = self._rng.choice(self._cases)

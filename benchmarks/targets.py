@@ -143,7 +143,6 @@ JOBS = [
     *(bench(f"qwen3-8b-tp{n}", f"{QWEN3_8B} --tp {n}", num_gpus=n) for n in (1, 2, 4)),
     bench("attention", "benchmarks/bench_attention.py", timeout_s=600),
     bench("device-memory", "-m benchmarks.device_memory", timeout_s=900),
-    bench("sampler", "benchmarks/bench_sampler.py"),
     bench("cpu-attention", "benchmarks/bench_cpu_attention.py", timeout_s=600),
     bench(
         "attention-rtx40",

@@ -23,6 +23,7 @@ from nanovllm.capacity.plan_check import check_plan
 from nanovllm.core.sequence import Sequence
 from nanovllm.speculation.drafters import Guesses
 
+ROOT = Path(__file__).parent.parent
 CEILINGS = Ceilings("a laptop", 1e12, 1e11, 1e10)
 BLOCK, CONTEXT = 256, 2048
 
@@ -222,6 +223,10 @@ def test_targets_name_jobs_that_exist_once() -> None:
     assert len(set(names)) == len(names)
     assert {name for target in TARGETS for name in target.jobs} <= set(names)
     assert all(any(job.name in target.jobs for target in TARGETS) for job in JOBS if job.is_check)
+    for job in JOBS:
+        is_module = job.command[1] == "-m"
+        script = job.command[2].replace(".", "/") + ".py" if is_module else job.command[1]
+        assert job.is_check or (ROOT / script).is_file(), job
 
 
 def test_row_compares_results_with_the_target_or_says_why_it_cannot() -> None:
