@@ -68,16 +68,6 @@ BAD_BODIES: tuple[bytes, ...] = (
 
 JSON_HEADERS = {"Content-Type": "application/json"}
 SMALL_POOL = ("--num-kvcache-blocks", "12", "--max-num-seqs", "12", "--max-num-batched-tokens", "256")
-WAYS = {
-    "whole": 30,
-    "stream": 30,
-    "slow": 5,
-    "bad": 15,
-    "cut body": 3,
-    "leave at once": 5,
-    "leave early": 10,
-    "look": 2,
-}
 NUM_SAMPLES = 100  # of the server's memory, spread over the run
 MAX_RSS_GROWTH = 0.03  # from the second tenth to the last
 WARM_AFTER = 1000  # requests; a run whose second tenth comes earlier says nothing about memory
@@ -205,21 +195,19 @@ class Client:
         self._cases, self._report, self._rng = cases, report, rng
 
     async def request(self) -> None:
-        ways: dict[str, Callable[[], Awaitable[str]]] = {
-            "whole": lambda: self._ask({}),
-            "stream": lambda: self._ask({"stream": True}),
-            "slow": lambda: self._ask({"stream": True}, pause_s=0.02),
-            "bad": self._bad,
-            "cut body": lambda: self._send_and_leave(
-                COMPLETIONS, b'{"prompt": "x', 1000
-            ),  # promises more than it sends
-            "leave at once": self._leave_at_once,
-            "leave early": self._leave_early,
-            "look": self._look,
+        ways: dict[tuple[str, int], Callable[[], Awaitable[str]]] = {  # with their weights
+            ("whole", 30): lambda: self._ask({}),
+            ("stream", 30): lambda: self._ask({"stream": True}),
+            ("slow", 5): lambda: self._ask({"stream": True}, pause_s=0.02),
+            ("bad", 15): self._bad,
+            ("cut body", 3): lambda: self._send_and_leave(COMPLETIONS, b'{"prompt": "x', num_bytes=1000),
+            ("leave at once", 5): self._leave_at_once,
+            ("leave early", 10): self._leave_early,
+            ("look", 2): self._look,
         }
-        way = self._rng.choices(list(WAYS), WAYS.values())[0]
+        (way, _), do = self._rng.choices(list(ways.items()), [weight for _, weight in ways])[0]
         try:
-            end = await asyncio.wait_for(ways[way](), TIMEOUT_S)
+            end = await asyncio.wait_for(do(), TIMEOUT_S)
         except Exception as error:
             self._report.faults.append(f"{way}: {type(error).__name__}: {error}")
             end = "fault"
@@ -255,6 +243,7 @@ class Client:
         return await self._send_and_leave(case.path, body, len(body))
 
     async def _send_and_leave(self, path: str, body: bytes, num_bytes: int) -> str:
+        """Promise a body of so many bytes, send this one, and leave."""
         address = urlsplit(self._url)
         _, writer = await asyncio.open_connection(address.hostname, address.port)
         head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {num_bytes}"

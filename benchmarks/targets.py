@@ -7,6 +7,7 @@ from typing import Any
 
 Json = dict[str, Any]
 
+FLASH = ("flash_attn",)
 SERVER_NEEDS = ("fastapi", "uvicorn", "aiohttp")  # the extras `server` and `bench`
 
 
@@ -17,7 +18,7 @@ SERVER_NEEDS = ("fastapi", "uvicorn", "aiohttp")  # the extras `server` and `ben
 class Job:
     name: str
     command: tuple[str, ...]
-    timeout_s: int = 300
+    timeout_s: int = 600
     num_gpus: int = 1
     needs: tuple[str, ...] = ()  # programs and Python modules that not every machine has
     env: tuple[tuple[str, str], ...] = ()  # {scratch} is replaced by an empty folder that is removed afterwards
@@ -37,7 +38,7 @@ def by_backend(name: str, arguments: str) -> list[Job]:
     return [
         bench(name, arguments),
         bench(f"{name}-triton", f"{arguments} --backend triton"),
-        bench(f"{name}-flash", f"{arguments} --backend flash", needs=("flash_attn",)),
+        bench(f"{name}-flash", f"{arguments} --backend flash", needs=FLASH),
     ]
 
 
@@ -45,17 +46,17 @@ def guesses(name: str, arguments: str) -> Job:
     return bench(f"guesses-{name}", f"bench_offload.py --decode-tokens 24 {arguments} --compare", "")
 
 
-def offload(name: str, arguments: str, compare: str | None = "", timeout_s: int = 300) -> Job:
+def offload(name: str, arguments: str, compare: str | None = "") -> Job:
     """compare: with what else in the same run; None: with all that bench_offload.py compares by default."""
     more = () if compare is None else ("--compare", compare)
-    return bench(f"offload-{name}", f"bench_offload.py {arguments}", *more, timeout_s=timeout_s)
+    return bench(f"offload-{name}", f"bench_offload.py {arguments}", *more)
 
 
 def serving(name: str, options: str, arguments: str) -> Job:
     """A workload of bench_serve.py on a server with these engine options and random weights."""
     command = f"nanovllm serve --model {{model}} --load-format dummy --port {{port}} {options}"
     arguments = f"bench_serve.py --preset qwen3-0.6b {arguments} --start"
-    return bench(f"serve-{name}", arguments, command, needs=SERVER_NEEDS, timeout_s=600)
+    return bench(f"serve-{name}", arguments, command, needs=SERVER_NEEDS)
 
 
 def tests(name: str, arguments: str, marks: str, *more: str, before: tuple[str, ...] = (), **options: Any) -> Job:
@@ -82,8 +83,10 @@ def sanitizer(tool: str) -> Job:
 REQUESTS = by_backend("requests", "bench.py")
 LONG = by_backend("long", "bench.py --long")
 BATCH = by_backend("batch256", "bench.py --batch 256")
-QWEN3_8B = "bench.py --long --model qwen3-8b --max-model-len 32768 --runs 3"
+QWEN3_8B = "--model qwen3-8b --max-model-len 32768"
+QWEN_7B_256K = "--model qwen2.5-7b-1m --max-model-len 262144 --num-gpu-blocks 36"  # 7.9 GiB of slots
 BOTH = "--cpu-attention both"
+SHORT_DECODE = f"--decode-tokens 24 {BOTH}"
 LONG_SERVER = "--max-model-len 135168 --max-num-seqs 64"  # 131,072 tokens, a question and its answer
 INTERFERENCE = "--workload interference --document-tokens 131072"
 EMPTY_KERNEL_CACHE = (("TRITON_CACHE_DIR", "{scratch}"),)
@@ -91,34 +94,22 @@ SOAK = (("NANOVLLM_SOAK_SECONDS", "300"),)
 JOBS = [
     bench("first-run", "-m benchmarks.first_run", env=EMPTY_KERNEL_CACHE),
     *(REQUESTS[0], LONG[0], BATCH[0]),
-    offload("8slots", BOTH, None, timeout_s=600),
+    offload("8slots", BOTH, None),
     offload("4slots", f"--num-gpu-blocks 4 {BOTH}"),
     offload("fits", "--num-gpu-blocks 12", "gpu"),
     bench("requests-offload", "bench.py --offload"),
-    offload(
-        "131k-small-blocks",
-        f"--max-model-len 131072 --block-size 256 --num-gpu-blocks 128 --decode-tokens 24 {BOTH}",
-        timeout_s=600,
-    ),
+    offload("131k-small-blocks", f"--max-model-len 131072 --block-size 256 --num-gpu-blocks 128 {SHORT_DECODE}"),
     bench("filters", "-m benchmarks.bench_filters"),
     # warm, because the jobs above have filled Triton's cache
     bench("start-warm", "bench.py --runs 0"),
     bench("start-empty-cache", "bench.py --runs 0", env=EMPTY_KERNEL_CACHE),
     offload("60gb-pool", "--cpu-memory-gb 60 --one-prompt --runs 1"),
     *(*LONG[1:], *BATCH[1:], *REQUESTS[1:]),
-    offload("4x32k", f"--max-model-len 32768 --num-gpu-blocks 12 --batch 4 --decode-tokens 24 {BOTH}"),
-    offload(
-        "8b-32k",
-        f"--model qwen3-8b --max-model-len 32768 --num-gpu-blocks 4 --one-prompt --runs 3 --decode-tokens 24 {BOTH}",
-    ),
-    offload("131k", f"--max-model-len 131072 --decode-tokens 24 {BOTH}", "gpu", timeout_s=600),
-    offload("fits-batch8", "--num-gpu-blocks 80 --batch 8", "gpu", timeout_s=600),
-    offload(  # 7.9 GiB of slots
-        "7b-256k",
-        "--model qwen2.5-7b-1m --max-model-len 262144 --num-gpu-blocks 36 --one-prompt --runs 2 --decode-tokens 24 "
-        + BOTH,
-        timeout_s=600,
-    ),
+    offload("4x32k", f"--max-model-len 32768 --num-gpu-blocks 12 --batch 4 {SHORT_DECODE}"),
+    offload("8b-32k", f"{QWEN3_8B} --num-gpu-blocks 4 --one-prompt --runs 3 {SHORT_DECODE}"),
+    offload("131k", f"--max-model-len 131072 {SHORT_DECODE}", "gpu"),
+    offload("fits-batch8", "--num-gpu-blocks 80 --batch 8", "gpu"),
+    offload("7b-256k", f"{QWEN_7B_256K} --one-prompt --runs 2 {SHORT_DECODE}"),
     guesses("131k", "--speculation resident --max-model-len 131072 --cpu-attention off"),
     guesses("131k-cpu", "--speculation resident --max-model-len 131072"),
     guesses("40k", "--speculation resident --num-gpu-blocks 4 --cpu-attention off"),
@@ -140,20 +131,17 @@ JOBS = [
         needs=SERVER_NEEDS,
     ),
     bench("quote", "-m benchmarks.bench_quote"),
-    *(bench(f"qwen3-8b-tp{n}", f"{QWEN3_8B} --tp {n}", num_gpus=n) for n in (1, 2, 4)),
-    bench("attention", "benchmarks/bench_attention.py", timeout_s=600),
+    *(bench(f"qwen3-8b-tp{n}", f"bench.py --long {QWEN3_8B} --runs 3 --tp {n}", num_gpus=n) for n in (1, 2, 4)),
+    bench("attention", "benchmarks/bench_attention.py"),
     bench("device-memory", "-m benchmarks.device_memory", timeout_s=900),
-    bench("cpu-attention", "benchmarks/bench_cpu_attention.py", timeout_s=600),
+    bench("cpu-attention", "benchmarks/bench_cpu_attention.py"),
     bench(
-        "attention-rtx40",
-        "-m benchmarks.bench_attention --target 8.9 --backend triton --backend flash",
-        needs=("flash_attn",),
-        timeout_s=600,
+        "attention-rtx40", "-m benchmarks.bench_attention --target 8.9 --backend triton --backend flash", needs=FLASH
     ),
     *map(sanitizer, ("memcheck", "racecheck")),
     tests("tests-gpu", "tests", "gpu and not slow", timeout_s=1200),
     tests("tests-gpu-rtx40", "--kernel-target 8.9 tests", "gpu and not slow", timeout_s=1200),
-    tests("tests-multi-gpu", "tests", "multi_gpu", num_gpus=2, timeout_s=600),
+    tests("tests-multi-gpu", "tests", "multi_gpu", num_gpus=2),
     tests("tests-gpu-slow", "tests", "gpu and slow", "-k", "not soak", timeout_s=1200),
     tests("soak", "-k soak tests/gpu/test_gpu_streams.py", "gpu and slow", env=SOAK, timeout_s=1200),
 ]
@@ -232,13 +220,8 @@ TARGETS = [
     Target("offload 7B, 256K: decode / link bound", "offload-7b-256k", "link_only_link_share", 0.93),
     *(
         Target(f"offload {name}: decode with the CPU / without", f"offload-{name}", "decode_ratio_to_link_only", least)
-        for name, least in (
-            ("8slots", 1.4),
-            ("4slots", 1.7),
-            ("131k", 1.8),
-            ("4x32k", 1.6),
-            ("8b-32k", 1.6),
-            ("7b-256k", 1.5),
+        for name, least in zip(
+            ("8slots", "4slots", "131k", "4x32k", "8b-32k", "7b-256k"), (1.4, 1.7, 1.8, 1.6, 1.6, 1.5), strict=True
         )
     ),
     Target("131K, guesses right at 0.9 / none", "guesses-131k", "ratio_to_plain_at_0.9", 5),

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import random
 import sys
 import time
@@ -14,7 +13,7 @@ import torch
 from tiny_models import write_tiny_model
 
 import bench_offload
-from benchmarks import bench_attention, common, device_memory, first_run, run_all, speculation
+from benchmarks import bench_attention, common, device_memory, run_all, speculation
 from benchmarks.common import Ceilings, greedy, lengths_after_short_warm_up, random_prompt, serve, time_prompts
 from benchmarks.reporting import Samples
 from benchmarks.targets import JOBS, TARGETS, Job, Target
@@ -29,16 +28,6 @@ BLOCK, CONTEXT = 256, 2048
 
 
 # -- figures ---------------------------------------------------------------------------------------------------------
-
-
-def test_compiled_kernels_are_those_stored_since_then(tmp_path: Path) -> None:
-    for name, stored_s in (("old/a.cubin", 99), ("new/b.cubin", 102), ("newer/c.cubin", 101), ("newer/c.ptx", 101)):
-        file = tmp_path / name
-        file.parent.mkdir(exist_ok=True)
-        file.touch()
-        os.utime(file, (stored_s, stored_s))
-    assert first_run.compiled_kernels(tmp_path, since_s=100) == [(101, "c"), (102, "b")]
-    assert first_run.compiled_kernels(tmp_path / "missing", since_s=100) == []
 
 
 @pytest.fixture(scope="module")
