@@ -71,8 +71,9 @@ async def measure_chats(bench: Bench) -> Json:
 async def run_load(bench: Bench, seed: int) -> Json:
     """One run: requests in closed loops, or at Poisson arrivals that do not wait for answers."""
     args, rng = bench.args, random.Random(seed)
-    sizes = [[rng.randint(args.min_tokens, args.max_tokens) for _ in range(2)] for _ in range(args.num_requests)]
-    bodies = [await bench.request(rng, *size) for size in sizes]
+    least, most = args.min_tokens, args.max_tokens
+    drawn = [(rng.randint(least, most), rng.randint(least, most), rng.random()) for _ in range(args.num_requests)]
+    bodies = [await bench.request(random.Random(own_seed), *sizes) for *sizes, own_seed in drawn]
     bench.sent.append(bodies)
     waiting = iter(bodies)
 

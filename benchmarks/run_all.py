@@ -48,7 +48,7 @@ def run(job: Job) -> tuple[str, Json | None]:
     with tempfile.TemporaryDirectory() as scratch:
         env = os.environ | {name: value.format(scratch=scratch) for name, value in job.env}
         env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), env.get("PYTHONPATH"))))
-        pipe = {"stdout": subprocess.PIPE, "text": True, "errors": "replace"}
+        pipe: Json = {"stdout": subprocess.PIPE, "text": True, "errors": "replace"}
         # in a session of its own, so that processes it starts can be killed with it
         process = subprocess.Popen(job.command, cwd=ROOT, env=env, start_new_session=True, **pipe)
         try:

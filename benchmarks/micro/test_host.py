@@ -124,19 +124,6 @@ def test_take_all_blocks_of_a_pool_full_of_prefixes(benchmark: Any, num_blocks: 
     note(benchmark, num_blocks, "block")
 
 
-@pytest.mark.parametrize("num_cached_tokens", [2**17, 2**20])
-def test_head_of_the_queue_without_room(benchmark: Any, num_cached_tokens: int) -> None:
-    """The first waiting sequence is checked in every step. It has blocks of 256 tokens; all but the last hit."""
-    kv = BlockManager(num_cached_tokens // 256 + 2, 256)
-    known = make_sequence(0, num_cached_tokens, max_tokens=1)
-    scheduler = Scheduler(kv, max_num_seqs=1, max_num_batched_tokens=num_cached_tokens)
-    scheduler.add(known)
-    step(scheduler)
-    asking = Sequence(1, [*known.token_ids, *known.token_ids[:1024]], known.params, seed=0)
-    can_admit = timed(benchmark, 1, "question", lambda: kv.can_admit(asking))
-    assert not can_admit and len(kv.pool.match(asking).full_blocks) == num_cached_tokens // 256
-
-
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
     """Byte-level BPE, trained on this repository's documents."""

@@ -80,17 +80,3 @@ def test_masks_of_an_answer(
 
     assert benchmark(answer).is_finished
     note(benchmark, len(token_ids), "token")
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_first_mask_of_a_new_grammar(benchmark: Any, compiler: GrammarCompiler, name: str) -> None:
-    """Compilation, which includes the first mask, of a grammar that is not in the cache."""
-    outputs = StructuredOutputs(**CASES[name][0])
-
-    def compile_anew() -> None:
-        compile_cached: Any = compiler._compile
-        compile_cached.cache_clear()
-        compiler.compile(outputs)
-
-    benchmark(compile_anew)
-    note(benchmark, 1, "grammar")
