@@ -15,7 +15,6 @@ from tiny_models import write_tiny_model
 import bench_offload
 from benchmarks import bench_attention, common, device_memory, run_all, speculation
 from benchmarks.common import Ceilings, greedy, lengths_after_short_warm_up, random_prompt, serve, time_prompts
-from benchmarks.reporting import Samples
 from benchmarks.targets import JOBS, TARGETS, Job, Target
 from nanovllm import LLM, SamplingParams
 from nanovllm.capacity.plan_check import check_plan
@@ -287,12 +286,6 @@ def test_run_scratch_is_an_empty_folder_that_is_removed(results: Path) -> None:
     assert result is not None and result["files"] == [] and not Path(result["path"]).exists()
 
 
-def test_list_prints_every_job(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["run_all", "--list"])
-    assert run_all.main() == 0
-    assert len(capsys.readouterr().out.splitlines()) == len(JOBS)
-
-
 def test_attention_shares_of_flash_are_of_the_same_workload() -> None:
     rows = [
         {"model": "m", "workload": work, "backend": backend, "median_ms": ms}
@@ -301,7 +294,3 @@ def test_attention_shares_of_flash_are_of_the_same_workload() -> None:
     rows.append({"model": "m", "workload": "c", "backend": "triton", "median_ms": 1.0})  # flash-attn did not run it
     assert bench_attention.add_shares_of_flash(rows) == {"triton_share_of_flash": 0.5}
     assert [row.get("share_of_flash") for row in rows] == [None, None, 0.5, 1.5, None]
-
-
-def test_samples_print_median_and_range() -> None:
-    assert str(Samples((3.0, 1.0, 2.0))) == "2.0 (1.0 to 3.0)"
