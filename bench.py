@@ -17,7 +17,7 @@ from benchmarks.common import (
     model_of_length,
     random_prompt,
     time_decode,
-    time_prefill,
+    time_prompts,
 )
 from benchmarks.reporting import Samples, report, run_options, versions
 from nanovllm import LLM, SamplingParams
@@ -57,7 +57,7 @@ def bench_requests(llm: LLM, work: Work, ceilings: Ceilings, num_runs: int) -> d
 
 def bench_long(llm: LLM, work: Work, ceilings: Ceilings, max_model_len: int, num_runs: int) -> dict[str, Any]:
     num_tokens = max_model_len - 1
-    prefill = time_prefill(llm, num_tokens, seed=1, num_runs=num_runs)
+    prefill = time_prompts(llm, [num_tokens] * (num_runs + 1), 1, seed=1).prefill
     prefill_bound = work.prefill_bound(ceilings, num_tokens)
     decode = time_decode(llm, max_model_len - NUM_DECODED, NUM_DECODED, seed=2, num_runs=num_runs)
     decode_bound = ceilings.memory_byte_per_s / work.decode_bytes([max_model_len - NUM_DECODED // 2])

@@ -3,8 +3,7 @@
 The link is measured first. Decode with offload is bound by the link's rate divided by the fewest bytes that must cross
 it per token; the fewest blocks are full blocks - (slots - write slots). Where the CPU attends to some of them, decode
 is bound by both rates together, as the last steps had them. --cpu-attention both measures with and without the CPU.
-Prefill is bound by its arithmetic, and compared with the all-GPU engine in the same run. --sweep measures the engine
-with and without offload over contexts and slots, two runs each, as JSON and a plot (benchmarks/sweep.py).
+Prefill is bound by its arithmetic, and compared with the all-GPU engine in the same run.
 --speculation measures decode against the share of right guesses, by an oracle (benchmarks/speculation.py).
 """
 
@@ -31,7 +30,6 @@ from benchmarks.common import (
 )
 from benchmarks.reporting import Samples, report, run_options, versions
 from benchmarks.speculation import run_speculation
-from benchmarks.sweep import run_sweep
 from nanovllm import LLM
 from nanovllm.capacity.costs import num_full_blocks, num_missing_blocks
 from nanovllm.utils.arithmetic import ceil_div
@@ -226,18 +224,12 @@ def main() -> None:
     )
     parser.add_argument("--cpu-memory-gb", type=float, help="size of the CPU pool in GiB; default: what the runs need")
     parser.add_argument(
-        "--sweep", action="store_true", help="measure over contexts and slots instead; writes JSON and a plot"
-    )
-    parser.add_argument(
         "--speculation",
         choices=("resident", "prompt_lookup"),
         help="measure decode with guesses instead, by an oracle whose guesses cost what those of this drafter do; "
         "--num-gpu-blocks 0: all on the GPU",
     )
     parser.add_argument("--num-speculative-tokens", type=int, default=15, help="maximum guesses in a step")
-    sizes = {"type": int, "nargs": "+", "metavar": "N"}
-    parser.add_argument("--sweep-contexts", default=[40960, 65536, 131072, 262144], help="tokens", **sizes)
-    parser.add_argument("--sweep-slots", default=[4, 8, 16], help="numbers of slots", **sizes)
     args = parser.parse_args()
     compare = {name for name in args.compare.split(",") if name}
     if unknown := compare - {"gpu", "hf"}:
@@ -251,11 +243,8 @@ def main() -> None:
     free_gpu()
     print(ceilings)
     result = run_options(args) | versions() | {"gpu": ceilings.name, "link_byte_per_s": ceilings.link_byte_per_s}
-    if args.sweep:
-        report(run_sweep(args, ceilings, result, make_llm), None)
-        return
     if args.speculation:
-        report(run_speculation(args, ceilings, result, make_llm), None)
+        report(run_speculation(args, ceilings, result, make_llm), args.json)
         return
     result |= bench_with_and_without_cpu(args, ceilings)
     if "gpu" in compare:

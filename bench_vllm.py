@@ -38,12 +38,10 @@ class VLLM:
             enable_prefix_caching=False,
         )
 
-    def seconds(self, prompts: list[list[int]], max_tokens: list[int], temperature: float) -> float:
+    def seconds(self, prompts: list[list[int]], max_tokens: list[int], temperature: float = 0.0) -> float:
         """Time to answer all prompts, each with exactly the given number of tokens."""
-        params = [
-            self._vllm.SamplingParams(temperature=temperature, ignore_eos=True, max_tokens=n, detokenize=False)
-            for n in max_tokens
-        ]
+        common: dict[str, Any] = {"temperature": temperature, "ignore_eos": True, "detokenize": False}
+        params = [self._vllm.SamplingParams(max_tokens=n, **common) for n in max_tokens]
         start_s = time.perf_counter()
         outputs = self.engine.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
         seconds = time.perf_counter() - start_s
@@ -77,10 +75,10 @@ def bench_long(llm: VLLM, vocab_size: int, max_model_len: int, num_runs: int) ->
     prefill, decode = [], []
     for _ in range(num_runs + 1):
         prompt = random_prompt(rng, max_model_len - 1, vocab_size)
-        prefill.append(len(prompt) / llm.seconds([prompt], [1], temperature=0))
+        prefill.append(len(prompt) / llm.seconds([prompt], [1]))
         num_tokens = max_model_len - NUM_DECODED
-        first_s = llm.seconds([random_prompt(rng, num_tokens, vocab_size)], [1], temperature=0)
-        all_s = llm.seconds([random_prompt(rng, num_tokens, vocab_size)], [NUM_DECODED], temperature=0)
+        first_s = llm.seconds([random_prompt(rng, num_tokens, vocab_size)], [1])
+        all_s = llm.seconds([random_prompt(rng, num_tokens, vocab_size)], [NUM_DECODED])
         decode.append((NUM_DECODED - 1) / (all_s - first_s))
     result = Samples(tuple(prefill[1:])), Samples(tuple(decode[1:]))  # the first run warms up
     print(f"prefill {max_model_len - 1} tokens: {result[0]} tok/s")
@@ -97,7 +95,7 @@ def main() -> None:
 
     start_s = time.perf_counter()
     llm = VLLM(args)
-    llm.seconds([[1, 2, 3]], [1], temperature=0)
+    llm.seconds([[1, 2, 3]], [1])
     result = (
         run_options(args) | versions() | {"engine": "vllm", "start_to_first_token_s": time.perf_counter() - start_s}
     )

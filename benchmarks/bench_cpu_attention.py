@@ -42,26 +42,17 @@ class Link:
         self._sources = memory[: memory.numel() // copy_bytes * copy_bytes].view(-1, copy_bytes)
         self._target = torch.empty(copy_bytes, dtype=torch.uint8, device="cuda")
         self._stream = torch.cuda.Stream()
-        self._is_stopping, self._num_copies = True, 0
-        self.restart_clock()
 
     def __enter__(self) -> "Link":
-        self._is_stopping = False
+        self._is_stopping, self._num_copies, self._start_s = False, 0, time.perf_counter()
         self._thread = threading.Thread(target=self._copy)
         self._thread.start()
-        self.restart_clock()
         return self
 
     def __exit__(self, *error: object) -> None:
         self._is_stopping = True
         self._thread.join()
-
-    def restart_clock(self) -> None:
-        self._start = time.perf_counter(), self._num_copies
-
-    def byte_per_s(self) -> float:
-        start_s, num_copies = self._start
-        return (self._num_copies - num_copies) * self._target.numel() / (time.perf_counter() - start_s)
+        self.gb_per_s = self._num_copies * self._target.numel() / (time.perf_counter() - self._start_s) / 1e9
 
     def _copy(self) -> None:
         """Two groups of copies are always queued; a blocking event leaves the cpu to others."""
@@ -73,9 +64,9 @@ class Link:
                     self._target.copy_(source, non_blocking=True)
                 events.append(torch.cuda.Event(blocking=True))
                 events[-1].record()
+                self._num_copies += _COPIES_PER_EVENT
                 if len(events) > 2:
                     events.pop(0).synchronize()
-                    self._num_copies += _COPIES_PER_EVENT
             self._stream.synchronize()
 
 
@@ -111,37 +102,29 @@ def make_job(memory: torch.Tensor, heads: str, head_dim: int, num_rows: int, dty
 
 
 def measure(work: Callable[[], object], num_bytes: int, num_runs: int, link: Link | None) -> dict[str, Any]:
-    """GB/s of `work`, alone and beside the link, after a warm-up each."""
+    """GB/s of `work` alone and beside the link, each after a warm-up, and of the link meanwhile."""
     figures: dict[str, Any] = {}
-    for key in ("gb_per_s", "beside_link_gb_per_s") if link else ("gb_per_s",):
-        rates, link_rates = [], []
-        with link if link and key.startswith("beside") else nullcontext():
-            work()
-            for _ in range(num_runs):
-                if link:
-                    link.restart_clock()
+    for prefix in ("", "beside_link_") if link else ("",):
+        rates = []
+        with link if link and prefix else nullcontext():
+            for _ in range(num_runs + 1):
                 start_s = time.perf_counter()
                 work()
                 rates.append(num_bytes / (time.perf_counter() - start_s) / 1e9)
-                if link:
-                    link_rates.append(link.byte_per_s() / 1e9)
-        figures |= Samples(tuple(rates)).as_json(key)
-        figures[f"{key}_text"] = str(Samples(tuple(rates)))
-        if link and key.startswith("beside"):
-            figures |= Samples(tuple(link_rates)).as_json("link_gb_per_s")
-            figures["link_text"] = str(Samples(tuple(link_rates)))
+        figures |= Samples(tuple(rates[1:])).as_json(f"{prefix}gb_per_s")
+        if link and prefix:
+            figures["link_gb_per_s"] = link.gb_per_s
     return figures
 
 
-def print_row(row: dict[str, Any], bound: dict[str, Any] | None) -> None:
-    texts = [f"{row['kernel']:11} {row['heads']:5} D={row['head_dim'] or '':4} rows={row['rows'] or '':3}"]
-    texts.append(f"threads={row['threads']:3} {row.pop('gb_per_s_text'):>22} GB/s")
-    if bound is not None:
-        row["reading_share"] = row["gb_per_s"] / bound["gb_per_s"]
-        texts.append(f"{row['reading_share']:4.0%} of reading")
-    if "link_text" in row:
-        texts.append(f"  beside the link {row.pop('beside_link_gb_per_s_text')}, the link {row.pop('link_text')}")
-    print(" ".join(texts), flush=True)
+def print_row(row: dict[str, Any]) -> None:
+    what = f"{row['kernel']:11} {row['heads']:5} D={row['head_dim']:4} rows={row['rows']:3} threads={row['threads']:3}"
+    rates = [f"{row['gb_per_s']:6.1f} ({row['gb_per_s_min']:.1f} to {row['gb_per_s_max']:.1f}) GB/s"]
+    if "reading_share" in row:
+        rates.append(f"{row['reading_share']:4.0%} of reading")
+    if "link_gb_per_s" in row:
+        rates.append(f"beside the link {row['beside_link_gb_per_s']:.1f}, the link {row['link_gb_per_s']:.1f}")
+    print(what, *rates, flush=True)
 
 
 def bench_threads(
@@ -151,13 +134,11 @@ def bench_threads(
     cpus = attention_cpus(num_threads, 0, 1)
     kernels: list[CpuKernel] = [choose_kernel(cpus.cpus, name, is_pinned=cpus.is_pinned) for name in names]
     rows: list[dict[str, Any]] = []
-    bound = None
     reader = next((kernel for kernel in kernels if isinstance(kernel, CompiledKernel)), None)
     if reader is not None:
-        bound = {"kernel": "reading", "heads": "", "head_dim": None, "rows": None, "threads": num_threads}
-        bound |= measure(lambda: reader.read(memory), memory.nbytes, args.runs, link)
-        print_row(bound, None)
-        rows.append(bound)
+        where = {"kernel": "reading", "heads": "", "head_dim": 0, "rows": 0, "threads": num_threads}
+        rows.append(where | measure(lambda: reader.read(memory), memory.nbytes, args.runs, link))
+        print_row(rows[0])
     dims, counts = (map(int, text.split(",")) for text in (args.head_dim, args.rows))
     for head_dim, num_rows, heads in itertools.product(dims, counts, args.heads.split(",")):
         job, num_bytes = make_job(memory, heads, head_dim, num_rows, args.dtype, num_threads)
@@ -170,23 +151,13 @@ def bench_threads(
                 "threads": num_threads,
             }
             row |= measure(lambda kernel=kernel, job=job: kernel.attend(job, 0), num_bytes, args.runs, link)
-            print_row(row, bound)
+            if reader is not None:
+                row["reading_share"] = row["gb_per_s"] / rows[0]["gb_per_s"]
+            print_row(row)
             rows.append(row)
     for kernel in kernels:
         kernel.close()
     return rows
-
-
-def runnable(names: list[str]) -> list[str]:
-    """Those that can run here. The others are named with the reason."""
-    found = []
-    for name in names:
-        try:
-            choose_kernel([0], name).close()
-            found.append(name)
-        except ConfigError as error:
-            print(error)
-    return found
 
 
 def main() -> None:
@@ -201,7 +172,13 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=NUM_RUNS)
     parser.add_argument("--json", metavar="FILE", help="also write the last line to FILE")
     args = parser.parse_args()
-    names = runnable(args.kernel or list(KERNEL_NAMES))
+    names = []
+    for name in args.kernel or KERNEL_NAMES:
+        try:
+            choose_kernel([0], name).close()
+            names.append(name)
+        except ConfigError as error:  # it cannot run here, and says why
+            print(error)
     if not names:
         parser.error("none of these kernels can run here")
     has_gpu = torch.cuda.is_available()

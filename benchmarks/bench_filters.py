@@ -2,7 +2,7 @@
 
 For 1, 64 and 512 sequences, one engine runs three cases in turn: no filters, top_k 20 with top_p 0.95 in every row, and
 the same filters in one row only. With random weights the logits are flatter than those of a trained model, so more
-drawn tokens are rejected than in real use; `benchmarks/bench_sampler.py` also times the sampler on peaked logits.
+drawn tokens are rejected than in real use.
 """
 
 import argparse

@@ -48,29 +48,6 @@ def median_seconds(work: Callable[[], object], num_runs: int = 10) -> float:
     return statistics.median(times)
 
 
-def time_in_graph_us(call: Callable[[int], object], num_calls: int, num_runs: int, device: str) -> Samples:
-    """Mean microseconds of `call(i)` in a CUDA graph of `num_calls` calls. On the CPU, one call, timed once."""
-    if device == "cpu":
-        start_s = time.perf_counter()
-        call(0)
-        return Samples(((time.perf_counter() - start_s) * 1e6,))
-    call(0)  # compile before the capture
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(num_calls):
-            call(i)
-    times = []
-    for _ in range(num_runs + 1):  # the first warms up
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / num_calls)
-    return Samples(tuple(times[1:]))
-
-
 def measure_ceilings() -> Ceilings:
     """Measure them. The matrices are random, because matrix products run faster on zeros."""
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
@@ -150,17 +127,6 @@ def serve(
 def first_token_s(output: RequestOutput) -> float:
     assert output["ttft_s"] is not None
     return output["ttft_s"]
-
-
-def time_prefill(llm: LLM, num_tokens: int, seed: int, num_runs: int = NUM_RUNS) -> Samples:
-    """Prompt tokens per second until the first output token. Every prompt is new."""
-    rng = random.Random(seed)
-    rates = []
-    for _ in range(num_runs + 1):
-        (output,), _ = serve(llm, [random_prompt(rng, num_tokens, llm.model_config.vocab_size)], greedy(1))
-        assert output["num_cached_tokens"] == 0
-        rates.append(num_tokens / first_token_s(output))
-    return Samples(tuple(rates[1:]))
 
 
 def time_decode(

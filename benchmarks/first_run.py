@@ -1,9 +1,8 @@
 """Times the first process on a machine, with all options at their defaults: python -m benchmarks.first_run
 
 It measures the seconds from the start of Python to the first token, and compares the first long prompt with the second,
-and the first run of 256 requests with later runs. It says how long each phase of the start took, and how many Triton
-kernels were compiled then and later. `make bench-gpu` gives it an empty kernel cache. The files of Python and CUDA are
-cold too only if nothing has run on the machine yet.
+and the first run of 256 requests with later runs. It says how long each phase of the start took. `make bench-gpu` gives
+it an empty kernel cache. The files of Python and CUDA are cold too only if nothing has run on the machine yet.
 """
 
 import argparse
@@ -26,21 +25,12 @@ def seconds_since_process_start() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started_s
 
 
-def compiled_kernels(cache: Path, since_s: float) -> list[tuple[float, str]]:
-    """When Triton stored the kernels in `cache` that it has compiled since then, and their names. Times are seconds of
-    time.time().
-    """
-    stored = ((file.stat().st_mtime, file.stem) for file in cache.glob("*/*.cubin"))
-    return sorted((stored_s, name) for stored_s, name in stored if stored_s >= since_s)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="qwen3-0.6b", help="preset, directory or hub name")
     parser.add_argument("--load-format", default="dummy", help="dummy: random weights; auto: the model's own")
     parser.add_argument("--json", metavar="FILE", help="also write the last line to FILE")
     args = parser.parse_args()
-    begin_s = time.time()
     logging.basicConfig(format="%(message)s")
     logging.getLogger("nanovllm").setLevel(logging.INFO)  # the engine logs how long each phase of its start took
 
@@ -49,13 +39,12 @@ def main() -> None:
 
     imported_s = seconds_since_process_start()
     llm = LLM(args.model, load_format=args.load_format)
-    ready_s, started_s = seconds_since_process_start(), time.time()
+    ready_s = seconds_since_process_start()
     llm.generate([[1, 2, 3]], SamplingParams(max_tokens=1), use_tqdm=False)
     first_token_s = seconds_since_process_start()
     print(f"imported {imported_s:.1f} s, engine ready {ready_s:.1f} s, first token {first_token_s:.1f} s")
 
     import torch
-    import triton
 
     from bench import requests
     from benchmarks import common, reporting
@@ -76,9 +65,6 @@ def main() -> None:
         rates.append(sum(p.max_tokens for p in params) / (time.perf_counter() - start_s))
     steady = statistics.median(rates[-NUM_STEADY_RUNS:])
     print("256 requests, tok/s: " + ", ".join(f"{rate:,.0f}" for rate in rates))
-    compiled = compiled_kernels(Path(triton.knobs.cache.dir), begin_s)
-    later = [name for stored_s, name in compiled if stored_s >= started_s]
-    print(f"kernels compiled: {len(compiled) - len(later)} by the start, {len(later)} later {' '.join(later)}")
     phases = dict(llm.runner.phases.seconds)
     llm.close()
     reporting.report(
@@ -90,8 +76,6 @@ def main() -> None:
             "ready_s": ready_s,
             "first_token_s": first_token_s,
             "start_phases_s": phases,
-            "num_compiled_kernels": len(compiled) - len(later),
-            "kernels_compiled_later": later,
             "first_prompt_over_second": prompt_s[0] / prompt_s[1],
             "requests_tok_per_s": rates,
             "first_requests_share": rates[0] / steady,

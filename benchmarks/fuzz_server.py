@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.request import Request, urlopen
 
-from benchmarks.serve_process import ServerProcess, free_port
+from benchmarks.server_process import ServerProcess
 
 SERVER = "nanovllm serve --model demo --device cpu --max-model-len 256 --num-kvcache-blocks 8 --max-n 4 --port {port}"
 CHECKS = (
@@ -48,12 +48,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("flags", nargs="*", help="of schemathesis run, after --")
     args = parser.parse_args(argv)
 
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
-    with ServerProcess(SERVER, url, port) as server:
+    with ServerProcess(SERVER) as server:
         server.wait_until_ready()
-        fuzz_status = run_schemathesis(url, args.seconds, args.flags)
-        is_alive = still_answers(url)
+        fuzz_status = run_schemathesis(server.url, args.seconds, args.flags)
+        is_alive = still_answers(server.url)
         server_status = server.stop()
     result = {"schemathesis_status": fuzz_status, "is_alive": is_alive, "server_status": server_status}
     if args.json is not None:

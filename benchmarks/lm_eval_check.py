@@ -2,16 +2,22 @@
 
     python -m benchmarks.lm_eval_check [--docs 40] [--json scores.json]
 
-Both backends, `local-completions` and `hf`, run the same tasks (lm_eval_tasks.py) on the CPU in fp32, offline, with two
+Both backends, `local-completions` and `hf`, run the same tasks on the CPU in fp32, offline, with two
 models: the built-in one, which copies, and a random Qwen3 whose tokens are parts of words. Every log-likelihood must be
 the same within TOLERANCE for each token, every accuracy and every generated text exactly. Otherwise it exits with 1.
 Only where transformers finds two tokens equally likely, within TOLERANCE, may one text go on with the one and the other
 text with the other.
+
+The tasks are made of this project's own documents. Each prompt has a passage, which is followed by the first words of
+one of its sentences. Which of four continuations is right, and what follows, can be answered by a model that copies.
+The third task is the perplexity of a whole document, which is longer than the context.
 """
 
 import argparse
 import json
 import os
+import random
+import re
 import sys
 import tempfile
 import time
@@ -20,10 +26,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.lm_eval_tasks import DOCS, Json, write_tasks
-from benchmarks.serve_process import ServerProcess, free_port
+from benchmarks.server_process import ServerProcess
 from nanovllm.demo.retrieval_model import build_retrieval_model
 
+Json = dict[str, Any]
+
+DOCS = Path(__file__).parents[1] / "docs"
+CONTINUATION, QUOTE, PERPLEXITY = "docs_continuation", "docs_quote", "docs_perplexity"
+NUM_CHOICES = 4
+PASSAGE_SENTENCES = 3
+ROLLING_CHARS = 12_000  # of the document whose perplexity is measured
 TOLERANCE = 5e-5  # of a log-likelihood, per token; the built-in model has logits of 32, which fp32 sums to about 1e-5
 REL_TOLERANCE = 1e-4  # of a perplexity, which is the exponential of a mean over words or bytes
 EXACT = ("acc", "acc_norm", "exact_match")
@@ -60,12 +72,76 @@ class Answers:
     num_tied: int = 0  # texts that part where two tokens are equally likely; these are not counted as different
 
 
+# -- tasks and a model -------------------------------------------------------------------------------------------
+
+
+def write_tasks(directory: Path, num_docs: int, seed: int = 0) -> list[Json]:
+    """Write the tasks' documents as JSON lines, and return the tasks as lm_eval takes them."""
+    rng = random.Random(seed)
+    questions = list(_questions(rng, num_docs))
+    rolling = [{"page": (DOCS / "design.md").read_text().encode("ascii", "ignore").decode()[:ROLLING_CHARS]}]
+    generation = {"until": ["\n"], "max_gen_toks": 64, "do_sample": False}
+    return [
+        _task(directory, CONTINUATION, questions, output_type="multiple_choice", doc_to_text="{{start}}")
+        | {"doc_to_choice": "choices", "doc_to_target": "answer", "metric_list": _metrics("acc", "acc_norm")},
+        _task(directory, QUOTE, questions, output_type="generate_until", doc_to_text="{{start}}")
+        | {"doc_to_target": "{{rest}}", "generation_kwargs": generation, "metric_list": _metrics("exact_match")},
+        _task(directory, PERPLEXITY, rolling, output_type="loglikelihood_rolling", doc_to_text="")
+        | {
+            "doc_to_target": "{{page}}",
+            "metric_list": _metrics("word_perplexity", "byte_perplexity", "bits_per_byte"),
+        },
+    ]
+
+
+def _task(directory: Path, name: str, docs: list[Json], **fields: Any) -> Json:
+    path = directory / f"{name}.jsonl"
+    path.write_text("".join(json.dumps(doc) + "\n" for doc in docs))
+    data = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(path)}}, "test_split": "test"}
+    return {"task": name, **data, "target_delimiter": "", "metadata": {"version": 1}, **fields}
+
+
+def _metrics(*names: str) -> list[Json]:
+    return [{"metric": name} for name in names]
+
+
+def _questions(rng: random.Random, num_docs: int) -> Iterator[Json]:
+    passages = [passage for path in sorted(DOCS.glob("*.md")) for passage in _passages(path.read_text())]
+    assert len(passages) >= NUM_CHOICES, f"{DOCS} has {len(passages)} passages"
+    for i, passage in enumerate(rng.sample(passages, min(num_docs, len(passages)))):
+        others = rng.sample([other for other in passages if other is not passage], NUM_CHOICES - 1)
+        first, rest = _halves(passage[i % PASSAGE_SENTENCES])
+        choices = [_halves(rng.choice(other))[1] for other in others]
+        answer = rng.randrange(NUM_CHOICES)
+        choices.insert(answer, rest)
+        start = "\n".join([*passage, first])
+        yield {"start": start, "rest": rest, "choices": choices, "answer": answer}
+
+
+def _passages(markdown: str) -> Iterator[list[str]]:
+    """Sentences that follow each other in a paragraph, in ASCII, so that every byte is a character."""
+    for paragraph in re.sub(r"```.*?```", "", markdown, flags=re.DOTALL).split("\n\n"):
+        if paragraph.startswith(("|", "#", "-", ">", "    ")) or not paragraph.isascii():
+            continue
+        sentences = re.split(r"(?<=[.:?!])\s+", " ".join(paragraph.split()))
+        long = [each for each in sentences if 40 <= len(each) <= 200 and each.count(" ") >= 5]
+        for start in range(0, len(long) - PASSAGE_SENTENCES + 1, PASSAGE_SENTENCES):
+            yield long[start : start + PASSAGE_SENTENCES]
+
+
+def _halves(sentence: str) -> tuple[str, str]:
+    """The second half begins with a space."""
+    words = sentence.split(" ")
+    middle = len(words) // 2
+    return " ".join(words[:middle]), " " + " ".join(words[middle:])
+
+
 def write_random_model(directory: Path) -> Path:
     """A small Qwen3 with random weights, whose tokenizer is trained on the documents."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from benchmarks.serve_model import END_TOKEN, make_tokenizer
+    from benchmarks.server_process import END_TOKEN, make_tokenizer
 
     torch.manual_seed(0)
     config = Qwen3Config(
@@ -89,6 +165,9 @@ def write_random_model(directory: Path) -> Path:
     return directory
 
 
+# -- the comparison ----------------------------------------------------------------------------------------------
+
+
 def evaluate(backend: str, tasks: list[Json], **model_args: Any) -> Json:
     """lm_eval's results and samples."""
     import lm_eval
@@ -103,21 +182,12 @@ def evaluate(backend: str, tasks: list[Json], **model_args: Any) -> Json:
 def evaluate_both(model: Path, tasks: list[Json]) -> tuple[Json, Json]:
     """By transformers, and by a server that is started for it."""
     reference = evaluate("hf", tasks, pretrained=str(model), dtype="float32", max_length=ROLLING_LEN)
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
     command = f"nanovllm serve --model {model} --device cpu --dtype float32 --max-model-len {MAX_MODEL_LEN}"
-    with ServerProcess(f"{command} --num-kvcache-blocks 64 --served-model-name m --port {{port}}", url, port) as server:
+    with ServerProcess(f"{command} --num-kvcache-blocks 64 --served-model-name m --port {{port}}") as server:
         server.wait_until_ready()
-        found = evaluate(
-            "local-completions",
-            tasks,
-            model="m",
-            base_url=f"{url}/v1/completions",
-            tokenizer=str(model),
-            max_length=MAX_MODEL_LEN,
-            num_concurrent=2,
-            batch_size=4,
-        )
+        sizes = {"max_length": MAX_MODEL_LEN, "num_concurrent": 2, "batch_size": 4}
+        url = f"{server.url}/v1/completions"
+        found = evaluate("local-completions", tasks, model="m", base_url=url, tokenizer=str(model), **sizes)
     return reference, found
 
 
@@ -176,17 +246,13 @@ def _likelihood(answer: Any) -> float:
 
 
 def print_table(found: Sequence[Score], answers: Sequence[Answers]) -> None:
-    print(f"\n{'model':10}{'task':20}{'metric':18}{'transformers':>16}{'nanovllm':>16}")
     for score in found:
-        numbers = f"{score.transformers:16.7g}{score.nanovllm:16.7g}"
+        numbers = f"transformers {score.transformers:.7g}, nanovllm {score.nanovllm:.7g}"
         print(f"{score.model:10}{score.task:20}{score.metric:18}{numbers}{'' if score.is_equal else '  DIFFERENT'}")
     for each in answers:
-        if each.max_error_per_token is None:
-            kind = "texts"
-        else:
-            kind = f"log-likelihoods, largest error {each.max_error_per_token:.1e} a token, {TOLERANCE:g} allowed"
-        tied = f"; {each.num_tied} part at a tie" if each.num_tied else ""
-        print(f"{each.model:10}{each.task:20}{each.num_answers} {kind}; {each.num_different} different{tied}")
+        error = "" if each.max_error_per_token is None else f", largest error {each.max_error_per_token:.1e} a token"
+        counts = f"{each.num_answers} answers, {each.num_different} different, {each.num_tied} part at a tie"
+        print(f"{each.model:10}{each.task:20}{counts}{error}")
 
 
 def check(model_name: str, model: Path, tasks: list[Json]) -> tuple[list[Score], list[Answers]]:

@@ -44,19 +44,13 @@ def why_skipped(job: Job, num_gpus: int) -> str | None:
 
 
 def run(job: Job) -> tuple[str, Json | None]:
-    """Run a job. Returns its status, which is "ok" or says what was wrong, and its result."""
+    """Run a job and print its output. Returns its status, which is "ok" or says what was wrong, and its result."""
     with tempfile.TemporaryDirectory() as scratch:
         env = os.environ | {name: value.format(scratch=scratch) for name, value in job.env}
         env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), env.get("PYTHONPATH"))))
-        process = subprocess.Popen(
-            job.command,
-            cwd=ROOT,
-            env=env,
-            stdout=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            start_new_session=True,  # so that processes it starts can be killed with it
-        )
+        pipe: Json = {"stdout": subprocess.PIPE, "text": True, "errors": "replace"}
+        # in a session of its own, so that processes it starts can be killed with it
+        process = subprocess.Popen(job.command, cwd=ROOT, env=env, start_new_session=True, **pipe)
         try:
             output, _ = process.communicate(timeout=job.timeout_s)
         except subprocess.TimeoutExpired:
@@ -65,7 +59,16 @@ def run(job: Job) -> tuple[str, Json | None]:
         except BaseException:  # Ctrl-C, SIGTERM
             end(process)
             raise
-    return read_result(job, process.returncode, output)
+    print(output, flush=True)
+    status = f"exit status {process.returncode}" if process.returncode else "ok"
+    if job.is_check or process.returncode:
+        return status, {"passed": not process.returncode} if job.is_check else None
+    try:
+        result = json.loads(output.splitlines()[-1])
+    except (json.JSONDecodeError, IndexError):
+        return "its last line is not JSON", None
+    (RESULTS / f"{job.name}.json").write_text(json.dumps(result) + "\n")
+    return status, result
 
 
 def end(process: subprocess.Popen[str]) -> str:
@@ -78,27 +81,10 @@ def end(process: subprocess.Popen[str]) -> str:
         return process.communicate()[0]
 
 
-def read_result(job: Job, exit_status: int, output: str) -> tuple[str, Json | None]:
-    """Print the job's output, and keep the last line of a benchmark as its result."""
-    status = f"exit status {exit_status}" if exit_status else "ok"
-    if job.is_check or exit_status:
-        print(output, flush=True)
-        return status, {"passed": not exit_status} if job.is_check else None
-    *lines, last = output.strip().splitlines() or [""]
-    print("\n".join(lines), flush=True)
-    try:
-        result = json.loads(last)
-    except json.JSONDecodeError:
-        return "its last line is not JSON", None
-    (RESULTS / f"{job.name}.json").write_text(last + "\n")
-    return status, result
-
-
 def row(target: Target, results: dict[str, Json], statuses: dict[str, str]) -> str:
     """A line of the table: the value and the target, or why there is nothing to compare."""
-    head = f"{target.what:46}"
-    missing = [f"{name} {statuses.get(name, 'did not run')}" for name in target.jobs if name not in results]
-    if missing:
+    head = f"{target.what:52}"
+    if missing := [f"{name} {statuses.get(name, 'did not run')}" for name in target.jobs if name not in results]:
         return f"{head} not measured: {', '.join(missing)}"
     try:
         value = target.value(*(results[name] for name in target.jobs))
@@ -157,7 +143,7 @@ def main() -> int:
     print()
     for job in jobs:
         print(f"{job.name:22} {statuses.get(job.name, 'did not run')}")
-    print(f"\n{'':46} {'reached':>12} {'target':>12}")
+    print(f"\n{'':52} {'reached':>12} {'target':>12}")
     for target in TARGETS:
         if any(job.name in target.jobs for job in jobs):
             print(row(target, results, statuses))

@@ -1,21 +1,15 @@
-"""Decode against the share of right guesses: `bench_offload.py --speculation` measures it, as JSON and as a plot.
+"""Decode against the share of right guesses: `bench_offload.py --speculation` measures it.
 
 Random weights say nothing about how often guesses are right, so an oracle guesses. It knows the answer, because the
 same engine has given it before without guesses, and errs with a given probability. With `resident` every guess also
 costs the draft that it would have taken; with `prompt_lookup` guesses are free. How many there are, the engine decides
 as always. To make the answer robust against rounding, the embedding is scaled up until the model repeats its last
 token, which changes no shape and no work.
-
-If the machine has no matplotlib, `python -m benchmarks.speculation FILE.json` draws the plot later.
 """
 
 import argparse
-import importlib.util
-import json
 import random
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -23,7 +17,6 @@ import torch
 from benchmarks.common import Ceilings, greedy, random_prompt, serve
 from nanovllm import LLM
 from nanovllm.capacity.costs import num_missing_blocks
-from nanovllm.core.guesses import expected_tokens
 from nanovllm.core.sequence import Sequence
 from nanovllm.engine.internals import Internals
 from nanovllm.speculation.drafters import NO_GUESSES, Guesses
@@ -32,7 +25,6 @@ from nanovllm.utils.arithmetic import ceil_div
 
 ACCEPTANCES = (0.0, 0.5, 0.7, 0.8, 0.9, 1.0)
 EMBEDDING_SCALE = 100.0
-DEFAULT_FILE = "benchmarks/results/speculation.json"
 
 
 class Oracle:
@@ -96,19 +88,14 @@ def run_speculation(
         plain_after, _ = decode(llm, prompt, args.decode_tokens)
         stats = llm.stats()
     result = header | {"plain_tok_per_s": plain, "plain_after_tok_per_s": plain_after, "points": points}
+    for point in points:  # for the targets
+        result |= {f"{key}_at_{point['acceptance']}": point[key] for key in ("decode_tok_per_s", "ratio_to_plain")}
     print(f"without guesses: {plain:.1f} tok/s, afterwards {plain_after:.1f}")
     missing = num_missing_blocks(args.max_model_len, args.block_size, num_slots) if num_slots else 0
     if missing:
         rate = ceilings.link_byte_per_s + (stats["cpu_attention_byte_per_s"] or 0.0)
         result["bound_tok_per_s"] = rate / (missing * stats["block_bytes"])
         print(f"bound without guesses: {result['bound_tok_per_s']:.1f} tok/s")
-    path = Path(args.json or DEFAULT_FILE)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result) + "\n")
-    if importlib.util.find_spec("matplotlib") is None:
-        print(f"no matplotlib here; draw the plot elsewhere: python -m benchmarks.speculation {path}")
-    else:
-        print(f"plot: {plot(path)}")
     return result
 
 
@@ -152,38 +139,3 @@ def decode(llm: LLM, prompt: list[int], num_tokens: int) -> tuple[float, list[in
     (output,), _ = serve(llm, [prompt], greedy(num_tokens))
     assert output["tpot_s"] is not None
     return 1 / output["tpot_s"], output["token_ids"]
-
-
-def plot(path: Path) -> Path:
-    """Draw the result in `path` to a PNG next to it, and return its path. Needs matplotlib (the extra `bench`)."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    result = json.loads(path.read_text())
-    points = result["points"]
-    figure, axes = pyplot.subplots(figsize=(6.5, 4.4), layout="constrained")
-    acceptances = [point["acceptance"] for point in points]
-    axes.plot(acceptances, [point["decode_tok_per_s"] for point in points], "o-", label="oracle")
-    axes.axhline(result["plain_tok_per_s"], color="black", linewidth=1, label="without guesses")
-    if bound := result.get("bound_tok_per_s"):
-        grid = [i / 100 for i in range(101)]
-        bounds = [bound * expected_tokens(a, result["num_speculative_tokens"]) for a in grid]
-        axes.plot(grid, bounds, "--", color="grey", linewidth=1, label="bound, if guesses cost nothing")
-    axes.set(xlabel="share of right guesses", ylabel="tok/s", ylim=(0, None))
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
-    where = f"{result['num_gpu_blocks']} slots" if result["num_gpu_blocks"] else "all on the GPU"
-    title = (
-        f"{result['model']} on {result['gpu']}, {result['max_model_len']:,} tokens, {where}, {result['speculation']}"
-    )
-    figure.suptitle(title, fontsize=10)
-    target = path.with_suffix(".png")
-    figure.savefig(target, dpi=120)
-    pyplot.close(figure)
-    return target
-
-
-if __name__ == "__main__":
-    print(plot(Path(sys.argv[1])))

@@ -3,7 +3,6 @@
 import argparse
 import io
 import json
-import os
 import random
 import sys
 import time
@@ -15,10 +14,9 @@ import torch
 from tiny_models import write_tiny_model
 
 import bench_offload
-from benchmarks import bench_attention, common, cpu_split_load, device_memory, first_run, run_all, speculation, sweep
+from benchmarks import bench_attention, common, cpu_split_load, device_memory, run_all, speculation
 from benchmarks.common import Ceilings, greedy, lengths_after_short_warm_up, random_prompt, serve, time_prompts
-from benchmarks.reporting import Samples
-from benchmarks.targets import JOBS, TARGETS, Job, Target, of, ratio
+from benchmarks.targets import JOBS, TARGETS, Job, Target
 from nanovllm import LLM, SamplingParams
 from nanovllm.capacity.plan_check import check_plan
 from nanovllm.core.cpu_split import CpuRate, CpuSplit
@@ -26,21 +24,12 @@ from nanovllm.core.sequence import Sequence
 from nanovllm.engine.internals import Internals
 from nanovllm.speculation.drafters import Guesses
 
+ROOT = Path(__file__).parent.parent
 CEILINGS = Ceilings("a laptop", 1e12, 1e11, 1e10)
 BLOCK, CONTEXT = 256, 2048
 
 
 # -- figures ---------------------------------------------------------------------------------------------------------
-
-
-def test_compiled_kernels_are_those_stored_since_then(tmp_path: Path) -> None:
-    for name, stored_s in (("old/a.cubin", 99), ("new/b.cubin", 102), ("newer/c.cubin", 101), ("newer/c.ptx", 101)):
-        file = tmp_path / name
-        file.parent.mkdir(exist_ok=True)
-        file.touch()
-        os.utime(file, (stored_s, stored_s))
-    assert first_run.compiled_kernels(tmp_path, since_s=100) == [(101, "c"), (102, "b")]
-    assert first_run.compiled_kernels(tmp_path / "missing", since_s=100) == []
 
 
 @pytest.fixture(scope="module")
@@ -72,14 +61,18 @@ def arguments(model: str, **options: Any) -> argparse.Namespace:
 @pytest.mark.usefixtures("made")
 @pytest.mark.parametrize(("drafter", "num_gpu_blocks"), [("resident", 3), ("prompt_lookup", 0)])
 def test_bench_speculation_the_oracle_changes_no_token(
-    model: str, drafter: str, num_gpu_blocks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: str, drafter: str, num_gpu_blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     args = arguments(model, speculation=drafter, num_gpu_blocks=num_gpu_blocks, decode_tokens=6, cpu_attention="auto")
-    args.max_model_len, args.num_speculative_tokens, args.json = CONTEXT, 15, str(tmp_path / "result.json")
+    args.max_model_len, args.num_speculative_tokens = CONTEXT, 15
     header = {"model": "tiny", "gpu": "none", "num_speculative_tokens": 15}
     result = speculation.run_speculation(args, CEILINGS, header, bench_offload.make_llm)
-    assert json.loads((tmp_path / "result.json").read_text()) == result
+    targets = [target for target in TARGETS if all(job.startswith("guesses-") for job in target.jobs)]
+    assert len(targets) == 5
+    for target in targets:
+        if num_gpu_blocks or "bound_tok_per_s" not in target.key:
+            assert target.value(*[result for _ in target.jobs]) > 0
     assert [point["acceptance"] for point in result["points"]] == list(speculation.ACCEPTANCES)
     assert all(point["decode_tok_per_s"] > 0 for point in result["points"])
     assert result["plain_tok_per_s"] > 0 and ("bound_tok_per_s" in result) == (num_gpu_blocks > 0)
@@ -131,14 +124,6 @@ def test_bench_offload_batch_that_fits_the_slots_misses_nothing(model: str) -> N
     assert result["engine_load_byte_per_s"] is None  # nothing was streamed
 
 
-@pytest.mark.usefixtures("made")
-@pytest.mark.parametrize("num_slots", [None, 3])
-def test_sweep_point_has_both_bounds(model: str, num_slots: int | None) -> None:
-    make_llm = bench_offload.make_llm
-    point = sweep._measure_point(arguments(model), CEILINGS, make_llm, CONTEXT, num_slots, "auto", num_decoded=8)
-    assert point["prefill_bound_share"] > 0 and ("link_share" in point) == (num_slots is not None)
-
-
 def test_serve_counts_steps_in_which_all_decode(model: str) -> None:
     """Chunks of 100 tokens: the first prompt decodes while the second is still read, which does not count."""
     rng = random.Random(0)
@@ -177,17 +162,17 @@ def test_bench_offload_one_prompt_of_a_batch_is_refused(
     assert "leave out --batch 4" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("case", device_memory.CASES)
-def test_device_memory_cases_are_engines_that_fit(case: str) -> None:
+def test_device_memory_cases_are_engines_that_fit() -> None:
     total_bytes, others_bytes = 140 * 2**30, 2**29
-    options = device_memory.engine_options(device_memory.CASES[case], total_bytes)
-    check_plan(device_memory.planned(options))
-    beside_others = device_memory.engine_options(device_memory.CASES[case], total_bytes, others_bytes)
-    if "simulated_gib" in device_memory.CASES[case]:
-        assert options["gpu_memory_utilization"] * total_bytes == pytest.approx(21.6 * 2**30)
-        assert beside_others["gpu_memory_utilization"] * total_bytes == pytest.approx(22.1 * 2**30)
-    else:
-        assert options == beside_others
+    for case in device_memory.CASES.values():
+        options = device_memory.engine_options(case, total_bytes)
+        check_plan(device_memory.planned(options))
+        beside_others = device_memory.engine_options(case, total_bytes, others_bytes)
+        if "simulated_gib" in case:
+            assert options["gpu_memory_utilization"] * total_bytes == pytest.approx(21.6 * 2**30)
+            assert beside_others["gpu_memory_utilization"] * total_bytes == pytest.approx(22.1 * 2**30)
+        else:
+            assert options == beside_others
 
 
 def test_device_memory_case_is_served_and_reported(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,7 +194,7 @@ def test_device_memory_case_is_served_and_reported(model: str, monkeypatch: pyte
 
 
 def test_device_memory_targets_read_the_figures_of_their_case() -> None:
-    targets = [target for target in TARGETS if target.jobs == ("device-memory",)]
+    targets = [target for target in TARGETS if target.jobs == ["device-memory"]]
     figures = {"served_bytes": 6 * 2**30, "plan_error": -0.06}
     values = [target.value(dict.fromkeys(device_memory.CASES, figures)) for target in targets]
     assert values == [6 * 2**30, 6 * 2**30, 0.06, 0.06]
@@ -229,29 +214,23 @@ def test_targets_name_jobs_that_exist_once() -> None:
     assert len(set(names)) == len(names)
     assert {name for target in TARGETS for name in target.jobs} <= set(names)
     assert all(any(job.name in target.jobs for target in TARGETS) for job in JOBS if job.is_check)
+    for job in JOBS:
+        is_module = job.command[1] == "-m"
+        script = job.command[2].replace(".", "/") + ".py" if is_module else job.command[1]
+        assert job.is_check or (ROOT / script).is_file(), job
 
 
-PEAK = Target("peak", ("long", "short"), ratio("peak_bytes"), 1.02, at_most=True)
-
-
-@pytest.mark.parametrize(("peak", "verdict"), [(1.02, "reached"), (1.03, "MISSED")])
-def test_row_of_two_results_compares_the_first_with_the_last(peak: float, verdict: str) -> None:
-    results = {"short": {"peak_bytes": 1}, "long": {"peak_bytes": peak}}
-    line = run_all.row(PEAK, results, {"long": "ok", "short": "ok"})
-    assert line.endswith(verdict) and f"{peak:.3f}" in line
-
-
-def test_row_without_a_result_says_why() -> None:
-    line = run_all.row(PEAK, {"long": {"peak_bytes": 1}}, {"long": "ok", "short": "skipped: needs 2 GPUs"})
+def test_row_compares_results_with_the_target_or_says_why_it_cannot() -> None:
+    peak = Target("peak", "long / short", "peak_bytes", 1.02, at_most=True)
+    for value, verdict in ((1.02, "reached"), (1.03, "MISSED")):
+        line = run_all.row(peak, {"short": {"peak_bytes": 1}, "long": {"peak_bytes": value}}, {})
+        assert line.endswith(verdict) and f"{value:.3f}" in line
+    line = run_all.row(peak, {"long": {"peak_bytes": 1}}, {"long": "ok", "short": "skipped: needs 2 GPUs"})
     assert line.endswith("not measured: short skipped: needs 2 GPUs")
-    assert run_all.row(PEAK, {}, {}).endswith("not measured: long did not run, short did not run")
-    line = run_all.row(PEAK, {"long": {}, "short": {}}, {})
-    assert line.endswith("not measured: no 'peak_bytes' in the result")
-
-
-def test_ratio_of_one_result_is_of_two_of_its_keys() -> None:
-    assert ratio("rate", "bound")({"rate": 3, "bound": 4}) == 0.75
-    assert of("rate")({"rate": 3}) == 3
+    assert run_all.row(peak, {}, {}).endswith("not measured: long did not run, short did not run")
+    assert run_all.row(peak, {"long": {}, "short": {}}, {}).endswith("not measured: no 'peak_bytes' in the result")
+    assert Target("share", "one", "rate / bound", 1).value({"rate": 3, "bound": 4}) == 0.75
+    assert Target("error", "one", "case:error", 1).value({"case": {"error": -0.5}}) == 0.5
 
 
 def test_choose_takes_several_parts_of_names_and_refuses_unknown_ones() -> None:
@@ -281,7 +260,7 @@ def test_run_jobs_without_what_they_need_are_skipped_with_the_reason(
         Job("tool", (sys.executable, "-c", print_one), needs=("no-such-program",)),
         Job("one", (sys.executable, "-c", print_one), needs=("torch", "sh")),
     ]
-    monkeypatch.setattr(run_all, "TARGETS", [Target("rate", ("one",), of("rate"), 1)])
+    monkeypatch.setattr(run_all, "TARGETS", [Target("rate", "one", "rate", 1)])
     found, statuses = run_all.run_jobs(jobs, num_gpus=1)
     assert statuses == {"two": "skipped: needs 2 GPUs", "tool": "skipped: needs no-such-program", "one": "ok"}
     assert found == {"one": {"rate": 2}} == {"one": json.loads((results / "one.json").read_text())}
@@ -310,12 +289,6 @@ def test_run_scratch_is_an_empty_folder_that_is_removed(results: Path) -> None:
     assert result is not None and result["files"] == [] and not Path(result["path"]).exists()
 
 
-def test_list_prints_every_job(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["run_all", "--list"])
-    assert run_all.main() == 0
-    assert len(capsys.readouterr().out.splitlines()) == len(JOBS)
-
-
 def test_attention_shares_of_flash_are_of_the_same_workload() -> None:
     rows = [
         {"model": "m", "workload": work, "backend": backend, "median_ms": ms}
@@ -324,10 +297,6 @@ def test_attention_shares_of_flash_are_of_the_same_workload() -> None:
     rows.append({"model": "m", "workload": "c", "backend": "triton", "median_ms": 1.0})  # flash-attn did not run it
     assert bench_attention.add_shares_of_flash(rows) == {"triton_share_of_flash": 0.5}
     assert [row.get("share_of_flash") for row in rows] == [None, None, 0.5, 1.5, None]
-
-
-def test_samples_print_median_and_range() -> None:
-    assert str(Samples((3.0, 1.0, 2.0))) == "2.0 (1.0 to 3.0)"
 
 
 # -- a split beside a load -------------------------------------------------------------------------------------------

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from benchmarks.server_process import make_tokenizer
 from nanovllm.core.sequence import Sequence
 from nanovllm.core.step_plan import KVMoves, SamplingRow, SequenceStep, StepPlan
 from nanovllm.kvcache.policy.base import KVCacheManager
@@ -123,29 +123,10 @@ def test_take_all_blocks_of_a_pool_full_of_prefixes(benchmark: Any, num_blocks: 
     note(benchmark, num_blocks, "block")
 
 
-@pytest.mark.parametrize("num_cached_tokens", [2**17, 2**20])
-def test_head_of_the_queue_without_room(benchmark: Any, num_cached_tokens: int) -> None:
-    """The first waiting sequence is checked in every step. It has blocks of 256 tokens; all but the last hit."""
-    kv = BlockManager(num_cached_tokens // 256 + 2, 256)
-    known = make_sequence(0, num_cached_tokens, max_tokens=1)
-    scheduler = Scheduler(kv, max_num_seqs=1, max_num_batched_tokens=num_cached_tokens)
-    scheduler.add(known)
-    step(scheduler)
-    asking = Sequence(1, [*known.token_ids, *known.token_ids[:1024]], known.params, seed=0)
-    can_admit = timed(benchmark, 1, "question", lambda: kv.can_admit(asking))
-    assert not can_admit and len(kv.pool.match(asking).full_blocks) == num_cached_tokens // 256
-
-
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
     """Byte-level BPE, trained on this repository's documents."""
-    rust = Tokenizer(models.BPE())
-    rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    rust.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=8000, initial_alphabet=alphabet, show_progress=False)
-    rust.train([str(path) for path in DOCUMENTS], trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=rust)
+    return PreTrainedTokenizerFast(tokenizer_object=make_tokenizer(8000, 8000, sorted(map(str, DOCUMENTS))))
 
 
 @pytest.mark.parametrize("stop", [(), ("\n\nUser:", "END")], ids=["no stop strings", "stop strings"])
@@ -226,12 +207,3 @@ def test_plan_decode_step_of_a_131k_sequence(benchmark: Any) -> None:
     scheduler = decoding_scheduler(kv, [2**17 - 200], 16384, max_tokens=100)
     moves = timed(benchmark, 512, "block", lambda: plan_decode(kv, scheduler.running))
     assert sum(len(group.cpu_block_ids) for group in moves.streamed) == 511 - 127
-
-
-@pytest.mark.parametrize("num_slots", [8, 64])
-def test_hybrid_plan_decode_step_of_one_million_token_sequence(benchmark: Any, num_slots: int) -> None:
-    """A decode step over 256 blocks of 4096 tokens, all streamed except those in slots."""
-    kv = HybridKVCacheManager(280, num_slots, 4096, 2)
-    scheduler = decoding_scheduler(kv, [2**20 - 2000], 2**18)
-    moves = timed(benchmark, 256, "block", lambda: plan_decode(kv, scheduler.running))
-    assert sum(len(group.cpu_block_ids) for group in moves.streamed) == 255 - (num_slots - 1)

@@ -1,8 +1,8 @@
 """How the attention kernels run on each target: tiles, warps, stages, and how keys and values are loaded.
 
-The choices are fixed, so that start-up spends no time on tuning. docs/measurements.md has the figures for the H200;
-`benchmarks/bench_attention.py --tune` compares other choices. tests/kernels/test_compile.py compiles every choice for
-every target. It checks that each fits into shared memory and registers and loads its tiles asynchronously.
+The choices are fixed, so that start-up spends no time on tuning. docs/measurements.md has the figures for the H200.
+tests/kernels/test_compile.py compiles every choice for every target. It checks that each fits into shared memory and
+registers and loads its tiles asynchronously.
 """
 
 from typing import NamedTuple

@@ -72,7 +72,7 @@ class SiluAndMul(torch.nn.Module):
 
 
 # On an H200 our kernel is 1.0 to 3.9 times as fast as cuBLAS for one row, but slower for two rows in 12 of 16 layers
-# (bench_small_linear).
+# (docs/measurements.md).
 MAX_GEMV_ROWS = 1
 
 

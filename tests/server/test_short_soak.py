@@ -5,7 +5,7 @@ import json
 import pytest
 
 from benchmarks import soak
-from benchmarks.soak_cases import CHAT, COMPLETIONS, texts_of
+from benchmarks.soak import CHAT, COMPLETIONS, texts_of
 
 OFFLOAD = ["--enable-cpu-offload", "--num-gpu-blocks", "3", "--num-cpu-blocks", "30", "--kvcache-block-size", "256"]
 

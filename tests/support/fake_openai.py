@@ -34,7 +34,6 @@ class FakeServer:
     prompt_token_s: float = 0.0  # of prefill, for tokens that no earlier prompt began with
     tokens_per_event: int = 1
     with_totals: bool = False  # usage with every event
-    piece_bytes: int | None = None  # the size of the pieces in which a body is written
     faults: list[str | None] = field(default_factory=list)
     bodies: list[Json] = field(default_factory=list)  # of the completions that were asked for
     num_connections: int = 0
@@ -77,8 +76,7 @@ class FakeServer:
             return await self._write(writer, 200, {"data": [{"id": "fake"}]})
         if path in ("/health", "/version"):
             return await self._write(writer, 200, {"version": "1"})
-        if path not in ("/v1/completions", "/v1/chat/completions"):
-            return await self._write(writer, 404, {"error": {"message": "what?"}})
+        assert path == "/v1/completions", path
         self.bodies.append(body)
         fault = self.faults.pop(0) if self.faults else None
         if fault in ("429", "500"):
@@ -89,11 +87,10 @@ class FakeServer:
             return writer.write(b"220 mail.example.org ESMTP\r\n\r\n")
         if fault == "hang":
             await asyncio.sleep(3600)
-        await self._complete(body, path.startswith("/v1/chat"), fault, writer)
+        await self._complete(body, fault, writer)
 
-    async def _complete(self, body: Json, is_chat: bool, fault: str | None, writer: asyncio.StreamWriter) -> None:
-        prompt = body["messages"][0]["content"] if is_chat else body["prompt"]
-        prompt_ids = encode(prompt) if isinstance(prompt, str) else prompt
+    async def _complete(self, body: Json, fault: str | None, writer: asyncio.StreamWriter) -> None:
+        prompt_ids = encode(body["prompt"]) if isinstance(body["prompt"], str) else body["prompt"]
         num_cached = max((len(_common(prompt_ids, other)) for other in self._prompts), default=0)
         if self.prompt_token_s:
             self._prompts.append(prompt_ids)
@@ -102,13 +99,10 @@ class FakeServer:
         reason = "abort" if fault == "abort" else "length"
         if not body.get("stream"):
             await asyncio.sleep(self.token_s * body["max_tokens"])
-            text = " word" * body["max_tokens"]
-            choice = {"text": text, "message": {"content": text}, "finish_reason": reason}
+            choice = {"text": " word" * body["max_tokens"], "finish_reason": reason}
             usage["completion_tokens"] = body["max_tokens"]
             return await self._write(writer, 200, {"choices": [choice], "usage": usage})
         writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nContent-Type: text/event-stream\r\n\r\n")
-        if is_chat:
-            await self._event(writer, {"choices": [{"delta": {"role": "assistant", "content": ""}}]})
         for num_before in range(0, body["max_tokens"], self.tokens_per_event):
             if num_before and fault in ("close_in_stream", "error_event", "bad_event"):
                 if fault == "close_in_stream":
@@ -116,14 +110,12 @@ class FakeServer:
                 await self._event(writer, {"error": {"message": "broken"}} if fault == "error_event" else [])
                 break
             num_tokens = min(self.tokens_per_event, body["max_tokens"] - num_before)
-            text = " word" * num_tokens
-            choice = {"delta": {"content": text}} if is_chat else {"text": text}
+            choice = {"text": " word" * num_tokens, "finish_reason": None}
             total = {"usage": usage | {"completion_tokens": num_before + num_tokens}} if self.with_totals else {}
-            await self._event(writer, {"choices": [choice | {"finish_reason": None}]} | total)
+            await self._event(writer, {"choices": [choice]} | total)
             await asyncio.sleep(self.token_s * num_tokens)
         else:
-            last = {"delta": {}} if is_chat else {"text": ""}
-            await self._event(writer, {"choices": [last | {"finish_reason": reason}]})
+            await self._event(writer, {"choices": [{"text": "", "finish_reason": reason}]})
             await self._event(writer, {"choices": [], "usage": usage | {"completion_tokens": body["max_tokens"]}})
         if fault != "no_done":
             await self._chunk(writer, b"data: [DONE]\n\n")
@@ -133,20 +125,13 @@ class FakeServer:
         await self._chunk(writer, b"data: " + json.dumps(event).encode() + b"\n\n")
 
     async def _chunk(self, writer: asyncio.StreamWriter, data: bytes) -> None:
-        await self._pieces(writer, f"{len(data):x}\r\n".encode() + data + b"\r\n")
-
-    async def _pieces(self, writer: asyncio.StreamWriter, data: bytes) -> None:
-        size = self.piece_bytes or len(data)
-        for start in range(0, len(data), size):
-            writer.write(data[start : start + size])
-            await writer.drain()
-            if self.piece_bytes:
-                await asyncio.sleep(0)
+        writer.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
+        await writer.drain()
 
     async def _write(self, writer: asyncio.StreamWriter, status: int, body: Json) -> None:
         content = json.dumps(body).encode()
         head = f"HTTP/1.1 {status} X\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
-        await self._pieces(writer, head.encode() + content)
+        writer.write(head.encode() + content)
 
 
 def _common(first: list[int], second: list[int]) -> list[int]:
