@@ -112,7 +112,7 @@ HUGE = 10**5000  # Python does not write integers of more than 4300 digits
         ({"logit_bias": [5]}, r"logit_bias=\[5\] must be a dict"),
         *(({"bad_words": words}, "bad_words=") for words in (5, [5], [""], "", {"a"}, [None])),
         *(({"stop_token_ids": ids}, "stop_token_ids=") for ids in (5, [True], ["5"], [5.0], [-1], [2**31], [HUGE])),
-        ({"structured_outputs": {"regex": "a"}}, "structured_outputs=.* must be a StructuredOutputs"),
+        ({"structured_outputs": {"regex": "a"}}, "structured_outputs=.* must be a nanovllm.StructuredOutputs, such as"),
         *(({name: HUGE}, name) for name in ("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed")),
     ],
 )

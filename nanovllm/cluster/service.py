@@ -8,7 +8,6 @@ Serve's own HTTP proxies are switched off. Behind them, the limits on connection
 each part of an answer would pass through one more process.
 """
 
-import os
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,9 +27,8 @@ from nanovllm.cluster.service_replica import EngineReplica
 from nanovllm.cluster.service_site import ServiceSite
 from nanovllm.config import Config
 from nanovllm.errors import EngineError
-from nanovllm.server.api_keys import ApiKeys, read_api_keys
 from nanovllm.server.connections import raise_file_limit
-from nanovllm.server.lifecycle import ended_by_sigterm, serve_until_stopped
+from nanovllm.server.lifecycle import ended_by_sigterm, load_keys, serve_until_stopped
 from nanovllm.server.options import ServerOptions
 from nanovllm.server.private_log import keep_messages_out
 from nanovllm.server.site import build_gate, served_names, with_origins
@@ -54,7 +52,7 @@ def run_service(
     check_engine(config)
     keep_messages_out("ray.serve")
     num_files = raise_file_limit()
-    keys = ApiKeys(read_api_keys(options.api_key_file, os.environ))
+    keys = load_keys(options)
     # Connecting sets Ray's own handler of SIGTERM
     with connected(service.ray_address, LOCAL_OBJECT_STORE_BYTES), ended_by_sigterm():
         app = _application(load, config, options, service, model_name)

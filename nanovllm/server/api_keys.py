@@ -48,7 +48,7 @@ def _checked(key: str, origin: str) -> str:
 
 class ApiKeys:
     def __init__(self, keys: Iterable[str]) -> None:
-        self._digests = [_digest(key.encode()) for key in keys]
+        self._digests = [_digest(key.encode()) for key in dict.fromkeys(keys)]
         self._salt_secret = secrets.token_bytes(32)
 
     def __bool__(self) -> bool:
@@ -61,8 +61,13 @@ class ApiKeys:
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
         return any(matches)
 
-    def cache_salt(self, authorization: bytes) -> str:
-        """A salt that nobody can guess: the same for each request with the same key, until the server ends."""
+    def cache_salt(self, authorization: bytes) -> str | None:
+        """A salt that nobody can guess: the same for each request with the same key, until the server ends.
+
+        None for the only key, which has nobody to be kept apart from.
+        """
+        if len(self._digests) == 1:
+            return None
         return hmac.new(self._salt_secret, _key_of(authorization), hashlib.sha256).hexdigest()
 
 

@@ -11,6 +11,8 @@ from nanovllm.server.errors import ApiError
 from nanovllm.server.protocol import Message, Tool, ToolCall
 from nanovllm.server.service import Service
 
+_RENDERED_NAMES = ("messages", "conversations")  # what the tokenizer itself passes on to the template
+
 
 def encode_messages(
     service: Service,
@@ -48,8 +50,8 @@ def template_text(llm: LLM) -> str:
 
 def _check_template_kwargs(llm: LLM, options: dict[str, Any]) -> None:
     """Refuse what belongs to the tokenizer and not to the template, above all a template of the client's own."""
-    reserved = inspect.signature(llm.tokenizer.apply_chat_template).parameters
-    if taken := sorted(set(reserved).intersection(options)):
+    reserved = {*inspect.signature(llm.tokenizer.apply_chat_template).parameters, *_RENDERED_NAMES}
+    if taken := sorted(reserved.intersection(options)):
         raise ApiError(f"chat_template_kwargs cannot set {', '.join(taken)}", param="chat_template_kwargs")
 
 

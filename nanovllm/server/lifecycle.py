@@ -24,7 +24,7 @@ import uvicorn
 
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.errors import EngineError
-from nanovllm.server.api_keys import ApiKeys, read_api_keys
+from nanovllm.server.api_keys import VARIABLE, ApiKeys, read_api_keys
 from nanovllm.server.connections import Connection, ConnectionLimits, raise_file_limit
 from nanovllm.server.gate import ASGIApp, Gate
 from nanovllm.server.options import ServerOptions
@@ -78,13 +78,25 @@ def run_server(load: Callable[[], AsyncLLM], options: ServerOptions, bound: sock
     keep_messages_out()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     num_files = raise_file_limit()
-    keys = ApiKeys(read_api_keys(options.api_key_file, os.environ))
+    keys = load_keys(options)
     with ended_by_sigterm():
         engine = load()
         try:
             return serve_until_stopped(build_site(engine, options, keys, model_name), options, bound, num_files)
         finally:
             engine.close()
+
+
+def load_keys(options: ServerOptions) -> ApiKeys:
+    """Raises ConfigError for a key file that cannot be used. Warns if everyone in the network may ask."""
+    keys = ApiKeys(read_api_keys(options.api_key_file, os.environ))
+    if not keys and not options.is_local:
+        logger.warning(
+            "nanovllm: host=%s lets everyone who reaches this machine ask; set an API key (%s or api_key_file)",
+            options.host,
+            VARIABLE,
+        )
+    return keys
 
 
 def serve_until_stopped(served: Served, options: ServerOptions, bound: socket.socket, num_files: int) -> int:
@@ -191,7 +203,8 @@ class _Server:
         """Say that the server is ready, once it listens."""
         while not self._uvicorn.started:
             await asyncio.sleep(0.01)
-        logger.info("nanovllm: %s is served at %s/v1", self._served.model_name, url_of(self._socket))
+        url = url_of(self._socket)
+        logger.info("nanovllm: %s is served at %s/v1, and a page to try it at %s/", self._served.model_name, url, url)
 
     async def _drain(self, served: "asyncio.Future[None]", failed: "asyncio.Future[EngineError]") -> None:
         """Let the open requests finish. Returns when they have, at the limit, or when the engine fails."""

@@ -60,6 +60,7 @@ def _card(service: Service, name: str) -> dict[str, Any]:
         "created": service.started_s,
         "owned_by": "nanovllm",
         "max_model_len": service.llm.max_model_len,
+        "max_request_tokens": service.llm.max_request_tokens,  # fewer if the KV cache is smaller
     }
 
 

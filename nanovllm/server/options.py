@@ -1,6 +1,7 @@
 """ServerOptions: what the operator of a server has chosen, apart from the engine's options."""
 
 from dataclasses import dataclass
+from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 from nanovllm.errors import ConfigError
@@ -10,6 +11,21 @@ from nanovllm.utils.options import option
 MAX_PORT = 65535
 MAX_NUMBER = 2**31 - 1
 _SERVER, _ACCESS, _LIMITS = "the server", "who may ask", "how much clients may ask for"  # groups
+
+
+def _host_name(host: str) -> str:
+    """The name or address in a Host header, without the port. "" if it is malformed."""
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,9 +51,9 @@ class ServerOptions:
         (), help="origins whose pages may ask from a browser, such as https://example.org; *: all", group=_ACCESS
     )
     cache_salt_per_key: bool = option(
-        False,
-        help="reuse KV only between requests with the same API key, so that nobody can find out from timing what "
-        "others asked",
+        True,
+        help="with several API keys, reuse KV only between requests with the same key, so that nobody can find out "
+        "from timing or usage what others asked",
         group=_ACCESS,
     )
 
@@ -96,6 +112,23 @@ class ServerOptions:
             raise ConfigError(f"drain_s={self.drain_s} must be between 0 and {MAX_NUMBER}")
         if not 0 <= self.max_logprobs <= MAX_LOGPROBS:
             raise ConfigError(f"max_logprobs={self.max_logprobs} must be between 0 and {MAX_LOGPROBS}")
+
+    @property
+    def is_local(self) -> bool:
+        """Return True if only this machine can connect."""
+        return _is_loopback(self.host)
+
+    def is_known_host(self, host: str) -> bool:
+        """Return True if a browser that sends this Host header has a page of ours, or of an allowed origin.
+
+        A page of another site can have the name of its own host resolve to 127.0.0.1, and then ask a local server as
+        if it were that host (DNS rebinding). Only the header tells.
+        """
+        if not self.is_local or "*" in self.allowed_origins:
+            return True
+        names = {self.host.lower(), *(_host_name(urlsplit(origin).netloc) for origin in self.allowed_origins)}
+        name = _host_name(host)
+        return name in names or _is_loopback(name)
 
     @property
     def max_body_bytes(self) -> int:

@@ -9,7 +9,17 @@ A body can have millions of errors, and collecting them would take minutes and g
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, GetJsonSchemaHandler, WithJsonSchema, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    FailFast,
+    Field,
+    GetJsonSchemaHandler,
+    Tag,
+    WithJsonSchema,
+    model_validator,
+)
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError
 
@@ -175,6 +185,28 @@ class CompletionRequest(SamplingFields):
 class TextPart(Body):
     type: Literal["text"]
     text: str
+    cache_control: Any = None  # a hint of clients for Anthropic's API; every prompt is cached here
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_other_parts(cls, part: Any) -> Any:
+        if isinstance(part, dict) and isinstance(kind := part.get("type"), str) and kind != "text":
+            shown = kind[:MAX_NAME_CHARS].encode(errors="backslashreplace").decode()
+            raise refuse(
+                "type", f"a part of type {shown!r} is not supported, as the model reads only text; leave it out"
+            )
+        return part
+
+
+def _content_branch(content: Any) -> str:
+    """The tag of the type that `content` is checked against, so that errors are those of that type alone."""
+    return "list[TextPart]" if isinstance(content, list) else "str"
+
+
+# A string or a list of parts. The tags are left out of the place that an error names
+Content: TypeAlias = Annotated[
+    Annotated[str, Tag("str")] | Annotated[Items[TextPart], Tag("list[TextPart]")], Discriminator(_content_branch)
+]
 
 
 class CalledFunction(Body):
@@ -194,7 +226,7 @@ class Message(Body):
     NEUTRAL = {"refusal": (None,), "audio": (None,), "function_call": (None,), "annotations": (None, [])}
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Items[TextPart] | None = None
+    content: Content | None = None
     name: str | None = None
     reasoning_content: str | None = None
     tool_calls: Items[ToolCall] | None = None

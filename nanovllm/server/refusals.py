@@ -23,9 +23,11 @@ class Refusal(ApiError):
         param: str | None = None,
         code: str | None = None,
         retry_after_s: float | None = None,
+        closes: bool = False,
     ) -> None:
         super().__init__(message, status=status, param=param, code=code or _CODES.get(status))
         self.reason, self.retry_after_s = reason, retry_after_s
+        self._closes = closes or status in _CLOSES
 
     def response(self, headers: Mapping[str, str] | None = None) -> Response:
         added = dict(headers or {})
@@ -33,6 +35,6 @@ class Refusal(ApiError):
             added["Retry-After"] = str(max(1, math.ceil(self.retry_after_s)))
         if self.status == 401:
             added["WWW-Authenticate"] = "Bearer"
-        if self.status in _CLOSES:
+        if self._closes:
             added["Connection"] = "close"
         return super().response(added)

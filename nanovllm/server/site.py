@@ -12,7 +12,7 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.admission import AdmissionQueue
 from nanovllm.server.api_keys import ApiKeys
 from nanovllm.server.app import make_app
-from nanovllm.server.gate import OPEN_PATHS, ASGIApp, Gate
+from nanovllm.server.gate import ASGIApp, Gate
 from nanovllm.server.kv_view import kv_router
 from nanovllm.server.limits import RequestLimits
 from nanovllm.server.metrics import Metrics, add_metrics
@@ -72,15 +72,7 @@ def build_app(
 
 
 def build_gate(app: ASGIApp, options: ServerOptions, keys: ApiKeys, on_refusal: Callable[[str], None]) -> Gate:
-    return Gate(
-        app,
-        keys=keys,
-        max_body_bytes=options.max_body_bytes,
-        max_receive_s=options.max_receive_s,
-        cache_salt_per_key=options.cache_salt_per_key,
-        on_refusal=on_refusal,
-        open_paths=(*OPEN_PATHS, *page_paths()),
-    )
+    return Gate(app, options, keys, on_refusal, page_paths())
 
 
 def with_origins(app: ASGIApp, options: ServerOptions) -> ASGIApp:

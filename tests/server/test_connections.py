@@ -17,7 +17,10 @@ from tiny_models import write_tiny_model, write_tiny_tokenizer
 
 from nanovllm import AsyncLLM
 from nanovllm.server import make_app
+from nanovllm.server.api_keys import ApiKeys
 from nanovllm.server.connections import SPARE_FILES, Connection, ConnectionLimits, raise_file_limit
+from nanovllm.server.options import ServerOptions
+from nanovllm.server.site import build_site
 
 BODY: dict[str, Any] = {"prompt": "Hello", "max_tokens": 300, "temperature": 0, "ignore_eos": True}
 PIECES, PIECE = 64, bytes(1 << 18)  # more than the kernel buffers
@@ -115,6 +118,18 @@ def test_hundreds_of_idle_and_slow_connections_harm_no_stream(engine: AsyncLLM) 
         while num_files() > num_files_before:
             assert time.monotonic() < deadline_s, "connections are left"
             time.sleep(0.01)
+
+
+def test_two_lengths_of_a_body_are_refused_and_the_connection_closed(engine: AsyncLLM) -> None:
+    """Regression: it was answered by one of them, and went on, as RFC 9112, 6.1 forbids."""
+    site = build_site(engine, ServerOptions(), ApiKeys([]), "tiny")
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n"
+    )
+    with limited_server(site.app, ConnectionLimits(60, 60, ENOUGH_FILES)) as address:
+        connection = connect(address, head + b"0\r\n\r\nGET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        answer = read_all(connection).decode()  # as the server closes it
+    assert answer.startswith("HTTP/1.1 400 ") and "Transfer-Encoding" in answer and answer.count("HTTP/1.1") == 1
 
 
 def test_head_that_does_not_arrive_in_time_is_cut_off(engine: AsyncLLM) -> None:

@@ -71,15 +71,14 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
 def make_gate(keys: list[str] | None = None, **settings: Any) -> tuple[Gate, list[str]]:
     """The gate around `echo`, and the list that it adds the reasons of its refusals to."""
     reasons: list[str] = []
-    defaults = {"max_body_bytes": 1000, "max_receive_s": 10, "cache_salt_per_key": False}
-    settings = defaults | {"on_refusal": reasons.append} | settings
-    return Gate(echo, keys=ApiKeys(keys or []), **settings), reasons
+    options = ServerOptions(**({"max_body_mb": 1000 / 2**20, "max_receive_s": 10} | settings))
+    return Gate(echo, options, ApiKeys(keys or []), reasons.append), reasons
 
 
 def ask(app: Any, *requests: dict[str, Any]) -> list[httpx.Response]:
     async def main() -> list[httpx.Response]:
         transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             return [await client.request(**({"method": "POST", "url": "/v1/x"} | request)) for request in requests]
 
     return asyncio.run(main())
@@ -119,11 +118,37 @@ def test_gate_two_authorization_headers_are_refused() -> None:
 
 
 def test_gate_salt_belongs_to_the_key() -> None:
-    gate, _ = make_gate(KEYS, cache_salt_per_key=True)
+    gate, _ = make_gate(KEYS)
     responses = ask(gate, *({"headers": bearer(key)} for key in (KEYS[0], KEYS[1], KEYS[0])))
     salts = [each.json()["salt"] for each in responses]
     assert salts[0] == salts[2] != salts[1]
     assert not any(key in salt for key in KEYS for salt in salts)
+    for keys, options in (([KEYS[0], KEYS[0]], {}), (KEYS, {"cache_salt_per_key": False})):
+        gate, _ = make_gate(keys, **options)
+        assert ask(gate, {"headers": bearer(KEYS[0])})[0].json()["salt"] is None
+
+
+LOCAL_HOSTS = ("localhost", "LocalHost:8000", "127.0.0.1:8000", "127.8.9.1", "[::1]:8000", "")
+FOREIGN_HOSTS = ("attacker.example", "attacker.example:8000", "localhost.attacker.example", "192.168.0.1", "[::2]:x")
+
+
+def test_gate_local_server_without_keys_answers_only_its_own_hosts() -> None:
+    """Regression: any page could read answers and /kvcache by letting its own host name resolve to 127.0.0.1."""
+
+    def statuses(keys: list[str], *hosts: str, **options: Any) -> list[int]:
+        gate, _ = make_gate(keys, **options)
+        headers = bearer(KEYS[0]) if keys else {}
+        return [each.status_code for each in ask(gate, *({"headers": headers | {"Host": host}} for host in hosts))]
+
+    for host in ("127.0.0.1", "::1", "localhost"):
+        assert statuses([], *LOCAL_HOSTS, host=host) == [200] * (len(LOCAL_HOSTS) - 1) + [403]
+        assert statuses([], *FOREIGN_HOSTS, host=host) == [403] * len(FOREIGN_HOSTS)
+    assert statuses(KEYS, *FOREIGN_HOSTS) == [200] * len(FOREIGN_HOSTS)
+    assert statuses([], *FOREIGN_HOSTS, host="0.0.0.0") == [200] * len(FOREIGN_HOSTS)
+    assert statuses([], *FOREIGN_HOSTS[:2], allowed_origins=("http://attacker.example:81",)) == [200, 200]
+    gate, reasons = make_gate()
+    (refused,) = ask(gate, {"headers": {"Host": FOREIGN_HOSTS[0]}})
+    assert "allowed_origins" in refused.json()["error"]["message"] and reasons == ["host"]
 
 
 async def in_pieces(size: int) -> AsyncIterator[bytes]:
@@ -157,7 +182,7 @@ def test_gate_bodies_of_open_requests_are_limited_together() -> None:
 
     async def main() -> list[int]:
         transport = httpx.ASGITransport(gate)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             asked = [asyncio.create_task(client.post("/v1/x", content=bytes(1000))) for _ in range(MAX_HELD_BODIES)]
             await asyncio.sleep(0.05)
             refused = await client.post("/v1/x", content=b"a")
@@ -318,7 +343,7 @@ def engine(retrieval_model: Path) -> Iterator[AsyncLLM]:
 async def connected(site: Site) -> AsyncIterator[Callable[..., Awaitable[httpx.Response]]]:
     """A function that sends a completion request. What is open in the end is aborted."""
     transport = httpx.ASGITransport(site.app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=30) as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=30) as client:
 
         async def complete(headers: dict[str, str] | None = None, **body: Any) -> httpx.Response:
             return await client.post("/v1/completions", json=body, headers=headers)
@@ -378,6 +403,17 @@ def test_queue_full_refuses_what_would_be_tokenized_first(engine: AsyncLLM) -> N
     asyncio.run(main())
 
 
+def test_queue_retry_after_is_a_mean_wait_with_a_cap(engine: AsyncLLM) -> None:
+    options = ServerOptions(max_queue=1)
+    queue = AdmissionQueue(engine, options, RequestLimits(options, 2048), Metrics("tiny"))
+    for _ in range(100):
+        queue.add_wait(10_000)
+    assert queue.retry_after_s == 60
+    for seconds, shown in ((0.0, "1"), (1.0, "1"), (1.2, "2"), (59.01, "60")):
+        refusal = Refusal(429, "queue", "wait", retry_after_s=seconds)
+        assert refusal.response().headers["retry-after"] == shown
+
+
 def test_queue_waited_too_long_is_503_and_aborted(engine: AsyncLLM) -> None:
     async def main() -> None:
         site = make_site(engine, max_wait_s=1.0)
@@ -409,8 +445,10 @@ def test_queue_request_that_is_refused_leaves_no_trace(engine: AsyncLLM) -> None
 
 
 def test_cache_salt_per_key_keeps_users_apart(engine: AsyncLLM) -> None:
+    """Regression: this had to be asked for, and `usage` told each user what others had sent."""
+
     async def main() -> list[int]:
-        site = make_site(engine, KEYS, cache_salt_per_key=True)
+        site = make_site(engine, KEYS)
         prompt = "what one user asks, nobody else shall find out. " * 12
         cached = []
         async with connected(site) as complete:
@@ -445,7 +483,7 @@ def test_cache_salt_per_key_keeps_tokenized_texts_apart(engine: AsyncLLM, monkey
         ("/tokenize", chat),
     ]
     asked = [{"url": url, "json": body, "headers": bearer(key)} for key in KEYS for url, body in bodies]
-    site = make_site(engine, KEYS, cache_salt_per_key=True)
+    site = make_site(engine, KEYS)
     assert [response.status_code for response in ask(site.app, *asked)] == [200] * len(asked)
     assert None not in salts and not set(salts[: len(bodies)]) & set(salts[len(bodies) :])
     own, mine = salts[0], salts[1]

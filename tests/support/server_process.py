@@ -26,7 +26,7 @@ PRELOADED = [  # what a server imports until it is ready; those that do not exis
     *("torch._dynamo", "safetensors.torch", "transformers.models.auto.tokenization_auto"),
     "transformers.tokenization_utils_tokenizers",
 ]
-_URL = re.compile(r"http://\S+(?=/v1$)", re.MULTILINE)
+_URL = re.compile(r"http://\S+(?=/v1\b)")
 
 
 @dataclass

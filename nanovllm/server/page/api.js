@@ -2,6 +2,8 @@
 
 import { askForKey, storedKey } from "./key.js";
 
+export const UNREACHABLE = "The server cannot be reached. Check that it is running, and try again.";
+
 export class ServerError extends Error {
   /**
    * @param {string} message a sentence for the user
@@ -44,7 +46,7 @@ async function send(path, body, signal, key) {
     return await fetch(path, { method: body ? "POST" : "GET", headers, signal, body: body && JSON.stringify(body) });
   } catch (error) {
     if (signal?.aborted) throw error;
-    throw new ServerError("The server cannot be reached. Check that it is running, and try again.");
+    throw new ServerError(UNREACHABLE);
   }
 }
 

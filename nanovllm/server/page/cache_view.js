@@ -22,11 +22,17 @@ export class CacheView {
   #grid = new BlockGrid(byId("grid"));
   #legend = new Legend();
   #isAnswering;
+  #whenBack;
+  #isLost = false;
   #timer = 0;
 
-  /** @param {() => boolean} isAnswering whether this page waits for an answer */
-  constructor(isAnswering) {
+  /**
+   * @param {() => boolean} isAnswering whether this page waits for an answer
+   * @param {() => void} whenBack called when a snapshot has come after one that did not
+   */
+  constructor(isAnswering, whenBack) {
     this.#isAnswering = isAnswering;
+    this.#whenBack = whenBack;
   }
 
   start() {
@@ -42,6 +48,8 @@ export class CacheView {
     try {
       const snapshot = await (await request("kvcache", { mayAsk: false })).json();
       this.#show(snapshot);
+      if (this.#isLost) this.#whenBack();
+      this.#isLost = false;
       pauseMs = this.#isAnswering() || snapshot.num_running ? BUSY_MS : IDLE_MS;
     } catch (error) {
       this.#showLost(error);
@@ -68,6 +76,7 @@ export class CacheView {
   #showLost(error) {
     const status = error instanceof ServerError ? error.status : undefined;
     const why = status === 401 ? "needs an API key" : status === 503 ? "the engine has failed" : "no connection";
+    this.#isLost = true;
     byId("cache").classList.add("lost");
     byId("cache-summary").textContent = why;
   }

@@ -14,9 +14,9 @@ export class Chat {
   /** @type {AbortController | null} of the answer that is coming */
   #running = null;
 
-  /** @param {() => string} model its name, once it is known */
-  constructor(model) {
-    this.model = model;
+  /** @param {() => number} maxRequestTokens as of now */
+  constructor(maxRequestTokens) {
+    this.maxRequestTokens = maxRequestTokens;
   }
 
   get isAnswering() {
@@ -84,7 +84,7 @@ export class Chat {
    * @returns {Promise<string | undefined>} the finish reason
    */
   async #stream(conversation, answer, signal) {
-    const options = { ...readSettings(), model: this.model() };
+    const options = { ...readSettings(), maxRequestTokens: this.maxRequestTokens() };
     let reason;
     try {
       for await (const piece of complete(conversation, options, signal)) {

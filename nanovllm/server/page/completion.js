@@ -6,7 +6,8 @@ import { ServerError, request, sentence } from "./api.js";
  * @typedef {{ prompt_tokens: number, completion_tokens: number, prompt_tokens_details?: { cached_tokens?: number } }}
  *   Usage
  * @typedef {{ text?: string, finishReason?: string, usage?: Usage }} Piece what a chunk of the answer brings
- * @typedef {{ model: string, temperature: number | null, maxTokens: number, format: "chat" | "text" }} Options
+ * @typedef {{ temperature: number | null, maxTokens: number, format: "chat" | "text" }} Settings
+ * @typedef {Settings & { maxRequestTokens: number }} Options maxRequestTokens: of prompt and answer together
  */
 
 /**
@@ -19,20 +20,38 @@ import { ServerError, request, sentence } from "./api.js";
 export async function* complete(conversation, options, signal) {
   const isChat = options.format === "chat";
   const prompt = isChat ? { messages: conversation.chatMessages() } : { prompt: conversation.plainText() };
+  const path = isChat ? "v1/chat/completions" : "v1/completions";
   const body = {
-    model: options.model,
     ...prompt,
     max_tokens: options.maxTokens,
     ...(options.temperature === null ? {} : { temperature: options.temperature }),
     stream: true,
     stream_options: { include_usage: true },
   };
-  const response = await request(isChat ? "v1/chat/completions" : "v1/completions", { body, signal });
+  const response = await requestThatFits(path, body, options.maxRequestTokens, signal);
   for await (const data of events(response)) {
     if (data === "[DONE]") return;
     yield pieceOf(JSON.parse(data));
   }
   throw new ServerError("The connection ended before the answer did.");
+}
+
+/**
+ * The longest answer is a limit: where the context has less room, the answer gets what there is.
+ * @param {string} path
+ * @param {{ max_tokens: number }} body
+ * @param {number} maxRequestTokens
+ * @param {AbortSignal} signal
+ */
+async function requestThatFits(path, body, maxRequestTokens, signal) {
+  try {
+    return await request(path, { body, signal });
+  } catch (error) {
+    const [, promptTokens] = /^Prompt of (\d+) tokens \+ max_tokens=/.exec(error.message) ?? [];
+    const room = maxRequestTokens - Number(promptTokens);
+    if (!(room > 0)) throw error;
+    return request(path, { body: { ...body, max_tokens: room }, signal });
+  }
 }
 
 /** @param {any} chunk of either endpoint */

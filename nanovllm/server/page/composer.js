@@ -53,6 +53,11 @@ export function showAlert(message) {
   alertLine.hidden = !message;
 }
 
+/** @param {string} message what is no longer true, if it is shown */
+export function clearAlert(message) {
+  if (alertLine.textContent === message) showAlert("");
+}
+
 /** Tell users of a screen reader. */
 export function announce(/** @type {string} */ message) {
   byId("announcement").textContent = message;

@@ -1,24 +1,22 @@
 /** Puts the page together: the chat, the document, and the view of the KV cache beside them. */
 
-import { request } from "./api.js";
+import { UNREACHABLE, request } from "./api.js";
 import { setUpDocument } from "./attach.js";
 import { CacheView } from "./cache_view.js";
 import { Chat } from "./chat.js";
-import { restoreQuestion, setUpComposer, showAlert } from "./composer.js";
+import { clearAlert, setUpComposer, showAlert } from "./composer.js";
 import { byId } from "./page_elements.js";
 import { setUpSettings } from "./settings.js";
 
-let model = "";
-const chat = new Chat(() => model);
-const cache = new CacheView(() => chat.isAnswering);
+let maxRequestTokens = 0;
+const chat = new Chat(() => maxRequestTokens);
+const cache = new CacheView(() => chat.isAnswering, showModel);
 
 setUpSettings();
 setUpComposer({
-  send: async (text) => {
-    if (!model && !(await findModel())) return restoreQuestion(text);
-    const answered = chat.send(text);
+  send: (text) => {
+    chat.send(text);
     cache.refresh(); // the next one would come a second later
-    await answered;
   },
   stop: () => chat.stop(),
 });
@@ -31,19 +29,19 @@ byId("new-chat").addEventListener("click", () => {
 const isNarrow = matchMedia("(max-width: 56rem)");
 byId("cache").open = !isNarrow.matches; // on a phone only its summary is shown at first
 
-await findModel();
+await showModel();
 cache.start();
 
-/** Ask for the model's name, which every request must give. Returns whether it is known now. */
-async function findModel() {
+/** Ask for the model's name and limit, at first and whenever the server is back. It may serve another model then. */
+async function showModel() {
   try {
     const { data } = await (await request("v1/models")).json();
-    model = data[0].id;
-    byId("model").textContent = model;
-    document.title = `${model} · nanovllm`;
-    return true;
+    const [{ id, max_request_tokens }] = data;
+    maxRequestTokens = max_request_tokens;
+    byId("model").textContent = id;
+    document.title = `${id} · nanovllm`;
+    clearAlert(UNREACHABLE);
   } catch (error) {
     showAlert(/** @type {Error} */ (error).message);
-    return false;
   }
 }
