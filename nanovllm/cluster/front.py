@@ -14,11 +14,10 @@ from starlette.responses import Response
 
 from nanovllm.cluster.app_call import WholeRequest
 from nanovllm.cluster.metrics_text import join_metrics
-from nanovllm.server.errors import ApiError, ClientDisconnectedError, json_response
+from nanovllm.server.answers import DONE, while_connected
+from nanovllm.server.errors import ApiError, ClientDisconnectedError, Refusal, json_response
 from nanovllm.server.gate import ASGIMessage, Receive, Scope, Send
 from nanovllm.server.metrics import CONTENT_TYPE, PREFIX
-from nanovllm.server.refusals import Refusal
-from nanovllm.server.streaming import DONE, while_connected
 
 MAX_SENDS = 2
 RETRY_AFTER_S = 5.0  # about the time in which a small model is loaded

@@ -13,8 +13,8 @@ from nanovllm.cluster.app_call import WholeRequest
 from nanovllm.cluster.front import ReplicaLostError, no_replica
 from nanovllm.cluster.request_keys import request_key
 from nanovllm.errors import EngineError
+from nanovllm.server.errors import Refusal
 from nanovllm.server.gate import ASGIMessage
-from nanovllm.server.refusals import Refusal
 
 DEPLOYMENT = "EngineReplica"
 METRICS_TIMEOUT_S = 5.0  # a replica that does not answer in this time is left out

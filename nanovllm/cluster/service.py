@@ -28,10 +28,10 @@ from nanovllm.cluster.service_site import ServiceSite
 from nanovllm.config import Config
 from nanovllm.errors import EngineError
 from nanovllm.server.connections import raise_file_limit
-from nanovllm.server.lifecycle import ended_by_sigterm, load_keys, serve_until_stopped
+from nanovllm.server.errors import keep_messages_out
+from nanovllm.server.gate import Gate, load_keys
+from nanovllm.server.lifecycle import ended_by_sigterm, serve_until_stopped
 from nanovllm.server.options import ServerOptions
-from nanovllm.server.private_log import keep_messages_out
-from nanovllm.server.site import build_gate, served_names, with_origins
 
 LOCAL_OBJECT_STORE_BYTES = 512 << 20  # bodies and parts of answers above 100 KB pass through it
 
@@ -42,7 +42,6 @@ def run_service(
     options: ServerOptions,
     service: ServiceOptions,
     bound: socket.socket,
-    model_name: str,
 ) -> int:
     """Serve with replicas until a signal arrives, and return the exit status. Call it in the main thread.
 
@@ -55,15 +54,13 @@ def run_service(
     keys = load_keys(options)
     # Connecting sets Ray's own handler of SIGTERM
     with connected(service.ray_address, LOCAL_OBJECT_STORE_BYTES), ended_by_sigterm():
-        app = _application(load, config, options, service, model_name)
+        app = _application(load, config, options, service)
         name = f"nanovllm-{socket.gethostname()}-{bound.getsockname()[1]}"
         with _deployed(app, name, outlives_process=service.ray_address is not None) as handle:
             replicas = ServeReplicas(handle, name, options.max_wait_s)
-            answered_name = served_names(options, model_name)[0]
-            front = Front(replicas, answered_name)
-            gate = build_gate(front, options, keys, front.refused)
-            update = partial(_replace_replicas, app, name)
-            site = ServiceSite(with_origins(gate, options), gate, front, answered_name, replicas, update)
+            front = Front(replicas, options.served_model_name[0])
+            gate = Gate(front, options, keys, front.refused)
+            site = ServiceSite(gate, front, replicas, partial(_replace_replicas, app, name))
             return serve_until_stopped(site, options, bound, num_files)
 
 
@@ -99,9 +96,9 @@ def _replace_replicas(app: serve.Application, name: str) -> None:
 
 
 def _application(
-    load: Callable[[], AsyncLLM], config: Config, options: ServerOptions, service: ServiceOptions, model_name: str
+    load: Callable[[], AsyncLLM], config: Config, options: ServerOptions, service: ServiceOptions
 ) -> serve.Application:
     resources = replica_resources(config, service, int(ray.cluster_resources().get("GPU", 0)))
     check_room(service, resources, [node["Resources"] for node in ray.nodes() if node["Alive"]])
     deployment = serve.deployment(EngineReplica, name=DEPLOYMENT, **deployment_options(config, options, service))
-    return deployment.options(ray_actor_options=resources).bind(load, options, model_name)
+    return deployment.options(ray_actor_options=resources).bind(load, options)

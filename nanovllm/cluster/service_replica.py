@@ -12,21 +12,19 @@ from nanovllm.cluster import app_call
 from nanovllm.cluster.app_call import AppCall, Pace, WholeRequest
 from nanovllm.cluster.request_keys import RequestKey
 from nanovllm.errors import EngineError
+from nanovllm.server.app import make_app, warm_up
+from nanovllm.server.errors import keep_messages_out
 from nanovllm.server.gate import ASGIMessage
-from nanovllm.server.metrics import Metrics
 from nanovllm.server.options import ServerOptions
-from nanovllm.server.private_log import keep_messages_out
-from nanovllm.server.site import build_app, served_names, warm_up
 
 
 class EngineReplica:
-    async def __init__(self, load: Callable[[], AsyncLLM], options: ServerOptions, model_name: str) -> None:  # type: ignore[misc]  # Serve awaits it
+    async def __init__(self, load: Callable[[], AsyncLLM], options: ServerOptions) -> None:  # type: ignore[misc]  # Serve awaits it
         keep_messages_out("ray.serve", app_call.__name__)
         self._name = serve.get_replica_context().replica_id.unique_id
-        self._metrics = Metrics(served_names(options, model_name)[0], self._name)
         self._pace = Pace()
         self._engine = load()
-        self._app, _ = build_app(self._engine, options, model_name, self._metrics)
+        self._app = make_app(self._engine, options, self._name)
         await warm_up(self._engine)
 
     async def answer(
@@ -50,7 +48,7 @@ class EngineReplica:
             await parts.aclose()
 
     async def metrics(self) -> str:
-        return self._metrics.render().decode()
+        return self._app.state.service.metrics.render().decode()
 
     def check_health(self) -> None:
         """Serve replaces a replica for which this raises."""

@@ -12,7 +12,7 @@ from ray.serve.exceptions import RayServeException
 from nanovllm.cluster.front import Front
 from nanovllm.cluster.serve_replicas import ServeReplicas
 from nanovllm.errors import EngineError
-from nanovllm.server.gate import ASGIApp, Gate
+from nanovllm.server.gate import Gate
 
 UPDATE_INTERVAL_S = 0.5
 MAX_SILENCE_S = 30.0  # Serve's controller is restarted in less
@@ -23,11 +23,8 @@ logger = logging.getLogger(__name__)
 class ServiceSite:
     """replace_replicas: begins a rolling update, for which SIGUSR1 asks."""
 
-    def __init__(
-        self, app: ASGIApp, gate: Gate, front: Front, model_name: str, replicas: ServeReplicas,
-        replace_replicas: Callable[[], None],
-    ) -> None:  # fmt: skip
-        self.app, self.gate, self.model_name = app, gate, model_name
+    def __init__(self, gate: Gate, front: Front, replicas: ServeReplicas, replace_replicas: Callable[[], None]) -> None:
+        self.gate = gate
         self._front, self._replicas, self._replace_replicas = front, replicas, replace_replicas
         self._update: asyncio.Task[None] | None = None  # the rolling update that was asked for last
 

@@ -1,161 +1,211 @@
-"""AdmissionQueue: takes requests for the engine, as many as may wait, and for as long as they may wait.
+"""Service: what the endpoints share. It takes requests for the engine, as many as may wait, for as long as they may.
 
 An answer waits until its first token arrives. What runs is bounded by the engine itself (max_num_seqs).
 """
 
 import asyncio
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
+from starlette.requests import Request
 
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.core.outputs import RequestOutput
+from nanovllm.errors import ConfigError
+from nanovllm.llm import LLM
 from nanovllm.request_stream import RequestStream
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.server.errors import Refusal, model_not_found
+from nanovllm.server.gate import CACHE_SALT
 from nanovllm.server.limits import RequestLimits
+from nanovllm.server.metrics import Metrics
 from nanovllm.server.options import ServerOptions
-from nanovllm.server.refusals import Refusal
+from nanovllm.server.protocol import SamplingFields
 from nanovllm.text.request_check import Prompt
 
+MAX_RETRY_AFTER_S = 60.0
 _NEWEST_WAIT_SHARE = 0.1  # of the newest wait in the average of all
-_MAX_RETRY_AFTER_S = 60.0
+Result = TypeVar("Result")
 
 
-class RequestCounters(Protocol):
-    """What the queue reports (metrics.py)."""
+class Service:
+    """Used on the event loop only. `num_waiting` counts answers without a first token, `num_open` those not ended.
 
-    def answer_ended(self, output: RequestOutput) -> None: ...
+    model_names: what clients may call the model. Answers carry the first. replica: see Metrics.
+    """
 
-    def answers_abandoned(self, num_answers: int) -> None: ...
-
-    def refused(self, reason: str) -> None: ...
-
-
-class AdmissionQueue:
-    """Used on the event loop only. `num_waiting` counts answers without a first token, `num_open` those not ended."""
-
-    def __init__(
-        self, engine: AsyncLLM, options: ServerOptions, limits: RequestLimits, counters: RequestCounters
-    ) -> None:
+    def __init__(self, engine: AsyncLLM, options: ServerOptions, replica: str | None = None) -> None:
+        if not options.served_model_name:
+            raise ConfigError("served_model_name=() has no name for the model; give at least one")
+        self.engine, self.options = engine, options
+        self.model_names = options.served_model_name
+        self.metrics = Metrics(self.model_names[0], replica)
+        self.metrics.watch(engine.llm.stats, lambda: self.num_waiting)
+        self.started_s = int(time.time())
         self.num_waiting = self.num_open = 0
-        self.counters = counters
-        self.max_wait_s = options.max_wait_s
-        self._engine, self._limits, self._max_queue = engine, limits, options.max_queue
+        self._limits = RequestLimits(options, engine.llm.max_model_len)
         self._mean_wait_s = 1.0
 
-    def check(self, fields: Mapping[str, Any]) -> None:
-        """Raise Refusal for a body that asks for too much. `fields`: its entries."""
+    @property
+    def llm(self) -> LLM:
+        return self.engine.llm
+
+    # -- before a request is queued ----------------------------------------------------------------------------------
+
+    def check_body(self, body: BaseModel) -> None:
+        """Raise ApiError for a model that is not served, and Refusal for a body that asks for too much.
+
+        If the body names no model, it means the one that is served.
+        """
+        fields: Mapping[str, Any] = vars(body)
+        name = fields["model"]
+        if name is not None and name not in self.model_names:
+            raise model_not_found(name)
         with self._counted():
             self._limits.check(fields)
 
-    async def submit(
-        self, prompts: Sequence[Prompt], params: SamplingParams, *, with_tokens: bool = True
-    ) -> RequestStream:
-        """Like AsyncLLM.submit. Raises Refusal, and queues nothing, if too many answers wait already.
-
-        The stream raises Refusal, and its answers are aborted, if none of them has begun after `max_wait_s`.
-        """
+    def check_chars(self, num_chars: int, param: str) -> None:
+        """Raise Refusal for a text that is too long to be tokenized."""
         with self._counted():
-            place = self._enter(len(prompts) * params.n)
+            self._limits.check_chars(num_chars, param)
+
+    def key_salt(self, request: Request) -> str | None:
+        """The salt of the request's API key, if keys have salts."""
+        salt: str | None = getattr(request.state, CACHE_SALT, None)
+        return salt
+
+    def cache_salt(self, body: SamplingFields, request: Request) -> str | None:
+        """Requests share KV only if their salts are equal: that of the API key, if there is one, and the client's."""
+        key_salt = self.key_salt(request)
+        if key_salt is None or body.cache_salt is None:
+            return key_salt or body.cache_salt
+        return f"{key_salt} {body.cache_salt}"
+
+    async def prepare(self, function: Callable[..., Result], *args: Any, **options: Any) -> Result:
+        """Call a function that takes long if the prompt is long, before the request is submitted.
+
+        Meanwhile the request counts as one that waits. Raises Refusal like `submit`.
+        """
+        place = self._enter(1)
         try:
-            stream = await self._engine.submit(prompts, params, with_tokens=with_tokens)
+            return await asyncio.to_thread(function, *args, **options)
+        finally:
+            place.leave()
+
+    # -- the queue ---------------------------------------------------------------------------------------------------
+
+    async def submit(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        *,
+        with_tokens: bool = True,
+        cache_salt: str | None = None,
+    ) -> RequestStream:
+        """Queue the prompts of a request, as AsyncLLM.submit does. Every request for an answer passes through here.
+
+        Raises Refusal, and queues nothing, if too many answers wait already. The stream raises Refusal, and its answers
+        are aborted, if none of them has begun after `max_wait_s`.
+        """
+        place = self._enter(len(prompts) * params.n)
+        try:
+            salted_prompts = [salted(prompt, cache_salt) for prompt in prompts]
+            stream = await self.engine.submit(salted_prompts, params, with_tokens=with_tokens)
         except BaseException:
             place.leave()
             raise
         place.watch(stream)
         return stream
 
-    @contextmanager
-    def preparing(self) -> Iterator[None]:
-        """Count a request that is tokenized before it is submitted as one that waits. Raises Refusal like `submit`."""
+    def _enter(self, num_answers: int) -> "_Place":
+        limit = self.options.max_queue
         with self._counted():
-            place = self._enter(1)
-        try:
-            yield
-        finally:
-            place.leave()
-
-    def check_chars(self, num_chars: int, param: str) -> None:
-        """Raise Refusal for a text that must not be tokenized."""
-        with self._counted():
-            self._limits.check_chars(num_chars, param)
+            if num_answers > limit:
+                message = f"{num_answers} answers in one request are more than max_queue={limit}; ask for fewer"
+                raise Refusal(400, "queue", message, param="n")
+            if self.num_waiting + num_answers > limit:
+                message = f"{self.num_waiting} answers are waiting, at most {limit} may wait; ask again later"
+                raise Refusal(429, "queue", message, retry_after_s=self.retry_after_s)
+        return _Place(self, num_answers)
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
         try:
             yield
         except Refusal as refusal:
-            self.counters.refused(refusal.reason)
+            self.metrics.refused(refusal.reason)
             raise
-
-    def _enter(self, num_answers: int) -> "_Place":
-        if num_answers > self._max_queue:
-            message = f"{num_answers} answers in one request are more than max_queue={self._max_queue}; ask for fewer"
-            raise Refusal(400, "queue", message)
-        if self.num_waiting + num_answers > self._max_queue:
-            message = f"{self.num_waiting} answers are waiting, at most {self._max_queue} may wait; ask again later"
-            raise Refusal(429, "queue", message, retry_after_s=self.retry_after_s)
-        return _Place(self, num_answers)
 
     @property
     def retry_after_s(self) -> float:
-        """How long answers have waited of late."""
-        return min(self._mean_wait_s, _MAX_RETRY_AFTER_S)
+        """A moving average of waits."""
+        return min(self._mean_wait_s, MAX_RETRY_AFTER_S)
 
     def add_wait(self, wait_s: float) -> None:
         """An answer has got its first token after this time."""
         self._mean_wait_s += _NEWEST_WAIT_SHARE * (wait_s - self._mean_wait_s)
 
 
-class _Place:
-    """One request's place in the queue. It observes the request's stream (StreamObserver)."""
+def salted(prompt: Prompt, cache_salt: str | None) -> Prompt:
+    """A text or token ids as a prompt with this salt."""
+    if cache_salt is None:
+        return prompt
+    key = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
+    return {key: prompt, "cache_salt": cache_salt}
 
-    def __init__(self, queue: AdmissionQueue, num_answers: int) -> None:
-        self._queue = queue
+
+class _Place:
+    """One request's place among those that wait. It observes the request's stream (StreamObserver)."""
+
+    def __init__(self, service: Service, num_answers: int) -> None:
+        self._service = service
         self._entered_s = time.monotonic()
         self._num_open = num_answers
         self._waiting = set(range(num_answers))
         self._timer: asyncio.TimerHandle | None = None
-        queue.num_waiting += num_answers
-        queue.num_open += num_answers
+        service.num_waiting += num_answers
+        service.num_open += num_answers
 
     def watch(self, stream: RequestStream) -> None:
         """Follow the stream, and end it if it does not begin in time."""
         stream.observer = self
         loop = asyncio.get_running_loop()
-        rest_s = self._entered_s + self._queue.max_wait_s - time.monotonic()
+        rest_s = self._entered_s + self._service.options.max_wait_s - time.monotonic()
         self._timer = loop.call_later(max(0.0, rest_s), self._expire, stream)
 
     def _expire(self, stream: RequestStream) -> None:
         self._timer = None
         stream.close()
-        message = f"no token within max_wait_s={self._queue.max_wait_s:g} seconds, as the server is busy; ask later"
-        self._queue.counters.refused("wait")
-        stream.fail(Refusal(503, "wait", message, retry_after_s=self._queue.retry_after_s))
+        limit = f"max_wait_s={self._service.options.max_wait_s:g}"
+        message = f"no token within {limit} seconds, as the server is busy; ask later"
+        self._service.metrics.refused("wait")
+        stream.fail(Refusal(503, "wait", message, retry_after_s=self._service.retry_after_s))
 
     def updated(self, index: int) -> None:
         """Hot."""
         if index in self._waiting:
             self._waiting.remove(index)
-            self._queue.num_waiting -= 1
-            self._queue.add_wait(time.monotonic() - self._entered_s)
+            self._service.num_waiting -= 1
+            self._service.add_wait(time.monotonic() - self._entered_s)
             self._stop_timer()
 
     def finished(self, output: RequestOutput) -> None:
         self._num_open -= 1
-        self._queue.num_open -= 1
-        self._queue.counters.answer_ended(output)
+        self._service.num_open -= 1
+        self._service.metrics.answer_ended(output)
 
     def closed(self, num_open: int) -> None:
         assert num_open == self._num_open, f"{num_open} answers are open, {self._num_open} were expected"
-        self._queue.counters.answers_abandoned(num_open)
+        self._service.metrics.answers_abandoned(num_open)
         self.leave()
 
     def leave(self) -> None:
         """None of the answers that are open will end."""
-        self._queue.num_waiting -= len(self._waiting)
-        self._queue.num_open -= self._num_open
+        self._service.num_waiting -= len(self._waiting)
+        self._service.num_open -= self._num_open
         self._waiting.clear()
         self._num_open = 0
         self._stop_timer()

@@ -1,27 +1,35 @@
-"""Answer: what the responses of completions and of chats have in common, whole or in chunks."""
+"""Answers on their way to the client: as server-sent events or as a whole, and no longer than the client is there.
 
+A chunk's JSON is put together from parts made once per request, and only the new text is encoded. While the client or
+the event loop is busy, the stream merges updates, so a slow connection gets fewer and longer chunks.
+"""
+
+import asyncio
 import json
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from contextlib import aclosing, suppress
+from typing import Any, TypeVar
 
 from starlette.responses import Response
-from starlette.types import Receive
+from starlette.types import Receive, Scope, Send
 
 from nanovllm.core.outputs import RequestOutput, TokenLogprobs
 from nanovllm.core.sequence import TokenIds
+from nanovllm.errors import EngineError
 from nanovllm.request_stream import RequestStream, RequestUpdate
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.server.errors import dumps_in_parts, json_response
+from nanovllm.server.errors import ApiError, ClientDisconnectedError, api_error, dumps_in_parts, json_response
 from nanovllm.server.protocol import SamplingFields
-from nanovllm.server.service import in_thread
-from nanovllm.server.streaming import EventStream, collect_outputs
+
+DONE = b"data: [DONE]\n\n"
+Result = TypeVar("Result")
 
 
 class Answer(ABC):
-    """Makes the response to one request."""
+    """Makes the response to one request: completions and chats have this in common."""
 
     id_prefix: str
     whole_object: str
@@ -59,6 +67,7 @@ class Answer(ABC):
         return self._fields | {"choices": choices, "usage": self._usage()}
 
     def update_events(self, update: RequestUpdate) -> str:
+        """The events of an update, each "data: {...}" and an empty line; "" for nothing. Hot."""
         end = self._chunk_end
         if self._includes_usage_so_far:
             self._count_tokens(update.token_ids)
@@ -70,6 +79,7 @@ class Answer(ABC):
         return "".join(f"{self._chunk_start}{choice}{end}" for choice in self._chunk_choices(update))
 
     def last_events(self) -> str:
+        """The events after all answers have ended, without [DONE]."""
         if not self._includes_usage:
             return ""
         return f'{self._chunk_start}], "usage": {json.dumps(self._usage())}}}\n\n'
@@ -115,4 +125,85 @@ async def respond(
     outputs = await collect_outputs(stream, receive)
     if params.logprobs is None and params.prompt_logprobs is None:
         return json_response(answer.whole(outputs))
-    return await in_thread(lambda: json_response(dumps_in_parts(answer.whole(outputs))))
+    return await asyncio.to_thread(lambda: json_response(dumps_in_parts(answer.whole(outputs))))
+
+
+class EventStream(Response):
+    """Sends the updates of a request as server-sent events, and closes its stream in the end."""
+
+    def __init__(self, stream: RequestStream, answer: Answer) -> None:
+        self.status_code, self.background = 200, None
+        self._stream, self._answer = stream, answer
+        self.media_type = "text/event-stream"
+        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            with suppress(ClientDisconnectedError):
+                await while_connected(receive, self._send(send))
+        finally:
+            self._stream.close()
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async with aclosing(_events(self._stream, self._answer)) as events:
+            async for event in events:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": DONE, "more_body": False})
+
+
+async def _events(stream: RequestStream, answer: Answer) -> AsyncGenerator[bytes, None]:
+    """The status has been sent, so an error is an event, too."""
+    try:
+        async for update in stream:
+            if update.output is not None:
+                check_output(update.output)
+            if event := answer.update_events(update):
+                yield event.encode()
+        if event := answer.last_events():
+            yield event.encode()
+    except Exception as error:
+        yield f"data: {json.dumps(api_error(error).body())}\n\n".encode()
+        if not isinstance(error, EngineError | ApiError):
+            raise  # a bug, which the server logs
+
+
+async def collect_outputs(stream: RequestStream, receive: Receive) -> list[RequestOutput]:
+    """Wait for all answers, and close the stream. Raises ClientDisconnectedError as soon as the client has gone."""
+    try:
+        outputs = await while_connected(receive, stream.outputs())
+    finally:
+        stream.close()
+    for output in outputs:
+        check_output(output)
+    return outputs
+
+
+def check_output(output: RequestOutput) -> None:
+    """Raise ApiError if the request has failed."""
+    if output["finish_reason"] == "error":
+        status = 400 if output.get("error_cause") == "request" else 500
+        raise ApiError(f"the request failed: {output.get('error')}", status=status, code="request_failed")
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+    """Await `work`. If the client disconnects first, cancel it and raise ClientDisconnectedError.
+
+    The body must have been received already.
+    """
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(_until_disconnected(receive))
+    try:
+        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnectedError
+        return task.result()
+    finally:
+        for each in (task, watcher):
+            each.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+async def _until_disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -10,13 +10,12 @@ from starlette.responses import Response
 from nanovllm.core.outputs import RequestOutput, TokenLogprobs
 from nanovllm.core.sequence import TokenIds
 from nanovllm.request_stream import RequestUpdate
+from nanovllm.server.admission import Service, salted
 from nanovllm.server.answers import Answer, respond
-from nanovllm.server.errors import ApiError
+from nanovllm.server.errors import ANSWERS, ApiError
 from nanovllm.server.logprobs import completion_logprobs, prompt_logprobs
 from nanovllm.server.protocol import CompletionRequest
 from nanovllm.server.sampling import completion_params
-from nanovllm.server.schema import ANSWERS
-from nanovllm.server.service import Service, salted
 from nanovllm.text.request_check import Prompt, prompt_list
 
 
@@ -32,7 +31,7 @@ def add_completions(app: FastAPI, service: Service) -> None:
         if body.add_special_tokens is not None:
             encoded = await service.prepare(_encode, service, prompts, body.add_special_tokens, cache_salt)
         with_tokens = bool(body.stream) and (body.logprobs is not None or body.includes_usage_so_far)
-        stream = await service.submit(encoded, params, with_tokens, cache_salt)
+        stream = await service.submit(encoded, params, with_tokens=with_tokens, cache_salt=cache_salt)
         answer = CompletionAnswer(service, body, stream.prompts, texts)
         return await respond(answer, stream, params, request.receive, streams=bool(body.stream))
 
@@ -44,7 +43,7 @@ class CompletionAnswer(Answer):
         self, service: Service, body: CompletionRequest, prompts: list[TokenIds], prompt_texts: list[str]
     ) -> None:
         """`prompt_texts` are empty without echo."""
-        super().__init__(service.model_name, body, prompts, drops_answers=body.max_tokens == 0)
+        super().__init__(service.model_names[0], body, prompts, drops_answers=body.max_tokens == 0)
         self._service, self._body, self._prompt_texts = service, body, prompt_texts
         self._offsets: dict[int, int] = {}  # by index: characters in the tokens that were streamed
         self._begun: set[int] = set()  # indices of the answers of which something was streamed

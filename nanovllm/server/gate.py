@@ -1,20 +1,30 @@
-"""Gate: the ASGI application around the server's own. It refuses what must not cost any work.
+"""Gate: who may ask. The ASGI application around the server's own, which refuses what must not cost any work.
 
 In this order: requests after the server has begun to stop (503), whose length is ambiguous (400), for a host that is
 not ours (403), without a valid API key (401), and with a body that is too large (413), arrives too slowly (408), or for
-which no memory is left (503). It reads a body whole, as the
-application would, and passes everything else on as it is, so that streamed answers are not slowed down.
+which no memory is left (503). It reads a body whole, as the application would, and passes everything else on as it is,
+so that streamed answers are not slowed down.
+
+Only digests of API keys are kept. All of them are compared, each in constant time, so the time says nothing about any.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, MutableMapping
+import hashlib
+import hmac
+import logging
+import os
+import secrets
+from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeAlias
 
-from nanovllm.server.api_keys import ApiKeys
-from nanovllm.server.errors import ClientDisconnectedError
+from starlette.middleware.cors import CORSMiddleware
+
+from nanovllm.errors import ConfigError
+from nanovllm.server.errors import ClientDisconnectedError, Refusal
 from nanovllm.server.options import ServerOptions
-from nanovllm.server.refusals import Refusal
+from nanovllm.server.page import page_paths
 
 Scope: TypeAlias = MutableMapping[str, Any]
 ASGIMessage: TypeAlias = MutableMapping[str, Any]
@@ -22,6 +32,7 @@ Receive: TypeAlias = Callable[[], Awaitable[ASGIMessage]]
 Send: TypeAlias = Callable[[ASGIMessage], Awaitable[None]]
 ASGIApp: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 
+VARIABLE = "NANOVLLM_API_KEY"
 OPEN_PATHS = ("/", "/health", "/version")  # need no key
 MAX_HELD_BODIES = 64  # the bodies of all open requests together are at most as large as so many of the largest
 CACHE_SALT = "cache_salt"  # the entry of the request's state that holds the salt of its key, with cache_salt_per_key
@@ -29,6 +40,8 @@ HOST_REFUSED = (
     "a server without API keys that listens on this machine only answers only requests for this machine; ask for "
     "localhost, set an API key, or name the origin in allowed_origins"
 )
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -39,18 +52,21 @@ class _Held:
 
 
 class Gate:
-    """`is_draining` is set when the server stops. `on_refusal` is told each reason, for the metrics."""
+    """`outermost`: the gate, which pages of the allowed origins may ask. `is_draining` is set when the server stops.
+
+    on_refusal: is told each reason, for the metrics.
+    """
 
     def __init__(
-        self,
-        app: ASGIApp,
-        options: ServerOptions,
-        keys: ApiKeys,
-        on_refusal: Callable[[str], None],
-        open_paths: Collection[str] = (),
+        self, app: ASGIApp, options: ServerOptions, keys: "ApiKeys", on_refusal: Callable[[str], None]
     ) -> None:
         self._app, self._options, self._keys, self._on_refusal = app, options, keys, on_refusal
-        self._open_paths = frozenset((*OPEN_PATHS, *open_paths))
+        self._open_paths = frozenset((*OPEN_PATHS, *page_paths()))
+        self.outermost: ASGIApp = self
+        if options.allowed_origins:
+            self.outermost = CORSMiddleware(
+                self, allow_origins=options.allowed_origins, allow_methods=["GET", "POST"], allow_headers=["*"]
+            )
         self._num_held_bytes = 0  # in the bodies of all requests that are open
         self.is_draining = False
 
@@ -90,7 +106,7 @@ class Gate:
         if self._options.cache_salt_per_key:
             scope.setdefault("state", {})[CACHE_SALT] = self._keys.cache_salt(given[0])
 
-    async def _read_body(self, scope: Scope, receive: Receive, held: "_Held") -> Receive:
+    async def _read_body(self, scope: Scope, receive: Receive, held: _Held) -> Receive:
         """Read the whole body, and return a `receive` that repeats it. Raises Refusal if it is too large or slow."""
         lengths = [int(value) for name, value in scope["headers"] if name == b"content-length" and value.isdigit()]
         self._check_size(max(lengths, default=0))  # what is announced need not be true
@@ -108,7 +124,7 @@ class Gate:
 
         return receive_again
 
-    async def _whole_body(self, receive: Receive, held: "_Held") -> bytes:
+    async def _whole_body(self, receive: Receive, held: _Held) -> bytes:
         body = bytearray()  # and not a list of chunks, which can be a byte each
         is_complete = False
         while not is_complete:
@@ -131,3 +147,84 @@ class Gate:
             limit = f"max_body_mb={self._options.max_body_mb:g}"
             message = f"the body is larger than {limit} MiB; send less, or raise the server's limit"
             raise Refusal(413, "body_size", message, code="request_too_large")
+
+
+# -- API keys ----------------------------------------------------------------------------------------------------------
+
+
+def load_keys(options: ServerOptions) -> "ApiKeys":
+    """Raises ConfigError for a key file that cannot be used. Warns if everyone in the network may ask."""
+    keys = ApiKeys(read_api_keys(options.api_key_file, os.environ))
+    if not keys and not options.is_local:
+        logger.warning(
+            "nanovllm: host=%s lets everyone who reaches this machine ask; set an API key (%s or api_key_file)",
+            options.host,
+            VARIABLE,
+        )
+    return keys
+
+
+def read_api_keys(path: str | None, environment: Mapping[str, str]) -> list[str]:
+    """The keys of the environment and of the file. Raises ConfigError for a file or a variable without a usable key.
+
+    A key that is present but empty is refused, because it would leave the server open to everyone.
+    """
+    keys = []
+    if VARIABLE in environment:
+        keys.append(_checked(environment[VARIABLE].strip(), VARIABLE))
+    if path is not None:
+        keys += _read_file(Path(path))
+    return keys
+
+
+def _read_file(path: Path) -> list[str]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"api_key_file={str(path)!r} cannot be read: {error}") from error
+    numbered = [(number, line.strip()) for number, line in enumerate(lines, 1)]
+    keys = [_checked(key, f"{path}, line {number},") for number, key in numbered if key and not key.startswith("#")]
+    if not keys:
+        raise ConfigError(f"api_key_file={str(path)!r} has no keys; write one per line, or leave the option out")
+    return keys
+
+
+def _checked(key: str, origin: str) -> str:
+    """`key`, if it can be sent in a header. The message leaves it out."""
+    if not key or not all("!" <= char <= "~" for char in key):
+        raise ConfigError(f"{origin} must hold a key of printable ASCII characters without spaces")
+    return key
+
+
+class ApiKeys:
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._digests = [_digest(key.encode()) for key in dict.fromkeys(keys)]
+        self._salt_secret = secrets.token_bytes(32)
+
+    def __bool__(self) -> bool:
+        """Whether there are any. Without keys, everyone may ask."""
+        return bool(self._digests)
+
+    def accept(self, authorization: bytes) -> bool:
+        """Whether this value of an Authorization header is "Bearer", followed by one of the keys."""
+        digest = _digest(_key_of(authorization))
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]
+        return any(matches)
+
+    def cache_salt(self, authorization: bytes) -> str | None:
+        """A salt that nobody can guess: the same for each request with the same key, until the server ends.
+
+        None for the only key, which has nobody to be kept apart from.
+        """
+        if len(self._digests) == 1:
+            return None
+        return hmac.new(self._salt_secret, _key_of(authorization), hashlib.sha256).hexdigest()
+
+
+def _key_of(authorization: bytes) -> bytes:
+    scheme, _, key = authorization.partition(b" ")
+    return key.strip() if scheme.lower() == b"bearer" else b""
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()

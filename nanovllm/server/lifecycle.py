@@ -24,13 +24,11 @@ import uvicorn
 
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.errors import EngineError
-from nanovllm.server.api_keys import VARIABLE, ApiKeys, read_api_keys
+from nanovllm.server.app import Site
 from nanovllm.server.connections import Connection, ConnectionLimits, raise_file_limit
-from nanovllm.server.gate import ASGIApp, Gate
-from nanovllm.server.options import ServerOptions
-from nanovllm.server.port import port_error, url_of
-from nanovllm.server.private_log import keep_messages_out
-from nanovllm.server.site import build_site
+from nanovllm.server.errors import keep_messages_out
+from nanovllm.server.gate import Gate, load_keys
+from nanovllm.server.options import ServerOptions, port_error, url_of
 
 FAILED = 1  # exit status after the engine has failed; a supervisor should start the server again
 LINGER_S = 1.0  # after a failure: time for load balancers to see it, and for clients to read why
@@ -46,14 +44,7 @@ class Served(Protocol):
     """What a server process serves: the Site of one engine, or that of several (nanovllm/cluster)."""
 
     @property
-    def app(self) -> ASGIApp:
-        """The outermost application."""
-
-    @property
     def gate(self) -> Gate: ...
-
-    @property
-    def model_name(self) -> str: ...
 
     @property
     def num_open(self) -> int:
@@ -69,7 +60,7 @@ class Served(Protocol):
         """Give every open answer its last event. There are no further requests."""
 
 
-def run_server(load: Callable[[], AsyncLLM], options: ServerOptions, bound: socket.socket, model_name: str) -> int:
+def run_server(load: Callable[[], AsyncLLM], options: ServerOptions, bound: socket.socket) -> int:
     """Serve until a signal arrives or the engine fails, and return the exit status. Call it in the main thread.
 
     load: makes the engine, which is closed in the end. bound: a socket that owns the port. Raises ConfigError for a
@@ -82,21 +73,9 @@ def run_server(load: Callable[[], AsyncLLM], options: ServerOptions, bound: sock
     with ended_by_sigterm():
         engine = load()
         try:
-            return serve_until_stopped(build_site(engine, options, keys, model_name), options, bound, num_files)
+            return serve_until_stopped(Site(engine, options, keys), options, bound, num_files)
         finally:
             engine.close()
-
-
-def load_keys(options: ServerOptions) -> ApiKeys:
-    """Raises ConfigError for a key file that cannot be used. Warns if everyone in the network may ask."""
-    keys = ApiKeys(read_api_keys(options.api_key_file, os.environ))
-    if not keys and not options.is_local:
-        logger.warning(
-            "nanovllm: host=%s lets everyone who reaches this machine ask; set an API key (%s or api_key_file)",
-            options.host,
-            VARIABLE,
-        )
-    return keys
 
 
 def serve_until_stopped(served: Served, options: ServerOptions, bound: socket.socket, num_files: int) -> int:
@@ -136,7 +115,7 @@ class _Server:
     def __init__(self, served: Served, options: ServerOptions, bound: socket.socket, limits: ConnectionLimits) -> None:
         self._served, self._options, self._socket = served, options, bound
         config = uvicorn.Config(
-            served.app,
+            served.gate.outermost,
             http=partial(Connection, limits=limits),  # type: ignore[arg-type]  # it only has to make protocols
             lifespan="off",
             ws="none",
@@ -203,8 +182,8 @@ class _Server:
         """Say that the server is ready, once it listens."""
         while not self._uvicorn.started:
             await asyncio.sleep(0.01)
-        url = url_of(self._socket)
-        logger.info("nanovllm: %s is served at %s/v1, and a page to try it at %s/", self._served.model_name, url, url)
+        name, url = self._options.served_model_name[0], url_of(self._socket)
+        logger.info("nanovllm: %s is served at %s/v1, and a page to try it at %s/", name, url, url)
 
     async def _drain(self, served: "asyncio.Future[None]", failed: "asyncio.Future[EngineError]") -> None:
         """Let the open requests finish. Returns when they have, at the limit, or when the engine fails."""

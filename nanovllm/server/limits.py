@@ -4,18 +4,21 @@ from collections.abc import Mapping, Sized
 from typing import Any
 
 from nanovllm.sampling_params import MAX_LOGPROBS
+from nanovllm.server.errors import Refusal
 from nanovllm.server.options import ServerOptions
-from nanovllm.server.refusals import Refusal
 from nanovllm.server.sampling import COMPLETION_MAX_TOKENS
 
 CHARS_PER_TOKEN = 16  # few texts have as many; without a limit, a text that cannot fit is tokenized for seconds
+MAX_N = 128  # answers to one prompt
+MAX_STOP = 64  # strings, each of which is looked for in every step
+MAX_LIST_ITEMS = 4096  # of the other lists
 MIN_TOTAL_LOGPROBS = 1 << 22  # of one request, about 100 bytes each; a longer context may have more
 _LISTS = (*("prompt", "messages", "tools", "stop_token_ids", "bad_words", "logit_bias", "guided_choice"),)
 
 
 class RequestLimits:
     def __init__(self, options: ServerOptions, max_model_len: int) -> None:
-        self._options, self._max_model_len = options, max_model_len
+        self._max_model_len = max_model_len
         self._max_total_logprobs = max(MIN_TOTAL_LOGPROBS, 2 * (1 + MAX_LOGPROBS) * max_model_len)
         self.max_prompt_chars = options.max_prompt_chars or CHARS_PER_TOKEN * max_model_len
 
@@ -24,15 +27,15 @@ class RequestLimits:
         for name in _LISTS:
             value = fields.get(name)
             if isinstance(value, Sized) and not isinstance(value, str) and not _is_token_ids(name, value):
-                self._check(f"the length of {name}", name, len(value), "max_list_items")
+                self._check("list_items", name, len(value), MAX_LIST_ITEMS)
         if isinstance(stop := fields.get("stop"), list):
-            self._check("the length of stop", "stop", len(stop), "max_stop")
+            self._check("stop", "stop", len(stop), MAX_STOP)
         if isinstance(fields.get("n"), int):
-            self._check("n", "n", fields["n"], "max_n")
+            self._check("n", "n", fields["n"], MAX_N)
         for name in ("logprobs", "top_logprobs", "prompt_logprobs"):
             value = fields.get(name)
             if isinstance(value, int) and not isinstance(value, bool):
-                self._check(name, name, value, "max_logprobs")
+                self._check("logprobs", name, value, MAX_LOGPROBS)
         self._check_texts(fields)
         self._check_token_ids(fields.get("tokens"), "tokens")
         self._check_total_logprobs(fields)
@@ -81,10 +84,10 @@ class RequestLimits:
             message = f"{param} has {num_chars} characters, at most {self.max_prompt_chars} are allowed; shorten it"
             raise Refusal(400, "prompt_chars", message, param=param)
 
-    def _check(self, what: str, param: str, value: int, option: str) -> None:
-        limit = getattr(self._options, option)
+    def _check(self, reason: str, param: str, value: int, limit: int) -> None:
         if value > limit:
-            raise Refusal(400, option.removeprefix("max_"), f"{what} is {value}, at most {limit}", param=param)
+            what = f"the length of {param}" if reason in ("list_items", "stop") else param
+            raise Refusal(400, reason, f"{what} is {value}, at most {limit}", param=param)
 
 
 def _prompts(prompt: Any) -> list[Any]:

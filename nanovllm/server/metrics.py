@@ -57,7 +57,7 @@ _FIGURES = (
 
 
 class Metrics:
-    """Counts what the server answers and refuses. Satisfies admission.RequestCounters.
+    """Counts what the server answers and refuses.
 
     replica: the name of the engine if there are several; then every sample has it as a label.
     """

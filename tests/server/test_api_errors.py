@@ -97,7 +97,7 @@ IMAGE_PART = {"type": "image_url", "image_url": {"url": "data:"}}
         ({"reasoning_effort": "high"}, "reasoning_effort"),
         ({"store": True}, "store"),
         ({"top_logprobs": 2}, "top_logprobs"),
-        ({"logprobs": True, "top_logprobs": 21}, "logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"max_tokens": 2, "max_completion_tokens": 3}, "max_tokens"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user"}]}, None),

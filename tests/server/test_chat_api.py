@@ -12,9 +12,9 @@ import pytest
 from http_server import app_server
 
 from nanovllm import AsyncLLM
-from nanovllm.server.api_keys import ApiKeys
+from nanovllm.server.app import Site
+from nanovllm.server.gate import ApiKeys
 from nanovllm.server.options import ServerOptions
-from nanovllm.server.site import build_site
 
 NOTE = "The passkey is 4711, says the old captain."
 QUESTION = f"{NOTE}\nThe passkey is"
@@ -50,8 +50,11 @@ def tool_client(retrieval_model: Path, tmp_path_factory: pytest.TempPathFactory)
         num_kvcache_blocks=16,
         max_num_batched_tokens=512,
     )
-    site = build_site(engine, ServerOptions(served_model_name=("tiny",)), ApiKeys([]), "tiny")
-    with app_server(site.app) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+    site = Site(engine, ServerOptions(served_model_name=("tiny",)), ApiKeys([]))
+    with (
+        app_server(site.gate.outermost) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+    ):
         yield client
     engine.close()
 

@@ -10,7 +10,7 @@ from page_server import FakeEngine
 from nanovllm.core.block_state import BlockState
 from nanovllm.errors import EngineError
 from nanovllm.server.errors import add_error_handlers
-from nanovllm.server.kv_view import KVView, kv_router
+from nanovllm.server.page import KVView, kv_router
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,14 +12,11 @@ import httpx
 import pytest
 
 from nanovllm import AsyncLLM, ConfigError, SamplingParams
-from nanovllm.server.admission import AdmissionQueue
-from nanovllm.server.api_keys import VARIABLE, ApiKeys, read_api_keys
-from nanovllm.server.gate import MAX_HELD_BODIES, Gate, Receive, Scope, Send
-from nanovllm.server.limits import RequestLimits
-from nanovllm.server.metrics import Metrics
+from nanovllm.server.app import Site
+from nanovllm.server.errors import Refusal
+from nanovllm.server.gate import MAX_HELD_BODIES, VARIABLE, ApiKeys, Gate, Receive, Scope, Send, read_api_keys
+from nanovllm.server.limits import MAX_LIST_ITEMS, MAX_N, MAX_STOP, RequestLimits
 from nanovllm.server.options import ServerOptions
-from nanovllm.server.refusals import Refusal
-from nanovllm.server.site import Site, build_site
 
 KEYS = ["first-key", "second-key"]
 SECRET = "a private sentence"
@@ -240,26 +238,26 @@ def test_gate_draining_is_503_with_retry_after_for_everything() -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"n": 5}, "n"),
-        ({"logprobs": 4}, "logprobs"),
-        ({"top_logprobs": 4}, "top_logprobs"),
-        ({"prompt_logprobs": 4}, "prompt_logprobs"),
-        ({"prompt": ["a"] * 7}, "prompt"),
-        ({"prompt": [[1]] * 7}, "prompt"),
+        ({"n": MAX_N + 1}, "n"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"top_logprobs": 21}, "top_logprobs"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"prompt": ["a"] * (MAX_LIST_ITEMS + 1)}, "prompt"),
+        ({"prompt": [[1]] * (MAX_LIST_ITEMS + 1)}, "prompt"),
         ({"prompt": "a" * 101}, "prompt"),
         ({"prompt": ["a", "a" * 101]}, "prompt"),
-        ({"messages": [{"content": ""}] * 7}, "messages"),
+        ({"messages": [{"content": ""}] * (MAX_LIST_ITEMS + 1)}, "messages"),
         ({"messages": [{"content": "a" * 51}, {"content": [{"text": "a" * 50}]}]}, "messages"),
-        ({"stop": ["a"] * 3}, "stop"),
+        ({"stop": ["a"] * (MAX_STOP + 1)}, "stop"),
         ({"prompt": [1] * 2049}, "prompt"),
         ({"prompt": [[1], [1] * 2049]}, "prompt"),
         ({"tokens": [1] * 2049}, "tokens"),
-        ({"logit_bias": dict.fromkeys("abcdefg", 1)}, "logit_bias"),
-        ({"tools": [{}] * 7}, "tools"),
+        ({"logit_bias": dict.fromkeys(range(MAX_LIST_ITEMS + 1), 1)}, "logit_bias"),
+        ({"tools": [{}] * (MAX_LIST_ITEMS + 1)}, "tools"),
     ],
 )
 def test_limits_too_much_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
-    options = ServerOptions(max_n=4, max_logprobs=3, max_list_items=6, max_prompt_chars=100, max_stop=2)
+    options = ServerOptions(max_prompt_chars=100)
     with pytest.raises(Refusal) as caught:
         RequestLimits(options, max_model_len=2048).check(fields)
     assert (caught.value.status, caught.value.param) == (400, param)
@@ -294,9 +292,10 @@ def test_limits_count_all_logprobs_of_a_request(fields: dict[str, Any], factor: 
 
 
 def test_limits_allow_what_is_just_enough() -> None:
-    options = ServerOptions(max_n=4, max_logprobs=3, max_list_items=6, max_prompt_chars=100)
+    options = ServerOptions(max_prompt_chars=100)
     limits = RequestLimits(options, max_model_len=2048)
-    limits.check({"n": 4, "logprobs": 3, "prompt": ["a" * 100] * 6, "stop": "a" * 100, "tools": None})
+    limits.check({"n": MAX_N, "logprobs": 20, "prompt": "a" * 100, "stop": ["a"] * MAX_STOP, "tools": None})
+    limits.check({"prompt": ["a" * 100] * MAX_LIST_ITEMS, "stop": "a" * 100})
     limits.check({"logprobs": True, "prompt": [1] * 1000, "messages": [{"content": None}, {"content": "a" * 100}]})
     assert RequestLimits(ServerOptions(), max_model_len=2048).max_prompt_chars == 16 * 2048
 
@@ -309,9 +308,9 @@ def test_limits_prompt_that_is_an_object_is_left_to_the_endpoint() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        *({name: 0} for name in ("max_queue", "max_n", "max_stop", "max_list_items", "max_wait_s", "max_body_mb")),
+        *({name: 0} for name in ("max_queue", "max_prompt_chars", "max_wait_s", "max_body_mb")),
         *({name: 0} for name in ("max_receive_s", "max_unread_s")),
-        *({"port": 70000}, {"host": ""}, {"drain_s": -1.0}, {"max_logprobs": 21}, {"served_model_name": ("",)}),
+        *({"port": 70000}, {"host": ""}, {"drain_s": -1.0}, {"served_model_name": ("",)}),
         *({"allowed_origins": (origin,)} for origin in ("example.org", "https://example.org/", "")),
     ],
 )
@@ -342,7 +341,7 @@ def engine(retrieval_model: Path) -> Iterator[AsyncLLM]:
 @asynccontextmanager
 async def connected(site: Site) -> AsyncIterator[Callable[..., Awaitable[httpx.Response]]]:
     """A function that sends a completion request. What is open in the end is aborted."""
-    transport = httpx.ASGITransport(site.app)
+    transport = httpx.ASGITransport(site.gate.outermost)
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=30) as client:
 
         async def complete(headers: dict[str, str] | None = None, **body: Any) -> httpx.Response:
@@ -360,7 +359,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def make_site(engine: AsyncLLM, keys: list[str] | None = None, **options: Any) -> Site:
-    return build_site(engine, ServerOptions(**options), ApiKeys(keys or []), "tiny")
+    return Site(engine, ServerOptions(served_model_name=("tiny",), **options), ApiKeys(keys or []))
 
 
 def test_queue_full_is_429_with_retry_after(engine: AsyncLLM) -> None:
@@ -368,9 +367,9 @@ def test_queue_full_is_429_with_retry_after(engine: AsyncLLM) -> None:
         site = make_site(engine, max_queue=2)
         async with connected(site) as complete:
             running = asyncio.ensure_future(complete(**ENDLESS))
-            await until(lambda: engine.llm.stats()["num_running"] == 1 and site.queue.num_waiting == 0)
+            await until(lambda: engine.llm.stats()["num_running"] == 1 and site.service.num_waiting == 0)
             waiting = asyncio.ensure_future(complete(**ENDLESS, n=2))
-            await until(lambda: site.queue.num_waiting == 2)
+            await until(lambda: site.service.num_waiting == 2)
             refused = await complete(prompt="x")
             assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
             assert int(refused.headers["retry-after"]) >= 1
@@ -378,10 +377,10 @@ def test_queue_full_is_429_with_retry_after(engine: AsyncLLM) -> None:
             assert never.status_code == 400
             for task in (running, waiting):
                 task.cancel()
-            await until(lambda: site.queue.num_open == 0)
-            assert site.queue.num_waiting == 0
+            await until(lambda: site.service.num_open == 0)
+            assert site.service.num_waiting == 0
             assert (await complete(prompt="x", max_tokens=1)).status_code == 200
-        assert 'reason="queue"} 1.0' in site.metrics.render().decode()
+        assert 'reason="queue"} 2.0' in site.service.metrics.render().decode()
 
     asyncio.run(main())
 
@@ -390,22 +389,22 @@ def test_queue_full_refuses_what_would_be_tokenized_first(engine: AsyncLLM) -> N
     """Regression: chats were tokenized before they counted, any number of them, each with a body in memory."""
 
     async def main() -> None:
-        counters = Metrics("tiny")
-        options = ServerOptions(max_queue=1)
-        queue = AdmissionQueue(engine, options, RequestLimits(options, 2048), counters)
-        with queue.preparing():
-            assert queue.num_waiting == 1
-            with pytest.raises(Refusal) as caught, queue.preparing():
-                pass
-            assert caught.value.status == 429
-        assert queue.num_waiting == queue.num_open == 0
+        service = make_site(engine, max_queue=1).service
+        may_end = threading.Event()
+        preparing = asyncio.ensure_future(service.prepare(may_end.wait))
+        await until(lambda: service.num_waiting == 1)
+        with pytest.raises(Refusal) as caught:
+            await service.prepare(int)
+        assert caught.value.status == 429
+        may_end.set()
+        await preparing
+        assert service.num_waiting == service.num_open == 0
 
     asyncio.run(main())
 
 
 def test_queue_retry_after_is_a_mean_wait_with_a_cap(engine: AsyncLLM) -> None:
-    options = ServerOptions(max_queue=1)
-    queue = AdmissionQueue(engine, options, RequestLimits(options, 2048), Metrics("tiny"))
+    queue = make_site(engine, max_queue=1).service
     for _ in range(100):
         queue.add_wait(10_000)
     assert queue.retry_after_s == 60
@@ -419,16 +418,16 @@ def test_queue_waited_too_long_is_503_and_aborted(engine: AsyncLLM) -> None:
         site = make_site(engine, max_wait_s=1.0)
         async with connected(site) as complete:
             running = asyncio.ensure_future(complete(**ENDLESS))
-            await until(lambda: engine.llm.stats()["num_running"] == 1 and site.queue.num_waiting == 0)
+            await until(lambda: engine.llm.stats()["num_running"] == 1 and site.service.num_waiting == 0)
             whole, streamed = await asyncio.gather(complete(**ENDLESS), complete(**ENDLESS, stream=True))
             assert (whole.status_code, whole.json()["error"]["code"]) == (503, "service_unavailable")
             assert "retry-after" in whole.headers
             assert "max_wait_s=1" in streamed.text
-            assert site.queue.num_waiting == 0
+            assert site.service.num_waiting == 0
             await until(lambda: engine.llm.stats()["num_waiting"] == 0)  # an abort takes effect after the step
             assert not running.done()  # it has begun, so it may take its time
             running.cancel()
-            await until(lambda: site.queue.num_open == 0)
+            await until(lambda: site.service.num_open == 0)
 
     asyncio.run(main())
 
@@ -439,7 +438,7 @@ def test_queue_request_that_is_refused_leaves_no_trace(engine: AsyncLLM) -> None
         async with connected(site) as complete:
             for body in ({"prompt": "x", "max_tokens": 5000}, {"prompt": [999999]}, {"prompt": "x", "temperature": -1}):
                 assert (await complete(**body)).status_code == 400
-            assert site.queue.num_open == site.queue.num_waiting == 0
+            assert site.service.num_open == site.service.num_waiting == 0
 
     asyncio.run(main())
 
@@ -484,7 +483,7 @@ def test_cache_salt_per_key_keeps_tokenized_texts_apart(engine: AsyncLLM, monkey
     ]
     asked = [{"url": url, "json": body, "headers": bearer(key)} for key in KEYS for url, body in bodies]
     site = make_site(engine, KEYS)
-    assert [response.status_code for response in ask(site.app, *asked)] == [200] * len(asked)
+    assert [response.status_code for response in ask(site.gate.outermost, *asked)] == [200] * len(asked)
     assert None not in salts and not set(salts[: len(bodies)]) & set(salts[len(bodies) :])
     own, mine = salts[0], salts[1]
     assert own != mine and salts[: len(bodies)] == [own, mine, own, mine, own, own]
@@ -504,8 +503,8 @@ def test_logs_hold_nothing_of_the_text(engine: AsyncLLM, caplog: pytest.LogCaptu
 def test_allowed_origins_are_off_unless_asked_for(engine: AsyncLLM) -> None:
     origin = {"Origin": "https://example.org"}
     asked = {"method": "OPTIONS", "headers": origin | {"Access-Control-Request-Method": "POST"}, "url": "/v1/models"}
-    (closed,) = ask(make_site(engine, KEYS).app, asked)
-    (opened,) = ask(make_site(engine, KEYS, allowed_origins=("https://example.org",)).app, asked)
+    (closed,) = ask(make_site(engine, KEYS).gate.outermost, asked)
+    (opened,) = ask(make_site(engine, KEYS, allowed_origins=("https://example.org",)).gate.outermost, asked)
     assert "access-control-allow-origin" not in closed.headers
     assert opened.headers["access-control-allow-origin"] == "https://example.org"
 
@@ -513,10 +512,10 @@ def test_allowed_origins_are_off_unless_asked_for(engine: AsyncLLM) -> None:
 def test_queue_counts_each_answer_until_it_ends(engine: AsyncLLM) -> None:
     async def main() -> None:
         site = make_site(engine)
-        stream = await site.queue.submit([[1, 2, 3]], SamplingParams(max_tokens=2, n=3))
-        assert site.queue.num_open == 3
+        stream = await site.service.submit([[1, 2, 3]], SamplingParams(max_tokens=2, n=3))
+        assert site.service.num_open == 3
         assert len(await stream.outputs()) == 3
         stream.close()
-        assert site.queue.num_open == site.queue.num_waiting == 0
+        assert site.service.num_open == site.service.num_waiting == 0
 
     asyncio.run(main())

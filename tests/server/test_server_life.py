@@ -20,7 +20,7 @@ from server_process import LIMIT_S, ServerProcess, server_process
 
 from nanovllm.cli import main as cli
 from nanovllm.server import lifecycle
-from nanovllm.server.api_keys import VARIABLE
+from nanovllm.server.gate import VARIABLE, load_keys
 from nanovllm.server.options import ServerOptions
 
 SHORT = {"prompt": "The passkey is 4711.\nThe passkey is", "max_tokens": 200, "ignore_eos": True}
@@ -123,13 +123,13 @@ def test_network_without_a_key_is_warned_about(
 ) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     for host in ("127.0.0.1", "::1", "localhost"):
-        assert not lifecycle.load_keys(ServerOptions(host=host))
+        assert not load_keys(ServerOptions(host=host))
     assert not caplog.messages
     for host in ("0.0.0.0", "::", "192.168.0.7", "example.org"):
-        lifecycle.load_keys(ServerOptions(host=host))
+        load_keys(ServerOptions(host=host))
         assert f"host={host} lets everyone" in caplog.messages[-1] and VARIABLE in caplog.messages[-1]
     monkeypatch.setenv(VARIABLE, "s3cret")
-    assert lifecycle.load_keys(ServerOptions(host="0.0.0.0")) and len(caplog.messages) == 4
+    assert load_keys(ServerOptions(host="0.0.0.0")) and len(caplog.messages) == 4
 
 
 def test_extra_missing_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

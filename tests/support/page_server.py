@@ -13,8 +13,7 @@ from fastapi.exception_handlers import http_exception_handler
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from nanovllm.core.block_state import BlockState
-from nanovllm.server.kv_view import kv_router
-from nanovllm.server.page import page_router
+from nanovllm.server.page import kv_router, page_router
 
 if TYPE_CHECKING:  # playwright is an extra
     from playwright.sync_api import Page
