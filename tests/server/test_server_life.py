@@ -98,7 +98,7 @@ def before_each_launch(engine: Any, act: Callable[[], None]) -> None:
 
 def as_http(body: dict[str, Any]) -> bytes:
     content = json.dumps(body).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: "
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: "
     return f"{head}{len(content)}\r\n\r\n".encode() + content
 
 
