@@ -27,10 +27,9 @@ from nanovllm.cluster.service_replica import EngineReplica
 from nanovllm.cluster.service_site import ServiceSite
 from nanovllm.config import Config
 from nanovllm.errors import EngineError
-from nanovllm.server.connections import raise_file_limit
 from nanovllm.server.errors import keep_messages_out
 from nanovllm.server.gate import Gate, load_keys
-from nanovllm.server.lifecycle import ended_by_sigterm, serve_until_stopped
+from nanovllm.server.lifecycle import ended_by_sigterm, raise_file_limit, serve_until_stopped
 from nanovllm.server.options import ServerOptions
 
 LOCAL_OBJECT_STORE_BYTES = 512 << 20  # bodies and parts of answers above 100 KB pass through it

@@ -49,11 +49,9 @@ def make_app(engine: AsyncLLM, options: ServerOptions, replica: str | None = Non
     )
     service = app.state.service = Service(engine, options, replica)
     add_error_handlers(app)
-    add_models(app, service)
     add_completions(app, service)
     add_chat(app, service)
-    add_tokens(app, service)
-    add_state(app, service)
+    add_small_endpoints(app, service)
     add_metrics(app, service.metrics)
     app.include_router(kv_router(engine.llm))
     app.include_router(page_router())
@@ -94,7 +92,7 @@ async def warm_up(engine: AsyncLLM) -> None:
 # -- the small endpoints -----------------------------------------------------------------------------------------------
 
 
-def add_models(app: FastAPI, service: Service) -> None:
+def add_small_endpoints(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models")
     async def list_models() -> Response:
         return json_response({"object": "list", "data": [_card(service, name) for name in service.model_names]})
@@ -105,8 +103,6 @@ def add_models(app: FastAPI, service: Service) -> None:
             raise model_not_found(name)
         return json_response(_card(service, name))
 
-
-def add_tokens(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize", responses=BODY_ERRORS)
     async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         service.check_body(body)
@@ -117,8 +113,6 @@ def add_tokens(app: FastAPI, service: Service) -> None:
         service.check_body(body)
         return json_response({"prompt": await service.prepare(service.llm.text.decode, body.tokens)})
 
-
-def add_state(app: FastAPI, service: Service) -> None:
     @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> Response:
@@ -147,15 +141,7 @@ def _tokenize(service: Service, body: TokenizeRequest, cache_salt: str | None) -
     if body.messages is not None:
         if body.tools:
             check_tools(service)
-        token_ids = encode_messages(
-            service,
-            body.messages,
-            body.tools or [],
-            body.chat_template_kwargs,
-            add_generation_prompt=body.add_generation_prompt,
-            add_special_tokens=bool(body.add_special_tokens),
-            cache_salt=cache_salt,
-        )
+        token_ids = encode_messages(service, body, body.tools or [], cache_salt)
     else:
         add_special_tokens = body.add_special_tokens is not False
         prompt = salted(body.prompt or "", cache_salt)

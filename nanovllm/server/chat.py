@@ -13,11 +13,9 @@ from nanovllm.core.sequence import TokenIds
 from nanovllm.llm import LLM
 from nanovllm.request_stream import RequestUpdate
 from nanovllm.server.admission import Service
-from nanovllm.server.answers import Answer, respond
+from nanovllm.server.answers import Answer, chat_logprobs, prompt_logprobs, respond
 from nanovllm.server.errors import ANSWERS, ApiError
-from nanovllm.server.logprobs import chat_logprobs, prompt_logprobs
-from nanovllm.server.protocol import ChatRequest, Message, Tool, ToolCall
-from nanovllm.server.sampling import chat_params
+from nanovllm.server.protocol import ChatRequest, Message, TokenizeRequest, Tool, ToolCall, chat_params
 from nanovllm.server.tool_calls import Delta, ToolCallDelta, ToolCallParser, make_parser
 
 _RENDERED_NAMES = ("messages", "conversations")  # what the tokenizer itself passes on to the template
@@ -31,16 +29,7 @@ def add_chat(app: FastAPI, service: Service) -> None:
         if tools:
             check_tools(service)
         cache_salt = service.cache_salt(body, request)
-        token_ids = await service.prepare(
-            encode_messages,
-            service,
-            body.messages,
-            tools,
-            body.chat_template_kwargs,
-            add_generation_prompt=body.add_generation_prompt,
-            add_special_tokens=body.add_special_tokens,
-            cache_salt=cache_salt,
-        )
+        token_ids = await service.prepare(encode_messages, service, body, tools, cache_salt)
         num_free_tokens = service.llm.max_request_tokens - len(token_ids)
         params = chat_params(body, service.llm.sampling_defaults, num_free_tokens)
         with_tokens = bool(body.stream) and (bool(body.logprobs) or body.includes_usage_so_far)
@@ -155,27 +144,21 @@ def _call(delta: ToolCallDelta) -> dict[str, Any]:
 
 
 def encode_messages(
-    service: Service,
-    messages: Sequence[Message],
-    tools: Sequence[Tool],
-    template_kwargs: dict[str, Any] | None,
-    *,
-    add_generation_prompt: bool = True,
-    add_special_tokens: bool = False,
-    cache_salt: str | None = None,
+    service: Service, body: ChatRequest | TokenizeRequest, tools: Sequence[Tool], cache_salt: str | None
 ) -> TokenIds:
-    """Raises ApiError or RequestError for what the template cannot take."""
+    """The token ids of the body's messages. Raises ApiError or RequestError for what the template cannot take."""
     llm = service.llm
     llm.check_chat_template()
-    _check_template_kwargs(llm, template_kwargs or {})
-    options = (template_kwargs or {}) | {"add_generation_prompt": add_generation_prompt}
+    options = dict(body.chat_template_kwargs or {})
+    _check_template_kwargs(llm, options)
+    options["add_generation_prompt"] = body.add_generation_prompt
     if tools:
         options["tools"] = [tool.model_dump(exclude_none=True) for tool in tools]
-    conversation = [_for_template(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    conversation = [_for_template(message, f"messages[{i}]") for i, message in enumerate(body.messages or ())]
     (token_ids,) = llm.text.encode_chat(
         conversation,
         options,
-        add_special_tokens=add_special_tokens,
+        add_special_tokens=bool(body.add_special_tokens),
         cache_salt=cache_salt,
         check_text=lambda text: service.check_chars(len(text), "messages"),  # tools and tool calls are part of it
     )

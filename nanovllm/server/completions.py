@@ -11,11 +11,9 @@ from nanovllm.core.outputs import RequestOutput, TokenLogprobs
 from nanovllm.core.sequence import TokenIds
 from nanovllm.request_stream import RequestUpdate
 from nanovllm.server.admission import Service, salted
-from nanovllm.server.answers import Answer, respond
+from nanovllm.server.answers import Answer, completion_logprobs, prompt_logprobs, respond
 from nanovllm.server.errors import ANSWERS, ApiError
-from nanovllm.server.logprobs import completion_logprobs, prompt_logprobs
-from nanovllm.server.protocol import CompletionRequest
-from nanovllm.server.sampling import completion_params
+from nanovllm.server.protocol import CompletionRequest, completion_params
 from nanovllm.text.request_check import Prompt, prompt_list
 
 

@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
@@ -88,20 +88,10 @@ def _files() -> list[Path]:
 # -- /kvcache ----------------------------------------------------------------------------------------------------------
 
 
-class _Counters(NamedTuple):
-    """Sums since the engine's start, at one time."""
-
-    time_s: float
-    decode_tokens: int
-    prefill_tokens: int
-    link_bytes: float
-    cpu_bytes: float
-
-
 class KVView:
     def __init__(self, engine: LLM, now_s: Callable[[], float] = time.monotonic) -> None:
         self._engine, self._now_s = engine, now_s
-        self._history: deque[_Counters] = deque()  # oldest first
+        self._history: deque[tuple[float, dict[str, float]]] = deque()  # times and sums, oldest first
         self._last: tuple[float, dict[str, Any]] | None = None  # when it was made, and the snapshot
 
     def snapshot(self) -> dict[str, Any]:
@@ -121,7 +111,7 @@ class KVView:
             "states": base64.b64encode(states).decode(),  # one byte for each block: an index into state_names
             "num_running": stats["num_running"],
             "num_waiting": stats["num_waiting"],
-            "rates": self._rates(_counters(now_s, stats)),
+            "rates": self._rates(now_s, stats),
             "limits": {
                 "link_byte_per_s": stats.get("link_byte_per_s"),
                 "cpu_byte_per_s": stats.get("cpu_attention_byte_per_s"),
@@ -130,37 +120,23 @@ class KVView:
             "tokens_per_pass": stats.get("tokens_per_pass"),
         }
 
-    def _rates(self, now: _Counters) -> dict[str, float | None]:
+    def _rates(self, now_s: float, stats: dict[str, Any]) -> dict[str, float | None]:
         """Since a moment RATE_WINDOW_S ago, or as far back as there are snapshots."""
-        history = self._history
-        while history and now.time_s - history[0].time_s > MAX_WINDOW_S:
-            history.popleft()
-        while len(history) > 1 and now.time_s - history[1].time_s >= RATE_WINDOW_S:
-            history.popleft()
-        history.append(now)
-        then = history[0]
-        seconds = now.time_s - then.time_s
-
-        def rate(new: float, old: float) -> float | None:
-            return (new - old) / seconds if seconds else None
-
-        return {
-            "decode_token_per_s": rate(now.decode_tokens, then.decode_tokens),
-            "prefill_token_per_s": rate(now.prefill_tokens, then.prefill_tokens),
-            "link_byte_per_s": rate(now.link_bytes, then.link_bytes),
-            "cpu_byte_per_s": rate(now.cpu_bytes, then.cpu_bytes),
+        sums = {  # since the engine's start
+            "decode_token_per_s": stats["num_decode_tokens"],
+            "prefill_token_per_s": stats["num_prefill_tokens"],
+            "link_byte_per_s": stats.get("num_loaded_bytes", 0),
+            "cpu_byte_per_s": stats.get("num_cpu_tokens", 0) * stats["block_bytes"] / stats["block_size"],
         }
-
-
-def _counters(now_s: float, stats: dict[str, Any]) -> _Counters:
-    token_bytes = stats["block_bytes"] / stats["block_size"]
-    return _Counters(
-        now_s,
-        stats["num_decode_tokens"],
-        stats["num_prefill_tokens"],
-        stats.get("num_loaded_bytes", 0),
-        stats.get("num_cpu_tokens", 0) * token_bytes,
-    )
+        history = self._history
+        while history and now_s - history[0][0] > MAX_WINDOW_S:
+            history.popleft()
+        while len(history) > 1 and now_s - history[1][0] >= RATE_WINDOW_S:
+            history.popleft()
+        history.append((now_s, sums))
+        then_s, then = history[0]
+        seconds = now_s - then_s
+        return {name: (value - then[name]) / seconds if seconds else None for name, value in sums.items()}
 
 
 def kv_router(engine: LLM) -> APIRouter:

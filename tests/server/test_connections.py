@@ -18,8 +18,8 @@ from tiny_models import write_tiny_model, write_tiny_tokenizer
 from nanovllm import AsyncLLM
 from nanovllm.server import make_app
 from nanovllm.server.app import Site
-from nanovllm.server.connections import SPARE_FILES, Connection, ConnectionLimits, raise_file_limit
 from nanovllm.server.gate import ApiKeys
+from nanovllm.server.lifecycle import SPARE_FILES, Connection, ConnectionLimits, raise_file_limit
 from nanovllm.server.options import ServerOptions
 
 BODY: dict[str, Any] = {"prompt": "Hello", "max_tokens": 300, "temperature": 0, "ignore_eos": True}

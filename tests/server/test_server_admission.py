@@ -12,10 +12,10 @@ import httpx
 import pytest
 
 from nanovllm import AsyncLLM, ConfigError, SamplingParams
+from nanovllm.server.admission import MAX_LIST_ITEMS, MAX_N, MAX_STOP, RequestLimits
 from nanovllm.server.app import Site
 from nanovllm.server.errors import Refusal
 from nanovllm.server.gate import MAX_HELD_BODIES, VARIABLE, ApiKeys, Gate, Receive, Scope, Send, read_api_keys
-from nanovllm.server.limits import MAX_LIST_ITEMS, MAX_N, MAX_STOP, RequestLimits
 from nanovllm.server.options import ServerOptions
 
 KEYS = ["first-key", "second-key"]
