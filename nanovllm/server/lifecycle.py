@@ -8,11 +8,11 @@
 
 A second signal ends the process at once. A step on the GPU cannot be interrupted, but the kernel frees everything.
 
-And what a client can hold open, and for how long. Uvicorn closes connections only between requests. Here a connection
-also ends if the head of a request does not arrive in time, or if the client takes nothing of an answer that waits for it.
-Each of these has a timer of its own, so that thousands of idle connections cost nothing. The Gate limits the time of a
-body. Connections beyond the limit on open files are answered with status 503 and closed, so that files and the ranks'
-sockets can still be opened.
+It also limits what a client can hold open, and for how long. Uvicorn closes connections only between requests. Here a
+connection ends, too, if the head of a request does not arrive in time, or if the client takes nothing of an answer that
+waits for it. Each of these has a timer of its own, so that thousands of idle connections cost nothing. The Gate limits
+the time of a body. Connections beyond the limit on open files get status 503 and are closed, so that files and the
+ranks' sockets can still be opened.
 """
 
 import asyncio
@@ -95,8 +95,7 @@ def serve_until_stopped(served: Served, options: ServerOptions, bound: socket.so
 
     num_files: that the process may open.
     """
-    limits = ConnectionLimits(options.max_receive_s, options.max_unread_s, num_files)
-    return asyncio.run(_Server(served, options, bound, limits).run())
+    return asyncio.run(_Server(served, options, bound, num_files).run())
 
 
 @contextmanager
@@ -124,10 +123,9 @@ class _Listener(uvicorn.Server):
 class _Server:
     """Runs the application on an event loop, and ends it in order."""
 
-    def __init__(
-        self, served: Served, options: ServerOptions, bound: socket.socket, limits: "ConnectionLimits"
-    ) -> None:
+    def __init__(self, served: Served, options: ServerOptions, bound: socket.socket, num_files: int) -> None:
         self._served, self._options, self._socket = served, options, bound
+        limits = ConnectionLimits(options.max_receive_s, options.max_unread_s, num_files)
         config = uvicorn.Config(
             served.gate.outermost,
             http=partial(Connection, limits=limits),  # type: ignore[arg-type]  # it only has to make protocols

@@ -157,6 +157,7 @@ def test_killed_server_starts_again_on_its_port_and_is_ready_only_when_warm(
     with server_process(retrieval_model, tmp_path / "first") as server, clients() as pool:
         port = httpx.URL(server.url).port
         started = start_load(server, pool, **ENDLESS)
+        assert f"tiny is served at {server.url}/v1, and a page to try it at {server.url}/\n" in server.log.read_text()
         server.send(signal.SIGKILL)
         assert server.wait() == -signal.SIGKILL
         for each in started:
