@@ -24,6 +24,7 @@ from nanovllm.core.sequence import TokenIds
 from nanovllm.errors import EngineError
 from nanovllm.request_stream import RequestStream, RequestUpdate
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.server.admission import Service
 from nanovllm.server.errors import ApiError, ClientDisconnectedError, api_error, dumps_in_parts, json_response
 from nanovllm.server.protocol import SamplingFields
 
@@ -39,9 +40,12 @@ class Answer(ABC):
     chunk_object: str
 
     def __init__(
-        self, model_name: str, body: SamplingFields, prompts: list[TokenIds], *, drops_answers: bool = False
+        self, service: Service, body: SamplingFields, prompts: list[TokenIds], *, drops_answers: bool = False
     ) -> None:
         """prompts: the token ids of each. drops_answers: only the prompts are wanted."""
+        self._service = service
+        self._num_prompt_top = body.prompt_logprobs
+        self._begun: set[int] = set()  # indices of the answers of which something was streamed
         self._num_answers = body.n or 1  # to each prompt
         self._includes_usage = body.includes_usage
         self._includes_usage_so_far = body.includes_usage_so_far
@@ -50,7 +54,7 @@ class Answer(ABC):
             "id": f"{self.id_prefix}-{secrets.token_hex(12)}",
             "object": self.whole_object,
             "created": int(time.time()),
-            "model": model_name,
+            "model": service.model_names[0],
         }
         head = json.dumps(self._fields | {"object": self.chunk_object})
         self._chunk_start = f'data: {head[:-1]}, "choices": ['
@@ -63,10 +67,12 @@ class Answer(ABC):
         for index, output in enumerate(outputs):
             self._count_tokens(output["token_ids"])
             self._count_cached(index, output)
-        scored = [
-            outputs[index - index % self._num_answers].get("prompt_logprobs", []) for index in range(len(outputs))
-        ]
-        choices = [self._choice(index, output, scored[index]) for index, output in enumerate(outputs)]
+        choices = []
+        for index, output in enumerate(outputs):
+            prompt_entries = outputs[index - index % self._num_answers].get("prompt_logprobs", [])
+            choices.append(self._choice(index, output, prompt_entries))
+            if self._num_prompt_top is not None:
+                choices[-1]["prompt_logprobs"] = prompt_logprobs(prompt_entries, self._num_prompt_top)
         return self._fields | {"choices": choices, "usage": self._usage()}
 
     def update_events(self, update: RequestUpdate) -> str:
@@ -89,7 +95,7 @@ class Answer(ABC):
 
     @abstractmethod
     def _choice(self, index: int, output: RequestOutput, prompt_entries: list[TokenLogprobs | None]) -> dict[str, Any]:
-        """An element of `choices` in a response that is not streamed.
+        """An element of `choices` in a response that is not streamed, without prompt_logprobs.
 
         prompt_entries: log-probabilities of the prompt, which the engine reports with the first answer to it.
         """

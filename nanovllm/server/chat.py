@@ -13,7 +13,7 @@ from nanovllm.core.sequence import TokenIds
 from nanovllm.llm import LLM
 from nanovllm.request_stream import RequestUpdate
 from nanovllm.server.admission import Service
-from nanovllm.server.answers import Answer, chat_logprobs, prompt_logprobs, respond
+from nanovllm.server.answers import Answer, chat_logprobs, respond
 from nanovllm.server.errors import ANSWERS, ApiError
 from nanovllm.server.protocol import ChatRequest, Message, TokenizeRequest, Tool, ToolCall, chat_params
 from nanovllm.server.tool_calls import Delta, ToolCallDelta, ToolCallParser, make_parser
@@ -42,11 +42,10 @@ class ChatAnswer(Answer):
     id_prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def __init__(self, service: Service, body: ChatRequest, prompts: list[TokenIds], *, parses_tools: bool) -> None:
-        super().__init__(service.model_names[0], body, prompts)
-        self._service, self._body, self._parses_tools = service, body, parses_tools
+        super().__init__(service, body, prompts)
+        self._body, self._parses_tools = body, parses_tools
         self._num_top = body.top_logprobs or 0
         self._parsers: dict[int, ToolCallParser] = {}  # by index, of the answers that are streamed
-        self._begun: set[int] = set()  # indices of the answers of which something was streamed
         self._with_calls: set[int] = set()  # indices of the answers that called a tool
 
     def _choice(self, index: int, output: RequestOutput, prompt_entries: list[TokenLogprobs | None]) -> dict[str, Any]:
@@ -60,15 +59,12 @@ class ChatAnswer(Answer):
             if calls:
                 self._with_calls.add(index)
                 message |= {"content": message["content"] or None, "tool_calls": calls}
-        choice = {
+        return {
             "index": index,
             "message": message,
             "logprobs": chat_logprobs(output.get("logprobs", []), self._num_top) if self._body.logprobs else None,
             "finish_reason": self._finish_reason(index, output),
         }
-        if self._body.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = prompt_logprobs(prompt_entries, self._body.prompt_logprobs)
-        return choice
 
     def _chunk_choices(self, update: RequestUpdate) -> list[str]:
         """First the role, then a chunk for the text or for each tool call, then the reason of the end."""

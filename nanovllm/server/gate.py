@@ -32,7 +32,7 @@ Receive: TypeAlias = Callable[[], Awaitable[ASGIMessage]]
 Send: TypeAlias = Callable[[ASGIMessage], Awaitable[None]]
 ASGIApp: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-VARIABLE = "NANOVLLM_API_KEY"
+API_KEY_VARIABLE = "NANOVLLM_API_KEY"
 OPEN_PATHS = ("/", "/health", "/version")  # need no key
 MAX_HELD_BODIES = 64  # the bodies of all open requests together are at most as large as so many of the largest
 CACHE_SALT = "cache_salt"  # the entry of the request's state that holds the salt of its key, with cache_salt_per_key
@@ -159,7 +159,7 @@ def load_keys(options: ServerOptions) -> "ApiKeys":
         logger.warning(
             "nanovllm: host=%s lets everyone who reaches this machine ask; set an API key (%s or api_key_file)",
             options.host,
-            VARIABLE,
+            API_KEY_VARIABLE,
         )
     return keys
 
@@ -170,8 +170,8 @@ def read_api_keys(path: str | None, environment: Mapping[str, str]) -> list[str]
     A key that is present but empty is refused, because it would leave the server open to everyone.
     """
     keys = []
-    if VARIABLE in environment:
-        keys.append(_checked(environment[VARIABLE].strip(), VARIABLE))
+    if API_KEY_VARIABLE in environment:
+        keys.append(_checked(environment[API_KEY_VARIABLE].strip(), API_KEY_VARIABLE))
     if path is not None:
         keys += _read_file(Path(path))
     return keys

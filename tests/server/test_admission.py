@@ -15,7 +15,7 @@ from nanovllm import AsyncLLM, ConfigError, SamplingParams
 from nanovllm.server.admission import MAX_LIST_ITEMS, MAX_N, MAX_STOP, RequestLimits
 from nanovllm.server.app import Site
 from nanovllm.server.errors import Refusal
-from nanovllm.server.gate import MAX_HELD_BODIES, VARIABLE, ApiKeys, Gate, Receive, Scope, Send, read_api_keys
+from nanovllm.server.gate import MAX_HELD_BODIES, API_KEY_VARIABLE, ApiKeys, Gate, Receive, Scope, Send, read_api_keys
 from nanovllm.server.options import ServerOptions
 
 KEYS = ["first-key", "second-key"]
@@ -29,7 +29,7 @@ ENDLESS = {"prompt": "x", "max_tokens": 1900, "ignore_eos": True}
 def test_read_api_keys_from_file_and_environment(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text("# ours\nfirst-key\n\n  second-key  \n")
-    assert read_api_keys(str(path), {VARIABLE: "third"}) == ["third", "first-key", "second-key"]
+    assert read_api_keys(str(path), {API_KEY_VARIABLE: "third"}) == ["third", "first-key", "second-key"]
     assert read_api_keys(None, {}) == []
 
 
@@ -43,8 +43,8 @@ def test_read_api_keys_unusable_file_is_refused_without_showing_keys(tmp_path: P
 
 
 def test_read_api_keys_empty_variable_does_not_open_the_server(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=VARIABLE):
-        read_api_keys(None, {VARIABLE: ""})
+    with pytest.raises(ConfigError, match=API_KEY_VARIABLE):
+        read_api_keys(None, {API_KEY_VARIABLE: ""})
     with pytest.raises(ConfigError, match="cannot be read"):
         read_api_keys(str(tmp_path / "missing"), {})
 

@@ -20,7 +20,7 @@ from server_process import LIMIT_S, ServerProcess, server_process
 
 from nanovllm.cli import main as cli
 from nanovllm.server import lifecycle
-from nanovllm.server.gate import VARIABLE, load_keys
+from nanovllm.server.gate import API_KEY_VARIABLE, load_keys
 from nanovllm.server.options import ServerOptions
 
 SHORT = {"prompt": "The passkey is 4711.\nThe passkey is", "max_tokens": 200, "ignore_eos": True}
@@ -121,14 +121,14 @@ def test_host_unknown_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
 def test_network_without_a_key_is_warned_about(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.delenv(API_KEY_VARIABLE, raising=False)
     for host in ("127.0.0.1", "::1", "localhost"):
         assert not load_keys(ServerOptions(host=host))
     assert not caplog.messages
     for host in ("0.0.0.0", "::", "192.168.0.7", "example.org"):
         load_keys(ServerOptions(host=host))
-        assert f"host={host} lets everyone" in caplog.messages[-1] and VARIABLE in caplog.messages[-1]
-    monkeypatch.setenv(VARIABLE, "s3cret")
+        assert f"host={host} lets everyone" in caplog.messages[-1] and API_KEY_VARIABLE in caplog.messages[-1]
+    monkeypatch.setenv(API_KEY_VARIABLE, "s3cret")
     assert load_keys(ServerOptions(host="0.0.0.0")) and len(caplog.messages) == 4
 
 
