@@ -111,7 +111,7 @@ def dumps_in_parts(content: Any) -> Encoded:
 
 
 def api_error(error: Exception) -> ApiError:
-    """What a client is told about an exception."""
+    """The error by which a client is told about an exception."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestError):

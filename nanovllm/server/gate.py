@@ -37,7 +37,7 @@ OPEN_PATHS = ("/", "/health", "/version")  # need no key
 MAX_HELD_BODIES = 64  # the bodies of all open requests together are at most as large as so many of the largest
 CACHE_SALT = "cache_salt"  # the entry of the request's state that holds the salt of its key, with cache_salt_per_key
 HOST_REFUSED = (
-    "a server without API keys that listens on this machine only answers only requests for this machine; ask for "
+    "this server has no API keys and listens on this machine only, so it answers no requests for another host; ask for "
     "localhost, set an API key, or name the origin in allowed_origins"
 )
 
@@ -153,7 +153,7 @@ class Gate:
 
 
 def load_keys(options: ServerOptions) -> "ApiKeys":
-    """Raises ConfigError for a key file that cannot be used. Warns if everyone in the network may ask."""
+    """Read the keys, and warn if everyone in the network may ask. Raises ConfigError for a file that cannot be used."""
     keys = ApiKeys(read_api_keys(options.api_key_file, os.environ))
     if not keys and not options.is_local:
         logger.warning(
@@ -202,11 +202,11 @@ class ApiKeys:
         self._salt_secret = secrets.token_bytes(32)
 
     def __bool__(self) -> bool:
-        """Whether there are any. Without keys, everyone may ask."""
+        """Return True if there are any. Without keys, everyone may ask."""
         return bool(self._digests)
 
     def accept(self, authorization: bytes) -> bool:
-        """Whether this value of an Authorization header is "Bearer", followed by one of the keys."""
+        """Return True if this value of an Authorization header is "Bearer", followed by one of the keys."""
         digest = _digest(_key_of(authorization))
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
         return any(matches)

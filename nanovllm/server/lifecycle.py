@@ -242,7 +242,7 @@ class ConnectionLimits:
         self._reported_s = float("-inf")
 
     def admits(self, num_connections: int) -> bool:
-        """Whether so many connections may be open. Says so in the log if they may not."""
+        """Return True if so many connections may be open. If they may not, the log says so."""
         if num_connections <= self.max_connections:
             return True
         now_s = time.monotonic()

@@ -15,7 +15,7 @@ from nanovllm import AsyncLLM, ConfigError, SamplingParams
 from nanovllm.server.admission import MAX_LIST_ITEMS, MAX_N, MAX_STOP, RequestLimits
 from nanovllm.server.app import Site
 from nanovllm.server.errors import Refusal
-from nanovllm.server.gate import MAX_HELD_BODIES, API_KEY_VARIABLE, ApiKeys, Gate, Receive, Scope, Send, read_api_keys
+from nanovllm.server.gate import API_KEY_VARIABLE, MAX_HELD_BODIES, ApiKeys, Gate, Receive, Scope, Send, read_api_keys
 from nanovllm.server.options import ServerOptions
 
 KEYS = ["first-key", "second-key"]
