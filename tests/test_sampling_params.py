@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from nanovllm import StructuredOutputs
 from nanovllm.errors import RequestError
 from nanovllm.kernels.sampling_tensors import SamplingTensors
 from nanovllm.layers.sampler import sample
@@ -17,7 +18,6 @@ from nanovllm.sampling_params import (
     MIN_SEED,
     MIN_TEMPERATURE,
     SamplingParams,
-    StructuredOutputs,
 )
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

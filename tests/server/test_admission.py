@@ -391,7 +391,7 @@ def test_queue_full_refuses_what_would_be_tokenized_first(engine: AsyncLLM) -> N
     async def main() -> None:
         service = make_site(engine, max_queue=1).service
         may_end = threading.Event()
-        preparing = asyncio.ensure_future(service.prepare(may_end.wait))
+        preparing = asyncio.ensure_future(service.prepare(may_end.wait, 5))
         await until(lambda: service.num_waiting == 1)
         with pytest.raises(Refusal) as caught:
             await service.prepare(int)
