@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from nanovllm.async_llm import AsyncLLM
     from nanovllm.errors import CheckpointError, ConfigError, EngineError, RequestError, WorkerDiedError
     from nanovllm.llm import LLM
-    from nanovllm.sampling_params import SamplingParams
+    from nanovllm.sampling_params import SamplingParams, StructuredOutputs
 
 __all__ = [
     "LLM",
@@ -17,6 +17,7 @@ __all__ = [
     "EngineError",
     "RequestError",
     "SamplingParams",
+    "StructuredOutputs",
     "WorkerDiedError",
     "__version__",
 ]
@@ -26,6 +27,7 @@ _MODULES = {
     "LLM": "nanovllm.llm",
     "AsyncLLM": "nanovllm.async_llm",
     "SamplingParams": "nanovllm.sampling_params",
+    "StructuredOutputs": "nanovllm.sampling_params",
 }
 
 

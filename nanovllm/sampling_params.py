@@ -241,7 +241,8 @@ class SamplingParams:
         if self.logit_bias is not None:  # a copy, so that nothing changes after these checks
             object.__setattr__(self, "logit_bias", dict(self.logit_bias))
         is_known = self.structured_outputs is None or isinstance(self.structured_outputs, StructuredOutputs)
-        _require(is_known, "structured_outputs", self.structured_outputs, "a StructuredOutputs")
+        limit = "a nanovllm.StructuredOutputs, such as StructuredOutputs(regex='[0-9]+')"
+        _require(is_known, "structured_outputs", self.structured_outputs, limit)
 
     def _check_numbers(self) -> None:
         for name in ("temperature", "top_p", "min_p"):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from nanovllm import StructuredOutputs
 from nanovllm.errors import RequestError
 from nanovllm.kernels.sampling_tensors import SamplingTensors
 from nanovllm.layers.sampler import sample
@@ -17,7 +18,6 @@ from nanovllm.sampling_params import (
     MIN_SEED,
     MIN_TEMPERATURE,
     SamplingParams,
-    StructuredOutputs,
 )
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -112,7 +112,7 @@ HUGE = 10**5000  # Python does not write integers of more than 4300 digits
         ({"logit_bias": [5]}, r"logit_bias=\[5\] must be a dict"),
         *(({"bad_words": words}, "bad_words=") for words in (5, [5], [""], "", {"a"}, [None])),
         *(({"stop_token_ids": ids}, "stop_token_ids=") for ids in (5, [True], ["5"], [5.0], [-1], [2**31], [HUGE])),
-        ({"structured_outputs": {"regex": "a"}}, "structured_outputs=.* must be a StructuredOutputs"),
+        ({"structured_outputs": {"regex": "a"}}, "structured_outputs=.* must be a nanovllm.StructuredOutputs, such as"),
         *(({name: HUGE}, name) for name in ("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed")),
     ],
 )

@@ -15,8 +15,7 @@ from nanovllm.cli.flags import add_flags, given_fields
 from nanovllm.cluster.options import ServiceOptions
 from nanovllm.config import Config
 from nanovllm.errors import ConfigError
-from nanovllm.server.options import ServerOptions
-from nanovllm.server.port import bind
+from nanovllm.server.options import ServerOptions, bind
 
 if TYPE_CHECKING:
     from nanovllm import AsyncLLM
@@ -45,7 +44,7 @@ def add_serve(commands: Any) -> None:
 
 def _serve(args: argparse.Namespace) -> int:
     """Serve until a signal arrives or the engine fails. Raises ConfigError if the port or a package cannot be used."""
-    options = ServerOptions(**given_fields(args, ServerOptions))
+    options = ServerOptions(**{"served_model_name": (args.model,), **given_fields(args, ServerOptions)})
     service = ServiceOptions(**given_fields(args, ServiceOptions))
     config = Config(model=args.model, **given_fields(args, Config))
     check_server_packages()
@@ -54,7 +53,7 @@ def _serve(args: argparse.Namespace) -> int:
     with bind(options.host, options.port) as bound:
         from nanovllm.server.lifecycle import run_server
 
-        return run_server(partial(load_engine, args), options, bound, args.model)
+        return run_server(partial(load_engine, args), options, bound)
 
 
 def _serve_with_replicas(
@@ -64,7 +63,7 @@ def _serve_with_replicas(
     with bind(options.host, options.port) as bound:
         from nanovllm.cluster.service import run_service
 
-        return run_service(partial(load_engine, args), config, options, service, bound, args.model)
+        return run_service(partial(load_engine, args), config, options, service, bound)
 
 
 def load_engine(args: argparse.Namespace) -> "AsyncLLM":

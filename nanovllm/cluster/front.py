@@ -19,11 +19,10 @@ from typing import Any, Protocol
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from starlette.responses import Response
 
-from nanovllm.server.errors import ApiError, ClientDisconnectedError, json_response
+from nanovllm.server.answers import DONE, while_connected
+from nanovllm.server.errors import ApiError, ClientDisconnectedError, Refusal, json_response
 from nanovllm.server.gate import CACHE_SALT, ASGIApp, ASGIMessage, Receive, Scope, Send
 from nanovllm.server.metrics import CONTENT_TYPE, PREFIX
-from nanovllm.server.refusals import Refusal
-from nanovllm.server.streaming import DONE, while_connected
 
 MAX_SENDS = 2
 RETRY_AFTER_S = 5.0  # about the time in which a small model is loaded

@@ -15,12 +15,10 @@ from nanovllm.cluster import front
 from nanovllm.cluster.front import AppCall, Pace, ReplicaLostError, WholeRequest, no_replica
 from nanovllm.cluster.routing import PrefixRouting, RequestKey, request_key
 from nanovllm.errors import EngineError
+from nanovllm.server.app import make_app, warm_up
+from nanovllm.server.errors import Refusal, keep_messages_out
 from nanovllm.server.gate import ASGIMessage
-from nanovllm.server.metrics import Metrics
 from nanovllm.server.options import ServerOptions
-from nanovllm.server.private_log import keep_messages_out
-from nanovllm.server.refusals import Refusal
-from nanovllm.server.site import build_app, served_names, warm_up
 
 DEPLOYMENT = "EngineReplica"
 METRICS_TIMEOUT_S = 5.0  # a replica that does not answer in this time is left out
@@ -33,13 +31,12 @@ class EngineReplica:
     Ray Serve starts it, asks for its health, and ends it. The front (front.py) sends it requests.
     """
 
-    async def __init__(self, load: Callable[[], AsyncLLM], options: ServerOptions, model_name: str) -> None:  # type: ignore[misc]  # Serve awaits it
+    async def __init__(self, load: Callable[[], AsyncLLM], options: ServerOptions) -> None:  # type: ignore[misc]  # Serve awaits it
         keep_messages_out("ray.serve", front.__name__)
         self._name = serve.get_replica_context().replica_id.unique_id
-        self._metrics = Metrics(served_names(options, model_name)[0], self._name)
         self._pace = Pace()
         self._engine = load()
-        self._app, _ = build_app(self._engine, options, model_name, self._metrics)
+        self._app = make_app(self._engine, options, self._name)
         await warm_up(self._engine)
 
     async def answer(
@@ -63,7 +60,7 @@ class EngineReplica:
             await parts.aclose()
 
     async def metrics(self) -> str:
-        return self._metrics.render().decode()
+        return self._app.state.service.metrics.render().decode()
 
     def check_health(self) -> None:
         """Serve replaces a replica for which this raises."""

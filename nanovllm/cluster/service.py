@@ -10,7 +10,6 @@ each part of an answer would pass through one more process.
 
 import asyncio
 import logging
-import os
 import signal
 import socket
 import time
@@ -31,13 +30,10 @@ from nanovllm.cluster.replicas import DEPLOYMENT, EngineReplica, ServeReplicas
 from nanovllm.cluster.resources import check_room, deployment_options, replica_needs
 from nanovllm.config import Config
 from nanovllm.errors import EngineError
-from nanovllm.server.api_keys import ApiKeys, read_api_keys
-from nanovllm.server.connections import raise_file_limit
-from nanovllm.server.gate import ASGIApp, Gate
-from nanovllm.server.lifecycle import ended_by_sigterm, serve_until_stopped
+from nanovllm.server.errors import keep_messages_out
+from nanovllm.server.gate import Gate, load_keys
+from nanovllm.server.lifecycle import ended_by_sigterm, raise_file_limit, serve_until_stopped
 from nanovllm.server.options import ServerOptions
-from nanovllm.server.private_log import keep_messages_out
-from nanovllm.server.site import build_gate, served_names, with_origins
 
 LOCAL_OBJECT_STORE_BYTES = 512 << 20  # bodies and parts of answers above 100 KB pass through it
 UPDATE_INTERVAL_S = 0.5
@@ -52,7 +48,6 @@ def run_service(
     options: ServerOptions,
     service: ServiceOptions,
     bound: socket.socket,
-    model_name: str,
 ) -> int:
     """Serve with replicas until a signal arrives, and return the exit status. Call it in the main thread.
 
@@ -62,18 +57,16 @@ def run_service(
     check_engine(config)
     keep_messages_out("ray.serve")
     num_files = raise_file_limit()
-    keys = ApiKeys(read_api_keys(options.api_key_file, os.environ))
+    keys = load_keys(options)
     # Connecting sets Ray's own handler of SIGTERM
     with connected(service.ray_address, LOCAL_OBJECT_STORE_BYTES), ended_by_sigterm():
-        app = _application(load, config, options, service, model_name)
+        app = _application(load, config, options, service)
         name = f"nanovllm-{socket.gethostname()}-{bound.getsockname()[1]}"
         with _deployed(app, name, outlives_process=service.ray_address is not None) as handle:
             replicas = ServeReplicas(handle, name, options.max_wait_s)
-            answered_name = served_names(options, model_name)[0]
-            front = Front(replicas, answered_name)
-            gate = build_gate(front, options, keys, front.refused)
-            update = partial(_replace_replicas, app, name)
-            site = ServiceSite(with_origins(gate, options), gate, front, answered_name, replicas, update)
+            front = Front(replicas, options.served_model_name[0])
+            gate = Gate(front, options, keys, front.refused)
+            site = ServiceSite(gate, front, replicas, partial(_replace_replicas, app, name))
             return serve_until_stopped(site, options, bound, num_files)
 
 
@@ -109,14 +102,14 @@ def _replace_replicas(app: serve.Application, name: str) -> None:
 
 
 def _application(
-    load: Callable[[], AsyncLLM], config: Config, options: ServerOptions, service: ServiceOptions, model_name: str
+    load: Callable[[], AsyncLLM], config: Config, options: ServerOptions, service: ServiceOptions
 ) -> serve.Application:
     assert service.num_replicas is not None, "checked by the command"
     nodes = nodes_of_cluster()
     needs = replica_needs(config, service, nodes)
     check_room(needs, nodes, service.num_replicas, "num_replicas")
     deployment = serve.deployment(EngineReplica, name=DEPLOYMENT, **deployment_options(config, options, service, needs))
-    return deployment.bind(load, options, model_name)
+    return deployment.bind(load, options)
 
 
 class ServiceSite:
@@ -125,11 +118,8 @@ class ServiceSite:
     replace_replicas: begins a rolling update, for which SIGUSR1 asks.
     """
 
-    def __init__(
-        self, app: ASGIApp, gate: Gate, front: Front, model_name: str, replicas: ServeReplicas,
-        replace_replicas: Callable[[], None],
-    ) -> None:  # fmt: skip
-        self.app, self.gate, self.model_name = app, gate, model_name
+    def __init__(self, gate: Gate, front: Front, replicas: ServeReplicas, replace_replicas: Callable[[], None]) -> None:
+        self.gate = gate
         self._front, self._replicas, self._replace_replicas = front, replicas, replace_replicas
         self._update: asyncio.Task[None] | None = None  # the rolling update that was asked for last
 

@@ -1,6 +1,6 @@
 """An HTTP server with OpenAI's API on top of AsyncLLM. It needs the packages of the extra `server`.
 
-    app = make_app(engine, ServerSettings(model_names=("my-model",)))
+    app = make_app(engine, ServerOptions(served_model_name=("my-model",)))
 
 Importing this package loads none of them.
 """
@@ -9,12 +9,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from nanovllm.errors import ConfigError
-from nanovllm.server.settings import ServerSettings
+from nanovllm.server.options import ServerOptions
 
 if TYPE_CHECKING:
     from nanovllm.server.app import make_app
 
-__all__ = ["ServerSettings", "make_app"]
+__all__ = ["ServerOptions", "make_app"]
 
 
 def __getattr__(name: str) -> object:

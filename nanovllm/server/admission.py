@@ -1,161 +1,217 @@
-"""AdmissionQueue: takes requests for the engine, as many as may wait, and for as long as they may wait.
+"""Service: what the endpoints share. It takes requests for the engine, as many as may wait, for as long as they may.
 
-An answer waits until its first token arrives. What runs is bounded by the engine itself (max_num_seqs).
+An answer waits until its first token arrives. What runs is bounded by the engine itself (max_num_seqs). What one
+request can ask for is limited, too, so that no client keeps the server busy with a single body.
 """
 
 import asyncio
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
+from starlette.requests import Request
 
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.core.outputs import RequestOutput
+from nanovllm.errors import ConfigError
+from nanovllm.llm import LLM
 from nanovllm.request_stream import RequestStream
-from nanovllm.sampling_params import SamplingParams
-from nanovllm.server.limits import RequestLimits
+from nanovllm.sampling_params import MAX_LOGPROBS, SamplingParams
+from nanovllm.server.errors import Refusal, model_not_found
+from nanovllm.server.gate import CACHE_SALT
+from nanovllm.server.metrics import Metrics
 from nanovllm.server.options import ServerOptions
-from nanovllm.server.refusals import Refusal
+from nanovllm.server.protocol import COMPLETION_MAX_TOKENS, SamplingFields
 from nanovllm.text.request_check import Prompt
 
+CHARS_PER_TOKEN = 16  # few texts have as many; without a limit, a text that cannot fit is tokenized for seconds
+MAX_N = 128  # answers to one prompt
+MAX_STOP = 64  # strings, each of which is looked for in every step
+MAX_LIST_ITEMS = 4096  # of the other lists
+MIN_TOTAL_LOGPROBS = 1 << 22  # of one request, about 60 bytes of JSON each; a longer context may have more
+_LISTS = (*("prompt", "messages", "tools", "stop_token_ids", "bad_words", "logit_bias", "guided_choice"),)
+MAX_RETRY_AFTER_S = 60.0
 _NEWEST_WAIT_SHARE = 0.1  # of the newest wait in the average of all
-_MAX_RETRY_AFTER_S = 60.0
+Result = TypeVar("Result")
 
 
-class RequestCounters(Protocol):
-    """What the queue reports (metrics.py)."""
+class Service:
+    """Used on the event loop only. `num_waiting` counts answers without a first token, `num_open` those not ended.
 
-    def answer_ended(self, output: RequestOutput) -> None: ...
+    model_names: what clients may call the model. Answers carry the first. replica: see Metrics.
+    """
 
-    def answers_abandoned(self, num_answers: int) -> None: ...
-
-    def refused(self, reason: str) -> None: ...
-
-
-class AdmissionQueue:
-    """Used on the event loop only. `num_waiting` counts answers without a first token, `num_open` those not ended."""
-
-    def __init__(
-        self, engine: AsyncLLM, options: ServerOptions, limits: RequestLimits, counters: RequestCounters
-    ) -> None:
+    def __init__(self, engine: AsyncLLM, options: ServerOptions, replica: str | None = None) -> None:
+        if not options.served_model_name:
+            raise ConfigError("served_model_name=() has no name for the model; give at least one")
+        self.engine, self.options = engine, options
+        self.model_names = options.served_model_name
+        self.metrics = Metrics(self.model_names[0], replica)
+        self.metrics.watch(engine.llm.stats, lambda: self.num_waiting)
+        self.started_s = int(time.time())
         self.num_waiting = self.num_open = 0
-        self.counters = counters
-        self.max_wait_s = options.max_wait_s
-        self._engine, self._limits, self._max_queue = engine, limits, options.max_queue
+        self._limits = RequestLimits(options, engine.llm.max_model_len)
         self._mean_wait_s = 1.0
 
-    def check(self, fields: Mapping[str, Any]) -> None:
-        """Raise Refusal for a body that asks for too much. `fields`: its entries."""
+    @property
+    def llm(self) -> LLM:
+        return self.engine.llm
+
+    # -- before a request is queued ----------------------------------------------------------------------------------
+
+    def check_body(self, body: BaseModel) -> None:
+        """Raise ApiError for a model that is not served, and Refusal for a body that asks for too much.
+
+        If the body names no model, it means the one that is served.
+        """
+        fields: Mapping[str, Any] = vars(body)
+        name = fields["model"]
+        if name is not None and name not in self.model_names:
+            raise model_not_found(name)
         with self._counted():
             self._limits.check(fields)
 
-    async def submit(
-        self, prompts: Sequence[Prompt], params: SamplingParams, *, with_tokens: bool = True
-    ) -> RequestStream:
-        """Like AsyncLLM.submit. Raises Refusal, and queues nothing, if too many answers wait already.
-
-        The stream raises Refusal, and its answers are aborted, if none of them has begun after `max_wait_s`.
-        """
+    def check_chars(self, num_chars: int, param: str) -> None:
+        """Raise Refusal for a text that is too long to be tokenized."""
         with self._counted():
-            place = self._enter(len(prompts) * params.n)
+            self._limits.check_chars(num_chars, param)
+
+    def key_salt(self, request: Request) -> str | None:
+        """The salt of the request's API key, if keys have salts."""
+        salt: str | None = getattr(request.state, CACHE_SALT, None)
+        return salt
+
+    def cache_salt(self, body: SamplingFields, request: Request) -> str | None:
+        """Requests share KV only if their salts are equal: that of the API key, if there is one, and the client's."""
+        key_salt = self.key_salt(request)
+        if key_salt is None or body.cache_salt is None:
+            return key_salt or body.cache_salt
+        return f"{key_salt} {body.cache_salt}"
+
+    async def prepare(self, function: Callable[..., Result], *args: Any, **options: Any) -> Result:
+        """Call a function that takes long if the prompt is long, before the request is submitted.
+
+        Meanwhile the request counts as one that waits. Raises Refusal like `submit`.
+        """
+        place = self._enter(1)
         try:
-            stream = await self._engine.submit(prompts, params, with_tokens=with_tokens)
+            return await asyncio.to_thread(function, *args, **options)
+        finally:
+            place.leave()
+
+    # -- the queue ---------------------------------------------------------------------------------------------------
+
+    async def submit(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        *,
+        with_tokens: bool = True,
+        cache_salt: str | None = None,
+    ) -> RequestStream:
+        """Queue the prompts of a request, as AsyncLLM.submit does. Every request for an answer passes through here.
+
+        Raises Refusal, and queues nothing, if too many answers wait already. The stream raises Refusal, and its answers
+        are aborted, if none of them has begun after `max_wait_s`.
+        """
+        place = self._enter(len(prompts) * params.n)
+        try:
+            salted_prompts = [salted(prompt, cache_salt) for prompt in prompts]
+            stream = await self.engine.submit(salted_prompts, params, with_tokens=with_tokens)
         except BaseException:
             place.leave()
             raise
         place.watch(stream)
         return stream
 
-    @contextmanager
-    def preparing(self) -> Iterator[None]:
-        """Count a request that is tokenized before it is submitted as one that waits. Raises Refusal like `submit`."""
+    def _enter(self, num_answers: int) -> "_Place":
+        limit = self.options.max_queue
         with self._counted():
-            place = self._enter(1)
-        try:
-            yield
-        finally:
-            place.leave()
-
-    def check_chars(self, num_chars: int, param: str) -> None:
-        """Raise Refusal for a text that must not be tokenized."""
-        with self._counted():
-            self._limits.check_chars(num_chars, param)
+            if num_answers > limit:
+                message = f"{num_answers} answers in one request are more than max_queue={limit}; ask for fewer"
+                raise Refusal(400, "queue", message, param="n")
+            if self.num_waiting + num_answers > limit:
+                message = f"{self.num_waiting} answers are waiting, at most {limit} may wait; ask again later"
+                raise Refusal(429, "queue", message, retry_after_s=self.retry_after_s)
+        return _Place(self, num_answers)
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
         try:
             yield
         except Refusal as refusal:
-            self.counters.refused(refusal.reason)
+            self.metrics.refused(refusal.reason)
             raise
-
-    def _enter(self, num_answers: int) -> "_Place":
-        if num_answers > self._max_queue:
-            message = f"{num_answers} answers in one request are more than max_queue={self._max_queue}; ask for fewer"
-            raise Refusal(400, "queue", message)
-        if self.num_waiting + num_answers > self._max_queue:
-            message = f"{self.num_waiting} answers are waiting, at most {self._max_queue} may wait; ask again later"
-            raise Refusal(429, "queue", message, retry_after_s=self.retry_after_s)
-        return _Place(self, num_answers)
 
     @property
     def retry_after_s(self) -> float:
-        """How long answers have waited of late."""
-        return min(self._mean_wait_s, _MAX_RETRY_AFTER_S)
+        """A moving average of waits."""
+        return min(self._mean_wait_s, MAX_RETRY_AFTER_S)
 
     def add_wait(self, wait_s: float) -> None:
         """An answer has got its first token after this time."""
         self._mean_wait_s += _NEWEST_WAIT_SHARE * (wait_s - self._mean_wait_s)
 
 
-class _Place:
-    """One request's place in the queue. It observes the request's stream (StreamObserver)."""
+def salted(prompt: Prompt, cache_salt: str | None) -> Prompt:
+    """A text or token ids as a prompt with this salt."""
+    if cache_salt is None:
+        return prompt
+    key = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
+    return {key: prompt, "cache_salt": cache_salt}
 
-    def __init__(self, queue: AdmissionQueue, num_answers: int) -> None:
-        self._queue = queue
+
+class _Place:
+    """One request's place among those that wait. It observes the request's stream (StreamObserver)."""
+
+    def __init__(self, service: Service, num_answers: int) -> None:
+        self._service = service
         self._entered_s = time.monotonic()
         self._num_open = num_answers
         self._waiting = set(range(num_answers))
         self._timer: asyncio.TimerHandle | None = None
-        queue.num_waiting += num_answers
-        queue.num_open += num_answers
+        service.num_waiting += num_answers
+        service.num_open += num_answers
 
     def watch(self, stream: RequestStream) -> None:
         """Follow the stream, and end it if it does not begin in time."""
         stream.observer = self
         loop = asyncio.get_running_loop()
-        rest_s = self._entered_s + self._queue.max_wait_s - time.monotonic()
+        rest_s = self._entered_s + self._service.options.max_wait_s - time.monotonic()
         self._timer = loop.call_later(max(0.0, rest_s), self._expire, stream)
 
     def _expire(self, stream: RequestStream) -> None:
         self._timer = None
         stream.close()
-        message = f"no token within max_wait_s={self._queue.max_wait_s:g} seconds, as the server is busy; ask later"
-        self._queue.counters.refused("wait")
-        stream.fail(Refusal(503, "wait", message, retry_after_s=self._queue.retry_after_s))
+        limit = f"max_wait_s={self._service.options.max_wait_s:g}"
+        message = f"no token within {limit} seconds, as the server is busy; ask later"
+        self._service.metrics.refused("wait")
+        stream.fail(Refusal(503, "wait", message, retry_after_s=self._service.retry_after_s))
 
     def updated(self, index: int) -> None:
         """Hot."""
         if index in self._waiting:
             self._waiting.remove(index)
-            self._queue.num_waiting -= 1
-            self._queue.add_wait(time.monotonic() - self._entered_s)
+            self._service.num_waiting -= 1
+            self._service.add_wait(time.monotonic() - self._entered_s)
             self._stop_timer()
 
     def finished(self, output: RequestOutput) -> None:
         self._num_open -= 1
-        self._queue.num_open -= 1
-        self._queue.counters.answer_ended(output)
+        self._service.num_open -= 1
+        self._service.metrics.answer_ended(output)
 
     def closed(self, num_open: int) -> None:
         assert num_open == self._num_open, f"{num_open} answers are open, {self._num_open} were expected"
-        self._queue.counters.answers_abandoned(num_open)
+        self._service.metrics.answers_abandoned(num_open)
         self.leave()
 
     def leave(self) -> None:
         """None of the answers that are open will end."""
-        self._queue.num_waiting -= len(self._waiting)
-        self._queue.num_open -= self._num_open
+        self._service.num_waiting -= len(self._waiting)
+        self._service.num_open -= self._num_open
         self._waiting.clear()
         self._num_open = 0
         self._stop_timer()
@@ -164,3 +220,104 @@ class _Place:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+# -- what one request can ask for --------------------------------------------------------------------------------------
+
+
+class RequestLimits:
+    def __init__(self, options: ServerOptions, max_model_len: int) -> None:
+        self._max_model_len = max_model_len
+        self._max_total_logprobs = max(MIN_TOTAL_LOGPROBS, 2 * (1 + MAX_LOGPROBS) * max_model_len)
+        self.max_prompt_chars = options.max_prompt_chars or CHARS_PER_TOKEN * max_model_len
+
+    def check(self, fields: Mapping[str, Any]) -> None:
+        """Raise Refusal for a body that asks for too much. `fields`: the body's entries that were given."""
+        for name in _LISTS:
+            value = fields.get(name)
+            if isinstance(value, Sized) and not isinstance(value, str) and not _is_token_ids(name, value):
+                self._check("list_items", name, len(value), MAX_LIST_ITEMS)
+        if isinstance(stop := fields.get("stop"), list):
+            self._check("stop", "stop", len(stop), MAX_STOP)
+        if isinstance(fields.get("n"), int):
+            self._check("n", "n", fields["n"], MAX_N)
+        for name in ("logprobs", "top_logprobs", "prompt_logprobs"):
+            value = fields.get(name)
+            if isinstance(value, int) and not isinstance(value, bool):
+                self._check("logprobs", name, value, MAX_LOGPROBS)
+        self._check_texts(fields)
+        self._check_token_ids(fields.get("tokens"), "tokens")
+        self._check_total_logprobs(fields)
+
+    def _check_texts(self, fields: Mapping[str, Any]) -> None:
+        """Prompts are tokenized one by one, but messages all together."""
+        for prompt in _prompts(fields.get("prompt")):
+            if isinstance(prompt, str):
+                self.check_chars(len(prompt), "prompt")
+            self._check_token_ids(prompt, "prompt")
+        self.check_chars(sum(map(_num_chars, fields.get("messages") or ())), "messages")
+
+    def _check_token_ids(self, token_ids: Any, param: str) -> None:
+        """The engine would refuse them, too, but only after all of them were read, and perhaps decoded."""
+        if isinstance(token_ids, list) and len(token_ids) > self._max_model_len:
+            message = f"{param} has {len(token_ids)} token ids, at most max_model_len={self._max_model_len}; shorten it"
+            raise Refusal(400, "prompt_tokens", message, param=param)
+
+    def _check_total_logprobs(self, fields: Mapping[str, Any]) -> None:
+        """All log-probabilities of a request are in memory at once, until its last answer has been sent."""
+        prompts, longest = _prompts(fields.get("prompt")), self._max_model_len
+        num_top = fields.get("logprobs")
+        num_prompt_top = fields.get("prompt_logprobs")
+        if num_top is not None and fields.get("echo"):
+            num_prompt_top = max(num_top, num_prompt_top or 0)
+        if isinstance(num_top, bool):  # of a chat
+            num_top = (fields.get("top_logprobs") or 0) if num_top else None
+        total = 0
+        if num_top is not None:
+            max_tokens = fields.get("max_completion_tokens") or fields.get("max_tokens")
+            default = COMPLETION_MAX_TOKENS if "prompt" in fields else longest
+            num_tokens = min(longest, default if max_tokens is None else max_tokens)
+            total += (1 + num_top) * num_tokens * len(prompts) * (fields.get("n") or 1)
+        if num_prompt_top is not None:
+            lengths = [longest if each is None else min(longest, len(each)) for each in prompts]
+            total += (1 + num_prompt_top) * sum(lengths) * (fields.get("n") or 1)  # each answer repeats them
+        if total > self._max_total_logprobs:
+            message = (
+                f"the request asks for up to {total} log-probabilities, at most {self._max_total_logprobs}; lower "
+                "logprobs, prompt_logprobs, max_tokens or n, or send fewer prompts"
+            )
+            raise Refusal(400, "logprobs", message, param="logprobs" if num_top else "prompt_logprobs")
+
+    def check_chars(self, num_chars: int, param: str) -> None:
+        if num_chars > self.max_prompt_chars:
+            message = f"{param} has {num_chars} characters, at most {self.max_prompt_chars} are allowed; shorten it"
+            raise Refusal(400, "prompt_chars", message, param=param)
+
+    def _check(self, reason: str, param: str, value: int, limit: int) -> None:
+        if value > limit:
+            what = f"the length of {param}" if reason in ("list_items", "stop") else param
+            raise Refusal(400, reason, f"{what} is {value}, at most {limit}", param=param)
+
+
+def _prompts(prompt: Any) -> list[Any]:
+    """Texts and lists of token ids. [None]: one prompt of unknown length, such as a chat."""
+    is_list = isinstance(prompt, list) and not _is_token_ids("prompt", prompt)
+    if is_list:
+        return [each if isinstance(each, str | list) else [] for each in prompt]
+    return [prompt if isinstance(prompt, str | list) else None]
+
+
+def _is_token_ids(name: str, value: Any) -> bool:
+    return name == "prompt" and isinstance(value, list) and bool(value) and isinstance(value[0], int)
+
+
+def _num_chars(message: Any) -> int:
+    """The length of a message's texts. `message` is a dict or an object with the same fields."""
+    content = _field(message, "content")
+    parts = content if isinstance(content, list) else [content]
+    texts = [part if isinstance(part, str) else _field(part, "text") for part in parts]
+    return sum(len(text) for text in texts if isinstance(text, str))
+
+
+def _field(value: Any, name: str) -> Any:
+    return value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)

@@ -11,13 +11,10 @@ from starlette.responses import Response
 from nanovllm.core.outputs import RequestOutput, TokenLogprobs
 from nanovllm.core.sequence import TokenIds
 from nanovllm.request_stream import RequestUpdate
-from nanovllm.server.answers import Answer, respond
-from nanovllm.server.errors import ApiError
-from nanovllm.server.logprobs import completion_logprobs, prompt_logprobs
-from nanovllm.server.protocol import CompletionRequest
-from nanovllm.server.sampling import completion_params
-from nanovllm.server.schema import ANSWERS
-from nanovllm.server.service import Service, salted
+from nanovllm.server.admission import Service, salted
+from nanovllm.server.answers import Answer, completion_logprobs, respond
+from nanovllm.server.errors import ANSWERS, ApiError
+from nanovllm.server.protocol import CompletionRequest, completion_params
 from nanovllm.text.request_check import Prompt, prompt_list
 
 
@@ -33,7 +30,7 @@ def add_completions(app: FastAPI, service: Service) -> None:
         if body.add_special_tokens is not None:
             encoded = await service.prepare(_encode, service, prompts, body.add_special_tokens, cache_salt)
         with_tokens = bool(body.stream) and (body.logprobs is not None or body.includes_usage_so_far)
-        stream = await service.submit(encoded, params, with_tokens, cache_salt)
+        stream = await service.submit(encoded, params, with_tokens=with_tokens, cache_salt=cache_salt)
         answer = CompletionAnswer(service, body, stream.prompts, texts)
         return await respond(answer, stream, params, request.receive, streams=bool(body.stream))
 
@@ -45,29 +42,25 @@ class CompletionAnswer(Answer):
         self, service: Service, body: CompletionRequest, prompts: list[TokenIds], prompt_texts: list[str]
     ) -> None:
         """`prompt_texts` are empty without echo."""
-        super().__init__(service.model_name, body, prompts, drops_answers=body.max_tokens == 0)
-        self._service, self._body, self._prompt_texts = service, body, prompt_texts
+        super().__init__(service, body, prompts, drops_answers=body.max_tokens == 0)
+        self._body, self._prompt_texts = body, prompt_texts
         self._offsets: dict[int, int] = {}  # by index: characters in the tokens that were streamed
-        self._begun: set[int] = set()  # indices of the answers of which something was streamed
 
     def _choice(
         self, index: int, output: RequestOutput, prompt_entries: Sequence[TokenLogprobs | None]
     ) -> dict[str, Any]:
         text = "" if self._drops_answers else output["text"] or ""
-        choice = {
+        return {
             "index": index,
             "text": self._prompt_text(index) + text,
             "logprobs": self._whole_logprobs(output, prompt_entries),
             "finish_reason": "length" if self._drops_answers else output["finish_reason"],
         }
-        if self._body.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = prompt_logprobs(prompt_entries, self._body.prompt_logprobs)
-        return choice
 
     def _whole_logprobs(
         self, output: RequestOutput, prompt_entries: Sequence[TokenLogprobs | None]
     ) -> dict[str, Any] | None:
-        """Those of the prompt come first if it is echoed."""
+        """Log-probabilities of the answer, after those of the prompt if it is echoed."""
         if self._body.logprobs is None:
             return None
         first_text = ""

@@ -1,26 +1,36 @@
-"""Errors in OpenAI's form, {"error": {"message", "type", "param", "code"}}, and what turns exceptions into them.
+"""Errors: how they are answered, described in /openapi.json, and logged.
 
-Bad input is 400, an unknown model or route 404, an engine that has failed 503, and a bug 500. Messages say what to
-change. They go to the client only, because they can quote what it sent.
+Their form is OpenAI's: {"error": {"message", "type", "param", "code"}}. Bad input is 400, an unknown model or route
+404, an engine that has failed 503, and a bug 500. Messages say what to change. They go to the client only, because they
+can quote what it sent. The log has an exception's type and where it was raised.
 """
 
 import json
+import logging
+import math
 import re
+import traceback
 from collections.abc import Iterator, Mapping
 from itertools import islice
-from typing import Any
+from typing import Any, TypeAlias
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from nanovllm.errors import EngineError, RequestError
 
+Responses: TypeAlias = dict[int | str, dict[str, Any]]
+
 MAX_QUOTED_CHARS = 100  # of a value that an error message repeats
 PART_ITEMS = 100  # of a list that is encoded at once
+RETRY_CODES = {429: "rate_limit_exceeded", 503: "service_unavailable"}
+CLOSING = (401, 408, 413, 503)  # the rest of the body is not read, or the server is about to end
 CLIENT_CLOSED_REQUEST = 499  # nobody receives it; it shows in the log
 _BRANCH = re.compile(r"str|(list|dict)\[.*\]")  # what pydantic adds to the place of an error in a union of types
+_LOGGERS = ("uvicorn.error", "uvicorn.asgi", "asyncio", "concurrent.futures")  # they log exceptions of requests
 _PARAM = re.compile(r"SamplingParams\.(\w+)")  # how the message about a parameter begins
 
 
@@ -40,6 +50,38 @@ class ApiError(Exception):
 
     def response(self, headers: Mapping[str, str] | None = None) -> Response:
         return json_response(self.body(), self.status, headers)
+
+
+class Refusal(ApiError):
+    """A request that another time, or another server, might answer.
+
+    reason: what /metrics counts it under. retry_after_s: when the client may ask again.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        reason: str,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: float | None = None,
+        closes: bool = False,
+    ) -> None:
+        super().__init__(message, status=status, param=param, code=code or RETRY_CODES.get(status))
+        self.reason, self.retry_after_s = reason, retry_after_s
+        self._closes = closes or status in CLOSING
+
+    def response(self, headers: Mapping[str, str] | None = None) -> Response:
+        added = dict(headers or {})
+        if self.retry_after_s is not None:
+            added["Retry-After"] = str(max(1, math.ceil(self.retry_after_s)))
+        if self.status == 401:
+            added["WWW-Authenticate"] = "Bearer"
+        if self._closes:
+            added["Connection"] = "close"
+        return super().response(added)
 
 
 class ClientDisconnectedError(Exception):
@@ -73,7 +115,7 @@ def dumps_in_parts(content: Any) -> Encoded:
 
 
 def api_error(error: Exception) -> ApiError:
-    """What a client is told about an exception."""
+    """The error by which a client is told about an exception."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestError):
@@ -149,3 +191,68 @@ def _path(location: tuple[int | str, ...]) -> str:
 def _quoted(value: object) -> str:
     text = repr(value)
     return text if len(text) <= MAX_QUOTED_CHARS else f"{text[:MAX_QUOTED_CHARS]}..."
+
+
+# -- /openapi.json. FastAPI would describe its own errors, with status 422, which this server never sends --------------
+
+
+class ErrorDetails(BaseModel):
+    message: str
+    type: str
+    param: str | None  # the field of the body that is to blame
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """Every error, as OpenAI's API sends it."""
+
+    error: ErrorDetails
+
+
+def _errors(about: dict[int | str, str]) -> Responses:
+    return {status: {"model": ErrorBody, "description": text} for status, text in about.items()}
+
+
+ANY_ERRORS = _errors(
+    {
+        401: "The API key is missing or wrong",
+        500: "The server has a bug",
+        503: "The engine has failed, or the server is stopping",
+        "default": "Any other error",
+    }
+)
+BODY_ERRORS = _errors(
+    {
+        400: "The body is malformed, or a value is out of range",
+        404: "There is no such model",
+        413: "The body is too large",
+    }
+)
+ANSWERS: Responses = BODY_ERRORS | {
+    200: {"description": "The answer; with stream=true, in chunks", "content": {"text/event-stream": {}}},
+    **_errors(
+        {
+            429: "Too many answers wait; Retry-After says when to ask again",
+            500: "The request failed, or the server has a bug",
+            503: "The engine has failed, the server is stopping, or the request has waited for too long",
+        }
+    ),
+}
+
+
+# -- the log -----------------------------------------------------------------------------------------------------------
+
+
+def keep_messages_out(*more: str) -> None:
+    """Change how exceptions are logged in this process, also by the loggers `more`. Doing so twice changes nothing."""
+    for name in (*_LOGGERS, *more):
+        logging.getLogger(name).addFilter(_strip_message)
+
+
+def _strip_message(record: logging.LogRecord) -> bool:
+    """A filter that lets every record pass."""
+    if record.exc_info and record.exc_info[1] is not None:
+        error = record.exc_info[1]
+        frames = "".join(traceback.format_tb(error.__traceback__))
+        record.exc_info, record.exc_text = None, f"{frames}{type(error).__qualname__} (its message is not logged)"
+    return True

@@ -1,18 +1,30 @@
-"""Gate: the ASGI application around the server's own. It refuses what must not cost any work.
+"""Gate: who may ask. The ASGI application around the server's own, which refuses what must not cost any work.
 
-In this order: requests after the server has begun to stop (503), without a valid API key (401), and with a body that is
-too large (413), arrives too slowly (408), or for which no memory is left (503). It reads a body whole, as the
-application would, and passes everything else on as it is, so that streamed answers are not slowed down.
+In this order: requests after the server has begun to stop (503), whose length is ambiguous (400), for a host that is
+not ours (403), without a valid API key (401), and with a body that is too large (413), arrives too slowly (408), or for
+which no memory is left (503). It reads a body whole, as the application would, and passes everything else on as it is,
+so that streamed answers are not slowed down.
+
+Only digests of API keys are kept. All of them are compared, each in constant time, so the time says nothing about any.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, MutableMapping
+import hashlib
+import hmac
+import logging
+import os
+import secrets
+from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeAlias
 
-from nanovllm.server.api_keys import ApiKeys
-from nanovllm.server.errors import ClientDisconnectedError
-from nanovllm.server.refusals import Refusal
+from starlette.middleware.cors import CORSMiddleware
+
+from nanovllm.errors import ConfigError
+from nanovllm.server.errors import ClientDisconnectedError, Refusal
+from nanovllm.server.options import ServerOptions
+from nanovllm.server.page import page_paths
 
 Scope: TypeAlias = MutableMapping[str, Any]
 ASGIMessage: TypeAlias = MutableMapping[str, Any]
@@ -20,9 +32,16 @@ Receive: TypeAlias = Callable[[], Awaitable[ASGIMessage]]
 Send: TypeAlias = Callable[[ASGIMessage], Awaitable[None]]
 ASGIApp: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 
+API_KEY_VARIABLE = "NANOVLLM_API_KEY"
 OPEN_PATHS = ("/", "/health", "/version")  # need no key
 MAX_HELD_BODIES = 64  # the bodies of all open requests together are at most as large as so many of the largest
 CACHE_SALT = "cache_salt"  # the entry of the request's state that holds the salt of its key, with cache_salt_per_key
+HOST_REFUSED = (
+    "this server has no API keys and listens on this machine only, so it answers no requests for another host; ask for "
+    "localhost, set an API key, or name the origin in allowed_origins"
+)
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -33,24 +52,21 @@ class _Held:
 
 
 class Gate:
-    """`is_draining` is set when the server stops. `on_refusal` is told each reason, for the metrics."""
+    """`outermost`: the gate, which pages of the allowed origins may ask. `is_draining` is set when the server stops.
+
+    on_refusal: is told each reason, for the metrics.
+    """
 
     def __init__(
-        self,
-        app: ASGIApp,
-        *,
-        keys: ApiKeys,
-        max_body_bytes: int,
-        max_receive_s: float,
-        cache_salt_per_key: bool,
-        on_refusal: Callable[[str], None],
-        open_paths: Collection[str] = OPEN_PATHS,
+        self, app: ASGIApp, options: ServerOptions, keys: "ApiKeys", on_refusal: Callable[[str], None]
     ) -> None:
-        self._app, self._keys, self._max_body_bytes = app, keys, max_body_bytes
-        self._max_receive_s = max_receive_s
-        self._cache_salt_per_key = cache_salt_per_key
-        self._on_refusal = on_refusal
-        self._open_paths = frozenset(open_paths)
+        self._app, self._options, self._keys, self._on_refusal = app, options, keys, on_refusal
+        self._open_paths = frozenset((*OPEN_PATHS, *page_paths()))
+        self.outermost: ASGIApp = self
+        if options.allowed_origins:
+            self.outermost = CORSMiddleware(
+                self, allow_origins=options.allowed_origins, allow_methods=["GET", "POST"], allow_headers=["*"]
+            )
         self._num_held_bytes = 0  # in the bodies of all requests that are open
         self.is_draining = False
 
@@ -71,26 +87,35 @@ class Gate:
             self._num_held_bytes -= held.num_bytes
 
     def _check_access(self, scope: Scope) -> None:
-        """Raise Refusal while the server stops, or for a request without a valid key. Note the key's salt."""
+        """Raise Refusal for requests that are refused whatever their body is. Note the salt of the key."""
         if self.is_draining:
             raise Refusal(503, "draining", "the server is stopping; ask again later", retry_after_s=1)
+        names = {name for name, _ in scope["headers"]}
+        if {b"content-length", b"transfer-encoding"} <= names:  # RFC 9112, 6.1: two servers may read it as two requests
+            message = "the request has both Content-Length and Transfer-Encoding; send one of them"
+            raise Refusal(400, "framing", message, closes=True)
+        for name, value in scope["headers"]:
+            if name == b"host" and not self._keys and not self._options.is_known_host(value.decode("latin-1")):
+                raise Refusal(403, "host", HOST_REFUSED)
         if not self._keys or scope["path"] in self._open_paths:
             return
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         if len(given) != 1 or not self._keys.accept(given[0]):
             problem = "the API key is wrong" if given else "the API key is missing"
             raise Refusal(401, "api_key", f"{problem}; send it as 'Authorization: Bearer KEY'", code="invalid_api_key")
-        if self._cache_salt_per_key:
+        if self._options.cache_salt_per_key:
             scope.setdefault("state", {})[CACHE_SALT] = self._keys.cache_salt(given[0])
 
-    async def _read_body(self, scope: Scope, receive: Receive, held: "_Held") -> Receive:
+    async def _read_body(self, scope: Scope, receive: Receive, held: _Held) -> Receive:
         """Read the whole body, and return a `receive` that repeats it. Raises Refusal if it is too large or slow."""
         lengths = [int(value) for name, value in scope["headers"] if name == b"content-length" and value.isdigit()]
         self._check_size(max(lengths, default=0))  # what is announced need not be true
         try:
-            whole = await asyncio.wait_for(self._whole_body(receive, held), self._max_receive_s)
+            whole = await asyncio.wait_for(self._whole_body(receive, held), self._options.max_receive_s)
         except asyncio.TimeoutError as error:
-            message = f"the body has not arrived within max_receive_s={self._max_receive_s:g} seconds; send it faster"
+            message = (
+                f"the body has not arrived within max_receive_s={self._options.max_receive_s:g} seconds; send it faster"
+            )
             raise Refusal(408, "slow_body", message, code="request_timeout") from error
         body: list[ASGIMessage] = [{"type": "http.request", "body": whole, "more_body": False}]
 
@@ -99,7 +124,7 @@ class Gate:
 
         return receive_again
 
-    async def _whole_body(self, receive: Receive, held: "_Held") -> bytes:
+    async def _whole_body(self, receive: Receive, held: _Held) -> bytes:
         body = bytearray()  # and not a list of chunks, which can be a byte each
         is_complete = False
         while not is_complete:
@@ -110,7 +135,7 @@ class Gate:
             self._check_size(len(body))
             self._num_held_bytes += len(body) - held.num_bytes
             held.num_bytes = len(body)
-            if self._num_held_bytes > MAX_HELD_BODIES * self._max_body_bytes:
+            if self._num_held_bytes > MAX_HELD_BODIES * self._options.max_body_bytes:
                 raise Refusal(
                     503, "bodies", "the server has no memory left for bodies; ask again later", retry_after_s=1
                 )
@@ -118,7 +143,88 @@ class Gate:
         return bytes(body)
 
     def _check_size(self, num_bytes: int) -> None:
-        if num_bytes > self._max_body_bytes:
-            limit = f"max_body_mb={self._max_body_bytes / 2**20:g}"
+        if num_bytes > self._options.max_body_bytes:
+            limit = f"max_body_mb={self._options.max_body_mb:g}"
             message = f"the body is larger than {limit} MiB; send less, or raise the server's limit"
             raise Refusal(413, "body_size", message, code="request_too_large")
+
+
+# -- API keys ----------------------------------------------------------------------------------------------------------
+
+
+def load_keys(options: ServerOptions) -> "ApiKeys":
+    """Read the keys, and warn if everyone in the network may ask. Raises ConfigError for a file that cannot be used."""
+    keys = ApiKeys(read_api_keys(options.api_key_file, os.environ))
+    if not keys and not options.is_local:
+        logger.warning(
+            "nanovllm: host=%s lets everyone who reaches this machine ask; set an API key (%s or api_key_file)",
+            options.host,
+            API_KEY_VARIABLE,
+        )
+    return keys
+
+
+def read_api_keys(path: str | None, environment: Mapping[str, str]) -> list[str]:
+    """The keys of the environment and of the file. Raises ConfigError for a file or a variable without a usable key.
+
+    A key that is present but empty is refused, because it would leave the server open to everyone.
+    """
+    keys = []
+    if API_KEY_VARIABLE in environment:
+        keys.append(_checked(environment[API_KEY_VARIABLE].strip(), API_KEY_VARIABLE))
+    if path is not None:
+        keys += _read_file(Path(path))
+    return keys
+
+
+def _read_file(path: Path) -> list[str]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"api_key_file={str(path)!r} cannot be read: {error}") from error
+    numbered = [(number, line.strip()) for number, line in enumerate(lines, 1)]
+    keys = [_checked(key, f"{path}, line {number},") for number, key in numbered if key and not key.startswith("#")]
+    if not keys:
+        raise ConfigError(f"api_key_file={str(path)!r} has no keys; write one per line, or leave the option out")
+    return keys
+
+
+def _checked(key: str, origin: str) -> str:
+    """`key`, if it can be sent in a header. The message leaves it out."""
+    if not key or not all("!" <= char <= "~" for char in key):
+        raise ConfigError(f"{origin} must hold a key of printable ASCII characters without spaces")
+    return key
+
+
+class ApiKeys:
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._digests = [_digest(key.encode()) for key in dict.fromkeys(keys)]
+        self._salt_secret = secrets.token_bytes(32)
+
+    def __bool__(self) -> bool:
+        """Return True if there are any. Without keys, everyone may ask."""
+        return bool(self._digests)
+
+    def accept(self, authorization: bytes) -> bool:
+        """Return True if this value of an Authorization header is "Bearer", followed by one of the keys."""
+        digest = _digest(_key_of(authorization))
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]
+        return any(matches)
+
+    def cache_salt(self, authorization: bytes) -> str | None:
+        """A salt that nobody can guess: the same for each request with the same key, until the server ends.
+
+        None for the only key, which has nobody to be kept apart from.
+        """
+        if len(self._digests) == 1:
+            return None
+        return hmac.new(self._salt_secret, _key_of(authorization), hashlib.sha256).hexdigest()
+
+
+def _key_of(authorization: bytes) -> bytes:
+    scheme, _, key = authorization.partition(b" ")
+    return key.strip() if scheme.lower() == b"bearer" else b""
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()

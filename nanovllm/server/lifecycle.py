@@ -7,36 +7,46 @@
     abort                   what is left gets its last event; connections that still do not end are cut
 
 A second signal ends the process at once. A step on the GPU cannot be interrupted, but the kernel frees everything.
+
+It also limits what a client can hold open, and for how long. Uvicorn closes connections only between requests. Here a
+connection ends, too, if the head of a request does not arrive in time, or if the client takes nothing of an answer that
+waits for it. Each of these has a timer of its own, so that thousands of idle connections cost nothing. The Gate limits
+the time of a body. Connections beyond the limit on open files get status 503 and are closed, so that files and the
+ranks' sockets can still be opened.
 """
 
 import asyncio
+import json
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, NoReturn, Protocol
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.errors import EngineError
-from nanovllm.server.api_keys import ApiKeys, read_api_keys
-from nanovllm.server.connections import Connection, ConnectionLimits, raise_file_limit
-from nanovllm.server.gate import ASGIApp, Gate
-from nanovllm.server.options import ServerOptions
-from nanovllm.server.port import port_error, url_of
-from nanovllm.server.private_log import keep_messages_out
-from nanovllm.server.site import build_site
+from nanovllm.server.app import Site
+from nanovllm.server.errors import ApiError, keep_messages_out
+from nanovllm.server.gate import Gate, load_keys
+from nanovllm.server.options import ServerOptions, port_error, url_of
 
 FAILED = 1  # exit status after the engine has failed; a supervisor should start the server again
 LINGER_S = 1.0  # after a failure: time for load balancers to see it, and for clients to read why
 LAST_EVENTS_S = 2.0  # for clients to take the last events
 SWITCH_INTERVAL_S = 1e-4  # the engine's thread and the event loop wait for each other; Python's default is 5 ms
 KEEP_ALIVE_S = 60  # longer than clients keep idle connections, so that they do not meet one that is just closing
+MAX_FILES = 1 << 20  # where the system sets no limit
+SPARE_FILES = 64  # for everything but connections, beyond those that are open when the server starts
+REPORT_INTERVAL_S = 60.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 logger = logging.getLogger(__name__)
@@ -46,14 +56,7 @@ class Served(Protocol):
     """What a server process serves: the Site of one engine, or that of several (nanovllm/cluster)."""
 
     @property
-    def app(self) -> ASGIApp:
-        """The outermost application."""
-
-    @property
     def gate(self) -> Gate: ...
-
-    @property
-    def model_name(self) -> str: ...
 
     @property
     def num_open(self) -> int:
@@ -69,7 +72,7 @@ class Served(Protocol):
         """Give every open answer its last event. There are no further requests."""
 
 
-def run_server(load: Callable[[], AsyncLLM], options: ServerOptions, bound: socket.socket, model_name: str) -> int:
+def run_server(load: Callable[[], AsyncLLM], options: ServerOptions, bound: socket.socket) -> int:
     """Serve until a signal arrives or the engine fails, and return the exit status. Call it in the main thread.
 
     load: makes the engine, which is closed in the end. bound: a socket that owns the port. Raises ConfigError for a
@@ -78,11 +81,11 @@ def run_server(load: Callable[[], AsyncLLM], options: ServerOptions, bound: sock
     keep_messages_out()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     num_files = raise_file_limit()
-    keys = ApiKeys(read_api_keys(options.api_key_file, os.environ))
+    keys = load_keys(options)
     with ended_by_sigterm():
         engine = load()
         try:
-            return serve_until_stopped(build_site(engine, options, keys, model_name), options, bound, num_files)
+            return serve_until_stopped(Site(engine, options, keys), options, bound, num_files)
         finally:
             engine.close()
 
@@ -92,8 +95,7 @@ def serve_until_stopped(served: Served, options: ServerOptions, bound: socket.so
 
     num_files: that the process may open.
     """
-    limits = ConnectionLimits(options.max_receive_s, options.max_unread_s, num_files)
-    return asyncio.run(_Server(served, options, bound, limits).run())
+    return asyncio.run(_Server(served, options, bound, num_files).run())
 
 
 @contextmanager
@@ -121,10 +123,11 @@ class _Listener(uvicorn.Server):
 class _Server:
     """Runs the application on an event loop, and ends it in order."""
 
-    def __init__(self, served: Served, options: ServerOptions, bound: socket.socket, limits: ConnectionLimits) -> None:
+    def __init__(self, served: Served, options: ServerOptions, bound: socket.socket, num_files: int) -> None:
         self._served, self._options, self._socket = served, options, bound
+        limits = ConnectionLimits(options.max_receive_s, options.max_unread_s, num_files)
         config = uvicorn.Config(
-            served.app,
+            served.gate.outermost,
             http=partial(Connection, limits=limits),  # type: ignore[arg-type]  # it only has to make protocols
             lifespan="off",
             ws="none",
@@ -191,7 +194,8 @@ class _Server:
         """Say that the server is ready, once it listens."""
         while not self._uvicorn.started:
             await asyncio.sleep(0.01)
-        logger.info("nanovllm: %s is served at %s/v1", self._served.model_name, url_of(self._socket))
+        name, url = self._options.served_model_name[0], url_of(self._socket)
+        logger.info("nanovllm: %s is served at %s/v1, and a page to try it at %s/", name, url, url)
 
     async def _drain(self, served: "asyncio.Future[None]", failed: "asyncio.Future[EngineError]") -> None:
         """Let the open requests finish. Returns when they have, at the limit, or when the engine fails."""
@@ -214,3 +218,134 @@ class _Server:
 
     def _report_failure(self, error: EngineError) -> None:
         logger.error("nanovllm: the engine has failed: %s", error)
+
+
+# -- connections -------------------------------------------------------------------------------------------------------
+
+
+def raise_file_limit() -> int:
+    """Let this process open as many files as the system allows it to, and return how many that are."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):  # an unlimited hard limit can be more than the kernel takes
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        soft = hard
+    return MAX_FILES if soft == resource.RLIM_INFINITY else soft
+
+
+class ConnectionLimits:
+    """receive_s: for the head of a request. unread_s: for a client to take some of what waits for it."""
+
+    def __init__(self, receive_s: float, unread_s: float, num_files: int) -> None:
+        self.receive_s, self.unread_s = receive_s, unread_s
+        num_open = len(os.listdir("/proc/self/fd"))
+        self.max_connections = max(1, num_files - num_open - SPARE_FILES)
+        self._reported_s = float("-inf")
+
+    def admits(self, num_connections: int) -> bool:
+        """Return True if so many connections may be open. If they may not, the log says so."""
+        if num_connections <= self.max_connections:
+            return True
+        now_s = time.monotonic()
+        if now_s - self._reported_s >= REPORT_INTERVAL_S:
+            self._reported_s = now_s
+            logger.warning(
+                "nanovllm: %d connections are open, more would exceed the limit on open files; new ones get status "
+                "503; raise the hard limit (ulimit -Hn)",
+                self.max_connections,
+            )
+        return False
+
+
+class _Timer:
+    """Calls something once, unless it is cancelled before. Belongs to the running event loop."""
+
+    def __init__(self) -> None:
+        self._handle: asyncio.TimerHandle | None = None
+
+    @property
+    def is_running(self) -> bool:
+        return self._handle is not None
+
+    def start(self, delay_s: float, call: Callable[[], None]) -> None:
+        def ring() -> None:
+            self._handle = None
+            call()
+
+        self.cancel()
+        self._handle = asyncio.get_running_loop().call_later(delay_s, ring)
+
+    def cancel(self) -> None:
+        if self._handle is not None:
+            self._handle.cancel()
+            self._handle = None
+
+
+class Connection(H11Protocol):
+    """Uvicorn's protocol with these limits.
+
+    Always the one on h11: the one on httptools, which uvicorn prefers where it is installed, sends answers in chunks to
+    clients that speak HTTP/1.0.
+    """
+
+    def __init__(self, *args: Any, limits: ConnectionLimits, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._limits = limits
+        self._head_timer = _Timer()  # runs while the head of a request is awaited
+        self._unread_timer = _Timer()  # runs while the client leaves something unread
+        self._num_unread_bytes = 0  # when the timer was started
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        if self._limits.admits(len(self.connections)):
+            self._head_timer.start(self._limits.receive_s, self._end)
+        else:
+            transport.write(_too_many_connections())
+            transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._head_timer.cancel()
+        self._unread_timer.cancel()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        is_answering = self.cycle is not None and not self.cycle.response_complete
+        if is_answering or self.transport.is_closing():
+            self._head_timer.cancel()
+        elif not self._head_timer.is_running:
+            self._head_timer.start(self._limits.receive_s, self._end)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch_reader()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_reader()
+
+    def resume_writing(self) -> None:
+        self._unread_timer.cancel()
+        super().resume_writing()
+
+    def _watch_reader(self) -> None:
+        """Cut the connection if the client takes nothing of what waits for it."""
+        self._unread_timer.cancel()
+        self._num_unread_bytes = self.transport.get_write_buffer_size()
+        if self._num_unread_bytes:
+            self._unread_timer.start(self._limits.unread_s, self._check_reader)
+
+    def _check_reader(self) -> None:
+        if self.transport.get_write_buffer_size() < self._num_unread_bytes:
+            self._watch_reader()
+        else:
+            self.transport.abort()
+
+    def _end(self) -> None:
+        self.transport.close()
+
+
+def _too_many_connections() -> bytes:
+    error = ApiError("too many connections are open; ask again later", status=503, code="service_unavailable")
+    body = json.dumps(error.body())
+    head = "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 1\r\nConnection: close"
+    return f"{head}\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()

@@ -5,7 +5,7 @@ Each server has its own registry.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -22,42 +22,34 @@ _FIRST_TOKEN_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100,
 _TOKEN_S = (0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 10)
 
 
-class _Figure(NamedTuple):
-    """An entry of the engine's stats, and the metric that reports it."""
-
-    entry: str
-    name: str
-    about: str
-    is_counter: bool = False
-
-
+# Entry of the engine's stats, name of the metric that reports it, what it is, and True for a counter
 _FIGURES = (
-    _Figure("num_running", "num_requests_running", "Answers in progress in the engine"),
-    _Figure("num_waiting", "num_requests_waiting", "Answers that the engine has not begun, or has preempted"),
-    _Figure("num_preemptions", "num_preemptions", "Answers that lost their blocks and start again", True),
-    _Figure("num_steps", "engine_steps", "Steps that the engine has run", True),
-    _Figure("num_gpu_blocks", "num_gpu_blocks", "Blocks or slots in the GPU's memory"),
-    _Figure("num_free_gpu_blocks", "num_free_gpu_blocks", "Blocks in the GPU's memory that nobody uses"),
-    _Figure("num_cpu_blocks", "num_cpu_blocks", "Blocks in CPU memory"),
-    _Figure("num_free_cpu_blocks", "num_free_cpu_blocks", "Blocks in CPU memory that nobody uses"),
-    _Figure("num_resident_blocks", "num_resident_blocks", "Slots that hold a block"),
-    _Figure("num_hit_blocks", "resident_block_reads", "Blocks that steps read where they were, on the GPU", True),
-    _Figure("num_missed_blocks", "streamed_block_reads", "Blocks that steps read from CPU memory", True),
-    _Figure("num_cpu_tokens", "cpu_attention_tokens", "Tokens whose keys the CPU attended to", True),
-    _Figure("num_loaded_bytes", "loaded_bytes", "Bytes copied to the GPU", True),
-    _Figure("num_offloaded_bytes", "offloaded_bytes", "Bytes copied to CPU memory", True),
-    _Figure("link_byte_per_s", "link_bytes_per_second", "The link's rate, as measured at start-up"),
-    _Figure("load_byte_per_s", "load_bytes_per_second", "Rate over the link in steps that miss blocks"),
-    _Figure("cpu_load_byte_per_s", "cpu_attention_bytes_per_second", "Rate at which the CPU attends in such steps"),
-    _Figure("num_guesses", "spec_decode_num_draft_tokens", "Tokens that were guessed", True),
-    _Figure("num_accepted_guesses", "spec_decode_num_accepted_tokens", "Guesses that were right", True),
-    _Figure("guess_acceptance", "spec_decode_draft_acceptance_rate", "Share of the guesses that were right"),
-    _Figure("tokens_per_pass", "spec_decode_tokens_per_pass", "Mean number of tokens of a step with guesses"),
+    ("num_running", "num_requests_running", "Answers in progress in the engine", False),
+    ("num_waiting", "num_requests_waiting", "Answers that the engine has not begun, or has preempted", False),
+    ("num_preemptions", "num_preemptions", "Answers that lost their blocks and start again", True),
+    ("num_steps", "engine_steps", "Steps that the engine has run", True),
+    ("num_gpu_blocks", "num_gpu_blocks", "Blocks or slots in the GPU's memory", False),
+    ("num_free_gpu_blocks", "num_free_gpu_blocks", "Blocks in the GPU's memory that nobody uses", False),
+    ("num_cpu_blocks", "num_cpu_blocks", "Blocks in CPU memory", False),
+    ("num_free_cpu_blocks", "num_free_cpu_blocks", "Blocks in CPU memory that nobody uses", False),
+    ("num_resident_blocks", "num_resident_blocks", "Slots that hold a block", False),
+    ("num_hit_blocks", "resident_block_reads", "Blocks that steps read where they were, on the GPU", True),
+    ("num_missed_blocks", "streamed_block_reads", "Blocks that steps read from CPU memory", True),
+    ("num_cpu_tokens", "cpu_attention_tokens", "Tokens whose keys the CPU attended to", True),
+    ("num_loaded_bytes", "loaded_bytes", "Bytes copied to the GPU", True),
+    ("num_offloaded_bytes", "offloaded_bytes", "Bytes copied to CPU memory", True),
+    ("link_byte_per_s", "link_bytes_per_second", "The link's rate, as measured at start-up", False),
+    ("load_byte_per_s", "load_bytes_per_second", "Rate over the link in steps that miss blocks", False),
+    ("cpu_load_byte_per_s", "cpu_attention_bytes_per_second", "Rate at which the CPU attends in such steps", False),
+    ("num_guesses", "spec_decode_num_draft_tokens", "Tokens that were guessed", True),
+    ("num_accepted_guesses", "spec_decode_num_accepted_tokens", "Guesses that were right", True),
+    ("guess_acceptance", "spec_decode_draft_acceptance_rate", "Share of the guesses that were right", False),
+    ("tokens_per_pass", "spec_decode_tokens_per_pass", "Mean number of tokens of a step with guesses", False),
 )
 
 
 class Metrics:
-    """Counts what the server answers and refuses. Satisfies admission.RequestCounters.
+    """Counts what the server answers and refuses.
 
     replica: the name of the engine if there are several; then every sample has it as a label.
     """
@@ -143,11 +135,9 @@ class _EngineCollector(Collector):
             return
         yield self._metric(GaugeMetricFamily, "engine_is_running", "Whether the engine works", 1)
         yield self._metric(GaugeMetricFamily, "kv_cache_usage_perc", "Share of blocks in use, 0 to 1", _usage(stats))
-        for figure in _FIGURES:
-            value = stats.get(figure.entry)
-            if value is not None:
-                kind = CounterMetricFamily if figure.is_counter else GaugeMetricFamily
-                yield self._metric(kind, figure.name, figure.about, value)
+        for entry, name, about, is_counter in _FIGURES:
+            if (value := stats.get(entry)) is not None:
+                yield self._metric(CounterMetricFamily if is_counter else GaugeMetricFamily, name, about, value)
 
     def _metric(self, kind: Any, name: str, about: str, value: float) -> Metric:
         family = kind(PREFIX + name, about, labels=list(self._labels))

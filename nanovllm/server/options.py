@@ -1,10 +1,14 @@
-"""ServerOptions: what the operator of a server has chosen, apart from the engine's options."""
+"""ServerOptions: what the operator of a server has chosen, apart from the engine's options. And the port to listen on.
 
+The port is bound before anything is loaded, so that a port in use is known at once.
+"""
+
+import socket
 from dataclasses import dataclass
+from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 from nanovllm.errors import ConfigError
-from nanovllm.sampling_params import MAX_LOGPROBS
 from nanovllm.utils.options import option
 
 MAX_PORT = 65535
@@ -35,9 +39,9 @@ class ServerOptions:
         (), help="origins whose pages may ask from a browser, such as https://example.org; *: all", group=_ACCESS
     )
     cache_salt_per_key: bool = option(
-        False,
-        help="reuse KV only between requests with the same API key, so that nobody can find out from timing what "
-        "others asked",
+        True,
+        help="with several API keys, reuse KV only between requests with the same key, so that nobody can find out "
+        "from timing or usage what others asked",
         group=_ACCESS,
     )
 
@@ -60,16 +64,6 @@ class ServerOptions:
         "each token of max_model_len",
         group=_LIMITS,
     )
-    max_n: int = option(128, help="maximum number of answers to one prompt", group=_LIMITS)
-    max_logprobs: int = option(MAX_LOGPROBS, help="maximum logprobs for each token", group=_LIMITS)
-    max_stop: int = option(
-        64, help="maximum number of stop strings, each of which is looked for in every step", group=_LIMITS
-    )
-    max_list_items: int = option(
-        4096,
-        help="maximum length of the other lists in a body: prompts, messages, tools, bad_words, logit_bias",
-        group=_LIMITS,
-    )
 
     def __post_init__(self) -> None:
         if not self.host:
@@ -82,10 +76,7 @@ class ServerOptions:
             parts = urlsplit(origin)
             if origin != "*" and (not parts.netloc or origin != f"{parts.scheme}://{parts.netloc}"):
                 raise ConfigError(f"allowed_origins={origin!r} must be scheme://host or scheme://host:port, or *")
-        self._check_limits()
-
-    def _check_limits(self) -> None:
-        for name in ("max_queue", "max_prompt_chars", "max_n", "max_stop", "max_list_items"):
+        for name in ("max_queue", "max_prompt_chars"):
             value = getattr(self, name)
             if value is not None and not 1 <= value <= MAX_NUMBER:
                 raise ConfigError(f"{name}={value} must be between 1 and {MAX_NUMBER}")
@@ -94,9 +85,64 @@ class ServerOptions:
                 raise ConfigError(f"{name}={getattr(self, name)} must be above 0 and at most {MAX_NUMBER}")
         if not 0 <= self.drain_s <= MAX_NUMBER:
             raise ConfigError(f"drain_s={self.drain_s} must be between 0 and {MAX_NUMBER}")
-        if not 0 <= self.max_logprobs <= MAX_LOGPROBS:
-            raise ConfigError(f"max_logprobs={self.max_logprobs} must be between 0 and {MAX_LOGPROBS}")
+
+    @property
+    def is_local(self) -> bool:
+        """Return True if only this machine can connect."""
+        return _is_loopback(self.host)
+
+    def is_known_host(self, host: str) -> bool:
+        """Return True if a browser that sends this Host header has a page of ours, or of an allowed origin.
+
+        A page of another site can have the name of its own host resolve to 127.0.0.1, and then ask a local server as
+        if it were that host (DNS rebinding). Only the header tells.
+        """
+        if not self.is_local or "*" in self.allowed_origins:
+            return True
+        names = {self.host.lower(), *(_host_name(urlsplit(origin).netloc) for origin in self.allowed_origins)}
+        name = _host_name(host)
+        return name in names or _is_loopback(name)
 
     @property
     def max_body_bytes(self) -> int:
         return int(self.max_body_mb * 2**20)
+
+
+def _host_name(host: str) -> str:
+    """The name or address in a Host header, without the port. "" if it is malformed."""
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Return a socket that owns the port, but does not listen yet. Raises ConfigError if the port cannot be had."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        bound = socket.socket(family, kind, protocol)
+        try:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # an earlier server's connections linger
+            bound.bind(address)
+        except BaseException:
+            bound.close()
+            raise
+    except OSError as error:
+        raise port_error(host, port, error) from error
+    return bound
+
+
+def port_error(host: str, port: int, error: OSError) -> ConfigError:
+    return ConfigError(f"port={port} of host={host} cannot be used: {error.strerror or error}; choose another")
+
+
+def url_of(bound: socket.socket) -> str:
+    host, port = bound.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"

@@ -1,18 +1,36 @@
-"""The bodies of requests, as OpenAI defines them, with vLLM's additional fields.
+"""The bodies of requests, as OpenAI defines them, with vLLM's additional fields, and the SamplingParams they ask for.
 
 Unknown fields are refused by name. So are OpenAI's fields that this server does not implement, unless they have the
-value that changes nothing. The numbers themselves are checked by SamplingParams.
+value that changes nothing. The numbers themselves are checked by SamplingParams. Each parameter comes from the first of
+these that has it: the body, the model's generation_config.json, the defaults of OpenAI's API, which are those of
+SamplingParams.
 
 A body can have millions of errors, and collecting them would take minutes and gigabytes. So a check ends at the first.
 """
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, GetJsonSchemaHandler, WithJsonSchema, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    FailFast,
+    Field,
+    GetJsonSchemaHandler,
+    Tag,
+    WithJsonSchema,
+    model_validator,
+)
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError
 
+from nanovllm.errors import RequestError
+from nanovllm.sampling_params import SamplingParams, StructuredOutputs
+from nanovllm.server.errors import ApiError
+
+COMPLETION_MAX_TOKENS = 16  # as OpenAI
 MAX_NAME_CHARS = 100  # of an unknown field, in the message
 _PROMPT_SCHEMA = {
     "anyOf": [
@@ -99,7 +117,7 @@ class StructuredOutputsField(Body):
 
 
 class SamplingFields(Body):
-    """What both kinds of completions take. None stands for the default, as if the field were missing."""
+    """The fields that both kinds of completions take. None stands for the default, as if the field were missing."""
 
     model: str | None = None
     stream: bool | None = None
@@ -143,12 +161,12 @@ class SamplingFields(Body):
 
     @property
     def includes_usage(self) -> bool:
-        """Whether the stream ends with a chunk of usage."""
+        """Return True if the stream ends with a chunk of usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
     def includes_usage_so_far(self) -> bool:
-        """Whether every chunk of the stream has the usage so far."""
+        """Return True if every chunk of the stream has the usage so far."""
         return self.includes_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
 
@@ -175,6 +193,28 @@ class CompletionRequest(SamplingFields):
 class TextPart(Body):
     type: Literal["text"]
     text: str
+    cache_control: Any = None  # a hint of clients for Anthropic's API; every prompt is cached here
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_other_parts(cls, part: Any) -> Any:
+        if isinstance(part, dict) and isinstance(kind := part.get("type"), str) and kind != "text":
+            shown = kind[:MAX_NAME_CHARS].encode(errors="backslashreplace").decode()
+            raise refuse(
+                "type", f"a part of type {shown!r} is not supported, as the model reads only text; leave it out"
+            )
+        return part
+
+
+def _content_branch(content: Any) -> str:
+    """The tag of the type that `content` is checked against, so that errors are those of that type alone."""
+    return "list[TextPart]" if isinstance(content, list) else "str"
+
+
+# A string or a list of parts. The tags are left out of the place that an error names
+Content: TypeAlias = Annotated[
+    Annotated[str, Tag("str")] | Annotated[Items[TextPart], Tag("list[TextPart]")], Discriminator(_content_branch)
+]
 
 
 class CalledFunction(Body):
@@ -194,7 +234,7 @@ class Message(Body):
     NEUTRAL = {"refusal": (None,), "audio": (None,), "function_call": (None,), "annotations": (None, [])}
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Items[TextPart] | None = None
+    content: Content | None = None
     name: str | None = None
     reasoning_content: str | None = None
     tool_calls: Items[ToolCall] | None = None
@@ -214,17 +254,7 @@ class Tool(Body):
     function: Function
 
 
-class ChatPrompt(Body):
-    """What becomes the prompt of a chat."""
-
-    messages: Items[Message] = Field(min_length=1)
-    tools: Items[Tool] | None = None
-    add_generation_prompt: bool = True
-    add_special_tokens: bool = False
-    chat_template_kwargs: dict[str, Any] | None = None
-
-
-class ChatRequest(ChatPrompt, SamplingFields):
+class ChatRequest(SamplingFields):
     NEUTRAL = {
         "audio": (None,),
         "function_call": (None, "none"),
@@ -244,6 +274,11 @@ class ChatRequest(ChatPrompt, SamplingFields):
         "web_search_options": (None,),
     }
 
+    messages: Items[Message] = Field(min_length=1)
+    tools: Items[Tool] | None = None
+    add_generation_prompt: bool = True
+    add_special_tokens: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
     safety_identifier: str | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -283,3 +318,93 @@ class TokenizeRequest(Body):
 class DetokenizeRequest(Body):
     model: str | None = None
     tokens: Items[int]
+
+
+# -- SamplingParams ----------------------------------------------------------------------------------------------------
+
+
+# Fields of a body that are parameters as they are
+_SAME_NAME = {each.name for each in fields(SamplingParams)} & SamplingFields.model_fields.keys()
+_SAME_NAME -= {"max_tokens", "logit_bias", "structured_outputs"}
+
+
+def completion_params(body: CompletionRequest, defaults: Mapping[str, Any]) -> SamplingParams:
+    """For max_tokens=0, which asks only about the prompt, generate one token and discard it."""
+    params = _common_params(body, defaults)
+    params["max_tokens"] = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens or 1
+    params["logprobs"] = body.logprobs
+    if body.echo and body.logprobs is not None:
+        params["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
+    return SamplingParams(**params)
+
+
+def chat_params(body: ChatRequest, defaults: Mapping[str, Any], num_free_tokens: int) -> SamplingParams:
+    """`num_free_tokens`: how many tokens fit after the prompt. They limit the model's own default of max_tokens."""
+    params = _common_params(body, defaults)
+    given = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    default = defaults.get("max_tokens")
+    if default is not None:
+        default = max(1, min(default, num_free_tokens))
+    params["max_tokens"] = default if given is None else given
+    params["logprobs"] = (body.top_logprobs or 0) if body.logprobs else None
+    return SamplingParams(**params)
+
+
+def _common_params(body: SamplingFields, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    given = {name: value for name in _SAME_NAME if (value := getattr(body, name)) is not None}
+    return {
+        **defaults,
+        **given,
+        "logit_bias": _logit_bias(body.logit_bias),
+        "structured_outputs": _structured_outputs(body),
+    }
+
+
+def _logit_bias(biases: Mapping[str, Any] | None) -> dict[int, Any] | None:
+    """The keys are strings in JSON. SamplingParams checks the values."""
+    if not biases:
+        return None
+    for key in biases:
+        if not (key.isascii() and key.isdigit() and len(key) <= 10):
+            raise ApiError(f"logit_bias has the key {key[:20]!r}, expected a token id", param="logit_bias")
+    return {int(key): bias for key, bias in biases.items()}
+
+
+def _structured_outputs(body: SamplingFields) -> StructuredOutputs | None:
+    """The pattern of the answer, which a body can give in one of five fields."""
+    given: dict[str, dict[str, Any] | None] = {
+        "response_format": _response_format(body),
+        "structured_outputs": _given_fields(body.structured_outputs),
+        "guided_json": None if body.guided_json is None else {"json": body.guided_json},
+        "guided_regex": None if body.guided_regex is None else {"regex": body.guided_regex},
+        "guided_choice": None if body.guided_choice is None else {"choice": body.guided_choice},
+    }
+    names = [name for name, fields in given.items() if fields is not None]
+    if len(names) > 1:
+        raise ApiError(f"{' and '.join(names)} both say what the answer must match; give one of them", param=names[1])
+    if not names:
+        return None
+    try:
+        return StructuredOutputs(**(given[names[0]] or {}))
+    except RequestError as error:
+        raise ApiError(str(error).replace("StructuredOutputs", names[0]), param=names[0]) from error
+
+
+def _response_format(body: SamplingFields) -> dict[str, Any] | None:
+    """The fields of StructuredOutputs that `response_format` asks for; None for plain text."""
+    wanted = body.response_format
+    if wanted is None:
+        return None
+    if (wanted.json_schema is not None) != (wanted.type == "json_schema"):
+        raise ApiError(
+            f"response_format has type {wanted.type!r}; give json_schema with the type 'json_schema', and only with it",
+            param="response_format",
+        )
+    if wanted.json_schema is not None:
+        schema = wanted.json_schema.json_schema
+        return {"json_object": True} if schema is None else {"json": schema}
+    return {"json_object": True} if wanted.type == "json_object" else None
+
+
+def _given_fields(field: StructuredOutputsField | None) -> dict[str, Any] | None:
+    return None if field is None else field.model_dump(exclude_none=True, by_alias=True)

@@ -10,7 +10,7 @@ from nanovllm.core.block_state import BlockState
 
 pytestmark = pytest.mark.browser
 
-PHONE = {"width": 360, "height": 740}
+PHONE_HEIGHT = 740
 COUNTS = {"written": 1, "resident": 7, "streamed": 14, "cpu_attended": 9, "waiting": 5, "cached": 12, "free": 16}
 
 
@@ -148,8 +148,9 @@ CONTRAST = """selector => {  // as WCAG 2 defines it
 }"""
 
 
-def test_phone_needs_no_horizontal_scrolling(server: FakeServer, open_page: OpenPage) -> None:
-    page = open_page(server.url, viewport=PHONE, has_touch=True)
+@pytest.mark.parametrize("width", [360, 320])
+def test_phone_needs_no_horizontal_scrolling(server: FakeServer, open_page: OpenPage, width: int) -> None:
+    page = open_page(server.url, viewport={"width": width, "height": PHONE_HEIGHT}, has_touch=True)
     wait_for_blocks(page, "0 of 64 blocks in use")
     expect(page.locator("#cache-body")).to_be_hidden()
     page.set_input_files("#file", {"name": "long-" * 30, "mimeType": "text/plain", "buffer": b"x" * 5000})
@@ -159,12 +160,12 @@ def test_phone_needs_no_horizontal_scrolling(server: FakeServer, open_page: Open
     page.locator("#settings-button").click()
     page.locator("#cache > summary").click()
     expect(page.locator("#grid")).to_be_visible()
-    assert page.evaluate("document.documentElement.scrollWidth") <= 360
-    assert page.evaluate("document.getElementById('messages').scrollWidth") <= 360
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert page.evaluate("document.getElementById('messages').scrollWidth") <= width
     for element_id in ("question", "send", "attach", "settings-button", "new-chat"):
         box = page.locator(f"#{element_id}").bounding_box()
-        assert box is not None and box["x"] >= 0 and box["x"] + box["width"] <= 360, element_id
-        assert box["y"] >= 0 and box["y"] + box["height"] <= 740, element_id
+        assert box is not None and box["x"] >= 0 and box["x"] + box["width"] <= width, element_id
+        assert box["y"] >= 0 and box["y"] + box["height"] <= PHONE_HEIGHT, element_id
 
 
 def test_everything_is_reached_by_tab_and_shows_its_focus(server: FakeServer, page: Page) -> None:

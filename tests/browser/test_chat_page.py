@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from page_server import MODEL, FakeServer, OpenPage
+from page_server import MODEL, NUM_PROMPT_TOKENS, FakeServer, OpenPage
 from playwright.sync_api import Page, expect
 
 pytestmark = pytest.mark.browser
@@ -45,7 +45,7 @@ def test_answer_is_streamed_and_its_figures_follow(server: FakeServer, page: Pag
         r"3,214 prompt tokens, 3,072 of them cached · first token after [\d.]+ m?s · 31 tokens at [\d.]+ tok/s", figures
     )
     body = server.bodies[0]
-    assert body["model"] == MODEL and body["stream"] and body["max_tokens"] == 1024 and "temperature" not in body
+    assert body["stream"] and body["max_tokens"] == 1024 and "temperature" not in body
 
 
 def test_text_is_never_read_as_html(page: Page) -> None:
@@ -252,9 +252,32 @@ def test_answer_that_is_cut_off_says_so(page: Page) -> None:
     assert page.locator(".answer .figures").inner_text().endswith("cut off at the longest answer")
 
 
-def test_server_that_is_gone_is_explained(page: Page) -> None:
-    page.route("**/v1/**", lambda route: route.abort())
+def test_server_that_comes_back_under_another_name_answers_again(server: FakeServer, page: Page) -> None:
+    """Regression: the message that it was gone stayed, and requests were for a model that did not exist any more."""
+    page.route(f"{server.url}/**", lambda route: route.abort())
     ask(page, "hello")
-    expect(page.get_by_role("alert")).to_have_text(
-        "The server cannot be reached. Check that it is running, and try again."
-    )
+    alert = page.get_by_role("alert")
+    expect(alert).to_have_text("The server cannot be reached. Check that it is running, and try again.")
+    expect(page.locator("#cache-summary")).to_have_text("no connection")
+    server.model = "another/model"
+    page.unroute_all()
+    page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")  # ask now, and not in three seconds
+    expect(alert).to_be_hidden()
+    expect(page.locator("#model")).to_have_text("another/model")
+    page.keyboard.press("Enter")
+    wait_for_end(page)
+    assert answers(page) == ["You said: hello <b>so</b> & **so**."]
+
+
+def test_longest_answer_is_cut_to_what_fits(server: FakeServer, page: Page) -> None:
+    """Regression: a server with --max-model-len 1024 refused every question, as the page asked for 1,024 tokens."""
+    server.max_model_len = 1024
+    page.reload()
+    expect(page.locator("#model")).to_have_text(MODEL)
+    ask(page, "hello")
+    wait_for_end(page)
+    assert answers(page) == ["You said: hello <b>so</b> & **so**."]
+    assert [body["max_tokens"] for body in server.bodies] == [1024, 1024 - NUM_PROMPT_TOKENS]
+    server.max_model_len = NUM_PROMPT_TOKENS
+    ask(page, "again")
+    expect(page.get_by_role("alert")).to_contain_text("exceeds max_model_len=81; shorten the prompt")

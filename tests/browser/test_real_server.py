@@ -59,6 +59,8 @@ def test_document_is_read_once_and_its_cache_is_shown(url: str, open_page: OpenP
     page.evaluate(NOTE_STATES)
     page.set_input_files("#file", {"name": "keys.txt", "mimeType": "text/plain", "buffer": DOCUMENT.encode()})
 
+    page.get_by_role("button", name="Settings").click()
+    page.get_by_label("Longest answer").fill("16384")  # the whole context, which leaves no room for the prompt
     first, second = ask(page, "The passkey is"), ask(page, "The passkey")
     assert first[0] == " q7m2x9kd." and second[0] == " is q7m2x9kd."
     assert ", 0 of them cached" in first[1]

@@ -197,7 +197,7 @@ def test_keys_and_salts_hold_in_a_service_of_one_replica(address: str, tmp_path:
     """Keys are checked once, in front. KV is shared only between requests with the same key."""
     keys = tmp_path / "keys"
     keys.write_text("\n".join(KEYS))
-    flags = ("--api-key-file", str(keys), "--cache-salt-per-key", "--max-body-mb", "0.1")
+    flags = ("--api-key-file", str(keys), "--max-body-mb", "0.1")
     with service_process(tmp_path / "log", "--num-replicas", "1", "--ray-address", address, *flags) as service:
         headers = [{"Authorization": f"Bearer {key}"} for key in KEYS]
         assert service.post("x").status_code == 401

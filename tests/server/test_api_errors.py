@@ -84,6 +84,10 @@ def test_completion_bad_field_is_refused_by_name(url: str, fields: dict[str, Any
     assert error["type"] == "invalid_request_error"
 
 
+TEXT_PART = {"type": "text", "text": "x"}
+IMAGE_PART = {"type": "image_url", "image_url": {"url": "data:"}}
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -93,20 +97,30 @@ def test_completion_bad_field_is_refused_by_name(url: str, fields: dict[str, Any
         ({"reasoning_effort": "high"}, "reasoning_effort"),
         ({"store": True}, "store"),
         ({"top_logprobs": 2}, "top_logprobs"),
-        ({"logprobs": True, "top_logprobs": 21}, "logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"max_tokens": 2, "max_completion_tokens": 3}, "max_tokens"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user"}]}, None),
         ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": "x", "mood": "good"}]}, "messages[0].mood"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, None),
+        ({"messages": [{"role": "user", "content": [TEXT_PART, IMAGE_PART]}]}, "messages[0].content[1].type"),
+        ({"messages": [{"role": "user", "content": [TEXT_PART | {"mood": 1}]}]}, "messages[0].content[0].mood"),
+        ({"messages": [{"role": "user", "content": [TEXT_PART | {"text": 1}]}]}, "messages[0].content[0].text"),
     ],
 )
 def test_chat_bad_field_is_refused_by_name(url: str, fields: dict[str, Any], param: str | None) -> None:
     status, error = post(url, "/v1/chat/completions", json=CHAT | fields)
     assert status == 400
     assert param is None or error["param"] == param
+    assert "valid string" not in error["message"] or param in ("messages[0].content", "messages[0].content[0].text")
+
+
+def test_image_part_is_refused_in_a_message_about_images(url: str) -> None:
+    """Regression: "messages[0].content=[...]: should be a valid string"."""
+    body = CHAT | {"messages": [{"role": "user", "content": [IMAGE_PART]}]}
+    _, error = post(url, "/v1/chat/completions", json=body)
+    assert "'image_url' is not supported, as the model reads only text; leave it out" in error["message"]
 
 
 MANY = 20_000

@@ -12,9 +12,9 @@ import pytest
 from http_server import app_server
 
 from nanovllm import AsyncLLM
-from nanovllm.server.api_keys import ApiKeys
+from nanovllm.server.app import Site
+from nanovllm.server.gate import ApiKeys
 from nanovllm.server.options import ServerOptions
-from nanovllm.server.site import build_site
 
 NOTE = "The passkey is 4711, says the old captain."
 QUESTION = f"{NOTE}\nThe passkey is"
@@ -26,6 +26,7 @@ TOOLS: list[Any] = [{"type": "function", "function": {"name": "weather", "parame
 ASK_FOR_CALL: list[Any] = [{"role": "user", "content": f"Go on, please: I will. {CALL}<|endoftext|>\nGo on, please:"}]
 # What follows this in the prompt is ambiguous for the model, so the answer must end here
 UP_TO_THE_CALL = {"temperature": 0, "stop": ["</tool_call>"], "include_stop_str_in_output": True}
+LONG_ANSWER = {"temperature": 0, "max_tokens": 90, "ignore_eos": True}  # the call ends before it does
 TOOL_TEMPLATE = (
     "{%- if tools %}{{ tools | length }} tools\n{% endif -%}"
     "{%- for message in messages -%}{{ message.role }}: {{ message.content }}"
@@ -49,8 +50,11 @@ def tool_client(retrieval_model: Path, tmp_path_factory: pytest.TempPathFactory)
         num_kvcache_blocks=16,
         max_num_batched_tokens=512,
     )
-    site = build_site(engine, ServerOptions(served_model_name=("tiny",)), ApiKeys([]), "tiny")
-    with app_server(site.app) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+    site = Site(engine, ServerOptions(served_model_name=("tiny",)), ApiKeys([]))
+    with (
+        app_server(site.gate.outermost) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+    ):
         yield client
     engine.close()
 
@@ -68,7 +72,8 @@ def test_chat_message_is_answered_to_its_end(client: openai.OpenAI) -> None:
 
 
 def test_chat_text_parts_are_joined_by_lines(client: openai.OpenAI) -> None:
-    parts: list[Any] = [{"type": "text", "text": NOTE}, {"type": "text", "text": "The passkey is"}]
+    hint = {"cache_control": {"type": "ephemeral"}}  # regression: it was refused, as "should be a valid string"
+    parts: list[Any] = [{"type": "text", "text": NOTE} | hint, {"type": "text", "text": "The passkey is"}]
     done = client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": parts}])
     assert done.choices[0].message.content == REST
 
@@ -151,6 +156,15 @@ def test_chat_tool_call_streamed_is_the_same(tool_client: openai.OpenAI) -> None
     assert choices[-1].finish_reason == "tool_calls"
 
 
+def test_chat_call_that_is_followed_by_text_is_cut_off_as_length(tool_client: openai.OpenAI) -> None:
+    """The reason is "tool_calls" only if the model has ended its answer itself."""
+    fields: dict[str, Any] = {"model": "tiny", "messages": ASK_FOR_CALL, "tools": TOOLS, "extra_body": LONG_ANSWER}
+    (choice,) = tool_client.chat.completions.create(**fields).choices
+    assert choice.message.tool_calls and choice.finish_reason == "length"
+    choices = [chunk.choices[0] for chunk in tool_client.chat.completions.create(**fields, stream=True)]
+    assert any(each.delta.tool_calls for each in choices) and choices[-1].finish_reason == "length"
+
+
 def test_chat_tool_choice_none_returns_the_text(tool_client: openai.OpenAI) -> None:
     done = tool_client.chat.completions.create(
         model="tiny", messages=ASK_FOR_CALL, extra_body=UP_TO_THE_CALL, tools=TOOLS, tool_choice="none"
@@ -182,6 +196,8 @@ def test_chat_template_kwargs_reach_the_template(tool_client: openai.OpenAI) -> 
     [
         ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"conversations": []}}, "chat_template_kwargs"),
         ({"tool_choice": "auto"}, "tool_choice"),
         ({"tool_choice": "required", "tools": TOOLS}, "tool_choice"),
         ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, "tools[0].function.strict"),

@@ -12,12 +12,15 @@ from typing import Any
 
 import httpx
 import pytest
-from http_server import SETTINGS, app_server
+from http_server import OPTIONS, app_server
 from tiny_models import write_tiny_model, write_tiny_tokenizer
 
 from nanovllm import AsyncLLM
 from nanovllm.server import make_app
-from nanovllm.server.connections import SPARE_FILES, Connection, ConnectionLimits, raise_file_limit
+from nanovllm.server.app import Site
+from nanovllm.server.gate import ApiKeys
+from nanovllm.server.lifecycle import SPARE_FILES, Connection, ConnectionLimits, raise_file_limit
+from nanovllm.server.options import ServerOptions
 
 BODY: dict[str, Any] = {"prompt": "Hello", "max_tokens": 300, "temperature": 0, "ignore_eos": True}
 PIECES, PIECE = 64, bytes(1 << 18)  # more than the kernel buffers
@@ -97,7 +100,7 @@ def num_files() -> int:
 
 
 def test_hundreds_of_idle_and_slow_connections_harm_no_stream(engine: AsyncLLM) -> None:
-    app = make_app(engine, SETTINGS)
+    app = make_app(engine, OPTIONS)
     with limited_server(app, ConnectionLimits(60, 60, ENOUGH_FILES)) as address, ExitStack() as connections:
         url = f"http://{address[0]}:{address[1]}/v1/completions"
         expected = httpx.post(url, json=BODY, timeout=20).json()["choices"][0]["text"]
@@ -117,9 +120,21 @@ def test_hundreds_of_idle_and_slow_connections_harm_no_stream(engine: AsyncLLM) 
             time.sleep(0.01)
 
 
+def test_two_lengths_of_a_body_are_refused_and_the_connection_closed(engine: AsyncLLM) -> None:
+    """Regression: it was answered by one of them, and went on, as RFC 9112, 6.1 forbids."""
+    site = Site(engine, ServerOptions(served_model_name=("tiny",)), ApiKeys([]))
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n"
+    )
+    with limited_server(site.gate.outermost, ConnectionLimits(60, 60, ENOUGH_FILES)) as address:
+        connection = connect(address, head + b"0\r\n\r\nGET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        answer = read_all(connection).decode()  # as the server closes it
+    assert answer.startswith("HTTP/1.1 400 ") and "Transfer-Encoding" in answer and answer.count("HTTP/1.1") == 1
+
+
 def test_head_that_does_not_arrive_in_time_is_cut_off(engine: AsyncLLM) -> None:
     """Regression: a connection that had sent no request, or the first byte of a second one, stayed open for ever."""
-    app = make_app(engine, SETTINGS)
+    app = make_app(engine, OPTIONS)
     with limited_server(app, ConnectionLimits(1.0, 60, ENOUGH_FILES)) as address:
         running = connect(address, request(BODY | {"stream": True}))
         second = connect(address, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -165,7 +180,7 @@ def test_connections_beyond_the_limit_on_files_are_refused_and_reported(
 ) -> None:
     limits = ConnectionLimits(60, 60, num_files() + SPARE_FILES + 20)
     assert limits.max_connections == 20
-    with limited_server(make_app(engine, SETTINGS), limits) as address:
+    with limited_server(make_app(engine, OPTIONS), limits) as address:
         idle = [connect(address) for _ in range(20)]
         for _ in range(3):
             head, _, body = read_all(connect(address)).partition(b"\r\n\r\n")

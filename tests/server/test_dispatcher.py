@@ -368,6 +368,34 @@ def test_loop_that_follows_a_closed_one_has_nothing_to_wait_for_and_its_own_resu
     run(follow())
 
 
+def test_loop_that_follows_wakes_no_stream_of_the_closed_one() -> None:
+    dispatcher = Dispatcher(rests=lambda: True)
+    first_loop = asyncio.new_event_loop()
+
+    async def add() -> Consumers:
+        consumers = Consumers(dispatcher)
+        await consumers.ready()
+        return consumers
+
+    async def follow() -> None:
+        for stream in first.streams:
+            stream.wake = lambda: woken.append(True)  # type: ignore[method-assign]
+        consumers = Consumers(dispatcher, num_streams=1)
+        await consumers.take_a_token()
+        consumers.cancel()
+
+    first, woken = first_loop.run_until_complete(add()), list[bool]()
+    hand_over_tokens(dispatcher, NUM_STREAMS)
+    first_loop.call_soon(first_loop.stop)
+    first_loop.run_forever()  # wakes some of them; the others are queued
+    assert dispatcher._has_more
+    first.cancel()
+    first_loop.run_until_complete(asyncio.gather(*first.tasks, return_exceptions=True))
+    first_loop.close()
+    run(follow())
+    assert not woken
+
+
 def test_ended_requests_have_their_output() -> None:
     async def test() -> None:
         dispatcher = Dispatcher(rests=lambda: True)

@@ -16,10 +16,10 @@ from schema_bodies import bodies
 from tiers import examples
 
 from nanovllm import AsyncLLM
-from nanovllm.server.api_keys import ApiKeys
+from nanovllm.server.app import Site
+from nanovllm.server.gate import ApiKeys
 from nanovllm.server.options import ServerOptions
 from nanovllm.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from nanovllm.server.site import build_site
 
 PATHS = {
     "/v1/completions": CompletionRequest,
@@ -51,8 +51,8 @@ class Server:
 
     def __init__(self, engine: AsyncLLM) -> None:
         self.engine = engine
-        options = ServerOptions(max_n=3, max_queue=16, max_body_mb=0.1)
-        self.app = build_site(engine, options, ApiKeys([]), "tiny").app
+        options = ServerOptions(served_model_name=("tiny",), max_queue=16, max_body_mb=0.1)
+        self.app = Site(engine, options, ApiKeys([])).gate.outermost
         self.loop = asyncio.new_event_loop()
 
     def post(self, *requests: tuple[str, bytes]) -> list[httpx.Response]:
@@ -60,7 +60,7 @@ class Server:
 
         async def send_all() -> list[httpx.Response]:
             transport = httpx.ASGITransport(self.app)
-            async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=60) as client:
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=60) as client:
                 sent = (client.post(path, content=body, headers=HEADERS) for path, body in requests)
                 return list(await asyncio.gather(*sent))
 
@@ -138,7 +138,7 @@ def test_server_any_bytes_are_refused_in_the_form(server: Server, path: str, bod
 def test_server_any_model_name_is_answered_in_the_form(server: Server, name: str, method: str) -> None:
     async def ask() -> httpx.Response:
         transport = httpx.ASGITransport(server.app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             return await client.request(method, f"/v1/models/{quote(name, safe='')}", follow_redirects=True)
 
     response = server.loop.run_until_complete(ask())

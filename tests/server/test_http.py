@@ -8,27 +8,27 @@ import pytest
 from http_server import app_server
 
 from nanovllm import AsyncLLM
-from nanovllm.server.api_keys import ApiKeys
+from nanovllm.server.app import Site
+from nanovllm.server.gate import ApiKeys
 from nanovllm.server.options import ServerOptions
-from nanovllm.server.site import build_site
 
 BODY = json.dumps({"prompt": "Hello", "max_tokens": 2}).encode()
 STREAMED = json.dumps({"prompt": "Hello", "max_tokens": 2, "stream": True}).encode()
-HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 @pytest.fixture(scope="module", params=[[], ["secret"]], ids=["open", "with keys"])
 def address(request: pytest.FixtureRequest, served: tuple[AsyncLLM, str]) -> Iterator[tuple[str, int]]:
     """Of a whole server: the gate is part of it."""
-    site = build_site(served[0], ServerOptions(), ApiKeys(request.param), "tiny")
-    with app_server(site.app) as url:
+    site = Site(served[0], ServerOptions(served_model_name=("tiny",)), ApiKeys(request.param))
+    with app_server(site.gate.outermost) as url:
         host, port = url.removeprefix("http://").split(":")
         yield host, int(port)
 
 
 def post(body: bytes, *headers: str, version: str = "1.1", key: str = "secret") -> bytes:
     length = [] if any("chunked" in header for header in headers) else [f"Content-Length: {len(body)}"]
-    fixed = ["Host: x", "Content-Type: application/json", f"Authorization: Bearer {key}"]
+    fixed = ["Host: localhost", "Content-Type: application/json", f"Authorization: Bearer {key}"]
     lines = [f"POST /v1/completions HTTP/{version}", *fixed, *length, *headers]
     return "\r\n".join([*lines, "", ""]).encode() + body
 
@@ -73,7 +73,7 @@ def test_pipelined_requests_are_answered_in_order(address: tuple[str, int]) -> N
 
 def test_head_of_health_is_200_without_a_body(address: tuple[str, int]) -> None:
     """Regression: load balancers that ask with HEAD got 405."""
-    answer = exchange(address, b"HEAD /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+    answer = exchange(address, b"HEAD /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
     assert b" 200 OK" in answer and answer.endswith(b"\r\n\r\n")
 
 

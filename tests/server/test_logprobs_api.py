@@ -9,8 +9,8 @@ import pytest
 
 from nanovllm import AsyncLLM, SamplingParams
 from nanovllm.core.logprobs import Logprob
+from nanovllm.server.answers import chat_logprobs, completion_logprobs
 from nanovllm.server.errors import dumps_in_parts
-from nanovllm.server.logprobs import chat_logprobs, completion_logprobs
 
 PROMPT = "One two three four.\nOne two"
 MESSAGES: list[Any] = [{"role": "user", "content": PROMPT}]
@@ -98,6 +98,8 @@ def test_completion_logprobs_tokens_of_equal_text_keep_the_most_likely() -> None
     found = completion_logprobs([None, entry], 2, first_text="ab", offset=5)
     assert found["top_logprobs"] == [None, {"\ufffd": -0.5, "x": -1.0}]
     assert (found["tokens"], found["token_logprobs"], found["text_offset"]) == (["ab", "\ufffd"], [None, -2.0], [5, 7])
+    in_order = {8: Logprob(-0.5, 1, "\ufffd"), 9: Logprob(-1.0, 2, "\ufffd")}
+    assert completion_logprobs([in_order], 2)["top_logprobs"] == [{"\ufffd": -0.5}]
 
 
 @pytest.mark.parametrize(

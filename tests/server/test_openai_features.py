@@ -58,6 +58,17 @@ def expected_texts(engine: AsyncLLM, prompt: str | list[int], fields: dict[str, 
     return [str(each["text"]) for each in output.get("outputs", [output])]
 
 
+def test_usage_counts_cached_tokens_once_for_each_prompt(client: openai.OpenAI) -> None:
+    prompt = "How often is this prompt counted? " * 30
+    fields: dict[str, Any] = {"model": "tiny", "prompt": prompt, "max_tokens": 1, "n": 3}
+    whole = [client.completions.create(**fields).usage for _ in range(2)][1]
+    *_, last = client.completions.create(**fields, stream=True, stream_options={"include_usage": True})
+    for usage in (whole, last.usage):
+        assert usage is not None and usage.prompt_tokens_details is not None
+        assert (usage.prompt_tokens, usage.completion_tokens) == (len(prompt), 3)
+        assert 512 <= (usage.prompt_tokens_details.cached_tokens or 0) <= usage.prompt_tokens
+
+
 @pytest.mark.parametrize(("prompt", "fields", "extra"), EDITS)
 def test_completion_field_changes_the_answer_as_in_the_engine(
     client: openai.OpenAI,

@@ -9,8 +9,7 @@ from fastapi import FastAPI
 from fastapi.openapi.models import OpenAPI
 
 from nanovllm import AsyncLLM
-from nanovllm.server import ServerSettings, make_app
-from nanovllm.server.metrics import Metrics, add_metrics
+from nanovllm.server import ServerOptions, make_app
 from nanovllm.server.protocol import ChatRequest, CompletionRequest, Message
 
 ANSWERS = ("/v1/completions", "/v1/chat/completions")
@@ -18,9 +17,7 @@ ANSWERS = ("/v1/completions", "/v1/chat/completions")
 
 @pytest.fixture(scope="module")
 def app(served: tuple[AsyncLLM, str]) -> FastAPI:
-    app = make_app(served[0], ServerSettings(model_names=("tiny",)))
-    add_metrics(app, Metrics("tiny"))
-    return app
+    return make_app(served[0], ServerOptions(served_model_name=("tiny",)))
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import pytest
 from http_server import http_server
 
 from nanovllm import AsyncLLM
-from nanovllm.server import ServerSettings
+from nanovllm.server import ServerOptions
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -28,7 +28,7 @@ def block_of(language: str, word: str) -> str:
 def address(retrieval_model: Path) -> Iterator[str]:
     """Host and port of a server that has the options of `nanovllm serve --model demo`, and the same model name."""
     engine = AsyncLLM(retrieval_model, device="cpu", num_kvcache_blocks=80, max_num_batched_tokens=512)
-    with http_server(engine, ServerSettings(model_names=("demo",))) as url:
+    with http_server(engine, ServerOptions(served_model_name=("demo",))) as url:
         yield url.removeprefix("http://")
     engine.close()
 

@@ -14,6 +14,8 @@ from nanovllm import AsyncLLM, __version__
 def test_models_lists_all_names_and_finds_each(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["tiny", "alias/of tiny"]
     assert client.models.retrieve("alias/of tiny").id == "alias/of tiny"
+    card = client.models.retrieve("tiny").model_extra or {}
+    assert card["max_model_len"] == card["max_request_tokens"] == 2048
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("other")
     done = client.completions.create(model="alias/of tiny", prompt="Hello", max_tokens=1)

@@ -10,15 +10,17 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from nanovllm import AsyncLLM
-from nanovllm.server import ServerSettings, make_app
+from nanovllm.server import ServerOptions, make_app
 
-SETTINGS = ServerSettings(model_names=("tiny", "alias/of tiny"))
+OPTIONS = ServerOptions(served_model_name=("tiny", "alias/of tiny"))
 START_LIMIT_S = 20
 
 
-def http_server(engine: AsyncLLM, settings: ServerSettings = SETTINGS, **options: Any) -> AbstractContextManager[str]:
+def http_server(
+    engine: AsyncLLM, options: ServerOptions = OPTIONS, **uvicorn_options: Any
+) -> AbstractContextManager[str]:
     """Serve the engine, and yield the server's URL. The engine stays open."""
-    return app_server(make_app(engine, settings), **options)
+    return app_server(make_app(engine, options), **uvicorn_options)
 
 
 @contextmanager

@@ -13,14 +13,14 @@ from fastapi.exception_handlers import http_exception_handler
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from nanovllm.core.block_state import BlockState
-from nanovllm.server.kv_view import kv_router
-from nanovllm.server.page import page_router
+from nanovllm.server.page import kv_router, page_router
 
 if TYPE_CHECKING:  # playwright is an extra
     from playwright.sync_api import Page
 
 OpenPage = Callable[..., "Page"]  # see tests/browser/conftest.py
 MODEL = "fake/model-1B"
+NUM_PROMPT_TOKENS = 81  # whatever is asked, as far as `max_model_len` goes
 PIECE_S = 0.02
 
 
@@ -67,6 +67,7 @@ class FakeServer:
         self.engine = FakeEngine()
         self.api_key: str | None = None
         self.has_template = True
+        self.model, self.max_model_len = MODEL, 10**6
         self.bodies: list[dict[str, Any]] = []
         self.num_abandoned = 0  # answers whose client has gone
         self.may_go_on = threading.Event()  # while it is not set, answers stop after ten words
@@ -88,20 +89,26 @@ class FakeServer:
             raise HTTPException(401, "the API key is missing or wrong")
 
     async def _models(self) -> dict[str, Any]:
-        return {"object": "list", "data": [{"id": MODEL, "object": "model"}]}
+        card = {"id": self.model, "object": "model", "max_request_tokens": self.max_model_len}
+        return {"object": "list", "data": [card]}
 
     async def _chat(self, body: dict[str, Any]) -> Response:
         self.bodies.append(body)
         if not self.has_template:
             raise HTTPException(400, "chat needs a tokenizer with a chat template, but this model has none")
         question = body["messages"][-1]["content"].rpartition("\n")[2]
-        return self._answer(question, lambda text: {"delta": {"content": text}})
+        return self._answer(body, question, lambda text: {"delta": {"content": text}})
 
     async def _complete(self, body: dict[str, Any]) -> Response:
         self.bodies.append(body)
-        return self._answer(body["prompt"].rpartition("\n")[2], lambda text: {"text": text})
+        return self._answer(body, body["prompt"].rpartition("\n")[2], lambda text: {"text": text})
 
-    def _answer(self, question: str, choice_of: Any) -> Response:
+    def _answer(self, body: dict[str, Any], question: str, choice_of: Any) -> Response:
+        if body.get("model", self.model) != self.model:
+            raise HTTPException(404, f"the model {body['model']!r} does not exist")
+        if NUM_PROMPT_TOKENS + body["max_tokens"] > self.max_model_len:
+            asked = f"prompt of {NUM_PROMPT_TOKENS} tokens + max_tokens={body['max_tokens']}"
+            raise HTTPException(400, f"{asked} exceeds max_model_len={self.max_model_len}; shorten the prompt")
         _refuse(question)
         return StreamingResponse(self._events(question, choice_of), media_type="text/event-stream")
 

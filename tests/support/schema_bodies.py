@@ -99,8 +99,8 @@ def from_schema(schema: Mapping[str, Any], components: Mapping[str, Any]) -> Sea
     if "$ref" in schema:
         name = schema["$ref"].rpartition("/")[2]
         return st.deferred(lambda: from_schema(components[name], components))
-    if "anyOf" in schema:
-        return st.one_of([from_schema(each, components) for each in schema["anyOf"]])
+    if choices := schema.get("anyOf", schema.get("oneOf")):
+        return st.one_of([from_schema(each, components) for each in choices])
     if "enum" in schema or "const" in schema:
         return st.sampled_from(schema.get("enum") or [schema["const"]])
     kind = schema["type"]

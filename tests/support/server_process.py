@@ -26,7 +26,7 @@ PRELOADED = [  # what a server imports until it is ready; those that do not exis
     *("torch._dynamo", "safetensors.torch", "transformers.models.auto.tokenization_auto"),
     "transformers.tokenization_utils_tokenizers",
 ]
-_URL = re.compile(r"http://\S+(?=/v1$)", re.MULTILINE)
+_URL = re.compile(r"http://\S+(?=/v1\b)")
 
 
 @dataclass
@@ -114,8 +114,7 @@ def _serve(model: Path, log: Path, change: Any, options: dict[str, Any], engine_
 
     from nanovllm import AsyncLLM
     from nanovllm.server.lifecycle import run_server
-    from nanovllm.server.options import ServerOptions
-    from nanovllm.server.port import bind
+    from nanovllm.server.options import ServerOptions, bind
 
     torch.set_num_threads(1)
     logging.basicConfig(format="%(message)s")
@@ -128,9 +127,9 @@ def _serve(model: Path, log: Path, change: Any, options: dict[str, Any], engine_
             change(engine)
         return engine
 
-    server_options = ServerOptions(**options)
+    server_options = ServerOptions(**({"served_model_name": ("tiny",)} | options))
     with bind(server_options.host, server_options.port) as bound:
-        sys.exit(run_server(load, server_options, bound, "tiny"))
+        sys.exit(run_server(load, server_options, bound))
 
 
 def processes_of_session(session_id: int | None) -> list[int]:

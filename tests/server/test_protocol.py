@@ -6,8 +6,7 @@ import pytest
 
 from nanovllm.sampling_params import SamplingParams, StructuredOutputs
 from nanovllm.server.errors import ApiError
-from nanovllm.server.protocol import ChatRequest, CompletionRequest
-from nanovllm.server.sampling import chat_params, completion_params
+from nanovllm.server.protocol import ChatRequest, CompletionRequest, chat_params, completion_params
 
 FIELDS: dict[str, Any] = {
     "n": 2,

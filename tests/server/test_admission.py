@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,14 +12,11 @@ import httpx
 import pytest
 
 from nanovllm import AsyncLLM, ConfigError, SamplingParams
-from nanovllm.server.admission import AdmissionQueue
-from nanovllm.server.api_keys import VARIABLE, ApiKeys, read_api_keys
-from nanovllm.server.gate import MAX_HELD_BODIES, Gate, Receive, Scope, Send
-from nanovllm.server.limits import RequestLimits
-from nanovllm.server.metrics import Metrics
+from nanovllm.server.admission import MAX_LIST_ITEMS, MAX_N, MAX_STOP, RequestLimits
+from nanovllm.server.app import Site
+from nanovllm.server.errors import Refusal
+from nanovllm.server.gate import API_KEY_VARIABLE, MAX_HELD_BODIES, ApiKeys, Gate, Receive, Scope, Send, read_api_keys
 from nanovllm.server.options import ServerOptions
-from nanovllm.server.refusals import Refusal
-from nanovllm.server.site import Site, build_site
 
 KEYS = ["first-key", "second-key"]
 SECRET = "a private sentence"
@@ -31,7 +29,7 @@ ENDLESS = {"prompt": "x", "max_tokens": 1900, "ignore_eos": True}
 def test_read_api_keys_from_file_and_environment(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text("# ours\nfirst-key\n\n  second-key  \n")
-    assert read_api_keys(str(path), {VARIABLE: "third"}) == ["third", "first-key", "second-key"]
+    assert read_api_keys(str(path), {API_KEY_VARIABLE: "third"}) == ["third", "first-key", "second-key"]
     assert read_api_keys(None, {}) == []
 
 
@@ -45,8 +43,8 @@ def test_read_api_keys_unusable_file_is_refused_without_showing_keys(tmp_path: P
 
 
 def test_read_api_keys_empty_variable_does_not_open_the_server(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=VARIABLE):
-        read_api_keys(None, {VARIABLE: ""})
+    with pytest.raises(ConfigError, match=API_KEY_VARIABLE):
+        read_api_keys(None, {API_KEY_VARIABLE: ""})
     with pytest.raises(ConfigError, match="cannot be read"):
         read_api_keys(str(tmp_path / "missing"), {})
 
@@ -71,15 +69,14 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
 def make_gate(keys: list[str] | None = None, **settings: Any) -> tuple[Gate, list[str]]:
     """The gate around `echo`, and the list that it adds the reasons of its refusals to."""
     reasons: list[str] = []
-    defaults = {"max_body_bytes": 1000, "max_receive_s": 10, "cache_salt_per_key": False}
-    settings = defaults | {"on_refusal": reasons.append} | settings
-    return Gate(echo, keys=ApiKeys(keys or []), **settings), reasons
+    options = ServerOptions(**({"max_body_mb": 1000 / 2**20, "max_receive_s": 10} | settings))
+    return Gate(echo, options, ApiKeys(keys or []), reasons.append), reasons
 
 
 def ask(app: Any, *requests: dict[str, Any]) -> list[httpx.Response]:
     async def main() -> list[httpx.Response]:
         transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             return [await client.request(**({"method": "POST", "url": "/v1/x"} | request)) for request in requests]
 
     return asyncio.run(main())
@@ -119,11 +116,37 @@ def test_gate_two_authorization_headers_are_refused() -> None:
 
 
 def test_gate_salt_belongs_to_the_key() -> None:
-    gate, _ = make_gate(KEYS, cache_salt_per_key=True)
+    gate, _ = make_gate(KEYS)
     responses = ask(gate, *({"headers": bearer(key)} for key in (KEYS[0], KEYS[1], KEYS[0])))
     salts = [each.json()["salt"] for each in responses]
     assert salts[0] == salts[2] != salts[1]
     assert not any(key in salt for key in KEYS for salt in salts)
+    for keys, options in (([KEYS[0], KEYS[0]], {}), (KEYS, {"cache_salt_per_key": False})):
+        gate, _ = make_gate(keys, **options)
+        assert ask(gate, {"headers": bearer(KEYS[0])})[0].json()["salt"] is None
+
+
+LOCAL_HOSTS = ("localhost", "LocalHost:8000", "127.0.0.1:8000", "127.8.9.1", "[::1]:8000", "")
+FOREIGN_HOSTS = ("attacker.example", "attacker.example:8000", "localhost.attacker.example", "192.168.0.1", "[::2]:x")
+
+
+def test_gate_local_server_without_keys_answers_only_its_own_hosts() -> None:
+    """Regression: any page could read answers and /kvcache by letting its own host name resolve to 127.0.0.1."""
+
+    def statuses(keys: list[str], *hosts: str, **options: Any) -> list[int]:
+        gate, _ = make_gate(keys, **options)
+        headers = bearer(KEYS[0]) if keys else {}
+        return [each.status_code for each in ask(gate, *({"headers": headers | {"Host": host}} for host in hosts))]
+
+    for host in ("127.0.0.1", "::1", "localhost"):
+        assert statuses([], *LOCAL_HOSTS, host=host) == [200] * (len(LOCAL_HOSTS) - 1) + [403]
+        assert statuses([], *FOREIGN_HOSTS, host=host) == [403] * len(FOREIGN_HOSTS)
+    assert statuses(KEYS, *FOREIGN_HOSTS) == [200] * len(FOREIGN_HOSTS)
+    assert statuses([], *FOREIGN_HOSTS, host="0.0.0.0") == [200] * len(FOREIGN_HOSTS)
+    assert statuses([], *FOREIGN_HOSTS[:2], allowed_origins=("http://attacker.example:81",)) == [200, 200]
+    gate, reasons = make_gate()
+    (refused,) = ask(gate, {"headers": {"Host": FOREIGN_HOSTS[0]}})
+    assert "allowed_origins" in refused.json()["error"]["message"] and reasons == ["host"]
 
 
 async def in_pieces(size: int) -> AsyncIterator[bytes]:
@@ -157,7 +180,7 @@ def test_gate_bodies_of_open_requests_are_limited_together() -> None:
 
     async def main() -> list[int]:
         transport = httpx.ASGITransport(gate)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             asked = [asyncio.create_task(client.post("/v1/x", content=bytes(1000))) for _ in range(MAX_HELD_BODIES)]
             await asyncio.sleep(0.05)
             refused = await client.post("/v1/x", content=b"a")
@@ -215,26 +238,26 @@ def test_gate_draining_is_503_with_retry_after_for_everything() -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"n": 5}, "n"),
-        ({"logprobs": 4}, "logprobs"),
-        ({"top_logprobs": 4}, "top_logprobs"),
-        ({"prompt_logprobs": 4}, "prompt_logprobs"),
-        ({"prompt": ["a"] * 7}, "prompt"),
-        ({"prompt": [[1]] * 7}, "prompt"),
+        ({"n": MAX_N + 1}, "n"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"top_logprobs": 21}, "top_logprobs"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"prompt": ["a"] * (MAX_LIST_ITEMS + 1)}, "prompt"),
+        ({"prompt": [[1]] * (MAX_LIST_ITEMS + 1)}, "prompt"),
         ({"prompt": "a" * 101}, "prompt"),
         ({"prompt": ["a", "a" * 101]}, "prompt"),
-        ({"messages": [{"content": ""}] * 7}, "messages"),
+        ({"messages": [{"content": ""}] * (MAX_LIST_ITEMS + 1)}, "messages"),
         ({"messages": [{"content": "a" * 51}, {"content": [{"text": "a" * 50}]}]}, "messages"),
-        ({"stop": ["a"] * 3}, "stop"),
+        ({"stop": ["a"] * (MAX_STOP + 1)}, "stop"),
         ({"prompt": [1] * 2049}, "prompt"),
         ({"prompt": [[1], [1] * 2049]}, "prompt"),
         ({"tokens": [1] * 2049}, "tokens"),
-        ({"logit_bias": dict.fromkeys("abcdefg", 1)}, "logit_bias"),
-        ({"tools": [{}] * 7}, "tools"),
+        ({"logit_bias": dict.fromkeys(range(MAX_LIST_ITEMS + 1), 1)}, "logit_bias"),
+        ({"tools": [{}] * (MAX_LIST_ITEMS + 1)}, "tools"),
     ],
 )
 def test_limits_too_much_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
-    options = ServerOptions(max_n=4, max_logprobs=3, max_list_items=6, max_prompt_chars=100, max_stop=2)
+    options = ServerOptions(max_prompt_chars=100)
     with pytest.raises(Refusal) as caught:
         RequestLimits(options, max_model_len=2048).check(fields)
     assert (caught.value.status, caught.value.param) == (400, param)
@@ -270,9 +293,10 @@ def test_limits_count_all_logprobs_of_a_request(fields: dict[str, Any], factor: 
 
 
 def test_limits_allow_what_is_just_enough() -> None:
-    options = ServerOptions(max_n=4, max_logprobs=3, max_list_items=6, max_prompt_chars=100)
+    options = ServerOptions(max_prompt_chars=100)
     limits = RequestLimits(options, max_model_len=2048)
-    limits.check({"n": 4, "logprobs": 3, "prompt": ["a" * 100] * 6, "stop": "a" * 100, "tools": None})
+    limits.check({"n": MAX_N, "logprobs": 20, "prompt": "a" * 100, "stop": ["a"] * MAX_STOP, "tools": None})
+    limits.check({"prompt": ["a" * 100] * MAX_LIST_ITEMS, "stop": "a" * 100})
     limits.check({"logprobs": True, "prompt": [1] * 1000, "messages": [{"content": None}, {"content": "a" * 100}]})
     assert RequestLimits(ServerOptions(), max_model_len=2048).max_prompt_chars == 16 * 2048
 
@@ -285,9 +309,9 @@ def test_limits_prompt_that_is_an_object_is_left_to_the_endpoint() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        *({name: 0} for name in ("max_queue", "max_n", "max_stop", "max_list_items", "max_wait_s", "max_body_mb")),
+        *({name: 0} for name in ("max_queue", "max_prompt_chars", "max_wait_s", "max_body_mb")),
         *({name: 0} for name in ("max_receive_s", "max_unread_s")),
-        *({"port": 70000}, {"host": ""}, {"drain_s": -1.0}, {"max_logprobs": 21}, {"served_model_name": ("",)}),
+        *({"port": 70000}, {"host": ""}, {"drain_s": -1.0}, {"served_model_name": ("",)}),
         *({"allowed_origins": (origin,)} for origin in ("example.org", "https://example.org/", "")),
     ],
 )
@@ -318,8 +342,8 @@ def engine(retrieval_model: Path) -> Iterator[AsyncLLM]:
 @asynccontextmanager
 async def connected(site: Site) -> AsyncIterator[Callable[..., Awaitable[httpx.Response]]]:
     """A function that sends a completion request. What is open in the end is aborted."""
-    transport = httpx.ASGITransport(site.app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=30) as client:
+    transport = httpx.ASGITransport(site.gate.outermost)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=30) as client:
 
         async def complete(headers: dict[str, str] | None = None, **body: Any) -> httpx.Response:
             return await client.post("/v1/completions", json=body, headers=headers)
@@ -336,7 +360,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def make_site(engine: AsyncLLM, keys: list[str] | None = None, **options: Any) -> Site:
-    return build_site(engine, ServerOptions(**options), ApiKeys(keys or []), "tiny")
+    return Site(engine, ServerOptions(served_model_name=("tiny",), **options), ApiKeys(keys or []))
 
 
 def test_queue_full_is_429_with_retry_after(engine: AsyncLLM) -> None:
@@ -344,9 +368,9 @@ def test_queue_full_is_429_with_retry_after(engine: AsyncLLM) -> None:
         site = make_site(engine, max_queue=2)
         async with connected(site) as complete:
             running = asyncio.ensure_future(complete(**ENDLESS))
-            await until(lambda: engine.llm.stats()["num_running"] == 1 and site.queue.num_waiting == 0)
+            await until(lambda: engine.llm.stats()["num_running"] == 1 and site.service.num_waiting == 0)
             waiting = asyncio.ensure_future(complete(**ENDLESS, n=2))
-            await until(lambda: site.queue.num_waiting == 2)
+            await until(lambda: site.service.num_waiting == 2)
             refused = await complete(prompt="x")
             assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
             assert int(refused.headers["retry-after"]) >= 1
@@ -354,10 +378,10 @@ def test_queue_full_is_429_with_retry_after(engine: AsyncLLM) -> None:
             assert never.status_code == 400
             for task in (running, waiting):
                 task.cancel()
-            await until(lambda: site.queue.num_open == 0)
-            assert site.queue.num_waiting == 0
+            await until(lambda: site.service.num_open == 0)
+            assert site.service.num_waiting == 0
             assert (await complete(prompt="x", max_tokens=1)).status_code == 200
-        assert 'reason="queue"} 1.0' in site.metrics.render().decode()
+        assert 'reason="queue"} 2.0' in site.service.metrics.render().decode()
 
     asyncio.run(main())
 
@@ -366,17 +390,28 @@ def test_queue_full_refuses_what_would_be_tokenized_first(engine: AsyncLLM) -> N
     """Regression: chats were tokenized before they counted, any number of them, each with a body in memory."""
 
     async def main() -> None:
-        counters = Metrics("tiny")
-        options = ServerOptions(max_queue=1)
-        queue = AdmissionQueue(engine, options, RequestLimits(options, 2048), counters)
-        with queue.preparing():
-            assert queue.num_waiting == 1
-            with pytest.raises(Refusal) as caught, queue.preparing():
-                pass
-            assert caught.value.status == 429
-        assert queue.num_waiting == queue.num_open == 0
+        service = make_site(engine, max_queue=1).service
+        may_end = threading.Event()
+        preparing = asyncio.ensure_future(service.prepare(may_end.wait, 5))
+        await until(lambda: service.num_waiting == 1)
+        with pytest.raises(Refusal) as caught:
+            await service.prepare(int)
+        assert caught.value.status == 429
+        may_end.set()
+        await preparing
+        assert service.num_waiting == service.num_open == 0
 
     asyncio.run(main())
+
+
+def test_queue_retry_after_is_a_mean_wait_with_a_cap(engine: AsyncLLM) -> None:
+    queue = make_site(engine, max_queue=1).service
+    for _ in range(100):
+        queue.add_wait(10_000)
+    assert queue.retry_after_s == 60
+    for seconds, shown in ((0.0, "1"), (1.0, "1"), (1.2, "2"), (59.01, "60")):
+        refusal = Refusal(429, "queue", "wait", retry_after_s=seconds)
+        assert refusal.response().headers["retry-after"] == shown
 
 
 def test_queue_waited_too_long_is_503_and_aborted(engine: AsyncLLM) -> None:
@@ -384,16 +419,16 @@ def test_queue_waited_too_long_is_503_and_aborted(engine: AsyncLLM) -> None:
         site = make_site(engine, max_wait_s=1.0)
         async with connected(site) as complete:
             running = asyncio.ensure_future(complete(**ENDLESS))
-            await until(lambda: engine.llm.stats()["num_running"] == 1 and site.queue.num_waiting == 0)
+            await until(lambda: engine.llm.stats()["num_running"] == 1 and site.service.num_waiting == 0)
             whole, streamed = await asyncio.gather(complete(**ENDLESS), complete(**ENDLESS, stream=True))
             assert (whole.status_code, whole.json()["error"]["code"]) == (503, "service_unavailable")
             assert "retry-after" in whole.headers
             assert "max_wait_s=1" in streamed.text
-            assert site.queue.num_waiting == 0
+            assert site.service.num_waiting == 0
             await until(lambda: engine.llm.stats()["num_waiting"] == 0)  # an abort takes effect after the step
             assert not running.done()  # it has begun, so it may take its time
             running.cancel()
-            await until(lambda: site.queue.num_open == 0)
+            await until(lambda: site.service.num_open == 0)
 
     asyncio.run(main())
 
@@ -404,14 +439,16 @@ def test_queue_request_that_is_refused_leaves_no_trace(engine: AsyncLLM) -> None
         async with connected(site) as complete:
             for body in ({"prompt": "x", "max_tokens": 5000}, {"prompt": [999999]}, {"prompt": "x", "temperature": -1}):
                 assert (await complete(**body)).status_code == 400
-            assert site.queue.num_open == site.queue.num_waiting == 0
+            assert site.service.num_open == site.service.num_waiting == 0
 
     asyncio.run(main())
 
 
 def test_cache_salt_per_key_keeps_users_apart(engine: AsyncLLM) -> None:
+    """Regression: this had to be asked for, and `usage` told each user what others had sent."""
+
     async def main() -> list[int]:
-        site = make_site(engine, KEYS, cache_salt_per_key=True)
+        site = make_site(engine, KEYS)
         prompt = "what one user asks, nobody else shall find out. " * 12
         cached = []
         async with connected(site) as complete:
@@ -446,8 +483,8 @@ def test_cache_salt_per_key_keeps_tokenized_texts_apart(engine: AsyncLLM, monkey
         ("/tokenize", chat),
     ]
     asked = [{"url": url, "json": body, "headers": bearer(key)} for key in KEYS for url, body in bodies]
-    site = make_site(engine, KEYS, cache_salt_per_key=True)
-    assert [response.status_code for response in ask(site.app, *asked)] == [200] * len(asked)
+    site = make_site(engine, KEYS)
+    assert [response.status_code for response in ask(site.gate.outermost, *asked)] == [200] * len(asked)
     assert None not in salts and not set(salts[: len(bodies)]) & set(salts[len(bodies) :])
     own, mine = salts[0], salts[1]
     assert own != mine and salts[: len(bodies)] == [own, mine, own, mine, own, own]
@@ -467,8 +504,8 @@ def test_logs_hold_nothing_of_the_text(engine: AsyncLLM, caplog: pytest.LogCaptu
 def test_allowed_origins_are_off_unless_asked_for(engine: AsyncLLM) -> None:
     origin = {"Origin": "https://example.org"}
     asked = {"method": "OPTIONS", "headers": origin | {"Access-Control-Request-Method": "POST"}, "url": "/v1/models"}
-    (closed,) = ask(make_site(engine, KEYS).app, asked)
-    (opened,) = ask(make_site(engine, KEYS, allowed_origins=("https://example.org",)).app, asked)
+    (closed,) = ask(make_site(engine, KEYS).gate.outermost, asked)
+    (opened,) = ask(make_site(engine, KEYS, allowed_origins=("https://example.org",)).gate.outermost, asked)
     assert "access-control-allow-origin" not in closed.headers
     assert opened.headers["access-control-allow-origin"] == "https://example.org"
 
@@ -476,10 +513,10 @@ def test_allowed_origins_are_off_unless_asked_for(engine: AsyncLLM) -> None:
 def test_queue_counts_each_answer_until_it_ends(engine: AsyncLLM) -> None:
     async def main() -> None:
         site = make_site(engine)
-        stream = await site.queue.submit([[1, 2, 3]], SamplingParams(max_tokens=2, n=3))
-        assert site.queue.num_open == 3
+        stream = await site.service.submit([[1, 2, 3]], SamplingParams(max_tokens=2, n=3))
+        assert site.service.num_open == 3
         assert len(await stream.outputs()) == 3
         stream.close()
-        assert site.queue.num_open == site.queue.num_waiting == 0
+        assert site.service.num_open == site.service.num_waiting == 0
 
     asyncio.run(main())

@@ -11,10 +11,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from nanovllm import AsyncLLM, EngineError
 from nanovllm.core.outputs import RequestOutput
-from nanovllm.server.api_keys import ApiKeys
+from nanovllm.server.app import Site
+from nanovllm.server.gate import ApiKeys
 from nanovllm.server.metrics import Metrics
 from nanovllm.server.options import ServerOptions
-from nanovllm.server.site import build_site
 
 OUTPUT: RequestOutput = {
     "text": "abc",
@@ -125,9 +125,9 @@ def test_metrics_over_http_show_requests_blocks_and_guesses(engine: AsyncLLM) ->
     """With two slots and a prompt of four blocks, blocks are streamed, and the answer copies the prompt."""
 
     async def main() -> dict[str, float]:
-        site = build_site(engine, ServerOptions(), ApiKeys([]), "tiny")
-        transport = httpx.ASGITransport(site.app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        site = Site(engine, ServerOptions(served_model_name=("tiny",)), ApiKeys([]))
+        transport = httpx.ASGITransport(site.gate.outermost)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             body = {"prompt": "The passkey is 4711, says the captain. " * 22 + "The", "max_tokens": 20}
             for _ in range(2):
                 assert (await client.post("/v1/completions", json=body)).status_code == 200

@@ -20,6 +20,8 @@ from server_process import LIMIT_S, ServerProcess, server_process
 
 from nanovllm.cli import main as cli
 from nanovllm.server import lifecycle
+from nanovllm.server.gate import API_KEY_VARIABLE, load_keys
+from nanovllm.server.options import ServerOptions
 
 SHORT = {"prompt": "The passkey is 4711.\nThe passkey is", "max_tokens": 200, "ignore_eos": True}
 SECRET = "a private sentence"
@@ -96,7 +98,7 @@ def before_each_launch(engine: Any, act: Callable[[], None]) -> None:
 
 def as_http(body: dict[str, Any]) -> bytes:
     content = json.dumps(body).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: "
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: "
     return f"{head}{len(content)}\r\n\r\n".encode() + content
 
 
@@ -114,6 +116,20 @@ def test_port_in_use_is_one_line_before_the_model_is_loaded(capsys: pytest.Captu
 def test_host_unknown_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["serve", "--model", "./no/such/model", "--host", "256.0.0.1"]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_network_without_a_key_is_warned_about(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(API_KEY_VARIABLE, raising=False)
+    for host in ("127.0.0.1", "::1", "localhost"):
+        assert not load_keys(ServerOptions(host=host))
+    assert not caplog.messages
+    for host in ("0.0.0.0", "::", "192.168.0.7", "example.org"):
+        load_keys(ServerOptions(host=host))
+        assert f"host={host} lets everyone" in caplog.messages[-1] and API_KEY_VARIABLE in caplog.messages[-1]
+    monkeypatch.setenv(API_KEY_VARIABLE, "s3cret")
+    assert load_keys(ServerOptions(host="0.0.0.0")) and len(caplog.messages) == 4
 
 
 def test_extra_missing_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,6 +157,7 @@ def test_killed_server_starts_again_on_its_port_and_is_ready_only_when_warm(
     with server_process(retrieval_model, tmp_path / "first") as server, clients() as pool:
         port = httpx.URL(server.url).port
         started = start_load(server, pool, **ENDLESS)
+        assert f"tiny is served at {server.url}/v1, and a page to try it at {server.url}/\n" in server.log.read_text()
         server.send(signal.SIGKILL)
         assert server.wait() == -signal.SIGKILL
         for each in started:
