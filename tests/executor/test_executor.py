@@ -165,6 +165,7 @@ def test_a_launched_step_tells_the_time_since_the_end_of_the_one_before() -> Non
     assert seconds is not None and 0.01 <= seconds <= after_s - before_s
 
 
+@pytest.mark.slow
 def test_executors_beside_each_other_share_threads_and_end_apart(
     seven_threads: None, executor: ProcessExecutor
 ) -> None:

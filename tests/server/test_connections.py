@@ -161,6 +161,7 @@ def test_client_that_takes_nothing_is_cut_off(path: str, then: str) -> None:
         unread.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["pieces", "whole"])
 def test_client_that_reads_slowly_is_not_cut_off(path: str) -> None:
     with limited_server(send_much, ConnectionLimits(60, 1.5, ENOUGH_FILES)) as address:

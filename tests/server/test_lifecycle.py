@@ -151,6 +151,7 @@ def hold_the_warm_up(held: Path, engine: Any) -> None:
     before_each_launch(engine, hold)
 
 
+@pytest.mark.slow
 def test_killed_server_starts_again_on_its_port_and_is_ready_only_when_warm(
     retrieval_model: Path, tmp_path: Path
 ) -> None:
@@ -223,6 +224,7 @@ def test_sigterm_under_load_finishes_what_is_open(retrieval_model: Path, tmp_pat
         assert server.wait() == 0
 
 
+@pytest.mark.slow
 def test_sigterm_beyond_the_limit_aborts_with_a_last_event(retrieval_model: Path, tmp_path: Path) -> None:
     """A client that does not read, and one that never sends its whole body, do not hold up the end."""
     options = {"drain_s": 0.3}
@@ -389,6 +391,7 @@ def server_of_two_ranks(model: Path, tmp_path: Path, **options: Any) -> Iterator
         yield server, int(server.log.read_text().partition("rank 1 is ")[2].split()[0])
 
 
+@pytest.mark.slow
 def test_dead_rank_ends_an_idle_server_with_status_1(retrieval_model: Path, tmp_path: Path) -> None:
     """Nobody asks anything, so no step notices."""
     with server_of_two_ranks(retrieval_model, tmp_path) as (server, pid):
@@ -411,6 +414,7 @@ def test_dead_rank_answers_everyone_and_ends_with_status_1(retrieval_model: Path
         assert server.wait() == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("signums", [(signal.SIGKILL,), (signal.SIGTERM, signal.SIGTERM)])
 def test_killed_server_leaves_no_rank(
     retrieval_model: Path, tmp_path: Path, signums: tuple[signal.Signals, ...]
@@ -428,6 +432,7 @@ def test_killed_server_leaves_no_rank(
                 each.result()
 
 
+@pytest.mark.slow
 def test_sigterm_of_two_ranks_finishes_what_is_open(retrieval_model: Path, tmp_path: Path) -> None:
     with server_of_two_ranks(retrieval_model, tmp_path) as (server, _), clients() as pool:
         slow = tmp_path / "slow"

@@ -10,6 +10,7 @@ from benchmarks.soak import CHAT, COMPLETIONS, texts_of
 OFFLOAD = ["--enable-cpu-offload", "--num-gpu-blocks", "3", "--num-cpu-blocks", "30", "--kvcache-block-size", "256"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [[], [*OFFLOAD, "--speculation", "prompt_lookup"]], ids=["all-GPU", "offload"])
 def test_every_request_ends_as_its_client_expects(flags: list[str], capfd: pytest.CaptureFixture[str]) -> None:
     options = ["--requests", "160", "--clients", "12", "--cases", "36", "--seed", str(len(flags))]
