@@ -134,8 +134,8 @@ def test_overridable_are_the_entries_that_model_config_reads() -> None:
         ({"rope_scaling": [YARN]}, r"hf_overrides\['rope_scaling'\]=.* is not a dictionary"),
         ({"rope_scaling": YARN, "rope_parameters": YARN}, "names both rope_parameters and rope_scaling"),
         ({"dtype": "float16", "torch_dtype": "float16"}, "names both dtype and torch_dtype"),
-        ([("vocab_size", 1)], "hf_overrides=.* has type list"),
-        ('{"vocab_size": 1}', "has type str"),
+        ([("vocab_size", 1)], "hf_overrides=.* must be a dict or None"),
+        ('{"vocab_size": 1}', "must be a dict or None"),
     ],
 )
 def test_config_bad_overrides_say_why(overrides: Any, message: str) -> None:
