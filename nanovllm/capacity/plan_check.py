@@ -1,14 +1,23 @@
-"""Checks whether a plan can work. If it cannot, remedies.py finds out which options would help. Arithmetic only."""
+"""Checks whether a plan can work, and if it cannot, which options to change. Arithmetic only."""
 
-from nanovllm.capacity.device_memory import DeviceMemory
-from nanovllm.capacity.plan import CapacityPlan
-from nanovllm.capacity.planner import MAX_HOST_SHARE
-from nanovllm.capacity.remedies import remedies
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from itertools import combinations
+from math import ceil
+from typing import Any, TypeAlias
+
+from nanovllm.capacity.costs import DeviceMemory
+from nanovllm.capacity.plan import MAX_HOST_SHARE, CapacityPlan, make_plan
 from nanovllm.checkpoint.rope_extension import rope_extension
 from nanovllm.core.step_limits import max_model_len
 from nanovllm.errors import ConfigError
 from nanovllm.utils.arithmetic import ceil_div
 from nanovllm.utils.memory import format_bytes
+
+MAX_REMEDIES = 3
+
+Change: TypeAlias = dict[str, Any]  # new values of Config's fields
+Problem: TypeAlias = Callable[[CapacityPlan], str | None]
 
 
 def check_start(plan: CapacityPlan) -> None:
@@ -18,11 +27,9 @@ def check_start(plan: CapacityPlan) -> None:
     graphs' logits. An engine that is too large only by estimate may still work; start-up runs the largest step to find
     out.
     """
-    problem = _pool_problem(plan) or _exact_problem(plan)
-    if problem:
+    if problem := _pool_problem(plan) or _exact_problem(plan):
         raise ConfigError(f"{problem}; {remedies(plan, memory_problem)}")
-    problem = _cpu_problem(plan)
-    if problem:
+    if problem := _cpu_problem(plan):
         raise ConfigError(problem)
 
 
@@ -31,14 +38,11 @@ def check_plan(plan: CapacityPlan) -> None:
 
     Estimates count here too: everything that the plan's table marks with (!) is refused.
     """
-    problem = _length_problem(plan)
-    if problem:
+    if problem := _length_problem(plan):
         raise ConfigError(problem)
-    problem = any_problem(plan)
-    if problem:
+    if problem := any_problem(plan):
         raise ConfigError(f"{problem}; {remedies(plan, any_problem)}")
-    problem = _cpu_problem(plan)
-    if problem:
+    if problem := _cpu_problem(plan):
         raise ConfigError(problem)
 
 
@@ -156,3 +160,102 @@ def _sequences_problem(plan: CapacityPlan) -> str | None:
     num_blocks = ceil_div(plan.context, plan.spec.block_size)
     each = f"{num_blocks} block{'s' * (num_blocks > 1)} each"
     return f"{plan.num_sequences} x {plan.context} tokens ({each}) do not fit: {reason} {capacity.num_sequences}"
+
+
+# -- remedies --------------------------------------------------------------------------------------------------------
+
+
+def remedies(plan: CapacityPlan, problem: Problem) -> str:
+    """Name changes of one option, or else of two, with which `problem` finds nothing. Each has been tried.
+
+    More ranks are named last, because they need more GPUs. If nothing helps, say so.
+    """
+    singles = list(_changes(plan))
+    strongest = {tuple(change): change for change in singles}.values()  # the last one of each option
+    pairs = (first | second for first, second in combinations(strongest, 2))
+    more_ranks = [{"tensor_parallel_size": n} for n in (2, 4, 8) if n > plan.config.tensor_parallel_size]
+    ranks = _first_working(plan, more_ranks, problem, at_most=1)
+    found = _first_working(plan, singles, problem, at_most=MAX_REMEDIES - len(ranks))
+    found = found or _first_working(plan, pairs, problem, at_most=MAX_REMEDIES - len(ranks))
+    described = " or ".join(_described(plan, change) for change in (*found, *ranks))
+    return described or "no change of one or two options helps; use a smaller model, or more memory"
+
+
+def _first_working(plan: CapacityPlan, changes: Iterable[Change], problem: Problem, at_most: int) -> list[Change]:
+    """The first changes with which `problem` finds nothing, each of other options."""
+    found: dict[tuple[str, ...], Change] = {}
+    for change in changes:
+        if len(found) < at_most and tuple(change) not in found:
+            changed = _changed(plan, change)
+            if changed is not None and problem(changed) is None:
+                found[tuple(change)] = change
+    return list(found.values())
+
+
+def _changed(plan: CapacityPlan, change: Change) -> CapacityPlan | None:
+    """The plan with other options; None if they are invalid together."""
+    work = {"context": plan.context, "num_sequences": plan.num_sequences}
+    try:
+        config = replace(plan.config, **change)
+        return make_plan(config, plan.model, plan.machine, staging=plan.spec.staging, **work)
+    except ConfigError:
+        return None
+
+
+def _changes(plan: CapacityPlan) -> Iterator[Change]:
+    """Changes of one option that could help on the same GPUs, the mildest value of an option first."""
+    config, num_seqs = plan.config, plan.num_sequences
+    yield from _other_num_blocks(plan)
+    if config.enable_cpu_offload:
+        yield _other_pool(plan)
+    if plan.machine.gpu_bytes is not None:
+        yield from ({"gpu_memory_utilization": u} for u in (0.95, 0.98) if u > config.gpu_memory_utilization)
+    yield from ({"max_num_batched_tokens": n} for n in (4096, 1024, 512) if n < config.max_num_batched_tokens)
+    yield from ({"kvcache_block_size": n} for n in (1024, 256) if n < config.block_size)
+    if num_seqs > config.max_num_seqs:
+        yield {"max_num_seqs": num_seqs}
+    yield from ({"max_num_seqs": n} for n in (64, 16, num_seqs) if num_seqs <= n < config.max_num_seqs)
+    if not config.enable_cpu_offload:
+        yield {"enable_cpu_offload": True, "num_kvcache_blocks": -1}
+        yield _other_pool(plan)  # works only together with the former
+    if plan.machine.gpu_bytes is not None and not config.enforce_eager:
+        yield {"enforce_eager": True}
+
+
+def _other_num_blocks(plan: CapacityPlan) -> Iterator[Change]:
+    """If the user gave a number of GPU blocks: the number that the sequences need if larger, else what fits."""
+    name, unset = ("num_gpu_blocks", None) if plan.config.enable_cpu_offload else ("num_kvcache_blocks", -1)
+    given = getattr(plan.config, name)
+    if given == unset:
+        return
+    each = 1 if plan.config.enable_cpu_offload else ceil_div(plan.context, plan.spec.block_size)
+    if (needed := plan.num_sequences * each) > given:
+        yield {name: needed}
+        return
+    fitting = _changed(plan, {name: unset, "kvcache_block_size": plan.spec.block_size})
+    if fitting is not None and fitting.num_gpu_blocks < given:
+        yield {name: fitting.num_gpu_blocks}
+
+
+def _other_pool(plan: CapacityPlan) -> Change:
+    """A CPU pool in the user's unit: one that holds the sequences, or if the present one is too large, what fits."""
+    num_blocks = plan.num_sequences * ceil_div(plan.context, plan.spec.block_size)
+    block_bytes = plan.spec.block_bytes * plan.config.tensor_parallel_size
+    if not plan.fits_host:
+        num_blocks = max(1, int(plan.machine.host_bytes * MAX_HOST_SHARE) // block_bytes)
+    if plan.config.cpu_memory_gb is not None:
+        return {"cpu_memory_gb": ceil(100 * num_blocks * block_bytes / 2**30) / 100}
+    return {"num_cpu_blocks": num_blocks}
+
+
+def _described(plan: CapacityPlan, change: Change) -> str:
+    """Such as "use enable_cpu_offload and lower max_num_batched_tokens to 1024"."""
+    parts = []
+    for name, value in change.items():
+        old = getattr(plan.config, name)
+        if value is True:
+            parts.append(f"use {name}")
+        elif value != old:
+            verb = "set" if old is None else "raise" if value > old else "lower"
+            parts.append(f"leave {name} unset" if value == -1 else f"{verb} {name} to {value}")
+    return " and ".join(parts)

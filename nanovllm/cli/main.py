@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm import __version__
+from nanovllm.capacity.plan import PlanOptions, make_plan, plan_table
 from nanovllm.capacity.plan_check import check_plan
-from nanovllm.capacity.plan_table import plan_table
-from nanovllm.capacity.planner import PlanOptions, make_plan
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.cli.batch import add_batch
 from nanovllm.cli.chat import run_chat

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from nanovllm.capacity.machine import Machine
+from nanovllm.capacity.plan import make_plan
 from nanovllm.capacity.plan_check import check_start
-from nanovllm.capacity.planner import make_plan
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
 from nanovllm.errors import ConfigError

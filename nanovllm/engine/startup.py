@@ -6,9 +6,7 @@ from dataclasses import replace
 from functools import partial
 
 from nanovllm.capacity.costs import token_keys
-from nanovllm.capacity.plan import CapacityPlan
-from nanovllm.capacity.plan_table import plan_table
-from nanovllm.capacity.planner import make_plan
+from nanovllm.capacity.plan import CapacityPlan, make_plan, plan_table
 from nanovllm.checkpoint.files import fetch_weights
 from nanovllm.config import Config
 from nanovllm.core.cpu_split import CpuSplit

@@ -78,9 +78,9 @@ def _rules(options: type) -> tuple[_Rule, ...]:
     rules = []
     for each in fields(options):
         kinds: tuple[Any, ...] = get_args(each.type) if isinstance(each.type, UnionType) else (each.type,)
+        kinds = kinds if all(kind in _NOUNS for kind in kinds) else ()
         choices, least, above, most = (each.metadata.get(key) for key in ("choices", "least", "above", "most"))
         most = MAX_INT32 if most is None and int in kinds else most
-        kinds = kinds if all(kind in _NOUNS for kind in kinds) else ()
         rules.append(_Rule(each.name, kinds, choices, least, above, most))
     return tuple(rules)
 

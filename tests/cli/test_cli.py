@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from nanovllm.capacity.planner import PlanOptions
+from nanovllm.capacity.plan import PlanOptions
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.cli import main as cli
 from nanovllm.cli.demo import DemoOptions
