@@ -3,8 +3,8 @@
 import re
 from dataclasses import dataclass
 
-from nanovllm.checkpoint.config_overrides import check_overrides
 from nanovllm.checkpoint.model_config import DTYPES
+from nanovllm.checkpoint.settings import check_overrides
 from nanovllm.errors import ConfigError
 from nanovllm.sampling_params import MAX_SEED, MIN_SEED
 from nanovllm.utils.arithmetic import ceil_div

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from nanovllm.capacity.costs import DeviceMemory
 from nanovllm.capacity.plan import MAX_HOST_SHARE, CapacityPlan, make_plan
-from nanovllm.checkpoint.rope_extension import rope_extension
+from nanovllm.checkpoint.model_config import rope_extension
 from nanovllm.core.step_limits import max_model_len
 from nanovllm.errors import ConfigError
 from nanovllm.utils.arithmetic import ceil_div

@@ -12,10 +12,9 @@ from tiny_models import ROPES, write_tiny_model
 
 from nanovllm import LLM
 from nanovllm.checkpoint import model_config
-from nanovllm.checkpoint.config_overrides import OVERRIDABLE, apply_overrides
 from nanovllm.checkpoint.files import presets
-from nanovllm.checkpoint.model_config import ModelConfig
-from nanovllm.checkpoint.rope_extension import rope_extension
+from nanovllm.checkpoint.model_config import ModelConfig, rope_extension
+from nanovllm.checkpoint.settings import READ, apply_overrides
 from nanovllm.config import Config
 from nanovllm.core.step_limits import max_model_len
 from nanovllm.errors import CheckpointError, ConfigError
@@ -113,7 +112,7 @@ def test_overrides_are_checked_as_config_json_is() -> None:
 
 def test_overridable_are_the_entries_that_model_config_reads() -> None:
     source = Path(model_config.__file__).read_text()
-    assert all(name in source for name in OVERRIDABLE)
+    assert all(name in source for name in READ)
 
 
 # -- the gate --------------------------------------------------------------------------------------------------------
@@ -195,8 +194,7 @@ def test_extension_of_qwen3_is_its_model_cards_and_covers_the_tokens(num_tokens:
     assert num_tokens <= extended.max_model_len_limit < num_tokens + 32768
     assert (extended.rope.rope_type, extended.rope.rope_theta) == ("yarn", 1e6)
     assert extended.rope.original_max_position_embeddings == 32768
-    assert ("authors recommend up to 131072 tokens" in message) == (num_tokens <= 131_072)
-    assert ("recommend it only up to 131072 tokens" in message) == (num_tokens > 131_072)
+    assert "authors recommend up to 131072 tokens" in message
 
 
 def test_extension_of_qwen3_to_131072_is_what_the_model_card_says() -> None:

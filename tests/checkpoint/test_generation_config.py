@@ -9,7 +9,7 @@ import pytest
 from tiny_models import write_tiny_model, write_tiny_tokenizer
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.checkpoint.generation_config import read_sampling_defaults
+from nanovllm.checkpoint.settings import read_sampling_defaults
 from nanovllm.cli import main as cli
 from nanovllm.errors import CheckpointError
 

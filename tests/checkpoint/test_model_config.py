@@ -11,7 +11,7 @@ from tiny_models import ROPES, write_tiny_model
 from transformers import AutoConfig, LlamaConfig, Qwen2Config, Qwen3Config
 
 from nanovllm.checkpoint.files import presets
-from nanovllm.checkpoint.model_config import ARCHITECTURES, DEFAULTS, ModelConfig, RopeConfig
+from nanovllm.checkpoint.model_config import ARCHITECTURES, ModelConfig, RopeConfig
 from nanovllm.errors import CheckpointError
 
 QWEN3 = json.loads(presets()["qwen3-0.6b"].read_text())
@@ -187,12 +187,12 @@ def test_defaults_are_those_of_transformers(architecture: str) -> None:
     """Settings that are absent: config.json is read without transformers, which takes seconds to import."""
     classes = {"Qwen3ForCausalLM": Qwen3Config, "Qwen2ForCausalLM": Qwen2Config, "LlamaForCausalLM": LlamaConfig}
     theirs = classes[architecture]()
-    for name, value in DEFAULTS[architecture].items():
+    for name, value in ARCHITECTURES[architecture].defaults.items():
         expected = theirs.num_attention_heads if value is None else value
         assert getattr(theirs, name) == expected, name
     for name in ("attention_bias", "mlp_bias", "use_sliding_window", "quantization_config"):
         assert not getattr(theirs, name, None), name
-    if "head_dim" not in DEFAULTS[architecture]:
+    if "head_dim" not in ARCHITECTURES[architecture].defaults:
         assert (getattr(theirs, "head_dim", None) or 128) == theirs.hidden_size // theirs.num_attention_heads
     assert theirs.rope_parameters == {"rope_type": "default", "rope_theta": 10000.0}
 

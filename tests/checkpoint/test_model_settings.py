@@ -10,7 +10,7 @@ import pytest
 from nanovllm import LLM
 from nanovllm.checkpoint.files import presets
 from nanovllm.checkpoint.model_config import ModelConfig
-from nanovllm.checkpoint.model_settings import MAX_POSITIONS
+from nanovllm.checkpoint.settings import MAX_POSITIONS
 from nanovllm.engine import startup
 from nanovllm.errors import CheckpointError
 
