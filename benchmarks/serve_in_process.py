@@ -25,7 +25,8 @@ Json = dict[str, Any]
 
 def engine_of(command: list[str]) -> tuple[str, Mapping[str, Any]]:
     """The model and the engine's options in the words of a server's command. The server's own options are ignored."""
-    from nanovllm.cli.engine_flags import add_engine_flags, add_model_flag, engine_options, model_path
+    from nanovllm.cli.flags import add_engine_flags, add_model_flag, engine_options
+    from nanovllm.demo import model_path
 
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
     add_model_flag(parser)

@@ -296,7 +296,7 @@ def test_engine_alone_answers_each_run(tmp_path: Path) -> None:
 
 
 def test_engine_options_are_those_of_the_servers_command() -> None:
-    pytest.importorskip("nanovllm.cli.engine_flags")
+    pytest.importorskip("nanovllm.cli.flags")
     command = "python -m nanovllm serve --port 8000 --model demo --max-queue 5 --max-num-seqs 3 --device cpu".split()
     model, options = serve_in_process.engine_of(command)
     assert Path(model).is_dir() and options["max_num_seqs"] == 3 and options["device"] == "cpu"

@@ -20,8 +20,7 @@ from nanovllm.core.guesses import expected_tokens
 from nanovllm.core.kv_spec import KVCacheSpec, StagingSizes, kv_cache_spec
 from nanovllm.core.step_limits import max_model_len
 from nanovllm.errors import ConfigError
-from nanovllm.utils.arithmetic import ceil_div
-from nanovllm.utils.memory import format_bytes
+from nanovllm.utils.arithmetic import ceil_div, format_bytes
 from nanovllm.utils.options import check_options, option
 
 MAX_HOST_SHARE = 0.7  # fraction of the available memory; limits a CPU pool whose size the user left open

@@ -11,8 +11,7 @@ from nanovllm.capacity.plan import MAX_HOST_SHARE, CapacityPlan, make_plan
 from nanovllm.checkpoint.model_config import rope_extension
 from nanovllm.core.step_limits import max_model_len
 from nanovllm.errors import ConfigError
-from nanovllm.utils.arithmetic import ceil_div
-from nanovllm.utils.memory import format_bytes
+from nanovllm.utils.arithmetic import ceil_div, format_bytes
 
 MAX_REMEDIES = 3
 

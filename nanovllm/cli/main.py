@@ -19,27 +19,34 @@ from nanovllm.capacity.plan import PlanOptions, make_plan, plan_table
 from nanovllm.capacity.plan_check import check_plan
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.cli.batch import add_batch
-from nanovllm.cli.chat import run_chat
 from nanovllm.cli.console import (
     choose_sampling,
     drop_closed_stdout,
     escape_unencodable_output,
+    run_chat,
     stream_answer,
     summary,
 )
 from nanovllm.cli.demo import DemoOptions, run_demo
-from nanovllm.cli.engine_flags import Formatter, add_engine_flags, add_model_flag, engine_options, model_path
-from nanovllm.cli.flags import add_flags, given_fields, name_flags
+from nanovllm.cli.flags import (
+    PYTHON_ONLY,
+    Formatter,
+    add_engine_flags,
+    add_flags,
+    add_model_flag,
+    engine_options,
+    given_fields,
+    name_flags,
+)
 from nanovllm.cli.serve import add_serve
 from nanovllm.config import Config
+from nanovllm.demo import model_path
 from nanovllm.errors import CheckpointError, ConfigError, EngineError, RequestError
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:  # --help must not load torch
     from nanovllm.llm import LLM
 
-# These commands print the text of one answer
-PYTHON_ONLY = ("n", "detokenize", "logprobs", "prompt_logprobs", "logit_bias", "structured_outputs")
 EXAMPLE = """\
 examples:
   nanovllm demo

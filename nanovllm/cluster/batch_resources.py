@@ -14,7 +14,7 @@ from nanovllm.capacity.plan_check import check_start
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
 from nanovllm.errors import ConfigError
-from nanovllm.utils.memory import format_bytes
+from nanovllm.utils.arithmetic import format_bytes
 
 RANK_BYTES = 2**30  # of a rank's process, besides pools and weights; a rank on the CPU took 0.4 GiB
 

@@ -31,9 +31,8 @@ from nanovllm.scheduling.step_bound import StepBound
 from nanovllm.speculation.drafters import Drafter, PromptLookupDrafter, ResidentDrafter
 from nanovllm.speculation.pace import StepTimes
 from nanovllm.speculation.speculator import Speculator
-from nanovllm.utils.arithmetic import ceil_div
+from nanovllm.utils.arithmetic import ceil_div, format_bytes
 from nanovllm.utils.interrupt import deferred_interrupt
-from nanovllm.utils.memory import format_bytes
 
 logger = logging.getLogger("nanovllm")
 

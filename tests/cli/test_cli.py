@@ -16,8 +16,7 @@ from nanovllm.capacity.plan import PlanOptions
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.cli import main as cli
 from nanovllm.cli.demo import DemoOptions
-from nanovllm.cli.flags import given_fields, name_flags
-from nanovllm.cli.options_table import options_tables, write_tables
+from nanovllm.cli.flags import given_fields, name_flags, options_tables, write_tables
 from nanovllm.cluster.batch_options import BatchOptions
 from nanovllm.cluster.service_options import ServiceOptions
 from nanovllm.config import Config

@@ -4,7 +4,7 @@ import argparse
 
 import pytest
 
-from nanovllm.cli.engine_flags import add_engine_flags, add_model_flag
+from nanovllm.cli.flags import add_engine_flags, add_model_flag
 from nanovllm.cli.serve import MAX_STEP_MS, serving_options
 
 

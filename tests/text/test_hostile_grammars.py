@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from nanovllm.demo.tokenizer import END_TOKEN_ID, save_tokenizer
+from nanovllm.demo.retrieval_model import END_TOKEN_ID, save_tokenizer
 from nanovllm.errors import RequestError
 from nanovllm.sampling_params import StructuredOutputs
 from nanovllm.text import grammar_text
