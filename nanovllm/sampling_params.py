@@ -45,7 +45,7 @@ def _wrapped(seed: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputs:
-    """A pattern that an answer must match. Exactly one of the fields is given, with the same meaning as in vLLM.
+    """A constraint on the whole answer. Exactly one of the fields is given, with the same meaning as in vLLM.
 
     json: a JSON schema, as a dict or as text. json_object: any JSON object. regex: a regular expression that the whole
     answer matches. choice: the strings of which the answer is one.

@@ -26,7 +26,8 @@ from nanovllm.utils.options import check_options, option
 MAX_HOST_SHARE = 0.7  # fraction of the available memory; limits a CPU pool whose size the user left open
 SHORT_SEQUENCE_TOKENS = 1024  # prompt and answer of a short sequence, for sizing a CPU pool
 ACCEPTANCES = (0.5, 0.7, 0.9)  # shares of right guesses that the bound of decode is shown for
-MAX_OPTION = 10**9  # tokens, sequences, GiB, GB/s: beyond any machine; bounds the loop over the chunks of a context
+MAX_TOKENS = 10**9  # of a context, which bounds the loop over its chunks
+MAX_GB = 10**9  # of memory, or moved per second: beyond any machine
 _WORK, _MACHINE = "the work", "the machine, if not this one"  # groups
 
 Row: TypeAlias = tuple[str, str, str]  # (name, figure, remark)
@@ -77,7 +78,7 @@ class CapacityPlan:
 
     @property
     def fits_gpu(self) -> bool:
-        """Whether the GPU memory used, including estimates, is within the limit. True on a CPU."""
+        """Return True if the GPU memory used, including estimates, is within the limit, and on a CPU."""
         return self.gpu_limit_bytes is None or self.memory.total_bytes <= self.gpu_limit_bytes
 
     @property
@@ -256,31 +257,31 @@ def _num_fitting_blocks(
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """What to plan for, in addition to the engine's options. An invalid value raises ConfigError."""
+    """Options of a plan beside those of the engine. An invalid value raises ConfigError."""
 
     context: int | None = option(
-        None, help="tokens of each sequence; by default, max_model_len", group=_WORK, above=0, most=MAX_OPTION
+        None, help="tokens of each sequence; by default, max_model_len", group=_WORK, above=0, most=MAX_TOKENS
     )
-    sequences: int = option(1, help="number of sequences that run together", group=_WORK, above=0, most=MAX_OPTION)
+    sequences: int = option(1, help="number of sequences that run together", group=_WORK, above=0)
     gpu: str | None = option(
         None, help="name of a GPU, such as 'RTX 4090'; by default, the one here or else an H200", group=_MACHINE
     )
     gpu_memory_gb: float | None = option(
-        None, help="memory of one GPU in GiB; by default, that of the GPU", group=_MACHINE, above=0, most=MAX_OPTION
+        None, help="memory of one GPU in GiB; by default, that of the GPU", group=_MACHINE, above=0, most=MAX_GB
     )
     host_memory_gb: float | None = option(
         None,
         help="available CPU memory in GiB; by default, what is available here",
         group=_MACHINE,
         above=0,
-        most=MAX_OPTION,
+        most=MAX_GB,
     )
     link_gb_per_s: float | None = option(
         None,
         help="rate from CPU memory to the GPU in GB/s (10^9 bytes); by default, the GPU's, measured or projected",
         group=_MACHINE,
         above=0,
-        most=MAX_OPTION,
+        most=MAX_GB,
     )
 
     def __post_init__(self) -> None:

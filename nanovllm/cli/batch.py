@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.cli.flags import (
     CPU_STEP_TOKENS,
     PYTHON_ONLY,
-    Formatter,
+    add_command,
     add_engine_flags,
     add_flags,
     add_model_flag,
@@ -43,8 +43,7 @@ Exit status: 0 if all rows have run, also if some have an error; 1 if engines fa
 
 def add_batch(commands: Any) -> None:
     about = "answer the rows of files, with engines on one machine or many"
-    parser = commands.add_parser("batch", help=about, description=about, epilog=EXAMPLE, formatter_class=Formatter)
-    parser.set_defaults(run=_batch, option_types=(Config, SamplingParams, BatchOptions))
+    parser = add_command(commands, "batch", about, _batch, (Config, SamplingParams, BatchOptions), EXAMPLE)
     required = parser.add_argument_group("what to answer")
     add_model_flag(required)
     required.add_argument(

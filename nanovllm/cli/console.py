@@ -59,7 +59,7 @@ def stream_answer(
 ) -> "RequestOutput":
     """Run one request. Its progress goes to stderr until the first token; then its text goes to stdout.
 
-    leave_bar: whether the progress bar stays on the screen. stoppable: Ctrl-C aborts the request, whose output then has
+    leave_bar: keep the progress bar on the screen. stoppable: Ctrl-C aborts the request, whose output then has
     finish_reason "abort"; a second Ctrl-C may interrupt a step and break the engine, and then raises KeyboardInterrupt.
     Raises RequestError for a request that can never run.
     """
@@ -132,7 +132,7 @@ def escape_unencodable_output() -> None:
 
 
 def drop_closed_stdout() -> bool:
-    """Whether stdout's reader is gone. If so, drop what is still buffered, which Python would try to write at exit."""
+    """Return True if stdout's reader is gone. Then drop the buffered rest, which Python would try to write at exit."""
     poll = select.poll()
     poll.register(sys.stdout.fileno(), select.POLLOUT)
     is_closed = any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))

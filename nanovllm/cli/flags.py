@@ -7,7 +7,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
 from importlib import import_module
 from itertools import groupby
@@ -127,6 +127,22 @@ class Formatter(argparse.RawDescriptionHelpFormatter):
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=30)
+
+
+def add_command(
+    commands: Any,
+    name: str,
+    about: str,
+    run: Callable[[argparse.Namespace], int],
+    option_types: Sequence[type],
+    epilog: str | None = None,
+) -> argparse.ArgumentParser:
+    """Add a command that `run` runs. option_types: the classes whose fields its flags are."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, help=about, description=about, epilog=epilog, formatter_class=Formatter
+    )
+    parser.set_defaults(run=run, option_types=option_types)
+    return parser
 
 
 def add_model_flag(group: Any) -> None:

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.cli.flags import (
-    Formatter,
+    add_command,
     add_engine_flags,
     add_flags,
     add_model_flag,
@@ -40,8 +40,7 @@ Exit status: 0 after SIGTERM or Ctrl-C, 1 if the engine has failed, 2 for bad in
 
 def add_serve(commands: Any) -> None:
     about = "serve a model over HTTP, with OpenAI's API"
-    parser = commands.add_parser("serve", help=about, description=about, epilog=EXAMPLE, formatter_class=Formatter)
-    parser.set_defaults(run=_serve, option_types=(Config, ServerOptions, ServiceOptions))
+    parser = add_command(commands, "serve", about, _serve, (Config, ServerOptions, ServiceOptions), EXAMPLE)
     add_model_flag(parser.add_argument_group("what to serve"))
     add_flags(parser, ServerOptions)
     add_flags(parser, ServiceOptions)

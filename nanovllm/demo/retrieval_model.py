@@ -294,7 +294,7 @@ def _cache_directory() -> Path:
 
 
 def _is_built(path: Path, dtype: str) -> bool:
-    """Whether `path` holds the model. It is moved there as a whole, so it is complete if its config is there."""
+    """Return True if `path` holds the model. It is moved there as a whole, so it is complete if its config is there."""
     if not path.exists() or (path.is_dir() and not any(path.iterdir())):
         return False
     config = path / "config.json"

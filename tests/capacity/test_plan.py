@@ -61,8 +61,8 @@ def test_plan_memory_of_qwen3_with_offload() -> None:
 
 
 def test_activation_bytes_of_qwen3_are_those_measured() -> None:
-    """What a prompt of 40,952 tokens allocated at its peak, in the MLP, on an H200 with 8 slots, at commit ab3877c; and
-    what a chunk that merges four parts or more takes beyond that.
+    """The memory that a prompt of 40,952 tokens allocated at its peak, in the MLP, on an H200 with 8 slots, at commit
+    ab3877c, and what a chunk that merges four parts or more takes beyond that.
     """
     config = Config(model="qwen3-0.6b", **OFFLOAD, max_num_seqs=4)
     measured = 5_567_396_864 - 5_122_275_328
