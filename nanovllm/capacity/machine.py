@@ -41,18 +41,6 @@ class Gpu:
     aliases: tuple[str, ...] = ()
     is_measured: bool = False
 
-    @property
-    def link_byte_per_s(self) -> float:
-        return LINK_PEAK_GB_PER_S[self.link] * LINK_SHARE * 1e9
-
-    @property
-    def link_source(self) -> str:
-        return f"measured on an {self.name}" if self.is_measured else "projected"
-
-    @property
-    def rates_source(self) -> str:
-        return f"measured on an {self.name}" if self.is_measured else "data sheet"
-
 
 H200 = Gpu("H200", 139, 4300, 690, "PCIe 5 x16", (9, 0), ("H200",), is_measured=True)
 GPUS = (
@@ -147,16 +135,17 @@ class Machine:
     @classmethod
     def gpu(cls, host_bytes: int, gpu: Gpu = H200, name: str | None = None) -> "Machine":
         """A GPU from the table, on a host with `host_bytes` of memory available."""
+        measured = f"measured on an {gpu.name}" if gpu.is_measured else None
         return cls(
             name=name or gpu.name,
             host_bytes=host_bytes,
             gpu_bytes=int(gpu.memory_gib * 2**30),
             capability=gpu.capability,
-            link_byte_per_s=gpu.link_byte_per_s,
+            link_byte_per_s=LINK_PEAK_GB_PER_S[gpu.link] * LINK_SHARE * 1e9,
             memory_byte_per_s=gpu.memory_gb_per_s * 1e9,
             flop_per_s=gpu.bf16_tflop_per_s * 1e12,
-            link_source=f"{gpu.link}, {gpu.link_source}",
-            rates_source=gpu.rates_source,
+            link_source=f"{gpu.link}, {measured or 'projected'}",
+            rates_source=measured or "data sheet",
         )
 
     @classmethod

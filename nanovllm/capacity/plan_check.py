@@ -1,4 +1,4 @@
-"""Checks whether a plan can work, and if it cannot, which options to change. Arithmetic only."""
+"""Checks of a plan: the reasons why it cannot work, and the options to change. Arithmetic only."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -6,8 +6,7 @@ from itertools import combinations
 from math import ceil
 from typing import Any, TypeAlias
 
-from nanovllm.capacity.costs import DeviceMemory
-from nanovllm.capacity.plan import MAX_HOST_SHARE, CapacityPlan, make_plan
+from nanovllm.capacity.plan import MAX_HOST_SHARE, CapacityPlan, least_gpu_blocks, make_plan
 from nanovllm.checkpoint.model_config import rope_extension
 from nanovllm.core.step_limits import max_model_len
 from nanovllm.errors import ConfigError
@@ -26,7 +25,7 @@ def check_start(plan: CapacityPlan) -> None:
     graphs' logits. An engine that is too large only by estimate may still work; start-up runs the largest step to find
     out.
     """
-    if problem := _pool_problem(plan) or _exact_problem(plan):
+    if problem := _pool_problem(plan) or _gpu_problem(plan, with_estimates=False):
         raise ConfigError(f"{problem}; {remedies(plan, memory_problem)}")
     if problem := _cpu_problem(plan):
         raise ConfigError(problem)
@@ -50,7 +49,7 @@ def any_problem(plan: CapacityPlan) -> str | None:
 
 
 def memory_problem(plan: CapacityPlan) -> str | None:
-    return _pool_problem(plan) or _exact_problem(plan) or _estimate_problem(plan)
+    return _pool_problem(plan) or _gpu_problem(plan, with_estimates=True)
 
 
 def _pool_problem(plan: CapacityPlan) -> str | None:
@@ -71,11 +70,33 @@ def _pool_problem(plan: CapacityPlan) -> str | None:
     return None
 
 
-def _exact_problem(plan: CapacityPlan) -> str | None:
+def _gpu_problem(plan: CapacityPlan, with_estimates: bool) -> str | None:
     limit, memory = plan.gpu_limit_bytes, plan.memory
-    if limit is None or memory.exact_bytes <= limit:
+    if limit is None or (memory.total_bytes if with_estimates else memory.exact_bytes) <= limit:
         return None
-    return f"{_exact_parts(plan, memory)} need {format_bytes(memory.exact_bytes)} of GPU memory{_more_than(plan)}"
+    parts = {
+        "the weights": memory.weight_bytes,
+        f"{_blocks_option(plan)}={plan.num_gpu_blocks}": memory.kv_bytes,
+        "staging": memory.staging_bytes,
+        "the logits": memory.logits_bytes,
+    }
+    listed = [f"{name} ({format_bytes(num_bytes)})" for name, num_bytes in parts.items() if num_bytes]
+    exact, exact_bytes = f"{', '.join(listed[:-1])} and {listed[-1]}", format_bytes(memory.exact_bytes)
+    more = (
+        f"more than the {format_bytes(limit)} that gpu_memory_utilization={plan.config.gpu_memory_utilization} "
+        f"allows of {format_bytes(plan.machine.gpu_bytes or 0)}"
+    )
+    if memory.exact_bytes > limit:
+        return f"{exact} need {exact_bytes} of GPU memory, {more}"
+    return (
+        f"about {format_bytes(memory.total_bytes)} of GPU memory is needed, {more}: {exact} take {exact_bytes}, and "
+        f"activations, graphs, their inputs, workspaces and CUDA itself an estimated "
+        f"{format_bytes(memory.estimated_bytes)}"
+    )
+
+
+def _blocks_option(plan: CapacityPlan) -> str:
+    return "num_gpu_blocks" if plan.config.enable_cpu_offload else "num_kvcache_blocks"
 
 
 def _cpu_problem(plan: CapacityPlan) -> str | None:
@@ -86,10 +107,8 @@ def _cpu_problem(plan: CapacityPlan) -> str | None:
     config, available = plan.config, plan.machine.host_bytes
     if plan.machine.gpu_bytes is not None:
         return None
-    offload = config.enable_cpu_offload
-    name, least = ("num_gpu_blocks", 2) if offload else ("num_kvcache_blocks", 1)
-    given = config.num_gpu_blocks if offload else config.num_kvcache_blocks
-    num_blocks = given if given is not None and given > 0 else least
+    name, least = _blocks_option(plan), least_gpu_blocks(config)
+    num_blocks = max(getattr(config, name) or 0, 0) or least
     pool_bytes = plan.cpu_pool_bytes if config.num_cpu_blocks or config.cpu_memory_gb else 0
     block_bytes = plan.spec.block_bytes * config.tensor_parallel_size
     memory = plan.memory
@@ -98,43 +117,11 @@ def _cpu_problem(plan: CapacityPlan) -> str | None:
         return None
     most = (available - fixed_bytes) // block_bytes
     remedy = f"lower {name} to {most} or less" if most >= least else "use a smaller model, pool or block size"
-    others = "weights" if not offload else "weights, staging and CPU pool" if pool_bytes else "weights and staging"
+    others = "weights and staging" if config.enable_cpu_offload else "weights"
+    others = "weights, staging and CPU pool" if pool_bytes else others
     return (
         f"{name}={num_blocks} blocks of {format_bytes(block_bytes)} need {format_bytes(num_blocks * block_bytes)} and "
         f"{others} {format_bytes(fixed_bytes)}, more than the {format_bytes(available)} of memory available; {remedy}"
-    )
-
-
-def _estimate_problem(plan: CapacityPlan) -> str | None:
-    if plan.fits_gpu:
-        return None
-    memory = plan.memory
-    return (
-        f"about {format_bytes(memory.total_bytes)} of GPU memory is needed{_more_than(plan)}: "
-        f"{_exact_parts(plan, memory)} take {format_bytes(memory.exact_bytes)}, and activations, graphs, their inputs, "
-        f"workspaces and CUDA itself an estimated {format_bytes(memory.estimated_bytes)}"
-    )
-
-
-def _exact_parts(plan: CapacityPlan, memory: DeviceMemory) -> str:
-    name = "num_gpu_blocks" if plan.config.enable_cpu_offload else "num_kvcache_blocks"
-    parts = {
-        "the weights": memory.weight_bytes,
-        f"{name}={plan.num_gpu_blocks}": memory.kv_bytes,
-        "staging": memory.staging_bytes,
-        "the logits": memory.logits_bytes,
-    }
-    listed = [f"{name} ({format_bytes(num_bytes)})" for name, num_bytes in parts.items() if num_bytes]
-    return f"{', '.join(listed[:-1])} and {listed[-1]}"
-
-
-def _more_than(plan: CapacityPlan) -> str:
-    assert plan.gpu_limit_bytes is not None and plan.machine.gpu_bytes is not None, (
-        "there is a memory limit only with a GPU"
-    )
-    return (
-        f", more than the {format_bytes(plan.gpu_limit_bytes)} that gpu_memory_utilization="
-        f"{plan.config.gpu_memory_utilization} allows of {format_bytes(plan.machine.gpu_bytes)}"
     )
 
 
@@ -223,7 +210,7 @@ def _changes(plan: CapacityPlan) -> Iterator[Change]:
 
 def _other_num_blocks(plan: CapacityPlan) -> Iterator[Change]:
     """If the user gave a number of GPU blocks: the number that the sequences need if larger, else what fits."""
-    name, unset = ("num_gpu_blocks", None) if plan.config.enable_cpu_offload else ("num_kvcache_blocks", -1)
+    name, unset = _blocks_option(plan), None if plan.config.enable_cpu_offload else -1
     given = getattr(plan.config, name)
     if given == unset:
         return
