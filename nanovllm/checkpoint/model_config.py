@@ -1,7 +1,9 @@
 """ModelConfig: the content of a checkpoint's config.json, with the defaults of transformers.
 
 Owns the list of supported settings. A setting outside it raises CheckpointError here, and no later code checks again.
-Importing this module loads neither torch nor transformers.
+Each concern has one function, which either returns what ModelConfig needs or says what is not supported: the format of
+the weights `_weight_dtype`, the kinds of layers `_check_layers`, the MLP `_mlp_size`, the rope `_rope`. Importing this
+module loads neither torch nor transformers.
 """
 
 import json
@@ -14,7 +16,7 @@ from nanovllm.checkpoint.files import find_model, read_json
 from nanovllm.checkpoint.settings import (
     GENERATION_CONFIG_FILE,
     MAX_POSITIONS,
-    ROPE,
+    ROPE_KEYS,
     apply_overrides,
     check_settings,
 )
@@ -207,7 +209,7 @@ def _architecture_name(settings: Mapping[str, Any]) -> str:
     return name
 
 
-# -- one concern each: the numbers, or CheckpointError for a setting that would change them and is not implemented ----
+# -- one concern each ------------------------------------------------------------------------------------------------
 
 
 def _weight_dtype(settings: Mapping[str, Any]) -> str:
@@ -298,7 +300,7 @@ def _rope(settings: Mapping[str, Any]) -> RopeConfig:
     rope_type = given.get("rope_type") or given.get("type") or "default"
     if rope_type not in ROPE_TYPES:
         raise CheckpointError(f"rope type {rope_type!r} is not supported; supported are {', '.join(ROPE_TYPES)}")
-    unknown, missing = sorted(set(entry) - ROPE.keys()), sorted(set(ROPE_TYPES[rope_type]) - given.keys())
+    unknown, missing = sorted(set(entry) - ROPE_KEYS.keys()), sorted(set(ROPE_TYPES[rope_type]) - given.keys())
     if unknown or missing:
         raise CheckpointError(
             f"rope type {rope_type!r} has unknown keys {unknown} and lacks {missing}; correct config.json"

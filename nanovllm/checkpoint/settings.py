@@ -21,13 +21,12 @@ from nanovllm.errors import CheckpointError, ConfigError, RequestError
 from nanovllm.sampling_params import SamplingParams
 
 MAX_POSITIONS = 2**24  # rope takes positions in fp32, which is exact for integers up to this
-NOUNS = {bool: "true or false", str: "a string", list: "a list", dict: "an object"}
+_NOUNS = {bool: "true or false", str: "a string", list: "a list", dict: "an object"}
 
 # Entry -> its type, or its minimum and maximum: of an integer, or where these are floats, of a number. Null counts as
-# absent, except for REQUIRED. `object`: model_config.py checks the entry
-_SWITCHES = dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window"), bool)
+# absent, except for _REQUIRED. `object`: model_config.py checks the entry
 _KEPT = {"rope_theta": (2.0, 1e37), "partial_rotary_factor": (1e-6, 1.0)}
-REQUIRED = {
+_REQUIRED = {
     "hidden_size": (1, 2**18),
     "intermediate_size": (1, 2**20),
     "num_hidden_layers": (1, 2**12),
@@ -36,10 +35,10 @@ REQUIRED = {
     "max_position_embeddings": (1, MAX_POSITIONS),
     "rms_norm_eps": (1e-30, 1.0),
 }
-READ: dict[str, Any] = {  # the entries that model_config.py reads
-    **REQUIRED,
+ENTRIES: dict[str, Any] = {  # the entries that model_config.py reads
+    **_REQUIRED,
     **_KEPT,
-    **_SWITCHES,
+    **dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window"), bool),
     **dict.fromkeys(("model_type", "hidden_act", "dtype", "torch_dtype"), str),
     **dict.fromkeys(("architectures", "layer_types"), list),
     **dict.fromkeys(("rope_parameters", "rope_scaling"), dict),
@@ -47,16 +46,15 @@ READ: dict[str, Any] = {  # the entries that model_config.py reads
     "num_key_value_heads": (1, 2**12),
     "head_dim": (1, 2**10),
 }
-UNREAD = {"auto_map": dict, "num_labels": (0, 2**20)}  # transformers makes a table of so many labels
-ROPE: dict[str, Any] = {
+_NOT_OVERRIDABLE = {"auto_map": dict, "num_labels": (0, 2**20)}  # transformers makes a table of so many labels
+ROPE_KEYS: dict[str, Any] = {
     **_KEPT,
     "rope_type": str,
     "type": str,  # in the oldest files
     "factor": (1.0, float(MAX_POSITIONS)),
     "original_max_position_embeddings": (1, MAX_POSITIONS),
     **dict.fromkeys(("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"), (1e-6, 1e6)),
-    "attention_factor": (1e-6, 1e6),
-    **dict.fromkeys(("mscale", "mscale_all_dim"), (0.0, 1e6)),
+    "attention_factor": (1e-6, 1e6), "mscale": (0.0, 1e6), "mscale_all_dim": (0.0, 1e6),
     "truncate": bool,
 }
 
@@ -76,7 +74,7 @@ def check_settings(settings: Mapping[str, Any], path: Path) -> None:
 
     settings: the content of the config.json at `path`.
     """
-    _check_entries(settings, READ | UNREAD, path)
+    _check_entries(settings, ENTRIES | _NOT_OVERRIDABLE, path)
     for name in ROPE_ENTRIES:
         rope = settings.get(name) or {}
         if any(isinstance(value, dict) for value in rope.values()):
@@ -84,17 +82,17 @@ def check_settings(settings: Mapping[str, Any], path: Path) -> None:
                 f"{name} of {path} is given per layer type ({', '.join(rope)}); "
                 "only one rope for all layers is supported"
             )
-        _check_entries(rope, ROPE, path, f"{name}.")
+        _check_entries(rope, ROPE_KEYS, path, f"{name}.")
 
 
 def _check_entries(settings: Mapping[str, Any], rules: Mapping[str, Any], path: Path, prefix: str = "") -> None:
     """An integer is also a number. NaN is out of every range, and a boolean is not a number."""
     for name, rule in rules.items():
         value = settings.get(name)
-        if name not in settings or (value is None and name not in REQUIRED):
+        if name not in settings or (value is None and name not in _REQUIRED):
             continue
         if isinstance(rule, type):
-            is_right, wanted = isinstance(value, rule), NOUNS.get(rule, "")
+            is_right, wanted = isinstance(value, rule), _NOUNS.get(rule, "")
         else:
             least, most = rule
             is_right = isinstance(value, int if isinstance(least, int) else int | float) and not isinstance(value, bool)
@@ -108,8 +106,8 @@ def _check_entries(settings: Mapping[str, Any], rules: Mapping[str, Any], path: 
 def check_overrides(overrides: Mapping[Any, Any]) -> None:
     """Raise ConfigError for an entry that the engine does not read, and for a value that is not JSON."""
     for name, value in overrides.items():
-        if name not in READ:
-            known = ", ".join(sorted(READ))
+        if name not in ENTRIES:
+            known = ", ".join(sorted(ENTRIES))
             raise ConfigError(f"hf_overrides names {name!r}, which the engine does not read; choose from {known}")
         if not _is_json(value):
             raise ConfigError(

@@ -190,13 +190,11 @@ ENGINES: dict[str, dict[str, Any]] = {
 NAMES = ("RTX 3060 12GB", "RTX 4090", "A100 80GB")
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize(("context", "num_sequences"), [(1000, 1), (40960, 1), (40960, 4), (500, 100)])
-def test_check_plan_refuses_what_the_table_marks_and_every_remedy_works(
-    engine: str, context: int, num_sequences: int
-) -> None:
+def test_check_plan_refuses_what_the_table_marks_and_every_remedy_works() -> None:
     """`plan` exits 1 exactly when something does not fit, and what it recommends does."""
-    for name, model, host_gib in product(NAMES, MODELS, (16, 100)):
+    work = ((1000, 1), (40960, 1), (40960, 4), (500, 100))
+    num_refused = num_helped = 0
+    for engine, (context, num_sequences), name, model, host_gib in product(ENGINES, work, NAMES, MODELS, (16, 100)):
         machine = Machine.gpu(host_gib * GIB, find_gpu(name))
         plan = plan_for(machine, model=model, context=context, num_sequences=num_sequences, **ENGINES[engine])
         refused = None
@@ -209,11 +207,14 @@ def test_check_plan_refuses_what_the_table_marks_and_every_remedy_works(
         if refused is None:
             check_start(plan)
             continue
+        num_refused += 1
         if "no change of one or two options helps" in refused:
             continue
+        num_helped += 1
         assert 1 <= len(changes(refused)) <= MAX_REMEDIES
         for options in changes(refused):
             assert any_problem(with_changes(plan, options)) is None, (refused, options)
+    assert num_helped > 0.7 * num_refused > 200
 
 
 def test_every_gpu_of_the_table_can_be_planned_for() -> None:

@@ -16,7 +16,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.checkpoint import model_config
 from nanovllm.checkpoint.files import presets
 from nanovllm.checkpoint.model_config import ModelConfig, rope_extension
-from nanovllm.checkpoint.settings import MAX_POSITIONS, READ, apply_overrides, read_sampling_defaults
+from nanovllm.checkpoint.settings import ENTRIES, MAX_POSITIONS, apply_overrides, read_sampling_defaults
 from nanovllm.cli import main as cli
 from nanovllm.config import Config
 from nanovllm.core.step_limits import max_model_len
@@ -248,7 +248,7 @@ def test_overrides_are_checked_as_config_json_is() -> None:
 
 def test_overridable_are_the_entries_that_model_config_reads() -> None:
     source = Path(model_config.__file__).read_text()
-    assert all(name in source for name in READ)
+    assert all(name in source for name in ENTRIES)
 
 
 # -- the gate --------------------------------------------------------------------------------------------------------
