@@ -325,25 +325,19 @@ def _memory_rows(plan: CapacityPlan) -> list[Row]:
     spec, memory, limit = plan.spec, plan.memory, plan.gpu_limit_bytes
     offload = plan.config.enable_cpu_offload
     blocks = f"{plan.num_gpu_blocks} of {spec.block_size} tokens, {format_bytes(spec.block_bytes)} each"
-    exact = [
-        ("weights", memory.weight_bytes, ""),
-        (
-            "slots" if offload else "KV cache",
-            memory.kv_bytes,
-            f"{blocks}, {format_bytes(plan.kv_bytes_per_token)} a token",
-        ),
-        ("staging", memory.staging_bytes, ""),
-        ("logits", memory.logits_bytes, "one buffer for all graphs"),
-    ]
-    estimated = [
-        ("inputs", memory.input_bytes, "static inputs of the graphs"),
-        ("activations", memory.activation_bytes, "in the largest step"),
-        ("graphs", memory.graph_bytes, ""),
-        ("workspaces", memory.workspace_bytes, "cuBLAS"),
-        ("CUDA", memory.context_bytes, "its context and kernels"),
-    ]
-    rows = [(name, format_bytes(num_bytes), remark) for name, num_bytes, remark in exact if num_bytes]
-    rows += [(name, f"~{format_bytes(num_bytes)}", remark) for name, num_bytes, remark in estimated if num_bytes]
+    blocks += f", {format_bytes(plan.kv_bytes_per_token)} a token"
+    parts = (
+        ("weights", "", memory.weight_bytes, ""),
+        ("slots" if offload else "KV cache", "", memory.kv_bytes, blocks),
+        ("staging", "", memory.staging_bytes, ""),
+        ("logits", "", memory.logits_bytes, "one buffer for all graphs"),
+        ("inputs", "~", memory.input_bytes, "static inputs of the graphs"),
+        ("activations", "~", memory.activation_bytes, "in the largest step"),
+        ("graphs", "~", memory.graph_bytes, ""),
+        ("workspaces", "~", memory.workspace_bytes, "cuBLAS"),
+        ("CUDA", "~", memory.context_bytes, "its context and kernels"),
+    )
+    rows = [(name, f"{sign}{format_bytes(num_bytes)}", remark) for name, sign, num_bytes, remark in parts if num_bytes]
     if limit is not None:
         remark = f"of {format_bytes(limit)} that may be used" + ("" if plan.fits_gpu else " (!)")
         rows.append(("GPU memory", f"~{format_bytes(memory.total_bytes)}", remark))

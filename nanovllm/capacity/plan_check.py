@@ -196,11 +196,12 @@ def _changes(plan: CapacityPlan) -> Iterator[Change]:
         yield _other_pool(plan)
     if plan.machine.gpu_bytes is not None:
         yield from ({"gpu_memory_utilization": u} for u in (0.95, 0.98) if u > config.gpu_memory_utilization)
-    yield from ({"max_num_batched_tokens": n} for n in (4096, 1024, 512) if n < config.max_num_batched_tokens)
-    yield from ({"kvcache_block_size": n} for n in (1024, 256) if n < config.block_size)
+    yield from ({"max_num_batched_tokens": n} for n in (4096, 512) if n < config.max_num_batched_tokens)
+    if config.block_size > 256:
+        yield {"kvcache_block_size": 256}
     if num_seqs > config.max_num_seqs:
         yield {"max_num_seqs": num_seqs}
-    yield from ({"max_num_seqs": n} for n in (64, 16, num_seqs) if num_seqs <= n < config.max_num_seqs)
+    yield from ({"max_num_seqs": n} for n in (64, 16) if num_seqs <= n < config.max_num_seqs)
     if not config.enable_cpu_offload:
         yield {"enable_cpu_offload": True, "num_kvcache_blocks": -1}
         yield _other_pool(plan)  # works only together with the former

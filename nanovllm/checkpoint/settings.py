@@ -54,7 +54,9 @@ ROPE_KEYS: dict[str, Any] = {
     "factor": (1.0, float(MAX_POSITIONS)),
     "original_max_position_embeddings": (1, MAX_POSITIONS),
     **dict.fromkeys(("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"), (1e-6, 1e6)),
-    "attention_factor": (1e-6, 1e6), "mscale": (0.0, 1e6), "mscale_all_dim": (0.0, 1e6),
+    "attention_factor": (1e-6, 1e6),
+    "mscale": (0.0, 1e6),
+    "mscale_all_dim": (0.0, 1e6),
     "truncate": bool,
 }
 
