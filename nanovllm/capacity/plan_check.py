@@ -194,6 +194,7 @@ def _changes(plan: CapacityPlan) -> Iterator[Change]:
     yield from _other_num_blocks(plan)
     if config.enable_cpu_offload:
         yield _other_pool(plan)
+        yield {"num_gpu_blocks": None}
     if plan.machine.gpu_bytes is not None:
         yield from ({"gpu_memory_utilization": u} for u in (0.95, 0.98) if u > config.gpu_memory_utilization)
     yield from ({"max_num_batched_tokens": n} for n in (4096, 512) if n < config.max_num_batched_tokens)
@@ -216,11 +217,10 @@ def _other_num_blocks(plan: CapacityPlan) -> Iterator[Change]:
     if given == unset:
         return
     each = 1 if plan.config.enable_cpu_offload else ceil_div(plan.context, plan.spec.block_size)
+    fitting = _changed(plan, {name: unset, "kvcache_block_size": plan.spec.block_size})
     if (needed := plan.num_sequences * each) > given:
         yield {name: needed}
-        return
-    fitting = _changed(plan, {name: unset, "kvcache_block_size": plan.spec.block_size})
-    if fitting is not None and fitting.num_gpu_blocks < given:
+    elif fitting is not None and fitting.num_gpu_blocks < given:
         yield {name: fitting.num_gpu_blocks}
 
 
@@ -242,7 +242,9 @@ def _described(plan: CapacityPlan, change: Change) -> str:
         old = getattr(plan.config, name)
         if value is True:
             parts.append(f"use {name}")
+        elif value in (None, -1) and value != old:
+            parts.append(f"leave {name} unset")
         elif value != old:
             verb = "set" if old is None else "raise" if value > old else "lower"
-            parts.append(f"leave {name} unset" if value == -1 else f"{verb} {name} to {value}")
+            parts.append(f"{verb} {name} to {value}")
     return " and ".join(parts)
