@@ -26,14 +26,7 @@ def test_find_gpu_any_spelling_is_found() -> None:
 
 
 def test_find_gpu_unknown_or_ambiguous_name_lists_the_known_ones() -> None:
-    cases: tuple[str, ...] = (
-        "H100",
-        "A100",
-        "RTX 5070",
-        "RTX 4090 Laptop GPU",
-        "MI300X",
-        "",
-    )
+    cases: tuple[str, ...] = ("H100", "A100", "RTX 5070", "RTX 4090 Laptop GPU", "MI300X", "")
     for name in cases:
         with pytest.raises(ConfigError, match=rf"gpu='{name}' is unknown; choose one of RTX 3060 12GB, .*, GH200, or"):
             find_gpu(name)
@@ -79,11 +72,7 @@ def test_machine_found_has_its_own_memory_and_the_rates_of_its_name() -> None:
 
 
 def test_machine_found_that_is_not_in_the_table_has_no_rates() -> None:
-    cases: tuple[str, ...] = (
-        "NVIDIA GeForce RTX 4080 SUPER",
-        "NVIDIA GeForce RTX 3060 Laptop GPU",
-        "Graphics",
-    )
+    cases: tuple[str, ...] = ("NVIDIA GeForce RTX 4080 SUPER", "NVIDIA GeForce RTX 3060 Laptop GPU", "Graphics")
     for name in cases:
         assert gpu_of_cuda_name(name) is None
         machine = Machine.found_gpu(GIB, name, 16 * GIB, (8, 9))

@@ -237,11 +237,7 @@ def test_plan_options_gpu_brings_its_rates_and_the_rest_overrides_it() -> None:
 
 def test_plan_options_of_a_gpu_on_the_cpu_are_refused() -> None:
     """They were ignored in silence, the link's rate excepted."""
-    cases: tuple[dict[str, Any], ...] = (
-        {"gpu": "L4"},
-        {"gpu_memory_gb": 24},
-        {"link_gb_per_s": 25},
-    )
+    cases: tuple[dict[str, Any], ...] = ({"gpu": "L4"}, {"gpu_memory_gb": 24}, {"link_gb_per_s": 25})
     for options in cases:
         with pytest.raises(ConfigError, match=f"{next(iter(options))} describe a GPU, but device='cpu'"):
             PlanOptions(**options).apply(Machine.cpu(GIB))

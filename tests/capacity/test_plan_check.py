@@ -132,11 +132,7 @@ def test_check_plan_weights_that_do_not_fit_never_raise_the_utilization() -> Non
 def test_check_plan_workload_that_cannot_run_says_why() -> None:
     cases: tuple[tuple[Any, ...], ...] = (
         ({"context": 50}, OFFLOAD | {"max_model_len": 40}, "max_model_len=40; shorten it, or raise max_model_len"),
-        (
-            {"context": 40960, "num_sequences": 3},
-            OFFLOAD,
-            "CPU pool's 20 blocks allow 2; set num_cpu_blocks to 30",
-        ),
+        ({"context": 40960, "num_sequences": 3}, OFFLOAD, "CPU pool's 20 blocks allow 2; set num_cpu_blocks to 30"),
         ({"context": 100, "num_sequences": 9}, OFFLOAD, "the 8 slots allow 8; raise num_gpu_blocks to 9"),
         ({"context": 100, "num_sequences": 9}, {"max_num_seqs": 8}, "max_num_seqs=8 allows 8; raise max_num_seqs to 9"),
         ({"context": 40960, "num_sequences": 30}, {}, r"blocks on the GPU allow 27; .*raise tensor_parallel_size to 2"),

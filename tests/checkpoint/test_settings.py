@@ -320,14 +320,7 @@ def copied(message: str) -> dict[str, Any]:
 
 
 def test_extension_of_qwen3_is_its_model_cards_and_covers_the_tokens() -> None:
-    cases: tuple[Any, ...] = (
-        40_961,
-        65_536,
-        100_000,
-        131_072,
-        131_073,
-        1_000_000,
-    )
+    cases: tuple[Any, ...] = (40_961, 65_536, 100_000, 131_072, 131_073, 1_000_000)
     for num_tokens in cases:
         model, _ = ModelConfig.from_pretrained("qwen3-8b")
         message = rope_extension(model, num_tokens)
