@@ -6,7 +6,7 @@ the engine is ready, and after the engine has served requests: a prompt of nearl
 two such prompts together, then many short ones, all sampled with filters. The plan is made before the engine starts, in
 the same way as by `nanovllm plan`.
 
-nanovllm/capacity/device_memory.py holds the constants of the estimates. To fit them: `cuda_bytes` is the context before
+nanovllm/capacity/costs.py holds the constants of the estimates. To fit them: `cuda_bytes` is the context before
 anything is loaded. `unreserved_bytes` minus the context is graphs and kernels loaded later; the case `no-graphs` runs
 without graphs. `reserved_bytes` minus `allocated_peak_bytes` is what the allocator wastes.
 """
@@ -25,8 +25,7 @@ import torch
 from benchmarks.common import random_prompt
 from benchmarks.reporting import report, versions
 from nanovllm import LLM, SamplingParams
-from nanovllm.capacity.plan import CapacityPlan
-from nanovllm.capacity.planner import make_plan
+from nanovllm.capacity.plan import CapacityPlan, make_plan
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
 from nanovllm.engine.setup import find_machine

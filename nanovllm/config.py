@@ -1,14 +1,14 @@
 """Config: the engine's options as the user gave them. They are checked when the Config is made."""
 
 import re
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 
-from nanovllm.checkpoint.config_overrides import check_overrides
 from nanovllm.checkpoint.model_config import DTYPES
+from nanovllm.checkpoint.settings import check_overrides
 from nanovllm.errors import ConfigError
-from nanovllm.sampling_params import MAX_INT32, MAX_SEED, MIN_SEED
+from nanovllm.sampling_params import MAX_SEED, MIN_SEED
 from nanovllm.utils.arithmetic import ceil_div
-from nanovllm.utils.options import option
+from nanovllm.utils.options import check_options, option
 
 BLOCK_SIZE_STEP = 256  # block sizes are multiples of this; with offload, it is also the grain of prefix hits
 DEFAULT_BLOCK_SIZE = 256
@@ -20,14 +20,6 @@ ATTENTION_BACKENDS = ("flash", "cudnn", "triton", "torch")
 _DEVICE = re.compile(r"auto|cpu|cuda(:(0|[1-9][0-9]?))?")
 _MAX_CPU_MEMORY_GB = 2**30  # one EiB
 _MAX_STEP_MS = 3_600_000  # an hour
-_AT_LEAST_ONE = (
-    "max_num_batched_tokens",
-    "max_num_seqs",
-    "max_model_len",
-    "kvcache_block_size",
-    "num_cpu_blocks",
-    "cpu_attention_threads",
-)
 _MODEL, _KV_CACHE, _OFFLOAD, _SCHEDULING = "model and device", "KV cache", "CPU offload", "scheduling"  # groups
 
 
@@ -39,12 +31,10 @@ class Config:
     and the remedy.
     """
 
-    model: str = field(
-        metadata={
-            "help": "local directory, hub name (owner/name), demo (the built-in model), or a preset of "
-            "benchmarks/configs with load_format=dummy",
-            "group": _MODEL,
-        }
+    model: str = option(
+        help="local directory, hub name (owner/name), demo (the built-in model), or a preset of "
+        "benchmarks/configs with load_format=dummy",
+        group=_MODEL,
     )
     device: str = option("auto", help="cpu, cuda or cuda:N; auto: the GPU if there is one", group=_MODEL)
     dtype: str = option(
@@ -74,7 +64,7 @@ class Config:
     )
     enforce_eager: bool = option(False, help="run without CUDA graphs", group=_MODEL)
     tensor_parallel_size: int = option(
-        1, help="number of ranks that the model is split over, 1 to 8; one GPU per rank", group=_MODEL
+        1, help="number of ranks that the model is split over, 1 to 8; one GPU per rank", group=_MODEL, least=1, most=8
     )
     distributed_executor_backend: str = option(
         "mp",
@@ -90,24 +80,28 @@ class Config:
         group=_MODEL,
         choices=("auto", "none"),
     )
-    seed: int = option(0, help="seed for random weights and for requests that set no seed", group=_MODEL)
+    seed: int = option(
+        0, help="seed for random weights and for requests that set no seed", group=_MODEL, least=MIN_SEED, most=MAX_SEED
+    )
 
     max_model_len: int | None = option(
         None,
         help="maximum number of tokens in prompt and answer together; by default, the length that the model's rope "
         "covers",
         group=_KV_CACHE,
+        least=1,
     )
     kvcache_block_size: int | None = option(
         None,
         help="tokens per block, a multiple of 256; by default 256, or 4096 if num_gpu_blocks is given",
         group=_KV_CACHE,
+        least=1,
     )
     enable_prefix_caching: bool = option(
         True, help="reuse the KV of earlier prompts that begin with the same tokens", group=_KV_CACHE
     )
     gpu_memory_utilization: float = option(
-        0.9, help="fraction of the GPU's memory that the engine may use", group=_KV_CACHE
+        0.9, help="fraction of the GPU's memory that the engine may use", group=_KV_CACHE, above=0, most=1
     )
     num_kvcache_blocks: int = option(-1, help="blocks on the GPU without offload; -1: as many as fit", group=_KV_CACHE)
 
@@ -115,7 +109,7 @@ class Config:
         False, help="keep all KV in pinned CPU memory, and some of its blocks in slots on the GPU", group=_OFFLOAD
     )
     num_gpu_blocks: int | None = option(
-        None, help="slots on the GPU, 2 or more; by default, as many as fit", group=_OFFLOAD
+        None, help="slots on the GPU, 2 or more; by default, as many as fit", group=_OFFLOAD, least=2
     )
     num_cpu_blocks: int | None = option(
         None,
@@ -123,9 +117,14 @@ class Config:
         "at most enough for those two plus max_num_seqs sequences of 1,024 tokens, and never more than 70% of the "
         "available memory",
         group=_OFFLOAD,
+        least=1,
     )
     cpu_memory_gb: float | None = option(
-        None, help="size of the blocks in CPU memory in GiB, instead of num_cpu_blocks", group=_OFFLOAD
+        None,
+        help="size of the blocks in CPU memory in GiB, instead of num_cpu_blocks",
+        group=_OFFLOAD,
+        above=0,
+        most=_MAX_CPU_MEMORY_GB,
     )
     cpu_attention: str = option(
         "auto",
@@ -139,12 +138,13 @@ class Config:
         help="CPU threads of each rank for cpu_attention; by default the rank's share of the available CPUs, less one "
         "or two for the threads that drive the GPU",
         group=_OFFLOAD,
+        least=1,
     )
 
     max_num_batched_tokens: int = option(
-        16384, help="maximum new tokens in one step; a longer prompt is split into chunks", group=_SCHEDULING
+        16384, help="maximum new tokens in one step; a longer prompt is split into chunks", group=_SCHEDULING, least=1
     )
-    max_num_seqs: int = option(512, help="maximum number of sequences that run at once", group=_SCHEDULING)
+    max_num_seqs: int = option(512, help="maximum number of sequences that run at once", group=_SCHEDULING, least=1)
     chunked_prefill: bool = option(
         True, help="run chunks of prompts in the same steps as decodes; if off, prompts run first", group=_SCHEDULING
     )
@@ -155,6 +155,8 @@ class Config:
         "prompts are spread so that running answers keep their pace; without it, chunks are as long as "
         "max_num_batched_tokens allows, which gives the most tokens per second",
         group=_SCHEDULING,
+        least=1,
+        most=_MAX_STEP_MS,
     )
 
     speculation: str = option(
@@ -169,27 +171,20 @@ class Config:
         15,
         help="maximum guesses of a sequence in one step, 1 to 15; there are fewer where fewer are faster",
         group=_SCHEDULING,
+        least=1,
+        most=MAX_GUESSES,
     )
 
     def __post_init__(self) -> None:
-        self._check_types()
-        self._check_integers()
+        check_options(self, ConfigError)
         if not self.model:
             raise ConfigError(
                 "model='' must be a directory ('.' for the current one), a hub name (owner/name) or a preset"
             )
-        for each in fields(self):
-            value, choices = getattr(self, each.name), each.metadata.get("choices")
-            if choices and value not in choices:
-                raise ConfigError(f"{each.name}={value!r} is unknown; choose one of {', '.join(choices)}")
         if not _DEVICE.fullmatch(self.device):
             raise ConfigError(
                 f"device={self.device!r} is unknown; choose auto, cpu, cuda or cuda:N, where N is 0 to 99"
             )
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise ConfigError(f"gpu_memory_utilization={self.gpu_memory_utilization} must be above 0 and at most 1")
-        if not 1 <= self.tensor_parallel_size <= 8:
-            raise ConfigError(f"tensor_parallel_size={self.tensor_parallel_size} must be between 1 and 8")
         if self.distributed_executor_backend == "ray" and self.tensor_parallel_size == 1:
             raise ConfigError(
                 "distributed_executor_backend='ray' reserves GPUs for the ranks of tensor_parallel_size > 1; raise "
@@ -200,55 +195,21 @@ class Config:
                 f"kvcache_block_size={self.kvcache_block_size} must be a multiple of {BLOCK_SIZE_STEP}; "
                 f"try {ceil_div(self.kvcache_block_size, BLOCK_SIZE_STEP) * BLOCK_SIZE_STEP}"
             )
-        if not 1 <= self.num_speculative_tokens <= MAX_GUESSES:
+        if self.num_kvcache_blocks != -1 and self.num_kvcache_blocks < 1:
             raise ConfigError(
-                f"num_speculative_tokens={self.num_speculative_tokens} must be between 1 and {MAX_GUESSES}"
+                f"num_kvcache_blocks={self.num_kvcache_blocks} must be 1 or more, or -1 for as many as fit"
             )
         if self.speculation == "resident" and not self.enable_cpu_offload:
             raise ConfigError(
                 "speculation='resident' drafts by the keys on the GPU, which are all keys without CPU offload; "
                 "use 'prompt_lookup' or 'auto', or add enable_cpu_offload=True"
             )
-        self._check_step_time()
-        self._check_offload()
-        check_overrides(self.hf_overrides or {})
-
-    def _check_types(self) -> None:
-        for name, kind in self.__annotations__.items():
-            value = getattr(self, name)
-            if isinstance(value, bool) and kind is not bool:
-                raise ConfigError(f"{name}={value!r} must not be a boolean")
-            if kind is float and isinstance(value, int):
-                continue
-            allowed = (float, int, type(None)) if kind == float | None else kind
-            if not isinstance(value, allowed):
-                raise ConfigError(f"{name}={value!r} has type {type(value).__name__}, expected {kind}")
-
-    def _check_integers(self) -> None:
-        for name in _AT_LEAST_ONE:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name}={value} must be 1 or more")
-        if self.num_kvcache_blocks != -1 and self.num_kvcache_blocks < 1:
-            raise ConfigError(
-                f"num_kvcache_blocks={self.num_kvcache_blocks} must be 1 or more, or -1 for as many as fit"
-            )
-        if not MIN_SEED <= self.seed <= MAX_SEED:
-            raise ConfigError(f"seed={self.seed} must be between {MIN_SEED} and {MAX_SEED} (64 bits)")
-        for name in (*_AT_LEAST_ONE, "num_kvcache_blocks", "num_gpu_blocks"):
-            value = getattr(self, name)
-            if value is not None and value > MAX_INT32:
-                raise ConfigError(f"{name}={value} must be at most {MAX_INT32}")
-
-    def _check_step_time(self) -> None:
-        if self.max_step_ms is None:
-            return
-        if not 1 <= self.max_step_ms <= _MAX_STEP_MS:
-            raise ConfigError(f"max_step_ms={self.max_step_ms} must be between 1 and {_MAX_STEP_MS}")
-        if not self.chunked_prefill:
+        if self.max_step_ms is not None and not self.chunked_prefill:
             raise ConfigError(
                 "max_step_ms applies only to chunked prefill; leave it out, or leave out chunked_prefill=False"
             )
+        self._check_offload()
+        check_overrides(self.hf_overrides or {})
 
     def _check_offload(self) -> None:
         if not self.enable_cpu_offload:
@@ -262,12 +223,8 @@ class Config:
             raise ConfigError(
                 "num_kvcache_blocks applies only without CPU offload; with enable_cpu_offload use num_gpu_blocks"
             )
-        if self.num_gpu_blocks is not None and self.num_gpu_blocks < 2:
-            raise ConfigError(f"num_gpu_blocks={self.num_gpu_blocks} must be 2 or more")
         if self.num_cpu_blocks is not None and self.cpu_memory_gb is not None:
             raise ConfigError("num_cpu_blocks and cpu_memory_gb both set the size of the CPU pool; give one of them")
-        if self.cpu_memory_gb is not None and not 0 < self.cpu_memory_gb <= _MAX_CPU_MEMORY_GB:
-            raise ConfigError(f"cpu_memory_gb={self.cpu_memory_gb} must be above 0 and at most {_MAX_CPU_MEMORY_GB}")
         if self.cpu_attention_threads is not None and self.cpu_attention == "off":
             raise ConfigError("cpu_attention_threads has no effect with cpu_attention='off'; leave one of them out")
 

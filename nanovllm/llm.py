@@ -8,7 +8,7 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from nanovllm.capacity.plan import CapacityPlan
-from nanovllm.checkpoint.generation_config import read_sampling_defaults
+from nanovllm.checkpoint.settings import read_sampling_defaults
 from nanovllm.core.outputs import Outbox, RequestOutput, StepOutput, with_answers, with_logprob_lists
 from nanovllm.core.sequence import TokenIds
 from nanovllm.engine.internals import Internals

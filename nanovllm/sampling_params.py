@@ -6,12 +6,11 @@ from functools import partial
 from typing import Any
 
 from nanovllm.errors import RequestError
-from nanovllm.utils.options import option
+from nanovllm.utils.options import MAX_INT32, check_options, option, shown
 
 # On the device, temperatures and the logits divided by them are fp32. Within these limits sampling already ranges from
 # greedy to uniform; far outside them, 1 / temperature would overflow or underflow.
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-10, 1e10
-MAX_INT32 = 2**31 - 1  # positions, lengths and block tables are int32 on the device
 MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1  # seeds are int64 on the device
 MAX_LOGPROBS = 20  # most likely tokens that a request can ask for at each position
 MAX_PENALTY = 2.0  # of a presence or frequency penalty, as in OpenAI's API
@@ -23,29 +22,21 @@ INVALID_TOKEN = -1  # the sampler returns this instead of a token id if the logi
 _GROUP = "sampling"
 
 
-MAX_SHOWN_CHARS = 200  # of a value that an error message repeats
-
-
-def _shown(value: object) -> str:
-    try:
-        text = repr(value)
-    except ValueError:  # Python does not write integers of more than 4300 digits
-        text = "(an integer of thousands of digits)"
-    return text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}..."
-
-
 def _require(condition: bool, name: str, value: object, limit: str, owner: str = "SamplingParams") -> None:
     if not condition:
-        raise RequestError(f"{owner}.{name}={_shown(value)} must be {limit}")
+        raise RequestError(f"{owner}.{name}={shown(value)} must be {limit}")
 
 
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _is_token_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_INT32
 
 
-def _is_number(value: object) -> bool:
-    """Whether it is an int or a float, but not NaN."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and value == value
+def _as_strings(value: str | tuple[str, ...] | list[str] | None, name: str) -> tuple[str, ...]:
+    """The strings of an option that takes one, several or none."""
+    strings = (value,) if isinstance(value, str) else () if value is None else value
+    are_strings = isinstance(strings, list | tuple) and all(isinstance(each, str) and each for each in strings)
+    _require(are_strings, name, value, "a non-empty string or a list of them")
+    return tuple(strings)
 
 
 def _wrapped(seed: int) -> int:
@@ -55,7 +46,7 @@ def _wrapped(seed: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputs:
-    """What an answer must match. Exactly one of the fields is given, with the same meaning as in vLLM.
+    """A constraint on the whole answer. Exactly one of the fields is given, with the same meaning as in vLLM.
 
     json: a JSON schema, as a dict or as text. json_object: any JSON object. regex: a regular expression that the whole
     answer matches. choice: the strings of which the answer is one.
@@ -107,24 +98,33 @@ class SamplingParams:
     prompt_logprobs computes its whole prompt, even if the prefix cache has it.
     """
 
-    n: int = option(1, help="number of answers; each has a seed of its own, counted up from `seed`", group=_GROUP)
+    n: int = option(
+        1, help="number of answers; each has a seed of its own, counted up from `seed`", group=_GROUP, least=1
+    )
 
     temperature: float = option(1.0, help="sampling temperature; 0 always takes the most likely token", group=_GROUP)
     max_tokens: int | None = option(
         64,
         help="maximum number of new tokens; from Python, None: as many as the context and the KV cache have room for",
         group=_GROUP,
+        least=1,
     )
-    top_k: int = option(0, help="sample from this many of the most likely tokens; 0 or -1: from all", group=_GROUP)
+    top_k: int = option(
+        0, help="sample from this many of the most likely tokens; 0 or -1: from all", group=_GROUP, least=-1
+    )
     top_p: float = option(
         1.0,
         help="sample from the smallest set of most likely tokens whose probabilities add up to at least this",
         group=_GROUP,
+        above=0,
+        most=1,
     )
     min_p: float = option(
         0.0,
         help="sample from the tokens whose probability is at least this fraction of the most likely token's",
         group=_GROUP,
+        least=0,
+        most=1,
     )
     stop: str | tuple[str, ...] | list[str] | None = option(
         (), help="end the answer where one of these strings appears, and leave it out of the text", group=_GROUP
@@ -138,6 +138,8 @@ class SamplingParams:
         help="seed of this request; the same seed gives the same tokens, whatever else is in the batch; "
         "by default, derived from the engine's seed",
         group=_GROUP,
+        least=MIN_SEED,
+        most=MAX_SEED,
     )
     skip_special_tokens: bool = option(True, help="leave special tokens out of the text", group=_GROUP)
     include_stop_str_in_output: bool = option(
@@ -151,22 +153,38 @@ class SamplingParams:
         None,
         help=f"log-probabilities of each new token and of this many of the most likely ones, at most {MAX_LOGPROBS}",
         group=_GROUP,
+        least=0,
+        most=MAX_LOGPROBS,
     )
-    prompt_logprobs: int | None = option(None, help="the same for each token of the prompt but the first", group=_GROUP)
+    prompt_logprobs: int | None = option(
+        None, help="the same for each token of the prompt but the first", group=_GROUP, least=0, most=MAX_LOGPROBS
+    )
     presence_penalty: float = option(
-        0.0, help="subtracted from the logit of every token that the answer contains; -2 to 2", group=_GROUP
+        0.0,
+        help="subtracted from the logit of every token that the answer contains; -2 to 2",
+        group=_GROUP,
+        least=-MAX_PENALTY,
+        most=MAX_PENALTY,
     )
     frequency_penalty: float = option(
-        0.0, help="subtracted from a token's logit for each time that the answer contains it; -2 to 2", group=_GROUP
+        0.0,
+        help="subtracted from a token's logit for each time that the answer contains it; -2 to 2",
+        group=_GROUP,
+        least=-MAX_PENALTY,
+        most=MAX_PENALTY,
     )
     repetition_penalty: float = option(
-        1.0, help="makes tokens of prompt and answer less likely if above 1, more likely if below", group=_GROUP
+        1.0,
+        help="makes tokens of prompt and answer less likely if above 1, more likely if below",
+        group=_GROUP,
+        least=MIN_TEMPERATURE,
+        most=MAX_TEMPERATURE,
     )
     logit_bias: dict[int, float] | None = option(
         None, help="token id -> number from -100 to 100 that is added to its logit", group=_GROUP, hash=False
     )
     min_tokens: int = option(
-        0, help="number of new tokens before end tokens and stop_token_ids become possible", group=_GROUP
+        0, help="number of new tokens before end tokens and stop_token_ids become possible", group=_GROUP, least=0
     )
     bad_words: tuple[str, ...] | list[str] | None = option(
         (), help="strings that the answer must not contain", group=_GROUP
@@ -176,27 +194,40 @@ class SamplingParams:
     )
 
     def __post_init__(self) -> None:
-        self._check_numbers()
-        self._check_edits()
-        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "detokenize"):
-            value = getattr(self, name)
-            _require(isinstance(value, bool), name, value, "True or False")
-        stop = (self.stop,) if isinstance(self.stop, str) else () if self.stop is None else self.stop
-        are_strings = isinstance(stop, list | tuple) and all(isinstance(s, str) and s for s in stop)
-        _require(are_strings, "stop", self.stop, "a non-empty string or a list of them")
-        token_ids = () if self.stop_token_ids is None else self.stop_token_ids
-        are_ids = isinstance(token_ids, list | tuple) and all(_is_integer(t) and 0 <= t <= MAX_INT32 for t in token_ids)
-        _require(are_ids, "stop_token_ids", self.stop_token_ids, f"token ids, each from 0 to {MAX_INT32}")
+        check_options(self, RequestError, "SamplingParams.")
+        in_range = self.temperature == 0 or MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE
+        limits = f"0 (greedy), or from {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}"
+        _require(in_range, "temperature", self.temperature, limits)
+        _require(self.min_tokens <= (self.max_tokens or MAX_INT32), "min_tokens", self.min_tokens, "at most max_tokens")
+        stop = _as_strings(self.stop, "stop")
         if (num_chars := sum(map(len, stop))) > MAX_STOP_CHARS:
             raise RequestError(
                 f"SamplingParams.stop has {num_chars} characters in all, at most {MAX_STOP_CHARS}; leave some out"
             )
         if stop and not self.detokenize:
             raise RequestError(
-                f"SamplingParams.stop={_shown(self.stop)} needs text; leave detokenize on, or use stop_token_ids"
+                f"SamplingParams.stop={shown(self.stop)} needs text; leave detokenize on, or use stop_token_ids"
             )
-        object.__setattr__(self, "stop", tuple(stop))
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "bad_words", _as_strings(self.bad_words, "bad_words"))
+        token_ids = () if self.stop_token_ids is None else self.stop_token_ids
+        are_ids = isinstance(token_ids, list | tuple) and all(_is_token_id(each) for each in token_ids)
+        _require(are_ids, "stop_token_ids", self.stop_token_ids, f"token ids, each from 0 to {MAX_INT32}")
         object.__setattr__(self, "stop_token_ids", tuple(token_ids))
+        self._check_logit_bias()
+        is_known = self.structured_outputs is None or isinstance(self.structured_outputs, StructuredOutputs)
+        limit = "a nanovllm.StructuredOutputs, such as StructuredOutputs(regex='[0-9]+')"
+        _require(is_known, "structured_outputs", self.structured_outputs, limit)
+
+    def _check_logit_bias(self) -> None:
+        if self.logit_bias is None:
+            return
+        _require(isinstance(self.logit_bias, Mapping), "logit_bias", self.logit_bias, "a dict of token ids and numbers")
+        limit = f"a number from -{MAX_LOGIT_BIAS:g} to {MAX_LOGIT_BIAS:g} for a token id"
+        for token_id, bias in self.logit_bias.items():
+            in_range = isinstance(bias, int | float) and not isinstance(bias, bool) and abs(bias) <= MAX_LOGIT_BIAS
+            _require(_is_token_id(token_id) and in_range, f"logit_bias[{shown(token_id)}]", bias, limit)
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias))  # a copy, so that nothing changes after this
 
     def per_answer(self) -> "list[SamplingParams]":
         """The parameters of each of the n answers. If there is a seed, answer i has that seed plus i.
@@ -208,58 +239,3 @@ class SamplingParams:
         seeds = [None if self.seed is None else _wrapped(self.seed + i) for i in range(self.n)]
         first, *others = (replace(self, n=1, seed=seed) for seed in seeds)
         return [first, *(replace(other, prompt_logprobs=None) for other in others)]
-
-    def _check_edits(self) -> None:
-        """Check what changes the logits before they are sampled, and how many of them are reported."""
-        for name in ("presence_penalty", "frequency_penalty"):
-            value = getattr(self, name)
-            _require(_is_number(value) and abs(value) <= MAX_PENALTY, name, value, "a number from -2 to 2")
-        value = self.repetition_penalty
-        in_range = _is_number(value) and MIN_TEMPERATURE <= value <= MAX_TEMPERATURE
-        _require(in_range, "repetition_penalty", value, "a number above 0; 1 changes nothing")
-        for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(self, name)
-            in_range = value is None or (_is_integer(value) and 0 <= value <= MAX_LOGPROBS)
-            _require(in_range, name, value, f"an integer from 0 to {MAX_LOGPROBS}, or None")
-        _require(_is_integer(self.n) and 1 <= self.n <= MAX_INT32, "n", self.n, "an integer, 1 or more")
-        is_count = _is_integer(self.min_tokens) and self.min_tokens >= 0
-        _require(is_count, "min_tokens", self.min_tokens, "an integer, 0 or more")
-        _require(self.min_tokens <= (self.max_tokens or MAX_INT32), "min_tokens", self.min_tokens, "at most max_tokens")
-        words = (
-            (self.bad_words,) if isinstance(self.bad_words, str) else () if self.bad_words is None else self.bad_words
-        )
-        are_strings = isinstance(words, list | tuple) and all(isinstance(word, str) and word for word in words)
-        _require(are_strings, "bad_words", self.bad_words, "a non-empty string or a list of them")
-        object.__setattr__(self, "bad_words", tuple(words))
-        is_bias = self.logit_bias is None or isinstance(self.logit_bias, Mapping)
-        _require(is_bias, "logit_bias", self.logit_bias, "a dict of token ids and numbers")
-        for token_id, bias in (self.logit_bias or {}).items():
-            is_known = _is_integer(token_id) and 0 <= token_id <= MAX_INT32
-            in_range = is_known and _is_number(bias) and abs(bias) <= MAX_LOGIT_BIAS
-            limit = f"a number from -{MAX_LOGIT_BIAS:g} to {MAX_LOGIT_BIAS:g} for a token id"
-            _require(in_range, f"logit_bias[{_shown(token_id)}]", bias, limit)
-        if self.logit_bias is not None:  # a copy, so that nothing changes after these checks
-            object.__setattr__(self, "logit_bias", dict(self.logit_bias))
-        is_known = self.structured_outputs is None or isinstance(self.structured_outputs, StructuredOutputs)
-        limit = "a nanovllm.StructuredOutputs, such as StructuredOutputs(regex='[0-9]+')"
-        _require(is_known, "structured_outputs", self.structured_outputs, limit)
-
-    def _check_numbers(self) -> None:
-        for name in ("temperature", "top_p", "min_p"):
-            value = getattr(self, name)
-            _require(isinstance(value, int | float) and not isinstance(value, bool), name, value, "a number")
-        in_range = self.temperature == 0 or MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE
-        limits = f"0 (greedy), or from {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}"
-        _require(in_range, "temperature", self.temperature, limits)
-        if self.max_tokens is not None:
-            _require(_is_integer(self.max_tokens), "max_tokens", self.max_tokens, "an integer or None")
-            in_range = 1 <= self.max_tokens <= MAX_INT32
-            _require(in_range, "max_tokens", self.max_tokens, f"1 or more, at most {MAX_INT32}")
-        _require(_is_integer(self.top_k), "top_k", self.top_k, "an integer")
-        limits = f"1 or more, or 0 or -1 to keep every token, and at most {MAX_INT32}"
-        _require(-1 <= self.top_k <= MAX_INT32, "top_k", self.top_k, limits)
-        _require(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
-        _require(0 <= self.min_p <= 1, "min_p", self.min_p, "between 0 and 1")
-        _require(self.seed is None or _is_integer(self.seed), "seed", self.seed, "an integer or None")
-        limits = f"from {MIN_SEED} to {MAX_SEED} (64 bits), or None to derive one from the engine's seed"
-        _require(MIN_SEED <= (self.seed or 0) <= MAX_SEED, "seed", self.seed, limits)

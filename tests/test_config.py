@@ -12,7 +12,7 @@ from nanovllm.core.support import MAX_DECODE_QUERIES
 from nanovllm.errors import ConfigError
 
 OFFLOAD = {"enable_cpu_offload": True}
-NAN, INF = math.nan, math.inf
+NAN, INF, HUGE = math.nan, math.inf, 10**400
 BAD_DEVICES = ("cuda:abc", "cuda:-1", "cuda:", "cuda:1.5", "cuda:100", "cuda:01", "cuda: 1", "cuda:²", "CPU", "")
 
 
@@ -49,19 +49,16 @@ def test_defaults_are_those_of_the_specification() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("options", "block_size"),
-    [
+def test_block_size() -> None:
+    for options, block_size in (
         ({}, 256),
         (OFFLOAD, 256),  # regression: 4096, which left room for 20 short sequences
         (OFFLOAD | {"num_gpu_blocks": 8}, 4096),
         (OFFLOAD | {"num_cpu_blocks": 8}, 256),
         (OFFLOAD | {"kvcache_block_size": 768}, 768),
         (OFFLOAD | {"kvcache_block_size": 256, "num_gpu_blocks": 8}, 256),
-    ],
-)
-def test_block_size(options: dict[str, int], block_size: int) -> None:
-    assert Config(model="m", **options).block_size == block_size  # type: ignore[arg-type]
+    ):
+        assert Config(model="m", **options).block_size == block_size, options  # type: ignore[arg-type]
 
 
 def test_config_is_frozen_and_keyword_only() -> None:
@@ -86,48 +83,42 @@ def test_block_bytes_of_qwen3_06b_at_256_tokens_are_28_mib() -> None:
     assert qwen3_06b(256).layer_block_bytes == 2**20
 
 
-@pytest.mark.parametrize(("block_size", "group_blocks"), [(256, 32), (4096, 2), (5120, 1), (16384, 1)])
-def test_staging_holds_a_few_groups_of_one_layer(block_size: int, group_blocks: int) -> None:
-    spec = qwen3_06b(block_size)
-    assert spec.staging_group_blocks == group_blocks
-    assert group_blocks * block_size <= max(spec.staging.group_tokens, block_size)
-    assert spec.staging_bytes == spec.staging.num_groups * group_blocks * spec.layer_block_bytes
+def test_staging_holds_a_few_groups_of_one_layer() -> None:
+    for block_size, group_blocks in ((256, 32), (4096, 2), (5120, 1), (16384, 1)):
+        spec = qwen3_06b(block_size)
+        assert spec.staging_group_blocks == group_blocks
+        assert group_blocks * block_size <= max(spec.staging.group_tokens, block_size)
+        assert spec.staging_bytes == spec.staging.num_groups * group_blocks * spec.layer_block_bytes
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_value_out_of_range_is_refused_with_the_limit() -> None:
+    """Regression: an invalid device string of torch, OverflowError, and for model='' the current directory."""
+    at_most_int32 = "=2147483648 must be [12] or more, at most 2147483647"
+    is_bad_device = "' is unknown; choose auto, cpu, cuda or cuda:N, where N is 0 to 99"
+    bad: list[tuple[dict[str, Any], str]] = [
         ({"model": ""}, r"model='' must be a directory \('\.' for the current one\), a hub name"),
+        *(({"device": device}, f"device='{device}{is_bad_device}") for device in BAD_DEVICES),
         *(
-            ({"device": device}, f"device='{device}' is unknown; choose auto, cpu, cuda or cuda:N, where N is 0 to 99")
-            for device in BAD_DEVICES
-        ),
-        *(
-            ({name: 2**31}, f"{name}=2147483648 must be at most 2147483647")
+            ({name: 2**31}, name + at_most_int32)
             for name in ("max_num_batched_tokens", "max_num_seqs", "max_model_len", "kvcache_block_size")
         ),
-        ({"num_kvcache_blocks": 10**30}, "num_kvcache_blocks=10{30} must be at most"),
+        *((OFFLOAD | {name: 2**31}, name + at_most_int32) for name in ("num_gpu_blocks", "num_cpu_blocks")),
+        ({"num_kvcache_blocks": 10**30}, "num_kvcache_blocks=10{30} must be at most 2147483647"),
         ({"num_kvcache_blocks": -2}, "num_kvcache_blocks=-2 must be 1 or more, or -1"),
-        (OFFLOAD | {"num_gpu_blocks": 2**31}, "num_gpu_blocks=2147483648 must be at most"),
-        (OFFLOAD | {"num_cpu_blocks": 2**31}, "num_cpu_blocks=2147483648 must be at most"),
-        *(
-            (OFFLOAD | {"cpu_memory_gb": gb}, "cpu_memory_gb=.* at most 1073741824")
-            for gb in (NAN, INF, 1e308, 10**400)
-        ),
-        *(({"gpu_memory_utilization": share}, "gpu_memory_utilization=.* at most 1") for share in (NAN, INF, 10**400)),
+        *((OFFLOAD | {"cpu_memory_gb": gb}, "cpu_memory_gb=.* at most 1073741824") for gb in (NAN, INF, 1e308, HUGE)),
+        *(({"gpu_memory_utilization": share}, "gpu_memory_utilization=.* at most 1") for share in (0, NAN, INF, HUGE)),
+        *(({"max_step_ms": value}, "max_step_ms=.* must be between 1 and 3600000") for value in (0.5, NAN, HUGE)),
         ({"seed": 2**63}, "seed=9223372036854775808 must be between"),
         ({"seed": -(2**63) - 1}, "seed=-9223372036854775809 must be between"),
-    ],
-)
-def test_value_out_of_range_is_refused_with_the_limit(options: dict[str, Any], message: str) -> None:
-    """Regression: an invalid device string of torch, OverflowError, and for model='' the current directory."""
-    with pytest.raises(ConfigError, match=message):
-        Config(**({"model": "m"} | options))
+    ]
+    for options, message in bad:
+        with pytest.raises(ConfigError, match=message):
+            Config(**({"model": "m"} | options))
 
 
-@pytest.mark.parametrize("device", ["auto", "cpu", "cuda", "cuda:0", "cuda:7", "cuda:10"])
-def test_device_that_may_exist_is_kept(device: str) -> None:
-    assert Config(model="m", device=device).device == device
+def test_device_that_may_exist_is_kept() -> None:
+    for device in ("auto", "cpu", "cuda", "cuda:0", "cuda:7", "cuda:10"):
+        assert Config(model="m", device=device).device == device
 
 
 def test_a_sequence_with_all_its_guesses_fits_the_decode_kernel() -> None:

@@ -1,12 +1,49 @@
-"""What a model costs, computed from its shapes: bytes of weights and activations, arithmetic, blocks moved.
+"""Costs of a model, computed from its shapes: memory, arithmetic, and blocks that cross the link.
 
 Everything is per GPU unless its docstring says otherwise. This is arithmetic only: it loads neither torch nor weights.
+
+`DeviceMemory` lists the memory of an engine part by part. The weights, the KV blocks, the staging groups and the logits
+of the decode graphs are exact, because they follow from shapes. The rest is estimated with the constants below. They
+were fitted to the memory use of six engines of Qwen3-0.6B and Qwen3-8B on an H200 (`python -m
+benchmarks.device_memory`; docs/log.md has the figures). A constant marked as assumed was never measured.
 """
 
+from dataclasses import dataclass, fields
+
+from nanovllm.capacity.machine import Machine
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
-from nanovllm.core.kv_spec import kv_cache_spec
+from nanovllm.core.kv_spec import KVCacheSpec, kv_cache_spec
+from nanovllm.core.step_limits import (
+    MAX_GRAPH_CHUNKS,
+    graph_sizes,
+    max_step_rows,
+    mixed_graph_sizes,
+    streamed_graph_sizes,
+    streamed_verifying_graph_sizes,
+    verifying_graph_sizes,
+)
 from nanovllm.utils.arithmetic import ceil_div
+
+MIB = 2**20
+CONTEXT_BYTES = 780 * MIB  # CUDA's context (524 MiB), and the kernels that libraries and Triton load
+NCCL_BYTES = 256 * MIB  # NCCL's buffers, if there is more than one rank; assumed
+NUM_WORKSPACES = 2  # torch keeps one per stream that calls cuBLAS: the capturing stream and the running one
+WORKSPACE_BYTES = 32 * MIB  # with compute capability 9.0 and above
+OLD_WORKSPACE_BYTES = 8320 * 2**10  # below 9.0
+GRAPH_NODE_BYTES = 2**10  # one kernel of an instantiated graph; 10 to 20 MiB for all graphs of an engine
+GRAPH_POOL_BYTES = 22 * MIB  # a large and a small segment of torch's allocator, for tensors between the kernels
+NODES_PER_LAYER = 10  # kernels: 2 norms, 4 products, rotation, attention and its merge, SiLU
+NODES_BESIDE_LAYERS = 12  # embedding, cos and sin, last norm, head, sampler
+COPIES_PER_CUT = 3  # query, result and log-sum-exp, at each cut of a streamed graph
+NODES_PER_GROUP = 3  # attention, its merge, the merge into the result
+MIXED_NODES_PER_LAYER = 4  # more, in steps with chunks: their attention and its merge, and which result counts
+INPUT_BYTES_PER_ROW = 8 * 14  # token, position, cell, lengths and sampling parameters of a sequence
+MIXED_INPUT_BYTES_PER_TOKEN = 8 * 6  # the same for a token of a step with chunks
+ALLOCATOR_SHARE = 0.4  # memory that torch's allocator cannot reuse for other sizes or streams, relative to activations
+
+
+# -- work and sizes --------------------------------------------------------------------------------------------------
 
 
 def itemsize(config: Config, model: ModelConfig) -> int:
@@ -102,3 +139,90 @@ def num_prefill_loaded_blocks(context: int, block_size: int, num_slots: int, chu
         num_loaded += max(0, first - (num_slots - num_written))
         start = end
     return num_loaded
+
+
+# -- the GPU's memory ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceMemory:
+    """Peak memory use on each GPU or, on a CPU, of the process."""
+
+    weight_bytes: int
+    kv_bytes: int  # all blocks: the slots, or without offload the whole cache
+    staging_bytes: int
+    logits_bytes: int  # one static buffer that all graphs write their logits to
+    input_bytes: int  # static inputs of the graphs
+    activation_bytes: int  # in the largest step
+    graph_bytes: int
+    workspace_bytes: int  # cuBLAS
+    context_bytes: int  # used by CUDA itself
+
+    @property
+    def exact_bytes(self) -> int:
+        return self.weight_bytes + self.kv_bytes + self.staging_bytes + self.logits_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        """Everything, estimates included."""
+        return sum(getattr(self, field.name) for field in fields(self))
+
+    @property
+    def estimated_bytes(self) -> int:
+        return self.total_bytes - self.exact_bytes
+
+
+def device_memory(
+    config: Config, model: ModelConfig, machine: Machine, spec: KVCacheSpec, max_model_len: int, num_gpu_blocks: int
+) -> DeviceMemory:
+    """Memory use of an engine with `num_gpu_blocks` blocks on each GPU."""
+    num_rows, is_gpu = max_step_rows(config, num_gpu_blocks), machine.gpu_bytes is not None
+    has_graphs = is_gpu and not config.enforce_eager
+    activations = activation_bytes(config, model, max_model_len, num_rows)
+    workspace = WORKSPACE_BYTES if (machine.capability or (0, 0)) >= (9, 0) else OLD_WORKSPACE_BYTES
+    return DeviceMemory(
+        weight_bytes=weight_bytes(config, model),
+        kv_bytes=num_gpu_blocks * spec.block_bytes,
+        staging_bytes=spec.staging_bytes if config.enable_cpu_offload else 0,
+        logits_bytes=num_rows * model.vocab_size * spec.itemsize if has_graphs else 0,
+        input_bytes=_input_bytes(config, model, max_model_len, num_rows) if has_graphs else 0,
+        activation_bytes=int(activations * (1 + ALLOCATOR_SHARE)) if is_gpu else activations,
+        graph_bytes=_graph_bytes(config, model, spec, num_rows) if has_graphs else 0,
+        workspace_bytes=NUM_WORKSPACES * workspace if is_gpu else 0,
+        context_bytes=CONTEXT_BYTES + NCCL_BYTES * (config.tensor_parallel_size > 1) if is_gpu else 0,
+    )
+
+
+def _input_bytes(config: Config, model: ModelConfig, max_model_len: int, num_rows: int) -> int:
+    """The graphs' static inputs, and the hidden states that those with chunks leave. With offload they include what is
+    passed between the pieces of a streamed step: the query, the fp32 result and the log-sum-exp.
+    """
+    size = itemsize(config, model)
+    table_bytes = 4 * ceil_div(max_model_len, config.block_size)
+    per_row = INPUT_BYTES_PER_ROW + table_bytes
+    if config.enable_cpu_offload:
+        num_heads = model.num_heads // config.tensor_parallel_size
+        per_row += num_heads * (model.head_dim * (size + 4) + 4)
+    mixed = mixed_graph_sizes(config.max_num_batched_tokens, num_rows)
+    num_tables = mixed[-1].num_rows + MAX_GRAPH_CHUNKS
+    per_token = MIXED_INPUT_BYTES_PER_TOKEN + model.hidden_size * size
+    return num_rows * per_row + num_tables * table_bytes + mixed[-1].num_tokens * per_token
+
+
+def _graph_bytes(config: Config, model: ModelConfig, spec: KVCacheSpec, num_rows: int) -> int:
+    """All graphs. With offload these include the graphs in pieces and those of the staging groups, which are captured
+    for fewer batch sizes. With speculation there is another kind of each, which verifies guesses. The last kind is of
+    steps with chunks of prompts.
+    """
+    whole = NODES_PER_LAYER * model.num_layers + NODES_BESIDE_LAYERS
+    sizes = [graph_sizes(num_rows), *([verifying_graph_sizes(num_rows)] if config.max_guesses else [])]
+    num_nodes, num_pools = sum(map(len, sizes)) * whole, len(sizes)
+    if config.enable_cpu_offload:
+        per_size = whole + COPIES_PER_CUT * model.num_layers + spec.staging.num_groups * NODES_PER_GROUP
+        verifying = [streamed_verifying_graph_sizes(num_rows)] if config.max_guesses else []
+        streamed = [streamed_graph_sizes(num_rows), *verifying]
+        num_nodes += sum(map(len, streamed)) * per_size
+        num_pools += 2 * len(streamed)  # pieces, groups
+    num_mixed = len(mixed_graph_sizes(config.max_num_batched_tokens, num_rows))
+    num_nodes += num_mixed * (whole + MIXED_NODES_PER_LAYER * model.num_layers)
+    return num_nodes * GRAPH_NODE_BYTES + (num_pools + 1) * GRAPH_POOL_BYTES

@@ -1,8 +1,112 @@
-"""Machine: the memory and the rates that bound an engine, found on this machine or assumed. Does not load torch."""
+"""Machine: the memory and the rates that bound an engine, and the table of GPUs that a plan can be made for.
 
+The table's rates are from the vendor's data sheets and architecture papers: memory bandwidth, and dense bf16 arithmetic
+on tensor cores with fp32 accumulation, which GeForce cards do at half the rate of fp16 accumulation. No kernel reaches
+these peaks. Only the H200's rates are measured (docs/design.md, "The planner"); they are lower than the 4.8 TB/s
+and 989 TFLOP/s of its data sheet. The memory is the total that CUDA reports, as quoted in public bug reports. It is
+less than the name says, and varies a little with the driver and with ECC.
+
+Only the H200's link was measured, at 54.6 of the 63.0 GB/s of PCIe 5 x16. Other links are projected to reach the same
+fraction of their peak.
+"""
+
+import re
 from dataclasses import dataclass, replace
 
-from nanovllm.capacity.gpus import H200, Gpu, gpu_of_cuda_name
+from nanovllm.core.support import MIN_CAPABILITY
+from nanovllm.errors import ConfigError
+
+LINK_PEAK_GB_PER_S = {  # one direction, after line coding
+    "PCIe 3 x16": 15.75,
+    "PCIe 4 x8": 15.75,
+    "PCIe 4 x16": 31.5,
+    "PCIe 5 x16": 63.0,
+    "NVLink-C2C": 450.0,
+}
+MEASURED_LINK_GB_PER_S = 54.6  # the H200's PCIe 5 x16: pinned memory to the GPU, copies of 8 MiB
+LINK_SHARE = MEASURED_LINK_GB_PER_S / LINK_PEAK_GB_PER_S["PCIe 5 x16"]
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU model."""
+
+    name: str
+    memory_gib: float
+    memory_gb_per_s: float
+    bf16_tflop_per_s: float
+    link: str  # a key of LINK_PEAK_GB_PER_S
+    capability: tuple[int, int]
+    cuda_names: tuple[str, ...]  # the names that CUDA reports, without "NVIDIA"
+    aliases: tuple[str, ...] = ()
+    is_measured: bool = False
+
+
+H200 = Gpu("H200", 139, 4300, 690, "PCIe 5 x16", (9, 0), ("H200",), is_measured=True)
+GPUS = (
+    Gpu("RTX 3060 12GB", 11.6, 360, 25.5, "PCIe 4 x16", (8, 6), ("GeForce RTX 3060",), ("RTX 3060",)),
+    Gpu("RTX 3090", 23.6, 936, 71.2, "PCIe 4 x16", (8, 6), ("GeForce RTX 3090",)),
+    Gpu("RTX 4060 Ti 16GB", 15.5, 288, 44.1, "PCIe 4 x8", (8, 9), ("GeForce RTX 4060 Ti",)),
+    Gpu("RTX 4070", 11.6, 504, 58.3, "PCIe 4 x16", (8, 9), ("GeForce RTX 4070",)),
+    Gpu("RTX 4080", 15.6, 717, 97.5, "PCIe 4 x16", (8, 9), ("GeForce RTX 4080",)),
+    Gpu("RTX 4090", 23.5, 1008, 165.2, "PCIe 4 x16", (8, 9), ("GeForce RTX 4090",)),
+    Gpu("RTX 5070 Ti", 15.4, 896, 87.9, "PCIe 5 x16", (12, 0), ("GeForce RTX 5070 Ti",)),
+    Gpu("RTX 5080", 15.4, 960, 112.6, "PCIe 5 x16", (12, 0), ("GeForce RTX 5080",)),
+    Gpu("RTX 5090", 31.3, 1792, 209.5, "PCIe 5 x16", (12, 0), ("GeForce RTX 5090",)),
+    Gpu("RTX A6000", 47.4, 768, 154.8, "PCIe 4 x16", (8, 6), ("RTX A6000",)),
+    Gpu("RTX 6000 Ada", 47.3, 960, 364.2, "PCIe 4 x16", (8, 9), ("RTX 6000 Ada Generation",)),
+    Gpu(
+        *("RTX PRO 6000 Blackwell", 94.9, 1792, 503.8, "PCIe 5 x16", (12, 0)),
+        ("RTX PRO 6000 Blackwell Workstation Edition", "RTX PRO 6000 Blackwell Server Edition"),
+        ("RTX PRO 6000",),
+    ),
+    Gpu("A10", 22.0, 600, 125, "PCIe 4 x16", (8, 6), ("A10",)),
+    Gpu("A100 40GB", 39.3, 1555, 312, "PCIe 4 x16", (8, 0), ("A100-SXM4-40GB", "A100-PCIE-40GB")),
+    Gpu("A100 80GB", 79.1, 2039, 312, "PCIe 4 x16", (8, 0), ("A100-SXM4-80GB",), ("A100 80GB SXM",)),
+    Gpu("A100 80GB PCIe", 79.1, 1935, 312, "PCIe 4 x16", (8, 0), ("A100 80GB PCIe",)),
+    Gpu("L4", 22.0, 300, 121, "PCIe 4 x16", (8, 9), ("L4",)),
+    Gpu("L40S", 44.3, 864, 362, "PCIe 4 x16", (8, 9), ("L40S",)),
+    Gpu("H100 PCIe", 79.1, 2000, 756, "PCIe 5 x16", (9, 0), ("H100 PCIe",)),
+    Gpu("H100 SXM", 79.1, 3350, 989, "PCIe 5 x16", (9, 0), ("H100 80GB HBM3",)),
+    H200,
+    Gpu("B200", 178.3, 8000, 2250, "PCIe 5 x16", (10, 0), ("B200",)),
+    Gpu("GH200", 94.5, 4000, 989, "NVLink-C2C", (9, 0), ("GH200 480GB",)),  # with 96 GB of HBM3
+)
+TOO_OLD = {"V100": (7, 0), "T4": (7, 5)}
+
+
+def find_gpu(name: str) -> Gpu:
+    """The GPU that a user calls `name`; case, spaces and "NVIDIA GeForce RTX" do not matter.
+
+    Raises ConfigError if the GPU is too old, or if it is not in the table; the message then lists the known names.
+    """
+    wanted = _key(name)
+    for gpu in GPUS:
+        if wanted in {_key(known) for known in (gpu.name, *gpu.cuda_names, *gpu.aliases)}:
+            return gpu
+    for old, (major, minor) in TOO_OLD.items():
+        if wanted == _key(old):
+            raise ConfigError(
+                f"gpu={name!r} has compute capability {major}.{minor}, but the attention kernels need "
+                f"{MIN_CAPABILITY[0]}.{MIN_CAPABILITY[1]}; choose one of {known_names()}"
+            )
+    raise ConfigError(
+        f"gpu={name!r} is unknown; choose one of {known_names()}, or the nearest of them and correct it with "
+        "gpu_memory_gb and link_gb_per_s"
+    )
+
+
+def gpu_of_cuda_name(name: str) -> Gpu | None:
+    """The GPU whose CUDA name is `name`; None if it is not in the table."""
+    return next((gpu for gpu in GPUS if name.removeprefix("NVIDIA ") in gpu.cuda_names), None)
+
+
+def known_names() -> str:
+    return ", ".join(gpu.name for gpu in GPUS)
+
+
+def _key(name: str) -> str:
+    return re.sub(r"nvidia|geforce|rtx|[^a-z0-9]", "", name.lower())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,16 +135,17 @@ class Machine:
     @classmethod
     def gpu(cls, host_bytes: int, gpu: Gpu = H200, name: str | None = None) -> "Machine":
         """A GPU from the table, on a host with `host_bytes` of memory available."""
+        measured = f"measured on an {gpu.name}" if gpu.is_measured else None
         return cls(
             name=name or gpu.name,
             host_bytes=host_bytes,
             gpu_bytes=int(gpu.memory_gib * 2**30),
             capability=gpu.capability,
-            link_byte_per_s=gpu.link_byte_per_s,
+            link_byte_per_s=LINK_PEAK_GB_PER_S[gpu.link] * LINK_SHARE * 1e9,
             memory_byte_per_s=gpu.memory_gb_per_s * 1e9,
             flop_per_s=gpu.bf16_tflop_per_s * 1e12,
-            link_source=f"{gpu.link}, {gpu.link_source}",
-            rates_source=gpu.rates_source,
+            link_source=f"{gpu.link}, {measured or 'projected'}",
+            rates_source=measured or "data sheet",
         )
 
     @classmethod

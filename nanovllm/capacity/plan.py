@@ -1,21 +1,36 @@
 """CapacityPlan: memory, speed bounds and the number of sequences that fit, known before anything is allocated.
 
-A plan follows from a model, a machine and the engine's options. planner.py makes it, and plan_check.py judges it. This
+`make_plan` decides how many blocks an engine gets on a machine, and so makes its plan. A plan has three uses. The
+engine does not start if `plan_check.check_start` refuses its plan. With offload, the engine logs its plan, as
+`plan_table` formats it, once it has measured the link rate. `nanovllm plan` prints a plan without loading a model. This
 is arithmetic only: it loads neither torch nor weights.
 """
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeAlias
 
 from nanovllm.capacity import costs
-from nanovllm.capacity.device_memory import DeviceMemory, device_memory
-from nanovllm.capacity.machine import Machine
+from nanovllm.capacity.costs import DeviceMemory, device_memory
+from nanovllm.capacity.machine import Machine, find_gpu
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
 from nanovllm.core.guesses import expected_tokens
-from nanovllm.core.kv_spec import KVCacheSpec
+from nanovllm.core.kv_spec import KVCacheSpec, StagingSizes, kv_cache_spec
 from nanovllm.core.step_limits import max_model_len
-from nanovllm.utils.arithmetic import ceil_div
+from nanovllm.errors import ConfigError
+from nanovllm.utils.arithmetic import ceil_div, format_bytes
+from nanovllm.utils.options import check_options, option
+
+MAX_HOST_SHARE = 0.7  # fraction of the available memory; limits a CPU pool whose size the user left open
+SHORT_SEQUENCE_TOKENS = 1024  # prompt and answer of a short sequence, for sizing a CPU pool
+ACCEPTANCES = (0.5, 0.7, 0.9)  # shares of right guesses that the bound of decode is shown for
+MAX_TOKENS = 10**9  # of a context, which bounds the loop over its chunks
+MAX_GB = 10**9  # of memory, or moved per second: beyond any machine
+_WORK, _MACHINE = "the work", "the machine, if not this one"  # groups
+
+Row: TypeAlias = tuple[str, str, str]  # (name, figure, remark)
 
 
 class Capacity(NamedTuple):
@@ -42,7 +57,7 @@ class CapacityPlan:
     num_gpu_blocks: int  # slots, or without offload the whole cache
     num_cpu_blocks: int  # 0 without offload
 
-    # -- memory --------------------------------------------------------------------------------------------------
+    # -- memory ----------------------------------------------------------------------------------------------------
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -63,7 +78,7 @@ class CapacityPlan:
 
     @property
     def fits_gpu(self) -> bool:
-        """Whether the GPU memory used, including estimates, is within the limit. True on a CPU."""
+        """Return True if the GPU memory used, including estimates, is within the limit, and on a CPU."""
         return self.gpu_limit_bytes is None or self.memory.total_bytes <= self.gpu_limit_bytes
 
     @property
@@ -75,7 +90,7 @@ class CapacityPlan:
     def fits_host(self) -> bool:
         return self.cpu_pool_bytes <= self.machine.host_bytes
 
-    # -- sequences and blocks ------------------------------------------------------------------------------------
+    # -- sequences and blocks --------------------------------------------------------------------------------------
 
     def capacity(self, num_tokens: int) -> Capacity:
         """How many sequences of `num_tokens` tokens, prompt and answer, can run together."""
@@ -100,7 +115,7 @@ class CapacityPlan:
             return 0
         return costs.num_missing_blocks(self.context, self.spec.block_size, self.num_gpu_blocks, self.num_sequences)
 
-    # -- bounds --------------------------------------------------------------------------------------------------
+    # -- bounds ----------------------------------------------------------------------------------------------------
 
     @property
     def link_decode_tok_per_s(self) -> float | None:
@@ -154,3 +169,233 @@ class CapacityPlan:
         if not self.machine.flop_per_s:
             return None
         return self.context * self.machine.flop_per_s / costs.prefill_flop(self.config, self.model, self.context)
+
+
+# -- making a plan ---------------------------------------------------------------------------------------------------
+
+
+def make_plan(
+    config: Config,
+    model: ModelConfig,
+    machine: Machine,
+    *,
+    context: int | None = None,
+    num_sequences: int = 1,
+    num_gpu_blocks: int | None = None,
+    staging: StagingSizes = StagingSizes(),
+) -> CapacityPlan:
+    """The plan of an engine with these options that runs `num_sequences` sequences of `context` tokens together.
+
+    `context` defaults to max_model_len. `num_gpu_blocks` is the number that start-up has chosen, once it has. Raises
+    ConfigError if max_model_len exceeds what the model's rope covers, or if the kv heads cannot be split evenly.
+    plan_check.py checks everything else.
+    """
+    limit = max_model_len(config, model)
+    if model.num_kv_heads % config.tensor_parallel_size:
+        raise ConfigError(
+            f"num_kv_heads={model.num_kv_heads} is not divisible by tensor_parallel_size="
+            f"{config.tensor_parallel_size}; choose a divisor of {model.num_kv_heads}"
+        )
+    spec = kv_cache_spec(config, model, config.tensor_parallel_size, staging)
+    num_cpu_blocks = _num_cpu_blocks(config, model, machine, spec, limit) if config.enable_cpu_offload else 0
+    given = config.num_gpu_blocks if config.enable_cpu_offload else max(config.num_kvcache_blocks, 0)
+    num_gpu_blocks = num_gpu_blocks or given or _num_fitting_blocks(config, model, machine, spec, limit, num_cpu_blocks)
+    return CapacityPlan(
+        config=config,
+        model=model,
+        machine=machine,
+        spec=spec,
+        context=context or limit,
+        num_sequences=num_sequences,
+        num_gpu_blocks=num_gpu_blocks,
+        num_cpu_blocks=num_cpu_blocks,
+    )
+
+
+def _num_cpu_blocks(config: Config, model: ModelConfig, machine: Machine, spec: KVCacheSpec, limit: int) -> int:
+    """Number of blocks in the CPU pool, where a block has the heads of all ranks.
+
+    If the user left the size open, the pool holds two sequences of max_model_len, or one block per slot if that is
+    more. Slots beyond what those two sequences and max_num_seqs short ones can use are not counted, because pinning
+    memory takes time at start-up.
+    """
+    if config.num_cpu_blocks is not None:
+        return config.num_cpu_blocks
+    block_bytes = spec.block_bytes * config.tensor_parallel_size
+    if config.cpu_memory_gb is not None:
+        return int(config.cpu_memory_gb * 2**30) // block_bytes
+    two_long = 2 * ceil_div(limit, config.block_size)
+    useful = two_long + config.max_num_seqs * ceil_div(min(limit, SHORT_SEQUENCE_TOKENS), config.block_size)
+    num_slots = config.num_gpu_blocks or _num_fitting_blocks(config, model, machine, spec, limit, useful)
+    wanted = max(two_long, min(num_slots, useful))
+    return min(wanted, int(machine.host_bytes * MAX_HOST_SHARE) // block_bytes)
+
+
+def least_gpu_blocks(config: Config) -> int:
+    """The fewest blocks on the GPU that an engine can start with."""
+    return 2 if config.enable_cpu_offload else 1
+
+
+def _num_fitting_blocks(
+    config: Config, model: ModelConfig, machine: Machine, spec: KVCacheSpec, limit: int, num_cpu_blocks: int
+) -> int:
+    """How many blocks start-up will have room for according to the estimates, and at least the fewest that work."""
+    useful = config.max_num_seqs * ceil_div(limit, config.block_size)
+    if config.enable_cpu_offload:
+        useful = min(useful, num_cpu_blocks)
+    if machine.gpu_bytes is None:  # the same rule as ModelRunner.measure_num_gpu_blocks
+        room = int(machine.host_bytes * config.gpu_memory_utilization / 2 / config.tensor_parallel_size)
+        room -= spec.staging_bytes if config.enable_cpu_offload else 0
+        return max(least_gpu_blocks(config), min(room // spec.block_bytes, useful))
+    room = int(machine.gpu_bytes * config.gpu_memory_utilization)
+
+    def total_bytes(num_blocks: int) -> int:
+        return device_memory(config, model, machine, spec, limit, num_blocks).total_bytes
+
+    return max(least_gpu_blocks(config), bisect_right(range(useful + 1), room, key=total_bytes) - 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """Options of a plan beside those of the engine. An invalid value raises ConfigError."""
+
+    context: int | None = option(
+        None, help="tokens of each sequence; by default, max_model_len", group=_WORK, above=0, most=MAX_TOKENS
+    )
+    sequences: int = option(1, help="number of sequences that run together", group=_WORK, above=0)
+    gpu: str | None = option(
+        None, help="name of a GPU, such as 'RTX 4090'; by default, the one here or else an H200", group=_MACHINE
+    )
+    gpu_memory_gb: float | None = option(
+        None, help="memory of one GPU in GiB; by default, that of the GPU", group=_MACHINE, above=0, most=MAX_GB
+    )
+    host_memory_gb: float | None = option(
+        None,
+        help="available CPU memory in GiB; by default, what is available here",
+        group=_MACHINE,
+        above=0,
+        most=MAX_GB,
+    )
+    link_gb_per_s: float | None = option(
+        None,
+        help="rate from CPU memory to the GPU in GB/s (10^9 bytes); by default, the GPU's, measured or projected",
+        group=_MACHINE,
+        above=0,
+        most=MAX_GB,
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self, ConfigError)
+        if self.gpu is not None:
+            find_gpu(self.gpu)
+
+    def apply(self, machine: Machine) -> Machine:
+        """`machine` with these options applied. Raises ConfigError if the plan is for the CPU and an option describes a
+        GPU.
+        """
+        named = {name: getattr(self, name) for name in ("gpu", "gpu_memory_gb", "link_gb_per_s")}
+        if machine.gpu_bytes is None and (given := [name for name, value in named.items() if value is not None]):
+            raise ConfigError(f"{', '.join(given)} describe a GPU, but device='cpu' plans for the CPU; give only one")
+        if self.gpu is not None:
+            machine = Machine.gpu(machine.host_bytes, find_gpu(self.gpu))
+        if self.gpu_memory_gb is not None:
+            machine = replace(machine, gpu_bytes=int(self.gpu_memory_gb * 2**30))
+        if self.host_memory_gb is not None:
+            machine = replace(machine, host_bytes=int(self.host_memory_gb * 2**30))
+        return machine.with_link(self.link_gb_per_s and self.link_gb_per_s * 1e9, "given")
+
+
+# -- the table -------------------------------------------------------------------------------------------------------
+
+
+def plan_table(plan: CapacityPlan) -> str:
+    """The plan, one figure per line. `~` marks an estimate, `(!)` a figure above its limit.
+
+    Bytes are per GPU, except for the CPU pool, whose size is that of all ranks together.
+    """
+    ranks = plan.config.tensor_parallel_size
+    where = f"{ranks} x {plan.machine.name}" if ranks > 1 else plan.machine.name
+    title = f"plan for {plan.num_sequences} x {plan.context:,} tokens of {plan.config.model} on {where}"
+    rows = [*_memory_rows(plan), *_sequence_rows(plan), *_bound_rows(plan)]
+    return "\n".join([title, *(f"  {name:<11} {figure:>11}  {remark}".rstrip() for name, figure, remark in rows)])
+
+
+def _memory_rows(plan: CapacityPlan) -> list[Row]:
+    """The parts of the GPU memory that are not empty, their sum, and the CPU pool."""
+    spec, memory, limit = plan.spec, plan.memory, plan.gpu_limit_bytes
+    offload = plan.config.enable_cpu_offload
+    blocks = f"{plan.num_gpu_blocks} of {spec.block_size} tokens, {format_bytes(spec.block_bytes)} each"
+    blocks += f", {format_bytes(plan.kv_bytes_per_token)} a token"
+    parts = (
+        ("weights", "", memory.weight_bytes, ""),
+        ("slots" if offload else "KV cache", "", memory.kv_bytes, blocks),
+        ("staging", "", memory.staging_bytes, ""),
+        ("logits", "", memory.logits_bytes, "one buffer for all graphs"),
+        ("inputs", "~", memory.input_bytes, "static inputs of the graphs"),
+        ("activations", "~", memory.activation_bytes, "in the largest step"),
+        ("graphs", "~", memory.graph_bytes, ""),
+        ("workspaces", "~", memory.workspace_bytes, "cuBLAS"),
+        ("CUDA", "~", memory.context_bytes, "its context and kernels"),
+    )
+    rows = [(name, f"{sign}{format_bytes(num_bytes)}", remark) for name, sign, num_bytes, remark in parts if num_bytes]
+    if limit is not None:
+        remark = f"of {format_bytes(limit)} that may be used" + ("" if plan.fits_gpu else " (!)")
+        rows.append(("GPU memory", f"~{format_bytes(memory.total_bytes)}", remark))
+    if offload:
+        num_tokens = plan.num_cpu_blocks * spec.block_size
+        remark = f"{plan.num_cpu_blocks} blocks, {num_tokens:,} tokens of all requests together"
+        remark += f"; {format_bytes(plan.machine.host_bytes)} was available"
+        rows.append(("CPU pool", format_bytes(plan.cpu_pool_bytes), remark + ("" if plan.fits_host else " (!)")))
+    return rows
+
+
+def _sequence_rows(plan: CapacityPlan) -> list[Row]:
+    """How many sequences fit, both of the plan's length and of one block, and how many blocks are missing."""
+    long, short = plan.capacity(plan.context), plan.capacity(plan.spec.block_size)
+    remark = f"of {plan.context:,} tokens at once, limited by {long.limit}"
+    if plan.context > plan.spec.block_size:
+        remark += f"; {short.num_sequences} of up to {plan.spec.block_size:,}, by {short.limit}"
+    rows = [("sequences", f"{long.num_sequences:,}", remark)]
+    if plan.config.enable_cpu_offload:
+        remark = f"full per sequence; at least {plan.num_missing_blocks} missing per step"
+        rows.append(("blocks", f"{plan.num_full_blocks:,}", remark))
+    return rows
+
+
+def _bound_rows(plan: CapacityPlan) -> list[Row]:
+    """The machine's rates with their sources, and the bounds that follow from them, lowest first."""
+    m = plan.machine
+    rows = []
+    if m.link_byte_per_s and plan.config.enable_cpu_offload:
+        rows.append(("link", f"{m.link_byte_per_s / 1e9:.1f} GB/s", m.link_source))
+    if m.cpu_byte_per_s:
+        rows.append(("CPU", f"{m.cpu_byte_per_s / 1e9:.1f} GB/s", "attention beside the link, measured"))
+    if m.memory_byte_per_s:
+        rows.append(("memory rate", f"{m.memory_byte_per_s / 1e12:.2f} TB/s", m.rates_source))
+    if m.flop_per_s:
+        rows.append(("arithmetic", f"{m.flop_per_s / 1e12:.0f} TFLOP/s", m.rates_source))
+    decode = {"link": plan.link_decode_tok_per_s, "memory rate": plan.memory_decode_tok_per_s}
+    remark = ""
+    if m.cpu_byte_per_s:
+        decode = {"link and the CPU": plan.link_and_cpu_decode_tok_per_s, "memory rate": plan.memory_decode_tok_per_s}
+    elif plan.config.cpu_attention != "off" and (link_tok_per_s := decode.pop("link")) is not None:
+        remark = f"{_rate(link_tok_per_s)} by the link alone, and more with the CPU"
+    prefill = {"link": plan.link_prefill_tok_per_s, "arithmetic": plan.flop_prefill_tok_per_s}
+    rows += _bound_row("decode", decode, remark)
+    guessing = {f"at acceptance {a}": plan.guessing_decode_tok_per_s(a) for a in ACCEPTANCES}
+    if shares := ", ".join(f"{_rate(rate)} {share}" for share, rate in guessing.items() if rate is not None):
+        rows.append(("guesses", "", f"tok/s: {shares}, with up to {plan.config.max_guesses} a step"))
+    rows += _bound_row("prefill", prefill)
+    return rows
+
+
+def _bound_row(name: str, by_cause: Mapping[str, float | None], remark: str = "") -> list[Row]:
+    """The lowest of the bounds that are known, and all of them in the remark. Without any, only the remark."""
+    known = sorted((rate, cause) for cause, rate in by_cause.items() if rate is not None)
+    causes = ", ".join(f"{_rate(rate)} by the {cause}" for rate, cause in known)
+    remarks = "; ".join(text for text in (causes, remark) if text)
+    return [(name, f"<= {_rate(known[0][0])}" if known else "", f"tok/s: {remarks}")] if remarks else []
+
+
+def _rate(tok_per_s: float) -> str:
+    return f"{tok_per_s:,.0f}" if tok_per_s >= 1000 else f"{tok_per_s:.1f}"

@@ -1,14 +1,21 @@
-"""Checks whether a plan can work. If it cannot, remedies.py finds out which options would help. Arithmetic only."""
+"""Checks of a plan: the reasons why it cannot work, and the options to change. Arithmetic only."""
 
-from nanovllm.capacity.device_memory import DeviceMemory
-from nanovllm.capacity.plan import CapacityPlan
-from nanovllm.capacity.planner import MAX_HOST_SHARE
-from nanovllm.capacity.remedies import remedies
-from nanovllm.checkpoint.rope_extension import rope_extension
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from itertools import combinations
+from math import ceil
+from typing import Any, TypeAlias
+
+from nanovllm.capacity.plan import MAX_HOST_SHARE, CapacityPlan, least_gpu_blocks, make_plan
+from nanovllm.checkpoint.model_config import rope_extension
 from nanovllm.core.step_limits import max_model_len
 from nanovllm.errors import ConfigError
-from nanovllm.utils.arithmetic import ceil_div
-from nanovllm.utils.memory import format_bytes
+from nanovllm.utils.arithmetic import ceil_div, format_bytes
+
+MAX_REMEDIES = 3
+
+Change: TypeAlias = dict[str, Any]  # new values of Config's fields
+Problem: TypeAlias = Callable[[CapacityPlan], str | None]
 
 
 def check_start(plan: CapacityPlan) -> None:
@@ -18,11 +25,9 @@ def check_start(plan: CapacityPlan) -> None:
     graphs' logits. An engine that is too large only by estimate may still work; start-up runs the largest step to find
     out.
     """
-    problem = _pool_problem(plan) or _exact_problem(plan)
-    if problem:
+    if problem := _pool_problem(plan) or _gpu_problem(plan, with_estimates=False):
         raise ConfigError(f"{problem}; {remedies(plan, memory_problem)}")
-    problem = _cpu_problem(plan)
-    if problem:
+    if problem := _cpu_problem(plan):
         raise ConfigError(problem)
 
 
@@ -31,14 +36,11 @@ def check_plan(plan: CapacityPlan) -> None:
 
     Estimates count here too: everything that the plan's table marks with (!) is refused.
     """
-    problem = _length_problem(plan)
-    if problem:
+    if problem := _length_problem(plan):
         raise ConfigError(problem)
-    problem = any_problem(plan)
-    if problem:
+    if problem := any_problem(plan):
         raise ConfigError(f"{problem}; {remedies(plan, any_problem)}")
-    problem = _cpu_problem(plan)
-    if problem:
+    if problem := _cpu_problem(plan):
         raise ConfigError(problem)
 
 
@@ -47,7 +49,7 @@ def any_problem(plan: CapacityPlan) -> str | None:
 
 
 def memory_problem(plan: CapacityPlan) -> str | None:
-    return _pool_problem(plan) or _exact_problem(plan) or _estimate_problem(plan)
+    return _pool_problem(plan) or _gpu_problem(plan, with_estimates=True)
 
 
 def _pool_problem(plan: CapacityPlan) -> str | None:
@@ -68,11 +70,33 @@ def _pool_problem(plan: CapacityPlan) -> str | None:
     return None
 
 
-def _exact_problem(plan: CapacityPlan) -> str | None:
+def _gpu_problem(plan: CapacityPlan, with_estimates: bool) -> str | None:
     limit, memory = plan.gpu_limit_bytes, plan.memory
-    if limit is None or memory.exact_bytes <= limit:
+    if limit is None or (memory.total_bytes if with_estimates else memory.exact_bytes) <= limit:
         return None
-    return f"{_exact_parts(plan, memory)} need {format_bytes(memory.exact_bytes)} of GPU memory{_more_than(plan)}"
+    parts = {
+        "the weights": memory.weight_bytes,
+        f"{_blocks_option(plan)}={plan.num_gpu_blocks}": memory.kv_bytes,
+        "staging": memory.staging_bytes,
+        "the logits": memory.logits_bytes,
+    }
+    listed = [f"{name} ({format_bytes(num_bytes)})" for name, num_bytes in parts.items() if num_bytes]
+    exact, exact_bytes = f"{', '.join(listed[:-1])} and {listed[-1]}", format_bytes(memory.exact_bytes)
+    more = (
+        f"more than the {format_bytes(limit)} that gpu_memory_utilization={plan.config.gpu_memory_utilization} "
+        f"allows of {format_bytes(plan.machine.gpu_bytes or 0)}"
+    )
+    if memory.exact_bytes > limit:
+        return f"{exact} need {exact_bytes} of GPU memory, {more}"
+    return (
+        f"about {format_bytes(memory.total_bytes)} of GPU memory is needed, {more}: {exact} take {exact_bytes}, and "
+        f"activations, graphs, their inputs, workspaces and CUDA itself an estimated "
+        f"{format_bytes(memory.estimated_bytes)}"
+    )
+
+
+def _blocks_option(plan: CapacityPlan) -> str:
+    return "num_gpu_blocks" if plan.config.enable_cpu_offload else "num_kvcache_blocks"
 
 
 def _cpu_problem(plan: CapacityPlan) -> str | None:
@@ -83,10 +107,8 @@ def _cpu_problem(plan: CapacityPlan) -> str | None:
     config, available = plan.config, plan.machine.host_bytes
     if plan.machine.gpu_bytes is not None:
         return None
-    offload = config.enable_cpu_offload
-    name, least = ("num_gpu_blocks", 2) if offload else ("num_kvcache_blocks", 1)
-    given = config.num_gpu_blocks if offload else config.num_kvcache_blocks
-    num_blocks = given if given is not None and given > 0 else least
+    name, least = _blocks_option(plan), least_gpu_blocks(config)
+    num_blocks = max(getattr(config, name) or 0, 0) or least
     pool_bytes = plan.cpu_pool_bytes if config.num_cpu_blocks or config.cpu_memory_gb else 0
     block_bytes = plan.spec.block_bytes * config.tensor_parallel_size
     memory = plan.memory
@@ -95,43 +117,11 @@ def _cpu_problem(plan: CapacityPlan) -> str | None:
         return None
     most = (available - fixed_bytes) // block_bytes
     remedy = f"lower {name} to {most} or less" if most >= least else "use a smaller model, pool or block size"
-    others = "weights" if not offload else "weights, staging and CPU pool" if pool_bytes else "weights and staging"
+    others = "weights and staging" if config.enable_cpu_offload else "weights"
+    others = "weights, staging and CPU pool" if pool_bytes else others
     return (
         f"{name}={num_blocks} blocks of {format_bytes(block_bytes)} need {format_bytes(num_blocks * block_bytes)} and "
         f"{others} {format_bytes(fixed_bytes)}, more than the {format_bytes(available)} of memory available; {remedy}"
-    )
-
-
-def _estimate_problem(plan: CapacityPlan) -> str | None:
-    if plan.fits_gpu:
-        return None
-    memory = plan.memory
-    return (
-        f"about {format_bytes(memory.total_bytes)} of GPU memory is needed{_more_than(plan)}: "
-        f"{_exact_parts(plan, memory)} take {format_bytes(memory.exact_bytes)}, and activations, graphs, their inputs, "
-        f"workspaces and CUDA itself an estimated {format_bytes(memory.estimated_bytes)}"
-    )
-
-
-def _exact_parts(plan: CapacityPlan, memory: DeviceMemory) -> str:
-    name = "num_gpu_blocks" if plan.config.enable_cpu_offload else "num_kvcache_blocks"
-    parts = {
-        "the weights": memory.weight_bytes,
-        f"{name}={plan.num_gpu_blocks}": memory.kv_bytes,
-        "staging": memory.staging_bytes,
-        "the logits": memory.logits_bytes,
-    }
-    listed = [f"{name} ({format_bytes(num_bytes)})" for name, num_bytes in parts.items() if num_bytes]
-    return f"{', '.join(listed[:-1])} and {listed[-1]}"
-
-
-def _more_than(plan: CapacityPlan) -> str:
-    assert plan.gpu_limit_bytes is not None and plan.machine.gpu_bytes is not None, (
-        "there is a memory limit only with a GPU"
-    )
-    return (
-        f", more than the {format_bytes(plan.gpu_limit_bytes)} that gpu_memory_utilization="
-        f"{plan.config.gpu_memory_utilization} allows of {format_bytes(plan.machine.gpu_bytes)}"
     )
 
 
@@ -156,3 +146,105 @@ def _sequences_problem(plan: CapacityPlan) -> str | None:
     num_blocks = ceil_div(plan.context, plan.spec.block_size)
     each = f"{num_blocks} block{'s' * (num_blocks > 1)} each"
     return f"{plan.num_sequences} x {plan.context} tokens ({each}) do not fit: {reason} {capacity.num_sequences}"
+
+
+# -- remedies --------------------------------------------------------------------------------------------------------
+
+
+def remedies(plan: CapacityPlan, problem: Problem) -> str:
+    """Name changes of one option, or else of two, with which `problem` finds nothing. Each has been tried.
+
+    More ranks are named last, because they need more GPUs. If nothing helps, say so.
+    """
+    singles = list(_changes(plan))
+    strongest = {tuple(change): change for change in singles}.values()  # the last one of each option
+    pairs = (first | second for first, second in combinations(strongest, 2))
+    more_ranks = [{"tensor_parallel_size": n} for n in (2, 4, 8) if n > plan.config.tensor_parallel_size]
+    ranks = _first_working(plan, more_ranks, problem, at_most=1)
+    found = _first_working(plan, singles, problem, at_most=MAX_REMEDIES - len(ranks))
+    found = found or _first_working(plan, pairs, problem, at_most=MAX_REMEDIES - len(ranks))
+    described = " or ".join(_described(plan, change) for change in (*found, *ranks))
+    return described or "no change of one or two options helps; use a smaller model, or more memory"
+
+
+def _first_working(plan: CapacityPlan, changes: Iterable[Change], problem: Problem, at_most: int) -> list[Change]:
+    """The first changes with which `problem` finds nothing, each of other options."""
+    found: dict[tuple[str, ...], Change] = {}
+    for change in changes:
+        if len(found) < at_most and tuple(change) not in found:
+            changed = _changed(plan, change)
+            if changed is not None and problem(changed) is None:
+                found[tuple(change)] = change
+    return list(found.values())
+
+
+def _changed(plan: CapacityPlan, change: Change) -> CapacityPlan | None:
+    """The plan with other options; None if they are invalid together."""
+    work = {"context": plan.context, "num_sequences": plan.num_sequences}
+    try:
+        config = replace(plan.config, **change)
+        return make_plan(config, plan.model, plan.machine, staging=plan.spec.staging, **work)
+    except ConfigError:
+        return None
+
+
+def _changes(plan: CapacityPlan) -> Iterator[Change]:
+    """Changes of one option that could help on the same GPUs, the mildest value of an option first."""
+    config, num_seqs = plan.config, plan.num_sequences
+    yield from _other_num_blocks(plan)
+    if config.enable_cpu_offload:
+        yield _other_pool(plan)
+        yield {"num_gpu_blocks": None}
+    if plan.machine.gpu_bytes is not None:
+        yield from ({"gpu_memory_utilization": u} for u in (0.95, 0.98) if u > config.gpu_memory_utilization)
+    yield from ({"max_num_batched_tokens": n} for n in (4096, 512) if n < config.max_num_batched_tokens)
+    if config.block_size > 256:
+        yield {"kvcache_block_size": 256}
+    if num_seqs > config.max_num_seqs:
+        yield {"max_num_seqs": num_seqs}
+    yield from ({"max_num_seqs": n} for n in (64, 16) if num_seqs <= n < config.max_num_seqs)
+    if not config.enable_cpu_offload:
+        yield {"enable_cpu_offload": True, "num_kvcache_blocks": -1}
+        yield _other_pool(plan)  # works only together with the former
+    if plan.machine.gpu_bytes is not None and not config.enforce_eager:
+        yield {"enforce_eager": True}
+
+
+def _other_num_blocks(plan: CapacityPlan) -> Iterator[Change]:
+    """If the user gave a number of GPU blocks: the number that the sequences need if larger, else what fits."""
+    name, unset = _blocks_option(plan), None if plan.config.enable_cpu_offload else -1
+    given = getattr(plan.config, name)
+    if given == unset:
+        return
+    each = 1 if plan.config.enable_cpu_offload else ceil_div(plan.context, plan.spec.block_size)
+    fitting = _changed(plan, {name: unset, "kvcache_block_size": plan.spec.block_size})
+    if (needed := plan.num_sequences * each) > given:
+        yield {name: needed}
+    elif fitting is not None and fitting.num_gpu_blocks < given:
+        yield {name: fitting.num_gpu_blocks}
+
+
+def _other_pool(plan: CapacityPlan) -> Change:
+    """A CPU pool in the user's unit: one that holds the sequences, or if the present one is too large, what fits."""
+    num_blocks = plan.num_sequences * ceil_div(plan.context, plan.spec.block_size)
+    block_bytes = plan.spec.block_bytes * plan.config.tensor_parallel_size
+    if not plan.fits_host:
+        num_blocks = max(1, int(plan.machine.host_bytes * MAX_HOST_SHARE) // block_bytes)
+    if plan.config.cpu_memory_gb is not None:
+        return {"cpu_memory_gb": ceil(100 * num_blocks * block_bytes / 2**30) / 100}
+    return {"num_cpu_blocks": num_blocks}
+
+
+def _described(plan: CapacityPlan, change: Change) -> str:
+    """Such as "use enable_cpu_offload and lower max_num_batched_tokens to 1024"."""
+    parts = []
+    for name, value in change.items():
+        old = getattr(plan.config, name)
+        if value is True:
+            parts.append(f"use {name}")
+        elif value in (None, -1) and value != old:
+            parts.append(f"leave {name} unset")
+        elif value != old:
+            verb = "set" if old is None else "raise" if value > old else "lower"
+            parts.append(f"{verb} {name} to {value}")
+    return " and ".join(parts)

@@ -7,23 +7,27 @@ them.
 import argparse
 import sys
 import time
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.cli.engine_flags import CPU_STEP_TOKENS, Formatter, add_engine_flags, add_model_flag
-from nanovllm.cli.flags import add_flags, given_fields
+from nanovllm.cli.flags import (
+    CPU_STEP_TOKENS,
+    PYTHON_ONLY,
+    add_command,
+    add_engine_flags,
+    add_flags,
+    add_model_flag,
+    check_packages,
+    given_fields,
+)
 from nanovllm.cluster.options import BatchOptions
 from nanovllm.config import Config
 from nanovllm.demo import model_path
-from nanovllm.errors import ConfigError
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from nanovllm.cluster.batch_job import JobSummary
 
-_NEEDED = ("ray", "pyarrow")
-COLUMNS_ONLY = ("n", "detokenize", "logprobs", "prompt_logprobs", "logit_bias", "structured_outputs")
 EXAMPLE = """\
 A row has one of the columns prompt, messages and prompt_token_ids. Any field of SamplingParams may be a column, too,
 and goes ahead of its flag. The parts of the output have the same rows, with the columns text, token_ids, finish_reason,
@@ -39,8 +43,7 @@ Exit status: 0 if all rows have run, also if some have an error; 1 if engines fa
 
 def add_batch(commands: Any) -> None:
     about = "answer the rows of files, with engines on one machine or many"
-    parser = commands.add_parser("batch", help=about, description=about, epilog=EXAMPLE, formatter_class=Formatter)
-    parser.set_defaults(run=_batch, option_types=(Config, SamplingParams, BatchOptions))
+    parser = add_command(commands, "batch", about, _batch, (Config, SamplingParams, BatchOptions), EXAMPLE)
     required = parser.add_argument_group("what to answer")
     add_model_flag(required)
     required.add_argument(
@@ -52,7 +55,7 @@ def add_batch(commands: Any) -> None:
     add_flags(parser, BatchOptions)
     max_tokens = f"{SamplingParams.max_tokens}; for messages, no limit"
     about = "For rows without such a column. The model's generation_config.json may change these defaults."
-    add_flags(parser, SamplingParams, without=COLUMNS_ONLY, defaults={"max_tokens": max_tokens}, about=about)
+    add_flags(parser, SamplingParams, without=PYTHON_ONLY, defaults={"max_tokens": max_tokens}, about=about)
     add_engine_flags(parser)
 
 
@@ -63,7 +66,7 @@ def _batch(args: argparse.Namespace) -> int:
     SamplingParams(**sampling)
     given = given_fields(args, Config)
     Config(model=args.model, **given)
-    check_ray_packages()
+    check_packages("nanovllm batch", ("ray", "pyarrow"), "ray")
     from nanovllm.cluster.batch_job import BatchJob, run_job
     from nanovllm.engine.setup import find_machine
 
@@ -100,12 +103,3 @@ def _describe(summary: "JobSummary", seconds: float, output: Path) -> str:
         f"{summary.num_tokens:,} new tokens, {summary.num_tokens / seconds:,.0f} tok/s{before}. "
         f"The answers are in {output}"
     )
-
-
-def check_ray_packages() -> None:
-    """Raise ConfigError if a package of the extra `ray` is missing."""
-    for name in _NEEDED:
-        try:
-            import_module(name)
-        except ModuleNotFoundError as error:
-            raise ConfigError(f"nanovllm batch needs {error.name}; run: pip install 'nanovllm[ray]'") from error

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.cli.console import decode_tok_per_s, prefill_tok_per_s, stream_answer
 from nanovllm.config import BLOCK_SIZE_STEP, DEFAULT_BLOCK_SIZE, Config
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.arithmetic import ceil_div
-from nanovllm.utils.memory import format_bytes
+from nanovllm.utils.arithmetic import ceil_div, format_bytes
 from nanovllm.utils.options import help_of, option
 
 if TYPE_CHECKING:

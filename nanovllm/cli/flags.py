@@ -1,18 +1,33 @@
-"""Makes command-line flags from the fields of dataclasses, and puts the flags' names into messages."""
+"""The fields of the classes of options, as flags of the command line and as the tables of docs/options.md.
+
+`python -m nanovllm.cli.flags docs/options.md` (or `make docs`) writes the tables between two marker lines.
+"""
 
 import argparse
 import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import Field, fields
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, Field, fields
+from importlib import import_module
 from itertools import groupby
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any, get_args
 
+from nanovllm.cluster.options import BatchOptions, ServiceOptions
 from nanovllm.config import Config
+from nanovllm.demo import DEMO_MODEL
+from nanovllm.errors import ConfigError
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.server.options import ServerOptions
 from nanovllm.utils.options import help_of
 
 RENAMED: dict[tuple[type, str], str] = {(SamplingParams, "seed"): "sampling_seed"}  # Config has the plain name
+CPU_STEP_TOKENS = 512  # about a second with a small model; the progress bar and Ctrl-C wait for the end of a step
+# Fields of SamplingParams without a flag: several answers, other results than text, and what no flag can hold
+PYTHON_ONLY = ("n", "detokenize", "logprobs", "prompt_logprobs", "logit_bias", "structured_outputs")
+BEGIN, END = "<!-- options: begin -->", "<!-- options: end -->"
 
 
 def add_flags(
@@ -101,3 +116,107 @@ def _json_object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"not a JSON object: {text}")
     return value
+
+
+# -- flags that several commands have --------------------------------------------------------------------------------
+
+
+class Formatter(argparse.RawDescriptionHelpFormatter):
+    """Leaves room for most flags to have their help on the same line."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=30)
+
+
+def add_command(
+    commands: Any,
+    name: str,
+    about: str,
+    run: Callable[[argparse.Namespace], int],
+    option_types: Sequence[type],
+    epilog: str | None = None,
+) -> argparse.ArgumentParser:
+    """Add a command that `run` runs. option_types: the classes whose fields its flags are."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, help=about, description=about, epilog=epilog, formatter_class=Formatter
+    )
+    parser.set_defaults(run=run, option_types=option_types)
+    return parser
+
+
+def add_model_flag(group: Any) -> None:
+    about = f"{flag_help(Config, 'model')}; {DEMO_MODEL}: the built-in model"
+    group.add_argument("--model", required=True, metavar="MODEL", help=about)
+
+
+def add_engine_flags(parser: argparse.ArgumentParser, defaults: Mapping[str, str] = MappingProxyType({})) -> None:
+    """defaults: field -> what the help says about its default, where the command has its own."""
+    step_tokens = f"{Config.max_num_batched_tokens}; on a CPU, {CPU_STEP_TOKENS}"
+    add_flags(parser, Config, without=("model",), defaults={"max_num_batched_tokens": step_tokens, **defaults})
+
+
+def engine_options(args: argparse.Namespace) -> Mapping[str, Any]:
+    """The fields of Config that the flags give, and the command line's own default for a CPU. Loads torch."""
+    options = given_fields(args, Config)
+    from nanovllm.device.devices import resolve_device
+
+    if resolve_device(Config(model=args.model, **options)).type == "cpu":
+        options = {"max_num_batched_tokens": CPU_STEP_TOKENS} | options
+    return options
+
+
+def check_packages(user: str, names: Sequence[str], extra: str) -> None:
+    """Raise ConfigError if a package that `user`, a command or an option, needs from an extra is missing."""
+    for name in names:
+        try:
+            import_module(name)
+        except ModuleNotFoundError as error:
+            raise ConfigError(f"{user} needs {error.name}; run: pip install 'nanovllm[{extra}]'") from error
+
+
+# -- the tables of docs/options.md -----------------------------------------------------------------------------------
+
+
+def options_tables() -> str:
+    """The tables in Markdown, with the markers around them."""
+    tables = (
+        f"The fields of `Config`, which are keyword arguments of `LLM`:\n\n{_table(Config)}",
+        f"The fields of `SamplingParams`:\n\n{_table(SamplingParams)}",
+        f"The fields of `ServerOptions`, which are flags of `nanovllm serve`:\n\n{_table(ServerOptions)}",
+        f"The fields of `BatchOptions`, which are flags of `nanovllm batch`:\n\n{_table(BatchOptions)}",
+        f"The fields of `ServiceOptions`, which are flags of `nanovllm serve`, too:\n\n{_table(ServiceOptions)}",
+    )
+    return "\n\n".join((BEGIN, *tables, END))
+
+
+def _table(options: type) -> str:
+    """One row for every field that has a default. If there are several groups, each begins with a heading."""
+    lines = ["| option | default | meaning |", "|---|---|---|"]
+    optional = [field for field in fields(options) if field.default is not MISSING]
+    has_groups = len({field.metadata["group"] for field in optional}) > 1
+    for title, members in groupby(optional, key=lambda field: field.metadata["group"]):
+        lines += [f"| **{title}** | | |"] if has_groups else []
+        lines += [_row(field) for field in members]
+    return "\n".join(lines)
+
+
+def _row(field: Field[Any]) -> str:
+    default = repr(field.default).replace("'", '"')
+    types = (Config, SamplingParams, ServerOptions, BatchOptions, ServiceOptions)
+    names = (rf"{each.name}(?:=\w+)?" for options in types for each in fields(options) if "_" in each.name)
+    words = "|".join((r"\w+\.json", *names, "SamplingParams", "None", *field.metadata.get("choices", ())))
+    meaning = re.sub(rf"\b({words})\b", r"`\1`", field.metadata["help"])
+    return f"| `{field.name}` | `{default}` | {meaning} |"
+
+
+def write_tables(text: str) -> str:
+    """`text` with the tables in place of what is between its markers."""
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    assert begin and end, f"the text has no lines {BEGIN} and {END} to put the tables between"
+    return before + options_tables() + after
+
+
+if __name__ == "__main__":
+    for path in map(Path, sys.argv[1:]):
+        path.write_text(write_tables(path.read_text(encoding="utf-8")), encoding="utf-8")

@@ -15,22 +15,30 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm import __version__
+from nanovllm.capacity.plan import PlanOptions, make_plan, plan_table
 from nanovllm.capacity.plan_check import check_plan
-from nanovllm.capacity.plan_table import plan_table
-from nanovllm.capacity.planner import PlanOptions, make_plan
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.cli.batch import add_batch
-from nanovllm.cli.chat import run_chat
 from nanovllm.cli.console import (
     choose_sampling,
     drop_closed_stdout,
     escape_unencodable_output,
+    run_chat,
     stream_answer,
     summary,
 )
 from nanovllm.cli.demo import DemoOptions, run_demo
-from nanovllm.cli.engine_flags import Formatter, add_engine_flags, add_model_flag, engine_options
-from nanovllm.cli.flags import add_flags, given_fields, name_flags
+from nanovllm.cli.flags import (
+    PYTHON_ONLY,
+    Formatter,
+    add_command,
+    add_engine_flags,
+    add_flags,
+    add_model_flag,
+    engine_options,
+    given_fields,
+    name_flags,
+)
 from nanovllm.cli.serve import add_serve
 from nanovllm.config import Config
 from nanovllm.demo import model_path
@@ -40,8 +48,6 @@ from nanovllm.sampling_params import SamplingParams
 if TYPE_CHECKING:  # --help must not load torch
     from nanovllm.llm import LLM
 
-# These commands print the text of one answer
-PYTHON_ONLY = ("n", "detokenize", "logprobs", "prompt_logprobs", "logit_bias", "structured_outputs")
 EXAMPLE = """\
 examples:
   nanovllm demo
@@ -189,15 +195,12 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_demo(commands: Any) -> None:
     about = "find a passkey in a long text whose KV is mostly in CPU memory; needs no download"
-    parser = commands.add_parser("demo", help=about, description=about, formatter_class=Formatter)
-    parser.set_defaults(run=_demo, option_types=(DemoOptions,))
-    add_flags(parser, DemoOptions)
+    add_flags(add_command(commands, "demo", about, _demo, (DemoOptions,)), DemoOptions)
 
 
 def _add_chat(commands: Any) -> None:
     about = "chat with a model; Ctrl-C stops an answer, Ctrl-D ends the program"
-    parser = commands.add_parser("chat", help=about, description=about, epilog=CHAT_EXAMPLE, formatter_class=Formatter)
-    parser.set_defaults(run=_chat, option_types=(Config, SamplingParams))
+    parser = add_command(commands, "chat", about, _chat, (Config, SamplingParams), CHAT_EXAMPLE)
     required = parser.add_argument_group("the conversation")
     add_model_flag(required)
     required.add_argument("--system", metavar="TEXT", help="the system prompt")
@@ -206,10 +209,7 @@ def _add_chat(commands: Any) -> None:
 
 def _add_generate(commands: Any) -> None:
     about = "answer one prompt and print the text as it is generated"
-    parser = commands.add_parser(
-        "generate", help=about, description=about, epilog=GENERATE_EXAMPLE, formatter_class=Formatter
-    )
-    parser.set_defaults(run=_generate, option_types=(Config, SamplingParams))
+    parser = add_command(commands, "generate", about, _generate, (Config, SamplingParams), GENERATE_EXAMPLE)
     required = parser.add_argument_group("what to answer")
     add_model_flag(required)
     prompt = required.add_mutually_exclusive_group(required=True)
@@ -225,8 +225,7 @@ def _add_plan(commands: Any) -> None:
         "show how much memory a run needs, how fast it can be at most, and whether it can work; "
         "reads only the model's config.json"
     )
-    parser = commands.add_parser("plan", help=about, description=about, formatter_class=Formatter)
-    parser.set_defaults(run=_plan, option_types=(Config, PlanOptions))
+    parser = add_command(commands, "plan", about, _plan, (Config, PlanOptions))
     required = parser.add_argument_group("what to plan for")
     required.add_argument(
         "--model", required=True, metavar="MODEL", help="directory, hub name, preset, or demo (built in)"

@@ -7,21 +7,25 @@ port is bound before torch and the model are loaded.
 import argparse
 from collections.abc import Mapping
 from functools import partial
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.cli.engine_flags import Formatter, add_engine_flags, add_model_flag, engine_options
-from nanovllm.cli.flags import add_flags, given_fields
+from nanovllm.cli.flags import (
+    add_command,
+    add_engine_flags,
+    add_flags,
+    add_model_flag,
+    check_packages,
+    engine_options,
+    given_fields,
+)
 from nanovllm.cluster.options import ServiceOptions
 from nanovllm.config import Config
-from nanovllm.errors import ConfigError
 from nanovllm.server.options import ServerOptions, bind
 
 if TYPE_CHECKING:
     from nanovllm import AsyncLLM
 
 MAX_STEP_MS = 200.0  # so that running answers keep their pace while a long prompt is read
-_NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 EXAMPLE = """\
 example, with the built-in model:
   nanovllm serve --model demo &
@@ -34,8 +38,7 @@ Exit status: 0 after SIGTERM or Ctrl-C, 1 if the engine has failed, 2 for bad in
 
 def add_serve(commands: Any) -> None:
     about = "serve a model over HTTP, with OpenAI's API"
-    parser = commands.add_parser("serve", help=about, description=about, epilog=EXAMPLE, formatter_class=Formatter)
-    parser.set_defaults(run=_serve, option_types=(Config, ServerOptions, ServiceOptions))
+    parser = add_command(commands, "serve", about, _serve, (Config, ServerOptions, ServiceOptions), EXAMPLE)
     add_model_flag(parser.add_argument_group("what to serve"))
     add_flags(parser, ServerOptions)
     add_flags(parser, ServiceOptions)
@@ -47,7 +50,7 @@ def _serve(args: argparse.Namespace) -> int:
     options = ServerOptions(**{"served_model_name": (args.model,), **given_fields(args, ServerOptions)})
     service = ServiceOptions(**given_fields(args, ServiceOptions))
     config = Config(model=args.model, **given_fields(args, Config))
-    check_server_packages()
+    check_packages("nanovllm serve", ("fastapi", "uvicorn", "prometheus_client"), "server")
     if service.num_replicas is not None:
         return _serve_with_replicas(args, config, options, service)
     with bind(options.host, options.port) as bound:
@@ -59,7 +62,7 @@ def _serve(args: argparse.Namespace) -> int:
 def _serve_with_replicas(
     args: argparse.Namespace, config: Config, options: ServerOptions, service: ServiceOptions
 ) -> int:
-    check_ray()
+    check_packages("num_replicas", ("ray.serve",), "ray")
     with bind(options.host, options.port) as bound:
         from nanovllm.cluster.service import run_service
 
@@ -77,20 +80,3 @@ def serving_options(args: argparse.Namespace) -> Mapping[str, Any]:
     """The engine's options. Steps are bounded unless the flags say otherwise. Loads torch."""
     options = engine_options(args)
     return {"max_step_ms": MAX_STEP_MS} | dict(options) if options.get("chunked_prefill", True) else options
-
-
-def check_server_packages() -> None:
-    """Raise ConfigError if a package of the extra `server` is missing."""
-    for name in _NEEDED:
-        try:
-            import_module(name)
-        except ModuleNotFoundError as error:
-            raise ConfigError(f"nanovllm serve needs {error.name}; run: pip install 'nanovllm[server]'") from error
-
-
-def check_ray() -> None:
-    """Raise ConfigError if a package of the extra `ray` is missing."""
-    try:
-        import_module("ray.serve")
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"num_replicas needs {error.name}; run: pip install 'nanovllm[ray]'") from error

@@ -9,15 +9,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from nanovllm.capacity.machine import Machine
+from nanovllm.capacity.plan import make_plan
 from nanovllm.capacity.plan_check import check_start
-from nanovllm.capacity.planner import make_plan
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.cluster.options import ServiceOptions
 from nanovllm.cluster.routing import MAX_QUEUE_GAP
 from nanovllm.config import Config
 from nanovllm.errors import ConfigError
 from nanovllm.server.options import ServerOptions
-from nanovllm.utils.memory import format_bytes
+from nanovllm.utils.arithmetic import format_bytes
 
 RANK_BYTES = 2**30  # of a rank's process, besides pools and weights; a rank on the CPU took 0.4 GiB
 ROUTER = "nanovllm.cluster.replicas.PrefixRouter"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from nanovllm.errors import ConfigError
-from nanovllm.utils.memory import format_bytes
+from nanovllm.utils.arithmetic import format_bytes
 
 # Left free in addition to what was measured, for cuBLAS workspaces of more threads and gaps in the allocator's segments
 MARGIN_BYTES = 128 * 2**20

@@ -10,9 +10,8 @@ import torch
 
 from nanovllm.attention.backends.selection import find_backend
 from nanovllm.capacity.machine import Machine
-from nanovllm.capacity.plan import CapacityPlan
+from nanovllm.capacity.plan import CapacityPlan, make_plan
 from nanovllm.capacity.plan_check import check_start
-from nanovllm.capacity.planner import make_plan
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
 from nanovllm.core.kv_spec import dtype_name

@@ -9,9 +9,7 @@ from functools import partial
 import torch
 
 from nanovllm.capacity.costs import token_keys
-from nanovllm.capacity.plan import CapacityPlan
-from nanovllm.capacity.plan_table import plan_table
-from nanovllm.capacity.planner import make_plan
+from nanovllm.capacity.plan import CapacityPlan, make_plan, plan_table
 from nanovllm.checkpoint.files import fetch_weights
 from nanovllm.config import Config
 from nanovllm.core.cpu_split import CpuSplit
@@ -33,9 +31,8 @@ from nanovllm.scheduling.step_bound import StepBound
 from nanovllm.speculation.drafters import Drafter, PromptLookupDrafter, ResidentDrafter
 from nanovllm.speculation.pace import StepTimes
 from nanovllm.speculation.speculator import Speculator
-from nanovllm.utils.arithmetic import ceil_div
+from nanovllm.utils.arithmetic import ceil_div, format_bytes
 from nanovllm.utils.interrupt import deferred_interrupt
-from nanovllm.utils.memory import format_bytes
 
 logger = logging.getLogger("nanovllm")
 

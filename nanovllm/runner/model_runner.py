@@ -34,7 +34,8 @@ from nanovllm.runner.kv_memory import KVMemory, OffloadEngineFactory
 from nanovllm.runner.startup_memory import profile_memory
 from nanovllm.runner.step_result import StepResult
 from nanovllm.runner.step_runner import StepRunner, measure_draft_s
-from nanovllm.utils.memory import available_host_bytes, format_bytes
+from nanovllm.utils.arithmetic import format_bytes
+from nanovllm.utils.memory import available_host_bytes
 from nanovllm.utils.phases import Phases
 
 logger = logging.getLogger("nanovllm")

@@ -1,4 +1,4 @@
-"""How much host memory this process can still use, and how sizes are printed."""
+"""The host memory that this process can still use."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -46,12 +46,3 @@ def _reclaimable_bytes(cgroup: Path) -> int:
         return 0
     stat = dict(line.split() for line in lines)
     return int(stat.get("inactive_file", 0))
-
-
-def format_bytes(num_bytes: float) -> str:
-    """The number in the largest binary unit up to GiB in which it is at least 1, such as `4.70 GiB`."""
-    for unit in ("B", "KiB", "MiB"):
-        if abs(num_bytes) < 1024:
-            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.2f} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.2f} GiB"

@@ -1,21 +1,122 @@
-"""Dataclass fields that carry their own documentation: the text of `--help` and of the tables in docs/options.md."""
+"""Options: dataclass fields that carry their own help and limits.
 
-from dataclasses import field, fields
-from typing import Any
+The help is the text of `--help` and of the tables in docs/options.md. `check_options` checks types, choices and limits.
+"""
+
+from dataclasses import MISSING, field, fields
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, NamedTuple, get_args
+
+MAX_INT32 = 2**31 - 1  # positions, lengths and block tables are int32 on the device
+MAX_SHOWN_CHARS = 200  # of a value that an error message repeats
+_NOUNS = {
+    bool: "True or False",
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    dict: "a dict",
+    NoneType: "None",
+}
 
 
-def option(default: Any, *, help: str, group: str, choices: tuple[str, ...] | None = None, hash: bool = True) -> Any:
+def option(
+    default: Any = MISSING,
+    *,
+    help: str,
+    group: str,
+    choices: tuple[str, ...] | None = None,
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
+    hash: bool = True,
+) -> Any:
     """A field with these entries in its metadata.
 
     help: what the option means. It names other options by their fields.
     group: the heading that the option is listed under.
     choices: all values that the option can have, if they are few.
+    least, above, most: limits of a number. `above` is itself too small. An integer is at most MAX_INT32 by default.
     hash: False for a field whose value cannot be hashed, which the hash of its dataclass then leaves out.
     """
-    metadata = {"help": help, "group": group} | ({} if choices is None else {"choices": choices})
+    entries = {"help": help, "group": group, "choices": choices, "least": least, "above": above, "most": most}
+    metadata = {name: entry for name, entry in entries.items() if entry is not None}
     return field(default=default, metadata=metadata, hash=None if hash else False)
 
 
 def help_of(options: type, name: str) -> str:
     """The help of the field `name` of the dataclass `options`."""
     return next(each.metadata["help"] for each in fields(options) if each.name == name)
+
+
+class _Rule(NamedTuple):
+    """The values that a field can have. `kinds` is empty where the class checks the type itself."""
+
+    name: str
+    kinds: tuple[type, ...]
+    choices: tuple[str, ...] | None
+    least: float | None
+    above: float | None
+    most: float | None
+
+    def limits(self) -> str:
+        """Such as "between 0 and 1", "above 0 and at most 1" or "1 or more"."""
+        least, most = (f"{end:g}" if isinstance(end, float) else str(end) for end in (self.least, self.most))
+        if self.above is not None:
+            return f"above {self.above}" if self.most is None else f"above {self.above} and at most {most}"
+        if self.least is None or self.most is None:
+            return f"at most {most}" if self.least is None else f"{least} or more"
+        return f"{least} or more, at most {most}" if self.most == MAX_INT32 else f"between {least} and {most}"
+
+    def is_within(self, value: Any) -> bool:
+        is_enough = (self.above is None or value > self.above) and (self.least is None or value >= self.least)
+        return bool(is_enough and (self.most is None or value <= self.most))
+
+
+@cache
+def _rules(options: type) -> tuple[_Rule, ...]:
+    rules = []
+    for each in fields(options):
+        kinds: tuple[Any, ...] = get_args(each.type) if isinstance(each.type, UnionType) else (each.type,)
+        kinds = kinds if all(kind in _NOUNS for kind in kinds) else ()
+        choices, least, above, most = (each.metadata.get(key) for key in ("choices", "least", "above", "most"))
+        most = MAX_INT32 if most is None and int in kinds else most
+        rules.append(_Rule(each.name, kinds, choices, least, above, most))
+    return tuple(rules)
+
+
+def check_options(options: object, error: type[Exception], owner: str = "") -> None:
+    """Raise `error` for the first field with a wrong type, an unknown choice, or a number outside its limits.
+
+    A type is checked if it consists of bool, int, float, str, dict and None; the class itself checks the others.
+    An integer passes for a float, a boolean does not pass for a number, and NaN is outside all limits.
+
+    owner: what the message says before the field's name, such as "SamplingParams.".
+    """
+    kind: Any = type(options)
+    for rule in _rules(kind):
+        value = getattr(options, rule.name)
+        problem = ""
+        if rule.kinds and not _is_a(value, rule.kinds):
+            problem = f"must be {' or '.join(_NOUNS[kind] for kind in rule.kinds)}"
+        elif rule.choices and value not in rule.choices:
+            problem = f"is unknown; choose one of {', '.join(rule.choices)}"
+        elif value is not None and not rule.is_within(value):
+            problem = f"must be {rule.limits()}"
+        if problem:
+            raise error(f"{owner}{rule.name}={shown(value)} {problem}")
+
+
+def _is_a(value: object, kinds: tuple[type, ...]) -> bool:
+    if isinstance(value, bool):
+        return bool in kinds
+    return isinstance(value, kinds) or (isinstance(value, int) and float in kinds)
+
+
+def shown(value: object) -> str:
+    """`value` as an error message repeats it: cut off if it is long."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python does not write integers of more than 4300 digits
+        text = "(an integer of thousands of digits)"
+    return text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}..."

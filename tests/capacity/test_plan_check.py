@@ -1,4 +1,4 @@
-"""What plans are refused, and that every remedy named in a refusal works."""
+"""Plans that are refused, and the remedies that a refusal names: each of them works."""
 
 import re
 from dataclasses import replace
@@ -7,13 +7,9 @@ from typing import Any
 
 import pytest
 
-from nanovllm.capacity.gpus import GPUS, find_gpu
-from nanovllm.capacity.machine import Machine
-from nanovllm.capacity.plan import CapacityPlan
-from nanovllm.capacity.plan_check import any_problem, check_plan, check_start, memory_problem
-from nanovllm.capacity.plan_table import plan_table
-from nanovllm.capacity.planner import PlanOptions, make_plan
-from nanovllm.capacity.remedies import MAX_REMEDIES
+from nanovllm.capacity.machine import GPUS, Machine, find_gpu
+from nanovllm.capacity.plan import CapacityPlan, PlanOptions, make_plan, plan_table
+from nanovllm.capacity.plan_check import MAX_REMEDIES, any_problem, check_plan, check_start, memory_problem
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
 from nanovllm.errors import ConfigError
@@ -64,9 +60,8 @@ def with_changes(plan: CapacityPlan, options: dict[str, Any]) -> CapacityPlan:
 # -- what is refused -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_check_start_engine_that_cannot_start_says_why() -> None:
+    cases: tuple[tuple[Any, ...], ...] = (
         (
             OFFLOAD | {"num_cpu_blocks": 1000},
             r"1000 blocks needs 437.50 GiB, but only 100.00 GiB .*; lower num_cpu_blocks to",
@@ -82,11 +77,10 @@ def with_changes(plan: CapacityPlan, options: dict[str, Any]) -> CapacityPlan:
             r"weights \(1.11 GiB\), num_kvcache_blocks=5000 \(136.72 GiB\) and the logits \(148.38 MiB\) need "
             r"137.97 GiB of GPU memory, more than the 125.10 GiB .*=0.9 allows of 139.00.*; lower num_kvcache_blocks",
         ),
-    ],
-)
-def test_check_start_engine_that_cannot_start_says_why(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        check_start(plan_for(**options))
+    )
+    for options, message in cases:
+        with pytest.raises(ConfigError, match=message):
+            check_start(plan_for(**options))
 
 
 def test_check_start_little_host_memory_says_why() -> None:
@@ -135,27 +129,19 @@ def test_check_plan_weights_that_do_not_fit_never_raise_the_utilization() -> Non
         assert memory_problem(with_changes(plan, options)) is None
 
 
-@pytest.mark.parametrize(
-    ("workload", "options", "message"),
-    [
+def test_check_plan_workload_that_cannot_run_says_why() -> None:
+    cases: tuple[tuple[Any, ...], ...] = (
         ({"context": 50}, OFFLOAD | {"max_model_len": 40}, "max_model_len=40; shorten it, or raise max_model_len"),
-        (
-            {"context": 40960, "num_sequences": 3},
-            OFFLOAD,
-            "CPU pool's 20 blocks allow 2; set num_cpu_blocks to 30",
-        ),
+        ({"context": 40960, "num_sequences": 3}, OFFLOAD, "CPU pool's 20 blocks allow 2; set num_cpu_blocks to 30"),
         ({"context": 100, "num_sequences": 9}, OFFLOAD, "the 8 slots allow 8; raise num_gpu_blocks to 9"),
         ({"context": 100, "num_sequences": 9}, {"max_num_seqs": 8}, "max_num_seqs=8 allows 8; raise max_num_seqs to 9"),
         ({"context": 40960, "num_sequences": 30}, {}, r"blocks on the GPU allow 27; .*raise tensor_parallel_size to 2"),
-    ],
-)
-def test_check_plan_workload_that_cannot_run_says_why(
-    workload: dict[str, int], options: dict[str, Any], message: str
-) -> None:
-    plan = plan_for(**workload, **options)
-    check_start(plan)
-    with pytest.raises(ConfigError, match=message):
-        check_plan(plan)
+    )
+    for workload, options, message in cases:
+        plan = plan_for(**workload, **options)
+        check_start(plan)
+        with pytest.raises(ConfigError, match=message):
+            check_plan(plan)
 
 
 def test_check_plan_context_beyond_the_rope_offers_overrides() -> None:
@@ -165,9 +151,7 @@ def test_check_plan_context_beyond_the_rope_offers_overrides() -> None:
 
 def test_check_plan_nothing_helps_says_so() -> None:
     plan = plan_for(replace(H200, gpu_bytes=2 * GIB, host_bytes=64 * GIB), model="qwen3-8b", tensor_parallel_size=8)
-    with pytest.raises(
-        ConfigError, match=r"no option changes that: with .*enforce_eager=True, .*; use a smaller model"
-    ):
+    with pytest.raises(ConfigError, match=r"no change of one or two options helps; use a smaller model, or more mem"):
         check_plan(plan)
 
 
@@ -176,13 +160,12 @@ def test_check_plan_names_several_options_where_none_is_enough_alone() -> None:
     plan = plan_for(machine, model="qwen3-8b", context=40960, num_sequences=4)
     with pytest.raises(ConfigError, match=r"use enable_cpu_offload and .* or raise tensor_parallel_size to 4") as error:
         check_plan(plan)
-    together, ranks = changes(str(error.value))
-    assert len(together) > 1 and ranks == {"tensor_parallel_size": 4}
-    for name in together:
-        fewer = {other: value for other, value in together.items() if other != name}
+    *pairs, ranks = changes(str(error.value))
+    assert all(len(pair) == 2 for pair in pairs) and ranks == {"tensor_parallel_size": 4}
+    for one in ({name: value} for pair in pairs for name, value in pair.items()):
         try:
-            assert any_problem(with_changes(plan, fewer)) is not None, name
-        except ValueError:  # the rest does not go together
+            assert any_problem(with_changes(plan, one)) is not None, one
+        except ValueError:  # it does not go without the other
             continue
 
 
@@ -203,13 +186,11 @@ ENGINES: dict[str, dict[str, Any]] = {
 NAMES = ("RTX 3060 12GB", "RTX 4090", "A100 80GB")
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize(("context", "num_sequences"), [(1000, 1), (40960, 1), (40960, 4), (500, 100)])
-def test_check_plan_refuses_what_the_table_marks_and_every_remedy_works(
-    engine: str, context: int, num_sequences: int
-) -> None:
+def test_check_plan_refuses_what_the_table_marks_and_every_remedy_works() -> None:
     """`plan` exits 1 exactly when something does not fit, and what it recommends does."""
-    for name, model, host_gib in product(NAMES, MODELS, (16, 100)):
+    work = ((1000, 1), (40960, 1), (40960, 4), (500, 100))
+    num_refused = num_helped = 0
+    for engine, (context, num_sequences), name, model, host_gib in product(ENGINES, work, NAMES, MODELS, (16, 100)):
         machine = Machine.gpu(host_gib * GIB, find_gpu(name))
         plan = plan_for(machine, model=model, context=context, num_sequences=num_sequences, **ENGINES[engine])
         refused = None
@@ -222,11 +203,14 @@ def test_check_plan_refuses_what_the_table_marks_and_every_remedy_works(
         if refused is None:
             check_start(plan)
             continue
-        if "no option changes that" in refused:
+        num_refused += 1
+        if "no change of one or two options helps" in refused:
             continue
+        num_helped += 1
         assert 1 <= len(changes(refused)) <= MAX_REMEDIES
         for options in changes(refused):
             assert any_problem(with_changes(plan, options)) is None, (refused, options)
+    assert num_helped > 0.7 * num_refused > 200
 
 
 def test_every_gpu_of_the_table_can_be_planned_for() -> None:

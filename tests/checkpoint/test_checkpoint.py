@@ -80,10 +80,7 @@ def test_weight_files_takes_the_only_one_there_is(tmp_path: Path) -> None:
     [
         ([], "no safetensors file in"),
         (["onnx/model.safetensors", "model.bin"], "no safetensors file in"),
-        (
-            ["a.safetensors", "b.safetensors"],
-            r"2 safetensors files \(a.safetensors, b.safetensors\) and no .*index",
-        ),
+        (["a.safetensors", "b.safetensors"], r"2 safetensors files \(a.safetensors, b.safetensors\) and no .*index"),
         (["model-00001-of-00003.safetensors", "model-00003-of-00003.safetensors"], "see model-00002-of-00003"),
         (
             ["model-00001-of-00002.safetensors", "model-00001-of-00003.safetensors"],

@@ -1,4 +1,4 @@
-"""What is fetched for a hub name, from a small server that speaks enough of the hub's protocol."""
+"""The files fetched for a hub name, from a small server that speaks enough of the hub's protocol."""
 
 import hashlib
 import json

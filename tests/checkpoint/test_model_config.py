@@ -11,7 +11,7 @@ from tiny_models import ROPES, write_tiny_model
 from transformers import AutoConfig, LlamaConfig, Qwen2Config, Qwen3Config
 
 from nanovllm.checkpoint.files import presets
-from nanovllm.checkpoint.model_config import ARCHITECTURES, DEFAULTS, ModelConfig, RopeConfig
+from nanovllm.checkpoint.model_config import ARCHITECTURES, ModelConfig, RopeConfig
 from nanovllm.errors import CheckpointError
 
 QWEN3 = json.loads(presets()["qwen3-0.6b"].read_text())
@@ -25,25 +25,23 @@ def read(tmp_path: Path, config: dict[str, Any]) -> ModelConfig:
     return ModelConfig.from_pretrained(str(tmp_path))[0]
 
 
-@pytest.mark.parametrize(
-    ("name", "shape", "limit"),
-    [  # layers, hidden, heads, kv heads, head dim, vocabulary
+def test_preset_has_the_published_shape_and_no_directory() -> None:
+    cases: tuple[Any, ...] = (  # layers, hidden, heads, kv heads, head dim, vocabulary
         ("qwen3-0.6b", (28, 1024, 16, 8, 128, 151936), 40960),
         ("qwen3-4b", (36, 2560, 32, 8, 128, 151936), 40960),
         ("qwen3-8b", (36, 4096, 32, 8, 128, 151936), 40960),
         ("qwen2.5-7b-1m", (28, 3584, 28, 4, 128, 152064), 1010000),
         ("llama-3.1-8b", (32, 4096, 32, 8, 128, 128256), 131072),
-    ],
-)
-def test_preset_has_the_published_shape_and_no_directory(name: str, shape: tuple[int, ...], limit: int) -> None:
-    config, directory = ModelConfig.from_pretrained(name)
-    assert directory is None
-    assert shape == (
-        *(config.num_layers, config.hidden_size, config.num_heads, config.num_kv_heads),
-        *(config.head_dim, config.vocab_size),
     )
-    assert config.max_model_len_limit == limit
-    assert config.torch_dtype == "bfloat16"
+    for name, shape, limit in cases:
+        config, directory = ModelConfig.from_pretrained(name)
+        assert directory is None
+        assert shape == (
+            *(config.num_layers, config.hidden_size, config.num_heads, config.num_kv_heads),
+            *(config.head_dim, config.vocab_size),
+        )
+        assert config.max_model_len_limit == limit
+        assert config.torch_dtype == "bfloat16"
 
 
 def test_architectures_have_their_biases_and_norms() -> None:
@@ -80,22 +78,18 @@ def test_rope_oldest_form_names_the_type_type(tmp_path: Path) -> None:
     assert (config.rope.rope_type, config.rope.factor) == ("linear", 3.0)
 
 
-@pytest.mark.parametrize(
-    ("scaling", "limit"),
-    [
+def test_max_model_len_limit_is_what_the_rope_covers(tmp_path: Path) -> None:
+    cases: tuple[Any, ...] = (
         (None, 1000),
         ({"rope_type": "linear", "factor": 2.0}, 2000),
         ({"rope_type": "dynamic", "factor": 2.5}, 2500),
         ({"rope_type": "yarn", "factor": 4.0}, 4000),
         ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 800}, 3200),
         ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 100}, 1000),
-    ],
-)
-def test_max_model_len_limit_is_what_the_rope_covers(
-    tmp_path: Path, scaling: dict[str, Any] | None, limit: int
-) -> None:
-    config = read(tmp_path, {**QWEN3, "max_position_embeddings": 1000, "rope_scaling": scaling})
-    assert config.max_model_len_limit == limit
+    )
+    for scaling, limit in cases:
+        config = read(tmp_path, {**QWEN3, "max_position_embeddings": 1000, "rope_scaling": scaling})
+        assert config.max_model_len_limit == limit
 
 
 def test_eos_of_both_files_each_once(tmp_path: Path) -> None:
@@ -118,9 +112,8 @@ def rope(**scaling: Any) -> dict[str, Any]:
     return {"rope_scaling": scaling}
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
+def test_not_implemented_setting_raises_value_error(tmp_path: Path) -> None:
+    cases: tuple[Any, ...] = (
         ({**QWEN3, "architectures": ["Qwen3MoeForCausalLM"]}, "Qwen3MoeForCausalLM.*supported are Qwen3ForCausalLM"),
         ({**QWEN3, "architectures": None}, "architectures"),
         ({**QWEN3, "model_type": "mistral"}, "model_type='mistral'"),
@@ -146,12 +139,10 @@ def rope(**scaling: Any) -> dict[str, Any]:
             {**NO_ROPE, "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e6}}},
             "per layer type",
         ),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_not_implemented_setting_raises_value_error(tmp_path: Path, config: dict[str, Any], message: str) -> None:
-    with pytest.raises(CheckpointError, match=f"(?s){message}"):
-        read(tmp_path, config)
+    )
+    for config, message in cases:
+        with pytest.raises(CheckpointError, match=f"(?s){message}"):
+            read(tmp_path, config)
 
 
 def test_named_but_unused_sliding_window_of_qwen_is_fine(tmp_path: Path) -> None:
@@ -187,12 +178,12 @@ def test_defaults_are_those_of_transformers(architecture: str) -> None:
     """Settings that are absent: config.json is read without transformers, which takes seconds to import."""
     classes = {"Qwen3ForCausalLM": Qwen3Config, "Qwen2ForCausalLM": Qwen2Config, "LlamaForCausalLM": LlamaConfig}
     theirs = classes[architecture]()
-    for name, value in DEFAULTS[architecture].items():
+    for name, value in ARCHITECTURES[architecture].defaults.items():
         expected = theirs.num_attention_heads if value is None else value
         assert getattr(theirs, name) == expected, name
     for name in ("attention_bias", "mlp_bias", "use_sliding_window", "quantization_config"):
         assert not getattr(theirs, name, None), name
-    if "head_dim" not in DEFAULTS[architecture]:
+    if "head_dim" not in ARCHITECTURES[architecture].defaults:
         assert (getattr(theirs, "head_dim", None) or 128) == theirs.hidden_size // theirs.num_attention_heads
     assert theirs.rope_parameters == {"rope_type": "default", "rope_theta": 10000.0}
 

@@ -16,9 +16,8 @@ import pytest
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.cli import main as cli
-from nanovllm.cli.chat import Conversation, MessageReader
-from nanovllm.demo.retrieval_model import build_retrieval_model
-from nanovllm.demo.tokenizer import HELP
+from nanovllm.cli.console import Conversation, MessageReader
+from nanovllm.demo.retrieval_model import HELP, build_retrieval_model
 from nanovllm.errors import RequestError
 
 ROOT = Path(__file__).parents[2]
@@ -288,7 +287,7 @@ def test_conversation_answer_that_failed_is_not_kept(
     conversation = Conversation(llm, GREEDY, None, stoppable=False)
     output = llm.generate("Hi", GREEDY, use_tqdm=False)[0]
     failed = output | {"error": "NaN", "finish_reason": "error", "ttft_s": None, "tpot_s": None}
-    monkeypatch.setattr("nanovllm.cli.chat.stream_answer", lambda *args, **options: failed)
+    monkeypatch.setattr("nanovllm.cli.console.stream_answer", lambda *args, **options: failed)
     conversation.answer("Hi")
     assert conversation.messages == []
     assert "finish reason: error" in (err := capsys.readouterr().err) and "the request failed: NaN" in err

@@ -10,8 +10,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from nanovllm import LLM, SamplingParams
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.demo.haystack import build_haystack
-from nanovllm.demo.retrieval_model import build_retrieval_model, model_weights, token_codes
-from nanovllm.demo.tokenizer import END_TOKEN, END_TOKEN_ID, HELP
+from nanovllm.demo.retrieval_model import (
+    END_TOKEN,
+    END_TOKEN_ID,
+    HELP,
+    build_retrieval_model,
+    model_weights,
+    token_codes,
+)
 from nanovllm.errors import CheckpointError, ConfigError
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from nanovllm.demo.tokenizer import END_TOKEN_ID, save_tokenizer
+from nanovllm.demo.retrieval_model import END_TOKEN_ID, save_tokenizer
 from nanovllm.errors import RequestError
 from nanovllm.sampling_params import StructuredOutputs
 from nanovllm.text.grammar import LIMITS, MAX_REASON_CHARS, MAX_REFERENCE_DEPTH, _measure, with_deep_stack

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from nanovllm import SamplingParams
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.core.logit_editor import TokenConstraint, TokenMask
-from nanovllm.demo.tokenizer import END_TOKEN_ID, save_tokenizer
+from nanovllm.demo.retrieval_model import END_TOKEN_ID, save_tokenizer
 from nanovllm.errors import RequestError
 from nanovllm.sampling_params import StructuredOutputs
 from nanovllm.text.frontend import TextFrontend
@@ -85,7 +85,7 @@ def rust_bytes(symbol: str) -> bytes:
 
 
 def latin_byte(symbol: str) -> int:
-    from nanovllm.demo.tokenizer import byte_symbols
+    from nanovllm.demo.retrieval_model import byte_symbols
 
     return byte_symbols().index(symbol)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from nanovllm.demo.tokenizer import save_tokenizer
+from nanovllm.demo.retrieval_model import save_tokenizer
 from nanovllm.text.text_cuts import PATTERNS, find_cuts
 from nanovllm.text.text_encoder import TextEncoder
 from nanovllm.text.tokenizer import load_tokenizer

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from nanovllm.utils import memory
-from nanovllm.utils.memory import available_host_bytes, format_bytes
+from nanovllm.utils.arithmetic import format_bytes
+from nanovllm.utils.memory import available_host_bytes
 
 
 def cgroup(directory: Path, limit: str, usage: int, inactive: int | None = 0) -> tuple[str, str]:

@@ -2,16 +2,14 @@
 
 import pytest
 
-from nanovllm.capacity.gpus import GPUS, H200, LINK_PEAK_GB_PER_S, find_gpu, gpu_of_cuda_name
-from nanovllm.capacity.machine import Machine
+from nanovllm.capacity.machine import GPUS, H200, LINK_PEAK_GB_PER_S, Machine, find_gpu, gpu_of_cuda_name
 from nanovllm.errors import ConfigError
 
 GIB = 2**30
 
 
-@pytest.mark.parametrize(
-    ("name", "found"),
-    [
+def test_find_gpu_any_spelling_is_found() -> None:
+    cases: tuple[tuple[str, str], ...] = (
         *((gpu.name, gpu.name) for gpu in GPUS),
         *((f"NVIDIA {cuda_name}", gpu.name) for gpu in GPUS for cuda_name in gpu.cuda_names),
         ("4090", "RTX 4090"),
@@ -22,16 +20,16 @@ GIB = 2**30
         ("a100-80gb", "A100 80GB"),
         ("rtx_pro_6000", "RTX PRO 6000 Blackwell"),
         ("h100 sxm", "H100 SXM"),
-    ],
-)
-def test_find_gpu_any_spelling_is_found(name: str, found: str) -> None:
-    assert find_gpu(name).name == found
+    )
+    for name, found in cases:
+        assert find_gpu(name).name == found
 
 
-@pytest.mark.parametrize("name", ["H100", "A100", "RTX 5070", "RTX 4090 Laptop GPU", "MI300X", ""])
-def test_find_gpu_unknown_or_ambiguous_name_lists_the_known_ones(name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"gpu='{name}' is unknown; choose one of RTX 3060 12GB, .*, GH200, or"):
-        find_gpu(name)
+def test_find_gpu_unknown_or_ambiguous_name_lists_the_known_ones() -> None:
+    cases: tuple[str, ...] = ("H100", "A100", "RTX 5070", "RTX 4090 Laptop GPU", "MI300X", "")
+    for name in cases:
+        with pytest.raises(ConfigError, match=rf"gpu='{name}' is unknown; choose one of RTX 3060 12GB, .*, GH200, or"):
+            find_gpu(name)
 
 
 def test_find_gpu_too_old_says_what_is_needed() -> None:
@@ -46,7 +44,8 @@ def test_gpus_no_two_answer_to_one_name_and_figures_are_plausible() -> None:
         assert all(find_gpu(name) is gpu for name in (gpu.name, *gpu.cuda_names, *gpu.aliases))
         assert 8 < gpu.memory_gib < 200 and 200 < gpu.memory_gb_per_s < 10_000
         assert 20 < gpu.bf16_tflop_per_s < 3000 and (8, 0) <= gpu.capability <= (12, 0)
-        assert 0.8 < gpu.link_byte_per_s / 1e9 / LINK_PEAK_GB_PER_S[gpu.link] < 1
+        link_byte_per_s = Machine.gpu(GIB, gpu).link_byte_per_s
+        assert link_byte_per_s and 0.8 < link_byte_per_s / 1e9 / LINK_PEAK_GB_PER_S[gpu.link] < 1
 
 
 def test_machine_of_the_h200_has_the_measured_rates() -> None:
@@ -72,12 +71,13 @@ def test_machine_found_has_its_own_memory_and_the_rates_of_its_name() -> None:
     assert Machine.found_gpu(GIB, "NVIDIA H200", 140 * GIB, (9, 0)).flop_per_s == H200.bf16_tflop_per_s * 1e12
 
 
-@pytest.mark.parametrize("name", ["NVIDIA GeForce RTX 4080 SUPER", "NVIDIA GeForce RTX 3060 Laptop GPU", "Graphics"])
-def test_machine_found_that_is_not_in_the_table_has_no_rates(name: str) -> None:
-    assert gpu_of_cuda_name(name) is None
-    machine = Machine.found_gpu(GIB, name, 16 * GIB, (8, 9))
-    assert machine.gpu_bytes == 16 * GIB and machine.capability == (8, 9)
-    assert machine.link_byte_per_s is machine.memory_byte_per_s is machine.flop_per_s is None
+def test_machine_found_that_is_not_in_the_table_has_no_rates() -> None:
+    cases: tuple[str, ...] = ("NVIDIA GeForce RTX 4080 SUPER", "NVIDIA GeForce RTX 3060 Laptop GPU", "Graphics")
+    for name in cases:
+        assert gpu_of_cuda_name(name) is None
+        machine = Machine.found_gpu(GIB, name, 16 * GIB, (8, 9))
+        assert machine.gpu_bytes == 16 * GIB and machine.capability == (8, 9)
+        assert machine.link_byte_per_s is machine.memory_byte_per_s is machine.flop_per_s is None
 
 
 @pytest.mark.gpu

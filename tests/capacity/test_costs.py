@@ -1,14 +1,13 @@
-"""What the plan says of the GPU's memory: part by part by hand, and on a GPU against what a process holds."""
+"""The GPU memory of an engine: part by part by hand, and on a GPU against what a process holds."""
 
 from typing import Any
 
 import pytest
 import torch
 
-from nanovllm.capacity import device_memory as parts
-from nanovllm.capacity.device_memory import DeviceMemory, device_memory
-from nanovllm.capacity.gpus import find_gpu
-from nanovllm.capacity.machine import Machine
+from nanovllm.capacity import costs as parts
+from nanovllm.capacity.costs import DeviceMemory, device_memory
+from nanovllm.capacity.machine import Machine, find_gpu
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
 from nanovllm.core.kv_spec import kv_cache_spec
@@ -78,12 +77,11 @@ def test_memory_on_a_cpu_has_no_parts_of_cuda() -> None:
     assert 0 < on_cpu.activation_bytes < offload().activation_bytes
 
 
-@pytest.mark.parametrize(
-    ("name", "num_bytes"), [("H200", 64 * MIB), ("RTX 5090", 64 * MIB), ("RTX 4090", 16640 * 1024)]
-)
-def test_memory_workspaces_depend_on_the_compute_capability(name: str, num_bytes: int) -> None:
+def test_memory_workspaces_depend_on_the_compute_capability() -> None:
     """As torch 2.11 chooses them: 32 MiB from Hopper on, before that 8 MiB and 128 KiB; two of them."""
-    assert memory(Machine.gpu(GIB, find_gpu(name))).workspace_bytes == num_bytes
+    cases: tuple[tuple[Any, ...], ...] = (("H200", 64 * MIB), ("RTX 5090", 64 * MIB), ("RTX 4090", 16640 * 1024))
+    for name, num_bytes in cases:
+        assert memory(Machine.gpu(GIB, find_gpu(name))).workspace_bytes == num_bytes
 
 
 def test_memory_several_ranks_share_weights_and_pay_for_nccl() -> None:
@@ -91,6 +89,15 @@ def test_memory_several_ranks_share_weights_and_pay_for_nccl() -> None:
     assert two.weight_bytes == one.weight_bytes // 2 and two.kv_bytes == one.kv_bytes // 2
     assert two.context_bytes == one.context_bytes + parts.NCCL_BYTES
     assert two.logits_bytes == one.logits_bytes  # every rank gathers them all
+
+
+def test_activation_bytes_of_a_large_mlp_are_shared_by_ranks() -> None:
+    """By hand for Qwen3-8B, whose MLP holds more than its attention: 12,288 features against 32 heads of 128."""
+    model, num_tokens = ModelConfig.without_weights("qwen3-8b"), 16384
+    for ranks in (1, 2):
+        config = Config(model="qwen3-8b", tensor_parallel_size=ranks)
+        hidden, mlp, rotation = 4 * 2 * 4096, 3 * 2 * 12288 // ranks, 4 * 128
+        assert parts.activation_bytes(config, model, 40960, max_num_rows=4) == num_tokens * (hidden + mlp + rotation)
 
 
 def test_memory_never_falls_with_more_blocks() -> None:
@@ -103,25 +110,21 @@ def test_memory_never_falls_with_more_blocks() -> None:
 README = {"enable_cpu_offload": True, "kvcache_block_size": 4096, "max_model_len": 40960}
 
 
-@pytest.mark.parametrize(
-    ("model", "options", "num_gpu_blocks", "held_mib"),
-    [
+def test_memory_is_what_engines_held_on_an_h200() -> None:
+    """The figures that the constants were fitted to: `python -m benchmarks.device_memory`, docs/log.md, 2026-11-21."""
+    cases: tuple[tuple[Any, ...], ...] = (
         ("qwen3-0.6b", README, 8, 6449.6),
         ("qwen3-0.6b", README | {"enforce_eager": True}, 8, 6387.6),
         ("qwen3-0.6b", README | {"max_num_batched_tokens": 4096}, 2, 3165.6),
         ("qwen3-0.6b", {"max_model_len": 40960}, 200, 8523.6),
         ("qwen3-8b", {"enable_cpu_offload": True}, 68, 21701.6),
         ("qwen3-8b", {"max_model_len": 8192}, 80, 21429.6),
-    ],
-)
-def test_memory_is_what_engines_held_on_an_h200(
-    model: str, options: dict[str, Any], num_gpu_blocks: int, held_mib: float
-) -> None:
-    """The figures that the constants were fitted to: `python -m benchmarks.device_memory`, docs/log.md, 2026-11-21."""
-    config, shapes = Config(model=model, **options), ModelConfig.without_weights(model)
-    spec, limit = kv_cache_spec(config, shapes, tp_size=1), config.max_model_len or shapes.max_model_len_limit
-    got = device_memory(config, shapes, H200, spec, limit, num_gpu_blocks)
-    assert got.total_bytes == pytest.approx(held_mib * MIB, rel=0.03)
+    )
+    for model, options, num_gpu_blocks, held_mib in cases:
+        config, shapes = Config(model=model, **options), ModelConfig.without_weights(model)
+        spec, limit = kv_cache_spec(config, shapes, tp_size=1), config.max_model_len or shapes.max_model_len_limit
+        got = device_memory(config, shapes, H200, spec, limit, num_gpu_blocks)
+        assert got.total_bytes == pytest.approx(held_mib * MIB, rel=0.03)
 
 
 # -- on a GPU --------------------------------------------------------------------------------------------------------

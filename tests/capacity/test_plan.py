@@ -12,15 +12,9 @@ from dense_model import random_prompt
 from tiny_models import ARCHITECTURES, write_tiny_model
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.capacity.costs import (
-    activation_bytes,
-    num_missing_blocks,
-    num_prefill_loaded_blocks,
-    weight_bytes,
-)
+from nanovllm.capacity.costs import activation_bytes, num_missing_blocks, num_prefill_loaded_blocks, weight_bytes
 from nanovllm.capacity.machine import Machine
-from nanovllm.capacity.plan import CapacityPlan
-from nanovllm.capacity.planner import PlanOptions, make_plan
+from nanovllm.capacity.plan import CapacityPlan, PlanOptions, make_plan
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
 from nanovllm.core.step_plan import CpuSpan, KVMoves, SamplingRow, SequenceStep, SlotLoad, StepPlan, StreamedGroup
@@ -67,8 +61,8 @@ def test_plan_memory_of_qwen3_with_offload() -> None:
 
 
 def test_activation_bytes_of_qwen3_are_those_measured() -> None:
-    """What a prompt of 40,952 tokens allocated at its peak, in the MLP, on an H200 with 8 slots, at commit ab3877c; and
-    what a chunk that merges four parts or more takes beyond that.
+    """The memory that a prompt of 40,952 tokens allocated at its peak, in the MLP, on an H200 with 8 slots, at commit
+    ab3877c, and what a chunk that merges four parts or more takes beyond that.
     """
     config = Config(model="qwen3-0.6b", **OFFLOAD, max_num_seqs=4)
     measured = 5_567_396_864 - 5_122_275_328
@@ -91,6 +85,14 @@ def test_plan_cpu_pool_left_open_stops_at_70_percent_of_the_memory() -> None:
     assert plan_for(replace(H200, host_bytes=10 * GIB), **OFFLOAD).num_cpu_blocks == 16  # 7 GiB
     assert plan_for(**OFFLOAD, cpu_memory_gb=4).num_cpu_blocks == 9
     assert plan_for(**OFFLOAD, num_cpu_blocks=11).num_cpu_blocks == 11
+
+
+def test_plan_cpu_pool_of_two_ranks_holds_the_heads_of_both() -> None:
+    """A rank has half of every block, so the same memory holds as many blocks as with one rank."""
+    ranks = OFFLOAD | {"tensor_parallel_size": 2}
+    plan = plan_for(**ranks, cpu_memory_gb=4)
+    assert (plan.num_cpu_blocks, plan.cpu_pool_bytes) == (9, 9 * 448 * MIB)
+    assert plan_for(replace(H200, host_bytes=10 * GIB), **ranks).num_cpu_blocks == 16
 
 
 def test_plan_all_defaults_serve_two_long_sequences_and_hundreds_of_short_ones() -> None:
@@ -124,9 +126,8 @@ def test_plan_slots_left_open_are_what_fits() -> None:
 # -- blocks and bounds -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("context", "num_slots", "num_sequences", "missing"),
-    [
+def test_num_missing_blocks_are_the_full_ones_less_the_slots() -> None:
+    cases: tuple[tuple[int, ...], ...] = (
         (40960, 8, 1, 2),  # 9 full blocks, 7 slots beside the write slot
         (40960, 4, 1, 6),
         (40960, 10, 1, 0),
@@ -134,12 +135,9 @@ def test_plan_slots_left_open_are_what_fits() -> None:
         (131072, 8, 1, 24),
         (32768, 12, 4, 20),  # 4 x 7 full blocks, 8 slots beside the write slots
         (1, 2, 1, 0),
-    ],
-)
-def test_num_missing_blocks_are_the_full_ones_less_the_slots(
-    context: int, num_slots: int, num_sequences: int, missing: int
-) -> None:
-    assert num_missing_blocks(context, 4096, num_slots, num_sequences) == missing
+    )
+    for context, num_slots, num_sequences, missing in cases:
+        assert num_missing_blocks(context, 4096, num_slots, num_sequences) == missing
 
 
 def test_plan_decode_bound_is_the_link_over_the_missing_bytes() -> None:
@@ -176,9 +174,8 @@ def test_num_prefill_loaded_blocks_by_hand() -> None:
 # -- sequences ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "num_tokens", "capacity"),
-    [
+def test_plan_capacity_is_the_nearest_limit_by_name() -> None:
+    cases: tuple[tuple[Any, ...], ...] = (
         (OFFLOAD, 40960, (2, "the CPU pool")),  # 20 blocks, 10 each
         (OFFLOAD, 40961, (1, "the CPU pool")),
         (OFFLOAD, 4096, (8, "the slots")),
@@ -188,12 +185,9 @@ def test_num_prefill_loaded_blocks_by_hand() -> None:
         ({"num_kvcache_blocks": 161}, 256, (161, "the KV cache")),
         ({"num_kvcache_blocks": 161}, 257, (80, "the KV cache")),
         ({"num_kvcache_blocks": 5000}, 1, (512, "max_num_seqs")),
-    ],
-)
-def test_plan_capacity_is_the_nearest_limit_by_name(
-    options: dict[str, Any], num_tokens: int, capacity: tuple[int, str]
-) -> None:
-    assert plan_for(**options).capacity(num_tokens) == capacity
+    )
+    for options, num_tokens, capacity in cases:
+        assert plan_for(**options).capacity(num_tokens) == capacity
 
 
 @pytest.mark.parametrize("options", [OFFLOAD | {"num_gpu_blocks": 3, "num_cpu_blocks": 10}, {"num_kvcache_blocks": 7}])
@@ -241,11 +235,12 @@ def test_plan_options_gpu_brings_its_rates_and_the_rest_overrides_it() -> None:
         PlanOptions(gpu="RTX 9999")
 
 
-@pytest.mark.parametrize("options", [{"gpu": "L4"}, {"gpu_memory_gb": 24}, {"link_gb_per_s": 25}])
-def test_plan_options_of_a_gpu_on_the_cpu_are_refused(options: dict[str, Any]) -> None:
+def test_plan_options_of_a_gpu_on_the_cpu_are_refused() -> None:
     """They were ignored in silence, the link's rate excepted."""
-    with pytest.raises(ConfigError, match=f"{next(iter(options))} describe a GPU, but device='cpu'"):
-        PlanOptions(**options).apply(Machine.cpu(GIB))
+    cases: tuple[dict[str, Any], ...] = ({"gpu": "L4"}, {"gpu_memory_gb": 24}, {"link_gb_per_s": 25})
+    for options in cases:
+        with pytest.raises(ConfigError, match=f"{next(iter(options))} describe a GPU, but device='cpu'"):
+            PlanOptions(**options).apply(Machine.cpu(GIB))
 
 
 # -- in the engine -----------------------------------------------------------------------------------------------

@@ -1,0 +1,180 @@
+"""The entries of a model's config.json and generation_config.json: types, ranges, overrides, sampling defaults.
+
+Everything is checked before it is used. The upper limits are above every known model, and low enough that neither
+arithmetic nor a table of that size fails. The planner decides whether a model fits the machine. Importing this module
+loads neither torch nor transformers.
+
+The option `hf_overrides` replaces entries of config.json. As in vLLM, an entry is replaced as a whole; dictionaries are
+not merged. There is one exception: an override of the rope keeps the checkpoint's value of every key in
+`KEPT_ROPE_KEYS` that it does not set itself. With a wrong rope_theta the model would compute wrong numbers without any
+error.
+"""
+
+import json
+import reprlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nanovllm.checkpoint.files import read_json
+from nanovllm.errors import CheckpointError, ConfigError, RequestError
+from nanovllm.sampling_params import SamplingParams
+
+MAX_POSITIONS = 2**24  # rope takes positions in fp32, which is exact for integers up to this
+_NOUNS = {bool: "true or false", str: "a string", list: "a list", dict: "an object"}
+
+# Entry -> its type, or its minimum and maximum: of an integer, or where these are floats, of a number. Null counts as
+# absent, except for _REQUIRED. `object`: model_config.py checks the entry
+_KEPT = {"rope_theta": (2.0, 1e37), "partial_rotary_factor": (1e-6, 1.0)}
+_REQUIRED = {
+    "hidden_size": (1, 2**18),
+    "intermediate_size": (1, 2**20),
+    "num_hidden_layers": (1, 2**12),
+    "num_attention_heads": (1, 2**12),
+    "vocab_size": (1, 2**24),
+    "max_position_embeddings": (1, MAX_POSITIONS),
+    "rms_norm_eps": (1e-30, 1.0),
+}
+ENTRIES: dict[str, Any] = {  # the entries that model_config.py reads
+    **_REQUIRED,
+    **_KEPT,
+    **dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window"), bool),
+    **dict.fromkeys(("model_type", "hidden_act", "dtype", "torch_dtype"), str),
+    **dict.fromkeys(("architectures", "layer_types"), list),
+    **dict.fromkeys(("rope_parameters", "rope_scaling"), dict),
+    **dict.fromkeys(("eos_token_id", "sliding_window", "quantization_config", "dual_chunk_attention_config"), object),
+    "num_key_value_heads": (1, 2**12),
+    "head_dim": (1, 2**10),
+}
+_NOT_OVERRIDABLE = {"auto_map": dict, "num_labels": (0, 2**20)}  # transformers makes a table of so many labels
+ROPE_KEYS: dict[str, Any] = {
+    **_KEPT,
+    "rope_type": str,
+    "type": str,  # in the oldest files
+    "factor": (1.0, float(MAX_POSITIONS)),
+    "original_max_position_embeddings": (1, MAX_POSITIONS),
+    **dict.fromkeys(("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"), (1e-6, 1e6)),
+    "attention_factor": (1e-6, 1e6),
+    "mscale": (0.0, 1e6),
+    "mscale_all_dim": (0.0, 1e6),
+    "truncate": bool,
+}
+
+ROPE_ENTRIES = ("rope_parameters", "rope_scaling")  # the names in transformers 5 and in earlier versions
+KEPT_ROPE_KEYS = tuple(_KEPT)  # part of the weights; in older files outside the entry
+SYNONYMS = (ROPE_ENTRIES, ("dtype", "torch_dtype"))  # an override of one name removes the other
+
+GENERATION_CONFIG_FILE = "generation_config.json"
+_SAMPLING_FIELDS = {  # entry of the file -> field of SamplingParams
+    **{name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")},
+    "max_new_tokens": "max_tokens",
+}
+
+
+def check_settings(settings: Mapping[str, Any], path: Path) -> None:
+    """Raise CheckpointError for a wrong type or a value out of range, with the entry, its value and what is allowed.
+
+    settings: the content of the config.json at `path`.
+    """
+    _check_entries(settings, ENTRIES | _NOT_OVERRIDABLE, path)
+    for name in ROPE_ENTRIES:
+        rope = settings.get(name) or {}
+        if any(isinstance(value, dict) for value in rope.values()):
+            raise CheckpointError(
+                f"{name} of {path} is given per layer type ({', '.join(rope)}); "
+                "only one rope for all layers is supported"
+            )
+        _check_entries(rope, ROPE_KEYS, path, f"{name}.")
+
+
+def _check_entries(settings: Mapping[str, Any], rules: Mapping[str, Any], path: Path, prefix: str = "") -> None:
+    """An integer is also a number. NaN is out of every range, and a boolean is not a number."""
+    for name, rule in rules.items():
+        value = settings.get(name)
+        if name not in settings or (value is None and name not in _REQUIRED):
+            continue
+        if isinstance(rule, type):
+            is_right, wanted = isinstance(value, rule), _NOUNS.get(rule, "")
+        else:
+            least, most = rule
+            is_right = isinstance(value, int if isinstance(least, int) else int | float) and not isinstance(value, bool)
+            is_right = is_right and least <= value <= most
+            wanted = f"{'an integer' if isinstance(least, int) else 'a number'} from {least} to {most}"
+        if not is_right:
+            shown = f"{prefix}{name}={reprlib.repr(value)}"
+            raise CheckpointError(f"{shown} must be {wanted}; correct {path}, or download it again")
+
+
+def check_overrides(overrides: Mapping[Any, Any]) -> None:
+    """Raise ConfigError for an entry that the engine does not read, and for a value that is not JSON."""
+    for name, value in overrides.items():
+        if name not in ENTRIES:
+            known = ", ".join(sorted(ENTRIES))
+            raise ConfigError(f"hf_overrides names {name!r}, which the engine does not read; choose from {known}")
+        if not _is_json(value):
+            raise ConfigError(
+                f"hf_overrides[{name!r}]={value!r} is not JSON; use strings, finite numbers, booleans, None, lists, "
+                "and dictionaries whose keys are strings"
+            )
+        if name in ROPE_ENTRIES and not isinstance(value, dict | None):
+            raise ConfigError(f"hf_overrides[{name!r}]={value!r} is not a dictionary; give one, or None")
+    for names in SYNONYMS:
+        if all(name in overrides for name in names):
+            raise ConfigError(f"hf_overrides names both {' and '.join(names)}, which mean the same; give one of them")
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        return bool(json.loads(json.dumps(value, allow_nan=False)) == value)
+    except (TypeError, ValueError, RecursionError):
+        return False
+
+
+def apply_overrides(settings: dict[str, Any], overrides: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The content of config.json after the overrides. Neither argument is changed."""
+    if not overrides:
+        return settings
+    dropped = {name for names in SYNONYMS for name in names if any(other in overrides for other in names)}
+    overridden = {name: value for name, value in settings.items() if name not in dropped} | dict(overrides)
+    outside = {key: overrides[key] for key in KEPT_ROPE_KEYS if key in overrides}
+    if not outside and not set(ROPE_ENTRIES) & set(overrides):
+        return overridden
+    known = {key: value for entry in ROPE_ENTRIES for key, value in _dict(settings.get(entry)).items()}
+    kept = {key: value for key, value in known.items() if key in KEPT_ROPE_KEYS}
+    for entry in set(ROPE_ENTRIES) & set(overridden):
+        # transformers looks inside the entry first, so the checkpoint's value there would hide an override beside it
+        old = kept if entry in overrides else _dict(overridden[entry])
+        overridden[entry] = old | outside | _dict(overrides.get(entry)) or None
+    return overridden
+
+
+def _dict(value: Any) -> dict[str, Any]:
+    """`value` if it is a dictionary, or an empty one. An entry may be missing, null or, in a damaged file, anything."""
+    return value if isinstance(value, dict) else {}
+
+
+def read_sampling_defaults(directory: Path | None) -> dict[str, Any]:
+    """Field of SamplingParams -> its value in the generation_config.json of `directory`. Empty without such a file.
+
+    Null entries count as absent. "do_sample": false asks for greedy decoding, which is temperature 0. The end tokens in
+    that file are not defaults; they belong to the model (model_config.py). Raises CheckpointError, with the file and
+    the entry, for a value that SamplingParams refuses.
+    """
+    path = directory / GENERATION_CONFIG_FILE if directory is not None else None
+    if path is None or not path.is_file():
+        return {}
+    content = read_json(path)
+    remedy = f"correct {path}, or ignore it with generation_config='none'"
+    do_sample = content.get("do_sample")
+    if not isinstance(do_sample, bool | None):
+        raise CheckpointError(f"do_sample={do_sample!r} must be true or false; {remedy}")
+    defaults = {}
+    for entry, field in _SAMPLING_FIELDS.items():
+        if (value := content.get(entry)) is None:
+            continue
+        try:
+            SamplingParams(**{field: value})
+        except RequestError as error:
+            raise CheckpointError(f"{entry}={value!r}: {error}; {remedy}") from error
+        defaults[field] = value
+    return defaults | ({"temperature": 0.0} if do_sample is False else {})

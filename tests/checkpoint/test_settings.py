@@ -1,0 +1,482 @@
+"""The entries of config.json and generation_config.json: ranges, overrides, extending the rope, sampling defaults."""
+
+import json
+import math
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checked_engine import CheckedLLM, Reference, cache_options
+from dense_model import random_prompt
+from tiny_models import ROPES, write_tiny_model, write_tiny_tokenizer
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.checkpoint import model_config
+from nanovllm.checkpoint.files import presets
+from nanovllm.checkpoint.model_config import ModelConfig, rope_extension
+from nanovllm.checkpoint.settings import ENTRIES, MAX_POSITIONS, apply_overrides, read_sampling_defaults
+from nanovllm.cli import main as cli
+from nanovllm.config import Config
+from nanovllm.core.step_limits import max_model_len
+from nanovllm.engine import startup
+from nanovllm.errors import CheckpointError, ConfigError
+
+QWEN3 = json.loads(presets()["qwen3-0.6b"].read_text())
+LLAMA = json.loads(presets()["llama-3.1-8b"].read_text())
+QWEN_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+LLAMA_ROPE = LLAMA["rope_scaling"]
+
+
+def write(directory: Path, config: dict[str, Any]) -> str:
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    return str(directory)
+
+
+def rope(base: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    return {"rope_scaling": base | changes}
+
+
+SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+BAD_SETTINGS: list[tuple[dict[str, Any], str]] = [
+    *(({name: value}, f"{name}={value}") for name in SIZES for value in (-64, 0)),
+    *(({name: value}, f"{name}={value!r}") for name in SIZES for value in ("64", 64.0, True, None)),
+    ({"vocab_size": [64]}, r"vocab_size=\[64\] must be an integer"),
+    ({"vocab_size": 10**13}, "vocab_size=10000000000000 must be an integer from 1 to 16777216"),
+    ({"vocab_size": 1e13}, "vocab_size=10000000000000.0 must be an integer"),
+    ({"intermediate_size": 10**11}, "intermediate_size=100000000000 must be an integer from 1 to 1048576"),
+    ({"num_hidden_layers": 10**12}, "num_hidden_layers=1000000000000"),
+    ({"max_position_embeddings": 2**62}, "max_position_embeddings=4611686018427387904 .* from 1 to 16777216"),
+    ({"max_position_embeddings": 0}, "max_position_embeddings=0"),
+    ({"num_key_value_heads": 0}, "num_key_value_heads=0"),
+    ({"num_key_value_heads": 3}, "num_attention_heads=16 is not a multiple of num_key_value_heads=3"),
+    ({"num_key_value_heads": "8"}, "num_key_value_heads='8'"),
+    ({"head_dim": 63}, r"head_dim=63 .* is not supported; use a checkpoint with one of 16, 32, 64, .* 192, 256"),
+    ({"head_dim": 0}, "head_dim=0 must be an integer from 1 to 1024"),
+    ({"head_dim": -128}, "head_dim=-128"),
+    ({"head_dim": 4096}, "head_dim=4096"),
+    ({"num_labels": 10**9}, "num_labels=1000000000"),
+    *(({"rms_norm_eps": eps}, f"rms_norm_eps={eps} must be a number") for eps in (math.nan, math.inf, -1e-6, 0, 1e-45)),
+    ({"rms_norm_eps": "1e-6"}, "rms_norm_eps='1e-6'"),
+    ({"rms_norm_eps": None}, "rms_norm_eps=None"),
+    *(({"rope_theta": theta}, "rope_theta=") for theta in (math.nan, math.inf, -1e4, 0, 1, 1e39, "1e6")),
+    *(({name: "false"}, f"{name}='false' must be true or false") for name in ("tie_word_embeddings", "attention_bias")),
+    ({"tie_word_embeddings": 1}, "tie_word_embeddings=1 must be true or false"),
+    ({"hidden_act": 5}, "hidden_act=5 must be a string"),
+    ({"torch_dtype": 16}, "torch_dtype=16 must be a string"),
+    ({"layer_types": "full_attention"}, "layer_types='full_attention' must be a list"),
+    ({"rope_scaling": "yarn"}, "rope_scaling='yarn' must be an object"),
+    ({"rope_scaling": [1]}, r"rope_scaling=\[1\] must be an object"),
+    *(
+        (rope(QWEN_YARN, factor=factor), "rope_scaling.factor=")
+        for factor in (math.nan, math.inf, 0, 0.5, -4, "4", 1e39)
+    ),
+    (rope(QWEN_YARN, factor=1000), "covers 32768000 tokens, more than the 16777216 .* lower the factor"),
+    (rope(QWEN_YARN, original_max_position_embeddings=0), "rope_scaling.original_max_position_embeddings=0"),
+    (
+        rope(QWEN_YARN, original_max_position_embeddings=32768.5),
+        "original_max_position_embeddings=32768.5 must be an int",
+    ),
+    (rope(QWEN_YARN, beta_fast=math.nan), "rope_scaling.beta_fast=nan"),
+    (rope(QWEN_YARN, beta_slow=0), "rope_scaling.beta_slow=0"),
+    (rope(QWEN_YARN, beta_slow=40.0), "rope beta_slow=40.0 must be below beta_fast=32.0"),
+    (rope(QWEN_YARN, attention_factor=-1.0), "rope_scaling.attention_factor=-1.0"),
+    (rope(QWEN_YARN, mscale=math.nan), "rope_scaling.mscale=nan"),
+    (rope(QWEN_YARN, truncate="no"), "rope_scaling.truncate='no'"),
+    (rope(QWEN_YARN, rope_type=5), "rope_scaling.rope_type=5"),
+    (rope(QWEN_YARN, factor=None), r"lacks \['factor'\]"),
+    (rope(LLAMA_ROPE, low_freq_factor=0), "rope_scaling.low_freq_factor=0"),
+    (rope(LLAMA_ROPE, low_freq_factor=4.0), "rope low_freq_factor=4.0 must be below high_freq_factor=4.0"),
+    (rope(LLAMA_ROPE, partial_rotary_factor=0), "rope_scaling.partial_rotary_factor=0"),
+    ({"rope_parameters": rope(QWEN_YARN, factor=math.nan)["rope_scaling"]}, "rope_parameters.factor=nan"),
+]
+
+
+def test_setting_out_of_range_is_refused_before_anything_is_allocated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: RuntimeError from the allocator, MemoryError or OverflowError from a table, a division by zero, or
+    NaN in every answer."""
+
+    def refuse(*args: object) -> None:
+        raise AssertionError("a runner was made")
+
+    monkeypatch.setattr(startup, "make_runner", refuse)
+    for changes, message in BAD_SETTINGS:
+        with pytest.raises(CheckpointError, match=message):
+            LLM(write(tmp_path, QWEN3 | changes), device="cpu", load_format="dummy")
+
+
+def test_setting_at_the_end_of_its_range_is_read(tmp_path: Path) -> None:
+    cases: tuple[Any, ...] = (
+        {"num_key_value_heads": None},
+        {"head_dim": 16},
+        {"head_dim": 256},
+        {"rms_norm_eps": 1.0},
+        {"rope_theta": 10000},
+        {"rope_scaling": None},
+        {"rope_scaling": {"rope_type": "default", "factor": None}},
+        {"max_position_embeddings": MAX_POSITIONS},
+        {"num_hidden_layers": 1, "layer_types": None},
+    )
+    for changes in cases:
+        config, _ = ModelConfig.from_pretrained(write(tmp_path, QWEN3 | changes))
+        for name in changes.keys() & {"head_dim", "rms_norm_eps", "max_position_embeddings"}:
+            assert getattr(config, name) == changes[name]
+
+
+def test_head_dim_that_follows_from_hidden_size_is_checked(tmp_path: Path) -> None:
+    cases: tuple[Any, ...] = (
+        (60, 4, r"head_dim=15 \(hidden_size=60, num_attention_heads=4\)"),
+        (8, 16, "not a multiple|head_dim=0"),
+    )
+    for hidden_size, num_heads, message in cases:
+        sizes = {"hidden_size": hidden_size, "num_attention_heads": num_heads, "num_key_value_heads": num_heads}
+        without_head_dim = {name: value for name, value in LLAMA.items() if name != "head_dim"}
+        with pytest.raises(CheckpointError, match=message):
+            ModelConfig.from_pretrained(write(tmp_path, without_head_dim | sizes))
+
+
+def test_end_token_outside_the_vocabulary_is_refused(tmp_path: Path) -> None:
+    for value in (-1, 151936, True, "2", 2.0, [1, -1], [[1]], {"a": 1}):
+        (tmp_path / "generation_config.json").unlink(missing_ok=True)
+        with pytest.raises(
+            CheckpointError, match=r"eos_token_id=.* in config\.json must be token ids from 0 to 151935"
+        ):
+            ModelConfig.from_pretrained(write(tmp_path, QWEN3 | {"eos_token_id": value}))
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+        with pytest.raises(CheckpointError, match=r"in generation_config\.json must be token ids from 0 to 151935"):
+            ModelConfig.from_pretrained(write(tmp_path, QWEN3))
+
+
+def test_config_that_is_nested_without_end_is_refused(tmp_path: Path) -> None:
+    """Regression: RecursionError."""
+    (tmp_path / "config.json").write_text('{"a":' + "[" * 100_000)
+    with pytest.raises(CheckpointError, match=r"config\.json is not JSON"):
+        ModelConfig.from_pretrained(str(tmp_path))
+
+
+# -- overrides -------------------------------------------------------------------------------------------------------
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 64}
+
+
+# -- merging ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "overrides", "same_as"),
+    [
+        ({"rope_theta": 5e5, "rope_scaling": None}, {"rope_scaling": YARN}, {"rope_theta": 5e5, "rope_scaling": YARN}),
+        (
+            {"rope_theta": 5e5, "rope_scaling": LLAMA3},
+            {"rope_parameters": YARN},
+            {"rope_theta": 5e5, "rope_parameters": YARN},
+        ),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+            {"rope_scaling": YARN},
+            {"rope_parameters": YARN | {"rope_theta": 5e5}},
+        ),
+        (
+            {"rope_parameters": LLAMA3 | {"rope_theta": 5e5}},
+            {"rope_parameters": YARN | {"rope_theta": 7e5}},
+            {"rope_parameters": YARN | {"rope_theta": 7e5}},
+        ),
+        (
+            {"rope_parameters": LLAMA3 | {"rope_theta": 5e5}},
+            {"rope_parameters": None},
+            {"rope_theta": 5e5, "rope_parameters": None},
+        ),
+        (
+            {"rope_parameters": YARN | {"rope_theta": 5e5}},
+            {"rope_theta": 7e5},
+            {"rope_parameters": YARN | {"rope_theta": 7e5}},
+        ),
+        ({"rope_theta": 5e5}, {"rope_theta": 7e5}, {"rope_theta": 7e5}),
+        ({"dtype": "float16"}, {"torch_dtype": "float32"}, {"torch_dtype": "float32"}),
+        (
+            {},
+            {"max_position_embeddings": 999, "tie_word_embeddings": True},
+            {"max_position_embeddings": 999} | {"tie_word_embeddings": True},
+        ),
+    ],
+    ids=[
+        *("old form", "the new form replaces the old", "the old form replaces the new", "theta given", "no scaling"),
+        *("theta alone, of an entry", "theta alone, outside", "dtype", "plain entries"),
+    ],
+)
+def test_overrides_equal_a_config_json_that_says_the_same(
+    tmp_path: Path, settings: dict[str, Any], overrides: dict[str, Any], same_as: dict[str, Any]
+) -> None:
+    """An entry left beside its other name decided in its place, and a rope without theta fell back to 10000."""
+    base = json.loads(presets()["qwen3-0.6b"].read_text())
+    base = {name: value for name, value in base.items() if not name.startswith("rope_")}
+    base |= {"max_position_embeddings": 128}
+    model = write(tmp_path / "model", base | settings)
+    want, _ = ModelConfig.from_pretrained(write(tmp_path / "same", base | same_as))
+    before, _ = ModelConfig.from_pretrained(model)
+    got, _ = ModelConfig.from_pretrained(model, overrides)
+    assert got == want == ModelConfig.without_weights(model, overrides)
+    assert got != before
+    assert not any("rope" in name for name in settings) or got.rope.rope_theta in (5e5, 7e5)
+
+
+def test_apply_overrides_changes_neither_argument() -> None:
+    settings = {"rope_parameters": {"rope_theta": 5e5}, "vocab_size": 7}
+    overrides = {"rope_scaling": {"rope_type": "yarn"}, "vocab_size": 8}
+    before = json.dumps([settings, overrides])
+    assert apply_overrides(settings, overrides) == {
+        "rope_scaling": {"rope_theta": 5e5, "rope_type": "yarn"},
+        "vocab_size": 8,
+    }
+    assert json.dumps([settings, overrides]) == before
+    assert apply_overrides(settings, None) is settings
+
+
+def test_overrides_are_checked_as_config_json_is() -> None:
+    with pytest.raises(CheckpointError, match="rope type 'mrope' is not supported"):
+        ModelConfig.from_pretrained("qwen3-0.6b", {"rope_scaling": {"rope_type": "mrope"}})
+    with pytest.raises(CheckpointError, match="hidden_act='gelu'"):
+        ModelConfig.from_pretrained("qwen3-0.6b", {"hidden_act": "gelu"})
+
+
+def test_overridable_are_the_entries_that_model_config_reads() -> None:
+    source = Path(model_config.__file__).read_text()
+    assert all(name in source for name in ENTRIES)
+
+
+# -- the gate --------------------------------------------------------------------------------------------------------
+
+
+def test_config_bad_overrides_say_why() -> None:
+    cases: tuple[Any, ...] = (
+        (
+            {"rope_paramters": YARN},
+            "names 'rope_paramters', which the engine does not read; choose from architectures, .*rope_",
+        ),
+        ({1: 2}, "names 1, which the engine does not read"),
+        ({"vocab_size": object()}, r"hf_overrides\['vocab_size'\]=<object .* is not JSON"),
+        ({"rms_norm_eps": float("nan")}, "is not JSON"),
+        ({"rope_parameters": {1: 2}}, "is not JSON"),
+        ({"layer_types": ("full_attention",)}, "is not JSON"),
+        ({"rope_scaling": [YARN]}, r"hf_overrides\['rope_scaling'\]=.* is not a dictionary"),
+        ({"rope_scaling": YARN, "rope_parameters": YARN}, "names both rope_parameters and rope_scaling"),
+        ({"dtype": "float16", "torch_dtype": "float16"}, "names both dtype and torch_dtype"),
+        ([("vocab_size", 1)], "hf_overrides=.* must be a dict or None"),
+        ('{"vocab_size": 1}', "must be a dict or None"),
+    )
+    for overrides, message in cases:
+        with pytest.raises(ConfigError, match=message):
+            Config(model="m", hf_overrides=overrides)
+
+
+# -- in the engine ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen2", "llama"])
+@pytest.mark.parametrize("num_gpu_blocks", [None, 3])
+def test_engine_with_overridden_yarn_has_the_logits_of_transformers(
+    tmp_path: Path, architecture: str, num_gpu_blocks: int | None
+) -> None:
+    """The checkpoint says default rope over 512 tokens; the prompts are longer than that."""
+    yarn = YARN | {"original_max_position_embeddings": 512}
+    plain, extended = tmp_path / "plain", tmp_path / "extended"
+    write_tiny_model(plain, architecture, max_position_embeddings=512)
+    write_tiny_model(extended, architecture, max_position_embeddings=2048, rope=yarn)
+    reference = Reference(extended)
+    reference.directory = plain  # what the engine reads; the logits are those of the extended one
+    overrides = {"rope_parameters": yarn, "max_position_embeddings": 2048}
+    with CheckedLLM(reference, hf_overrides=overrides, **cache_options(num_gpu_blocks)) as llm:
+        assert llm.max_model_len == 2048 and llm.model_config.rope.rope_theta == 10000.0
+        llm.answer_and_check([random_prompt(n, seed=n) for n in (700, 1300, 30)])
+    with pytest.raises(ConfigError, match="max_model_len=2048 is more than the 512 tokens"):
+        LLM(str(plain), device="cpu", max_model_len=2048)
+
+
+def test_overridden_yarn_differs_from_the_checkpoint_rope(tmp_path: Path) -> None:
+    """The test above can tell: the two ropes give other logits."""
+    logits = []
+    for name, rope in (("plain", "default"), ("yarn", YARN | {"original_max_position_embeddings": 512})):
+        write_tiny_model(tmp_path / name, max_position_embeddings=2048, rope=rope)
+        logits.append(Reference(tmp_path / name).logits(random_prompt(700, seed=700), 1))
+    assert (logits[0] - logits[1]).abs().max() > 0.01
+
+
+# -- extending the rope ----------------------------------------------------------------------------------------------
+
+
+def copied(message: str) -> dict[str, Any]:
+    """The value that a message offers."""
+    found = re.search(r"--hf-overrides '(\{.*\})'", message)
+    assert found is not None, message
+    overrides: dict[str, Any] = json.loads(found[1])
+    return overrides
+
+
+def test_extension_of_qwen3_is_its_model_cards_and_covers_the_tokens() -> None:
+    cases: tuple[Any, ...] = (40_961, 65_536, 100_000, 131_072, 131_073, 1_000_000)
+    for num_tokens in cases:
+        model, _ = ModelConfig.from_pretrained("qwen3-8b")
+        message = rope_extension(model, num_tokens)
+        overrides = copied(message)
+        extended, _ = ModelConfig.from_pretrained("qwen3-8b", overrides)
+        assert num_tokens <= extended.max_model_len_limit < num_tokens + 32768
+        assert (extended.rope.rope_type, extended.rope.rope_theta) == ("yarn", 1e6)
+        assert extended.rope.original_max_position_embeddings == 32768
+        assert "authors recommend up to 131072 tokens" in message
+
+
+def test_extension_of_qwen3_to_131072_is_what_the_model_card_says() -> None:
+    model, _ = ModelConfig.from_pretrained("qwen3-8b")
+    assert copied(rope_extension(model, 131_072)) == {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1000000,
+            "factor": 4.0,
+            "original_max_position_embeddings": 32768,
+        },
+        "max_position_embeddings": 131072,
+    }
+
+
+@pytest.mark.parametrize("rope", ROPES)
+@pytest.mark.parametrize("num_tokens", [1000, 5000])
+def test_extension_of_every_rope_covers_the_tokens_and_keeps_the_rest(
+    tmp_path: Path, rope: str, num_tokens: int
+) -> None:
+    given = ROPES[rope] | ({"beta_fast": 16.0} if rope == "yarn" else {})
+    model, _ = ModelConfig.from_pretrained(str(write_tiny_model(tmp_path, rope=given)))
+    overrides = copied(rope_extension(model, num_tokens))
+    extended, _ = ModelConfig.from_pretrained(str(tmp_path), overrides)
+    assert extended.max_model_len_limit >= num_tokens
+    assert extended.rope.rope_type == ("yarn" if rope == "default" else rope)
+    assert extended.rope.rope_theta == model.rope.rope_theta
+    assert extended.rope.beta_fast == model.rope.beta_fast
+    assert extended.rope.low_freq_factor == model.rope.low_freq_factor
+    if rope in ("dynamic", "llama3"):
+        assert extended.rope.original_max_position_embeddings == model.rope.original_max_position_embeddings
+
+
+def test_max_model_len_beyond_the_rope_offers_overrides_that_work() -> None:
+    """M8: the message said "extend the rope" and not how."""
+    model, _ = ModelConfig.from_pretrained("qwen3-0.6b")
+    config = Config(model="qwen3-0.6b", max_model_len=100_000)
+    with pytest.raises(ConfigError, match="more than the 40960 tokens that the model's rope covers") as error:
+        max_model_len(config, model)
+    extended, _ = ModelConfig.from_pretrained("qwen3-0.6b", copied(str(error.value)))
+    assert max_model_len(config, extended) == 100_000
+
+
+# -- sampling defaults -----------------------------------------------------------------------------------------------
+
+
+USER = [{"role": "user", "content": "Hello"}]
+FILE = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "eos_token_id": [3], "transformers": "5"}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_tokenizer(write_tiny_model(tmp_path_factory.mktemp("tiny"), max_position_embeddings=512))
+
+
+def with_file(tiny: Path, tmp_path: Path, content: dict[str, Any] | str) -> Path:
+    directory = shutil.copytree(tiny, tmp_path / "model")
+    text = content if isinstance(content, str) else json.dumps(content)
+    (directory / "generation_config.json").write_text(text)
+    return directory
+
+
+def make_llm(directory: Path, **options: Any) -> LLM:
+    return LLM(str(directory), **({"device": "cpu", "num_kvcache_blocks": 4} | options))
+
+
+def test_defaults_are_the_entries_that_sampling_params_has(tmp_path: Path) -> None:
+    cases: tuple[Any, ...] = (
+        (FILE, {"temperature": 0.6, "top_k": 20, "top_p": 0.95}),
+        ({"min_p": 0.05, "max_new_tokens": 2048}, {"min_p": 0.05, "max_tokens": 2048}),
+        ({"do_sample": False}, {"temperature": 0.0}),
+        ({"do_sample": False, "temperature": 0.7, "top_k": 5}, {"temperature": 0.0, "top_k": 5}),
+        ({"temperature": None, "top_k": None, "do_sample": None}, {}),
+        ({"repetition_penalty": 1.1, "max_length": 20}, {"repetition_penalty": 1.1}),
+        ({}, {}),
+    )
+    for content, expected in cases:
+        (tmp_path / "generation_config.json").write_text(json.dumps(content))
+        assert read_sampling_defaults(tmp_path) == expected
+
+
+def test_defaults_without_the_file_are_empty(tmp_path: Path) -> None:
+    assert read_sampling_defaults(tmp_path) == {} and read_sampling_defaults(None) == {}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"temperature": -1}, r"temperature=-1: .* must be 0 \(greedy\), or from .*; correct .*generation_config.json"),
+        ({"top_k": "20"}, "top_k='20': .* must be an integer; correct"),
+        ({"top_p": 1.5}, "top_p=1.5: .* at most 1; correct"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0: .*1 or more.*; correct"),
+        ({"do_sample": 1}, "do_sample=1 must be true or false; correct"),
+        ("{", "generation_config.json is not JSON"),
+        ("[]", "generation_config.json holds a list"),
+    ],
+)
+def test_bad_value_is_refused_with_the_file_unless_the_file_is_left_out(
+    tiny: Path, tmp_path: Path, content: dict[str, Any] | str, message: str
+) -> None:
+    directory = with_file(tiny, tmp_path, content)
+    with pytest.raises(CheckpointError, match=message):
+        make_llm(directory)
+    if isinstance(content, dict):  # where its end tokens are cannot be left out
+        with make_llm(directory, generation_config="none") as llm:
+            assert llm.get_default_sampling_params() == SamplingParams()
+
+
+def test_chat_uses_the_defaults_and_generate_does_not(tiny: Path, tmp_path: Path) -> None:
+    """M6: every call sampled at temperature 1, whatever the model's authors recommend."""
+    directory = with_file(tiny, tmp_path, {"do_sample": False, "max_new_tokens": 5})
+    with make_llm(directory) as llm:
+        assert llm.get_default_sampling_params() == SamplingParams(temperature=0, max_tokens=5)
+        (prompt,) = llm.chat_token_ids(USER)
+        greedy = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=5), use_tqdm=False)[0]["token_ids"]
+        assert [llm.chat(USER, use_tqdm=False)[0]["token_ids"] for _ in range(2)] == [greedy] * 2
+        sampled = llm.generate([prompt] * 2, use_tqdm=False)
+        assert sampled[0]["token_ids"] != sampled[1]["token_ids"]
+        given = SamplingParams(temperature=0, max_tokens=2)
+        assert llm.chat(USER, given, use_tqdm=False)[0]["token_ids"] == greedy[:2]
+
+
+def run_generate(directory: Path, *flags: str) -> int:
+    argv = ["generate", "--model", str(directory), "--prompt", "Hello", "--device", "cpu", "--num-kvcache-blocks", "4"]
+    return cli.main([*argv, *flags])
+
+
+def test_command_line_uses_shows_and_can_switch_off_the_defaults(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = with_file(tiny, tmp_path, {"temperature": 0.6, "top_k": 1, "max_new_tokens": 3})
+    shown = "from the model's generation_config.json: "
+    assert run_generate(directory) == 0
+    err = capsys.readouterr().err
+    assert f"{shown}--temperature 0.6 --top-k 1 --max-tokens 3\n" in err and " 3 new;" in err
+    assert run_generate(directory, "--max-tokens", "2", "--temperature", "0") == 0
+    err = capsys.readouterr().err
+    assert f"{shown}--top-k 1\n" in err and " 2 new;" in err
+    assert run_generate(directory, "--generation-config", "none", "--ignore-eos") == 0
+    err = capsys.readouterr().err
+    assert shown not in err and " 64 new;" in err
+
+
+def test_command_line_bad_file_exits_2_and_names_the_flag(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_generate(with_file(tiny, tmp_path, {"top_k": -5})) == 2
+    err = capsys.readouterr().err
+    assert "top_k=-5" in err or "--top-k=-5" in err
+    assert "ignore it with --generation-config='none'" in err and "generation_config.json" in err
