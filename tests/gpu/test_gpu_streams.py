@@ -163,10 +163,21 @@ def serve_long(reference: Reference, slow: Slow, internals: Internals) -> None:
 
 def serve_preempted(reference: Reference, slow: Slow, internals: Internals) -> None:
     """The second request is preempted while its last step may still run. Blocks of the first one are loaded to stay
-    (E1) over the slots that step reads (E2), and over its partial block, which is copied out first (E5).
+    (E1) over the slots that step reads (E2).
     """
+    preempt_and_check(reference, slow, internals, num_gpu_blocks=6)
+
+
+def serve_preempted_in_a_grain(reference: Reference, slow: Slow, internals: Internals) -> None:
+    """The same, and the partial block of the second request holds a grain, so it is copied out before a block of the
+    first one is loaded over it (E5).
+    """
+    preempt_and_check(reference, slow, internals, num_gpu_blocks=4, kvcache_block_size=2 * BLOCK)
+
+
+def preempt_and_check(reference: Reference, slow: Slow, internals: Internals, **options: Any) -> None:
     prompts = prompts_of(7 * BLOCK + 30, 3 * BLOCK + 40)
-    with SlowLLM(reference, slow, internals, num_gpu_blocks=6, max_num_batched_tokens=1000) as llm:
+    with SlowLLM(reference, slow, internals, max_num_batched_tokens=1000, **options) as llm:
         requests = {llm.add_request(prompt, greedy(16)): prompt for prompt in prompts}
         finished = {}
         for _ in range(1000):
@@ -184,7 +195,7 @@ def serve_resumed(reference: Reference, slow: Slow, internals: Internals) -> Non
     """The first request's new block takes the slot of the last one, which is preempted. One step later that one is
     back from CPU memory, in the slot of the second one, which the step between did not use (E6).
     """
-    prompts = prompts_of(2 * BLOCK - 2, 40, 50)
+    prompts = prompts_of(2 * BLOCK - 2, 40, BLOCK + 50)
     options: dict[str, Any] = {"kvcache_block_size": 2 * BLOCK, "num_gpu_blocks": 3, "max_num_batched_tokens": 1000}
     with SlowLLM(reference, slow, internals, **options) as llm:
         requests = {llm.add_request(p, greedy(n)): p for p, n in zip(prompts, (8, 3, 8), strict=True)}
@@ -198,7 +209,7 @@ def serve_resumed(reference: Reference, slow: Slow, internals: Internals) -> Non
             llm.check(request_id, prompt, finished[request_id])
 
 
-WORKLOADS = (serve_long, serve_preempted, serve_resumed)
+WORKLOADS = (serve_long, serve_preempted, serve_preempted_in_a_grain, serve_resumed)
 WRONG = re.compile("answered wrongly|logits are")
 
 
