@@ -18,7 +18,7 @@ from benchmarks.common import Ceilings, greedy, random_prompt, serve
 from nanovllm import LLM
 from nanovllm.capacity.costs import num_missing_blocks
 from nanovllm.core.sequence import Sequence
-from nanovllm.engine.internals import Internals
+from nanovllm.engine.setup import Internals
 from nanovllm.speculation.drafters import NO_GUESSES, Guesses
 from nanovllm.speculation.pace import load_of
 from nanovllm.utils.arithmetic import ceil_div

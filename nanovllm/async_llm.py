@@ -17,7 +17,7 @@ from typing import Any
 from nanovllm.core.outputs import Outbox, Receiver
 from nanovllm.core.sequence import Sequence, TokenIds
 from nanovllm.dispatcher import Dispatcher
-from nanovllm.engine.internals import Internals
+from nanovllm.engine.setup import Internals
 from nanovllm.errors import EngineError, RequestError
 from nanovllm.llm import LLM
 from nanovllm.request_stream import RequestStream, RequestUpdate

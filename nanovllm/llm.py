@@ -11,8 +11,7 @@ from nanovllm.capacity.plan import CapacityPlan
 from nanovllm.checkpoint.settings import read_sampling_defaults
 from nanovllm.core.outputs import Outbox, RequestOutput, StepOutput, with_answers, with_logprob_lists
 from nanovllm.core.sequence import TokenIds
-from nanovllm.engine.internals import Internals
-from nanovllm.engine.setup import prepare
+from nanovllm.engine.setup import Internals, prepare
 from nanovllm.engine.startup import start_engine
 from nanovllm.errors import EngineError, RequestError
 from nanovllm.sampling_params import SamplingParams

@@ -5,8 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from nanovllm.core.logprobs import LogprobList, TokenLogprobs
-from nanovllm.core.outputs import RequestOutput, TextSource
+from nanovllm.core.outputs import LogprobList, RequestOutput, TextSource, TokenLogprobs
 from nanovllm.core.sequence import TokenIds
 
 

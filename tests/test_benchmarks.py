@@ -21,7 +21,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.capacity.plan_check import check_plan
 from nanovllm.core.cpu_split import CpuRate, CpuSplit
 from nanovllm.core.sequence import Sequence
-from nanovllm.engine.internals import Internals
+from nanovllm.engine.setup import Internals
 from nanovllm.speculation.drafters import Guesses
 
 ROOT = Path(__file__).parent.parent

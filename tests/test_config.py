@@ -8,7 +8,7 @@ import pytest
 
 from nanovllm.config import MAX_GUESSES, Config
 from nanovllm.core.kv_spec import KVCacheSpec
-from nanovllm.core.support import MAX_DECODE_QUERIES
+from nanovllm.core.step_limits import MAX_DECODE_QUERIES
 from nanovllm.errors import ConfigError
 
 OFFLOAD = {"enable_cpu_offload": True}

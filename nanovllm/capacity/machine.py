@@ -13,7 +13,7 @@ fraction of their peak.
 import re
 from dataclasses import dataclass, replace
 
-from nanovllm.core.support import MIN_CAPABILITY
+from nanovllm.core.step_limits import MIN_CAPABILITY
 from nanovllm.errors import ConfigError
 
 LINK_PEAK_GB_PER_S = {  # one direction, after line coding

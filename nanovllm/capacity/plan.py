@@ -16,9 +16,8 @@ from nanovllm.capacity.costs import DeviceMemory, device_memory
 from nanovllm.capacity.machine import Machine, find_gpu
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
-from nanovllm.core.guesses import expected_tokens
 from nanovllm.core.kv_spec import KVCacheSpec, StagingSizes, kv_cache_spec
-from nanovllm.core.step_limits import max_model_len
+from nanovllm.core.step_limits import expected_tokens, max_model_len
 from nanovllm.errors import ConfigError
 from nanovllm.utils.arithmetic import ceil_div, format_bytes
 from nanovllm.utils.options import check_options, option

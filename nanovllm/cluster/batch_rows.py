@@ -12,8 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
-from nanovllm.core.logprobs import TokenLogprobs
-from nanovllm.core.outputs import RequestOutput
+from nanovllm.core.outputs import RequestOutput, TokenLogprobs
 from nanovllm.errors import RequestError
 from nanovllm.sampling_params import SamplingParams, StructuredOutputs
 

@@ -84,3 +84,14 @@ def max_sampled_rows(config: Config, num_gpu_blocks: int) -> int:
 def max_step_rows(config: Config, num_gpu_blocks: int) -> int:
     """How many tokens one step can sample. With speculation, a single sequence can use all of its guesses."""
     return max(max_sampled_rows(config, num_gpu_blocks), 1 + config.max_guesses)
+
+
+def expected_tokens(acceptance: float, num_guesses: int) -> float:
+    """Tokens that a pass with k guesses yields on average, if each is right with probability a when those before it
+    are: 1 + a + ... + a^k (Leviathan, Kalman, Matias: Fast inference from transformers via speculative decoding, 2023).
+    """
+    return float(sum(acceptance**i for i in range(num_guesses + 1)))
+
+
+MIN_CAPABILITY = (8, 0)  # compute capability that the attention kernels need
+MAX_DECODE_QUERIES = 16  # of one sequence, in the kernel that splits a sequence's keys among programs

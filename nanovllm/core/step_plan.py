@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from nanovllm.core.logit_edits import LogitEdits
+from nanovllm.core.logit_editor import LogitEdits
 
 
 class SlotLoad(NamedTuple):

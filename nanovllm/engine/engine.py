@@ -10,9 +10,13 @@ prefix index may list K and V that were never written. The engine therefore refu
 concerns a single request ends only that request.
 """
 
+import hashlib
 import itertools
+import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -21,16 +25,135 @@ from nanovllm.core.logit_editor import NO_RULES, AnswerRules, LogitEditor
 from nanovllm.core.outputs import Outbox, Receiver, StepOutput
 from nanovllm.core.sequence import Sequence, TokenIds
 from nanovllm.core.start_report import StartReport
-from nanovllm.engine.admission import Admission
-from nanovllm.engine.link_meter import LinkMeter
 from nanovllm.engine.setup import EngineSetup
-from nanovllm.engine.step_loop import StepLoop, StepMeter
-from nanovllm.engine.turns import Turns
-from nanovllm.errors import EngineError
+from nanovllm.engine.step_loop import LinkMeter, StepLoop, StepMeter
+from nanovllm.errors import EngineError, RequestError
 from nanovllm.executor.base import Executor, Runner
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduling.scheduler import Scheduler
 from nanovllm.utils.interrupt import deferred_interrupt
+
+
+class Admission:
+    """Checks whether the engine can ever run a request, and makes the Sequence of an accepted one."""
+
+    def __init__(self, setup: EngineSetup, sizes: KVCacheSizes, report: StartReport) -> None:
+        num_kv_tokens = (sizes.num_cpu_blocks or sizes.num_gpu_blocks) * setup.config.block_size
+        self.max_model_len = setup.max_model_len
+        self.max_request_tokens = min(setup.max_model_len, num_kv_tokens + 1)  # nothing reads the last token's K/V
+        self._vocab_size = setup.model_config.vocab_size
+        self._seed = setup.config.seed
+        # Beyond this length, dynamic rope makes a key's rotation depend on the prompt's length, so only prompts of
+        # the same length may share blocks
+        self._max_shared_prompt_tokens: int | None = None
+        if report.needs_rope_lens:
+            self._max_shared_prompt_tokens = setup.model_config.rope.original_max_position_embeddings
+
+    def check(self, token_ids: TokenIds, params: SamplingParams) -> None:
+        """Raise RequestError for a request that can never run. `token_ids` must be in the vocabulary."""
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"sampling_params has type {type(params).__name__}, expected SamplingParams")
+        if params.n != 1:
+            raise RequestError(f"n={params.n} applies to generate and chat; here, add a request for each answer")
+        if not token_ids:
+            raise RequestError("the prompt is empty; it needs at least one token")
+        if len(token_ids) + (params.max_tokens or 1) > self.max_model_len:
+            raise RequestError(
+                f"prompt of {len(token_ids)} tokens + max_tokens={params.max_tokens or 1} exceeds "
+                f"max_model_len={self.max_model_len}; shorten the prompt, lower max_tokens or raise max_model_len"
+            )
+        for name in ("stop_token_ids", "logit_bias"):
+            if unknown := [token_id for token_id in getattr(params, name) or () if token_id >= self._vocab_size]:
+                last = self._vocab_size - 1
+                raise RequestError(f"{name} {unknown} are outside the vocabulary 0..{last}; leave them out")
+
+    def make_sequence(
+        self, request_id: int, token_ids: TokenIds, params: SamplingParams, cache_salt: str | None
+    ) -> Sequence:
+        """The sequence of a request that has passed `check`. Fills in the seed and max_tokens if the user gave none."""
+        drawn = (self._seed * 1_000_003 + request_id) & (2**63 - 1)
+        seed = drawn if params.seed is None else params.seed
+        if params.max_tokens is None:
+            params = replace(params, max_tokens=max(1, self.max_request_tokens - len(token_ids)))
+        limit = self._max_shared_prompt_tokens
+        salt = len(token_ids) if limit is not None and len(token_ids) > limit else 0
+        if cache_salt is not None:
+            text = f"{salt} {cache_salt}".encode(errors="surrogatepass")
+            salt = int.from_bytes(hashlib.blake2b(text, digest_size=16).digest(), "little")
+        return Sequence(request_id, token_ids, params, seed, salt)
+
+
+class Turns:
+    """Lets one thread at a time run a step of the engine. Other threads queue calls for it, or wait for outputs.
+
+    A step takes from a millisecond to a second, so no thread holds a lock while one runs. `lock` guards only short
+    sections: beginning and ending a turn, queueing calls, and delivering outputs. A thread that waits for outputs is
+    woken after every step, whichever thread ran it. If its own outputs have not arrived, it takes the next turn itself.
+    A thread that needs a turn of its own, for example to close the engine, goes before those that wait for outputs.
+    """
+
+    def __init__(self) -> None:
+        # Reentrant: any allocation may run the garbage collector, which may close an abandoned stream; closing it
+        # aborts its request, which takes this lock
+        self.lock = threading.RLock()
+        self._changed = threading.Condition(self.lock)  # `with lock` is safe from Ctrl-C, `with _changed` is not
+        self._owner: int | None = None  # the thread whose turn it is
+        self._queue: deque[object] = deque()  # tickets of threads that need a turn, first come, first served
+        self._calls: deque[Callable[[], None]] = deque()
+
+    def begin(self, unless: Callable[[], bool] | None = None) -> bool:
+        """Wait for a turn and take it. Returns False, without a turn, if `unless()` becomes true first.
+
+        Without `unless`, the thread queues for a turn of its own. Call `end` afterwards, whatever this returns or
+        raises. Raises EngineError if this thread already has the turn.
+        """
+        ticket = object()
+        with self.lock:
+            if self._owner == threading.get_ident():
+                raise EngineError(
+                    "this thread is already running a step of the engine, perhaps interrupted by a signal handler; "
+                    "call the engine again after the step"
+                )
+            if unless is None:
+                self._queue.append(ticket)
+            try:
+                while unless is None or not unless():
+                    if self._owner is None and (not self._queue or self._queue[0] is ticket):
+                        self._owner = threading.get_ident()
+                        return True
+                    self._changed.wait()
+                return False
+            finally:
+                if unless is None:
+                    self._queue.remove(ticket)
+                    self._changed.notify_all()  # wake the next in the queue in case this thread leaves without a turn
+
+    def end(self) -> None:
+        """End this thread's turn, if it has one: make the calls queued meanwhile, and wake all waiting threads."""
+        with self.lock:
+            if self._owner == threading.get_ident():
+                self._make_calls()
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Call `function`, which changes the engine's state, now or at the end of the turn in progress.
+
+        It runs with the lock held, and perhaps in another thread.
+        """
+        with self.lock:
+            self._calls.append(function)
+            if self._owner is None:
+                self._owner = threading.get_ident()
+                self._make_calls()
+
+    def _make_calls(self) -> None:
+        """Make all queued calls, including any that these add, and end the turn, even if one of them raises."""
+        try:
+            while self._calls:
+                self._calls.popleft()()
+        finally:
+            self._owner = None
+            self._changed.notify_all()
+
 
 Result = TypeVar("Result")
 

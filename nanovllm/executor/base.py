@@ -10,7 +10,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from nanovllm.core.cpu_split import CpuSplit, LayerTimes
 from nanovllm.core.kv_spec import KVCacheSizes
-from nanovllm.core.logprobs import NO_LOGPROBS, StepLogprobs
+from nanovllm.core.outputs import NO_LOGPROBS, StepLogprobs
 from nanovllm.core.start_report import StartReport
 from nanovllm.core.step_plan import StepPlan
 from nanovllm.device.tp_group import TPGroup

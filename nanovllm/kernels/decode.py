@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.core.support import MAX_DECODE_QUERIES
+from nanovllm.core.step_limits import MAX_DECODE_QUERIES
 from nanovllm.device import kernel_target
 from nanovllm.kernels.configs import DecodeConfig, decode_config, max_decode_rows
 from nanovllm.kernels.constants import LN_2, LOG2_E

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from nanovllm.core.cpu_split import LayerTimes
-from nanovllm.core.logprobs import NO_LOGPROBS, PositionLogprobs, StepLogprobs
+from nanovllm.core.outputs import NO_LOGPROBS, PositionLogprobs, StepLogprobs
 from nanovllm.core.step_plan import StepPlan
 from nanovllm.device.pinned_view import pinned_view
 from nanovllm.kvcache.transfer.streams import Streams, TimedPiece

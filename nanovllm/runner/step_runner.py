@@ -16,8 +16,7 @@ from nanovllm.models.decoder import CausalLM
 from nanovllm.runner.edited_sampling import resample_edited
 from nanovllm.runner.graph_set import GraphSet
 from nanovllm.runner.inputs import StepArrays, StepTensors, build_arrays, build_groups, to_device
-from nanovllm.runner.kv_memory import KVMemory
-from nanovllm.runner.step_attention import build_batches, cpu_rows, last_token_batches
+from nanovllm.runner.kv_memory import KVMemory, build_batches, cpu_rows, last_token_batches
 from nanovllm.runner.step_result import LogprobTensors, StepEnd, StepResult, prompt_logprobs, sampled_logprobs
 from nanovllm.utils.arithmetic import ceil_div
 

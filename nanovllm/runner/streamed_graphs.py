@@ -31,8 +31,7 @@ from nanovllm.models.decoder import CausalLM
 from nanovllm.runner.cuda_graphs import MakeAttention, StepGraphs, capture
 from nanovllm.runner.decode_inputs import DecodeInputs
 from nanovllm.runner.inputs import GroupArrays, StepArrays
-from nanovllm.runner.kv_memory import KVMemory
-from nanovllm.runner.step_attention import PagedAttention
+from nanovllm.runner.kv_memory import KVMemory, PagedAttention
 
 
 class StaticResult:

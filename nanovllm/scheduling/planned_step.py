@@ -4,10 +4,10 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from nanovllm.core.logit_edits import LogitEdits
+from nanovllm.core.logit_editor import LogitEdits
 from nanovllm.core.sequence import Sequence, SequenceStatus
+from nanovllm.core.step_limits import MAX_DECODE_QUERIES
 from nanovllm.core.step_plan import PromptScores, SamplingRow, SequenceStep, StepPlan
-from nanovllm.core.support import MAX_DECODE_QUERIES
 from nanovllm.kvcache.policy.base import KVCacheManager, PagedKeys
 from nanovllm.scheduling.step_bound import StepBound
 from nanovllm.speculation.drafters import NO_GUESSES, Guesses

@@ -18,8 +18,7 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from nanovllm.core.logprobs import Logprob
-from nanovllm.core.outputs import RequestOutput, TokenLogprobs
+from nanovllm.core.outputs import Logprob, RequestOutput, TokenLogprobs
 from nanovllm.core.sequence import TokenIds
 from nanovllm.errors import EngineError
 from nanovllm.request_stream import RequestStream, RequestUpdate

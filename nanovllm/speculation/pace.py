@@ -8,7 +8,7 @@ from collections import defaultdict, deque
 from statistics import median
 from typing import NamedTuple
 
-from nanovllm.core.guesses import expected_tokens
+from nanovllm.core.step_limits import expected_tokens
 from nanovllm.core.step_plan import StepPlan
 
 PRIOR_ACCEPTANCE, PRIOR_WEIGHT = 0.7, 2.0  # of a sequence that begins to guess: as if so many guesses had been tried

@@ -2,8 +2,7 @@
 
 import threading
 
-from nanovllm.core.logprobs import PositionLogprobs, TextOf
-from nanovllm.core.outputs import Ending, Outbox, Receiver, TextSource
+from nanovllm.core.outputs import Ending, Outbox, PositionLogprobs, Receiver, TextOf, TextSource
 from nanovllm.core.sequence import Sequence
 from nanovllm.text.detokenizer import Detokenizer
 

@@ -9,20 +9,20 @@ method.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
+from nanovllm.checkpoint.files import TOKENIZER_FILES, read_json
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.core.logit_editor import AnswerRules, BadWords
 from nanovllm.core.outputs import Outbox, Receiver
 from nanovllm.core.sequence import TokenIds
-from nanovllm.errors import RequestError
+from nanovllm.errors import CheckpointError, RequestError
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.answer import TextReceiver
-from nanovllm.text.bad_words import bad_word_token_ids
 from nanovllm.text.detokenizer import Detokenizer, StopStrings, TokenDecoder
 from nanovllm.text.grammar import Grammar
 from nanovllm.text.request_check import (
@@ -36,7 +36,84 @@ from nanovllm.text.request_check import (
 )
 from nanovllm.text.structured import GrammarCompiler, TokenMatcher
 from nanovllm.text.text_encoder import TextEncoder
-from nanovllm.text.tokenizer import end_token_ids, load_tokenizer
+
+MAX_TOKENS = 16_384  # of a request's bad words: they take 15 ms to prepare, and a step at most 0.1 ms
+MAX_CHARS = 16 * MAX_TOKENS  # checked before anything is tokenized; few texts have as many characters for each token
+
+
+def bad_word_token_ids(tokenizer: Any, words: Sequence[str], vocab_size: int) -> tuple[tuple[int, ...], ...]:
+    """The token sequences that must not occur in an answer that contains none of the words, as vLLM defines them.
+
+    A word is encoded as the start of a text and as a later word, after a space. The second encoding counts only if it
+    begins with another token and is as long as the first; else it is the first one after a token for the space. Other
+    ways to spell the word, from smaller tokens, are not found. Raises RequestError for a word that has no tokens, for
+    too many of them, and for words that leave no token.
+    """
+    _check_size("characters", sum(map(len, words)), MAX_CHARS)
+    found: list[tuple[int, ...]] = []
+    for word in words:
+        if any("\ud800" <= char <= "\udfff" for char in word):
+            raise RequestError(f"SamplingParams.bad_words has {word!r}, which is not valid Unicode text; leave it out")
+        first = tuple(tokenizer.encode(word.lstrip(), add_special_tokens=False))
+        if not first or max(first) >= vocab_size:
+            raise RequestError(
+                f"SamplingParams.bad_words has {word!r}, which has no tokens in the model's vocabulary; leave it out"
+            )
+        found.append(first)
+        later = tuple(tokenizer.encode(" " + word.lstrip(), add_special_tokens=False))
+        if len(later) == len(first) and later[0] != first[0] and max(later) < vocab_size:
+            found.append(later)
+    _check_size("tokens", sum(map(len, found)), MAX_TOKENS)
+    if len({word for word in found if len(word) == 1}) == vocab_size:
+        raise RequestError(
+            f"SamplingParams.bad_words forbids all {vocab_size} tokens of the model's vocabulary; leave some words out"
+        )
+    return tuple(found)
+
+
+def _check_size(unit: str, count: int, limit: int) -> None:
+    if count > limit:
+        raise RequestError(f"SamplingParams.bad_words has {count} {unit} in all, at most {limit}; leave some words out")
+
+
+# A directory that has any of these files has a tokenizer
+_TOKENIZER_MARKS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
+
+def load_tokenizer(directory: Path | None) -> Any:
+    """The model's tokenizer, or None for a preset and for a directory without one.
+
+    Raises CheckpointError, which names the file, if the tokenizer cannot be read. Never runs code from the checkpoint.
+    """
+    files = [directory / name for name in TOKENIZER_FILES if (directory / name).is_file()] if directory else []
+    if not any(file.name in _TOKENIZER_MARKS for file in files):
+        return None
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False)
+    except Exception as error:  # transformers passes on what its parsers raise, which does not name the file
+        for file in files:
+            if file.suffix == ".json":
+                read_json(file)
+        raise CheckpointError(
+            f"the tokenizer in {directory} cannot be read ({type(error).__name__}: {error}); download its files again: "
+            f"{', '.join(file.name for file in files)}"
+        ) from error
+
+
+def end_token_ids(model_config: ModelConfig, tokenizer: Any) -> tuple[int, ...]:
+    """Tokens that end an answer: those of config.json and generation_config.json, and the tokenizer's eos token.
+
+    The tokenizer's is needed because the configs of some chat models name only the base model's end token. vLLM uses it
+    too.
+    """
+    token_ids = list(model_config.eos_token_ids)
+    of_tokenizer = getattr(tokenizer, "eos_token_id", None)
+    if of_tokenizer is not None and of_tokenizer < model_config.vocab_size and of_tokenizer not in token_ids:
+        token_ids.append(of_tokenizer)
+    return tuple(token_ids)
+
 
 MAX_BAD_WORDS = MAX_STOP_STRINGS = 16  # lists of them that are kept; all answers of a request have the same
 

@@ -19,7 +19,7 @@ from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
 from nanovllm.core.step_plan import CpuSpan, KVMoves, SamplingRow, SequenceStep, SlotLoad, StepPlan, StreamedGroup
 from nanovllm.device.tp_group import TPGroup
-from nanovllm.engine.link_meter import LinkMeter
+from nanovllm.engine.step_loop import LinkMeter
 from nanovllm.errors import ConfigError
 from nanovllm.kvcache.transfer.link import measure_link
 from nanovllm.kvcache.transfer.streams import ImmediateStreams, make_streams

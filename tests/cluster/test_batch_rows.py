@@ -22,7 +22,7 @@ from nanovllm.cluster.batch_rows import (
     plan_units,
     runs_of,
 )
-from nanovllm.core.logprobs import Logprob
+from nanovllm.core.outputs import Logprob
 from nanovllm.errors import ConfigError, RequestError
 from nanovllm.sampling_params import SamplingParams, StructuredOutputs
 

@@ -4,8 +4,7 @@ import random
 
 import numpy as np
 
-from nanovllm.core.logit_editor import BadWords
-from nanovllm.core.logit_edits import ALWAYS
+from nanovllm.core.logit_editor import ALWAYS, BadWords
 
 
 def plain_ends(words: list[tuple[int, ...]], tail: list[int | None]) -> set[tuple[int, int]]:

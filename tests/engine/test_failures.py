@@ -20,7 +20,7 @@ from tiny_models import write_tiny_model, write_tiny_tokenizer
 from nanovllm import LLM, SamplingParams
 from nanovllm.device.memory_profile import memory_remedy
 from nanovllm.engine import startup
-from nanovllm.engine.internals import Internals
+from nanovllm.engine.setup import Internals
 from nanovllm.errors import ConfigError, EngineError
 from nanovllm.executor.base import LocalExecutor
 from nanovllm.text.answer import TextReceiver

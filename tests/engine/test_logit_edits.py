@@ -19,7 +19,7 @@ from nanovllm.core.logit_editor import NO_RULES, AnswerRules, BadWords
 from nanovllm.core.outputs import Outbox, Receiver, RequestOutput
 from nanovllm.core.sequence import Sequence
 from nanovllm.demo.retrieval_model import build_retrieval_model
-from nanovllm.engine.internals import Internals
+from nanovllm.engine.setup import Internals
 from nanovllm.kernels.sampling_tensors import SamplingTensors
 from nanovllm.layers.sampler import sample
 

@@ -10,10 +10,9 @@ from odd_drafters import OddDrafter
 from tiny_models import write_tiny_model
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.core.logprobs import Logprob, TokenLogprobs
-from nanovllm.core.outputs import Outbox, Receiver, RequestOutput
+from nanovllm.core.outputs import Logprob, Outbox, Receiver, RequestOutput, TokenLogprobs
 from nanovllm.demo.retrieval_model import build_retrieval_model
-from nanovllm.engine.internals import Internals
+from nanovllm.engine.setup import Internals
 
 PROMPTS = [[(7 * i * i + 3 * i) % 300 for i in range(n)] for n in (1, 2, 40, 530)]
 TOLERANCE = 2e-4

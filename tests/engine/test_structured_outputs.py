@@ -14,7 +14,7 @@ from nanovllm import LLM, RequestError, SamplingParams
 from nanovllm.core.outputs import RequestOutput
 from nanovllm.core.sequence import Sequence
 from nanovllm.demo.retrieval_model import build_retrieval_model
-from nanovllm.engine.internals import Internals
+from nanovllm.engine.setup import Internals
 from nanovllm.kernels.sampling_tensors import SamplingTensors
 from nanovllm.layers import sampler
 from nanovllm.runner import edited_sampling, step_runner

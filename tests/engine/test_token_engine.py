@@ -11,14 +11,12 @@ from tiny_models import write_tiny_model
 from virtual_clock import VirtualClock
 
 from nanovllm.core.kv_spec import KVCacheSizes
-from nanovllm.core.logprobs import PositionLogprobs
-from nanovllm.core.outputs import Ending, Outbox, Receiver, RequestOutput
+from nanovllm.core.outputs import Ending, Outbox, PositionLogprobs, Receiver, RequestOutput
 from nanovllm.core.sequence import Sequence
 from nanovllm.core.start_report import StartReport
 from nanovllm.core.step_plan import StepPlan
 from nanovllm.engine.engine import Engine
-from nanovllm.engine.internals import Internals
-from nanovllm.engine.setup import EngineSetup, prepare
+from nanovllm.engine.setup import EngineSetup, Internals, prepare
 from nanovllm.engine.startup import start_engine
 from nanovllm.engine.step_loop import PAUSE_S
 from nanovllm.errors import EngineError, WorkerDiedError

@@ -13,7 +13,7 @@ from run_threads import in_threads
 from tiny_models import write_tiny_model, write_tiny_tokenizer
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.turns import Turns
+from nanovllm.engine.engine import Turns
 from nanovllm.errors import EngineError
 
 KINDS = {

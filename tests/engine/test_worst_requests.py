@@ -19,14 +19,12 @@ import pytest
 from tiny_models import write_tiny_model, write_tiny_tokenizer
 
 from nanovllm.core.kv_spec import KVCacheSizes
-from nanovllm.core.logprobs import PositionLogprobs, StepLogprobs
-from nanovllm.core.outputs import Outbox
+from nanovllm.core.outputs import Outbox, PositionLogprobs, StepLogprobs
 from nanovllm.core.sequence import Sequence
 from nanovllm.core.start_report import StartReport
 from nanovllm.core.step_plan import SequenceStep, StepPlan
 from nanovllm.engine.engine import Engine
-from nanovllm.engine.internals import Internals
-from nanovllm.engine.setup import EngineSetup, prepare
+from nanovllm.engine.setup import EngineSetup, Internals, prepare
 from nanovllm.errors import RequestError
 from nanovllm.executor.base import Executor, LaunchedStep
 from nanovllm.kvcache.policy.block_manager import BlockManager

@@ -16,7 +16,7 @@ from tiny_models import write_tiny_model
 from nanovllm.cpu_attention.job import AttentionJob
 from nanovllm.cpu_attention.kernels import CpuKernel
 from nanovllm.cpu_attention.torch_kernel import TorchKernel
-from nanovllm.engine.internals import Internals
+from nanovllm.engine.setup import Internals
 from nanovllm.kvcache.transfer.offload_engine import OffloadEngine
 from nanovllm.kvcache.transfer.streams import CudaCpuStream, CudaStream, CudaStreams, Event
 

@@ -15,7 +15,7 @@ from tiny_models import write_tiny_model
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.core.sequence import Sequence
-from nanovllm.engine.internals import Internals
+from nanovllm.engine.setup import Internals
 
 pytestmark = pytest.mark.gpu
 

@@ -33,7 +33,7 @@ from tiny_models import write_tiny_model
 from nanovllm import LLM
 from nanovllm.core.kv_spec import StagingSizes
 from nanovllm.core.step_plan import KVMoves, SlotOffload
-from nanovllm.engine.internals import Internals
+from nanovllm.engine.setup import Internals
 from nanovllm.kvcache.policy.copy_runs import offload_runs
 from nanovllm.kvcache.transfer import offload_engine
 from nanovllm.kvcache.transfer.offload_engine import OffloadEngine

@@ -12,7 +12,7 @@ from nanovllm.attention.backends.torch_backend import TorchBackend
 from nanovllm.attention.backends.triton_backend import TritonBackend
 from nanovllm.attention.base import PartialAttention
 from nanovllm.checkpoint.model_config import HEAD_DIMS
-from nanovllm.core.support import MAX_DECODE_QUERIES
+from nanovllm.core.step_limits import MAX_DECODE_QUERIES
 
 pytest.importorskip("triton")
 

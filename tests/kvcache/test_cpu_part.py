@@ -18,7 +18,7 @@ from tiny_models import write_tiny_model
 from nanovllm.core.cpu_split import CpuRate, CpuSplit
 from nanovllm.core.kv_spec import StagingSizes
 from nanovllm.core.step_plan import StepPlan
-from nanovllm.engine.internals import Internals
+from nanovllm.engine.setup import Internals
 from nanovllm.kvcache.transfer import cpu_attention
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

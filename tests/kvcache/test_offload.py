@@ -10,7 +10,7 @@ from simulated_streams import MODES, Mode, SimulatedStreams
 from tiny_models import write_tiny_model
 
 from nanovllm.config import BLOCK_SIZE_STEP
-from nanovllm.engine.internals import Internals
+from nanovllm.engine.setup import Internals
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

@@ -25,7 +25,7 @@ from nanovllm.runner.inputs import (
     pad_tables,
     to_device,
 )
-from nanovllm.runner.step_attention import build_batches, last_token_batches
+from nanovllm.runner.kv_memory import build_batches, last_token_batches
 
 BLOCK_SIZE = 8
 

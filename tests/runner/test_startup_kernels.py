@@ -29,8 +29,8 @@ from nanovllm.device.tp_group import TPGroup
 from nanovllm.kernels import launch
 from nanovllm.runner import startup_memory
 from nanovllm.runner.kv_memory import make_offload_engine
-from nanovllm.runner.largest_step import largest_steps, short_steps
 from nanovllm.runner.model_runner import ModelRunner
+from nanovllm.runner.startup_memory import largest_steps, short_steps
 
 BLOCK, NUM_TOKENS, NUM_SEQS = 256, 300, 5
 

@@ -15,7 +15,7 @@ from nanovllm.attention.backends.selection import BACKENDS
 from nanovllm.attention.backends.torch_backend import TorchBackend
 from nanovllm.attention.backends.triton_backend import TritonBackend
 from nanovllm.attention.base import AttentionBackend, PagedBatch, PartialAttention
-from nanovllm.runner.step_attention import MergedAttention, StepBatches
+from nanovllm.runner.kv_memory import MergedAttention, StepBatches
 
 SCALE = 0.1
 

@@ -24,8 +24,7 @@ from nanovllm.kvcache.transfer.offload_engine import OffloadEngine
 from nanovllm.kvcache.transfer.streams import ImmediateStreams
 from nanovllm.runner.decode_inputs import DecodeInputs
 from nanovllm.runner.inputs import build_arrays, build_groups
-from nanovllm.runner.kv_memory import KVMemory, make_offload_engine
-from nanovllm.runner.step_attention import cpu_rows
+from nanovllm.runner.kv_memory import KVMemory, cpu_rows, make_offload_engine
 from nanovllm.runner.streamed_graphs import StreamedDecodeGraphs
 
 BLOCK, SCALE = 256, 0.1

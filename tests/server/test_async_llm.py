@@ -16,7 +16,7 @@ from tiny_models import write_tiny_model, write_tiny_tokenizer
 from nanovllm import AsyncLLM, EngineError, RequestError, SamplingParams
 from nanovllm.core.outputs import RequestOutput
 from nanovllm.core.step_plan import StepPlan
-from nanovllm.engine.internals import Internals
+from nanovllm.engine.setup import Internals
 from nanovllm.executor.base import LaunchedStep
 from nanovllm.request_stream import RequestUpdate
 from nanovllm.sampling_params import StructuredOutputs

@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from nanovllm import AsyncLLM, SamplingParams
-from nanovllm.core.logprobs import Logprob
+from nanovllm.core.outputs import Logprob
 from nanovllm.server.answers import chat_logprobs, completion_logprobs
 from nanovllm.server.errors import dumps_in_parts
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from nanovllm.core.guesses import expected_tokens
+from nanovllm.core.step_limits import expected_tokens
 from nanovllm.core.step_plan import KVMoves, SamplingRow, SequenceStep, StepPlan
 from nanovllm.speculation import pace
 from nanovllm.speculation.pace import Acceptance, Load, Pace, StepTimes, load_of

@@ -18,7 +18,7 @@ from nanovllm.core.outputs import RequestOutput
 from nanovllm.core.sequence import Sequence
 from nanovllm.core.step_limits import max_step_rows
 from nanovllm.core.step_plan import StepPlan
-from nanovllm.engine.internals import Internals
+from nanovllm.engine.setup import Internals
 from nanovllm.kvcache.transfer.offload_engine import OffloadEngine
 
 TOLERANCE = 1e-4  # of logits, fp32

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nanovllm.core.cpu_split import CpuSplit
-from nanovllm.engine.internals import Internals
+from nanovllm.engine.setup import Internals
 
 ALL = 2**40
 

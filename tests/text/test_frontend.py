@@ -13,8 +13,7 @@ from nanovllm.engine.setup import prepare
 from nanovllm.engine.startup import start_engine
 from nanovllm.errors import RequestError
 from nanovllm.text.answer import TextReceiver
-from nanovllm.text.bad_words import bad_word_token_ids
-from nanovllm.text.frontend import TextFrontend
+from nanovllm.text.frontend import TextFrontend, bad_word_token_ids
 
 OPTIONS = {"device": "cpu", "dtype": "float32", "num_kvcache_blocks": 20}
 PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)

@@ -25,7 +25,7 @@ import torch
 from nanovllm.attention.backends.torch_backend import GATHER_BYTES, SequenceKV
 from nanovllm.attention.base import AttentionBackend, HostTables, LibraryPlan, PagedBatch, PartialAttention
 from nanovllm.attention.merge import RunningMerge
-from nanovllm.core.support import MIN_CAPABILITY
+from nanovllm.core.step_limits import MIN_CAPABILITY
 from nanovllm.device import kernel_target
 from nanovllm.device.cuda_streams import new_stream
 

@@ -16,7 +16,7 @@ from nanovllm.attention.backends.torch_backend import TorchBackend
 from nanovllm.attention.backends.triton_backend import TritonBackend
 from nanovllm.attention.base import AttentionBackend, HostTables, PagedBatch, PartialAttention
 from nanovllm.checkpoint.model_config import HEAD_DIMS
-from nanovllm.core.support import MAX_DECODE_QUERIES, MIN_CAPABILITY
+from nanovllm.core.step_limits import MAX_DECODE_QUERIES, MIN_CAPABILITY
 from nanovllm.device import kernel_target
 
 PAGE_GRAIN_TOKENS = 256  # flash-attn 2 pages are multiples of this

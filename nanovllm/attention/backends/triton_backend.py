@@ -11,7 +11,7 @@ import torch
 from nanovllm.attention.base import AttentionBackend, PagedBatch, PartialAttention
 from nanovllm.attention.merge import RunningMerge
 from nanovllm.checkpoint.model_config import HEAD_DIMS
-from nanovllm.core.support import MAX_DECODE_QUERIES, MIN_CAPABILITY
+from nanovllm.core.step_limits import MAX_DECODE_QUERIES, MIN_CAPABILITY
 from nanovllm.device import kernel_target
 from nanovllm.utils.arithmetic import ceil_div
 

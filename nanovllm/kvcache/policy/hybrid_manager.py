@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from nanovllm.config import BLOCK_SIZE_STEP
 from nanovllm.core.cpu_split import CpuSplit, FollowingSplit
 from nanovllm.core.sequence import Sequence, SequenceStatus
+from nanovllm.core.step_limits import MAX_DECODE_QUERIES
 from nanovllm.core.step_plan import KVMoves
-from nanovllm.core.support import MAX_DECODE_QUERIES
 from nanovllm.errors import RequestError
 from nanovllm.kvcache.policy.base import WATERMARK, KVCacheManager, PagedKeys
 from nanovllm.kvcache.policy.block_pool import LONG_CHUNK_BLOCKS, BlockPool
