@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-COMPILED_FROM := $(wildcard nanovllm/cpu_attention/source/*) $(addprefix nanovllm/cpu_attention/,build.py instruction_sets.py)
+COMPILED_FROM := $(wildcard nanovllm/cpu_attention/source/*) nanovllm/cpu_attention/build.py
 
 PROCESSES := $(if $(wildcard /dev/nvidia0),,-n 2 --dist worksteal)
 

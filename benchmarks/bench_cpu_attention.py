@@ -21,10 +21,8 @@ import torch
 
 from benchmarks.common import NUM_RUNS
 from benchmarks.reporting import Samples, report, run_options, versions
-from nanovllm.cpu_attention.base import CpuKernel
-from nanovllm.cpu_attention.compiled import CompiledKernel
-from nanovllm.cpu_attention.job import AttentionJob, RowSpans, TokenSpan
-from nanovllm.cpu_attention.kernels import KERNEL_NAMES, choose_kernel
+from nanovllm.cpu_attention.job import AttentionJob, CpuKernel, RowSpans, TokenSpan
+from nanovllm.cpu_attention.kernels import KERNEL_NAMES, CompiledKernel, choose_kernel
 from nanovllm.cpu_attention.threads import attention_cpus
 from nanovllm.errors import ConfigError
 from nanovllm.kvcache.transfer.pinned_memory import HostBuffer

@@ -1,10 +1,15 @@
-"""What one step's attention on the CPU reads and writes, and how its tokens are divided among the threads.
+"""One step's attention on the CPU: what it reads and writes, how its tokens are divided among the threads, and what
+every kernel offers.
+
+A kernel owns threads. It attends to one job at a time, either at once (`attend`) or in a server, which waits for each
+job's queries by itself. So the thread that launches the GPU's work never waits for the CPU's.
 
 Legend: L layers, N blocks, P tokens per block, T query rows, H query heads, K kv heads, D head dim.
 """
 
 import ctypes
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import NamedTuple
@@ -15,6 +20,8 @@ import torch
 TILE_TOKENS = 64  # TILE in source/vectors.h, which scores this many tokens together
 _MAX_CHUNK_TOKENS = 1024  # unless the partial results of so many chunks would not fit MAX_SCRATCH_BYTES
 MAX_SCRATCH_BYTES = 32 * 2**20  # more only if one chunk for each span needs that much or nearly that much
+MAX_QUEUED_JOBS = 2048  # CAPACITY in source/server.h
+FAR_AHEAD = 2**30  # a closed server counts this many jobs beyond its newest one as done
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # Dtype in source/vectors.h
 
 
@@ -219,3 +226,50 @@ def divide(rows: Sequence[RowSpans], num_threads: int, max_partial_rows: int) ->
 def _tiles(num_tokens: float) -> int:
     """As many tokens or a few more, which fill whole tiles."""
     return math.ceil(num_tokens / TILE_TOKENS) * TILE_TOKENS
+
+
+class CpuServer(ABC):
+    """Attends in the order of submission, to each job as soon as its queries have arrived.
+
+    Numbers count up by one from 1 and wrap around in int32. A number is reached when the signed 32-bit difference of
+    the flag and the number is not negative. flags[0] is the newest job whose queries have arrived, written by the GPU.
+    flags[1] is the newest job whose output is complete, read by the GPU.
+    """
+
+    @abstractmethod
+    def submit(self, job: AttentionJob, layer: int, number: int) -> None:
+        """Attend in `layer` when flags[0] has reached `number`, then set flags[1] to it. Hot: once per layer.
+
+        The caller keeps the job and its tensors alive until flags[1] has reached `number` or the server is closed.
+        Raises RuntimeError if 2,048 jobs are waiting already.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Finish the job that has started, drop the others, and let go whoever waits: flags[1] moves far ahead."""
+
+
+class CpuKernel(ABC):
+    """Attention of a few query rows over keys that lie in CPU memory, on `num_threads` threads."""
+
+    name: str
+    num_threads: int
+    unit_tokens: int = TILE_TOKENS  # the CPU's share of a block should be a multiple of this
+
+    @abstractmethod
+    def attend(self, job: AttentionJob, layer: int) -> None:
+        """Write out_THD and lse_HT of the job. Returns when they are complete; other Python threads run meanwhile."""
+
+    @abstractmethod
+    def serve(self, flags: torch.Tensor) -> CpuServer:
+        """A server that is driven by `flags`: int32 [2], in CPU memory, pinned if a GPU uses them. Sets both to 0."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close the servers and end the threads. Closing twice does nothing."""
+
+
+def check_flags(flags: torch.Tensor) -> None:
+    assert (
+        flags.dtype == torch.int32 and flags.shape == (2,) and flags.device.type == "cpu" and flags.is_contiguous()
+    ), "flags must be two contiguous int32 in CPU memory"

@@ -20,7 +20,7 @@ class KernelTarget:
 
     @property
     def has_dependent_launches(self) -> bool:
-        """Whether a kernel may start before its predecessor has ended (kernels/pdl.py)."""
+        """Whether a kernel may start before its predecessor has ended (kernels/launch.py)."""
         return self.capability >= (9, 0)
 
     @property

@@ -1,9 +1,9 @@
-"""CompileServer: a process beside the engine's that compiles kernels, each in a process of its own.
+"""Compiling without waiting: a process beside the engine's, and threads for what Triton does once in every process.
 
-Triton's compiler holds Python's GIL most of the time, so threads compile hardly faster than one thread, and slow down
-the thread that finds the kernels. Processes do not. Their results reach the engine through Triton's disk cache: once a
-worker has compiled a kernel, the engine's own call finds it there. Where anything fails, that call compiles the kernel
-itself. So nothing but time depends on the server.
+CompileServer forks a process for each kernel. Triton's compiler holds Python's GIL most of the time, so threads compile
+hardly faster than one thread, and slow down the thread that finds the kernels. Processes do not. Their results reach
+the engine through Triton's disk cache: once a worker has compiled a kernel, the engine's own call finds it there. Where
+anything fails, that call compiles the kernel itself. So nothing but time depends on the server.
 
 The server imports Triton and the kernels, then forks a worker for each job. It has one thread by then and never touches
 the GPU, so that forking is safe. It imports neither torch, which takes seconds on a machine that has just started, nor
@@ -24,6 +24,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
@@ -162,6 +163,48 @@ def hash_in_order(kernel: Any) -> None:
             if function.__module__ != kernel.__module__:
                 hash_in_order(function)
             _ = function.cache_key
+
+
+class TritonStart:
+    """Does ahead, in threads, the work that Triton does once in every process before its first kernel.
+
+    Triton hashes its own files, half a gigabyte, for the keys of its cache. It also compiles a C module that loads
+    kernels, unless its cache has it. Each takes half a second or more on a machine that has just started, and neither
+    needs Python's GIL for most of that time.
+
+    Starts at once. A kernel that is launched before `wait` has returned does the same work again.
+    """
+
+    def __init__(self) -> None:
+        self._threads: list[threading.Thread] = []
+        if importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") == "1":
+            return
+        for task in (_hash_triton, _load_driver):
+            self._threads.append(threading.Thread(target=_attempt, args=(task,), name=f"triton{task.__name__}"))
+            self._threads[-1].start()
+
+    def wait(self) -> None:
+        while self._threads:
+            self._threads.pop().join()
+
+
+def _attempt(task: Callable[[], object]) -> None:
+    try:
+        task()
+    except Exception as error:  # the first launch tries again, and says what is wrong
+        logger.debug("Triton is prepared at its first launch: %r", error)
+
+
+def _hash_triton() -> None:
+    from triton.runtime.cache import triton_key
+
+    triton_key()  # is kept
+
+
+def _load_driver() -> None:
+    from triton.runtime import driver
+
+    _ = driver.active.utils  # reading the first attribute makes Triton build the module
 
 
 # -- in the server's process -------------------------------------------------------------------------------------------

@@ -1,18 +1,29 @@
-"""How the attention kernels run on each target: tiles, warps, stages, and how keys and values are loaded.
+"""How the attention kernels run on each target: tiles, warps, stages, loads, and how many programs share the keys.
 
-The choices are fixed, so that start-up spends no time on tuning. docs/measurements.md has the figures for the H200.
-tests/kernels/test_compile.py compiles every choice for every target. It checks that each fits into shared memory and
-registers and loads its tiles asynchronously.
+The choices are fixed, so that start-up spends no time on tuning. docs/measurements.md has the figures for the H200;
+`benchmarks/bench_attention.py --tune` compares other choices. tests/kernels/test_compile.py compiles every choice for
+every target. It checks that each fits into shared memory and registers and loads its tiles asynchronously.
 """
 
+from __future__ import annotations
+
+from functools import lru_cache
 from typing import NamedTuple
 
+import torch
 import triton
 
+from nanovllm.device import kernel_target
 from nanovllm.device.kernel_target import KernelTarget
+from nanovllm.kernels.merge import MAX_SPLITS
 
 DECODE_PROGRAMS_PER_SM = 2
 MAX_HEADS_PER_TILE = 8  # in prefill
+SPLIT_COST_TOKENS = 256  # starting a program and merging its part cost about as much as reading this many keys
+SPLIT_GRAIN_TOKENS = 64  # a split consists of whole tiles
+MAX_PREFILL_SPLITS = 32  # of a tile
+MAX_WAVES = 4  # of programs that share keys; bounds the memory of their parts
+MERGE_COST_TOKENS = 1024  # launching a merge costs about as much as reading this many keys
 SHORT_QUERY_LEN = 2048  # up to here sequences get the smaller tile of queries, and programs may share their keys
 
 
@@ -98,3 +109,56 @@ def max_decode_rows(head_dim: int, itemsize: int) -> int:
     if itemsize == 4:
         return 32 if head_dim <= 128 else 16
     return 64
+
+
+def plan_num_splits(num_rows: int, context_len: int, num_sms: int) -> int:
+    """How many programs share the keys of each of `num_rows` (sequence, kv head) pairs, of about `context_len` keys."""
+    return _cheapest_num_splits(num_rows, context_len, num_sms * DECODE_PROGRAMS_PER_SM, MAX_SPLITS, 0)
+
+
+def plan_prefill_splits(
+    q_THD: torch.Tensor, num_kv_heads: int, num_sequences: int, max_query_len: int, max_context_len: int, num_sms: int
+) -> int:
+    """How many programs of `paged_prefill` should share the keys of a tile of queries. Hot: once per layer."""
+    if max_query_len > SHORT_QUERY_LEN:
+        return 1
+    num_tokens, num_heads, head_dim = q_THD.shape
+    tile_heads = heads_per_tile(num_heads // num_kv_heads, max_query_len)
+    target = kernel_target.target_of(q_THD.device)
+    config = prefill_config(target, head_dim, q_THD.element_size(), max_query_len, tile_heads)
+    tile_queries = config.block_m // tile_heads
+    num_tiles = (num_tokens - num_sequences) // tile_queries + num_sequences  # the most that there can be
+    num_programs, programs_per_wave = num_tiles * num_heads // tile_heads, num_sms * config.programs_per_sm
+    return plan_num_prefill_splits(num_programs, max_context_len, programs_per_wave, MAX_PREFILL_SPLITS)
+
+
+def max_split_bytes(q_THD: torch.Tensor, num_sms: int) -> int:
+    """The most memory that the parts of splits take, for any queries of the heads and dtype of `q_THD`."""
+    head_dim, target = q_THD.shape[2], kernel_target.target_of(q_THD.device)
+    configs = [prefill_config(target, head_dim, q_THD.element_size(), SHORT_QUERY_LEN, heads) for heads in (1, 2)]
+    num_rows = MAX_WAVES * num_sms * max(config.programs_per_sm * config.block_m for config in configs)
+    return num_rows * (head_dim + 1) * torch.float32.itemsize
+
+
+def plan_num_prefill_splits(num_programs: int, context_len: int, programs_per_wave: int, max_splits: int) -> int:
+    """How many programs share the keys of each of `num_programs` tiles of queries, which see about `context_len` keys.
+
+    With splits there are at most MAX_WAVES waves of programs; without there may be any number.
+    """
+    max_splits = min(max_splits, MAX_WAVES * programs_per_wave // num_programs)
+    return _cheapest_num_splits(num_programs, context_len, programs_per_wave, max_splits, MERGE_COST_TOKENS)
+
+
+@lru_cache(maxsize=4096)
+def _cheapest_num_splits(
+    num_programs: int, context_len: int, programs_per_wave: int, max_splits: int, merge_cost: int
+) -> int:
+    """Minimise the time of the slowest SM, measured in keys read: waves of programs x keys per program, and a merge."""
+    num_grains = triton.cdiv(context_len, SPLIT_GRAIN_TOKENS)
+
+    def cost(num_splits: int) -> int:
+        waves = triton.cdiv(num_programs * num_splits, programs_per_wave)
+        split_tokens = triton.cdiv(num_grains, num_splits) * SPLIT_GRAIN_TOKENS
+        return waves * (split_tokens + SPLIT_COST_TOKENS) + (merge_cost if num_splits > 1 else 0)
+
+    return min(range(1, max(1, min(max_splits, num_grains)) + 1), key=cost)

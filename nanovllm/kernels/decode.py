@@ -6,7 +6,7 @@ block, M columns of a block table, S splits.
 
 One program reads one split of a sequence's keys once, for a tile of rows. A row is one query of one of the query heads
 that share the keys. A tile has at least the 16 rows of a tensor core. If a sequence has more rows than a tile can hold,
-several programs read the same split. A second kernel merges the splits (kernels/splits.py). Lengths are read on the
+several programs read the same split. A second kernel merges the splits (kernels/merge.py). Lengths are read on the
 device. The grid depends only on B, S and the most queries that a sequence may have, so a CUDA graph can be replayed
 with any lengths. S is planned on the host, once per shape.
 """
@@ -20,11 +20,8 @@ import triton.language as tl
 from nanovllm.core.step_limits import MAX_DECODE_QUERIES
 from nanovllm.device import kernel_target
 from nanovllm.kernels.configs import DecodeConfig, decode_config, max_decode_rows
-from nanovllm.kernels.constants import LN_2, LOG2_E
-from nanovllm.kernels.launch import on_grid
-from nanovllm.kernels.padding import head_mask
-from nanovllm.kernels.pdl import let_next_start, pdl_options, wait_for_previous
-from nanovllm.kernels.splits import merge_splits
+from nanovllm.kernels.launch import LN_2, LOG2_E, let_next_start, on_grid, pdl_options, wait_for_previous
+from nanovllm.kernels.merge import head_mask, merge_splits
 
 
 @triton.jit

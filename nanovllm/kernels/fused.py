@@ -1,22 +1,300 @@
-"""Fused Triton kernels of the layers, with the same rounding as the plain torch functions that they replace.
+"""Fused kernels of the layers: RMSNorm, also with the residual addition before it, the gated activation, and everything
+between the qkv product and attention. They round where the plain torch functions do that they replace.
 
-Import this module lazily: a machine without triton runs the plain functions. Each function allocates its result.
+Legend: T packed tokens, H query heads, K kv heads, D head dim, N blocks of a cache, P tokens per block.
 """
 
-from nanovllm.kernels.activation import silu_and_mul
-from nanovllm.kernels.layernorm import add_rms_norm, rms_norm
-from nanovllm.kernels.logit_edits import edit_logits
-from nanovllm.kernels.rotary import norm_rotate_store
-from nanovllm.kernels.sampler import sample_tokens
-from nanovllm.kernels.small_linear import small_gate_up, small_linear
+from __future__ import annotations
 
-__all__ = [
-    "add_rms_norm",
-    "edit_logits",
-    "norm_rotate_store",
-    "rms_norm",
-    "sample_tokens",
-    "silu_and_mul",
-    "small_gate_up",
-    "small_linear",
-]
+import torch
+import triton
+import triton.language as tl
+
+from nanovllm.kernels.launch import let_next_start, on_grid, pdl_options, wait_for_previous
+
+MANY_TOKENS = 1024  # from here on starting programs dominates, so use fewer programs with more heads each
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    out_ptr,
+    sum_ptr,
+    x_stride,
+    eps,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ADD: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    let_next_start(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < SIZE
+    dtype = out_ptr.dtype.element_ty
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
+    wait_for_previous(PDL)
+    x = tl.load(x_ptr + token * x_stride + column, mask=inside, other=0.0)
+    if ADD:
+        residual = tl.load(residual_ptr + token * SIZE + column, mask=inside, other=0.0)
+        x = (x.to(tl.float32) + residual.to(tl.float32)).to(dtype)
+        tl.store(sum_ptr + token * SIZE + column, x, mask=inside)
+    x = x.to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / SIZE + eps)
+    normed = (x * scale).to(dtype).to(tl.float32)  # round where torch rounds
+    tl.store(out_ptr + token * SIZE + column, (normed * weight.to(tl.float32)).to(dtype), mask=inside)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension; [T, size], rows may be strided. Hot: per layer."""
+    normed, _ = _run_rms_norm(x, None, weight, eps)
+    return normed
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rms_norm(x + residual), x + residual), with the sum rounded to x's dtype; [T, size]. Hot: twice per layer."""
+    return _run_rms_norm(x, residual, weight, eps)
+
+
+def _run_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    num_tokens, size = x.shape
+    assert x.stride(1) == 1 and (residual is None or residual.is_contiguous()), "the last dimension must be contiguous"
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    total = out if residual is None else torch.empty_like(out)
+    if num_tokens:
+        block = triton.next_power_of_2(size)
+        on_grid(_rms_norm_kernel, (num_tokens,))(
+            x,
+            residual,
+            weight,
+            out,
+            total,
+            x.stride(0),
+            eps,
+            SIZE=size,
+            BLOCK=block,
+            ADD=residual is not None,
+            num_warps=min(16, max(1, block // 512)),
+            **pdl_options(x.device),
+        )
+    return out, total
+
+
+@triton.jit
+def _silu_and_mul_kernel(x_ptr, out_ptr, x_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    let_next_start(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < SIZE
+    wait_for_previous(PDL)
+    gate = tl.load(x_ptr + token * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x_ptr + token * x_stride + SIZE + column, mask=inside, other=0.0).to(tl.float32)
+    dtype = out_ptr.dtype.element_ty
+    silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)  # round where torch rounds
+    tl.store(out_ptr + token * SIZE + column, (silu * up).to(dtype), mask=inside)
+
+
+def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """silu(first half) * second half of the last dimension: [T, 2 * size] -> [T, size]. Hot: once per layer."""
+    num_tokens, size = x.shape[0], x.shape[1] // 2
+    assert x.stride(1) == 1, "the last dimension must be contiguous"
+    out = torch.empty((num_tokens, size), dtype=x.dtype, device=x.device)
+    if num_tokens:
+        block = min(1024, triton.next_power_of_2(size))
+        grid = (num_tokens, triton.cdiv(size, block))
+        on_grid(_silu_and_mul_kernel, grid)(
+            x, out, x.stride(0), SIZE=size, BLOCK=block, num_warps=4, **pdl_options(x.device)
+        )
+    return out
+
+
+@triton.jit
+def _is_cell(head, num_heads, pair, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr):
+    """Which cells of a tile of half heads exist: [heads, BLOCK_HALF], or [heads, 1] if every pair exists."""
+    inside = (head < num_heads)[:, None]
+    if HALF != BLOCK_HALF:
+        inside = inside & (pair < HALF)[None, :]
+    return inside
+
+
+@triton.jit
+def _load_pairs(ptr, pair, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr):
+    if HALF == BLOCK_HALF:
+        values = tl.load(ptr + pair)
+    else:
+        values = tl.load(ptr + pair, mask=pair < HALF, other=0.0)
+    return values
+
+
+@triton.jit
+def _norm_rotate(
+    x_ptr,  # the token's heads, [num_heads, D]
+    weight_ptr,
+    cos_sin_ptr,  # the token's cosines and sines, [D]
+    first_head,
+    num_heads,
+    eps,
+    dtype: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    HEADS: tl.constexpr,
+    NORM: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Norm and rotate heads first_head .. first_head + HEADS - 1. Returns both halves, each [HEADS, BLOCK_HALF]."""
+    head = first_head + tl.arange(0, HEADS)
+    pair = tl.arange(0, BLOCK_HALF)
+    offset = head[:, None] * (2 * HALF) + pair[None, :]
+    inside = _is_cell(head, num_heads, pair, HALF, BLOCK_HALF)
+    # Load weights, cos and sin once per head, so that each thread already holds the values for its part of x.
+    same = tl.zeros((HEADS, 1), tl.int32) + pair[None, :]
+    if NORM:
+        weight1 = _load_pairs(weight_ptr, same, HALF, BLOCK_HALF)
+        weight2 = _load_pairs(weight_ptr + HALF, same, HALF, BLOCK_HALF)
+    wait_for_previous(PDL)
+    cos = _load_pairs(cos_sin_ptr, same, HALF, BLOCK_HALF)
+    sin = _load_pairs(cos_sin_ptr + HALF, same, HALF, BLOCK_HALF)
+    x1 = tl.load(x_ptr + offset, mask=inside, other=0.0).to(tl.float32)
+    x2 = tl.load(x_ptr + offset + HALF, mask=inside, other=0.0).to(tl.float32)
+    if NORM:
+        weight1, weight2 = weight1.to(tl.float32), weight2.to(tl.float32)
+        scale = 1.0 / tl.sqrt((tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)) / (2 * HALF) + eps)
+        # Round where torch rounds: after the norm and after the weight.
+        x1 = ((x1 * scale[:, None]).to(dtype).to(tl.float32) * weight1).to(dtype).to(tl.float32)
+        x2 = ((x2 * scale[:, None]).to(dtype).to(tl.float32) * weight2).to(dtype).to(tl.float32)
+    return (x1 * cos - x2 * sin).to(dtype), (x2 * cos + x1 * sin).to(dtype)
+
+
+@triton.jit
+def _store_heads(
+    out_ptr, x1, x2, first_head, num_heads, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, HEADS: tl.constexpr
+):
+    head = first_head + tl.arange(0, HEADS)
+    pair = tl.arange(0, BLOCK_HALF)
+    offset = head[:, None] * (2 * HALF) + pair[None, :]
+    inside = _is_cell(head, num_heads, pair, HALF, BLOCK_HALF)
+    tl.store(out_ptr + offset, x1, mask=inside)
+    tl.store(out_ptr + offset + HALF, x2, mask=inside)
+
+
+@triton.jit
+def _norm_rotate_store_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    q_out_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    cos_sin_ptr,
+    slot_mapping_ptr,
+    qkv_stride_t,
+    eps,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,  # the next power of two
+    HEADS: tl.constexpr,
+    NORM: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    let_next_start(PDL)
+    q_groups: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
+    kv_groups: tl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
+    token = (tl.program_id(0) // (q_groups + 2 * kv_groups)).to(tl.int64)
+    # A group has HEADS heads. The groups of q come first, then those of k, then those of v.
+    group = tl.program_id(0) % (q_groups + 2 * kv_groups)
+    cos_sin_ptr += token * (2 * HALF)
+    kv_row: tl.constexpr = NUM_KV_HEADS * 2 * HALF
+    if group < q_groups:
+        x1, x2 = _norm_rotate(
+            q_ptr + token * qkv_stride_t, q_weight_ptr, cos_sin_ptr, group * HEADS, NUM_HEADS, eps,
+            q_out_ptr.dtype.element_ty, HALF, BLOCK_HALF, HEADS, NORM, PDL,
+        )  # fmt: skip
+        q_out_ptr += token * (NUM_HEADS * 2 * HALF)
+        _store_heads(q_out_ptr, x1, x2, group * HEADS, NUM_HEADS, HALF, BLOCK_HALF, HEADS)
+    elif group < q_groups + kv_groups:
+        first_head = (group - q_groups) * HEADS
+        x1, x2 = _norm_rotate(
+            k_ptr + token * qkv_stride_t, k_weight_ptr, cos_sin_ptr, first_head, NUM_KV_HEADS, eps,
+            k_cache_ptr.dtype.element_ty, HALF, BLOCK_HALF, HEADS, NORM, PDL,
+        )  # fmt: skip
+        cell = tl.load(slot_mapping_ptr + token).to(tl.int64)
+        if cell >= 0:
+            k_cache_ptr += cell * kv_row
+            _store_heads(k_cache_ptr, x1, x2, first_head, NUM_KV_HEADS, HALF, BLOCK_HALF, HEADS)
+    else:
+        wait_for_previous(PDL)
+        first_head = (group - q_groups - kv_groups) * HEADS
+        cell = tl.load(slot_mapping_ptr + token).to(tl.int64)
+        if cell >= 0:
+            element = tl.arange(0, HEADS * 2 * BLOCK_HALF)
+            offset = first_head * 2 * HALF + element
+            inside = offset < kv_row
+            if HALF != BLOCK_HALF:
+                inside = inside & (element < HEADS * 2 * HALF)
+            v = tl.load(v_ptr + token * qkv_stride_t + offset, mask=inside)
+            tl.store(v_cache_ptr + cell * kv_row + offset, v, mask=inside)
+
+
+def norm_rotate_store(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    eps: float,
+    cos_sin: torch.Tensor,
+    k_cache_NPKD: torch.Tensor,
+    v_cache_NPKD: torch.Tensor,
+    slot_mapping_T: torch.Tensor,
+    many_tokens: int = MANY_TOKENS,
+) -> torch.Tensor:
+    """Norm each head of q [T, H, D] and k [T, K, D] if weights [D] are given, rotate it (rotate half), store k and v.
+
+    Returns q, contiguous. k and v [T, K, D] of token t go into cell `slot_mapping_T[t]` of the caches, or nowhere if
+    that is -1. q, k and v must be views of one qkv product. `cos_sin`, fp32 [T, D], has D/2 cosines and then D/2 sines
+    for each token. Hot: once per layer.
+    """
+    num_tokens, num_heads, head_dim = q.shape
+    num_kv_heads = k.shape[1]
+    assert (q_weight is None) == (k_weight is None), "q and k must both have a norm, or neither"
+    assert q.stride() == k.stride() == v.stride() and q.stride()[1:] == (head_dim, 1), (
+        "q, k and v must be views of one product"
+    )
+    assert cos_sin.is_contiguous() and cos_sin.dtype == torch.float32
+    assert k_cache_NPKD.is_contiguous() and v_cache_NPKD.is_contiguous(), "a layer's cache must be contiguous"
+    q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if num_tokens:
+        heads = min(16 if num_tokens >= many_tokens else 8, triton.next_power_of_2(num_heads))
+        groups = triton.cdiv(num_heads, heads) + 2 * triton.cdiv(num_kv_heads, heads)
+        on_grid(_norm_rotate_store_kernel, (num_tokens * groups,))(
+            q,
+            k,
+            v,
+            q_out,
+            k_cache_NPKD,
+            v_cache_NPKD,
+            q_weight,
+            k_weight,
+            cos_sin,
+            slot_mapping_T,
+            q.stride(0),
+            eps,
+            NUM_HEADS=num_heads,
+            NUM_KV_HEADS=num_kv_heads,
+            HALF=head_dim // 2,
+            BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
+            HEADS=heads,
+            NORM=q_weight is not None,
+            num_warps=2,
+            **pdl_options(q.device),
+        )
+    return q_out

@@ -1,10 +1,12 @@
-"""Launches Triton kernels, or only compiles them.
+"""What all Triton kernels share: launching or only compiling them, and dependent launches.
 
 A kernel is compiled when it is first launched with arguments of new types, which takes 0.1 to 0.8 s. Within
 `compile_only` a launch starts the compilation in another thread and returns at once, without running anything. Running
 a model once like that finds all the kernels it needs. They are compiled in parallel, on all cores, if there is a
 CompileServer: the threads then only wait for its processes.
 """
+
+from __future__ import annotations
 
 import hashlib
 import inspect
@@ -20,12 +22,18 @@ from typing import Any, ClassVar
 
 import torch
 import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime._async_compile import active_mode
 from triton.runtime.cache import get_cache_manager
 
+from nanovllm.device import kernel_target
 from nanovllm.kernels.compile_server import CompileServer, Job, hash_in_order
 
 logger = logging.getLogger("nanovllm")
+
+LOG2_E = tl.constexpr(1.4426950408889634)  # in a kernel; host code uses `.value`
+LN_2 = tl.constexpr(0.6931471805599453)
 
 # Within compile_only, the launches already compiled. Triton would wait if a kernel were compiled a second time.
 _compiled: ContextVar[set[Any] | None] = ContextVar("compiled", default=None)
@@ -172,3 +180,56 @@ def compiling_in(threads: Executor, server: CompileServer | None) -> Iterator[No
             yield
     finally:
         _compiled.reset(token)
+
+
+# -- dependent launches ----------------------------------------------------------------------------------------------
+#
+# A kernel launched with `launch_pdl` (programmatic dependent launch) may start while the one before it in the stream
+# still runs: once each of that kernel's programs has called `let_next_start` or ended. An ordinary kernel starts only
+# once all of them have ended and their writes are flushed. `wait_for_previous` waits for that point. So everything
+# before the wait overlaps with the predecessor: the launch, address arithmetic, and loads of weights, which no kernel
+# writes. See the CUDA Programming Guide, "Programmatic Dependent Launch and Synchronization". It needs compute
+# capability 9.0.
+#
+# What always holds in a kernel launched with `pdl_options`:
+#
+# - Every program calls `wait_for_previous` on every path, even if it has nothing to do. So a kernel that has ended has
+#   waited for its predecessor, which had waited for its own. After the wait everything enqueued earlier is done and
+#   visible: a kernel may read what any earlier one wrote, and overwrite what any earlier one read, as if PDL were off.
+# - Before the wait it loads only weights, and stores nothing. Several predecessors may still be running then, so a
+#   weight must be at rest: a copy, a synchronisation or an ordinary kernel must lie between writing it and this kernel.
+#   The engine loads weights long before the first step. Biases are loaded after the wait: they are small and needed
+#   last.
+# - `let_next_start` comes first. That is safe: the next kernel's programs start only once all of ours have, so they
+#   take only resources that we leave idle, and then they wait for us.
+#
+# Other work in the stream needs no change. An ordinary kernel, a copy, a recorded event and the end of a graph wait
+# until the kernel before them is complete, and with it all earlier ones. A PDL kernel after an ordinary kernel starts
+# when the programs of that kernel have ended, and waits for its writes. After a copy or a wait for an event it starts
+# when those are done. So a wait across streams keeps its meaning: only the edge to the preceding kernel of the same
+# stream is relaxed, and later kernels of the chain start after that kernel has. In a CUDA graph that edge becomes a
+# programmatic edge and all others stay full ones; successive replays are ordered as a whole.
+
+
+def is_supported(device: torch.device) -> bool:
+    """True on Hopper and later, but not in Triton's interpreter. Tests replace this function to turn PDL off. Hot."""
+    return kernel_target.target_of(device).has_dependent_launches
+
+
+def pdl_options(device: torch.device) -> dict[str, bool]:
+    """Launch options for `device`: the kernel's `PDL` argument and, if on, Triton's own option. Hot: every launch."""
+    return {"PDL": True, "launch_pdl": True} if is_supported(device) else {"PDL": False}
+
+
+@triton.jit
+def let_next_start(PDL: tl.constexpr):
+    """Let the next kernel's programs start once all of ours have called this or ended."""
+    if PDL:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_previous(PDL: tl.constexpr):
+    """Wait until the previous kernel, hence every earlier one, has ended and its writes are visible."""
+    if PDL:
+        gdc_wait()

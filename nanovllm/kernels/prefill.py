@@ -11,7 +11,7 @@ kernels/configs.py chooses for the GPU. Tiles that every query sees completely n
 D rounded up to a power of two; columns from D on are zero.
 
 A short chunk has too few tiles of queries to fill a GPU. Over a long history, S programs therefore share the keys of a
-tile, in ranges of whole tiles of keys. A second kernel merges their results (kernels/splits.py). S is planned on the
+tile, in ranges of whole tiles of keys. A second kernel merges their results (kernels/merge.py). S is planned on the
 host. Without splits the kernel writes the result itself.
 """
 
@@ -26,10 +26,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nanovllm.device import kernel_target
 from nanovllm.kernels.configs import SHORT_QUERY_LEN, PrefillConfig, heads_per_tile, prefill_config
-from nanovllm.kernels.constants import LN_2, LOG2_E
-from nanovllm.kernels.launch import on_grid
-from nanovllm.kernels.padding import head_mask
-from nanovllm.kernels.splits import merge_splits
+from nanovllm.kernels.launch import LN_2, LOG2_E, on_grid
+from nanovllm.kernels.merge import head_mask, merge_splits
 
 
 @triton.jit

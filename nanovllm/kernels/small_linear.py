@@ -7,7 +7,7 @@ sums in fp32, and the program adds up the sums at the end; K is not split and th
 the same in every run, but may differ between values of M, because the compiler may choose another thread layout.
 
 The first step along K, often the only one, loads its part of the weight before waiting for the kernel that computes `x`
-(kernels/pdl.py). That keeps the memory busy while one kernel ends and the next begins.
+(kernels/launch.py). That keeps the memory busy while one kernel ends and the next begins.
 Legend: M rows, N output features, K input features; a pack is the 16 bytes that a thread loads at once.
 """
 
@@ -19,8 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.launch import on_grid
-from nanovllm.kernels.pdl import let_next_start, pdl_options, wait_for_previous
+from nanovllm.kernels.launch import let_next_start, on_grid, pdl_options, wait_for_previous
 
 _PACKS_IN_FLIGHT = 4  # packs that a thread loads in one step, over all its rows: 16 registers
 

@@ -87,7 +87,7 @@ def use_gemv(x: torch.Tensor, weight: torch.Tensor) -> bool:
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """[T, K] by weight [N, K] -> [T, N]. Hot: several times per layer."""
     if use_gemv(x, weight):
-        from nanovllm.kernels import fused as kernels
+        from nanovllm.kernels import small_linear as kernels
 
         return kernels.small_linear(x, weight, bias)
     return F.linear(x, weight, bias)
@@ -96,7 +96,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
 def gate_up(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """silu(first half) * second half of the product: [T, K] by weight [2 * N, K] -> [T, N]. Hot: once per layer."""
     if use_gemv(x, weight):
-        from nanovllm.kernels import fused as kernels
+        from nanovllm.kernels import small_linear as kernels
 
         return kernels.small_gate_up(x, weight, bias)
     return silu_and_mul(F.linear(x, weight, bias))

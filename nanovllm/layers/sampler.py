@@ -42,7 +42,7 @@ def sample(logits: torch.Tensor, params: SamplingTensors, out: torch.Tensor | No
     id among its largest logits. Hot: once per step. On a GPU nothing here waits for the GPU or depends on its results.
     """
     if logits.is_cuda:
-        from nanovllm.kernels import fused as kernels
+        from nanovllm.kernels import sampler as kernels
 
         return kernels.sample_tokens(logits, params, out)
     values = logits.float()
@@ -143,7 +143,7 @@ def random_bits(seed: torch.Tensor, position: torch.Tensor, entry: torch.Tensor)
     2014). Its low half is the start of the row's Weyl sequence over the entries. Each term is mixed by lowbias32
     (Wellons: Prospecting for hash functions, https://nullprogram.com/blog/2018/07/31/); the key's high half enters
     between its two multiplications. The hash is 32-bit because a GPU multiplies 32 bits several times faster than 64.
-    kernels/noise.py computes the same.
+    kernels/sampler.py computes the same.
     """
     key = _mix(_mix(seed) + position)[:, None]
     bits = (entry * 0x9E3779B9 + key) & _LOW_32
@@ -173,7 +173,7 @@ def edit_logits(logits: torch.Tensor, edits: EditTensors, input_ids: torch.Tenso
     input_ids: int64 [T], the step's own. Hot: once per step. On a GPU nothing here waits for the GPU.
     """
     if logits.is_cuda:
-        from nanovllm.kernels import fused as kernels
+        from nanovllm.kernels import logit_edits as kernels
 
         return kernels.edit_logits(logits, edits, input_ids)
     edited = logits[edits.rows].float()

@@ -19,8 +19,8 @@ from nanovllm.core.step_plan import CpuSpan, KVMoves, SamplingRow, SequenceStep,
 from nanovllm.cpu_attention.job import AttentionJob
 from nanovllm.cpu_attention.kernels import choose_kernel
 from nanovllm.cpu_attention.threads import attention_cpus, available_cpus
+from nanovllm.device.cuda import UnsupportedDriverError
 from nanovllm.device.devices import memory_node
-from nanovllm.device.stream_values import UnsupportedDriverError
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.errors import ConfigError
 from nanovllm.kvcache.transfer.cpu_attention import CpuAttention, CpuRows

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from nanovllm.attention.base import PagedBatch, StepAttention
 from nanovllm.core.step_limits import MixedSize
-from nanovllm.device.cuda_streams import new_stream
+from nanovllm.device.cuda import new_stream
 from nanovllm.kvcache.transfer.cpu_attention import CpuRows
 from nanovllm.models.decoder import CausalLM
 from nanovllm.runner.decode_inputs import DecodeInputs

@@ -17,7 +17,7 @@ from nanovllm.core.step_limits import (
     verifying_graph_sizes,
 )
 from nanovllm.core.step_plan import StepPlan
-from nanovllm.device.memory_profile import memory_remedy
+from nanovllm.device.devices import memory_remedy
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.models.decoder import CausalLM
 from nanovllm.runner.cuda_graphs import DecodeGraphs, GraphKind, Size, StepGraphs

@@ -18,12 +18,9 @@ from nanovllm.core.start_report import StartReport
 from nanovllm.core.step_limits import max_model_len, max_step_rows
 from nanovllm.core.step_plan import StepPlan
 from nanovllm.device import kernel_target
-from nanovllm.device.device_guard import current_device, on_own_device
-from nanovllm.device.devices import use_expandable_segments
-from nanovllm.device.memory_profile import memory_remedy, used_bytes
+from nanovllm.device.devices import current_device, memory_remedy, on_own_device, use_expandable_segments, used_bytes
 from nanovllm.device.tp_group import TPGroup
-from nanovllm.kernels.compile_server import CompileServer, start_compile_server
-from nanovllm.kernels.triton_start import TritonStart
+from nanovllm.kernels.compile_server import CompileServer, TritonStart, start_compile_server
 from nanovllm.kvcache.transfer.offload_engine import OffloadEngine
 from nanovllm.models.loader import load_weights
 from nanovllm.models.registry import build_model

@@ -20,11 +20,16 @@ from nanovllm.core.kv_spec import KVCacheSizes, KVCacheSpec
 from nanovllm.core.logit_editor import Biases, LogitEdits, Penalties, RowEdits
 from nanovllm.core.step_limits import MAX_DECODE_QUERIES, max_step_rows
 from nanovllm.core.step_plan import KVMoves, PromptScores, SamplingRow, SequenceStep, StepPlan, StreamedGroup
-from nanovllm.device.device_guard import current_device
-from nanovllm.device.memory_profile import GRAPH_LAYER_BYTES, MemoryProfile, memory_remedy, reserved_by, used_bytes
-from nanovllm.kernels.compile_server import CompileServer
+from nanovllm.device.devices import (
+    GRAPH_LAYER_BYTES,
+    MemoryProfile,
+    current_device,
+    memory_remedy,
+    reserved_by,
+    used_bytes,
+)
+from nanovllm.kernels.compile_server import CompileServer, TritonStart
 from nanovllm.kernels.sampling_tensors import SamplingTensors
-from nanovllm.kernels.triton_start import TritonStart
 from nanovllm.layers.sampler import sample
 from nanovllm.models.decoder import CausalLM
 from nanovllm.runner.graph_set import GraphSet

@@ -14,7 +14,7 @@ import torch
 from nanovllm.core.cpu_split import LayerTimes
 from nanovllm.core.outputs import NO_LOGPROBS, PositionLogprobs, StepLogprobs
 from nanovllm.core.step_plan import StepPlan
-from nanovllm.device.pinned_view import pinned_view
+from nanovllm.device.cuda import pinned_view
 from nanovllm.kvcache.transfer.streams import Streams, TimedPiece
 from nanovllm.runner.inputs import copy_to_device
 

@@ -2,7 +2,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from nanovllm.cpu_attention.kernels import KERNEL_NAMES, CpuKernel, choose_kernel
+from nanovllm.cpu_attention.job import CpuKernel
+from nanovllm.cpu_attention.kernels import KERNEL_NAMES, choose_kernel
 from nanovllm.errors import ConfigError
 
 OpenKernel = Callable[..., CpuKernel]
@@ -24,9 +25,7 @@ def open_kernel(kernel_name: str) -> Iterator[OpenKernel]:
     kernels: list[CpuKernel] = []
 
     def open_one(num_threads: int = 2) -> CpuKernel:
-        cpus = [
-            cpu % 2 for cpu in range(num_threads)
-        ]  # threads may share a cpu, and the machine may lack some of these
+        cpus = [cpu % 2 for cpu in range(num_threads)]  # threads may share a cpu, which the machine may lack
         kernels.append(choose_kernel(cpus, kernel_name))
         return kernels[-1]
 

@@ -1,11 +1,13 @@
 import ctypes
+import itertools
 import re
 
 import pytest
 import torch
 from cpu_attention_cases import POOL_TOKENS, Case, mixed_rows, row_spans
+from tiers import RUNS_ALL
 
-from nanovllm.cpu_attention.instruction_sets import SOURCES
+from nanovllm.cpu_attention.build import SOURCES
 from nanovllm.cpu_attention.job import (
     MAX_SCRATCH_BYTES,
     TILE_TOKENS,
@@ -28,10 +30,12 @@ def test_joined_spans_that_follow_each_other_become_one() -> None:
     assert list(joined([])) == []
 
 
-@pytest.mark.parametrize("num_threads", [1, 3, 14])
-@pytest.mark.parametrize("num_tokens", [1, 63, 64, 65, 1000, 131072])
-@pytest.mark.parametrize("max_partial_rows", [0, 1, 100, NO_BOUND])
-def test_divide_covers_every_token_once(num_threads: int, num_tokens: int, max_partial_rows: int) -> None:
+def test_divide_covers_every_token_once() -> None:
+    for sizes in itertools.product((1, 3, 14), (1, 63, 64, 65, 1000, 131072), (0, 1, 100, NO_BOUND)):
+        check_cover(*sizes)
+
+
+def check_cover(num_threads: int, num_tokens: int, max_partial_rows: int) -> None:
     rows = [row_spans(2, (5, num_tokens), (10**6, 77)), row_spans(1), row_spans(3, (10**7, num_tokens))]
     chunks, row_ranges = divide(rows, num_threads, max_partial_rows)
     for row, row_range in zip(rows, row_ranges, strict=True):
@@ -62,16 +66,15 @@ def num_partial_rows(rows: list[RowSpans]) -> int:
     return sum(row_ranges[chunk.row_range].num_rows for chunk in chunks)
 
 
-@pytest.mark.parametrize("num_rows", [1, 16, 31, 32, 64, 512, 3000])
-@pytest.mark.parametrize("num_tokens", [5000, 131072, 10**6])
-def test_divide_bounds_the_partial_results(num_rows: int, num_tokens: int) -> None:
+def test_divide_bounds_the_partial_results() -> None:
     """512 rows and 131,072 tokens took 826 MB."""
-    assert num_partial_rows([row_spans(num_rows, (0, num_tokens))]) <= MAX_PARTIAL_ROWS
-    mixed = [row_spans(num_rows, (0, num_tokens), (10**7, 99)), row_spans(1, (10**8, num_tokens)), row_spans(5)]
-    if num_rows <= 512:
-        assert num_partial_rows(mixed) <= MAX_PARTIAL_ROWS
-    at_least = sum(row.num_rows * len(row.spans) for row in mixed)
-    assert num_partial_rows(mixed) <= max(MAX_PARTIAL_ROWS, at_least + MAX_PARTIAL_ROWS // 4)
+    for num_rows, num_tokens in itertools.product((1, 16, 31, 32, 64, 512, 3000), (5000, 131072, 10**6)):
+        assert num_partial_rows([row_spans(num_rows, (0, num_tokens))]) <= MAX_PARTIAL_ROWS
+        mixed = [row_spans(num_rows, (0, num_tokens), (10**7, 99)), row_spans(1, (10**8, num_tokens)), row_spans(5)]
+        if num_rows <= 512:
+            assert num_partial_rows(mixed) <= MAX_PARTIAL_ROWS
+        at_least = sum(row.num_rows * len(row.spans) for row in mixed)
+        assert num_partial_rows(mixed) <= max(MAX_PARTIAL_ROWS, at_least + MAX_PARTIAL_ROWS // 4)
 
 
 def test_divide_with_too_many_rows_makes_one_chunk_of_each_span() -> None:
@@ -90,18 +93,16 @@ def arguments_of(case: Case) -> dict[str, object]:
     return {name: getattr(case.job, name) for name in names} | {"num_threads": 2}
 
 
-@pytest.mark.parametrize(
-    ("num_rows", "num_chunks"), [(1, 7), (256, 7), (1024, 3), pytest.param(4100, 1, marks=pytest.mark.slow)]
-)
-def test_job_scratch_is_bounded_and_its_results_are_right(num_rows: int, num_chunks: int) -> None:
-    case = Case([row_spans(num_rows, (0, POOL_TOKENS))], num_kv_heads=1, group=16, head_dim=128)
-    assert case.job.num_chunks == num_chunks
-    num_bytes = 4 * num_rows * num_chunks * 16 * 130
-    assert case.job.scratch.nbytes == num_bytes and (num_bytes <= MAX_SCRATCH_BYTES) == (num_rows < 4100)
+def test_job_scratch_is_bounded_and_its_results_are_right() -> None:
     kernel = choose_kernel([0, 0])
-    kernel.attend(case.job, 1)
+    for num_rows, num_chunks in [(1, 7), (256, 7), (1024, 3)] + RUNS_ALL * [(4100, 1)]:
+        case = Case([row_spans(num_rows, (0, POOL_TOKENS))], num_kv_heads=1, group=16, head_dim=128)
+        assert case.job.num_chunks == num_chunks
+        num_bytes = 4 * num_rows * num_chunks * 16 * 130
+        assert case.job.scratch.nbytes == num_bytes and (num_bytes <= MAX_SCRATCH_BYTES) == (num_rows < 4100)
+        kernel.attend(case.job, 1)
+        case.check(1)
     kernel.close()
-    case.check(1)
 
 
 def test_job_uses_the_given_scratch_if_it_is_large_enough() -> None:
@@ -124,9 +125,10 @@ def test_job_uses_the_given_scratch_if_it_is_large_enough() -> None:
     kernel.close()
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
+def test_job_that_is_inconsistent_is_refused() -> None:
+    arguments = arguments_of(Case([row_spans(2, (0, 1))]))
+    AttentionJob(**arguments)
+    changes: list[tuple[dict[str, object], str]] = [
         ({"rows": [row_spans(1, (0, 1))]}, "do not add up to 2"),
         ({"rows": [row_spans(2, (0, POOL_TOKENS + 1))]}, f"pool of {POOL_TOKENS} tokens"),
         ({"rows": [row_spans(2, (-1, 2))]}, "span of 2 tokens at -1"),
@@ -139,13 +141,10 @@ def test_job_uses_the_given_scratch_if_it_is_large_enough() -> None:
         ({"q_THD": torch.zeros(4, 2, 64).transpose(0, 1)}, "contiguous"),
         ({"scratch": torch.zeros(9**6, dtype=torch.float64)}, "scratch must be contiguous float32"),
         ({"scratch": torch.zeros(9**6)[::2]}, "scratch must be contiguous float32"),
-    ],
-)
-def test_job_that_is_inconsistent_is_refused(change: dict[str, object], message: str) -> None:
-    arguments = arguments_of(Case([row_spans(2, (0, 1))]))
-    AttentionJob(**arguments)
-    with pytest.raises(AssertionError, match=message):
-        AttentionJob(**arguments | change)
+    ]
+    for change, message in changes:
+        with pytest.raises(AssertionError, match=message):
+            AttentionJob(**arguments | change)
 
 
 def test_c_job_is_laid_out_as_in_the_source() -> None:

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 from cpu_attention_cases import Case, mixed_rows, row_spans
+from tiers import RUNS_ALL
 
-from nanovllm.cpu_attention import torch_operator
-from nanovllm.cpu_attention.base import FAR_AHEAD, MAX_QUEUED_JOBS, CpuServer
+from nanovllm.cpu_attention import torch_kernel
+from nanovllm.cpu_attention.job import FAR_AHEAD, MAX_QUEUED_JOBS, CpuServer
 from nanovllm.cpu_attention.kernels import choose_kernel
 from nanovllm.cpu_attention.torch_kernel import TorchKernel
 
@@ -91,19 +92,19 @@ def test_server_numbers_wrap_around(open_kernel, case: Case) -> None:
     server.close()
 
 
-@pytest.mark.parametrize("newest", [5, LARGEST - 1])
-def test_server_closed_lets_go_whoever_waits(open_kernel, case: Case, newest: int) -> None:
-    flags = new_flags()
+def test_server_closed_lets_go_whoever_waits(open_kernel, case: Case) -> None:
     kernel = open_kernel()
-    server = kernel.serve(flags)
-    flags[0] = newest - 2
-    for number in (newest - 1, newest):
-        server.submit(case.job, 0, number)
-    time.sleep(0.002)
-    server.close()
-    assert case.job.out_THD.isnan().all()
-    assert difference(flags[1], newest) > 0 and difference(flags[1], newest + 1000) > 0
-    server.close()
+    for newest in (5, LARGEST - 1):
+        flags = new_flags()
+        server = kernel.serve(flags)
+        flags[0] = newest - 2
+        for number in (newest - 1, newest):
+            server.submit(case.job, 0, number)
+        time.sleep(0.002)
+        server.close()
+        assert case.job.out_THD.isnan().all()
+        assert difference(flags[1], newest) > 0 and difference(flags[1], newest + 1000) > 0
+        server.close()
     kernel.attend(case.job, 0)
     case.check()
 
@@ -141,24 +142,24 @@ def test_server_new_one_starts_from_zero(open_kernel, case: Case) -> None:
     server.close()
 
 
-@pytest.mark.parametrize("num_kernels", [1, 2])
-def test_two_servers_work_side_by_side(open_kernel, num_kernels: int) -> None:
+def test_two_servers_work_side_by_side(open_kernel) -> None:
     """On one kernel, and on a kernel each, as the ranks of one process have."""
-    kernels = [open_kernel() for _ in range(num_kernels)]
-    pairs = [new_flags(), new_flags()]
-    servers = [kernels[i % num_kernels].serve(flags) for i, flags in enumerate(pairs)]
-    cases = [Case(mixed_rows(1), torch.float32, seed=i) for i in range(2)]
-    for number in range(1, 31):
-        for i in range(2):
-            cases[i].forget()
-            servers[i].submit(cases[i].job, number % 2, number)
-            pairs[i][0] = number
-        for i in range(2):
-            wait_for(pairs[i], number)
-            if number % 10 < 2:
-                cases[i].check(number % 2)
-    for server in servers:
-        server.close()
+    kernels = [open_kernel(), open_kernel()]
+    for of_servers in ((kernels[0], kernels[0]), kernels):
+        pairs = [new_flags(), new_flags()]
+        servers = [kernel.serve(flags) for kernel, flags in zip(of_servers, pairs, strict=True)]
+        cases = [Case(mixed_rows(1), torch.float32, seed=i) for i in range(2)]
+        for number in range(1, 31):
+            for case, server, flags in zip(cases, servers, pairs, strict=True):
+                case.forget()
+                server.submit(case.job, number % 2, number)
+                flags[0] = number
+            for case, flags in zip(cases, pairs, strict=True):
+                wait_for(flags, number)
+                if number % 10 < 2:
+                    case.check(number % 2)
+        for server in servers:
+            server.close()
 
 
 def submit_all(server: CpuServer, case: Case, flags: torch.Tensor, num_jobs: int) -> None:
@@ -175,38 +176,38 @@ def submit_all(server: CpuServer, case: Case, flags: torch.Tensor, num_jobs: int
     wait_for(flags, num_jobs)
 
 
-@pytest.mark.parametrize("num_threads", [1, 2, 3])
-def test_server_many_tiny_jobs(open_kernel, num_threads: int) -> None:
-    kernel, flags = open_kernel(num_threads), new_flags()
-    case = Case([row_spans(1, (0, 100), (200, 30))], num_kv_heads=1, group=2, head_dim=16, num_threads=num_threads)
-    server = kernel.serve(flags)
-    num_jobs = 500 if kernel.name == "torch" else 10_000
-    submit_all(server, case, flags, num_jobs)
-    assert flags.tolist() == [num_jobs, num_jobs]
-    case.check(num_jobs % 2)
-    server.close()
+def test_server_many_tiny_jobs(open_kernel) -> None:
+    for num_threads in (1, 2, 3) if RUNS_ALL else (2,):
+        kernel, flags = open_kernel(num_threads), new_flags()
+        case = Case([row_spans(1, (0, 100), (200, 30))], num_kv_heads=1, group=2, head_dim=16, num_threads=num_threads)
+        server = kernel.serve(flags)
+        num_jobs = 500 if kernel.name == "torch" else 10_000
+        submit_all(server, case, flags, num_jobs)
+        assert flags.tolist() == [num_jobs, num_jobs]
+        case.check(num_jobs % 2)
+        server.close()
 
 
 def thread_ids() -> set[int]:
     return set(map(int, os.listdir("/proc/self/task")))
 
 
-@pytest.mark.parametrize("is_pinned", [True, False])
-def test_threads_stay_on_their_cpu_only_if_they_are_pinned(kernel_name: str, case: Case, is_pinned: bool) -> None:
-    cpu, before, flags = max(os.sched_getaffinity(0)), thread_ids(), new_flags()
-    kernel = choose_kernel([cpu, cpu], kernel_name, is_pinned=is_pinned)
-    server = kernel.serve(flags)
-    server.submit(case.job, 0, 1)
-    flags[0] = 1
-    wait_for(flags, 1)
-    started = thread_ids() - before
-    expected = {cpu} if is_pinned else os.sched_getaffinity(0)
-    deadline_s = time.monotonic() + 10  # each thread sets its place when it first runs
-    while any(os.sched_getaffinity(thread) != expected for thread in started) and time.monotonic() < deadline_s:
-        time.sleep(0.001)
-    assert started and all(os.sched_getaffinity(thread) == expected for thread in started)
-    case.check()
-    kernel.close()
+def test_threads_stay_on_their_cpu_only_if_they_are_pinned(kernel_name: str, case: Case) -> None:
+    cpu, everywhere = max(os.sched_getaffinity(0)), os.sched_getaffinity(0)
+    for is_pinned, expected in ((True, {cpu}), (False, everywhere)):
+        before, flags = thread_ids(), new_flags()
+        kernel = choose_kernel([cpu, cpu], kernel_name, is_pinned=is_pinned)
+        server = kernel.serve(flags)
+        server.submit(case.job, 0, 1)
+        flags[0] = 1
+        wait_for(flags, 1)
+        started = thread_ids() - before
+        assert started
+        for thread in started:  # each thread sets its place when it first runs
+            wait_until(lambda thread=thread, expected=expected: os.sched_getaffinity(thread) == expected)
+        case.check()
+        server.close()
+        kernel.close()
 
 
 def test_server_with_a_full_queue_refuses(open_kernel) -> None:
@@ -251,14 +252,14 @@ def failing(case: Case, monkeypatch: pytest.MonkeyPatch) -> Case:
     kernel = TorchKernel([0])
     kernel.attend(case.job, 1)
     case.check(1)
-    num_merged, merge = itertools.count(), torch_operator._merge
+    num_merged, merge = itertools.count(), torch_kernel._merge
 
     def merge_one(parts: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
         if next(num_merged):
             raise MemoryError("no memory for the second range of rows")
         return merge(parts)
 
-    monkeypatch.setattr(torch_operator, "_merge", merge_one)
+    monkeypatch.setattr(torch_kernel, "_merge", merge_one)
     return case
 
 

@@ -1,3 +1,4 @@
+import itertools
 import os
 from pathlib import Path
 from typing import Any
@@ -46,24 +47,16 @@ def test_available_cpus_are_those_of_the_process(machine: Machine) -> None:
     assert available_cpus() == [3, 5, 9]
 
 
-@pytest.mark.parametrize(
-    ("files", "num_cpus"),
-    [
-        ({"cpu_max": "400000 100000"}, 4),
-        ({"cpu_max": "450000 100000"}, 4),
-        ({"cpu_max": "50000 100000"}, 1),
-        ({"cpu_max": "max 100000"}, 16),
-        ({"cpu_max": "1600000 100000"}, 16),
-        ({"cpu_max": "9900000 100000"}, 16),
-        ({"quota": "300000", "period": "100000"}, 3),
-        ({"quota": "-1", "period": "100000"}, 16),
-    ],
-)
-def test_attention_cpus_are_no_more_than_the_quota(machine: Machine, files: dict[str, str], num_cpus: int) -> None:
-    machine.writes(**files)
-    with pytest.raises(ConfigError, match=f"may use {num_cpus} cpus"):
-        attention_cpus(num_cpus + 1, 0, 1)
-    assert len(attention_cpus(num_cpus, 0, 1).cpus) == num_cpus
+def test_attention_cpus_are_no_more_than_the_quota(machine: Machine) -> None:
+    of_quota = {"400000 100000": 4, "450000 100000": 4, "50000 100000": 1}
+    of_quota |= {"max 100000": 16, "1600000 100000": 16, "9900000 100000": 16}
+    cases = [({"cpu_max": text}, num_cpus) for text, num_cpus in of_quota.items()]
+    cases += [({"cpu_max": "", "quota": quota, "period": "100000"}, n) for quota, n in (("300000", 3), ("-1", 16))]
+    for files, num_cpus in cases:
+        machine.writes(**files)
+        with pytest.raises(ConfigError, match=f"may use {num_cpus} cpus"):
+            attention_cpus(num_cpus + 1, 0, 1)
+        assert len(attention_cpus(num_cpus, 0, 1).cpus) == num_cpus
 
 
 def test_attention_cpus_with_a_quota_are_not_pinned(machine: Machine) -> None:
@@ -89,19 +82,19 @@ def test_attention_cpus_choose_the_node_before_the_quota_cuts(machine: Machine) 
     assert taken(6, 0, 1, numa_node=1) == list(range(10, 16))
 
 
-@pytest.mark.parametrize(("num_cpus", "num_threads"), [(1, 1), (2, 1), (3, 2), (7, 6), (8, 6), (16, 14)])
-def test_attention_cpus_leave_some_to_other_threads(machine: Machine, num_cpus: int, num_threads: int) -> None:
-    machine.has_cpus(*range(num_cpus))
-    assert taken(None, 0, 1) == list(range(num_cpus))[-num_threads:]
+def test_attention_cpus_leave_some_to_other_threads(machine: Machine) -> None:
+    for num_cpus, num_threads in {1: 1, 2: 1, 3: 2, 7: 6, 8: 6, 16: 14}.items():
+        machine.has_cpus(*range(num_cpus))
+        assert taken(None, 0, 1) == list(range(num_cpus))[-num_threads:]
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8, 16])
-@pytest.mark.parametrize("num_nodes", [1, 2])
-def test_attention_cpus_of_ranks_are_disjoint(machine: Machine, num_ranks: int, num_nodes: int) -> None:
-    machine.has_nodes("0-15") if num_nodes == 1 else machine.has_nodes("0-3,8-11", "4-7,12-15")
-    for num_threads in (None, 1, 16 // num_ranks):
+@pytest.mark.parametrize("cpulists", [["0-15"], ["0-3,8-11", "4-7,12-15"]])
+def test_attention_cpus_of_ranks_are_disjoint(machine: Machine, cpulists: list[str]) -> None:
+    machine.has_nodes(*cpulists)
+    for num_ranks, share in itertools.product((1, 2, 3, 4, 8, 16), (None, 1, 16)):
+        num_threads = share and max(1, share // num_ranks)
         if num_threads is None or (num_threads * num_ranks <= 16 and 8 % num_ranks == 0):
-            of_ranks = [taken(num_threads, rank, num_ranks, rank % num_nodes) for rank in range(num_ranks)]
+            of_ranks = [taken(num_threads, rank, num_ranks, rank % len(cpulists)) for rank in range(num_ranks)]
             cpus = [cpu for rank_cpus in of_ranks for cpu in rank_cpus]
             assert all(of_ranks) and len(set(cpus)) == len(cpus) and set(cpus) <= set(range(16))
 

@@ -1,5 +1,7 @@
 """What kernels are chosen by: a GPU's capability and shared memory, not its name; and forcing another GPU's choices."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -15,39 +17,24 @@ def test_target_of_cpu_is_the_interpreter() -> None:
     assert not target.has_dependent_launches and not target.has_shared_operands
 
 
-@pytest.mark.parametrize(
-    ("capability", "dependent_launches", "shared_operands"),
-    [
-        ((8, 0), False, False),
-        ((8, 9), False, False),
-        ((9, 0), True, True),
-        ((10, 3), True, True),
-        ((12, 1), True, False),
-    ],
-)
-def test_features_follow_the_capability(
-    capability: tuple[int, int], dependent_launches: bool, shared_operands: bool
-) -> None:
-    target = KernelTarget(capability, 99 * 1024)
-    assert target.has_dependent_launches is dependent_launches
-    assert target.has_shared_operands is shared_operands
+def test_features_follow_the_capability() -> None:
+    features = {(8, 0): (False, False), (8, 9): (False, False), (9, 0): (True, True)}
+    features |= {(10, 3): (True, True), (12, 1): (True, False)}
+    for capability, expected in features.items():
+        target = KernelTarget(capability, 99 * 1024)
+        assert (target.has_dependent_launches, target.has_shared_operands) == expected
 
 
-@pytest.mark.parametrize(
-    ("capability", "shared_kib", "like"), [((8, 7), 163, "8.0"), ((12, 1), 99, "12.0"), ((10, 3), 227, "10.0")]
-)
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("itemsize", [2, 4])
-def test_configs_of_an_unknown_gpu_are_those_of_one_like_it(
-    capability: tuple[int, int], shared_kib: int, like: str, head_dim: int, itemsize: int
-) -> None:
+def test_configs_of_an_unknown_gpu_are_those_of_one_like_it() -> None:
     pytest.importorskip("triton")
     from nanovllm.kernels.configs import decode_config, prefill_config
 
-    targets = KernelTarget(capability, shared_kib * 1024), KNOWN_TARGETS[like]
-    for max_query_len, num_heads in ((1, 1), (1, 2), (2048, 1), (2048, 8), (2049, 1)):
-        assert len({prefill_config(target, head_dim, itemsize, max_query_len, num_heads) for target in targets}) == 1
-    assert len({decode_config(target, head_dim, itemsize, 16) for target in targets}) == 1
+    for capability, shared_kib, like in (((8, 7), 163, "8.0"), ((12, 1), 99, "12.0"), ((10, 3), 227, "10.0")):
+        targets = KernelTarget(capability, shared_kib * 1024), KNOWN_TARGETS[like]
+        for head_dim, itemsize in itertools.product((64, 128, 256), (2, 4)):
+            for query in ((1, 1), (1, 2), (2048, 1), (2048, 8), (2049, 1)):
+                assert len({prefill_config(target, head_dim, itemsize, *query) for target in targets}) == 1
+            assert len({decode_config(target, head_dim, itemsize, 16) for target in targets}) == 1
 
 
 def test_force_target_changes_gpus_and_not_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ import torch
 from tiny_models import write_tiny_model, write_tiny_tokenizer
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.device.memory_profile import memory_remedy
+from nanovllm.device.devices import memory_remedy
 from nanovllm.engine import startup
 from nanovllm.engine.setup import Internals
 from nanovllm.errors import ConfigError, EngineError

@@ -25,8 +25,7 @@ from nanovllm.attention.base import PartialAttention
 from nanovllm.attention.merge import RunningMerge
 from nanovllm.checkpoint.model_config import HEAD_DIMS
 from nanovllm.device.kernel_target import KNOWN_TARGETS, KernelTarget
-from nanovllm.kernels import attention as attention_kernels
-from nanovllm.kernels import fused as layer_kernels
+from nanovllm.kernels import decode, fused, logit_edits, merge, prefill, sampler, small_linear
 from nanovllm.kernels.sampling_tensors import NUM_EDIT_COLUMNS, EditTensors, SamplingTensors
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
@@ -56,7 +55,7 @@ def launch_prefill(
 ) -> None:
     q, k_cache, v_cache, lens, tables = paged_inputs(head_dim, dtype, heads)
     cu_seqlens_q = torch.zeros(3, dtype=torch.int32)
-    attention_kernels.paged_prefill(
+    prefill.paged_prefill(
         q,
         k_cache,
         v_cache,
@@ -72,7 +71,7 @@ def launch_prefill(
 
 def launch_decode(head_dim: int, dtype: torch.dtype, num_splits: int, heads: tuple[int, int]) -> None:
     q, *paged = paged_inputs(head_dim, dtype, heads)
-    attention_kernels.paged_decode(q, *paged, scale=0.1, num_splits=num_splits)
+    decode.paged_decode(q, *paged, scale=0.1, num_splits=num_splits)
 
 
 def launch_few_queries(
@@ -84,7 +83,7 @@ def launch_few_queries(
     causal: bool = True,
 ) -> None:
     q, *paged = paged_inputs(head_dim, dtype, heads)
-    attention_kernels.paged_decode(
+    decode.paged_decode(
         q,
         *paged,
         scale=0.1,
@@ -105,7 +104,7 @@ def launch_rotary(head_dim: int, dtype: torch.dtype, num_tokens: int, normed: bo
     qkv = torch.zeros(num_tokens, heads[0] + 2 * heads[1], head_dim, dtype=dtype)
     weight = torch.zeros(head_dim, dtype=dtype) if normed else None
     _, *caches, _, _ = paged_inputs(head_dim, dtype, heads)
-    layer_kernels.norm_rotate_store(
+    fused.norm_rotate_store(
         *qkv.split([heads[0], heads[1], heads[1]], dim=1),
         weight,
         weight,
@@ -119,30 +118,30 @@ def launch_rotary(head_dim: int, dtype: torch.dtype, num_tokens: int, normed: bo
 def launch_merge(head_dim: int, dtype: torch.dtype, num_tokens: int) -> None:
     """Two parts into the result, and with more to come the fp32 running result and two parts into that."""
     parts = [(torch.zeros(num_tokens, 4, head_dim, dtype=dtype), torch.zeros(4, num_tokens)) for _ in range(2)]
-    attention_kernels.merge_into(*parts[0], parts)
+    merge.merge_into(*parts[0], parts)
     running = torch.zeros(num_tokens, 4, head_dim), torch.zeros(4, num_tokens)
-    attention_kernels.merge_into(*running, [running, *parts])
+    merge.merge_into(*running, [running, *parts])
 
 
 def launch_layers(hidden_size: int, vocab_size: int, dtype: torch.dtype) -> None:
     """The kernels that know no heads."""
     x, weight = torch.zeros(2, hidden_size, dtype=dtype), torch.zeros(6, hidden_size, dtype=dtype)
-    layer_kernels.rms_norm(x, weight[0], 1e-6)
-    layer_kernels.add_rms_norm(x, x, weight[0], 1e-6)
-    layer_kernels.silu_and_mul(x)
+    fused.rms_norm(x, weight[0], 1e-6)
+    fused.add_rms_norm(x, x, weight[0], 1e-6)
+    fused.silu_and_mul(x)
     for bias in (None, weight[0, :6]):
-        layer_kernels.small_linear(x[:1], weight, bias)
-        layer_kernels.small_gate_up(x[:1], weight, bias)
+        small_linear.small_linear(x[:1], weight, bias)
+        small_linear.small_gate_up(x[:1], weight, bias)
     numbers, ids = torch.zeros(2), torch.zeros(2, dtype=torch.int64)
     params = SamplingTensors(numbers, ids, numbers, numbers, ids, ids)
     logits = torch.zeros(2, vocab_size, dtype=dtype)
-    layer_kernels.sample_tokens(logits, params)
+    sampler.sample_tokens(logits, params)
     mask = torch.zeros(2, -(-vocab_size // 32), dtype=torch.int32)
     penalties = {"repetition", "frequency", "presence"}
     columns = [numbers if name in penalties else ids for name in EditTensors._fields[:NUM_EDIT_COLUMNS]]
     short = ids.int()
     edits = EditTensors(*columns, short, short, short, numbers, short, mask, mask)
-    layer_kernels.sample_tokens(layer_kernels.edit_logits(logits, edits, ids), params)
+    sampler.sample_tokens(logit_edits.edit_logits(logits, edits, ids), params)
 
 
 def faults(kernel: Compiled, target: KernelTarget) -> Iterator[str]:

@@ -24,11 +24,13 @@ import triton.language as tl
 from offline_compiler import compiling_for
 from test_compile import launch_layers, launch_merge, launch_prefill
 from triton.backends.nvidia import driver as nvidia_driver
+from triton.runtime import cache as triton_cache
+from triton.runtime.driver import DriverConfig
 from triton.runtime.jit import JITFunction
 
 from nanovllm.device.kernel_target import KNOWN_TARGETS
 from nanovllm.kernels import compile_server
-from nanovllm.kernels.compile_server import CompileServer, Job, start_compile_server
+from nanovllm.kernels.compile_server import CompileServer, Job, TritonStart, start_compile_server
 from nanovllm.kernels.launch import compiling_in, on_grid
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
@@ -169,9 +171,9 @@ from nanovllm.kernels import compile_server
 compile_server._import_compiler()
 inspect.getmodule(compile(" ", "file", "exec"))  # looks at all modules
 assert "torch._C" not in sys.modules
-from nanovllm.kernels import redraw
+from nanovllm.kernels import sampler
 import torch.nn
-assert torch.float32 is redraw.torch.float32 is torch.nn.Linear(1, 1).weight.dtype
+assert torch.float32 is sampler.torch.float32 is torch.nn.Linear(1, 1).weight.dtype
 """
 
 
@@ -345,3 +347,34 @@ def test_server_ends_with_the_process_that_started_it(tmp_path: Path, args: list
     assert process.stdout.read() == ""
     process.wait()
     wait_until(lambda: set(processes_of(pid).values()) <= {"Z"})  # whoever adopts it may not wait for it
+
+
+# -- what Triton does once in every process --------------------------------------------------------------------------
+
+
+def test_files_are_hashed_and_the_driver_is_loaded_in_other_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded_in: list[threading.Thread] = []
+
+    class Driver:
+        @property
+        def utils(self) -> None:
+            loaded_in.append(threading.current_thread())
+
+    monkeypatch.setattr(DriverConfig, "active", Driver())
+    triton_cache.triton_key.cache_clear()
+    start = TritonStart()
+    start.wait()
+    assert triton_cache.triton_key.cache_info().currsize == 1
+    assert len(loaded_in) == 1 and loaded_in[0] is not threading.current_thread() and not loaded_in[0].is_alive()
+    start.wait()
+
+
+def test_failure_is_left_to_the_first_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(config: DriverConfig) -> None:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(DriverConfig, "active", property(fail))
+    failed: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", failed.append)
+    TritonStart().wait()
+    assert not failed

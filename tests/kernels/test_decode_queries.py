@@ -16,7 +16,9 @@ from nanovllm.core.step_limits import MAX_DECODE_QUERIES
 
 pytest.importorskip("triton")
 
-from nanovllm.kernels.attention import DecodeConfig, paged_decode, plan_num_splits, plan_prefill_splits, tile_rows
+from nanovllm.kernels.configs import DecodeConfig
+from nanovllm.kernels.decode import paged_decode, tile_rows
+from nanovllm.kernels.prefill import paged_prefill
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 if INTERPRETED:  # it truncates to bf16 where a GPU rounds
@@ -149,24 +151,18 @@ def test_backend_mixed_batch_equals_torch_backend(device, query_lens, calls, cau
     lens = [(n, context_len) for n, context_len in zip(query_lens, (50, 300, 40, 256, 70, 41), strict=False)]
     case = make_paged(lens, 256, (4, 2), causal=causal, device=device)
     backend, called = TritonBackend(), []
-    kernels = backend.kernels
 
     def spy_decode(q_THD, k_cache, v_cache, context_lens, *args, **options):
         kind = "one each" if options["cu_seqlens_q"] is None else "few"
         called.append(f"{kind}: {len(context_lens)}")
-        return kernels.paged_decode(q_THD, k_cache, v_cache, context_lens, *args, **options)
+        return paged_decode(q_THD, k_cache, v_cache, context_lens, *args, **options)
 
     def spy_prefill(*args, **options):
         called.append(f"prefill: {len(args[4])}")
-        return kernels.paged_prefill(*args, **options)
+        return paged_prefill(*args, **options)
 
-    backend.kernels = SimpleNamespace(
-        paged_decode=spy_decode,
-        paged_prefill=spy_prefill,
-        plan_num_splits=plan_num_splits,
-        plan_prefill_splits=plan_prefill_splits,
-        tile_rows=tile_rows,
-    )
+    backend.decode = SimpleNamespace(paged_decode=spy_decode, tile_rows=tile_rows)
+    backend.prefill = SimpleNamespace(paged_prefill=spy_prefill)
     got, want = (b.attend(case.q_THD, case.k_cache, case.v_cache, case.batch, 0.3) for b in (backend, TorchBackend()))
     assert called == calls
     assert_matches(got, want, 5e-6)
@@ -183,9 +179,8 @@ def test_backend_without_host_sizes_goes_by_the_bound(device, max_query_len):
     assert_as_good_as_plain_torch(got, case, 0.3)
 
 
-@pytest.mark.parametrize(
-    ("max_query_len", "heads", "dtype", "expected"),
-    [
+def test_tile_rows():
+    for max_query_len, heads, dtype, expected in (
         (1, (8, 8), BF16, (16, 1)),
         (1, (28, 4), BF16, (16, 1)),
         (1, (128, 1), BF16, (128, 1)),
@@ -196,10 +191,8 @@ def test_backend_without_host_sizes_goes_by_the_bound(device, max_query_len):
         (9, (28, 4), BF16, (64, 1)),
         (10, (28, 4), BF16, (64, 2)),
         (16, (32, 8), FP32, (32, 2)),
-    ],
-)
-def test_tile_rows(max_query_len, heads, dtype, expected):
-    assert tile_rows(torch.empty(1, heads[0], 128, dtype=dtype), heads[1], max_query_len) == expected
+    ):
+        assert tile_rows(torch.empty(1, heads[0], 128, dtype=dtype), heads[1], max_query_len) == expected
 
 
 def test_paged_decode_refuses_what_it_cannot_run():

@@ -16,7 +16,7 @@ triton = pytest.importorskip("triton")
 @pytest.mark.gpu
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 def test_compile_only_compiles_and_loads_without_running(monkeypatch: pytest.MonkeyPatch) -> None:
-    from nanovllm.kernels import fused as kernels
+    from nanovllm.kernels import fused
     from nanovllm.kernels.launch import compile_only
 
     compiled: list[str] = []
@@ -25,12 +25,12 @@ def test_compile_only_compiles_and_loads_without_running(monkeypatch: pytest.Mon
     x = torch.rand(5, 24, device="cuda")
     with compile_only():
         for _ in range(3):
-            kernels.rms_norm(x, weight, 1e-6)
-        kernels.silu_and_mul(x)
+            fused.rms_norm(x, weight, 1e-6)
+        fused.silu_and_mul(x)
     assert sorted(compiled) == ["_rms_norm_kernel", "_silu_and_mul_kernel"]
     expected = x / x.square().mean(-1, keepdim=True).add(1e-6).sqrt() * weight
-    torch.testing.assert_close(kernels.rms_norm(x, weight, 1e-6), expected)
-    torch.testing.assert_close(kernels.silu_and_mul(x), torch.nn.functional.silu(x[:, :12]) * x[:, 12:])
+    torch.testing.assert_close(fused.rms_norm(x, weight, 1e-6), expected)
+    torch.testing.assert_close(fused.silu_and_mul(x), torch.nn.functional.silu(x[:, :12]) * x[:, 12:])
     assert len(compiled) == 2
 
 

@@ -13,9 +13,7 @@ import torch
 pytest.importorskip("triton")
 
 from nanovllm.device import kernel_target
-from nanovllm.kernels import attention as attention_kernels
-from nanovllm.kernels import fused as kernels
-from nanovllm.kernels import pdl
+from nanovllm.kernels import decode, fused, launch, merge, sampler, small_linear
 from nanovllm.kernels.sampling_tensors import SamplingTensors
 
 NUM_LAYERS = 6
@@ -81,23 +79,23 @@ class Chain:
         """As the models do, and a merge with a second part as in streamed attention; no kernels but ours."""
         x, residual = self.x, self.x
         for layer, (k_cache, v_cache) in zip(self.layers, self.caches, strict=True):
-            x, residual = kernels.add_rms_norm(x, residual, layer["norm"], 1e-6)
-            heads = kernels.small_linear(x, layer["qkv"], None).view(len(x), -1, HEAD_DIM)
+            x, residual = fused.add_rms_norm(x, residual, layer["norm"], 1e-6)
+            heads = small_linear.small_linear(x, layer["qkv"], None).view(len(x), -1, HEAD_DIM)
             q, k, v = heads.split([NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS], 1)
             norms = layer["head_norm"], layer["head_norm"], 1e-6
-            q = kernels.norm_rotate_store(q, k, v, *norms, self.cos_sin, k_cache, v_cache, self.slot_mapping)
+            q = fused.norm_rotate_store(q, k, v, *norms, self.cos_sin, k_cache, v_cache, self.slot_mapping)
             paged = k_cache, v_cache, self.context_lens, self.tables
-            out, lse = attention_kernels.paged_decode(q, *paged, HEAD_DIM**-0.5, self.num_splits)
-            parts = (out, lse), attention_kernels.paged_decode(q, *paged, 0.2, 1)
-            attention_kernels.merge_into(out, lse, parts)
-            x = kernels.small_linear(out.flatten(1), layer["o"], layer["bias"])
-            x = kernels.rms_norm(x, layer["norm"], 1e-6)
-            x = kernels.small_linear(kernels.small_gate_up(x, layer["gate_up"], None), layer["down"], None)
-            both = kernels.small_linear(x, layer["gate_up"], None)
-            x = kernels.small_linear(kernels.silu_and_mul(both), layer["down"], layer["bias"])
-        x, residual = kernels.add_rms_norm(x, residual, self.layers[0]["norm"], 1e-6)
-        logits = kernels.small_linear(x, self.head, None)
-        tokens = kernels.sample_tokens(logits, self.sampling)
+            out, lse = decode.paged_decode(q, *paged, HEAD_DIM**-0.5, self.num_splits)
+            parts = (out, lse), decode.paged_decode(q, *paged, 0.2, 1)
+            merge.merge_into(out, lse, parts)
+            x = small_linear.small_linear(out.flatten(1), layer["o"], layer["bias"])
+            x = fused.rms_norm(x, layer["norm"], 1e-6)
+            x = small_linear.small_linear(small_linear.small_gate_up(x, layer["gate_up"], None), layer["down"], None)
+            both = small_linear.small_linear(x, layer["gate_up"], None)
+            x = small_linear.small_linear(fused.silu_and_mul(both), layer["down"], layer["bias"])
+        x, residual = fused.add_rms_norm(x, residual, self.layers[0]["norm"], 1e-6)
+        logits = small_linear.small_linear(x, self.head, None)
+        tokens = sampler.sample_tokens(logits, self.sampling)
         self.tokens.copy_(tokens)
         self.hidden.copy_(residual)
 
@@ -110,7 +108,7 @@ def switch(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], contextlib.Abstr
     def use(is_on: bool) -> Iterator[None]:
         with monkeypatch.context() as patch:
             if not is_on:
-                patch.setattr(pdl, "is_supported", lambda _: False)
+                patch.setattr(launch, "is_supported", lambda _: False)
             yield
 
     return use
@@ -134,13 +132,13 @@ def assert_same(chains: tuple[Chain, Chain]) -> None:
 
 
 def test_pdl_is_off_on_cpu() -> None:
-    assert pdl.pdl_options(torch.device("cpu")) == {"PDL": False}
+    assert launch.pdl_options(torch.device("cpu")) == {"PDL": False}
 
 
 @pytest.mark.gpu
 def test_pdl_is_on_from_hopper_on() -> None:
     is_on = kernel_target.target_of(torch.device("cuda")).capability >= (9, 0)
-    assert pdl.pdl_options(torch.device("cuda")) == ({"PDL": True, "launch_pdl": True} if is_on else {"PDL": False})
+    assert launch.pdl_options(torch.device("cuda")) == ({"PDL": True, "launch_pdl": True} if is_on else {"PDL": False})
 
 
 @pytest.mark.gpu

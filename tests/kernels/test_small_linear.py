@@ -84,7 +84,7 @@ def test_small_linear_as_good_as_plain_torch(
     device: str, dtype: torch.dtype, num_rows: int, num_features: int, size: int
 ) -> None:
     """Features that are no multiple of a tile, inputs that are a multiple of 8 only, strided rows of x."""
-    from nanovllm.kernels import fused as kernels
+    from nanovllm.kernels import small_linear as kernels
 
     x, weight, some_bias = make_case(num_rows, num_features, size, dtype, device)
     bias = some_bias if num_rows > 1 else None  # with and without
@@ -98,7 +98,7 @@ def test_small_linear_as_good_as_plain_torch(
 def test_small_gate_up_as_good_as_plain_torch(
     device: str, dtype: torch.dtype, num_rows: int, num_features: int, size: int
 ) -> None:
-    from nanovllm.kernels import fused as kernels
+    from nanovllm.kernels import small_linear as kernels
 
     x, weight, some_bias = make_case(num_rows, 2 * num_features, size, dtype, device)
     bias = some_bias if num_rows > 1 else None  # with and without
@@ -118,7 +118,7 @@ def test_small_linear_any_tile_as_good_as_plain_torch(device: str, tile: tuple[i
 
 @on_device
 def test_small_linear_no_rows_is_empty(device: str) -> None:
-    from nanovllm.kernels import fused as kernels
+    from nanovllm.kernels import small_linear as kernels
 
     x, weight, bias = make_case(0, 6, 8, torch.float32, device)
     assert kernels.small_linear(x, weight, bias).shape == (0, 6)

@@ -23,8 +23,7 @@ from nanovllm.layers.rotary_embedding import KVCells, rotate_and_store
 
 pytest.importorskip("triton")
 
-from nanovllm.kernels.attention import max_split_bytes, plan_prefill_splits
-from nanovllm.kernels.prefill_splits import MAX_WAVES, plan_num_prefill_splits
+from nanovllm.kernels.configs import MAX_WAVES, max_split_bytes, plan_num_prefill_splits, plan_prefill_splits
 
 if INTERPRETED:
     DTYPES = [torch.float32, torch.float16]
@@ -90,7 +89,7 @@ def test_attend_queries_matches_naive(device, heads, head_dim, page, dtype, caus
 )
 def test_prefill_splits_match_naive(device, heads, head_dim, page, dtype, num_splits, causal):
     """Sequences of very different lengths, without keys, with one, and with fewer tiles of keys than splits."""
-    from nanovllm.kernels.attention import paged_prefill
+    from nanovllm.kernels.prefill import paged_prefill
 
     if INTERPRETED:
         lens = [(1, 1), (0, 9), (19, page + 37), (33, 33)]
@@ -132,7 +131,7 @@ def test_attend_short_chunk_with_long_history_shares_keys(device, causal):
 @pytest.mark.parametrize("num_splits", [1, 2, 5, None])
 def test_attend_one_query_each_matches_naive(device, heads, head_dim, page, dtype, num_splits):
     """Lengths around a block's edge, a sequence without keys, splits without keys; None: as the backend plans."""
-    from nanovllm.kernels.attention import paged_decode
+    from nanovllm.kernels.decode import paged_decode
 
     contexts = [1, 0, 300, 257] if INTERPRETED else [1, 0, 17, page - 1, page, page + 1, 3 * page + 5]
     case = make_paged(
@@ -152,7 +151,8 @@ def test_attend_one_query_each_matches_naive(device, heads, head_dim, page, dtyp
 @pytest.mark.parametrize("block_n", [16, 32])
 def test_decode_other_tiles_match_naive(device, block_n, head_dim):
     """The tiles of GPUs with less shared memory."""
-    from nanovllm.kernels.attention import DecodeConfig, paged_decode
+    from nanovllm.kernels.configs import DecodeConfig
+    from nanovllm.kernels.decode import paged_decode
 
     dtype = torch.float16 if INTERPRETED else torch.bfloat16
     case = make_paged(
@@ -268,15 +268,15 @@ def no_key_like(part: PartialAttention) -> PartialAttention:
 @pytest.mark.parametrize(("num_tokens", "size"), SIZES)
 def test_layer_kernels_equal_plain_torch(device, dtype, num_tokens, size):
     """One rounding apart at most, since sums run in another order."""
-    from nanovllm.kernels import fused as kernels
+    from nanovllm.kernels import fused
 
     torch.manual_seed(0)
     x, residual = (torch.randn(num_tokens, size, device=device).to(dtype) for _ in range(2))
     weight = torch.randn(size, device=device).to(dtype)
     pairs = [
-        (kernels.rms_norm(x, weight, 1e-6), rms_norm(x, weight, 1e-6)),
-        *zip(kernels.add_rms_norm(x, residual, weight, 1e-6), add_rms_norm(x, residual, weight, 1e-6), strict=True),
-        (kernels.silu_and_mul(x), silu_and_mul(x)),
+        (fused.rms_norm(x, weight, 1e-6), rms_norm(x, weight, 1e-6)),
+        *zip(fused.add_rms_norm(x, residual, weight, 1e-6), add_rms_norm(x, residual, weight, 1e-6), strict=True),
+        (fused.silu_and_mul(x), silu_and_mul(x)),
     ]
     for got, want in pairs:
         torch.testing.assert_close(got, want, atol=1e-6, rtol=2 * torch.finfo(dtype).eps)
@@ -292,7 +292,7 @@ def test_norm_rotate_store_equals_plain_torch(device, dtype, heads, head_dim, no
 
     Head dims that are not powers of two, such as 80 and 96, did not compile.
     """
-    from nanovllm.kernels import fused as kernels
+    from nanovllm.kernels import fused
 
     torch.manual_seed(0)
     num_tokens = 3 if INTERPRETED else 70
@@ -307,7 +307,7 @@ def test_norm_rotate_store_equals_plain_torch(device, dtype, heads, head_dim, no
     want_cells = KVCells(*caches.cpu(), slot_mapping)
     cpu = [x if x is None else x.cpu() for x in (q, k, v, *weights)]
     want_q = rotate_and_store(*cpu, 1e-6, cos_sin.cpu(), want_cells)
-    q = kernels.norm_rotate_store(q, k, v, *weights, 1e-6, cos_sin, *caches, slot_mapping.to(device), many_tokens)
+    q = fused.norm_rotate_store(q, k, v, *weights, 1e-6, cos_sin, *caches, slot_mapping.to(device), many_tokens)
     assert q.is_contiguous()
     tolerance = 4 * torch.finfo(dtype).eps
     for got, want in zip((q, caches[0]), (want_q, want_cells.k_cache_NPKD), strict=True):
@@ -322,7 +322,7 @@ def test_every_kernel_stays_inside_its_memory(device, head_dim):
 
     What is computed is compared elsewhere: a reference would call cuBLAS, in whose kernels racecheck sees hazards.
     """
-    from nanovllm.kernels import fused as kernels
+    from nanovllm.kernels import fused, sampler, small_linear
 
     torch.manual_seed(0)
     dtype, page = (torch.float16, 256) if INTERPRETED else (torch.bfloat16, 512)
@@ -348,28 +348,28 @@ def test_every_kernel_stays_inside_its_memory(device, head_dim):
 
     num_tokens, size = (3, 104) if INTERPRETED else (77, 3584)
     x, residual, weight = new(num_tokens, size), new(num_tokens, size), new(size)
-    results += [kernels.rms_norm(x, weight, 1e-6), *kernels.add_rms_norm(x, residual, weight, 1e-6)]
-    results += [kernels.silu_and_mul(x)]
+    results += [fused.rms_norm(x, weight, 1e-6), *fused.add_rms_norm(x, residual, weight, 1e-6)]
+    results += [fused.silu_and_mul(x)]
     qkv = new(num_tokens, heads[0] + 2 * heads[1], head_dim).split([heads[0], heads[1], heads[1]], dim=1)
     caches, slot_mapping = new(2, 1, page, heads[1], head_dim), torch.randperm(page, device=device)[:num_tokens]
     slot_mapping[1] = -1
     cos_sin = torch.randn(num_tokens, head_dim, device=device)
     for many_tokens in (1, 1000):
         cells = *caches, slot_mapping
-        results += [kernels.norm_rotate_store(*qkv, *new(2, head_dim), 1e-6, cos_sin, *cells, many_tokens), caches]
+        results += [fused.norm_rotate_store(*qkv, *new(2, head_dim), 1e-6, cos_sin, *cells, many_tokens), caches]
     for num_rows in (1, 3):
-        results += [kernels.small_linear(x[:num_rows], new(57, size), new(57))]
-        results += [kernels.small_gate_up(x[:num_rows], new(114, size), None)]
+        results += [small_linear.small_linear(x[:num_rows], new(57, size), new(57))]
+        results += [small_linear.small_gate_up(x[:num_rows], new(114, size), None)]
     logits, fraction = new(num_tokens, 5001), torch.rand(num_tokens, device=device)
     for top_k in (torch.zeros_like(slot_mapping), 3 + slot_mapping):  # the latter more and fewer than there are groups
         filters = top_k, 1 - fraction / 2, fraction / 20
-        tokens = kernels.sample_tokens(logits, SamplingTensors(fraction, *filters, slot_mapping, slot_mapping))
+        tokens = sampler.sample_tokens(logits, SamplingTensors(fraction, *filters, slot_mapping, slot_mapping))
         assert ((tokens >= 0) & (tokens < 5001)).all()
     assert all(result.isfinite().all() for result in results)
 
 
 def test_plan_num_splits_fills_the_gpu():
-    from nanovllm.kernels.attention import plan_num_splits
+    from nanovllm.kernels.configs import plan_num_splits
 
     assert plan_num_splits(8, 40960, 132) * 8 in range(240, 265)  # one sequence: one full wave
     assert plan_num_splits(64, 40960, 132) * 64 in range(240, 265)
@@ -378,15 +378,13 @@ def test_plan_num_splits_fills_the_gpu():
     assert plan_num_splits(320, 40960, 132) > 1  # 1.2 waves whole: the second would be nearly empty
 
 
-@pytest.mark.parametrize(("num_sms", "programs_per_sm"), [(132, 2), (132, 1), (24, 1)])
-@pytest.mark.parametrize("context_len", [0, 1, 300, 4096, 40960, 131072])
-@pytest.mark.parametrize("num_programs", [1, 16, 64, 300, 5000])
-def test_plan_num_prefill_splits_stays_within_its_waves(num_programs, context_len, num_sms, programs_per_sm):
-    programs_per_wave = num_sms * programs_per_sm
-    num_splits = plan_num_prefill_splits(num_programs, context_len, programs_per_wave, 32)
-    assert 1 <= num_splits <= 32
-    assert num_splits == 1 or num_programs * num_splits <= MAX_WAVES * programs_per_wave
-    assert num_splits <= max(1, context_len // 64)
+def test_plan_num_prefill_splits_stays_within_its_waves():
+    sizes = (1, 16, 64, 300, 5000), (0, 1, 300, 4096, 40960, 131072), (264, 132, 24)
+    for num_programs, context_len, programs_per_wave in itertools.product(*sizes):
+        num_splits = plan_num_prefill_splits(num_programs, context_len, programs_per_wave, 32)
+        assert 1 <= num_splits <= 32
+        assert num_splits == 1 or num_programs * num_splits <= MAX_WAVES * programs_per_wave
+        assert num_splits <= max(1, context_len // 64)
 
 
 def test_plan_num_prefill_splits_fills_the_gpu():

@@ -101,17 +101,16 @@ if HAS_TRITON:
     import triton.language as tl
 
     kernel = importlib.import_module("nanovllm.kernels.sampler")
-    noise = importlib.import_module("nanovllm.kernels.noise")
 
     @triton.jit
     def _noise_kernel(seed_ptr, position_ptr, bits_ptr, noise_ptr, num_entries, BLOCK: tl.constexpr):
         row = tl.program_id(0)
         entry = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        key_low, key_high = noise.row_key(seed_ptr, position_ptr, row)
-        bits = noise.random_bits(entry, key_low, key_high)
+        key_low, key_high = kernel.row_key(seed_ptr, position_ptr, row)
+        bits = kernel.random_bits(entry, key_low, key_high)
         inside = entry < num_entries
         tl.store(bits_ptr + row * num_entries + entry, bits.to(tl.int64), mask=inside)
-        tl.store(noise_ptr + row * num_entries + entry, noise.log2_noise(bits), mask=inside)
+        tl.store(noise_ptr + row * num_entries + entry, kernel.log2_noise(bits), mask=inside)
 
 
 @needs_triton

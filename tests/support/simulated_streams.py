@@ -36,8 +36,7 @@ import torch
 from race_detector import Access, RaceDetector, Site
 
 from nanovllm.attention.base import AttentionBackend, PagedBatch, PartialAttention, StepAttention
-from nanovllm.cpu_attention.base import CpuKernel
-from nanovllm.cpu_attention.job import AttentionJob
+from nanovllm.cpu_attention.job import AttentionJob, CpuKernel
 from nanovllm.kvcache.transfer.streams import Event
 from nanovllm.layers.rotary_embedding import KVCells
 

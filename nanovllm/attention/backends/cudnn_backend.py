@@ -27,7 +27,7 @@ from nanovllm.attention.base import AttentionBackend, HostTables, LibraryPlan, P
 from nanovllm.attention.merge import RunningMerge
 from nanovllm.core.step_limits import MIN_CAPABILITY
 from nanovllm.device import kernel_target
-from nanovllm.device.cuda_streams import new_stream
+from nanovllm.device.cuda import new_stream
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,9 +23,9 @@ class TritonBackend(AttentionBackend):
     name: ClassVar[str] = "triton"
 
     def __init__(self) -> None:
-        from nanovllm.kernels import attention as kernels
+        from nanovllm.kernels import configs, decode, merge, prefill
 
-        self.kernels = kernels
+        self.configs, self.decode, self.merging, self.prefill = configs, decode, merge, prefill
 
     @classmethod
     def why_unavailable(cls, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
@@ -78,10 +78,10 @@ class TritonBackend(AttentionBackend):
             planned, num_sequences = q_THD, len(batch.context_lens)
             if batch.host is None:
                 planned, num_sequences = q_THD[: batch.max_query_len], 1
-            num_splits = self.kernels.plan_prefill_splits(
+            num_splits = self.configs.plan_prefill_splits(
                 planned, k_cache_NPKD.shape[2], num_sequences, batch.max_query_len, batch.max_context_len, num_sms
             )
-            return self.kernels.paged_prefill(
+            return self.prefill.paged_prefill(
                 q_THD,
                 k_cache_NPKD,
                 v_cache_NPKD,
@@ -97,16 +97,16 @@ class TritonBackend(AttentionBackend):
         # A graph knows the longest context only; most are much shorter
         context_len = batch.max_context_len if batch.host is not None else batch.max_context_len // 4
         num_kv_heads = k_cache_NPKD.shape[2]
-        _, num_tiles = self.kernels.tile_rows(q_THD, num_kv_heads, batch.max_query_len)
+        _, num_tiles = self.decode.tile_rows(q_THD, num_kv_heads, batch.max_query_len)
         num_rows = _num_sequences(q_THD, batch) * num_kv_heads * num_tiles
-        return self.kernels.paged_decode(
+        return self.decode.paged_decode(
             q_THD,
             k_cache_NPKD,
             v_cache_NPKD,
             batch.context_lens,
             batch.block_tables,
             scale,
-            self.kernels.plan_num_splits(num_rows, context_len, num_sms),
+            self.configs.plan_num_splits(num_rows, context_len, num_sms),
             out_THD=out_THD,
             cu_seqlens_q=None if batch.has_one_query_each(q_THD) else batch.cu_seqlens_q,
             max_query_len=batch.max_query_len,
@@ -119,12 +119,12 @@ class TritonBackend(AttentionBackend):
         if out_THD is None:
             out_THD = torch.empty(parts[0].out_THD.shape, dtype=dtype, device=parts[0].out_THD.device)
         lse_HT = parts[0].lse_HT
-        self.kernels.merge_into(out_THD, lse_HT, parts)
+        self.merging.merge_into(out_THD, lse_HT, parts)
         return PartialAttention(out_THD, lse_HT)
 
     def launch_kernels(self, q_THD: torch.Tensor, k_cache_NPKD: torch.Tensor) -> None:
-        self.kernels.launch_prefill_variants(q_THD, k_cache_NPKD)
-        self.kernels.launch_merge_variants(q_THD)
+        self.prefill.launch_prefill_variants(q_THD, k_cache_NPKD)
+        self.merging.launch_merge_variants(q_THD)
         for num_parts in MERGED_PARTS:
             merged = RunningMerge(self.merge, num_parts)
             for _ in range(num_parts):
@@ -132,7 +132,7 @@ class TritonBackend(AttentionBackend):
                 merged.add(PartialAttention(out_THD, out_THD.new_zeros(q_THD.shape[1], 1, dtype=torch.float32)))
 
     def max_split_bytes(self, q_THD: torch.Tensor) -> int:
-        return self.kernels.max_split_bytes(q_THD, _num_sms(q_THD.device))
+        return self.configs.max_split_bytes(q_THD, _num_sms(q_THD.device))
 
 
 def _num_sequences(q_THD: torch.Tensor, batch: PagedBatch) -> int:

@@ -5,9 +5,7 @@
 #include <cstring>
 #include <vector>
 
-#include "float_tile.h"
-#include "matrix_tile.h"
-#include "pair_tile.h"
+#include "tiles.h"
 
 namespace {
 

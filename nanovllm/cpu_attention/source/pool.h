@@ -12,19 +12,11 @@
 #include <sched.h>
 #include <signal.h>
 
-#if defined(__x86_64__)
 #include <immintrin.h>
-#endif
 
 namespace {
 
-inline void pause() {
-#if defined(__x86_64__)
-  _mm_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
+inline void pause() { _mm_pause(); }
 
 inline int64_t now_ns() {
   timespec now;

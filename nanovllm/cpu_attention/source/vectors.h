@@ -8,18 +8,14 @@
 #include <limits>
 #include <utility>
 
-#if defined(__x86_64__)
 #include <immintrin.h>
-#endif
 
 namespace {
 
 #if defined(__AVX512F__)
 constexpr int W = 16;  // floats in a vector
-#elif defined(__AVX__)
-constexpr int W = 8;
 #else
-constexpr int W = 4;
+constexpr int W = 8;
 #endif
 
 typedef float Floats __attribute__((vector_size(W * 4)));
@@ -28,12 +24,10 @@ typedef uint32_t Words __attribute__((vector_size(W * 4)));
 typedef uint16_t Halves __attribute__((vector_size(W * 2)));
 
 // Rows of a tile whose sums are kept in registers together, for two columns each.
-#if defined(__AVX512F__) || !defined(__x86_64__)
+#if defined(__AVX512F__)
 constexpr int ROW_BLOCK = 8;  // of 32 registers
-#elif defined(__AVX__)
-constexpr int ROW_BLOCK = 4;  // of 16 registers
 #else
-constexpr int ROW_BLOCK = 4;  // of 16 registers, and products need some
+constexpr int ROW_BLOCK = 4;  // of 16 registers
 #endif
 
 constexpr int TILE = 64;          // tokens that are scored together
@@ -73,14 +67,8 @@ inline Floats load(const Bfloat16* from) {
 inline Floats load(const Float16* from) {
 #if defined(__AVX512F__)
   return bits_of<Floats>(_mm512_cvtph_ps(load_vector<__m256i>(from)));
-#elif defined(__F16C__)
-  return bits_of<Floats>(_mm256_cvtph_ps(load_vector<__m128i>(from)));
 #else
-  const Words half = __builtin_convertvector(load_vector<Halves>(from), Words);
-  const Words magnitude = (half & 0x7fff) << 13;
-  const Floats scaled = bits_of<Floats>(magnitude) * 0x1p112f;  // the exponent's bias is 112 less; exact for subnormals
-  const Words infinite = bits_of<Words>(magnitude >= (0x7c00u << 13)) & 0x7f800000u;  // infinity and NaN
-  return bits_of<Floats>(bits_of<Words>(scaled) | infinite | ((half & 0x8000) << 16));
+  return bits_of<Floats>(_mm256_cvtph_ps(load_vector<__m128i>(from)));
 #endif
 }
 
@@ -173,7 +161,7 @@ template <class Load> inline void load_rows(Words (&rows)[W], int num_rows, Load
 inline void transpose(Words (&rows)[W]) {
   transpose_step<1>(rows);
   transpose_step<2>(rows);
-  if constexpr (W >= 8) transpose_step<(W >= 8 ? 4 : 1)>(rows);
+  transpose_step<4>(rows);
   if constexpr (W >= 16) transpose_step<(W >= 16 ? 8 : 1)>(rows);
 }
 

@@ -15,10 +15,7 @@ import torch
 
 from nanovllm.cpu_attention.job import AttentionJob
 from nanovllm.cpu_attention.kernels import CpuKernel
-from nanovllm.device.cuda_streams import new_stream
-from nanovllm.device.pinned_view import pinned_view
-from nanovllm.device.row_copy import copy_rows
-from nanovllm.device.stream_values import as_int32, wait_for_value, write_value
+from nanovllm.device.cuda import as_int32, copy_rows, new_stream, pinned_view, wait_for_value, write_value
 
 TIMED_EVERY = 13  # a prime, so that it is another layer in each step
 

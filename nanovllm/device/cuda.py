@@ -1,0 +1,154 @@
+"""CUDA calls that torch lacks: streams with one owner, pinned memory as a GPU tensor, copies of many rows, and values
+in memory that a stream writes or waits for.
+"""
+
+import ctypes
+import weakref
+from functools import cache
+from typing import Any
+
+import torch
+
+_STREAMS_OF_TORCH = 32  # per device
+_owned: set[tuple[torch.device, int]] = set()  # device and address of the CUDA stream
+
+
+def new_stream(device: torch.device, owner: object | None = None) -> torch.cuda.Stream:
+    """Return a stream that no other call gets while `owner` lives. If `owner` is None, no other call ever gets it.
+
+    torch has 32 CUDA streams per device and returns them in turn, so two torch.cuda.Stream objects can be the same
+    stream. Then, if one of them captures a graph, work on the other fails; and if both copy, the copies do not overlap.
+    Once all 32 are owned, they are shared.
+    """
+    for _ in range(_STREAMS_OF_TORCH):
+        stream = torch.cuda.Stream(device)
+        key = device, stream.cuda_stream
+        if key not in _owned:
+            _owned.add(key)
+            if owner is not None:
+                weakref.finalize(owner, _owned.discard, key)
+            break
+    return stream
+
+
+class _CudaArray:
+    """Bytes that torch takes for an array on the GPU: pinned memory has the same address there."""
+
+    def __init__(self, pinned: torch.Tensor) -> None:
+        self.pinned = pinned  # the tensor made from this object keeps it alive
+        self.__cuda_array_interface__: dict[str, Any] = {
+            "shape": (pinned.nbytes,),
+            "typestr": "|u1",
+            "data": (pinned.data_ptr(), False),
+            "version": 3,
+        }
+
+
+def pinned_view(pinned: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The memory of a contiguous pinned tensor as a tensor on the GPU, for kernels that read or write a few rows of it.
+
+    A copy of the same rows would wait its turn: the copy engine first finishes the large copies that were enqueued on
+    other streams, 0.2 ms each. Synchronize the two as if they were one tensor that two streams use.
+    """
+    assert pinned.is_contiguous() and pinned.is_pinned(), "the GPU can only reach contiguous pinned memory"
+    view = torch.as_tensor(_CudaArray(pinned), device=device)
+    assert view.data_ptr() == pinned.data_ptr(), "torch has copied pinned memory instead of viewing it"
+    return view.view(pinned.dtype).view(pinned.shape)
+
+
+MAX_PITCH = 2**31 - 1  # bytes from one row to the next that CUDA allows (CU_DEVICE_ATTRIBUTE_MAX_PITCH)
+_HOST, _DEVICE = 1, 2  # CUmemorytype
+
+
+class _Side(ctypes.Structure):
+    """The source or the target in CUDA_MEMCPY2D."""
+
+    _fields_ = [
+        ("x_bytes", ctypes.c_size_t),
+        ("y", ctypes.c_size_t),
+        ("memory_type", ctypes.c_int),
+        ("host", ctypes.c_void_p),
+        ("device", ctypes.c_uint64),
+        ("array", ctypes.c_void_p),
+        ("pitch", ctypes.c_size_t),
+    ]
+
+
+class _Copy(ctypes.Structure):
+    """CUDA_MEMCPY2D of the CUDA driver API."""
+
+    _fields_ = [("src", _Side), ("dst", _Side), ("row_bytes", ctypes.c_size_t), ("num_rows", ctypes.c_size_t)]
+
+
+@cache
+def _driver_copy() -> Any:
+    call = ctypes.CDLL("libcuda.so.1").cuMemcpy2DAsync_v2
+    call.argtypes = [ctypes.POINTER(_Copy), ctypes.c_void_p]
+    return call
+
+
+def copy_rows(stream: torch.cuda.Stream, dst: torch.Tensor, src: torch.Tensor) -> None:
+    """Enqueue dst <- src as one copy, although the rows need not follow each other in memory. Hot.
+
+    Both are [R, ...] with equal shapes and dtypes, each row is contiguous, and host memory is pinned. Rows that are
+    further apart than MAX_PITCH are copied one by one. torch has no such call: it would make a contiguous copy first.
+    """
+    row_bytes = dst[0].nbytes
+    pitches = dst.stride(0) * dst.itemsize, src.stride(0) * src.itemsize
+    if max(pitches) > MAX_PITCH:
+        with torch.cuda.stream(stream):
+            for dst_row, src_row in zip(dst, src, strict=True):
+                dst_row.copy_(src_row, non_blocking=True)
+        return
+    copy = _Copy(_side(src, pitches[1]), _side(dst, pitches[0]), row_bytes, len(dst))
+    error = _driver_copy()(ctypes.byref(copy), stream.cuda_stream)
+    if error:
+        raise RuntimeError(f"cuMemcpy2DAsync of {len(dst)} rows of {row_bytes} bytes failed (CUDA error {error})")
+
+
+def _side(tensor: torch.Tensor, pitch: int) -> _Side:
+    if tensor.is_cuda:
+        return _Side(0, 0, _DEVICE, None, tensor.data_ptr(), None, pitch)
+    return _Side(0, 0, _HOST, tensor.data_ptr(), 0, None, pitch)
+
+
+_WAIT_UNTIL_REACHED = 0  # CU_STREAM_WAIT_VALUE_GEQ: the signed difference is 0 or more
+
+
+class UnsupportedDriverError(RuntimeError):
+    """The CUDA driver has no such call, or refuses it."""
+
+
+@cache
+def _driver() -> tuple[Any, Any]:
+    """The driver's calls to write a value and to wait for one."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        calls = driver.cuStreamWriteValue32_v2, driver.cuStreamWaitValue32_v2
+    except (OSError, AttributeError) as error:
+        raise UnsupportedDriverError(f"the CUDA driver cannot wait for values in memory ({error})") from error
+    for call in calls:
+        call.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
+    return calls
+
+
+def as_int32(number: int) -> int:
+    """The number, wrapped around to 32 bits with a sign."""
+    return (number + 2**31) % 2**32 - 2**31
+
+
+def write_value(stream: torch.cuda.Stream, target: torch.Tensor, value: int) -> None:
+    """Enqueue target <- value, after all that the stream was given. `target`: int32 [1], pinned. Hot."""
+    write, _ = _driver()
+    _check(write(stream.cuda_stream, target.data_ptr(), value & 0xFFFFFFFF, 0))
+
+
+def wait_for_value(stream: torch.cuda.Stream, source: torch.Tensor, value: int) -> None:
+    """What the stream is given next starts when `source` has reached `value`. The two may wrap around. Hot."""
+    _, wait = _driver()
+    _check(wait(stream.cuda_stream, source.data_ptr(), value & 0xFFFFFFFF, _WAIT_UNTIL_REACHED))
+
+
+def _check(code: int) -> None:
+    if code:
+        raise UnsupportedDriverError(f"the CUDA driver refuses to wait for values in memory (error {code})")
