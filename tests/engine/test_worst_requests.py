@@ -30,9 +30,9 @@ from nanovllm.executor.base import Executor, LaunchedStep
 from nanovllm.kvcache.policy.block_manager import BlockManager
 from nanovllm.runner.edited_sampling import edit_arrays
 from nanovllm.runner.inputs import build_arrays
-from nanovllm.sampling_params import SamplingParams, StructuredOutputs
+from nanovllm.sampling_params import MAX_LOGPROBS, SamplingParams, StructuredOutputs
 from nanovllm.scheduling.scheduler import Scheduler
-from nanovllm.server.options import ServerOptions
+from nanovllm.server.admission import MAX_LIST_ITEMS, MAX_N, MAX_STOP
 from nanovllm.text.frontend import TextFrontend
 
 VOCAB, MODEL_LEN, BLOCK = 65_536, 131_072, 4096
@@ -40,7 +40,6 @@ GPU_STEP_S = 5e-3  # of an 8B model on an H200, without a long context
 MAX_RATIO = 1.5
 NUM_STEPS = 15
 NUM_TRIES = 3  # until the ratio is small enough: threads that share a core slow each other
-LIMITS = ServerOptions()
 SHORT, LONG = [1], [i % VOCAB for i in range(MODEL_LEN - 2000)]
 LETTER_A = 64  # a token
 
@@ -135,18 +134,20 @@ def step_s(setup: EngineSetup, text: TextFrontend, prompt: list[int], **load: An
     return GPU_STEP_S + median(seconds)
 
 
-MANY, MAX_N = LIMITS.max_list_items, LIMITS.max_n
 WORST: dict[str, tuple[list[int], dict[str, Any]]] = {
     "bad words of many lengths": (SHORT, {"bad_words": ["a" * length for length in range(1, 180)], "n": MAX_N}),
     "many bad words": (SHORT, {"bad_words": [f"{chr(97 + i % 26)}{i}" for i in range(3200)], "n": MAX_N}),
-    "biases": (SHORT, {"logit_bias": dict.fromkeys(range(MANY), 1.0), "n": MAX_N}),
-    "end tokens": (SHORT, {"stop_token_ids": [*range(1000, 1000 + MANY)], "min_tokens": 1000, "n": MAX_N}),
+    "biases": (SHORT, {"logit_bias": dict.fromkeys(range(MAX_LIST_ITEMS), 1.0), "n": MAX_N}),
+    "end tokens": (SHORT, {"stop_token_ids": [*range(1000, 1000 + MAX_LIST_ITEMS)], "min_tokens": 1000, "n": MAX_N}),
     "repetition": (LONG, {"repetition_penalty": 1.1, "frequency_penalty": 0.1, "n": MAX_N}),
-    "scores": (LONG, {"prompt_logprobs": LIMITS.max_logprobs}),
-    "log-probabilities": (SHORT, {"logprobs": LIMITS.max_logprobs, "n": MAX_N}),
-    "stop strings": (SHORT, {"stop": ["a" * 250 + chr(1000 + i) for i in range(LIMITS.max_stop)], "n": MAX_N}),
+    "scores": (LONG, {"prompt_logprobs": MAX_LOGPROBS}),
+    "log-probabilities": (SHORT, {"logprobs": MAX_LOGPROBS, "n": MAX_N}),
+    "stop strings": (SHORT, {"stop": ["a" * 250 + chr(1000 + i) for i in range(MAX_STOP)], "n": MAX_N}),
     "regex": (SHORT, {"structured_outputs": StructuredOutputs(regex=r"(.|\n)*a(.|\n){40}"), "n": MAX_N}),
-    "choices": (SHORT, {"structured_outputs": StructuredOutputs(choice=[f"a{i}" for i in range(MANY)]), "n": MAX_N}),
+    "choices": (
+        SHORT,
+        {"structured_outputs": StructuredOutputs(choice=[f"a{i}" for i in range(MAX_LIST_ITEMS)]), "n": MAX_N},
+    ),
 }
 
 
