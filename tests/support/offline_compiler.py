@@ -4,6 +4,7 @@ The kernels are launched by their own host functions, so what is compiled is wha
 tiles, warps and stages. The tensors may be small and on the CPU, because nothing reads them.
 """
 
+import itertools
 import re
 import subprocess
 import tempfile
@@ -49,15 +50,21 @@ class Compiled:
         assert found is not None, f"no resource usage in {usage!r}"
         return int(found.group(1))
 
-    def spills_in_loops(self) -> bool:
-        """Whether a loop loads or stores local memory."""
+    def num_spills_in_loops(self) -> int:
+        """Count the instructions in loops that load or store a spilled register.
+
+        Follow the jumps: an instruction is in a loop if it can be reached from itself. Rarely taken branches stand at
+        the end of the code and jump back, so a jump to a lower address need not close a loop.
+        """
+        if self.stack_bytes() == 0:
+            return 0
         found = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", self._cuobjdump("-sass"))
         assert found, "no instructions found"
-        code = [(int(address, 16), instruction) for address, instruction in found]
-        jumps = [(address, re.search(r"\bU?BRA\b.*\b0x([0-9a-f]+)", instruction)) for address, instruction in code]
-        loops = [(int(jump[1], 16), address) for address, jump in jumps if jump is not None]
-        spills = [address for address, instruction in code if re.search(r"\b(LDL|STL)\b", instruction)]
-        return any(first <= address < last for first, last in loops for address in spills)
+        code = {int(address, 16): instruction for address, instruction in found}
+        following = dict(itertools.pairwise(code))
+        successors = {address: _successors(code[address], following.get(address)) for address in code}
+        spills = [address for address in code if re.search(r"\b(LDL|STL)\b", code[address])]
+        return sum(_reaches_itself(address, successors) for address in spills)
 
     def _cuobjdump(self, option: str) -> str:
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -68,6 +75,30 @@ class Compiled:
 
     def __str__(self) -> str:
         return f"{self.name} {self.constants}"
+
+
+def _successors(instruction: str, following: int | None) -> list[int]:
+    """Addresses of the instructions that may run after one of SASS, such as `@!P0 BRA 0x40` or `BRA.U UP1, 0x40`."""
+    found = re.search(r"^(?:@\S+ +)?([A-Z0-9]+)", instruction)
+    assert found is not None, f"cannot read {instruction!r}"
+    name, target = found[1], re.search(r"\b0x([0-9a-f]+) *$", instruction)
+    successors = []
+    if name in ("BRA", "CALL"):
+        assert target is not None, f"no target in {instruction!r}"
+        successors.append(int(target[1], 16))
+    is_conditional = "@" in instruction or "," in instruction
+    if following is not None and (is_conditional or name not in ("BRA", "EXIT", "RET")):
+        successors.append(following)
+    return successors
+
+
+def _reaches_itself(address: int, successors: dict[int, list[int]]) -> bool:
+    reached, ahead = set(), list(successors[address])
+    while ahead:
+        if (current := ahead.pop()) not in reached:
+            reached.add(current)
+            ahead += successors.get(current, [])
+    return address in reached
 
 
 class _OfflineDriver:
