@@ -7,6 +7,7 @@ from enum import Enum, auto
 from typing import Literal, TypeAlias
 
 from nanovllm.core.logit_editor import LogitEditor, TokenConstraint
+from nanovllm.core.step_plan import SamplingRow
 from nanovllm.sampling_params import SamplingParams
 
 ErrorCause: TypeAlias = Literal["request", "engine"]  # whether a request's own parameters made it fail
@@ -38,7 +39,7 @@ class Sequence:
         assert params.max_tokens is not None, f"sequence {seq_id} has no limit; the engine resolves max_tokens=None"
         self.max_tokens = params.max_tokens
         self.stop_token_ids = frozenset(params.stop_token_ids or ())
-        self.seed = seed
+        self.sampling = SamplingRow.first(params, seed)
         self.editor: LogitEditor | None = None  # None: the logits stay as they are
         self.num_scored_tokens = 1  # with prompt_logprobs: those that planned steps compute; the first token has none
         self.status = SequenceStatus.WAITING

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from nanovllm.core.logit_editor import LogitEdits
+from nanovllm.sampling_params import SamplingParams
 
 
 class SlotLoad(NamedTuple):
@@ -90,14 +91,27 @@ class KVMoves:
 
 
 class SamplingRow(NamedTuple):
-    """How to sample one sequence's next token. `position` and `seed` alone determine the noise."""
+    """How to sample one sequence's next token. `position` and `seed` alone determine the noise.
 
-    temperature: float
-    top_k: int  # 0: off
-    top_p: float
-    min_p: float
-    seed: int
-    position: int
+    The other fields have the names of SamplingParams. The sampler gets one array for each field, in this order, of
+    float32 or int64 numbers (kernels/sampling_tensors.py).
+    """
+
+    temperature: float = 0.0  # 0: greedy
+    top_k: int = 0  # 0 or -1: off
+    top_p: float = 1.0  # 1: off
+    min_p: float = 0.0  # 0: off
+    seed: int = 0
+    position: int = 0
+
+    @classmethod
+    def first(cls, params: SamplingParams, seed: int) -> "SamplingRow":
+        """The row for position 0 of a sequence."""
+        return cls._make((*(getattr(params, name) for name in cls._fields[:-2]), seed, 0))
+
+    def at(self, position: int) -> "SamplingRow":
+        """The row for another position. Hot: once per sequence and step."""
+        return SamplingRow(*self[:-1], position)
 
 
 class PromptScores(NamedTuple):

@@ -116,7 +116,7 @@ def _measure_idle_s(spec: KVCacheSpec, launch: Callable[[StepPlan], StepResult])
     """The CPU's idle time in each layer: a decode step in which it attends to a single token, over its layers. Also the
     time of such a job in a layer.
     """
-    sampling = SamplingRow(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, position=1)
+    sampling = SamplingRow(position=1)
     step = SequenceStep(
         seq_id=0,
         token_ids=np.zeros(1, dtype=np.int64),

@@ -9,27 +9,14 @@ from nanovllm.attention.base import PagedBatch, StepAttention
 from nanovllm.kernels.sampling_tensors import SamplingTensors
 from nanovllm.layers.sampler import sample
 from nanovllm.models.decoder import CausalLM
-from nanovllm.runner.inputs import SAMPLING_DTYPES, SamplingArrays, StepArrays, torch_dtype
+from nanovllm.runner.inputs import SAMPLING_DTYPES, StepArrays, torch_dtype
 from nanovllm.utils.arithmetic import ceil_div
 
 
-class DecodeArrays(NamedTuple):
-    """A decode step's arrays. The fields are those of StepArrays, and `token_source` (int64 [T]), the index of each
-    token's id in the static buffer. Every token samples.
-    """
-
-    input_ids: np.ndarray
-    token_source: np.ndarray
-    positions: np.ndarray
-    rope_lens: np.ndarray
-    slot_mapping: np.ndarray
-    context_lens: np.ndarray
-    cu_seqlens_q: np.ndarray
-    sampling: SamplingArrays
-
-
 class DecodeTensors(NamedTuple):
-    """DecodeArrays on the device, in the static buffers."""
+    """A decode step's arrays in the static buffers: fields of StepTensors, and `token_source` (int64 [T]), the index of
+    each token's id in the static buffer. Every token samples.
+    """
 
     input_ids: torch.Tensor
     token_source: torch.Tensor
@@ -50,7 +37,7 @@ _STEP_DTYPES = {
     "context_lens": torch.int32,
     "cu_seqlens_q": torch.int32,
 }
-_DTYPES = (*_STEP_DTYPES.values(), *map(torch_dtype, SAMPLING_DTYPES.values()))  # one per row of the static buffer
+_DTYPES = (*_STEP_DTYPES.values(), *map(torch_dtype, SAMPLING_DTYPES))  # one per row of the static buffer
 
 
 def _even(num_entries: int) -> int:
@@ -164,19 +151,13 @@ class DecodeInputs:
         num_rows = len(arrays.input_ids)
         token_source = self._first_row + np.arange(num_rows)
         token_source[arrays.pending_tokens] = arrays.pending_rows
-        *of_step, sampling = DecodeArrays(
-            input_ids=arrays.input_ids,
-            token_source=token_source,
-            positions=arrays.positions,
-            rope_lens=arrays.rope_lens,
-            slot_mapping=arrays.slot_mapping,
-            context_lens=arrays.context_lens,
-            cu_seqlens_q=padded_cu_seqlens(arrays.cu_seqlens_q, size),
-            sampling=arrays.sampling,
-        )
+        columns = arrays._asdict()
+        columns["token_source"] = token_source
+        columns["cu_seqlens_q"] = padded_cu_seqlens(arrays.cu_seqlens_q, size)
         staging = torch.zeros(len(_DTYPES), _even(size), dtype=torch.int64, pin_memory=self.device.type == "cuda")
         rows = staging.numpy()
-        for values, row in zip((*of_step, *sampling), rows, strict=True):
+        own = [columns[name] for name in _STEP_DTYPES]
+        for values, row in zip((*own, *arrays.sampling), rows, strict=True):
             row.view(values.dtype)[: len(values)] = values
         rows[_SLOT_MAPPING_ROW, num_rows:] = -1  # padding stores nothing
         self._rows(size).copy_(staging, non_blocking=True)
@@ -202,5 +183,5 @@ def padded_cu_seqlens(cu_seqlens_q: np.ndarray, size: int) -> np.ndarray:
     return np.concatenate([cu_seqlens_q, padding], dtype=np.int32)
 
 
-_SLOT_MAPPING_ROW = DecodeArrays._fields.index("slot_mapping")
-_CU_SEQLENS_ROW = DecodeArrays._fields.index("cu_seqlens_q")
+_SLOT_MAPPING_ROW = DecodeTensors._fields.index("slot_mapping")
+_CU_SEQLENS_ROW = DecodeTensors._fields.index("cu_seqlens_q")

@@ -13,7 +13,7 @@ import torch
 from nanovllm.core.step_plan import StepPlan
 from nanovllm.kernels.sampling_tensors import EditTensors, SamplingTensors
 from nanovllm.layers.sampler import edit_logits, sample
-from nanovllm.runner.inputs import SamplingArrays, copy_to_device
+from nanovllm.runner.inputs import copy_to_device
 from nanovllm.utils.arithmetic import ceil_div
 
 _ROW_STEP = 16  # rows of a chunk are a multiple of this, so that its arrays stay aligned
@@ -31,7 +31,11 @@ class _EditedRow(NamedTuple):
 
 
 def resample_edited(
-    plan: StepPlan, sampling: SamplingArrays, logits: torch.Tensor, input_ids: torch.Tensor, tokens: torch.Tensor
+    plan: StepPlan,
+    sampling: tuple[np.ndarray, ...],
+    logits: torch.Tensor,
+    input_ids: torch.Tensor,
+    tokens: torch.Tensor,
 ) -> None:
     """Replace those of `tokens`, int64 [S], whose logits [S, vocab_size] are edited. Hot: once per step with edits.
 

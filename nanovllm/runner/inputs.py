@@ -3,6 +3,7 @@
 A step has T tokens of B sequences and samples S tokens.
 """
 
+import typing
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -16,25 +17,8 @@ from nanovllm.utils.arithmetic import ceil_div
 _ALIGNMENT = 16  # bytes; where each array starts in the staging buffer
 
 
-class SamplingArrays(NamedTuple):
-    """The columns of the plan's SamplingRows, each [S]. On the device they are SamplingTensors with the same fields."""
-
-    temperature: np.ndarray
-    top_k: np.ndarray
-    top_p: np.ndarray
-    min_p: np.ndarray
-    seed: np.ndarray
-    position: np.ndarray
-
-
-SAMPLING_DTYPES: dict[str, type[np.generic]] = {
-    "temperature": np.float32,
-    "top_k": np.int64,
-    "top_p": np.float32,
-    "min_p": np.float32,
-    "seed": np.int64,
-    "position": np.int64,
-}
+_DTYPE_OF: dict[type, type[np.generic]] = {float: np.float32, int: np.int64}
+SAMPLING_DTYPES = tuple(_DTYPE_OF[kind] for kind in typing.get_type_hints(SamplingRow).values())  # one for each field
 
 
 class GroupArrays(NamedTuple):
@@ -63,7 +47,7 @@ class StepArrays(NamedTuple):
     logits_rows: np.ndarray  # int64 [S], the tokens after which they sample: the last ones of each
     pending_tokens: np.ndarray  # int64 [number of pending tokens]
     pending_rows: np.ndarray  # int64 [number of pending tokens]
-    sampling: SamplingArrays
+    sampling: tuple[np.ndarray, ...]  # each [S], the fields of the plan's SamplingRows
 
 
 class GroupTensors(NamedTuple):
@@ -129,7 +113,7 @@ def build_arrays(plan: StepPlan, block_size: int) -> StepArrays:
         logits_rows=np.flatnonzero(offset >= (query_lens - num_sampled)[row]),
         pending_tokens=pending_tokens,
         pending_rows=pending_rows,
-        sampling=_sampling_arrays(_sampling_rows(steps)),
+        sampling=_sampling_arrays(steps),
     )
 
 
@@ -151,19 +135,15 @@ def _pending(plan: StepPlan, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return tokens, numbers
 
 
-def _sampling_rows(steps: Sequence[SequenceStep]) -> list[SamplingRow]:
-    """One for each sampled token."""
-    return [
-        step.sampling._replace(position=step.sampling.position + i) if i else step.sampling
+def _sampling_arrays(steps: Sequence[SequenceStep]) -> tuple[np.ndarray, ...]:
+    """The fields of one SamplingRow for each sampled token."""
+    rows = [
+        step.sampling.at(step.sampling.position + i) if i else step.sampling
         for step in steps
         if step.sampling is not None
         for i in range(step.num_sampled)
     ]
-
-
-def _sampling_arrays(rows: Sequence[SamplingRow]) -> SamplingArrays:
-    columns = (np.array([row[i] for row in rows], dtype=dtype) for i, dtype in enumerate(SAMPLING_DTYPES.values()))
-    return SamplingArrays(*columns)
+    return tuple(np.array([row[i] for row in rows], dtype) for i, dtype in enumerate(SAMPLING_DTYPES))
 
 
 def build_groups(plan: StepPlan, block_size: int, group_blocks: int) -> list[GroupArrays]:

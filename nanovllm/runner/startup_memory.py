@@ -230,7 +230,7 @@ def launch_sampler(model: CausalLM) -> None:
     are arbitrary.
     """
     head = model.lm_head
-    dtypes = map(torch_dtype, SAMPLING_DTYPES.values())
+    dtypes = map(torch_dtype, SAMPLING_DTYPES)
     params = SamplingTensors._make(torch.zeros(1, dtype=dtype, device=head.weight.device) for dtype in dtypes)
     sample(head.weight.new_zeros(1, head.padded_vocab_size)[:, : head.vocab_size], params)
     sample(head.weight.new_zeros(1, head.vocab_size, dtype=torch.float32), params)

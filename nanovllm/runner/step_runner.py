@@ -43,7 +43,7 @@ def _draft(step: SequenceStep, i: int, previous_row: int) -> SequenceStep:
         token_ids=step.token_ids[:1] if i == 0 else np.array([-1]),
         position=step.position + i,
         num_paged_keys=step.num_paged_keys - step.num_guesses + i,
-        sampling=step.sampling._replace(position=step.sampling.position + i),
+        sampling=step.sampling.at(step.sampling.position + i),
         previous_row=previous_row,
         num_guesses=0,
         num_drafts=0,
@@ -64,7 +64,7 @@ def measure_draft_s(
         num_prompt_tokens=num_keys,
         block_table=tuple(range(ceil_div(num_keys, block_size))),
         num_paged_keys=num_keys,
-        sampling=SamplingRow(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, position=num_keys),
+        sampling=SamplingRow(position=num_keys),
     )
     plan = StepPlan((step,), KVMoves())
     for _ in range(2):

@@ -7,7 +7,7 @@ import numpy as np
 from nanovllm.core.logit_editor import LogitEdits
 from nanovllm.core.sequence import Sequence, SequenceStatus
 from nanovllm.core.step_limits import MAX_DECODE_QUERIES
-from nanovllm.core.step_plan import PromptScores, SamplingRow, SequenceStep, StepPlan
+from nanovllm.core.step_plan import PromptScores, SequenceStep, StepPlan
 from nanovllm.kvcache.policy.base import KVCacheManager, PagedKeys
 from nanovllm.scheduling.step_bound import StepBound
 from nanovllm.speculation.drafters import NO_GUESSES, Guesses
@@ -84,7 +84,7 @@ class PlannedStep:
             num_prompt_tokens=seq.num_prompt_tokens,
             block_table=paged.block_table,
             num_paged_keys=paged.num_paged_keys - num_dropped,
-            sampling=_sampling_row(seq) if samples else None,
+            sampling=seq.sampling.at(seq.num_tokens) if samples else None,
             previous_row=seq.pending_row if has_pending else -1,
             num_guesses=len(guesses.token_ids),
             num_drafts=guesses.num_drafts,
@@ -103,12 +103,6 @@ def _token_ids(seq: Sequence, start: int, end: int, guesses: tuple[int, ...]) ->
         token_ids.append(-1)
     token_ids.extend(guesses)
     return np.array(token_ids)
-
-
-def _sampling_row(seq: Sequence) -> SamplingRow:
-    p = seq.params
-    top_k = p.top_k if p.top_k > 0 else 0
-    return SamplingRow(p.temperature, top_k, p.top_p, p.min_p, seq.seed, seq.num_tokens)
 
 
 def _edits(seq: Sequence, has_pending: bool, guesses: Guesses) -> LogitEdits | None:

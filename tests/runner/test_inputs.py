@@ -11,12 +11,10 @@ from nanovllm.core.step_plan import CpuSpan, KVMoves, SamplingRow, SequenceStep,
 from nanovllm.kernels.sampling_tensors import SamplingTensors
 from nanovllm.kvcache.transfer.cpu_attention import CpuRows
 from nanovllm.runner import decode_inputs
-from nanovllm.runner.decode_inputs import DecodeArrays, DecodeInputs, DecodeTensors
+from nanovllm.runner.decode_inputs import DecodeInputs, DecodeTensors
 from nanovllm.runner.inputs import (
-    SAMPLING_DTYPES,
     GroupArrays,
     GroupTensors,
-    SamplingArrays,
     StepArrays,
     StepTensors,
     build_arrays,
@@ -90,16 +88,15 @@ def by_name(arrays: Any) -> dict[str, Any]:
     """The fields of a step's arrays, those of `sampling` as `sampling.temperature` and so on."""
     fields: dict[str, Any] = arrays._asdict()
     sampling = fields.pop("sampling")
-    return fields | {f"sampling.{name}": values for name, values in sampling._asdict().items()}
+    return fields | {f"sampling.{name}": values for name, values in zip(SamplingRow._fields, sampling, strict=True)}
 
 
 def test_twins_have_the_same_fields() -> None:
     """They are filled by position."""
     assert StepTensors._fields == (*StepArrays._fields, "groups")
     assert GroupTensors._fields == GroupArrays._fields
-    assert DecodeTensors._fields == DecodeArrays._fields == (*decode_inputs._STEP_DTYPES, "sampling")
-    fields = SamplingRow._fields
-    assert SamplingArrays._fields == SamplingTensors._fields == tuple(SAMPLING_DTYPES) == fields
+    assert DecodeTensors._fields == (*decode_inputs._STEP_DTYPES, "sampling")
+    assert SamplingTensors._fields == SamplingRow._fields
 
 
 def test_arrays_of_random_steps_are_those_of_a_loop_over_tokens() -> None:
@@ -222,7 +219,7 @@ def test_array_types() -> None:
 
 def test_step_that_samples_nothing_has_no_rows() -> None:
     arrays = build_arrays(StepPlan((sequence_step(5, 9),), KVMoves()), BLOCK_SIZE)
-    assert arrays.logits_rows.shape == arrays.sampling.temperature.shape == arrays.sampling.seed.shape == (0,)
+    assert all(array.shape == (0,) for array in (arrays.logits_rows, *arrays.sampling))
 
 
 def test_pad_tables_missing_entries_are_a_valid_block() -> None:
