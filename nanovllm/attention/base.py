@@ -36,7 +36,7 @@ class HostTables:
 
 @dataclass(frozen=True)
 class PagedBatch:
-    """Which keys the packed queries attend to: keys 0..context_len-1 of each sequence, through its block table.
+    """The keys that the packed queries attend to: keys 0..context_len-1 of each sequence, through its block table.
 
     With `causal`, the queries of a sequence are its last `query_len` keys (aligned at the bottom right): query i of
     n sees keys 0 .. context_len - n + i. Without, every query sees all `context_len` keys. A context_len of 0 means
@@ -56,7 +56,7 @@ class PagedBatch:
     _cuts: dict[tuple[int, int], "PagedBatch"] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def has_one_query_each(self, q_THD: torch.Tensor) -> bool:
-        """Whether the packed queries are one of each sequence, in order. Hot: once per layer."""
+        """Return True if the packed queries are one of each sequence, in order. Hot: once per layer."""
         return self.max_query_len == 1 and len(q_THD) == len(self.context_lens)
 
     def sequences(self, first: int, last: int) -> "PagedBatch":
@@ -85,7 +85,7 @@ class PagedBatch:
 
 
 class LibraryPlan(NamedTuple):
-    """What a library has to build before it first computes attention of one shape (AttentionBackend.library_plans)."""
+    """A plan that a library builds before it first computes attention of one shape (AttentionBackend.library_plans)."""
 
     is_needed: bool  # by every long prompt
     build: Callable[[], object]
@@ -132,7 +132,7 @@ class AttentionBackend(ABC):
     def library_plans(
         self, q_1HD: torch.Tensor, num_kv_heads: int, max_query_len: int, max_context_len: int
     ) -> Sequence[LibraryPlan]:
-        """What the backend's library would otherwise build while prompts wait: first for the longest chunks. A library
+        """List the plans that the library would otherwise build while prompts wait, longest chunks first. A library
         may keep plans for the thread that has built them. Building one again there takes a millisecond or less.
 
         `q_1HD`: a query, whose values are arbitrary. The lengths are in tokens. Empty if the library builds nothing.
@@ -150,7 +150,7 @@ class StepAttention(Protocol):
     """The attention of one step, an argument of `model(...)`. Called in each layer, in this order."""
 
     def cells(self, layer: int) -> KVCells:
-        """Where the layer's new K and V go. They may be written once this returns. Hot: once per layer."""
+        """Return the cells for the layer's new K and V. They may be written once this returns. Hot: once per layer."""
         ...
 
     def attend(self, layer: int, q_THD: torch.Tensor) -> torch.Tensor:

@@ -48,7 +48,7 @@ def merge_parts(parts: Sequence[PartialAttention], dtype: torch.dtype) -> Partia
 
 
 def running_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What parts of `dtype` are merged in: fp32, or fp64 for fp64 parts."""
+    """The dtype in which parts of `dtype` are merged: fp32, or fp64 for fp64 parts."""
     return torch.promote_types(dtype, torch.float32)
 
 

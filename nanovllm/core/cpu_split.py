@@ -36,7 +36,7 @@ class CpuRate(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class CpuSplit:
-    """What start-up measured. Every rate was measured while the other side was busy."""
+    """Rates that start-up measured, each while the other side was busy."""
 
     token_bytes: int  # of a token's K and V in one layer, on one rank
     max_queries: int  # of a whole step; with more of them, everything is streamed
@@ -50,21 +50,21 @@ class CpuSplit:
     unit_tokens: int = UNIT_TOKENS  # the CPU's share of a block is a multiple of this, or the whole block
 
     def takes_part(self, num_queries: Sequence[int]) -> bool:
-        """Whether the CPU may attend in a step whose sequences have so many queries each."""
+        """Return True if the CPU may attend in a step whose sequences have so many queries each."""
         return sum(num_queries) <= self.max_queries and max(num_queries) <= self.max_sequence_queries
 
     def link_s(self, num_tokens: int) -> float:
-        """How long the link takes for the tokens of a layer."""
+        """Seconds that the link takes for the tokens of a layer."""
         return num_tokens * self.token_bytes / self.link_byte_per_s if self.link_byte_per_s else float("inf")
 
     def cpu_token_s(self, num_queries: int) -> float:
-        """How long the CPU takes for a token and so many queries: as for the next larger number that was measured."""
+        """Seconds that the CPU takes for a token and so many queries, as for the next larger measured number."""
         if self.link_byte_per_s is None:
             return 0.0
         return self.token_bytes / next(rate.byte_per_s for rate in self.cpu_rates if num_queries <= rate.num_queries)
 
     def num_cpu_tokens(self, token_costs_s: Sequence[float], block_size: int) -> int:
-        """How many tokens the CPU takes of blocks in a row, counted from their end.
+        """Plan how many tokens the CPU takes of blocks in a row, counted from their end.
 
         `token_costs_s`: for each block, how long the CPU takes for one of its tokens, for all sequences that read it.
         """
@@ -99,7 +99,7 @@ class CpuSplit:
 
 
 class LayerTimes(NamedTuple):
-    """What the two sides took in some layers of a step, on rank 0. None: not timed."""
+    """Seconds that the two sides took in some layers of a step, on rank 0. None: not timed."""
 
     link: tuple[float, float] | None  # mean tokens of a copy, and its mean seconds
     cpu_s: float | None  # mean of a layer
@@ -136,7 +136,7 @@ class FollowingSplit:
             self.now = self.start.slowed(*self._used)
 
     def _expected_cpu_s(self, plan: StepPlan) -> float:
-        """How long the CPU would have taken for a layer at the start."""
+        """Seconds that the CPU would have taken for a layer at the rates of the start."""
         rows = zip(plan.sequences, plan.moves.cpu_spans, strict=False)  # no spans at all if the CPU takes nothing
         return sum(
             self.start.cpu_token_s(step.num_tokens) * sum(span.end - span.start for span in spans)

@@ -8,7 +8,7 @@ from nanovllm.config import Config
 
 @dataclass(frozen=True)
 class StagingSizes:
-    """How much of one layer is streamed at a time."""
+    """Sizes of the groups in which the keys of one layer are streamed."""
 
     group_tokens: int = 8192  # keys of one streamed partial attention, in whole blocks; at least one block
     num_groups: int = 3  # one is attended while the next ones are being filled

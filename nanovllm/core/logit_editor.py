@@ -45,7 +45,7 @@ NO_PENALTIES = Penalties(1.0, 0.0, 0.0, None, np.zeros(0, np.int32), np.zeros(0,
 
 
 class Biases(NamedTuple):
-    """What is added to some logits of a row, -inf to forbid a token. A token may occur more than once.
+    """Numbers that are added to some logits of a row, -inf to forbid a token. A token may occur more than once.
 
     Rows often share one object. A step then carries it once.
     """
@@ -110,20 +110,20 @@ class TokenConstraint(Protocol):
 
     @property
     def is_finished(self) -> bool:
-        """Whether the answer is complete: it has got an end token, or nothing but an end token could follow.
+        """True if the answer is complete: it has an end token, or nothing but an end token could follow.
 
         The request then ends with finish_reason "stop", even with ignore_eos or before min_tokens.
         """
 
     @property
     def is_ready(self) -> bool:
-        """Whether the next mask is known or takes little time. If not, another thread has begun to compute it, and the
+        """True if the next mask is known or takes little time. If not, another thread has begun to compute it, and the
         sequence waits for a later step.
         """
 
     @property
     def is_slow(self) -> bool:
-        """Whether masks take much time. Then there should be no guesses, which need one each."""
+        """True if masks take much time. Then there should be no guesses, which need one each."""
 
     def accept(self, token_id: int) -> bool:
         """Advance by the answer's next token.
@@ -188,7 +188,7 @@ class BadWords:
 
 
 class AnswerRules(NamedTuple):
-    """What the parameters of a request that are text mean in tokens."""
+    """The parameters of a request that are given as text, in tokens."""
 
     bad_words: BadWords | None = None
     constraint: TokenConstraint | None = None
@@ -245,7 +245,7 @@ class LogitEditor:
 
     @property
     def knows_all_but_last(self) -> bool:
-        """Whether the host must know all tokens before a sampled one, but for the last of them. Rules out drafts."""
+        """True if the host must know all tokens before a sampled one except the last. This rules out drafts."""
         return self._bad_words is not None or self.constraint is not None
 
     def edits(self, token_ids: Seq[int], *, has_pending: bool, guesses: Seq[int]) -> LogitEdits | None:
@@ -273,7 +273,7 @@ class LogitEditor:
         return None if is_empty else LogitEdits(penalties, int(has_pending), rows)
 
     def _bad_ends(self, token_ids: Seq[int], has_pending: bool, guesses: Seq[int]) -> list[Biases]:
-        """What bad words forbid in each row; [] without bad words."""
+        """List the tokens that bad words forbid in each row; [] without bad words."""
         if self._bad_words is None:
             return []
         assert not (has_pending and guesses), "two tokens before a bad word's end are unknown"
@@ -286,7 +286,7 @@ class LogitEditor:
         return [self._bad_words.ends(state, has_pending=has_pending) for state in states]
 
     def forbids_all(self, token_ids: Seq[int]) -> bool:
-        """Whether no token may follow these, which are all tokens of the sequence."""
+        """Return True if no token may follow these, which are all tokens of the sequence."""
         edits = self.edits(token_ids, has_pending=False, guesses=())
         row = RowEdits() if edits is None else edits.rows[0]
         is_allowed = np.ones(self._vocab_size, np.bool_)
@@ -298,7 +298,7 @@ class LogitEditor:
 
 
 class _TokenCounts:
-    """How often an answer has each of its tokens. Adding one takes O(1)."""
+    """Counts of the tokens of an answer. Adding one takes O(1)."""
 
     def __init__(self) -> None:
         self.num_tokens = 0

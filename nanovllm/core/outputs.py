@@ -1,4 +1,4 @@
-"""What comes out of the engine: the outputs of ended requests, the results of steps, and who receives them."""
+"""Results of the engine: the outputs of ended requests, the results of steps, and who receives them."""
 
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
@@ -96,7 +96,7 @@ class LogprobList(Seq[Entry]):
 
 
 class StepLogprobs(NamedTuple):
-    """Those of the tokens that a step has sampled, and of the prompt tokens that it has scored."""
+    """Log-probabilities of the tokens that a step has sampled, and of the prompt tokens that it has scored."""
 
     sampled: PositionLogprobs | None = None
     prompt: PositionLogprobs | None = None
@@ -177,12 +177,12 @@ class TextSource(Protocol):
     """The text of one answer. It decodes the tokens when somebody reads it."""
 
     def read_text(self) -> str:
-        """What is new since the last call. Any thread may call it."""
+        """Return what is new since the last call. Any thread may call it."""
 
 
 @dataclass
 class StepOutput:
-    """What one or more steps have produced, by request id, which is the `seq_id` of the request's Sequence.
+    """Results of one or more steps, by request id, which is the `seq_id` of the request's Sequence.
 
     `text_sources` has those of the requests that got a token, and `new_tokens` the tokens themselves of requests whose
     Receiver was asked for them.
@@ -218,7 +218,7 @@ class Outbox:
         self.content = StepOutput()
 
     def __bool__(self) -> bool:
-        """Whether any request has new text or new tokens, or has ended."""
+        """Return True if any request has new text or new tokens, or has ended."""
         return bool(self.content.text_sources or self.content.new_tokens or self.content.finished)
 
     def fetch(self) -> StepOutput:

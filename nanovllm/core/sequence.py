@@ -85,22 +85,22 @@ class Sequence:
 
     @property
     def constraint(self) -> TokenConstraint | None:
-        """What the answer must match."""
+        """The constraint that the answer must match."""
         return None if self.editor is None else self.editor.constraint
 
     @property
     def waits_for_token(self) -> bool:
-        """Whether the next token can be planned only when the pending one has arrived."""
+        """True if the next token can be planned only when the pending one has arrived."""
         return bool(self.num_pending_tokens) and self.constraint is not None
 
     @property
     def waits_for_mask(self) -> bool:
-        """Whether all tokens are known, but not yet what may follow them."""
+        """True if all tokens are known, but not yet the mask of what may follow them."""
         return self.constraint is not None and not self.constraint.is_ready
 
     @property
     def can_use_prefix_cache(self) -> bool:
-        """Whether prompt tokens may be left uncomputed. To score a token takes the logits of the one before it."""
+        """True if prompt tokens may be left uncomputed. Scoring a token takes the logits of the one before it."""
         return self.params.prompt_logprobs is None
 
     @property

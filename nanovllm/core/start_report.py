@@ -1,4 +1,4 @@
-"""What the engine needs to know about its ranks once they have started."""
+"""StartReport: tells the engine about its ranks once they have started."""
 
 from dataclasses import dataclass
 

@@ -44,7 +44,7 @@ def verifying_graph_sizes(max_num_rows: int) -> list[int]:
 
 
 def streamed_verifying_graph_sizes(max_num_rows: int) -> list[int]:
-    """The same for streamed steps: 16 for a single sequence, and 64."""
+    """Numbers of tokens for streamed steps that verify guesses: 16 for a single sequence, and 64."""
     return _sizes_up_to((16, MAX_VERIFYING_ROWS), max_num_rows)
 
 
@@ -77,12 +77,12 @@ def _sizes_up_to(sizes: tuple[int, ...], max_num_rows: int) -> list[int]:
 
 
 def max_sampled_rows(config: Config, num_gpu_blocks: int) -> int:
-    """How many sequences one step can sample. Each needs its own block on the GPU to write to."""
+    """Most sequences that one step can sample. Each needs its own block on the GPU to write to."""
     return min(config.max_num_seqs, num_gpu_blocks)
 
 
 def max_step_rows(config: Config, num_gpu_blocks: int) -> int:
-    """How many tokens one step can sample. With speculation, a single sequence can use all of its guesses."""
+    """Most tokens that one step can sample. With speculation, a single sequence can use all of its guesses."""
     return max(max_sampled_rows(config, num_gpu_blocks), 1 + config.max_guesses)
 
 

@@ -46,11 +46,11 @@ class StreamedGroup(NamedTuple):
     num_cut_tokens: int = 0
 
     def num_tokens(self, block_size: int) -> int:
-        """How many tokens are copied."""
+        """Count the tokens that are copied."""
         return len(self.cpu_block_ids) * block_size - self.num_cut_tokens
 
     def context_lens(self, block_size: int) -> list[int]:
-        """How many keys of the group each sequence attends to."""
+        """Count the keys of the group that each sequence attends to."""
         last = len(self.cpu_block_ids) - 1
         return [
             len(table) * block_size - (self.num_cut_tokens if table and table[-1] == last else 0)
@@ -68,7 +68,7 @@ class CpuSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class KVMoves:
-    """What moves between CPU memory and the GPU in a step. Empty without offload.
+    """Moves between CPU memory and the GPU in a step. Empty without offload.
 
     Everything takes effect in this order. First the flushes: they copy evicted blocks out before anything overwrites
     their slots. Then, in each layer, the loads, the storing of the new K/V, the copies, the offloads, attention over
@@ -86,12 +86,12 @@ class KVMoves:
 
     @property
     def brings_in_keys(self) -> bool:
-        """Whether any sequence attends to keys that are not on the GPU."""
+        """True if a sequence attends to keys that are not on the GPU."""
         return bool(self.streamed or self.cpu_spans)
 
 
 class SamplingRow(NamedTuple):
-    """How to sample one sequence's next token. `position` and `seed` alone determine the noise.
+    """Parameters for sampling one sequence's next token. `position` and `seed` alone determine the noise.
 
     The other fields have the names of SamplingParams. The sampler gets one array for each field, in this order, of
     float32 or int64 numbers (kernels/sampling_tensors.py).
@@ -183,7 +183,7 @@ class StepPlan:
 
     @property
     def is_decode(self) -> bool:
-        """Whether every sequence samples after each of its tokens."""
+        """True if every sequence samples after each of its tokens."""
         return all(seq.num_tokens == seq.num_sampled for seq in self.sequences)
 
     @property

@@ -169,7 +169,7 @@ def _at_least(num_values: int, scratch: torch.Tensor | None) -> torch.Tensor:
 
 
 def joined(spans: Sequence[TokenSpan]) -> Iterator[TokenSpan]:
-    """The same tokens, with spans that follow each other in memory made into one."""
+    """Join spans that follow each other in memory."""
     if not spans:
         return
     first_token, num_tokens = spans[0]

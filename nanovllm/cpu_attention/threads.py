@@ -1,4 +1,4 @@
-"""Which cpus the attention threads of a rank run on."""
+"""Choice of the cpus that the attention threads of a rank run on."""
 
 import os
 from collections.abc import Sequence
@@ -76,7 +76,7 @@ def _share(cpus: Sequence[int], rank: int, num_ranks: int) -> Sequence[int]:
 
 
 def _quota_cpus() -> int | None:
-    """How many cpus the container's quota is worth, rounded down, or None without a quota."""
+    """Number of cpus that the container's quota is worth, rounded down, or None without a quota."""
     v2 = _read_words(_CGROUP_V2)
     v1 = [word for path in _CGROUP_V1 for word in _read_words(path)]
     for words in (v2, v1):

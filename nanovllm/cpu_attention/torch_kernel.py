@@ -132,7 +132,7 @@ def _operator(
 
 @cache
 def _operator_serves(dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether this torch has the operator, and it takes such tensors. Asked once, so that no later error is hidden."""
+    """Return True if this torch has the operator and it takes such tensors. Asked once, to hide no later error."""
     token = torch.zeros(1, 1, 1, head_dim, dtype=dtype)
     try:
         _operator(token, token, token, scale=1.0)
@@ -143,7 +143,7 @@ def _operator_serves(dtype: torch.dtype, head_dim: int) -> bool:
 
 @cache
 def _two_rows_are_faster(dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether the operator takes longer for a single row than for two. Without AMX it takes six times as long in
+    """Return True if the operator takes longer for a single row than for two. Without AMX it takes six times as long in
     bfloat16, and with AMX two thirds of the time. Measured once.
     """
     if not _operator_serves(dtype, head_dim):
@@ -220,7 +220,7 @@ def _torch_threads(num_threads: int) -> Iterator[None]:
 
 
 class _State:
-    """What a server shares with its thread. The thread must not keep the server itself alive."""
+    """State that a server shares with its thread. The thread must not keep the server itself alive."""
 
     def __init__(self, flags: torch.Tensor, num_threads: int, cpus: list[int] | None) -> None:
         self.flags = flags.numpy()

@@ -1,4 +1,4 @@
-"""How the attention kernels run on each target: tiles, warps, stages, loads, and how many programs share the keys.
+"""Configurations of the attention kernels on each target: tiles, warps, stages, loads, and splits of the keys.
 
 The choices are fixed, so that start-up spends no time on tuning. docs/measurements.md has the figures for the H200;
 `benchmarks/bench_attention.py --tune` compares other choices. tests/kernels/test_compile.py compiles every choice for
@@ -41,7 +41,7 @@ class PrefillConfig(NamedTuple):
 
     @property
     def programs_per_sm(self) -> int:
-        """How many run at once: 8 warps of up to 255 registers a thread fill the registers of an SM."""
+        """Programs that run at once: 8 warps of up to 255 registers a thread fill the registers of an SM."""
         return max(1, 8 // self.num_warps)
 
 
@@ -52,7 +52,7 @@ class DecodeConfig(NamedTuple):
 
 
 def heads_per_tile(group: int, max_query_len: int) -> int:
-    """How many of the `group` heads that share keys share a tile of queries in the prefill kernel, a power of two.
+    """Number of the `group` heads with the same keys that share a tile of queries in prefill, a power of two.
 
     A short chunk of one head would leave most of a large tile empty, and a small one reads its keys once for each head.
     """
@@ -112,14 +112,14 @@ def max_decode_rows(head_dim: int, itemsize: int) -> int:
 
 
 def plan_num_splits(num_rows: int, context_len: int, num_sms: int) -> int:
-    """How many programs share the keys of each of `num_rows` (sequence, kv head) pairs, of about `context_len` keys."""
+    """Plan how many programs share the `context_len` keys of each of `num_rows` (sequence, kv head) pairs."""
     return _cheapest_num_splits(num_rows, context_len, num_sms * DECODE_PROGRAMS_PER_SM, MAX_SPLITS, 0)
 
 
 def plan_prefill_splits(
     q_THD: torch.Tensor, num_kv_heads: int, num_sequences: int, max_query_len: int, max_context_len: int, num_sms: int
 ) -> int:
-    """How many programs of `paged_prefill` should share the keys of a tile of queries. Hot: once per layer."""
+    """Plan how many programs of `paged_prefill` share the keys of a tile of queries. Hot: once per layer."""
     if max_query_len > SHORT_QUERY_LEN:
         return 1
     num_tokens, num_heads, head_dim = q_THD.shape
@@ -141,7 +141,7 @@ def max_split_bytes(q_THD: torch.Tensor, num_sms: int) -> int:
 
 
 def plan_num_prefill_splits(num_programs: int, context_len: int, programs_per_wave: int, max_splits: int) -> int:
-    """How many programs share the keys of each of `num_programs` tiles of queries, which see about `context_len` keys.
+    """Plan how many programs share the `context_len` keys that each of `num_programs` tiles of queries sees.
 
     With splits there are at most MAX_WAVES waves of programs; without there may be any number.
     """

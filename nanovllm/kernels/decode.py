@@ -163,7 +163,7 @@ def _decode_kernel(
 
 
 def tile_rows(q_THD: torch.Tensor, num_kv_heads: int, max_query_len: int) -> tuple[int, int]:
-    """How many rows a tile has, and how many tiles hold up to `max_query_len` queries of the heads that share keys."""
+    """Plan a tile's rows, and how many tiles hold up to `max_query_len` queries of the heads that share keys."""
     _, num_heads, head_dim = q_THD.shape
     num_rows = max_query_len * (num_heads // num_kv_heads)
     tile = max(16, triton.next_power_of_2(num_rows))

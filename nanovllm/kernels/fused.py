@@ -116,7 +116,7 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def _is_cell(head, num_heads, pair, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr):
-    """Which cells of a tile of half heads exist: [heads, BLOCK_HALF], or [heads, 1] if every pair exists."""
+    """Mask of the cells of a tile of half heads that exist: [heads, BLOCK_HALF], or [heads, 1] if every pair exists."""
     inside = (head < num_heads)[:, None]
     if HALF != BLOCK_HALF:
         inside = inside & (pair < HALF)[None, :]

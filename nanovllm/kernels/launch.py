@@ -1,4 +1,4 @@
-"""What all Triton kernels share: launching or only compiling them, and dependent launches.
+"""Launching of Triton kernels, compiling them without a launch, and dependent launches.
 
 A kernel is compiled when it is first launched with arguments of new types, which takes 0.1 to 0.8 s. Within
 `compile_only` a launch starts the compilation in another thread and returns at once, without running anything. Running
@@ -112,7 +112,7 @@ class _CompileMode(triton.AsyncCompileMode):
 
 
 def _job(key: str, compile_here: Callable[[], Any]) -> Job:
-    """What Triton's function would compile. A KeyError or AttributeError: another version of Triton."""
+    """Find out what Triton's function would compile. A KeyError or AttributeError: another version of Triton."""
     variables = inspect.getclosurevars(compile_here).nonlocals
     source, target, options = variables["src"], variables["target"], variables["options"]
     return Job(

@@ -130,7 +130,7 @@ def merge_into(out_THD: torch.Tensor, lse_HT: torch.Tensor, parts: Sequence[tupl
 
 @triton.jit
 def head_mask(is_row, dim, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Which cells of a tile [rows, BLOCK_D] exist. The mask is [rows, 1] if every column exists."""
+    """Mask of the cells of a tile [rows, BLOCK_D] that exist; [rows, 1] if every column exists."""
     is_cell = is_row[:, None]
     if D != BLOCK_D:
         is_cell = is_cell & (dim < D)[None, :]

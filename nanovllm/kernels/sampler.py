@@ -23,7 +23,7 @@ from nanovllm.kernels.sampling_tensors import GROUP_SIZE, SamplingTensors
 
 
 class RedrawTile(NamedTuple):
-    """How many groups a program reads at once, its warps, and how many such reads are in flight.
+    """Number of groups that a program reads at once, its warps, and how many such reads are in flight.
 
     With num_stages 1 a read goes to registers, with more it goes through shared memory.
     """
@@ -77,7 +77,7 @@ def log2_noise(bits):
 
 @triton.jit
 def _row_scale(temperature_ptr, row):
-    """Whether the row draws (its temperature is not 0), and the factor for its logits."""
+    """Return whether the row draws (its temperature is not 0), and the factor for its logits."""
     temperature = tl.load(temperature_ptr + row)
     draws = temperature != 0.0
     return draws, tl.where(draws, LOG2_E / tl.maximum(temperature, 1e-10), 1.0)
@@ -266,7 +266,7 @@ def _kth_largest(
 
 @triton.jit
 def _is_ahead(logit, entry, cut, cut_entry):
-    """Whether an entry is ahead of `cut_entry`, whose logit is `cut`; vocab_size is after all equal entries."""
+    """Return True if an entry is ahead of `cut_entry`, whose logit is `cut`; vocab_size is after all equal entries."""
     return (logit > cut) | ((logit == cut) & (entry < cut_entry))
 
 
@@ -399,5 +399,5 @@ def redraw_cut_tokens(
 
 
 def _num_zero_bits(dtype: torch.dtype) -> int:
-    """How many of the low bits are 0 in a logit of this dtype that is converted to fp32."""
+    """Count the low bits that are 0 in a logit of this dtype that is converted to fp32."""
     return {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}[dtype]

@@ -21,7 +21,7 @@ class SamplingTensors(NamedTuple):
 
 
 class EditTensors(NamedTuple):
-    """How R rows of a step's logits are edited (core/logit_editor.py), on the device of the logits.
+    """Edits of R rows of a step's logits (core/logit_editor.py), on the device of the logits.
 
     The tokens of the ranges bias, bad_end, seen and new of row i are entries start[i] to end[i] - 1 of the arrays
     below, of which rows may share some, and for `new` of the step's input ids.

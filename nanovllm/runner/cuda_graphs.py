@@ -100,7 +100,7 @@ class GraphKind(ABC, Generic[Size]):
 
     @property
     def largest_sizes(self) -> Sequence[Size]:
-        """Those that can need the most memory."""
+        """Sizes of the graphs that can need the most memory."""
         return self.sizes[-1:]
 
     def capture(

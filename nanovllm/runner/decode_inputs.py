@@ -48,7 +48,7 @@ def _even(num_entries: int) -> int:
 
 
 class DecodeInputs:
-    """What every decode graph reads and writes, for up to `max_num_rows` tokens of sequences of `max_model_len` tokens.
+    """Buffers of all decode graphs, for up to `max_num_rows` tokens of sequences of `max_model_len` tokens.
 
     A token is a row. A sequence has one, or with guesses several, so there may be fewer sequences than rows.
 

@@ -22,7 +22,7 @@ SAMPLING_DTYPES = tuple(_DTYPE_OF[kind] for kind in typing.get_type_hints(Sampli
 
 
 class GroupArrays(NamedTuple):
-    """Which keys of one streamed group each sequence attends to."""
+    """The keys of one streamed group that each sequence attends to."""
 
     context_lens: np.ndarray  # int32 [B]
     block_tables: np.ndarray  # int32 [B, blocks of a group]

@@ -180,7 +180,7 @@ def last_token_batches(plan: StepPlan, batches: StepBatches, tensors: StepTensor
 
 
 def cpu_rows(plan: StepPlan) -> CpuRows | None:
-    """What the CPU attends to, for all tokens of the step."""
+    """Spans that the CPU attends to, for all tokens of the step."""
     spans = plan.moves.cpu_spans
     return CpuRows(tuple(step.num_tokens for step in plan.sequences), spans) if spans else None
 

@@ -35,7 +35,7 @@ NOT_PENDING = -1
 
 
 class _Inputs(NamedTuple):
-    """What a graph of T tokens and up to R rows reads, int64: on the host numpy arrays, on the device tensors."""
+    """Inputs of a graph of T tokens and up to R rows, int64: on the host numpy arrays, on the device tensors."""
 
     input_ids: Any  # [T]
     pending_rows: Any  # [T], the row of the last step that sampled the token; NOT_PENDING: it is in input_ids
@@ -49,7 +49,7 @@ class _Inputs(NamedTuple):
 
 
 def _input_lens(size: MixedSize) -> list[int]:
-    """How many entries each array of _Inputs has."""
+    """Number of entries of each array of _Inputs."""
     return [size.num_tokens] * 5 + [size.num_rows, MAX_GRAPH_CHUNKS, MAX_GRAPH_CHUNKS + 1, 1]
 
 

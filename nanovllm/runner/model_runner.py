@@ -107,7 +107,7 @@ class ModelRunner:
 
     @property
     def offload(self) -> OffloadEngine | None:
-        """What moves the blocks; None without offload."""
+        """The engine that moves the blocks; None without offload."""
         return None if self._memory is None else self._memory.offload
 
     @on_own_device
@@ -212,7 +212,7 @@ class ModelRunner:
 
     @on_own_device
     def measure_cpu_split(self) -> CpuSplit | None:
-        """How attention is divided between the link and the CPU; None if the CPU takes no part. Runs decode steps."""
+        """Measure how to divide attention between link and CPU; None if the CPU takes no part. Runs decode steps."""
         offload, cpu = self.memory.offload, self.memory.cpu
         if offload is None or cpu is None:
             return None
@@ -221,7 +221,7 @@ class ModelRunner:
 
     @on_own_device
     def measure_draft_s(self) -> float:
-        """How long it takes to draft a token by as many keys as the GPU holds. Runs decode steps."""
+        """Measure how long drafting a token takes with as many keys as the GPU holds. Runs decode steps."""
         num_blocks = self.memory.cache[0].shape[1]
         with self.phases("drafts"):
             return measure_draft_s(num_blocks, self.spec.block_size, self.max_model_len, self.launch)
@@ -244,7 +244,7 @@ class ModelRunner:
         return self.steps.launch(plan)
 
     def start_report(self) -> StartReport:
-        """What the engine needs to know about this rank once it has started."""
+        """Report to the engine, once this rank has started."""
         return StartReport(
             needs_rope_lens=self.model.needs_rope_lens,
             link_byte_per_s=None if self.offload is None else self.offload.link_byte_per_s,

@@ -35,7 +35,7 @@ class LogprobTensors(NamedTuple):
 
 
 def sampled_logprobs(plan: StepPlan, logits: torch.Tensor, tokens: torch.Tensor) -> LogprobTensors | None:
-    """Those of the sampled tokens, int64 [S], by the logits [S, vocab_size]; None if no sequence asks for them."""
+    """Compute those of the sampled tokens, int64 [S], from the logits [S, vocab_size]; None if nobody asks for them."""
     asking = [step.num_logprobs for step in plan.sequences if step.sampling is not None]
     if all(num_logprobs is None for num_logprobs in asking):
         return None
@@ -50,7 +50,7 @@ def sampled_logprobs(plan: StepPlan, logits: torch.Tensor, tokens: torch.Tensor)
 def prompt_logprobs(
     plan: StepPlan, hidden: torch.Tensor, compute_logits: Callable[[torch.Tensor], torch.Tensor], vocab_size: int
 ) -> LogprobTensors | None:
-    """Those of the prompt tokens that the step scores, by its hidden states [T, hidden_size]; None if there are none.
+    """Compute those of the prompt tokens that the step scores, from its hidden states [T, hidden_size]; None if none.
 
     Every rank must call it, because computing logits is a collective.
     """

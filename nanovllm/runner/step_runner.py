@@ -76,7 +76,7 @@ def measure_draft_s(
 
 
 class _Pass(NamedTuple):
-    """What the model's pass over a step's tokens leaves behind. Valid until the next pass."""
+    """Results of the model's pass over a step's tokens. Valid until the next pass."""
 
     input_ids: torch.Tensor  # int64 [T]
     logits: torch.Tensor  # [S, vocab_size]

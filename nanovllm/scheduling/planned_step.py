@@ -31,7 +31,7 @@ class PlannedStep:
 
     @property
     def has_room(self) -> bool:
-        """Whether one more sequence can be placed."""
+        """True if one more sequence can be placed."""
         return bool(self.budget and self.num_rows)
 
     def place(self, kv: KVCacheManager, seq: Sequence, num_tokens: int, guesses: Guesses = NO_GUESSES) -> None:
@@ -184,7 +184,7 @@ class PromptSharing:
             yield seq, self._bounded(seq, step.budget - num_left_to_oldest, is_oldest=seq is oldest)
 
     def _allowed(self, prompts: list[Sequence], num_answers: int, kv: KVCacheManager) -> list[Sequence]:
-        """Those that may run in this step: all of them, or only the short ones."""
+        """Return the prompts that may run in this step: all of them, or only the short ones."""
         if self.bound is None:
             return prompts
         short = [seq for seq in prompts if not self.is_long(seq)]

@@ -188,7 +188,7 @@ class Scheduler:
             self._step.place(self.kv, seq, num_tokens, guesses.first(num_tokens - num_known))
 
     def _make_room(self, seq: Sequence, num_tokens: int) -> int:
-        """How many of its next tokens there is room for, after preempting from the tail if there is none. 0 if it had
+        """Count its next tokens that there is room for, after preempting from the tail if there is none. 0 if it had
         to be preempted itself.
         """
         while not (num_placeable := self.kv.num_placeable(seq, num_tokens)):
@@ -211,7 +211,7 @@ class Scheduler:
 
     @staticmethod
     def _can_guess(seq: Sequence) -> bool:
-        """Whether the sequence decodes, and will get more than one token, which it need not pause for. Its newest token
+        """Return True if it decodes, will get more than one token, and need not pause for them. Its newest token
         may be pending.
         """
         is_slow = seq.constraint is not None and seq.constraint.is_slow
@@ -225,7 +225,7 @@ class Scheduler:
         return sum(self._can_admit(seq) for seq in islice(self.waiting, most))
 
     def _can_admit(self, seq: Sequence) -> bool:
-        """Whether a waiting sequence may start now. None may in a step that preempts."""
+        """Return True if a waiting sequence may start now. None may in a step that preempts."""
         if not self._step.admits or len(self.running) >= self.max_num_seqs:
             return False
         return not seq.num_pending_tokens and self.kv.can_admit(seq)
@@ -257,7 +257,7 @@ class Scheduler:
         seq.num_new_tokens = seq.num_tokens - self.kv.num_known_tokens(seq)
 
     def needs_tokens(self) -> bool:
-        """Whether the step in flight must be committed before the next one is planned: a sequence of it verifies
+        """Return True if the step in flight must be committed before the next one is planned: a sequence of it verifies
         guesses, or one wants to guess.
         """
         if self.speculator is None:

@@ -46,7 +46,7 @@ class CudnnLimits:
         return self.query_sizes[0]
 
     def sizes_of_pieces(self, num_queries: int) -> list[int]:
-        """What pieces of `num_queries` queries can have, in ascending order. A size beyond `num_queries` is padded.
+        """List the sizes of pieces of `num_queries` queries, ascending. A size beyond `num_queries` is padded.
 
         At least half of the last `min_queries` queries of a piece are real ones.
         """
@@ -225,7 +225,7 @@ class CudnnBackend(AttentionBackend):
         return self.paged.attend(q_THD, kv.k_cache_NPKD, kv.v_cache_NPKD, batch, scale)
 
     def _is_long(self, host: HostTables, seq: int, causal: bool) -> bool:
-        """Whether cuDNN runs this sequence. Without a mask it may have too few keys for a call."""
+        """Return True if cuDNN runs this sequence. Without a mask it may have too few keys for a call."""
         has_keys = causal or host.context_lens[seq] >= self.limits.min_keys
         return host.query_lens[seq] >= self.limits.min_queries and has_keys
 
@@ -291,7 +291,7 @@ def _pad(x: torch.Tensor, num_rows: int) -> torch.Tensor:
 def _side_by_side(
     device: torch.device, aside: Callable[[], RunningMerge], here: Callable[[], PartialAttention]
 ) -> tuple[RunningMerge, PartialAttention]:
-    """What both return. On a GPU `aside` runs on a stream of its own, so that each fills the SMs the other leaves idle.
+    """Run both. On a GPU `aside` has its own stream, so that each uses SMs that the other leaves idle.
 
     Memory needs no further care: whichever stream it was taken on, what reuses it is enqueued behind a wait for its
     last reader.

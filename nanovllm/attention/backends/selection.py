@@ -1,4 +1,4 @@
-"""Which attention backend runs: chosen once, at start, and logged. An impossible choice raises with the reason."""
+"""Choice of the attention backend: made once, at start, and logged. An impossible choice raises with the reason."""
 
 import logging
 from collections.abc import Sequence

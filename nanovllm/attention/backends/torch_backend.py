@@ -82,7 +82,7 @@ class SequenceKV:
 
 @dataclass(frozen=True, kw_only=True)
 class TorchLimits:
-    """How attention is cut into calls of a kernel, and which kernel that is on a CPU. Tests cut smaller."""
+    """Sizes of the pieces that a kernel is called with, and the kernel for a CPU. Tests cut smaller."""
 
     score_tile_bytes: int = 128 << 20  # bound on the scores that exist at once, where torch has no fused kernel
     min_view_tokens: int = 1024  # shorter runs of adjacent blocks are copied: a call for each costs more than the copy

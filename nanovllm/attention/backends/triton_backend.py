@@ -136,14 +136,14 @@ class TritonBackend(AttentionBackend):
 
 
 def _num_sequences(q_THD: torch.Tensor, batch: PagedBatch) -> int:
-    """How many sequences have queries; in a graph, the fewest that can have them all, which have the most to gain from
+    """Count the sequences with queries; in a graph, the fewest that can have them all, which have the most to gain from
     sharing their keys among programs.
     """
     return ceil_div(len(q_THD), batch.max_query_len) if batch.host is None else len(batch.context_lens)
 
 
 def _leading_short(batch: PagedBatch) -> tuple[int, int]:
-    """How many sequences have a few queries and come before the first longer one, and their tokens.
+    """Count the sequences that have a few queries and come before the first longer one, and their tokens.
 
     The scheduler puts short sequences first. (0, 0) if all are short, or if sizes are not known.
     """

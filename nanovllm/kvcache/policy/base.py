@@ -44,11 +44,11 @@ class KVCacheManager(ABC):
 
     @abstractmethod
     def num_known_tokens(self, seq: Sequence) -> int:
-        """How many tokens of a waiting sequence would count as computed if it were admitted now."""
+        """Count the tokens of a waiting sequence that would count as computed if it were admitted now."""
 
     @abstractmethod
     def can_admit(self, seq: Sequence) -> bool:
-        """Whether there is room for a waiting sequence to start now."""
+        """Return True if there is room for a waiting sequence to start now."""
 
     @abstractmethod
     def admit(self, seq: Sequence) -> None:
@@ -59,7 +59,7 @@ class KVCacheManager(ABC):
 
     @abstractmethod
     def num_placeable(self, seq: Sequence, num_tokens: int) -> int:
-        """How many of the sequence's next `num_tokens` tokens fit into this step, possibly 0."""
+        """Count how many of the sequence's next `num_tokens` tokens fit into this step, possibly 0."""
 
     @abstractmethod
     def place(self, seq: Sequence, num_tokens: int, num_guesses: int = 0) -> None:
@@ -76,11 +76,11 @@ class KVCacheManager(ABC):
         """
 
     def num_missing_tokens(self, seq: Sequence) -> int:
-        """How many keys of a sequence, if it runs, are not on the GPU."""
+        """Count the keys of a sequence that are not on the GPU; 0 if it does not run."""
         return 0
 
     def misses_keys(self, seq: Sequence) -> bool:
-        """Whether some keys of a running sequence are not on the GPU."""
+        """Return True if some keys of a running sequence are not on the GPU."""
         return self.num_missing_tokens(seq) > 0
 
     @abstractmethod

@@ -333,7 +333,7 @@ class BlockPool:
         return num_needed <= self.num_free - (0 if is_alone else num_spare_blocks)
 
     def choose_free_blocks(self, count: int) -> list[Block]:
-        """Which free blocks to allocate for a sequence that needs `count` more, in ascending order."""
+        """Choose free blocks for a sequence that needs `count` more, in ascending order."""
         assert count <= self.num_free, f"{count} blocks needed, {self.num_free} free; the caller must check first"
         if count < self.long_chunk_blocks:
             ids = list(itertools.islice(itertools.chain(self.spare_ids, self.cached_ids), count))
@@ -396,7 +396,7 @@ class BlockPool:
         self.spare_ids.move_to_end(block.block_id, last=False)
 
     def is_redundant(self, block: Block) -> bool:
-        """Whether every prompt that matches the block's content would still match if the content were dropped."""
+        """Return True if every prompt that matches the block's content would match without it too."""
         return not block.grain_hashes or self.index.find_duplicate(block) is not None
 
     def discard(self, block: Block) -> None:

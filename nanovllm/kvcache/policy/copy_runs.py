@@ -23,7 +23,7 @@ class Run(NamedTuple):
 
 
 def join_runs(runs: Iterable[Run]) -> tuple[Run, ...]:
-    """The same tokens in as few runs as possible, in the order of CPU memory."""
+    """Join the runs into as few as possible, in the order of CPU memory."""
     joined: list[Run] = []
     cpu_end = gpu_end = -1
     for run in sorted(runs):

@@ -34,7 +34,7 @@ from nanovllm.utils.arithmetic import ceil_div
 
 @dataclass(frozen=True, eq=False, slots=True)
 class History:
-    """Where the full blocks of a sequence are. Never modified: when anything changes, a new object replaces it."""
+    """Places of a sequence's full blocks. Never modified: when anything changes, a new object replaces it."""
 
     residency: int  # StepSlots.residency when it was made
     num_blocks: int
@@ -44,7 +44,7 @@ class History:
 
 
 class Histories:
-    """Where the full blocks of each running sequence are, and how a step attends to those that are missing.
+    """Places of the full blocks of each running sequence, and how a step attends to those that are missing.
 
     Most steps neither fill a block nor move a full one, so both are cached until something changes.
     """
@@ -66,7 +66,7 @@ class Histories:
         self._last_missing = MissingKeys()
 
     def find(self, seq: Sequence) -> History:
-        """Where the blocks are that precede the one with the sequence's first new token. All of them are full."""
+        """Find the blocks that precede the one with the sequence's first new token. All of them are full."""
         known = self._known.get(seq.seq_id)
         num_blocks, residency = seq.num_computed_tokens // self._block_size, self._slots.residency
         if known is None or known.residency != residency:
@@ -85,7 +85,7 @@ class Histories:
         self._known.pop(seq.seq_id, None)
 
     def missing_keys(self, rows: list[History], num_queries: list[int]) -> MissingKeys:
-        """How a step of these sequences, with so many new tokens each, attends to the blocks that they miss."""
+        """Plan how a step of these sequences, with so many new tokens each, attends to the blocks that they miss."""
         split = None if self._split is None else self._split.now
         if self._last_rows != (rows, num_queries) or self._last_split is not split:
             missing = [[block.block_id for block in history.missing] for history in rows]
@@ -195,7 +195,7 @@ class HybridKVCacheManager(KVCacheManager):
         return self.pool.has_room_for(seq, num_spare)
 
     def _num_growth_blocks(self, seq: Sequence, num_blocks: int) -> int:
-        """How many blocks a sequence that owns `num_blocks` needs for its next `progress_tokens` tokens."""
+        """Count the blocks that a sequence with `num_blocks` needs for its next `progress_tokens` tokens."""
         return max(0, self._num_blocks(min(seq.num_tokens + self.progress_tokens, seq.max_kv_tokens)) - num_blocks)
 
     def admit(self, seq: Sequence) -> None:
@@ -239,7 +239,7 @@ class HybridKVCacheManager(KVCacheManager):
         return self.ring.num_available - len(self._slotless_ids) + (seq.seq_id in self._slotless_ids)
 
     def num_placeable(self, seq: Sequence, num_tokens: int) -> int:
-        """How many of the next tokens are in blocks that have a slot or can get one."""
+        """Count the next tokens whose blocks have a slot or can get one."""
         num_blocks = self._num_available_slots(seq)
         block_idx, num_owned = seq.num_computed_tokens // self.block_size, len(seq.block_table)
         if block_idx < num_owned:
@@ -332,7 +332,7 @@ class HybridKVCacheManager(KVCacheManager):
         return keys, moves
 
     def _bring_back_first_blocks(self, placed: Seq[tuple[Sequence, int]]) -> None:
-        """Those of sequences that decode, in place of other blocks."""
+        """Give the first blocks of sequences that decode the slots of other blocks."""
         for seq, num_tokens in placed:
             first = self.blocks[seq.block_table[0]]
             is_full = seq.num_computed_tokens >= self.block_size

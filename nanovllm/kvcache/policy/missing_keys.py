@@ -15,7 +15,7 @@ from nanovllm.core.step_plan import CpuSpan, StreamedGroup
 
 
 class MissingKeys(NamedTuple):
-    """How a step attends to them."""
+    """Groups to stream, and spans for the CPU."""
 
     streamed: tuple[StreamedGroup, ...] = ()
     cpu_spans: tuple[tuple[CpuSpan, ...], ...] = ()  # of each sequence; empty where the CPU attends to nothing

@@ -37,7 +37,7 @@ class HybridBlock(Block):
 
     @property
     def is_pinned(self) -> bool:
-        """Whether the block must not be evicted from its slot."""
+        """True if the block must not be evicted from its slot."""
         return self.being_written or self.pinned_in_step
 
     def forget(self) -> None:

@@ -249,7 +249,7 @@ class OffloadEngine:
             d2h.copy_all(run_tensors(runs, self._cpu_tokens[layer], self._slot_tokens[layer], to_gpu=False))
 
     def offload_slots(self, runs: tuple[Run, ...], stored: Event | None) -> None:
-        """The same in all layers, of which each run is one copy. Hot."""
+        """Copy the runs in all layers; each run is one copy. Hot."""
         cpu = self.k_cache_cpu.flatten(1, 2), self.v_cache_cpu.flatten(1, 2)
         gpu = self.k_cache_gpu.flatten(1, 2), self.v_cache_gpu.flatten(1, 2)
         with self._offloading(runs, self.spec.num_layers, stored) as d2h:

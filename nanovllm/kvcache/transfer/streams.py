@@ -92,7 +92,7 @@ class Streams(Protocol):
         """The time between two recorded timing events. None if one is not known to be done."""
 
     def is_done(self, event: Event) -> bool:
-        """Whether the work that a recorded event stands for is known to be done. The host does not wait for it."""
+        """Return True if the work that a recorded event stands for is known to be done. Does not wait for it."""
 
     def synchronize(self) -> None:
         """Return once all work that is enqueued on h2d and d2h is done."""
