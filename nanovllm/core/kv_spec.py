@@ -1,6 +1,7 @@
-"""The shape and size of the KV cache. Plain data, read by the managers, the planner and the runner."""
+"""The shape and size of the KV cache, and the states of its blocks. Plain data."""
 
 from dataclasses import dataclass
+from enum import IntEnum
 
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
@@ -71,3 +72,19 @@ def kv_cache_spec(
         itemsize=4 if dtype_name(config, model) == "float32" else 2,
         staging=staging,
     )
+
+
+class BlockState(IntEnum):
+    """State of a KV block, for display only: where it is, and what the last step did with it.
+
+    Where two states would fit, the later one counts. So a block is STREAMED if a step streams one part of it and leaves
+    the other to the CPU.
+    """
+
+    FREE = 0  # holds nothing, or nothing that a request could use
+    CACHED = 1  # no request owns it, but a new prompt can match its tokens; with offload, it is in CPU memory only
+    WAITING = 2  # a request owns it; it is in CPU memory only, and the last step did not read it
+    RESIDENT = 3  # on the GPU; with offload, some request owns it or a new prompt can match it
+    CPU_ATTENDED = 4  # the CPU attended to it in the last step, where it lies
+    STREAMED = 5  # copied to the GPU for the last step, layer by layer
+    WRITTEN = 6  # the last step wrote to it, or the next step will

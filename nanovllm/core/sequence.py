@@ -54,7 +54,7 @@ class Sequence:
         self.num_computed_tokens = 0  # tokens whose K/V are in the cache once all planned steps have run
         self.num_hit_tokens: int | None = None  # prompt tokens found in the prefix cache; None before admission
 
-        self.num_new_tokens = self.num_prompt_tokens  # to compute when it last began to wait; the size of its prompt
+        self.num_queued_tokens = self.num_prompt_tokens  # that it had to compute when it last began to wait
 
         # Owned by the KV cache manager.
         self.block_table: list[int] = []

@@ -24,8 +24,7 @@ from nanovllm.device.devices import memory_node
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.errors import ConfigError
 from nanovllm.kvcache.transfer.cpu_attention import CpuAttention, CpuRows
-from nanovllm.kvcache.transfer.link import COPY_BYTES
-from nanovllm.kvcache.transfer.offload_engine import OffloadEngine
+from nanovllm.kvcache.transfer.offload_engine import COPY_BYTES, OffloadEngine
 from nanovllm.runner.step_result import StepResult
 
 MAX_QUERIES = 512  # of a step in which the CPU attends, unless max_num_seqs is larger

@@ -154,7 +154,7 @@ class PromptSharing:
 
     def size_class(self, seq: Sequence) -> int:
         """0 for a short prompt, and one more whenever the size doubles."""
-        return (max(0, seq.num_new_tokens - 1) * SHORT_SHARE // self._step_tokens).bit_length()
+        return (max(0, seq.num_queued_tokens - 1) * SHORT_SHARE // self._step_tokens).bit_length()
 
     def is_long(self, seq: Sequence) -> bool:
         return self.size_class(seq) > 0
@@ -174,7 +174,7 @@ class PromptSharing:
         oldest = min(allowed, key=_arrival)
         num_left_to_oldest = min(oldest.num_uncomputed_tokens, (step.budget + 1) // 2)
         if oldest.status is SequenceStatus.WAITING:  # it is admitted first, so that nobody else takes its room
-            num_ahead = sum(seq.num_new_tokens for seq in allowed[: allowed.index(oldest)])
+            num_ahead = sum(seq.num_queued_tokens for seq in allowed[: allowed.index(oldest)])
             yield oldest, self._bounded(oldest, max(num_left_to_oldest, step.budget - num_ahead), is_oldest=True)
             allowed.remove(oldest)
             num_left_to_oldest = 0
@@ -196,7 +196,7 @@ class PromptSharing:
     def _bounded(self, seq: Sequence, num_tokens: int, is_oldest: bool) -> int:
         if self.bound is None:
             return num_tokens
-        position = max(seq.num_computed_tokens, seq.num_tokens - seq.num_new_tokens)  # after the hits it will have
+        position = max(seq.num_computed_tokens, seq.num_tokens - seq.num_queued_tokens)  # after the hits it will have
         return min(num_tokens, self.bound.max_tokens(position, is_long=self.is_long(seq), is_oldest=is_oldest))
 
     def placed(self, seq: Sequence, num_tokens: int) -> None:

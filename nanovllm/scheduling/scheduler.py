@@ -235,7 +235,7 @@ class Scheduler:
         self.kv.admit(seq)
         insort(self.running, seq, key=_arrival)
         seq.status = SequenceStatus.RUNNING
-        seq.num_new_tokens = seq.num_uncomputed_tokens
+        seq.num_queued_tokens = seq.num_uncomputed_tokens
 
     def _preempt(self, seq: Sequence) -> None:
         self.running.remove(seq)
@@ -254,7 +254,7 @@ class Scheduler:
 
     def _expect_hits(self, seq: Sequence) -> None:
         """Note how much a waiting sequence would have to compute if it were admitted now."""
-        seq.num_new_tokens = seq.num_tokens - self.kv.num_known_tokens(seq)
+        seq.num_queued_tokens = seq.num_tokens - self.kv.num_known_tokens(seq)
 
     def needs_tokens(self) -> bool:
         """Return True if the step in flight must be committed before the next one is planned: a sequence of it verifies

@@ -20,7 +20,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from nanovllm.core.block_state import BlockState
+from nanovllm.core.kv_spec import BlockState
 from nanovllm.llm import LLM
 
 DIRECTORY = Path(__file__).parent / "page"

@@ -21,7 +21,7 @@ from nanovllm.core.step_plan import CpuSpan, KVMoves, SamplingRow, SequenceStep,
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.engine.step_loop import LinkMeter
 from nanovllm.errors import ConfigError
-from nanovllm.kvcache.transfer.link import measure_link
+from nanovllm.kvcache.transfer.offload_engine import measure_link
 from nanovllm.kvcache.transfer.streams import ImmediateStreams, make_streams
 from nanovllm.models.registry import build_model
 

@@ -20,7 +20,7 @@ import pytest
 from tiny_models import write_tiny_model, write_tiny_tokenizer
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.core.block_state import BlockState
+from nanovllm.core.kv_spec import BlockState
 from nanovllm.engine import startup
 from nanovllm.errors import CheckpointError, ConfigError, EngineError, RequestError
 from nanovllm.utils.interrupt import deferred_interrupt

@@ -6,7 +6,7 @@ import pytest
 from content_model import Simulation
 from cpu_splits import ALL, FixedSplit
 
-from nanovllm.core.block_state import BlockState
+from nanovllm.core.kv_spec import BlockState
 from nanovllm.kvcache.policy.block_manager import BlockManager
 from nanovllm.kvcache.policy.hybrid_manager import HybridKVCacheManager
 

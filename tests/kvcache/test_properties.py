@@ -276,7 +276,7 @@ def forget_that_guesses_were_written(slots: StepSlots, block: HybridBlock, num_t
 PLACE = HybridKVCacheManager.place
 SPECULATION_FAULTS = {
     "guesses counted before they are verified": mock.patch.object(HybridKVCacheManager, "place", count_guesses),
-    "right guesses not kept": mock.patch.object(StepSlots, "keep_written", forget_that_guesses_were_written),
+    "right guesses not kept": mock.patch.object(StepSlots, "record_accepted", forget_that_guesses_were_written),
     "next step planned before guesses are verified": mock.patch.object(Scheduler, "needs_tokens", lambda self: False),
 }
 

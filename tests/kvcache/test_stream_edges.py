@@ -28,9 +28,9 @@ from tiny_models import write_tiny_model
 from nanovllm.core.kv_spec import KVCacheSpec, StagingSizes
 from nanovllm.core.step_plan import KVMoves, StepPlan
 from nanovllm.cpu_attention.job import RowSpans, TokenSpan
-from nanovllm.kvcache.policy.copy_runs import Run, load_runs, offload_runs, staging_runs
 from nanovllm.kvcache.policy.hybrid_manager import HybridKVCacheManager
 from nanovllm.kvcache.transfer import offload_engine
+from nanovllm.kvcache.transfer.copy_runs import Run, load_runs, offload_runs, staging_runs
 from nanovllm.kvcache.transfer.offload_engine import OffloadEngine
 from nanovllm.kvcache.transfer.streams import Event
 
@@ -265,7 +265,7 @@ def test_run_joined_over_a_gap_is_noticed(side: str) -> None:
         return tuple(joined)
 
     num_noticed = 0
-    with mock.patch("nanovllm.kvcache.policy.copy_runs.join_runs", join_by_one_side):
+    with mock.patch("nanovllm.kvcache.transfer.copy_runs.join_runs", join_by_one_side):
         for seed in SEEDS:
             try:
                 play_with_streams(seed, SimulatedStreams("early", seed, check_races=False))

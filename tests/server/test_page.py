@@ -9,7 +9,7 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from page_server import FakeEngine
 
-from nanovllm.core.block_state import BlockState
+from nanovllm.core.kv_spec import BlockState
 from nanovllm.errors import EngineError
 from nanovllm.server.errors import add_error_handlers
 from nanovllm.server.page import DIRECTORY, KVView, kv_router, page_paths, page_router

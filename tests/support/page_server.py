@@ -12,7 +12,7 @@ from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
 from fastapi.exception_handlers import http_exception_handler
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from nanovllm.core.block_state import BlockState
+from nanovllm.core.kv_spec import BlockState
 from nanovllm.server.page import kv_router, page_router
 
 if TYPE_CHECKING:  # playwright is an extra

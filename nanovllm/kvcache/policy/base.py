@@ -105,7 +105,11 @@ class KVCacheManager(ABC):
 
     @abstractmethod
     def block_states(self) -> bytes:
-        """The BlockState of every block, one byte each. Any thread may call it at any time (block_states.py)."""
+        """Return the BlockState of every block, one byte each.
+
+        Any thread may call it at any time, without a lock. The result may show some blocks before and others after a
+        change, so an implementation only reads, and relies on nothing that must be consistent between two blocks.
+        """
 
     @abstractmethod
     def stats(self) -> dict[str, float | None]:

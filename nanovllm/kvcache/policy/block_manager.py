@@ -6,12 +6,12 @@ blocks, and is computed again later.
 
 from collections.abc import Sequence as Seq
 
+from nanovllm.core.kv_spec import BlockState
 from nanovllm.core.sequence import Sequence
 from nanovllm.core.step_plan import KVMoves
 from nanovllm.errors import RequestError
 from nanovllm.kvcache.policy.base import WATERMARK, KVCacheManager, PagedKeys
 from nanovllm.kvcache.policy.block_pool import Block, BlockPool
-from nanovllm.kvcache.policy.block_states import gpu_block_states
 from nanovllm.utils.arithmetic import ceil_div
 
 _NO_MOVES = KVMoves()
@@ -89,7 +89,11 @@ class BlockManager(KVCacheManager):
         self.pool.check_integrity(list(sequences))
 
     def block_states(self) -> bytes:
-        return gpu_block_states(self.pool.blocks, self.pool.enable_prefix_caching)
+        # With prefix caching, a block without a hash is not full yet
+        has_index = self.pool.enable_prefix_caching
+        owned = bytes([BlockState.WRITTEN if has_index else BlockState.RESIDENT, BlockState.RESIDENT])
+        unowned = bytes([BlockState.FREE, BlockState.CACHED])
+        return bytes([(owned if block.ref_count else unowned)[bool(block.grain_hashes)] for block in self.pool.blocks])
 
     def stats(self) -> dict[str, float | None]:
         return {"num_gpu_blocks": len(self.pool.blocks), "num_free_gpu_blocks": self.pool.num_free}

@@ -20,13 +20,13 @@ from dataclasses import dataclass
 
 from nanovllm.config import BLOCK_SIZE_STEP
 from nanovllm.core.cpu_split import CpuSplit, FollowingSplit
+from nanovllm.core.kv_spec import BlockState
 from nanovllm.core.sequence import Sequence, SequenceStatus
 from nanovllm.core.step_limits import MAX_DECODE_QUERIES
 from nanovllm.core.step_plan import KVMoves
 from nanovllm.errors import RequestError
 from nanovllm.kvcache.policy.base import WATERMARK, KVCacheManager, PagedKeys
 from nanovllm.kvcache.policy.block_pool import LONG_CHUNK_BLOCKS, BlockPool
-from nanovllm.kvcache.policy.block_states import offloaded_block_states
 from nanovllm.kvcache.policy.missing_keys import MissingKeys, divide_missing
 from nanovllm.kvcache.policy.step_slots import HybridBlock, SlotRing, StepSlots
 from nanovllm.utils.arithmetic import ceil_div
@@ -280,7 +280,7 @@ class HybridKVCacheManager(KVCacheManager):
 
     def accept(self, seq: Sequence) -> None:
         block_idx, offset = divmod(seq.num_computed_tokens, self.block_size)
-        self.slots.keep_written(self.blocks[seq.block_table[block_idx]], offset + 1)
+        self.slots.record_accepted(self.blocks[seq.block_table[block_idx]], offset + 1)
         seq.num_computed_tokens += 1
 
     def num_missing_tokens(self, seq: Sequence) -> int:
@@ -324,7 +324,7 @@ class HybridKVCacheManager(KVCacheManager):
         num_queries = [num_tokens for _, num_tokens in placed]
         missing_keys = self.histories.missing_keys(histories, num_queries) if missing else MissingKeys()
         self.num_cpu_tokens += sum(span.end - span.start for row in missing_keys.cpu_spans for span in row)
-        self.slots.copy_out_kept()
+        self.slots.copy_out_accepted()
         self._last_moves = moves = self.slots.moves(missing_keys)
         for source in self._copy_sources:
             self.pool.release(source)
@@ -375,7 +375,22 @@ class HybridKVCacheManager(KVCacheManager):
             assert not block.being_written or slot >= 0, f"block {block.block_id} is being written without a slot"
 
     def block_states(self) -> bytes:
-        return offloaded_block_states(self.blocks, self._last_moves)
+        states = bytearray([_state_between_steps(block) for block in self.blocks])
+
+        def mark(block_id: int, state: BlockState) -> None:
+            if self.blocks[block_id].ref_count:  # not if its request has ended since
+                states[block_id] = state
+
+        moves = self._last_moves  # frozen; another thread may replace it meanwhile
+        for spans in moves.cpu_spans:
+            for span in spans:
+                mark(span.cpu_block_id, BlockState.CPU_ATTENDED)
+        for group in moves.streamed:
+            for block_id in group.cpu_block_ids:
+                mark(block_id, BlockState.STREAMED)
+        for offload in moves.offloads:  # the blocks that the step filled
+            mark(offload.cpu_block_id, BlockState.WRITTEN)
+        return bytes(states)
 
     def stats(self) -> dict[str, float | None]:
         return {
@@ -388,3 +403,13 @@ class HybridKVCacheManager(KVCacheManager):
             "num_cpu_tokens": self.num_cpu_tokens,
             "cpu_attention_byte_per_s": None if self.cpu_split is None else self.cpu_split.now.cpu_byte_per_s,
         }
+
+
+def _state_between_steps(block: HybridBlock) -> BlockState:
+    if not (block.num_tokens if block.ref_count else block.grain_hashes):
+        return BlockState.FREE
+    if block.being_written:
+        return BlockState.WRITTEN
+    if block.ring_slot >= 0:
+        return BlockState.RESIDENT
+    return BlockState.WAITING if block.ref_count else BlockState.CACHED

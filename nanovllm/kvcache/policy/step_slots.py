@@ -150,7 +150,7 @@ class StepSlots:
         self.block_size = block_size
         self.residency = 0
         self._pinned: list[HybridBlock] = []  # in this step
-        self._kept: list[HybridBlock] = []  # filled by guesses that proved right, not copied out yet
+        self._accepted: list[HybridBlock] = []  # filled by guesses that proved right, not copied out yet
         self._begin_moves()
 
     def _begin_moves(self) -> None:
@@ -299,7 +299,7 @@ class StepSlots:
             self._offloads.append(SlotOffload(block.ring_slot, block.block_id, start, self.block_size))
             block.num_offloaded_tokens = self.block_size
 
-    def keep_written(self, block: HybridBlock, num_tokens: int) -> None:
+    def record_accepted(self, block: HybridBlock, num_tokens: int) -> None:
         """Record that the block holds `num_tokens` tokens, because a guess that the last step wrote has proved right.
 
         If that fills it, the next step copies it out.
@@ -308,20 +308,20 @@ class StepSlots:
         block.num_tokens = num_tokens
         block.being_written = num_tokens < self.block_size
         if not block.being_written:
-            self._kept.append(block)
+            self._accepted.append(block)
         self.ring.update_state(block)
 
-    def copy_out_kept(self) -> None:
-        """Copy out the blocks that `keep_written` has filled, unless an eviction has done so, or none reads them.
+    def copy_out_accepted(self) -> None:
+        """Copy out the blocks that `record_accepted` has filled, unless an eviction has done so, or none reads them.
 
         A full block is dirty for no other reason. So a block that has another owner by now is left alone.
         """
-        for block in self._kept:
+        for block in self._accepted:
             if block.num_running and block.is_dirty and block.num_tokens == self.block_size:
                 start, end = block.num_offloaded_tokens, block.num_tokens
                 self._flushes.append(SlotOffload(block.ring_slot, block.block_id, start, end))
                 block.num_offloaded_tokens = end
-        self._kept.clear()
+        self._accepted.clear()
 
     def stop_writing(self, block: HybridBlock) -> None:
         block.being_written = False

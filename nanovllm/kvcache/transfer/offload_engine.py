@@ -34,6 +34,7 @@ A load and a later write of the CPU block that it read need no edge. Compute wai
 step (E1, E7), and a CPU block is only written (E3) from what compute stored in a later step.
 """
 
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -44,11 +45,21 @@ import torch
 
 from nanovllm.core.kv_spec import KVCacheSpec
 from nanovllm.core.step_plan import KVMoves, SlotLoad, SlotOffload, StreamedGroup
-from nanovllm.kvcache.policy.copy_runs import Run, load_runs, offload_runs, staging_runs
-from nanovllm.kvcache.transfer.link import measure_link
+from nanovllm.kvcache.transfer.copy_runs import (
+    KV,
+    Run,
+    layer_run_tensors,
+    load_runs,
+    offload_runs,
+    run_tensors,
+    staging_runs,
+    token_views,
+)
 from nanovllm.kvcache.transfer.pinned_memory import HostBuffer
-from nanovllm.kvcache.transfer.run_tensors import KV, layer_run_tensors, run_tensors, token_views
 from nanovllm.kvcache.transfer.streams import Event, Stream, StreamLog, Streams, WorkTimer
+
+COPY_BYTES = 8 * 2**20  # size of one copy; smaller copies do not reach the link's full rate
+TOTAL_BYTES = 2**30  # 20 ms at 54.6 GB/s, which is long compared with the calls that are timed along with it
 
 
 class _Loads(NamedTuple):
@@ -335,3 +346,28 @@ class OffloadEngine:
 def _newest(batches: np.ndarray, ids: Iterable[int]) -> int:
     """The newest batch that is noted for these slots or blocks, or 0 if there are none."""
     return int(batches[list(ids)].max(initial=0))
+
+
+def measure_link(streams: Streams, pool: torch.Tensor, staging: torch.Tensor) -> float | None:
+    """Bytes per second of copies from the pinned `pool` to the `staging` buffer on the GPU, or None on a CPU.
+
+    After a short warm-up, 1 GiB is copied through the h2d stream in pieces of 8 MiB, or of the size of the smaller
+    tensor if that is less. The pool is read from end to end, and again from its start as often as needed. This
+    overwrites `staging`. Each rank measures its own link.
+    """
+    if not staging.is_cuda:
+        return None
+    source, target = pool.view(-1), staging.view(-1)
+    size = min(COPY_BYTES // pool.element_size(), source.numel(), target.numel())
+    starts = range(0, source.numel() - size + 1, size)
+    num_copies = max(1, min(1024, TOTAL_BYTES // (size * pool.element_size())))
+    seconds = 0.0
+    for repeats in (max(1, num_copies // 16), num_copies):  # the first round is the warm-up
+        streams.synchronize()
+        start_s = time.perf_counter()
+        for i in range(repeats):
+            start = starts[i % len(starts)]
+            streams.h2d.copy(target[:size], source[start : start + size])
+        streams.synchronize()
+        seconds = time.perf_counter() - start_s
+    return num_copies * size * pool.element_size() / seconds
