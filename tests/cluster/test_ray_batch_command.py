@@ -39,7 +39,7 @@ def test_command_interrupted_goes_on_where_it_stopped(environment: dict[str, str
     try:
         wait_for(lambda: process.poll() is not None or list(output.glob("part-*")))
         process.send_signal(signal.SIGINT)
-        _, stderr = process.communicate(timeout=60)
+        _, stderr = process.communicate(timeout=120)
     finally:
         process.kill()
     assert process.returncode == 130, stderr

@@ -25,7 +25,7 @@ from nanovllm.engine.setup import find_machine
 ROOT = Path(__file__).parents[2]
 ENGINE_OPTIONS = {"device": "cpu", "num_kvcache_blocks": 64, "max_model_len": 4096, "max_num_batched_tokens": 2048}
 OBJECT_STORE_BYTES = 80 * 2**20
-WAIT_S = 120.0
+WAIT_S = 240.0
 FAST_HEALTH_CHECKS = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500}
 
 
