@@ -25,7 +25,7 @@ from nanovllm.request_stream import RequestStream, RequestUpdate
 
 MAX_PASSING_S = 0.02  # for which the engine's thread waits until consumers have what has arrived
 MAX_WOKEN = 16  # consumers at a time
-MAX_FIRST_WOKEN = 12  # of these, that wait for a first update while others wait, too
+MAX_FIRST_WOKEN = 12  # of these for a first update, while others wait, too
 REST_RATIO = 3.0  # rest after a dispatch, in times of what it took: passing on takes a quarter of the time at most
 MAX_REST_S = 0.1  # also after a dispatch that took longer than a third of this
 
@@ -87,7 +87,7 @@ class Dispatcher:
 
     @property
     def is_bound(self) -> bool:
-        """Whether results are handed to the running loop."""
+        """True if results are handed to the running loop."""
         return asyncio.get_running_loop() is self._loop
 
     def bind(self) -> list[int]:
@@ -153,7 +153,7 @@ class Dispatcher:
             asyncio.get_running_loop().call_soon(self._rest, start_s)  # after these consumers
 
     def _next_consumers(self) -> list[RequestStream]:
-        """Those whose turn it is: first updates before all others, which get some places in any case."""
+        """Choose the consumers to wake: first updates before all others, which always get some places."""
         num_first = min(len(self._to_begin), MAX_FIRST_WOKEN)
         others = list(islice(self._to_wake, MAX_WOKEN - num_first))
         return [*islice(self._to_begin, MAX_WOKEN - len(others)), *others]

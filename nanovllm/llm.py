@@ -84,7 +84,7 @@ class LLM:
         """
         listed = prompt_list(prompts)
         params = _params_list(sampling_params, len(listed))
-        answers = [p.per_answer() for p in params]  # of each prompt
+        answers = [p.per_answer() for p in params]  # by prompt
         prompts_ids = [self.check_request(prompt, each[0]) for prompt, each in zip(listed, answers, strict=True)]
         requests = zip(prompts_ids, answers, map(cache_salt, listed), strict=True)
         sequences = [
@@ -244,7 +244,7 @@ class LLM:
         return output
 
     def is_finished(self) -> bool:
-        """Whether every request has ended and `step` has returned all outputs of requests from `add_request`."""
+        """Return True if every request has ended and `step` has returned all outputs of requests from `add_request`."""
         return not self.engine.has_requests and not self._outbox
 
     # -- a look inside -------------------------------------------------------------------------------------------
@@ -276,7 +276,7 @@ class LLM:
         return self.engine.stats()
 
     def block_states(self) -> bytes:
-        """Where every KV block is and what the last step did with it: one byte for each block, its BlockState.
+        """Return where every KV block is and what the last step did with it: one byte for each block, its BlockState.
 
         With offload these are the blocks of CPU memory, in the order in which they lie there; without, those of the
         GPU. Any thread may call this at any time. It waits for nothing, so if a step is being planned meanwhile, some

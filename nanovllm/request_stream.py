@@ -11,7 +11,7 @@ from nanovllm.core.sequence import TokenIds
 
 @dataclass
 class RequestUpdate:
-    """What is new in one answer. `index` is the answer's place among those of the request.
+    """New text and tokens of one answer. `index` is the answer's place among those of the request.
 
     - text: the new text. It can lag behind the tokens, because the end of the text is held back while it may still
       change. "" if there is none.

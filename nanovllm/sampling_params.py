@@ -13,9 +13,9 @@ from nanovllm.utils.options import MAX_INT32, check_options, option, shown
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-10, 1e10
 MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1  # seeds are int64 on the device
 MAX_LOGPROBS = 20  # most likely tokens that a request can ask for at each position
-MAX_PENALTY = 2.0  # of a presence or frequency penalty, as in OpenAI's API
-MAX_LOGIT_BIAS = 100.0  # likewise
-MAX_STOP_CHARS = 16_384  # of all stop strings together, which take 15 ms to prepare
+MAX_PENALTY = 2.0  # for presence and frequency penalties, as in OpenAI's API
+MAX_LOGIT_BIAS = 100.0  # as in OpenAI's API
+MAX_STOP_CHARS = 16_384  # in all stop strings together, which take 15 ms to prepare
 
 INVALID_TOKEN = -1  # the sampler returns this instead of a token id if the logits hold NaN or infinity
 
@@ -75,7 +75,7 @@ class StructuredOutputs:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How one request is sampled. The `help` of each field says what it means.
+    """Sampling options of one request. The `help` of each field says what it means.
 
     An invalid value raises RequestError, whose message names the field, the value and the limit.
 

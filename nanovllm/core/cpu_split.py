@@ -19,11 +19,11 @@ from typing import NamedTuple
 from nanovllm.core.step_plan import StepPlan
 
 UNIT_TOKENS = 64  # a tile of the compiled kernels
-MIN_GAIN = 0.02  # of a layer's time; a smaller gain is within the error of the rates
-MIN_TIMED_S = 2e-4  # of expected work; the times of less work say little about rates
-WEIGHT = 1 / 12  # of a step's times, against those of the steps before
-MAX_RATIO = 2.0  # of a step's times to those before; more counts as this much, so one slow step changes little
-MIN_CHANGE = 1.04  # of a rate; a smaller one is within the noise of the times
+MIN_GAIN = 0.02  # share of a layer's time; a smaller gain is within the error of the rates
+MIN_TIMED_S = 2e-4  # expected time of work; less work says little about rates
+WEIGHT = 1 / 12  # a step's weight against the steps before
+MAX_RATIO = 2.0  # a step that is slower than those before by more counts as this much, so it changes little
+MIN_CHANGE = 1.04  # ratio of rates; a smaller change is within the noise of the times
 FORGETTING = 1 / 512  # in each step, of what was learned about a CPU that now has too little to do to be timed
 
 
@@ -38,13 +38,13 @@ class CpuRate(NamedTuple):
 class CpuSplit:
     """Rates that start-up measured, each while the other side was busy."""
 
-    token_bytes: int  # of a token's K and V in one layer, on one rank
-    max_queries: int  # of a whole step; with more of them, everything is streamed
-    max_sequence_queries: int  # of any sequence in the step; likewise
+    token_bytes: int  # K and V of a token in one layer, on one rank
+    max_queries: int  # in a whole step; with more of them, everything is streamed
+    max_sequence_queries: int  # of any sequence in the step; with more, everything is streamed
     is_forced: bool  # the CPU takes its share even where that gains nothing
     link_byte_per_s: float | None = None  # None on a CPU: there is no link, so the CPU attends to everything
     cpu_rates: tuple[CpuRate, ...] = ()  # by rising num_queries, the first for 1
-    idle_s: float = 0.0  # of the CPU in each layer, measured with one sequence
+    idle_s: float = 0.0  # time in which the CPU idles in each layer, measured with one sequence
     signal_s: float = 0.0  # part of it: the time of a job with a single token, by the GPU's clock
     rank_0_lead: tuple[float, float] = (1.0, 1.0)  # the rates of rank 0's link and CPU over those of the slowest rank
     unit_tokens: int = UNIT_TOKENS  # the CPU's share of a block is a multiple of this, or the whole block
@@ -115,7 +115,7 @@ class FollowingSplit:
 
     def __init__(self, start: CpuSplit) -> None:
         self.start = self.now = start
-        self._slowness = self._used = 1.0, 1.0  # of link and CPU: as known, and in `now`
+        self._slowness = self._used = 1.0, 1.0  # factors for link and CPU: as known, and in `now`
 
     def step_ended(self, plan: StepPlan, times: LayerTimes | None) -> None:
         """Learn from a step. `times`: None if it cannot be timed. Hot."""

@@ -85,7 +85,7 @@ class LogitEdits(NamedTuple):
     """The edits of one sequence in one step."""
 
     penalties: Penalties
-    num_new_tokens: int  # of the step's inputs up to the first sampled row that `penalties` does not know: 0 or 1
+    num_new_tokens: int  # inputs of the step up to the first sampled row that `penalties` does not know: 0 or 1
     rows: tuple[RowEdits, ...]  # one for each token that the step samples
 
 

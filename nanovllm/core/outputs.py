@@ -65,7 +65,7 @@ class LogprobList(Seq[Entry]):
 
     def __init__(self, entries: Iterable[Entry] = ()) -> None:
         self._entries: list[Any] = list(entries)
-        self._arrays: list[tuple[PositionLogprobs, TextOf]] = []  # of the tokens after these
+        self._arrays: list[tuple[PositionLogprobs, TextOf]] = []  # for the tokens after these
 
     def add(self, positions: PositionLogprobs, text_of: TextOf) -> None:
         self._arrays.append((positions, text_of))

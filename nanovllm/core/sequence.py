@@ -50,11 +50,11 @@ class Sequence:
 
         self.num_pending_tokens = 0
         self.pending_row = -1  # row of the newest pending token among those that its step samples
-        self.num_pending_guesses = 0  # that a planned step verifies, which decides how many tokens there will be
+        self.num_pending_guesses = 0  # guesses that a planned step verifies; they decide how many tokens there will be
         self.num_computed_tokens = 0  # tokens whose K/V are in the cache once all planned steps have run
         self.num_hit_tokens: int | None = None  # prompt tokens found in the prefix cache; None before admission
 
-        self.num_queued_tokens = self.num_prompt_tokens  # that it had to compute when it last began to wait
+        self.num_queued_tokens = self.num_prompt_tokens  # tokens it had to compute when it last began to wait
 
         # Owned by the KV cache manager.
         self.block_table: list[int] = []

@@ -48,8 +48,8 @@ def streamed_verifying_graph_sizes(max_num_rows: int) -> list[int]:
     return _sizes_up_to((16, MAX_VERIFYING_ROWS), max_num_rows)
 
 
-MAX_GRAPH_CHUNKS = 8  # of prompts, in a step with answers that a graph can run
-MAX_GRAPH_CHUNK_TOKENS = 1024  # of all of these
+MAX_GRAPH_CHUNKS = 8  # chunks of prompts in a step with answers that a graph can run
+MAX_GRAPH_CHUNK_TOKENS = 1024  # in all of these chunks
 
 
 class MixedSize(NamedTuple):
@@ -65,7 +65,7 @@ class MixedSize(NamedTuple):
 
 def mixed_graph_sizes(max_num_tokens: int, max_num_rows: int) -> list[MixedSize]:
     """Sizes to capture graphs for, of steps with short chunks of prompts: up to 4, 32 and `max_num_rows` answers, and
-    up to 64, 128, 256, 512 and 1024 tokens of prompts. `max_num_tokens`: of a step.
+    up to 64, 128, 256, 512 and 1024 tokens of prompts. `max_num_tokens`: per step.
     """
     rows = _sizes_up_to((4, 32, max_num_rows), max_num_rows)
     tokens = _sizes_up_to((64, 128, 256, 512, MAX_GRAPH_CHUNK_TOKENS), max_num_tokens)
@@ -94,4 +94,4 @@ def expected_tokens(acceptance: float, num_guesses: int) -> float:
 
 
 MIN_CAPABILITY = (8, 0)  # compute capability that the attention kernels need
-MAX_DECODE_QUERIES = 16  # of one sequence, in the kernel that splits a sequence's keys among programs
+MAX_DECODE_QUERIES = 16  # per sequence, in the kernel that splits a sequence's keys among programs

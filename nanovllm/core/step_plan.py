@@ -135,11 +135,11 @@ class SequenceStep(NamedTuple):
 
     seq_id: int
     token_ids: np.ndarray  # int64 [num_tokens]; -1 for a token that the previous step is still sampling, or a draft
-    position: int  # that of the first new token
+    position: int  # of the first new token
     num_prompt_tokens: int
     block_table: tuple[int, ...]
     num_paged_keys: int
-    sampling: SamplingRow | None  # of the first sampled token; None: the prompt continues in a later step
+    sampling: SamplingRow | None  # for the first sampled token; None: the prompt continues in a later step
     previous_row: int = -1  # row of the previous step whose sampled token is this step's last token
     num_guesses: int = 0
     num_drafts: int = 0  # tokens that the ranks draft one after another, of which those with id -1 become guesses

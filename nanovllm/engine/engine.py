@@ -193,12 +193,12 @@ class Engine:
 
     @property
     def has_requests(self) -> bool:
-        """Whether a request has not ended yet."""
+        """True if a request has not ended yet."""
         return bool(self._steps.receivers)
 
     @property
     def has_work(self) -> bool:
-        """Whether a request has not ended yet, or a step is planned that must run although its requests have ended.
+        """True if a request has not ended yet, or a step is planned that must run although its requests have ended.
 
         That step is a long one. If it is not run now, the next request waits for it.
         """
@@ -206,7 +206,7 @@ class Engine:
 
     @property
     def is_beside_long_step(self) -> bool:
-        """Whether a long step has just ended, or is planned. What has arrived should be passed on before the next turn:
+        """True if a long step has just ended, or is planned. What has arrived should be passed on before the next turn:
         answers have waited for the one, and its launch holds up everything else for the other.
         """
         return self._steps.is_beside_long_step

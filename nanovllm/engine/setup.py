@@ -28,7 +28,7 @@ from nanovllm.utils.memory import available_host_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class Internals:
-    """What an engine is built from that no user chooses. Tests replace parts of it, and everyone else leaves it.
+    """Parts of an engine that users do not choose. Only tests replace them.
 
     These are not options: `Config`, `--help` and docs/options.md lack them. They are arguments so that a test can
     reach, on a CPU and with a tiny model, what otherwise takes a GPU or a long prompt, and need not patch any module:
@@ -60,7 +60,7 @@ class EngineSetup:
 
     @property
     def works_ahead(self) -> bool:
-        """Whether the engine launches a step before the tokens of the last one are back."""
+        """True if the engine launches a step before the tokens of the last one are back."""
         chosen = self.internals.works_ahead
         return self.device.type != "cpu" if chosen is None else chosen
 
@@ -123,7 +123,7 @@ def check_cpu_threads(config: Config) -> None:
 
 
 def find_machine(config: Config) -> Machine:
-    """What a plan needs to know about this machine. A GPU's rates are looked up by its name (gpus.py).
+    """Find out what a plan needs to know about this machine.
 
     If there is no GPU and `config` does not ask for the CPU, assume an H200, so that users can plan for a machine they
     do not have yet.

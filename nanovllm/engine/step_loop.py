@@ -155,7 +155,7 @@ class StepLoop:
         self._last_turn_s = time.perf_counter()
 
     def _has_paused(self) -> bool:
-        """Whether a step that is launched now would follow a pause (see StepMeter)."""
+        """Return True if a step that is launched now would follow a pause (see StepMeter)."""
         if self._had_no_requests:
             return True
         is_idle = self._in_flight is None or self._in_flight.launched.is_done()

@@ -39,11 +39,11 @@ class LaunchedStep(Protocol):
         return None
 
     def layer_times(self) -> LayerTimes | None:
-        """What the link and the CPU took on rank 0. None if the step was not timed. Called after `token_ids`."""
+        """Return what the link and the CPU took on rank 0, None if the step was not timed. Called after `token_ids`."""
         return None
 
     def logprobs(self) -> StepLogprobs:
-        """Those that the plan asks for. Called after `token_ids`."""
+        """Return the log-probabilities that the plan asks for. Called after `token_ids`."""
         return NO_LOGPROBS
 
 
@@ -64,13 +64,13 @@ class Runner(Protocol):
         """Capture the CUDA graphs that decode steps replay from here on. Needs a GPU and an allocated KV cache."""
 
     def measure_cpu_split(self) -> CpuSplit | None:
-        """How attention is divided between the link and the CPU, by the slowest rank; None: the CPU takes no part.
+        """Measure how to divide attention between link and CPU, by the slowest rank; None: the CPU takes no part.
 
         The last measurement of the start, because it runs decode steps as requests will.
         """
 
     def measure_draft_s(self) -> float:
-        """How long it takes to draft a token by as many keys as the GPU holds. Needs an allocated KV cache."""
+        """Measure how long drafting a token takes with as many keys as the GPU holds. Needs an allocated KV cache."""
 
     def freeze_objects(self) -> None:
         """Exempt all objects that exist now from garbage collection, until `close`."""
@@ -84,7 +84,7 @@ class Runner(Protocol):
         """
 
     def start_report(self) -> StartReport:
-        """What the engine needs to know about the ranks. Called once, at the end of start-up."""
+        """Report on the ranks to the engine. Called once, at the end of start-up."""
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Enqueue one step; on a CPU, run it. Steps run in the order of their launches. Hot."""

@@ -21,8 +21,8 @@ DECODE_PROGRAMS_PER_SM = 2
 MAX_HEADS_PER_TILE = 8  # in prefill
 SPLIT_COST_TOKENS = 256  # starting a program and merging its part cost about as much as reading this many keys
 SPLIT_GRAIN_TOKENS = 64  # a split consists of whole tiles
-MAX_PREFILL_SPLITS = 32  # of a tile
-MAX_WAVES = 4  # of programs that share keys; bounds the memory of their parts
+MAX_PREFILL_SPLITS = 32  # programs that share the keys of a tile
+MAX_WAVES = 4  # waves of programs that share keys; bounds the memory of their parts
 MERGE_COST_TOKENS = 1024  # launching a merge costs about as much as reading this many keys
 SHORT_QUERY_LEN = 2048  # up to here sequences get the smaller tile of queries, and programs may share their keys
 
@@ -62,7 +62,7 @@ def heads_per_tile(group: int, max_query_len: int) -> int:
 def prefill_config(
     target: KernelTarget, head_dim: int, itemsize: int, max_query_len: int, num_heads: int
 ) -> PrefillConfig:
-    """`num_heads`: of a tile, see `heads_per_tile`."""
+    """Choose the configuration. `num_heads`: heads in a tile, see `heads_per_tile`."""
     block_d = triton.next_power_of_2(head_dim)
     if itemsize == 4:
         return _exact_prefill_config(block_d)

@@ -15,7 +15,7 @@ from nanovllm.kernels.launch import let_next_start, on_grid, pdl_options, wait_f
 
 MAX_SPLITS = 128
 MERGE_SIZES = (8, 32, MAX_SPLITS)  # splits that a merge kernel has room for; one is compiled for each
-BLOCK_TOKENS = 16  # of a program; fewer would make more variants of the kernel, and save nothing
+BLOCK_TOKENS = 16  # per program; fewer would make more variants of the kernel, and save nothing
 LSE_STRIDES = [f"{name}_lse_stride_{dim}" for name in ("a", "b", "c", "merged") for dim in "ht"]
 
 

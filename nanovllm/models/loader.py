@@ -74,7 +74,7 @@ def _fill(shard: WeightShard, source: Any, where: str) -> None:
 
 
 def _may_be_ignored(name: str, model: CausalLM) -> bool:
-    """Whether the model does not need this tensor, because it computes or shares it. Some checkpoints contain it."""
+    """Return True if the model computes or shares this tensor, which some checkpoints contain all the same."""
     return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and model.config.tie_word_embeddings)
 
 

@@ -27,12 +27,12 @@ from nanovllm.kvcache.transfer.cpu_attention import CpuAttention, CpuRows
 from nanovllm.kvcache.transfer.offload_engine import COPY_BYTES, OffloadEngine
 from nanovllm.runner.step_result import StepResult
 
-MAX_QUERIES = 512  # of a step in which the CPU attends, unless max_num_seqs is larger
+MAX_QUERIES = 512  # in a step in which the CPU attends, unless max_num_seqs is larger
 NUM_TIMED_STEPS = 8
-NUM_QUERIES = (1, 4, 16)  # of a sequence: a decode step's, and those of a few guesses
+NUM_QUERIES = (1, 4, 16)  # of one sequence that are measured: a decode step's, and those of a few guesses
 LINK_S = 0.04  # for which the link is kept busy
-JOB_S = 0.004  # of one call of the CPU's kernel, long against its start and its end
-FIRST_JOB_BYTES = 2**24  # of the call that tells how large such a job is
+JOB_S = 0.004  # duration of a timed call of the CPU's kernel, long against its start and end
+FIRST_JOB_BYTES = 2**24  # read by the first call, which tells how large such a job is
 
 logger = logging.getLogger("nanovllm")
 

@@ -39,8 +39,8 @@ class GraphSet:
         max_num_tokens: int,
         tp: TPGroup,
     ) -> None:
-        """Captures nothing yet. `num_heads`: query heads of this rank. `max_guesses`: of a sequence, 0 without
-        speculation. `max_num_tokens`: of a step.
+        """Does not capture anything yet. `num_heads`: query heads of this rank. `max_guesses`: per sequence, 0 without
+        speculation. `max_num_tokens`: per step.
         """
         self.inputs, self.model, self.memory, self.tp = inputs, model, memory, tp
         self._num_heads = num_heads

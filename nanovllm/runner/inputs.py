@@ -118,7 +118,7 @@ def build_arrays(plan: StepPlan, block_size: int) -> StepArrays:
 
 
 def _pending(plan: StepPlan, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """`pending_tokens` and `pending_rows` of StepArrays. `ends`: of each sequence's tokens."""
+    """`pending_tokens` and `pending_rows` of StepArrays. `ends`: where each sequence's tokens end."""
     drafts = plan.draft_rows()
     if not drafts:
         previous_rows = np.array([step.previous_row for step in plan.sequences], dtype=np.int64)

@@ -94,7 +94,7 @@ class StepRunner:
         self.model, self.memory, self.spec, self.tp, self.device = model, memory, memory.spec, tp, memory.device
         self.graphs: GraphSet | None = None  # None: every step is launched kernel by kernel
         self._sampled_ids = torch.zeros(0, dtype=torch.int64, device=self.device)  # by the last step
-        self._last_end: StepEnd | None = None  # of that step
+        self._last_end: StepEnd | None = None  # that step's end
         # Steps that may still run. A kernel writes their results to pinned memory, which must exist until then.
         self._running: deque[StepResult] = deque()
 

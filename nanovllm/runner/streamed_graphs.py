@@ -92,7 +92,7 @@ class GroupGraphs:
         max_num_seqs: int,
         max_query_len: int,
     ) -> None:
-        """`max_num_seqs`: of the largest graph. `max_query_len`: the most queries of a sequence."""
+        """`max_num_seqs`: sequences of the largest graph. `max_query_len`: the most queries of a sequence."""
         self.inputs, self.max_query_len = inputs, max_query_len
         self.offload, self.backend, self.scale = offload, backend, scale
         caches, spec, largest = offload.k_cache_gpu, offload.spec, max_num_seqs
@@ -150,7 +150,7 @@ class CpuGraph:
     def __init__(self, cpu: CpuAttention, backend: AttentionBackend, scale: float) -> None:
         self.cpu, self.backend, self.scale = cpu, backend, scale
         self._query_ready = cpu.streams.graph_event()
-        self._job: AttentionJob | None = None  # of the step
+        self._job: AttentionJob | None = None  # the step's
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def capture_query(self, q_BHD: torch.Tensor) -> None:

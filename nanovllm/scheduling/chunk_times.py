@@ -26,11 +26,11 @@ from typing import NamedTuple
 from nanovllm.core.step_plan import StepPlan
 
 NUM_DECODE_TIMES = 15  # whose median is the time of a step without chunks
-NUM_CHUNK_TIMES = 3  # of each magnitude of work, so that a single slow step does not count
+NUM_CHUNK_TIMES = 3  # kept for each magnitude of work, so that a single slow step does not count
 NUM_RATE_CHUNKS = 5
-MAX_FIXED_SHARE = 0.5  # of the time of the chunk with the most work
-MIN_RATIO = 4.0  # of two works, from whose times a slope can be told
-MAX_RATIO = 16.0  # of two works whose times per work are compared; that of much less work is noise
+MAX_FIXED_SHARE = 0.5  # the largest fixed cost, as a share of the time of the chunk with the most work
+MIN_RATIO = 4.0  # a slope can be told from the times of two works with at least this ratio
+MAX_RATIO = 16.0  # times per work are compared up to this ratio of works; that of much less work is noise
 
 
 def chunk_work(num_tokens: int, position: int, token_keys: int) -> float:
@@ -45,7 +45,7 @@ def chunk_tokens(work: float, position: int, token_keys: int) -> int:
 
 
 class ChunkLine(NamedTuple):
-    """What chunks add to the time of a step: fixed_s + work_s * work."""
+    """The time that chunks add to a step: fixed_s + work_s * work."""
 
     fixed_s: float
     work_s: float
@@ -87,9 +87,11 @@ class ChunkTimes:
         return median(self._decode_s) if self._decode_s else None
 
     def line(self, *, in_graph: bool = False) -> ChunkLine | None:
-        """What chunks add to the time of a step; None if none was measured. `in_graph`: chunks of up to `graph_tokens`
-        tokens. Longer ones are taken to be as fast for their work, while nothing is known of them. Where there are
-        graphs, the fixed time of longer ones is part of the time for their work.
+        """Estimate what chunks add to a step's time; None if none was measured.
+
+        `in_graph`: chunks of up to `graph_tokens` tokens. Longer ones are taken to be as fast for their work, while
+        nothing is known of them. Where there are graphs, the fixed time of longer ones is part of the time for their
+        work.
         """
         in_graphs = self._in_graphs.line()
         return in_graphs if in_graph else self._launched.line() or in_graphs
@@ -100,7 +102,7 @@ class _MeasuredLine:
 
     def __init__(self) -> None:
         self._chunks: dict[int, deque[tuple[float, float]]] = defaultdict(_newest_chunks)  # by magnitude: work, time
-        self._line: ChunkLine | None = None  # of self._chunks; None: to be computed
+        self._line: ChunkLine | None = None  # fitted to self._chunks; None: to be computed
 
     def add(self, work: float, added_s: float) -> None:
         self._chunks[int(work).bit_length()].append((work, added_s))

@@ -58,7 +58,7 @@ class Scheduler:
         self._has_new_document = False  # whether a long prompt has been computed since hits were last looked up
         self.waits_for_masks = False  # whether the last plan left out a sequence for that reason
         self._step = PlannedStep(0, 0)  # the one being planned
-        self._load = load_of(0, 0)  # of this step, if all running sequences decode in it
+        self._load = load_of(0, 0)  # the step's load if all running sequences decode in it
         self._num_admissible = 0  # waiting sequences that this step could admit; guesses leave rows for them
 
     def check_fits(self, seq: Sequence) -> None:
@@ -265,7 +265,7 @@ class Scheduler:
         if any(seq.num_pending_guesses for seq in self.running):
             return True
         num_rows = min(self.max_num_batched_tokens, self.max_step_rows, MAX_VERIFYING_ROWS)
-        num_admissible = min(self._num_admissible, len(self.waiting))  # of the step before; it may have admitted some
+        num_admissible = min(self._num_admissible, len(self.waiting))  # the step before may have admitted some
         if num_rows <= len(self.running) + num_admissible:
             return False  # there is no room for guesses
         load = self._next_load()

@@ -25,7 +25,7 @@ from nanovllm.scheduling.chunk_times import ChunkTimes, chunk_tokens, chunk_work
 PACE = 2.5  # three times is what is promised; the rest is for estimates that are too low
 LONG_STEP_INTERVAL = 160  # 0.6% of the steps, which leaves room for steps that are slow for other reasons
 REST_SHARE = 4.0  # most time between two long steps, in times of a long one, for many others and one long prompt
-MIN_USEFUL_SHARE = 0.5  # of the time that a chunk adds to a step, which must grow with its length
+MIN_USEFUL_SHARE = 0.5  # a chunk is useful if at least this share of its time grows with its length
 MIN_CHUNK_TOKENS = 256
 
 
@@ -43,7 +43,7 @@ class StepBound:
         self._has_long = self._is_paced = False  # whether a long prompt has a chunk, and whether it keeps the pace
         self._holds_long = False  # whether long prompts have to wait
         self._long_limit_s = self._streaming_s = 0.0  # time for chunks of long prompts, and to stream their keys
-        self._least_tokens = MIN_CHUNK_TOKENS  # of the first chunk
+        self._least_tokens = MIN_CHUNK_TOKENS  # for the first chunk
 
     def begin_step(self, num_others: int, num_long: int, num_missing_tokens: int) -> None:
         """`num_others`: answers and short prompts that have work to do. `num_long`: long prompts that do.
@@ -58,12 +58,12 @@ class StepBound:
 
     @property
     def runs_long_prompts(self) -> bool:
-        """Whether this step runs chunks of long prompts. If not, they wait for a later step."""
+        """True if this step runs chunks of long prompts. If not, they wait for a later step."""
         return self._long_limit_s > 0
 
     @property
     def is_long_step(self) -> bool:
-        """Whether the planned step is a long one. Even launching it takes as long as several others."""
+        """True if the planned step is a long one. Even launching it takes as long as several others."""
         return self._has_long and not self._is_paced and self._num_tokens > self.times.graph_tokens
 
     def max_tokens(self, position: int, *, is_long: bool, is_oldest: bool) -> int:
@@ -95,7 +95,7 @@ class StepBound:
             self._num_slow_since += self._is_slow() and not was_slow
 
     def _is_slow(self) -> bool:
-        """Whether the step takes so long, because of short prompts, that answers notice."""
+        """True if the step takes so long, because of short prompts, that answers notice."""
         return self._num_chunks > 0 and self._short_s >= (PACE - 1) * (self.times.decode_s or 0.0)
 
     def _set_long_limit(self, num_others: int, num_long: int, streaming_s: float) -> None:
@@ -112,7 +112,7 @@ class StepBound:
                 self._long_limit_s = 0.0
 
     def _paced_s(self, streaming_s: float) -> float:
-        """How much longer a step with answers may take because of a chunk; 0 if that is too little to be useful."""
+        """Seconds that a chunk may add to a step with answers; 0 if that is too little to be useful."""
         decode_s, line = self.times.decode_s, self.times.line()
         if self.times.graph_tokens or decode_s is None or line is None or not line.knows_fixed:
             return 0.0
@@ -120,7 +120,7 @@ class StepBound:
         return added_s if line.fixed_s + streaming_s <= (1 - MIN_USEFUL_SHARE) * added_s else 0.0
 
     def _has_rested(self, num_others: int, num_long: int) -> bool:
-        """Whether the next long step may run. Many long prompts beside few others get more of the time."""
+        """Return True if the next long step may run. Many long prompts beside few others get more of the time."""
         longest_rest_s = REST_SHARE * self._long_s * num_others / (num_others + num_long)
         num_slow = 1 + self._num_slow_since
         return self._num_steps_since >= LONG_STEP_INTERVAL * num_slow or self._rest_s >= longest_rest_s

@@ -17,7 +17,7 @@ DRAFTED = -1  # in place of a guess: the ranks draft it
 
 
 class Guesses(NamedTuple):
-    """What a sequence may continue with."""
+    """Tokens that a sequence may continue with."""
 
     token_ids: tuple[int, ...] = ()
     num_drafts: int = 0  # tokens that the ranks draft, of which those in the places of DRAFTED become guesses
@@ -28,7 +28,7 @@ class Guesses(NamedTuple):
         return Guesses(self.token_ids[:num_guesses], min(self.num_drafts, num_guesses))
 
     def without_drafts(self) -> "Guesses":
-        """Those before the first one that would have to be drafted."""
+        """Return the guesses before the first one that would have to be drafted."""
         known = self.token_ids
         return Guesses(known[: known.index(DRAFTED)] if DRAFTED in known else known)
 
@@ -49,11 +49,11 @@ class Drafter(Protocol):
         """The request has ended."""
 
     def can_guess(self, seq: Sequence) -> bool:
-        """Whether `guess` is likely to return something. The sequence's newest token may still be pending."""
+        """Return True if `guess` is likely to return something. The sequence's newest token may still be pending."""
         ...
 
     def kind(self, seq: Sequence) -> str:
-        """What the sequence's next guesses are, where some are more often right than others. Each kind has a pace."""
+        """Return the kind of the sequence's next guesses. Some kinds are right more often, so each has its own pace."""
         ...
 
     def guess(self, seq: Sequence, max_guesses: int) -> Guesses:
@@ -64,7 +64,7 @@ class Drafter(Protocol):
 class Match(NamedTuple):
     """The longest suffix of a text that occurs earlier in it."""
 
-    num_tokens: int  # of the text
+    num_tokens: int  # in the text
     length: int = 0  # up to MAX_MATCH_TOKENS; 0 if it is below MIN_MATCH_TOKENS
     end: int = 0  # the position after the earlier occurrence
 
@@ -99,7 +99,7 @@ def longest_match(token_ids: TokenIds) -> Match:
 
 
 def _length_of_match(token_ids: TokenIds, end: int, known: int) -> int:
-    """How many tokens before `end` equal the last ones, up to MAX_MATCH_TOKENS. The `known` last ones do."""
+    """Count the tokens before `end` that equal the last ones, up to MAX_MATCH_TOKENS. The `known` last ones do."""
     length, limit = known, min(end, MAX_MATCH_TOKENS)
     while length < limit and token_ids[end - 1 - length] == token_ids[-1 - length]:
         length += 1
@@ -107,7 +107,7 @@ def _length_of_match(token_ids: TokenIds, end: int, known: int) -> int:
 
 
 class PromptLookupDrafter:
-    """What followed the longest suffix of prompt and answer where it occurred before."""
+    """Guesses that follow the longest suffix of prompt and answer where it occurred before."""
 
     name: ClassVar[str] = "prompt_lookup"
     costs_drafts: ClassVar[bool] = False
@@ -129,7 +129,7 @@ class PromptLookupDrafter:
         return "quote" if self._match(seq).length >= QUOTE_TOKENS else self.name
 
     def guess(self, seq: Sequence, max_guesses: int) -> Guesses:
-        """Where the text ends earlier, so do the guesses, unless it ends with a pattern that repeats: then they go on
+        """Copy from the text. The guesses end with it, unless it ends with a pattern that repeats: then they go on
         repeating it.
         """
         num_tokens, length, end = self._match(seq)

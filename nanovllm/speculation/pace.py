@@ -1,4 +1,4 @@
-"""How many guesses are worth their time: from how often guesses prove right, and from how long steps take.
+"""Choice of the number of guesses: from how often guesses prove right, and from how long steps take.
 
 A pass with k guesses yields so many tokens on average (core/guesses.py), and takes the time of the pass and of k
 drafts. The k with the most tokens per second is chosen, or 0 if that gains nothing.
@@ -11,8 +11,8 @@ from typing import NamedTuple
 from nanovllm.core.step_limits import expected_tokens
 from nanovllm.core.step_plan import StepPlan
 
-PRIOR_ACCEPTANCE, PRIOR_WEIGHT = 0.7, 2.0  # of a sequence that begins to guess: as if so many guesses had been tried
-DECAY, COMMON_DECAY = 0.9, 0.98  # of the acceptance of a sequence and of all together
+PRIOR_ACCEPTANCE, PRIOR_WEIGHT = 0.7, 2.0  # for a sequence that begins to guess: as if so many guesses had been tried
+DECAY, COMMON_DECAY = 0.9, 0.98  # per pass, for the acceptance of a sequence and that of all together
 MIN_GAIN = 1.02  # in tokens per second; less is within the error of the times
 REST_STEPS = 64  # from one trial of all resting sequences to the next
 NUM_FEW = 4  # sequences, each of which may try guesses of its own accord
@@ -27,7 +27,7 @@ class Load(NamedTuple):
     """Steps of equal load take about as long."""
 
     num_seqs: int
-    magnitude: int  # of their keys: the number of binary digits
+    magnitude: int  # number of binary digits of the number of their keys
 
 
 def load_of(num_seqs: int, num_keys: int) -> Load:
@@ -35,7 +35,7 @@ def load_of(num_seqs: int, num_keys: int) -> Load:
 
 
 class StepTimes:
-    """How long decode steps take, with and without guesses, by their load.
+    """Times of decode steps, with and without guesses, by their load.
 
     A step's time runs from the end of the step before to its own, so it contains the time in which the GPU waits for
     guesses. It counts if both are decode steps of the same kind, or if the step has guesses, because then nothing of it
@@ -46,7 +46,7 @@ class StepTimes:
         self.draft_s = draft_s
         self._plain_s: dict[Load, deque[float]] = defaultdict(_newest_times)
         self._pass_s: dict[Load, deque[float]] = defaultdict(_newest_times)
-        self.num_steps = 0  # that have ended
+        self.num_steps = 0  # ended so far
         self._last_pass: dict[Load, int] = {}  # number of the newest step in _pass_s
         self._num_passes = 0  # with guesses, since a step without any was measured
         self._last_had_guesses: bool | None = None  # None: the step before was no decode step
@@ -84,7 +84,7 @@ class StepTimes:
         return self.num_steps - self._last_pass.get(load, 0) > PASS_EXPIRY_STEPS
 
     def is_measured(self, load: Load) -> bool:
-        """Whether the time of a step without guesses is known, and from not long ago."""
+        """Return True if the time of a step without guesses has been measured recently."""
         return load in self._plain_s and self._num_passes < REMEASURE_PASSES
 
     def best_num_guesses(self, load: Load, acceptance: float, max_guesses: int, *, costs_drafts: bool) -> int:
@@ -109,10 +109,10 @@ def _newest_times() -> deque[float]:
 
 
 class Acceptance:
-    """How likely a guess is right if those before it are, by what became of earlier ones."""
+    """Estimate of how likely a guess is right if those before it are, from the results of earlier ones."""
 
     def __init__(self, prior: float, decay: float) -> None:
-        """`decay`: of the weight of older passes, with every pass."""
+        """`decay`: factor of the weight of older passes, with every pass."""
         self._num_right, self._num_tried = prior * PRIOR_WEIGHT, PRIOR_WEIGHT
         self._decay = decay
 
@@ -137,7 +137,7 @@ class Pace:
         self._rest_end: int | None = None  # number of a step
 
     def rests(self, num_steps: int) -> bool:
-        """Whether the sequence must wait for the next trial. With that it begins as if nothing were known.
+        """Return True if the sequence must wait for the next trial. A trial begins as if nothing were known.
 
         `num_steps`: how many steps have ended.
         """

@@ -39,7 +39,7 @@ class Speculator:
             drafter.forget(seq)
 
     def wants_to_guess(self, seq: Sequence, load: Load) -> bool:
-        """Whether the sequence would guess if its newest token were known. `load`: of the next step."""
+        """Return True if the sequence would guess if its newest token were known. `load` is the next step's."""
         return any(self._is_active(drafter, seq, load) and drafter.can_guess(seq) for drafter in self.drafters)
 
     def _is_active(self, drafter: Drafter, seq: Sequence, load: Load) -> bool:
@@ -56,7 +56,7 @@ class Speculator:
         return paces[kind]
 
     def guess(self, seq: Sequence, max_guesses: int, load: Load) -> Guesses:
-        """Up to `max_guesses` guesses by the first drafter that has any and gains time by them. `load`: of the step."""
+        """Return up to `max_guesses` guesses of the first drafter that has any and gains time. `load` is the step's."""
         most = min(max_guesses, self.max_guesses)
         for drafter in self.drafters if most > 0 else ():
             if not self._is_active(drafter, seq, load):

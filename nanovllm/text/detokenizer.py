@@ -93,7 +93,7 @@ class StopStrings:
         return self._automaton.step(state, char)
 
     def num_begun(self, state: int) -> int:
-        """How many characters at the end of the text could be the beginning of a stop string."""
+        """Count the characters at the end of the text that could be the beginning of a stop string."""
         return self._automaton.depths[state]
 
     def num_found(self, state: int) -> int:
@@ -191,7 +191,7 @@ class Detokenizer:
         return newest if len(newest) == len(token_ids) or REPLACEMENT not in self._decoder.decode(newest) else token_ids
 
     def _cut_at_stop(self, piece: str, finished: bool) -> str:
-        """What may be shown of the text that was withheld and the piece after it: all before the first stop string, or
+        """Return what may be shown of the withheld text and the piece after it: all before the first stop string, or
         before what could begin one.
         """
         found: list[tuple[int, int]] = []  # where stop strings begin and end

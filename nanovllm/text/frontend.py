@@ -37,7 +37,7 @@ from nanovllm.text.request_check import (
 from nanovllm.text.structured import GrammarCompiler, TokenMatcher
 from nanovllm.text.text_encoder import TextEncoder
 
-MAX_TOKENS = 16_384  # of a request's bad words: they take 15 ms to prepare, and a step at most 0.1 ms
+MAX_TOKENS = 16_384  # in a request's bad words, which take 15 ms to prepare and up to 0.1 ms in a step
 MAX_CHARS = 16 * MAX_TOKENS  # checked before anything is tokenized; few texts have as many characters for each token
 
 
@@ -179,7 +179,7 @@ class TextFrontend:
         self._grammar_of(params)
 
     def rules(self, params: SamplingParams) -> AnswerRules:
-        """What bad_words and structured_outputs mean in tokens, for one answer. Raises RequestError as `check_params`
+        """Translate bad_words and structured_outputs to tokens, for one answer. Raises RequestError as `check_params`
         does.
         """
         bad_words, grammar = self._bad_words_of(params), self._grammar_of(params)

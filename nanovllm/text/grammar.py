@@ -27,14 +27,14 @@ from nanovllm.utils.arithmetic import ceil_div
 # llguidance's defaults would allow compilations and masks of seconds (tests/text/test_hostile_grammars.py).
 LIMITS: Mapping[str, Any] = {
     "max_grammar_size": 20_000,  # symbols; compilation is quadratic in the optional properties of an object
-    "initial_lexer_fuel": 1_000_000,  # of a compilation
-    "step_lexer_fuel": 50_000,  # of a mask
-    "step_max_items": 5_000,  # of a mask
+    "initial_lexer_fuel": 1_000_000,  # for a compilation
+    "step_lexer_fuel": 50_000,  # for a mask
+    "step_max_items": 5_000,  # for a mask
     "max_items_in_row": 2_000,
-    "max_lexer_states": 50_000,  # of a grammar, at 1 to 2 kB each
+    "max_lexer_states": 50_000,  # in a grammar, 1 to 2 kB each
     "verbose_errors": False,
 }
-MAX_CHARS = 200_000  # of a schema, a regex, or all choices together
+MAX_CHARS = 200_000  # in a schema, a regex, or all choices together
 # llguidance follows references by recursion. Each reference is followed at most once on the way down, through no more
 # levels than the schema has, so the product of the two bounds the depth.
 MAX_REFERENCE_DEPTH = 6000
@@ -46,8 +46,8 @@ MAX_WHITESPACE = 64  # between two parts of JSON; without a limit, some models e
 _HEADER = '%llguidance {"no_forcing": true}\nstart: '
 _WHITESPACE = rf"[\x20\x0A\x0D\x09]{{1,{MAX_WHITESPACE}}}"
 NUM_SPARES = 2  # an answer that exceeds a limit uses up the automaton in use and the one that it tries again with
-SLOW_MASK_S = 0.5e-3  # of CPU time. Most masks take 0.03 ms, but the limits above admit some of 30 ms
-NUM_SLOW_MASKS = 1000  # of a grammar that are taken to be slow after one that was
+SLOW_MASK_S = 0.5e-3  # CPU time of a slow mask. Most take 0.03 ms, but the limits above admit some of 30 ms
+NUM_SLOW_MASKS = 1000  # after a slow mask, a grammar's next masks taken to be slow as well
 NUM_MASK_THREADS = 2
 MAX_REASON_CHARS = 300
 
@@ -80,7 +80,7 @@ class Vocabulary:
         self._text_tokens = token_mask(list(text_tokens), vocab_size)
 
     def is_text(self, token_id: int) -> bool:
-        """Whether it is a token of the model other than an end token."""
+        """Return True if it is a token of the model other than an end token."""
         return 0 <= token_id < self.vocab_size and is_allowed(self._text_tokens, token_id)
 
     def continuations(self, matcher: Any) -> TokenMask:
@@ -139,7 +139,7 @@ class Grammar:
 
     @property
     def is_slow(self) -> bool:
-        """Whether masks can take so long that the engine's thread should not compute them."""
+        """True if masks can take so long that the engine's thread should not compute them."""
         return self._num_slow_masks > 0
 
     def continuations(self, matcher: Any) -> TokenMask:
@@ -158,7 +158,7 @@ class Grammar:
 
 
 def error_of(matcher: Any) -> str | None:
-    """What llguidance complains about; None if the matcher is in order."""
+    """Return llguidance's complaint; None if the matcher is in order."""
     return reason_of(matcher.get_error()) if matcher.is_error() else None
 
 

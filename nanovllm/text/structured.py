@@ -26,7 +26,7 @@ from nanovllm.sampling_params import StructuredOutputs
 from nanovllm.text.grammar import LIMITS, Grammar, Vocabulary, error_of, grammar_text, is_allowed, kind_of, reason_of
 
 MAX_GRAMMARS = 16  # compiled ones that are kept
-MAX_RENEWALS = 4  # of the automaton, for one answer: each reads the answer again
+MAX_RENEWALS = 4  # renewals of the automaton in one answer; each reads the answer again
 
 _Compile: TypeAlias = Callable[[str, str], Grammar]
 
@@ -186,7 +186,7 @@ class TokenMatcher:
         self._following = following
 
     def _advance(self, token_id: int) -> bool:
-        """Whether the matcher allows the token; if so, it comes after it."""
+        """Advance the matcher by the token. Returns False, and changes nothing, if it does not allow the token."""
         is_allowed = bool(self._matcher.try_consume_tokens([token_id]))
         if self._matcher.is_error():
             self._renew()

@@ -75,7 +75,7 @@ def _state(component: Any) -> dict[str, Any]:
 
 
 def _has_only_plain_tokens(backend: Any) -> bool:
-    """Whether no token that is found in texts before they are split into words has a cut inside, or takes the white
+    """Return True if no token that is found before texts are split into words has a cut inside, or takes the white
     space around it.
     """
     return not any(
@@ -108,9 +108,9 @@ def _cuts_of(pre_tokenizer: dict[str, Any]) -> re.Pattern[str] | None:
     return _CUT if is_known else None
 
 
-MIN_CHARS = 20_000  # of a text that is cut; the tokens of a shorter one take less than 10 ms
+MIN_CHARS = 20_000  # only longer texts are cut; the tokens of a shorter one take less than 10 ms
 PIECE_CHARS = 2_000
-MAX_BYTES = 64 * 2**20  # of the pieces that are kept, about 20 million characters
+MAX_BYTES = 64 * 2**20  # for the pieces that are kept, about 20 million characters
 _ENTRY_BYTES = 300  # the objects around a piece
 
 
@@ -128,7 +128,7 @@ class TextEncoder:
         self._cuts = find_cuts(tokenizer)
         self._around = _special_tokens_around(tokenizer) if self._cuts is not None else None
         self._pieces: OrderedDict[tuple[bytes, str], TokenIds] = OrderedDict()  # the last used ones are last
-        self.num_bytes = 0  # of `_pieces`, about
+        self.num_bytes = 0  # approximate size of `_pieces`
 
     def encode(self, text: str, *, add_special_tokens: bool = True, cache_salt: str | None = None) -> TokenIds:
         """The tokens of a text. Raises what the tokenizer raises for lone surrogates."""
@@ -142,7 +142,7 @@ class TextEncoder:
         return token_ids
 
     def _encodes_whole_texts(self) -> bool:
-        """Whether the backend neither cuts nor pads. A call of the tokenizer with other options may leave it so."""
+        """Return True if the backend neither cuts nor pads. A call with other options may have changed that."""
         backend = self.tokenizer.backend_tokenizer
         splits_special_tokens: bool = self.tokenizer.split_special_tokens
         is_set = backend.truncation is not None or backend.padding is not None

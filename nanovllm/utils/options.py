@@ -9,7 +9,7 @@ from types import NoneType, UnionType
 from typing import Any, NamedTuple, get_args
 
 MAX_INT32 = 2**31 - 1  # positions, lengths and block tables are int32 on the device
-MAX_SHOWN_CHARS = 200  # of a value that an error message repeats
+MAX_SHOWN_CHARS = 200  # an error message repeats so much of a value
 _NOUNS = {
     bool: "True or False",
     int: "an integer",

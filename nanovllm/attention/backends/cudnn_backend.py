@@ -34,10 +34,10 @@ from nanovllm.device.cuda import new_stream
 class CudnnLimits:
     """Tests cut smaller."""
 
-    query_sizes: tuple[int, ...] = (1024, 2048, 3072, 4096, 6144, 8192, 16384)  # of a call; multiples of the first
-    max_padded_queries: int = 8192  # of a call whose queries are padded, which copies them
-    min_keys: int = 4096  # of a call without a mask; a power of two
-    max_keys: int = 32768  # of a call without a mask; a power of two
+    query_sizes: tuple[int, ...] = (1024, 2048, 3072, 4096, 6144, 8192, 16384)  # per call; multiples of the first
+    max_padded_queries: int = 8192  # in a call whose queries are padded, which copies them
+    min_keys: int = 4096  # in a call without a mask; a power of two
+    max_keys: int = 32768  # in a call without a mask; a power of two
     gather_bytes: int = GATHER_BYTES  # keys that are copied together, but always min_keys
 
     @property

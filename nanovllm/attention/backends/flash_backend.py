@@ -21,7 +21,7 @@ from nanovllm.device import kernel_target
 
 PAGE_GRAIN_TOKENS = 256  # flash-attn 2 pages are multiples of this
 MAX_CHUNK_QUERIES, MIN_CHUNK_KEYS = 1024, 16384  # a short chunk over a long history
-MAX_BUILD_ERROR = 0.05  # of values and scores around 1; rounding to bfloat16 makes 0.01
+MAX_BUILD_ERROR = 0.05  # for values and scores around 1; rounding to bfloat16 makes 0.01
 
 
 class FlashBackend(AttentionBackend):

@@ -18,7 +18,7 @@ class MissingKeys(NamedTuple):
     """Groups to stream, and spans for the CPU."""
 
     streamed: tuple[StreamedGroup, ...] = ()
-    cpu_spans: tuple[tuple[CpuSpan, ...], ...] = ()  # of each sequence; empty where the CPU attends to nothing
+    cpu_spans: tuple[tuple[CpuSpan, ...], ...] = ()  # by sequence; empty where the CPU attends to nothing
 
 
 def divide_missing(
@@ -57,7 +57,7 @@ def divide_missing(
 def _groups(
     rows: Sequence[Sequence[int]], place: Mapping[int, int], num_streamed: int, block_size: int, group_blocks: int
 ) -> tuple[StreamedGroup, ...]:
-    """The first `num_streamed` tokens, in groups of `group_blocks`. `place`: of each block in the row."""
+    """The first `num_streamed` tokens, in groups of `group_blocks`. `place`: each block's index in the row."""
     num_blocks = -(-num_streamed // block_size)
     block_ids = [block_id for block_id, i in place.items() if i < num_blocks]
     starts = range(0, num_blocks, group_blocks)

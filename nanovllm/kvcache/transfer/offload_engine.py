@@ -90,7 +90,7 @@ class OffloadEngine:
         """Allocate the CPU pool and the staging groups. `allocate_slots` allocates the slots."""
         self.spec, self.dtype, self.device = spec, dtype, device
         self.streams = streams
-        self.timer = WorkTimer(streams, streams.h2d)  # of streamed groups
+        self.timer = WorkTimer(streams, streams.h2d)  # times the copies of streamed groups
         block_shape = (spec.block_size, spec.num_kv_heads, spec.head_dim)
         host_bytes = spec.block_bytes // 2 * num_cpu_blocks
         pinned_for = device if device.type == "cuda" else None
