@@ -1,7 +1,7 @@
 """The client of `bench_serve.py`: requests to an OpenAI-compatible server, and the figures of its answers.
 
 While a load runs, the client only notes when which bytes arrive. It reads them afterwards, so that parsing long answers
-delays no other stream. aiohttp takes 14 to 19 us of CPU for an event, httpx 41 to 44 (docs/log.md).
+delays no other stream. aiohttp takes 14 to 19 us of CPU for an event, httpx 41 to 44 (docs/log/2026-11-23.md).
 """
 
 import argparse

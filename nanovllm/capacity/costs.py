@@ -5,7 +5,7 @@ Everything is per GPU unless its docstring says otherwise. This is arithmetic on
 `DeviceMemory` lists the memory of an engine part by part. The weights, the KV blocks, the staging groups and the logits
 of the decode graphs are exact, because they follow from shapes. The rest is estimated with the constants below. They
 were fitted to the memory use of six engines of Qwen3-0.6B and Qwen3-8B on an H200 (`python -m
-benchmarks.device_memory`; docs/log.md has the figures). A constant marked as assumed was never measured.
+benchmarks.device_memory`; docs/log/2026-11-21.md has the figures). A constant marked as assumed was never measured.
 """
 
 from dataclasses import dataclass, fields

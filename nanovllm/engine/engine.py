@@ -4,7 +4,7 @@ The StepLoop runs the steps (step_loop.py). Each request has a Receiver, which p
 call that waits for them. Every request ends with an output in its outbox, unless the engine itself fails or is closed
 first.
 
-Any thread may call any method. One thread at a time runs a step (turns.py); a request that is added or aborted during
+Any thread may call any method. One thread at a time runs a step (Turns); a request that is added or aborted during
 a step takes effect when the step ends. After an exception inside a step, some plans were made but never run, and the
 prefix index may list K and V that were never written. The engine therefore refuses all further use. An exception that
 concerns a single request ends only that request.

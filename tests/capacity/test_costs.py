@@ -111,7 +111,7 @@ README = {"enable_cpu_offload": True, "kvcache_block_size": 4096, "max_model_len
 
 
 def test_memory_is_what_engines_held_on_an_h200() -> None:
-    """The figures that the constants were fitted to: `python -m benchmarks.device_memory`, docs/log.md, 2026-11-21."""
+    """The figures that the constants were fitted to: `python -m benchmarks.device_memory`, docs/log/2026-11-21.md."""
     cases: tuple[tuple[Any, ...], ...] = (
         ("qwen3-0.6b", README, 8, 6449.6),
         ("qwen3-0.6b", README | {"enforce_eager": True}, 8, 6387.6),

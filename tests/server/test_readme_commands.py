@@ -51,4 +51,4 @@ def test_curl_gets_the_answer_and_the_second_time_from_the_cache(address: str) -
 def test_openai_package_gets_the_same_answer(address: str) -> None:
     code = block_of("python", "OpenAI").replace("localhost:8000", address)
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout == " SIGINT the server"
+    assert done.stdout == " SIGINT the server\n"

@@ -3,7 +3,7 @@
 torch's own pinned allocator rounds sizes up to a power of two and pins 1.6 GiB/s. Here many threads touch an anonymous
 mapping, so that the kernel makes its pages in parallel, and then one call registers the whole mapping with CUDA. The
 mapping is private, because a private one gets huge pages where the machine has them. A shared mapping, Python's
-default, gets pages of 4 KiB and takes six times as long (docs/log.md).
+default, gets pages of 4 KiB and takes six times as long (docs/log/2026-11-21.md).
 """
 
 import ctypes
