@@ -1,6 +1,7 @@
 """The plan of one step: everything the ranks must do, in integers. Rank 0 makes it and pickles it to the others."""
 
 from dataclasses import dataclass
+from itertools import islice, takewhile
 from typing import NamedTuple
 
 import numpy as np
@@ -209,3 +210,29 @@ class StepPlan:
         """
         num_drafts = max((seq.num_drafts for seq in self.sequences), default=0)
         return [[row for row, seq in enumerate(self.sequences) if seq.num_drafts > i] for i in range(num_drafts)]
+
+    def verified_tokens(self, token_ids: list[int]) -> list[list[int]]:
+        """For each row, return the sampled tokens up to the first that differs from the guess at its position.
+
+        A sampled token after a wrong guess follows a text that the sequence does not have. `token_ids` are the step's
+        result: the sampled tokens, and then the drafted ones.
+        """
+        sampled, tokens = iter(token_ids[: self.num_sampled]), []
+        if not self.has_guesses:
+            return [[next(sampled)] if step.sampling is not None else [] for step in self.sequences]
+        guesses = self._guesses(token_ids[self.num_sampled :])
+        for step, guessed in zip(self.sequences, guesses, strict=True):
+            own = list(islice(sampled, step.num_sampled))
+            num_right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(guessed, own, strict=False)))
+            tokens.append(own[: num_right + 1])
+        return tokens
+
+    def _guesses(self, drafted: list[int]) -> list[list[int]]:
+        """Each row's guesses, with the drafted tokens in their places."""
+        guesses, drafts = [step.guesses for step in self.sequences], iter(drafted)
+        for i, rows in enumerate(self.draft_rows()):
+            for row in rows:
+                draft = next(drafts)
+                if i < len(guesses[row]) and guesses[row][i] < 0:
+                    guesses[row][i] = draft
+        return guesses

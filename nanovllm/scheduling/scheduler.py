@@ -26,7 +26,7 @@ from nanovllm.scheduling.planned_step import PlannedStep, PromptSharing
 from nanovllm.scheduling.step_bound import StepBound
 from nanovllm.speculation.drafters import NO_GUESSES, Guesses
 from nanovllm.speculation.pace import Load, load_of
-from nanovllm.speculation.speculator import Speculator, verified_tokens
+from nanovllm.speculation.speculator import Speculator
 
 
 class Scheduler:
@@ -286,7 +286,7 @@ class Scheduler:
         sequences that got tokens, or that ended because theirs was invalid.
         """
         updated = []
-        for step, tokens in zip(plan.sequences, verified_tokens(plan, token_ids), strict=True):
+        for step, tokens in zip(plan.sequences, plan.verified_tokens(token_ids), strict=True):
             seq = self.sequences.get(step.seq_id)
             if seq is None or step.sampling is None:
                 continue  # ended or aborted while this step ran, or nothing is sampled

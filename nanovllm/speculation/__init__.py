@@ -2,7 +2,7 @@
 
     drafters.py      where guesses come from
     pace.py          how many guesses are worth their time
-    speculator.py    what the scheduler asks, and which sampled tokens are the sequence's own
+    speculator.py    asks the drafters for the scheduler
 
 A guess changes how fast tokens come, never which: the scheduler keeps what the model itself has sampled.
 """

@@ -1,14 +1,10 @@
-"""Speculator: what the scheduler asks for guesses. It asks the drafters in their order, each at its own pace.
-
-`verified_tokens` then says which of the sampled tokens are the sequences' own.
-"""
+"""Speculator: the scheduler asks it for guesses, and it asks the drafters in their order, each at its own pace."""
 
 import logging
 from collections import defaultdict
 from collections.abc import Sequence as Seq
 
 from nanovllm.core.sequence import Sequence
-from nanovllm.core.step_plan import StepPlan
 from nanovllm.speculation.drafters import DRAFTED, NO_GUESSES, Drafter, Guesses
 from nanovllm.speculation.pace import COMMON_DECAY, NUM_FEW, PRIOR_ACCEPTANCE, Acceptance, Load, Pace, StepTimes
 
@@ -116,37 +112,3 @@ class Speculator:
 def _must_know_guesses(seq: Sequence) -> bool:
     """Return True if the edits of the logits after a guess depend on it, so that the ranks cannot draft it."""
     return seq.editor is not None and seq.editor.knows_all_but_last
-
-
-def verified_tokens(plan: StepPlan, token_ids: list[int]) -> list[list[int]]:
-    """For each row of the plan, the sampled tokens up to the first that differs from the guess at its position.
-
-    A sampled token after a wrong guess follows a text that the sequence does not have. `token_ids`: the step's result,
-    which are the sampled tokens and then the drafted ones (see StepPlan).
-    """
-    if not plan.has_guesses:
-        sampled_ids = iter(token_ids)
-        return [[next(sampled_ids)] if step.sampling is not None else [] for step in plan.sequences]
-    guesses = _guesses(plan, token_ids[plan.num_sampled :])
-    tokens = []
-    first = 0
-    for row, step in enumerate(plan.sequences):
-        sampled = token_ids[first : first + step.num_sampled]
-        first += step.num_sampled
-        num_right = 0
-        while num_right < step.num_guesses and guesses[row][num_right] == sampled[num_right]:
-            num_right += 1
-        tokens.append(sampled[: num_right + 1])
-    return tokens
-
-
-def _guesses(plan: StepPlan, drafted: list[int]) -> list[list[int]]:
-    """Each row's guesses, with the drafted tokens in their places."""
-    guesses = [step.guesses for step in plan.sequences]
-    drafts = iter(drafted)
-    for i, rows in enumerate(plan.draft_rows()):
-        for row in rows:
-            draft = next(drafts)
-            if i < len(guesses[row]) and guesses[row][i] < 0:
-                guesses[row][i] = draft
-    return guesses

@@ -132,7 +132,8 @@ def test_tokens_are_the_same_however_the_engine_runs(
 
         def next_tokens(seq: Sequence, count: int) -> list[int]:
             known = seq.output_token_ids
-            texts = [output["token_ids"] for output, p in zip(outputs, params, strict=True) if p.seed == seq.sampling.seed]
+            seed = seq.sampling.seed
+            texts = [output["token_ids"] for output, p in zip(outputs, params, strict=True) if p.seed == seed]
             return next((text[len(known) : len(known) + count] for text in texts if text[: len(known)] == known), [])
 
         drafter = OddDrafter(guesses, next_tokens, vocab_size=256)

@@ -14,7 +14,7 @@ from nanovllm.core.step_plan import KVMoves, SamplingRow, SequenceStep, StepPlan
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.speculation.drafters import DRAFTED, NO_GUESSES, Guesses, PromptLookupDrafter
 from nanovllm.speculation.pace import StepTimes
-from nanovllm.speculation.speculator import Speculator, verified_tokens
+from nanovllm.speculation.speculator import Speculator
 
 
 class ListedDrafter:
@@ -195,7 +195,7 @@ def sampled_row(guesses: list[int], num_drafts: int = 0, num_known: int = 1, sam
 
 
 def verified(rows: list[SequenceStep], token_ids: list[int]) -> list[list[int]]:
-    return verified_tokens(StepPlan(tuple(rows), KVMoves()), token_ids)
+    return StepPlan(tuple(rows), KVMoves()).verified_tokens(token_ids)
 
 
 def test_tokens_are_kept_up_to_the_first_wrong_guess() -> None:
