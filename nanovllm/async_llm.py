@@ -4,8 +4,8 @@
     steps while there are requests          --->    Dispatcher: gives each stream its part
     sleeps on a condition otherwise         <---    submit, abort
 
-All requests share one outbox. After a step the thread hands its content to the event loop (dispatcher.py) and goes on
-with the next step without waiting.
+All requests share one outbox. After a step the thread hands its content to the event loop (request_stream.py) and goes
+on with the next step without waiting.
 """
 
 import asyncio
@@ -16,11 +16,10 @@ from typing import Any
 
 from nanovllm.core.outputs import Outbox, Receiver
 from nanovllm.core.sequence import Sequence, TokenIds
-from nanovllm.dispatcher import Dispatcher
 from nanovllm.engine.setup import Internals
 from nanovllm.errors import EngineError, RequestError
 from nanovllm.llm import LLM
-from nanovllm.request_stream import RequestStream, RequestUpdate
+from nanovllm.request_stream import Dispatcher, RequestStream, RequestUpdate
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.request_check import Prompt, cache_salt, prompt_list
 

@@ -1,12 +1,30 @@
-"""RequestStream: the updates of one request, from AsyncLLM to the task that waits for them."""
+"""RequestStream: the updates of one request, for the task that waits for them. Dispatcher: hands the results of the
+engine's thread to the streams of an event loop.
+
+    engine thread                                   event loop
+    hand_over  ------------------------------->     _dispatch: merges what has arrived, wakes some consumers
+    wait_until_passed_on  --------------------->    _hurry: no rests until all is passed on
+
+The thread does not wait for consumers, except beside long steps. What a consumer has not taken yet is merged into one
+update per answer. So a slow consumer holds up nobody, and takes no more memory than its answers.
+
+The loop and the engine's thread share Python's global lock. With hundreds of streams, passing on each token by itself
+would slow the engine down. So a dispatch wakes a few consumers at a time, in turn, and then the loop rests three times
+as long as they took. A few streams do not notice; with many, each gets several tokens at a time.
+"""
 
 import asyncio
+import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from typing import Protocol
 
-from nanovllm.core.outputs import LogprobList, RequestOutput, TextSource, TokenLogprobs
+from nanovllm.core.outputs import LogprobList, RequestOutput, StepOutput, TextSource, TokenLogprobs
 from nanovllm.core.sequence import TokenIds
+from nanovllm.errors import EngineError
 
 
 @dataclass
@@ -141,3 +159,205 @@ class RequestStream:
         self.has_begun = True
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+MAX_PASSING_S = 0.02  # for which the engine's thread waits until consumers have what has arrived
+MAX_WOKEN = 16  # consumers at a time
+MAX_FIRST_WOKEN = 12  # of these for a first update, while others wait, too
+REST_RATIO = 3.0  # rest after a dispatch, in times of what it took: passing on takes a quarter of the time at most
+MAX_REST_S = 0.1  # also after a dispatch that took longer than a third of this
+
+
+class Dispatcher:
+    """Belongs to the event loop that was bound last, except for the methods of the engine's thread.
+
+    rests: whether the loop should rest at all, asked after each dispatch. Tests choose the times.
+    """
+
+    def __init__(
+        self,
+        rests: Callable[[], bool],
+        *,
+        rest_ratio: float = REST_RATIO,
+        max_rest_s: float = MAX_REST_S,
+        max_passing_s: float = MAX_PASSING_S,
+    ) -> None:
+        self._rests, self._rest_ratio, self._max_rest_s = rests, rest_ratio, max_rest_s
+        self._max_passing_s = max_passing_s
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._streams: dict[int, RequestStream] = {}  # by request id
+        self._to_begin: dict[RequestStream, None] = {}  # streams to wake for their first update, in this order
+        self._to_wake: dict[RequestStream, None] = {}  # the others, after them
+        self._is_dispatching = False  # or resting after it
+        self._resting: asyncio.TimerHandle | None = None  # ends the rest
+        self._is_hurried = False  # the thread waits until all is passed on, so there are no rests
+        self._is_passed_on = threading.Event()  # whether the consumers have taken all that has arrived
+        self._is_passed_on.set()
+        self._lock = threading.Lock()  # guards `_arrived`
+        self._arrived: list[StepOutput] = []  # handed over, not dispatched yet
+
+    # -- the engine's thread -------------------------------------------------------------------------------------
+
+    def hand_over(self, content: StepOutput) -> None:
+        """Let the loop dispatch this, together with everything else that arrives before it gets round to it. Hot."""
+        if not (content.text_sources or content.new_tokens or content.finished):
+            return
+        with self._lock:
+            self._arrived.append(content)
+            is_first = len(self._arrived) == 1
+            self._is_passed_on.clear()
+        if is_first:
+            self.call_on_loop(self._begin_dispatch)
+
+    def wait_until_passed_on(self) -> None:
+        """Wait until the consumers have taken what was handed over, but not for long. There are no rests until then."""
+        if not self._is_passed_on.is_set():
+            self.call_on_loop(self._hurry)
+            if not self._is_passed_on.wait(self._max_passing_s):
+                self.call_on_loop(self._stop_hurrying)
+
+    def call_on_loop(self, callback: Callable[[], None]) -> None:
+        if self._loop is not None:
+            with suppress(RuntimeError):  # the loop has been closed, so nobody waits any more
+                self._loop.call_soon_threadsafe(callback)
+
+    # -- streams -------------------------------------------------------------------------------------------------
+
+    @property
+    def is_bound(self) -> bool:
+        """True if results are handed to the running loop."""
+        return asyncio.get_running_loop() is self._loop
+
+    def bind(self) -> list[int]:
+        """Hand results to the running loop from here on. Returns the requests of a loop that was closed before they
+        ended, which nobody waits for any more.
+
+        Raises RuntimeError if there are open requests on another loop.
+        """
+        if self._loop is not None and not self._loop.is_closed() and self._streams:
+            raise RuntimeError("an AsyncLLM has open requests on another event loop; use one loop at a time")
+        abandoned = list(self._streams)
+        self._streams.clear()
+        with self._lock:
+            old_loop, self._loop = self._loop, asyncio.get_running_loop()
+            self._arrived.clear()
+            self._is_passed_on.set()
+        if old_loop is not None and not old_loop.is_closed():
+            for stream in chain(self._to_begin, self._to_wake):  # all they wait for has arrived
+                old_loop.call_soon_threadsafe(stream.wake)
+        self._to_begin.clear()
+        self._to_wake.clear()
+        self._is_dispatching = self._is_hurried = False
+        self._resting = None
+        return abandoned
+
+    def add(self, request_id: int, stream: RequestStream) -> None:
+        """Results of this request go to this stream until it ends. They are dropped as long as it has none."""
+        self._streams[request_id] = stream
+
+    def remove(self, request_id: int) -> bool:
+        """Drop the results of a request from here on. Returns whether it was open."""
+        return self._streams.pop(request_id, None) is not None
+
+    def fail(self, message: str) -> None:
+        """Let the consumers of all open requests raise an EngineError, once they have taken what has arrived."""
+        self._merge_arrived()
+        streams, self._streams = self._streams, {}
+        for stream in streams.values():
+            stream.fail(EngineError(message))
+        for stream in chain(self._to_begin, self._to_wake):  # also those that have ended
+            stream.wake()
+        self._to_begin.clear()
+        self._to_wake.clear()
+
+    # -- results -------------------------------------------------------------------------------------------------
+
+    def _begin_dispatch(self) -> None:
+        """Dispatch, if that is not going on anyway. Hot."""
+        if not self._is_dispatching and self.is_bound:
+            self._dispatch()
+
+    def _dispatch(self) -> None:
+        """Merge what has arrived into the updates of its streams, and wake the consumers whose turn it is. Hot."""
+        self._is_dispatching = True
+        start_s = time.thread_time()
+        try:
+            self._merge_arrived()
+            for stream in self._next_consumers():
+                self._to_begin.pop(stream, None)
+                self._to_wake.pop(stream, None)
+                stream.wake()
+        finally:
+            asyncio.get_running_loop().call_soon(self._rest, start_s)  # after these consumers
+
+    def _next_consumers(self) -> list[RequestStream]:
+        """Choose the consumers to wake: first updates before all others, which always get some places."""
+        num_first = min(len(self._to_begin), MAX_FIRST_WOKEN)
+        others = list(islice(self._to_wake, MAX_WOKEN - num_first))
+        return [*islice(self._to_begin, MAX_WOKEN - len(others)), *others]
+
+    def _merge_arrived(self) -> None:
+        with self._lock:
+            arrived, self._arrived = self._arrived, []
+        streams = self._streams
+        for content in arrived:
+            for request_id, source in content.text_sources.items():
+                if request_id in streams:
+                    self._update_of(request_id).text_source = source
+            for request_id, new in content.new_tokens.items():
+                if request_id in streams:
+                    update = self._update_of(request_id)
+                    update.token_ids += new.token_ids
+                    update.logprobs.extend(new.logprobs)
+            for request_id, output in content.finished.items():
+                if request_id in streams:
+                    self._queue(streams[request_id])
+                    streams.pop(request_id).finish(request_id, output)
+
+    def _update_of(self, request_id: int) -> RequestUpdate:
+        """The next update of an answer, to be added to."""
+        stream = self._streams[request_id]
+        if not stream.wakes_at_ends:
+            self._queue(stream)
+        return stream.update_of(request_id)
+
+    def _queue(self, stream: RequestStream) -> None:
+        """Wake its consumer in turn."""
+        (self._to_wake if stream.has_begun else self._to_begin)[stream] = None
+
+    @property
+    def _has_more(self) -> bool:
+        return bool(self._to_begin or self._to_wake or self._arrived)
+
+    def _rest(self, start_s: float) -> None:
+        """Go on when the engine's thread has had time for its steps, if there is anything to go on with."""
+        if not self.is_bound:
+            return  # another loop has followed
+        with self._lock:
+            if not self._has_more:
+                self._is_passed_on.set()
+                self._is_hurried = False
+        rest_s = 0.0
+        if self._rests() and not self._is_hurried:
+            rest_s = min(self._max_rest_s, self._rest_ratio * (time.thread_time() - start_s))
+        self._resting = asyncio.get_running_loop().call_later(rest_s, self._end_rest)
+
+    def _hurry(self) -> None:
+        """Pass on all that has arrived without a rest, because the engine's thread waits for it."""
+        if not self.is_bound:
+            return
+        self._is_hurried = self._has_more
+        if self._is_hurried and self._resting is not None:
+            self._resting.cancel()
+            self._end_rest()
+
+    def _stop_hurrying(self) -> None:
+        self._is_hurried = False
+
+    def _end_rest(self) -> None:
+        if not self.is_bound:
+            return
+        self._resting = None
+        self._is_dispatching = False
+        if self._has_more:
+            self._dispatch()

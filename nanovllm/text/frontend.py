@@ -22,8 +22,7 @@ from nanovllm.core.outputs import Outbox, Receiver
 from nanovllm.core.sequence import TokenIds
 from nanovllm.errors import CheckpointError, RequestError
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.answer import TextReceiver
-from nanovllm.text.detokenizer import Detokenizer, StopStrings, TokenDecoder
+from nanovllm.text.detokenizer import Detokenizer, StopStrings, TextReceiver, TokenDecoder
 from nanovllm.text.grammar import Grammar
 from nanovllm.text.request_check import (
     Prompt,
