@@ -28,7 +28,7 @@ def make_segment(context: SpawnContext, num_bytes: int) -> Segment:
     return context.RawArray(ctypes.c_char, num_bytes)
 
 
-class Sender:
+class ChannelSender:
     def __init__(self, segment: Segment, connections: Sequence[Connection]) -> None:
         """`connections`: one end of a duplex pipe to each receiver."""
         self._segment = memoryview(segment).cast("B")
@@ -49,7 +49,7 @@ class Sender:
                 self._unanswered.append(connection)
 
 
-class Receiver:
+class ChannelReceiver:
     def __init__(self, segment: Segment, connection: Connection) -> None:
         self._segment = memoryview(segment).cast("B")
         self._connection = connection

@@ -35,7 +35,7 @@ from tqdm import tqdm
 from nanovllm.device.tp_group import TPGroup, connect, join_store, open_store
 from nanovllm.errors import EngineError, WorkerDiedError
 from nanovllm.executor.base import Executor, LaunchedStep, P, Result, Runner
-from nanovllm.executor.channel import Receiver, Segment, Sender, make_segment
+from nanovllm.executor.channel import ChannelReceiver, ChannelSender, Segment, make_segment
 
 SEGMENT_BYTES = 1 << 20  # of the shared memory that calls go through; larger calls go in pieces
 STOP_TIMEOUT_S = 5.0  # for a worker to finish what it is doing
@@ -139,7 +139,7 @@ class ProcessExecutor(Executor):
         finally:
             self._end(STOP_TIMEOUT_S)  # the workers' memory goes with their processes
 
-    def _start_workers(self, job: Job, segment_bytes: int) -> Sender:
+    def _start_workers(self, job: Job, segment_bytes: int) -> ChannelSender:
         """Spawn the workers, which may still be importing on return. Returns the sender of their calls."""
         context = multiprocessing.get_context("spawn")
         segment = make_segment(context, segment_bytes)
@@ -152,7 +152,7 @@ class ProcessExecutor(Executor):
             self._workers.append(_Worker(rank, process, control, reports))
             worker_control.close()  # from here on the worker alone holds its ends, so its death closes them
             worker_reports.close()
-        return Sender(segment, [worker.control for worker in self._workers])
+        return ChannelSender(segment, [worker.control for worker in self._workers])
 
     def _end(self, timeout_s: float) -> None:
         if self._finalizer.detach() is not None:
@@ -266,7 +266,7 @@ def _worker_main(job: Job, rank: int, segment: Segment, control: Connection, rep
         tp = connect(join_store(job.port), rank, len(job.devices), job.devices[rank])
         runner = pickle.loads(job.make_runner)(tp)
         reports.send((READY, ""))
-        receiver = Receiver(segment, control)
+        receiver = ChannelReceiver(segment, control)
         while True:
             try:
                 call: Call = receiver.receive()

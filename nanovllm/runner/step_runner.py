@@ -141,7 +141,7 @@ class StepRunner:
         """One pass of the model, by graphs if they can run it."""
         graphs = None if self.graphs is None else self.graphs.find(plan)
         if graphs is None:
-            return self._launch_kernels(plan, arrays, is_draft)
+            return self._run_in_parts(plan, arrays, is_draft)
         if plan.moves.brings_in_keys:
             groups = build_groups(plan, self.spec.block_size, self.spec.staging_group_blocks)
             logits = graphs.replay(arrays, groups, cpu_rows(plan))
@@ -154,7 +154,7 @@ class StepRunner:
         num_rows = len(logits)
         return _Pass(graphs.inputs.read_ids(num_rows), logits, graphs.inputs.sampled_ids[:num_rows])
 
-    def _launch_kernels(self, plan: StepPlan, arrays: StepArrays, is_draft: bool) -> _Pass:
+    def _run_in_parts(self, plan: StepPlan, arrays: StepArrays, is_draft: bool) -> _Pass:
         """Run any step. Its layers may still be a graph; the sampler is always launched kernel by kernel."""
         groups = build_groups(plan, self.spec.block_size, self.spec.staging_group_blocks)
         tensors = to_device(arrays, groups, self.device)
