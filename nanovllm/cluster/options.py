@@ -5,13 +5,12 @@ from dataclasses import dataclass
 
 from nanovllm.config import Config
 from nanovllm.errors import ConfigError
-from nanovllm.utils.options import option
+from nanovllm.utils.options import check_options, option
 
 RAY_ADDRESS_HELP = (
     "host:port of a running Ray cluster, or auto for the one that this machine is part of; by default, Ray is started "
     "on this machine alone and ends with the command"
 )
-MAX_ENGINES = 10_000
 MAX_REPLICAS = 1024
 _HOST_AND_PORT = re.compile(r"[^/]+:[0-9]{1,5}")
 _JOB, _REPLICAS = "the job", "several engines (needs the extra ray)"  # groups of flags
@@ -35,6 +34,8 @@ class BatchOptions:
         help="engines that run at once, each on tensor_parallel_size GPUs; by default, as many as the cluster has GPUs "
         "for, and one on a CPU",
         group=_JOB,
+        least=1,
+        most=10_000,
     )
     document_column: str | None = option(
         None,
@@ -45,8 +46,7 @@ class BatchOptions:
     ray_address: str | None = option(None, help=RAY_ADDRESS_HELP, group=_JOB)
 
     def __post_init__(self) -> None:
-        if self.num_engines is not None and not 1 <= self.num_engines <= MAX_ENGINES:
-            raise ConfigError(f"num_engines={self.num_engines} must be between 1 and {MAX_ENGINES}")
+        check_options(self, ConfigError)
         if self.document_column == "":
             raise ConfigError("document_column='' must be the name of a column")
         check_ray_address(self.ray_address)
@@ -61,15 +61,19 @@ class ServiceOptions:
         help="number of engines that answer requests, each on a GPU of its own (or tensor_parallel_size GPUs); by "
         "default, one engine in this process, without Ray",
         group=_REPLICAS,
+        least=1,
+        most=MAX_REPLICAS,
     )
     max_replicas: int | None = option(
         None,
         help="start more replicas while more than max_num_seqs requests are open for each, up to so many, and end "
         "them again; by default, num_replicas",
         group=_REPLICAS,
+        least=1,
+        most=MAX_REPLICAS,
     )
     replica_cpus: int = option(
-        1, help="CPU cores that each replica reserves, and threads of its work on the CPU", group=_REPLICAS
+        1, help="CPU cores that each replica reserves, and threads of its work on the CPU", group=_REPLICAS, least=1
     )
     ray_address: str | None = option(None, help=RAY_ADDRESS_HELP, group=_REPLICAS)
 
@@ -79,14 +83,9 @@ class ServiceOptions:
                 if getattr(self, name) != default:
                     raise ConfigError(f"{name}={getattr(self, name)!r} needs num_replicas; add num_replicas")
             return
-        if not 1 <= self.num_replicas <= MAX_REPLICAS:
-            raise ConfigError(f"num_replicas={self.num_replicas} must be between 1 and {MAX_REPLICAS}")
-        if self.max_replicas is not None and not self.num_replicas <= self.max_replicas <= MAX_REPLICAS:
-            raise ConfigError(
-                f"max_replicas={self.max_replicas} must be between num_replicas={self.num_replicas} and {MAX_REPLICAS}"
-            )
-        if self.replica_cpus < 1:
-            raise ConfigError(f"replica_cpus={self.replica_cpus} must be 1 or more")
+        check_options(self, ConfigError)
+        if self.max_replicas is not None and self.max_replicas < self.num_replicas:
+            raise ConfigError(f"max_replicas={self.max_replicas} must be num_replicas={self.num_replicas} or more")
         check_ray_address(self.ray_address)
 
 
