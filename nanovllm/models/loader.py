@@ -1,4 +1,4 @@
-"""Fills a model from safetensors files or with seeded random weights. Every rank reads only its own slices."""
+"""Builds a model, and fills it from safetensors files or with seeded random weights. Every rank reads only its own slices."""
 
 import zlib
 from collections.abc import Iterator
@@ -10,12 +10,26 @@ from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from nanovllm.checkpoint.files import weight_files
+from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.device.tp_group import TPGroup
 from nanovllm.errors import CheckpointError
 from nanovllm.layers.linear import WeightShard
 from nanovllm.models.decoder import CausalLM
 
 _FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")  # as safetensors names them
 _DUMMY_ROWS = 8192  # rows drawn at a time, to limit the memory needed in addition to the model
+
+
+def build_model(
+    config: ModelConfig, tp: TPGroup, *, max_model_len: int, dtype: torch.dtype, device: torch.device | str
+) -> CausalLM:
+    """Allocate this rank's part of the model on `device` in `dtype`. `load_weights` fills it.
+
+    `max_model_len` is the number of tokens of the longest sequence. Raises ConfigError if the heads or the MLP's
+    features are not divisible by the number of ranks.
+    """
+    with torch.device(device):
+        return CausalLM(config, tp, max_model_len=max_model_len, dtype=dtype)
 
 
 def load_weights(

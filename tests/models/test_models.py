@@ -9,7 +9,7 @@ from tiny_models import ARCHITECTURES, ROPES, greedy_reference, reference_model,
 
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.device.tp_group import TPGroup
-from nanovllm.models.registry import build_model
+from nanovllm.models.loader import build_model
 
 TOLERANCE = 1e-4
 
