@@ -1,4 +1,4 @@
-"""Builds a model, and fills it from safetensors files or with seeded random weights. Every rank reads only its own slices."""
+"""Build a model, and fill it from safetensors files or with random weights. Every rank reads only its own slices."""
 
 import zlib
 from collections.abc import Iterator
