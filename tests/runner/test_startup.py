@@ -92,7 +92,7 @@ class NotingTorch(HostlessTorch):
         return super().attend(*args)
 
 
-def decode_plan(streamed: tuple[StreamedGroup, ...]) -> StepPlan:
+def decode_plan(streamed: tuple[StreamedGroup, ...], num_rows: int = 3) -> StepPlan:
     steps = tuple(
         SequenceStep(
             seq_id=row,
@@ -103,7 +103,7 @@ def decode_plan(streamed: tuple[StreamedGroup, ...]) -> StepPlan:
             num_paged_keys=10,
             sampling=GREEDY,
         )
-        for row in range(3)
+        for row in range(num_rows)
     )
     return StepPlan(steps, KVMoves(streamed=streamed))
 
@@ -174,9 +174,10 @@ def test_captured_graphs_are_replayed_and_reset(runner: ModelRunner, num_cpu_blo
     if num_cpu_blocks:
         expected["streamed"] = dict.fromkeys((5, 4, 1), num_pieces + runner.spec.staging.num_groups + 1)
     assert captured == expected and list(captured["resident"]) == [5, 4, 2, 1]  # the largest first
-    resident = graphs.kinds[0]._graphs[4]
-    runner.launch(decode_plan(()))
-    assert [graph.num_replays for graph in resident] == [1]
+    resident = graphs.kinds[0]._graphs
+    for num_rows in (3, 5):  # 5 is the largest step
+        runner.launch(decode_plan((), num_rows))
+    assert {size: graph.num_replays for size, (graph,) in resident.items()} == {5: 1, 4: 1, 2: 0, 1: 0}
     if num_cpu_blocks:
         groups = tuple(StreamedGroup((i,), ((0,), (), (0,))) for i in range(2))
         runner.launch(decode_plan(groups))
