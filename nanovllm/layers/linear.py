@@ -77,7 +77,7 @@ MAX_GEMV_ROWS = 1
 
 
 def use_gemv(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether to use our kernel, which reads the weight at the memory's speed, and not cuBLAS: for one row on a GPU.
+    """Return True if our kernel should compute the product: for one row on a GPU, where cuBLAS is slower.
 
     The kernel needs rows that consist of whole 16-byte packs.
     """

@@ -177,7 +177,7 @@ class CausalLM(nn.Module):
 
     @property
     def needs_rope_lens(self) -> bool:
-        """Whether `forward` needs `rope_lens`, because of dynamic rope beyond the original length."""
+        """True if `forward` needs `rope_lens`, because of dynamic rope beyond the original length."""
         return self.model.rotary_emb.needs_rope_lens
 
     def forward(

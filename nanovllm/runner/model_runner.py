@@ -22,8 +22,7 @@ from nanovllm.device.devices import current_device, memory_remedy, on_own_device
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.kernels.compile_server import CompileServer, TritonStart, start_compile_server
 from nanovllm.kvcache.transfer.offload_engine import OffloadEngine
-from nanovllm.models.loader import load_weights
-from nanovllm.models.registry import build_model
+from nanovllm.models.loader import build_model, load_weights
 from nanovllm.runner.cpu_rates import make_cpu_attention, measure_split
 from nanovllm.runner.decode_inputs import DecodeInputs
 from nanovllm.runner.graph_set import GraphSet

@@ -23,7 +23,7 @@ from nanovllm.engine.step_loop import LinkMeter
 from nanovllm.errors import ConfigError
 from nanovllm.kvcache.transfer.link import measure_link
 from nanovllm.kvcache.transfer.streams import ImmediateStreams, make_streams
-from nanovllm.models.registry import build_model
+from nanovllm.models.loader import build_model
 
 MIB, GIB = 2**20, 2**30
 MODEL, _ = ModelConfig.from_pretrained("qwen3-0.6b")

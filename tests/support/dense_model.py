@@ -8,8 +8,7 @@ from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.layers.rotary_embedding import KVCells
 from nanovllm.models.decoder import CausalLM
-from nanovllm.models.loader import load_weights
-from nanovllm.models.registry import build_model
+from nanovllm.models.loader import build_model, load_weights
 
 
 class DenseAttention:
