@@ -20,7 +20,7 @@ from nanovllm.server.options import ServerOptions
 from nanovllm.utils.arithmetic import format_bytes
 
 RANK_BYTES = 2**30  # of a rank's process, besides pools and weights; a rank on the CPU took 0.4 GiB
-ROUTER = "nanovllm.cluster.replicas.PrefixRouter"
+ROUTER = "nanovllm.cluster.service.PrefixRouter"
 HEALTH_PERIOD_S = 2.0  # Serve replaces a replica after three bad answers
 HEALTH_TIMEOUT_S = 30.0
 DRAIN_CHECK_S = 0.5  # how often a replica that is to end looks whether its last answer has ended

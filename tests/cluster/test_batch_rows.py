@@ -1,6 +1,5 @@
 """What `nanovllm batch` does without Ray: its plan of units, its rows and columns, its folder."""
 
-import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,6 @@ from typing import Any
 import pytest
 import xxhash
 
-from nanovllm.cluster.batch_engine import Turns
 from nanovllm.cluster.batch_files import JsonLinesRows, held_alone, open_output
 from nanovllm.cluster.batch_rows import (
     RowDefaults,
@@ -193,31 +191,6 @@ def test_answer_columns_failed_answer_leaves_only_the_error() -> None:
     failed = output(finish_reason="error", error="NaN")
     assert answer_columns([output(), failed], SamplingParams(n=2)) == error_columns("NaN")
     assert error_columns("NaN")["text"] is None
-
-
-# -- turns --------------------------------------------------------------------------------------------------------
-
-
-def test_turns_let_one_run_alone_between_others() -> None:
-    order: list[str] = []
-
-    async def take(turns: Turns, name: str, alone: bool) -> None:
-        async with turns.take(alone=alone):
-            order.append(f"+{name}")
-            await asyncio.sleep(0.01)
-            order.append(f"-{name}")
-
-    async def main() -> None:
-        turns = Turns()
-        tasks = []
-        for name, alone in (("a", False), ("b", False), ("c", True), ("d", False)):
-            tasks.append(asyncio.create_task(take(turns, name, alone)))
-            await asyncio.sleep(0)
-        await asyncio.gather(*tasks)
-
-    asyncio.run(main())
-    assert sorted(order[:4]) == ["+a", "+b", "-a", "-b"] and order[:2] == ["+a", "+b"]
-    assert order[4:] == ["+c", "-c", "+d", "-d"]  # d came while c was waiting
 
 
 # -- the output folder -------------------------------------------------------------------------------------------
