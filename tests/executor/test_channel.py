@@ -1,3 +1,4 @@
+import ctypes
 import multiprocessing
 import threading
 from multiprocessing.connection import Connection
@@ -5,13 +6,13 @@ from multiprocessing.connection import Connection
 import numpy as np
 import pytest
 
-from nanovllm.executor.channel import Receiver, Sender, make_segment
+from nanovllm.executor.processes import Receiver, Sender
 
 CONTEXT = multiprocessing.get_context("spawn")
 
 
 def make_channel(num_receivers: int, segment_bytes: int) -> tuple[Sender, list[Receiver], list[Connection]]:
-    segment = make_segment(CONTEXT, segment_bytes)
+    segment = CONTEXT.RawArray(ctypes.c_char, segment_bytes)
     pipes = [CONTEXT.Pipe() for _ in range(num_receivers)]
     sender = Sender(segment, [near for near, _ in pipes])
     return sender, [Receiver(segment, far) for _, far in pipes], [end for pipe in pipes for end in pipe]
