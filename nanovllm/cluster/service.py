@@ -101,7 +101,7 @@ def _run(app: serve.Application, name: str) -> Any:
 
 
 def _reason(app_name: str) -> str:
-    """Why a replica has not started, as far as Serve knows: the last line of its traceback."""
+    """Return why a replica has not started, as far as Serve knows: the last line of its traceback."""
     app = serve.status().applications.get(app_name)
     lines = app.deployments[DEPLOYMENT].message.strip().splitlines() if app is not None else []
     return lines[-1] if lines else ""
@@ -142,12 +142,12 @@ class ServiceSite:
         return self._front.num_open
 
     async def warm_up(self) -> None:
-        """The replicas have warmed up when Serve calls them ready."""
+        """Listen for SIGUSR1. The replicas themselves have warmed up when Serve calls them ready."""
         asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, self._begin_update)
         await self._replicas.update()
 
     async def wait_for_failure(self) -> EngineError:
-        """Serve replaces replicas that fail. So the service fails only if Serve itself does not answer any more."""
+        """Return the error once Serve itself no longer answers. Serve replaces replicas that fail."""
         answered_s = time.monotonic()
         while True:
             await asyncio.sleep(UPDATE_INTERVAL_S)
@@ -227,7 +227,7 @@ class EngineReplica:
 
 
 class PrefixRouter(RequestRouter):
-    """Requests are calls of EngineReplica.answer: their first two arguments are for the router."""
+    """Chooses the replica for each call of EngineReplica.answer, whose first two arguments are for the router."""
 
     def initialize_state(self, max_queue_gap: int) -> None:
         self._routing = PrefixRouting(max_queue_gap)
@@ -243,7 +243,7 @@ class PrefixRouter(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """The chosen replica, and then the others, which Serve tries if the first does not answer."""
+        """Return the chosen replica, and then the others, which Serve tries if the first does not answer."""
         key, without = _routing_arguments(pending_request)
         queues = await self._queues(candidate_replicas)
         by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
@@ -256,7 +256,7 @@ class PrefixRouter(RequestRouter):
         return [[chosen], [replica for replica in candidate_replicas if replica is not chosen]]
 
     async def _queues(self, replicas: list[RunningReplica]) -> dict[str, int]:
-        """The number of open requests of each replica that tells it. Serve forgets what it was told 10 s ago."""
+        """Return the number of open requests of each replica that answers. Serve keeps a number for 10 s."""
         cache = self.replica_queue_len_cache
         unknown = [replica for replica in replicas if cache.get(replica.replica_id) is None]
         await self._probe_queue_lens(unknown, 0)
@@ -276,7 +276,7 @@ def _routing_arguments(request: PendingRequest | None) -> tuple[RequestKey, froz
 
 
 class ServeReplicas:
-    """Satisfies front.Replicas. Used on one event loop. `num_ready` is as of the last `update`."""
+    """Implements front.Replicas. Belongs to one event loop. `num_ready` is as of the last `update`."""
 
     def __init__(self, handle: Any, app_name: str, max_wait_s: float) -> None:
         self.num_ready = 0

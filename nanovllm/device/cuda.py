@@ -144,7 +144,7 @@ def write_value(stream: torch.cuda.Stream, target: torch.Tensor, value: int) -> 
 
 
 def wait_for_value(stream: torch.cuda.Stream, source: torch.Tensor, value: int) -> None:
-    """What the stream is given next starts when `source` has reached `value`. The two may wrap around. Hot."""
+    """Make the stream wait until `source` has reached `value`. The two may wrap around. Hot."""
     _, wait = _driver()
     _check(wait(stream.cuda_stream, source.data_ptr(), value & 0xFFFFFFFF, _WAIT_UNTIL_REACHED))
 

@@ -158,7 +158,7 @@ class MemoryProfile:
 
 
 def reserved_by(work: Callable[[], object]) -> int:
-    """How many bytes torch's allocator on the current device grows by while `work` runs."""
+    """Return how many bytes torch's allocator on the current device grows by while `work` runs."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()

@@ -20,12 +20,12 @@ class KernelTarget:
 
     @property
     def has_dependent_launches(self) -> bool:
-        """Whether a kernel may start before its predecessor has ended (kernels/launch.py)."""
+        """True if a kernel may start before its predecessor has ended (kernels/launch.py)."""
         return self.capability >= (9, 0)
 
     @property
     def has_shared_operands(self) -> bool:
-        """Whether the matrix units read their operands from shared memory (wgmma, tcgen05), which TMA fills fastest.
+        """True if the matrix units read their operands from shared memory (wgmma, tcgen05), which TMA fills fastest.
 
         On other GPUs operands pass through registers, and cp.async fills shared memory just as fast.
         """

@@ -253,7 +253,7 @@ class VocabParallelEmbedding(_VocabParallel):
 
 
 class ParallelLMHead(_VocabParallel):
-    """In a model with tied embeddings `tied_to` is the embedding's weight, and the head owns no memory."""
+    """The output head. If the embeddings are tied, `tied_to` is their weight and the head owns no memory."""
 
     @property
     def padded_vocab_size(self) -> int:

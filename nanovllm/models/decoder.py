@@ -205,7 +205,7 @@ class CausalLM(nn.Module):
         return self.lm_head(hidden, out)
 
     def weight_shards(self) -> Iterator[tuple[str, WeightShard]]:
-        """For every tensor that fills this rank's parameters: its name in the checkpoint, and where it goes."""
+        """Yield, for every tensor that fills this rank's parameters, its name in the checkpoint and where it goes."""
         for path, module in self.named_modules():
             if module is self or not isinstance(module, HasWeightShards):
                 continue
