@@ -142,7 +142,7 @@ async def measure_document(bench: Bench) -> Json:
 
 
 async def measure_overhead(bench: Bench) -> Json:
-    """What HTTP adds to the median latency of small requests, which are sent one after the other.
+    """Measure what HTTP adds to the median latency of small requests, sent one after the other.
 
     The server answers one at once, then it streams one, then the engine alone runs one, and so on. So other work of the
     machine disturbs all three equally. All prompts are new. A few requests warm up.

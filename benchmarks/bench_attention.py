@@ -40,7 +40,7 @@ class Workload(NamedTuple):
     context_len: int
 
     def rate(self, heads: tuple[int, int], seconds: float) -> tuple[str, float]:
-        """What bounds it, and its rate: TFLOP/s for many queries, TB/s of K and V for a few of each sequence."""
+        """Its rate by what bounds it: TFLOP/s for many queries, TB/s of K and V for a few of each sequence."""
         if self.query_len <= MAX_VERIFIED:
             return "tb_per_s", 2.0 * 2 * self.num_sequences * self.context_len * heads[1] * HEAD_DIM / seconds / 1e12
         visible = self.query_len * (self.context_len - self.query_len) + self.query_len * (self.query_len + 1) / 2

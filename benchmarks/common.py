@@ -95,7 +95,7 @@ def model_of_length(model: str, max_model_len: int) -> str:
 
 
 def config_path(model: str) -> Path | str:
-    """Where transformers reads the config of `model` from."""
+    """Return the place that transformers reads the config of `model` from."""
     return presets().get(model, model)
 
 
@@ -155,7 +155,7 @@ class PromptTimes(NamedTuple):
 
 
 def time_prompts(llm: LLM, lengths: list[int], num_decoded: int, seed: int) -> PromptTimes:
-    """For each length, run a new prompt with `num_decoded` output tokens, then a second question about it.
+    """Run, for each length, a new prompt with `num_decoded` output tokens, then a second question about it.
 
     The second question is the same prompt with other last tokens. The first length warms up and is not counted.
     """

@@ -7,7 +7,7 @@ from nanovllm.device.kernel_target import KNOWN_TARGETS, KernelTarget
 
 
 def force_target(name: str) -> KernelTarget:
-    """For the rest of this process, choose kernels for compute capability `name` and generate code for it.
+    """Choose kernels for compute capability `name`, and generate code for it, in the rest of this process.
 
     Triton then emits the instructions of that GPU (such as mma, where Hopper would run wgmma), and the assembler
     translates them for the GPU of this machine. Call this before the first kernel is compiled. Other processes, such as

@@ -62,7 +62,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Answers:
-    """What both backends answered to the same requests: the largest difference, and how many are not the same."""
+    """Comparison of both backends' answers to the same requests: the largest difference, and how many differ."""
 
     model: str
     task: str
@@ -180,7 +180,7 @@ def evaluate(backend: str, tasks: list[Json], **model_args: Any) -> Json:
 
 
 def evaluate_both(model: Path, tasks: list[Json]) -> tuple[Json, Json]:
-    """By transformers, and by a server that is started for it."""
+    """Score by transformers, and by a server that is started for it."""
     reference = evaluate("hf", tasks, pretrained=str(model), dtype="float32", max_length=ROLLING_LEN)
     command = f"nanovllm serve --model {model} --device cpu --dtype float32 --max-model-len {MAX_MODEL_LEN}"
     with ServerProcess(f"{command} --num-kvcache-blocks 64 --served-model-name m --port {{port}}") as server:
@@ -230,8 +230,9 @@ def compare_answers(
 def parts_at_tie(
     logits_after: Callable[[list[int]], Sequence[float]], expected: Sequence[int], given: Sequence[int]
 ) -> bool:
-    """Whether the tokens at which two answers part, each with its prompt, are equally likely. Not if one answer is the
-    beginning of the other. `logits_after` gives the logits of the token that follows some others.
+    """Return True if the tokens at which two answers, each with its prompt, part are equally likely.
+
+    False if one answer is the beginning of the other. logits_after: gives the logits of the token that follows others.
     """
     parting = next((i for i, (a, b) in enumerate(zip(expected, given, strict=False)) if a != b), None)
     if parting is None:

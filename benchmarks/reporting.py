@@ -1,4 +1,4 @@
-"""What every benchmark prints: samples of a figure, the versions behind it, and the result as the last line.
+"""The output of every benchmark: samples of a figure, the versions behind it, and the result as the last line.
 
 Loads no torch, so that a load generator starts fast and runs without an engine beside it.
 """

@@ -33,7 +33,7 @@ clock = time.perf_counter
 
 @dataclass
 class Answer:
-    """What a client saw of one answer. Times are those of `clock`. `read` fills what follows `error`."""
+    """One answer as its client saw it. Times are those of `clock`. `read` fills the fields after `error`."""
 
     sent_s: float = 0.0
     end_s: float = 0.0
@@ -57,7 +57,7 @@ class Answer:
         return self.end_s - self.sent_s
 
     def gaps(self) -> list[tuple[float, float, float]]:
-        """For each event after the first: when it came, seconds per token since the one before, number of tokens."""
+        """List, for each event after the first, its time, the seconds per token since the last, and its tokens."""
         triples = zip(self.event_s, self.event_s[1:], self.event_tokens[1:], strict=False)
         return [(now_s, (now_s - before_s) / tokens, tokens) for before_s, now_s, tokens in triples if tokens]
 
@@ -212,7 +212,7 @@ class Prompts:
 
 @dataclass
 class Bench:
-    """What the workloads share.
+    """State that the workloads share.
 
     command: the words that started the server; empty if it was running already. sent: the requests of each run, for a
     comparison with the engine.

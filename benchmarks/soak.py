@@ -154,7 +154,7 @@ def _events(payload: bytes) -> list[Json]:
 
 
 class Usage(NamedTuple):
-    """What the server's process holds."""
+    """Resources that the server's process holds."""
 
     rss_bytes: int
     num_files: int

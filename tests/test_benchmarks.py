@@ -1,7 +1,6 @@
 """The benchmarks where there is no GPU: their figures of a tiny model, and the table of targets."""
 
 import argparse
-import io
 import json
 import random
 import sys
@@ -14,14 +13,12 @@ import torch
 from tiny_models import write_tiny_model
 
 import bench_offload
-from benchmarks import bench_attention, common, cpu_split_load, device_memory, run_all, speculation
+from benchmarks import bench_attention, common, device_memory, run_all, speculation
 from benchmarks.common import Ceilings, greedy, lengths_after_short_warm_up, random_prompt, serve, time_prompts
 from benchmarks.targets import JOBS, TARGETS, Job, Target
 from nanovllm import LLM, SamplingParams
 from nanovllm.capacity.plan_check import check_plan
-from nanovllm.core.cpu_split import CpuRate, CpuSplit
 from nanovllm.core.sequence import Sequence
-from nanovllm.engine.setup import Internals
 from nanovllm.speculation.drafters import Guesses
 
 ROOT = Path(__file__).parent.parent
@@ -297,31 +294,3 @@ def test_attention_shares_of_flash_are_of_the_same_workload() -> None:
     rows.append({"model": "m", "workload": "c", "backend": "triton", "median_ms": 1.0})  # flash-attn did not run it
     assert bench_attention.add_shares_of_flash(rows) == {"triton_share_of_flash": 0.5}
     assert [row.get("share_of_flash") for row in rows] == [None, None, 0.5, 1.5, None]
-
-
-# -- a split beside a load -------------------------------------------------------------------------------------------
-
-
-def test_cpu_split_load_has_a_row_for_each_split(model: str) -> None:
-    sizes = {"max-model-len": CONTEXT, "num-gpu-blocks": 4, "block-size": BLOCK, "batch": 2, "max-tokens": 200}
-    command = ["--model", model, "--load-format", "auto", "--threads", "0", "--rounds", "1", "--steps", "2"]
-    args = cpu_split_load.parser().parse_args([*command, *(f"--{name}={size}" for name, size in sizes.items())])
-    rates = CpuRate(1, 60e9), CpuRate(16, 20e9)
-    split = CpuSplit(
-        token_bytes=64, max_queries=64, max_sequence_queries=16, is_forced=True, link_byte_per_s=6e10, cpu_rates=rates
-    )
-    with cpu_split_load.make_llm(args, device="cpu", internals=Internals(cpu_split=split)) as llm:
-        rows = {row["split"]: row for row in cpu_split_load.measure(llm, args)}
-    assert list(rows) == [*(f"{factor:.2f}" for factor in args.factors), "follows"]
-    assert rows["0.20"]["cpu_share"] < rows["0.50"]["cpu_share"] < rows["1.00"]["cpu_share"]
-    assert rows["follows"]["cpu_share"] == rows["1.00"]["cpu_share"]
-    assert max(row["ratio_to_best_fixed"] for name, row in rows.items() if name != "follows") == 1
-
-
-def test_memory_readers_end_with_their_input(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO())
-    cpu_split_load.read_memory(num_threads=2, num_bytes=4096)
-    ready, rate = capsys.readouterr().out.splitlines()
-    assert ready == "ready" and float(rate) >= 0

@@ -100,7 +100,7 @@ def prefill_flop(config: Config, model: ModelConfig, num_tokens: int) -> float:
 
 
 def token_keys(model: ModelConfig) -> int:
-    """How many keys a token attends to in the time of its linear layers, if both run at the same rate.
+    """Return the number of keys that a token attends to in the time of its linear layers, at the same rate.
 
     A layer does 2 operations per weight and token, and 4 per head, element of the head dim, token and key.
     """
@@ -114,12 +114,12 @@ def decode_bytes(config: Config, model: ModelConfig, num_keys: int, kv_bytes_per
 
 
 def num_full_blocks(context: int, block_size: int) -> int:
-    """How many of a sequence's blocks precede the one that holds the newest of its `context` tokens."""
+    """Return how many of a sequence's blocks precede the one that holds the newest of its `context` tokens."""
     return (context - 1) // block_size
 
 
 def num_missing_blocks(context: int, block_size: int, num_slots: int, num_sequences: int = 1) -> int:
-    """The fewest blocks that must cross the link to compute one token of each sequence.
+    """Return the fewest blocks that must cross the link to compute one token of each sequence.
 
     That is the number of full blocks minus the number of slots that are not write slots.
     """
@@ -127,7 +127,7 @@ def num_missing_blocks(context: int, block_size: int, num_slots: int, num_sequen
 
 
 def num_prefill_loaded_blocks(context: int, block_size: int, num_slots: int, chunk_tokens: int) -> int:
-    """The fewest blocks that must cross the link for one prompt.
+    """Return the fewest blocks that must cross the link for one prompt.
 
     For each chunk that is the number of blocks before it, minus the number of slots that the chunk does not write.
     """
@@ -194,8 +194,10 @@ def device_memory(
 
 
 def _input_bytes(config: Config, model: ModelConfig, max_model_len: int, num_rows: int) -> int:
-    """The graphs' static inputs, and the hidden states that those with chunks leave. With offload they include what is
-    passed between the pieces of a streamed step: the query, the fp32 result and the log-sum-exp.
+    """Size of the graphs' static inputs, and of the hidden states that graphs with chunks leave.
+
+    With offload they include what is passed between the pieces of a streamed step: the query, the fp32 result and the
+    log-sum-exp.
     """
     size = itemsize(config, model)
     table_bytes = 4 * ceil_div(max_model_len, config.block_size)
@@ -210,9 +212,11 @@ def _input_bytes(config: Config, model: ModelConfig, max_model_len: int, num_row
 
 
 def _graph_bytes(config: Config, model: ModelConfig, spec: KVCacheSpec, num_rows: int) -> int:
-    """All graphs. With offload these include the graphs in pieces and those of the staging groups, which are captured
-    for fewer batch sizes. With speculation there is another kind of each, which verifies guesses. The last kind is of
-    steps with chunks of prompts.
+    """Size of all graphs.
+
+    With offload these include the graphs in pieces and those of the staging groups, which are captured for fewer batch
+    sizes. With speculation there is another kind of each, which verifies guesses. The last kind runs steps with chunks
+    of prompts.
     """
     whole = NODES_PER_LAYER * model.num_layers + NODES_BESIDE_LAYERS
     sizes = [graph_sizes(num_rows), *([verifying_graph_sizes(num_rows)] if config.max_guesses else [])]

@@ -33,7 +33,7 @@ Row: TypeAlias = tuple[str, str, str]  # (name, figure, remark)
 
 
 class Capacity(NamedTuple):
-    """How many sequences of one length can run together, and which limit applies."""
+    """The number of sequences of one length that can run together, and the limit that applies."""
 
     num_sequences: int
     limit: str
@@ -64,7 +64,7 @@ class CapacityPlan:
 
     @property
     def memory(self) -> DeviceMemory:
-        """How much GPU memory is used, part by part."""
+        """The GPU memory in use, part by part."""
         limit = max_model_len(self.config, self.model)
         return device_memory(self.config, self.model, self.machine, self.spec, limit, self.num_gpu_blocks)
 
@@ -77,7 +77,7 @@ class CapacityPlan:
 
     @property
     def fits_gpu(self) -> bool:
-        """Return True if the GPU memory used, including estimates, is within the limit, and on a CPU."""
+        """True if the GPU memory in use, including estimates, is within the limit; always True on a CPU."""
         return self.gpu_limit_bytes is None or self.memory.total_bytes <= self.gpu_limit_bytes
 
     @property
@@ -92,7 +92,7 @@ class CapacityPlan:
     # -- sequences and blocks --------------------------------------------------------------------------------------
 
     def capacity(self, num_tokens: int) -> Capacity:
-        """How many sequences of `num_tokens` tokens, prompt and answer, can run together."""
+        """Return how many sequences of `num_tokens` tokens, prompt and answer, can run together."""
         each = ceil_div(num_tokens, self.spec.block_size)
         by_limit = {"max_num_seqs": self.config.max_num_seqs}
         if self.config.enable_cpu_offload:
@@ -238,7 +238,7 @@ def least_gpu_blocks(config: Config) -> int:
 def _num_fitting_blocks(
     config: Config, model: ModelConfig, machine: Machine, spec: KVCacheSpec, limit: int, num_cpu_blocks: int
 ) -> int:
-    """How many blocks start-up will have room for according to the estimates, and at least the fewest that work."""
+    """Estimate how many blocks start-up will have room for; at least the fewest that work."""
     useful = config.max_num_seqs * ceil_div(limit, config.block_size)
     if config.enable_cpu_offload:
         useful = min(useful, num_cpu_blocks)
@@ -349,7 +349,7 @@ def _memory_rows(plan: CapacityPlan) -> list[Row]:
 
 
 def _sequence_rows(plan: CapacityPlan) -> list[Row]:
-    """How many sequences fit, both of the plan's length and of one block, and how many blocks are missing."""
+    """The sequences that fit, both of the plan's length and of one block, and the blocks that are missing."""
     long, short = plan.capacity(plan.context), plan.capacity(plan.spec.block_size)
     remark = f"of {plan.context:,} tokens at once, limited by {long.limit}"
     if plan.context > plan.spec.block_size:

@@ -32,7 +32,7 @@ def check_start(plan: CapacityPlan) -> None:
 
 
 def check_plan(plan: CapacityPlan) -> None:
-    """Raise such a ConfigError if the engine cannot start, or cannot run the plan's sequences together.
+    """Raise ConfigError, like `check_start`, also if the engine cannot run the plan's sequences together.
 
     Estimates count here too: everything that the plan's table marks with (!) is refused.
     """
@@ -100,7 +100,7 @@ def _blocks_option(plan: CapacityPlan) -> str:
 
 
 def _cpu_problem(plan: CapacityPlan) -> str | None:
-    """On a CPU the model, its cache and the CPU pool share the host's memory.
+    """Check the host's memory, which on a CPU the model, its cache and the CPU pool share.
 
     A size that the user left open counts with the smallest value that works, because start-up will make it fit.
     """
@@ -211,7 +211,7 @@ def _changes(plan: CapacityPlan) -> Iterator[Change]:
 
 
 def _other_num_blocks(plan: CapacityPlan) -> Iterator[Change]:
-    """If the user gave a number of GPU blocks: the number that the sequences need if larger, else what fits."""
+    """Yield another number of GPU blocks if the user gave one: what the sequences need, or else what fits."""
     name, unset = _blocks_option(plan), None if plan.config.enable_cpu_offload else -1
     given = getattr(plan.config, name)
     if given == unset:

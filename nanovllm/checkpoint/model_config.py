@@ -8,7 +8,7 @@ module loads neither torch nor transformers.
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +31,11 @@ HEAD_DIMS = (16, 32, 64, 80, 96, 112, 128, 160, 192, 256)  # the kernels are tes
 class Architecture:
     """The properties of an architecture that its config.json does not say.
 
-    `defaults` are the values of entries that a config.json leaves out, as in transformers' config classes. Using those
-    classes would import most of transformers and torch's compiler, which takes up to 9 s in the first process on a
-    machine.
+    defaults: values of entries that a config.json leaves out, as in transformers' config classes. Using those classes
+    would import most of transformers and torch's compiler, which takes up to 9 s in the first process on a machine.
+
+    recommended_yarn: max_position_embeddings -> the length from which YaRN extends, and the longest context for which
+    the model's authors recommend it, from the model cards.
     """
 
     model_type: str  # of its config.json
@@ -41,6 +43,7 @@ class Architecture:
     has_qkv_bias: bool = False  # on q, k and v and nowhere else; transformers does not read attention_bias then
     reads_mlp_bias: bool = False
     has_qk_norm: bool = False
+    recommended_yarn: Mapping[int, tuple[int, int]] = field(default_factory=dict)
 
 
 _COMMON = {
@@ -55,9 +58,18 @@ _QWEN = _COMMON | {"intermediate_size": 22016, "num_key_value_heads": 32, "vocab
 _QWEN |= {"max_position_embeddings": 32768}
 _LLAMA = _COMMON | {"intermediate_size": 11008, "num_key_value_heads": None, "vocab_size": 32000}
 _LLAMA |= {"max_position_embeddings": 2048, "eos_token_id": 2}
-ARCHITECTURES = {  # by architectures[0]
-    "Qwen3ForCausalLM": Architecture(model_type="qwen3", defaults=_QWEN | {"head_dim": 128}, has_qk_norm=True),
-    "Qwen2ForCausalLM": Architecture(model_type="qwen2", defaults=_QWEN, has_qkv_bias=True),
+# By architectures[0]. A dense decoder whose only peculiarities are those of Architecture needs nothing but an entry
+# here; what else differs goes into models/decoder.py
+ARCHITECTURES = {
+    "Qwen3ForCausalLM": Architecture(
+        model_type="qwen3",
+        defaults=_QWEN | {"head_dim": 128},
+        has_qk_norm=True,
+        recommended_yarn={40960: (32768, 131072)},  # these positions include the answer
+    ),
+    "Qwen2ForCausalLM": Architecture(
+        model_type="qwen2", defaults=_QWEN, has_qkv_bias=True, recommended_yarn={32768: (32768, 131072)}
+    ),
     "LlamaForCausalLM": Architecture(model_type="llama", defaults=_LLAMA, reads_mlp_bias=True),
 }
 ROPE_TYPES = {  # rope type -> the keys that it needs
@@ -67,9 +79,6 @@ ROPE_TYPES = {  # rope type -> the keys that it needs
     "yarn": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
 }
-# (architecture, max_position_embeddings) -> the length from which YaRN extends, and the longest context for which the
-# model's authors recommend it. From the model cards of Qwen3, whose 40,960 positions include the answer, and Qwen2.5
-RECOMMENDED_YARN = {("Qwen3ForCausalLM", 40960): (32768, 131072), ("Qwen2ForCausalLM", 32768): (32768, 131072)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -327,7 +336,8 @@ def rope_extension(model: ModelConfig, num_tokens: int) -> str:
     """A remedy for an error message: `hf_overrides` with which the rope covers `num_tokens`, ready to be copied."""
     rope, max_position = model.rope, model.max_position_embeddings
     if rope.rope_type == "default":
-        original, recommended = RECOMMENDED_YARN.get((model.architecture, max_position), (max_position, 0))
+        cards = ARCHITECTURES[model.architecture].recommended_yarn
+        original, recommended = cards.get(max_position, (max_position, 0))
         factor = ceil_div(num_tokens, original)
         scaling: dict[str, Any] = {"rope_type": "yarn", "rope_theta": rope.rope_theta, "factor": float(factor)}
         scaling["original_max_position_embeddings"] = original

@@ -1,7 +1,9 @@
 """The command line: `nanovllm demo`, `chat`, `generate`, `serve`, `batch` and `plan`.
 
 flags.py makes the flags, their defaults and their help from the fields of Config, SamplingParams, DemoOptions,
-ServerOptions, ServiceOptions, BatchOptions and PlanOptions. Nothing heavy is imported before a command runs.
+ServerOptions, ServiceOptions, BatchOptions and PlanOptions. Nothing heavy is imported before a command runs, and
+neither are the packages of an extra, which `--help` does not need. demo.py and console.py have the commands of a
+terminal.
 
 Bad input raises ConfigError, RequestError or CheckpointError, which `main` prints as one line. An exception that `main`
 does not catch is a bug and keeps its traceback.
@@ -10,7 +12,9 @@ does not catch is a bug and keeps its traceback.
 import argparse
 import logging
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +22,6 @@ from nanovllm import __version__
 from nanovllm.capacity.plan import PlanOptions, make_plan, plan_table
 from nanovllm.capacity.plan_check import check_plan
 from nanovllm.checkpoint.model_config import ModelConfig
-from nanovllm.cli.batch import add_batch
 from nanovllm.cli.console import (
     choose_sampling,
     drop_closed_stdout,
@@ -29,25 +32,31 @@ from nanovllm.cli.console import (
 )
 from nanovllm.cli.demo import DemoOptions, run_demo
 from nanovllm.cli.flags import (
+    CPU_STEP_TOKENS,
     PYTHON_ONLY,
     Formatter,
     add_command,
     add_engine_flags,
     add_flags,
     add_model_flag,
+    check_packages,
     engine_options,
     given_fields,
     name_flags,
 )
-from nanovllm.cli.serve import add_serve
+from nanovllm.cluster.options import BatchOptions, ServiceOptions
 from nanovllm.config import Config
 from nanovllm.demo import model_path
 from nanovllm.errors import CheckpointError, ConfigError, EngineError, RequestError
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.server.options import ServerOptions, bind
 
 if TYPE_CHECKING:  # --help must not load torch
+    from nanovllm import AsyncLLM
+    from nanovllm.cluster.batch_job import JobSummary
     from nanovllm.llm import LLM
 
+MAX_STEP_MS = 200.0  # of a server, so that running answers keep their pace while a long prompt is read
 EXAMPLE = """\
 examples:
   nanovllm demo
@@ -65,6 +74,26 @@ example, a book whose KV cache does not fit in the GPU's memory:
 CHAT_EXAMPLE = """\
 Each turn reuses the KV of the earlier ones. Type /help for the commands. From a pipe, every line is a message:
   printf 'The passkey is 4711.\\nThe passkey is\\n' | nanovllm chat --model demo
+"""
+
+SERVE_EXAMPLE = """\
+example, with the built-in model:
+  nanovllm serve --model demo &
+  curl localhost:8000/v1/completions -H 'Content-Type: application/json' \\
+      -d '{"prompt": "The passkey is 4711.\\nThe passkey is", "max_tokens": 6}'
+
+Exit status: 0 after SIGTERM or Ctrl-C, 1 if the engine has failed, 2 for bad input or a port in use.
+"""
+BATCH_EXAMPLE = """\
+A row has one of the columns prompt, messages and prompt_token_ids. Any field of SamplingParams may be a column, too,
+and goes ahead of its flag. The parts of the output have the same rows, with the columns text, token_ids, finish_reason,
+num_cached_tokens and error. The same command again resumes a job that was interrupted.
+
+example, with the built-in model:
+  printf '{"prompt": "The passkey is 4711.\\\\nThe passkey is", "max_tokens": 6}\\n' > prompts.jsonl
+  nanovllm batch --model demo --input prompts.jsonl --output answers/
+
+Exit status: 0 if all rows have run, also if some have an error; 1 if engines fail again and again; 2 for bad input.
 """
 
 
@@ -172,6 +201,90 @@ def _read_prompt(path: Path) -> str:
         raise RequestError(f"--prompt-file {path} is not UTF-8 text ({error.reason} at byte {error.start})") from error
 
 
+# -- serve -------------------------------------------------------------------------------------------------------
+
+
+def _serve(args: argparse.Namespace) -> int:
+    """Serve until a signal arrives or the engine fails. Raises ConfigError if the port or a package cannot be used."""
+    options = ServerOptions(**{"served_model_name": (args.model,), **given_fields(args, ServerOptions)})
+    service = ServiceOptions(**given_fields(args, ServiceOptions))
+    config = Config(model=args.model, **given_fields(args, Config))
+    check_packages("nanovllm serve", ("fastapi", "uvicorn", "prometheus_client"), "server")
+    if service.num_replicas is not None:
+        check_packages("num_replicas", ("ray.serve",), "ray")
+    with bind(options.host, options.port) as bound:  # before torch and the model are loaded
+        load = partial(load_engine, args)
+        if service.num_replicas is None:
+            from nanovllm.server.lifecycle import run_server
+
+            return run_server(load, options, bound)
+        from nanovllm.cluster.service import run_service
+
+        return run_service(load, config, options, service, bound)
+
+
+def load_engine(args: argparse.Namespace) -> "AsyncLLM":
+    """Start the engine in this process, or in a replica, on whose machine it then looks for GPUs."""
+    from nanovllm import AsyncLLM
+
+    return AsyncLLM(args.model, **serving_options(args))
+
+
+def serving_options(args: argparse.Namespace) -> Mapping[str, Any]:
+    """The engine's options. Steps are bounded unless the flags say otherwise. Loads torch."""
+    options = engine_options(args)
+    return {"max_step_ms": MAX_STEP_MS} | dict(options) if options.get("chunked_prefill", True) else options
+
+
+# -- batch -------------------------------------------------------------------------------------------------------
+
+
+def _batch(args: argparse.Namespace) -> int:
+    """Run the job. Everything is printed to stderr, because the answers are in files."""
+    options = BatchOptions(**given_fields(args, BatchOptions))
+    sampling = given_fields(args, SamplingParams)
+    SamplingParams(**sampling)
+    given = given_fields(args, Config)
+    Config(model=args.model, **given)
+    check_packages("nanovllm batch", ("ray", "pyarrow"), "ray")
+    from nanovllm.cluster.batch_job import BatchJob, run_job
+    from nanovllm.engine.setup import find_machine
+
+    job = BatchJob(
+        inputs=args.input,
+        output=args.output,
+        options=options,
+        config=Config(model=_on_every_machine(model_path(args.model)), **given),
+        given=given,
+        cpu_defaults={"max_num_batched_tokens": CPU_STEP_TOKENS},
+        sampling=sampling,
+        find_machine=find_machine,
+    )
+    start_s = time.perf_counter()
+    try:
+        summary = run_job(job)
+    except KeyboardInterrupt:
+        print("\nThe parts that are finished stay; repeat the command to go on from there.", file=sys.stderr)
+        raise
+    print(_describe(summary, time.perf_counter() - start_s, args.output), file=sys.stderr)
+    return 0
+
+
+def _on_every_machine(model: str) -> str:
+    """The model's name, or its whole path: the engines run in other folders."""
+    return str(Path(model).resolve()) if Path(model).is_dir() else model
+
+
+def _describe(summary: "JobSummary", seconds: float, output: Path) -> str:
+    num_rows = summary.num_rows - summary.num_rows_before
+    before = f"; {summary.num_rows_before:,} had been answered before" if summary.num_rows_before else ""
+    return (
+        f"{num_rows:,} rows in {seconds:,.0f} s, {summary.num_errors:,} of them with an error; "
+        f"{summary.num_tokens:,} new tokens, {summary.num_tokens / seconds:,.0f} tok/s{before}. "
+        f"The answers are in {output}"
+    )
+
+
 # -- the parser --------------------------------------------------------------------------------------------------
 
 
@@ -187,8 +300,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_demo(commands)
     _add_chat(commands)
     _add_generate(commands)
-    add_serve(commands)
-    add_batch(commands)
+    _add_serve(commands)
+    _add_batch(commands)
     _add_plan(commands)
     return parser
 
@@ -218,6 +331,33 @@ def _add_generate(commands: Any) -> None:
     required.add_argument("--chat", action="store_true", help="apply the model's chat template to the prompt")
     required.add_argument("--system", metavar="TEXT", help="the system prompt; needs --chat")
     _add_request_flags(parser, max_tokens=f"{SamplingParams.max_tokens}; with --chat, no limit")
+
+
+def _add_serve(commands: Any) -> None:
+    about = "serve a model over HTTP, with OpenAI's API"
+    parser = add_command(commands, "serve", about, _serve, (Config, ServerOptions, ServiceOptions), SERVE_EXAMPLE)
+    add_model_flag(parser.add_argument_group("what to serve"))
+    add_flags(parser, ServerOptions)
+    add_flags(parser, ServiceOptions)
+    add_engine_flags(parser, {"max_step_ms": f"{MAX_STEP_MS:g}"})
+
+
+def _add_batch(commands: Any) -> None:
+    about = "answer the rows of files, with engines on one machine or many"
+    parser = add_command(commands, "batch", about, _batch, (Config, SamplingParams, BatchOptions), BATCH_EXAMPLE)
+    required = parser.add_argument_group("what to answer")
+    add_model_flag(required)
+    required.add_argument(
+        "--input", type=Path, nargs="+", required=True, metavar="FILE", help="files of JSON lines, or of Parquet"
+    )
+    required.add_argument(
+        "--output", type=Path, required=True, metavar="FOLDER", help="folder for the parts; a new one, or the job's own"
+    )
+    add_flags(parser, BatchOptions)
+    max_tokens = f"{SamplingParams.max_tokens}; for messages, no limit"
+    about = "For rows without such a column. The model's generation_config.json may change these defaults."
+    add_flags(parser, SamplingParams, without=PYTHON_ONLY, defaults={"max_tokens": max_tokens}, about=about)
+    add_engine_flags(parser)
 
 
 def _add_plan(commands: Any) -> None:

@@ -1,11 +1,11 @@
 """BatchEngine: one engine of a job, in an actor of its own. It is given units and writes a part for each.
 
-Rows and answers stay in this process; only counts go back. A part is written under a scratch name and renamed, so
-that a part with its name is whole, and a unit that runs twice writes the same part twice.
+Rows and answers stay in this process; only counts go back. A part is written under a scratch name and renamed, so that
+it is never seen half written, and a unit that runs twice writes the same part twice.
 
-The engine starts when the first unit arrives. So whatever goes wrong, at its start or later, happens to some unit. If
-the engine fails, the process exits, Ray starts another one and hands it the same units again. UnitTries counts these
-tries for all engines, and a unit that has ended too many of them ends the job.
+The engine starts when the first unit arrives, so that a failure to start is reported like any other failure of a unit.
+If the engine fails, the process exits, Ray starts another one and hands it the same units again. UnitTries counts these
+tries for all engines, and a unit with too many of them ends the job.
 """
 
 import asyncio
@@ -36,14 +36,14 @@ from nanovllm.errors import CheckpointError, ConfigError, RequestError
 from nanovllm.request_stream import RequestStream
 from nanovllm.text.request_check import Prompt
 
-NUM_UNITS = 2  # at once, so that the tail of one overlaps with the head of the next
+NUM_UNITS = 2  # run together, so that the end of one overlaps with the beginning of the next
 MAX_TRIES = 3  # of one unit, before it ends the job
-NUM_DOCUMENTS = 2  # that are read at once; more would push each other's KV out of the cache
-NUM_ROWS = 1024  # that are in the engine at once; the others of a huge document wait outside
+NUM_DOCUMENTS = 2  # are read together; more would push each other's KV out of the cache
+NUM_ROWS = 1024  # are in the engine together; the other rows of a huge document wait outside
 
 
 class RowAnswerer:
-    """Answers rows in an engine, in an order in which they profit from each other's KV.
+    """Answers rows in an engine, in an order that lets them share KV.
 
     Any number of units may be answered at once, on one event loop.
     """
@@ -56,10 +56,10 @@ class RowAnswerer:
     async def answer_unit(
         self, rows: Sequence[Mapping[str, Any] | RequestError], places: Sequence[RowPlace]
     ) -> list[dict[str, Any]]:
-        """The added columns of each row. Raises EngineError if the engine fails; a row that cannot run gets an error.
+        """Return the added columns of each row; a row that cannot run gets an error.
 
         Rows without a document are submitted together. The first row of a document goes ahead of its others, so that
-        they find the document in the prefix cache.
+        they find the document in the prefix cache. Raises EngineError if the engine fails.
         """
         added: list[dict[str, Any]] = [{} for _ in rows]
 
@@ -81,7 +81,7 @@ class RowAnswerer:
     async def _answer_row(
         self, row: Mapping[str, Any] | RequestError, place: RowPlace, begun: asyncio.Event | None
     ) -> dict[str, Any]:
-        """`begun` is set as soon as the row's prompt has been read, or the row has ended."""
+        """Answer one row, and set `begun` as soon as its prompt has been read or it has ended."""
         try:
             async with self._rows:
                 if isinstance(row, RequestError):
@@ -106,7 +106,7 @@ class RowAnswerer:
 
 
 async def _outputs(stream: RequestStream, begun: asyncio.Event) -> list[RequestOutput]:
-    """Like `stream.outputs()`, and sets `begun` at the first token."""
+    """Collect the outputs of `stream`, and set `begun` at the first token."""
     ended: dict[int, RequestOutput] = {}
     async for update in stream:
         begun.set()
@@ -119,58 +119,32 @@ async def _outputs(stream: RequestStream, begun: asyncio.Event) -> list[RequestO
 
 
 class UnitTries:
-    """How often each unit has been tried, and why the tries ended. An actor on the machine of the command, because it
-    has to outlive the engines. A unit is forgotten when it has been run.
+    """Counts how often each unit has been tried, and notes why the tries ended. A unit that has run is forgotten.
+
+    This is an actor on the machine of the command, because it has to outlive the engines.
     """
 
     def __init__(self) -> None:
         self._reasons: dict[int, list[str]] = {}
 
     def reasons(self, unit_idx: int) -> list[str]:
-        """One for each try; "" if the process died without one."""
+        """Return one reason for each try; "" if the process died without giving one."""
         return self._reasons.get(unit_idx, [])
 
     def begin(self, unit_idx: int) -> None:
         self._reasons.setdefault(unit_idx, []).append("")
 
     def note(self, unit_idx: int, reason: str) -> None:
-        """Why the try that has begun is going to end."""
+        """Note why the latest try is about to end."""
         self._reasons[unit_idx][-1] = " ".join(reason.split())
 
     def end(self, unit_idx: int) -> None:
         self._reasons.pop(unit_idx, None)
 
 
-class Turns:
-    """Lets units run together, or one of them alone. Belongs to one event loop.
-
-    An engine that dies takes all its units with it. To tell which one was to blame, they run again one at a time.
-    """
-
-    def __init__(self) -> None:
-        self._changed = asyncio.Condition()
-        self._num_running = 0
-        self._num_alone = 0  # that run alone or wait to
-
-    @asynccontextmanager
-    async def take(self, *, alone: bool) -> AsyncIterator[None]:
-        """`alone`: with no other unit beside it. Later units wait for one that is to run alone."""
-        async with self._changed:
-            self._num_alone += alone
-            await self._changed.wait_for(lambda: not self._num_running if alone else not self._num_alone)
-            self._num_running += 1
-        try:
-            yield
-        finally:
-            async with self._changed:
-                self._num_running -= 1
-                self._num_alone -= alone
-                self._changed.notify_all()
-
-
 @dataclass(frozen=True)
 class EngineJob:
-    """What an engine has to know about its job."""
+    """The part of a job that its engines need."""
 
     model: str
     options: Mapping[str, Any]  # fields of Config
@@ -194,16 +168,17 @@ class BatchEngine:
         self._job = job
         self._answerer: RowAnswerer | None = None
         self._starting = asyncio.Lock()
-        self._turns = Turns()
+        self._entering = asyncio.Lock()
+        self._free_turns = asyncio.Semaphore(NUM_UNITS)
 
     async def __call__(self, batch: Mapping[str, Any]) -> dict[str, list[Any]]:
-        """Run the unit of `batch`, and return its counts. `failure` says why the job has to end; "" if the unit ran."""
+        """Run the unit of `batch`, and return its counts. `failure` says why the job must end; "" if the unit ran."""
         unit_idx, unit = int(batch["unit"][0]), Unit(packed=batch["places"][0])
         counts = {"unit": unit_idx, "num_rows": len(unit), "num_errors": 0, "num_tokens": 0, "failure": ""}
         counts["is_refusal"] = False  # the failure is the user's to mend
         tries = self._job.tries
         reasons: list[str] = await tries.reasons.remote(unit_idx)
-        async with self._turns.take(alone=bool(reasons)):
+        async with self._turn(alone=bool(reasons)):
             if len(reasons) >= MAX_TRIES:
                 where = unit.describe([path.name for path in self._job.input_paths])
                 last = next(filter(None, reversed(reasons)), "the process died, perhaps out of memory")
@@ -224,6 +199,22 @@ class BatchEngine:
                     self._exit(error)
                 await tries.end.remote(unit_idx)
         return {name: [value] for name, value in counts.items()}
+
+    @asynccontextmanager
+    async def _turn(self, *, alone: bool) -> AsyncIterator[None]:
+        """Let NUM_UNITS units run together, or one of them alone.
+
+        An engine that dies takes all its units with it. To tell which one was to blame, they run again one at a time.
+        """
+        num_turns = NUM_UNITS if alone else 1
+        async with self._entering:  # one unit at a time, or two would wait for turns that the other one holds
+            for _ in range(num_turns):
+                await self._free_turns.acquire()
+        try:
+            yield
+        finally:
+            for _ in range(num_turns):
+                self._free_turns.release()
 
     async def _run(self, unit_idx: int, unit: Unit) -> dict[str, int]:
         """Answer the unit's rows, write its part, and return its counts."""
@@ -262,8 +253,9 @@ class BatchEngine:
 def _keep_to_share_of_cpus(tensor_parallel_size: int, engines_per_node: int) -> None:
     """Let the engines on the GPUs of a machine use different cpus, above all for attention on the CPU.
 
-    Every k-th cpu is of every memory node, and the two threads of a core go to the same engine if k divides the number
-    of cores. Which share it is follows from the engine's GPUs, which Ray lists in the environment.
+    Each of k engines takes every k-th cpu, and so some of every memory node. If k divides the number of cores, both
+    threads of a core go to the same engine. The engine's GPUs, which Ray lists in the environment, tell which share
+    is its own.
     """
     gpus = [int(number) for number in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if number.isdigit()]
     cpus = sorted(os.sched_getaffinity(0))

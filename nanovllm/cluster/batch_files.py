@@ -18,8 +18,8 @@ from nanovllm.cluster.batch_rows import ALL_ADDED_COLUMNS, RowPlace, ScannedRow
 from nanovllm.errors import ConfigError, RequestError
 
 _ADDED_AS_KEYS = tuple(json.dumps(name).encode() for name in ALL_ADDED_COLUMNS)
-NAME = "_job.json"  # what reads a folder of Parquet files leaves names with an underscore out
-# Options of the engine that its answers depend on; the others decide where they are computed and how fast
+NAME = "_job.json"  # readers of a folder of Parquet files skip names that begin with an underscore
+# Options of the engine that its answers depend on; the others decide only where and how fast they are computed
 ANSWER_OPTIONS = ("dtype", "load_format", "hf_overrides", "generation_config", "seed", "max_model_len")
 
 
@@ -43,7 +43,7 @@ class UnitRows(ABC):
     def scan(
         cls, path: Path, file_idx: int, document_column: str | None, digest: xxhash.xxh3_64
     ) -> Iterator[ScannedRow]:
-        """Where the rows of a file are. `digest`: is updated so that it tells whether the file has changed.
+        """Yield the places of a file's rows, and update `digest` so that it changes with the file.
 
         Raises ConfigError for a file that cannot be used.
         """
@@ -117,8 +117,10 @@ def _parse(line: bytes, where: str) -> dict[str, Any] | RequestError:
 
 
 def _look_into(line: bytes, where: str, document_column: str | None) -> bytes | None:
-    """Check the columns of a row, and return the key of its document. A row is parsed only if that may find anything:
-    a quotation mark inside a string has a backslash before it.
+    """Check the columns of a row, and return the key of its document.
+
+    A row without the bytes of an added column's key is not parsed; inside a string, a quotation mark would have a
+    backslash before it.
     """
     if document_column is None and not any(key in line for key in _ADDED_AS_KEYS):
         return None

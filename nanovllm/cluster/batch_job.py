@@ -1,8 +1,8 @@
 """run_job: `nanovllm batch`. Plans the units, starts an actor for each engine, and counts what they have done.
 
 Ray Data feeds the actors. It replaces one that dies and runs its units again, without limit; BatchEngine limits the
-tries of a unit. What is done is in the output folder and nowhere else, so a job that was interrupted goes on with the
-units that have no part.
+tries of a unit. The output folder alone records what is done, so a job that was interrupted goes on with the units that
+have no part.
 """
 
 import logging
@@ -108,7 +108,7 @@ def _run_rest(job: BatchJob, paths: Sequence[Path], format: type[UnitRows], unit
 
 
 def _plan(job: BatchJob, paths: Sequence[Path], format: type[UnitRows]) -> tuple[list[Unit], dict[str, Any]]:
-    """The units, and what _job.json says about the job. Reads the whole input."""
+    """Return the units, and the content of _job.json. Reads the whole input."""
     column = job.options.document_column
     digests = [xxhash.xxh3_64() for _ in paths]
     format.check_together(paths)
@@ -134,7 +134,7 @@ def _plan(job: BatchJob, paths: Sequence[Path], format: type[UnitRows]) -> tuple
 
 
 def format_of(paths: Sequence[Path]) -> type[UnitRows]:
-    """The format of the input. Raises ConfigError for a file of another kind, or if there are both."""
+    """Return the format of the input. Raises ConfigError for a file of another kind, or if there are both."""
     for path in paths:
         if path.suffix not in FORMATS:
             raise ConfigError(
@@ -181,7 +181,7 @@ def _run_units(job: BatchJob, engine: EngineJob, todo: Mapping[int, Unit], num_r
 
 
 def _place(job: BatchJob, engine: EngineJob, num_units: int) -> tuple[EngineJob, EngineNeeds, int]:
-    """The engine with the options for this cluster, what each of them needs, and how many there are."""
+    """Return the engine's job with the options for this cluster, the needs of an engine, and the number of engines."""
     nodes = nodes_of_cluster()
     ranks = job.config.tensor_parallel_size
     device = choose_device(job.config.device, nodes)
@@ -217,7 +217,7 @@ def _check_part(engine: EngineJob, unit_idx: int) -> None:
 
 
 def _plan_memory_there(needs: EngineNeeds, config: Config, find_machine: Callable[[Config], Machine]) -> EngineNeeds:
-    """`plan_memory`, called on a machine that has room for an engine."""
+    """Call `plan_memory` on a machine that has room for an engine."""
 
     def call() -> EngineNeeds | Exception:
         node_id = ray.get_runtime_context().get_node_id()
@@ -266,7 +266,7 @@ def _unit_results(
 
 @contextmanager
 def _ray_errors() -> Iterator[None]:
-    """Raise what Ray could not mend as an EngineError."""
+    """Raise an error that Ray could not recover from as an EngineError."""
     try:
         yield
     except RayError as error:

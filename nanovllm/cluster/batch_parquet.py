@@ -12,8 +12,8 @@ from nanovllm.cluster.batch_files import UnitRows, check_columns, document_key
 from nanovllm.cluster.batch_rows import ADDED_FOR, PROMPT_COLUMNS, SAMPLING_COLUMNS, RowPlace, ScannedRow
 from nanovllm.errors import ConfigError
 
-READ_ROWS = 1024  # that are decoded at a time, so that a row group of a million rows never is in memory
-FOOTER_BYTES = 2**20  # of a file's end, where its metadata are, tell whether it has changed
+READ_ROWS = 1024  # rows decoded at a time, so that a row group of a million rows is never in memory as a whole
+FOOTER_BYTES = 2**20  # end of a file, with its metadata, that tells whether the file has changed
 
 _ANSWER = {"text": pa.string(), "token_ids": pa.list_(pa.int64()), "finish_reason": pa.string()}
 _POSITION = pa.list_(
@@ -45,7 +45,7 @@ class ParquetRows(UnitRows):
 
     @classmethod
     def check_together(cls, paths: Sequence[Path]) -> None:
-        """Their rows may meet in one part, so they must have the same columns."""
+        """See UnitRows. Rows of different files can be in one part, so the files must have the same columns."""
         first = _open(paths[0]).schema_arrow
         for path in paths[1:]:
             if not _open(path).schema_arrow.equals(first):
@@ -98,7 +98,7 @@ def _document_keys(file: Any, row_group: int, document_column: str | None) -> It
 
 
 def _read_lines(path: Path, lines: Sequence[int]) -> Any:
-    """A table of these rows. `lines`: ascending."""
+    """Read these rows as a table. lines: in ascending order."""
     file = _open(path)
     taken, first = [], 0
     remaining = list(reversed(lines))

@@ -1,8 +1,8 @@
 """The rows of a job: which are answered together, what each asks for, and which columns its answer adds.
 
 A unit is the piece of work that an engine takes, and that runs again if the engine dies. Its rows are written to one
-part of the output. The units follow from the input alone, so that every run of a job, on any number of engines, has the
-same ones. They hold where rows are, and never what is in them.
+part of the output. The units depend on the input alone, so that every run of a job, on any number of engines, has the
+same ones. They hold the places of rows and not their content.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ ALL_ADDED_COLUMNS = (*ADDED_COLUMNS, *ADDED_FOR)
 
 
 class RowPlace(NamedTuple):
-    """Where a row is, and which rows it shares a document with."""
+    """The place of a row in the input, and its document."""
 
     file_idx: int
     line: int  # lines of JSON or rows of Parquet before it in the file
@@ -55,7 +55,7 @@ class UnitLimits:
 
 
 class Unit:
-    """A list of rows, stored as integers: a job of a million rows is 32 MB."""
+    """A list of rows, stored as integers, so that a job of a million rows takes 32 MB."""
 
     def __init__(self, packed: bytes = b"") -> None:
         """`packed`: the `packed` of another unit. `num_bytes` counts only what is added here."""
@@ -83,7 +83,7 @@ class Unit:
         return [RowPlace(*place) for place in zip(*[numbers] * len(RowPlace._fields), strict=True)]
 
     def describe(self, names: Sequence[str]) -> str:
-        """Where its rows come from, for a message. `names`: of the input files."""
+        """Describe where its rows come from, for a message. names: of the input files."""
         places = self.places
         first, last = places[0], places[-1]
         if len(places) == 1:
@@ -146,7 +146,7 @@ def runs_of(places: Sequence[RowPlace]) -> Iterator[list[int]]:
 
 @dataclass(frozen=True)
 class RowDefaults:
-    """What holds for rows that do not say otherwise."""
+    """Settings for rows that have none of their own."""
 
     sampling: Mapping[str, Any]  # fields of SamplingParams that the flags gave
     recommended: Mapping[str, Any]  # those of the model's generation_config.json, which give way to the flags
@@ -190,7 +190,7 @@ def make_request(row: Mapping[str, Any], place: RowPlace, defaults: RowDefaults)
 
 
 def row_seed(seed: int, place: RowPlace) -> int:
-    """The seed of a row that has none. It is hashed because the answers of one row count their seeds upwards."""
+    """Return the seed of a row that has none. It is hashed because the answers of one row count their seeds upwards."""
     digest = hashlib.blake2b(f"{seed} {place.file_idx} {place.line}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
@@ -209,7 +209,7 @@ def _conversation(messages: Any) -> list[Any]:
 
 
 def _without_nulls(struct: Mapping[str, Any]) -> dict[str, Any]:
-    """In Parquet all structs of a column have the same fields; those that are absent are null."""
+    """Drop null fields: in Parquet all structs of a column have the same fields, and those that are absent are null."""
     return {name: value for name, value in struct.items() if value is not None}
 
 

@@ -1,11 +1,11 @@
 """Front: the ASGI application that has replicas answer, with one process' HTTP server around it.
 
-A request whose replica is lost is sent to another one, as long as nothing of its answer has reached the client. It is
-sent again only once, because it may be the request that ended the replica. Otherwise it ends with an error.
+A request whose replica is lost is sent to another one if nothing of its answer has reached the client. It is sent
+again only once, because it may be the request that ended the replica. After that it ends with an error.
 
-In the replica, an AppCall gives the request to the application. A part of an answer costs the front 0.4 ms, however
-long it is. So each call rests after a part, for longer the more calls are open, and the application waits meanwhile: a
-stream of events then merges what was generated into fewer and longer chunks. The first part never waits.
+In the replica, an AppCall gives the request to the application. A part of an answer costs the front 0.4 ms, whatever
+its length. So each call rests after a part, longer if more calls are open. The application waits meanwhile, and a
+stream of events merges what was generated into fewer and longer chunks. The first part never waits.
 """
 
 import asyncio
@@ -51,7 +51,7 @@ class WholeRequest:
 
 
 class ReplicaLostError(Exception):
-    """A replica ended, or its engine failed, while it answered. `replica`: its name, None if it is not known."""
+    """The replica that answered has ended, or its engine has failed. replica: its name, or None if it is not known."""
 
     def __init__(self, replica: str | None) -> None:
         super().__init__("the replica that answered has failed")
@@ -63,7 +63,7 @@ class Replicas(Protocol):
     def num_ready(self) -> int: ...
 
     def answer(self, request: WholeRequest, without: Collection[str]) -> AsyncGenerator[list[ASGIMessage], None]:
-        """The messages of the answer, by a replica that is not among `without`.
+        """Yield the messages of the answer, given by a replica that is not among `without`.
 
         Raises ReplicaLostError, and Refusal if no replica has taken the request in time.
         """
@@ -182,7 +182,7 @@ def _lost_error() -> ApiError:
 
 
 def join_metrics(texts: Iterable[str]) -> str:
-    """One text with all samples. The format wants the samples of a metric in one group, under a single head.
+    """Merge the samples into one text. The format wants those of a metric in one group, under a single head.
 
     The texts must differ in a label of each sample, such as `replica`.
     """
@@ -207,7 +207,7 @@ def join_metrics(texts: Iterable[str]) -> str:
 
 
 class Pace:
-    """Shared by all calls of a replica."""
+    """The rest of a call after each part. All calls of a replica share it."""
 
     def __init__(self) -> None:
         self.num_open = 0
@@ -218,9 +218,7 @@ class Pace:
 
 
 class AppCall:
-    """One request to an ASGI application, with the messages of its answer as a generator. Closing the generator cancels
-    the application.
-    """
+    """One request to an ASGI application, whose messages are a generator. Closing it cancels the application."""
 
     def __init__(self, app: ASGIApp, request: WholeRequest, pace: Pace) -> None:
         self._app, self._request, self._pace = app, request, pace

@@ -1,7 +1,7 @@
 """Options of the commands that use a cluster. Importing them does not import Ray."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from nanovllm.config import Config
 from nanovllm.errors import ConfigError
@@ -11,6 +11,7 @@ RAY_ADDRESS_HELP = (
     "host:port of a running Ray cluster, or auto for the one that this machine is part of; by default, Ray is started "
     "on this machine alone and ends with the command"
 )
+MAX_ENGINES = 10_000
 MAX_REPLICAS = 1024
 _HOST_AND_PORT = re.compile(r"[^/]+:[0-9]{1,5}")
 _JOB, _REPLICAS = "the job", "several engines (needs the extra ray)"  # groups of flags
@@ -27,7 +28,7 @@ def check_ray_address(address: str | None) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchOptions:
-    """The flags of `nanovllm batch` that concern the cluster and the rows. A bad value raises ConfigError."""
+    """Flags of `nanovllm batch` that concern the cluster and the rows. A bad value raises ConfigError."""
 
     num_engines: int | None = option(
         None,
@@ -35,12 +36,12 @@ class BatchOptions:
         "for, and one on a CPU",
         group=_JOB,
         least=1,
-        most=10_000,
+        most=MAX_ENGINES,
     )
     document_column: str | None = option(
         None,
-        help="column that names the document that a row asks about; rows of one document meet in one engine, one after "
-        "another, and share the document's KV",
+        help="column that names the document that a row asks about; one engine answers all rows of a document, one "
+        "after another, so that they share the document's KV",
         group=_JOB,
     )
     ray_address: str | None = option(None, help=RAY_ADDRESS_HELP, group=_JOB)
@@ -54,7 +55,7 @@ class BatchOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceOptions:
-    """The flags of `nanovllm serve` that concern replicas. A bad value raises ConfigError."""
+    """Flags of `nanovllm serve` that concern replicas. A bad value raises ConfigError."""
 
     num_replicas: int | None = option(
         None,
@@ -66,8 +67,8 @@ class ServiceOptions:
     )
     max_replicas: int | None = option(
         None,
-        help="start more replicas while more than max_num_seqs requests are open for each, up to so many, and end "
-        "them again; by default, num_replicas",
+        help="start up to this many replicas while more than max_num_seqs requests are open for each, and end them "
+        "again; by default, num_replicas",
         group=_REPLICAS,
         least=1,
         most=MAX_REPLICAS,
@@ -78,19 +79,20 @@ class ServiceOptions:
     ray_address: str | None = option(None, help=RAY_ADDRESS_HELP, group=_REPLICAS)
 
     def __post_init__(self) -> None:
-        if self.num_replicas is None:
-            for name, default in (("max_replicas", None), ("replica_cpus", 1), ("ray_address", None)):
-                if getattr(self, name) != default:
-                    raise ConfigError(f"{name}={getattr(self, name)!r} needs num_replicas; add num_replicas")
-            return
         check_options(self, ConfigError)
-        if self.max_replicas is not None and self.max_replicas < self.num_replicas:
-            raise ConfigError(f"max_replicas={self.max_replicas} must be num_replicas={self.num_replicas} or more")
+        if self.num_replicas is None:
+            for each in fields(self):
+                if (value := getattr(self, each.name)) != each.default:
+                    raise ConfigError(f"{each.name}={value!r} needs num_replicas; add num_replicas")
+        elif self.max_replicas is not None and self.max_replicas < self.num_replicas:
+            raise ConfigError(
+                f"max_replicas={self.max_replicas} must be between num_replicas={self.num_replicas} and {MAX_REPLICAS}"
+            )
         check_ray_address(self.ray_address)
 
 
 def check_engine(config: Config) -> None:
-    """Raise ConfigError for options of an engine that replicas cannot have."""
+    """Raise ConfigError for an option that an engine in a replica cannot have."""
     if ":" in config.device:
         raise ConfigError(f"device={config.device!r} with num_replicas: Ray chooses the GPUs; give device='cuda'")
     if config.enable_cpu_offload and config.cpu_memory_gb is None:

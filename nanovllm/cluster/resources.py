@@ -1,4 +1,4 @@
-"""What Ray is asked for: the GPUs, CPUs and memory of the engines of a job and of the replicas of a service.
+"""The GPUs, CPUs and memory that Ray is asked for: of the engines of a job, and of the replicas of a service.
 
 Arithmetic only; nothing here asks Ray. Engines that share a machine share its CPUs and its memory evenly. By default an
 engine would take most of the memory that is available when it starts.
@@ -20,10 +20,10 @@ from nanovllm.server.options import ServerOptions
 from nanovllm.utils.arithmetic import format_bytes
 
 RANK_BYTES = 2**30  # of a rank's process, besides pools and weights; a rank on the CPU took 0.4 GiB
-ROUTER = "nanovllm.cluster.replicas.PrefixRouter"
+ROUTER = "nanovllm.cluster.service.PrefixRouter"
 HEALTH_PERIOD_S = 2.0  # Serve replaces a replica after three bad answers
 HEALTH_TIMEOUT_S = 30.0
-DRAIN_CHECK_S = 0.5  # how often a replica that is to end looks whether its last answer has ended
+DRAIN_CHECK_S = 0.5  # interval at which a replica that is to end checks for open answers
 MAX_STARTS = 3  # of a replica that fails at its start
 MAX_SMALL_REQUESTS = 64  # open in one replica, besides those in its queue and its engine
 
@@ -47,7 +47,7 @@ class EngineNeeds:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def num_fitting(self, node: Node) -> int:
-        """How many such engines a machine has room for."""
+        """Return how many such engines a machine has room for."""
         room = [(node.cpus, self.cpus), (node.gpus, self.gpus), (node.memory_bytes, self.memory_bytes)]
         return min(int(available // needed) for available, needed in room if needed)
 
@@ -58,14 +58,14 @@ class EngineNeeds:
 
 
 def default_num_engines(nodes: Sequence[Node], tensor_parallel_size: int, device: str) -> int:
-    """As many as there are GPUs for. At least one, so that the check can say what is missing."""
+    """Return how many engines there are GPUs for, and at least one, so that the check can say what is missing."""
     if device == "cpu":
         return 1
     return max(1, sum(int(node.gpus) // tensor_parallel_size for node in nodes))
 
 
 def choose_device(given: str, nodes: Sequence[Node]) -> str:
-    """cpu or cuda: what was given, or the GPUs if the cluster has any. Raises ConfigError for a particular GPU."""
+    """Return cpu or cuda: as given, or cuda if the cluster has GPUs. Raises ConfigError for a particular GPU."""
     if given == "auto":
         return "cuda" if any(node.gpus for node in nodes) else "cpu"
     if ":" in given:
@@ -74,10 +74,10 @@ def choose_device(given: str, nodes: Sequence[Node]) -> str:
 
 
 def plan_placement(nodes: Sequence[Node], num_engines: int, tensor_parallel_size: int, device: str) -> EngineNeeds:
-    """The GPUs and CPUs of each engine. Raises ConfigError if the cluster can never run all of them at once.
+    """Plan the GPUs and CPUs of each engine. Raises ConfigError if the cluster can never run all of them at once.
 
-    On GPUs, an engine has a CPU for itself and one for each rank. On CPUs it has as many as there are for each engine,
-    because Ray lets it compute with that many threads.
+    On GPUs, an engine has a CPU for itself and one for each rank. Without GPUs, the engines share all CPUs evenly,
+    because Ray lets an engine compute with as many threads as it has CPUs.
     """
     if device == "cuda":
         needs = EngineNeeds(gpus=tensor_parallel_size, cpus=1 + tensor_parallel_size)
@@ -111,9 +111,9 @@ def _num_fitting(needs: EngineNeeds, nodes: Sequence[Node]) -> int:
 def plan_memory(
     needs: EngineNeeds, config: Config, memory_bytes: float, find_machine: Callable[[Config], Machine]
 ) -> EngineNeeds:
-    """The same needs with memory, and with the sizes that keep each engine to its share of a machine's memory.
+    """Add memory to `needs`, and the sizes that keep each engine to its share of a machine's memory.
 
-    Called on a machine of the kind that engines will run on. `memory_bytes`: what Ray may give away there. Raises
+    Called on a machine of the kind that engines will run on. memory_bytes: memory that Ray may give away there. Raises
     ConfigError if an engine cannot start with its share, and CheckpointError if the model cannot be read.
     """
     model = ModelConfig.without_weights(config.model, config.hf_overrides)
@@ -151,8 +151,8 @@ def deployment_options(
 ) -> dict[str, Any]:
     """The options of the Serve deployment.
 
-    Ray shows a replica only its own GPUs. The queue of each replica, and not Serve, limits what may wait
-    (AdmissionQueue).
+    Ray shows a replica only its own GPUs. The queue of each replica (AdmissionQueue), and not Serve, limits how many
+    requests wait.
     """
     number: dict[str, Any] = {"num_replicas": service.num_replicas}
     if service.max_replicas not in (None, service.num_replicas):

@@ -80,7 +80,7 @@ def _prompt_bytes(path: str, fields: dict[str, Any]) -> bytes:
 
 
 def _chat_parts(fields: dict[str, Any]) -> Iterable[str]:
-    """What the chat template makes the prompt of, in its order: tools come first."""
+    """Yield what the chat template makes the prompt of, in its order: tools come first."""
     if fields.get("tools"):
         yield json.dumps(fields["tools"])
     for message in fields["messages"]:
@@ -138,5 +138,5 @@ def _shortest_queue(queues: Mapping[str, int], text_hash: int) -> str:
 
 
 def _preferred(replicas: Collection[str], text_hash: int) -> str:
-    """By rendezvous hashing: a text keeps its replica as long as that exists, whichever others come and go."""
+    """Choose by rendezvous hashing: a text keeps its replica as long as that exists, whichever others come and go."""
     return max(replicas, key=lambda replica: (xxhash.xxh3_64_intdigest(f"{text_hash} {replica}".encode()), replica))

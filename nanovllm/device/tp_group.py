@@ -75,7 +75,7 @@ class TPGroup:
 
 
 def _wait(work: dist.Work | None) -> None:
-    """On the CPU, wait until the work is done. On a GPU, make the current stream wait; the host does not."""
+    """Wait until the work is done; on a GPU, only the current stream waits and not the host."""
     if work is not None:  # None: it is on the current stream already
         work.wait()
 

@@ -1,8 +1,8 @@
 """Executor: how the engine uses the ranks, which hold the model and its KV cache.
 
-The engine knows only this interface. It does not know how many ranks there are, or in which processes they run. There
-is one Runner per rank, and all of them run the same calls in the same order, because the ranks take part in the same
-collectives. LocalExecutor has a single rank, in this process; ProcessExecutor (processes.py) has several.
+The engine knows only this interface, and neither the number of ranks nor their processes. There is one Runner per rank.
+All of them run the same calls in the same order, because they take part in the same collectives. LocalExecutor has a
+single rank, in this process; ProcessExecutor (processes.py) has several.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,16 +30,16 @@ class LaunchedStep(Protocol):
         ...
 
     def seconds(self) -> float | None:
-        """From the end of the step launched before to the end of this one, by the clock of rank 0's GPU. None if it is
+        """Time from the end of the previous step to the end of this one, by the clock of rank 0's GPU. None if
         unknown. Called after `token_ids`.
 
-        When the host notices the end does not matter: the launch of the next step may hold it up. If the GPU has had to
-        wait for this step's launch, that time is part of it.
+        A delay on the host, such as the launch of the next step, does not change it. If the GPU has had to wait for
+        this step's launch, that time is part of it.
         """
         return None
 
     def layer_times(self) -> LayerTimes | None:
-        """Return what the link and the CPU took on rank 0, None if the step was not timed. Called after `token_ids`."""
+        """Times of the link and the CPU on rank 0. None if the step was not timed. Called after `token_ids`."""
         return None
 
     def logprobs(self) -> StepLogprobs:
@@ -64,13 +64,13 @@ class Runner(Protocol):
         """Capture the CUDA graphs that decode steps replay from here on. Needs a GPU and an allocated KV cache."""
 
     def measure_cpu_split(self) -> CpuSplit | None:
-        """Measure how to divide attention between link and CPU, by the slowest rank; None: the CPU takes no part.
+        """Divide attention between the link and the CPU, by the slowest rank. None: the CPU takes no part.
 
-        The last measurement of the start, because it runs decode steps as requests will.
+        This is the last measurement of the start, because it runs decode steps as requests will.
         """
 
     def measure_draft_s(self) -> float:
-        """Measure how long drafting a token takes with as many keys as the GPU holds. Needs an allocated KV cache."""
+        """Time the drafting of one token with as many keys as the GPU holds. Needs an allocated KV cache."""
 
     def freeze_objects(self) -> None:
         """Exempt all objects that exist now from garbage collection, until `close`."""
@@ -84,7 +84,7 @@ class Runner(Protocol):
         """
 
     def start_report(self) -> StartReport:
-        """Report on the ranks to the engine. Called once, at the end of start-up."""
+        """Tell the engine what it needs to know about the ranks. Called once, at the end of start-up."""
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Enqueue one step; on a CPU, run it. Steps run in the order of their launches. Hot."""

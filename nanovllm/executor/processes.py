@@ -14,10 +14,12 @@ user's process, including that of other engines, keeps the number of threads tha
     close: closes the control pipe            end of file: ends
 """
 
+import ctypes
 import multiprocessing
 import os
 import pickle
 import signal
+import struct
 import threading
 import time
 import traceback
@@ -27,7 +29,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
-from typing import Any, Concatenate, NamedTuple
+from typing import Any, Concatenate, NamedTuple, TypeAlias
 
 import torch
 from tqdm import tqdm
@@ -35,7 +37,6 @@ from tqdm import tqdm
 from nanovllm.device.tp_group import TPGroup, connect, join_store, open_store
 from nanovllm.errors import EngineError, WorkerDiedError
 from nanovllm.executor.base import Executor, LaunchedStep, P, Result, Runner
-from nanovllm.executor.channel import ChannelReceiver, ChannelSender, Segment, make_segment
 
 SEGMENT_BYTES = 1 << 20  # of the shared memory that calls go through; larger calls go in pieces
 STOP_TIMEOUT_S = 5.0  # for a worker to finish what it is doing
@@ -44,6 +45,9 @@ SPIN_S = 50e-6
 MAX_SLEEP_S = 500e-6
 CHECK_INTERVAL_S = 0.1
 STARTED, READY, FAILED = "started", "ready", "failed"  # the stages that a worker reports
+_HEADER = struct.Struct("QQ")  # bytes in this piece, bytes of the message still to come
+
+Segment: TypeAlias = ctypes.Array[ctypes.c_char]
 
 
 class Call(NamedTuple):
@@ -98,7 +102,7 @@ class ProcessExecutor(Executor):
             self._wait_for_stage(READY)
 
     def call(self, method: Callable[Concatenate[Any, P], Result], *args: P.args, **kwargs: P.kwargs) -> Result:
-        """As in Executor. Raises WorkerDiedError even while rank 0 waits for a dead worker in a collective on the CPU.
+        """See Executor. Raises WorkerDiedError even if rank 0 waits for a dead worker in a collective on the CPU.
 
         Any exception on rank 0 ends the executor.
         """
@@ -139,10 +143,10 @@ class ProcessExecutor(Executor):
         finally:
             self._end(STOP_TIMEOUT_S)  # the workers' memory goes with their processes
 
-    def _start_workers(self, job: Job, segment_bytes: int) -> ChannelSender:
+    def _start_workers(self, job: Job, segment_bytes: int) -> "Sender":
         """Spawn the workers, which may still be importing on return. Returns the sender of their calls."""
         context = multiprocessing.get_context("spawn")
-        segment = make_segment(context, segment_bytes)
+        segment = context.RawArray(ctypes.c_char, segment_bytes)
         for rank in range(1, len(job.devices)):
             control, worker_control = context.Pipe()
             reports, worker_reports = context.Pipe(duplex=False)
@@ -152,7 +156,7 @@ class ProcessExecutor(Executor):
             self._workers.append(_Worker(rank, process, control, reports))
             worker_control.close()  # from here on the worker alone holds its ends, so its death closes them
             worker_reports.close()
-        return ChannelSender(segment, [worker.control for worker in self._workers])
+        return Sender(segment, [worker.control for worker in self._workers])
 
     def _end(self, timeout_s: float) -> None:
         if self._finalizer.detach() is not None:
@@ -180,7 +184,7 @@ class ProcessExecutor(Executor):
             torch.set_num_threads(num_threads)
 
     def _find_failure(self, timeout_s: float = 0) -> str | None:
-        """Why workers cannot go on. None if no failure shows up within the timeout."""
+        """Return why workers cannot go on, or None if no failure shows up within the timeout."""
         deadline = time.monotonic() + timeout_s
         while True:
             failed = [(worker.stage == FAILED, text) for worker in self._workers if (text := worker.failure())]
@@ -204,7 +208,7 @@ def threads_per_rank(num_ranks: int) -> int:
 
 @dataclass
 class _Worker:
-    """Rank 0's view of a worker."""
+    """A worker as rank 0 sees it."""
 
     rank: int
     process: SpawnProcess
@@ -214,7 +218,7 @@ class _Worker:
     traceback: str = ""
 
     def failure(self) -> str | None:
-        """Why this worker cannot go on, or None."""
+        """Return why this worker cannot go on, or None."""
         exit_code = self.process.exitcode  # asked first: all that a dead worker reported is read below
         try:
             while self.reports.poll():
@@ -238,7 +242,7 @@ class _Worker:
 def _end_workers(workers: Sequence[_Worker], reservation: ExitStack, timeout_s: float) -> None:
     """Give the workers `timeout_s` to end by themselves, then kill them, and give their devices back.
 
-    A function that refers to no executor, so that an executor that is forgotten can be collected.
+    It must not refer to the executor, so that an executor that is forgotten can be collected.
     """
     with reservation:
         for worker in workers:
@@ -266,7 +270,7 @@ def _worker_main(job: Job, rank: int, segment: Segment, control: Connection, rep
         tp = connect(join_store(job.port), rank, len(job.devices), job.devices[rank])
         runner = pickle.loads(job.make_runner)(tp)
         reports.send((READY, ""))
-        receiver = ChannelReceiver(segment, control)
+        receiver = Receiver(segment, control)
         while True:
             try:
                 call: Call = receiver.receive()
@@ -286,3 +290,51 @@ def _exit_with_parent() -> None:
     assert parent is not None, "a worker is a child process"
     parent.join()
     os._exit(1)
+
+
+# -- calls on their way to the workers ---------------------------------------------------------------------------
+#
+# A call is pickled and cut into pieces that fit a segment of shared memory. The sender writes a piece and wakes each
+# receiver with a header over that receiver's pipe; the receiver copies the piece out and answers with an empty message.
+# The sender overwrites the segment only after every receiver has answered. It reads the answers when it next needs the
+# segment, so it waits only for a receiver that lags.
+#
+# A process that dies closes its ends of the pipes, so the other side gets an EOFError or an OSError instead of waiting.
+# The segment has no name, so it is gone with the last process that maps it, however the processes end.
+
+
+class Sender:
+    def __init__(self, segment: Segment, connections: Sequence[Connection]) -> None:
+        """`connections`: one end of a duplex pipe to each receiver."""
+        self._segment = memoryview(segment).cast("B")
+        self._connections = tuple(connections)
+        self._unanswered: list[Connection] = []  # receivers that have not yet copied the last piece out
+
+    def send(self, message: object) -> None:
+        """Hot: once per step. Raises EOFError or OSError when a receiver is gone."""
+        data = memoryview(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+        for start in range(0, len(data), len(self._segment)):
+            piece = data[start : start + len(self._segment)]
+            while self._unanswered:
+                self._unanswered.pop().recv_bytes()
+            self._segment[: len(piece)] = piece
+            header = _HEADER.pack(len(piece), len(data) - start - len(piece))
+            for connection in self._connections:
+                connection.send_bytes(header)
+                self._unanswered.append(connection)
+
+
+class Receiver:
+    def __init__(self, segment: Segment, connection: Connection) -> None:
+        self._segment = memoryview(segment).cast("B")
+        self._connection = connection
+
+    def receive(self) -> Any:
+        """The next message, waiting for it. Raises EOFError when the sender has closed its end or died."""
+        data = bytearray()
+        remaining = 1
+        while remaining:
+            num_bytes, remaining = _HEADER.unpack(self._connection.recv_bytes())
+            data += self._segment[:num_bytes]
+            self._connection.send_bytes(b"")
+        return pickle.loads(data)

@@ -64,20 +64,13 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     return F.silu(gate) * up
 
 
-class SiluAndMul(torch.nn.Module):
-    """`silu_and_mul` as a module. Not used by the engine; public, for tests and tools."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return silu_and_mul(x)
-
-
 # On an H200 our kernel is 1.0 to 3.9 times as fast as cuBLAS for one row, but slower for two rows in 12 of 16 layers
 # (docs/measurements.md).
 MAX_GEMV_ROWS = 1
 
 
 def use_gemv(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Return True if our kernel, which reads the weight at the memory's speed, replaces cuBLAS: for one row on a GPU.
+    """Return True if our kernel should compute the product: for one row on a GPU, where cuBLAS is slower.
 
     The kernel needs rows that consist of whole 16-byte packs.
     """
@@ -132,16 +125,6 @@ class MergedColumnParallelLinear(nn.Module):
             yield NamedShard(layer, "weight", weight)
             if self.bias is not None:
                 yield NamedShard(layer, "bias", WeightShard(self.bias[start:end], (size,), (rows,)))
-
-
-class ColumnParallelLinear(MergedColumnParallelLinear):
-    """Each rank owns output_size / tp output features: [T, input_size] -> [T, output_size / tp].
-
-    Not used by the engine; public, for tests and tools.
-    """
-
-    def __init__(self, input_size: int, output_size: int, *, bias: bool, tp: TPGroup, dtype: torch.dtype) -> None:
-        super().__init__(input_size, [output_size], bias=bias, tp=tp, dtype=dtype)
 
 
 class GateUpParallelLinear(MergedColumnParallelLinear):
@@ -253,7 +236,7 @@ class VocabParallelEmbedding(_VocabParallel):
 
 
 class ParallelLMHead(_VocabParallel):
-    """In a model with tied embeddings `tied_to` is the embedding's weight, and the head owns no memory."""
+    """The output head. If the embeddings are tied, `tied_to` is their weight and the head owns no memory."""
 
     @property
     def padded_vocab_size(self) -> int:

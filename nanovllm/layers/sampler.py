@@ -86,7 +86,7 @@ def _take(params: SamplingTensors, rows: torch.Tensor) -> SamplingTensors:
 
 
 def _filters(params: SamplingTensors, vocab_size: int) -> torch.Tensor:
-    """bool [S]: whether filters may cut tokens of the row."""
+    """bool [S]: True for a row in which filters may cut tokens."""
     cuts = ((params.top_k > 0) & (params.top_k < vocab_size)) | (params.top_p < 1) | (params.min_p > 0)
     return cuts & (params.temperature > 0)
 

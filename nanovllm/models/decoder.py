@@ -5,7 +5,7 @@ Shapes: T packed tokens, H query heads, K kv heads of this rank, D head dim, S s
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import ClassVar
 
 import torch
@@ -113,16 +113,7 @@ class Decoder(nn.Module):
         self.rotary_emb = RotaryEmbedding(config.rope, config.head_dim, max_model_len=max_model_len)
         self.layers = nn.ModuleList(DecoderLayer(config, layer, tp, dtype) for layer in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
-        self._skips_inner_layers = False
-
-    @contextmanager
-    def skipping_inner_layers(self) -> Iterator[None]:
-        """See CausalLM."""
-        self._skips_inner_layers = True
-        try:
-            yield
-        finally:
-            self._skips_inner_layers = False
+        self.skips_inner_layers = False
 
     def forward(
         self,
@@ -136,7 +127,7 @@ class Decoder(nn.Module):
         cos_sin = self.rotary_emb.cos_sin(positions, rope_lens)
         residual = None
         *before_last, last = self.layers
-        num_run = 1 if self._skips_inner_layers else len(before_last)
+        num_run = 1 if self.skips_inner_layers else len(before_last)
         for layer in before_last[:num_run]:
             hidden, residual = layer(hidden, residual, cos_sin, attn, None)
         for skipped in range(num_run, len(before_last)):  # attention uses up what it streams for these layers
@@ -169,11 +160,16 @@ class CausalLM(nn.Module):
             tied_to=self.model.embed_tokens.weight if config.tie_word_embeddings else None,
         )
 
-    def skipping_inner_layers(self) -> AbstractContextManager[None]:
-        """Inside, `forward` runs only the first and the last layer. They launch every kernel that all layers launch, so
-        start-up finds and loads the kernels in a fraction of the time. What is computed is of no use.
+    @contextmanager
+    def skipping_inner_layers(self) -> Iterator[None]:
+        """Let `forward` run only the first and the last layer. They launch every kernel that all layers launch, so
+        start-up finds and loads the kernels in a fraction of the time. The results are meaningless.
         """
-        return self.model.skipping_inner_layers()
+        self.model.skips_inner_layers = True
+        try:
+            yield
+        finally:
+            self.model.skips_inner_layers = False
 
     @property
     def needs_rope_lens(self) -> bool:
@@ -205,7 +201,7 @@ class CausalLM(nn.Module):
         return self.lm_head(hidden, out)
 
     def weight_shards(self) -> Iterator[tuple[str, WeightShard]]:
-        """For every tensor that fills this rank's parameters: its name in the checkpoint, and where it goes."""
+        """Yield, for every tensor that fills this rank's parameters, its name in the checkpoint and where it goes."""
         for path, module in self.named_modules():
             if module is self or not isinstance(module, HasWeightShards):
                 continue

@@ -1,4 +1,7 @@
-"""Build a model, and fill it from safetensors files or with random weights. Every rank reads only its own slices."""
+"""Builds a model, and fills it from safetensors files or with seeded random weights.
+
+Every rank reads only its own slices.
+"""
 
 import zlib
 from collections.abc import Iterator
@@ -25,8 +28,8 @@ def build_model(
 ) -> CausalLM:
     """Allocate this rank's part of the model on `device` in `dtype`. `load_weights` fills it.
 
-    `max_model_len` is the number of tokens of the longest sequence. Raises ConfigError if the heads or the MLP's
-    features are not divisible by the number of ranks.
+    max_model_len: tokens of the longest sequence. Raises ConfigError if the heads or the MLP's features are not
+    divisible by the number of ranks.
     """
     with torch.device(device):
         return CausalLM(config, tp, max_model_len=max_model_len, dtype=dtype)
@@ -88,15 +91,15 @@ def _fill(shard: WeightShard, source: Any, where: str) -> None:
 
 
 def _may_be_ignored(name: str, model: CausalLM) -> bool:
-    """Return True if the model computes or shares this tensor, which some checkpoints contain all the same."""
+    """Return True if the model computes or shares this tensor instead of loading it. Some checkpoints contain it."""
     return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and model.config.tie_word_embeddings)
 
 
 def _fill_dummy(name: str, shard: WeightShard, seed: int) -> None:
     """Norms are 1, biases 0, matrices normal with variance 1 / input features, so that activations keep their scale.
 
-    Every rank draws the whole checkpoint tensor, some rows at a time, and keeps its slice. So the model is the same for
-    every number of ranks.
+    Every rank draws the whole checkpoint tensor, some rows at a time, and keeps its slice, so that the model does not
+    depend on the number of ranks.
     """
     if len(shard.full_shape) == 1:
         shard.target.fill_(0.0 if name.endswith("bias") else 1.0)

@@ -43,19 +43,15 @@ def test_memory_of_readmes_example_by_hand() -> None:
     assert got.exact_bytes == got.weight_bytes + got.kv_bytes + got.staging_bytes + got.logits_bytes
 
 
-@pytest.mark.parametrize("offload", [True, False])
-@pytest.mark.parametrize(("num_gpu_blocks", "rows"), [(8, 8), (1000, 512)])
-def test_max_sampled_rows_are_no_more_than_blocks_to_write_to(offload: bool, num_gpu_blocks: int, rows: int) -> None:
+def test_max_sampled_rows_are_no_more_than_blocks_to_write_to() -> None:
     """Finding 2: 67 graphs and 4.7 GiB of logits for 8 sequences that could run."""
-    config = Config(model="m", enable_cpu_offload=offload)
-    assert max_sampled_rows(config, num_gpu_blocks) == rows
-    assert memory(num_gpu_blocks=num_gpu_blocks, enable_cpu_offload=offload).logits_bytes == rows * 151936 * 2
-
-
-def test_memory_logits_are_one_buffer_whatever_the_number_of_graphs() -> None:
-    one, many = memory(num_gpu_blocks=4096, max_num_seqs=1), memory(num_gpu_blocks=4096, max_num_seqs=2048)
-    assert len(graph_sizes(2048)) == 139
-    assert many.logits_bytes == 2048 * one.logits_bytes
+    for offload in (True, False):
+        for num_gpu_blocks, rows in ((8, 8), (1000, 512)):
+            config = Config(model="m", enable_cpu_offload=offload)
+            assert max_sampled_rows(config, num_gpu_blocks) == rows
+            assert memory(num_gpu_blocks=num_gpu_blocks, enable_cpu_offload=offload).logits_bytes == rows * 151936 * 2
+    assert len(graph_sizes(2048)) == 139  # they share one buffer
+    assert memory(num_gpu_blocks=4096, max_num_seqs=2048).logits_bytes == 2048 * 151936 * 2
 
 
 def test_memory_without_graphs_has_no_parts_of_them() -> None:
@@ -64,11 +60,11 @@ def test_memory_without_graphs_has_no_parts_of_them() -> None:
     assert eager.context_bytes == offload().context_bytes > 0
 
 
-@pytest.mark.parametrize("offload", [True, False])
-def test_memory_of_speculation_is_more_graphs_and_room_for_a_sequence_with_all_its_guesses(offload: bool) -> None:
-    plain, speculating = (memory(speculation=name, enable_cpu_offload=offload) for name in ("off", "prompt_lookup"))
-    assert speculating.graph_bytes > plain.graph_bytes
-    assert speculating.logits_bytes == 2 * plain.logits_bytes  # 16 rows instead of 8
+def test_memory_of_speculation_is_more_graphs_and_room_for_a_sequence_with_all_its_guesses() -> None:
+    for offload in (True, False):
+        plain, speculating = (memory(speculation=name, enable_cpu_offload=offload) for name in ("off", "prompt_lookup"))
+        assert speculating.graph_bytes > plain.graph_bytes
+        assert speculating.logits_bytes == 2 * plain.logits_bytes  # 16 rows instead of 8
 
 
 def test_memory_on_a_cpu_has_no_parts_of_cuda() -> None:

@@ -41,16 +41,12 @@ def plan_for(
 # -- memory ------------------------------------------------------------------------------------------------------
 
 
-def test_plan_blocks_of_qwen3_have_the_known_sizes() -> None:
+def test_plan_memory_of_qwen3() -> None:
     """2 x 28 layers x 8 kv heads x 128 x 2 bytes = 112 KiB a token."""
-    all_gpu, offload = plan_for(), plan_for(**OFFLOAD)
-    assert all_gpu.kv_bytes_per_token == offload.kv_bytes_per_token == 112 * 1024
-    assert (all_gpu.spec.block_bytes, offload.spec.block_bytes) == (28 * MIB, 448 * MIB)
+    all_gpu, plan = plan_for(), plan_for(**OFFLOAD)
+    assert all_gpu.kv_bytes_per_token == plan.kv_bytes_per_token == 112 * 1024
+    assert (all_gpu.spec.block_bytes, plan.spec.block_bytes) == (28 * MIB, 448 * MIB)
     assert plan_for(**OFFLOAD, tensor_parallel_size=2).spec.block_bytes == 224 * MIB
-
-
-def test_plan_memory_of_qwen3_with_offload() -> None:
-    plan = plan_for(**OFFLOAD)
     assert plan.memory.kv_bytes == 8 * 448 * MIB
     assert plan.memory.staging_bytes == 3 * 2 * 16 * MIB  # 3 groups of 2 blocks of one layer
     assert (plan.num_cpu_blocks, plan.cpu_pool_bytes) == (20, 20 * 448 * MIB)
@@ -81,18 +77,14 @@ def test_weight_bytes_are_those_of_the_built_model(tmp_path: Path, architecture:
     assert weight_bytes(Config(model="m", dtype="float32"), config) == built
 
 
-def test_plan_cpu_pool_left_open_stops_at_70_percent_of_the_memory() -> None:
-    assert plan_for(replace(H200, host_bytes=10 * GIB), **OFFLOAD).num_cpu_blocks == 16  # 7 GiB
-    assert plan_for(**OFFLOAD, cpu_memory_gb=4).num_cpu_blocks == 9
-    assert plan_for(**OFFLOAD, num_cpu_blocks=11).num_cpu_blocks == 11
-
-
-def test_plan_cpu_pool_of_two_ranks_holds_the_heads_of_both() -> None:
-    """A rank has half of every block, so the same memory holds as many blocks as with one rank."""
-    ranks = OFFLOAD | {"tensor_parallel_size": 2}
-    plan = plan_for(**ranks, cpu_memory_gb=4)
-    assert (plan.num_cpu_blocks, plan.cpu_pool_bytes) == (9, 9 * 448 * MIB)
-    assert plan_for(replace(H200, host_bytes=10 * GIB), **ranks).num_cpu_blocks == 16
+def test_plan_cpu_pool_has_the_size_given_or_70_percent_of_the_memory() -> None:
+    """With two ranks, a block has the heads of both, so the same memory holds as many blocks."""
+    for ranks in (1, 2):
+        options = OFFLOAD | {"tensor_parallel_size": ranks}
+        assert plan_for(replace(H200, host_bytes=10 * GIB), **options).num_cpu_blocks == 16  # 7 GiB
+        assert plan_for(**options, num_cpu_blocks=11).num_cpu_blocks == 11
+        plan = plan_for(**options, cpu_memory_gb=4)
+        assert (plan.num_cpu_blocks, plan.cpu_pool_bytes) == (9, 9 * 448 * MIB)
 
 
 def test_plan_all_defaults_serve_two_long_sequences_and_hundreds_of_short_ones() -> None:
@@ -146,11 +138,8 @@ def test_plan_decode_bound_is_the_link_over_the_missing_bytes() -> None:
     assert plan.link_decode_tok_per_s == pytest.approx(50e9 / (2 * 448 * MIB))
     four = plan_for(H200.with_link(50e9, "given"), context=32768, num_sequences=4, **OFFLOAD | {"num_gpu_blocks": 12})
     assert four.link_decode_tok_per_s == pytest.approx(4 * 50e9 / (20 * 448 * MIB))
-
-
-def test_plan_nothing_missing_has_no_link_bound() -> None:
-    assert plan_for(context=40960, **OFFLOAD | {"num_gpu_blocks": 10}).link_decode_tok_per_s is None
-    assert plan_for(context=40960).link_decode_tok_per_s is None
+    for nothing_missing in (OFFLOAD | {"num_gpu_blocks": 10}, {}):
+        assert plan_for(context=40960, **nothing_missing).link_decode_tok_per_s is None
     on_cpu = plan_for(Machine.cpu(100 * GIB), context=40960, **OFFLOAD)
     assert on_cpu.link_decode_tok_per_s is None and on_cpu.num_missing_blocks == 2
     assert on_cpu.memory_decode_tok_per_s is None and on_cpu.flop_prefill_tok_per_s is None
@@ -191,20 +180,19 @@ def test_plan_capacity_is_the_nearest_limit_by_name() -> None:
 
 
 @pytest.mark.parametrize("options", [OFFLOAD | {"num_gpu_blocks": 3, "num_cpu_blocks": 10}, {"num_kvcache_blocks": 7}])
-@pytest.mark.parametrize("num_tokens", [256, 300, 700])
-def test_plan_capacity_is_what_the_engine_runs_at_once(tiny: str, options: dict[str, Any], num_tokens: int) -> None:
+def test_plan_capacity_is_what_the_engine_runs_at_once(tiny: str, options: dict[str, Any]) -> None:
     options = options | {"device": "cpu", "kvcache_block_size": 256}
     with LLM(tiny, **options, enable_prefix_caching=False) as llm:
-        capacity = llm.plan.capacity(num_tokens)
-        for seed in range(12):
-            params = SamplingParams(max_tokens=10, ignore_eos=True)
-            llm.add_request(random_prompt(num_tokens - 10, seed=seed), params)
-        most = 0
-        while not llm.is_finished():
-            llm.step()
-            most = max(most, llm.stats()["num_running"])
-        assert llm.stats()["num_preemptions"] == 0
-    assert most == capacity.num_sequences < 12
+        for num_tokens in (256, 300, 700):
+            for seed in range(12):
+                params = SamplingParams(max_tokens=10, ignore_eos=True)
+                llm.add_request(random_prompt(num_tokens - 10, seed=seed), params)
+            most = 0
+            while not llm.is_finished():
+                llm.step()
+                most = max(most, llm.stats()["num_running"])
+            assert llm.stats()["num_preemptions"] == 0
+            assert most == llm.plan.capacity(num_tokens).num_sequences < 12
 
 
 # -- what is asked -----------------------------------------------------------------------------------------------
@@ -221,26 +209,17 @@ def test_plan_options_replace_what_the_machine_says() -> None:
     machine = PlanOptions(gpu_memory_gb=24, host_memory_gb=32, link_gb_per_s=25).apply(H200)
     assert (machine.gpu_bytes, machine.host_bytes, machine.link_byte_per_s) == (24 * GIB, 32 * GIB, 25e9)
     assert PlanOptions().apply(H200) == H200
-    with pytest.raises(ConfigError, match="sequences=0 must be above 0"):
-        PlanOptions(sequences=0)
-
-
-def test_plan_options_gpu_brings_its_rates_and_the_rest_overrides_it() -> None:
     machine = PlanOptions(gpu="rtx 4090").apply(H200)
     assert (machine.name, machine.flop_per_s, machine.host_bytes) == ("RTX 4090", 165.2e12, 100 * GIB)
     machine = PlanOptions(gpu="rtx 4090", gpu_memory_gb=48, link_gb_per_s=12).apply(H200)
     assert (machine.gpu_bytes, machine.link_byte_per_s, machine.link_source) == (48 * GIB, 12e9, "given")
     assert machine.memory_byte_per_s == 1008e9
-    with pytest.raises(ConfigError, match="gpu='RTX 9999' is unknown"):
-        PlanOptions(gpu="RTX 9999")
-
-
-def test_plan_options_of_a_gpu_on_the_cpu_are_refused() -> None:
-    """They were ignored in silence, the link's rate excepted."""
-    cases: tuple[dict[str, Any], ...] = ({"gpu": "L4"}, {"gpu_memory_gb": 24}, {"link_gb_per_s": 25})
-    for options in cases:
-        with pytest.raises(ConfigError, match=f"{next(iter(options))} describe a GPU, but device='cpu'"):
-            PlanOptions(**options).apply(Machine.cpu(GIB))
+    for name, value, message in (("sequences", 0, "=0 must be above 0"), ("gpu", "RTX 9999", "='RTX 9999' is unknown")):
+        with pytest.raises(ConfigError, match=name + message):
+            PlanOptions(**{name: value})
+    for name, value in (("gpu", "L4"), ("gpu_memory_gb", 24), ("link_gb_per_s", 25)):  # were ignored in silence
+        with pytest.raises(ConfigError, match=f"{name} describe a GPU, but device='cpu'"):
+            PlanOptions(**{name: value}).apply(Machine.cpu(GIB))
 
 
 # -- in the engine -----------------------------------------------------------------------------------------------

@@ -81,26 +81,21 @@ def test_check_start_engine_that_cannot_start_says_why() -> None:
     for options, message in cases:
         with pytest.raises(ConfigError, match=message):
             check_start(plan_for(**options))
-
-
-def test_check_start_little_host_memory_says_why() -> None:
     with pytest.raises(ConfigError, match=r"70% of the 512.00 MiB of memory available is less than one block"):
         check_start(plan_for(replace(H200, host_bytes=512 * MIB), **OFFLOAD))
 
 
-@pytest.mark.parametrize(("num_slots", "fits"), [(283, True), (284, False)], ids=["the most that fits", "one more"])
-def test_check_start_slots_at_the_edge_go_by_what_is_exact(num_slots: int, fits: bool) -> None:
+def test_check_start_slots_at_the_edge_go_by_what_is_exact() -> None:
     """With 283 the estimates forbid it: start-up decides, and `plan` says no."""
-    plan = plan_for(**OFFLOAD | {"num_gpu_blocks": num_slots})
-    assert plan.gpu_limit_bytes is not None and (plan.memory.exact_bytes <= plan.gpu_limit_bytes) == fits
-    if fits:
-        check_start(plan)
-    else:
-        with pytest.raises(ConfigError, match="lower num_gpu_blocks to"):
+    for num_slots, fits in ((283, True), (284, False)):
+        plan = plan_for(**OFFLOAD | {"num_gpu_blocks": num_slots})
+        assert plan.gpu_limit_bytes is not None and (plan.memory.exact_bytes <= plan.gpu_limit_bytes) == fits
+        assert "(!)" in plan_table(plan)
+        for check in [check_plan] if fits else [check_start, check_plan]:
+            with pytest.raises(ConfigError, match="lower num_gpu_blocks to"):
+                check(plan)
+        if fits:
             check_start(plan)
-    assert "(!)" in plan_table(plan)
-    with pytest.raises(ConfigError, match="lower num_gpu_blocks to"):
-        check_plan(plan)
 
 
 def test_check_plan_llama_on_16_gib_is_refused_by_the_estimates() -> None:
@@ -132,6 +127,7 @@ def test_check_plan_weights_that_do_not_fit_never_raise_the_utilization() -> Non
 def test_check_plan_workload_that_cannot_run_says_why() -> None:
     cases: tuple[tuple[Any, ...], ...] = (
         ({"context": 50}, OFFLOAD | {"max_model_len": 40}, "max_model_len=40; shorten it, or raise max_model_len"),
+        ({"context": 50000}, OFFLOAD, "context=50000 exceeds max_model_len=40960; shorten it, or extend the rope"),
         ({"context": 40960, "num_sequences": 3}, OFFLOAD, "CPU pool's 20 blocks allow 2; set num_cpu_blocks to 30"),
         ({"context": 100, "num_sequences": 9}, OFFLOAD, "the 8 slots allow 8; raise num_gpu_blocks to 9"),
         ({"context": 100, "num_sequences": 9}, {"max_num_seqs": 8}, "max_num_seqs=8 allows 8; raise max_num_seqs to 9"),
@@ -142,11 +138,6 @@ def test_check_plan_workload_that_cannot_run_says_why() -> None:
         check_start(plan)
         with pytest.raises(ConfigError, match=message):
             check_plan(plan)
-
-
-def test_check_plan_context_beyond_the_rope_offers_overrides() -> None:
-    with pytest.raises(ConfigError, match=r"context=50000 exceeds max_model_len=40960; shorten it, or extend the rope"):
-        check_plan(plan_for(context=50_000, **OFFLOAD))
 
 
 def test_check_plan_nothing_helps_says_so() -> None:

@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,64 +34,45 @@ def write_index(directory: Path, *names: Any) -> None:
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
-def names_of(files: list[Path]) -> list[str]:
-    return [file.name for file in files]
-
-
 # -- which files are the weights -------------------------------------------------------------------------------------
 
 OTHERS = ("consolidated.safetensors", "adapter_model.safetensors", "adapter/model.safetensors", "onnx/x.safetensors")
 
 
-@pytest.mark.parametrize(
-    ("files", "indexed", "expected"),
-    [
-        (["a-1.safetensors", "b.safetensors"], ["b.safetensors", "a-1.safetensors"], "a-1.safetensors b.safetensors"),
-        (["model.safetensors", "model-new.safetensors"], ["model-new.safetensors"], "model-new.safetensors"),
-        (["model.safetensors"], None, "model.safetensors"),
-        (["model.safetensors", "model-00001-of-00001.safetensors"], None, "model.safetensors"),
-        (
-            ["model-00002-of-00002.safetensors", "model-00001-of-00002.safetensors"],
-            None,
-            "model-00001-of-00002.safetensors model-00002-of-00002.safetensors",
-        ),
-    ],
-)
-def test_weight_files_follow_one_rule_whatever_else_is_there(
-    tmp_path: Path, files: list[str], indexed: list[str] | None, expected: str
-) -> None:
+def test_weight_files_follow_one_rule_whatever_else_is_there(tmp_path: Path) -> None:
     """Regression: without an index every safetensors file of the directory was read, so that a consolidated.safetensors
     beside model.safetensors was refused as weights unknown."""
-    touch(tmp_path, *files, *OTHERS)
-    if indexed:
-        write_index(tmp_path, *indexed)
-    assert names_of(weight_files(tmp_path)) == expected.split()
-
-
-def test_weight_files_takes_the_only_one_there_is(tmp_path: Path) -> None:
-    assert names_of(weight_files(touch(tmp_path, "my-weights.safetensors", "onnx/x.safetensors"))) == [
-        "my-weights.safetensors"
-    ]
-
-
-@pytest.mark.parametrize(
-    ("files", "message"),
-    [
-        ([], "no safetensors file in"),
-        (["onnx/model.safetensors", "model.bin"], "no safetensors file in"),
-        (["a.safetensors", "b.safetensors"], r"2 safetensors files \(a.safetensors, b.safetensors\) and no .*index"),
-        (["model-00001-of-00003.safetensors", "model-00003-of-00003.safetensors"], "see model-00002-of-00003"),
+    shards = "model-00001-of-00002 model-00002-of-00002"
+    for i, (files, indexed, expected) in enumerate(
         (
-            ["model-00001-of-00002.safetensors", "model-00001-of-00003.safetensors"],
-            "shards are not the complete set of 00002",
-        ),
-    ],
-)
-def test_weight_files_missing_or_ambiguous_raise_with_the_remedy(
-    tmp_path: Path, files: list[str], message: str
-) -> None:
-    with pytest.raises(CheckpointError, match=message):
-        weight_files(touch(tmp_path, *files))
+            ("a-1 b", "b a-1", "a-1 b"),
+            ("model model-new", "model-new", "model-new"),
+            ("model", "", "model"),
+            ("model model-00001-of-00001", "", "model"),
+            (shards, "", shards),
+        )
+    ):
+        directory = touch(tmp_path / str(i), *(f"{name}.safetensors" for name in files.split()), *OTHERS)
+        if indexed:
+            write_index(directory, *(f"{name}.safetensors" for name in indexed.split()))
+        assert [file.stem for file in weight_files(directory)] == expected.split()
+    only = touch(tmp_path / "only", "my-weights.safetensors", "onnx/x.safetensors")
+    assert [file.stem for file in weight_files(only)] == ["my-weights"]
+
+
+def test_weight_files_missing_or_ambiguous_raise_with_the_remedy(tmp_path: Path) -> None:
+    for i, (files, message) in enumerate(
+        (
+            ("", "no safetensors file in"),
+            ("onnx/model.safetensors model.bin", "no safetensors file in"),
+            ("a.safetensors b.safetensors", r"2 safetensors files \(a.safetensors, b.safetensors\) and no .*index"),
+            ("model-00001-of-00003.safetensors model-00003-of-00003.safetensors", "see model-00002-of-00003"),
+            ("model-00001-of-00002.safetensors model-00001-of-00003.safetensors", "not the complete set of 00002"),
+        )
+    ):
+        (tmp_path / str(i)).mkdir()
+        with pytest.raises(CheckpointError, match=message):
+            weight_files(touch(tmp_path / str(i), *files.split()))
 
 
 def test_weight_files_stale_index_names_both_remedies(tmp_path: Path) -> None:
@@ -119,23 +99,8 @@ def test_engine_reads_model_beside_consolidated_as_transformers_does(tmp_path: P
 # -- nothing outside the directory -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "../elsewhere/x.safetensors",
-        "{elsewhere}/x.safetensors",
-        "sub/../../elsewhere/x.safetensors",
-        "sub/x.safetensors",
-        "link/x.safetensors",
-        "./model.safetensors",
-        "..",
-        "",
-        "model.bin",
-        5,
-    ],
-)
 def test_index_that_leads_elsewhere_is_refused_before_a_model_is_built(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: Any
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regression: the index was followed wherever it led."""
     model = write_tiny_model(tmp_path / "model")
@@ -145,12 +110,14 @@ def test_index_that_leads_elsewhere_is_refused_before_a_model_is_built(
         shutil.copy(model / "model.safetensors", directory / "x.safetensors")
     (model / "link").symlink_to(elsewhere)
     touch(model, "model.bin")
-    write_index(model, name.format(elsewhere=elsewhere) if isinstance(name, str) else name)
     monkeypatch.setattr(startup, "make_runner", lambda *_: pytest.fail("a runner was made"))
-    with pytest.raises(
-        CheckpointError, match=r"index\.json names .*, which is not a safetensors file beside it; .* move"
-    ):
-        LLM(str(model), device="cpu", num_kvcache_blocks=2)
+    inside = ("sub/x.safetensors", "link/x.safetensors", "./model.safetensors", "..", "", "model.bin", 5)
+    for name in (f"{elsewhere}/x.safetensors", "../elsewhere/x.safetensors", "sub/../../elsewhere/x.st", *inside):
+        write_index(model, name)
+        with pytest.raises(
+            CheckpointError, match=r"index\.json names .*, which is not a safetensors file beside it; .* move"
+        ):
+            LLM(str(model), device="cpu", num_kvcache_blocks=2)
 
 
 def test_weights_that_the_owner_linked_into_the_directory_are_read(tmp_path: Path) -> None:
@@ -217,20 +184,20 @@ def test_hub_only_what_is_needed_is_fetched_and_weights_apart(hub: Hub, sharded:
     assert hub.fetched == (sorted(SHARDS) if sharded else ["model.safetensors"])
 
 
-def test_hub_index_that_leads_elsewhere_fetches_nothing(hub: Hub) -> None:
-    touch(hub.repository, "config.json", "model.safetensors")
-    write_index(hub.repository, "../../other/model.safetensors")
-    _, directory = find_model("acme/facts")
-    hub.fetched.clear()
-    with pytest.raises(CheckpointError, match="not a safetensors file beside it"):
-        fetch_weights("acme/facts", directory)
-    assert not hub.fetched
-
-
-def test_hub_repository_without_safetensors_is_refused_with_the_remedy(hub: Hub) -> None:
+def test_hub_weights_that_cannot_be_had_are_refused_with_the_remedy(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     touch(hub.repository, "config.json", "pytorch_model.bin")
     _, directory = find_model("acme/facts")
     with pytest.raises(CheckpointError, match=r"no safetensors file in .*save_pretrained"):
+        fetch_weights("acme/facts", directory)
+
+    def no_network(*args: Any, **kwargs: Any) -> str:
+        raise OSError("no network")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", no_network)
+    with pytest.raises(CheckpointError, match=r"weights of model 'acme/facts' could not be downloaded: no network"):
+        fetch_weights("acme/facts", directory)
+    write_index(hub.snapshot, "../../other/model.safetensors")
+    with pytest.raises(CheckpointError, match="not a safetensors file beside it"):
         fetch_weights("acme/facts", directory)
 
 
@@ -240,18 +207,6 @@ def test_hub_engine_fetches_weights_unless_they_are_random(hub: Hub, load_format
     with LLM("acme/facts", device="cpu", num_kvcache_blocks=2, load_format=load_format) as llm:
         assert len(llm.generate(["abc"], GREEDY, use_tqdm=False)[0]["token_ids"]) == 5
     assert ("model.safetensors" in hub.fetched) == (load_format == "auto")
-
-
-def test_hub_failure_to_fetch_weights_is_a_value_error(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    touch(hub.repository, "config.json", "model.safetensors")
-    _, directory = find_model("acme/facts")
-
-    def no_network(*args: Any, **kwargs: Any) -> str:
-        raise OSError("no network")
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", no_network)
-    with pytest.raises(CheckpointError, match=r"weights of model 'acme/facts' could not be downloaded: no network"):
-        fetch_weights("acme/facts", directory)
 
 
 @pytest.mark.slow
@@ -320,25 +275,19 @@ def test_code_beside_a_known_model_is_not_run_and_nothing_is_asked(model_with_co
     assert not (model_with_code.parent / "ran").exists() and not stdin.was_read
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"model_type": "x"}, "model_type='x' is not supported; supported are Qwen3ForCausalLM"),
-        ({"model_type": "x", "architectures": ["XForCausalLM"]}, "'XForCausalLM' with model_type='x' is not supported"),
-        ({"model_type": None}, "model_type=None is not supported"),
-        (
-            {"auto_map": {"AutoModelForCausalLM": "modeling_x.X"}},
-            "auto_map.AutoModelForCausalLM='modeling_x.X' asks for code .* never run; remove auto_map .* plain Qwen3",
-        ),
-    ],
-)
-def test_model_that_needs_its_own_code_is_refused_and_nothing_is_asked(
-    model_with_code: Path, stdin: Stdin, changes: dict[str, Any], message: str
-) -> None:
+def test_model_that_needs_its_own_code_is_refused_and_nothing_is_asked(model_with_code: Path, stdin: Stdin) -> None:
     """Regression: transformers asked on stdin whether to run the code of a model type that it does not know."""
-    edit_json(model_with_code / "config.json", **changes)
-    with pytest.raises(CheckpointError, match=message):
-        LLM(str(model_with_code), device="cpu", num_kvcache_blocks=2)
+    auto_map = {"AutoModelForCausalLM": "modeling_x.X"}
+    cases: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"auto_map": auto_map}, "'modeling_x.X' asks for code .* never run; remove auto_map .* plain Qwen3"),
+        ({"model_type": "x"}, "model_type='x' is not supported; supported are Qwen3ForCausalLM"),
+        ({"architectures": ["XForCausalLM"]}, "'XForCausalLM' with model_type='x' is not supported"),
+        ({"model_type": None}, "model_type=None is not supported"),
+    )
+    for changes, message in cases:
+        edit_json(model_with_code / "config.json", **changes)
+        with pytest.raises(CheckpointError, match=message):
+            LLM(str(model_with_code), device="cpu", num_kvcache_blocks=2)
     assert not (model_with_code.parent / "ran").exists() and not stdin.was_read
 
 
@@ -359,30 +308,28 @@ def test_transformers_is_never_given_the_choice() -> None:
 # -- a damaged tokenizer ---------------------------------------------------------------------------------------------
 
 
-def break_file(name: str, text: str) -> Callable[[Path], object]:
-    return lambda model: (model / name).write_text(text)
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (break_file("tokenizer.json", '{"a":'), r"/tokenizer\.json is not JSON .*; download it again"),
-        (break_file("tokenizer.json", ""), r"/tokenizer\.json is not JSON"),
-        (break_file("tokenizer.json", "[]"), r"/tokenizer\.json holds a list instead of a JSON object; download it"),
-        (break_file("tokenizer.json", '{"a": 1}'), r"the tokenizer in .* cannot be read .*again: tokenizer\.json"),
-        (break_file("tokenizer_config.json", '{"a":'), r"/tokenizer_config\.json is not JSON"),
-        (break_file("tokenizer_config.json", "[]"), r"/tokenizer_config\.json holds a list"),
-        (break_file("special_tokens_map.json", "{"), r"/special_tokens_map\.json is not JSON"),
-        (lambda model: (model / "tokenizer.json").write_bytes(b"\xff"), r"/tokenizer\.json is not JSON"),
-        (lambda model: (model / "tokenizer.json").unlink(), r"the tokenizer in .* cannot be read"),
-    ],
-)
-def test_damaged_tokenizer_is_named_before_a_model_is_built(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[Path], object], message: str
-) -> None:
+def test_damaged_tokenizer_is_named_before_a_model_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: "Expecting value: line 2 column 1 (char 6)", after the weights had been loaded."""
     model = write_tiny_tokenizer(write_tiny_model(tmp_path))
-    damage(model)
     monkeypatch.setattr(startup, "make_runner", lambda *_: pytest.fail("a runner was made"))
-    with pytest.raises(CheckpointError, match=message):
-        LLM(str(model), device="cpu", num_kvcache_blocks=2)
+    for name, content, message in (
+        ("tokenizer.json", b'{"a":', r"/tokenizer\.json is not JSON .*; download it again"),
+        ("tokenizer.json", b"", r"/tokenizer\.json is not JSON"),
+        ("tokenizer.json", b"[]", r"/tokenizer\.json holds a list instead of a JSON object; download it"),
+        ("tokenizer.json", b'{"a": 1}', r"the tokenizer in .* cannot be read .*again: tokenizer\.json"),
+        ("tokenizer_config.json", b'{"a":', r"/tokenizer_config\.json is not JSON"),
+        ("tokenizer_config.json", b"[]", r"/tokenizer_config\.json holds a list"),
+        ("special_tokens_map.json", b"{", r"/special_tokens_map\.json is not JSON"),
+        ("tokenizer.json", b"\xff", r"/tokenizer\.json is not JSON"),
+        ("tokenizer.json", None, r"the tokenizer in .* cannot be read"),
+    ):
+        path = model / name
+        before = path.read_bytes() if path.exists() else None
+        path.unlink(missing_ok=True)
+        if content is not None:
+            path.write_bytes(content)
+        with pytest.raises(CheckpointError, match=message):
+            LLM(str(model), device="cpu", num_kvcache_blocks=2)
+        path.unlink(missing_ok=True)
+        if before is not None:
+            path.write_bytes(before)

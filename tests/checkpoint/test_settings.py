@@ -160,71 +160,39 @@ def test_config_that_is_nested_without_end_is_refused(tmp_path: Path) -> None:
 
 # -- overrides -------------------------------------------------------------------------------------------------------
 
-
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 64}
 
 
-# -- merging ---------------------------------------------------------------------------------------------------------
+OLD, NEW = "rope_scaling", "rope_parameters"
+THETA_5, THETA_7 = {"rope_theta": 5e5}, {"rope_theta": 7e5}
+PLAIN_ENTRIES = {"max_position_embeddings": 999, "tie_word_embeddings": True}
 
 
-@pytest.mark.parametrize(
-    ("settings", "overrides", "same_as"),
-    [
-        ({"rope_theta": 5e5, "rope_scaling": None}, {"rope_scaling": YARN}, {"rope_theta": 5e5, "rope_scaling": YARN}),
-        (
-            {"rope_theta": 5e5, "rope_scaling": LLAMA3},
-            {"rope_parameters": YARN},
-            {"rope_theta": 5e5, "rope_parameters": YARN},
-        ),
-        (
-            {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
-            {"rope_scaling": YARN},
-            {"rope_parameters": YARN | {"rope_theta": 5e5}},
-        ),
-        (
-            {"rope_parameters": LLAMA3 | {"rope_theta": 5e5}},
-            {"rope_parameters": YARN | {"rope_theta": 7e5}},
-            {"rope_parameters": YARN | {"rope_theta": 7e5}},
-        ),
-        (
-            {"rope_parameters": LLAMA3 | {"rope_theta": 5e5}},
-            {"rope_parameters": None},
-            {"rope_theta": 5e5, "rope_parameters": None},
-        ),
-        (
-            {"rope_parameters": YARN | {"rope_theta": 5e5}},
-            {"rope_theta": 7e5},
-            {"rope_parameters": YARN | {"rope_theta": 7e5}},
-        ),
-        ({"rope_theta": 5e5}, {"rope_theta": 7e5}, {"rope_theta": 7e5}),
-        ({"dtype": "float16"}, {"torch_dtype": "float32"}, {"torch_dtype": "float32"}),
-        (
-            {},
-            {"max_position_embeddings": 999, "tie_word_embeddings": True},
-            {"max_position_embeddings": 999} | {"tie_word_embeddings": True},
-        ),
-    ],
-    ids=[
-        *("old form", "the new form replaces the old", "the old form replaces the new", "theta given", "no scaling"),
-        *("theta alone, of an entry", "theta alone, outside", "dtype", "plain entries"),
-    ],
-)
-def test_overrides_equal_a_config_json_that_says_the_same(
-    tmp_path: Path, settings: dict[str, Any], overrides: dict[str, Any], same_as: dict[str, Any]
-) -> None:
+def test_overrides_equal_a_config_json_that_says_the_same(tmp_path: Path) -> None:
     """An entry left beside its other name decided in its place, and a rope without theta fell back to 10000."""
-    base = json.loads(presets()["qwen3-0.6b"].read_text())
-    base = {name: value for name, value in base.items() if not name.startswith("rope_")}
+    base = {name: value for name, value in QWEN3.items() if not name.startswith("rope_")}
     base |= {"max_position_embeddings": 128}
-    model = write(tmp_path / "model", base | settings)
-    want, _ = ModelConfig.from_pretrained(write(tmp_path / "same", base | same_as))
-    before, _ = ModelConfig.from_pretrained(model)
-    got, _ = ModelConfig.from_pretrained(model, overrides)
-    assert got == want == ModelConfig.without_weights(model, overrides)
-    assert got != before
-    assert not any("rope" in name for name in settings) or got.rope.rope_theta in (5e5, 7e5)
+    cases: tuple[tuple[dict[str, Any], dict[str, Any], dict[str, Any]], ...] = (
+        (THETA_5 | {OLD: None}, {OLD: YARN}, THETA_5 | {OLD: YARN}),
+        (THETA_5 | {OLD: LLAMA3}, {NEW: YARN}, THETA_5 | {NEW: YARN}),  # the new form replaces the old
+        ({NEW: {"rope_type": "default"} | THETA_5}, {OLD: YARN}, {NEW: YARN | THETA_5}),
+        ({NEW: LLAMA3 | THETA_5}, {NEW: YARN | THETA_7}, {NEW: YARN | THETA_7}),
+        ({NEW: LLAMA3 | THETA_5}, {NEW: None}, THETA_5 | {NEW: None}),
+        ({NEW: YARN | THETA_5}, THETA_7, {NEW: YARN | THETA_7}),  # theta alone, which is in an entry
+        (THETA_5, THETA_7, THETA_7),
+        ({"dtype": "float16"}, {"torch_dtype": "float32"}, {"torch_dtype": "float32"}),
+        ({}, PLAIN_ENTRIES, PLAIN_ENTRIES),
+    )
+    for settings, overrides, same_as in cases:
+        model = write(tmp_path / "model", base | settings)
+        want, _ = ModelConfig.from_pretrained(write(tmp_path / "same", base | same_as))
+        before, _ = ModelConfig.from_pretrained(model)
+        got, _ = ModelConfig.from_pretrained(model, overrides)
+        assert got == want == ModelConfig.without_weights(model, overrides), (settings, overrides)
+        assert got != before
+        assert not any("rope" in name for name in settings) or got.rope.rope_theta in (5e5, 7e5)
 
 
 def test_apply_overrides_changes_neither_argument() -> None:
@@ -237,13 +205,6 @@ def test_apply_overrides_changes_neither_argument() -> None:
     }
     assert json.dumps([settings, overrides]) == before
     assert apply_overrides(settings, None) is settings
-
-
-def test_overrides_are_checked_as_config_json_is() -> None:
-    with pytest.raises(CheckpointError, match="rope type 'mrope' is not supported"):
-        ModelConfig.from_pretrained("qwen3-0.6b", {"rope_scaling": {"rope_type": "mrope"}})
-    with pytest.raises(CheckpointError, match="hidden_act='gelu'"):
-        ModelConfig.from_pretrained("qwen3-0.6b", {"hidden_act": "gelu"})
 
 
 def test_overridable_are_the_entries_that_model_config_reads() -> None:
@@ -274,6 +235,12 @@ def test_config_bad_overrides_say_why() -> None:
     for overrides, message in cases:
         with pytest.raises(ConfigError, match=message):
             Config(model="m", hf_overrides=overrides)
+    for overrides, message in (
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({OLD: {"rope_type": "mrope"}}, "'mrope' is"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            ModelConfig.from_pretrained("qwen3-0.6b", overrides)
 
 
 # -- in the engine ---------------------------------------------------------------------------------------------------
@@ -320,47 +287,28 @@ def copied(message: str) -> dict[str, Any]:
 
 
 def test_extension_of_qwen3_is_its_model_cards_and_covers_the_tokens() -> None:
-    cases: tuple[Any, ...] = (40_961, 65_536, 100_000, 131_072, 131_073, 1_000_000)
-    for num_tokens in cases:
-        model, _ = ModelConfig.from_pretrained("qwen3-8b")
-        message = rope_extension(model, num_tokens)
-        overrides = copied(message)
-        extended, _ = ModelConfig.from_pretrained("qwen3-8b", overrides)
-        assert num_tokens <= extended.max_model_len_limit < num_tokens + 32768
-        assert (extended.rope.rope_type, extended.rope.rope_theta) == ("yarn", 1e6)
-        assert extended.rope.original_max_position_embeddings == 32768
-        assert "authors recommend up to 131072 tokens" in message
-
-
-def test_extension_of_qwen3_to_131072_is_what_the_model_card_says() -> None:
     model, _ = ModelConfig.from_pretrained("qwen3-8b")
-    assert copied(rope_extension(model, 131_072)) == {
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 1000000,
-            "factor": 4.0,
-            "original_max_position_embeddings": 32768,
-        },
-        "max_position_embeddings": 131072,
-    }
+    for num_tokens in (40_961, 65_536, 100_000, 131_072, 131_073, 1_000_000):
+        message = rope_extension(model, num_tokens)
+        extended, _ = ModelConfig.from_pretrained("qwen3-8b", copied(message))
+        assert num_tokens <= extended.max_model_len_limit < num_tokens + 32768
+        assert "authors recommend up to 131072 tokens" in message
+    rope = {"rope_type": "yarn", "rope_theta": 1000000, "factor": 4.0, "original_max_position_embeddings": 32768}
+    card = {"rope_parameters": rope, "max_position_embeddings": 131072}
+    assert copied(rope_extension(model, 131_072)) == card
 
 
 @pytest.mark.parametrize("rope", ROPES)
-@pytest.mark.parametrize("num_tokens", [1000, 5000])
-def test_extension_of_every_rope_covers_the_tokens_and_keeps_the_rest(
-    tmp_path: Path, rope: str, num_tokens: int
-) -> None:
+def test_extension_of_every_rope_covers_the_tokens_and_keeps_the_rest(tmp_path: Path, rope: str) -> None:
     given = ROPES[rope] | ({"beta_fast": 16.0} if rope == "yarn" else {})
     model, _ = ModelConfig.from_pretrained(str(write_tiny_model(tmp_path, rope=given)))
-    overrides = copied(rope_extension(model, num_tokens))
-    extended, _ = ModelConfig.from_pretrained(str(tmp_path), overrides)
-    assert extended.max_model_len_limit >= num_tokens
-    assert extended.rope.rope_type == ("yarn" if rope == "default" else rope)
-    assert extended.rope.rope_theta == model.rope.rope_theta
-    assert extended.rope.beta_fast == model.rope.beta_fast
-    assert extended.rope.low_freq_factor == model.rope.low_freq_factor
-    if rope in ("dynamic", "llama3"):
-        assert extended.rope.original_max_position_embeddings == model.rope.original_max_position_embeddings
+    for num_tokens in (1000, 5000):
+        extended, _ = ModelConfig.from_pretrained(str(tmp_path), copied(rope_extension(model, num_tokens)))
+        assert extended.max_model_len_limit >= num_tokens
+        assert extended.rope.rope_type == ("yarn" if rope == "default" else rope)
+        kept = ["rope_theta", "beta_fast", "low_freq_factor"]
+        kept += ["original_max_position_embeddings"] if rope in ("dynamic", "llama3") else []
+        assert all(getattr(extended.rope, name) == getattr(model.rope, name) for name in kept)
 
 
 def test_max_model_len_beyond_the_rope_offers_overrides_that_work() -> None:
@@ -409,15 +357,13 @@ def test_defaults_are_the_entries_that_sampling_params_has(tmp_path: Path) -> No
     for content, expected in cases:
         (tmp_path / "generation_config.json").write_text(json.dumps(content))
         assert read_sampling_defaults(tmp_path) == expected
-
-
-def test_defaults_without_the_file_are_empty(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").unlink()
     assert read_sampling_defaults(tmp_path) == {} and read_sampling_defaults(None) == {}
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
+def test_bad_value_is_refused_with_the_file_unless_the_file_is_left_out(tiny: Path, tmp_path: Path) -> None:
+    directory = with_file(tiny, tmp_path, "")
+    cases: tuple[tuple[dict[str, Any] | str, str], ...] = (
         ({"temperature": -1}, r"temperature=-1: .* must be 0 \(greedy\), or from .*; correct .*generation_config.json"),
         ({"top_k": "20"}, "top_k='20': .* must be an integer; correct"),
         ({"top_p": 1.5}, "top_p=1.5: .* at most 1; correct"),
@@ -425,17 +371,15 @@ def test_defaults_without_the_file_are_empty(tmp_path: Path) -> None:
         ({"do_sample": 1}, "do_sample=1 must be true or false; correct"),
         ("{", "generation_config.json is not JSON"),
         ("[]", "generation_config.json holds a list"),
-    ],
-)
-def test_bad_value_is_refused_with_the_file_unless_the_file_is_left_out(
-    tiny: Path, tmp_path: Path, content: dict[str, Any] | str, message: str
-) -> None:
-    directory = with_file(tiny, tmp_path, content)
-    with pytest.raises(CheckpointError, match=message):
-        make_llm(directory)
-    if isinstance(content, dict):  # where its end tokens are cannot be left out
-        with make_llm(directory, generation_config="none") as llm:
-            assert llm.get_default_sampling_params() == SamplingParams()
+    )
+    for content, message in cases:
+        text = content if isinstance(content, str) else json.dumps(content)
+        (directory / "generation_config.json").write_text(text)
+        with pytest.raises(CheckpointError, match=message):
+            make_llm(directory)
+        if isinstance(content, dict):  # where its end tokens are cannot be left out
+            with make_llm(directory, generation_config="none") as llm:
+                assert llm.get_default_sampling_params() == SamplingParams()
 
 
 def test_chat_uses_the_defaults_and_generate_does_not(tiny: Path, tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """The command line: its flags, its exit statuses, and `generate` on the embedded model."""
 
-import fnmatch
 import os
 import re
 import signal
@@ -106,23 +105,19 @@ def test_flags_of_every_kind_reach_their_field() -> None:
     assert params == SamplingParams(temperature=0, stop=("a", "b", "c"), stop_token_ids=(1, 2), seed=4, ignore_eos=True)
 
 
-@pytest.mark.parametrize(
-    ("message", "expected"),
-    [
+def test_name_flags_replaces_fields_and_nothing_else() -> None:
+    for message, expected in (
         ("num_gpu_blocks=1 must be 2 or more", "--num-gpu-blocks=1 must be 2 or more"),
         ("add enable_cpu_offload=True", "add --enable-cpu-offload"),
         ("use chunked_prefill=False, or raise max_model_len.", "use --no-chunked-prefill, or raise --max-model-len."),
         ("SamplingParams.seed=x, seed=y", "--sampling-seed=x, --seed=y"),
         ("SamplingParams.top_k=-3 of the model's seed", "--top-k=-3 of the model's seed"),
-        ("the model at a/max_model_len/b and model.max_tokens", "the model at a/max_model_len/b and model.max_tokens"),
-        (
-            "'max_model_len', --max-model-len, max_model_len_limit",
-            "'max_model_len', --max-model-len, max_model_len_limit",
+        *(
+            (same, same)
+            for same in ("a/max_model_len/b model.max_tokens", "'max_model_len', --seed, max_model_len_limit")
         ),
-    ],
-)
-def test_name_flags_replaces_fields_and_nothing_else(message: str, expected: str) -> None:
-    assert name_flags(message, (Config, SamplingParams)) == expected
+    ):
+        assert name_flags(message, (Config, SamplingParams)) == expected
 
 
 def test_help_field_with_choices_names_them_all() -> None:
@@ -133,35 +128,27 @@ def test_help_field_with_choices_names_them_all() -> None:
     assert all(choice in help_of(Config, name) for name in choices for choice in choices[name])
 
 
-@pytest.mark.parametrize("options", [Config, SamplingParams, DemoOptions, PlanOptions, BatchOptions])
-def test_options_every_field_has_help_and_a_group(options: type) -> None:
-    assert all(field.metadata["help"] and field.metadata["group"] for field in fields(options))
-    groups = [title for title, _ in groupby(fields(options), key=lambda field: field.metadata["group"])]
-    assert len(groups) == len(set(groups)), "the fields of a group are beside each other"
+def test_options_every_field_has_help_and_a_group() -> None:
+    for options in (Config, SamplingParams, DemoOptions, PlanOptions, BatchOptions, ServiceOptions, ServerOptions):
+        assert all(field.metadata["help"] and field.metadata["group"] for field in fields(options))
+        groups = [title for title, _ in groupby(fields(options), key=lambda field: field.metadata["group"])]
+        assert len(groups) == len(set(groups)), "the fields of a group are beside each other"
 
 
-def test_help_says_what_every_field_says(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "1000")
-    with pytest.raises(SystemExit):
-        cli.main(["generate", "--help"])
-    out = capsys.readouterr().out
-    for options in (Config, SamplingParams):
-        shown = [field for field in fields(options) if field.name not in cli.PYTHON_ONLY]
-        assert all(name_flags(field.metadata["help"], (options, Config)) in out for field in shown)
-    assert "(default: 64; with --chat, no limit)" in out and "(default: 16384; on a CPU, 512)" in out
-    assert "by default 256, or 4096 if --num-gpu-blocks is given" in out and "70% of" in out
-
-
-@pytest.mark.parametrize(("command", "own"), [("serve", ServerOptions), ("batch", BatchOptions)])
 def test_help_of_a_command_says_what_every_field_says(
-    command: str, own: type, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "1000")
-    with pytest.raises(SystemExit):
-        cli.main([command, "--help"])
-    out = capsys.readouterr().out
-    for options in (Config, own):
-        assert all(name_flags(field.metadata["help"], (options, Config)) in out for field in fields(options))
+    for command, own in (("generate", SamplingParams), ("serve", ServerOptions), ("batch", BatchOptions)):
+        with pytest.raises(SystemExit):
+            cli.main([command, "--help"])
+        out = capsys.readouterr().out
+        for options in (Config, own):
+            shown = [field for field in fields(options) if field.name not in cli.PYTHON_ONLY]
+            assert all(name_flags(field.metadata["help"], (options, Config)) in out for field in shown)
+        assert "by default 256, or 4096 if --num-gpu-blocks is given" in out and "70% of" in out
+        assert "(default: 16384; on a CPU, 512)" in out
+        assert command != "generate" or "(default: 64; with --chat, no limit)" in out
 
 
 def test_options_page_tables_are_those_that_the_fields_make() -> None:
@@ -176,15 +163,10 @@ def test_options_tables_have_every_field_and_default() -> None:
     tables = (Config, SamplingParams, ServerOptions, BatchOptions, ServiceOptions)
     optional = [field for options in tables for field in fields(options) if field.name != "model"]
     assert table == [(field.name, repr(field.default).replace("'", '"')) for field in optional]
-
-
-def test_options_tables_set_names_and_values_as_code() -> None:
-    tables = options_tables()
-    assert "by default 256, or 4096 if `num_gpu_blocks` is given" in tables
-    assert "`none`: `SamplingParams` |" in tables and "the model's `generation_config.json`" in tables
-
-
-def test_write_tables_replaces_what_is_between_the_markers() -> None:
+    assert "by default 256, or 4096 if `num_gpu_blocks` is given" in options_tables()
+    assert (
+        "`none`: `SamplingParams` |" in options_tables() and "the model's `generation_config.json`" in options_tables()
+    )
     text = "before\n<!-- options: begin -->\nold\n<!-- options: end -->\nafter\n"
     assert write_tables(text) == f"before\n{options_tables()}\nafter\n"
     with pytest.raises(AssertionError, match="no lines"):
@@ -194,34 +176,32 @@ def test_write_tables_replaces_what_is_between_the_markers() -> None:
 # -- bad input ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "argv",
-    [
-        [],
-        ["serve"],
-        ["generate", "--prompt", "x"],
-        ["generate", "--model", "m"],
-        ["generate", "--model", "m", "--prompt", "x", "--prompt-file", "y"],
-        ["generate", "--model", "m", "--prompt", "x", "--max-tokens", "many"],
-        ["generate", "--model", "m", "--prompt", "x", "--no-such-option"],
-        ["plan"],
-        ["plan", "--model", "m", "--context", "long"],
-    ],
-)
-def test_main_bad_flags_exit_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as leave:
-        cli.main(argv)
-    assert leave.value.code == 2
-    assert "usage: nanovllm" in capsys.readouterr().err
+def test_main_bad_flags_exit_2(capsys: pytest.CaptureFixture[str]) -> None:
+    for line, message in (
+        ("", ""),
+        ("serve", ""),
+        ("generate --prompt x", ""),
+        ("generate --model m", ""),
+        ("generate --model m --prompt x --prompt-file y", ""),
+        ("generate --model m --prompt x --max-tokens many", ""),
+        ("generate --model m --prompt x --no-such-option", ""),
+        ("generate --model m --prompt x --hf-overrides {", "not JSON"),
+        ("generate --model m --prompt x --hf-overrides [1]", "not a JSON object: [1]"),
+        ("plan", ""),
+        ("plan --model m --context long", ""),
+    ):
+        with pytest.raises(SystemExit) as leave:
+            cli.main(line.split())
+        err = capsys.readouterr().err
+        assert leave.value.code == 2 and "usage: nanovllm" in err and message in err
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (
-            ["--prompt", "x", "--num-gpu-blocks", "8"],
-            "--num-gpu-blocks applies only to CPU offload; add --enable-cpu-offload\n",
-        ),
+def test_generate_bad_input_says_why_and_exits_2(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "binary").write_bytes(b"abc\xff")
+    cases: tuple[tuple[list[str], str], ...] = (
+        (["--prompt", "x", "--num-gpu-blocks", "8"], "applies only to CPU offload; add --enable-cpu-offload\n"),
         (["--prompt", "x", "--kvcache-block-size", "300"], "multiple of 256"),
         (["--prompt", "x", "--temperature", "-1"], "error: --temperature=-1.0 must be 0"),
         (["--prompt", ""], "the prompt is empty"),
@@ -232,28 +212,15 @@ def test_main_bad_flags_exit_2(argv: list[str], capsys: pytest.CaptureFixture[st
         (["--prompt", "x", "--device", "cuda:abc"], "error: --device='cuda:abc' is unknown"),
         (["--prompt-file", "no/such/file"], "no/such/file: No such file"),
         (["--prompt-file", str(ROOT)], "Is a directory"),
+        (["--prompt-file", str(tmp_path / "binary")], "not UTF-8"),
         (["--prompt", "x", "--system", "y"], "--system needs the model's chat template; add --chat"),
-    ],
-)
-def test_generate_bad_input_says_why_and_exits_2(
-    model: str, flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert _generate(model, *flags) == 2
-    captured = capsys.readouterr()
-    assert "nanovllm: error: " in captured.err and message in captured.err
-    assert captured.out == ""
-
-
-def test_generate_prompt_file_no_text_exits_2(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "binary"
-    path.write_bytes(b"abc\xff")
-    assert _generate(model, "--prompt-file", str(path)) == 2
-    assert "not UTF-8" in capsys.readouterr().err
-
-
-def test_generate_missing_model_exits_2(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["generate", "--model", "./no/such/model", "--prompt", "x"]) == 2
-    assert "'./no/such/model' does not exist" in capsys.readouterr().err
+        (["--prompt", "x", "--model", "./no/such/model"], "'./no/such/model' does not exist"),
+    )
+    for flags, message in cases:
+        assert _generate(model, *flags) == 2
+        captured = capsys.readouterr()
+        assert "nanovllm: error: " in captured.err and message in captured.err
+        assert captured.out == ""
 
 
 def test_model_empty_name_is_not_the_current_directory(
@@ -268,36 +235,8 @@ def test_model_empty_name_is_not_the_current_directory(
         ModelConfig.from_pretrained("")
 
 
-def test_plan_of_a_hub_name_downloads_no_weights(
-    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Regression: it downloaded all of them."""
-    patterns: list[str] = []
-
-    def snapshot_download(name: str, *, allow_patterns: list[str], **options: object) -> str:
-        patterns.extend(allow_patterns)
-        return model
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
-    assert cli.main(["plan", "--model", "acme/facts", "--device", "cpu", "--max-model-len", "2048"]) == 0
-    assert "plan for" in capsys.readouterr().out
-    assert "config.json" in patterns
-    assert not any(fnmatch.fnmatch(name, pattern) for name in ("model.safetensors", "x.bin") for pattern in patterns)
-
-
-def test_main_value_error_past_the_gates_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(options: object) -> int:
-        raise ValueError("a bug, not the user")
-
-    monkeypatch.setattr(cli, "run_demo", fail)
-    with pytest.raises(ValueError, match="a bug"):
-        cli.main(["demo"])
-
-
 @pytest.mark.parametrize("place", ["nanovllm.engine.setup.make_plan", "nanovllm.llm.LLM.step"])
-def test_generate_value_error_in_the_start_or_a_step_is_not_hidden(
-    model: str, place: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_value_error_past_the_gates_is_not_hidden(model: str, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: object, **options: object) -> None:
         raise ValueError("a bug, not the user")
 
@@ -306,16 +245,17 @@ def test_generate_value_error_in_the_start_or_a_step_is_not_hidden(
         _generate(model, "--prompt", "x")
 
 
-@pytest.mark.parametrize("kind", [ConfigError, RequestError, CheckpointError])
 def test_main_bad_input_of_any_kind_is_one_line_and_exits_2(
-    kind: type[ValueError], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(options: object) -> int:
-        raise kind("num_tokens=1 is too few")
+    for kind in (ConfigError, RequestError, CheckpointError):
 
-    monkeypatch.setattr(cli, "run_demo", fail)
-    assert cli.main(["demo"]) == 2
-    assert capsys.readouterr().err == "nanovllm: error: --num-tokens=1 is too few\n"
+        def fail(options: object, kind: type[ValueError] = kind) -> int:
+            raise kind("num_tokens=1 is too few")
+
+        monkeypatch.setattr(cli, "run_demo", fail)
+        assert cli.main(["demo"]) == 2
+        assert capsys.readouterr().err == "nanovllm: error: --num-tokens=1 is too few\n"
 
 
 # -- generate ----------------------------------------------------------------------------------------------------
@@ -423,12 +363,6 @@ def test_plan_in_the_docs_is_what_the_command_prints(
     assert capsys.readouterr().out.strip() in (DOCS / "planning.md").read_text()
 
 
-def test_overrides_in_the_docs_are_those_that_plan_offers(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plan", "--model", "qwen3-8b", "--context", "131072"]) == 1
-    offered = re.search(r"--hf-overrides ('.*')", capsys.readouterr().err)
-    assert offered is not None and offered[1] in (DOCS / "planning.md").read_text()
-
-
 def test_plan_parts_of_the_gpus_memory_add_up(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*QWEN, "--num-gpu-blocks", "8"]) == 0
     units = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
@@ -452,21 +386,16 @@ def test_plan_for_another_gpu_has_its_rates(capsys: pytest.CaptureFixture[str]) 
     assert "27.3 GB/s  PCIe 4 x16, projected" in out
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--num-gpu-blocks", "60", "--gpu-memory-gb", "24"], "lower --num-gpu-blocks to 42"),
-        (["--cpu-memory-gb", "65"], "lower --cpu-memory-gb to 44.79"),
-        (["--context", "40960", "--sequences", "11"], "pool's 1638 blocks allow 10; set --num-cpu-blocks to 1760"),
-        (["--context", "41000"], "exceeds --max-model-len=40960"),
-        (["--max-model-len", "41000"], "more than the 40960 tokens"),
-    ],
-)
-def test_plan_that_cannot_work_says_why_and_exits_1(
-    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main([*QWEN, *flags]) == 1
-    assert message in capsys.readouterr().err
+def test_plan_that_cannot_work_says_why_and_exits_1(capsys: pytest.CaptureFixture[str]) -> None:
+    for flags, message in (
+        ("--num-gpu-blocks 60 --gpu-memory-gb 24", "lower --num-gpu-blocks to 42"),
+        ("--cpu-memory-gb 65", "lower --cpu-memory-gb to 44.79"),
+        ("--context 40960 --sequences 11", "pool's 1638 blocks allow 10; set --num-cpu-blocks to 1760"),
+        ("--context 41000", "exceeds --max-model-len=40960"),
+        ("--max-model-len 41000", "more than the 40960 tokens"),
+    ):
+        assert cli.main([*QWEN, *flags.split()]) == 1
+        assert message in capsys.readouterr().err
 
 
 def test_plan_too_large_by_the_estimates_alone_exits_1(capsys: pytest.CaptureFixture[str]) -> None:
@@ -475,51 +404,39 @@ def test_plan_too_large_by_the_estimates_alone_exits_1(capsys: pytest.CaptureFix
     argv += ["--host-memory-gb", "64", "--link-gb-per-s", "25", "--gpu-memory-utilization", "1"]
     assert cli.main([*argv, "--enable-cpu-offload", "--kvcache-block-size", "256"]) == 1
     captured = capsys.readouterr()
-    assert "of 16.00 GiB that may be used (!)" in captured.out
-    assert "estimated" in captured.err and "raise gpu_memory_utilization" not in captured.err
+    assert "of 16.00 GiB that may be used (!)" in captured.out and "estimated" in captured.err
 
 
-def test_plan_context_beyond_the_rope_offers_what_then_works(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_context_beyond_the_rope_offers_what_then_works_and_is_in_the_docs(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """M8: the message ended in "extend the rope"."""
     argv = ["plan", "--model", "qwen3-8b", "--context", "131072", "--enable-cpu-offload", "--host-memory-gb", "64"]
     assert cli.main(argv) == 1
     offered = re.search(r"--hf-overrides '(.*)'", capsys.readouterr().err)
-    assert offered is not None
+    assert offered is not None and f"'{offered[1]}'" in (DOCS / "planning.md").read_text()
     assert cli.main([*argv, "--hf-overrides", offered[1]]) == 0
     assert "plan for 1 x 131,072 tokens" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("value", "message"), [("{", "not JSON"), ("[1]", "not a JSON object: [1]")])
-def test_generate_overrides_that_are_no_json_object_exit_2(
-    value: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as leave:
-        cli.main(["generate", "--model", "m", "--prompt", "x", "--hf-overrides", value])
-    assert leave.value.code == 2 and message in capsys.readouterr().err
-
-
 def test_plan_bad_options_exit_2(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([*QWEN, "--sequences", "0"]) == 2
-    assert cli.main([*QWEN, "--num-gpu-blocks", "1"]) == 2
-    assert cli.main([*QWEN, "--gpu", "V100"]) == 2
-    assert cli.main([*QWEN, "--gpu", "L4", "--device", "cpu"]) == 2
-    assert cli.main([*QWEN, "--hf-overrides", '{"rope": 1}']) == 2
-    assert cli.main(["plan", "--model", "./no/such/model"]) == 2
-    assert capsys.readouterr().err.count("nanovllm: error: ") == 6
-
-
-def test_plan_option_out_of_range_exits_2(capsys: pytest.CaptureFixture[str]) -> None:
     """Regression: OverflowError, and a context of 10^12 tokens was added up chunk by chunk, for hours."""
-    for flag, value, most in (
-        ("--context", "1000000000001", 10**9),
-        ("--sequences", "-1", 2**31 - 1),
-        ("--gpu-memory-gb", "nan", 10**9),
-        ("--gpu-memory-gb", "1e305", 10**9),
-        ("--host-memory-gb", "inf", 10**9),
-        ("--link-gb-per-s", "1e300", 10**9),
+    for flag, value, message in (
+        ("--sequences", "0", ""),
+        ("--num-gpu-blocks", "1", ""),
+        ("--gpu", "V100", ""),
+        ("--hf-overrides", '{"rope": 1}', ""),
+        ("--model", "./no/such/model", ""),
+        ("--context", "1000000000001", f"above 0 and at most {10**9}"),
+        ("--sequences", "-1", f"above 0 and at most {2**31 - 1}"),
+        ("--gpu-memory-gb", "nan", f"above 0 and at most {10**9}"),
+        ("--gpu-memory-gb", "1e305", f"above 0 and at most {10**9}"),
+        ("--host-memory-gb", "inf", f"above 0 and at most {10**9}"),
+        ("--link-gb-per-s", "1e300", f"above 0 and at most {10**9}"),
     ):
         assert cli.main([*QWEN, flag, value]) == 2
-        assert f"must be above 0 and at most {most}" in capsys.readouterr().err
+        err = capsys.readouterr().err
+        assert "nanovllm: error: " in err and message in err
 
 
 def test_plan_on_the_cpu_has_no_bounds(model: str, capsys: pytest.CaptureFixture[str]) -> None:

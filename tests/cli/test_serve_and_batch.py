@@ -8,7 +8,7 @@ import pytest
 
 from nanovllm.cli import main as cli
 from nanovllm.cli.flags import add_engine_flags, add_model_flag
-from nanovllm.cli.serve import MAX_STEP_MS, serving_options
+from nanovllm.cli.main import MAX_STEP_MS, serving_options
 
 BATCH = ("batch", "--model", "demo", "--input", "x.jsonl", "--output", "out")
 

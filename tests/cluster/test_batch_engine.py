@@ -162,18 +162,15 @@ def test_engine_writes_a_part_for_each_unit(tmp_path: Path) -> None:
     assert last["id"] == 2 and last["text"] is None and "empty" in last["error"]
 
 
-def test_engine_options_that_cannot_work_end_the_job(tmp_path: Path) -> None:
+def test_engine_refusal_ends_the_job(tmp_path: Path) -> None:
+    """Options that cannot work, and input that is gone."""
     job, units = make_job(tmp_path, [{"prompt": "x"}], num_kvcache_blocks=-5)
     (result,) = run_units(MortalEngine(job), {0: units[0]})
     assert result["is_refusal"] and "num_kvcache_blocks=-5" in result["failure"]
-    assert not list(job.output.iterdir())
-
-
-def test_engine_input_that_is_not_there_ends_the_job(tmp_path: Path) -> None:
-    job, units = make_job(tmp_path, [{"prompt": "x"}])
     job.input_paths[0].unlink()
     (result,) = run_units(MortalEngine(job), {0: units[0]})
     assert result["is_refusal"] and "in.jsonl" in result["failure"]
+    assert not list(job.output.iterdir())
 
 
 def test_engine_unit_that_ends_engines_ends_the_job_after_a_few(tmp_path: Path) -> None:

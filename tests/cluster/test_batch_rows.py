@@ -1,6 +1,5 @@
 """What `nanovllm batch` does without Ray: its plan of units, its rows and columns, its folder."""
 
-import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,6 @@ from typing import Any
 import pytest
 import xxhash
 
-from nanovllm.cluster.batch_engine import Turns
 from nanovllm.cluster.batch_files import JsonLinesRows, held_alone, open_output
 from nanovllm.cluster.batch_rows import (
     RowDefaults,
@@ -26,7 +24,6 @@ from nanovllm.core.outputs import Logprob
 from nanovllm.errors import ConfigError, RequestError
 from nanovllm.sampling_params import SamplingParams, StructuredOutputs
 
-GIB = 2**30
 PLACE = RowPlace(0, 0, 0)
 DEFAULTS = RowDefaults({"top_k": 7}, {"top_k": 5, "temperature": 0.0}, seed=0)
 
@@ -58,11 +55,8 @@ def test_plan_units_keeps_documents_together_within_the_limit() -> None:
     ):
         units = plan_units(scanned(documents), UnitLimits(max_rows=3))
         assert lines_of(units) == expected
-
-
-def test_plan_units_long_rows_make_small_units() -> None:
-    units = plan_units(scanned("...a", num_bytes=600), UnitLimits(max_rows=100, max_bytes=1200))
-    assert lines_of(units) == [[0, 1], [2, 3]]
+    long_rows = plan_units(scanned("...a", num_bytes=600), UnitLimits(max_rows=100, max_bytes=1200))
+    assert lines_of(long_rows) == [[0, 1], [2, 3]]
 
 
 def test_unit_packed_keeps_its_places() -> None:
@@ -140,19 +134,13 @@ def test_make_request_seed_follows_from_the_place_alone() -> None:
     assert make_request({"prompt": "x"}, places[3], other).params.seed not in seeds
 
 
-def test_make_request_messages_have_no_limit_of_tokens() -> None:
+def test_make_request_reads_the_forms_of_parquet_and_json() -> None:
     messages = [{"role": "user", "content": "x", "name": None}]
-    request = make_request({"messages": messages}, PLACE, DEFAULTS)
-    assert request.messages == [{"role": "user", "content": "x"}] and request.params.max_tokens is None
-    assert make_request({"messages": json.dumps(messages)}, PLACE, DEFAULTS).messages == request.messages
-
-
-def test_make_request_logit_bias_has_integer_keys() -> None:
+    for given in (messages, json.dumps(messages)):
+        request = make_request({"messages": given}, PLACE, DEFAULTS)
+        assert request.messages == [{"role": "user", "content": "x"}] and request.params.max_tokens is None
     for biases in ({"5": 1.5}, [(5, 1.5)], '{"5": 1.5}', {"5": 1.5, "6": None}):
         assert make_request({"prompt": "x", "logit_bias": biases}, PLACE, DEFAULTS).params.logit_bias == {5: 1.5}
-
-
-def test_make_request_structured_outputs_is_an_object() -> None:
     row = {"prompt": "x", "structured_outputs": {"regex": "a+", "json": None}}
     assert make_request(row, PLACE, DEFAULTS).params.structured_outputs == StructuredOutputs(regex="a+")
 
@@ -187,55 +175,23 @@ def test_answer_columns_report_what_was_asked_for() -> None:
     )
     entry = [{"token_id": 1, "logprob": -0.5, "rank": 1, "text": "a"}]
     assert scored["token_logprobs"] == [entry] and scored["prompt_token_logprobs"] == [None, entry]
-
-
-def test_answer_columns_failed_answer_leaves_only_the_error() -> None:
     failed = output(finish_reason="error", error="NaN")
     assert answer_columns([output(), failed], SamplingParams(n=2)) == error_columns("NaN")
     assert error_columns("NaN")["text"] is None
 
 
-# -- turns --------------------------------------------------------------------------------------------------------
-
-
-def test_turns_let_one_run_alone_between_others() -> None:
-    order: list[str] = []
-
-    async def take(turns: Turns, name: str, alone: bool) -> None:
-        async with turns.take(alone=alone):
-            order.append(f"+{name}")
-            await asyncio.sleep(0.01)
-            order.append(f"-{name}")
-
-    async def main() -> None:
-        turns = Turns()
-        tasks = []
-        for name, alone in (("a", False), ("b", False), ("c", True), ("d", False)):
-            tasks.append(asyncio.create_task(take(turns, name, alone)))
-            await asyncio.sleep(0)
-        await asyncio.gather(*tasks)
-
-    asyncio.run(main())
-    assert sorted(order[:4]) == ["+a", "+b", "-a", "-b"] and order[:2] == ["+a", "+b"]
-    assert order[4:] == ["+c", "-c", "+d", "-d"]  # d came while c was waiting
-
-
 # -- the output folder -------------------------------------------------------------------------------------------
 
 
-def test_open_output_resumes_only_the_same_job(tmp_path: Path) -> None:
+def test_open_output_resumes_only_the_same_job_and_only_once_at_a_time(tmp_path: Path) -> None:
     output = tmp_path / "a/out"
-    open_output(output, {"model": "m", "units": [1]})
-    open_output(output, {"model": "m", "units": [1]})
+    for _ in range(2):
+        open_output(output, {"model": "m", "units": [1]})
     with pytest.raises(ConfigError, match=r'model was "m", now "other".*another output folder'):
         open_output(output, {"model": "other", "units": [1]})
-
-
-def test_held_alone_keeps_a_second_command_out(tmp_path: Path) -> None:
-    open_output(tmp_path, {})
-    with held_alone(tmp_path), pytest.raises(ConfigError, match="in use by another command"), held_alone(tmp_path):
+    with held_alone(output), pytest.raises(ConfigError, match="in use by another command"), held_alone(output):
         pass
-    with held_alone(tmp_path):
+    with held_alone(output):
         pass
 
 

@@ -117,7 +117,7 @@ def test_request_is_sent_again_only_once() -> None:
     assert counted(front, "requests_resent_total") == counted(front, "answers_cut_total") == 1
 
 
-def test_stream_that_has_begun_ends_with_an_error_event() -> None:
+def test_answer_that_has_begun_ends_with_an_error_event_or_stays_incomplete() -> None:
     replicas = FakeReplicas([[STREAM, body(b"data: 1\n\n", True)], ReplicaLostError("a")])
     front = Front(replicas, "tiny")
     *_, last = ask(front, scope())
@@ -125,11 +125,8 @@ def test_stream_that_has_begun_ends_with_an_error_event() -> None:
     assert json.loads(event.removeprefix("data: "))["error"]["type"] == "server_error"
     assert done == "data: [DONE]" and not last["more_body"]
     assert len(replicas.without) == 1 and counted(front, "answers_cut_total") == 1
-
-
-def test_other_answer_that_has_begun_stays_incomplete() -> None:
-    replicas = FakeReplicas([[head(), body(b"{", True)], ReplicaLostError("a")])
-    assert ask(Front(replicas, "tiny"), scope()) == [head(), body(b"{", True)]
+    whole = FakeReplicas([[head(), body(b"{", True)], ReplicaLostError("a")])
+    assert ask(Front(whole, "tiny"), scope()) == [head(), body(b"{", True)]
 
 
 def test_client_that_leaves_closes_the_call() -> None:
@@ -152,11 +149,8 @@ def test_metrics_of_front_and_replicas_are_one_text() -> None:
     text = content["body"].decode()
     assert 'nanovllm:num_replicas_ready{model_name="tiny"} 2.0' in text
     assert text.endswith('# HELP m About\n# TYPE m gauge\nm{replica="a"} 1.0\nm{replica="b"} 1.0\n')
-
-
-def test_join_metrics_groups_what_only_some_replicas_have() -> None:
     first = '# HELP m M\n# TYPE m counter\nm{r="1"} 1\n# HELP n N\n# TYPE n counter\nn{r="1"} 1\n'
-    second = '# HELP n N\n# TYPE n counter\nn{r="2"} 2\nn{r="2",x="y"} 3\n'
+    second = '# HELP n N\n# TYPE n counter\nn{r="2"} 2\nn{r="2",x="y"} 3\n'  # only some replicas have m
     assert join_metrics([first, second, ""]) == first + 'n{r="2"} 2\nn{r="2",x="y"} 3\n'
     assert join_metrics([]) == ""
 

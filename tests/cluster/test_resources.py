@@ -97,15 +97,12 @@ def deployment(service: ServiceOptions, server: dict[str, Any], **options: Any) 
     return deployment_options(config(**options), server_options, service, EngineNeeds(gpus=2, cpus=3, memory_bytes=GIB))
 
 
-def test_number_is_fixed_or_scaled_by_open_requests() -> None:
+def test_deployment_has_the_replicas_resources_drain_and_queue_of_the_options() -> None:
     fixed = deployment(ServiceOptions(num_replicas=2, max_replicas=2), {})
     assert fixed["num_replicas"] == 2 and "autoscaling_config" not in fixed
     scaled = deployment(ServiceOptions(num_replicas=1, max_replicas=4), {}, max_num_seqs=64)
     expected = {"min_replicas": 1, "max_replicas": 4, "target_ongoing_requests": 64}
     assert scaled["autoscaling_config"] == expected and "num_replicas" not in scaled
-
-
-def test_deployment_has_the_resources_and_the_drain_and_queue_of_the_server() -> None:
     found = deployment(ServiceOptions(num_replicas=1), {"drain_s": 7, "max_queue": 100}, max_num_seqs=8)
     environment = {"env_vars": {"OMP_NUM_THREADS": "3"}}
     resources = {"num_cpus": 3, "num_gpus": 2, "memory": GIB, "runtime_env": environment}
@@ -115,7 +112,7 @@ def test_deployment_has_the_resources_and_the_drain_and_queue_of_the_server() ->
     assert found["request_router_config"]["request_router_kwargs"] == {"max_queue_gap": 8}
 
 
-def test_plan_placement_gpus() -> None:
+def test_plan_placement_shares_gpus_and_cpus_out() -> None:
     nodes = [Node(16, 8, 100 * GIB), Node(16, 4, 100 * GIB), Node(8, 0, GIB)]
     assert default_num_engines(nodes, 2, "cuda") == 6
     needs = plan_placement(nodes, 6, 2, "cuda")
@@ -124,16 +121,10 @@ def test_plan_placement_gpus() -> None:
         plan_placement(nodes, 7, 2, "cuda")
     with pytest.raises(ConfigError, match=r"room for 0 of num_engines=1.*lower tensor_parallel_size"):
         plan_placement([Node(4, 1, GIB)], 1, 2, "cuda")
-
-
-def test_plan_placement_cpus_are_shared_out() -> None:
-    for num_engines, cpus in ((1, 8), (2, 8), (3, 4), (4, 4), (5, 2)):
-        assert plan_placement([Node(8, 0, GIB), Node(8, 0, GIB)], num_engines, 1, "cpu").cpus == cpus
-
-
-def test_plan_placement_says_what_is_missing_of_memory() -> None:
     with pytest.raises(ConfigError, match=r"each needs 2 GPUs, 3 CPUs and 40\.00 GiB of memory.*cpu_memory_gb"):
         check_room(EngineNeeds(gpus=2, cpus=3, memory_bytes=40 * GIB), [Node(16, 8, 30 * GIB)], 1)
+    for num_engines, cpus in ((1, 8), (2, 8), (3, 4), (4, 4), (5, 2)):
+        assert plan_placement([Node(8, 0, GIB), Node(8, 0, GIB)], num_engines, 1, "cpu").cpus == cpus
 
 
 def test_choose_device() -> None:

@@ -23,16 +23,11 @@ def key(path: str = COMPLETIONS, salt: str | None = None, **fields: Any) -> Requ
 
 
 def test_key_has_a_beginning_for_each_doubling() -> None:
-    for num_bytes, num_beginnings in (
-        (0, 0),
-        (1, 0),
-        (MIN_BEGINNING_BYTES - 1, 0),
-        (MIN_BEGINNING_BYTES, 1),
-        (2 * MIN_BEGINNING_BYTES - 1, 1),
-        (2 * MIN_BEGINNING_BYTES, 2),
-        (1 << 20, 13),
-    ):
-        assert len(key_of(text(0, num_bytes)).beginnings) == num_beginnings
+    least = MIN_BEGINNING_BYTES
+    for num_bytes, num in ((0, 0), (1, 0), (least - 1, 0), (least, 1), (2 * least - 1, 1), (2 * least, 2), (2**20, 13)):
+        assert len(key_of(text(0, num_bytes)).beginnings) == num
+    lone_surrogates = b'{"prompt": "' + b"\\ud800" * 300 + b'"}'
+    assert request_key("POST", COMPLETIONS, lone_surrogates, None).beginnings
 
 
 def test_keys_agree_exactly_in_the_beginnings_that_are_shared() -> None:
@@ -55,12 +50,8 @@ def test_prompts_in_all_forms_have_beginnings() -> None:
     assert all(len(each.beginnings) > 1 for each in forms + chats)
     with_tools = key(CHAT, messages=[message], tools=[{"type": "function", "function": {"name": "f"}}])
     assert not set(with_tools.beginnings) & set(chats[0].beginnings)
-
-
-def test_longer_conversation_keeps_the_beginnings_of_the_shorter_one() -> None:
-    messages = [{"role": "user", "content": "word " * 200}]
-    longer = [*messages, {"role": "assistant", "content": None}, {"role": "user", "content": "more " * 50}]
-    first = key(CHAT, messages=messages).beginnings
+    longer = [message, {"role": "assistant", "content": None}, {"role": "user", "content": "more " * 50}]
+    first = chats[0].beginnings
     assert key(CHAT, messages=longer).beginnings[: len(first)] == first
 
 
@@ -73,30 +64,13 @@ def test_salts_separate_keys() -> None:
 
 
 def test_malformed_body_has_no_beginnings_and_raises_nothing() -> None:
-    for body in (
-        b"",
-        b"x",
-        b"[]",
-        b"3",
-        b"{}",
-        b'{"prompt": {}}',
-        b'{"prompt": []}',
-        b'{"prompt": ["a", 1e400]}',
-        b"[" * 100_000,
-        b'{"prompt": [1, "a"]}',
-        b'{"prompt": [99999999999999999999]}',
-        b'{"messages": 3}',
-        b'{"messages": [3]}',
-        b'{"messages": [{"role": "user", "content": [3]}]}',
-        b'{"messages": [{"content": "x"}]}',
-        b"\xff",
-    ):
+    prompts = (b"{}", b"[]", b'["a", 1e400]', b'[1, "a"]', b"[99999999999999999999]")
+    messages = (b"3", b"[3]", b'[{"role": "user", "content": [3]}]', b'[{"content": "x"}]')
+    bodies = (b"", b"x", b"[]", b"3", b"{}", b"\xff", b"[" * 100_000)
+    bodies += tuple(b'{"prompt": %b}' % prompt for prompt in prompts)
+    for body in bodies + tuple(b'{"messages": %b}' % each for each in messages):
         assert request_key("POST", COMPLETIONS, body, None).beginnings == ()
         assert request_key("POST", CHAT, body, None).beginnings == ()
-
-
-def test_lone_surrogate_in_a_prompt_has_a_key() -> None:
-    assert request_key("POST", COMPLETIONS, b'{"prompt": "' + b"\\ud800" * 300 + b'"}', None).beginnings
 
 
 def test_get_requests_all_go_to_one_replica() -> None:
@@ -138,17 +112,13 @@ def test_common_system_prompt_does_not_draw_all_documents_to_one_replica() -> No
     assert min(chosen.count(replica) for replica in IDLE) >= 10
 
 
-def test_unknown_prompts_go_to_the_shortest_queue() -> None:
+def test_unknown_prompts_go_to_the_shortest_queue_and_routers_that_know_nothing_agree() -> None:
     routing = PrefixRouting()
     assert all(routing.choose(key_of(text(seed, 1000)), {A: 2, B: 1, C: 2}) == B for seed in range(20))
     assert routing.choose(RequestKey(), {A: 1, B: 1, C: 0}) == C
-
-
-def test_routers_that_know_nothing_agree() -> None:
     keys = [key_of(text(seed, 3000)) for seed in range(50)]
-    choices = [
-        [PrefixRouting().choose(each, queues) for each in keys] for queues in (IDLE, dict(reversed(IDLE.items())))
-    ]
+    queues = (IDLE, dict(reversed(IDLE.items())))
+    choices = [[PrefixRouting().choose(each, some) for each in keys] for some in queues]
     assert choices[0] == choices[1] and set(choices[0]) == {A, B, C}
 
 

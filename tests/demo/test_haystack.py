@@ -9,40 +9,31 @@ from nanovllm.errors import RequestError
 FEWEST_TOKENS = len(f"{LEAD_IN}48151.\n{QUESTION}") + 1
 
 
-@pytest.mark.parametrize("num_tokens", [FEWEST_TOKENS, FEWEST_TOKENS + 1, 100, 255, 256, 257, 4096, 131072])
-@pytest.mark.parametrize("depth", [0.0, 0.4, 1.0])
-def test_haystack_any_size_has_exact_length(num_tokens: int, depth: float) -> None:
-    prompt = build_haystack(num_tokens, depth, "48151")
-    assert len(prompt.encode()) == num_tokens
-    assert prompt.count(f"{LEAD_IN}48151.\n") == 1
-    assert prompt.endswith(QUESTION)
+def test_haystack_any_size_has_exact_length_and_its_needle_as_a_line_at_its_depth() -> None:
+    needle = f"{LEAD_IN}48151.\n"
+    for num_tokens in (FEWEST_TOKENS, FEWEST_TOKENS + 1, 100, 255, 256, 257, 20_000, 131072):
+        for depth in (0.0, 0.25, 0.5, 1.0):
+            prompt = build_haystack(num_tokens, depth, "48151")
+            assert prompt == build_haystack(num_tokens, depth, "48151")
+            assert len(prompt.encode()) == num_tokens
+            assert prompt.count(needle) == 1 and prompt.endswith(QUESTION)
+            start = prompt.index(needle)
+            assert start == 0 or prompt[start - 1] == "\n"
+            assert num_tokens < 20_000 or abs(start / num_tokens - depth) < 0.02
 
 
-@pytest.mark.parametrize("depth", [0.0, 0.25, 0.5, 1.0])
-def test_haystack_needle_is_a_line_at_its_depth(depth: float) -> None:
-    prompt = build_haystack(20_000, depth, "48151")
-    start = prompt.index(f"{LEAD_IN}48151.\n")
-    assert start == 0 or prompt[start - 1] == "\n"
-    assert abs(start / 20_000 - depth) < 0.02
-
-
-@pytest.mark.parametrize("passkey", ["48151", "return", "import os", "x" * 5])
-def test_haystack_every_matched_passage_is_unique(passkey: str) -> None:
+def test_haystack_every_matched_passage_is_unique() -> None:
     """A passkey of words that the library is full of is still found only in the needle."""
-    prompt = build_haystack(300_000, 0.5, passkey)
-    answered = f"{LEAD_IN}{passkey}"
-    for end in range(len(LEAD_IN), len(answered) + 1):
-        passage = answered[end - MATCH_TOKENS : end]
-        assert prompt.removesuffix(LEAD_IN).count(passage) == 1, passage
+    for passkey in ("48151", "return", "import os", "x" * 5):
+        prompt = build_haystack(300_000, 0.5, passkey)
+        answered = f"{LEAD_IN}{passkey}"
+        for end in range(len(LEAD_IN), len(answered) + 1):
+            passage = answered[end - MATCH_TOKENS : end]
+            assert prompt.removesuffix(LEAD_IN).count(passage) == 1, passage
 
 
-def test_haystack_same_arguments_same_prompt() -> None:
-    assert build_haystack(5000, 0.3, "48151") == build_haystack(5000, 0.3, "48151")
-
-
-@pytest.mark.parametrize(
-    ("num_tokens", "depth", "passkey", "message"),
-    [
+def test_haystack_bad_argument_raises() -> None:
+    for num_tokens, depth, passkey, message in (
         (1000, -0.1, "48151", "depth=-0.1 must be between 0"),
         (1000, 1.5, "48151", "depth=1.5 must be between 0"),
         (1000, float("nan"), "48151", "depth=nan"),
@@ -53,8 +44,6 @@ def test_haystack_same_arguments_same_prompt() -> None:
         (1000, 0.5, "clé", "printable ASCII"),
         (1000, 0.5, "1111111", "'111111' occur twice"),
         (1000, 0.5, "the passkey", "occur twice"),
-    ],
-)
-def test_haystack_bad_argument_raises(num_tokens: int, depth: float, passkey: str, message: str) -> None:
-    with pytest.raises(RequestError, match=message):
-        build_haystack(num_tokens, depth, passkey)
+    ):
+        with pytest.raises(RequestError, match=message):
+            build_haystack(num_tokens, depth, passkey)

@@ -1,3 +1,4 @@
+import ctypes
 import multiprocessing
 import threading
 from multiprocessing.connection import Connection
@@ -5,18 +6,16 @@ from multiprocessing.connection import Connection
 import numpy as np
 import pytest
 
-from nanovllm.executor.channel import ChannelReceiver, ChannelSender, make_segment
+from nanovllm.executor.processes import Receiver, Sender
 
 CONTEXT = multiprocessing.get_context("spawn")
 
 
-def make_channel(
-    num_receivers: int, segment_bytes: int
-) -> tuple[ChannelSender, list[ChannelReceiver], list[Connection]]:
-    segment = make_segment(CONTEXT, segment_bytes)
+def make_channel(num_receivers: int, segment_bytes: int) -> tuple[Sender, list[Receiver], list[Connection]]:
+    segment = CONTEXT.RawArray(ctypes.c_char, segment_bytes)
     pipes = [CONTEXT.Pipe() for _ in range(num_receivers)]
-    sender = ChannelSender(segment, [near for near, _ in pipes])
-    return sender, [ChannelReceiver(segment, far) for _, far in pipes], [end for pipe in pipes for end in pipe]
+    sender = Sender(segment, [near for near, _ in pipes])
+    return sender, [Receiver(segment, far) for _, far in pipes], [end for pipe in pipes for end in pipe]
 
 
 def test_send_any_size_arrives_whole_and_in_order() -> None:
@@ -25,7 +24,7 @@ def test_send_any_size_arrives_whole_and_in_order() -> None:
         messages = [(i, bytes([i]) * num_bytes) for i in range(20)]
         received: list[list[object]] = [[] for _ in receivers]
 
-        def receive_all(receiver: ChannelReceiver, into: list[object]) -> None:
+        def receive_all(receiver: Receiver, into: list[object]) -> None:
             into.extend(receiver.receive() for _ in range(20))
 
         threads = [threading.Thread(target=receive_all, args=pair) for pair in zip(receivers, received, strict=True)]

@@ -63,19 +63,15 @@ def test_cos_sin_up_to_four_times_the_original_length_match_transformers(scaling
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("num_prompt_tokens", [MAX_POSITION - 1, MAX_POSITION, MAX_POSITION + 1])
-def test_dynamic_each_token_uses_the_length_it_was_first_run_at(num_prompt_tokens: int) -> None:
-    rotary, reference = both(scaled("dynamic"))
-    prompt = torch.arange(num_prompt_tokens)
-    expected = [reference_cos_sin(reference, prompt)]
-    expected += [reference_cos_sin(reference, torch.tensor([num_prompt_tokens + i])) for i in range(3)]
-    positions = torch.arange(num_prompt_tokens + 3)
-    got = rotary.cos_sin(positions, (positions + 1).clamp(min=num_prompt_tokens))
-    torch.testing.assert_close(got, torch.cat(expected), rtol=0, atol=1e-6)
-
-
-def test_dynamic_without_rope_lens_past_the_original_length_is_refused() -> None:
-    rotary, _ = both(scaled("dynamic"))
+def test_dynamic_each_token_uses_the_length_it_was_first_run_at() -> None:
+    for num_prompt_tokens in (MAX_POSITION - 1, MAX_POSITION, MAX_POSITION + 1):
+        rotary, reference = both(scaled("dynamic"))  # the reference keeps the frequencies of its longest sequence
+        prompt = torch.arange(num_prompt_tokens)
+        expected = [reference_cos_sin(reference, prompt)]
+        expected += [reference_cos_sin(reference, torch.tensor([num_prompt_tokens + i])) for i in range(3)]
+        positions = torch.arange(num_prompt_tokens + 3)
+        got = rotary.cos_sin(positions, (positions + 1).clamp(min=num_prompt_tokens))
+        torch.testing.assert_close(got, torch.cat(expected), rtol=0, atol=1e-6)
     with pytest.raises(AssertionError, match="rope_lens"):
         rotary.cos_sin(torch.arange(3))
 
@@ -90,6 +86,8 @@ def test_apply_rotary_matches_transformers() -> None:
     for x, want in zip((q, k), expected, strict=True):
         got = apply_rotary(x, rotary.cos_sin(positions))
         torch.testing.assert_close(got, want[0].transpose(0, 1), rtol=0, atol=1e-6)
+        rounded = apply_rotary(x.bfloat16(), rotary.cos_sin(positions))  # once
+        assert torch.equal(rounded, apply_rotary(x.bfloat16().float(), rotary.cos_sin(positions)).bfloat16())
 
 
 @pytest.mark.parametrize("normed", [True, False])
@@ -108,10 +106,3 @@ def test_rotate_and_store_norms_first_and_skips_minus_one(normed: bool) -> None:
         flat = cache.flatten(0, 1)
         torch.testing.assert_close(flat[[9, 0]], want[[0, 2]])
         assert flat.abs().sum((1, 2)).count_nonzero() == 2
-
-
-def test_apply_rotary_bfloat16_is_rounded_once() -> None:
-    rotary, _ = both(scaled("default"))
-    q = torch.randn(9, 2, HEAD_DIM, generator=torch.Generator().manual_seed(0)).bfloat16()
-    cos_sin = rotary.cos_sin(torch.arange(1000, 1009))
-    assert torch.equal(apply_rotary(q, cos_sin), apply_rotary(q.float(), cos_sin).bfloat16())

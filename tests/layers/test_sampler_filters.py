@@ -12,10 +12,7 @@ import torch
 from interpreter import HAS_TRITON, INTERPRETED, needs_triton, on_device
 
 from nanovllm.kernels.sampling_tensors import SamplingTensors
-from nanovllm.layers.sampler import (
-    redraw_cut_tokens,
-    sample,
-)
+from nanovllm.layers.sampler import redraw_cut_tokens, sample
 
 if HAS_TRITON:
     kernel = importlib.import_module("nanovllm.kernels.sampler")
@@ -66,7 +63,7 @@ def kept_by_transformers(logits: torch.Tensor, filters: Filters) -> torch.Tensor
 
 
 def is_close_call(logits: torch.Tensor, filters: Filters, token: int) -> bool:
-    """Whether a token, or one of its ties, is so close to the bound of top_p or min_p that rounding decides."""
+    """Return True if a token, or one of its ties, is so close to the bound of top_p or min_p that rounding decides."""
     scaled = logits.double() / filters.temperature
     weights = (scaled - scaled.max()).exp()
     log_min_p = torch.tensor(filters.min_p, dtype=torch.float64).log()
@@ -124,9 +121,9 @@ def test_filters_keep_what_transformers_keeps() -> None:
         assert_kept_as_in_transformers(logits, filters, kept)
 
 
-@pytest.mark.parametrize(
-    ("filters", "expected"),
-    [
+def test_filters_with_ties_keep_the_lowest_ids_and_a_greedy_row_ignores_them() -> None:
+    logits = torch.tensor([1.0, 2.0, -3.0, 1.0, 2.0, 1.0])
+    for filters, expected in (
         (Filters(top_k=1), [1, 4]),  # every token that ties for the k-th place
         (Filters(top_k=2), [1, 4]),
         (Filters(top_k=3), [0, 1, 3, 4, 5]),
@@ -141,16 +138,15 @@ def test_filters_keep_what_transformers_keeps() -> None:
         (Filters(min_p=0.36), [0, 1, 3, 4, 5]),
         (Filters(top_p=0.7, min_p=0.36), [0, 1, 4]),
         (Filters(temperature=0.1, top_p=0.999), [1, 4]),
-    ],
-)
-def test_filters_with_ties_keep_the_lowest_ids(filters: Filters, expected: list[int]) -> None:
-    logits = torch.tensor([1.0, 2.0, -3.0, 1.0, 2.0, 1.0])
-    assert kept_by_torch(logits, filters, torch.arange(6)).nonzero()[:, 0].tolist() == expected
+    ):
+        assert kept_by_torch(logits, filters, torch.arange(6)).nonzero()[:, 0].tolist() == expected
+    assert sample(logits[None], tensors_of(Filters(0.0, 4, 0.1, 1.0), 1)).tolist() == [1]
 
 
-def test_greedy_row_ignores_filters() -> None:
-    logits = torch.tensor([[1.0, 2.0, -3.0, 1.0, 2.0, 1.0]])
-    assert sample(logits, tensors_of(Filters(0.0, 4, 0.1, 1.0), 1)).tolist() == [1]
+def rows_of(cases: list[Filters], num_rows: int) -> list[torch.Tensor]:
+    """The columns of SamplingTensors of rows that have these filters in turn, without seeds and positions."""
+    columns = zip(*(cases[row % len(cases)] for row in range(num_rows)), strict=True)
+    return [torch.tensor(column, dtype=torch.int64 if i == 1 else None) for i, column in enumerate(columns)]
 
 
 # -- the kernels -------------------------------------------------------------------------------------------------------
@@ -233,12 +229,7 @@ def test_kernel_redraws_what_plain_torch_redraws(device: str) -> None:
     logits = 2 * torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(3))
     logits[1::3] /= 50
     logits[5, 8000], logits[7, 100] = torch.nan, torch.inf
-    chosen = [cases[row % len(cases)] for row in range(num_rows)]
-    columns = [
-        torch.tensor(column, dtype=torch.int64 if i == 1 else None)
-        for i, column in enumerate(zip(*chosen, strict=True))
-    ]
-    params = SamplingTensors(*columns, torch.arange(num_rows) * 77, torch.arange(num_rows))
+    params = SamplingTensors(*rows_of(cases, num_rows), torch.arange(num_rows) * 77, torch.arange(num_rows))
     want = sample(logits, params)
     got = kernel.sample_tokens(logits.to(device), SamplingTensors(*(column.to(device) for column in params))).cpu()
     assert want[5] == want[7] == got[5] == got[7] == -1
@@ -280,17 +271,12 @@ def test_row_filtered_draws_the_same_alone_and_in_any_batch_and_in_a_graph() -> 
     logits = torch.randn(num_rows, 151_936, device="cuda", dtype=torch.bfloat16)
     logits[::2] *= 5
     cases = [*LARGE_CASES, Filters(1.0, 5000, 0.99)]
-    chosen = [cases[row % len(cases)] for row in range(num_rows)]
-    columns = [
-        torch.tensor(column, dtype=torch.int64 if i == 1 else None)
-        for i, column in enumerate(zip(*chosen, strict=True))
-    ]
     rows = torch.arange(num_rows)
-    params = SamplingTensors(*(column.cuda() for column in (*columns, rows, rows)))
+    params = SamplingTensors(*(column.cuda() for column in (*rows_of(cases, num_rows), rows, rows)))
     together = sample(logits, params)
     for row in range(num_rows):
         one = SamplingTensors(*(column[row : row + 1].clone() for column in params))
-        assert sample(logits[row : row + 1], one).item() == together[row].item(), chosen[row]
+        assert sample(logits[row : row + 1], one).item() == together[row].item(), cases[row % len(cases)]
     tokens = torch.zeros_like(together)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -73,44 +73,29 @@ def test_tied_head_and_rotary_buffers_in_the_file_are_ignored(tmp_path: Path) ->
     assert torch.equal(run_logits(load_model(tmp_path), PROMPT), expected)
 
 
-def test_missing_weight_raises_with_its_name(tmp_path: Path) -> None:
-    write_tiny_model(tmp_path)
-    edit_tensors(tmp_path, **{"model.layers.1.self_attn.k_proj.weight": None})
-    with pytest.raises(CheckpointError, match=r"misses weights: model\.layers\.1\.self_attn\.k_proj\.weight;"):
-        load_model(tmp_path)
-
-
-def test_unknown_weight_raises_with_its_name(tmp_path: Path) -> None:
-    write_tiny_model(tmp_path)
-    edit_tensors(tmp_path, **{"model.layers.0.mlp.experts.weight": torch.ones(3)})
-    with pytest.raises(CheckpointError, match=r"unknown to the model: model\.layers\.0\.mlp\.experts\.weight;"):
-        load_model(tmp_path)
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_wrong_shape_raises_with_name_and_both_shapes(tmp_path: Path, size: int) -> None:
-    write_tiny_model(tmp_path)
-    edit_tensors(tmp_path, **{"model.norm.weight": torch.ones(65)})
-    with pytest.raises(
-        CheckpointError, match=r"model\.norm\.weight in .* has shape \[65\], but config\.json asks for \[64\]"
+def test_wrong_weight_raises_with_its_name(tmp_path: Path) -> None:
+    file = write_tiny_model(tmp_path) / "model.safetensors"
+    good = file.read_bytes()
+    norm = "model.norm.weight"
+    for name, tensor, message in (
+        (
+            "model.layers.1.self_attn.k_proj.weight",
+            None,
+            r"misses weights: model\.layers\.1\.self_attn\.k_proj\.weight;",
+        ),
+        ("model.layers.0.mlp.experts.weight", torch.ones(3), r"unknown to the model: model\.layers\.0\.mlp\.experts\."),
+        (norm, torch.ones(65), r"norm\.weight in .* has shape \[65\], but config\.json asks for \[64\]"),
+        (norm, torch.ones(64, dtype=torch.int8), r"model\.norm\.weight .*I8; quantised"),
     ):
-        run_ranks(size, lambda tp: load_model(tmp_path, tp))
-
-
-def test_quantised_weight_raises(tmp_path: Path) -> None:
-    write_tiny_model(tmp_path)
-    edit_tensors(tmp_path, **{"model.norm.weight": torch.ones(64, dtype=torch.int8)})
-    with pytest.raises(CheckpointError, match=r"model\.norm\.weight .*I8; quantised"):
-        load_model(tmp_path)
-
-
-@pytest.mark.parametrize("num_bytes", [0, 4, 1000, 100_000])
-def test_truncated_file_raises_with_its_name(tmp_path: Path, num_bytes: int) -> None:
-    write_tiny_model(tmp_path)
-    file = tmp_path / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:num_bytes])
-    with pytest.raises(CheckpointError, match=r"model\.safetensors is truncated"):
-        load_model(tmp_path)
+        file.write_bytes(good)
+        edit_tensors(tmp_path, **{name: tensor})
+        for size in (1, 2):
+            with pytest.raises(CheckpointError, match=message):
+                run_ranks(size, lambda tp: load_model(tmp_path, tp))
+    for num_bytes in (0, 4, 1000, 100_000):
+        file.write_bytes(good[:num_bytes])
+        with pytest.raises(CheckpointError, match=r"model\.safetensors is truncated"):
+            load_model(tmp_path)
 
 
 def test_no_weights_raise_with_the_remedy(tmp_path: Path) -> None:

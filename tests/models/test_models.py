@@ -5,10 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 from dense_model import load_model, random_prompt, run_greedy, run_logits
-from tiny_models import ARCHITECTURES, ROPES, greedy_reference, reference_model, write_tiny_model
+from tiny_models import ARCHITECTURES as KINDS
+from tiny_models import ROPES, greedy_reference, reference_model, write_tiny_model
+from transformers import MistralConfig, MistralForCausalLM
 
-from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.checkpoint.model_config import ARCHITECTURES, Architecture, ModelConfig
 from nanovllm.device.tp_group import TPGroup
+from nanovllm.errors import CheckpointError
 from nanovllm.models.loader import build_model
 
 TOLERANCE = 1e-4
@@ -23,19 +26,19 @@ def assert_same_logits(directory: Path, prompt: list[int], max_model_len: int) -
 
 
 @pytest.mark.parametrize("rope", ROPES)
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", KINDS)
 def test_logits_every_rope_past_its_original_length_match_transformers(
     tmp_path: Path, architecture: str, rope: str
 ) -> None:
     assert_same_logits(write_tiny_model(tmp_path, architecture, rope=rope), random_prompt(150), max_model_len=256)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", KINDS)
 def test_logits_tied_and_biased_match_transformers(tmp_path: Path, architecture: str) -> None:
     assert_same_logits(write_tiny_model(tmp_path, architecture, tied=True, bias=True), random_prompt(50), 128)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", KINDS)
 def test_logits_bfloat16_error_is_at_most_twice_that_of_transformers(tmp_path: Path, architecture: str) -> None:
     write_tiny_model(tmp_path, architecture, dtype=torch.bfloat16)
     prompt = random_prompt(60)
@@ -48,18 +51,17 @@ def test_logits_bfloat16_error_is_at_most_twice_that_of_transformers(tmp_path: P
     assert (ours - exact).abs().mean() <= 2 * (plain - exact).abs().mean()
 
 
-@pytest.mark.parametrize("num_prompt_tokens", [100, 127, 128, 129, 140])
-def test_greedy_dynamic_rope_around_the_original_length_matches_transformers(
-    tmp_path: Path, num_prompt_tokens: int
-) -> None:
+def test_greedy_dynamic_rope_around_the_original_length_matches_transformers(tmp_path: Path) -> None:
     write_tiny_model(tmp_path, rope={**ROPES["dynamic"], "factor": 4.0})
-    prompt = random_prompt(num_prompt_tokens)
+    assert not load_model(tmp_path, max_model_len=128).needs_rope_lens
     model = load_model(tmp_path, max_model_len=256)
-    assert model.needs_rope_lens
-    assert run_greedy(model, prompt, 40) == greedy_reference(tmp_path, prompt, 40)
+    assert model.needs_rope_lens and load_model(tmp_path, max_model_len=129).needs_rope_lens
+    for num_prompt_tokens in (100, 127, 128, 129, 140):
+        prompt = random_prompt(num_prompt_tokens)
+        assert run_greedy(model, prompt, 40) == greedy_reference(tmp_path, prompt, 40), num_prompt_tokens
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", KINDS)
 def test_greedy_tokens_of_the_tiny_models_vary(tmp_path: Path, architecture: str) -> None:
     """Tests that compare tokens would prove little on a model that repeats one."""
     write_tiny_model(tmp_path, architecture)
@@ -68,23 +70,33 @@ def test_greedy_tokens_of_the_tiny_models_vary(tmp_path: Path, architecture: str
     assert len(set(tokens)) >= 12
 
 
-def test_needs_rope_lens_within_the_original_length_is_false(tmp_path: Path) -> None:
-    write_tiny_model(tmp_path, rope="dynamic")
-    assert not load_model(tmp_path, max_model_len=128).needs_rope_lens
-    assert load_model(tmp_path, max_model_len=129).needs_rope_lens
-
-
-@pytest.mark.parametrize(
-    ("preset", "num_billions"),
-    [
+def test_presets_have_the_published_number_of_parameters() -> None:
+    for preset, num_billions in (
         ("qwen3-0.6b", 0.596),
         ("qwen3-4b", 4.022),
         ("qwen3-8b", 8.191),
         ("qwen2.5-7b-1m", 7.616),
         ("llama-3.1-8b", 8.030),
-    ],
-)
-def test_presets_have_the_published_number_of_parameters(preset: str, num_billions: float) -> None:
-    config, _ = ModelConfig.from_pretrained(preset)
-    model = build_model(config, TPGroup(), max_model_len=4096, dtype=torch.bfloat16, device="meta")
-    assert sum(parameter.numel() for parameter in model.parameters()) / 1e9 == pytest.approx(num_billions, abs=0.001)
+    ):
+        config, _ = ModelConfig.from_pretrained(preset)
+        model = build_model(config, TPGroup(), max_model_len=4096, dtype=torch.bfloat16, device="meta")
+        num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        assert num_parameters / 1e9 == pytest.approx(num_billions, abs=0.001), preset
+
+
+def test_new_dense_architecture_is_one_entry_of_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = MistralConfig(
+        vocab_size=320,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        sliding_window=None,
+    )
+    torch.manual_seed(0)
+    MistralForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match="'MistralForCausalLM' with model_type='mistral' is not supported"):
+        load_model(tmp_path)
+    monkeypatch.setitem(ARCHITECTURES, "MistralForCausalLM", Architecture(model_type="mistral", defaults={}))
+    assert_same_logits(tmp_path, random_prompt(50), 128)
