@@ -10,8 +10,7 @@ import pytest
 
 from nanovllm import EngineError
 from nanovllm.core.outputs import NewTokens, RequestOutput, StepOutput
-from nanovllm.dispatcher import MAX_WOKEN, Dispatcher
-from nanovllm.request_stream import RequestStream
+from nanovllm.request_stream import MAX_WOKEN, Dispatcher, RequestStream
 
 TIME_LIMIT_S = 20.0
 ENDLESS_S = 10 * TIME_LIMIT_S
