@@ -279,7 +279,7 @@ class Ending(NamedTuple):
 class Receiver:
     """Receives the results of one request, on behalf of the call that waits for them.
 
-    This class passes on only the output at the end. TextReceiver (text/answer.py) also turns the tokens into text.
+    This class passes on only the output at the end. TextReceiver (text/detokenizer.py) also turns the tokens into text.
     """
 
     def __init__(self, outbox: Outbox, with_tokens: bool = False, text_of: TextOf = lambda token_id: None) -> None:

@@ -4,7 +4,7 @@ A step is planned and launched; then the tokens of the step before it go back to
 works one step ahead. On the CPU, launching a step also runs it, so its own tokens go back at once.
 
 Each request has a Receiver. It reads the request's tokens, may end the request because of them, and puts the results
-into the outbox of the call that waits for them (text/answer.py).
+into the outbox of the call that waits for them (text/detokenizer.py).
 """
 
 import time

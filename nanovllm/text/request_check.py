@@ -33,7 +33,7 @@ def prompt_list(prompts: Any) -> list[Any]:
 
 
 def text_or_token_ids(prompt: Any) -> Any:
-    """The text or token ids of a prompt, which may be a dict. If a dict has both, the ids are used, as in vLLM."""
+    """Return the text or token ids of a prompt, which may be a dict. If a dict has both, the ids count, as in vLLM."""
     if not isinstance(prompt, Mapping):
         return prompt
     cache_salt(prompt)
@@ -48,7 +48,7 @@ def text_or_token_ids(prompt: Any) -> Any:
 
 
 def cache_salt(prompt: Any) -> str | None:
-    """The prompt's cache salt: only prompts with equal salts share KV. None, the default, is a salt like the others."""
+    """Return the prompt's cache salt; only prompts with equal salts share KV. None, the default, is a salt, too."""
     salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
     if salt is not None and not (isinstance(salt, str) and salt):
         raise RequestError(f"cache_salt={salt!r} must be a non-empty string")
@@ -90,8 +90,7 @@ def encode_text(
 ) -> TokenIds:
     """Encode a text. Raises RequestError if a token is outside the model's vocabulary.
 
-    That can happen because a tokenizer may have tokens for which the model has no embedding, such as a <pad> that was
-    added for training.
+    A tokenizer may have tokens for which the model has no embedding, such as a <pad> that was added for training.
     """
     try:
         token_ids = encoder.encode(text, add_special_tokens=add_special_tokens, cache_salt=cache_salt)
@@ -145,7 +144,7 @@ def render_chat(
 ) -> str:
     """Render the conversation with the model's chat template, by default up to where the answer begins.
 
-    template_options: tools, add_generation_prompt, and whatever else the template reads.
+    template_options: tools, add_generation_prompt, and other arguments of the template.
     """
     options = {"add_generation_prompt": True, **template_options, "tokenize": False}
     try:

@@ -23,7 +23,7 @@ from nanovllm.engine import startup
 from nanovllm.engine.setup import Internals
 from nanovllm.errors import ConfigError, EngineError
 from nanovllm.executor.base import LocalExecutor
-from nanovllm.text.answer import TextReceiver
+from nanovllm.text.detokenizer import TextReceiver
 
 KINDS = {
     "all GPU": {"num_kvcache_blocks": 20},

@@ -12,7 +12,7 @@ from nanovllm.core.sequence import Sequence
 from nanovllm.engine.setup import prepare
 from nanovllm.engine.startup import start_engine
 from nanovllm.errors import RequestError
-from nanovllm.text.answer import TextReceiver
+from nanovllm.text.detokenizer import TextReceiver
 from nanovllm.text.frontend import TextFrontend, bad_word_token_ids
 
 OPTIONS = {"device": "cpu", "dtype": "float32", "num_kvcache_blocks": 20}
