@@ -1,4 +1,4 @@
-"""EngineSetup: everything that is decided about an engine before it starts. Checked before anything is allocated."""
+"""EngineSetup: all decisions about an engine, made and checked before anything is allocated."""
 
 import importlib.util
 from collections.abc import Mapping
@@ -28,10 +28,10 @@ from nanovllm.utils.memory import available_host_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class Internals:
-    """What an engine is built from that no user chooses. Tests replace parts of it, and everyone else leaves it.
+    """Parts of an engine that tests replace and users leave alone.
 
-    These are not options: `Config`, `--help` and docs/options.md lack them. They are arguments so that a test can
-    reach, on a CPU and with a tiny model, what otherwise takes a GPU or a long prompt, and need not patch any module:
+    These are not options of `Config`. They let a test reach, on a CPU and with a tiny model, what otherwise takes a GPU
+    or a long prompt, without patching any module:
 
         LLM(model, device="cpu", internals=Internals(works_ahead=True, staging=StagingSizes(256, 2)))
 
@@ -43,7 +43,7 @@ class Internals:
     make_offload_engine: OffloadEngineFactory = make_offload_engine
     cpu_split: CpuSplit | None = None  # instead of the one that start-up measures
     drafters: tuple[Drafter, ...] | None = None  # instead of those that `speculation` names, unless it is off
-    always_guesses: bool = False  # as many guesses as allowed, whatever they cost
+    always_guesses: bool = False  # as many guesses as allowed, regardless of their cost
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,14 +60,13 @@ class EngineSetup:
 
     @property
     def works_ahead(self) -> bool:
-        """Whether the engine launches a step before the tokens of the last one are back."""
+        """True if the engine launches a step before the tokens of the last one are back."""
         chosen = self.internals.works_ahead
         return self.device.type != "cpu" if chosen is None else chosen
 
 
 def prepare(model: str | Path, options: Mapping[str, Any], internals: Internals = Internals()) -> EngineSetup:
-    """Decide and check everything about an engine. `model` is a directory, a hub name, a preset or "demo" for
-    the built-in model. `options` are the fields of Config.
+    """Decide and check everything about an engine. The arguments are those of LLM.
 
     Raises ConfigError for invalid options, for a model or a device that cannot run, and for an engine that does not
     fit in memory; CheckpointError for a model that cannot be read.
@@ -123,10 +122,10 @@ def check_cpu_threads(config: Config) -> None:
 
 
 def find_machine(config: Config) -> Machine:
-    """What a plan needs to know about this machine. A GPU's rates are looked up by its name (gpus.py).
+    """Describe this machine for a plan. A GPU's rates are looked up by its name (gpus.py).
 
-    If there is no GPU and `config` does not ask for the CPU, assume an H200, so that users can plan for a machine they
-    do not have yet.
+    If there is no GPU and `config` does not ask for the CPU, assume an H200, so that users can plan for a machine that
+    they do not have yet.
     """
     if config.device == "cpu":
         return Machine.cpu(available_host_bytes())

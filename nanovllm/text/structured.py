@@ -218,7 +218,7 @@ class GrammarCompiler:
         self._make_vocabulary = partial(Vocabulary, tokenizer, vocab_size, end_token_ids, limits)
         self._lock = threading.Lock()
         self._compile: Callable[[str, str], Grammar] | None = None
-        self._refusal: str | None = None  # why this tokenizer or installation cannot be used
+        self._refusal: str | None = None  # why this tokenizer cannot be used
         if tokenizer is None:
             self._refusal = "structured_outputs needs a tokenizer, but this model has none; leave it out"
 
@@ -234,10 +234,10 @@ class GrammarCompiler:
     def _read_vocabulary(self) -> None:
         try:
             self._compile = lru_cache(MAX_GRAMMARS)(partial(Grammar, self._make_vocabulary()))
-        except ImportError:
-            self._refusal = (
+        except ImportError as error:
+            raise RequestError(
                 "structured_outputs needs llguidance, which is not installed; pip install 'nanovllm[structured]'"
-            )
+            ) from error
         except ValueError as error:
             self._refusal = f"structured_outputs cannot be used with this model's tokenizer: {_reason_of(str(error))}"
 
