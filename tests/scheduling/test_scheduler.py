@@ -504,6 +504,23 @@ def test_no_guess_goes_past_max_tokens() -> None:
         assert guessed == expected and seq.num_output_tokens == max_tokens
 
 
+@pytest.mark.parametrize("kind", ["drafts", "mixed"])
+def test_drafts_are_dropped_in_a_step_that_copies_blocks(kind: str) -> None:
+    """Drafts run before the copies of their step. Guesses that are known before the first draft stay."""
+    simulation = hybrid(num_gpu_blocks=12, make_drafter=odd_drafter(kind, seed=1), max_guesses=3)
+    simulation.add(prompt(7), max_tokens=30)
+    for _ in range(3):
+        simulation.step()
+    simulation.add([*prompt(6), 500], max_tokens=3)  # its hit ends inside a block, which is copied
+    copying, after = simulation.step(), simulation.step()
+    assert copying is not None and copying.moves.copies and after is not None and not after.moves.copies
+    (dropped,), (kept,) = ([step for step in plan.sequences if step.seq_id == 0] for plan in (copying, after))
+    assert (dropped.num_drafts, kept.num_drafts) == (0, 3)
+    assert -1 not in dropped.token_ids and dropped.num_guesses == dropped.num_tokens - 1 < kept.num_guesses == 3
+    assert dropped.num_paged_keys == dropped.position + dropped.num_tokens
+    simulation.run()  # the content model notices a wrong token
+
+
 def test_right_guesses_after_an_end_token_are_dropped() -> None:
     answer = [3, 5, EOS, 2]
     drafter = odd_drafter("right", seed=0)
