@@ -164,29 +164,6 @@ def test_receiver_ends_its_request_alone_at_the_token_it_read(engine: Engine) ->
     assert [finished[i].get("error") for i in ids] == [None, None, "no"]
 
 
-def test_abort_of_a_request_that_waits_has_no_tokens_and_ends_with_an_output(engine: Engine) -> None:
-    outbox = Outbox()
-    request_id = engine.add_request(prompt(10), PARAMS, Receiver(outbox))
-    assert engine.abort(request_id) and not engine.abort(request_id)
-    output = engine.next_output(outbox).finished[request_id]
-    assert (output["finish_reason"], output["token_ids"], output["num_prompt_tokens"]) == ("abort", [], 10)
-    assert engine.executor.calls == []  # type: ignore[attr-defined]
-
-
-def test_next_output_after_an_abort_runs_no_step_of_another_request(engine: Engine) -> None:
-    """Regression: after an abort, the caller of the aborted request ran 60 steps of another one before it was told."""
-    mine, others = Outbox(), Outbox()
-    request_id = engine.add_request(prompt(10), PARAMS, Receiver(mine))
-    other_id = engine.add_request(prompt(20), PARAMS, Receiver(others))
-    engine.next_output(mine)
-    engine.next_output(mine)
-    num_steps = engine.stats()["num_steps"]
-    engine.abort(request_id)
-    assert engine.next_output(mine).finished[request_id]["finish_reason"] == "abort"
-    assert engine.stats()["num_steps"] == num_steps
-    assert finish(engine, others)[other_id]["token_ids"] == [20, 21, 22, 23, 24]
-
-
 def test_abort_all_ends_the_requests_of_one_outbox(engine: Engine) -> None:
     mine, others = Outbox(), Outbox()
     ids = [engine.add_request(prompt(10), PARAMS, Receiver(mine)) for _ in range(2)]

@@ -160,10 +160,6 @@ def test_words_keep_the_spaces_that_a_decoder_drops_at_the_start() -> None:
     assert pieces == ["Hello", " world", ",", " again", "st", " a"]
 
 
-def test_special_tokens_are_not_shown() -> None:
-    assert run([*b"ab", 256])[0] == ["a", "b", ""]
-
-
 def test_after_a_stop_nothing_more_comes() -> None:
     detokenizer = Detokenizer(TokenDecoder(ByteTokenizer()), StopStrings(("b",)))
     assert detokenizer.update(b"ab", False) == "a"

@@ -168,27 +168,6 @@ def test_receiver_decoder_raises_ends_its_request_with_an_error(
     assert seq.error == "its text could not be decoded: ZeroDivisionError: division by zero"
 
 
-def test_frontend_without_a_tokenizer_takes_token_ids_and_makes_no_text(model: Path) -> None:
-    text = TextFrontend(ModelConfig.from_pretrained(str(model))[0], None)
-    assert text.tokenizer is None and text.encode_prompt([1, 2]).tolist() == [1, 2]
-    assert text.receiver(Outbox(), PARAMS).whole_text() is None
-    for call, message in (
-        (lambda: text.encode_prompt("a"), "a text prompt needs a tokenizer"),
-        (lambda: text.check_params(SamplingParams(stop="a")), "stop strings need a tokenizer"),
-        (lambda: text.check_stream(PARAMS), "stream yields text and needs a tokenizer"),
-        (lambda: text.encode_chat([{"role": "user", "content": "a"}]), "chat needs a tokenizer"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            call()
-
-
-def test_receiver_detokenize_off_makes_no_text(text: TextFrontend) -> None:
-    params = SamplingParams(detokenize=False)
-    assert text.receiver(Outbox(), params).whole_text() is None
-    with pytest.raises(ValueError, match="leave detokenize on"):
-        text.check_stream(params)
-
-
 def test_bad_words_that_leave_no_token_are_refused() -> None:
     class Letters:
         def encode(self, text: str, add_special_tokens: bool) -> list[int]:
