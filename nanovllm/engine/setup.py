@@ -78,10 +78,8 @@ def prepare(model: str | Path, options: Mapping[str, Any], internals: Internals 
     config = Config(model=model_path(str(model)), **options)
     model_config, directory = ModelConfig.from_pretrained(config.model, config.hf_overrides)
     limit = max_model_len(config, model_config)
-    check_executor_backend(config)
     device = resolve_device(config)
-    check_backend(config, model_config, device)
-    check_cpu_threads(config)
+    _check_parts(config, model_config, device)
     machine = find_machine(replace(config, device=str(device)))
     plan = make_plan(config, model_config, machine, staging=internals.staging)
     check_start(plan)
@@ -96,26 +94,18 @@ def prepare(model: str | Path, options: Mapping[str, Any], internals: Internals 
     )
 
 
-def check_executor_backend(config: Config) -> None:
-    """Raise ConfigError if Ray is asked for and not installed."""
+def _check_parts(config: Config, model_config: ModelConfig, device: torch.device) -> None:
+    """Raise ConfigError if Ray, the attention backend or the CPU threads that are asked for are not available.
+
+    Checked here so that the error comes before any process is started or any weight loaded.
+    """
     if config.distributed_executor_backend == "ray" and importlib.util.find_spec("ray") is None:
         raise ConfigError(
             "distributed_executor_backend='ray' needs Ray, which is not installed; pip install 'nanovllm[ray]', or "
             "use 'mp'"
         )
-
-
-def check_backend(config: Config, model_config: ModelConfig, device: torch.device) -> None:
-    """Raise ConfigError if no attention backend can run this model with these options.
-
-    Checked here so that the error comes before any process is started or any weight loaded.
-    """
     dtype = getattr(torch, dtype_name(config, model_config))
     find_backend(config.attn_backend, device, dtype, model_config.head_dim, enforce_eager=config.enforce_eager)
-
-
-def check_cpu_threads(config: Config) -> None:
-    """Raise ConfigError if the ranks cannot have as many threads for attention on the CPU as the config asks for."""
     if config.cpu_attention_threads is not None:
         for rank in range(config.tensor_parallel_size):
             attention_cpus(config.cpu_attention_threads, rank, config.tensor_parallel_size)

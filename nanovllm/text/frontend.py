@@ -25,10 +25,10 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.detokenizer import Detokenizer, StopStrings, TextReceiver, TokenDecoder
 from nanovllm.text.request_check import (
     Prompt,
+    are_in_vocabulary,
     cache_salt,
     check_conversations,
     check_token_ids,
-    encode_text,
     render_chat,
     text_or_token_ids,
 )
@@ -146,14 +146,26 @@ class TextFrontend:
         return self._encode(prompt, add_special_tokens, salt)
 
     def _encode(self, text: str, add_special_tokens: bool, cache_salt: str | None) -> TokenIds:
-        with self._encode_lock:
-            return encode_text(
-                self._encoder,
-                text,
-                self._vocab_size,
-                add_special_tokens=add_special_tokens,
-                cache_salt=cache_salt,
+        """Encode a text. Raises RequestError if a token is outside the model's vocabulary.
+
+        A tokenizer may have tokens for which the model has no embedding, such as a <pad> that was added for training.
+        """
+        try:
+            with self._encode_lock:
+                token_ids = self._encoder.encode(text, add_special_tokens=add_special_tokens, cache_salt=cache_salt)
+        except (TypeError, UnicodeError) as error:  # lone surrogates, from os.fsdecode or half of a JSON escape
+            raise RequestError(
+                f"the prompt is not valid Unicode text; remove lone surrogates from it ({error})"
+            ) from error
+        if not are_in_vocabulary(token_ids, self._vocab_size):
+            position, token_id = next((i, t) for i, t in enumerate(token_ids) if not 0 <= t < self._vocab_size)
+            token = self.tokenizer.convert_ids_to_tokens(token_id)
+            raise RequestError(
+                f"the prompt's text contains {token!r}, token {token_id} (at position {position} of its tokens), which "
+                f"is outside the model's vocabulary 0..{self._vocab_size - 1}; remove it from the text, or use the "
+                "tokenizer that belongs to these weights"
             )
+        return token_ids
 
     def decode(self, token_ids: Iterable[int]) -> str:
         """Return the text of tokens, special ones included. Raises RequestError as `encode_prompt` does."""

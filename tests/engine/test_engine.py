@@ -205,11 +205,6 @@ def test_requests_without_a_seed_draw_from_the_engines(model: Path) -> None:
     assert drawn[0][0] != drawn[0][1]  # each request its own
 
 
-def test_top_k_of_one_is_greedy(llm: LLM) -> None:
-    assert token_ids(llm, PROMPTS, seeded(1, top_k=1)) == [ids[:10] for ids in token_ids(llm, PROMPTS, GREEDY)]
-    assert token_ids(llm, PROMPTS, seeded(1, top_p=1e-9)) == token_ids(llm, PROMPTS, seeded(2, top_k=1))
-
-
 # -- ends ------------------------------------------------------------------------------------------------------------
 
 
@@ -354,14 +349,6 @@ def test_two_streams_and_a_generate_at_once_get_their_own(llm: LLM) -> None:
     assert llm.generate([PROMPTS[1]], GREEDY, use_tqdm=False)[0]["text"] == expected[1]
     assert texts[0] + texts[2] + "".join(first) == expected[0]
     assert texts[1] + "".join(second) == expected[3]
-
-
-def test_stream_left_early_aborts_the_request(llm: LLM) -> None:
-    stream = llm.stream(PROMPTS[0], GREEDY)
-    next(stream)
-    stream.close()  # type: ignore[attr-defined]
-    assert not llm.scheduler.has_unfinished
-    assert llm.is_finished()
 
 
 def test_stream_refuses_before_the_first_piece_is_asked_for(llm: LLM) -> None:

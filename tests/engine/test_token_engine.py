@@ -17,7 +17,6 @@ from nanovllm.core.start_report import StartReport
 from nanovllm.core.step_plan import StepPlan
 from nanovllm.engine.engine import Engine
 from nanovllm.engine.setup import EngineSetup, Internals, prepare
-from nanovllm.engine.startup import start_engine
 from nanovllm.engine.step_loop import PAUSE_S
 from nanovllm.errors import EngineError, WorkerDiedError
 from nanovllm.executor.base import Executor, LaunchedStep
@@ -164,16 +163,6 @@ def test_receiver_ends_its_request_alone_at_the_token_it_read(engine: Engine) ->
     assert [finished[i].get("error") for i in ids] == [None, None, "no"]
 
 
-def test_abort_all_ends_the_requests_of_one_outbox(engine: Engine) -> None:
-    mine, others = Outbox(), Outbox()
-    ids = [engine.add_request(prompt(10), PARAMS, Receiver(mine)) for _ in range(2)]
-    other_id = engine.add_request(prompt(20), PARAMS, Receiver(others))
-    engine.step(mine)
-    engine.abort_all(mine)
-    assert sorted(mine.fetch().finished) == ids
-    assert finish(engine, others)[other_id]["finish_reason"] == "length"
-
-
 @pytest.mark.parametrize("aborts", [False, True])
 def test_answers_are_passed_on_before_a_long_step_is_launched(setup: EngineSetup, aborts: bool) -> None:
     """Its launch takes as long as several steps. What is aborted in between does no harm."""
@@ -243,17 +232,6 @@ def test_rank_that_dies_ends_the_engine_and_names_the_cause(setup: EngineSetup) 
     assert not engine.abort(request_id)
     engine.close()
     assert engine.executor.calls[-1] == "close"  # type: ignore[attr-defined]
-
-
-def test_started_engine_without_text_answers_token_ids(setup: EngineSetup) -> None:
-    """The whole of start-up, and no tokenizer anywhere."""
-    engine, outbox = start_engine(setup, end_token_ids=()), Outbox()
-    try:
-        request_id = engine.add_request(prompt(10), PARAMS, Receiver(outbox))
-        output = finish(engine, outbox)[request_id]
-    finally:
-        engine.close()
-    assert len(output["token_ids"]) == 5 and output["text"] is None
 
 
 @pytest.mark.parametrize("ahead", [False, True])

@@ -113,7 +113,6 @@ def test_a_slow_first_chunk_is_soon_forgotten(num_slow: int, with_short: bool) -
         bound.chunk_placed(num_tokens, position, is_long=True)
         steps.run(num_tokens, position)
         seconds.append(8e-3 + WORK_S * chunk_work(num_tokens, position, TOKEN_KEYS))
-    print([f"{s * 1e3:.0f} ms" for s in seconds])
     assert max(seconds) < 0.25
     assert min(seconds[4:]) > 0.15
 
