@@ -175,34 +175,6 @@ def test_stop_string_that_is_included_ends_the_text_and_nothing_behind_it_shows(
     assert "".join(pieces) == detokenizer.text == before + found
 
 
-@pytest.mark.parametrize(("include_stop", "text"), [(False, "ab"), (True, "ab.")])
-def test_end_token_that_has_text_shows_only_if_it_is_to_be_included(include_stop: bool, text: str) -> None:
-    detokenizer = Detokenizer(TokenDecoder(ByteTokenizer()), StopStrings(("END",)), include_stop)
-    assert detokenizer.update(b"ab", False) == "ab"
-    detokenizer.update(b".", True, at_end_token=True)
-    assert (detokenizer.text, detokenizer.stopped) == (text, False)
-
-
-def test_stop_string_that_is_a_special_token_is_found_where_those_are_shown() -> None:
-    """M4: special tokens were left out before the search, so it never was."""
-    token_ids = [*BYTE_LEVEL.encode("a test"), BYTE_LEVEL.eos_token_id, *BYTE_LEVEL.encode("more")]
-    texts = {}
-    for skip in (True, False):
-        detokenizer = Detokenizer(TokenDecoder(BYTE_LEVEL, skip), StopStrings(("<eos>",)))
-        detokenizer.update(token_ids, finished=True)
-        texts[skip] = detokenizer.text
-    assert texts == {True: "a testmore", False: "a test"}
-
-
-@pytest.mark.parametrize("step", [2, 3, 7])
-def test_several_tokens_at_once_give_the_same_text(step: int) -> None:
-    token_ids = "K\u00f6ln \u20ac 5, \U0001f600 and on END more".encode()
-    detokenizer = Detokenizer(TokenDecoder(ByteTokenizer()), StopStrings(("END",)))
-    starts = range(0, len(token_ids), step)
-    pieces = [detokenizer.update(token_ids[i : i + step], finished=i + step >= len(token_ids)) for i in starts]
-    assert "".join(pieces) == detokenizer.text == "K\u00f6ln \u20ac 5, \U0001f600 and on "
-
-
 # -- real tokenizers: byte-level, byte fallback with a mark for spaces, words whose spaces are cleaned up -------------
 
 SAMPLE = "def f(x): return x + 1  # caf\u00e9, na\u00efve \u4f60\u597d \U0001f600 it's don't, really?\n" * 3
