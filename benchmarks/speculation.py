@@ -38,9 +38,6 @@ class Oracle:
         self.answer: list[int] = []
         self._rng = random.Random(0)
 
-    def add(self, seq: Sequence) -> None:
-        """Nothing to prepare."""
-
     def forget(self, seq: Sequence) -> None:
         """Nothing to forget."""
 

@@ -11,17 +11,18 @@ on with the next step without waiting.
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, Iterable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from nanovllm.core.outputs import Outbox, Receiver
-from nanovllm.core.sequence import Sequence, TokenIds
+from nanovllm.core.sequence import Sequence
 from nanovllm.engine.setup import Internals
 from nanovllm.errors import EngineError, RequestError
 from nanovllm.llm import LLM
 from nanovllm.request_stream import Dispatcher, RequestStream, RequestUpdate
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.request_check import Prompt, cache_salt, prompt_list
+from nanovllm.text.request_check import Prompt, prompt_list
 
 CHECK_INTERVAL_S = 1.0  # how often an idle engine makes sure that all its ranks are alive
 
@@ -118,18 +119,19 @@ class AsyncLLM:
         """Queue one prompt or several, and return the stream of their updates, which the caller has to close.
 
         prompts: as in LLM.generate. Each has `n` answers; the index of answer i to prompt p is p * n + i.
-        sampling_params: for all prompts; None means SamplingParams(). with_tokens: whether the updates before the last
-        one have token_ids and logprobs, too. Raises RequestError, and queues nothing, if any prompt could never run.
-        Raises EngineError if the engine has failed or is closed.
+        sampling_params: for all prompts; None means SamplingParams(). with_tokens: False to leave token_ids and
+        logprobs out of all updates but the last. Raises RequestError, and queues nothing, if any prompt could never
+        run. Raises EngineError if the engine has failed or is closed.
         """
         params = sampling_params or SamplingParams()
         self._check_open()
         self._bind_loop()
         # A long text takes a second to tokenize, and a large grammar to compile
-        prompts_ids, sequences = await asyncio.to_thread(self._prepare, prompts, params)
-        stream = RequestStream(prompts_ids, self._abort)
+        listed = prompt_list(prompts)
+        of_prompts = await asyncio.to_thread(self.llm.make_sequences, listed, [params] * len(listed))
+        stream = RequestStream([answers[0].token_ids[:] for answers in of_prompts], self._abort)
         try:
-            for index, seq in enumerate(sequences):
+            for index, seq in enumerate(chain.from_iterable(of_prompts)):
                 receiver = self.llm.text.receiver(self._outbox, seq.params, with_tokens)
                 request_id = self._add(seq, receiver)
                 stream.expect(request_id, index)
@@ -138,22 +140,6 @@ class AsyncLLM:
             stream.close()
             raise
         return stream
-
-    def _prepare(
-        self, prompts: Prompt | Iterable[Prompt], params: SamplingParams
-    ) -> tuple[list[TokenIds], list[Sequence]]:
-        """The token ids of each prompt, and a sequence for each answer. Raises RequestError."""
-        each_params = params.per_answer()
-        listed = prompt_list(prompts)
-        prompts_ids = [self.llm.check_request(prompt, each_params[0]) for prompt in listed]
-        sequences = []
-        for token_ids, prompt in zip(prompts_ids, listed, strict=True):
-            first = None
-            for each in each_params:
-                rules, salt = self.llm.text.rules(each), cache_salt(prompt)
-                sequences.append(self.llm.engine.make_sequence(token_ids, each, rules, salt, first))
-                first = first or sequences[-1]
-        return prompts_ids, sequences
 
     def _add(self, seq: Sequence, receiver: Receiver) -> int:
         """Queue one answer and return its request id. Called on the loop, and so before any of its results arrive."""
@@ -170,7 +156,7 @@ class AsyncLLM:
         return request_id
 
     def _abort(self, request_ids: Iterable[int]) -> None:
-        """End answers that nobody waits for any more. Their outputs are dropped."""
+        """End answers whose consumer has left. Their outputs are dropped."""
         for request_id in request_ids:
             if self._dispatcher.remove(request_id):
                 self.llm.engine.abort(request_id)
@@ -190,7 +176,7 @@ class AsyncLLM:
         self._failed = asyncio.Event()
 
     def _tell_failure(self) -> None:
-        """Tell all streams, and whoever waits for it, that the engine has failed. Called on the loop."""
+        """Tell all streams and all waiting tasks that the engine has failed. Called on the loop."""
         self._dispatcher.fail(str(self.failure))
         self._failed.set()
 
@@ -213,7 +199,7 @@ class AsyncLLM:
     def _wait_for_work(self) -> bool:
         """Sleep until there are steps to run or undelivered results. Returns False if the engine is to be closed.
 
-        An idle engine first builds the plans that this thread lacks. Libraries keep plans for each thread, and another
+        An idle engine first builds the plans that this thread lacks: libraries keep plans for each thread, and another
         thread has started the engine.
         """
         while True:
@@ -231,7 +217,7 @@ class AsyncLLM:
 
 
 def _engine_error(error: BaseException) -> EngineError:
-    """`error` as what requests raise. It keeps its message."""
+    """Return the error that requests raise because of `error`, with its message."""
     if isinstance(error, EngineError):
         return error
     engine_error = EngineError(f"a step failed with {type(error).__name__}: {error}")

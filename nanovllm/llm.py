@@ -10,7 +10,7 @@ from tqdm.auto import tqdm
 from nanovllm.capacity.plan import CapacityPlan
 from nanovllm.checkpoint.settings import read_sampling_defaults
 from nanovllm.core.outputs import Outbox, RequestOutput, StepOutput, with_answers, with_logprob_lists
-from nanovllm.core.sequence import TokenIds
+from nanovllm.core.sequence import Sequence, TokenIds
 from nanovllm.engine.setup import Internals, prepare
 from nanovllm.engine.startup import start_engine
 from nanovllm.errors import EngineError, RequestError
@@ -83,14 +83,7 @@ class LLM:
         requests and leaves the engine usable, unless a second Ctrl-C interrupts it in the middle of a step.
         """
         listed = prompt_list(prompts)
-        params = _params_list(sampling_params, len(listed))
-        answers = [p.per_answer() for p in params]  # by prompt
-        prompts_ids = [self.check_request(prompt, each[0]) for prompt, each in zip(listed, answers, strict=True)]
-        requests = zip(prompts_ids, answers, map(cache_salt, listed), strict=True)
-        sequences = [
-            [self.engine.make_sequence(token_ids, p, self.text.rules(p), salt) for p in each]
-            for token_ids, each, salt in requests
-        ]
+        sequences = self.make_sequences(listed, _params_list(sampling_params, len(listed)))
         outbox = Outbox()
         try:
             request_ids = [
@@ -120,19 +113,35 @@ class LLM:
         return self.generate(self.chat_token_ids(messages), sampling_params, use_tqdm)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """The values that the model's generation_config.json recommends; SamplingParams' defaults for all others.
+        """Return the values that the model's generation_config.json recommends, and defaults for all others.
 
         With generation_config="none", every value is SamplingParams' default.
         """
         return SamplingParams(**self.sampling_defaults)
 
     def chat_token_ids(self, messages: list[Message] | list[list[Message]]) -> list[list[int]]:
-        """The prompts that `chat` answers: a list of token ids for each conversation."""
+        """Return the prompts that `chat` answers: a list of token ids for each conversation."""
         return [token_ids.tolist() for token_ids in self.text.encode_chat(messages)]
 
     def check_chat_template(self) -> None:
         """Raise RequestError for a model that cannot chat."""
         self.text.check_chat_template()
+
+    def make_sequences(self, prompts: list[Prompt], params: list[SamplingParams]) -> list[list[Sequence]]:
+        """Make the sequences of all answers to each prompt, without queueing them.
+
+        Raises RequestError if any of them could never run.
+        """
+        answers = [each.per_answer() for each in params]
+        prompts_ids = [self.check_request(prompt, each[0]) for prompt, each in zip(prompts, answers, strict=True)]
+        sequences: list[list[Sequence]] = []
+        for prompt, token_ids, each in zip(prompts, prompts_ids, answers, strict=True):
+            salt, of_prompt = cache_salt(prompt), list[Sequence]()
+            for p in each:
+                first = of_prompt[0] if of_prompt else None
+                of_prompt.append(self.engine.make_sequence(token_ids, p, self.text.rules(p), salt, first))
+            sequences.append(of_prompt)
+        return sequences
 
     def _collect(self, outbox: Outbox, num_requests: int, use_tqdm: bool) -> dict[int, RequestOutput]:
         """Run until all requests have ended, and return their outputs by request id.
@@ -156,7 +165,7 @@ class LLM:
         return outputs
 
     def _link_figures(self) -> dict[str, str]:
-        """The progress bar's figures, counted since the engine's start (see `stats`); empty until blocks are missed."""
+        """Return the progress bar's figures since the engine's start (see `stats`); none until blocks are missed."""
         if not self.config.enable_cpu_offload:
             return {}
         stats = self.stats()
@@ -172,7 +181,7 @@ class LLM:
         return figures
 
     def _guess_figures(self) -> dict[str, str]:
-        """The progress bar's figures for guesses; empty until there are any."""
+        """Return the progress bar's figures for guesses; none until there are any."""
         if self.config.speculation == "off":
             return {}
         stats = self.stats()
@@ -212,7 +221,7 @@ class LLM:
     def check_request(self, prompt: Prompt, params: SamplingParams) -> TokenIds:
         """Return the prompt's token ids (int64). Raises RequestError for a request that can never run."""
         token_ids = self.text.encode_prompt(prompt)
-        self.engine.check_request(token_ids, params)
+        self.engine.admission.check(token_ids, params)
         self.text.check_params(params)
         return token_ids
 
@@ -244,13 +253,13 @@ class LLM:
         return output
 
     def is_finished(self) -> bool:
-        """Return True if every request has ended and `step` has returned all outputs of requests from `add_request`."""
+        """Return True if every request has ended and `step` has returned all outputs of `add_request`'s requests."""
         return not self.engine.has_requests and not self._outbox
 
     # -- a look inside -------------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        """Counters since the start, such as the numbers of steps and blocks and the bytes moved. Keys name their units.
+        """Return counters since the start, such as numbers of steps and blocks. Keys name their units.
 
         num_prefill_tokens and num_decode_tokens count as StepOutput does: tokens of prompts that were computed, and
         tokens that answers got after their first.
@@ -276,12 +285,11 @@ class LLM:
         return self.engine.stats()
 
     def block_states(self) -> bytes:
-        """Return where every KV block is and what the last step did with it: one byte for each block, its BlockState.
+        """Return where every KV block is and what the last step did with it: one byte (BlockState) per block.
 
-        With offload these are the blocks of CPU memory, in the order in which they lie there; without, those of the
-        GPU. Any thread may call this at any time. It waits for nothing, so if a step is being planned meanwhile, some
-        blocks are shown before it and some after. It takes about 0.1 ms for 1,000 blocks. Raises EngineError if the
-        engine has failed or is closed.
+        With offload these are the blocks of CPU memory in their order there; without, those of the GPU. Any thread may
+        call this at any time. It does not wait, so while a step is being planned, some blocks are shown before it and
+        some after. It takes about 0.1 ms for 1,000 blocks. Raises EngineError if the engine has failed or is closed.
         """
         return self.engine.block_states()
 

@@ -1,16 +1,15 @@
-"""RequestStream: the updates of one request, for the task that waits for them. Dispatcher: hands the results of the
-engine's thread to the streams of an event loop.
+"""RequestStream: the updates of one request, from the engine's thread to the task that waits for them.
 
     engine thread                                   event loop
-    hand_over  ------------------------------->     _dispatch: merges what has arrived, wakes some consumers
-    wait_until_passed_on  --------------------->    _hurry: no rests until all is passed on
+    Dispatcher.hand_over  --------------------->    _dispatch: merges what has arrived, wakes some consumers
+    Dispatcher.wait_until_passed_on  ---------->    _hurry: no rests until all is passed on
 
 The thread does not wait for consumers, except beside long steps. What a consumer has not taken yet is merged into one
-update per answer. So a slow consumer holds up nobody, and takes no more memory than its answers.
+update per answer, so a slow consumer holds up nobody and takes no more memory than its answers.
 
 The loop and the engine's thread share Python's global lock. With hundreds of streams, passing on each token by itself
-would slow the engine down. So a dispatch wakes a few consumers at a time, in turn, and then the loop rests three times
-as long as they took. A few streams do not notice; with many, each gets several tokens at a time.
+would slow the engine down. A dispatch therefore wakes only a few consumers at a time, in turn, and then the loop rests
+three times as long as they took. A few streams do not notice; with many, each gets several tokens at a time.
 """
 
 import asyncio
@@ -26,13 +25,19 @@ from nanovllm.core.outputs import LogprobList, RequestOutput, StepOutput, TextSo
 from nanovllm.core.sequence import TokenIds
 from nanovllm.errors import EngineError
 
+MAX_PASSING_S = 0.02  # how long the engine's thread waits for consumers to take what has arrived
+MAX_WOKEN = 16  # consumers per dispatch
+MAX_FIRST_WOKEN = 12  # of these, how many may wait for their first update if others wait, too
+REST_RATIO = 3.0  # length of the rest after a dispatch, relative to the dispatch: it gets a quarter of the time at most
+MAX_REST_S = 0.1
+
 
 @dataclass
 class RequestUpdate:
-    """New text and tokens of one answer. `index` is the answer's place among those of the request.
+    """News of one answer, the one with this index among the answers of the request.
 
-    - text: the new text. It can lag behind the tokens, because the end of the text is held back while it may still
-      change. "" if there is none.
+    - text: the new text, or "". It can lag behind the tokens, because the end of the text is held back while it may
+      still change.
     - token_ids, logprobs: the new tokens, and one entry of logprobs for each if the request asked for them.
     - output: the answer's output, in its last update; None before.
     """
@@ -45,23 +50,23 @@ class RequestUpdate:
     text_source: TextSource | None = field(default=None, repr=False)  # where the text comes from when it is taken
 
     def take(self) -> bool:
-        """Fill in the text. Returns whether there is anything new."""
+        """Fill in the text. Returns False if there is nothing new."""
         if self.text_source is not None:
             self.text = self.text_source.read_text()
         return bool(self.text or self.token_ids or self.output is not None)
 
 
 class StreamObserver(Protocol):
-    """Is told what happens to the answers of a stream, whether or not the consumer has taken it."""
+    """Learns at once of what happens to the answers of a stream, even before the consumer takes it."""
 
     def updated(self, index: int) -> None:
-        """An answer has something new. Hot."""
+        """Note that an answer has something new. Hot."""
 
     def finished(self, output: RequestOutput) -> None:
-        """An answer has ended."""
+        """Note that an answer has ended."""
 
     def closed(self, num_open: int) -> None:
-        """Nothing more will come of these answers: the consumer has left, or the engine has failed."""
+        """Note that these answers get no more updates: the consumer has left, or the engine has failed."""
 
 
 class RequestStream:
@@ -72,22 +77,22 @@ class RequestStream:
     """
 
     def __init__(self, prompts: list[TokenIds], abort: Callable[[list[int]], None]) -> None:
-        """Made by AsyncLLM.submit. prompts: the request's token ids. abort: ends the requests with these ids."""
+        """`prompts`: the token ids of each prompt. `abort`: ends the requests with these ids."""
         self.prompts = prompts
         self.observer: StreamObserver | None = None
+        self.wakes_at_ends = False  # instead of for every update
+        self.has_begun = False  # the consumer has been woken
         self._abort = abort
         self._indices: dict[int, int] = {}  # request id -> index, for the answers that have not ended
-        self._updates: dict[int, RequestUpdate] = {}  # by index; what the consumer has not taken yet
-        self.wakes_at_ends = False  # and not for every update
-        self.has_begun = False  # whether the consumer has been woken
+        self._updates: dict[int, RequestUpdate] = {}  # by index; not taken by the consumer yet
         self._error: Exception | None = None
-        self._waiter: asyncio.Future[None] | None = None  # what the consumer waits for
+        self._waiter: asyncio.Future[None] | None = None  # the consumer waits for it
 
     def __aiter__(self) -> "RequestStream":
         return self
 
     async def __anext__(self) -> RequestUpdate:
-        """The next update of any answer. It holds everything that has arrived for this answer."""
+        """Return the next update of any answer. It holds everything that has arrived for this answer."""
         while True:
             while self._updates:
                 update = self._updates.pop(next(iter(self._updates)))
@@ -97,16 +102,12 @@ class RequestStream:
                 raise self._error
             if not self._indices:
                 raise StopAsyncIteration
-            await self._wait()
-
-    async def _wait(self) -> None:
-        """Wait until there is an update, or an end without one."""
-        assert self._waiter is None, "a stream has one consumer"
-        self._waiter = asyncio.get_running_loop().create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
+            assert self._waiter is None, "a stream has one consumer"
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
 
     async def outputs(self) -> list[RequestOutput]:
         """Wait for all answers, and return their outputs by index. Wakes the task only when an answer has ended."""
@@ -121,14 +122,14 @@ class RequestStream:
         self._indices.clear()
         self._updates.clear()
 
-    # -- called by AsyncLLM on the event loop --------------------------------------------------------------------
+    # -- called on the event loop --------------------------------------------------------------------------------
 
     def expect(self, request_id: int, index: int) -> None:
-        """An answer has been queued."""
+        """Wait for an answer that has been queued."""
         self._indices[request_id] = index
 
     def update_of(self, request_id: int) -> RequestUpdate:
-        """The next update that the consumer will take of this answer, to be added to. Hot."""
+        """Return the update that the consumer will take next of this answer, to be added to. Hot."""
         index = self._indices[request_id]
         update = self._updates.get(index)
         if update is None:
@@ -161,18 +162,8 @@ class RequestStream:
             self._waiter.set_result(None)
 
 
-MAX_PASSING_S = 0.02  # for which the engine's thread waits until consumers have what has arrived
-MAX_WOKEN = 16  # consumers at a time
-MAX_FIRST_WOKEN = 12  # of these for a first update, while others wait, too
-REST_RATIO = 3.0  # rest after a dispatch, in times of what it took: passing on takes a quarter of the time at most
-MAX_REST_S = 0.1  # also after a dispatch that took longer than a third of this
-
-
 class Dispatcher:
-    """Belongs to the event loop that was bound last, except for the methods of the engine's thread.
-
-    rests: whether the loop should rest at all, asked after each dispatch. Tests choose the times.
-    """
+    """Gives each stream its part of the results. Used on the event loop that was bound last, except where noted."""
 
     def __init__(
         self,
@@ -182,6 +173,7 @@ class Dispatcher:
         max_rest_s: float = MAX_REST_S,
         max_passing_s: float = MAX_PASSING_S,
     ) -> None:
+        """`rests`: asked after each dispatch; returns True if the loop should rest."""
         self._rests, self._rest_ratio, self._max_rest_s = rests, rest_ratio, max_rest_s
         self._max_passing_s = max_passing_s
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -191,7 +183,7 @@ class Dispatcher:
         self._is_dispatching = False  # or resting after it
         self._resting: asyncio.TimerHandle | None = None  # ends the rest
         self._is_hurried = False  # the thread waits until all is passed on, so there are no rests
-        self._is_passed_on = threading.Event()  # whether the consumers have taken all that has arrived
+        self._is_passed_on = threading.Event()  # set when the consumers have taken all that has arrived
         self._is_passed_on.set()
         self._lock = threading.Lock()  # guards `_arrived`
         self._arrived: list[StepOutput] = []  # handed over, not dispatched yet
@@ -199,7 +191,7 @@ class Dispatcher:
     # -- the engine's thread -------------------------------------------------------------------------------------
 
     def hand_over(self, content: StepOutput) -> None:
-        """Let the loop dispatch this, together with everything else that arrives before it gets round to it. Hot."""
+        """Let the loop dispatch this, together with all that arrives before it does. Hot."""
         if not (content.text_sources or content.new_tokens or content.finished):
             return
         with self._lock:
@@ -210,7 +202,7 @@ class Dispatcher:
             self.call_on_loop(self._begin_dispatch)
 
     def wait_until_passed_on(self) -> None:
-        """Wait until the consumers have taken what was handed over, but not for long. There are no rests until then."""
+        """Wait a short time until the consumers have taken what was handed over. The loop does not rest until then."""
         if not self._is_passed_on.is_set():
             self.call_on_loop(self._hurry)
             if not self._is_passed_on.wait(self._max_passing_s):
@@ -218,7 +210,7 @@ class Dispatcher:
 
     def call_on_loop(self, callback: Callable[[], None]) -> None:
         if self._loop is not None:
-            with suppress(RuntimeError):  # the loop has been closed, so nobody waits any more
+            with suppress(RuntimeError):  # the loop has been closed, and its consumers with it
                 self._loop.call_soon_threadsafe(callback)
 
     # -- streams -------------------------------------------------------------------------------------------------
@@ -229,8 +221,7 @@ class Dispatcher:
         return asyncio.get_running_loop() is self._loop
 
     def bind(self) -> list[int]:
-        """Hand results to the running loop from here on. Returns the requests of a loop that was closed before they
-        ended, which nobody waits for any more.
+        """Hand results to the running loop from here on. Returns the abandoned requests of a loop that was closed.
 
         Raises RuntimeError if there are open requests on another loop.
         """
@@ -252,15 +243,15 @@ class Dispatcher:
         return abandoned
 
     def add(self, request_id: int, stream: RequestStream) -> None:
-        """Results of this request go to this stream until it ends. They are dropped as long as it has none."""
+        """Pass the results of this request to this stream until it ends. Without a stream they are dropped."""
         self._streams[request_id] = stream
 
     def remove(self, request_id: int) -> bool:
-        """Drop the results of a request from here on. Returns whether it was open."""
+        """Drop the results of a request from here on. Returns False if it was not open."""
         return self._streams.pop(request_id, None) is not None
 
     def fail(self, message: str) -> None:
-        """Let the consumers of all open requests raise an EngineError, once they have taken what has arrived."""
+        """Make the consumers of all open requests raise an EngineError once they have taken what has arrived."""
         self._merge_arrived()
         streams, self._streams = self._streams, {}
         for stream in streams.values():
@@ -273,12 +264,12 @@ class Dispatcher:
     # -- results -------------------------------------------------------------------------------------------------
 
     def _begin_dispatch(self) -> None:
-        """Dispatch, if that is not going on anyway. Hot."""
+        """Dispatch, unless a dispatch or a rest is in progress. Hot."""
         if not self._is_dispatching and self.is_bound:
             self._dispatch()
 
     def _dispatch(self) -> None:
-        """Merge what has arrived into the updates of its streams, and wake the consumers whose turn it is. Hot."""
+        """Merge what has arrived into the updates of its streams, and wake the next consumers. Hot."""
         self._is_dispatching = True
         start_s = time.thread_time()
         try:
@@ -291,7 +282,7 @@ class Dispatcher:
             asyncio.get_running_loop().call_soon(self._rest, start_s)  # after these consumers
 
     def _next_consumers(self) -> list[RequestStream]:
-        """Choose the consumers to wake: first updates before all others, which always get some places."""
+        """Return the streams to wake now: first updates before all others, which always get some places."""
         num_first = min(len(self._to_begin), MAX_FIRST_WOKEN)
         others = list(islice(self._to_wake, MAX_WOKEN - num_first))
         return [*islice(self._to_begin, MAX_WOKEN - len(others)), *others]
@@ -315,14 +306,13 @@ class Dispatcher:
                     streams.pop(request_id).finish(request_id, output)
 
     def _update_of(self, request_id: int) -> RequestUpdate:
-        """The next update of an answer, to be added to."""
         stream = self._streams[request_id]
         if not stream.wakes_at_ends:
             self._queue(stream)
         return stream.update_of(request_id)
 
     def _queue(self, stream: RequestStream) -> None:
-        """Wake its consumer in turn."""
+        """Wake the stream's consumer when its turn comes."""
         (self._to_wake if stream.has_begun else self._to_begin)[stream] = None
 
     @property
@@ -330,7 +320,7 @@ class Dispatcher:
         return bool(self._to_begin or self._to_wake or self._arrived)
 
     def _rest(self, start_s: float) -> None:
-        """Go on when the engine's thread has had time for its steps, if there is anything to go on with."""
+        """Leave the engine's thread time for its steps, then go on."""
         if not self.is_bound:
             return  # another loop has followed
         with self._lock:

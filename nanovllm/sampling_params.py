@@ -1,4 +1,4 @@
-"""SamplingParams: how the tokens of one request are chosen, and when the answer ends."""
+"""SamplingParams: the options that choose the tokens of one request and end its answer."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -12,10 +12,10 @@ from nanovllm.utils.options import MAX_INT32, check_options, option, shown
 # greedy to uniform; far outside them, 1 / temperature would overflow or underflow.
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-10, 1e10
 MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1  # seeds are int64 on the device
-MAX_LOGPROBS = 20  # most likely tokens that a request can ask for at each position
-MAX_PENALTY = 2.0  # for presence and frequency penalties, as in OpenAI's API
+MAX_LOGPROBS = 20  # of the most likely tokens at each position
+MAX_PENALTY = 2.0  # of a presence or frequency penalty, as in OpenAI's API
 MAX_LOGIT_BIAS = 100.0  # as in OpenAI's API
-MAX_STOP_CHARS = 16_384  # in all stop strings together, which take 15 ms to prepare
+MAX_STOP_CHARS = 16_384  # of all stop strings together, which take 15 ms to prepare
 
 INVALID_TOKEN = -1  # the sampler returns this instead of a token id if the logits hold NaN or infinity
 
@@ -32,7 +32,7 @@ def _is_token_id(value: object) -> bool:
 
 
 def _as_strings(value: str | tuple[str, ...] | list[str] | None, name: str) -> tuple[str, ...]:
-    """The strings of an option that takes one, several or none."""
+    """Return the strings of an option that takes one, several or none."""
     strings = (value,) if isinstance(value, str) else () if value is None else value
     are_strings = isinstance(strings, list | tuple) and all(isinstance(each, str) and each for each in strings)
     _require(are_strings, name, value, "a non-empty string or a list of them")
@@ -40,7 +40,7 @@ def _as_strings(value: str | tuple[str, ...] | list[str] | None, name: str) -> t
 
 
 def _wrapped(seed: int) -> int:
-    """The seed that `seed` overflows to in 64 bits."""
+    """Return what `seed` overflows to in 64 bits."""
     return (seed - MIN_SEED) % 2**64 + MIN_SEED
 
 
@@ -75,7 +75,7 @@ class StructuredOutputs:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """Sampling options of one request. The `help` of each field says what it means.
+    """Options of one request. The `help` of each field says what it means.
 
     An invalid value raises RequestError, whose message names the field, the value and the limit.
 
@@ -230,7 +230,7 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))  # a copy, so that nothing changes after this
 
     def per_answer(self) -> "list[SamplingParams]":
-        """The parameters of each of the n answers. If there is a seed, answer i has that seed plus i.
+        """Return the parameters of each of the n answers. If there is a seed, answer i has that seed plus i.
 
         Only the first answer reports prompt_logprobs, which are the same for all.
         """

@@ -1,4 +1,4 @@
-"""Config and the shapes that follow from it. More bad values: test_engine.py, through LLM."""
+"""Config and the shapes that follow from it. What else a start refuses: tests/engine/test_engine.py."""
 
 import dataclasses
 import math
@@ -105,11 +105,39 @@ def test_value_out_of_range_is_refused_with_the_limit() -> None:
         *((OFFLOAD | {name: 2**31}, name + at_most_int32) for name in ("num_gpu_blocks", "num_cpu_blocks")),
         ({"num_kvcache_blocks": 10**30}, "num_kvcache_blocks=10{30} must be at most 2147483647"),
         ({"num_kvcache_blocks": -2}, "num_kvcache_blocks=-2 must be 1 or more, or -1"),
-        *((OFFLOAD | {"cpu_memory_gb": gb}, "cpu_memory_gb=.* at most 1073741824") for gb in (NAN, INF, 1e308, HUGE)),
-        *(({"gpu_memory_utilization": share}, "gpu_memory_utilization=.* at most 1") for share in (0, NAN, INF, HUGE)),
+        *((OFFLOAD | {"cpu_memory_gb": gb}, "cpu_memory_gb=.* at most 1073741824") for gb in (0, NAN, INF, HUGE)),
+        *(({"gpu_memory_utilization": share}, "utilization=.* at most 1") for share in (0, 1.5, NAN, INF, HUGE)),
+        *(({name: 0}, f"{name}=0 must be 1 or more") for name in ("max_model_len", "max_num_seqs")),
+        *(({name: 0}, f"{name}=0 must be 1 or more") for name in ("kvcache_block_size", "num_kvcache_blocks")),
+        *(({"tensor_parallel_size": n}, f"tensor_parallel_size={n} must be between 1 and 8") for n in (0, 9)),
+        *(({"num_speculative_tokens": n}, f"speculative_tokens={n} must be between 1 and 15") for n in (0, -1, 16)),
+        *((OFFLOAD | {"num_gpu_blocks": n}, f"num_gpu_blocks={n} must be 2 or more") for n in (1, -3)),
+        ({"max_num_batched_tokens": -1}, "max_num_batched_tokens=-1 must be 1 or more"),
+        ({"kvcache_block_size": 300}, "kvcache_block_size=300 must be a multiple of 256; try 512"),
         *(({"max_step_ms": value}, "max_step_ms=.* must be between 1 and 3600000") for value in (0.5, NAN, HUGE)),
         ({"seed": 2**63}, "seed=9223372036854775808 must be between"),
         ({"seed": -(2**63) - 1}, "seed=-9223372036854775809 must be between"),
+    ]
+    for options, message in bad:
+        with pytest.raises(ConfigError, match=message):
+            Config(**({"model": "m"} | options))
+
+
+def test_value_of_a_wrong_type_or_that_contradicts_others_is_refused_with_the_remedy() -> None:
+    bad: list[tuple[dict[str, Any], str]] = [
+        *(({"max_num_seqs": value}, f"max_num_seqs={value!r} must be an integer") for value in ("4", True)),
+        ({"chunked_prefill": 1}, "chunked_prefill=1 must be True or False"),
+        ({"hf_overrides": "{}"}, "hf_overrides='{}' must be a dict or None"),
+        ({"device": "tpu"}, "device='tpu' is unknown; choose auto, cpu, cuda"),
+        ({"dtype": "int8"}, "dtype='int8' is unknown; choose one of auto, float32"),
+        ({"load_format": "pickle"}, "load_format='pickle' is unknown; choose one of"),
+        ({"attn_backend": "magic"}, "attn_backend='magic' is unknown; choose one of auto, flash"),
+        ({"distributed_executor_backend": "mpi"}, "backend='mpi' is unknown; choose one of mp, ray"),
+        ({"distributed_executor_backend": "ray"}, "reserves .* raise tensor_parallel_size from 1, or leave"),
+        ({"speculation": "resident"}, "speculation='resident' drafts .* use 'prompt_lookup' or 'auto'"),
+        ({"num_gpu_blocks": 4}, "num_gpu_blocks applies only to CPU offload; add enable_cpu_offload=True"),
+        (OFFLOAD | {"num_kvcache_blocks": 4}, "applies only without CPU offload; .*use num_gpu_blocks"),
+        (OFFLOAD | {"cpu_memory_gb": 1.0, "num_cpu_blocks": 4}, "both set the size of the CPU pool; give one of them"),
     ]
     for options, message in bad:
         with pytest.raises(ConfigError, match=message):

@@ -1,4 +1,4 @@
-"""The range of every sampling parameter, and that the sampler computes at its ends. Wrong types: test_engine.py."""
+"""The range of every sampling parameter, and that the sampler computes at its ends."""
 
 import math
 import pickle
@@ -35,6 +35,12 @@ def test_value_out_of_range_is_refused_with_the_limit() -> None:
         ({"temperature": 5e-324}, "temperature=5e-324 must be 0"),
         *(({name: math.nan}, f"{name}=nan must be") for name in ("temperature", "top_p", "min_p")),
         *(({name: math.inf}, f"{name}=inf must be") for name in ("temperature", "top_p", "min_p")),
+        ({"temperature": -0.1}, "temperature=-0.1 must be 0"),
+        ({"top_k": -2}, "top_k=-2 must be -1 or more"),
+        ({"top_p": 0}, "top_p=0 must be above 0"),
+        ({"top_p": 1.1}, "top_p=1.1 must be above 0 and at most 1"),
+        ({"min_p": -0.1}, "min_p=-0.1 must be between 0 and 1"),
+        ({"max_tokens": 0}, "max_tokens=0 must be 1 or more"),
         ({"top_k": 2**31}, "top_k=2147483648 must be .* at most 2147483647"),
         ({"top_k": 2**70}, "top_k=1180591620717411303424 must be"),
         ({"max_tokens": 10**30}, "max_tokens=10{30} must be 1 or more, at most 2147483647"),
@@ -74,7 +80,11 @@ def test_value_of_text_options_that_is_wrong_is_refused() -> None:
         ({"include_stop_str_in_output": None}, "include_stop_str_in_output=None must be True or False"),
         ({"detokenize": "no"}, "detokenize='no' must be True or False"),
         ({"ignore_eos": "yes"}, "ignore_eos='yes' must be True or False"),
-        ({"max_tokens": True}, "max_tokens=True must be an integer or None"),
+        *(({"max_tokens": value}, f"max_tokens={value} must be an integer or None") for value in (True, 2.0)),
+        *(({"stop": stop}, "stop=.* must be a non-empty string") for stop in ("", ["a", 5], 5)),
+        ({"temperature": "hot"}, "temperature='hot' must be a number"),
+        ({"min_p": True}, "min_p=True must be a number"),
+        ({"seed": 1.5}, "seed=1.5 must be an integer or None"),
     ]
     for params, message in cases:
         with pytest.raises(RequestError, match=f"SamplingParams.{message}"):
@@ -141,6 +151,8 @@ def test_parameters_are_given_by_name() -> None:
     """vLLM's first parameter by position is `n`: a temperature there would mean something else."""
     with pytest.raises(TypeError):
         SamplingParams(0.5)  # type: ignore[misc]
+    with pytest.raises(TypeError, match="temprature"):
+        SamplingParams(temprature=0)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -1,11 +1,10 @@
-"""Engine: token ids in, token ids out. It never sees text, and it reaches the ranks only through the Executor protocol.
+"""Engine: token ids in, token ids out. It never sees text, and it reaches the ranks only through the Executor.
 
 The StepLoop runs the steps (step_loop.py). Each request has a Receiver, which puts the results into the outbox of the
-call that waits for them. Every request ends with an output in its outbox, unless the engine itself fails or is closed
-first.
+call that waits for them. Every request ends with an output in its outbox, unless the engine fails or is closed first.
 
-Any thread may call any method. One thread at a time runs a step (Turns); a request that is added or aborted during
-a step takes effect when the step ends. After an exception inside a step, some plans were made but never run, and the
+Any thread may call any method. One thread at a time runs a step (`Turns`); a request that is added or aborted during a
+step takes effect when the step ends. After an exception inside a step, some plans were made but never run, and the
 prefix index may list K and V that were never written. The engine therefore refuses all further use. An exception that
 concerns a single request ends only that request.
 """
@@ -70,7 +69,7 @@ class Admission:
     def make_sequence(
         self, request_id: int, token_ids: TokenIds, params: SamplingParams, cache_salt: str | None
     ) -> Sequence:
-        """The sequence of a request that has passed `check`. Fills in the seed and max_tokens if the user gave none."""
+        """Make the sequence of a request that has passed `check`. Fills in the seed and max_tokens if not given."""
         drawn = (self._seed * 1_000_003 + request_id) & (2**63 - 1)
         seed = drawn if params.seed is None else params.seed
         if params.max_tokens is None:
@@ -88,8 +87,8 @@ class Turns:
 
     A step takes from a millisecond to a second, so no thread holds a lock while one runs. `lock` guards only short
     sections: beginning and ending a turn, queueing calls, and delivering outputs. A thread that waits for outputs is
-    woken after every step, whichever thread ran it. If its own outputs have not arrived, it takes the next turn itself.
-    A thread that needs a turn of its own, for example to close the engine, goes before those that wait for outputs.
+    woken after every step, and takes the next turn itself if its own have not arrived. A thread that needs a turn of
+    its own, for example to close the engine, goes before those that wait for outputs.
     """
 
     def __init__(self) -> None:
@@ -159,8 +158,8 @@ Result = TypeVar("Result")
 
 
 class Engine:
-    """Runs requests of token ids. Once it has failed or is closed, it runs nothing more: add_request, step, next_output
-    and stats raise EngineError.
+    """Runs requests of token ids. Once it has failed or is closed, add_request, step, next_output and stats raise
+    EngineError.
     """
 
     def __init__(
@@ -198,22 +197,16 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """True if a request has not ended yet, or a step is planned that must run although its requests have ended.
-
-        That step is a long one. If it is not run now, the next request waits for it.
-        """
+        """True if a request has not ended, or if a long step is planned, which runs even if its requests end."""
         return self._steps.has_work
 
     @property
     def is_beside_long_step(self) -> bool:
-        """True if a long step has just ended, or is planned. What has arrived should be passed on before the next turn:
-        answers have waited for the one, and its launch holds up everything else for the other.
+        """True if a long step has just ended, or is planned. Pass on what has arrived before the next turn.
+
+        Answers have already waited for a step that has ended. Launching a planned one holds up everything else.
         """
         return self._steps.is_beside_long_step
-
-    def check_request(self, token_ids: TokenIds, params: SamplingParams) -> None:
-        """Raise RequestError for a request that can never run. `token_ids` must be in the vocabulary."""
-        self.admission.check(token_ids, params)
 
     def add_request(
         self,
@@ -223,7 +216,7 @@ class Engine:
         rules: AnswerRules = NO_RULES,
         cache_salt: str | None = None,
     ) -> int:
-        """Queue a request that `check_request` has accepted, and return its id.
+        """Queue a request that `admission.check` has accepted, and return its id.
 
         It shares KV only with requests of the same `cache_salt`. Raises RequestError, and changes nothing, if the KV
         cache is too small for it.
@@ -239,10 +232,10 @@ class Engine:
         cache_salt: str | None,
         first: Sequence | None = None,
     ) -> Sequence:
-        """The sequence that `add_request` would queue. `first`: that of another answer to the same prompt, which has
-        not been queued yet. They share what they can.
+        """Make the sequence of a request that `admission.check` has accepted.
 
-        Raises RequestError if the KV cache is too small for it.
+        `first`: the sequence of another answer to the same prompt, not queued yet. They share what they can. Raises
+        RequestError if the KV cache is too small.
         """
         seq = self.admission.make_sequence(next(self._request_ids), token_ids, params, cache_salt)
         self.scheduler.check_fits(seq)
@@ -255,7 +248,7 @@ class Engine:
         return seq
 
     def add_sequence(self, seq: Sequence, receiver: Receiver) -> int:
-        """Queue what `make_sequence` has made, and return its id."""
+        """Queue a sequence from `make_sequence`, and return its id."""
         self._check_open()
         with deferred_interrupt():
             self._steps.receivers[seq.seq_id] = receiver
@@ -268,10 +261,7 @@ class Engine:
                 self.scheduler.add(seq)
 
     def abort(self, request_id: int) -> bool:
-        """End a request, now or as soon as the step in progress ends. Returns False if it has ended or is unknown.
-
-        The request still gets an output, which holds what was generated and has finish_reason "abort".
-        """
+        """End a request, now or when the step in progress ends. See LLM.abort."""
         if self.closed_because is not None or request_id not in self._steps.receivers:
             return False
         with deferred_interrupt():
@@ -279,7 +269,7 @@ class Engine:
         return True
 
     def abort_all(self, outbox: Outbox) -> None:
-        """End all requests of a call that is being abandoned, including those whose ids it never received."""
+        """End all requests of an abandoned call, including those whose ids it never received."""
         with deferred_interrupt():
             for request_id, receiver in self._steps.receivers.copy().items():
                 if receiver.outbox is outbox:
@@ -296,58 +286,47 @@ class Engine:
     # -- one step ------------------------------------------------------------------------------------------------
 
     def step(self, outbox: Outbox) -> StepOutput:
-        """Run the next step, and return what has arrived in `outbox`.
-
-        On a GPU, the tokens returned are those of the step before, because the engine works one step ahead. Raises
-        EngineError if a worker has died, an earlier step has failed, or the engine is closed.
-        """
-        self._take_step()
-        with self._turns.lock:
-            return outbox.fetch()
+        """Run the next step, and return what has arrived in `outbox`. See LLM.step."""
+        return self._fetch_after_step(outbox)
 
     def next_output(self, outbox: Outbox) -> StepOutput:
         """Return what has arrived in `outbox`. If it is empty, run a step first, or wait for another thread's."""
-        self._take_step(unless=lambda: bool(outbox))
+        return self._fetch_after_step(outbox, unless=lambda: bool(outbox))
+
+    def _fetch_after_step(self, outbox: Outbox, unless: Callable[[], bool] | None = None) -> StepOutput:
+        """Run one step, or none if `unless()` becomes true while this thread waits for its turn."""
+        self._in_turn(partial(self._run, self._steps.advance), unless)
         with self._turns.lock:
             return outbox.fetch()
 
-    def _take_step(self, unless: Callable[[], bool] | None = None) -> None:
-        """Wait for a turn and run one step. Returns without running one if `unless()` becomes true before the turn."""
-        with deferred_interrupt() as held:
-            try:
-                with held.second_acts_at_once():
-                    if not self._turns.begin(unless):
-                        return
-                    self._check_open()
-                    with self._closed_by_errors():
-                        self._steps.advance()
-            finally:
-                self._turns.end()
-
     def check_ranks(self) -> None:
         """Raise EngineError if a rank has died. For the time between requests, when no step would notice."""
-        self._between_steps(self.executor.check)
+        self._in_turn(partial(self._run, self.executor.check))
 
     def build_next_plan(self) -> bool:
-        """Runner.build_next_plan. For the time between requests. Raises what `check_ranks` raises."""
-        return self._between_steps(partial(self.executor.call, Runner.build_next_plan))
+        """Call Runner.build_next_plan. For the time between requests. Raises what `check_ranks` raises."""
+        build = partial(self.executor.call, Runner.build_next_plan)
+        return bool(self._in_turn(partial(self._run, build)))
 
-    def _between_steps(self, call: Callable[[], Result]) -> Result:
-        """Wait for a turn, and make a call instead of a step."""
+    def _in_turn(self, call: Callable[[], Result], unless: Callable[[], bool] | None = None) -> Result | None:
+        """Wait for a turn and make a call in it. Returns None, without the call, if `unless()` becomes true first."""
         with deferred_interrupt() as held:
             try:
                 with held.second_acts_at_once():
-                    self._turns.begin()
-                    self._check_open()
-                    with self._closed_by_errors():
-                        return call()
+                    return call() if self._turns.begin(unless) else None
             finally:
                 self._turns.end()
+
+    def _run(self, call: Callable[[], Result]) -> Result:
+        """Make a call to the ranks. Raises EngineError if the engine is closed; any error closes it."""
+        self._check_open()
+        with self._closed_by_errors():
+            return call()
 
     # -- state and end -------------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        """Counters since the start (see LLM.stats). Raises EngineError if the engine has failed or is closed."""
+        """Return counters since the start. See LLM.stats."""
         self._check_open()
         stats: dict[str, Any] = {
             "num_waiting": len(self.scheduler.waiting),
@@ -364,19 +343,13 @@ class Engine:
         return stats
 
     def block_states(self) -> bytes:
-        """The BlockState of every KV block, one byte each (see LLM.block_states)."""
+        """Return the BlockState of every KV block, one byte each. See LLM.block_states."""
         self._check_open()
         return self.scheduler.kv.block_states()
 
     def close(self) -> None:
-        """Stop the workers and release all memory. The engine cannot be used afterwards; closing twice is fine."""
-        with deferred_interrupt() as held:
-            try:
-                with held.second_acts_at_once():
-                    self._turns.begin()  # lets another thread finish its step first
-                    self._close()
-            finally:
-                self._turns.end()
+        """Stop the workers and release all memory. See LLM.close."""
+        self._in_turn(self._close)  # waits until another thread has finished its step
 
     def _close(self) -> None:
         self.closed_because = self.closed_because or "it is closed"
@@ -389,7 +362,7 @@ class Engine:
 
     @contextmanager
     def _closed_by_errors(self) -> Iterator[None]:
-        """Refuse all further use after any exception, since it is unknown which of the planned K and V were written."""
+        """Refuse all further use after any exception: it is unknown which of the planned K and V were written."""
         try:
             yield
         except BaseException as error:

@@ -1,4 +1,4 @@
-"""EngineSetup: everything that is decided about an engine before it starts. Checked before anything is allocated."""
+"""EngineSetup: all decisions about an engine, made and checked before anything is allocated."""
 
 import importlib.util
 from collections.abc import Mapping
@@ -28,10 +28,10 @@ from nanovllm.utils.memory import available_host_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class Internals:
-    """Parts of an engine that users do not choose. Only tests replace them.
+    """Parts of an engine that tests replace and users leave alone.
 
-    These are not options: `Config`, `--help` and docs/options.md lack them. They are arguments so that a test can
-    reach, on a CPU and with a tiny model, what otherwise takes a GPU or a long prompt, and need not patch any module:
+    These are not options of `Config`. They let a test reach, on a CPU and with a tiny model, what otherwise takes a GPU
+    or a long prompt, without patching any module:
 
         LLM(model, device="cpu", internals=Internals(works_ahead=True, staging=StagingSizes(256, 2)))
 
@@ -43,7 +43,7 @@ class Internals:
     make_offload_engine: OffloadEngineFactory = make_offload_engine
     cpu_split: CpuSplit | None = None  # instead of the one that start-up measures
     drafters: tuple[Drafter, ...] | None = None  # instead of those that `speculation` names, unless it is off
-    always_guesses: bool = False  # as many guesses as allowed, whatever they cost
+    always_guesses: bool = False  # as many guesses as allowed, regardless of their cost
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +66,7 @@ class EngineSetup:
 
 
 def prepare(model: str | Path, options: Mapping[str, Any], internals: Internals = Internals()) -> EngineSetup:
-    """Decide and check everything about an engine. `model` is a directory, a hub name, a preset or "demo" for
-    the built-in model. `options` are the fields of Config.
+    """Decide and check everything about an engine. The arguments are those of LLM.
 
     Raises ConfigError for invalid options, for a model or a device that cannot run, and for an engine that does not
     fit in memory; CheckpointError for a model that cannot be read.
@@ -79,10 +78,8 @@ def prepare(model: str | Path, options: Mapping[str, Any], internals: Internals 
     config = Config(model=model_path(str(model)), **options)
     model_config, directory = ModelConfig.from_pretrained(config.model, config.hf_overrides)
     limit = max_model_len(config, model_config)
-    check_executor_backend(config)
     device = resolve_device(config)
-    check_backend(config, model_config, device)
-    check_cpu_threads(config)
+    _check_parts(config, model_config, device)
     machine = find_machine(replace(config, device=str(device)))
     plan = make_plan(config, model_config, machine, staging=internals.staging)
     check_start(plan)
@@ -97,36 +94,28 @@ def prepare(model: str | Path, options: Mapping[str, Any], internals: Internals 
     )
 
 
-def check_executor_backend(config: Config) -> None:
-    """Raise ConfigError if Ray is asked for and not installed."""
+def _check_parts(config: Config, model_config: ModelConfig, device: torch.device) -> None:
+    """Raise ConfigError if Ray, the attention backend or the CPU threads that are asked for are not available.
+
+    Checked here so that the error comes before any process is started or any weight loaded.
+    """
     if config.distributed_executor_backend == "ray" and importlib.util.find_spec("ray") is None:
         raise ConfigError(
             "distributed_executor_backend='ray' needs Ray, which is not installed; pip install 'nanovllm[ray]', or "
             "use 'mp'"
         )
-
-
-def check_backend(config: Config, model_config: ModelConfig, device: torch.device) -> None:
-    """Raise ConfigError if no attention backend can run this model with these options.
-
-    Checked here so that the error comes before any process is started or any weight loaded.
-    """
     dtype = getattr(torch, dtype_name(config, model_config))
     find_backend(config.attn_backend, device, dtype, model_config.head_dim, enforce_eager=config.enforce_eager)
-
-
-def check_cpu_threads(config: Config) -> None:
-    """Raise ConfigError if the ranks cannot have as many threads for attention on the CPU as the config asks for."""
     if config.cpu_attention_threads is not None:
         for rank in range(config.tensor_parallel_size):
             attention_cpus(config.cpu_attention_threads, rank, config.tensor_parallel_size)
 
 
 def find_machine(config: Config) -> Machine:
-    """Find out what a plan needs to know about this machine.
+    """Describe this machine for a plan. A GPU's rates are looked up by its name (gpus.py).
 
-    If there is no GPU and `config` does not ask for the CPU, assume an H200, so that users can plan for a machine they
-    do not have yet.
+    If there is no GPU and `config` does not ask for the CPU, assume an H200, so that users can plan for a machine that
+    they do not have yet.
     """
     if config.device == "cpu":
         return Machine.cpu(available_host_bytes())

@@ -76,7 +76,7 @@ def _make_executor(setup: EngineSetup) -> Executor:
 
 
 def rank_devices(backend: str, device_type: str, size: int) -> AbstractContextManager[Sequence[torch.device]]:
-    """The device of each rank. `backend`: distributed_executor_backend. Ray is loaded only if it is chosen."""
+    """Return the device of each rank. `backend`: distributed_executor_backend. Ray is loaded only if chosen."""
     if backend == "mp":
         return nullcontext([torch.device(f"cuda:{rank}" if device_type == "cuda" else "cpu") for rank in range(size)])
     from nanovllm.executor.ray_reservation import devices_from_ray
@@ -115,7 +115,7 @@ def _start(setup: EngineSetup, executor: Executor, end_token_ids: Sequence[int])
 
 
 def _kv_cache_sizes(setup: EngineSetup, executor: Executor) -> KVCacheSizes:
-    """The numbers of blocks that the user gave, or as many as fit. Raises ConfigError if the given ones do not fit.
+    """Return the numbers of blocks that the user gave, or as many as fit. Raises ConfigError if they do not fit.
 
     On the CPU, memory is not reserved in advance, so the given numbers are not checked against it.
     """
@@ -139,7 +139,7 @@ def _kv_cache_sizes(setup: EngineSetup, executor: Executor) -> KVCacheSizes:
 
 
 def _make_speculator(setup: EngineSetup, executor: Executor, kv: KVCacheManager) -> Speculator | None:
-    """None without speculation. Measures a draft if there can be any."""
+    """Make the speculator, and measure a draft if there can be any. None without speculation."""
     config, internals = setup.config, setup.internals
     if config.speculation == "off":
         return None
@@ -157,7 +157,7 @@ def _make_speculator(setup: EngineSetup, executor: Executor, kv: KVCacheManager)
 
 
 def _make_step_bound(setup: EngineSetup, link_byte_per_s: float | None) -> StepBound | None:
-    """None if steps may take any time. While a link's rate is unknown, streaming is taken to cost nothing."""
+    """Make the bound; None if steps may take any time. If the link's rate is unknown, streaming counts as free."""
     if setup.config.max_step_ms is None:
         return None
     spec = setup.plan.spec
@@ -186,6 +186,6 @@ def _make_kv_manager(
 def _measured_plan(
     plan: CapacityPlan, sizes: KVCacheSizes, link_byte_per_s: float | None, cpu_byte_per_s: float | None
 ) -> CapacityPlan:
-    """The plan, made again with the figures that start-up measured."""
+    """Make the plan again with the figures that start-up measured."""
     machine = plan.machine.with_link(link_byte_per_s, "measured").with_cpu(cpu_byte_per_s)
     return make_plan(plan.config, plan.model, machine, num_gpu_blocks=sizes.num_gpu_blocks, staging=plan.spec.staging)

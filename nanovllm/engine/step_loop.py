@@ -23,20 +23,20 @@ from nanovllm.scheduling.scheduler import Scheduler
 
 
 class LinkMeter:
-    """The rates at which decode steps that miss blocks bring in their keys: the bytes that cross the link, and those
-    that the CPU attends to, divided by the time that the steps take.
+    """Measures the rates at which decode steps that miss blocks bring in their keys.
 
-    A step's time runs from the end of the step before to its own. It counts only if both are decode steps that miss
+    These are the bytes that cross the link, and those that the CPU attends to, divided by the time of the steps. A
+    step's time runs from the end of the step before to its own. It counts only if both are decode steps that miss
     blocks: then it contains no prefill, and work that overlaps two steps is counted once. The time includes moments in
-    which the link is idle, even those in which the caller is busy between two steps, because the figure is meant to
-    show how much of the link decoding uses in practice. Only pauses are left out (Engine).
+    which the link is idle, because the figure shows how much of the link decoding uses in practice. Only pauses are
+    left out (StepMeter).
     """
 
     def __init__(self, block_bytes: int, block_size: int) -> None:
         self._block_bytes, self._block_size = block_bytes, block_size
         self._num_link_tokens = self._num_cpu_tokens = 0
         self._seconds = 0.0
-        self._counts_last = False  # whether the step before was a decode step that misses blocks
+        self._counts_last = False  # the step before was a decode step that misses blocks
 
     def step_ended(self, plan: StepPlan, seconds: float | None) -> None:
         """See StepMeter. Hot."""
@@ -49,9 +49,7 @@ class LinkMeter:
             self._seconds += seconds
 
     def stats(self, link_byte_per_s: float | None) -> dict[str, float | None]:
-        """load_byte_per_s: over the link. cpu_load_byte_per_s: by the CPU. Both are None until two decode steps that
-        miss blocks have run in a row. link_share: load_byte_per_s / `link_byte_per_s`, None if either is None.
-        """
+        """Return the figures of LLM.stats that need `link_byte_per_s`, the link's measured rate."""
         if not self._seconds:
             return {"load_byte_per_s": None, "cpu_load_byte_per_s": None, "link_share": None}
         token_bytes_per_s = self._block_bytes / self._block_size / self._seconds
@@ -63,17 +61,17 @@ class LinkMeter:
         }
 
 
-PAUSE_S = 0.05  # a caller that stays away so long between two steps has paused
-MASK_PAUSE_S = 0.5e-3  # between looks at masks that other threads compute, if there is nothing else to do
+PAUSE_S = 0.05  # a caller has paused if it stays away so long between two steps
+MASK_PAUSE_S = 0.5e-3  # between checks for masks that other threads compute, if there is nothing else to do
 
 
 class StepMeter(Protocol):
     """Learns from how long steps take."""
 
     def step_ended(self, plan: StepPlan, seconds: float | None) -> None:
-        """Called for every step, in order. Hot.
+        """Take in a step. Called for every step, in order. Hot.
 
-        `seconds`: see LaunchedStep. None after a pause: the GPU had nothing to do, because there were no requests, or
+        `seconds`: see LaunchedStep. None after a pause, when the GPU was idle because there were no requests, or
         because nobody called for the next step.
         """
 
@@ -86,7 +84,7 @@ class _InFlight(NamedTuple):
 
 
 class StepLoop:
-    """Used by one thread at a time. `receivers` has those of unfinished requests, by request id."""
+    """Runs steps, for one thread at a time. `receivers`: those of unfinished requests, by request id."""
 
     def __init__(
         self,
@@ -107,7 +105,7 @@ class StepLoop:
         # The next step, if it is planned but not launched yet. It must run even if all its requests are aborted: the
         # prefix index and the slots count on what it writes and moves.
         self._planned: StepPlan | None = None
-        self._ended_long = False  # whether the step committed last was long
+        self._ended_long = False  # the step committed last was long
         self._had_no_requests = True  # since the last launch
         self._last_turn_s = 0.0  # when a thread ended a step
         self._num_steps = self._num_prefill_tokens = self._num_decode_tokens = 0
@@ -125,8 +123,8 @@ class StepLoop:
     def advance(self) -> None:
         """Launch the next step and commit the one before it; without working ahead, commit the one just launched.
 
-        Where a sequence guesses, the step before is committed first, because guesses follow the newest token. So it is
-        where launching takes long. Such a launch waits for the next turn, so that the tokens are passed on before it.
+        If a sequence guesses, the step before is committed first, because guesses follow the newest token. Also commit
+        first, and end the turn, before a slow launch, so that callers get their tokens before it.
         """
         follows_pause = self._has_paused()
         has_answers = self._in_flight is not None and self._in_flight.plan.has_samples
@@ -147,7 +145,7 @@ class StepLoop:
             self._had_no_requests = False
         elif self._in_flight is None and self._scheduler.has_unfinished:
             assert self._scheduler.waits_for_masks, "requests are waiting, but none of them can run"
-            self._had_no_requests = True  # for the meters it is the same
+            self._had_no_requests = True  # for the meters, this is a pause, too
             time.sleep(MASK_PAUSE_S)
         if not self._works_ahead:
             self._in_flight, launched = launched, None
@@ -195,7 +193,7 @@ class StepLoop:
     def _read(self, num_new: Counter[int], logprobs: Mapping[int, PositionLogprobs], seq: Sequence) -> None:
         """Let the receiver read a sequence's new token, and end the sequence if it says so.
 
-        `logprobs` has those of all tokens that the step has sampled for a sequence, by seq_id.
+        `logprobs`: by seq_id, of all tokens that the step has sampled for a sequence.
         """
         number = num_new[seq.seq_id]
         num_new[seq.seq_id] += 1
@@ -209,7 +207,7 @@ class StepLoop:
             seq.finish_reason, seq.error = ending
 
     def _count_tokens(self, plan: StepPlan, num_new: Counter[int]) -> None:
-        """Count the tokens of prompts that were in the step, and the tokens that answers got, in all and by caller."""
+        """Count the step's prompt tokens and the tokens that answers got, in all and by caller."""
         for step in plan.sequences:
             receiver = self.receivers.get(step.seq_id)
             if receiver is None:
@@ -229,7 +227,7 @@ class StepLoop:
             del self.receivers[seq.seq_id]
 
     def stats(self) -> dict[str, int]:
-        """Counters since the start (see LLM.stats)."""
+        """Return counters since the start (see LLM.stats)."""
         return {
             "num_steps": self._num_steps,
             "num_prefill_tokens": self._num_prefill_tokens,
@@ -237,7 +235,7 @@ class StepLoop:
         }
 
     def wait_for_last(self) -> None:
-        """Wait for the step in flight, whose tokens are dropped. Nothing is launched afterwards."""
+        """Wait for the step in flight, and drop its tokens. Nothing is launched afterwards."""
         in_flight, self._in_flight = self._in_flight, None
         if in_flight is not None:
             with suppress(EngineError):  # if a rank died in this step, the GPU would wait for it forever

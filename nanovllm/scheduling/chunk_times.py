@@ -1,19 +1,18 @@
-"""ChunkTimes: how long steps without chunks of prompts take, and how much longer a step takes with them.
+"""ChunkTimes: measures how long steps without chunks of prompts take, and how much longer steps take with them.
 
 A chunk costs the time of its linear layers, which grows with its tokens, and the time of its attention, which grows
-with tokens times keys. The shapes of the model give the ratio of the two, so both are counted in one unit: a query that
-attends to a key. What a step takes longer because of its chunks is then a line in their work:
+with tokens times keys. The model's shapes give the ratio of the two, so both are counted in one unit of work: a query
+that attends to a key. The time that chunks add to a step is then a line in their work:
 
     fixed_s + work_s * work
 
-`fixed_s` is what any chunk costs, however short it is. Both are measured while the engine runs. Steps that are short
-enough to run as a CUDA graph have a line of their own. Beside them, a step that is launched kernel by kernel is a long
-one, for which a time per work is enough.
+`fixed_s` is the cost of any chunk, however short. Both are measured while the engine runs. Steps that are short enough
+to run as a CUDA graph have a line of their own. All others are then long, and a single rate models these.
 
-A step takes too long now and then, for example because its kernels are prepared. So of two times of about the same
-work, the lower one counts. And until a second time of its magnitude is known, a long chunk counts as no slower, for its
-work, than shorter ones. Otherwise one slow step could make all later chunks so short that no other long one is ever
-measured.
+Now and then a step is slow for other reasons, for example because its kernels are prepared. So of two times of about
+the same work, the lower one counts. Until a second time of its magnitude is known, a long chunk counts as no slower,
+for its work, than shorter ones. Otherwise one slow step could make all later chunks so short that no other long one is
+ever measured.
 """
 
 import math
@@ -25,21 +24,21 @@ from typing import NamedTuple
 
 from nanovllm.core.step_plan import StepPlan
 
-NUM_DECODE_TIMES = 15  # whose median is the time of a step without chunks
+NUM_DECODE_TIMES = 15  # the time of a step without chunks is the median of so many
 NUM_CHUNK_TIMES = 3  # kept for each magnitude of work, so that a single slow step does not count
 NUM_RATE_CHUNKS = 5
-MAX_FIXED_SHARE = 0.5  # the largest fixed cost, as a share of the time of the chunk with the most work
-MIN_RATIO = 4.0  # a slope can be told from the times of two works with at least this ratio
-MAX_RATIO = 16.0  # times per work are compared up to this ratio of works; that of much less work is noise
+MAX_FIXED_SHARE = 0.5  # fixed_s is at most this share of the time of the chunk with the most work
+MIN_RATIO = 4.0  # two works give a slope if they differ by this factor
+MAX_RATIO = 16.0  # rates of two works are compared up to this factor; the rate of much less work is noise
 
 
 def chunk_work(num_tokens: int, position: int, token_keys: int) -> float:
-    """Work of a chunk that begins at `position`. A token's linear layers cost as much as attending to `token_keys`."""
+    """Return the work of a chunk at `position`. A token's linear layers cost as much as attending to `token_keys`."""
     return num_tokens * (token_keys + position + num_tokens / 2)
 
 
 def chunk_tokens(work: float, position: int, token_keys: int) -> int:
-    """The most tokens whose work is not above `work`: `chunk_work`, solved for the tokens."""
+    """Return the most tokens whose work is at most `work`: `chunk_work`, solved for the tokens."""
     each = token_keys + position
     return int(max(0.0, 2 * work / (each + math.sqrt(each * each + 2 * max(0.0, work)))))
 
@@ -49,7 +48,7 @@ class ChunkLine(NamedTuple):
 
     fixed_s: float
     work_s: float
-    knows_fixed: bool  # whether chunks of different work were measured; if not, fixed_s is 0
+    knows_fixed: bool  # chunks of different work were measured; if not, fixed_s is 0
 
 
 class ChunkTimes:
@@ -83,15 +82,14 @@ class ChunkTimes:
 
     @property
     def decode_s(self) -> float | None:
-        """Time of a step without chunks; None if there was none."""
+        """The time of a step without chunks; None if there was none."""
         return median(self._decode_s) if self._decode_s else None
 
     def line(self, *, in_graph: bool = False) -> ChunkLine | None:
-        """Estimate what chunks add to a step's time; None if none was measured.
+        """Return the time that chunks add to a step; None if none was measured.
 
-        `in_graph`: chunks of up to `graph_tokens` tokens. Longer ones are taken to be as fast for their work, while
-        nothing is known of them. Where there are graphs, the fixed time of longer ones is part of the time for their
-        work.
+        `in_graph`: chunks of up to `graph_tokens` tokens. Until longer ones are measured, they are taken to follow the
+        same line. With graphs, the line of longer ones has no fixed time.
         """
         in_graphs = self._in_graphs.line()
         return in_graphs if in_graph else self._launched.line() or in_graphs
@@ -102,15 +100,15 @@ class _MeasuredLine:
 
     def __init__(self) -> None:
         self._chunks: dict[int, deque[tuple[float, float]]] = defaultdict(_newest_chunks)  # by magnitude: work, time
-        self._line: ChunkLine | None = None  # fitted to self._chunks; None: to be computed
+        self._line: ChunkLine | None = None  # of self._chunks; None: to be computed
 
     def add(self, work: float, added_s: float) -> None:
         self._chunks[int(work).bit_length()].append((work, added_s))
         self._line = None
 
     def line(self) -> ChunkLine | None:
-        """The slope is the median of the slopes between any two magnitudes of work (Theil and Sen), which few wrong
-        times do not disturb.
+        """Fit the line. Its slope is the median of the slopes between any two magnitudes (Theil and Sen), which a few
+        wrong times do not disturb.
         """
         if self._line is None and self._chunks:
             points = sorted((*_typical(newest), len(newest) > 1) for newest in self._chunks.values())
@@ -119,7 +117,7 @@ class _MeasuredLine:
 
 
 class _NewestRate:
-    """Time per work of the newest chunks. The slowest one does not count: its kernels may have been prepared."""
+    """The rate of the newest chunks. The slowest one does not count: its kernels may have been prepared."""
 
     def __init__(self) -> None:
         self._chunks: deque[tuple[float, float]] = deque(maxlen=NUM_RATE_CHUNKS)  # work, time
@@ -140,13 +138,13 @@ def _newest_chunks() -> deque[tuple[float, float]]:
 
 
 def _typical(newest: Iterable[tuple[float, float]]) -> tuple[float, float]:
-    """The chunk with the median time per work, or the faster one of two. Takes and returns work and seconds."""
+    """Return the chunk with the median time per work, or the faster one of two, as work and seconds."""
     by_rate = sorted(newest, key=lambda point: point[1] / point[0])
     return by_rate[(len(by_rate) - 1) // 2]
 
 
 def _without_slow_steps(points: list[tuple[float, float, bool]]) -> list[tuple[float, float]]:
-    """`points`: work, seconds and whether they were measured more than once, in order of work."""
+    """Lower the times that were measured only once. `points`: work, seconds, True if measured twice; sorted by work."""
     kept = []
     for w, t, is_sure in points:
         rate = min((s / v for v, s, _ in points if v < w <= MAX_RATIO * v), default=math.inf)
@@ -155,11 +153,11 @@ def _without_slow_steps(points: list[tuple[float, float, bool]]) -> list[tuple[f
 
 
 def _fitted_line(points: list[tuple[float, float]]) -> ChunkLine:
-    """`points`: work and seconds, in order of work.
+    """Fit a line to `points`: work and seconds, sorted by work.
 
-    Times that do not fit a line must not make long chunks look free. So no point lies below `fixed_s`, and that of the
-    most work does not lie above the line. Nor must slow ones make chunks look useless: at least half of the time of the
-    most work grows with it.
+    Times that do not fit a line must not make long chunks look free, so no point lies below `fixed_s`, and the point of
+    the most work does not lie above the line. Nor may slow steps make chunks look useless: at least half of the time of
+    the most work grows with it.
     """
     slopes = [(t - s) / (w - v) for (v, s), (w, t) in combinations(points, 2) if w >= MIN_RATIO * v]
     if not slopes:

@@ -1,31 +1,30 @@
-"""StepBound: how long the chunks of a step may be, so that a step ends soon and running answers keep their pace.
+"""StepBound: limits the chunks of a step, so that a step ends soon and running answers keep their pace.
 
-No step is longer than `max_step_s`, as far as shorter chunks can help. There is a second rule for the chunks of long
-prompts where anyone else has work to do. They are spread in one of two ways:
+No step is longer than `max_step_s`, as far as shorter chunks can help. A second rule limits the chunks of long prompts
+beside other work. They are spread in one of two ways:
 
-- *In every step*, as long as the step takes at most PACE times as long as a step without chunks. That is only useful if
-  most of the added time is work that grows with the chunk. It is not where the fixed cost of a chunk is large, or
-  where its history is streamed from CPU memory: that takes the same time for one token as for thousands. Where steps
-  run as CUDA graphs it is not done: it makes every token slower, and long steps only one of 160.
+- *In every step*, as long as the step takes at most PACE times as long as a step without chunks. This does not help
+  when the fixed cost of a chunk dominates, or when its history is streamed from CPU memory, which takes the same time
+  for one token as for thousands. With CUDA graphs it is not done either: it slows down every token, whereas long steps
+  slow down one of 160.
 - *In one long step out of LONG_STEP_INTERVAL* otherwise, which is as long as allowed. A running answer then waits for a
   long step less than once in a hundred tokens, so the 99th percentile of its time per token is that of the other steps.
-  Steps with chunks of short prompts cannot wait. Each of them that is slow, too, puts the next long step off by
-  LONG_STEP_INTERVAL steps. But where that, or steps that take long themselves, would leave a long prompt less than a
-  fifth of the time (REST_SHARE), the long steps come sooner: it takes at most about five times as long as alone.
-  Several get more.
+  Chunks of short prompts cannot wait, and each step that is slow because of them puts the next long step off by
+  LONG_STEP_INTERVAL steps. Long steps come sooner if a long prompt would otherwise get less than a fifth of the time
+  (REST_SHARE), so it takes at most about five times as long as alone. Several long prompts get more.
 
-Short prompts run in any step. They are what the time to first token is about, and they cost little.
+Short prompts run in any step: they need a short time to first token, and cost little.
 
-Every time is an estimate from what the engine has measured while it runs. While nothing is known, long prompts run in
-long steps of any length. The first chunk of a step has at least MIN_CHUNK_TOKENS, so prompts always progress.
+All times are estimates from measurements while the engine runs. While nothing is known, long prompts run in long steps
+of any length. The first chunk of a step has at least MIN_CHUNK_TOKENS, so prompts always progress.
 """
 
 from nanovllm.scheduling.chunk_times import ChunkTimes, chunk_tokens, chunk_work
 
-PACE = 2.5  # three times is what is promised; the rest is for estimates that are too low
+PACE = 2.5  # the promise is 3; the margin is for estimates that are too low
 LONG_STEP_INTERVAL = 160  # 0.6% of the steps, which leaves room for steps that are slow for other reasons
-REST_SHARE = 4.0  # most time between two long steps, in times of a long one, for many others and one long prompt
-MIN_USEFUL_SHARE = 0.5  # a chunk is useful if at least this share of its time grows with its length
+REST_SHARE = 4.0  # longest time between two long steps, relative to a long one, for many others and one long prompt
+MIN_USEFUL_SHARE = 0.5  # so much of the time that a chunk adds to a step must grow with its length
 MIN_CHUNK_TOKENS = 256
 
 
@@ -33,20 +32,21 @@ class StepBound:
     def __init__(self, times: ChunkTimes, *, max_step_s: float, missing_token_s: float = 0.0) -> None:
         """`missing_token_s`: time to stream one token's keys and values, all layers of them."""
         self.times, self.max_step_s, self._missing_token_s = times, max_step_s, missing_token_s
-        self._num_steps_since = LONG_STEP_INTERVAL  # the last step with a chunk of a long prompt, this step included
+        self._num_steps_since = LONG_STEP_INTERVAL  # since the last step with a chunk of a long prompt, with this one
         self._num_slow_since = 0  # slow steps with short prompts since then, while long ones waited
         self._rest_s = 0.0  # time of the steps since then
         self._long_s = max_step_s  # time of that step
         # State of the step that is being planned
         self._num_chunks, self._num_tokens, self._work = 0, 0, 0.0  # placed so far
         self._short_s = 0.0  # time of the chunks of short prompts
-        self._has_long = self._is_paced = False  # whether a long prompt has a chunk, and whether it keeps the pace
-        self._holds_long = False  # whether long prompts have to wait
+        self._has_long = self._is_paced = False  # a long prompt has a chunk; its chunk keeps the pace
+        self._holds_long = False  # long prompts have to wait
         self._long_limit_s = self._streaming_s = 0.0  # time for chunks of long prompts, and to stream their keys
-        self._least_tokens = MIN_CHUNK_TOKENS  # for the first chunk
+        self._least_tokens = MIN_CHUNK_TOKENS  # of the first chunk
 
     def begin_step(self, num_others: int, num_long: int, num_missing_tokens: int) -> None:
-        """`num_others`: answers and short prompts that have work to do. `num_long`: long prompts that do.
+        """Begin to plan a step. `num_others`: answers and short prompts with work to do. `num_long`: long prompts.
+
         `num_missing_tokens`: keys of the oldest long prompt that are not on the GPU.
         """
         self._num_steps_since += 1
@@ -63,19 +63,20 @@ class StepBound:
 
     @property
     def is_long_step(self) -> bool:
-        """True if the planned step is a long one. Even launching it takes as long as several others."""
+        """True if the planned step is a long one. Even its launch takes as long as several other steps."""
         return self._has_long and not self._is_paced and self._num_tokens > self.times.graph_tokens
 
     def max_tokens(self, position: int, *, is_long: bool, is_oldest: bool) -> int:
-        """The most tokens of a chunk that begins at `position`; 0 if its prompt must wait for a later step. The oldest
-        prompt gets at least half the time.
+        """Return the most tokens of a chunk at `position`; 0 if its prompt must wait for a later step.
+
+        The oldest prompt gets at least half the time.
         """
         limit_s = self._long_limit_s if is_long else self.max_step_s
         num_tokens = self._tokens_within(limit_s, position, least_share=0.5 if is_oldest else 0.0)
         return num_tokens if self._num_chunks and not is_oldest else max(num_tokens, self._least_tokens)
 
     def chunk_placed(self, num_tokens: int, position: int, *, is_long: bool) -> None:
-        """The step runs this chunk."""
+        """Count a chunk that the step runs."""
         self._num_tokens += num_tokens
         line = self.times.line(in_graph=self._num_tokens <= self.times.graph_tokens)
         work, is_first = chunk_work(num_tokens, position, self.times.token_keys), not self._num_chunks
@@ -95,7 +96,7 @@ class StepBound:
             self._num_slow_since += self._is_slow() and not was_slow
 
     def _is_slow(self) -> bool:
-        """True if the step takes so long, because of short prompts, that answers notice."""
+        """Return True if short prompts make the step so long that answers notice."""
         return self._num_chunks > 0 and self._short_s >= (PACE - 1) * (self.times.decode_s or 0.0)
 
     def _set_long_limit(self, num_others: int, num_long: int, streaming_s: float) -> None:
@@ -112,7 +113,7 @@ class StepBound:
                 self._long_limit_s = 0.0
 
     def _paced_s(self, streaming_s: float) -> float:
-        """Seconds that a chunk may add to a step with answers; 0 if that is too little to be useful."""
+        """Return the time that a chunk may add to a step with answers; 0 if that is too little to be useful."""
         decode_s, line = self.times.decode_s, self.times.line()
         if self.times.graph_tokens or decode_s is None or line is None or not line.knows_fixed:
             return 0.0
@@ -126,8 +127,9 @@ class StepBound:
         return self._num_steps_since >= LONG_STEP_INTERVAL * num_slow or self._rest_s >= longest_rest_s
 
     def _tokens_within(self, seconds: float, position: int, least_share: float = 0.0) -> int:
-        """Tokens that take what the chunks placed before have left of `seconds`, or `least_share` of it if that is
-        more. While nothing is known, any number.
+        """Return the tokens that fit into what the chunks placed before have left of `seconds`.
+
+        At least `least_share` of the seconds count as left. While nothing is known, any number fits.
         """
         line = self.times.line()
         if line is None or not line.work_s:

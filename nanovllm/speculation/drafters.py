@@ -20,7 +20,7 @@ class Guesses(NamedTuple):
     """Tokens that a sequence may continue with."""
 
     token_ids: tuple[int, ...] = ()
-    num_drafts: int = 0  # tokens that the ranks draft, of which those in the places of DRAFTED become guesses
+    num_drafts: int = 0  # tokens that the ranks draft; those in the places of DRAFTED become guesses
 
     def first(self, num_guesses: int) -> "Guesses":
         if not self.token_ids:
@@ -37,43 +37,40 @@ NO_GUESSES = Guesses()
 
 
 class Drafter(Protocol):
-    """Guesses how sequences go on. A sequence is added once, and forgotten when it ends."""
+    """Guesses how sequences go on."""
 
     name: ClassVar[str]
-    costs_drafts: ClassVar[bool]  # whether its guesses are drafted on the GPU, which takes time
-
-    def add(self, seq: Sequence) -> None:
-        """A new request. Must return at once."""
+    costs_drafts: ClassVar[bool]  # its guesses are drafted on the GPU, which takes time
 
     def forget(self, seq: Sequence) -> None:
-        """The request has ended."""
+        """Drop what is known of a request that has ended."""
 
     def can_guess(self, seq: Sequence) -> bool:
-        """Return True if `guess` is likely to return something. The sequence's newest token may still be pending."""
+        """Return True if `guess` is likely to return something. The newest token may still be pending."""
         ...
 
     def kind(self, seq: Sequence) -> str:
-        """Return the kind of the sequence's next guesses. Some kinds are right more often, so each has its own pace."""
+        """Name the kind of the next guesses, if some are more often right than others. Each kind has its own pace."""
         ...
 
     def guess(self, seq: Sequence, max_guesses: int) -> Guesses:
-        """Up to `max_guesses` tokens that may follow the sequence's tokens, all of which are known."""
+        """Return up to `max_guesses` tokens that may follow. All tokens of the sequence are known."""
         ...
 
 
 class Match(NamedTuple):
     """The longest suffix of a text that occurs earlier in it."""
 
-    num_tokens: int  # in the text
+    num_tokens: int  # of the text
     length: int = 0  # up to MAX_MATCH_TOKENS; 0 if it is below MIN_MATCH_TOKENS
     end: int = 0  # the position after the earlier occurrence
 
 
 def longest_match(token_ids: TokenIds) -> Match:
-    """Look the end of a text up in the text. Of equally long matches, the most recent one counts.
+    """Look up the end of a text in the text itself. Of equally long matches, the most recent one counts.
 
-    Nothing is indexed: the text is searched for its last two tokens, which takes 0.4 to 0.8 ns per token, and the
-    places found are narrowed down token by token. Hot: once per sequence and step.
+    There is no index: the text is searched for its last two tokens, which takes 0.4 to 0.8 ns per token, and the places
+    found are narrowed down token by token. Hot: once per sequence and step.
     """
     num_tokens = len(token_ids)
     if num_tokens <= MIN_MATCH_TOKENS:
@@ -81,8 +78,8 @@ def longest_match(token_ids: TokenIds) -> Match:
     text = np.frombuffer(token_ids, dtype=np.int64)
     length = MIN_MATCH_TOKENS
     ends = length + np.flatnonzero((text[:-2] == text[-2]) & (text[1:-1] == text[-1]))
-    # In a text of one token every place matches. So that this does not take long, the oldest places are left out. Many
-    # may stay while few tokens are known to match, because the longest match may be among them.
+    # In a text of one repeated token every place matches, so the oldest places are left out to save time. Many stay
+    # while few tokens are known to match, because the longest match may be among them.
     while len(ends := ends[-max(NUM_FEW_PLACES, MAX_PLACES >> length) :]) > NUM_FEW_PLACES:
         has_more = ends[int(ends[0] == length) :]  # without a match that begins with the text
         longer = has_more[text[has_more - length - 1] == text[-length - 1]]
@@ -99,7 +96,7 @@ def longest_match(token_ids: TokenIds) -> Match:
 
 
 def _length_of_match(token_ids: TokenIds, end: int, known: int) -> int:
-    """Count the tokens before `end` that equal the last ones, up to MAX_MATCH_TOKENS. The `known` last ones do."""
+    """Count the tokens before `end` that equal the last ones, up to MAX_MATCH_TOKENS. `known` of them do."""
     length, limit = known, min(end, MAX_MATCH_TOKENS)
     while length < limit and token_ids[end - 1 - length] == token_ids[-1 - length]:
         length += 1
@@ -107,16 +104,13 @@ def _length_of_match(token_ids: TokenIds, end: int, known: int) -> int:
 
 
 class PromptLookupDrafter:
-    """Guesses that follow the longest suffix of prompt and answer where it occurred before."""
+    """Guesses what followed the longest suffix of prompt and answer where it occurred before."""
 
     name: ClassVar[str] = "prompt_lookup"
     costs_drafts: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self._matches: dict[int, Match] = {}  # by seq_id: the newest
-
-    def add(self, seq: Sequence) -> None:
-        """Nothing to prepare."""
 
     def forget(self, seq: Sequence) -> None:
         self._matches.pop(seq.seq_id, None)
@@ -125,13 +119,11 @@ class PromptLookupDrafter:
         return self._match(seq).length > 0
 
     def kind(self, seq: Sequence) -> str:
-        """A long match is almost certainly a quote, whatever became of guesses by short ones."""
+        """Tell quotes apart: a long match is almost certainly one, regardless of how short matches fared."""
         return "quote" if self._match(seq).length >= QUOTE_TOKENS else self.name
 
     def guess(self, seq: Sequence, max_guesses: int) -> Guesses:
-        """Copy from the text. The guesses end with it, unless it ends with a pattern that repeats: then they go on
-        repeating it.
-        """
+        """Return the tokens after the match. If the text ends with a repeated pattern, go on repeating it."""
         num_tokens, length, end = self._match(seq)
         if not length:
             return NO_GUESSES
@@ -153,24 +145,24 @@ class PromptLookupDrafter:
 
 
 class ResidentDrafter:
-    """The model itself, attending only to the keys that are on the GPU. Sampled with the noise of the request, so that
-    a draft differs from the model's own token only where the missing keys matter.
+    """Guesses with the model itself, which attends only to the keys that are on the GPU.
+
+    Drafts are sampled with the noise of the request, so they differ from the model's own tokens only where the missing
+    keys matter.
     """
 
     name: ClassVar[str] = "resident"
     costs_drafts: ClassVar[bool] = True
 
     def __init__(self, misses_keys: Callable[[Sequence], bool]) -> None:
-        """`misses_keys`: whether some keys of a running sequence are not on the GPU. With all keys there, a draft would
-        cost as much as the token itself.
+        """`misses_keys`: returns True if some keys of a running sequence are not on the GPU.
+
+        With all keys there, a draft would cost as much as the token itself.
         """
         self._misses_keys = misses_keys
 
-    def add(self, seq: Sequence) -> None:
-        """Nothing to prepare."""
-
     def forget(self, seq: Sequence) -> None:
-        """Nothing to forget."""
+        """Do nothing: nothing is kept."""
 
     def can_guess(self, seq: Sequence) -> bool:
         return self._misses_keys(seq)

@@ -1,7 +1,7 @@
-"""Choice of the number of guesses: from how often guesses prove right, and from how long steps take.
+"""Pace: chooses the number of guesses, from how often guesses prove right and from how long steps take.
 
-A pass with k guesses yields so many tokens on average (core/guesses.py), and takes the time of the pass and of k
-drafts. The k with the most tokens per second is chosen, or 0 if that gains nothing.
+A pass with k guesses yields `expected_tokens` on average, and takes the time of the pass and of k drafts. The k with
+the most tokens per second is chosen, or 0 if that gains nothing.
 """
 
 from collections import defaultdict, deque
@@ -11,23 +11,23 @@ from typing import NamedTuple
 from nanovllm.core.step_limits import expected_tokens
 from nanovllm.core.step_plan import StepPlan
 
-PRIOR_ACCEPTANCE, PRIOR_WEIGHT = 0.7, 2.0  # for a sequence that begins to guess: as if so many guesses had been tried
-DECAY, COMMON_DECAY = 0.9, 0.98  # per pass, for the acceptance of a sequence and that of all together
+PRIOR_ACCEPTANCE, PRIOR_WEIGHT = 0.7, 2.0  # of a sequence that begins to guess; the weight is in guesses
+DECAY, COMMON_DECAY = 0.9, 0.98  # of the acceptance of a sequence and of all together
 MIN_GAIN = 1.02  # in tokens per second; less is within the error of the times
 REST_STEPS = 64  # from one trial of all resting sequences to the next
-NUM_FEW = 4  # sequences, each of which may try guesses of its own accord
+NUM_FEW = 4  # up to so many sequences, each begins with the prior acceptance; beyond, with that of all
 NUM_KNOWN_PASSES = 3  # the time of a pass is known after so many passes: the first one may be slow
 MAX_TRIAL_GUESSES = 4  # in each of these passes
-PASS_EXPIRY_STEPS = 2048  # a time that was measured longer ago is forgotten
-NUM_TIMES = 5  # whose median is the time of a step, so that a single slow step does not count
+PASS_EXPIRY_STEPS = 2048  # times measured longer ago are forgotten
+NUM_TIMES = 5  # a step's time is the median of so many, so that a single slow step does not count
 REMEASURE_PASSES = 256  # after so many passes with guesses, the time of a step without them is measured again
 
 
 class Load(NamedTuple):
-    """Steps of equal load take about as long."""
+    """A class of steps that take about as long."""
 
     num_seqs: int
-    magnitude: int  # number of binary digits of the number of their keys
+    magnitude: int  # the number of binary digits of the number of keys
 
 
 def load_of(num_seqs: int, num_keys: int) -> Load:
@@ -38,18 +38,18 @@ class StepTimes:
     """Times of decode steps, with and without guesses, by their load.
 
     A step's time runs from the end of the step before to its own, so it contains the time in which the GPU waits for
-    guesses. It counts if both are decode steps of the same kind, or if the step has guesses, because then nothing of it
-    can have run before the other step ended. The time of drafts is that of a single one, measured at start-up.
+    guesses. It counts if both are decode steps of the same kind, or if the step has guesses: then none of it can have
+    run before the other step ended. The time of a draft was measured at start-up.
     """
 
     def __init__(self, draft_s: float = 0.0) -> None:
         self.draft_s = draft_s
         self._plain_s: dict[Load, deque[float]] = defaultdict(_newest_times)
         self._pass_s: dict[Load, deque[float]] = defaultdict(_newest_times)
-        self.num_steps = 0  # ended so far
+        self.num_steps = 0  # that have ended
         self._last_pass: dict[Load, int] = {}  # number of the newest step in _pass_s
         self._num_passes = 0  # with guesses, since a step without any was measured
-        self._last_had_guesses: bool | None = None  # None: the step before was no decode step
+        self._last_had_guesses: bool | None = None  # None: the step before was not a decode step
 
     def step_ended(self, plan: StepPlan, seconds: float | None) -> None:
         """See StepMeter."""
@@ -72,11 +72,11 @@ class StepTimes:
             self._plain_s[load].append(seconds)
 
     def plain_s(self, load: Load) -> float | None:
-        """Time of a step of this load without guesses; None if there was none."""
+        """Return the time of a step of this load without guesses; None if there was none."""
         return median(times) if (times := self._plain_s.get(load)) else None
 
     def pass_s(self, load: Load) -> float | None:
-        """Time of a step of this load with guesses, without its drafts; None while too few are known to decide by."""
+        """Return the time of a step of this load with guesses, without its drafts; None while too few are known."""
         times = self._pass_s.get(load, ())
         return median(times) if len(times) >= NUM_KNOWN_PASSES and not self._is_expired(load) else None
 
@@ -84,12 +84,14 @@ class StepTimes:
         return self.num_steps - self._last_pass.get(load, 0) > PASS_EXPIRY_STEPS
 
     def is_measured(self, load: Load) -> bool:
-        """Return True if the time of a step without guesses has been measured recently."""
+        """Return True if the time of a step without guesses is known and recent."""
         return load in self._plain_s and self._num_passes < REMEASURE_PASSES
 
     def best_num_guesses(self, load: Load, acceptance: float, max_guesses: int, *, costs_drafts: bool) -> int:
-        """0 if guesses gain nothing. `costs_drafts`: whether each of them is drafted. While the time of a pass is not
-        known, it is taken to cost no more than a step without guesses, and there are only a few guesses.
+        """Return 0 if guesses gain nothing. `costs_drafts`: each guess is drafted.
+
+        While the time of a pass is unknown, it is taken to be that of a step without guesses, and there are only a few
+        guesses.
         """
         plain_s, pass_s = self.plain_s(load), self.pass_s(load)
         assert plain_s is not None, "no guesses are made before a step without them is measured"
@@ -109,10 +111,10 @@ def _newest_times() -> deque[float]:
 
 
 class Acceptance:
-    """Estimate of how likely a guess is right if those before it are, from the results of earlier ones."""
+    """The probability that a guess is right if those before it are, estimated from earlier guesses."""
 
     def __init__(self, prior: float, decay: float) -> None:
-        """`decay`: factor of the weight of older passes, with every pass."""
+        """`decay`: each pass multiplies the weight of older ones by this."""
         self._num_right, self._num_tried = prior * PRIOR_WEIGHT, PRIOR_WEIGHT
         self._decay = decay
 
@@ -126,10 +128,10 @@ class Acceptance:
 
 
 class Pace:
-    """One sequence and one kind of guesses: how often they prove right, and whether it rests.
+    """The acceptance of one sequence's guesses of one kind, and its rests.
 
-    Sequences whose guesses gained nothing rest, and try again in the same steps, since a step with guesses takes longer
-    for all sequences, whichever of them guesses.
+    Sequences whose guesses gained nothing rest. All of them try again in the same steps, because a step with guesses
+    takes longer for all sequences, whichever of them guesses.
     """
 
     def __init__(self, prior_acceptance: float) -> None:
@@ -137,9 +139,9 @@ class Pace:
         self._rest_end: int | None = None  # number of a step
 
     def rests(self, num_steps: int) -> bool:
-        """Return True if the sequence must wait for the next trial. A trial begins as if nothing were known.
+        """Return True if the sequence must wait for the next trial, at which it starts afresh.
 
-        `num_steps`: how many steps have ended.
+        `num_steps`: the number of steps that have ended.
         """
         if self._rest_end is not None and num_steps >= self._rest_end:
             self.acceptance, self._rest_end = Acceptance(PRIOR_ACCEPTANCE, DECAY), None

@@ -1,4 +1,4 @@
-"""Speculator: the scheduler asks it for guesses, and it asks the drafters in their order, each at its own pace."""
+"""Speculator: gives the scheduler guesses. It asks the drafters in order, each at its own pace."""
 
 import logging
 from collections import defaultdict
@@ -16,7 +16,7 @@ class Speculator:
         """`times`: None for as many guesses as allowed, always."""
         self.drafters, self.max_guesses, self.times = drafters, max_guesses, times
         self._vocab_size = vocab_size
-        # By kind of guesses: what all sequences together have seen
+        # By kind of guesses: the acceptance of all sequences together
         self._acceptances: dict[str, Acceptance] = defaultdict(lambda: Acceptance(PRIOR_ACCEPTANCE, COMMON_DECAY))
         self._paces: dict[int, dict[str, Pace]] = {}  # by seq_id and kind of guesses
         self._asked: dict[int, str] = {}  # by seq_id: the kind of guesses that are being verified
@@ -25,8 +25,6 @@ class Speculator:
 
     def add(self, seq: Sequence) -> None:
         self._paces[seq.seq_id] = {}
-        for drafter in self.drafters:
-            drafter.add(seq)
 
     def forget(self, seq: Sequence) -> None:
         del self._paces[seq.seq_id]
@@ -35,7 +33,7 @@ class Speculator:
             drafter.forget(seq)
 
     def wants_to_guess(self, seq: Sequence, load: Load) -> bool:
-        """Return True if the sequence would guess if its newest token were known. `load` is the next step's."""
+        """Return True if the sequence would guess if its newest token were known. `load`: of the next step."""
         return any(self._is_active(drafter, seq, load) and drafter.can_guess(seq) for drafter in self.drafters)
 
     def _is_active(self, drafter: Drafter, seq: Sequence, load: Load) -> bool:
@@ -52,7 +50,7 @@ class Speculator:
         return paces[kind]
 
     def guess(self, seq: Sequence, max_guesses: int, load: Load) -> Guesses:
-        """Return up to `max_guesses` guesses of the first drafter that has any and gains time. `load` is the step's."""
+        """Return up to `max_guesses` guesses by the first drafter whose guesses gain time. `load`: of the step."""
         most = min(max_guesses, self.max_guesses)
         for drafter in self.drafters if most > 0 else ():
             if not self._is_active(drafter, seq, load):
@@ -79,7 +77,7 @@ class Speculator:
         return num_guesses
 
     def _existing(self, drafter: Drafter, guesses: Guesses) -> Guesses:
-        """The guesses before the first one that is not a token."""
+        """Return the guesses before the first one that is not in the vocabulary."""
         for i, token_id in enumerate(guesses.token_ids):
             is_drafted = token_id == DRAFTED and i < guesses.num_drafts
             if not 0 <= token_id < self._vocab_size and not is_drafted:
@@ -91,7 +89,7 @@ class Speculator:
         return guesses
 
     def verified(self, seq: Sequence, num_guesses: int, num_accepted: int) -> None:
-        """A step has verified guesses. The sequence may have ended at one of them."""
+        """Count what a step has verified. The sequence may have ended at one of the guesses."""
         self.num_passes += 1
         self.num_guesses += num_guesses
         self.num_accepted += num_accepted
@@ -100,7 +98,7 @@ class Speculator:
                 acceptance.verified(num_guesses, num_accepted)
 
     def stats(self) -> dict[str, float | None]:
-        """tokens_per_pass counts the passes that had guesses."""
+        """Return the figures of LLM.stats. tokens_per_pass is over the passes that had guesses."""
         return {
             "num_guesses": self.num_guesses,
             "num_accepted_guesses": self.num_accepted,

@@ -1,16 +1,16 @@
-"""Detokenizer: turns a growing answer into text, piece by piece, and cuts it off before a stop string. TextReceiver:
-passes this text on to whoever reads it, and ends the request at a stop string.
+"""Detokenizer: turns a growing answer into text, piece by piece, and cuts it off before a stop string.
 
 A token's text can depend on its neighbours, so an update decodes the new tokens together with a few before them. Its
 cost does not depend on the length of the answer, nor on how much text is held back. (This does not use
 `tokenizers.decoders.DecodeStream`: its cost grows without bound while the text ends in U+FFFD, and it never returns
 the text that it still holds back at the end.)
+
+A TextReceiver is the Receiver of a request that has text: it decodes, and ends the request at a stop string.
 """
 
 import io
 import threading
 from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Seq
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from nanovllm.core.outputs import Ending, Outbox, PositionLogprobs, Receiver, Te
 from nanovllm.core.sequence import Sequence
 from nanovllm.utils.automaton import Automaton
 
+READER_TIMEOUT_S = 1.0
 REPLACEMENT = "\ufffd"  # decoders write this for bytes that are not a complete character
 MAX_WAITING_TOKENS = 8  # after this many, replacement characters count as text; a character has at most 4 bytes
 MAX_INCOMPLETE_CHARS = 3  # an incomplete character has at most 3 bytes; some decoders write one U+FFFD for each
@@ -37,23 +38,23 @@ class TokenDecoder:
         self._texts: dict[int, str] = {}
 
     def visible(self, token_ids: Iterable[int]) -> list[int]:
-        """The tokens that have text. Tokens unknown to the tokenizer have none, nor do skipped special tokens."""
+        """Return the tokens that have text. Skipped special tokens and tokens unknown to the tokenizer have none."""
         return [token_id for token_id in token_ids if self._text_len(token_id) is not None]
 
     def token_text(self, token_id: int) -> str:
-        """The text of a single token, in which bytes that are not a complete character are U+FFFD. Cached."""
+        """Return the text of a single token, with U+FFFD for an incomplete character. Cached."""
         if token_id not in self._texts:
             self._texts[token_id] = self.decode([token_id])
         return self._texts[token_id]
 
     def text_len(self, token_ids: list[int]) -> int:
-        """Number of characters in the text of visible tokens."""
+        """Return the number of characters in the text of visible tokens."""
         if len(token_ids) == 1:
             return self._text_len(token_ids[0]) or 0
         return len(self.decode(token_ids))
 
     def _text_len(self, token_id: int) -> int | None:
-        """Number of characters in a token's text; None if it never has any. Cached."""
+        """Return the number of characters in a token's text; None if it never has any. Cached."""
         if token_id not in self._text_lens:
             text_len = len(self.decode([token_id]))
             # A decoder may strip a leading space. If the token is one, decoding it twice still leaves the second.
@@ -63,10 +64,10 @@ class TokenDecoder:
 
 
 def _find_decode(tokenizer: Any, skip_special_tokens: bool) -> Callable[[list[int]], str]:
-    """`tokenizer.decode`, or the Rust tokenizer's if it gives the same text; that takes a fraction of the time.
+    """Return `tokenizer.decode`, or that of the Rust tokenizer, which is much faster, if it gives the same text.
 
-    The texts differ if the class overrides `decode`, or if `clean_up_tokenization_spaces` takes effect. The latter
-    depends on the kind of tokenizer and on the release of transformers, so it is found out by decoding a sample.
+    The texts differ if the class overrides `decode`, or if `clean_up_tokenization_spaces` takes effect. That depends on
+    the kind of tokenizer and on the release of transformers, so a sample is decoded.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -80,9 +81,9 @@ def _find_decode(tokenizer: Any, skip_special_tokens: bool) -> Callable[[list[in
 
 
 class StopStrings:
-    """Strings that end an answer. Made once for all answers that have the same ones.
+    """The strings that end an answer. All answers with the same strings share one object.
 
-    A state stands for the end of a text that a stop string could begin with. State 0: there is none.
+    A state stands for the longest end of a text with which a stop string could begin. State 0: there is none.
     """
 
     def __init__(self, strings: Iterable[str] = ()) -> None:
@@ -94,15 +95,15 @@ class StopStrings:
         return bool(self._whole)
 
     def follow(self, state: int, char: str) -> int:
-        """The state after one more character."""
+        """Return the state after one more character."""
         return self._automaton.step(state, char)
 
     def num_begun(self, state: int) -> int:
-        """Count the characters at the end of the text that could be the beginning of a stop string."""
+        """Return how many characters at the end of the text could begin a stop string."""
         return self._automaton.depths[state]
 
     def num_found(self, state: int) -> int:
-        """The length of the longest stop string at the end of the text, 0 without one."""
+        """Return the length of the longest stop string at the end of the text, 0 without one."""
         found = state if state in self._whole else self._links[state]
         return self._automaton.depths[found] if found >= 0 else 0
 
@@ -118,8 +119,9 @@ class Detokenizer:
     def __init__(
         self, decoder: TokenDecoder, stop: StopStrings, include_stop: bool = False, *, min_tokens: int = 0
     ) -> None:
-        """`include_stop`: keep the stop string or end token that ends the answer in its text. `min_tokens`: a stop
-        string may begin only behind the text of so many tokens.
+        """`include_stop`: keep the stop string or end token that ends the answer in its text.
+
+        `min_tokens`: a stop string may begin only behind the text of so many tokens.
         """
         self._decoder = decoder
         self._stop = stop
@@ -142,7 +144,7 @@ class Detokenizer:
         """All pieces, joined."""
         return self._shown.getvalue()
 
-    def update(self, new_token_ids: Seq[int], finished: bool, at_end_token: bool = False) -> str:
+    def update(self, new_token_ids: list[int], finished: bool, at_end_token: bool = False) -> str:
         """Add tokens to the answer, and return the text that became final. Hot.
 
         `finished`: these are the last tokens. `at_end_token`: the very last one is an end token. If a stop string
@@ -189,15 +191,14 @@ class Detokenizer:
         return text[start:end]
 
     def _context_of(self, token_ids: list[int]) -> list[int]:
-        """The newest of these tokens, to be decoded together with the next ones. All, if they would begin inside a
-        character.
-        """
+        """Return the newest of these tokens, to be decoded with the next ones; all if they begin inside a character."""
         newest = token_ids[-WINDOW_TOKENS:]
         return newest if len(newest) == len(token_ids) or REPLACEMENT not in self._decoder.decode(newest) else token_ids
 
     def _cut_at_stop(self, piece: str, finished: bool) -> str:
-        """Return what may be shown of the withheld text and the piece after it: all before the first stop string, or
-        before what could begin one.
+        """Return what may be shown of the withheld text and the piece after it.
+
+        It ends before the first stop string, or before what could begin one.
         """
         found: list[tuple[int, int]] = []  # where stop strings begin and end
         for end, char in enumerate(piece, start=len(self._withheld) + 1):
@@ -213,13 +214,11 @@ class Detokenizer:
         return text[:end]
 
 
-READER_TIMEOUT_S = 1.0
-
-
 class TextReceiver(Receiver, TextSource):
-    """Decodes when the text is read, in the reader's thread, and at the end. So the engine's steps do not wait for the
-    text, and whoever wants only the whole answer pays for decoding it once. Only a request with stop strings, which
-    may end at any token, decodes each token as it arrives.
+    """Decodes when the text is read, in the reader's thread, and at the end.
+
+    So the engine's steps do not wait for the text, and a caller who wants only the whole answer decodes it once. Only a
+    request with stop strings, which may end at any token, decodes each token as it arrives.
     """
 
     def __init__(
@@ -231,11 +230,11 @@ class TextReceiver(Receiver, TextSource):
     ) -> None:
         super().__init__(outbox, with_tokens, text_of)
         self.detokenizer = detokenizer
-        self._lock = threading.Lock()  # guards what follows and the detokenizer; the reader has a thread of its own
+        self._lock = threading.Lock()  # guards the detokenizer and what follows: the reader has a thread of its own
         self._new_token_ids: list[int] = []  # not decoded yet
         self._piece = ""  # decoded, but not read yet
         self._failure: Ending | None = None
-        self._is_whole = False  # nothing is held back for tokens to come
+        self._is_whole = False  # nothing is held back for later tokens
         self._is_delivered = True
 
     def read(self, seq: Sequence, logprobs: PositionLogprobs | None = None) -> Ending | None:
@@ -282,8 +281,4 @@ class TextReceiver(Receiver, TextSource):
             try:
                 self._piece += self.detokenizer.update(token_ids, finished, at_end_token)
             except Exception as raised:
-                self._failure = _undecodable(raised)
-
-
-def _undecodable(raised: Exception) -> Ending:
-    return Ending("error", f"its text could not be decoded: {type(raised).__name__}: {raised}")
+                self._failure = Ending("error", f"its text could not be decoded: {type(raised).__name__}: {raised}")

@@ -23,30 +23,29 @@ from nanovllm.core.sequence import TokenIds
 from nanovllm.errors import CheckpointError, RequestError
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.detokenizer import Detokenizer, StopStrings, TextReceiver, TokenDecoder
-from nanovllm.text.grammar import Grammar
 from nanovllm.text.request_check import (
     Prompt,
+    are_in_vocabulary,
     cache_salt,
     check_conversations,
     check_token_ids,
-    encode_text,
     render_chat,
     text_or_token_ids,
 )
-from nanovllm.text.structured import GrammarCompiler, TokenMatcher
+from nanovllm.text.structured import Grammar, GrammarCompiler, TokenMatcher
 from nanovllm.text.text_encoder import TextEncoder
 
-MAX_TOKENS = 16_384  # in a request's bad words, which take 15 ms to prepare and up to 0.1 ms in a step
+MAX_TOKENS = 16_384  # of a request's bad words: they take 15 ms to prepare, and a step at most 0.1 ms
 MAX_CHARS = 16 * MAX_TOKENS  # checked before anything is tokenized; few texts have as many characters for each token
 
 
 def bad_word_token_ids(tokenizer: Any, words: Sequence[str], vocab_size: int) -> tuple[tuple[int, ...], ...]:
-    """The token sequences that must not occur in an answer that contains none of the words, as vLLM defines them.
+    """Return the token sequences that must not occur in an answer without these words, as vLLM defines them.
 
     A word is encoded as the start of a text and as a later word, after a space. The second encoding counts only if it
     begins with another token and is as long as the first; else it is the first one after a token for the space. Other
-    ways to spell the word, from smaller tokens, are not found. Raises RequestError for a word that has no tokens, for
-    too many of them, and for words that leave no token.
+    ways to spell the word with smaller tokens are not found. Raises RequestError for a word that has no tokens, for too
+    many tokens, and if the words leave no token to sample.
     """
     _check_size("characters", sum(map(len, words)), MAX_CHARS)
     found: list[tuple[int, ...]] = []
@@ -80,7 +79,7 @@ _TOKENIZER_MARKS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 
 
 def load_tokenizer(directory: Path | None) -> Any:
-    """The model's tokenizer, or None for a preset and for a directory without one.
+    """Load the model's tokenizer. Returns None for a preset and for a directory without one.
 
     Raises CheckpointError, which names the file, if the tokenizer cannot be read. Never runs code from the checkpoint.
     """
@@ -102,10 +101,9 @@ def load_tokenizer(directory: Path | None) -> Any:
 
 
 def end_token_ids(model_config: ModelConfig, tokenizer: Any) -> tuple[int, ...]:
-    """Tokens that end an answer: those of config.json and generation_config.json, and the tokenizer's eos token.
+    """Return the tokens that end an answer: those of the model's configs, and the tokenizer's eos token.
 
-    The tokenizer's is needed because the configs of some chat models name only the base model's end token. vLLM uses it
-    too.
+    The configs of some chat models name only the base model's end token. vLLM uses the tokenizer's too.
     """
     token_ids = list(model_config.eos_token_ids)
     of_tokenizer = getattr(tokenizer, "eos_token_id", None)
@@ -114,7 +112,7 @@ def end_token_ids(model_config: ModelConfig, tokenizer: Any) -> tuple[int, ...]:
     return tuple(token_ids)
 
 
-MAX_BAD_WORDS = MAX_STOP_STRINGS = 16  # lists of them that are kept; all answers of a request have the same
+MAX_BAD_WORDS = MAX_STOP_STRINGS = 16  # lists in the caches; all answers of a request have the same
 
 Message: TypeAlias = dict[str, Any]
 
@@ -148,17 +146,29 @@ class TextFrontend:
         return self._encode(prompt, add_special_tokens, salt)
 
     def _encode(self, text: str, add_special_tokens: bool, cache_salt: str | None) -> TokenIds:
-        with self._encode_lock:
-            return encode_text(
-                self._encoder,
-                text,
-                self._vocab_size,
-                add_special_tokens=add_special_tokens,
-                cache_salt=cache_salt,
+        """Encode a text. Raises RequestError if a token is outside the model's vocabulary.
+
+        A tokenizer may have tokens for which the model has no embedding, such as a <pad> that was added for training.
+        """
+        try:
+            with self._encode_lock:
+                token_ids = self._encoder.encode(text, add_special_tokens=add_special_tokens, cache_salt=cache_salt)
+        except (TypeError, UnicodeError) as error:  # lone surrogates, from os.fsdecode or half of a JSON escape
+            raise RequestError(
+                f"the prompt is not valid Unicode text; remove lone surrogates from it ({error})"
+            ) from error
+        if not are_in_vocabulary(token_ids, self._vocab_size):
+            position, token_id = next((i, t) for i, t in enumerate(token_ids) if not 0 <= t < self._vocab_size)
+            token = self.tokenizer.convert_ids_to_tokens(token_id)
+            raise RequestError(
+                f"the prompt's text contains {token!r}, token {token_id} (at position {position} of its tokens), which "
+                f"is outside the model's vocabulary 0..{self._vocab_size - 1}; remove it from the text, or use the "
+                "tokenizer that belongs to these weights"
             )
+        return token_ids
 
     def decode(self, token_ids: Iterable[int]) -> str:
-        """The text of tokens, special ones included. Raises RequestError as `encode_prompt` does."""
+        """Return the text of tokens, special ones included. Raises RequestError as `encode_prompt` does."""
         token_ids = check_token_ids(list(token_ids), self._vocab_size)
         if self.tokenizer is None:
             raise RequestError("the text of tokens needs a tokenizer, but this model has none")
@@ -166,8 +176,9 @@ class TextFrontend:
         return text
 
     def check_params(self, params: SamplingParams) -> None:
-        """Raise RequestError for parameters that need text if the model has no tokenizer, and for bad_words and
-        structured_outputs that cannot be used. Compiling a grammar can take a second.
+        """Raise RequestError for parameters that need a missing tokenizer, and for unusable bad_words or grammars.
+
+        Compiling a grammar can take a second.
         """
         if self.tokenizer is None:
             if params.stop:
@@ -178,9 +189,7 @@ class TextFrontend:
         self._grammar_of(params)
 
     def rules(self, params: SamplingParams) -> AnswerRules:
-        """Translate bad_words and structured_outputs to tokens, for one answer. Raises RequestError as `check_params`
-        does.
-        """
+        """Return bad_words and structured_outputs as rules on tokens. Raises RequestError as `check_params` does."""
         bad_words, grammar = self._bad_words_of(params), self._grammar_of(params)
         return AnswerRules(bad_words, None if grammar is None else TokenMatcher(grammar, params.ignore_eos))
 
@@ -232,12 +241,12 @@ class TextFrontend:
         cache_salt: str | None = None,
         check_text: Callable[[str], None] = lambda text: None,
     ) -> list[TokenIds]:
-        """The token ids of each conversation, by default up to where the answer begins.
+        """Return the token ids of each conversation, by default up to where the answer begins.
 
-        messages: one conversation or a list of them. template_options: what else the template gets, such as `tools`, or
-        add_generation_prompt=False. add_special_tokens: in addition to those that the template writes. cache_salt: that
-        of the requests. check_text: is called with each text before it is tokenized, and may raise. Raises RequestError
-        as `check_chat_template` does, and for messages that are malformed or that the template refuses.
+        messages: one conversation or a list of them. template_options: further arguments of the template, such as
+        `tools`, or add_generation_prompt=False. add_special_tokens: in addition to those that the template writes.
+        cache_salt: the requests' salt. check_text: called with each text before it is tokenized; may raise. Raises
+        RequestError as `check_chat_template` does, and for messages that are malformed or that the template refuses.
         """
         self.check_chat_template()
         conversations = check_conversations(messages)

@@ -10,7 +10,6 @@ import numpy as np
 
 from nanovllm.core.sequence import TokenIds
 from nanovllm.errors import RequestError
-from nanovllm.text.text_encoder import TextEncoder
 
 # A string, token ids, or as in vLLM a dict that holds one of them: {"prompt": str} or {"prompt_token_ids": token ids}.
 # A dict may also have a "cache_salt"
@@ -33,7 +32,7 @@ def prompt_list(prompts: Any) -> list[Any]:
 
 
 def text_or_token_ids(prompt: Any) -> Any:
-    """The text or token ids of a prompt, which may be a dict. If a dict has both, the ids are used, as in vLLM."""
+    """Return the text or token ids of a prompt, which may be a dict. If a dict has both, the ids count, as in vLLM."""
     if not isinstance(prompt, Mapping):
         return prompt
     cache_salt(prompt)
@@ -48,7 +47,7 @@ def text_or_token_ids(prompt: Any) -> Any:
 
 
 def cache_salt(prompt: Any) -> str | None:
-    """The prompt's cache salt: only prompts with equal salts share KV. None, the default, is a salt like the others."""
+    """Return the prompt's cache salt; only prompts with equal salts share KV. None, the default, is a salt, too."""
     salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
     if salt is not None and not (isinstance(salt, str) and salt):
         raise RequestError(f"cache_salt={salt!r} must be a non-empty string")
@@ -76,7 +75,7 @@ def check_token_ids(prompt: Any, vocab_size: int) -> TokenIds:
         raise RequestError(f"token_ids[{position}]={token_id!r} is not an integer; give a string or token ids")
     with suppress(OverflowError):  # an id does not fit in 64 bits
         token_ids = array("q", prompt)
-        if _are_in_vocabulary(token_ids, vocab_size):
+        if are_in_vocabulary(token_ids, vocab_size):
             return token_ids
     position, token_id = next((i, t) for i, t in enumerate(prompt) if not 0 <= t < vocab_size)
     raise RequestError(
@@ -85,30 +84,7 @@ def check_token_ids(prompt: Any, vocab_size: int) -> TokenIds:
     )
 
 
-def encode_text(
-    encoder: TextEncoder, text: str, vocab_size: int, *, add_special_tokens: bool, cache_salt: str | None
-) -> TokenIds:
-    """Encode a text. Raises RequestError if a token is outside the model's vocabulary.
-
-    That can happen because a tokenizer may have tokens for which the model has no embedding, such as a <pad> that was
-    added for training.
-    """
-    try:
-        token_ids = encoder.encode(text, add_special_tokens=add_special_tokens, cache_salt=cache_salt)
-    except (TypeError, UnicodeError) as error:  # lone surrogates, from os.fsdecode or half of a JSON escape
-        raise RequestError(f"the prompt is not valid Unicode text; remove lone surrogates from it ({error})") from error
-    if not _are_in_vocabulary(token_ids, vocab_size):
-        position, token_id = next((i, t) for i, t in enumerate(token_ids) if not 0 <= t < vocab_size)
-        token = encoder.tokenizer.convert_ids_to_tokens(token_id)
-        raise RequestError(
-            f"the prompt's text contains {token!r}, token {token_id} (at position {position} of its tokens), which is "
-            f"outside the model's vocabulary 0..{vocab_size - 1}; remove it from the text, or use the tokenizer that "
-            "belongs to these weights"
-        )
-    return token_ids
-
-
-def _are_in_vocabulary(token_ids: TokenIds, vocab_size: int) -> bool:
+def are_in_vocabulary(token_ids: TokenIds, vocab_size: int) -> bool:
     """Check both limits in one comparison: read as unsigned numbers, negative ids are huge."""
     return not token_ids or bool(np.frombuffer(token_ids, dtype=np.uint64).max() < vocab_size)
 
@@ -145,7 +121,7 @@ def render_chat(
 ) -> str:
     """Render the conversation with the model's chat template, by default up to where the answer begins.
 
-    template_options: tools, add_generation_prompt, and whatever else the template reads.
+    template_options: tools, add_generation_prompt, and other arguments of the template.
     """
     options = {"add_generation_prompt": True, **template_options, "tokenize": False}
     try:

@@ -3,32 +3,209 @@
     compiler = GrammarCompiler(tokenizer, vocab_size, end_token_ids)
     constraint = TokenMatcher(compiler.compile(params.structured_outputs), params.ignore_eos)
 
-llguidance compiles the grammars and computes the masks. It is an extra, and imported when a request first asks for it.
+llguidance compiles the grammars and computes the masks. It is an extra, imported when a request first asks for it.
 
-A grammar that exceeds a limit (grammar.py) at the start of an answer is refused with a RequestError. One that exceeds
-it later ends that request with an error.
+Grammars may be made to harm, so LIMITS bound the time and memory of each compilation and each mask, and `_grammar_text`
+checks what llguidance does not: the size of the text, and how deep references in a schema can nest. A grammar that
+exceeds a limit at the start of an answer is refused with a RequestError. One that exceeds it later ends that request
+with an error.
+
+llguidance builds the automaton of a grammar as masks need it, and all matchers of one Grammar share it behind a lock of
+llguidance. Once a mask exceeds a limit, the automaton is useless for all of them, and `Grammar.renew` replaces it by a
+spare one. Threads of their own compile the spares, because the engine's thread must not wait for one.
 
 Compilation and masks release the GIL; `accept` does not, and takes microseconds. Any thread may compile, but the
-engine's never does. Grammars whose masks are slow have them computed by other threads, while the answer pauses. A
-matcher belongs to one thread at a time.
+engine's never does. If a grammar's masks are slow, other threads compute them while the answer pauses. A matcher
+belongs to one thread at a time.
 """
 
+import json
 import threading
+import time
 from array import array
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache, partial
-from typing import Any, TypeAlias
+from typing import Any, TypeVar
 
-from nanovllm.core.logit_editor import TokenMask
+import numpy as np
+
+from nanovllm.core.logit_editor import TokenMask, token_mask
 from nanovllm.errors import RequestError
 from nanovllm.sampling_params import StructuredOutputs
-from nanovllm.text.grammar import LIMITS, Grammar, Vocabulary, error_of, grammar_text, is_allowed, kind_of, reason_of
+from nanovllm.utils.arithmetic import ceil_div
 
-MAX_GRAMMARS = 16  # compiled ones that are kept
-MAX_RENEWALS = 4  # renewals of the automaton in one answer; each reads the answer again
+MAX_GRAMMARS = 16  # compiled grammars in the cache
+MAX_RENEWALS = 4  # of the automaton, for one answer: each reads the answer again
+# llguidance's defaults would allow compilations and masks of seconds (tests/text/test_hostile_grammars.py).
+LIMITS: Mapping[str, Any] = {
+    "max_grammar_size": 20_000,  # symbols; compilation is quadratic in the optional properties of an object
+    "initial_lexer_fuel": 1_000_000,  # of a compilation
+    "step_lexer_fuel": 50_000,  # of a mask
+    "step_max_items": 5_000,  # of a mask
+    "max_items_in_row": 2_000,
+    "max_lexer_states": 50_000,  # of a grammar, at 1 to 2 kB each
+    "verbose_errors": False,
+}
+MAX_CHARS = 200_000  # of a schema, a regex, or all choices together
+# llguidance follows references by recursion. Each reference is followed at most once on the way down, through no more
+# levels than the schema has, so the product of the two bounds the depth.
+MAX_REFERENCE_DEPTH = 6000
+STACK_BYTES = 128 << 20  # for so many levels; one was seen to take up to 4 kB
+MAX_WHITESPACE = 64  # between two parts of JSON; without a limit, some models emit whitespace and never stop
 
-_Compile: TypeAlias = Callable[[str, str], Grammar]
+# With forcing, a token that only one text can follow is replaced by the tokenizer's own split of that text. llguidance
+# would write out the whole text first: gigabytes for ((a{1000}){1000}){1000}. Without, masks hold every allowed token.
+_HEADER = '%llguidance {"no_forcing": true}\nstart: '
+_WHITESPACE = rf"[\x20\x0A\x0D\x09]{{1,{MAX_WHITESPACE}}}"
+NUM_SPARES = 2  # an answer that exceeds a limit uses up the automaton in use and the one that it tries again with
+SLOW_MASK_S = 0.5e-3  # of CPU time. Most masks take 0.03 ms, but the limits above admit some of 30 ms
+NUM_SLOW_MASKS = 1000  # after a slow mask, so many of the same grammar are taken to be slow
+NUM_MASK_THREADS = 2
+MAX_REASON_CHARS = 300
+
+_Result = TypeVar("_Result")
+
+
+class Vocabulary:
+    """The model's vocabulary as llguidance reads it, and masks over it."""
+
+    def __init__(
+        self, tokenizer: Any, vocab_size: int, end_token_ids: tuple[int, ...], limits: Mapping[str, Any] = LIMITS
+    ) -> None:
+        """`limits` are those of llguidance.LLParserLimits. Raises ValueError for a tokenizer that does not say which
+        bytes its tokens stand for.
+        """
+        import llguidance.hf
+
+        num_ids = max(vocab_size, 1 + max(tokenizer.get_vocab().values()))
+        end_token_ids = tuple(token_id for token_id in end_token_ids if token_id < vocab_size)
+        self.tokens = llguidance.hf.from_tokenizer(tokenizer, n_vocab=num_ids, eos_token=list(end_token_ids) or None)
+        self.limits = llguidance.LLParserLimits(**limits)
+        self.vocab_size = vocab_size
+        self.end_token_ids = frozenset(end_token_ids)
+        self.mask_threads = ThreadPoolExecutor(NUM_MASK_THREADS, "mask")  # has no threads until there is a slow mask
+        self._num_words = ceil_div(vocab_size, 32)
+        self._num_all_words = ceil_div(num_ids, 32)
+        self.anything = token_mask(range(vocab_size), vocab_size)
+        self.end_tokens = token_mask(end_token_ids, vocab_size)
+        text_tokens = {*range(vocab_size)} - {*end_token_ids, *self.tokens.eos_tokens}
+        self._text_tokens = token_mask(list(text_tokens), vocab_size)
+
+    def is_text(self, token_id: int) -> bool:
+        """Return True for a token of the model that is not an end token."""
+        return 0 <= token_id < self.vocab_size and is_allowed(self._text_tokens, token_id)
+
+    def continuations(self, matcher: Any) -> TokenMask:
+        """Return the tokens that may follow, without end tokens; none if `matcher` has stopped. Releases the GIL."""
+        words = np.empty(self._num_all_words, np.int32)
+        matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        return words[: self._num_words] & self._text_tokens
+
+
+def is_allowed(mask: TokenMask, token_id: int) -> bool:
+    return bool(mask[token_id >> 5] >> (token_id & 31) & 1)
+
+
+class Grammar:
+    """A compiled grammar, from which the matchers of all answers start."""
+
+    def __init__(self, vocabulary: Vocabulary, kind: str, text: str) -> None:
+        """`kind` is the field of StructuredOutputs that asks for it. Raises RequestError if it cannot be used."""
+        self.vocabulary = vocabulary
+        self._text = text
+        self._lock = threading.Lock()
+        self._generation = 0  # automata used up so far
+        self._spares: list[Future[Any]] = []  # matchers of automata that nobody uses yet, the oldest first
+        self._initial = self._compile().result()
+        self._num_slow_masks = 0  # so many masks from now on are taken to be slow
+        first = self._initial.deep_copy()
+        self.first_mask = self.continuations(first)  # finds what compilation does not
+        reason = _error_of(first) or (None if self.first_mask.any() else "only the empty answer matches it")
+        if reason is not None:
+            raise RequestError(f"structured_outputs.{kind} cannot be used: {reason}; correct or simplify it")
+
+    def _compile(self) -> Future[Any]:
+        from llguidance import LLMatcher
+
+        make = partial(LLMatcher, self.vocabulary.tokens, self._text, log_level=0, limits=self.vocabulary.limits)
+        return with_deep_stack(make)
+
+    def start(self) -> tuple[Any, int]:
+        """Return a matcher of llguidance at the start of an answer, and the generation of its automaton."""
+        with self._lock:
+            self._add_spares()
+            return self._initial.deep_copy(), self._generation
+
+    def renew(self, generation: int) -> bool:
+        """Replace the automaton of this generation, in which a mask has exceeded a limit.
+
+        Returns False if no spare is ready. Does not wait.
+        """
+        with self._lock:
+            if generation == self._generation:
+                if not (self._spares and self._spares[0].done()):
+                    return False
+                self._initial = self._spares.pop(0).result()
+                self._generation += 1
+                self._add_spares()
+        return True
+
+    @property
+    def is_slow(self) -> bool:
+        """True if masks can take so long that the engine's thread should not compute them."""
+        return self._num_slow_masks > 0
+
+    def continuations(self, matcher: Any) -> TokenMask:
+        """Call Vocabulary.continuations, and note how long it takes."""
+        start_s = time.thread_time()
+        mask = self.vocabulary.continuations(matcher)
+        if time.thread_time() - start_s > SLOW_MASK_S:
+            self._num_slow_masks = NUM_SLOW_MASKS
+        elif self._num_slow_masks:
+            self._num_slow_masks -= 1
+        return mask
+
+    def _add_spares(self) -> None:
+        while len(self._spares) < NUM_SPARES:
+            self._spares.append(self._compile())
+
+
+def _error_of(matcher: Any) -> str | None:
+    """Return what llguidance complains about; None if the matcher is in order."""
+    return _reason_of(matcher.get_error()) if matcher.is_error() else None
+
+
+def _reason_of(message: str) -> str:
+    """Return the line of a message that says what is wrong. The others quote the grammar, or are a stack trace."""
+    if message.startswith("NoExtension"):
+        return "no answer matches it"
+    lines = message.splitlines() or ["unknown error"]
+    line = next((line for line in lines if line.startswith("error: ")), lines[0])
+    for prefix in ("error: ", "at 2(8): ", "failed to compile JSON schema: ", "panic: "):
+        line = line.removeprefix(prefix)
+    return line if len(line) <= MAX_REASON_CHARS else f"{line[:MAX_REASON_CHARS]}..."
+
+
+_stack_size_lock = threading.Lock()
+
+
+def with_deep_stack(call: Callable[[], _Result]) -> Future[_Result]:
+    """Call it in a new thread with a stack of STACK_BYTES. Does not wait.
+
+    llguidance follows references by recursion, and a stack overflow would kill the process. The size of stacks is a
+    setting of the process, so other threads that start at this moment get a deep one, too, which costs only address
+    space.
+    """
+    pool = ThreadPoolExecutor(1, "grammar")
+    with _stack_size_lock:
+        before = threading.stack_size(STACK_BYTES)
+        try:
+            future = pool.submit(call)
+        finally:
+            threading.stack_size(before)
+    pool.shutdown(wait=False)
+    return future
 
 
 class GrammarCompiler:
@@ -38,34 +215,31 @@ class GrammarCompiler:
         self, tokenizer: Any, vocab_size: int, end_token_ids: tuple[int, ...], limits: Mapping[str, Any] = LIMITS
     ) -> None:
         """`vocab_size` is the model's. It may be larger or smaller than the tokenizer's."""
-        self._has_tokenizer = tokenizer is not None
         self._make_vocabulary = partial(Vocabulary, tokenizer, vocab_size, end_token_ids, limits)
-        self._compile: _Compile | None = None
-        self._refusal: str | None = None
         self._lock = threading.Lock()
+        self._compile: Callable[[str, str], Grammar] | None = None
+        self._refusal: str | None = None  # why this tokenizer cannot be used
+        if tokenizer is None:
+            self._refusal = "structured_outputs needs a tokenizer, but this model has none; leave it out"
 
     def compile(self, outputs: StructuredOutputs) -> Grammar:
         """Raises RequestError if llguidance is missing, or if it refuses the tokenizer or the grammar. Cached."""
-        if not self._has_tokenizer:
-            raise RequestError("structured_outputs needs a tokenizer, but this model has none; leave it out")
         with self._lock:
-            if self._compile is None:
-                self._compile = self._make_cache()
-        return self._compile(kind_of(outputs), grammar_text(outputs))
+            if self._compile is None and self._refusal is None:
+                self._read_vocabulary()
+        if self._compile is None:
+            raise RequestError(self._refusal)
+        return self._compile(*_grammar_text(outputs))
 
-    def _make_cache(self) -> _Compile:
+    def _read_vocabulary(self) -> None:
         try:
-            import llguidance.hf  # noqa: F401
+            self._compile = lru_cache(MAX_GRAMMARS)(partial(Grammar, self._make_vocabulary()))
         except ImportError as error:
             raise RequestError(
                 "structured_outputs needs llguidance, which is not installed; pip install 'nanovllm[structured]'"
             ) from error
-        if self._refusal is None:
-            try:
-                return lru_cache(MAX_GRAMMARS)(partial(Grammar, self._make_vocabulary()))
-            except ValueError as error:
-                self._refusal = reason_of(str(error))  # reading the vocabulary again would take as long
-        raise RequestError(f"structured_outputs cannot be used with this model's tokenizer: {self._refusal}")
+        except ValueError as error:
+            self._refusal = f"structured_outputs cannot be used with this model's tokenizer: {_reason_of(str(error))}"
 
 
 class TokenMatcher:
@@ -89,8 +263,9 @@ class TokenMatcher:
 
     @property
     def is_finished(self) -> bool:
-        """See TokenConstraint. Where the answer may end, this computes the next mask, and keeps it. If masks are slow,
-        it asks only whether the grammar could go on, whatever the tokens.
+        """See TokenConstraint. Where the answer may end, this computes the next mask and keeps it.
+
+        If masks are slow, it asks only if the grammar could go on, with whatever tokens.
         """
         if self._has_ended or self.error is not None:
             return self._has_ended
@@ -124,7 +299,7 @@ class TokenMatcher:
         return True
 
     def mask(self) -> TokenMask:
-        """The tokens that may come next."""
+        """Return the tokens that may come next."""
         return self.masks_for([])[0]
 
     def masks_for(self, guesses: list[int]) -> list[TokenMask]:
@@ -138,7 +313,7 @@ class TokenMatcher:
         return rows + [self._vocabulary.anything] * (1 + len(guesses) - len(rows))
 
     def _masks_after(self, guesses: list[int], mask: TokenMask) -> list[TokenMask]:
-        """A mask for each guess that is allowed and does not end the answer. `mask` is that of the first guess."""
+        """Return a mask for each guess that is allowed and does not end the answer. `mask`: the first guess's."""
         rows = self._try_guesses(guesses, mask)
         if self._matcher.is_error():
             self._renew()
@@ -148,7 +323,7 @@ class TokenMatcher:
         return rows
 
     def _try_guesses(self, guesses: list[int], mask: TokenMask) -> list[TokenMask]:
-        """As `_masks_after`, but stops at an error, in which the matcher then remains."""
+        """Do what `_masks_after` does, but stop at an error, which the matcher then keeps."""
         rows: list[TokenMask] = []
         for token_id in guesses:
             is_text = self._vocabulary.is_text(token_id) and is_allowed(mask, token_id)
@@ -165,7 +340,7 @@ class TokenMatcher:
         return rows
 
     def _continuations(self) -> TokenMask:
-        """The tokens that may follow the answer, without end tokens. May set `error`."""
+        """Return the tokens that may follow the answer, without end tokens. May set `error`."""
         if self._computing is not None:
             self._computing.result()
             self._computing = None
@@ -186,17 +361,18 @@ class TokenMatcher:
         self._following = following
 
     def _advance(self, token_id: int) -> bool:
-        """Advance the matcher by the token. Returns False, and changes nothing, if it does not allow the token."""
-        is_allowed = bool(self._matcher.try_consume_tokens([token_id]))
+        """Let the matcher take the token. Returns False if the token is not allowed."""
+        is_taken = bool(self._matcher.try_consume_tokens([token_id]))
         if self._matcher.is_error():
             self._renew()
-            is_allowed = bool(self._matcher.try_consume_tokens([token_id]))
+            is_taken = bool(self._matcher.try_consume_tokens([token_id]))
             self._check()
-        return is_allowed
+        return is_taken
 
     def _with_end_tokens(self, following: TokenMask) -> TokenMask:
-        """Add the end tokens if the answer may end here. If nothing can follow and end tokens are not used, allow
-        everything, because the request ends before it counts.
+        """Add the end tokens if the answer may end here.
+
+        If nothing can follow and end tokens are not used, allow everything: the request ends before it counts.
         """
         if not self._matcher.is_accepting():
             return following
@@ -205,8 +381,9 @@ class TokenMatcher:
         return following if following.any() else self._vocabulary.anything
 
     def _renew(self) -> None:
-        """Leave an error: come to the same state with a new automaton. The error may be about the old one, which other
-        answers have enlarged, or about a guess.
+        """Leave an error by reaching the same state with a new automaton.
+
+        The error may be about the old one, which other answers have enlarged, or about a guess.
         """
         self._num_renewals += 1
         if self._num_renewals <= MAX_RENEWALS and self._grammar.renew(self._generation):
@@ -216,6 +393,87 @@ class TokenMatcher:
 
     def _check(self) -> None:
         """Set `error` if the matcher has one."""
-        if self.error is None and (reason := error_of(self._matcher)) is not None:
+        if self.error is None and (reason := _error_of(self._matcher)) is not None:
             self._grammar.renew(self._generation)  # for the answers after this one
             self.error = f"structured_outputs became too complex: {reason}"
+
+
+# -- what llguidance compiles ----------------------------------------------------------------------------------------
+
+
+def _grammar_text(outputs: StructuredOutputs) -> tuple[str, str]:
+    """Return the name of the field that is given, and its grammar in the Lark language.
+
+    Raises RequestError for what can be refused without compiling it.
+    """
+    if outputs.json_object:
+        return "json_object", _schema_grammar({"type": "object"})
+    if outputs.json is not None:
+        return "json", _schema_grammar(_parse_schema(outputs.json))
+    if outputs.regex is not None:
+        _check_size("regex", len(outputs.regex))
+        return "regex", _regex_grammar(outputs.regex)
+    assert outputs.choice is not None, "StructuredOutputs has one of its fields"
+    _check_size("choice", sum(map(len, outputs.choice)))
+    return "choice", f"{_HEADER}CHOICE\nCHOICE: {' | '.join(map(json.dumps, outputs.choice))}"
+
+
+def _check_size(kind: str, num_chars: int) -> None:
+    if num_chars > MAX_CHARS:
+        raise RequestError(
+            f"structured_outputs.{kind} has {num_chars} characters, at most {MAX_CHARS}; make it smaller"
+        )
+
+
+def _regex_grammar(regex: str) -> str:
+    from llguidance import regex_to_lark
+
+    if (len(regex) - len(regex.rstrip("\\"))) % 2:  # regex_to_lark would drop it
+        raise RequestError("structured_outputs.regex cannot be used: incomplete escape at its end; correct it")
+    try:
+        return f"{_HEADER}/{regex_to_lark(regex, 'd')}/"  # \d is 0 to 9 only, whatever the reader's Unicode
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"structured_outputs.regex is not valid Unicode text; remove {error.object[error.start]!r}"
+        ) from error
+
+
+def _parse_schema(schema: Any) -> Any:
+    """Return the schema, given as text or as a dict, as plain JSON values."""
+    try:
+        text = schema if isinstance(schema, str) else json.dumps(dict(schema))
+        parsed = json.loads(text) if len(text) <= MAX_CHARS else None
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RequestError(f"structured_outputs.json is not a JSON schema: {error}; correct it") from error
+    _check_size("json", len(text))
+    height, num_references = _measure(parsed)
+    if (1 + num_references) * height > MAX_REFERENCE_DEPTH:
+        raise RequestError(
+            f"structured_outputs.json has {num_references} references in {height} levels, which can nest "
+            f"{(1 + num_references) * height} deep, at most {MAX_REFERENCE_DEPTH}; make it smaller"
+        )
+    return parsed
+
+
+def _measure(schema: Any) -> tuple[int, int]:
+    """Return the number of levels of a schema, and its number of references."""
+    height = num_references = 0
+    pending = [(schema, 1)]
+    while pending:
+        value, level = pending.pop()
+        height = max(height, level)
+        if isinstance(value, dict):
+            num_references += "$ref" in value
+            value = value.values()
+        elif not isinstance(value, list):
+            continue
+        pending.extend((child, level + 1) for child in value)
+    return height, num_references
+
+
+def _schema_grammar(schema: Any) -> str:
+    if isinstance(schema, dict):
+        options = schema.get("x-guidance", {})
+        if isinstance(options, dict):
+            schema = schema | {"x-guidance": {"whitespace_pattern": _WHITESPACE} | options}
+    return f"{_HEADER}%json {json.dumps(schema)}"

@@ -48,7 +48,7 @@ PATTERNS = {
 
 
 def find_cuts(tokenizer: Any) -> re.Pattern[str] | None:
-    """A pattern that matches, with no characters, where texts may be cut. None if this is not such a tokenizer."""
+    """Return a pattern that matches, with no characters, where texts may be cut; None for an unknown tokenizer."""
     from transformers import PreTrainedTokenizerFast
 
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
@@ -70,13 +70,14 @@ def find_cuts(tokenizer: Any) -> re.Pattern[str] | None:
 
 
 def _state(component: Any) -> dict[str, Any]:
-    """A part of a tokenizer as tokenizer.json describes it; empty if there is none."""
+    """Return a part of a tokenizer as tokenizer.json describes it; empty if there is none."""
     return json.loads(component.__getstate__()) if component is not None else {}
 
 
 def _has_only_plain_tokens(backend: Any) -> bool:
-    """Return True if no token that is found before texts are split into words has a cut inside, or takes the white
-    space around it.
+    """Return True if no added token contains a cut or takes the white space around it.
+
+    Added tokens are found in a text before it is split into words.
     """
     return not any(
         token.lstrip or token.rstrip or token.single_word or re.search(r"[\s\u3001\u3002\uff0c]", token.content)
@@ -108,9 +109,9 @@ def _cuts_of(pre_tokenizer: dict[str, Any]) -> re.Pattern[str] | None:
     return _CUT if is_known else None
 
 
-MIN_CHARS = 20_000  # only longer texts are cut; the tokens of a shorter one take less than 10 ms
+MIN_CHARS = 20_000  # shorter texts are not cut; they take less than 10 ms to tokenize
 PIECE_CHARS = 2_000
-MAX_BYTES = 64 * 2**20  # for the pieces that are kept, about 20 million characters
+MAX_BYTES = 64 * 2**20  # of the pieces in the cache, about 20 million characters
 _ENTRY_BYTES = 300  # the objects around a piece
 
 
@@ -128,10 +129,10 @@ class TextEncoder:
         self._cuts = find_cuts(tokenizer)
         self._around = _special_tokens_around(tokenizer) if self._cuts is not None else None
         self._pieces: OrderedDict[tuple[bytes, str], TokenIds] = OrderedDict()  # the last used ones are last
-        self.num_bytes = 0  # approximate size of `_pieces`
+        self.num_bytes = 0  # of `_pieces`, about
 
     def encode(self, text: str, *, add_special_tokens: bool = True, cache_salt: str | None = None) -> TokenIds:
-        """The tokens of a text. Raises what the tokenizer raises for lone surrogates."""
+        """Return the tokens of a text. Raises what the tokenizer raises for lone surrogates."""
         if len(text) < self._min_chars or self._around is None or not self._encodes_whole_texts():
             return array("q", self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
         first, last = self._around if add_special_tokens else ([], [])
@@ -142,7 +143,7 @@ class TextEncoder:
         return token_ids
 
     def _encodes_whole_texts(self) -> bool:
-        """Return True if the backend neither cuts nor pads. A call with other options may have changed that."""
+        """Return True if the backend neither truncates nor pads. Calling the tokenizer with options can change that."""
         backend = self.tokenizer.backend_tokenizer
         splits_special_tokens: bool = self.tokenizer.split_special_tokens
         is_set = backend.truncation is not None or backend.padding is not None
@@ -160,12 +161,12 @@ class TextEncoder:
         return [encoded[piece] for piece in (*pieces, rest)]
 
     def _encode_batch(self, texts: list[str]) -> list[Any]:
-        """The backend encodes a batch on all cores and without the GIL. "fast" leaves out only the offsets."""
+        """Encode on all cores and without the GIL. "fast" leaves out only the offsets."""
         encodings: list[Any] = self.tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return encodings
 
     def _cut(self, text: str) -> Iterator[str]:
-        """The pieces of a text, and what is left after the last of them."""
+        """Yield the pieces of a text, and then the rest after the last cut."""
         assert self._cuts is not None, "checked by `encode`"
         start = 0
         while cut := self._cuts.search(text, start + self._piece_chars):
@@ -174,7 +175,7 @@ class TextEncoder:
         yield text[start:]
 
     def _keep(self, salt: bytes, piece: str, token_ids: TokenIds) -> None:
-        """Keep a piece, as the one used last, in place of those that have not been used for longest."""
+        """Keep a piece as the most recently used one, and drop the least recently used ones if there is no room."""
         if (salt, piece) not in self._pieces:
             self._pieces[salt, piece] = token_ids
             self.num_bytes += _num_bytes(piece, token_ids)
@@ -185,7 +186,7 @@ class TextEncoder:
 
 
 def _digest(cache_salt: str | None) -> bytes:
-    """A salt may be long, and is kept with every piece. No salt gives no bytes."""
+    """Shorten a salt, which is kept with every piece. No salt gives no bytes."""
     if cache_salt is None:
         return b""
     return hashlib.blake2b(cache_salt.encode(errors="surrogatepass"), digest_size=16).digest()
@@ -196,7 +197,7 @@ def _num_bytes(piece: str, token_ids: TokenIds) -> int:
 
 
 def _special_tokens_around(tokenizer: Any) -> tuple[list[int], list[int]] | None:
-    """The tokens that the tokenizer adds before and after a text. None if it changes the tokens between them."""
+    """Return the tokens that the tokenizer adds around a text; None if it also changes those between them."""
     sample = "a"
     plain = tokenizer.encode(sample, add_special_tokens=False)
     whole = tokenizer.encode(sample, add_special_tokens=True)

@@ -2,12 +2,12 @@
 
 
 def ceil_div(dividend: int, divisor: int) -> int:
-    """dividend / divisor, rounded up."""
+    """Return dividend / divisor, rounded up."""
     return -(-dividend // divisor)
 
 
 def format_bytes(num_bytes: float) -> str:
-    """The number in the largest binary unit up to GiB in which it is at least 1, such as `4.70 GiB`."""
+    """Return the number in the largest binary unit up to GiB in which it is at least 1, such as `4.70 GiB`."""
     for unit in ("B", "KiB", "MiB"):
         if abs(num_bytes) < 1024:
             return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.2f} {unit}"

@@ -1,8 +1,7 @@
-"""Automaton: follows a text symbol by symbol, and knows which of many sequences its end could be the beginning of.
+"""Automaton of Aho and Corasick: follows a text symbol by symbol, and finds the sequences that its end could begin.
 
-This is the automaton of Aho and Corasick. Each state is a number and stands for a beginning of one or more sequences:
-the longest one that the text ends with. State 0 stands for the empty beginning. A step takes constant time on average
-over a text, whatever the number of sequences and their lengths.
+A state is a number and stands for the longest beginning of a sequence that the text ends with; 0 is the empty one. A
+step takes constant time on average over a text, regardless of the number and lengths of the sequences.
 """
 
 from collections.abc import Container, Hashable, Iterable, Sequence
@@ -31,8 +30,9 @@ class Automaton(Generic[Symbol]):
         return state
 
     def link(self, marked: Container[int]) -> Sequence[int]:
-        """Make the automaton ready. Returns, for each state, that of the longest shorter end which is in `marked`, or
-        -1 if there is none. Followed from link to link they are all the marked ends of a state.
+        """Make the automaton ready. Returns a link for each state, to its longest proper end in `marked`, or -1.
+
+        Following the links from a state visits all its marked ends.
         """
         self._shorter = [0] * len(self._children)
         links = [-1] * len(self._children)
@@ -47,7 +47,7 @@ class Automaton(Generic[Symbol]):
         return links
 
     def step(self, state: int, symbol: Symbol) -> int:
-        """The state after one more symbol."""
+        """Return the state after one more symbol."""
         while state and symbol not in self._children[state]:
             state = self._shorter[state]
         return self._children[state].get(symbol, 0)

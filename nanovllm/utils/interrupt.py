@@ -16,7 +16,7 @@ class HeldInterrupts:
 
     @contextmanager
     def second_acts_at_once(self) -> Iterator[None]:
-        """For work that may hang: let a second Ctrl-C end it. Later ones are held, so that cleaning up can finish."""
+        """Let a second Ctrl-C end work that may hang. Later ones are held, so that cleaning up can finish."""
         self.second_is_due = True
         try:
             yield

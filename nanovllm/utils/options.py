@@ -33,11 +33,11 @@ def option(
 ) -> Any:
     """A field with these entries in its metadata.
 
-    help: what the option means. It names other options by their fields.
+    help: the option's meaning. It names other options by their fields.
     group: the heading that the option is listed under.
     choices: all values that the option can have, if they are few.
-    least, above, most: limits of a number. `above` is itself too small. An integer is at most MAX_INT32 by default.
-    hash: False for a field whose value cannot be hashed, which the hash of its dataclass then leaves out.
+    least, above, most: limits of a number. `above` itself is too small. An integer is at most MAX_INT32 by default.
+    hash: False for a value that cannot be hashed; the hash of the dataclass then leaves it out.
     """
     entries = {"help": help, "group": group, "choices": choices, "least": least, "above": above, "most": most}
     metadata = {name: entry for name, entry in entries.items() if entry is not None}
@@ -45,7 +45,7 @@ def option(
 
 
 def help_of(options: type, name: str) -> str:
-    """The help of the field `name` of the dataclass `options`."""
+    """Return the help of the field `name` of the dataclass `options`."""
     return next(each.metadata["help"] for each in fields(options) if each.name == name)
 
 
@@ -60,7 +60,7 @@ class _Rule(NamedTuple):
     most: float | None
 
     def limits(self) -> str:
-        """Such as "between 0 and 1", "above 0 and at most 1" or "1 or more"."""
+        """Describe the limits, such as "between 0 and 1", "above 0 and at most 1" or "1 or more"."""
         least, most = (f"{end:g}" if isinstance(end, float) else str(end) for end in (self.least, self.most))
         if self.above is not None:
             return f"above {self.above}" if self.most is None else f"above {self.above} and at most {most}"
@@ -91,7 +91,7 @@ def check_options(options: object, error: type[Exception], owner: str = "") -> N
     A type is checked if it consists of bool, int, float, str, dict and None; the class itself checks the others.
     An integer passes for a float, a boolean does not pass for a number, and NaN is outside all limits.
 
-    owner: what the message says before the field's name, such as "SamplingParams.".
+    owner: prefix of the field's name in the message, such as "SamplingParams.".
     """
     kind: Any = type(options)
     for rule in _rules(kind):
@@ -114,7 +114,7 @@ def _is_a(value: object, kinds: tuple[type, ...]) -> bool:
 
 
 def shown(value: object) -> str:
-    """`value` as an error message repeats it: cut off if it is long."""
+    """Return `value` as an error message repeats it: cut off if it is long."""
     try:
         text = repr(value)
     except ValueError:  # Python does not write integers of more than 4300 digits

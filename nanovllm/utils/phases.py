@@ -21,5 +21,5 @@ class Phases:
             self.seconds[name] += time.perf_counter() - start_s
 
     def __str__(self) -> str:
-        """Such as `model 1.2 s, kernels 3.4 s`."""
+        """Return the phases, such as `model 1.2 s, kernels 3.4 s`."""
         return ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.seconds.items())

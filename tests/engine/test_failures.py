@@ -6,16 +6,17 @@ import itertools
 import os
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import pytest
 import torch
-from tiny_models import write_tiny_model, write_tiny_tokenizer
+from run_threads import in_threads
+from tiny_engines import KINDS, write_model_with_text
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.device.devices import memory_remedy
@@ -25,19 +26,13 @@ from nanovllm.errors import ConfigError, EngineError
 from nanovllm.executor.base import LocalExecutor
 from nanovllm.text.detokenizer import TextReceiver
 
-KINDS = {
-    "all GPU": {"num_kvcache_blocks": 20},
-    "offload": {"enable_cpu_offload": True, "num_gpu_blocks": 3, "num_cpu_blocks": 20, "kvcache_block_size": 256},
-}
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 LONG = [7, *range(300), *range(300)]
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("tiny")
-    write_tiny_tokenizer(write_tiny_model(directory, max_position_embeddings=2048))
-    return directory
+    return write_model_with_text(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(params=KINDS)
@@ -129,11 +124,7 @@ def test_step_raises_in_one_thread_the_others_get_an_engine_error(model: Path, k
             except RuntimeError as error:
                 errors.append(error)
 
-        threads = [threading.Thread(target=ask, args=(i,)) for i in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
+        in_threads(*(partial(ask, i) for i in range(3)))
         assert len(errors) == 3 and sum(isinstance(error, EngineError) for error in errors) == 2
         assert all("broken" in str(error) for error in errors)
 
@@ -263,8 +254,8 @@ class InterruptAt:
     """Traces the engine's own lines and sends SIGINT before some of them."""
 
     FILES = (
-        *("llm.py", "frontend.py", "answer.py", "outputs.py", "engine/engine.py", "step_loop.py", "admission.py"),
-        *("turns.py", "scheduler.py", "block_manager.py", "block_pool.py", "interrupt.py"),
+        *("llm.py", "frontend.py", "detokenizer.py", "outputs.py", "engine/engine.py", "step_loop.py"),
+        *("scheduler.py", "block_manager.py", "block_pool.py", "interrupt.py"),
     )
 
     def __init__(self, *lines: int) -> None:

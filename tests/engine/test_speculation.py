@@ -19,7 +19,6 @@ from nanovllm.core.step_plan import StepPlan
 from nanovllm.demo.haystack import build_haystack
 from nanovllm.demo.retrieval_model import build_retrieval_model
 from nanovllm.engine.setup import Internals
-from nanovllm.errors import ConfigError
 
 PROMPTS = prompts_of(3 * BLOCK - 5, 40, BLOCK - 3, 2 * BLOCK)  # answers cross the edges of blocks
 NUM_TOKENS = 24
@@ -178,17 +177,6 @@ def test_tokens_that_are_guessed_and_rejected_are_never_found_by_a_prompt(
         wrong = [(token_id + 1) % 320 for token_id in answer]
         (right_again, wrong_one) = llm.answer_and_check([prompt + answer[:20], prompt + wrong[:20]], max_tokens=4)
         assert right_again["num_cached_tokens"] == BLOCK and wrong_one["num_cached_tokens"] == 0
-
-
-def test_resident_needs_offload() -> None:
-    with pytest.raises(ConfigError, match=r"speculation='resident' drafts .* use 'prompt_lookup' or 'auto'"):
-        LLM("qwen3-0.6b", load_format="dummy", device="cpu", speculation="resident")
-
-
-@pytest.mark.parametrize("num_tokens", [0, -1, 16])
-def test_number_of_guesses_has_a_limit(num_tokens: int) -> None:
-    with pytest.raises(ConfigError, match=f"num_speculative_tokens={num_tokens} must be between 1 and 15"):
-        LLM("qwen3-0.6b", load_format="dummy", device="cpu", num_speculative_tokens=num_tokens)
 
 
 def test_drafts_that_do_not_wait_for_copies_are_noticed(

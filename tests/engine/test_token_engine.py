@@ -17,7 +17,6 @@ from nanovllm.core.start_report import StartReport
 from nanovllm.core.step_plan import StepPlan
 from nanovllm.engine.engine import Engine
 from nanovllm.engine.setup import EngineSetup, Internals, prepare
-from nanovllm.engine.startup import start_engine
 from nanovllm.engine.step_loop import PAUSE_S
 from nanovllm.errors import EngineError, WorkerDiedError
 from nanovllm.executor.base import Executor, LaunchedStep
@@ -164,39 +163,6 @@ def test_receiver_ends_its_request_alone_at_the_token_it_read(engine: Engine) ->
     assert [finished[i].get("error") for i in ids] == [None, None, "no"]
 
 
-def test_abort_of_a_request_that_waits_has_no_tokens_and_ends_with_an_output(engine: Engine) -> None:
-    outbox = Outbox()
-    request_id = engine.add_request(prompt(10), PARAMS, Receiver(outbox))
-    assert engine.abort(request_id) and not engine.abort(request_id)
-    output = engine.next_output(outbox).finished[request_id]
-    assert (output["finish_reason"], output["token_ids"], output["num_prompt_tokens"]) == ("abort", [], 10)
-    assert engine.executor.calls == []  # type: ignore[attr-defined]
-
-
-def test_next_output_after_an_abort_runs_no_step_of_another_request(engine: Engine) -> None:
-    """Regression: after an abort, the caller of the aborted request ran 60 steps of another one before it was told."""
-    mine, others = Outbox(), Outbox()
-    request_id = engine.add_request(prompt(10), PARAMS, Receiver(mine))
-    other_id = engine.add_request(prompt(20), PARAMS, Receiver(others))
-    engine.next_output(mine)
-    engine.next_output(mine)
-    num_steps = engine.stats()["num_steps"]
-    engine.abort(request_id)
-    assert engine.next_output(mine).finished[request_id]["finish_reason"] == "abort"
-    assert engine.stats()["num_steps"] == num_steps
-    assert finish(engine, others)[other_id]["token_ids"] == [20, 21, 22, 23, 24]
-
-
-def test_abort_all_ends_the_requests_of_one_outbox(engine: Engine) -> None:
-    mine, others = Outbox(), Outbox()
-    ids = [engine.add_request(prompt(10), PARAMS, Receiver(mine)) for _ in range(2)]
-    other_id = engine.add_request(prompt(20), PARAMS, Receiver(others))
-    engine.step(mine)
-    engine.abort_all(mine)
-    assert sorted(mine.fetch().finished) == ids
-    assert finish(engine, others)[other_id]["finish_reason"] == "length"
-
-
 @pytest.mark.parametrize("aborts", [False, True])
 def test_answers_are_passed_on_before_a_long_step_is_launched(setup: EngineSetup, aborts: bool) -> None:
     """Its launch takes as long as several steps. What is aborted in between does no harm."""
@@ -266,17 +232,6 @@ def test_rank_that_dies_ends_the_engine_and_names_the_cause(setup: EngineSetup) 
     assert not engine.abort(request_id)
     engine.close()
     assert engine.executor.calls[-1] == "close"  # type: ignore[attr-defined]
-
-
-def test_started_engine_without_text_answers_token_ids(setup: EngineSetup) -> None:
-    """The whole of start-up, and no tokenizer anywhere."""
-    engine, outbox = start_engine(setup, end_token_ids=()), Outbox()
-    try:
-        request_id = engine.add_request(prompt(10), PARAMS, Receiver(outbox))
-        output = finish(engine, outbox)[request_id]
-    finally:
-        engine.close()
-    assert len(output["token_ids"]) == 5 and output["text"] is None
 
 
 @pytest.mark.parametrize("ahead", [False, True])

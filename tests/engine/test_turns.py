@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from run_threads import in_threads
-from tiny_models import write_tiny_model, write_tiny_tokenizer
+from tiny_engines import write_model_with_text
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.engine import Turns
@@ -126,28 +126,12 @@ def test_call_raises_those_who_wait_are_woken() -> None:
     assert got_turn == [True]
 
 
-def test_call_raises_the_turn_still_ends() -> None:
-    turns = Turns()
-
-    def fail() -> None:
-        raise ZeroDivisionError
-
-    assert turns.begin(never)
-    turns.call(fail)
-    with pytest.raises(ZeroDivisionError):
-        turns.end()
-    assert turns.begin(never)
-    turns.end()
-
-
 # -- an engine -------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("tiny")
-    write_tiny_tokenizer(write_tiny_model(directory, max_position_embeddings=2048))
-    return directory
+    return write_model_with_text(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(params=[(kind, device) for kind in KINDS for device in ("cpu", "cuda")], ids=lambda p: " ".join(p))

@@ -94,9 +94,6 @@ def test_beside_a_long_prompt_streams_keep_their_pace_and_short_prompts_start_at
     assert percentile(gaps_s(steps, start_s), 0.99) <= 3 * quiet_s
     assert max(gaps_s(steps, start_s)) < 0.35
     factor = long.first_token_s / solo_s(make_kv(), gpu)  # type: ignore[operator]
-    print(f"quiet {quiet_s * 1e3:.2f} ms, p99 {percentile(gaps_s(steps, start_s), 0.99) * 1e3:.2f} ms, longest")
-    print(f"{max(gaps_s(steps, start_s)) * 1e3:.0f} ms; long prompt {long.first_token_s:.2f} s, {factor:.2f} x alone;")
-    print(f"short ones {[f'{short.first_token_s * 1e3:.0f} ms' for short in shorts]}")
     assert factor < 6
 
 
@@ -131,9 +128,6 @@ def test_short_prompts_beside_a_long_one_do_not_add_up_to_a_hundredth_of_the_ste
         steps.step()
     assert len(shorts) == 16 and all(short.num_steps == 1 for short in shorts)
     assert max(short.first_token_s for short in shorts) < 0.4 + 2 * first_chunk_s
-    slow = sum(gap > 3 * quiet_s for gap in gaps_s(steps, start_s)) / len(gaps_s(steps, start_s))
-    print(f"{slow:.2%} of the times per token are longer than three quiet ones; ", end="")
-    print(f"the long prompt takes {long.first_token_s / alone_s:.2f} times its time alone")
     assert percentile(gaps_s(steps, start_s), 0.99) <= 3 * quiet_s
     assert long.first_token_s < 5 * alone_s
 
@@ -273,5 +267,4 @@ def test_throughput_of_256_waiting_requests_is_that_of_first_come_first_served(
             steps.add(lengths[0] + i * 7919 % (lengths[1] - lengths[0]), max_tokens=100 + i * 4241 % 924)
         steps.run_until()
         seconds.append(steps.now_s)
-    print(f"{seconds[1] / seconds[0]:.3f} of the time of first come, first served")
     assert seconds[1] < most * seconds[0]

@@ -93,18 +93,6 @@ def test_waiting_sequence_without_room_holds_back_those_behind_it() -> None:
     simulation.run()
 
 
-def test_statuses() -> None:
-    simulation = all_gpu()
-    seq = simulation.add(prompt(5), max_tokens=2)
-    assert seq.status is SequenceStatus.WAITING and simulation.scheduler.has_unfinished
-    simulation.step()
-    assert seq.status is SequenceStatus.RUNNING
-    simulation.step()
-    assert seq.status is SequenceStatus.FINISHED and seq.finish_reason == "length"
-    assert not simulation.scheduler.has_unfinished
-    assert simulation.step() is None
-
-
 def test_prompt_longer_than_the_slots_goes_in_chunks_of_them() -> None:
     simulation = hybrid(num_gpu_blocks=3, block_size=4, max_num_batched_tokens=100)
     simulation.add(prompt(30))
@@ -323,14 +311,6 @@ def test_one_step_ahead_max_tokens_is_kept(max_tokens: int) -> None:
     assert seq.num_pending_tokens == 0
 
 
-def test_one_step_ahead_nothing_to_plan_while_the_last_token_is_pending() -> None:
-    simulation = all_gpu(depth=1)
-    simulation.add(prompt(5), max_tokens=1)
-    assert simulation.step() is not None
-    assert simulation.step() is None
-    assert not simulation.scheduler.has_unfinished
-
-
 @pytest.mark.parametrize(("depth", "num_steps"), [(0, 2), (1, 3)])
 def test_end_token_is_noticed_when_it_arrives_and_the_step_run_meanwhile_is_dropped(depth: int, num_steps: int) -> None:
     simulation = all_gpu(depth=depth)
@@ -338,13 +318,6 @@ def test_end_token_is_noticed_when_it_arrives_and_the_step_run_meanwhile_is_drop
     simulation.run()
     assert (seq.output_token_ids, seq.finish_reason) == ([3, EOS], "stop")
     assert len(simulation.plans) == num_steps
-
-
-def test_end_token_is_ignored_on_request() -> None:
-    simulation = all_gpu()
-    seq = simulation.add(prompt_ending_in([3, EOS]), max_tokens=5, ignore_eos=True)
-    simulation.run()
-    assert len(seq.output_token_ids) == 5 and seq.finish_reason == "length"
 
 
 @pytest.mark.parametrize("ignore_eos", [False, True])
@@ -502,6 +475,23 @@ def test_no_guess_goes_past_max_tokens() -> None:
             expected.append(min(3, left - 1))  # the step samples a token besides those that it guesses
             left -= 1 + expected[-1]
         assert guessed == expected and seq.num_output_tokens == max_tokens
+
+
+@pytest.mark.parametrize("kind", ["drafts", "mixed"])
+def test_drafts_are_dropped_in_a_step_that_copies_blocks(kind: str) -> None:
+    """Drafts run before the copies of their step. Guesses that are known before the first draft stay."""
+    simulation = hybrid(num_gpu_blocks=12, make_drafter=odd_drafter(kind, seed=1), max_guesses=3)
+    simulation.add(prompt(7), max_tokens=30)
+    for _ in range(3):
+        simulation.step()
+    simulation.add([*prompt(6), 500], max_tokens=3)  # its hit ends inside a block, which is copied
+    copying, after = simulation.step(), simulation.step()
+    assert copying is not None and copying.moves.copies and after is not None and not after.moves.copies
+    (dropped,), (kept,) = ([step for step in plan.sequences if step.seq_id == 0] for plan in (copying, after))
+    assert (dropped.num_drafts, kept.num_drafts) == (0, 3)
+    assert -1 not in dropped.token_ids and dropped.num_guesses == dropped.num_tokens - 1 < kept.num_guesses == 3
+    assert dropped.num_paged_keys == dropped.position + dropped.num_tokens
+    simulation.run()  # the content model notices a wrong token
 
 
 def test_right_guesses_after_an_end_token_are_dropped() -> None:

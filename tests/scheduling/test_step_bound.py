@@ -113,7 +113,6 @@ def test_a_slow_first_chunk_is_soon_forgotten(num_slow: int, with_short: bool) -
         bound.chunk_placed(num_tokens, position, is_long=True)
         steps.run(num_tokens, position)
         seconds.append(8e-3 + WORK_S * chunk_work(num_tokens, position, TOKEN_KEYS))
-    print([f"{s * 1e3:.0f} ms" for s in seconds])
     assert max(seconds) < 0.25
     assert min(seconds[4:]) > 0.15
 
@@ -163,17 +162,6 @@ def test_bound_is_paced_in_every_step_where_chunks_cost_little_beside_their_work
     num_tokens = bound.max_tokens(100_000, is_long=True, is_oldest=True)
     seconds = DECODE_S + FIXED_S + WORK_S * chunk_work(2 * num_tokens, 100_000, TOKEN_KEYS)
     assert seconds == pytest.approx(PACE * DECODE_S, rel=0.05)  # half of the time is the oldest's in any case
-
-
-def test_bound_puts_long_steps_off_for_each_step_with_a_short_prompt() -> None:
-    bound = StepBound(measured(fixed_s=8e-3), max_step_s=2.0)
-    assert long_steps(bound, 1) == [0]
-    for _ in range(2):
-        bound.begin_step(33, 1, 0)
-        for _ in range(3):  # in one step
-            bound.chunk_placed(200, 0, is_long=False)
-    first = 3 * LONG_STEP_INTERVAL - 3
-    assert long_steps(bound, 1000)[:2] == [first, first + LONG_STEP_INTERVAL]  # the slow steps count once
 
 
 @pytest.mark.parametrize("times", [ChunkTimes(TOKEN_KEYS), measured(fixed_s=8e-3)])
@@ -302,14 +290,19 @@ def test_long_prompts_run_in_long_steps_where_there_are_graphs() -> None:
     assert not bound.is_long_step
 
 
-def test_only_slow_steps_with_short_prompts_put_long_steps_off() -> None:
-    for num_short, interval in ((1, LONG_STEP_INTERVAL), (16, 2 * LONG_STEP_INTERVAL)):
-        bound = StepBound(measured_graphs(), max_step_s=2.0)
+def test_each_slow_step_with_short_prompts_puts_the_next_long_step_off() -> None:
+    """The step after that comes at the usual interval: the slow steps are counted from one long step to the next."""
+    launches, graphs = measured(fixed_s=8e-3), measured_graphs()
+    for times, num_short, num_steps, num_slow in ((graphs, 1, 1, 0), (graphs, 16, 1, 1), (launches, 3, 2, 2)):
+        bound = StepBound(times, max_step_s=2.0)
         assert long_steps(bound, 1) == [0]
-        bound.begin_step(32 + num_short, 1, 0)
-        for _ in range(num_short):
-            bound.chunk_placed(200, 0, is_long=False)
-        assert long_steps(bound, 1000)[0] == interval - 2
+        for _ in range(num_steps):
+            bound.begin_step(32 + num_short, 1, 0)
+            for _ in range(num_short):
+                bound.chunk_placed(200, 0, is_long=False)
+        found = long_steps(bound, 1000)
+        assert found[0] == (1 + num_slow) * LONG_STEP_INTERVAL - 1 - num_steps
+        assert {later - earlier for earlier, later in pairwise(found)} == {LONG_STEP_INTERVAL}, "the count is not reset"
 
 
 def test_long_steps_soon_take_what_they_may_whatever_is_launched_beside() -> None:

@@ -28,7 +28,7 @@ OUTPUT: RequestOutput = {
 
 
 def run(test: Coroutine[Any, Any, None]) -> None:
-    """Fails also if a callback of the loop fails, which asyncio only logs."""
+    """Run on a new loop. Also fails if a callback of the loop fails, which asyncio only logs."""
     failures: list[dict[str, Any]] = []
 
     async def watched() -> None:
@@ -38,6 +38,11 @@ def run(test: Coroutine[Any, Any, None]) -> None:
 
     asyncio.run(watched())
     assert not failures
+
+
+def on_a_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+    """Run an async test. Tasks that it leaves are cancelled."""
+    return lambda: run(test())
 
 
 async def wait_until(condition: Callable[[], bool]) -> None:
@@ -107,170 +112,138 @@ def pass_on(dispatcher: Dispatcher, num_requests: int) -> None:
     thread.join()
 
 
-def test_a_few_are_woken_at_a_time_and_the_rest_after_a_rest() -> None:
-    async def test() -> None:
-        consumers = Consumers(Dispatcher(rests=lambda: True, rest_ratio=1e9, max_rest_s=0.05))
-        start_s = time.monotonic()
-        await consumers.take_a_token()
-        assert consumers.taken == list(range(NUM_STREAMS))
-        assert time.monotonic() - start_s > 0.05
-        consumers.cancel()
-
-    run(test())
+@on_a_loop
+async def test_a_few_are_woken_at_a_time_and_the_rest_after_a_rest() -> None:
+    consumers = Consumers(Dispatcher(rests=lambda: True, rest_ratio=1e9, max_rest_s=0.05))
+    start_s = time.monotonic()
+    await consumers.take_a_token()
+    assert consumers.taken == list(range(NUM_STREAMS))
+    assert time.monotonic() - start_s > 0.05
 
 
-def test_without_steps_there_is_no_rest() -> None:
-    async def test() -> None:
-        consumers = Consumers(Dispatcher(rests=lambda: False, rest_ratio=1e9, max_rest_s=ENDLESS_S))
-        await consumers.take_a_token()
-        consumers.cancel()
-
-    run(test())
+@on_a_loop
+async def test_without_steps_there_is_no_rest() -> None:
+    consumers = Consumers(Dispatcher(rests=lambda: False, rest_ratio=1e9, max_rest_s=ENDLESS_S))
+    await consumers.take_a_token()
 
 
-def test_rest_lasts_as_many_times_as_long_as_the_consumers_took() -> None:
-    async def test() -> None:
-        dispatcher = Dispatcher(rests=lambda: True, rest_ratio=5.0, max_rest_s=ENDLESS_S)
-        consumers = Consumers(dispatcher, num_streams=0)
-        busy_s = 0.02
+@on_a_loop
+async def test_rest_lasts_as_many_times_as_long_as_the_consumers_took() -> None:
+    dispatcher = Dispatcher(rests=lambda: True, rest_ratio=5.0, max_rest_s=ENDLESS_S)
+    consumers = Consumers(dispatcher, num_streams=0)
+    busy_s = 0.02
 
-        async def busy(stream: RequestStream) -> None:
-            async for _ in stream:
-                end_s = time.thread_time() + busy_s
-                while time.thread_time() < end_s:
-                    pass
+    async def busy(stream: RequestStream) -> None:
+        async for _ in stream:
+            end_s = time.thread_time() + busy_s
+            while time.thread_time() < end_s:
+                pass
 
-        for request_id in range(2):
-            stream = RequestStream([[1]], abort=lambda request_ids: None)
-            stream.expect(request_id, 0)
-            dispatcher.add(request_id, stream)
-            consumers.tasks.append(asyncio.create_task(busy(stream)))
-        await asyncio.sleep(0)
-        start_s = asyncio.get_running_loop().time()
-        hand_over_tokens(dispatcher, 2)
-        await wait_until(lambda: dispatcher._resting is not None)
-        assert dispatcher._resting is not None
-        assert dispatcher._resting.when() - start_s >= 6 * 2 * busy_s
-        consumers.cancel()
-
-    run(test())
+    for request_id in range(2):
+        stream = RequestStream([[1]], abort=lambda request_ids: None)
+        stream.expect(request_id, 0)
+        dispatcher.add(request_id, stream)
+        consumers.tasks.append(asyncio.create_task(busy(stream)))
+    await asyncio.sleep(0)
+    start_s = asyncio.get_running_loop().time()
+    hand_over_tokens(dispatcher, 2)
+    await wait_until(lambda: dispatcher._resting is not None)
+    assert dispatcher._resting is not None
+    assert dispatcher._resting.when() - start_s >= 6 * 2 * busy_s
 
 
-def test_rest_ends_when_the_engine_waits_for_its_consumers() -> None:
-    async def test() -> None:
-        dispatcher = Dispatcher(
-            rests=lambda: True, rest_ratio=1e9, max_rest_s=ENDLESS_S, max_passing_s=2 * TIME_LIMIT_S
-        )
-        consumers = Consumers(dispatcher)
-        hand_over_tokens(dispatcher, NUM_STREAMS)
-        await wait_until(lambda: len(consumers.taken) == MAX_WOKEN and dispatcher._resting is not None)
-        timer = dispatcher._resting
-        await asyncio.to_thread(dispatcher.wait_until_passed_on)
-        assert len(consumers.taken) == NUM_STREAMS and timer is not None and timer.cancelled()
-        dispatcher._hurry()
-        assert not dispatcher._is_hurried, "there is nothing to hurry with"
-        hand_over_tokens(dispatcher, NUM_STREAMS)
-        await asyncio.sleep(0.05)
-        assert len(consumers.taken) == NUM_STREAMS, "it rests again"
-        consumers.cancel()
-
-    run(test())
+@on_a_loop
+async def test_rest_ends_when_the_engine_waits_for_its_consumers() -> None:
+    dispatcher = Dispatcher(rests=lambda: True, rest_ratio=1e9, max_rest_s=ENDLESS_S, max_passing_s=2 * TIME_LIMIT_S)
+    consumers = Consumers(dispatcher)
+    hand_over_tokens(dispatcher, NUM_STREAMS)
+    await wait_until(lambda: len(consumers.taken) == MAX_WOKEN and dispatcher._resting is not None)
+    timer = dispatcher._resting
+    await asyncio.to_thread(dispatcher.wait_until_passed_on)
+    assert len(consumers.taken) == NUM_STREAMS and timer is not None and timer.cancelled()
+    dispatcher._hurry()
+    assert not dispatcher._is_hurried, "there is nothing to hurry with"
+    hand_over_tokens(dispatcher, NUM_STREAMS)
+    await asyncio.sleep(0.05)
+    assert len(consumers.taken) == NUM_STREAMS, "it rests again"
 
 
-def test_engine_does_not_wait_long_for_a_loop_that_stands_still() -> None:
-    async def test() -> None:
-        dispatcher = Dispatcher(rests=lambda: True, max_passing_s=0.05)
-        consumers = Consumers(dispatcher)
-        pass_on(dispatcher, NUM_STREAMS)  # the loop stands still
-        assert not consumers.taken
-        consumers.cancel()
-
-    run(test())
+@on_a_loop
+async def test_engine_does_not_wait_long_for_a_loop_that_stands_still() -> None:
+    dispatcher = Dispatcher(rests=lambda: True, max_passing_s=0.05)
+    consumers = Consumers(dispatcher)
+    pass_on(dispatcher, NUM_STREAMS)  # the loop stands still
+    assert not consumers.taken
 
 
-def test_first_token_goes_ahead_of_all_others() -> None:
-    async def test() -> None:
-        dispatcher = Dispatcher(rests=lambda: True, rest_ratio=1e9, max_rest_s=0.01)
-        consumers = Consumers(dispatcher)
-        await consumers.take_a_token()
-        newest = consumers.add()
-        await consumers.take_a_token()
-        assert consumers.taken == [newest, *range(NUM_STREAMS)]
-        consumers.cancel()
-
-    run(test())
+@on_a_loop
+async def test_first_token_goes_ahead_of_all_others() -> None:
+    dispatcher = Dispatcher(rests=lambda: True, rest_ratio=1e9, max_rest_s=0.01)
+    consumers = Consumers(dispatcher)
+    await consumers.take_a_token()
+    newest = consumers.add()
+    await consumers.take_a_token()
+    assert consumers.taken == [newest, *range(NUM_STREAMS)]
 
 
-def test_others_get_places_beside_first_updates() -> None:
-    async def test() -> None:
-        dispatcher = Dispatcher(rests=lambda: True, rest_ratio=1e9, max_rest_s=ENDLESS_S)
-        consumers = Consumers(dispatcher, num_streams=2)
-        await consumers.ready()
-        hand_over_tokens(dispatcher, 2)
-        await wait_until(lambda: dispatcher._resting is not None)
-        assert consumers.taken == [0, 1]
-        newest = [consumers.add() for _ in range(2 * MAX_WOKEN)]
-        await consumers.ready()
-        hand_over_tokens(dispatcher, len(consumers.streams))
-        assert dispatcher._resting is not None
-        dispatcher._resting.cancel()
-        dispatcher._end_rest()
-        await wait_until(lambda: len(consumers.taken) == 2 + MAX_WOKEN)
-        assert consumers.taken[2:] == [*newest[: MAX_WOKEN - 2], 0, 1]
-        consumers.cancel()
-
-    run(test())
+@on_a_loop
+async def test_others_get_places_beside_first_updates() -> None:
+    dispatcher = Dispatcher(rests=lambda: True, rest_ratio=1e9, max_rest_s=ENDLESS_S)
+    consumers = Consumers(dispatcher, num_streams=2)
+    await consumers.ready()
+    hand_over_tokens(dispatcher, 2)
+    await wait_until(lambda: dispatcher._resting is not None)
+    assert consumers.taken == [0, 1]
+    newest = [consumers.add() for _ in range(2 * MAX_WOKEN)]
+    await consumers.ready()
+    hand_over_tokens(dispatcher, len(consumers.streams))
+    assert dispatcher._resting is not None
+    dispatcher._resting.cancel()
+    dispatcher._end_rest()
+    await wait_until(lambda: len(consumers.taken) == 2 + MAX_WOKEN)
+    assert consumers.taken[2:] == [*newest[: MAX_WOKEN - 2], 0, 1]
 
 
-def test_failure_reaches_all_after_what_has_arrived() -> None:
-    async def test() -> None:
-        dispatcher = Dispatcher(rests=lambda: True, rest_ratio=1e9, max_rest_s=ENDLESS_S)
-        consumers = Consumers(dispatcher)
-        await consumers.ready()
-        hand_over_tokens(dispatcher, NUM_STREAMS)
-        dispatcher.fail("a step failed")
-        ends = await asyncio.gather(*consumers.tasks, return_exceptions=True)
-        assert sorted(consumers.taken) == list(range(NUM_STREAMS))
-        assert all(isinstance(end, EngineError) and str(end) == "a step failed" for end in ends)
-        assert len(set(map(id, ends))) == NUM_STREAMS
-
-    run(test())
+@on_a_loop
+async def test_failure_reaches_all_after_what_has_arrived() -> None:
+    dispatcher = Dispatcher(rests=lambda: True, rest_ratio=1e9, max_rest_s=ENDLESS_S)
+    consumers = Consumers(dispatcher)
+    await consumers.ready()
+    hand_over_tokens(dispatcher, NUM_STREAMS)
+    dispatcher.fail("a step failed")
+    ends = await asyncio.gather(*consumers.tasks, return_exceptions=True)
+    assert sorted(consumers.taken) == list(range(NUM_STREAMS))
+    assert all(isinstance(end, EngineError) and str(end) == "a step failed" for end in ends)
+    assert len(set(map(id, ends))) == NUM_STREAMS
 
 
-def test_failure_wakes_those_whose_answers_have_ended_before() -> None:
+@on_a_loop
+async def test_failure_wakes_those_whose_answers_have_ended_before() -> None:
     """Regression: an answer that had ended during a rest, beside another one's first token, was never taken."""
-
-    async def test() -> None:
-        dispatcher = Dispatcher(rests=lambda: True, rest_ratio=1e9, max_rest_s=ENDLESS_S)
-        consumers = Consumers(dispatcher, num_streams=2)
-        await consumers.ready()
-        hand_over_tokens(dispatcher, 1)
-        await wait_until(lambda: dispatcher._resting is not None)
-        dispatcher.hand_over(StepOutput(new_tokens={1: NewTokens([7])}, finished={0: OUTPUT}))
-        dispatcher.call_on_loop(lambda: dispatcher.fail("a step failed"))
-        ended, failed = await asyncio.gather(*consumers.tasks, return_exceptions=True)
-        assert ended is None and isinstance(failed, EngineError)
-        dispatcher._end_rest()  # finds nobody to wake
-
-    run(test())
+    dispatcher = Dispatcher(rests=lambda: True, rest_ratio=1e9, max_rest_s=ENDLESS_S)
+    consumers = Consumers(dispatcher, num_streams=2)
+    await consumers.ready()
+    hand_over_tokens(dispatcher, 1)
+    await wait_until(lambda: dispatcher._resting is not None)
+    dispatcher.hand_over(StepOutput(new_tokens={1: NewTokens([7])}, finished={0: OUTPUT}))
+    dispatcher.call_on_loop(lambda: dispatcher.fail("a step failed"))
+    ended, failed = await asyncio.gather(*consumers.tasks, return_exceptions=True)
+    assert ended is None and isinstance(failed, EngineError)
+    dispatcher._end_rest()  # finds nobody to wake
 
 
-def test_hurry_ends_with_a_wait_that_was_given_up() -> None:
+@on_a_loop
+async def test_hurry_ends_with_a_wait_that_was_given_up() -> None:
     """Regression: with hundreds of streams there is always more to pass on, and the loop never rested again."""
-
-    async def test() -> None:
-        dispatcher = Dispatcher(rests=lambda: True, rest_ratio=0.0, max_passing_s=0.01)
-        consumers = Consumers(dispatcher)
-        await consumers.ready()
-        pass_on(dispatcher, NUM_STREAMS)  # the loop stands still
-        hurried: list[bool] = []
-        loop = asyncio.get_running_loop()
-        loop.call_soon(lambda: loop.call_soon(lambda: hurried.append(dispatcher._is_hurried)))
-        await wait_until(lambda: len(consumers.taken) == NUM_STREAMS)
-        assert hurried == [False]
-        consumers.cancel()
-
-    run(test())
+    dispatcher = Dispatcher(rests=lambda: True, rest_ratio=0.0, max_passing_s=0.01)
+    consumers = Consumers(dispatcher)
+    await consumers.ready()
+    pass_on(dispatcher, NUM_STREAMS)  # the loop stands still
+    hurried: list[bool] = []
+    loop = asyncio.get_running_loop()
+    loop.call_soon(lambda: loop.call_soon(lambda: hurried.append(dispatcher._is_hurried)))
+    await wait_until(lambda: len(consumers.taken) == NUM_STREAMS)
+    assert hurried == [False]
 
 
 @pytest.mark.parametrize("rests", [False, True], ids=["idle", "resting"])
@@ -316,17 +289,14 @@ def test_loop_that_was_replaced_changes_nothing_for_the_next(left: str, rests: b
     first_loop.close()
 
 
-def test_results_of_removed_requests_are_dropped() -> None:
-    async def test() -> None:
-        dispatcher = Dispatcher(rests=lambda: True)
-        consumers = Consumers(dispatcher, num_streams=2)
-        assert dispatcher.remove(0) and not dispatcher.remove(0)
-        hand_over_tokens(dispatcher, 2)
-        await wait_until(lambda: bool(consumers.taken))
-        assert consumers.taken == [1]
-        consumers.cancel()
-
-    run(test())
+@on_a_loop
+async def test_results_of_removed_requests_are_dropped() -> None:
+    dispatcher = Dispatcher(rests=lambda: True)
+    consumers = Consumers(dispatcher, num_streams=2)
+    assert dispatcher.remove(0) and not dispatcher.remove(0)
+    hand_over_tokens(dispatcher, 2)
+    await wait_until(lambda: bool(consumers.taken))
+    assert consumers.taken == [1]
 
 
 def test_loop_with_open_requests_cannot_be_replaced_and_a_closed_one_leaves_them() -> None:
@@ -395,12 +365,10 @@ def test_loop_that_follows_wakes_no_stream_of_the_closed_one() -> None:
     assert not woken
 
 
-def test_ended_requests_have_their_output() -> None:
-    async def test() -> None:
-        dispatcher = Dispatcher(rests=lambda: True)
-        consumers = Consumers(dispatcher, num_streams=1)
-        dispatcher.hand_over(StepOutput(finished={0: OUTPUT}))
-        await asyncio.gather(*consumers.tasks)
-        assert consumers.taken == [0] and not dispatcher.remove(0)
-
-    run(test())
+@on_a_loop
+async def test_ended_requests_have_their_output() -> None:
+    dispatcher = Dispatcher(rests=lambda: True)
+    consumers = Consumers(dispatcher, num_streams=1)
+    dispatcher.hand_over(StepOutput(finished={0: OUTPUT}))
+    await asyncio.gather(*consumers.tasks)
+    assert consumers.taken == [0] and not dispatcher.remove(0)

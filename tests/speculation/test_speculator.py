@@ -24,14 +24,11 @@ class ListedDrafter:
 
     def __init__(self, name: str, answer: Callable[[int], Guesses]) -> None:
         self.name, self._answer = name, answer  # type: ignore[misc]
-        self.known: list[int] = []
+        self.forgotten: list[int] = []
         self.asked: list[int] = []
 
-    def add(self, seq: Sequence) -> None:
-        self.known.append(seq.seq_id)
-
     def forget(self, seq: Sequence) -> None:
-        self.known.remove(seq.seq_id)
+        self.forgotten.append(seq.seq_id)
 
     def can_guess(self, seq: Sequence) -> bool:
         return bool(self._answer(1).token_ids)
@@ -68,7 +65,7 @@ def test_the_first_drafter_with_a_guess_is_asked() -> None:
     assert speculator.guess(seq, 9, load(1)) == Guesses((5,) * 4)
     assert speculator.guess(seq, 0, load(1)) == speculator.guess(seq, -2, load(1)) == NO_GUESSES
     speculator.forget(seq)
-    assert not first.known and not second.known
+    assert first.forgotten == second.forgotten == [seq.seq_id]
 
 
 def test_nothing_to_guess() -> None:

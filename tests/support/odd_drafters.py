@@ -23,9 +23,6 @@ class OddDrafter:
         self._kind, self._next_tokens, self._vocab_size = kind, next_tokens, vocab_size
         self._rng = random.Random(seed)
 
-    def add(self, seq: Sequence) -> None:
-        pass
-
     def forget(self, seq: Sequence) -> None:
         pass
 

@@ -53,20 +53,16 @@ def run(token_ids: list[int], stop: tuple[str, ...] = (), tokenizer: object = No
     return pieces, detokenizer
 
 
-@settings(max_examples=examples(300), deadline=None)
-@given(text=st.text(max_size=30), junk=st.lists(st.integers(0, 256), max_size=12))
+HARDLY_TEXT = st.lists(st.sampled_from([0x41, 0x80, 0xBF, 0xC3, 0xE2, 0xED, 0xEF, 0xF0, 0x9F, 0xBD, 256]), max_size=80)
+
+
+@settings(max_examples=examples(500), deadline=None)
+@given(text=st.text(max_size=30), junk=st.one_of(st.lists(st.integers(0, 256), max_size=12), HARDLY_TEXT))
 @example(text="\U0001f600", junk=[0xF0, 0x9F] * 20)
 @example(text="\ufffd" * 20, junk=[256] * 40)
 @example(text="\U0001f600", junk=[0xF0, *[256] * 40, 0x9F])
 def test_pieces_are_the_whole_text_also_of_broken_characters(text: str, junk: list[int]) -> None:
     token_ids = [*text.encode(), *junk, *text.encode()]
-    _, detokenizer = run(token_ids)
-    assert detokenizer.text == ByteTokenizer().decode(token_ids)
-
-
-@settings(max_examples=examples(300), deadline=None)
-@given(st.lists(st.sampled_from([0x41, 0x80, 0xBF, 0xC3, 0xE2, 0xED, 0xEF, 0xF0, 0x9F, 0xBD, 256]), max_size=80))
-def test_pieces_are_the_whole_text_of_bytes_that_are_hardly_text(token_ids: list[int]) -> None:
     _, detokenizer = run(token_ids)
     assert detokenizer.text == ByteTokenizer().decode(token_ids)
 
@@ -160,10 +156,6 @@ def test_words_keep_the_spaces_that_a_decoder_drops_at_the_start() -> None:
     assert pieces == ["Hello", " world", ",", " again", "st", " a"]
 
 
-def test_special_tokens_are_not_shown() -> None:
-    assert run([*b"ab", 256])[0] == ["a", "b", ""]
-
-
 def test_after_a_stop_nothing_more_comes() -> None:
     detokenizer = Detokenizer(TokenDecoder(ByteTokenizer()), StopStrings(("b",)))
     assert detokenizer.update(b"ab", False) == "a"
@@ -181,34 +173,6 @@ def test_stop_string_that_is_included_ends_the_text_and_nothing_behind_it_shows(
     before, found, _ = text.partition(stop)
     assert detokenizer.stopped == bool(found)
     assert "".join(pieces) == detokenizer.text == before + found
-
-
-@pytest.mark.parametrize(("include_stop", "text"), [(False, "ab"), (True, "ab.")])
-def test_end_token_that_has_text_shows_only_if_it_is_to_be_included(include_stop: bool, text: str) -> None:
-    detokenizer = Detokenizer(TokenDecoder(ByteTokenizer()), StopStrings(("END",)), include_stop)
-    assert detokenizer.update(b"ab", False) == "ab"
-    detokenizer.update(b".", True, at_end_token=True)
-    assert (detokenizer.text, detokenizer.stopped) == (text, False)
-
-
-def test_stop_string_that_is_a_special_token_is_found_where_those_are_shown() -> None:
-    """M4: special tokens were left out before the search, so it never was."""
-    token_ids = [*BYTE_LEVEL.encode("a test"), BYTE_LEVEL.eos_token_id, *BYTE_LEVEL.encode("more")]
-    texts = {}
-    for skip in (True, False):
-        detokenizer = Detokenizer(TokenDecoder(BYTE_LEVEL, skip), StopStrings(("<eos>",)))
-        detokenizer.update(token_ids, finished=True)
-        texts[skip] = detokenizer.text
-    assert texts == {True: "a testmore", False: "a test"}
-
-
-@pytest.mark.parametrize("step", [2, 3, 7])
-def test_several_tokens_at_once_give_the_same_text(step: int) -> None:
-    token_ids = "K\u00f6ln \u20ac 5, \U0001f600 and on END more".encode()
-    detokenizer = Detokenizer(TokenDecoder(ByteTokenizer()), StopStrings(("END",)))
-    starts = range(0, len(token_ids), step)
-    pieces = [detokenizer.update(token_ids[i : i + step], finished=i + step >= len(token_ids)) for i in starts]
-    assert "".join(pieces) == detokenizer.text == "K\u00f6ln \u20ac 5, \U0001f600 and on "
 
 
 # -- real tokenizers: byte-level, byte fallback with a mark for spaces, words whose spaces are cleaned up -------------

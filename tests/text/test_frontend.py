@@ -3,16 +3,15 @@
 from pathlib import Path
 
 import pytest
-from tiny_models import write_tiny_model, write_tiny_tokenizer
+from tiny_engines import write_model_with_text
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.checkpoint.model_config import ModelConfig
-from nanovllm.core.outputs import Outbox, Receiver, RequestOutput
+from nanovllm.core.outputs import Outbox, Receiver
 from nanovllm.core.sequence import Sequence
 from nanovllm.engine.setup import prepare
 from nanovllm.engine.startup import start_engine
 from nanovllm.errors import RequestError
-from nanovllm.text.detokenizer import TextReceiver
 from nanovllm.text.frontend import TextFrontend, bad_word_token_ids
 
 OPTIONS = {"device": "cpu", "dtype": "float32", "num_kvcache_blocks": 20}
@@ -21,35 +20,12 @@ PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("tiny")
-    write_tiny_tokenizer(write_tiny_model(directory, max_position_embeddings=2048))
-    return directory
+    return write_model_with_text(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="module")
 def text(model: Path) -> TextFrontend:
     return TextFrontend(ModelConfig.from_pretrained(str(model))[0], model)
-
-
-def read_all(
-    receiver: Receiver, answer: list[int], params: SamplingParams
-) -> tuple[Sequence, list[str], RequestOutput | None]:
-    """Give the receiver one token after another, as the engine does, until it ends the request or the last has come."""
-    seq, output = Sequence(0, [1, 2], params, seed=0), None
-    pieces = []
-    for token_id in answer:
-        seq.token_ids.append(token_id)
-        if len(seq.token_ids) - 2 == len(answer):
-            seq.finish_reason = "length"
-        if ending := receiver.read(seq):
-            seq.finish_reason, seq.error = ending
-        receiver.deliver(seq)
-        content = receiver.outbox.fetch()
-        pieces.append(content.texts.get(0, ""))
-        output = content.finished.get(0)
-        if seq.finish_reason is not None:
-            break
-    return seq, pieces, output
 
 
 def test_composed_by_hand_answers_as_the_llm_does(model: Path, text: TextFrontend) -> None:
@@ -108,21 +84,6 @@ def test_encode_long_text_is_refused_as_a_short_one(model: Path) -> None:
         assert str(long.value) == str(short.value).replace("position 2", f"position {position + 2}")
 
 
-def test_receiver_delivers_pieces_that_make_the_whole_text(text: TextFrontend) -> None:
-    answer = text.encode_prompt("Hello world").tolist()
-    seq, pieces, output = read_all(receiver := text.receiver(Outbox(), PARAMS), answer, PARAMS)
-    assert "".join(pieces) == receiver.whole_text() == "Hello world" and seq.finish_reason == "length"
-    assert output is not None and output["text"] == "Hello world"
-
-
-def test_receiver_ends_its_request_before_a_stop_string(text: TextFrontend) -> None:
-    params = SamplingParams(max_tokens=99, stop="o w")
-    answer = text.encode_prompt("Hello world").tolist()
-    seq, pieces, _ = read_all(receiver := text.receiver(Outbox(), params), answer, params)
-    assert "".join(pieces) == receiver.whole_text() == "Hell"
-    assert (seq.finish_reason, seq.error) == ("stop", None) and len(seq.token_ids) - 2 < len(answer)
-
-
 def test_receiver_delivered_twice_brings_a_piece_once(text: TextFrontend) -> None:
     """An abort delivers too, and nothing new has been read then."""
     receiver = text.receiver(Outbox(), PARAMS)
@@ -155,38 +116,6 @@ def test_receiver_aborted_delivers_what_was_held_back(text: TextFrontend) -> Non
         receiver.deliver(seq)
         content = receiver.outbox.fetch()
         assert streamed + content.texts[0] == content.finished[0]["text"] == expected
-
-
-def test_receiver_decoder_raises_ends_its_request_with_an_error(
-    text: TextFrontend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    receiver = text.receiver(Outbox(), PARAMS)
-    assert isinstance(receiver, TextReceiver)
-    monkeypatch.setattr(receiver.detokenizer, "update", lambda *args: 1 / 0)
-    seq, pieces, _ = read_all(receiver, [72, 73], PARAMS)
-    assert pieces == ["", ""] and seq.finish_reason == "error"
-    assert seq.error == "its text could not be decoded: ZeroDivisionError: division by zero"
-
-
-def test_frontend_without_a_tokenizer_takes_token_ids_and_makes_no_text(model: Path) -> None:
-    text = TextFrontend(ModelConfig.from_pretrained(str(model))[0], None)
-    assert text.tokenizer is None and text.encode_prompt([1, 2]).tolist() == [1, 2]
-    assert text.receiver(Outbox(), PARAMS).whole_text() is None
-    for call, message in (
-        (lambda: text.encode_prompt("a"), "a text prompt needs a tokenizer"),
-        (lambda: text.check_params(SamplingParams(stop="a")), "stop strings need a tokenizer"),
-        (lambda: text.check_stream(PARAMS), "stream yields text and needs a tokenizer"),
-        (lambda: text.encode_chat([{"role": "user", "content": "a"}]), "chat needs a tokenizer"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            call()
-
-
-def test_receiver_detokenize_off_makes_no_text(text: TextFrontend) -> None:
-    params = SamplingParams(detokenize=False)
-    assert text.receiver(Outbox(), params).whole_text() is None
-    with pytest.raises(ValueError, match="leave detokenize on"):
-        text.check_stream(params)
 
 
 def test_bad_words_that_leave_no_token_are_refused() -> None:

@@ -14,8 +14,15 @@ from transformers import AutoTokenizer
 from nanovllm.demo.retrieval_model import END_TOKEN_ID, save_tokenizer
 from nanovllm.errors import RequestError
 from nanovllm.sampling_params import StructuredOutputs
-from nanovllm.text.grammar import LIMITS, MAX_REASON_CHARS, MAX_REFERENCE_DEPTH, _measure, with_deep_stack
-from nanovllm.text.structured import GrammarCompiler, TokenMatcher
+from nanovllm.text.structured import (
+    LIMITS,
+    MAX_REASON_CHARS,
+    MAX_REFERENCE_DEPTH,
+    GrammarCompiler,
+    TokenMatcher,
+    _measure,
+    with_deep_stack,
+)
 
 MAX_SECONDS = 5.0  # each takes less than one on an idle machine
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_engines import finish_all
 from tiny_models import write_tiny_model, write_tiny_tokenizer
 
 from nanovllm import LLM, SamplingParams
@@ -56,9 +57,7 @@ def test_text_with_a_token_beyond_the_vocabulary_is_refused_and_the_rest_goes_on
     message = r"contains '<pad>', token 320 \(at position \d+ .* vocabulary 0\.\.319; remove it .* or use the tokenizer"
     with pytest.raises(RequestError, match=message):
         call(llm, "some text<pad>")
-    finished: dict[int, Any] = {}
-    while not llm.is_finished():
-        finished |= llm.step().finished
+    finished = finish_all(llm)
     assert list(finished) == [running] and finished[running]["token_ids"] == expected
 
 

@@ -254,13 +254,6 @@ def test_is_finished_as_soon_as_only_an_end_token_could_follow(case: Case) -> No
             assert allowed(matcher.mask()) == expected
 
 
-def test_ignore_eos_allows_no_end_token(case: Case) -> None:
-    matcher = case.matcher(True, regex="a+")
-    assert matcher.accept(case.encode("a")[0])
-    assert not {*allowed(matcher.mask())} & {*case.end_token_ids} and not matcher.accept(case.end_token_ids[0])
-    assert not matcher.is_finished
-
-
 def test_model_without_end_tokens_ends_when_nothing_can_follow(tmp_path: Path) -> None:
     save_tokenizer(tmp_path)
     case = Case(AutoTokenizer.from_pretrained(tmp_path), ())

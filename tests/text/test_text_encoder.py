@@ -100,13 +100,6 @@ def test_encode_any_text_cut_everywhere_equals_the_tokenizer(
 
 
 @each_tokenizer
-def test_encode_random_texts_equals_the_tokenizer(name: str) -> None:
-    encoder, rng = TextEncoder(TOKENIZERS[name], min_chars=0, piece_chars=1), random.Random(2)
-    for _ in range(300):
-        assert_same_tokens(encoder, "".join(rng.choices(PARTS, k=100)))
-
-
-@each_tokenizer
 def test_encode_common_beginning_of_any_length(name: str) -> None:
     encoder = TextEncoder(TOKENIZERS[name], min_chars=0, piece_chars=50)
     hard = "x. \n\n  They'll've  12345 67\r\n\r\n /e\u0301 \u0301漢字。漢！ 😀" + SPECIAL + " \n" + SPECIAL + "a" * 90
