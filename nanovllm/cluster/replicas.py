@@ -9,6 +9,7 @@ from ray import serve
 from ray.exceptions import RayError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+from starlette.types import Message as ASGIMessage
 
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.cluster import front
@@ -17,7 +18,6 @@ from nanovllm.cluster.routing import PrefixRouting, RequestKey, request_key
 from nanovllm.errors import EngineError
 from nanovllm.server.app import make_app, warm_up
 from nanovllm.server.errors import Refusal, keep_messages_out
-from nanovllm.server.gate import ASGIMessage
 from nanovllm.server.options import ServerOptions
 
 DEPLOYMENT = "EngineReplica"

@@ -1,4 +1,4 @@
-"""ServerOptions: what the operator of a server has chosen, apart from the engine's options. And the port to listen on.
+"""ServerOptions: the choices of a server's operator, apart from the engine's options. And the port to listen on.
 
 The port is bound before anything is loaded, so that a port in use is known at once.
 """
@@ -6,14 +6,17 @@ The port is bound before anything is loaded, so that a port in use is known at o
 import socket
 from dataclasses import dataclass
 from ipaddress import ip_address
+from typing import Any
 from urllib.parse import urlsplit
 
 from nanovllm.errors import ConfigError
-from nanovllm.utils.options import option
+from nanovllm.utils.options import MAX_INT32, check_options, option
 
-MAX_PORT = 65535
-MAX_NUMBER = 2**31 - 1
 _SERVER, _ACCESS, _LIMITS = "the server", "who may ask", "how much clients may ask for"  # groups
+
+
+def _limit(default: float, help: str) -> Any:
+    return option(default, help=help, group=_LIMITS, above=0, most=MAX_INT32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,12 +24,16 @@ class ServerOptions:
     """The flags of `nanovllm serve`. The `help` of each field says what it means. A bad value raises ConfigError."""
 
     host: str = option("127.0.0.1", help="address to listen on; 0.0.0.0 or :: for all networks", group=_SERVER)
-    port: int = option(8000, help="port to listen on; 0: any free one", group=_SERVER)
+    port: int = option(8000, help="port to listen on; 0: any free one", group=_SERVER, least=0, most=65535)
     served_model_name: tuple[str, ...] = option(
         (), help="names that clients may call the model by; answers carry the first; by default, model", group=_SERVER
     )
     drain_s: float = option(
-        30.0, help="seconds that open requests get to finish after SIGTERM; then they are aborted", group=_SERVER
+        30.0,
+        help="seconds that open requests get to finish after SIGTERM; then they are aborted",
+        group=_SERVER,
+        least=0,
+        most=MAX_INT32,
     )
 
     api_key_file: str | None = option(
@@ -46,45 +53,33 @@ class ServerOptions:
     )
 
     max_queue: int = option(
-        1024, help="maximum number of answers that wait for their first token; beyond it, status 429", group=_LIMITS
+        1024,
+        help="maximum number of answers that wait for their first token; beyond it, status 429",
+        group=_LIMITS,
+        least=1,
     )
-    max_wait_s: float = option(
-        600.0, help="seconds that a request may wait for its first token; then, status 503", group=_LIMITS
-    )
-    max_receive_s: float = option(
-        60.0, help="seconds that a client may take to send the head of a request, and its body", group=_LIMITS
-    )
-    max_unread_s: float = option(
-        300.0, help="seconds after which a client that takes nothing of its answer is cut off", group=_LIMITS
-    )
-    max_body_mb: float = option(32.0, help="maximum size of a body in MiB", group=_LIMITS)
+    max_wait_s: float = _limit(600.0, "seconds that a request may wait for its first token; then, status 503")
+    max_receive_s: float = _limit(60.0, "seconds that a client may take to send the head of a request, and its body")
+    max_unread_s: float = _limit(300.0, "seconds after which a client that takes nothing of its answer is cut off")
+    max_body_mb: float = _limit(32.0, "maximum size of a body in MiB")
     max_prompt_chars: int | None = option(
         None,
         help="maximum number of characters in a prompt, which is checked before it is tokenized; by default, 16 for "
         "each token of max_model_len",
         group=_LIMITS,
+        least=1,
     )
 
     def __post_init__(self) -> None:
+        check_options(self, ConfigError)
         if not self.host:
             raise ConfigError("host='' must be an address; 0.0.0.0 for all networks")
-        if not 0 <= self.port <= MAX_PORT:
-            raise ConfigError(f"port={self.port} must be between 0 and {MAX_PORT}")
         if not all(self.served_model_name):
             raise ConfigError("served_model_name='' must not be empty")
         for origin in self.allowed_origins:
             parts = urlsplit(origin)
             if origin != "*" and (not parts.netloc or origin != f"{parts.scheme}://{parts.netloc}"):
                 raise ConfigError(f"allowed_origins={origin!r} must be scheme://host or scheme://host:port, or *")
-        for name in ("max_queue", "max_prompt_chars"):
-            value = getattr(self, name)
-            if value is not None and not 1 <= value <= MAX_NUMBER:
-                raise ConfigError(f"{name}={value} must be between 1 and {MAX_NUMBER}")
-        for name in ("max_wait_s", "max_receive_s", "max_unread_s", "max_body_mb"):
-            if not 0 < getattr(self, name) <= MAX_NUMBER:
-                raise ConfigError(f"{name}={getattr(self, name)} must be above 0 and at most {MAX_NUMBER}")
-        if not 0 <= self.drain_s <= MAX_NUMBER:
-            raise ConfigError(f"drain_s={self.drain_s} must be between 0 and {MAX_NUMBER}")
 
     @property
     def is_local(self) -> bool:
