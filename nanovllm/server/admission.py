@@ -87,14 +87,14 @@ class Service:
             return key_salt or body.cache_salt
         return f"{key_salt} {body.cache_salt}"
 
-    async def prepare(self, function: Callable[..., Result], *args: Any, **options: Any) -> Result:
+    async def prepare(self, function: Callable[..., Result], *args: Any) -> Result:
         """Call a function that takes long if the prompt is long, before the request is submitted.
 
         Meanwhile the request counts as one that waits. Raises Refusal like `submit`.
         """
         place = self._enter(1)
         try:
-            return await asyncio.to_thread(function, *args, **options)
+            return await asyncio.to_thread(function, *args)
         finally:
             place.leave()
 

@@ -32,7 +32,7 @@ from nanovllm.server.errors import (
 from nanovllm.server.gate import ApiKeys, Gate
 from nanovllm.server.metrics import CONTENT_TYPE
 from nanovllm.server.options import ServerOptions
-from nanovllm.server.page import kv_router, page_router
+from nanovllm.server.page import add_page, kv_router
 from nanovllm.server.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -70,7 +70,7 @@ def make_app(engine: AsyncLLM, options: ServerOptions, replica: str | None = Non
     add_answers(app, service)
     add_small_endpoints(app, service)
     app.include_router(kv_router(engine.llm))
-    app.include_router(page_router())
+    add_page(app)
     return app
 
 

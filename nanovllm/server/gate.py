@@ -24,10 +24,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from nanovllm.errors import ConfigError
 from nanovllm.server.errors import ClientDisconnectedError, Refusal
 from nanovllm.server.options import ServerOptions
-from nanovllm.server.page import page_paths
+from nanovllm.server.page import FILES_PATH
 
 API_KEY_VARIABLE = "NANOVLLM_API_KEY"
-OPEN_PATHS = ("/", "/health", "/version")  # need no key
+OPEN_PATHS = ("/", "/health", "/version")  # need no key, nor do the page's files
 MAX_HELD_BODIES = 64  # the bodies of all open requests together are at most as large as so many of the largest
 CACHE_SALT = "cache_salt"  # the entry of the request's state that holds the salt of its key, with cache_salt_per_key
 HOST_REFUSED = (
@@ -55,7 +55,6 @@ class Gate:
         self, app: ASGIApp, options: ServerOptions, keys: "ApiKeys", on_refusal: Callable[[str], None]
     ) -> None:
         self._app, self._options, self._keys, self._on_refusal = app, options, keys, on_refusal
-        self._open_paths = frozenset((*OPEN_PATHS, *page_paths()))
         self.outermost: ASGIApp = self
         if options.allowed_origins:
             self.outermost = CORSMiddleware(
@@ -91,7 +90,7 @@ class Gate:
         for name, value in scope["headers"]:
             if name == b"host" and not self._keys and not self._options.is_known_host(value.decode("latin-1")):
                 raise Refusal(403, "host", HOST_REFUSED)
-        if not self._keys or scope["path"] in self._open_paths:
+        if not self._keys or scope["path"] in OPEN_PATHS or scope["path"].startswith(f"{FILES_PATH}/"):
             return
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         if len(given) != 1 or not self._keys.accept(given[0]):

@@ -20,6 +20,7 @@ from pydantic import (
     Field,
     GetJsonSchemaHandler,
     Tag,
+    TypeAdapter,
     WithJsonSchema,
     model_validator,
 )
@@ -32,14 +33,6 @@ from nanovllm.server.errors import ApiError
 
 COMPLETION_MAX_TOKENS = 16  # as OpenAI
 MAX_NAME_CHARS = 100  # of an unknown field, in the message
-_PROMPT_SCHEMA = {
-    "anyOf": [
-        {"type": "string"},
-        {"type": "array", "items": {"type": "string"}, "minItems": 1},
-        {"type": "array", "items": {"type": "integer"}, "minItems": 1},
-        {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}, "minItems": 1},
-    ]
-}
 
 
 class _FirstError(FailFast):
@@ -52,7 +45,8 @@ Item = TypeVar("Item")
 Items: TypeAlias = Annotated[list[Item], _FirstError()]
 
 # Checked by the engine, because pydantic would take seconds for the token ids of a long document
-PromptField = Annotated[Any, WithJsonSchema(_PROMPT_SCHEMA)]
+_Prompt = TypeAdapter(str | list[str] | list[int] | list[list[int]])
+PromptField = Annotated[Any, WithJsonSchema(_Prompt.json_schema())]
 
 
 def refuse(param: str, message: str) -> PydanticCustomError:
