@@ -18,10 +18,12 @@ from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Message as ASGIMessage
 
 from nanovllm.server.answers import DONE, while_connected
 from nanovllm.server.errors import ApiError, ClientDisconnectedError, Refusal, json_response
-from nanovllm.server.gate import CACHE_SALT, ASGIApp, ASGIMessage, Receive, Scope, Send
+from nanovllm.server.gate import CACHE_SALT
 from nanovllm.server.metrics import CONTENT_TYPE, PREFIX
 
 MAX_SENDS = 2

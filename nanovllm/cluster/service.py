@@ -27,6 +27,7 @@ from ray.serve.exceptions import (
     ReplicaUnavailableError,
 )
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+from starlette.types import Message as ASGIMessage
 
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.cluster import front as front_module
@@ -39,7 +40,7 @@ from nanovllm.config import Config
 from nanovllm.errors import EngineError
 from nanovllm.server.app import make_app, warm_up
 from nanovllm.server.errors import Refusal, keep_messages_out
-from nanovllm.server.gate import ASGIMessage, Gate, load_keys
+from nanovllm.server.gate import Gate, load_keys
 from nanovllm.server.lifecycle import ended_by_sigterm, raise_file_limit, serve_until_stopped
 from nanovllm.server.options import ServerOptions
 

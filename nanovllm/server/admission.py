@@ -1,4 +1,4 @@
-"""Service: what the endpoints share. It takes requests for the engine, as many as may wait, for as long as they may.
+"""Service: the state that the endpoints share. It takes requests for the engine, and limits how many wait how long.
 
 An answer waits until its first token arrives. What runs is bounded by the engine itself (max_num_seqs). What one
 request can ask for is limited, too, so that no client keeps the server busy with a single body.
@@ -6,7 +6,7 @@ request can ask for is limited, too, so that no client keeps the server busy wit
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -23,7 +23,7 @@ from nanovllm.server.errors import Refusal, model_not_found
 from nanovllm.server.gate import CACHE_SALT
 from nanovllm.server.metrics import Metrics
 from nanovllm.server.options import ServerOptions
-from nanovllm.server.protocol import COMPLETION_MAX_TOKENS, SamplingFields
+from nanovllm.server.protocol import SamplingFields
 from nanovllm.text.request_check import Prompt
 
 CHARS_PER_TOKEN = 16  # few texts have as many; without a limit, a text that cannot fit is tokenized for seconds
@@ -31,7 +31,6 @@ MAX_N = 128  # answers to one prompt
 MAX_STOP = 64  # strings, each of which is looked for in every step
 MAX_LIST_ITEMS = 4096  # of the other lists
 MIN_TOTAL_LOGPROBS = 1 << 22  # of one request, about 60 bytes of JSON each; a longer context may have more
-_LISTS = (*("prompt", "messages", "tools", "stop_token_ids", "bad_words", "logit_bias", "guided_choice"),)
 MAX_RETRY_AFTER_S = 60.0
 _NEWEST_WAIT_SHARE = 0.1  # of the newest wait in the average of all
 Result = TypeVar("Result")
@@ -48,8 +47,7 @@ class Service:
             raise ConfigError("served_model_name=() has no name for the model; give at least one")
         self.engine, self.options = engine, options
         self.model_names = options.served_model_name
-        self.metrics = Metrics(self.model_names[0], replica)
-        self.metrics.watch(engine.llm.stats, lambda: self.num_waiting)
+        self.metrics = Metrics(self.model_names[0], engine.llm.stats, lambda: self.num_waiting, replica)
         self.started_s = int(time.time())
         self.num_waiting = self.num_open = 0
         self._limits = RequestLimits(options, engine.llm.max_model_len)
@@ -66,12 +64,11 @@ class Service:
 
         If the body names no model, it means the one that is served.
         """
-        fields: Mapping[str, Any] = vars(body)
-        name = fields["model"]
+        name = vars(body)["model"]
         if name is not None and name not in self.model_names:
             raise model_not_found(name)
         with self._counted():
-            self._limits.check(fields)
+            self._limits.check_body(body)
 
     def check_chars(self, num_chars: int, param: str) -> None:
         """Raise Refusal for a text that is too long to be tokenized."""
@@ -79,25 +76,25 @@ class Service:
             self._limits.check_chars(num_chars, param)
 
     def key_salt(self, request: Request) -> str | None:
-        """The salt of the request's API key, if keys have salts."""
+        """Return the salt of the request's API key, if keys have salts."""
         salt: str | None = getattr(request.state, CACHE_SALT, None)
         return salt
 
     def cache_salt(self, body: SamplingFields, request: Request) -> str | None:
-        """Requests share KV only if their salts are equal: that of the API key, if there is one, and the client's."""
+        """Join the salts of the API key and of the client. Requests share KV only if theirs are equal."""
         key_salt = self.key_salt(request)
         if key_salt is None or body.cache_salt is None:
             return key_salt or body.cache_salt
         return f"{key_salt} {body.cache_salt}"
 
-    async def prepare(self, function: Callable[..., Result], *args: Any, **options: Any) -> Result:
+    async def prepare(self, function: Callable[..., Result], *args: Any) -> Result:
         """Call a function that takes long if the prompt is long, before the request is submitted.
 
         Meanwhile the request counts as one that waits. Raises Refusal like `submit`.
         """
         place = self._enter(1)
         try:
-            return await asyncio.to_thread(function, *args, **options)
+            return await asyncio.to_thread(function, *args)
         finally:
             place.leave()
 
@@ -113,9 +110,11 @@ class Service:
     ) -> RequestStream:
         """Queue the prompts of a request, as AsyncLLM.submit does. Every request for an answer passes through here.
 
-        Raises Refusal, and queues nothing, if too many answers wait already. The stream raises Refusal, and its answers
-        are aborted, if none of them has begun after `max_wait_s`.
+        Raises Refusal, and queues nothing, if too many answers wait already, or for too many log-probabilities. The
+        stream raises Refusal, and its answers are aborted, if none of them has begun after `max_wait_s`.
         """
+        with self._counted():
+            self._limits.check_logprobs(prompts, params)
         place = self._enter(len(prompts) * params.n)
         try:
             salted_prompts = [salted(prompt, cache_salt) for prompt in prompts]
@@ -147,16 +146,16 @@ class Service:
 
     @property
     def retry_after_s(self) -> float:
-        """A moving average of waits."""
+        """A moving average of waits, cut at a minute."""
         return min(self._mean_wait_s, MAX_RETRY_AFTER_S)
 
     def add_wait(self, wait_s: float) -> None:
-        """An answer has got its first token after this time."""
+        """Take into account that an answer has got its first token after this time."""
         self._mean_wait_s += _NEWEST_WAIT_SHARE * (wait_s - self._mean_wait_s)
 
 
 def salted(prompt: Prompt, cache_salt: str | None) -> Prompt:
-    """A text or token ids as a prompt with this salt."""
+    """Return a text or token ids as a prompt with this salt."""
     if cache_salt is None:
         return prompt
     key = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
@@ -164,7 +163,7 @@ def salted(prompt: Prompt, cache_salt: str | None) -> Prompt:
 
 
 class _Place:
-    """One request's place among those that wait. It observes the request's stream (StreamObserver)."""
+    """The place of one request among those that wait. It observes the request's stream (StreamObserver)."""
 
     def __init__(self, service: Service, num_answers: int) -> None:
         self._service = service
@@ -226,98 +225,57 @@ class _Place:
 
 
 class RequestLimits:
+    """Checks that raise Refusal for a request that asks for too much."""
+
     def __init__(self, options: ServerOptions, max_model_len: int) -> None:
         self._max_model_len = max_model_len
-        self._max_total_logprobs = max(MIN_TOTAL_LOGPROBS, 2 * (1 + MAX_LOGPROBS) * max_model_len)
+        self._max_logprobs = max(MIN_TOTAL_LOGPROBS, 2 * (1 + MAX_LOGPROBS) * max_model_len)
         self.max_prompt_chars = options.max_prompt_chars or CHARS_PER_TOKEN * max_model_len
 
-    def check(self, fields: Mapping[str, Any]) -> None:
-        """Raise Refusal for a body that asks for too much. `fields`: the body's entries that were given."""
-        for name in _LISTS:
-            value = fields.get(name)
-            if isinstance(value, Sized) and not isinstance(value, str) and not _is_token_ids(name, value):
-                self._check("list_items", name, len(value), MAX_LIST_ITEMS)
-        if isinstance(stop := fields.get("stop"), list):
-            self._check("stop", "stop", len(stop), MAX_STOP)
-        if isinstance(fields.get("n"), int):
-            self._check("n", "n", fields["n"], MAX_N)
-        for name in ("logprobs", "top_logprobs", "prompt_logprobs"):
-            value = fields.get(name)
-            if isinstance(value, int) and not isinstance(value, bool):
-                self._check("logprobs", name, value, MAX_LOGPROBS)
-        self._check_texts(fields)
-        self._check_token_ids(fields.get("tokens"), "tokens")
-        self._check_total_logprobs(fields)
+    def check_body(self, body: BaseModel) -> None:
+        for name, value in vars(body).items():
+            if name == "n" and (value or 1) > MAX_N:
+                raise Refusal(400, name, f"n is {value}, at most {MAX_N}", param=name)
+            if name in ("prompt", "tokens"):
+                self._check_prompts(value, name)
+            elif name == "stop" and isinstance(value, list):
+                self._check_length("stop", value, name, MAX_STOP)
+            elif isinstance(value, list | dict):
+                self._check_length("list_items", value, name, MAX_LIST_ITEMS)
 
-    def _check_texts(self, fields: Mapping[str, Any]) -> None:
-        """Prompts are tokenized one by one, but messages all together."""
-        for prompt in _prompts(fields.get("prompt")):
+    def _check_prompts(self, given: Any, param: str) -> None:
+        """The engine refuses too many token ids as well, but only after reading and perhaps decoding all of them."""
+        is_list = isinstance(given, list) and bool(given) and not isinstance(given[0], int)
+        prompts = given if is_list else [given]
+        self._check_length("list_items", prompts, param, MAX_LIST_ITEMS)
+        for prompt in prompts:
             if isinstance(prompt, str):
-                self.check_chars(len(prompt), "prompt")
-            self._check_token_ids(prompt, "prompt")
-        self.check_chars(sum(map(_num_chars, fields.get("messages") or ())), "messages")
+                self.check_chars(len(prompt), param)
+            elif isinstance(prompt, list) and len(prompt) > self._max_model_len:
+                limit = f"at most max_model_len={self._max_model_len}"
+                message = f"{param} has {len(prompt)} token ids, {limit}; shorten it"
+                raise Refusal(400, "prompt_tokens", message, param=param)
 
-    def _check_token_ids(self, token_ids: Any, param: str) -> None:
-        """The engine would refuse them, too, but only after all of them were read, and perhaps decoded."""
-        if isinstance(token_ids, list) and len(token_ids) > self._max_model_len:
-            message = f"{param} has {len(token_ids)} token ids, at most max_model_len={self._max_model_len}; shorten it"
-            raise Refusal(400, "prompt_tokens", message, param=param)
-
-    def _check_total_logprobs(self, fields: Mapping[str, Any]) -> None:
-        """All log-probabilities of a request are in memory at once, until its last answer has been sent."""
-        prompts, longest = _prompts(fields.get("prompt")), self._max_model_len
-        num_top = fields.get("logprobs")
-        num_prompt_top = fields.get("prompt_logprobs")
-        if num_top is not None and fields.get("echo"):
-            num_prompt_top = max(num_top, num_prompt_top or 0)
-        if isinstance(num_top, bool):  # of a chat
-            num_top = (fields.get("top_logprobs") or 0) if num_top else None
-        total = 0
-        if num_top is not None:
-            max_tokens = fields.get("max_completion_tokens") or fields.get("max_tokens")
-            default = COMPLETION_MAX_TOKENS if "prompt" in fields else longest
-            num_tokens = min(longest, default if max_tokens is None else max_tokens)
-            total += (1 + num_top) * num_tokens * len(prompts) * (fields.get("n") or 1)
-        if num_prompt_top is not None:
-            lengths = [longest if each is None else min(longest, len(each)) for each in prompts]
-            total += (1 + num_prompt_top) * sum(lengths) * (fields.get("n") or 1)  # each answer repeats them
-        if total > self._max_total_logprobs:
-            message = (
-                f"the request asks for up to {total} log-probabilities, at most {self._max_total_logprobs}; lower "
-                "logprobs, prompt_logprobs, max_tokens or n, or send fewer prompts"
-            )
-            raise Refusal(400, "logprobs", message, param="logprobs" if num_top else "prompt_logprobs")
+    def _check_length(self, reason: str, value: list[Any] | dict[Any, Any], param: str, limit: int) -> None:
+        if len(value) > limit:
+            raise Refusal(400, reason, f"the length of {param} is {len(value)}, at most {limit}", param=param)
 
     def check_chars(self, num_chars: int, param: str) -> None:
         if num_chars > self.max_prompt_chars:
             message = f"{param} has {num_chars} characters, at most {self.max_prompt_chars} are allowed; shorten it"
             raise Refusal(400, "prompt_chars", message, param=param)
 
-    def _check(self, reason: str, param: str, value: int, limit: int) -> None:
-        if value > limit:
-            what = f"the length of {param}" if reason in ("list_items", "stop") else param
-            raise Refusal(400, reason, f"{what} is {value}, at most {limit}", param=param)
-
-
-def _prompts(prompt: Any) -> list[Any]:
-    """Texts and lists of token ids. [None]: one prompt of unknown length, such as a chat."""
-    is_list = isinstance(prompt, list) and not _is_token_ids("prompt", prompt)
-    if is_list:
-        return [each if isinstance(each, str | list) else [] for each in prompt]
-    return [prompt if isinstance(prompt, str | list) else None]
-
-
-def _is_token_ids(name: str, value: Any) -> bool:
-    return name == "prompt" and isinstance(value, list) and bool(value) and isinstance(value[0], int)
-
-
-def _num_chars(message: Any) -> int:
-    """The length of a message's texts. `message` is a dict or an object with the same fields."""
-    content = _field(message, "content")
-    parts = content if isinstance(content, list) else [content]
-    texts = [part if isinstance(part, str) else _field(part, "text") for part in parts]
-    return sum(len(text) for text in texts if isinstance(text, str))
-
-
-def _field(value: Any, name: str) -> Any:
-    return value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
+    def check_logprobs(self, prompts: Sequence[Prompt], params: SamplingParams) -> None:
+        """All log-probabilities of a request are in memory at once, until its last answer has been sent."""
+        longest, total = self._max_model_len, 0
+        if params.logprobs is not None:
+            total += (1 + params.logprobs) * len(prompts) * min(longest, params.max_tokens or longest)
+        if params.prompt_logprobs is not None:
+            total += (1 + params.prompt_logprobs) * sum(min(longest, len(prompt)) for prompt in prompts)
+        total *= params.n  # each answer repeats those of its prompt
+        if total > self._max_logprobs:
+            message = (
+                f"the request asks for up to {total} log-probabilities, at most {self._max_logprobs}; lower "
+                "logprobs, prompt_logprobs, max_tokens or n, or send fewer prompts"
+            )
+            raise Refusal(400, "logprobs", message, param="logprobs" if params.logprobs else "prompt_logprobs")

@@ -13,42 +13,39 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Coroutine, Iterable, Iterator, Sequence
 from contextlib import aclosing, suppress
-from typing import Any, TypeVar
+from itertools import chain
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from nanovllm.core.outputs import Logprob, RequestOutput, TokenLogprobs
-from nanovllm.core.sequence import TokenIds
 from nanovllm.errors import EngineError
 from nanovllm.request_stream import RequestStream, RequestUpdate
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.admission import Service
 from nanovllm.server.errors import ApiError, ClientDisconnectedError, api_error, dumps_in_parts, json_response
-from nanovllm.server.protocol import SamplingFields
+from nanovllm.server.protocol import ChatRequest, CompletionRequest, SamplingFields
+from nanovllm.server.tool_calls import CallFormat, ToolCallDelta, ToolCallParser
+from nanovllm.text.request_check import Prompt
 
 DONE = b"data: [DONE]\n\n"
 Result = TypeVar("Result")
+BodyT = TypeVar("BodyT", bound=SamplingFields)
+PromptEntries: TypeAlias = Sequence[TokenLogprobs | None]
 
 
-class Answer(ABC):
-    """Makes the response to one request: completions and chats have this in common."""
+class Answer(ABC, Generic[BodyT]):
+    """The response to one request. Completions and chats have this in common."""
 
     id_prefix: str
     whole_object: str
     chunk_object: str
 
-    def __init__(
-        self, service: Service, body: SamplingFields, prompts: list[TokenIds], *, drops_answers: bool = False
-    ) -> None:
-        """prompts: the token ids of each. drops_answers: only the prompts are wanted."""
-        self._service = service
-        self._num_prompt_top = body.prompt_logprobs
+    def __init__(self, service: Service, body: BodyT) -> None:
+        self._service, self._body = service, body
         self._begun: set[int] = set()  # indices of the answers of which something was streamed
         self._num_answers = body.n or 1  # to each prompt
-        self._includes_usage = body.includes_usage
-        self._includes_usage_so_far = body.includes_usage_so_far
-        self._drops_answers = drops_answers
         self._fields = {
             "id": f"{self.id_prefix}-{secrets.token_hex(12)}",
             "object": self.whole_object,
@@ -57,45 +54,62 @@ class Answer(ABC):
         }
         head = json.dumps(self._fields | {"object": self.chunk_object})
         self._chunk_start = f'data: {head[:-1]}, "choices": ['
-        self._chunk_end = '], "usage": null}\n\n' if self._includes_usage else "]}\n\n"
-        self._num_prompt_tokens = sum(len(token_ids) for token_ids in prompts)
-        self._num_cached_tokens = self._num_completion_tokens = 0
+        self._chunk_end = '], "usage": null}\n\n' if body.includes_usage else "]}\n\n"
+        self._num_prompt_tokens = self._num_cached_tokens = self._num_completion_tokens = 0
+
+    async def respond(
+        self, prompts: Sequence[Prompt], params: SamplingParams, cache_salt: str | None, receive: Receive
+    ) -> Response:
+        """Queue the prompts, and return the response as events or as a whole.
+
+        Log-probabilities can be megabytes, so their JSON is made in a thread. Raises Refusal like Service.submit.
+        """
+        body = self._body
+        with_tokens = bool(body.stream) and (params.logprobs is not None or body.includes_usage_so_far)
+        stream = await self._service.submit(prompts, params, with_tokens=with_tokens, cache_salt=cache_salt)
+        self._num_prompt_tokens = sum(map(len, stream.prompts))
+        if body.stream:
+            return EventStream(stream, self)
+        try:
+            outputs = await while_connected(receive, stream.outputs())
+        finally:
+            stream.close()
+        for output in outputs:
+            check_output(output)
+        if params.logprobs is None and params.prompt_logprobs is None:
+            return json_response(self.whole(outputs))
+        text = await asyncio.to_thread(lambda: dumps_in_parts(self.whole(outputs)))
+        return Response(text, media_type="application/json")
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         """The response that is not streamed. `outputs` are in the order of their indices."""
-        for index, output in enumerate(outputs):
-            self._count_tokens(output["token_ids"])
-            self._count_cached(index, output)
         choices = []
         for index, output in enumerate(outputs):
+            self._count(index, output["token_ids"], output)
             prompt_entries = outputs[index - index % self._num_answers].get("prompt_logprobs", [])
             choices.append(self._choice(index, output, prompt_entries))
-            if self._num_prompt_top is not None:
-                choices[-1]["prompt_logprobs"] = prompt_logprobs(prompt_entries, self._num_prompt_top)
+            if self._body.prompt_logprobs is not None:
+                choices[-1]["prompt_logprobs"] = prompt_logprobs(prompt_entries, self._body.prompt_logprobs)
         return self._fields | {"choices": choices, "usage": self._usage()}
 
     def update_events(self, update: RequestUpdate) -> str:
         """The events of an update, each "data: {...}" and an empty line; "" for nothing. Hot."""
         end = self._chunk_end
-        if self._includes_usage_so_far:
-            self._count_tokens(update.token_ids)
+        if self._body.includes_usage_so_far:
+            self._count(update.index, update.token_ids, update.output)
             end = f'], "usage": {json.dumps(self._usage())}}}\n\n'
         elif update.output is not None:
-            self._count_tokens(update.output["token_ids"])
-        if update.output is not None:
-            self._count_cached(update.index, update.output)
+            self._count(update.index, update.output["token_ids"], update.output)
         return "".join(f"{self._chunk_start}{choice}{end}" for choice in self._chunk_choices(update))
 
     def last_events(self) -> str:
         """The events after all answers have ended, without [DONE]."""
-        if not self._includes_usage:
+        if not self._body.includes_usage:
             return ""
         return f'{self._chunk_start}], "usage": {json.dumps(self._usage())}}}\n\n'
 
     @abstractmethod
-    def _choice(
-        self, index: int, output: RequestOutput, prompt_entries: Sequence[TokenLogprobs | None]
-    ) -> dict[str, Any]:
+    def _choice(self, index: int, output: RequestOutput, prompt_entries: PromptEntries) -> dict[str, Any]:
         """An element of `choices` in a response that is not streamed, without prompt_logprobs.
 
         prompt_entries: log-probabilities of the prompt, which the engine reports with the first answer to it.
@@ -105,13 +119,10 @@ class Answer(ABC):
     def _chunk_choices(self, update: RequestUpdate) -> list[str]:
         """The JSON of the element of `choices` in each chunk of an update. Hot."""
 
-    def _count_tokens(self, token_ids: Sequence[int]) -> None:
-        if not self._drops_answers:
-            self._num_completion_tokens += len(token_ids)
-
-    def _count_cached(self, index: int, output: RequestOutput) -> None:
-        """Each prompt counts once, whatever the number of answers to it."""
-        if index % self._num_answers == 0:
+    def _count(self, index: int, token_ids: Sequence[int], output: RequestOutput | None) -> None:
+        """Add new tokens to the usage. When an answer ends, add its cached tokens: once for each prompt."""
+        self._num_completion_tokens += len(token_ids)
+        if output is not None and index % self._num_answers == 0:
             self._num_cached_tokens += output["num_cached_tokens"]
 
     def _usage(self) -> dict[str, Any]:
@@ -123,25 +134,150 @@ class Answer(ABC):
         }
 
 
-async def respond(
-    answer: Answer, stream: RequestStream, params: SamplingParams, receive: Receive, *, streams: bool
-) -> Response:
-    """The response to a request that was queued as `stream`, as events or as a whole.
+class CompletionAnswer(Answer[CompletionRequest]):
+    id_prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
 
-    Log-probabilities can be megabytes, so their JSON is made in a thread.
-    """
-    if streams:
-        return EventStream(stream, answer)
-    outputs = await collect_outputs(stream, receive)
-    if params.logprobs is None and params.prompt_logprobs is None:
-        return json_response(answer.whole(outputs))
-    return await asyncio.to_thread(lambda: json_response(dumps_in_parts(answer.whole(outputs))))
+    def __init__(self, service: Service, body: CompletionRequest, prompt_texts: list[str]) -> None:
+        """`prompt_texts` are empty without echo."""
+        super().__init__(service, body)
+        self._prompt_texts = prompt_texts
+        self._offsets: dict[int, int] = {}  # by index: characters in the tokens that were streamed
+
+    def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        return super().whole([self._wanted(output) for output in outputs])
+
+    def update_events(self, update: RequestUpdate) -> str:
+        if self._body.max_tokens == 0:
+            update = RequestUpdate(update.index, output=update.output and self._wanted(update.output))
+        return super().update_events(update)
+
+    def _wanted(self, output: RequestOutput) -> RequestOutput:
+        """`output`, for max_tokens=0 without the token that had to be generated."""
+        if self._body.max_tokens != 0:
+            return output
+        return output | {"text": "", "token_ids": [], "logprobs": [], "finish_reason": "length"}
+
+    def _choice(self, index: int, output: RequestOutput, prompt_entries: PromptEntries) -> dict[str, Any]:
+        logprobs = None
+        if self._body.logprobs is not None:
+            first_text = ""
+            entries: Iterable[TokenLogprobs | None] = output.get("logprobs", [])
+            if self._body.echo:
+                first_text = self._service.llm.text.decode(output["prompt_token_ids"][:1])
+                entries = chain(prompt_entries, entries)
+            logprobs = completion_logprobs(entries, self._body.logprobs, first_text=first_text)
+        return {
+            "index": index,
+            "text": self._prompt_text(index) + (output["text"] or ""),
+            "logprobs": logprobs,
+            "finish_reason": output["finish_reason"],
+        }
+
+    def _chunk_choices(self, update: RequestUpdate) -> list[str]:
+        index, text, output = update.index, update.text, update.output
+        if index not in self._begun:
+            self._begun.add(index)
+            text = self._prompt_text(index) + text
+        logprobs = "null"
+        if self._body.logprobs is not None and update.logprobs:
+            offset = self._offsets.get(index, 0)
+            columns = completion_logprobs(update.logprobs, self._body.logprobs, offset=offset)
+            self._offsets[index] = offset + sum(map(len, columns["tokens"]))
+            logprobs = json.dumps(columns)
+        elif not text and output is None:
+            return []
+        reason = "null" if output is None else f'"{output["finish_reason"]}"'
+        return [f'{{"index": {index}, "text": {json.dumps(text)}, "logprobs": {logprobs}, "finish_reason": {reason}}}']
+
+    def _prompt_text(self, index: int) -> str:
+        return self._prompt_texts[index // self._num_answers] if self._prompt_texts else ""
+
+
+class ChatAnswer(Answer[ChatRequest]):
+    id_prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, service: Service, body: ChatRequest, call_format: CallFormat | None) -> None:
+        """call_format: how the model writes tool calls; None if the request has no tools."""
+        super().__init__(service, body)
+        self._call_format, self._num_top = call_format, body.top_logprobs or 0
+        self._parsers: dict[int, ToolCallParser] = {}  # by index of the answer
+        self._with_calls: set[int] = set()  # indices of the answers that called a tool
+
+    def _choice(self, index: int, output: RequestOutput, prompt_entries: PromptEntries) -> dict[str, Any]:
+        deltas = self._deltas(index, output["text"] or "", is_last=True)
+        calls = [_call(each) for each in deltas if not isinstance(each, str)]
+        content = "".join(each for each in deltas if isinstance(each, str))
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if calls:
+            message |= {"content": content or None, "tool_calls": calls}
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": chat_logprobs(output.get("logprobs", []), self._num_top) if self._body.logprobs else None,
+            "finish_reason": self._finish_reason(index, output),
+        }
+
+    def _chunk_choices(self, update: RequestUpdate) -> list[str]:
+        """First the role, then a chunk for the text or for each tool call, then the reason of the end."""
+        index, output = update.index, update.output
+        choices = []
+        if index not in self._begun:
+            self._begun.add(index)
+            choices.append(_chunk_choice(index, '{"role": "assistant", "content": ""}'))
+        logprobs = "null"
+        if self._body.logprobs and update.logprobs:
+            logprobs = json.dumps(chat_logprobs(update.logprobs, self._num_top))
+        for delta in self._deltas(index, update.text, is_last=output is not None):
+            choices.append(_chunk_choice(index, _delta_json(delta), logprobs))
+            logprobs = "null"
+        if logprobs != "null":  # the text of these tokens is held back
+            choices.append(_chunk_choice(index, '{"content": ""}', logprobs))
+        if output is not None:
+            choices.append(_chunk_choice(index, "{}", reason=f'"{self._finish_reason(index, output)}"'))
+        return choices
+
+    def _deltas(self, index: int, text: str, is_last: bool) -> list[str | ToolCallDelta]:
+        """The contents and tool calls that `text` adds to the message. Hot."""
+        if self._call_format is None:
+            return [text] if text else []
+        if index not in self._parsers:
+            self._parsers[index] = ToolCallParser(self._call_format)
+        parser = self._parsers[index]
+        deltas = parser.feed(text)
+        if is_last:
+            deltas += parser.finish()
+        if any(not isinstance(each, str) for each in deltas):
+            self._with_calls.add(index)
+        return deltas
+
+    def _finish_reason(self, index: int, output: RequestOutput) -> str:
+        """Return "tool_calls" only if the model has ended its answer itself."""
+        reason = output["finish_reason"]
+        return "tool_calls" if reason == "stop" and index in self._with_calls else reason
+
+
+def _chunk_choice(index: int, delta: str, logprobs: str = "null", reason: str = "null") -> str:
+    return f'{{"index": {index}, "delta": {delta}, "logprobs": {logprobs}, "finish_reason": {reason}}}'
+
+
+def _delta_json(delta: str | ToolCallDelta) -> str:
+    if isinstance(delta, str):
+        return f'{{"content": {json.dumps(delta)}}}'
+    return json.dumps({"tool_calls": [{"index": delta.call_index, **_call(delta)}]})
+
+
+def _call(delta: ToolCallDelta) -> dict[str, Any]:
+    function = {"name": delta.name, "arguments": delta.arguments}
+    return {"id": delta.call_id, "type": "function", "function": function}
+
+
+# -- sending -----------------------------------------------------------------------------------------------------------
 
 
 class EventStream(Response):
     """Sends the updates of a request as server-sent events, and closes its stream in the end."""
 
-    def __init__(self, stream: RequestStream, answer: Answer) -> None:
+    def __init__(self, stream: RequestStream, answer: Answer[Any]) -> None:
         self.status_code, self.background = 200, None
         self._stream, self._answer = stream, answer
         self.media_type = "text/event-stream"
@@ -156,37 +292,25 @@ class EventStream(Response):
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async with aclosing(_events(self._stream, self._answer)) as events:
+        async with aclosing(self._events()) as events:
             async for event in events:
-                await send({"type": "http.response.body", "body": event, "more_body": True})
+                await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
         await send({"type": "http.response.body", "body": DONE, "more_body": False})
 
-
-async def _events(stream: RequestStream, answer: Answer) -> AsyncGenerator[bytes, None]:
-    """The status has been sent, so an error is an event, too."""
-    try:
-        async for update in stream:
-            if update.output is not None:
-                check_output(update.output)
-            if event := answer.update_events(update):
-                yield event.encode()
-        if event := answer.last_events():
-            yield event.encode()
-    except Exception as error:
-        yield f"data: {json.dumps(api_error(error).body())}\n\n".encode()
-        if not isinstance(error, EngineError | ApiError):
-            raise  # a bug, which the server logs
-
-
-async def collect_outputs(stream: RequestStream, receive: Receive) -> list[RequestOutput]:
-    """Wait for all answers, and close the stream. Raises ClientDisconnectedError as soon as the client has gone."""
-    try:
-        outputs = await while_connected(receive, stream.outputs())
-    finally:
-        stream.close()
-    for output in outputs:
-        check_output(output)
-    return outputs
+    async def _events(self) -> AsyncGenerator[str, None]:
+        """The status has been sent, so an error is an event, too."""
+        try:
+            async for update in self._stream:
+                if update.output is not None:
+                    check_output(update.output)
+                if event := self._answer.update_events(update):
+                    yield event
+            if event := self._answer.last_events():
+                yield event
+        except Exception as error:
+            yield f"data: {json.dumps(api_error(error).body())}\n\n"
+            if not isinstance(error, EngineError | ApiError):
+                raise  # a bug, which the server logs
 
 
 def check_output(output: RequestOutput) -> None:
@@ -229,45 +353,45 @@ def completion_logprobs(
 
     offset: where the first token begins in the text.
     """
-    tokens: list[str] = []
-    token_logprobs: list[float | None] = []
-    top_logprobs: list[dict[str, float] | None] = []
-    text_offset: list[int] = []
+    columns: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for entry in entries:
         text, logprob, top = first_text, None, None
         if entry is not None:
             token_id, own = next(iter(entry.items()))
-            text, logprob, top = token_text(token_id, own), own.logprob, _top_by_text(entry, num_top)
-        tokens.append(text)
-        token_logprobs.append(logprob)
-        top_logprobs.append(top)
-        text_offset.append(offset)
+            text, logprob, top = _token_text(token_id, own), own.logprob, _top_by_text(entry, num_top)
+        columns["tokens"].append(text)
+        columns["token_logprobs"].append(logprob)
+        columns["top_logprobs"].append(top)
+        columns["text_offset"].append(offset)
         offset += len(text)
-    return {
-        "tokens": tokens,
-        "token_logprobs": token_logprobs,
-        "top_logprobs": top_logprobs,
-        "text_offset": text_offset,
-    }
+    return columns
 
 
-def chat_logprobs(entries: Sequence[TokenLogprobs], num_top: int) -> dict[str, Any]:
+def chat_logprobs(entries: Iterable[TokenLogprobs], num_top: int) -> dict[str, Any]:
     content = []
     for entry in entries:
-        token_id, own = next(iter(entry.items()))
         top = sorted((each for each in entry.items() if each[1].rank <= num_top), key=lambda each: each[1].rank)
-        content.append(_chat_token(token_id, own) | {"top_logprobs": [_chat_token(*each) for each in top]})
+        own = _chat_token(*next(iter(entry.items())))
+        content.append(own | {"top_logprobs": [_chat_token(*each) for each in top]})
     return {"content": content, "refusal": None}
 
 
-def prompt_logprobs(entries: Iterable[TokenLogprobs | None], num_top: int) -> Iterator[dict[str, Any] | None]:
+def prompt_logprobs(entries: PromptEntries, num_top: int) -> Iterator[dict[str, Any] | None]:
     """vLLM's form: token id -> logprob, rank and text. An iterator, because those of a book would take gigabytes."""
-    return (None if entry is None else _prompt_position(entry, num_top) for entry in entries)
+    for entry in entries:
+        yield (
+            None
+            if entry is None
+            else {
+                str(token_id): {"logprob": each.logprob, "rank": each.rank, "decoded_token": each.text}
+                for token_id, each in _own_and_top(entry, num_top)
+            }
+        )
 
 
-def token_text(token_id: int, logprob: Logprob) -> str:
-    """The token's text, or its id in vLLM's form without a tokenizer."""
-    return f"token_id:{token_id}" if logprob.text is None else logprob.text
+def _own_and_top(entry: TokenLogprobs, num_top: int) -> list[tuple[int, Logprob]]:
+    """The token itself, which comes first, and the most likely ones."""
+    return [(token_id, each) for i, (token_id, each) in enumerate(entry.items()) if i == 0 or each.rank <= num_top]
 
 
 def _top_by_text(entry: TokenLogprobs, num_top: int) -> dict[str, float]:
@@ -276,21 +400,17 @@ def _top_by_text(entry: TokenLogprobs, num_top: int) -> dict[str, float]:
     Several tokens can have the same text, such as parts of a character. The most likely of them counts.
     """
     top: dict[str, float] = {}
-    for i, (token_id, each) in enumerate(entry.items()):
-        if i == 0 or each.rank <= num_top:
-            text = token_text(token_id, each)
-            top[text] = max(each.logprob, top.get(text, each.logprob))
+    for token_id, each in _own_and_top(entry, num_top):
+        text = _token_text(token_id, each)
+        top[text] = max(each.logprob, top.get(text, each.logprob))
     return top
 
 
+def _token_text(token_id: int, logprob: Logprob) -> str:
+    """The token's text, or its id in vLLM's form without a tokenizer."""
+    return f"token_id:{token_id}" if logprob.text is None else logprob.text
+
+
 def _chat_token(token_id: int, logprob: Logprob) -> dict[str, Any]:
-    text = token_text(token_id, logprob)
+    text = _token_text(token_id, logprob)
     return {"token": text, "logprob": logprob.logprob, "bytes": list(text.encode())}
-
-
-def _prompt_position(entry: TokenLogprobs, num_top: int) -> dict[str, Any]:
-    return {
-        str(token_id): {"logprob": each.logprob, "rank": each.rank, "decoded_token": each.text}
-        for i, (token_id, each) in enumerate(entry.items())
-        if i == 0 or each.rank <= num_top
-    }

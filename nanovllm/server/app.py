@@ -1,9 +1,11 @@
-"""The HTTP application of one engine, and the site: the application behind its gate.
+"""The HTTP application of one engine: its endpoints, and the Site, which is the application behind its gate.
 
-The two large endpoints are in completions.py and chat.py. The small ones are here: the models, tokens and text, and the
-state of the server.
+The endpoints turn a request into prompts and SamplingParams. answers.py makes the response.
 """
 
+import inspect
+import json
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -12,28 +14,44 @@ from starlette.responses import Response
 
 from nanovllm import __version__
 from nanovllm.async_llm import AsyncLLM
+from nanovllm.core.sequence import TokenIds
 from nanovllm.errors import EngineError
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.admission import Service, salted
-from nanovllm.server.chat import add_chat, check_tools, encode_messages
-from nanovllm.server.completions import add_completions
+from nanovllm.server.answers import ChatAnswer, CompletionAnswer
 from nanovllm.server.errors import (
+    ANSWERS,
     ANY_ERRORS,
     BODY_ERRORS,
+    ApiError,
     add_error_handlers,
     api_error,
     json_response,
     model_not_found,
 )
 from nanovllm.server.gate import ApiKeys, Gate
-from nanovllm.server.metrics import add_metrics
+from nanovllm.server.metrics import CONTENT_TYPE
 from nanovllm.server.options import ServerOptions
-from nanovllm.server.page import kv_router, page_router
-from nanovllm.server.protocol import DetokenizeRequest, TokenizeRequest
+from nanovllm.server.page import add_page, kv_router
+from nanovllm.server.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    Message,
+    TokenizeRequest,
+    Tool,
+    ToolCall,
+    chat_params,
+    completion_params,
+)
+from nanovllm.server.tool_calls import CallFormat, call_format_of
+from nanovllm.text.request_check import Prompt, prompt_list
+
+_RENDERED_NAMES = ("messages", "conversations")  # what the tokenizer itself passes on to the template
 
 
 def make_app(engine: AsyncLLM, options: ServerOptions, replica: str | None = None) -> FastAPI:
-    """All endpoints over one engine, without the gate: keys and limits on bodies and connections are not checked.
+    """Make the application: all endpoints over one engine, without the gate, which checks keys, bodies and connections.
 
     The application does not own the engine: close that when the server has ended. `app.state.service` is its Service.
     replica: see Metrics. Raises ConfigError if `options` have no served_model_name.
@@ -49,12 +67,10 @@ def make_app(engine: AsyncLLM, options: ServerOptions, replica: str | None = Non
     )
     service = app.state.service = Service(engine, options, replica)
     add_error_handlers(app)
-    add_completions(app, service)
-    add_chat(app, service)
+    add_answers(app, service)
     add_small_endpoints(app, service)
-    add_metrics(app, service.metrics)
     app.include_router(kv_router(engine.llm))
-    app.include_router(page_router())
+    add_page(app)
     return app
 
 
@@ -87,6 +103,126 @@ async def warm_up(engine: AsyncLLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
     async for _ in engine.generate([[0]], params):
         pass
+
+
+# -- answers -----------------------------------------------------------------------------------------------------------
+
+
+def add_answers(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/completions", responses=ANSWERS)
+    async def create_completion(body: CompletionRequest, request: Request) -> Response:
+        service.check_body(body)
+        prompts = _prompts(body.prompt)
+        params = completion_params(body, service.llm.sampling_defaults)
+        echoed = await service.prepare(_texts, service, prompts) if body.echo else []
+        cache_salt = service.cache_salt(body, request)
+        encoded: Sequence[Prompt] = prompts
+        if body.add_special_tokens is not None:
+            encoded = await service.prepare(_encode, service, prompts, body.add_special_tokens, cache_salt)
+        answer = CompletionAnswer(service, body, echoed)
+        return await answer.respond(encoded, params, cache_salt, request.receive)
+
+    @app.post("/v1/chat/completions", responses=ANSWERS)
+    async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
+        service.check_body(body)
+        tools = [] if body.tool_choice == "none" else body.tools or []
+        call_format = find_call_format(service) if tools else None
+        cache_salt = service.cache_salt(body, request)
+        token_ids = await service.prepare(encode_messages, service, body, tools, cache_salt)
+        num_free_tokens = service.llm.max_request_tokens - len(token_ids)
+        params = chat_params(body, service.llm.sampling_defaults, num_free_tokens)
+        answer = ChatAnswer(service, body, call_format)
+        return await answer.respond([token_ids], params, cache_salt, request.receive)
+
+
+def _prompts(prompt: Any) -> list[str | list[int]]:
+    """The prompts of a body: text or token ids, one or several."""
+    prompts = prompt_list(prompt) if isinstance(prompt, str | list) else []
+    if not prompts or not all(isinstance(each, str | list) for each in prompts):
+        raise ApiError("prompt must be a string, a list of strings, token ids, or a list of token ids", param="prompt")
+    return prompts
+
+
+def _texts(service: Service, prompts: list[str | list[int]]) -> list[str]:
+    """The texts of prompts that are echoed."""
+    return [prompt if isinstance(prompt, str) else service.llm.text.decode(prompt) for prompt in prompts]
+
+
+def _encode(
+    service: Service, prompts: Sequence[Prompt], add_special_tokens: bool, cache_salt: str | None
+) -> list[TokenIds]:
+    encode = service.llm.text.encode_prompt
+    return [encode(salted(prompt, cache_salt), add_special_tokens=add_special_tokens) for prompt in prompts]
+
+
+def find_call_format(service: Service) -> CallFormat:
+    """Return how the model writes tool calls.
+
+    Raises ApiError if its template does not take tools, or if the format of its calls is not known.
+    """
+    template = getattr(service.llm.tokenizer, "chat_template", None) or ""
+    if isinstance(template, dict):  # it has several
+        template = "\n".join(template.values())
+    if "tools" not in template:
+        raise ApiError("the model's chat template does not take tools; leave them out", param="tools")
+    call_format = call_format_of(f"{template}\n{service.llm.model_config.architecture}")
+    if call_format is None:
+        raise ApiError("the format of this model's tool calls is not known; leave tools out", param="tools")
+    return call_format
+
+
+def encode_messages(
+    service: Service, body: ChatRequest | TokenizeRequest, tools: Sequence[Tool], cache_salt: str | None
+) -> TokenIds:
+    """Return the token ids of the body's messages.
+
+    Raises ApiError or RequestError for what the template cannot take.
+    """
+    llm = service.llm
+    llm.check_chat_template()
+    options = dict(body.chat_template_kwargs or {})
+    # These belong to the tokenizer and not to the template, above all a template of the client's own
+    reserved = {*inspect.signature(llm.tokenizer.apply_chat_template).parameters, *_RENDERED_NAMES}
+    if taken := sorted(reserved.intersection(options)):
+        raise ApiError(f"chat_template_kwargs cannot set {', '.join(taken)}", param="chat_template_kwargs")
+    options["add_generation_prompt"] = body.add_generation_prompt
+    if tools:
+        options["tools"] = [tool.model_dump(exclude_none=True) for tool in tools]
+    conversation = [_for_template(message, f"messages[{i}]") for i, message in enumerate(body.messages or ())]
+    (token_ids,) = llm.text.encode_chat(
+        conversation,
+        options,
+        add_special_tokens=bool(body.add_special_tokens),
+        cache_salt=cache_salt,
+        check_text=lambda text: service.check_chars(len(text), "messages"),  # tools and tool calls are part of it
+    )
+    return token_ids
+
+
+def _for_template(message: Message, name: str) -> dict[str, Any]:
+    """A message as templates expect it: text as one string, and the arguments of tool calls as objects."""
+    converted = message.model_dump(include={"name", "reasoning_content", "tool_call_id"}, exclude_none=True)
+    converted["role"] = "system" if message.role == "developer" else message.role
+    content = message.content
+    if isinstance(content, list):
+        content = "\n".join(part.text for part in content)
+    if message.tool_calls:
+        if message.role != "assistant":
+            raise ApiError(f"{name} has tool_calls, which only the role 'assistant' can have", param="messages")
+        converted["tool_calls"] = [_call_for_template(call, f"{name}.tool_calls") for call in message.tool_calls]
+        content = content or ""  # templates put it before the calls
+    converted["content"] = content
+    return converted
+
+
+def _call_for_template(call: ToolCall, name: str) -> dict[str, Any]:
+    try:
+        arguments = json.loads(call.function.arguments or "{}")
+    except (ValueError, RecursionError) as error:
+        raise ApiError(f"{name} has arguments that are not valid JSON: {error}", param="messages") from error
+    if not isinstance(arguments, dict):
+        raise ApiError(f"{name} has arguments that are not a JSON object", param="messages")
+    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
 
 
 # -- the small endpoints -----------------------------------------------------------------------------------------------
@@ -124,6 +260,10 @@ def add_small_endpoints(app: FastAPI, service: Service) -> None:
     async def version() -> Response:
         return json_response({"version": __version__})
 
+    @app.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
+    async def render_metrics() -> Response:
+        return Response(service.metrics.render(), media_type=CONTENT_TYPE)
+
 
 def _card(service: Service, name: str) -> dict[str, Any]:
     return {
@@ -140,12 +280,11 @@ def _tokenize(service: Service, body: TokenizeRequest, cache_salt: str | None) -
     llm = service.llm
     if body.messages is not None:
         if body.tools:
-            check_tools(service)
+            find_call_format(service)
         token_ids = encode_messages(service, body, body.tools or [], cache_salt)
     else:
-        add_special_tokens = body.add_special_tokens is not False
         prompt = salted(body.prompt or "", cache_salt)
-        token_ids = llm.text.encode_prompt(prompt, add_special_tokens=add_special_tokens)
+        token_ids = llm.text.encode_prompt(prompt, add_special_tokens=body.add_special_tokens is not False)
     tokens = token_ids.tolist()
     strings = llm.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
     return {"count": len(tokens), "max_model_len": llm.max_model_len, "tokens": tokens, "token_strs": strings}

@@ -1,4 +1,4 @@
-"""Errors: how they are answered, described in /openapi.json, and logged.
+"""Errors: their answers, their description in /openapi.json, and their traces in the log.
 
 Their form is OpenAI's: {"error": {"message", "type", "param", "code"}}. Bad input is 400, an unknown model or route
 404, an engine that has failed 503, and a bug 500. Messages say what to change. They go to the client only, because they
@@ -21,10 +21,10 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from nanovllm.errors import EngineError, RequestError
+from nanovllm.utils.options import shown
 
 Responses: TypeAlias = dict[int | str, dict[str, Any]]
 
-MAX_QUOTED_CHARS = 100  # of a value that an error message repeats
 PART_ITEMS = 100  # of a list that is encoded at once
 RETRY_CODES = {429: "rate_limit_exceeded", 503: "service_unavailable"}
 CLOSING = (401, 408, 413, 503)  # the rest of the body is not read, or the server is about to end
@@ -45,17 +45,16 @@ class ApiError(Exception):
         self.kind = kind or ("invalid_request_error" if status < 500 else "server_error")
 
     def body(self) -> dict[str, Any]:
-        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
-        return {"error": error}
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
     def response(self, headers: Mapping[str, str] | None = None) -> Response:
         return json_response(self.body(), self.status, headers)
 
 
 class Refusal(ApiError):
-    """A request that another time, or another server, might answer.
+    """A request that the server refuses to protect itself. /metrics counts it under `reason`.
 
-    reason: what /metrics counts it under. retry_after_s: when the client may ask again.
+    retry_after_s: when the client may ask again. closes: end the connection, as some statuses do anyway.
     """
 
     def __init__(
@@ -90,32 +89,27 @@ class ClientDisconnectedError(Exception):
 
 def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     """A response of ASCII only, so that no text that a client sends can make it fail to encode."""
-    text = content if isinstance(content, Encoded) else json.dumps(content)
-    return Response(text, status, headers, media_type="application/json")
+    return Response(json.dumps(content), status, headers, media_type="application/json")
 
 
-class Encoded(str):
-    """Text that is JSON already."""
-
-
-def dumps_in_parts(content: Any) -> Encoded:
+def dumps_in_parts(content: Any) -> str:
     """Like json.dumps, which lets no other thread run until it is done: seconds for the log-probabilities of a book. An
     iterator is written as a list.
     """
     if isinstance(content, dict):
         entries = (f"{json.dumps(name)}: {dumps_in_parts(value)}" for name, value in content.items())
-        return Encoded(f"{{{', '.join(entries)}}}")
+        return f"{{{', '.join(entries)}}}"
     if not isinstance(content, list | Iterator):
-        return Encoded(json.dumps(content))
+        return json.dumps(content)
     if isinstance(content, list) and len(content) <= PART_ITEMS:
-        return Encoded(f"[{', '.join(map(dumps_in_parts, content))}]")
+        return f"[{', '.join(map(dumps_in_parts, content))}]"
     items = iter(content)
     parts = iter(lambda: list(islice(items, PART_ITEMS)), [])
-    return Encoded(f"[{', '.join(json.dumps(part)[1:-1] for part in parts)}]")
+    return f"[{', '.join(json.dumps(part)[1:-1] for part in parts)}]"
 
 
 def api_error(error: Exception) -> ApiError:
-    """The error by which a client is told about an exception."""
+    """The error that tells a client about an exception."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestError):
@@ -127,8 +121,7 @@ def api_error(error: Exception) -> ApiError:
 
 
 def model_not_found(name: str) -> ApiError:
-    quoted = _quoted(name)
-    return ApiError(f"the model {quoted} does not exist", status=404, param="model", code="model_not_found")
+    return ApiError(f"the model {shown(name)} does not exist", status=404, param="model", code="model_not_found")
 
 
 def add_error_handlers(app: FastAPI) -> None:
@@ -145,7 +138,7 @@ def add_error_handlers(app: FastAPI) -> None:
         assert isinstance(error, HTTPException)
         message = str(error.detail)
         if error.status_code in (404, 405):
-            message = f"{message}: {request.method} {_quoted(request.url.path)}"
+            message = f"{message}: {request.method} {shown(request.url.path)}"
         return ApiError(message, status=error.status_code).response(error.headers)
 
     async def answer_nobody(request: Request, error: Exception) -> Response:
@@ -161,36 +154,23 @@ def add_error_handlers(app: FastAPI) -> None:
 def _invalid_field(error: Mapping[str, Any]) -> ApiError:
     """The first complaint of pydantic about a body."""
     kind, context = error["type"], error.get("ctx") or {}
-    location = error["loc"][1:]
-    path = _path(location if kind == "extra_forbidden" else _without_branches(location))
+    path = ""  # such as messages[0].role
+    for part in error["loc"][1:]:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif not _BRANCH.fullmatch(part):
+            path += f".{part}"
+    path = path.removeprefix(".")
     if kind == "json_invalid":
         return ApiError(f"the body is not valid JSON: {context.get('error')} at character {error['loc'][-1]}")
     if "param" in context:
-        return ApiError(error["msg"], param=_path((*_without_branches(location), context["param"])))
+        return ApiError(error["msg"], param=f"{path}.{context['param']}".removeprefix("."))
     if not path:
         return ApiError("the body must be a JSON object, sent with Content-Type: application/json")
-    if kind == "extra_forbidden":
-        return ApiError(f"the field {_quoted(path)} is unknown or not supported; leave it out", param=path)
     if kind == "missing":
-        return ApiError(f"the field {_quoted(path)} is missing", param=path)
+        return ApiError(f"the field {shown(path)} is missing", param=path)
     message = error["msg"].removeprefix("Value error, ").removeprefix("Input ")
-    return ApiError(f"{path}={_quoted(error['input'])}: {message}", param=path)
-
-
-def _without_branches(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    """("stop", "list[str]", 0) -> ("stop", 0)"""
-    return tuple(part for part in location if isinstance(part, int) or not _BRANCH.fullmatch(part))
-
-
-def _path(location: tuple[int | str, ...]) -> str:
-    """messages[0].role"""
-    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
-    return path.removeprefix(".")
-
-
-def _quoted(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= MAX_QUOTED_CHARS else f"{text[:MAX_QUOTED_CHARS]}..."
+    return ApiError(f"{path}={shown(error['input'])}: {message}", param=path)
 
 
 # -- /openapi.json. FastAPI would describe its own errors, with status 422, which this server never sends --------------
@@ -204,7 +184,7 @@ class ErrorDetails(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """Every error, as OpenAI's API sends it."""
+    """An error, as OpenAI's API sends it."""
 
     error: ErrorDetails
 
@@ -244,7 +224,7 @@ ANSWERS: Responses = BODY_ERRORS | {
 
 
 def keep_messages_out(*more: str) -> None:
-    """Change how exceptions are logged in this process, also by the loggers `more`. Doing so twice changes nothing."""
+    """Leave exceptions' messages out of this process' log, also those of the loggers `more`. May be called twice."""
     for name in (*_LOGGERS, *more):
         logging.getLogger(name).addFilter(_strip_message)
 

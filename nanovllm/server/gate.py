@@ -1,11 +1,11 @@
-"""Gate: who may ask. The ASGI application around the server's own, which refuses what must not cost any work.
+"""Gate: the ASGI application around the server's own. It refuses requests that must not cost any work.
 
 In this order: requests after the server has begun to stop (503), whose length is ambiguous (400), for a host that is
 not ours (403), without a valid API key (401), and with a body that is too large (413), arrives too slowly (408), or for
 which no memory is left (503). It reads a body whole, as the application would, and passes everything else on as it is,
 so that streamed answers are not slowed down.
 
-Only digests of API keys are kept. All of them are compared, each in constant time, so the time says nothing about any.
+Only digests of API keys are kept. All of them are compared, each in constant time, so the time tells nothing.
 """
 
 import asyncio
@@ -14,26 +14,20 @@ import hmac
 import logging
 import os
 import secrets
-from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
 
 from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nanovllm.errors import ConfigError
 from nanovllm.server.errors import ClientDisconnectedError, Refusal
 from nanovllm.server.options import ServerOptions
-from nanovllm.server.page import page_paths
-
-Scope: TypeAlias = MutableMapping[str, Any]
-ASGIMessage: TypeAlias = MutableMapping[str, Any]
-Receive: TypeAlias = Callable[[], Awaitable[ASGIMessage]]
-Send: TypeAlias = Callable[[ASGIMessage], Awaitable[None]]
-ASGIApp: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
+from nanovllm.server.page import FILES_PATH
 
 API_KEY_VARIABLE = "NANOVLLM_API_KEY"
-OPEN_PATHS = ("/", "/health", "/version")  # need no key
+OPEN_PATHS = ("/", "/health", "/version")  # need no key, nor do the page's files
 MAX_HELD_BODIES = 64  # the bodies of all open requests together are at most as large as so many of the largest
 CACHE_SALT = "cache_salt"  # the entry of the request's state that holds the salt of its key, with cache_salt_per_key
 HOST_REFUSED = (
@@ -46,22 +40,21 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class _Held:
-    """What one request has in memory of its body."""
+    """The part of a request's body that is in memory."""
 
     num_bytes: int = 0
 
 
 class Gate:
-    """`outermost`: the gate, which pages of the allowed origins may ask. `is_draining` is set when the server stops.
+    """`outermost`: the gate with the headers for pages of the allowed origins. Set `is_draining` when the server stops.
 
-    on_refusal: is told each reason, for the metrics.
+    on_refusal: called with the reason of each refusal, for the metrics.
     """
 
     def __init__(
         self, app: ASGIApp, options: ServerOptions, keys: "ApiKeys", on_refusal: Callable[[str], None]
     ) -> None:
         self._app, self._options, self._keys, self._on_refusal = app, options, keys, on_refusal
-        self._open_paths = frozenset((*OPEN_PATHS, *page_paths()))
         self.outermost: ASGIApp = self
         if options.allowed_origins:
             self.outermost = CORSMiddleware(
@@ -97,7 +90,7 @@ class Gate:
         for name, value in scope["headers"]:
             if name == b"host" and not self._keys and not self._options.is_known_host(value.decode("latin-1")):
                 raise Refusal(403, "host", HOST_REFUSED)
-        if not self._keys or scope["path"] in self._open_paths:
+        if not self._keys or scope["path"] in OPEN_PATHS or scope["path"].startswith(f"{FILES_PATH}/"):
             return
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         if len(given) != 1 or not self._keys.accept(given[0]):
@@ -113,13 +106,12 @@ class Gate:
         try:
             whole = await asyncio.wait_for(self._whole_body(receive, held), self._options.max_receive_s)
         except asyncio.TimeoutError as error:
-            message = (
-                f"the body has not arrived within max_receive_s={self._options.max_receive_s:g} seconds; send it faster"
-            )
+            limit = f"max_receive_s={self._options.max_receive_s:g}"
+            message = f"the body has not arrived within {limit} seconds; send it faster"
             raise Refusal(408, "slow_body", message, code="request_timeout") from error
-        body: list[ASGIMessage] = [{"type": "http.request", "body": whole, "more_body": False}]
+        body: list[Message] = [{"type": "http.request", "body": whole, "more_body": False}]
 
-        async def receive_again() -> ASGIMessage:
+        async def receive_again() -> Message:
             return body.pop() if body else await receive()
 
         return receive_again
@@ -136,9 +128,8 @@ class Gate:
             self._num_held_bytes += len(body) - held.num_bytes
             held.num_bytes = len(body)
             if self._num_held_bytes > MAX_HELD_BODIES * self._options.max_body_bytes:
-                raise Refusal(
-                    503, "bodies", "the server has no memory left for bodies; ask again later", retry_after_s=1
-                )
+                full = "the server has no memory left for bodies; ask again later"
+                raise Refusal(503, "bodies", full, retry_after_s=1)
             is_complete = not message.get("more_body", False)
         return bytes(body)
 
@@ -165,35 +156,28 @@ def load_keys(options: ServerOptions) -> "ApiKeys":
 
 
 def read_api_keys(path: str | None, environment: Mapping[str, str]) -> list[str]:
-    """The keys of the environment and of the file. Raises ConfigError for a file or a variable without a usable key.
+    """Return the keys of the environment and of the file.
 
-    A key that is present but empty is refused, because it would leave the server open to everyone.
+    Raises ConfigError for a file or a variable without a usable key: a key that is present but empty would leave the
+    server open to everyone. The message leaves the key out.
     """
-    keys = []
+    found = []  # keys, and where each comes from
     if API_KEY_VARIABLE in environment:
-        keys.append(_checked(environment[API_KEY_VARIABLE].strip(), API_KEY_VARIABLE))
+        found.append((environment[API_KEY_VARIABLE].strip(), API_KEY_VARIABLE))
     if path is not None:
-        keys += _read_file(Path(path))
-    return keys
-
-
-def _read_file(path: Path) -> list[str]:
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"api_key_file={str(path)!r} cannot be read: {error}") from error
-    numbered = [(number, line.strip()) for number, line in enumerate(lines, 1)]
-    keys = [_checked(key, f"{path}, line {number},") for number, key in numbered if key and not key.startswith("#")]
-    if not keys:
-        raise ConfigError(f"api_key_file={str(path)!r} has no keys; write one per line, or leave the option out")
-    return keys
-
-
-def _checked(key: str, origin: str) -> str:
-    """`key`, if it can be sent in a header. The message leaves it out."""
-    if not key or not all("!" <= char <= "~" for char in key):
-        raise ConfigError(f"{origin} must hold a key of printable ASCII characters without spaces")
-    return key
+        try:
+            lines = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines()]
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"api_key_file={path!r} cannot be read: {error}") from error
+        named = [(line, f"{path}, line {number},") for number, line in enumerate(lines, 1)]
+        in_file = [(key, origin) for key, origin in named if key and not key.startswith("#")]
+        if not in_file:
+            raise ConfigError(f"api_key_file={path!r} has no keys; write one per line, or leave the option out")
+        found += in_file
+    for key, origin in found:
+        if not key or not all("!" <= char <= "~" for char in key):
+            raise ConfigError(f"{origin} must hold a key of printable ASCII characters without spaces")
+    return [key for key, _ in found]
 
 
 class ApiKeys:
@@ -202,7 +186,7 @@ class ApiKeys:
         self._salt_secret = secrets.token_bytes(32)
 
     def __bool__(self) -> bool:
-        """Return True if there are any. Without keys, everyone may ask."""
+        """Return True if there are keys. Without any, everyone may ask."""
         return bool(self._digests)
 
     def accept(self, authorization: bytes) -> bool:
@@ -212,9 +196,9 @@ class ApiKeys:
         return any(matches)
 
     def cache_salt(self, authorization: bytes) -> str | None:
-        """A salt that nobody can guess: the same for each request with the same key, until the server ends.
+        """Return a salt that nobody can guess: the same for each request with this key, until the server ends.
 
-        None for the only key, which has nobody to be kept apart from.
+        None for the only key, whose user has nobody to be kept apart from.
         """
         if len(self._digests) == 1:
             return None

@@ -1,4 +1,4 @@
-"""The life of a server process: from the bound port to the exit status.
+"""Life of a server process, from the bound port to the exit status.
 
     bind the port           a port in use is known before the model is loaded
     load, warm up           connections are refused until then
@@ -53,17 +53,17 @@ logger = logging.getLogger(__name__)
 
 
 class Served(Protocol):
-    """What a server process serves: the Site of one engine, or that of several (nanovllm/cluster)."""
+    """The application of a server process: the Site of one engine, or that of several (nanovllm/cluster)."""
 
     @property
     def gate(self) -> Gate: ...
 
     @property
     def num_open(self) -> int:
-        """Answers that have not ended."""
+        """The number of answers that have not ended."""
 
     async def warm_up(self) -> None:
-        """Called before the first request. Raises EngineError if nothing can be answered."""
+        """Prepare for the first request. Raises EngineError if nothing can be answered."""
 
     async def wait_for_failure(self) -> EngineError:
         """Wait until no request can be answered any more, and return why."""
@@ -93,14 +93,14 @@ def run_server(load: Callable[[], AsyncLLM], options: ServerOptions, bound: sock
 def serve_until_stopped(served: Served, options: ServerOptions, bound: socket.socket, num_files: int) -> int:
     """Serve until a signal arrives or `served` fails, and return the exit status. Call it in the main thread.
 
-    num_files: that the process may open.
+    num_files: the number of files that the process may open.
     """
     return asyncio.run(_Server(served, options, bound, num_files).run())
 
 
 @contextmanager
 def ended_by_sigterm() -> Iterator[None]:
-    """While the model is loaded, SIGTERM cleans up like an error."""
+    """Let SIGTERM clean up like an error, while the model is loaded."""
 
     def end(signum: int, frame: Any) -> NoReturn:
         sys.exit(128 + signum)
@@ -121,7 +121,7 @@ class _Listener(uvicorn.Server):
 
 
 class _Server:
-    """Runs the application on an event loop, and ends it in order."""
+    """One run of the application on an event loop, with an orderly end."""
 
     def __init__(self, served: Served, options: ServerOptions, bound: socket.socket, num_files: int) -> None:
         self._served, self._options, self._socket = served, options, bound
@@ -142,7 +142,7 @@ class _Server:
         self._num_signals = 0
 
     async def run(self) -> int:
-        """Returns the exit status."""
+        """Run the server to its end, and return the exit status."""
         loop = asyncio.get_running_loop()
         for signum in _SIGNALS:
             loop.add_signal_handler(signum, partial(self._on_signal, signum))
@@ -150,7 +150,7 @@ class _Server:
             await self._served.warm_up()
             return await self._serve()
         except EngineError as error:  # during the warm-up
-            self._report_failure(error)
+            logger.error("nanovllm: the engine has failed: %s", error)
             return FAILED
         finally:
             for signum in _SIGNALS:
@@ -171,24 +171,20 @@ class _Server:
         try:
             await asyncio.wait((served, failed, stopped), return_when=asyncio.FIRST_COMPLETED)
             if served.done():
-                self._report_closed_port(served)
+                try:
+                    served.result()
+                except OSError as error:  # another process has bound the port as well, and listened first
+                    raise port_error(self._options.host, self._options.port, error) from error
             elif not failed.done():
                 await self._drain(served, failed)
             if failed.done():
-                self._report_failure(failed.result())
+                logger.error("nanovllm: the engine has failed: %s", failed.result())
                 await asyncio.sleep(LINGER_S)
             await self._end(served)
             return FAILED if failed.done() else 0
         finally:
             for task in (failed, stopped, announced):
                 task.cancel()
-
-    def _report_closed_port(self, served: "asyncio.Future[None]") -> None:
-        """Raise why the server does not listen: another process has bound the port as well, and listened first."""
-        try:
-            served.result()
-        except OSError as error:
-            raise port_error(self._options.host, self._options.port, error) from error
 
     async def _announce(self) -> None:
         """Say that the server is ready, once it listens."""
@@ -216,9 +212,6 @@ class _Server:
             connection.transport.abort()  # a client that does not read, or never sent its whole request
         await served
 
-    def _report_failure(self, error: EngineError) -> None:
-        logger.error("nanovllm: the engine has failed: %s", error)
-
 
 # -- connections -------------------------------------------------------------------------------------------------------
 
@@ -233,7 +226,7 @@ def raise_file_limit() -> int:
 
 
 class ConnectionLimits:
-    """receive_s: for the head of a request. unread_s: for a client to take some of what waits for it."""
+    """Limits on time and number. receive_s: for the head of a request. unread_s: for a client to take some data."""
 
     def __init__(self, receive_s: float, unread_s: float, num_files: int) -> None:
         self.receive_s, self.unread_s = receive_s, unread_s
@@ -256,64 +249,39 @@ class ConnectionLimits:
         return False
 
 
-class _Timer:
-    """Calls something once, unless it is cancelled before. Belongs to the running event loop."""
-
-    def __init__(self) -> None:
-        self._handle: asyncio.TimerHandle | None = None
-
-    @property
-    def is_running(self) -> bool:
-        return self._handle is not None
-
-    def start(self, delay_s: float, call: Callable[[], None]) -> None:
-        def ring() -> None:
-            self._handle = None
-            call()
-
-        self.cancel()
-        self._handle = asyncio.get_running_loop().call_later(delay_s, ring)
-
-    def cancel(self) -> None:
-        if self._handle is not None:
-            self._handle.cancel()
-            self._handle = None
-
-
 class Connection(H11Protocol):
-    """Uvicorn's protocol with these limits.
+    """Uvicorn's protocol on h11, with these limits.
 
-    Always the one on h11: the one on httptools, which uvicorn prefers where it is installed, sends answers in chunks to
-    clients that speak HTTP/1.0.
+    Not the one on httptools, which uvicorn prefers where it is installed: it sends answers in chunks to clients that
+    speak HTTP/1.0.
     """
 
     def __init__(self, *args: Any, limits: ConnectionLimits, **options: Any) -> None:
         super().__init__(*args, **options)
         self._limits = limits
-        self._head_timer = _Timer()  # runs while the head of a request is awaited
-        self._unread_timer = _Timer()  # runs while the client leaves something unread
-        self._num_unread_bytes = 0  # when the timer was started
+        self._timers: dict[str, asyncio.TimerHandle] = {}  # "head": it is awaited. "unread": the client takes nothing
+        self._num_unread_bytes = 0  # when that timer was started
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         if self._limits.admits(len(self.connections)):
-            self._head_timer.start(self._limits.receive_s, self._end)
+            self._start("head", self._limits.receive_s, transport.close)
         else:
             transport.write(_too_many_connections())
             transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._head_timer.cancel()
-        self._unread_timer.cancel()
+        self._stop("head")
+        self._stop("unread")
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         is_answering = self.cycle is not None and not self.cycle.response_complete
         if is_answering or self.transport.is_closing():
-            self._head_timer.cancel()
-        elif not self._head_timer.is_running:
-            self._head_timer.start(self._limits.receive_s, self._end)
+            self._stop("head")
+        elif "head" not in self._timers:
+            self._start("head", self._limits.receive_s, self.transport.close)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -324,15 +292,15 @@ class Connection(H11Protocol):
         self._watch_reader()
 
     def resume_writing(self) -> None:
-        self._unread_timer.cancel()
+        self._stop("unread")
         super().resume_writing()
 
     def _watch_reader(self) -> None:
         """Cut the connection if the client takes nothing of what waits for it."""
-        self._unread_timer.cancel()
+        self._stop("unread")
         self._num_unread_bytes = self.transport.get_write_buffer_size()
         if self._num_unread_bytes:
-            self._unread_timer.start(self._limits.unread_s, self._check_reader)
+            self._start("unread", self._limits.unread_s, self._check_reader)
 
     def _check_reader(self) -> None:
         if self.transport.get_write_buffer_size() < self._num_unread_bytes:
@@ -340,8 +308,12 @@ class Connection(H11Protocol):
         else:
             self.transport.abort()
 
-    def _end(self) -> None:
-        self.transport.close()
+    def _start(self, timer: str, delay_s: float, call: Callable[[], None]) -> None:
+        self._timers[timer] = self.loop.call_later(delay_s, call)
+
+    def _stop(self, timer: str) -> None:
+        if timer in self._timers:
+            self._timers.pop(timer).cancel()
 
 
 def _too_many_connections() -> bytes:

@@ -1,17 +1,14 @@
-"""Metrics: what /metrics reports, in Prometheus' text format. Names follow vLLM's, with nanovllm in front.
+"""Metrics: the content of /metrics, in Prometheus' text format. Names follow vLLM's, with nanovllm in front.
 
-Requests are counted when their answers end. Everything about the engine is read from its stats when somebody asks.
-Each server has its own registry.
+Requests are counted when their answers end. Each server has its own registry.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from fastapi import FastAPI
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
-from starlette.responses import Response
 
 from nanovllm.core.outputs import RequestOutput
 from nanovllm.errors import EngineError
@@ -20,7 +17,6 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 PREFIX = "nanovllm:"
 _FIRST_TOKEN_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
 _TOKEN_S = (0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 10)
-
 
 # Entry of the engine's stats, name of the metric that reports it, what it is, and True for a counter
 _FIGURES = (
@@ -48,48 +44,43 @@ _FIGURES = (
 )
 
 
-class Metrics:
-    """Counts what the server answers and refuses.
+class Metrics(Collector):
+    """Counts what the server answers and refuses, and reads the engine's stats when the metrics are rendered.
 
+    stats: of the engine; raises EngineError if it has failed. num_in_queue: answers that wait for their first token.
     replica: the name of the engine if there are several; then every sample has it as a label.
     """
 
-    def __init__(self, model_name: str, replica: str | None = None) -> None:
-        self.model_name = model_name
+    def __init__(
+        self,
+        model_name: str,
+        stats: Callable[[], Mapping[str, Any]],
+        num_in_queue: Callable[[], int],
+        replica: str | None = None,
+    ) -> None:
+        self._stats, self._num_in_queue = stats, num_in_queue
         self._registry = CollectorRegistry(auto_describe=False)
         self._labels = {"model_name": model_name} | ({} if replica is None else {"replica": replica})
         self._prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts, those in the prefix cache included")
         self._generation_tokens = self._counter("generation_tokens", "Tokens of answers that have ended")
         self._cached_tokens = self._counter("prefix_cache_hits", "Tokens of prompts found in the prefix cache")
-        self._finished = Counter(
-            f"{PREFIX}request_success",
-            "Answers that have ended",
-            [*self._labels, "finished_reason"],
-            registry=self._registry,
-        )
-        self._refused = Counter(
-            f"{PREFIX}requests_refused",
-            "Requests that were refused",
-            [*self._labels, "reason"],
-            registry=self._registry,
-        )
+        self._finished = self._counter("request_success", "Answers that have ended", "finished_reason")
+        self._refused = self._counter("requests_refused", "Requests that were refused", "reason")
         self._ttft_s = self._histogram("time_to_first_token_seconds", "From arrival to the first token", _FIRST_TOKEN_S)
         self._tpot_s = self._histogram("time_per_output_token_seconds", "Mean between an answer's tokens", _TOKEN_S)
+        self._registry.register(self)
 
-    def _counter(self, name: str, about: str) -> Counter:
-        counter = Counter(PREFIX + name, about, list(self._labels), registry=self._registry)
-        return counter.labels(**self._labels)
+    def _counter(self, name: str, about: str, *more_labels: str) -> Counter:
+        """A counter of this server. With more labels, each use gives their values."""
+        counter = Counter(PREFIX + name, about, [*self._labels, *more_labels], registry=self._registry)
+        return counter if more_labels else counter.labels(**self._labels)
 
     def _histogram(self, name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
         histogram = Histogram(PREFIX + name, about, list(self._labels), registry=self._registry, buckets=buckets)
         return histogram.labels(**self._labels)
 
-    def watch(self, stats: Callable[[], Mapping[str, Any]], num_in_queue: Callable[[], int]) -> None:
-        """Report the engine's stats, and how many answers wait for their first token. Call it once."""
-        self._registry.register(_EngineCollector(stats, num_in_queue, self._labels))
-
     def render(self) -> bytes:
-        """Everything, in the format that CONTENT_TYPE names."""
+        """Return all metrics in the format that CONTENT_TYPE names."""
         return generate_latest(self._registry)
 
     # -- what happens to requests --------------------------------------------------------------------------------
@@ -111,29 +102,17 @@ class Metrics:
     def refused(self, reason: str) -> None:
         self._refused.labels(**self._labels, reason=reason).inc()
 
-
-def add_metrics(app: FastAPI, metrics: Metrics) -> None:
-    @app.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
-    async def render_metrics() -> Response:
-        return Response(metrics.render(), media_type=CONTENT_TYPE)
-
-
-class _EngineCollector(Collector):
-    """Reads the engine's stats when the metrics are rendered. An engine that has failed has none."""
-
-    def __init__(
-        self, stats: Callable[[], Mapping[str, Any]], num_in_queue: Callable[[], int], labels: Mapping[str, str]
-    ) -> None:
-        self._stats, self._num_in_queue, self._labels = stats, num_in_queue, labels
+    # -- the engine ----------------------------------------------------------------------------------------------
 
     def collect(self) -> Iterator[Metric]:
+        """Called by prometheus_client. An engine that has failed has no stats."""
         yield self._metric(GaugeMetricFamily, "num_answers_in_queue", "Answers without a token", self._num_in_queue())
         try:
             stats = self._stats()
         except EngineError:
-            yield self._metric(GaugeMetricFamily, "engine_is_running", "Whether the engine works", 0)
+            yield self._metric(GaugeMetricFamily, "engine_is_running", "1 if the engine works, 0 if it has failed", 0)
             return
-        yield self._metric(GaugeMetricFamily, "engine_is_running", "Whether the engine works", 1)
+        yield self._metric(GaugeMetricFamily, "engine_is_running", "1 if the engine works, 0 if it has failed", 1)
         yield self._metric(GaugeMetricFamily, "kv_cache_usage_perc", "Share of blocks in use, 0 to 1", _usage(stats))
         for entry, name, about, is_counter in _FIGURES:
             if (value := stats.get(entry)) is not None:

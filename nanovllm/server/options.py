@@ -1,4 +1,4 @@
-"""ServerOptions: what the operator of a server has chosen, apart from the engine's options. And the port to listen on.
+"""ServerOptions: the choices of a server's operator, apart from the engine's options. And the port to listen on.
 
 The port is bound before anything is loaded, so that a port in use is known at once.
 """
@@ -6,13 +6,17 @@ The port is bound before anything is loaded, so that a port in use is known at o
 import socket
 from dataclasses import dataclass
 from ipaddress import ip_address
+from typing import Any
 from urllib.parse import urlsplit
 
 from nanovllm.errors import ConfigError
-from nanovllm.utils.options import check_options, option
+from nanovllm.utils.options import MAX_INT32, check_options, option
 
-_MOST = 2**31 - 1  # the largest limit that can be given
 _SERVER, _ACCESS, _LIMITS = "the server", "who may ask", "how much clients may ask for"  # groups
+
+
+def _limit(default: float, help: str) -> Any:
+    return option(default, help=help, group=_LIMITS, above=0, most=MAX_INT32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +33,7 @@ class ServerOptions:
         help="seconds that open requests get to finish after SIGTERM; then they are aborted",
         group=_SERVER,
         least=0,
-        most=_MOST,
+        most=MAX_INT32,
     )
 
     api_key_file: str | None = option(
@@ -54,28 +58,10 @@ class ServerOptions:
         group=_LIMITS,
         least=1,
     )
-    max_wait_s: float = option(
-        600.0,
-        help="seconds that a request may wait for its first token; then, status 503",
-        group=_LIMITS,
-        above=0,
-        most=_MOST,
-    )
-    max_receive_s: float = option(
-        60.0,
-        help="seconds that a client may take to send the head of a request, and its body",
-        group=_LIMITS,
-        above=0,
-        most=_MOST,
-    )
-    max_unread_s: float = option(
-        300.0,
-        help="seconds after which a client that does not read its answer is cut off",
-        group=_LIMITS,
-        above=0,
-        most=_MOST,
-    )
-    max_body_mb: float = option(32.0, help="maximum size of a body in MiB", group=_LIMITS, above=0, most=_MOST)
+    max_wait_s: float = _limit(600.0, "seconds that a request may wait for its first token; then, status 503")
+    max_receive_s: float = _limit(60.0, "seconds that a client may take to send the head of a request, and its body")
+    max_unread_s: float = _limit(300.0, "seconds after which a client that takes nothing of its answer is cut off")
+    max_body_mb: float = _limit(32.0, "maximum size of a body in MiB")
     max_prompt_chars: int | None = option(
         None,
         help="maximum number of characters in a prompt, which is checked before it is tokenized; by default, 16 for "

@@ -1,8 +1,8 @@
 """The page at /: a chat, a document to ask about, and the KV cache live, from /kvcache. The files are in page/.
 
 The page has no build step and loads nothing from other hosts; the Content-Security-Policy enforces the latter. Its own
-files (`page_paths`) must be served without an API key, because a browser cannot send one when it opens a page. The
-scripts send the key that the user types with their requests to the API and to /kvcache.
+files must be served without an API key, because a browser cannot send one when it opens a page. The scripts send the
+key that the user types with their requests to the API and to /kvcache.
 
 A snapshot of the cache costs about a millisecond for 8,192 blocks, and nothing is computed while nobody asks. All
 viewers share one snapshot for MIN_INTERVAL_S. It is made in the thread of the event loop, beside the engine's own:
@@ -10,37 +10,25 @@ block_states and stats only read, and neither waits for a step.
 """
 
 import base64
-import hashlib
 import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
+from starlette.staticfiles import StaticFiles
 
 from nanovllm.core.kv_spec import BlockState
 from nanovllm.llm import LLM
 
 DIRECTORY = Path(__file__).parent / "page"
-MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
-POLICY = "; ".join(
-    [
-        "default-src 'none'",
-        "script-src 'self'",
-        "style-src 'self'",
-        "img-src 'self'",
-        "connect-src 'self'",
-        "base-uri 'none'",
-        "form-action 'none'",
-        "frame-ancestors 'none'",
-        "require-trusted-types-for 'script'",  # no text can become HTML, whatever a model writes
-        "trusted-types 'none'",
-    ]
-)
+FILES_PATH = "/page"
 HEADERS = {
-    "Content-Security-Policy": POLICY,
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types 'none'",  # no text can become HTML, whatever a model writes
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",  # ask each time whether the file has changed (ETag)
@@ -51,44 +39,29 @@ RATE_WINDOW_S = 2.0  # rates are means over about this time; a step of a long pr
 MAX_WINDOW_S = 10.0  # nobody looked for longer than this: there is no recent rate
 
 
-def page_paths() -> list[str]:
-    """The paths that `page_router` answers. They hold nothing secret."""
-    return ["/", *(f"/page/{path.name}" for path in _files())]
+class _PageFiles(StaticFiles):
+    def file_response(self, *args: Any, **options: Any) -> Response:
+        response = super().file_response(*args, **options)
+        response.headers.update(HEADERS)
+        return response
 
 
-def page_router() -> APIRouter:
-    """GET / and GET /page/{file name}. The files are read once, so no path in a request reaches the file system."""
-    files = {path.name: path.read_bytes() for path in _files()}
-    tags = {name: f'"{hashlib.sha256(content).hexdigest()[:16]}"' for name, content in files.items()}
-    router = APIRouter(include_in_schema=False)
+def add_page(app: FastAPI) -> None:
+    """Serve index.html at / and the other files below FILES_PATH. They hold nothing secret."""
+    files = _PageFiles(directory=DIRECTORY)
+    app.mount(FILES_PATH, files)
 
-    def answer(name: str, request: Request) -> Response:
-        if name not in files:
-            return Response("The page has no such file.", 404, HEADERS, "text/plain")
-        headers = HEADERS | {"ETag": tags[name]}
-        if request.headers.get("if-none-match") == tags[name]:
-            return Response(status_code=304, headers=headers)
-        return Response(files[name], 200, headers, f"{MEDIA_TYPES[Path(name).suffix]}; charset=utf-8")
-
-    @router.api_route("/", methods=["GET", "HEAD"])
+    @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
     async def index(request: Request) -> Response:
-        return answer("index.html", request)
-
-    @router.api_route("/page/{name}", methods=["GET", "HEAD"])
-    async def file(name: str, request: Request) -> Response:
-        return answer(name, request)
-
-    return router
-
-
-def _files() -> list[Path]:
-    return sorted(path for path in DIRECTORY.iterdir() if path.suffix in MEDIA_TYPES)
+        return await files.get_response("index.html", request.scope)
 
 
 # -- /kvcache ----------------------------------------------------------------------------------------------------------
 
 
 class KVView:
+    """The engine's cache as the page shows it."""
+
     def __init__(self, engine: LLM, now_s: Callable[[], float] = time.monotonic) -> None:
         self._engine, self._now_s = engine, now_s
         self._history: deque[tuple[float, dict[str, float]]] = deque()  # times and sums, oldest first

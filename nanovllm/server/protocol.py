@@ -1,9 +1,9 @@
-"""The bodies of requests, as OpenAI defines them, with vLLM's additional fields, and the SamplingParams they ask for.
+"""Bodies of requests, as OpenAI defines them, with vLLM's additional fields, and the SamplingParams they ask for.
 
 Unknown fields are refused by name. So are OpenAI's fields that this server does not implement, unless they have the
-value that changes nothing. The numbers themselves are checked by SamplingParams. Each parameter comes from the first of
-these that has it: the body, the model's generation_config.json, the defaults of OpenAI's API, which are those of
-SamplingParams.
+value that changes nothing. SamplingParams checks the numbers themselves. A field of SamplingFields that has the name of
+a sampling parameter sets it. Each parameter comes from the first of these that has it: the body, the model's
+generation_config.json, the defaults of OpenAI's API, which are those of SamplingParams.
 
 A body can have millions of errors, and collecting them would take minutes and gigabytes. So a check ends at the first.
 """
@@ -20,6 +20,7 @@ from pydantic import (
     Field,
     GetJsonSchemaHandler,
     Tag,
+    TypeAdapter,
     WithJsonSchema,
     model_validator,
 )
@@ -27,23 +28,15 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError
 
 from nanovllm.errors import RequestError
-from nanovllm.sampling_params import SamplingParams, StructuredOutputs
+from nanovllm.sampling_params import MAX_LOGPROBS, SamplingParams, StructuredOutputs
 from nanovllm.server.errors import ApiError
 
 COMPLETION_MAX_TOKENS = 16  # as OpenAI
 MAX_NAME_CHARS = 100  # of an unknown field, in the message
-_PROMPT_SCHEMA = {
-    "anyOf": [
-        {"type": "string"},
-        {"type": "array", "items": {"type": "string"}, "minItems": 1},
-        {"type": "array", "items": {"type": "integer"}, "minItems": 1},
-        {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}, "minItems": 1},
-    ]
-}
 
 
 class _FirstError(FailFast):
-    """Ends the check of a list at its first error. Hashable, which `|` between types asks for."""
+    """End of the check of a list at its first error. Hashable, which `|` between types asks for."""
 
     __hash__ = object.__hash__
 
@@ -52,12 +45,18 @@ Item = TypeVar("Item")
 Items: TypeAlias = Annotated[list[Item], _FirstError()]
 
 # Checked by the engine, because pydantic would take seconds for the token ids of a long document
-PromptField = Annotated[Any, WithJsonSchema(_PROMPT_SCHEMA)]
+_Prompt = TypeAdapter(str | list[str] | list[int] | list[list[int]])
+PromptField = Annotated[Any, WithJsonSchema(_Prompt.json_schema())]
 
 
 def refuse(param: str, message: str) -> PydanticCustomError:
-    """To be raised in a validator: the field `param` is to blame."""
+    """An error that a validator raises to blame the field `param`."""
     return PydanticCustomError("refused", "{message}", {"param": param, "message": message})
+
+
+def _printable(name: str) -> str:
+    """A name that a client chose, as an error message repeats it."""
+    return name[:MAX_NAME_CHARS].encode(errors="backslashreplace").decode()
 
 
 class Body(BaseModel):
@@ -74,8 +73,8 @@ class Body(BaseModel):
         known = {field.alias or name for name, field in cls.model_fields.items()} | cls.NEUTRAL.keys()
         for name in body:
             if name not in known:
-                shown = name[:MAX_NAME_CHARS].encode(errors="backslashreplace").decode()
-                raise refuse(shown, f"the field {shown!r} is unknown or not supported; leave it out")
+                message = f"the field {_printable(name)!r} is unknown or not supported; leave it out"
+                raise refuse(_printable(name), message)
         for name, neutral in cls.NEUTRAL.items():
             if name in body and body[name] not in neutral:
                 raise refuse(name, f"the field {name!r} is not supported; leave it out")
@@ -117,7 +116,7 @@ class StructuredOutputsField(Body):
 
 
 class SamplingFields(Body):
-    """The fields that both kinds of completions take. None stands for the default, as if the field were missing."""
+    """Fields that both kinds of completions take. None stands for the default, as if the field were missing."""
 
     model: str | None = None
     stream: bool | None = None
@@ -199,10 +198,10 @@ class TextPart(Body):
     @classmethod
     def _refuse_other_parts(cls, part: Any) -> Any:
         if isinstance(part, dict) and isinstance(kind := part.get("type"), str) and kind != "text":
-            shown = kind[:MAX_NAME_CHARS].encode(errors="backslashreplace").decode()
-            raise refuse(
-                "type", f"a part of type {shown!r} is not supported, as the model reads only text; leave it out"
+            message = (
+                f"a part of type {_printable(kind)!r} is not supported, as the model reads only text; leave it out"
             )
+            raise refuse("type", message)
         return part
 
 
@@ -282,7 +281,7 @@ class ChatRequest(SamplingFields):
     safety_identifier: str | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     tool_choice: Literal["none", "auto"] | None = None
 
     @model_validator(mode="after")
@@ -322,10 +321,8 @@ class DetokenizeRequest(Body):
 
 # -- SamplingParams ----------------------------------------------------------------------------------------------------
 
-
-# Fields of a body that are parameters as they are
-_SAME_NAME = {each.name for each in fields(SamplingParams)} & SamplingFields.model_fields.keys()
-_SAME_NAME -= {"max_tokens", "logit_bias", "structured_outputs"}
+_CONVERTED = {"max_tokens", "logit_bias", "structured_outputs"}  # their values differ from those of the parameters
+_COPIED = ({each.name for each in fields(SamplingParams)} & SamplingFields.model_fields.keys()) - _CONVERTED
 
 
 def completion_params(body: CompletionRequest, defaults: Mapping[str, Any]) -> SamplingParams:
@@ -351,13 +348,9 @@ def chat_params(body: ChatRequest, defaults: Mapping[str, Any], num_free_tokens:
 
 
 def _common_params(body: SamplingFields, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    given = {name: value for name in _SAME_NAME if (value := getattr(body, name)) is not None}
-    return {
-        **defaults,
-        **given,
-        "logit_bias": _logit_bias(body.logit_bias),
-        "structured_outputs": _structured_outputs(body),
-    }
+    given = {name: value for name in _COPIED if (value := getattr(body, name)) is not None}
+    converted = {"logit_bias": _logit_bias(body.logit_bias), "structured_outputs": _structured_outputs(body)}
+    return {**defaults, **given, **converted}
 
 
 def _logit_bias(biases: Mapping[str, Any] | None) -> dict[int, Any] | None:
@@ -372,27 +365,25 @@ def _logit_bias(biases: Mapping[str, Any] | None) -> dict[int, Any] | None:
 
 def _structured_outputs(body: SamplingFields) -> StructuredOutputs | None:
     """The pattern of the answer, which a body can give in one of five fields."""
-    given: dict[str, dict[str, Any] | None] = {
-        "response_format": _response_format(body),
-        "structured_outputs": _given_fields(body.structured_outputs),
-        "guided_json": None if body.guided_json is None else {"json": body.guided_json},
-        "guided_regex": None if body.guided_regex is None else {"regex": body.guided_regex},
-        "guided_choice": None if body.guided_choice is None else {"choice": body.guided_choice},
-    }
-    names = [name for name, fields in given.items() if fields is not None]
+    given: dict[str, Any] = {"response_format": _response_format(body.response_format)}
+    if body.structured_outputs is not None:
+        given["structured_outputs"] = body.structured_outputs.model_dump(exclude_none=True, by_alias=True)
+    for kind in ("json", "regex", "choice"):
+        value = getattr(body, f"guided_{kind}")
+        given[f"guided_{kind}"] = None if value is None else {kind: value}
+    names = [name for name, pattern in given.items() if pattern is not None]
     if len(names) > 1:
         raise ApiError(f"{' and '.join(names)} both say what the answer must match; give one of them", param=names[1])
     if not names:
         return None
     try:
-        return StructuredOutputs(**(given[names[0]] or {}))
+        return StructuredOutputs(**given[names[0]])
     except RequestError as error:
         raise ApiError(str(error).replace("StructuredOutputs", names[0]), param=names[0]) from error
 
 
-def _response_format(body: SamplingFields) -> dict[str, Any] | None:
+def _response_format(wanted: ResponseFormat | None) -> dict[str, Any] | None:
     """The fields of StructuredOutputs that `response_format` asks for; None for plain text."""
-    wanted = body.response_format
     if wanted is None:
         return None
     if (wanted.json_schema is not None) != (wanted.type == "json_schema"):
@@ -400,11 +391,6 @@ def _response_format(body: SamplingFields) -> dict[str, Any] | None:
             f"response_format has type {wanted.type!r}; give json_schema with the type 'json_schema', and only with it",
             param="response_format",
         )
-    if wanted.json_schema is not None:
-        schema = wanted.json_schema.json_schema
-        return {"json_object": True} if schema is None else {"json": schema}
-    return {"json_object": True} if wanted.type == "json_object" else None
-
-
-def _given_fields(field: StructuredOutputsField | None) -> dict[str, Any] | None:
-    return None if field is None else field.model_dump(exclude_none=True, by_alias=True)
+    if wanted.json_schema is not None and wanted.json_schema.json_schema is not None:
+        return {"json": wanted.json_schema.json_schema}
+    return None if wanted.type == "text" else {"json_object": True}

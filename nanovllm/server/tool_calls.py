@@ -1,4 +1,4 @@
-"""Finds the tool calls in a model's text while the text arrives piece by piece.
+"""Tool calls in a model's text, found while the text arrives piece by piece.
 
 Two formats are known. Qwen (and other models in Hermes' format) writes, once or several times:
 
@@ -36,12 +36,12 @@ Delta: TypeAlias = str | ToolCallDelta  # a string is content
 
 
 class CallFormat(NamedTuple):
-    """How a model writes its calls."""
+    """The way in which a model writes its calls."""
 
     opening: str  # precedes a call
     closing: str  # follows a call; may be empty
     separator: str  # stands in for the opening of a second call; may be empty
-    is_bare: bool  # whether a call at the start of the answer needs no opening
+    is_bare: bool  # True if a call at the start of the answer needs no opening
     argument_keys: tuple[str, ...]
     needs_arguments: bool  # without tags, an object that has only a name is an ordinary answer
 
@@ -59,16 +59,16 @@ _NEXT = re.compile(f"[^{_SPACE}]")
 _OUTSIDE_STRINGS = frozenset(_SPACE + '{}[]:,"0123456789+-.eEtrufalsn')  # with the letters of true, false and null
 
 
-def make_parser(architecture_or_template: str) -> "ToolCallParser | None":
-    """A parser for one answer of a model, chosen by its chat template or, less surely, by its architecture.
+def call_format_of(template_and_architecture: str) -> CallFormat | None:
+    """Return how a model writes its calls, going by its chat template or, less surely, by its architecture.
 
     Returns None for a format that is not known. The caller should then refuse requests with tools.
     """
-    if any(mark in architecture_or_template for mark in _OTHER_MARKS):
+    if any(mark in template_and_architecture for mark in _OTHER_MARKS):
         return None
     for call_format, marks in _MARKS:
-        if any(mark in architecture_or_template for mark in marks):
-            return ToolCallParser(call_format)
+        if any(mark in template_and_architecture for mark in marks):
+            return call_format
     return None
 
 
@@ -84,84 +84,80 @@ class ToolCallParser:
     """Parses one answer: `feed` it the text, then call `finish`. Both return what has become certain."""
 
     def __init__(self, call_format: CallFormat) -> None:
-        self.call_format = call_format
+        self._format = call_format
         self._state = _State.OPENED if call_format.is_bare else _State.CONTENT
         self._text = ""
         self._start = 0  # of what has not been returned yet; between calls of `feed` always 0
         self._opening_end = 0  # outside CONTENT: where the opening ends that may turn out to be content
         self._scan = _ObjectScan(0)
+        self._deltas: list[Delta] = []  # to be returned by the next `_take`
         self._num_calls = 0
-        self._follows_call = False  # whether the last thing returned was a call
+        self._follows_call = False  # True if the last thing returned was a call
 
     def feed(self, text: str) -> list[Delta]:
-        """What is certain now that the answer goes on with `text`."""
+        """Return what is certain now that the answer goes on with `text`."""
         self._text += text
-        deltas: list[Delta] = []
-        while self._advance(deltas):
+        while self._advance():
             pass
-        self._drop_returned()
-        return _joined(deltas)
+        return self._take()
 
     def finish(self) -> list[Delta]:
-        """The rest, after the last text. A call that is not complete is content."""
-        deltas: list[Delta] = []
+        """Return the rest, after the last text. A call that is not complete is content."""
         while self._state is not _State.CONTENT:
-            self._give_up(deltas)
-            deltas += self.feed("")
-        if not (self._follows_call and not self._text.strip(_SPACE)):
-            self._return_content(len(self._text), deltas)
-        self._text = ""
-        return _joined(deltas)
+            self._give_up()
+            while self._advance():
+                pass
+        if not self._follows_call or self._text[self._start :].strip(_SPACE):
+            self._return_content(len(self._text))
+        return self._take()
 
-    def _advance(self, deltas: list[Delta]) -> bool:
+    def _advance(self) -> bool:
         """Go on to the next state. Returns False if that takes more text."""
         if self._state is _State.CONTENT:
-            return self._find_opening(deltas)
+            return self._find_opening()
         if self._state is _State.OBJECT:
-            return self._find_end(deltas)
+            return self._find_end()
         if self._state is _State.CLOSING:
-            return self._find_closing(deltas)
+            return self._find_closing()
         found = _NEXT.search(self._text, self._opening_end)
         if found is None:
             return False
         if self._state is _State.SEPARATOR:
-            is_separator = found[0] == self.call_format.separator
+            is_separator = found[0] == self._format.separator
             self._state = _State.OPENED if is_separator else _State.CONTENT
             self._opening_end = found.end() if is_separator else self._start
         elif found[0] == "{":
             self._scan = _ObjectScan(found.start())
             self._state = _State.OBJECT
         else:
-            self._give_up(deltas)
+            self._give_up()
         return True
 
-    def _find_opening(self, deltas: list[Delta]) -> bool:
+    def _find_opening(self) -> bool:
         """Return the content before an opening. The white space before it stays, as it may belong to a call."""
-        opening, text = self.call_format.opening, self._text
+        opening, text = self._format.opening, self._text
         start = text.find(opening, self._start)
         end = start if start >= 0 else max(self._start, len(text) - _num_begun(text, opening))
         content_end = self._start + len(text[self._start : end].rstrip(_SPACE))
-        self._return_content(content_end, deltas)
+        self._return_content(content_end)
         if start < 0:
             return False
         self._state = _State.OPENED
         self._opening_end = start + len(opening)
         return True
 
-    def _find_end(self, deltas: list[Delta]) -> bool:
+    def _find_end(self) -> bool:
         """Follow the object to its end."""
         self._scan.advance(self._text)
         if self._scan.is_invalid:
-            self._give_up(deltas)
+            self._give_up()
         elif self._scan.is_complete:
             self._state = _State.CLOSING
-        else:
-            return False
-        return True
+        return self._scan.is_invalid or self._scan.is_complete
 
-    def _find_closing(self, deltas: list[Delta]) -> bool:
+    def _find_closing(self) -> bool:
         """Return the call if its closing follows the object."""
-        closing, position = self.call_format.closing, self._scan.end
+        closing, position = self._format.closing, self._scan.end
         if closing:
             found = _NEXT.search(self._text, position)
             position = found.start() if found else len(self._text)
@@ -170,44 +166,47 @@ class ToolCallParser:
             return False
         call = None if follows != closing else self._read_call(self._text[self._scan.start : self._scan.end])
         if call is None:
-            self._give_up(deltas)
+            self._give_up()
             return True
-        deltas.append(call)
+        self._deltas.append(call)
         self._num_calls += 1
         self._follows_call = True
         self._start = self._opening_end = position + len(closing)
-        self._state = _State.SEPARATOR if self.call_format.separator else _State.CONTENT
+        self._state = _State.SEPARATOR if self._format.separator else _State.CONTENT
         return True
 
-    def _give_up(self, deltas: list[Delta]) -> None:
+    def _give_up(self) -> None:
         """No call follows the opening, so it is content. The text after it is looked at once more."""
-        self._return_content(self._opening_end, deltas)
+        self._return_content(self._opening_end)
         self._state = _State.CONTENT
 
-    def _return_content(self, end: int, deltas: list[Delta]) -> None:
-        if end == self._start:
-            return
-        content, self._start = self._text[self._start : end], end
-        self._follows_call = False
-        deltas.append(content)
+    def _return_content(self, end: int) -> None:
+        if end > self._start:
+            self._deltas.append(self._text[self._start : end])
+            self._start, self._follows_call = end, False
 
-    def _drop_returned(self) -> None:
-        """Not after each part of the text, which would copy the rest as often."""
-        num_returned, self._start = self._start, 0
+    def _take(self) -> list[Delta]:
+        """Return what has been found, adjacent contents joined, and forget the text up to there."""
+        joined: list[Delta] = []
+        for is_content, adjacent in itertools.groupby(self._deltas, key=lambda delta: isinstance(delta, str)):
+            group = list(adjacent)
+            joined += ["".join(map(str, group))] if is_content else group
+        num_returned, self._start, self._deltas = self._start, 0, []
         self._text = self._text[num_returned:]
         self._opening_end -= num_returned
         self._scan.start -= num_returned
         self._scan.end -= num_returned
+        return joined
 
     def _read_call(self, text: str) -> ToolCallDelta | None:
-        """The call that a JSON object describes, or None if it is none or cannot be passed on as JSON."""
+        """Return the call that a JSON object describes, or None if it is not a call or cannot be passed on as JSON."""
         try:
             call: Any = json.loads(text)
-            keys = [key for key in self.call_format.argument_keys if key in call]
+            keys = [key for key in self._format.argument_keys if key in call]
             arguments = call[keys[0]] if keys else {}
             name = call.get("name")
             is_call = isinstance(name, str) and name and isinstance(arguments, dict)
-            has_keys = len(keys) == 1 or (not keys and not self.call_format.needs_arguments)
+            has_keys = len(keys) == 1 or (not keys and not self._format.needs_arguments)
             if not (is_call and has_keys) or call.keys() - {"name", "type", "id", *keys}:
                 return None
             dumped = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
@@ -218,10 +217,10 @@ class ToolCallParser:
 
 
 class _ObjectScan:
-    """Looks for the end of a JSON object in a text that grows, reading each character once.
+    """A search for the end of a JSON object in a text that grows. It reads each character once.
 
-    It follows only strings and brackets. Whether the object is valid JSON is for json.loads to say. But it notices a
-    character that cannot be JSON at once, so that an object that never ends does not swallow the rest of an answer.
+    It follows only strings and brackets, and leaves it to json.loads to check the object. But it notices a character
+    that cannot be JSON at once, so that an object that never ends does not swallow the rest of an answer.
     """
 
     def __init__(self, start: int) -> None:
@@ -246,16 +245,7 @@ class _ObjectScan:
             self.is_complete = self._depth == 0
 
 
-def _joined(deltas: list[Delta]) -> list[Delta]:
-    """`deltas` with adjacent contents joined."""
-    joined: list[Delta] = []
-    for is_content, adjacent in itertools.groupby(deltas, key=lambda delta: isinstance(delta, str)):
-        group = list(adjacent)
-        joined += ["".join(map(str, group))] if is_content else group
-    return joined
-
-
 def _num_begun(text: str, tag: str) -> int:
-    """How many characters at the end of `text` could be the beginning of `tag`."""
+    """The number of characters at the end of `text` that could be the beginning of `tag`."""
     longest = min(len(text), len(tag) - 1)
     return next((length for length in range(longest, 0, -1) if text.endswith(tag[:length])), 0)

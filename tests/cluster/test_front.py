@@ -7,6 +7,8 @@ from collections.abc import AsyncGenerator, Callable, Collection
 from typing import Any
 
 import pytest
+from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Message as ASGIMessage
 
 from nanovllm.cluster.front import (
     REST_PER_CALL_S,
@@ -18,7 +20,7 @@ from nanovllm.cluster.front import (
     join_metrics,
     no_replica,
 )
-from nanovllm.server.gate import CACHE_SALT, ASGIApp, ASGIMessage, Receive, Scope, Send
+from nanovllm.server.gate import CACHE_SALT
 
 Parts = list[list[ASGIMessage] | Exception]
 

@@ -10,13 +10,15 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.types import Receive, Scope, Send
 
 from nanovllm import AsyncLLM, ConfigError, SamplingParams
 from nanovllm.server.admission import MAX_LIST_ITEMS, MAX_N, MAX_STOP, RequestLimits
 from nanovllm.server.app import Site
 from nanovllm.server.errors import Refusal
-from nanovllm.server.gate import API_KEY_VARIABLE, MAX_HELD_BODIES, ApiKeys, Gate, Receive, Scope, Send, read_api_keys
+from nanovllm.server.gate import API_KEY_VARIABLE, MAX_HELD_BODIES, ApiKeys, Gate, read_api_keys
 from nanovllm.server.options import ServerOptions
+from nanovllm.server.protocol import Body, ChatRequest, CompletionRequest, DetokenizeRequest
 
 KEYS = ["first-key", "second-key"]
 SECRET = "a private sentence"
@@ -235,75 +237,78 @@ def test_gate_draining_is_503_with_retry_after_for_everything() -> None:
 # -- limits ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"n": MAX_N + 1}, "n"),
-        ({"logprobs": 21}, "logprobs"),
-        ({"top_logprobs": 21}, "top_logprobs"),
-        ({"prompt_logprobs": 21}, "prompt_logprobs"),
-        ({"prompt": ["a"] * (MAX_LIST_ITEMS + 1)}, "prompt"),
-        ({"prompt": [[1]] * (MAX_LIST_ITEMS + 1)}, "prompt"),
-        ({"prompt": "a" * 101}, "prompt"),
-        ({"prompt": ["a", "a" * 101]}, "prompt"),
-        ({"messages": [{"content": ""}] * (MAX_LIST_ITEMS + 1)}, "messages"),
-        ({"messages": [{"content": "a" * 51}, {"content": [{"text": "a" * 50}]}]}, "messages"),
-        ({"stop": ["a"] * (MAX_STOP + 1)}, "stop"),
-        ({"prompt": [1] * 2049}, "prompt"),
-        ({"prompt": [[1], [1] * 2049]}, "prompt"),
-        ({"tokens": [1] * 2049}, "tokens"),
-        ({"logit_bias": dict.fromkeys(range(MAX_LIST_ITEMS + 1), 1)}, "logit_bias"),
-        ({"tools": [{}] * (MAX_LIST_ITEMS + 1)}, "tools"),
-    ],
-)
-def test_limits_too_much_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
-    options = ServerOptions(max_prompt_chars=100)
-    with pytest.raises(Refusal) as caught:
-        RequestLimits(options, max_model_len=2048).check(fields)
-    assert (caught.value.status, caught.value.param) == (400, param)
+COMPLETION = {"prompt": "a"}
+CHAT = {"messages": [{"role": "user", "content": "a"}]}
 
 
-CHAT = {"messages": [{"content": "a"}]}
+def body_of(**fields: Any) -> Body:
+    kind = (
+        DetokenizeRequest if "tokens" in fields else ChatRequest if fields.keys() & CHAT.keys() else CompletionRequest
+    )
+    return kind.model_validate(fields if kind is not CompletionRequest else COMPLETION | fields)
+
+
+def limits_of(max_model_len: int = 2048, **options: Any) -> RequestLimits:
+    return RequestLimits(ServerOptions(**options), max_model_len)
+
+
+def test_limits_too_much_is_refused_by_name() -> None:
+    too_many: list[dict[str, Any]] = [
+        {"n": MAX_N + 1},
+        {"prompt": ["a"] * (MAX_LIST_ITEMS + 1)},
+        {"prompt": [[1]] * (MAX_LIST_ITEMS + 1)},
+        {"prompt": "a" * 101},
+        {"prompt": ["a", "a" * 101]},
+        {"prompt": [1] * 2049},
+        {"prompt": [[1], [1] * 2049]},
+        {"tokens": [1] * 2049},
+        {"messages": CHAT["messages"] * (MAX_LIST_ITEMS + 1)},
+        {"stop": ["a"] * (MAX_STOP + 1)},
+        *({name: ["a"] * (MAX_LIST_ITEMS + 1)} for name in ("bad_words", "guided_choice")),
+        {"stop_token_ids": [1] * (MAX_LIST_ITEMS + 1)},
+        {"logit_bias": {str(token_id): 1 for token_id in range(MAX_LIST_ITEMS + 1)}},
+        {"tools": [{"type": "function", "function": {"name": "f"}}] * (MAX_LIST_ITEMS + 1)} | CHAT,
+    ]
+    limits = limits_of(max_prompt_chars=100)
+    for fields in too_many:
+        with pytest.raises(Refusal) as caught:
+            limits.check_body(body_of(**fields))
+        assert (caught.value.status, caught.value.param) == (400, next(iter(fields)))
+
+
 MODEL_LEN = 10_000  # 2 * 21 * 10,000 log-probabilities are fewer than 4 Mi
 
 
 @pytest.mark.parametrize(
-    ("fields", "factor"),
+    ("prompts", "params", "factor"),
     [
-        ({"prompt": [[1] * 1000] * 10, "prompt_logprobs": 20}, 21 * 10_000),
-        ({"prompt": ["a" * 20_000] * 10, "prompt_logprobs": 0}, 100_000),
-        ({"prompt": "a", "logprobs": 20, "max_tokens": 8000, "n": 10}, 21 * 80_000),
-        ({"prompt": ["a"] * 10, "logprobs": 3, "n": 10}, 4 * 1600),
-        ({"prompt": "a" * 100, "logprobs": 3, "echo": True, "max_tokens": 10}, 4 * 110),
-        (CHAT | {"logprobs": True, "n": 100}, 1_000_000),
-        (CHAT | {"logprobs": True, "top_logprobs": 20, "max_completion_tokens": 10, "n": 100}, 21_000),
-        (CHAT | {"prompt_logprobs": 20}, 21 * MODEL_LEN),
-        (CHAT | {"prompt_logprobs": 20, "n": 3}, 3 * 21 * MODEL_LEN),
+        ([[1] * 1000] * 10, {"prompt_logprobs": 20}, 21 * 10_000),
+        (["a" * 20_000] * 10, {"prompt_logprobs": 0}, 100_000),
+        (["a"], {"logprobs": 20, "max_tokens": 8000, "n": 10}, 21 * 80_000),
+        (["a"] * 10, {"logprobs": 3, "n": 10, "max_tokens": 16}, 4 * 1600),
+        (["a" * 100], {"logprobs": 3, "prompt_logprobs": 3, "max_tokens": 10}, 4 * 110),
+        (["a"], {"logprobs": 0, "n": 100, "max_tokens": None}, 1_000_000),
+        ([[1] * MODEL_LEN], {"prompt_logprobs": 20, "n": 3}, 3 * 21 * MODEL_LEN),
     ],
 )
-def test_limits_count_all_logprobs_of_a_request(fields: dict[str, Any], factor: int) -> None:
+def test_limits_count_all_logprobs_of_a_request(prompts: list[Any], params: dict[str, Any], factor: int) -> None:
     """Regression: 100 prompts of 131K tokens with prompt_logprobs=20 fit into a body, and not into memory."""
-    limits = RequestLimits(ServerOptions(), max_model_len=MODEL_LEN)
-    limits.check(fields)
-    limits._max_total_logprobs = factor
-    limits.check(fields)
-    limits._max_total_logprobs = factor - 1
+    limits, asked = limits_of(MODEL_LEN), SamplingParams(**params)
+    limits.check_logprobs(prompts, asked)
+    limits._max_logprobs = factor
+    limits.check_logprobs(prompts, asked)
+    limits._max_logprobs = factor - 1
     with pytest.raises(Refusal, match=f"up to {factor} log-probabilities, at most {factor - 1}; lower"):
-        limits.check(fields)
+        limits.check_logprobs(prompts, asked)
 
 
 def test_limits_allow_what_is_just_enough() -> None:
-    options = ServerOptions(max_prompt_chars=100)
-    limits = RequestLimits(options, max_model_len=2048)
-    limits.check({"n": MAX_N, "logprobs": 20, "prompt": "a" * 100, "stop": ["a"] * MAX_STOP, "tools": None})
-    limits.check({"prompt": ["a" * 100] * MAX_LIST_ITEMS, "stop": "a" * 100})
-    limits.check({"logprobs": True, "prompt": [1] * 1000, "messages": [{"content": None}, {"content": "a" * 100}]})
-    assert RequestLimits(ServerOptions(), max_model_len=2048).max_prompt_chars == 16 * 2048
-
-
-def test_limits_prompt_that_is_an_object_is_left_to_the_endpoint() -> None:
-    """Found by test_fuzz: looking for token ids in {"": null} raised KeyError, and the client got status 500."""
-    RequestLimits(ServerOptions(), max_model_len=2048).check({"prompt": {"": None}})
+    limits = limits_of(max_prompt_chars=100)
+    limits.check_body(body_of(n=MAX_N, logprobs=20, prompt="a" * 100, stop=["a"] * MAX_STOP))
+    limits.check_body(body_of(prompt=["a" * 100] * MAX_LIST_ITEMS, stop="a" * 100))
+    limits.check_body(body_of(prompt=[1] * 2048))
+    limits.check_body(body_of(prompt={"": None}))  # left to the endpoint; regression: KeyError
+    assert limits_of().max_prompt_chars == 16 * 2048
 
 
 @pytest.mark.parametrize(

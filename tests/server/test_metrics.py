@@ -1,7 +1,7 @@
 """/metrics: what it counts, that servers do not share it, and that a failed engine does not break it."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,13 @@ OUTPUT: RequestOutput = {
     "ttft_s": 0.2,
     "tpot_s": 0.01,
 }
-STATS = {"num_running": 3, "num_waiting": 2, "num_preemptions": 1, "load_byte_per_s": None, "guess_acceptance": 0.5}
+STATS: dict[str, Any] = {
+    "num_running": 3,
+    "num_waiting": 2,
+    "num_preemptions": 1,
+    "load_byte_per_s": None,
+    "guess_acceptance": 0.5,
+}
 
 
 def values(rendered: bytes) -> dict[str, float]:
@@ -40,8 +46,12 @@ def values(rendered: bytes) -> dict[str, float]:
     return found
 
 
+def make_metrics(stats: Callable[[], dict[str, Any]] = lambda: STATS) -> Metrics:
+    return Metrics("tiny", stats, lambda: 7)
+
+
 def test_metrics_count_answers_and_refusals() -> None:
-    metrics = Metrics("tiny")
+    metrics = make_metrics()
     metrics.answer_ended(OUTPUT)
     metrics.answer_ended(OUTPUT | {"finish_reason": "length", "ttft_s": None, "tpot_s": None})
     metrics.answers_abandoned(2)
@@ -65,9 +75,8 @@ def test_metrics_count_answers_and_refusals() -> None:
 
 
 def test_metrics_read_the_engine_when_they_are_rendered() -> None:
-    metrics = Metrics("tiny")
-    stats: dict[str, Any] = dict(STATS)
-    metrics.watch(lambda: stats, lambda: 7)
+    stats = dict(STATS)
+    metrics = make_metrics(lambda: stats)
     assert values(metrics.render())["num_requests_running"] == 3
     stats["num_running"] = 4
     found = values(metrics.render())
@@ -89,8 +98,7 @@ def test_metrics_failed_engine_leaves_the_counters() -> None:
     def raise_error() -> dict[str, Any]:
         raise EngineError("a step failed")
 
-    metrics = Metrics("tiny")
-    metrics.watch(raise_error, lambda: 0)
+    metrics = make_metrics(raise_error)
     metrics.answers_abandoned(1)
     found = values(metrics.render())
     assert (found["engine_is_running"], found["request_success_total[abort]"]) == (0, 1)
@@ -98,7 +106,7 @@ def test_metrics_failed_engine_leaves_the_counters() -> None:
 
 
 def test_metrics_of_two_servers_are_separate() -> None:
-    one, other = Metrics("tiny"), Metrics("tiny")
+    one, other = make_metrics(), make_metrics()
     one.refused("queue")
     assert "requests_refused_total[queue]" not in values(other.render())
 

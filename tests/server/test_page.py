@@ -12,7 +12,7 @@ from page_server import FakeEngine
 from nanovllm.core.kv_spec import BlockState
 from nanovllm.errors import EngineError
 from nanovllm.server.errors import add_error_handlers
-from nanovllm.server.page import DIRECTORY, KVView, kv_router, page_paths, page_router
+from nanovllm.server.page import DIRECTORY, KVView, add_page, kv_router
 
 POLICY = {
     *("default-src 'none'", "script-src 'self'", "style-src 'self'", "img-src 'self'", "connect-src 'self'"),
@@ -24,13 +24,14 @@ POLICY = {
 @pytest.fixture
 def client() -> TestClient:
     app = FastAPI()
-    app.include_router(page_router())
+    add_page(app)
     return TestClient(app)
 
 
 def test_every_file_is_served_with_the_policy(client: TestClient) -> None:
-    assert "/" in page_paths() and len(page_paths()) == 7
-    for path in page_paths():
+    paths = [f"/page/{path.name}" for path in DIRECTORY.iterdir()]
+    assert len(paths) == 6
+    for path in ("/", *paths):
         response = client.get(path)
         assert response.status_code == 200
         assert set(response.headers["content-security-policy"].split("; ")) == POLICY

@@ -13,7 +13,7 @@ from fastapi.exception_handlers import http_exception_handler
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from nanovllm.core.kv_spec import BlockState
-from nanovllm.server.page import kv_router, page_router
+from nanovllm.server.page import add_page, kv_router
 
 if TYPE_CHECKING:  # playwright is an extra
     from playwright.sync_api import Page
@@ -80,7 +80,7 @@ class FakeServer:
         router.post("/v1/completions")(self._complete)
         router.include_router(kv_router(self.engine))
         app.include_router(router)
-        app.include_router(page_router())
+        add_page(app)
         app.exception_handler(HTTPException)(_openai_error)
         return app
 
