@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from nanovllm.capacity.costs import token_keys
-from nanovllm.capacity.plan import CapacityPlan, make_plan, plan_table
+from nanovllm.capacity.plan import make_plan, plan_table
 from nanovllm.checkpoint.files import fetch_weights
 from nanovllm.config import Config
 from nanovllm.core.cpu_split import CpuSplit
@@ -109,8 +109,11 @@ def _start(setup: EngineSetup, executor: Executor, end_token_ids: Sequence[int])
     logger.info("started in %s", report.phases)
     if setup.config.enable_cpu_offload:
         cpu_byte_per_s = None if split is None else split.cpu_byte_per_s
-        setup = replace(setup, plan=_measured_plan(setup.plan, sizes, report.link_byte_per_s, cpu_byte_per_s))
-        logger.info("%s", plan_table(setup.plan))
+        machine = setup.plan.machine.with_link(report.link_byte_per_s, "measured").with_cpu(cpu_byte_per_s)
+        num_slots, plan = sizes.num_gpu_blocks, setup.plan
+        plan = make_plan(plan.config, plan.model, machine, num_gpu_blocks=num_slots, staging=plan.spec.staging)
+        logger.info("%s", plan_table(plan))
+        setup = replace(setup, plan=plan)
     return Engine(setup, executor, scheduler, sizes, report)
 
 
@@ -181,11 +184,3 @@ def _make_kv_manager(
         split,
         keeps_first_blocks=config.speculation in ("resident", "auto"),
     )
-
-
-def _measured_plan(
-    plan: CapacityPlan, sizes: KVCacheSizes, link_byte_per_s: float | None, cpu_byte_per_s: float | None
-) -> CapacityPlan:
-    """Make the plan again with the figures that start-up measured."""
-    machine = plan.machine.with_link(link_byte_per_s, "measured").with_cpu(cpu_byte_per_s)
-    return make_plan(plan.config, plan.model, machine, num_gpu_blocks=sizes.num_gpu_blocks, staging=plan.spec.staging)
