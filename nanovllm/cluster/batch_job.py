@@ -235,7 +235,7 @@ def _unit_results(
 ) -> Iterator[dict[str, Any]]:
     """Run the units, and yield what BatchEngine returns for each, in the order in which they end.
 
-    One task is one unit. Ray Data restarts an actor that dies, and runs its tasks again, as often as it takes.
+    One task is one unit. Ray Data restarts an actor that dies, and runs its tasks again, without limit.
     """
     logging.getLogger("ray.data").setLevel(logging.WARNING)
     logging.getLogger("ray.data._internal.progress").setLevel(logging.ERROR)  # it warns that its bars are off
