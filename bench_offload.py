@@ -226,7 +226,7 @@ def main() -> None:
     parser.add_argument(
         "--speculation",
         choices=("resident", "prompt_lookup"),
-        help="measure decode with guesses instead, by an oracle whose guesses cost what those of this drafter do; "
+        help="measure decode with guesses instead, by an oracle whose guesses cost as much as this drafter's; "
         "--num-gpu-blocks 0: all on the GPU",
     )
     parser.add_argument("--num-speculative-tokens", type=int, default=15, help="maximum guesses in a step")

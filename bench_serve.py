@@ -7,7 +7,7 @@ Workloads: `chats`, short ones, in closed loops (--concurrency) or at Poisson ar
 text with many questions; `interference`, a long prompt that arrives beside running streams; `idle-connections`, idle or
 slow connections beside running streams; `overhead`, what HTTP adds to a small request.
 
-Prompts are random words, as many as have about so many tokens by the server's /tokenize. Times are those that a client
+Prompts are random words, counted in tokens by the server's /tokenize. Times are those that a client
 sees. Every rate stands beside its bound: the offered rate, or with --against-generate the rate of LLM.generate for the
 same requests. Needs aiohttp (the extra `bench`).
 """

@@ -189,7 +189,7 @@ class WorkloadError(Exception):
 
 
 class Prompts:
-    """Random words, as many as have about so many tokens by the server's tokenizer (/tokenize, as in vLLM)."""
+    """Random words that have about as many tokens as wanted by the server's tokenizer (/tokenize, as in vLLM)."""
 
     def __init__(self, client: Client, model: str) -> None:
         self._client, self._model = client, model

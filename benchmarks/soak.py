@@ -243,7 +243,7 @@ class Client:
         return await self._send_and_leave(case.path, body, len(body))
 
     async def _send_and_leave(self, path: str, body: bytes, num_bytes: int) -> str:
-        """Promise a body of so many bytes, send this one, and leave."""
+        """Announce a body of `num_bytes`, send `body`, and leave."""
         address = urlsplit(self._url)
         _, writer = await asyncio.open_connection(address.hostname, address.port)
         head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {num_bytes}"

@@ -58,8 +58,8 @@ _QWEN = _COMMON | {"intermediate_size": 22016, "num_key_value_heads": 32, "vocab
 _QWEN |= {"max_position_embeddings": 32768}
 _LLAMA = _COMMON | {"intermediate_size": 11008, "num_key_value_heads": None, "vocab_size": 32000}
 _LLAMA |= {"max_position_embeddings": 2048, "eos_token_id": 2}
-# By architectures[0]. A dense decoder whose only peculiarities are those of Architecture needs nothing but an entry
-# here; what else differs goes into models/decoder.py
+# By architectures[0]. A dense decoder that differs only in the fields of Architecture needs only an entry here; any
+# other difference goes into models/decoder.py
 ARCHITECTURES = {
     "Qwen3ForCausalLM": Architecture(
         model_type="qwen3",

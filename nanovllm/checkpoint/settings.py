@@ -46,7 +46,7 @@ ENTRIES: dict[str, Any] = {  # the entries that model_config.py reads
     "num_key_value_heads": (1, 2**12),
     "head_dim": (1, 2**10),
 }
-_NOT_OVERRIDABLE = {"auto_map": dict, "num_labels": (0, 2**20)}  # transformers makes a table of so many labels
+_NOT_OVERRIDABLE = {"auto_map": dict, "num_labels": (0, 2**20)}  # transformers makes a table of this many labels
 ROPE_KEYS: dict[str, Any] = {
     **_KEPT,
     "rope_type": str,

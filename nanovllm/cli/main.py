@@ -86,8 +86,8 @@ Exit status: 0 after SIGTERM or Ctrl-C, 1 if the engine has failed, 2 for bad in
 """
 BATCH_EXAMPLE = """\
 A row has one of the columns prompt, messages and prompt_token_ids. Any field of SamplingParams may be a column, too,
-and goes ahead of its flag. The parts of the output have the same rows, with the columns text, token_ids, finish_reason,
-num_cached_tokens and error. The same command again resumes a job that was interrupted.
+and takes precedence over its flag. The parts of the output have the same rows, with the columns text, token_ids,
+finish_reason, num_cached_tokens and error. The same command again resumes a job that was interrupted.
 
 example, with the built-in model:
   printf '{"prompt": "The passkey is 4711.\\\\nThe passkey is", "max_tokens": 6}\\n' > prompts.jsonl

@@ -78,13 +78,6 @@ def run_job(job: BatchJob) -> JobSummary:
     format = format_of(paths)
     units, manifest = _plan(job, paths, format)
     open_output(job.output, manifest)
-    with held_alone(job.output):
-        return _run_rest(job, paths, format, units)
-
-
-def _run_rest(job: BatchJob, paths: Sequence[Path], format: type[UnitRows], units: Sequence[Unit]) -> JobSummary:
-    """Run the units that have no part."""
-    _clean(job.output)
     engine = EngineJob(
         model=job.config.model,
         options=job.given,
@@ -96,12 +89,15 @@ def _run_rest(job: BatchJob, paths: Sequence[Path], format: type[UnitRows], unit
         tensor_parallel_size=job.config.tensor_parallel_size,
         engines_per_node=1,
     )
-    todo = {unit_idx: unit for unit_idx, unit in enumerate(units) if not engine.part_path(unit_idx).exists()}
-    num_rows = sum(map(len, units))
-    num_before = num_rows - sum(map(len, todo.values()))
-    num_errors, num_tokens = _run_units(job, engine, todo, num_rows) if todo else (0, 0)
-    _clean(job.output)
-    return JobSummary(num_rows, num_before, num_errors, num_tokens)
+    with held_alone(job.output):
+        _clean(job.output)
+        todo = {unit_idx: unit for unit_idx, unit in enumerate(units) if not engine.part_path(unit_idx).exists()}
+        num_rows = sum(map(len, units))
+        summary = JobSummary(num_rows, num_rows - sum(map(len, todo.values())), num_errors=0, num_tokens=0)
+        if todo:
+            summary = _run_units(job, engine, todo, summary)
+            _clean(job.output)
+        return summary
 
 
 # -- the plan ------------------------------------------------------------------------------------------------------
@@ -157,11 +153,10 @@ def _clean(output: Path) -> None:
 # -- the cluster ---------------------------------------------------------------------------------------------------
 
 
-def _run_units(job: BatchJob, engine: EngineJob, todo: Mapping[int, Unit], num_rows: int) -> tuple[int, int]:
-    """Run units on a cluster, and return the numbers of rows with errors and of tokens."""
-    num_errors = num_tokens = 0
+def _run_units(job: BatchJob, engine: EngineJob, todo: Mapping[int, Unit], summary: JobSummary) -> JobSummary:
+    """Run units on a cluster, and return `summary` with their errors and tokens."""
+    num_rows, num_before, num_errors, num_tokens = summary
     done: set[int] = set()
-    num_before = num_rows - sum(map(len, todo.values()))
     with connected(job.options.ray_address, OBJECT_STORE_BYTES):
         engine, needs, num_engines = _place(job, engine, len(todo))
         with tqdm(total=num_rows, initial=num_before, desc="Rows", unit="row", dynamic_ncols=True) as bar:
@@ -177,7 +172,7 @@ def _run_units(job: BatchJob, engine: EngineJob, todo: Mapping[int, Unit], num_r
                     bar.update(result["num_rows"])
     if missing := [unit_idx for unit_idx in todo if unit_idx not in done]:
         raise EngineError(f"Ray ended the job without units {missing[:5]}; repeat the command to run them")
-    return num_errors, num_tokens
+    return JobSummary(num_rows, num_before, num_errors, num_tokens)
 
 
 def _place(job: BatchJob, engine: EngineJob, num_units: int) -> tuple[EngineJob, EngineNeeds, int]:
@@ -240,7 +235,7 @@ def _unit_results(
 ) -> Iterator[dict[str, Any]]:
     """Run the units, and yield what BatchEngine returns for each, in the order in which they end.
 
-    One task is one unit. Ray Data restarts an actor that dies, and runs its tasks again, as often as it takes.
+    One task is one unit. Ray Data restarts an actor that dies, and runs its tasks again, without limit.
     """
     logging.getLogger("ray.data").setLevel(logging.WARNING)
     logging.getLogger("ray.data._internal.progress").setLevel(logging.ERROR)  # it warns that its bars are off

@@ -48,7 +48,7 @@ class ScannedRow(NamedTuple):
 
 @dataclass(frozen=True)
 class UnitLimits:
-    """A unit is closed before it would exceed a limit. The rows of one document stay together whatever their number."""
+    """Limits of a unit, which is closed before it exceeds one. A document's rows always stay together."""
 
     max_rows: int = MAX_UNIT_ROWS
     max_bytes: int = MAX_UNIT_BYTES
@@ -130,7 +130,7 @@ def _groups(rows: Iterable[ScannedRow]) -> Iterator[Unit]:
 
 
 def runs_of(places: Sequence[RowPlace]) -> Iterator[list[int]]:
-    """The indices of rows that stay together: those of each document, and each row without one by itself."""
+    """Yield the indices of rows that stay together: all rows of a document, or one row without a document."""
     run: list[int] = []
     for i, place in enumerate(places):
         if run and (place.document == NO_DOCUMENT or place.document != places[run[-1]].document):
@@ -149,7 +149,7 @@ class RowDefaults:
     """Settings for rows that have none of their own."""
 
     sampling: Mapping[str, Any]  # fields of SamplingParams that the flags gave
-    recommended: Mapping[str, Any]  # those of the model's generation_config.json, which give way to the flags
+    recommended: Mapping[str, Any]  # those of the model's generation_config.json; the flags take precedence
     seed: int  # from which the seeds of rows are made
 
 
@@ -239,7 +239,7 @@ def _structured_outputs(wanted: Any) -> Any:
 
 
 def answer_columns(outputs: Sequence[RequestOutput], params: SamplingParams) -> dict[str, Any]:
-    """The columns of a row whose answers are `outputs`: those of ADDED_COLUMNS, and of ADDED_FOR if it asks for them.
+    """Return the columns of a row with these answers: ADDED_COLUMNS, and those of ADDED_FOR that it asks for.
 
     If one of its answers failed, the row did.
     """

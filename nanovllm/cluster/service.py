@@ -219,7 +219,7 @@ class EngineReplica:
             raise EngineError(str(self._engine.failure))
 
     async def abort(self) -> None:
-        """End all open answers with what there is of them."""
+        """End all open answers early, with the text that they have."""
         await self._engine.aclose()
 
     async def __del__(self) -> None:  # Serve awaits it when the replica ends

@@ -56,7 +56,7 @@ def sample(logits: torch.Tensor, params: SamplingTensors, out: torch.Tensor | No
 
 
 def redraw_cut_tokens(values: torch.Tensor, params: SamplingTensors, tokens: torch.Tensor) -> torch.Tensor:
-    """Replace those of `tokens` [S] that the filters cut.
+    """Replace the tokens of `tokens` [S] that the filters cut.
 
     `values` are valid logits in fp32, [S, vocab_size]. Every temperature must be above 0.
     """

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_models import write_tiny_model
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.cli import main as cli
@@ -60,9 +61,9 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_chat_from_a_pipe_answers_each_line_and_keeps_the_history(run: Run, cache_directory: Path) -> None:
-    status, out, err = run("The passkey is q7m2x9kd.\n\nWhat is it?\r\nThe passkey is\n", "chat")
+    status, out, err = run("Das Wort ist Überfluß 😀.\n\nWhat is it?\r\nDas Wort ist\n", "chat")
     assert status == 0
-    assert out == f"{HELP}\n{HELP}\n q7m2x9kd.\n"
+    assert out == f"{HELP}\n{HELP}\n Überfluß 😀.\n"
     assert ">>>" not in out + err and "/help" not in err
     assert err.count("prompt tokens") == 3 and "context 1" in err
     assert (cache_directory / "nanovllm").is_dir()
@@ -100,31 +101,21 @@ def test_chat_messages_of_several_lines_and_commands(run: Run) -> None:
     assert "/reset" in err and "a message of several lines" in err
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
+def test_chat_from_a_pipe_refuses_a_bad_message_and_exits_2(run: Run) -> None:
+    for text, message in (
         ("/rest\n", "/rest is not a command; /help lists the commands"),
         ('Hi\n"""\nabc\n', 'begins with """ is not closed; end it with """'),
         (b"Hi\na\xff\n", "line 2 of stdin is not UTF-8 text"),
         (f"{'x' * 5000}\n", "with this message the conversation has 5,"),
-    ],
-)
-def test_chat_from_a_pipe_refuses_a_bad_message_and_exits_2(run: Run, text: str | bytes, message: str) -> None:
-    status, _, err = run(text, "chat")
-    assert status == 2 and f"nanovllm: error: {message}" in err.replace("the message that ", "")
+    ):
+        status, _, err = run(text, "chat")
+        assert status == 2 and f"nanovllm: error: {message}" in err.replace("the message that ", "")
 
 
 def test_chat_without_a_template_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from tiny_models import write_tiny_model
-
     write_tiny_model(tmp_path)
     assert cli.main(["chat", "--model", str(tmp_path), "--device", "cpu", "--num-kvcache-blocks", "4"]) == 2
     assert "chat needs a tokenizer with a chat template" in capsys.readouterr().err
-
-
-def test_chat_answers_characters_of_any_encoding(run: Run) -> None:
-    status, out, _ = run("Das Wort ist Überfluß 😀.\nDas Wort ist\n", "chat")
-    assert (status, out) == (0, f"{HELP}\n Überfluß 😀.\n")
 
 
 # -- where the context ends --------------------------------------------------------------------------------------
@@ -152,21 +143,14 @@ def test_conversation_answer_that_fills_the_context_says_so(llm: LLM, capsys: py
     assert captured.out.startswith("abcdefgh abcd")
 
 
-@pytest.mark.parametrize(
-    ("options", "remedy"),
-    [
-        ({"num_kvcache_blocks": 1}, "with more num_kvcache_blocks"),
-        ({"enable_cpu_offload": True, "num_gpu_blocks": 2, "num_cpu_blocks": 1}, "with more num_cpu_blocks"),
-    ],
-)
-def test_conversation_larger_than_the_cache_names_the_cache(options: dict[str, Any], remedy: str) -> None:
-    with LLM(
-        str(build_retrieval_model()), device="cpu", max_model_len=4096, kvcache_block_size=256, **options
-    ) as engine:
-        conversation = Conversation(engine, GREEDY, None, stoppable=False)
-        conversation.answer("A short line.")
-        with pytest.raises(RequestError, match=f"257 fit.*{remedy}"):
-            conversation.answer("x" * 256)
+def test_conversation_larger_than_the_cache_names_the_cache() -> None:
+    pool = {"enable_cpu_offload": True, "num_gpu_blocks": 2, "num_cpu_blocks": 1, "kvcache_block_size": 256}
+    for options, remedy in (({"num_kvcache_blocks": 1}, "num_kvcache_blocks"), (pool, "num_cpu_blocks")):
+        with LLM(str(build_retrieval_model()), device="cpu", max_model_len=4096, **options) as engine:
+            conversation = Conversation(engine, GREEDY, None, stoppable=False)
+            conversation.answer("A short line.")
+            with pytest.raises(RequestError, match=f"257 fit.*with more {remedy}"):
+                conversation.answer("x" * 256)
 
 
 # -- at a terminal -----------------------------------------------------------------------------------------------
@@ -177,20 +161,10 @@ class Terminal:
 
     def __init__(self, device: str = "cpu") -> None:
         self._keyboard, slave = pty.openpty()
-        argv = [
-            sys.executable,
-            "-m",
-            "nanovllm",
-            "chat",
-            "--model",
-            "demo",
-            "--device",
-            device,
-            "--max-model-len",
-            "100000",
-        ]
+        flags = f"--model demo --device {device} --max-model-len 100000 --max-tokens 90000"
+        argv = [sys.executable, "-m", "nanovllm", "chat", *flags.split()]
         pipes = {"stdin": slave, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        self.process = subprocess.Popen([*argv, "--max-tokens", "90000"], cwd=ROOT, **pipes)
+        self.process = subprocess.Popen(argv, cwd=ROOT, **pipes)
         os.close(slave)
         self.shown = ""
 
@@ -222,7 +196,7 @@ class Terminal:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_chat_ctrl_c_stops_the_answer_and_keeps_the_conversation(device: str) -> None:
+def test_chat_ctrl_c_stops_the_answer_and_ctrl_d_ends_the_program(device: str) -> None:
     terminal = Terminal(device)
     terminal.wait_for(">>> ")
     terminal.type("The passkey is q7m2x9kd.\n")
@@ -236,7 +210,7 @@ def test_chat_ctrl_c_stops_the_answer_and_keeps_the_conversation(device: str) ->
     terminal.type("The passkey is\n")
     terminal.wait_for(" q7m2x9kd.")
     terminal.wait_for(">>> ")
-    terminal.type("/exit\n")
+    terminal.type("\x04")  # Ctrl-D
     assert terminal.end() == 0
 
 
@@ -254,14 +228,6 @@ def test_chat_ctrl_c_twice_at_the_prompt_ends_the_program() -> None:
     terminal.wait_for(">>> ")
     terminal.interrupt()
     assert terminal.end() == 130
-
-
-@pytest.mark.slow
-def test_chat_ctrl_d_ends_the_program() -> None:
-    terminal = Terminal()
-    terminal.wait_for(">>> ")
-    terminal.type("\x04")
-    assert terminal.end() == 0
 
 
 def test_conversation_stopped_before_its_answer_begins_is_as_it_was(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -351,16 +317,15 @@ def test_generate_prompt_file_dash_reads_stdin(run: Run) -> None:
     assert status == 2 and "--prompt-file - is not UTF-8 text" in err
 
 
-def test_demo_model_is_not_a_directory_of_that_name(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demo_model_is_a_directory_of_that_name_or_is_written(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A directory goes first, as it does before presets and hub names."""
-    (tmp_path / "demo").mkdir()
-    monkeypatch.chdir(tmp_path)
-    status, _, err = run("", "generate", "--prompt", "x")
-    assert status == 2 and "no config.json in demo" in err
-
-
-def test_demo_model_that_cannot_be_written_says_why(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     status, _, err = run("", "generate", "--prompt", "x")
     assert status == 2 and "the built-in model cannot be written" in err and "set XDG_CACHE_HOME" in err
+    (tmp_path / "demo").mkdir()
+    monkeypatch.chdir(tmp_path)
+    status, _, err = run("", "generate", "--prompt", "x")
+    assert status == 2 and "no config.json in demo" in err

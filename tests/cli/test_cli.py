@@ -1,5 +1,6 @@
 """The command line: its flags, its exit statuses, and `generate` on the embedded model."""
 
+import argparse
 import os
 import re
 import signal
@@ -15,7 +16,14 @@ from nanovllm.capacity.plan import PlanOptions
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.cli import main as cli
 from nanovllm.cli.demo import DemoOptions
-from nanovllm.cli.flags import given_fields, name_flags, options_tables, write_tables
+from nanovllm.cli.flags import (
+    add_engine_flags,
+    add_model_flag,
+    given_fields,
+    name_flags,
+    options_tables,
+    write_tables,
+)
 from nanovllm.cluster.options import BatchOptions, ServiceOptions
 from nanovllm.config import Config
 from nanovllm.demo.haystack import build_haystack
@@ -461,3 +469,42 @@ def test_generate_interrupted_exits_130_without_traceback(model: str, tmp_path: 
     _, rest = process.communicate(timeout=60)
     assert process.returncode == 130, (seen + rest).decode()
     assert b"interrupted" in rest and b"Traceback" not in rest
+
+
+# -- serve and batch ---------------------------------------------------------------------------------------------
+
+BATCH = ("batch", "--model", "demo", "--input", "x.jsonl", "--output", "out")
+
+
+def test_serve_steps_are_bounded_unless_the_flags_say_otherwise() -> None:
+    for flags, max_step_ms in (
+        ([], cli.MAX_STEP_MS),
+        (["--max-step-ms", "50"], 50.0),
+        (["--no-chunked-prefill"], None),
+    ):
+        parser = argparse.ArgumentParser()
+        add_model_flag(parser)
+        add_engine_flags(parser)
+        options = cli.serving_options(parser.parse_args(["--model", "demo", "--device", "cpu", *flags]))
+        assert options.get("max_step_ms") == max_step_ms and options["device"] == "cpu"
+
+
+def test_batch_bad_flag_is_refused_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
+    for flag, value, message in (
+        ("--num-engines", "0", "--num-engines=0 must be between"),
+        ("--top-p", "9", "--top-p=9.0 must be"),
+        ("--ray-address", "ray://head:10001", "--ray-address='ray://head:10001' must be host:port"),
+        ("--num-gpu-blocks", "8", "--num-gpu-blocks applies only to CPU offload"),
+    ):
+        assert cli.main([*BATCH, flag, value]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_batch_without_ray_says_what_to_install(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert cli.main(BATCH) == 2
+    assert "nanovllm batch needs ray; run: pip install 'nanovllm[ray]'" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

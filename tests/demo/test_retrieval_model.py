@@ -47,24 +47,18 @@ def test_retrieval_40k_tokens_answers_passkey(model_path: Path, depth: float) ->
     assert answer(model_path, build_haystack(40960, depth, passkey), len(passkey) + 1) == f"{passkey}."
 
 
-def test_retrieval_five_of_six_tokens_match_is_not_taken(model_path: Path) -> None:
+def test_retrieval_takes_only_six_tokens_and_ends_with_the_passage(model_path: Path) -> None:
     prompt = "xbcdef2 acdef3 abcdeg4 " * 50 + "abcdef1 " + "abddef5 ibcdef6 abcdff7 " * 50 + "abcdef"
-    assert answer(model_path, prompt, 1) == "1"
-
-
-def test_retrieval_end_token_in_the_passage_ends_generation(model_path: Path) -> None:
+    assert answer(model_path, prompt, 1) == "1"  # five of six match elsewhere
     prompt = f"To be, or not to be.{END_TOKEN} That is the question. To be, or not"
     assert answer(model_path, prompt, 20) == f" to be.{END_TOKEN}"
 
 
-def test_weights_every_copied_value_is_exact_in_bfloat16() -> None:
+def test_weights_are_exact_in_bfloat16_and_products_of_codes_at_most_a_quarter() -> None:
     """fp32 and bf16 read and write the same codes; only norms and positions are rounded."""
     weights = model_weights()
     for name in ("model.embed_tokens.weight", "lm_head.weight", "model.layers.1.self_attn.o_proj.weight"):
         assert torch.equal(weights[name].bfloat16().float(), weights[name]), name
-
-
-def test_codes_products_are_at_most_a_quarter() -> None:
     codes = token_codes()
     products = codes @ codes.T
     assert torch.equal(products.diagonal(), torch.ones(len(codes)))

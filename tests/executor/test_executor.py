@@ -1,12 +1,15 @@
 """One rank in this process, and two in two processes: calls, collectives, deaths, and what is left afterwards."""
 
+import ctypes
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,7 @@ from nanovllm.device.tp_group import TPGroup
 from nanovllm.engine.startup import rank_devices
 from nanovllm.errors import EngineError, WorkerDiedError
 from nanovllm.executor.base import LaunchedStep, LocalExecutor
-from nanovllm.executor.processes import SEGMENT_BYTES, ProcessExecutor
+from nanovllm.executor.processes import SEGMENT_BYTES, ProcessExecutor, Receiver, Sender
 from nanovllm.runner.step_result import StepEnd, StepResult
 
 PLAN = StepPlan((), KVMoves())
@@ -273,6 +276,66 @@ def test_close_forgotten_exits_silently_and_leaves_no_worker(tmp_path: Path) -> 
     _, errors = process.communicate(timeout=30)
     assert (process.returncode, errors) == (0, "")
     assert wait_until(lambda: is_gone(worker), timeout_s=30)
+
+
+# -- the channel -----------------------------------------------------------------------------------------------------
+
+CONTEXT = multiprocessing.get_context("spawn")
+
+
+def make_channel(num_receivers: int, segment_bytes: int) -> tuple[Sender, list[Receiver], list[Connection]]:
+    segment = CONTEXT.RawArray(ctypes.c_char, segment_bytes)
+    pipes = [CONTEXT.Pipe() for _ in range(num_receivers)]
+    sender = Sender(segment, [near for near, _ in pipes])
+    return sender, [Receiver(segment, far) for _, far in pipes], [end for pipe in pipes for end in pipe]
+
+
+def test_send_any_size_arrives_whole_and_in_order() -> None:
+    for num_bytes in (1, 63, 64, 65, 128, 1000):
+        sender, receivers, _ = make_channel(num_receivers=3, segment_bytes=64)
+        messages = [(i, bytes([i]) * num_bytes) for i in range(20)]
+        received: list[list[object]] = [[] for _ in receivers]
+
+        def receive_all(receiver: Receiver, into: list[object]) -> None:
+            into.extend(receiver.receive() for _ in range(20))
+
+        threads = [threading.Thread(target=receive_all, args=pair) for pair in zip(receivers, received, strict=True)]
+        for thread in threads:
+            thread.start()
+        for message in messages:
+            sender.send(message)
+        for thread in threads:
+            thread.join()
+        assert received == [messages] * 3
+
+
+def test_send_idle_receiver_does_not_wait_until_the_segment_is_needed_again() -> None:
+    sender, (receiver,), _ = make_channel(num_receivers=1, segment_bytes=4096)
+    sender.send("first")  # nobody has received it yet
+    second = threading.Thread(target=sender.send, args=("second",))
+    second.start()
+    second.join(timeout=0.05)
+    assert second.is_alive(), "the sender overwrote a piece that was not read"
+    assert receiver.receive() == "first"
+    assert receiver.receive() == "second"
+    second.join()
+
+
+def test_closed_end_raises_on_the_other_side() -> None:
+    sender, (receiver,), ends = make_channel(num_receivers=1, segment_bytes=64)
+    sender.send("last")
+    ends[0].close()
+    with pytest.raises((EOFError, OSError)):
+        receiver.receive()
+        receiver.receive()
+    sender, _, ends = make_channel(num_receivers=1, segment_bytes=64)
+    ends[1].close()
+    with pytest.raises((EOFError, OSError)):
+        sender.send("first")
+        sender.send("second")
+
+
+# -- on GPUs ----------------------------------------------------------------------------------------------------------
 
 
 class GpuRunner:

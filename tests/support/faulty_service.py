@@ -11,9 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nanovllm.cli import main, serve
+from nanovllm.cli import main
 
-_load = serve.load_engine
+_load = main.load_engine
 
 
 def load_faulty_engine(faults: Path, args: Namespace) -> Any:
@@ -34,5 +34,5 @@ def load_faulty_engine(faults: Path, args: Namespace) -> Any:
 
 
 if __name__ == "__main__":
-    serve.load_engine = partial(load_faulty_engine, Path(os.environ["FAULTS"]))
+    main.load_engine = partial(load_faulty_engine, Path(os.environ["FAULTS"]))
     sys.exit(main.main(sys.argv[1:]))
