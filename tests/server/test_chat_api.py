@@ -27,6 +27,7 @@ ASK_FOR_CALL: list[Any] = [{"role": "user", "content": f"Go on, please: I will. 
 # What follows this in the prompt is ambiguous for the model, so the answer must end here
 UP_TO_THE_CALL = {"temperature": 0, "stop": ["</tool_call>"], "include_stop_str_in_output": True}
 LONG_ANSWER = {"temperature": 0, "max_tokens": 90, "ignore_eos": True}  # the call ends before it does
+RESERVED = ("chat_template", "tokenize", "messages", "conversations")  # of the tokenizer, not of the template
 TOOL_TEMPLATE = (
     "{%- if tools %}{{ tools | length }} tools\n{% endif -%}"
     "{%- for message in messages -%}{{ message.role }}: {{ message.content }}"
@@ -84,11 +85,11 @@ def test_chat_system_and_developer_are_the_same(client: openai.OpenAI) -> None:
         assert client.chat.completions.create(model="tiny", messages=messages).choices[0].message.content == REST
 
 
-@pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
-def test_chat_max_tokens_limits_the_answer(client: openai.OpenAI, field: str) -> None:
-    fields: dict[str, Any] = {field: 4}
-    done = client.chat.completions.create(model="tiny", messages=MESSAGES, **fields)
-    assert (done.choices[0].message.content, done.choices[0].finish_reason) == (REST[:4], "length")
+def test_chat_max_tokens_limits_the_answer(client: openai.OpenAI) -> None:
+    for field in ("max_tokens", "max_completion_tokens"):
+        fields: dict[str, Any] = {field: 4}
+        done = client.chat.completions.create(model="tiny", messages=MESSAGES, **fields)
+        assert (done.choices[0].message.content, done.choices[0].finish_reason) == (REST[:4], "length")
 
 
 def test_chat_earlier_answer_of_the_client_can_be_sent_back(client: openai.OpenAI) -> None:
@@ -124,36 +125,29 @@ def test_chat_async_client_many_at_once(url: str) -> None:
                 stream = await client.chat.completions.create(model="tiny", messages=messages, stream=True)
                 return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
 
-            return await asyncio.gather(*(ask(i) for i in range(200)))
+            return await asyncio.gather(*(ask(i) for i in range(60)))
 
-    assert asyncio.run(ask_all()) == [f" {i:03}." for i in range(200)]
+    assert asyncio.run(ask_all()) == [f" {i:03}." for i in range(60)]
 
 
 # -- tools -----------------------------------------------------------------------------------------------------------
 
 
 def test_chat_tool_call_is_parsed(tool_client: openai.OpenAI) -> None:
-    done = tool_client.chat.completions.create(
-        model="tiny", messages=ASK_FOR_CALL, extra_body=UP_TO_THE_CALL, tools=TOOLS, tool_choice="auto"
-    )
-    (choice,) = done.choices
+    fields: dict[str, Any] = {"model": "tiny", "messages": ASK_FOR_CALL, "tools": TOOLS, "extra_body": UP_TO_THE_CALL}
+    (choice,) = tool_client.chat.completions.create(**fields, tool_choice="auto").choices
     assert (choice.message.content, choice.finish_reason) == (" I will.", "tool_calls")
-    assert choice.message.tool_calls is not None
-    (call,) = choice.message.tool_calls
+    (call,) = choice.message.tool_calls or []
     assert call.type == "function"
     assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"city": "Bern"})
-
-
-def test_chat_tool_call_streamed_is_the_same(tool_client: openai.OpenAI) -> None:
-    stream = tool_client.chat.completions.create(
-        model="tiny", messages=ASK_FOR_CALL, extra_body=UP_TO_THE_CALL, tools=TOOLS, stream=True
-    )
-    choices = [chunk.choices[0] for chunk in stream]
+    choices = [chunk.choices[0] for chunk in tool_client.chat.completions.create(**fields, stream=True)]
     assert "".join(choice.delta.content or "" for choice in choices) == " I will."
-    (call,) = (call for choice in choices for call in choice.delta.tool_calls or [])
-    assert call.function is not None and call.function.name == "weather"
-    assert json.loads(call.function.arguments or "") == {"city": "Bern"}
+    (delta,) = (call for choice in choices for call in choice.delta.tool_calls or [])
+    assert delta.function is not None and delta.function.name == "weather"
+    assert json.loads(delta.function.arguments or "") == {"city": "Bern"}
     assert choices[-1].finish_reason == "tool_calls"
+    (choice,) = tool_client.chat.completions.create(**fields, tool_choice="none").choices
+    assert (choice.message.content, choice.finish_reason) == (f" I will. {CALL}", "stop")
 
 
 def test_chat_call_that_is_followed_by_text_is_cut_off_as_length(tool_client: openai.OpenAI) -> None:
@@ -163,14 +157,6 @@ def test_chat_call_that_is_followed_by_text_is_cut_off_as_length(tool_client: op
     assert choice.message.tool_calls and choice.finish_reason == "length"
     choices = [chunk.choices[0] for chunk in tool_client.chat.completions.create(**fields, stream=True)]
     assert any(each.delta.tool_calls for each in choices) and choices[-1].finish_reason == "length"
-
-
-def test_chat_tool_choice_none_returns_the_text(tool_client: openai.OpenAI) -> None:
-    done = tool_client.chat.completions.create(
-        model="tiny", messages=ASK_FOR_CALL, extra_body=UP_TO_THE_CALL, tools=TOOLS, tool_choice="none"
-    )
-    assert done.choices[0].message.content == f" I will. {CALL}"
-    assert done.choices[0].finish_reason == "stop"
 
 
 def test_chat_result_of_a_tool_reaches_the_template(tool_client: openai.OpenAI) -> None:
@@ -191,24 +177,18 @@ def test_chat_template_kwargs_reach_the_template(tool_client: openai.OpenAI) -> 
     assert done.choices[0].message.content == " of words."
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs"),
-        ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
-        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
-        ({"chat_template_kwargs": {"conversations": []}}, "chat_template_kwargs"),
+def test_chat_bad_tools_are_refused(tool_client: openai.OpenAI) -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
+        *(({"chat_template_kwargs": {name: ""}}, "chat_template_kwargs") for name in RESERVED),
         ({"tool_choice": "auto"}, "tool_choice"),
         ({"tool_choice": "required", "tools": TOOLS}, "tool_choice"),
         ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, "tools[0].function.strict"),
         ({"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]}, "messages[0].tool_calls[0]"),
-    ],
-)
-def test_chat_bad_tools_are_refused(tool_client: openai.OpenAI, fields: dict[str, Any], param: str) -> None:
-    messages = fields.pop("messages", MESSAGES)
-    with pytest.raises(openai.BadRequestError) as raised:
-        tool_client.chat.completions.create(model="tiny", messages=messages, extra_body=fields)
-    assert raised.value.param == param
+    ]
+    for fields, param in cases:
+        with pytest.raises(openai.BadRequestError) as raised:
+            tool_client.chat.completions.create(model="tiny", messages=MESSAGES, extra_body=fields)
+        assert raised.value.param == param
 
 
 def test_chat_tools_that_the_template_does_not_take_are_refused(client: openai.OpenAI) -> None:

@@ -1,18 +1,19 @@
-"""Connections that are idle, slow or too many: they slow down nobody, hold nothing for ever, and never go unnoticed."""
+"""Connections that are idle, slow, too many or given up: they harm nobody, and hold nothing for ever."""
 
 import json
 import os
 import resource
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from http_server import OPTIONS, app_server
+from http_server import OPTIONS, app_server, http_server, num_open, wait_until_idle
 from tiny_models import write_tiny_model, write_tiny_tokenizer
 
 from nanovllm import AsyncLLM
@@ -23,19 +24,37 @@ from nanovllm.server.lifecycle import SPARE_FILES, Connection, ConnectionLimits,
 from nanovllm.server.options import ServerOptions
 
 BODY: dict[str, Any] = {"prompt": "Hello", "max_tokens": 300, "temperature": 0, "ignore_eos": True}
+ENDLESS = BODY | {"max_tokens": 1500}
+SHORT = BODY | {"max_tokens": 8}
 PIECES, PIECE = 64, bytes(1 << 18)  # more than the kernel buffers
 ENOUGH_FILES = 100_000
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncLLM]:
-    model = write_tiny_tokenizer(write_tiny_model(tmp_path_factory.mktemp("tiny"), max_position_embeddings=2048))
-    engine = AsyncLLM(
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("tiny")
+    return write_tiny_tokenizer(write_tiny_model(directory, max_position_embeddings=2048))
+
+
+def make_engine(model: Path) -> AsyncLLM:
+    return AsyncLLM(
         model, device="cpu", dtype="float32", num_kvcache_blocks=40, max_num_batched_tokens=300, enforce_eager=True
     )
-    yield engine
+
+
+@pytest.fixture(scope="module")
+def tiny(tiny_model: Path) -> Iterator[tuple[AsyncLLM, str]]:
+    """The engine, and the address of a server without limits."""
+    engine = make_engine(tiny_model)
+    with http_server(engine) as url:
+        yield engine, url
     assert not engine.is_failed
     engine.close()
+
+
+@pytest.fixture
+def engine(tiny: tuple[AsyncLLM, str]) -> AsyncLLM:
+    return tiny[0]
 
 
 async def send_much(scope: Any, receive: Any, send: Any) -> None:
@@ -57,6 +76,7 @@ def limited_server(app: Any, limits: ConnectionLimits) -> Iterator[tuple[str, in
 
 
 def connect(address: tuple[str, int], data: bytes = b"") -> socket.socket:
+    """A connection with a small receive buffer."""
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     connection.settimeout(20)
@@ -69,6 +89,22 @@ def request(body: dict[str, Any]) -> bytes:
     content = json.dumps(body).encode()
     head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: "
     return f"{head}{len(content)}\r\n\r\n".encode() + content
+
+
+def send_request(url: str, body: dict[str, Any]) -> socket.socket:
+    host, port = url.removeprefix("http://").split(":")
+    return connect((host, int(port)), request(body))
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.001)
+
+
+def is_answering(url: str) -> bool:
+    return httpx.post(f"{url}/v1/completions", json=SHORT, timeout=20).status_code == 200
 
 
 def read_all(connection: socket.socket) -> bytes:
@@ -114,10 +150,7 @@ def test_hundreds_of_idle_and_slow_connections_harm_no_stream(engine: AsyncLLM) 
         assert "".join(json.loads(line)["choices"][0]["text"] for line in lines) == expected
         assert num_files() >= 2 * 300  # both ends of all connections
         connections.close()
-        deadline_s = time.monotonic() + 10
-        while num_files() > num_files_before:
-            assert time.monotonic() < deadline_s, "connections are left"
-            time.sleep(0.01)
+        wait_until(lambda: num_files() <= num_files_before)
 
 
 def test_two_lengths_of_a_body_are_refused_and_the_connection_closed(engine: AsyncLLM) -> None:
@@ -147,18 +180,16 @@ def test_head_that_does_not_arrive_in_time_is_cut_off(engine: AsyncLLM) -> None:
 
 
 @pytest.mark.parametrize("path", ["pieces", "whole"])
-@pytest.mark.parametrize("then", ["keep-alive", "close"])
-def test_client_that_takes_nothing_is_cut_off(path: str, then: str) -> None:
+def test_client_that_takes_nothing_is_cut_off(path: str) -> None:
     """Regression: whoever does not read kept a connection, and an answer of any size, for as long as it wished."""
     with limited_server(send_much, ConnectionLimits(60, 1.0, ENOUGH_FILES)) as address:
         num_files_before = num_files()
-        unread = connect(address, f"GET /{path} HTTP/1.1\r\nHost: x\r\nConnection: {then}\r\n\r\n".encode())
-        assert unread.recv(12) == b"HTTP/1.1 200"
-        deadline_s = time.monotonic() + 10
-        while num_files() > num_files_before + 1:  # the server's end
-            assert time.monotonic() < deadline_s, "the connection is left"
-            time.sleep(0.01)
-        unread.close()
+        head = f"GET /{path} HTTP/1.1\r\nHost: x\r\nConnection: "
+        unread = [connect(address, f"{head}{then}\r\n\r\n".encode()) for then in ("keep-alive", "close")]
+        assert all(each.recv(12) == b"HTTP/1.1 200" for each in unread)
+        wait_until(lambda: num_files() <= num_files_before + 2)  # the server's ends
+        for each in unread:
+            each.close()
 
 
 @pytest.mark.slow
@@ -193,10 +224,7 @@ def test_connections_beyond_the_limit_on_files_are_refused_and_reported(
         ]
         for each in idle:
             each.close()
-        deadline_s = time.monotonic() + 10
-        while not is_answered(address):
-            assert time.monotonic() < deadline_s
-            time.sleep(0.01)
+        wait_until(lambda: is_answered(address))
 
 
 def test_raise_file_limit_takes_the_hard_limit() -> None:
@@ -206,3 +234,95 @@ def test_raise_file_limit_takes_the_hard_limit() -> None:
         assert raise_file_limit() == resource.getrlimit(resource.RLIMIT_NOFILE)[0] == hard
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+# -- clients that leave, or read late ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_client_that_disconnects_ends_its_request_within_a_step(tiny: tuple[AsyncLLM, str], streams: bool) -> None:
+    engine, url = tiny
+    for n in (1, 3):
+        connection = send_request(url, ENDLESS | {"stream": streams, "n": n})
+        wait_until(lambda n=n: num_open(engine) == n)  # type: ignore[misc]
+        if streams:
+            assert connection.recv(100)
+        num_steps = engine.llm.stats()["num_steps"]
+        connection.close()
+        wait_until_idle(engine)
+        assert engine.llm.stats()["num_steps"] < num_steps + 200  # of 1500; the loop needs a moment to notice
+
+
+def test_client_that_disconnects_at_any_stage_leaves_nothing(tiny: tuple[AsyncLLM, str]) -> None:
+    engine, url = tiny
+    for delay_s in (0, 0.001, 0.003, 0.01, 0.03):
+        for connection in [send_request(url, ENDLESS | {"stream": i % 2 == 0}) for i in range(8)]:
+            time.sleep(delay_s)
+            connection.close()
+        assert is_answering(url)
+        wait_until_idle(engine)
+        wait_until(lambda: not engine._dispatcher._streams)
+
+
+def test_client_that_leaves_after_the_last_token_leaves_nothing(tiny: tuple[AsyncLLM, str]) -> None:
+    """It goes when the reason of the end has arrived, and [DONE] has not been read; or with a whole answer unread."""
+    engine, url = tiny
+    for i in range(20):
+        connection = send_request(url, SHORT | {"stream": i % 2 == 0})
+        if i % 2 == 0:
+            read_until(connection, b'"finish_reason": "length"')
+        else:
+            wait_until(lambda: num_open(engine) == 0)
+        connection.close()
+    wait_until(lambda: not engine._dispatcher._streams)
+    assert is_answering(url)
+
+
+def test_client_that_leaves_during_its_prefill_ends_its_request(tiny: tuple[AsyncLLM, str]) -> None:
+    """The prompts are longer than a step; those behind the first ones leave while they wait."""
+    engine, url = tiny
+    body = ENDLESS | {"prompt": [5] * 1500, "max_tokens": 500}
+    for connection in [send_request(url, body | {"stream": i % 2 == 0}) for i in range(6)]:
+        wait_until(lambda: num_open(engine) > 0)
+        connection.close()
+    wait_until_idle(engine)
+    wait_until(lambda: not engine._dispatcher._streams)
+
+
+def test_client_that_does_not_read_holds_up_nobody(tiny: tuple[AsyncLLM, str]) -> None:
+    engine, url = tiny
+    slow = [send_request(url, ENDLESS | {"stream": True, "n": 4}) for _ in range(3)]
+    assert is_answering(url)
+    for connection in slow:
+        connection.close()
+    wait_until_idle(engine)
+
+
+def test_client_that_reads_late_gets_the_whole_answer(tiny: tuple[AsyncLLM, str]) -> None:
+    engine, url = tiny
+    body = ENDLESS | {"stream": True, "n": 4, "max_tokens": 400}
+    expected = httpx.post(f"{url}/v1/completions", json=body | {"stream": False}, timeout=60).json()
+    connection = send_request(url, body)
+    wait_until(lambda: num_open(engine) == 4)
+    wait_until_idle(engine, limit_s=30)
+    received = read_until(connection, b"[DONE]")
+    connection.close()
+    texts = ["", "", "", ""]
+    for line in received.decode().splitlines():
+        if line.startswith("data: {"):
+            choice = json.loads(line.removeprefix("data: "))["choices"][0]
+            texts[choice["index"]] += choice["text"]
+    assert texts == [choice["text"] for choice in expected["choices"]]
+
+
+def test_engine_that_is_closed_gives_open_requests_their_last_event(tiny_model: Path) -> None:
+    engine = make_engine(tiny_model)
+    with http_server(engine) as url:
+        with httpx.stream("POST", f"{url}/v1/completions", json=ENDLESS | {"stream": True}, timeout=20) as response:
+            lines = response.iter_lines()
+            next(lines)
+            engine.close()
+            events = [line.removeprefix("data: ") for line in lines if line]
+        assert events[-1] == "[DONE]"
+        assert json.loads(events[-2])["choices"][0]["finish_reason"] == "abort"
+        assert httpx.post(f"{url}/v1/completions", json=SHORT).status_code == 503
