@@ -32,7 +32,7 @@ GIB = 2**30
 def test_bad_options_are_refused() -> None:
     for options, complaint in (
         ({"num_replicas": 0}, "num_replicas=0 must be between 1 and 1024"),
-        ({"num_replicas": 2, "max_replicas": 1}, "max_replicas=1 must be num_replicas=2 or more"),
+        ({"num_replicas": 2, "max_replicas": 1}, "max_replicas=1 must be between num_replicas=2"),
         ({"num_replicas": 1, "replica_cpus": 0}, "replica_cpus=0 must be 1 or more"),
         ({"num_replicas": 1, "ray_address": "ray://host:10001"}, "must be host:port or auto"),
         ({"max_replicas": 2}, "max_replicas=2 needs num_replicas"),
