@@ -1,4 +1,4 @@
-"""What the server refuses: keys, sizes, limits, the queue, and the time in it. And what salts keep apart."""
+"""Refusals of the server: keys, sizes, limits, the queue, and the time in it. And the salts that keep users apart."""
 
 import asyncio
 import json
@@ -448,7 +448,7 @@ def test_cache_salt_per_key_keeps_users_apart(engine: AsyncLLM) -> None:
 
 
 def test_cache_salt_per_key_keeps_tokenized_texts_apart(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever tokenizes a text, a completion, a chat or /tokenize, passes on the salt."""
+    """Completions, chats and /tokenize all pass on the salt when they tokenize a text."""
     salts: list[str | None] = []
     encoder = engine.llm.text._encoder
     encode = encoder.encode

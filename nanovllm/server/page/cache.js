@@ -51,7 +51,7 @@ export class CacheView {
   #drawn = ""; // the states on the canvas
   #highest = { link: 0, cpu: 0 }; // rates, to draw the meters against where start-up has measured no limit
 
-  /** isAnswering: whether this page waits for an answer. whenBack: called when the server answers again. */
+  /** isAnswering: returns true while this page waits for an answer. whenBack: called when the server answers again. */
   constructor(isAnswering, whenBack) {
     this.#isAnswering = isAnswering;
     this.#whenBack = whenBack;
