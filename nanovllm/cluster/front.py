@@ -135,7 +135,7 @@ class Front:
                 self.refused(refusal.reason)
                 return await refusal.response()(scope, receive, send)
         self._cut.inc()
-        await _lost_error().response({"Retry-After": "1"})(scope, receive, send)
+        await _lost_error().response()(scope, receive, send)
 
     def _health(self) -> Response:
         if self._replicas.num_ready:
@@ -180,7 +180,8 @@ def no_replica() -> Refusal:
 
 
 def _lost_error() -> ApiError:
-    return ApiError("the replica that answered has failed; ask again", status=503, code="engine_unavailable")
+    message, headers = "the replica that answered has failed; ask again", {"Retry-After": "1"}
+    return ApiError(message, status=503, code="engine_unavailable", headers=headers)
 
 
 def join_metrics(texts: Iterable[str]) -> str:

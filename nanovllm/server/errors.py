@@ -28,7 +28,7 @@ Responses: TypeAlias = dict[int | str, dict[str, Any]]
 PART_ITEMS = 100  # of a list that is encoded at once
 RETRY_CODES = {429: "rate_limit_exceeded", 503: "service_unavailable"}
 CLOSING = (401, 408, 413, 503)  # the rest of the body is not read, or the server is about to end
-CLIENT_CLOSED_REQUEST = 499  # nobody receives it; it shows in the log
+CLIENT_CLOSED_REQUEST = 499  # never received; it shows in logs
 _BRANCH = re.compile(r"str|(list|dict)\[.*\]")  # what pydantic adds to the place of an error in a union of types
 _LOGGERS = ("uvicorn.error", "uvicorn.asgi", "asyncio", "concurrent.futures")  # they log exceptions of requests
 _PARAM = re.compile(r"SamplingParams\.(\w+)")  # how the message about a parameter begins
@@ -38,17 +38,24 @@ class ApiError(Exception):
     """A request that is answered with an error. `param` is the field of the body that is to blame."""
 
     def __init__(
-        self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None, kind: str = ""
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.message, self.status, self.param, self.code = message, status, param, code
-        self.kind = kind or ("invalid_request_error" if status < 500 else "server_error")
+        self._headers = headers
 
     def body(self) -> dict[str, Any]:
-        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
-    def response(self, headers: Mapping[str, str] | None = None) -> Response:
-        return json_response(self.body(), self.status, headers)
+    def response(self) -> Response:
+        return json_response(self.body(), self.status, self._headers)
 
 
 class Refusal(ApiError):
@@ -68,33 +75,30 @@ class Refusal(ApiError):
         retry_after_s: float | None = None,
         closes: bool = False,
     ) -> None:
-        super().__init__(message, status=status, param=param, code=code or RETRY_CODES.get(status))
-        self.reason, self.retry_after_s = reason, retry_after_s
-        self._closes = closes or status in CLOSING
-
-    def response(self, headers: Mapping[str, str] | None = None) -> Response:
-        added = dict(headers or {})
-        if self.retry_after_s is not None:
-            added["Retry-After"] = str(max(1, math.ceil(self.retry_after_s)))
-        if self.status == 401:
-            added["WWW-Authenticate"] = "Bearer"
-        if self._closes:
-            added["Connection"] = "close"
-        return super().response(added)
+        headers = {}
+        if retry_after_s is not None:
+            headers["Retry-After"] = str(max(1, math.ceil(retry_after_s)))
+        if status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        if closes or status in CLOSING:
+            headers["Connection"] = "close"
+        super().__init__(message, status=status, param=param, code=code or RETRY_CODES.get(status), headers=headers)
+        self.reason = reason
 
 
 class ClientDisconnectedError(Exception):
-    """The client has gone, so nobody waits for the answer."""
+    """The client has gone."""
 
 
 def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """A response of ASCII only, so that no text that a client sends can make it fail to encode."""
+    """Make a response of ASCII only, so that no text of a client can make it fail to encode."""
     return Response(json.dumps(content), status, headers, media_type="application/json")
 
 
 def dumps_in_parts(content: Any) -> str:
-    """Like json.dumps, which lets no other thread run until it is done: seconds for the log-probabilities of a book. An
-    iterator is written as a list.
+    """Dump as json.dumps does, but let other threads run: the log-probabilities of a book take seconds.
+
+    An iterator is written as a list.
     """
     if isinstance(content, dict):
         entries = (f"{json.dumps(name)}: {dumps_in_parts(value)}" for name, value in content.items())
@@ -127,28 +131,21 @@ def model_not_found(name: str) -> ApiError:
 def add_error_handlers(app: FastAPI) -> None:
     """Answer every exception in OpenAI's form."""
 
-    async def answer_error(request: Request, error: Exception) -> Response:
+    async def answer(request: Request, error: Exception) -> Response:
+        if isinstance(error, ClientDisconnectedError):
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
+        if isinstance(error, RequestValidationError):
+            error = _invalid_field(error.errors()[0])
+        if isinstance(error, HTTPException):
+            message = str(error.detail)
+            if error.status_code in (404, 405):
+                message = f"{message}: {request.method} {shown(request.url.path)}"
+            error = ApiError(message, status=error.status_code, headers=error.headers)
         return api_error(error).response()
 
-    async def answer_invalid(request: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestValidationError)
-        return _invalid_field(error.errors()[0]).response()
-
-    async def answer_http(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        message = str(error.detail)
-        if error.status_code in (404, 405):
-            message = f"{message}: {request.method} {shown(request.url.path)}"
-        return ApiError(message, status=error.status_code).response(error.headers)
-
-    async def answer_nobody(request: Request, error: Exception) -> Response:
-        return Response(status_code=CLIENT_CLOSED_REQUEST)
-
-    for kind in (ApiError, RequestError, EngineError, Exception):
-        app.add_exception_handler(kind, answer_error)
-    app.add_exception_handler(RequestValidationError, answer_invalid)
-    app.add_exception_handler(HTTPException, answer_http)
-    app.add_exception_handler(ClientDisconnectedError, answer_nobody)
+    answered = (ApiError, RequestError, EngineError, RequestValidationError, HTTPException, ClientDisconnectedError)
+    for kind in (*answered, Exception):
+        app.add_exception_handler(kind, answer)
 
 
 def _invalid_field(error: Mapping[str, Any]) -> ApiError:
@@ -204,7 +201,7 @@ ANY_ERRORS = _errors(
 BODY_ERRORS = _errors(
     {
         400: "The body is malformed, or a value is out of range",
-        404: "There is no such model",
+        404: "The model does not exist",
         413: "The body is too large",
     }
 )
@@ -230,7 +227,7 @@ def keep_messages_out(*more: str) -> None:
 
 
 def _strip_message(record: logging.LogRecord) -> bool:
-    """A filter that lets every record pass."""
+    """Replace an exception's message in the record. As a filter, let every record pass."""
     if record.exc_info and record.exc_info[1] is not None:
         error = record.exc_info[1]
         frames = "".join(traceback.format_tb(error.__traceback__))

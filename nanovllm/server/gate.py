@@ -198,7 +198,7 @@ class ApiKeys:
     def cache_salt(self, authorization: bytes) -> str | None:
         """Return a salt that nobody can guess: the same for each request with this key, until the server ends.
 
-        None for the only key, whose user has nobody to be kept apart from.
+        None for the only key, which needs none.
         """
         if len(self._digests) == 1:
             return None

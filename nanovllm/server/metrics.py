@@ -18,16 +18,16 @@ PREFIX = "nanovllm:"
 _FIRST_TOKEN_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
 _TOKEN_S = (0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 10)
 
-# Entry of the engine's stats, name of the metric that reports it, what it is, and True for a counter
+# Entry of the engine's stats, name of its metric, help, and True for a counter
 _FIGURES = (
     ("num_running", "num_requests_running", "Answers in progress in the engine", False),
     ("num_waiting", "num_requests_waiting", "Answers that the engine has not begun, or has preempted", False),
     ("num_preemptions", "num_preemptions", "Answers that lost their blocks and start again", True),
     ("num_steps", "engine_steps", "Steps that the engine has run", True),
     ("num_gpu_blocks", "num_gpu_blocks", "Blocks or slots in the GPU's memory", False),
-    ("num_free_gpu_blocks", "num_free_gpu_blocks", "Blocks in the GPU's memory that nobody uses", False),
+    ("num_free_gpu_blocks", "num_free_gpu_blocks", "Blocks in GPU memory that are not in use", False),
     ("num_cpu_blocks", "num_cpu_blocks", "Blocks in CPU memory", False),
-    ("num_free_cpu_blocks", "num_free_cpu_blocks", "Blocks in CPU memory that nobody uses", False),
+    ("num_free_cpu_blocks", "num_free_cpu_blocks", "Blocks in CPU memory that are not in use", False),
     ("num_resident_blocks", "num_resident_blocks", "Slots that hold a block", False),
     ("num_hit_blocks", "resident_block_reads", "Blocks that steps read where they were, on the GPU", True),
     ("num_missed_blocks", "streamed_block_reads", "Blocks that steps read from CPU memory", True),
@@ -96,7 +96,7 @@ class Metrics(Collector):
             self._tpot_s.observe(output["tpot_s"])
 
     def answers_abandoned(self, num_answers: int) -> None:
-        """The client has left, or the server has given up. The tokens of these answers are not counted."""
+        """Count answers whose client has left, or that the server has given up, without their tokens."""
         self._finished.labels(**self._labels, finished_reason="abort").inc(num_answers)
 
     def refused(self, reason: str) -> None:

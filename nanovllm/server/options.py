@@ -47,8 +47,8 @@ class ServerOptions:
     )
     cache_salt_per_key: bool = option(
         True,
-        help="with several API keys, reuse KV only between requests with the same key, so that nobody can find out "
-        "from timing or usage what others asked",
+        help="with several API keys, reuse KV only between requests with the same key, so that neither timing nor "
+        "usage tells what others asked",
         group=_ACCESS,
     )
 

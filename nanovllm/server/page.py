@@ -4,7 +4,7 @@ The page has no build step and loads nothing from other hosts; the Content-Secur
 files must be served without an API key, because a browser cannot send one when it opens a page. The scripts send the
 key that the user types with their requests to the API and to /kvcache.
 
-A snapshot of the cache costs about a millisecond for 8,192 blocks, and nothing is computed while nobody asks. All
+A snapshot of the cache costs about a millisecond for 8,192 blocks, and nothing is computed unless a page asks. All
 viewers share one snapshot for MIN_INTERVAL_S. It is made in the thread of the event loop, beside the engine's own:
 block_states and stats only read, and neither waits for a step.
 """
@@ -31,12 +31,12 @@ HEADERS = {
     "require-trusted-types-for 'script'; trusted-types 'none'",  # no text can become HTML, whatever a model writes
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-cache",  # ask each time whether the file has changed (ETag)
+    "Cache-Control": "no-cache",  # a browser asks each time if the file has changed (ETag)
 }
 
 MIN_INTERVAL_S = 0.1  # at most ten snapshots a second
 RATE_WINDOW_S = 2.0  # rates are means over about this time; a step of a long prompt can take a second
-MAX_WINDOW_S = 10.0  # nobody looked for longer than this: there is no recent rate
+MAX_WINDOW_S = 10.0  # after a longer pause there is no recent rate
 
 
 class _PageFiles(StaticFiles):

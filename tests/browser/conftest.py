@@ -71,7 +71,7 @@ def open_page(browser: Browser) -> Iterator[OpenPage]:
 
 
 def is_complaint(text: str) -> bool:
-    """Whether the console says that the page is wrong. That the server refused a request may be part of a test."""
+    """Return True if the console says that the page is wrong. A request that was refused may be part of a test."""
     return "Content Security Policy" in text or "TrustedHTML" in text or "Uncaught" in text
 
 

@@ -1,4 +1,4 @@
-"""What the server refuses: in OpenAI's form, by the name of the field, and never with status 422 or 500."""
+"""Bad requests are refused in OpenAI's form, by the name of the field, and never with status 422 or 500."""
 
 import json
 from typing import Any

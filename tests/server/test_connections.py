@@ -5,7 +5,7 @@ import os
 import resource
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
-from http_server import OPTIONS, app_server, http_server, num_open, wait_until_idle
+from http_server import OPTIONS, app_server, as_http, http_server, num_open, wait_until, wait_until_idle
 from tiny_models import write_tiny_model, write_tiny_tokenizer
 
 from nanovllm import AsyncLLM
@@ -85,22 +85,9 @@ def connect(address: tuple[str, int], data: bytes = b"") -> socket.socket:
     return connection
 
 
-def request(body: dict[str, Any]) -> bytes:
-    content = json.dumps(body).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: "
-    return f"{head}{len(content)}\r\n\r\n".encode() + content
-
-
 def send_request(url: str, body: dict[str, Any]) -> socket.socket:
     host, port = url.removeprefix("http://").split(":")
-    return connect((host, int(port)), request(body))
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.001)
+    return connect((host, int(port)), as_http(body))
 
 
 def is_answering(url: str) -> bool:
@@ -141,7 +128,7 @@ def test_hundreds_of_idle_and_slow_connections_harm_no_stream(engine: AsyncLLM) 
         url = f"http://{address[0]}:{address[1]}/v1/completions"
         expected = httpx.post(url, json=BODY, timeout=20).json()["choices"][0]["text"]
         num_files_before = num_files()
-        whole = request(BODY)
+        whole = as_http(BODY)
         for i in range(300):
             connections.enter_context(connect(address, whole[: (0, 40, len(whole) - 3)[i % 3]]))
         with httpx.stream("POST", url, json=BODY | {"stream": True}, timeout=20) as response:
@@ -169,7 +156,7 @@ def test_head_that_does_not_arrive_in_time_is_cut_off(engine: AsyncLLM) -> None:
     """Regression: a connection that had sent no request, or the first byte of a second one, stayed open for ever."""
     app = make_app(engine, OPTIONS)
     with limited_server(app, ConnectionLimits(1.0, 60, ENOUGH_FILES)) as address:
-        running = connect(address, request(BODY | {"stream": True}))
+        running = connect(address, as_http(BODY | {"stream": True}))
         second = connect(address, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
         assert read_until(second, b'"ready"}').startswith(b"HTTP/1.1 200")
         second.sendall(b"G")

@@ -19,7 +19,7 @@ HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 @pytest.fixture(scope="module", params=[[], ["secret"]], ids=["open", "with keys"])
 def address(request: pytest.FixtureRequest, served: tuple[AsyncLLM, str]) -> Iterator[tuple[str, int]]:
-    """Of a whole server: the gate is part of it."""
+    """Address of a whole server: the gate is part of it."""
     site = Site(served[0], ServerOptions(served_model_name=("tiny",)), ApiKeys(request.param))
     with app_server(site.gate.outermost) as url:
         host, port = url.removeprefix("http://").split(":")

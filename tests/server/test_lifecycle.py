@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
+from http_server import as_http, wait_until
 from rank_processes import worker_pids_of
 from server_process import LIMIT_S, ServerProcess, server_process
 
@@ -77,13 +78,6 @@ def wait_until_healthy(server: ServerProcess) -> None:
             time.sleep(0.01)
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
-
-
 def before_each_launch(engine: Any, act: Callable[[], None]) -> None:
     """Call `act` before each step is launched, in the engine's thread."""
     executor = engine.llm.engine.executor
@@ -94,12 +88,6 @@ def before_each_launch(engine: Any, act: Callable[[], None]) -> None:
         return launch(plan)
 
     executor.launch = act_and_launch
-
-
-def as_http(body: dict[str, Any]) -> bytes:
-    content = json.dumps(body).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: "
-    return f"{head}{len(content)}\r\n\r\n".encode() + content
 
 
 # -- the port ----------------------------------------------------------------------------------------------------------
@@ -146,7 +134,7 @@ def hold_the_warm_up(held: Path, engine: Any) -> None:
         if not held_before:
             held_before.append(held)
             held.touch()
-            wait_until(lambda: not held.exists())
+            wait_until(lambda: not held.exists(), LIMIT_S)
 
     before_each_launch(engine, hold)
 
@@ -168,7 +156,7 @@ def test_killed_server_starts_again_on_its_port_and_is_ready_only_when_warm(
     change, options = partial(hold_the_warm_up, held), {"port": port}
     with server_process(retrieval_model, tmp_path / "second", options=options, change=change, waits=False) as server:
         server.url = f"http://127.0.0.1:{port}"
-        wait_until(held.exists)
+        wait_until(held.exists, LIMIT_S)
         for _ in range(3):
             with pytest.raises(httpx.ConnectError):
                 httpx.get(f"{server.url}/health")

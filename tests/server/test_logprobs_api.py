@@ -17,7 +17,7 @@ MESSAGES: list[Any] = [{"role": "user", "content": PROMPT}]
 
 
 def engine_logprobs(engine: AsyncLLM, prompt: Any, max_tokens: int) -> tuple[list[float], list[float | None]]:
-    """Of the answer's tokens and of the prompt's."""
+    """Log-probabilities of the answer's tokens and of the prompt's."""
     params = SamplingParams(temperature=0, max_tokens=max_tokens, logprobs=2, prompt_logprobs=2)
     (output,) = engine.llm.generate([prompt], params, use_tqdm=False)
     first = [None if entry is None else next(iter(entry.values())).logprob for entry in output["prompt_logprobs"]]

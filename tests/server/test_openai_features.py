@@ -37,7 +37,7 @@ EDITS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 
 
 class Sighting(BaseModel):
-    """What an answer can be parsed as."""
+    """A class that an answer can be parsed as."""
 
     kind: Literal["ship", "whale"]
     sure: bool
@@ -47,7 +47,7 @@ SCHEMA = Sighting.model_json_schema()
 
 
 def expected_texts(engine: AsyncLLM, prompt: str | list[int], fields: dict[str, Any]) -> list[str]:
-    """What the engine itself answers."""
+    """The answers of the engine itself."""
     biases = fields.get("logit_bias")
     if biases is not None:
         fields = fields | {"logit_bias": {int(token_id): bias for token_id, bias in biases.items()}}

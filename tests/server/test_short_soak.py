@@ -23,7 +23,7 @@ def test_every_request_ends_as_its_client_expects(flags: list[str], capfd: pytes
 
 
 def test_faults_are_noticed() -> None:
-    """What the soak checks can fail: memory, files, threads, and the server's own end."""
+    """All checks of the soak can fail: memory, files, threads, and the server's own end."""
     early, late = soak.Usage(10**8, 20, 9), soak.Usage(2 * 10**8, 30, 15)
     report = soak.Report(usage=[early] * 50 + [late] * 50, num_requests=100_000)
     found = soak.faults_of(report, status=1)

@@ -1,8 +1,9 @@
 """A real uvicorn server in a thread, for tests of the HTTP API."""
 
+import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -48,8 +49,19 @@ def num_open(engine: AsyncLLM) -> int:
     return int(stats["num_running"] + stats["num_waiting"])
 
 
-def wait_until_idle(engine: AsyncLLM, limit_s: float = 10) -> None:
+def wait_until(condition: Callable[[], bool], limit_s: float = 10) -> None:
     deadline_s = time.monotonic() + limit_s
-    while num_open(engine):
-        assert time.monotonic() < deadline_s, "a request has not ended"
+    while not condition():
+        assert time.monotonic() < deadline_s, "the condition has not become true"
         time.sleep(0.002)
+
+
+def wait_until_idle(engine: AsyncLLM, limit_s: float = 10) -> None:
+    wait_until(lambda: not num_open(engine), limit_s)
+
+
+def as_http(body: dict[str, Any]) -> bytes:
+    """A request for a completion, as it is sent."""
+    content = json.dumps(body).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: "
+    return f"{head}{len(content)}\r\n\r\n".encode() + content

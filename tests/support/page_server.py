@@ -25,7 +25,7 @@ PIECE_S = 0.02
 
 
 class FakeEngine:
-    """What the page shows of an engine."""
+    """The part of an engine that the page shows."""
 
     def __init__(self) -> None:
         self.states = bytes(64)

@@ -51,7 +51,7 @@ export class CacheView {
   #drawn = ""; // the states on the canvas
   #highest = { link: 0, cpu: 0 }; // rates, to draw the meters against where start-up has measured no limit
 
-  /** isAnswering: whether this page waits for an answer. whenBack: called when the server answers again. */
+  /** isAnswering: returns true while this page waits for an answer. whenBack: called when the server answers again. */
   constructor(isAnswering, whenBack) {
     this.#isAnswering = isAnswering;
     this.#whenBack = whenBack;
@@ -59,7 +59,8 @@ export class CacheView {
       const row = element("li", ""), count = element("span", "count", "0"), share = element("span", "share");
       const swatch = element("canvas", "swatch");
       swatch.setAttribute("aria-hidden", "true");
-      row.dataset.state = share.dataset.state = state;
+      row.dataset.state = state;
+      share.style.background = colourOf(state);
       row.append(swatch, element("span", "", words), count);
       byId("legend").append(row);
       byId("shares").append(share);
@@ -209,11 +210,15 @@ function summarize(states, blocksPerCell) {
   return cells;
 }
 
-/** The colours of the page's current theme. */
+const colourOf = (name) => `var(--${name.replaceAll("_", "-")})`;
+
+/** The colours of the page's current theme, as a canvas takes them. */
 function stateColours(names) {
-  const style = getComputedStyle(document.documentElement);
-  const colour = (name) => style.getPropertyValue(`--${name.replaceAll("_", "-")}`).trim();
-  return Object.fromEntries([...names, "cut", "outline"].map((name) => [name, colour(name)]));
+  const { style } = byId("grid");
+  return Object.fromEntries([...names, "cut", "outline"].map((name) => {
+    style.color = colourOf(name);
+    return [name, getComputedStyle(byId("grid")).color];
+  }));
 }
 
 function drawCell(context, state, x, y, size, colours) {

@@ -28,10 +28,10 @@ export function short(value) {
 
 const KEY_NAME = "nanovllm-api-key";
 const dialog = byId("key-dialog");
-let asking = null; // resolves with the dialog that is open: whether a key was given
+let asking = null; // resolves when the open dialog closes, to true if a key was given
 
 /**
- * Ask for a key in place of the one that the server has refused, and return whether to try again. Requests that fail at
+ * Ask for a key in place of the one that the server has refused, and return true to try again. Requests that fail at
  * the same time share one dialog, and one that was sent before the key changed asks nothing.
  */
 async function askForKey(refused) {
