@@ -68,9 +68,17 @@ async def send_much(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body"})
 
 
+class SmallBuffers(Connection):
+    """Lets the kernel buffer little, so that the server soon sees what a client has read."""
+
+    def connection_made(self, transport: Any) -> None:
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
+        super().connection_made(transport)
+
+
 @contextmanager
 def limited_server(app: Any, limits: ConnectionLimits) -> Iterator[tuple[str, int]]:
-    with app_server(app, http=partial(Connection, limits=limits)) as url:
+    with app_server(app, http=partial(SmallBuffers, limits=limits)) as url:
         host, port = url.removeprefix("http://").split(":")
         yield host, int(port)
 
