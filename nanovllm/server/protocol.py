@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 
+from annotated_types import MinLen
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -45,7 +46,8 @@ Item = TypeVar("Item")
 Items: TypeAlias = Annotated[list[Item], _FirstError()]
 
 # Checked by the engine, because pydantic would take seconds for the token ids of a long document
-_Prompt = TypeAdapter(str | list[str] | list[int] | list[list[int]])
+_Several: TypeAlias = Annotated[list[Item], MinLen(1)]
+_Prompt = TypeAdapter(str | _Several[str] | _Several[int] | _Several[list[int]])
 PromptField = Annotated[Any, WithJsonSchema(_Prompt.json_schema())]
 
 

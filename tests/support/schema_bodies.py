@@ -103,6 +103,8 @@ def from_schema(schema: Mapping[str, Any], components: Mapping[str, Any]) -> Sea
         return st.one_of([from_schema(each, components) for each in choices])
     if "enum" in schema or "const" in schema:
         return st.sampled_from(schema.get("enum") or [schema["const"]])
+    if "type" not in schema:
+        return ANYTHING
     kind = schema["type"]
     if kind == "array":
         return st.lists(from_schema(schema["items"], components), min_size=schema.get("minItems", 0), max_size=3)
