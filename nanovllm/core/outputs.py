@@ -211,7 +211,7 @@ class StepOutput:
 class Outbox:
     """Collects the outputs of one caller's requests until that caller fetches them.
 
-    The engine's lock must be held to add to it or to fetch from it (turns.py).
+    The engine's lock must be held to add to it or to fetch from it (Turns in engine.py).
     """
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
 """Scheduler: decides which sequences run in the next step, and how many tokens of each. First come, first served.
 
-Prompts share a step by their size and age (prompt_sharing.py), and by how long it may take (step_bound.py).
+Prompts share a step by their size and age (planned_step.py), and by how long it may take (step_bound.py).
 
 The scheduler works on integers only. `schedule` plans a step, the engine runs it, and `commit` takes the tokens that it
 sampled. The next step may be planned before these have arrived. A sampled token that has not arrived yet is *pending*:
