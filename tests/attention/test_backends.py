@@ -1,5 +1,6 @@
 """The backends beside the torch one: which is chosen and why, cuDNN's cutting of batches, and all of them on a GPU."""
 
+import itertools
 import random
 import sys
 from dataclasses import replace
@@ -75,26 +76,21 @@ def test_flash_gate_asks_the_installed_build(monkeypatch):
     assert "fails" in why_fails(CPU, torch.bfloat16, 128)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_choose_auto_on_cpu_is_torch(dtype):
-    assert isinstance(choose_backend("auto", CPU, dtype, 128, enforce_eager=False), TorchBackend)
-
-
-@pytest.mark.parametrize("name", ["flash", "cudnn", "triton"])
-def test_choose_gpu_backend_on_cpu_raises(name, monkeypatch):
+def test_choose_on_cpu_takes_torch_and_refuses_others(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with pytest.raises(ConfigError, match=rf"attn_backend='{name}'.*CUDA.*\['torch'\]"):
-        choose_backend(name, CPU, torch.float32, 64, enforce_eager=False)
-
-
-def test_choose_unknown_backend_raises():
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        assert isinstance(choose_backend("auto", CPU, dtype, 128, enforce_eager=False), TorchBackend)
+    assert find_backend("torch", CPU, torch.float32, 128, enforce_eager=False) == "torch"
+    for name in ("flash", "cudnn", "triton"):
+        with pytest.raises(ConfigError, match=rf"attn_backend='{name}'.*CUDA.*\['torch'\]"):
+            choose_backend(name, CPU, torch.float32, 64, enforce_eager=False)
     with pytest.raises(ConfigError, match=r"attn_backend='xformers' .*no such backend.*'torch'"):
         choose_backend("xformers", CPU, torch.float32, 64, enforce_eager=False)
 
 
-@pytest.mark.parametrize(
-    ("capability", "flash", "dtype", "head_dim", "chosen", "paged"),
-    [
+def test_choose_auto_on_gpu(gpu_of, caplog):
+    pytest.importorskip("triton")
+    for capability, flash, dtype, head_dim, chosen, paged in (
         ((9, 0), False, torch.bfloat16, 128, CudnnBackend, TritonBackend),
         ((9, 0), True, torch.bfloat16, 128, CudnnBackend, TritonBackend),
         ((9, 0), False, torch.float32, 128, TritonBackend, None),
@@ -104,78 +100,62 @@ def test_choose_unknown_backend_raises():
         ((8, 0), False, torch.bfloat16, 128, TritonBackend, None),
         ((8, 0), True, torch.bfloat16, 128, FlashBackend, None),
         ((8, 9), False, torch.float16, 96, TritonBackend, None),
-    ],
-)
-def test_choose_auto_on_gpu(gpu_of, caplog, capability, flash, dtype, head_dim, chosen, paged):
-    pytest.importorskip("triton")
-    gpu_of(capability, flash)
-    with caplog.at_level("INFO", logger="nanovllm"):
-        backend = choose_backend("auto", CUDA, dtype, head_dim, enforce_eager=False)
-    assert type(backend) is chosen
-    assert len(caplog.records) == 1 and backend.name in caplog.text
-    if paged:
-        assert type(backend.paged) is paged
+    ):
+        gpu_of(capability, flash)
+        caplog.clear()
+        with caplog.at_level("INFO", logger="nanovllm"):
+            backend = choose_backend("auto", CUDA, dtype, head_dim, enforce_eager=False)
+        assert type(backend) is chosen, (capability, flash, dtype, head_dim)
+        assert len(caplog.records) == 1 and backend.name in caplog.text
+        assert paged is None or type(backend.paged) is paged
 
 
-@pytest.mark.parametrize("name", ["auto", "cudnn", "triton"])
-def test_find_backend_asks_nobody_after_the_one_that_can_run(gpu_of, monkeypatch, name):
+def test_find_backend_asks_nobody_after_the_one_that_can_run(gpu_of, monkeypatch):
     """Every backend was asked. Where flash-attn is installed, it took 4.4 s of a 15 s start to say that it could run
     too.
     """
     pytest.importorskip("triton")
     gpu_of((9, 0))
-
-    def refuse_to_answer(*args):
-        pytest.fail("flash was asked")
-
-    monkeypatch.setattr(FlashBackend, "why_unavailable", refuse_to_answer)
-    chosen = find_backend(name, CUDA, torch.bfloat16, 128, enforce_eager=False)
-    assert chosen == ("cudnn" if name == "auto" else name)
+    monkeypatch.setattr(FlashBackend, "why_unavailable", lambda *args: pytest.fail("flash was asked"))
+    for name, chosen in (("auto", "cudnn"), ("cudnn", "cudnn"), ("triton", "triton")):
+        assert find_backend(name, CUDA, torch.bfloat16, 128, enforce_eager=False) == chosen
 
 
 def test_choose_forced_names_the_reason_and_what_can_run(gpu_of):
     pytest.importorskip("triton")
     gpu_of((9, 0))
-    with pytest.raises(ConfigError, match=r"'flash' cannot run here: flash_attn is not installed.*'cudnn', 'triton'"):
-        choose_backend("flash", CUDA, torch.bfloat16, 128, enforce_eager=False)
-    with pytest.raises(ConfigError, match=r"'cudnn' cannot run here: .*float32"):
-        choose_backend("cudnn", CUDA, torch.float32, 128, enforce_eager=False)
-    with pytest.raises(ConfigError, match="'cudnn' cannot run here: it needs flash or triton beside it"):
-        choose_backend("cudnn", CUDA, torch.bfloat16, 72, enforce_eager=False)
+    for name, dtype, head_dim, reason in (
+        ("flash", torch.bfloat16, 128, "flash_attn is not installed.*'cudnn', 'triton'"),
+        ("cudnn", torch.float32, 128, ".*float32"),
+        ("cudnn", torch.bfloat16, 72, "it needs flash or triton beside it"),
+    ):
+        with pytest.raises(ConfigError, match=f"'{name}' cannot run here: {reason}"):
+            choose_backend(name, CUDA, dtype, head_dim, enforce_eager=False)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (12, 0)])
-def test_choose_auto_every_supported_head_dim_runs_in_graphs(gpu_of, capability, head_dim, dtype):
+def test_choose_auto_every_supported_head_dim_runs_in_graphs(gpu_of):
     """auto fell back to torch for 80, 96, 112, 160 and 192; the first step died in Triton's compiler."""
     pytest.importorskip("triton")
-    gpu_of(capability)
-    chosen = find_backend("auto", CUDA, dtype, head_dim, enforce_eager=False)
-    assert chosen in ("cudnn", "triton")
-
-
-@pytest.mark.parametrize(
-    ("capability", "dtype", "head_dim"), [((7, 5), torch.float16, 128), ((9, 0), torch.bfloat16, 72)]
-)
-def test_choose_auto_where_only_torch_runs_needs_eager(gpu_of, capability, dtype, head_dim):
-    """auto took torch, whose capture in a graph then died in an assertion."""
-    pytest.importorskip("triton")
-    gpu_of(capability)
-    with pytest.raises(
-        ConfigError, match=r"no attention backend can run here: .*triton: .*torch: .*enforce_eager=True"
-    ):
-        find_backend("auto", CUDA, dtype, head_dim, enforce_eager=False)
-    assert find_backend("auto", CUDA, dtype, head_dim, enforce_eager=True) == "torch"
+    for capability in ((8, 0), (9, 0), (12, 0)):
+        gpu_of(capability)
+        for head_dim, dtype in itertools.product(HEAD_DIMS, (torch.float32, torch.bfloat16, torch.float16)):
+            assert find_backend("auto", CUDA, dtype, head_dim, enforce_eager=False) in ("cudnn", "triton")
 
 
 def test_choose_torch_on_gpu_needs_eager(gpu_of):
     """With graphs the engine died at their capture: "it needs PagedBatch.host"."""
-    gpu_of((9, 0))
-    with pytest.raises(ConfigError, match=r"attn_backend='torch' cannot run here: .*set enforce_eager=True.*'triton'"):
-        find_backend("torch", CUDA, torch.bfloat16, 128, enforce_eager=False)
-    assert find_backend("torch", CUDA, torch.bfloat16, 128, enforce_eager=True) == "torch"
-    assert find_backend("torch", CPU, torch.float32, 128, enforce_eager=False) == "torch"
+    pytest.importorskip("triton")
+    none_runs = r"no attention backend can run here: .*triton: .*torch: .*enforce_eager=True"
+    torch_cannot = r"attn_backend='torch' cannot run here: .*set enforce_eager=True.*'triton'"
+    for name, capability, dtype, head_dim, message in (
+        ("auto", (7, 5), torch.float16, 128, none_runs),
+        ("auto", (9, 0), torch.bfloat16, 72, none_runs),
+        ("torch", (9, 0), torch.bfloat16, 128, torch_cannot),
+    ):
+        gpu_of(capability)
+        with pytest.raises(ConfigError, match=message):
+            find_backend(name, CUDA, dtype, head_dim, enforce_eager=False)
+        assert find_backend(name, CUDA, dtype, head_dim, enforce_eager=True) == "torch"
 
 
 class CountingBackend(TorchBackend):
@@ -208,62 +188,59 @@ class CudnnOnCpu(CudnnBackend):
 CPU_LIMITS = CudnnLimits(query_sizes=(16, 32, 48, 64, 128), max_padded_queries=64, min_keys=32, max_keys=128)
 
 
+# Queries and keys of each sequence, and the paged calls that are left
+CUT_BATCHES = [
+    ([(1, 9), (1, 30), (2, 2), (32, 32), (16, 80), (1, 5)], 2),  # the history of 64 keys needs no paged call
+    ([(48, 80)], 0),
+    ([(48, 81)], 1),  # one key of the history is left
+    ([(16, 40)], 1),  # all of the history is
+    ([(37, 59)], 2),  # 32 queries with 22 keys left, and 5 queries
+    ([(41, 41)], 0),  # padded to 48
+    ([(71, 71)], 1),  # 64 queries, and 7
+    ([(16, 64), (100, 101), (1, 1)], 5),  # 64, 32 and 4 queries; two of them leave keys
+    ([(17, 33), (15, 15)], 3),
+    ([(129, 200), (128, 128)], 2),
+    ([(16, 400)], 0),  # more keys than one call takes
+]
+
+
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("order", ["adjacent", "random", "runs"])
-@pytest.mark.parametrize(
-    ("lens", "num_paged_calls"),
-    [
-        ([(1, 9), (1, 30), (2, 2), (32, 32), (16, 80), (1, 5)], 2),  # the history of 64 keys needs no paged call
-        ([(48, 80)], 0),
-        ([(48, 81)], 1),  # one key of the history is left
-        ([(16, 40)], 1),  # all of the history is
-        ([(37, 59)], 2),  # 32 queries with 22 keys left, and 5 queries
-        ([(41, 41)], 0),  # padded to 48
-        ([(71, 71)], 1),  # 64 queries, and 7
-        ([(16, 64), (100, 101), (1, 1)], 5),  # 64, 32 and 4 queries; two of them leave keys
-        ([(17, 33), (15, 15)], 3),
-        ([(129, 200), (128, 128)], 2),
-        ([(16, 400)], 0),  # more keys than one call takes
-    ],
-)
-def test_cudnn_cuts_batches(lens, num_paged_calls, order, causal):
+def test_cudnn_cuts_batches(order, causal):
     """cuDNN is asked for few pairs of lengths. The paged backend gets short sequences and what is left of long ones."""
-    paged = CountingBackend()
-    backend = CudnnOnCpu(paged, CPU_LIMITS)
-    case = make_paged(lens, 8, (4, 2), causal=causal, order=order, unwritten=0.0)
-    got = backend.attend(case.q_THD, case.k_cache, case.v_cache, case.batch, 0.3)
-    assert_matches(got, case.naive(0.3))
-    for num_queries, num_keys, square in backend.asked:
-        assert num_queries in CPU_LIMITS.query_sizes
-        assert num_keys == num_queries if square else num_keys in (32, 64, 128)
-    if causal:
-        assert len(paged.batches) == num_paged_calls and backend.asked
+    for lens, num_paged_calls in CUT_BATCHES:
+        paged = CountingBackend()
+        backend = CudnnOnCpu(paged, CPU_LIMITS)
+        case = make_paged(lens, 8, (4, 2), causal=causal, order=order, unwritten=0.0)
+        assert_matches(case.attend(backend, 0.3), case.naive(0.3))
+        for num_queries, num_keys, square in backend.asked:
+            assert num_queries in CPU_LIMITS.query_sizes
+            assert num_keys == num_queries if square else num_keys in (32, 64, 128)
+        assert not causal or (len(paged.batches) == num_paged_calls and backend.asked), lens
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("page", [8, 24, 64, 256])
 @pytest.mark.parametrize("order", ["adjacent", "random"])
-def test_cudnn_any_block_size(order, page, causal):
+def test_cudnn_any_block_size(order, causal):
     """Also blocks that are larger than the smallest call, or no multiple of it. What was never written is NaN."""
-    backend = CudnnOnCpu(TorchBackend(), replace(CPU_LIMITS, gather_bytes=1))
-    case = make_paged([(50, 300), (70, 333), (129, 129)], page, (4, 2), causal=causal, order=order)
-    got = backend.attend(case.q_THD, case.k_cache, case.v_cache, case.batch, 0.3)
-    assert_matches(got, case.naive(0.3))
-    assert backend.asked
+    for page in (8, 24, 64, 256):
+        backend = CudnnOnCpu(TorchBackend(), replace(CPU_LIMITS, gather_bytes=1))
+        case = make_paged([(50, 300), (70, 333), (129, 129)], page, (4, 2), causal=causal, order=order)
+        assert_matches(case.attend(backend, 0.3), case.naive(0.3))
+        assert backend.asked
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("num_parts", PART_COUNTS)
 @pytest.mark.parametrize("causal", [True, False])
-def test_cudnn_many_spans_round_once(causal, num_parts, dtype):
+def test_cudnn_many_spans_round_once(causal, dtype):
     """The running result was rounded after every span of the history: 6 times the error of one rounding after 122."""
-    backend = CudnnOnCpu(TorchBackend(), CudnnLimits(query_sizes=(32,), min_keys=32, max_keys=32))
-    lens = [(32, num_parts * 32)]
-    case = make_paged(lens, 32, (8, 2), causal=causal, head_dim=64, dtype=dtype, mean_value=MEAN_VALUE)
-    got = backend.attend(case.q_THD, case.k_cache, case.v_cache, case.batch, 0.1)
-    assert len(backend.asked) == num_parts
-    assert got.out_THD.dtype == dtype
-    assert num_roundings(got.out_THD, case.naive(0.1).out_THD) <= MAX_ROUNDINGS
+    for num_parts in PART_COUNTS:
+        backend = CudnnOnCpu(TorchBackend(), CudnnLimits(query_sizes=(32,), min_keys=32, max_keys=32))
+        lens = [(32, num_parts * 32)]
+        case = make_paged(lens, 32, (8, 2), causal=causal, head_dim=64, dtype=dtype, mean_value=MEAN_VALUE)
+        got = case.attend(backend, 0.1)
+        assert len(backend.asked) == num_parts and got.out_THD.dtype == dtype
+        assert num_roundings(got.out_THD, case.naive(0.1).out_THD) <= MAX_ROUNDINGS
 
 
 def plans_built(
@@ -279,21 +256,18 @@ def plans_built(
     return set(backend.asked)
 
 
-@pytest.mark.parametrize(
-    ("chunks", "has_time"),
-    [
+def test_cudnn_plans_are_what_prompts_need():
+    for chunks, has_time in (
         ([(128, 128), (128, 256), (60, 410)], False),  # a prompt in chunks, with a longer rest
         ([(128, 128), (128, 256), (128, 384), (20, 404)], True),
         ([(50, 50), (40, 80), (20, 100), (64, 248)], True),  # shorter ones, and prefixes that were cached
-    ],
-)
-def test_cudnn_plans_are_what_prompts_need(chunks, has_time):
-    built = plans_built(CPU_LIMITS, 128, 420, has_time)
-    backend = CudnnOnCpu(TorchBackend(), CPU_LIMITS)
-    for chunk in chunks:
-        case = make_paged([chunk], 8, (4, 2), causal=True, order="adjacent", unwritten=0.0)
-        backend.attend(case.q_THD, case.k_cache, case.v_cache, case.batch, 0.3)
-    assert backend.asked and set(backend.asked) <= built
+    ):
+        built = plans_built(CPU_LIMITS, 128, 420, has_time)
+        backend = CudnnOnCpu(TorchBackend(), CPU_LIMITS)
+        for chunk in chunks:
+            case = make_paged([chunk], 8, (4, 2), causal=True, order="adjacent", unwritten=0.0)
+            case.attend(backend, 0.3)
+        assert backend.asked and set(backend.asked) <= built
 
 
 def test_cudnn_plans_needed_by_all_are_those_of_long_chunks():
@@ -359,34 +333,22 @@ class PairsOnly(CudnnOnCpu):
         return PartialAttention(torch.empty_like(q), torch.empty(1, len(q)))
 
 
-@pytest.mark.parametrize("lens", [[(1, 9), (1, 30)], [(1, 9), (0, 0), (16, 30)]])
-def test_cudnn_decode_batch_goes_on_untouched(lens):
-    paged = CountingBackend()
-    case = make_paged(lens, 8, (4, 2), causal=True)
-    CudnnBackend(paged).attend(case.q_THD, case.k_cache, case.v_cache, case.batch, 0.3)
-    assert paged.batches == [case.batch]
-
-
-@pytest.mark.parametrize("lens", [[(2, 9), (1, 30)], [(16, 30)], [(1, 9), (0, 4), (1, 30)]])
-def test_flash_a_few_queries_go_on_to_triton(monkeypatch, lens):
-    """flash-attn 2 does not split the keys of several queries. CountingBackend stands for the Triton backend."""
+def test_cudnn_and_flash_leave_some_batches_to_the_paged_backend(monkeypatch):
+    """flash-attn 2 does not split the keys of several queries, nor those of a short chunk with a long history."""
     monkeypatch.setattr(FlashBackend, "__init__", lambda self: None)
-    backend = FlashBackend()
-    backend.triton = paged = CountingBackend()
-    case = make_paged(lens, 8, (4, 2), causal=True)
-    got = backend.attend(case.q_THD, case.k_cache, case.v_cache, case.batch, 0.3)
-    assert paged.batches == [case.batch]
-    assert_matches(got, case.naive(0.3))
-
-
-def test_flash_short_chunk_with_long_history_goes_on_to_triton(monkeypatch):
-    monkeypatch.setattr(FlashBackend, "__init__", lambda self: None)
-    backend = FlashBackend()
-    backend.triton = paged = CountingBackend()
-    case = make_paged([(1, 9), (20, 16400)], 256, (2, 1), causal=True)
-    got = backend.attend(case.q_THD, case.k_cache, case.v_cache, case.batch, 0.3)
-    assert paged.batches == [case.batch]
-    assert_matches(got, case.naive(0.3))
+    flash = FlashBackend()
+    for backend, lens, page in (
+        (None, [(1, 9), (1, 30)], 8),
+        (None, [(1, 9), (0, 0), (16, 30)], 8),
+        (flash, [(2, 9), (1, 30)], 8),
+        (flash, [(16, 30)], 8),
+        (flash, [(1, 9), (0, 4), (1, 30)], 8),
+        (flash, [(1, 9), (20, 16400)], 256),
+    ):
+        flash.triton = paged = CountingBackend()
+        case = make_paged(lens, page, (2, 1), causal=True)
+        assert_matches(case.attend(backend or CudnnBackend(paged), 0.3), case.naive(0.3))
+        assert paged.batches == [case.batch]
 
 
 GPU_LIMITS = CudnnLimits(query_sizes=(64, 128, 256, 512, 1024), min_keys=256)
@@ -402,6 +364,7 @@ def gpu_backend(name: str, dtype: torch.dtype, head_dim: int, gather_bytes: int 
 
 
 gpu_backends = pytest.mark.parametrize("name", ["torch", "triton", "flash", "cudnn"])
+IN_BF16 = {"head_dim": 128, "dtype": torch.bfloat16, "device": "cuda"}
 
 
 @pytest.mark.gpu
@@ -414,21 +377,28 @@ gpu_backends = pytest.mark.parametrize("name", ["torch", "triton", "flash", "cud
         ((16, 8), 128, 256, torch.bfloat16),
         ((28, 4), 64, 1024, torch.float16),
         ((32, 8), 128, 4096, torch.bfloat16),
+        ((32, 8), 80, 256, torch.bfloat16),
+        ((16, 2), 192, 256, torch.bfloat16),
         *(((6, 2), head_dim, 256, torch.bfloat16) for head_dim in (80, 96, 112, 160, 192, 256)),
         *(((6, 2), head_dim, 256, torch.float16) for head_dim in (80, 192)),
     ],
 )
 def test_gpu_backend_matches_naive(name, heads, head_dim, page, dtype, unwritten, causal):
-    """Mixed batches at odd lengths; what was never written may be NaN."""
+    """Mixed batches at odd lengths, a few queries each as when guesses are verified, alone and in front of a chunk, and
+    one query each. What was never written may be NaN.
+    """
     backend = gpu_backend(name, dtype, head_dim)
-    lens = [(1, 1), (1, page + 1), (333, 2 * page + 77), (5, page), (129, 129), (64, page - 1), (1000, 1000)]
-    if not causal:
-        lens.insert(1, (3, 0))
-    case = make_paged(
-        lens, page, heads, causal=causal, head_dim=head_dim, dtype=dtype, device="cuda", unwritten=unwritten
-    )
-    got = backend.attend(case.q_THD, case.k_cache, case.v_cache, case.batch, head_dim**-0.5)
-    assert_as_good_as_plain_torch(got, case, head_dim**-0.5)
+    mixed = [(1, 1), (1, page + 1), (333, 2 * page + 77), (5, page), (129, 129), (64, page - 1), (1000, 1000)]
+    few = [(1, 1), (2, 257), (16, 16), (5, 5000), (3, 256), (16, 700), (7, 255)]
+    batches = [mixed, few, [*few, (100, 1000)]]
+    if causal:
+        batches.append([(1, n) for n in (1, 0, 17, 255, 256, 257, 5000)])
+    else:
+        batches = [[lens[0], (3, 0), *lens[1:]] for lens in batches]
+    shape = {"head_dim": head_dim, "dtype": dtype, "device": "cuda", "unwritten": unwritten}
+    for lens in batches:
+        case = make_paged(lens, page, heads, causal=causal, **shape)
+        assert_as_good_as_plain_torch(case.attend(backend, head_dim**-0.5), case, head_dim**-0.5)
 
 
 @pytest.mark.gpu
@@ -436,55 +406,12 @@ def test_gpu_backend_matches_naive(name, heads, head_dim, page, dtype, unwritten
 def test_gpu_sequences_without_keys_leave_other_memory_alone(name):
     """Regression: flash-attn wrote the LSE of sequences without keys into whatever lay behind the result."""
     backend = gpu_backend(name, torch.bfloat16, 128)
-    lens = [(1, 1792), (1, 1280), (300, 0), (256, 0)]
-    case = make_paged(lens, 256, (8, 2), causal=False, head_dim=128, dtype=torch.bfloat16, device="cuda")
+    case = make_paged([(1, 1792), (1, 1280), (300, 0), (256, 0)], 256, (8, 2), causal=False, **IN_BF16)
     neighbours = [torch.full((8, 558), 7.0, device="cuda") for _ in range(64)]
     del neighbours[::2]  # the results go to the gaps
-    got = backend.attend(case.q_THD, case.k_cache, case.v_cache, case.batch, 128**-0.5)
+    got = case.attend(backend, 128**-0.5)
     assert all(bool((neighbour == 7).all()) for neighbour in neighbours)
     assert_as_good_as_plain_torch(got, case, 128**-0.5)
-
-
-@pytest.mark.gpu
-@gpu_backends
-@pytest.mark.parametrize("unwritten", [0.0, float("nan")])
-@pytest.mark.parametrize("head_dim", [80, 128, 192])
-def test_gpu_backend_one_query_each_matches_naive(name, head_dim, unwritten):
-    backend = gpu_backend(name, torch.bfloat16, head_dim)
-    lens = [(1, n) for n in (1, 0, 17, 255, 256, 257, 5000)]
-    case = make_paged(
-        lens, 256, (16, 8), causal=True, head_dim=head_dim, dtype=torch.bfloat16, device="cuda", unwritten=unwritten
-    )
-    got = backend.attend(case.q_THD, case.k_cache, case.v_cache, case.batch, head_dim**-0.5)
-    assert got.lse_HT[:, 1].isneginf().all() and not got.out_THD[1].any()
-    assert_as_good_as_plain_torch(got, case, head_dim**-0.5)
-
-
-@pytest.mark.gpu
-@gpu_backends
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("unwritten", [0.0, float("nan")])
-@pytest.mark.parametrize(
-    ("heads", "head_dim", "dtype"),
-    [
-        ((16, 8), 128, torch.bfloat16),
-        ((28, 4), 64, torch.float16),
-        ((32, 8), 80, torch.bfloat16),
-        ((16, 2), 192, torch.bfloat16),
-    ],
-)
-def test_gpu_backend_few_queries_matches_naive(name, heads, head_dim, dtype, unwritten, causal):
-    """As when guessed tokens are verified, alone and in front of a chunk."""
-    backend = gpu_backend(name, dtype, head_dim)
-    lens = [(1, 1), (2, 257), (16, 16), (5, 5000), (3, 256), (16, 700), (7, 255)]
-    if not causal:
-        lens.insert(1, (3, 0))
-    for chunk in ([], [(100, 1000)]):
-        case = make_paged(
-            lens + chunk, 256, heads, causal=causal, head_dim=head_dim, dtype=dtype, device="cuda", unwritten=unwritten
-        )
-        got = backend.attend(case.q_THD, case.k_cache, case.v_cache, case.batch, head_dim**-0.5)
-        assert_as_good_as_plain_torch(got, case, head_dim**-0.5)
 
 
 @pytest.mark.gpu
@@ -492,7 +419,7 @@ def test_gpu_backend_few_queries_matches_naive(name, heads, head_dim, dtype, unw
 def test_gpu_parts_merged_equal_one_call(name):
     """History and causal chunk apart, over different tables, then merged."""
     backend = gpu_backend(name, torch.bfloat16, 128)
-    case = make_paged([(300, 1324)], 256, (16, 8), causal=True, head_dim=128, dtype=torch.bfloat16, device="cuda")
+    case = make_paged([(300, 1324)], 256, (16, 8), causal=True, **IN_BF16)
     batch, host = case.batch, case.batch.host
     cut = 4
     tail = replace(
@@ -521,7 +448,7 @@ def test_gpu_backend_many_spans_round_once(name, num_parts, dtype):
     backend = gpu_backend(name, dtype, 128, gather_bytes=block_bytes)
     lens = [(256, num_parts * 256)]
     case = make_paged(lens, 256, (16, 8), causal=True, head_dim=128, dtype=dtype, device="cuda", mean_value=MEAN_VALUE)
-    got = backend.attend(case.q_THD, case.k_cache, case.v_cache, case.batch, 0.1)
+    got = case.attend(backend, 0.1)
     assert got.out_THD.dtype == dtype
     assert num_roundings(got.out_THD, case.naive(0.1).out_THD) <= MAX_ROUNDINGS
 
@@ -533,9 +460,8 @@ def test_gpu_backend_many_spans_round_once(name, num_parts, dtype):
 def test_gpu_cudnn_at_its_real_sizes_matches_naive(lens, page, causal):
     """Keys and queries start at odd tokens; what was never written is NaN."""
     gpu_backend("cudnn", torch.bfloat16, 128)  # skips where it cannot run
-    case = make_paged([lens], page, (4, 2), causal=causal, head_dim=128, dtype=torch.bfloat16, device="cuda")
-    got = CudnnBackend(TritonBackend()).attend(case.q_THD, case.k_cache, case.v_cache, case.batch, 0.09)
-    assert_as_good_as_plain_torch(got, case, 0.09)
+    case = make_paged([lens], page, (4, 2), causal=causal, **IN_BF16)
+    assert_as_good_as_plain_torch(case.attend(CudnnBackend(TritonBackend()), 0.09), case, 0.09)
 
 
 @pytest.mark.gpu
@@ -561,9 +487,7 @@ def test_gpu_cudnn_streams_wait_for_each_other(slow):
     gpu_backend("cudnn", torch.bfloat16, 128)  # skips where it cannot run
     backend = SlowCudnn(TritonBackend(), GPU_LIMITS)
     cases = [
-        make_paged(
-            [(576, 5000)], 256, (16, 8), causal=True, order=order, head_dim=128, dtype=torch.bfloat16, device="cuda"
-        )
+        make_paged([(576, 5000)], 256, (16, 8), causal=True, order=order, **IN_BF16)
         for order in ("adjacent", "random", "runs")
     ]
     q, k_cache, v_cache = (torch.full_like(x, torch.nan) for x in cases[0][:3])
@@ -582,63 +506,38 @@ def test_gpu_cudnn_streams_wait_for_each_other(slow):
         assert_as_good_as_plain_torch(result, case, 0.09)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", ["triton", "flash", "cudnn"])
-def test_gpu_decode_replays_in_a_cuda_graph_with_other_lengths(name):
-    """Captured at the longest context and without host tables; replayed with lengths and tables of other steps."""
-    backend = gpu_backend(name, torch.bfloat16, 128)
-    cases = [
-        make_paged(
-            [(1, n) for n in contexts], 256, (16, 8), causal=True, head_dim=128, dtype=torch.bfloat16, device="cuda"
-        )
-        for contexts in ((700, 2000), (1, 300), (0, 513))
-    ]
-    q, k_cache, v_cache = (x.clone() for x in cases[0][:3])
-    tables = torch.zeros(2, 16, dtype=torch.int32, device="cuda")
-    batch = replace(cases[0].batch, block_tables=tables, max_context_len=16 * 256, host=None)
-    backend.attend(q, k_cache, v_cache, batch, 0.09)  # compiles
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = backend.attend(q, k_cache, v_cache, batch, 0.09)
-    for case in cases:
-        q.copy_(case.q_THD)
-        for cache, source in ((k_cache, case.k_cache), (v_cache, case.v_cache)):
-            cache[: len(source)] = source
-        tables[:, : case.batch.block_tables.shape[1]] = case.batch.block_tables
-        batch.context_lens.copy_(case.batch.context_lens)
-        graph.replay()
-        assert_as_good_as_plain_torch(got, case, 0.09)
+# The sequences of the captured step, then those of the steps that are replayed
+ONE_QUERY_EACH = [[(1, n) for n in contexts] for contexts in ((700, 2000), (1, 300), (0, 513))]
+FEW_QUERIES = [
+    [(16, 700), (16, 2000), (16, 16)],
+    [(1, 1), (5, 300), (2, 513)],
+    [(4, 3000), (0, 0), (0, 0)],
+    [(3, 3), (0, 0), (16, 257)],
+    [(0, 0), (0, 0), (1, 40)],
+]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["triton", "flash", "cudnn"])
-@pytest.mark.parametrize("heads", [(16, 8), (32, 4)])  # one tile of rows, and two
-def test_gpu_few_queries_replay_in_a_cuda_graph_with_other_lengths(name, heads):
-    """Captured for 3 sequences of up to 16 queries, without host tables. Replayed with fewer queries, other lengths and
-    empty sequences, behind the others or between them. The rows of no sequence hold NaN.
+@pytest.mark.parametrize(
+    ("steps", "heads"), [(ONE_QUERY_EACH, (16, 8)), (FEW_QUERIES, (16, 8)), (FEW_QUERIES, (32, 4))]
+)
+def test_gpu_short_queries_replay_in_a_cuda_graph_with_other_lengths(name, steps, heads):
+    """Captured without host tables. Replayed with fewer queries, other lengths and empty sequences, behind the others
+    or between them. The rows of no sequence hold NaN.
     """
     backend = gpu_backend(name, torch.bfloat16, 128)
-    cases = [
-        make_paged(lens, 256, heads, causal=True, head_dim=128, dtype=torch.bfloat16, device="cuda")
-        for lens in (
-            [(16, 700), (16, 2000), (16, 16)],
-            [(1, 1), (5, 300), (2, 513)],
-            [(4, 3000), (0, 0), (0, 0)],
-            [(3, 3), (0, 0), (16, 257)],
-            [(0, 0), (0, 0), (1, 40)],
-        )
-    ]
+    cases = [make_paged(lens, 256, heads, causal=True, **IN_BF16) for lens in steps]
     num_blocks = max(len(case.k_cache) for case in cases)
-    q = torch.empty(48, heads[0], 128, dtype=torch.bfloat16, device="cuda")
+    q = torch.empty_like(cases[0].q_THD)
     caches = torch.full((2, num_blocks, 256, heads[1], 128), torch.nan, dtype=torch.bfloat16, device="cuda")
-    tables = torch.zeros(3, 16, dtype=torch.int32, device="cuda")
-    cu_seqlens_q, context_lens = torch.zeros_like(tables[0, :4]), torch.zeros_like(tables[0, :3])
+    tables = torch.zeros(len(steps[0]), 16, dtype=torch.int32, device="cuda")
+    cu_seqlens_q, context_lens = tables.new_zeros(1 + len(steps[0])), tables.new_zeros(len(steps[0]))
     batch = replace(
         cases[0].batch,
         cu_seqlens_q=cu_seqlens_q,
         context_lens=context_lens,
         block_tables=tables,
-        max_query_len=16,
         max_context_len=16 * 256,
         host=None,
     )
@@ -666,7 +565,7 @@ def test_gpu_few_queries_replay_in_a_cuda_graph_with_other_lengths(name, heads):
 def test_gpu_cache_past_2_31_elements(name, query_len):
     """The last blocks of a cache of 2^31 elements and more, K and V the same 4.3 GB."""
     backend = gpu_backend(name, torch.bfloat16, 128)
-    case = make_paged([(query_len, 700)], 256, (8, 8), causal=True, head_dim=128, dtype=torch.bfloat16, device="cuda")
+    case = make_paged([(query_len, 700)], 256, (8, 8), causal=True, **IN_BF16)
     num_blocks = 2**31 // (256 * 8 * 128) + len(case.k_cache)
     big = torch.zeros(num_blocks, *case.k_cache.shape[1:], dtype=torch.bfloat16, device="cuda")
     big[-len(case.k_cache) :] = case.k_cache

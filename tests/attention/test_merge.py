@@ -1,5 +1,7 @@
 """merge_attention_outputs against one softmax over all keys, and the merge of many parts."""
 
+import itertools
+
 import pytest
 import torch
 from rounding import MAX_ROUNDINGS, PART_COUNTS, make_parts, num_roundings
@@ -29,20 +31,15 @@ def test_merge_two_parts_equals_one_softmax():
         assert out.dtype == lse.dtype == torch.float32
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("empty_first", [True, False])
-def test_merge_empty_part_is_identity_bit_for_bit(dtype: torch.dtype, empty_first: bool):
-    out, lse = torch.randn(4, 2, 6).to(dtype), torch.randn(2, 4) * 30
-    none, none_lse = torch.zeros_like(out), torch.full_like(lse, NO_KEY)
-    parts = (none, none_lse, out, lse) if empty_first else (out, lse, none, none_lse)
-    merged_out, merged_lse = merge_attention_outputs(*parts)
-    assert torch.equal(merged_out, out) and torch.equal(merged_lse, lse)
-
-
-def test_merge_both_empty_stays_empty():
-    none, none_lse = torch.zeros(4, 2, 6), torch.full((2, 4), NO_KEY)
-    out, lse = merge_attention_outputs(none, none_lse, none, none_lse)
-    assert torch.equal(out, none) and torch.equal(lse, none_lse)
+def test_merge_empty_part_is_identity_bit_for_bit():
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        out, lse = torch.randn(4, 2, 6).to(dtype), torch.randn(2, 4) * 30
+        none, none_lse = torch.zeros_like(out), torch.full_like(lse, NO_KEY)
+        for parts in ((none, none_lse, out, lse), (out, lse, none, none_lse)):
+            merged_out, merged_lse = merge_attention_outputs(*parts)
+            assert torch.equal(merged_out, out) and torch.equal(merged_lse, lse)
+        merged_out, merged_lse = merge_attention_outputs(none, none_lse, none, none_lse)
+        assert torch.equal(merged_out, none) and torch.equal(merged_lse, none_lse)
 
 
 def test_merge_empty_in_some_rows_only():
@@ -89,23 +86,19 @@ def merge_all(parts: list[PartialAttention]) -> PartialAttention:
     return merged.result()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("num_parts", PART_COUNTS)
-def test_running_merge_rounds_once(num_parts: int, dtype: torch.dtype):
+def test_running_merge_rounds_once():
     """The running result was rounded after every part: 6.4 times the error of one rounding after 122 parts."""
-    parts, whole = make_parts(num_parts, dtype)
-    out, lse = merge_all(parts)
-    assert out.dtype == dtype and lse.dtype == torch.float32
-    assert num_roundings(out, whole.out_THD) <= MAX_ROUNDINGS
-    torch.testing.assert_close(lse.double(), whole.lse_HT, atol=1e-5, rtol=1e-6)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_running_merge_full_precision_stays_exact(dtype: torch.dtype):
-    parts, whole = make_parts(122, dtype)
-    out, _ = merge_all(parts)
-    assert out.dtype == dtype
-    torch.testing.assert_close(out.double(), whole.out_THD, atol=1e-5, rtol=1e-5)
+    for dtype, num_parts in itertools.product((torch.bfloat16, torch.float16), PART_COUNTS):
+        parts, whole = make_parts(num_parts, dtype)
+        out, lse = merge_all(parts)
+        assert out.dtype == dtype and lse.dtype == torch.float32
+        assert num_roundings(out, whole.out_THD) <= MAX_ROUNDINGS
+        torch.testing.assert_close(lse.double(), whole.lse_HT, atol=1e-5, rtol=1e-6)
+    for dtype in (torch.float32, torch.float64):
+        parts, whole = make_parts(122, dtype)
+        out, _ = merge_all(parts)
+        assert out.dtype == dtype
+        torch.testing.assert_close(out.double(), whole.out_THD, atol=1e-5, rtol=1e-5)
 
 
 def test_running_merge_single_part_is_the_result():
@@ -113,32 +106,31 @@ def test_running_merge_single_part_is_the_result():
     assert merge_all([part]) is part
 
 
-@pytest.mark.parametrize("num_parts", range(2, 9))
-def test_running_merge_merges_few_at_a_time_and_rounds_last(num_parts: int):
+def test_running_merge_merges_few_at_a_time_and_rounds_last():
     """At most three parts exist at once; every part is merged once; only the last merge is asked for the low dtype."""
-    parts, _ = make_parts(num_parts, torch.bfloat16)
-    calls: list[tuple[int, torch.dtype]] = []
+    for num_parts in range(2, 9):
+        calls: list[tuple[int, torch.dtype]] = []
 
-    def recording_merge(merged, dtype):
-        calls.append((len(merged), dtype))
-        return merge_parts(merged, dtype)
+        def recording_merge(parts, dtype, calls=calls):
+            calls.append((len(parts), dtype))
+            return merge_parts(parts, dtype)
 
-    merged = RunningMerge(recording_merge, num_parts)
-    for part in parts:
-        merged.add(part)
-    sizes, dtypes = zip(*calls, strict=True)
-    assert set(sizes) <= {2, 3} and sum(size - 1 for size in sizes) == num_parts - 1
-    assert dtypes == (torch.float32,) * (len(calls) - 1) + (torch.bfloat16,)
+        merged = RunningMerge(recording_merge, num_parts)
+        for part in make_parts(num_parts, torch.bfloat16)[0]:
+            merged.add(part)
+        sizes, dtypes = zip(*calls, strict=True)
+        assert set(sizes) <= {2, 3} and sum(size - 1 for size in sizes) == num_parts - 1
+        assert dtypes == (torch.float32,) * (len(calls) - 1) + (torch.bfloat16,)
 
 
-@pytest.mark.parametrize("seeing", [[0], [3], [6], [1, 2], [0, 5, 6], [0, 1, 2, 3, 4, 5, 6]])
-def test_running_merge_parts_without_keys_are_the_identity_bit_for_bit(seeing: list[int]):
+def test_running_merge_parts_without_keys_are_the_identity_bit_for_bit():
     """Wherever they come among the others, and so however parts are grouped."""
     parts, _ = make_parts(7, torch.bfloat16)
     empty = PartialAttention(torch.zeros_like(parts[0].out_THD), torch.full_like(parts[0].lse_HT, NO_KEY))
-    got = merge_all([part if i in seeing else empty for i, part in enumerate(parts)])
-    want = merge_all([parts[i] for i in seeing])
-    assert torch.equal(got.out_THD, want.out_THD) and torch.equal(got.lse_HT, want.lse_HT)
+    for seeing in ([0], [3], [6], [1, 2], [0, 5, 6], [0, 1, 2, 3, 4, 5, 6]):
+        got = merge_all([part if i in seeing else empty for i, part in enumerate(parts)])
+        want = merge_all([parts[i] for i in seeing])
+        assert torch.equal(got.out_THD, want.out_THD) and torch.equal(got.lse_HT, want.lse_HT)
 
 
 def test_running_merge_wrong_number_of_parts_asserts():

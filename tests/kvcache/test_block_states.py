@@ -26,25 +26,16 @@ def counts(kv: BlockManager | HybridKVCacheManager) -> dict[BlockState, int]:
 # -- without offload -------------------------------------------------------------------------------------------------
 
 
-def test_gpu_blocks_go_from_free_to_written_resident_and_cached() -> None:
-    kv = BlockManager(num_blocks=8, block_size=BLOCK)
+@pytest.mark.parametrize("has_cache", [True, False])
+def test_gpu_blocks_go_from_free_to_written_resident_and_cached(has_cache: bool) -> None:
+    kv = BlockManager(num_blocks=8, block_size=BLOCK, enable_prefix_caching=has_cache)
     assert counts(kv) == {FREE: 8}
     simulation = Simulation(kv, max_num_batched_tokens=2000)
     simulation.add([5] * 600)
     simulation.step()
-    assert counts(kv) == {RESIDENT: 2, WRITTEN: 1, FREE: 5}
+    assert counts(kv) == ({RESIDENT: 2, WRITTEN: 1, FREE: 5} if has_cache else {RESIDENT: 3, FREE: 5})
     simulation.run()
-    assert counts(kv) == {CACHED: 2, FREE: 6}
-
-
-def test_gpu_blocks_without_prefix_caching_are_resident_or_free() -> None:
-    kv = BlockManager(num_blocks=8, block_size=BLOCK, enable_prefix_caching=False)
-    simulation = Simulation(kv, max_num_batched_tokens=2000)
-    simulation.add([5] * 600)
-    simulation.step()
-    assert counts(kv) == {RESIDENT: 3, FREE: 5}
-    simulation.run()
-    assert counts(kv) == {FREE: 8}
+    assert counts(kv) == ({CACHED: 2, FREE: 6} if has_cache else {FREE: 8})
 
 
 # -- with offload ----------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """The KV cache managers and the slot ring, call by call. Random workloads: test_properties.py."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -313,9 +314,25 @@ def test_a_preempted_sequence_continues_from_the_prefix_cache() -> None:
     simulation.run()
 
 
-@pytest.mark.parametrize(
-    "fault", ["running", "slot", "block", "counts", "dirty", "writing", "state", "owners", "history"]
-)
+def put_into(kv: HybridKVCacheManager, slot: int, block: HybridBlock) -> None:
+    kv.ring.blocks[slot] = block
+
+
+# Each is given the manager, the newest block of a running sequence, and a block without a slot
+FAULTS: dict[str, Callable[[HybridKVCacheManager, HybridBlock, HybridBlock], object]] = {
+    "running": lambda kv, *_: kv._running.clear(),
+    "slot": lambda kv, block, elsewhere: put_into(kv, block.ring_slot, elsewhere),
+    "block": lambda kv, block, elsewhere: setattr(elsewhere, "ring_slot", block.ring_slot),
+    "counts": lambda kv, block, _: setattr(block, "num_offloaded_tokens", block.num_tokens + 1),
+    "dirty": lambda kv, _, elsewhere: setattr(elsewhere, "num_tokens", elsewhere.num_tokens + 1),
+    "writing": lambda kv, _, elsewhere: setattr(elsewhere, "being_written", True),
+    "state": lambda kv, block, _: kv.ring.read_slots.update({block.ring_slot: None}),
+    "owners": lambda kv, block, _: setattr(block, "num_running", block.num_running + 1),
+    "history": lambda kv, *_: kv.histories._known.update({0: History(kv.slots.residency, 1, (), ())}),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
 def test_hybrid_check_integrity_notices(fault: str) -> None:
     kv = hybrid(20, 3)
     simulation = Simulation(kv, max_num_batched_tokens=20)
@@ -323,26 +340,7 @@ def test_hybrid_check_integrity_notices(fault: str) -> None:
     simulation.step()
     simulation.step()
     simulation.check_integrity()
-    block = kv.blocks[seq.block_table[-1]]
-    elsewhere = next(b for b in kv.blocks if b.ring_slot < 0)
-    if fault == "running":
-        del kv._running[seq.seq_id]
-    elif fault == "slot":
-        kv.ring.blocks[block.ring_slot] = elsewhere
-    elif fault == "block":
-        elsewhere.ring_slot = block.ring_slot
-    elif fault == "counts":
-        block.num_offloaded_tokens = block.num_tokens + 1
-    elif fault == "dirty":
-        elsewhere.num_tokens += 1
-    elif fault == "writing":
-        elsewhere.being_written = True
-    elif fault == "state":
-        kv.ring.read_slots[block.ring_slot] = None
-    elif fault == "owners":
-        block.num_running += 1
-    else:
-        kv.histories._known[seq.seq_id] = History(kv.slots.residency, 1, (), ())
+    FAULTS[fault](kv, kv.blocks[seq.block_table[-1]], next(block for block in kv.blocks if block.ring_slot < 0))
     with pytest.raises(AssertionError):
         kv.check_integrity(simulation.sequences)
 

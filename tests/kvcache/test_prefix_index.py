@@ -64,76 +64,13 @@ def test_match_finds_whole_blocks_then_a_part_of_one() -> None:
     assert pool.match(make_sequence([5000, *tokens(14)])) == PrefixMatch()
 
 
-@pytest.mark.parametrize(("num_tokens", "num_matched"), [(2, 0), (3, 2), (4, 2), (5, 4), (8, 6), (9, 8)])
-def test_match_leaves_a_token_to_compute(num_tokens: int, num_matched: int) -> None:
-    pool = filled_pool(make_sequence(tokens(12)))
-    match = pool.match(make_sequence(tokens(num_tokens)))
-    assert 4 * len(match.full_blocks) + match.num_partial_tokens == num_matched
-
-
-def test_match_same_tokens_after_another_beginning_are_a_miss() -> None:
-    pool = filled_pool(make_sequence([1, 2, 3, 4, 5, 6, 7, 8, 9]))
-    assert pool.match(make_sequence([0, 0, 0, 0, 5, 6, 7, 8, 9])) == PrefixMatch()
-
-
-# Hashes that lead to wrong prefixes
+# The index's own hash, and hashes that lead to wrong prefixes
 HASHES: dict[str, Callable[[bytes], int]] = {
+    "xxh64": xxhash.xxh64_intdigest,
     "always the same": lambda data: 42,
     "of two bits": lambda data: xxhash.xxh64_intdigest(data) % 4,
     "of the grain alone": lambda data: xxhash.xxh64_intdigest(data[HASH_BYTES:]),
 }
-
-
-@pytest.mark.parametrize("name", HASHES)
-@pytest.mark.parametrize("kind", ["all GPU", "hybrid"])
-def test_prompts_whose_hashes_collide_never_share(name: str, kind: str) -> None:
-    """Regression: a hit proved that the block's own tokens are equal, and a 64-bit hash of the tokens before it. A
-    collision of two prefixes gave one prompt the K/V that were computed for the other.
-    """
-    kv = BlockManager(24, 256) if kind == "all GPU" else HybridKVCacheManager(24, 8, 512, 2)
-    kv.pool.index = PrefixIndex(kv.block_size, 256, hash_bytes=HASHES[name])
-    simulation = Simulation(kv, max_num_batched_tokens=4000)
-    a, b, body = tokens(512), tokens(512, start=2000), tokens(1024, start=4000)
-    prompts = [[*a, *body, 7], [*b, 7], [*b, *body, 7], [*a, *body, 8]]
-    hits = []
-    for prompt in prompts:
-        seq = simulation.add(prompt, max_tokens=2)
-        simulation.run()
-        hits.append(seq.num_hit_tokens)
-    assert hits == [0, 0, 512, 1536]
-
-
-@pytest.mark.parametrize("name", HASHES)
-def test_blocks_left_behind_an_evicted_prefix_are_not_found_behind_another(name: str) -> None:
-    pool = BlockPool([Block(i) for i in range(8)], 4, 2, enable_prefix_caching=True)
-    pool.index = PrefixIndex(4, 2, hash_bytes=HASHES[name])
-    body = tokens(8, start=3000)
-    first = make_sequence([1, 2, 3, 4, *body, 5])
-    hold_all(pool, first)
-    release_all(pool, first)
-    for start in ([9, 8, 7, 6], [1, 2, 3, 4]):  # both land in the physical block of the evicted start
-        pool.allocate(pool.blocks[first.block_table[0]])
-        other = make_sequence(start, seq_id=1)
-        other.block_table = first.block_table[:1]
-        pool.register(other, 4)
-        release_all(pool, other)
-        assert pool.match(make_sequence([*start, *body, 5])).full_blocks == tuple(first.block_table[:1])
-    pool.check_integrity([])
-
-
-def test_match_another_salt_is_a_miss() -> None:
-    pool = filled_pool(make_sequence(tokens(9), hash_salt=9))
-    assert pool.match(make_sequence(tokens(9))) == PrefixMatch()
-    assert pool.match(make_sequence(tokens(9), hash_salt=9)) != PrefixMatch()
-
-
-def test_match_ends_at_a_block_that_was_handed_out_again() -> None:
-    seq = make_sequence(tokens(13))
-    pool = filled_pool(seq, num_blocks=4)
-    release_all(pool, seq)
-    middle = seq.block_table[1]
-    pool.allocate(pool.blocks[middle])
-    assert pool.match(make_sequence(tokens(13))) == PrefixMatch(tuple(seq.block_table[:1]))
 
 
 def test_take_hands_out_the_least_recently_used_block_and_the_tail_of_a_prompt_before_its_head() -> None:
@@ -145,18 +82,6 @@ def test_take_hands_out_the_least_recently_used_block_and_the_tail_of_a_prompt_b
     unused = [5]
     expected = unused + second.block_table[::-1] + first.block_table[::-1]
     assert [pool.allocate().block_id for _ in range(6)] == expected
-
-
-def test_released_block_is_found_until_it_is_handed_out_again() -> None:
-    seq = make_sequence(tokens(5))
-    pool = filled_pool(seq, num_blocks=2)
-    release_all(pool, seq)
-    assert pool.match(seq).full_blocks == (0,)
-    assert pool.allocate().block_id == 1
-    assert pool.match(seq).full_blocks == (0,)
-    assert pool.allocate().block_id == 0
-    assert pool.match(seq) == PrefixMatch()
-    assert len(pool.index) == 0
 
 
 def test_retain_counts_and_only_the_last_release_frees() -> None:
@@ -190,30 +115,33 @@ def test_prefix_caching_off_registers_and_matches_nothing() -> None:
     assert pool.match(make_sequence(tokens(9))) == PrefixMatch()
 
 
-@pytest.mark.parametrize("fault", ["lost", "shared", "twice", "count", "tokens", "grain", "holder", "search"])
+def drop_behind_the_search(pool: BlockPool, block_id: int) -> None:
+    """What is remembered of the last search stays."""
+    with mock.patch.object(PrefixIndex, "_invalidate_search"):
+        pool.index.drop(pool.blocks[block_id])
+
+
+# Each is given the pool and the blocks of two equal sequences
+POOL_FAULTS: dict[str, Callable[[BlockPool, list[int], list[int]], object]] = {
+    "lost": lambda pool, ids, _: ids.pop(),
+    "shared": lambda pool, ids, _: pool.spare_ids.update({ids[0]: None}),
+    "twice": lambda pool, ids, _: ids.__setitem__(1, ids[0]),
+    "count": lambda pool, ids, _: pool.retain(pool.blocks[ids[0]]),
+    "tokens": lambda pool, ids, _: pool.blocks[ids[0]].token_ids.pop(),
+    "grain": lambda pool, *_: pool.index._newest.popitem(),
+    "holder": lambda pool, *_: pool.index._older.popitem(),
+    "search": lambda pool, _, ids: drop_behind_the_search(pool, ids[1]),
+}
+
+
+@pytest.mark.parametrize("fault", POOL_FAULTS)
 def test_pool_check_integrity_notices(fault: str) -> None:
     seq, other = make_sequence(tokens(9)), make_sequence(tokens(9), seq_id=1)
     pool = filled_pool(seq)
     hold_all(pool, other)
     pool.match(make_sequence(tokens(13)))
     pool.check_integrity([seq, other])
-    if fault == "lost":
-        seq.block_table.pop()
-    elif fault == "shared":
-        pool.spare_ids[seq.block_table[0]] = None
-    elif fault == "twice":
-        seq.block_table[1] = seq.block_table[0]
-    elif fault == "count":
-        pool.blocks[seq.block_table[0]].ref_count += 1
-    elif fault == "tokens":
-        pool.blocks[seq.block_table[0]].token_ids.pop()
-    elif fault == "grain":
-        pool.index._newest.popitem()
-    elif fault == "holder":
-        pool.index._older.popitem()
-    else:  # what is remembered of the last search
-        with mock.patch.object(PrefixIndex, "_invalidate_search"):
-            pool.index.drop(pool.blocks[other.block_table[1]])
+    POOL_FAULTS[fault](pool, seq.block_table, other.block_table)
     with pytest.raises(AssertionError):
         pool.check_integrity([seq, other])
 
@@ -227,35 +155,6 @@ def two_holders(num_tokens: int, num_more_tokens: int) -> tuple[BlockPool, Seque
     pool = filled_pool(first)
     hold_all(pool, second)
     return pool, first, second
-
-
-@pytest.mark.parametrize("dropped_first", [0, 1])
-def test_drop_of_one_holder_leaves_the_grains_of_the_other(dropped_first: int) -> None:
-    """Regression: the index knew the first holder only, and forgot a grain with it."""
-    pool, *sequences = two_holders(num_tokens=8, num_more_tokens=1)
-    dropped, kept = sequences[dropped_first], sequences[1 - dropped_first]
-    for block_id in dropped.block_table[:2]:
-        pool.index.drop(pool.blocks[block_id])
-    pool.index.check_integrity(pool.blocks)
-    assert pool.match(make_sequence(tokens(20))).full_blocks == tuple(kept.block_table[:2])
-    for block_id in kept.block_table[:2]:
-        pool.index.drop(pool.blocks[block_id])
-    assert pool.match(make_sequence(tokens(20))) == PrefixMatch()
-    assert len(pool.index) == 0
-
-
-@pytest.mark.parametrize("longer_is_older", [False, True])
-def test_match_takes_the_holder_that_has_more_of_the_prompt(longer_is_older: bool) -> None:
-    short, long = make_sequence(tokens(3)), make_sequence([*tokens(6), 5000], seq_id=1)
-    pool = BlockPool([Block(i) for i in range(4)], 8, 2, enable_prefix_caching=True)
-    for seq in (long, short) if longer_is_older else (short, long):
-        hold_all(pool, seq, block_size=8)
-    assert pool.match(make_sequence(tokens(20))) == PrefixMatch((), long.block_table[0], 6)
-
-
-def test_match_equal_holders_takes_the_newest() -> None:
-    pool, _, second = two_holders(num_tokens=8, num_more_tokens=0)
-    assert pool.match(make_sequence(tokens(9))).full_blocks == tuple(second.block_table)
 
 
 class PrefixOracle:
@@ -421,9 +320,17 @@ def num_searches(pool: BlockPool, seq: Sequence) -> int:
 
 
 @pytest.mark.parametrize(
-    "event", ["other grain", "next grain", "matched block dropped", "other block dropped", "newer holder", "own token"]
+    ("event", "can_change"),
+    [
+        ("other grain", False),
+        ("next grain", True),
+        ("matched block dropped", True),
+        ("other block dropped", False),
+        ("newer holder", True),
+        ("own token", True),
+    ],
 )
-def test_match_asked_again_searches_only_after_what_can_change_the_result(event: str) -> None:
+def test_match_asked_again_searches_only_after_what_can_change_the_result(event: str, can_change: bool) -> None:
     known, unknown = make_sequence(tokens(9)), make_sequence(tokens(9, start=3000), seq_id=1)
     pool = filled_pool(known, num_blocks=20)
     hold_all(pool, unknown)
@@ -442,7 +349,6 @@ def test_match_asked_again_searches_only_after_what_can_change_the_result(event:
         hold_all(pool, make_sequence(tokens(4), seq_id=3))
     else:
         asking.token_ids.append(7)
-    can_change = event not in ("other grain", "other block dropped")
     assert num_searches(pool, asking) == can_change
     assert pool.match(asking) == pool.index._search(asking).match
 

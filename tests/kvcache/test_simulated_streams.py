@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 from race_detector import StreamRaceError
-from simulated_streams import MODES, Edge, Mode, SimulatedStreams, TrackedBackend, write_cells
+from simulated_streams import MODES, Mode, SimulatedStreams, TrackedBackend, write_cells
 
 from nanovllm.attention.base import AttentionBackend, HostTables, PagedBatch, PartialAttention
 from nanovllm.layers.rotary_embedding import KVCells
@@ -14,11 +14,10 @@ NUM_BLOCKS = 3
 NUM_STEPS = 24
 
 
-def run_ring(streams: SimulatedStreams) -> tuple[list[float], torch.Tensor]:
+def run_ring(streams: SimulatedStreams) -> None:
     """Blocks 0, 1, 2, 0, ... through two slots, each loaded one step ahead of its reader.
 
     Block 0 is changed in its slot and written back. Every seventh step writes its slot afresh instead of loading it.
-    Returns what the readers saw and the blocks at the end.
     """
     blocks = torch.arange(NUM_BLOCKS * 4, dtype=torch.float32).view(NUM_BLOCKS, 4)
     slots = torch.full((2, 4), torch.nan)
@@ -40,7 +39,6 @@ def run_ring(streams: SimulatedStreams) -> tuple[list[float], torch.Tensor]:
         streams.h2d.copy(slots[slot], blocks[block])
         streams.h2d.record(ready[slot])
 
-    seen = []
     load(0)
     for step in range(NUM_STEPS):
         slot, block = step % 2, step % NUM_BLOCKS
@@ -52,7 +50,6 @@ def run_ring(streams: SimulatedStreams) -> tuple[list[float], torch.Tensor]:
         else:
             streams.compute.wait(ready[slot])  # copied in -> read
         streams.compute.read(slots[slot])
-        seen.append(slots[slot].sum().item())
         if block == 0:
             streams.compute.write(slots[slot])
             slots[slot] += step + 1
@@ -63,100 +60,16 @@ def run_ring(streams: SimulatedStreams) -> tuple[list[float], torch.Tensor]:
             streams.d2h.record(offloaded[slot])
             streams.d2h.record(written_back[block])
     streams.synchronize()
-    return seen, blocks
-
-
-def ring_edges() -> list[Edge]:
-    streams = SimulatedStreams()
-    run_ring(streams)
-    return sorted(streams.edges_seen)
-
-
-def test_ring_with_all_edges_gives_equal_results_in_every_mode() -> None:
-    expected_seen, expected_blocks = run_ring(SimulatedStreams("early"))
-    for streams in (SimulatedStreams("late"), *(SimulatedStreams("random", seed) for seed in range(20))):
-        seen, blocks = run_ring(streams)
-        assert seen == expected_seen
-        assert torch.equal(blocks, expected_blocks)
-
-
-def test_ring_edges_seen_counts_the_orders_each_wait_made() -> None:
-    streams = SimulatedStreams()
-    run_ring(streams)
-    edges = streams.edges_seen
-    assert sorted((edge.waiting, edge.recorded_on) for edge in edges) == [
-        ("compute", "d2h"),
-        ("compute", "h2d"),
-        ("d2h", "compute"),
-        ("h2d", "compute"),
-        ("h2d", "d2h"),
-        ("h2d", "d2h"),
-    ]
-    assert {edge.site.file for edge in edges} == {"test_simulated_streams.py"}
-    assert all(count > 0 for count in edges.values())
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_ring_without_any_one_edge_races(mode: Mode) -> None:
-    for edge in ring_edges():
+    streams = SimulatedStreams(mode)
+    run_ring(streams)
+    assert len(streams.edges_seen) == 6 and all(streams.edges_seen.values())
+    for edge in streams.edges_seen:
         with pytest.raises(StreamRaceError, match=r"(blocks|slots)\[\d"):
             run_ring(SimulatedStreams(mode, drop={edge}))
-
-
-def test_ring_without_an_edge_gives_wrong_values_in_some_mode_when_races_are_not_checked() -> None:
-    """The modes bite by themselves, but for work that must come after compute: compute at once is never late."""
-    expected_seen, expected_blocks = run_ring(SimulatedStreams())
-
-    def wrong(streams: SimulatedStreams) -> bool:
-        seen, blocks = run_ring(streams)
-        return seen != expected_seen or not torch.equal(blocks, expected_blocks)
-
-    for edge in ring_edges():
-        found_late = wrong(SimulatedStreams("late", drop={edge}, check_races=False))
-        found_random = sum(wrong(SimulatedStreams("random", seed, {edge}, check_races=False)) for seed in range(40))
-        assert (found_late or found_random > 0) == (edge.recorded_on != "compute"), edge
-
-
-def test_wait_means_the_record_so_far_when_the_event_is_recorded_again() -> None:
-    streams = SimulatedStreams("late")
-    event, src, dst = streams.event(), torch.ones(2, 4), torch.zeros(2, 4)
-    streams.h2d.copy(dst[0], src[0])
-    streams.h2d.record(event)
-    streams.d2h.wait(event)  # for the first copy only
-    streams.h2d.copy(dst[1], src[1])
-    streams.h2d.record(event)
-    out = torch.zeros(4)
-    streams.d2h.copy(out, dst[0])
-    done = streams.event()
-    streams.d2h.record(done)
-    streams.compute.wait(done)
-    assert out.tolist() == [1] * 4
-    assert dst[1].tolist() == [0] * 4
-    with pytest.raises(StreamRaceError):
-        streams.d2h.copy(out, dst[1])
-
-
-def test_wait_for_the_second_record_waits_for_all_before_it() -> None:
-    streams = SimulatedStreams("late")
-    event, src, dst = streams.event(), torch.ones(2, 4), torch.zeros(2, 4)
-    for row in range(2):
-        streams.h2d.copy(dst[row], src[row])
-        streams.h2d.record(event)
-    streams.compute.wait(event)
-    streams.compute.read(dst)
-    assert dst.min() == 1
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_wait_for_an_event_never_recorded_is_nothing(mode: Mode) -> None:
-    streams = SimulatedStreams(mode)
-    event, src, dst = streams.event(), torch.ones(4), torch.zeros(4)
-    streams.h2d.wait(event)
-    streams.h2d.copy(dst, src)
-    streams.compute.wait(event)
-    assert not streams.edges_seen
-    with pytest.raises(StreamRaceError):
-        streams.compute.read(dst)
 
 
 def test_edges_through_a_wait_helper_are_told_apart_by_the_lines_that_call_it() -> None:
@@ -173,22 +86,6 @@ def test_edges_through_a_wait_helper_are_told_apart_by_the_lines_that_call_it() 
     first, second = sorted(streams.edges_seen)
     assert second.site.line == first.site.line + 1
     assert [streams.edges_seen[first], streams.edges_seen[second]] == [1, 0]
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_order_goes_through_a_second_stream(mode: Mode) -> None:
-    streams = SimulatedStreams(mode)
-    copied_in, copied_out = streams.event(), streams.event()
-    src, slot, dst = torch.ones(4), torch.zeros(4), torch.zeros(4)
-    streams.h2d.copy(slot, src)
-    streams.h2d.record(copied_in)
-    streams.d2h.wait(copied_in)
-    streams.d2h.copy(dst, slot)
-    streams.d2h.record(copied_out)
-    streams.compute.wait(copied_out)  # and so for h2d
-    streams.compute.read(slot)
-    streams.compute.read(dst)
-    assert slot.min() == dst.min() == 1
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -219,25 +116,6 @@ def test_late_copy_runs_only_when_forced_and_early_at_once() -> None:
         assert dst[0].item() == at_once
         streams.synchronize()
         assert dst[0].item() == 1
-
-
-def test_synchronize_orders_everything_after_the_copies() -> None:
-    streams = SimulatedStreams("late")
-    src, dst = torch.ones(4), torch.zeros(4)
-    streams.d2h.copy(dst, src)
-    streams.synchronize()
-    streams.h2d.copy(src, dst)
-    with pytest.raises(StreamRaceError):
-        streams.compute.read(src)
-
-
-def test_copy_on_the_compute_stream_runs_at_once_and_is_checked() -> None:
-    streams = SimulatedStreams("late")
-    slots = torch.tensor([[1.0, 2.0], [0.0, 0.0]])
-    streams.compute.copy(slots[1], slots[0])
-    assert slots[1].tolist() == [1, 2]
-    with pytest.raises(StreamRaceError, match=r"h2d writes.*not ordered after compute reads"):
-        streams.h2d.copy(slots[0], torch.zeros(2))
 
 
 def test_copy_of_unequal_or_strided_tensors_is_refused() -> None:

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm.attention.base import HostTables, PagedBatch, PartialAttention
+from nanovllm.attention.base import AttentionBackend, HostTables, PagedBatch, PartialAttention
 
 
 class PagedCase(NamedTuple):
@@ -15,6 +15,9 @@ class PagedCase(NamedTuple):
     v_cache: torch.Tensor
     batch: PagedBatch
     sequences: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+
+    def attend(self, backend: AttentionBackend, scale: float) -> PartialAttention:
+        return backend.attend(self.q_THD, self.k_cache, self.v_cache, self.batch, scale)
 
     def naive(self, scale: float, dtype: torch.dtype = torch.float64) -> PartialAttention:
         parts = [naive(q, k, v, scale, self.batch.causal, dtype) for q, k, v in self.sequences]
