@@ -10,6 +10,7 @@ import itertools
 import os
 import pkgutil
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -69,29 +70,20 @@ def launch_prefill(
     )
 
 
-def launch_decode(head_dim: int, dtype: torch.dtype, num_splits: int, heads: tuple[int, int]) -> None:
-    q, *paged = paged_inputs(head_dim, dtype, heads)
-    decode.paged_decode(q, *paged, scale=0.1, num_splits=num_splits)
-
-
-def launch_few_queries(
+def launch_decode(
     head_dim: int,
     dtype: torch.dtype,
-    max_query_len: int,
     num_splits: int,
     heads: tuple[int, int],
+    max_query_len: int | None = None,
     causal: bool = True,
 ) -> None:
+    """One query for each sequence, or up to `max_query_len`."""
     q, *paged = paged_inputs(head_dim, dtype, heads)
-    decode.paged_decode(
-        q,
-        *paged,
-        scale=0.1,
-        num_splits=num_splits,
-        cu_seqlens_q=torch.zeros(3, dtype=torch.int32),
-        max_query_len=max_query_len,
-        causal=causal,
-    )
+    few: dict[str, Any] = {}
+    if max_query_len is not None:
+        few = {"cu_seqlens_q": torch.zeros(3, dtype=torch.int32), "max_query_len": max_query_len, "causal": causal}
+    decode.paged_decode(q, *paged, scale=0.1, num_splits=num_splits, **few)
 
 
 def paged_inputs(head_dim: int, dtype: torch.dtype, heads: tuple[int, int]) -> tuple[torch.Tensor, ...]:
@@ -183,7 +175,7 @@ def test_every_kernel_fits_at_common_shapes(target: KernelTarget) -> None:
             launch_prefill(128, BF16, 64, causal=True, heads=heads, num_splits=5)
         launch_decode(128, BF16, num_splits=100, heads=(16, 8))
         for heads in GROUPS:
-            launch_few_queries(128, BF16, 16, num_splits=8, heads=heads)
+            launch_decode(128, BF16, num_splits=8, heads=heads, max_query_len=16)
         launch_rotary(128, BF16, num_tokens=1, normed=True, heads=(16, 8))
         launch_merge(128, BF16, num_tokens=16)
         launch_layers(4096, 151936, BF16)
@@ -206,8 +198,8 @@ def launch_everything(head_dim: int, dtype: torch.dtype) -> None:
     for num_splits in (2, 8, 32, 128):
         launch_decode(head_dim, dtype, num_splits, heads=(16, 8))
     for heads, causal in itertools.product(GROUPS, (True, False)):
-        launch_few_queries(head_dim, dtype, 16, num_splits=8, heads=heads, causal=causal)
-    launch_few_queries(head_dim, dtype, 4, num_splits=1, heads=(28, 4))
+        launch_decode(head_dim, dtype, num_splits=8, heads=heads, max_query_len=16, causal=causal)
+    launch_decode(head_dim, dtype, num_splits=1, heads=(28, 4), max_query_len=4)
     for num_tokens in (1, 2048):
         launch_merge(head_dim, dtype, num_tokens)
         for normed in (True, False):
@@ -224,7 +216,7 @@ def test_prefill_and_decode_fit_at_other_shapes(target: KernelTarget, head_dim: 
         launch_prefill(head_dim, dtype, max_query_len=4096, causal=True, heads=(28, 4))
         launch_prefill(head_dim, dtype, max_query_len=64, causal=False, heads=(28, 4), num_splits=5)
         launch_decode(head_dim, dtype, num_splits=128, heads=(28, 4))
-        launch_few_queries(head_dim, dtype, 16, num_splits=128, heads=(28, 4))
+        launch_decode(head_dim, dtype, num_splits=128, heads=(28, 4), max_query_len=16)
     check(compiled, target)
 
 

@@ -165,7 +165,8 @@ def test_server_compiles_without_torch(cache: Path, tmp_path: Path, monkeypatch:
     assert len(found) > 9 and all(found.values()), found
 
 
-LATE_TORCH = """
+PREPARED_SERVERS = {
+    "torch is loaded once something reads its attributes": """
 import inspect, sys
 from nanovllm.kernels import compile_server
 compile_server._import_compiler()
@@ -174,27 +175,22 @@ assert "torch._C" not in sys.modules
 from nanovllm.kernels import sampler
 import torch.nn
 assert torch.float32 is sampler.torch.float32 is torch.nn.Linear(1, 1).weight.dtype
-"""
-
-
-@pytest.mark.slow
-def test_torch_is_loaded_once_something_reads_its_attributes() -> None:
-    subprocess.run([sys.executable, "-c", LATE_TORCH], check=True)
-
-
-ONE_THREAD = """
+""",
+    "it has one thread before it forks": """
 import threading, time
 import triton.runtime.cache
 triton.runtime.cache.triton_key = lambda: time.sleep(3)
 from nanovllm.kernels import compile_server
 compile_server._import_compiler()
 assert threading.active_count() == 1
-"""
+""",
+}
 
 
 @pytest.mark.slow
-def test_server_has_one_thread_before_it_forks() -> None:
-    subprocess.run([sys.executable, "-c", ONE_THREAD], check=True)
+@pytest.mark.parametrize("name", PREPARED_SERVERS)
+def test_server_when_its_imports_are_done(name: str) -> None:
+    subprocess.run([sys.executable, "-c", PREPARED_SERVERS[name]], check=True)
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -87,27 +87,10 @@ def test_row_without_edits_is_copied(device: str) -> None:
     logits = torch.randn(3, 70, generator=torch.Generator().manual_seed(0)).to(device)
     none, one = torch.zeros(1, dtype=torch.int64, device=device), torch.ones(1, device=device)
     empty = none[:0]
-    edits = EditTensors(
-        rows=none + 2,
-        repetition=one,
-        frequency=one * 0,
-        presence=one * 0,
-        prompt_row=none - 1,
-        seen_start=none,
-        seen_end=none,
-        new_start=none,
-        new_end=none + 1,
-        bias_start=none,
-        bias_end=none,
-        bad_end_start=none,
-        bad_end_end=none,
-        allowed_row=none - 1,
-        seen_ids=empty.int(),
-        seen_counts=empty.int(),
-        bias_ids=empty.int(),
-        bias_values=empty.float(),
-        bias_after=empty.int(),
-        allowed=torch.zeros(0, 3, dtype=torch.int32, device=device),
-        prompt_masks=torch.zeros(0, 3, dtype=torch.int32, device=device),
-    )
+    masks = torch.zeros(0, 3, dtype=torch.int32, device=device)
+    fields = dict.fromkeys(EditTensors._fields, none)
+    fields |= {"rows": none + 2, "prompt_row": none - 1, "allowed_row": none - 1, "new_end": none + 1}
+    fields |= {"repetition": one, "frequency": one * 0, "presence": one * 0, "bias_values": empty.float()}
+    fields |= dict.fromkeys(("seen_ids", "seen_counts", "bias_ids", "bias_after"), empty.int())
+    edits = EditTensors(**fields | {"allowed": masks, "prompt_masks": masks})
     assert torch.equal(kernel(logits, edits, none)[0], logits[2])

@@ -1,18 +1,23 @@
 """Rates of the link and the CPU beside each other, as start-up measures them: right whichever of the two is slow."""
 
 import threading
+from pathlib import Path
 
 import pytest
 import torch
+from checked_engine import OFFLOAD
+from cpu_splits import splitting
+from tiny_models import write_tiny_model
 from virtual_clock import VirtualClock
 
+from nanovllm import LLM, SamplingParams
 from nanovllm.core.kv_spec import KVCacheSpec
 from nanovllm.cpu_attention.job import AttentionJob
 from nanovllm.kvcache.transfer.cpu_attention import CpuAttention
 from nanovllm.kvcache.transfer.offload_engine import OffloadEngine
 from nanovllm.kvcache.transfer.streams import ImmediateStreams
 from nanovllm.runner import cpu_rates
-from nanovllm.runner.cpu_rates import measure_together
+from nanovllm.runner.cpu_rates import measure_together, split_of_slowest_rank
 
 LINK_BYTE_PER_S = 5e9
 
@@ -73,3 +78,20 @@ def test_rates_are_right_whichever_side_is_slow(cpu_byte_per_s: float, monkeypat
     assert [rate.num_queries for rate in rates.cpu] == list(cpu_rates.NUM_QUERIES) and num_meetings == len(rates.cpu)
     assert all(rate.byte_per_s == pytest.approx(cpu_byte_per_s) for rate in rates.cpu)
     offload.close()
+
+
+def test_measured_split_is_one_that_an_engine_can_use(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path, max_position_embeddings=2048)
+    options = OFFLOAD | {"cpu_attention": "on", "num_gpu_blocks": 2, "device": "cpu"}
+    with LLM(str(tmp_path), internals=splitting(300), **options) as llm:
+        runner = llm.runner
+        assert runner.offload is not None and runner.memory.cpu is not None
+        runner.offload.link_byte_per_s = LINK_BYTE_PER_S
+        split = split_of_slowest_rank(runner.offload, runner.memory.cpu, runner.launch, runner.tp, is_forced=True)
+        assert split.link_byte_per_s and split.link_byte_per_s > 0 and split.idle_s > 0
+        assert [rate.num_queries for rate in split.cpu_rates] == list(cpu_rates.NUM_QUERIES)
+        assert all(rate.byte_per_s > 0 for rate in split.cpu_rates)
+        assert split.token_bytes == 2 * 2 * 16 * 4 and split.is_forced
+        prompt = list(range(3, 300)) * 4
+        output = llm.generate([prompt], SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)[0]
+        assert len(output["token_ids"]) == 4  # what was measured has left nothing behind

@@ -1,17 +1,17 @@
 """MixedGraphs without a GPU: what a graph would hold is launched at each replay, on the same static inputs."""
 
-import itertools
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from checked_engine import CheckedLLM, Reference, cache_options
+from cpu_runner import HostlessTorch
 from offload_workload import BLOCK, prompts_of
 from tiny_models import write_tiny_model
 
-from nanovllm.attention.backends.torch_backend import TorchBackend
-from nanovllm.attention.base import HostTables, PagedBatch, PartialAttention
+from nanovllm.attention.base import PagedBatch, PartialAttention
 from nanovllm.core.step_limits import MAX_GRAPH_CHUNKS, MixedSize, mixed_graph_sizes
 from nanovllm.core.step_plan import StepPlan
 from nanovllm.runner.decode_inputs import DecodeInputs
@@ -28,36 +28,18 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     return Reference(write_tiny_model(tmp_path_factory.mktemp("tiny"), max_position_embeddings=8192))
 
 
-class DeviceLensBackend(TorchBackend):
-    """Reads the sizes from the batch's tensors, as a kernel in a graph does. Rows of no sequence get garbage."""
+class DeviceLensBackend(HostlessTorch):
+    """Takes queries from the middle of a buffer, as a kernel in a graph does. Rows of no sequence get garbage."""
 
     def attend(
-        self,
-        q_THD: torch.Tensor,
-        k_cache_NPKD: torch.Tensor,
-        v_cache_NPKD: torch.Tensor,
-        batch: PagedBatch,
-        scale: float,
+        self, q_THD: torch.Tensor, k_NPKD: torch.Tensor, v_NPKD: torch.Tensor, batch: PagedBatch, scale: float
     ) -> PartialAttention:
-        assert batch.host is None
-        starts = batch.cu_seqlens_q.tolist()
-        query_lens = [end - start for start, end in itertools.pairwise(starts)]
-        own = slice(starts[0], starts[-1])
-        out = PartialAttention(
-            torch.full_like(q_THD, 7.0), torch.full((q_THD.shape[1], len(q_THD)), 7.0, dtype=torch.float32)
-        )
-        host = HostTables(query_lens, batch.context_lens.tolist(), batch.block_tables.tolist())
-        on_host = PagedBatch(
-            cu_seqlens_q=batch.cu_seqlens_q - starts[0],
-            context_lens=batch.context_lens,
-            block_tables=batch.block_tables,
-            max_query_len=max(query_lens),
-            max_context_len=max(host.context_lens),
-            causal=True,
-            host=host,
-        )
-        if starts[-1] > starts[0]:
-            part = super().attend(q_THD[own], k_cache_NPKD, v_cache_NPKD, on_host, scale)
+        assert batch.host is None and batch.causal
+        own = slice(int(batch.cu_seqlens_q[0]), int(batch.cu_seqlens_q[-1]))
+        out = PartialAttention(torch.full_like(q_THD, 7.0), torch.full((q_THD.shape[1], len(q_THD)), 7.0))
+        if own.stop > own.start:
+            batch = replace(batch, cu_seqlens_q=batch.cu_seqlens_q - own.start)
+            part = super().attend(q_THD[own], k_NPKD, v_NPKD, batch, scale)
             out.out_THD[own], out.lse_HT[:, own] = part
         return out
 
@@ -90,7 +72,6 @@ class MixedLLM(CheckedLLM):
     @torch.inference_mode()
     def _run_size(self, size: MixedSize) -> None:
         runner: Any = self.runner
-
         self.used.append(size)
         self.mixed._hidden.fill_(torch.nan)
         own, runner.memory.backend = runner.memory.backend, DeviceLensBackend()
@@ -147,14 +128,6 @@ def test_size_fits_tokens_rows_and_chunks(reference: Reference) -> None:
         assert find(plan(0, *[5] * MAX_GRAPH_CHUNKS)) == (4, 64)
         assert find(plan(0, *[5] * (MAX_GRAPH_CHUNKS + 1))) is None
         assert find(plan(2, 5, 1)) == (4, 64), "a single token behind a chunk is a chunk"
-
-
-def test_there_is_a_size_however_small_the_limits_are() -> None:
-    assert mixed_graph_sizes(1, 1) == [(1, 1)]
-    assert mixed_graph_sizes(64, 64) == [(4, 64), (32, 64), (64, 64)]
-    rows, tokens = {4, 32, 300}, {64, 128, 256, 512, 1024}
-    sizes = mixed_graph_sizes(16384, 300)
-    assert len(sizes) == 15 and set(sizes) == set(itertools.product(rows, tokens)) and sizes[-1] == (300, 1024)
 
 
 def test_rows_of_padding_store_nothing(reference: Reference) -> None:

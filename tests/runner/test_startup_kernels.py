@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from cpu_runner import BLOCK, NUM_SEQS, NUM_TOKENS, make_runner
 from tiny_models import write_tiny_model
 
 pytest.importorskip("triton")
@@ -19,20 +20,14 @@ from triton.runtime.jit import JITFunction
 
 from nanovllm.attention.backends.triton_backend import TritonBackend
 from nanovllm.attention.base import LibraryPlan
-from nanovllm.checkpoint.model_config import ModelConfig
-from nanovllm.config import Config
-from nanovllm.core.kv_spec import KVCacheSizes, kv_cache_spec
+from nanovllm.core.kv_spec import KVCacheSizes
 from nanovllm.core.step_plan import StepPlan
 from nanovllm.device import kernel_target
 from nanovllm.device.kernel_target import KNOWN_TARGETS
-from nanovllm.device.tp_group import TPGroup
 from nanovllm.kernels import launch
 from nanovllm.runner import startup_memory
-from nanovllm.runner.kv_memory import make_offload_engine
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.startup_memory import largest_steps, short_steps
-
-BLOCK, NUM_TOKENS, NUM_SEQS = 256, 300, 5
 
 
 @pytest.fixture(scope="module")
@@ -45,19 +40,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def runner(request: pytest.FixtureRequest, model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModelRunner]:
     """Its layers believe that the tensors are on a GPU, and launch kernels."""
     num_cpu_blocks = request.param
-    config = Config(
-        model=str(model),
-        device="cpu",
-        dtype="bfloat16",
-        max_num_seqs=NUM_SEQS,
-        max_num_batched_tokens=NUM_TOKENS,
-        enable_cpu_offload=num_cpu_blocks > 0,
-        cpu_attention="off",
-        kvcache_block_size=BLOCK,
-    )
-    model_config, directory = ModelConfig.from_pretrained(str(model))
-    spec = kv_cache_spec(config, model_config, tp_size=1)
-    runner = ModelRunner(config, model_config, directory, spec, TPGroup(), torch.device("cpu"), make_offload_engine)
+    runner = make_runner(model, num_cpu_blocks, dtype="bfloat16", cpu_attention="off")
     runner.backend = TritonBackend()
     runner.allocate_kv_cache(KVCacheSizes(1, num_cpu_blocks))
     with pytest.MonkeyPatch.context() as patch:

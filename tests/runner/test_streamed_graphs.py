@@ -3,19 +3,18 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from hostless_torch import HostlessTorch
+from cpu_runner import HostlessTorch
 from paged_cases import PagedCase, make_paged
 from rounding import MAX_ROUNDINGS, MEAN_VALUE, PART_COUNTS, num_roundings
 
 from nanovllm.attention.backends.selection import choose_backend
 from nanovllm.attention.base import AttentionBackend, StepAttention
 from nanovllm.core.kv_spec import KVCacheSpec, StagingSizes
-from nanovllm.core.step_limits import streamed_graph_sizes
 from nanovllm.core.step_plan import CpuSpan, KVMoves, SamplingRow, SequenceStep, StepPlan, StreamedGroup
 from nanovllm.cpu_attention.kernels import choose_kernel
 from nanovllm.errors import ConfigError
@@ -89,8 +88,33 @@ def make_plan(num_groups: int, num_cpu_tokens: int = 0, num_guesses: tuple[int, 
     return StepPlan(steps, KVMoves(streamed=(*streamed[:i], cut, *streamed[i + 1 :]), cpu_spans=spans))
 
 
-def fill_caches(offload: OffloadEngine, case: PagedCase, num_groups: int) -> None:
-    """The blocks of sequence after sequence to CPU memory, each one's last to its slot."""
+class Setup(NamedTuple):
+    """Sequences over a paged cache, the same keys in CPU memory and in slots, and the inputs of graphs."""
+
+    case: PagedCase
+    offload: OffloadEngine
+    inputs: DecodeInputs
+
+
+def make_setup(
+    make_offload: Callable[..., OffloadEngine],
+    num_groups: int,
+    heads: tuple[int, int],
+    head_dim: int,
+    dtype: torch.dtype,
+    device: str,
+    *,
+    num_guesses: tuple[int, ...] = (0,) * NUM_SEQS,
+    max_num_rows: int = NUM_SEQS,
+) -> Setup:
+    """The blocks of sequence after sequence are in CPU memory, but for each one's last, which is in its slot."""
+    lens = [(1 + g, num_groups * BLOCK + paged_len) for g, paged_len in zip(num_guesses, PAGED_LENS, strict=True)]
+    options: dict[str, Any] = {"head_dim": head_dim, "dtype": dtype, "device": device, "mean_value": MEAN_VALUE}
+    case = make_paged(lens, BLOCK, heads, causal=True, **options)
+    shape = {"block_size": BLOCK, "num_kv_heads": heads[1], "head_dim": head_dim, "itemsize": dtype.itemsize}
+    spec = KVCacheSpec(num_layers=1, **shape, staging=STAGING)
+    offload = make_offload(spec, NUM_SEQS * num_groups, dtype, torch.device(device))
+    offload.allocate_slots(NUM_SEQS)
     for seq, table in enumerate(case.batch.host.block_tables):
         cpu_blocks = slice(seq * num_groups, (seq + 1) * num_groups)
         for cpu, gpu, cache in (
@@ -99,15 +123,24 @@ def fill_caches(offload: OffloadEngine, case: PagedCase, num_groups: int) -> Non
         ):
             cpu[0, cpu_blocks] = cache[table[:num_groups]].cpu()
             gpu[0, seq] = cache[table[num_groups]]
+    inputs = DecodeInputs(
+        max_num_rows=max_num_rows,
+        max_model_len=(1 + num_groups) * BLOCK,
+        block_size=BLOCK,
+        vocab_size=64,
+        padded_vocab_size=64,
+        dtype=dtype,
+        device=torch.device(device),
+    )
+    return Setup(case, offload, inputs)
 
 
-@pytest.mark.parametrize(
-    ("max_num_seqs", "sizes"),
-    [(1, [1]), (2, [1, 2]), (4, [1, 4]), (8, [1, 4, 8]), (256, [1, 4, 16, 64, 256]), (512, [1, 4, 16, 64, 256, 512])],
-)
-def test_streamed_graph_sizes_are_few(max_num_seqs: int, sizes: list[int]) -> None:
-    """Each takes a graph per layer at start: ten powers of two for 512 sequences were 290 graphs."""
-    assert streamed_graph_sizes(max_num_seqs) == sizes
+def replay(graphs: StreamedDecodeGraphs, offload: OffloadEngine, plan: StepPlan) -> None:
+    """Run a step."""
+    offload.begin_step(plan.moves, range(NUM_SEQS))
+    groups = build_groups(plan, BLOCK, offload.spec.staging_group_blocks)
+    graphs.replay(build_arrays(plan, BLOCK), groups, cpu_rows(plan))
+    offload.end_step()
 
 
 class Replayable:
@@ -175,27 +208,15 @@ def test_streamed_replay_attends_to_all_keys_and_keeps_the_order(
     num_rows, max_query_len = NUM_SEQS + sum(num_guesses), 1 + max(num_guesses)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Replayable)
     Replayable.log = []
-    case = make_paged(
-        [(1 + g, num_groups * BLOCK + paged_len) for g, paged_len in zip(num_guesses, PAGED_LENS, strict=True)],
-        BLOCK,
+    case, offload, static = make_setup(
+        lambda *args: LoggedEngine(*args, ImmediateStreams()),
+        num_groups,
         (4, 2),
-        causal=True,
-        head_dim=16,
-        dtype=dtype,
-        mean_value=MEAN_VALUE,
-    )
-    spec = KVCacheSpec(num_layers=1, block_size=BLOCK, num_kv_heads=2, head_dim=16, itemsize=4, staging=STAGING)
-    offload = LoggedEngine(spec, NUM_SEQS * num_groups, dtype, torch.device("cpu"), ImmediateStreams())
-    offload.allocate_slots(NUM_SEQS)
-    fill_caches(offload, case, num_groups)
-    static = DecodeInputs(
+        16,
+        dtype,
+        "cpu",
+        num_guesses=num_guesses,
         max_num_rows=8,
-        max_model_len=(1 + num_groups) * BLOCK,
-        block_size=BLOCK,
-        vocab_size=64,
-        padded_vocab_size=64,
-        dtype=dtype,
-        device=torch.device("cpu"),
     )
     cpu = None if num_cpu_tokens is None else make_cpu_attention(offload, num_heads=4)
     graphs = make_graphs(static, [4, 8], max_query_len, offload, cpu, backend, num_heads=4)
@@ -224,10 +245,7 @@ def test_streamed_replay_attends_to_all_keys_and_keeps_the_order(
     for _ in range(2):  # the second step finds the running result of the first
         Replayable.log.clear()
         out_BHD.zero_()
-        offload.begin_step(plan.moves, range(NUM_SEQS))
-        groups = build_groups(plan, BLOCK, spec.staging_group_blocks)
-        graphs.replay(build_arrays(plan, BLOCK), groups, cpu_rows(plan))
-        offload.end_step()
+        replay(graphs, offload, plan)
         replays = [f"group in buffer {i % 3}" for i in range(NUM_SEQS * num_groups)]  # twice around
         if num_cpu_tokens:
             replays.append("merge of the CPU's part")
@@ -251,41 +269,16 @@ def test_gpu_streamed_graphs_many_groups_round_once(name: str, num_parts: int, w
     except ConfigError as error:
         pytest.skip(str(error))
     num_groups = num_parts - 1
-    case = make_paged(
-        [(1, num_groups * BLOCK + paged_len) for paged_len in PAGED_LENS],
-        BLOCK,
-        (16, 2),
-        causal=True,
-        head_dim=128,
-        dtype=dtype,
-        device="cuda",
-        mean_value=MEAN_VALUE,
-    )
-    model = OneAttention(case.q_THD)
     with torch.inference_mode():
-        spec = KVCacheSpec(num_layers=1, block_size=BLOCK, num_kv_heads=2, head_dim=128, itemsize=2, staging=STAGING)
-        offload = make_offload_engine(spec, NUM_SEQS * num_groups, dtype, device)
-        offload.allocate_slots(NUM_SEQS)
-        fill_caches(offload, case, num_groups)
-        static = DecodeInputs(
-            max_num_rows=NUM_SEQS,
-            max_model_len=num_parts * BLOCK,
-            block_size=BLOCK,
-            vocab_size=64,
-            padded_vocab_size=64,
-            dtype=dtype,
-            device=device,
-        )
+        case, offload, static = make_setup(make_offload_engine, num_groups, (16, 2), 128, dtype, "cuda")
+        model = OneAttention(case.q_THD)
         cpu = make_cpu_attention(offload, num_heads=16, is_pinned=True) if with_cpu else None
         graphs = make_graphs(static, [NUM_SEQS], 1, offload, cpu, backend, num_heads=16)
         graphs.capture(model, graphs.memory.paged_attention, graphs.sizes, show_progress=False)  # type: ignore[arg-type]
         plan = make_plan(num_groups, num_cpu_tokens=100 if with_cpu and num_groups else 0)
         for _ in range(2):  # the second step finds the running result of the first
             model.out_BHD.zero_()
-            offload.begin_step(plan.moves, range(NUM_SEQS))
-            groups = build_groups(plan, BLOCK, spec.staging_group_blocks)
-            graphs.replay(build_arrays(plan, BLOCK), groups, cpu_rows(plan))
-            offload.end_step()
+            replay(graphs, offload, plan)
             torch.cuda.synchronize()
             assert num_roundings(model.out_BHD, case.naive(SCALE).out_THD) <= MAX_ROUNDINGS
         graphs.reset()

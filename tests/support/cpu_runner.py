@@ -1,0 +1,46 @@
+"""A ModelRunner on the CPU for tests of what happens on a GPU, and attention for batches as CUDA graphs have them."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanovllm.attention.backends.torch_backend import TorchBackend
+from nanovllm.attention.base import HostTables, PagedBatch, PartialAttention
+from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.config import Config
+from nanovllm.core.kv_spec import kv_cache_spec
+from nanovllm.device.tp_group import TPGroup
+from nanovllm.runner.kv_memory import make_offload_engine
+from nanovllm.runner.model_runner import ModelRunner
+
+BLOCK, NUM_TOKENS, NUM_SEQS = 256, 300, 5
+
+
+class HostlessTorch(TorchBackend):
+    """Reads the sizes from the tensors where the batch does not tell them."""
+
+    def attend(
+        self, q_THD: torch.Tensor, k_NPKD: torch.Tensor, v_NPKD: torch.Tensor, batch: PagedBatch, scale: float
+    ) -> PartialAttention:
+        if batch.host is None:
+            sizes = (batch.cu_seqlens_q.diff(), batch.context_lens, batch.block_tables)
+            batch = replace(batch, host=HostTables(*(size.tolist() for size in sizes)))
+        return super().attend(q_THD, k_NPKD, v_NPKD, batch, scale)
+
+
+def make_runner(model: Path, num_cpu_blocks: int, **options: Any) -> ModelRunner:
+    """Steps of up to NUM_TOKENS tokens and NUM_SEQS sequences. With CPU blocks, it offloads."""
+    config = Config(
+        model=str(model),
+        device="cpu",
+        max_num_seqs=NUM_SEQS,
+        max_num_batched_tokens=NUM_TOKENS,
+        enable_cpu_offload=num_cpu_blocks > 0,
+        kvcache_block_size=BLOCK,
+        **options,
+    )
+    model_config, directory = ModelConfig.from_pretrained(str(model))
+    spec = kv_cache_spec(config, model_config, tp_size=1)
+    return ModelRunner(config, model_config, directory, spec, TPGroup(), torch.device("cpu"), make_offload_engine)
