@@ -40,11 +40,11 @@ MAX_RENEWALS = 4  # of the automaton, for one answer: each reads the answer agai
 # llguidance's defaults would allow compilations and masks of seconds (tests/text/test_hostile_grammars.py).
 LIMITS: Mapping[str, Any] = {
     "max_grammar_size": 20_000,  # symbols; compilation is quadratic in the optional properties of an object
-    "initial_lexer_fuel": 1_000_000,  # of a compilation
-    "step_lexer_fuel": 50_000,  # of a mask
-    "step_max_items": 5_000,  # of a mask
+    "initial_lexer_fuel": 1_000_000,  # for a compilation
+    "step_lexer_fuel": 50_000,  # for a mask
+    "step_max_items": 5_000,  # for a mask
     "max_items_in_row": 2_000,
-    "max_lexer_states": 50_000,  # of a grammar, at 1 to 2 kB each
+    "max_lexer_states": 50_000,  # in a grammar, 1 to 2 kB each
     "verbose_errors": False,
 }
 MAX_CHARS = 200_000  # of a schema, a regex, or all choices together
