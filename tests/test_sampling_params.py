@@ -128,6 +128,26 @@ def test_value_that_is_wrong_is_refused_in_a_short_message() -> None:
         assert len(str(caught.value)) < 400
 
 
+def test_structured_outputs_that_are_wrong_are_refused() -> None:
+    one_of = "give one of json, json_object, regex and choice"
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({}, f"structured_outputs has none of them; {one_of}"),
+        ({"json_object": False}, f"structured_outputs has none of them; {one_of}"),
+        ({"regex": "a", "choice": ["a"]}, f"structured_outputs has regex, choice; {one_of}"),
+        *(({"json": schema}, r"StructuredOutputs\.json=.* must be a dict or a string") for schema in (5, [], b"{}")),
+        *(({"json_object": value}, "json_object=.* must be True or False") for value in (1, "yes")),
+        *(({"regex": regex}, "regex=.* must be a string") for regex in (5, b"a", ["a"])),
+        *(
+            ({"choice": choice}, "choice=.* must be a list of strings, none of them empty")
+            for choice in ([], (), "ab", [""], ["a", ""], ["a", 5])
+        ),
+    ]
+    for fields, message in cases:
+        with pytest.raises(RequestError, match=message):
+            StructuredOutputs(**fields)
+    assert StructuredOutputs(choice=["a", "b"]).choice == ("a", "b")
+
+
 def test_long_value_is_cut_off_in_the_message() -> None:
     """Regression: a server sent megabytes of wrong values back."""
     for params in ({"stop": [1] * 10**5}, {"logit_bias": ["x"] * 10**5}, {"stop": ["a"] * 10**5, "detokenize": False}):
