@@ -2,7 +2,7 @@
 
 A graph is captured for each of several sizes, in tokens. A step replays the smallest one that fits, and the remaining
 rows are padding: sequences that have no keys and store nothing. All graphs read the same static inputs, leave their
-logits and tokens in the same static buffers (DecodeInputs), and share one memory pool. Only one of them may therefore
+logits and tokens in the same static buffers (GraphBuffers), and share one memory pool. Only one of them may therefore
 be in use at a time: replays follow each other on the compute stream, and a step's logits are read before the next
 replay overwrites them. A graph must not keep tensors of its own alive, because other sizes could then not share its
 memory.
@@ -23,8 +23,8 @@ from nanovllm.core.step_limits import MixedSize
 from nanovllm.device.cuda import new_stream
 from nanovllm.kvcache.transfer.cpu_attention import CpuRows
 from nanovllm.models.decoder import CausalLM
-from nanovllm.runner.decode_inputs import DecodeInputs
-from nanovllm.runner.inputs import GroupArrays, StepArrays
+from nanovllm.runner.graph_inputs import GraphBuffers, GraphShape
+from nanovllm.runner.inputs import StepInputs
 
 
 @cache
@@ -80,6 +80,7 @@ def _leave_capture_mode() -> None:
 
 
 Size = TypeVar("Size", int, MixedSize)
+Attention = TypeVar("Attention", bound=StepAttention)
 MakeAttention: TypeAlias = Callable[[torch.Tensor, PagedBatch], StepAttention]  # (slot_mapping, batch)
 
 
@@ -124,9 +125,11 @@ class GraphKind(ABC, Generic[Size]):
                 graph.reset()
         self._graphs.clear()
 
-    @abstractmethod
     def _capture_size(self, model: CausalLM, make_attention: MakeAttention, size: Size, pools: list[Any]) -> None:
         """Capture the graphs of one size on the current stream. The graphs of all sizes share the memory `pools`."""
+        with capture(pools[0]) as graph:
+            self.launch_kernels(model, make_attention, size)
+        self._graphs[size] = [graph]
 
     @abstractmethod
     def launch_kernels(self, model: CausalLM, make_attention: MakeAttention, size: Size) -> None:
@@ -136,45 +139,39 @@ class GraphKind(ABC, Generic[Size]):
 class StepGraphs(GraphKind[int]):
     """Graphs of decode steps. A size is a number of tokens, each of which is a row."""
 
-    def __init__(self, inputs: DecodeInputs, name: str, sizes: list[int], max_query_len: int) -> None:
+    def __init__(self, buffers: GraphBuffers, name: str, sizes: list[int], max_query_len: int) -> None:
         """`max_query_len`: the most rows of a sequence; 1 for steps without guesses."""
         super().__init__(name, sizes)
-        self.inputs, self.max_query_len = inputs, max_query_len
+        self.buffers, self.max_query_len = buffers, max_query_len
 
     @property
     def device(self) -> torch.device:
-        return self.inputs.device
+        return self.buffers.device
 
     def size_for(self, num_rows: int) -> int:
         """The smallest size that holds `num_rows` rows."""
         return self.sizes[bisect_left(self.sizes, num_rows)]
 
+    def paged(self, make_attention: Callable[[torch.Tensor, PagedBatch], Attention], size: int) -> Attention:
+        """The attention of a graph over the keys that are on the GPU."""
+        slot_mapping = self.buffers.tensors(GraphShape.decode(size)).slot_mapping
+        return make_attention(slot_mapping, self.buffers.decode_batch(size, self.max_query_len))
+
     @abstractmethod
-    def replay(
-        self, arrays: StepArrays, groups: Sequence[GroupArrays] = (), cpu_rows: CpuRows | None = None
-    ) -> torch.Tensor:
-        """Run a decode step. Returns its logits [T, vocab_size] and leaves its tokens in `inputs.sampled_ids`. Hot."""
+    def replay(self, inputs: StepInputs, cpu_rows: CpuRows | None = None) -> torch.Tensor:
+        """Run a decode step. Returns its logits [T, vocab_size] and leaves its tokens in `buffers.sampled_ids`. Hot."""
 
 
 class DecodeGraphs(StepGraphs):
     """Decode steps whose keys are all on the GPU: one graph for each size."""
 
-    def _capture_size(self, model: CausalLM, make_attention: MakeAttention, size: int, pools: list[Any]) -> None:
-        with capture(pools[0]) as graph:
-            self.launch_kernels(model, make_attention, size)
-        self._graphs[size] = [graph]
-
     def launch_kernels(self, model: CausalLM, make_attention: MakeAttention, size: int) -> None:
-        batch = self.inputs.batch(size, self.max_query_len)
-        attention = make_attention(self.inputs.tensors(size).slot_mapping, batch)
-        self.inputs.forward(model, size, attention)
+        self.buffers.forward(model, size, self.paged(make_attention, size))
 
-    def replay(
-        self, arrays: StepArrays, groups: Sequence[GroupArrays] = (), cpu_rows: CpuRows | None = None
-    ) -> torch.Tensor:
-        assert not groups and cpu_rows is None, "a step whose keys are all on the GPU streams no groups"
-        num_rows = len(arrays.input_ids)
+    def replay(self, inputs: StepInputs, cpu_rows: CpuRows | None = None) -> torch.Tensor:
+        assert not inputs.groups and cpu_rows is None, "a step whose keys are all on the GPU streams no groups"
+        num_rows = len(inputs.input_ids)
         size = self.size_for(num_rows)
-        self.inputs.fill(arrays, size)
+        self.buffers.fill_decode(inputs, size)
         self._graphs[size][0].replay()
-        return self.inputs.logits(num_rows)
+        return self.buffers.logits(num_rows)

@@ -11,7 +11,6 @@ import torch
 from nanovllm.core.step_limits import (
     MixedSize,
     graph_sizes,
-    mixed_graph_sizes,
     streamed_graph_sizes,
     streamed_verifying_graph_sizes,
     verifying_graph_sizes,
@@ -21,7 +20,7 @@ from nanovllm.device.devices import memory_remedy
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.models.decoder import CausalLM
 from nanovllm.runner.cuda_graphs import DecodeGraphs, GraphKind, Size, StepGraphs
-from nanovllm.runner.decode_inputs import DecodeInputs
+from nanovllm.runner.graph_inputs import GraphBuffers
 from nanovllm.runner.kv_memory import KVMemory
 from nanovllm.runner.mixed_graphs import MixedGraphs
 from nanovllm.runner.streamed_graphs import StreamedDecodeGraphs
@@ -31,34 +30,33 @@ class GraphSet:
     def __init__(
         self,
         *,
-        inputs: DecodeInputs,
+        buffers: GraphBuffers,
         model: CausalLM,
         memory: KVMemory,
         num_heads: int,
         max_guesses: int,
-        max_num_tokens: int,
         tp: TPGroup,
     ) -> None:
         """Does not capture anything yet. `num_heads`: query heads of this rank. `max_guesses`: per sequence, 0 without
-        speculation. `max_num_tokens`: per step.
+        speculation.
         """
-        self.inputs, self.model, self.memory, self.tp = inputs, model, memory, tp
+        self.buffers, self.model, self.memory, self.tp = buffers, model, memory, tp
         self._num_heads = num_heads
         self._by_kind: dict[tuple[bool, bool], StepGraphs] = {}  # (brings in keys, verifies guesses)
-        rows = inputs.max_num_rows
+        rows = buffers.max_num_rows
         self._add("", graph_sizes(rows), streamed_graph_sizes(rows))
         if max_guesses:
             sizes = verifying_graph_sizes(rows), streamed_verifying_graph_sizes(rows)
             self._add(" verifying", *sizes, max_query_len=1 + max_guesses)
-        self.mixed = MixedGraphs(inputs, memory, model, mixed_graph_sizes(max_num_tokens, rows))
+        self.mixed = MixedGraphs(buffers, model.config.hidden_size, memory.dtype)
 
     def _add(self, suffix: str, sizes: list[int], streamed_sizes: list[int], max_query_len: int = 1) -> None:
         """A kind for steps whose keys are all on the GPU and, with offload, one for those that stream."""
         verifies = max_query_len > 1
-        self._by_kind[False, verifies] = DecodeGraphs(self.inputs, f"resident{suffix}", sizes, max_query_len)
+        self._by_kind[False, verifies] = DecodeGraphs(self.buffers, f"resident{suffix}", sizes, max_query_len)
         if self.memory.offload is not None:
             self._by_kind[True, verifies] = StreamedDecodeGraphs(
-                self.inputs,
+                self.buffers,
                 f"streamed{suffix}",
                 streamed_sizes,
                 max_query_len,

@@ -1,79 +1,67 @@
-"""A step's arrays: computed from the plan with numpy, and moved to the device in one copy.
+"""A step's inputs: arrays computed from the plan with numpy, and the same as tensors, moved to the device in one copy.
 
-A step has T tokens of B sequences and samples S tokens.
+A step has T tokens of B sequences and samples S tokens. The classes hold numpy arrays on the host and tensors on the
+device.
 """
 
 import typing
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 
 from nanovllm.core.step_plan import SamplingRow, SequenceStep, StepPlan
-from nanovllm.kernels.sampling_tensors import SamplingTensors
+from nanovllm.kernels.sampling_tensors import EditTensors, SamplingTensors
 from nanovllm.utils.arithmetic import ceil_div
 
-_ALIGNMENT = 16  # bytes; where each array starts in the staging buffer
+Array: TypeAlias = Any  # np.ndarray or torch.Tensor
 
-
-_DTYPE_OF: dict[type, type[np.generic]] = {float: np.float32, int: np.int64}
+_ALIGNMENT = 16  # bytes; Triton compiles a kernel again when a pointer's alignment changes
+_DTYPE_OF: dict[type, np.dtype] = {float: np.dtype(np.float32), int: np.dtype(np.int64)}
 SAMPLING_DTYPES = tuple(_DTYPE_OF[kind] for kind in typing.get_type_hints(SamplingRow).values())  # one for each field
 
 
-class GroupArrays(NamedTuple):
+class GroupInputs(NamedTuple):
     """The keys of one streamed group that each sequence attends to."""
 
-    context_lens: np.ndarray  # int32 [B]
-    block_tables: np.ndarray  # int32 [B, blocks of a group]
+    context_lens: Array  # int32 [B]
+    block_tables: Array  # int32 [B, blocks of a group]
 
 
-class StepArrays(NamedTuple):
-    """Everything the model and the sampler read, except the streamed groups.
+class LogprobInputs(NamedTuple):
+    """N tokens whose log-probabilities the step reports."""
 
-    The token at `input_ids[pending_tokens[i]]` is the one that row `pending_rows[i]` of the previous step sampled, or
-    in a step with drafts the one that was drafted as number `pending_rows[i]`.
-    """
-
-    input_ids: np.ndarray  # int64 [T]
-    positions: np.ndarray  # int64 [T]
-    rope_lens: np.ndarray  # int64 [T]
-    slot_mapping: np.ndarray  # int64 [T]
-    cu_seqlens_q: np.ndarray  # int32 [B + 1]
-    context_lens: np.ndarray  # int32 [B]
-    block_tables: np.ndarray  # int32 [B, longest]
-    sampling_seqs: np.ndarray  # int64 [B'], the sequences that sample
-    sampling_cu_seqlens: np.ndarray  # int32 [B' + 1], how many tokens they sample, summed up
-    logits_rows: np.ndarray  # int64 [S], the tokens after which they sample: the last ones of each
-    pending_tokens: np.ndarray  # int64 [number of pending tokens]
-    pending_rows: np.ndarray  # int64 [number of pending tokens]
-    sampling: tuple[np.ndarray, ...]  # each [S], the fields of the plan's SamplingRows
+    rows: Array  # int64 [N]: of the sampled tokens, or of the hidden states after which the tokens are scored
+    token_ids: Array | None  # int64 [N]; None: the sampled ones
+    num_top: int  # most likely tokens to report for each
 
 
-class GroupTensors(NamedTuple):
-    """GroupArrays on the device."""
+class AskedInputs(NamedTuple):
+    """What only some requests ask for, once there are hidden states or logits."""
 
-    context_lens: torch.Tensor
-    block_tables: torch.Tensor
+    edits: EditTensors | None
+    edited_sampling: SamplingTensors | None  # of the edited rows
+    sampled_logprobs: LogprobInputs | None
+    prompt_logprobs: LogprobInputs | None
 
 
-class StepTensors(NamedTuple):
-    """StepArrays on the device, and the streamed groups."""
-
-    input_ids: torch.Tensor
-    positions: torch.Tensor
-    rope_lens: torch.Tensor
-    slot_mapping: torch.Tensor
-    cu_seqlens_q: torch.Tensor
-    context_lens: torch.Tensor
-    block_tables: torch.Tensor
-    sampling_seqs: torch.Tensor
-    sampling_cu_seqlens: torch.Tensor
-    logits_rows: torch.Tensor
-    pending_tokens: torch.Tensor
-    pending_rows: torch.Tensor
-    sampling: SamplingTensors
-    groups: tuple[GroupTensors, ...]
+class StepInputs(NamedTuple):
+    input_ids: Array  # int64 [T]
+    pending_rows: Array  # int64 [T], see `_pending_rows`
+    positions: Array  # int64 [T]
+    rope_lens: Array  # int64 [T]
+    slot_mapping: Array  # int64 [T]
+    cu_seqlens_q: Array  # int32 [B + 1]
+    context_lens: Array  # int32 [B]
+    block_tables: Array  # int32 [B, longest]
+    sampling_seqs: Array  # int64 [B'], the sequences that sample
+    sampling_cu_seqlens: Array  # int32 [B' + 1], how many tokens they sample, summed up
+    logits_rows: Array  # int64 [S], the tokens after which they sample: the last ones of each
+    sampling: SamplingTensors  # each [S]
+    groups: tuple[GroupInputs, ...]
+    asked: AskedInputs | None
 
 
 def pad_tables(tables: Sequence[Sequence[int]], num_columns: int) -> np.ndarray:
@@ -84,8 +72,8 @@ def pad_tables(tables: Sequence[Sequence[int]], num_columns: int) -> np.ndarray:
     return padded
 
 
-def build_arrays(plan: StepPlan, block_size: int) -> StepArrays:
-    """The arrays of a step. Hot: once per step."""
+def build_inputs(plan: StepPlan, block_size: int, group_blocks: int, vocab_size: int) -> StepInputs:
+    """The inputs of a step, on the host. A streamed group has up to `group_blocks` blocks. Hot: once per step."""
     steps = plan.sequences
     query_lens = np.array([step.num_tokens for step in steps], dtype=np.int64)
     context_lens = np.array([step.num_paged_keys for step in steps], dtype=np.int64)
@@ -99,9 +87,15 @@ def build_arrays(plan: StepPlan, block_size: int) -> StepArrays:
     positions = starts[row] + offset
     paged = (context_lens - query_lens)[row] + offset  # the token's index among its sequence's paged keys
     num_sampled = np.array([step.num_sampled for step in steps], dtype=np.int64)
-    pending_tokens, pending_rows = _pending(plan, ends)
-    return StepArrays(
+    sampling = sampling_arrays(
+        step.sampling.at(step.sampling.position + i) if i else step.sampling
+        for step in steps
+        if step.sampling is not None
+        for i in range(step.num_sampled)
+    )
+    return StepInputs(
         input_ids=np.concatenate([step.token_ids for step in steps]),
+        pending_rows=_pending_rows(plan, ends),
         positions=positions,
         rope_lens=np.maximum(prompt_lens[row], positions + 1),
         slot_mapping=tables[row, paged // block_size].astype(np.int64) * block_size + paged % block_size,
@@ -111,80 +105,192 @@ def build_arrays(plan: StepPlan, block_size: int) -> StepArrays:
         sampling_seqs=np.flatnonzero(num_sampled),
         sampling_cu_seqlens=np.concatenate([[0], num_sampled[num_sampled > 0].cumsum()]).astype(np.int32),
         logits_rows=np.flatnonzero(offset >= (query_lens - num_sampled)[row]),
-        pending_tokens=pending_tokens,
-        pending_rows=pending_rows,
-        sampling=_sampling_arrays(steps),
+        sampling=sampling,
+        groups=tuple(
+            GroupInputs(np.array(group.context_lens(block_size), np.int32), pad_tables(group.tables, group_blocks))
+            for group in plan.moves.streamed
+        ),
+        asked=_asked(plan, sampling, vocab_size),
     )
 
 
-def _pending(plan: StepPlan, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """`pending_tokens` and `pending_rows` of StepArrays. `ends`: where each sequence's tokens end."""
+def sampling_arrays(rows: Iterable[SamplingRow]) -> SamplingTensors:
+    columns = list(zip(*rows, strict=True)) or [()] * len(SAMPLING_DTYPES)
+    return SamplingTensors._make(map(np.array, columns, SAMPLING_DTYPES))
+
+
+def _pending_rows(plan: StepPlan, ends: np.ndarray) -> np.ndarray:
+    """For each token whose id the host may not know yet, the row of the previous step that sampled it, or in a step
+    with drafts its number among the drafted tokens; -1 for all others, int64 [T]. `ends`: where each sequence's tokens
+    end.
+    """
+    pending = np.full(ends[-1], -1, dtype=np.int64)
     drafts = plan.draft_rows()
     if not drafts:
-        previous_rows = np.array([step.previous_row for step in plan.sequences], dtype=np.int64)
-        is_pending = previous_rows >= 0
-        return ends[is_pending] - 1, previous_rows[is_pending]
+        pending[ends - 1] = [step.previous_row for step in plan.sequences]
+        return pending
     assert all(step.previous_row < 0 for step in plan.sequences), "a step with drafts needs the tokens of the last one"
-    drafted = [(i, row) for i, rows in enumerate(drafts) for row in rows]
-    places = [
-        (ends[row] - step.num_guesses + i, number)
-        for number, (i, row) in enumerate(drafted)
-        if i < (step := plan.sequences[row]).num_guesses and step.guesses[i] < 0
-    ]
-    tokens, numbers = (np.array([place[i] for place in places], dtype=np.int64) for i in range(2))
-    return tokens, numbers
+    drafted = ((i, row) for i, rows in enumerate(drafts) for row in rows)
+    for number, (i, row) in enumerate(drafted):
+        step = plan.sequences[row]
+        if i < step.num_guesses and step.guesses[i] < 0:
+            pending[ends[row] - step.num_guesses + i] = number
+    return pending
 
 
-def _sampling_arrays(steps: Sequence[SequenceStep]) -> tuple[np.ndarray, ...]:
-    """The fields of one SamplingRow for each sampled token."""
-    rows = [
-        step.sampling.at(step.sampling.position + i) if i else step.sampling
-        for step in steps
-        if step.sampling is not None
-        for i in range(step.num_sampled)
-    ]
-    return tuple(np.array([row[i] for row in rows], dtype) for i, dtype in enumerate(SAMPLING_DTYPES))
+# -- edits and log-probabilities ---------------------------------------------------------------------------------
 
 
-def build_groups(plan: StepPlan, block_size: int, group_blocks: int) -> list[GroupArrays]:
-    """The arrays of each streamed group, with tables of `group_blocks` columns."""
-    return [
-        GroupArrays(
-            np.array(group.context_lens(block_size), dtype=np.int32),
-            pad_tables(group.tables, group_blocks),
-        )
-        for group in plan.moves.streamed
-    ]
+def _asked(plan: StepPlan, sampling: SamplingTensors, vocab_size: int) -> AskedInputs | None:
+    if all(step.edits is None and step.num_logprobs is None and step.scores is None for step in plan.sequences):
+        return None
+    edits = edited = None
+    if plan.has_edits:
+        edits = _edit_arrays(plan, vocab_size)
+        edited = SamplingTensors._make(column[edits.rows] for column in sampling)
+    return AskedInputs(edits, edited, _sampled_logprobs(plan), _prompt_logprobs(plan))
 
 
-def to_device(arrays: StepArrays, groups: Sequence[GroupArrays], device: torch.device) -> StepTensors:
-    """Move all arrays to the device in one copy."""
-    *of_step, sampling = arrays
-    flat = [*of_step, *sampling, *(array for group in groups for array in group)]
-    copied = iter(copy_to_device(flat, device))
-    own = [next(copied) for _ in of_step]
-    sampling_tensors = SamplingTensors._make(next(copied) for _ in sampling)
-    group_tensors = tuple(GroupTensors(next(copied), next(copied)) for _ in groups)
-    return StepTensors._make((*own, sampling_tensors, group_tensors))
+def _sampled_logprobs(plan: StepPlan) -> LogprobInputs | None:
+    asking = [step.num_logprobs for step in plan.sequences for _ in range(step.num_sampled)]
+    rows = [row for row, num_logprobs in enumerate(asking) if num_logprobs is not None]
+    return LogprobInputs(np.array(rows), None, max(asking[row] or 0 for row in rows)) if rows else None
 
 
-def copy_to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """Move the arrays to the device in one copy from one buffer, which is pinned for a GPU. Does not wait for it."""
-    offsets, num_bytes = [], 0
-    for array in arrays:
-        offsets.append(num_bytes)
-        num_bytes += ceil_div(array.nbytes, _ALIGNMENT) * _ALIGNMENT
-    staging = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+def _prompt_logprobs(plan: StepPlan) -> LogprobInputs | None:
+    starts = accumulate((step.num_tokens for step in plan.sequences), initial=0)
+    scores = [(start, step.scores) for start, step in zip(starts, plan.sequences, strict=False) if step.scores]
+    if not scores:
+        return None
+    rows = [start + score.start + np.arange(len(score.target_ids)) for start, score in scores]
+    targets = [score.target_ids for _, score in scores]
+    return LogprobInputs(np.concatenate(rows), np.concatenate(targets), max(score.num_logprobs for _, score in scores))
+
+
+class _EditedRow(NamedTuple):
+    """One row of logits that is edited, and where its sequence is."""
+
+    row: int  # among the sampled rows
+    token: int  # the row's own token among the step's inputs
+    first_token: int  # the first row's of the sequence
+    step: SequenceStep
+    number: int  # among the sequence's sampled rows
+
+
+def _edited_rows(plan: StepPlan) -> Iterator[_EditedRow]:
+    first_row = num_tokens = 0
+    for step in plan.sequences:
+        num_tokens += step.num_tokens
+        if step.edits is not None:
+            first_token = num_tokens - step.num_sampled
+            for i in range(step.num_sampled):
+                yield _EditedRow(first_row + i, first_token + i, first_token, step, i)
+        first_row += step.num_sampled
+
+
+def _edit_arrays(plan: StepPlan, vocab_size: int) -> EditTensors:
+    rows = list(_edited_rows(plan))
+    edits = [row.step.edits for row in rows if row.step.edits is not None]
+    penalties = [each.penalties for each in edits]
+    of_rows = [each.rows[row.number] for each, row in zip(edits, rows, strict=True)]
+    prompt_rows, prompt_masks = _distinct_masks([each.prompt_mask for each in penalties], vocab_size)
+    allowed_rows, allowed = _distinct_masks([each.allowed for each in of_rows], vocab_size)
+    (seen_starts, seen_ends), (seen_ids, seen_counts) = _end_to_end(
+        [each.token_ids for each in penalties], [each.counts for each in penalties]
+    )
+    biases = [each.biases for each in of_rows] + [each.bad_ends for each in of_rows]
+    (bias_starts, bias_ends), (bias_ids, bias_values, bias_after) = _end_to_end(*zip(*biases, strict=True))
+    num_rows = len(rows)
+    arrays: dict[str, Any] = {
+        "rows": np.array([row.row for row in rows], np.int64),
+        "repetition": np.array([each.repetition for each in penalties], np.float32),
+        "frequency": np.array([each.frequency for each in penalties], np.float32),
+        "presence": np.array([each.presence for each in penalties], np.float32),
+        "prompt_row": prompt_rows,
+        "seen_start": seen_starts,
+        "seen_end": seen_ends,
+        "new_start": np.array([row.first_token + 1 - e.num_new_tokens for row, e in zip(rows, edits, strict=True)]),
+        "new_end": np.array([row.token + 1 for row in rows], np.int64),
+        "bias_start": bias_starts[:num_rows],
+        "bias_end": bias_ends[:num_rows],
+        "bad_end_start": bias_starts[num_rows:],
+        "bad_end_end": bias_ends[num_rows:],
+        "allowed_row": allowed_rows,
+        "seen_ids": seen_ids,
+        "seen_counts": seen_counts,
+        "bias_ids": bias_ids,
+        "bias_values": bias_values,
+        "bias_after": bias_after,
+        "allowed": allowed,
+        "prompt_masks": prompt_masks,
+    }
+    return EditTensors(**arrays)
+
+
+def _end_to_end(*columns: Sequence[np.ndarray]) -> tuple[tuple[np.ndarray, np.ndarray], list[np.ndarray]]:
+    """Each column's arrays in one, and the start and end of each, int64. An object that occurs again is not repeated:
+    answers to one prompt share their biases.
+    """
+    starts: dict[int, int] = {}  # by the id of the first column's array
+    distinct, num_entries = [], 0
+    for i, array in enumerate(columns[0]):
+        if id(array) not in starts:
+            starts[id(array)] = num_entries
+            num_entries += len(array)
+            distinct.append(i)
+    found = np.array([starts[id(array)] for array in columns[0]], np.int64)
+    ends = found + [len(array) for array in columns[0]]
+    return (found, ends), [np.concatenate([column[i] for i in distinct]) for column in columns]
+
+
+def _distinct_masks(masks: Sequence[np.ndarray | None], vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """For each mask its row, or -1, int64, and the rows, int32 [K, ceil(vocab_size / 32)], each once."""
+    distinct = {id(mask): mask for mask in masks if mask is not None}
+    numbers = {id(None): -1} | dict(zip(distinct, range(len(distinct)), strict=True))
+    rows = np.stack(list(distinct.values())) if distinct else np.zeros((0, ceil_div(vocab_size, 32)), np.int32)
+    return np.array([numbers[id(mask)] for mask in masks], np.int64), rows
+
+
+# -- to the device -----------------------------------------------------------------------------------------------
+
+
+def to_device(inputs: Any, device: torch.device) -> Any:
+    """Move all arrays of nested tuples to the device in one copy from one buffer, which is pinned for a GPU. Does not
+    wait for it.
+    """
+    arrays: list[np.ndarray] = []
+    _map_arrays(inputs, arrays.append)
+    if not arrays:
+        return inputs
+    starts = packed_starts(array.nbytes for array in arrays)
+    staging = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
     flat = staging.numpy()
-    for array, offset in zip(arrays, offsets, strict=True):
-        flat[offset : offset + array.nbytes] = array.reshape(-1).view(np.uint8)
-    on_device = staging.to(device, non_blocking=True)
-    return [
-        on_device[offset : offset + array.nbytes].view(torch_dtype(array.dtype)).view(array.shape)
-        for array, offset in zip(arrays, offsets, strict=True)
-    ]
+    for array, start in zip(arrays, starts, strict=False):
+        flat[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
+    on_device, place = staging.to(device, non_blocking=True), iter(starts)
+
+    def view(array: np.ndarray) -> torch.Tensor:
+        start = next(place)
+        return on_device[start : start + array.nbytes].view(torch_dtype(array.dtype)).view(array.shape)
+
+    return _map_arrays(inputs, view)
 
 
-def torch_dtype(dtype: np.dtype | type[np.generic]) -> torch.dtype:
+def _map_arrays(tree: Any, function: Callable[[np.ndarray], Any]) -> Any:
+    """Nested tuples with function(array) in the place of each array, in order."""
+    if isinstance(tree, np.ndarray):
+        return function(tree)
+    if not isinstance(tree, tuple):
+        return tree
+    mapped = [_map_arrays(value, function) for value in tree]
+    return type(tree)._make(mapped) if hasattr(tree, "_make") else tuple(mapped)
+
+
+def packed_starts(sizes: Iterable[int]) -> list[int]:
+    """Where arrays of so many bytes start in a buffer that holds them one behind the other, and where it ends."""
+    return list(accumulate((ceil_div(size, _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0))
+
+
+def torch_dtype(dtype: np.dtype) -> torch.dtype:
     """The torch dtype that corresponds to a numpy dtype."""
     return torch.from_numpy(np.empty(0, dtype)).dtype

@@ -23,7 +23,7 @@ from nanovllm.kvcache.transfer.cpu_attention import CpuAttention, CpuRows
 from nanovllm.kvcache.transfer.offload_engine import OffloadEngine
 from nanovllm.kvcache.transfer.streams import make_streams
 from nanovllm.layers.rotary_embedding import KVCells
-from nanovllm.runner.inputs import StepTensors
+from nanovllm.runner.inputs import StepInputs
 from nanovllm.runner.step_result import StepTimes
 
 
@@ -121,7 +121,7 @@ class MergedAttention(PagedAttention):
         return merged.result().out_THD
 
 
-def build_batches(plan: StepPlan, tensors: StepTensors, block_size: int) -> StepBatches:
+def build_batches(plan: StepPlan, tensors: StepInputs, block_size: int) -> StepBatches:
     """The batches for all tokens of the step."""
     query_lens = [step.num_tokens for step in plan.sequences]
     max_query_len = max(query_lens)
@@ -157,7 +157,7 @@ def build_batches(plan: StepPlan, tensors: StepTensors, block_size: int) -> Step
     return StepBatches(paged, tuple(groups), cpu_rows(plan))
 
 
-def last_token_batches(plan: StepPlan, batches: StepBatches, tensors: StepTensors) -> StepBatches:
+def last_token_batches(plan: StepPlan, batches: StepBatches, tensors: StepInputs) -> StepBatches:
     """The batches for only the tokens after which the step samples: the last ones of each sequence that samples."""
     rows = [row for row, step in enumerate(plan.sequences) if step.sampling is not None]
     query_lens = [plan.sequences[row].num_sampled for row in rows]

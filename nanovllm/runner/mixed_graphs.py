@@ -1,7 +1,7 @@
 """Steps in which answers run beside short chunks of prompts, as CUDA graphs from token ids to hidden states.
 
 Launched kernel by kernel, such a step costs the host 0.7 ms a layer, which for a short chunk is many times what the GPU
-needs. As a graph it takes two copies and one replay. All of its keys must be on the GPU. Logits and sampling follow
+needs. As a graph it takes one copy and one replay. All of its keys must be on the GPU. Logits and sampling follow
 outside of the graph, because only some of the tokens are sampled from.
 
 The tokens of a step are packed as usual, and padding follows them. Sequences with a single token come first: these are
@@ -14,43 +14,18 @@ kernel. How many of the tokens are rows is read on the device:
 """
 
 from itertools import takewhile
-from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from nanovllm.attention.base import PagedBatch, StepAttention
+from nanovllm.attention.base import StepAttention
 from nanovllm.core.step_limits import MAX_GRAPH_CHUNKS, MixedSize
 from nanovllm.core.step_plan import StepPlan
 from nanovllm.layers.rotary_embedding import KVCells
 from nanovllm.models.decoder import CausalLM
-from nanovllm.runner.cuda_graphs import GraphKind, MakeAttention, capture
-from nanovllm.runner.decode_inputs import DecodeInputs
-from nanovllm.runner.inputs import StepArrays
-from nanovllm.runner.kv_memory import KVMemory
-from nanovllm.utils.arithmetic import ceil_div
-
-NO_CELL = -1  # a token that stores nothing
-NOT_PENDING = -1
-
-
-class _Inputs(NamedTuple):
-    """Inputs of a graph of T tokens and up to R rows, int64: on the host numpy arrays, on the device tensors."""
-
-    input_ids: Any  # [T]
-    pending_rows: Any  # [T], the row of the last step that sampled the token; NOT_PENDING: it is in input_ids
-    positions: Any  # [T]
-    rope_lens: Any  # [T]
-    slot_mapping: Any  # [T]
-    row_context_lens: Any  # [R]
-    chunk_context_lens: Any  # [MAX_GRAPH_CHUNKS]
-    chunk_cu_seqlens: Any  # [MAX_GRAPH_CHUNKS + 1]
-    num_rows: Any  # [1]
-
-
-def _input_lens(size: MixedSize) -> list[int]:
-    """Number of entries of each array of _Inputs."""
-    return [size.num_tokens] * 5 + [size.num_rows, MAX_GRAPH_CHUNKS, MAX_GRAPH_CHUNKS + 1, 1]
+from nanovllm.runner.cuda_graphs import GraphKind, MakeAttention
+from nanovllm.runner.graph_inputs import GraphBuffers, GraphShape
+from nanovllm.runner.inputs import StepInputs
 
 
 class _MixedAttention:
@@ -74,23 +49,15 @@ class _MixedAttention:
 
 
 class MixedGraphs(GraphKind[MixedSize]):
-    def __init__(self, inputs: DecodeInputs, memory: KVMemory, model: CausalLM, sizes: list[MixedSize]) -> None:
-        """`inputs`: where the tokens are that the last step sampled."""
-        super().__init__("mixed", sizes)
-        self._sampled_ids, self._max_model_len = inputs.sampled_ids, inputs.max_model_len
-        k_cache, _ = memory.cache
-        block_size, most_tokens = k_cache.shape[2], sizes[-1].num_tokens
-        num_sequences = sizes[-1].num_rows + MAX_GRAPH_CHUNKS
-        num_columns = ceil_div(inputs.max_model_len, block_size)
-        with torch.device(inputs.device):
-            self._static = torch.zeros(sum(_input_lens(sizes[-1])), dtype=torch.int64)
-            self._block_tables = torch.zeros(num_sequences, num_columns, dtype=torch.int32)
-            self._read_ids = torch.zeros(most_tokens, dtype=torch.int64)
-            self._hidden = torch.zeros(most_tokens, model.config.hidden_size, dtype=k_cache.dtype)
+    def __init__(self, buffers: GraphBuffers, hidden_size: int, dtype: torch.dtype) -> None:
+        """`dtype`: of the hidden states, which have `hidden_size` entries."""
+        super().__init__("mixed", buffers.mixed_sizes)
+        self._buffers = buffers
+        self._hidden = torch.zeros(self.sizes[-1].num_tokens, hidden_size, dtype=dtype, device=buffers.device)
 
     @property
     def device(self) -> torch.device:
-        return self._static.device
+        return self._buffers.device
 
     @property
     def largest_sizes(self) -> list[MixedSize]:
@@ -99,43 +66,20 @@ class MixedGraphs(GraphKind[MixedSize]):
 
     # -- what the graphs capture -----------------------------------------------------------------------------------
 
-    def _tensors(self, size: MixedSize) -> _Inputs:
-        lens = _input_lens(size)
-        return _Inputs._make(self._static[: sum(lens)].split(lens))
-
     def launch_kernels(self, model: CausalLM, make_attention: MakeAttention, size: MixedSize) -> None:
-        given = self._tensors(size)
-        sampled_ids = self._sampled_ids[given.pending_rows.clamp(min=0)].clamp_(min=0)  # see DecodeInputs.input_ids
-        read_ids = self._read_ids[: size.num_tokens]
-        read_ids.copy_(torch.where(given.pending_rows == NOT_PENDING, given.input_ids, sampled_ids))
-        row = torch.arange(size.num_rows + 1, device=self.device)
+        shape, num_rows = GraphShape.mixed(size), size.num_rows
+        given, batch = self._buffers.tensors(shape), self._buffers.batch
+        row = self._buffers.cu_seqlens_q(num_rows, max_query_len=1)
+        first_chunk = shape.first_counted
+        chunk_lens = given.context_lens[first_chunk:]
         attention = _MixedAttention(
-            make_attention(given.slot_mapping, self._batch(row, given.row_context_lens, 0, 1)),
+            make_attention(given.slot_mapping, batch(row, given.context_lens[:num_rows], 1)),
             make_attention(
-                given.slot_mapping,
-                self._batch(given.chunk_cu_seqlens, given.chunk_context_lens, size.num_rows, size.num_chunk_tokens),
+                given.slot_mapping, batch(given.cu_seqlens_q, chunk_lens, size.num_chunk_tokens, first_seq=first_chunk)
             ),
-            is_row=row[:-1] < given.num_rows,
+            is_row=row[:-1] < given.cu_seqlens_q[0],
         )
-        rope_lens = given.rope_lens if model.needs_rope_lens else None
-        self._hidden[: size.num_tokens].copy_(model(read_ids, given.positions, attention, rope_lens))
-
-    def _batch(
-        self, cu_seqlens_q: torch.Tensor, context_lens: torch.Tensor, first_table: int, max_query_len: int
-    ) -> PagedBatch:
-        return PagedBatch(
-            cu_seqlens_q=cu_seqlens_q.int(),
-            context_lens=context_lens.int(),
-            block_tables=self._block_tables[first_table : first_table + len(context_lens)],
-            max_query_len=max_query_len,
-            max_context_len=self._max_model_len,
-            causal=True,
-        )
-
-    def _capture_size(self, model: CausalLM, make_attention: MakeAttention, size: MixedSize, pools: list[Any]) -> None:
-        with capture(pools[0]) as graph:
-            self.launch_kernels(model, make_attention, size)
-        self._graphs[size] = [graph]
+        self._hidden[: size.num_tokens].copy_(self._buffers.run_layers(model, shape, attention))
 
     # -- one step ------------------------------------------------------------------------------------------------
 
@@ -147,44 +91,17 @@ class MixedGraphs(GraphKind[MixedSize]):
         needed = num_rows, plan.num_tokens - num_rows
         return next((size for size in self.sizes if size[0] >= needed[0] and size[1] >= needed[1]), None)
 
-    def replay(self, plan: StepPlan, arrays: StepArrays, size: MixedSize) -> torch.Tensor:
+    def replay(self, plan: StepPlan, inputs: StepInputs, size: MixedSize) -> torch.Tensor:
         """Run a step of a size that `find_size` has found. Returns the hidden states of its tokens, [T, hidden_size],
         valid until the next replay. Hot.
         """
-        self._fill(arrays, _num_rows(plan), size)
+        shape, num_rows, seqs = GraphShape.mixed(size), _num_rows(plan), np.arange(len(plan.sequences))
+        seqs[num_rows:] += shape.first_counted - num_rows
+        cu_seqlens_q = np.full(MAX_GRAPH_CHUNKS + 1, plan.num_tokens)  # the last ones have no queries
+        cu_seqlens_q[: len(seqs) - num_rows + 1] = inputs.cu_seqlens_q[num_rows:]
+        self._buffers.fill(inputs, shape, seqs, cu_seqlens_q)
         self._graphs[size][0].replay()
         return self._hidden[: plan.num_tokens]
-
-    def read_ids(self, num_tokens: int) -> torch.Tensor:
-        """int64 [num_tokens]: the tokens that the last replay has run on."""
-        return self._read_ids[:num_tokens]
-
-    def _fill(self, arrays: StepArrays, num_rows: int, size: MixedSize) -> None:
-        """Enqueue the copies of a step's arrays."""
-        num_tokens, num_chunks = len(arrays.input_ids), len(arrays.context_lens) - num_rows
-        pinned = self.device.type == "cuda"
-        lens = _input_lens(size)
-        staging = torch.zeros(sum(lens), dtype=torch.int64, pin_memory=pinned)
-        given = _Inputs._make(np.split(staging.numpy(), np.cumsum(lens)[:-1]))
-        given.input_ids[:num_tokens] = arrays.input_ids
-        given.pending_rows[:] = NOT_PENDING
-        given.pending_rows[arrays.pending_tokens] = arrays.pending_rows
-        given.positions[:num_tokens] = arrays.positions
-        given.rope_lens[:num_tokens] = arrays.rope_lens
-        given.slot_mapping[:num_tokens] = arrays.slot_mapping
-        given.slot_mapping[num_tokens:] = NO_CELL
-        given.row_context_lens[:num_rows] = arrays.context_lens[:num_rows]
-        given.chunk_context_lens[:num_chunks] = arrays.context_lens[num_rows:]
-        given.chunk_cu_seqlens[: num_chunks + 1] = arrays.cu_seqlens_q[num_rows:]
-        given.chunk_cu_seqlens[num_chunks + 1 :] = num_tokens  # sequences without queries
-        given.num_rows[:] = num_rows
-        self._static[: len(staging)].copy_(staging, non_blocking=True)
-
-        num_columns = arrays.block_tables.shape[1]
-        tables = torch.zeros(size.num_rows + MAX_GRAPH_CHUNKS, num_columns, dtype=torch.int32, pin_memory=pinned)
-        tables.numpy()[:num_rows] = arrays.block_tables[:num_rows]
-        tables.numpy()[size.num_rows : size.num_rows + num_chunks] = arrays.block_tables[num_rows:]
-        self._block_tables[: len(tables), :num_columns].copy_(tables, non_blocking=True)
 
 
 def _num_rows(plan: StepPlan) -> int:

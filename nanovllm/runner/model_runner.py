@@ -24,7 +24,7 @@ from nanovllm.kernels.compile_server import CompileServer, TritonStart, start_co
 from nanovllm.kvcache.transfer.offload_engine import OffloadEngine
 from nanovllm.models.loader import build_model, load_weights
 from nanovllm.runner.cpu_rates import make_cpu_attention, measure_split
-from nanovllm.runner.decode_inputs import DecodeInputs
+from nanovllm.runner.graph_inputs import GraphBuffers
 from nanovllm.runner.graph_set import GraphSet
 from nanovllm.runner.kv_memory import KVMemory, OffloadEngineFactory
 from nanovllm.runner.startup_memory import profile_memory
@@ -184,8 +184,9 @@ class ModelRunner:
 
     def make_graphs(self, num_gpu_blocks: int) -> GraphSet:
         """Make the graphs for a cache of `num_gpu_blocks` blocks, still to be captured. Steps use them from here on."""
-        static = DecodeInputs(
+        buffers = GraphBuffers(
             max_num_rows=max_step_rows(self.config, num_gpu_blocks),
+            max_num_tokens=self.config.max_num_batched_tokens,
             max_model_len=self.max_model_len,
             block_size=self.spec.block_size,
             vocab_size=self.model_config.vocab_size,
@@ -194,12 +195,11 @@ class ModelRunner:
             device=self.device,
         )
         graphs = self.steps.graphs = GraphSet(
-            inputs=static,
+            buffers=buffers,
             model=self.model,
             memory=self.memory,
             num_heads=self.num_heads,
             max_guesses=self.config.max_guesses,
-            max_num_tokens=self.config.max_num_batched_tokens,
             tp=self.tp,
         )
         return graphs

@@ -29,11 +29,10 @@ from nanovllm.device.devices import (
     used_bytes,
 )
 from nanovllm.kernels.compile_server import CompileServer, TritonStart
-from nanovllm.kernels.sampling_tensors import SamplingTensors
 from nanovllm.layers.sampler import sample
 from nanovllm.models.decoder import CausalLM
 from nanovllm.runner.graph_set import GraphSet
-from nanovllm.runner.inputs import SAMPLING_DTYPES, torch_dtype
+from nanovllm.runner.inputs import sampling_arrays, to_device
 from nanovllm.runner.kv_memory import KVMemory
 from nanovllm.runner.step_result import StepResult
 from nanovllm.sampling_params import MAX_LOGPROBS
@@ -230,8 +229,7 @@ def launch_sampler(model: CausalLM) -> None:
     are arbitrary.
     """
     head = model.lm_head
-    dtypes = map(torch_dtype, SAMPLING_DTYPES)
-    params = SamplingTensors._make(torch.zeros(1, dtype=dtype, device=head.weight.device) for dtype in dtypes)
+    params = to_device(sampling_arrays([SamplingRow()]), head.weight.device)
     sample(head.weight.new_zeros(1, head.padded_vocab_size)[:, : head.vocab_size], params)
     sample(head.weight.new_zeros(1, head.vocab_size, dtype=torch.float32), params)
 

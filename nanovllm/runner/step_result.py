@@ -8,15 +8,13 @@ from collections.abc import Callable, Iterator, Sequence
 from statistics import fmean
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from nanovllm.core.cpu_split import LayerTimes
 from nanovllm.core.outputs import NO_LOGPROBS, PositionLogprobs, StepLogprobs
-from nanovllm.core.step_plan import StepPlan
 from nanovllm.device.cuda import pinned_view
 from nanovllm.kvcache.transfer.streams import Streams, TimedPiece
-from nanovllm.runner.inputs import copy_to_device
+from nanovllm.runner.inputs import LogprobInputs
 
 _CHUNK_BYTES = 32 << 20  # fp32 logits that are read at once
 
@@ -34,40 +32,24 @@ class LogprobTensors(NamedTuple):
         return PositionLogprobs(*(tensor.numpy() for tensor in self))
 
 
-def sampled_logprobs(plan: StepPlan, logits: torch.Tensor, tokens: torch.Tensor) -> LogprobTensors | None:
-    """Compute those of the sampled tokens, int64 [S], from the logits [S, vocab_size]; None if nobody asks for them."""
-    asking = [step.num_logprobs for step in plan.sequences if step.sampling is not None]
-    if all(num_logprobs is None for num_logprobs in asking):
-        return None
-    num_rows = [step.num_sampled for step in plan.sequences if step.sampling is not None]
-    rows = np.flatnonzero(np.repeat([num_logprobs is not None for num_logprobs in asking], num_rows))
-    num_top = max(num_logprobs or 0 for num_logprobs in asking)
-    (on_device,) = copy_to_device([rows], logits.device)
-    chunks = (_compute(logits[chunk], tokens[chunk], num_top) for chunk in on_device.split(_num_rows(logits.shape[1])))
-    return _joined(chunks)
+def sampled_logprobs(asked: LogprobInputs, logits: torch.Tensor, tokens: torch.Tensor) -> LogprobTensors:
+    """Compute those of the sampled tokens, int64 [S], from the logits [S, vocab_size]."""
+    chunks = asked.rows.split(_num_rows(logits.shape[1]))
+    return _joined(_compute(logits[rows], tokens[rows], asked.num_top) for rows in chunks)
 
 
 def prompt_logprobs(
-    plan: StepPlan, hidden: torch.Tensor, compute_logits: Callable[[torch.Tensor], torch.Tensor], vocab_size: int
-) -> LogprobTensors | None:
-    """Compute those of the prompt tokens that the step scores, from its hidden states [T, hidden_size]; None if none.
+    asked: LogprobInputs, hidden: torch.Tensor, compute_logits: Callable[[torch.Tensor], torch.Tensor], vocab_size: int
+) -> LogprobTensors:
+    """Compute those of the prompt tokens that the step scores, from its hidden states [T, hidden_size].
 
     Every rank must call it, because computing logits is a collective.
     """
-    scores = [(step, step.scores) for step in plan.sequences if step.scores is not None]
-    if not scores:
-        return None
-    first_tokens = np.cumsum([0, *(step.num_tokens for step in plan.sequences)])
-    starts = [first for first, step in zip(first_tokens, plan.sequences, strict=False) if step.scores is not None]
-    rows = [
-        first + score.start + np.arange(len(score.target_ids)) for first, (_, score) in zip(starts, scores, strict=True)
-    ]
-    targets = np.concatenate([score.target_ids for _, score in scores])
-    num_top = max(score.num_logprobs for _, score in scores)
-    row_ids, target_ids = copy_to_device([np.concatenate(rows), targets], hidden.device)
-    size = _num_rows(vocab_size)
-    chunks = zip(row_ids.split(size), target_ids.split(size), strict=True)
-    return _joined(_compute(compute_logits(hidden[chunk]), ids, num_top) for chunk, ids in chunks)
+    assert asked.token_ids is not None, "prompt tokens are known"
+    chunks = (column.split(_num_rows(vocab_size)) for column in (asked.rows, asked.token_ids))
+    return _joined(
+        _compute(compute_logits(hidden[rows]), ids, asked.num_top) for rows, ids in zip(*chunks, strict=True)
+    )
 
 
 def _num_rows(vocab_size: int) -> int:

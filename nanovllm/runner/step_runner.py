@@ -11,16 +11,18 @@ import torch
 from nanovllm.attention.base import StepAttention
 from nanovllm.core.step_plan import KVMoves, SamplingRow, SequenceStep, StepPlan
 from nanovllm.device.tp_group import TPGroup
-from nanovllm.layers.sampler import sample
+from nanovllm.kernels.sampling_tensors import EditTensors, SamplingTensors
+from nanovllm.layers.sampler import edit_logits, sample
 from nanovllm.models.decoder import CausalLM
-from nanovllm.runner.edited_sampling import resample_edited
 from nanovllm.runner.graph_set import GraphSet
-from nanovllm.runner.inputs import StepArrays, StepTensors, build_arrays, build_groups, to_device
+from nanovllm.runner.inputs import AskedInputs, StepInputs, build_inputs, to_device
 from nanovllm.runner.kv_memory import KVMemory, build_batches, cpu_rows, last_token_batches
 from nanovllm.runner.step_result import LogprobTensors, StepEnd, StepResult, prompt_logprobs, sampled_logprobs
 from nanovllm.utils.arithmetic import ceil_div
 
 NUM_TIMED_STEPS = 4
+_ROW_STEP = 16  # edited rows of a chunk are a multiple of this, so that its arrays stay aligned
+_CHUNK_BYTES = 32 << 20  # fp32 logits that are edited at once
 
 
 def draft_steps(plan: StepPlan) -> list[StepPlan]:
@@ -75,12 +77,35 @@ def measure_draft_s(
     return (time.perf_counter() - start_s) / NUM_TIMED_STEPS
 
 
+def resample_edited(
+    edits: EditTensors,
+    sampling: SamplingTensors,
+    logits: torch.Tensor,
+    input_ids: torch.Tensor,
+    tokens: torch.Tensor,
+) -> None:
+    """Sample the rows whose logits [S, vocab_size] a request edits, and replace their `tokens`, int64 [S]. Hot.
+
+    Most requests edit nothing, so graphs and the plain path sample all rows from the model's own logits. The edited
+    rows are copied, edited and sampled afterwards, a limited number at a time. Rows without edits pay only for the
+    launches. `sampling` has the edited rows alone. `input_ids`, int64 [T], are the step's own, as the model has read
+    them.
+    """
+    num_rows = max(1, _CHUNK_BYTES // (4 * logits.shape[1] * _ROW_STEP)) * _ROW_STEP
+    for start in range(0, len(edits.rows), num_rows):
+        end = start + num_rows
+        part = edits.part(start, end)
+        edited = edit_logits(logits, part, input_ids)
+        tokens[part.rows] = sample(edited, SamplingTensors(*(column[start:end] for column in sampling)))
+
+
 class _Pass(NamedTuple):
     """Results of the model's pass over a step's tokens. Valid until the next pass."""
 
     input_ids: torch.Tensor  # int64 [T]
     logits: torch.Tensor  # [S, vocab_size]
     sampled_ids: torch.Tensor  # int64 [S], by these logits
+    asked: AskedInputs | None  # on the device
     prompt_logprobs: LogprobTensors | None = None
 
 
@@ -98,16 +123,22 @@ class StepRunner:
         # Steps that may still run. A kernel writes their results to pinned memory, which must exist until then.
         self._running: deque[StepResult] = deque()
 
+    def _build_inputs(self, plan: StepPlan) -> StepInputs:
+        spec = self.spec
+        return build_inputs(plan, spec.block_size, spec.staging_group_blocks, self.model.config.vocab_size)
+
     def launch(self, plan: StepPlan) -> StepResult:
         """Enqueue a step. Hot."""
-        arrays = build_arrays(plan, self.spec.block_size)
+        inputs = self._build_inputs(plan)
         self.memory.begin_step(plan)
         drafted_ids = self._draft(plan)
-        ran = self._run(plan, arrays)
-        if plan.has_edits:
-            resample_edited(plan, arrays.sampling, ran.logits, ran.input_ids, ran.sampled_ids)
+        ran = self._run(plan, inputs)
+        asked, logprobs = ran.asked, None
+        if asked is not None and asked.edits is not None and asked.edited_sampling is not None:
+            resample_edited(asked.edits, asked.edited_sampling, ran.logits, ran.input_ids, ran.sampled_ids)
         self._keep_sampled(ran.sampled_ids)
-        logprobs = sampled_logprobs(plan, ran.logits, self._sampled_ids)
+        if asked is not None and asked.sampled_logprobs is not None:
+            logprobs = sampled_logprobs(asked.sampled_logprobs, ran.logits, self._sampled_ids)
         times = self.memory.end_step()
         tokens = torch.cat([self._sampled_ids, drafted_ids]) if len(drafted_ids) else self._sampled_ids
         result = StepResult(tokens, logprobs, ran.prompt_logprobs, self._last_end, times)
@@ -130,69 +161,72 @@ class StepRunner:
         self.memory.begin_all_layers()
         drafted = []
         for step in steps:
-            ran = self._run(step, build_arrays(step, self.spec.block_size), is_draft=True)
+            ran = self._run(step, self._build_inputs(step), is_draft=True)
             self._keep_sampled(ran.sampled_ids)
             drafted.append(self._sampled_ids.clone())
         self._sampled_ids = torch.cat(drafted)
         self._share_with_graphs()
         return self._sampled_ids
 
-    def _run(self, plan: StepPlan, arrays: StepArrays, is_draft: bool = False) -> _Pass:
+    def _run(self, plan: StepPlan, inputs: StepInputs, is_draft: bool = False) -> _Pass:
         """One pass of the model, by graphs if they can run it."""
         graphs = None if self.graphs is None else self.graphs.find(plan)
         if graphs is None:
-            return self._run_in_parts(plan, arrays, is_draft)
+            return self._run_in_parts(plan, inputs, is_draft)
         if plan.moves.brings_in_keys:
-            groups = build_groups(plan, self.spec.block_size, self.spec.staging_group_blocks)
-            logits = graphs.replay(arrays, groups, cpu_rows(plan))
+            logits = graphs.replay(inputs, cpu_rows(plan))
         elif is_draft:
-            logits = graphs.replay(arrays)
+            logits = graphs.replay(inputs)
         else:
             self.memory.begin_all_layers()
-            logits = graphs.replay(arrays)
+            logits = graphs.replay(inputs)
             self.memory.ran_all_layers()
-        num_rows = len(logits)
-        return _Pass(graphs.inputs.read_ids(num_rows), logits, graphs.inputs.sampled_ids[:num_rows])
+        num_rows, buffers = len(logits), graphs.buffers
+        sampled_ids = buffers.sampled_ids[:num_rows]
+        return _Pass(buffers.read_ids(num_rows), logits, sampled_ids, to_device(inputs.asked, self.device))
 
-    def _run_in_parts(self, plan: StepPlan, arrays: StepArrays, is_draft: bool) -> _Pass:
+    def _run_in_parts(self, plan: StepPlan, inputs: StepInputs, is_draft: bool) -> _Pass:
         """Run any step. Its layers may still be a graph; the sampler is always launched kernel by kernel."""
-        groups = build_groups(plan, self.spec.block_size, self.spec.staging_group_blocks)
-        tensors = to_device(arrays, groups, self.device)
         size = None if self.graphs is None or is_draft else self.graphs.find_mixed(plan)
         if size is None:
-            input_ids, hidden, has_all_rows = self._launch_layers(plan, arrays, tensors, is_draft)
+            tensors: StepInputs = to_device(inputs, self.device)
+            input_ids, hidden, has_all_rows = self._launch_layers(plan, inputs, tensors, is_draft)
+            logits_rows, sampling, asked = tensors.logits_rows, tensors.sampling, tensors.asked
         else:
             assert self.graphs is not None
             self.memory.begin_all_layers()
-            hidden, has_all_rows = self.graphs.mixed.replay(plan, arrays, size), True
+            hidden, has_all_rows = self.graphs.mixed.replay(plan, inputs, size), True
             self.memory.ran_all_layers()
-            input_ids = self.graphs.mixed.read_ids(len(hidden))
-        vocab_size = self.model.config.vocab_size
-        scored = prompt_logprobs(plan, hidden, self.model.compute_logits, vocab_size)
+            input_ids = self.graphs.buffers.read_ids(len(hidden))
+            rest = inputs.logits_rows, inputs.sampling, inputs.asked
+            logits_rows, sampling, asked = to_device(rest, self.device)
+        vocab_size, scored = self.model.config.vocab_size, None
+        if asked is not None and asked.prompt_logprobs is not None:
+            scored = prompt_logprobs(asked.prompt_logprobs, hidden, self.model.compute_logits, vocab_size)
         if has_all_rows and not plan.is_decode:
-            hidden = hidden[tensors.logits_rows]
+            hidden = hidden[logits_rows]
         if not len(hidden):
-            return _Pass(input_ids, hidden.new_empty(0, vocab_size), self._sampled_ids[:0], scored)
+            return _Pass(input_ids, hidden.new_empty(0, vocab_size), self._sampled_ids[:0], asked, scored)
         logits = self.model.compute_logits(hidden)
-        return _Pass(input_ids, logits, sample(logits, tensors.sampling), scored)
+        return _Pass(input_ids, logits, sample(logits, sampling), asked, scored)
 
     def _launch_layers(
-        self, plan: StepPlan, arrays: StepArrays, tensors: StepTensors, is_draft: bool
+        self, plan: StepPlan, inputs: StepInputs, tensors: StepInputs, is_draft: bool
     ) -> tuple[torch.Tensor, torch.Tensor, bool]:
         """Without graphs. Returns the token ids, the hidden states after the last layer, and whether these are of all
         tokens or only of those after which the step samples.
         """
-        if len(arrays.pending_tokens):  # read them on the device; the host may not have them yet
-            pending_ids = self._sampled_ids[tensors.pending_rows].clamp_(min=0)  # an invalid id ends its request soon
-            tensors.input_ids[tensors.pending_tokens] = pending_ids
+        input_ids, pending = tensors.input_ids, tensors.pending_rows
+        if (inputs.pending_rows >= 0).any():  # read them on the device; the host may not have them yet
+            pending_ids = self._sampled_ids[pending.clamp(min=0)].clamp_(min=0)  # an invalid id ends its request soon
+            input_ids = torch.where(pending < 0, input_ids, pending_ids)
         rope_lens = tensors.rope_lens if self.model.needs_rope_lens else None
         needs_all = plan.is_decode or plan.has_scores
         rows = None if needs_all else tensors.logits_rows
         attention = self._attention(plan, tensors, needs_all, is_draft)
-        hidden = self.model(tensors.input_ids, tensors.positions, attention, rope_lens, rows)
-        return tensors.input_ids, hidden, needs_all
+        return input_ids, self.model(input_ids, tensors.positions, attention, rope_lens, rows), needs_all
 
-    def _attention(self, plan: StepPlan, tensors: StepTensors, needs_all: bool, is_draft: bool) -> StepAttention:
+    def _attention(self, plan: StepPlan, tensors: StepInputs, needs_all: bool, is_draft: bool) -> StepAttention:
         """`needs_all`: the last layer returns all rows."""
         batches = build_batches(plan, tensors, self.spec.block_size)
         if is_draft:
@@ -212,6 +246,6 @@ class StepRunner:
         """Put the tokens sampled last where the next graph reads them, unless a graph has sampled them there."""
         if self.graphs is None:
             return
-        shared = self.graphs.inputs.sampled_ids[: len(self._sampled_ids)]
+        shared = self.graphs.buffers.sampled_ids[: len(self._sampled_ids)]
         if shared.data_ptr() != self._sampled_ids.data_ptr():
             shared.copy_(self._sampled_ids)

@@ -16,7 +16,7 @@ size are always replayed in the same order. The group graphs run between the pie
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -29,8 +29,8 @@ from nanovllm.kvcache.transfer.offload_engine import OffloadEngine
 from nanovllm.layers.rotary_embedding import KVCells
 from nanovllm.models.decoder import CausalLM
 from nanovllm.runner.cuda_graphs import MakeAttention, StepGraphs, capture
-from nanovllm.runner.decode_inputs import DecodeInputs
-from nanovllm.runner.inputs import GroupArrays, StepArrays
+from nanovllm.runner.graph_inputs import GraphBuffers
+from nanovllm.runner.inputs import GroupInputs, StepInputs, to_device
 from nanovllm.runner.kv_memory import KVMemory, PagedAttention
 
 
@@ -67,14 +67,6 @@ class StaticResult:
                 static.copy_(value)
 
 
-class _PaddedGroup(NamedTuple):
-    """A streamed group's arrays for all sequences of a graph, on the device."""
-
-    key: bytes  # equal for groups with equal content
-    context_lens: torch.Tensor
-    block_tables: torch.Tensor
-
-
 class GroupGraphs:
     """The graphs of streamed groups. Replaying one attends to a group and merges the result.
 
@@ -84,7 +76,7 @@ class GroupGraphs:
 
     def __init__(
         self,
-        inputs: DecodeInputs,
+        buffers: GraphBuffers,
         offload: OffloadEngine,
         backend: AttentionBackend,
         scale: float,
@@ -93,7 +85,7 @@ class GroupGraphs:
         max_query_len: int,
     ) -> None:
         """`max_num_seqs`: sequences of the largest graph. `max_query_len`: the most queries of a sequence."""
-        self.inputs, self.max_query_len = inputs, max_query_len
+        self.buffers, self.max_query_len = buffers, max_query_len
         self.offload, self.backend, self.scale = offload, backend, scale
         caches, spec, largest = offload.k_cache_gpu, offload.spec, max_num_seqs
         self.num_buffers = len(offload.k_staging)
@@ -102,13 +94,14 @@ class GroupGraphs:
         self._held: list[bytes] = [b""] * self.num_buffers  # keys of the groups that _lens and _tables describe
         self._size = 0  # size of the step's graphs
         self._graphs: Sequence[torch.cuda.CUDAGraph] = ()
-        self._groups: list[_PaddedGroup] = []
+        self._keys: list[bytes] = []  # of the step's groups, equal for equal content
+        self._groups: Sequence[torch.Tensor] = ()  # each [size, 1 + columns]: lengths, and then tables
 
     def launch_kernels(self, size: int, buffer: int, result: StaticResult) -> None:
         """Launch the kernels that the graph of this size and buffer captures."""
         spec = self.offload.spec
         batch = PagedBatch(
-            cu_seqlens_q=self.inputs.cu_seqlens_q(size, self.max_query_len),
+            cu_seqlens_q=self.buffers.cu_seqlens_q(size, self.max_query_len),
             context_lens=self._lens[buffer, :size],
             block_tables=self._tables[buffer, :size],
             max_query_len=self.max_query_len,
@@ -120,23 +113,29 @@ class GroupGraphs:
 
     # -- one step ------------------------------------------------------------------------------------------------
 
-    def begin_step(self, size: int, graphs: Sequence[torch.cuda.CUDAGraph], groups: Sequence[GroupArrays]) -> None:
-        """Enqueue the copies of the groups' arrays. `graphs` are those of `size`, one for each buffer."""
+    def begin_step(self, size: int, graphs: Sequence[torch.cuda.CUDAGraph], groups: Sequence[GroupInputs]) -> None:
+        """Enqueue the copy of the groups' arrays. `graphs` are those of `size`, one for each buffer."""
         self._size, self._graphs = size, graphs
-        self._groups = [_pad_group(group, size, self._lens.device) for group in groups]
+        padded = np.zeros((len(groups), size, 1 + self._tables.shape[2]), dtype=np.int32)  # sequences without keys
+        for rows, group in zip(padded, groups, strict=True):
+            num_seqs = len(group.context_lens)
+            rows[:num_seqs, 0], rows[:num_seqs, 1:] = group
+        self._keys = [rows.tobytes() for rows in padded]
+        (on_device,) = to_device((padded,), self._lens.device)
+        self._groups = on_device.unbind()
 
     def end_step(self) -> None:
         """Drop the references to the step's arrays."""
-        self._graphs, self._groups = (), []
+        self._graphs, self._keys, self._groups = (), [], ()
 
     def of_layer(self) -> Iterator[torch.cuda.CUDAGraph]:
         """Yield the graph to replay for each group of the next layer. Hot: once per group."""
         held, graphs = self._held, self._graphs
-        for group, buffer in zip(self._groups, self.offload.staged_buffers(), strict=True):
-            if held[buffer] != group.key:
-                held[buffer] = group.key
-                self._lens[buffer, : self._size].copy_(group.context_lens)
-                self._tables[buffer, : self._size].copy_(group.block_tables)
+        for key, rows, buffer in zip(self._keys, self._groups, self.offload.staged_buffers(), strict=True):
+            if held[buffer] != key:
+                held[buffer] = key
+                self._lens[buffer, : self._size].copy_(rows[:, 0])
+                self._tables[buffer, : self._size].copy_(rows[:, 1:])
             yield graphs[buffer]
 
 
@@ -182,17 +181,6 @@ class CpuGraph:
             yield self._graph
 
 
-def _pad_group(group: GroupArrays, size: int, device: torch.device) -> _PaddedGroup:
-    """A group's arrays, padded to `size` sequences. Those added have no keys."""
-    num_seqs, num_columns = group.block_tables.shape
-    padded = np.zeros((size, 1 + num_columns), dtype=np.int32)
-    padded[:num_seqs, 0], padded[:num_seqs, 1:] = group.context_lens, group.block_tables
-    staging = torch.empty(padded.shape, dtype=torch.int32, pin_memory=device.type == "cuda")
-    staging.numpy()[:] = padded
-    on_device = staging.to(device, non_blocking=True)
-    return _PaddedGroup(padded.tobytes(), on_device[:, 0], on_device[:, 1:])
-
-
 class _Cutter:
     """A StepAttention that ends the captured piece after each paged call and begins the next.
 
@@ -234,7 +222,7 @@ class StreamedDecodeGraphs(StepGraphs):
 
     def __init__(
         self,
-        inputs: DecodeInputs,
+        buffers: GraphBuffers,
         name: str,
         sizes: list[int],
         max_query_len: int,
@@ -243,25 +231,23 @@ class StreamedDecodeGraphs(StepGraphs):
         num_heads: int,
     ) -> None:
         """`memory`: with offload. `num_heads`: query heads of this rank."""
-        super().__init__(inputs, name, sizes, max_query_len)
+        super().__init__(buffers, name, sizes, max_query_len)
         assert memory.offload is not None, "without offload nothing is streamed"
         self.memory, self.offload, largest = memory, memory.offload, self.sizes[-1]
         spec, backend, scale = memory.spec, memory.backend, memory.scale
         self.num_layers = spec.num_layers
         self.result = StaticResult(self.offload.k_cache_gpu, largest, num_heads, spec.head_dim)
         self.groups = GroupGraphs(
-            inputs, self.offload, backend, scale, max_num_seqs=largest, max_query_len=max_query_len
+            buffers, self.offload, backend, scale, max_num_seqs=largest, max_query_len=max_query_len
         )
         self.cpu = None if memory.cpu is None else CpuGraph(memory.cpu, backend, scale)
 
     def _capture_size(self, model: CausalLM, make_attention: MakeAttention, size: int, pools: list[Any]) -> None:
         """Capture the pieces, one more than the model has layers, and then a graph for each staging buffer."""
         pool, group_pool = pools
-        batch = self.inputs.batch(size, self.max_query_len)
-        paged = self.memory.paged_attention(self.inputs.tensors(size).slot_mapping, batch)
-        cutter = _Cutter(paged, self.cpu, self.result, pool)
+        cutter = _Cutter(self.paged(self.memory.paged_attention, size), self.cpu, self.result, pool)
         with cutter:
-            self.inputs.forward(model, size, cutter)
+            self.buffers.forward(model, size, cutter)
         graphs = self._graphs[size] = cutter.pieces
         for buffer in range(self.groups.num_buffers):
             with capture(group_pool) as graph:
@@ -274,24 +260,20 @@ class StreamedDecodeGraphs(StepGraphs):
         torch.cuda.synchronize()
 
     def launch_kernels(self, model: CausalLM, make_attention: MakeAttention, size: int) -> None:
-        batch = self.inputs.batch(size, self.max_query_len)
-        attention = make_attention(self.inputs.tensors(size).slot_mapping, batch)
-        self.inputs.forward(model, size, attention)
+        self.buffers.forward(model, size, self.paged(make_attention, size))
         for buffer in range(self.groups.num_buffers):
             self.groups.launch_kernels(size, buffer, self.result)
         if self.cpu is not None:
             self.cpu.launch_kernels(size, self.result)
 
-    def replay(
-        self, arrays: StepArrays, groups: Sequence[GroupArrays] = (), cpu_rows: CpuRows | None = None
-    ) -> torch.Tensor:
+    def replay(self, inputs: StepInputs, cpu_rows: CpuRows | None = None) -> torch.Tensor:
         """See StepGraphs. Between the pieces this makes the same calls as a step that is launched kernel by kernel."""
-        num_rows = len(arrays.input_ids)
+        num_rows = len(inputs.input_ids)
         size = self.size_for(num_rows)
-        self.inputs.fill(arrays, size)
+        self.buffers.fill_decode(inputs, size)
         num_pieces, num_buffers = self.num_layers + 1, self.groups.num_buffers
         *pieces, last_piece = self._graphs[size][:num_pieces]
-        self.groups.begin_step(size, self._graphs[size][num_pieces : num_pieces + num_buffers], groups)
+        self.groups.begin_step(size, self._graphs[size][num_pieces : num_pieces + num_buffers], inputs.groups)
         if self.cpu is not None:
             self.cpu.begin_step(size, self._graphs[size][-1], cpu_rows)
         offload, cpu, replay = self.offload, self.cpu, torch.cuda.CUDAGraph.replay
@@ -309,4 +291,4 @@ class StreamedDecodeGraphs(StepGraphs):
                     replay(graph)
         replay(last_piece)
         self.groups.end_step()
-        return self.inputs.logits(num_rows)
+        return self.buffers.logits(num_rows)

@@ -10,19 +10,8 @@ import torch
 from nanovllm.core.step_plan import CpuSpan, KVMoves, SamplingRow, SequenceStep, StepPlan, StreamedGroup
 from nanovllm.kernels.sampling_tensors import SamplingTensors
 from nanovllm.kvcache.transfer.cpu_attention import CpuRows
-from nanovllm.runner import decode_inputs
-from nanovllm.runner.decode_inputs import DecodeInputs, DecodeTensors
-from nanovllm.runner.inputs import (
-    GroupArrays,
-    GroupTensors,
-    StepArrays,
-    StepTensors,
-    build_arrays,
-    build_groups,
-    copy_to_device,
-    pad_tables,
-    to_device,
-)
+from nanovllm.runner.graph_inputs import GraphBuffers, GraphShape
+from nanovllm.runner.inputs import GroupInputs, StepInputs, build_inputs, pad_tables, to_device
 from nanovllm.runner.kv_memory import build_batches, last_token_batches
 
 BLOCK_SIZE = 8
@@ -84,18 +73,20 @@ def random_plan(rng: random.Random) -> StepPlan:
     return StepPlan(tuple(steps), KVMoves())
 
 
-def by_name(arrays: Any) -> dict[str, Any]:
-    """The fields of a step's arrays, those of `sampling` as `sampling.temperature` and so on."""
-    fields: dict[str, Any] = arrays._asdict()
-    sampling = fields.pop("sampling")
-    return fields | {f"sampling.{name}": values for name, values in zip(SamplingRow._fields, sampling, strict=True)}
+def inputs_of(*steps: SequenceStep) -> StepInputs:
+    return build_inputs(StepPlan(steps, KVMoves()), BLOCK_SIZE, group_blocks=0, vocab_size=64)
 
 
-def test_twins_have_the_same_fields() -> None:
+def by_name(inputs: Any) -> dict[str, Any]:
+    """The arrays of a step's inputs, those of `sampling` as `sampling.temperature` and so on."""
+    fields: dict[str, Any] = inputs._asdict()
+    sampling = fields.pop("sampling")._asdict()
+    assert not fields.pop("groups", ()) and fields.pop("asked", None) is None
+    return fields | {f"sampling.{name}": values for name, values in sampling.items()}
+
+
+def test_the_sampler_gets_the_fields_of_the_plans_rows() -> None:
     """They are filled by position."""
-    assert StepTensors._fields == (*StepArrays._fields, "groups")
-    assert GroupTensors._fields == GroupArrays._fields
-    assert DecodeTensors._fields == (*decode_inputs._STEP_DTYPES, "sampling")
     assert SamplingTensors._fields == SamplingRow._fields
 
 
@@ -103,7 +94,7 @@ def test_arrays_of_random_steps_are_those_of_a_loop_over_tokens() -> None:
     rng = random.Random(0)
     for _ in range(200):
         plan = random_plan(rng)
-        arrays = by_name(build_arrays(plan, BLOCK_SIZE))
+        arrays = by_name(inputs_of(*plan.sequences))
         expected: dict[str, list[float]] = {name: [] for name in arrays}
         expected["cu_seqlens_q"], expected["sampling_cu_seqlens"] = [0], [0]
         token = 0
@@ -127,11 +118,9 @@ def test_arrays_of_random_steps_are_those_of_a_loop_over_tokens() -> None:
                     for name, value in step.sampling._asdict().items():
                         expected[f"sampling.{name}"].append(value + (i if name == "position" else 0))
             drafted |= {(i, row): token - step.num_guesses + i for i in range(step.num_drafts)}
-            if step.previous_row >= 0:
-                expected["pending_tokens"].append(token - 1)
-                expected["pending_rows"].append(step.previous_row)
-        expected["pending_tokens"] += [drafted[draft] for draft in sorted(drafted)]
-        expected["pending_rows"] += range(len(drafted))
+            expected["pending_rows"] += [-1] * (step.num_tokens - 1) + [step.previous_row]
+        for number, draft in enumerate(sorted(drafted)):
+            expected["pending_rows"][drafted[draft]] = number
         for name, values in expected.items():
             if name != "block_tables":
                 assert arrays[name].tolist() == pytest.approx(values, abs=1e-6), name
@@ -140,9 +129,10 @@ def test_arrays_of_random_steps_are_those_of_a_loop_over_tokens() -> None:
             assert not any(table[len(step.block_table) :])
 
 
-def make_decode_inputs(max_num_rows: int) -> DecodeInputs:
-    return DecodeInputs(
+def make_buffers(max_num_rows: int, max_num_tokens: int = 1) -> GraphBuffers:
+    return GraphBuffers(
         max_num_rows=max_num_rows,
+        max_num_tokens=max_num_tokens,
         max_model_len=100,
         block_size=BLOCK_SIZE,
         vocab_size=30,
@@ -156,7 +146,7 @@ def make_decode_inputs(max_num_rows: int) -> DecodeInputs:
 def test_decode_graph_inputs_are_the_arrays_of_the_step_padded(max_guesses: int) -> None:
     """Steps of falling and rising size through the same buffers; ids from the host, and from the step before."""
     rng = random.Random(2)
-    static = make_decode_inputs(19)
+    buffers = make_buffers(19)
     for _ in range(60):
         counts: list[int] = []  # rows of each sequence
         while not counts or (sum(counts) + 1 + max_guesses <= 19 and rng.random() < 0.8):
@@ -174,42 +164,50 @@ def test_decode_graph_inputs_are_the_arrays_of_the_step_padded(max_guesses: int)
             )
             for seq, num_rows in enumerate(counts)
         ]
-        arrays = build_arrays(StepPlan(tuple(steps), KVMoves()), BLOCK_SIZE)
-        static.sampled_ids.copy_(torch.tensor([rng.choice((-1, rng.randint(100_000, 200_000))) for _ in range(19)]))
+        inputs = inputs_of(*steps)
+        buffers.sampled_ids.copy_(torch.tensor([rng.choice((-1, rng.randint(100_000, 200_000))) for _ in range(19)]))
         num_rows, num_seqs = sum(counts), len(counts)
         size = min(size for size in (4, 8, 16, 19) if size >= num_rows)
-        static.fill(arrays, size)
-        got, want = by_name(static.tensors(size)), by_name(arrays)
+        buffers.fill_decode(inputs, size)
+        got, want = by_name(buffers.tensors(GraphShape.decode(size))), by_name(inputs)
         for name in got.keys() - {"input_ids", "token_source", "cu_seqlens_q"}:
             num_padding = size - (num_seqs if name == "context_lens" else num_rows)
             assert got[name].tolist() == [*want[name].tolist(), *[-(name == "slot_mapping")] * num_padding], name
         cu_seqlens = got["cu_seqlens_q"].tolist()  # each row of padding is a sequence; the others have no queries
         assert cu_seqlens[: num_seqs + 1] == want["cu_seqlens_q"].tolist()
         assert cu_seqlens[num_seqs:] == [*range(num_rows, size + 1), *[size] * (num_rows - num_seqs)]
-        ids = static.input_ids(size)[:num_rows].tolist()
+        ids = buffers.input_ids(GraphShape.decode(size))[:num_rows].tolist()
         for step, end in zip(steps, cu_seqlens[1:], strict=False):
             expected = step.token_ids.tolist()
             if step.previous_row >= 0:
-                expected = [static.sampled_ids[step.previous_row]]
+                expected = [buffers.sampled_ids[step.previous_row]]
             assert ids[end - step.num_tokens : end] == [max(token_id, 0) for token_id in expected]  # -1 has no row
-        batch = static.batch(size, 1 + max_guesses)
+        batch = buffers.decode_batch(size, 1 + max_guesses)
         assert batch.cu_seqlens_q.tolist() == (cu_seqlens if max_guesses else list(range(size + 1)))
         for step, table in zip(steps, batch.block_tables.tolist(), strict=False):
             assert tuple(table[: len(step.block_table)]) == step.block_table
 
 
 @pytest.mark.parametrize("max_num_rows", [1, 8, 19])
-def test_decode_graph_inputs_begin_on_16_bytes(max_num_rows: int) -> None:
+def test_graph_inputs_begin_on_16_bytes(max_num_rows: int) -> None:
     """Else Triton compiles the kernels that read them once more, 0.8 s of a start with an empty cache."""
-    static = make_decode_inputs(max_num_rows)
+    buffers = make_buffers(max_num_rows, max_num_tokens=4096)
+    for mixed_size in buffers.mixed_sizes:
+        shape = GraphShape.mixed(mixed_size)
+        tensors = by_name(buffers.tensors(shape))
+        chunks = buffers.batch(
+            tensors["cu_seqlens_q"], tensors["context_lens"][shape.first_counted :], 9, shape.first_counted
+        )
+        tensors |= {"chunk_lens": chunks.context_lens, "chunk_tables": chunks.block_tables}
+        assert {name for name, tensor in tensors.items() if tensor.data_ptr() % 16} == set()
     for size in range(1, max_num_rows + 1):
-        tensors = by_name(static.tensors(size))
-        tensors |= {"sampled_ids": static.sampled_ids, "block_tables": static.batch(size, 1).block_tables}
+        tensors = by_name(buffers.tensors(GraphShape.decode(size)))
+        tensors |= {"sampled_ids": buffers.sampled_ids, "block_tables": buffers.decode_batch(size, 1).block_tables}
         assert {name for name, tensor in tensors.items() if tensor.data_ptr() % 16} == set()
 
 
 def test_array_types() -> None:
-    arrays = build_arrays(random_plan(random.Random(1)), BLOCK_SIZE)
+    arrays = inputs_of(*random_plan(random.Random(1)).sequences)
     int32 = {"cu_seqlens_q", "sampling_cu_seqlens", "context_lens", "block_tables"}
     float32 = {"temperature", "top_p", "min_p"}
     for name, values in by_name(arrays).items():
@@ -218,8 +216,8 @@ def test_array_types() -> None:
 
 
 def test_step_that_samples_nothing_has_no_rows() -> None:
-    arrays = build_arrays(StepPlan((sequence_step(5, 9),), KVMoves()), BLOCK_SIZE)
-    assert all(array.shape == (0,) for array in (arrays.logits_rows, *arrays.sampling))
+    inputs = inputs_of(sequence_step(5, 9))
+    assert all(array.shape == (0,) for array in (inputs.logits_rows, *inputs.sampling))
 
 
 def test_pad_tables_missing_entries_are_a_valid_block() -> None:
@@ -227,11 +225,19 @@ def test_pad_tables_missing_entries_are_a_valid_block() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_copy_to_device_keeps_types_shapes_and_values(device: str) -> None:
-    arrays = list(by_name(build_arrays(random_plan(random.Random(2)), BLOCK_SIZE)).values())
-    arrays += [np.zeros((0, 3), dtype=np.int32), np.arange(7, dtype=np.int32)]
-    tensors = copy_to_device(arrays, torch.device(device))
-    for tensor, array in zip(tensors, arrays, strict=True):
+def test_to_device_keeps_types_shapes_values_and_places(device: str) -> None:
+    groups = tuple(GroupInputs(np.full(2, i, np.int32), np.full((2, 3), -i, np.int32)) for i in range(3))
+    inputs = inputs_of(*random_plan(random.Random(2)).sequences)._replace(groups=groups)
+    nested = (np.zeros((0, 3), np.int32), None, (np.arange(7, dtype=np.int32), 5, inputs), np.ones(3, np.float32))
+    empty, none, (seven, five, moved), last = to_device(nested, torch.device(device))
+    assert (none, five) == (None, 5)
+    pairs = [(empty, nested[0]), (seven, np.arange(7, dtype=np.int32)), (last, nested[3])]
+    for got, want in zip(moved.groups, groups, strict=True):
+        pairs += zip(got, want, strict=True)
+    arrays = by_name(inputs._replace(groups=()))
+    pairs += [(tensor, arrays.pop(name)) for name, tensor in by_name(moved._replace(groups=())).items()]
+    assert not arrays
+    for tensor, array in pairs:
         assert tensor.device.type == device
         assert tensor.shape == array.shape
         assert np.array_equal(tensor.cpu().numpy(), array)
@@ -239,28 +245,17 @@ def test_copy_to_device_keeps_types_shapes_and_values(device: str) -> None:
         assert tensor.data_ptr() % tensor.element_size() == 0
 
 
-def test_to_device_puts_every_array_where_its_name_says() -> None:
-    plan = random_plan(random.Random(3))
-    groups = [GroupArrays(np.full(2, i, dtype=np.int32), np.full((2, 3), -i, dtype=np.int32)) for i in range(3)]
-    arrays = build_arrays(plan, BLOCK_SIZE)
-    tensors = to_device(arrays, groups, torch.device("cpu"))
-    got = by_name(tensors)
-    assert len(got.pop("groups")) == 3
-    for name, values in by_name(arrays).items():
-        assert np.array_equal(got.pop(name).numpy(), values), name
-    assert not got
-    for on_device, group in zip(tensors.groups, groups, strict=True):
-        assert np.array_equal(on_device.context_lens.numpy(), group.context_lens)
-        assert np.array_equal(on_device.block_tables.numpy(), group.block_tables)
+def test_nothing_is_moved_if_there_is_nothing() -> None:
+    assert to_device(None, torch.device("meta")) is None
 
 
 def test_batches_of_paged_keys_and_of_streamed_groups() -> None:
     steps = (sequence_step(3, 11, table=(4, 6)), sequence_step(1, 5, table=(2,)))
     groups = (StreamedGroup((7, 8, 9), ((0, 2), (1,))), StreamedGroup((3,), ((), (0,))))
     plan = StepPlan(steps, KVMoves(streamed=groups))
-    arrays = build_groups(plan, BLOCK_SIZE, group_blocks=3)
-    assert {array.dtype for group in arrays for array in group} == {np.dtype(np.int32)}
-    tensors = to_device(build_arrays(plan, BLOCK_SIZE), arrays, torch.device("cpu"))
+    inputs = build_inputs(plan, BLOCK_SIZE, group_blocks=3, vocab_size=64)
+    assert {array.dtype for group in inputs.groups for array in group} == {np.dtype(np.int32)}
+    tensors = to_device(inputs, torch.device("cpu"))
     batches = build_batches(plan, tensors, BLOCK_SIZE)
 
     paged = batches.paged
@@ -293,8 +288,8 @@ def test_batches_of_the_last_tokens_are_those_of_the_sequences_that_sample(
     spans = ((CpuSpan(9, 2, 8), CpuSpan(5, 0, 8)), (), (CpuSpan(6, 0, 8),))
     group = StreamedGroup((7, 8, 9), ((0, 2), (), (1,)), num_cut_tokens=6)
     plan = StepPlan(steps, KVMoves(streamed=(group,), cpu_spans=spans))
-    groups = build_groups(plan, BLOCK_SIZE, group_blocks=3)
-    tensors = to_device(build_arrays(plan, BLOCK_SIZE), groups, torch.device("cpu"))
+    inputs = build_inputs(plan, BLOCK_SIZE, group_blocks=3, vocab_size=64)
+    tensors = to_device(inputs, torch.device("cpu"))
     batches = build_batches(plan, tensors, BLOCK_SIZE)
     assert batches.cpu == CpuRows((3, 1, 2), spans)
     paged, (group_batch,), cpu = last_token_batches(plan, batches, tensors)
@@ -303,7 +298,7 @@ def test_batches_of_the_last_tokens_are_those_of_the_sequences_that_sample(
     assert cpu == CpuRows(tuple(query_lens), expected_spans)
     for batch, context_lens, rows in (
         (paged, (11, 5, 9), [[4, 6], [2, 0], [7, 1]]),
-        (group_batch, (10, 0, 8), groups[0].block_tables.tolist()),
+        (group_batch, (10, 0, 8), inputs.groups[0].block_tables.tolist()),
     ):
         expected = [context_len for context_len, does in zip(context_lens, samples, strict=True) if does]
         assert batch.context_lens.tolist() == expected

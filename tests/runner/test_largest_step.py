@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from nanovllm.core.step_plan import StepPlan
-from nanovllm.runner.inputs import build_arrays, build_groups
+from nanovllm.runner.inputs import build_inputs
 from nanovllm.runner.startup_memory import HISTORY_TOKENS, NUM_GROUPS, largest_steps, short_steps
 
 BLOCK = 256
@@ -55,11 +55,10 @@ def test_chunk_has_history_and_every_row_filters() -> None:
 @pytest.mark.parametrize("group_blocks", [0, 2])
 def test_one_block_is_enough(group_blocks: int) -> None:
     for plan in steps(num_tokens=3000, max_num_seqs=7, group_blocks=group_blocks):
-        arrays = build_arrays(plan, BLOCK)
-        assert not arrays.block_tables.any() and arrays.slot_mapping.max() < BLOCK
-        groups = build_groups(plan, BLOCK, group_blocks)
-        assert len(groups) == (NUM_GROUPS if group_blocks else 0)
-        for (lens, _), group in zip(groups, plan.moves.streamed, strict=True):
+        inputs = build_inputs(plan, BLOCK, group_blocks, vocab_size=64)
+        assert not inputs.block_tables.any() and inputs.slot_mapping.max() < BLOCK
+        assert len(inputs.groups) == (NUM_GROUPS if group_blocks else 0)
+        for (lens, _), group in zip(inputs.groups, plan.moves.streamed, strict=True):
             assert lens.tolist() == [group_blocks * BLOCK] * len(plan.sequences)
             assert set(group.cpu_block_ids) == {0}
 
@@ -80,4 +79,4 @@ def test_short_steps_stay_within_the_limits(max_num_seqs: int, max_model_len: in
     assert not any(plan.moves.streamed or plan.sequences[0].position for plan in without)
     for plan in (mixed, *few):
         assert all(seq.num_paged_keys <= max_model_len for seq in plan.sequences)
-        assert not build_arrays(plan, BLOCK).block_tables.any()
+        assert not build_inputs(plan, BLOCK, group_blocks, vocab_size=64).block_tables.any()

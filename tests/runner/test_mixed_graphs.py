@@ -12,9 +12,9 @@ from offload_workload import BLOCK, prompts_of
 from tiny_models import write_tiny_model
 
 from nanovllm.attention.base import PagedBatch, PartialAttention
-from nanovllm.core.step_limits import MAX_GRAPH_CHUNKS, MixedSize, mixed_graph_sizes
+from nanovllm.core.step_limits import MAX_GRAPH_CHUNKS, MixedSize
 from nanovllm.core.step_plan import StepPlan
-from nanovllm.runner.decode_inputs import DecodeInputs
+from nanovllm.runner.graph_inputs import GraphBuffers
 from nanovllm.runner.graph_set import GraphSet
 from nanovllm.runner.mixed_graphs import MixedGraphs
 from nanovllm.sampling_params import SamplingParams
@@ -50,8 +50,9 @@ class MixedLLM(CheckedLLM):
     def __init__(self, reference: Reference, **options: Any) -> None:
         super().__init__(reference, **options)
         runner: Any = self.runner
-        inputs = DecodeInputs(
+        buffers = GraphBuffers(
             max_num_rows=MAX_ROWS,
+            max_num_tokens=4096,
             max_model_len=runner.max_model_len,
             block_size=runner.spec.block_size,
             vocab_size=1,
@@ -59,12 +60,12 @@ class MixedLLM(CheckedLLM):
             dtype=torch.float32,
             device=torch.device("cpu"),
         )
-        sizes = mixed_graph_sizes(4096, MAX_ROWS)
-        self.mixed = MixedGraphs(inputs, runner.memory, runner.model, sizes)
+        self.mixed = MixedGraphs(buffers, runner.model.config.hidden_size, torch.float32)
+        sizes = self.mixed.sizes
         self.mixed._graphs = {size: [SimpleNamespace(replay=lambda size=size: self._run_size(size))] for size in sizes}
         self.used: list[MixedSize] = []
         graphs: Any = SimpleNamespace(
-            find=lambda plan: None, mixed=self.mixed, inputs=inputs, kinds=[], reset=lambda: None
+            find=lambda plan: None, mixed=self.mixed, buffers=buffers, kinds=[], reset=lambda: None
         )
         graphs.find_mixed = lambda plan: GraphSet.find_mixed(graphs, plan)
         runner.steps.graphs = graphs

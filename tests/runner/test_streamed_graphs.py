@@ -21,8 +21,8 @@ from nanovllm.errors import ConfigError
 from nanovllm.kvcache.transfer.cpu_attention import CpuAttention
 from nanovllm.kvcache.transfer.offload_engine import OffloadEngine
 from nanovllm.kvcache.transfer.streams import ImmediateStreams
-from nanovllm.runner.decode_inputs import DecodeInputs
-from nanovllm.runner.inputs import build_arrays, build_groups
+from nanovllm.runner.graph_inputs import GraphBuffers
+from nanovllm.runner.inputs import build_inputs
 from nanovllm.runner.kv_memory import KVMemory, cpu_rows, make_offload_engine
 from nanovllm.runner.streamed_graphs import StreamedDecodeGraphs
 
@@ -89,11 +89,11 @@ def make_plan(num_groups: int, num_cpu_tokens: int = 0, num_guesses: tuple[int, 
 
 
 class Setup(NamedTuple):
-    """Sequences over a paged cache, the same keys in CPU memory and in slots, and the inputs of graphs."""
+    """Sequences over a paged cache, the same keys in CPU memory and in slots, and the buffers of graphs."""
 
     case: PagedCase
     offload: OffloadEngine
-    inputs: DecodeInputs
+    buffers: GraphBuffers
 
 
 def make_setup(
@@ -123,8 +123,9 @@ def make_setup(
         ):
             cpu[0, cpu_blocks] = cache[table[:num_groups]].cpu()
             gpu[0, seq] = cache[table[num_groups]]
-    inputs = DecodeInputs(
+    buffers = GraphBuffers(
         max_num_rows=max_num_rows,
+        max_num_tokens=1,
         max_model_len=(1 + num_groups) * BLOCK,
         block_size=BLOCK,
         vocab_size=64,
@@ -132,14 +133,14 @@ def make_setup(
         dtype=dtype,
         device=torch.device(device),
     )
-    return Setup(case, offload, inputs)
+    return Setup(case, offload, buffers)
 
 
 def replay(graphs: StreamedDecodeGraphs, offload: OffloadEngine, plan: StepPlan) -> None:
     """Run a step."""
     offload.begin_step(plan.moves, range(NUM_SEQS))
-    groups = build_groups(plan, BLOCK, offload.spec.staging_group_blocks)
-    graphs.replay(build_arrays(plan, BLOCK), groups, cpu_rows(plan))
+    inputs = build_inputs(plan, BLOCK, offload.spec.staging_group_blocks, graphs.buffers.vocab_size)
+    graphs.replay(inputs, cpu_rows(plan))
     offload.end_step()
 
 
@@ -185,7 +186,7 @@ def make_cpu_attention(offload: OffloadEngine, num_heads: int, is_pinned: bool =
 
 
 def make_graphs(
-    static: DecodeInputs,
+    buffers: GraphBuffers,
     sizes: list[int],
     max_query_len: int,
     offload: OffloadEngine,
@@ -195,7 +196,7 @@ def make_graphs(
 ) -> StreamedDecodeGraphs:
     memory = KVMemory(offload.spec, backend, offload.dtype, offload.device, offload, cpu)
     memory.scale = SCALE
-    return StreamedDecodeGraphs(static, "streamed", sizes, max_query_len, memory=memory, num_heads=num_heads)
+    return StreamedDecodeGraphs(buffers, "streamed", sizes, max_query_len, memory=memory, num_heads=num_heads)
 
 
 @pytest.mark.parametrize("num_guesses", [(0, 0), (4, 0), (1, 2)])
@@ -208,7 +209,7 @@ def test_streamed_replay_attends_to_all_keys_and_keeps_the_order(
     num_rows, max_query_len = NUM_SEQS + sum(num_guesses), 1 + max(num_guesses)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Replayable)
     Replayable.log = []
-    case, offload, static = make_setup(
+    case, offload, buffers = make_setup(
         lambda *args: LoggedEngine(*args, ImmediateStreams()),
         num_groups,
         (4, 2),
@@ -219,14 +220,14 @@ def test_streamed_replay_attends_to_all_keys_and_keeps_the_order(
         max_num_rows=8,
     )
     cpu = None if num_cpu_tokens is None else make_cpu_attention(offload, num_heads=4)
-    graphs = make_graphs(static, [4, 8], max_query_len, offload, cpu, backend, num_heads=4)
+    graphs = make_graphs(buffers, [4, 8], max_query_len, offload, cpu, backend, num_heads=4)
     size = graphs.size_for(num_rows)
     assert size > num_rows
     q_BHD, out_BHD = torch.zeros(size, 4, 16), torch.zeros(size, 4, 16)
     q_BHD[:num_rows] = case.q_THD
 
     def first_piece() -> None:
-        batch, caches = static.batch(size, max_query_len), (offload.k_cache_gpu[0], offload.v_cache_gpu[0])
+        batch, caches = buffers.decode_batch(size, max_query_len), (offload.k_cache_gpu[0], offload.v_cache_gpu[0])
         if graphs.cpu is not None:
             graphs.cpu.capture_query(q_BHD)
         graphs.result.begin(q_BHD, backend.attend(q_BHD, *caches, batch, SCALE))
@@ -270,10 +271,10 @@ def test_gpu_streamed_graphs_many_groups_round_once(name: str, num_parts: int, w
         pytest.skip(str(error))
     num_groups = num_parts - 1
     with torch.inference_mode():
-        case, offload, static = make_setup(make_offload_engine, num_groups, (16, 2), 128, dtype, "cuda")
+        case, offload, buffers = make_setup(make_offload_engine, num_groups, (16, 2), 128, dtype, "cuda")
         model = OneAttention(case.q_THD)
         cpu = make_cpu_attention(offload, num_heads=16, is_pinned=True) if with_cpu else None
-        graphs = make_graphs(static, [NUM_SEQS], 1, offload, cpu, backend, num_heads=16)
+        graphs = make_graphs(buffers, [NUM_SEQS], 1, offload, cpu, backend, num_heads=16)
         graphs.capture(model, graphs.memory.paged_attention, graphs.sizes, show_progress=False)  # type: ignore[arg-type]
         plan = make_plan(num_groups, num_cpu_tokens=100 if with_cpu and num_groups else 0)
         for _ in range(2):  # the second step finds the running result of the first
