@@ -20,7 +20,7 @@ from nanovllm.capacity.costs import num_missing_blocks
 from nanovllm.core.sequence import Sequence
 from nanovllm.engine.setup import Internals
 from nanovllm.speculation.drafters import NO_GUESSES, Guesses
-from nanovllm.speculation.pace import load_of
+from nanovllm.speculation.speculator import load_of
 from nanovllm.utils.arithmetic import ceil_div
 
 ACCEPTANCES = (0.0, 0.5, 0.7, 0.8, 0.9, 1.0)

@@ -17,8 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from benchmarks.server_process import make_tokenizer
 from nanovllm.core.sequence import Sequence
 from nanovllm.core.step_plan import KVMoves, SamplingRow, SequenceStep, StepPlan
-from nanovllm.kvcache.policy.base import KVCacheManager
-from nanovllm.kvcache.policy.block_manager import BlockManager
+from nanovllm.kvcache.policy.block_manager import BlockManager, KVCacheManager
 from nanovllm.kvcache.policy.block_pool import Block, BlockPool, PrefixMatch
 from nanovllm.kvcache.policy.hybrid_manager import HybridKVCacheManager
 from nanovllm.runner import inputs

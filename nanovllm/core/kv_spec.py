@@ -88,3 +88,12 @@ class BlockState(IntEnum):
     CPU_ATTENDED = 4  # the CPU attended to it in the last step, where it lies
     STREAMED = 5  # copied to the GPU for the last step, layer by layer
     WRITTEN = 6  # the last step wrote to it, or the next step will
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartReport:
+    """Rank 0's report on its start-up."""
+
+    needs_rope_lens: bool  # whether the keys of a sequence can depend on the length of its prompt
+    link_byte_per_s: float | None  # host to device, measured; None without offload and on a CPU
+    phases: str  # how long each phase took, for the log

@@ -19,11 +19,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from nanovllm.core.kv_spec import KVCacheSizes
+from nanovllm.core.kv_spec import KVCacheSizes, StartReport
 from nanovllm.core.logit_editor import NO_RULES, AnswerRules, LogitEditor
 from nanovllm.core.outputs import Outbox, Receiver, StepOutput
 from nanovllm.core.sequence import Sequence, TokenIds
-from nanovllm.core.start_report import StartReport
 from nanovllm.engine.setup import EngineSetup
 from nanovllm.engine.step_loop import LinkMeter, StepLoop, StepMeter
 from nanovllm.errors import EngineError, RequestError

@@ -21,16 +21,13 @@ from nanovllm.engine.setup import EngineSetup
 from nanovllm.errors import ConfigError
 from nanovllm.executor.base import Executor, LocalExecutor, Runner
 from nanovllm.executor.processes import ProcessExecutor
-from nanovllm.kvcache.policy.base import KVCacheManager
-from nanovllm.kvcache.policy.block_manager import BlockManager
+from nanovllm.kvcache.policy.block_manager import BlockManager, KVCacheManager
 from nanovllm.kvcache.policy.hybrid_manager import HybridKVCacheManager
 from nanovllm.runner.model_runner import make_runner
-from nanovllm.scheduling.chunk_times import ChunkTimes
 from nanovllm.scheduling.scheduler import Scheduler
-from nanovllm.scheduling.step_bound import StepBound
+from nanovllm.scheduling.step_bound import ChunkTimes, StepBound
 from nanovllm.speculation.drafters import Drafter, PromptLookupDrafter, ResidentDrafter
-from nanovllm.speculation.pace import StepTimes
-from nanovllm.speculation.speculator import Speculator
+from nanovllm.speculation.speculator import Speculator, StepTimes
 from nanovllm.utils.arithmetic import ceil_div, format_bytes
 from nanovllm.utils.interrupt import deferred_interrupt
 

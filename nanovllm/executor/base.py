@@ -9,9 +9,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from nanovllm.core.cpu_split import CpuSplit, LayerTimes
-from nanovllm.core.kv_spec import KVCacheSizes
+from nanovllm.core.kv_spec import KVCacheSizes, StartReport
 from nanovllm.core.outputs import NO_LOGPROBS, StepLogprobs
-from nanovllm.core.start_report import StartReport
 from nanovllm.core.step_plan import StepPlan
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.errors import EngineError

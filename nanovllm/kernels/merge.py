@@ -103,7 +103,7 @@ def merge_into(out_THD: torch.Tensor, lse_HT: torch.Tensor, parts: Sequence[tupl
     """Merge two or three parts, `(out, lse)` each, into `out_THD` and `lse_HT`: attention over the keys of all parts.
 
     The result may overwrite a part, because each program reads its cells before it writes them. The merge is computed
-    in fp32, whatever the dtypes, and in the same order as in attention/merge.py. A part that saw no key (lse -inf,
+    in fp32, whatever the dtypes, and in the same order as in attention/base.py. A part that saw no key (lse -inf,
     out 0) changes nothing. Hot: once per merge.
     """
     assert 2 <= len(parts) <= 3, f"the kernel merges two or three parts, not {len(parts)}"

@@ -1,6 +1,6 @@
 """All graphs of a rank: of decode steps whose keys are all on the GPU and, with offload, of streamed ones. With
 speculation there is one more kind of each, for steps that verify guesses. The last kind is for steps with short chunks
-of prompts (mixed_graphs.py).
+of prompts.
 """
 
 from collections.abc import Sequence
@@ -19,10 +19,9 @@ from nanovllm.core.step_plan import StepPlan
 from nanovllm.device.devices import memory_remedy
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.models.decoder import CausalLM
-from nanovllm.runner.cuda_graphs import DecodeGraphs, GraphKind, Size, StepGraphs
+from nanovllm.runner.cuda_graphs import DecodeGraphs, GraphKind, MixedGraphs, Size, StepGraphs
 from nanovllm.runner.graph_inputs import GraphBuffers
 from nanovllm.runner.kv_memory import KVMemory
-from nanovllm.runner.mixed_graphs import MixedGraphs
 from nanovllm.runner.streamed_graphs import StreamedDecodeGraphs
 
 

@@ -14,8 +14,14 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from nanovllm.attention.base import AttentionBackend, HostTables, PagedBatch, PartialAttention, StepAttention
-from nanovllm.attention.merge import RunningMerge
+from nanovllm.attention.base import (
+    AttentionBackend,
+    HostTables,
+    PagedBatch,
+    PartialAttention,
+    RunningMerge,
+    StepAttention,
+)
 from nanovllm.core.kv_spec import KVCacheSpec
 from nanovllm.core.step_plan import StepPlan
 from nanovllm.cpu_attention.job import AttentionJob

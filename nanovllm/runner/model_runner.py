@@ -13,8 +13,7 @@ from nanovllm.attention.base import LibraryPlan
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
 from nanovllm.core.cpu_split import CpuSplit
-from nanovllm.core.kv_spec import KVCacheSizes, KVCacheSpec, dtype_name
-from nanovllm.core.start_report import StartReport
+from nanovllm.core.kv_spec import KVCacheSizes, KVCacheSpec, StartReport, dtype_name
 from nanovllm.core.step_limits import max_model_len, max_step_rows
 from nanovllm.core.step_plan import StepPlan
 from nanovllm.device import kernel_target

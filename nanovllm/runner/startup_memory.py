@@ -40,7 +40,7 @@ from nanovllm.utils.arithmetic import ceil_div
 from nanovllm.utils.phases import Phases
 
 # More history or more groups would not need more memory. From the fourth part on there is a running result in fp32
-# (attention/merge.py), and further parts reuse its temporaries. Scattered keys are attended to 16 MiB at a time. The
+# (attention/base.py), and further parts reuse its temporaries. Scattered keys are attended to 16 MiB at a time. The
 # history is not a multiple of 4096 tokens: the cudnn backend leaves a part of it to the paged backend.
 HISTORY_TOKENS = 51199  # tokens before the chunk of a sequence
 NUM_GROUPS = 4  # streamed groups that the chunk attends to

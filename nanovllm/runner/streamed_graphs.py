@@ -21,8 +21,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from nanovllm.attention.base import AttentionBackend, PagedBatch, PartialAttention
-from nanovllm.attention.merge import running_dtype
+from nanovllm.attention.base import AttentionBackend, PagedBatch, PartialAttention, running_dtype
 from nanovllm.cpu_attention.job import AttentionJob
 from nanovllm.kvcache.transfer.cpu_attention import CpuAttention, CpuRows
 from nanovllm.kvcache.transfer.offload_engine import OffloadEngine

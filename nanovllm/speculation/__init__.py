@@ -1,8 +1,7 @@
 """Speculation: guesses of a sequence's next tokens, which one pass over its keys verifies together.
 
     drafters.py      where guesses come from
-    pace.py          how many guesses are worth their time
-    speculator.py    asks the drafters for the scheduler
+    speculator.py    asks the drafters for the scheduler, for as many guesses as are worth their time
 
 A guess changes how fast tokens come, never which: the scheduler keeps what the model itself has sampled.
 """

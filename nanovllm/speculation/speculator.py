@@ -1,17 +1,165 @@
-"""Speculator: gives the scheduler guesses. It asks the drafters in order, each at its own pace."""
+"""How many guesses a sequence gets: from how often guesses prove right, and from how long steps take."""
 
 import logging
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Sequence as Seq
+from statistics import median
+from typing import NamedTuple
 
 from nanovllm.core.sequence import Sequence
+from nanovllm.core.step_limits import expected_tokens
+from nanovllm.core.step_plan import StepPlan
 from nanovllm.speculation.drafters import DRAFTED, NO_GUESSES, Drafter, Guesses
-from nanovllm.speculation.pace import COMMON_DECAY, NUM_FEW, PRIOR_ACCEPTANCE, Acceptance, Load, Pace, StepTimes
 
 logger = logging.getLogger("nanovllm")
 
+PRIOR_ACCEPTANCE, PRIOR_WEIGHT = 0.7, 2.0  # of a sequence that begins to guess; the weight is in guesses
+DECAY, COMMON_DECAY = 0.9, 0.98  # of the acceptance of a sequence and of all together
+MIN_GAIN = 1.02  # in tokens per second; less is within the error of the times
+REST_STEPS = 64  # from one trial of all resting sequences to the next
+NUM_FEW = 4  # up to so many sequences, each begins with the prior acceptance; beyond, with that of all
+NUM_KNOWN_PASSES = 3  # the time of a pass is known after so many passes: the first one may be slow
+MAX_TRIAL_GUESSES = 4  # in each of these passes
+PASS_EXPIRY_STEPS = 2048  # times measured longer ago are forgotten
+NUM_TIMES = 5  # a step's time is the median of so many, so that a single slow step does not count
+REMEASURE_PASSES = 256  # after so many passes with guesses, the time of a step without them is measured again
+
+
+class Load(NamedTuple):
+    """A class of steps that take about as long."""
+
+    num_seqs: int
+    magnitude: int  # the number of binary digits of the number of keys
+
+
+def load_of(num_seqs: int, num_keys: int) -> Load:
+    return Load(num_seqs, num_keys.bit_length())
+
+
+class StepTimes:
+    """Times of decode steps, with and without guesses, by their load.
+
+    A step's time runs from the end of the step before to its own, so it contains the time in which the GPU waits for
+    guesses. It counts if both are decode steps of the same kind, or if the step has guesses: then none of it can have
+    run before the other step ended. The time of a draft was measured at start-up.
+    """
+
+    def __init__(self, draft_s: float = 0.0) -> None:
+        self.draft_s = draft_s
+        self._plain_s: dict[Load, deque[float]] = defaultdict(_newest_times)
+        self._pass_s: dict[Load, deque[float]] = defaultdict(_newest_times)
+        self.num_steps = 0  # that have ended
+        self._last_pass: dict[Load, int] = {}  # number of the newest step in _pass_s
+        self._num_passes = 0  # with guesses, since a step without any was measured
+        self._last_had_guesses: bool | None = None  # None: the step before was not a decode step
+
+    def step_ended(self, plan: StepPlan, seconds: float | None) -> None:
+        """See StepMeter."""
+        self.num_steps += 1
+        last_had_guesses = self._last_had_guesses
+        self._last_had_guesses = plan.has_guesses if plan.is_decode else None
+        if seconds is None or not plan.is_decode or last_had_guesses is None:
+            return
+        if last_had_guesses and not plan.has_guesses:
+            return
+        load = load_of(len(plan.sequences), sum(step.position for step in plan.sequences))
+        if plan.has_guesses:
+            self._num_passes += 1
+            if self._is_expired(load):
+                self._pass_s[load].clear()
+            self._last_pass[load] = self.num_steps
+            self._pass_s[load].append(max(0.0, seconds - len(plan.draft_rows()) * self.draft_s))
+        else:
+            self._num_passes = 0
+            self._plain_s[load].append(seconds)
+
+    def plain_s(self, load: Load) -> float | None:
+        """Return the time of a step of this load without guesses; None if there was none."""
+        return median(times) if (times := self._plain_s.get(load)) else None
+
+    def pass_s(self, load: Load) -> float | None:
+        """Return the time of a step of this load with guesses, without its drafts; None while too few are known."""
+        times = self._pass_s.get(load, ())
+        return median(times) if len(times) >= NUM_KNOWN_PASSES and not self._is_expired(load) else None
+
+    def _is_expired(self, load: Load) -> bool:
+        return self.num_steps - self._last_pass.get(load, 0) > PASS_EXPIRY_STEPS
+
+    def is_measured(self, load: Load) -> bool:
+        """Return True if the time of a step without guesses is known and recent."""
+        return load in self._plain_s and self._num_passes < REMEASURE_PASSES
+
+    def best_num_guesses(self, load: Load, acceptance: float, max_guesses: int, *, costs_drafts: bool) -> int:
+        """Return 0 if guesses gain nothing. `costs_drafts`: each guess is drafted.
+
+        While the time of a pass is unknown, it is taken to be that of a step without guesses, and there are only a few
+        guesses.
+        """
+        plain_s, pass_s = self.plain_s(load), self.pass_s(load)
+        assert plain_s is not None, "no guesses are made before a step without them is measured"
+        most = max_guesses if pass_s is not None else min(max_guesses, MAX_TRIAL_GUESSES)
+        pass_s = max(plain_s, pass_s or 0.0)
+        draft_s = self.draft_s if costs_drafts else 0.0
+
+        def tokens_per_s(num_guesses: int) -> float:
+            return expected_tokens(acceptance, num_guesses) / max(1e-9, pass_s + num_guesses * draft_s)
+
+        best = max(range(1, most + 1), key=tokens_per_s, default=0)
+        return best if best and tokens_per_s(best) >= MIN_GAIN / max(1e-9, plain_s) else 0
+
+
+def _newest_times() -> deque[float]:
+    return deque(maxlen=NUM_TIMES)
+
+
+class Acceptance:
+    """The probability that a guess is right if those before it are, estimated from earlier guesses."""
+
+    def __init__(self, prior: float, decay: float) -> None:
+        """`decay`: each pass multiplies the weight of older ones by this."""
+        self._num_right, self._num_tried = prior * PRIOR_WEIGHT, PRIOR_WEIGHT
+        self._decay = decay
+
+    @property
+    def estimate(self) -> float:
+        return self._num_right / self._num_tried
+
+    def verified(self, num_guesses: int, num_accepted: int) -> None:
+        self._num_right = self._num_right * self._decay + num_accepted
+        self._num_tried = self._num_tried * self._decay + min(num_guesses, num_accepted + 1)
+
+
+class Pace:
+    """The acceptance of one sequence's guesses of one kind, and its rests.
+
+    Sequences whose guesses gained nothing rest. All of them try again in the same steps, because a step with guesses
+    takes longer for all sequences, whichever of them guesses.
+    """
+
+    def __init__(self, prior_acceptance: float) -> None:
+        self.acceptance = Acceptance(prior_acceptance, DECAY)
+        self._rest_end: int | None = None  # number of a step
+
+    def rests(self, num_steps: int) -> bool:
+        """Return True if the sequence must wait for the next trial, at which it starts afresh.
+
+        `num_steps`: the number of steps that have ended.
+        """
+        if self._rest_end is not None and num_steps >= self._rest_end:
+            self.acceptance, self._rest_end = Acceptance(PRIOR_ACCEPTANCE, DECAY), None
+        return self._rest_end is not None
+
+    def rest(self, num_steps: int) -> None:
+        self._rest_end = (num_steps // REST_STEPS + 1) * REST_STEPS
+
 
 class Speculator:
+    """Gives the scheduler guesses. It asks the drafters in order, each at its own pace.
+
+    A pass with k guesses yields `expected_tokens` on average, and takes the time of the pass and of k drafts. The k
+    with the most tokens per second is chosen, or 0 if that gains nothing.
+    """
+
     def __init__(self, drafters: Seq[Drafter], *, vocab_size: int, max_guesses: int, times: StepTimes | None) -> None:
         """`times`: None for as many guesses as allowed, always."""
         self.drafters, self.max_guesses, self.times = drafters, max_guesses, times

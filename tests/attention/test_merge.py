@@ -6,8 +6,7 @@ import pytest
 import torch
 from rounding import MAX_ROUNDINGS, PART_COUNTS, make_parts, num_roundings
 
-from nanovllm.attention.base import PartialAttention
-from nanovllm.attention.merge import RunningMerge, merge_attention_outputs, merge_parts
+from nanovllm.attention.base import PartialAttention, RunningMerge, merge_attention_outputs, merge_parts
 
 NO_KEY = float("-inf")
 

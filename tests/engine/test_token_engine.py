@@ -10,10 +10,9 @@ import pytest
 from tiny_models import write_tiny_model
 from virtual_clock import VirtualClock
 
-from nanovllm.core.kv_spec import KVCacheSizes
+from nanovllm.core.kv_spec import KVCacheSizes, StartReport
 from nanovllm.core.outputs import Ending, Outbox, PositionLogprobs, Receiver, RequestOutput
 from nanovllm.core.sequence import Sequence
-from nanovllm.core.start_report import StartReport
 from nanovllm.core.step_plan import StepPlan
 from nanovllm.engine.engine import Engine
 from nanovllm.engine.setup import EngineSetup, Internals, prepare
@@ -22,9 +21,8 @@ from nanovllm.errors import EngineError, WorkerDiedError
 from nanovllm.executor.base import Executor, LaunchedStep
 from nanovllm.kvcache.policy.block_manager import BlockManager
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.scheduling.chunk_times import ChunkTimes
 from nanovllm.scheduling.scheduler import Scheduler
-from nanovllm.scheduling.step_bound import StepBound
+from nanovllm.scheduling.step_bound import ChunkTimes, StepBound
 
 END_TOKEN_ID = 40
 PARAMS = SamplingParams(max_tokens=5)

@@ -18,10 +18,9 @@ import numpy as np
 import pytest
 from tiny_models import write_tiny_model, write_tiny_tokenizer
 
-from nanovllm.core.kv_spec import KVCacheSizes
+from nanovllm.core.kv_spec import KVCacheSizes, StartReport
 from nanovllm.core.outputs import Outbox, PositionLogprobs, StepLogprobs
 from nanovllm.core.sequence import Sequence
-from nanovllm.core.start_report import StartReport
 from nanovllm.core.step_plan import SequenceStep, StepPlan
 from nanovllm.engine.engine import Engine
 from nanovllm.engine.setup import EngineSetup, Internals, prepare

@@ -22,8 +22,7 @@ from triton.runtime.jit import JITFunction
 
 from nanovllm import kernels
 from nanovllm.attention.backends.triton_backend import TritonBackend
-from nanovllm.attention.base import PartialAttention
-from nanovllm.attention.merge import RunningMerge
+from nanovllm.attention.base import PartialAttention, RunningMerge
 from nanovllm.checkpoint.model_config import HEAD_DIMS
 from nanovllm.device.kernel_target import KNOWN_TARGETS, KernelTarget
 from nanovllm.kernels import decode, fused, logit_edits, merge, prefill, sampler, small_linear

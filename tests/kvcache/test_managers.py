@@ -10,8 +10,7 @@ from random_workloads import GRAIN, odd_drafter
 from nanovllm.core.sequence import Sequence, SequenceStatus
 from nanovllm.core.step_plan import SlotOffload
 from nanovllm.errors import RequestError
-from nanovllm.kvcache.policy.base import KVCacheManager
-from nanovllm.kvcache.policy.block_manager import BlockManager
+from nanovllm.kvcache.policy.block_manager import BlockManager, KVCacheManager
 from nanovllm.kvcache.policy.hybrid_manager import History, HybridKVCacheManager
 from nanovllm.kvcache.policy.step_slots import HybridBlock, SlotRing
 

@@ -17,8 +17,7 @@ from tiers import examples
 
 from nanovllm.core.sequence import Sequence, TokenIds
 from nanovllm.core.step_plan import StepPlan
-from nanovllm.kvcache.policy.base import KVCacheManager
-from nanovllm.kvcache.policy.block_manager import BlockManager
+from nanovllm.kvcache.policy.block_manager import BlockManager, KVCacheManager
 from nanovllm.kvcache.policy.block_pool import Block, PrefixIndex
 from nanovllm.kvcache.policy.hybrid_manager import HybridKVCacheManager
 from nanovllm.kvcache.policy.step_slots import HybridBlock, StepSlots

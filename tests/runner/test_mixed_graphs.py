@@ -14,9 +14,9 @@ from tiny_models import write_tiny_model
 from nanovllm.attention.base import PagedBatch, PartialAttention
 from nanovllm.core.step_limits import MAX_GRAPH_CHUNKS, MixedSize
 from nanovllm.core.step_plan import StepPlan
+from nanovllm.runner.cuda_graphs import MixedGraphs
 from nanovllm.runner.graph_inputs import GraphBuffers
 from nanovllm.runner.graph_set import GraphSet
-from nanovllm.runner.mixed_graphs import MixedGraphs
 from nanovllm.sampling_params import SamplingParams
 
 PROMPTS = prompts_of(1, 17, BLOCK - 1, BLOCK, 2 * BLOCK + 5, 5 * BLOCK + 1)

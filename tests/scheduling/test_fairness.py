@@ -11,8 +11,7 @@ from statistics import median
 import pytest
 from timed_steps import Gpu, Request, TimedSteps
 
-from nanovllm.kvcache.policy.base import KVCacheManager
-from nanovllm.kvcache.policy.block_manager import BlockManager
+from nanovllm.kvcache.policy.block_manager import BlockManager, KVCacheManager
 from nanovllm.kvcache.policy.hybrid_manager import HybridKVCacheManager
 from nanovllm.scheduling.scheduler import Scheduler
 

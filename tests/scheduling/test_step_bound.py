@@ -8,9 +8,16 @@ import pytest
 from nanovllm.core.sequence import Sequence
 from nanovllm.core.step_plan import KVMoves, SamplingRow, SequenceStep, SlotLoad, StepPlan
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.scheduling.chunk_times import ChunkTimes, chunk_tokens, chunk_work
-from nanovllm.scheduling.planned_step import PromptSharing
-from nanovllm.scheduling.step_bound import LONG_STEP_INTERVAL, MIN_CHUNK_TOKENS, PACE, StepBound
+from nanovllm.scheduling.scheduler import PromptSharing
+from nanovllm.scheduling.step_bound import (
+    LONG_STEP_INTERVAL,
+    MIN_CHUNK_TOKENS,
+    PACE,
+    ChunkTimes,
+    StepBound,
+    chunk_tokens,
+    chunk_work,
+)
 
 TOKEN_KEYS = 4000
 DECODE_S, FIXED_S, WORK_S = 2.5e-3, 1e-3, 4e-10

@@ -5,8 +5,8 @@ import pytest
 
 from nanovllm.core.step_limits import expected_tokens
 from nanovllm.core.step_plan import KVMoves, SamplingRow, SequenceStep, StepPlan
-from nanovllm.speculation import pace
-from nanovllm.speculation.pace import Acceptance, Load, Pace, StepTimes, load_of
+from nanovllm.speculation import speculator
+from nanovllm.speculation.speculator import Acceptance, Load, Pace, StepTimes, load_of
 
 ROW = SamplingRow(0.0, 0, 1.0, 0.0, 0, 1)
 
@@ -49,24 +49,24 @@ def test_best_number_of_guesses_by_hand() -> None:
 
 
 def test_a_slow_pass_makes_guesses_not_worth_their_time() -> None:
-    times = measured(*[(step_plan(), 1.0)] * 2, *[(step_plan(4), 3.0)] * pace.NUM_KNOWN_PASSES)
+    times = measured(*[(step_plan(), 1.0)] * 2, *[(step_plan(4), 3.0)] * speculator.NUM_KNOWN_PASSES)
     assert times.best_num_guesses(load(1), 0.5, 15, costs_drafts=False) == 0
     assert times.best_num_guesses(load(1), 0.9, 15, costs_drafts=False) == 15
 
 
 def test_the_time_of_a_pass_is_known_after_some_and_expires() -> None:
     """The first pass may be slow, and would end all guessing. Until the time is known there are only a few guesses."""
-    steps = [(step_plan(), 1.0)] * 3 + [(step_plan(4), 50.0)] * pace.NUM_KNOWN_PASSES
-    for num_passes in range(pace.NUM_KNOWN_PASSES):
+    steps = [(step_plan(), 1.0)] * 3 + [(step_plan(4), 50.0)] * speculator.NUM_KNOWN_PASSES
+    for num_passes in range(speculator.NUM_KNOWN_PASSES):
         times = measured(*steps[: 3 + num_passes])
         assert times.pass_s(load(1)) is None and times.best_num_guesses(load(1), 0.9, 15, costs_drafts=False) == 4
     times = measured(*steps)
     assert times.pass_s(load(1)) == 50.0 and times.best_num_guesses(load(1), 0.9, 15, costs_drafts=False) == 0
     assert times.pass_s(load(2)) is None
-    later = [*steps, *[(step_plan(), 1.0)] * (pace.PASS_EXPIRY_STEPS + 1)]
+    later = [*steps, *[(step_plan(), 1.0)] * (speculator.PASS_EXPIRY_STEPS + 1)]
     assert measured(*later).pass_s(load(1)) is None
     assert measured(*later, (step_plan(4), 2.0)).pass_s(load(1)) is None
-    assert measured(*later, *[(step_plan(4), 2.0)] * pace.NUM_KNOWN_PASSES).pass_s(load(1)) == 2.0
+    assert measured(*later, *[(step_plan(4), 2.0)] * speculator.NUM_KNOWN_PASSES).pass_s(load(1)) == 2.0
 
 
 def test_times_are_those_of_steps_with_about_as_many_keys() -> None:
@@ -99,7 +99,7 @@ def test_time_of_a_pass_is_without_its_drafts() -> None:
 
 
 def test_steps_without_guesses_are_measured_again_after_many_passes() -> None:
-    steps = [(step_plan(), 1.0)] * 2 + [(step_plan(4), 1.0)] * pace.REMEASURE_PASSES
+    steps = [(step_plan(), 1.0)] * 2 + [(step_plan(4), 1.0)] * speculator.REMEASURE_PASSES
     assert not measured(*steps).is_measured(load(1))
     assert measured(*steps[:-1]).is_measured(load(1))
     assert measured(*steps, (step_plan(), 1.0), (step_plan(), 1.0)).is_measured(load(1))
@@ -109,7 +109,7 @@ def test_steps_without_guesses_are_measured_again_after_many_passes() -> None:
 def test_acceptance_approaches_that_of_the_guesses(acceptance: float) -> None:
     """Right guesses, then a wrong one, in the proportion of the acceptance."""
     num_right = round(acceptance / (1 - acceptance)) if acceptance < 1 else 15
-    for decay in (pace.DECAY, pace.COMMON_DECAY):
+    for decay in (speculator.DECAY, pace.COMMON_DECAY):
         some = Acceptance(0.7, decay)
         assert some.estimate == pytest.approx(0.7)
         for _ in range(400):
@@ -120,7 +120,7 @@ def test_acceptance_approaches_that_of_the_guesses(acceptance: float) -> None:
 def test_sequences_that_rest_try_again_together_as_if_nothing_were_known() -> None:
     sequences = [Pace(0.7) for _ in range(3)]
     ends = []
-    for step in range(5 * pace.REST_STEPS):
+    for step in range(5 * speculator.REST_STEPS):
         resting = [some.rests(step) for some in sequences]
         assert all(resting) or not any(resting)
         if not any(resting):
@@ -129,4 +129,4 @@ def test_sequences_that_rest_try_again_together_as_if_nothing_were_known() -> No
                 assert some.acceptance.estimate == pytest.approx(0.7)
                 some.acceptance.verified(4, 0)
                 some.rest(step)
-    assert ends == [i * pace.REST_STEPS for i in range(5)]
+    assert ends == [i * speculator.REST_STEPS for i in range(5)]

@@ -13,8 +13,7 @@ from nanovllm.core.sequence import Sequence
 from nanovllm.core.step_plan import KVMoves, SamplingRow, SequenceStep, StepPlan
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.speculation.drafters import DRAFTED, NO_GUESSES, Guesses, PromptLookupDrafter
-from nanovllm.speculation.pace import StepTimes
-from nanovllm.speculation.speculator import Speculator
+from nanovllm.speculation.speculator import Speculator, StepTimes
 
 
 class ListedDrafter:

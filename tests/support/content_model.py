@@ -15,8 +15,7 @@ import xxhash
 
 from nanovllm.core.sequence import Sequence, SequenceStatus
 from nanovllm.core.step_plan import KVMoves, SequenceStep, StepPlan
-from nanovllm.kvcache.policy.base import KVCacheManager
-from nanovllm.kvcache.policy.block_manager import BlockManager
+from nanovllm.kvcache.policy.block_manager import BlockManager, KVCacheManager
 from nanovllm.kvcache.policy.block_pool import Block, BlockPool
 from nanovllm.kvcache.policy.hybrid_manager import HybridKVCacheManager
 from nanovllm.sampling_params import SamplingParams

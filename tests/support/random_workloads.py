@@ -12,12 +12,10 @@ from odd_drafters import OddDrafter
 
 from nanovllm.core.cpu_split import CpuSplit
 from nanovllm.core.sequence import Sequence
-from nanovllm.kvcache.policy.base import KVCacheManager
-from nanovllm.kvcache.policy.block_manager import BlockManager
+from nanovllm.kvcache.policy.block_manager import BlockManager, KVCacheManager
 from nanovllm.kvcache.policy.block_pool import PrefixIndex
 from nanovllm.kvcache.policy.hybrid_manager import HybridKVCacheManager
-from nanovllm.scheduling.chunk_times import ChunkTimes
-from nanovllm.scheduling.step_bound import StepBound
+from nanovllm.scheduling.step_bound import ChunkTimes, StepBound
 from nanovllm.speculation.drafters import Drafter, ResidentDrafter
 
 GRAIN = 2  # tokens, instead of 256

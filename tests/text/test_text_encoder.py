@@ -12,8 +12,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_to
 from transformers import PreTrainedTokenizerFast
 
 from nanovllm.demo.retrieval_model import save_tokenizer
-from nanovllm.text.frontend import load_tokenizer
-from nanovllm.text.text_encoder import PATTERNS, TextEncoder, find_cuts
+from nanovllm.text.frontend import PATTERNS, TextEncoder, find_cuts, load_tokenizer
 
 SPECIAL = "<|im_start|>"
 # Where words begin and end, above all where that depends on what follows

@@ -23,8 +23,14 @@ from typing import ClassVar
 import torch
 
 from nanovllm.attention.backends.torch_backend import GATHER_BYTES, SequenceKV
-from nanovllm.attention.base import AttentionBackend, HostTables, LibraryPlan, PagedBatch, PartialAttention
-from nanovllm.attention.merge import RunningMerge
+from nanovllm.attention.base import (
+    AttentionBackend,
+    HostTables,
+    LibraryPlan,
+    PagedBatch,
+    PartialAttention,
+    RunningMerge,
+)
 from nanovllm.core.step_limits import MIN_CAPABILITY
 from nanovllm.device import kernel_target
 from nanovllm.device.cuda import new_stream

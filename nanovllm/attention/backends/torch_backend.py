@@ -14,8 +14,7 @@ from typing import ClassVar
 
 import torch
 
-from nanovllm.attention.base import AttentionBackend, PagedBatch, PartialAttention
-from nanovllm.attention.merge import RunningMerge, merge_parts
+from nanovllm.attention.base import AttentionBackend, PagedBatch, PartialAttention, RunningMerge, merge_parts
 from nanovllm.utils.arithmetic import ceil_div
 
 GATHER_BYTES = 16 << 20  # default bound on the keys copied together; the values take as much again

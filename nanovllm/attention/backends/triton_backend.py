@@ -8,8 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from nanovllm.attention.base import AttentionBackend, PagedBatch, PartialAttention
-from nanovllm.attention.merge import RunningMerge
+from nanovllm.attention.base import AttentionBackend, PagedBatch, PartialAttention, RunningMerge
 from nanovllm.checkpoint.model_config import HEAD_DIMS
 from nanovllm.core.step_limits import MAX_DECODE_QUERIES, MIN_CAPABILITY
 from nanovllm.device import kernel_target

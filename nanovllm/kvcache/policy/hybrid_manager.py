@@ -25,7 +25,7 @@ from nanovllm.core.sequence import Sequence, SequenceStatus
 from nanovllm.core.step_limits import MAX_DECODE_QUERIES
 from nanovllm.core.step_plan import KVMoves
 from nanovllm.errors import RequestError
-from nanovllm.kvcache.policy.base import WATERMARK, KVCacheManager, PagedKeys
+from nanovllm.kvcache.policy.block_manager import WATERMARK, KVCacheManager, PagedKeys
 from nanovllm.kvcache.policy.block_pool import LONG_CHUNK_BLOCKS, BlockPool
 from nanovllm.kvcache.policy.missing_keys import MissingKeys, divide_missing
 from nanovllm.kvcache.policy.step_slots import HybridBlock, SlotRing, StepSlots
