@@ -109,7 +109,7 @@ def test_steps_without_guesses_are_measured_again_after_many_passes() -> None:
 def test_acceptance_approaches_that_of_the_guesses(acceptance: float) -> None:
     """Right guesses, then a wrong one, in the proportion of the acceptance."""
     num_right = round(acceptance / (1 - acceptance)) if acceptance < 1 else 15
-    for decay in (speculator.DECAY, pace.COMMON_DECAY):
+    for decay in (speculator.DECAY, speculator.COMMON_DECAY):
         some = Acceptance(0.7, decay)
         assert some.estimate == pytest.approx(0.7)
         for _ in range(400):
