@@ -201,14 +201,13 @@ def _input_bytes(config: Config, model: ModelConfig, max_model_len: int, num_row
     """
     size = itemsize(config, model)
     table_bytes = 4 * ceil_div(max_model_len, config.block_size)
-    per_row = INPUT_BYTES_PER_ROW + table_bytes
+    per_row = INPUT_BYTES_PER_ROW
     if config.enable_cpu_offload:
         num_heads = model.num_heads // config.tensor_parallel_size
         per_row += num_heads * (model.head_dim * (size + 4) + 4)
     mixed = mixed_graph_sizes(config.max_num_batched_tokens, num_rows)
-    num_tables = mixed[-1].num_rows + MAX_GRAPH_CHUNKS
     per_token = MIXED_INPUT_BYTES_PER_TOKEN + model.hidden_size * size
-    return num_rows * per_row + num_tables * table_bytes + mixed[-1].num_tokens * per_token
+    return num_rows * per_row + (num_rows + MAX_GRAPH_CHUNKS) * table_bytes + mixed[-1].num_tokens * per_token
 
 
 def _graph_bytes(config: Config, model: ModelConfig, spec: KVCacheSpec, num_rows: int) -> int:
