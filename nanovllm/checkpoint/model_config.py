@@ -34,14 +34,17 @@ class Architecture:
     defaults: values of entries that a config.json leaves out, as in transformers' config classes. Using those classes
     would import most of transformers and torch's compiler, which takes up to 9 s in the first process on a machine.
 
+    qkv_bias, o_bias, mlp_bias: whether these layers have biases, or the entry of config.json that says so.
+
     recommended_yarn: max_position_embeddings -> the length from which YaRN extends, and the longest context for which
     the model's authors recommend it, from the model cards.
     """
 
     model_type: str  # of its config.json
     defaults: Mapping[str, Any]
-    has_qkv_bias: bool = False  # on q, k and v and nowhere else; transformers does not read attention_bias then
-    reads_mlp_bias: bool = False
+    qkv_bias: bool | str = "attention_bias"
+    o_bias: bool | str = "attention_bias"
+    mlp_bias: bool | str = False
     has_qk_norm: bool = False
     recommended_yarn: Mapping[int, tuple[int, int]] = field(default_factory=dict)
 
@@ -58,6 +61,11 @@ _QWEN = _COMMON | {"intermediate_size": 22016, "num_key_value_heads": 32, "vocab
 _QWEN |= {"max_position_embeddings": 32768}
 _LLAMA = _COMMON | {"intermediate_size": 11008, "num_key_value_heads": None, "vocab_size": 32000}
 _LLAMA |= {"max_position_embeddings": 2048, "eos_token_id": 2}
+_MISTRAL = _LLAMA | {"intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072}
+_MISTRAL |= {"sliding_window": 4096}
+_SEED_OSS = _COMMON | {"intermediate_size": 27648, "num_hidden_layers": 64, "num_attention_heads": 80}
+_SEED_OSS |= {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 155136, "max_position_embeddings": 524288}
+_SEED_OSS |= {"attention_bias": True, "eos_token_id": 2}
 # By architectures[0]. A dense decoder that differs only in the fields of Architecture needs only an entry here; any
 # other difference goes into models/decoder.py
 ARCHITECTURES = {
@@ -68,9 +76,17 @@ ARCHITECTURES = {
         recommended_yarn={40960: (32768, 131072)},  # these positions include the answer
     ),
     "Qwen2ForCausalLM": Architecture(
-        model_type="qwen2", defaults=_QWEN, has_qkv_bias=True, recommended_yarn={32768: (32768, 131072)}
+        model_type="qwen2",
+        defaults=_QWEN,
+        qkv_bias=True,
+        o_bias=False,
+        recommended_yarn={32768: (32768, 131072)},
     ),
-    "LlamaForCausalLM": Architecture(model_type="llama", defaults=_LLAMA, reads_mlp_bias=True),
+    "LlamaForCausalLM": Architecture(model_type="llama", defaults=_LLAMA, mlp_bias="mlp_bias"),
+    "MistralForCausalLM": Architecture(model_type="mistral", defaults=_MISTRAL, qkv_bias=False, o_bias=False),
+    "SeedOssForCausalLM": Architecture(
+        model_type="seed_oss", defaults=_SEED_OSS, o_bias="attention_out_bias", mlp_bias="mlp_bias"
+    ),
 }
 ROPE_TYPES = {  # rope type -> the keys that it needs
     "default": (),
@@ -168,7 +184,10 @@ def _read_config(config_path: Path, directory: Path | None, hf_overrides: Mappin
     architecture = ARCHITECTURES[name]
     settings = {**architecture.defaults, **given}
     num_heads, num_kv_heads = _num_heads(settings)
-    attention_bias = bool(settings.get("attention_bias"))
+
+    def is_set(switch: bool | str) -> bool:
+        return bool(settings.get(switch)) if isinstance(switch, str) else switch
+
     _check_layers(settings)
     config = ModelConfig(
         architecture=name,
@@ -182,9 +201,9 @@ def _read_config(config_path: Path, directory: Path | None, hf_overrides: Mappin
         rms_norm_eps=settings["rms_norm_eps"],
         max_position_embeddings=settings["max_position_embeddings"],
         tie_word_embeddings=bool(settings["tie_word_embeddings"]),
-        qkv_bias=attention_bias or architecture.has_qkv_bias,
-        o_bias=attention_bias and not architecture.has_qkv_bias,
-        mlp_bias=bool(settings.get("mlp_bias")) and architecture.reads_mlp_bias,
+        qkv_bias=is_set(architecture.qkv_bias),
+        o_bias=is_set(architecture.o_bias),
+        mlp_bias=is_set(architecture.mlp_bias),
         qk_norm=architecture.has_qk_norm,
         rope=_rope(settings),
         torch_dtype=_weight_dtype(settings),

@@ -35,10 +35,11 @@ _REQUIRED = {
     "max_position_embeddings": (1, MAX_POSITIONS),
     "rms_norm_eps": (1e-30, 1.0),
 }
+SWITCHES = ("tie_word_embeddings", "attention_bias", "attention_out_bias", "mlp_bias", "use_sliding_window")
 ENTRIES: dict[str, Any] = {  # the entries that model_config.py reads
     **_REQUIRED,
     **_KEPT,
-    **dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window"), bool),
+    **dict.fromkeys(SWITCHES, bool),
     **dict.fromkeys(("model_type", "hidden_act", "dtype", "torch_dtype"), str),
     **dict.fromkeys(("architectures", "layer_types"), list),
     **dict.fromkeys(("rope_parameters", "rope_scaling"), dict),

@@ -7,17 +7,51 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 from tiny_models import ROPES, write_tiny_model
-from transformers import AutoConfig, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import AutoConfig
 
 from nanovllm.checkpoint.files import presets
 from nanovllm.checkpoint.model_config import ARCHITECTURES, ModelConfig, RopeConfig
+from nanovllm.checkpoint.settings import SWITCHES
 from nanovllm.errors import CheckpointError
 
 QWEN3 = json.loads(presets()["qwen3-0.6b"].read_text())
 QWEN2 = json.loads(presets()["qwen2.5-7b-1m"].read_text())
 NO_ROPE = {key: value for key, value in QWEN3.items() if not key.startswith("rope_")}
 LLAMA = json.loads(presets()["llama-3.1-8b"].read_text())
+MISTRAL = {  # Mistral-7B-v0.3
+    "architectures": ["MistralForCausalLM"],
+    "model_type": "mistral",
+    "torch_dtype": "bfloat16",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 32768,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "sliding_window": None,
+}
+SEED_OSS = {  # Seed-OSS-36B
+    "architectures": ["SeedOssForCausalLM"],
+    "model_type": "seed_oss",
+    "torch_dtype": "bfloat16",
+    "hidden_size": 5120,
+    "intermediate_size": 27648,
+    "num_hidden_layers": 64,
+    "num_attention_heads": 80,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 155136,
+    "max_position_embeddings": 524288,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e7,
+    "attention_bias": True,
+    "attention_out_bias": False,
+}
 
 
 def read(tmp_path: Path, config: dict[str, Any]) -> ModelConfig:
@@ -44,7 +78,7 @@ def test_preset_has_the_published_shape_and_no_directory() -> None:
         assert config.torch_dtype == "bfloat16"
 
 
-def test_architectures_have_their_biases_and_norms() -> None:
+def test_architectures_have_their_biases_and_norms(tmp_path: Path) -> None:
     for name, flags in (
         ("qwen3-8b", (False, False, False, True)),
         ("qwen2.5-7b-1m", (True, False, False, False)),
@@ -52,6 +86,16 @@ def test_architectures_have_their_biases_and_norms() -> None:
     ):
         config, _ = ModelConfig.from_pretrained(name)
         assert (config.qkv_bias, config.o_bias, config.mlp_bias, config.qk_norm) == flags
+    switches = {"attention_bias": True, "attention_out_bias": False, "mlp_bias": True}
+    for settings, biases in (
+        (QWEN3, (True, True, False)),
+        (QWEN2, (True, False, False)),
+        (LLAMA, (True, True, True)),
+        (MISTRAL, (False, False, False)),
+        (SEED_OSS, (True, False, True)),
+    ):
+        config = read(tmp_path, {**settings, **switches})
+        assert (config.qkv_bias, config.o_bias, config.mlp_bias) == biases, settings["model_type"]
 
 
 def test_rope_all_forms_on_disk_are_read_alike(tmp_path: Path) -> None:
@@ -114,6 +158,7 @@ def test_not_implemented_setting_raises_value_error(tmp_path: Path) -> None:
         ({**QWEN2, "use_sliding_window": True}, "use_sliding_window=True.*full attention"),
         ({**QWEN3, "layer_types": ["full_attention"] * 27 + ["sliding_attention"]}, "layer_types sliding_attention"),
         ({**LLAMA, "sliding_window": 4096}, "sliding_window=4096"),
+        ({name: value for name, value in MISTRAL.items() if name != "sliding_window"}, "sliding_window=4096"),
         ({**LLAMA, "layer_types": ["chunked_attention"] * 32}, "chunked_attention"),
         ({**LLAMA, "hidden_act": "gelu"}, "hidden_act='gelu'.*silu"),
         ({**LLAMA, "partial_rotary_factor": 0.5}, r"partial_rotary_factor=0\.5"),
@@ -156,21 +201,21 @@ def test_model_not_found_raises_with_the_ways_to_name_one(tmp_path: Path, monkey
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_defaults_are_those_of_transformers(architecture: str) -> None:
     """Settings that are absent: config.json is read without transformers, which takes seconds to import."""
-    classes = {"Qwen3ForCausalLM": Qwen3Config, "Qwen2ForCausalLM": Qwen2Config, "LlamaForCausalLM": LlamaConfig}
-    theirs = classes[architecture]()
-    for name, value in ARCHITECTURES[architecture].defaults.items():
+    theirs = getattr(transformers, architecture.replace("ForCausalLM", "Config"))()
+    defaults = ARCHITECTURES[architecture].defaults
+    for name, value in defaults.items():
         expected = theirs.num_attention_heads if value is None else value
         assert getattr(theirs, name) == expected, name
-    for name in ("attention_bias", "mlp_bias", "use_sliding_window", "quantization_config"):
+    for name in {*SWITCHES, "quantization_config", "sliding_window"} - defaults.keys():
         assert not getattr(theirs, name, None), name
-    if "head_dim" not in ARCHITECTURES[architecture].defaults:
+    if "head_dim" not in defaults:
         assert (getattr(theirs, "head_dim", None) or 128) == theirs.hidden_size // theirs.num_attention_heads
     assert theirs.rope_parameters == {"rope_type": "default", "rope_theta": 10000.0}
 
 
 def test_config_equals_what_transformers_reads(tmp_path: Path) -> None:
     """The file as it is, and as transformers writes it once it has read it: with every default and its own names."""
-    for settings in (QWEN3, QWEN2, LLAMA):
+    for settings in (QWEN3, QWEN2, LLAMA, MISTRAL, SEED_OSS):
         for rope in (None, *ROPES.values()):
             given = dict(settings)
             if rope is not None:

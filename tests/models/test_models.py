@@ -7,11 +7,9 @@ import torch
 from dense_model import load_model, random_prompt, run_greedy, run_logits
 from tiny_models import ARCHITECTURES as KINDS
 from tiny_models import ROPES, greedy_reference, reference_model, write_tiny_model
-from transformers import MistralConfig, MistralForCausalLM
 
-from nanovllm.checkpoint.model_config import ARCHITECTURES, Architecture, ModelConfig
+from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.device.tp_group import TPGroup
-from nanovllm.errors import CheckpointError
 from nanovllm.models.loader import build_model
 
 TOLERANCE = 1e-4
@@ -82,21 +80,3 @@ def test_presets_have_the_published_number_of_parameters() -> None:
         model = build_model(config, TPGroup(), max_model_len=4096, dtype=torch.bfloat16, device="meta")
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
         assert num_parameters / 1e9 == pytest.approx(num_billions, abs=0.001), preset
-
-
-def test_new_dense_architecture_is_one_entry_of_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = MistralConfig(
-        vocab_size=320,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        sliding_window=None,
-    )
-    torch.manual_seed(0)
-    MistralForCausalLM(config).save_pretrained(tmp_path)
-    with pytest.raises(CheckpointError, match="'MistralForCausalLM' with model_type='mistral' is not supported"):
-        load_model(tmp_path)
-    monkeypatch.setitem(ARCHITECTURES, "MistralForCausalLM", Architecture(model_type="mistral", defaults={}))
-    assert_same_logits(tmp_path, random_prompt(50), 128)

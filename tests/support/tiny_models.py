@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-ARCHITECTURES = ("qwen3", "qwen2", "llama")
+ARCHITECTURES = ("qwen3", "qwen2", "llama", "mistral", "seed_oss")
 ROPES: dict[str, dict[str, Any]] = {  # `rope_scaling` for max_position_embeddings=128
     "default": {"rope_type": "default"},
     "linear": {"rope_type": "linear", "factor": 2.0},
@@ -48,11 +48,13 @@ def write_tiny_model(
     """
     import transformers
 
-    kinds = {"qwen3": "Qwen3", "qwen2": "Qwen2", "llama": "Llama"}
+    kinds = {"qwen3": "Qwen3", "qwen2": "Qwen2", "llama": "Llama", "mistral": "Mistral", "seed_oss": "SeedOss"}
     options: dict[str, Any] = {
         "qwen3": {"attention_bias": bias, "head_dim": head_dim},
         "qwen2": {},
         "llama": {"attention_bias": bias, "mlp_bias": bias, "head_dim": head_dim},
+        "mistral": {"sliding_window": None, "head_dim": head_dim},
+        "seed_oss": {"attention_out_bias": bias, "mlp_bias": bias, "head_dim": head_dim},
     }[architecture]
     config = getattr(transformers, f"{kinds[architecture]}Config")(
         vocab_size=vocab_size,
