@@ -170,7 +170,7 @@ def chunk_plan(num_chunks: int, num_tokens: int, num_decodes: int) -> StepPlan:
 )
 def test_build_inputs(benchmark: Any, num_chunks: int, num_tokens: int, num_decodes: int) -> None:
     plan = chunk_plan(num_chunks, num_tokens, num_decodes)
-    arrays = timed(benchmark, plan.num_tokens, "token", lambda: inputs.build_arrays(plan, 256))
+    arrays = timed(benchmark, plan.num_tokens, "token", lambda: inputs.build_inputs(plan, 256, 0))
     assert len(arrays.positions) == plan.num_tokens
 
 

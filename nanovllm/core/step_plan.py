@@ -192,6 +192,11 @@ class StepPlan:
         return any(seq.num_guesses for seq in self.sequences)
 
     @property
+    def has_pending(self) -> bool:
+        """True if the ids of some tokens are known only on the device: sampled by the last step, or drafted."""
+        return any(seq.previous_row >= 0 or seq.num_drafts for seq in self.sequences)
+
+    @property
     def has_edits(self) -> bool:
         return any(seq.edits is not None for seq in self.sequences)
 

@@ -167,6 +167,32 @@ def _shift_right(x: torch.Tensor, num_bits: int) -> torch.Tensor:
     return (x >> num_bits) & ((1 << (64 - num_bits)) - 1)
 
 
+def resample_edited(
+    edits: EditTensors,
+    params: SamplingTensors,
+    logits: torch.Tensor,
+    input_ids: torch.Tensor,
+    tokens: torch.Tensor,
+) -> None:
+    """Sample the rows whose logits [S, vocab_size] a request edits, and replace their `tokens`, int64 [S]. Hot.
+
+    Most requests edit nothing, so graphs and the plain path sample all rows from the model's own logits. The edited
+    rows are copied, edited and sampled afterwards, a limited number at a time. Rows without edits pay only for the
+    launches. `params` has the edited rows alone. `input_ids`, int64 [T], are the step's own, as the model has read
+    them.
+    """
+    num_rows = max(1, _CHUNK_BYTES // (4 * logits.shape[1] * _ROW_STEP)) * _ROW_STEP
+    for start in range(0, len(edits.rows), num_rows):
+        end = start + num_rows
+        part = edits.part(start, end)
+        edited = edit_logits(logits, part, input_ids)
+        tokens[part.rows] = sample(edited, SamplingTensors(*(column[start:end] for column in params)))
+
+
+_ROW_STEP = 16  # edited rows of a chunk are a multiple of this, so that its arrays stay aligned
+_CHUNK_BYTES = 32 << 20  # fp32 logits that are edited at once
+
+
 def edit_logits(logits: torch.Tensor, edits: EditTensors, input_ids: torch.Tensor) -> torch.Tensor:
     """logits [S, vocab_size] of any float type -> the edited rows, fp32 [R, vocab_size].
 

@@ -241,8 +241,7 @@ class MixedGraphs(GraphKind[MixedSize]):
     def launch_kernels(self, model: CausalLM, make_attention: MakeAttention, size: MixedSize) -> None:
         shape, num_rows = GraphShape.mixed(size), size.num_rows
         given, batch = self._buffers.tensors(shape), self._buffers.batch
-        row = self._buffers.cu_seqlens_q(num_rows, max_query_len=1)
-        first_chunk = shape.first_counted
+        row, first_chunk = self._buffers.single_queries(num_rows), shape.first_chunk
         chunk_lens = given.context_lens[first_chunk:]
         attention = _MixedAttention(
             make_attention(given.slot_mapping, batch(row, given.context_lens[:num_rows], 1)),
@@ -267,11 +266,11 @@ class MixedGraphs(GraphKind[MixedSize]):
         """Run a step of a size that `find_size` has found. Returns the hidden states of its tokens, [T, hidden_size],
         valid until the next replay. Hot.
         """
-        shape, num_rows, seqs = GraphShape.mixed(size), _num_rows(plan), np.arange(len(plan.sequences))
-        seqs[num_rows:] += shape.first_counted - num_rows
+        num_rows = _num_rows(plan)
+        chunk_ends = inputs.cu_seqlens_q[num_rows:]  # begins with the end of the rows
         cu_seqlens_q = np.full(MAX_GRAPH_CHUNKS + 1, plan.num_tokens)  # the last ones have no queries
-        cu_seqlens_q[: len(seqs) - num_rows + 1] = inputs.cu_seqlens_q[num_rows:]
-        self._buffers.fill(inputs, shape, seqs, cu_seqlens_q)
+        cu_seqlens_q[: len(chunk_ends)] = chunk_ends
+        self._buffers.fill(inputs, GraphShape.mixed(size), num_rows, cu_seqlens_q)
         self._graphs[size][0].replay()
         return self._hidden[: plan.num_tokens]
 

@@ -4,7 +4,7 @@ Only one graph may be in use at a time: replays follow each other on the compute
 read before the next step overwrites it.
 """
 
-from collections.abc import Sequence
+import typing
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -16,62 +16,70 @@ from nanovllm.core.step_limits import MAX_GRAPH_CHUNKS, MixedSize, mixed_graph_s
 from nanovllm.kernels.sampling_tensors import SamplingTensors
 from nanovllm.layers.sampler import sample
 from nanovllm.models.decoder import CausalLM
-from nanovllm.runner.inputs import SAMPLING_DTYPES, StepInputs, packed_starts, to_device, torch_dtype
+from nanovllm.runner.inputs import SAMPLING_DTYPES, Array, StepInputs, packed_starts, to_device, torch_dtype
 from nanovllm.utils.arithmetic import ceil_div
 
 NO_CELL = -1  # in the slot mapping: a token that stores nothing
 
 
 class GraphShape(NamedTuple):
-    """Sizes of a graph's inputs. What a step does not fill is padding."""
+    """Sizes of a graph's inputs. What a step does not fill is padding.
+
+    The sequences of a mixed step are its answers, the *rows*, and then its chunks, from number `first_chunk` on:
+
+        | rows | padding to a multiple of 4 | chunks |
+
+    A decode step has no such front: all of its sequences count as chunks in cu_seqlens_q.
+    """
 
     num_tokens: int
     num_seqs: int
-    num_ends: int  # sequences whose queries cu_seqlens_q counts: the last ones
+    first_chunk: int  # the first sequence whose queries cu_seqlens_q counts
     num_sampled: int
 
     @classmethod
     def decode(cls, size: int) -> "GraphShape":
-        return cls(size, size, size, size)
+        return cls(size, size, 0, size)
 
     @classmethod
     def mixed(cls, size: MixedSize) -> "GraphShape":
-        """The chunks come after the rows, where their arrays are aligned too."""
-        return cls(size.num_tokens, ceil_div(size.num_rows, 4) * 4 + MAX_GRAPH_CHUNKS, MAX_GRAPH_CHUNKS, 0)
-
-    @property
-    def first_counted(self) -> int:
-        """The first sequence whose queries cu_seqlens_q counts."""
-        return self.num_seqs - self.num_ends
+        first_chunk = ceil_div(size.num_rows, 4) * 4  # so that the chunks' arrays are aligned too
+        return cls(size.num_tokens, first_chunk + MAX_GRAPH_CHUNKS, first_chunk, 0)
 
 
 class GraphInputs(NamedTuple):
     """The inputs of a graph: numpy arrays of a staging buffer, or tensors in the static buffer."""
 
-    input_ids: Any  # int64 [T]
-    token_source: Any  # int64 [T], where each token's id is in the static buffer, which also holds `sampled_ids`
-    positions: Any  # int64 [T]
-    rope_lens: Any  # int64 [T]
-    slot_mapping: Any  # int64 [T]
-    context_lens: Any  # int32 [B]
-    cu_seqlens_q: Any  # int32 [ends + 1]
+    input_ids: Array  # int64 [T]
+    token_source: Array  # int64 [T], where each token's id is in the static buffer, which also holds `sampled_ids`
+    positions: Array  # int64 [T]
+    rope_lens: Array  # int64 [T]
+    slot_mapping: Array  # int64 [T]
+    context_lens: Array  # int32 [B]
+    cu_seqlens_q: Array  # int32 [B - first_chunk + 1]
     sampling: SamplingTensors  # each [S]
 
 
 _INT64, _INT32 = np.dtype(np.int64), np.dtype(np.int32)
-_DTYPES: tuple[np.dtype, ...] = (*[_INT64] * 5, *[_INT32] * 2, *SAMPLING_DTYPES)
-_NUM_OWN = len(_DTYPES) - len(SAMPLING_DTYPES)  # arrays besides those of `sampling`
 
 
 @cache
 def _layout(shape: GraphShape) -> tuple[list[tuple[int, int, np.dtype]], int]:
     """Where each array starts and ends, with its dtype, and the size of them all, in bytes."""
-    sampling = [shape.num_sampled] * len(SAMPLING_DTYPES)
-    lengths = [*[shape.num_tokens] * 5, shape.num_seqs, shape.num_ends + 1, *sampling]
-    sizes = [length * dtype.itemsize for length, dtype in zip(lengths, _DTYPES, strict=True)]
-    *starts, num_bytes = packed_starts(sizes)
-    places = zip(starts, sizes, _DTYPES, strict=True)
-    return [(start, start + size, dtype) for start, size, dtype in places], num_bytes
+    lengths: dict[str, tuple[int, np.dtype]] = {
+        "input_ids": (shape.num_tokens, _INT64),
+        "token_source": (shape.num_tokens, _INT64),
+        "positions": (shape.num_tokens, _INT64),
+        "rope_lens": (shape.num_tokens, _INT64),
+        "slot_mapping": (shape.num_tokens, _INT64),
+        "context_lens": (shape.num_seqs, _INT32),
+        "cu_seqlens_q": (shape.num_seqs - shape.first_chunk + 1, _INT32),
+    }
+    assert (*lengths, "sampling") == GraphInputs._fields
+    arrays = [*lengths.values(), *((shape.num_sampled, dtype) for dtype in SAMPLING_DTYPES)]
+    *starts, num_bytes = packed_starts(length * dtype.itemsize for length, dtype in arrays)
+    places = zip(starts, arrays, strict=True)
+    return [(start, start + length * dtype.itemsize, dtype) for start, (length, dtype) in places], num_bytes
 
 
 def _inputs(buffer: Any, shape: GraphShape) -> GraphInputs:
@@ -79,7 +87,8 @@ def _inputs(buffer: Any, shape: GraphShape) -> GraphInputs:
     is_array = isinstance(buffer, np.ndarray)
     places, _ = _layout(shape)
     arrays = [buffer[start:end].view(dtype if is_array else torch_dtype(dtype)) for start, end, dtype in places]
-    return GraphInputs._make((*arrays[:_NUM_OWN], SamplingTensors._make(arrays[_NUM_OWN:])))
+    num_own = len(arrays) - len(SAMPLING_DTYPES)
+    return GraphInputs._make((*arrays[:num_own], SamplingTensors._make(arrays[num_own:])))
 
 
 class GraphBuffers:
@@ -87,7 +96,9 @@ class GraphBuffers:
 
     `sampled_ids`, int64 [max_num_rows], are the tokens that the last step sampled, by their row in that step. They are
     in the same buffer as the step's own input ids, so that one index, `token_source`, finds an id whether or not the
-    host knows it yet.
+    host knows it yet:
+
+        | sampled_ids | input_ids | token_source | positions | ...
     """
 
     def __init__(
@@ -137,12 +148,16 @@ class GraphBuffers:
         torch.index_select(self._ids, 0, self.tensors(shape).token_source, out=read_ids)
         return read_ids.clamp_(min=0)
 
+    def single_queries(self, num_seqs: int) -> torch.Tensor:
+        """int32 [num_seqs + 1]: cu_seqlens_q of sequences with one query each, 0 to num_seqs."""
+        return self._single_queries[: num_seqs + 1]
+
     def cu_seqlens_q(self, size: int, max_query_len: int) -> torch.Tensor:
         """int32 [size + 1]: the queries of up to `size` sequences with `size` queries in all. If no sequence has more
         than one, these never change.
         """
         if max_query_len == 1:
-            return self._single_queries[: size + 1]
+            return self.single_queries(size)
         return self.tensors(GraphShape.decode(size)).cu_seqlens_q
 
     def batch(
@@ -191,21 +206,15 @@ class GraphBuffers:
 
         Each row of padding is a sequence of its own, without keys.
         """
-        seqs = slice(0, len(inputs.context_lens))
-        cu_seqlens_q = padded_cu_seqlens(inputs.cu_seqlens_q, size)
-        self.fill(inputs, GraphShape.decode(size), seqs, cu_seqlens_q, inputs.sampling)
+        self.fill(inputs, GraphShape.decode(size), 0, padded_cu_seqlens(inputs.cu_seqlens_q, size))
 
-    def fill(
-        self,
-        inputs: StepInputs,
-        shape: GraphShape,
-        seqs: slice | np.ndarray,
-        cu_seqlens_q: np.ndarray,
-        sampling: Sequence[Any] = (),
-    ) -> None:
-        """Enqueue the copy of a step's inputs, whose sequences get the numbers `seqs` in the graph. Hot."""
-        num_tokens = len(inputs.input_ids)
-        own_ids = self._start // _INT64.itemsize + np.arange(num_tokens)
+    def fill(self, inputs: StepInputs, shape: GraphShape, num_rows: int, cu_seqlens_q: np.ndarray) -> None:
+        """Enqueue the copy of a step's inputs. Its first `num_rows` sequences are the first ones of the graph, all
+        others follow from `shape.first_chunk` on. Hot: once per step.
+        """
+        num_tokens, num_others = len(inputs.input_ids), len(inputs.context_lens) - num_rows
+        places = slice(0, num_rows), slice(shape.first_chunk, shape.first_chunk + num_others)
+        own_ids = self._start // _INT64.itemsize + np.arange(num_tokens)  # input_ids come first
         staging = torch.zeros(_layout(shape)[1], dtype=torch.uint8, pin_memory=self.device.type == "cuda")
         given = _inputs(staging.numpy(), shape)
         given.input_ids[:num_tokens] = inputs.input_ids
@@ -214,22 +223,23 @@ class GraphBuffers:
         given.rope_lens[:num_tokens] = inputs.rope_lens
         given.slot_mapping[:num_tokens] = inputs.slot_mapping
         given.slot_mapping[num_tokens:] = NO_CELL
-        given.context_lens[seqs] = inputs.context_lens
         given.cu_seqlens_q[:] = cu_seqlens_q
-        for column, values in zip(given.sampling, sampling, strict=False):
-            column[: len(values)] = values
+        for place, rows in zip(places, (slice(num_rows), slice(num_rows, None)), strict=True):
+            given.context_lens[place] = inputs.context_lens[rows]
+            self._copy_tables(inputs.block_tables[rows], place)
+        if shape.num_sampled:
+            columns: Any = zip(given.sampling, inputs.sampling, strict=True)
+            for column, values in columns:
+                column[: len(values)] = values
         self._static[self._start :][: len(staging)].copy_(staging, non_blocking=True)
-        self._copy_tables(inputs.block_tables, seqs)
 
-    def _copy_tables(self, tables: np.ndarray, seqs: slice | np.ndarray) -> None:
-        """Update the block tables, which most steps do not change. Columns beyond a context are never read."""
-        num_columns = tables.shape[1]
-        if np.array_equal(self._host_tables[seqs, :num_columns], tables):
-            return
-        self._host_tables[seqs, :num_columns] = tables
-        num_seqs = seqs.stop if isinstance(seqs, slice) else int(seqs[-1]) + 1
-        (on_device,) = to_device((self._host_tables[:num_seqs],), self.device)
-        self._block_tables[:num_seqs].copy_(on_device)
+    def _copy_tables(self, tables: np.ndarray, place: slice) -> None:
+        """Update block tables, which most steps do not change. Columns beyond a context are never read."""
+        columns = slice(0, tables.shape[1])
+        known = self._host_tables[place, columns]
+        if not np.array_equal(known, tables):
+            self._block_tables[place, columns].copy_(typing.cast(Any, to_device(tables, self.device)))
+            known[:] = tables
 
 
 def padded_cu_seqlens(cu_seqlens_q: np.ndarray, size: int) -> np.ndarray:

@@ -5,18 +5,20 @@ device.
 """
 
 import typing
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import torch
 
-from nanovllm.core.step_plan import SamplingRow, SequenceStep, StepPlan
+from nanovllm.core.logit_editor import Penalties, RowEdits
+from nanovllm.core.step_plan import SamplingRow, StepPlan
 from nanovllm.kernels.sampling_tensors import EditTensors, SamplingTensors
 from nanovllm.utils.arithmetic import ceil_div
 
 Array: TypeAlias = Any  # np.ndarray or torch.Tensor
+Tree = TypeVar("Tree")
 
 _ALIGNMENT = 16  # bytes; Triton compiles a kernel again when a pointer's alignment changes
 _DTYPE_OF: dict[type, np.dtype] = {float: np.dtype(np.float32), int: np.dtype(np.int64)}
@@ -30,26 +32,11 @@ class GroupInputs(NamedTuple):
     block_tables: Array  # int32 [B, blocks of a group]
 
 
-class LogprobInputs(NamedTuple):
-    """N tokens whose log-probabilities the step reports."""
-
-    rows: Array  # int64 [N]: of the sampled tokens, or of the hidden states after which the tokens are scored
-    token_ids: Array | None  # int64 [N]; None: the sampled ones
-    num_top: int  # most likely tokens to report for each
-
-
-class AskedInputs(NamedTuple):
-    """What only some requests ask for, once there are hidden states or logits."""
-
-    edits: EditTensors | None
-    edited_sampling: SamplingTensors | None  # of the edited rows
-    sampled_logprobs: LogprobInputs | None
-    prompt_logprobs: LogprobInputs | None
-
-
 class StepInputs(NamedTuple):
+    """What the model and the sampler read in every step."""
+
     input_ids: Array  # int64 [T]
-    pending_rows: Array  # int64 [T], see `_pending_rows`
+    pending_rows: Array  # int64 [T]: the token is that of this row among those sampled last; -1: it is in input_ids
     positions: Array  # int64 [T]
     rope_lens: Array  # int64 [T]
     slot_mapping: Array  # int64 [T]
@@ -61,7 +48,19 @@ class StepInputs(NamedTuple):
     logits_rows: Array  # int64 [S], the tokens after which they sample: the last ones of each
     sampling: SamplingTensors  # each [S]
     groups: tuple[GroupInputs, ...]
-    asked: AskedInputs | None
+
+
+class EditInputs(NamedTuple):
+    edits: EditTensors
+    sampling: SamplingTensors  # of the edited rows
+
+
+class LogprobInputs(NamedTuple):
+    """N tokens whose log-probabilities the step reports."""
+
+    rows: Array  # int64 [N]: of the sampled tokens, or of the hidden states after which the tokens are scored
+    token_ids: Array | None  # int64 [N]; None: the sampled ones
+    num_top: int  # most likely tokens to report for each
 
 
 def pad_tables(tables: Sequence[Sequence[int]], num_columns: int) -> np.ndarray:
@@ -72,7 +71,7 @@ def pad_tables(tables: Sequence[Sequence[int]], num_columns: int) -> np.ndarray:
     return padded
 
 
-def build_inputs(plan: StepPlan, block_size: int, group_blocks: int, vocab_size: int) -> StepInputs:
+def build_inputs(plan: StepPlan, block_size: int, group_blocks: int) -> StepInputs:
     """The inputs of a step, on the host. A streamed group has up to `group_blocks` blocks. Hot: once per step."""
     steps = plan.sequences
     query_lens = np.array([step.num_tokens for step in steps], dtype=np.int64)
@@ -82,35 +81,38 @@ def build_inputs(plan: StepPlan, block_size: int, group_blocks: int, vocab_size:
     ends = np.cumsum(query_lens)
     tables = pad_tables([step.block_table for step in steps], max(len(step.block_table) for step in steps))
 
-    row = np.repeat(np.arange(len(steps)), query_lens)  # each token's sequence
-    offset = np.arange(ends[-1]) - (ends - query_lens)[row]
-    positions = starts[row] + offset
-    paged = (context_lens - query_lens)[row] + offset  # the token's index among its sequence's paged keys
+    seq = np.repeat(np.arange(len(steps)), query_lens)  # each token's sequence
+    offset = np.arange(ends[-1]) - (ends - query_lens)[seq]  # among the sequence's new tokens
+    positions = starts[seq] + offset
+    paged = (context_lens - query_lens)[seq] + offset  # the token's index among its sequence's paged keys
     num_sampled = np.array([step.num_sampled for step in steps], dtype=np.int64)
-    sampling = sampling_arrays(
-        step.sampling.at(step.sampling.position + i) if i else step.sampling
-        for step in steps
-        if step.sampling is not None
-        for i in range(step.num_sampled)
-    )
+    drafts = plan.draft_rows()
     return StepInputs(
         input_ids=np.concatenate([step.token_ids for step in steps]),
-        pending_rows=_pending_rows(plan, ends),
+        pending_rows=_draft_numbers(plan, drafts, ends) if drafts else _previous_rows(plan, ends),
         positions=positions,
-        rope_lens=np.maximum(prompt_lens[row], positions + 1),
-        slot_mapping=tables[row, paged // block_size].astype(np.int64) * block_size + paged % block_size,
+        rope_lens=np.maximum(prompt_lens[seq], positions + 1),
+        slot_mapping=tables[seq, paged // block_size].astype(np.int64) * block_size + paged % block_size,
         cu_seqlens_q=np.concatenate([[0], ends]).astype(np.int32),
         context_lens=context_lens.astype(np.int32),
         block_tables=tables,
         sampling_seqs=np.flatnonzero(num_sampled),
         sampling_cu_seqlens=np.concatenate([[0], num_sampled[num_sampled > 0].cumsum()]).astype(np.int32),
-        logits_rows=np.flatnonzero(offset >= (query_lens - num_sampled)[row]),
-        sampling=sampling,
+        logits_rows=np.flatnonzero(offset >= (query_lens - num_sampled)[seq]),
+        sampling=_sampling(plan),
         groups=tuple(
             GroupInputs(np.array(group.context_lens(block_size), np.int32), pad_tables(group.tables, group_blocks))
             for group in plan.moves.streamed
         ),
-        asked=_asked(plan, sampling, vocab_size),
+    )
+
+
+def _sampling(plan: StepPlan) -> SamplingTensors:
+    return sampling_arrays(
+        step.sampling.at(step.sampling.position + i) if i else step.sampling
+        for step in plan.sequences
+        if step.sampling is not None
+        for i in range(step.num_sampled)
     )
 
 
@@ -119,45 +121,38 @@ def sampling_arrays(rows: Iterable[SamplingRow]) -> SamplingTensors:
     return SamplingTensors._make(map(np.array, columns, SAMPLING_DTYPES))
 
 
-def _pending_rows(plan: StepPlan, ends: np.ndarray) -> np.ndarray:
-    """For each token whose id the host may not know yet, the row of the previous step that sampled it, or in a step
-    with drafts its number among the drafted tokens; -1 for all others, int64 [T]. `ends`: where each sequence's tokens
-    end.
+def _previous_rows(plan: StepPlan, ends: np.ndarray) -> np.ndarray:
+    """`pending_rows`: the row of the previous step that samples a sequence's last token. `ends`: where each sequence's
+    tokens end.
     """
-    pending = np.full(ends[-1], -1, dtype=np.int64)
-    drafts = plan.draft_rows()
-    if not drafts:
-        pending[ends - 1] = [step.previous_row for step in plan.sequences]
-        return pending
+    rows = np.full(ends[-1], -1, dtype=np.int64)
+    rows[ends - 1] = [step.previous_row for step in plan.sequences]
+    return rows
+
+
+def _draft_numbers(plan: StepPlan, drafts: list[list[int]], ends: np.ndarray) -> np.ndarray:
+    """`pending_rows` of a step with drafts: a guess's number among the drafted tokens."""
     assert all(step.previous_row < 0 for step in plan.sequences), "a step with drafts needs the tokens of the last one"
+    numbers = np.full(ends[-1], -1, dtype=np.int64)
     drafted = ((i, row) for i, rows in enumerate(drafts) for row in rows)
     for number, (i, row) in enumerate(drafted):
         step = plan.sequences[row]
         if i < step.num_guesses and step.guesses[i] < 0:
-            pending[ends[row] - step.num_guesses + i] = number
-    return pending
+            numbers[ends[row] - step.num_guesses + i] = number
+    return numbers
 
 
-# -- edits and log-probabilities ---------------------------------------------------------------------------------
+# -- edits and log-probabilities, which few requests ask for -----------------------------------------------------
+# The host prepares them while the device runs the layers.
 
 
-def _asked(plan: StepPlan, sampling: SamplingTensors, vocab_size: int) -> AskedInputs | None:
-    if all(step.edits is None and step.num_logprobs is None and step.scores is None for step in plan.sequences):
-        return None
-    edits = edited = None
-    if plan.has_edits:
-        edits = _edit_arrays(plan, vocab_size)
-        edited = SamplingTensors._make(column[edits.rows] for column in sampling)
-    return AskedInputs(edits, edited, _sampled_logprobs(plan), _prompt_logprobs(plan))
-
-
-def _sampled_logprobs(plan: StepPlan) -> LogprobInputs | None:
+def sampled_logprob_inputs(plan: StepPlan) -> LogprobInputs | None:
     asking = [step.num_logprobs for step in plan.sequences for _ in range(step.num_sampled)]
     rows = [row for row, num_logprobs in enumerate(asking) if num_logprobs is not None]
-    return LogprobInputs(np.array(rows), None, max(asking[row] or 0 for row in rows)) if rows else None
+    return LogprobInputs(np.array(rows, np.int64), None, max(asking[row] or 0 for row in rows)) if rows else None
 
 
-def _prompt_logprobs(plan: StepPlan) -> LogprobInputs | None:
+def prompt_logprob_inputs(plan: StepPlan) -> LogprobInputs | None:
     starts = accumulate((step.num_tokens for step in plan.sequences), initial=0)
     scores = [(start, step.scores) for start, step in zip(starts, plan.sequences, strict=False) if step.scores]
     if not scores:
@@ -168,13 +163,13 @@ def _prompt_logprobs(plan: StepPlan) -> LogprobInputs | None:
 
 
 class _EditedRow(NamedTuple):
-    """One row of logits that is edited, and where its sequence is."""
+    """One row of logits that is edited."""
 
     row: int  # among the sampled rows
     token: int  # the row's own token among the step's inputs
-    first_token: int  # the first row's of the sequence
-    step: SequenceStep
-    number: int  # among the sequence's sampled rows
+    first_new_token: int  # of those that the kernel counts for the penalties
+    penalties: Penalties
+    edits: RowEdits
 
 
 def _edited_rows(plan: StepPlan) -> Iterator[_EditedRow]:
@@ -183,22 +178,24 @@ def _edited_rows(plan: StepPlan) -> Iterator[_EditedRow]:
         num_tokens += step.num_tokens
         if step.edits is not None:
             first_token = num_tokens - step.num_sampled
+            first_new = first_token + 1 - step.edits.num_new_tokens
             for i in range(step.num_sampled):
-                yield _EditedRow(first_row + i, first_token + i, first_token, step, i)
+                yield _EditedRow(first_row + i, first_token + i, first_new, step.edits.penalties, step.edits.rows[i])
         first_row += step.num_sampled
 
 
-def _edit_arrays(plan: StepPlan, vocab_size: int) -> EditTensors:
+def edit_inputs(plan: StepPlan, sampling: SamplingTensors, vocab_size: int) -> EditInputs | None:
+    """`sampling`: of all rows of the step."""
+    if not plan.has_edits:
+        return None
     rows = list(_edited_rows(plan))
-    edits = [row.step.edits for row in rows if row.step.edits is not None]
-    penalties = [each.penalties for each in edits]
-    of_rows = [each.rows[row.number] for each, row in zip(edits, rows, strict=True)]
+    penalties, edits = [row.penalties for row in rows], [row.edits for row in rows]
     prompt_rows, prompt_masks = _distinct_masks([each.prompt_mask for each in penalties], vocab_size)
-    allowed_rows, allowed = _distinct_masks([each.allowed for each in of_rows], vocab_size)
+    allowed_rows, allowed = _distinct_masks([each.allowed for each in edits], vocab_size)
     (seen_starts, seen_ends), (seen_ids, seen_counts) = _end_to_end(
         [each.token_ids for each in penalties], [each.counts for each in penalties]
     )
-    biases = [each.biases for each in of_rows] + [each.bad_ends for each in of_rows]
+    biases = [each.biases for each in edits] + [each.bad_ends for each in edits]
     (bias_starts, bias_ends), (bias_ids, bias_values, bias_after) = _end_to_end(*zip(*biases, strict=True))
     num_rows = len(rows)
     arrays: dict[str, Any] = {
@@ -209,7 +206,7 @@ def _edit_arrays(plan: StepPlan, vocab_size: int) -> EditTensors:
         "prompt_row": prompt_rows,
         "seen_start": seen_starts,
         "seen_end": seen_ends,
-        "new_start": np.array([row.first_token + 1 - e.num_new_tokens for row, e in zip(rows, edits, strict=True)]),
+        "new_start": np.array([row.first_new_token for row in rows], np.int64),
         "new_end": np.array([row.token + 1 for row in rows], np.int64),
         "bias_start": bias_starts[:num_rows],
         "bias_end": bias_ends[:num_rows],
@@ -224,7 +221,7 @@ def _edit_arrays(plan: StepPlan, vocab_size: int) -> EditTensors:
         "allowed": allowed,
         "prompt_masks": prompt_masks,
     }
-    return EditTensors(**arrays)
+    return EditInputs(EditTensors(**arrays), SamplingTensors._make(column[arrays["rows"]] for column in sampling))
 
 
 def _end_to_end(*columns: Sequence[np.ndarray]) -> tuple[tuple[np.ndarray, np.ndarray], list[np.ndarray]]:
@@ -254,36 +251,42 @@ def _distinct_masks(masks: Sequence[np.ndarray | None], vocab_size: int) -> tupl
 # -- to the device -----------------------------------------------------------------------------------------------
 
 
-def to_device(inputs: Any, device: torch.device) -> Any:
+def to_device(inputs: Tree, device: torch.device) -> Tree:
     """Move all arrays of nested tuples to the device in one copy from one buffer, which is pinned for a GPU. Does not
     wait for it.
     """
-    arrays: list[np.ndarray] = []
-    _map_arrays(inputs, arrays.append)
+    arrays = list(_arrays_of(inputs))
     if not arrays:
         return inputs
-    starts = packed_starts(array.nbytes for array in arrays)
-    staging = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
+    *starts, num_bytes = packed_starts(array.nbytes for array in arrays)
+    staging = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
     flat = staging.numpy()
-    for array, start in zip(arrays, starts, strict=False):
+    for array, start in zip(arrays, starts, strict=True):
         flat[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
-    on_device, place = staging.to(device, non_blocking=True), iter(starts)
+    on_device = staging.to(device, non_blocking=True)
+    views = (
+        on_device[start : start + array.nbytes].view(torch_dtype(array.dtype)).view(array.shape)
+        for array, start in zip(arrays, starts, strict=True)
+    )
+    return typing.cast(Tree, _with_tensors(inputs, views))
 
-    def view(array: np.ndarray) -> torch.Tensor:
-        start = next(place)
-        return on_device[start : start + array.nbytes].view(torch_dtype(array.dtype)).view(array.shape)
 
-    return _map_arrays(inputs, view)
-
-
-def _map_arrays(tree: Any, function: Callable[[np.ndarray], Any]) -> Any:
-    """Nested tuples with function(array) in the place of each array, in order."""
+def _arrays_of(tree: Any) -> Iterator[np.ndarray]:
     if isinstance(tree, np.ndarray):
-        return function(tree)
+        yield tree
+    elif isinstance(tree, tuple):
+        for value in tree:
+            yield from _arrays_of(value)
+
+
+def _with_tensors(tree: Any, tensors: Iterator[torch.Tensor]) -> Any:
+    """The nested tuples with the next tensor in the place of each array."""
+    if isinstance(tree, np.ndarray):
+        return next(tensors)
     if not isinstance(tree, tuple):
         return tree
-    mapped = [_map_arrays(value, function) for value in tree]
-    return type(tree)._make(mapped) if hasattr(tree, "_make") else tuple(mapped)
+    values = [_with_tensors(value, tensors) for value in tree]
+    return type(tree)._make(values) if hasattr(tree, "_make") else tuple(values)
 
 
 def packed_starts(sizes: Iterable[int]) -> list[int]:

@@ -11,18 +11,22 @@ import torch
 from nanovllm.attention.base import StepAttention
 from nanovllm.core.step_plan import KVMoves, SamplingRow, SequenceStep, StepPlan
 from nanovllm.device.tp_group import TPGroup
-from nanovllm.kernels.sampling_tensors import EditTensors, SamplingTensors
-from nanovllm.layers.sampler import edit_logits, sample
+from nanovllm.layers.sampler import resample_edited, sample
 from nanovllm.models.decoder import CausalLM
 from nanovllm.runner.graph_set import GraphSet
-from nanovllm.runner.inputs import AskedInputs, StepInputs, build_inputs, to_device
+from nanovllm.runner.inputs import (
+    StepInputs,
+    build_inputs,
+    edit_inputs,
+    prompt_logprob_inputs,
+    sampled_logprob_inputs,
+    to_device,
+)
 from nanovllm.runner.kv_memory import KVMemory, build_batches, cpu_rows, last_token_batches
 from nanovllm.runner.step_result import LogprobTensors, StepEnd, StepResult, prompt_logprobs, sampled_logprobs
 from nanovllm.utils.arithmetic import ceil_div
 
 NUM_TIMED_STEPS = 4
-_ROW_STEP = 16  # edited rows of a chunk are a multiple of this, so that its arrays stay aligned
-_CHUNK_BYTES = 32 << 20  # fp32 logits that are edited at once
 
 
 def draft_steps(plan: StepPlan) -> list[StepPlan]:
@@ -77,35 +81,12 @@ def measure_draft_s(
     return (time.perf_counter() - start_s) / NUM_TIMED_STEPS
 
 
-def resample_edited(
-    edits: EditTensors,
-    sampling: SamplingTensors,
-    logits: torch.Tensor,
-    input_ids: torch.Tensor,
-    tokens: torch.Tensor,
-) -> None:
-    """Sample the rows whose logits [S, vocab_size] a request edits, and replace their `tokens`, int64 [S]. Hot.
-
-    Most requests edit nothing, so graphs and the plain path sample all rows from the model's own logits. The edited
-    rows are copied, edited and sampled afterwards, a limited number at a time. Rows without edits pay only for the
-    launches. `sampling` has the edited rows alone. `input_ids`, int64 [T], are the step's own, as the model has read
-    them.
-    """
-    num_rows = max(1, _CHUNK_BYTES // (4 * logits.shape[1] * _ROW_STEP)) * _ROW_STEP
-    for start in range(0, len(edits.rows), num_rows):
-        end = start + num_rows
-        part = edits.part(start, end)
-        edited = edit_logits(logits, part, input_ids)
-        tokens[part.rows] = sample(edited, SamplingTensors(*(column[start:end] for column in sampling)))
-
-
 class _Pass(NamedTuple):
     """Results of the model's pass over a step's tokens. Valid until the next pass."""
 
     input_ids: torch.Tensor  # int64 [T]
     logits: torch.Tensor  # [S, vocab_size]
     sampled_ids: torch.Tensor  # int64 [S], by these logits
-    asked: AskedInputs | None  # on the device
     prompt_logprobs: LogprobTensors | None = None
 
 
@@ -124,8 +105,7 @@ class StepRunner:
         self._running: deque[StepResult] = deque()
 
     def _build_inputs(self, plan: StepPlan) -> StepInputs:
-        spec = self.spec
-        return build_inputs(plan, spec.block_size, spec.staging_group_blocks, self.model.config.vocab_size)
+        return build_inputs(plan, self.spec.block_size, self.spec.staging_group_blocks)
 
     def launch(self, plan: StepPlan) -> StepResult:
         """Enqueue a step. Hot."""
@@ -133,12 +113,12 @@ class StepRunner:
         self.memory.begin_step(plan)
         drafted_ids = self._draft(plan)
         ran = self._run(plan, inputs)
-        asked, logprobs = ran.asked, None
-        if asked is not None and asked.edits is not None and asked.edited_sampling is not None:
-            resample_edited(asked.edits, asked.edited_sampling, ran.logits, ran.input_ids, ran.sampled_ids)
+        asked = edit_inputs(plan, inputs.sampling, self.model.config.vocab_size), sampled_logprob_inputs(plan)
+        edited, scored = to_device(asked, self.device)
+        if edited is not None:
+            resample_edited(edited.edits, edited.sampling, ran.logits, ran.input_ids, ran.sampled_ids)
         self._keep_sampled(ran.sampled_ids)
-        if asked is not None and asked.sampled_logprobs is not None:
-            logprobs = sampled_logprobs(asked.sampled_logprobs, ran.logits, self._sampled_ids)
+        logprobs = None if scored is None else sampled_logprobs(scored, ran.logits, self._sampled_ids)
         times = self.memory.end_step()
         tokens = torch.cat([self._sampled_ids, drafted_ids]) if len(drafted_ids) else self._sampled_ids
         result = StepResult(tokens, logprobs, ran.prompt_logprobs, self._last_end, times)
@@ -182,42 +162,40 @@ class StepRunner:
             logits = graphs.replay(inputs)
             self.memory.ran_all_layers()
         num_rows, buffers = len(logits), graphs.buffers
-        sampled_ids = buffers.sampled_ids[:num_rows]
-        return _Pass(buffers.read_ids(num_rows), logits, sampled_ids, to_device(inputs.asked, self.device))
+        return _Pass(buffers.read_ids(num_rows), logits, buffers.sampled_ids[:num_rows])
 
     def _run_in_parts(self, plan: StepPlan, inputs: StepInputs, is_draft: bool) -> _Pass:
         """Run any step. Its layers may still be a graph; the sampler is always launched kernel by kernel."""
         size = None if self.graphs is None or is_draft else self.graphs.find_mixed(plan)
         if size is None:
-            tensors: StepInputs = to_device(inputs, self.device)
-            input_ids, hidden, has_all_rows = self._launch_layers(plan, inputs, tensors, is_draft)
-            logits_rows, sampling, asked = tensors.logits_rows, tensors.sampling, tensors.asked
+            tensors = to_device(inputs, self.device)
+            input_ids, hidden, has_all_rows = self._launch_layers(plan, tensors, is_draft)
+            logits_rows, sampling = tensors.logits_rows, tensors.sampling
         else:
             assert self.graphs is not None
             self.memory.begin_all_layers()
             hidden, has_all_rows = self.graphs.mixed.replay(plan, inputs, size), True
             self.memory.ran_all_layers()
             input_ids = self.graphs.buffers.read_ids(len(hidden))
-            rest = inputs.logits_rows, inputs.sampling, inputs.asked
-            logits_rows, sampling, asked = to_device(rest, self.device)
-        vocab_size, scored = self.model.config.vocab_size, None
-        if asked is not None and asked.prompt_logprobs is not None:
-            scored = prompt_logprobs(asked.prompt_logprobs, hidden, self.model.compute_logits, vocab_size)
+            logits_rows, sampling = to_device((inputs.logits_rows, inputs.sampling), self.device)
+        vocab_size, logprobs = self.model.config.vocab_size, None
+        if scored := to_device(prompt_logprob_inputs(plan), self.device):
+            logprobs = prompt_logprobs(scored, hidden, self.model.compute_logits, vocab_size)
         if has_all_rows and not plan.is_decode:
             hidden = hidden[logits_rows]
         if not len(hidden):
-            return _Pass(input_ids, hidden.new_empty(0, vocab_size), self._sampled_ids[:0], asked, scored)
+            return _Pass(input_ids, hidden.new_empty(0, vocab_size), self._sampled_ids[:0], logprobs)
         logits = self.model.compute_logits(hidden)
-        return _Pass(input_ids, logits, sample(logits, sampling), asked, scored)
+        return _Pass(input_ids, logits, sample(logits, sampling), logprobs)
 
     def _launch_layers(
-        self, plan: StepPlan, inputs: StepInputs, tensors: StepInputs, is_draft: bool
+        self, plan: StepPlan, tensors: StepInputs, is_draft: bool
     ) -> tuple[torch.Tensor, torch.Tensor, bool]:
         """Without graphs. Returns the token ids, the hidden states after the last layer, and whether these are of all
         tokens or only of those after which the step samples.
         """
         input_ids, pending = tensors.input_ids, tensors.pending_rows
-        if (inputs.pending_rows >= 0).any():  # read them on the device; the host may not have them yet
+        if plan.has_pending:  # the host may not have these ids yet
             pending_ids = self._sampled_ids[pending.clamp(min=0)].clamp_(min=0)  # an invalid id ends its request soon
             input_ids = torch.where(pending < 0, input_ids, pending_ids)
         rope_lens = tensors.rope_lens if self.model.needs_rope_lens else None

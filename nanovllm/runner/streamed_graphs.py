@@ -120,8 +120,7 @@ class GroupGraphs:
             num_seqs = len(group.context_lens)
             rows[:num_seqs, 0], rows[:num_seqs, 1:] = group
         self._keys = [rows.tobytes() for rows in padded]
-        (on_device,) = to_device((padded,), self._lens.device)
-        self._groups = on_device.unbind()
+        self._groups = torch.as_tensor(to_device(padded, self._lens.device)).unbind()
 
     def end_step(self) -> None:
         """Drop the references to the step's arrays."""

@@ -73,6 +73,7 @@ def least_margins(params: list[SamplingParams]) -> list[float]:
     the edited logits, which for sampled requests are divided by the temperature and have noise. Without filters.
     """
     margins: dict[int, float] = {}  # of one request, by position
+    sample = sampler.sample
 
     def noting_sample(logits: torch.Tensor, tensors: SamplingTensors, out: torch.Tensor | None = None) -> torch.Tensor:
         noise = sampler.exponential_noise(tensors.seed, tensors.position, torch.arange(logits.shape[1])[None])
@@ -81,14 +82,15 @@ def least_margins(params: list[SamplingParams]) -> list[float]:
         first, second = scores.topk(2, dim=-1).values.unbind(-1)
         # Rows with edits are sampled twice, and the second sample counts.
         margins.update(zip(tensors.position.tolist(), (first - second).tolist(), strict=True))
-        return sampler.sample(logits, tensors, out)
+        return sample(logits, tensors, out)
 
     least = []
     with (
         pytest.MonkeyPatch.context() as patch,
         LLM(str(build_retrieval_model()), **ON_CPU, **cache_options(None)) as llm,
     ):
-        patch.setattr(step_runner, "sample", noting_sample)
+        for module in (step_runner, sampler):
+            patch.setattr(module, "sample", noting_sample)
         for each in params:
             margins.clear()
             llm.generate([PROMPT], each, use_tqdm=False)

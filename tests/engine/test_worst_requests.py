@@ -27,7 +27,7 @@ from nanovllm.engine.setup import EngineSetup, Internals, prepare
 from nanovllm.errors import RequestError
 from nanovllm.executor.base import Executor, LaunchedStep
 from nanovllm.kvcache.policy.block_manager import BlockManager
-from nanovllm.runner.inputs import build_inputs
+from nanovllm.runner.inputs import build_inputs, edit_inputs
 from nanovllm.sampling_params import MAX_LOGPROBS, SamplingParams, StructuredOutputs
 from nanovllm.scheduling.scheduler import Scheduler
 from nanovllm.server.admission import MAX_LIST_ITEMS, MAX_N, MAX_STOP
@@ -53,7 +53,7 @@ class HostOnly(Executor):
         self._rng = random.Random(0)
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        build_inputs(plan, BLOCK, group_blocks=0, vocab_size=VOCAB)
+        edit_inputs(plan, build_inputs(plan, BLOCK, group_blocks=0).sampling, VOCAB)
         pickle.dumps(plan, pickle.HIGHEST_PROTOCOL)
         start_s = time.thread_time()
         token_ids = [token_id for step in plan.sequences if step.sampling for token_id in self._drawn(step)]

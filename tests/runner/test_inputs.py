@@ -7,11 +7,19 @@ import numpy as np
 import pytest
 import torch
 
-from nanovllm.core.step_plan import CpuSpan, KVMoves, SamplingRow, SequenceStep, StepPlan, StreamedGroup
+from nanovllm.core.step_plan import CpuSpan, KVMoves, PromptScores, SamplingRow, SequenceStep, StepPlan, StreamedGroup
 from nanovllm.kernels.sampling_tensors import SamplingTensors
 from nanovllm.kvcache.transfer.cpu_attention import CpuRows
 from nanovllm.runner.graph_inputs import GraphBuffers, GraphShape
-from nanovllm.runner.inputs import GroupInputs, StepInputs, build_inputs, pad_tables, to_device
+from nanovllm.runner.inputs import (
+    GroupInputs,
+    StepInputs,
+    build_inputs,
+    pad_tables,
+    prompt_logprob_inputs,
+    sampled_logprob_inputs,
+    to_device,
+)
 from nanovllm.runner.kv_memory import build_batches, last_token_batches
 
 BLOCK_SIZE = 8
@@ -74,14 +82,14 @@ def random_plan(rng: random.Random) -> StepPlan:
 
 
 def inputs_of(*steps: SequenceStep) -> StepInputs:
-    return build_inputs(StepPlan(steps, KVMoves()), BLOCK_SIZE, group_blocks=0, vocab_size=64)
+    return build_inputs(StepPlan(steps, KVMoves()), BLOCK_SIZE, group_blocks=0)
 
 
 def by_name(inputs: Any) -> dict[str, Any]:
     """The arrays of a step's inputs, those of `sampling` as `sampling.temperature` and so on."""
     fields: dict[str, Any] = inputs._asdict()
     sampling = fields.pop("sampling")._asdict()
-    assert not fields.pop("groups", ()) and fields.pop("asked", None) is None
+    assert not fields.pop("groups", ())
     return fields | {f"sampling.{name}": values for name, values in sampling.items()}
 
 
@@ -196,7 +204,7 @@ def test_graph_inputs_begin_on_16_bytes(max_num_rows: int) -> None:
         shape = GraphShape.mixed(mixed_size)
         tensors = by_name(buffers.tensors(shape))
         chunks = buffers.batch(
-            tensors["cu_seqlens_q"], tensors["context_lens"][shape.first_counted :], 9, shape.first_counted
+            tensors["cu_seqlens_q"], tensors["context_lens"][shape.first_chunk :], 9, shape.first_chunk
         )
         tensors |= {"chunk_lens": chunks.context_lens, "chunk_tables": chunks.block_tables}
         assert {name for name, tensor in tensors.items() if tensor.data_ptr() % 16} == set()
@@ -204,6 +212,38 @@ def test_graph_inputs_begin_on_16_bytes(max_num_rows: int) -> None:
         tensors = by_name(buffers.tensors(GraphShape.decode(size)))
         tensors |= {"sampled_ids": buffers.sampled_ids, "block_tables": buffers.decode_batch(size, 1).block_tables}
         assert {name for name, tensor in tensors.items() if tensor.data_ptr() % 16} == set()
+
+
+def test_steps_of_both_kinds_in_turn_find_their_own_tables() -> None:
+    """Decode graphs and graphs with chunks share the buffers, and tables that have not changed are not copied."""
+    rng = random.Random(3)
+    buffers = make_buffers(19, max_num_tokens=300)
+    tables = [tuple(rng.sample(range(50), 12)) for _ in range(25)]
+    for _ in range(200):
+        seq = rng.randrange(len(tables))
+        tables[seq] = tuple(rng.sample(range(50), 12))
+        chosen = [table[: rng.randint(1, 12)] for table in rng.sample(tables, rng.randint(1, 19))]
+        num_rows = rng.choice([len(chosen), max(0, len(chosen) - rng.randint(1, 8))])
+        steps = [
+            sequence_step(1 if i < num_rows else 5, BLOCK_SIZE * len(table), table=table)
+            for i, table in enumerate(chosen)
+        ]
+        inputs = inputs_of(*steps)
+        if num_rows == len(steps):
+            size = rng.randint(num_rows, 19)
+            buffers.fill_decode(inputs, size)
+            found = buffers.decode_batch(size, 1).block_tables[:num_rows]
+        else:
+            shape = GraphShape.mixed(next(size for size in buffers.mixed_sizes if size.num_rows >= num_rows))
+            buffers.fill(inputs, shape, num_rows, np.zeros(9, np.int32))
+            given = buffers.tensors(shape)
+            rows = buffers.batch(given.cu_seqlens_q, given.context_lens[:num_rows], 1).block_tables
+            chunks = buffers.batch(given.cu_seqlens_q, given.context_lens[shape.first_chunk :], 9, shape.first_chunk)
+            found = torch.cat([rows, chunks.block_tables[: len(steps) - num_rows]])
+            lens = torch.cat([given.context_lens[:num_rows], given.context_lens[shape.first_chunk :]]).tolist()
+            assert lens == [step.num_paged_keys for step in steps] + [0] * (8 - len(steps) + num_rows)
+        for step, row in zip(steps, found.tolist(), strict=True):
+            assert tuple(row[: len(step.block_table)]) == step.block_table
 
 
 def test_array_types() -> None:
@@ -218,6 +258,26 @@ def test_array_types() -> None:
 def test_step_that_samples_nothing_has_no_rows() -> None:
     inputs = inputs_of(sequence_step(5, 9))
     assert all(array.shape == (0,) for array in (inputs.logits_rows, *inputs.sampling))
+
+
+def test_log_probabilities_are_asked_for_by_row() -> None:
+    """Of what is sampled, and of prompt tokens, of which a part may have been scored before a preemption."""
+    row = SamplingRow()
+    steps = (
+        sequence_step(3, 9, sampling=row, num_guesses=2),
+        sequence_step(4, 9)._replace(scores=PromptScores(1, np.array([7, 8]), 2)),
+        sequence_step(2, 9, sampling=row, num_guesses=1)._replace(num_logprobs=3),
+        sequence_step(5, 9)._replace(scores=PromptScores(0, np.array([5]), 4)),
+        sequence_step(1, 9, sampling=row)._replace(num_logprobs=0),
+    )
+    plan = StepPlan(steps, KVMoves())
+    sampled, prompt = sampled_logprob_inputs(plan), prompt_logprob_inputs(plan)
+    assert sampled is not None and sampled.token_ids is None
+    assert (sampled.rows.tolist(), sampled.num_top) == ([3, 4, 5], 3)
+    assert prompt is not None
+    assert (prompt.rows.tolist(), prompt.token_ids.tolist(), prompt.num_top) == ([4, 5, 9], [7, 8, 5], 4)  # type: ignore[union-attr]
+    plain = StepPlan(steps[:1], KVMoves())
+    assert sampled_logprob_inputs(plain) is None and prompt_logprob_inputs(plain) is None
 
 
 def test_pad_tables_missing_entries_are_a_valid_block() -> None:
@@ -253,7 +313,7 @@ def test_batches_of_paged_keys_and_of_streamed_groups() -> None:
     steps = (sequence_step(3, 11, table=(4, 6)), sequence_step(1, 5, table=(2,)))
     groups = (StreamedGroup((7, 8, 9), ((0, 2), (1,))), StreamedGroup((3,), ((), (0,))))
     plan = StepPlan(steps, KVMoves(streamed=groups))
-    inputs = build_inputs(plan, BLOCK_SIZE, group_blocks=3, vocab_size=64)
+    inputs = build_inputs(plan, BLOCK_SIZE, group_blocks=3)
     assert {array.dtype for group in inputs.groups for array in group} == {np.dtype(np.int32)}
     tensors = to_device(inputs, torch.device("cpu"))
     batches = build_batches(plan, tensors, BLOCK_SIZE)
@@ -288,7 +348,7 @@ def test_batches_of_the_last_tokens_are_those_of_the_sequences_that_sample(
     spans = ((CpuSpan(9, 2, 8), CpuSpan(5, 0, 8)), (), (CpuSpan(6, 0, 8),))
     group = StreamedGroup((7, 8, 9), ((0, 2), (), (1,)), num_cut_tokens=6)
     plan = StepPlan(steps, KVMoves(streamed=(group,), cpu_spans=spans))
-    inputs = build_inputs(plan, BLOCK_SIZE, group_blocks=3, vocab_size=64)
+    inputs = build_inputs(plan, BLOCK_SIZE, group_blocks=3)
     tensors = to_device(inputs, torch.device("cpu"))
     batches = build_batches(plan, tensors, BLOCK_SIZE)
     assert batches.cpu == CpuRows((3, 1, 2), spans)

@@ -55,7 +55,7 @@ def test_chunk_has_history_and_every_row_filters() -> None:
 @pytest.mark.parametrize("group_blocks", [0, 2])
 def test_one_block_is_enough(group_blocks: int) -> None:
     for plan in steps(num_tokens=3000, max_num_seqs=7, group_blocks=group_blocks):
-        inputs = build_inputs(plan, BLOCK, group_blocks, vocab_size=64)
+        inputs = build_inputs(plan, BLOCK, group_blocks)
         assert not inputs.block_tables.any() and inputs.slot_mapping.max() < BLOCK
         assert len(inputs.groups) == (NUM_GROUPS if group_blocks else 0)
         for (lens, _), group in zip(inputs.groups, plan.moves.streamed, strict=True):
@@ -79,4 +79,4 @@ def test_short_steps_stay_within_the_limits(max_num_seqs: int, max_model_len: in
     assert not any(plan.moves.streamed or plan.sequences[0].position for plan in without)
     for plan in (mixed, *few):
         assert all(seq.num_paged_keys <= max_model_len for seq in plan.sequences)
-        assert not build_inputs(plan, BLOCK, group_blocks, vocab_size=64).block_tables.any()
+        assert not build_inputs(plan, BLOCK, group_blocks).block_tables.any()

@@ -139,7 +139,7 @@ def make_setup(
 def replay(graphs: StreamedDecodeGraphs, offload: OffloadEngine, plan: StepPlan) -> None:
     """Run a step."""
     offload.begin_step(plan.moves, range(NUM_SEQS))
-    inputs = build_inputs(plan, BLOCK, offload.spec.staging_group_blocks, graphs.buffers.vocab_size)
+    inputs = build_inputs(plan, BLOCK, offload.spec.staging_group_blocks)
     graphs.replay(inputs, cpu_rows(plan))
     offload.end_step()
 
