@@ -1,9 +1,9 @@
 """ModelConfig: the content of a checkpoint's config.json, with the defaults of transformers.
 
 Owns the list of supported settings. A setting outside it raises CheckpointError here, and no later code checks again.
-Each concern has one function, which either returns what ModelConfig needs or says what is not supported: the format of
-the weights `_weight_dtype`, the kinds of layers `_check_layers`, the MLP `_mlp_size`, the rope `_rope`. Importing this
-module loads neither torch nor transformers.
+Each concern has one function, which either returns what ModelConfig needs or says what is not supported: the type of
+the weights `_weight_dtype`, their quantization quantization.py, the kinds of layers `_check_layers`, the MLP
+`_mlp_size`, the rope `_rope`. Importing this module loads neither torch nor transformers.
 """
 
 import json
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.checkpoint.files import find_model, read_json
+from nanovllm.checkpoint.quantization import Quantization, parse_quantization
 from nanovllm.checkpoint.settings import (
     GENERATION_CONFIG_FILE,
     MAX_POSITIONS,
@@ -137,6 +138,7 @@ class ModelConfig:
     rope: RopeConfig
     torch_dtype: str  # "float32", "bfloat16" or "float16"
     eos_token_ids: tuple[int, ...]
+    quantization: Quantization | None = None  # the checkpoint's
 
     @property
     def max_model_len_limit(self) -> int:
@@ -208,6 +210,7 @@ def _read_config(config_path: Path, directory: Path | None, hf_overrides: Mappin
         rope=_rope(settings),
         torch_dtype=_weight_dtype(settings),
         eos_token_ids=_eos_token_ids(settings, directory),
+        quantization=parse_quantization(settings.get("quantization_config")),
     )
     if config.max_model_len_limit > MAX_POSITIONS:
         raise CheckpointError(
@@ -241,12 +244,7 @@ def _architecture_name(settings: Mapping[str, Any]) -> str:
 
 
 def _weight_dtype(settings: Mapping[str, Any]) -> str:
-    """The format of the weights: one of DTYPES, not quantized."""
-    if quantization := settings.get("quantization_config"):
-        raise CheckpointError(
-            f"quantization_config={quantization} is not supported; "
-            "use an unquantised checkpoint (float32, bfloat16 or float16)"
-        )
+    """The type of the weights, or of those that are not quantized: one of DTYPES."""
     dtype = settings.get("dtype") or settings.get("torch_dtype") or "float32"
     dtype = str(dtype).removeprefix("torch.")
     if dtype not in DTYPES:

@@ -4,7 +4,8 @@ Every rank reads only its own slices.
 """
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,12 @@ from tqdm import tqdm
 
 from nanovllm.checkpoint.files import weight_files
 from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.checkpoint.quantization import Quantization
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.errors import CheckpointError
 from nanovllm.layers.linear import WeightShard
 from nanovllm.models.decoder import CausalLM
+from nanovllm.models.quantized import StoredTensor, read_quantized, stored_parts
 
 _FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")  # as safetensors names them
 _DUMMY_ROWS = 8192  # rows drawn at a time, to limit the memory needed in addition to the model
@@ -46,52 +49,109 @@ def load_weights(
     """Fill every parameter of `model`, in place, on its own device and in its own dtype.
 
     With `load_format` "dummy" the weights are random, drawn from `seed`, and the same for every number of ranks. With
-    any other, they are read from the safetensors files in `directory` (checkpoint/files.py finds them). Raises
-    CheckpointError with the name of the file or tensor if a file is missing or damaged, or if a tensor is missing,
-    unknown, quantised or has the wrong shape.
+    any other, they are read from the safetensors files in `directory` (checkpoint/files.py finds them). Quantized
+    weights are replaced by their values, one tensor at a time. Raises CheckpointError with the name of the file or
+    tensor if a file is missing or damaged, or if a tensor is missing, unknown, not finite or of a wrong shape or type.
     """
     shards = dict(model.weight_shards())
-    with tqdm(total=len(shards), desc="Loading weights", unit="tensor", disable=not show_progress) as progress:
+    with (
+        tqdm(total=len(shards), desc="Loading weights", unit="tensor", disable=not show_progress) as progress,
+        ExitStack() as files,
+    ):
         if load_format == "dummy":
             for name, shard in shards.items():
                 _fill_dummy(name, shard, seed)
                 progress.update()
             return
-        unused: list[str] = []
-        for file in weight_files(directory):
-            for name, source in _open(file):
-                if name in shards:
-                    _fill(shards.pop(name), source, f"{name} in {file}")
-                    progress.update()
-                elif not _may_be_ignored(name, model):
-                    unused.append(name)
-    for kind, names in (("misses weights", list(shards)), ("has weights unknown to the model", unused)):
+        stored = _open(weight_files(directory), files)
+        missing: list[str] = []
+        unused = dict.fromkeys(stored)
+        for name, shard in shards.items():
+            parts = _fill(name, shard, stored, model.config.quantization)
+            missing += [] if parts else [name]
+            for part in parts:
+                del unused[part]
+            progress.update()
+    unknown = [name for name in unused if not _may_be_ignored(name, model)]
+    for kind, names in (("misses weights", missing), ("has weights unknown to the model", unknown)):
         if names:
             shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
             raise CheckpointError(f"{directory} {kind}: {shown}; check that config.json belongs to these files")
 
 
-def _open(file: Path) -> Iterator[tuple[str, Any]]:
-    """Yield (name, slice) for every tensor in the file. A slice reads nothing until it is indexed."""
-    try:
-        with safe_open(str(file), framework="pt", device="cpu") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 (not a dict)
-                yield name, tensors.get_slice(name)
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{file} is truncated or not a safetensors file ({error}); download it again") from error
+class _Stored:
+    """See StoredTensor."""
+
+    def __init__(self, name: str, file: Path, tensors: Any) -> None:
+        self.name, self.where = name, f"{name} in {file}"
+        self._tensors, self._slice = tensors, tensors.get_slice(name)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self._slice.get_shape())
+
+    @property
+    def dtype(self) -> str:
+        return str(self._slice.get_dtype())
+
+    def read(self, *index: slice) -> torch.Tensor:
+        tensor: torch.Tensor = self._slice[index] if index else self._tensors.get_tensor(self.name)
+        return tensor
 
 
-def _fill(shard: WeightShard, source: Any, where: str) -> None:
-    shape = tuple(source.get_shape())
-    if shape != shard.full_shape:
-        raise CheckpointError(f"{where} has shape {list(shape)}, but config.json asks for {list(shard.full_shape)}")
-    if source.get_dtype() not in _FLOAT_DTYPES:
-        raise CheckpointError(f"{where} has dtype {source.get_dtype()}; quantised weights are not supported")
-    shard.target.copy_(source[shard.index])
+def _open(paths: Sequence[Path], files: ExitStack) -> dict[str, StoredTensor]:
+    """The tensors of all files by name. Nothing is read yet."""
+    stored: dict[str, StoredTensor] = {}
+    for path in paths:
+        try:
+            tensors = files.enter_context(safe_open(str(path), framework="pt", device="cpu"))
+            found = {name: _Stored(name, path, tensors) for name in tensors.keys()}  # noqa: SIM118 (not a dict)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(
+                f"{path} is truncated or not a safetensors file ({error}); download it again"
+            ) from error
+        if twice := sorted(stored.keys() & found.keys()):
+            raise CheckpointError(
+                f"{found[twice[0]].where} is also in {stored[twice[0]].where}; keep the files of one download"
+            )
+        stored |= found
+    return stored
+
+
+def _fill(
+    name: str, shard: WeightShard, stored: Mapping[str, StoredTensor], quantization: Quantization | None
+) -> list[str]:
+    """Fill a parameter. Returns the names of the tensors that it consists of; none if there are none."""
+    parts = stored_parts(quantization, name, stored) if quantization else {}
+    if quantization and parts:
+        (num_rows, num_columns), (rows, columns) = shard.full_shape, shard.index
+        weight = read_quantized(quantization, parts, num_rows, num_columns, rows, columns)
+        start = 0
+        for values in weight.values():
+            shard.target[start : start + len(values)].copy_(values)
+            start += len(values)
+        return [part.name for part in parts.values()]
+    if name not in stored:
+        return []
+    source = stored[name]
+    if source.shape != shard.full_shape:
+        raise CheckpointError(
+            f"{source.where} has shape {list(source.shape)}, but config.json asks for {list(shard.full_shape)}"
+        )
+    if source.dtype not in _FLOAT_DTYPES:
+        given = f"quant_method={quantization.method!r}" if quantization else "no quantization_config"
+        raise CheckpointError(
+            f"{source.where} has dtype {source.dtype}, but config.json has {given}; check that both belong together"
+        )
+    shard.target.copy_(source.read(*shard.index))
+    return [name]
 
 
 def _may_be_ignored(name: str, model: CausalLM) -> bool:
     """Return True if the model computes or shares this tensor instead of loading it. Some checkpoints contain it."""
+    is_kv_scale = name.endswith(("_proj.k_scale", "_proj.v_scale", "_attn.k_scale", "_attn.v_scale", "_attn.q_scale"))
+    if model.config.quantization and is_kv_scale:  # of a quantized KV cache; ours has the model's dtype
+        return True
     return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and model.config.tie_word_embeddings)
 
 

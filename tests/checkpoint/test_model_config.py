@@ -153,7 +153,7 @@ def test_not_implemented_setting_raises_value_error(tmp_path: Path) -> None:
         ({**QWEN3, "head_dim": 72}, "head_dim=72 .* is not supported; use a checkpoint with one of 16, .* 96, .* 256"),
         ({**LLAMA, "hidden_size": 3200}, "head_dim=100 .* is not supported"),
         ({**QWEN3, "model_type": "no-such-type"}, "no-such-type"),
-        ({**QWEN3, "quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantization_config.*unquantised"),
+        ({**QWEN3, "quantization_config": {"quant_method": "hqq"}}, "quant_method='hqq'.*supported are 'fp8'"),
         ({**QWEN2, "dual_chunk_attention_config": {"chunk_size": 262144}}, "dual_chunk_attention_config.*remove"),
         ({**QWEN2, "use_sliding_window": True}, "use_sliding_window=True.*full attention"),
         ({**QWEN3, "layer_types": ["full_attention"] * 27 + ["sliding_attention"]}, "layer_types sliding_attention"),

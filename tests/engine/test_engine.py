@@ -685,7 +685,10 @@ def test_ray_asked_for_and_not_installed_is_refused(model: Path, monkeypatch: py
         ({"architectures": ["GPT2LMHeadModel"]}, "architectures.0.='GPT2LMHeadModel'.* is not supported; supported"),
         ({"head_dim": 72}, "head_dim=72 .* is not supported; use a checkpoint with one of 16, .*128"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}, "rope_parameters": None}, "rope"),
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantization_config=.*use an unquantised"),
+        (
+            {"quantization_config": {"quant_method": "gptq", "bits": 3}},
+            "quantization_config.bits=3 .*supported are 4, 8",
+        ),
         ({"use_sliding_window": True, "sliding_window": 512}, "sliding_window=512.*only full attention is supported"),
     ],
 )

@@ -85,7 +85,7 @@ def test_wrong_weight_raises_with_its_name(tmp_path: Path) -> None:
         ),
         ("model.layers.0.mlp.experts.weight", torch.ones(3), r"unknown to the model: model\.layers\.0\.mlp\.experts\."),
         (norm, torch.ones(65), r"norm\.weight in .* has shape \[65\], but config\.json asks for \[64\]"),
-        (norm, torch.ones(64, dtype=torch.int8), r"model\.norm\.weight .*I8; quantised"),
+        (norm, torch.ones(64, dtype=torch.int8), r"model\.norm\.weight .*I8, but config\.json has no quant"),
     ):
         file.write_bytes(good)
         edit_tensors(tmp_path, **{name: tensor})

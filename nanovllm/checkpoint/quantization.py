@@ -1,0 +1,166 @@
+"""Quantization: the format of a checkpoint's quantized weights, from `quantization_config` in its config.json.
+
+A quantized weight [N, K] has codes, and scales that blocks of them share. Its value is (code - zero) * scale, where
+codes in e4m3 have no zero. A format that is not in this list is refused by name:
+
+- fp8: e4m3, with one scale per tensor, or for each block, most often 128 x 128
+- compressed-tensors: pack-quantized, integers of 4 or 8 bits; float-quantized, e4m3. One group of settings for all
+  linear layers
+- awq: integers of 4 bits (version gemm)
+- gptq: integers of 4 or 8 bits, with zeros as they are (gptq_v2) or less one (gptq)
+
+How activations were to be quantized does not matter: they keep the model's dtype, and so does the KV cache. Importing
+this module loads no torch.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nanovllm.errors import CheckpointError
+
+WORD_BITS = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantization:
+    method: str  # as in config.json
+    bits: int  # of a code
+    is_float: bool = False  # e4m3
+    block: tuple[int, int] = (1, 0)  # rows and columns that share a scale; 0: all of them
+    has_zeros: bool = False  # else integers have the middle of their range as zero
+    zero_offset: int = 0  # added to a stored zero
+    has_order: bool = False  # columns may belong to any group, as g_idx says
+
+    @property
+    def codes_per_word(self) -> int:
+        return WORD_BITS // self.bits
+
+    @property
+    def middle(self) -> int:
+        """The zero of integers that have none of their own."""
+        return 1 << (self.bits - 1)
+
+
+def parse_quantization(given: Any) -> Quantization | None:
+    """Read `quantization_config`; None if there is none. Raises CheckpointError for a format that is not supported."""
+    if not given:
+        return None
+    if not isinstance(given, dict):
+        raise CheckpointError(f"quantization_config={given!r} must be an object; correct config.json")
+    method = given.get("quant_method")
+    if method not in _PARSERS:
+        raise _refusal("quant_method", method, *_PARSERS)
+    return _PARSERS[method](given)
+
+
+def _refusal(name: str, value: Any, *supported: Any) -> CheckpointError:
+    choices = f"supported are {', '.join(map(repr, supported))}" if supported else "use a checkpoint without it"
+    return CheckpointError(f"quantization_config.{name}={value!r} is not supported; {choices}")
+
+
+def _choose(
+    given: Mapping[str, Any], name: str, supported: tuple[Any, ...], default: Any = None, where: str = ""
+) -> Any:
+    value = given.get(name)
+    value = default if value is None else value
+    if value not in supported or isinstance(value, bool) != isinstance(supported[0], bool):
+        raise _refusal(where + name, value, *supported)
+    return value
+
+
+def _group_size(given: Mapping[str, Any], where: str = "") -> int:
+    """Columns of a group, where -1 in the file means all of them; here that is 0."""
+    size = given.get("group_size")
+    if type(size) is not int or not (size == -1 or 0 < size <= 2**20):
+        raise CheckpointError(
+            f"quantization_config.{where}group_size={size!r} must be a number of columns, or -1 for whole rows; "
+            "correct config.json"
+        )
+    return max(0, size)
+
+
+def _fp8(given: Mapping[str, Any]) -> Quantization:
+    _choose(given, "fmt", ("e4m3",), default="e4m3")
+    _choose(given, "activation_scheme", ("dynamic", "static"), default="dynamic")
+    block = given.get("weight_block_size")
+    return Quantization(method="fp8", bits=8, is_float=True, block=(0, 0) if block is None else _block(block))
+
+
+def _block(block: Any, name: str = "weight_block_size") -> tuple[int, int]:
+    if not (isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)):
+        raise CheckpointError(
+            f"quantization_config.{name}={block!r} must be two positive integers; correct config.json"
+        )
+    return block[0], block[1]
+
+
+def _compressed_tensors(given: Mapping[str, Any]) -> Quantization:
+    groups = given.get("config_groups")
+    if not isinstance(groups, dict) or len(groups) != 1:
+        names = sorted(groups) if isinstance(groups, dict) else groups
+        raise CheckpointError(
+            f"quantization_config.config_groups has {names}, and one group is supported; use a checkpoint whose linear "
+            "layers all have the same format"
+        )
+    (name, group), *_ = groups.items()
+    where = f"config_groups.{name}."
+    weights = group.get("weights") if isinstance(group, dict) else None
+    if not isinstance(weights, dict):
+        raise CheckpointError(f"quantization_config.{where}weights={weights!r} must be an object; correct config.json")
+    _choose(group, "targets", (["Linear"],), where=where)
+    if (sparsity := (given.get("sparsity_config") or {}).get("format", "dense")) != "dense":
+        raise _refusal("sparsity_config.format", sparsity, "dense")
+    layout = _choose(
+        {"format": group.get("format") or given.get("format")}, "format", ("pack-quantized", "float-quantized")
+    )
+    is_float, where = layout == "float-quantized", f"{where}weights."
+    _choose(weights, "type", ("float" if is_float else "int",), where=where)
+    bits = _choose(weights, "num_bits", (8,) if is_float else (4, 8), where=where)
+    strategies = ("tensor", "channel", "block") if is_float else ("group", "channel")
+    strategy = _choose(weights, "strategy", strategies, where=where)
+    block = {"tensor": (0, 0), "channel": (1, 0)}.get(strategy)
+    if strategy == "group":
+        block = (1, _group_size(weights, where))
+    elif block is None:
+        block = _block(weights.get("block_structure"), f"{where}block_structure")
+    is_symmetric = _choose(weights, "symmetric", (True,) if is_float else (True, False), default=True, where=where)
+    order = weights.get("actorder")
+    if not is_float and group.get("input_activations"):
+        raise _refusal(f"config_groups.{name}.input_activations", group["input_activations"])
+    return Quantization(
+        method="compressed-tensors",
+        bits=bits,
+        is_float=is_float,
+        block=block,
+        has_zeros=not is_symmetric,
+        has_order=order in ("group", True),
+    )
+
+
+def _awq(given: Mapping[str, Any]) -> Quantization:
+    bits = _choose(given, "bits", (4,), default=given.get("w_bit"))
+    version = given.get("version") or "gemm"
+    if str(version).lower() != "gemm":
+        raise _refusal("version", version, "gemm")
+    _choose(given, "zero_point", (True,), default=True)
+    return Quantization(method="awq", bits=bits, block=(1, _group_size(given)), has_zeros=True)
+
+
+def _gptq(given: Mapping[str, Any]) -> Quantization:
+    bits = _choose(given, "bits", (4, 8))
+    _choose(given, "lm_head", (False,), default=False)
+    if given.get("dynamic"):
+        raise _refusal("dynamic", given["dynamic"])
+    layout = _choose(given, "checkpoint_format", ("gptq", "gptq_v2"), default="gptq")
+    return Quantization(
+        method="gptq",
+        bits=bits,
+        block=(1, _group_size(given)),
+        has_zeros=True,
+        zero_offset=1 if layout == "gptq" else 0,
+        has_order=True,
+    )
+
+
+_PARSERS = {"fp8": _fp8, "compressed-tensors": _compressed_tensors, "awq": _awq, "gptq": _gptq}

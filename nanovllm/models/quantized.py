@@ -1,0 +1,212 @@
+"""Reads the quantized weights of a checkpoint and computes their values (checkpoint/quantization.py).
+
+Legend: N output features, K input features, G groups of columns that share a scale. The layouts, from the sources of
+transformers, compressed-tensors, AutoAWQ and AutoGPTQ:
+
+| method | codes | scales | zeros |
+|---|---|---|---|
+| e4m3 | weight e4m3 [N, K] | weight_scale_inv or weight_scale, per block | |
+| pack-quantized | weight_packed [N, K words] | weight_scale [N, G] | weight_zero_point [N words, G] |
+| awq | qweight [K, N words] | scales [G, N] | qzeros [G, N words] |
+| gptq | qweight [K words, N] | scales [G, N] | qzeros [G, N words] |
+
+A word is an int32 with the codes of neighbours, the first in its lowest bits; awq has an order of its own.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple, Protocol
+
+import torch
+
+from nanovllm.checkpoint.quantization import Quantization
+from nanovllm.errors import CheckpointError
+from nanovllm.utils.arithmetic import ceil_div
+
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where in a word each of 8 neighbours is
+_CHUNK_ROWS = 1024  # whose values are computed at a time, to limit the memory needed in addition to the model
+
+
+class StoredTensor(Protocol):
+    """A tensor of a checkpoint, of which nothing is read until it is indexed."""
+
+    name: str
+    where: str  # its name and file, for an error message
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> str: ...  # as safetensors names it
+
+    def read(self, *index: slice) -> torch.Tensor: ...
+
+
+class QuantizedWeight(NamedTuple):
+    """n rows and k columns of a weight. A value is (codes[i, j] - zeros[i, g]) * scales[i, g], where g = groups[j]."""
+
+    codes: torch.Tensor  # uint8 or e4m3 [n, k]
+    scales: torch.Tensor  # fp32 [n, G]
+    zeros: torch.Tensor | None  # int16 [n, G]; None for e4m3
+    groups: torch.Tensor  # int64 [k]
+
+    def values(self) -> Iterator[torch.Tensor]:
+        """The values of some rows after the other, fp32 [some, k]."""
+        for start in range(0, len(self.codes), _CHUNK_ROWS):
+            rows = slice(start, start + _CHUNK_ROWS)
+            codes = self.codes[rows].float()
+            if self.zeros is not None:
+                codes -= self.zeros[rows, self.groups]
+            yield codes * self.scales[rows, self.groups]
+
+
+_MAIN = {"awq": "qweight", "gptq": "qweight"}
+_OTHERS = {  # of which a checkpoint may lack some
+    "fp8": ("weight_scale_inv", "weight_scale", "input_scale", "activation_scale"),
+    "compressed-tensors": ("weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape", "input_scale"),
+    "awq": ("scales", "qzeros"),
+    "gptq": ("scales", "qzeros", "g_idx"),
+}
+
+
+def stored_parts(quantization: Quantization, name: str, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """The tensors of the weight `name`, by the last part of their names, if the checkpoint has it quantized; else none.
+
+    A module whose weight is stored as it is, is one that the checkpoint leaves unquantized.
+    """
+    prefix, _, last = name.rpartition(".")
+    main = _MAIN.get(quantization.method, "weight" if quantization.is_float else "weight_packed")
+    if last != "weight" or f"{prefix}.{main}" not in stored:
+        return {}
+    parts = {
+        part: stored[f"{prefix}.{part}"]
+        for part in (main, *_OTHERS[quantization.method])
+        if f"{prefix}.{part}" in stored
+    }
+    return {} if quantization.is_float and parts[main].dtype != "F8_E4M3" else parts
+
+
+def read_quantized(
+    quantization: Quantization,
+    parts: Mapping[str, StoredTensor],
+    num_rows: int,
+    num_columns: int,
+    rows: slice,
+    columns: slice,
+) -> QuantizedWeight:
+    """Read part of a weight [num_rows, num_columns]. Raises CheckpointError, with the tensor's name, if one is missing
+    or has a wrong shape or type, for scales that are not finite, and for a column of a group that does not exist.
+    """
+    return _Reader(quantization, parts, num_rows, num_columns).read(rows, columns)
+
+
+class _Reader:
+    def __init__(
+        self,
+        quantization: Quantization,
+        parts: Mapping[str, StoredTensor],
+        num_rows: int,
+        num_columns: int,
+    ) -> None:
+        self.format, self.parts, self.num_rows, self.num_columns = quantization, parts, num_rows, num_columns
+        self.main = next(iter(parts.values()))
+        block_columns = quantization.block[1] or self.num_columns
+        if not quantization.is_float and self.num_columns % block_columns:
+            raise CheckpointError(
+                f"{self.main.where} has {self.num_columns} columns, which groups of {block_columns} do not divide; use "
+                "a checkpoint with another group_size"
+            )
+        self.block_columns, self.num_groups = block_columns, ceil_div(self.num_columns, block_columns)
+
+    def read(self, rows: slice, columns: slice) -> QuantizedWeight:
+        method, order = self.format.method, "g_idx"
+        if self.format.is_float:
+            codes = self._part(self.main, (self.num_rows, self.num_columns), "F8_E4M3").read(rows, columns)
+            return QuantizedWeight(codes, self._block_scales()[rows], None, self._groups()[columns])
+        if method == "compressed-tensors":
+            num_words = ceil_div(self.num_columns, self.format.codes_per_word)
+            words = self._part(self.main, (self.num_rows, num_words), "I32").read(rows, slice(None))
+            codes, order = self._unpack(words, 1)[:, columns], "weight_g_idx"
+            scales = self._finite(self._get("weight_scale"), (self.num_rows, self.num_groups))
+        else:
+            codes = self._transposed_codes()[columns, rows].t()
+            scales = self._finite(self._get("scales"), (self.num_groups, self.num_rows)).t()
+        zeros = self._zeros() if self.format.has_zeros else torch.full_like(scales, self.format.middle).short()
+        return QuantizedWeight(codes, scales[rows], zeros[rows], self._groups(order)[columns])
+
+    def _transposed_codes(self) -> torch.Tensor:
+        """uint8 [K, N], all of them."""
+        per_word = self.format.codes_per_word
+        if self.format.method == "awq":
+            words = self._whole(self.main, (self.num_columns, ceil_div(self.num_rows, per_word)), "I32")
+            return self._unpack(words, 1, _AWQ_ORDER)[:, : self.num_rows]
+        words = self._whole(self.main, (ceil_div(self.num_columns, per_word), self.num_rows), "I32")
+        return self._unpack(words, 0)[: self.num_columns]
+
+    def _zeros(self) -> torch.Tensor:
+        """int16 [N, G], all of them."""
+        num_words = ceil_div(self.num_rows, self.format.codes_per_word)
+        if self.format.method == "compressed-tensors":
+            words = self._whole(self._get("weight_zero_point"), (num_words, self.num_groups), "I32")
+            zeros = self._unpack(words, 0)
+        else:
+            words = self._whole(self._get("qzeros"), (self.num_groups, num_words), "I32")
+            zeros = self._unpack(words, 1, _AWQ_ORDER if self.format.method == "awq" else None).t()
+        return zeros[: self.num_rows].short() + self.format.zero_offset
+
+    def _block_scales(self) -> torch.Tensor:
+        """fp32 [N, G] of codes in e4m3."""
+        stored = self.parts.get("weight_scale_inv") or self._get("weight_scale")
+        block_rows = self.format.block[0] or self.num_rows
+        num_blocks = ceil_div(self.num_rows, block_rows), self.num_groups
+        shapes: list[tuple[int, ...]] = [num_blocks]
+        if self.num_groups == 1:  # dimensions of size 1 may be missing
+            shapes += [num_blocks[:1], ()] if num_blocks[0] == 1 else [num_blocks[:1]]
+        scales = self._finite(stored, stored.shape if stored.shape in shapes else num_blocks).reshape(num_blocks)
+        return scales[torch.arange(self.num_rows) // block_rows]
+
+    def _groups(self, order: str = "") -> torch.Tensor:
+        """int64 [K]: the group of each column. `order`: the tensor that says so, if there is one."""
+        groups = torch.arange(self.num_columns) // self.block_columns
+        if order in self.parts and self.format.has_order:
+            groups = self._whole(self.parts[order], (self.num_columns,), "I32", "I64").long()
+            if len(groups) and not 0 <= int(groups.min()) <= int(groups.max()) < self.num_groups:
+                raise CheckpointError(
+                    f"{self.parts[order].where} has groups {int(groups.min())} to {int(groups.max())}, but there are "
+                    f"{self.num_groups}, of {self.block_columns} columns each; download the model again"
+                )
+        return groups
+
+    # -- checked tensors -------------------------------------------------------------------------------------------
+
+    def _get(self, part: str) -> StoredTensor:
+        if part not in self.parts:
+            raise CheckpointError(
+                f"{self.main.where} has no {part} beside it, which quant_method={self.format.method!r} needs; download "
+                "the model again"
+            )
+        return self.parts[part]
+
+    def _part(self, stored: StoredTensor, shape: tuple[int, ...], *dtypes: str) -> StoredTensor:
+        if stored.shape != shape or stored.dtype not in dtypes:
+            raise CheckpointError(
+                f"{stored.where} has shape {list(stored.shape)} and dtype {stored.dtype}, but config.json asks for "
+                f"{list(shape)} and {' or '.join(dtypes)}; check that config.json belongs to these files"
+            )
+        return stored
+
+    def _whole(self, stored: StoredTensor, shape: tuple[int, ...], *dtypes: str) -> torch.Tensor:
+        return self._part(stored, shape, *dtypes).read()
+
+    def _finite(self, stored: StoredTensor, shape: tuple[int, ...]) -> torch.Tensor:
+        """Scales, fp32."""
+        scales = self._whole(stored, shape, "F32", "F16", "BF16").float()
+        if not scales.isfinite().all():
+            raise CheckpointError(f"{stored.where} has scales that are not finite; download the model again")
+        return scales
+
+    def _unpack(self, words: torch.Tensor, dim: int, order: tuple[int, ...] | None = None) -> torch.Tensor:
+        """The codes of int32 words [A, B] as uint8, in the place of `dim`."""
+        bits, per_word = self.format.bits, self.format.codes_per_word
+        places = [bits * i for i in order or range(per_word)]
+        codes = [((words >> place) & ((1 << bits) - 1)).to(torch.uint8) for place in places]
+        return torch.stack(codes, dim=dim + 1).flatten(dim, dim + 1)

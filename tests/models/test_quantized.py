@@ -1,0 +1,183 @@
+"""Quantized checkpoints have the values that their formats describe, on one rank and on several."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from dense_model import load_model, random_prompt, run_logits
+from quantized_models import FORMATS, SKIPPED, write_quantized
+from safetensors.torch import load_file, save_file
+from thread_ranks import run_ranks
+from tiny_models import reference_model, write_tiny_model
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.checkpoint.quantization import parse_quantization
+from nanovllm.errors import CheckpointError
+
+PROMPT = random_prompt(40)
+Q_PROJ = "model.layers.0.self_attn.q_proj"
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("plain")
+    return write_tiny_model(directory, "qwen2", hidden_size=128, intermediate_size=256, num_heads=8, num_kv_heads=4)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_logits_are_those_of_transformers_with_the_values(tmp_path: Path, plain: Path, name: str) -> None:
+    quantized, values = write_quantized(plain, tmp_path, name)
+    with torch.no_grad():
+        expected = reference_model(values)(torch.tensor([PROMPT])).logits[0]
+        unquantized = reference_model(plain)(torch.tensor([PROMPT])).logits[0]
+    assert (expected - unquantized).abs().max() > 0.01, "this test cannot tell quantized weights from others"
+    logits = run_logits(load_model(quantized), PROMPT)
+    assert (logits - expected).abs().max() < 1e-4
+    assert torch.equal(logits, run_logits(load_model(values), PROMPT)), "the values are not exactly these"
+    for size in (2, 4):
+        of_ranks = [
+            run_ranks(size, lambda tp, path=path: run_logits(load_model(path, tp), PROMPT))
+            for path in (quantized, values)
+        ]
+        for of_rank, of_values in zip(*of_ranks, strict=True):
+            assert torch.equal(of_rank, of_values)
+
+
+@pytest.mark.parametrize("name", ["fp8 blocks", "packed 4", "gptq 8 order"])
+def test_engine_gives_the_tokens_of_the_values(tmp_path: Path, plain: Path, name: str) -> None:
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    answers = [
+        LLM(str(path), device="cpu", num_kvcache_blocks=4).generate([PROMPT], params, use_tqdm=False)
+        for path in write_quantized(plain, tmp_path, name)
+    ]
+    assert answers[0][0]["token_ids"] == answers[1][0]["token_ids"]
+
+
+def test_checkpoint_of_compressed_tensors_has_the_values_that_the_library_computes(tmp_path: Path, plain: Path) -> None:
+    """Its own quantization of a tensor, packed and unpacked by itself."""
+    library = pytest.importorskip("compressed_tensors.compressors.pack_quantized.base")  # needs Python 3.11
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    quantized, _ = write_quantized(plain, tmp_path, "packed 4 zeros")
+    args = quantization.QuantizationArgs(num_bits=4, strategy="group", group_size=32, symmetric=False)
+    scheme = quantization.QuantizationScheme(targets=["Linear"], weights=args)
+    weight = torch.randn(128, 128, generator=torch.Generator().manual_seed(0))
+    low, high = weight.reshape(128, 4, 32).amin(-1), weight.reshape(128, 4, 32).amax(-1)
+    scale, zero = quantization.utils.calculate_qparams(low, high, args)
+    parts = library.PackedQuantizationCompressor.compress(
+        {"weight": weight, "weight_scale": scale, "weight_zero_point": zero}, scheme
+    )
+    expected = library.PackedQuantizationCompressor.decompress(dict(parts), scheme)["weight"]
+    file = quantized / "model.safetensors"
+    save_file(load_file(file) | {f"{Q_PROJ}.{name}": tensor.contiguous() for name, tensor in parts.items()}, file)
+    got = load_model(quantized).model.layers[0].self_attn.qkv_proj.weight[:128]
+    torch.testing.assert_close(got, expected.float(), rtol=1e-6, atol=1e-6)
+    assert (expected - weight).abs().max() < 0.5
+
+
+def test_wrong_tensors_are_refused_by_name(tmp_path: Path, plain: Path) -> None:
+    for i, (name, part, change, message) in enumerate(
+        (
+            (
+                "fp8 blocks",
+                "weight_scale_inv",
+                lambda x: x[:0],
+                r"weight_scale_inv .*\[0, 1\].* asks for \[1, 1\]",
+            ),
+            ("fp8 blocks", "weight_scale_inv", lambda x: x * torch.nan, "weight_scale_inv in .* not finite"),
+            ("fp8 blocks", "weight_scale_inv", lambda x: None, r"q_proj\.weight in .* has no weight_scale beside it"),
+            ("float channel", "weight_scale", lambda x: x / 0, "weight_scale in .* not finite"),
+            ("packed 4", "weight_packed", lambda x: x[:, :3], r"weight_packed .*\[128, 3\] .*asks for \[128, 16\]"),
+            ("packed 4", "weight_packed", lambda x: x.long(), "weight_packed .* dtype I64, .* I32"),
+            ("packed 4", "weight_scale", lambda x: x[:, :2], r"weight_scale .*\[128, 2\] .*asks for \[128, 4\]"),
+            ("packed 4 zeros", "weight_zero_point", lambda x: None, "has no weight_zero_point beside it"),
+            ("awq", "qzeros", lambda x: x[:, :1], r"qzeros .*\[4, 1\] .*asks for \[4, 16\]"),
+            ("awq", "scales", lambda x: x.t().contiguous(), r"scales .*\[128, 4\] .*asks for \[4, 128\]"),
+            ("gptq", "qweight", lambda x: x[:5], r"qweight .*\[5, 128\] .*asks for \[16, 128\]"),
+            ("gptq", "g_idx", lambda x: x + 1, r"g_idx .* groups 1 to 4, but there are 4"),
+            ("gptq", "qweight", lambda x: None, r"misses weights: model\.layers\.0\.self_attn\.q_proj\.weight"),
+        )
+    ):
+        (tmp_path / str(i)).mkdir()
+        quantized, _ = write_quantized(plain, tmp_path / str(i), name)
+        tensors = load_file(quantized / "model.safetensors")
+        changed = change(tensors.pop(f"{Q_PROJ}.{part}"))  # type: ignore[no-untyped-call]
+        if changed is not None:
+            tensors[f"{Q_PROJ}.{part}"] = changed.contiguous()
+        save_file(tensors, quantized / "model.safetensors")
+        for num_ranks in (1, 2):
+            with pytest.raises(CheckpointError, match=message):
+                run_ranks(num_ranks, lambda tp, path=quantized: load_model(path, tp))
+
+
+def test_groups_that_do_not_divide_a_weight_are_refused(tmp_path: Path, plain: Path) -> None:
+    quantized, _ = write_quantized(plain, tmp_path, "gptq")
+    config = json.loads((quantized / "config.json").read_text())
+    config["quantization_config"]["group_size"] = 48
+    (quantized / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"q_proj\.qweight in .* 128 columns, which groups of 48 do not divide"):
+        load_model(quantized)
+
+
+def test_what_a_quantized_checkpoint_may_have_besides(tmp_path: Path, plain: Path) -> None:
+    """Scales of activations and of a quantized KV cache are not used. Other tensors are unknown."""
+    quantized, values = write_quantized(plain, tmp_path, "float channel")
+    file = quantized / "model.safetensors"
+    tensors = load_file(file)
+    attention = "model.layers.0.self_attn"
+    others = (f"{Q_PROJ}.input_scale", f"{attention}.k_scale", f"{attention}.v_scale")
+    save_file(tensors | {name: torch.ones(1) for name in others}, file)
+    assert torch.equal(run_logits(load_model(quantized), PROMPT), run_logits(load_model(values), PROMPT))
+    for name in (f"{Q_PROJ}.weight_packed", f"{SKIPPED}.weight_scale"):
+        save_file(tensors | {name: torch.ones(1)}, file)
+        with pytest.raises(CheckpointError, match=f"unknown to the model: {name}"):
+            load_model(quantized)
+
+
+def test_formats_that_are_not_supported_are_refused_by_name() -> None:
+    def group(**changes: Any) -> dict[str, Any]:
+        weights = {"type": "int", "num_bits": 4, "strategy": "group", "group_size": 32, "symmetric": True}
+        return {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights | changes}},
+        }
+
+    gptq, awq = {"quant_method": "gptq", "bits": 4}, {"quant_method": "awq", "bits": 4, "group_size": 128}
+    cases: tuple[tuple[Any, str], ...] = (
+        ("int4", "quantization_config='int4' must be an object"),
+        ({}, ""),
+        ({"bits": 4}, "quant_method=None is not supported; supported are 'fp8'"),
+        ({"quant_method": "bitsandbytes"}, "quant_method='bitsandbytes'"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt='e5m2'"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, r"weight_block_size=\[128\] must be two positive"),
+        ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "must be two positive"),
+        (gptq | {"bits": 3, "group_size": 32}, "bits=3 is not supported; supported are 4, 8"),
+        (gptq, "group_size=None must be a number of columns"),
+        (gptq | {"group_size": 0}, "group_size=0 must be"),
+        (gptq | {"group_size": 32, "checkpoint_format": "marlin"}, "checkpoint_format='marlin'"),
+        (gptq | {"group_size": 32, "lm_head": True}, "lm_head=True"),
+        (gptq | {"group_size": 32, "dynamic": {"-:x": {}}}, "dynamic={.*use a checkpoint without it"),
+        (awq | {"version": "gemv"}, "version='gemv' is not supported; supported are 'gemm'"),
+        (awq | {"zero_point": False}, "zero_point=False"),
+        (awq | {"bits": 8}, "bits=8"),
+        (group(num_bits=2), r"config_groups\.group_0\.weights\.num_bits=2"),
+        (group(type="float"), r"weights\.type='float'"),
+        (group(strategy="tensor_group"), r"strategy='tensor_group' .*supported are 'group', 'channel'"),
+        (group(group_size=-2), r"weights\.group_size=-2 must be"),
+        (group() | {"format": "nvfp4-pack-quantized"}, "format='nvfp4-pack-quantized'"),
+        (group() | {"config_groups": {}}, r"config_groups has \[\], and one group is supported"),
+        (group() | {"sparsity_config": {"format": "sparse-24"}}, "sparsity_config.format='sparse-24'"),
+    )
+    for given, message in cases:
+        if not message:
+            assert parse_quantization(given) is None
+            continue
+        with pytest.raises(CheckpointError, match=message):
+            parse_quantization(given)
+    for key in ("targets", "input_activations"):
+        wrong = group()
+        wrong["config_groups"]["group_0"][key] = ["re:.*q_proj"]
+        with pytest.raises(CheckpointError, match=f"group_0.{key}="):
+            parse_quantization(wrong)
