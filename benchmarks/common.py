@@ -80,7 +80,9 @@ class Work:
 
     def decode_bytes(self, context_lens: list[int]) -> float:
         """Bytes read in one decode step of sequences with these numbers of keys."""
-        return costs.decode_bytes(self._config, self._model, sum(context_lens), self._kv_bytes_per_token)
+        return costs.decode_bytes(
+            self._config, self._model, len(context_lens), sum(context_lens), self._kv_bytes_per_token
+        )
 
 
 def model_of_length(model: str, max_model_len: int) -> str:

@@ -51,19 +51,29 @@ def itemsize(config: Config, model: ModelConfig) -> int:
     return kv_cache_spec(config, model, tp_size=1).itemsize
 
 
-def layer_params(model: ModelConfig) -> int:
-    """Number of weights in one layer, over all GPUs: q, k, v, o, gate, up, down, norms and biases."""
+def layers_params(model: ModelConfig, num_tokens: int | None = None) -> float:
+    """Number of weights in all layers, over all GPUs: q, k, v, o, MLPs, norms and biases.
+
+    `num_tokens`: only those that so many tokens use together. Of a mixture of experts these are
+    E (1 - (1 - C / E)^T) experts on average, if all of the E experts are as likely and each token has C.
+    """
     c = model
     qkv, attention = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim, c.num_heads * c.head_dim
-    params = c.hidden_size * (qkv + attention + 3 * c.intermediate_size + 2)
+    params = c.hidden_size * (qkv + attention + 2)
     params += 2 * c.head_dim * c.qk_norm + qkv * c.qkv_bias + c.hidden_size * c.o_bias
-    return params + (2 * c.intermediate_size + c.hidden_size) * c.mlp_bias
+    dense = 3 * c.hidden_size * c.intermediate_size + (2 * c.intermediate_size + c.hidden_size) * c.mlp_bias
+    if c.experts is None:
+        return c.num_layers * (params + dense)
+    e = c.experts
+    share = 1.0 if num_tokens is None else 1 - (1 - e.num_experts_per_token / e.num_experts) ** num_tokens
+    sparse = c.hidden_size * e.num_experts * (1 + 3 * e.intermediate_size * share)
+    return c.num_layers * (params + dense) + len(e.layers) * (sparse - dense)
 
 
 def weight_bytes(config: Config, model: ModelConfig) -> int:
     """Size of all weights, split evenly over the GPUs. A tied head needs no weights of its own."""
     num_embeddings = 1 if model.tie_word_embeddings else 2
-    params = model.num_layers * layer_params(model) + model.hidden_size
+    params = int(layers_params(model)) + model.hidden_size
     params += num_embeddings * model.vocab_size * model.hidden_size
     return params * itemsize(config, model) // config.tensor_parallel_size
 
@@ -72,7 +82,8 @@ def activation_bytes(config: Config, model: ModelConfig, max_model_len: int, max
     """Estimate of the activations that the largest step holds at its peak, which is in a layer or at the head.
 
     - In attention: q, two parts and a piece of a third, and in fp32 the merged result and three log-sum-exps.
-    - In the MLP: gate, up and their product.
+    - In the MLP: gate, up and their product. If one expert has all tokens, also its input and output, and the sum in
+      fp32.
     - In both: two hidden states and two residuals, of this layer and of the previous one, and the cosines and sines of
       the rotation in fp32.
     - At the head: one row of logits for each of the `max_num_rows` sequences that one step can sample.
@@ -81,6 +92,10 @@ def activation_bytes(config: Config, model: ModelConfig, max_model_len: int, max
     num_tokens = min(config.max_num_batched_tokens, max_num_rows * max_model_len)
     attention = ((4 * size + max(4, size)) * model.head_dim + 3 * 4) * model.num_heads // tp
     mlp = size * 3 * model.intermediate_size // tp
+    if model.experts is not None:
+        mlp = max(
+            mlp, size * (3 * model.experts.intermediate_size // tp + 2 * model.hidden_size) + 4 * model.hidden_size
+        )
     in_layer = num_tokens * (size * 4 * model.hidden_size + max(attention, mlp) + 4 * model.head_dim)
     at_head = size * (2 * num_tokens * model.hidden_size + min(max_num_rows, num_tokens) * model.vocab_size)
     return max(in_layer, at_head)
@@ -93,9 +108,10 @@ def prefill_flop(config: Config, model: ModelConfig, num_tokens: int) -> float:
     computes K and V for all tokens, but everything else only for the last token; this remainder is not counted.
     """
     num_layers = model.num_layers - 1
+    token_params = layers_params(model, num_tokens=1) / model.num_layers
     attention = 2 * num_tokens**2 * num_layers * model.num_heads * model.head_dim
     last_kv = 2 * model.hidden_size * model.num_kv_heads * model.head_dim
-    weights = 2 * num_tokens * (num_layers * layer_params(model) + last_kv)
+    weights = 2 * num_tokens * (num_layers * token_params + last_kv)
     return (weights + attention + 2 * model.hidden_size * model.vocab_size) / config.tensor_parallel_size
 
 
@@ -104,12 +120,17 @@ def token_keys(model: ModelConfig) -> int:
 
     A layer does 2 operations per weight and token, and 4 per head, element of the head dim, token and key.
     """
-    return layer_params(model) // (2 * model.num_heads * model.head_dim)
+    token_params = layers_params(model, num_tokens=1) / model.num_layers
+    return int(token_params // (2 * model.num_heads * model.head_dim))
 
 
-def decode_bytes(config: Config, model: ModelConfig, num_keys: int, kv_bytes_per_token: int) -> float:
-    """Bytes read from GPU memory in one step: every weight except the embedding, and all keys and values, once each."""
-    params = model.num_layers * layer_params(model) + model.hidden_size * model.vocab_size
+def decode_bytes(
+    config: Config, model: ModelConfig, num_sequences: int, num_keys: int, kv_bytes_per_token: int
+) -> float:
+    """Bytes read from GPU memory in one step: every weight that the step uses, except the embedding, and all keys and
+    values, once each. `num_keys`: of all sequences.
+    """
+    params = layers_params(model, num_sequences) + model.hidden_size * model.vocab_size
     return params * itemsize(config, model) / config.tensor_parallel_size + num_keys * kv_bytes_per_token
 
 

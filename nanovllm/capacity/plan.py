@@ -138,7 +138,7 @@ class CapacityPlan:
         if not self.machine.memory_byte_per_s:
             return None
         num_keys = self.num_sequences * self.context
-        step_bytes = costs.decode_bytes(self.config, self.model, num_keys, self.kv_bytes_per_token)
+        step_bytes = costs.decode_bytes(self.config, self.model, self.num_sequences, num_keys, self.kv_bytes_per_token)
         return self.num_sequences * self.machine.memory_byte_per_s / step_bytes
 
     def guessing_decode_tok_per_s(self, acceptance: float) -> float | None:
@@ -186,10 +186,15 @@ def make_plan(
     """The plan of an engine with these options that runs `num_sequences` sequences of `context` tokens together.
 
     `context` defaults to max_model_len. `num_gpu_blocks` is the number that start-up has chosen, once it has. Raises
-    ConfigError if max_model_len exceeds what the model's rope covers, or if the kv heads cannot be split evenly.
+    ConfigError if max_model_len exceeds what the model's rope covers, if the kv heads cannot be split evenly, and for a
+    mixture of experts on a GPU.
     plan_check.py checks everything else.
     """
     limit = max_model_len(config, model)
+    if model.experts is not None and machine.gpu_bytes is not None:
+        raise ConfigError(
+            f"{model.architecture} is a mixture of experts, which runs on a CPU only; use device='cpu' or a dense model"
+        )
     if model.num_kv_heads % config.tensor_parallel_size:
         raise ConfigError(
             f"num_kv_heads={model.num_kv_heads} is not divisible by tensor_parallel_size="

@@ -46,6 +46,7 @@ class Architecture:
     qkv_bias: bool | str = "attention_bias"
     o_bias: bool | str = "attention_bias"
     mlp_bias: bool | str = False
+    has_experts: bool = False
     has_qk_norm: bool = False
     recommended_yarn: Mapping[int, tuple[int, int]] = field(default_factory=dict)
 
@@ -67,6 +68,10 @@ _MISTRAL |= {"sliding_window": 4096}
 _SEED_OSS = _COMMON | {"intermediate_size": 27648, "num_hidden_layers": 64, "num_attention_heads": 80}
 _SEED_OSS |= {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 155136, "max_position_embeddings": 524288}
 _SEED_OSS |= {"attention_bias": True, "eos_token_id": 2}
+_QWEN_MOE = _QWEN | {"hidden_size": 2048, "num_hidden_layers": 24, "num_key_value_heads": 4, "intermediate_size": 6144}
+_QWEN_MOE |= {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": False}
+_QWEN_MOE |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
+_QWEN3_YARN = {40960: (32768, 131072)}  # these positions include the answer
 # By architectures[0]. A dense decoder that differs only in the fields of Architecture needs only an entry here; any
 # other difference goes into models/decoder.py
 ARCHITECTURES = {
@@ -74,7 +79,10 @@ ARCHITECTURES = {
         model_type="qwen3",
         defaults=_QWEN | {"head_dim": 128},
         has_qk_norm=True,
-        recommended_yarn={40960: (32768, 131072)},  # these positions include the answer
+        recommended_yarn=_QWEN3_YARN,
+    ),
+    "Qwen3MoeForCausalLM": Architecture(
+        model_type="qwen3_moe", defaults=_QWEN_MOE, has_qk_norm=True, has_experts=True, recommended_yarn=_QWEN3_YARN
     ),
     "Qwen2ForCausalLM": Architecture(
         model_type="qwen2",
@@ -117,8 +125,19 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertsConfig:
+    """The sparse MLPs of a mixture of experts. A router chooses some experts for each token."""
+
+    num_experts: int
+    num_experts_per_token: int
+    intermediate_size: int  # of one expert
+    norm_topk_prob: bool  # divide the weights of the chosen experts by their sum
+    layers: tuple[int, ...]  # whose MLP is sparse; the others have a dense one
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Sizes and settings of a dense decoder."""
+    """Sizes and settings of a decoder."""
 
     architecture: str  # a key of ARCHITECTURES
     hidden_size: int
@@ -139,6 +158,7 @@ class ModelConfig:
     torch_dtype: str  # "float32", "bfloat16" or "float16"
     eos_token_ids: tuple[int, ...]
     quantization: Quantization | None = None  # the checkpoint's
+    experts: ExpertsConfig | None = None  # None: every MLP is dense
 
     @property
     def max_model_len_limit(self) -> int:
@@ -211,6 +231,7 @@ def _read_config(config_path: Path, directory: Path | None, hf_overrides: Mappin
         torch_dtype=_weight_dtype(settings),
         eos_token_ids=_eos_token_ids(settings, directory),
         quantization=parse_quantization(settings.get("quantization_config")),
+        experts=_experts(settings) if architecture.has_experts else None,
     )
     if config.max_model_len_limit > MAX_POSITIONS:
         raise CheckpointError(
@@ -275,6 +296,26 @@ def _mlp_size(settings: Mapping[str, Any]) -> int:
             f"hidden_act={settings['hidden_act']!r} is not supported; use a checkpoint with hidden_act='silu'"
         )
     return int(settings["intermediate_size"])
+
+
+def _experts(settings: Mapping[str, Any]) -> ExpertsConfig:
+    num_experts = settings.get("num_local_experts") or settings["num_experts"]  # transformers 5 writes the first name
+    num_chosen, num_layers = settings["num_experts_per_tok"], settings["num_hidden_layers"]
+    if num_chosen > num_experts:
+        raise CheckpointError(
+            f"num_experts_per_tok={num_chosen} is more than num_experts={num_experts}; correct config.json"
+        )
+    dense = settings["mlp_only_layers"] or []
+    if wrong := [layer for layer in dense if type(layer) is not int or not 0 <= layer < num_layers]:
+        raise CheckpointError(f"mlp_only_layers has {wrong}, but layers are 0 to {num_layers - 1}; correct config.json")
+    step = settings["decoder_sparse_step"]
+    return ExpertsConfig(
+        num_experts=num_experts,
+        num_experts_per_token=num_chosen,
+        intermediate_size=settings["moe_intermediate_size"],
+        norm_topk_prob=bool(settings["norm_topk_prob"]),
+        layers=tuple(layer for layer in range(num_layers) if layer not in dense and (layer + 1) % step == 0),
+    )
 
 
 def _num_heads(settings: Mapping[str, Any]) -> tuple[int, int]:

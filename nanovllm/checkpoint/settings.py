@@ -35,17 +35,22 @@ _REQUIRED = {
     "max_position_embeddings": (1, MAX_POSITIONS),
     "rms_norm_eps": (1e-30, 1.0),
 }
-SWITCHES = ("tie_word_embeddings", "attention_bias", "attention_out_bias", "mlp_bias", "use_sliding_window")
+SWITCHES = (
+    *("tie_word_embeddings", "attention_bias", "attention_out_bias", "mlp_bias", "use_sliding_window"),
+    "norm_topk_prob",
+)
 ENTRIES: dict[str, Any] = {  # the entries that model_config.py reads
     **_REQUIRED,
     **_KEPT,
     **dict.fromkeys(SWITCHES, bool),
     **dict.fromkeys(("model_type", "hidden_act", "dtype", "torch_dtype"), str),
-    **dict.fromkeys(("architectures", "layer_types"), list),
+    **dict.fromkeys(("architectures", "layer_types", "mlp_only_layers"), list),
     **dict.fromkeys(("rope_parameters", "rope_scaling"), dict),
     **dict.fromkeys(("eos_token_id", "sliding_window", "quantization_config", "dual_chunk_attention_config"), object),
     "num_key_value_heads": (1, 2**12),
     "head_dim": (1, 2**10),
+    **dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok", "decoder_sparse_step"), (1, 2**12)),
+    "moe_intermediate_size": (1, 2**20),
 }
 _NOT_OVERRIDABLE = {"auto_map": dict, "num_labels": (0, 2**20)}  # transformers makes a table of this many labels
 ROPE_KEYS: dict[str, Any] = {

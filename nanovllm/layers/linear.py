@@ -31,7 +31,7 @@ class NamedShard(NamedTuple):
     """`layer` is the index of the checkpoint layer among those stacked in the module (q, k, v: 0, 1, 2), else 0."""
 
     layer: int
-    parameter: str  # "weight" or "bias"
+    parameter: str  # "weight" or "bias"; of an expert with the names that lead to it
     shard: WeightShard
 
 

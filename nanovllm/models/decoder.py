@@ -1,4 +1,4 @@
-"""The dense decoder that all supported architectures share: embedding, layers of attention and gated MLP, head.
+"""The decoder that all supported architectures share: embedding, layers of attention and gated or sparse MLP, head.
 
 Every rank runs it on its own heads and features. The argument `attn` is what the step attends to.
 Shapes: T packed tokens, H query heads, K kv heads of this rank, D head dim, S sampled rows.
@@ -24,6 +24,7 @@ from nanovllm.layers.linear import (
     VocabParallelEmbedding,
     WeightShard,
 )
+from nanovllm.layers.moe import SparseMLP
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, rotate_and_store
 
 
@@ -85,7 +86,10 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
         self.self_attn = Attention(config, layer, tp, dtype)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
-        self.mlp = MLP(config, tp, dtype)
+        if config.experts is not None and layer in config.experts.layers:
+            self.mlp: nn.Module = SparseMLP(config.hidden_size, config.experts, tp, dtype)
+        else:
+            self.mlp = MLP(config, tp, dtype)
 
     def forward(
         self,

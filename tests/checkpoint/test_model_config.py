@@ -12,13 +12,14 @@ from tiny_models import ROPES, write_tiny_model
 from transformers import AutoConfig
 
 from nanovllm.checkpoint.files import presets
-from nanovllm.checkpoint.model_config import ARCHITECTURES, ModelConfig, RopeConfig
+from nanovllm.checkpoint.model_config import ARCHITECTURES, ExpertsConfig, ModelConfig, RopeConfig
 from nanovllm.checkpoint.settings import SWITCHES
 from nanovllm.errors import CheckpointError
 
 QWEN3 = json.loads(presets()["qwen3-0.6b"].read_text())
 QWEN2 = json.loads(presets()["qwen2.5-7b-1m"].read_text())
 NO_ROPE = {key: value for key, value in QWEN3.items() if not key.startswith("rope_")}
+MOE = json.loads(presets()["qwen3-30b-a3b"].read_text())
 LLAMA = json.loads(presets()["llama-3.1-8b"].read_text())
 MISTRAL = {  # Mistral-7B-v0.3
     "architectures": ["MistralForCausalLM"],
@@ -98,6 +99,22 @@ def test_architectures_have_their_biases_and_norms(tmp_path: Path) -> None:
         assert (config.qkv_bias, config.o_bias, config.mlp_bias) == biases, settings["model_type"]
 
 
+def test_layers_with_experts(tmp_path: Path) -> None:
+    plain = read(tmp_path, MOE)
+    assert plain.experts == ExpertsConfig(
+        num_experts=128,
+        num_experts_per_token=8,
+        intermediate_size=768,
+        norm_topk_prob=True,
+        layers=tuple(range(48)),
+    )
+    fewer = read(tmp_path, {**MOE, "decoder_sparse_step": 2, "mlp_only_layers": [1, 2, 47]}).experts
+    assert fewer is not None and fewer.layers == tuple(range(3, 47, 2))
+    renamed = {name: value for name, value in MOE.items() if name != "num_experts"} | {"num_local_experts": 16}
+    assert (read(tmp_path, renamed).experts or fewer).num_experts == 16
+    assert read(tmp_path, QWEN3).experts is None
+
+
 def test_rope_all_forms_on_disk_are_read_alike(tmp_path: Path) -> None:
     sizes = {**LLAMA, "max_position_embeddings": 128}
     del sizes["rope_scaling"], sizes["rope_theta"]
@@ -147,7 +164,9 @@ def rope(**scaling: Any) -> dict[str, Any]:
 
 def test_not_implemented_setting_raises_value_error(tmp_path: Path) -> None:
     cases: tuple[Any, ...] = (
-        ({**QWEN3, "architectures": ["Qwen3MoeForCausalLM"]}, "Qwen3MoeForCausalLM.*supported are Qwen3ForCausalLM"),
+        ({**QWEN3, "architectures": ["Qwen3NextForCausalLM"]}, "Qwen3NextForCausalLM.*supported are Qwen3ForCausalLM"),
+        ({**MOE, "num_experts_per_tok": 129}, "num_experts_per_tok=129 is more than num_experts=128"),
+        ({**MOE, "mlp_only_layers": [0, 48, "1"]}, r"mlp_only_layers has \[48, '1'\], but layers are 0 to 47"),
         ({**QWEN3, "architectures": None}, "architectures"),
         ({**QWEN3, "model_type": "mistral"}, "model_type='mistral'"),
         ({**QWEN3, "head_dim": 72}, "head_dim=72 .* is not supported; use a checkpoint with one of 16, .* 96, .* 256"),
@@ -209,13 +228,13 @@ def test_defaults_are_those_of_transformers(architecture: str) -> None:
     for name in {*SWITCHES, "quantization_config", "sliding_window"} - defaults.keys():
         assert not getattr(theirs, name, None), name
     if "head_dim" not in defaults:
-        assert (getattr(theirs, "head_dim", None) or 128) == theirs.hidden_size // theirs.num_attention_heads
+        assert getattr(theirs, "head_dim", None) in (None, theirs.hidden_size // theirs.num_attention_heads)
     assert theirs.rope_parameters == {"rope_type": "default", "rope_theta": 10000.0}
 
 
 def test_config_equals_what_transformers_reads(tmp_path: Path) -> None:
     """The file as it is, and as transformers writes it once it has read it: with every default and its own names."""
-    for settings in (QWEN3, QWEN2, LLAMA, MISTRAL, SEED_OSS):
+    for settings in (QWEN3, QWEN2, LLAMA, MISTRAL, SEED_OSS, MOE):
         for rope in (None, *ROPES.values()):
             given = dict(settings)
             if rope is not None:

@@ -38,7 +38,7 @@ def edit_tensors(directory: Path, **changes: torch.Tensor | None) -> None:
     save_file(tensors, file)
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "llama"])
+@pytest.mark.parametrize("architecture", ["qwen3", "llama", "qwen3_moe"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_two_ranks_give_the_logits_of_one(tmp_path: Path, architecture: str, tied: bool) -> None:
     write_tiny_model(tmp_path, architecture, tied=tied, bias=True, vocab_size=321)

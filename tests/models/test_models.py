@@ -75,6 +75,7 @@ def test_presets_have_the_published_number_of_parameters() -> None:
         ("qwen3-8b", 8.191),
         ("qwen2.5-7b-1m", 7.616),
         ("llama-3.1-8b", 8.030),
+        ("qwen3-30b-a3b", 30.532),
     ):
         config, _ = ModelConfig.from_pretrained(preset)
         model = build_model(config, TPGroup(), max_model_len=4096, dtype=torch.bfloat16, device="meta")

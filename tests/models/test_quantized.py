@@ -45,6 +45,17 @@ def test_logits_are_those_of_transformers_with_the_values(tmp_path: Path, plain:
             assert torch.equal(of_rank, of_values)
 
 
+@pytest.mark.parametrize("name", ["fp8 small blocks", "awq"])
+def test_experts_are_quantized_too(tmp_path: Path, name: str) -> None:
+    plain = write_tiny_model(tmp_path / "plain", "qwen3_moe")
+    quantized, values = write_quantized(plain, tmp_path, name)
+    logits, expected, unquantized = (run_logits(load_model(path), PROMPT) for path in (quantized, values, plain))
+    assert torch.equal(logits, expected) and not torch.equal(logits, unquantized)
+    first, second = run_ranks(2, lambda tp: run_logits(load_model(quantized, tp), PROMPT))
+    assert torch.equal(first, second)
+    torch.testing.assert_close(first, expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("name", ["fp8 blocks", "packed 4", "gptq 8 order"])
 def test_engine_gives_the_tokens_of_the_values(tmp_path: Path, plain: Path, name: str) -> None:
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)

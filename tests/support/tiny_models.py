@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-ARCHITECTURES = ("qwen3", "qwen2", "llama", "mistral", "seed_oss")
+ARCHITECTURES = ("qwen3", "qwen2", "llama", "mistral", "seed_oss", "qwen3_moe")
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "norm_topk_prob": True}
 ROPES: dict[str, dict[str, Any]] = {  # `rope_scaling` for max_position_embeddings=128
     "default": {"rope_type": "default"},
     "linear": {"rope_type": "linear", "factor": 2.0},
@@ -39,6 +40,7 @@ def write_tiny_model(
     sharded: bool = False,
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
+    experts: dict[str, Any] | None = None,
 ) -> Path:
     """Write config.json and safetensors to `directory` and return it. The same arguments write the same weights.
 
@@ -49,11 +51,13 @@ def write_tiny_model(
     import transformers
 
     kinds = {"qwen3": "Qwen3", "qwen2": "Qwen2", "llama": "Llama", "mistral": "Mistral", "seed_oss": "SeedOss"}
+    kinds["qwen3_moe"] = "Qwen3Moe"
     options: dict[str, Any] = {
         "qwen3": {"attention_bias": bias, "head_dim": head_dim},
         "qwen2": {},
         "llama": {"attention_bias": bias, "mlp_bias": bias, "head_dim": head_dim},
         "mistral": {"sliding_window": None, "head_dim": head_dim},
+        "qwen3_moe": {"attention_bias": bias, "head_dim": head_dim, **(experts or EXPERTS)},
         "seed_oss": {"attention_out_bias": bias, "mlp_bias": bias, "head_dim": head_dim},
     }[architecture]
     config = getattr(transformers, f"{kinds[architecture]}Config")(

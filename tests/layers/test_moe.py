@@ -1,0 +1,107 @@
+"""A mixture of experts against loops over tokens, for any routing, and as transformers has it."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from dense_model import load_model, random_prompt, run_logits
+from thread_ranks import run_ranks
+from tiny_models import EXPERTS, reference_model, write_tiny_model
+
+from nanovllm import LLM
+from nanovllm.capacity.machine import Machine
+from nanovllm.capacity.plan import make_plan
+from nanovllm.checkpoint.model_config import ExpertsConfig, ModelConfig
+from nanovllm.config import Config
+from nanovllm.device.tp_group import TPGroup
+from nanovllm.errors import ConfigError
+from nanovllm.layers.moe import Experts, SparseMLP
+
+HIDDEN, SIZE, NUM_EXPERTS, NUM_TOKENS = 24, 12, 6, 9
+PROMPT = random_prompt(40)
+ROUTES: dict[str, Callable[[], torch.Tensor]] = {
+    "all to one": lambda: torch.full((NUM_TOKENS, 1), 4),
+    "one expert has none": lambda: torch.arange(NUM_TOKENS * 2).reshape(-1, 2) % (NUM_EXPERTS - 1),
+    "all to all": lambda: torch.arange(NUM_EXPERTS).repeat(NUM_TOKENS, 1),
+    "no token": lambda: torch.zeros(0, 2, dtype=torch.int64),
+}
+
+
+def config(num_chosen: int = 2, norm_topk_prob: bool = True) -> ExpertsConfig:
+    return ExpertsConfig(
+        num_experts=NUM_EXPERTS,
+        num_experts_per_token=num_chosen,
+        intermediate_size=SIZE,
+        norm_topk_prob=norm_topk_prob,
+        layers=(0,),
+    )
+
+
+def fill(module: torch.nn.Module, tp: TPGroup) -> torch.nn.Module:
+    """The same weights for any number of ranks."""
+    for i, (_, parameter, shard) in enumerate(module.weight_shards()):  # type: ignore[operator]
+        full = torch.randn(shard.full_shape, generator=torch.Generator().manual_seed(i)) / 4
+        shard.target.copy_(full[shard.index])
+        assert parameter.endswith(".weight")
+    return module
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_experts_yield_what_a_loop_over_tokens_does(route: str) -> None:
+    experts = ROUTES[route]()
+    generator = torch.Generator().manual_seed(1)
+    x, weights = torch.randn(len(experts), HIDDEN, generator=generator), torch.rand(experts.shape, generator=generator)
+    module: Any = fill(Experts(HIDDEN, config(), TPGroup(), torch.float32), TPGroup())
+    expected = torch.zeros_like(x)
+    for token, choice in torch.cartesian_prod(*map(torch.arange, experts.shape)).tolist() if len(experts) else ():
+        expert = int(experts[token, choice])
+        gate, up = (module.gate_up[expert] @ x[token]).chunk(2)
+        expected[token] += weights[token, choice] * (module.down[expert] @ (F.silu(gate) * up))
+    torch.testing.assert_close(module(x, experts, weights), expected)
+    for num_ranks in (2, 3):
+        made = run_ranks(
+            num_ranks,
+            lambda tp: fill(Experts(HIDDEN, config(), tp, torch.float32), tp)(x, experts, weights),
+        )
+        for out in made:
+            torch.testing.assert_close(out, expected)
+
+
+def test_features_that_ranks_cannot_share_are_refused() -> None:
+    with pytest.raises(ConfigError, match="moe_intermediate_size=12 is not divisible by tensor_parallel_size=5"):
+        run_ranks(5, lambda tp: Experts(HIDDEN, config(), tp, torch.float32))
+
+
+def test_router_works_in_fp32() -> None:
+    """Two experts whose logits differ by less than bf16 can tell."""
+    mlp = SparseMLP(HIDDEN, config(num_chosen=1), TPGroup(), torch.bfloat16)
+    mlp.gate.weight.zero_()
+    mlp.gate.weight[3:5] = 1.0
+    mlp.gate.weight[4, 0] += 2.0**-12
+    experts, weights = mlp.gate(torch.ones(2, HIDDEN, dtype=torch.bfloat16))
+    assert experts.tolist() == [[4], [4]] and weights.dtype == torch.float32
+
+
+@pytest.mark.parametrize("norm_topk_prob", [False, True])
+@pytest.mark.parametrize(("step", "dense"), [(1, []), (2, []), (1, [1, 2])])
+def test_layers_of_both_kinds_match_transformers(
+    tmp_path: Path, norm_topk_prob: bool, step: int, dense: list[int]
+) -> None:
+    changes = {**EXPERTS, "norm_topk_prob": norm_topk_prob, "decoder_sparse_step": step, "mlp_only_layers": dense}
+    write_tiny_model(tmp_path, "qwen3_moe", num_layers=4, experts=changes)
+    with torch.no_grad():
+        expected = reference_model(tmp_path)(torch.tensor([PROMPT])).logits[0]
+    assert (run_logits(load_model(tmp_path), PROMPT) - expected).abs().max() < 1e-4
+
+
+def test_mixture_on_a_gpu_is_refused(tmp_path: Path) -> None:
+    model = ModelConfig.without_weights("qwen3-30b-a3b")
+    with pytest.raises(ConfigError, match=r"Qwen3MoeForCausalLM is a mixture of experts, .* use device='cpu' or"):
+        make_plan(
+            Config(model="qwen3-30b-a3b", load_format="dummy"), model, Machine.gpu(2**40, name="an H200, assumed")
+        )
+    with LLM(str(write_tiny_model(tmp_path, "qwen3_moe")), device="cpu", num_kvcache_blocks=2) as llm:
+        assert llm.generate([[1, 2, 3]], use_tqdm=False)
