@@ -45,17 +45,35 @@ def _wrapped(seed: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TaggedJson:
+    """An answer with JSON between tags, such as tool calls. Each of `tags` is (begin, JSON schema, end).
+
+    trigger: the answer is any text up to this string, with which every tag begins. Empty: what is not JSON between
+    tags is a text that does not begin with "{". is_required: the answer is nothing but JSON between tags, at least
+    once. is_single: at most once, at the end of the answer. separator: stands between two.
+    """
+
+    tags: tuple[tuple[str, Mapping[str, Any], str], ...]
+    trigger: str = ""
+    separator: str = ""
+    is_required: bool = False
+    is_single: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class StructuredOutputs:
-    """A constraint on the whole answer. Exactly one of the fields is given, with the same meaning as in vLLM.
+    """A constraint on the whole answer. Exactly one of the fields is given, the first four with the same meaning as in
+    vLLM.
 
     json: a JSON schema, as a dict or as text. json_object: any JSON object. regex: a regular expression that the whole
-    answer matches. choice: the strings of which the answer is one.
+    answer matches. choice: the strings of which the answer is one. tagged_json: JSON between tags.
     """
 
     json: Mapping[str, Any] | str | None = field(default=None, hash=False)
     json_object: bool = False
     regex: str | None = None
     choice: tuple[str, ...] | list[str] | None = None
+    tagged_json: TaggedJson | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
         given = [each.name for each in fields(self) if getattr(self, each.name) not in (None, False)]
@@ -66,6 +84,8 @@ class StructuredOutputs:
         require(self.json is None or isinstance(self.json, Mapping | str), "json", self.json, "a dict or a string")
         require(isinstance(self.json_object, bool), "json_object", self.json_object, "True or False")
         require(self.regex is None or isinstance(self.regex, str), "regex", self.regex, "a string")
+        is_tagged = self.tagged_json is None or isinstance(self.tagged_json, TaggedJson)
+        require(is_tagged, "tagged_json", self.tagged_json, "a TaggedJson")
         if self.choice is not None:
             is_list = isinstance(self.choice, list | tuple) and bool(self.choice)
             are_strings = is_list and all(isinstance(each, str) and each for each in self.choice)

@@ -136,6 +136,7 @@ def test_structured_outputs_that_are_wrong_are_refused() -> None:
         ({"regex": "a", "choice": ["a"]}, f"structured_outputs has regex, choice; {one_of}"),
         *(({"json": schema}, r"StructuredOutputs\.json=.* must be a dict or a string") for schema in (5, [], b"{}")),
         *(({"json_object": value}, "json_object=.* must be True or False") for value in (1, "yes")),
+        ({"tagged_json": {"tags": []}}, "tagged_json=.* must be a TaggedJson"),
         *(({"regex": regex}, "regex=.* must be a string") for regex in (5, b"a", ["a"])),
         *(
             ({"choice": choice}, "choice=.* must be a list of strings, none of them empty")

@@ -30,6 +30,8 @@ from nanovllm.server.tool_calls import CallFormat, ToolCallDelta, ToolCallParser
 from nanovllm.text.request_check import Prompt
 
 DONE = b"data: [DONE]\n\n"
+COMMENT = b": no new text yet\n\n"  # which readers of server-sent events skip
+MAX_SILENCE_S = 10.0
 Result = TypeVar("Result")
 BodyT = TypeVar("BodyT", bound=SamplingFields)
 PromptEntries: TypeAlias = Sequence[TokenLogprobs | None]
@@ -275,11 +277,16 @@ def _call(delta: ToolCallDelta) -> dict[str, Any]:
 
 
 class EventStream(Response):
-    """Sends the updates of a request as server-sent events, and closes its stream in the end."""
+    """Sends the updates of a request as server-sent events, and closes its stream in the end.
 
-    def __init__(self, stream: RequestStream, answer: Answer[Any]) -> None:
+    A long prompt is computed for minutes. Meanwhile a comment every `silence_s` seconds keeps proxies and clients from
+    giving up.
+    """
+
+    def __init__(self, stream: RequestStream, answer: Answer[Any], silence_s: float = MAX_SILENCE_S) -> None:
         self.status_code, self.background = 200, None
-        self._stream, self._answer = stream, answer
+        self._stream, self._answer, self._silence_s = stream, answer, silence_s
+        self._sent_s = 0.0  # when something was sent last, by the event loop's clock
         self.media_type = "text/event-stream"
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
 
@@ -292,10 +299,26 @@ class EventStream(Response):
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async with aclosing(self._events()) as events:
-            async for event in events:
-                await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
+        clock = asyncio.get_running_loop().time
+        self._sent_s = clock()
+        comments = asyncio.ensure_future(self._comment(send))
+        try:
+            async with aclosing(self._events()) as events:
+                async for event in events:
+                    self._sent_s = clock()
+                    await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
+        finally:
+            comments.cancel()
         await send({"type": "http.response.body", "body": DONE, "more_body": False})
+
+    async def _comment(self, send: Send) -> None:
+        clock = asyncio.get_running_loop().time
+        while True:
+            if (left_s := self._sent_s + self._silence_s - clock()) > 0:
+                await asyncio.sleep(left_s)
+            else:
+                self._sent_s = clock()
+                await send({"type": "http.response.body", "body": COMMENT, "more_body": True})
 
     async def _events(self) -> AsyncGenerator[str, None]:
         """The status has been sent, so an error is an event, too."""

@@ -6,6 +6,7 @@ The endpoints turn a request into prompts and SamplingParams. answers.py makes t
 import inspect
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -41,6 +42,7 @@ from nanovllm.server.protocol import (
     TokenizeRequest,
     Tool,
     ToolCall,
+    call_constraint,
     chat_params,
     completion_params,
 )
@@ -125,12 +127,13 @@ def add_answers(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions", responses=ANSWERS)
     async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
         service.check_body(body)
-        tools = [] if body.tool_choice == "none" else body.tools or []
+        tools = body.offered_tools
         call_format = find_call_format(service) if tools else None
+        constraint = None if call_format is None else call_constraint(body, call_format)
         cache_salt = service.cache_salt(body, request)
         token_ids = await service.prepare(encode_messages, service, body, tools, cache_salt)
         num_free_tokens = service.llm.max_request_tokens - len(token_ids)
-        params = chat_params(body, service.llm.sampling_defaults, num_free_tokens)
+        params = chat_params(body, service.llm.sampling_defaults, num_free_tokens, constraint)
         answer = ChatAnswer(service, body, call_format)
         return await answer.respond([token_ids], params, cache_salt, request.receive)
 
@@ -187,7 +190,7 @@ def encode_messages(
         raise ApiError(f"chat_template_kwargs cannot set {', '.join(taken)}", param="chat_template_kwargs")
     options["add_generation_prompt"] = body.add_generation_prompt
     if tools:
-        options["tools"] = [tool.model_dump(exclude_none=True) for tool in tools]
+        options["tools"] = [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in tools]
     conversation = [_for_template(message, f"messages[{i}]") for i, message in enumerate(body.messages or ())]
     (token_ids,) = llm.text.encode_chat(
         conversation,
@@ -209,19 +212,18 @@ def _for_template(message: Message, name: str) -> dict[str, Any]:
     if message.tool_calls:
         if message.role != "assistant":
             raise ApiError(f"{name} has tool_calls, which only the role 'assistant' can have", param="messages")
-        converted["tool_calls"] = [_call_for_template(call, f"{name}.tool_calls") for call in message.tool_calls]
+        converted["tool_calls"] = [_call_for_template(call) for call in message.tool_calls]
         content = content or ""  # templates put it before the calls
     converted["content"] = content
     return converted
 
 
-def _call_for_template(call: ToolCall, name: str) -> dict[str, Any]:
-    try:
-        arguments = json.loads(call.function.arguments or "{}")
-    except (ValueError, RecursionError) as error:
-        raise ApiError(f"{name} has arguments that are not valid JSON: {error}", param="messages") from error
-    if not isinstance(arguments, dict):
-        raise ApiError(f"{name} has arguments that are not a JSON object", param="messages")
+def _call_for_template(call: ToolCall) -> dict[str, Any]:
+    """Arguments that are not a JSON object stay a string: the model has written them, and should see what it wrote."""
+    arguments: Any = call.function.arguments
+    with suppress(ValueError, RecursionError):
+        parsed = json.loads(arguments or "{}")
+        arguments = parsed if isinstance(parsed, dict) else arguments
     return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
 
 

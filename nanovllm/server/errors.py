@@ -29,6 +29,7 @@ PART_ITEMS = 100  # of a list that is encoded at once
 RETRY_CODES = {429: "rate_limit_exceeded", 503: "service_unavailable"}
 CLOSING = (401, 408, 413, 503)  # the rest of the body is not read, or the server is about to end
 CLIENT_CLOSED_REQUEST = 499  # never received; it shows in logs
+_OF_CALLS = "structured_outputs.tagged_json"  # by which tool calls are checked
 _BRANCH = re.compile(r"str|(list|dict)\[.*\]")  # what pydantic adds to the place of an error in a union of types
 _LOGGERS = ("uvicorn.error", "uvicorn.asgi", "asyncio", "concurrent.futures")  # they log exceptions of requests
 _PARAM = re.compile(r"SamplingParams\.(\w+)")  # how the message about a parameter begins
@@ -118,7 +119,8 @@ def api_error(error: Exception) -> ApiError:
         return error
     if isinstance(error, RequestError):
         found = _PARAM.match(str(error))
-        return ApiError(str(error).replace("SamplingParams.", ""), param=found[1] if found else None)
+        message = str(error).replace("SamplingParams.", "").replace(_OF_CALLS, "the parameters of a tool")
+        return ApiError(message, param=found[1] if found else None)
     if isinstance(error, EngineError):
         return ApiError(str(error), status=503, code="engine_unavailable")
     return ApiError("internal error; the server's log has the details", status=500, code="internal_error")

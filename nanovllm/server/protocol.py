@@ -29,8 +29,9 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError
 
 from nanovllm.errors import RequestError
-from nanovllm.sampling_params import MAX_LOGPROBS, SamplingParams, StructuredOutputs
+from nanovllm.sampling_params import MAX_LOGPROBS, SamplingParams, StructuredOutputs, TaggedJson
 from nanovllm.server.errors import ApiError
+from nanovllm.server.tool_calls import CallFormat
 
 COMPLETION_MAX_TOKENS = 16  # as OpenAI
 MAX_NAME_CHARS = 100  # of an unknown field, in the message
@@ -62,32 +63,37 @@ def _printable(name: str) -> str:
 
 
 class Body(BaseModel):
-    """A JSON object without unknown fields. `NEUTRAL`: field that is not implemented -> values that change nothing."""
+    """A JSON object without unknown fields, except those that are null. `NEUTRAL`: field that is not implemented ->
+    values that change nothing. `HINTS`: fields that change no answer, whatever their value.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True)
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    HINTS: ClassVar[frozenset[str]] = frozenset()
 
     @model_validator(mode="before")
     @classmethod
     def _drop_neutral_fields(cls, body: Any) -> Any:
         if not isinstance(body, dict):
             return body
-        known = {field.alias or name for name, field in cls.model_fields.items()} | cls.NEUTRAL.keys()
-        for name in body:
-            if name not in known:
+        own = {field.alias or name for name, field in cls.model_fields.items()}
+        known = own | cls.NEUTRAL.keys() | cls.HINTS
+        for name, value in body.items():
+            if name not in known and value is not None:
                 message = f"the field {_printable(name)!r} is unknown or not supported; leave it out"
                 raise refuse(_printable(name), message)
         for name, neutral in cls.NEUTRAL.items():
             if name in body and body[name] not in neutral:
                 raise refuse(name, f"the field {name!r} is not supported; leave it out")
-        return {name: value for name, value in body.items() if name not in cls.NEUTRAL}
+        return {name: value for name, value in body.items() if name in own}
 
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """Describe the fields of `NEUTRAL`, too."""
+        """Describe the fields of `NEUTRAL` and `HINTS`, too."""
         described = handler(schema)
         properties = handler.resolve_ref_schema(described).setdefault("properties", {})
         properties.update({name: {"enum": list(values)} for name, values in cls.NEUTRAL.items()})
+        properties.update({name: {} for name in sorted(cls.HINTS)})
         return described
 
 
@@ -243,11 +249,10 @@ class Message(Body):
 
 
 class Function(Body):
-    NEUTRAL = {"strict": (None, False)}
-
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class Tool(Body):
@@ -255,25 +260,40 @@ class Tool(Body):
     function: Function
 
 
+class FunctionName(Body):
+    name: str
+
+
+class NamedTool(Body):
+    type: Literal["function"]
+    function: FunctionName
+
+
+def _choice_branch(choice: Any) -> str:
+    return "dict[NamedTool]" if isinstance(choice, dict) else "str"
+
+
+ToolChoice: TypeAlias = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("str")] | Annotated[NamedTool, Tag("dict[NamedTool]")],
+    Discriminator(_choice_branch),
+]
+
+
 class ChatRequest(SamplingFields):
     NEUTRAL = {
         "audio": (None,),
         "function_call": (None, "none"),
         "functions": (None, []),
-        "metadata": (None, {}),
         "modalities": (None, ["text"]),
         "moderation": (None,),
-        "parallel_tool_calls": (None, True),
         "prediction": (None,),
-        "prompt_cache_key": (None,),
-        "prompt_cache_options": (None,),
-        "prompt_cache_retention": (None,),
         "reasoning_effort": (None,),
-        "service_tier": (None, "auto", "default"),
-        "store": (None, False),
         "verbosity": (None,),
         "web_search_options": (None,),
     }
+    HINTS = frozenset(
+        ("metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "service_tier", "store")
+    )
 
     messages: Items[Message] = Field(min_length=1)
     tools: Items[Tool] | None = None
@@ -284,7 +304,18 @@ class ChatRequest(SamplingFields):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    tool_choice: Literal["none", "auto"] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+
+    @property
+    def offered_tools(self) -> list[Tool]:
+        """The tools that the model is told of."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    @property
+    def must_call(self) -> bool:
+        """True if the answer must be a call."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
 
     @model_validator(mode="after")
     def _check_fields(self) -> "ChatRequest":
@@ -292,8 +323,12 @@ class ChatRequest(SamplingFields):
             raise refuse("top_logprobs", "top_logprobs needs logprobs=true")
         if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
             raise refuse("max_tokens", "max_tokens and max_completion_tokens mean the same; give one of them")
-        if self.tool_choice == "auto" and not self.tools:
-            raise refuse("tool_choice", "tool_choice='auto' needs tools")
+        if self.tool_choice not in (None, "none") and not self.tools:
+            raise refuse("tool_choice", "tool_choice needs tools")
+        if isinstance(self.tool_choice, NamedTool):
+            name = self.tool_choice.function.name
+            if name not in [tool.function.name for tool in self.tools or ()]:
+                raise refuse("tool_choice", f"tool_choice names {_printable(name)!r}, which is none of the tools")
         return self
 
 
@@ -327,6 +362,23 @@ _CONVERTED = {"max_tokens", "logit_bias", "structured_outputs"}  # their values 
 _COPIED = ({each.name for each in fields(SamplingParams)} & SamplingFields.model_fields.keys()) - _CONVERTED
 
 
+def call_constraint(body: ChatRequest, call_format: CallFormat) -> TaggedJson | None:
+    """What the answer's tool calls must look like. None if the model may write what it likes: the choice is its own, no
+    tool is strict, and it may call several.
+
+    The arguments of strict tools match their schemas, and so do those of all tools if the answer must be a call.
+    """
+    named = body.tool_choice.function.name if isinstance(body.tool_choice, NamedTool) else None
+    functions = [tool.function for tool in body.offered_tools if named in (None, tool.function.name)]
+    is_single = named is not None or body.parallel_tool_calls is False
+    if not functions or not (body.must_call or is_single or any(each.strict for each in functions)):
+        return None
+    schemas = [(each.parameters if each.strict or body.must_call else None) or {"type": "object"} for each in functions]
+    names = [each.name for each in functions]
+    tools = list(zip(names, schemas, strict=True))
+    return call_format.constraint(tools, is_required=body.must_call, is_single=is_single)
+
+
 def completion_params(body: CompletionRequest, defaults: Mapping[str, Any]) -> SamplingParams:
     """For max_tokens=0, which asks only about the prompt, generate one token and discard it."""
     params = _common_params(body, defaults)
@@ -337,9 +389,20 @@ def completion_params(body: CompletionRequest, defaults: Mapping[str, Any]) -> S
     return SamplingParams(**params)
 
 
-def chat_params(body: ChatRequest, defaults: Mapping[str, Any], num_free_tokens: int) -> SamplingParams:
-    """`num_free_tokens`: how many tokens fit after the prompt. They limit the model's own default of max_tokens."""
+def chat_params(
+    body: ChatRequest, defaults: Mapping[str, Any], num_free_tokens: int, calls: TaggedJson | None = None
+) -> SamplingParams:
+    """`num_free_tokens`: how many tokens fit after the prompt. They limit the model's own default of max_tokens.
+    `calls`: what tool calls must look like; None for no constraint.
+    """
     params = _common_params(body, defaults)
+    if calls is not None:
+        if params["structured_outputs"] is not None:
+            message = (
+                "a form of the answer cannot be combined with strict, required or single tool calls; leave one out"
+            )
+            raise ApiError(message, param="tool_choice")
+        params["structured_outputs"] = StructuredOutputs(tagged_json=calls)
     given = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     default = defaults.get("max_tokens")
     if default is not None:

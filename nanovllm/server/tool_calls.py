@@ -19,8 +19,11 @@ import itertools
 import json
 import re
 import secrets
+from collections.abc import Mapping, Sequence
 from enum import Enum, auto
 from typing import Any, NamedTuple, TypeAlias
+
+from nanovllm.sampling_params import TaggedJson
 
 
 class ToolCallDelta(NamedTuple):
@@ -44,6 +47,23 @@ class CallFormat(NamedTuple):
     is_bare: bool  # True if a call at the start of the answer needs no opening
     argument_keys: tuple[str, ...]
     needs_arguments: bool  # without tags, an object that has only a name is an ordinary answer
+
+    def constraint(
+        self, tools: Sequence[tuple[str, Mapping[str, Any]]], *, is_required: bool, is_single: bool
+    ) -> TaggedJson:
+        """What calls of these tools, each a name and the schema of its arguments, look like in an answer.
+
+        is_required: the answer is a call. is_single: it has no more than one.
+        """
+        opening, closing = ("", "") if self.is_bare else (f"{self.opening}\n", f"\n{self.closing}")
+        begins = (f'{opening}{{"name": {json.dumps(name)}, "{self.argument_keys[0]}": ' for name, _ in tools)
+        return TaggedJson(
+            tags=tuple((begin, schema, f"}}{closing}") for begin, (_, schema) in zip(begins, tools, strict=True)),
+            trigger="" if self.is_bare else self.opening,
+            separator=f"{self.separator} " if self.separator else "\n",
+            is_required=is_required,
+            is_single=is_single,
+        )
 
 
 HERMES = CallFormat("<tool_call>", "</tool_call>", "", False, ("arguments",), False)

@@ -32,7 +32,7 @@ import numpy as np
 
 from nanovllm.core.logit_editor import TokenMask, token_mask
 from nanovllm.errors import RequestError
-from nanovllm.sampling_params import StructuredOutputs
+from nanovllm.sampling_params import StructuredOutputs, TaggedJson
 from nanovllm.utils.arithmetic import ceil_div
 
 MAX_GRAMMARS = 16  # compiled grammars in the cache
@@ -58,6 +58,7 @@ MAX_WHITESPACE = 64  # between two parts of JSON; without a limit, some models e
 # would write out the whole text first: gigabytes for ((a{1000}){1000}){1000}. Without, masks hold every allowed token.
 _HEADER = '%llguidance {"no_forcing": true}\nstart: '
 _WHITESPACE = rf"[\x20\x0A\x0D\x09]{{1,{MAX_WHITESPACE}}}"
+_ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # as models write tool calls
 NUM_SPARES = 2  # an answer that exceeds a limit uses up the automaton in use and the one that it tries again with
 SLOW_MASK_S = 0.5e-3  # of CPU time. Most masks take 0.03 ms, but the limits above admit some of 30 ms
 NUM_SLOW_MASKS = 1000  # after a slow mask, so many of the same grammar are taken to be slow
@@ -413,6 +414,8 @@ def _grammar_text(outputs: StructuredOutputs) -> tuple[str, str]:
     if outputs.regex is not None:
         _check_size("regex", len(outputs.regex))
         return "regex", _regex_grammar(outputs.regex)
+    if outputs.tagged_json is not None:
+        return "tagged_json", _tagged_grammar(outputs.tagged_json)
     assert outputs.choice is not None, "StructuredOutputs has one of its fields"
     _check_size("choice", sum(map(len, outputs.choice)))
     return "choice", f"{_HEADER}CHOICE\nCHOICE: {' | '.join(map(json.dumps, outputs.choice))}"
@@ -471,9 +474,40 @@ def _measure(schema: Any) -> tuple[int, int]:
     return height, num_references
 
 
+def _tagged_grammar(tagged: TaggedJson) -> str:
+    """One rule for each tag. The lexer takes the shortest text that ends in the trigger, so free text has none."""
+    _check_size("tagged_json", sum(len(begin) + len(end) for begin, _, end in tagged.tags))
+    start = "" if tagged.is_required else tagged.trigger
+    rules = []
+    for i, (begin, schema, end) in enumerate(tagged.tags):
+        json_rule = _json_rule(_parse_schema(schema), **_ONE_LINE)
+        rules.append(f"tag_{i}: {_literal(begin.removeprefix(start))}{json_rule} {_literal(end)}")
+    rules.append(f"tag: {' | '.join(f'tag_{i}' for i in range(len(tagged.tags)))}")
+    tags = "tag" if tagged.is_single else f"tag ({_literal(tagged.separator)}tag)*"
+    if tagged.is_required:
+        text = tags
+    elif tagged.trigger:
+        rules += [f"trigger[lazy]: TEXT {_literal(tagged.trigger)}", "TEXT: /(.|\\n)*/"]
+        text = "TEXT | trigger tag" if tagged.is_single else "(trigger tag)* TEXT"
+    else:
+        rules.append(r"TEXT: /([ \t\r\n]*[^ \t\r\n{](.|\n)*)?/")
+        text = f"TEXT | {tags}"
+    return "\n".join([f"{_HEADER}{text}", *rules])
+
+
+def _literal(text: str) -> str:
+    """A string of a grammar and a space, or nothing for an empty one."""
+    return f"{json.dumps(text)} " if text else ""
+
+
 def _schema_grammar(schema: Any) -> str:
+    return f"{_HEADER}{_json_rule(schema, whitespace_pattern=_WHITESPACE)}"
+
+
+def _json_rule(schema: Any, **defaults: Any) -> str:
+    """`defaults`: options of llguidance, which those of the schema replace."""
     if isinstance(schema, dict):
         options = schema.get("x-guidance", {})
         if isinstance(options, dict):
-            schema = schema | {"x-guidance": {"whitespace_pattern": _WHITESPACE} | options}
-    return f"{_HEADER}%json {json.dumps(schema)}"
+            schema = schema | {"x-guidance": defaults | options}
+    return f"%json {json.dumps(schema)}"

@@ -159,6 +159,83 @@ def test_chat_call_that_is_followed_by_text_is_cut_off_as_length(tool_client: op
     assert any(each.delta.tool_calls for each in choices) and choices[-1].finish_reason == "length"
 
 
+def tool(name: str, parameters: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": parameters, **options}}
+
+
+CITY: dict[str, Any] = {  # the reference must be resolved within the tool's own schema
+    "$defs": {"place": {"enum": ["Bern", "Zürich"]}},
+    "type": "object",
+    "properties": {"city": {"$ref": "#/$defs/place"}, "days": {"type": "integer", "minimum": 1, "maximum": 7}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("choice", "parallel", "names"),
+    [
+        ("required", True, {"weather", 'say "hi"'}),
+        ("required", False, {"weather", 'say "hi"'}),
+        ({"type": "function", "function": {"name": "weather"}}, True, {"weather"}),
+    ],
+)
+def test_chat_answer_that_must_be_a_call_is_one(
+    tool_client: openai.OpenAI, choice: Any, parallel: bool, names: set[str]
+) -> None:
+    """Whatever the model would write: its logits are nearly flat here. Arguments match their schemas."""
+    tools: list[Any] = [tool("weather", CITY), tool('say "hi"', NO_ARGUMENTS)]
+    called, most = set(), 0
+    for seed in range(12):
+        fields: dict[str, Any] = {"tools": tools, "tool_choice": choice, "parallel_tool_calls": parallel, "seed": seed}
+        done = tool_client.chat.completions.create(
+            model="tiny", messages=MESSAGES, temperature=100, max_tokens=300, **fields
+        )
+        message, reason = done.choices[0].message, done.choices[0].finish_reason
+        calls: list[Any] = message.tool_calls or []
+        if parallel and reason == "length":  # one call after another
+            continue
+        assert reason == "tool_calls" and message.content is None and calls
+        assert parallel or len(calls) == 1
+        most = max(most, len(calls))
+        for call in calls:
+            arguments = json.loads(call.function.arguments)
+            called.add(call.function.name)
+            if call.function.name == "weather":
+                assert arguments.keys() == {"city", "days"} and arguments["city"] in ("Bern", "Zürich")
+                assert 1 <= arguments["days"] <= 7
+            else:
+                assert arguments == {}
+    assert called == names
+    assert parallel or most == 1
+
+
+def test_chat_strict_tool_gets_arguments_of_its_schema(tool_client: openai.OpenAI) -> None:
+    """The model copies a call without days; if the tool is strict it must add them. Text before the call is free."""
+    for strict in (False, True):
+        done = tool_client.chat.completions.create(
+            model="tiny",
+            messages=ASK_FOR_CALL,
+            tools=[tool("weather", CITY, strict=strict)],  # type: ignore[list-item]
+            temperature=0,
+            max_tokens=120,
+            extra_body={"stop": ["</tool_call>"], "include_stop_str_in_output": True},
+        )
+        message = done.choices[0].message
+        assert message.content == " I will."
+        (call,) = message.tool_calls or []
+        assert ("days" in json.loads(call.function.arguments)) == strict  # type: ignore[union-attr]
+
+
+def test_chat_replayed_call_with_invalid_json_reaches_the_template(tool_client: openai.OpenAI) -> None:
+    """Regression: an agent whose model had once written a wrong call got status 400 from then on."""
+    for arguments in ('{"city": ', "5", ""):
+        calls = [{"id": "c1", "type": "function", "function": {"name": "weather", "arguments": arguments}}]
+        messages: list[Any] = [*MESSAGES, {"role": "assistant", "tool_calls": calls}, *MESSAGES]
+        assert tool_client.chat.completions.create(model="tiny", messages=messages, tools=TOOLS, max_tokens=1).choices
+
+
 def test_chat_result_of_a_tool_reaches_the_template(tool_client: openai.OpenAI) -> None:
     calls = [{"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Bern"}'}}]
     messages: list[Any] = [
@@ -181,8 +258,12 @@ def test_chat_bad_tools_are_refused(tool_client: openai.OpenAI) -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         *(({"chat_template_kwargs": {name: ""}}, "chat_template_kwargs") for name in RESERVED),
         ({"tool_choice": "auto"}, "tool_choice"),
-        ({"tool_choice": "required", "tools": TOOLS}, "tool_choice"),
-        ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, "tools[0].function.strict"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": "any", "tools": TOOLS}, "tool_choice"),
+        ({"tool_choice": {"type": "function"}, "tools": TOOLS}, "tool_choice.function"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}, "tools": TOOLS}, "tool_choice"),
+        ({"tool_choice": "required", "tools": TOOLS, "response_format": {"type": "json_object"}}, "tool_choice"),
+        ({"tool_choice": "required", "tools": [tool("f", {"type": 5})]}, None),
         ({"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]}, "messages[0].tool_calls[0]"),
     ]
     for fields, param in cases:

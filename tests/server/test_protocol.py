@@ -7,7 +7,8 @@ import pytest
 
 from nanovllm.sampling_params import SamplingParams, StructuredOutputs
 from nanovllm.server.errors import ApiError
-from nanovllm.server.protocol import ChatRequest, CompletionRequest, chat_params, completion_params
+from nanovllm.server.protocol import ChatRequest, CompletionRequest, call_constraint, chat_params, completion_params
+from nanovllm.server.tool_calls import HERMES, LLAMA
 
 FIELDS: dict[str, Any] = {
     "n": 2,
@@ -99,3 +100,38 @@ def test_logit_bias_bad_key_is_refused() -> None:
     for key in ("x", "-1", "1.5", "", "²", "9" * 5000):
         with pytest.raises(ApiError, match="logit_bias"):
             completion_params(completion(logit_bias={key: 1}), {})
+
+
+def test_calls_are_constrained_if_the_answer_must_be_one_or_a_tool_is_strict() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    anything = {"type": "object"}
+
+    def tools(**options: bool) -> list[dict[str, Any]]:
+        functions = [{"name": "f", "parameters": schema, **options}, {"name": "g"}]
+        return [{"type": "function", "function": function} for function in functions]
+
+    named = {"type": "function", "function": {"name": "f"}}
+    for given, expected in (
+        ({}, None),
+        ({"tool_choice": "auto", "parallel_tool_calls": True}, None),
+        ({"tool_choice": "none", "parallel_tool_calls": False, "tools": tools(strict=True)}, None),
+        ({"tools": tools(strict=True)}, ([schema, anything], False, False)),
+        ({"parallel_tool_calls": False}, ([anything, anything], False, True)),
+        ({"tool_choice": "required"}, ([schema, anything], True, False)),
+        ({"tool_choice": "required", "parallel_tool_calls": False}, ([schema, anything], True, True)),
+        ({"tool_choice": named}, ([schema], True, True)),
+    ):
+        constraint = call_constraint(chat(**{"tools": tools()} | given), HERMES)
+        if constraint is None:
+            assert expected is None, given
+            continue
+        found = [tag[1] for tag in constraint.tags], constraint.is_required, constraint.is_single
+        assert found == expected, given
+    body = chat(tools=tools(), tool_choice=named)
+    ((begin, _, end),) = call_constraint(body, HERMES).tags  # type: ignore[union-attr]
+    assert (begin, end) == ('<tool_call>\n{"name": "f", "arguments": ', "}\n</tool_call>")
+    bare = call_constraint(body, LLAMA)
+    assert bare is not None and not bare.trigger and bare.separator == "; "
+    assert bare.tags[0][0::2] == ('{"name": "f", "parameters": ', "}")
+    with pytest.raises(ApiError, match="cannot be combined with strict, required or single tool calls"):
+        chat_params(chat(tools=tools(), guided_regex="a"), {}, 10, bare)

@@ -6,6 +6,7 @@ import re
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.core.logit_editor import TokenConstraint, TokenMask
 from nanovllm.demo.retrieval_model import END_TOKEN_ID, save_tokenizer
 from nanovllm.errors import RequestError
-from nanovllm.sampling_params import StructuredOutputs
+from nanovllm.sampling_params import StructuredOutputs, TaggedJson
 from nanovllm.text.frontend import TextFrontend
 from nanovllm.text.structured import GrammarCompiler, TokenMatcher
 
@@ -382,3 +383,45 @@ def test_compile_equal_grammars_once(case: Case) -> None:
     first = case.compiler.compile(StructuredOutputs(json=PERSON))
     assert case.compiler.compile(StructuredOutputs(json=json.dumps(PERSON))) is first
     assert case.compiler.compile(StructuredOutputs(json_object=True)) is not first
+
+
+# -- JSON between tags -----------------------------------------------------------------------------------------------
+
+NUMBER = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
+TAGS = (("<call>f(", NUMBER, ")</call>"), ("<call>g(", {"enum": [1, 2]}, ")"))
+
+
+def test_tagged_json_is_what_stands_between_its_tags(case: Case) -> None:
+    """Which answers match, by feeding the tokens of each."""
+    one, two, other = '<call>f({"n": 5})</call>', "<call>g(2)", '<call>f({"n": "x"})</call>'
+    free = TaggedJson(tags=TAGS, trigger="<call>", separator="; ")
+    bare = TaggedJson(tags=(("{", {"enum": [1]}, "}"),), separator="; ")
+    for tagged, right, wrong in (
+        (free, ("", "Some text", f"{one} and {two}.", f"a < b {two}{one}"), (other, "x <call>h(", "<call>f(5)")),
+        (replace(free, is_single=True), ("Some text", f"text {one}"), (f"{one}{two}", f"{one} text", other)),
+        (replace(free, is_required=True), (one, f"{one}; {two}; {two}"), ("text", f"x{one}", f"{one}{two}", other)),
+        (replace(free, is_required=True, is_single=True), (one, two), (f"{one}; {two}", "")),
+        (bare, ("", "text {5}", "{1}", "{1}; {1}"), ("{5}", " {5}", "{1} x", "{1};{1}")),
+        (replace(bare, is_required=True), ("{1}", "{1}; {1}"), ("", "text", " {1}")),
+    ):
+        for text in (*right, *wrong):
+            assert matches(case, tagged, text) == (text in right), (tagged, text)
+
+
+def matches(case: Case, tagged: TaggedJson, text: str) -> bool:
+    matcher = case.matcher(tagged_json=tagged)
+    for token_id in case.encode(text):
+        if token_id not in allowed(matcher.mask()):
+            return False
+        matcher.accept(token_id)
+    return bool(set(case.end_token_ids) & set(allowed(matcher.mask())))
+
+
+def test_tagged_json_that_is_too_large_or_wrong_is_refused(case: Case) -> None:
+    for tags, message in (
+        ((("<" * 200_001, NUMBER, ""),), "tagged_json has 200001 characters, at most 200000"),
+        ((("<", {"type": 5}, ""),), "structured_outputs.tagged_json cannot be used"),
+        ((("<", {"x": "y" * 200_001}, ""),), "structured_outputs.json has .* characters"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            case.matcher(tagged_json=TaggedJson(tags=tags, trigger="<"))

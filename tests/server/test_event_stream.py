@@ -1,0 +1,76 @@
+"""Server-sent events of an answer that has nothing to say for a long time."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from nanovllm.server.answers import COMMENT, DONE, EventStream
+
+
+class SlowStream:
+    """Updates that come after pauses."""
+
+    def __init__(self, *pauses_s: float) -> None:
+        self._pauses_s, self.is_closed = pauses_s, False
+
+    async def __aiter__(self) -> Any:
+        for i, pause_s in enumerate(self._pauses_s):
+            await asyncio.sleep(pause_s)
+            yield Update(i)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class Update:
+    output = None
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+class PlainAnswer:
+    def update_events(self, update: Update) -> str:
+        return f"data: {update.number}\n\n"
+
+    def last_events(self) -> str:
+        return ""
+
+
+def sent(*pauses_s: float, silence_s: float) -> list[bytes]:
+    messages: list[dict[str, Any]] = []
+
+    async def send(message: dict[str, Any]) -> None:
+        messages.append(message)
+
+    async def receive() -> dict[str, Any]:
+        await asyncio.Event().wait()
+        return {}
+
+    async def run() -> None:
+        stream = SlowStream(*pauses_s)
+        await EventStream(stream, PlainAnswer(), silence_s)({}, receive, send)  # type: ignore[arg-type]
+        assert stream.is_closed
+        assert len(asyncio.all_tasks()) == 1, "something still runs"
+
+    asyncio.run(run())
+    start, *bodies = messages
+    assert start["type"] == "http.response.start" and [body["more_body"] for body in bodies].count(False) == 1
+    return [body["body"] for body in bodies]
+
+
+def test_silence_is_broken_by_comments() -> None:
+    """Regression: a prompt of 40,000 tokens took 31 s on a CPU without a byte, and proxies give up after 60."""
+    bodies = sent(0.5, 0.0, 0.0, silence_s=0.1)
+    assert [body for body in bodies if body != COMMENT] == [b"data: 0\n\n", b"data: 1\n\n", b"data: 2\n\n", DONE]
+    assert 1 <= bodies.index(b"data: 0\n\n") <= 5 and COMMENT not in bodies[bodies.index(b"data: 0\n\n") :]
+
+
+def test_stream_that_speaks_has_no_comments() -> None:
+    assert sent(*[0.01] * 20, silence_s=5.0) == [*(f"data: {i}\n\n".encode() for i in range(20)), DONE]
+
+
+@pytest.mark.parametrize("line", COMMENT.split(b"\n"))
+def test_comment_is_one_for_readers_of_events(line: bytes) -> None:
+    assert not line or line.startswith(b":")
