@@ -5,13 +5,26 @@
 
 import os
 import signal
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from checked_engine import Reference
 
 # A shell starts background jobs (`make test &`) with SIGINT ignored, and their children inherit that. The tests of
 # Ctrl-C need Python's own handler, which the processes they start do not inherit: those begin with the default.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded: tiny models gain nothing from more threads
+
+
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> "Reference":
+    """A tiny model and its right answers. All tests share what transformers has computed."""
+    from checked_engine import Reference
+    from tiny_models import write_tiny_model
+
+    return Reference(write_tiny_model(tmp_path_factory.mktemp("tiny"), max_position_embeddings=8192))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -11,7 +11,6 @@ from cpu_splits import RandomSplit, splitting
 from odd_drafters import KINDS, OddDrafter
 from offload_workload import BLOCK, prompts_of, serve_everything
 from simulated_streams import MODES, SimulatedStreams
-from tiny_models import write_tiny_model
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.core.sequence import Sequence
@@ -23,11 +22,6 @@ from nanovllm.engine.setup import Internals
 PROMPTS = prompts_of(3 * BLOCK - 5, 40, BLOCK - 3, 2 * BLOCK)  # answers cross the edges of blocks
 NUM_TOKENS = 24
 CASES = [*[(kind, 3) for kind in KINDS], *[(kind, slots) for kind in ("random", "drafts") for slots in (None, 2, 8)]]
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    return Reference(write_tiny_model(tmp_path_factory.mktemp("tiny"), max_position_embeddings=8192))
 
 
 def sampled(max_tokens: int) -> list[SamplingParams]:

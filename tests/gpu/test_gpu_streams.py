@@ -28,7 +28,6 @@ from cpu_splits import RandomSplit
 from dense_model import random_prompt
 from gpu_llm import GpuLLM
 from offload_workload import BLOCK, prompts_of
-from tiny_models import write_tiny_model
 
 from nanovllm import LLM
 from nanovllm.core.kv_spec import StagingSizes
@@ -44,11 +43,6 @@ from nanovllm.runner.kv_memory import OffloadEngineFactory
 pytestmark = pytest.mark.gpu
 
 SOAK_SECONDS = float(os.environ.get("NANOVLLM_SOAK_SECONDS", "20"))
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    return Reference(write_tiny_model(tmp_path_factory.mktemp("tiny"), max_position_embeddings=8192))
 
 
 # -- every edge ------------------------------------------------------------------------------------------------------

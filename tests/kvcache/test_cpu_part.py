@@ -13,7 +13,6 @@ from cpu_splits import ALL, RandomSplit, splitting
 from offload_workload import BLOCK, prompts_of, serve_everything
 from race_detector import StreamRaceError
 from simulated_streams import MODES, Edge, Mode, SimulatedEvent, SimulatedStreams
-from tiny_models import write_tiny_model
 
 from nanovllm.core.cpu_split import CpuRate, CpuSplit
 from nanovllm.core.kv_spec import StagingSizes
@@ -23,12 +22,6 @@ from nanovllm.kvcache.transfer import cpu_attention
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 WITH_CPU = OFFLOAD | {"cpu_attention": "on", "num_gpu_blocks": 2}
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    directory = tmp_path_factory.mktemp("tiny")
-    return Reference(write_tiny_model(directory, max_position_embeddings=8192))
 
 
 def num_cpu_tokens(plan: StepPlan) -> int:
@@ -94,7 +87,7 @@ def serve_with(reference: Reference, streams: SimulatedStreams, seed: int, block
         assert any(plan.moves.cpu_spans and plan.moves.streamed for plan in llm.plans)
 
 
-@pytest.mark.parametrize(("mode", "seed"), [("late", 0), ("early", 1), *(("random", seed) for seed in range(6))])
+@pytest.mark.parametrize(("mode", "seed"), [("late", 0), ("early", 1), *(("random", seed) for seed in range(2, 5))])
 def test_simulated_streams_are_exact_and_without_a_race(reference: Reference, mode: Mode, seed: int) -> None:
     serve_with(reference, SimulatedStreams(mode, seed), seed, block_size=BLOCK * (1 + seed // 3 % 2))
 

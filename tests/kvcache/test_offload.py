@@ -1,6 +1,5 @@
 """The offload path end to end: the same logits and tokens as transformers, whatever is where and however it is cut."""
 
-import itertools
 from typing import Any
 
 import pytest
@@ -8,18 +7,11 @@ from checked_engine import OFFLOAD, WORKS_AHEAD, CheckedLLM, Reference, cache_op
 from dense_model import random_prompt
 from offload_workload import BLOCK, MIXED, QUESTIONS, prompts_of, serve_everything
 from simulated_streams import MODES, Mode, SimulatedStreams
-from tiny_models import write_tiny_model
 
 from nanovllm.config import BLOCK_SIZE_STEP
 from nanovllm.engine.setup import Internals
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    directory = tmp_path_factory.mktemp("tiny")
-    return Reference(write_tiny_model(directory, max_position_embeddings=8192))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -172,7 +164,15 @@ def test_small_staging_that_wraps_is_exact(
         assert longest * llm.runner.spec.num_layers > num_groups, "staging did not wrap in a step"
 
 
-@pytest.mark.parametrize(("num_gpu_blocks", "block_size"), [*itertools.product((2, 3, 5), (BLOCK, 2 * BLOCK))])
+@pytest.mark.parametrize(
+    ("num_gpu_blocks", "block_size"),
+    [
+        (2, BLOCK),
+        (3, 2 * BLOCK),
+        (5, BLOCK),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [(2, 2 * BLOCK), (3, BLOCK), (5, 2 * BLOCK)]),
+    ],
+)
 @pytest.mark.parametrize("mode", MODES)
 def test_simulated_streams_are_exact_and_without_a_race(
     reference: Reference, mode: Mode, num_gpu_blocks: int, block_size: int

@@ -22,7 +22,6 @@ from race_detector import Site, StreamRaceError
 from random_workloads import play_dense
 from simulated_streams import MODES, Edge, Mode, SimulatedStreams
 from tiers import examples
-from tiny_models import write_tiny_model
 
 from nanovllm.core.kv_spec import KVCacheSpec, StagingSizes
 from nanovllm.core.step_plan import KVMoves, StepPlan
@@ -332,11 +331,6 @@ def has_wrong_values(seed: int, streams: SimulatedStreams) -> bool:
 # -- the same with a model -------------------------------------------------------------------------------------------
 
 BLOCK = 256
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    return Reference(write_tiny_model(tmp_path_factory.mktemp("tiny"), max_position_embeddings=4096))
 
 
 def serve(reference: Reference, num_gpu_blocks: int, streams: SimulatedStreams) -> None:

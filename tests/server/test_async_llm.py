@@ -134,7 +134,7 @@ def test_busy_consumers_get_fewer_and_longer_updates(model: Path) -> None:
 def test_streams_that_have_ended_reach_their_consumers_after_another_loop_has_followed(model: Path) -> None:
     """A new loop may follow once all requests have ended, even if not all consumers have been woken."""
 
-    params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 
     async def submit(engine: AsyncLLM) -> list[asyncio.Task[Any]]:
         tasks = [asyncio.ensure_future(collect(engine.generate([[1, 2, 3]], params))) for _ in range(30)]
@@ -151,7 +151,7 @@ def test_streams_that_have_ended_reach_their_consumers_after_another_loop_has_fo
     tasks = first_loop.run_until_complete(asyncio.wait_for(submit(engine), TIME_LIMIT_S))
     run(collect(engine.generate("Hello", GREEDY)))
     answers = first_loop.run_until_complete(asyncio.wait_for(asyncio.gather(*tasks), TIME_LIMIT_S))
-    assert [len(answer[0][1]) for answer in answers] == [200] * 30
+    assert [len(answer[0][1]) for answer in answers] == [60] * 30
     first_loop.close()
     engine.close()
 
