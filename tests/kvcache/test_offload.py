@@ -101,17 +101,13 @@ def test_preempted_with_offload_computes_at_most_a_grain_again(
     options = OFFLOAD | {"kvcache_block_size": block_size, "num_gpu_blocks": 4}
     internals = WORKS_AHEAD if one_ahead else Internals()
     with CheckedLLM(reference, device=device, internals=internals, **options) as llm:
-        ids = [llm.add_request(prompt, greedy(12)) for prompt in MIXED]
-        finished = {}
-        for num_step in range(1000):
-            if llm.is_finished():
-                break
+
+        def preempt_often(num_step: int) -> None:
+            llm.scheduler.check_integrity()
             if num_step % 3 == 1:
                 llm.preempt_next()
-            finished |= llm.step().finished
-            llm.scheduler.check_integrity()
-        for request_id, prompt in zip(ids, MIXED, strict=True):
-            llm.check(request_id, prompt, finished[request_id])
+
+        llm.answer_and_check(MIXED, max_tokens=12, before_step=preempt_often)
         num_preemptions = llm.stats()["num_preemptions"]
         assert num_preemptions >= 5
         num_again = llm.num_computed_tokens - sum(len(prompt) + 11 for prompt in MIXED)
