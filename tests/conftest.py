@@ -5,6 +5,7 @@
 
 import os
 import signal
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -16,6 +17,14 @@ if TYPE_CHECKING:
 # Ctrl-C need Python's own handler, which the processes they start do not inherit: those begin with the default.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded: tiny models gain nothing from more threads
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with a tokenizer."""
+    from tiny_engines import write_model_with_text
+
+    return write_model_with_text(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from tiny_engines import KINDS, finish_all, write_model_with_text
+from tiny_engines import KINDS, finish_all
 from tiny_models import write_tiny_model
 
 from nanovllm import LLM, SamplingParams
@@ -30,11 +30,6 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 MAX_MODEL_LEN = 2048
 PROMPTS = ["Hello world", "The quick", "x", "abc " * 150]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model_with_text(tmp_path_factory.mktemp("tiny"))
 
 
 def make_llm(model: Path, kind: str = "all GPU", device: str = "cpu", **options: Any) -> LLM:

@@ -17,7 +17,7 @@ import pytest
 import torch
 from run_threads import in_threads
 from tiers import RUNS_ALL
-from tiny_engines import KINDS, write_model_with_text
+from tiny_engines import KINDS
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.device.devices import memory_remedy
@@ -29,11 +29,6 @@ from nanovllm.text.detokenizer import TextReceiver
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 LONG = [7, *range(300), *range(300)]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model_with_text(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(params=KINDS)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_engines import write_model_with_text
 
 from nanovllm import AsyncLLM, EngineError, RequestError, SamplingParams
 from nanovllm.core.outputs import RequestOutput
@@ -32,11 +31,6 @@ OPTIONS: dict[str, Any] = {
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 ENDLESS = SamplingParams(temperature=0, max_tokens=1500, ignore_eos=True)
 TIME_LIMIT_S = 30
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model_with_text(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["in step", "ahead"])
