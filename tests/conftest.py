@@ -3,6 +3,7 @@
 `--kernel-target 8.9` runs the GPU tests with the kernels that an RTX 40 would run (benchmarks/forced_target.py).
 """
 
+import gc
 import os
 import signal
 from pathlib import Path
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 # A shell starts background jobs (`make test &`) with SIGINT ignored, and their children inherit that. The tests of
 # Ctrl-C need Python's own handler, which the processes they start do not inherit: those begin with the default.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+gc.set_threshold(50_000, 10, 10)  # a full collection visits the half a million objects of the modules that are loaded
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded: tiny models gain nothing from more threads
 
 

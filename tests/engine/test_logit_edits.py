@@ -178,7 +178,7 @@ def drafter(kind: str, answers: list[list[int]]) -> OddDrafter:
     ("slots", "ahead", "guesses"),
     [
         (None, False, None),
-        (None, True, None),
+        pytest.param(None, True, None, marks=pytest.mark.slow),
         (3, True, None),
         (None, True, "right"),
         (None, False, "wrong"),

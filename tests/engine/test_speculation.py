@@ -10,7 +10,7 @@ from checked_engine import ALL_GPU, OFFLOAD, CheckedLLM, Reference, cache_option
 from cpu_splits import RandomSplit, splitting
 from odd_drafters import KINDS, OddDrafter
 from offload_workload import BLOCK, prompts_of, serve_everything
-from simulated_streams import MODES, SimulatedStreams
+from simulated_streams import Mode, SimulatedStreams
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.core.sequence import Sequence
@@ -125,9 +125,14 @@ def test_drafters_leave_answers_alone(reference: Reference, speculation: str, wo
         assert any(plan.draft_rows() for plan in llm.plans) == (speculation != "prompt_lookup")
 
 
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("mode", MODES)
-def test_everything_with_simulated_streams(reference: Reference, mode: str, seed: int) -> None:
+@pytest.mark.parametrize(
+    ("mode", "seed"),
+    [
+        *(("late", 0), ("early", 1), ("random", 0), ("random", 1)),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [("late", 1), ("early", 0)]),
+    ],
+)
+def test_everything_with_simulated_streams(reference: Reference, mode: Mode, seed: int) -> None:
     """Preemption, an abort, partial hits; copies late, early and at random times; the CPU attends to some keys."""
     streams = SimulatedStreams(mode, seed)
     drafter = OddDrafter(

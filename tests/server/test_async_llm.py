@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from http_server import num_open
 
 from nanovllm import AsyncLLM, EngineError, RequestError, SamplingParams
 from nanovllm.core.outputs import RequestOutput
@@ -64,11 +65,6 @@ async def wait_until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline_s
         await asyncio.sleep(0.002)
-
-
-def num_open(engine: AsyncLLM) -> int:
-    stats = engine.llm.stats()
-    return int(stats["num_running"] + stats["num_waiting"])
 
 
 # -- answers ---------------------------------------------------------------------------------------------------------
