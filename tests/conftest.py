@@ -3,15 +3,39 @@
 `--kernel-target 8.9` runs the GPU tests with the kernels that an RTX 40 would run (benchmarks/forced_target.py).
 """
 
+import gc
 import os
 import signal
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from checked_engine import Reference
 
 # A shell starts background jobs (`make test &`) with SIGINT ignored, and their children inherit that. The tests of
 # Ctrl-C need Python's own handler, which the processes they start do not inherit: those begin with the default.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+gc.set_threshold(50_000, 10, 10)  # a full collection visits the half a million objects of the modules that are loaded
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded: tiny models gain nothing from more threads
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with a tokenizer."""
+    from tiny_engines import write_model_with_text
+
+    return write_model_with_text(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> "Reference":
+    """A tiny model and its right answers. All tests share what transformers has computed."""
+    from checked_engine import Reference
+    from tiny_models import write_tiny_model
+
+    return Reference(write_tiny_model(tmp_path_factory.mktemp("tiny"), max_position_embeddings=8192))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

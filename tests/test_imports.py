@@ -256,7 +256,10 @@ def test_torch_free_modules_imported_leave_torch_out() -> None:
 
 def test_package_is_usable_without_loading_ray() -> None:
     """An extra: only what was asked for several engines, or for ranks that Ray places, loads it."""
-    code = "import nanovllm.llm, nanovllm.cli.main, nanovllm.engine.startup, sys; sys.exit('ray' in sys.modules)"
+    names = ("llm", "cli.main", "engine.startup", "server.lifecycle")
+    names += tuple(f"cluster.{name}" for name in ("front", "options", "resources", "routing"))
+    modules = ", ".join(f"nanovllm.{name}" for name in names)
+    code = f"import sys, {modules}; sys.exit('ray' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

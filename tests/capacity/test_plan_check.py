@@ -6,6 +6,7 @@ from itertools import product
 from typing import Any
 
 import pytest
+from tiers import RUNS_ALL
 
 from nanovllm.capacity.machine import GPUS, Machine, find_gpu
 from nanovllm.capacity.plan import CapacityPlan, PlanOptions, make_plan, plan_table
@@ -181,7 +182,9 @@ def test_check_plan_refuses_what_the_table_marks_and_every_remedy_works() -> Non
     """`plan` exits 1 exactly when something does not fit, and what it recommends does."""
     work = ((1000, 1), (40960, 1), (40960, 4), (500, 100))
     num_refused = num_helped = 0
-    for engine, (context, num_sequences), name, model, host_gib in product(ENGINES, work, NAMES, MODELS, (16, 100)):
+    cases = [*product(ENGINES, work, NAMES, MODELS, (16, 100))]
+    cases = cases if RUNS_ALL else cases[::5]  # each value of each factor is among them
+    for engine, (context, num_sequences), name, model, host_gib in cases:
         machine = Machine.gpu(host_gib * GIB, find_gpu(name))
         plan = plan_for(machine, model=model, context=context, num_sequences=num_sequences, **ENGINES[engine])
         refused = None
@@ -201,7 +204,7 @@ def test_check_plan_refuses_what_the_table_marks_and_every_remedy_works() -> Non
         assert 1 <= len(changes(refused)) <= MAX_REMEDIES
         for options in changes(refused):
             assert any_problem(with_changes(plan, options)) is None, (refused, options)
-    assert num_helped > 0.7 * num_refused > 200
+    assert num_helped > 0.7 * num_refused > 0.27 * len(cases)
 
 
 def test_every_gpu_of_the_table_can_be_planned_for() -> None:

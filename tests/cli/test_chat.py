@@ -161,7 +161,7 @@ class Terminal:
 
     def __init__(self, device: str = "cpu") -> None:
         self._keyboard, slave = pty.openpty()
-        flags = f"--model demo --device {device} --max-model-len 100000 --max-tokens 90000"
+        flags = f"--model demo --device {device} --max-model-len 40000 --max-tokens 30000"
         argv = [sys.executable, "-m", "nanovllm", "chat", *flags.split()]
         pipes = {"stdin": slave, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         self.process = subprocess.Popen(argv, cwd=ROOT, **pipes)
@@ -202,7 +202,7 @@ def test_chat_ctrl_c_stops_the_answer_and_ctrl_d_ends_the_program(device: str) -
     terminal.type("The passkey is q7m2x9kd.\n")
     terminal.wait_for("finish reason: stop")
     terminal.wait_for(">>> ")
-    terminal.type("one two three one two three\n")  # goes on like this for 90,000 tokens
+    terminal.type("one two three one two three\n")  # goes on like this for 30,000 tokens
     terminal.wait_for("one two three one two three")
     terminal.interrupt()
     terminal.wait_for("finish reason: abort")

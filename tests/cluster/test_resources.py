@@ -174,10 +174,3 @@ def test_without_ray_num_replicas_says_what_to_install() -> None:
     command = [sys.executable, "-c", code, "serve", "--model", "demo", "--num-replicas", "2", "--port", "0"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2 and "pip install 'nanovllm[ray]'" in done.stderr, done.stderr
-
-
-def test_what_needs_no_cluster_loads_no_ray() -> None:
-    names = ("front", "options", "resources", "routing")
-    modules = ", ".join(f"nanovllm.cluster.{name}" for name in names)
-    code = f"import sys, nanovllm.cli.main, nanovllm.server.lifecycle, {modules}; sys.exit('ray' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

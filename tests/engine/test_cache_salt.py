@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_models import write_tiny_model
 
 from nanovllm import LLM, AsyncLLM, RequestError, SamplingParams
 
@@ -14,11 +13,6 @@ PARAMS = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 PROMPT = [i % 300 for i in range(600)]
 SHARED = 512  # two blocks of 256 tokens
 OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_kvcache_blocks": 40, "enforce_eager": True}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("tiny"), max_position_embeddings=2048)
 
 
 @pytest.fixture(params=["resident", "offload"])

@@ -12,7 +12,6 @@ import pytest
 import torch
 from checked_engine import WORKS_AHEAD, Reference, cache_options
 from odd_drafters import OddDrafter
-from tiny_models import write_tiny_model
 
 from nanovllm import LLM, RequestError, SamplingParams
 from nanovllm.core.logit_editor import NO_RULES, AnswerRules, BadWords
@@ -135,11 +134,6 @@ def expected_answer(reference: Reference, prompt: list[int], p: SamplingParams, 
     return answer
 
 
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    return Reference(write_tiny_model(tmp_path_factory.mktemp("tiny"), vocab_size=VOCAB, max_position_embeddings=1024))
-
-
 SAMPLED = {"temperature": 0.9, "top_k": 40, "top_p": 0.95, "seed": 5}
 NAMES = [*CASES, "bad words", "constraint"]
 WORK = [(prompt, case, more) for prompt, case in zip(PROMPTS * 4, NAMES, strict=True) for more in ({}, SAMPLED)]
@@ -184,7 +178,7 @@ def drafter(kind: str, answers: list[list[int]]) -> OddDrafter:
     ("slots", "ahead", "guesses"),
     [
         (None, False, None),
-        (None, True, None),
+        pytest.param(None, True, None, marks=pytest.mark.slow),
         (3, True, None),
         (None, True, "right"),
         (None, False, "wrong"),

@@ -7,7 +7,6 @@ import pytest
 import torch
 from checked_engine import OFFLOAD, WORKS_AHEAD, Reference, cache_options
 from odd_drafters import OddDrafter
-from tiny_models import write_tiny_model
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.core.outputs import Logprob, Outbox, Receiver, RequestOutput, TokenLogprobs
@@ -16,11 +15,6 @@ from nanovllm.engine.setup import Internals
 
 PROMPTS = [[(7 * i * i + 3 * i) % 300 for i in range(n)] for n in (1, 2, 40, 530)]
 TOLERANCE = 2e-4
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    return Reference(write_tiny_model(tmp_path_factory.mktemp("tiny"), max_position_embeddings=2048))
 
 
 def assert_right(found: TokenLogprobs, token_id: int, logits: torch.Tensor, num_top: int) -> None:

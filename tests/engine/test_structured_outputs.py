@@ -123,7 +123,7 @@ def test_answers_match_what_is_asked_for(expected: tuple[list[SamplingParams], l
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize(("slots", "guesses"), [(None, None), (2, None), (None, "right"), (8, "random")])
+@pytest.mark.parametrize(("slots", "guesses"), [(None, None), (4, None), (None, "right"), (8, "random")])
 def test_tokens_are_the_same_however_the_engine_runs(
     expected: tuple[list[SamplingParams], list[RequestOutput]], slots: int | None, guesses: str | None, device: str
 ) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from run_threads import in_threads
-from tiny_engines import write_model_with_text
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.engine import Turns
@@ -127,11 +126,6 @@ def test_call_raises_those_who_wait_are_woken() -> None:
 
 
 # -- an engine -------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model_with_text(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(params=[(kind, device) for kind in KINDS for device in ("cpu", "cuda")], ids=lambda p: " ".join(p))

@@ -136,11 +136,17 @@ def test_call_reaches_every_rank_in_order_and_whole(executor: ProcessExecutor) -
     assert step.token_ids() == [7, 8]
 
 
-def test_wait_for_polls_until_done(executor: ProcessExecutor) -> None:
+def test_wait_for_polls_until_done_and_raises_once_a_worker_is_killed() -> None:
+    executor = two_ranks()
     deadline = time.perf_counter() + 0.2
     executor.wait_for(Step(lambda: time.perf_counter() > deadline))
     assert deadline < time.perf_counter() < deadline + NOTICED_WITHIN_S
     executor.check()
+    os.kill(worker_pids_of(executor)[0], signal.SIGKILL)
+    start = time.monotonic()
+    with pytest.raises(WorkerDiedError, match="rank 1 died with signal SIGKILL"):
+        executor.wait_for(Step(lambda: False))
+    assert time.monotonic() - start < NOTICED_WITHIN_S
 
 
 def test_local_executor_has_one_rank_in_this_process_and_all_threads(seven_threads: None) -> None:
@@ -212,15 +218,6 @@ def test_call_worker_raises_is_reported_with_its_traceback() -> None:
     with pytest.raises(WorkerDiedError, match="what the worker says"):
         executor.call(EchoRunner.collectives)
     assert is_gone(worker)
-
-
-def test_wait_for_worker_killed_raises() -> None:
-    executor = two_ranks()
-    os.kill(worker_pids_of(executor)[0], signal.SIGKILL)
-    start = time.monotonic()
-    with pytest.raises(WorkerDiedError, match="rank 1 died with signal SIGKILL"):
-        executor.wait_for(Step(lambda: False))
-    assert time.monotonic() - start < NOTICED_WITHIN_S
 
 
 @pytest.mark.slow

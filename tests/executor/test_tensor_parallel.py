@@ -13,7 +13,6 @@ from checked_engine import WORKS_AHEAD, CheckedLLM, Reference, cache_options, gr
 from cpu_splits import splitting
 from dense_model import random_prompt
 from rank_processes import NOTICED_WITHIN_S, is_gone, worker_pids_of
-from tiny_models import write_tiny_model
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.errors import EngineError, WorkerDiedError
@@ -21,11 +20,6 @@ from nanovllm.errors import EngineError, WorkerDiedError
 BLOCK = 256
 TWO_RANKS = {"tensor_parallel_size": 2}
 PROMPTS = [random_prompt(length, seed=length) for length in (1, BLOCK - 1, BLOCK + 1, 5 * BLOCK - 3, 700)]
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    return Reference(write_tiny_model(tmp_path_factory.mktemp("tiny"), max_position_embeddings=8192))
 
 
 def assert_nothing_is_left() -> None:
@@ -37,7 +31,7 @@ def assert_nothing_is_left() -> None:
     ("num_gpu_blocks", "others"),
     [
         pytest.param(None, {}, id="all-GPU", marks=pytest.mark.slow),
-        pytest.param(3, {}, id="streamed"),
+        pytest.param(3, {}, id="streamed", marks=pytest.mark.slow),
         pytest.param(3, {"cpu_attention": "on"}, id="all on the CPU", marks=pytest.mark.slow),
         pytest.param(3, {"cpu_attention": "on", "internals": splitting(300)}, id="some on the CPU"),
     ],

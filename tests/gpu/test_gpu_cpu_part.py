@@ -27,12 +27,6 @@ SLOW_CYCLES = 2_000_000  # about 1 ms
 PROMPTS = prompts_of(5 * BLOCK + 7, 3 * BLOCK + 50, 20, 4 * BLOCK)
 
 
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    directory = tmp_path_factory.mktemp("tiny")
-    return Reference(write_tiny_model(directory, max_position_embeddings=8192))
-
-
 @pytest.mark.parametrize("num_tokens", [0, 1, 63, BLOCK, BLOCK + 1, 3 * BLOCK, ALL])
 def test_every_split_is_exact_in_graphs(reference: Reference, num_tokens: int) -> None:
     with GpuLLM(reference, internals=splitting(num_tokens), **WITH_CPU) as llm:

@@ -32,11 +32,6 @@ pytestmark = pytest.mark.gpu
 EDGES = (1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK - 1, 3 * BLOCK, 5 * BLOCK - 2, 5 * BLOCK, 5 * BLOCK + 1)
 
 
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    return Reference(write_tiny_model(tmp_path_factory.mktemp("tiny"), max_position_embeddings=8192))
-
-
 # -- CUDA graphs -----------------------------------------------------------------------------------------------------
 
 

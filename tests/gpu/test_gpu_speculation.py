@@ -24,11 +24,6 @@ CACHES = pytest.mark.parametrize("num_gpu_blocks", [None, 24, 3], ids=["all-GPU"
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    return Reference(write_tiny_model(tmp_path_factory.mktemp("tiny"), max_position_embeddings=8192))
-
-
-@pytest.fixture(scope="module")
 def answers(reference: Reference) -> list[list[int]]:
     options = cache_options(None) | {"device": "cuda", "dtype": "float32", "max_num_seqs": 4}
     with LLM(str(reference.directory), **options) as llm:

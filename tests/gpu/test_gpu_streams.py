@@ -27,8 +27,7 @@ from checked_engine import OFFLOAD, Reference, greedy
 from cpu_splits import RandomSplit
 from dense_model import random_prompt
 from gpu_llm import GpuLLM
-from offload_workload import BLOCK, prompts_of
-from tiny_models import write_tiny_model
+from offload_workload import BLOCK, RESUMED, prompts_of, serve_resumed
 
 from nanovllm import LLM
 from nanovllm.core.kv_spec import StagingSizes
@@ -44,11 +43,6 @@ from nanovllm.runner.kv_memory import OffloadEngineFactory
 pytestmark = pytest.mark.gpu
 
 SOAK_SECONDS = float(os.environ.get("NANOVLLM_SOAK_SECONDS", "20"))
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    return Reference(write_tiny_model(tmp_path_factory.mktemp("tiny"), max_position_embeddings=8192))
 
 
 # -- every edge ------------------------------------------------------------------------------------------------------
@@ -178,38 +172,22 @@ def serve_preempted_in_a_grain(reference: Reference, slow: Slow, internals: Inte
 def preempt_and_check(reference: Reference, slow: Slow, internals: Internals, **options: Any) -> None:
     prompts = prompts_of(7 * BLOCK + 30, 3 * BLOCK + 40)
     with SlowLLM(reference, slow, internals, max_num_batched_tokens=1000, **options) as llm:
-        requests = {llm.add_request(prompt, greedy(16)): prompt for prompt in prompts}
-        finished = {}
-        for _ in range(1000):
-            if llm.is_finished():
-                break
+
+        def preempt_sometimes(num_step: int) -> None:
             if len(llm.plans) % 5 == 0 and llm.plans and llm.plans[-1].is_decode:
                 llm.preempt_next()
-            finished |= llm.step().finished
+
+        llm.answer_and_check(prompts, max_tokens=16, before_step=preempt_sometimes)
         assert llm.stats()["num_preemptions"] >= 2
-        for request_id, prompt in requests.items():
-            llm.check(request_id, prompt, finished[request_id])
 
 
-def serve_resumed(reference: Reference, slow: Slow, internals: Internals) -> None:
-    """The first request's new block takes the slot of the last one, which is preempted. One step later that one is
-    back from CPU memory, in the slot of the second one, which the step between did not use (E6).
-    """
-    prompts = prompts_of(2 * BLOCK - 2, 40, BLOCK + 50)
-    options: dict[str, Any] = {"kvcache_block_size": 2 * BLOCK, "num_gpu_blocks": 3, "max_num_batched_tokens": 1000}
-    with SlowLLM(reference, slow, internals, **options) as llm:
-        requests = {llm.add_request(p, greedy(n)): p for p, n in zip(prompts, (8, 3, 8), strict=True)}
-        first = llm.scheduler.sequences[min(requests)]
-        finished = {}
-        while not llm.is_finished():
-            if first.num_computed_tokens == 2 * BLOCK:
-                llm.preempt_next()
-            finished |= llm.step().finished
-        for request_id, prompt in requests.items():
-            llm.check(request_id, prompt, finished[request_id])
+def serve_one_ahead(reference: Reference, slow: Slow, internals: Internals) -> None:
+    """A block is loaded one step after it was copied out (E6)."""
+    with SlowLLM(reference, slow, internals, **RESUMED) as llm:
+        serve_resumed(llm)
 
 
-WORKLOADS = (serve_long, serve_preempted, serve_preempted_in_a_grain, serve_resumed)
+WORKLOADS = (serve_long, serve_preempted, serve_preempted_in_a_grain, serve_one_ahead)
 WRONG = re.compile("answered wrongly|logits are")
 
 

@@ -10,7 +10,6 @@ from checked_engine import Reference, cache_options, greedy, small_staging
 from gpu_llm import GpuLLM
 from offload_workload import BLOCK, prompts_of
 from run_threads import in_threads
-from tiny_models import write_tiny_model
 
 from nanovllm import LLM, AsyncLLM
 
@@ -21,11 +20,6 @@ CACHES = [None, 24, 3]
 IDS = ["all-GPU", "resident", "streamed"]
 GREEDY = greedy(12)
 STAGING = small_staging(BLOCK, 2)
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    return Reference(write_tiny_model(tmp_path_factory.mktemp("tiny"), max_position_embeddings=8192))
 
 
 def make_llm(reference: Reference, num_gpu_blocks: int | None, **options: Any) -> GpuLLM:

@@ -4,7 +4,6 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from checked_engine import OFFLOAD, Reference, cache_options, greedy
 from gpu_llm import GpuLLM
 from offload_workload import BLOCK, prompts_of
+from rank_processes import NOTICED_WITHIN_S, wait_until
 from tiny_models import write_tiny_model
 
 from nanovllm import LLM
@@ -20,7 +20,6 @@ from nanovllm.errors import EngineError, WorkerDiedError
 
 pytestmark = pytest.mark.multi_gpu
 
-NOTICED_WITHIN_S = 5.0
 CONTEXT_BYTES = 256 * 2**20  # less than what a process with a CUDA context holds on its GPU
 
 
@@ -28,13 +27,6 @@ CONTEXT_BYTES = 256 * 2**20  # less than what a process with a CUDA context hold
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     shape = {"num_heads": 8, "num_kv_heads": 4, "max_position_embeddings": 16384}
     return Reference(write_tiny_model(tmp_path_factory.mktemp("tiny"), **shape))
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:
-    deadline = time.monotonic() + timeout_s
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return condition()
 
 
 def shared_memory_of_this_process() -> list[Path]:
@@ -101,7 +93,7 @@ def test_killed_worker_is_an_error_within_seconds_and_leaves_nothing(reference: 
         llm.step()
     llm.close()
     assert not multiprocessing.active_children() and not shared_memory_of_this_process()
-    assert wait_until(lambda: torch.cuda.mem_get_info(1)[0] > free_bytes - CONTEXT_BYTES, NOTICED_WITHIN_S)
+    assert wait_until(lambda: torch.cuda.mem_get_info(1)[0] > free_bytes - CONTEXT_BYTES)
     with LLM(str(reference.directory), **options) as again:  # the GPUs can be used at once
         assert len(again.generate([[1, 2, 3]], greedy(4), use_tqdm=False)[0]["token_ids"]) == 4
 

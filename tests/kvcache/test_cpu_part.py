@@ -13,7 +13,6 @@ from cpu_splits import ALL, RandomSplit, splitting
 from offload_workload import BLOCK, prompts_of, serve_everything
 from race_detector import StreamRaceError
 from simulated_streams import MODES, Edge, Mode, SimulatedEvent, SimulatedStreams
-from tiny_models import write_tiny_model
 
 from nanovllm.core.cpu_split import CpuRate, CpuSplit
 from nanovllm.core.kv_spec import StagingSizes
@@ -23,12 +22,6 @@ from nanovllm.kvcache.transfer import cpu_attention
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 WITH_CPU = OFFLOAD | {"cpu_attention": "on", "num_gpu_blocks": 2}
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    directory = tmp_path_factory.mktemp("tiny")
-    return Reference(write_tiny_model(directory, max_position_embeddings=8192))
 
 
 def num_cpu_tokens(plan: StepPlan) -> int:
@@ -48,15 +41,14 @@ def test_every_split_is_exact(reference: Reference, device: str, num_tokens: int
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("block_size", [BLOCK, 2 * BLOCK])
-@pytest.mark.parametrize("num_tokens", [100, 3 * BLOCK, ALL])
+@pytest.mark.parametrize(("num_tokens", "block_size"), [(100, 2 * BLOCK), (3 * BLOCK, BLOCK), (ALL, 2 * BLOCK)])
 def test_several_sequences_and_small_chunks_beside_them(
     reference: Reference, device: str, num_tokens: int, block_size: int
 ) -> None:
     """Chunks of up to 60 tokens, so that the CPU attends for rows of many queries, and for none in the last layer."""
     options = WITH_CPU | {"kvcache_block_size": block_size, "num_gpu_blocks": 3, "max_num_batched_tokens": 60}
     with CheckedLLM(reference, device=device, internals=splitting(num_tokens), **options) as llm:
-        llm.answer_and_check(prompts_of(5 * BLOCK + 7, 3 * BLOCK + 50, 2 * BLOCK), max_tokens=40)
+        llm.answer_and_check(prompts_of(5 * BLOCK + 7, 3 * BLOCK + 50, 2 * BLOCK), max_tokens=20)
         shares = [plan for plan in llm.plans if plan.moves.cpu_spans]
         assert any(max(step.num_tokens for step in plan.sequences) > 10 for plan in shares)
         assert any(len(plan.sequences) > 2 and plan.is_decode for plan in shares)
@@ -95,7 +87,7 @@ def serve_with(reference: Reference, streams: SimulatedStreams, seed: int, block
         assert any(plan.moves.cpu_spans and plan.moves.streamed for plan in llm.plans)
 
 
-@pytest.mark.parametrize(("mode", "seed"), [("late", 0), ("early", 1), *(("random", seed) for seed in range(6))])
+@pytest.mark.parametrize(("mode", "seed"), [("late", 0), ("early", 1), *(("random", seed) for seed in range(2, 5))])
 def test_simulated_streams_are_exact_and_without_a_race(reference: Reference, mode: Mode, seed: int) -> None:
     serve_with(reference, SimulatedStreams(mode, seed), seed, block_size=BLOCK * (1 + seed // 3 % 2))
 

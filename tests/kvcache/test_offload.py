@@ -1,6 +1,5 @@
 """The offload path end to end: the same logits and tokens as transformers, whatever is where and however it is cut."""
 
-import itertools
 from typing import Any
 
 import pytest
@@ -8,18 +7,11 @@ from checked_engine import OFFLOAD, WORKS_AHEAD, CheckedLLM, Reference, cache_op
 from dense_model import random_prompt
 from offload_workload import BLOCK, MIXED, QUESTIONS, prompts_of, serve_everything
 from simulated_streams import MODES, Mode, SimulatedStreams
-from tiny_models import write_tiny_model
 
 from nanovllm.config import BLOCK_SIZE_STEP
 from nanovllm.engine.setup import Internals
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    directory = tmp_path_factory.mktemp("tiny")
-    return Reference(write_tiny_model(directory, max_position_embeddings=8192))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -109,17 +101,13 @@ def test_preempted_with_offload_computes_at_most_a_grain_again(
     options = OFFLOAD | {"kvcache_block_size": block_size, "num_gpu_blocks": 4}
     internals = WORKS_AHEAD if one_ahead else Internals()
     with CheckedLLM(reference, device=device, internals=internals, **options) as llm:
-        ids = [llm.add_request(prompt, greedy(12)) for prompt in MIXED]
-        finished = {}
-        for num_step in range(1000):
-            if llm.is_finished():
-                break
+
+        def preempt_often(num_step: int) -> None:
+            llm.scheduler.check_integrity()
             if num_step % 3 == 1:
                 llm.preempt_next()
-            finished |= llm.step().finished
-            llm.scheduler.check_integrity()
-        for request_id, prompt in zip(ids, MIXED, strict=True):
-            llm.check(request_id, prompt, finished[request_id])
+
+        llm.answer_and_check(MIXED, max_tokens=12, before_step=preempt_often)
         num_preemptions = llm.stats()["num_preemptions"]
         assert num_preemptions >= 5
         num_again = llm.num_computed_tokens - sum(len(prompt) + 11 for prompt in MIXED)
@@ -172,7 +160,15 @@ def test_small_staging_that_wraps_is_exact(
         assert longest * llm.runner.spec.num_layers > num_groups, "staging did not wrap in a step"
 
 
-@pytest.mark.parametrize(("num_gpu_blocks", "block_size"), [*itertools.product((2, 3, 5), (BLOCK, 2 * BLOCK))])
+@pytest.mark.parametrize(
+    ("num_gpu_blocks", "block_size"),
+    [
+        (2, BLOCK),
+        (3, 2 * BLOCK),
+        (5, BLOCK),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [(2, 2 * BLOCK), (3, BLOCK), (5, 2 * BLOCK)]),
+    ],
+)
 @pytest.mark.parametrize("mode", MODES)
 def test_simulated_streams_are_exact_and_without_a_race(
     reference: Reference, mode: Mode, num_gpu_blocks: int, block_size: int

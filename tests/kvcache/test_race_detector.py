@@ -7,6 +7,7 @@ import pytest
 import torch
 from race_detector import StreamRaceError
 from simulated_streams import MODES, SimulatedStreams
+from tiers import RUNS_ALL
 
 
 class Copy(NamedTuple):
@@ -96,8 +97,8 @@ def first_race(calls: list[Call]) -> int:
 
 def test_random_programs_race_exactly_where_brute_force_says() -> None:
     rng = random.Random(0)
-    num_clean = 0
-    for _ in range(1500):
+    num_clean, num_programs = 0, 1500 if RUNS_ALL else 300
+    for _ in range(num_programs):
         calls = random_program(rng)
         expected = first_race(calls)
         race, memory = run_program(calls, SimulatedStreams("early"))
@@ -107,7 +108,7 @@ def test_random_programs_race_exactly_where_brute_force_says() -> None:
         _, memory = run_program(clean, SimulatedStreams("early"))
         for mode in MODES:
             assert torch.equal(run_program(clean, SimulatedStreams(mode))[1], memory)
-    assert 300 < num_clean < 1200  # the programs are worth their time
+    assert 0.2 < num_clean / num_programs < 0.8  # the programs are worth their time
 
 
 def test_race_message_names_streams_lines_and_the_part_of_the_region() -> None:

@@ -13,16 +13,16 @@ from itertools import groupby
 
 import pytest
 import torch
-from checked_engine import OFFLOAD, WORKS_AHEAD, CheckedLLM, Reference, greedy, small_staging
+from checked_engine import OFFLOAD, WORKS_AHEAD, CheckedLLM, Reference, small_staging
 from content_model import ContentError, ContentRunner, Simulation
 from dense_model import random_prompt
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from offload_workload import BLOCK, RESUMED, serve_resumed
 from race_detector import Site, StreamRaceError
 from random_workloads import play_dense
 from simulated_streams import MODES, Edge, Mode, SimulatedStreams
 from tiers import examples
-from tiny_models import write_tiny_model
 
 from nanovllm.core.kv_spec import KVCacheSpec, StagingSizes
 from nanovllm.core.step_plan import KVMoves, StepPlan
@@ -178,6 +178,20 @@ def play_with_streams(seed: int, streams: SimulatedStreams, with_cpu: bool = Fal
     )
 
 
+SEEDS = (75, 81, 92, 107, 131, 132, 141, 187, *range(8))  # the first ones load what was just copied out (E6)
+Workloads = dict[int, tuple[Simulation, SimulatedStreams]]
+
+
+@pytest.fixture(scope="module")
+def workloads() -> Workloads:
+    """The workload of each of SEEDS, played with copies that run as early as they may."""
+    played = {}
+    for seed in SEEDS:
+        streams = SimulatedStreams("early", seed)
+        played[seed] = play_with_streams(seed, streams), streams
+    return played
+
+
 @settings(max_examples=examples(120), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     seed=st.integers(0, 2**32),
@@ -238,11 +252,11 @@ def runs_by_kind(simulation: Simulation) -> dict[str, list[int]]:
     return lengths
 
 
-def test_workloads_hold_runs_of_several_blocks_and_of_one() -> None:
+def test_workloads_hold_runs_of_several_blocks_and_of_one(workloads: Workloads) -> None:
     """So what the other tests here prove holds for both."""
     lengths: dict[str, list[int]] = {}
-    for seed in SEEDS:
-        for kind, some in runs_by_kind(play_with_streams(seed, SimulatedStreams("early", seed))).items():
+    for simulation, _ in workloads.values():
+        for kind, some in runs_by_kind(simulation).items():
             lengths.setdefault(kind, []).extend(some)
     for kind in ("load", "offload", "staging"):
         num_long = sum(length > 1 for length in lengths[kind])
@@ -264,16 +278,11 @@ def wait_lines() -> dict[int, str]:
     return {call.lineno: lines[call.lineno - 1] for call in waits if call.attr == "_wait"}
 
 
-SEEDS = (75, 81, 92, 107, 131, 132, 141, 187, *range(8))  # the first ones load what was just copied out (E6)
-
-
 @pytest.fixture(scope="module")
-def edges() -> dict[Edge, list[int]]:
+def edges(workloads: Workloads) -> dict[Edge, list[int]]:
     """Each edge and the seeds of the workloads in which it orders something."""
     seen: dict[Edge, list[int]] = {}
-    for seed in SEEDS:
-        streams = SimulatedStreams("early", seed)
-        play_with_streams(seed, streams)
+    for seed, (_, streams) in workloads.items():
         for edge, count in streams.edges_seen.items():
             if count:
                 seen.setdefault(edge, []).append(seed)
@@ -322,51 +331,26 @@ def has_wrong_values(seed: int, streams: SimulatedStreams) -> bool:
 
 # -- the same with a model -------------------------------------------------------------------------------------------
 
-BLOCK = 256
 
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    return Reference(write_tiny_model(tmp_path_factory.mktemp("tiny"), max_position_embeddings=4096))
-
-
-def serve(reference: Reference, num_gpu_blocks: int, streams: SimulatedStreams) -> None:
+def serve_preempted(reference: Reference, num_gpu_blocks: int, streams: SimulatedStreams) -> None:
     """Two long requests and two that begin like the first, with preemptions, so that partial blocks come and go."""
     long, longer = random_prompt(3 * BLOCK - 37, seed=1), random_prompt(5 * BLOCK + 9, seed=2)
     prompts = [long, longer, long[: BLOCK + 3], long[:BLOCK] + random_prompt(9, seed=3)]
     options = OFFLOAD | {"kvcache_block_size": 2 * BLOCK, "num_gpu_blocks": num_gpu_blocks}
     staging = small_staging(2 * BLOCK, 2)
     with CheckedLLM(reference, streams=streams, internals=staging, **options) as llm:
-        requests = {llm.add_request(prompt, greedy(8)): prompt for prompt in prompts}
-        finished = {}
-        for num_step in range(1000):
-            if llm.is_finished():
-                break
+
+        def preempt_often(num_step: int) -> None:
             if num_step % 2:
                 llm.preempt_next()
-            finished |= llm.step().finished
-        for request_id, prompt in requests.items():
-            llm.check(request_id, prompt, finished[request_id])
+
+        llm.answer_and_check(prompts, max_tokens=8, before_step=preempt_often)
         llm.answer_and_check([long[: 2 * BLOCK + 5], longer])
 
 
-def serve_resumed(reference: Reference, num_gpu_blocks: int, streams: SimulatedStreams) -> None:
-    """The first request's new block takes the slot of the last one, which is preempted. One step later that one is
-    back from CPU memory, in the slot of the second one, which the step between did not use.
-    """
-    options = OFFLOAD | {"kvcache_block_size": 2 * BLOCK, "num_gpu_blocks": num_gpu_blocks}
-    options |= {"max_num_batched_tokens": 1000}
-    prompts = [random_prompt(length, seed=length) for length in (2 * BLOCK - 2, 40, BLOCK + 50)]
-    with CheckedLLM(reference, streams=streams, internals=WORKS_AHEAD, **options) as llm:
-        requests = {llm.add_request(p, greedy(n)): p for p, n in zip(prompts, (8, 3, 8), strict=True)}
-        first = llm.scheduler.sequences[min(requests)]
-        finished = {}
-        while not llm.is_finished():
-            if first.num_computed_tokens == 2 * BLOCK:
-                llm.preempt_next()
-            finished |= llm.step().finished
-        for request_id, prompt in requests.items():
-            llm.check(request_id, prompt, finished[request_id])
+def serve_one_ahead(reference: Reference, streams: SimulatedStreams) -> None:
+    with CheckedLLM(reference, streams=streams, internals=WORKS_AHEAD, **OFFLOAD | RESUMED) as llm:
+        serve_resumed(llm)
 
 
 Workload = Callable[[SimulatedStreams], None]
@@ -375,8 +359,8 @@ Workload = Callable[[SimulatedStreams], None]
 @pytest.fixture(scope="module")
 def model_edges(reference: Reference) -> dict[Edge, list[Workload]]:
     """Each edge and the workloads in which it orders something."""
-    workloads: list[Workload] = [partial(serve, reference, num_gpu_blocks) for num_gpu_blocks in (2, 3, 4, 5)]
-    workloads.append(partial(serve_resumed, reference, 3))
+    workloads: list[Workload] = [partial(serve_preempted, reference, num_gpu_blocks) for num_gpu_blocks in (2, 3, 4, 5)]
+    workloads.append(partial(serve_one_ahead, reference))
     seen: dict[Edge, list[Workload]] = {}
     for workload in workloads:
         streams = SimulatedStreams("late")

@@ -18,9 +18,9 @@ from nanovllm.layers.sampler import (
 NUM_ENTRIES = 4096
 
 
-def rows(seeds: torch.Tensor | int, positions: torch.Tensor | int, num_rows: int = 256) -> torch.Tensor:
-    """Noise of `num_rows` rows, in fp64."""
-    seed, position = (torch.as_tensor(x).expand(num_rows).contiguous() for x in (seeds, positions))
+def rows(seeds: torch.Tensor | int, positions: torch.Tensor | int) -> torch.Tensor:
+    """Noise in fp64, a row for each seed and position. One of the two may be the same for all rows."""
+    seed, position = torch.broadcast_tensors(torch.as_tensor(seeds), torch.as_tensor(positions))
     return exponential_noise(seed, position, torch.arange(NUM_ENTRIES)).double()
 
 
@@ -59,8 +59,8 @@ def test_least_noise_of_neighbours_is_spread_evenly(neighbours: str) -> None:
     """With equal logits the least noise wins: every entry as often, and independently of the row before."""
     bins = 16
     num_rows = 5000
-    first = torch.arange(0, num_rows, 250)
-    winners = torch.cat([NEIGHBOURS[neighbours](row + torch.arange(256))[:250].argmin(1) for row in first.tolist()])
+    batches = torch.arange(num_rows).split(20)  # the noise of a batch fits in a CPU's cache
+    winners = torch.cat([NEIGHBOURS[neighbours](batch).argmin(1) for batch in batches])
     winners = winners * bins // NUM_ENTRIES
     pairs = torch.bincount(winners[1:] * bins + winners[:-1], minlength=bins * bins).double()
     for counts in (torch.bincount(winners, minlength=bins).double(), pairs):

@@ -9,7 +9,6 @@ import torch
 from checked_engine import CheckedLLM, Reference, cache_options
 from cpu_runner import HostlessTorch
 from offload_workload import BLOCK, prompts_of
-from tiny_models import write_tiny_model
 
 from nanovllm.attention.base import PagedBatch, PartialAttention
 from nanovllm.core.step_limits import MAX_GRAPH_CHUNKS, MixedSize
@@ -21,11 +20,6 @@ from nanovllm.sampling_params import SamplingParams
 
 PROMPTS = prompts_of(1, 17, BLOCK - 1, BLOCK, 2 * BLOCK + 5, 5 * BLOCK + 1)
 MAX_ROWS = 40
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    return Reference(write_tiny_model(tmp_path_factory.mktemp("tiny"), max_position_embeddings=8192))
 
 
 class DeviceLensBackend(HostlessTorch):

@@ -105,7 +105,7 @@ def test_beside_a_long_prompt_streams_keep_their_pace_and_short_prompts_start_at
         pytest.param(GRAPHS, 0.2, id="graphs, slow at first"),
     ],
 )
-@pytest.mark.parametrize("make_kv", [all_gpu, hybrid])
+@pytest.mark.parametrize("make_kv", [pytest.param(all_gpu, marks=pytest.mark.slow), hybrid])
 def test_short_prompts_beside_a_long_one_do_not_add_up_to_a_hundredth_of_the_steps(
     make_kv: Callable[[], KVCacheManager], gpu: Gpu, first_chunk_s: float
 ) -> None:
@@ -155,8 +155,15 @@ def test_lone_long_prompt_loses_little_to_the_bound() -> None:
 # -- nobody starves --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("max_step_s", [None, 0.2])
-@pytest.mark.parametrize("make_kv", [all_gpu, hybrid])
+@pytest.mark.parametrize(
+    ("make_kv", "max_step_s"),
+    [
+        (all_gpu, None),
+        (hybrid, 0.2),
+        pytest.param(all_gpu, 0.2, marks=pytest.mark.slow),
+        pytest.param(hybrid, None, marks=pytest.mark.slow),
+    ],
+)
 def test_flood_of_short_prompts_does_not_starve_a_long_one(make_kv: object, max_step_s: float | None) -> None:
     """More short prompts arrive in each step than it has room for."""
     steps = TimedSteps(make_kv(), NO_LAUNCHES, max_step_s=max_step_s)  # type: ignore[operator]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_engines import write_model_with_text
+from http_server import num_open
 
 from nanovllm import AsyncLLM, EngineError, RequestError, SamplingParams
 from nanovllm.core.outputs import RequestOutput
@@ -32,11 +32,6 @@ OPTIONS: dict[str, Any] = {
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 ENDLESS = SamplingParams(temperature=0, max_tokens=1500, ignore_eos=True)
 TIME_LIMIT_S = 30
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model_with_text(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["in step", "ahead"])
@@ -70,11 +65,6 @@ async def wait_until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline_s
         await asyncio.sleep(0.002)
-
-
-def num_open(engine: AsyncLLM) -> int:
-    stats = engine.llm.stats()
-    return int(stats["num_running"] + stats["num_waiting"])
 
 
 # -- answers ---------------------------------------------------------------------------------------------------------
@@ -134,7 +124,7 @@ def test_busy_consumers_get_fewer_and_longer_updates(model: Path) -> None:
 def test_streams_that_have_ended_reach_their_consumers_after_another_loop_has_followed(model: Path) -> None:
     """A new loop may follow once all requests have ended, even if not all consumers have been woken."""
 
-    params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 
     async def submit(engine: AsyncLLM) -> list[asyncio.Task[Any]]:
         tasks = [asyncio.ensure_future(collect(engine.generate([[1, 2, 3]], params))) for _ in range(30)]
@@ -151,7 +141,7 @@ def test_streams_that_have_ended_reach_their_consumers_after_another_loop_has_fo
     tasks = first_loop.run_until_complete(asyncio.wait_for(submit(engine), TIME_LIMIT_S))
     run(collect(engine.generate("Hello", GREEDY)))
     answers = first_loop.run_until_complete(asyncio.wait_for(asyncio.gather(*tasks), TIME_LIMIT_S))
-    assert [len(answer[0][1]) for answer in answers] == [200] * 30
+    assert [len(answer[0][1]) for answer in answers] == [60] * 30
     first_loop.close()
     engine.close()
 

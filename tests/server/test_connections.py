@@ -14,7 +14,6 @@ from typing import Any
 import httpx
 import pytest
 from http_server import OPTIONS, app_server, as_http, http_server, num_open, wait_until, wait_until_idle
-from tiny_models import write_tiny_model, write_tiny_tokenizer
 
 from nanovllm import AsyncLLM
 from nanovllm.server import make_app
@@ -30,12 +29,6 @@ PIECES, PIECE = 64, bytes(1 << 18)  # more than the kernel buffers
 ENOUGH_FILES = 100_000
 
 
-@pytest.fixture(scope="module")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("tiny")
-    return write_tiny_tokenizer(write_tiny_model(directory, max_position_embeddings=2048))
-
-
 def make_engine(model: Path) -> AsyncLLM:
     return AsyncLLM(
         model, device="cpu", dtype="float32", num_kvcache_blocks=40, max_num_batched_tokens=300, enforce_eager=True
@@ -43,9 +36,9 @@ def make_engine(model: Path) -> AsyncLLM:
 
 
 @pytest.fixture(scope="module")
-def tiny(tiny_model: Path) -> Iterator[tuple[AsyncLLM, str]]:
+def tiny(model: Path) -> Iterator[tuple[AsyncLLM, str]]:
     """The engine, and the address of a server without limits."""
-    engine = make_engine(tiny_model)
+    engine = make_engine(model)
     with http_server(engine) as url:
         yield engine, url
     assert not engine.is_failed
@@ -310,8 +303,8 @@ def test_client_that_reads_late_gets_the_whole_answer(tiny: tuple[AsyncLLM, str]
     assert texts == [choice["text"] for choice in expected["choices"]]
 
 
-def test_engine_that_is_closed_gives_open_requests_their_last_event(tiny_model: Path) -> None:
-    engine = make_engine(tiny_model)
+def test_engine_that_is_closed_gives_open_requests_their_last_event(model: Path) -> None:
+    engine = make_engine(model)
     with http_server(engine) as url:
         with httpx.stream("POST", f"{url}/v1/completions", json=ENDLESS | {"stream": True}, timeout=20) as response:
             lines = response.iter_lines()

@@ -4,7 +4,9 @@ Comparing logits, and not tokens alone, tells when a single key of thousands is 
 """
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from nanovllm.kvcache.transfer.offload_engine import OffloadEngine
 TOLERANCE = 1e-4  # of logits, fp32
 OFFLOAD = {"enable_cpu_offload": True, "num_cpu_blocks": 40, "kvcache_block_size": 256, "cpu_attention": "off"}
 ALL_GPU = {"num_kvcache_blocks": 40}
+BeforeStep = Callable[[int], None]  # gets the number of the step that follows, from 0 on
 WORKS_AHEAD = Internals(works_ahead=True)  # as on a GPU: plan a step before the tokens of the last one are back
 
 
@@ -133,9 +136,14 @@ class CheckedLLM(LLM):
 
     # -- requests by hand ----------------------------------------------------------------------------------------
 
-    def finish_all(self) -> dict[int, RequestOutput]:
+    def finish_all(self, before_step: BeforeStep | None = None) -> dict[int, RequestOutput]:
+        """Step until no request is left."""
         finished: dict[int, RequestOutput] = {}
-        while not self.is_finished():
+        for num_step in count():
+            if self.is_finished():
+                break
+            if before_step is not None:
+                before_step(num_step)
             finished |= self.step().finished
         return finished
 
@@ -143,10 +151,12 @@ class CheckedLLM(LLM):
         rows = self.logits[request_id][: len(output["token_ids"])]  # a step may have run ahead
         self.reference.check(prompt, output["token_ids"], rows)
 
-    def answer_and_check(self, prompts: list[list[int]], max_tokens: int = 6) -> list[RequestOutput]:
+    def answer_and_check(
+        self, prompts: list[list[int]], max_tokens: int = 6, before_step: BeforeStep | None = None
+    ) -> list[RequestOutput]:
         """All prompts together; checks every answer and every logit."""
         ids = [self.add_request(prompt, greedy(max_tokens)) for prompt in prompts]
-        finished = self.finish_all()
+        finished = self.finish_all(before_step)
         for request_id, prompt in zip(ids, prompts, strict=True):
             self.check(request_id, prompt, finished[request_id])
         return [finished[request_id] for request_id in ids]

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-from tiny_engines import write_model_with_text
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.checkpoint.model_config import ModelConfig
@@ -16,11 +15,6 @@ from nanovllm.text.frontend import TextFrontend, bad_word_token_ids
 
 OPTIONS = {"device": "cpu", "dtype": "float32", "num_kvcache_blocks": 20}
 PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model_with_text(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="module")
