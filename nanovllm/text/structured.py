@@ -476,7 +476,6 @@ def _measure(schema: Any) -> tuple[int, int]:
 
 def _tagged_grammar(tagged: TaggedJson) -> str:
     """One rule for each tag. The lexer takes the shortest text that ends in the trigger, so free text has none."""
-    _check_size("tagged_json", sum(len(begin) + len(end) for begin, _, end in tagged.tags))
     start = "" if tagged.is_required else tagged.trigger
     rules = []
     for i, (begin, schema, end) in enumerate(tagged.tags):
@@ -492,7 +491,9 @@ def _tagged_grammar(tagged: TaggedJson) -> str:
     else:
         rules.append(r"TEXT: /([ \t\r\n]*[^ \t\r\n{](.|\n)*)?/")
         text = f"TEXT | {tags}"
-    return "\n".join([f"{_HEADER}{text}", *rules])
+    grammar = "\n".join([f"{_HEADER}{text}", *rules])
+    _check_size("tagged_json", len(grammar))
+    return grammar
 
 
 def _literal(text: str) -> str:
