@@ -313,12 +313,13 @@ class EventStream(Response):
 
     async def _comment(self, send: Send) -> None:
         clock = asyncio.get_running_loop().time
-        while True:
-            if (left_s := self._sent_s + self._silence_s - clock()) > 0:
-                await asyncio.sleep(left_s)
-            else:
-                self._sent_s = clock()
-                await send({"type": "http.response.body", "body": COMMENT, "more_body": True})
+        with suppress(OSError):  # the client has gone, which others notice too
+            while True:
+                if (left_s := self._sent_s + self._silence_s - clock()) > 0:
+                    await asyncio.sleep(left_s)
+                else:
+                    self._sent_s = clock()
+                    await send({"type": "http.response.body", "body": COMMENT, "more_body": True})
 
     async def _events(self) -> AsyncGenerator[str, None]:
         """The status has been sent, so an error is an event, too."""

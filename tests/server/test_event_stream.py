@@ -1,6 +1,7 @@
 """Server-sent events of an answer that has nothing to say for a long time."""
 
 import asyncio
+import gc
 from typing import Any
 
 import pytest
@@ -38,10 +39,12 @@ class PlainAnswer:
         return ""
 
 
-def sent(*pauses_s: float, silence_s: float) -> list[bytes]:
+def sent(*pauses_s: float, silence_s: float, is_deaf: bool = False) -> list[bytes]:
     messages: list[dict[str, Any]] = []
 
     async def send(message: dict[str, Any]) -> None:
+        if is_deaf and message.get("body") == COMMENT:
+            raise OSError
         messages.append(message)
 
     async def receive() -> dict[str, Any]:
@@ -65,6 +68,12 @@ def test_silence_is_broken_by_comments() -> None:
     bodies = sent(0.5, 0.0, 0.0, silence_s=0.1)
     assert [body for body in bodies if body != COMMENT] == [b"data: 0\n\n", b"data: 1\n\n", b"data: 2\n\n", DONE]
     assert 1 <= bodies.index(b"data: 0\n\n") <= 5 and COMMENT not in bodies[bodies.index(b"data: 0\n\n") :]
+
+
+def test_comment_that_cannot_be_sent_leaves_nothing_behind(caplog: pytest.LogCaptureFixture) -> None:
+    assert sent(0.2, silence_s=0.05, is_deaf=True) == [b"data: 0\n\n", DONE]
+    gc.collect()
+    assert not caplog.records, "an error that nobody has asked for is logged when its task is collected"
 
 
 def test_stream_that_speaks_has_no_comments() -> None:
