@@ -22,6 +22,7 @@ from nanovllm.layers.linear import WeightShard
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.quantized import StoredTensor, read_quantized, stored_parts
 
+_KV_SCALES = ("_proj.k_scale", "_proj.v_scale", "_attn.k_scale", "_attn.v_scale", "_attn.q_scale")
 _FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")  # as safetensors names them
 _DUMMY_ROWS = 8192  # rows drawn at a time, to limit the memory needed in addition to the model
 
@@ -72,7 +73,7 @@ def load_weights(
             for part in parts:
                 del unused[part]
             progress.update()
-    unknown = [name for name in unused if not _may_be_ignored(name, model)]
+        unknown = [name for name in unused if not _may_be_ignored(stored[name], model)]
     for kind, names in (("misses weights", missing), ("has weights unknown to the model", unknown)):
         if names:
             shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
@@ -147,11 +148,16 @@ def _fill(
     return [name]
 
 
-def _may_be_ignored(name: str, model: CausalLM) -> bool:
-    """Return True if the model computes or shares this tensor instead of loading it. Some checkpoints contain it."""
-    is_kv_scale = name.endswith(("_proj.k_scale", "_proj.v_scale", "_attn.k_scale", "_attn.v_scale", "_attn.q_scale"))
-    if model.config.quantization and is_kv_scale:  # of a quantized KV cache; ours has the model's dtype
+def _may_be_ignored(tensor: StoredTensor, model: CausalLM) -> bool:
+    """Return True for a tensor that some checkpoints contain although it changes nothing: the model computes or shares
+    it, or it belongs to a quantized KV cache, where ours has the model's dtype, or it is a bias of zeros, which some
+    tools write beside every quantized weight.
+    """
+    name = tensor.name
+    if model.config.quantization and name.endswith(_KV_SCALES):
         return True
+    if model.config.quantization and name.endswith("_proj.bias"):
+        return not tensor.read().any()
     return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and model.config.tie_word_embeddings)
 
 

@@ -140,7 +140,10 @@ def test_what_a_quantized_checkpoint_may_have_besides(tmp_path: Path, plain: Pat
     others = (f"{Q_PROJ}.input_scale", f"{attention}.k_scale", f"{attention}.v_scale")
     save_file(tensors | {name: torch.ones(1) for name in others}, file)
     assert torch.equal(run_logits(load_model(quantized), PROMPT), run_logits(load_model(values), PROMPT))
-    for name in (f"{Q_PROJ}.weight_packed", f"{SKIPPED}.weight_scale"):
+    no_bias = {f"{SKIPPED}.bias": torch.zeros(128)}  # which a model of this architecture has not
+    save_file(tensors | no_bias, file)
+    assert torch.equal(run_logits(load_model(quantized), PROMPT), run_logits(load_model(values), PROMPT))
+    for name in (f"{Q_PROJ}.weight_packed", f"{SKIPPED}.weight_scale", f"{SKIPPED}.bias"):
         save_file(tensors | {name: torch.ones(1)}, file)
         with pytest.raises(CheckpointError, match=f"unknown to the model: {name}"):
             load_model(quantized)
