@@ -373,10 +373,22 @@ def call_constraint(body: ChatRequest, call_format: CallFormat) -> TaggedJson | 
     is_single = named is not None or body.parallel_tool_calls is False
     if not functions or not (body.must_call or is_single or any(each.strict for each in functions)):
         return None
-    schemas = [(each.parameters if each.strict or body.must_call else None) or {"type": "object"} for each in functions]
+    schemas = [_arguments_schema(each) if each.strict or body.must_call else {"type": "object"} for each in functions]
     names = [each.name for each in functions]
     tools = list(zip(names, schemas, strict=True))
     return call_format.constraint(tools, is_required=body.must_call, is_single=is_single)
+
+
+def _arguments_schema(function: Function) -> dict[str, Any]:
+    """Arguments are always an object, also where the schema does not say so."""
+    parameters = function.parameters or {}
+    kind = parameters.get("type", "object")
+    if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+        name = _printable(function.name)
+        raise ApiError(
+            f"the parameters of tool {name!r} have type={kind!r}, but arguments are an 'object'", param="tools"
+        )
+    return parameters | {"type": "object"}
 
 
 def completion_params(body: CompletionRequest, defaults: Mapping[str, Any]) -> SamplingParams:

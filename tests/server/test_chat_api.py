@@ -263,7 +263,8 @@ def test_chat_bad_tools_are_refused(tool_client: openai.OpenAI) -> None:
         ({"tool_choice": {"type": "function"}, "tools": TOOLS}, "tool_choice.function"),
         ({"tool_choice": {"type": "function", "function": {"name": "f"}}, "tools": TOOLS}, "tool_choice"),
         ({"tool_choice": "required", "tools": TOOLS, "response_format": {"type": "json_object"}}, "tool_choice"),
-        ({"tool_choice": "required", "tools": [tool("f", {"type": 5})]}, None),
+        ({"tool_choice": "required", "tools": [tool("f", {"type": 5})]}, "tools"),
+        ({"tool_choice": "required", "tools": [tool("f", {"properties": 5})]}, None),
         ({"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]}, "messages[0].tool_calls[0]"),
     ]
     for fields, param in cases:

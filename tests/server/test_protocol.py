@@ -127,6 +127,10 @@ def test_calls_are_constrained_if_the_answer_must_be_one_or_a_tool_is_strict() -
             continue
         found = [tag[1] for tag in constraint.tags], constraint.is_required, constraint.is_single
         assert found == expected, given
+    for parameters in ({"properties": {}}, {"type": ["object", "null"], "properties": {}}):
+        untyped = [{"type": "function", "function": {"name": "f", "parameters": parameters, "strict": True}}]
+        ((_, found_schema, _),) = call_constraint(chat(tools=untyped), HERMES).tags  # type: ignore[union-attr]
+        assert found_schema == {"type": "object", "properties": {}}
     body = chat(tools=tools(), tool_choice=named)
     ((begin, _, end),) = call_constraint(body, HERMES).tags  # type: ignore[union-attr]
     assert (begin, end) == ('<tool_call>\n{"name": "f", "arguments": ', "}\n</tool_call>")
