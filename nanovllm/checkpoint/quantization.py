@@ -29,7 +29,7 @@ class Quantization:
     is_float: bool = False  # e4m3
     block: tuple[int, int] = (1, 0)  # rows and columns that share a scale; 0: all of them
     has_zeros: bool = False  # else integers have the middle of their range as zero
-    zero_offset: int = 0  # added to a stored zero
+    stores_less_one: bool = False  # zeros are stored less one, modulo 2^32 for a word of them
     has_order: bool = False  # columns may belong to any group, as g_idx says
 
     @property
@@ -158,7 +158,7 @@ def _gptq(given: Mapping[str, Any]) -> Quantization:
         bits=bits,
         block=(1, _group_size(given)),
         has_zeros=True,
-        zero_offset=1 if layout == "gptq" else 0,
+        stores_less_one=layout == "gptq",
         has_order=True,
     )
 

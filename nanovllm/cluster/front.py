@@ -21,7 +21,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.types import Message as ASGIMessage
 
-from nanovllm.server.answers import DONE, while_connected
+from nanovllm.server.answers import COMMENT, DONE, while_connected
 from nanovllm.server.errors import ApiError, ClientDisconnectedError, Refusal, json_response
 from nanovllm.server.gate import CACHE_SALT
 from nanovllm.server.metrics import CONTENT_TYPE, PREFIX
@@ -161,6 +161,8 @@ class _Reply:
             self._is_event_stream = any(
                 name == b"content-type" and value.startswith(b"text/event-stream") for name, value in message["headers"]
             )
+            return
+        if self._head is not None and message.get("body") == COMMENT:  # until text follows, another replica may answer
             return
         if self._head is not None:
             head, self._head = self._head, None

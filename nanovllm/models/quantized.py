@@ -125,7 +125,7 @@ class _Reader:
         if method == "compressed-tensors":
             num_words = ceil_div(self.num_columns, self.format.codes_per_word)
             words = self._part(self.main, (self.num_rows, num_words), "I32").read(rows, slice(None))
-            codes, order = self._unpack(words, 1)[:, columns], "weight_g_idx"
+            codes, order = self._unpack(words, 1)[:, : self.num_columns][:, columns], "weight_g_idx"
             scales = self._finite(self._get("weight_scale"), (self.num_rows, self.num_groups))
         else:
             codes = self._transposed_codes()[columns, rows].t()
@@ -150,8 +150,10 @@ class _Reader:
             zeros = self._unpack(words, 0)
         else:
             words = self._whole(self._get("qzeros"), (self.num_groups, num_words), "I32")
+            if self.format.stores_less_one:  # one was subtracted from words as a whole, so a zero of 0 has borrowed
+                words = words + sum(1 << place for place in range(0, 31, self.format.bits))
             zeros = self._unpack(words, 1, _AWQ_ORDER if self.format.method == "awq" else None).t()
-        return zeros[: self.num_rows].short() + self.format.zero_offset
+        return zeros[: self.num_rows].short()
 
     def _block_scales(self) -> torch.Tensor:
         """fp32 [N, G] of codes in e4m3."""

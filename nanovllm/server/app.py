@@ -130,6 +130,12 @@ def add_answers(app: FastAPI, service: Service) -> None:
         tools = body.offered_tools
         call_format = find_call_format(service) if tools else None
         constraint = None if call_format is None else call_constraint(body, call_format)
+        if constraint is not None and constraint.trigger in (service.llm.tokenizer.get_added_vocab() or ()):
+            raise ApiError(  # a grammar does not match such a token, so the model could not call as it has learnt to
+                f"this model writes {constraint.trigger!r} as a token of its own, for which strict tools, a required "
+                "call and parallel_tool_calls=false are not supported; leave them out",
+                param="tools",
+            )
         cache_salt = service.cache_salt(body, request)
         token_ids = await service.prepare(encode_messages, service, body, tools, cache_salt)
         num_free_tokens = service.llm.max_request_tokens - len(token_ids)

@@ -56,7 +56,10 @@ class CallFormat(NamedTuple):
         is_required: the answer is a call. is_single: it has no more than one.
         """
         opening, closing = ("", "") if self.is_bare else (f"{self.opening}\n", f"\n{self.closing}")
-        begins = (f'{opening}{{"name": {json.dumps(name)}, "{self.argument_keys[0]}": ' for name, _ in tools)
+        begins = (
+            f'{opening}{{"name": {json.dumps(name, ensure_ascii=False)}, "{self.argument_keys[0]}": '
+            for name, _ in tools
+        )
         return TaggedJson(
             tags=tuple((begin, schema, f"}}{closing}") for begin, (_, schema) in zip(begins, tools, strict=True)),
             trigger="" if self.is_bare else self.opening,

@@ -9,6 +9,7 @@ from typing import Any
 
 import openai
 import pytest
+import transformers
 from http_server import app_server
 
 from nanovllm import AsyncLLM
@@ -226,6 +227,18 @@ def test_chat_strict_tool_gets_arguments_of_its_schema(tool_client: openai.OpenA
         assert message.content == " I will."
         (call,) = message.tool_calls or []
         assert ("days" in json.loads(call.function.arguments)) == strict  # type: ignore[union-attr]
+
+
+def test_chat_constraint_is_refused_where_calls_begin_with_a_token_of_their_own(
+    tool_client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A grammar would forbid that token, and with it the calls that the model has learnt to write."""
+    monkeypatch.setattr(transformers.PreTrainedTokenizerFast, "get_added_vocab", lambda _: {"<tool_call>": 300})
+    strict: list[Any] = [tool("weather", CITY, strict=True)]
+    for fields in ({"tools": strict}, {"tools": TOOLS, "tool_choice": "required"}):
+        with pytest.raises(openai.BadRequestError, match="writes '<tool_call>' as a token of its own"):
+            tool_client.chat.completions.create(model="tiny", messages=MESSAGES, **fields)  # type: ignore[call-overload]
+    assert tool_client.chat.completions.create(model="tiny", messages=MESSAGES, tools=TOOLS, max_tokens=1).choices
 
 
 def test_chat_replayed_call_with_invalid_json_reaches_the_template(tool_client: openai.OpenAI) -> None:

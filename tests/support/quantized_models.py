@@ -41,7 +41,8 @@ def integers(
         zeros = np.full_like(scales, 2 ** (bits - 1))
     else:
         scales = (high - low) / levels
-        zeros = np.clip(np.round(-low / scales), 1, levels)
+        zeros = np.clip(np.round(-low / scales), 0, levels)
+        zeros[::3] = 0  # the least that a format can store
     scales = scales.astype(np.float16).astype(np.float64)
     codes = np.clip(np.round(w / scales[:, groups]) + zeros[:, groups], 0, levels)
     values = torch.from_numpy((codes - zeros[:, groups]) * scales[:, groups]).float()
@@ -69,7 +70,7 @@ def gptq(bits: int, offset: int, has_order: bool) -> Quantize:
         codes, scales, zeros, values = integers(weight, bits, GROUP, groups, is_symmetric=False)
         stored = {
             "qweight": pack(codes.T, bits, 0),
-            "qzeros": pack(zeros.T - offset, bits, 1),
+            "qzeros": pack(zeros.T, bits, 1) - offset * sum(1 << place for place in range(0, 31, bits)),
             "scales": torch.from_numpy(scales.T.copy()),
             "g_idx": torch.from_numpy(groups.astype(np.int32)),
         }
