@@ -299,6 +299,9 @@ def _mlp_size(settings: Mapping[str, Any]) -> int:
 
 
 def _experts(settings: Mapping[str, Any]) -> ExpertsConfig:
+    for name in ("num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step"):
+        if settings[name] is None:
+            raise CheckpointError(f"{name}=None must be an integer; correct config.json")
     num_experts = settings.get("num_local_experts") or settings["num_experts"]  # transformers 5 writes the first name
     num_chosen, num_layers = settings["num_experts_per_tok"], settings["num_hidden_layers"]
     if num_chosen > num_experts:

@@ -30,7 +30,6 @@ class Quantization:
     block: tuple[int, int] = (1, 0)  # rows and columns that share a scale; 0: all of them
     has_zeros: bool = False  # else integers have the middle of their range as zero
     stores_less_one: bool = False  # zeros are stored less one, modulo 2^32 for a word of them
-    has_order: bool = False  # columns may belong to any group, as g_idx says
 
     @property
     def codes_per_word(self) -> int:
@@ -48,10 +47,7 @@ def parse_quantization(given: Any) -> Quantization | None:
         return None
     if not isinstance(given, dict):
         raise CheckpointError(f"quantization_config={given!r} must be an object; correct config.json")
-    method = given.get("quant_method")
-    if method not in _PARSERS:
-        raise _refusal("quant_method", method, *_PARSERS)
-    return _PARSERS[method](given)
+    return _PARSERS[_choose(given, "quant_method", tuple(_PARSERS))](given)
 
 
 def _refusal(name: str, value: Any, *supported: Any) -> CheckpointError:
@@ -64,7 +60,7 @@ def _choose(
 ) -> Any:
     value = given.get(name)
     value = default if value is None else value
-    if value not in supported or isinstance(value, bool) != isinstance(supported[0], bool):
+    if value not in supported or type(value) is not type(supported[0]):
         raise _refusal(where + name, value, *supported)
     return value
 
@@ -109,8 +105,10 @@ def _compressed_tensors(given: Mapping[str, Any]) -> Quantization:
     if not isinstance(weights, dict):
         raise CheckpointError(f"quantization_config.{where}weights={weights!r} must be an object; correct config.json")
     _choose(group, "targets", (["Linear"],), where=where)
-    if (sparsity := (given.get("sparsity_config") or {}).get("format", "dense")) != "dense":
-        raise _refusal("sparsity_config.format", sparsity, "dense")
+    if sparsity := given.get("sparsity_config"):
+        _choose(sparsity if isinstance(sparsity, dict) else {"format": sparsity}, "format", ("dense",), "dense")
+    if given.get("transform_config"):
+        raise _refusal("transform_config", given["transform_config"])
     layout = _choose(
         {"format": group.get("format") or given.get("format")}, "format", ("pack-quantized", "float-quantized")
     )
@@ -125,7 +123,6 @@ def _compressed_tensors(given: Mapping[str, Any]) -> Quantization:
     elif block is None:
         block = _block(weights.get("block_structure"), f"{where}block_structure")
     is_symmetric = _choose(weights, "symmetric", (True,) if is_float else (True, False), default=True, where=where)
-    order = weights.get("actorder")
     if not is_float and group.get("input_activations"):
         raise _refusal(f"config_groups.{name}.input_activations", group["input_activations"])
     return Quantization(
@@ -134,7 +131,6 @@ def _compressed_tensors(given: Mapping[str, Any]) -> Quantization:
         is_float=is_float,
         block=block,
         has_zeros=not is_symmetric,
-        has_order=order in ("group", True),
     )
 
 
@@ -159,7 +155,6 @@ def _gptq(given: Mapping[str, Any]) -> Quantization:
         block=(1, _group_size(given)),
         has_zeros=True,
         stores_less_one=layout == "gptq",
-        has_order=True,
     )
 
 

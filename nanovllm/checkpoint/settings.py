@@ -68,7 +68,11 @@ ROPE_KEYS: dict[str, Any] = {
 
 ROPE_ENTRIES = ("rope_parameters", "rope_scaling")  # the names in transformers 5 and in earlier versions
 KEPT_ROPE_KEYS = tuple(_KEPT)  # part of the weights; in older files outside the entry
-SYNONYMS = (ROPE_ENTRIES, ("dtype", "torch_dtype"))  # an override of one name removes the other
+SYNONYMS = (
+    ROPE_ENTRIES,
+    ("dtype", "torch_dtype"),
+    ("num_experts", "num_local_experts"),
+)  # an override of one name removes the other
 
 GENERATION_CONFIG_FILE = "generation_config.json"
 _SAMPLING_FIELDS = {  # entry of the file -> field of SamplingParams

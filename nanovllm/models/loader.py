@@ -52,7 +52,8 @@ def load_weights(
     With `load_format` "dummy" the weights are random, drawn from `seed`, and the same for every number of ranks. With
     any other, they are read from the safetensors files in `directory` (checkpoint/files.py finds them). Quantized
     weights are replaced by their values, one tensor at a time. Raises CheckpointError with the name of the file or
-    tensor if a file is missing or damaged, or if a tensor is missing, unknown, not finite or of a wrong shape or type.
+    tensor if a file is missing or damaged, if a tensor is missing, unknown or of a wrong shape or type, and for scales
+    that are not finite.
     """
     shards = dict(model.weight_shards())
     with (

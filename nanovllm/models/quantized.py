@@ -167,10 +167,13 @@ class _Reader:
         return scales[torch.arange(self.num_rows) // block_rows]
 
     def _groups(self, order: str = "") -> torch.Tensor:
-        """int64 [K]: the group of each column. `order`: the tensor that says so, if there is one."""
+        """int64 [K]: the group of each column. `order`: the tensor that says so, if there is one; -1 in all of it says
+        nothing.
+        """
         groups = torch.arange(self.num_columns) // self.block_columns
-        if order in self.parts and self.format.has_order:
-            groups = self._whole(self.parts[order], (self.num_columns,), "I32", "I64").long()
+        if order in self.parts:
+            stored = self._whole(self.parts[order], (self.num_columns,), "I32", "I64").long()
+            groups = groups if bool((stored == -1).all()) else stored
             if len(groups) and not 0 <= int(groups.min()) <= int(groups.max()) < self.num_groups:
                 raise CheckpointError(
                     f"{self.parts[order].where} has groups {int(groups.min())} to {int(groups.max())}, but there are "

@@ -33,7 +33,7 @@ class GroupInputs(NamedTuple):
 
 
 class StepInputs(NamedTuple):
-    """What the model and the sampler read in every step."""
+    """The inputs of the model and the sampler in every step."""
 
     input_ids: Array  # int64 [T]
     pending_rows: Array  # int64 [T]: the token is that of this row among those sampled last; -1: it is in input_ids

@@ -363,8 +363,8 @@ _COPIED = ({each.name for each in fields(SamplingParams)} & SamplingFields.model
 
 
 def call_constraint(body: ChatRequest, call_format: CallFormat) -> TaggedJson | None:
-    """What the answer's tool calls must look like. None if the model may write what it likes: the choice is its own, no
-    tool is strict, and it may call several.
+    """Return the form that the answer's tool calls must have. None if the model is free: it may choose, no tool is
+    strict, and it may call several.
 
     The arguments of strict tools match their schemas, and so do those of all tools if the answer must be a call.
     """
@@ -386,7 +386,8 @@ def _arguments_schema(function: Function) -> dict[str, Any]:
     if kind != "object" and not (isinstance(kind, list) and "object" in kind):
         name = _printable(function.name)
         raise ApiError(
-            f"the parameters of tool {name!r} have type={kind!r}, but arguments are an 'object'", param="tools"
+            f"the parameters of tool {name!r} have type={_printable(repr(kind))}, but arguments are an 'object'",
+            param="tools",
         )
     return parameters | {"type": "object"}
 

@@ -51,7 +51,7 @@ class CallFormat(NamedTuple):
     def constraint(
         self, tools: Sequence[tuple[str, Mapping[str, Any]]], *, is_required: bool, is_single: bool
     ) -> TaggedJson:
-        """What calls of these tools, each a name and the schema of its arguments, look like in an answer.
+        """Return the form of calls to these tools, each a name and the schema of its arguments.
 
         is_required: the answer is a call. is_single: it has no more than one.
         """
@@ -74,7 +74,7 @@ LLAMA = CallFormat("<|python_tag|>", "", ";", True, ("parameters", "arguments"),
 
 _OTHER_MARKS = ("<function=",)  # Qwen3-Coder's calls are XML within the same tags
 _MARKS = (
-    (HERMES, ("<tool_call>", "Qwen2ForCausalLM", "Qwen3ForCausalLM")),
+    (HERMES, ("<tool_call>", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")),
     (LLAMA, ("<|python_tag|>", '"parameters": dictionary', "LlamaForCausalLM")),
 )
 _SPACE = " \t\r\n"  # JSON's white space

@@ -1,4 +1,4 @@
-"""How many guesses a sequence gets: from how often guesses prove right, and from how long steps take."""
+"""Chooses how many guesses a sequence gets, from how often they are right and how long steps take."""
 
 import logging
 from collections import defaultdict, deque

@@ -165,6 +165,7 @@ def rope(**scaling: Any) -> dict[str, Any]:
 def test_not_implemented_setting_raises_value_error(tmp_path: Path) -> None:
     cases: tuple[Any, ...] = (
         ({**QWEN3, "architectures": ["Qwen3NextForCausalLM"]}, "Qwen3NextForCausalLM.*supported are Qwen3ForCausalLM"),
+        ({**MOE, "decoder_sparse_step": None}, "decoder_sparse_step=None must be an integer"),
         ({**MOE, "num_experts_per_tok": 129}, "num_experts_per_tok=129 is more than num_experts=128"),
         ({**MOE, "mlp_only_layers": [0, 48, "1"]}, r"mlp_only_layers has \[48, '1'\], but layers are 0 to 47"),
         ({**QWEN3, "architectures": None}, "architectures"),

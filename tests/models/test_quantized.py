@@ -122,6 +122,16 @@ def test_wrong_tensors_are_refused_by_name(tmp_path: Path, plain: Path) -> None:
                 run_ranks(num_ranks, lambda tp, path=quantized: load_model(path, tp))
 
 
+def test_order_of_columns_is_read_wherever_it_is_stored(tmp_path: Path, plain: Path) -> None:
+    """Regression: it was ignored unless config.json had actorder="group". -1 throughout stands for no order."""
+    quantized, values = write_quantized(plain, tmp_path, "packed 4")
+    file = quantized / "model.safetensors"
+    tensors, expected = load_file(file), run_logits(load_model(values), PROMPT)
+    for order, is_same in ((torch.full((128,), -1), True), (torch.arange(128).flip(0) // 32, False)):
+        save_file(tensors | {f"{Q_PROJ}.weight_g_idx": order.int()}, file)
+        assert torch.equal(run_logits(load_model(quantized), PROMPT), expected) == is_same
+
+
 def test_groups_that_do_not_divide_a_weight_are_refused(tmp_path: Path, plain: Path) -> None:
     quantized, _ = write_quantized(plain, tmp_path, "gptq")
     config = json.loads((quantized / "config.json").read_text())
@@ -182,7 +192,11 @@ def test_formats_that_are_not_supported_are_refused_by_name() -> None:
         (group(group_size=-2), r"weights\.group_size=-2 must be"),
         (group() | {"format": "nvfp4-pack-quantized"}, "format='nvfp4-pack-quantized'"),
         (group() | {"config_groups": {}}, r"config_groups has \[\], and one group is supported"),
-        (group() | {"sparsity_config": {"format": "sparse-24"}}, "sparsity_config.format='sparse-24'"),
+        (group() | {"sparsity_config": {"format": "sparse-24"}}, "format='sparse-24'"),
+        (group() | {"sparsity_config": ["x"]}, r"format=\['x'\]"),
+        (group() | {"transform_config": {"r3": {}}}, "transform_config="),
+        ({"quant_method": ["fp8"]}, r"quant_method=\['fp8'\]"),
+        (gptq | {"bits": 4.0, "group_size": 32}, r"bits=4\.0"),
     )
     for given, message in cases:
         if not message:

@@ -261,7 +261,7 @@ def test_step_that_samples_nothing_has_no_rows() -> None:
 
 
 def test_log_probabilities_are_asked_for_by_row() -> None:
-    """Of what is sampled, and of prompt tokens, of which a part may have been scored before a preemption."""
+    """Both sampled tokens and prompt tokens. Some prompt tokens may have been scored before a preemption."""
     row = SamplingRow()
     steps = (
         sequence_step(3, 9, sampling=row, num_guesses=2),

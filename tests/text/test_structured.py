@@ -392,7 +392,7 @@ TAGS = (("<call>f(", NUMBER, ")</call>"), ("<call>g(", {"enum": [1, 2]}, ")"))
 
 
 def test_tagged_json_is_what_stands_between_its_tags(case: Case) -> None:
-    """Which answers match, by feeding the tokens of each."""
+    """Feeds the tokens of each answer to a matcher."""
     one, two, other = '<call>f({"n": 5})</call>', "<call>g(2)", '<call>f({"n": "x"})</call>'
     free = TaggedJson(tags=TAGS, trigger="<call>", separator="; ")
     bare = TaggedJson(tags=(("{", {"enum": [1]}, "}"),), separator="; ")
