@@ -152,7 +152,7 @@ def test_detokenize_a_step_of_512_answers(benchmark: Any, tokenizer: Any, text: 
 
 def chunk_plan(num_chunks: int, num_tokens: int, num_decodes: int) -> StepPlan:
     """Chunks of `num_tokens` tokens each, 24K into their prompts, and decodes at 1K."""
-    sampling = SamplingRow(0.0, 0, 1.0, 0.0, 0, 0)
+    sampling = SamplingRow()
     steps = []
     for seq_id in range(num_chunks + num_decodes):
         length, position = (num_tokens, 24_576) if seq_id < num_chunks else (1, 1023)

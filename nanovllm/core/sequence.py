@@ -39,7 +39,7 @@ class Sequence:
         assert params.max_tokens is not None, f"sequence {seq_id} has no limit; the engine resolves max_tokens=None"
         self.max_tokens = params.max_tokens
         self.stop_token_ids = frozenset(params.stop_token_ids or ())
-        self.sampling = SamplingRow.first(params, seed)
+        self.sampling = SamplingRow.make(params, seed)
         self.editor: LogitEditor | None = None  # None: the logits stay as they are
         self.num_scored_tokens = 1  # with prompt_logprobs: those that planned steps compute; the first token has none
         self.status = SequenceStatus.WAITING
@@ -91,12 +91,12 @@ class Sequence:
     @property
     def waits_for_token(self) -> bool:
         """True if the next token can be planned only when the pending one has arrived."""
-        return bool(self.num_pending_tokens) and self.constraint is not None
+        return self.editor is not None and self.editor.constraint is not None and self.num_pending_tokens > 0
 
     @property
     def waits_for_mask(self) -> bool:
         """True if all tokens are known, but not yet the mask of what may follow them."""
-        return self.constraint is not None and not self.constraint.is_ready
+        return self.editor is not None and self.editor.constraint is not None and not self.editor.constraint.is_ready
 
     @property
     def can_use_prefix_cache(self) -> bool:

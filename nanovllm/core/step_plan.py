@@ -1,6 +1,7 @@
 """The plan of one step: everything the ranks must do, in integers. Rank 0 makes it and pickles it to the others."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice, takewhile
 from typing import NamedTuple
 
@@ -92,10 +93,10 @@ class KVMoves:
 
 
 class SamplingRow(NamedTuple):
-    """Parameters for sampling one sequence's next token. `position` and `seed` alone determine the noise.
+    """Parameters for sampling a sequence's tokens. The seed and a token's position alone determine the noise.
 
     The other fields have the names of SamplingParams. The sampler gets one array for each field, in this order, of
-    float32 or int64 numbers (kernels/sampling_tensors.py).
+    float32 or int64 numbers, and one of positions (kernels/sampling_tensors.py).
     """
 
     temperature: float = 0.0  # 0: greedy
@@ -103,16 +104,10 @@ class SamplingRow(NamedTuple):
     top_p: float = 1.0  # 1: off
     min_p: float = 0.0  # 0: off
     seed: int = 0
-    position: int = 0
 
     @classmethod
-    def first(cls, params: SamplingParams, seed: int) -> "SamplingRow":
-        """The row for position 0 of a sequence."""
-        return cls._make((*(getattr(params, name) for name in cls._fields[:-2]), seed, 0))
-
-    def at(self, position: int) -> "SamplingRow":
-        """The row for another position. Hot: once per sequence and step."""
-        return SamplingRow(*self[:-1], position)
+    def make(cls, params: SamplingParams, seed: int) -> "SamplingRow":
+        return cls._make((*(getattr(params, name) for name in cls._fields[:-1]), seed))
 
 
 class PromptScores(NamedTuple):
@@ -140,7 +135,7 @@ class SequenceStep(NamedTuple):
     num_prompt_tokens: int
     block_table: tuple[int, ...]
     num_paged_keys: int
-    sampling: SamplingRow | None  # for the first sampled token; None: the prompt continues in a later step
+    sampling: SamplingRow | None  # None: the prompt continues in a later step
     previous_row: int = -1  # row of the previous step whose sampled token is this step's last token
     num_guesses: int = 0
     num_drafts: int = 0  # tokens that the ranks draft one after another, of which those with id -1 become guesses
@@ -156,6 +151,11 @@ class SequenceStep(NamedTuple):
     def num_sampled(self) -> int:
         """Tokens that the step samples: the one after each guess, and the one before the first guess."""
         return 0 if self.sampling is None else 1 + self.num_guesses
+
+    @property
+    def sampled_position(self) -> int:
+        """The position of the first token that the step samples."""
+        return self.position + len(self.token_ids) - self.num_guesses
 
     @property
     def guesses(self) -> list[int]:
@@ -182,12 +182,12 @@ class StepPlan:
     def num_sampled(self) -> int:
         return sum(seq.num_sampled for seq in self.sequences)
 
-    @property
+    @cached_property
     def is_decode(self) -> bool:
         """True if every sequence samples after each of its tokens."""
         return all(seq.num_tokens == seq.num_sampled for seq in self.sequences)
 
-    @property
+    @cached_property
     def has_guesses(self) -> bool:
         return any(seq.num_guesses for seq in self.sequences)
 
@@ -222,9 +222,10 @@ class StepPlan:
         A sampled token after a wrong guess follows a text that the sequence does not have. `token_ids` are the step's
         result: the sampled tokens, and then the drafted ones.
         """
-        sampled, tokens = iter(token_ids[: self.num_sampled]), []
         if not self.has_guesses:
-            return [[next(sampled)] if step.sampling is not None else [] for step in self.sequences]
+            ids = iter(token_ids)
+            return [[] if step.sampling is None else [next(ids)] for step in self.sequences]
+        sampled, tokens = iter(token_ids[: self.num_sampled]), []
         guesses = self._guesses(token_ids[self.num_sampled :])
         for step, guessed in zip(self.sequences, guesses, strict=True):
             own = list(islice(sampled, step.num_sampled))

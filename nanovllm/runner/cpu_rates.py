@@ -115,7 +115,7 @@ def _measure_idle_s(spec: KVCacheSpec, launch: Callable[[StepPlan], StepResult])
     """The CPU's idle time in each layer: a decode step in which it attends to a single token, over its layers. Also the
     time of such a job in a layer.
     """
-    sampling = SamplingRow(position=1)
+    sampling = SamplingRow()
     step = SequenceStep(
         seq_id=0,
         token_ids=np.zeros(1, dtype=np.int64),

@@ -6,7 +6,7 @@ device.
 
 import typing
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, repeat
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
@@ -22,7 +22,8 @@ Tree = TypeVar("Tree")
 
 _ALIGNMENT = 16  # bytes; Triton compiles a kernel again when a pointer's alignment changes
 _DTYPE_OF: dict[type, np.dtype] = {float: np.dtype(np.float32), int: np.dtype(np.int64)}
-SAMPLING_DTYPES = tuple(_DTYPE_OF[kind] for kind in typing.get_type_hints(SamplingRow).values())  # one for each field
+_ROW_DTYPES = tuple(_DTYPE_OF[kind] for kind in typing.get_type_hints(SamplingRow).values())  # one for each field
+SAMPLING_DTYPES = (*_ROW_DTYPES, np.dtype(np.int64))  # those of SamplingTensors
 
 
 class GroupInputs(NamedTuple):
@@ -86,6 +87,9 @@ def build_inputs(plan: StepPlan, block_size: int, group_blocks: int) -> StepInpu
     positions = starts[seq] + offset
     paged = (context_lens - query_lens)[seq] + offset  # the token's index among its sequence's paged keys
     num_sampled = np.array([step.num_sampled for step in steps], dtype=np.int64)
+    logits_rows = np.flatnonzero(offset >= (query_lens - num_sampled)[seq])
+    sampling_rows = [step.sampling for step in steps if step.sampling is not None]
+    sampling_lens = num_sampled[num_sampled > 0]
     drafts = plan.draft_rows()
     return StepInputs(
         input_ids=np.concatenate([step.token_ids for step in steps]),
@@ -97,9 +101,9 @@ def build_inputs(plan: StepPlan, block_size: int, group_blocks: int) -> StepInpu
         context_lens=context_lens.astype(np.int32),
         block_tables=tables,
         sampling_seqs=np.flatnonzero(num_sampled),
-        sampling_cu_seqlens=np.concatenate([[0], num_sampled[num_sampled > 0].cumsum()]).astype(np.int32),
-        logits_rows=np.flatnonzero(offset >= (query_lens - num_sampled)[seq]),
-        sampling=_sampling(plan),
+        sampling_cu_seqlens=np.concatenate([[0], sampling_lens.cumsum()]).astype(np.int32),
+        logits_rows=logits_rows,
+        sampling=sampling_arrays(sampling_rows, sampling_lens, positions[logits_rows] + 1),
         groups=tuple(
             GroupInputs(np.array(group.context_lens(block_size), np.int32), pad_tables(group.tables, group_blocks))
             for group in plan.moves.streamed
@@ -107,18 +111,11 @@ def build_inputs(plan: StepPlan, block_size: int, group_blocks: int) -> StepInpu
     )
 
 
-def _sampling(plan: StepPlan) -> SamplingTensors:
-    return sampling_arrays(
-        step.sampling.at(step.sampling.position + i) if i else step.sampling
-        for step in plan.sequences
-        if step.sampling is not None
-        for i in range(step.num_sampled)
-    )
-
-
-def sampling_arrays(rows: Iterable[SamplingRow]) -> SamplingTensors:
-    columns = list(zip(*rows, strict=True)) or [()] * len(SAMPLING_DTYPES)
-    return SamplingTensors._make(map(np.array, columns, SAMPLING_DTYPES))
+def sampling_arrays(rows: Iterable[SamplingRow], num_tokens: np.ndarray, positions: np.ndarray) -> SamplingTensors:
+    """`num_tokens`: how many tokens each row samples. `positions`: where they are, int64 [S]."""
+    columns = list(zip(*rows, strict=True)) or [()] * len(_ROW_DTYPES)
+    arrays = map(np.repeat, map(np.array, columns, _ROW_DTYPES), repeat(num_tokens))
+    return SamplingTensors._make((*arrays, positions))
 
 
 def _previous_rows(plan: StepPlan, ends: np.ndarray) -> np.ndarray:
@@ -147,9 +144,11 @@ def _draft_numbers(plan: StepPlan, drafts: list[list[int]], ends: np.ndarray) ->
 
 
 def sampled_logprob_inputs(plan: StepPlan) -> LogprobInputs | None:
+    if not any(step.num_logprobs is not None for step in plan.sequences):
+        return None
     asking = [step.num_logprobs for step in plan.sequences for _ in range(step.num_sampled)]
     rows = [row for row, num_logprobs in enumerate(asking) if num_logprobs is not None]
-    return LogprobInputs(np.array(rows, np.int64), None, max(asking[row] or 0 for row in rows)) if rows else None
+    return LogprobInputs(np.array(rows, np.int64), None, max(asking[row] or 0 for row in rows))
 
 
 def prompt_logprob_inputs(plan: StepPlan) -> LogprobInputs | None:

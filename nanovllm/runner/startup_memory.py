@@ -45,7 +45,7 @@ from nanovllm.utils.phases import Phases
 HISTORY_TOKENS = 51199  # tokens before the chunk of a sequence
 NUM_GROUPS = 4  # streamed groups that the chunk attends to
 SCORED_TOKENS = 512  # enough for the chunks of logits that are scored at once
-_SAMPLING = SamplingRow(temperature=1.0, top_k=20, top_p=0.95, min_p=0.05, seed=0, position=1)
+_SAMPLING = SamplingRow(temperature=1.0, top_k=20, top_p=0.95, min_p=0.05)
 _TOKENS = np.zeros(1, np.int32)
 _EDITS = LogitEdits(Penalties(1.1, 0.1, 0.1, None, _TOKENS, _TOKENS), 0, (RowEdits(Biases.of([0], 1.0)),))
 
@@ -229,7 +229,7 @@ def launch_sampler(model: CausalLM) -> None:
     are arbitrary.
     """
     head = model.lm_head
-    params = to_device(sampling_arrays([SamplingRow()]), head.weight.device)
+    params = to_device(sampling_arrays([SamplingRow()], np.ones(1, np.int64), np.ones(1, np.int64)), head.weight.device)
     sample(head.weight.new_zeros(1, head.padded_vocab_size)[:, : head.vocab_size], params)
     sample(head.weight.new_zeros(1, head.vocab_size, dtype=torch.float32), params)
 

@@ -49,7 +49,6 @@ def _draft(step: SequenceStep, i: int, previous_row: int) -> SequenceStep:
         token_ids=step.token_ids[:1] if i == 0 else np.array([-1]),
         position=step.position + i,
         num_paged_keys=step.num_paged_keys - step.num_guesses + i,
-        sampling=step.sampling.at(step.sampling.position + i),
         previous_row=previous_row,
         num_guesses=0,
         num_drafts=0,
@@ -70,7 +69,7 @@ def measure_draft_s(
         num_prompt_tokens=num_keys,
         block_table=tuple(range(ceil_div(num_keys, block_size))),
         num_paged_keys=num_keys,
-        sampling=SamplingRow(position=num_keys),
+        sampling=SamplingRow(),
     )
     plan = StepPlan((step,), KVMoves())
     for _ in range(2):

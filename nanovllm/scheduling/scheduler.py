@@ -101,7 +101,7 @@ class PlannedStep:
             num_prompt_tokens=seq.num_prompt_tokens,
             block_table=paged.block_table,
             num_paged_keys=paged.num_paged_keys - num_dropped,
-            sampling=seq.sampling.at(seq.num_tokens) if samples else None,
+            sampling=seq.sampling if samples else None,
             previous_row=seq.pending_row if has_pending else -1,
             num_guesses=len(guesses.token_ids),
             num_drafts=guesses.num_drafts,
@@ -491,7 +491,7 @@ class Scheduler:
                         break
                     self.kv.accept(seq)
                     seq.num_pending_tokens += 1
-                self._append(seq, token_id, step.sampling.position + i, read)
+                self._append(seq, token_id, step.sampled_position + i, read)
             if self.speculator is not None and step.num_guesses:
                 self.speculator.verified(seq, step.num_guesses, len(tokens) - 1)
         return updated
@@ -507,10 +507,11 @@ class Scheduler:
             seq.append_pending(token_id, position)
             is_eos = token_id in self.eos_token_ids and not seq.params.ignore_eos
             seq.has_end_token = is_eos or token_id in seq.stop_token_ids
-            if seq.constraint is not None and not seq.constraint.accept(token_id):
-                because = seq.constraint.error or f"token {token_id} is not allowed"
+            constraint = seq.constraint
+            if constraint is not None and not constraint.accept(token_id):
+                because = constraint.error or f"token {token_id} is not allowed"
                 self.finish(seq, "error", f"structured_outputs cannot go on: {because}", "request")
-            elif seq.has_end_token or (seq.constraint is not None and seq.constraint.is_finished):
+            elif seq.has_end_token or (constraint is not None and constraint.is_finished):
                 self.finish(seq, "stop")
             elif len(seq.token_ids) - seq.num_prompt_tokens >= seq.max_tokens:
                 self.finish(seq, "length")

@@ -56,6 +56,7 @@ class Answer(ABC, Generic[BodyT]):
         }
         head = json.dumps(self._fields | {"object": self.chunk_object})
         self._chunk_start = f'data: {head[:-1]}, "choices": ['
+        self._has_usage_so_far = body.includes_usage_so_far
         self._chunk_end = '], "usage": null}\n\n' if body.includes_usage else "]}\n\n"
         self._num_prompt_tokens = self._num_cached_tokens = self._num_completion_tokens = 0
 
@@ -97,7 +98,7 @@ class Answer(ABC, Generic[BodyT]):
     def update_events(self, update: RequestUpdate) -> str:
         """The events of an update, each "data: {...}" and an empty line; "" for nothing. Hot."""
         end = self._chunk_end
-        if self._body.includes_usage_so_far:
+        if self._has_usage_so_far:
             self._count(update.index, update.token_ids, update.output)
             end = f'], "usage": {json.dumps(self._usage())}}}\n\n'
         elif update.output is not None:

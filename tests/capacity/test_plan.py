@@ -270,7 +270,7 @@ def test_engine_without_offload_has_no_link_figures(tiny: str, capsys: pytest.Ca
 
 def step_plan(num_tokens: int, *, streamed: int = 0, loads: int = 0, num_cpu_tokens: int = 0) -> StepPlan:
     """`num_cpu_tokens`, all of one block, are cut from the last streamed one."""
-    sampling = SamplingRow(0.0, 0, 1.0, 0.0, 0, num_tokens)
+    sampling = SamplingRow()
     sequence = SequenceStep(0, np.zeros(num_tokens, dtype=np.int64), 0, num_tokens, (0,), num_tokens, sampling)
     groups = (StreamedGroup(tuple(range(streamed)), (), num_cpu_tokens),) if streamed else ()
     spans = ((CpuSpan(9, 256 - num_cpu_tokens, 256),),) if num_cpu_tokens else ()

@@ -33,7 +33,7 @@ class CountedStep(LaunchedStep):
 
     def __init__(self, plan: StepPlan, number: int) -> None:
         self.number = number
-        self._token_ids = [step.sampling.position for step in plan.sequences if step.sampling is not None]
+        self._token_ids = [step.sampled_position for step in plan.sequences if step.sampling is not None]
 
     def is_done(self) -> bool:
         return True

@@ -62,7 +62,7 @@ def random_plan(rng: random.Random) -> StepPlan:
     has_drafts = rng.random() < 0.3
     for _ in range(rng.randint(1, 6)):
         num_tokens = rng.choice([1, 1, rng.randint(2, 30)])
-        sampling = rng.choice([None, SamplingRow(0.5, 3, 0.9, 0.1, rng.getrandbits(63), rng.randint(1, 99))])
+        sampling = rng.choice([None, SamplingRow(0.5, 3, 0.9, 0.1, rng.getrandbits(63))])
         num_guesses = rng.randrange(min(num_tokens, 16)) if sampling and rng.random() < 0.5 else 0
         context_len = num_tokens + rng.randint(0, 40)
         steps.append(
@@ -95,7 +95,7 @@ def by_name(inputs: Any) -> dict[str, Any]:
 
 def test_the_sampler_gets_the_fields_of_the_plans_rows() -> None:
     """They are filled by position."""
-    assert SamplingTensors._fields == SamplingRow._fields
+    assert SamplingTensors._fields == (*SamplingRow._fields, "position")
 
 
 def test_arrays_of_random_steps_are_those_of_a_loop_over_tokens() -> None:
@@ -124,7 +124,8 @@ def test_arrays_of_random_steps_are_those_of_a_loop_over_tokens() -> None:
                 for i in range(1 + step.num_guesses):
                     expected["logits_rows"].append(token - step.num_guesses - 1 + i)
                     for name, value in step.sampling._asdict().items():
-                        expected[f"sampling.{name}"].append(value + (i if name == "position" else 0))
+                        expected[f"sampling.{name}"].append(value)
+                    expected["sampling.position"].append(step.position + step.num_tokens - step.num_guesses + i)
             drafted |= {(i, row): token - step.num_guesses + i for i in range(step.num_drafts)}
             expected["pending_rows"] += [-1] * (step.num_tokens - 1) + [step.previous_row]
         for number, draft in enumerate(sorted(drafted)):
@@ -164,13 +165,11 @@ def test_decode_graph_inputs_are_the_arrays_of_the_step_padded(max_guesses: int)
                 num_rows,
                 context_len := rng.randint(num_rows, 99),
                 table=tuple(rng.sample(range(50), -(-context_len // BLOCK_SIZE))),
-                sampling=SamplingRow(
-                    *(rng.random(), rng.randint(0, 50), rng.random(), rng.random(), rng.getrandbits(63), 1 + seq)
-                ),
+                sampling=SamplingRow(rng.random(), rng.randint(0, 50), rng.random(), rng.random(), rng.getrandbits(63)),
                 previous_row=rng.choice([-1, rng.randint(0, 18)]) if num_rows == 1 else -1,
                 num_guesses=num_rows - 1,
             )
-            for seq, num_rows in enumerate(counts)
+            for num_rows in counts
         ]
         inputs = inputs_of(*steps)
         buffers.sampled_ids.copy_(torch.tensor([rng.choice((-1, rng.randint(100_000, 200_000))) for _ in range(19)]))
@@ -338,7 +337,7 @@ def test_batches_of_paged_keys_and_of_streamed_groups() -> None:
 def test_batches_of_the_last_tokens_are_those_of_the_sequences_that_sample(
     samples: tuple[bool, ...], num_guesses: tuple[int, ...]
 ) -> None:
-    row = SamplingRow(1.0, 0, 1.0, 0.0, 0, 0)
+    row = SamplingRow(1.0)
     steps = tuple(
         sequence_step(n, context_len, table=table, sampling=row if does else None, num_guesses=g if does else 0)
         for n, context_len, table, does, g in zip(

@@ -19,7 +19,7 @@ from nanovllm.core.step_plan import KVMoves, SamplingRow, SequenceStep, StepPlan
 from nanovllm.runner import cuda_graphs, startup_memory
 from nanovllm.runner.model_runner import ModelRunner
 
-GREEDY = SamplingRow(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, position=0)
+GREEDY = SamplingRow()
 
 
 class FakeGraph:

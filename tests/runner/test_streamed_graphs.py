@@ -60,7 +60,7 @@ def make_plan(num_groups: int, num_cpu_tokens: int = 0, num_guesses: tuple[int, 
     """Every block but the last is streamed, a group each, so half the groups hold no key of a sequence. Or the CPU
     attends to the last tokens of the first sequence's last group.
     """
-    sampling = SamplingRow(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, position=0)
+    sampling = SamplingRow()
     last = num_groups * BLOCK
     steps = tuple(
         SequenceStep(

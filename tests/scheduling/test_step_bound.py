@@ -21,7 +21,7 @@ from nanovllm.scheduling.step_bound import (
 
 TOKEN_KEYS = 4000
 DECODE_S, FIXED_S, WORK_S = 2.5e-3, 1e-3, 4e-10
-ROW = SamplingRow(1.0, 0, 1.0, 0.0, 0, 0)
+ROW = SamplingRow(1.0)
 
 
 class Steps:

@@ -8,7 +8,7 @@ from nanovllm.core.step_plan import KVMoves, SamplingRow, SequenceStep, StepPlan
 from nanovllm.speculation import speculator
 from nanovllm.speculation.speculator import Acceptance, Load, Pace, StepTimes, load_of
 
-ROW = SamplingRow(0.0, 0, 1.0, 0.0, 0, 1)
+ROW = SamplingRow()
 
 
 def step_plan(num_guesses: int = 0, num_drafts: int = 0, num_seqs: int = 1, num_tokens: int | None = None) -> StepPlan:

@@ -176,7 +176,7 @@ def test_stats_count_guesses_and_passes() -> None:
 
 def sampled_row(guesses: list[int], num_drafts: int = 0, num_known: int = 1, samples: bool = True) -> SequenceStep:
     ids = np.array([50] * num_known + guesses)
-    sampling = SamplingRow(0.0, 0, 1.0, 0.0, 0, 9) if samples else None
+    sampling = SamplingRow() if samples else None
     return SequenceStep(
         seq_id=0,
         token_ids=ids,

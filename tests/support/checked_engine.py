@@ -130,7 +130,7 @@ class CheckedLLM(LLM):
         for step in self.plans[-1].sequences:
             if step.sampling is not None:
                 known = self.logits[step.seq_id]
-                del known[step.sampling.position - step.num_prompt_tokens :]
+                del known[step.sampled_position - step.num_prompt_tokens :]
                 known.extend(next(rows) for _ in range(step.num_sampled))
         assert next(rows, None) is None, "more logits than the step samples"
 

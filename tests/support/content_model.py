@@ -218,7 +218,7 @@ class ContentRunner:
     def _sample(self, step: SequenceStep, run: _Content) -> list[int]:
         """The token after the last known one and after each guess. Those before the first wrong guess are kept."""
         content = self.contents[step.seq_id]
-        assert step.sampling is not None and step.sampling.position == len(content.token_ids)
+        assert step.sampling is not None and step.sampled_position == len(content.token_ids)
         first = step.position + step.num_tokens - step.num_guesses - 1
         sampled = [next_token(tag) for tag in run.tags[first : first + 1 + step.num_guesses]]
         guesses = run.token_ids[len(run.token_ids) - step.num_guesses :] if step.num_guesses else []
