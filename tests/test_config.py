@@ -43,6 +43,7 @@ def test_defaults_are_those_of_the_specification() -> None:
         "device": "auto",
         "dtype": "auto",
         "load_format": "auto",
+        "quantization": None,
         "hf_overrides": None,
         "generation_config": "auto",
         "seed": 0,

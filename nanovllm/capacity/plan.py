@@ -186,15 +186,10 @@ def make_plan(
     """The plan of an engine with these options that runs `num_sequences` sequences of `context` tokens together.
 
     `context` defaults to max_model_len. `num_gpu_blocks` is the number that start-up has chosen, once it has. Raises
-    ConfigError if max_model_len exceeds what the model's rope covers, if the kv heads cannot be split evenly, and for a
-    mixture of experts on a GPU.
+    ConfigError if max_model_len exceeds what the model's rope covers, and if the kv heads cannot be split evenly.
     plan_check.py checks everything else.
     """
     limit = max_model_len(config, model)
-    if model.experts is not None and machine.gpu_bytes is not None:
-        raise ConfigError(
-            f"{model.architecture} is a mixture of experts, which runs on a CPU only; use device='cpu' or a dense model"
-        )
     if model.num_kv_heads % config.tensor_parallel_size:
         raise ConfigError(
             f"num_kv_heads={model.num_kv_heads} is not divisible by tensor_parallel_size="

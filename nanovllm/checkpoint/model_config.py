@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.checkpoint.files import find_model, read_json
-from nanovllm.checkpoint.quantization import Quantization, parse_quantization
+from nanovllm.checkpoint.quantization import QUANTIZATIONS, Quantization, parse_quantization
 from nanovllm.checkpoint.settings import (
     GENERATION_CONFIG_FILE,
     MAX_POSITIONS,
@@ -21,7 +21,7 @@ from nanovllm.checkpoint.settings import (
     apply_overrides,
     check_settings,
 )
-from nanovllm.errors import CheckpointError
+from nanovllm.errors import CheckpointError, ConfigError
 from nanovllm.utils.arithmetic import ceil_div
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -173,7 +173,7 @@ class ModelConfig:
 
     @classmethod
     def from_pretrained(
-        cls, model: str, hf_overrides: Mapping[str, Any] | None = None
+        cls, model: str, hf_overrides: Mapping[str, Any] | None = None, quantization: str | None = None
     ) -> tuple["ModelConfig", Path | None]:
         """The config of a local directory, a preset or a hub name, and the directory with its weights.
 
@@ -186,20 +186,27 @@ class ModelConfig:
         Never runs code from the checkpoint and never asks for input on stdin.
         """
         config_path, directory = find_model(model)
-        return _read_config(config_path, directory, hf_overrides), directory
+        return _read_config(config_path, directory, hf_overrides, quantization), directory
 
     @classmethod
-    def without_weights(cls, model: str, hf_overrides: Mapping[str, Any] | None = None) -> "ModelConfig":
+    def without_weights(
+        cls, model: str, hf_overrides: Mapping[str, Any] | None = None, quantization: str | None = None
+    ) -> "ModelConfig":
         """The same config, read from config.json alone. No other file of a hub name is downloaded.
 
         It lacks end tokens that only generation_config.json names.
         """
         config_path, _ = find_model(model, ("config.json",))
-        return _read_config(config_path, None, hf_overrides)
+        return _read_config(config_path, None, hf_overrides, quantization)
 
 
-def _read_config(config_path: Path, directory: Path | None, hf_overrides: Mapping[str, Any] | None) -> ModelConfig:
-    """Read and check config.json after the overrides. directory: where generation_config.json may be."""
+def _read_config(
+    config_path: Path, directory: Path | None, hf_overrides: Mapping[str, Any] | None, quantization: str | None
+) -> ModelConfig:
+    """Read and check config.json after the overrides. directory: where generation_config.json may be.
+
+    quantization: see Config.
+    """
     given = apply_overrides(read_json(config_path), hf_overrides)
     name = _architecture_name(given)
     check_settings(given, config_path)
@@ -230,7 +237,7 @@ def _read_config(config_path: Path, directory: Path | None, hf_overrides: Mappin
         rope=_rope(settings),
         torch_dtype=_weight_dtype(settings),
         eos_token_ids=_eos_token_ids(settings, directory),
-        quantization=parse_quantization(settings.get("quantization_config")),
+        quantization=_quantization(settings.get("quantization_config"), quantization),
         experts=_experts(settings) if architecture.has_experts else None,
     )
     if config.max_model_len_limit > MAX_POSITIONS:
@@ -240,6 +247,17 @@ def _read_config(config_path: Path, directory: Path | None, hf_overrides: Mappin
             "positions that fp32 can tell apart; lower the factor in config.json"
         )
     return config
+
+
+def _quantization(given: Any, asked: str | None) -> Quantization | None:
+    """The checkpoint's quantization, or the one that is asked for. Raises ConfigError for both."""
+    stored = parse_quantization(given)
+    if stored is not None and asked is not None:
+        raise ConfigError(
+            f"quantization={asked!r} is for checkpoints that are not quantized, and this one has "
+            f"quant_method={stored.method!r}; leave it out"
+        )
+    return stored if asked is None else QUANTIZATIONS[asked]
 
 
 def _architecture_name(settings: Mapping[str, Any]) -> str:

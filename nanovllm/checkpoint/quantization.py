@@ -9,10 +9,11 @@ codes in e4m3 have no zero. A format that is not in this list is refused by name
 - awq: integers of 4 bits (version gemm)
 - gptq: integers of 4 or 8 bits, with zeros as they are (gptq_v2) or less one (gptq)
 
-How activations were to be quantized does not matter: they keep the model's dtype, and so does the KV cache. Importing
-this module loads no torch.
+A checkpoint that is not quantized can be quantized while it is loaded: QUANTIZATIONS. How activations were to be
+quantized does not matter: they keep the model's dtype, and so does the KV cache. Importing this module loads no torch.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ from typing import Any
 from nanovllm.errors import CheckpointError
 
 WORD_BITS = 32
+_ONLINE = "online"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +32,12 @@ class Quantization:
     block: tuple[int, int] = (1, 0)  # rows and columns that share a scale; 0: all of them
     has_zeros: bool = False  # else integers have the middle of their range as zero
     stores_less_one: bool = False  # zeros are stored less one, modulo 2^32 for a word of them
+    ignored: tuple[str, ...] = ()  # parts of the names of layers that are not quantized; "re:" begins an expression
+
+    @property
+    def is_online(self) -> bool:
+        """True if the checkpoint is quantized while it is loaded."""
+        return self.method == _ONLINE
 
     @property
     def codes_per_word(self) -> int:
@@ -39,6 +47,19 @@ class Quantization:
     def middle(self) -> int:
         """The zero of integers that have none of their own."""
         return 1 << (self.bits - 1)
+
+    def covers(self, layer: str) -> bool:
+        """Return True if the linear layer of this name is quantized, as far as config.json says."""
+        return not any(
+            re.match(part[3:], layer) if part.startswith("re:") else f".{part}." in f".{layer}."
+            for part in self.ignored
+        )
+
+
+QUANTIZATIONS = {  # what a checkpoint in a float type can be quantized to while it is loaded
+    "fp8": Quantization(method=_ONLINE, bits=8, is_float=True, block=(1, 0)),
+    "int4": Quantization(method=_ONLINE, bits=4, block=(1, 128)),
+}
 
 
 def parse_quantization(given: Any) -> Quantization | None:
@@ -79,8 +100,24 @@ def _group_size(given: Mapping[str, Any], where: str = "") -> int:
 def _fp8(given: Mapping[str, Any]) -> Quantization:
     _choose(given, "fmt", ("e4m3",), default="e4m3")
     _choose(given, "activation_scheme", ("dynamic", "static"), default="dynamic")
-    block = given.get("weight_block_size")
-    return Quantization(method="fp8", bits=8, is_float=True, block=(0, 0) if block is None else _block(block))
+    block = (0, 0) if given.get("weight_block_size") is None else _block(given["weight_block_size"])
+    ignored = _names(given, "modules_to_not_convert")
+    return Quantization(method="fp8", bits=8, is_float=True, block=block, ignored=ignored)
+
+
+def _names(given: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    names = given.get(name) or []
+    if not (isinstance(names, list) and all(isinstance(each, str) for each in names)):
+        raise CheckpointError(f"quantization_config.{name}={names!r} must be a list of names; correct config.json")
+    for each in names:
+        try:
+            re.compile(each.removeprefix("re:"))
+        except re.error as error:
+            raise CheckpointError(
+                f"quantization_config.{name} has {each!r}, which is not a regular expression ({error}); correct "
+                "config.json"
+            ) from error
+    return tuple(names)
 
 
 def _block(block: Any, name: str = "weight_block_size") -> tuple[int, int]:
@@ -131,6 +168,7 @@ def _compressed_tensors(given: Mapping[str, Any]) -> Quantization:
         is_float=is_float,
         block=block,
         has_zeros=not is_symmetric,
+        ignored=_names(given, "ignore"),
     )
 
 
@@ -140,7 +178,8 @@ def _awq(given: Mapping[str, Any]) -> Quantization:
     if str(version).lower() != "gemm":
         raise _refusal("version", version, "gemm")
     _choose(given, "zero_point", (True,), default=True)
-    return Quantization(method="awq", bits=bits, block=(1, _group_size(given)), has_zeros=True)
+    ignored = _names(given, "modules_to_not_convert")
+    return Quantization(method="awq", bits=bits, block=(1, _group_size(given)), has_zeros=True, ignored=ignored)
 
 
 def _gptq(given: Mapping[str, Any]) -> Quantization:

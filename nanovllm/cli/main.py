@@ -167,7 +167,7 @@ def _plan(args: argparse.Namespace) -> int:
     """The plan goes to stdout. If it cannot work, the reason goes to stderr."""
     options = PlanOptions(**given_fields(args, PlanOptions))
     config = Config(model=model_path(args.model), **given_fields(args, Config))
-    model = ModelConfig.without_weights(config.model, config.hf_overrides)
+    model = ModelConfig.without_weights(config.model, config.hf_overrides, config.quantization)
     from nanovllm.engine.setup import find_machine
 
     machine = options.apply(find_machine(config))

@@ -76,7 +76,7 @@ def prepare(model: str | Path, options: Mapping[str, Any], internals: Internals 
     if unknown:
         raise ConfigError(f"unknown option {', '.join(unknown)}; the options are {', '.join(sorted(known))}")
     config = Config(model=model_path(str(model)), **options)
-    model_config, directory = ModelConfig.from_pretrained(config.model, config.hf_overrides)
+    model_config, directory = ModelConfig.from_pretrained(config.model, config.hf_overrides, config.quantization)
     limit = max_model_len(config, model_config)
     device = resolve_device(config)
     _check_parts(config, model_config, device)

@@ -7,24 +7,29 @@ all-reduce. The weight is [output, input] as in torch. `tp` is the rank group; i
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nanovllm.checkpoint.quantization import Quantization
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.errors import ConfigError
+from nanovllm.layers.packed_weight import PackedRows, PackedWeight
 from nanovllm.utils.arithmetic import ceil_div
+
+Weight: TypeAlias = nn.Parameter | PackedWeight
 
 
 @dataclass(frozen=True)
 class WeightShard:
     """`target` (a view of a parameter) is filled with `tensor[index]` of a checkpoint tensor of shape `full_shape`."""
 
-    target: torch.Tensor
+    target: torch.Tensor | PackedRows
     full_shape: tuple[int, ...]
     index: tuple[slice, ...]
+    quantization: Quantization | None = None  # the format of the layer, if it is quantized
 
 
 class NamedShard(NamedTuple):
@@ -45,6 +50,20 @@ class HasWeightShards(Protocol):
 def new_parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
     """A parameter in uninitialised memory on the device of the `torch.device` context. The loader fills it."""
     return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+
+
+def new_weight(
+    part_sizes: Sequence[int], num_columns: int, *, dtype: torch.dtype, quantization: Quantization | None
+) -> Weight:
+    """The weight of a layer whose parts, such as q, k and v, have these sizes. A quantized one is packed on a GPU."""
+    if quantization is None or torch.get_default_device().type == "cpu":
+        return new_parameter(sum(part_sizes), num_columns, dtype=dtype)
+    return PackedWeight(part_sizes, num_columns, quantization)
+
+
+def weight_rows(weight: Weight, start: int, end: int) -> torch.Tensor | PackedRows:
+    """The target of a shard that fills these rows."""
+    return weight.rows(start, end) if isinstance(weight, PackedWeight) else weight[start:end]
 
 
 def divide(size: int, parts: int, name: str) -> int:
@@ -77,8 +96,10 @@ def use_gemv(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return x.is_cuda and x.shape[0] <= MAX_GEMV_ROWS and weight.shape[1] * weight.element_size() % 16 == 0
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
     """[T, K] by weight [N, K] -> [T, N]. Hot: several times per layer."""
+    if isinstance(weight, PackedWeight):
+        return weight.linear(x, bias)
     if use_gemv(x, weight):
         from nanovllm.kernels import small_linear as kernels
 
@@ -86,8 +107,10 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     return F.linear(x, weight, bias)
 
 
-def gate_up(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def gate_up(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
     """silu(first half) * second half of the product: [T, K] by weight [2 * N, K] -> [T, N]. Hot: once per layer."""
+    if isinstance(weight, PackedWeight):
+        return weight.gate_up(x, bias)
     if use_gemv(x, weight):
         from nanovllm.kernels import small_linear as kernels
 
@@ -103,14 +126,22 @@ class MergedColumnParallelLinear(nn.Module):
     """
 
     def __init__(
-        self, input_size: int, output_sizes: Sequence[int], *, bias: bool, tp: TPGroup, dtype: torch.dtype
+        self,
+        input_size: int,
+        output_sizes: Sequence[int],
+        *,
+        bias: bool,
+        tp: TPGroup,
+        dtype: torch.dtype,
+        quantization: Quantization | None = None,
     ) -> None:
+        """`quantization`: the format of the weight. None: it is not quantized."""
         super().__init__()
-        self.tp = tp
+        self.tp, self.quantization = tp, quantization
         self.input_size = input_size
         self.output_sizes = list(output_sizes)
         self.local_sizes = [divide(size, tp.size, "output features") for size in output_sizes]
-        self.weight = new_parameter(sum(self.local_sizes), input_size, dtype=dtype)
+        self.weight = new_weight(self.local_sizes, input_size, dtype=dtype, quantization=quantization)
         self.bias = new_parameter(sum(self.local_sizes), dtype=dtype) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -121,7 +152,8 @@ class MergedColumnParallelLinear(nn.Module):
         for layer, (size, local_size) in enumerate(zip(self.output_sizes, self.local_sizes, strict=True)):
             rows = slice(self.tp.rank * local_size, (self.tp.rank + 1) * local_size)
             start, end = end, end + local_size
-            weight = WeightShard(self.weight[start:end], (size, self.input_size), (rows, slice(None)))
+            target, index = weight_rows(self.weight, start, end), (rows, slice(None))
+            weight = WeightShard(target, (size, self.input_size), index, self.quantization)
             yield NamedShard(layer, "weight", weight)
             if self.bias is not None:
                 yield NamedShard(layer, "bias", WeightShard(self.bias[start:end], (size,), (rows,)))
@@ -131,9 +163,17 @@ class GateUpParallelLinear(MergedColumnParallelLinear):
     """The first half of a gated MLP, silu(gate) * up: [T, hidden_size] -> [T, intermediate_size / tp]."""
 
     def __init__(
-        self, hidden_size: int, intermediate_size: int, *, bias: bool, tp: TPGroup, dtype: torch.dtype
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        bias: bool,
+        tp: TPGroup,
+        dtype: torch.dtype,
+        quantization: Quantization | None = None,
     ) -> None:
-        super().__init__(hidden_size, [intermediate_size] * 2, bias=bias, tp=tp, dtype=dtype)
+        sizes = [intermediate_size] * 2
+        super().__init__(hidden_size, sizes, bias=bias, tp=tp, dtype=dtype, quantization=quantization)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return gate_up(x, self.weight, self.bias)
@@ -155,11 +195,12 @@ class QKVParallelLinear(MergedColumnParallelLinear):
         bias: bool,
         tp: TPGroup,
         dtype: torch.dtype,
+        quantization: Quantization | None = None,
     ) -> None:
         heads = divide(num_heads, tp.size, "num_attention_heads")
         kv_heads = divide(num_kv_heads, tp.size, "num_key_value_heads")
         sizes = [num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim]
-        super().__init__(hidden_size, sizes, bias=bias, tp=tp, dtype=dtype)
+        super().__init__(hidden_size, sizes, bias=bias, tp=tp, dtype=dtype, quantization=quantization)
         self.head_dim = head_dim
         self.heads_per_part = [heads, kv_heads, kv_heads]
 
@@ -177,12 +218,22 @@ class RowParallelLinear(nn.Module):
     number of ranks.
     """
 
-    def __init__(self, input_size: int, output_size: int, *, bias: bool, tp: TPGroup, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        bias: bool,
+        tp: TPGroup,
+        dtype: torch.dtype,
+        quantization: Quantization | None = None,
+    ) -> None:
         super().__init__()
-        self.tp = tp
+        self.tp, self.quantization = tp, quantization
         self.full_shape = (output_size, input_size)
         self.has_bias = bias
-        self.weight = new_parameter(output_size, divide(input_size, tp.size, "input features"), dtype=dtype)
+        local_size = divide(input_size, tp.size, "input features")
+        self.weight = new_weight([output_size], local_size, dtype=dtype, quantization=quantization)
         self.bias = new_parameter(output_size, dtype=dtype) if bias and tp.rank == 0 else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -191,9 +242,11 @@ class RowParallelLinear(nn.Module):
     def weight_shards(self) -> Iterator[NamedShard]:
         local_size = self.weight.shape[1]
         columns = slice(self.tp.rank * local_size, (self.tp.rank + 1) * local_size)
-        yield NamedShard(0, "weight", WeightShard(self.weight, self.full_shape, (slice(None), columns)))
+        target = weight_rows(self.weight, 0, self.full_shape[0])
+        index = (slice(None), columns)
+        yield NamedShard(0, "weight", WeightShard(target, self.full_shape, index, self.quantization))
         if self.has_bias:  # the other ranks list the tensor but read nothing from it
-            target = self.weight.new_empty(0) if self.bias is None else self.bias
+            target = torch.empty(0) if self.bias is None else self.bias
             yield NamedShard(0, "bias", WeightShard(target, self.full_shape[:1], (slice(0, target.shape[0]),)))
 
 

@@ -11,8 +11,21 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.checkpoint.model_config import ExpertsConfig
+from nanovllm.checkpoint.quantization import Quantization
 from nanovllm.device.tp_group import TPGroup
-from nanovllm.layers.linear import NamedShard, WeightShard, divide, new_parameter, silu_and_mul
+from nanovllm.layers.linear import (
+    NamedShard,
+    WeightShard,
+    divide,
+    new_parameter,
+    new_weight,
+    silu_and_mul,
+    weight_rows,
+)
+from nanovllm.layers.packed_weight import PackedWeight, packed
+
+MAX_ROW_PAIRS = 32  # pairs of a token and an expert up to which each reads the expert by itself
+MAX_ROUTED_TOKENS = 4096  # at a time, which bounds the memory for what their experts yield
 
 
 class Router(nn.Module):
@@ -40,42 +53,96 @@ class Experts(nn.Module):
     Raises ConfigError if an expert's features are not divisible by the number of ranks.
     """
 
-    def __init__(self, hidden_size: int, config: ExpertsConfig, tp: TPGroup, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        config: ExpertsConfig,
+        tp: TPGroup,
+        dtype: torch.dtype,
+        quantization: Quantization | None = None,
+    ) -> None:
+        """`quantization`: the format of the weights. None: they are not quantized."""
         super().__init__()
-        self.tp, self.size = tp, config.intermediate_size
-        local = divide(config.intermediate_size, tp.size, "moe_intermediate_size")
-        self.gate_up = new_parameter(config.num_experts, 2 * local, hidden_size, dtype=dtype)
-        self.down = new_parameter(config.num_experts, hidden_size, local, dtype=dtype)
+        self.tp, self.quantization = tp, quantization
+        self.size, self.num_experts, self.hidden_size = config.intermediate_size, config.num_experts, hidden_size
+        self.local_size = divide(config.intermediate_size, tp.size, "moe_intermediate_size")
+        # The experts' rows are together
+        self.gate_up = new_weight(
+            [self.local_size] * 2 * self.num_experts, hidden_size, dtype=dtype, quantization=quantization
+        )
+        self.down = new_weight(
+            [hidden_size] * self.num_experts, self.local_size, dtype=dtype, quantization=quantization
+        )
 
     def forward(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """`experts` and `weights` [T, C] are the router's. Reads only the experts that are chosen, and so waits for the
-        device.
-        """
+        """`experts` and `weights` [T, C] are the router's. Reads only the experts that are chosen."""
+        if not x.is_cuda:
+            return self.tp.all_reduce(self._sum_by_expert(x, experts, weights))
+        if experts.numel() <= MAX_ROW_PAIRS:
+            return self.tp.all_reduce(self._sum_by_pair(x, experts, weights))
+        parts = (each.split(MAX_ROUTED_TOKENS) for each in (x, experts, weights))
+        return self.tp.all_reduce(torch.cat([self._sum_of_tiles(*part) for part in zip(*parts, strict=True)]))
+
+    def _sum_by_expert(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """On a CPU: finds out which experts are chosen, and computes one after the other."""
+        assert not isinstance(self.gate_up, PackedWeight) and not isinstance(self.down, PackedWeight), "not on a CPU"
+        gate_up, down = (each.unflatten(0, (self.num_experts, -1)) for each in (self.gate_up, self.down))
         out = torch.zeros_like(x, dtype=torch.float32)
         for expert in experts.unique().tolist():
             token, choice = (experts == expert).nonzero(as_tuple=True)
-            hidden = F.linear(silu_and_mul(F.linear(x[token], self.gate_up[expert])), self.down[expert])
+            hidden = F.linear(silu_and_mul(F.linear(x[token], gate_up[expert])), down[expert])
             out.index_add_(0, token, hidden.float() * weights[token, choice, None])
-        return self.tp.all_reduce(out.to(x.dtype))
+        return out.to(x.dtype)
+
+    def _sum_by_pair(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """On a GPU, for few tokens: each of them reads its experts."""
+        from nanovllm.kernels import packed_linear as kernels
+
+        num_experts = self.num_experts
+        hidden = kernels.row_products(x, packed(self.gate_up), gated=True, experts=experts, num_experts=num_experts)
+        pairs = hidden.flatten(0, 1)
+        out = kernels.row_products(pairs, packed(self.down), experts=experts.view(-1, 1), num_experts=num_experts)
+        return (out.view(*experts.shape, -1) * weights.unsqueeze(-1)).sum(1).to(x.dtype)
+
+    def _sum_of_tiles(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """On a GPU, for many tokens: an expert multiplies all of its own together."""
+        from nanovllm.kernels import packed_linear as kernels
+
+        block_m = 16 if experts.numel() <= 16 * self.num_experts else 64
+        routing = kernels.route(experts, self.num_experts, block_m)
+        hidden = silu_and_mul(kernels.tile_products(x, packed(self.gate_up), routing=routing))
+        out = kernels.tile_products(hidden, packed(self.down), routing=routing, factors=weights.flatten())
+        return out.view(*experts.shape, -1).sum(1, dtype=torch.float32).to(x.dtype)
 
     def weight_shards(self) -> Iterator[NamedShard]:
-        num_experts, hidden_size, local = self.down.shape
+        local, hidden_size = self.local_size, self.hidden_size
         own, all_of = slice(self.tp.rank * local, (self.tp.rank + 1) * local), slice(None)
-        for expert in range(num_experts):
-            for name, target in zip(("gate_proj", "up_proj"), self.gate_up[expert].split(local), strict=True):
-                shard = WeightShard(target, (self.size, hidden_size), (own, all_of))
+        for expert in range(self.num_experts):
+            for part, name in enumerate(("gate_proj", "up_proj")):
+                start = (2 * expert + part) * local
+                target = weight_rows(self.gate_up, start, start + local)
+                shard = WeightShard(target, (self.size, hidden_size), (own, all_of), self.quantization)
                 yield NamedShard(0, f"{expert}.{name}.weight", shard)
-            shard = WeightShard(self.down[expert], (hidden_size, self.size), (all_of, own))
+            target = weight_rows(self.down, expert * hidden_size, (expert + 1) * hidden_size)
+            shard = WeightShard(target, (hidden_size, self.size), (all_of, own), self.quantization)
             yield NamedShard(0, f"{expert}.down_proj.weight", shard)
 
 
 class SparseMLP(nn.Module):
     """Its modules have the names that they have in the checkpoint."""
 
-    def __init__(self, hidden_size: int, config: ExpertsConfig, tp: TPGroup, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        config: ExpertsConfig,
+        tp: TPGroup,
+        dtype: torch.dtype,
+        quantization: Quantization | None = None,
+    ) -> None:
+        """`quantization`: that of the experts."""
         super().__init__()
         self.gate = Router(hidden_size, config)
-        self.experts = Experts(hidden_size, config, tp, dtype)
+        self.experts = Experts(hidden_size, config, tp, dtype, quantization)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.experts(hidden, *self.gate(hidden))

@@ -13,6 +13,7 @@ from torch import nn
 
 from nanovllm.attention.base import StepAttention
 from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.checkpoint.quantization import Quantization
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import (
@@ -28,10 +29,19 @@ from nanovllm.layers.moe import SparseMLP
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, rotate_and_store
 
 
+def _quantization(config: ModelConfig, parent: str, *names: str) -> Quantization | None:
+    """The format of a module that consists of these layers of the checkpoint, if all of them are quantized."""
+    quantization = config.quantization
+    if quantization is None or not all(quantization.covers(f"{parent}.{name}") for name in names):
+        return None
+    return quantization
+
+
 class Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, tp: TPGroup, dtype: torch.dtype) -> None:
         super().__init__()
         self.layer = layer
+        name = f"model.layers.{layer}.self_attn"
         self.qkv_proj = QKVParallelLinear(
             config.hidden_size,
             config.head_dim,
@@ -40,9 +50,15 @@ class Attention(nn.Module):
             bias=config.qkv_bias,
             tp=tp,
             dtype=dtype,
+            quantization=_quantization(config, name, "q_proj", "k_proj", "v_proj"),
         )
         self.o_proj = RowParallelLinear(
-            config.num_heads * config.head_dim, config.hidden_size, bias=config.o_bias, tp=tp, dtype=dtype
+            config.num_heads * config.head_dim,
+            config.hidden_size,
+            bias=config.o_bias,
+            tp=tp,
+            dtype=dtype,
+            quantization=_quantization(config, name, "o_proj"),
         )
         self.eps = config.rms_norm_eps
         self.qk_norm = config.qk_norm
@@ -67,13 +83,24 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, config: ModelConfig, tp: TPGroup, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, layer: int, tp: TPGroup, dtype: torch.dtype) -> None:
         super().__init__()
+        name = f"model.layers.{layer}.mlp"
         self.gate_up_proj = GateUpParallelLinear(
-            config.hidden_size, config.intermediate_size, bias=config.mlp_bias, tp=tp, dtype=dtype
+            config.hidden_size,
+            config.intermediate_size,
+            bias=config.mlp_bias,
+            tp=tp,
+            dtype=dtype,
+            quantization=_quantization(config, name, "gate_proj", "up_proj"),
         )
         self.down_proj = RowParallelLinear(
-            config.intermediate_size, config.hidden_size, bias=config.mlp_bias, tp=tp, dtype=dtype
+            config.intermediate_size,
+            config.hidden_size,
+            bias=config.mlp_bias,
+            tp=tp,
+            dtype=dtype,
+            quantization=_quantization(config, name, "down_proj"),
         )
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -87,9 +114,10 @@ class DecoderLayer(nn.Module):
         self.self_attn = Attention(config, layer, tp, dtype)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
         if config.experts is not None and layer in config.experts.layers:
-            self.mlp: nn.Module = SparseMLP(config.hidden_size, config.experts, tp, dtype)
+            quantization = _quantization(config, f"model.layers.{layer}.mlp", "experts")
+            self.mlp: nn.Module = SparseMLP(config.hidden_size, config.experts, tp, dtype, quantization)
         else:
-            self.mlp = MLP(config, tp, dtype)
+            self.mlp = MLP(config, layer, tp, dtype)
 
     def forward(
         self,
@@ -118,6 +146,8 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(config, layer, tp, dtype) for layer in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
         self.skips_inner_layers = False
+        kinds = [tuple(map(_kind, layer.modules())) for layer in self.layers]
+        self._first_of_kind = {kinds.index(kind) for kind in kinds}
 
     def forward(
         self,
@@ -131,14 +161,19 @@ class Decoder(nn.Module):
         cos_sin = self.rotary_emb.cos_sin(positions, rope_lens)
         residual = None
         *before_last, last = self.layers
-        num_run = 1 if self.skips_inner_layers else len(before_last)
-        for layer in before_last[:num_run]:
-            hidden, residual = layer(hidden, residual, cos_sin, attn, None)
-        for skipped in range(num_run, len(before_last)):  # attention uses up what it streams for these layers
-            attn.cells(skipped)
-            attn.attend(skipped, hidden.new_empty(0, 1, 1))
+        for number, layer in enumerate(before_last):
+            if self.skips_inner_layers and number not in self._first_of_kind:
+                attn.cells(number)  # attention uses up what it streams for this layer
+                attn.attend(number, hidden.new_empty(0, 1, 1))
+            else:
+                hidden, residual = layer(hidden, residual, cos_sin, attn, None)
         hidden, residual = last(hidden, residual, cos_sin, attn, rows)
         return self.norm(hidden, residual)[0]
+
+
+def _kind(module: nn.Module) -> tuple[type, type]:
+    """Layers whose modules are of the same kinds launch the same kernels."""
+    return type(module), type(getattr(module, "weight", None))
 
 
 class CausalLM(nn.Module):
@@ -166,8 +201,8 @@ class CausalLM(nn.Module):
 
     @contextmanager
     def skipping_inner_layers(self) -> Iterator[None]:
-        """Let `forward` run only the first and the last layer. They launch every kernel that all layers launch, so
-        start-up finds and loads the kernels in a fraction of the time. The results are meaningless.
+        """Let `forward` run only the first layer of each kind and the last. They launch every kernel that all layers
+        launch, so start-up finds and loads the kernels in a fraction of the time. The results are meaningless.
         """
         self.model.skips_inner_layers = True
         try:

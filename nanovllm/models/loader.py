@@ -19,11 +19,13 @@ from nanovllm.checkpoint.quantization import Quantization
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.errors import CheckpointError
 from nanovllm.layers.linear import WeightShard
+from nanovllm.layers.packed_weight import PackedRows, QuantizedWeight
 from nanovllm.models.decoder import CausalLM
-from nanovllm.models.quantized import StoredTensor, read_quantized, stored_parts
+from nanovllm.models.quantized import StoredTensor, quantize, read_quantized, stored_parts
 
 _KV_SCALES = ("_proj.k_scale", "_proj.v_scale", "_attn.k_scale", "_attn.v_scale", "_attn.q_scale")
 _FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")  # as safetensors names them
+_QUANTIZED_ROWS = 8192  # quantized at a time; a multiple of all common blocks
 _DUMMY_ROWS = 8192  # rows drawn at a time, to limit the memory needed in addition to the model
 
 
@@ -62,7 +64,7 @@ def load_weights(
     ):
         if load_format == "dummy":
             for name, shard in shards.items():
-                _fill_dummy(name, shard, seed)
+                _fill_dummy(name, shard, seed, model.lm_head.weight.dtype)
                 progress.update()
             return
         stored = _open(weight_files(directory), files)
@@ -128,10 +130,7 @@ def _fill(
     if quantization and parts:
         (num_rows, num_columns), (rows, columns) = shard.full_shape, shard.index
         weight = read_quantized(quantization, parts, num_rows, num_columns, rows, columns)
-        start = 0
-        for values in weight.values():
-            shard.target[start : start + len(values)].copy_(values)
-            start += len(values)
+        _store(weight, shard.target, next(iter(parts.values())).where)
         return [part.name for part in parts.values()]
     if name not in stored:
         return []
@@ -145,8 +144,27 @@ def _fill(
         raise CheckpointError(
             f"{source.where} has dtype {source.dtype}, but config.json has {given}; check that both belong together"
         )
-    shard.target.copy_(source.read(*shard.index))
+    if shard.quantization is not None and shard.quantization.is_online:
+        start, end, _ = shard.index[0].indices(shard.full_shape[0])
+        for first in range(start, end, _QUANTIZED_ROWS):
+            rows = slice(first, min(first + _QUANTIZED_ROWS, end))
+            weight = quantize(source.read(rows, slice(None)), shard.quantization).part(slice(None), shard.index[1])
+            _store(weight, shard.target[rows.start - start : rows.stop - start], source.where)
+    elif isinstance(shard.target, PackedRows):
+        raise CheckpointError(
+            f"{source.where} is not quantized, but quantization_config does not list its layer among those that are "
+            "not; correct config.json, or use device='cpu'"
+        )
+    else:
+        shard.target.copy_(source.read(*shard.index))
     return [name]
+
+
+def _store(weight: QuantizedWeight, target: torch.Tensor | PackedRows, where: str) -> None:
+    if isinstance(target, PackedRows):
+        target.store(weight, where)
+    else:
+        weight.copy_values(target)
 
 
 def _may_be_ignored(tensor: StoredTensor, model: CausalLM) -> bool:
@@ -162,23 +180,33 @@ def _may_be_ignored(tensor: StoredTensor, model: CausalLM) -> bool:
     return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and model.config.tie_word_embeddings)
 
 
-def _fill_dummy(name: str, shard: WeightShard, seed: int) -> None:
+def _fill_dummy(name: str, shard: WeightShard, seed: int, dtype: torch.dtype) -> None:
     """Norms are 1, biases 0, matrices normal with variance 1 / input features, so that activations keep their scale.
+    Those of quantized layers are rounded to the codes of their format.
 
     Every rank draws the whole checkpoint tensor, some rows at a time, and keeps its slice, so that the model does not
     depend on the number of ranks.
     """
+    target = shard.target
     if len(shard.full_shape) == 1:
-        shard.target.fill_(0.0 if name.endswith("bias") else 1.0)
+        assert isinstance(target, torch.Tensor), "only matrices are packed"
+        target.fill_(0.0 if name.endswith("bias") else 1.0)
         return
     num_rows, num_columns = shard.full_shape
-    generator = torch.Generator(shard.target.device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+    generator = torch.Generator(target.device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
     rows, columns = shard.index
     first_row, last_row, _ = rows.indices(num_rows)
     for start in range(0, num_rows, _DUMMY_ROWS):
         end = min(start + _DUMMY_ROWS, num_rows)
-        drawn = shard.target.new_empty(end - start, num_columns).normal_(0, num_columns**-0.5, generator=generator)
-        kept_start, kept_end = max(start, first_row), min(end, last_row)
-        if kept_start < kept_end:
-            kept = drawn[kept_start - start : kept_end - start, columns]
-            shard.target[kept_start - first_row : kept_end - first_row].copy_(kept)
+        drawn = torch.empty(end - start, num_columns, dtype=dtype, device=target.device)
+        drawn.normal_(0, num_columns**-0.5, generator=generator)
+        kept = slice(max(start, first_row), min(end, last_row))
+        if kept.start >= kept.stop:
+            continue
+        of_drawn = slice(kept.start - start, kept.stop - start)
+        part = target[kept.start - first_row : kept.stop - first_row]
+        if shard.quantization is not None:
+            _store(quantize(drawn, shard.quantization).part(of_drawn, columns), part, name)
+        else:
+            assert isinstance(part, torch.Tensor), "only quantized layers are packed"
+            part.copy_(drawn[of_drawn, columns])

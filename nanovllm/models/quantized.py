@@ -13,17 +13,18 @@ transformers, compressed-tensors, AutoAWQ and AutoGPTQ:
 A word is an int32 with the codes of neighbours, the first in its lowest bits; awq has an order of its own.
 """
 
-from collections.abc import Iterator, Mapping
-from typing import NamedTuple, Protocol
+from collections.abc import Mapping
+from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 
 from nanovllm.checkpoint.quantization import Quantization
 from nanovllm.errors import CheckpointError
+from nanovllm.layers.packed_weight import QuantizedWeight
 from nanovllm.utils.arithmetic import ceil_div
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where in a word each of 8 neighbours is
-_CHUNK_ROWS = 1024  # whose values are computed at a time, to limit the memory needed in addition to the model
 
 
 class StoredTensor(Protocol):
@@ -41,22 +42,25 @@ class StoredTensor(Protocol):
     def read(self, *index: slice) -> torch.Tensor: ...
 
 
-class QuantizedWeight(NamedTuple):
-    """n rows and k columns of a weight. A value is (codes[i, j] - zeros[i, g]) * scales[i, g], where g = groups[j]."""
-
-    codes: torch.Tensor  # uint8 or e4m3 [n, k]
-    scales: torch.Tensor  # fp32 [n, G]
-    zeros: torch.Tensor | None  # int16 [n, G]; None for e4m3
-    groups: torch.Tensor  # int64 [k]
-
-    def values(self) -> Iterator[torch.Tensor]:
-        """The values of some rows after the other, fp32 [some, k]."""
-        for start in range(0, len(self.codes), _CHUNK_ROWS):
-            rows = slice(start, start + _CHUNK_ROWS)
-            codes = self.codes[rows].float()
-            if self.zeros is not None:
-                codes -= self.zeros[rows, self.groups]
-            yield codes * self.scales[rows, self.groups]
+def quantize(values: torch.Tensor, quantization: Quantization) -> QuantizedWeight:
+    """Quantize `values` [n, K], which begin at a row where a block of scales begins. Each block's largest value becomes
+    the largest code, and zeros are the middle of the codes (round to nearest, as compressed-tensors does).
+    """
+    (n, k), (block_rows, block_columns) = values.shape, quantization.block
+    block_rows, block_columns = block_rows or n, block_columns or k
+    groups = torch.arange(k, device=values.device) // block_columns
+    rows = torch.arange(n, device=values.device) // block_rows
+    padded = F.pad(values.float().abs(), (0, -k % block_columns, 0, -n % block_rows))
+    largest = padded.unflatten(1, (-1, block_columns)).amax(2).unflatten(0, (-1, block_rows)).amax(1)
+    most = torch.finfo(torch.float8_e4m3fn).max if quantization.is_float else quantization.middle - 0.5
+    scales = (largest / most).clamp(min=torch.finfo(torch.float32).tiny)[rows]
+    if quantization.is_float:
+        codes = (values.float() / scales[:, groups]).clamp(-most, most).to(torch.float8_e4m3fn)
+        return QuantizedWeight(codes, scales, None, groups)
+    scales = scales.to(torch.bfloat16).clamp(min=torch.finfo(torch.bfloat16).tiny)
+    codes = (values.float() / scales[:, groups].float()).round() + quantization.middle
+    codes = codes.clamp(0, 2 * quantization.middle - 1).to(torch.uint8)
+    return QuantizedWeight(codes, scales, torch.full_like(scales, quantization.middle).short(), groups)
 
 
 _MAIN = {"awq": "qweight", "gptq": "qweight"}
@@ -75,7 +79,7 @@ def stored_parts(quantization: Quantization, name: str, stored: Mapping[str, Sto
     """
     prefix, _, last = name.rpartition(".")
     main = _MAIN.get(quantization.method, "weight" if quantization.is_float else "weight_packed")
-    if last != "weight" or f"{prefix}.{main}" not in stored:
+    if quantization.is_online or last != "weight" or f"{prefix}.{main}" not in stored:
         return {}
     parts = {
         part: stored[f"{prefix}.{part}"]
@@ -156,7 +160,7 @@ class _Reader:
         return zeros[: self.num_rows].short()
 
     def _block_scales(self) -> torch.Tensor:
-        """fp32 [N, G] of codes in e4m3."""
+        """[N, G] of codes in e4m3."""
         stored = self.parts.get("weight_scale_inv") or self._get("weight_scale")
         block_rows = self.format.block[0] or self.num_rows
         num_blocks = ceil_div(self.num_rows, block_rows), self.num_groups
@@ -203,8 +207,8 @@ class _Reader:
         return self._part(stored, shape, *dtypes).read()
 
     def _finite(self, stored: StoredTensor, shape: tuple[int, ...]) -> torch.Tensor:
-        """Scales, fp32."""
-        scales = self._whole(stored, shape, "F32", "F16", "BF16").float()
+        """Scales, in the type that they have in the checkpoint."""
+        scales = self._whole(stored, shape, "F32", "F16", "BF16")
         if not scales.isfinite().all():
             raise CheckpointError(f"{stored.where} has scales that are not finite; download the model again")
         return scales

@@ -13,6 +13,7 @@ from typing import Protocol
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from nanovllm.attention.base import LibraryPlan
 from nanovllm.config import Config
@@ -29,6 +30,7 @@ from nanovllm.device.devices import (
     used_bytes,
 )
 from nanovllm.kernels.compile_server import CompileServer, TritonStart
+from nanovllm.layers.packed_weight import PackedWeight
 from nanovllm.layers.sampler import sample
 from nanovllm.models.decoder import CausalLM
 from nanovllm.runner.graph_set import GraphSet
@@ -240,12 +242,14 @@ def _warm_up_products(model: CausalLM, num_tokens: int) -> Iterator[None]:
 
     cuBLAS chooses a kernel by the number of rows, and loads it when it is first used, which takes 15 to 140 ms.
     """
-    weights = [parameter for parameter in model.model.layers[0].parameters() if parameter.dim() == 2]
+    given = [getattr(module, "weight", None) for module in model.model.layers[0].modules()]
+    weights: list[torch.Tensor] = [weight for weight in given if isinstance(weight, nn.Parameter) and weight.dim() == 2]
+    weights += [weight.new_values(model.lm_head.weight.dtype) for weight in given if isinstance(weight, PackedWeight)]
     has_ended = threading.Event()
 
     @torch.inference_mode()
     def multiply() -> None:
-        with current_device(weights[0].device), suppress(torch.OutOfMemoryError):
+        with current_device(model.lm_head.weight.device), suppress(torch.OutOfMemoryError):
             for num_rows, weight in itertools.product(product_rows(num_tokens), weights):
                 if has_ended.is_set():
                     return

@@ -25,8 +25,6 @@ def test_engine_model_matches_transformers(
     tmp_path: Path, architecture: str, rope: str, tied: bool, device: str
 ) -> None:
     """All-resident and streamed; the prompts together, in chunks that split blocks."""
-    if (architecture, device) == ("qwen3_moe", "cuda"):
-        pytest.skip("runs on a CPU only")
     reference = Reference(write_tiny_model(tmp_path, architecture, rope=rope, tied=tied, max_position_embeddings=1024))
     for num_gpu_blocks in (None, 3):
         with CheckedLLM(reference, device=device, **cache_options(num_gpu_blocks)) as llm:

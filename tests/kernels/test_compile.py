@@ -25,7 +25,7 @@ from nanovllm.attention.backends.triton_backend import TritonBackend
 from nanovllm.attention.base import PartialAttention, RunningMerge
 from nanovllm.checkpoint.model_config import HEAD_DIMS
 from nanovllm.device.kernel_target import KNOWN_TARGETS, KernelTarget
-from nanovllm.kernels import decode, fused, logit_edits, merge, prefill, sampler, small_linear
+from nanovllm.kernels import decode, fused, logit_edits, merge, packed_linear, prefill, sampler, small_linear
 from nanovllm.kernels.sampling_tensors import NUM_EDIT_COLUMNS, EditTensors, SamplingTensors
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
@@ -135,6 +135,29 @@ def launch_layers(hidden_size: int, vocab_size: int, dtype: torch.dtype) -> None
     sampler.sample_tokens(logit_edits.edit_logits(logits, edits, ids), params)
 
 
+def launch_packed(size: int, dtype: torch.dtype) -> None:
+    """Every kind of packed weight [256, size], all of it and as two experts."""
+    integers, scales = torch.zeros(256, size, dtype=torch.uint8), torch.zeros(256, size // 128, dtype=torch.float16)
+    zeros = scales.to(torch.uint8)
+    x, experts = torch.zeros(64, size, dtype=dtype), torch.zeros(1, 2, dtype=torch.int64)
+    for weight in (
+        packed_linear.Packed(torch.zeros(256, size, dtype=dtype)),
+        packed_linear.Packed(integers[:, : size // 2], scales, zeros),
+        packed_linear.Packed(integers[:, : size // 2], scales.repeat(1, 2), zeros.repeat(1, 2), group_size=64),
+        packed_linear.Packed(integers, scales, zeros),
+        packed_linear.Packed(integers.to(torch.float8_e4m3fn), scales[:2].float(), None, 128),
+    ):
+        for gated in (False, True):
+            packed_linear.row_products(x[:1], weight, gated=gated)
+            packed_linear.row_products(x[:1], weight, gated=gated, experts=experts, num_experts=2)
+        packed_linear.tile_products(x, weight)
+        for block_m in (16, 64):
+            routing = packed_linear.route(experts, 2, block_m)
+            packed_linear.tile_products(x[:1], weight, routing=routing, factors=torch.zeros(2))
+        if weight.scales is not None:
+            packed_linear.unpack(weight, 0, torch.zeros(256, size, dtype=dtype))
+
+
 def faults(kernel: Compiled, target: KernelTarget) -> Iterator[str]:
     """What keeps a kernel from running well: too much shared memory, spilled registers, tiles loaded synchronously.
 
@@ -178,6 +201,7 @@ def test_every_kernel_fits_at_common_shapes(target: KernelTarget) -> None:
         launch_rotary(128, BF16, num_tokens=1, normed=True, heads=(16, 8))
         launch_merge(128, BF16, num_tokens=16)
         launch_layers(4096, 151936, BF16)
+        launch_packed(4096, BF16)
     assert {kernel.name for kernel in compiled} == kernel_names()
     check(compiled, target)
     uses_pdl = {"griddepcontrol.wait" in kernel.ptx for kernel in compiled if kernel.name == "_decode_kernel"}

@@ -1,6 +1,7 @@
 """Quantized checkpoints have the values that their formats describe, on one rank and on several."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from thread_ranks import run_ranks
 from tiny_models import reference_model, write_tiny_model
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.checkpoint.quantization import parse_quantization
-from nanovllm.errors import CheckpointError
+from nanovllm.checkpoint.quantization import QUANTIZATIONS, parse_quantization
+from nanovllm.errors import CheckpointError, ConfigError
+from nanovllm.models.quantized import quantize
 
 PROMPT = random_prompt(40)
 Q_PROJ = "model.layers.0.self_attn.q_proj"
@@ -85,6 +87,44 @@ def test_checkpoint_of_compressed_tensors_has_the_values_that_the_library_comput
     got = load_model(quantized).model.layers[0].self_attn.qkv_proj.weight[:128]
     torch.testing.assert_close(got, expected.float(), rtol=1e-6, atol=1e-6)
     assert (expected - weight).abs().max() < 0.5
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("name", QUANTIZATIONS)
+def test_quantizing_while_loading_gives_the_values_of_the_rounded_weights(
+    tmp_path: Path, name: str, architecture: str
+) -> None:
+    """Logits of a checkpoint that holds these values, for any number of ranks, though rows are split between them."""
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64, "num_heads": 4}
+    plain = write_tiny_model(tmp_path / "plain", architecture, **sizes)  # type: ignore[arg-type]
+    values = shutil.copytree(plain, tmp_path / "values")
+    tensors = load_file(plain / "model.safetensors")
+    for key, tensor in tensors.items():
+        if key.endswith("_proj.weight"):
+            quantize(tensor.clone(), QUANTIZATIONS[name]).copy_values(tensor)
+    save_file(tensors, values / "model.safetensors")
+    expected = run_logits(load_model(values), PROMPT)
+    assert torch.equal(run_logits(load_model(plain, quantization=name), PROMPT), expected)
+    assert (run_logits(load_model(plain), PROMPT) - expected).abs().max() > 0.01
+    for logits in run_ranks(2, lambda tp: run_logits(load_model(plain, tp, quantization=name), PROMPT)):
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_random_weights_of_a_quantized_model_are_the_same_for_any_number_of_ranks(tmp_path: Path) -> None:
+    plain = write_tiny_model(tmp_path, hidden_size=128, intermediate_size=256, head_dim=64)
+    model = load_model(plain, quantization="int4", load_format="dummy")
+    expected = run_logits(model, PROMPT)
+    assert len(model.model.layers[0].mlp.down_proj.weight[0, :128].unique()) <= 16
+    for logits in run_ranks(
+        2, lambda tp: run_logits(load_model(plain, tp, quantization="int4", load_format="dummy"), PROMPT)
+    ):
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_quantized_checkpoint_is_not_quantized_again(tmp_path: Path, plain: Path) -> None:
+    quantized, _ = write_quantized(plain, tmp_path, "awq")
+    with pytest.raises(ConfigError, match=r"quantization='fp8' is for checkpoints that are not quantized, .*'awq'"):
+        LLM(str(quantized), device="cpu", quantization="fp8")
 
 
 def test_wrong_tensors_are_refused_by_name(tmp_path: Path, plain: Path) -> None:

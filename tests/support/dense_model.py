@@ -34,11 +34,17 @@ class DenseAttention:
 
 
 def load_model(
-    directory: Path, tp: TPGroup | None = None, *, max_model_len: int = 128, dtype: torch.dtype = torch.float32
+    directory: Path,
+    tp: TPGroup | None = None,
+    *,
+    max_model_len: int = 128,
+    dtype: torch.dtype = torch.float32,
+    quantization: str | None = None,
+    load_format: str = "auto",
 ) -> CausalLM:
-    config, path = ModelConfig.from_pretrained(str(directory))
+    config, path = ModelConfig.from_pretrained(str(directory), None, quantization)
     model = build_model(config, tp or TPGroup(), max_model_len=max_model_len, dtype=dtype, device="cpu")
-    load_weights(model, path)
+    load_weights(model, path, load_format=load_format)
     return model
 
 

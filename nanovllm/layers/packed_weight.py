@@ -1,0 +1,174 @@
+"""PackedWeight: a quantized weight that stays packed, and its product with the rows of a step.
+
+Which kernel computes a product depends on the number of rows: one reads the packed weight for each row, one multiplies
+tiles of it, and for many rows the values are unpacked, some of them at a time, and multiplied by cuBLAS
+(kernels/packed_linear.py). On a CPU weights are not packed: their values are computed when they are loaded.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nanovllm.checkpoint.quantization import Quantization
+from nanovllm.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from nanovllm.kernels.packed_linear import Packed
+
+MAX_ROW_PRODUCTS = 1  # rows up to which each reads the weight by itself
+MAX_TILE_ROWS = 512  # rows up to which tiles are multiplied; beyond, unpacking costs less than it gains
+_UNPACKED_BYTES = 64 * 2**20  # values that exist at a time
+_COLUMNS = 128  # must divide the columns of a packed weight; codes of 4 bits lie in blocks of as many
+_CHUNK_ROWS = 1024  # whose values are computed at a time, to limit the memory needed in addition to the model
+
+
+class QuantizedWeight(NamedTuple):
+    """n rows and k columns of a weight. A value is (codes[i, j] - zeros[i, g]) * scales[i, g], where g = groups[j]."""
+
+    codes: torch.Tensor  # uint8 or e4m3 [n, k]
+    scales: torch.Tensor  # any float [n, G]
+    zeros: torch.Tensor | None  # int16 [n, G]; None for e4m3
+    groups: torch.Tensor  # int64 [k]
+
+    def part(self, rows: slice, columns: slice) -> "QuantizedWeight":
+        zeros = None if self.zeros is None else self.zeros[rows]
+        return QuantizedWeight(self.codes[rows, columns], self.scales[rows], zeros, self.groups[columns])
+
+    def copy_values(self, target: torch.Tensor) -> None:
+        """Write the values to `target` [n, k], some rows after the other."""
+        for start in range(0, len(self.codes), _CHUNK_ROWS):
+            rows = slice(start, start + _CHUNK_ROWS)
+            codes = self.codes[rows].float()
+            if self.zeros is not None:
+                codes -= self.zeros[rows, self.groups]
+            target[rows] = codes * self.scales[rows, self.groups]
+
+
+class PackedWeight(nn.Module):
+    """Codes, scales and zeros of a weight [N, K], in uninitialised memory on the device of the `torch.device` context.
+
+    part_sizes: rows of each part that has scales of its own, such as those of q, k and v. Raises ConfigError if groups
+    or blocks do not fit.
+    """
+
+    def __init__(self, part_sizes: Sequence[int], num_columns: int, quantization: Quantization) -> None:
+        super().__init__()
+        num_rows, (block_rows, block_columns) = sum(part_sizes), quantization.block
+        self.shape, self.bits, self.is_float = (num_rows, num_columns), quantization.bits, quantization.is_float
+        self.scale_rows = math.gcd(block_rows, *part_sizes)
+        self.group_size = math.gcd(block_columns, num_columns)
+        if num_columns % _COLUMNS or self.group_size % 16:
+            raise ConfigError(
+                f"a quantized weight has {num_columns} columns on each rank, in groups of {self.group_size}; on a GPU "
+                f"the columns must be a multiple of {_COLUMNS} and the groups of 16; use fewer ranks, or device='cpu'"
+            )
+        num_scales = num_rows // self.scale_rows, num_columns // self.group_size
+        code_columns = num_columns * quantization.bits // 8
+        dtype = torch.float8_e4m3fn if self.is_float else torch.uint8
+        self.codes = _buffer(num_rows, code_columns, dtype=dtype)
+        # Integers have scales of 16 bits, whose kind the first shard tells
+        self.scales = _buffer(*num_scales, dtype=torch.float32 if self.is_float else torch.float16)
+        self.zeros = None if self.is_float else _buffer(*num_scales, dtype=torch.uint8)
+        self._has_scales = False
+
+    def rows(self, start: int, end: int) -> "PackedRows":
+        return PackedRows(self, start, end)
+
+    def choose_scales(self, dtype: torch.dtype, where: str) -> None:
+        """Keep the scales of integers in the type that they have in the checkpoint. Raises CheckpointError if parts of
+        the weight have several.
+        """
+        if not self._has_scales:
+            self.scales, self._has_scales = _buffer(*self.scales.shape, dtype=dtype, device=self.scales.device), True
+        elif self.scales.dtype != dtype:
+            raise CheckpointError(
+                f"{where} has scales in {dtype}, but those beside it are in {self.scales.dtype}; on a GPU all must "
+                "have one type; use device='cpu'"
+            )
+
+    def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """[M, K] -> [M, N]. Hot: several times per layer."""
+        from nanovllm.kernels import packed_linear as kernels
+
+        if len(x) <= MAX_ROW_PRODUCTS:
+            return kernels.row_products(x, packed(self), bias)
+        if len(x) <= MAX_TILE_ROWS:
+            return kernels.tile_products(x, packed(self), bias)
+        out, values = x.new_empty(len(x), self.shape[0]), self.new_values(x.dtype)
+        for start in range(0, self.shape[0], len(values)):
+            end = min(start + len(values), self.shape[0])
+            part = kernels.unpack(packed(self), start, values[: end - start])
+            out[:, start:end] = F.linear(x, part, None if bias is None else bias[start:end])
+        return out
+
+    def new_values(self, dtype: torch.dtype) -> torch.Tensor:
+        """Memory for the values of some rows, as many as are unpacked at a time."""
+        num_rows = _UNPACKED_BYTES // (self.shape[1] * dtype.itemsize)
+        return torch.empty(min(num_rows, self.shape[0]), self.shape[1], dtype=dtype, device=self.codes.device)
+
+    def gate_up(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """silu(first half) * second half of the product. Hot: once per layer."""
+        from nanovllm.kernels import fused
+        from nanovllm.kernels import packed_linear as kernels
+
+        if len(x) <= MAX_ROW_PRODUCTS:
+            return kernels.row_products(x, packed(self), bias, gated=True)
+        return fused.silu_and_mul(self.linear(x, bias))
+
+
+class PackedRows:
+    """Rows start to end - 1 of a packed weight, which the loader fills."""
+
+    def __init__(self, weight: PackedWeight, start: int, end: int) -> None:
+        self._weight, self._start, self._end = weight, start, end
+        self.device = weight.codes.device
+
+    def __getitem__(self, rows: slice) -> "PackedRows":
+        start, end, _ = rows.indices(self._end - self._start)
+        return PackedRows(self._weight, self._start + start, self._start + end)
+
+    def store(self, given: QuantizedWeight, where: str) -> None:
+        """Raises CheckpointError, which names `where`, for groups that are not contiguous, and for scales of several
+        types.
+        """
+        weight, rows = self._weight, slice(self._start, self._end)
+        of_groups = given.groups.view(-1, weight.group_size)
+        if not (of_groups == of_groups[:, :1]).all():
+            raise CheckpointError(
+                f"{where} has columns in another order (desc_act), which is supported on a CPU only; use a checkpoint "
+                "with desc_act=false, or device='cpu'"
+            )
+        columns, step = of_groups[:, 0], weight.scale_rows
+        scale_rows = slice(self._start // step, self._end // step)
+        if given.zeros is None:
+            weight.codes[rows] = given.codes.to(self.device)
+        else:
+            codes = given.codes if weight.bits == 8 else pack_nibbles(given.codes)
+            weight.codes[rows] = codes.to(self.device)
+            assert weight.zeros is not None, "integers have zeros"
+            weight.zeros[scale_rows] = given.zeros[::step][:, columns].to(self.device, torch.uint8)
+            weight.choose_scales(given.scales.dtype, where)
+        weight.scales[scale_rows] = given.scales[::step][:, columns].to(self.device)
+
+
+def _buffer(*shape: int, dtype: torch.dtype, device: torch.device | None = None) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+
+
+def packed(weight: nn.Parameter | PackedWeight) -> "Packed":
+    """A weight as the kernels take it. Hot."""
+    from nanovllm.kernels.packed_linear import Packed
+
+    if isinstance(weight, PackedWeight):
+        return Packed(weight.codes, weight.scales, weight.zeros, weight.scale_rows, weight.group_size)
+    return Packed(weight)
+
+
+def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
+    """uint8 [n, K] below 16 -> [n, K / 2]. Of each 128 columns the first 64 are in the low halves of bytes."""
+    low, high = codes.view(len(codes), -1, 2, 64).unbind(2)
+    return (low | high << 4).flatten(1)

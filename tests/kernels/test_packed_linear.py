@@ -1,0 +1,190 @@
+"""Products with packed weights: in Triton's interpreter on a CPU, and on a GPU at real sizes.
+
+The reference is the product in fp64 with the values that the codes, scales and zeros stand for.
+"""
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from interpreter import INTERPRETED, needs_triton, on_device
+
+from nanovllm.checkpoint.quantization import QUANTIZATIONS, Quantization
+from nanovllm.errors import CheckpointError, ConfigError
+from nanovllm.layers.packed_weight import PackedWeight, pack_nibbles
+from nanovllm.models.quantized import quantize
+
+pytestmark = needs_triton
+DTYPE = torch.float16 if INTERPRETED else torch.bfloat16  # the interpreter truncates to bf16 where a GPU rounds
+SIZES = [(6, 256), (17, 128)] if INTERPRETED else [(6, 256), (1024, 4096), (4100, 1536)]
+KINDS = ("dense", "int4", "int4 without zeros", "int8", "e4m3", "e4m3 in blocks")
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> Iterator[None]:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        yield
+
+
+def make_weight(kind: str, num_rows: int, size: int, group: int, device: str):  # type: ignore[no-untyped-def]
+    """A packed weight and its values in fp64; outputs are near 1."""
+    from nanovllm.kernels.packed_linear import Packed
+
+    if kind == "dense":
+        values = (torch.randn(num_rows, size) / size**0.5).to(DTYPE)
+        return Packed(values.to(device)), values.double().to(device)
+    if "e4m3" in kind:
+        codes = torch.randn(num_rows, size).to(torch.float8_e4m3fn)
+        codes.view(torch.uint8)[0, :8] = torch.arange(8, dtype=torch.uint8) + 0x80  # subnormal, and -0
+        scale_rows = 2 if "blocks" in kind and num_rows % 2 == 0 else 1
+        scales = torch.rand(num_rows // scale_rows, size // group) / size**0.5
+        values = codes.double() * scales.double().repeat_interleave(group, 1).repeat_interleave(scale_rows, 0)
+        return Packed(codes.to(device), scales.to(device), None, scale_rows, group), values.to(device)
+    most = 16 if "int4" in kind else 256
+    codes = torch.randint(most, (num_rows, size), dtype=torch.uint8)
+    scales = (torch.rand(num_rows, size // group) * 4 / most / size**0.5).half()
+    zeros = torch.randint(most, (num_rows, size // group), dtype=torch.uint8)
+    if "without" in kind:
+        zeros.zero_()
+    values = codes.double() - zeros.double().repeat_interleave(group, 1)
+    values *= scales.double().repeat_interleave(group, 1)
+    packed = codes if most == 256 else pack_nibbles(codes)
+    given_zeros = None if "without" in kind else zeros.to(device)
+    return Packed(packed.to(device), scales.to(device), given_zeros, 1, group), values.to(device)
+
+
+def assert_close(got: torch.Tensor, x: torch.Tensor, values: torch.Tensor, exact: torch.Tensor) -> None:
+    """Error at most twice that of a product with the values in the dtype of x, or two roundings of the result."""
+    plain = F.linear(x, values.to(x.dtype)) if exact.shape == (len(x), len(values)) else exact.to(x.dtype)
+    rounding = torch.finfo(x.dtype).eps * exact.abs().max().item()
+    error, plain_error = ((y.double() - exact).abs().max().item() for y in (got, plain))
+    assert got.dtype == x.dtype and got.shape == exact.shape
+    assert error <= max(2 * plain_error, 2 * rounding), f"{error:.2e}, plain {plain_error:.2e}, {rounding:.2e}"
+
+
+@on_device
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("num_rows", "size"), SIZES)
+def test_products_with_any_number_of_rows(device: str, kind: str, num_rows: int, size: int) -> None:
+    """One row, several, more than a tile, and the values themselves; groups of 32, 64 and 128 columns and of all."""
+    from nanovllm.kernels import packed_linear as kernels
+
+    for group in (32, 64, 128, size):
+        weight, values = make_weight(kind, num_rows, size, group, device)
+        bias = torch.randn(num_rows, device=device).to(DTYPE) if group == 64 else None
+        exact_bias = 0.0 if bias is None else bias.double()
+        for num_inputs in (1, 3):
+            x = torch.randn(num_inputs, size + 16, device=device).to(DTYPE)[:, :size]
+            exact = F.linear(x.double(), values) + exact_bias
+            assert_close(kernels.row_products(x, weight, bias), x, values, exact)
+        x = torch.randn(19, size, device=device).to(DTYPE)
+        exact = F.linear(x.double(), values) + exact_bias
+        assert_close(kernels.tile_products(x, weight, bias, block_n=16), x, values, exact)
+        if kind != "dense":
+            some = torch.empty(min(5, num_rows), size, dtype=torch.float32, device=device)
+            torch.testing.assert_close(kernels.unpack(weight, 1, some).double(), values[1 : 1 + len(some)])
+        if kind == "dense":
+            break
+
+
+@on_device
+@pytest.mark.parametrize("kind", KINDS)
+def test_gated_products(device: str, kind: str) -> None:
+    from nanovllm.kernels import packed_linear as kernels
+
+    weight, values = make_weight(kind, 10, 256, 128, device)
+    bias = torch.randn(10, device=device).to(DTYPE)
+    for block_n, given in itertools.product((1, 4), (None, bias)):
+        x = torch.randn(2, 256, device=device).to(DTYPE)
+        gate, up = (F.linear(x.double(), values) + (0.0 if given is None else given.double())).chunk(2, dim=-1)
+        got = kernels.row_products(x, weight, given, gated=True, block_n=block_n)
+        assert_close(got, x, values, F.silu(gate) * up)
+
+
+@on_device
+@pytest.mark.parametrize("kind", KINDS)
+def test_products_with_the_chosen_experts(device: str, kind: str) -> None:
+    """Any routing: all rows to one expert, an expert without rows, and rows that share some."""
+    from nanovllm.kernels import packed_linear as kernels
+
+    num_experts, num_rows, size = (5, 6, 128) if INTERPRETED else (5, 200, 1024)
+    weight, values = make_weight(kind, num_experts * num_rows, size, 64, device)
+    by_expert = values.view(num_experts, num_rows, size)
+    choices = [torch.zeros(5, 1), torch.rand(4, 5).argsort(1)[:, :3], torch.rand(20, 5).argsort(1)[:, :2]]
+    for chosen in choices:
+        experts = chosen.long().contiguous().to(device)
+        num_inputs, num_chosen = experts.shape
+        x = torch.randn(num_inputs, size, device=device).to(DTYPE)
+        exact = torch.einsum("mk,mcnk->mcn", x.double(), by_expert[experts])
+        got = kernels.row_products(x, weight, experts=experts, num_experts=num_experts)
+        assert_close(got, x, values, exact)
+        routing = kernels.route(experts, num_experts, 16)
+        num_pairs = num_inputs * num_chosen
+        tiles = kernels.tile_products(x, weight, routing=routing, block_n=16)
+        assert_close(tiles.view(exact.shape), x, values, exact)
+        factors = torch.rand(num_pairs, device=device)
+        one_each = x.repeat_interleave(num_chosen, 0)  # as in the second product of an MLP
+        tiles = kernels.tile_products(one_each, weight, routing=routing, factors=factors, block_n=16)
+        assert_close(tiles.view(exact.shape), x, values, exact * factors.view(num_inputs, num_chosen, 1).double())
+
+
+@on_device
+def test_no_rows(device: str) -> None:
+    from nanovllm.kernels import packed_linear as kernels
+
+    weight, _ = make_weight("int4", 6, 128, 128, device)
+    x = torch.empty(0, 128, device=device, dtype=DTYPE)
+    assert kernels.row_products(x, weight).shape == kernels.tile_products(x, weight).shape == (0, 6)
+
+
+FORMATS = {
+    **QUANTIZATIONS,
+    "fp8 blocks": Quantization(method="fp8", bits=8, is_float=True, block=(128, 128)),
+    "fp8 tensor": Quantization(method="fp8", bits=8, is_float=True, block=(0, 0)),
+    "8 bits": Quantization(method="gptq", bits=8, block=(1, 32)),
+    "whole rows": Quantization(method="awq", bits=4, block=(1, 0)),
+}
+
+
+@on_device
+@pytest.mark.parametrize("name", FORMATS)
+def test_packed_weight_has_the_values_that_were_stored(device: str, name: str) -> None:
+    """Three parts, each in two pieces, of a weight whose columns are the second half of those of the checkpoint."""
+    from nanovllm.kernels import packed_linear as kernels
+    from nanovllm.layers.packed_weight import packed
+
+    sizes = (32, 16, 16) if INTERPRETED and "blocks" not in name else (256, 128, 128)
+    weight, start, values = PackedWeight(sizes, 128, FORMATS[name]).to(device), 0, []
+    for size in sizes:
+        given = quantize(torch.randn(size, 256) / 16, FORMATS[name])
+        for rows in (slice(0, size // 2), slice(size // 2, size)):
+            rows = slice(0, size) if "blocks" in name else rows
+            weight.rows(start, start + size)[rows].store(given.part(rows, slice(128, 256)), "this one")
+        values.append(torch.empty(size, 128))
+        given.part(slice(None), slice(128, 256)).copy_values(values[-1])
+        start += size
+    expected = torch.cat(values).to(device)
+    got = kernels.unpack(packed(weight), 0, torch.empty_like(expected))
+    torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-7)
+    for num_inputs in (1, 3, 600) if not INTERPRETED else (1, 3):
+        x = torch.randn(num_inputs, 128, device=device).to(DTYPE)
+        assert_close(weight.linear(x, None), x, expected.double(), F.linear(x.double(), expected.double()))
+        gate, up = F.linear(x.double(), expected.double()).chunk(2, dim=-1)
+        assert_close(weight.gate_up(x, None), x, expected.double(), F.silu(gate) * up)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="needs no kernel")
+def test_weights_that_cannot_be_packed_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"192 columns on each rank, in groups of 64; .* multiple of 128"):
+        PackedWeight([16], 192, QUANTIZATIONS["int4"])
+    weight = PackedWeight([16], 256, QUANTIZATIONS["int4"])
+    given = quantize(torch.randn(16, 256), QUANTIZATIONS["int4"])
+    with pytest.raises(CheckpointError, match=r"^here has columns in another order \(desc_act\)"):
+        weight.rows(0, 16).store(given._replace(groups=given.groups.roll(1)), "here")
+    weight.rows(0, 8).store(given.part(slice(0, 8), slice(None)), "here")
+    other = given.part(slice(8, 16), slice(None))
+    with pytest.raises(CheckpointError, match=r"^there has scales in torch.float16, but .* torch.bfloat16"):
+        weight.rows(8, 16).store(other._replace(scales=other.scales.half()), "there")
