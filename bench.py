@@ -106,6 +106,7 @@ def main() -> None:
     llm = LLM(
         model_of_length(args.model, args.max_model_len),
         load_format=args.load_format,
+        quantization=args.quantization,
         tensor_parallel_size=args.tp,
         attn_backend=args.backend,
         **size_options(args),

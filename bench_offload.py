@@ -49,6 +49,7 @@ def make_llm(args: argparse.Namespace, max_model_len: int, **options: Any) -> LL
     return LLM(
         model_of_length(args.model, max_model_len),
         load_format=args.load_format,
+        quantization=args.quantization,
         max_model_len=max_model_len,
         max_num_seqs=max(8, args.batch),
         tensor_parallel_size=args.tp,

@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE", help="also write the last line to FILE")
     args = parser.parse_args()
     result = run_options(args) | versions() | {"gpu": torch.cuda.get_device_name()}
-    with LLM(args.model, load_format=args.load_format, max_model_len=4096) as llm:
+    with LLM(args.model, load_format=args.load_format, quantization=args.quantization, max_model_len=4096) as llm:
         for batch in BATCHES:
             result |= compare(llm, batch, args.runs)
     report(result, args.json)

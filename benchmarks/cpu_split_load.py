@@ -179,6 +179,7 @@ def make_llm(args: argparse.Namespace, **options: Any) -> LLM:
     return LLM(
         model_of_length(args.model, args.max_model_len),
         load_format=args.load_format,
+        quantization=args.quantization,
         max_model_len=args.max_model_len,
         max_num_seqs=max(8, args.batch),
         tensor_parallel_size=args.tp,

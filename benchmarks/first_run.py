@@ -38,7 +38,7 @@ def main() -> None:
     from nanovllm import LLM, SamplingParams
 
     imported_s = seconds_since_process_start()
-    llm = LLM(args.model, load_format=args.load_format)
+    llm = LLM(args.model, load_format=args.load_format, quantization=args.quantization)
     ready_s = seconds_since_process_start()
     llm.generate([[1, 2, 3]], SamplingParams(max_tokens=1), use_tqdm=False)
     first_token_s = seconds_since_process_start()

@@ -52,7 +52,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 def arguments(model: str, **options: Any) -> argparse.Namespace:
     defaults: dict[str, Any] = {"load_format": "auto", "tp": 1, "backend": "auto", "batch": 1, "runs": 2}
     defaults |= {"block_size": BLOCK, "num_gpu_blocks": 3, "decode_tokens": 8, "one_prompt": False}
-    return argparse.Namespace(**({"model": model, "cpu_memory_gb": None} | defaults | options))
+    return argparse.Namespace(**({"model": model, "cpu_memory_gb": None, "quantization": None} | defaults | options))
 
 
 @pytest.mark.usefixtures("made")

@@ -6,6 +6,7 @@ Every rank reads only its own slices.
 import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +31,34 @@ _DUMMY_ROWS = 8192  # rows drawn at a time, to limit the memory needed in additi
 
 
 def build_model(
-    config: ModelConfig, tp: TPGroup, *, max_model_len: int, dtype: torch.dtype, device: torch.device | str
+    config: ModelConfig,
+    tp: TPGroup,
+    *,
+    max_model_len: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    directory: Path | None = None,
 ) -> CausalLM:
     """Allocate this rank's part of the model on `device` in `dtype`. `load_weights` fills it.
 
-    max_model_len: tokens of the longest sequence. Raises ConfigError if the heads or the MLP's features are not
-    divisible by the number of ranks.
+    max_model_len: tokens of the longest sequence. directory: where the weights are, which tells what a quantized
+    checkpoint leaves unquantized. Raises ConfigError if the heads or the MLP's features are not divisible by the number
+    of ranks.
     """
+    quantization = config.quantization
+    if quantization is not None and directory is not None and not quantization.is_online:
+        ignored = (*quantization.ignored, *_unquantized_layers(directory))
+        config = replace(config, quantization=replace(quantization, ignored=ignored))
     with torch.device(device):
         return CausalLM(config, tp, max_model_len=max_model_len, dtype=dtype)
+
+
+def _unquantized_layers(directory: Path) -> list[str]:
+    """The layers whose weights a checkpoint has as they are."""
+    with ExitStack() as files:
+        stored = _open(weight_files(directory), files)
+        weights = [tensor for tensor in stored.values() if tensor.name.endswith(".weight")]
+        return [tensor.name.removesuffix(".weight") for tensor in weights if tensor.dtype in _FLOAT_DTYPES]
 
 
 def load_weights(
@@ -150,12 +170,8 @@ def _fill(
             rows = slice(first, min(first + _QUANTIZED_ROWS, end))
             weight = quantize(source.read(rows, slice(None)), shard.quantization).part(slice(None), shard.index[1])
             _store(weight, shard.target[rows.start - start : rows.stop - start], source.where)
-    elif isinstance(shard.target, PackedRows):
-        raise CheckpointError(
-            f"{source.where} is not quantized, but quantization_config does not list its layer among those that are "
-            "not; correct config.json, or use device='cpu'"
-        )
     else:
+        assert isinstance(shard.target, torch.Tensor), f"{name} is not quantized, but its layer is packed"
         shard.target.copy_(source.read(*shard.index))
     return [name]
 

@@ -72,7 +72,15 @@ class ModelRunner:
             config.attn_backend, device, self.dtype, model_config.head_dim, enforce_eager=config.enforce_eager
         )
         self.max_model_len = max_model_len(config, model_config)
-        self.model = build_model(model_config, tp, max_model_len=self.max_model_len, dtype=self.dtype, device=device)
+        is_read = config.load_format != "dummy"
+        self.model = build_model(
+            model_config,
+            tp,
+            max_model_len=self.max_model_len,
+            dtype=self.dtype,
+            device=device,
+            directory=directory if is_read else None,
+        )
         load_weights(
             self.model, directory, load_format=config.load_format, seed=config.seed, show_progress=tp.rank == 0
         )

@@ -11,7 +11,7 @@ from dense_model import load_model, random_prompt, run_logits
 from quantized_models import FORMATS, SKIPPED, write_quantized
 from safetensors.torch import load_file, save_file
 from thread_ranks import run_ranks
-from tiny_models import reference_model, write_tiny_model
+from tiny_models import EXPERTS, reference_model, write_tiny_model
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.checkpoint.quantization import QUANTIZATIONS, parse_quantization
@@ -25,7 +25,8 @@ Q_PROJ = "model.layers.0.self_attn.q_proj"
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("plain")
-    return write_tiny_model(directory, "qwen2", hidden_size=128, intermediate_size=256, num_heads=8, num_kv_heads=4)
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_heads": 8, "num_kv_heads": 4}
+    return write_tiny_model(directory, "qwen2", max_position_embeddings=1024, **sizes)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -58,14 +59,51 @@ def test_experts_are_quantized_too(tmp_path: Path, name: str) -> None:
     torch.testing.assert_close(first, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["fp8 blocks", "packed 4", "gptq 8 order"])
-def test_engine_gives_the_tokens_of_the_values(tmp_path: Path, plain: Path, name: str) -> None:
+ON_GPU = [name for name in FORMATS if name not in ("fp8 small blocks", "gptq 8 order")]
+
+
+@pytest.mark.parametrize(
+    ("name", "device"),
+    [("fp8 blocks", "cpu"), ("packed 4", "cpu"), ("gptq 8 order", "cpu")]
+    + [pytest.param(name, "cuda", marks=pytest.mark.gpu) for name in ON_GPU],
+)
+def test_engine_gives_the_tokens_of_the_values(tmp_path: Path, plain: Path, name: str, device: str) -> None:
+    """Several prompts and one, so that a GPU multiplies the packed weights by many rows, by some and by one."""
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
-    answers = [
-        LLM(str(path), device="cpu", num_kvcache_blocks=4).generate([PROMPT], params, use_tqdm=False)
-        for path in write_quantized(plain, tmp_path, name)
-    ]
-    assert answers[0][0]["token_ids"] == answers[1][0]["token_ids"]
+    prompts = [random_prompt(n, seed=n) for n in (700, 40, 3)]
+    answers = []
+    for path in write_quantized(plain, tmp_path, name):
+        with LLM(str(path), device=device, dtype="float32", max_model_len=1024, num_kvcache_blocks=16) as llm:
+            outputs = llm.generate(prompts, params, use_tqdm=False) + llm.generate([PROMPT], params, use_tqdm=False)
+            answers.append([output["token_ids"] for output in outputs])
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["fp8 small blocks", "gptq 8 order"])
+def test_formats_that_a_gpu_cannot_keep_packed_are_refused_by_name(tmp_path: Path, plain: Path, name: str) -> None:
+    quantized, _ = write_quantized(plain, tmp_path, name)
+    with pytest.raises((ConfigError, CheckpointError), match=r"groups of 8; .*device='cpu'|another order \(desc_act\)"):
+        LLM(str(quantized), device="cuda", num_kvcache_blocks=4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("quantization", ["fp8", "int4"])
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("offload", [{}, {"enable_cpu_offload": True, "num_gpu_blocks": 3, "kvcache_block_size": 256}])
+def test_gpu_and_cpu_give_the_same_tokens_when_weights_are_quantized_while_loading(
+    tmp_path: Path, architecture: str, quantization: str, offload: dict[str, Any]
+) -> None:
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64, "max_position_embeddings": 2048}
+    experts = EXPERTS | {"moe_intermediate_size": 128}
+    plain = write_tiny_model(tmp_path, architecture, experts=experts, **sizes)  # type: ignore[arg-type]
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    answers = []
+    for device in ("cuda", "cpu"):
+        with LLM(str(plain), device=device, quantization=quantization, dtype="float32", **offload) as llm:
+            outputs = llm.generate([random_prompt(n, seed=n) for n in (1300, 40, 3)], params, use_tqdm=False)
+            answers.append([output["token_ids"] for output in outputs])
+    assert answers[0] == answers[1]
 
 
 def test_checkpoint_of_compressed_tensors_has_the_values_that_the_library_computes(tmp_path: Path, plain: Path) -> None:
