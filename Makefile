@@ -3,7 +3,6 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-COMPILED_FROM := $(wildcard nanovllm/cpu_attention/source/*) nanovllm/cpu_attention/build.py
 
 PROCESSES := $(if $(wildcard /dev/nvidia0),,-n 2 --dist worksteal)
 
@@ -73,7 +72,7 @@ fuzz: $(INSTALLED)
 bench-gpu: $(if $(filter file,$(origin PYTHON)),$(INSTALLED))
 	$(if $(filter file,$(origin PYTHON)),$(BIN)/python,$(PYTHON)) -m benchmarks.run_all $(ARGS)
 
-$(INSTALLED): pyproject.toml constraints.txt hatch_build.py $(COMPILED_FROM)
+$(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
