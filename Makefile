@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 
 PROCESSES := $(if $(wildcard /dev/nvidia0),,-n 2 --dist worksteal)
 
-.PHONY: demo test test-all browser test-browser ray test-ray check format docs bench-micro bench-serve bench-gpu soak eval fuzz
+.PHONY: demo test test-all browser test-browser ray test-ray package check format docs bench-micro bench-serve bench-gpu soak eval fuzz
 
 demo: $(INSTALLED)
 	$(BIN)/nanovllm demo
@@ -33,6 +33,11 @@ ray: $(INSTALLED)
 
 test-ray: $(INSTALLED)
 	$(BIN)/python -m pytest -m ray tests/cluster
+
+# The sdist and the wheel in dist/, checked and used in an environment of their own, and the container's files
+package: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,package]'
+	$(BIN)/python tests/package/check_package.py
 
 check: $(INSTALLED)
 	$(BIN)/ruff format --check .

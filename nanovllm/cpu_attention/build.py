@@ -18,6 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+from nanovllm.utils.user_cache import user_cache
+
 SOURCES = Path(__file__).parent / "source"
 MAIN_SOURCE = SOURCES / "attention.cpp"  # includes the others
 FLAGS = ("-O3", "-std=c++20", "-shared", "-fPIC", "-pthread")
@@ -54,8 +56,7 @@ def library_path(variant: InstructionSet) -> Path:
     key = hashlib.sha256(" ".join((*FLAGS, *variant.compile_flags)).encode())
     for source in sorted(SOURCES.iterdir()):
         key.update(source.read_bytes())
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    return cache / "nanovllm" / f"attention_{variant.name}_{key.hexdigest()[:16]}.so"
+    return user_cache() / f"attention_{variant.name}_{key.hexdigest()[:16]}.so"
 
 
 def cpu_flags() -> set[str]:
