@@ -51,6 +51,7 @@ format: $(INSTALLED)
 
 docs: $(INSTALLED)
 	$(BIN)/python -m nanovllm.cli.flags docs/options.md
+	$(BIN)/python tests/package/recipes.py
 
 bench-micro: $(INSTALLED)
 	$(BIN)/python -m pytest benchmarks/micro --benchmark-only
