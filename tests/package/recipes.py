@@ -22,7 +22,8 @@ def plan_output(arguments: str) -> str:
     with redirect_stdout(out):
         status = cli.main(shlex.split(arguments.replace("\\\n", " ")))
     assert status == 0, f"nanovllm {arguments} ends with status {status}"
-    return "".join(f"{line}\n" for line in out.getvalue().splitlines() if line.startswith(tuple(f"  {x} " for x in SHOWN)))
+    begins = tuple(f"  {label} " for label in SHOWN)
+    return "".join(line for line in out.getvalue().splitlines(keepends=True) if line.startswith(begins))
 
 
 def write_outputs(text: str) -> str:
