@@ -7,6 +7,7 @@ Also checks the Containerfile (hadolint) and compose.yaml (the schema of the Com
 import json
 import os
 import re
+import shlex
 import shutil
 import socket
 import subprocess
@@ -15,7 +16,7 @@ import tarfile
 import tempfile
 import time
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from urllib.request import urlopen
 
@@ -60,48 +61,49 @@ def check_sdist_files(sdist: Path) -> None:
     assert not extra, f"not in git: {extra}"
 
 
-def run(command: Sequence[str | Path], **options: object) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(command, capture_output=True, text=True, **options)  # type: ignore[call-overload]
+def run(
+    command: Sequence[str | Path], cwd: Path, env: Mapping[str, str] = os.environ
+) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True)
     assert done.returncode == 0, f"{command} ended with {done.returncode}:\n{done.stdout}{done.stderr}"
     return done
 
 
-def use(bin_folder: Path, folder: Path) -> None:
-    """Run the installed commands in an empty folder, with an empty cache."""
-    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    environment["XDG_CACHE_HOME"] = str(folder / "cache")
+def check_commands(bin_folder: Path, folder: Path, environment: Mapping[str, str]) -> None:
+    """The command line works in an empty folder. The first engine compiles a kernel; the next has no compiler."""
     nanovllm = bin_folder / "nanovllm"
-    assert run([nanovllm, "--version"], cwd=folder, env=environment).stdout.strip() == f"nanovllm {__version__}"
-    plan = run([nanovllm, "plan", "--model", "qwen3-0.6b", "--gpu", "RTX 4090"], cwd=folder, env=environment).stdout
+    assert run([nanovllm, "--version"], folder, environment).stdout.strip() == f"nanovllm {__version__}"
+    plan = run([nanovllm, "plan", "--model", "qwen3-0.6b", "--gpu", "RTX 4090"], folder, environment).stdout
     assert plan.startswith("plan for 1 x 40,960 tokens of qwen3-0.6b on RTX 4090"), plan
 
-    # The first engine compiles a kernel, if there is one for this processor. The next has no compiler.
     is_runnable = any(not build.missing_flags(variant, build.cpu_flags()) for variant in build.INSTRUCTION_SETS)
-    for compiler, cache in ((None, "cache"), ("/nonexistent/c++", "other")):
-        variables = environment | {"XDG_CACHE_HOME": str(folder / cache)} | ({"CXX": compiler} if compiler else {})
-        answer = run([nanovllm, *GENERATE], cwd=folder, env=variables)
+    for compiler, cache in ((build.find_compiler(), "first"), (["/nonexistent/c++"], "second")):
+        variables = {"XDG_CACHE_HOME": str(folder / cache), "CXX": shlex.join(compiler or [])}
+        answer = run([nanovllm, *GENERATE], folder, {**environment, **variables})
         assert answer.stdout == " 4711\n", answer
-        has_compiled = is_runnable and compiler is None and build.find_compiler() is not None
-        assert len([*(folder / cache / "nanovllm").glob("*.so")]) == has_compiled
-        assert answer.stderr.count("there is no C++ compiler") == (is_runnable and not has_compiled), answer.stderr
+        compiles = is_runnable and compiler is not None and cache == "first"
+        assert len([*(folder / cache / "nanovllm").glob("*.so")]) == compiles, answer.stderr
+        assert answer.stderr.count("there is no C++ compiler") == (is_runnable and not compiles), answer.stderr
 
+
+def check_server(bin_folder: Path, folder: Path, environment: Mapping[str, str]) -> None:
+    """The server has its page, and the container's health check notices when it is ready."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    found = re.search(r"^HEALTHCHECK .*?CMD (\[.*\])$", CONTAINERFILE, re.MULTILINE)
-    assert found is not None
-    command = [text.replace("127.0.0.1:8000", address) for text in json.loads(found[1])]
-    serve = [nanovllm, "serve", "--model", "demo", "--port", address.partition(":")[2], "--max-model-len", "1024"]
+    (health_check,) = re.findall(r"^HEALTHCHECK .*?CMD (\[.*\])$", CONTAINERFILE, re.MULTILINE)
+    ask, *arguments = [text.replace("127.0.0.1:8000", address) for text in json.loads(health_check)]
+    serve = [bin_folder / "nanovllm", "serve", "--model", "demo", "--port", address.partition(":")[2]]
+    deadline = time.monotonic() + 120
     with subprocess.Popen(serve, cwd=folder, env=environment, stderr=subprocess.DEVNULL) as server:
         try:
-            while subprocess.run([bin_folder / command[0], *command[1:]], stderr=subprocess.DEVNULL).returncode:
-                assert server.poll() is None, "the server has ended"
+            while subprocess.run([bin_folder / ask, *arguments], stderr=subprocess.DEVNULL).returncode:
+                assert server.poll() is None and time.monotonic() < deadline, "the server is not ready"
                 time.sleep(0.5)
-            page = urlopen(f"http://{address}/", timeout=10).read()
-            assert b"<title>" in page
+            assert b"<title>" in urlopen(f"http://{address}/", timeout=10).read()
         finally:
             server.terminate()
-    assert server.returncode == 0
+    assert server.returncode == 0, server.returncode
 
 
 def main() -> None:
@@ -111,11 +113,11 @@ def main() -> None:
         print(f"{time.monotonic() - started:4.0f} s  {what}", flush=True)
 
     tools = Path(sys.executable).parent
-    run([tools / "hadolint", "Containerfile"], cwd=ROOT)
-    run([tools / "check-jsonschema", "--builtin-schema", "vendor.compose-spec", "compose.yaml"], cwd=ROOT)
+    run([tools / "hadolint", "Containerfile"], ROOT)
+    run([tools / "check-jsonschema", "--builtin-schema", "vendor.compose-spec", "compose.yaml"], ROOT)
     say("Containerfile and compose.yaml are well-formed")
     shutil.rmtree(DIST, ignore_errors=True)
-    run([sys.executable, "-m", "build", "--sdist", "--outdir", DIST, ROOT])
+    run([sys.executable, "-m", "build", "--sdist", "--outdir", DIST], ROOT)
     (sdist,) = DIST.iterdir()
     check_sdist_files(sdist)
     say(sdist.name)
@@ -125,15 +127,19 @@ def main() -> None:
             archive.extractall(folder)
         (install,) = re.findall(r"^RUN (.*\$VENV.*)", CONTAINERFILE, re.MULTILINE)
         variables = os.environ | {"DIST": str(folder / "dist"), "VENV": str(folder / "venv")}
-        run(["sh", "-c", install], cwd=folder / sdist.name.removesuffix(".tar.gz"), env=variables)
+        run(["sh", "-c", install], folder / sdist.name.removesuffix(".tar.gz"), variables)
         (wheel,) = (folder / "dist").iterdir()
         check_wheel_files(wheel)
         shutil.copy(wheel, DIST)
-        run([sys.executable, "-m", "twine", "check", "--strict", *DIST.iterdir()])
-        run([folder / "venv" / "bin" / "pip", "check"])
+        run([sys.executable, "-m", "twine", "check", "--strict", *DIST.iterdir()], ROOT)
+        bin_folder, empty = folder / "venv" / "bin", folder / "empty"
+        run([bin_folder / "pip", "check"], folder)
         say(f"{wheel.name}, installed")
-        (folder / "empty").mkdir()
-        use(folder / "venv" / "bin", folder / "empty")
+        empty.mkdir()
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        environment["XDG_CACHE_HOME"] = str(empty / "first")
+        check_commands(bin_folder, empty, environment)
+        check_server(bin_folder, empty, environment)
     say("version, plan, generate and serve work")
 
 
