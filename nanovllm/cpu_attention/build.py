@@ -7,6 +7,7 @@ variants are for x86-64. On other processors, without AVX2, or without a compile
 """
 
 import hashlib
+import logging
 import os
 import platform
 import shlex
@@ -26,6 +27,8 @@ FLAGS = ("-O3", "-std=c++20", "-shared", "-fPIC", "-pthread")
 COMPILERS = ("c++", "g++", "clang++")
 CPUINFO = Path("/proc/cpuinfo")
 BUILD_COMMAND = "python -m nanovllm.cpu_attention.build"
+
+logger = logging.getLogger("nanovllm")
 
 
 class InstructionSet(NamedTuple):
@@ -86,6 +89,7 @@ def compile_variant(variant: InstructionSet) -> str | None:
         wanted = os.environ.get("CXX") or ", ".join(COMPILERS)
         return f"there is no C++ compiler ({wanted}); install one, such as the package g++, or name one in CXX"
     library = library_path(variant)
+    logger.info("attention on the CPU: compiling %s, once", library)
     try:
         library.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=library.parent) as folder:

@@ -54,10 +54,8 @@ class NotBuiltError(UnusableLibraryError):
 def load_library(variant: InstructionSet) -> ctypes.CDLL:
     """The variant's library, which is compiled first if the user's cache does not have it. Raises NotBuiltError."""
     path = build.library_path(variant)
-    if not path.exists():
-        logger.info("attention on the CPU: compiling %s, once", path)
-        if problem := build.compile_variant(variant):
-            raise NotBuiltError(problem)
+    if not path.exists() and (problem := build.compile_variant(variant)):
+        raise NotBuiltError(problem)
     try:
         library = ctypes.CDLL(str(path))
         for name, (result, arguments) in _SIGNATURES.items():
