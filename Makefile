@@ -3,11 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-COMPILED_FROM := $(wildcard nanovllm/cpu_attention/source/*) nanovllm/cpu_attention/build.py
 
 PROCESSES := $(if $(wildcard /dev/nvidia0),,-n 2 --dist worksteal)
 
-.PHONY: demo test test-all browser test-browser ray test-ray check format docs bench-micro bench-serve bench-gpu soak eval fuzz
+.PHONY: demo test test-all browser test-browser ray test-ray package check format docs bench-micro bench-serve bench-gpu soak eval fuzz
 
 demo: $(INSTALLED)
 	$(BIN)/nanovllm demo
@@ -35,6 +34,11 @@ ray: $(INSTALLED)
 test-ray: $(INSTALLED)
 	$(BIN)/python -m pytest -m ray tests/cluster
 
+# The sdist and the wheel in dist/, checked and used in an environment of their own, and the container's files
+package: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,package]'
+	$(BIN)/python tests/package/check_package.py
+
 check: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -47,6 +51,7 @@ format: $(INSTALLED)
 
 docs: $(INSTALLED)
 	$(BIN)/python -m nanovllm.cli.flags docs/options.md
+	$(BIN)/python tests/package/recipes.py
 
 bench-micro: $(INSTALLED)
 	$(BIN)/python -m pytest benchmarks/micro --benchmark-only
@@ -73,7 +78,7 @@ fuzz: $(INSTALLED)
 bench-gpu: $(if $(filter file,$(origin PYTHON)),$(INSTALLED))
 	$(if $(filter file,$(origin PYTHON)),$(BIN)/python,$(PYTHON)) -m benchmarks.run_all $(ARGS)
 
-$(INSTALLED): pyproject.toml constraints.txt hatch_build.py $(COMPILED_FROM)
+$(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@

@@ -5,8 +5,8 @@
     python benchmarks/bench_cpu_attention.py --mib 8 --runs 5    # small: does it run?
 
 A rate counts K and V read once. The bound is plain reading of the same memory by as many threads. Beside the link,
-another thread keeps copying pinned memory to the GPU, and the rate of those copies is given as well. Run
-`python -m nanovllm.cpu_attention.build` first in a source tree that was not installed. The last line is JSON.
+another thread keeps copying pinned memory to the GPU, and the rate of those copies is given as well. The last line is
+JSON.
 """
 
 import argparse

@@ -1,35 +1,40 @@
 """The variants of the compiled kernels: which this processor can run, and compiling source/attention.cpp for each.
 
-`python -m nanovllm.cpu_attention.build` puts the libraries beside this file. Installing the package does the same
-(hatch_build.py). Builds run where nothing else is installed, so this imports the standard library only. All variants
-are for x86-64. On other processors, without AVX2, or without a compiler the engine uses torch's kernel.
+A library is compiled when it is first needed (kernels.py) and kept in the user's cache, under a name that changes with
+the sources and the flags. `python -m nanovllm.cpu_attention.build` compiles all variants, for instance for an image
+that other machines run. It may run where nothing else is installed, so this imports the standard library only. All
+variants are for x86-64. On other processors, without AVX2, or without a compiler the engine uses torch's kernel.
 """
 
+import hashlib
+import logging
 import os
 import platform
 import shlex
 import shutil
 import subprocess
+import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-FOLDER = Path(__file__).parent
-SOURCES = FOLDER / "source"
+from nanovllm.utils.user_cache import user_cache
+
+SOURCES = Path(__file__).parent / "source"
 MAIN_SOURCE = SOURCES / "attention.cpp"  # includes the others
 FLAGS = ("-O3", "-std=c++20", "-shared", "-fPIC", "-pthread")
 COMPILERS = ("c++", "g++", "clang++")
 CPUINFO = Path("/proc/cpuinfo")
 BUILD_COMMAND = "python -m nanovllm.cpu_attention.build"
 
+logger = logging.getLogger("nanovllm")
+
 
 class InstructionSet(NamedTuple):
     name: str
     compile_flags: tuple[str, ...]
     cpu_flags: frozenset[str]  # as /proc/cpuinfo spells them
-
-    def library(self, folder: Path = FOLDER) -> Path:
-        return folder / f"_attention_{self.name}.so"
 
 
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
@@ -49,12 +54,12 @@ def missing_flags(variant: InstructionSet, cpu: set[str]) -> list[str]:
     return sorted(variant.cpu_flags - cpu)
 
 
-def source_hash(folder: Path = SOURCES) -> int:
-    """FNV-1a, 64 bits, of all sources in the order of their names. A library says what it was built from."""
-    value = 0xCBF29CE484222325
-    for byte in b"".join(source.read_bytes() for source in sorted(folder.iterdir())):
-        value = (value ^ byte) * 0x100000001B3 % 2**64
-    return value
+def library_path(variant: InstructionSet) -> Path:
+    """Path of the variant's library in the user's cache. It names what the library is made from: sources and flags."""
+    key = hashlib.sha256(" ".join((*FLAGS, *variant.compile_flags)).encode())
+    for source in sorted(SOURCES.iterdir()):
+        key.update(source.read_bytes())
+    return user_cache() / f"attention_{variant.name}_{key.hexdigest()[:16]}.so"
 
 
 def cpu_flags() -> set[str]:
@@ -77,37 +82,41 @@ def find_compiler() -> list[str] | None:
     return next(([name] for name in COMPILERS if shutil.which(name)), None)
 
 
-def compile_variant(compiler: list[str], variant: InstructionSet, folder: Path = FOLDER) -> str | None:
-    """Build one library. Returns None, or what went wrong, in which case no library is left."""
-    library = variant.library(folder)
-    unfinished = library.with_name(f"{library.name}.{os.getpid()}")
-    command = [*compiler, *FLAGS, *variant.compile_flags, f"-DSOURCE_HASH={source_hash():#x}ull", str(MAIN_SOURCE)]
-    done = subprocess.run([*command, "-o", str(unfinished)], capture_output=True, text=True, errors="replace")
-    if done.returncode:
-        unfinished.unlink(missing_ok=True)
-        library.unlink(missing_ok=True)  # an older one would belong to another source
-        errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
-        return errors[0].strip() if errors else f"exit status {done.returncode}"
-    unfinished.replace(library)  # processes that use the old one keep it
-    return None
-
-
-def build(folder: Path = FOLDER) -> list[Path]:
-    """Compile every variant, say what happened, and return the libraries."""
-    if not is_x86():
-        print(f"cpu attention: nothing to build for {platform.machine()}; torch's kernel will be used", flush=True)
-        return []
+def compile_variant(variant: InstructionSet) -> str | None:
+    """Compile one library into the cache. Returns None, or what went wrong and the remedy."""
     compiler = find_compiler()
     if compiler is None:
         wanted = os.environ.get("CXX") or ", ".join(COMPILERS)
-        print(f"cpu attention: no C++ compiler ({wanted}); nothing built, torch's kernel will be used", flush=True)
-        return []
+        return f"there is no C++ compiler ({wanted}); install one, such as the package g++, or name one in CXX"
+    library = library_path(variant)
+    logger.info("attention on the CPU: compiling %s, once", library)
+    try:
+        library.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+            unfinished = Path(folder) / library.name
+            command = [*compiler, *FLAGS, *variant.compile_flags, str(MAIN_SOURCE), "-o", str(unfinished)]
+            done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+            if done.returncode == 0:
+                unfinished.replace(library)  # atomic: others see all of it or nothing, or keep the old one
+                return None
+    except OSError as error:
+        return f"{variant.name} cannot be compiled: {error}; set XDG_CACHE_HOME to a folder that can be written"
+    errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
+    problem = errors[0].strip() if errors else f"exit status {done.returncode}"
+    return f"{variant.name} does not compile: {problem}; GCC 12 and newer compile it"
+
+
+def main() -> int:
+    """Compile every variant and say what happened. Returns 1 if none can be compiled."""
+    if not is_x86():
+        print(f"cpu attention: nothing to build for {platform.machine()}; torch's kernel will be used")
+        return 0
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        problems = list(pool.map(lambda variant: compile_variant(compiler, variant, folder), INSTRUCTION_SETS))
+        problems = list(pool.map(compile_variant, INSTRUCTION_SETS))
     for variant, problem in zip(INSTRUCTION_SETS, problems, strict=True):
-        print(f"cpu attention: {variant.name} {f'skipped: {problem}' if problem else 'built'}", flush=True)
-    return [variant.library(folder) for variant, problem in zip(INSTRUCTION_SETS, problems, strict=True) if not problem]
+        print(f"cpu attention: {problem or library_path(variant)}")
+    return int(all(problems))
 
 
 if __name__ == "__main__":
-    build()
+    sys.exit(main())

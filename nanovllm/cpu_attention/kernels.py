@@ -8,12 +8,11 @@ import logging
 import os
 import weakref
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
 from nanovllm.cpu_attention import build
-from nanovllm.cpu_attention.build import FOLDER, InstructionSet
+from nanovllm.cpu_attention.build import InstructionSet
 from nanovllm.cpu_attention.job import (
     DTYPE_CODES,
     MAX_QUEUED_JOBS,
@@ -34,7 +33,6 @@ _MAX_HEAD_DIM = 256
 _AWAKE_NS = 1_000_000  # how long threads stay awake after a piece of work; the next layer follows sooner than that
 
 _SIGNATURES = {
-    "nanovllm_source_hash": (ctypes.c_uint64, []),
     "nanovllm_open": (ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]),
     "nanovllm_close": (None, [ctypes.c_void_p]),
     "nanovllm_attend": (None, [ctypes.c_void_p, ctypes.POINTER(CJob), ctypes.c_int64]),
@@ -50,25 +48,21 @@ class UnusableLibraryError(RuntimeError):
 
 
 class NotBuiltError(UnusableLibraryError):
-    """A library is missing, was built from another source or cannot be loaded. Building it is the remedy."""
-
-    def __init__(self, problem: str) -> None:
-        super().__init__(f"{problem}; run {build.BUILD_COMMAND}")
-        self.problem = problem
+    """A library cannot be compiled or loaded here. The message has the remedy."""
 
 
-def load_library(path: Path) -> ctypes.CDLL:
-    if not path.exists():
-        raise NotBuiltError(f"{path.name} has not been built")
+def load_library(variant: InstructionSet) -> ctypes.CDLL:
+    """The variant's library, which is compiled first if the user's cache does not have it. Raises NotBuiltError."""
+    path = build.library_path(variant)
+    if not path.exists() and (problem := build.compile_variant(variant)):
+        raise NotBuiltError(problem)
     try:
         library = ctypes.CDLL(str(path))
         for name, (result, arguments) in _SIGNATURES.items():
             function = getattr(library, name)
             function.restype, function.argtypes = result, arguments
     except (OSError, AttributeError) as error:
-        raise NotBuiltError(f"{path.name} cannot be loaded: {error}") from error
-    if library.nanovllm_source_hash() != build.source_hash():
-        raise NotBuiltError(f"{path.name} was built from another source")
+        raise NotBuiltError(f"{path} cannot be loaded: {error}; run {build.BUILD_COMMAND}") from error
     return library
 
 
@@ -113,12 +107,11 @@ class CompiledKernel(CpuKernel):
         cpus: Sequence[int],
         is_pinned: bool = True,
         stays_awake: bool = True,
-        folder: Path = FOLDER,
     ) -> None:
         """Raises UnusableLibraryError. The processor must be able to run the variant: that has to be known before."""
         assert cpus, "a kernel needs at least one cpu"
         self.name, self.num_threads = variant.name, len(cpus)
-        self._engine = _Engine(load_library(variant.library(folder)), cpus, is_pinned, stays_awake)
+        self._engine = _Engine(load_library(variant), cpus, is_pinned, stays_awake)
 
     def attend(self, job: AttentionJob, layer: int) -> None:
         assert self._engine.is_open, "the kernel is closed"
@@ -193,7 +186,7 @@ def choose_kernel(
     others need the CPUs between two layers.
 
     Raises ConfigError if the kernel of this name cannot run here. `head_dim` and `dtype` are those of the KV cache.
-    Logs a warning if the choice would be better with another build.
+    Compiles the kernel if this has not happened yet, and logs a warning if a faster one cannot be compiled.
     """
     reasons = []
     not_built = []
@@ -204,13 +197,12 @@ def choose_kernel(
             except UnusableLibraryError as error:
                 reasons.append(str(error))
                 if isinstance(error, NotBuiltError):
-                    not_built.append(error.problem)
+                    not_built.append(str(error))
                 continue
             if not_built:
                 logger.warning(
-                    "attention on the CPU uses the %s kernel, although this processor can run a better one: %s; "
-                    "run %s, which needs a C++ compiler",
-                    *(kernel.name, ", ".join(not_built), build.BUILD_COMMAND),
+                    "attention on the CPU uses the %s kernel, although this processor can run a faster one: %s",
+                    *(kernel.name, not_built[0]),
                 )
             return kernel
     if not reasons:

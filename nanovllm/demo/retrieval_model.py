@@ -44,7 +44,6 @@ bfloat16 moves a score by less than 1.
 import json
 import logging
 import math
-import os
 import shutil
 import tempfile
 from itertools import product
@@ -56,6 +55,7 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from nanovllm.errors import CheckpointError, ConfigError
+from nanovllm.utils.user_cache import user_cache
 
 logger = logging.getLogger(__name__)
 
@@ -155,7 +155,7 @@ def build_retrieval_model(path: Path | None = None, *, dtype: str = "float32") -
     """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype={dtype!r} is unknown; choose one of {', '.join(DTYPES)}")
-    path = path or _cache_directory() / f"retrieval-v{VERSION}-{dtype}"
+    path = path or user_cache() / f"retrieval-v{VERSION}-{dtype}"
     if _is_built(path, dtype):
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -287,10 +287,6 @@ def _norm_weight(length_squared: int) -> torch.Tensor:
 def _block(block: int) -> slice:
     """The channels of a block of the residual stream."""
     return slice(block * CODE_DIM, (block + 1) * CODE_DIM)
-
-
-def _cache_directory() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nanovllm"
 
 
 def _is_built(path: Path, dtype: str) -> bool:

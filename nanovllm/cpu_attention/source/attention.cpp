@@ -1,7 +1,7 @@
 // Attention of a few query rows over keys that lie in CPU memory, with the log-sum-exp of the scores.
 //
 // This file, which includes all the others, is compiled once for each instruction set (build.py). What differs between
-// the sets is in the tiles. Python describes a job (job.py) and calls the functions below (compiled.py). The data flows
+// the sets is in the tiles. Python describes a job (job.py) and calls the functions below (kernels.py). The data flows
 // like this:
 //
 //   queries   Each chunk of contiguous tokens is taken by one thread of a pool. It lays out the queries of the rows
@@ -29,9 +29,6 @@
 #include "server.h"
 
 extern "C" {
-
-// Tells whether this library was built from the source file that lies beside it.
-uint64_t nanovllm_source_hash() { return SOURCE_HASH; }
 
 // nullptr: the operating system refuses the instructions or the threads. `cpus`: where each thread stays, or nullptr.
 void* nanovllm_open(const int64_t* cpus, int64_t num_threads, int64_t awake_ns) {
