@@ -1,0 +1,132 @@
+"""Times products with packed weights against cuBLAS in bf16, and against the time to read the weight.
+
+    python -m benchmarks.bench_linear                     # the layers of Qwen3-8B, all formats
+    python -m benchmarks.bench_linear --tiles --rows 1 16 # every tile of the kernels, to choose the defaults
+    python -m benchmarks.bench_linear --experts           # the experts of Qwen3-30B-A3B
+
+A time is that of a call in a graph of calls over copies of the weight, so that the GPU's cache holds none of it. The
+last line is JSON.
+"""
+
+import argparse
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from triton.runtime.errors import OutOfResources
+
+from benchmarks.common import measure_ceilings, median_seconds
+from benchmarks.reporting import report, versions
+from nanovllm.checkpoint.quantization import QUANTIZATIONS
+from nanovllm.kernels import packed_linear as kernels
+from nanovllm.kernels.packed_linear import Packed
+from nanovllm.layers.packed_weight import PackedWeight, packed
+from nanovllm.models.quantized import quantize
+
+LAYERS = {"qkv": (1, 6144, 4096), "o": (1, 4096, 4096), "gate_up": (1, 24576, 4096), "down": (1, 4096, 12288)}
+EXPERTS = {"experts gate_up": (128, 1536, 2048), "experts down": (128, 2048, 768)}  # number, rows, columns
+NUM_CHOSEN = 8
+CACHE_BYTES = 256 * 2**20  # more than any GPU's cache
+DEFAULT_TILES = [(16, 64, 4, 3), (64, 64, 4, 3), (128, 128, 8, 3)]  # rows, features, warps, stages
+ALL_TILES = list(itertools.product((16, 32, 64, 128), (32, 64, 128), (4, 8), (2, 3, 4)))
+
+
+def make_weight(num_rows: int, size: int, name: str) -> torch.nn.Parameter | PackedWeight:
+    values = torch.randn(num_rows, size, dtype=torch.bfloat16, device="cuda") / size**0.5
+    if name == "bf16":
+        return torch.nn.Parameter(values, requires_grad=False)
+    with torch.device("cuda"):
+        weight = PackedWeight([num_rows], size, QUANTIZATIONS[name])
+    for rows in (slice(start, start + 8192) for start in range(0, num_rows, 8192)):
+        weight.rows(0, num_rows)[rows].store(quantize(values[rows], QUANTIZATIONS[name]), name)
+    return weight
+
+
+def num_bytes(weight: Packed) -> int:
+    return sum(each.numel() * each.element_size() for each in weight if isinstance(each, torch.Tensor))
+
+
+def graph_us(calls: Sequence[Callable[[], object]]) -> float:
+    """Microseconds of a call in a graph of them; NaN if a tile does not fit."""
+    try:
+        for call in calls:
+            call()
+    except OutOfResources:
+        return float("nan")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return median_seconds(graph.replay) / len(calls) * 1e6
+
+
+def ways(
+    x: torch.Tensor, num_experts: int, is_dense: bool, all_tiles: bool
+) -> Iterator[tuple[str, Callable[[Packed], object]]]:
+    """The ways to multiply `x` by a weight, or by that of the experts chosen for each row."""
+    experts = torch.rand(len(x), num_experts, device="cuda").argsort(1)[:, :NUM_CHOSEN].contiguous()
+    chosen = {"experts": experts, "num_experts": num_experts} if num_experts > 1 else {}
+    if is_dense and num_experts == 1:
+        yield "cublas", lambda weight: F.linear(x, weight.codes)
+        return
+    if len(x) <= 8:
+        for n, warps in itertools.product((1, 2, 4), (1, 2, 4, 8)) if all_tiles else [(1, 4)]:
+            yield f"rows {n} {warps}", partial(kernels.row_products, x, block_n=n, num_warps=warps, **chosen)
+    for m, n, warps, stages in ALL_TILES if all_tiles else DEFAULT_TILES:
+        if m == 16 or len(x) * (NUM_CHOSEN / num_experts if chosen else 1) > m // 2:
+            routing = kernels.route(experts, num_experts, m) if chosen else None
+            tile = {"block_m": m, "block_n": n, "num_warps": warps, "num_stages": stages, "routing": routing}
+            yield f"tile {m} {n} {warps} {stages}", partial(kernels.tile_products, x, **tile)
+    if num_experts == 1:
+        values: dict[torch.Size, torch.Tensor] = {}
+
+        def unpacked(weight: Packed) -> torch.Tensor:
+            shape = torch.Size((len(weight.codes), weight.num_columns))
+            out = values.setdefault(shape, torch.empty(shape, dtype=x.dtype, device="cuda"))
+            return F.linear(x, kernels.unpack(weight, 0, out))
+
+        yield "unpacked", unpacked
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16, 64, 256, 1024, 4096])
+    parser.add_argument("--formats", nargs="+", default=["bf16", *QUANTIZATIONS])
+    parser.add_argument("--tiles", action="store_true", help="every tile, not only the default ones")
+    parser.add_argument("--experts", action="store_true", help="the experts of a mixture")
+    parser.add_argument("--json", metavar="FILE", help="also write the last line to FILE")
+    args = parser.parse_args()
+    ceilings = measure_ceilings()
+    print(ceilings)
+    result: list[dict[str, Any]] = []
+    for layer, (num_experts, num_rows, size) in (EXPERTS if args.experts else LAYERS).items():
+        for name in args.formats:
+            weight = packed(make_weight(num_experts * num_rows, size, name))
+            num_copies = CACHE_BYTES // num_bytes(weight) + 2
+            copies = [
+                Packed(*(x.clone() if isinstance(x, torch.Tensor) else x for x in weight)) for _ in range(num_copies)
+            ]
+            for num_inputs in args.rows:
+                x = torch.randn(num_inputs, size, dtype=torch.bfloat16, device="cuda")
+                times = {
+                    way: graph_us([partial(call, each) for each in copies])
+                    for way, call in ways(x, num_experts, name == "bf16", args.tiles)
+                }
+                share = 1 - (1 - NUM_CHOSEN / num_experts) ** num_inputs if num_experts > 1 else 1.0  # of the experts
+                work = 2 * num_inputs * num_rows * size * (NUM_CHOSEN if num_experts > 1 else 1)
+                bound_us = 1e6 * max(
+                    share * num_bytes(weight) / ceilings.memory_byte_per_s, work / ceilings.matmul_flop_per_s
+                )
+                best = sorted((us, way) for way, us in times.items() if us == us)
+                shown = ", ".join(f"{way} {us:.1f} us ({bound_us / us:.2f})" for us, way in best[:4])
+                print(f"{layer:16} {name:5} {num_inputs:5} rows, bound {bound_us:7.1f} us: {shown}", flush=True)
+                entry = {"layer": layer, "format": name, "rows": num_inputs, "bound_us": bound_us, "us": dict(times)}
+                result.append(entry)
+    report(versions() | {"gpu": torch.cuda.get_device_name(), "products": result}, args.json)
+
+
+if __name__ == "__main__":
+    main()
