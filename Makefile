@@ -46,7 +46,7 @@ format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 
 docs: $(INSTALLED)
-	$(BIN)/python -m nanovllm.cli.flags docs/options.md
+	$(BIN)/python -m nanovllm.cli.flags docs/options.md README.md
 
 bench-micro: $(INSTALLED)
 	$(BIN)/python -m pytest benchmarks/micro --benchmark-only

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm import __version__
+from nanovllm.capacity.fit import fit_table, fits
 from nanovllm.capacity.plan import PlanOptions, make_plan, plan_table
 from nanovllm.capacity.plan_check import check_plan
 from nanovllm.checkpoint.model_config import ModelConfig
@@ -41,12 +42,13 @@ from nanovllm.cli.flags import (
     add_model_flag,
     check_packages,
     engine_options,
+    flag_name,
     given_fields,
     name_flags,
 )
 from nanovllm.cluster.options import BatchOptions, ServiceOptions
 from nanovllm.config import Config
-from nanovllm.demo import model_path
+from nanovllm.demo import DEMO_MODEL, model_path
 from nanovllm.errors import CheckpointError, ConfigError, EngineError, RequestError
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.options import ServerOptions, bind
@@ -164,21 +166,38 @@ def _chat(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    """The plan goes to stdout. If it cannot work, the reason goes to stderr."""
-    options = PlanOptions(**given_fields(args, PlanOptions))
-    config = Config(model=model_path(args.model), **given_fields(args, Config))
-    model = ModelConfig.without_weights(config.model, config.hf_overrides)
-    from nanovllm.engine.setup import find_machine
+    """The plan goes to stdout. If it cannot work, the reason comes first, on stderr."""
+    options, given = PlanOptions(**given_fields(args, PlanOptions)), given_fields(args, Config)
+    if args.model is None and not options.fit:
+        raise ConfigError("plan needs a model; add --model, or --fit for a list of what runs")
+    config = Config(model=DEMO_MODEL if args.model is None else args.model, **given)
+    from nanovllm.device.devices import installed_gpu
+    from nanovllm.engine.setup import find_machine, measure_cpu_memory
 
     machine = options.apply(find_machine(config))
+    is_here = options.gpu is None and config.device != "cpu" and installed_gpu(config) is not None
+    if is_here and options.cpu_gb_per_s is None:
+        machine = machine.with_cpu(measure_cpu_memory(), "measured")
+    if options.fit:
+        if chosen := [flag_name(Config, name) for name in given if name != "device"]:
+            raise ConfigError(f"fit chooses the engine's options; leave out {', '.join(chosen)}")
+        models = [] if args.model is None else [model_path(args.model)]
+        print(fit_table(machine, fits(machine, models, options.quantization, options.context)))
+        return 0
+    model = options.quantized(ModelConfig.without_weights(model_path(config.model), config.hf_overrides))
     try:
         plan = make_plan(config, model, machine, context=options.context, num_sequences=options.sequences)
-        print(plan_table(plan))
-        check_plan(plan)
     except ConfigError as error:
         _complain(args, f"this cannot work: {error}")
         return 1
-    return 0
+    status = 0
+    try:
+        check_plan(plan)
+    except ConfigError as error:
+        _complain(args, f"this cannot work: {error}")
+        status = 1
+    print(plan_table(plan))
+    return status
 
 
 def _open_llm(args: argparse.Namespace) -> "LLM":
@@ -367,9 +386,8 @@ def _add_plan(commands: Any) -> None:
     )
     parser = add_command(commands, "plan", about, _plan, (Config, PlanOptions))
     required = parser.add_argument_group("what to plan for")
-    required.add_argument(
-        "--model", required=True, metavar="MODEL", help="directory, hub name, preset, or demo (built in)"
-    )
+    about = "directory, hub name, preset, or demo (built in); with --fit, all presets by default"
+    required.add_argument("--model", metavar="MODEL", help=about)
     add_flags(parser, PlanOptions)
     add_flags(parser, Config, without=("model",))
 

@@ -99,7 +99,7 @@ def check_options(options: object, error: type[Exception], owner: str = "") -> N
         problem = ""
         if rule.kinds and not _is_a(value, rule.kinds):
             problem = f"must be {' or '.join(_NOUNS[kind] for kind in rule.kinds)}"
-        elif rule.choices and value not in rule.choices:
+        elif rule.choices and value is not None and value not in rule.choices:
             problem = f"is unknown; choose one of {', '.join(rule.choices)}"
         elif value is not None and not rule.is_within(value):
             problem = f"must be {rule.limits()}"

@@ -176,7 +176,7 @@ def test_options_tables_have_every_field_and_default() -> None:
         "`none`: `SamplingParams` |" in options_tables() and "the model's `generation_config.json`" in options_tables()
     )
     text = "before\n<!-- options: begin -->\nold\n<!-- options: end -->\nafter\n"
-    assert write_tables(text) == f"before\n{options_tables()}\nafter\n"
+    assert write_tables(text) == text.replace("old", f"\n{options_tables()}\n")
     with pytest.raises(AssertionError, match="no lines"):
         write_tables("text")
 
@@ -195,8 +195,7 @@ def test_main_bad_flags_exit_2(capsys: pytest.CaptureFixture[str]) -> None:
         ("generate --model m --prompt x --no-such-option", ""),
         ("generate --model m --prompt x --hf-overrides {", "not JSON"),
         ("generate --model m --prompt x --hf-overrides [1]", "not a JSON object: [1]"),
-        ("plan", ""),
-        ("plan --model m --context long", ""),
+        ("plan --model m --context long", "not an integer, such as 131072, 131k or 1m: 'long'"),
     ):
         with pytest.raises(SystemExit) as leave:
             cli.main(line.split())
@@ -357,7 +356,10 @@ def test_plan_prints_memory_and_bounds_and_exits_0(capsys: pytest.CaptureFixture
         "2 missing",
         "50.0 GB/s  given",
         "4.30 TB/s  measured on an H200",
-        "53.2 by the link alone, and more with the CPU",
+        "125.0 GB/s  measured on an H200",
+        "<= 133.0  tok/s: 133.0 by the link and the CPU, 73",
+        "53.2 by the link alone",
+        "first token",
         "8.75 GiB",
     ):
         assert text in out
@@ -404,6 +406,48 @@ def test_plan_that_cannot_work_says_why_and_exits_1(capsys: pytest.CaptureFixtur
     ):
         assert cli.main([*QWEN, *flags.split()]) == 1
         assert message in capsys.readouterr().err
+
+
+def test_plan_that_cannot_work_says_so_before_the_table() -> None:
+    """B: the reason came after a table that looked as if all was well."""
+    argv = [sys.executable, "-m", "nanovllm", *QWEN, "--context", "40960", "--num-gpu-blocks", "300", "--gpu", "L4"]
+    done = subprocess.run(argv, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert done.returncode == 1 and done.stdout.startswith("nanovllm: this cannot work: ")
+    assert "\nplan for 1 x 40,960 tokens of qwen3-0.6b on L4" in done.stdout
+
+
+def test_plan_takes_thousands_and_millions_and_shows_the_built_in_model_by_name(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """B: `--context 131k` was not an integer, and the built-in model had the path of its cache."""
+    for context, shown in (("131k", "131,000"), ("1M", "1,000,000"), ("4_096", "4,096")):
+        assert cli.main(["plan", "--model", "demo", "--context", context, "--host-memory-gb", "64"]) == 0
+        assert f"plan for 1 x {shown} tokens of demo on" in capsys.readouterr().out
+
+
+def test_plan_of_a_quantized_model_has_packed_weights(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["plan", "--model", "qwen3-8b", "--gpu", "RTX 4090", "--context", "32768", "--quantization", "int4"]
+    assert cli.main(argv) == 0
+    assert "weights        5.70 GiB" in capsys.readouterr().out
+    assert cli.main([*argv[:-1], "int3"]) == 2
+    assert "--quantization='int3' is unknown; choose one of fp8, int4" in capsys.readouterr().err
+
+
+def test_plan_fit_lists_what_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["plan", "--fit", "--gpu", "4090", "--host-memory-gb", "64", "--context", "32768"]
+    assert cli.main(argv) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"qwen3-8b +bfloat16 +32,768 +4.50 GiB +GPU +<= 50.5/s +>= 4.5 s", out)
+    assert cli.main([*argv, "--model", "qwen3-8b", "--quantization", "int4"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 4
+    for flags, message in (
+        (["--num-gpu-blocks", "8", "--enable-cpu-offload"], "leave out --enable-cpu-offload, --num-gpu-blocks"),
+        (["--context", "0"], "--context=0 must be above 0"),
+    ):
+        assert cli.main([*argv, *flags]) == 2
+        assert message in capsys.readouterr().err
+    assert cli.main(["plan", "--fit", "--device", "cpu"]) == 2
+    assert "lists what runs on a GPU; leave out --device='cpu'" in capsys.readouterr().err
 
 
 def test_plan_too_large_by_the_estimates_alone_exits_1(capsys: pytest.CaptureFixture[str]) -> None:
