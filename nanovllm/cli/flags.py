@@ -14,7 +14,7 @@ from importlib import import_module
 from itertools import groupby
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, get_args
+from typing import Any, NoReturn, get_args
 
 from nanovllm.capacity.fit import doc_table
 from nanovllm.cluster.options import BatchOptions, ServiceOptions
@@ -27,7 +27,8 @@ from nanovllm.utils.options import help_of
 
 RENAMED: dict[tuple[type, str], str] = {(SamplingParams, "seed"): "sampling_seed"}  # Config has the plain name
 CPU_STEP_TOKENS = 512  # about a second with a small model; the progress bar and Ctrl-C wait for the end of a step
-# Fields of SamplingParams without a flag: several answers, other results than text, and what no flag can hold
+# Fields of SamplingParams without a flag: several answers (but `generate` has them), other results than text, and what
+# no flag can hold
 PYTHON_ONLY = ("n", "detokenize", "logprobs", "prompt_logprobs", "logit_bias", "structured_outputs")
 MARKERS = {name: (f"<!-- {name}: begin -->", f"<!-- {name}: end -->") for name in ("options", "fits")}
 
@@ -131,6 +132,16 @@ def _json_object(text: str) -> dict[str, Any]:
 
 
 # -- flags that several commands have --------------------------------------------------------------------------------
+
+
+class Parser(argparse.ArgumentParser):
+    """Takes no abbreviations, which new flags would make ambiguous, and reports an error in one line."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}; {self.prog} --help lists what there is\n")
 
 
 class Formatter(argparse.RawDescriptionHelpFormatter):

@@ -27,6 +27,7 @@ from nanovllm.cli.console import (
     choose_sampling,
     drop_closed_stdout,
     escape_unencodable_output,
+    print_answers,
     run_chat,
     stream_answer,
     summary,
@@ -36,6 +37,7 @@ from nanovllm.cli.flags import (
     CPU_STEP_TOKENS,
     PYTHON_ONLY,
     Formatter,
+    Parser,
     add_command,
     add_engine_flags,
     add_flags,
@@ -50,7 +52,7 @@ from nanovllm.cluster.options import BatchOptions, ServiceOptions
 from nanovllm.config import Config
 from nanovllm.demo import DEMO_MODEL, model_path
 from nanovllm.errors import CheckpointError, ConfigError, EngineError, RequestError
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import SamplingParams, StructuredOutputs
 from nanovllm.server.options import ServerOptions, bind
 
 if TYPE_CHECKING:  # --help must not load torch
@@ -143,18 +145,24 @@ def _generate(args: argparse.Namespace) -> int:
     """The text goes to stdout, everything else to stderr."""
     if args.system is not None and not args.chat:
         raise RequestError("--system needs the model's chat template; add --chat")
-    prompt = args.prompt if args.prompt_file is None else _read_prompt(args.prompt_file)
+    prompt = args.prompt if args.prompt_file is None else _read_text("--prompt-file", args.prompt_file)
+    sampling = given_fields(args, SamplingParams)
+    if args.schema is not None:
+        sampling["structured_outputs"] = StructuredOutputs(json=_read_text("--schema", args.schema))
+    if args.regex is not None:
+        sampling["structured_outputs"] = StructuredOutputs(regex=args.regex)
     llm = _open_llm(args)
     with llm:
-        params = choose_sampling(llm, given_fields(args, SamplingParams), in_chat=args.chat)
+        params = choose_sampling(llm, sampling, in_chat=args.chat)
         if args.chat:
             system = [] if args.system is None else [{"role": "system", "content": args.system}]
             prompt = llm.chat_token_ids([*system, {"role": "user", "content": prompt}])[0]
-        output = stream_answer(llm, prompt, params)
-    print(summary(output), file=sys.stderr)
-    if "error" in output:
-        _complain(args, f"the request failed: {output['error']}")
-    return 1 if "error" in output else 0
+        outputs = [stream_answer(llm, prompt, params)] if params.n == 1 else print_answers(llm, prompt, params)
+    for output in outputs:
+        print(summary(output), file=sys.stderr)
+        if "error" in output:
+            _complain(args, f"the request failed: {output['error']}")
+    return 1 if any("error" in output for output in outputs) else 0
 
 
 def _chat(args: argparse.Namespace) -> int:
@@ -209,15 +217,15 @@ def _open_llm(args: argparse.Namespace) -> "LLM":
     return LLM(args.model, **engine_options(args))
 
 
-def _read_prompt(path: Path) -> str:
+def _read_text(flag: str, path: Path) -> str:
     """The content of a file, or of stdin if the path is "-"."""
     try:
         content = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
         return content.decode("utf-8")
     except OSError as error:
-        raise RequestError(f"--prompt-file {path}: {error.strerror}") from error
+        raise RequestError(f"{flag} {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise RequestError(f"--prompt-file {path} is not UTF-8 text ({error.reason} at byte {error.start})") from error
+        raise RequestError(f"{flag} {path} is not UTF-8 text ({error.reason} at byte {error.start})") from error
 
 
 # -- serve -------------------------------------------------------------------------------------------------------
@@ -225,7 +233,8 @@ def _read_prompt(path: Path) -> str:
 
 def _serve(args: argparse.Namespace) -> int:
     """Serve until a signal arrives or the engine fails. Raises ConfigError if the port or a package cannot be used."""
-    options = ServerOptions(**{"served_model_name": (args.model,), **given_fields(args, ServerOptions)})
+    name = Path(args.model).resolve().name if Path(args.model).is_dir() else args.model
+    options = ServerOptions(**{"served_model_name": (name or args.model,), **given_fields(args, ServerOptions)})
     service = ServiceOptions(**given_fields(args, ServiceOptions))
     config = Config(model=args.model, **given_fields(args, Config))
     check_packages("nanovllm serve", ("fastapi", "uvicorn", "prometheus_client"), "server")
@@ -282,7 +291,7 @@ def _batch(args: argparse.Namespace) -> int:
     start_s = time.perf_counter()
     try:
         summary = run_job(job)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit):  # SIGTERM
         print("\nThe parts that are finished stay; repeat the command to go on from there.", file=sys.stderr)
         raise
     print(_describe(summary, time.perf_counter() - start_s, args.output), file=sys.stderr)
@@ -308,7 +317,7 @@ def _describe(summary: "JobSummary", seconds: float, output: Path) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="nanovllm",
         description="Long-context LLM inference, with the KV cache on the GPU or offloaded to CPU memory.",
         epilog=EXAMPLE,
@@ -349,7 +358,11 @@ def _add_generate(commands: Any) -> None:
     prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="a UTF-8 file with the prompt; - for stdin")
     required.add_argument("--chat", action="store_true", help="apply the model's chat template to the prompt")
     required.add_argument("--system", metavar="TEXT", help="the system prompt; needs --chat")
-    _add_request_flags(parser, max_tokens=f"{SamplingParams.max_tokens}; with --chat, no limit")
+    constraint = parser.add_argument_group("what the answer must match").add_mutually_exclusive_group()
+    constraint.add_argument("--schema", type=Path, metavar="FILE", help="file with a JSON schema; - for stdin")
+    constraint.add_argument("--regex", metavar="TEXT", help="regular expression that the whole answer matches")
+    max_tokens = f"{SamplingParams.max_tokens}; with --chat, no limit"
+    _add_request_flags(parser, max_tokens, without=[name for name in PYTHON_ONLY if name != "n"])
 
 
 def _add_serve(commands: Any) -> None:
@@ -392,11 +405,11 @@ def _add_plan(commands: Any) -> None:
     add_flags(parser, Config, without=("model",))
 
 
-def _add_request_flags(parser: argparse.ArgumentParser, max_tokens: str) -> None:
+def _add_request_flags(parser: argparse.ArgumentParser, max_tokens: str, without: Sequence[str] = PYTHON_ONLY) -> None:
     """Flags for the sampling parameters and the engine.
 
     max_tokens: what the command's help says about its default.
     """
     about = "The model's generation_config.json may change these defaults."
-    add_flags(parser, SamplingParams, without=PYTHON_ONLY, defaults={"max_tokens": max_tokens}, about=about)
+    add_flags(parser, SamplingParams, without=without, defaults={"max_tokens": max_tokens}, about=about)
     add_engine_flags(parser)

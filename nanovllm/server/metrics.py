@@ -1,8 +1,10 @@
 """Metrics: the content of /metrics, in Prometheus' text format. Names follow vLLM's, with nanovllm in front.
 
-Requests are counted when their answers end. Each server has its own registry.
+Requests are counted when their answers end. Each server has its own registry. A busy server also logs its throughput.
 """
 
+import asyncio
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -13,6 +15,7 @@ from prometheus_client.registry import Collector
 from nanovllm.core.outputs import RequestOutput
 from nanovllm.errors import EngineError
 
+LOG_INTERVAL_S = 10.0
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 PREFIX = "nanovllm:"
 _FIRST_TOKEN_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
@@ -42,6 +45,9 @@ _FIGURES = (
     ("guess_acceptance", "spec_decode_draft_acceptance_rate", "Share of the guesses that were right", False),
     ("tokens_per_pass", "spec_decode_tokens_per_pass", "Mean number of tokens of a step with guesses", False),
 )
+
+
+logger = logging.getLogger(__name__)
 
 
 class Metrics(Collector):
@@ -129,3 +135,22 @@ def _usage(stats: Mapping[str, Any]) -> float:
     place = "cpu" if "num_cpu_blocks" in stats else "gpu"
     num_blocks = stats.get(f"num_{place}_blocks", 0)
     return 1 - stats.get(f"num_free_{place}_blocks", 0) / num_blocks if num_blocks else 0.0
+
+
+async def log_throughput(stats: Callable[[], Mapping[str, Any]], interval_s: float = LOG_INTERVAL_S) -> None:
+    """Log a line every `interval_s` while the engine has work, and none while it is idle. Ends when it fails."""
+    last = stats()
+    while True:
+        await asyncio.sleep(interval_s)
+        try:
+            now = stats()
+        except EngineError:
+            return
+        prefill, decode = (now[name] - last[name] for name in ("num_prefill_tokens", "num_decode_tokens"))
+        if prefill or decode or now["num_running"] or now["num_waiting"]:
+            logger.info(
+                "nanovllm: prompts %.0f tok/s, answers %.1f tok/s; running: %d, waiting: %d; KV cache %.0f%% in use",
+                *(prefill / interval_s, decode / interval_s, now["num_running"], now["num_waiting"]),
+                100 * _usage(now),
+            )
+        last = now

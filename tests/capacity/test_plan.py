@@ -1,6 +1,7 @@
 """The planner's numbers, worked out by hand for Qwen3-0.6B, and what it refuses; the link's meter."""
 
 import logging
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -287,8 +288,12 @@ def test_engine_that_cannot_start_is_refused_before_the_model_is_built(
 
 
 def test_engine_with_offload_logs_its_plan_and_counts_the_link(
-    tiny: str, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+    tiny: str,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     options = OFFLOAD | {"num_gpu_blocks": 3, "kvcache_block_size": 256, "num_cpu_blocks": 10, "cpu_attention": "off"}
     with caplog.at_level(logging.INFO, "nanovllm"), LLM(tiny, device="cpu", **options) as llm:
         assert "plan for 1 x 4,096 tokens" in caplog.text and "3 of 256 tokens" in caplog.text
@@ -303,11 +308,15 @@ def test_engine_with_offload_logs_its_plan_and_counts_the_link(
     assert "GB/s" in bar and f"{stats['num_hit_blocks']}/{stats['num_missed_blocks']}" in bar
 
 
-def test_engine_without_offload_has_no_link_figures(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_engine_without_offload_has_no_link_figures(
+    tiny: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     with LLM(tiny, device="cpu", num_kvcache_blocks=4) as llm:
         llm.generate([[1, 2, 3]], SamplingParams(max_tokens=3))
         assert not {"link_byte_per_s", "load_byte_per_s", "link_share"} & llm.stats().keys()
-    assert "GB/s" not in capsys.readouterr().err
+    bar = capsys.readouterr().err
+    assert "Generating" in bar and "GB/s" not in bar
 
 
 # -- the link ----------------------------------------------------------------------------------------------------

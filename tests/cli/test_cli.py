@@ -1,11 +1,16 @@
 """The command line: its flags, its exit statuses, and `generate` on the embedded model."""
 
 import argparse
+import fcntl
 import os
+import pty
 import re
 import signal
+import struct
 import subprocess
 import sys
+import termios
+from contextlib import suppress
 from dataclasses import fields
 from itertools import groupby
 from pathlib import Path
@@ -193,6 +198,9 @@ def test_main_bad_flags_exit_2(capsys: pytest.CaptureFixture[str]) -> None:
         ("generate --model m --prompt x --prompt-file y", ""),
         ("generate --model m --prompt x --max-tokens many", ""),
         ("generate --model m --prompt x --no-such-option", ""),
+        ("generate --model m --prompt x --max-tok 3", "unrecognized arguments: --max-tok 3"),
+        ("chat --model m --n 3", "unrecognized arguments: --n 3"),
+        ("generate --model m --prompt x --regex a --schema b", "not allowed with"),
         ("generate --model m --prompt x --hf-overrides {", "not JSON"),
         ("generate --model m --prompt x --hf-overrides [1]", "not a JSON object: [1]"),
         ("plan --model m --context long", "not an integer, such as 131072, 131k or 1m: 'long'"),
@@ -200,7 +208,8 @@ def test_main_bad_flags_exit_2(capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit) as leave:
             cli.main(line.split())
         err = capsys.readouterr().err
-        assert leave.value.code == 2 and "usage: nanovllm" in err and message in err
+        assert leave.value.code == 2 and message in err
+        assert err.startswith("nanovllm") and err.count("\n") == 1 and "--help lists what there is" in err
 
 
 def test_generate_bad_input_says_why_and_exits_2(
@@ -269,14 +278,21 @@ def test_main_bad_input_of_any_kind_is_one_line_and_exits_2(
 
 
 @pytest.mark.parametrize("engine_flags", [[], OFFLOAD_FLAGS], ids=["resident", "offload"])
-def test_generate_prompt_file_prints_the_answer(
-    model: str, prompt_file: str, engine_flags: list[str], capsys: pytest.CaptureFixture[str]
+def test_generate_prompt_file_prints_the_answer_and_at_a_terminal_the_progress(
+    model: str,
+    prompt_file: str,
+    engine_flags: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: not engine_flags)
     flags = ["--prompt-file", prompt_file, "--temperature", "0", "--max-tokens", "12", "--stop", "."]
     assert _generate(model, *flags, *engine_flags) == 0
     captured = capsys.readouterr()
     assert captured.out == f"{PASSKEY}\n"
-    assert "Prefill: 100%" in captured.err and "1500/1500" in captured.err
+    is_shown = "Prefill: 100%" in captured.err and "1500/1500" in captured.err
+    assert is_shown != ("tok/s]" not in captured.err and "Loading" not in captured.err)
+    assert is_shown == (not engine_flags)
     assert "1,500 prompt tokens (0 cached), 9 new" in captured.err and "finish reason: stop" in captured.err
 
 
@@ -502,17 +518,20 @@ def test_generate_interrupted_exits_130_without_traceback(model: str, tmp_path: 
     path.write_text(build_haystack(20000, 0.3, PASSKEY))
     argv = ["generate", "--model", model, "--prompt-file", str(path), "--device", "cpu", "--max-model-len", "20480"]
     flags = ["--num-kvcache-blocks", "80", "--max-num-batched-tokens", "1024"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "nanovllm", *argv, *flags], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-    assert process.stderr is not None
+    terminal, stderr = pty.openpty()  # nothing else is shown progress
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("4H", 25, 100, 0, 0))
+    process = subprocess.Popen([sys.executable, "-m", "nanovllm", *argv, *flags], cwd=ROOT, stderr=stderr)
+    os.close(stderr)
     seen = b""
-    while not re.search(rb"[1-9]\d*/20000", seen) and (piece := process.stderr.read1()):
-        seen += piece
+    while not re.search(rb"[1-9]\d*/20000", seen):
+        seen += os.read(terminal, 1000)
     process.send_signal(signal.SIGINT)
-    _, rest = process.communicate(timeout=60)
-    assert process.returncode == 130, (seen + rest).decode()
-    assert b"interrupted" in rest and b"Traceback" not in rest
+    with suppress(OSError):  # the end of a terminal
+        while piece := os.read(terminal, 1000):
+            seen += piece
+    os.close(terminal)
+    assert process.wait(timeout=60) == 130, seen.decode()
+    assert b"interrupted" in seen and b"Traceback" not in seen
 
 
 # -- serve and batch ---------------------------------------------------------------------------------------------
@@ -531,6 +550,26 @@ def test_serve_steps_are_bounded_unless_the_flags_say_otherwise() -> None:
         add_engine_flags(parser)
         options = cli.serving_options(parser.parse_args(["--model", "demo", "--device", "cpu", *flags]))
         assert options.get("max_step_ms") == max_step_ms and options["device"] == "cpu"
+
+
+def test_serve_a_directory_is_known_by_its_last_part(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """B: the id of the model was the whole path."""
+    served: list[ServerOptions] = []
+
+    def run_server(load: object, options: ServerOptions, bound: object) -> int:
+        served.append(options)
+        return 0
+
+    monkeypatch.setattr("nanovllm.server.lifecycle.run_server", run_server)
+    monkeypatch.chdir(Path(model).parent)
+    for argv in (["--model", model], ["--model", f"{model}/"], ["--model", "./retrieval"], ["--model", "Qwen/Qwen3"]):
+        assert cli.main(["serve", "--port", "0", *argv]) == 0
+    assert cli.main(["serve", "--port", "0", "--model", model, "--served-model-name", "a", "b"]) == 0
+    assert [tuple(options.served_model_name) for options in served] == [
+        *[("retrieval",)] * 3,
+        ("Qwen/Qwen3",),
+        ("a", "b"),
+    ]
 
 
 def test_batch_bad_flag_is_refused_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
