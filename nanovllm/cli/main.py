@@ -1,9 +1,9 @@
-"""The command line: `nanovllm demo`, `chat`, `generate`, `serve`, `batch` and `plan`.
+"""The command line: `nanovllm demo`, `chat`, `generate`, `serve`, `batch`, `plan` and `verify`.
 
 flags.py makes the flags, their defaults and their help from the fields of Config, SamplingParams, DemoOptions,
-ServerOptions, ServiceOptions, BatchOptions and PlanOptions. Nothing heavy is imported before a command runs, and
-neither are the packages of an extra, which `--help` does not need. demo.py and console.py have the commands of a
-terminal.
+ServerOptions, ServiceOptions, BatchOptions, PlanOptions and VerifyOptions. Nothing heavy is imported before a command
+runs, and neither are the packages of an extra, which `--help` does not need. demo.py, verify.py and console.py have the
+commands of a terminal.
 
 Bad input raises ConfigError, RequestError or CheckpointError, which `main` prints as one line. An exception that `main`
 does not catch is a bug and keeps its traceback.
@@ -14,6 +14,7 @@ import logging
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,6 +49,7 @@ from nanovllm.cli.flags import (
     given_fields,
     name_flags,
 )
+from nanovllm.cli.verify import ENGINE_FLAGS, VerifyOptions, run_verify
 from nanovllm.cluster.options import BatchOptions, ServiceOptions
 from nanovllm.config import Config
 from nanovllm.demo import DEMO_MODEL, model_path
@@ -98,6 +100,12 @@ example, with the built-in model:
   nanovllm batch --model demo --input prompts.jsonl --output answers/
 
 Exit status: 0 if all rows have run, also if some have an error; 1 if engines fail again and again; 2 for bad input.
+"""
+VERIFY_EXAMPLE = """\
+example, with the built-in model:
+  nanovllm verify --model demo
+
+Exit status: 0 if all paths agree, 1 if one differs or the engine fails, 2 for bad input.
 """
 
 
@@ -206,6 +214,13 @@ def _plan(args: argparse.Namespace) -> int:
         status = 1
     print(plan_table(plan))
     return status
+
+
+def _verify(args: argparse.Namespace) -> int:
+    options = VerifyOptions(**given_fields(args, VerifyOptions))
+    given = given_fields(args, Config)
+    Config(model=args.model, enable_cpu_offload=True, **given)
+    return run_verify(args.model, options, given)
 
 
 def _open_llm(args: argparse.Namespace) -> "LLM":
@@ -331,6 +346,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_serve(commands)
     _add_batch(commands)
     _add_plan(commands)
+    _add_verify(commands)
     return parser
 
 
@@ -403,6 +419,14 @@ def _add_plan(commands: Any) -> None:
     required.add_argument("--model", metavar="MODEL", help=about)
     add_flags(parser, PlanOptions)
     add_flags(parser, Config, without=("model",))
+
+
+def _add_verify(commands: Any) -> None:
+    about = "check on this machine that offload, the CPU's part and guesses give the answers of the all-resident path"
+    parser = add_command(commands, "verify", about, _verify, (Config, VerifyOptions), VERIFY_EXAMPLE)
+    add_model_flag(parser.add_argument_group("what to check"))
+    add_flags(parser, VerifyOptions)
+    add_flags(parser, Config, without=[field.name for field in fields(Config) if field.name not in ENGINE_FLAGS])
 
 
 def _add_request_flags(parser: argparse.ArgumentParser, max_tokens: str, without: Sequence[str] = PYTHON_ONLY) -> None:

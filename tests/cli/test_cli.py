@@ -81,7 +81,7 @@ def test_help_any_command_loads_no_torch() -> None:
     code = """
 import sys
 from nanovllm.cli.main import main
-for argv in (["--help"], *([name, "--help"] for name in ("demo", "plan", "chat", "generate", "serve", "batch"))):
+for argv in (["--help"], *([name, "--help"] for name in ("demo", "plan", "chat", "generate", "serve", "batch", "verify"))):
     try:
         main(argv)
     except SystemExit as leave:
