@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.cli.console import decode_tok_per_s, prefill_tok_per_s
 from nanovllm.config import BLOCK_SIZE_STEP
-from nanovllm.demo.haystack import library_text
 from nanovllm.errors import ConfigError, EngineError
 from nanovllm.sampling_params import MAX_LOGPROBS, SamplingParams
 from nanovllm.utils.arithmetic import ceil_div
@@ -122,6 +121,8 @@ def run_verify(
 
 def make_prompts(llm: "LLM", num_tokens: int) -> list[list[int]]:
     """Return prompts that have all but their ends in common: a text, or without a tokenizer random tokens."""
+    from nanovllm.demo.haystack import library_text  # loads torch
+
     num_text = num_tokens - QUOTED_TOKENS
     if llm.tokenizer is None:
         draw = random.Random(0).randrange
