@@ -71,6 +71,8 @@ class Metrics(Collector):
         self._generation_tokens = self._counter("generation_tokens", "Tokens of answers that have ended")
         self._cached_tokens = self._counter("prefix_cache_hits", "Tokens of prompts found in the prefix cache")
         self._finished = self._counter("request_success", "Answers that have ended", "finished_reason")
+        self._checks = self._counter("answer_checks", "Answers that were recomputed while idle (verify_share)")
+        self._check_differences = self._counter("answer_check_differences", "Those of them with other tokens")
         self._refused = self._counter("requests_refused", "Requests that were refused", "reason")
         self._ttft_s = self._histogram("time_to_first_token_seconds", "From arrival to the first token", _FIRST_TOKEN_S)
         self._tpot_s = self._histogram("time_per_output_token_seconds", "Mean between an answer's tokens", _TOKEN_S)
@@ -104,6 +106,10 @@ class Metrics(Collector):
     def answers_abandoned(self, num_answers: int) -> None:
         """Count answers whose client has left, or that the server has given up, without their tokens."""
         self._finished.labels(**self._labels, finished_reason="abort").inc(num_answers)
+
+    def answer_checked(self, is_same: bool) -> None:
+        self._checks.inc()
+        self._check_differences.inc(not is_same)
 
     def refused(self, reason: str) -> None:
         self._refused.labels(**self._labels, reason=reason).inc()

@@ -39,6 +39,15 @@ class ServerOptions:
         most=MAX_INT32,
     )
 
+    verify_share: float = option(
+        0.0,
+        help="share of the greedy answers, from 0 to 1, that are computed a second time while the server is idle, as "
+        "prompts; /metrics counts these checks and the answers that differ",
+        group=_SERVER,
+        least=0,
+        most=1,
+    )
+
     api_key_file: str | None = option(
         None,
         help="file with one API key per line; lines that begin with # are comments. The environment variable "
