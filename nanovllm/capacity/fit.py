@@ -11,7 +11,7 @@ from typing import Any
 
 from nanovllm.capacity.costs import QUANTIZATIONS
 from nanovllm.capacity.machine import Machine, find_gpu
-from nanovllm.capacity.plan import CapacityPlan, PlanOptions, make_plan, rate_text, seconds_text
+from nanovllm.capacity.plan import CapacityPlan, make_plan, quantized, rate_text, seconds_text
 from nanovllm.capacity.plan_check import check_plan
 from nanovllm.checkpoint.files import presets
 from nanovllm.checkpoint.model_config import ARCHITECTURES, ModelConfig
@@ -65,7 +65,7 @@ def fits(
         formats = {own: stored} if quantization is None else {}
         for each in QUANTIZATIONS if stored.quantization is None else ():
             if quantization in (None, each):
-                formats[each] = PlanOptions(quantization=each).quantized(stored)
+                formats[each] = quantized(stored, each)
         for format, model in formats.items():
             for tokens in CONTEXTS if context is None else (context,):
                 if plans := list(_plans(name, model, machine, tokens)):

@@ -278,6 +278,19 @@ def _num_fitting_blocks(
     return max(least_gpu_blocks(config), bisect_right(range(useful + 1), room, key=total_bytes) - 1)
 
 
+def quantized(model: ModelConfig, name: str | None) -> ModelConfig:
+    """`model` with its linear weights in the format `name` of QUANTIZATIONS, or unchanged for None.
+
+    Raises ConfigError if the checkpoint has a format of its own.
+    """
+    if name is not None and model.quantization is not None:
+        raise ConfigError(
+            f"quantization={name!r} is for checkpoints that are not quantized, and this one has "
+            f"quant_method={model.quantization.method!r}; leave it out"
+        )
+    return model if name is None else replace(model, quantization=costs.QUANTIZATIONS[name])
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
     """Options of a plan beside those of the engine. An invalid value raises ConfigError."""
@@ -336,17 +349,6 @@ class PlanOptions:
         check_options(self, ConfigError)
         if self.gpu is not None:
             find_gpu(self.gpu)
-
-    def quantized(self, model: ModelConfig) -> ModelConfig:
-        """`model` in the format that is asked for. Raises ConfigError if its checkpoint has another one."""
-        if self.quantization is None:
-            return model
-        if model.quantization is not None:
-            raise ConfigError(
-                f"quantization={self.quantization!r} is for checkpoints that are not quantized, and this one has "
-                f"quant_method={model.quantization.method!r}; leave it out"
-            )
-        return replace(model, quantization=costs.QUANTIZATIONS[self.quantization])
 
     def apply(self, machine: Machine) -> Machine:
         """`machine` with these options applied. Raises ConfigError if the plan is for the CPU and an option describes a

@@ -6,7 +6,7 @@ from math import ceil
 from typing import Any, TypeAlias
 
 from nanovllm.capacity.costs import QUANTIZATIONS
-from nanovllm.capacity.plan import MAX_HOST_SHARE, CapacityPlan, PlanOptions, least_gpu_blocks, make_plan
+from nanovllm.capacity.plan import MAX_HOST_SHARE, CapacityPlan, least_gpu_blocks, make_plan, quantized
 from nanovllm.checkpoint.model_config import rope_extension
 from nanovllm.core.step_limits import max_model_len
 from nanovllm.errors import ConfigError
@@ -222,7 +222,7 @@ def _changed(plan: CapacityPlan, change: Change) -> CapacityPlan | None:
     """The plan with other options; None if they are invalid together."""
     options, work = dict(change), {"context": plan.context, "num_sequences": plan.num_sequences}
     try:
-        model = PlanOptions(quantization=options.pop("quantization", None)).quantized(plan.model)
+        model = quantized(plan.model, options.pop("quantization", None))
         config = replace(plan.config, **options)
         return make_plan(config, model, plan.machine, staging=plan.spec.staging, **work)
     except ConfigError:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm import __version__
 from nanovllm.capacity.fit import fit_table, fits
-from nanovllm.capacity.plan import PlanOptions, make_plan, plan_table
+from nanovllm.capacity.plan import PlanOptions, make_plan, plan_table, quantized
 from nanovllm.capacity.plan_check import check_plan
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.cli.console import (
@@ -200,19 +200,17 @@ def _plan(args: argparse.Namespace) -> int:
         models = [] if args.model is None else [model_path(args.model)]
         print(fit_table(machine, fits(machine, models, options.quantization, options.context)))
         return 0
-    model = options.quantized(ModelConfig.without_weights(model_path(config.model), config.hf_overrides))
+    model = ModelConfig.without_weights(model_path(config.model), config.hf_overrides)
+    plan, status, context, num_sequences = None, 1, options.context, options.sequences
     try:
-        plan = make_plan(config, model, machine, context=options.context, num_sequences=options.sequences)
-    except ConfigError as error:
-        _complain(args, f"this cannot work: {error}")
-        return 1
-    status = 0
-    try:
+        model = quantized(model, options.quantization)
+        plan = make_plan(config, model, machine, context=context, num_sequences=num_sequences)
         check_plan(plan)
+        status = 0
     except ConfigError as error:
         _complain(args, f"this cannot work: {error}")
-        status = 1
-    print(plan_table(plan))
+    if plan is not None:
+        print(plan_table(plan))
     return status
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from nanovllm.capacity.fit import CONTEXTS, SETTINGS, doc_table, fit_table, fits
 from nanovllm.capacity.machine import Machine, find_gpu
-from nanovllm.capacity.plan import PlanOptions, make_plan
+from nanovllm.capacity.plan import make_plan, quantized
 from nanovllm.capacity.plan_check import any_problem
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
@@ -22,8 +22,7 @@ def test_fits_each_works_with_its_options_and_only_what_never_works_is_missing()
     found = {(fit.format, fit.plan.context): fit.plan for fit in fits(machine(), [name])}
     assert {format for format, _ in found} == {"fp8", "int4"} and ("fp8", 32768) in found
     for format in ("bfloat16", "fp8", "int4"):
-        options = PlanOptions(quantization=None if format == "bfloat16" else format)
-        model = options.quantized(ModelConfig.without_weights(name))
+        model = quantized(ModelConfig.without_weights(name), None if format == "bfloat16" else format)
         for context in CONTEXTS:
             configs = [Config(model=name, max_model_len=context, **settings) for settings in SETTINGS]
             working = [config for config in configs if any_problem(make_plan(config, model, machine())) is None]

@@ -15,7 +15,7 @@ from tiny_models import ARCHITECTURES, write_tiny_model
 from nanovllm import LLM, SamplingParams
 from nanovllm.capacity.costs import activation_bytes, num_missing_blocks, num_prefill_loaded_blocks, weight_bytes
 from nanovllm.capacity.machine import Machine, find_gpu
-from nanovllm.capacity.plan import CapacityPlan, PlanOptions, make_plan
+from nanovllm.capacity.plan import CapacityPlan, PlanOptions, make_plan, quantized
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
 from nanovllm.core.step_plan import CpuSpan, KVMoves, SamplingRow, SequenceStep, SlotLoad, StepPlan, StreamedGroup
@@ -253,11 +253,10 @@ def test_plan_options_replace_what_the_machine_says() -> None:
         with pytest.raises(ConfigError, match=name + message):
             PlanOptions(**{name: value})
     assert PlanOptions(cpu_gb_per_s=50).apply(H200).cpu_byte_per_s == 50e9
-    fp8 = PlanOptions(quantization="fp8")
     with pytest.raises(
         ConfigError, match=r"quantization='fp8' is for checkpoints that are not quantized, .*'fp8'; lea"
     ):
-        fp8.quantized(fp8.quantized(MODEL))
+        quantized(quantized(MODEL, "fp8"), "fp8")
     for name, value in (
         ("gpu", "L4"),
         ("gpu_memory_gb", 24),

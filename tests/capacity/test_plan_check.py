@@ -9,7 +9,7 @@ import pytest
 from tiers import RUNS_ALL
 
 from nanovllm.capacity.machine import GPUS, Machine, find_gpu
-from nanovllm.capacity.plan import CapacityPlan, PlanOptions, make_plan, plan_table
+from nanovllm.capacity.plan import CapacityPlan, PlanOptions, make_plan, plan_table, quantized
 from nanovllm.capacity.plan_check import MAX_REMEDIES, any_problem, check_plan, check_start, memory_problem
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
@@ -57,7 +57,7 @@ def changes(message: str) -> list[dict[str, Any]]:
 
 def with_changes(plan: CapacityPlan, options: dict[str, Any]) -> CapacityPlan:
     options = dict(options)
-    model = PlanOptions(quantization=options.pop("quantization", None)).quantized(plan.model)
+    model = quantized(plan.model, options.pop("quantization", None))
     config = replace(plan.config, **options)
     return make_plan(config, model, plan.machine, context=plan.context, num_sequences=plan.num_sequences)
 

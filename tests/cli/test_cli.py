@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import fields
 from itertools import groupby
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -448,6 +449,18 @@ def test_plan_of_a_quantized_model_has_packed_weights(capsys: pytest.CaptureFixt
     assert "weights        5.70 GiB" in capsys.readouterr().out
     assert cli.main([*argv[:-1], "int3"]) == 2
     assert "--quantization='int3' is unknown; choose one of fp8, int4" in capsys.readouterr().err
+
+
+def test_plan_for_the_gpu_here_measures_cpu_memory(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = SimpleNamespace(name="NVIDIA GeForce RTX 4090", total_memory=24 * 2**30, major=8, minor=9)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: gpu)
+    argv = [*QWEN, "--num-gpu-blocks", "8"]
+    for flags, source in (([], "measured"), (["--gpu", "RTX 4090"], "desktop"), (["--cpu-gb-per-s", "50"], "given")):
+        assert cli.main([*argv, *flags]) == 0
+        assert re.search(rf"CPU memory .* GB/s  .*{source}", capsys.readouterr().out)
 
 
 def test_plan_fit_lists_what_runs(capsys: pytest.CaptureFixture[str]) -> None:

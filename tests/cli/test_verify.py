@@ -47,7 +47,7 @@ def report_of(text: str) -> dict[str, Any]:
     return report
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_verify_sound_paths_agree(dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "--model", "demo", "--dtype", dtype, *SMALL]) == 0
     out = capsys.readouterr().out
@@ -62,7 +62,7 @@ def test_verify_sound_paths_agree(dtype: str, capsys: pytest.CaptureFixture[str]
     assert (report["bound_logprob"] > 0) == (dtype == "bfloat16")
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_verify_a_lost_block_is_found(dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Only one of the answers reads the block."""
     internals = Internals(make_offload_engine=losing_engine)
