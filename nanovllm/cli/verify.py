@@ -20,8 +20,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.cli.console import decode_tok_per_s, prefill_tok_per_s
 from nanovllm.config import BLOCK_SIZE_STEP
+from nanovllm.demo import model_path
 from nanovllm.errors import ConfigError, EngineError
 from nanovllm.sampling_params import MAX_LOGPROBS, SamplingParams
 from nanovllm.utils.arithmetic import ceil_div
@@ -89,6 +91,12 @@ def run_verify(
     from nanovllm.llm import LLM
 
     start_s, num_tokens = time.perf_counter(), options.num_tokens
+    limit = ModelConfig.without_weights(model_path(model), engine.get("hf_overrides")).max_model_len_limit
+    if num_tokens + ANSWER_TOKENS > limit:
+        raise ConfigError(
+            f"num_tokens={num_tokens} and {ANSWER_TOKENS} new ones are more than the {limit} of the model; lower "
+            f"num_tokens to {limit - ANSWER_TOKENS}"
+        )
     num_blocks = ceil_div(num_tokens + ANSWER_TOKENS, BLOCK_SIZE_STEP)
     common = dict(engine) | {"max_model_len": num_tokens + ANSWER_TOKENS, "kvcache_block_size": BLOCK_SIZE_STEP}
     common |= {"max_num_batched_tokens": STEP_TOKENS, "max_num_seqs": 2 * NUM_ANSWERS}

@@ -96,7 +96,7 @@ def test_compare_goes_on_after_a_tie_and_after_another_token(tiny: str) -> None:
 def test_verify_bad_input_exits_2(capsys: pytest.CaptureFixture[str], tiny: str) -> None:
     for flags, message in (
         (["--num-tokens", "2047"], "--num-tokens=2047 must be 2048 or more"),
-        (["--num-tokens", "8192"], "more than the 4096 tokens"),
+        (["--num-tokens", "8192"], "are more than the 4096 of the model; lower --num-tokens to 4064"),
         (["--device", "tpu"], "--device='tpu' is unknown"),
     ):
         assert main(["verify", "--model", tiny, *flags]) == 2
