@@ -5,8 +5,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tqdm.auto import tqdm
-
 from nanovllm.capacity.plan import CapacityPlan
 from nanovllm.checkpoint.settings import read_sampling_defaults
 from nanovllm.core.outputs import Outbox, RequestOutput, StepOutput, with_answers, with_logprob_lists
@@ -18,6 +16,7 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduling.scheduler import Scheduler
 from nanovllm.text.frontend import Message, TextFrontend
 from nanovllm.text.request_check import Prompt, cache_salt, prompt_list
+from nanovllm.utils.progress import progress_bar
 
 
 class LLM:
@@ -150,7 +149,7 @@ class LLM:
         """
         outputs: dict[int, RequestOutput] = {}
         rates = {"Prefill": 0.0, "Decode": 0.0}
-        with tqdm(total=num_requests, desc="Generating", dynamic_ncols=True, disable=not use_tqdm) as bar:
+        with progress_bar(total=num_requests, desc="Generating", is_wanted=use_tqdm) as bar:
             while len(outputs) < num_requests:
                 start_s = time.perf_counter()
                 output = self.engine.next_output(outbox)

@@ -8,10 +8,13 @@ were fitted to the memory use of six engines of Qwen3-0.6B and Qwen3-8B on an H2
 benchmarks.device_memory`; docs/log/2026-11-21.md has the figures). A constant marked as assumed was never measured.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import partial
 
 from nanovllm.capacity.machine import Machine
 from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.checkpoint.quantization import Quantization
 from nanovllm.config import Config
 from nanovllm.core.kv_spec import KVCacheSpec, kv_cache_spec
 from nanovllm.core.step_limits import (
@@ -51,31 +54,66 @@ def itemsize(config: Config, model: ModelConfig) -> int:
     return kv_cache_spec(config, model, tp_size=1).itemsize
 
 
-def layers_params(model: ModelConfig, num_tokens: int | None = None) -> float:
-    """Number of weights in all layers, over all GPUs: q, k, v, o, MLPs, norms and biases.
+def _layers_sum(
+    model: ModelConfig, of_linear: Callable[[int, int], float], of_other: float, num_tokens: int | None = None
+) -> float:
+    """Sum over the weights of all layers, over all GPUs: `of_linear` of each linear weight's rows and columns, and
+    `of_other` for every number in norms, biases and routers.
 
-    `num_tokens`: only those that so many tokens use together. Of a mixture of experts these are
+    `num_tokens`: only the weights that so many tokens use together. Of a mixture of experts these are
     E (1 - (1 - C / E)^T) experts on average, if all of the E experts are as likely and each token has C.
     """
     c = model
-    qkv, attention = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim, c.num_heads * c.head_dim
-    params = c.hidden_size * (qkv + attention + 2)
-    params += 2 * c.head_dim * c.qk_norm + qkv * c.qkv_bias + c.hidden_size * c.o_bias
-    dense = 3 * c.hidden_size * c.intermediate_size + (2 * c.intermediate_size + c.hidden_size) * c.mlp_bias
+    q, kv, hidden = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.hidden_size
+    attention = of_linear(q, hidden) + 2 * of_linear(kv, hidden) + of_linear(hidden, q)
+    others = 2 * hidden + 2 * c.head_dim * c.qk_norm + (q + 2 * kv) * c.qkv_bias + hidden * c.o_bias
+    in_all = c.num_layers * (attention + of_other * others)
+
+    def mlp(num_features: int) -> float:
+        return 2 * of_linear(num_features, hidden) + of_linear(hidden, num_features)
+
+    num_sparse = 0 if c.experts is None else len(c.experts.layers)
+    dense = mlp(c.intermediate_size) + of_other * (2 * c.intermediate_size + hidden) * c.mlp_bias
+    in_all += (c.num_layers - num_sparse) * dense
     if c.experts is None:
-        return c.num_layers * (params + dense)
+        return in_all
     e = c.experts
     share = 1.0 if num_tokens is None else 1 - (1 - e.num_experts_per_token / e.num_experts) ** num_tokens
-    sparse = c.hidden_size * e.num_experts * (1 + 3 * e.intermediate_size * share)
-    return c.num_layers * (params + dense) + len(e.layers) * (sparse - dense)
+    return in_all + num_sparse * e.num_experts * (share * mlp(e.intermediate_size) + of_other * hidden)
 
 
-def weight_bytes(config: Config, model: ModelConfig) -> int:
-    """Size of all weights, split evenly over the GPUs. A tied head needs no weights of its own."""
+def layers_params(model: ModelConfig, num_tokens: int | None = None) -> float:
+    """Number of weights in all layers, over all GPUs. `num_tokens`: only those that so many tokens use together."""
+    return _layers_sum(model, lambda rows, columns: rows * columns, 1, num_tokens)
+
+
+def linear_bytes(rows: int, columns: int, itemsize: int, quantization: Quantization | None) -> float:
+    """Size of one linear weight as the GPU keeps it.
+
+    Quantized, it has its packed codes, and for each block that shares a scale an fp32 scale (e4m3), or a scale in bf16
+    and a zero in uint8 (integers).
+    """
+    if quantization is None:
+        return rows * columns * itemsize
+    num_scales = ceil_div(rows, quantization.block[0] or rows) * ceil_div(columns, quantization.block[1] or columns)
+    return rows * columns * quantization.bits / 8 + num_scales * (4 if quantization.is_float else 2 + 1)
+
+
+def _layers_bytes(config: Config, model: ModelConfig, num_tokens: int | None = None, *, is_packed: bool) -> float:
+    """Size of the weights in all layers, over all GPUs. Norms, biases and routers are never quantized."""
+    size = itemsize(config, model)
+    quantization = model.quantization if is_packed else None
+    return _layers_sum(model, partial(linear_bytes, itemsize=size, quantization=quantization), size, num_tokens)
+
+
+def weight_bytes(config: Config, model: ModelConfig, *, is_packed: bool) -> int:
+    """Size of all weights, split evenly over the GPUs. A tied head needs no weights of its own.
+
+    `is_packed`: linear weights stay quantized, as on a GPU. On a CPU they are loaded as values in the model's dtype.
+    """
     num_embeddings = 1 if model.tie_word_embeddings else 2
-    params = int(layers_params(model)) + model.hidden_size
-    params += num_embeddings * model.vocab_size * model.hidden_size
-    return params * itemsize(config, model) // config.tensor_parallel_size
+    unquantized = (1 + num_embeddings * model.vocab_size) * model.hidden_size * itemsize(config, model)
+    return int(_layers_bytes(config, model, is_packed=is_packed) + unquantized) // config.tensor_parallel_size
 
 
 def activation_bytes(config: Config, model: ModelConfig, max_model_len: int, max_num_rows: int) -> int:
@@ -128,10 +166,11 @@ def decode_bytes(
     config: Config, model: ModelConfig, num_sequences: int, num_keys: int, kv_bytes_per_token: int
 ) -> float:
     """Bytes read from GPU memory in one step: every weight that the step uses, except the embedding, and all keys and
-    values, once each. `num_keys`: of all sequences.
+    values, once each. Quantized weights are read as they are stored. `num_keys`: of all sequences.
     """
-    params = layers_params(model, num_sequences) + model.hidden_size * model.vocab_size
-    return params * itemsize(config, model) / config.tensor_parallel_size + num_keys * kv_bytes_per_token
+    weights = _layers_bytes(config, model, num_sequences, is_packed=True)
+    weights += model.hidden_size * model.vocab_size * itemsize(config, model)
+    return weights / config.tensor_parallel_size + num_keys * kv_bytes_per_token
 
 
 def num_full_blocks(context: int, block_size: int) -> int:
@@ -202,7 +241,7 @@ def device_memory(
     activations = activation_bytes(config, model, max_model_len, num_rows)
     workspace = WORKSPACE_BYTES if (machine.capability or (0, 0)) >= (9, 0) else OLD_WORKSPACE_BYTES
     return DeviceMemory(
-        weight_bytes=weight_bytes(config, model),
+        weight_bytes=weight_bytes(config, model, is_packed=is_gpu),
         kv_bytes=num_gpu_blocks * spec.block_bytes,
         staging_bytes=spec.staging_bytes if config.enable_cpu_offload else 0,
         logits_bytes=num_rows * model.vocab_size * spec.itemsize if has_graphs else 0,

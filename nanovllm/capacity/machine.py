@@ -8,6 +8,10 @@ less than the name says, and varies a little with the driver and with ECC.
 
 Only the H200's link was measured, at 54.6 of the 63.0 GB/s of PCIe 5 x16. Other links are projected to reach the same
 fraction of their peak.
+
+The rate of CPU memory is what the link and the CPU can read together. That of a server was measured beside an H200: the
+CPU attended at 70 to 78 GB/s while the link carried 50 to 52. A desktop has two channels of DDR5-5600, of which two
+thirds of the peak are projected, and Grace 512 GB/s, of which the same share is.
 """
 
 import re
@@ -25,6 +29,7 @@ LINK_PEAK_GB_PER_S = {  # one direction, after line coding
 }
 MEASURED_LINK_GB_PER_S = 54.6  # the H200's PCIe 5 x16: pinned memory to the GPU, copies of 8 MiB
 LINK_SHARE = MEASURED_LINK_GB_PER_S / LINK_PEAK_GB_PER_S["PCIe 5 x16"]
+CPU_GB_PER_S = {"desktop": 60.0, "server": 125.0, "Grace": 340.0}
 
 
 @dataclass(frozen=True)
@@ -41,11 +46,19 @@ class Gpu:
     aliases: tuple[str, ...] = ()
     is_measured: bool = False
 
+    @property
+    def host(self) -> str:
+        """The kind of machine that such a GPU is usually in: a key of CPU_GB_PER_S."""
+        if self.link == "NVLink-C2C":
+            return "Grace"
+        return "desktop" if "GeForce" in self.cuda_names[0] else "server"
+
 
 H200 = Gpu("H200", 139, 4300, 690, "PCIe 5 x16", (9, 0), ("H200",), is_measured=True)
 GPUS = (
     Gpu("RTX 3060 12GB", 11.6, 360, 25.5, "PCIe 4 x16", (8, 6), ("GeForce RTX 3060",), ("RTX 3060",)),
     Gpu("RTX 3090", 23.6, 936, 71.2, "PCIe 4 x16", (8, 6), ("GeForce RTX 3090",)),
+    Gpu("RTX 4060", 7.6, 272, 30.2, "PCIe 4 x8", (8, 9), ("GeForce RTX 4060",)),
     Gpu("RTX 4060 Ti 16GB", 15.5, 288, 44.1, "PCIe 4 x8", (8, 9), ("GeForce RTX 4060 Ti",)),
     Gpu("RTX 4070", 11.6, 504, 58.3, "PCIe 4 x16", (8, 9), ("GeForce RTX 4070",)),
     Gpu("RTX 4080", 15.6, 717, 97.5, "PCIe 4 x16", (8, 9), ("GeForce RTX 4080",)),
@@ -125,7 +138,8 @@ class Machine:
     memory_byte_per_s: float | None = None  # bandwidth of the GPU's memory
     flop_per_s: float | None = None  # dense bf16
     link_source: str = ""
-    cpu_byte_per_s: float | None = None  # of keys and values that the CPU attends to beside the link; measured only
+    cpu_byte_per_s: float | None = None  # from CPU memory, read by the links and the CPU together
+    cpu_source: str = ""
     rates_source: str = ""  # where the memory and arithmetic rates come from
 
     @classmethod
@@ -145,6 +159,8 @@ class Machine:
             memory_byte_per_s=gpu.memory_gb_per_s * 1e9,
             flop_per_s=gpu.bf16_tflop_per_s * 1e12,
             link_source=f"{gpu.link}, {measured or 'projected'}",
+            cpu_byte_per_s=CPU_GB_PER_S[gpu.host] * 1e9,
+            cpu_source=measured or f"a {gpu.host}'s, projected",
             rates_source=measured or "data sheet",
         )
 
@@ -159,6 +175,6 @@ class Machine:
         """This machine with another link rate, or unchanged if `byte_per_s` is None."""
         return self if byte_per_s is None else replace(self, link_byte_per_s=byte_per_s, link_source=source)
 
-    def with_cpu(self, byte_per_s: float | None) -> "Machine":
-        """This machine with a CPU that was measured, or unchanged if `byte_per_s` is None."""
-        return self if byte_per_s is None else replace(self, cpu_byte_per_s=byte_per_s)
+    def with_cpu(self, byte_per_s: float | None, source: str) -> "Machine":
+        """This machine with another rate of CPU memory, or unchanged if `byte_per_s` is None."""
+        return self if byte_per_s is None else replace(self, cpu_byte_per_s=byte_per_s, cpu_source=source)

@@ -44,7 +44,8 @@ class CapacityPlan:
     """Memory and speed bounds of an engine that runs `num_sequences` sequences together. Bytes are per GPU.
 
     A bound is a number of tokens per second, over all sequences, that no schedule can exceed. It follows from the
-    bytes that must be moved or the arithmetic that must be done, and from the machine's rate for that.
+    bytes that must be moved or the arithmetic that must be done, and from the machine's rate for that. If a rate is
+    unknown, or nothing needs it, its bound is None.
     """
 
     config: Config
@@ -117,20 +118,26 @@ class CapacityPlan:
     # -- bounds ----------------------------------------------------------------------------------------------------
 
     @property
-    def link_decode_tok_per_s(self) -> float | None:
-        """sequences x link rate / missing bytes. None if nothing crosses the link, or if its rate is unknown."""
-        if not (self.machine.link_byte_per_s and self.num_missing_blocks):
+    def _cpu_byte_per_s(self) -> float | None:
+        """Each rank's share of the rate of CPU memory."""
+        rate = self.machine.cpu_byte_per_s
+        return rate and rate / self.config.tensor_parallel_size
+
+    def _missing_tok_per_s(self, byte_per_s: float | None) -> float | None:
+        """sequences x rate / missing bytes."""
+        if not (byte_per_s and self.num_missing_blocks and self.machine.gpu_bytes is not None):
             return None
-        missing_bytes = self.num_missing_blocks * self.spec.block_bytes
-        return self.num_sequences * self.machine.link_byte_per_s / missing_bytes
+        return self.num_sequences * byte_per_s / (self.num_missing_blocks * self.spec.block_bytes)
+
+    @property
+    def link_decode_tok_per_s(self) -> float | None:
+        """The bound where all that is missing crosses the link, which reads CPU memory."""
+        return self._missing_tok_per_s(_least(self.machine.link_byte_per_s, self._cpu_byte_per_s))
 
     @property
     def link_and_cpu_decode_tok_per_s(self) -> float | None:
-        """sequences x (link rate + CPU rate) / missing bytes. None if nothing is missing or a rate is unknown."""
-        link_bound, cpu_byte_per_s = self.link_decode_tok_per_s, self.machine.cpu_byte_per_s
-        if not (link_bound and self.machine.link_byte_per_s and cpu_byte_per_s):
-            return None
-        return link_bound * (1 + cpu_byte_per_s / self.machine.link_byte_per_s)
+        """The bound where the CPU attends to a part: both read CPU memory, which bounds them together."""
+        return None if self.config.cpu_attention == "off" else self._missing_tok_per_s(self._cpu_byte_per_s)
 
     @property
     def memory_decode_tok_per_s(self) -> float | None:
@@ -141,26 +148,32 @@ class CapacityPlan:
         step_bytes = costs.decode_bytes(self.config, self.model, self.num_sequences, num_keys, self.kv_bytes_per_token)
         return self.num_sequences * self.machine.memory_byte_per_s / step_bytes
 
+    @property
+    def decode_tok_per_s(self) -> float | None:
+        """The lowest bound of decode."""
+        is_link_alone = self.config.cpu_attention == "off"
+        missing = self.link_decode_tok_per_s if is_link_alone else self.link_and_cpu_decode_tok_per_s
+        return _least(missing, self.memory_decode_tok_per_s)
+
     def guessing_decode_tok_per_s(self, acceptance: float) -> float | None:
-        """The lowest bound of decode, with as many guesses in each step as allowed, of which this share is right.
+        """The bound of decode with as many guesses in each step as allowed, of which this share is right.
 
         Drafts are taken to cost nothing. None without speculation, or if no bound of decode is known.
         """
-        bounds = (self.link_and_cpu_decode_tok_per_s or self.link_decode_tok_per_s, self.memory_decode_tok_per_s)
-        known = [bound for bound in bounds if bound is not None]
-        if not (self.config.max_guesses and known):
+        if not (self.config.max_guesses and self.decode_tok_per_s):
             return None
-        return min(known) * expected_tokens(acceptance, self.config.max_guesses)
+        return self.decode_tok_per_s * expected_tokens(acceptance, self.config.max_guesses)
 
     @property
     def link_prefill_tok_per_s(self) -> float | None:
         """Prompts run one after the other. For each chunk, the earlier blocks that are not resident cross the link."""
-        if not (self.machine.link_byte_per_s and self.config.enable_cpu_offload):
+        byte_per_s = _least(self.machine.link_byte_per_s, self._cpu_byte_per_s)
+        if not (byte_per_s and self.config.enable_cpu_offload and self.machine.gpu_bytes is not None):
             return None
         num_loaded = costs.num_prefill_loaded_blocks(
             self.context, self.spec.block_size, self.num_gpu_blocks, self.config.max_num_batched_tokens
         )
-        seconds = num_loaded * self.spec.block_bytes / self.machine.link_byte_per_s
+        seconds = num_loaded * self.spec.block_bytes / byte_per_s
         return self.context / seconds if seconds else None
 
     @property
@@ -168,6 +181,17 @@ class CapacityPlan:
         if not self.machine.flop_per_s:
             return None
         return self.context * self.machine.flop_per_s / costs.prefill_flop(self.config, self.model, self.context)
+
+    @property
+    def first_token_s(self) -> float | None:
+        """The least time until the first token after a prompt of `context` tokens."""
+        rate = _least(self.link_prefill_tok_per_s, self.flop_prefill_tok_per_s)
+        return self.context / rate if rate else None
+
+
+def _least(*bounds: float | None) -> float | None:
+    """The least of those that are known."""
+    return min((bound for bound in bounds if bound is not None), default=None)
 
 
 # -- making a plan ---------------------------------------------------------------------------------------------------
@@ -259,9 +283,19 @@ class PlanOptions:
     """Options of a plan beside those of the engine. An invalid value raises ConfigError."""
 
     context: int | None = option(
-        None, help="tokens of each sequence; by default, max_model_len", group=_WORK, above=0, most=MAX_TOKENS
+        None,
+        help="tokens of each sequence, such as 131072 or 131k; by default, max_model_len",
+        group=_WORK,
+        above=0,
+        most=MAX_TOKENS,
     )
     sequences: int = option(1, help="number of sequences that run together", group=_WORK, above=0)
+    fit: bool = option(
+        False,
+        help="list the presets, formats and contexts that run on the GPU, with their options and projected bounds of "
+        "speed",
+        group=_WORK,
+    )
     gpu: str | None = option(
         None, help="name of a GPU, such as 'RTX 4090'; by default, the one here or else an H200", group=_MACHINE
     )
@@ -282,6 +316,14 @@ class PlanOptions:
         above=0,
         most=MAX_GB,
     )
+    cpu_gb_per_s: float | None = option(
+        None,
+        help="rate in GB/s at which the link and the CPU together read CPU memory; by default, measured if the GPU is "
+        "here, else that of the kind of machine that the GPU is usually in",
+        group=_MACHINE,
+        above=0,
+        most=MAX_GB,
+    )
 
     def __post_init__(self) -> None:
         check_options(self, ConfigError)
@@ -292,7 +334,7 @@ class PlanOptions:
         """`machine` with these options applied. Raises ConfigError if the plan is for the CPU and an option describes a
         GPU.
         """
-        named = {name: getattr(self, name) for name in ("gpu", "gpu_memory_gb", "link_gb_per_s")}
+        named = {name: getattr(self, name) for name in ("gpu", "gpu_memory_gb", "link_gb_per_s", "cpu_gb_per_s")}
         if machine.gpu_bytes is None and (given := [name for name, value in named.items() if value is not None]):
             raise ConfigError(f"{', '.join(given)} describe a GPU, but device='cpu' plans for the CPU; give only one")
         if self.gpu is not None:
@@ -301,7 +343,8 @@ class PlanOptions:
             machine = replace(machine, gpu_bytes=int(self.gpu_memory_gb * 2**30))
         if self.host_memory_gb is not None:
             machine = replace(machine, host_bytes=int(self.host_memory_gb * 2**30))
-        return machine.with_link(self.link_gb_per_s and self.link_gb_per_s * 1e9, "given")
+        machine = machine.with_link(self.link_gb_per_s and self.link_gb_per_s * 1e9, "given")
+        return machine.with_cpu(self.cpu_gb_per_s and self.cpu_gb_per_s * 1e9, "given")
 
 
 # -- the table -------------------------------------------------------------------------------------------------------
@@ -365,36 +408,42 @@ def _bound_rows(plan: CapacityPlan) -> list[Row]:
     """The machine's rates with their sources, and the bounds that follow from them, lowest first."""
     m = plan.machine
     rows = []
-    if m.link_byte_per_s and plan.config.enable_cpu_offload:
-        rows.append(("link", f"{m.link_byte_per_s / 1e9:.1f} GB/s", m.link_source))
-    if m.cpu_byte_per_s:
-        rows.append(("CPU", f"{m.cpu_byte_per_s / 1e9:.1f} GB/s", "attention beside the link, measured"))
+    if m.gpu_bytes is not None and plan.config.enable_cpu_offload:
+        rows += [("link", f"{m.link_byte_per_s / 1e9:.1f} GB/s", m.link_source)] if m.link_byte_per_s else []
+        rows += [("CPU memory", f"{m.cpu_byte_per_s / 1e9:.1f} GB/s", m.cpu_source)] if m.cpu_byte_per_s else []
     if m.memory_byte_per_s:
         rows.append(("memory rate", f"{m.memory_byte_per_s / 1e12:.2f} TB/s", m.rates_source))
     if m.flop_per_s:
         rows.append(("arithmetic", f"{m.flop_per_s / 1e12:.0f} TFLOP/s", m.rates_source))
-    decode = {"link": plan.link_decode_tok_per_s, "memory rate": plan.memory_decode_tok_per_s}
-    remark = ""
-    if m.cpu_byte_per_s:
-        decode = {"link and the CPU": plan.link_and_cpu_decode_tok_per_s, "memory rate": plan.memory_decode_tok_per_s}
-    elif plan.config.cpu_attention != "off" and (link_tok_per_s := decode.pop("link")) is not None:
-        remark = f"{_rate(link_tok_per_s)} by the link alone, and more with the CPU"
-    prefill = {"link": plan.link_prefill_tok_per_s, "arithmetic": plan.flop_prefill_tok_per_s}
+    decode, remark = {"memory rate": plan.memory_decode_tok_per_s}, ""
+    if plan.config.cpu_attention == "off":
+        decode["link"] = plan.link_decode_tok_per_s
+    elif plan.link_decode_tok_per_s:
+        decode["link and the CPU"] = plan.link_and_cpu_decode_tok_per_s
+        remark = f"{rate_text(plan.link_decode_tok_per_s)} by the link alone"
     rows += _bound_row("decode", decode, remark)
     guessing = {f"at acceptance {a}": plan.guessing_decode_tok_per_s(a) for a in ACCEPTANCES}
-    if shares := ", ".join(f"{_rate(rate)} {share}" for share, rate in guessing.items() if rate is not None):
+    if shares := ", ".join(f"{rate_text(rate)} {share}" for share, rate in guessing.items() if rate is not None):
         rows.append(("guesses", "", f"tok/s: {shares}, with up to {plan.config.max_guesses} a step"))
-    rows += _bound_row("prefill", prefill)
+    rows += _bound_row("prefill", {"link": plan.link_prefill_tok_per_s, "arithmetic": plan.flop_prefill_tok_per_s})
+    if plan.first_token_s is not None:
+        rows.append(
+            ("first token", f">= {seconds_text(plan.first_token_s)}", f"after a prompt of {plan.context:,} tokens")
+        )
     return rows
 
 
 def _bound_row(name: str, by_cause: Mapping[str, float | None], remark: str = "") -> list[Row]:
-    """The lowest of the bounds that are known, and all of them in the remark. Without any, only the remark."""
+    """The lowest of the bounds that are known, and all of them in the remark. Without any, no row."""
     known = sorted((rate, cause) for cause, rate in by_cause.items() if rate is not None)
-    causes = ", ".join(f"{_rate(rate)} by the {cause}" for rate, cause in known)
+    causes = ", ".join(f"{rate_text(rate)} by the {cause}" for rate, cause in known)
     remarks = "; ".join(text for text in (causes, remark) if text)
-    return [(name, f"<= {_rate(known[0][0])}" if known else "", f"tok/s: {remarks}")] if remarks else []
+    return [(name, f"<= {rate_text(known[0][0])}", f"tok/s: {remarks}")] if known else []
 
 
-def _rate(tok_per_s: float) -> str:
+def rate_text(tok_per_s: float) -> str:
     return f"{tok_per_s:,.0f}" if tok_per_s >= 1000 else f"{tok_per_s:.1f}"
+
+
+def seconds_text(number: float) -> str:
+    return f"{number:,.0f} s" if number >= 100 else f"{number:.1f} s" if number >= 0.1 else f"{number:.1g} s"

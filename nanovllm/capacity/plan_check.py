@@ -1,18 +1,19 @@
 """Checks of a plan: the reasons why it cannot work, and the options to change. Arithmetic only."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import combinations
 from math import ceil
 from typing import Any, TypeAlias
 
 from nanovllm.capacity.plan import MAX_HOST_SHARE, CapacityPlan, least_gpu_blocks, make_plan
 from nanovllm.checkpoint.model_config import rope_extension
+from nanovllm.checkpoint.quantization import QUANTIZATIONS
 from nanovllm.core.step_limits import max_model_len
 from nanovllm.errors import ConfigError
 from nanovllm.utils.arithmetic import ceil_div, format_bytes
 
-MAX_REMEDIES = 3
+MAX_REMEDIES = 3  # changes of a single option
+OFFLOAD = {"enable_cpu_offload": True, "num_kvcache_blocks": -1}
 
 Change: TypeAlias = dict[str, Any]  # new values of Config's fields
 Problem: TypeAlias = Callable[[CapacityPlan], str | None]
@@ -25,6 +26,7 @@ def check_start(plan: CapacityPlan) -> None:
     graphs' logits. An engine that is too large only by estimate may still work; start-up runs the largest step to find
     out.
     """
+    _check_support(plan)
     if problem := _pool_problem(plan) or _gpu_problem(plan, with_estimates=False):
         raise ConfigError(f"{problem}; {remedies(plan, memory_problem)}")
     if problem := _cpu_problem(plan):
@@ -34,14 +36,24 @@ def check_start(plan: CapacityPlan) -> None:
 def check_plan(plan: CapacityPlan) -> None:
     """Raise ConfigError, like `check_start`, also if the engine cannot run the plan's sequences together.
 
-    Estimates count here too: everything that the plan's table marks with (!) is refused.
+    Estimates count here too: everything that the plan's table marks with (!) is refused. A remedy may be to quantize
+    the weights.
     """
+    _check_support(plan)
     if problem := _length_problem(plan):
         raise ConfigError(problem)
     if problem := any_problem(plan):
-        raise ConfigError(f"{problem}; {remedies(plan, any_problem)}")
+        raise ConfigError(f"{problem}; {remedies(plan, any_problem, QUANTIZATIONS)}")
     if problem := _cpu_problem(plan):
         raise ConfigError(problem)
+
+
+def _check_support(plan: CapacityPlan) -> None:
+    if plan.model.experts is not None and plan.machine.gpu_bytes is not None:
+        name = plan.model.architecture
+        raise ConfigError(
+            f"{name} is a mixture of experts, which runs on a CPU only; use device='cpu' or a dense model"
+        )
 
 
 def any_problem(plan: CapacityPlan) -> str | None:
@@ -151,45 +163,74 @@ def _sequences_problem(plan: CapacityPlan) -> str | None:
 # -- remedies --------------------------------------------------------------------------------------------------------
 
 
-def remedies(plan: CapacityPlan, problem: Problem) -> str:
-    """Name changes of one option, or else of two, with which `problem` finds nothing. Each has been tried.
+def remedies(plan: CapacityPlan, problem: Problem, formats: Iterable[str] = ()) -> str:
+    """Name changes with which `problem` finds nothing. Each has been tried.
 
-    More ranks are named last, because they need more GPUs. If nothing helps, say so.
+    Changes of a single option come first. If none is enough, name several together: without offload, which is slower,
+    with it, and with one of `formats` for the weights. More ranks are named last, because they need more GPUs. If
+    nothing helps, say so.
     """
     singles = list(_changes(plan))
-    strongest = {tuple(change): change for change in singles}.values()  # the last one of each option
-    pairs = (first | second for first, second in combinations(strongest, 2))
+    strongest = list({tuple(change): change for change in singles}.values())  # the last one of each option
+    offload = [] if plan.config.enable_cpu_offload else [OFFLOAD]
+    pool = [_other_pool(plan)]
     more_ranks = [{"tensor_parallel_size": n} for n in (2, 4, 8) if n > plan.config.tensor_parallel_size]
     ranks = _first_working(plan, more_ranks, problem, at_most=1)
-    found = _first_working(plan, singles, problem, at_most=MAX_REMEDIES - len(ranks))
-    found = found or _first_working(plan, pairs, problem, at_most=MAX_REMEDIES - len(ranks))
-    described = " or ".join(_described(plan, change) for change in (*found, *ranks))
-    return described or "no change of one or two options helps; use a smaller model, or more memory"
+    found = _first_working(plan, [*singles, *offload], problem, MAX_REMEDIES - len(ranks))
+    if not any(change != OFFLOAD for change in found):
+        offloaded = [each for base in offload for each in _together(plan, base, strongest + pool, problem)]
+        found = _together(plan, {}, strongest, problem) + offloaded
+        of_formats = [{"quantization": name} for name in formats]
+        for base in of_formats if offloaded else [base | on for base in of_formats for on in ({}, *offload)]:
+            if more := _together(plan, base, strongest + (pool if "enable_cpu_offload" in base else []), problem):
+                found += more
+                break
+    described = ", or ".join(_described(plan, change) for change in (*found, *ranks))
+    return described or "no change of options helps; use a smaller model, or more memory"
+
+
+def _together(plan: CapacityPlan, base: Change, others: Sequence[Change], problem: Problem) -> list[Change]:
+    """`base` with those of the other changes that it needs to work, or nothing if it does not work with all of them.
+
+    Those at the end are dropped first.
+    """
+
+    def merged(changes: Iterable[Change]) -> Change:
+        return {name: value for change in (base, *changes) for name, value in change.items()}
+
+    needed = list(others)
+    if not _first_working(plan, [merged(needed)], problem, at_most=1):
+        return []
+    for other in reversed(others):
+        fewer = [each for each in needed if each is not other]
+        needed = fewer if _first_working(plan, [merged(fewer)], problem, at_most=1) else needed
+    return [merged(needed)]
 
 
 def _first_working(plan: CapacityPlan, changes: Iterable[Change], problem: Problem, at_most: int) -> list[Change]:
     """The first changes with which `problem` finds nothing, each of other options."""
     found: dict[tuple[str, ...], Change] = {}
     for change in changes:
-        if len(found) < at_most and tuple(change) not in found:
-            changed = _changed(plan, change)
-            if changed is not None and problem(changed) is None:
-                found[tuple(change)] = change
+        if len(found) == at_most:
+            break
+        if tuple(change) not in found and (changed := _changed(plan, change)) and problem(changed) is None:
+            found[tuple(change)] = change
     return list(found.values())
 
 
 def _changed(plan: CapacityPlan, change: Change) -> CapacityPlan | None:
     """The plan with other options; None if they are invalid together."""
-    work = {"context": plan.context, "num_sequences": plan.num_sequences}
+    options, work = dict(change), {"context": plan.context, "num_sequences": plan.num_sequences}
     try:
-        config = replace(plan.config, **change)
-        return make_plan(config, plan.model, plan.machine, staging=plan.spec.staging, **work)
+        model = plan.model.quantized(options.pop("quantization", None))
+        config = replace(plan.config, **options)
+        return make_plan(config, model, plan.machine, staging=plan.spec.staging, **work)
     except ConfigError:
         return None
 
 
 def _changes(plan: CapacityPlan) -> Iterator[Change]:
-    """Changes of one option that could help on the same GPUs, the mildest value of an option first."""
+    """Changes of one option, other than to offload, that could help on the same GPUs, the mildest value first."""
     config, num_seqs = plan.config, plan.num_sequences
     yield from _other_num_blocks(plan)
     if config.enable_cpu_offload:
@@ -197,15 +238,12 @@ def _changes(plan: CapacityPlan) -> Iterator[Change]:
         yield {"num_gpu_blocks": None}
     if plan.machine.gpu_bytes is not None:
         yield from ({"gpu_memory_utilization": u} for u in (0.95, 0.98) if u > config.gpu_memory_utilization)
-    yield from ({"max_num_batched_tokens": n} for n in (4096, 512) if n < config.max_num_batched_tokens)
+    yield from ({"max_num_batched_tokens": n} for n in (4096, 1024) if n < config.max_num_batched_tokens)
     if config.block_size > 256:
         yield {"kvcache_block_size": 256}
     if num_seqs > config.max_num_seqs:
         yield {"max_num_seqs": num_seqs}
     yield from ({"max_num_seqs": n} for n in (64, 16) if num_seqs <= n < config.max_num_seqs)
-    if not config.enable_cpu_offload:
-        yield {"enable_cpu_offload": True, "num_kvcache_blocks": -1}
-        yield _other_pool(plan)  # works only together with the former
     if plan.machine.gpu_bytes is not None and not config.enforce_eager:
         yield {"enforce_eager": True}
 
@@ -236,11 +274,13 @@ def _other_pool(plan: CapacityPlan) -> Change:
 
 
 def _described(plan: CapacityPlan, change: Change) -> str:
-    """Such as "use enable_cpu_offload and lower max_num_batched_tokens to 1024"."""
+    """Describe a change, such as "use enable_cpu_offload and lower max_num_batched_tokens to 1024"."""
     parts = []
     for name, value in change.items():
-        old = getattr(plan.config, name)
-        if value is True:
+        old = getattr(plan.config, name, None)
+        if name == "quantization":
+            parts.append(f"use quantization={value}")
+        elif value is True:
             parts.append(f"use {name}")
         elif value in (None, -1) and value != old:
             parts.append(f"leave {name} unset")

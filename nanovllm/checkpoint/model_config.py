@@ -8,7 +8,7 @@ the weights `_weight_dtype`, their quantization quantization.py, the kinds of la
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -173,7 +173,7 @@ class ModelConfig:
 
     @classmethod
     def from_pretrained(
-        cls, model: str, hf_overrides: Mapping[str, Any] | None = None, quantization: str | None = None
+        cls, model: str, hf_overrides: Mapping[str, Any] | None = None
     ) -> tuple["ModelConfig", Path | None]:
         """The config of a local directory, a preset or a hub name, and the directory with its weights.
 
@@ -186,27 +186,32 @@ class ModelConfig:
         Never runs code from the checkpoint and never asks for input on stdin.
         """
         config_path, directory = find_model(model)
-        return _read_config(config_path, directory, hf_overrides, quantization), directory
+        return _read_config(config_path, directory, hf_overrides), directory
 
     @classmethod
-    def without_weights(
-        cls, model: str, hf_overrides: Mapping[str, Any] | None = None, quantization: str | None = None
-    ) -> "ModelConfig":
+    def without_weights(cls, model: str, hf_overrides: Mapping[str, Any] | None = None) -> "ModelConfig":
         """The same config, read from config.json alone. No other file of a hub name is downloaded.
 
         It lacks end tokens that only generation_config.json names.
         """
         config_path, _ = find_model(model, ("config.json",))
-        return _read_config(config_path, None, hf_overrides, quantization)
+        return _read_config(config_path, None, hf_overrides)
+
+    def quantized(self, name: str | None) -> "ModelConfig":
+        """This model, quantized to a format of QUANTIZATIONS while it is loaded; None leaves it as it is.
+
+        Raises ConfigError if its checkpoint is quantized already.
+        """
+        if name is not None and self.quantization is not None:
+            raise ConfigError(
+                f"quantization={name!r} is for checkpoints that are not quantized, and this one has "
+                f"quant_method={self.quantization.method!r}; leave it out"
+            )
+        return self if name is None else replace(self, quantization=QUANTIZATIONS[name])
 
 
-def _read_config(
-    config_path: Path, directory: Path | None, hf_overrides: Mapping[str, Any] | None, quantization: str | None
-) -> ModelConfig:
-    """Read and check config.json after the overrides. directory: where generation_config.json may be.
-
-    quantization: see Config.
-    """
+def _read_config(config_path: Path, directory: Path | None, hf_overrides: Mapping[str, Any] | None) -> ModelConfig:
+    """Read and check config.json after the overrides. directory: where generation_config.json may be."""
     given = apply_overrides(read_json(config_path), hf_overrides)
     name = _architecture_name(given)
     check_settings(given, config_path)
@@ -237,7 +242,7 @@ def _read_config(
         rope=_rope(settings),
         torch_dtype=_weight_dtype(settings),
         eos_token_ids=_eos_token_ids(settings, directory),
-        quantization=_quantization(settings.get("quantization_config"), quantization),
+        quantization=parse_quantization(settings.get("quantization_config")),
         experts=_experts(settings) if architecture.has_experts else None,
     )
     if config.max_model_len_limit > MAX_POSITIONS:
@@ -247,17 +252,6 @@ def _read_config(
             "positions that fp32 can tell apart; lower the factor in config.json"
         )
     return config
-
-
-def _quantization(given: Any, asked: str | None) -> Quantization | None:
-    """The checkpoint's quantization, or the one that is asked for. Raises ConfigError for both."""
-    stored = parse_quantization(given)
-    if stored is not None and asked is not None:
-        raise ConfigError(
-            f"quantization={asked!r} is for checkpoints that are not quantized, and this one has "
-            f"quant_method={stored.method!r}; leave it out"
-        )
-    return stored if asked is None else QUANTIZATIONS[asked]
 
 
 def _architecture_name(settings: Mapping[str, Any]) -> str:

@@ -15,12 +15,11 @@ from dataclasses import replace
 from io import TextIOWrapper
 from typing import TYPE_CHECKING, Any
 
-from tqdm.auto import tqdm
-
 from nanovllm.cli.flags import flag_name, name_flags
 from nanovllm.config import Config
 from nanovllm.errors import EngineError, RequestError
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.progress import progress_bar
 
 if TYPE_CHECKING:  # --help must not load torch
     from nanovllm.core.outputs import RequestOutput, StepOutput
@@ -82,11 +81,17 @@ def stream_answer(
     return output
 
 
+def print_answers(llm: "LLM", prompt: "Prompt", params: SamplingParams) -> "list[RequestOutput]":
+    """Run a request with several answers, and print each under its number. They are generated together."""
+    (first,) = llm.generate([prompt], params)
+    for number, output in enumerate(first["outputs"], start=1):
+        print(f"[{number}]\n{output['text'] or ''}", flush=True)
+    return first["outputs"]
+
+
 def _steps(llm: "LLM", request_id: int, num_prompt_tokens: int, leave_bar: bool) -> Iterator["StepOutput"]:
     """Run the request's steps, and yield those from its first token on. A progress bar shows the ones before."""
-    with tqdm(
-        total=num_prompt_tokens, desc="Prefill", unit="tok", dynamic_ncols=True, file=sys.stderr, leave=leave_bar
-    ) as bar:
+    with progress_bar(total=num_prompt_tokens, desc="Prefill", unit="tok", leave=leave_bar) as bar:
         while request_id not in (step := llm.step()).texts:
             bar.update(step.num_prefill_tokens)
         bar.update(step.num_prefill_tokens)

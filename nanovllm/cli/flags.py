@@ -1,6 +1,7 @@
 """The fields of the classes of options, as flags of the command line and as the tables of docs/options.md.
 
-`python -m nanovllm.cli.flags docs/options.md` (or `make docs`) writes the tables between two marker lines.
+`python -m nanovllm.cli.flags docs/options.md README.md` (or `make docs`) writes the tables between their marker lines.
+README.md has the one that `plan` computes of what runs on common GPUs.
 """
 
 import argparse
@@ -13,8 +14,9 @@ from importlib import import_module
 from itertools import groupby
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, get_args
+from typing import Any, NoReturn, get_args
 
+from nanovllm.capacity.fit import doc_table
 from nanovllm.cluster.options import BatchOptions, ServiceOptions
 from nanovllm.config import Config
 from nanovllm.demo import DEMO_MODEL
@@ -25,9 +27,10 @@ from nanovllm.utils.options import help_of
 
 RENAMED: dict[tuple[type, str], str] = {(SamplingParams, "seed"): "sampling_seed"}  # Config has the plain name
 CPU_STEP_TOKENS = 512  # about a second with a small model; the progress bar and Ctrl-C wait for the end of a step
-# Fields of SamplingParams without a flag: several answers, other results than text, and what no flag can hold
+# Fields of SamplingParams without a flag: several answers (but `generate` has them), other results than text, and what
+# no flag can hold
 PYTHON_ONLY = ("n", "detokenize", "logprobs", "prompt_logprobs", "logit_bias", "structured_outputs")
-BEGIN, END = "<!-- options: begin -->", "<!-- options: end -->"
+MARKERS = {name: (f"<!-- {name}: begin -->", f"<!-- {name}: end -->") for name in ("options", "fits")}
 
 
 def add_flags(
@@ -91,7 +94,8 @@ def _flag_settings(field: Field[Any], options: type, default: Any) -> dict[str, 
     if field.type is bool:
         return settings | {"action": argparse.BooleanOptionalAction if field.default else "store_true"}
     kind = _scalar_type(field.type)
-    settings |= {"type": kind, "metavar": {int: "N", float: "X", str: "TEXT", _json_object: "JSON"}[kind]}
+    metavar = {int: "N", float: "X", str: "TEXT", _json_object: "JSON"}[kind]
+    settings |= {"type": _integer if kind is int else kind, "metavar": metavar}
     if isinstance(field.default, tuple):
         return settings | {"action": "extend", "nargs": "+"}
     if default is not None:
@@ -108,6 +112,15 @@ def _scalar_type(annotation: Any) -> Any:
     return next(kind for member in get_args(annotation) if (kind := _scalar_type(member)))
 
 
+def _integer(text: str) -> int:
+    """An integer, where k and m at the end mean thousands and millions."""
+    factor = {"k": 1000, "m": 1_000_000}.get(text[-1:].lower(), 1)
+    try:
+        return int(text if factor == 1 else text[:-1]) * factor
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"not an integer, such as 131072, 131k or 1m: {text!r}") from error
+
+
 def _json_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
@@ -119,6 +132,16 @@ def _json_object(text: str) -> dict[str, Any]:
 
 
 # -- flags that several commands have --------------------------------------------------------------------------------
+
+
+class Parser(argparse.ArgumentParser):
+    """Takes no abbreviations, which new flags would make ambiguous, and reports an error in one line."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}; {self.prog} --help lists what there is\n")
 
 
 class Formatter(argparse.RawDescriptionHelpFormatter):
@@ -174,11 +197,11 @@ def check_packages(user: str, names: Sequence[str], extra: str) -> None:
             raise ConfigError(f"{user} needs {error.name}; run: pip install 'nanovllm[{extra}]'") from error
 
 
-# -- the tables of docs/options.md -----------------------------------------------------------------------------------
+# -- the tables of the documents -------------------------------------------------------------------------------------
 
 
 def options_tables() -> str:
-    """The tables in Markdown, with the markers around them."""
+    """The tables of options in Markdown."""
     tables = (
         f"The fields of `Config`, which are keyword arguments of `LLM`:\n\n{_table(Config)}",
         f"The fields of `SamplingParams`:\n\n{_table(SamplingParams)}",
@@ -186,7 +209,7 @@ def options_tables() -> str:
         f"The fields of `BatchOptions`, which are flags of `nanovllm batch`:\n\n{_table(BatchOptions)}",
         f"The fields of `ServiceOptions`, which are flags of `nanovllm serve`, too:\n\n{_table(ServiceOptions)}",
     )
-    return "\n\n".join((BEGIN, *tables, END))
+    return "\n\n".join(tables)
 
 
 def _table(options: type) -> str:
@@ -210,11 +233,14 @@ def _row(field: Field[Any]) -> str:
 
 
 def write_tables(text: str) -> str:
-    """`text` with the tables in place of what is between its markers."""
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    assert begin and end, f"the text has no lines {BEGIN} and {END} to put the tables between"
-    return before + options_tables() + after
+    """`text` with the tables in place of what is between their markers."""
+    found = {name: markers for name, markers in MARKERS.items() if all(marker in text for marker in markers)}
+    assert found, f"the text has no lines of MARKERS to put a table between: {MARKERS}"
+    for name, (begin, end) in found.items():
+        table = options_tables() if name == "options" else doc_table()
+        before, rest = text.split(begin)
+        text = f"{before}{begin}\n\n{table}\n\n{end}{rest.split(end)[1]}"
+    return text
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""The command line: `nanovllm demo`, `chat`, `generate`, `serve`, `batch` and `plan`.
+"""The command line: `nanovllm demo`, `chat`, `generate`, `serve`, `batch`, `plan` and `verify`.
 
 flags.py makes the flags, their defaults and their help from the fields of Config, SamplingParams, DemoOptions,
-ServerOptions, ServiceOptions, BatchOptions and PlanOptions. Nothing heavy is imported before a command runs, and
-neither are the packages of an extra, which `--help` does not need. demo.py and console.py have the commands of a
-terminal.
+ServerOptions, ServiceOptions, BatchOptions, PlanOptions and VerifyOptions. Nothing heavy is imported before a command
+runs, and neither are the packages of an extra, which `--help` does not need. demo.py, verify.py and console.py have the
+commands of a terminal.
 
 Bad input raises ConfigError, RequestError or CheckpointError, which `main` prints as one line. An exception that `main`
 does not catch is a bug and keeps its traceback.
@@ -14,11 +14,13 @@ import logging
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm import __version__
+from nanovllm.capacity.fit import fit_table, fits
 from nanovllm.capacity.plan import PlanOptions, make_plan, plan_table
 from nanovllm.capacity.plan_check import check_plan
 from nanovllm.checkpoint.model_config import ModelConfig
@@ -26,6 +28,7 @@ from nanovllm.cli.console import (
     choose_sampling,
     drop_closed_stdout,
     escape_unencodable_output,
+    print_answers,
     run_chat,
     stream_answer,
     summary,
@@ -35,20 +38,23 @@ from nanovllm.cli.flags import (
     CPU_STEP_TOKENS,
     PYTHON_ONLY,
     Formatter,
+    Parser,
     add_command,
     add_engine_flags,
     add_flags,
     add_model_flag,
     check_packages,
     engine_options,
+    flag_name,
     given_fields,
     name_flags,
 )
+from nanovllm.cli.verify import ENGINE_FLAGS, VerifyOptions, run_verify
 from nanovllm.cluster.options import BatchOptions, ServiceOptions
 from nanovllm.config import Config
-from nanovllm.demo import model_path
+from nanovllm.demo import DEMO_MODEL, model_path
 from nanovllm.errors import CheckpointError, ConfigError, EngineError, RequestError
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import SamplingParams, StructuredOutputs
 from nanovllm.server.options import ServerOptions, bind
 
 if TYPE_CHECKING:  # --help must not load torch
@@ -94,6 +100,12 @@ example, with the built-in model:
   nanovllm batch --model demo --input prompts.jsonl --output answers/
 
 Exit status: 0 if all rows have run, also if some have an error; 1 if engines fail again and again; 2 for bad input.
+"""
+VERIFY_EXAMPLE = """\
+example, with the built-in model:
+  nanovllm verify --model demo
+
+Exit status: 0 if all paths agree, 1 if one differs or the engine fails, 2 for bad input.
 """
 
 
@@ -141,18 +153,24 @@ def _generate(args: argparse.Namespace) -> int:
     """The text goes to stdout, everything else to stderr."""
     if args.system is not None and not args.chat:
         raise RequestError("--system needs the model's chat template; add --chat")
-    prompt = args.prompt if args.prompt_file is None else _read_prompt(args.prompt_file)
+    prompt = args.prompt if args.prompt_file is None else _read_text("--prompt-file", args.prompt_file)
+    sampling = given_fields(args, SamplingParams)
+    if args.schema is not None:
+        sampling["structured_outputs"] = StructuredOutputs(json=_read_text("--schema", args.schema))
+    if args.regex is not None:
+        sampling["structured_outputs"] = StructuredOutputs(regex=args.regex)
     llm = _open_llm(args)
     with llm:
-        params = choose_sampling(llm, given_fields(args, SamplingParams), in_chat=args.chat)
+        params = choose_sampling(llm, sampling, in_chat=args.chat)
         if args.chat:
             system = [] if args.system is None else [{"role": "system", "content": args.system}]
             prompt = llm.chat_token_ids([*system, {"role": "user", "content": prompt}])[0]
-        output = stream_answer(llm, prompt, params)
-    print(summary(output), file=sys.stderr)
-    if "error" in output:
-        _complain(args, f"the request failed: {output['error']}")
-    return 1 if "error" in output else 0
+        outputs = [stream_answer(llm, prompt, params)] if params.n == 1 else print_answers(llm, prompt, params)
+    for output in outputs:
+        print(summary(output), file=sys.stderr)
+        if "error" in output:
+            _complain(args, f"the request failed: {output['error']}")
+    return 1 if any("error" in output for output in outputs) else 0
 
 
 def _chat(args: argparse.Namespace) -> int:
@@ -164,21 +182,43 @@ def _chat(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    """The plan goes to stdout. If it cannot work, the reason goes to stderr."""
-    options = PlanOptions(**given_fields(args, PlanOptions))
-    config = Config(model=model_path(args.model), **given_fields(args, Config))
-    model = ModelConfig.without_weights(config.model, config.hf_overrides, config.quantization)
-    from nanovllm.engine.setup import find_machine
+    """The plan goes to stdout. If it cannot work, the reason comes first, on stderr."""
+    options, given = PlanOptions(**given_fields(args, PlanOptions)), given_fields(args, Config)
+    if args.model is None and not options.fit:
+        raise ConfigError("plan needs a model; add --model, or --fit for a list of what runs")
+    config = Config(model=DEMO_MODEL if args.model is None else args.model, **given)
+    from nanovllm.device.devices import installed_gpu
+    from nanovllm.engine.setup import find_machine, measure_cpu_memory
 
     machine = options.apply(find_machine(config))
+    is_here = options.gpu is None and config.device != "cpu" and installed_gpu(config) is not None
+    if is_here and options.cpu_gb_per_s is None:
+        machine = machine.with_cpu(measure_cpu_memory(), "measured")
+    if options.fit:
+        if chosen := [flag_name(Config, name) for name in given if name not in ("device", "quantization")]:
+            raise ConfigError(f"fit chooses the engine's options; leave out {', '.join(chosen)}")
+        models = [] if args.model is None else [model_path(args.model)]
+        print(fit_table(machine, fits(machine, models, config.quantization, options.context)))
+        return 0
+    model = ModelConfig.without_weights(model_path(config.model), config.hf_overrides)
+    plan, status, context, num_sequences = None, 1, options.context, options.sequences
     try:
-        plan = make_plan(config, model, machine, context=options.context, num_sequences=options.sequences)
-        print(plan_table(plan))
+        model = model.quantized(config.quantization)
+        plan = make_plan(config, model, machine, context=context, num_sequences=num_sequences)
         check_plan(plan)
+        status = 0
     except ConfigError as error:
         _complain(args, f"this cannot work: {error}")
-        return 1
-    return 0
+    if plan is not None:
+        print(plan_table(plan))
+    return status
+
+
+def _verify(args: argparse.Namespace) -> int:
+    options = VerifyOptions(**given_fields(args, VerifyOptions))
+    given = given_fields(args, Config)
+    Config(model=args.model, enable_cpu_offload=True, **given)
+    return run_verify(args.model, options, given)
 
 
 def _open_llm(args: argparse.Namespace) -> "LLM":
@@ -190,15 +230,15 @@ def _open_llm(args: argparse.Namespace) -> "LLM":
     return LLM(args.model, **engine_options(args))
 
 
-def _read_prompt(path: Path) -> str:
+def _read_text(flag: str, path: Path) -> str:
     """The content of a file, or of stdin if the path is "-"."""
     try:
         content = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
         return content.decode("utf-8")
     except OSError as error:
-        raise RequestError(f"--prompt-file {path}: {error.strerror}") from error
+        raise RequestError(f"{flag} {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise RequestError(f"--prompt-file {path} is not UTF-8 text ({error.reason} at byte {error.start})") from error
+        raise RequestError(f"{flag} {path} is not UTF-8 text ({error.reason} at byte {error.start})") from error
 
 
 # -- serve -------------------------------------------------------------------------------------------------------
@@ -206,7 +246,8 @@ def _read_prompt(path: Path) -> str:
 
 def _serve(args: argparse.Namespace) -> int:
     """Serve until a signal arrives or the engine fails. Raises ConfigError if the port or a package cannot be used."""
-    options = ServerOptions(**{"served_model_name": (args.model,), **given_fields(args, ServerOptions)})
+    name = Path(args.model).resolve().name if Path(args.model).is_dir() else args.model
+    options = ServerOptions(**{"served_model_name": (name or args.model,), **given_fields(args, ServerOptions)})
     service = ServiceOptions(**given_fields(args, ServiceOptions))
     config = Config(model=args.model, **given_fields(args, Config))
     check_packages("nanovllm serve", ("fastapi", "uvicorn", "prometheus_client"), "server")
@@ -263,7 +304,7 @@ def _batch(args: argparse.Namespace) -> int:
     start_s = time.perf_counter()
     try:
         summary = run_job(job)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit):  # SIGTERM
         print("\nThe parts that are finished stay; repeat the command to go on from there.", file=sys.stderr)
         raise
     print(_describe(summary, time.perf_counter() - start_s, args.output), file=sys.stderr)
@@ -289,7 +330,7 @@ def _describe(summary: "JobSummary", seconds: float, output: Path) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="nanovllm",
         description="Long-context LLM inference, with the KV cache on the GPU or offloaded to CPU memory.",
         epilog=EXAMPLE,
@@ -303,6 +344,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_serve(commands)
     _add_batch(commands)
     _add_plan(commands)
+    _add_verify(commands)
     return parser
 
 
@@ -330,7 +372,11 @@ def _add_generate(commands: Any) -> None:
     prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="a UTF-8 file with the prompt; - for stdin")
     required.add_argument("--chat", action="store_true", help="apply the model's chat template to the prompt")
     required.add_argument("--system", metavar="TEXT", help="the system prompt; needs --chat")
-    _add_request_flags(parser, max_tokens=f"{SamplingParams.max_tokens}; with --chat, no limit")
+    constraint = parser.add_argument_group("what the answer must match").add_mutually_exclusive_group()
+    constraint.add_argument("--schema", type=Path, metavar="FILE", help="file with a JSON schema; - for stdin")
+    constraint.add_argument("--regex", metavar="TEXT", help="regular expression that the whole answer matches")
+    max_tokens = f"{SamplingParams.max_tokens}; with --chat, no limit"
+    _add_request_flags(parser, max_tokens, without=[name for name in PYTHON_ONLY if name != "n"])
 
 
 def _add_serve(commands: Any) -> None:
@@ -367,18 +413,25 @@ def _add_plan(commands: Any) -> None:
     )
     parser = add_command(commands, "plan", about, _plan, (Config, PlanOptions))
     required = parser.add_argument_group("what to plan for")
-    required.add_argument(
-        "--model", required=True, metavar="MODEL", help="directory, hub name, preset, or demo (built in)"
-    )
+    about = "directory, hub name, preset, or demo (built in); with --fit, all presets by default"
+    required.add_argument("--model", metavar="MODEL", help=about)
     add_flags(parser, PlanOptions)
     add_flags(parser, Config, without=("model",))
 
 
-def _add_request_flags(parser: argparse.ArgumentParser, max_tokens: str) -> None:
+def _add_verify(commands: Any) -> None:
+    about = "check on this machine that offload, the CPU's part and guesses give the answers of the all-resident path"
+    parser = add_command(commands, "verify", about, _verify, (Config, VerifyOptions), VERIFY_EXAMPLE)
+    add_model_flag(parser.add_argument_group("what to check"))
+    add_flags(parser, VerifyOptions)
+    add_flags(parser, Config, without=[field.name for field in fields(Config) if field.name not in ENGINE_FLAGS])
+
+
+def _add_request_flags(parser: argparse.ArgumentParser, max_tokens: str, without: Sequence[str] = PYTHON_ONLY) -> None:
     """Flags for the sampling parameters and the engine.
 
     max_tokens: what the command's help says about its default.
     """
     about = "The model's generation_config.json may change these defaults."
-    add_flags(parser, SamplingParams, without=PYTHON_ONLY, defaults={"max_tokens": max_tokens}, about=about)
+    add_flags(parser, SamplingParams, without=without, defaults={"max_tokens": max_tokens}, about=about)
     add_engine_flags(parser)

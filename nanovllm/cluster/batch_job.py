@@ -19,7 +19,6 @@ import ray.data
 import xxhash
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-from tqdm.auto import tqdm
 
 from nanovllm.capacity.machine import Machine
 from nanovllm.cluster.batch_engine import NUM_UNITS, BatchEngine, EngineJob, UnitTries
@@ -38,6 +37,8 @@ from nanovllm.cluster.resources import (
 )
 from nanovllm.config import Config
 from nanovllm.errors import CheckpointError, ConfigError, EngineError
+from nanovllm.utils.interrupt import ended_by_sigterm
+from nanovllm.utils.progress import progress_bar
 
 logger = logging.getLogger("nanovllm")
 
@@ -157,9 +158,10 @@ def _run_units(job: BatchJob, engine: EngineJob, todo: Mapping[int, Unit], summa
     """Run units on a cluster, and return `summary` with their errors and tokens."""
     num_rows, num_before, num_errors, num_tokens = summary
     done: set[int] = set()
-    with connected(job.options.ray_address, OBJECT_STORE_BYTES):
+    # Connecting sets Ray's own handler of SIGTERM, which prints its stack
+    with connected(job.options.ray_address, OBJECT_STORE_BYTES), ended_by_sigterm():
         engine, needs, num_engines = _place(job, engine, len(todo))
-        with tqdm(total=num_rows, initial=num_before, desc="Rows", unit="row", dynamic_ncols=True) as bar:
+        with progress_bar(total=num_rows, initial=num_before, desc="Rows", unit="row") as bar:
             for result in _unit_results(job.engine_class, engine, todo, needs, num_engines):
                 if result["failure"]:
                     raise (ConfigError if result["is_refusal"] else EngineError)(result["failure"])

@@ -23,6 +23,7 @@ def connected(address: str | None, object_store_bytes: int) -> Iterator[None]:
     cluster answers there, EngineError if Ray does not start here.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)  # warns of its default
     options: dict[str, Any] = {"address": address}
     if address is None:
         options = {"address": "local", "include_dashboard": False, "object_store_memory": object_store_bytes}

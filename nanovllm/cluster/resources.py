@@ -116,7 +116,7 @@ def plan_memory(
     Called on a machine of the kind that engines will run on. memory_bytes: memory that Ray may give away there. Raises
     ConfigError if an engine cannot start with its share, and CheckpointError if the model cannot be read.
     """
-    model = ModelConfig.without_weights(config.model, config.hf_overrides, config.quantization)
+    model = ModelConfig.without_weights(config.model, config.hf_overrides).quantized(config.quantization)
     machine = find_machine(config)
     share = int(min(machine.host_bytes, memory_bytes) / needs.engines_per_node)
     plan = make_plan(config, model, replace(machine, host_bytes=share))

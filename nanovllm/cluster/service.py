@@ -41,8 +41,9 @@ from nanovllm.errors import EngineError
 from nanovllm.server.app import make_app, warm_up
 from nanovllm.server.errors import Refusal, keep_messages_out
 from nanovllm.server.gate import Gate, load_keys
-from nanovllm.server.lifecycle import ended_by_sigterm, raise_file_limit, serve_until_stopped
+from nanovllm.server.lifecycle import raise_file_limit, serve_until_stopped
 from nanovllm.server.options import ServerOptions
+from nanovllm.utils.interrupt import ended_by_sigterm
 
 LOCAL_OBJECT_STORE_BYTES = 512 << 20  # bodies and parts of answers above 100 KB pass through it
 UPDATE_INTERVAL_S = 0.5

@@ -6,7 +6,7 @@ left out.
 """
 
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import cycle
 from pathlib import Path
 
@@ -40,7 +40,7 @@ def build_haystack(num_tokens: int, depth: float, passkey: str) -> str:
             raise RequestError(
                 f"passkey={passkey!r} makes {passage!r} occur twice in the prompt; use a less regular one"
             )
-    text = _library_text(num_text_tokens, matched)
+    text = library_text(num_text_tokens, matched)
     start = text.rfind("\n", 0, round(depth * len(text))) + 1
     return text[:start] + needle + text[start:] + QUESTION
 
@@ -50,8 +50,11 @@ def _passages(text: str) -> list[str]:
     return [text[start : start + MATCH_TOKENS] for start in range(len(text) - MATCH_TOKENS + 1)]
 
 
-def _library_text(num_characters: int, forbidden: list[str]) -> str:
-    """Whole lines without any of the `forbidden` passages. The last line is cut so that the length is exact."""
+def library_text(num_characters: int, forbidden: Sequence[str] = ()) -> str:
+    """Source code of Python's standard library, in whole lines without any of the `forbidden` passages.
+
+    The last line is cut so that the length is exact.
+    """
     lines: list[str] = []
     num_missing = num_characters
     for line in _library_lines():

@@ -1,6 +1,7 @@
 """EngineSetup: all decisions about an engine, made and checked before anything is allocated."""
 
 import importlib.util
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -76,7 +77,8 @@ def prepare(model: str | Path, options: Mapping[str, Any], internals: Internals 
     if unknown:
         raise ConfigError(f"unknown option {', '.join(unknown)}; the options are {', '.join(sorted(known))}")
     config = Config(model=model_path(str(model)), **options)
-    model_config, directory = ModelConfig.from_pretrained(config.model, config.hf_overrides, config.quantization)
+    stored, directory = ModelConfig.from_pretrained(config.model, config.hf_overrides)
+    model_config = stored.quantized(config.quantization)
     limit = max_model_len(config, model_config)
     device = resolve_device(config)
     _check_parts(config, model_config, device)
@@ -123,3 +125,14 @@ def find_machine(config: Config) -> Machine:
     if gpu is None:
         return Machine.gpu(available_host_bytes(), name="an H200, assumed")
     return Machine.found_gpu(available_host_bytes(), gpu.name, gpu.total_memory, (gpu.major, gpu.minor))
+
+
+def measure_cpu_memory(num_bytes: int = 2**29) -> float:
+    """Return the rate in bytes per second at which all CPUs together read memory. Takes half a second."""
+    data = torch.ones(num_bytes // 4)
+    seconds = []
+    for _ in range(4):
+        start_s = time.perf_counter()
+        data.sum()
+        seconds.append(time.perf_counter() - start_s)
+    return num_bytes / min(seconds)

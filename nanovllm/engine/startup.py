@@ -105,9 +105,11 @@ def _start(setup: EngineSetup, executor: Executor, end_token_ids: Sequence[int])
     )
     logger.info("started in %s", report.phases)
     if setup.config.enable_cpu_offload:
-        cpu_byte_per_s = None if split is None else split.cpu_byte_per_s
-        machine = setup.plan.machine.with_link(report.link_byte_per_s, "measured").with_cpu(cpu_byte_per_s)
-        num_slots, plan = sizes.num_gpu_blocks, setup.plan
+        num_slots, plan, together = sizes.num_gpu_blocks, setup.plan, None
+        if split is not None and split.link_byte_per_s and split.cpu_byte_per_s:
+            together = (split.link_byte_per_s + split.cpu_byte_per_s) * plan.config.tensor_parallel_size
+        machine = plan.machine.with_link(report.link_byte_per_s, "measured")
+        machine = replace(machine, cpu_byte_per_s=together, cpu_source="measured, the link and the CPU together")
         plan = make_plan(plan.config, plan.model, machine, num_gpu_blocks=num_slots, staging=plan.spec.staging)
         logger.info("%s", plan_table(plan))
         setup = replace(setup, plan=plan)

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from tqdm import tqdm
 
 from nanovllm.checkpoint.files import weight_files
 from nanovllm.checkpoint.model_config import ModelConfig
@@ -23,6 +22,7 @@ from nanovllm.layers.linear import WeightShard
 from nanovllm.layers.packed_weight import PackedRows, QuantizedWeight
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.quantized import StoredTensor, quantize, read_quantized, stored_parts
+from nanovllm.utils.progress import progress_bar
 
 _KV_SCALES = ("_proj.k_scale", "_proj.v_scale", "_attn.k_scale", "_attn.v_scale", "_attn.q_scale")
 _FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")  # as safetensors names them
@@ -79,7 +79,7 @@ def load_weights(
     """
     shards = dict(model.weight_shards())
     with (
-        tqdm(total=len(shards), desc="Loading weights", unit="tensor", disable=not show_progress) as progress,
+        progress_bar(total=len(shards), desc="Loading weights", unit="tensor", is_wanted=show_progress) as progress,
         ExitStack() as files,
     ):
         if load_format == "dummy":

@@ -19,7 +19,6 @@ from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from nanovllm.attention.base import PagedBatch, StepAttention
 from nanovllm.core.step_limits import MAX_GRAPH_CHUNKS, MixedSize
@@ -30,6 +29,7 @@ from nanovllm.layers.rotary_embedding import KVCells
 from nanovllm.models.decoder import CausalLM
 from nanovllm.runner.graph_inputs import GraphBuffers, GraphShape
 from nanovllm.runner.inputs import StepInputs
+from nanovllm.utils.progress import progress_bar
 
 
 @cache
@@ -114,9 +114,8 @@ class GraphKind(ABC, Generic[Size]):
     ) -> None:
         """Capture these sizes, the largest first, so that the others can share its memory."""
         pools = [torch.cuda.graph_pool_handle() for _ in range(self.num_pools)]
-        for size in tqdm(
-            sorted(sizes, reverse=True), desc=f"Capturing {self.name}", unit="size", disable=not show_progress
-        ):
+        largest_first = sorted(sizes, reverse=True)
+        for size in progress_bar(largest_first, desc=f"Capturing {self.name}", unit="size", is_wanted=show_progress):
             with model.skipping_inner_layers():  # they launch no other kernels
                 self.launch_kernels(model, make_attention, size)  # loads this size's kernels outside the capture
             torch.cuda.synchronize()

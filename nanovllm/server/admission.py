@@ -19,6 +19,7 @@ from nanovllm.errors import ConfigError
 from nanovllm.llm import LLM
 from nanovllm.request_stream import RequestStream
 from nanovllm.sampling_params import MAX_LOGPROBS, SamplingParams
+from nanovllm.server.answer_checks import AnswerChecks
 from nanovllm.server.errors import Refusal, model_not_found
 from nanovllm.server.gate import CACHE_SALT
 from nanovllm.server.metrics import Metrics
@@ -50,6 +51,7 @@ class Service:
         self.metrics = Metrics(self.model_names[0], engine.llm.stats, lambda: self.num_waiting, replica)
         self.started_s = int(time.time())
         self.num_waiting = self.num_open = 0
+        self.checks = AnswerChecks(engine, self.metrics, options.verify_share, is_idle=lambda: not self.num_open)
         self._limits = RequestLimits(options, engine.llm.max_model_len)
         self._mean_wait_s = 1.0
 
@@ -122,7 +124,7 @@ class Service:
         except BaseException:
             place.leave()
             raise
-        place.watch(stream)
+        place.watch(stream, params)
         return stream
 
     def _enter(self, num_answers: int) -> "_Place":
@@ -174,9 +176,10 @@ class _Place:
         service.num_waiting += num_answers
         service.num_open += num_answers
 
-    def watch(self, stream: RequestStream) -> None:
+    def watch(self, stream: RequestStream, params: SamplingParams) -> None:
         """Follow the stream, and end it if it does not begin in time."""
         stream.observer = self
+        self._params = params
         loop = asyncio.get_running_loop()
         rest_s = self._entered_s + self._service.options.max_wait_s - time.monotonic()
         self._timer = loop.call_later(max(0.0, rest_s), self._expire, stream)
@@ -201,6 +204,7 @@ class _Place:
         self._num_open -= 1
         self._service.num_open -= 1
         self._service.metrics.answer_ended(output)
+        self._service.checks.answer_ended(output, self._params)
 
     def closed(self, num_open: int) -> None:
         assert num_open == self._num_open, f"{num_open} answers are open, {self._num_open} were expected"

@@ -3,6 +3,7 @@
 The endpoints turn a request into prompts and SamplingParams. answers.py makes the response.
 """
 
+import asyncio
 import inspect
 import json
 from collections.abc import Sequence
@@ -31,7 +32,7 @@ from nanovllm.server.errors import (
     model_not_found,
 )
 from nanovllm.server.gate import ApiKeys, Gate
-from nanovllm.server.metrics import CONTENT_TYPE
+from nanovllm.server.metrics import CONTENT_TYPE, log_throughput
 from nanovllm.server.options import ServerOptions
 from nanovllm.server.page import add_page, kv_router
 from nanovllm.server.protocol import (
@@ -91,6 +92,7 @@ class Site:
 
     async def warm_up(self) -> None:
         await warm_up(self._engine)
+        self._throughput = asyncio.ensure_future(log_throughput(self._engine.llm.stats))
 
     async def wait_for_failure(self) -> EngineError:
         return await self._engine.wait_for_failure()

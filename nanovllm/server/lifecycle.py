@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -38,6 +38,7 @@ from nanovllm.server.app import Site
 from nanovllm.server.errors import ApiError, keep_messages_out
 from nanovllm.server.gate import Gate, load_keys
 from nanovllm.server.options import ServerOptions, port_error, url_of
+from nanovllm.utils.interrupt import ended_by_sigterm
 
 FAILED = 1  # exit status after the engine has failed; a supervisor should start the server again
 LINGER_S = 1.0  # after a failure: time for load balancers to see it, and for clients to read why
@@ -96,20 +97,6 @@ def serve_until_stopped(served: Served, options: ServerOptions, bound: socket.so
     num_files: the number of files that the process may open.
     """
     return asyncio.run(_Server(served, options, bound, num_files).run())
-
-
-@contextmanager
-def ended_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM clean up like an error, while the model is loaded."""
-
-    def end(signum: int, frame: Any) -> NoReturn:
-        sys.exit(128 + signum)
-
-    previous = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
 
 
 class _Listener(uvicorn.Server):

@@ -1,8 +1,10 @@
 """Metrics: the content of /metrics, in Prometheus' text format. Names follow vLLM's, with nanovllm in front.
 
-Requests are counted when their answers end. Each server has its own registry.
+Requests are counted when their answers end. Each server has its own registry. A busy server also logs its throughput.
 """
 
+import asyncio
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -13,6 +15,7 @@ from prometheus_client.registry import Collector
 from nanovllm.core.outputs import RequestOutput
 from nanovllm.errors import EngineError
 
+LOG_INTERVAL_S = 10.0
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 PREFIX = "nanovllm:"
 _FIRST_TOKEN_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
@@ -44,6 +47,9 @@ _FIGURES = (
 )
 
 
+logger = logging.getLogger(__name__)
+
+
 class Metrics(Collector):
     """Counts what the server answers and refuses, and reads the engine's stats when the metrics are rendered.
 
@@ -65,6 +71,8 @@ class Metrics(Collector):
         self._generation_tokens = self._counter("generation_tokens", "Tokens of answers that have ended")
         self._cached_tokens = self._counter("prefix_cache_hits", "Tokens of prompts found in the prefix cache")
         self._finished = self._counter("request_success", "Answers that have ended", "finished_reason")
+        self._checks = self._counter("answer_checks", "Answers that were recomputed while idle (verify_share)")
+        self._check_differences = self._counter("answer_check_differences", "Those of them with other tokens")
         self._refused = self._counter("requests_refused", "Requests that were refused", "reason")
         self._ttft_s = self._histogram("time_to_first_token_seconds", "From arrival to the first token", _FIRST_TOKEN_S)
         self._tpot_s = self._histogram("time_per_output_token_seconds", "Mean between an answer's tokens", _TOKEN_S)
@@ -99,6 +107,10 @@ class Metrics(Collector):
         """Count answers whose client has left, or that the server has given up, without their tokens."""
         self._finished.labels(**self._labels, finished_reason="abort").inc(num_answers)
 
+    def answer_checked(self, is_same: bool) -> None:
+        self._checks.inc()
+        self._check_differences.inc(not is_same)
+
     def refused(self, reason: str) -> None:
         self._refused.labels(**self._labels, reason=reason).inc()
 
@@ -129,3 +141,22 @@ def _usage(stats: Mapping[str, Any]) -> float:
     place = "cpu" if "num_cpu_blocks" in stats else "gpu"
     num_blocks = stats.get(f"num_{place}_blocks", 0)
     return 1 - stats.get(f"num_free_{place}_blocks", 0) / num_blocks if num_blocks else 0.0
+
+
+async def log_throughput(stats: Callable[[], Mapping[str, Any]], interval_s: float = LOG_INTERVAL_S) -> None:
+    """Log a line every `interval_s` while the engine has work, and none while it is idle. Ends when it fails."""
+    last = stats()
+    while True:
+        await asyncio.sleep(interval_s)
+        try:
+            now = stats()
+        except EngineError:
+            return
+        prefill, decode = (now[name] - last[name] for name in ("num_prefill_tokens", "num_decode_tokens"))
+        if prefill or decode or now["num_running"] or now["num_waiting"]:
+            logger.info(
+                "nanovllm: prompts %.0f tok/s, answers %.1f tok/s; running: %d, waiting: %d; KV cache %.0f%% in use",
+                *(prefill / interval_s, decode / interval_s, now["num_running"], now["num_waiting"]),
+                100 * _usage(now),
+            )
+        last = now

@@ -26,7 +26,10 @@ class ServerOptions:
     host: str = option("127.0.0.1", help="address to listen on; 0.0.0.0 or :: for all networks", group=_SERVER)
     port: int = option(8000, help="port to listen on; 0: any free one", group=_SERVER, least=0, most=65535)
     served_model_name: tuple[str, ...] = option(
-        (), help="names that clients may call the model by; answers carry the first; by default, model", group=_SERVER
+        (),
+        help="names that clients may call the model by; answers carry the first; by default, model, or the last part "
+        "of its path if it is a directory",
+        group=_SERVER,
     )
     drain_s: float = option(
         30.0,
@@ -34,6 +37,15 @@ class ServerOptions:
         group=_SERVER,
         least=0,
         most=MAX_INT32,
+    )
+
+    verify_share: float = option(
+        0.0,
+        help="share of the greedy answers, from 0 to 1, that are computed a second time while the server is idle, as "
+        "prompts; /metrics counts these checks and the answers that differ",
+        group=_SERVER,
+        least=0,
+        most=1,
     )
 
     api_key_file: str | None = option(

@@ -1,10 +1,12 @@
-"""Lets Ctrl-C interrupt between steps, never inside one."""
+"""Lets Ctrl-C interrupt between steps, never inside one, and SIGTERM end a program in order."""
 
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import NoReturn
 
 
 class HeldInterrupts:
@@ -52,3 +54,17 @@ def deferred_interrupt() -> Iterator[HeldInterrupts]:
         signal.signal(signal.SIGINT, previous)
     if held.pending:
         previous(*held.pending[0])
+
+
+@contextmanager
+def ended_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM clean up like an error, with exit status 143."""
+
+    def end(signum: int, frame: FrameType | None) -> NoReturn:
+        sys.exit(128 + signum)
+
+    previous = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)

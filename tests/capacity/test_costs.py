@@ -1,6 +1,7 @@
 """The GPU memory of an engine: part by part by hand, and on a GPU against what a process holds."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from nanovllm.capacity import costs as parts
 from nanovllm.capacity.costs import DeviceMemory, device_memory
 from nanovllm.capacity.machine import Machine, find_gpu
 from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.checkpoint.quantization import QUANTIZATIONS, Quantization, parse_quantization
 from nanovllm.config import Config
 from nanovllm.core.kv_spec import kv_cache_spec
 from nanovllm.core.step_limits import graph_sizes, max_sampled_rows
@@ -48,7 +50,7 @@ def test_of_a_mixture_of_experts_a_step_reads_those_that_are_hit() -> None:
     model = ModelConfig.without_weights("qwen3-30b-a3b")
     config = Config(model="qwen3-30b-a3b")
     expert, others = 3 * 2048 * 768, 30_532_122_624 - 48 * 128 * 3 * 2048 * 768  # the whole is that of the model card
-    assert parts.weight_bytes(config, model) == 2 * 30_532_122_624
+    assert parts.weight_bytes(config, model, is_packed=True) == 2 * 30_532_122_624
     others -= 151936 * 2048 + 2048  # the embedding and the last norm, which are not counted
     for num_sequences, num_experts in ((1, 8), (2, 8 + 8 * (1 - 8 / 128)), (10_000, 128)):
         read = parts.decode_bytes(config, model, num_sequences, num_keys=0, kv_bytes_per_token=1)
@@ -56,6 +58,35 @@ def test_of_a_mixture_of_experts_a_step_reads_those_that_are_hit() -> None:
     flop = parts.prefill_flop(config, model, 1000) - parts.prefill_flop(config, model, 0)
     attention = 2 * 1000**2 * 47 * 32 * 128
     assert flop == pytest.approx(attention + 2 * 1000 * 47 / 48 * (others - 151936 * 2048 + 48 * 8 * expert), rel=0.01)
+
+
+def test_weight_bytes_of_packed_formats_by_hand() -> None:
+    """Qwen3-8B: 4096 features, 32 and 8 heads of 128, 12,288 in the MLP, 36 layers; all are multiples of 128."""
+    model, config = ModelConfig.without_weights("qwen3-8b"), Config(model="qwen3-8b")
+    linear = 36 * 4096 * (2 * 4096 + 2 * 1024 + 3 * 12288)
+    others = 2 * 151936 * 4096 + 4096 + 36 * (2 * 4096 + 2 * 128)
+    formats: tuple[tuple[Quantization | None, float], ...] = (
+        (None, 2 * linear),
+        (QUANTIZATIONS["fp8"], linear + 4 * 36 * (4 * 4096 - 2048 + 2 * 12288)),  # a scale for each row
+        (QUANTIZATIONS["int4"], linear / 2 + 3 * linear / 128),
+        (parse_quantization({"quant_method": "awq", "bits": 4, "group_size": 64}), linear / 2 + 3 * linear / 64),
+        (parse_quantization({"quant_method": "fp8"}), linear + 4 * 36 * 7),  # a scale for each tensor
+    )
+    for quantization, num_bytes in formats:
+        stored = replace(model, quantization=quantization)
+        assert parts.weight_bytes(config, stored, is_packed=True) == num_bytes + 2 * others
+        assert parts.weight_bytes(config, stored, is_packed=False) == 2 * (linear + others)
+        read = parts.decode_bytes(config, stored, num_sequences=1, num_keys=10, kv_bytes_per_token=7)
+        assert read == num_bytes + 2 * (others - 4096 - 151936 * 4096) + 70
+
+
+def test_of_quantized_experts_only_those_that_are_hit_are_read_packed() -> None:
+    model = ModelConfig.without_weights("qwen3-30b-a3b")
+    config, int4 = Config(model="m"), replace(model, quantization=QUANTIZATIONS["int4"])
+    assert parts.weight_bytes(config, int4, is_packed=True) == pytest.approx(16 * GIB, rel=0.05)
+    expert_bytes = 3 * 2048 * 768 * (1 / 2 + 3 / 128)
+    one, two = (parts.decode_bytes(config, int4, n, num_keys=0, kv_bytes_per_token=1) for n in (1, 2))
+    assert two - one == pytest.approx(48 * 8 * (1 - 8 / 128) * expert_bytes)
 
 
 def test_max_sampled_rows_are_no_more_than_blocks_to_write_to() -> None:

@@ -39,7 +39,7 @@ def test_gpus_no_two_answer_to_one_name_and_figures_are_plausible() -> None:
     assert len({gpu.name for gpu in GPUS}) == len(GPUS) and len(set(cuda_names)) == len(cuda_names)
     for gpu in GPUS:
         assert all(find_gpu(name) is gpu for name in (gpu.name, *gpu.cuda_names, *gpu.aliases))
-        assert 8 < gpu.memory_gib < 200 and 200 < gpu.memory_gb_per_s < 10_000
+        assert 7 < gpu.memory_gib < 200 and 200 < gpu.memory_gb_per_s < 10_000
         assert 20 < gpu.bf16_tflop_per_s < 3000 and (8, 0) <= gpu.capability <= (12, 0)
         link_byte_per_s = Machine.gpu(GIB, gpu).link_byte_per_s
         assert link_byte_per_s and 0.8 < link_byte_per_s / 1e9 / LINK_PEAK_GB_PER_S[gpu.link] < 1

@@ -1,6 +1,7 @@
 """The planner's numbers, worked out by hand for Qwen3-0.6B, and what it refuses; the link's meter."""
 
 import logging
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,13 @@ from tiny_models import ARCHITECTURES, write_tiny_model
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.capacity.costs import activation_bytes, num_missing_blocks, num_prefill_loaded_blocks, weight_bytes
-from nanovllm.capacity.machine import Machine
+from nanovllm.capacity.machine import Machine, find_gpu
 from nanovllm.capacity.plan import CapacityPlan, PlanOptions, make_plan
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
 from nanovllm.core.step_plan import CpuSpan, KVMoves, SamplingRow, SequenceStep, SlotLoad, StepPlan, StreamedGroup
 from nanovllm.device.tp_group import TPGroup
+from nanovllm.engine.setup import measure_cpu_memory
 from nanovllm.engine.step_loop import LinkMeter
 from nanovllm.errors import ConfigError
 from nanovllm.kvcache.transfer.offload_engine import measure_link
@@ -74,7 +76,7 @@ def test_weight_bytes_are_those_of_the_built_model(tmp_path: Path, architecture:
     device = torch.device("cpu")
     model = build_model(config, TPGroup(), max_model_len=128, dtype=torch.float32, device=device)
     built = sum(parameter.numel() * 4 for parameter in model.parameters())
-    assert weight_bytes(Config(model="m", dtype="float32"), config) == built
+    assert weight_bytes(Config(model="m", dtype="float32"), config, is_packed=False) == built
 
 
 def test_plan_cpu_pool_has_the_size_given_or_70_percent_of_the_memory() -> None:
@@ -143,6 +145,39 @@ def test_plan_decode_bound_is_the_link_over_the_missing_bytes() -> None:
     on_cpu = plan_for(Machine.cpu(100 * GIB), context=40960, **OFFLOAD)
     assert on_cpu.link_decode_tok_per_s is None and on_cpu.num_missing_blocks == 2
     assert on_cpu.memory_decode_tok_per_s is None and on_cpu.flop_prefill_tok_per_s is None
+
+
+def test_plan_link_and_cpu_together_are_bounded_by_cpu_memory() -> None:
+    """A3: 14.1 tok/s for a million tokens on an RTX 4090, "and more with the CPU"; a desktop's memory allows 1."""
+    model = ModelConfig.without_weights("qwen2.5-7b-1m")
+    config = Config(model="m", enable_cpu_offload=True)
+    desktop = Machine.gpu(128 * GIB, find_gpu("RTX 4090"))
+    plan = make_plan(config, model, desktop, context=1_000_000)
+    missing_bytes = plan.num_missing_blocks * plan.spec.block_bytes
+    assert desktop.cpu_byte_per_s == 60e9 and plan.memory_decode_tok_per_s == pytest.approx(14.1, rel=0.01)
+    assert plan.decode_tok_per_s == plan.link_and_cpu_decode_tok_per_s == pytest.approx(60e9 / missing_bytes)
+    assert 0.9 < plan.decode_tok_per_s < 1.3
+    assert plan.link_decode_tok_per_s == pytest.approx(27.3e9 / missing_bytes)
+    slow = make_plan(config, model, desktop.with_cpu(20e9, "given"), context=1_000_000)  # slower than the link
+    assert slow.link_decode_tok_per_s == slow.decode_tok_per_s == pytest.approx(20e9 / missing_bytes)
+    alone = make_plan(replace(config, cpu_attention="off"), model, desktop, context=1_000_000)
+    assert alone.decode_tok_per_s == alone.link_decode_tok_per_s and alone.link_and_cpu_decode_tok_per_s is None
+    ranks = make_plan(replace(config, tensor_parallel_size=2), model, desktop, context=1_000_000, num_gpu_blocks=2)
+    assert ranks.link_and_cpu_decode_tok_per_s == pytest.approx(60e9 / (3905 * plan.spec.block_bytes), rel=1e-3)
+
+
+def test_plan_first_token_is_the_slower_of_link_and_arithmetic() -> None:
+    plan = plan_for(context=40960)
+    assert plan.first_token_s == pytest.approx(40960 / 128_000, rel=0.01)
+    slow_link = plan_for(H200.with_link(1e9, "given"), context=40960, **OFFLOAD | {"num_gpu_blocks": 2})
+    assert slow_link.link_prefill_tok_per_s and slow_link.first_token_s is not None
+    assert slow_link.first_token_s == pytest.approx(40960 / slow_link.link_prefill_tok_per_s)
+    assert slow_link.first_token_s > 9
+    assert plan_for(Machine.cpu(GIB), context=40960).first_token_s is None
+
+
+def test_measured_rate_of_cpu_memory_is_plausible() -> None:
+    assert 5e8 < measure_cpu_memory(2**26) < 5e12
 
 
 def test_plan_bounds_all_gpu_are_those_known_of_the_h200() -> None:
@@ -217,7 +252,17 @@ def test_plan_options_replace_what_the_machine_says() -> None:
     for name, value, message in (("sequences", 0, "=0 must be above 0"), ("gpu", "RTX 9999", "='RTX 9999' is unknown")):
         with pytest.raises(ConfigError, match=name + message):
             PlanOptions(**{name: value})
-    for name, value in (("gpu", "L4"), ("gpu_memory_gb", 24), ("link_gb_per_s", 25)):  # were ignored in silence
+    assert PlanOptions(cpu_gb_per_s=50).apply(H200).cpu_byte_per_s == 50e9
+    with pytest.raises(
+        ConfigError, match=r"quantization='fp8' is for checkpoints that are not quantized, .*'online'; lea"
+    ):
+        MODEL.quantized("fp8").quantized("fp8")
+    for name, value in (
+        ("gpu", "L4"),
+        ("gpu_memory_gb", 24),
+        ("link_gb_per_s", 25),
+        ("cpu_gb_per_s", 25),
+    ):  # were ignored in silence
         with pytest.raises(ConfigError, match=f"{name} describe a GPU, but device='cpu'"):
             PlanOptions(**{name: value}).apply(Machine.cpu(GIB))
 
@@ -242,8 +287,12 @@ def test_engine_that_cannot_start_is_refused_before_the_model_is_built(
 
 
 def test_engine_with_offload_logs_its_plan_and_counts_the_link(
-    tiny: str, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+    tiny: str,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     options = OFFLOAD | {"num_gpu_blocks": 3, "kvcache_block_size": 256, "num_cpu_blocks": 10, "cpu_attention": "off"}
     with caplog.at_level(logging.INFO, "nanovllm"), LLM(tiny, device="cpu", **options) as llm:
         assert "plan for 1 x 4,096 tokens" in caplog.text and "3 of 256 tokens" in caplog.text
@@ -258,11 +307,15 @@ def test_engine_with_offload_logs_its_plan_and_counts_the_link(
     assert "GB/s" in bar and f"{stats['num_hit_blocks']}/{stats['num_missed_blocks']}" in bar
 
 
-def test_engine_without_offload_has_no_link_figures(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_engine_without_offload_has_no_link_figures(
+    tiny: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     with LLM(tiny, device="cpu", num_kvcache_blocks=4) as llm:
         llm.generate([[1, 2, 3]], SamplingParams(max_tokens=3))
         assert not {"link_byte_per_s", "load_byte_per_s", "link_share"} & llm.stats().keys()
-    assert "GB/s" not in capsys.readouterr().err
+    bar = capsys.readouterr().err
+    assert "Generating" in bar and "GB/s" not in bar
 
 
 # -- the link ----------------------------------------------------------------------------------------------------

@@ -1,9 +1,11 @@
 """`nanovllm chat` and `generate --chat` on the built-in model, from a pipe and at a terminal."""
 
 import io
+import json
 import os
 import pty
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -300,6 +302,32 @@ def test_reader_typed_line_that_is_not_text_is_refused(monkeypatch: pytest.Monke
 
 
 # -- generate ----------------------------------------------------------------------------------------------------
+
+
+def test_generate_several_answers_are_numbered(run: Run) -> None:
+    """B: `--n 3` was an ambiguous option."""
+    flags = ["--prompt", "The passkey is 4711.\nThe passkey", "--n", "2", "--stop", "\n"]
+    status, out, err = run("", "generate", *flags)
+    assert (status, out) == (0, "[1]\n is 4711.\n[2]\n is 4711.\n")
+    assert err.count("finish reason: stop") == 2
+    assert run("", "generate", *flags, "--n", "0")[0] == 2
+
+
+def test_generate_answers_match_a_regex_or_a_schema(run: Run, tmp_path: Path) -> None:
+    status, out, _ = run("", "generate", "--prompt", "abc", "--regex", "[0-9]{3}x")
+    assert status == 0 and re.fullmatch(r"\d{3}x\n", out)
+    schema = '{"enum": ["yes", "no"]}'
+    (tmp_path / "schema.json").write_text(schema)
+    for path, stdin in ((str(tmp_path / "schema.json"), ""), ("-", schema)):
+        status, out, _ = run(stdin, "generate", "--prompt", "abc", "--schema", path)
+        assert status == 0 and json.loads(out) in ("yes", "no")
+    for flags, message in (
+        (["--regex", "[0-9"], "structured_outputs.regex cannot be used"),
+        (["--schema", "no/such/file"], "--schema no/such/file: No such file"),
+        (["--schema", "-"], "structured_outputs.json"),
+    ):
+        status, _, err = run("{", "generate", "--prompt", "abc", *flags)
+        assert status == 2 and message in err
 
 
 def test_generate_chat_applies_the_template(run: Run) -> None:

@@ -1,14 +1,20 @@
 """The command line: its flags, its exit statuses, and `generate` on the embedded model."""
 
 import argparse
+import fcntl
 import os
+import pty
 import re
 import signal
+import struct
 import subprocess
 import sys
+import termios
+from contextlib import suppress
 from dataclasses import fields
 from itertools import groupby
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -76,7 +82,8 @@ def test_help_any_command_loads_no_torch() -> None:
     code = """
 import sys
 from nanovllm.cli.main import main
-for argv in (["--help"], *([name, "--help"] for name in ("demo", "plan", "chat", "generate", "serve", "batch"))):
+commands = "demo plan chat generate serve batch verify".split()
+for argv in (["--help"], *([name, "--help"] for name in commands)):
     try:
         main(argv)
     except SystemExit as leave:
@@ -176,7 +183,7 @@ def test_options_tables_have_every_field_and_default() -> None:
         "`none`: `SamplingParams` |" in options_tables() and "the model's `generation_config.json`" in options_tables()
     )
     text = "before\n<!-- options: begin -->\nold\n<!-- options: end -->\nafter\n"
-    assert write_tables(text) == f"before\n{options_tables()}\nafter\n"
+    assert write_tables(text) == text.replace("old", f"\n{options_tables()}\n")
     with pytest.raises(AssertionError, match="no lines"):
         write_tables("text")
 
@@ -193,15 +200,18 @@ def test_main_bad_flags_exit_2(capsys: pytest.CaptureFixture[str]) -> None:
         ("generate --model m --prompt x --prompt-file y", ""),
         ("generate --model m --prompt x --max-tokens many", ""),
         ("generate --model m --prompt x --no-such-option", ""),
+        ("generate --model m --prompt x --max-tok 3", "unrecognized arguments: --max-tok 3"),
+        ("chat --model m --n 3", "unrecognized arguments: --n 3"),
+        ("generate --model m --prompt x --regex a --schema b", "not allowed with"),
         ("generate --model m --prompt x --hf-overrides {", "not JSON"),
         ("generate --model m --prompt x --hf-overrides [1]", "not a JSON object: [1]"),
-        ("plan", ""),
-        ("plan --model m --context long", ""),
+        ("plan --model m --context long", "not an integer, such as 131072, 131k or 1m: 'long'"),
     ):
         with pytest.raises(SystemExit) as leave:
             cli.main(line.split())
         err = capsys.readouterr().err
-        assert leave.value.code == 2 and "usage: nanovllm" in err and message in err
+        assert leave.value.code == 2 and message in err
+        assert err.startswith("nanovllm") and err.count("\n") == 1 and "--help lists what there is" in err
 
 
 def test_generate_bad_input_says_why_and_exits_2(
@@ -270,14 +280,21 @@ def test_main_bad_input_of_any_kind_is_one_line_and_exits_2(
 
 
 @pytest.mark.parametrize("engine_flags", [[], OFFLOAD_FLAGS], ids=["resident", "offload"])
-def test_generate_prompt_file_prints_the_answer(
-    model: str, prompt_file: str, engine_flags: list[str], capsys: pytest.CaptureFixture[str]
+def test_generate_prompt_file_prints_the_answer_and_at_a_terminal_the_progress(
+    model: str,
+    prompt_file: str,
+    engine_flags: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: not engine_flags)
     flags = ["--prompt-file", prompt_file, "--temperature", "0", "--max-tokens", "12", "--stop", "."]
     assert _generate(model, *flags, *engine_flags) == 0
     captured = capsys.readouterr()
     assert captured.out == f"{PASSKEY}\n"
-    assert "Prefill: 100%" in captured.err and "1500/1500" in captured.err
+    is_shown = "Prefill: 100%" in captured.err and "1500/1500" in captured.err
+    assert is_shown != ("tok/s]" not in captured.err and "Loading" not in captured.err)
+    assert is_shown == (not engine_flags)
     assert "1,500 prompt tokens (0 cached), 9 new" in captured.err and "finish reason: stop" in captured.err
 
 
@@ -357,7 +374,10 @@ def test_plan_prints_memory_and_bounds_and_exits_0(capsys: pytest.CaptureFixture
         "2 missing",
         "50.0 GB/s  given",
         "4.30 TB/s  measured on an H200",
-        "53.2 by the link alone, and more with the CPU",
+        "125.0 GB/s  measured on an H200",
+        "<= 133.0  tok/s: 133.0 by the link and the CPU, 73",
+        "53.2 by the link alone",
+        "first token",
         "8.75 GiB",
     ):
         assert text in out
@@ -404,6 +424,60 @@ def test_plan_that_cannot_work_says_why_and_exits_1(capsys: pytest.CaptureFixtur
     ):
         assert cli.main([*QWEN, *flags.split()]) == 1
         assert message in capsys.readouterr().err
+
+
+def test_plan_that_cannot_work_says_so_before_the_table() -> None:
+    """B: the reason came after a table that looked as if all was well."""
+    argv = [sys.executable, "-m", "nanovllm", *QWEN, "--context", "40960", "--num-gpu-blocks", "300", "--gpu", "L4"]
+    done = subprocess.run(argv, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert done.returncode == 1 and done.stdout.startswith("nanovllm: this cannot work: ")
+    assert "\nplan for 1 x 40,960 tokens of qwen3-0.6b on L4" in done.stdout
+
+
+def test_plan_takes_thousands_and_millions_and_shows_the_built_in_model_by_name(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """B: `--context 131k` was not an integer, and the built-in model had the path of its cache."""
+    for context, shown in (("131k", "131,000"), ("1M", "1,000,000"), ("4_096", "4,096")):
+        assert cli.main(["plan", "--model", "demo", "--context", context, "--host-memory-gb", "64"]) == 0
+        assert f"plan for 1 x {shown} tokens of demo on" in capsys.readouterr().out
+
+
+def test_plan_of_a_quantized_model_has_packed_weights(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["plan", "--model", "qwen3-8b", "--gpu", "RTX 4090", "--context", "32768", "--quantization", "int4"]
+    assert cli.main(argv) == 0
+    assert "weights        5.70 GiB" in capsys.readouterr().out
+    assert cli.main([*argv[:-1], "int3"]) == 2
+    assert "--quantization='int3' is unknown; choose one of fp8, int4" in capsys.readouterr().err
+
+
+def test_plan_for_the_gpu_here_measures_cpu_memory(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = SimpleNamespace(name="NVIDIA GeForce RTX 4090", total_memory=24 * 2**30, major=8, minor=9)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: gpu)
+    argv = [*QWEN, "--num-gpu-blocks", "8"]
+    for flags, source in (([], "measured"), (["--gpu", "RTX 4090"], "desktop"), (["--cpu-gb-per-s", "50"], "given")):
+        assert cli.main([*argv, *flags]) == 0
+        assert re.search(rf"CPU memory .* GB/s  .*{source}", capsys.readouterr().out)
+
+
+def test_plan_fit_lists_what_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["plan", "--fit", "--gpu", "4090", "--host-memory-gb", "64", "--context", "32768"]
+    assert cli.main(argv) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"qwen3-8b +bfloat16 +32,768 +4.50 GiB +GPU +<= 50.5/s +>= 4.5 s", out)
+    assert cli.main([*argv, "--model", "qwen3-8b", "--quantization", "int4"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 4
+    for flags, message in (
+        (["--num-gpu-blocks", "8", "--enable-cpu-offload"], "leave out --enable-cpu-offload, --num-gpu-blocks"),
+        (["--context", "0"], "--context=0 must be above 0"),
+    ):
+        assert cli.main([*argv, *flags]) == 2
+        assert message in capsys.readouterr().err
+    assert cli.main(["plan", "--fit", "--device", "cpu"]) == 2
+    assert "lists what runs on a GPU; leave out --device='cpu'" in capsys.readouterr().err
 
 
 def test_plan_too_large_by_the_estimates_alone_exits_1(capsys: pytest.CaptureFixture[str]) -> None:
@@ -458,17 +532,20 @@ def test_generate_interrupted_exits_130_without_traceback(model: str, tmp_path: 
     path.write_text(build_haystack(20000, 0.3, PASSKEY))
     argv = ["generate", "--model", model, "--prompt-file", str(path), "--device", "cpu", "--max-model-len", "20480"]
     flags = ["--num-kvcache-blocks", "80", "--max-num-batched-tokens", "1024"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "nanovllm", *argv, *flags], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-    assert process.stderr is not None
+    terminal, stderr = pty.openpty()  # nothing else is shown progress
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("4H", 25, 100, 0, 0))
+    process = subprocess.Popen([sys.executable, "-m", "nanovllm", *argv, *flags], cwd=ROOT, stderr=stderr)
+    os.close(stderr)
     seen = b""
-    while not re.search(rb"[1-9]\d*/20000", seen) and (piece := process.stderr.read1()):
-        seen += piece
+    while not re.search(rb"[1-9]\d*/20000", seen):
+        seen += os.read(terminal, 1000)
     process.send_signal(signal.SIGINT)
-    _, rest = process.communicate(timeout=60)
-    assert process.returncode == 130, (seen + rest).decode()
-    assert b"interrupted" in rest and b"Traceback" not in rest
+    with suppress(OSError):  # the end of a terminal
+        while piece := os.read(terminal, 1000):
+            seen += piece
+    os.close(terminal)
+    assert process.wait(timeout=60) == 130, seen.decode()
+    assert b"interrupted" in seen and b"Traceback" not in seen
 
 
 # -- serve and batch ---------------------------------------------------------------------------------------------
@@ -487,6 +564,26 @@ def test_serve_steps_are_bounded_unless_the_flags_say_otherwise() -> None:
         add_engine_flags(parser)
         options = cli.serving_options(parser.parse_args(["--model", "demo", "--device", "cpu", *flags]))
         assert options.get("max_step_ms") == max_step_ms and options["device"] == "cpu"
+
+
+def test_serve_a_directory_is_known_by_its_last_part(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """B: the id of the model was the whole path."""
+    served: list[ServerOptions] = []
+
+    def run_server(load: object, options: ServerOptions, bound: object) -> int:
+        served.append(options)
+        return 0
+
+    monkeypatch.setattr("nanovllm.server.lifecycle.run_server", run_server)
+    monkeypatch.chdir(Path(model).parent)
+    for argv in (["--model", model], ["--model", f"{model}/"], ["--model", "./retrieval"], ["--model", "Qwen/Qwen3"]):
+        assert cli.main(["serve", "--port", "0", *argv]) == 0
+    assert cli.main(["serve", "--port", "0", "--model", model, "--served-model-name", "a", "b"]) == 0
+    assert [tuple(options.served_model_name) for options in served] == [
+        *[("retrieval",)] * 3,
+        ("Qwen/Qwen3",),
+        ("a", "b"),
+    ]
 
 
 def test_batch_bad_flag_is_refused_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:

@@ -60,6 +60,26 @@ def test_command_interrupted_goes_on_where_it_stopped(environment: dict[str, str
     assert again.returncode == 2 and "engine_options was" in again.stderr
 
 
+def test_command_ended_by_sigterm_says_how_to_go_on_and_shows_no_stack(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    """B: Ray's handler printed its own stack, and its warnings and all bars were in the log."""
+    prompts = write_lines(tmp_path / "prompts.jsonl", sampled_rows(3000))
+    output = tmp_path / "out"
+    args = command("--input", prompts, "--output", output, "--max-tokens", 2)
+    process = subprocess.Popen(args, env=environment, stderr=subprocess.PIPE, text=True)
+    try:
+        wait_for(lambda: process.poll() is not None or list(output.glob("part-*")))
+        process.send_signal(signal.SIGTERM)
+        _, stderr = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == 143, stderr
+    assert "repeat the command to go on from there" in stderr
+    for clutter in ("SIGTERM", "Traceback", "Rows:", "Loading weights", "Token authentication"):
+        assert clutter not in stderr
+
+
 def test_command_bad_input_is_one_line(environment: dict[str, str], tmp_path: Path) -> None:
     prompts = write_lines(tmp_path / "prompts.jsonl", [{"prompt": "x", "text": "y"}])
     args = command("--input", prompts, "--output", tmp_path / "out")

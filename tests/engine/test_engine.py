@@ -133,7 +133,12 @@ def test_generate_second_time_counts_cached_tokens(llm: LLM) -> None:
     assert first["token_ids"] == second["token_ids"]
 
 
-def test_generate_shows_a_bar_with_both_rates(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_shows_a_bar_with_both_rates_at_a_terminal(
+    llm: LLM, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm.generate(PROMPTS[:2], GREEDY)
+    assert capsys.readouterr().err == ""  # a log
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     llm.generate(PROMPTS[:2], GREEDY)
     shown = capsys.readouterr().err
     assert "Generating: 100%" in shown and "2/2" in shown

@@ -1,6 +1,7 @@
 """Loading safetensors on one rank and on several, dummy weights, and an error for every kind of wrong file."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -129,7 +130,10 @@ def test_dummy_same_seed_same_model_for_any_ranks(tmp_path: Path) -> None:
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_progress_bar_counts_every_tensor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_bar_counts_every_tensor(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     config, path = ModelConfig.from_pretrained(str(write_tiny_model(tmp_path, "llama")))
     model = build_model(config, TPGroup(), max_model_len=128, dtype=torch.float32, device="cpu")
     load_weights(model, path, show_progress=True)

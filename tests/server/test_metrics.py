@@ -1,6 +1,7 @@
 """/metrics: what it counts, that servers do not share it, and that a failed engine does not break it."""
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from nanovllm import AsyncLLM, EngineError
 from nanovllm.core.outputs import RequestOutput
 from nanovllm.server.app import Site
 from nanovllm.server.gate import ApiKeys
-from nanovllm.server.metrics import Metrics
+from nanovllm.server.metrics import Metrics, log_throughput
 from nanovllm.server.options import ServerOptions
 
 OUTPUT: RequestOutput = {
@@ -153,3 +154,20 @@ def test_metrics_over_http_show_requests_blocks_and_guesses(engine: AsyncLLM) ->
         assert found[name] > 0, name
     assert found["spec_decode_num_accepted_tokens_total"] > 0
     assert found["num_requests_running"] == found["num_requests_waiting"] == found["num_answers_in_queue"] == 0
+
+
+def test_throughput_is_logged_while_there_is_work_and_not_while_idle(caplog: pytest.LogCaptureFixture) -> None:
+    steps = iter([(0, 0, 0), (500, 20, 2), (500, 20, 0), (500, 20, 0), (500, 20, 1)])
+
+    def stats() -> dict[str, Any]:
+        try:
+            prefill, decode, running = next(steps)
+        except StopIteration as end:
+            raise EngineError("closed") from end
+        return STATS | {"num_prefill_tokens": prefill, "num_decode_tokens": decode, "num_running": running}
+
+    with caplog.at_level(logging.INFO, "nanovllm"):
+        asyncio.run(log_throughput(lambda: stats() | {"num_waiting": 0}, interval_s=0.01))
+    first, second = (record.getMessage() for record in caplog.records)
+    assert "prompts 50000 tok/s, answers 2000.0 tok/s; running: 2, waiting: 0; KV cache" in first
+    assert "prompts 0 tok/s, answers 0.0 tok/s; running: 1" in second

@@ -42,7 +42,8 @@ def load_model(
     quantization: str | None = None,
     load_format: str = "auto",
 ) -> CausalLM:
-    config, path = ModelConfig.from_pretrained(str(directory), None, quantization)
+    stored, path = ModelConfig.from_pretrained(str(directory))
+    config = stored.quantized(quantization)
     model = build_model(config, tp or TPGroup(), max_model_len=max_model_len, dtype=dtype, device="cpu")
     load_weights(model, path, load_format=load_format)
     return model
