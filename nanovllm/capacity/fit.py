@@ -116,16 +116,13 @@ def fit_table(machine: Machine, found: Sequence[Fit]) -> str:
     ]
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     lines = [
-        "  "
-        + "  ".join(
-            f"{text:<{w}}" if i < 2 else f"{text:>{w}}" for i, (text, w) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in (head, *rows)
+        "  ".join(["", *map(str.ljust, row[:2], widths), *map(str.rjust, row[2:], widths[2:])]) for row in (head, *rows)
     ]
     common = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in COMMON.items())
     how = (
         f"options of all: {common}; of a line: --max-model-len CONTEXT --max-num-batched-tokens STEP_TOKENS, "
-        "--quantization FORMAT unless it is the checkpoint's own, and --enable-cpu-offload for offload"
+        "--quantization FORMAT unless it is the checkpoint's own, --enable-cpu-offload for offload, and for a context "
+        "beyond the model's own the --hf-overrides that plan prints for it"
     )
     return "\n".join((title, *lines, how))
 
