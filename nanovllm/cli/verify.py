@@ -9,8 +9,8 @@ In fp32 all tokens must be equal, except where two are equally likely: if the re
 differ by less than TIE, either is right. In lower precision no two orders of summation give the same bits, and near
 ties are common. There the root mean square of the differences in log-probability, answer by answer, must stay below
 NOISE times what the resident path differs from itself when its chunks end elsewhere, where this bound is at least ULPS
-and at most MAX_ULPS units in the last place. That does not prove equal tokens, but a block that is lost or wrong changes
-the quoted tokens by far more.
+and at most MAX_ULPS units in the last place. That does not prove equal tokens, but a block that is lost or wrong
+changes the quoted tokens by far more.
 """
 
 import json
