@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 
 from nanovllm.capacity.machine import Machine
-from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.checkpoint.model_config import MAX_ROUTED_TOKENS, ModelConfig
 from nanovllm.checkpoint.quantization import Quantization
 from nanovllm.config import Config
 from nanovllm.core.kv_spec import KVCacheSpec, kv_cache_spec
@@ -120,8 +120,8 @@ def activation_bytes(config: Config, model: ModelConfig, max_model_len: int, max
     """Estimate of the activations that the largest step holds at its peak, which is in a layer or at the head.
 
     - In attention: q, two parts and a piece of a third, and in fp32 the merged result and three log-sum-exps.
-    - In the MLP: gate, up and their product. If one expert has all tokens, also its input and output, and the sum in
-      fp32.
+    - In the MLP: gate, up and their product. For the experts of MAX_ROUTED_TOKENS tokens at a time also what each of
+      them yields; on a CPU, where one expert may have all tokens, its input and output, and the sum in fp32.
     - In both: two hidden states and two residuals, of this layer and of the previous one, and the cosines and sines of
       the rotation in fp32.
     - At the head: one row of logits for each of the `max_num_rows` sequences that one step can sample.
@@ -130,11 +130,13 @@ def activation_bytes(config: Config, model: ModelConfig, max_model_len: int, max
     num_tokens = min(config.max_num_batched_tokens, max_num_rows * max_model_len)
     attention = ((4 * size + max(4, size)) * model.head_dim + 3 * 4) * model.num_heads // tp
     mlp = size * 3 * model.intermediate_size // tp
+    routed = 0
     if model.experts is not None:
-        mlp = max(
-            mlp, size * (3 * model.experts.intermediate_size // tp + 2 * model.hidden_size) + 4 * model.hidden_size
-        )
-    in_layer = num_tokens * (size * 4 * model.hidden_size + max(attention, mlp) + 4 * model.head_dim)
+        features = 3 * model.experts.intermediate_size // tp
+        mlp = max(mlp, size * (features + 2 * model.hidden_size) + 4 * model.hidden_size)
+        num_pairs = min(num_tokens, MAX_ROUTED_TOKENS) * model.experts.num_experts_per_token
+        routed = num_pairs * size * (features + model.hidden_size)
+    in_layer = num_tokens * (size * 4 * model.hidden_size + max(attention, mlp) + 4 * model.head_dim) + routed
     at_head = size * (2 * num_tokens * model.hidden_size + min(max_num_rows, num_tokens) * model.vocab_size)
     return max(in_layer, at_head)
 

@@ -29,7 +29,7 @@ SETTINGS: tuple[dict[str, Any], ...] = tuple(
 )
 ANSWER_TOKENS = 500  # after a prompt of the whole context, to compare settings by their time
 DOC_GPUS = ("RTX 4060", "RTX 4070", "RTX 4080", "RTX 4090")  # 8, 12, 16 and 24 GB
-DOC_MODELS = ("qwen3-4b", "qwen3-8b", "qwen2.5-7b-1m")
+DOC_MODELS = ("qwen3-4b", "qwen3-8b", "qwen2.5-7b-1m", "qwen3-30b-a3b")
 DOC_HOST_GIB = 64
 
 
@@ -116,16 +116,13 @@ def fit_table(machine: Machine, found: Sequence[Fit]) -> str:
     ]
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     lines = [
-        "  "
-        + "  ".join(
-            f"{text:<{w}}" if i < 2 else f"{text:>{w}}" for i, (text, w) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in (head, *rows)
+        "  ".join(["", *map(str.ljust, row[:2], widths), *map(str.rjust, row[2:], widths[2:])]) for row in (head, *rows)
     ]
     common = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in COMMON.items())
     how = (
         f"options of all: {common}; of a line: --max-model-len CONTEXT --max-num-batched-tokens STEP_TOKENS, "
-        "--quantization FORMAT unless it is the checkpoint's own, and --enable-cpu-offload for offload"
+        "--quantization FORMAT unless it is the checkpoint's own, --enable-cpu-offload for offload, and for a context "
+        "beyond the model's own the --hf-overrides that plan prints for it"
     )
     return "\n".join((title, *lines, how))
 
@@ -140,7 +137,8 @@ def doc_table() -> str:
         found = fits(Machine.gpu(DOC_HOST_GIB * 2**30, gpu), DOC_MODELS)
         for model in DOC_MODELS:
             cells = [_doc_cell([f for f in found if (f.model, f.plan.context) == (model, n)]) for n in CONTEXTS[:3]]
-            lines.append(f"| {name}, {round(gpu.memory_gib)} GiB | {model} | {' | '.join(cells)} |")
+            if any(cells):
+                lines.append(f"| {name}, {round(gpu.memory_gib)} GiB | {model} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

@@ -26,7 +26,6 @@ def check_start(plan: CapacityPlan) -> None:
     graphs' logits. An engine that is too large only by estimate may still work; start-up runs the largest step to find
     out.
     """
-    _check_support(plan)
     if problem := _pool_problem(plan) or _gpu_problem(plan, with_estimates=False):
         raise ConfigError(f"{problem}; {remedies(plan, memory_problem)}")
     if problem := _cpu_problem(plan):
@@ -39,21 +38,12 @@ def check_plan(plan: CapacityPlan) -> None:
     Estimates count here too: everything that the plan's table marks with (!) is refused. A remedy may be to quantize
     the weights.
     """
-    _check_support(plan)
     if problem := _length_problem(plan):
         raise ConfigError(problem)
     if problem := any_problem(plan):
         raise ConfigError(f"{problem}; {remedies(plan, any_problem, QUANTIZATIONS)}")
     if problem := _cpu_problem(plan):
         raise ConfigError(problem)
-
-
-def _check_support(plan: CapacityPlan) -> None:
-    if plan.model.experts is not None and plan.machine.gpu_bytes is not None:
-        name = plan.model.architecture
-        raise ConfigError(
-            f"{name} is a mixture of experts, which runs on a CPU only; use device='cpu' or a dense model"
-        )
 
 
 def any_problem(plan: CapacityPlan) -> str | None:

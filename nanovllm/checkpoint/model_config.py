@@ -124,6 +124,9 @@ class RopeConfig:
     truncate: bool = True
 
 
+MAX_ROUTED_TOKENS = 4096  # tokens whose experts a GPU computes together, which bounds the memory for what they yield
+
+
 @dataclass(frozen=True, kw_only=True)
 class ExpertsConfig:
     """The sparse MLPs of a mixture of experts. A router chooses some experts for each token."""

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanovllm.checkpoint.model_config import ExpertsConfig
+from nanovllm.checkpoint.model_config import MAX_ROUTED_TOKENS, ExpertsConfig
 from nanovllm.checkpoint.quantization import Quantization
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.layers.linear import (
@@ -25,7 +25,6 @@ from nanovllm.layers.linear import (
 from nanovllm.layers.packed_weight import PackedWeight, packed
 
 MAX_ROW_PAIRS = 32  # pairs of a token and an expert up to which each reads the expert by itself
-MAX_ROUTED_TOKENS = 4096  # at a time, which bounds the memory for what their experts yield
 
 
 class Router(nn.Module):

@@ -186,14 +186,6 @@ def test_check_plan_format_that_would_fit_is_named() -> None:
         check_plan(plan)
 
 
-def test_check_a_mixture_of_experts_is_refused_on_a_gpu() -> None:
-    model = ModelConfig.without_weights("qwen3-30b-a3b")
-    for check in (check_plan, check_start):
-        with pytest.raises(ConfigError, match="a mixture of experts, which runs on a CPU only"):
-            check(make_plan(Config(model="m"), model, H200))
-        check(make_plan(Config(model="m"), model, Machine.cpu(100 * GIB), context=1000))
-
-
 # -- rules that hold for all of them ---------------------------------------------------------------------------------
 
 ENGINES: dict[str, dict[str, Any]] = {

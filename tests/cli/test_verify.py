@@ -74,6 +74,15 @@ def test_verify_a_lost_block_is_found(dtype: str, capsys: pytest.CaptureFixture[
     assert "DIFFERS" in out and "NOT verified" in out
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_verify_on_a_gpu_agrees_and_reports_rates_beside_bounds(dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "--model", "demo", "--dtype", dtype, "--device", "cuda"]) == 0
+    for path in report_of(capsys.readouterr().out)["paths"][2:]:
+        assert path["num_work"] > 0 and path["link_byte_per_s"] > 1e9
+        assert path["decode_tok_per_s"] < path["decode_bound_tok_per_s"]
+
+
 def test_compare_goes_on_after_a_tie_and_after_another_token(tiny: str) -> None:
     with LLM(tiny, device="cpu", max_model_len=2200, num_kvcache_blocks=30) as llm:
         prompts = make_prompts(llm, 2048)[:2]
