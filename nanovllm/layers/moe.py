@@ -79,8 +79,9 @@ class Experts(nn.Module):
             return self.tp.all_reduce(self._sum_by_expert(x, experts, weights))
         if experts.numel() <= MAX_ROW_PAIRS:
             return self.tp.all_reduce(self._sum_by_pair(x, experts, weights))
-        parts = (each.split(MAX_ROUTED_TOKENS) for each in (x, experts, weights))
-        return self.tp.all_reduce(torch.cat([self._sum_of_tiles(*part) for part in zip(*parts, strict=True)]))
+        split = (each.split(MAX_ROUTED_TOKENS) for each in (x, experts, weights))
+        parts = [self._sum_of_tiles(*part) for part in zip(*split, strict=True)]
+        return self.tp.all_reduce(parts[0] if len(parts) == 1 else torch.cat(parts))
 
     def _sum_by_expert(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """On a CPU: finds out which experts are chosen, and computes one after the other."""

@@ -149,7 +149,7 @@ def _fill(
     parts = stored_parts(quantization, name, stored) if quantization else {}
     if quantization and parts:
         (num_rows, num_columns), (rows, columns) = shard.full_shape, shard.index
-        weight = read_quantized(quantization, parts, num_rows, num_columns, rows, columns)
+        weight = read_quantized(quantization, parts, num_rows, num_columns, rows, columns, shard.target.device)
         _store(weight, shard.target, next(iter(parts.values())).where)
         return [part.name for part in parts.values()]
     if name not in stored:
@@ -168,7 +168,8 @@ def _fill(
         start, end, _ = shard.index[0].indices(shard.full_shape[0])
         for first in range(start, end, _QUANTIZED_ROWS):
             rows = slice(first, min(first + _QUANTIZED_ROWS, end))
-            weight = quantize(source.read(rows, slice(None)), shard.quantization).part(slice(None), shard.index[1])
+            values = source.read(rows, slice(None)).to(shard.target.device)
+            weight = quantize(values, shard.quantization).part(slice(None), shard.index[1])
             _store(weight, shard.target[rows.start - start : rows.stop - start], source.where)
     else:
         assert isinstance(shard.target, torch.Tensor), f"{name} is not quantized, but its layer is packed"

@@ -96,11 +96,12 @@ def read_quantized(
     num_columns: int,
     rows: slice,
     columns: slice,
+    device: torch.device,
 ) -> QuantizedWeight:
-    """Read part of a weight [num_rows, num_columns]. Raises CheckpointError, with the tensor's name, if one is missing
+    """Read part of a weight [num_rows, num_columns], and unpack it on `device`. Raises CheckpointError, with the tensor's name, if one is missing
     or has a wrong shape or type, for scales that are not finite, and for a column of a group that does not exist.
     """
-    return _Reader(quantization, parts, num_rows, num_columns).read(rows, columns)
+    return _Reader(quantization, parts, num_rows, num_columns, device).read(rows, columns)
 
 
 class _Reader:
@@ -110,8 +111,10 @@ class _Reader:
         parts: Mapping[str, StoredTensor],
         num_rows: int,
         num_columns: int,
+        device: torch.device,
     ) -> None:
         self.format, self.parts, self.num_rows, self.num_columns = quantization, parts, num_rows, num_columns
+        self.device = device
         self.main = next(iter(parts.values()))
         block_columns = quantization.block[1] or self.num_columns
         if not quantization.is_float and self.num_columns % block_columns:
@@ -124,11 +127,13 @@ class _Reader:
     def read(self, rows: slice, columns: slice) -> QuantizedWeight:
         method, order = self.format.method, "g_idx"
         if self.format.is_float:
-            codes = self._part(self.main, (self.num_rows, self.num_columns), "F8_E4M3").read(rows, columns)
+            stored = self._part(self.main, (self.num_rows, self.num_columns), "F8_E4M3")
+            codes = stored.read(rows, columns).to(self.device)
             return QuantizedWeight(codes, self._block_scales()[rows], None, self._groups()[columns])
         if method == "compressed-tensors":
             num_words = ceil_div(self.num_columns, self.format.codes_per_word)
             words = self._part(self.main, (self.num_rows, num_words), "I32").read(rows, slice(None))
+            words = words.to(self.device)
             codes, order = self._unpack(words, 1)[:, : self.num_columns][:, columns], "weight_g_idx"
             scales = self._finite(self._get("weight_scale"), (self.num_rows, self.num_groups))
         else:
@@ -168,13 +173,13 @@ class _Reader:
         if self.num_groups == 1:  # dimensions of size 1 may be missing
             shapes += [num_blocks[:1], ()] if num_blocks[0] == 1 else [num_blocks[:1]]
         scales = self._finite(stored, stored.shape if stored.shape in shapes else num_blocks).reshape(num_blocks)
-        return scales[torch.arange(self.num_rows) // block_rows]
+        return scales[torch.arange(self.num_rows, device=self.device) // block_rows]
 
     def _groups(self, order: str = "") -> torch.Tensor:
         """int64 [K]: the group of each column. `order`: the tensor that says so, if there is one; -1 in all of it says
         nothing.
         """
-        groups = torch.arange(self.num_columns) // self.block_columns
+        groups = torch.arange(self.num_columns, device=self.device) // self.block_columns
         if order in self.parts:
             stored = self._whole(self.parts[order], (self.num_columns,), "I32", "I64").long()
             groups = groups if bool((stored == -1).all()) else stored
@@ -204,7 +209,7 @@ class _Reader:
         return stored
 
     def _whole(self, stored: StoredTensor, shape: tuple[int, ...], *dtypes: str) -> torch.Tensor:
-        return self._part(stored, shape, *dtypes).read()
+        return self._part(stored, shape, *dtypes).read().to(self.device)
 
     def _finite(self, stored: StoredTensor, shape: tuple[int, ...]) -> torch.Tensor:
         """Scales, in the type that they have in the checkpoint."""
