@@ -98,8 +98,10 @@ def read_quantized(
     columns: slice,
     device: torch.device,
 ) -> QuantizedWeight:
-    """Read part of a weight [num_rows, num_columns], and unpack it on `device`. Raises CheckpointError, with the tensor's name, if one is missing
-    or has a wrong shape or type, for scales that are not finite, and for a column of a group that does not exist.
+    """Read part of a weight [num_rows, num_columns], and unpack it on `device`.
+
+    Raises CheckpointError, with the tensor's name, if one is missing or has a wrong shape or type, for scales that are
+    not finite, and for a column of a group that does not exist.
     """
     return _Reader(quantization, parts, num_rows, num_columns, device).read(rows, columns)
 
