@@ -45,7 +45,8 @@ STEP_TOKENS = 2048  # several chunks, so that most have keys to stream
 CHARS_PER_TOKEN = 12  # of source code, and more than enough
 MIN_TOKENS = (NUM_ANSWERS + 4) * BLOCK_SIZE_STEP  # a slot for each answer, and blocks without one
 ENGINE_FLAGS = (  # fields of Config that the check does not choose itself
-    *("device", "dtype", "load_format", "hf_overrides", "attn_backend", "enforce_eager", "tensor_parallel_size"),
+    *("device", "dtype", "quantization", "load_format", "hf_overrides", "attn_backend", "enforce_eager"),
+    "tensor_parallel_size",
     *("distributed_executor_backend", "seed", "gpu_memory_utilization", "cpu_attention_threads"),
 )
 PATHS: Mapping[str, tuple[dict[str, Any], str]] = {  # options, and the counter of what only this path does

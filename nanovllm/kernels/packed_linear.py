@@ -343,7 +343,7 @@ def _multiply_half(
     return acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])  # compile once for all numbers of rows
 def _tile_products_kernel(
     x_ptr,
     codes_ptr,
@@ -491,7 +491,7 @@ def tile_products(
 # -- many rows ---------------------------------------------------------------------------------------------------
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_row", "num_rows"])
 def _unpack_kernel(
     codes_ptr, scales_ptr, zeros_ptr, out_ptr, first_row, num_rows,
     K: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, KIND: tl.constexpr, ZEROS: tl.constexpr,
