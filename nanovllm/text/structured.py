@@ -20,6 +20,7 @@ belongs to one thread at a time.
 """
 
 import json
+import re
 import threading
 import time
 from array import array
@@ -218,6 +219,8 @@ class GrammarCompiler:
         """`vocab_size` is the model's. It may be larger or smaller than the tokenizer's."""
         self._make_vocabulary = partial(Vocabulary, tokenizer, vocab_size, end_token_ids, limits)
         self._lock = threading.Lock()
+        added = {} if tokenizer is None else tokenizer.get_added_vocab()
+        self._added_tokens = {token: token_id for token, token_id in added.items() if token_id not in end_token_ids}
         self._compile: Callable[[str, str], Grammar] | None = None
         self._refusal: str | None = None  # why this tokenizer cannot be used
         if tokenizer is None:
@@ -230,7 +233,7 @@ class GrammarCompiler:
                 self._read_vocabulary()
         if self._compile is None:
             raise RequestError(self._refusal)
-        return self._compile(*_grammar_text(outputs))
+        return self._compile(*_grammar_text(outputs, self._added_tokens))
 
     def _read_vocabulary(self) -> None:
         try:
@@ -402,7 +405,7 @@ class TokenMatcher:
 # -- what llguidance compiles ----------------------------------------------------------------------------------------
 
 
-def _grammar_text(outputs: StructuredOutputs) -> tuple[str, str]:
+def _grammar_text(outputs: StructuredOutputs, added_tokens: Mapping[str, int]) -> tuple[str, str]:
     """Return the name of the field that is given, and its grammar in the Lark language.
 
     Raises RequestError for what can be refused without compiling it.
@@ -415,7 +418,7 @@ def _grammar_text(outputs: StructuredOutputs) -> tuple[str, str]:
         _check_size("regex", len(outputs.regex))
         return "regex", _regex_grammar(outputs.regex)
     if outputs.tagged_json is not None:
-        return "tagged_json", _tagged_grammar(outputs.tagged_json)
+        return "tagged_json", _tagged_grammar(outputs.tagged_json, added_tokens)
     assert outputs.choice is not None, "StructuredOutputs has one of its fields"
     _check_size("choice", sum(map(len, outputs.choice)))
     return "choice", f"{_HEADER}CHOICE\nCHOICE: {' | '.join(map(json.dumps, outputs.choice))}"
@@ -474,19 +477,26 @@ def _measure(schema: Any) -> tuple[int, int]:
     return height, num_references
 
 
-def _tagged_grammar(tagged: TaggedJson) -> str:
-    """One rule for each tag. The lexer takes the shortest text that ends in the trigger, so free text has none."""
+def _tagged_grammar(tagged: TaggedJson, added_tokens: Mapping[str, int]) -> str:
+    """One rule for each tag. The lexer takes the shortest text that ends in the trigger, so free text has none.
+
+    A tag that the tokenizer has as a token is matched as that token. Should the model spell the trigger in letters, a
+    tag must follow, too.
+    """
+    literal = partial(_literal, added_tokens=added_tokens)
     start = "" if tagged.is_required else tagged.trigger
     rules = []
     for i, (begin, schema, end) in enumerate(tagged.tags):
         json_rule = _json_rule(_parse_schema(schema), **_ONE_LINE)
-        rules.append(f"tag_{i}: {_literal(begin.removeprefix(start))}{json_rule} {_literal(end)}")
+        rules.append(f"tag_{i}: {literal(begin.removeprefix(start))}{json_rule} {literal(end)}")
     rules.append(f"tag: {' | '.join(f'tag_{i}' for i in range(len(tagged.tags)))}")
-    tags = "tag" if tagged.is_single else f"tag ({_literal(tagged.separator)}tag)*"
+    tags = "tag" if tagged.is_single else f"tag ({literal(tagged.separator)}tag)*"
     if tagged.is_required:
         text = tags
     elif tagged.trigger:
-        rules += [f"trigger[lazy]: TEXT {_literal(tagged.trigger)}", "TEXT: /(.|\\n)*/"]
+        rules += [f"spelled[lazy]: TEXT {_literal(tagged.trigger, {})}", "TEXT: /(.|\\n)*/"]
+        is_token = tagged.trigger in added_tokens
+        rules.append(f"trigger: spelled{f' | TEXT {literal(tagged.trigger)}' if is_token else ''}")
         text = "TEXT | trigger tag" if tagged.is_single else "(trigger tag)* TEXT"
     else:
         rules.append(r"TEXT: /([ \t\r\n]*[^ \t\r\n{](.|\n)*)?/")
@@ -496,9 +506,14 @@ def _tagged_grammar(tagged: TaggedJson) -> str:
     return grammar
 
 
-def _literal(text: str) -> str:
-    """A string of a grammar and a space, or nothing for an empty one."""
-    return f"{json.dumps(text)} " if text else ""
+def _literal(text: str, added_tokens: Mapping[str, int]) -> str:
+    """Strings of a grammar, each with a space after it: those of `added_tokens` as tokens, the others as texts.
+
+    An added token never matches a text, and the model would write it as a token.
+    """
+    tokens = [token for token in sorted(added_tokens, key=len, reverse=True) if token in text]
+    pieces = re.split(f"({'|'.join(map(re.escape, tokens))})", text) if tokens else [text]
+    return "".join(f"<[{added_tokens[each]}]> " if each in tokens else f"{json.dumps(each)} " for each in pieces if each)
 
 
 def _schema_grammar(schema: Any) -> str:

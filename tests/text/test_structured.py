@@ -408,6 +408,20 @@ def test_tagged_json_is_what_stands_between_its_tags(case: Case) -> None:
             assert matches(case, tagged, text) == (text in right), (tagged, text)
 
 
+def test_tagged_json_takes_tags_that_are_tokens() -> None:
+    """No text of a grammar matches an added token, so models such as Qwen3 could not open a call."""
+    tokenizer = byte_pair_tokenizer()
+    tokenizer.add_tokens(["<call>", "</call>"])
+    case = Case(tokenizer, (0, 1))
+    test_tagged_json_is_what_stands_between_its_tags(case)
+    tagged = TaggedJson(tags=TAGS, trigger="<call>")
+    spelled = [*case.encode("<"), *case.encode("call>g(")]
+    for number, is_right in (("2", True), ("3", False)):
+        matcher = case.matcher(tagged_json=tagged)
+        assert all(matcher.accept(token_id) for token_id in spelled)
+        assert matcher.accept(*case.encode(number)) == is_right
+
+
 def matches(case: Case, tagged: TaggedJson, text: str) -> bool:
     matcher = case.matcher(tagged_json=tagged)
     for token_id in case.encode(text):
