@@ -13,8 +13,9 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Coroutine, Iterable, Iterator, Sequence
 from contextlib import aclosing, suppress
+from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -26,7 +27,15 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.admission import Service
 from nanovllm.server.errors import ApiError, ClientDisconnectedError, api_error, dumps_in_parts, json_response
 from nanovllm.server.protocol import ChatRequest, CompletionRequest, SamplingFields
-from nanovllm.server.tool_calls import CallFormat, ToolCallDelta, ToolCallParser
+from nanovllm.server.tool_calls import (
+    CallFormat,
+    Delta,
+    ReasoningDelta,
+    ReasoningSplitter,
+    TaggedCallParser,
+    ToolCallDelta,
+    ToolCallParser,
+)
 from nanovllm.text.request_check import Prompt
 
 DONE = b"data: [DONE]\n\n"
@@ -43,6 +52,7 @@ class Answer(ABC, Generic[BodyT]):
     id_prefix: str
     whole_object: str
     chunk_object: str
+    end: bytes = DONE  # of a stream
 
     def __init__(self, service: Service, body: BodyT) -> None:
         self._service, self._body = service, body
@@ -103,6 +113,14 @@ class Answer(ABC, Generic[BodyT]):
         elif update.output is not None:
             self._count(update.index, update.output["token_ids"], update.output)
         return "".join(f"{self._chunk_start}{choice}{end}" for choice in self._chunk_choices(update))
+
+    def first_events(self) -> str:
+        """The events before there is any update."""
+        return ""
+
+    def error_events(self, error: ApiError) -> str:
+        """The events of a stream that fails."""
+        return f"data: {json.dumps(error.body())}\n\n"
 
     def last_events(self) -> str:
         """The events after all answers have ended, without [DONE]."""
@@ -195,21 +213,45 @@ class CompletionAnswer(Answer[CompletionRequest]):
         return self._prompt_texts[index // self._num_answers] if self._prompt_texts else ""
 
 
+class ChatForm(NamedTuple):
+    """The form in which the model writes its answers to one request.
+
+    call_format: how it writes tool calls; None if the request has no tools. has_reasoning: the template knows
+    reasoning. begins_in_reasoning: the prompt has opened it. reasoning_end: the token that ends it, if it is one token.
+    """
+
+    call_format: CallFormat | None = None
+    has_reasoning: bool = False
+    begins_in_reasoning: bool = False
+    reasoning_end: int | None = None
+
+
 class ChatAnswer(Answer[ChatRequest]):
     id_prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, service: Service, body: ChatRequest, call_format: CallFormat | None) -> None:
-        """call_format: how the model writes tool calls; None if the request has no tools."""
+    def __init__(self, service: Service, body: ChatRequest, form: ChatForm) -> None:
         super().__init__(service, body)
-        self._call_format, self._num_top = call_format, body.top_logprobs or 0
-        self._parsers: dict[int, ToolCallParser] = {}  # by index of the answer
+        self._form, self._num_top = form, body.top_logprobs or 0
+        self._parsers: dict[int, ToolCallParser | TaggedCallParser] = {}  # by index of the answer
+        self._splitters: dict[int, ReasoningSplitter] = {}
         self._with_calls: set[int] = set()  # indices of the answers that called a tool
+        self._num_reasoning_tokens = 0
 
     def _choice(self, index: int, output: RequestOutput, prompt_entries: PromptEntries) -> dict[str, Any]:
-        deltas = self._deltas(index, output["text"] or "", is_last=True)
-        calls = [_call(each) for each in deltas if not isinstance(each, str)]
-        content = "".join(each for each in deltas if isinstance(each, str))
+        calls: list[dict[str, Any]] = []
+        content = reasoning = ""
+        for delta in self._deltas(index, output["text"] or "", is_last=True):
+            if isinstance(delta, str):
+                content += delta
+            elif isinstance(delta, ReasoningDelta):
+                reasoning += delta.text
+            elif delta.call_id:
+                calls.append(_call(delta))
+            else:
+                calls[-1]["function"]["arguments"] += delta.arguments
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if reasoning:
+            message |= _reasoning(reasoning)
         if calls:
             message |= {"content": content or None, "tool_calls": calls}
         return {
@@ -238,19 +280,42 @@ class ChatAnswer(Answer[ChatRequest]):
             choices.append(_chunk_choice(index, "{}", reason=f'"{self._finish_reason(index, output)}"'))
         return choices
 
-    def _deltas(self, index: int, text: str, is_last: bool) -> list[str | ToolCallDelta]:
-        """The contents and tool calls that `text` adds to the message. Hot."""
-        if self._call_format is None:
-            return [text] if text else []
+    def _deltas(self, index: int, text: str, is_last: bool) -> list[Delta]:
+        """The reasoning, the contents and the tool calls that `text` adds to the message. Hot."""
+        form = self._form
+        deltas: list[Delta] = []
+        if form.has_reasoning:
+            if index not in self._splitters:
+                self._splitters[index] = ReasoningSplitter(form.begins_in_reasoning)
+            reasoning, text = self._splitters[index].feed(text, is_last)
+            deltas += [ReasoningDelta(reasoning)] if reasoning else []
+        if form.call_format is None:
+            return [*deltas, text] if text else deltas
         if index not in self._parsers:
-            self._parsers[index] = ToolCallParser(self._call_format)
+            schemas = {tool.function.name: tool.function.parameters or {} for tool in self._body.offered_tools}
+            self._parsers[index] = form.call_format.parser(schemas, in_pieces=bool(self._body.stream))
         parser = self._parsers[index]
-        deltas = parser.feed(text)
+        deltas += parser.feed(text)
         if is_last:
             deltas += parser.finish()
-        if any(not isinstance(each, str) for each in deltas):
+        if any(isinstance(each, ToolCallDelta) for each in deltas):
             self._with_calls.add(index)
         return deltas
+
+    def _count(self, index: int, token_ids: Sequence[int], output: RequestOutput | None) -> None:
+        super()._count(index, token_ids, output)
+        if output is not None and self._form.has_reasoning:
+            answer, end = output["token_ids"], self._form.reasoning_end
+            if end in answer:
+                self._num_reasoning_tokens += answer.index(end) + 1
+            elif self._form.begins_in_reasoning:
+                self._num_reasoning_tokens += len(answer)
+
+    def _usage(self) -> dict[str, Any]:
+        usage = super()._usage()
+        if self._form.has_reasoning:
+            usage["completion_tokens_details"] = {"reasoning_tokens": self._num_reasoning_tokens}
+        return usage
 
     def _finish_reason(self, index: int, output: RequestOutput) -> str:
         """Return "tool_calls" only if the model has ended its answer itself."""
@@ -262,15 +327,107 @@ def _chunk_choice(index: int, delta: str, logprobs: str = "null", reason: str = 
     return f'{{"index": {index}, "delta": {delta}, "logprobs": {logprobs}, "finish_reason": {reason}}}'
 
 
-def _delta_json(delta: str | ToolCallDelta) -> str:
+def _delta_json(delta: Delta) -> str:
     if isinstance(delta, str):
         return f'{{"content": {json.dumps(delta)}}}'
-    return json.dumps({"tool_calls": [{"index": delta.call_index, **_call(delta)}]})
+    if isinstance(delta, ReasoningDelta):
+        return json.dumps(_reasoning(delta.text))
+    call = _call(delta) if delta.call_id else {"function": {"arguments": delta.arguments}}
+    return json.dumps({"tool_calls": [{"index": delta.call_index, **call}]})
+
+
+def _reasoning(text: str) -> dict[str, Any]:
+    """Clients look for it under one of two names."""
+    return {"reasoning": text, "reasoning_content": text}
 
 
 def _call(delta: ToolCallDelta) -> dict[str, Any]:
     function = {"name": delta.name, "arguments": delta.arguments}
     return {"id": delta.call_id, "type": "function", "function": function}
+
+
+@dataclass
+class Block:
+    """A part of an answer: its reasoning, its text, or a tool call."""
+
+    kind: Literal["reasoning", "text", "call"]
+    index: int
+    block_id: str
+    text: str = ""  # for a call its arguments
+    call_id: str = ""
+    name: str = ""
+
+
+class BlockAnswer(ChatAnswer):
+    """A chat answer as a sequence of blocks, each with events for its beginning, its pieces and its end.
+
+    The APIs of this form have one answer per request, and name the type of each event.
+    """
+
+    end = b""
+
+    def __init__(self, service: Service, body: ChatRequest, form: ChatForm) -> None:
+        super().__init__(service, body, form)
+        self._blocks: list[Block] = []
+        self._output: RequestOutput | None = None
+
+    @abstractmethod
+    def _body_of(self, output: RequestOutput | None) -> dict[str, Any]:
+        """The response with all blocks so far; `output` is None before its end."""
+
+    @abstractmethod
+    def _begun_events(self, block: Block) -> list[dict[str, Any]]: ...
+
+    @abstractmethod
+    def _piece_event(self, block: Block, piece: str) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def _ended_events(self, block: Block) -> list[dict[str, Any]]: ...
+
+    def _sse(self, events: Iterable[dict[str, Any]]) -> str:
+        return "".join(f"event: {event['type']}\ndata: {json.dumps(event)}\n\n" for event in events)
+
+    def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        (self._output,) = outputs
+        self._count(0, self._output["token_ids"], self._output)
+        self._add(self._output["text"] or "", is_last=True)
+        return self._body_of(self._output)
+
+    def update_events(self, update: RequestUpdate) -> str:
+        if update.output is not None:
+            self._output = update.output
+            self._count(0, update.output["token_ids"], update.output)
+        return self._sse(self._add(update.text, is_last=update.output is not None))
+
+    def _add(self, text: str, is_last: bool) -> list[dict[str, Any]]:
+        """Add what `text` says to the blocks, and return the events of it."""
+        events = []
+        for delta in self._deltas(0, text, is_last):
+            block = self._block_of(delta)
+            if not self._blocks or block.kind != self._blocks[-1].kind or block.call_id:
+                events += self._ended_events(self._blocks[-1]) if self._blocks else []
+                self._blocks.append(block)
+                events += self._begun_events(block)
+            piece = (
+                delta
+                if isinstance(delta, str)
+                else delta.text
+                if isinstance(delta, ReasoningDelta)
+                else delta.arguments
+            )
+            if piece:
+                self._blocks[-1].text += piece
+                events.append(self._piece_event(self._blocks[-1], piece))
+        if is_last and self._blocks:
+            events += self._ended_events(self._blocks[-1])
+        return events
+
+    def _block_of(self, delta: Delta) -> Block:
+        """A block that begins with this delta."""
+        index, block_id = len(self._blocks), secrets.token_hex(12)
+        if isinstance(delta, ToolCallDelta):
+            return Block("call", index, block_id, call_id=delta.call_id, name=delta.name)
+        return Block("text" if isinstance(delta, str) else "reasoning", index, block_id)
 
 
 # -- sending -----------------------------------------------------------------------------------------------------------
@@ -309,7 +466,7 @@ class EventStream(Response):
                     await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
         finally:
             comments.cancel()
-        await send({"type": "http.response.body", "body": DONE, "more_body": False})
+        await send({"type": "http.response.body", "body": self._answer.end, "more_body": False})
 
     async def _comment(self, send: Send) -> None:
         clock = asyncio.get_running_loop().time
@@ -324,6 +481,8 @@ class EventStream(Response):
     async def _events(self) -> AsyncGenerator[str, None]:
         """The status has been sent, so an error is an event, too."""
         try:
+            if event := self._answer.first_events():
+                yield event
             async for update in self._stream:
                 if update.output is not None:
                     check_output(update.output)
@@ -332,7 +491,7 @@ class EventStream(Response):
             if event := self._answer.last_events():
                 yield event
         except Exception as error:
-            yield f"data: {json.dumps(api_error(error).body())}\n\n"
+            yield self._answer.error_events(api_error(error))
             if not isinstance(error, EngineError | ApiError):
                 raise  # a bug, which the server logs
 

@@ -13,6 +13,7 @@ from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 
 from annotated_types import MinLen
+from fastapi.exceptions import RequestValidationError
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -22,6 +23,7 @@ from pydantic import (
     GetJsonSchemaHandler,
     Tag,
     TypeAdapter,
+    ValidationError,
     WithJsonSchema,
     model_validator,
 )
@@ -60,6 +62,13 @@ def refuse(param: str, message: str) -> PydanticCustomError:
 def _printable(name: str) -> str:
     """A name that a client chose, as an error message repeats it."""
     return name[:MAX_NAME_CHARS].encode(errors="backslashreplace").decode()
+
+
+def check_kind(value: Any, known: tuple[str, ...], what: str) -> None:
+    """Refuse an object with another `type` than these. `what` says what it would be, with {} for the type."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    if isinstance(kind, str) and kind not in known:
+        raise refuse("type", f"{what.format(repr(_printable(kind)))}, is not supported; leave it out")
 
 
 class Body(BaseModel):
@@ -205,11 +214,7 @@ class TextPart(Body):
     @model_validator(mode="before")
     @classmethod
     def _refuse_other_parts(cls, part: Any) -> Any:
-        if isinstance(part, dict) and isinstance(kind := part.get("type"), str) and kind != "text":
-            message = (
-                f"a part of type {_printable(kind)!r} is not supported, as the model reads only text; leave it out"
-            )
-            raise refuse("type", message)
+        check_kind(part, ("text",), "a part of type {}, as the model reads only text")
         return part
 
 
@@ -287,7 +292,6 @@ class ChatRequest(SamplingFields):
         "modalities": (None, ["text"]),
         "moderation": (None,),
         "prediction": (None,),
-        "reasoning_effort": (None,),
         "verbosity": (None,),
         "web_search_options": (None,),
     }
@@ -300,6 +304,7 @@ class ChatRequest(SamplingFields):
     add_generation_prompt: bool = True
     add_special_tokens: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     safety_identifier: str | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -330,6 +335,14 @@ class ChatRequest(SamplingFields):
             if name not in [tool.function.name for tool in self.tools or ()]:
                 raise refuse("tool_choice", f"tool_choice names {_printable(name)!r}, which is none of the tools")
         return self
+
+
+def chat_request(**fields: Any) -> ChatRequest:
+    """Make the chat that a body of another API asks for. Raises RequestValidationError as the body of a chat would."""
+    try:
+        return ChatRequest.model_validate(fields)
+    except ValidationError as error:
+        raise RequestValidationError([{**each, "loc": ("body", *each["loc"])} for each in error.errors()]) from error
 
 
 class TokenizeRequest(Body):

@@ -513,7 +513,9 @@ def _literal(text: str, added_tokens: Mapping[str, int]) -> str:
     """
     tokens = [token for token in sorted(added_tokens, key=len, reverse=True) if token in text]
     pieces = re.split(f"({'|'.join(map(re.escape, tokens))})", text) if tokens else [text]
-    return "".join(f"<[{added_tokens[each]}]> " if each in tokens else f"{json.dumps(each)} " for each in pieces if each)
+    return "".join(
+        f"<[{added_tokens[each]}]> " if each in tokens else f"{json.dumps(each)} " for each in pieces if each
+    )
 
 
 def _schema_grammar(schema: Any) -> str:

@@ -32,6 +32,11 @@ class Update:
 
 
 class PlainAnswer:
+    end = DONE
+
+    def first_events(self) -> str:
+        return ""
+
     def update_events(self, update: Update) -> str:
         return f"data: {update.number}\n\n"
 
