@@ -256,6 +256,8 @@ def encode_messages(
 def _for_template(message: Message, name: str) -> dict[str, Any]:
     """A message as templates expect it: text as one string, and the arguments of tool calls as objects."""
     converted = message.model_dump(include={"name", "reasoning_content", "tool_call_id"}, exclude_none=True)
+    if message.reasoning is not None:
+        converted.setdefault("reasoning_content", message.reasoning)
     converted["role"] = "system" if message.role == "developer" else message.role
     content = message.content
     if isinstance(content, list):

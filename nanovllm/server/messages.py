@@ -4,14 +4,23 @@ Errors have OpenAI's form, in which Anthropic's clients find the message, too.
 """
 
 import json
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from nanovllm.core.outputs import RequestOutput
 from nanovllm.server.answers import Block, BlockAnswer
 from nanovllm.server.errors import ApiError
-from nanovllm.server.protocol import Body, ChatRequest, Items, TextPart, chat_request, check_kind, refuse
+from nanovllm.server.protocol import (
+    Body,
+    ChatRequest,
+    Content,
+    Items,
+    chat_request,
+    check_kind,
+    content_branch,
+    refuse,
+)
 
 BLOCK_FIELDS = {  # type of a content block -> the fields that it needs
     "text": ("text",),
@@ -36,7 +45,7 @@ class ContentBlock(Body):
     name: str | None = None
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
-    content: str | Items[TextPart] | None = None
+    content: Content | None = None
     is_error: bool | None = None
 
     @model_validator(mode="before")
@@ -55,7 +64,9 @@ class ContentBlock(Body):
 
 class AnthropicMessage(Body):
     role: Literal["user", "assistant", "system"]
-    content: str | Items[ContentBlock]
+    content: Annotated[
+        Annotated[str, Tag("str")] | Annotated[Items[ContentBlock], Tag("list[part]")], Discriminator(content_branch)
+    ]
 
 
 class AnthropicTool(Body):
@@ -111,7 +122,7 @@ class CountTokensRequest(Body):
 
     model: str | None = None
     messages: Items[AnthropicMessage] = Field(min_length=1)
-    system: str | Items[TextPart] | None = None
+    system: Content | None = None
     tools: Items[AnthropicTool] | None = None
     tool_choice: AnthropicToolChoice | None = None
     thinking: Thinking | None = None

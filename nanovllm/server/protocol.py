@@ -218,14 +218,14 @@ class TextPart(Body):
         return part
 
 
-def _content_branch(content: Any) -> str:
+def content_branch(content: Any) -> str:
     """The tag of the type that `content` is checked against, so that errors are those of that type alone."""
-    return "list[TextPart]" if isinstance(content, list) else "str"
+    return "list[part]" if isinstance(content, list) else "str"
 
 
 # A string or a list of parts. The tags are left out of the place that an error names
 Content: TypeAlias = Annotated[
-    Annotated[str, Tag("str")] | Annotated[Items[TextPart], Tag("list[TextPart]")], Discriminator(_content_branch)
+    Annotated[str, Tag("str")] | Annotated[Items[TextPart], Tag("list[part]")], Discriminator(content_branch)
 ]
 
 
@@ -248,6 +248,7 @@ class Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
     name: str | None = None
+    reasoning: str | None = None  # another name for the next
     reasoning_content: str | None = None
     tool_calls: Items[ToolCall] | None = None
     tool_call_id: str | None = None

@@ -5,15 +5,15 @@ as encrypted reasoning, are left out of the prompt.
 """
 
 import time
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
-from pydantic import model_validator
+from pydantic import Discriminator, Tag, model_validator
 
 from nanovllm.core.outputs import RequestOutput
 from nanovllm.server.admission import Service
 from nanovllm.server.answers import Block, BlockAnswer, ChatForm
 from nanovllm.server.errors import ApiError
-from nanovllm.server.protocol import Body, ChatRequest, Items, chat_request, check_kind, refuse
+from nanovllm.server.protocol import Body, ChatRequest, Items, chat_request, check_kind, content_branch, refuse
 
 TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")
 ITEM_FIELDS = {  # type of an item -> the fields that it needs
@@ -38,6 +38,11 @@ class ResponsePart(Body):
         return part
 
 
+ResponseContent: TypeAlias = Annotated[
+    Annotated[str, Tag("str")] | Annotated[Items[ResponsePart], Tag("list[part]")], Discriminator(content_branch)
+]
+
+
 class InputItem(Body):
     """An item of a conversation. Its type says which of the fields it has."""
 
@@ -45,11 +50,11 @@ class InputItem(Body):
 
     type: str = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
-    content: str | Items[ResponsePart] | None = None
+    content: ResponseContent | None = None
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
-    output: str | Items[ResponsePart] | None = None
+    output: ResponseContent | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -131,7 +136,9 @@ class ResponsesRequest(Body):
     )
 
     model: str | None = None
-    input: str | Items[InputItem]
+    input: Annotated[
+        Annotated[str, Tag("str")] | Annotated[Items[InputItem], Tag("list[part]")], Discriminator(content_branch)
+    ]
     instructions: str | None = None
     previous_response_id: str | None = None
     stream: bool | None = None

@@ -220,7 +220,8 @@ class GrammarCompiler:
         self._make_vocabulary = partial(Vocabulary, tokenizer, vocab_size, end_token_ids, limits)
         self._lock = threading.Lock()
         added = {} if tokenizer is None else tokenizer.get_added_vocab()
-        self._added_tokens = {token: token_id for token, token_id in added.items() if token_id not in end_token_ids}
+        special = {*end_token_ids, *(added and tokenizer.all_special_ids)}
+        self._added_tokens = {token: token_id for token, token_id in added.items() if token_id not in special}
         self._compile: Callable[[str, str], Grammar] | None = None
         self._refusal: str | None = None  # why this tokenizer cannot be used
         if tokenizer is None:
@@ -480,8 +481,8 @@ def _measure(schema: Any) -> tuple[int, int]:
 def _tagged_grammar(tagged: TaggedJson, added_tokens: Mapping[str, int]) -> str:
     """One rule for each tag. The lexer takes the shortest text that ends in the trigger, so free text has none.
 
-    A tag that the tokenizer has as a token is matched as that token. Should the model spell the trigger in letters, a
-    tag must follow, too.
+    added_tokens: those that are part of a text. A tag that is one of them is matched as that token, and free text may
+    have the others. Should the model spell the trigger in letters, a tag must follow, too.
     """
     literal = partial(_literal, added_tokens=added_tokens)
     start = "" if tagged.is_required else tagged.trigger
@@ -496,8 +497,11 @@ def _tagged_grammar(tagged: TaggedJson, added_tokens: Mapping[str, int]) -> str:
     elif tagged.trigger:
         rules += [f"spelled[lazy]: TEXT {_literal(tagged.trigger, {})}", "TEXT: /(.|\\n)*/"]
         is_token = tagged.trigger in added_tokens
-        rules.append(f"trigger: spelled{f' | TEXT {literal(tagged.trigger)}' if is_token else ''}")
-        text = "TEXT | trigger tag" if tagged.is_single else "(trigger tag)* TEXT"
+        others = [str(token_id) for token, token_id in added_tokens.items() if token != tagged.trigger]
+        free = f"(TEXT <[{','.join(others)}]>)*" if others else '""'  # such as </think>
+        rules.append(f"free: {free}")
+        rules.append(f"trigger: free (spelled{f' | TEXT {literal(tagged.trigger)}' if is_token else ''})")
+        text = "free TEXT | trigger tag" if tagged.is_single else "(trigger tag)* free TEXT"
     else:
         rules.append(r"TEXT: /([ \t\r\n]*[^ \t\r\n{](.|\n)*)?/")
         text = f"TEXT | {tags}"

@@ -50,7 +50,7 @@ def test_openai_chat_reasoning_on_and_off(client: openai.OpenAI) -> None:
     done: Any = client.chat.completions.create(**fields)
     message = done.choices[0].message
     assert (message.reasoning, message.content) == ("Hm.", "Hello!")
-    assert done.usage.completion_tokens_details.reasoning_tokens == 0  # </think> is not a token of this model
+    assert done.usage.completion_tokens_details.reasoning_tokens == len("Hm.") + 2  # each byte and each tag is a token
     extras: list[dict[str, Any]] = [
         {"reasoning_effort": "none"},
         {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}},
@@ -117,7 +117,9 @@ def test_anthropic_errors(url: str) -> None:
     with pytest.raises(anthropic.BadRequestError, match="a content block of type 'image'"):
         client.messages.create(model="tiny", max_tokens=5, messages=[{"role": "user", "content": [image]}])
     with pytest.raises(anthropic.AuthenticationError):
-        client.with_options(api_key="wrong").messages.create(model="tiny", max_tokens=5, messages=[])
+        client.with_options(api_key="wrong").messages.create(
+            model="tiny", max_tokens=5, messages=[{"role": "user", "content": "x"}]
+        )
 
 
 # -- frameworks --------------------------------------------------------------------------------------------------------
@@ -195,7 +197,7 @@ def test_instructor(client: openai.OpenAI) -> None:
     patched = instructor.from_openai(client, mode=instructor.Mode.TOOLS)
     messages: list[Any] = [{"role": "user", "content": QUESTION}]
     place = patched.chat.completions.create(model="tiny", messages=messages, response_model=Place)
-    assert place == Place(city="Bern")
+    assert place.city == "Bern"
 
 
 def test_lm_eval(url: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -411,10 +411,13 @@ def test_tagged_json_is_what_stands_between_its_tags(case: Case) -> None:
 def test_tagged_json_takes_tags_that_are_tokens() -> None:
     """No text of a grammar matches an added token, so models such as Qwen3 could not open a call."""
     tokenizer = byte_pair_tokenizer()
-    tokenizer.add_tokens(["<call>", "</call>"])
+    tokenizer.add_tokens(["<call>", "</call>", "<think>"])
     case = Case(tokenizer, (0, 1))
     test_tagged_json_is_what_stands_between_its_tags(case)
     tagged = TaggedJson(tags=TAGS, trigger="<call>")
+    for single in (False, True):
+        assert matches(case, replace(tagged, is_single=single), "<think>Hm <think><call>g(2)")
+        assert matches(case, replace(tagged, is_single=single), "<think> no call")
     spelled = [*case.encode("<"), *case.encode("call>g(")]
     for number, is_right in (("2", True), ("3", False)):
         matcher = case.matcher(tagged_json=tagged)
