@@ -41,6 +41,7 @@ from nanovllm.text.request_check import Prompt
 DONE = b"data: [DONE]\n\n"
 COMMENT = b": no new text yet\n\n"  # which readers of server-sent events skip
 MAX_SILENCE_S = 10.0
+PROGRESS_S = 0.5  # between two reports of a prompt's progress
 Result = TypeVar("Result")
 BodyT = TypeVar("BodyT", bound=SamplingFields)
 PromptEntries: TypeAlias = Sequence[TokenLogprobs | None]
@@ -117,6 +118,18 @@ class Answer(ABC, Generic[BodyT]):
     def first_events(self) -> str:
         """The events before there is any update."""
         return ""
+
+    def progress_event(self, stream: RequestStream, elapsed_s: float) -> str:
+        """The event that says how much of the prompts is computed, as llama.cpp's server has it; "" if not wanted."""
+        if not self._body.return_progress:
+            return ""
+        progress = {
+            "total": self._num_prompt_tokens,
+            "cache": sum(seq.num_hit_tokens or 0 for seq in stream.sequences),
+            "processed": sum(min(seq.num_computed_tokens, seq.num_prompt_tokens) for seq in stream.sequences),
+            "time_ms": round(1000 * elapsed_s),
+        }
+        return f'{self._chunk_start}], "prompt_progress": {json.dumps(progress)}}}\n\n'
 
     def error_events(self, error: ApiError) -> str:
         """The events of a stream that fails."""
@@ -437,13 +450,16 @@ class EventStream(Response):
     """Sends the updates of a request as server-sent events, and closes its stream in the end.
 
     A long prompt is computed for minutes. Meanwhile a comment every `silence_s` seconds keeps proxies and clients from
-    giving up.
+    giving up. A client that has asked for it is told how much of the prompt is computed, from the beginning to the end.
     """
 
     def __init__(self, stream: RequestStream, answer: Answer[Any], silence_s: float = MAX_SILENCE_S) -> None:
         self.status_code, self.background = 200, None
         self._stream, self._answer, self._silence_s = stream, answer, silence_s
-        self._sent_s = 0.0  # when something was sent last, by the event loop's clock
+        self._has_begun = False  # a token has arrived
+        self._start_s = self._sent_s = (
+            0.0  # when the stream began, and when something was sent last, by the event loop's clock
+        )
         self.media_type = "text/event-stream"
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
 
@@ -457,7 +473,7 @@ class EventStream(Response):
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         clock = asyncio.get_running_loop().time
-        self._sent_s = clock()
+        self._start_s = self._sent_s = clock()
         comments = asyncio.ensure_future(self._comment(send))
         try:
             async with aclosing(self._events()) as events:
@@ -472,18 +488,26 @@ class EventStream(Response):
         clock = asyncio.get_running_loop().time
         with suppress(OSError):  # the client has gone, which others notice too
             while True:
-                if (left_s := self._sent_s + self._silence_s - clock()) > 0:
+                progress = "" if self._has_begun else self._progress()
+                if (left_s := self._sent_s + (PROGRESS_S if progress else self._silence_s) - clock()) > 0:
                     await asyncio.sleep(left_s)
                 else:
                     self._sent_s = clock()
-                    await send({"type": "http.response.body", "body": COMMENT, "more_body": True})
+                    await send({"type": "http.response.body", "body": progress.encode() or COMMENT, "more_body": True})
+
+    def _progress(self) -> str:
+        return self._answer.progress_event(self._stream, asyncio.get_running_loop().time() - self._start_s)
 
     async def _events(self) -> AsyncGenerator[str, None]:
         """The status has been sent, so an error is an event, too."""
         try:
-            if event := self._answer.first_events():
+            if event := self._answer.first_events() + self._progress():
                 yield event
             async for update in self._stream:
+                if not self._has_begun:
+                    self._has_begun = True
+                    if event := self._progress():
+                        yield event
                 if update.output is not None:
                     check_output(update.output)
                 if event := self._answer.update_events(update):

@@ -138,6 +138,7 @@ class SamplingFields(Body):
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    return_progress: bool | None = None
     user: str | None = None
     cache_salt: str | None = None
 
@@ -171,6 +172,8 @@ class SamplingFields(Body):
     def _check_streaming(self) -> "SamplingFields":
         if self.stream_options is not None and not self.stream:
             raise refuse("stream_options", "stream_options needs stream=true")
+        if self.return_progress and not self.stream:
+            raise refuse("return_progress", "return_progress needs stream=true")
         if self.stream and self.prompt_logprobs is not None:
             raise refuse("prompt_logprobs", "prompt_logprobs cannot be streamed; leave stream out")
         return self
@@ -259,6 +262,13 @@ class Function(Body):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_name(self) -> "Function":
+        if not self.name or not self.name.isprintable():  # half of a surrogate pair is not printable either
+            message = f"the name of a tool is {_printable(self.name)!r}; give it one of printable characters"
+            raise refuse("name", message)
+        return self
 
 
 class Tool(Body):

@@ -284,3 +284,29 @@ def test_chat_text_of_the_template_is_limited_before_it_is_tokenized(tool_client
     with pytest.raises(openai.BadRequestError, match=r"messages has 2.* characters, at most 16384 are allowed"):
         extra = {"chat_template_kwargs": {"suffix": "x" * 20_000}}
         tool_client.chat.completions.create(model="tiny", messages=MESSAGES, extra_body=extra)
+
+
+def test_chat_tool_without_a_usable_name_is_refused(tool_client: openai.OpenAI) -> None:
+    """An empty name was offered to the model, and half of a surrogate pair was answered with an internal error."""
+    for name in ("", "a\ud800", "a\n"):
+        with pytest.raises(openai.BadRequestError, match="the name of a tool is") as refused:
+            body = json.dumps({"model": "tiny", "messages": MESSAGES, "tools": [tool(name)]}).encode()
+            headers = {"Content-Type": "application/json"}
+            tool_client.post("/chat/completions", cast_to=object, content=body, options={"headers": headers})
+        assert refused.value.param == "tools[0].function.name"
+
+
+def test_chat_progress_of_the_prompt_is_reported_from_beginning_to_end(client: openai.OpenAI) -> None:
+    messages: list[Any] = [{"role": "user", "content": "Read all of this. " * 80}]
+    extra = {"return_progress": True}
+    fields: dict[str, Any] = {"model": "tiny", "messages": messages, "max_tokens": 2, "extra_body": extra}
+    for is_cached in (False, True):
+        chunks: list[Any] = list(client.chat.completions.create(**fields, stream=True))
+        reports = [chunk.prompt_progress for chunk in chunks if hasattr(chunk, "prompt_progress")]
+        total = reports[0]["total"]
+        assert total > 1400 and reports[-1]["processed"] == total == reports[-1]["total"]
+        assert [each["processed"] for each in reports] == sorted(each["processed"] for each in reports)
+        assert (reports[-1]["cache"] > 0) == is_cached
+        assert reports[-1]["time_ms"] >= reports[0]["time_ms"] >= 0
+    with pytest.raises(openai.BadRequestError, match="return_progress needs stream=true"):
+        client.chat.completions.create(**fields)

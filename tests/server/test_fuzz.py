@@ -104,7 +104,7 @@ def check_response(response: httpx.Response) -> None:
         assert done == "data: [DONE]"
         answers = [json.loads(event.removeprefix("data: "), parse_constant=reject_constant) for event in events]
         for answer in answers:
-            assert answer["choices"] or answer["usage"], answer
+            assert answer["choices"] or answer.get("usage") or answer["prompt_progress"], answer
         return
     answer = json.loads(response.content, parse_constant=reject_constant)
     if response.status_code != 200:
