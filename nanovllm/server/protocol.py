@@ -398,6 +398,12 @@ def call_constraint(body: ChatRequest, call_format: CallFormat) -> TaggedJson | 
     if not functions or not (body.must_call or is_single or any(each.strict for each in functions)):
         return None
     schemas = [_arguments_schema(each) if each.strict or body.must_call else {"type": "object"} for each in functions]
+    if not call_format.is_json:
+        message = (
+            "this model's calls are not JSON, so strict tools, a required call and parallel_tool_calls=false are not "
+            "supported; leave them out"
+        )
+        raise ApiError(message, param="tools")
     names = [each.name for each in functions]
     tools = list(zip(names, schemas, strict=True))
     return call_format.constraint(tools, is_required=body.must_call, is_single=is_single)
