@@ -51,7 +51,9 @@ class ContentBlock(Body):
     @model_validator(mode="before")
     @classmethod
     def _check_type(cls, block: Any) -> Any:
-        check_kind(block, tuple(BLOCK_FIELDS), "a content block of type {}, as the model reads only text")
+        check_kind(
+            block, tuple(BLOCK_FIELDS), "a content block of type {} is not supported, as the model reads only text"
+        )
         return block
 
     @model_validator(mode="after")
@@ -81,7 +83,7 @@ class AnthropicTool(Body):
     @model_validator(mode="before")
     @classmethod
     def _check_type(cls, tool: Any) -> Any:
-        check_kind(tool, ("custom",), "a tool of type {}, as the server has none of its own")
+        check_kind(tool, ("custom",), "a tool of type {} is not supported, as the server has none of its own")
         return tool
 
 

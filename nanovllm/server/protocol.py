@@ -65,10 +65,10 @@ def _printable(name: str) -> str:
 
 
 def check_kind(value: Any, known: tuple[str, ...], what: str) -> None:
-    """Refuse an object with another `type` than these. `what` says what it would be, with {} for the type."""
+    """Refuse an object with another `type` than these. `what` says why, with {} for the type."""
     kind = value.get("type") if isinstance(value, dict) else None
     if isinstance(kind, str) and kind not in known:
-        raise refuse("type", f"{what.format(repr(_printable(kind)))}, is not supported; leave it out")
+        raise refuse("type", f"{what.format(repr(_printable(kind)))}; leave it out")
 
 
 class Body(BaseModel):
@@ -217,7 +217,7 @@ class TextPart(Body):
     @model_validator(mode="before")
     @classmethod
     def _refuse_other_parts(cls, part: Any) -> Any:
-        check_kind(part, ("text",), "a part of type {}, as the model reads only text")
+        check_kind(part, ("text",), "a part of type {} is not supported, as the model reads only text")
         return part
 
 
@@ -397,13 +397,12 @@ def call_constraint(body: ChatRequest, call_format: CallFormat) -> TaggedJson | 
     is_single = named is not None or body.parallel_tool_calls is False
     if not functions or not (body.must_call or is_single or any(each.strict for each in functions)):
         return None
-    schemas = [_arguments_schema(each) if each.strict or body.must_call else {"type": "object"} for each in functions]
-    if not call_format.is_json:
-        message = (
-            "this model's calls are not JSON, so strict tools, a required call and parallel_tool_calls=false are not "
-            "supported; leave them out"
-        )
-        raise ApiError(message, param="tools")
+    schemas = []
+    for each in functions:
+        if each.strict or body.must_call:
+            schemas.append(_arguments_schema(each))
+        else:  # an object, in JSON of any kind; between tags, of the properties that the tool has
+            schemas.append({"type": "object"} if call_format.is_json else (each.parameters or {}) | {"required": []})
     names = [each.name for each in functions]
     tools = list(zip(names, schemas, strict=True))
     return call_format.constraint(tools, is_required=body.must_call, is_single=is_single)

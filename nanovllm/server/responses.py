@@ -34,7 +34,7 @@ class ResponsePart(Body):
     @model_validator(mode="before")
     @classmethod
     def _check_type(cls, part: Any) -> Any:
-        check_kind(part, TEXT_PARTS, "a part of type {}, as the model reads only text")
+        check_kind(part, TEXT_PARTS, "a part of type {} is not supported, as the model reads only text")
         return part
 
 
@@ -59,7 +59,7 @@ class InputItem(Body):
     @model_validator(mode="before")
     @classmethod
     def _check_type(cls, item: Any) -> Any:
-        check_kind(item, tuple(ITEM_FIELDS), "an item of type {}")
+        check_kind(item, tuple(ITEM_FIELDS), "an item of type {} is not supported")
         return item
 
     @model_validator(mode="after")
@@ -82,7 +82,7 @@ class ResponseTool(Body):
     @model_validator(mode="before")
     @classmethod
     def _check_type(cls, tool: Any) -> Any:
-        check_kind(tool, ("function",), "a tool of type {}, as the server has none of its own")
+        check_kind(tool, ("function",), "a tool of type {} is not supported, as the server has none of its own")
         return tool
 
 

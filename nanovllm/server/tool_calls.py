@@ -35,7 +35,7 @@ from contextlib import suppress
 from enum import Enum, auto
 from typing import Any, NamedTuple, TypeAlias
 
-from nanovllm.sampling_params import TaggedJson
+from nanovllm.sampling_params import TaggedJson, TaggedValue
 
 
 class ReasoningDelta(NamedTuple):
@@ -81,6 +81,17 @@ class CallFormat(NamedTuple):
         is_required: the answer is a call. is_single: it has no more than one.
         """
         opening, closing = ("", "") if self.is_bare else (f"{self.opening}\n", f"\n{self.closing}")
+        if not self.is_json:
+            return TaggedJson(
+                tags=tuple(
+                    (f"{opening}<function={name}>\n", _parameters(schema), f"</function>{closing}")
+                    for name, schema in tools
+                ),
+                trigger=self.opening,
+                separator="\n",
+                is_required=is_required,
+                is_single=is_single,
+            )
         begins = (
             f'{opening}{{"name": {json.dumps(name, ensure_ascii=False)}, "{self.argument_keys[0]}": '
             for name, _ in tools
@@ -419,13 +430,34 @@ class TaggedCallParser:
         """Return a value as JSON: as a string, unless the schema allows none, or it does not fit."""
         properties = self._schemas.get(self._name, {}).get("properties")
         schema = properties.get(parameter) if isinstance(properties, dict) else None
-        if isinstance(schema, dict):
-            options = [schema, *(each for each in schema.get("anyOf") or () if isinstance(each, dict))]
-            kinds = str([each["type"] for each in options if "type" in each])
-            if kinds != "[]" and "'string'" not in kinds:
-                with suppress(ValueError, RecursionError):
-                    return json.dumps(json.loads(text), ensure_ascii=False, allow_nan=False)
+        if not _takes_text(schema):
+            with suppress(ValueError, RecursionError):
+                return json.dumps(json.loads(text), ensure_ascii=False, allow_nan=False)
         return json.dumps(text, ensure_ascii=False)
+
+
+def _takes_text(schema: Any) -> bool:
+    """Return True if a parameter with this schema is written as text, and not as JSON."""
+    if not isinstance(schema, dict):
+        return True
+    options = [schema, *(each for each in schema.get("anyOf") or () if isinstance(each, dict))]
+    kinds = str([each["type"] for each in options if "type" in each])
+    return "'string'" in kinds or (kinds == "[]" and not schema.keys() & {"$ref", "allOf", "oneOf", "const"})
+
+
+def _parameters(schema: Mapping[str, Any]) -> tuple[TaggedValue, ...]:
+    """The tags of the arguments. Texts are free, whatever else the schema says of them."""
+    properties, required = schema.get("properties"), schema.get("required") or ()
+    definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+    return tuple(
+        TaggedValue(
+            f"<parameter={name}>\n",
+            None if _takes_text(each) else {**definitions, **each},
+            "\n</parameter>\n",
+            name in required,
+        )
+        for name, each in (properties.items() if isinstance(properties, Mapping) else ())
+    )
 
 
 class ReasoningSplitter:

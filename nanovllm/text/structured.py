@@ -33,7 +33,7 @@ import numpy as np
 
 from nanovllm.core.logit_editor import TokenMask, token_mask
 from nanovllm.errors import RequestError
-from nanovllm.sampling_params import StructuredOutputs, TaggedJson
+from nanovllm.sampling_params import StructuredOutputs, TaggedJson, TaggedValue
 from nanovllm.utils.arithmetic import ceil_div
 
 MAX_GRAMMARS = 16  # compiled grammars in the cache
@@ -59,6 +59,7 @@ MAX_WHITESPACE = 64  # between two parts of JSON; without a limit, some models e
 # would write out the whole text first: gigabytes for ((a{1000}){1000}){1000}. Without, masks hold every allowed token.
 _HEADER = '%llguidance {"no_forcing": true}\nstart: '
 _WHITESPACE = rf"[\x20\x0A\x0D\x09]{{1,{MAX_WHITESPACE}}}"
+_TEXT = r"TEXT: /(.|\n)*/"
 _ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # as models write tool calls
 NUM_SPARES = 2  # an answer that exceeds a limit uses up the automaton in use and the one that it tries again with
 SLOW_MASK_S = 0.5e-3  # of CPU time. Most masks take 0.03 ms, but the limits above admit some of 30 ms
@@ -486,16 +487,25 @@ def _tagged_grammar(tagged: TaggedJson, added_tokens: Mapping[str, int]) -> str:
     """
     literal = partial(_literal, added_tokens=added_tokens)
     start = "" if tagged.is_required else tagged.trigger
-    rules = []
+    rules = [_TEXT]
     for i, (begin, schema, end) in enumerate(tagged.tags):
-        json_rule = _json_rule(_parse_schema(schema), **_ONE_LINE)
-        rules.append(f"tag_{i}: {literal(begin.removeprefix(start))}{json_rule} {literal(end)}")
+        values = schema if isinstance(schema, tuple) else [TaggedValue("", schema, "", True)]
+        body = ""
+        for j, value in enumerate(values):
+            if value.schema is None:
+                rules.append(f"text_{i}_{j}[lazy]: TEXT {_literal(value.end, {})}")
+                rule = f"{literal(value.begin)}text_{i}_{j} "
+            else:
+                json_rule = _json_rule(_parse_schema(value.schema), **_ONE_LINE)
+                rule = f"{literal(value.begin)}{json_rule} {literal(value.end)}"
+            body += rule if value.is_required else f"({rule})? "
+        rules.append(f"tag_{i}: {literal(begin.removeprefix(start))}{body}{literal(end)}")
     rules.append(f"tag: {' | '.join(f'tag_{i}' for i in range(len(tagged.tags)))}")
     tags = "tag" if tagged.is_single else f"tag ({literal(tagged.separator)}tag)*"
     if tagged.is_required:
         text = tags
     elif tagged.trigger:
-        rules += [f"spelled[lazy]: TEXT {_literal(tagged.trigger, {})}", "TEXT: /(.|\\n)*/"]
+        rules.append(f"spelled[lazy]: TEXT {_literal(tagged.trigger, {})}")
         is_token = tagged.trigger in added_tokens
         others = [str(token_id) for token, token_id in added_tokens.items() if token != tagged.trigger]
         free = f"(TEXT <[{','.join(others)}]>)*" if others else '""'  # such as </think>
@@ -503,6 +513,7 @@ def _tagged_grammar(tagged: TaggedJson, added_tokens: Mapping[str, int]) -> str:
         rules.append(f"trigger: free (spelled{f' | TEXT {literal(tagged.trigger)}' if is_token else ''})")
         text = "free TEXT | trigger tag" if tagged.is_single else "(trigger tag)* free TEXT"
     else:
+        rules.remove(_TEXT)
         rules.append(r"TEXT: /([ \t\r\n]*[^ \t\r\n{](.|\n)*)?/")
         text = f"TEXT | {tags}"
     grammar = "\n".join([f"{_HEADER}{text}", *rules])

@@ -302,3 +302,14 @@ def test_reasoning_is_split_from_the_answer() -> None:
         ("", True, ("", "")),
     ):
         assert split_reasoning([text], has_begun) == split_reasoning(list(text), has_begun) == expected, text
+
+
+def test_tagged_calls_are_constrained_by_their_tags() -> None:
+    schema = {"properties": {"city": {"type": "string"}, "days": {"$ref": "#/$defs/d"}}, "required": ["city"]}
+    schema["$defs"] = {"d": {"type": "integer"}}
+    ((begin, values, end),) = QWEN_TAGS.constraint([("f", schema)], is_required=True, is_single=False).tags
+    assert (begin, end) == ("<tool_call>\n<function=f>\n", "</function>\n</tool_call>")
+    assert [value[1:] for value in values] == [
+        (None, "\n</parameter>\n", True),
+        ({"$defs": schema["$defs"], "$ref": "#/$defs/d"}, "\n</parameter>\n", False),
+    ]
