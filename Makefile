@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 
 PROCESSES := $(if $(wildcard /dev/nvidia0),,-n 2 --dist worksteal)
 
-.PHONY: demo test test-all browser test-browser ray test-ray package check format docs bench-micro bench-serve bench-gpu soak eval fuzz
+.PHONY: demo test test-all clients test-clients browser test-browser ray test-ray package check format docs bench-micro bench-serve bench-gpu soak eval fuzz
 
 demo: $(INSTALLED)
 	$(BIN)/nanovllm demo
@@ -17,7 +17,7 @@ test: $(INSTALLED)
 
 # These and the rest: all sizes, all kernels in the interpreter, servers and processes, many random examples
 test-all: $(INSTALLED)
-	$(BIN)/python -m pytest $(PROCESSES) -m "not browser and not ray"
+	$(BIN)/python -m pytest $(PROCESSES) -m "not browser and not clients and not ray"
 
 # What the tests in a browser need. Chromium comes from the system, where this may install it.
 browser: $(INSTALLED)
@@ -26,6 +26,16 @@ browser: $(INSTALLED)
 
 test-browser: $(INSTALLED)
 	$(BIN)/python -m pytest -m browser tests/browser
+
+# The clients of tests/clients. instructor asks for older versions of jiter and rich than openai and Ray, but runs
+# with these.
+clients: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,clients]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt docstring-parser tenacity typer
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps instructor
+
+test-clients: $(INSTALLED)
+	$(BIN)/python -m pytest -m clients tests/clients
 
 # What the tests of several engines need, which start small Ray clusters on this machine
 ray: $(INSTALLED)

@@ -130,6 +130,7 @@ class AsyncLLM:
         listed = prompt_list(prompts)
         of_prompts = await asyncio.to_thread(self.llm.make_sequences, listed, [params] * len(listed))
         stream = RequestStream([answers[0].token_ids[:] for answers in of_prompts], self._abort)
+        stream.sequences = [answers[0] for answers in of_prompts]
         try:
             for index, seq in enumerate(chain.from_iterable(of_prompts)):
                 receiver = self.llm.text.receiver(self._outbox, seq.params, with_tokens)

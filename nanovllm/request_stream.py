@@ -22,7 +22,7 @@ from itertools import chain, islice
 from typing import Protocol
 
 from nanovllm.core.outputs import LogprobList, RequestOutput, StepOutput, TextSource, TokenLogprobs
-from nanovllm.core.sequence import TokenIds
+from nanovllm.core.sequence import Sequence, TokenIds
 from nanovllm.errors import EngineError
 
 MAX_PASSING_S = 0.02  # how long the engine's thread waits for consumers to take what has arrived
@@ -79,6 +79,7 @@ class RequestStream:
     def __init__(self, prompts: list[TokenIds], abort: Callable[[list[int]], None]) -> None:
         """`prompts`: the token ids of each prompt. `abort`: ends the requests with these ids."""
         self.prompts = prompts
+        self.sequences: list[Sequence] = []  # one for each prompt, to see how far it has been computed
         self.observer: StreamObserver | None = None
         self.wakes_at_ends = False  # instead of for every update
         self.has_begun = False  # the consumer has been woken

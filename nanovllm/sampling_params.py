@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from nanovllm.errors import RequestError
 from nanovllm.utils.options import MAX_INT32, check_options, option, shown
@@ -46,18 +46,28 @@ def _wrapped(seed: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class TaggedJson:
-    """An answer with JSON between tags, such as tool calls. Each of `tags` is (begin, JSON schema, end).
+    """An answer with JSON between tags, such as tool calls. Each of `tags` is (begin, JSON schema, end). Instead of one
+    JSON value, there can be several with tags of their own, in this order.
 
     trigger: the answer is any text up to this string, with which every tag begins. Empty: what is not JSON between
     tags is a text that does not begin with "{". is_required: the answer is nothing but JSON between tags, at least
     once. is_single: at most once, at the end of the answer. separator: stands between two.
     """
 
-    tags: tuple[tuple[str, Mapping[str, Any], str], ...]
+    tags: tuple[tuple[str, Mapping[str, Any] | tuple["TaggedValue", ...], str], ...]
     trigger: str = ""
     separator: str = ""
     is_required: bool = False
     is_single: bool = False
+
+
+class TaggedValue(NamedTuple):
+    """A value between tags of its own. schema: of its JSON; None for any text."""
+
+    begin: str
+    schema: Mapping[str, Any] | None
+    end: str
+    is_required: bool
 
 
 @dataclass(frozen=True, kw_only=True)

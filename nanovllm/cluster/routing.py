@@ -76,6 +76,9 @@ def _prompt_bytes(path: str, fields: dict[str, Any]) -> bytes:
     if path == "/v1/chat/completions":
         text = "".join(_chat_parts(fields))
         return text.encode(errors="surrogatepass")
+    if path in ("/v1/responses", "/v1/messages"):
+        parts = [fields.get(name) for name in ("tools", "instructions", "system", "messages", "input")]
+        return json.dumps(parts).encode()
     raise KeyError(path)
 
 

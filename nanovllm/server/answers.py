@@ -13,8 +13,9 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Coroutine, Iterable, Iterator, Sequence
 from contextlib import aclosing, suppress
+from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -26,12 +27,21 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.admission import Service
 from nanovllm.server.errors import ApiError, ClientDisconnectedError, api_error, dumps_in_parts, json_response
 from nanovllm.server.protocol import ChatRequest, CompletionRequest, SamplingFields
-from nanovllm.server.tool_calls import CallFormat, ToolCallDelta, ToolCallParser
+from nanovllm.server.tool_calls import (
+    CallFormat,
+    Delta,
+    ReasoningDelta,
+    ReasoningSplitter,
+    TaggedCallParser,
+    ToolCallDelta,
+    ToolCallParser,
+)
 from nanovllm.text.request_check import Prompt
 
 DONE = b"data: [DONE]\n\n"
 COMMENT = b": no new text yet\n\n"  # which readers of server-sent events skip
 MAX_SILENCE_S = 10.0
+PROGRESS_S = 0.5  # between two reports of a prompt's progress
 Result = TypeVar("Result")
 BodyT = TypeVar("BodyT", bound=SamplingFields)
 PromptEntries: TypeAlias = Sequence[TokenLogprobs | None]
@@ -43,6 +53,7 @@ class Answer(ABC, Generic[BodyT]):
     id_prefix: str
     whole_object: str
     chunk_object: str
+    end: bytes = DONE  # of a stream
 
     def __init__(self, service: Service, body: BodyT) -> None:
         self._service, self._body = service, body
@@ -104,6 +115,26 @@ class Answer(ABC, Generic[BodyT]):
         elif update.output is not None:
             self._count(update.index, update.output["token_ids"], update.output)
         return "".join(f"{self._chunk_start}{choice}{end}" for choice in self._chunk_choices(update))
+
+    def first_events(self) -> str:
+        """The events before there is any update."""
+        return ""
+
+    def progress_event(self, stream: RequestStream, elapsed_s: float) -> str:
+        """The event that says how much of the prompts is computed, as llama.cpp's server has it; "" if not wanted."""
+        if not self._body.return_progress:
+            return ""
+        progress = {
+            "total": self._num_prompt_tokens,
+            "cache": sum(seq.num_hit_tokens or 0 for seq in stream.sequences),
+            "processed": sum(min(seq.num_computed_tokens, seq.num_prompt_tokens) for seq in stream.sequences),
+            "time_ms": round(1000 * elapsed_s),
+        }
+        return f'{self._chunk_start}], "prompt_progress": {json.dumps(progress)}}}\n\n'
+
+    def error_events(self, error: ApiError) -> str:
+        """The events of a stream that fails."""
+        return f"data: {json.dumps(error.body())}\n\n"
 
     def last_events(self) -> str:
         """The events after all answers have ended, without [DONE]."""
@@ -196,21 +227,45 @@ class CompletionAnswer(Answer[CompletionRequest]):
         return self._prompt_texts[index // self._num_answers] if self._prompt_texts else ""
 
 
+class ChatForm(NamedTuple):
+    """The form in which the model writes its answers to one request.
+
+    call_format: how it writes tool calls; None if the request has no tools. has_reasoning: the template knows
+    reasoning. begins_in_reasoning: the prompt has opened it. reasoning_end: the token that ends it, if it is one token.
+    """
+
+    call_format: CallFormat | None = None
+    has_reasoning: bool = False
+    begins_in_reasoning: bool = False
+    reasoning_end: int | None = None
+
+
 class ChatAnswer(Answer[ChatRequest]):
     id_prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, service: Service, body: ChatRequest, call_format: CallFormat | None) -> None:
-        """call_format: how the model writes tool calls; None if the request has no tools."""
+    def __init__(self, service: Service, body: ChatRequest, form: ChatForm) -> None:
         super().__init__(service, body)
-        self._call_format, self._num_top = call_format, body.top_logprobs or 0
-        self._parsers: dict[int, ToolCallParser] = {}  # by index of the answer
+        self._form, self._num_top = form, body.top_logprobs or 0
+        self._parsers: dict[int, ToolCallParser | TaggedCallParser] = {}  # by index of the answer
+        self._splitters: dict[int, ReasoningSplitter] = {}
         self._with_calls: set[int] = set()  # indices of the answers that called a tool
+        self._num_reasoning_tokens = 0
 
     def _choice(self, index: int, output: RequestOutput, prompt_entries: PromptEntries) -> dict[str, Any]:
-        deltas = self._deltas(index, output["text"] or "", is_last=True)
-        calls = [_call(each) for each in deltas if not isinstance(each, str)]
-        content = "".join(each for each in deltas if isinstance(each, str))
+        calls: list[dict[str, Any]] = []
+        content = reasoning = ""
+        for delta in self._deltas(index, output["text"] or "", is_last=True):
+            if isinstance(delta, str):
+                content += delta
+            elif isinstance(delta, ReasoningDelta):
+                reasoning += delta.text
+            elif delta.call_id:
+                calls.append(_call(delta))
+            else:
+                calls[-1]["function"]["arguments"] += delta.arguments
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if reasoning:
+            message |= _reasoning(reasoning)
         if calls:
             message |= {"content": content or None, "tool_calls": calls}
         return {
@@ -239,19 +294,42 @@ class ChatAnswer(Answer[ChatRequest]):
             choices.append(_chunk_choice(index, "{}", reason=f'"{self._finish_reason(index, output)}"'))
         return choices
 
-    def _deltas(self, index: int, text: str, is_last: bool) -> list[str | ToolCallDelta]:
-        """The contents and tool calls that `text` adds to the message. Hot."""
-        if self._call_format is None:
-            return [text] if text else []
+    def _deltas(self, index: int, text: str, is_last: bool) -> list[Delta]:
+        """The reasoning, the contents and the tool calls that `text` adds to the message. Hot."""
+        form = self._form
+        deltas: list[Delta] = []
+        if form.has_reasoning:
+            if index not in self._splitters:
+                self._splitters[index] = ReasoningSplitter(form.begins_in_reasoning)
+            reasoning, text = self._splitters[index].feed(text, is_last)
+            deltas += [ReasoningDelta(reasoning)] if reasoning else []
+        if form.call_format is None:
+            return [*deltas, text] if text else deltas
         if index not in self._parsers:
-            self._parsers[index] = ToolCallParser(self._call_format)
+            schemas = {tool.function.name: tool.function.parameters or {} for tool in self._body.offered_tools}
+            self._parsers[index] = form.call_format.parser(schemas, in_pieces=bool(self._body.stream))
         parser = self._parsers[index]
-        deltas = parser.feed(text)
+        deltas += parser.feed(text)
         if is_last:
             deltas += parser.finish()
-        if any(not isinstance(each, str) for each in deltas):
+        if any(isinstance(each, ToolCallDelta) for each in deltas):
             self._with_calls.add(index)
         return deltas
+
+    def _count(self, index: int, token_ids: Sequence[int], output: RequestOutput | None) -> None:
+        super()._count(index, token_ids, output)
+        if output is not None and self._form.has_reasoning:
+            answer, end = output["token_ids"], self._form.reasoning_end
+            if end in answer:
+                self._num_reasoning_tokens += answer.index(end) + 1
+            elif self._form.begins_in_reasoning:
+                self._num_reasoning_tokens += len(answer)
+
+    def _usage(self) -> dict[str, Any]:
+        usage = super()._usage()
+        if self._form.has_reasoning:
+            usage["completion_tokens_details"] = {"reasoning_tokens": self._num_reasoning_tokens}
+        return usage
 
     def _finish_reason(self, index: int, output: RequestOutput) -> str:
         """Return "tool_calls" only if the model has ended its answer itself."""
@@ -263,15 +341,107 @@ def _chunk_choice(index: int, delta: str, logprobs: str = "null", reason: str = 
     return f'{{"index": {index}, "delta": {delta}, "logprobs": {logprobs}, "finish_reason": {reason}}}'
 
 
-def _delta_json(delta: str | ToolCallDelta) -> str:
+def _delta_json(delta: Delta) -> str:
     if isinstance(delta, str):
         return f'{{"content": {json.dumps(delta)}}}'
-    return json.dumps({"tool_calls": [{"index": delta.call_index, **_call(delta)}]})
+    if isinstance(delta, ReasoningDelta):
+        return json.dumps(_reasoning(delta.text))
+    call = _call(delta) if delta.call_id else {"function": {"arguments": delta.arguments}}
+    return json.dumps({"tool_calls": [{"index": delta.call_index, **call}]})
+
+
+def _reasoning(text: str) -> dict[str, Any]:
+    """Clients look for it under one of two names."""
+    return {"reasoning": text, "reasoning_content": text}
 
 
 def _call(delta: ToolCallDelta) -> dict[str, Any]:
     function = {"name": delta.name, "arguments": delta.arguments}
     return {"id": delta.call_id, "type": "function", "function": function}
+
+
+@dataclass
+class Block:
+    """A part of an answer: its reasoning, its text, or a tool call."""
+
+    kind: Literal["reasoning", "text", "call"]
+    index: int
+    block_id: str
+    text: str = ""  # for a call its arguments
+    call_id: str = ""
+    name: str = ""
+
+
+class BlockAnswer(ChatAnswer):
+    """A chat answer as a sequence of blocks, each with events for its beginning, its pieces and its end.
+
+    The APIs of this form have one answer per request, and name the type of each event.
+    """
+
+    end = b""
+
+    def __init__(self, service: Service, body: ChatRequest, form: ChatForm) -> None:
+        super().__init__(service, body, form)
+        self._blocks: list[Block] = []
+        self._output: RequestOutput | None = None
+
+    @abstractmethod
+    def _body_of(self, output: RequestOutput | None) -> dict[str, Any]:
+        """The response with all blocks so far; `output` is None before its end."""
+
+    @abstractmethod
+    def _begun_events(self, block: Block) -> list[dict[str, Any]]: ...
+
+    @abstractmethod
+    def _piece_event(self, block: Block, piece: str) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def _ended_events(self, block: Block) -> list[dict[str, Any]]: ...
+
+    def _sse(self, events: Iterable[dict[str, Any]]) -> str:
+        return "".join(f"event: {event['type']}\ndata: {json.dumps(event)}\n\n" for event in events)
+
+    def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        (self._output,) = outputs
+        self._count(0, self._output["token_ids"], self._output)
+        self._add(self._output["text"] or "", is_last=True)
+        return self._body_of(self._output)
+
+    def update_events(self, update: RequestUpdate) -> str:
+        if update.output is not None:
+            self._output = update.output
+            self._count(0, update.output["token_ids"], update.output)
+        return self._sse(self._add(update.text, is_last=update.output is not None))
+
+    def _add(self, text: str, is_last: bool) -> list[dict[str, Any]]:
+        """Add what `text` says to the blocks, and return the events of it."""
+        events = []
+        for delta in self._deltas(0, text, is_last):
+            block = self._block_of(delta)
+            if not self._blocks or block.kind != self._blocks[-1].kind or block.call_id:
+                events += self._ended_events(self._blocks[-1]) if self._blocks else []
+                self._blocks.append(block)
+                events += self._begun_events(block)
+            piece = (
+                delta
+                if isinstance(delta, str)
+                else delta.text
+                if isinstance(delta, ReasoningDelta)
+                else delta.arguments
+            )
+            if piece:
+                self._blocks[-1].text += piece
+                events.append(self._piece_event(self._blocks[-1], piece))
+        if is_last and self._blocks:
+            events += self._ended_events(self._blocks[-1])
+        return events
+
+    def _block_of(self, delta: Delta) -> Block:
+        """A block that begins with this delta."""
+        index, block_id = len(self._blocks), secrets.token_hex(12)
+        if isinstance(delta, ToolCallDelta):
+            return Block("call", index, block_id, call_id=delta.call_id, name=delta.name)
+        return Block("text" if isinstance(delta, str) else "reasoning", index, block_id)
 
 
 # -- sending -----------------------------------------------------------------------------------------------------------
@@ -281,13 +451,16 @@ class EventStream(Response):
     """Sends the updates of a request as server-sent events, and closes its stream in the end.
 
     A long prompt is computed for minutes. Meanwhile a comment every `silence_s` seconds keeps proxies and clients from
-    giving up.
+    giving up. A client that has asked for it is told how much of the prompt is computed, from the beginning to the end.
     """
 
     def __init__(self, stream: RequestStream, answer: Answer[Any], silence_s: float = MAX_SILENCE_S) -> None:
         self.status_code, self.background = 200, None
         self._stream, self._answer, self._silence_s = stream, answer, silence_s
-        self._sent_s = 0.0  # when something was sent last, by the event loop's clock
+        self._has_begun = False  # a token has arrived
+        self._start_s = self._sent_s = (
+            0.0  # when the stream began, and when something was sent last, by the event loop's clock
+        )
         self.media_type = "text/event-stream"
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
 
@@ -301,7 +474,7 @@ class EventStream(Response):
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         clock = asyncio.get_running_loop().time
-        self._sent_s = clock()
+        self._start_s = self._sent_s = clock()
         comments = asyncio.ensure_future(self._comment(send))
         try:
             async with aclosing(self._events()) as events:
@@ -310,22 +483,32 @@ class EventStream(Response):
                     await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
         finally:
             comments.cancel()
-        await send({"type": "http.response.body", "body": DONE, "more_body": False})
+        await send({"type": "http.response.body", "body": self._answer.end, "more_body": False})
 
     async def _comment(self, send: Send) -> None:
         clock = asyncio.get_running_loop().time
         with suppress(OSError):  # the client has gone, which others notice too
             while True:
-                if (left_s := self._sent_s + self._silence_s - clock()) > 0:
+                progress = "" if self._has_begun else self._progress()
+                if (left_s := self._sent_s + (PROGRESS_S if progress else self._silence_s) - clock()) > 0:
                     await asyncio.sleep(left_s)
                 else:
                     self._sent_s = clock()
-                    await send({"type": "http.response.body", "body": COMMENT, "more_body": True})
+                    await send({"type": "http.response.body", "body": progress.encode() or COMMENT, "more_body": True})
+
+    def _progress(self) -> str:
+        return self._answer.progress_event(self._stream, asyncio.get_running_loop().time() - self._start_s)
 
     async def _events(self) -> AsyncGenerator[str, None]:
         """The status has been sent, so an error is an event, too."""
         try:
+            if event := self._answer.first_events() + self._progress():
+                yield event
             async for update in self._stream:
+                if not self._has_begun:
+                    self._has_begun = True
+                    if event := self._progress():
+                        yield event
                 if update.output is not None:
                     check_output(update.output)
                 if event := self._answer.update_events(update):
@@ -333,7 +516,7 @@ class EventStream(Response):
             if event := self._answer.last_events():
                 yield event
         except Exception as error:
-            yield f"data: {json.dumps(api_error(error).body())}\n\n"
+            yield self._answer.error_events(api_error(error))
             if not isinstance(error, EngineError | ApiError):
                 raise  # a bug, which the server logs
 

@@ -6,8 +6,9 @@ The endpoints turn a request into prompts and SamplingParams. answers.py makes t
 import asyncio
 import inspect
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -20,7 +21,7 @@ from nanovllm.core.sequence import TokenIds
 from nanovllm.errors import EngineError
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.admission import Service, salted
-from nanovllm.server.answers import ChatAnswer, CompletionAnswer
+from nanovllm.server.answers import ChatAnswer, ChatForm, CompletionAnswer
 from nanovllm.server.errors import (
     ANSWERS,
     ANY_ERRORS,
@@ -32,6 +33,7 @@ from nanovllm.server.errors import (
     model_not_found,
 )
 from nanovllm.server.gate import ApiKeys, Gate
+from nanovllm.server.messages import CountTokensRequest, MessagesAnswer, MessagesRequest
 from nanovllm.server.metrics import CONTENT_TYPE, log_throughput
 from nanovllm.server.options import ServerOptions
 from nanovllm.server.page import add_page, kv_router
@@ -47,6 +49,7 @@ from nanovllm.server.protocol import (
     chat_params,
     completion_params,
 )
+from nanovllm.server.responses import ResponsesAnswer, ResponsesRequest
 from nanovllm.server.tool_calls import CallFormat, call_format_of
 from nanovllm.text.request_check import Prompt, prompt_list
 
@@ -128,22 +131,53 @@ def add_answers(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/chat/completions", responses=ANSWERS)
     async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
-        service.check_body(body)
-        tools = body.offered_tools
-        call_format = find_call_format(service) if tools else None
-        constraint = None if call_format is None else call_constraint(body, call_format)
-        if constraint is not None and constraint.trigger in (service.llm.tokenizer.get_added_vocab() or ()):
-            raise ApiError(  # a grammar does not match such a token, so the model could not call as it has learnt to
-                f"this model writes {constraint.trigger!r} as a token of its own, for which strict tools, a required "
-                "call and parallel_tool_calls=false are not supported; leave them out",
-                param="tools",
-            )
-        cache_salt = service.cache_salt(body, request)
-        token_ids = await service.prepare(encode_messages, service, body, tools, cache_salt)
-        num_free_tokens = service.llm.max_request_tokens - len(token_ids)
-        params = chat_params(body, service.llm.sampling_defaults, num_free_tokens, constraint)
-        answer = ChatAnswer(service, body, call_format)
-        return await answer.respond([token_ids], params, cache_salt, request.receive)
+        return await _answer_chat(service, body, request, ChatAnswer)
+
+    @app.post("/v1/responses", responses=ANSWERS)
+    async def create_response(body: ResponsesRequest, request: Request) -> Response:
+        return await _answer_chat(service, body.as_chat(), request, partial(ResponsesAnswer, asked=body))
+
+    @app.post("/v1/messages", responses=ANSWERS)
+    async def create_message(body: MessagesRequest, request: Request) -> Response:
+        return await _answer_chat(service, body.as_chat(), request, MessagesAnswer)
+
+    @app.post("/v1/messages/count_tokens", responses=BODY_ERRORS)
+    async def count_tokens(body: CountTokensRequest, request: Request) -> Response:
+        chat = body.as_chat()
+        service.check_body(chat)
+        if chat.offered_tools:
+            find_call_format(service)
+        token_ids = await service.prepare(encode_messages, service, chat, chat.offered_tools, service.key_salt(request))
+        return json_response({"input_tokens": len(token_ids)})
+
+
+async def _answer_chat(
+    service: Service,
+    body: ChatRequest,
+    request: Request,
+    make_answer: Callable[[Service, ChatRequest, ChatForm], ChatAnswer],
+) -> Response:
+    service.check_body(body)
+    tools = body.offered_tools
+    call_format = find_call_format(service) if tools else None
+    constraint = None if call_format is None else call_constraint(body, call_format)
+    cache_salt = service.cache_salt(body, request)
+    token_ids = await service.prepare(encode_messages, service, body, tools, cache_salt)
+    num_free_tokens = service.llm.max_request_tokens - len(token_ids)
+    params = chat_params(body, service.llm.sampling_defaults, num_free_tokens, constraint)
+    outputs = params.structured_outputs
+    is_formed = outputs is not None and (outputs.tagged_json is None or outputs.tagged_json.is_required)
+    answer = make_answer(service, body, _chat_form(service, call_format, token_ids, is_formed))
+    return await answer.respond([token_ids], params, cache_salt, request.receive)
+
+
+def _chat_form(service: Service, call_format: CallFormat | None, token_ids: TokenIds, is_formed: bool) -> ChatForm:
+    """Return the form of the answer to this prompt. is_formed: all of it has a given form, so it has no reasoning."""
+    if is_formed or "</think>" not in _template(service):
+        return ChatForm(call_format)
+    begins_in_reasoning = service.llm.text.decode(token_ids[-8:].tolist()).rstrip().endswith("<think>")
+    ends = service.llm.tokenizer.encode("</think>", add_special_tokens=False)
+    return ChatForm(call_format, True, begins_in_reasoning, ends[0] if len(ends) == 1 else None)
 
 
 def _prompts(prompt: Any) -> list[str | list[int]]:
@@ -166,14 +200,18 @@ def _encode(
     return [encode(salted(prompt, cache_salt), add_special_tokens=add_special_tokens) for prompt in prompts]
 
 
+def _template(service: Service) -> str:
+    """Return the source of the model's chat template; of all, if it has several."""
+    template = getattr(service.llm.tokenizer, "chat_template", None) or ""
+    return "\n".join(template.values()) if isinstance(template, dict) else template
+
+
 def find_call_format(service: Service) -> CallFormat:
     """Return how the model writes tool calls.
 
     Raises ApiError if its template does not take tools, or if the format of its calls is not known.
     """
-    template = getattr(service.llm.tokenizer, "chat_template", None) or ""
-    if isinstance(template, dict):  # it has several
-        template = "\n".join(template.values())
+    template = _template(service)
     if "tools" not in template:
         raise ApiError("the model's chat template does not take tools; leave them out", param="tools")
     call_format = call_format_of(f"{template}\n{service.llm.model_config.architecture}")
@@ -196,6 +234,13 @@ def encode_messages(
     reserved = {*inspect.signature(llm.tokenizer.apply_chat_template).parameters, *_RENDERED_NAMES}
     if taken := sorted(reserved.intersection(options)):
         raise ApiError(f"chat_template_kwargs cannot set {', '.join(taken)}", param="chat_template_kwargs")
+    effort = body.reasoning_effort if isinstance(body, ChatRequest) else None
+    if effort is not None:  # a hint, which a template without reasoning does not look at
+        template = _template(service)
+        if "reasoning_effort" in template:
+            options.setdefault("reasoning_effort", effort)
+        elif "enable_thinking" in template:
+            options.setdefault("enable_thinking", effort not in ("none", "minimal"))
     options["add_generation_prompt"] = body.add_generation_prompt
     if tools:
         options["tools"] = [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in tools]
@@ -213,6 +258,8 @@ def encode_messages(
 def _for_template(message: Message, name: str) -> dict[str, Any]:
     """A message as templates expect it: text as one string, and the arguments of tool calls as objects."""
     converted = message.model_dump(include={"name", "reasoning_content", "tool_call_id"}, exclude_none=True)
+    if message.reasoning is not None:
+        converted.setdefault("reasoning_content", message.reasoning)
     converted["role"] = "system" if message.role == "developer" else message.role
     content = message.content
     if isinstance(content, list):

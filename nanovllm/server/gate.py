@@ -28,6 +28,7 @@ from nanovllm.server.page import FILES_PATH
 
 API_KEY_VARIABLE = "NANOVLLM_API_KEY"
 OPEN_PATHS = ("/", "/health", "/version")  # need no key, nor do the page's files
+MESSAGES_PATH = "/v1/messages"
 MAX_HELD_BODIES = 64  # the bodies of all open requests together are at most as large as so many of the largest
 CACHE_SALT = "cache_salt"  # the entry of the request's state that holds the salt of its key, with cache_salt_per_key
 HOST_REFUSED = (
@@ -93,6 +94,8 @@ class Gate:
         if not self._keys or scope["path"] in OPEN_PATHS or scope["path"].startswith(f"{FILES_PATH}/"):
             return
         given = [value for name, value in scope["headers"] if name == b"authorization"]
+        if scope["path"].startswith(MESSAGES_PATH) and not given:  # as Anthropic's clients send it
+            given = [b"Bearer " + value for name, value in scope["headers"] if name == b"x-api-key"]
         if len(given) != 1 or not self._keys.accept(given[0]):
             problem = "the API key is wrong" if given else "the API key is missing"
             raise Refusal(401, "api_key", f"{problem}; send it as 'Authorization: Bearer KEY'", code="invalid_api_key")

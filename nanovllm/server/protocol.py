@@ -13,6 +13,7 @@ from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 
 from annotated_types import MinLen
+from fastapi.exceptions import RequestValidationError
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -22,6 +23,7 @@ from pydantic import (
     GetJsonSchemaHandler,
     Tag,
     TypeAdapter,
+    ValidationError,
     WithJsonSchema,
     model_validator,
 )
@@ -60,6 +62,13 @@ def refuse(param: str, message: str) -> PydanticCustomError:
 def _printable(name: str) -> str:
     """A name that a client chose, as an error message repeats it."""
     return name[:MAX_NAME_CHARS].encode(errors="backslashreplace").decode()
+
+
+def check_kind(value: Any, known: tuple[str, ...], what: str) -> None:
+    """Refuse an object with another `type` than these. `what` says why, with {} for the type."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    if isinstance(kind, str) and kind not in known:
+        raise refuse("type", f"{what.format(repr(_printable(kind)))}; leave it out")
 
 
 class Body(BaseModel):
@@ -129,6 +138,7 @@ class SamplingFields(Body):
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    return_progress: bool | None = None
     user: str | None = None
     cache_salt: str | None = None
 
@@ -162,6 +172,8 @@ class SamplingFields(Body):
     def _check_streaming(self) -> "SamplingFields":
         if self.stream_options is not None and not self.stream:
             raise refuse("stream_options", "stream_options needs stream=true")
+        if self.return_progress and not self.stream:
+            raise refuse("return_progress", "return_progress needs stream=true")
         if self.stream and self.prompt_logprobs is not None:
             raise refuse("prompt_logprobs", "prompt_logprobs cannot be streamed; leave stream out")
         return self
@@ -205,22 +217,18 @@ class TextPart(Body):
     @model_validator(mode="before")
     @classmethod
     def _refuse_other_parts(cls, part: Any) -> Any:
-        if isinstance(part, dict) and isinstance(kind := part.get("type"), str) and kind != "text":
-            message = (
-                f"a part of type {_printable(kind)!r} is not supported, as the model reads only text; leave it out"
-            )
-            raise refuse("type", message)
+        check_kind(part, ("text",), "a part of type {} is not supported, as the model reads only text")
         return part
 
 
-def _content_branch(content: Any) -> str:
+def content_branch(content: Any) -> str:
     """The tag of the type that `content` is checked against, so that errors are those of that type alone."""
-    return "list[TextPart]" if isinstance(content, list) else "str"
+    return "list[part]" if isinstance(content, list) else "str"
 
 
 # A string or a list of parts. The tags are left out of the place that an error names
 Content: TypeAlias = Annotated[
-    Annotated[str, Tag("str")] | Annotated[Items[TextPart], Tag("list[TextPart]")], Discriminator(_content_branch)
+    Annotated[str, Tag("str")] | Annotated[Items[TextPart], Tag("list[part]")], Discriminator(content_branch)
 ]
 
 
@@ -243,6 +251,7 @@ class Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
     name: str | None = None
+    reasoning: str | None = None  # another name for the next
     reasoning_content: str | None = None
     tool_calls: Items[ToolCall] | None = None
     tool_call_id: str | None = None
@@ -253,6 +262,13 @@ class Function(Body):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_name(self) -> "Function":
+        if not self.name or not self.name.isprintable():  # half of a surrogate pair is not printable either
+            message = f"the name of a tool is {_printable(self.name)!r}; give it one of printable characters"
+            raise refuse("name", message)
+        return self
 
 
 class Tool(Body):
@@ -287,7 +303,6 @@ class ChatRequest(SamplingFields):
         "modalities": (None, ["text"]),
         "moderation": (None,),
         "prediction": (None,),
-        "reasoning_effort": (None,),
         "verbosity": (None,),
         "web_search_options": (None,),
     }
@@ -300,6 +315,7 @@ class ChatRequest(SamplingFields):
     add_generation_prompt: bool = True
     add_special_tokens: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     safety_identifier: str | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -330,6 +346,14 @@ class ChatRequest(SamplingFields):
             if name not in [tool.function.name for tool in self.tools or ()]:
                 raise refuse("tool_choice", f"tool_choice names {_printable(name)!r}, which is none of the tools")
         return self
+
+
+def chat_request(**fields: Any) -> ChatRequest:
+    """Make the chat that a body of another API asks for. Raises RequestValidationError as the body of a chat would."""
+    try:
+        return ChatRequest.model_validate(fields)
+    except ValidationError as error:
+        raise RequestValidationError([{**each, "loc": ("body", *each["loc"])} for each in error.errors()]) from error
 
 
 class TokenizeRequest(Body):
@@ -373,7 +397,12 @@ def call_constraint(body: ChatRequest, call_format: CallFormat) -> TaggedJson | 
     is_single = named is not None or body.parallel_tool_calls is False
     if not functions or not (body.must_call or is_single or any(each.strict for each in functions)):
         return None
-    schemas = [_arguments_schema(each) if each.strict or body.must_call else {"type": "object"} for each in functions]
+    schemas = []
+    for each in functions:
+        if each.strict or body.must_call:
+            schemas.append(_arguments_schema(each))
+        else:  # an object, in JSON of any kind; between tags, of the properties that the tool has
+            schemas.append({"type": "object"} if call_format.is_json else (each.parameters or {}) | {"required": []})
     names = [each.name for each in functions]
     tools = list(zip(names, schemas, strict=True))
     return call_format.constraint(tools, is_required=body.must_call, is_single=is_single)

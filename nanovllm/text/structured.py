@@ -20,6 +20,7 @@ belongs to one thread at a time.
 """
 
 import json
+import re
 import threading
 import time
 from array import array
@@ -32,7 +33,7 @@ import numpy as np
 
 from nanovllm.core.logit_editor import TokenMask, token_mask
 from nanovllm.errors import RequestError
-from nanovllm.sampling_params import StructuredOutputs, TaggedJson
+from nanovllm.sampling_params import StructuredOutputs, TaggedJson, TaggedValue
 from nanovllm.utils.arithmetic import ceil_div
 
 MAX_GRAMMARS = 16  # compiled grammars in the cache
@@ -58,6 +59,7 @@ MAX_WHITESPACE = 64  # between two parts of JSON; without a limit, some models e
 # would write out the whole text first: gigabytes for ((a{1000}){1000}){1000}. Without, masks hold every allowed token.
 _HEADER = '%llguidance {"no_forcing": true}\nstart: '
 _WHITESPACE = rf"[\x20\x0A\x0D\x09]{{1,{MAX_WHITESPACE}}}"
+_TEXT = r"TEXT: /(.|\n)*/"
 _ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # as models write tool calls
 NUM_SPARES = 2  # an answer that exceeds a limit uses up the automaton in use and the one that it tries again with
 SLOW_MASK_S = 0.5e-3  # of CPU time. Most masks take 0.03 ms, but the limits above admit some of 30 ms
@@ -218,6 +220,9 @@ class GrammarCompiler:
         """`vocab_size` is the model's. It may be larger or smaller than the tokenizer's."""
         self._make_vocabulary = partial(Vocabulary, tokenizer, vocab_size, end_token_ids, limits)
         self._lock = threading.Lock()
+        added = {} if tokenizer is None else tokenizer.get_added_vocab()
+        special = {*end_token_ids, *(added and tokenizer.all_special_ids)}
+        self._added_tokens = {token: token_id for token, token_id in added.items() if token_id not in special}
         self._compile: Callable[[str, str], Grammar] | None = None
         self._refusal: str | None = None  # why this tokenizer cannot be used
         if tokenizer is None:
@@ -230,7 +235,7 @@ class GrammarCompiler:
                 self._read_vocabulary()
         if self._compile is None:
             raise RequestError(self._refusal)
-        return self._compile(*_grammar_text(outputs))
+        return self._compile(*_grammar_text(outputs, self._added_tokens))
 
     def _read_vocabulary(self) -> None:
         try:
@@ -402,7 +407,7 @@ class TokenMatcher:
 # -- what llguidance compiles ----------------------------------------------------------------------------------------
 
 
-def _grammar_text(outputs: StructuredOutputs) -> tuple[str, str]:
+def _grammar_text(outputs: StructuredOutputs, added_tokens: Mapping[str, int]) -> tuple[str, str]:
     """Return the name of the field that is given, and its grammar in the Lark language.
 
     Raises RequestError for what can be refused without compiling it.
@@ -415,7 +420,7 @@ def _grammar_text(outputs: StructuredOutputs) -> tuple[str, str]:
         _check_size("regex", len(outputs.regex))
         return "regex", _regex_grammar(outputs.regex)
     if outputs.tagged_json is not None:
-        return "tagged_json", _tagged_grammar(outputs.tagged_json)
+        return "tagged_json", _tagged_grammar(outputs.tagged_json, added_tokens)
     assert outputs.choice is not None, "StructuredOutputs has one of its fields"
     _check_size("choice", sum(map(len, outputs.choice)))
     return "choice", f"{_HEADER}CHOICE\nCHOICE: {' | '.join(map(json.dumps, outputs.choice))}"
@@ -474,21 +479,41 @@ def _measure(schema: Any) -> tuple[int, int]:
     return height, num_references
 
 
-def _tagged_grammar(tagged: TaggedJson) -> str:
-    """One rule for each tag. The lexer takes the shortest text that ends in the trigger, so free text has none."""
+def _tagged_grammar(tagged: TaggedJson, added_tokens: Mapping[str, int]) -> str:
+    """One rule for each tag. The lexer takes the shortest text that ends in the trigger, so free text has none.
+
+    added_tokens: those that are part of a text. A tag that is one of them is matched as that token, and free text may
+    have the others. Should the model spell the trigger in letters, a tag must follow, too.
+    """
+    literal = partial(_literal, added_tokens=added_tokens)
     start = "" if tagged.is_required else tagged.trigger
-    rules = []
+    rules = [_TEXT]
     for i, (begin, schema, end) in enumerate(tagged.tags):
-        json_rule = _json_rule(_parse_schema(schema), **_ONE_LINE)
-        rules.append(f"tag_{i}: {_literal(begin.removeprefix(start))}{json_rule} {_literal(end)}")
+        values = schema if isinstance(schema, tuple) else [TaggedValue("", schema, "", True)]
+        body = ""
+        for j, value in enumerate(values):
+            if value.schema is None:
+                rules.append(f"text_{i}_{j}[lazy]: TEXT {_literal(value.end, {})}")
+                rule = f"{literal(value.begin)}text_{i}_{j} "
+            else:
+                json_rule = _json_rule(_parse_schema(value.schema), **_ONE_LINE)
+                rule = f"{literal(value.begin)}{json_rule} {literal(value.end)}"
+            body += rule if value.is_required else f"({rule})? "
+        rules.append(f"tag_{i}: {literal(begin.removeprefix(start))}{body}{literal(end)}")
     rules.append(f"tag: {' | '.join(f'tag_{i}' for i in range(len(tagged.tags)))}")
-    tags = "tag" if tagged.is_single else f"tag ({_literal(tagged.separator)}tag)*"
+    tags = "tag" if tagged.is_single else f"tag ({literal(tagged.separator)}tag)*"
     if tagged.is_required:
         text = tags
     elif tagged.trigger:
-        rules += [f"trigger[lazy]: TEXT {_literal(tagged.trigger)}", "TEXT: /(.|\\n)*/"]
-        text = "TEXT | trigger tag" if tagged.is_single else "(trigger tag)* TEXT"
+        rules.append(f"spelled[lazy]: TEXT {_literal(tagged.trigger, {})}")
+        is_token = tagged.trigger in added_tokens
+        others = [str(token_id) for token, token_id in added_tokens.items() if token != tagged.trigger]
+        free = f"(TEXT <[{','.join(others)}]>)*" if others else '""'  # such as </think>
+        rules.append(f"free: {free}")
+        rules.append(f"trigger: free (spelled{f' | TEXT {literal(tagged.trigger)}' if is_token else ''})")
+        text = "free TEXT | trigger tag" if tagged.is_single else "(trigger tag)* free TEXT"
     else:
+        rules.remove(_TEXT)
         rules.append(r"TEXT: /([ \t\r\n]*[^ \t\r\n{](.|\n)*)?/")
         text = f"TEXT | {tags}"
     grammar = "\n".join([f"{_HEADER}{text}", *rules])
@@ -496,9 +521,16 @@ def _tagged_grammar(tagged: TaggedJson) -> str:
     return grammar
 
 
-def _literal(text: str) -> str:
-    """A string of a grammar and a space, or nothing for an empty one."""
-    return f"{json.dumps(text)} " if text else ""
+def _literal(text: str, added_tokens: Mapping[str, int]) -> str:
+    """Strings of a grammar, each with a space after it: those of `added_tokens` as tokens, the others as texts.
+
+    An added token never matches a text, and the model would write it as a token.
+    """
+    tokens = [token for token in sorted(added_tokens, key=len, reverse=True) if token in text]
+    pieces = re.split(f"({'|'.join(map(re.escape, tokens))})", text) if tokens else [text]
+    return "".join(
+        f"<[{added_tokens[each]}]> " if each in tokens else f"{json.dumps(each)} " for each in pieces if each
+    )
 
 
 def _schema_grammar(schema: Any) -> str:

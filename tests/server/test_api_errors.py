@@ -92,7 +92,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str | None]] = [
     ({"functions": [{"name": "f"}]}, "functions"),
     ({"modalities": ["text", "audio"]}, "modalities"),
     ({"parallel_tool_calls": 1}, "parallel_tool_calls"),
-    ({"reasoning_effort": "high"}, "reasoning_effort"),
+    ({"reasoning_effort": "very high"}, "reasoning_effort"),
     ({"top_logprobs": 2}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"max_tokens": 2, "max_completion_tokens": 3}, "max_tokens"),

@@ -32,6 +32,14 @@ class Update:
 
 
 class PlainAnswer:
+    end = DONE
+
+    def first_events(self) -> str:
+        return ""
+
+    def progress_event(self, stream: SlowStream, elapsed_s: float) -> str:
+        return ""
+
     def update_events(self, update: Update) -> str:
         return f"data: {update.number}\n\n"
 

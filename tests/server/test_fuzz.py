@@ -18,12 +18,17 @@ from tiers import examples
 from nanovllm import AsyncLLM
 from nanovllm.server.app import Site
 from nanovllm.server.gate import ApiKeys
+from nanovllm.server.messages import CountTokensRequest, MessagesRequest
 from nanovllm.server.options import ServerOptions
 from nanovllm.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from nanovllm.server.responses import ResponsesRequest
 
 PATHS = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatRequest,
+    "/v1/responses": ResponsesRequest,
+    "/v1/messages": MessagesRequest,
+    "/v1/messages/count_tokens": CountTokensRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }
@@ -89,11 +94,17 @@ def check_error(error: Any) -> None:
 def check_response(response: httpx.Response) -> None:
     """It is JSON, or a stream of JSON, and an error has OpenAI's form and blames the client."""
     if response.headers["content-type"].startswith("text/event-stream"):
+        if response.text.startswith("event: "):
+            for event in response.text.removesuffix("\n\n").split("\n\n"):
+                name, data = event.split("\n")
+                fields = json.loads(data.removeprefix("data: "), parse_constant=reject_constant)
+                assert name == f"event: {fields['type']}"
+            return
         *events, done = response.text.removesuffix("\n\n").split("\n\n")
         assert done == "data: [DONE]"
         answers = [json.loads(event.removeprefix("data: "), parse_constant=reject_constant) for event in events]
         for answer in answers:
-            assert answer["choices"] or answer["usage"], answer
+            assert answer["choices"] or answer.get("usage") or answer["prompt_progress"], answer
         return
     answer = json.loads(response.content, parse_constant=reject_constant)
     if response.status_code != 200:

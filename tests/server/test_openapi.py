@@ -12,7 +12,7 @@ from nanovllm import AsyncLLM
 from nanovllm.server import ServerOptions, make_app
 from nanovllm.server.protocol import ChatRequest, CompletionRequest, Message
 
-ANSWERS = ("/v1/completions", "/v1/chat/completions")
+ANSWERS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 
 
 @pytest.fixture(scope="module")

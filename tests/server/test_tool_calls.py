@@ -3,13 +3,23 @@
 import json
 import time
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiers import examples
 
-from nanovllm.server.tool_calls import HERMES, LLAMA, CallFormat, ToolCallDelta, ToolCallParser, call_format_of
+from nanovllm.server.tool_calls import (
+    HERMES,
+    LLAMA,
+    QWEN_TAGS,
+    CallFormat,
+    ReasoningSplitter,
+    ToolCallDelta,
+    ToolCallParser,
+    call_format_of,
+)
 
 FORMATS = pytest.mark.parametrize("call_format", [HERMES, LLAMA], ids=["hermes", "llama"])
 CALL = '{"name": "weather", "arguments": {"city": "Zürich {\\"}"}}'
@@ -172,6 +182,134 @@ def test_call_format_comes_from_the_template_or_the_architecture() -> None:
         "Qwen3ForCausalLM": HERMES,
         "LlamaForCausalLM": LLAMA,
         "{{ messages }}": None,
-        "<tool_call>\n<function=example_function_name>": None,
+        "<tool_call>\n<function=example_function_name>": QWEN_TAGS,
     }
     assert {source: call_format_of(source) for source in formats} == formats
+
+
+# -- arguments in pieces ---------------------------------------------------------------------------------------------
+
+
+def parse_pieces(call_format: CallFormat, pieces: list[str], schemas: dict[str, Any] | None = None) -> list[Any]:
+    """As `parse`, with the arguments of each call put together."""
+    parser = call_format.parser(schemas or {}, in_pieces=True)
+    joined: list[Any] = []
+    for delta in [delta for piece in pieces for delta in parser.feed(piece)] + parser.finish():
+        if isinstance(delta, ToolCallDelta) and delta.call_id:
+            joined.append((delta.name, delta.arguments))
+        elif isinstance(delta, ToolCallDelta):
+            joined[-1] = (joined[-1][0], joined[-1][1] + delta.arguments)
+        elif joined and isinstance(joined[-1], str):
+            joined[-1] += delta
+        else:
+            joined.append(delta)
+    return joined
+
+
+@FORMATS
+@settings(max_examples=examples(300), deadline=None)
+@given(text=TEXTS, cuts=st.lists(st.integers(0, 1000), max_size=12))
+def test_pieces_any_split_gives_the_same_result(call_format: CallFormat, text: str, cuts: list[int]) -> None:
+    whole = parse_pieces(call_format, [text])
+    assert parse_pieces(call_format, split(text, cuts)) == whole
+    assert parse_pieces(call_format, list(text)) == whole
+
+
+def test_pieces_begin_as_soon_as_the_name_is_known() -> None:
+    parser = HERMES.parser({}, in_pieces=True)
+    fed = [
+        parser.feed(text)
+        for text in ('<tool_call>\n{"name": "f", "arguments": ', '{"city"', ': "Bern"}', "}\n</tool_call>")
+    ]
+    assert fed[0] == fed[3] == []
+    first, begun, more = (each for each in (*fed[1], *fed[2]) if isinstance(each, ToolCallDelta))
+    assert (first.name, first.arguments) == ("f", "") and first.call_id.startswith("call_")
+    assert (begun[1:], more[1:]) == (("", "", '{"city"'), ("", "", ': "Bern"}'))
+
+
+def test_pieces_of_valid_calls_are_those_of_whole_calls() -> None:
+    for call_format, text in (
+        (HERMES, f"Hm.\n<tool_call>\n{CALL}\n</tool_call>\n<tool_call>{CALL}</tool_call>\nDone."),
+        (LLAMA, f"{LLAMA_CALL}; {LLAMA_CALL}"),
+    ):
+        assert parse_pieces(call_format, list(text)) == parse(call_format, [text])
+
+
+def test_pieces_of_a_call_that_breaks_off_stay_a_call() -> None:
+    begun = '<tool_call>{"name": "f", "arguments": {"x": '
+    assert parse_pieces(HERMES, [begun]) == [("f", '{"x": ')]
+    assert parse_pieces(HERMES, [f"{begun}?}}</tool_call> text"]) == [("f", '{"x": '), "?}</tool_call> text"]
+
+
+# -- calls between tags ----------------------------------------------------------------------------------------------
+
+TAGGED = """<tool_call>
+<function=weather>
+<parameter=city>
+Bern
+"quoted"
+</parameter>
+<parameter=days>
+3
+</parameter>
+</function>
+</tool_call>"""
+WEATHER = {"weather": {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}}
+TAGGED_FRAGMENTS = st.sampled_from(
+    (*TAGGED.splitlines(keepends=True), TAGGED, "<tool_", "<function=f>", "<par", "</function>", " ", "\n", "text", "<")
+)
+
+
+def test_tagged_calls_have_values_of_their_schema() -> None:
+    call = ("weather", '{"city": "Bern\\n\\"quoted\\"", "days": 3}')
+    assert parse_pieces(QWEN_TAGS, list(f"Let me see.\n{TAGGED}\n{TAGGED}\nDone."), WEATHER) == [
+        "Let me see.",
+        call,
+        call,
+        "\nDone.",
+    ]
+    assert parse_pieces(QWEN_TAGS, [TAGGED])[0][1].endswith('"days": "3"}')  # a schema that says nothing
+    assert parse_pieces(QWEN_TAGS, ["<tool_call><function=now></function></tool_call>"]) == [("now", "{}")]
+    assert parse_pieces(QWEN_TAGS, ["<tool_call> is a tag"]) == ["<tool_call> is a tag"]
+
+
+@settings(max_examples=examples(300), deadline=None)
+@given(fragments=st.lists(TAGGED_FRAGMENTS, max_size=12), cuts=st.lists(st.integers(0, 1000), max_size=12))
+def test_tagged_calls_any_split_gives_the_same_result(fragments: list[str], cuts: list[int]) -> None:
+    text = "".join(fragments)
+    whole = parse_pieces(QWEN_TAGS, [text], WEATHER)
+    assert parse_pieces(QWEN_TAGS, split(text, cuts), WEATHER) == whole
+    assert parse_pieces(QWEN_TAGS, list(text), WEATHER) == whole
+
+
+# -- reasoning -------------------------------------------------------------------------------------------------------
+
+
+def split_reasoning(pieces: list[str], has_begun: bool = False) -> tuple[str, str]:
+    splitter = ReasoningSplitter(has_begun)
+    parts = [splitter.feed(piece) for piece in pieces] + [splitter.feed("", is_last=True)]
+    return "".join(part[0] for part in parts), "".join(part[1] for part in parts)
+
+
+def test_reasoning_is_split_from_the_answer() -> None:
+    for text, has_begun, expected in (
+        ("<think>\nHm. \n</think>\n\nYes.\n", False, ("Hm.", "Yes.\n")),
+        ("Hm.\n</think>Yes.", True, ("Hm.", "Yes.")),
+        ("<think></think>Yes.", False, ("", "Yes.")),
+        ("<think>Hm </thin", False, ("Hm </thin", "")),
+        ("\nYes <think>no</think>", False, ("", "\nYes <think>no</think>")),
+        ("<thin", False, ("", "<thin")),
+        ("", True, ("", "")),
+    ):
+        assert split_reasoning([text], has_begun) == split_reasoning(list(text), has_begun) == expected, text
+
+
+def test_tagged_calls_are_constrained_by_their_tags() -> None:
+    schema = {"properties": {"city": {"type": "string"}, "days": {"$ref": "#/$defs/d"}}, "required": ["city"]}
+    schema["$defs"] = {"d": {"type": "integer"}}
+    ((begin, values, end),) = QWEN_TAGS.constraint([("f", schema)], is_required=True, is_single=False).tags
+    assert (begin, end) == ("<tool_call>\n<function=f>\n", "</function>\n</tool_call>")
+    assert [value[1:] for value in values] == [
+        (None, "\n</parameter>\n", True),
+        ({"$defs": schema["$defs"], "$ref": "#/$defs/d"}, "\n</parameter>\n", False),
+    ]

@@ -21,7 +21,7 @@ from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.core.logit_editor import TokenConstraint, TokenMask
 from nanovllm.demo.retrieval_model import END_TOKEN_ID, save_tokenizer
 from nanovllm.errors import RequestError
-from nanovllm.sampling_params import StructuredOutputs, TaggedJson
+from nanovllm.sampling_params import StructuredOutputs, TaggedJson, TaggedValue
 from nanovllm.text.frontend import TextFrontend
 from nanovllm.text.structured import GrammarCompiler, TokenMatcher
 
@@ -408,6 +408,23 @@ def test_tagged_json_is_what_stands_between_its_tags(case: Case) -> None:
             assert matches(case, tagged, text) == (text in right), (tagged, text)
 
 
+def test_tagged_json_takes_tags_that_are_tokens() -> None:
+    """No text of a grammar matches an added token, so models such as Qwen3 could not open a call."""
+    tokenizer = byte_pair_tokenizer()
+    tokenizer.add_tokens(["<call>", "</call>", "<think>"])
+    case = Case(tokenizer, (0, 1))
+    test_tagged_json_is_what_stands_between_its_tags(case)
+    tagged = TaggedJson(tags=TAGS, trigger="<call>")
+    for single in (False, True):
+        assert matches(case, replace(tagged, is_single=single), "<think>Hm <think><call>g(2)")
+        assert matches(case, replace(tagged, is_single=single), "<think> no call")
+    spelled = [*case.encode("<"), *case.encode("call>g(")]
+    for number, is_right in (("2", True), ("3", False)):
+        matcher = case.matcher(tagged_json=tagged)
+        assert all(matcher.accept(token_id) for token_id in spelled)
+        assert matcher.accept(*case.encode(number)) == is_right
+
+
 def matches(case: Case, tagged: TaggedJson, text: str) -> bool:
     matcher = case.matcher(tagged_json=tagged)
     for token_id in case.encode(text):
@@ -426,3 +443,16 @@ def test_tagged_json_that_is_too_large_or_wrong_is_refused(case: Case) -> None:
     ):
         with pytest.raises(RequestError, match=message):
             case.matcher(tagged_json=TaggedJson(tags=tags, trigger="<"))
+
+
+def test_tagged_values_have_their_own_tags(case: Case) -> None:
+    values = (TaggedValue("<a>", None, "</a>", True), TaggedValue("<b>", {"enum": [1, 2]}, "</b>", False))
+    tagged = TaggedJson(tags=(("<call>", values, "</call>"),), trigger="<call>")
+    for is_required in (False, True):
+        for text, is_right in (
+            ("<call><a>x < \n y</a></call>", True),
+            ("<call><a></a><b>2</b></call>", True),
+            ("<call><b>2</b></call>", False),
+            ("<call><a>x</a><b>3</b></call>", False),
+        ):
+            assert matches(case, replace(tagged, is_required=is_required), text) == is_right, text

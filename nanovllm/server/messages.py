@@ -1,0 +1,276 @@
+"""Anthropic's Messages API: a body becomes a ChatRequest, and a chat's answer becomes content blocks.
+
+Errors have OpenAI's form, in which Anthropic's clients find the message, too.
+"""
+
+import json
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Discriminator, Field, Tag, model_validator
+
+from nanovllm.core.outputs import RequestOutput
+from nanovllm.server.answers import Block, BlockAnswer
+from nanovllm.server.errors import ApiError
+from nanovllm.server.protocol import (
+    Body,
+    ChatRequest,
+    Content,
+    Items,
+    chat_request,
+    check_kind,
+    content_branch,
+    refuse,
+)
+
+BLOCK_FIELDS = {  # type of a content block -> the fields that it needs
+    "text": ("text",),
+    "thinking": ("thinking",),
+    "redacted_thinking": (),
+    "tool_use": ("id", "name", "input"),
+    "tool_result": ("tool_use_id",),
+}
+STOP_REASONS = {"length": "max_tokens", "abort": "max_tokens"}
+
+
+class ContentBlock(Body):
+    """A part of a message. Its type says which of the fields it has."""
+
+    HINTS = frozenset(("cache_control", "signature", "data", "caller"))
+    NEUTRAL: ClassVar = {"citations": (None, [])}
+
+    type: str
+    text: str | None = None
+    thinking: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None
+    content: Content | None = None
+    is_error: bool | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_type(cls, block: Any) -> Any:
+        check_kind(
+            block, tuple(BLOCK_FIELDS), "a content block of type {} is not supported, as the model reads only text"
+        )
+        return block
+
+    @model_validator(mode="after")
+    def _check_fields(self) -> "ContentBlock":
+        for name in BLOCK_FIELDS[self.type]:
+            if getattr(self, name) is None:
+                raise refuse(name, f"a content block of type {self.type!r} needs {name!r}")
+        return self
+
+
+class AnthropicMessage(Body):
+    role: Literal["user", "assistant", "system"]
+    content: Annotated[
+        Annotated[str, Tag("str")] | Annotated[Items[ContentBlock], Tag("list[part]")], Discriminator(content_branch)
+    ]
+
+
+class AnthropicTool(Body):
+    HINTS = frozenset(("cache_control", "eager_input_streaming", "defer_loading", "allowed_callers", "input_examples"))
+
+    type: str = "custom"
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_type(cls, tool: Any) -> Any:
+        check_kind(tool, ("custom",), "a tool of type {} is not supported, as the server has none of its own")
+        return tool
+
+
+class AnthropicToolChoice(Body):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(Body):
+    HINTS = frozenset(("budget_tokens", "display"))
+
+    type: Literal["enabled", "disabled", "adaptive"]
+
+
+class OutputFormat(Body):
+    type: Literal["json_schema"]
+    schema_: dict[str, Any]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _rename_schema(cls, form: Any) -> Any:
+        if isinstance(form, dict) and "schema" in form:
+            return {"schema_" if name == "schema" else name: value for name, value in form.items()}
+        return form
+
+
+class OutputConfig(Body):
+    HINTS = frozenset(("task_budget",))
+
+    effort: str | None = None
+    format: OutputFormat | None = None
+
+
+class CountTokensRequest(Body):
+    NEUTRAL: ClassVar = {"container": (None,), "mcp_servers": (None, [])}
+    HINTS = frozenset(("betas", "cache_control", "context_management", "inference_geo", "metadata", "service_tier"))
+
+    model: str | None = None
+    messages: Items[AnthropicMessage] = Field(min_length=1)
+    system: Content | None = None
+    tools: Items[AnthropicTool] | None = None
+    tool_choice: AnthropicToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+
+    def as_chat(self) -> ChatRequest:
+        """Return the chat that this asks for. Raises RequestValidationError as the body of a chat would."""
+        return chat_request(**self._chat_fields())
+
+    def _chat_fields(self) -> dict[str, Any]:
+        fields: dict[str, Any] = {"model": self.model, "messages": self._messages()}
+        if self.tools:
+            names = {"input_schema": "parameters"}
+            fields["tools"] = [
+                {
+                    "type": "function",
+                    "function": {
+                        names.get(name, name): value for name, value in each.model_dump(exclude={"type"}).items()
+                    },
+                }
+                for each in self.tools
+            ]
+            choice = self.tool_choice
+            if choice is not None:
+                named = {"type": "function", "function": {"name": choice.name}}
+                fields["tool_choice"] = {"any": "required", "tool": named}.get(choice.type, choice.type)
+                fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
+        if self.thinking is not None:
+            is_on = self.thinking.type != "disabled"
+            fields["chat_template_kwargs"] = {"enable_thinking": is_on}
+        if self.output_config is not None:
+            fields["reasoning_effort"] = self.output_config.effort
+            if form := self.output_config.format:
+                json_schema = {"name": "answer", "schema": form.schema_}
+                fields["response_format"] = {"type": "json_schema", "json_schema": json_schema}
+        return fields
+
+    def _messages(self) -> list[dict[str, Any]]:
+        messages = [{"role": "system", "content": _text(self.system)}] if self.system else []
+        for message in self.messages:
+            if isinstance(message.content, str):
+                messages.append({"role": message.role, "content": message.content})
+            else:
+                messages += _chat_messages(message.role, message.content)
+        return messages
+
+
+def _chat_messages(role: str, blocks: list[ContentBlock]) -> list[dict[str, Any]]:
+    """Return a chat's messages of one turn: the results of tools first, then the rest as one message."""
+    results = [
+        {"role": "tool", "tool_call_id": block.tool_use_id, "content": _text(block.content)}
+        for block in blocks
+        if block.type == "tool_result"
+    ]
+    message: dict[str, Any] = {"role": role}
+    texts = [block.text or "" for block in blocks if block.type == "text"]
+    if texts:
+        message["content"] = "\n".join(texts)
+    if thoughts := [block.thinking or "" for block in blocks if block.type == "thinking"]:
+        message["reasoning_content"] = "\n".join(thoughts)
+    calls = [
+        {"id": block.id, "function": {"name": block.name, "arguments": json.dumps(block.input)}}
+        for block in blocks
+        if block.type == "tool_use"
+    ]
+    if calls:
+        message["tool_calls"] = calls
+    return [*results, message] if len(message) > 1 or not results else results
+
+
+def _text(content: Any) -> str:
+    return content if isinstance(content, str) else "\n".join(part.text for part in content or ())
+
+
+class MessagesRequest(CountTokensRequest):
+    max_tokens: int
+    stream: bool | None = None
+    stop_sequences: Items[str] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    cache_salt: str | None = None
+
+    def _chat_fields(self) -> dict[str, Any]:
+        names = {"max_tokens", "stream", "temperature", "top_p", "top_k", "cache_salt"}
+        return super()._chat_fields() | self.model_dump(include=names) | {"stop": self.stop_sequences or None}
+
+
+class MessagesAnswer(BlockAnswer):
+    id_prefix, whole_object, chunk_object = "msg", "message", "message"
+
+    def first_events(self) -> str:
+        return self._sse([{"type": "message_start", "message": self._body_of(None)}])
+
+    def last_events(self) -> str:
+        body = self._body_of(self._output)
+        delta = {"stop_reason": body["stop_reason"], "stop_sequence": None}
+        ended = {"type": "message_delta", "delta": delta, "usage": body["usage"]}
+        return self._sse([ended, {"type": "message_stop"}])
+
+    def error_events(self, error: ApiError) -> str:
+        kind = "api_error" if error.status >= 500 else "invalid_request_error"
+        return self._sse([{"type": "error", "error": {"type": kind, "message": error.message}}])
+
+    def _body_of(self, output: RequestOutput | None) -> dict[str, Any]:
+        reason = None
+        if output is not None:
+            reason = STOP_REASONS.get(output["finish_reason"], "tool_use" if self._with_calls else "end_turn")
+        return {
+            "id": str(self._fields["id"]).replace("-", "_"),
+            "type": "message",
+            "role": "assistant",
+            "model": self._fields["model"],
+            "content": [_content(block) for block in self._blocks],
+            "stop_reason": reason,
+            "stop_sequence": None,
+            "usage": {
+                "input_tokens": self._num_prompt_tokens - self._num_cached_tokens,
+                "cache_creation_input_tokens": 0,
+                "cache_read_input_tokens": self._num_cached_tokens,
+                "output_tokens": self._num_completion_tokens,
+            },
+        }
+
+    def _begun_events(self, block: Block) -> list[dict[str, Any]]:
+        return [{"type": "content_block_start", "index": block.index, "content_block": _content(block)}]
+
+    def _piece_event(self, block: Block, piece: str) -> dict[str, Any]:
+        kind, field = {
+            "call": ("input_json_delta", "partial_json"),
+            "text": ("text_delta", "text"),
+            "reasoning": ("thinking_delta", "thinking"),
+        }[block.kind]
+        return {"type": "content_block_delta", "index": block.index, "delta": {"type": kind, field: piece}}
+
+    def _ended_events(self, block: Block) -> list[dict[str, Any]]:
+        return [{"type": "content_block_stop", "index": block.index}]
+
+
+def _content(block: Block) -> dict[str, Any]:
+    if block.kind == "text":
+        return {"type": "text", "text": block.text}
+    if block.kind == "reasoning":
+        return {"type": "thinking", "thinking": block.text, "signature": ""}
+    try:
+        given = json.loads(block.text or "{}")
+    except ValueError:  # cut off
+        given = {}
+    return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": given}

@@ -1,0 +1,341 @@
+"""OpenAI's Responses API: a body becomes a ChatRequest, and a chat's answer becomes items, whole or as events.
+
+Nothing is stored, so a client sends the whole conversation each time. Parts that only OpenAI's servers can read, such
+as encrypted reasoning, are left out of the prompt.
+"""
+
+import time
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+
+from pydantic import Discriminator, Tag, model_validator
+
+from nanovllm.core.outputs import RequestOutput
+from nanovllm.server.admission import Service
+from nanovllm.server.answers import Block, BlockAnswer, ChatForm
+from nanovllm.server.errors import ApiError
+from nanovllm.server.protocol import Body, ChatRequest, Items, chat_request, check_kind, content_branch, refuse
+
+TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")
+ITEM_FIELDS = {  # type of an item -> the fields that it needs
+    "message": ("role", "content"),
+    "function_call": ("call_id", "name", "arguments"),
+    "function_call_output": ("call_id", "output"),
+    "reasoning": (),
+}
+
+
+class ResponsePart(Body):
+    HINTS = frozenset(("annotations", "logprobs", "prompt_cache_breakpoint"))
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_type(cls, part: Any) -> Any:
+        check_kind(part, TEXT_PARTS, "a part of type {} is not supported, as the model reads only text")
+        return part
+
+
+ResponseContent: TypeAlias = Annotated[
+    Annotated[str, Tag("str")] | Annotated[Items[ResponsePart], Tag("list[part]")], Discriminator(content_branch)
+]
+
+
+class InputItem(Body):
+    """An item of a conversation. Its type says which of the fields it has."""
+
+    HINTS = frozenset(("id", "status", "phase", "encrypted_content", "summary", "caller", "created_by"))
+
+    type: str = "message"
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    content: ResponseContent | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: ResponseContent | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_type(cls, item: Any) -> Any:
+        check_kind(item, tuple(ITEM_FIELDS), "an item of type {} is not supported")
+        return item
+
+    @model_validator(mode="after")
+    def _check_fields(self) -> "InputItem":
+        for name in ITEM_FIELDS[self.type]:
+            if getattr(self, name) is None:
+                raise refuse(name, f"an item of type {self.type!r} needs {name!r}")
+        return self
+
+
+class ResponseTool(Body):
+    HINTS = frozenset(("defer_loading", "output_schema", "allowed_callers"))
+
+    type: str
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_type(cls, tool: Any) -> Any:
+        check_kind(tool, ("function",), "a tool of type {} is not supported, as the server has none of its own")
+        return tool
+
+
+class ResponseToolName(Body):
+    type: Literal["function"]
+    name: str
+
+
+class TextFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    name: str = "answer"
+    schema_: dict[str, Any] | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _rename_schema(cls, form: Any) -> Any:
+        if isinstance(form, dict) and "schema" in form:
+            return {"schema_" if name == "schema" else name: value for name, value in form.items()}
+        return form
+
+
+class TextOptions(Body):
+    HINTS = frozenset(("verbosity",))
+
+    format: TextFormat | None = None
+
+
+class ReasoningOptions(Body):
+    HINTS = frozenset(("summary", "generate_summary", "context", "mode"))
+
+    effort: str | None = None
+
+
+class ResponsesRequest(Body):
+    NEUTRAL: ClassVar = {
+        "background": (None, False),
+        "conversation": (None,),
+        "max_tool_calls": (None,),
+        "prompt": (None,),
+        "top_logprobs": (None, 0),
+        "truncation": (None, "disabled"),
+    }
+    HINTS = frozenset(
+        (
+            *("client_metadata", "context_management", "include", "metadata", "moderation", "prompt_cache_key"),
+            *("prompt_cache_options", "prompt_cache_retention", "safety_identifier", "service_tier", "store"),
+            *("stream_options", "user"),
+        )
+    )
+
+    model: str | None = None
+    input: Annotated[
+        Annotated[str, Tag("str")] | Annotated[Items[InputItem], Tag("list[part]")], Discriminator(content_branch)
+    ]
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    stream: bool | None = None
+    cache_salt: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    tools: Items[ResponseTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ResponseToolName | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+
+    @model_validator(mode="after")
+    def _check_fields(self) -> "ResponsesRequest":
+        if self.previous_response_id is not None:
+            message = "responses are not stored, so there is no previous one; send the whole conversation as input"
+            raise refuse("previous_response_id", message)
+        return self
+
+    def as_chat(self) -> ChatRequest:
+        """Return the chat that this asks for. Raises RequestValidationError as the body of a chat would."""
+        tools = [{"type": "function", "function": each.model_dump(exclude={"type"})} for each in self.tools or ()]
+        choice: Any = self.tool_choice
+        if isinstance(choice, ResponseToolName):
+            choice = {"type": "function", "function": {"name": choice.name}}
+        form = self.text and self.text.format
+        response_format: dict[str, Any] | None = None
+        if form:
+            response_format = {"type": form.type}
+            if form.type == "json_schema":
+                response_format["json_schema"] = {"name": form.name, "schema": form.schema_}
+        return chat_request(
+            messages=self._messages(),
+            tools=tools or None,
+            tool_choice=choice if tools else None,
+            response_format=response_format,
+            max_tokens=self.max_output_tokens,
+            reasoning_effort=self.reasoning and self.reasoning.effort,
+            **self.model_dump(
+                include={"model", "stream", "cache_salt", "chat_template_kwargs", "temperature", "top_p"}
+                | ({"parallel_tool_calls"} if tools else set())
+            ),
+        )
+
+    def _messages(self) -> list[dict[str, Any]]:
+        """The messages of a chat. What the model said in one turn, between two others, is one message."""
+        messages: list[dict[str, Any]] = []
+        if self.instructions:
+            messages.append({"role": "system", "content": self.instructions})
+        items = [InputItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input
+        for item in items:
+            if item.type == "function_call_output":
+                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
+                continue
+            role = item.role if item.type == "message" else "assistant"
+            if role != "assistant":
+                messages.append({"role": role, "content": _text(item.content)})
+                continue
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": None})
+            if item.type == "function_call":
+                function = {"name": item.name, "arguments": item.arguments}
+                messages[-1].setdefault("tool_calls", []).append({"id": item.call_id, "function": function})
+            else:
+                field = "content" if item.type == "message" else "reasoning_content"
+                messages[-1][field] = (messages[-1].get(field) or "") + _text(item.content)
+        return messages
+
+
+def _text(content: Any) -> str:
+    """The text of a string, of parts, or of nothing."""
+    return content if isinstance(content, str) else "\n".join(part.text or part.refusal or "" for part in content or ())
+
+
+class ResponsesAnswer(BlockAnswer):
+    id_prefix, whole_object, chunk_object = "resp", "response", "response"
+
+    def __init__(self, service: Service, body: ChatRequest, form: ChatForm, asked: ResponsesRequest) -> None:
+        super().__init__(service, body, form)
+        self._asked, self._num_events = asked, 0
+
+    def first_events(self) -> str:
+        response = self._body_of(None)
+        kinds = ("response.created", "response.in_progress")
+        return self._sse([{"type": kind, "response": response} for kind in kinds])
+
+    def last_events(self) -> str:
+        response = self._body_of(self._output)
+        return self._sse([{"type": f"response.{response['status']}", "response": response}])
+
+    def error_events(self, error: ApiError) -> str:
+        return self._sse(
+            [{"type": "error", **{name: error.body()["error"][name] for name in ("code", "message", "param")}}]
+        )
+
+    def _sse(self, events: Any) -> str:
+        numbered = []
+        for event in events:
+            numbered.append(event | {"sequence_number": self._num_events})
+            self._num_events += 1
+        return super()._sse(numbered)
+
+    def _body_of(self, output: RequestOutput | None) -> dict[str, Any]:
+        asked = self._asked.model_dump(exclude_none=True, by_alias=True)
+        is_cut = output is not None and output["finish_reason"] != "stop"
+        status = "in_progress" if output is None else "incomplete" if is_cut else "completed"
+        usage = None
+        if output is not None:
+            chat = self._usage()
+            usage = {
+                "input_tokens": chat["prompt_tokens"],
+                "input_tokens_details": chat["prompt_tokens_details"],
+                "output_tokens": chat["completion_tokens"],
+                "output_tokens_details": {"reasoning_tokens": self._num_reasoning_tokens},
+                "total_tokens": chat["total_tokens"],
+            }
+        names = ("instructions", "max_output_tokens", "temperature", "top_p", "reasoning")
+        return {
+            "id": str(self._fields["id"]).replace("-", "_"),
+            "object": "response",
+            "created_at": self._fields["created"],
+            "completed_at": None if output is None else int(time.time()),
+            "model": self._fields["model"],
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "output": [_item(block, is_cut and block is self._blocks[-1]) for block in self._blocks],
+            "usage": usage,
+            **{name: asked.get(name) for name in names},
+            "metadata": {},
+            "parallel_tool_calls": asked.get("parallel_tool_calls", True),
+            "previous_response_id": None,
+            "store": False,
+            "text": asked.get("text", {"format": {"type": "text"}}),
+            "tool_choice": asked.get("tool_choice", "auto"),
+            "tools": asked.get("tools", []),
+        }
+
+    def _begun_events(self, block: Block) -> list[dict[str, Any]]:
+        item = _item(block) | {"status": "in_progress"}
+        place: dict[str, Any] = {"output_index": block.index}
+        if block.kind == "call":
+            return [{"type": "response.output_item.added", **place, "item": item}]
+        (part,) = item["content"]
+        added = {
+            "type": "response.content_part.added",
+            **place,
+            "item_id": item["id"],
+            "content_index": 0,
+            "part": part,
+        }
+        return [{"type": "response.output_item.added", **place, "item": item | {"content": []}}, added]
+
+    def _piece_event(self, block: Block, piece: str) -> dict[str, Any]:
+        return {"type": f"{_EVENTS[block.kind]}.delta", **_place(block), "delta": piece}
+
+    def _ended_events(self, block: Block) -> list[dict[str, Any]]:
+        item, place = _item(block), _place(block)
+        ended = [{"type": "response.output_item.done", "output_index": block.index, "item": item}]
+        kind = f"{_EVENTS[block.kind]}.done"
+        if block.kind == "call":
+            return [{"type": kind, **place, "name": block.name, "arguments": block.text}, *ended]
+        part = {
+            "item_id": place["item_id"],
+            "output_index": block.index,
+            "content_index": 0,
+            "part": item["content"][0],
+        }
+        return [{"type": kind, **place, "text": block.text}, {"type": "response.content_part.done", **part}, *ended]
+
+
+_EVENTS = {
+    "call": "response.function_call_arguments",
+    "text": "response.output_text",
+    "reasoning": "response.reasoning_text",
+}
+
+
+def _place(block: Block) -> dict[str, Any]:
+    """Where a piece of a block belongs, as its events say it."""
+    place: dict[str, Any] = {"item_id": _item(block)["id"], "output_index": block.index}
+    if block.kind != "call":
+        place["content_index"] = 0
+    if block.kind == "text":
+        place["logprobs"] = []
+    return place
+
+
+def _item(block: Block, is_cut: bool = False) -> dict[str, Any]:
+    status = "incomplete" if is_cut else "completed"
+    if block.kind == "call":
+        fields = {"call_id": block.call_id, "name": block.name, "arguments": block.text}
+        return {"type": "function_call", "id": f"fc_{block.block_id}", "status": status, **fields}
+    if block.kind == "reasoning":
+        content = [{"type": "reasoning_text", "text": block.text}]
+        return {"type": "reasoning", "id": f"rs_{block.block_id}", "summary": [], "content": content, "status": status}
+    content = [{"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}]  # type: ignore[dict-item]
+    return {"type": "message", "id": f"msg_{block.block_id}", "role": "assistant", "status": status, "content": content}
