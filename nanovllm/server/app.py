@@ -8,6 +8,7 @@ import inspect
 import json
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,8 +19,8 @@ from starlette.responses import Response
 from nanovllm import __version__
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.core.sequence import TokenIds
-from nanovllm.errors import EngineError
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.errors import EngineError, RequestError
+from nanovllm.sampling_params import SamplingParams, StructuredOutputs, TaggedJson
 from nanovllm.server.admission import Service, salted
 from nanovllm.server.answers import ChatAnswer, ChatForm, CompletionAnswer
 from nanovllm.server.errors import (
@@ -42,6 +43,7 @@ from nanovllm.server.protocol import (
     CompletionRequest,
     DetokenizeRequest,
     Message,
+    NamedTool,
     TokenizeRequest,
     Tool,
     ToolCall,
@@ -168,7 +170,28 @@ async def _answer_chat(
     outputs = params.structured_outputs
     is_formed = outputs is not None and (outputs.tagged_json is None or outputs.tagged_json.is_required)
     answer = make_answer(service, body, _chat_form(service, call_format, token_ids, is_formed))
-    return await answer.respond([token_ids], params, cache_salt, request.receive)
+    try:
+        return await answer.respond([token_ids], params, cache_salt, request.receive)
+    except RequestError as error:
+        if constraint is not None and "structured_outputs" in str(error):
+            await service.prepare(_blame_tool, service, params, constraint, body)
+        raise
+
+
+def _blame_tool(service: Service, params: SamplingParams, constraint: TaggedJson, body: ChatRequest) -> None:
+    """Raise ApiError about the first tool whose calls cannot be constrained by themselves."""
+    choice = body.tool_choice
+    names = [tool.function.name for tool in body.offered_tools]
+    for name, tag in zip(
+        [choice.function.name] if isinstance(choice, NamedTool) else names, constraint.tags, strict=True
+    ):
+        alone = replace(constraint, tags=(tag,))
+        try:
+            service.llm.text.rules(replace(params, structured_outputs=StructuredOutputs(tagged_json=alone)))
+        except RequestError as error:
+            message = str(error).replace("structured_outputs.tagged_json", "its parameters")
+            message = message.replace("structured_outputs.json", "its schema")
+            raise ApiError(f"tool {name!r}: {message}", param="tools") from error
 
 
 def _chat_form(service: Service, call_format: CallFormat | None, token_ids: TokenIds, is_formed: bool) -> ChatForm:

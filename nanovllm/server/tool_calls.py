@@ -67,7 +67,7 @@ class CallFormat(NamedTuple):
     is_bare: bool  # True if a call at the start of the answer needs no opening
     argument_keys: tuple[str, ...]
     needs_arguments: bool  # without tags, an object that has only a name is an ordinary answer
-    is_json: bool = True
+    is_json: bool = True  # else each argument has a tag of its own
 
     def parser(self, schemas: Schemas, *, in_pieces: bool) -> "ToolCallParser | TaggedCallParser":
         """in_pieces: return the arguments while they arrive."""
@@ -107,7 +107,6 @@ class CallFormat(NamedTuple):
 
 HERMES = CallFormat("<tool_call>", "</tool_call>", "", False, ("arguments",), False)
 LLAMA = CallFormat("<|python_tag|>", "", ";", True, ("parameters", "arguments"), True)
-
 QWEN_TAGS = CallFormat("<tool_call>", "</tool_call>", "", False, (), False, is_json=False)
 
 _MARKS = (
@@ -353,9 +352,10 @@ class TaggedCallParser:
         self._deltas: list[CallPart] = []
 
     def feed(self, text: str) -> list[CallPart]:
-        self._text += text
-        while self._advance():
-            pass
+        for start in range(0, len(text), MAX_HEAD_CHARS):  # each step copies what is left of the text
+            self._text += text[start : start + MAX_HEAD_CHARS]
+            while self._advance():
+                pass
         deltas, self._deltas = _joined(self._deltas), []
         return deltas
 
@@ -409,10 +409,12 @@ class TaggedCallParser:
             self._num_parameters += 1
             self._text, self._num_searched = self._text[end + len("</parameter>") :], 0
             return True
-        rest = self._text.lstrip(_SPACE)
-        if end < 0 and (rest.startswith("<parameter=") or any(tag.startswith(rest) for tag in _IN_FUNCTION)):
+        begun = _NEXT.search(self._text)
+        next_tag = self._text[begun.start() : begun.start() + len("<parameter=")] if begun else ""
+        if end < 0 and next_tag != "</function>" and any(tag.startswith(next_tag) for tag in _IN_FUNCTION):
             self._num_searched = len(self._text)
             return False
+        rest = self._text.lstrip(_SPACE)
         self._deltas.append(ToolCallDelta(self._num_calls, "", "", "}"))
         self._num_calls += 1
         self._num_searched, self._follows_call = 0, True

@@ -185,7 +185,8 @@ def _reason_of(message: str) -> str:
         return "no answer matches it"
     lines = message.splitlines() or ["unknown error"]
     line = next((line for line in lines if line.startswith("error: ")), lines[0])
-    for prefix in ("error: ", "at 2(8): ", "failed to compile JSON schema: ", "panic: "):
+    line = re.sub(r"^(error: )?(at \d+\(\d+\): )?", "", line)
+    for prefix in ("failed to compile JSON schema: ", "panic: "):
         line = line.removeprefix(prefix)
     return line if len(line) <= MAX_REASON_CHARS else f"{line[:MAX_REASON_CHARS]}..."
 

@@ -265,7 +265,7 @@ def test_chat_bad_tools_are_refused(tool_client: openai.OpenAI) -> None:
         ({"tool_choice": {"type": "function", "function": {"name": "f"}}, "tools": TOOLS}, "tool_choice"),
         ({"tool_choice": "required", "tools": TOOLS, "response_format": {"type": "json_object"}}, "tool_choice"),
         ({"tool_choice": "required", "tools": [tool("f", {"type": 5})]}, "tools"),
-        ({"tool_choice": "required", "tools": [tool("f", {"properties": 5})]}, None),
+        ({"tool_choice": "required", "tools": [tool("f", {"properties": 5})]}, "tools"),
         ({"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]}, "messages[0].tool_calls[0]"),
     ]
     for fields, param in cases:
@@ -294,6 +294,17 @@ def test_chat_tool_without_a_usable_name_is_refused(tool_client: openai.OpenAI) 
             headers = {"Content-Type": "application/json"}
             tool_client.post("/chat/completions", cast_to=object, content=body, options={"headers": headers})
         assert refused.value.param == "tools[0].function.name"
+
+
+def test_chat_schema_that_cannot_be_used_is_blamed_on_its_tool(tool_client: openai.OpenAI) -> None:
+    for bad, message in (
+        ({"properties": 5}, "tool 'bad': its parameters cannot be used: prop"),
+        ({"description": "x" * 200_001}, "tool 'bad': its schema has .* at most"),
+    ):
+        tools: list[Any] = [tool("good", CITY), tool("bad", bad)]
+        with pytest.raises(openai.BadRequestError, match=message) as refused:
+            tool_client.chat.completions.create(model="tiny", messages=MESSAGES, tools=tools, tool_choice="required")
+        assert refused.value.param == "tools"
 
 
 def test_chat_progress_of_the_prompt_is_reported_from_beginning_to_end(client: openai.OpenAI) -> None:

@@ -304,6 +304,14 @@ def test_reasoning_is_split_from_the_answer() -> None:
         assert split_reasoning([text], has_begun) == split_reasoning(list(text), has_begun) == expected, text
 
 
+@pytest.mark.parametrize("unit", ["<tool_call>", "<parameter=a>1</parameter>", "<parameter=a>", "</tool_call>", "<"])
+def test_tagged_calls_time_is_linear_in_the_text(unit: str) -> None:
+    start_s = time.process_time()
+    for begin in ("", "<tool_call><function=f>"):
+        parse_pieces(QWEN_TAGS, [begin + unit * 50_000])
+    assert time.process_time() - start_s < 5
+
+
 def test_tagged_calls_are_constrained_by_their_tags() -> None:
     schema = {"properties": {"city": {"type": "string"}, "days": {"$ref": "#/$defs/d"}}, "required": ["city"]}
     schema["$defs"] = {"d": {"type": "integer"}}
