@@ -88,7 +88,7 @@ def _choose(
 
 def _group_size(given: Mapping[str, Any], where: str = "") -> int:
     """Columns of a group, where -1 in the file means all of them; here that is 0."""
-    size = given.get("group_size")
+    size = given.get("group_size", given.get("q_group_size"))
     if type(size) is not int or not (size == -1 or 0 < size <= 2**20):
         raise CheckpointError(
             f"quantization_config.{where}group_size={size!r} must be a number of columns, or -1 for whole rows; "
@@ -185,8 +185,10 @@ def _awq(given: Mapping[str, Any]) -> Quantization:
 def _gptq(given: Mapping[str, Any]) -> Quantization:
     bits = _choose(given, "bits", (4, 8))
     _choose(given, "lm_head", (False,), default=False)
-    if given.get("dynamic"):
-        raise _refusal("dynamic", given["dynamic"])
+    dynamic = given.get("dynamic") or {}
+    if not isinstance(dynamic, dict) or not all(key.startswith("-:") for key in dynamic):  # only what is left out
+        raise _refusal("dynamic", dynamic)
+    ignored = _names({"dynamic": [f"re:{key[2:]}" for key in dynamic]}, "dynamic")
     layout = _choose(given, "checkpoint_format", ("gptq", "gptq_v2"), default="gptq")
     return Quantization(
         method="gptq",
@@ -194,6 +196,7 @@ def _gptq(given: Mapping[str, Any]) -> Quantization:
         block=(1, _group_size(given)),
         has_zeros=True,
         stores_less_one=layout == "gptq",
+        ignored=ignored,
     )
 
 

@@ -24,7 +24,10 @@ from nanovllm.models.decoder import CausalLM
 from nanovllm.models.quantized import StoredTensor, quantize, read_quantized, stored_parts
 from nanovllm.utils.progress import progress_bar
 
-_KV_SCALES = ("_proj.k_scale", "_proj.v_scale", "_attn.k_scale", "_attn.v_scale", "_attn.q_scale")
+_KV_SCALES = (
+    *("_proj.k_scale", "_proj.v_scale", "_attn.k_scale", "_attn.v_scale", "_attn.q_scale", "_attn.kv_scale"),
+    *("k_proj.output_scale", "v_proj.output_scale"),
+)
 _FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")  # as safetensors names them
 _QUANTIZED_ROWS = 8192  # quantized at a time; a multiple of all common blocks
 _DUMMY_ROWS = 8192  # rows drawn at a time, to limit the memory needed in addition to the model

@@ -165,6 +165,36 @@ def test_a_quantized_checkpoint_is_not_quantized_again(tmp_path: Path, plain: Pa
         LLM(str(quantized), device="cpu", quantization="fp8")
 
 
+def test_layers_that_config_json_leaves_unquantized() -> None:
+    """The planner and a model on a GPU go by it."""
+    packed = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}
+    groups = {"group_0": {"targets": ["Linear"], "weights": packed, "format": "pack-quantized"}}
+    o_proj, gate, down = (
+        "model.layers.1.self_attn.o_proj",
+        "model.layers.1.mlp.gate_proj",
+        "model.layers.11.mlp.down_proj",
+    )
+    for given, expected in (
+        ({"quant_method": "fp8", "modules_to_not_convert": None}, []),
+        ({"quant_method": "fp8", "modules_to_not_convert": ["lm_head", "model.layers.1.mlp"]}, [gate]),
+        ({"quant_method": "awq", "bits": 4, "q_group_size": 128, "modules_to_not_convert": ["self_attn"]}, [o_proj]),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": groups, "ignore": ["re:.*down_proj", gate]},
+            [gate, down],
+        ),
+        (
+            {"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": {r"-:model\.layers\.1\.": {}}},
+            [o_proj, gate],
+        ),
+    ):
+        quantization = parse_quantization(given)
+        assert quantization is not None
+        assert [name for name in (o_proj, gate, down) if not quantization.covers(name)] == expected, given
+    for wrong in (["re:["], "lm_head", [1]):
+        with pytest.raises(CheckpointError, match=r"quantization_config.modules_to_not_convert.*correct config.json"):
+            parse_quantization({"quant_method": "fp8", "modules_to_not_convert": wrong})
+
+
 def test_wrong_tensors_are_refused_by_name(tmp_path: Path, plain: Path) -> None:
     for i, (name, part, change, message) in enumerate(
         (
@@ -260,7 +290,7 @@ def test_formats_that_are_not_supported_are_refused_by_name() -> None:
         (gptq | {"group_size": 0}, "group_size=0 must be"),
         (gptq | {"group_size": 32, "checkpoint_format": "marlin"}, "checkpoint_format='marlin'"),
         (gptq | {"group_size": 32, "lm_head": True}, "lm_head=True"),
-        (gptq | {"group_size": 32, "dynamic": {"-:x": {}}}, "dynamic={.*use a checkpoint without it"),
+        (gptq | {"group_size": 32, "dynamic": {"-:x": {}, "+:y": {}}}, "dynamic={.*use a checkpoint without it"),
         (awq | {"version": "gemv"}, "version='gemv' is not supported; supported are 'gemm'"),
         (awq | {"zero_point": False}, "zero_point=False"),
         (awq | {"bits": 8}, "bits=8"),
