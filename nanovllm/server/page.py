@@ -1,4 +1,4 @@
-"""The page at /: a chat, a document to ask about, and the KV cache live, from /kvcache. The files are in page/.
+"""The page at /: documents, a chat about them, and the KV cache live, from /kvcache. The files are in page/.
 
 The page has no build step and loads nothing from other hosts; the Content-Security-Policy enforces the latter. Its own
 files must be served without an API key, because a browser cannot send one when it opens a page. The scripts send the
@@ -13,6 +13,7 @@ import base64
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from fastapi.responses import JSONResponse, Response
 from starlette.staticfiles import StaticFiles
 
 from nanovllm.core.kv_spec import BlockState
+from nanovllm.demo.example import build_example
+from nanovllm.demo.retrieval_model import CHAT_TEMPLATE
 from nanovllm.llm import LLM
 
 DIRECTORY = Path(__file__).parent / "page"
@@ -114,11 +117,18 @@ class KVView:
 
 def kv_router(engine: LLM) -> APIRouter:
     """GET /kvcache: a JSON object (KVView). The application answers an EngineError with status 503.
+    GET /example: the Example that the page offers to try, null unless the model is the built-in one.
 
     If the server asks for API keys, include this router with the same check as the API: what the cache holds shows how
     much others ask.
     """
     router, view = APIRouter(), KVView(engine)
+
+    @router.get("/example", include_in_schema=False)
+    async def example() -> Response:
+        is_built_in = getattr(engine.tokenizer, "chat_template", None) == CHAT_TEMPLATE
+        offered = build_example(engine.max_request_tokens) if is_built_in else None
+        return JSONResponse(None if offered is None else asdict(offered))
 
     @router.get("/kvcache", include_in_schema=False)
     async def kvcache() -> Response:
