@@ -80,6 +80,7 @@ class KVView:
     def _make(self, now_s: float) -> dict[str, Any]:
         states, stats = self._engine.block_states(), self._engine.stats()
         return {
+            "has_gpu": self._engine.device.type == "cuda",
             "num_blocks": len(states),
             "block_size": stats["block_size"],
             "num_slots": stats["num_gpu_blocks"] if "num_cpu_blocks" in stats else None,  # None without offload
