@@ -2,7 +2,7 @@
 
 import { CacheView } from "./cache.js";
 import {
-  ServerError, UNREACHABLE, announce, button, byId, counted, duration, element, request, sentence, showAlert,
+  ServerError, UNREACHABLE, announce, button, byId, counted, element, request, sentence, short, showAlert,
 } from "./common.js";
 import { Documents } from "./documents.js";
 import * as store from "./store.js";
@@ -98,7 +98,8 @@ function showRest() {
   const first = timed.find(({ wasCached }) => wasCached === false), last = timed.at(-1);
   const isFaster = first && last.wasCached && last.firstMs < first.firstMs;
   byId("speed").hidden = !isFaster;
-  if (isFaster) byId("speed").textContent = `First answer: ${duration(first.firstMs)}. Now: ${duration(last.firstMs)}.`;
+  const [then, now] = [first?.firstMs, last?.firstMs].map((ms) => `${short(ms / 1000)} s`);
+  if (isFaster) byId("speed").textContent = `First answer: ${then}. Now: ${now}.`;
   const asked = conversation.messages.map(({ content }) => content);
   const proposed = (conversation.questions ?? []).filter((question) => !asked.includes(question));
   byId("suggestions").hidden = !proposed.length;
@@ -159,7 +160,9 @@ async function ask(text) {
   cancelEdit();
   conversation.title ||= text.slice(0, TITLE_CHARS);
   conversation.messages.push({ role: "user", content: text });
-  await answer();
+  const answered = answer();
+  await keep();
+  await answered;
 }
 
 /** Answer the last question, or continue the last answer. */

@@ -14,7 +14,7 @@ const MOST_KEPT_FOR_CHAT = 1024; // tokens for questions and answers, or an eigh
 export class Documents {
   #list = [];
   #numRead = 0; // so many, from the first on, were read for the last answer
-  #wasChanged = false; // since then
+  #wasChanged = false; // since then, in a conversation that has begun
   #maxRequestTokens = 0; // 0: not known yet
   #whenChanged;
 
@@ -91,7 +91,7 @@ export class Documents {
   }
 
   async #changed() {
-    this.#wasChanged = true;
+    this.#wasChanged = byId("turns").children.length > 0;
     this.draw();
     for (const each of this.#list) await store.saveDocument(each);
     await this.#whenChanged();
@@ -142,9 +142,9 @@ export class Documents {
     byId("no-documents").hidden = this.#list.length > 0;
     byId("documents").replaceChildren(...this.#list.map((each, i) => this.#row(each, i)));
     const note = byId("documents-note");
-    note.hidden = !this.#wasChanged || byId("turns").children.length === 0;
+    note.hidden = !this.#wasChanged;
     note.textContent = this.#numRead
-      ? "The documents have changed. The next answer reads everything again that comes after the change."
+      ? "The documents have changed. The next answer reads everything again after the change."
       : "The documents have changed. The next answer reads everything again.";
     const count = this.#list.length;
     byId("side-button").textContent = count ? counted(count, "document") : "Documents";

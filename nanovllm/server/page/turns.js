@@ -72,6 +72,7 @@ export class AnswerView {
   /** The answer begins. promptTokens: about how long the prompt is, 0 if that is not known. */
   start(promptTokens) {
     this.#footer.remove();
+    this.#draw();
     this.message.note = UNFINISHED;
     this.#startMs = performance.now();
     this.#progress = new Progress(promptTokens);
