@@ -25,7 +25,7 @@ _WINDS = "a calm;a light breeze;a fresh breeze;a strong wind;half a gale;a full 
 _QUARTERS = "north;north-east;east;south-east;south;south-west;west;north-west".split(";")
 _WEATHER = "Clear air;Thin haze;Low cloud;Fog until noon;Rain in the evening;Sleet;A bright night".split(";")
 _VESSELS = "A brig;A schooner;Two luggers;A collier;A mail steamer;A ketch;Five herring boats".split(";")
-_COURSES = "bound for Leith;running for shelter;standing out to sea;in tow;under bare poles;deep in the water".split(";")
+_COURSES = "bound for Leith;running for shelter;standing out to sea;in tow;under bare poles;low in the water".split(";")
 _WORK = (
     "Trimmed the wicks and cleaned the lens;Drew forty gallons of oil;Painted the gallery rail;Wound the clockwork"
     ";Swept the flue and blacked the stove;Mended the boat's thwart;Wrote to the Commissioners;Salted two barrels"
@@ -69,8 +69,8 @@ def _entries() -> Iterator[str]:
     while True:
         wind = f"{draw.choice(_WINDS)} from the {draw.choice(_QUARTERS)}"
         entry = (
-            f"{day:%A} {day.day} {day:%B}. {draw.choice(_WEATHER)}, {wind}. Glass at {draw.randrange(2870, 3060) / 100} "
-            f"inches. {draw.choice(_VESSELS)} passed {draw.choice(_COURSES)}. {draw.choice(_WORK)}.\n"
+            f"{day:%A} {day.day} {day:%B}. {draw.choice(_WEATHER)}, {wind}. Glass at "
+            f"{draw.randrange(2870, 3060) / 100} inches. {draw.choice(_VESSELS)} passed {draw.choice(_COURSES)}. {draw.choice(_WORK)}.\n"
         )
         if not any(passage in entry for passage in forbidden):
             yield entry

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from page_server import FakeServer, OpenPage
+from page_server import FakeServer
 from playwright.sync_api import Page, expect
 
 from nanovllm.core.kv_spec import BlockState

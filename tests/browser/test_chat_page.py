@@ -179,9 +179,9 @@ def test_document_that_is_too_long_can_be_shortened(server: FakeServer, page: Pa
     page.reload()
     attach(page, content=b"The passkey is 4711.\n" * num_lines)
     words = "6,300 tokens" if num_lines == 300 else "about 157,500 tokens"
-    expect(page.locator(".document .notice")).to_contain_text(f"This document has {words}; this server takes 4,096.")
+    expect(page.locator("#excess")).to_contain_text(f"This document has {words}; this server takes 4,096.")
     page.get_by_role("button", name="Shorten it to fit").click()
-    expect(page.locator(".document .notice")).to_have_count(0)
+    expect(page.locator("#excess")).to_be_hidden()
     ask(page, "one")
     wait_for_end(page)
     text = server.bodies[0]["messages"][0]["content"].split("\n\n")[1]
@@ -239,7 +239,9 @@ def test_markdown_becomes_elements_and_html_stays_text(page: Page) -> None:
     assert page.evaluate("navigator.clipboard.readText()").startswith('print("<b>hello</b>")  # a line')
 
 
-@pytest.mark.parametrize(("question", "thought"), [("think", "Let me see, it is easy."), ("show markdown", "First I think.")])
+@pytest.mark.parametrize(
+    ("question", "thought"), [("think", "Let me see, it is easy."), ("show markdown", "First I think.")]
+)
 def test_thinking_is_folded_apart_from_the_answer(page: Page, question: str, thought: str) -> None:
     ask(page, question)
     wait_for_end(page)

@@ -31,7 +31,9 @@ def test_page_fits_and_can_be_read(
     look(page, tmp_path / "1-welcome.png")
 
     for name, num_lines in (("report.txt", 300), (f"{'long-' * 20}.txt", 2000)):
-        page.set_input_files("#file", {"name": name, "mimeType": "text/plain", "buffer": b"A line of text.\n" * num_lines})
+        page.set_input_files(
+            "#file", {"name": name, "mimeType": "text/plain", "buffer": b"A line of text.\n" * num_lines}
+        )
     ask(page, "show markdown")
     ask(page, "word" * 60)
     look(page, tmp_path / "2-answers.png")
@@ -111,6 +113,12 @@ FLAWS = """() => {
         const { left, right } = range.getBoundingClientRect();
         const mayScroll = element.closest("pre, .table") || style.textOverflow === "ellipsis";
         if ((left < 0 || right > innerWidth + 1) && !mayScroll) flaws.push(`${name} is outside the screen`);
+    }
+    const title = document.createRange();
+    title.selectNodeContents(document.querySelector("h1"));
+    for (const shown of document.querySelectorAll("header button")) {
+        const isShown = shown.checkVisibility(), { left } = shown.getBoundingClientRect();
+        if (isShown && title.getBoundingClientRect().right > left) flaws.push(`${shown.id} covers the title`);
     }
     for (const id of ["question", "send", "settings-button", "model"]) {
         const element = document.getElementById(id), box = element.getBoundingClientRect();

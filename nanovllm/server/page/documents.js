@@ -7,6 +7,10 @@ const LONG_PASTE_CHARS = 4000; // a longer text becomes a document instead of a 
 const CHARS_PER_TOKEN = 4; // an estimate, for what the server is too small to count
 const MOST_KEPT_FOR_CHAT = 1024; // tokens for questions and answers, or an eighth of what the server takes
 
+const LEAST_USEFUL_TOKENS = 32; // nothing is shortened to less
+
+const sizeOf = ({ tokens, isEstimate }) => `${isEstimate ? "about " : ""}${counted(tokens, "token")}`;
+
 /**
  * A document is {id, name, text, tokens, isEstimate, fullTokens}: `tokens` is null until the server has counted, and
  * `fullTokens` is what it had before it was shortened.
@@ -141,6 +145,7 @@ export class Documents {
   draw() {
     byId("no-documents").hidden = this.#list.length > 0;
     byId("documents").replaceChildren(...this.#list.map((each, i) => this.#row(each, i)));
+    this.#drawExcess();
     const note = byId("documents-note");
     note.hidden = !this.#wasChanged;
     note.textContent = this.#numRead
@@ -156,29 +161,32 @@ export class Documents {
     name.title = document.name;
     remove.setAttribute("aria-label", `Remove ${document.name}`);
     row.append(name, remove, element("p", "muted small", this.#words(document, index)));
-    const room = this.#roomFor(document);
-    if (this.#maxRequestTokens && document.tokens > room) {
-      row.append(this.#excess(document, room));
-    }
     return row;
   }
 
-  #words({ tokens, isEstimate, fullTokens }, index) {
-    const size = tokens === null ? "counting …" : `${isEstimate ? "about " : ""}${counted(tokens, "token")}`;
+  #words(document, index) {
+    const { tokens, fullTokens } = document;
     const cut = fullTokens ? `the first of ${whole(fullTokens)}` : "";
-    return [size, cut, index < this.#numRead ? "in the cache" : "not read yet"].filter(Boolean).join(" · ");
+    const state = this.#isExcess(document) ? "too long" : index < this.#numRead ? "in the cache" : "not read yet";
+    return [tokens === null ? "counting …" : sizeOf(document), cut, state].filter(Boolean).join(" · ");
   }
 
-  #excess(document, room) {
-    const has = `${document.isEstimate ? "about " : ""}${counted(document.tokens, "token")}`;
-    const takes = `this server takes ${whole(this.#maxRequestTokens)}`;
+  #isExcess(document) {
+    return this.#maxRequestTokens > 0 && document.tokens > this.#roomFor(document);
+  }
+
+  /** The first document that does not fit is named above the message, with a button to shorten it. */
+  #drawExcess() {
+    const document = this.#list.find((each) => this.#isExcess(each)), box = byId("excess");
+    box.hidden = document === undefined;
+    box.replaceChildren();
+    if (document === undefined) return;
+    const room = this.#roomFor(document), takes = `this server takes ${whole(this.#maxRequestTokens)}`;
     const isAlone = document.tokens > this.#room;
-    const words = isAlone
-      ? `This document has ${has}; ${takes}.`
-      : `With the documents before it, this one is too much: ${takes}. It leaves room for ${whole(Math.max(0, room))}.`;
-    const box = element("div", "notice small", words);
-    if (room >= 32) box.append(button("Shorten it to fit", "", () => this.#shorten(document)));
-    return box;
+    const others = isAlone ? "" : `, and the ones before it leave room for ${whole(Math.max(0, room))}`;
+    const which = this.#list.length > 1 ? `The document ${document.name}` : "This document";
+    box.append(`${which} has ${sizeOf(document)}; ${takes}${others}. `);
+    if (room >= LEAST_USEFUL_TOKENS) box.append(button("Shorten it to fit", "", () => this.#shorten(document)));
   }
 
   // -- where documents come from. Only UTF-8 text is taken
