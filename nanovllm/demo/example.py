@@ -68,9 +68,10 @@ def _entries() -> Iterator[str]:
     draw, day = random.Random(1887), date(1887, 1, 1)
     while True:
         wind = f"{draw.choice(_WINDS)} from the {draw.choice(_QUARTERS)}"
+        glass = f"Glass at {draw.randrange(2870, 3060) / 100} inches"
         entry = (
-            f"{day:%A} {day.day} {day:%B}. {draw.choice(_WEATHER)}, {wind}. Glass at "
-            f"{draw.randrange(2870, 3060) / 100} inches. {draw.choice(_VESSELS)} passed {draw.choice(_COURSES)}. {draw.choice(_WORK)}.\n"
+            f"{day:%A} {day.day} {day:%B}. {draw.choice(_WEATHER)}, {wind}. {glass}. "
+            f"{draw.choice(_VESSELS)} passed {draw.choice(_COURSES)}. {draw.choice(_WORK)}.\n"
         )
         if not any(passage in entry for passage in forbidden):
             yield entry

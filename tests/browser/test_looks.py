@@ -123,7 +123,8 @@ FLAWS = """() => {
     for (const id of ["question", "send", "settings-button", "model"]) {
         const element = document.getElementById(id), box = element.getBoundingClientRect();
         if (element.hidden || document.querySelector("dialog[open]")) continue;
-        if (box.width < 20 || box.top < 0 || box.bottom > innerHeight || box.right > innerWidth) flaws.push(`${id} is hidden`);
+        const isInside = box.top >= 0 && box.bottom <= innerHeight && box.right <= innerWidth;
+        if (box.width < 20 || !isInside) flaws.push(`${id} is hidden`);
     }
     return flaws;
 }"""
@@ -140,7 +141,7 @@ def test_chat_is_not_covered_by_the_cache(server: FakeServer, open_page: OpenPag
     assert page.locator("#messages").bounding_box()["height"] > 200  # type: ignore[index]
 
 
-# -- the keyboard --------------------------------------------------------------------------------------------------------
+# -- the keyboard ----------------------------------------------------------------------------------------------------
 
 
 def test_everything_is_reached_by_tab_and_shows_its_focus(server: FakeServer, page: Page) -> None:

@@ -4,6 +4,7 @@ import { UNREACHABLE, announce, button, byId, counted, element, request, showAle
 import * as store from "./store.js";
 
 const LONG_PASTE_CHARS = 4000; // a longer text becomes a document instead of a message
+const SHOWN_CHARS = 40; // of a name in a sentence
 const CHARS_PER_TOKEN = 4; // an estimate, for what the server is too small to count
 const MOST_KEPT_FOR_CHAT = 1024; // tokens for questions and answers, or an eighth of what the server takes
 
@@ -184,7 +185,7 @@ export class Documents {
     const room = this.#roomFor(document), takes = `this server takes ${whole(this.#maxRequestTokens)}`;
     const isAlone = document.tokens > this.#room;
     const others = isAlone ? "" : `, and the ones before it leave room for ${whole(Math.max(0, room))}`;
-    const which = this.#list.length > 1 ? `The document ${document.name}` : "This document";
+    const which = this.#list.length > 1 ? `The document ${document.name.slice(0, SHOWN_CHARS)}` : "This document";
     box.append(`${which} has ${sizeOf(document)}; ${takes}${others}. `);
     if (room >= LEAST_USEFUL_TOKENS) box.append(button("Shorten it to fit", "", () => this.#shorten(document)));
   }
