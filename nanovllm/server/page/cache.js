@@ -180,7 +180,8 @@ export class CacheView {
   #showCaption() {
     if (this.#snapshot === null) return;
     const { states, block_size: blockSize, num_slots: numSlots, has_gpu: hasGpu } = this.#snapshot;
-    const inCpu = numSlots === null ? "" : ` in CPU memory, with ${counted(numSlots, "slot")}${hasGpu ? " on the GPU" : ""}`;
+    const slots = `${counted(numSlots ?? 0, "slot")}${hasGpu ? " on the GPU" : ""}`;
+    const inCpu = numSlots === null ? "" : ` in CPU memory, with ${slots}`;
     const perCell = this.#cells[0]?.blocks.length ?? 1, size = `${whole(blockSize)} tokens`;
     const cell = perCell === 1 ? `A cell is a block of ${size}` : `A cell is ${whole(perCell)} blocks of ${size} each`;
     byId("grid-caption").textContent = `${cell}. Room for ${whole(states.length * blockSize)} tokens${inCpu}.`;

@@ -2,7 +2,7 @@
 
 import { CacheView } from "./cache.js";
 import {
-  ServerError, UNREACHABLE, announce, button, byId, counted, element, request, sentence, short, showAlert,
+  ServerError, UNREACHABLE, announce, button, byId, counted, element, newId, request, sentence, short, showAlert,
 } from "./common.js";
 import { Documents } from "./documents.js";
 import * as store from "./store.js";
@@ -55,12 +55,12 @@ async function showServer() {
 // -- conversations
 
 function newConversation(documentIds = []) {
-  return { id: `${Date.now()}-${Math.random()}`, title: "", changedMs: Date.now(), documentIds, messages: [] };
+  return { id: newId(), title: "", changedMs: Date.now(), documentIds, messages: [] };
 }
 
 /** Keep the conversation in this browser, unless there is nothing in it. */
 async function keep(kept = conversation) {
-  if (!kept.messages.length && !kept.documentIds.length) return;
+  if (kept.isDeleted || (!kept.messages.length && !kept.documentIds.length)) return;
   kept.changedMs = Date.now();
   await store.saveConversation(kept);
   await showChats();
@@ -103,12 +103,14 @@ function showRest() {
   const asked = conversation.messages.map(({ content }) => content);
   const proposed = (conversation.questions ?? []).filter((question) => !asked.includes(question));
   byId("suggestions").hidden = !proposed.length;
-  byId("suggestions").replaceChildren(...proposed.map((question) => button(question, "suggestion", () => ask(question))));
+  const buttons = proposed.map((question) => button(question, "suggestion", () => ask(question)));
+  byId("suggestions").replaceChildren(...buttons);
 }
 
 async function showChats() {
-  const kept = await store.conversations();
+  const kept = await store.conversations(), hadFocus = byId("chats").contains(document.activeElement);
   byId("chats").replaceChildren(...kept.map(chatRow));
+  if (hadFocus) byId("chats").querySelector("[aria-current]")?.focus();
 }
 
 function chatRow(kept) {
@@ -138,7 +140,6 @@ function rename(row, title) {
   input.addEventListener("blur", async () => {
     conversation.title = input.value.trim() || title;
     await keep();
-    byId("chats").querySelector("[aria-current]")?.focus();
   });
 }
 
@@ -146,6 +147,7 @@ async function deleteChat(title) {
   if (!confirm(`Delete “${title}”? Its documents go too, unless another chat has them.`)) return;
   running?.abort();
   const { id } = conversation;
+  conversation.isDeleted = true; // an answer that ends now does not bring it back
   conversation = newConversation();
   await store.deleteConversation(id);
   await openConversation((await store.conversations())[0] ?? conversation);
@@ -175,7 +177,7 @@ async function answer() {
   showConversation();
   byId("turns").lastElementChild.remove(); // in its place, the view that grows
   const view = new AnswerView(message, () => answerActions(message, messages.length - 1));
-  const saveTimer = setInterval(() => keep(asked), SAVE_MS);
+  const saveTimer = setInterval(() => asked.isDeleted || store.saveConversation(asked), SAVE_MS);
   showAnswering(true);
   showAlert("");
   announce("The model is answering.");
@@ -217,7 +219,8 @@ async function stream(asked, view, signal, isContinued) {
   const path = isChat && !isContinued ? "v1/chat/completions" : "v1/completions";
   let reason, usage;
   try {
-    const prompt = await (isContinued ? continuation(asked, isChat, signal) : isChat ? chatBody(asked) : plainBody(asked));
+    const bodyOf = isContinued ? continuation : isChat ? chatBody : plainBody;
+    const prompt = await bodyOf(asked, isChat, signal);
     const body = { ...prompt, ...sampling(), stream: true, stream_options: { include_usage: true } };
     for await (const data of events(await requestThatFits(path, body, signal))) {
       if (data === "[DONE]") return [reason, usage];

@@ -10,6 +10,9 @@ export function element(tag, className, text = "") {
   return made;
 }
 
+/** For this page's own records. crypto.randomUUID is there with https only. */
+export const newId = () => `${Date.now()}-${Math.random()}`;
+
 export function button(label, className, onClick) {
   const made = element("button", className, label);
   made.type = "button";

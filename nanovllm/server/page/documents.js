@@ -1,6 +1,6 @@
 /** The documents of the conversation: taken from files or pasted, counted in tokens, shortened, and shown as a list. */
 
-import { UNREACHABLE, announce, button, byId, counted, element, request, showAlert, whole } from "./common.js";
+import { UNREACHABLE, announce, button, byId, counted, element, newId, request, showAlert, whole } from "./common.js";
 import * as store from "./store.js";
 
 const LONG_PASTE_CHARS = 4000; // a longer text becomes a document instead of a message
@@ -66,6 +66,7 @@ export class Documents {
   /** The server takes so many tokens, for prompt and answer together. It may be another server than before. */
   setLimit(maxRequestTokens) {
     this.#maxRequestTokens = maxRequestTokens;
+    this.#numRead = 0;
     for (const each of this.#list) if (each.tokens === null || each.isEstimate) this.#count(each);
     this.draw();
   }
@@ -79,7 +80,7 @@ export class Documents {
   }
 
   async add(name, text) {
-    const added = { id: crypto.randomUUID?.() ?? `${Date.now()}-${Math.random()}`, name, text, tokens: null };
+    const added = { id: newId(), name, text, tokens: null };
     this.#list.push(added);
     announce(`${name} was added.`);
     showAlert("");

@@ -86,9 +86,8 @@ function list(made, lines, start, depth) {
     const own = [lines[i].slice(item[0].length)];
     for (i += 1; i < lines.length; i += 1) {
       const isBlank = !lines[i].trim(), isIndented = lines[i].search(/\S/) >= Math.min(width, indent.length + 2);
-      if (isBlank ? !/^\s{2}/.test(lines[i + 1] ?? "") : !isIndented && (startsBlock(lines[i]) || !lines[i - 1].trim())) {
-        break;
-      }
+      const endsItem = startsBlock(lines[i]) || !lines[i - 1].trim();
+      if (isBlank ? !/^\s{2}/.test(lines[i + 1] ?? "") : !isIndented && endsItem) break;
       own.push(lines[i].slice(isIndented ? Math.min(width, lines[i].search(/\S/)) : 0));
     }
     const shown = element("li", "");
@@ -153,7 +152,7 @@ function inlineIn(parent, text, depth = 0) {
     const nested = (tag, content) => inlineIn(element(tag, ""), content, depth + 1);
     if (code) parent.append(element("code", "", codeText.trim()));
     else if (escape) parent.append(escape[1]);
-    else if (link) parent.append(anchor(target, inlineIn(document.createDocumentFragment(), linkText || target, MAX_DEPTH)));
+    else if (link) parent.append(anchor(target, linkText || target));
     else if (address) parent.append(anchor(address, address));
     else if (strong) parent.append(nested("strong", found.groups.strongText ?? found.groups.strongText2));
     else if (em) parent.append(nested("em", found.groups.emText ?? found.groups.emText2));

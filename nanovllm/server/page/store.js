@@ -1,6 +1,6 @@
 /**
- * What this browser keeps, in IndexedDB: conversations, the documents they name, and the settings. Nothing of it is sent
- * anywhere but to the server in requests. The API key is not here: see common.js.
+ * What this browser keeps, in IndexedDB: conversations, the documents they name, and the settings. Nothing of it is
+ * sent anywhere but to the server in requests. The API key is not here: see common.js.
  *
  * conversation: {id, title, changedMs, documentIds, messages}. document: {id, name, text, tokens}. The settings are one
  * record. A document is kept as long as a conversation names it.
