@@ -64,6 +64,20 @@ def test_cell_under_the_pointer_is_named(server: FakeServer, page: Page) -> None
     expect(page.locator("#grid-caption")).to_contain_text("A cell is a block")
 
 
+def test_document_says_how_much_of_it_is_where(server: FakeServer, page: Page) -> None:
+    text = "A line.\n" * 300
+    engine = server.engine
+    engine.show(waiting=40, resident=3, cached=7)
+    engine.hold(f'Document "a.txt":\n\n{text}', [40, 41, 42, 43, 44, 45, 46, 47, 48])
+    page.set_input_files("#file", {"name": "a.txt", "mimeType": "text/plain", "buffer": text.encode()})
+    expect(page.locator(".document")).to_contain_text("2,400 tokens · in the cache, 33% on the GPU")
+    expect(page.locator("#cache-summary")).to_contain_text("50 blocks")
+    page.locator("#grid").hover(position={"x": 10, "y": 10})  # its blocks come first
+    expect(page.locator("#grid-caption")).to_have_text("Block 40 of a.txt: on the GPU.")
+    engine.show(waiting=40, resident=6)
+    expect(page.locator(".document")).to_contain_text("67% in the cache, 67% on the GPU")
+
+
 def pixel(page: Page, x: int, y: int) -> tuple[int, ...]:
     data = page.evaluate(f"[...document.getElementById('grid').getContext('2d').getImageData({x}, {y}, 1, 1).data]")
     return tuple(data[:3])

@@ -96,6 +96,9 @@ def test_example_is_answered_rightly_and_faster_each_time(url: str, open_page: O
         expect(page.locator("#send")).to_be_visible()
     expect(page.locator("#suggestions")).to_be_hidden()
     expect(page.locator("#documents")).to_contain_text("in the cache")
+    page.reload()  # it asks which blocks hold the document
+    expect(page.locator("#documents")).to_contain_text(re.compile(r"tokens · (\d+% )?in the cache"))
+    expect(page.locator(".answer .text")).to_have_text(list(ANSWERS.values()))
     seconds = re.fullmatch(r"First answer: ([\d.]+) s. Now: ([\d.]+) s.", page.locator("#speed").inner_text())
     assert seconds is not None and float(seconds[2]) < float(seconds[1])
 

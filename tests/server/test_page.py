@@ -154,6 +154,18 @@ def test_example_is_offered_with_the_built_in_model_alone() -> None:
     assert client.get("/example").json() is None
 
 
+def test_blocks_of_a_prompt_are_located_as_far_as_they_are_known() -> None:
+    engine, app = FakeEngine(), FastAPI()
+    app.include_router(kv_router(engine))
+    client, text = TestClient(app), "".join(map(chr, range(1000)))
+    engine.hold(text, [7, 3, 5])
+    for num_tokens, block_ids in ((0, []), (255, []), (256, [7]), (767, [7, 3]), (1000, [7, 3, 5])):
+        answer = client.post("/kvcache", json={"tokens": list(range(num_tokens))}).json()
+        assert answer == {"engine": client.get("/kvcache").json()["engine"], "block_ids": block_ids}
+    engine.blocks[3].prefix_ids = [99, 2]  # of another prompt now
+    assert client.post("/kvcache", json={"tokens": list(range(1000))}).json()["block_ids"] == [7]
+
+
 def test_kvcache_of_a_failed_engine_is_503() -> None:
     class FailedEngine(FakeEngine):
         def block_states(self) -> bytes:

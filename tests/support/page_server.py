@@ -3,6 +3,7 @@
 import asyncio
 import json
 import threading
+from array import array
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from fastapi.exception_handlers import http_exception_handler
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from nanovllm.core.kv_spec import BlockState
+from nanovllm.kvcache.policy.block_pool import Block
 from nanovllm.server.page import add_page, kv_router
 
 if TYPE_CHECKING:  # playwright is an extra
@@ -55,6 +57,8 @@ class FakeEngine:
         self.states = bytes(64)
         self.device = SimpleNamespace(type="cuda")
         self.tokenizer = SimpleNamespace(chat_template="")
+        self.blocks = [Block(block_id) for block_id in range(64)]
+        self.scheduler = SimpleNamespace(kv=SimpleNamespace(pool=SimpleNamespace(blocks=self.blocks)))
         self.counters: dict[str, Any] = {
             "block_size": 256,
             "block_bytes": 28 * 2**20,
@@ -77,6 +81,14 @@ class FakeEngine:
 
     def stats(self) -> dict[str, Any]:
         return dict(self.counters)
+
+    def hold(self, text: str, block_ids: list[int]) -> None:
+        """Let these blocks hold the beginning of the text, a character being a token."""
+        size = self.counters["block_size"]
+        for i, block_id in enumerate(block_ids):
+            block = self.blocks[block_id]
+            block.token_ids = array("q", map(ord, text[i * size : (i + 1) * size]))
+            block.prefix_ids = [i or -1, i + 1]  # -1: the prefix of no tokens
 
     def show(self, **counts: int) -> None:
         """Set the blocks: so many in each state, by the state's name; all others are free."""

@@ -47,18 +47,23 @@ const SHAPES = {
 
 /** Follows GET /kvcache, whose JSON object server/page.py makes. */
 export class CacheView {
+  #documents;
   #isAnswering;
   #whenBack;
   #isLost = false;
   #timer = 0;
   #legend = new Map(); // state -> the elements that show it
   #snapshot = null; // the last one
-  #cells = []; // those on the canvas: {x, y, size, state, first, last}
-  #drawn = ""; // the states on the canvas
+  #cells = []; // those on the canvas: {x, y, size, state, blocks, owner}
+  #drawn = ""; // what is on the canvas: states and blocks of documents
   #highest = { link: 0, cpu: 0 }; // rates, to draw the meters against where start-up has measured no limit
 
-  /** isAnswering: returns true while this page waits for an answer. whenBack: called when the server answers again. */
-  constructor(isAnswering, whenBack) {
+  /**
+   * isAnswering: returns true while this page waits for an answer. whenBack: called when the server answers again.
+   * documents: the Documents that the cells belong to.
+   */
+  constructor(isAnswering, whenBack, documents) {
+    this.#documents = documents;
     this.#isAnswering = isAnswering;
     this.#whenBack = whenBack;
     for (const [state, words] of Object.entries(NAMES)) {
@@ -106,10 +111,13 @@ export class CacheView {
     const counts = Object.fromEntries(snapshot.state_names.map((name) => [name, 0]));
     for (const state of states) counts[snapshot.state_names[state]] += 1;
     this.#snapshot = { ...snapshot, states };
+    this.#documents.showSnapshot(this.#snapshot);
     byId("cache").classList.remove("lost");
     byId("cache-summary").textContent = this.#sentence(counts);
     this.#showLegend(counts);
-    if (this.#drawn !== states.join()) this.#drawGrid();
+    const shown = [states, ...this.#documents.blocks.map(({ blockIds }) => blockIds)].join(";");
+    if (this.#drawn !== shown) this.#drawGrid();
+    this.#drawn = shown;
     this.#showMeter("link", snapshot.rates.link_byte_per_s, snapshot.limits.link_byte_per_s);
     this.#showMeter("cpu", snapshot.rates.cpu_byte_per_s, snapshot.limits.cpu_byte_per_s);
     this.#showFigures();
@@ -155,12 +163,15 @@ export class CacheView {
     }
   }
 
-  /** The blocks in use, in the order in which they lie in memory. */
+  /** The blocks in use: those of each document, then all others in the order in which they lie in memory. */
   #drawGrid() {
     const canvas = byId("grid"), width = canvas.clientWidth;
     if (!width || this.#snapshot === null) return;
     const { states, state_names: names } = this.#snapshot;
-    const used = [...states.keys()].filter((block) => names[states[block]] !== "free");
+    const isUsed = (block) => names[states[block]] !== "free";
+    const owners = new Map(this.#documents.blocks.flatMap(({ name, blockIds }) =>
+      blockIds.filter(isUsed).map((block) => [block, name])));
+    const used = [...owners.keys(), ...[...states.keys()].filter((block) => isUsed(block) && !owners.has(block))];
     const { size, pitch, columns, blocksPerCell } = layOut(used.length, width);
     const rows = Math.ceil(used.length / blocksPerCell / columns);
     const context = sizedContext(canvas, width, Math.max(0, rows * pitch - (pitch - size)));
@@ -169,11 +180,10 @@ export class CacheView {
     for (let start = 0; start < used.length; start += blocksPerCell) {
       const blocks = used.slice(start, start + blocksPerCell), i = this.#cells.length;
       const state = names[Math.max(...blocks.map((block) => states[block]))]; // the one where most happens
-      const cell = { x: (i % columns) * pitch, y: Math.floor(i / columns) * pitch, size, state, blocks };
-      drawCell(context, state, cell.x, cell.y, size, colours);
-      this.#cells.push(cell);
+      const x = (i % columns) * pitch, y = Math.floor(i / columns) * pitch;
+      drawCell(context, state, x, y, size, colours);
+      this.#cells.push({ x, y, size, state, blocks, owner: owners.get(blocks[0]) });
     }
-    this.#drawn = states.join();
     this.#showCaption();
   }
 
@@ -194,7 +204,8 @@ export class CacheView {
     if (cell === undefined) return this.#showCaption();
     const [first, last] = [cell.blocks[0], cell.blocks.at(-1)];
     const which = first === last ? `Block ${whole(first)}` : `Blocks ${whole(first)} to ${whole(last)}`;
-    byId("grid-caption").textContent = `${which}: ${this.#names[cell.state]}.`;
+    const owner = cell.owner ? ` of ${cell.owner}` : "";
+    byId("grid-caption").textContent = `${which}${owner}: ${this.#names[cell.state]}.`;
   }
 
   /** rate: null as long as it is not known. limit: null if it was not measured. */

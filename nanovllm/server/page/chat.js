@@ -26,11 +26,11 @@ let conversation = null;
 let running = null; // the AbortController of the answer that is coming
 const field = byId("question");
 let editedIdx = null; // the message that the next question replaces, with all that follows
-const cache = new CacheView(() => running !== null, showServer);
-const documents = new Documents(async () => {
+const documents = new Documents(openingMessages, async () => {
   conversation.documentIds = documents.ids;
   await keep();
 });
+const cache = new CacheView(() => running !== null, showServer, documents);
 
 /** Ask what the server is, at first and whenever it is back. It may be another one then. */
 async function showServer() {
@@ -257,11 +257,15 @@ function chatBody(asked) {
   return { messages: chatMessages(asked), ...templateOptions(), ...progress, max_tokens: settings.maxTokens };
 }
 
+function openingMessages(question) {
+  const system = settings.system ? [{ role: "system", content: settings.system }] : [];
+  return [...system, { role: "user", content: question }];
+}
+
 /** All messages but the answer that comes, the documents in front of the first question. */
 function chatMessages({ messages }) {
-  const system = settings.system ? [{ role: "system", content: settings.system }] : [];
-  return [...system, ...messages.slice(0, -1).map(({ role, content }, i) =>
-    ({ role, content: i === 0 ? documents.preamble + content : content }))];
+  const [first, ...others] = messages.slice(0, -1).map(({ role, content }) => ({ role, content }));
+  return [...openingMessages(documents.preamble + first.content), ...others];
 }
 
 /** The text so far, to be continued. */

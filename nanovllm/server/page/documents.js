@@ -1,15 +1,17 @@
 /** The documents of the conversation: taken from files or pasted, counted in tokens, shortened, and shown as a list. */
 
-import { UNREACHABLE, announce, button, byId, counted, element, newId, request, showAlert, whole } from "./common.js";
+import { ServerError, UNREACHABLE, announce, button, byId, counted, element, newId, request, showAlert, whole } from "./common.js";
 import * as store from "./store.js";
 
 const LONG_PASTE_CHARS = 4000; // a longer text becomes a document instead of a message
+const ON_GPU = ["resident", "written"]; // states of blocks
 const SHOWN_CHARS = 40; // of a name in a sentence
 const CHARS_PER_TOKEN = 4; // an estimate, for what the server is too small to count
 const MOST_KEPT_FOR_CHAT = 1024; // tokens for questions and answers, or an eighth of what the server takes
 
 const LEAST_USEFUL_TOKENS = 32; // nothing is shortened to less
 
+const part = ({ name, text }) => `Document "${name}":\n\n${text}\n\nEnd of the document.\n\n`;
 const sizeOf = ({ tokens, isEstimate }) => `${isEstimate ? "about " : ""}${counted(tokens, "token")}`;
 
 /**
@@ -21,10 +23,17 @@ export class Documents {
   #numRead = 0; // so many, from the first on, were read for the last answer
   #wasChanged = false; // since then, in a conversation that has begun
   #maxRequestTokens = 0; // 0: not known yet
+  #opening;
   #whenChanged;
+  #located = null; // {engine, blockIds, numTokens}: the blocks that hold the beginning of the documents' text
+  #snapshot = null; // of the cache
 
-  /** whenChanged: called when documents were added, removed or shortened. */
-  constructor(whenChanged) {
+  /**
+   * opening: returns the first messages of a conversation whose first question is a given text. whenChanged: called
+   * when documents were added, removed or shortened.
+   */
+  constructor(opening, whenChanged) {
+    this.#opening = opening;
     this.#whenChanged = whenChanged;
     this.#takePasted();
     this.#takeDropped();
@@ -51,7 +60,7 @@ export class Documents {
    * conversation or a new one, begins with tokens that the server has in its cache.
    */
   get preamble() {
-    return this.#list.map(({ name, text }) => `Document "${name}":\n\n${text}\n\nEnd of the document.\n\n`).join("");
+    return this.#list.map(part).join("");
   }
 
   /** Show the documents of another conversation. */
@@ -60,6 +69,7 @@ export class Documents {
     this.#numRead = Math.min(this.#numRead, shared < 0 ? list.length : shared);
     this.#list = [...list];
     this.#wasChanged = false;
+    this.#locate();
     this.draw();
   }
 
@@ -68,6 +78,7 @@ export class Documents {
     this.#maxRequestTokens = maxRequestTokens;
     this.#numRead = 0;
     for (const each of this.#list) if (each.tokens === null || each.isEstimate) this.#count(each);
+    this.#locate();
     this.draw();
   }
 
@@ -77,6 +88,43 @@ export class Documents {
     this.#numRead = changed < 0 ? this.#list.length : changed;
     this.#wasChanged = ids.join() !== this.ids.join();
     this.draw();
+    this.#locate();
+  }
+
+  /** snapshot: the newest one of the cache. */
+  showSnapshot(snapshot) {
+    this.#snapshot = snapshot;
+    [...byId("documents").children].forEach((row, i) => {
+      row.querySelector("p").textContent = this.#words(this.#list[i], i);
+    });
+  }
+
+  /** [{name, blockIds}]: the blocks of each document, as far as they are known. The last part of a block can be lost. */
+  get blocks() {
+    const { engine, block_size: blockSize } = this.#snapshot ?? {};
+    if (this.#located === null || this.#located.engine !== engine) return []; // a replica of it has the documents
+    const numChars = this.preamble.length, { blockIds, numTokens } = this.#located;
+    let end = 0, numBlocks = 0;
+    return this.#list.map((document) => {
+      const start = numBlocks;
+      end += part(document).length;
+      numBlocks = Math.floor(end / numChars * numTokens / blockSize);
+      return { name: document.name, numBlocks: numBlocks - start, blockIds: blockIds.slice(start, numBlocks) };
+    });
+  }
+
+  /** Ask which blocks hold the documents. Nothing depends on it, so a failure is left to what does. */
+  async #locate() {
+    this.#located = null;
+    if (!this.#list.length || !this.#maxRequestTokens) return;
+    const { ids } = this, prompt = { messages: this.#opening(this.preamble), add_generation_prompt: false };
+    try {
+      const { tokens } = await (await request("tokenize", { body: prompt, mayAsk: false })).json();
+      const { engine, block_ids: blockIds } = await (await request("kvcache", { body: { tokens } })).json();
+      if (ids.join() === this.ids.join()) this.#located = { engine, blockIds, numTokens: tokens.length };
+    } catch (error) {
+      if (!(error instanceof ServerError)) throw error;
+    }
   }
 
   async add(name, text) {
@@ -101,6 +149,7 @@ export class Documents {
     this.draw();
     for (const each of this.#list) await store.saveDocument(each);
     await this.#whenChanged();
+    await this.#locate();
   }
 
   // -- tokens
@@ -169,8 +218,19 @@ export class Documents {
   #words(document, index) {
     const { tokens, fullTokens } = document;
     const cut = fullTokens ? `the first of ${whole(fullTokens)}` : "";
-    const state = this.#isExcess(document) ? "too long" : index < this.#numRead ? "in the cache" : "not read yet";
+    const state = this.#isExcess(document) ? "too long" : this.#cached(index) ?? "not read yet";
     return [tokens === null ? "counting …" : sizeOf(document), cut, state].filter(Boolean).join(" · ");
+  }
+
+  /** Such as "in the cache, 41% on the GPU". undefined if the document is not in the cache. */
+  #cached(index) {
+    const { numBlocks, blockIds } = this.blocks[index] ?? {};
+    if (!blockIds?.length) return index < this.#numRead ? "in the cache" : undefined; // as the last answer has left it
+    const { states, state_names: names, has_gpu: hasGpu, num_slots: numSlots } = this.#snapshot;
+    const shareOf = (isCounted) => blockIds.filter((block) => isCounted(names[states[block]])).length / numBlocks;
+    const kept = shareOf((state) => state !== "free"), onGpu = shareOf((state) => ON_GPU.includes(state));
+    const words = kept === 1 ? "in the cache" : `${whole(kept * 100)}% in the cache`;
+    return hasGpu && numSlots !== null ? `${words}, ${whole(onGpu * 100)}% on the GPU` : words;
   }
 
   #isExcess(document) {

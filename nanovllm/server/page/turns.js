@@ -167,7 +167,7 @@ function scrollToEndIfLast(turn) {
   if (turn === byId("turns").lastElementChild) scrollToEnd();
 }
 
-/** How far the prompt has been read: a bar, and words. Without the server's figures the bar only shows that it reads. */
+/** How far the prompt has been read: a bar and words. Without figures of the server the bar only moves. */
 class Progress {
   box = element("div", "reading");
   #bar = element("div", "meter");
