@@ -27,7 +27,6 @@ from starlette.staticfiles import StaticFiles
 from nanovllm.core.kv_spec import BlockState
 from nanovllm.demo.example import build_example
 from nanovllm.demo.retrieval_model import CHAT_TEMPLATE
-from nanovllm.kvcache.policy.block_pool import Block
 from nanovllm.llm import LLM
 
 DIRECTORY = Path(__file__).parent / "page"
@@ -111,7 +110,7 @@ class KVView:
         are found, nor those of prompts whose keys depend on their length.
         """
         wanted = array("q", token_ids)
-        by_parent: dict[int, list[Block]] = {}
+        by_parent: dict[int, list[Any]] = {}  # blocks by the prefix before them
         for block in self._engine.scheduler.kv.pool.blocks:  # type: ignore[attr-defined]  # every manager has a pool
             if prefix_ids := tuple(block.prefix_ids):  # a copy, because the engine goes on
                 by_parent.setdefault(prefix_ids[0], []).append(block)
