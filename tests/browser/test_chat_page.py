@@ -342,6 +342,17 @@ def test_chats_are_listed_renamed_and_deleted(page: Page) -> None:
     assert page.evaluate(KEPT.replace("conversations", "documents")) == []  # it went with its chat
 
 
+def test_chat_deleted_while_its_answer_comes_stays_deleted(page: Page) -> None:
+    ask(page, "go on")
+    expect(page.locator(".answer .text")).to_contain_text("on on")
+    page.on("dialog", lambda dialog: dialog.accept())
+    page.get_by_role("button", name="Delete").click()
+    wait_for_end(page)
+    expect(page.locator("#chats .chat-name")).to_have_count(0)
+    expect(page.get_by_role("heading", name="Ask about long documents")).to_be_visible()
+    assert page.evaluate(KEPT) == []
+
+
 KEPT = """() => new Promise(resolve => {
     indexedDB.open("nanovllm").onsuccess = ({ target }) => {
         const all = target.result.transaction("conversations").objectStore("conversations").getAll();

@@ -181,6 +181,10 @@ def test_first_minute_needs_no_mouse(server: FakeServer, open_page: OpenPage) ->
     page.locator("#side-button").focus()
     press("Enter")
     expect(page.locator("#attach")).to_be_focused()
+    for _ in range(9):  # the focus stays in the drawer, or leaves the page
+        press("Tab")
+        assert not page.evaluate("document.activeElement.matches('main, #question, header *')")
+    page.locator("#attach").focus()
     press("Escape")
     expect(page.locator("#side-button")).to_be_focused()
     page.locator("#question").focus()

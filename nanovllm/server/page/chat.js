@@ -424,6 +424,7 @@ function openSide(isOpen) {
   byId("side").classList.toggle("open", isOpen);
   byId("scrim").hidden = !isOpen;
   byId("side-button").setAttribute("aria-expanded", String(isOpen));
+  for (const covered of document.querySelectorAll("header, main, #composer")) covered.inert = isOpen;
 }
 
 function closeSide() {
@@ -438,6 +439,8 @@ byId("side-button").addEventListener("click", () => {
   if (isOpen) byId("attach").focus();
 });
 byId("scrim").addEventListener("click", closeSide);
+byId("close-side").addEventListener("click", closeSide);
+matchMedia("(max-width: 56rem)").addEventListener("change", closeSide); // as in page.css
 
 // -- settings: what the user chooses for the next answers. What is left empty is not sent
 

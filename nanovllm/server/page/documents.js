@@ -1,6 +1,8 @@
 /** The documents of the conversation: taken from files or pasted, counted in tokens, shortened, and shown as a list. */
 
-import { ServerError, UNREACHABLE, announce, button, byId, counted, element, newId, request, showAlert, whole } from "./common.js";
+import {
+  ServerError, UNREACHABLE, announce, button, byId, counted, element, newId, request, showAlert, whole,
+} from "./common.js";
 import * as store from "./store.js";
 
 const LONG_PASTE_CHARS = 4000; // a longer text becomes a document instead of a message
@@ -26,6 +28,7 @@ export class Documents {
   #opening;
   #whenChanged;
   #located = null; // {engine, blockIds, numTokens}: the blocks that hold the beginning of the documents' text
+  #rendered = { key: "", tokens: [] }; // the documents' text as the model reads it
   #snapshot = null; // of the cache
 
   /**
@@ -99,7 +102,7 @@ export class Documents {
     });
   }
 
-  /** [{name, blockIds}]: the blocks of each document, as far as they are known. The last part of a block can be lost. */
+  /** [{name, numBlocks, blockIds}]: how many blocks each document fills, and those that hold it. [] if not known. */
   get blocks() {
     const { engine, block_size: blockSize } = this.#snapshot ?? {};
     if (this.#located === null || this.#located.engine !== engine) return []; // a replica of it has the documents
@@ -117,10 +120,15 @@ export class Documents {
   async #locate() {
     this.#located = null;
     if (!this.#list.length || !this.#maxRequestTokens) return;
-    const { ids } = this, prompt = { messages: this.#opening(this.preamble), add_generation_prompt: false };
+    const { ids } = this, messages = this.#opening(this.preamble), key = JSON.stringify(messages);
+    const ask = async (path, body) => (await request(path, { body, mayAsk: false })).json();
     try {
-      const { tokens } = await (await request("tokenize", { body: prompt, mayAsk: false })).json();
-      const { engine, block_ids: blockIds } = await (await request("kvcache", { body: { tokens } })).json();
+      if (this.#rendered.key !== key) {
+        const { tokens } = await ask("tokenize", { messages, add_generation_prompt: false });
+        this.#rendered = { key, tokens };
+      }
+      const { tokens } = this.#rendered;
+      const { engine, block_ids: blockIds } = await ask("kvcache", { tokens });
       if (ids.join() === this.ids.join()) this.#located = { engine, blockIds, numTokens: tokens.length };
     } catch (error) {
       if (!(error instanceof ServerError)) throw error;
