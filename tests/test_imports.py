@@ -68,7 +68,7 @@ ALLOWED: dict[str, set[str]] = {
     "llm": OPTIONS | {"core", "capacity", "scheduling", "engine", "text"},
     "request_stream": {"errors", "core"},
     "async_llm": OPTIONS | {"core", "engine", "text", "llm", "request_stream"},
-    "server": OPTIONS | {"core", "text", "llm", "request_stream", "async_llm", "nanovllm"},
+    "server": OPTIONS | {"core", "demo", "text", "llm", "request_stream", "async_llm", "nanovllm"},
     "cluster": OPTIONS | {"core", "capacity", "text", "llm", "request_stream", "async_llm", "server", "nanovllm"},
     "cli": OPTIONS | {"cluster", "core", "capacity", "device", "engine", "text", "llm", "server", "demo", "nanovllm"},
     "nanovllm": {"errors", "llm", "async_llm", "sampling_params"},

@@ -1,5 +1,6 @@
 """A headless Chromium, and the page in it. `make browser` installs the browser and playwright, which drives it."""
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -79,5 +80,5 @@ def is_complaint(text: str) -> bool:
 def page(server: FakeServer, open_page: OpenPage) -> Page:
     """The page of `server`, once it knows the model and has drawn the cache."""
     page = open_page(server.url)
-    expect(page.locator("#cache-summary")).to_contain_text("in use", timeout=TIMEOUT_MS)
+    expect(page.locator("#cache-summary")).to_contain_text(re.compile("in use|room for"), timeout=TIMEOUT_MS)
     return page

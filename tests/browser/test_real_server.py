@@ -20,6 +20,11 @@ OPTIONS = (
     "--model demo --device cpu --enable-cpu-offload --num-gpu-blocks 4 --kvcache-block-size 256 --num-cpu-blocks 60 "
     "--max-model-len 16384 --speculation off"
 )
+ANSWERS = {
+    "Where did the old keeper hide the spare key?": "Beneath a loose flagstone, wrapped in oilcloth.",
+    "Which ship did the lifeboat save in the great gale?": "The barque Halcyon of Bergen, with all nineteen hands.",
+    "How many steps does the tower have?": "Exactly 268; I counted them twice.",
+}
 START_LIMIT_S = 60
 LINES = [f"{number:x}" for number in random.Random(0).sample(range(2**40), 300)]
 DOCUMENT = "\n".join([*LINES[:100], "The passkey is q7m2x9kd.", *LINES[100:]])  # 3,300 tokens
@@ -59,10 +64,13 @@ def test_document_is_read_once_and_its_cache_is_shown(url: str, open_page: OpenP
     page.evaluate(NOTE_STATES)
     page.set_input_files("#file", {"name": "keys.txt", "mimeType": "text/plain", "buffer": DOCUMENT.encode()})
 
+    expect(page.locator("#documents")).to_contain_text("3,3")
     page.get_by_role("button", name="Settings").click()
     page.get_by_label("Longest answer").fill("16384")  # the whole context, which leaves no room for the prompt
+    page.keyboard.press("Enter")
+    page.locator("#cache > summary").click()
     first, second = ask(page, "The passkey is"), ask(page, "The passkey")
-    assert first[0] == " q7m2x9kd." and second[0] == " is q7m2x9kd."
+    assert first[0] == "q7m2x9kd." and second[0] == "is q7m2x9kd."
     assert ", 0 of them cached" in first[1]
     num_prompt, num_cached = map(number, re.findall(r"([\d,]+) (?:prompt|of them)", second[1]))
     assert num_cached > 3072 and num_cached > 0.9 * num_prompt
@@ -70,9 +78,29 @@ def test_document_is_read_once_and_its_cache_is_shown(url: str, open_page: OpenP
     expect(page.locator("#requests")).to_have_text("0 running")
     expect(page.locator("[data-state=resident] .count")).to_have_text("3")  # the newest block held no whole grain
     assert number(page.locator("[data-state=cached] .count").inner_text()) >= 3072 // 256 - 4
-    assert sum(map(number, page.locator("#legend .count").all_inner_texts())) == 60
+    assert "GPU" not in page.locator("#side").inner_text()  # there is none
     seen = set(page.evaluate("[...window.seenStates]"))
     assert "written" in seen and seen & {"streamed", "cpu_attended"}
+
+
+def test_example_is_answered_rightly_and_faster_each_time(url: str, open_page: OpenPage) -> None:
+    page = open_page(url)
+    page.get_by_role("textbox", name="Key").fill("s3cret")
+    page.keyboard.press("Enter")
+    page.get_by_role("button", name="Try it: a long document").click()
+    expect(page.locator("#documents")).to_contain_text("tokens · not read yet")
+    expect(page.locator(".suggestion").first).to_be_focused()
+    for question, answer in ANSWERS.items():
+        page.get_by_role("button", name=question).click()
+        expect(page.locator(".answer .text").last).to_have_text(answer, timeout=60_000)
+        expect(page.locator("#send")).to_be_visible()
+    expect(page.locator("#suggestions")).to_be_hidden()
+    expect(page.locator("#documents")).to_contain_text("in the cache")
+    page.reload()  # it asks which blocks hold the document
+    expect(page.locator("#documents")).to_contain_text(re.compile(r"tokens · (\d+% )?in the cache"))
+    expect(page.locator(".answer .text")).to_have_text(list(ANSWERS.values()))
+    seconds = re.fullmatch(r"First answer: ([\d.]+) s. Now: ([\d.]+) s.", page.locator("#speed").inner_text())
+    assert seconds is not None and float(seconds[2]) < float(seconds[1])
 
 
 # Notes every state that a block was shown in.

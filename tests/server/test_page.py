@@ -10,6 +10,7 @@ from fastapi.testclient import TestClient
 from page_server import FakeEngine
 
 from nanovllm.core.kv_spec import BlockState
+from nanovllm.demo.retrieval_model import CHAT_TEMPLATE
 from nanovllm.errors import EngineError
 from nanovllm.server.errors import add_error_handlers
 from nanovllm.server.page import DIRECTORY, KVView, add_page, kv_router
@@ -30,7 +31,7 @@ def client() -> TestClient:
 
 def test_every_file_is_served_with_the_policy(client: TestClient) -> None:
     paths = [f"/page/{path.name}" for path in DIRECTORY.iterdir()]
-    assert len(paths) == 6
+    assert len(paths) == 10
     for path in ("/", *paths):
         response = client.get(path)
         assert response.status_code == 200
@@ -139,6 +140,30 @@ def test_kvcache_is_json_that_nobody_keeps() -> None:
     response = TestClient(app).get("/kvcache")
     assert response.status_code == 200 and response.headers["cache-control"] == "no-store"
     assert response.json()["num_blocks"] == 64
+
+
+def test_example_is_offered_with_the_built_in_model_alone() -> None:
+    engine, app = FakeEngine(), FastAPI()
+    app.include_router(kv_router(engine))
+    client = TestClient(app)
+    assert client.get("/example").json() is None
+    engine.tokenizer.chat_template = CHAT_TEMPLATE
+    example = client.get("/example").json()
+    assert all(f"{question} " in example["text"] for question in example["questions"]) and len(example["text"]) > 19_000
+    engine.max_request_tokens = 1000  # too few
+    assert client.get("/example").json() is None
+
+
+def test_blocks_of_a_prompt_are_located_as_far_as_they_are_known() -> None:
+    engine, app = FakeEngine(), FastAPI()
+    app.include_router(kv_router(engine))
+    client, text = TestClient(app), "".join(map(chr, range(1000)))
+    engine.hold(text, [7, 3, 5])
+    for num_tokens, block_ids in ((0, []), (255, []), (256, [7]), (767, [7, 3]), (1000, [7, 3, 5])):
+        answer = client.post("/kvcache", json={"tokens": list(range(num_tokens))}).json()
+        assert answer == {"engine": client.get("/kvcache").json()["engine"], "block_ids": block_ids}
+    engine.blocks[3].prefix_ids = [99, 2]  # of another prompt now
+    assert client.post("/kvcache", json={"tokens": list(range(1000))}).json()["block_ids"] == [7]
 
 
 def test_kvcache_of_a_failed_engine_is_503() -> None:

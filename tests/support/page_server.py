@@ -3,8 +3,10 @@
 import asyncio
 import json
 import threading
+from array import array
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
@@ -13,6 +15,7 @@ from fastapi.exception_handlers import http_exception_handler
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from nanovllm.core.kv_spec import BlockState
+from nanovllm.kvcache.policy.block_pool import Block
 from nanovllm.server.page import add_page, kv_router
 
 if TYPE_CHECKING:  # playwright is an extra
@@ -22,13 +25,40 @@ OpenPage = Callable[..., "Page"]  # see tests/browser/conftest.py
 MODEL = "fake/model-1B"
 NUM_PROMPT_TOKENS = 81  # whatever is asked, as far as `max_model_len` goes
 PIECE_S = 0.02
+PROGRESS = [{"total": 45_000, "cache": 0, "processed": 18_000, "time_ms": 16_000}]
+MARKDOWN = """\
+<think>First I *think*.</think>
+# A heading
+
+Some **bold**, *slanted* and `code`, a [link](https://example.org/a), and
+[a bad one](javascript:alert(1)).
+
+- one
+  1. nested
+- two
+
+| name | tokens |
+|---|--:|
+| report | 1,234 |
+
+> A quote.
+
+```python
+print("<b>hello</b>")  # a line that is long enough to have to be scrolled to its end on a phone's narrow screen
+```"""
 
 
 class FakeEngine:
     """The part of an engine that the page shows."""
 
+    max_request_tokens = 10**6
+
     def __init__(self) -> None:
         self.states = bytes(64)
+        self.device = SimpleNamespace(type="cuda")
+        self.tokenizer = SimpleNamespace(chat_template="")
+        self.blocks = [Block(block_id) for block_id in range(64)]
+        self.scheduler = SimpleNamespace(kv=SimpleNamespace(pool=SimpleNamespace(blocks=self.blocks)))
         self.counters: dict[str, Any] = {
             "block_size": 256,
             "block_bytes": 28 * 2**20,
@@ -52,6 +82,14 @@ class FakeEngine:
     def stats(self) -> dict[str, Any]:
         return dict(self.counters)
 
+    def hold(self, text: str, block_ids: list[int]) -> None:
+        """Let these blocks hold the beginning of the text, a character being a token."""
+        size = self.counters["block_size"]
+        for i, block_id in enumerate(block_ids):
+            block = self.blocks[block_id]
+            block.token_ids = array("q", map(ord, text[i * size : (i + 1) * size]))
+            block.prefix_ids = [i or -1, i + 1]  # -1: the prefix of no tokens
+
     def show(self, **counts: int) -> None:
         """Set the blocks: so many in each state, by the state's name; all others are free."""
         states = b"".join(bytes([BlockState[name.upper()]]) * count for name, count in counts.items())
@@ -67,6 +105,7 @@ class FakeServer:
         self.engine = FakeEngine()
         self.api_key: str | None = None
         self.has_template = True
+        self.has_progress = False
         self.model, self.max_model_len = MODEL, 10**6
         self.bodies: list[dict[str, Any]] = []
         self.num_abandoned = 0  # answers whose client has gone
@@ -74,8 +113,10 @@ class FakeServer:
         self.may_go_on.set()
 
     def app(self) -> FastAPI:
-        app, router = FastAPI(), APIRouter(dependencies=[Depends(self._check_key)])
+        app, router = FastAPI(openapi_url=None), APIRouter(dependencies=[Depends(self._check_key)])
+        router.get("/openapi.json")(self._openapi)
         router.get("/v1/models")(self._models)
+        router.post("/tokenize")(self._tokenize)
         router.post("/v1/chat/completions")(self._chat)
         router.post("/v1/completions")(self._complete)
         router.include_router(kv_router(self.engine))
@@ -92,6 +133,18 @@ class FakeServer:
         card = {"id": self.model, "object": "model", "max_request_tokens": self.max_model_len}
         return {"object": "list", "data": [card]}
 
+    async def _openapi(self) -> dict[str, Any]:
+        fields = {"messages": {}} | ({"return_progress": {}} if self.has_progress else {})
+        return {"components": {"schemas": {"ChatRequest": {"properties": fields}}}}
+
+    async def _tokenize(self, body: dict[str, Any]) -> dict[str, Any]:
+        """A character is a token. Refuses what is much longer than the context."""
+        texts = [message["content"] for message in body.get("messages", ())]
+        tokens = [ord(character) for character in body.get("prompt", "\n".join(texts))]
+        if len(tokens) > 16 * self.max_model_len:
+            raise HTTPException(400, f"prompt has {len(tokens)} characters; shorten it")
+        return {"count": len(tokens), "tokens": tokens}
+
     async def _chat(self, body: dict[str, Any]) -> Response:
         self.bodies.append(body)
         if not self.has_template:
@@ -101,20 +154,29 @@ class FakeServer:
 
     async def _complete(self, body: dict[str, Any]) -> Response:
         self.bodies.append(body)
-        return self._answer(body, body["prompt"].rpartition("\n")[2], lambda text: {"text": text})
+        prompt = body["prompt"] if isinstance(body["prompt"], str) else "".join(map(chr, body["prompt"]))
+        return self._answer(body, prompt.rpartition("\n")[2], lambda text: {"text": text})
 
     def _answer(self, body: dict[str, Any], question: str, choice_of: Any) -> Response:
         if body.get("model", self.model) != self.model:
             raise HTTPException(404, f"the model {body['model']!r} does not exist")
-        if NUM_PROMPT_TOKENS + body["max_tokens"] > self.max_model_len:
-            asked = f"prompt of {NUM_PROMPT_TOKENS} tokens + max_tokens={body['max_tokens']}"
+        if NUM_PROMPT_TOKENS + (body.get("max_tokens") or 1) > self.max_model_len:
+            asked = f"prompt of {NUM_PROMPT_TOKENS} tokens + max_tokens={body.get('max_tokens')}"
             raise HTTPException(400, f"{asked} exceeds max_model_len={self.max_model_len}; shorten the prompt")
         _refuse(question)
-        return StreamingResponse(self._events(question, choice_of), media_type="text/event-stream")
+        progress = PROGRESS if body.get("return_progress") else []
+        return StreamingResponse(self._events(question, choice_of, progress), media_type="text/event-stream")
 
-    async def _events(self, question: str, choice_of: Any) -> AsyncIterator[str]:
+    async def _events(self, question: str, choice_of: Any, progress: list[dict[str, int]]) -> AsyncIterator[str]:
         num_pieces = 0
         try:
+            for each in progress:
+                yield _event({"choices": [], "prompt_progress": each})
+                while not self.may_go_on.is_set():
+                    await asyncio.sleep(PIECE_S)
+            if question == "think":
+                for thought in ("Let me *see*", ", it is easy."):
+                    yield _event({"choices": [{"delta": {"reasoning_content": thought}, "finish_reason": None}]})
             async for text in _pieces(question):
                 while num_pieces == 10 and not self.may_go_on.is_set():
                     await asyncio.sleep(PIECE_S)
@@ -149,7 +211,8 @@ def _refuse(question: str) -> None:
 
 async def _pieces(question: str) -> AsyncIterator[str]:
     """The answer, word by word; without an end if the question is "go on"."""
-    words = ["on "] * 10**6 if question == "go on" else f"You said: {question} <b>so</b> & **so**.".split(" ")
+    said = MARKDOWN if question == "show markdown" else f"You said: {question} <b>so</b> & _so_."
+    words = ["on "] * 10**6 if question == "go on" else said.split(" ")
     for i, word in enumerate(words):
         yield word if i == 0 else f" {word}"
         await asyncio.sleep(PIECE_S)

@@ -1,4 +1,4 @@
-/** The KV cache, live: a cell for each block, what the cells mean, and rates. The colours are in page.css. */
+/** The KV cache, live: a cell for each block in use, what the cells mean, and rates. The colours are in page.css. */
 
 import { ServerError, byId, counted, element, request, short, whole } from "./common.js";
 
@@ -13,7 +13,7 @@ const MIN_SHAPE = 7; // from which on a cell has room for a shape
 const MAX_HEIGHT = 300;
 const SWATCH = 14;
 
-/** The states in the order in which the legend shows them, and their names in words. */
+/** The states in the order in which the legend shows them, and their names in words: with a GPU, and on a CPU alone. */
 const NAMES = {
   written: "being written",
   resident: "on the GPU",
@@ -21,9 +21,14 @@ const NAMES = {
   cpu_attended: "attended to by the CPU",
   waiting: "waiting in CPU memory",
   cached: "kept for later prompts",
-  free: "free",
 };
-const ONLY_WITH_OFFLOAD = ["streamed", "cpu_attended", "waiting"];
+const NAMES_ON_CPU = {
+  ...NAMES,
+  resident: "at hand",
+  streamed: "copied to be at hand",
+  cpu_attended: "attended to where they lie",
+  waiting: "waiting",
+};
 
 /** What is cut out of a cell of this state. */
 const SHAPES = {
@@ -42,32 +47,41 @@ const SHAPES = {
 
 /** Follows GET /kvcache, whose JSON object server/page.py makes. */
 export class CacheView {
+  #documents;
   #isAnswering;
   #whenBack;
   #isLost = false;
   #timer = 0;
   #legend = new Map(); // state -> the elements that show it
   #snapshot = null; // the last one
-  #drawn = ""; // the states on the canvas
+  #cells = []; // those on the canvas: {x, y, size, state, blocks, owner}
+  #drawn = ""; // what is on the canvas: states and blocks of documents
   #highest = { link: 0, cpu: 0 }; // rates, to draw the meters against where start-up has measured no limit
 
-  /** isAnswering: returns true while this page waits for an answer. whenBack: called when the server answers again. */
-  constructor(isAnswering, whenBack) {
+  /**
+   * isAnswering: returns true while this page waits for an answer. whenBack: called when the server answers again.
+   * documents: the Documents that the cells belong to.
+   */
+  constructor(isAnswering, whenBack, documents) {
+    this.#documents = documents;
     this.#isAnswering = isAnswering;
     this.#whenBack = whenBack;
     for (const [state, words] of Object.entries(NAMES)) {
       const row = element("li", ""), count = element("span", "count", "0"), share = element("span", "share");
+      const name = element("span", "", words);
       const swatch = element("canvas", "swatch");
       swatch.setAttribute("aria-hidden", "true");
       row.dataset.state = state;
       share.style.background = colourOf(state);
-      row.append(swatch, element("span", "", words), count);
+      row.append(swatch, name, count);
       byId("legend").append(row);
       byId("shares").append(share);
-      this.#legend.set(state, { row, swatch, count, share });
+      this.#legend.set(state, { row, name, swatch, count, share });
     }
     this.#drawSwatches();
     new ResizeObserver(() => this.#drawGrid()).observe(byId("grid"));
+    byId("grid").addEventListener("pointermove", (event) => this.#showCell(event));
+    byId("grid").addEventListener("pointerleave", () => this.#showCaption());
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
       this.#drawSwatches();
       this.#drawGrid();
@@ -97,11 +111,13 @@ export class CacheView {
     const counts = Object.fromEntries(snapshot.state_names.map((name) => [name, 0]));
     for (const state of states) counts[snapshot.state_names[state]] += 1;
     this.#snapshot = { ...snapshot, states };
+    this.#documents.showSnapshot(this.#snapshot);
     byId("cache").classList.remove("lost");
-    const used = whole(states.length - counts.free);
-    byId("cache-summary").textContent = `${used} of ${counted(states.length, "block")} in use`;
+    byId("cache-summary").textContent = this.#sentence(counts);
     this.#showLegend(counts);
-    if (this.#drawn !== states.join()) this.#drawGrid();
+    const shown = [states, ...this.#documents.blocks.map(({ blockIds }) => blockIds)].join(";");
+    if (this.#drawn !== shown) this.#drawGrid();
+    this.#drawn = shown;
     this.#showMeter("link", snapshot.rates.link_byte_per_s, snapshot.limits.link_byte_per_s);
     this.#showMeter("cpu", snapshot.rates.cpu_byte_per_s, snapshot.limits.cpu_byte_per_s);
     this.#showFigures();
@@ -115,17 +131,29 @@ export class CacheView {
     byId("cache-summary").textContent = why;
   }
 
+  /** Such as "9 blocks in use, 3 of them on the GPU; 55 free". */
+  #sentence(counts) {
+    const { states, has_gpu: hasGpu, num_slots: numSlots } = this.#snapshot, used = states.length - counts.free;
+    if (!used) return `empty, room for ${counted(states.length * this.#snapshot.block_size, "token")}`;
+    const onGpu = hasGpu && numSlots !== null ? `, ${whole(counts.resident)} of them on the GPU` : "";
+    return `${counted(used, "block")} in use${onGpu}; ${whole(counts.free)} free`;
+  }
+
+  get #names() {
+    return this.#snapshot.has_gpu ? NAMES : NAMES_ON_CPU;
+  }
+
+  /** States without a block are left out. */
   #showLegend(counts) {
     const said = [];
-    for (const [state, { row, count, share }] of this.#legend) {
-      row.hidden = this.#snapshot.num_slots === null && ONLY_WITH_OFFLOAD.includes(state);
-      row.classList.toggle("none", counts[state] === 0);
+    for (const [state, { row, name, count, share }] of this.#legend) {
+      row.hidden = counts[state] === 0;
+      name.textContent = this.#names[state];
       count.textContent = whole(counts[state]);
       share.style.flexGrow = String(counts[state]);
-      if (counts[state]) said.push(`${whole(counts[state])} ${NAMES[state]}`);
+      if (counts[state]) said.push(`${whole(counts[state])} ${this.#names[state]}`);
     }
-    byId("grid").setAttribute(
-      "aria-label", `KV cache of ${counted(this.#snapshot.num_blocks, "block")}: ${said.join(", ")}`);
+    byId("grid").setAttribute("aria-label", `KV cache, blocks in use: ${said.join(", ") || "none"}`);
   }
 
   #drawSwatches() {
@@ -135,32 +163,56 @@ export class CacheView {
     }
   }
 
-  /** The blocks in the order in which they lie in memory. */
+  /** The blocks in use: those of each document, then all others in the order in which they lie in memory. */
   #drawGrid() {
     const canvas = byId("grid"), width = canvas.clientWidth;
     if (!width || this.#snapshot === null) return;
-    const { states, state_names: names, block_size: blockSize, num_slots: numSlots } = this.#snapshot;
-    const { size, pitch, columns, blocksPerCell } = layOut(states.length, width);
-    const cells = summarize(states, blocksPerCell);
-    const rows = Math.ceil(cells.length / columns);
-    const context = sizedContext(canvas, width, rows * pitch - (pitch - size));
-    const colours = stateColours(names);
-    const step = rows > 1 ? (width - size) / (columns - 1) : pitch; // full rows reach from edge to edge
-    cells.forEach((state, i) => {
-      const x = Math.round((i % columns) * step), y = Math.floor(i / columns) * pitch;
-      drawCell(context, names[state], x, y, size, colours);
-    });
-    this.#drawn = states.join();
-    const place = numSlots === null ? "on the GPU" : `in CPU memory, with ${counted(numSlots, "slot")} on the GPU`;
-    const cell = blocksPerCell === 1 ? "One cell is one block" : `One cell is ${whole(blocksPerCell)} blocks`;
-    byId("grid-caption").textContent =
-      `${cell} of ${whole(blockSize)} tokens. Room for ${whole(states.length * blockSize)} tokens ${place}.`;
+    const { states, state_names: names } = this.#snapshot;
+    const isUsed = (block) => names[states[block]] !== "free";
+    const owners = new Map(this.#documents.blocks.flatMap(({ name, blockIds }) =>
+      blockIds.filter(isUsed).map((block) => [block, name])));
+    const used = [...owners.keys(), ...[...states.keys()].filter((block) => isUsed(block) && !owners.has(block))];
+    const { size, pitch, columns, blocksPerCell } = layOut(used.length, width);
+    const rows = Math.ceil(used.length / blocksPerCell / columns);
+    const context = sizedContext(canvas, width, Math.max(0, rows * pitch - (pitch - size)));
+    const colours = stateColours(Object.keys(NAMES));
+    this.#cells = [];
+    for (let start = 0; start < used.length; start += blocksPerCell) {
+      const blocks = used.slice(start, start + blocksPerCell), i = this.#cells.length;
+      const state = names[Math.max(...blocks.map((block) => states[block]))]; // the one where most happens
+      const x = (i % columns) * pitch, y = Math.floor(i / columns) * pitch;
+      drawCell(context, state, x, y, size, colours);
+      this.#cells.push({ x, y, size, state, blocks, owner: owners.get(blocks[0]) });
+    }
+    this.#showCaption();
+  }
+
+  #showCaption() {
+    if (this.#snapshot === null) return;
+    const { states, block_size: blockSize, num_slots: numSlots, has_gpu: hasGpu } = this.#snapshot;
+    const slots = `${counted(numSlots ?? 0, "slot")}${hasGpu ? " on the GPU" : ""}`;
+    const inCpu = numSlots === null ? "" : ` in CPU memory, with ${slots}`;
+    const perCell = this.#cells[0]?.blocks.length ?? 1, size = `${whole(blockSize)} tokens`;
+    const cell = perCell === 1 ? `A cell is a block of ${size}` : `A cell is ${whole(perCell)} blocks of ${size} each`;
+    byId("grid-caption").textContent = `${cell}. Room for ${whole(states.length * blockSize)} tokens${inCpu}.`;
+  }
+
+  /** The cell under the pointer, in place of the caption. */
+  #showCell({ offsetX, offsetY }) {
+    const isUnder = ({ x, y, size }) => offsetX >= x && offsetX <= x + size && offsetY >= y && offsetY <= y + size;
+    const cell = this.#cells.find(isUnder);
+    if (cell === undefined) return this.#showCaption();
+    const [first, last] = [cell.blocks[0], cell.blocks.at(-1)];
+    const which = first === last ? `Block ${whole(first)}` : `Blocks ${whole(first)} to ${whole(last)}`;
+    const owner = cell.owner ? ` of ${cell.owner}` : "";
+    byId("grid-caption").textContent = `${which}${owner}: ${this.#names[cell.state]}.`;
   }
 
   /** rate: null as long as it is not known. limit: null if it was not measured. */
   #showMeter(name, rate, limit) {
     const hasOffload = this.#snapshot.num_slots !== null;
     byId(`${name}-row`).hidden = !hasOffload;
+    if (name === "link") byId("link-name").textContent = this.#snapshot.has_gpu ? "CPU–GPU link" : "Copies";
     if (!hasOffload) return;
     this.#highest[name] = Math.max(this.#highest[name], rate ?? 0);
     const full = limit ?? this.#highest[name];
@@ -200,22 +252,12 @@ function layOut(numBlocks, width) {
   }
 }
 
-/** One state for every `blocksPerCell` blocks: the highest, which is the one where most happens. */
-function summarize(states, blocksPerCell) {
-  const cells = new Uint8Array(Math.ceil(states.length / blocksPerCell));
-  states.forEach((state, i) => {
-    const cell = Math.floor(i / blocksPerCell);
-    cells[cell] = Math.max(cells[cell], state);
-  });
-  return cells;
-}
-
 const colourOf = (name) => `var(--${name.replaceAll("_", "-")})`;
 
 /** The colours of the page's current theme, as a canvas takes them. */
 function stateColours(names) {
   const { style } = byId("grid");
-  return Object.fromEntries([...names, "cut", "outline"].map((name) => {
+  return Object.fromEntries([...names, "cut"].map((name) => {
     style.color = colourOf(name);
     return [name, getComputedStyle(byId("grid")).color];
   }));
@@ -223,16 +265,9 @@ function stateColours(names) {
 
 function drawCell(context, state, x, y, size, colours) {
   const hasShape = size >= MIN_SHAPE;
-  const radius = hasShape ? size * 0.18 : 0;
   context.beginPath();
-  if (state === "free" && hasShape) {
-    context.roundRect(x + 0.5, y + 0.5, size - 1, size - 1, radius);
-    context.strokeStyle = colours.outline;
-    context.stroke();
-    return;
-  }
-  context.roundRect(x, y, size, size, radius);
-  context.fillStyle = state === "free" ? colours.outline : colours[state];
+  context.roundRect(x, y, size, size, hasShape ? size * 0.18 : 0);
+  context.fillStyle = colours[state];
   context.fill();
   if (hasShape && SHAPES[state]) {
     context.beginPath();

@@ -1,118 +1,287 @@
-/** The page: a chat with one question at a time, its answer streamed, the document in front of everything. */
+/** The page: conversations about documents, one question at a time, the answers streamed. */
 
 import { CacheView } from "./cache.js";
-import { ServerError, UNREACHABLE, byId, counted, element, request, sentence, short, whole } from "./common.js";
+import {
+  ServerError, UNREACHABLE, announce, button, byId, counted, element, newId, request, sentence, short, showAlert,
+} from "./common.js";
+import { Documents } from "./documents.js";
+import * as store from "./store.js";
+import { AnswerView, UNFINISHED, scrollToEnd, showQuestion } from "./turns.js";
 
-const LONG_PASTE_CHARS = 4000; // a longer text becomes the document instead of a message
-const END_PX = 60; // so near to its end, the conversation is scrolled as it grows
+const PLAIN_ANSWER_TOKENS = 1024; // limit of an answer where the server's own is made for short completions
+const SAVE_MS = 2000; // between two times that an answer is kept while it grows
+const TITLE_CHARS = 60;
 const FINISH_NOTES = {
   length: "cut off at the longest answer",
   abort: "ended by the server",
   error: "ended by an error",
 };
 
-/** What has been said, and the document in front of it: {name, text} or null. */
-class Conversation {
-  messages = []; // of {role, content}
-
-  constructor(document) {
-    this.document = document;
-  }
-
-  /**
-   * The part of a request's body that makes the prompt. The document comes first of all, so that every later question,
-   * in this conversation or a new one, begins with tokens that the server has in its cache.
-   */
-  prompt(isChat) {
-    const [first, ...others] = this.messages;
-    if (isChat) return { messages: [{ ...first, content: this.#preamble() + first.content }, ...others] };
-    const pieces = this.messages.map(({ role, content }, i) => (role === "user" && i > 0 ? "\n" : "") + content);
-    return { prompt: this.#preamble() + pieces.join("") };
-  }
-
-  #preamble() {
-    if (this.document === null) return "";
-    return `Document "${this.document.name}":\n\n${this.document.text}\n\nEnd of the document.\n\n`;
-  }
-}
-
-let conversation = new Conversation(null);
+const server = { maxRequestTokens: 0, hasProgress: false, example: null }; // 0: not known yet
+let settings = await store.settings().catch((error) => {
+  showAlert("This browser does not let the page keep chats (IndexedDB), which it needs. Try another window.");
+  throw error;
+});
+let conversation = null;
 let running = null; // the AbortController of the answer that is coming
-let maxRequestTokens = 0; // of prompt and answer together; 0: not known yet
-const cache = new CacheView(() => running !== null, showModel);
+const field = byId("question");
+let editedIdx = null; // the message that the next question replaces, with all that follows
+const documents = new Documents(openingMessages, async () => {
+  conversation.documentIds = documents.ids;
+  await keep();
+});
+const cache = new CacheView(() => running !== null, showServer, documents);
 
-/** Ask for the model's name and limit, at first and whenever the server is back. It may serve another model then. */
-async function showModel() {
+/** Ask what the server is, at first and whenever it is back. It may be another one then. */
+async function showServer() {
   try {
     const [model] = (await (await request("v1/models")).json()).data;
-    maxRequestTokens = model.max_request_tokens;
-    byId("model").textContent = model.id;
+    server.maxRequestTokens = model.max_request_tokens;
+    byId("model").textContent = byId("model").title = model.id;
     document.title = `${model.id} · nanovllm`;
+    const [example, openApi] = await Promise.all(["example", "openapi.json"].map(async (path) =>
+      (await request(path)).json()));
+    server.example = example;
+    server.hasProgress = "return_progress" in (openApi.components?.schemas?.ChatRequest?.properties ?? {});
+    byId("try-example").hidden = byId("built-in-note").hidden = example === null;
+    byId("choose").classList.toggle("primary", example === null);
+    documents.setLimit(server.maxRequestTokens);
     if (byId("alert").textContent === UNREACHABLE) showAlert("");
   } catch (error) {
     showAlert(error.message);
   }
 }
 
+// -- conversations
+
+function newConversation(documentIds = []) {
+  return { id: newId(), title: "", changedMs: Date.now(), documentIds, messages: [] };
+}
+
+/** Keep the conversation in this browser, unless there is nothing in it. */
+async function keep(kept = conversation) {
+  if (kept.isDeleted || (!kept.messages.length && !kept.documentIds.length)) return;
+  kept.changedMs = Date.now();
+  await store.saveConversation(kept);
+  await showChats();
+}
+
+async function openConversation(opened) {
+  running?.abort();
+  const left = conversation;
+  conversation = opened;
+  cancelEdit();
+  if (left && left.id !== opened.id && !left.messages.length) await store.deleteConversation(left.id);
+  documents.show(await store.documents(opened.documentIds));
+  showAlert("");
+  showConversation();
+  await showChats();
+}
+
+/** All turns anew. */
+function showConversation() {
+  const { messages } = conversation;
+  byId("turns").replaceChildren();
+  byId("welcome").hidden = messages.length > 0;
+  messages.forEach((message, i) => {
+    if (message.role === "user") showQuestion(message, [{ label: "Edit", run: () => edit(i) }]);
+    else new AnswerView(message, () => answerActions(message, i));
+  });
+  documents.draw();
+  showRest();
+  scrollToEnd();
+}
+
+/** What follows the turns: how much faster it has become, and the proposed questions. */
+function showRest() {
+  const timed = conversation.messages.filter(({ firstMs }) => firstMs);
+  const first = timed.find(({ wasCached }) => wasCached === false), last = timed.at(-1);
+  const isFaster = first && last.wasCached && last.firstMs < first.firstMs;
+  byId("speed").hidden = !isFaster;
+  const [then, now] = [first?.firstMs, last?.firstMs].map((ms) => `${short(ms / 1000)} s`);
+  if (isFaster) byId("speed").textContent = `First answer: ${then}. Now: ${now}.`;
+  const asked = conversation.messages.map(({ content }) => content);
+  const proposed = (conversation.questions ?? []).filter((question) => !asked.includes(question));
+  byId("suggestions").hidden = !proposed.length;
+  const buttons = proposed.map((question) => button(question, "suggestion", () => ask(question)));
+  byId("suggestions").replaceChildren(...buttons);
+}
+
+async function showChats() {
+  const kept = await store.conversations(), hadFocus = byId("chats").contains(document.activeElement);
+  byId("chats").replaceChildren(...kept.map(chatRow));
+  if (hadFocus) byId("chats").querySelector("[aria-current]")?.focus();
+}
+
+function chatRow(kept) {
+  const isOpen = kept.id === conversation.id, row = element("li", "chat"), title = kept.title || "New chat";
+  const name = button(title, "chat-name", () => {
+    if (!isOpen) openConversation(kept);
+    closeSide();
+  });
+  row.append(name);
+  if (!isOpen) return row;
+  name.setAttribute("aria-current", "true");
+  row.append(button("Rename", "quiet", () => rename(row, title)), button("Delete", "quiet", () => deleteChat(title)));
+  return row;
+}
+
+function rename(row, title) {
+  const input = element("input", "");
+  input.value = title;
+  input.setAttribute("aria-label", "Name of the chat");
+  row.replaceChildren(input);
+  input.select();
+  input.addEventListener("keydown", (event) => {
+    if (event.key === "Escape") input.value = title;
+    if (event.key === "Enter" || event.key === "Escape") input.blur();
+    event.stopPropagation();
+  });
+  input.addEventListener("blur", async () => {
+    conversation.title = input.value.trim() || title;
+    await keep();
+  });
+}
+
+async function deleteChat(title) {
+  if (!confirm(`Delete “${title}”? Its documents go too, unless another chat has them.`)) return;
+  running?.abort();
+  const { id } = conversation;
+  conversation.isDeleted = true; // an answer that ends now does not bring it back
+  conversation = newConversation();
+  await store.deleteConversation(id);
+  await openConversation((await store.conversations())[0] ?? conversation);
+  byId("new-chat").focus();
+}
+
 // -- a question and its answer
 
 async function ask(text) {
   if (running !== null) return restoreQuestion(text);
-  const asked = conversation; // a new chat may follow before the answer has ended
+  if (editedIdx !== null) conversation.messages.splice(editedIdx);
+  cancelEdit();
+  conversation.title ||= text.slice(0, TITLE_CHARS);
+  conversation.messages.push({ role: "user", content: text });
+  const answered = answer();
+  await keep();
+  await answered;
+}
+
+/** Answer the last question, or continue the last answer. */
+async function answer() {
+  const asked = conversation; // another one may be opened before the answer has ended
+  const { messages } = asked, isContinued = messages.at(-1).role === "assistant";
   const own = running = new AbortController();
-  asked.messages.push({ role: "user", content: text });
-  const question = showQuestion(text), answer = new AnswerView();
+  if (!isContinued) messages.push({ role: "assistant", content: "", note: UNFINISHED });
+  const message = messages.at(-1), readIds = documents.ids;
+  showConversation();
+  byId("turns").lastElementChild.remove(); // in its place, the view that grows
+  const view = new AnswerView(message, () => answerActions(message, messages.length - 1));
+  const saveTimer = setInterval(() => asked.isDeleted || store.saveConversation(asked), SAVE_MS);
   showAnswering(true);
   showAlert("");
   announce("The model is answering.");
+  view.start(documents.tokens);
+  let error = null;
   try {
-    const reason = await stream(asked, answer, own.signal);
-    answer.end(FINISH_NOTES[reason] ?? "");
-    announce(`The answer is complete. ${counted(answer.usage?.completion_tokens ?? 0, "token")}.`);
-  } catch (error) {
-    const wasStopped = own.signal.aborted;
-    if (!wasStopped) showAlert(error.message);
-    answer.end(wasStopped ? "stopped" : "ended by an error");
-    announce(wasStopped ? "The answer was stopped." : "");
-    if (!answer.content && !wasStopped) {
-      answer.remove();
-      question.remove();
-      byId("welcome").hidden = byId("turns").children.length > 0;
-      restoreQuestion(text);
-    }
-  } finally {
-    if (answer.content) asked.messages.push({ role: "assistant", content: answer.content });
-    else asked.messages.pop(); // the question, which got no answer
-    if (running === own) {
-      running = null;
-      showAnswering(false);
+    const [reason, usage] = await stream(asked, view, own.signal, isContinued);
+    if (asked === conversation) documents.setRead(readIds);
+    view.end(FINISH_NOTES[reason] ?? "");
+    announce(`The answer is complete. ${counted(usage?.completion_tokens ?? 0, "token")}.`);
+  } catch (caught) {
+    error = caught;
+    view.end(own.signal.aborted ? "stopped" : "ended by an error");
+    announce(own.signal.aborted ? "The answer was stopped." : "");
+  }
+  clearInterval(saveTimer);
+  const hasNothing = !message.content && !message.reasoning;
+  if (hasNothing) {
+    const [question] = messages.splice(-2); // it got no answer, and goes back to where it was typed
+    if (asked === conversation) {
+      showConversation();
+      restoreQuestion(question.content);
     }
   }
+  if (asked === conversation) {
+    if (error && !own.signal.aborted) showAlert(error.message);
+    showRest();
+  }
+  if (running === own) {
+    running = null;
+    showAnswering(false);
+  }
+  await keep(asked);
 }
 
-/** Show the answer as it comes, and return the finish reason. */
-async function stream(asked, answer, signal) {
-  const { temperature, maxTokens, isChat } = readSettings();
-  const body = { ...asked.prompt(isChat), max_tokens: maxTokens, stream: true };
-  body.stream_options = { include_usage: true };
-  if (temperature !== null) body.temperature = temperature;
-  const path = isChat ? "v1/chat/completions" : "v1/completions";
-  let reason;
+/** Show the answer as it comes, and return [finish reason, usage]. */
+async function stream(asked, view, signal, isContinued) {
+  const isChat = settings.format !== "text";
+  const path = isChat && !isContinued ? "v1/chat/completions" : "v1/completions";
+  let reason, usage;
   try {
+    const bodyOf = isContinued ? continuation : isChat ? chatBody : plainBody;
+    const prompt = await bodyOf(asked, isChat, signal);
+    const body = { ...prompt, ...sampling(), stream: true, stream_options: { include_usage: true } };
     for await (const data of events(await requestThatFits(path, body, signal))) {
-      if (data === "[DONE]") return reason;
-      const { error, choices: [choice] = [], usage } = JSON.parse(data);
+      if (data === "[DONE]") return [reason, usage];
+      const { error, choices: [choice] = [], prompt_progress: progress, usage: counts } = JSON.parse(data);
       if (error) throw new ServerError(sentence(error.message ?? "the server has ended the answer"));
-      answer.append(choice?.delta?.content ?? choice?.text ?? "");
+      if (progress) view.showProgress(progress);
+      const { delta } = choice ?? {};
+      view.append(delta?.content ?? choice?.text ?? "", delta?.reasoning_content ?? "");
       reason = choice?.finish_reason ?? reason;
-      answer.usage = usage ?? answer.usage;
+      usage = counts ?? usage;
+      if (counts) view.setUsage(counts);
     }
   } catch (error) {
     if (!isChat || error.status !== 400 || !/chat template/.test(error.message)) throw error;
-    byId("format").value = "text"; // the model has no chat template
-    return stream(asked, answer, signal);
+    settings = { ...settings, format: "text" }; // the model has no chat template
+    return stream(asked, view, signal, isContinued);
   }
   throw new ServerError("The connection ended before the answer did.");
+}
+
+// -- bodies of requests. Fields that the user has not set are not sent: the server knows the model's own defaults
+
+function sampling() {
+  const { temperature, topP: top_p, seed } = settings;
+  return { temperature, top_p, seed }; // JSON leaves out what is undefined
+}
+
+function templateOptions() {
+  return settings.thinking ? { chat_template_kwargs: { enable_thinking: settings.thinking === "on" } } : {};
+}
+
+function chatBody(asked) {
+  const progress = server.hasProgress ? { return_progress: true } : {};
+  return { messages: chatMessages(asked), ...templateOptions(), ...progress, max_tokens: settings.maxTokens };
+}
+
+function openingMessages(question) {
+  const system = settings.system ? [{ role: "system", content: settings.system }] : [];
+  return [...system, { role: "user", content: question }];
+}
+
+/** All messages but the answer that comes, the documents in front of the first question. */
+function chatMessages({ messages }) {
+  const [first, ...others] = messages.slice(0, -1).map(({ role, content }) => ({ role, content }));
+  return [...openingMessages(documents.preamble + first.content), ...others];
+}
+
+/** The text so far, to be continued. */
+function plainBody({ messages }) {
+  const pieces = messages.map(({ role, content }, i) => (role === "user" && i > 0 ? "\n" : "") + content);
+  return { prompt: documents.preamble + pieces.join(""), max_tokens: settings.maxTokens ?? PLAIN_ANSWER_TOKENS };
+}
+
+/** A body that continues the last answer from its last token on, which a chat cannot. */
+async function continuation(asked, isChat, signal) {
+  if (!isChat) return plainBody(asked);
+  const [before, said] = await Promise.all([
+    { messages: chatMessages(asked), ...templateOptions() },
+    { prompt: asked.messages.at(-1).content, add_special_tokens: false },
+  ].map(async (body) => (await (await request("tokenize", { body, signal })).json()).tokens));
+  return { prompt: [...before, ...said], max_tokens: settings.maxTokens ?? PLAIN_ANSWER_TOKENS };
 }
 
 /** The longest answer is a limit: where the context has less room, the answer gets what there is. */
@@ -121,7 +290,7 @@ async function requestThatFits(path, body, signal) {
     return await request(path, { body, signal });
   } catch (error) {
     const [, promptTokens] = /^Prompt of (\d+) tokens \+ max_tokens=/.exec(error.message) ?? [];
-    const room = maxRequestTokens - Number(promptTokens);
+    const room = server.maxRequestTokens - Number(promptTokens);
     if (!(room > 0)) throw error;
     return request(path, { body: { ...body, max_tokens: room }, signal });
   }
@@ -150,82 +319,40 @@ async function* events(response) {
   }
 }
 
-// -- the conversation as it is shown: a list of turns, each a question or an answer with its figures
+// -- what can be done with a question or an answer
 
-function showTurn(turn, ...parts) {
-  turn.append(...parts);
-  byId("turns").append(turn);
-  byId("messages").scrollTop = byId("messages").scrollHeight;
-  return turn;
+function answerActions(message, idx) {
+  const retry = { label: "Retry", run: () => redo(() => conversation.messages.splice(idx)) };
+  const canContinue = message.note && message.content && idx === conversation.messages.length - 1;
+  return canContinue ? [{ label: "Continue", run: () => redo(() => {}) }, retry] : [retry];
 }
 
-function showQuestion(content) {
-  byId("welcome").hidden = true;
-  const heading = element("h3", "visually-hidden", "You");
-  return showTurn(element("li", "turn question"), heading, element("p", "text", content));
+function redo(prepare) {
+  if (running !== null) return;
+  prepare();
+  field.focus(); // the button goes away
+  answer();
 }
 
-/** An answer while it comes. */
-class AnswerView {
-  content = "";
-  usage = undefined;
-  #text = element("p", "text");
-  #figures = element("p", "figures muted");
-  #turn = showTurn(
-    element("li", "turn answer waiting"), element("h3", "visually-hidden", "Model"), this.#text, this.#figures);
-  #startMs = performance.now();
-  #firstMs = 0;
-  #lastMs = 0;
-  #timer = setInterval(() => this.#tick(), 100);
-
-  append(text) {
-    if (!text) return;
-    const scroller = byId("messages");
-    const isAtEnd = scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight < END_PX;
-    this.#lastMs = performance.now();
-    this.#firstMs ||= this.#lastMs;
-    this.#turn.classList.remove("waiting");
-    this.content += text;
-    this.#text.append(text); // as a text node
-    if (isAtEnd) scroller.scrollTop = scroller.scrollHeight;
-  }
-
-  /** note: how the answer ended, if there is something to say about it */
-  end(note) {
-    clearInterval(this.#timer);
-    this.#turn.classList.remove("waiting");
-    this.#figures.textContent = [...this.#measured(), note].filter(Boolean).join(" · ");
-    if (!this.content) this.#text.append(element("em", "muted", "(no text)"));
-  }
-
-  remove() {
-    this.#turn.remove();
-  }
-
-  #tick() {
-    const seconds = (performance.now() - this.#startMs) / 1000;
-    this.#figures.textContent = this.#firstMs ? this.#firstToken() : `reading … ${seconds.toFixed(1)} s`;
-  }
-
-  #firstToken() {
-    const ms = this.#firstMs - this.#startMs;
-    return `first token after ${ms < 1000 ? `${whole(ms)} ms` : `${short(ms / 1000)} s`}`;
-  }
-
-  #measured() {
-    const figures = this.#firstMs ? [this.#firstToken()] : [];
-    if (!this.usage) return figures;
-    const { prompt_tokens: asked, completion_tokens: answered, prompt_tokens_details: details } = this.usage;
-    const seconds = (this.#lastMs - this.#firstMs) / 1000;
-    const rate = answered > 1 && seconds > 0 ? ` at ${short((answered - 1) / seconds)} tok/s` : "";
-    const read = `${counted(asked, "prompt token")}, ${whole(details?.cached_tokens ?? 0)} of them cached`;
-    return [read, ...figures, `${counted(answered, "token")}${rate}`];
-  }
+function edit(idx) {
+  if (running !== null) return;
+  editedIdx = idx;
+  byId("editing").hidden = false;
+  setQuestion(conversation.messages[idx].content);
+  field.focus();
 }
+
+function cancelEdit() {
+  if (editedIdx !== null) setQuestion("");
+  editedIdx = null;
+  byId("editing").hidden = true;
+}
+byId("cancel-edit").addEventListener("click", () => {
+  cancelEdit();
+  field.focus();
+});
 
 // -- where the user types
-
-const field = byId("question");
 
 function setQuestion(text) {
   field.value = text;
@@ -243,27 +370,17 @@ function grow() {
 }
 
 function showAnswering(isAnswering) {
-  const hadFocus = document.activeElement === byId("send") || document.activeElement === byId("stop");
+  const hadFocus = [byId("send"), byId("stop")].includes(document.activeElement);
+  document.body.classList.toggle("answering", isAnswering); // hides what must wait
   byId("send").hidden = isAnswering;
   byId("stop").hidden = !isAnswering;
-  if (hadFocus) field.focus(); // the focus must not go down with a button
-}
-
-/** message: "" for none. */
-function showAlert(message) {
-  byId("alert").textContent = message;
-  byId("alert").hidden = !message;
-}
-
-/** Tell users of a screen reader. */
-function announce(message) {
-  byId("announcement").textContent = message;
+  if (hadFocus || document.activeElement === document.body) field.focus(); // the focus must not go down with a button
 }
 
 byId("composer").addEventListener("submit", (event) => {
   event.preventDefault();
   const text = field.value.trim();
-  if (!text || byId("send").hidden) return;
+  if (!text || running !== null) return;
   setQuestion("");
   ask(text);
   cache.refresh(); // the next snapshot would come a second later
@@ -276,100 +393,79 @@ field.addEventListener("keydown", (event) => {
 field.addEventListener("input", grow);
 byId("stop").addEventListener("click", () => running?.abort());
 document.addEventListener("keydown", (event) => {
-  if (event.key === "Escape" && !byId("key-dialog").open) running?.abort();
+  if (event.key !== "Escape" || document.querySelector("dialog[open]")) return; // which closes itself
+  if (byId("side").classList.contains("open")) closeSide();
+  else if (running !== null) running.abort();
+  else if (editedIdx !== null) cancelEdit();
 });
-byId("new-chat").addEventListener("click", () => {
-  running?.abort();
-  conversation = new Conversation(conversation.document);
-  byId("turns").replaceChildren();
-  byId("welcome").hidden = false;
-  showAlert("");
+
+byId("new-chat").addEventListener("click", async () => {
+  if (conversation.messages.length) {
+    const { documentIds, questions } = conversation;
+    await openConversation({ ...newConversation([...documentIds]), questions });
+    await keep();
+  }
+  closeSide();
   field.focus();
 });
 
-// -- the document: dropped, chosen or pasted. Only UTF-8 text is taken
+byId("try-example").addEventListener("click", async () => {
+  const { name, text, questions } = server.example;
+  conversation.questions = questions;
+  byId("try-example").hidden = true;
+  showRest();
+  byId("suggestions").firstElementChild.focus();
+  await documents.add(name, text);
+});
 
-/** document: null to take it away. */
-function attach(document) {
-  conversation.document = document;
-  byId("document").hidden = document === null;
-  byId("document-name").textContent = document?.name ?? "";
-  byId("document-size").textContent = counted(document?.text.length ?? 0, "character");
-  showAlert("");
-  announce(document === null ? "The document was removed." : `${document.name} was added.`);
+// -- the side column, which on a narrow screen is a drawer
+
+function openSide(isOpen) {
+  byId("side").classList.toggle("open", isOpen);
+  byId("scrim").hidden = !isOpen;
+  byId("side-button").setAttribute("aria-expanded", String(isOpen));
+  for (const covered of document.querySelectorAll("header, main, #composer")) covered.inert = isOpen;
 }
 
-async function takeFile(file) {
-  try {
-    const text = new TextDecoder("utf-8", { fatal: true }).decode(await file.arrayBuffer());
-    if (text.trim()) attach({ name: file.name, text });
-    else showAlert(`${file.name} is empty.`);
-  } catch (error) {
-    const isBinary = error instanceof TypeError;
-    showAlert(`${file.name} ${isBinary ? "is not UTF-8 text. Save it as plain text first." : "cannot be read."}`);
-  }
+function closeSide() {
+  const hadFocus = byId("side").classList.contains("open") && byId("side").contains(document.activeElement);
+  openSide(false);
+  if (hadFocus) byId("side-button").focus();
 }
 
-const chooser = byId("file");
-byId("attach").addEventListener("click", () => chooser.click());
-chooser.addEventListener("change", () => {
-  if (chooser.files.length) takeFile(chooser.files[0]);
-  chooser.value = ""; // so that the same file can be chosen again
+byId("side-button").addEventListener("click", () => {
+  const isOpen = !byId("side").classList.contains("open");
+  openSide(isOpen);
+  if (isOpen) byId("attach").focus();
 });
-byId("remove-document").addEventListener("click", () => {
-  attach(null);
-  byId("attach").focus();
-});
-field.addEventListener("paste", (event) => {
-  const [file] = event.clipboardData.files;
-  const text = event.clipboardData.getData("text/plain");
-  if (!file && text.length <= LONG_PASTE_CHARS) return;
-  event.preventDefault();
-  if (file) takeFile(file);
-  else attach({ name: "pasted text", text });
-});
+byId("scrim").addEventListener("click", closeSide);
+byId("close-side").addEventListener("click", closeSide);
+matchMedia("(max-width: 56rem)").addEventListener("change", closeSide); // as in page.css
 
-const hasFile = (event) => event.dataTransfer?.types.includes("Files") ?? false;
-document.addEventListener("dragover", (event) => {
-  if (!hasFile(event)) return;
-  event.preventDefault(); // otherwise the browser opens the file
-  byId("drop-hint").hidden = false;
-});
-document.addEventListener("dragleave", (event) => {
-  if (event.relatedTarget === null) byId("drop-hint").hidden = true; // it has left the window
-});
-document.addEventListener("drop", (event) => {
-  byId("drop-hint").hidden = true;
-  if (!hasFile(event)) return;
-  event.preventDefault();
-  const [file] = event.dataTransfer.files;
-  if (file) takeFile(file);
-});
+// -- settings: what the user chooses for the next answers. What is left empty is not sent
 
-// -- settings: what the user chooses for the next answers
+const dialog = byId("settings");
+const CONTROLS = { // name in `settings` -> id, and the value as it is sent
+  system: ["system", String], temperature: ["temperature", Number], topP: ["top-p", Number],
+  maxTokens: ["max-tokens", Number], seed: ["seed", Number], thinking: ["thinking", String], format: ["format", String],
+};
 
 byId("settings-button").addEventListener("click", () => {
-  const form = byId("settings");
-  form.hidden = !form.hidden;
-  byId("settings-button").setAttribute("aria-expanded", String(!form.hidden));
-  if (!form.hidden) byId("temperature").focus();
+  for (const [name, [id]] of Object.entries(CONTROLS)) byId(id).value = settings[name] ?? "";
+  byId("format").value = settings.format ?? "chat";
+  dialog.returnValue = "";
+  dialog.showModal();
 });
-byId("settings").addEventListener("submit", (event) => event.preventDefault());
-
-/** Throws an Error whose message names the first field that is not valid. */
-function readSettings() {
-  const temperature = byId("temperature"), maxTokens = byId("max-tokens");
-  if (!temperature.validity.valid) throw new Error("The temperature must be a number from 0 to 2.");
-  if (!maxTokens.validity.valid || !maxTokens.value) {
-    throw new Error("The longest answer must be a whole number of tokens, at least 1.");
+byId("settings-cancel").addEventListener("click", () => dialog.close());
+dialog.addEventListener("close", async () => {
+  if (dialog.returnValue !== "done") return;
+  settings = {};
+  for (const [name, [id, valueOf]] of Object.entries(CONTROLS)) {
+    if (byId(id).value.trim()) settings[name] = valueOf(byId(id).value);
   }
-  return {
-    temperature: temperature.value ? Number(temperature.value) : null,
-    maxTokens: Number(maxTokens.value),
-    isChat: byId("format").value === "chat",
-  };
-}
+  await store.saveSettings(settings);
+});
 
-byId("cache").open = !matchMedia("(max-width: 56rem)").matches; // on a phone only its summary is shown at first
-await showModel();
+await openConversation((await store.conversations())[0] ?? newConversation());
+await showServer();
 cache.refresh();

@@ -1,4 +1,4 @@
-/** What the chat and the view of the cache share: elements, numbers, and requests to the server with the API key. */
+/** What the modules share: elements, messages to the user, numbers, and requests to the server with the API key. */
 
 export const byId = (id) => document.getElementById(id);
 
@@ -10,12 +10,55 @@ export function element(tag, className, text = "") {
   return made;
 }
 
+/** For this page's own records. crypto.randomUUID is there with https only. */
+export const newId = () => `${Date.now()}-${Math.random()}`;
+
+export function button(label, className, onClick) {
+  const made = element("button", className, label);
+  made.type = "button";
+  made.addEventListener("click", onClick);
+  return made;
+}
+
+/** A button that copies what `textOf` returns. */
+export function copyButton(textOf) {
+  const made = button("Copy", "quiet", async () => {
+    try {
+      await navigator.clipboard.writeText(textOf());
+      made.textContent = "Copied";
+    } catch {
+      made.textContent = "Not allowed"; // without https the browser has no clipboard for pages
+    }
+    setTimeout(() => { made.textContent = "Copy"; }, 1500);
+  });
+  return made;
+}
+
+/** message: "" for none. */
+export function showAlert(message) {
+  byId("alert").textContent = message;
+  byId("alert").hidden = !message;
+}
+
+/** Tell users of a screen reader. */
+export function announce(message) {
+  byId("announcement").textContent = message;
+}
+
 // -- numbers in English, as the page is
 
 const WHOLE = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 
 export const whole = (value) => WHOLE.format(value);
 export const counted = (count, noun) => `${whole(count)} ${noun}${count === 1 ? "" : "s"}`;
+
+/** Such as 840 ms, 9.1 s or 3 min 20 s. */
+export function duration(ms) {
+  if (ms < 1000) return `${whole(ms)} ms`;
+  const seconds = Math.round(ms / 1000);
+  if (seconds < 100) return `${seconds < 10 ? (ms / 1000).toFixed(1) : seconds} s`;
+  return `${Math.floor(seconds / 60)} min ${seconds % 60} s`;
+}
 
 /** Three significant digits, such as 0.312, 4.71 or 1,230. */
 export function short(value) {
