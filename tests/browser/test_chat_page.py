@@ -497,5 +497,10 @@ def test_longest_answer_is_cut_to_what_fits(server: FakeServer, page: Page) -> N
     assert answers(page) == ["You said: hello <b>so</b> & so."]
     assert [body["max_tokens"] for body in server.bodies] == [1024, 1024 - NUM_PROMPT_TOKENS]
     server.max_model_len = NUM_PROMPT_TOKENS
+    page.reload()
+    expect(page.locator("#model")).to_have_text(MODEL)
     ask(page, "again")
-    expect(page.get_by_role("alert")).to_contain_text("exceeds max_model_len=81; shorten the prompt")
+    expect(page.get_by_role("alert")).to_have_text(
+        "Documents and conversation have 81 tokens; this server takes 81, with the answer. "
+        "Shorten a document or begin a new chat."
+    )

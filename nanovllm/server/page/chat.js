@@ -2,7 +2,7 @@
 
 import { CacheView } from "./cache.js";
 import {
-  ServerError, UNREACHABLE, announce, button, byId, counted, element, newId, request, sentence, short, showAlert,
+  ServerError, UNREACHABLE, announce, button, byId, counted, element, newId, request, sentence, short, showAlert, whole,
 } from "./common.js";
 import { Documents } from "./documents.js";
 import * as store from "./store.js";
@@ -290,8 +290,13 @@ async function requestThatFits(path, body, signal) {
     return await request(path, { body, signal });
   } catch (error) {
     const [, promptTokens] = /^Prompt of (\d+) tokens \+ max_tokens=/.exec(error.message) ?? [];
+    if (promptTokens === undefined || !server.maxRequestTokens) throw error;
     const room = server.maxRequestTokens - Number(promptTokens);
-    if (!(room > 0)) throw error;
+    if (room <= 0) {
+      const has = `Documents and conversation have ${counted(Number(promptTokens), "token")}`;
+      const takes = `this server takes ${whole(server.maxRequestTokens)}, with the answer`;
+      throw new ServerError(`${has}; ${takes}. Shorten a document or begin a new chat.`, error.status);
+    }
     return request(path, { body: { ...body, max_tokens: room }, signal });
   }
 }
