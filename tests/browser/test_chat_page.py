@@ -335,6 +335,7 @@ def test_chats_are_listed_renamed_and_deleted(page: Page) -> None:
     page.get_by_label("Name of the chat").fill("About the report")
     page.keyboard.press("Enter")
     expect(chats).to_have_text(["About the report", "two"])
+    expect(chats.first).to_be_focused()
     page.on("dialog", lambda dialog: dialog.accept())
     page.get_by_role("button", name="Delete").click()
     expect(chats).to_have_text(["two"])
