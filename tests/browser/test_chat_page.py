@@ -335,6 +335,7 @@ def test_chats_are_listed_renamed_and_deleted(page: Page) -> None:
     page.get_by_label("Name of the chat").fill("About the report")
     page.keyboard.press("Enter")
     expect(chats).to_have_text(["About the report", "two"])
+    expect(chats.first).to_be_focused()
     page.on("dialog", lambda dialog: dialog.accept())
     page.get_by_role("button", name="Delete").click()
     expect(chats).to_have_text(["two"])
@@ -497,5 +498,10 @@ def test_longest_answer_is_cut_to_what_fits(server: FakeServer, page: Page) -> N
     assert answers(page) == ["You said: hello <b>so</b> & so."]
     assert [body["max_tokens"] for body in server.bodies] == [1024, 1024 - NUM_PROMPT_TOKENS]
     server.max_model_len = NUM_PROMPT_TOKENS
+    page.reload()
+    expect(page.locator("#model")).to_have_text(MODEL)
     ask(page, "again")
-    expect(page.get_by_role("alert")).to_contain_text("exceeds max_model_len=81; shorten the prompt")
+    expect(page.get_by_role("alert")).to_have_text(
+        "Documents and conversation have 81 tokens; this server takes 81, with the answer. "
+        "Shorten a document or begin a new chat."
+    )

@@ -2,7 +2,8 @@
 
 import { CacheView } from "./cache.js";
 import {
-  ServerError, UNREACHABLE, announce, button, byId, counted, element, newId, request, sentence, short, showAlert,
+  ServerError, UNREACHABLE, announce, button, byId, counted, element, events, newId, request, sentence, short,
+  showAlert, whole,
 } from "./common.js";
 import { Documents } from "./documents.js";
 import * as store from "./store.js";
@@ -132,14 +133,17 @@ function rename(row, title) {
   input.setAttribute("aria-label", "Name of the chat");
   row.replaceChildren(input);
   input.select();
+  let wasEndedByKey = false;
   input.addEventListener("keydown", (event) => {
     if (event.key === "Escape") input.value = title;
-    if (event.key === "Enter" || event.key === "Escape") input.blur();
+    wasEndedByKey = event.key === "Enter" || event.key === "Escape";
+    if (wasEndedByKey) input.blur();
     event.stopPropagation();
   });
   input.addEventListener("blur", async () => {
     conversation.title = input.value.trim() || title;
     await keep();
+    if (wasEndedByKey) byId("chats").querySelector("[aria-current]")?.focus();
   });
 }
 
@@ -290,32 +294,14 @@ async function requestThatFits(path, body, signal) {
     return await request(path, { body, signal });
   } catch (error) {
     const [, promptTokens] = /^Prompt of (\d+) tokens \+ max_tokens=/.exec(error.message) ?? [];
+    if (promptTokens === undefined || !server.maxRequestTokens) throw error;
     const room = server.maxRequestTokens - Number(promptTokens);
-    if (!(room > 0)) throw error;
-    return request(path, { body: { ...body, max_tokens: room }, signal });
-  }
-}
-
-/** The data of each server-sent event. An event ends with an empty line; lines that are not data are skipped. */
-async function* events(response) {
-  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-  let rest = "";
-  try {
-    for (;;) {
-      const { done, value } = await reader.read();
-      if (done) return;
-      const complete = (rest + value).replaceAll("\r\n", "\n").split("\n\n");
-      rest = complete.pop();
-      for (const event of complete) {
-        const data = event.split("\n").filter((line) => line.startsWith("data:"));
-        if (data.length) yield data.map((line) => line.slice(5).trimStart()).join("\n");
-      }
+    if (room <= 0) {
+      const has = `Documents and conversation have ${counted(Number(promptTokens), "token")}`;
+      const takes = `this server takes ${whole(server.maxRequestTokens)}, with the answer`;
+      throw new ServerError(`${has}; ${takes}. Shorten a document or begin a new chat.`, error.status);
     }
-  } catch (error) {
-    if (error.name === "AbortError") throw error;
-    throw new ServerError("The connection to the server was lost.");
-  } finally {
-    reader.cancel().catch(() => {}); // it may have failed already
+    return request(path, { body: { ...body, max_tokens: room }, signal });
   }
 }
 

@@ -160,6 +160,29 @@ async function failure(response) {
   return new ServerError(said || `The server refused the request (status ${status}).`, status);
 }
 
+/** The data of each server-sent event. An event ends with an empty line; lines that are not data are skipped. */
+export async function* events(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  try {
+    for (;;) {
+      const { done, value } = await reader.read();
+      if (done) return;
+      const complete = (rest + value).replaceAll("\r\n", "\n").split("\n\n");
+      rest = complete.pop();
+      for (const event of complete) {
+        const data = event.split("\n").filter((line) => line.startsWith("data:"));
+        if (data.length) yield data.map((line) => line.slice(5).trimStart()).join("\n");
+      }
+    }
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new ServerError("The connection to the server was lost.");
+  } finally {
+    reader.cancel().catch(() => {}); // it may have failed already
+  }
+}
+
 export function sentence(text) {
   const capitalized = text.slice(0, 1).toUpperCase() + text.slice(1);
   return !text || /[.!?]$/.test(capitalized) ? capitalized : `${capitalized}.`;

@@ -139,7 +139,6 @@ export class Documents {
     const added = { id: newId(), name, text, tokens: null };
     this.#list.push(added);
     announce(`${name} was added.`);
-    showAlert("");
     await this.#changed();
     await this.#count(added);
   }
@@ -154,6 +153,7 @@ export class Documents {
 
   async #changed() {
     this.#wasChanged = byId("turns").children.length > 0;
+    showAlert("");
     this.draw();
     for (const each of this.#list) await store.saveDocument(each);
     await this.#whenChanged();

@@ -56,9 +56,8 @@ export async function documents(ids) {
 
 export const saveDocument = (document) => put("documents", document);
 
-/** Delete the documents that no conversation names, but not those in `keptIds`. */
-export async function deleteUnnamedDocuments(keptIds = []) {
-  const named = new Set([...keptIds, ...(await all("conversations")).flatMap(({ documentIds }) => documentIds)]);
+async function deleteUnnamedDocuments() {
+  const named = new Set((await all("conversations")).flatMap(({ documentIds }) => documentIds));
   const ids = await resultOf((await records("documents", "readonly")).getAllKeys());
   for (const id of ids) if (!named.has(id)) await remove("documents", id);
 }
