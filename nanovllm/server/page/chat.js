@@ -439,12 +439,10 @@ const CONTROLS = { // name in `settings` -> id, and the value as it is sent
 byId("settings-button").addEventListener("click", () => {
   for (const [name, [id]] of Object.entries(CONTROLS)) byId(id).value = settings[name] ?? "";
   byId("format").value = settings.format ?? "chat";
-  dialog.returnValue = "";
   dialog.showModal();
 });
 byId("settings-cancel").addEventListener("click", () => dialog.close());
-dialog.addEventListener("close", async () => {
-  if (dialog.returnValue !== "done") return;
+dialog.querySelector("form").addEventListener("submit", async () => { // the event close would come later
   settings = {};
   for (const [name, [id, valueOf]] of Object.entries(CONTROLS)) {
     if (byId(id).value.trim()) settings[name] = valueOf(byId(id).value);
