@@ -13,7 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Coroutine, Iterable, Iterator, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
@@ -117,7 +117,7 @@ class Answer(ABC, Generic[BodyT]):
         return "".join(f"{self._chunk_start}{choice}{end}" for choice in self._chunk_choices(update))
 
     def first_events(self) -> str:
-        """The events before there is any update."""
+        """The events before the first update. With it, since until then another replica may still answer."""
         return ""
 
     def progress_event(self, stream: RequestStream, elapsed_s: float) -> str:
@@ -134,7 +134,7 @@ class Answer(ABC, Generic[BodyT]):
 
     def error_events(self, error: ApiError) -> str:
         """The events of a stream that fails."""
-        return f"data: {json.dumps(error.body())}\n\n"
+        return error.event()
 
     def last_events(self) -> str:
         """The events after all answers have ended, without [DONE]."""
@@ -360,16 +360,24 @@ def _call(delta: ToolCallDelta) -> dict[str, Any]:
     return {"id": delta.call_id, "type": "function", "function": function}
 
 
+BlockKind: TypeAlias = Literal["reasoning", "text", "call"]
+
+
 @dataclass
 class Block:
     """A part of an answer: its reasoning, its text, or a tool call."""
 
-    kind: Literal["reasoning", "text", "call"]
+    kind: BlockKind
     index: int
     block_id: str
-    text: str = ""  # for a call its arguments
     call_id: str = ""
     name: str = ""
+    pieces: list[str] = field(default_factory=list)  # one string would be copied for each token
+
+    @property
+    def text(self) -> str:
+        """For a call its arguments."""
+        return "".join(self.pieces)
 
 
 class BlockAnswer(ChatAnswer):
@@ -417,31 +425,22 @@ class BlockAnswer(ChatAnswer):
         """Add what `text` says to the blocks, and return the events of it."""
         events = []
         for delta in self._deltas(0, text, is_last):
-            block = self._block_of(delta)
-            if not self._blocks or block.kind != self._blocks[-1].kind or block.call_id:
+            kind: BlockKind
+            if isinstance(delta, ToolCallDelta):
+                kind, piece, call_id, name = "call", delta.arguments, delta.call_id, delta.name
+            else:
+                kind, piece = ("text", delta) if isinstance(delta, str) else ("reasoning", delta.text)
+                call_id = name = ""
+            if not self._blocks or kind != self._blocks[-1].kind or call_id:
                 events += self._ended_events(self._blocks[-1]) if self._blocks else []
-                self._blocks.append(block)
-                events += self._begun_events(block)
-            piece = (
-                delta
-                if isinstance(delta, str)
-                else delta.text
-                if isinstance(delta, ReasoningDelta)
-                else delta.arguments
-            )
+                self._blocks.append(Block(kind, len(self._blocks), secrets.token_hex(12), call_id, name))
+                events += self._begun_events(self._blocks[-1])
             if piece:
-                self._blocks[-1].text += piece
+                self._blocks[-1].pieces.append(piece)
                 events.append(self._piece_event(self._blocks[-1], piece))
         if is_last and self._blocks:
             events += self._ended_events(self._blocks[-1])
         return events
-
-    def _block_of(self, delta: Delta) -> Block:
-        """A block that begins with this delta."""
-        index, block_id = len(self._blocks), secrets.token_hex(12)
-        if isinstance(delta, ToolCallDelta):
-            return Block("call", index, block_id, call_id=delta.call_id, name=delta.name)
-        return Block("text" if isinstance(delta, str) else "reasoning", index, block_id)
 
 
 # -- sending -----------------------------------------------------------------------------------------------------------
@@ -459,7 +458,7 @@ class EventStream(Response):
         self._stream, self._answer, self._silence_s = stream, answer, silence_s
         self._has_begun = False  # a token has arrived
         self._start_s = self._sent_s = (
-            0.0  # when the stream began, and when something was sent last, by the event loop's clock
+            0.0  # when the stream began, and when something was sent last, by the loop's clock
         )
         self.media_type = "text/event-stream"
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
@@ -502,12 +501,12 @@ class EventStream(Response):
     async def _events(self) -> AsyncGenerator[str, None]:
         """The status has been sent, so an error is an event, too."""
         try:
-            if event := self._answer.first_events() + self._progress():
+            if event := self._progress():
                 yield event
             async for update in self._stream:
                 if not self._has_begun:
                     self._has_begun = True
-                    if event := self._progress():
+                    if event := self._progress() + self._answer.first_events():
                         yield event
                 if update.output is not None:
                     check_output(update.output)

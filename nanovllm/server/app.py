@@ -141,7 +141,7 @@ def add_answers(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/messages", responses=ANSWERS)
     async def create_message(body: MessagesRequest, request: Request) -> Response:
-        return await _answer_chat(service, body.as_chat(), request, MessagesAnswer)
+        return await _answer_chat(service, body.as_chat(), request, MessagesAnswer, is_cut_to_fit=True)
 
     @app.post("/v1/messages/count_tokens", responses=BODY_ERRORS)
     async def count_tokens(body: CountTokensRequest, request: Request) -> Response:
@@ -158,7 +158,9 @@ async def _answer_chat(
     body: ChatRequest,
     request: Request,
     make_answer: Callable[[Service, ChatRequest, ChatForm], ChatAnswer],
+    is_cut_to_fit: bool = False,
 ) -> Response:
+    """is_cut_to_fit: max_tokens may be more than fits after the prompt, and the answer says so if that ends it."""
     service.check_body(body)
     tools = body.offered_tools
     call_format = find_call_format(service) if tools else None
@@ -167,6 +169,8 @@ async def _answer_chat(
     token_ids = await service.prepare(encode_messages, service, body, tools, cache_salt)
     num_free_tokens = service.llm.max_request_tokens - len(token_ids)
     params = chat_params(body, service.llm.sampling_defaults, num_free_tokens, constraint)
+    if is_cut_to_fit and params.max_tokens is not None:
+        params = replace(params, max_tokens=max(1, min(params.max_tokens, num_free_tokens)))
     outputs = params.structured_outputs
     is_formed = outputs is not None and (outputs.tagged_json is None or outputs.tagged_json.is_required)
     answer = make_answer(service, body, _chat_form(service, call_format, token_ids, is_formed))
@@ -334,7 +338,7 @@ def add_small_endpoints(app: FastAPI, service: Service) -> None:
     async def health() -> Response:
         """Status 200 if requests are answered, 503 with the reason if the engine has failed."""
         failure = service.engine.failure
-        return json_response({"status": "ready"}) if failure is None else api_error(failure).response()
+        return json_response({"status": "ready"}) if failure is None else api_error(failure).response("/health")
 
     @app.get("/version")
     async def version() -> Response:
