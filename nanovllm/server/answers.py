@@ -248,6 +248,7 @@ class ChatAnswer(Answer[ChatRequest]):
         self._form, self._num_top = form, body.top_logprobs or 0
         self._parsers: dict[int, ToolCallParser | TaggedCallParser] = {}  # by index of the answer
         self._splitters: dict[int, ReasoningSplitter] = {}
+        self._spaces: dict[int, list[str]] = {}  # white space that parsers would hold back, and search again each time
         self._with_calls: set[int] = set()  # indices of the answers that called a tool
         self._num_reasoning_tokens = 0
 
@@ -297,6 +298,13 @@ class ChatAnswer(Answer[ChatRequest]):
     def _deltas(self, index: int, text: str, is_last: bool) -> list[Delta]:
         """The reasoning, the contents and the tool calls that `text` adds to the message. Hot."""
         form = self._form
+        if form.call_format is None and not form.has_reasoning:
+            return [text] if text else []
+        if text.isspace() and not is_last:
+            self._spaces.setdefault(index, []).append(text)
+            return []
+        if self._spaces and index in self._spaces:
+            text = "".join((*self._spaces.pop(index), text))
         deltas: list[Delta] = []
         if form.has_reasoning:
             if index not in self._splitters:
@@ -432,8 +440,8 @@ class BlockAnswer(ChatAnswer):
                 kind, piece = ("text", delta) if isinstance(delta, str) else ("reasoning", delta.text)
                 call_id = name = ""
             if not self._blocks or kind != self._blocks[-1].kind or call_id:
-                events += self._ended_events(self._blocks[-1]) if self._blocks else []
                 self._blocks.append(Block(kind, len(self._blocks), secrets.token_hex(12), call_id, name))
+                events += self._ended_events(self._blocks[-2]) if len(self._blocks) > 1 else []
                 events += self._begun_events(self._blocks[-1])
             if piece:
                 self._blocks[-1].pieces.append(piece)

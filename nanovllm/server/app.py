@@ -137,20 +137,26 @@ def add_answers(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/responses", responses=ANSWERS)
     async def create_response(body: ResponsesRequest, request: Request) -> Response:
-        return await _answer_chat(service, body.as_chat(), request, partial(ResponsesAnswer, asked=body))
+        return await _answer_chat(service, _as_chat(service, body), request, partial(ResponsesAnswer, asked=body))
 
     @app.post("/v1/messages", responses=ANSWERS)
     async def create_message(body: MessagesRequest, request: Request) -> Response:
-        return await _answer_chat(service, body.as_chat(), request, MessagesAnswer, is_cut_to_fit=True)
+        return await _answer_chat(service, _as_chat(service, body), request, MessagesAnswer, is_cut_to_fit=True)
 
     @app.post("/v1/messages/count_tokens", responses=BODY_ERRORS)
     async def count_tokens(body: CountTokensRequest, request: Request) -> Response:
-        chat = body.as_chat()
+        chat = _as_chat(service, body)
         service.check_body(chat)
         if chat.offered_tools:
             find_call_format(service)
         token_ids = await service.prepare(encode_messages, service, chat, chat.offered_tools, service.key_salt(request))
         return json_response({"input_tokens": len(token_ids)})
+
+
+def _as_chat(service: Service, body: ResponsesRequest | CountTokensRequest) -> ChatRequest:
+    """Return the chat that the body asks for. Its lists are limited before they are converted."""
+    service.check_body(body)
+    return body.as_chat()
 
 
 async def _answer_chat(

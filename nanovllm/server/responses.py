@@ -286,7 +286,7 @@ class ResponsesAnswer(BlockAnswer):
             "status": status,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-            "output": [_item(block, is_cut and block is self._blocks[-1]) for block in self._blocks],
+            "output": [_item(block, self._is_cut(block)) for block in self._blocks],
             "usage": usage,
             **{name: asked.get(name) for name in names},
             "metadata": {},
@@ -297,6 +297,11 @@ class ResponsesAnswer(BlockAnswer):
             "tool_choice": asked.get("tool_choice", "auto"),
             "tools": asked.get("tools", []),
         }
+
+    def _is_cut(self, block: Block) -> bool:
+        """Return True if the answer has ended within this block, but not by itself."""
+        output = self._output
+        return output is not None and output["finish_reason"] != "stop" and block is self._blocks[-1]
 
     def _begun_events(self, block: Block) -> list[dict[str, Any]]:
         item = _item(block) | {"status": "in_progress"}
@@ -317,7 +322,7 @@ class ResponsesAnswer(BlockAnswer):
         return {"type": f"{_EVENTS[block.kind]}.delta", **_place(block), "delta": piece}
 
     def _ended_events(self, block: Block) -> list[dict[str, Any]]:
-        item, place = _item(block), _place(block)
+        item, place = _item(block, self._is_cut(block)), _place(block)
         ended = [{"type": "response.output_item.done", "output_index": block.index, "item": item}]
         kind = f"{_EVENTS[block.kind]}.done"
         if block.kind == "call":

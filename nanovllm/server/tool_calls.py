@@ -510,7 +510,9 @@ class ReasoningSplitter:
 
 
 def _joined(deltas: list[CallPart]) -> list[CallPart]:
-    """Join adjacent contents."""
+    """Join adjacent contents. Hot."""
+    if len(deltas) < 2:
+        return deltas
     joined: list[CallPart] = []
     for is_content, adjacent in itertools.groupby(deltas, key=lambda delta: isinstance(delta, str)):
         group = list(adjacent)

@@ -10,10 +10,12 @@ import pytest
 
 from nanovllm import AsyncLLM
 from nanovllm.request_stream import RequestUpdate
-from nanovllm.server.answers import Block, BlockAnswer, ChatForm
+from nanovllm.server.answers import Block, BlockAnswer, ChatAnswer, ChatForm
 from nanovllm.server.errors import ApiError, Refusal
 from nanovllm.server.messages import MessagesAnswer, MessagesRequest, _content
+from nanovllm.server.protocol import ChatRequest
 from nanovllm.server.responses import ResponsesAnswer, ResponsesRequest
+from nanovllm.server.tool_calls import HERMES, LLAMA, QWEN_TAGS, CallFormat
 
 NOTE = "The passkey is 4711, says the old captain."
 QUESTION = f"{NOTE}\nThe passkey is"
@@ -99,6 +101,9 @@ def test_responses_errors_name_the_fields_of_the_body(url: str) -> None:
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [*tools, {"type": "custom", "name": "apply_patch"}]}, "tools[1].type"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        # Regression: 300,000 tools were made those of a chat first, which stopped the event loop for 20 s
+        ({"tools": tools * 5000}, "tools"),
+        ({"input": [{"role": "user", "content": "x"}] * 5000}, "input"),
     )
     for fields, param in cases:
         status, body = post(url, "/v1/responses", {"input": "x"} | fields)
@@ -162,6 +167,28 @@ def test_response_repeats_what_was_asked_under_its_own_names(url: str) -> None:
     assert body["text"]["format"] == FORMAT
     _, body = post(url, "/v1/responses", {"input": "x", "text": {"verbosity": "low"}, "max_output_tokens": 5})
     assert body["text"] == {"format": {"type": "text"}}
+
+
+def test_item_that_is_cut_off_is_incomplete_in_its_last_event(url: str) -> None:
+    """Regression: it was completed, and agents run a call as soon as that event says so."""
+    body = {"input": QUESTION, "temperature": 0, "stream": True}
+    for fields, status in (({}, "completed"), ({"max_output_tokens": 3}, "incomplete")):
+        *_, done, last = events(httpx.post(f"{url}/v1/responses", json=body | fields, timeout=20).text)
+        assert (done["type"], last["type"]) == ("response.output_item.done", f"response.{status}")
+        assert [done["item"]] == last["response"]["output"] and done["item"]["status"] == status
+
+
+@pytest.mark.parametrize("call_format", [HERMES, LLAMA, QWEN_TAGS, None])
+def test_answer_of_white_space_costs_the_same_for_each_token(call_format: CallFormat | None) -> None:
+    """Regression: a model that loops on new lines had all of them searched again for each."""
+    service: Any = SimpleNamespace(model_names=["tiny"])
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    body = ChatRequest.model_validate({"messages": ASK["messages"], "tools": tools, "stream": True})
+    answer, start_s = ChatAnswer(service, body, ChatForm(call_format, has_reasoning=True)), time.process_time()
+    for _ in range(100_000):
+        answer.update_events(RequestUpdate(0, text="\n"))
+    assert "\\n\\nDone." in answer.update_events(RequestUpdate(0, text="Done."))
+    assert time.process_time() - start_s < 2
 
 
 @pytest.mark.parametrize("kind", [MessagesAnswer, ResponsesAnswer])
