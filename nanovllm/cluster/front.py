@@ -139,7 +139,7 @@ class Front:
     def _health(self) -> Response:
         if self._replicas.num_ready:
             return json_response({"status": "ready"})
-        return no_replica().response("/health")
+        return no_replica().response()
 
     async def _metrics(self) -> str:
         return join_metrics([generate_latest(self._registry).decode(), *await self._replicas.metrics()])

@@ -41,6 +41,7 @@ from nanovllm.text.request_check import Prompt
 DONE = b"data: [DONE]\n\n"
 COMMENT = b": no new text yet\n\n"  # which readers of server-sent events skip
 MAX_SILENCE_S = 10.0
+MAX_LEADING_TOKENS = 4  # white space before the tag of reasoning
 PROGRESS_S = 0.5  # between two reports of a prompt's progress
 Result = TypeVar("Result")
 BodyT = TypeVar("BodyT", bound=SamplingFields)
@@ -231,13 +232,14 @@ class ChatForm(NamedTuple):
     """The form in which the model writes its answers to one request.
 
     call_format: how it writes tool calls; None if the request has no tools. has_reasoning: the template knows
-    reasoning. begins_in_reasoning: the prompt has opened it. reasoning_end: the token that ends it, if it is one token.
+    reasoning. begins_in_reasoning: the prompt has opened it. reasoning_tags: the tokens that begin and end it, if each
+    is one token.
     """
 
     call_format: CallFormat | None = None
     has_reasoning: bool = False
     begins_in_reasoning: bool = False
-    reasoning_end: int | None = None
+    reasoning_tags: tuple[int, int] | None = None
 
 
 class ChatAnswer(Answer[ChatRequest]):
@@ -326,12 +328,11 @@ class ChatAnswer(Answer[ChatRequest]):
 
     def _count(self, index: int, token_ids: Sequence[int], output: RequestOutput | None) -> None:
         super()._count(index, token_ids, output)
-        if output is not None and self._form.has_reasoning:
-            answer, end = output["token_ids"], self._form.reasoning_end
-            if end in answer:
-                self._num_reasoning_tokens += answer.index(end) + 1
-            elif self._form.begins_in_reasoning:
-                self._num_reasoning_tokens += len(answer)
+        form = self._form
+        if output is not None and form.reasoning_tags is not None:
+            answer, (begin, end) = output["token_ids"], form.reasoning_tags
+            if form.begins_in_reasoning or begin in answer[:MAX_LEADING_TOKENS]:
+                self._num_reasoning_tokens += answer.index(end) + 1 if end in answer else len(answer)
 
     def _usage(self) -> dict[str, Any]:
         usage = super()._usage()

@@ -209,8 +209,9 @@ def _chat_form(service: Service, call_format: CallFormat | None, token_ids: Toke
     if is_formed or "</think>" not in _template(service):
         return ChatForm(call_format)
     begins_in_reasoning = service.llm.text.decode(token_ids[-8:].tolist()).rstrip().endswith("<think>")
-    ends = service.llm.tokenizer.encode("</think>", add_special_tokens=False)
-    return ChatForm(call_format, True, begins_in_reasoning, ends[0] if len(ends) == 1 else None)
+    tags = [service.llm.tokenizer.encode(tag, add_special_tokens=False) for tag in ("<think>", "</think>")]
+    is_known = all(len(tag) == 1 for tag in tags)
+    return ChatForm(call_format, True, begins_in_reasoning, (tags[0][0], tags[1][0]) if is_known else None)
 
 
 def _prompts(prompt: Any) -> list[str | list[int]]:
@@ -344,7 +345,7 @@ def add_small_endpoints(app: FastAPI, service: Service) -> None:
     async def health() -> Response:
         """Status 200 if requests are answered, 503 with the reason if the engine has failed."""
         failure = service.engine.failure
-        return json_response({"status": "ready"}) if failure is None else api_error(failure).response("/health")
+        return json_response({"status": "ready"}) if failure is None else api_error(failure).response()
 
     @app.get("/version")
     async def version() -> Response:

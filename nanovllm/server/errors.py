@@ -70,7 +70,7 @@ class ApiError(Exception):
         error["type"] = ANTHROPIC_TYPES.get(self.status, kind if self.status < 500 else "api_error")
         return {"type": "error", "error": error}
 
-    def response(self, path: str) -> Response:
+    def response(self, path: str = "") -> Response:
         return json_response(self.body(path), self.status, self._headers)
 
     def event(self, path: str = "") -> str:

@@ -169,6 +169,25 @@ def test_response_repeats_what_was_asked_under_its_own_names(url: str) -> None:
     assert body["text"] == {"format": {"type": "text"}}
 
 
+def test_reasoning_tokens_are_those_before_its_end() -> None:
+    """Regression: reasoning that the model had begun and not ended counted none, and a tag in an answer some."""
+    begin, end = 7, 8
+    for token_ids, has_begun, expected in (
+        ([begin, 1, end, 2], False, 3),
+        ([begin, 1], False, 2),
+        ([1, end, 2], True, 2),
+        ([1, 2], True, 2),
+        ([1, 2, 3, 4, 5, begin, end], False, 0),
+        ([1, end, 2], False, 0),
+    ):
+        service: Any = SimpleNamespace(model_names=["tiny"])
+        form = ChatForm(None, True, has_begun, (begin, end))
+        answer = ChatAnswer(service, ChatRequest.model_validate({"messages": ASK["messages"]}), form)
+        output: Any = {"token_ids": token_ids, "num_cached_tokens": 0, "text": "", "finish_reason": "length"}
+        usage = answer.whole([output])["usage"]
+        assert usage["completion_tokens_details"]["reasoning_tokens"] == expected, token_ids
+
+
 def test_item_that_is_cut_off_is_incomplete_in_its_last_event(url: str) -> None:
     """Regression: it was completed, and agents run a call as soon as that event says so."""
     body = {"input": QUESTION, "temperature": 0, "stream": True}
