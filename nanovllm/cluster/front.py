@@ -9,7 +9,6 @@ stream of events merges what was generated into fewer and longer chunks. The fir
 """
 
 import asyncio
-import json
 import logging
 from collections.abc import AsyncGenerator, Collection, Iterable
 from contextlib import aclosing, suppress
@@ -128,14 +127,14 @@ class Front:
             except ReplicaLostError as error:
                 if reply.has_begun:
                     self._cut.inc()
-                    return await reply.end_with_error()
+                    return await reply.end_with_error(scope["path"])
                 if error.replica is not None:
                     lost.add(error.replica)
             except Refusal as refusal:
                 self.refused(refusal.reason)
-                return await refusal.response()(scope, receive, send)
+                return await refusal.response(scope["path"])(scope, receive, send)
         self._cut.inc()
-        await _lost_error().response()(scope, receive, send)
+        await _lost_error().response(scope["path"])(scope, receive, send)
 
     def _health(self) -> Response:
         if self._replicas.num_ready:
@@ -170,10 +169,10 @@ class _Reply:
             await self._send(head)
         await self._send(message)
 
-    async def end_with_error(self) -> None:
+    async def end_with_error(self, path: str) -> None:
         """End a stream with an event. Any other answer stays incomplete, and the server closes its connection."""
         if self._is_event_stream:
-            event = f"data: {json.dumps(_lost_error().body())}\n\n".encode()
+            event = _lost_error().event(path).encode()
             await self._send({"type": "http.response.body", "body": event + DONE, "more_body": False})
 
 

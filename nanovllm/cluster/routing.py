@@ -11,6 +11,7 @@ unless it is most of what they send.
 """
 
 import json
+import re
 from array import array
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping
@@ -21,6 +22,7 @@ import xxhash
 
 MIN_BEGINNING_BYTES = 256  # shorter beginnings take no time worth saving
 NUM_LOOKED_UP = 2
+BILLING_HEADER = re.compile(r'x-anthropic-billing-header:[^"]*')  # not in the prompt; it differs in each request
 MAX_QUEUE_GAP = 16  # requests that a replica's queue may be longer than the shortest one, for the sake of its cache
 MAX_BEGINNINGS = 1 << 16  # that are remembered: about 15 MB, and 5,000 prompts of 4 MB
 
@@ -78,7 +80,7 @@ def _prompt_bytes(path: str, fields: dict[str, Any]) -> bytes:
         return text.encode(errors="surrogatepass")
     if path in ("/v1/responses", "/v1/messages"):
         parts = [fields.get(name) for name in ("tools", "instructions", "system", "messages", "input")]
-        return json.dumps(parts).encode()
+        return BILLING_HEADER.sub("", json.dumps(parts), count=1).encode()
     raise KeyError(path)
 
 

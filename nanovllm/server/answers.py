@@ -13,7 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Coroutine, Iterable, Iterator, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
@@ -41,6 +41,7 @@ from nanovllm.text.request_check import Prompt
 DONE = b"data: [DONE]\n\n"
 COMMENT = b": no new text yet\n\n"  # which readers of server-sent events skip
 MAX_SILENCE_S = 10.0
+MAX_LEADING_TOKENS = 4  # white space before the tag of reasoning
 PROGRESS_S = 0.5  # between two reports of a prompt's progress
 Result = TypeVar("Result")
 BodyT = TypeVar("BodyT", bound=SamplingFields)
@@ -117,7 +118,7 @@ class Answer(ABC, Generic[BodyT]):
         return "".join(f"{self._chunk_start}{choice}{end}" for choice in self._chunk_choices(update))
 
     def first_events(self) -> str:
-        """The events before there is any update."""
+        """The events before the first update. With it, since until then another replica may still answer."""
         return ""
 
     def progress_event(self, stream: RequestStream, elapsed_s: float) -> str:
@@ -134,7 +135,7 @@ class Answer(ABC, Generic[BodyT]):
 
     def error_events(self, error: ApiError) -> str:
         """The events of a stream that fails."""
-        return f"data: {json.dumps(error.body())}\n\n"
+        return error.event()
 
     def last_events(self) -> str:
         """The events after all answers have ended, without [DONE]."""
@@ -231,13 +232,14 @@ class ChatForm(NamedTuple):
     """The form in which the model writes its answers to one request.
 
     call_format: how it writes tool calls; None if the request has no tools. has_reasoning: the template knows
-    reasoning. begins_in_reasoning: the prompt has opened it. reasoning_end: the token that ends it, if it is one token.
+    reasoning. begins_in_reasoning: the prompt has opened it. reasoning_tags: the tokens that begin and end it, if each
+    is one token.
     """
 
     call_format: CallFormat | None = None
     has_reasoning: bool = False
     begins_in_reasoning: bool = False
-    reasoning_end: int | None = None
+    reasoning_tags: tuple[int, int] | None = None
 
 
 class ChatAnswer(Answer[ChatRequest]):
@@ -248,6 +250,7 @@ class ChatAnswer(Answer[ChatRequest]):
         self._form, self._num_top = form, body.top_logprobs or 0
         self._parsers: dict[int, ToolCallParser | TaggedCallParser] = {}  # by index of the answer
         self._splitters: dict[int, ReasoningSplitter] = {}
+        self._spaces: dict[int, list[str]] = {}  # white space that parsers would hold back, and search again each time
         self._with_calls: set[int] = set()  # indices of the answers that called a tool
         self._num_reasoning_tokens = 0
 
@@ -297,6 +300,13 @@ class ChatAnswer(Answer[ChatRequest]):
     def _deltas(self, index: int, text: str, is_last: bool) -> list[Delta]:
         """The reasoning, the contents and the tool calls that `text` adds to the message. Hot."""
         form = self._form
+        if form.call_format is None and not form.has_reasoning:
+            return [text] if text else []
+        if text.isspace() and not is_last:
+            self._spaces.setdefault(index, []).append(text)
+            return []
+        if self._spaces and index in self._spaces:
+            text = "".join((*self._spaces.pop(index), text))
         deltas: list[Delta] = []
         if form.has_reasoning:
             if index not in self._splitters:
@@ -318,12 +328,11 @@ class ChatAnswer(Answer[ChatRequest]):
 
     def _count(self, index: int, token_ids: Sequence[int], output: RequestOutput | None) -> None:
         super()._count(index, token_ids, output)
-        if output is not None and self._form.has_reasoning:
-            answer, end = output["token_ids"], self._form.reasoning_end
-            if end in answer:
-                self._num_reasoning_tokens += answer.index(end) + 1
-            elif self._form.begins_in_reasoning:
-                self._num_reasoning_tokens += len(answer)
+        form = self._form
+        if output is not None and form.reasoning_tags is not None:
+            answer, (begin, end) = output["token_ids"], form.reasoning_tags
+            if form.begins_in_reasoning or begin in answer[:MAX_LEADING_TOKENS]:
+                self._num_reasoning_tokens += answer.index(end) + 1 if end in answer else len(answer)
 
     def _usage(self) -> dict[str, Any]:
         usage = super()._usage()
@@ -360,16 +369,24 @@ def _call(delta: ToolCallDelta) -> dict[str, Any]:
     return {"id": delta.call_id, "type": "function", "function": function}
 
 
+BlockKind: TypeAlias = Literal["reasoning", "text", "call"]
+
+
 @dataclass
 class Block:
     """A part of an answer: its reasoning, its text, or a tool call."""
 
-    kind: Literal["reasoning", "text", "call"]
+    kind: BlockKind
     index: int
     block_id: str
-    text: str = ""  # for a call its arguments
     call_id: str = ""
     name: str = ""
+    pieces: list[str] = field(default_factory=list)  # one string would be copied for each token
+
+    @property
+    def text(self) -> str:
+        """For a call its arguments."""
+        return "".join(self.pieces)
 
 
 class BlockAnswer(ChatAnswer):
@@ -417,31 +434,22 @@ class BlockAnswer(ChatAnswer):
         """Add what `text` says to the blocks, and return the events of it."""
         events = []
         for delta in self._deltas(0, text, is_last):
-            block = self._block_of(delta)
-            if not self._blocks or block.kind != self._blocks[-1].kind or block.call_id:
-                events += self._ended_events(self._blocks[-1]) if self._blocks else []
-                self._blocks.append(block)
-                events += self._begun_events(block)
-            piece = (
-                delta
-                if isinstance(delta, str)
-                else delta.text
-                if isinstance(delta, ReasoningDelta)
-                else delta.arguments
-            )
+            kind: BlockKind
+            if isinstance(delta, ToolCallDelta):
+                kind, piece, call_id, name = "call", delta.arguments, delta.call_id, delta.name
+            else:
+                kind, piece = ("text", delta) if isinstance(delta, str) else ("reasoning", delta.text)
+                call_id = name = ""
+            if not self._blocks or kind != self._blocks[-1].kind or call_id:
+                self._blocks.append(Block(kind, len(self._blocks), secrets.token_hex(12), call_id, name))
+                events += self._ended_events(self._blocks[-2]) if len(self._blocks) > 1 else []
+                events += self._begun_events(self._blocks[-1])
             if piece:
-                self._blocks[-1].text += piece
+                self._blocks[-1].pieces.append(piece)
                 events.append(self._piece_event(self._blocks[-1], piece))
         if is_last and self._blocks:
             events += self._ended_events(self._blocks[-1])
         return events
-
-    def _block_of(self, delta: Delta) -> Block:
-        """A block that begins with this delta."""
-        index, block_id = len(self._blocks), secrets.token_hex(12)
-        if isinstance(delta, ToolCallDelta):
-            return Block("call", index, block_id, call_id=delta.call_id, name=delta.name)
-        return Block("text" if isinstance(delta, str) else "reasoning", index, block_id)
 
 
 # -- sending -----------------------------------------------------------------------------------------------------------
@@ -459,7 +467,7 @@ class EventStream(Response):
         self._stream, self._answer, self._silence_s = stream, answer, silence_s
         self._has_begun = False  # a token has arrived
         self._start_s = self._sent_s = (
-            0.0  # when the stream began, and when something was sent last, by the event loop's clock
+            0.0  # when the stream began, and when something was sent last, by the loop's clock
         )
         self.media_type = "text/event-stream"
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
@@ -502,12 +510,12 @@ class EventStream(Response):
     async def _events(self) -> AsyncGenerator[str, None]:
         """The status has been sent, so an error is an event, too."""
         try:
-            if event := self._answer.first_events() + self._progress():
+            if event := self._progress():
                 yield event
             async for update in self._stream:
                 if not self._has_begun:
                     self._has_begun = True
-                    if event := self._progress():
+                    if event := self._progress() + self._answer.first_events():
                         yield event
                 if update.output is not None:
                     check_output(update.output)

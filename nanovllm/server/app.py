@@ -137,15 +137,15 @@ def add_answers(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/responses", responses=ANSWERS)
     async def create_response(body: ResponsesRequest, request: Request) -> Response:
-        return await _answer_chat(service, body.as_chat(), request, partial(ResponsesAnswer, asked=body))
+        return await _answer_chat(service, _as_chat(service, body), request, partial(ResponsesAnswer, asked=body))
 
     @app.post("/v1/messages", responses=ANSWERS)
     async def create_message(body: MessagesRequest, request: Request) -> Response:
-        return await _answer_chat(service, body.as_chat(), request, MessagesAnswer)
+        return await _answer_chat(service, _as_chat(service, body), request, MessagesAnswer, is_cut_to_fit=True)
 
     @app.post("/v1/messages/count_tokens", responses=BODY_ERRORS)
     async def count_tokens(body: CountTokensRequest, request: Request) -> Response:
-        chat = body.as_chat()
+        chat = _as_chat(service, body)
         service.check_body(chat)
         if chat.offered_tools:
             find_call_format(service)
@@ -153,12 +153,20 @@ def add_answers(app: FastAPI, service: Service) -> None:
         return json_response({"input_tokens": len(token_ids)})
 
 
+def _as_chat(service: Service, body: ResponsesRequest | CountTokensRequest) -> ChatRequest:
+    """Return the chat that the body asks for. Its lists are limited before they are converted."""
+    service.check_body(body)
+    return body.as_chat()
+
+
 async def _answer_chat(
     service: Service,
     body: ChatRequest,
     request: Request,
     make_answer: Callable[[Service, ChatRequest, ChatForm], ChatAnswer],
+    is_cut_to_fit: bool = False,
 ) -> Response:
+    """is_cut_to_fit: max_tokens may be more than fits after the prompt, and the answer says so if that ends it."""
     service.check_body(body)
     tools = body.offered_tools
     call_format = find_call_format(service) if tools else None
@@ -167,6 +175,8 @@ async def _answer_chat(
     token_ids = await service.prepare(encode_messages, service, body, tools, cache_salt)
     num_free_tokens = service.llm.max_request_tokens - len(token_ids)
     params = chat_params(body, service.llm.sampling_defaults, num_free_tokens, constraint)
+    if is_cut_to_fit and params.max_tokens is not None:
+        params = replace(params, max_tokens=max(1, min(params.max_tokens, num_free_tokens)))
     outputs = params.structured_outputs
     is_formed = outputs is not None and (outputs.tagged_json is None or outputs.tagged_json.is_required)
     answer = make_answer(service, body, _chat_form(service, call_format, token_ids, is_formed))
@@ -199,8 +209,9 @@ def _chat_form(service: Service, call_format: CallFormat | None, token_ids: Toke
     if is_formed or "</think>" not in _template(service):
         return ChatForm(call_format)
     begins_in_reasoning = service.llm.text.decode(token_ids[-8:].tolist()).rstrip().endswith("<think>")
-    ends = service.llm.tokenizer.encode("</think>", add_special_tokens=False)
-    return ChatForm(call_format, True, begins_in_reasoning, ends[0] if len(ends) == 1 else None)
+    tags = [service.llm.tokenizer.encode(tag, add_special_tokens=False) for tag in ("<think>", "</think>")]
+    is_known = all(len(tag) == 1 for tag in tags)
+    return ChatForm(call_format, True, begins_in_reasoning, (tags[0][0], tags[1][0]) if is_known else None)
 
 
 def _prompts(prompt: Any) -> list[str | list[int]]:

@@ -1,8 +1,9 @@
 """Errors: their answers, their description in /openapi.json, and their traces in the log.
 
-Their form is OpenAI's: {"error": {"message", "type", "param", "code"}}. Bad input is 400, an unknown model or route
-404, an engine that has failed 503, and a bug 500. Messages say what to change. They go to the client only, because they
-can quote what it sent. The log has an exception's type and where it was raised.
+Their form is OpenAI's: {"error": {"message", "type", "param", "code"}}. For the Messages API the object has Anthropic's
+"type": "error", too, and the error one of Anthropic's types, by which its clients choose what to raise. Bad input is
+400, an unknown model or route 404, an engine that has failed 503, and a bug 500. Messages say what to change. They go
+to the client only, because they can quote what it sent. The log has an exception's type and where it was raised.
 """
 
 import json
@@ -27,6 +28,15 @@ Responses: TypeAlias = dict[int | str, dict[str, Any]]
 
 PART_ITEMS = 100  # of a list that is encoded at once
 RETRY_CODES = {429: "rate_limit_exceeded", 503: "service_unavailable"}
+MESSAGES_PATH = "/v1/messages"
+ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 CLOSING = (401, 408, 413, 503)  # the rest of the body is not read, or the server is about to end
 CLIENT_CLOSED_REQUEST = 499  # never received; it shows in logs
 _OF_CALLS = "structured_outputs.tagged_json"  # by which tool calls are checked
@@ -51,12 +61,22 @@ class ApiError(Exception):
         self.message, self.status, self.param, self.code = message, status, param, code
         self._headers = headers
 
-    def body(self) -> dict[str, Any]:
+    def body(self, path: str = "") -> dict[str, Any]:
+        """The answer to a request for `path`."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        if not path.startswith(MESSAGES_PATH):
+            return {"error": error}
+        error["type"] = ANTHROPIC_TYPES.get(self.status, kind if self.status < 500 else "api_error")
+        return {"type": "error", "error": error}
 
-    def response(self) -> Response:
-        return json_response(self.body(), self.status, self._headers)
+    def response(self, path: str = "") -> Response:
+        return json_response(self.body(path), self.status, self._headers)
+
+    def event(self, path: str = "") -> str:
+        """The event that ends a stream. Anthropic's clients skip events without a name."""
+        name = "event: error\n" if path.startswith(MESSAGES_PATH) else ""
+        return f"{name}data: {json.dumps(self.body(path))}\n\n"
 
 
 class Refusal(ApiError):
@@ -131,7 +151,7 @@ def model_not_found(name: str) -> ApiError:
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    """Answer every exception in OpenAI's form."""
+    """Answer every exception in the API's form."""
 
     async def answer(request: Request, error: Exception) -> Response:
         if isinstance(error, ClientDisconnectedError):
@@ -143,7 +163,7 @@ def add_error_handlers(app: FastAPI) -> None:
             if error.status_code in (404, 405):
                 message = f"{message}: {request.method} {shown(request.url.path)}"
             error = ApiError(message, status=error.status_code, headers=error.headers)
-        return api_error(error).response()
+        return api_error(error).response(request.url.path)
 
     answered = (ApiError, RequestError, EngineError, RequestValidationError, HTTPException, ClientDisconnectedError)
     for kind in (*answered, Exception):

@@ -22,13 +22,12 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nanovllm.errors import ConfigError
-from nanovllm.server.errors import ClientDisconnectedError, Refusal
+from nanovllm.server.errors import MESSAGES_PATH, ClientDisconnectedError, Refusal
 from nanovllm.server.options import ServerOptions
 from nanovllm.server.page import FILES_PATH
 
 API_KEY_VARIABLE = "NANOVLLM_API_KEY"
 OPEN_PATHS = ("/", "/health", "/version")  # need no key, nor do the page's files
-MESSAGES_PATH = "/v1/messages"
 MAX_HELD_BODIES = 64  # the bodies of all open requests together are at most as large as so many of the largest
 CACHE_SALT = "cache_salt"  # the entry of the request's state that holds the salt of its key, with cache_salt_per_key
 HOST_REFUSED = (
@@ -73,7 +72,7 @@ class Gate:
                     receive = await self._read_body(scope, receive, held)
                 except Refusal as refusal:
                     self._on_refusal(refusal.reason)
-                    return await refusal.response()(scope, receive, send)
+                    return await refusal.response(scope["path"])(scope, receive, send)
                 except ClientDisconnectedError:
                     return None
             await self._app(scope, receive, send)

@@ -1,16 +1,14 @@
-"""Anthropic's Messages API: a body becomes a ChatRequest, and a chat's answer becomes content blocks.
-
-Errors have OpenAI's form, in which Anthropic's clients find the message, too.
-"""
+"""Anthropic's Messages API: a body becomes a ChatRequest, and a chat's answer becomes content blocks."""
 
 import json
 from typing import Annotated, Any, ClassVar, Literal
 
+from annotated_types import MinLen
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from nanovllm.core.outputs import RequestOutput
 from nanovllm.server.answers import Block, BlockAnswer
-from nanovllm.server.errors import ApiError
+from nanovllm.server.errors import MESSAGES_PATH, ApiError
 from nanovllm.server.protocol import (
     Body,
     ChatRequest,
@@ -29,7 +27,9 @@ BLOCK_FIELDS = {  # type of a content block -> the fields that it needs
     "tool_use": ("id", "name", "input"),
     "tool_result": ("tool_use_id",),
 }
-STOP_REASONS = {"length": "max_tokens", "abort": "max_tokens"}
+BILLING_HEADER = (
+    "x-anthropic-billing-header:"  # Claude Code's, which the model is not shown; it differs in each request
+)
 
 
 class ContentBlock(Body):
@@ -92,6 +92,12 @@ class AnthropicToolChoice(Body):
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
+    @model_validator(mode="after")
+    def _check_name(self) -> "AnthropicToolChoice":
+        if self.type == "tool" and self.name is None:
+            raise refuse("name", "a tool_choice of type 'tool' needs 'name'")
+        return self
+
 
 class Thinking(Body):
     HINTS = frozenset(("budget_tokens", "display"))
@@ -101,14 +107,7 @@ class Thinking(Body):
 
 class OutputFormat(Body):
     type: Literal["json_schema"]
-    schema_: dict[str, Any]
-
-    @model_validator(mode="before")
-    @classmethod
-    def _rename_schema(cls, form: Any) -> Any:
-        if isinstance(form, dict) and "schema" in form:
-            return {"schema_" if name == "schema" else name: value for name, value in form.items()}
-        return form
+    schema_: dict[str, Any] = Field(alias="schema")
 
 
 class OutputConfig(Body):
@@ -120,7 +119,12 @@ class OutputConfig(Body):
 
 class CountTokensRequest(Body):
     NEUTRAL: ClassVar = {"container": (None,), "mcp_servers": (None, [])}
-    HINTS = frozenset(("betas", "cache_control", "context_management", "inference_geo", "metadata", "service_tier"))
+    HINTS = frozenset(
+        (
+            *("betas", "billing_policy", "cache_control", "context_management", "diagnostics", "fallbacks"),
+            *("inference_geo", "metadata", "service_tier", "speed"),
+        )
+    )
 
     model: str | None = None
     messages: Items[AnthropicMessage] = Field(min_length=1)
@@ -147,11 +151,11 @@ class CountTokensRequest(Body):
                 }
                 for each in self.tools
             ]
-            choice = self.tool_choice
-            if choice is not None:
-                named = {"type": "function", "function": {"name": choice.name}}
-                fields["tool_choice"] = {"any": "required", "tool": named}.get(choice.type, choice.type)
-                fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
+        choice = self.tool_choice
+        if choice is not None and (self.tools or choice.type != "auto"):
+            named = {"type": "function", "function": {"name": choice.name}}
+            fields["tool_choice"] = {"any": "required", "tool": named}.get(choice.type, choice.type)
+            fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
         if self.thinking is not None:
             is_on = self.thinking.type != "disabled"
             fields["chat_template_kwargs"] = {"enable_thinking": is_on}
@@ -163,7 +167,10 @@ class CountTokensRequest(Body):
         return fields
 
     def _messages(self) -> list[dict[str, Any]]:
-        messages = [{"role": "system", "content": _text(self.system)}] if self.system else []
+        system = self.system
+        if isinstance(system, list):
+            system = [block for block in system if not block.text.startswith(BILLING_HEADER)]
+        messages = [{"role": "system", "content": _text(system)}] if system else []
         for message in self.messages:
             if isinstance(message.content, str):
                 messages.append({"role": message.role, "content": message.content})
@@ -179,10 +186,8 @@ def _chat_messages(role: str, blocks: list[ContentBlock]) -> list[dict[str, Any]
         for block in blocks
         if block.type == "tool_result"
     ]
-    message: dict[str, Any] = {"role": role}
     texts = [block.text or "" for block in blocks if block.type == "text"]
-    if texts:
-        message["content"] = "\n".join(texts)
+    message: dict[str, Any] = {"role": role, "content": "\n".join(texts)}
     if thoughts := [block.thinking or "" for block in blocks if block.type == "thinking"]:
         message["reasoning_content"] = "\n".join(thoughts)
     calls = [
@@ -192,7 +197,7 @@ def _chat_messages(role: str, blocks: list[ContentBlock]) -> list[dict[str, Any]
     ]
     if calls:
         message["tool_calls"] = calls
-    return [*results, message] if len(message) > 1 or not results else results
+    return results if len(results) == len(blocks) > 0 else [*results, message]
 
 
 def _text(content: Any) -> str:
@@ -202,7 +207,7 @@ def _text(content: Any) -> str:
 class MessagesRequest(CountTokensRequest):
     max_tokens: int
     stream: bool | None = None
-    stop_sequences: Items[str] | None = None
+    stop_sequences: Items[Annotated[str, MinLen(1)]] | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -221,18 +226,15 @@ class MessagesAnswer(BlockAnswer):
 
     def last_events(self) -> str:
         body = self._body_of(self._output)
-        delta = {"stop_reason": body["stop_reason"], "stop_sequence": None}
+        delta = {name: body[name] for name in ("stop_reason", "stop_sequence")}
         ended = {"type": "message_delta", "delta": delta, "usage": body["usage"]}
         return self._sse([ended, {"type": "message_stop"}])
 
     def error_events(self, error: ApiError) -> str:
-        kind = "api_error" if error.status >= 500 else "invalid_request_error"
-        return self._sse([{"type": "error", "error": {"type": kind, "message": error.message}}])
+        return error.event(MESSAGES_PATH)
 
     def _body_of(self, output: RequestOutput | None) -> dict[str, Any]:
-        reason = None
-        if output is not None:
-            reason = STOP_REASONS.get(output["finish_reason"], "tool_use" if self._with_calls else "end_turn")
+        reason, stop_sequence = (None, None) if output is None else self._end(output)
         return {
             "id": str(self._fields["id"]).replace("-", "_"),
             "type": "message",
@@ -240,7 +242,7 @@ class MessagesAnswer(BlockAnswer):
             "model": self._fields["model"],
             "content": [_content(block) for block in self._blocks],
             "stop_reason": reason,
-            "stop_sequence": None,
+            "stop_sequence": stop_sequence,
             "usage": {
                 "input_tokens": self._num_prompt_tokens - self._num_cached_tokens,
                 "cache_creation_input_tokens": 0,
@@ -248,6 +250,19 @@ class MessagesAnswer(BlockAnswer):
                 "output_tokens": self._num_completion_tokens,
             },
         }
+
+    def _end(self, output: RequestOutput) -> tuple[str, str | None]:
+        """The reason of the end, and the stop sequence that was generated."""
+        if output["finish_reason"] != "stop":
+            is_full = output["finish_reason"] == "length" and len(output["token_ids"]) < (self._body.max_tokens or 0)
+            return "model_context_window_exceeded" if is_full else "max_tokens", None
+        if self._with_calls:
+            return "tool_use", None
+        given = self._body.stop or ()
+        num_tokens = 4 * max(map(len, given), default=0)  # at most one for each byte
+        end = self._service.llm.text.decode(output["token_ids"][-num_tokens - 1 :]) if given else ""
+        found = next((each for each in given if each in end), None)
+        return "stop_sequence" if found else "end_turn", found
 
     def _begun_events(self, block: Block) -> list[dict[str, Any]]:
         return [{"type": "content_block_start", "index": block.index, "content_block": _content(block)}]
@@ -271,6 +286,6 @@ def _content(block: Block) -> dict[str, Any]:
         return {"type": "thinking", "thinking": block.text, "signature": ""}
     try:
         given = json.loads(block.text or "{}")
-    except ValueError:  # cut off
+    except (ValueError, RecursionError):  # cut off, or an object in more objects than can be read
         given = {}
     return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": given}

@@ -285,13 +285,13 @@ class NamedTool(Body):
     function: FunctionName
 
 
-def _choice_branch(choice: Any) -> str:
+def choice_branch(choice: Any) -> str:
     return "dict[NamedTool]" if isinstance(choice, dict) else "str"
 
 
 ToolChoice: TypeAlias = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("str")] | Annotated[NamedTool, Tag("dict[NamedTool]")],
-    Discriminator(_choice_branch),
+    Discriminator(choice_branch),
 ]
 
 

@@ -7,13 +7,23 @@ as encrypted reasoning, are left out of the prompt.
 import time
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
-from pydantic import Discriminator, Tag, model_validator
+from annotated_types import MinLen
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from nanovllm.core.outputs import RequestOutput
 from nanovllm.server.admission import Service
 from nanovllm.server.answers import Block, BlockAnswer, ChatForm
 from nanovllm.server.errors import ApiError
-from nanovllm.server.protocol import Body, ChatRequest, Items, chat_request, check_kind, content_branch, refuse
+from nanovllm.server.protocol import (
+    Body,
+    ChatRequest,
+    Items,
+    chat_request,
+    check_kind,
+    choice_branch,
+    content_branch,
+    refuse,
+)
 
 TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")
 ITEM_FIELDS = {  # type of an item -> the fields that it needs
@@ -82,7 +92,7 @@ class ResponseTool(Body):
     @model_validator(mode="before")
     @classmethod
     def _check_type(cls, tool: Any) -> Any:
-        check_kind(tool, ("function",), "a tool of type {} is not supported, as the server has none of its own")
+        check_kind(tool, ("function",), "a tool of type {} is not supported, only functions are")
         return tool
 
 
@@ -90,20 +100,25 @@ class ResponseToolName(Body):
     type: Literal["function"]
     name: str
 
+    @model_validator(mode="before")
+    @classmethod
+    def _check_type(cls, choice: Any) -> Any:
+        check_kind(choice, ("function",), "a tool_choice of type {} is not supported")
+        return choice
+
+
+ResponseToolChoice: TypeAlias = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("str")] | Annotated[ResponseToolName, Tag("dict[NamedTool]")],
+    Discriminator(choice_branch),
+]
+
 
 class TextFormat(Body):
     type: Literal["text", "json_object", "json_schema"]
     name: str = "answer"
-    schema_: dict[str, Any] | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
     description: str | None = None
     strict: bool | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _rename_schema(cls, form: Any) -> Any:
-        if isinstance(form, dict) and "schema" in form:
-            return {"schema_" if name == "schema" else name: value for name, value in form.items()}
-        return form
 
 
 class TextOptions(Body):
@@ -137,18 +152,19 @@ class ResponsesRequest(Body):
 
     model: str | None = None
     input: Annotated[
-        Annotated[str, Tag("str")] | Annotated[Items[InputItem], Tag("list[part]")], Discriminator(content_branch)
+        Annotated[str, Tag("str")] | Annotated[Items[InputItem], MinLen(1), Tag("list[part]")],
+        Discriminator(content_branch),
     ]
     instructions: str | None = None
     previous_response_id: str | None = None
     stream: bool | None = None
     cache_salt: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    max_output_tokens: int | None = None
+    max_output_tokens: int | None = Field(None, ge=1)
     temperature: float | None = None
     top_p: float | None = None
     tools: Items[ResponseTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ResponseToolName | None = None
+    tool_choice: ResponseToolChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
@@ -175,7 +191,7 @@ class ResponsesRequest(Body):
         return chat_request(
             messages=self._messages(),
             tools=tools or None,
-            tool_choice=choice if tools else None,
+            tool_choice=choice if tools or choice != "auto" else None,
             response_format=response_format,
             max_tokens=self.max_output_tokens,
             reasoning_effort=self.reasoning and self.reasoning.effort,
@@ -200,13 +216,13 @@ class ResponsesRequest(Body):
                 messages.append({"role": role, "content": _text(item.content)})
                 continue
             if not messages or messages[-1]["role"] != "assistant":
-                messages.append({"role": "assistant", "content": None})
+                messages.append({"role": "assistant", "content": ""})
             if item.type == "function_call":
                 function = {"name": item.name, "arguments": item.arguments}
                 messages[-1].setdefault("tool_calls", []).append({"id": item.call_id, "function": function})
             else:
                 field = "content" if item.type == "message" else "reasoning_content"
-                messages[-1][field] = (messages[-1].get(field) or "") + _text(item.content)
+                messages[-1][field] = messages[-1].get(field, "") + _text(item.content)
         return messages
 
 
@@ -232,9 +248,11 @@ class ResponsesAnswer(BlockAnswer):
         return self._sse([{"type": f"response.{response['status']}", "response": response}])
 
     def error_events(self, error: ApiError) -> str:
-        return self._sse(
-            [{"type": "error", **{name: error.body()["error"][name] for name in ("code", "message", "param")}}]
-        )
+        first = "" if self._num_events else self.first_events()  # which clients expect in any case
+        response = self._body_of(None) | {"status": "failed"}
+        response["error"] = {"code": error.code or "server_error", "message": error.message}
+        details = {"code": error.code, "message": error.message, "param": error.param}
+        return first + self._sse([{"type": "error", **details}, {"type": "response.failed", "response": response}])
 
     def _sse(self, events: Any) -> str:
         numbered = []
@@ -244,7 +262,9 @@ class ResponsesAnswer(BlockAnswer):
         return super()._sse(numbered)
 
     def _body_of(self, output: RequestOutput | None) -> dict[str, Any]:
-        asked = self._asked.model_dump(exclude_none=True, by_alias=True)
+        names = ("instructions", "max_output_tokens", "temperature", "top_p", "reasoning")
+        fields = {*names, "parallel_tool_calls", "text", "tool_choice", "tools"}
+        asked = self._asked.model_dump(include=fields, exclude_none=True, by_alias=True)
         is_cut = output is not None and output["finish_reason"] != "stop"
         status = "in_progress" if output is None else "incomplete" if is_cut else "completed"
         usage = None
@@ -257,7 +277,6 @@ class ResponsesAnswer(BlockAnswer):
                 "output_tokens_details": {"reasoning_tokens": self._num_reasoning_tokens},
                 "total_tokens": chat["total_tokens"],
             }
-        names = ("instructions", "max_output_tokens", "temperature", "top_p", "reasoning")
         return {
             "id": str(self._fields["id"]).replace("-", "_"),
             "object": "response",
@@ -267,17 +286,22 @@ class ResponsesAnswer(BlockAnswer):
             "status": status,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-            "output": [_item(block, is_cut and block is self._blocks[-1]) for block in self._blocks],
+            "output": [_item(block, self._is_cut(block)) for block in self._blocks],
             "usage": usage,
             **{name: asked.get(name) for name in names},
             "metadata": {},
             "parallel_tool_calls": asked.get("parallel_tool_calls", True),
             "previous_response_id": None,
             "store": False,
-            "text": asked.get("text", {"format": {"type": "text"}}),
+            "text": {"format": {"type": "text"}} | asked.get("text", {}),
             "tool_choice": asked.get("tool_choice", "auto"),
             "tools": asked.get("tools", []),
         }
+
+    def _is_cut(self, block: Block) -> bool:
+        """Return True if the answer has ended within this block, but not by itself."""
+        output = self._output
+        return output is not None and output["finish_reason"] != "stop" and block is self._blocks[-1]
 
     def _begun_events(self, block: Block) -> list[dict[str, Any]]:
         item = _item(block) | {"status": "in_progress"}
@@ -298,7 +322,7 @@ class ResponsesAnswer(BlockAnswer):
         return {"type": f"{_EVENTS[block.kind]}.delta", **_place(block), "delta": piece}
 
     def _ended_events(self, block: Block) -> list[dict[str, Any]]:
-        item, place = _item(block), _place(block)
+        item, place = _item(block, self._is_cut(block)), _place(block)
         ended = [{"type": "response.output_item.done", "output_index": block.index, "item": item}]
         kind = f"{_EVENTS[block.kind]}.done"
         if block.kind == "call":
@@ -312,6 +336,7 @@ class ResponsesAnswer(BlockAnswer):
         return [{"type": kind, **place, "text": block.text}, {"type": "response.content_part.done", **part}, *ended]
 
 
+_PREFIXES = {"call": "fc", "text": "msg", "reasoning": "rs"}
 _EVENTS = {
     "call": "response.function_call_arguments",
     "text": "response.output_text",
@@ -321,7 +346,7 @@ _EVENTS = {
 
 def _place(block: Block) -> dict[str, Any]:
     """Where a piece of a block belongs, as its events say it."""
-    place: dict[str, Any] = {"item_id": _item(block)["id"], "output_index": block.index}
+    place: dict[str, Any] = {"item_id": _item_id(block), "output_index": block.index}
     if block.kind != "call":
         place["content_index"] = 0
     if block.kind == "text":
@@ -329,13 +354,17 @@ def _place(block: Block) -> dict[str, Any]:
     return place
 
 
+def _item_id(block: Block) -> str:
+    return f"{_PREFIXES[block.kind]}_{block.block_id}"
+
+
 def _item(block: Block, is_cut: bool = False) -> dict[str, Any]:
     status = "incomplete" if is_cut else "completed"
     if block.kind == "call":
         fields = {"call_id": block.call_id, "name": block.name, "arguments": block.text}
-        return {"type": "function_call", "id": f"fc_{block.block_id}", "status": status, **fields}
+        return {"type": "function_call", "id": _item_id(block), "status": status, **fields}
     if block.kind == "reasoning":
         content = [{"type": "reasoning_text", "text": block.text}]
-        return {"type": "reasoning", "id": f"rs_{block.block_id}", "summary": [], "content": content, "status": status}
+        return {"type": "reasoning", "id": _item_id(block), "summary": [], "content": content, "status": status}
     content = [{"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}]  # type: ignore[dict-item]
-    return {"type": "message", "id": f"msg_{block.block_id}", "role": "assistant", "status": status, "content": content}
+    return {"type": "message", "id": _item_id(block), "role": "assistant", "status": status, "content": content}

@@ -438,18 +438,23 @@ class TaggedCallParser:
         return json.dumps(text, ensure_ascii=False)
 
 
+def _list(value: Any) -> list[Any]:
+    """Return a part of a schema that nobody has checked, as a list."""
+    return value if isinstance(value, list) else []
+
+
 def _takes_text(schema: Any) -> bool:
     """Return True if a parameter with this schema is written as text, and not as JSON."""
     if not isinstance(schema, dict):
         return True
-    options = [schema, *(each for each in schema.get("anyOf") or () if isinstance(each, dict))]
+    options = [schema, *(each for each in _list(schema.get("anyOf")) if isinstance(each, dict))]
     kinds = str([each["type"] for each in options if "type" in each])
     return "'string'" in kinds or (kinds == "[]" and not schema.keys() & {"$ref", "allOf", "oneOf", "const"})
 
 
 def _parameters(schema: Mapping[str, Any]) -> tuple[TaggedValue, ...]:
     """The tags of the arguments. Texts are free, whatever else the schema says of them."""
-    properties, required = schema.get("properties"), schema.get("required") or ()
+    properties, required = schema.get("properties"), _list(schema.get("required"))
     definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
     return tuple(
         TaggedValue(
@@ -510,7 +515,9 @@ class ReasoningSplitter:
 
 
 def _joined(deltas: list[CallPart]) -> list[CallPart]:
-    """Join adjacent contents."""
+    """Join adjacent contents. Hot."""
+    if len(deltas) < 2:
+        return deltas
     joined: list[CallPart] = []
     for is_content, adjacent in itertools.groupby(deltas, key=lambda delta: isinstance(delta, str)):
         group = list(adjacent)

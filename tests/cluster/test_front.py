@@ -127,6 +127,10 @@ def test_answer_that_has_begun_ends_with_an_error_event_or_stays_incomplete() ->
     assert json.loads(event.removeprefix("data: "))["error"]["type"] == "server_error"
     assert done == "data: [DONE]" and not last["more_body"]
     assert len(replicas.without) == 1 and counted(front, "answers_cut_total") == 1
+    # Regression: Anthropic's clients skip events without a name, so an answer that was cut looked whole
+    replicas = FakeReplicas([[STREAM, body(b"event: message_start\ndata: 1\n\n", True)], ReplicaLostError("a")])
+    *_, last = ask(Front(replicas, "tiny"), scope(path="/v1/messages"))
+    assert last["body"].startswith(b'event: error\ndata: {"type": "error"')
     whole = FakeReplicas([[head(), body(b"{", True)], ReplicaLostError("a")])
     assert ask(Front(whole, "tiny"), scope()) == [head(), body(b"{", True)]
 

@@ -55,6 +55,16 @@ def test_prompts_in_all_forms_have_beginnings() -> None:
     assert key(CHAT, messages=longer).beginnings[: len(first)] == first
 
 
+def test_header_that_differs_in_each_request_is_not_in_the_key() -> None:
+    """Regression: the turns of a conversation with Claude Code had no beginning in common, so they lost their cache."""
+    keys = []
+    for number in (1, 2):
+        system = [{"type": "text", "text": f"x-anthropic-billing-header: cch={number};"}, {"type": "text", "text": "x"}]
+        messages = [{"role": "user", "content": "y" * 4000}]
+        keys.append(key("/v1/messages", system=system, messages=messages))
+    assert keys[0] == keys[1] and keys[0].beginnings
+
+
 def test_salts_separate_keys() -> None:
     prompt = "word " * 200
     keys = [key(prompt=prompt), key(prompt=prompt, salt="k"), key(prompt=prompt, cache_salt="c"),

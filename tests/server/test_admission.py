@@ -93,6 +93,10 @@ def test_gate_wrong_or_missing_key_is_401_in_openais_form() -> None:
         error = response.json()["error"]
         assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_api_key")
     assert reasons == ["api_key"] * len(refused)
+    (response,) = ask(gate, {"url": "/v1/messages", "headers": {"x-api-key": "x"}})
+    body = response.json()
+    assert (body["type"], body["error"]["type"]) == ("error", "authentication_error")
+    reasons.clear()
     open_to_all = ({"method": "GET", "url": url} for url in ("/", "/health", "/version", "/page/chat.js"))
     assert [each.status_code for each in ask(gate, {"headers": bearer(KEYS[1])}, *open_to_all)] == [200] * 5
     without_keys, reasons = make_gate()

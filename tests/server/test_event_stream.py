@@ -34,8 +34,11 @@ class Update:
 class PlainAnswer:
     end = DONE
 
+    def __init__(self, first: str = "") -> None:
+        self._first = first
+
     def first_events(self) -> str:
-        return ""
+        return self._first
 
     def progress_event(self, stream: SlowStream, elapsed_s: float) -> str:
         return ""
@@ -47,7 +50,7 @@ class PlainAnswer:
         return ""
 
 
-def sent(*pauses_s: float, silence_s: float, is_deaf: bool = False) -> list[bytes]:
+def sent(*pauses_s: float, silence_s: float, is_deaf: bool = False, first: str = "") -> list[bytes]:
     messages: list[dict[str, Any]] = []
 
     async def send(message: dict[str, Any]) -> None:
@@ -61,7 +64,7 @@ def sent(*pauses_s: float, silence_s: float, is_deaf: bool = False) -> list[byte
 
     async def run() -> None:
         stream = SlowStream(*pauses_s)
-        await EventStream(stream, PlainAnswer(), silence_s)({}, receive, send)  # type: ignore[arg-type]
+        await EventStream(stream, PlainAnswer(first), silence_s)({}, receive, send)  # type: ignore[arg-type]
         assert stream.is_closed
         assert len(asyncio.all_tasks()) == 1, "something still runs"
 
@@ -76,6 +79,12 @@ def test_silence_is_broken_by_comments() -> None:
     bodies = sent(0.5, 0.0, 0.0, silence_s=0.1)
     assert [body for body in bodies if body != COMMENT] == [b"data: 0\n\n", b"data: 1\n\n", b"data: 2\n\n", DONE]
     assert 1 <= bodies.index(b"data: 0\n\n") <= 5 and COMMENT not in bodies[bodies.index(b"data: 0\n\n") :]
+
+
+def test_first_events_come_with_the_first_update() -> None:
+    """Regression: they came at once, and after them the front could not send the request to another replica."""
+    bodies = sent(0.3, silence_s=0.1, first="first")
+    assert bodies[0] == COMMENT and bodies[-3:] == [b"first", b"data: 0\n\n", DONE]
 
 
 def test_comment_that_cannot_be_sent_leaves_nothing_behind(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,4 +1,4 @@
-"""Any body at any endpoint: never a 500, errors in OpenAI's form, and an engine that answers correctly afterwards."""
+"""Any body at any endpoint: never a 500, errors in the API's form, and an engine that answers correctly afterwards."""
 
 import asyncio
 import json
@@ -17,6 +17,7 @@ from tiers import examples
 
 from nanovllm import AsyncLLM
 from nanovllm.server.app import Site
+from nanovllm.server.errors import ANTHROPIC_TYPES
 from nanovllm.server.gate import ApiKeys
 from nanovllm.server.messages import CountTokensRequest, MessagesRequest
 from nanovllm.server.options import ServerOptions
@@ -86,13 +87,16 @@ def server(retrieval_model: Path, tmp_path_factory: pytest.TempPathFactory) -> I
     server.loop.close()
 
 
-def check_error(error: Any) -> None:
-    assert error.keys() == {"error"} and error["error"].keys() == {"message", "type", "param", "code"}, error
-    assert error["error"]["message"] and error["error"]["type"] == "invalid_request_error", error
+def check_error(response: httpx.Response) -> None:
+    error, is_messages = response.json(), response.request.url.path.startswith("/v1/messages")
+    assert error.keys() == ({"type", "error"} if is_messages else {"error"}), error
+    assert error["error"].keys() == {"message", "type", "param", "code"} and error["error"]["message"], error
+    is_other = is_messages and response.status_code in ANTHROPIC_TYPES
+    assert (error["error"]["type"] == "invalid_request_error") != is_other, error
 
 
 def check_response(response: httpx.Response) -> None:
-    """It is JSON, or a stream of JSON, and an error has OpenAI's form and blames the client."""
+    """It is JSON, or a stream of JSON, and an error has the API's form and blames the client."""
     if response.headers["content-type"].startswith("text/event-stream"):
         if response.text.startswith("event: "):
             for event in response.text.removesuffix("\n\n").split("\n\n"):
@@ -109,7 +113,7 @@ def check_response(response: httpx.Response) -> None:
     answer = json.loads(response.content, parse_constant=reject_constant)
     if response.status_code != 200:
         assert response.status_code in (400, 404, 413, 429), (response.status_code, answer)
-        check_error(answer)
+        check_error(response)
 
 
 def reject_constant(name: str) -> None:
@@ -141,7 +145,7 @@ def test_server_any_body_is_answered_or_refused_in_the_form(server: Server, requ
 def test_server_any_bytes_are_refused_in_the_form(server: Server, path: str, body: bytes) -> None:
     (response,) = server.post((path, body))
     assert response.status_code == 400
-    check_error(response.json())
+    check_error(response)
 
 
 @settings(max_examples=examples(100), deadline=None)
@@ -155,4 +159,4 @@ def test_server_any_model_name_is_answered_in_the_form(server: Server, name: str
     response = server.loop.run_until_complete(ask())
     assert response.status_code in (200, 404, 405)
     if response.status_code != 200:
-        check_error(response.json())
+        check_error(response)

@@ -312,6 +312,14 @@ def test_tagged_calls_time_is_linear_in_the_text(unit: str) -> None:
     assert time.process_time() - start_s < 5
 
 
+def test_tagged_calls_take_a_schema_that_is_none() -> None:
+    """Regression: the schemas of these tools are not checked as a whole, and a number was an internal error."""
+    schema = {"properties": {"city": {"anyOf": 5}, "days": 5}, "required": 5}
+    ((_, values, _),) = QWEN_TAGS.constraint([("weather", schema)], is_required=True, is_single=False).tags
+    assert [(value[1], value[3]) for value in values] == [(None, False)] * 2
+    assert parse_pieces(QWEN_TAGS, [TAGGED], {"weather": schema})[0][1].endswith('"days": "3"}')
+
+
 def test_tagged_calls_are_constrained_by_their_tags() -> None:
     schema = {"properties": {"city": {"type": "string"}, "days": {"$ref": "#/$defs/d"}}, "required": ["city"]}
     schema["$defs"] = {"d": {"type": "integer"}}
