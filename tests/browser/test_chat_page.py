@@ -390,6 +390,21 @@ def test_settings_are_sent_and_checked(server: FakeServer, page: Page) -> None:
     expect(page.get_by_label("Temperature")).to_have_value("0.5")
 
 
+def test_settings_count_for_a_question_sent_at_once(server: FakeServer, page: Page) -> None:
+    """They counted when the browser said that the dialog had closed, which could be after the question."""
+    page.get_by_role("button", name="Settings").click()
+    page.get_by_label("Seed").fill("7")
+    page.evaluate(
+        """() => {
+            document.querySelector("#settings form").requestSubmit();
+            document.getElementById("question").value = "one";
+            document.getElementById("composer").requestSubmit();
+        }"""
+    )
+    wait_for_end(page)
+    assert server.bodies[0]["seed"] == 7
+
+
 def test_model_without_a_chat_template_continues_plain_text(server: FakeServer, page: Page) -> None:
     server.has_template = False
     attach(page)
