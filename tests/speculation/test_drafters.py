@@ -12,8 +12,10 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.speculation.drafters import (
     DRAFTED,
     MAX_MATCH_TOKENS,
+    MAX_PLACES,
     MIN_MATCH_TOKENS,
     NO_GUESSES,
+    NUM_FEW_PLACES,
     QUOTE_TOKENS,
     Guesses,
     PromptLookupDrafter,
@@ -55,19 +57,28 @@ def texts(max_size: int) -> st.SearchStrategy[list[int]]:
 
 
 def best_guesses(text: list[int], max_guesses: int) -> list[list[int]]:
-    """What followed each of the longest matches. A match that reaches back to its own end goes on repeating."""
+    """What followed each of the longest matches. A match that reaches back to its own end goes on repeating.
+
+    Regression: in 30 equal tokens, another one and 30 of them again, this knew an older and longer match than counts.
+    """
 
     def length_at(end: int) -> int:
         limit = min(end, MAX_MATCH_TOKENS)
         return next((n for n in range(limit) if text[end - 1 - n] != text[-1 - n]), limit)
 
     lengths = {end: length_at(end) for end in range(1, len(text))}
-    longest = max(lengths.values(), default=0)
-    found = []
-    for end, length in lengths.items():
-        if length == longest >= MIN_MATCH_TOKENS:
+    places, found = [end for end, length in lengths.items() if length >= MIN_MATCH_TOKENS], []
+    length = MIN_MATCH_TOKENS
+    while (
+        len(places := places[-max(NUM_FEW_PLACES, MAX_PLACES >> length) :]) > NUM_FEW_PLACES
+    ):  # the oldest do not count
+        longer = [end for end in places if lengths[end] > length]
+        places, length = longer or places[-1:], length + 1
+    longest = max((lengths[end] for end in places), default=0)
+    for end in places:
+        if lengths[end] == longest:
             longer = text.copy()
-            if length >= len(text) - end:
+            if longest >= len(text) - end:
                 for position in range(end, end + max_guesses):
                     longer.append(longer[position])
             found.append(longer[end : end + max_guesses])
@@ -82,6 +93,7 @@ def best_guesses(text: list[int], max_guesses: int) -> list[list[int]]:
 @example([5] * 200, [5] * 100, 7)
 @example([*range(200)], [*range(10, 100)], 3)
 @example([*range(200)], [198, 199, 1, 2, 198, 199], 1)
+@example([1] * 30 + [0], [1] * 30, 1)
 def test_look_up_as_the_answer_grows_equals_brute_force(prompt: list[int], answer: list[int], num_new: int) -> None:
     """The answer grows by up to `num_new` tokens at a time, as with guesses that prove right."""
     drafter, seq = PromptLookupDrafter(), sequence(prompt)
