@@ -23,7 +23,7 @@ from benchmarks.reporting import report, versions
 from nanovllm.checkpoint.quantization import QUANTIZATIONS
 from nanovllm.kernels import packed_linear as kernels
 from nanovllm.kernels.packed_linear import Packed
-from nanovllm.layers.packed_weight import PackedWeight, packed
+from nanovllm.layers.packed_weight import PackedWeight, packed, unpacked_linear
 from nanovllm.models.quantized import quantize
 
 LAYERS = {"qkv": (1, 6144, 4096), "o": (1, 4096, 4096), "gate_up": (1, 24576, 4096), "down": (1, 4096, 12288)}
@@ -81,14 +81,7 @@ def ways(
             tile = {"block_m": m, "block_n": n, "num_warps": warps, "num_stages": stages, "routing": routing}
             yield f"tile {m} {n} {warps} {stages}", partial(kernels.tile_products, x, **tile)
     if num_experts == 1:
-        values: dict[torch.Size, torch.Tensor] = {}
-
-        def unpacked(weight: Packed) -> torch.Tensor:
-            shape = torch.Size((len(weight.codes), weight.num_columns))
-            out = values.setdefault(shape, torch.empty(shape, dtype=x.dtype, device="cuda"))
-            return F.linear(x, kernels.unpack(weight, 0, out))
-
-        yield "unpacked", unpacked
+        yield "unpacked", lambda weight: unpacked_linear(x, weight, None)
 
 
 def main() -> None:

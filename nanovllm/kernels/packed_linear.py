@@ -31,7 +31,7 @@ DENSE, INT4, INT8, E4M3 = (tl.constexpr(kind) for kind in range(4))
 BLOCK_COLUMNS = 128  # columns of codes of 4 bits that lie together
 _SHIFTED_E4M3 = tl.constexpr(2.0**60)  # times itself it is 2^120; all of it at once could overflow
 _PACK_BYTES = 16
-_WIDE_ROWS = 64  # from here on a tile has many rows
+_MAX_NARROW_ROWS = 32  # up to which a tile has 16 rows
 
 
 class Packed(NamedTuple):
@@ -437,7 +437,7 @@ def tile_products(
     *,
     routing: Routing | None = None,
     factors: torch.Tensor | None = None,
-    block_m: int = 16,
+    block_m: int | None = None,
     block_n: int = 64,
     num_warps: int = 4,
     num_stages: int = 3,
@@ -457,6 +457,7 @@ def tile_products(
     if routing is not None:
         block_m, num_blocks = routing.block_m, len(routing.block_experts)
     else:
+        block_m = block_m or (16 if total <= _MAX_NARROW_ROWS else 64)
         num_blocks = triton.cdiv(total, block_m)
     on_grid(_tile_products_kernel, (triton.cdiv(num_features, block_n), num_blocks))(
         x,

@@ -13,6 +13,7 @@ from torch import nn
 from nanovllm.checkpoint.model_config import MAX_ROUTED_TOKENS, ExpertsConfig
 from nanovllm.checkpoint.quantization import Quantization
 from nanovllm.device.tp_group import TPGroup
+from nanovllm.errors import ConfigError
 from nanovllm.layers.linear import (
     NamedShard,
     WeightShard,
@@ -65,6 +66,11 @@ class Experts(nn.Module):
         self.tp, self.quantization = tp, quantization
         self.size, self.num_experts, self.hidden_size = config.intermediate_size, config.num_experts, hidden_size
         self.local_size = divide(config.intermediate_size, tp.size, "moe_intermediate_size")
+        if torch.get_default_device().type != "cpu" and (hidden_size % 16 or self.local_size % 16):
+            raise ConfigError(
+                f"an expert has {hidden_size} and {self.local_size} features on each rank, which must be multiples of "
+                "16 on a GPU; use fewer ranks, or device='cpu'"
+            )
         # The experts' rows are together
         self.gate_up = new_weight(
             [self.local_size] * 2 * self.num_experts, hidden_size, dtype=dtype, quantization=quantization
@@ -102,7 +108,7 @@ class Experts(nn.Module):
         hidden = kernels.row_products(x, packed(self.gate_up), gated=True, experts=experts, num_experts=num_experts)
         pairs = hidden.flatten(0, 1)
         out = kernels.row_products(pairs, packed(self.down), experts=experts.view(-1, 1), num_experts=num_experts)
-        return (out.view(*experts.shape, -1) * weights.unsqueeze(-1)).sum(1).to(x.dtype)
+        return (out.view(*experts.shape, self.hidden_size) * weights.unsqueeze(-1)).sum(1).to(x.dtype)
 
     def _sum_of_tiles(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """On a GPU, for many tokens: an expert multiplies all of its own together."""

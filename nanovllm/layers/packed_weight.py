@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 MAX_ROW_PRODUCTS = 1  # rows up to which each reads the weight by itself
 MAX_TILE_ROWS = 512  # rows up to which tiles are multiplied; beyond, unpacking costs less than it gains
-_UNPACKED_BYTES = 64 * 2**20  # values that exist at a time
+UNPACKED_BYTES = 64 * 2**20  # values that exist at a time
+_ALIGNED_ROWS = 128  # cuBLAS is slow if the parts of its results are not aligned
 _COLUMNS = 128  # must divide the columns of a packed weight; codes of 4 bits lie in blocks of as many
 _CHUNK_ROWS = 1024  # whose values are computed at a time, to limit the memory needed in addition to the model
 
@@ -98,17 +99,7 @@ class PackedWeight(nn.Module):
             return kernels.row_products(x, packed(self), bias)
         if len(x) <= MAX_TILE_ROWS:
             return kernels.tile_products(x, packed(self), bias)
-        out, values = x.new_empty(len(x), self.shape[0]), self.new_values(x.dtype)
-        for start in range(0, self.shape[0], len(values)):
-            end = min(start + len(values), self.shape[0])
-            part = kernels.unpack(packed(self), start, values[: end - start])
-            out[:, start:end] = F.linear(x, part, None if bias is None else bias[start:end])
-        return out
-
-    def new_values(self, dtype: torch.dtype) -> torch.Tensor:
-        """Memory for the values of some rows, as many as are unpacked at a time."""
-        num_rows = _UNPACKED_BYTES // (self.shape[1] * dtype.itemsize)
-        return torch.empty(min(num_rows, self.shape[0]), self.shape[1], dtype=dtype, device=self.codes.device)
+        return unpacked_linear(x, packed(self), bias)
 
     def gate_up(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """silu(first half) * second half of the product. Hot: once per layer."""
@@ -143,6 +134,7 @@ class PackedRows:
                 "with desc_act=false, or device='cpu'"
             )
         columns, step = of_groups[:, 0], weight.scale_rows
+        assert self._start % step == 0 and self._end % step == 0, "a part of a block of scales cannot be stored"
         scale_rows = slice(self._start // step, self._end // step)
         if given.zeros is None:
             weight.codes[rows] = given.codes.to(self.device)
@@ -166,6 +158,33 @@ def packed(weight: nn.Parameter | PackedWeight) -> "Packed":
     if isinstance(weight, PackedWeight):
         return Packed(weight.codes, weight.scales, weight.zeros, weight.scale_rows, weight.group_size)
     return Packed(weight)
+
+
+def new_values(num_rows: int, num_columns: int, like: torch.Tensor, max_bytes: int = UNPACKED_BYTES) -> torch.Tensor:
+    """Memory for the values of some rows, as many as are unpacked at a time, in the dtype of `like`."""
+    most = max_bytes // (num_columns * like.element_size()) // _ALIGNED_ROWS * _ALIGNED_ROWS
+    return like.new_empty(min(max(most, _ALIGNED_ROWS), num_rows), num_columns)
+
+
+def unpacked_linear(
+    x: torch.Tensor, weight: "Packed", bias: torch.Tensor | None, max_bytes: int = UNPACKED_BYTES
+) -> torch.Tensor:
+    """[M, K] -> [M, N] by cuBLAS, with the values of some rows of the weight at a time. Hot."""
+    from nanovllm.kernels import packed_linear as kernels
+
+    num_rows = len(weight.codes)
+    values = new_values(num_rows, weight.num_columns, x, max_bytes)
+    if len(values) == num_rows:
+        return F.linear(x, kernels.unpack(weight, 0, values), bias)
+    out = x.new_empty(len(x), num_rows)
+    for start in range(0, num_rows, len(values)):
+        end = min(start + len(values), num_rows)
+        part = kernels.unpack(weight, start, values[: end - start]).t()
+        if bias is None:
+            torch.mm(x, part, out=out[:, start:end])
+        else:
+            torch.addmm(bias[start:end], x, part, out=out[:, start:end])
+    return out
 
 
 def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:

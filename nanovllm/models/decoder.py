@@ -114,7 +114,9 @@ class DecoderLayer(nn.Module):
         self.self_attn = Attention(config, layer, tp, dtype)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
         if config.experts is not None and layer in config.experts.layers:
-            quantization = _quantization(config, f"model.layers.{layer}.mlp", "experts")
+            kinds = ("gate_proj", "up_proj", "down_proj")
+            names = [f"experts.{expert}.{kind}" for expert in range(config.experts.num_experts) for kind in kinds]
+            quantization = _quantization(config, f"model.layers.{layer}.mlp", *names)
             self.mlp: nn.Module = SparseMLP(config.hidden_size, config.experts, tp, dtype, quantization)
         else:
             self.mlp = MLP(config, layer, tp, dtype)

@@ -29,7 +29,7 @@ _KV_SCALES = (
     *("k_proj.output_scale", "v_proj.output_scale"),
 )
 _FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")  # as safetensors names them
-_QUANTIZED_ROWS = 8192  # quantized at a time; a multiple of all common blocks
+_QUANTIZED_ROWS = 1024  # quantized at a time; a multiple of all common blocks
 _DUMMY_ROWS = 8192  # rows drawn at a time, to limit the memory needed in addition to the model
 
 
@@ -57,10 +57,10 @@ def build_model(
 
 
 def _unquantized_layers(directory: Path) -> list[str]:
-    """The layers whose weights a checkpoint has as they are."""
+    """The linear layers whose weights a checkpoint has as they are."""
     with ExitStack() as files:
         stored = _open(weight_files(directory), files)
-        weights = [tensor for tensor in stored.values() if tensor.name.endswith(".weight")]
+        weights = [tensor for tensor in stored.values() if tensor.name.endswith("_proj.weight")]
         return [tensor.name.removesuffix(".weight") for tensor in weights if tensor.dtype in _FLOAT_DTYPES]
 
 
@@ -174,8 +174,9 @@ def _fill(
             values = source.read(rows, slice(None)).to(shard.target.device)
             weight = quantize(values, shard.quantization).part(slice(None), shard.index[1])
             _store(weight, shard.target[rows.start - start : rows.stop - start], source.where)
+    elif isinstance(shard.target, PackedRows):
+        raise CheckpointError(f"{source.where} is not quantized, but others of its layer are; use device='cpu'")
     else:
-        assert isinstance(shard.target, torch.Tensor), f"{name} is not quantized, but its layer is packed"
         shard.target.copy_(source.read(*shard.index))
     return [name]
 
@@ -216,8 +217,10 @@ def _fill_dummy(name: str, shard: WeightShard, seed: int, dtype: torch.dtype) ->
     generator = torch.Generator(target.device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
     rows, columns = shard.index
     first_row, last_row, _ = rows.indices(num_rows)
-    for start in range(0, num_rows, _DUMMY_ROWS):
-        end = min(start + _DUMMY_ROWS, num_rows)
+    has_one_scale = shard.quantization is not None and not shard.quantization.block[0]
+    num_drawn = num_rows if has_one_scale else _DUMMY_ROWS
+    for start in range(0, num_rows, num_drawn):
+        end = min(start + num_drawn, num_rows)
         drawn = torch.empty(end - start, num_columns, dtype=dtype, device=target.device)
         drawn.normal_(0, num_columns**-0.5, generator=generator)
         kept = slice(max(start, first_row), min(end, last_row))

@@ -131,6 +131,8 @@ class _Reader:
         if self.format.is_float:
             stored = self._part(self.main, (self.num_rows, self.num_columns), "F8_E4M3")
             codes = stored.read(rows, columns).to(self.device)
+            if (codes.view(torch.uint8) & 0x7F == 0x7F).any():
+                raise CheckpointError(f"{self.main.where} has codes that are NaN; download the model again")
             return QuantizedWeight(codes, self._block_scales()[rows], None, self._groups()[columns])
         if method == "compressed-tensors":
             num_words = ceil_div(self.num_columns, self.format.codes_per_word)

@@ -13,7 +13,6 @@ from typing import Protocol
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from nanovllm.attention.base import LibraryPlan
 from nanovllm.config import Config
@@ -30,7 +29,7 @@ from nanovllm.device.devices import (
     used_bytes,
 )
 from nanovllm.kernels.compile_server import CompileServer, TritonStart
-from nanovllm.layers.packed_weight import PackedWeight
+from nanovllm.layers.packed_weight import PackedWeight, new_values
 from nanovllm.layers.sampler import sample
 from nanovllm.models.decoder import CausalLM
 from nanovllm.runner.graph_set import GraphSet
@@ -242,18 +241,19 @@ def _warm_up_products(model: CausalLM, num_tokens: int) -> Iterator[None]:
 
     cuBLAS chooses a kernel by the number of rows, and loads it when it is first used, which takes 15 to 140 ms.
     """
+    head = model.lm_head.weight
     given = [getattr(module, "weight", None) for module in model.model.layers[0].modules()]
-    weights: list[torch.Tensor] = [weight for weight in given if isinstance(weight, nn.Parameter) and weight.dim() == 2]
-    weights += [weight.new_values(model.lm_head.weight.dtype) for weight in given if isinstance(weight, PackedWeight)]
+    weights = [weight for weight in given if weight is not None and len(weight.shape) == 2]
     has_ended = threading.Event()
 
     @torch.inference_mode()
     def multiply() -> None:
-        with current_device(model.lm_head.weight.device), suppress(torch.OutOfMemoryError):
+        with current_device(head.device), suppress(torch.OutOfMemoryError):
             for num_rows, weight in itertools.product(product_rows(num_tokens), weights):
                 if has_ended.is_set():
                     return
-                F.linear(weight.new_zeros(num_rows, weight.shape[1]), weight)
+                values = new_values(*weight.shape, head) if isinstance(weight, PackedWeight) else weight
+                F.linear(values.new_zeros(num_rows, values.shape[1]), values)
 
     thread = threading.Thread(target=multiply, name="warm-up")
     thread.start()

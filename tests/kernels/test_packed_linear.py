@@ -11,9 +11,12 @@ import torch
 import torch.nn.functional as F
 from interpreter import INTERPRETED, needs_triton, on_device
 
+from nanovllm.checkpoint.model_config import ExpertsConfig
 from nanovllm.checkpoint.quantization import QUANTIZATIONS, Quantization
+from nanovllm.device.tp_group import TPGroup
 from nanovllm.errors import CheckpointError, ConfigError
-from nanovllm.layers.packed_weight import PackedWeight, pack_nibbles
+from nanovllm.layers.moe import Experts
+from nanovllm.layers.packed_weight import PackedWeight, pack_nibbles, unpacked_linear
 from nanovllm.models.quantized import quantize
 
 pytestmark = needs_triton
@@ -132,6 +135,35 @@ def test_products_with_the_chosen_experts(device: str, kind: str) -> None:
 
 
 @on_device
+@pytest.mark.parametrize("num_tokens", [0, 1, 7])
+def test_experts_of_few_tokens_and_of_many_yield_the_same(device: str, num_tokens: int) -> None:
+    """Regression: no tokens at all, as in the last layer of a chunk that samples nothing, could not be reshaped."""
+    config = ExpertsConfig(
+        num_experts=5, num_experts_per_token=2, intermediate_size=32, norm_topk_prob=True, layers=(0,)
+    )
+    with torch.device(device):
+        experts = Experts(64, config, TPGroup(), torch.float32)
+        x, weights = torch.randn(num_tokens, 64), torch.rand(num_tokens, 2)
+        chosen = torch.rand(num_tokens, 5).argsort(1)[:, :2].contiguous()
+    for each in experts.parameters():
+        each.data.normal_(0, 0.1)
+    exact = experts._sum_by_expert(x, chosen, weights)
+    torch.testing.assert_close(experts._sum_by_pair(x, chosen, weights), exact, rtol=1e-4, atol=1e-5)
+    if num_tokens:
+        torch.testing.assert_close(experts._sum_of_tiles(x, chosen, weights), exact, rtol=1e-4, atol=1e-5)
+
+
+@on_device
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_unpacked_in_several_parts(device: str, has_bias: bool) -> None:
+    weight, values = make_weight("int4", 300, 128, 128, device)
+    x, bias = torch.randn(3, 128, device=device).to(DTYPE), torch.randn(300, device=device).to(DTYPE)
+    got = unpacked_linear(x, weight, bias if has_bias else None, max_bytes=1)  # parts of 128 rows
+    exact = F.linear(x.double(), values) + (bias.double() if has_bias else 0.0)
+    assert_close(got, x, values, exact)
+
+
+@on_device
 def test_no_rows(device: str) -> None:
     from nanovllm.kernels import packed_linear as kernels
 
@@ -161,7 +193,7 @@ def test_packed_weight_has_the_values_that_were_stored(device: str, name: str) -
     for size in sizes:
         given = quantize(torch.randn(size, 256) / 16, FORMATS[name])
         for rows in (slice(0, size // 2), slice(size // 2, size)):
-            rows = slice(0, size) if "blocks" in name else rows
+            rows = slice(0, size) if "blocks" in name or "tensor" in name else rows
             weight.rows(start, start + size)[rows].store(given.part(rows, slice(128, 256)), "this one")
         values.append(torch.empty(size, 128))
         given.part(slice(None), slice(128, 256)).copy_values(values[-1])

@@ -14,8 +14,11 @@ from thread_ranks import run_ranks
 from tiny_models import EXPERTS, reference_model, write_tiny_model
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.checkpoint.quantization import QUANTIZATIONS, parse_quantization
+from nanovllm.device.tp_group import TPGroup
 from nanovllm.errors import CheckpointError, ConfigError
+from nanovllm.models.loader import build_model, load_weights
 from nanovllm.models.quantized import quantize
 
 PROMPT = random_prompt(40)
@@ -193,6 +196,19 @@ def test_layers_that_config_json_leaves_unquantized() -> None:
     for wrong in (["re:["], "lm_head", [1]):
         with pytest.raises(CheckpointError, match=r"quantization_config.modules_to_not_convert.*correct config.json"):
             parse_quantization({"quant_method": "fp8", "modules_to_not_convert": wrong})
+
+
+def test_experts_of_which_one_is_not_quantized_have_their_values(tmp_path: Path) -> None:
+    """Regression: on a GPU they were packed, and the weight as it is had no place."""
+    plain = write_tiny_model(tmp_path / "plain", "qwen3_moe")
+    quantized, _ = write_quantized(plain, tmp_path, "awq")
+    file, name = quantized / "model.safetensors", "model.layers.0.mlp.experts.3.down_proj"
+    tensors = {key: value for key, value in load_file(file).items() if not key.startswith(f"{name}.")}
+    save_file(tensors | {f"{name}.weight": load_file(plain / "model.safetensors")[f"{name}.weight"]}, file)
+    config, path = ModelConfig.from_pretrained(str(quantized))
+    model = build_model(config, TPGroup(), max_model_len=64, dtype=torch.float32, device="cpu", directory=path)
+    load_weights(model, path)
+    assert [layer.mlp.experts.quantization is None for layer in model.model.layers] == [True, False]
 
 
 def test_wrong_tensors_are_refused_by_name(tmp_path: Path, plain: Path) -> None:
