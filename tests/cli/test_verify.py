@@ -47,7 +47,8 @@ def report_of(text: str) -> dict[str, Any]:
     return report
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_verify_sound_paths_agree(dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "--model", "demo", "--dtype", dtype, *SMALL]) == 0
     out = capsys.readouterr().out
