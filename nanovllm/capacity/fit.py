@@ -120,7 +120,7 @@ def fit_table(machine: Machine, found: Sequence[Fit]) -> str:
     ]
     common = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in COMMON.items())
     how = (
-        f"options of all: {common}; of a line: --max-model-len CONTEXT --max-num-batched-tokens STEP_TOKENS, "
+        f"every line needs {common}; add --max-model-len CONTEXT --max-num-batched-tokens STEP_TOKENS, "
         "--quantization FORMAT unless it is the checkpoint's own, --enable-cpu-offload for offload, and for a context "
         "beyond the model's own the --hf-overrides that plan prints for it"
     )

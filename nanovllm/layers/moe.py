@@ -50,7 +50,7 @@ class Router(nn.Module):
 class Experts(nn.Module):
     """Sums what the chosen experts yield for a token, by their weights: [T, hidden_size] -> [T, hidden_size].
 
-    Raises ConfigError if an expert's features are not divisible by the number of ranks.
+    Raises ConfigError if an expert's features are not divisible by the number of ranks, or on a GPU by 16.
     """
 
     def __init__(
