@@ -23,6 +23,7 @@ from benchmarks.reporting import report, versions
 from nanovllm.checkpoint.quantization import QUANTIZATIONS
 from nanovllm.kernels import packed_linear as kernels
 from nanovllm.kernels.packed_linear import Packed
+from nanovllm.layers.moe import MAX_SINGLE_PAIRS
 from nanovllm.layers.packed_weight import PackedWeight, packed, unpacked_linear
 from nanovllm.models.quantized import quantize
 
@@ -30,8 +31,8 @@ LAYERS = {"qkv": (1, 6144, 4096), "o": (1, 4096, 4096), "gate_up": (1, 24576, 40
 EXPERTS = {"experts gate_up": (128, 1536, 2048), "experts down": (128, 2048, 768)}  # number, rows, columns
 NUM_CHOSEN = 8
 CACHE_BYTES = 256 * 2**20  # more than any GPU's cache
-DEFAULT_TILES = [(16, 64, 4, 3), (64, 64, 4, 3), (128, 128, 8, 3)]  # rows, features, warps, stages
-ALL_TILES = list(itertools.product((16, 32, 64, 128), (32, 64, 128), (4, 8), (2, 3, 4)))
+SPLIT_TILES = [(n, warps, warps, stages) for n, warps, stages in itertools.product((16, 32), (4, 8), (2, 3, 4))]
+WHOLE_TILES = [(n, 1, warps, stages) for n, warps, stages in itertools.product((64, 128), (4, 8), (3, 4))]
 
 
 def make_weight(num_rows: int, size: int, name: str) -> torch.nn.Parameter | PackedWeight:
@@ -72,14 +73,19 @@ def ways(
     if is_dense and num_experts == 1:
         yield "cublas", lambda weight: F.linear(x, weight.codes)
         return
-    if len(x) <= 8:
-        for n, warps in itertools.product((1, 2, 4), (1, 2, 4, 8)) if all_tiles else [(1, 4)]:
-            yield f"rows {n} {warps}", partial(kernels.row_products, x, block_n=n, num_warps=warps, **chosen)
-    for m, n, warps, stages in ALL_TILES if all_tiles else DEFAULT_TILES:
-        if m == 16 or len(x) * (NUM_CHOSEN / num_experts if chosen else 1) > m // 2:
-            routing = kernels.route(experts, num_experts, m) if chosen else None
-            tile = {"block_m": m, "block_n": n, "num_warps": warps, "num_stages": stages, "routing": routing}
-            yield f"tile {m} {n} {warps} {stages}", partial(kernels.tile_products, x, **tile)
+    if not all_tiles:
+        is_routed = chosen and experts.numel() > MAX_SINGLE_PAIRS
+        block_m = 16 if experts.numel() <= 16 * num_experts else 64
+        given = {"routing": kernels.route(experts, num_experts, block_m)} if is_routed else chosen
+        yield "default", partial(kernels.products, x, **given)
+    for rows in (8, 16, 32, 64, 128) if all_tiles else ():
+        mean = len(x) * NUM_CHOSEN / num_experts if chosen and len(x) > 4 else 1 if chosen else len(x)
+        if (rows < mean / 2 and rows < 128) or (rows > 8 and rows > 4 * mean):
+            continue
+        routed = {"routing": kernels.route(experts, num_experts, rows)} if chosen and len(x) > 4 else chosen
+        for tile in (SPLIT_TILES if rows <= 32 else []) + (WHOLE_TILES if rows >= 32 else []):
+            way = f"{rows} {' '.join(map(str, tile))}"
+            yield way, partial(kernels.products, x, tile=kernels.Tile(rows, *tile), **routed)
     if num_experts == 1:
         yield "unpacked", lambda weight: unpacked_linear(x, weight, None)
 

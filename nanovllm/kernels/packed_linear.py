@@ -1,24 +1,29 @@
 """Products with packed weights, and with those of a mixture's experts.
 
-A packed weight (layers/packed_weight.py) has codes [N, K] of 4 or 8 bits. Groups of `group_size` columns and
-`scale_rows` rows share a scale, and integers also a zero: a value is (code - zero) * scale. Codes of 4 bits lie in
-blocks of 128 columns: byte j of a block has column j in its low half and column 64 + j in its high half. The weights of
+A packed weight (layers/packed_weight.py) consists of int32 words that hold codes of 4 or 8 bits. Groups of `group_size`
+columns and `scale_rows` rows share a scale, and integers also a zero: a value is (code - zero) * scale. The weights of
 several experts are one weight, with an expert's rows together.
 
-- `row_products` is for few rows, and bound by reading the weight. Each program reads a part of it for one row, 16 bytes
-  per thread at a time, and sums in fp32.
-- `tile_products` is for more rows: the tensor cores multiply tiles, whose codes become 16-bit numbers on the way.
-- `unpack` writes the values of some rows, so that cuBLAS can multiply them by many rows.
+`block_words` words of a row, W, are a block. The codes are arranged so that the tensor cores can use them with few
+instructions: a shift and a mask leave two codes of a word in the halves of a register, in the mantissas of two 16-bit
+numbers, and these are neighbours in the weight. Word w of a block has, from bit B * s + 16 * h on, the code of column
+2 * W * s + 2 * w + h, for B bits per code, h of 0 and 1, and s from 0 to 16 / B - 1. The columns with the same s are a
+slice, which has one scale.
 
-Codes become fp32 numbers without a conversion: a nibble is put into the mantissa of 128, so it reads as 128 + code, and
-the 128 is subtracted together with the zero, once for a pack. The bits of an e4m3 number at the place of those of an
-fp32 number read as 2^-120 of its value.
-Legend: M rows, N output features, K input features; a pack is the 16 bytes that a thread loads at once; a pair is a row
-and one of the experts that it has chosen.
+- An integer of 4 bits reads as 16 + code. 8 bits are two such integers.
+- The bits of an e4m3 number at the place of those of a bf16 number read as 2^-120 of its value.
+
+`products` multiplies tiles of weight and input. For few rows each warp of a program has columns of its own, and their
+sums are added at the end; scales and zeros are applied to the sums of a group. For many rows all warps work on one
+tile, and the values are computed before they are multiplied. `unpack` writes the values of some rows, so that cuBLAS
+can multiply them by many.
+
+Legend: M rows, N output features, K input features; a pair is a row and one of the experts that it has chosen.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -28,379 +33,313 @@ import triton.language as tl
 from nanovllm.kernels.launch import let_next_start, on_grid, pdl_options, wait_for_previous
 
 DENSE, INT4, INT8, E4M3 = (tl.constexpr(kind) for kind in range(4))
-BLOCK_COLUMNS = 128  # columns of codes of 4 bits that lie together
-_SHIFTED_E4M3 = tl.constexpr(2.0**60)  # times itself it is 2^120; all of it at once could overflow
-_PACK_BYTES = 16
-_MAX_NARROW_ROWS = 32  # up to which a tile has 16 rows
+BLOCK_WORDS = (64, 32, 16)  # that a block may have; more are faster
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+_TRITON_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 class Packed(NamedTuple):
     """The tensors of a weight [N, K]. A dense one has nothing but values, in `codes`."""
 
-    codes: torch.Tensor  # uint8 [N, K / 2] or [N, K], e4m3 [N, K]; dense: the values [N, K]
-    scales: torch.Tensor | None = None  # [N / scale_rows, K / group_size], any float
-    zeros: torch.Tensor | None = None  # uint8, like scales; None: 0
+    codes: torch.Tensor  # int32 words [N, K / 8] or [N, K / 4]; dense: the values [N, K]
+    scales: torch.Tensor | None = None  # [N / scale_rows, K / group_size]: fp32, or words of `pack_scales`
+    kind: int = DENSE.value
+    scale_dtype: torch.dtype = torch.float32  # bf16 or fp16 in words
     scale_rows: int = 1
-    group_size: int = BLOCK_COLUMNS
-
-    @property
-    def kind(self) -> int:
-        if self.scales is None:
-            return DENSE.value
-        if self.codes.dtype == torch.float8_e4m3fn:
-            return E4M3.value
-        return INT8.value if self.scales.shape[1] * self.group_size == self.codes.shape[1] else INT4.value
+    group_size: int = 128
+    block_words: int = 16
 
     @property
     def num_columns(self) -> int:
-        return self.codes.shape[1] * (2 if self.kind == INT4.value else 1)
+        return self.codes.shape[1] * (1 if self.kind == DENSE.value else 8 if self.kind == INT4.value else 4)
 
 
-# -- few rows ----------------------------------------------------------------------------------------------------
+def choose_block_words(num_columns: int, bits: int, group_size: int) -> int | None:
+    """None: no block fits rows of so many columns in such groups."""
+    fitting = (
+        words for words in BLOCK_WORDS if num_columns % (words * 32 // bits) == 0 and group_size % (2 * words) == 0
+    )
+    return next(fitting, None)
 
 
-@triton.jit
-def _nibbles(words, IS_HIGH: tl.constexpr):
-    """The codes in the low or the high halves of bytes, plus 128: [.., 1] words -> [.., 4] fp32."""
-    byte = tl.arange(0, 4)[None, None, None, :]
-    bits = (words << (16 - 16 * (byte // 2))) >> (8 * (byte % 2) + 4 * IS_HIGH)
-    return ((bits & 0x000F0000) | 0x43000000).to(tl.float32, bitcast=True)
+def pack_codes(codes: torch.Tensor, bits: int, block_words: int) -> torch.Tensor:
+    """Codes uint8 [n, K] -> words int32 [n, K * bits / 32]."""
+    slices = codes.reshape(len(codes), -1, 16 // bits, block_words, 2).int()
+    words = torch.zeros_like(slices[:, :, 0, :, 0])
+    for part in range(16 // bits):
+        for half in range(2):
+            words |= slices[:, :, part, :, half] << (bits * part + 16 * half)
+    return words.flatten(1)
 
 
-@triton.jit
-def _bytes(words, KIND: tl.constexpr):
-    """[.., 1] words -> [.., 4] fp32: codes, or numbers in e4m3 times 2^-120."""
-    byte = tl.arange(0, 4)[None, None, None, :]
-    if KIND == E4M3:
-        numbers = (((words << (24 - 8 * byte)) >> 4) & -0x78100000).to(tl.float32, bitcast=True)
-    else:
-        numbers = (((words >> (8 * byte)) & 0xFF) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
-    return numbers
-
-
-@triton.jit
-def _sum4(products):
-    return tl.sum(tl.sum(products, 3), 2)
-
-
-@triton.jit
-def _pack_sums(
-    codes_ptr, scales_ptr, zeros_ptr, row, pack, is_pack, x_low, x_high,
-    K: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, KIND: tl.constexpr, ZEROS: tl.constexpr,
-):  # fmt: skip
-    """The products of the packs with `x`, summed over each pack: [BLOCK_N, STEP].
-
-    `row` is [BLOCK_N, 1] and `pack` [1, STEP]. x_low, x_high: fp32 [1, STEP, 4, 4], the columns of a pack; x_high is
-    for the high halves of codes of 4 bits.
+def pack_scales(scales: torch.Tensor, zeros: torch.Tensor, bits: int) -> torch.Tensor:
+    """Scales in bf16 or fp16 and zeros of integers -> words int32: a scale's bits, and above them what is to be
+    subtracted from what the kernels read as a code.
     """
-    NUM_PACKS: tl.constexpr = K // (32 if KIND == INT4 else 8 if KIND == DENSE else 16)
-    SIZE: tl.constexpr = 8 if KIND == DENSE else 4  # values or words of a pack
-    at = (row * NUM_PACKS + pack)[:, :, None] * SIZE + tl.arange(0, SIZE)[None, None, :]
-    words = tl.load(codes_ptr + at, mask=is_pack[:, :, None], other=0, eviction_policy="evict_first")
-    scale_at = row // SCALE_ROWS * (K // GROUP)
-    if KIND == DENSE:
-        sums = tl.sum(words.to(tl.float32) * x_low, 2)
-    elif KIND == INT4:
-        column = pack // 4 * 128 + pack % 4 * 16
-        low_at, high_at = scale_at + column // GROUP, scale_at + (column + 64) // GROUP
-        low_zero, high_zero = 128.0, 128.0
-        if ZEROS:
-            low_zero += tl.load(zeros_ptr + low_at, mask=is_pack, other=0).to(tl.float32)
-            high_zero += tl.load(zeros_ptr + high_at, mask=is_pack, other=0).to(tl.float32)
-        low = _sum4(_nibbles(words[:, :, :, None], 0) * x_low) - low_zero * _sum4(x_low)
-        high = _sum4(_nibbles(words[:, :, :, None], 1) * x_high) - high_zero * _sum4(x_high)
-        sums = low * tl.load(scales_ptr + low_at, mask=is_pack, other=0.0).to(tl.float32)
-        sums += high * tl.load(scales_ptr + high_at, mask=is_pack, other=0.0).to(tl.float32)
-    else:
-        at = scale_at + pack * 16 // GROUP
-        scale = tl.load(scales_ptr + at, mask=is_pack, other=0.0).to(tl.float32)
-        sums = _sum4(_bytes(words[:, :, :, None], KIND) * x_low)
-        if ZEROS:
-            sums -= tl.load(zeros_ptr + at, mask=is_pack, other=0).to(tl.float32) * _sum4(x_low)
-        if KIND == E4M3:
-            scale *= _SHIFTED_E4M3
-        sums *= scale
-    return sums
+    offsets = zeros.int() + (16 if bits == 4 else 16 * 17)
+    return (scales.contiguous().view(torch.int16).int() & 0xFFFF) | (offsets << 16)
+
+
+# -- codes to numbers --------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def _load_columns(x_row, column, is_pack, KIND: tl.constexpr):
-    """Columns from `column` [1, STEP] on, as many as a pack has, in fp32."""
-    if KIND == DENSE:
-        at = column[:, :, None] + tl.arange(0, 8)[None, None, :]
-        x = tl.load(x_row + at, mask=is_pack[:, :, None], other=0.0).to(tl.float32)
+def _halves(words, dtype: tl.constexpr):
+    """Two numbers in each word [.., n] -> [.., 2 n]."""
+    low = words.to(tl.int16).to(dtype, bitcast=True)
+    high = (words >> 16).to(tl.int16).to(dtype, bitcast=True)
+    both = tl.join(low, high)
+    return both.reshape([*both.shape[:-2], 2 * both.shape[-2]])
+
+
+@triton.jit
+def _mask_and_set(words, MASK: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):
+    """(words & MASK) | BITS, by one instruction where the compiler would use two."""
+    if _INTERPRETED:
+        words = (words & MASK) | BITS
     else:
-        at = column[:, :, None, None] + 4 * tl.arange(0, 4)[None, None, :, None] + tl.arange(0, 4)[None, None, None, :]
-        x = tl.load(x_row + at, mask=is_pack[:, :, None, None], other=0.0).to(tl.float32)
-        if KIND == E4M3:
-            x *= _SHIFTED_E4M3
+        words = tl.inline_asm_elementwise(ASM, "=r,r", [words], dtype=tl.int32, is_pure=True, pack=1)
+    return words
+
+
+@triton.jit
+def _nibbles(words, PLACE: tl.constexpr, dtype: tl.constexpr, IS_HIGH: tl.constexpr = False):
+    """The 4 bits at PLACE and at PLACE + 16 of words [.., n]: [.., 2 n] in `dtype`, which is bf16 or fp16.
+
+    They read as 16 + bits, or with IS_HIGH, as upper half of a code of 8 bits, as 256 + 16 * bits.
+    """
+    SHIFT: tl.constexpr = PLACE - (3 if dtype == tl.bfloat16 else 6)
+    if SHIFT < 0:
+        bits = words << -SHIFT
+    else:
+        bits = words >> SHIFT
+    if dtype == tl.bfloat16:
+        if IS_HIGH:
+            bits = _mask_and_set(bits, 0x00780078, 0x43804380, "lop3.b32 $0, $1, 0x00780078, 0x43804380, 0xEA;")
+        else:
+            bits = _mask_and_set(bits, 0x00780078, 0x41804180, "lop3.b32 $0, $1, 0x00780078, 0x41804180, 0xEA;")
+    elif IS_HIGH:
+        bits = _mask_and_set(bits, 0x03C003C0, 0x5C005C00, "lop3.b32 $0, $1, 0x03C003C0, 0x5C005C00, 0xEA;")
+    else:
+        bits = _mask_and_set(bits, 0x03C003C0, 0x4C004C00, "lop3.b32 $0, $1, 0x03C003C0, 0x4C004C00, 0xEA;")
+    return _halves(bits, dtype)
+
+
+@triton.jit
+def _ones(words, dtype: tl.constexpr):
+    """1 for each column of a slice. They seem to depend on the words, so that they get the same layout."""
+    if dtype == tl.bfloat16:
+        ones = _mask_and_set(words, 0, 0x3F803F80, "lop3.b32 $0, $1, 0, 0x3F803F80, 0xEA;")
+    else:
+        ones = _mask_and_set(words, 0, 0x3C003C00, "lop3.b32 $0, $1, 0, 0x3C003C00, 0xEA;")
+    return _halves(ones, dtype)
+
+
+@triton.jit
+def _small_e4m3(words, PLACE: tl.constexpr, dtype: tl.constexpr):
+    """The numbers in the bytes at PLACE and at PLACE + 16, times 2^-120 in bf16, or 2^-8 in fp16."""
+    SHIFT: tl.constexpr = PLACE - (4 if dtype == tl.bfloat16 else 7)
+    MASK: tl.constexpr = 0x07F007F0 if dtype == tl.bfloat16 else 0x3F803F80
+    if SHIFT < 0:
+        bits = (words << -SHIFT) & MASK
+    else:
+        bits = (words >> SHIFT) & MASK
+    signs = words << (8 - PLACE)
+    if _INTERPRETED:
+        bits |= signs & -0x7FFF8000
+    else:
+        asm: tl.constexpr = "lop3.b32 $0, $1, 0x80008000, $2, 0xEA;"  # (signs & mask) | bits
+        bits = tl.inline_asm_elementwise(asm, "=r,r,r", [signs, bits], dtype=tl.int32, is_pure=True, pack=1)
+    return _halves(bits, dtype)
+
+
+@triton.jit
+def _enlarged(x, KIND: tl.constexpr):
+    """Half of the factor by which numbers in e4m3 are too small; all of it at once could overflow."""
+    if KIND == E4M3 and x.dtype != tl.float16:
+        x = (x.to(tl.float32) * 2.0**60).to(x.dtype)
     return x
 
 
 @triton.jit
-def _row_products_kernel(
-    x_ptr,
-    codes_ptr,  # int32 words; dense: the values
-    scales_ptr,
-    zeros_ptr,
-    bias_ptr,
-    experts_ptr,  # int64 [pairs]: the expert of each; None: there is one weight
-    out_ptr,
-    x_stride,
-    N,  # features of the result
-    EXPERT_ROWS,  # rows of an expert's weight
-    CHOSEN: tl.constexpr,  # pairs of a row of x
-    K: tl.constexpr,
-    GROUP: tl.constexpr,
-    SCALE_ROWS: tl.constexpr,
-    KIND: tl.constexpr,
-    ZEROS: tl.constexpr,
-    GATED: tl.constexpr,  # the result is silu(first half) * second half
-    BIAS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    STEP: tl.constexpr,  # packs of a row that the program loads at once
-    PDL: tl.constexpr,
-):
-    let_next_start(PDL)
-    COLUMNS: tl.constexpr = 32 if KIND == INT4 else 8 if KIND == DENSE else 16  # of a pack
-    NUM_PACKS: tl.constexpr = K // COLUMNS
-    wait_for_previous(PDL)
-    pair = tl.program_id(1)
-    feature = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
-    row = tl.minimum(feature, N - 1).to(tl.int64)
-    if experts_ptr is not None:
-        row += tl.load(experts_ptr + pair) * EXPERT_ROWS
-    x_row = x_ptr + (pair // CHOSEN).to(tl.int64) * x_stride
-    sums = tl.zeros((BLOCK_N, STEP), tl.float32)
-    up_sums = tl.zeros((BLOCK_N, STEP), tl.float32)
-    for start in range(0, NUM_PACKS, STEP):
-        pack = start + tl.arange(0, STEP)[None, :]
-        is_pack = pack < NUM_PACKS
-        column = pack * COLUMNS
-        if KIND == INT4:
-            column = pack // 4 * 128 + pack % 4 * 16
-        x_low = _load_columns(x_row, column, is_pack, KIND)
-        x_high = x_low
-        if KIND == INT4:
-            x_high = _load_columns(x_row, column + 64, is_pack, KIND)
-        sums += _pack_sums(
-            codes_ptr, scales_ptr, zeros_ptr, row, pack, is_pack, x_low, x_high, K, GROUP, SCALE_ROWS, KIND, ZEROS
-        )
-        if GATED:
-            up_sums += _pack_sums(
-                codes_ptr,
-                scales_ptr,
-                zeros_ptr,
-                row + N,
-                pack,
-                is_pack,
-                x_low,
-                x_high,
-                K,
-                GROUP,
-                SCALE_ROWS,
-                KIND,
-                ZEROS,
-            )
-    dtype = out_ptr.dtype.element_ty
-    is_feature = feature < N
-    out = tl.sum(sums, 1)[:, None]
-    if BIAS:
-        out += tl.load(bias_ptr + feature, mask=is_feature, other=0.0).to(tl.float32)
-    if GATED:
-        up = tl.sum(up_sums, 1)[:, None]
-        if BIAS:
-            up += tl.load(bias_ptr + N + feature, mask=is_feature, other=0.0).to(tl.float32)
-        gate = out.to(dtype).to(tl.float32)  # round where torch rounds
-        out = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32) * up.to(dtype).to(tl.float32)
-    tl.store(out_ptr + pair.to(tl.int64) * N + feature, out.to(dtype), mask=is_feature)
-
-
-def row_products(
-    x: torch.Tensor,
-    weight: Packed,
-    bias: torch.Tensor | None = None,
-    *,
-    gated: bool = False,
-    experts: torch.Tensor | None = None,
-    num_experts: int = 1,
-    block_n: int = 1,
-    num_warps: int = 4,
-) -> torch.Tensor:
-    """x [M, K] by the weight -> [M, N], or with `gated` silu(first half) * second half. Hot: several times per layer.
-
-    `experts`, int64 [M, C] or [M]: the product is by these experts' rows instead, for each pair: [M, C, N].
-    """
-    expert_rows = weight.codes.shape[0] // num_experts
-    num_features = expert_rows // 2 if gated else expert_rows
-    shape = (len(x),) if experts is None else tuple(experts.shape)
-    out = torch.empty((*shape, num_features), dtype=x.dtype, device=x.device)
-    num_pairs = out.numel() // num_features
-    if num_pairs:
-        columns, size = _columns_of_pack(weight), weight.num_columns
-        assert size % columns == 0 and x.stride(-1) == 1, "a row must consist of whole packs"
-        assert experts is None or experts.is_contiguous(), "the kernel reads experts in order"
-        on_grid(_row_products_kernel, (triton.cdiv(num_features, block_n), num_pairs))(
-            x,
-            weight.codes if weight.kind == DENSE.value else weight.codes.view(torch.int32),
-            weight.scales,
-            weight.zeros,
-            bias,
-            experts,
-            out,
-            x.stride(0),
-            num_features,
-            expert_rows,
-            CHOSEN=num_pairs // len(x),
-            K=size,
-            GROUP=weight.group_size,
-            SCALE_ROWS=weight.scale_rows,
-            KIND=weight.kind,
-            ZEROS=weight.zeros is not None,
-            GATED=gated,
-            BIAS=bias is not None,
-            BLOCK_N=block_n,
-            STEP=min(32 * num_warps, triton.next_power_of_2(size // columns)),
-            num_warps=num_warps,
-            **pdl_options(x.device),
-        )
-    return out
-
-
-def _columns_of_pack(weight: Packed) -> int:
-    if weight.kind == DENSE.value:
-        return 8
-    return _PACK_BYTES * (2 if weight.kind == INT4.value else 1)
-
-
-# -- more rows ---------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _e4m3_values(codes, dtype: tl.constexpr):
-    """uint8 codes -> numbers in `dtype`, exact. Not every GPU knows the type."""
-    bits = codes.to(tl.int32)
-    number = (((bits << 24) >> 4) & -0x78100000).to(tl.float32, bitcast=True)
-    return (number * _SHIFTED_E4M3 * _SHIFTED_E4M3).to(dtype)
-
-
-@triton.jit
-def _scale_tile(ptr, row, column, is_row, K: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr):
-    """Scales or zeros of rows [R, 1] and columns [1, C], fp32."""
-    at = row // SCALE_ROWS * (K // GROUP) + column // GROUP
-    return tl.load(ptr + at, mask=is_row, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _value_tile(
-    codes_ptr, scales_ptr, zeros_ptr, row, is_row, start, HALF: tl.constexpr, dtype: tl.constexpr,
-    COLUMNS: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, KIND: tl.constexpr,
-    ZEROS: tl.constexpr, SCALED: tl.constexpr,
-):  # fmt: skip
-    """Values of COLUMNS columns from `start` on, [R, COLUMNS] in `dtype`; `row` and `is_row` are [R, 1].
-
-    4 bits: COLUMNS is 64, and the columns are the low (HALF 0) or high (1) ones of a block. Without SCALED the scales
-    are left out, so that the numbers are exact.
-    """
-    column = tl.arange(0, COLUMNS)[None, :]
-    if KIND == INT4:
-        codes = tl.load(codes_ptr + row * (K // 2) + start // 2 + column, mask=is_row, other=0)
-        values = ((codes.to(tl.int32) >> (4 * HALF)) & 0xF).to(tl.float32)
+def _scale(bits, SCALE_DTYPE: tl.constexpr, KIND: tl.constexpr, dtype: tl.constexpr):
+    """What `scales` holds -> fp32; for e4m3 with the other half of the factor."""
+    if KIND == E4M3:
+        scale = bits * (2.0**8 if dtype == tl.float16 else 2.0**60)
     else:
-        values = tl.load(codes_ptr + row * K + start + column, mask=is_row, other=0)
-        if KIND == E4M3:
-            values = _e4m3_values(values, tl.float32)
-        elif KIND == INT8:
-            values = values.to(tl.float32)
-    if KIND != DENSE:
-        column += start + 64 * HALF
-        if ZEROS:
-            values -= _scale_tile(zeros_ptr, row, column, is_row, K, GROUP, SCALE_ROWS)
-        if SCALED:
-            values *= _scale_tile(scales_ptr, row, column, is_row, K, GROUP, SCALE_ROWS)
+        scale = bits.to(tl.int16).to(SCALE_DTYPE, bitcast=True).to(tl.float32)
+    return scale
+
+
+@triton.jit
+def _values(words, scale_bits, PART: tl.constexpr, KIND: tl.constexpr, SCALE_DTYPE: tl.constexpr, dtype: tl.constexpr):
+    """The values of slice PART of a block, rounded to `dtype`: [.., n] -> [.., 2 n]."""
+    if KIND == E4M3:  # of 16-bit types fp16 needs the smaller factor
+        values = _small_e4m3(words, 8 * PART, tl.float16).to(tl.float32) * _scale(
+            scale_bits, SCALE_DTYPE, KIND, tl.float16
+        )
+    else:
+        read: tl.constexpr = tl.float16 if dtype == tl.float16 else tl.bfloat16
+        if KIND == INT4:
+            codes = _nibbles(words, 4 * PART, read).to(tl.float32)
+        else:
+            codes = _nibbles(words, 8 * PART, read).to(tl.float32)
+            codes += _nibbles(words, 8 * PART + 4, read, True).to(tl.float32)
+        scale = _scale(scale_bits, SCALE_DTYPE, KIND, dtype)
+        values = codes * scale - (scale_bits >> 16).to(tl.float32) * scale  # the second product is exact
     return values.to(dtype)
 
 
+# -- products ----------------------------------------------------------------------------------------------------
+
+
+class Tile(NamedTuple):
+    """What a program computes: rows or pairs, and features. Each of its warps has columns of its own (`split` is their
+    number), or they share all columns (1).
+    """
+
+    block_m: int
+    block_n: int
+    split: int
+    num_warps: int
+    num_stages: int
+    num_words: int = 16  # of a row that are multiplied at once; at most those of a block
+
+
 @triton.jit
-def _multiply_half(
-    acc, x_row, is_x, codes_ptr, scales_ptr, zeros_ptr, row, is_row, start, HALF: tl.constexpr, COLUMNS: tl.constexpr,
-    K: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, KIND: tl.constexpr, ZEROS: tl.constexpr,
-):  # fmt: skip
-    """Add the product with COLUMNS columns to `acc` [M, N]."""
-    dtype: tl.constexpr = x_row.dtype.element_ty
-    # One scale for all of the columns is applied to the sums, where it costs less and rounds nothing
-    AFTER: tl.constexpr = KIND != DENSE and GROUP % COLUMNS == 0
-    x = tl.load(x_row + start + 64 * HALF + tl.arange(0, COLUMNS)[None, :], mask=is_x, other=0.0)
-    values = _value_tile(
-        codes_ptr, scales_ptr, zeros_ptr, row, is_row, start, HALF, dtype, COLUMNS, K, GROUP, SCALE_ROWS, KIND, ZEROS,
-        not AFTER,
-    )  # fmt: skip
-    if AFTER:
-        scale = _scale_tile(scales_ptr, row, start + 64 * HALF, is_row, K, GROUP, SCALE_ROWS)
-        acc += tl.dot(x, values.T, input_precision="ieee") * scale.T
+def _load(ptrs, is_there, EVEN: tl.constexpr):
+    if EVEN:
+        loaded = tl.load(ptrs, eviction_policy="evict_first")
     else:
-        acc = tl.dot(x, values.T, acc, input_precision="ieee")
-    return acc
+        loaded = tl.load(ptrs, mask=is_there, other=0, eviction_policy="evict_first")
+    return loaded
 
 
 @triton.jit(do_not_specialize=["num_pairs"])  # compile once for all numbers of rows
-def _tile_products_kernel(
+def _products_kernel(
     x_ptr,
     codes_ptr,
     scales_ptr,
-    zeros_ptr,
     bias_ptr,
     factors_ptr,  # fp32 [pairs], by which the results are multiplied; None: 1
-    pairs_ptr,  # int32 [blocks * BLOCK_M]: the pairs of each block of rows, sorted by expert; None: all rows in order
-    block_experts_ptr,  # int32 [blocks]: the expert of each block; num_experts for one without pairs
+    pairs_ptr,  # int32 [blocks * BLOCK_M]: the pairs of each block, sorted by expert; None: all in order
+    experts_ptr,  # of each block: int32, num_experts for one without pairs; None: there is one weight
     out_ptr,
     x_stride,
     num_pairs,
     num_experts,
-    N,
-    CHOSEN: tl.constexpr,
+    N,  # features of the result
+    CHOSEN: tl.constexpr,  # pairs of a row of x
     K: tl.constexpr,
     GROUP: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
+    SCALE_DTYPE: tl.constexpr,
     KIND: tl.constexpr,
-    ZEROS: tl.constexpr,
+    GATED: tl.constexpr,  # the result is silu(first half) * second half
     BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    STEP: tl.constexpr,  # columns of a step; 4 bits: 128, two halves
+    WORDS: tl.constexpr,  # of a row that are multiplied at once; dense: columns
+    BLOCK_WORDS: tl.constexpr,
+    SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    block = tl.program_id(1)
-    pair = block * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
-    feature = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
-    is_row = feature < N
-    row = feature.to(tl.int64)
-    if pairs_ptr is not None:
-        expert = tl.load(block_experts_ptr + block)
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    # Without SPLIT tiles have no first dimension: [BLOCK_N, words], [columns, BLOCK_M] and [BLOCK_N, BLOCK_M]
+    CODES: tl.constexpr = 1 if KIND == DENSE else 8 if KIND == INT4 else 4  # of a word
+    NUM_STEPS: tl.constexpr = K // CODES // WORDS
+    block, in_tile = tl.program_id(1), tl.arange(0, BLOCK_N)
+    if GATED:  # a tile has features of both halves
+        HALF: tl.constexpr = BLOCK_N // 2
+        feature = tl.program_id(0) * HALF + in_tile % HALF
+        row = tl.minimum(feature, N - 1) + in_tile // HALF * N
+    else:
+        feature = tl.program_id(0) * BLOCK_N + in_tile
+        row = tl.minimum(feature, N - 1)
+    pair = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    weight_row = row.to(tl.int64)
+    if experts_ptr is not None:
+        expert = tl.load(experts_ptr + block).to(tl.int64)
         if expert >= num_experts:
             return
-        pair = tl.load(pairs_ptr + pair)
-        row += expert.to(tl.int64) * N
+        weight_row += expert * (2 * N if GATED else N)
+        if pairs_ptr is not None:
+            pair = tl.load(pairs_ptr + pair)
+        else:  # a block for each pair
+            pair = tl.where(tl.arange(0, BLOCK_M) == 0, block, num_pairs)
     is_pair = pair < num_pairs
-    x_row = x_ptr + (pair // CHOSEN).to(tl.int64) * x_stride
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    HALF_STEP: tl.constexpr = STEP // 2 if KIND == INT4 else STEP
-    for start in tl.range(0, K, STEP, num_stages=STAGES):
-        acc = _multiply_half(
-            acc, x_row, is_pair, codes_ptr, scales_ptr, zeros_ptr, row, is_row, start, 0, HALF_STEP, K, GROUP,
-            SCALE_ROWS, KIND, ZEROS,
-        )  # fmt: skip
-        if KIND == INT4:
-            acc = _multiply_half(
-                acc, x_row, is_pair, codes_ptr, scales_ptr, zeros_ptr, row, is_row, start, 1, HALF_STEP, K, GROUP,
-                SCALE_ROWS, KIND, ZEROS,
-            )  # fmt: skip
-    feature = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    EVEN: tl.constexpr = NUM_STEPS % SPLIT == 0
+    COLUMNS: tl.constexpr = WORDS if KIND == DENSE else 2 * WORDS  # of a slice
+    SLICES: tl.constexpr = CODES // 2
+    # Slices of a group, or all of a block, have one scale
+    SHARING: tl.constexpr = (
+        min(GROUP // (2 * BLOCK_WORDS), SLICES)
+        if (CODES * BLOCK_WORDS) % GROUP == 0 or GROUP % (CODES * BLOCK_WORDS) == 0
+        else 1
+    )
+    if SPLIT > 1:
+        part = tl.arange(0, SPLIT)[:, None, None]
+        code_row = codes_ptr + weight_row[None, :, None] * (NUM_STEPS * WORDS) + tl.arange(0, WORDS)[None, None, :]
+        scale_row = (weight_row // SCALE_ROWS * (K // GROUP))[None, :, None]
+        x_column = (
+            x_ptr + (pair // CHOSEN).to(tl.int64)[None, None, :] * x_stride + tl.arange(0, COLUMNS)[None, :, None]
+        )
+        is_x = is_pair[None, None, :]
+        sums = tl.zeros((SPLIT, BLOCK_N, BLOCK_M), tl.float32)
+    else:
+        part = 0
+        code_row = codes_ptr + weight_row[:, None] * (NUM_STEPS * WORDS) + tl.arange(0, WORDS)[None, :]
+        scale_row = (weight_row // SCALE_ROWS * (K // GROUP))[:, None]
+        x_column = x_ptr + (pair // CHOSEN).to(tl.int64)[None, :] * x_stride + tl.arange(0, COLUMNS)[:, None]
+        is_x = is_pair[None, :]
+        sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for index in tl.range(0, tl.cdiv(NUM_STEPS, SPLIT), num_stages=STAGES):
+        step = index * SPLIT + part
+        is_step = step < NUM_STEPS
+        words = _load(code_row + step * WORDS, is_step, EVEN)
+        if KIND == DENSE:
+            x = tl.load(x_column + step * WORDS, mask=is_x & is_step, other=0.0)
+            sums = tl.dot(words, x, sums, input_precision="ieee")
+        else:
+            in_block = step * WORDS % BLOCK_WORDS
+            column = (step * WORDS - in_block) * CODES + 2 * in_block
+            for first in tl.static_range(0, SLICES, SHARING):
+                scale_bits = _load(scales_ptr + scale_row + (column + first * 2 * BLOCK_WORDS) // GROUP, is_step, EVEN)
+                code_sums, x_sums = tl.zeros_like(sums), tl.zeros_like(sums)
+                for i in tl.static_range(first, first + SHARING):
+                    x = tl.load(x_column + column + i * 2 * BLOCK_WORDS, mask=is_x & is_step, other=0.0)
+                    if SPLIT == 1:
+                        values = _values(words, scale_bits, i, KIND, SCALE_DTYPE, dtype)
+                        sums = tl.dot(values, x, sums, input_precision="ieee")
+                    elif KIND == E4M3:
+                        code_sums = tl.dot(_small_e4m3(words, 8 * i, dtype), _enlarged(x, KIND), code_sums)
+                    else:
+                        if KIND == INT4:
+                            code_sums = tl.dot(_nibbles(words, 4 * i, dtype), x, code_sums)
+                        else:
+                            code_sums = tl.dot(_nibbles(words, 8 * i, dtype), x, code_sums)
+                            code_sums = tl.dot(_nibbles(words, 8 * i + 4, dtype, True), x, code_sums)
+                        x_sums = tl.dot(_ones(words, dtype), x, x_sums)
+                if SPLIT > 1:
+                    if KIND != E4M3:
+                        code_sums -= x_sums * (scale_bits >> 16).to(tl.float32)
+                    sums += code_sums * _scale(scale_bits, SCALE_DTYPE, KIND, dtype)
+    if SPLIT > 1:
+        sums = tl.sum(sums, 0)
     if BIAS:
-        acc += tl.load(bias_ptr + feature, mask=feature < N, other=0.0).to(tl.float32)
+        sums += tl.load(bias_ptr + row).to(tl.float32)[:, None]
+    if GATED:
+        sums = sums.to(dtype).to(tl.float32)  # round where torch rounds
+        gate, up = tl.split(tl.permute(tl.reshape(sums, (2, HALF, BLOCK_M)), (1, 2, 0)))
+        sums = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32) * up
+        feature = tl.program_id(0) * HALF + tl.arange(0, HALF)
     if factors_ptr is not None:
-        acc *= tl.load(factors_ptr + pair, mask=is_pair, other=0.0)
-    tl.store(out_ptr + pair.to(tl.int64) * N + feature, acc.to(out_ptr.dtype.element_ty), mask=is_pair & (feature < N))
+        sums *= tl.load(factors_ptr + pair, mask=is_pair, other=0.0)[None, :]
+    out = out_ptr + pair.to(tl.int64)[None, :] * N + feature[:, None]
+    tl.store(out, sums.to(dtype), mask=is_pair[None, :] & (feature < N)[:, None])
 
 
 class Routing(NamedTuple):
@@ -430,105 +369,142 @@ def route(experts: torch.Tensor, num_experts: int, block_m: int) -> Routing:
     return Routing(pairs, block_experts, block_m, num_experts, num_pairs)
 
 
-def tile_products(
+def default_tile(num_rows: int, num_features: int, kind: int) -> Tile:
+    """`num_rows`: those of a block that one weight multiplies."""
+    block_m = min(max(8, triton.next_power_of_2(num_rows)), 64)
+    if kind == DENSE.value and block_m <= 16:
+        return Tile(block_m, 16, 4, 4, 3)
+    if block_m == 8:
+        return Tile(8, 32, 4, 4, 3, 32) if num_features >= 8192 else Tile(8, 16, 4, 4, 3, 64)
+    if block_m <= 32:
+        return Tile(block_m, 32, 4, 4, 3)
+    return Tile(block_m, 64, 1, 4, 4)
+
+
+def products(
     x: torch.Tensor,
     weight: Packed,
     bias: torch.Tensor | None = None,
     *,
+    gated: bool = False,
+    experts: torch.Tensor | None = None,
     routing: Routing | None = None,
+    num_experts: int = 1,
     factors: torch.Tensor | None = None,
-    block_m: int | None = None,
-    block_n: int = 64,
-    num_warps: int = 4,
-    num_stages: int = 3,
+    tile: Tile | None = None,
 ) -> torch.Tensor:
-    """x [M, K] by the weight -> [M, N]. Hot: several times per layer.
+    """x [M, K] by the weight -> [M, N], or with `gated` silu(first half) * second half. Hot: several times per layer.
 
-    With `routing`, the product of each pair by its expert's rows: [pairs, N], times `factors` [pairs]. x has a row for
-    each pair, or one for all pairs of a token.
+    `experts`, int64 [M, C]: the product of each pair by its expert's rows instead, [M * C, N], which reads the weight
+    for each pair. `routing`: the same, for pairs that are sorted by expert and share it. x has a row for each token, or
+    one for each pair. The results are multiplied by `factors`, fp32 [pairs].
     """
-    num_experts, total = (1, len(x)) if routing is None else (routing.num_experts, routing.num_pairs)
-    num_features, size = weight.codes.shape[0] // num_experts, weight.num_columns
-    out = torch.empty((total, num_features), dtype=x.dtype, device=x.device)
-    if not total:
-        return out
-    step = BLOCK_COLUMNS if size % BLOCK_COLUMNS == 0 else 16
-    assert size % step == 0 and x.stride(-1) == 1, "a row must consist of whole steps"
+    num_pairs = len(x) if experts is None else experts.numel()
     if routing is not None:
-        block_m, num_blocks = routing.block_m, len(routing.block_experts)
+        num_pairs, num_experts = routing.num_pairs, routing.num_experts
+    expert_rows = weight.codes.shape[0] // num_experts
+    num_features = expert_rows // 2 if gated else expert_rows
+    out = torch.empty((num_pairs, num_features), dtype=x.dtype, device=x.device)
+    if not num_pairs:
+        return out
+    if tile is None:
+        rows = 1 if experts is not None else num_pairs if routing is None else routing.block_m
+        tile = default_tile(rows, expert_rows, weight.kind)
+    if x.dtype == torch.float32:  # the tensor cores would round it
+        tile = tile._replace(split=1)
+    size, is_dense = weight.num_columns, weight.kind == DENSE.value
+    num_words = math.gcd(size, 128) if is_dense else min(tile.num_words, weight.block_words)
+    assert num_words >= 16 and x.stride(-1) == 1, "a row must consist of whole steps"
+    if routing is not None:
+        num_blocks, pairs, block_experts = len(routing.block_experts), routing.pairs, routing.block_experts
+        tile = tile._replace(block_m=routing.block_m)
     else:
-        block_m = block_m or (16 if total <= _MAX_NARROW_ROWS else 64)
-        num_blocks = triton.cdiv(total, block_m)
-    on_grid(_tile_products_kernel, (triton.cdiv(num_features, block_n), num_blocks))(
+        num_blocks, pairs, block_experts = triton.cdiv(num_pairs, tile.block_m), None, None
+    if experts is not None:
+        assert experts.is_contiguous(), "the kernel reads experts in order"
+        num_blocks, block_experts = num_pairs, experts
+    block_features = tile.block_n // 2 if gated else tile.block_n
+    on_grid(_products_kernel, (triton.cdiv(num_features, block_features), num_blocks))(
         x,
-        weight.codes.view(torch.uint8) if weight.kind == E4M3.value else weight.codes,
+        weight.codes,
         weight.scales,
-        weight.zeros,
         bias,
         factors,
-        None if routing is None else routing.pairs,
-        None if routing is None else routing.block_experts,
+        pairs,
+        block_experts,
         out,
         x.stride(0),
-        total,
+        num_pairs,
         num_experts,
         num_features,
-        CHOSEN=total // len(x),
+        CHOSEN=num_pairs // len(x),
         K=size,
         GROUP=weight.group_size,
         SCALE_ROWS=weight.scale_rows,
+        SCALE_DTYPE=_TRITON_TYPES[weight.scale_dtype],
         KIND=weight.kind,
-        ZEROS=weight.zeros is not None,
+        GATED=gated,
         BIAS=bias is not None,
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
-        STEP=step,
-        STAGES=num_stages,
-        num_warps=num_warps,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        WORDS=num_words,
+        BLOCK_WORDS=weight.block_words,
+        SPLIT=tile.split,
+        STAGES=tile.num_stages,
+        num_warps=tile.num_warps,
+        **pdl_options(x.device),
     )
     return out
 
 
-# -- many rows ---------------------------------------------------------------------------------------------------
+# -- values ------------------------------------------------------------------------------------------------------
 
 
 @triton.jit(do_not_specialize=["first_row", "num_rows"])
 def _unpack_kernel(
-    codes_ptr, scales_ptr, zeros_ptr, out_ptr, first_row, num_rows,
-    K: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, KIND: tl.constexpr, ZEROS: tl.constexpr,
-    BLOCK_N: tl.constexpr, STEP: tl.constexpr,
-):  # fmt: skip
+    codes_ptr,
+    scales_ptr,
+    out_ptr,
+    first_row,
+    num_rows,
+    K: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    SCALE_DTYPE: tl.constexpr,
+    KIND: tl.constexpr,
+    WORDS: tl.constexpr,  # of a block
+    BLOCK_N: tl.constexpr,
+):
     out_row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
-    is_row, start = out_row < num_rows, tl.program_id(1) * STEP
+    is_row, block = out_row < num_rows, tl.program_id(1)
     row = (first_row + out_row).to(tl.int64)
-    COLUMNS: tl.constexpr = STEP // 2 if KIND == INT4 else STEP
-    for half in tl.static_range(2 if KIND == INT4 else 1):
-        values = _value_tile(
-            codes_ptr, scales_ptr, zeros_ptr, row, is_row, start, half, out_ptr.dtype.element_ty, COLUMNS,
-            K, GROUP, SCALE_ROWS, KIND, ZEROS, True,
-        )  # fmt: skip
-        at = out_row.to(tl.int64) * K + start + 64 * half + tl.arange(0, COLUMNS)[None, :]
+    CODES: tl.constexpr = 8 if KIND == INT4 else 4
+    words = tl.load(codes_ptr + row * (K // CODES) + block * WORDS + tl.arange(0, WORDS)[None, :], mask=is_row, other=0)
+    for part in tl.static_range(CODES // 2):
+        column = block * WORDS * CODES + part * 2 * WORDS
+        scale_bits = tl.load(scales_ptr + row // SCALE_ROWS * (K // GROUP) + column // GROUP, mask=is_row, other=0)
+        values = _values(words, scale_bits, part, KIND, SCALE_DTYPE, out_ptr.dtype.element_ty)
+        at = out_row.to(tl.int64) * K + column + tl.arange(0, 2 * WORDS)[None, :]
         tl.store(out_ptr + at, values, mask=is_row)
 
 
 def unpack(weight: Packed, first_row: int, out: torch.Tensor) -> torch.Tensor:
     """Write the values of as many rows, from `first_row` on, as `out` [rows, K] has. Hot."""
     assert weight.kind != DENSE.value and out.is_contiguous(), "a dense weight has its values"
-    size = weight.num_columns
-    step = BLOCK_COLUMNS if size % BLOCK_COLUMNS == 0 else 16
-    on_grid(_unpack_kernel, (triton.cdiv(len(out), 16), size // step))(
-        weight.codes.view(torch.uint8) if weight.kind == E4M3.value else weight.codes,
+    block_n = 512 // weight.block_words
+    num_blocks = weight.codes.shape[1] // weight.block_words
+    on_grid(_unpack_kernel, (triton.cdiv(len(out), block_n), num_blocks))(
+        weight.codes,
         weight.scales,
-        weight.zeros,
         out,
         first_row,
         len(out),
-        K=size,
+        K=weight.num_columns,
         GROUP=weight.group_size,
         SCALE_ROWS=weight.scale_rows,
+        SCALE_DTYPE=_TRITON_TYPES[weight.scale_dtype],
         KIND=weight.kind,
-        ZEROS=weight.zeros is not None,
-        BLOCK_N=16,
-        STEP=step,
+        WORDS=weight.block_words,
+        BLOCK_N=block_n,
     )
     return out

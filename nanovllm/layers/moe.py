@@ -5,6 +5,7 @@ ranks. Legend: T tokens, E experts, C experts chosen for each token.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +26,7 @@ from nanovllm.layers.linear import (
 )
 from nanovllm.layers.packed_weight import PackedWeight, packed
 
-MAX_ROW_PAIRS = 32  # pairs of a token and an expert up to which each reads the expert by itself
+MAX_SINGLE_PAIRS = 32  # pairs of a token and an expert up to which each reads the expert by itself
 
 
 class Router(nn.Module):
@@ -83,10 +84,8 @@ class Experts(nn.Module):
         """`experts` and `weights` [T, C] are the router's. Reads only the experts that are chosen."""
         if not x.is_cuda:
             return self.tp.all_reduce(self._sum_by_expert(x, experts, weights))
-        if experts.numel() <= MAX_ROW_PAIRS:
-            return self.tp.all_reduce(self._sum_by_pair(x, experts, weights))
         split = (each.split(MAX_ROUTED_TOKENS) for each in (x, experts, weights))
-        parts = [self._sum_of_tiles(*part) for part in zip(*split, strict=True)]
+        parts = [self._sum_of_products(*part) for part in zip(*split, strict=True)]
         return self.tp.all_reduce(parts[0] if len(parts) == 1 else torch.cat(parts))
 
     def _sum_by_expert(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -100,25 +99,17 @@ class Experts(nn.Module):
             out.index_add_(0, token, hidden.float() * weights[token, choice, None])
         return out.to(x.dtype)
 
-    def _sum_by_pair(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """On a GPU, for few tokens: each of them reads its experts."""
+    def _sum_of_products(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """On a GPU. Each of few pairs reads its expert; of many, those with the same expert read it together."""
         from nanovllm.kernels import packed_linear as kernels
 
-        num_experts = self.num_experts
-        hidden = kernels.row_products(x, packed(self.gate_up), gated=True, experts=experts, num_experts=num_experts)
-        pairs = hidden.flatten(0, 1)
-        out = kernels.row_products(pairs, packed(self.down), experts=experts.view(-1, 1), num_experts=num_experts)
-        return (out.view(*experts.shape, self.hidden_size) * weights.unsqueeze(-1)).sum(1).to(x.dtype)
-
-    def _sum_of_tiles(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """On a GPU, for many tokens: an expert multiplies all of its own together."""
-        from nanovllm.kernels import packed_linear as kernels
-
-        block_m = 16 if experts.numel() <= 16 * self.num_experts else 64
-        routing = kernels.route(experts, self.num_experts, block_m)
-        hidden = silu_and_mul(kernels.tile_products(x, packed(self.gate_up), routing=routing))
-        out = kernels.tile_products(hidden, packed(self.down), routing=routing, factors=weights.flatten())
-        return out.view(*experts.shape, -1).sum(1, dtype=torch.float32).to(x.dtype)
+        chosen: dict[str, Any] = {"experts": experts, "num_experts": self.num_experts}
+        if experts.numel() > MAX_SINGLE_PAIRS:
+            block_m = 16 if experts.numel() <= 16 * self.num_experts else 64
+            chosen = {"routing": kernels.route(experts, self.num_experts, block_m)}
+        hidden = kernels.products(x, packed(self.gate_up), gated=True, **chosen)
+        out = kernels.products(hidden, packed(self.down), factors=weights.flatten(), **chosen)
+        return out.view(*experts.shape, self.hidden_size).sum(1, dtype=torch.float32).to(x.dtype)
 
     def weight_shards(self) -> Iterator[NamedShard]:
         local, hidden_size = self.local_size, self.hidden_size

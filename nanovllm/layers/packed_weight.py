@@ -1,8 +1,8 @@
 """PackedWeight: a quantized weight that stays packed, and its product with the rows of a step.
 
-Which kernel computes a product depends on the number of rows: one reads the packed weight for each row, one multiplies
-tiles of it, and for many rows the values are unpacked, some of them at a time, and multiplied by cuBLAS
-(kernels/packed_linear.py). On a CPU weights are not packed: their values are computed when they are loaded.
+For few rows a kernel multiplies the packed weight; for many the values are unpacked, some of them at a time, and
+multiplied by cuBLAS (kernels/packed_linear.py). On a CPU weights are not packed: their values are computed when they
+are loaded.
 """
 
 import math
@@ -19,11 +19,9 @@ from nanovllm.errors import CheckpointError, ConfigError
 if TYPE_CHECKING:
     from nanovllm.kernels.packed_linear import Packed
 
-MAX_ROW_PRODUCTS = 1  # rows up to which each reads the weight by itself
-MAX_TILE_ROWS = 512  # rows up to which tiles are multiplied; beyond, unpacking costs less than it gains
+MAX_PACKED_ROWS = 64  # rows up to which the packed weight is multiplied; beyond, unpacking costs less than it gains
 UNPACKED_BYTES = 64 * 2**20  # values that exist at a time
 _ALIGNED_ROWS = 128  # cuBLAS is slow if the parts of its results are not aligned
-_COLUMNS = 128  # must divide the columns of a packed weight; codes of 4 bits lie in blocks of as many
 _CHUNK_ROWS = 1024  # whose values are computed at a time, to limit the memory needed in addition to the model
 
 
@@ -57,48 +55,51 @@ class PackedWeight(nn.Module):
     """
 
     def __init__(self, part_sizes: Sequence[int], num_columns: int, quantization: Quantization) -> None:
+        from nanovllm.kernels import packed_linear as kernels
+
         super().__init__()
         num_rows, (block_rows, block_columns) = sum(part_sizes), quantization.block
         self.shape, self.bits, self.is_float = (num_rows, num_columns), quantization.bits, quantization.is_float
+        self.kind = (
+            kernels.E4M3.value if self.is_float else kernels.INT4.value if self.bits == 4 else kernels.INT8.value
+        )
         self.scale_rows = math.gcd(block_rows, *part_sizes)
         self.group_size = math.gcd(block_columns, num_columns)
-        if num_columns % _COLUMNS or self.group_size % 16:
+        block_words = kernels.choose_block_words(num_columns, quantization.bits, self.group_size)
+        if block_words is None:
             raise ConfigError(
                 f"a quantized weight has {num_columns} columns on each rank, in groups of {self.group_size}; on a GPU "
-                f"the columns must be a multiple of {_COLUMNS} and the groups of 16; use fewer ranks, or device='cpu'"
+                f"the columns must be a multiple of {512 // quantization.bits} and the groups of 32; use fewer ranks, "
+                "or device='cpu'"
             )
+        self.block_words = block_words
         num_scales = num_rows // self.scale_rows, num_columns // self.group_size
-        code_columns = num_columns * quantization.bits // 8
-        dtype = torch.float8_e4m3fn if self.is_float else torch.uint8
-        self.codes = _buffer(num_rows, code_columns, dtype=dtype)
-        # Integers have scales of 16 bits, whose kind the first shard tells
-        self.scales = _buffer(*num_scales, dtype=torch.float32 if self.is_float else torch.float16)
-        self.zeros = None if self.is_float else _buffer(*num_scales, dtype=torch.uint8)
-        self._has_scales = False
+        self.codes = _buffer(num_rows, num_columns * quantization.bits // 32, dtype=torch.int32)
+        self.scales = _buffer(*num_scales, dtype=torch.float32 if self.is_float else torch.int32)
+        # Integers have scales of 16 bits, whose type the first shard tells
+        self.scale_dtype = torch.float32 if self.is_float else None
 
     def rows(self, start: int, end: int) -> "PackedRows":
         return PackedRows(self, start, end)
 
     def choose_scales(self, dtype: torch.dtype, where: str) -> None:
-        """Keep the scales of integers in the type that they have in the checkpoint. Raises CheckpointError if parts of
-        the weight have several.
+        """Keep the scales of integers in the type that they have in the checkpoint. Raises CheckpointError if it has
+        more than 16 bits, or if parts of the weight have several.
         """
-        if not self._has_scales:
-            self.scales, self._has_scales = _buffer(*self.scales.shape, dtype=dtype, device=self.scales.device), True
-        elif self.scales.dtype != dtype:
+        if self.scale_dtype not in (None, dtype) or dtype == torch.float32:
+            beside = "" if self.scale_dtype in (None, dtype) else f", but those beside it are in {self.scale_dtype}"
             raise CheckpointError(
-                f"{where} has scales in {dtype}, but those beside it are in {self.scales.dtype}; on a GPU all must "
-                "have one type; use device='cpu'"
+                f"{where} has scales in {dtype}{beside}; on a GPU all must be in bfloat16 or all in float16; use "
+                "device='cpu'"
             )
+        self.scale_dtype = dtype
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """[M, K] -> [M, N]. Hot: several times per layer."""
         from nanovllm.kernels import packed_linear as kernels
 
-        if len(x) <= MAX_ROW_PRODUCTS:
-            return kernels.row_products(x, packed(self), bias)
-        if len(x) <= MAX_TILE_ROWS:
-            return kernels.tile_products(x, packed(self), bias)
+        if len(x) <= MAX_PACKED_ROWS:
+            return kernels.products(x, packed(self), bias)
         return unpacked_linear(x, packed(self), bias)
 
     def gate_up(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -106,8 +107,8 @@ class PackedWeight(nn.Module):
         from nanovllm.kernels import fused
         from nanovllm.kernels import packed_linear as kernels
 
-        if len(x) <= MAX_ROW_PRODUCTS:
-            return kernels.row_products(x, packed(self), bias, gated=True)
+        if len(x) <= MAX_PACKED_ROWS:
+            return kernels.products(x, packed(self), bias, gated=True)
         return fused.silu_and_mul(self.linear(x, bias))
 
 
@@ -126,6 +127,8 @@ class PackedRows:
         """Raises CheckpointError, which names `where`, for groups that are not contiguous, and for scales of several
         types.
         """
+        from nanovllm.kernels import packed_linear as kernels
+
         weight, rows = self._weight, slice(self._start, self._end)
         of_groups = given.groups.view(-1, weight.group_size)
         if not (of_groups == of_groups[:, :1]).all():
@@ -135,20 +138,20 @@ class PackedRows:
             )
         columns, step = of_groups[:, 0], weight.scale_rows
         assert self._start % step == 0 and self._end % step == 0, "a part of a block of scales cannot be stored"
-        scale_rows = slice(self._start // step, self._end // step)
+        scales = given.scales[::step][:, columns]
         if given.zeros is None:
-            weight.codes[rows] = given.codes.to(self.device)
+            scales = scales.float()
         else:
-            codes = given.codes if weight.bits == 8 else pack_nibbles(given.codes)
-            weight.codes[rows] = codes.to(self.device)
-            assert weight.zeros is not None, "integers have zeros"
-            weight.zeros[scale_rows] = given.zeros[::step][:, columns].to(self.device, torch.uint8)
-            weight.choose_scales(given.scales.dtype, where)
-        weight.scales[scale_rows] = given.scales[::step][:, columns].to(self.device)
+            weight.choose_scales(scales.dtype, where)
+            scales = kernels.pack_scales(scales, given.zeros[::step][:, columns], weight.bits)
+        weight.codes[rows] = kernels.pack_codes(given.codes.view(torch.uint8), weight.bits, weight.block_words).to(
+            self.device
+        )
+        weight.scales[self._start // step : self._end // step] = scales.to(self.device)
 
 
-def _buffer(*shape: int, dtype: torch.dtype, device: torch.device | None = None) -> nn.Parameter:
-    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+def _buffer(*shape: int, dtype: torch.dtype) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
 
 
 def packed(weight: nn.Parameter | PackedWeight) -> "Packed":
@@ -156,7 +159,9 @@ def packed(weight: nn.Parameter | PackedWeight) -> "Packed":
     from nanovllm.kernels.packed_linear import Packed
 
     if isinstance(weight, PackedWeight):
-        return Packed(weight.codes, weight.scales, weight.zeros, weight.scale_rows, weight.group_size)
+        dtype = weight.scale_dtype or torch.float16
+        tensors, sizes = (weight.codes, weight.scales), (weight.scale_rows, weight.group_size, weight.block_words)
+        return Packed(*tensors, weight.kind, dtype, *sizes)
     return Packed(weight)
 
 
@@ -185,9 +190,3 @@ def unpacked_linear(
         else:
             torch.addmm(bias[start:end], x, part, out=out[:, start:end])
     return out
-
-
-def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
-    """uint8 [n, K] below 16 -> [n, K / 2]. Of each 128 columns the first 64 are in the low halves of bytes."""
-    low, high = codes.view(len(codes), -1, 2, 64).unbind(2)
-    return (low | high << 4).flatten(1)

@@ -15,14 +15,21 @@ from nanovllm.checkpoint.model_config import ExpertsConfig
 from nanovllm.checkpoint.quantization import QUANTIZATIONS, Quantization
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.errors import CheckpointError, ConfigError
+from nanovllm.layers import moe
 from nanovllm.layers.moe import Experts
-from nanovllm.layers.packed_weight import PackedWeight, pack_nibbles, unpacked_linear
+from nanovllm.layers.packed_weight import PackedWeight, unpacked_linear
 from nanovllm.models.quantized import quantize
 
 pytestmark = needs_triton
 DTYPE = torch.float16 if INTERPRETED else torch.bfloat16  # the interpreter truncates to bf16 where a GPU rounds
-SIZES = [(6, 256), (17, 128)] if INTERPRETED else [(6, 256), (1024, 4096), (4100, 1536)]
-KINDS = ("dense", "int4", "int4 without zeros", "int8", "e4m3", "e4m3 in blocks")
+SIZES = [(6, 512), (17, 128)] if INTERPRETED else [(6, 256), (1024, 4096), (4100, 1536)]
+KINDS = ("dense", "int4", "int8", "e4m3", "e4m3 in blocks")
+
+
+# Rows, features, parts of the columns, warps and stages; None: the default
+TILES = [None, (8, 16, 4, 4, 2), (16, 16, 1, 4, 2, 32)]
+if not INTERPRETED:
+    TILES = [None, (8, 32, 8, 8, 3), (8, 16, 4, 4, 3, 64), (16, 64, 1, 4, 3), (64, 128, 1, 8, 3, 32)]
 
 
 @pytest.fixture(autouse=True)
@@ -32,31 +39,35 @@ def _seed() -> Iterator[None]:
         yield
 
 
-def make_weight(kind: str, num_rows: int, size: int, group: int, device: str):  # type: ignore[no-untyped-def]
+def make_weight(  # type: ignore[no-untyped-def]
+    kind: str, num_rows: int, size: int, group: int, device: str, block_words: int | None = None
+):
     """A packed weight and its values in fp64; outputs are near 1."""
-    from nanovllm.kernels.packed_linear import Packed
+    from nanovllm.kernels import packed_linear as kernels
 
     if kind == "dense":
         values = (torch.randn(num_rows, size) / size**0.5).to(DTYPE)
-        return Packed(values.to(device)), values.double().to(device)
+        return kernels.Packed(values.to(device)), values.double().to(device)
     if "e4m3" in kind:
         codes = torch.randn(num_rows, size).to(torch.float8_e4m3fn)
         codes.view(torch.uint8)[0, :8] = torch.arange(8, dtype=torch.uint8) + 0x80  # subnormal, and -0
         scale_rows = 2 if "blocks" in kind and num_rows % 2 == 0 else 1
         scales = torch.rand(num_rows // scale_rows, size // group) / size**0.5
         values = codes.double() * scales.double().repeat_interleave(group, 1).repeat_interleave(scale_rows, 0)
-        return Packed(codes.to(device), scales.to(device), None, scale_rows, group), values.to(device)
-    most = 16 if "int4" in kind else 256
-    codes = torch.randint(most, (num_rows, size), dtype=torch.uint8)
-    scales = (torch.rand(num_rows, size // group) * 4 / most / size**0.5).half()
-    zeros = torch.randint(most, (num_rows, size // group), dtype=torch.uint8)
-    if "without" in kind:
-        zeros.zero_()
+        words = block_words or kernels.choose_block_words(size, 8, group)
+        packed = kernels.pack_codes(codes.view(torch.uint8), 8, words)
+        tensors = packed.to(device), scales.to(device), kernels.E4M3.value
+        return kernels.Packed(*tensors, torch.float32, scale_rows, group, words), values.to(device)
+    bits, dtype = (8, torch.bfloat16) if "int8" in kind else (4, torch.float16)
+    codes = torch.randint(2**bits, (num_rows, size), dtype=torch.uint8)
+    scales = (torch.rand(num_rows, size // group) * 4 / 2**bits / size**0.5).to(dtype)
+    zeros = torch.randint(2**bits, (num_rows, size // group))
     values = codes.double() - zeros.double().repeat_interleave(group, 1)
     values *= scales.double().repeat_interleave(group, 1)
-    packed = codes if most == 256 else pack_nibbles(codes)
-    given_zeros = None if "without" in kind else zeros.to(device)
-    return Packed(packed.to(device), scales.to(device), given_zeros, 1, group), values.to(device)
+    words = block_words or kernels.choose_block_words(size, bits, group)
+    tensors = kernels.pack_codes(codes, bits, words).to(device), kernels.pack_scales(scales, zeros, bits).to(device)
+    kind = kernels.INT4 if bits == 4 else kernels.INT8
+    return kernels.Packed(*tensors, kind.value, dtype, 1, group, words), values.to(device)
 
 
 def assert_close(got: torch.Tensor, x: torch.Tensor, values: torch.Tensor, exact: torch.Tensor) -> None:
@@ -79,13 +90,10 @@ def test_products_with_any_number_of_rows(device: str, kind: str, num_rows: int,
         weight, values = make_weight(kind, num_rows, size, group, device)
         bias = torch.randn(num_rows, device=device).to(DTYPE) if group == 64 else None
         exact_bias = 0.0 if bias is None else bias.double()
-        for num_inputs in (1, 3):
+        for num_inputs, tile in itertools.product((1, 3, 19), TILES):
             x = torch.randn(num_inputs, size + 16, device=device).to(DTYPE)[:, :size]
             exact = F.linear(x.double(), values) + exact_bias
-            assert_close(kernels.row_products(x, weight, bias), x, values, exact)
-        x = torch.randn(19, size, device=device).to(DTYPE)
-        exact = F.linear(x.double(), values) + exact_bias
-        assert_close(kernels.tile_products(x, weight, bias, block_n=16), x, values, exact)
+            assert_close(kernels.products(x, weight, bias, tile=tile and kernels.Tile(*tile)), x, values, exact)
         if kind != "dense":
             some = torch.empty(min(5, num_rows), size, dtype=torch.float32, device=device)
             torch.testing.assert_close(kernels.unpack(weight, 1, some).double(), values[1 : 1 + len(some)])
@@ -100,10 +108,10 @@ def test_gated_products(device: str, kind: str) -> None:
 
     weight, values = make_weight(kind, 10, 256, 128, device)
     bias = torch.randn(10, device=device).to(DTYPE)
-    for block_n, given in itertools.product((1, 4), (None, bias)):
+    for tile, given in itertools.product(TILES, (None, bias)):
         x = torch.randn(2, 256, device=device).to(DTYPE)
         gate, up = (F.linear(x.double(), values) + (0.0 if given is None else given.double())).chunk(2, dim=-1)
-        got = kernels.row_products(x, weight, given, gated=True, block_n=block_n)
+        got = kernels.products(x, weight, given, gated=True, tile=tile and kernels.Tile(*tile))
         assert_close(got, x, values, F.silu(gate) * up)
 
 
@@ -122,21 +130,23 @@ def test_products_with_the_chosen_experts(device: str, kind: str) -> None:
         num_inputs, num_chosen = experts.shape
         x = torch.randn(num_inputs, size, device=device).to(DTYPE)
         exact = torch.einsum("mk,mcnk->mcn", x.double(), by_expert[experts])
-        got = kernels.row_products(x, weight, experts=experts, num_experts=num_experts)
-        assert_close(got, x, values, exact)
+        got = kernels.products(x, weight, experts=experts, num_experts=num_experts)
+        assert_close(got.view(exact.shape), x, values, exact)
         routing = kernels.route(experts, num_experts, 16)
         num_pairs = num_inputs * num_chosen
-        tiles = kernels.tile_products(x, weight, routing=routing, block_n=16)
+        tiles = kernels.products(x, weight, routing=routing)
         assert_close(tiles.view(exact.shape), x, values, exact)
         factors = torch.rand(num_pairs, device=device)
         one_each = x.repeat_interleave(num_chosen, 0)  # as in the second product of an MLP
-        tiles = kernels.tile_products(one_each, weight, routing=routing, factors=factors, block_n=16)
+        tiles = kernels.products(one_each, weight, routing=routing, factors=factors)
         assert_close(tiles.view(exact.shape), x, values, exact * factors.view(num_inputs, num_chosen, 1).double())
 
 
 @on_device
 @pytest.mark.parametrize("num_tokens", [0, 1, 7])
-def test_experts_of_few_tokens_and_of_many_yield_the_same(device: str, num_tokens: int) -> None:
+def test_experts_of_few_tokens_and_of_many_yield_the_same(
+    monkeypatch: pytest.MonkeyPatch, device: str, num_tokens: int
+) -> None:
     """Regression: no tokens at all, as in the last layer of a chunk that samples nothing, could not be reshaped."""
     config = ExpertsConfig(
         num_experts=5, num_experts_per_token=2, intermediate_size=32, norm_topk_prob=True, layers=(0,)
@@ -148,9 +158,10 @@ def test_experts_of_few_tokens_and_of_many_yield_the_same(device: str, num_token
     for each in experts.parameters():
         each.data.normal_(0, 0.1)
     exact = experts._sum_by_expert(x, chosen, weights)
-    torch.testing.assert_close(experts._sum_by_pair(x, chosen, weights), exact, rtol=1e-4, atol=1e-5)
-    if num_tokens:
-        torch.testing.assert_close(experts._sum_of_tiles(x, chosen, weights), exact, rtol=1e-4, atol=1e-5)
+    for most in (0, 100):
+        monkeypatch.setattr(moe, "MAX_SINGLE_PAIRS", most)
+        if num_tokens or most:
+            torch.testing.assert_close(experts._sum_of_products(x, chosen, weights), exact, rtol=1e-4, atol=1e-5)
 
 
 @on_device
@@ -169,7 +180,7 @@ def test_no_rows(device: str) -> None:
 
     weight, _ = make_weight("int4", 6, 128, 128, device)
     x = torch.empty(0, 128, device=device, dtype=DTYPE)
-    assert kernels.row_products(x, weight).shape == kernels.tile_products(x, weight).shape == (0, 6)
+    assert kernels.products(x, weight).shape == (0, 6)
 
 
 FORMATS = {

@@ -62,7 +62,8 @@ def test_experts_are_quantized_too(tmp_path: Path, name: str) -> None:
     torch.testing.assert_close(first, expected, rtol=1e-4, atol=1e-4)
 
 
-ON_GPU = [name for name in FORMATS if name not in ("fp8 small blocks", "gptq 8 order")]
+ONLY_ON_CPU = ("fp8 small blocks", "gptq 8 order", "gptq_v2")
+ON_GPU = [name for name in FORMATS if name not in ONLY_ON_CPU]
 
 
 @pytest.mark.parametrize(
@@ -83,7 +84,7 @@ def test_engine_gives_the_tokens_of_the_values(tmp_path: Path, plain: Path, name
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["fp8 small blocks", "gptq 8 order"])
+@pytest.mark.parametrize("name", ONLY_ON_CPU)
 def test_formats_that_a_gpu_cannot_keep_packed_are_refused_by_name(tmp_path: Path, plain: Path, name: str) -> None:
     quantized, _ = write_quantized(plain, tmp_path, name)
     with pytest.raises((ConfigError, CheckpointError), match=r"groups of 8; .*device='cpu'|another order \(desc_act\)"):
