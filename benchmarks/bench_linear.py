@@ -75,8 +75,7 @@ def ways(
         return
     if not all_tiles:
         is_routed = chosen and experts.numel() > MAX_SINGLE_PAIRS
-        block_m = 16 if experts.numel() <= 16 * num_experts else 64
-        given = {"routing": kernels.route(experts, num_experts, block_m)} if is_routed else chosen
+        given = {"routing": kernels.route(experts, num_experts)} if is_routed else chosen
         yield "default", partial(kernels.products, x, **given)
     for rows in (8, 16, 32, 64, 128) if all_tiles else ():
         mean = len(x) * NUM_CHOSEN / num_experts if chosen and len(x) > 4 else 1 if chosen else len(x)

@@ -30,10 +30,13 @@ import torch
 import triton
 import triton.language as tl
 
+from nanovllm.device import kernel_target
+from nanovllm.device.kernel_target import KernelTarget
 from nanovllm.kernels.launch import let_next_start, on_grid, pdl_options, wait_for_previous
 
 DENSE, INT4, INT8, E4M3 = (tl.constexpr(kind) for kind in range(4))
 BLOCK_WORDS = (64, 32, 16)  # that a block may have; more are faster
+MAX_BLOCK_M = 128
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 _TRITON_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -42,7 +45,7 @@ class Packed(NamedTuple):
     """The tensors of a weight [N, K]. A dense one has nothing but values, in `codes`."""
 
     codes: torch.Tensor  # int32 words [N, K / 8] or [N, K / 4]; dense: the values [N, K]
-    scales: torch.Tensor | None = None  # [N / scale_rows, K / group_size]: fp32, or words of `pack_scales`
+    scales: torch.Tensor | None = None  # [K / group_size, N / scale_rows]: fp32, or words of `pack_scales`
     kind: int = DENSE.value
     scale_dtype: torch.dtype = torch.float32  # bf16 or fp16 in words
     scale_rows: int = 1
@@ -55,11 +58,13 @@ class Packed(NamedTuple):
 
 
 def choose_block_words(num_columns: int, bits: int, group_size: int) -> int | None:
-    """None: no block fits rows of so many columns in such groups."""
-    fitting = (
-        words for words in BLOCK_WORDS if num_columns % (words * 32 // bits) == 0 and group_size % (2 * words) == 0
-    )
-    return next(fitting, None)
+    """Words of a block, if possible with one scale for all of it. None: no block fits such rows and groups."""
+    for words in BLOCK_WORDS:
+        block = words * 32 // bits
+        if num_columns % block == 0 and group_size % block == 0:
+            return words
+    words = BLOCK_WORDS[-1]
+    return words if num_columns % (words * 32 // bits) == 0 and group_size % (2 * words) == 0 else None
 
 
 def pack_codes(codes: torch.Tensor, bits: int, block_words: int) -> torch.Tensor:
@@ -89,7 +94,7 @@ def _halves(words, dtype: tl.constexpr):
     low = words.to(tl.int16).to(dtype, bitcast=True)
     high = (words >> 16).to(tl.int16).to(dtype, bitcast=True)
     both = tl.join(low, high)
-    return both.reshape([*both.shape[:-2], 2 * both.shape[-2]])
+    return both.reshape(both.shape[:-2] + [2 * both.shape[-2]])  # noqa: RUF005  # Triton does not know the other form
 
 
 @triton.jit
@@ -228,6 +233,7 @@ def _products_kernel(
     x_stride,
     num_pairs,
     num_experts,
+    num_scales,  # of a group of columns
     N,  # features of the result
     CHOSEN: tl.constexpr,  # pairs of a row of x
     K: tl.constexpr,
@@ -283,7 +289,7 @@ def _products_kernel(
     if SPLIT > 1:
         part = tl.arange(0, SPLIT)[:, None, None]
         code_row = codes_ptr + weight_row[None, :, None] * (NUM_STEPS * WORDS) + tl.arange(0, WORDS)[None, None, :]
-        scale_row = (weight_row // SCALE_ROWS * (K // GROUP))[None, :, None]
+        scale_row = scales_ptr + (weight_row // SCALE_ROWS)[None, :, None] if KIND != DENSE else 0
         x_column = (
             x_ptr + (pair // CHOSEN).to(tl.int64)[None, None, :] * x_stride + tl.arange(0, COLUMNS)[None, :, None]
         )
@@ -292,7 +298,7 @@ def _products_kernel(
     else:
         part = 0
         code_row = codes_ptr + weight_row[:, None] * (NUM_STEPS * WORDS) + tl.arange(0, WORDS)[None, :]
-        scale_row = (weight_row // SCALE_ROWS * (K // GROUP))[:, None]
+        scale_row = scales_ptr + (weight_row // SCALE_ROWS)[:, None] if KIND != DENSE else 0
         x_column = x_ptr + (pair // CHOSEN).to(tl.int64)[None, :] * x_stride + tl.arange(0, COLUMNS)[:, None]
         is_x = is_pair[None, :]
         sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
@@ -307,7 +313,7 @@ def _products_kernel(
             in_block = step * WORDS % BLOCK_WORDS
             column = (step * WORDS - in_block) * CODES + 2 * in_block
             for first in tl.static_range(0, SLICES, SHARING):
-                scale_bits = _load(scales_ptr + scale_row + (column + first * 2 * BLOCK_WORDS) // GROUP, is_step, EVEN)
+                scale_bits = _load(scale_row + (column + first * 2 * BLOCK_WORDS) // GROUP * num_scales, is_step, EVEN)
                 code_sums, x_sums = tl.zeros_like(sums), tl.zeros_like(sums)
                 for i in tl.static_range(first, first + SHARING):
                     x = tl.load(x_column + column + i * 2 * BLOCK_WORDS, mask=is_x & is_step, other=0.0)
@@ -352,9 +358,13 @@ class Routing(NamedTuple):
     num_pairs: int
 
 
-def route(experts: torch.Tensor, num_experts: int, block_m: int) -> Routing:
-    """`experts`: int64 [M, C], those that each row has chosen."""
+def route(experts: torch.Tensor, num_experts: int, block_m: int | None = None) -> Routing:
+    """`experts`: int64 [M, C], those that each row has chosen. Blocks have up to `block_m` pairs, by default about twice
+    those of an expert.
+    """
     flat = experts.flatten()
+    if block_m is None:
+        block_m = min(max(16, triton.next_power_of_2(2 * len(flat) // num_experts)), MAX_BLOCK_M)
     num_pairs, device = len(flat), flat.device
     num_blocks = min(num_pairs, triton.cdiv(num_pairs, block_m) + num_experts)
     order = flat.argsort(stable=True)
@@ -369,16 +379,21 @@ def route(experts: torch.Tensor, num_experts: int, block_m: int) -> Routing:
     return Routing(pairs, block_experts, block_m, num_experts, num_pairs)
 
 
-def default_tile(num_rows: int, num_features: int, kind: int) -> Tile:
-    """`num_rows`: those of a block that one weight multiplies."""
-    block_m = min(max(8, triton.next_power_of_2(num_rows)), 64)
-    if kind == DENSE.value and block_m <= 16:
+def choose_tile(num_rows: int, total_features: int, target: KernelTarget, is_dense: bool) -> Tile:
+    """The fastest of those that benchmarks/bench_linear.py tried on an H200 for most layers of Qwen3-8B and -30B-A3B.
+
+    `num_rows`: that a weight multiplies; `total_features`: of all programs.
+    """
+    block_m, is_wide = min(max(8, triton.next_power_of_2(num_rows)), MAX_BLOCK_M), total_features >= 6144
+    if block_m <= 16 and not is_dense:
+        if is_wide:
+            return Tile(block_m, 32, 4, 4, 3, 32)
+        return Tile(8, 16, 8, 8, 3, 32) if block_m == 8 else Tile(16, 16, 4, 4, 3, 32)
+    if block_m <= 16:
         return Tile(block_m, 16, 4, 4, 3)
-    if block_m == 8:
-        return Tile(8, 32, 4, 4, 3, 32) if num_features >= 8192 else Tile(8, 16, 4, 4, 3, 64)
-    if block_m <= 32:
-        return Tile(block_m, 32, 4, 4, 3)
-    return Tile(block_m, 64, 1, 4, 4)
+    if block_m < MAX_BLOCK_M:
+        return Tile(block_m, 64, 1, 4, 3 if is_dense else 4)
+    return Tile(block_m, 128, 1, 8, 3) if target.shared_bytes >= 200 * 1024 else Tile(block_m, 64, 1, 8, 2)
 
 
 def products(
@@ -407,22 +422,24 @@ def products(
     out = torch.empty((num_pairs, num_features), dtype=x.dtype, device=x.device)
     if not num_pairs:
         return out
+    num_blocks, block_rows, pairs, block_experts = 1, num_pairs, None, None
+    if routing is not None:
+        num_blocks, block_rows = len(routing.block_experts), routing.block_m
+        pairs, block_experts = routing.pairs, routing.block_experts
+    elif experts is not None:
+        assert experts.is_contiguous(), "the kernel reads experts in order"
+        num_blocks, block_rows, block_experts = num_pairs, 1, experts
+    is_dense = weight.kind == DENSE.value
     if tile is None:
-        rows = 1 if experts is not None else num_pairs if routing is None else routing.block_m
-        tile = default_tile(rows, expert_rows, weight.kind)
+        tile = choose_tile(block_rows, expert_rows * num_blocks, kernel_target.target_of(x.device), is_dense)
+    if block_experts is None:
+        num_blocks = triton.cdiv(num_pairs, tile.block_m)
     if x.dtype == torch.float32:  # the tensor cores would round it
         tile = tile._replace(split=1)
-    size, is_dense = weight.num_columns, weight.kind == DENSE.value
+    size = weight.num_columns
     num_words = math.gcd(size, 128) if is_dense else min(tile.num_words, weight.block_words)
     assert num_words >= 16 and x.stride(-1) == 1, "a row must consist of whole steps"
-    if routing is not None:
-        num_blocks, pairs, block_experts = len(routing.block_experts), routing.pairs, routing.block_experts
-        tile = tile._replace(block_m=routing.block_m)
-    else:
-        num_blocks, pairs, block_experts = triton.cdiv(num_pairs, tile.block_m), None, None
-    if experts is not None:
-        assert experts.is_contiguous(), "the kernel reads experts in order"
-        num_blocks, block_experts = num_pairs, experts
+    assert routing is None or routing.block_m == tile.block_m, "pairs are sorted into blocks of another size"
     block_features = tile.block_n // 2 if gated else tile.block_n
     on_grid(_products_kernel, (triton.cdiv(num_features, block_features), num_blocks))(
         x,
@@ -436,6 +453,7 @@ def products(
         x.stride(0),
         num_pairs,
         num_experts,
+        0 if weight.scales is None else weight.scales.shape[1],
         num_features,
         CHOSEN=num_pairs // len(x),
         K=size,
@@ -467,6 +485,7 @@ def _unpack_kernel(
     out_ptr,
     first_row,
     num_rows,
+    num_scales,
     K: tl.constexpr,
     GROUP: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
@@ -482,7 +501,7 @@ def _unpack_kernel(
     words = tl.load(codes_ptr + row * (K // CODES) + block * WORDS + tl.arange(0, WORDS)[None, :], mask=is_row, other=0)
     for part in tl.static_range(CODES // 2):
         column = block * WORDS * CODES + part * 2 * WORDS
-        scale_bits = tl.load(scales_ptr + row // SCALE_ROWS * (K // GROUP) + column // GROUP, mask=is_row, other=0)
+        scale_bits = tl.load(scales_ptr + column // GROUP * num_scales + row // SCALE_ROWS, mask=is_row, other=0)
         values = _values(words, scale_bits, part, KIND, SCALE_DTYPE, out_ptr.dtype.element_ty)
         at = out_row.to(tl.int64) * K + column + tl.arange(0, 2 * WORDS)[None, :]
         tl.store(out_ptr + at, values, mask=is_row)
@@ -499,6 +518,7 @@ def unpack(weight: Packed, first_row: int, out: torch.Tensor) -> torch.Tensor:
         out,
         first_row,
         len(out),
+        weight.scales.shape[1],
         K=weight.num_columns,
         GROUP=weight.group_size,
         SCALE_ROWS=weight.scale_rows,

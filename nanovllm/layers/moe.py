@@ -105,8 +105,7 @@ class Experts(nn.Module):
 
         chosen: dict[str, Any] = {"experts": experts, "num_experts": self.num_experts}
         if experts.numel() > MAX_SINGLE_PAIRS:
-            block_m = 16 if experts.numel() <= 16 * self.num_experts else 64
-            chosen = {"routing": kernels.route(experts, self.num_experts, block_m)}
+            chosen = {"routing": kernels.route(experts, self.num_experts)}
         hidden = kernels.products(x, packed(self.gate_up), gated=True, **chosen)
         out = kernels.products(hidden, packed(self.down), factors=weights.flatten(), **chosen)
         return out.view(*experts.shape, self.hidden_size).sum(1, dtype=torch.float32).to(x.dtype)

@@ -73,7 +73,7 @@ class PackedWeight(nn.Module):
                 "or device='cpu'"
             )
         self.block_words = block_words
-        num_scales = num_rows // self.scale_rows, num_columns // self.group_size
+        num_scales = num_columns // self.group_size, num_rows // self.scale_rows
         self.codes = _buffer(num_rows, num_columns * quantization.bits // 32, dtype=torch.int32)
         self.scales = _buffer(*num_scales, dtype=torch.float32 if self.is_float else torch.int32)
         # Integers have scales of 16 bits, whose type the first shard tells
@@ -147,7 +147,7 @@ class PackedRows:
         weight.codes[rows] = kernels.pack_codes(given.codes.view(torch.uint8), weight.bits, weight.block_words).to(
             self.device
         )
-        weight.scales[self._start // step : self._end // step] = scales.to(self.device)
+        weight.scales[:, self._start // step : self._end // step] = scales.t().to(self.device)
 
 
 def _buffer(*shape: int, dtype: torch.dtype) -> nn.Parameter:

@@ -138,20 +138,21 @@ def launch_layers(hidden_size: int, vocab_size: int, dtype: torch.dtype) -> None
 def launch_packed(size: int, dtype: torch.dtype) -> None:
     """Every kind of packed weight [256, size], all of it and as two experts."""
     x, experts = torch.zeros(64, size, dtype=dtype), torch.zeros(1, 2, dtype=torch.int64)
-    words, scales = torch.zeros(256, size // 4, dtype=torch.int32), torch.zeros(256, size // 32, dtype=torch.int32)
+    words, scales = torch.zeros(256, size // 4, dtype=torch.int32), torch.zeros(size // 32, 256, dtype=torch.int32)
     for weight in (
         packed_linear.Packed(torch.zeros(256, size, dtype=dtype)),
         packed_linear.Packed(words[:, : size // 8], scales, packed_linear.INT4.value, torch.float16),
         packed_linear.Packed(words[:, : size // 8], scales, packed_linear.INT4.value, torch.bfloat16, group_size=32),
-        packed_linear.Packed(words[:, : size // 8], scales, packed_linear.INT4.value, torch.float16, block_words=64),
+        packed_linear.Packed(words[:, : size // 8], scales, packed_linear.INT4.value, torch.float16, 1, 512, 64),
         packed_linear.Packed(words, scales, packed_linear.INT8.value, torch.float16),
-        packed_linear.Packed(words, scales.float(), packed_linear.E4M3.value, scale_rows=128, block_words=64),
+        packed_linear.Packed(words, scales.float(), packed_linear.E4M3.value, torch.float32, 128, 128, 32),
+        packed_linear.Packed(words, scales.float(), packed_linear.E4M3.value, torch.float32, 1, size, 64),
     ):
         for gated in (False, True):
             for rows in (1, 16, 64):
                 packed_linear.products(x[:rows], weight, gated=gated)
             packed_linear.products(x[:1], weight, gated=gated, experts=experts, num_experts=2)
-            for block_m in (16, 64):
+            for block_m in (16, 32, 64, 128):
                 routing = packed_linear.route(experts, 2, block_m)
                 packed_linear.products(x[:1], weight, gated=gated, routing=routing, factors=torch.zeros(2))
         if weight.scales is not None:

@@ -56,7 +56,7 @@ def make_weight(  # type: ignore[no-untyped-def]
         values = codes.double() * scales.double().repeat_interleave(group, 1).repeat_interleave(scale_rows, 0)
         words = block_words or kernels.choose_block_words(size, 8, group)
         packed = kernels.pack_codes(codes.view(torch.uint8), 8, words)
-        tensors = packed.to(device), scales.to(device), kernels.E4M3.value
+        tensors = packed.to(device), scales.t().contiguous().to(device), kernels.E4M3.value
         return kernels.Packed(*tensors, torch.float32, scale_rows, group, words), values.to(device)
     bits, dtype = (8, torch.bfloat16) if "int8" in kind else (4, torch.float16)
     codes = torch.randint(2**bits, (num_rows, size), dtype=torch.uint8)
@@ -65,7 +65,8 @@ def make_weight(  # type: ignore[no-untyped-def]
     values = codes.double() - zeros.double().repeat_interleave(group, 1)
     values *= scales.double().repeat_interleave(group, 1)
     words = block_words or kernels.choose_block_words(size, bits, group)
-    tensors = kernels.pack_codes(codes, bits, words).to(device), kernels.pack_scales(scales, zeros, bits).to(device)
+    tensors = kernels.pack_codes(codes, bits, words).to(device), kernels.pack_scales(scales, zeros, bits).t()
+    tensors = tensors[0], tensors[1].contiguous().to(device)
     kind = kernels.INT4 if bits == 4 else kernels.INT8
     return kernels.Packed(*tensors, kind.value, dtype, 1, group, words), values.to(device)
 
