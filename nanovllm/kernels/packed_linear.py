@@ -359,8 +359,8 @@ class Routing(NamedTuple):
 
 
 def route(experts: torch.Tensor, num_experts: int, block_m: int | None = None) -> Routing:
-    """`experts`: int64 [M, C], those that each row has chosen. Blocks have up to `block_m` pairs, by default about twice
-    those of an expert.
+    """`experts`: int64 [M, C], those that each row has chosen. Blocks have up to `block_m` pairs; by default they have
+    room for about twice the pairs of an expert.
     """
     flat = experts.flatten()
     if block_m is None:
@@ -509,7 +509,7 @@ def _unpack_kernel(
 
 def unpack(weight: Packed, first_row: int, out: torch.Tensor) -> torch.Tensor:
     """Write the values of as many rows, from `first_row` on, as `out` [rows, K] has. Hot."""
-    assert weight.kind != DENSE.value and out.is_contiguous(), "a dense weight has its values"
+    assert weight.scales is not None and out.is_contiguous(), "a dense weight has its values"
     block_n = 512 // weight.block_words
     num_blocks = weight.codes.shape[1] // weight.block_words
     on_grid(_unpack_kernel, (triton.cdiv(len(out), block_n), num_blocks))(
