@@ -18,7 +18,7 @@ from nanovllm.core.outputs import PositionLogprobs, Receiver
 from nanovllm.core.sequence import Sequence
 from nanovllm.core.step_plan import StepPlan
 from nanovllm.errors import EngineError
-from nanovllm.executor.base import Executor, LaunchedStep
+from nanovllm.executor.base import Executor, LaunchedStep, Runner
 from nanovllm.scheduling.scheduler import Scheduler
 
 
@@ -62,6 +62,7 @@ class LinkMeter:
 
 
 PAUSE_S = 0.05  # a caller has paused if it stays away so long between two steps
+STORE_ALL_S = 60.0
 MASK_PAUSE_S = 0.5e-3  # between checks for masks that other threads compute, if there is nothing else to do
 
 
@@ -144,13 +145,22 @@ class StepLoop:
             self._num_steps += 1
             self._had_no_requests = False
         elif self._in_flight is None and self._scheduler.has_unfinished:
-            assert self._scheduler.waits_for_masks, "requests are waiting, but none of them can run"
+            disk = self._scheduler.disk
+            is_loading = disk is not None and bool(disk.num_waiting or disk.holders)
+            assert self._scheduler.waits_for_masks or is_loading, "requests are waiting, but none of them can run"
             self._had_no_requests = True  # for the meters, this is a pause, too
             time.sleep(MASK_PAUSE_S)
         if not self._works_ahead:
             self._in_flight, launched = launched, None
         self._commit_in_flight(launched)
+        self._move_disk()
         self._last_turn_s = time.perf_counter()
+
+    def _move_disk(self) -> None:
+        """Let the ranks move extents between memory and disk. All planned steps have been launched."""
+        disk = self._scheduler.disk
+        if disk is not None and (moves := disk.next_moves()) is not None:
+            self._executor.call(Runner.move_disk, moves)
 
     def _has_paused(self) -> bool:
         """Return True if a step that is launched now would follow a pause (see StepMeter)."""
@@ -240,3 +250,12 @@ class StepLoop:
         if in_flight is not None:
             with suppress(EngineError):  # if a rank died in this step, the GPU would wait for it forever
                 self._executor.wait_for(in_flight.launched)
+
+    def store_all(self) -> None:
+        """Write all that is not on disk yet, before the engine is closed. Waits for it, within limits."""
+        disk = self._scheduler.disk
+        if disk is not None and self._planned is None:
+            self._executor.call(Runner.move_disk, disk.last_moves())
+            deadline_s = time.monotonic() + STORE_ALL_S
+            while disk.board.num_pending and time.monotonic() < deadline_s:
+                time.sleep(MASK_PAUSE_S)
