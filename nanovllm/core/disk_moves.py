@@ -10,7 +10,6 @@ from hashlib import blake2b
 from typing import NamedTuple
 
 from nanovllm.config import BLOCK_SIZE_STEP
-from nanovllm.core.sequence import Sequence
 
 DISK_GRAIN_TOKENS = BLOCK_SIZE_STEP  # every size of block is a multiple
 KEY_BYTES = 20
@@ -24,24 +23,9 @@ def root_key(salt: int) -> bytes:
     return blake2b(b"nanovllm prefix %d" % salt, digest_size=KEY_BYTES).digest()
 
 
-def extent_tokens(seq: Sequence, extent_idx: int) -> bytes:
-    """The token ids of an extent, int64."""
-    start = extent_idx * DISK_GRAIN_TOKENS
-    return seq.token_ids[start : start + DISK_GRAIN_TOKENS].tobytes()
-
-
-def extent_key(seq: Sequence, extent_idx: int) -> bytes:
-    """The key of a whole extent of a sequence. Each is computed once and kept in the sequence."""
-    keys = seq.disk_keys
-    for i in range(len(keys), extent_idx + 1):
-        parent = keys[i - 1] if i else root_key(seq.hash_salt)
-        keys.append(blake2b(parent + extent_tokens(seq, i), digest_size=KEY_BYTES).digest())
-    return keys[extent_idx]
-
-
-def parent_key(seq: Sequence, extent_idx: int) -> bytes:
-    """The key of the prefix before an extent."""
-    return extent_key(seq, extent_idx - 1) if extent_idx else root_key(seq.hash_salt)
+def next_key(parent: bytes, token_ids: bytes) -> bytes:
+    """The key of the prefix that ends with these tokens, int64, and that has `parent` before them."""
+    return blake2b(parent + token_ids, digest_size=KEY_BYTES).digest()
 
 
 class Extent(NamedTuple):
@@ -59,12 +43,6 @@ class Extent(NamedTuple):
     block_id: int
     start: int
     version: int
-
-
-def make_extent(seq: Sequence, extent_idx: int, used_s: float, block_id: int, start: int, version: int) -> Extent:
-    key, parent = extent_key(seq, extent_idx), parent_key(seq, extent_idx)
-    used_s -= extent_idx * LATER_S
-    return Extent(key, parent, extent_tokens(seq, extent_idx), used_s, block_id, start, version)
 
 
 class DiskMoves(NamedTuple):

@@ -139,8 +139,10 @@ class DiskStore:
         self, path: Path, limit_bytes: int, extent_bytes: int, identity: Mapping[str, Any], model: str
     ) -> None:
         """`extent_bytes`: size of a payload. `identity`: all that K and V depend on besides the tokens, as JSON.
-        `model`: a name for people, which proves nothing. Raises ConfigError if the path cannot be used, or for a limit that no
-        extent fits in. A path that can only be read is used for reading.
+        `model`: a name for people, which proves nothing.
+
+        Raises ConfigError if the path cannot be used, or for a limit that no extent fits in. A path that can only be
+        read is used for reading.
         """
         self.path, self.limit_bytes, self.extent_bytes = path, limit_bytes, extent_bytes
         least_bytes = extent_bytes + header_bytes(DISK_GRAIN_TOKENS)

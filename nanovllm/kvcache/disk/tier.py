@@ -24,16 +24,8 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from nanovllm.core.disk_moves import (
-    DISK_GRAIN_TOKENS,
-    LATER_S,
-    DiskMoves,
-    Extent,
-    extent_key,
-    make_extent,
-    parent_key,
-)
-from nanovllm.core.sequence import Sequence
+from nanovllm.core.disk_moves import DISK_GRAIN_TOKENS, LATER_S, DiskMoves, Extent, next_key, root_key
+from nanovllm.core.sequence import Sequence, SequenceStatus
 from nanovllm.core.step_plan import StepPlan
 from nanovllm.kvcache.policy.block_manager import KVCacheManager
 
@@ -150,14 +142,15 @@ class DiskTier:
         times: PromptTimes,
         stores_prompts: bool,
         least_prompt_s: Callable[[int, int], float | None] = lambda num_tokens, position: None,
+        grain: int = DISK_GRAIN_TOKENS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`extent_bytes`: of one rank. `stores_prompts`: write prompts once they have been computed, and not only what
         would be evicted. `least_prompt_s`: like `times.prompt_s`, a bound that holds before anything is measured.
-        Starts to count the versions of `kv`'s blocks.
+        `grain`: tokens of an extent. Starts to count the versions of `kv`'s blocks.
         """
         self.keys, self.kv, self.board = keys, kv, board
-        self.extent_bytes, self.stores_prompts = extent_bytes, stores_prompts
+        self.extent_bytes, self.stores_prompts, self.grain = extent_bytes, stores_prompts, grain
         self.times, self._least_prompt_s, self._clock = times, least_prompt_s, clock
         kv.pool.versions = board.versions
         self._waiting: deque[Sequence] = deque()  # for a load to begin
@@ -205,8 +198,8 @@ class DiskTier:
         return self._load is not None or not self._waiting or seq.seq_id < self._waiting[0].seq_id
 
     def prompt_computed(self, seq: Sequence) -> None:
-        """The planned steps compute a running sequence's whole prompt."""
-        if self.stores_prompts:
+        """The first token after a prompt has arrived. A sequence that was preempted meanwhile has no blocks."""
+        if self.stores_prompts and seq.status is SequenceStatus.RUNNING:
             used_s = time.time()
             extents = list(self._extents(seq, seq.num_prompt_tokens, used_s))
             room = MAX_PENDING_EXTENTS - len(self._stores)
@@ -217,12 +210,12 @@ class DiskTier:
         """Note what the blocks of a sequence hold, before they are freed, so that they can be stored later."""
         num_tokens = min(seq.num_computed_tokens, len(seq.token_ids))
         block_size, versions = self.kv.block_size, self.board.versions
-        per_block = block_size // DISK_GRAIN_TOKENS
-        num_extents = num_tokens // DISK_GRAIN_TOKENS
+        per_block = block_size // self.grain
+        num_extents = num_tokens // self.grain
         for first in range(0, num_extents, per_block):
             block_id = seq.block_table[first // per_block]
-            keys = tuple(extent_key(seq, i) for i in range(first, min(first + per_block, num_extents)))
-            self._contents[block_id] = int(versions[block_id]), parent_key(seq, first), keys
+            keys = tuple(self._key(seq, i) for i in range(first, min(first + per_block, num_extents)))
+            self._contents[block_id] = int(versions[block_id]), self._parent(seq, first), keys
 
     # -- what the step loop calls --------------------------------------------------------------------------------
 
@@ -271,15 +264,31 @@ class DiskTier:
             "disk_read_byte_per_s": self.board.progress(self._num_loads).byte_per_s,
         }
 
+    # -- keys ----------------------------------------------------------------------------------------------------
+
+    def _token_ids(self, seq: Sequence, extent_idx: int) -> bytes:
+        return seq.token_ids[extent_idx * self.grain : (extent_idx + 1) * self.grain].tobytes()
+
+    def _key(self, seq: Sequence, extent_idx: int) -> bytes:
+        """The key of an extent. Each is computed once, because token ids never change."""
+        keys = seq.disk_keys
+        for i in range(len(keys), extent_idx + 1):
+            keys.append(next_key(keys[i - 1] if i else root_key(seq.hash_salt), self._token_ids(seq, i)))
+        return keys[extent_idx]
+
+    def _parent(self, seq: Sequence, extent_idx: int) -> bytes:
+        """The key of the prefix before an extent."""
+        return self._key(seq, extent_idx - 1) if extent_idx else root_key(seq.hash_salt)
+
     # -- loads ---------------------------------------------------------------------------------------------------
 
     def _end_on_disk(self, seq: Sequence, start: int) -> int:
         """The end of the tokens from `start` on that are on disk without gaps, in whole grains of the prefix index."""
-        extent_idx, limit = start // DISK_GRAIN_TOKENS, (len(seq.token_ids) - 1) // DISK_GRAIN_TOKENS
-        while extent_idx < limit and extent_key(seq, extent_idx) in self.keys:
+        extent_idx, limit = start // self.grain, (len(seq.token_ids) - 1) // self.grain
+        while extent_idx < limit and self._key(seq, extent_idx) in self.keys:
             extent_idx += 1
         grain = self.kv.pool.index.grain
-        return extent_idx * DISK_GRAIN_TOKENS // grain * grain
+        return extent_idx * self.grain // grain * grain
 
     def _is_worth_loading(self, seq: Sequence) -> bool:
         num_known = self.kv.num_known_tokens(seq)
@@ -300,8 +309,8 @@ class DiskTier:
         if rate is None:
             return 0.0
         if self._load is not None:
-            num_tokens += self._load.num_extents * DISK_GRAIN_TOKENS
-        return num_tokens // DISK_GRAIN_TOKENS * self.extent_bytes / rate
+            num_tokens += self._load.num_extents * self.grain
+        return num_tokens // self.grain * self.extent_bytes / rate
 
     def _begin_load(self) -> tuple[Extent, ...]:
         """Begin the oldest load that there is room for."""
@@ -327,9 +336,9 @@ class DiskTier:
         """Take in a load that has ended, and give up one that has become slower than computing."""
         progress = self.board.progress(load.number)
         if progress.has_ended:
-            num_tokens = load.first_token + progress.num_loaded * DISK_GRAIN_TOKENS
+            num_tokens = load.first_token + progress.num_loaded * self.grain
             self.kv.fill(load.holder, num_tokens)
-            self.num_loaded_tokens += progress.num_loaded * DISK_GRAIN_TOKENS
+            self.num_loaded_tokens += progress.num_loaded * self.grain
             if load.seq is not None:
                 self._ready.append(load.seq)
             self._load = None
@@ -342,8 +351,8 @@ class DiskTier:
         """Return True if computing what is left takes less time than loading it at the pace so far."""
         elapsed_s = self._clock() - load.begun_s
         num_left = load.num_extents - num_loaded
-        position = load.first_token + num_loaded * DISK_GRAIN_TOKENS
-        compute_s = self._prompt_s(num_left * DISK_GRAIN_TOKENS, position)
+        position = load.first_token + num_loaded * self.grain
+        compute_s = self._prompt_s(num_left * self.grain, position)
         if compute_s is None:
             return elapsed_s > HUNG_S * (1 + num_loaded)
         if elapsed_s < MIN_SLOW_S:
@@ -359,11 +368,12 @@ class DiskTier:
 
     def _extents(self, owner: Sequence, end: int, used_s: float, start: int = 0) -> Iterator[Extent]:
         """The whole extents of tokens start..end-1, which are in the owner's blocks."""
-        for extent_idx in range(start // DISK_GRAIN_TOKENS, end // DISK_GRAIN_TOKENS):
-            block_idx, offset = divmod(extent_idx * DISK_GRAIN_TOKENS, self.kv.block_size)
+        for extent_idx in range(start // self.grain, end // self.grain):
+            block_idx, offset = divmod(extent_idx * self.grain, self.kv.block_size)
             block_id = owner.block_table[block_idx]
-            version = int(self.board.versions[block_id])
-            yield make_extent(owner, extent_idx, used_s, block_id, offset, version)
+            version, used_s = int(self.board.versions[block_id]), used_s - LATER_S
+            key, parent = self._key(owner, extent_idx), self._parent(owner, extent_idx)
+            yield Extent(key, parent, self._token_ids(owner, extent_idx), used_s, block_id, offset, version)
 
     def _extents_of_block(self, block_id: int, used_s: float) -> Iterator[Extent]:
         """The extents of a block without owners that are neither on disk nor submitted."""
@@ -373,9 +383,9 @@ class DiskTier:
             return
         self._submitted[block_id] = version
         token_ids = self.kv.pool.blocks[block_id].token_ids
-        for i, key in enumerate(keys[: len(token_ids) // DISK_GRAIN_TOKENS]):
-            start = i * DISK_GRAIN_TOKENS
-            tokens = token_ids[start : start + DISK_GRAIN_TOKENS].tobytes()
+        for i, key in enumerate(keys[: len(token_ids) // self.grain]):
+            start = i * self.grain
+            tokens = token_ids[start : start + self.grain].tobytes()
             extent = Extent(key, parent, tokens, used_s - i * LATER_S, block_id, start, version)
             if key not in self.keys and self._is_in_memory(extent):
                 yield extent
@@ -384,7 +394,7 @@ class DiskTier:
     def _is_in_memory(self, extent: Extent) -> bool:
         """Return True if the block still holds the extent, in the memory that is written from."""
         is_same = extent.version == self.board.versions[extent.block_id]
-        return bool(is_same) and self.kv.num_stored_tokens(extent.block_id) >= extent.start + DISK_GRAIN_TOKENS
+        return bool(is_same) and self.kv.num_stored_tokens(extent.block_id) >= extent.start + self.grain
 
     def _clean(self) -> list[Extent]:
         """Choose extents of blocks that will be evicted soon."""
