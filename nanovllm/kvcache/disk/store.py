@@ -1,6 +1,6 @@
 """DiskStore: extents of KV as files, shared by any number of processes.
 
-    PATH/lock                        held while files are chosen for eviction; holds the bytes in use
+    PATH/lock                        held while it changes which files there are; holds the bytes in use
     PATH/<fingerprint>/model.json    what the fingerprint stands for
     PATH/<fingerprint>/<key>.kv      an extent: a header, then the payload
     PATH/<fingerprint>/<n>.tmp       an extent that a process is writing, and has locked
@@ -279,32 +279,30 @@ class DiskStore:
         )
         parts = [memoryview(header.pack()), *payload]
         size, path = sum(map(len, parts)), self._file(extent.key)
-        unused_bytes, is_stored = 0, False  # of what was reserved
         try:
             fd, temporary = self._reserve(size)
-            unused_bytes = size
             try:
                 if _transfer(os.pwritev, fd, parts) != size:
                     raise OSError(errno.EIO, "the file could not be written to its end")
-                if is_valid():
-                    os.fdatasync(fd)
-                    unused_bytes = size if path.exists() else 0  # another process may have written the same
+                if not is_valid():
+                    return False
+                os.fdatasync(fd)
+                with self._lock:
+                    if path.exists():  # another process has written the same
+                        self._lock.total -= size
                     temporary.rename(path)
-                    _sync(self.folder)
-                    is_stored = True
-                    self._known.add(extent.key)
-                    self.touch(extent)
             finally:
+                self._give_back(temporary, size)
                 os.close(fd)
-                temporary.unlink(missing_ok=True)
+            _sync(self.folder)
         except OSError as error:
             self._cannot_write_until = time.monotonic() + PAUSE_S
             about = f"{self.path} cannot be written ({error.strerror})"
             logger.warning("KV on disk: %s; nothing is stored for %.0f s", about, PAUSE_S)
-        if unused_bytes:
-            with suppress(OSError), self._lock:
-                self._lock.total -= unused_bytes
-        return is_stored
+            return False
+        self._known.add(extent.key)
+        self.touch(extent)
+        return True
 
     def _reserve(self, num_bytes: int) -> tuple[int, Path]:
         """Make room and a file of this size, which other processes leave alone. Returns its descriptor and path."""
@@ -323,6 +321,13 @@ class DiskStore:
                 raise
             self._lock.total = total + num_bytes
         return fd, path
+
+    def _give_back(self, temporary: Path, num_bytes: int) -> None:
+        """Remove a file that has not got its name, while it is still locked."""
+        with suppress(OSError), self._lock:
+            if temporary.exists():
+                temporary.unlink()
+                self._lock.total -= num_bytes
 
     def _evict(self, most_bytes: int) -> int:
         """Remove extents until so many bytes are in use, and some more. Returns the bytes that are still in use."""

@@ -35,7 +35,7 @@ from nanovllm.kvcache.disk.tier import DiskBoard
 from nanovllm.kvcache.transfer.pinned_memory import HostBuffer
 from nanovllm.kvcache.transfer.streams import Event, Stream, Streams
 
-NUM_READERS = 2  # threads of a load: one checks what it has read while the other one reads
+NUM_READERS = 4
 CLOSE_S = 5.0  # how long `close` waits for what is still to be written
 POLL_S = 0.5e-3
 _HASHED_ELEMENTS = 2**22  # of a weight on the GPU that are hashed together
