@@ -96,7 +96,8 @@ class KVPool:
 
     def _buffer(self) -> torch.Tensor:
         if not hasattr(self._of_thread, "buffer"):
-            host = HostBuffer(self.extent_bytes, self._caches[0].device)
+            device = self._caches[0].device
+            host = HostBuffer(self.extent_bytes, device if device.type == "cuda" else None)
             self._buffers.append(host)
             self.buffer_bytes += self.extent_bytes
             self._of_thread.buffer = host.tensor.view(self._caches[0].dtype).view(self._shape)
@@ -202,24 +203,26 @@ class DiskWorker:
             for extent in submitted.extents:
                 if self._close_at_s is not None and time.monotonic() > self._close_at_s:
                     return
-                self._store(extent)
+                try:
+                    self._store(extent)
+                except Exception:  # a bug; the engine must not notice
+                    logger.exception("KV on disk: %s could not be stored", extent.key.hex())
                 self._num_to_store -= 1
                 self._board.post_pending(self._rank, self._num_to_store)
 
     def _store(self, extent: Extent) -> None:
-        if extent.key in self.store:
-            self.store.touch(extent)
-            return
-
         def is_valid() -> bool:
             return bool(self._board.versions[extent.block_id] == extent.version)
 
-        begun_s = time.perf_counter()
-        if not is_valid():
-            self.num_dropped += 1
+        if extent.key in self.store:
+            self.store.touch(extent)
             return
-        self._pool.copy_out(extent)
-        if self.store.write(extent, self._pool.payload(extent), is_valid):
+        begun_s = time.perf_counter()
+        is_stored = False
+        if is_valid() and not self.store.is_paused:
+            self._pool.copy_out(extent)
+            is_stored = self.store.write(extent, self._pool.payload(extent), is_valid)
+        if is_stored:
             self.num_stored_bytes += self._pool.extent_bytes
             self._write_s += time.perf_counter() - begun_s
         else:
@@ -235,29 +238,37 @@ class DiskWorker:
 
     def _load(self, load: _Submitted) -> None:
         """Read the extents, a few at a time, until one is missing or nobody wants them any more."""
-        is_missing = threading.Event()
+        first_missing = len(load.extents)  # as far as is known
 
-        def read(extent: Extent) -> bool:
-            if is_missing.is_set() or self._close_at_s is not None or self._board.is_cancelled(load.load_number):
-                return False
-            if not self.store.read(extent, self._pool.payload(extent)):
-                self.num_misses += 1
-                is_missing.set()
-                return False
-            self._pool.copy_in(extent)
-            return True
+        def read(place: int, extent: Extent) -> bool:
+            nonlocal first_missing
+            is_wanted = self._close_at_s is None and not self._board.is_cancelled(load.load_number)
+            if place < first_missing and is_wanted and self._load_extent(extent):
+                return True
+            first_missing = min(first_missing, place)
+            return False
 
         begun_s = time.perf_counter()
         self._board.post_progress(self._rank, load.load_number, 0, self._byte_per_s)
         num_loaded = 0
-        for was_read in self._readers.map(read, load.extents):
+        for was_read in self._readers.map(read, range(first_missing), load.extents):
             if not was_read:
-                is_missing.set()
-                continue
-            num_loaded += not is_missing.is_set()
+                continue  # let all threads end, because the blocks are free then
             self.num_loaded_bytes += self._pool.extent_bytes
-            self._byte_per_s = num_loaded * self._pool.extent_bytes / (time.perf_counter() - begun_s)
-            self._board.post_progress(self._rank, load.load_number, num_loaded, self._byte_per_s)
+            if num_loaded < first_missing:
+                num_loaded += 1
+                self._byte_per_s = num_loaded * self._pool.extent_bytes / (time.perf_counter() - begun_s)
+                self._board.post_progress(self._rank, load.load_number, num_loaded, self._byte_per_s)
+
+    def _load_extent(self, extent: Extent) -> bool:
+        try:
+            if self.store.read(extent, self._pool.payload(extent)):
+                self._pool.copy_in(extent)
+                return True
+        except Exception:  # a bug; the engine must not notice
+            logger.exception("KV on disk: %s could not be loaded", extent.key.hex())
+        self.num_misses += 1
+        return False
 
 
 def open_worker(
