@@ -12,6 +12,7 @@ from typing import NamedTuple
 from nanovllm.config import BLOCK_SIZE_STEP
 
 DISK_GRAIN_TOKENS = BLOCK_SIZE_STEP  # every size of block is a multiple
+DISK_HEADER_BYTES = 4096  # of the file of an extent, before K and V
 KEY_BYTES = 20
 
 
@@ -43,6 +44,11 @@ class Extent(NamedTuple):
     block_id: int
     start: int
     version: int
+
+
+def document_disk_bytes(num_tokens: int, token_bytes: int) -> int:
+    """The size of a document's files, with so many bytes of K and V a token. Its last tokens make no extent."""
+    return num_tokens // DISK_GRAIN_TOKENS * (DISK_GRAIN_TOKENS * token_bytes + DISK_HEADER_BYTES)
 
 
 class DiskMoves(NamedTuple):

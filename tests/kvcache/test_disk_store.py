@@ -15,20 +15,19 @@ import pytest
 from disk_kills import PAYLOAD_BYTES, make_extent, open_store, payload_of
 
 import nanovllm
-from nanovllm.core.disk_moves import DISK_GRAIN_TOKENS, Extent
+from nanovllm.core.disk_moves import DISK_HEADER_BYTES, Extent
 from nanovllm.errors import ConfigError
 from nanovllm.kvcache.disk import store as store_module
 from nanovllm.kvcache.disk.store import (
     DiskStore,
     MissError,
     check_extent,
-    header_bytes,
     list_extents,
     list_folders,
     remove_extents,
 )
 
-FILE_BYTES = PAYLOAD_BYTES + header_bytes(DISK_GRAIN_TOKENS)
+FILE_BYTES = PAYLOAD_BYTES + DISK_HEADER_BYTES
 
 
 def write(store: DiskStore, extent: Extent) -> bool:
@@ -123,11 +122,12 @@ def replace_by_folder(path: Path) -> None:
     path.mkdir()
 
 
-HEADER_BYTES = FILE_BYTES - PAYLOAD_BYTES
 DAMAGES: dict[str, Callable[[Path], None]] = {
     **{f"bit of byte {i}": flip(i) for i in (0, 8, 12, 16, 24, 40, 60, 80, 96, 100, 2147, 2148, 4000)},
-    **{f"bit of byte {i}": flip(i) for i in (HEADER_BYTES - 1, HEADER_BYTES, FILE_BYTES // 2, FILE_BYTES - 1)},
-    **{f"cut to {i}": cut(i) for i in (0, 1, 99, HEADER_BYTES, HEADER_BYTES + 1, FILE_BYTES - 1)},
+    **{
+        f"bit of byte {i}": flip(i) for i in (DISK_HEADER_BYTES - 1, DISK_HEADER_BYTES, FILE_BYTES // 2, FILE_BYTES - 1)
+    },
+    **{f"cut to {i}": cut(i) for i in (0, 1, 99, DISK_HEADER_BYTES, DISK_HEADER_BYTES + 1, FILE_BYTES - 1)},
     "longer": lambda path: path.write_bytes(path.read_bytes() + b"\0"),
     "zeros": lambda path: path.write_bytes(bytes(FILE_BYTES)),
     "vanished": lambda path: path.unlink(),
@@ -184,7 +184,7 @@ def test_random_damage_is_never_read(store: DiskStore, num_files: int) -> None:
         path = file_of(store, extent)
         data = bytearray(path.read_bytes())
         for _ in range(rng.choice([1, 1, 3])):
-            start = rng.choice([rng.randrange(HEADER_BYTES), rng.randrange(len(data))])
+            start = rng.choice([rng.randrange(DISK_HEADER_BYTES), rng.randrange(len(data))])
             match rng.randrange(4):
                 case 0:
                     data[start : start + 1] = bytes([data[start] ^ (1 << rng.randrange(8))])

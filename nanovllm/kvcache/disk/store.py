@@ -37,18 +37,17 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from nanovllm.core.disk_moves import DISK_GRAIN_TOKENS, KEY_BYTES, Extent
+from nanovllm.core.disk_moves import DISK_GRAIN_TOKENS, DISK_HEADER_BYTES, KEY_BYTES, Extent
 from nanovllm.errors import ConfigError
-from nanovllm.utils.arithmetic import ceil_div, format_bytes
+from nanovllm.utils.arithmetic import format_bytes
 
 FORMAT = 1  # part of the fingerprint; raise it when the layout of a payload or the values in it change
 FINGERPRINT_BYTES = 16
 PAUSE_S = 60.0  # without writing, after the disk was full or failed
 REFRESH_S = 2.0  # how often files of other processes are looked for
 EVICTED_SHARE = 0.05  # of the limit, which is freed at once, because finding the oldest files means listing all
-_PAGE = 4096  # the payload begins on a page
 _MAGIC = b"NANOVKV\n"
-_FIELDS = struct.Struct(f"<8sIIQ{FINGERPRINT_BYTES}s{KEY_BYTES}s{KEY_BYTES}s16sI")
+_FIELDS = struct.Struct(f"<8sIQ{FINGERPRINT_BYTES}s{KEY_BYTES}s{KEY_BYTES}s16sI")
 _CHECKSUM_BYTES = 8
 _TOTAL = struct.Struct("<Q")
 _FOLDER = re.compile(rf"[0-9a-f]{{{2 * FINGERPRINT_BYTES}}}")
@@ -75,28 +74,22 @@ class Header(NamedTuple):
     token_ids: bytes  # int64
 
     def pack(self) -> bytes:
-        num_tokens, size = len(self.token_ids) // 8, header_bytes(len(self.token_ids) // 8)
-        fields = (_MAGIC, FORMAT, size, *self[:-1], num_tokens)
-        content = (_FIELDS.pack(*fields) + self.token_ids).ljust(size - _CHECKSUM_BYTES, b"\0")
+        fields = (_MAGIC, FORMAT, *self[:-1], len(self.token_ids) // 8)
+        content = (_FIELDS.pack(*fields) + self.token_ids).ljust(DISK_HEADER_BYTES - _CHECKSUM_BYTES, b"\0")
         return content + xxhash.xxh3_64_digest(content)
 
     @classmethod
     def unpack(cls, data: bytes) -> "Header":
         """Raises MissError for anything but a whole header."""
-        if len(data) < _FIELDS.size or not data.startswith(_MAGIC):
+        if len(data) != DISK_HEADER_BYTES or not data.startswith(_MAGIC):
             raise MissError("it is not an extent")
-        _, version, size, num_bytes, fingerprint, key, parent, checksum, num_tokens = _FIELDS.unpack_from(data)
+        _, version, num_bytes, fingerprint, key, parent, checksum, num_tokens = _FIELDS.unpack_from(data)
         if version != FORMAT:
             raise MissError(f"it has format {version} instead of {FORMAT}")
-        if xxhash.xxh3_64_digest(data[:-_CHECKSUM_BYTES]) != data[-_CHECKSUM_BYTES:] or size != len(data):
+        if xxhash.xxh3_64_digest(data[:-_CHECKSUM_BYTES]) != data[-_CHECKSUM_BYTES:]:
             raise MissError("its header is damaged")
         token_ids = data[_FIELDS.size : _FIELDS.size + 8 * num_tokens]
         return cls(num_bytes, fingerprint, key, parent, checksum, token_ids)
-
-
-def header_bytes(num_tokens: int) -> int:
-    """Size of the header of an extent of so many tokens: whole pages."""
-    return ceil_div(_FIELDS.size + 8 * num_tokens + _CHECKSUM_BYTES, _PAGE) * _PAGE
 
 
 def fingerprint_of(identity: Mapping[str, Any]) -> bytes:
@@ -145,7 +138,7 @@ class DiskStore:
         read is used for reading.
         """
         self.path, self.limit_bytes, self.extent_bytes = path, limit_bytes, extent_bytes
-        least_bytes = extent_bytes + header_bytes(DISK_GRAIN_TOKENS)
+        least_bytes = extent_bytes + DISK_HEADER_BYTES
         if limit_bytes < least_bytes:
             raise ConfigError(
                 f"kv_disk_gb={limit_bytes / 2**30:g} holds no {DISK_GRAIN_TOKENS} tokens of this model, which take "
@@ -220,7 +213,7 @@ class DiskStore:
         path = self._file(extent.key)
         try:
             with open(path, "rb", buffering=0) as file:
-                head = bytearray(header_bytes(len(extent.token_ids) // 8))
+                head = bytearray(DISK_HEADER_BYTES)
                 size = len(head) + sum(map(len, payload))
                 if (found := os.fstat(file.fileno()).st_size) != size:
                     raise MissError(f"it has {found} bytes instead of {size}")
@@ -238,7 +231,7 @@ class DiskStore:
             logger.warning("KV on disk: %s has been removed; its tokens are computed", path)
         except MissError as error:
             logger.warning("KV on disk: %s cannot be used: %s; its tokens are computed", path, error)
-            self._remove(path)
+            remove_file(path, self._lock)
         except OSError as error:
             logger.warning("KV on disk: %s cannot be read (%s); its tokens are computed", path, error.strerror)
         else:
@@ -246,13 +239,6 @@ class DiskStore:
             return True
         self._known.discard(extent.key)
         return False
-
-    def _remove(self, path: Path) -> None:
-        """Remove an extent that is no good, so that it will be written again."""
-        with suppress(OSError), self._lock:
-            num_bytes = path.stat().st_size
-            path.unlink()
-            self._lock.total -= num_bytes
 
     # -- writing -------------------------------------------------------------------------------------------------
 
@@ -484,6 +470,14 @@ def prune(listing: Listing, most_bytes: int) -> list[StoredExtent]:
     return removed
 
 
+def remove_file(path: Path, lock: Lock) -> None:
+    """Remove an extent that is no good, so that it will be written again. Does nothing where that is not allowed."""
+    with suppress(OSError), lock:
+        num_bytes = path.stat().st_size
+        path.unlink()
+        lock.total -= num_bytes
+
+
 def remove_extents(path: Path, most_bytes: int = 0, folders: Seq[Path] | None = None) -> tuple[int, int]:
     """Remove the extents that were used least recently, until those in `folders` have so many bytes.
 
@@ -503,11 +497,7 @@ def check_extent(path: Path) -> Header:
     """Return the header of a file. Raises MissError if any of its bytes is wrong."""
     try:
         with open(path, "rb") as file:
-            size = _FIELDS.unpack(file.read(_FIELDS.size))[2] if os.fstat(file.fileno()).st_size > _FIELDS.size else 0
-            if size % _PAGE or not 0 < size <= os.fstat(file.fileno()).st_size:
-                raise MissError("its header is damaged")
-            file.seek(0)
-            header = Header.unpack(file.read(size))
+            header = Header.unpack(file.read(DISK_HEADER_BYTES))
             state, num_bytes = xxhash.xxh3_128(), 0
             while data := file.read(_READ_BYTES):
                 state.update(data)

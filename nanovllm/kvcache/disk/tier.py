@@ -29,7 +29,6 @@ from nanovllm.core.sequence import Sequence, SequenceStatus
 from nanovllm.core.step_plan import StepPlan
 from nanovllm.kvcache.policy.block_manager import KVCacheManager
 
-MAX_PENDING_EXTENTS = 4096  # to be written; more are dropped
 CLEANED_SHARE = 4  # keep the first 1/CLEANED_SHARE of the blocks that would be evicted next on disk
 CLEAN_INTERVAL_S = 0.05  # between two looks at them
 CLEANED_BLOCKS = 32  # written after one look
@@ -162,7 +161,7 @@ class DiskTier:
         self._contents: dict[int, tuple[int, bytes, tuple[bytes, ...]]] = {}
         self._submitted: dict[int, int] = {}  # block -> its version when all its extents were submitted
         self._next_clean_s = 0.0
-        self.num_loaded_tokens = self.num_cancelled_loads = self.num_dropped_extents = 0
+        self.num_loaded_tokens = self.num_cancelled_loads = 0
 
     # -- what the scheduler calls --------------------------------------------------------------------------------
 
@@ -198,17 +197,17 @@ class DiskTier:
         return self._load is not None or not self._waiting or seq.seq_id < self._waiting[0].seq_id
 
     def prompt_computed(self, seq: Sequence) -> None:
-        """The first token after a prompt has arrived. A sequence that was preempted meanwhile has no blocks."""
-        if self.stores_prompts and seq.status is SequenceStatus.RUNNING:
-            used_s = time.time()
-            extents = list(self._extents(seq, seq.num_prompt_tokens, used_s))
-            room = MAX_PENDING_EXTENTS - len(self._stores)
-            self.num_dropped_extents += max(0, len(extents) - room)
-            self._stores.extend(extents[: max(0, room)])
+        """The first token after a prompt has arrived.
+
+        A sequence that was preempted meanwhile has no blocks. Prompts that are scored are not stored, since they would
+        not be read either.
+        """
+        if self.stores_prompts and seq.status is SequenceStatus.RUNNING and seq.can_use_prefix_cache:
+            self._stores.extend(self._extents(seq, seq.num_prompt_tokens, time.time()))
 
     def note_contents(self, seq: Sequence) -> None:
         """Note what the blocks of a sequence hold, before they are freed, so that they can be stored later."""
-        num_tokens = min(seq.num_computed_tokens, len(seq.token_ids))
+        num_tokens = min(seq.num_computed_tokens, len(seq.token_ids)) if seq.can_use_prefix_cache else 0
         block_size, versions = self.kv.block_size, self.board.versions
         per_block = block_size // self.grain
         num_extents = num_tokens // self.grain

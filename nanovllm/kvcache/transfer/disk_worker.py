@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 import xxhash
 
 from nanovllm.core.disk_moves import DISK_GRAIN_TOKENS, DiskMoves, DiskSetup, Extent
@@ -38,7 +39,8 @@ from nanovllm.kvcache.transfer.streams import Event, Stream, Streams
 NUM_READERS = 4
 CLOSE_S = 5.0  # how long `close` waits for what is still to be written
 POLL_S = 0.5e-3
-_HASHED_ELEMENTS = 2**22  # of a weight on the GPU that are hashed together
+MAX_STORES = 8192  # extents that wait to be written; more are dropped
+_HASHED_WORDS = 2**22  # of 4 bytes, of a weight on the GPU, that become one number
 
 logger = logging.getLogger("nanovllm")
 
@@ -143,9 +145,11 @@ class DiskWorker:
         """Called by the engine's thread, when all planned steps have been launched. Does not wait."""
         fence = self._pool.fence()
         with self._changed:
-            if moves.stores:
-                self._stores.append(_Submitted(tuple(moves.stores), fence))
-                self._num_to_store += len(moves.stores)
+            stores = tuple(moves.stores[: MAX_STORES - self._num_to_store])
+            self.num_dropped += len(moves.stores) - len(stores)
+            if stores:
+                self._stores.append(_Submitted(stores, fence))
+                self._num_to_store += len(stores)
                 self._board.post_pending(self._rank, self._num_to_store)
             if moves.loads:
                 self._loads.append(_Submitted(tuple(moves.loads), fence, moves.load_number))
@@ -207,8 +211,9 @@ class DiskWorker:
                     self._store(extent)
                 except Exception:  # a bug; the engine must not notice
                     logger.exception("KV on disk: %s could not be stored", extent.key.hex())
-                self._num_to_store -= 1
-                self._board.post_pending(self._rank, self._num_to_store)
+                with self._changed:
+                    self._num_to_store -= 1
+                    self._board.post_pending(self._rank, self._num_to_store)
 
     def _store(self, extent: Extent) -> None:
         def is_valid() -> bool:
@@ -295,14 +300,12 @@ def weights_identity(model: torch.nn.Module) -> str:
 
 
 def _folded(data: torch.Tensor) -> torch.Tensor:
-    """Bytes on the GPU as a few numbers: for each chunk of them, a sum whose factors are odd and differ.
+    """Bytes as one number for each part of them: a sum modulo 2^64, in which each word has an odd factor of its own.
 
-    Two different chunks have the same sum with a probability of about 2^-64, since it is computed modulo 2^64.
+    Read by the GPU, this takes no longer than a step. Parts that differ have the same sum with a probability of 2^-64.
     """
-    padded = torch.nn.functional.pad(data, (0, -len(data) % 4)).view(torch.int32) if len(data) % 4 else data
-    words = padded.view(torch.int32)
+    words = F.pad(data, (0, -len(data) % 4)).view(torch.int32)
     generator = torch.Generator(data.device).manual_seed(0)
-    most = 2**63 - 1
-    factors = torch.randint(-most, most, (_HASHED_ELEMENTS,), generator=generator, device=data.device) | 1
-    sums = [(chunk * factors[: len(chunk)]).sum() for chunk in words.split(_HASHED_ELEMENTS)]
-    return torch.stack(sums).cpu()
+    factors = torch.empty(_HASHED_WORDS, dtype=torch.int64, device=data.device).random_(generator=generator) | 1
+    sums = [(part * factors[: len(part)]).sum() for part in words.split(_HASHED_WORDS)]
+    return torch.stack(sums).cpu() if sums else torch.zeros(0)
