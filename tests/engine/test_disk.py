@@ -3,6 +3,9 @@
 import asyncio
 import os
 import random
+import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -13,10 +16,11 @@ from checked_engine import ALL_GPU, WORKS_AHEAD, CheckedLLM, Reference, cache_op
 from dense_model import random_prompt
 from tiny_models import write_tiny_model
 
+import nanovllm
 from nanovllm import LLM, AsyncLLM, SamplingParams
 from nanovllm.core.disk_moves import DISK_GRAIN_TOKENS
 from nanovllm.errors import ConfigError
-from nanovllm.kvcache.disk.store import list_extents
+from nanovllm.kvcache.disk.store import check_extent, list_extents
 from nanovllm.kvcache.transfer.disk_worker import KVPool
 
 BLOCK = DISK_GRAIN_TOKENS
@@ -336,6 +340,45 @@ def test_damaged_files_change_no_token_and_fail_no_request(
             llm.runner._disk.store.refresh()
         llm.scheduler.check_integrity()
     assert len(num_hits) >= 4, "damage at every extent of the document"
+
+
+ASKS_UNTIL_KILLED = """
+import random, sys
+sys.path.insert(0, sys.argv[3])
+from dense_model import random_prompt
+from nanovllm import LLM, SamplingParams
+with LLM(sys.argv[1], device="cpu", dtype="float32", num_kvcache_blocks=12, kv_disk_path=sys.argv[2]) as llm:
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    print("ready", flush=True)
+    while True:
+        prompt = random_prompt(random.randrange(300, 1500), seed=random.randrange(6))
+        llm.generate([prompt], params, use_tqdm=False)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_killed_engines_leave_right_tokens(reference: Reference, options: dict[str, Any], path: Path) -> None:
+    """Two engines at a time ask at random and are killed; what they leave gives the logits of transformers."""
+    rng = random.Random(0)
+    command = [sys.executable, "-c", ASKS_UNTIL_KILLED, str(reference.directory), str(path)]
+    command.append(str(Path(__file__).parents[1] / "support"))
+    environment = os.environ | {"PYTHONPATH": str(Path(nanovllm.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    hits = 0
+    for _ in range(10):
+        engines = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) for _ in range(2)]
+        for engine in engines:
+            assert engine.stdout is not None and engine.stdout.readline() == b"ready\n"
+        time.sleep(rng.random())
+        for engine in engines:
+            engine.send_signal(signal.SIGKILL)
+            assert engine.wait() == -signal.SIGKILL
+        assert [check_extent(file) for file in extents_below(path)]
+        with CheckedLLM(reference, **options) as llm:
+            for seed in range(6):
+                hits += llm.answer_and_check([random_prompt(1100, seed=seed)])[0]["num_cached_tokens"]
+            assert llm.stats()["num_disk_misses"] == 0
+    assert hits > 0
 
 
 def test_full_disk_leaves_the_engine_serving(

@@ -17,11 +17,13 @@ it has been read, and the extent is dropped. What is loaded counts only when ran
 """
 
 import logging
+import os
 import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,6 +41,7 @@ from nanovllm.kvcache.transfer.streams import Event, Stream, Streams
 NUM_READERS = 4
 CLOSE_S = 5.0  # how long `close` waits for what is still to be written
 POLL_S = 0.5e-3
+WRITER_NICENESS = 15
 MAX_STORES = 8192  # extents that wait to be written; more are dropped
 _HASHED_WORDS = 2**22  # of 4 bytes, of a weight on the GPU, that become one number
 
@@ -199,6 +202,8 @@ class DiskWorker:
     # -- the writing thread --------------------------------------------------------------------------------------
 
     def _write(self) -> None:
+        with suppress(OSError):  # a thread has a priority of its own on Linux; steps go first
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), WRITER_NICENESS)
         while (submitted := self._next(self._stores, REFRESH_S)) or self._close_at_s is None:
             if submitted is None:
                 self.store.refresh()
