@@ -184,7 +184,7 @@ def test_random_damage_is_never_read(store: DiskStore, num_files: int) -> None:
         path = file_of(store, extent)
         data = bytearray(path.read_bytes())
         for _ in range(rng.choice([1, 1, 3])):
-            start = rng.choice([rng.randrange(DISK_HEADER_BYTES), rng.randrange(len(data))])
+            start = rng.choice([rng.randrange(min(DISK_HEADER_BYTES, len(data))), rng.randrange(len(data))])
             match rng.randrange(4):
                 case 0:
                     data[start : start + 1] = bytes([data[start] ^ (1 << rng.randrange(8))])
@@ -194,7 +194,7 @@ def test_random_damage_is_never_read(store: DiskStore, num_files: int) -> None:
                     del data[start:]
                 case 3:
                     data[start:start] = rng.randbytes(rng.choice([1, 4096]))
-            data = data or bytearray(1)
+            data = data or bytearray(1)  # cut to nothing
         path.write_bytes(data)
         found = read(store, extent)
         num_misses += found is None

@@ -208,7 +208,7 @@ class DiskWorker:
             if submitted is None:
                 self.store.refresh()
                 continue
-            self._wait_for(submitted.fence)
+            self._wait_for(submitted.fence)  # E13: written -> stored on disk
             for extent in submitted.extents:
                 if self._close_at_s is not None and time.monotonic() > self._close_at_s:
                     return
@@ -242,7 +242,7 @@ class DiskWorker:
 
     def _read(self) -> None:
         while (submitted := self._next(self._loads, None)) is not None:
-            self._wait_for(submitted.fence)
+            self._wait_for(submitted.fence)  # E14: last used -> loaded from disk
             self._load(submitted)
             self._board.post_end(self._rank, submitted.load_number)
 
