@@ -280,11 +280,7 @@ def test_extents_go_through_a_buffer_where_the_cache_is_on_a_gpu(
     """On a CPU nothing needs the buffers; here they are used all the same."""
     init = KVPool.__init__
 
-    def init_with_buffers(pool: KVPool, *args: Any) -> None:
-        init(pool, *args)
-        pool.needs_buffers = True
-
-    monkeypatch.setattr(KVPool, "__init__", init_with_buffers)
+    monkeypatch.setattr(KVPool, "__init__", lambda pool, *args: init(pool, *args, needs_buffers=True))
     outputs = []
     for cached in (0, HIT):
         with LLM(reference.directory, **options) as llm:

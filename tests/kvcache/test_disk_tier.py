@@ -5,6 +5,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+import torch
 from content_model import ContentError, ContentRunner, Simulation
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -14,6 +15,7 @@ from simulated_disk import SimulatedDisk
 from tiers import examples
 
 from nanovllm.kvcache.policy.block_manager import BlockManager, KVCacheManager
+from nanovllm.kvcache.transfer.disk_worker import _folded, weights_identity
 
 QUICK = [HealthCheck.too_slow, HealthCheck.large_base_example]
 
@@ -73,3 +75,22 @@ def test_store_of_a_block_that_was_given_away_is_noticed(hybrid: bool) -> None:
     with pytest.raises(ContentError):
         for seed in range(200):
             play_on_disk(seed, hybrid, checks_versions=False)
+
+
+def test_identity_of_weights_tells_every_change() -> None:
+    """Both the checksum of what is in CPU memory and the sums that a GPU computes."""
+    torch.manual_seed(0)
+    for size in (0, 1, 3, 4, 5, 1000):
+        data = torch.randint(256, (size,), dtype=torch.uint8)
+        before = _folded(data)
+        assert torch.equal(before, _folded(data.clone()))
+        for i in range(size):
+            data[i] ^= 1
+            assert not torch.equal(before, _folded(data)), f"byte {i} of {size}"
+            data[i] ^= 1
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    before_all = weights_identity(model)
+    for change in (lambda: model[1].bias[-1].add_(1), lambda: model[0].weight.t_()):
+        with torch.no_grad():
+            change()
+        assert weights_identity(model) != before_all

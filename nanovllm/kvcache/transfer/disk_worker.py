@@ -33,6 +33,7 @@ import xxhash
 
 from nanovllm.core.disk_moves import DISK_GRAIN_TOKENS, DiskMoves, DiskSetup, Extent
 from nanovllm.core.kv_spec import KVCacheSpec
+from nanovllm.device.devices import current_device
 from nanovllm.kvcache.disk.store import REFRESH_S, DiskStore
 from nanovllm.kvcache.disk.tier import DiskBoard
 from nanovllm.kvcache.transfer.pinned_memory import HostBuffer
@@ -51,13 +52,24 @@ logger = logging.getLogger("nanovllm")
 class KVPool:
     """Where extents lie: the caches [L, N, P, K, D] of a rank that hold all blocks, in CPU memory or on the GPU."""
 
-    def __init__(self, spec: KVCacheSpec, k_LNPKD: torch.Tensor, v_LNPKD: torch.Tensor, streams: Streams) -> None:
-        self._caches, self._streams = (k_LNPKD, v_LNPKD), streams
+    def __init__(
+        self,
+        spec: KVCacheSpec,
+        k_LNPKD: torch.Tensor,
+        v_LNPKD: torch.Tensor,
+        streams: Streams,
+        needs_buffers: bool | None = None,
+    ) -> None:
+        """`needs_buffers`: by default, if the caches are on a GPU."""
+        self._caches, self._streams, self._device = (k_LNPKD, v_LNPKD), streams, k_LNPKD.device
         self._shape = (2, spec.num_layers, DISK_GRAIN_TOKENS, spec.num_kv_heads, spec.head_dim)
         self.extent_bytes = DISK_GRAIN_TOKENS * spec.block_bytes // spec.block_size
-        self.needs_buffers = k_LNPKD.is_cuda
-        self.buffer_bytes = 0
-        self._buffers: list[HostBuffer] = []
+        self.needs_buffers = k_LNPKD.is_cuda if needs_buffers is None else needs_buffers
+        pinned_for = self._device if self._device.type == "cuda" else None
+        num_buffers = 1 + NUM_READERS if self.needs_buffers else 0
+        self._buffers = [HostBuffer(self.extent_bytes, pinned_for) for _ in range(num_buffers)]
+        self.buffer_bytes = num_buffers * self.extent_bytes
+        self._unused = deque(buffer.tensor.view(k_LNPKD.dtype).view(self._shape) for buffer in self._buffers)
         self._of_thread = threading.local()
 
     def fence(self) -> list[Event]:
@@ -92,20 +104,18 @@ class KVPool:
             self._copy(self._streams.h2d, self._parts(extent), self._buffer())
 
     def _copy(self, stream: Stream, targets: Iterable[torch.Tensor], sources: Iterable[torch.Tensor]) -> None:
-        for target, source in zip(targets, sources, strict=True):
-            stream.copy_rows(target, source)
-        done = self._streams.event()
-        stream.record(done)
-        while not self._streams.is_done(done):
-            time.sleep(POLL_S)
+        with current_device(self._device), torch.inference_mode():
+            for target, source in zip(targets, sources, strict=True):
+                stream.copy_rows(target, source)
+            done = self._streams.event()
+            stream.record(done)
+            while not self._streams.is_done(done):
+                time.sleep(POLL_S)
 
     def _buffer(self) -> torch.Tensor:
+        """This thread's, [2, L, G, K, D]."""
         if not hasattr(self._of_thread, "buffer"):
-            device = self._caches[0].device
-            host = HostBuffer(self.extent_bytes, device if device.type == "cuda" else None)
-            self._buffers.append(host)
-            self.buffer_bytes += self.extent_bytes
-            self._of_thread.buffer = host.tensor.view(self._caches[0].dtype).view(self._shape)
+            self._of_thread.buffer = self._unused.popleft()
         buffer: torch.Tensor = self._of_thread.buffer
         return buffer
 
