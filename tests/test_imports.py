@@ -75,7 +75,7 @@ ALLOWED: dict[str, set[str]] = {
     "cluster": OPTIONS | {"core", "capacity", "text", "llm", "request_stream", "async_llm", "server", "nanovllm"},
     "cli": OPTIONS
     | {"cluster", "core", "capacity", "device", "engine", "kvcache.disk", "text", "llm", "server", "demo", "nanovllm"},
-    "nanovllm": {"errors", "llm", "async_llm", "sampling_params"},
+    "nanovllm": {"errors", "utils", "llm", "async_llm", "sampling_params"},
     "__main__": {"cli"},
 }
 TORCH_FREE = {"errors", "sampling_params", "config", "checkpoint", "core", "capacity", "kvcache.policy", "kvcache.disk"}

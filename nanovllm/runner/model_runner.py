@@ -35,6 +35,7 @@ from nanovllm.runner.step_runner import StepRunner, measure_draft_s
 from nanovllm.utils.arithmetic import format_bytes
 from nanovllm.utils.memory import available_host_bytes
 from nanovllm.utils.phases import Phases
+from nanovllm.utils.version import __version__
 
 logger = logging.getLogger("nanovllm")
 
@@ -243,6 +244,7 @@ class ModelRunner:
         spec, model = self.spec, self.model_config
         with self.phases("KV on disk"):
             identity = {
+                "version": __version__,
                 "config": repr(model),
                 "weights": weights_identity(self.model),
                 "dtype": str(self.dtype),

@@ -14,7 +14,7 @@ parts have a checksum (xxhash). A file that does not have exactly what its reade
 removed, and its tokens are computed.
 
 The fingerprint stands for everything else that K and V depend on: the weights, the model's config, the dtype, the
-layout, and FORMAT. With several ranks each has its own, since each has its own weights.
+layout, the version of the package, and FORMAT. With several ranks each has its own, since each has its own weights.
 
 The limit is for all that lies below the path. Whoever needs room removes the files that were used least recently,
 whichever process wrote them. The time of last use is a file's mtime.
@@ -41,7 +41,7 @@ from nanovllm.core.disk_moves import DISK_GRAIN_TOKENS, DISK_HEADER_BYTES, KEY_B
 from nanovllm.errors import ConfigError
 from nanovllm.utils.arithmetic import format_bytes
 
-FORMAT = 1  # part of the fingerprint; raise it when the layout of a payload or the values in it change
+FORMAT = 1  # of the files, part of the fingerprint
 FINGERPRINT_BYTES = 16
 PAUSE_S = 60.0  # without writing, after the disk was full or failed
 REFRESH_S = 2.0  # how often files of other processes are looked for
@@ -188,7 +188,8 @@ class DiskStore:
             if mtime_ns != self._listed_mtime_ns:
                 names = os.listdir(self.folder)
                 self._known = {bytes.fromhex(match[1]) for name in names if (match := _EXTENT.fullmatch(name))}
-                self._listed_mtime_ns = mtime_ns
+                is_settled = time.time() - mtime_ns / 1e9 > REFRESH_S  # else the clock may not tell a change after this
+                self._listed_mtime_ns = mtime_ns if is_settled else -1
 
     @property
     def total_bytes(self) -> int:
