@@ -12,6 +12,7 @@ from typing import NamedTuple
 from nanovllm.config import BLOCK_SIZE_STEP
 
 DISK_GRAIN_TOKENS = BLOCK_SIZE_STEP  # every size of block is a multiple
+NUM_READERS = 4  # extents that a rank reads at once: while some wait for the disk, others are checked
 DISK_HEADER_BYTES = 4096  # of the file of an extent, before K and V
 KEY_BYTES = 20
 

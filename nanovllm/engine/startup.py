@@ -188,7 +188,11 @@ def _open_disk(setup: EngineSetup, executor: Executor, kv: KVCacheManager, bound
     board = DiskBoard(config.tensor_parallel_size, num_blocks)
     path = str(Path(config.kv_disk_path).expanduser().resolve())
     opened = DiskSetup(path, str(config.model), config.disk_bytes, board.address, num_blocks)
-    keys = executor.call(Runner.open_disk, opened)
+    try:
+        keys = executor.call(Runner.open_disk, opened)
+    except BaseException:
+        board.close()
+        raise
     return DiskTier(
         keys,
         kv,

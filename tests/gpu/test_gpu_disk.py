@@ -10,8 +10,8 @@ from checked_engine import Reference, cache_options
 from dense_model import random_prompt
 from gpu_llm import GpuLLM
 
-from nanovllm.core.disk_moves import DISK_GRAIN_TOKENS
-from nanovllm.kvcache.transfer.disk_worker import NUM_READERS, _folded, weights_identity
+from nanovllm.core.disk_moves import DISK_GRAIN_TOKENS, NUM_READERS
+from nanovllm.kvcache.transfer.disk_worker import _folded, weights_identity
 
 pytestmark = pytest.mark.gpu
 

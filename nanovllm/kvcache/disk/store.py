@@ -32,6 +32,7 @@ import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -198,6 +199,10 @@ class DiskStore:
 
     def _file(self, key: bytes) -> Path:
         return self.folder / f"{key.hex()}.kv"
+
+    def sample(self, num_extents: int) -> list[Path]:
+        """The files of some extents."""
+        return [self._file(key) for key in islice(self._known, num_extents)]
 
     def touch(self, extent: Extent) -> None:
         """Note when an extent has been used."""

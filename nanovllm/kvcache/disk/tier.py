@@ -8,9 +8,9 @@ It runs on rank 0 in the engine's thread, and works on integers and keys only; t
 - The blocks of a load belong to a holder, a sequence that never runs, until every rank has ended the load.
 - A store reads its block while the block may be given to others. Each allocation of a block raises its version, and an
   extent whose block has another version by the time it has been read is dropped. So nothing ever waits for a store.
-- A prompt is loaded only if that takes less time than computing it, by what both have taken so far. Until one of them
-  has been measured it is loaded; the time that this takes is compared after every poll, and a load that has become
-  slower than computing the rest is cancelled.
+- A prompt is loaded only if that takes less time than computing it, by what both have taken so far. Until both have
+  been measured it is loaded, and so it is from time to time after a slow load, because disks are slow for many reasons.
+  A load that turns out slower than computing the rest is cancelled.
 """
 
 import mmap
@@ -24,7 +24,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from nanovllm.core.disk_moves import DISK_GRAIN_TOKENS, LATER_S, DiskMoves, Extent, next_key, root_key
+from nanovllm.core.disk_moves import DISK_GRAIN_TOKENS, LATER_S, NUM_READERS, DiskMoves, Extent, next_key, root_key
 from nanovllm.core.sequence import Sequence, SequenceStatus
 from nanovllm.core.step_plan import StepPlan
 from nanovllm.kvcache.policy.block_manager import KVCacheManager
@@ -34,6 +34,7 @@ CLEAN_INTERVAL_S = 0.05  # between two looks at them
 CLEANED_BLOCKS = 32  # written after one look
 MIN_SLOW_S = 0.25  # a load is not given up before
 HUNG_S = 10.0  # for an extent, where nothing is known about computing
+RATE_S = 60.0  # how long the rate of the last load is believed
 _RANK_CELLS = 5  # see DiskBoard
 
 
@@ -156,7 +157,8 @@ class DiskTier:
         self._load: _Load | None = None  # the one that the ranks work on
         self._ready: list[Sequence] = []  # sequences that wait for no load any more
         self._num_loads = 0
-        self._stores: deque[Extent] = deque()
+        self._last_load_s = self._clock()  # when the last load ended
+        self._stores: list[Extent] = []
         # Of blocks: version, key of the prefix before, keys of their extents
         self._contents: dict[int, tuple[int, bytes, tuple[bytes, ...]]] = {}
         self._submitted: dict[int, int] = {}  # block -> its version when all its extents were submitted
@@ -243,7 +245,7 @@ class DiskTier:
         loads: tuple[Extent, ...] = ()
         if self._load is None and self._waiting:
             loads = self._begin_load()
-        stores, self._stores = [extent for extent in self._stores if self._is_in_memory(extent)], deque()
+        stores, self._stores = [extent for extent in self._stores if self._is_in_memory(extent)], []
         if not stores and not self.board.num_pending:
             stores = self._clean()
         return DiskMoves(stores, loads, self._num_loads) if stores or loads else None
@@ -251,8 +253,8 @@ class DiskTier:
     def last_moves(self) -> DiskMoves:
         """Everything in memory that a prompt could match and that is not on disk, at the engine's end."""
         used_s = time.time()
-        cached = (block_id for block_id in self.kv.pool.cached_ids)
-        stores = [extent for block_id in cached for extent in self._extents_of_block(block_id, used_s)]
+        cached_ids = self.kv.pool.cached_ids
+        stores = [extent for block_id in cached_ids for extent in self._extents_of_block(block_id, used_s)]
         return DiskMoves([*(extent for extent in self._stores if self._is_in_memory(extent)), *stores])
 
     def stats(self) -> dict[str, float | None]:
@@ -303,9 +305,9 @@ class DiskTier:
         return self._least_prompt_s(num_tokens, position) if seconds is None else seconds
 
     def _load_s(self, num_tokens: int) -> float:
-        """The time to load so many tokens, after the loads that are under way. 0 until a rate is known."""
+        """The time to load so many tokens, after the load that is under way. 0 if the rate is not known, or is old."""
         rate = self.board.progress(self._num_loads).byte_per_s
-        if rate is None:
+        if rate is None or (self._load is None and self._clock() > self._last_load_s + RATE_S):
             return 0.0
         if self._load is not None:
             num_tokens += self._load.num_extents * self.grain
@@ -340,14 +342,17 @@ class DiskTier:
             self.num_loaded_tokens += progress.num_loaded * self.grain
             if load.seq is not None:
                 self._ready.append(load.seq)
-            self._load = None
+            self._load, self._last_load_s = None, self._clock()
         elif load.seq is not None and self._is_too_slow(load, progress.num_loaded):
             self._ready.append(load.seq)
             self._cancel(load)
             self.num_cancelled_loads += 1
 
     def _is_too_slow(self, load: _Load, num_loaded: int) -> bool:
-        """Return True if computing what is left takes less time than loading it at the pace so far."""
+        """Return True if computing what is left takes less time than loading it at the pace so far.
+
+        Some extents are being read, and count as loaded.
+        """
         elapsed_s = self._clock() - load.begun_s
         num_left = load.num_extents - num_loaded
         position = load.first_token + num_loaded * self.grain
@@ -356,7 +361,7 @@ class DiskTier:
             return elapsed_s > HUNG_S * (1 + num_loaded)
         if elapsed_s < MIN_SLOW_S:
             return False
-        return elapsed_s / max(1, num_loaded) * num_left > compute_s
+        return elapsed_s / (num_loaded + NUM_READERS) * num_left > compute_s
 
     def _cancel(self, load: _Load) -> None:
         """Let nobody wait for a load. Its blocks are free when all ranks have noticed."""

@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 import xxhash
 
-from nanovllm.core.disk_moves import DISK_GRAIN_TOKENS, DiskMoves, DiskSetup, Extent
+from nanovllm.core.disk_moves import DISK_GRAIN_TOKENS, NUM_READERS, DiskMoves, DiskSetup, Extent
 from nanovllm.core.kv_spec import KVCacheSpec
 from nanovllm.device.devices import current_device
 from nanovllm.kvcache.disk.store import REFRESH_S, DiskStore
@@ -39,7 +39,6 @@ from nanovllm.kvcache.disk.tier import DiskBoard
 from nanovllm.kvcache.transfer.pinned_memory import HostBuffer
 from nanovllm.kvcache.transfer.streams import Event, Stream, Streams
 
-NUM_READERS = 4
 CLOSE_S = 5.0  # how long `close` waits for what is still to be written
 POLL_S = 0.5e-3
 WRITER_NICENESS = 15
@@ -148,8 +147,10 @@ class DiskWorker:
         self._write_s = 0.0
         self.num_stored_bytes = self.num_loaded_bytes = self.num_misses = self.num_dropped = 0
         self._readers = ThreadPoolExecutor(NUM_READERS, "nanovllm-disk-read")
+        sample = store.sample(4 * NUM_READERS)
         self._threads = [
-            threading.Thread(target=target, name="nanovllm-disk", daemon=True) for target in (self._write, self._read)
+            threading.Thread(target=self._write, name="nanovllm-disk-write", daemon=True),
+            threading.Thread(target=self._read, args=(sample,), name="nanovllm-disk-load", daemon=True),
         ]
         for thread in self._threads:
             thread.start()
@@ -250,11 +251,20 @@ class DiskWorker:
 
     # -- the threads that read -----------------------------------------------------------------------------------
 
-    def _read(self) -> None:
+    def _read(self, sample: list[Path]) -> None:
+        self._measure(sample)
         while (submitted := self._next(self._loads, None)) is not None:
             self._wait_for(submitted.fence)  # E14: last used -> loaded from disk
             self._load(submitted)
             self._board.post_end(self._rank, submitted.load_number)
+
+    def _measure(self, sample: list[Path]) -> None:
+        """Read a few files, if there are any, so that the first load can be compared with computing."""
+        begun_s = time.perf_counter()
+        num_bytes = sum(self._readers.map(_read_file, sample))
+        if num_bytes:
+            self._byte_per_s = num_bytes / (time.perf_counter() - begun_s)
+            self._board.post_progress(self._rank, 0, 0, self._byte_per_s)
 
     def _load(self, load: _Submitted) -> None:
         """Read the extents, a few at a time, until one is missing or nobody wants them any more."""
@@ -289,6 +299,15 @@ class DiskWorker:
             logger.exception("KV on disk: %s could not be loaded", extent.key.hex())
         self.num_misses += 1
         return False
+
+
+def _read_file(path: Path) -> int:
+    """Return the size of a file that can be read, after reading it."""
+    piece, num_bytes = bytearray(2**20), 0
+    with suppress(OSError), open(path, "rb", buffering=0) as file:
+        while size := file.readinto(piece):
+            num_bytes += size
+    return num_bytes
 
 
 def open_worker(
