@@ -93,10 +93,10 @@ def _start(setup: EngineSetup, executor: Executor, end_token_ids: Sequence[int])
     split = setup.internals.cpu_split or executor.call(Runner.measure_cpu_split)
     kv = _make_kv_manager(setup.config, sizes, setup.plan.spec.staging_group_blocks, split)
     speculator = _make_speculator(setup, executor, kv)
+    times = _chunk_times(setup)
+    disk = _open_disk(setup, executor, kv, times)
     if is_gpu:
         executor.call(Runner.freeze_objects)
-    bound = _make_step_bound(setup, executor)
-    disk = _open_disk(setup, executor, kv, bound)
     report = executor.runner.start_report()
     scheduler = Scheduler(
         kv,
@@ -106,7 +106,7 @@ def _start(setup: EngineSetup, executor: Executor, end_token_ids: Sequence[int])
         eos_token_ids=tuple(end_token_ids),
         speculator=speculator,
         max_step_rows=max_step_rows(setup.config, sizes.num_gpu_blocks),
-        step_bound=bound,
+        step_bound=_make_step_bound(setup, times, report.link_byte_per_s),
         disk=disk,
     )
     logger.info("started in %s", report.phases)
@@ -164,14 +164,13 @@ def _make_speculator(setup: EngineSetup, executor: Executor, kv: KVCacheManager)
     return Speculator(chosen, vocab_size=setup.model_config.vocab_size, max_guesses=config.max_guesses, times=times)
 
 
-def _make_step_bound(setup: EngineSetup, executor: Executor) -> StepBound | None:
+def _make_step_bound(setup: EngineSetup, times: ChunkTimes, link_byte_per_s: float | None) -> StepBound | None:
     """Make the bound; None if steps may take any time. If the link's rate is unknown, streaming counts as free."""
     if setup.config.max_step_ms is None:
         return None
-    spec, link_byte_per_s = setup.plan.spec, executor.runner.start_report().link_byte_per_s
+    spec = setup.plan.spec
     missing_token_s = spec.block_bytes / spec.block_size / link_byte_per_s if link_byte_per_s else 0.0
-    max_step_s = setup.config.max_step_ms / 1000
-    return StepBound(_chunk_times(setup), max_step_s=max_step_s, missing_token_s=missing_token_s)
+    return StepBound(times, max_step_s=setup.config.max_step_ms / 1000, missing_token_s=missing_token_s)
 
 
 def _chunk_times(setup: EngineSetup) -> ChunkTimes:
@@ -179,7 +178,7 @@ def _chunk_times(setup: EngineSetup) -> ChunkTimes:
     return ChunkTimes(token_keys(setup.model_config), MAX_GRAPH_CHUNK_TOKENS if has_graphs else 0)
 
 
-def _open_disk(setup: EngineSetup, executor: Executor, kv: KVCacheManager, bound: StepBound | None) -> DiskTier | None:
+def _open_disk(setup: EngineSetup, executor: Executor, kv: KVCacheManager, times: ChunkTimes) -> DiskTier | None:
     """Open the cache on disk on all ranks; None if there is none."""
     config, spec = setup.config, setup.plan.spec
     if config.kv_disk_path is None:
@@ -198,7 +197,7 @@ def _open_disk(setup: EngineSetup, executor: Executor, kv: KVCacheManager, bound
         kv,
         board,
         extent_bytes=DISK_GRAIN_TOKENS * spec.block_bytes // spec.block_size,
-        times=_chunk_times(setup) if bound is None else bound.times,
+        times=times,
         stores_prompts=config.kv_disk_policy == "prompt",
         least_prompt_s=partial(_least_prompt_s, setup),
     )

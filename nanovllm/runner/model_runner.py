@@ -90,6 +90,7 @@ class ModelRunner:
             self.model, directory, load_format=config.load_format, seed=config.seed, show_progress=tp.rank == 0
         )
         self.model.eval()
+        self._weights_identity = weights_identity(self.model) if config.kv_disk_path is not None else ""
         self.num_heads = model_config.num_heads // tp.size  # query heads of this rank
         self._unbuilt: Iterator[LibraryPlan] | None = None  # None before the first is built
 
@@ -246,7 +247,7 @@ class ModelRunner:
             identity = {
                 "version": __version__,
                 "config": repr(model),
-                "weights": weights_identity(self.model),
+                "weights": self._weights_identity,
                 "dtype": str(self.dtype),
                 "rank": f"{self.tp.rank} of {self.tp.size}",
                 "layout": [2, spec.num_layers, DISK_GRAIN_TOKENS, spec.num_kv_heads, spec.head_dim],

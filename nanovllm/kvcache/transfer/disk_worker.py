@@ -338,7 +338,7 @@ def _folded(data: torch.Tensor) -> torch.Tensor:
 
     Read by the GPU, this takes no longer than a step. Parts that differ have the same sum with a probability of 2^-64.
     """
-    words = F.pad(data, (0, -len(data) % 4)).view(torch.int32)
+    words = (F.pad(data, (0, -len(data) % 4)) if len(data) % 4 else data).view(torch.int32)
     generator = torch.Generator(data.device).manual_seed(0)
     factors = torch.empty(_HASHED_WORDS, dtype=torch.int64, device=data.device).random_(generator=generator) | 1
     sums = [(part * factors[: len(part)]).sum() for part in words.split(_HASHED_WORDS)]
