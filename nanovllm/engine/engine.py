@@ -330,7 +330,7 @@ class Engine:
         """Return counters since the start. See LLM.stats."""
         self._check_open()
         stats: dict[str, Any] = {
-            "num_waiting": len(self.scheduler.waiting),
+            "num_waiting": self.scheduler.num_waiting,
             "num_running": len(self.scheduler.running),
             "num_preemptions": self.scheduler.num_preemptions,
             "block_bytes": self.setup.plan.spec.block_bytes,

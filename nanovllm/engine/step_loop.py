@@ -7,6 +7,7 @@ Each request has a Receiver. It reads the request's tokens, may end the request 
 into the outbox of the call that waits for them (text/detokenizer.py).
 """
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -20,6 +21,8 @@ from nanovllm.core.step_plan import StepPlan
 from nanovllm.errors import EngineError
 from nanovllm.executor.base import Executor, LaunchedStep, Runner
 from nanovllm.scheduling.scheduler import Scheduler
+
+logger = logging.getLogger("nanovllm")
 
 
 class LinkMeter:
@@ -62,7 +65,7 @@ class LinkMeter:
 
 
 PAUSE_S = 0.05  # a caller has paused if it stays away so long between two steps
-STORE_ALL_S = 60.0
+STORE_ALL_S = 60.0  # for what is still to be written to disk when the engine is closed
 MASK_PAUSE_S = 0.5e-3  # between checks for masks that other threads compute, if there is nothing else to do
 
 
@@ -252,10 +255,15 @@ class StepLoop:
                 self._executor.wait_for(in_flight.launched)
 
     def store_all(self) -> None:
-        """Write all that is not on disk yet, before the engine is closed. Waits for it, within limits."""
+        """Write all that is not on disk yet, before the engine is closed, and wait for it."""
         disk = self._scheduler.disk
-        if disk is not None and self._planned is None:
-            self._executor.call(Runner.move_disk, disk.last_moves())
-            deadline_s = time.monotonic() + STORE_ALL_S
-            while disk.board.num_pending and time.monotonic() < deadline_s:
-                time.sleep(MASK_PAUSE_S)
+        if disk is None or self._planned is not None:  # what was planned has not been computed
+            return
+        self._executor.call(Runner.move_disk, disk.last_moves())
+        start_s = time.monotonic()
+        is_told = False
+        while disk.board.num_pending and (waited_s := time.monotonic() - start_s) < STORE_ALL_S:
+            if waited_s > 1 and not is_told:
+                logger.info("KV on disk: writing %d pieces of prompts before the end", disk.board.num_pending)
+                is_told = True
+            time.sleep(MASK_PAUSE_S)

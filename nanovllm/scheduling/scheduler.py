@@ -276,6 +276,11 @@ class Scheduler:
         insort(self.waiting, seq, key=_arrival)
 
     @property
+    def num_waiting(self) -> int:
+        """Number of sequences that wait for their admission, or for the disk before it."""
+        return len(self.waiting) + (0 if self.disk is None else self.disk.num_waiting)
+
+    @property
     def has_unfinished(self) -> bool:
         return bool(self.sequences)
 
@@ -535,10 +540,7 @@ class Scheduler:
         read(seq)
 
     def check_integrity(self) -> None:
-        num_loading = 0 if self.disk is None else self.disk.num_waiting
-        assert len(self.sequences) == len(self.waiting) + len(self.running) + num_loading, (
-            "a sequence is neither waiting nor running"
-        )
+        assert len(self.sequences) == self.num_waiting + len(self.running), "a sequence is neither waiting nor running"
         for seq in self.running:
             assert seq.status is SequenceStatus.RUNNING, f"sequence {seq.seq_id} runs with status {seq.status}"
         for seq in self.waiting:
