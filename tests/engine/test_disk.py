@@ -97,7 +97,7 @@ def test_caches_of_all_kinds_share_extents(reference: Reference, path: Path) -> 
     assert hits == [0, 1024, HIT, HIT, HIT, 1024, HIT, HIT]
 
 
-@pytest.mark.parametrize("cache", ["all GPU", "offload"])
+@pytest.mark.parametrize("cache", [pytest.param("all GPU", marks=pytest.mark.slow), "offload"])
 def test_two_ranks_keep_their_shards(reference: Reference, path: Path, cache: str) -> None:
     """A shard that one rank has lost is a miss for all; the tokens before it are a hit."""
     options = CACHES[cache] | {"tensor_parallel_size": 2, "kv_disk_path": str(path)}
@@ -394,6 +394,55 @@ def test_full_disk_leaves_the_engine_serving(
         forget_all(llm)
         assert ask(llm, DOCUMENT)["token_ids"] == first["token_ids"]
     assert not extents_below(path)
+
+
+def test_slow_disk_holds_up_no_request(
+    reference: Reference, path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What cannot be written before its block is given away is left out."""
+    may_write = threading.Event()
+    sync = os.fdatasync
+
+    def slow_sync(fd: int) -> None:
+        may_write.wait()
+        sync(fd)
+
+    monkeypatch.setattr(os, "fdatasync", slow_sync)
+    options = cache_options(3) | {"kv_disk_path": str(path), "num_cpu_blocks": 16}
+    with CheckedLLM(reference, **options) as llm:
+        for seed in range(6):
+            llm.answer_and_check([random_prompt(5 * BLOCK + 1, seed=seed)])
+        assert not extents_below(path) and llm.stats()["num_extents_to_store"] > 0
+        may_write.set()
+        wait_until_stored(llm)
+        assert 0 < llm.stats()["num_dropped_extents"] < 30
+        llm.assert_nothing_left()
+    assert [check_extent(file) for file in extents_below(path)]
+    with CheckedLLM(reference, **options) as llm:
+        for seed in range(6):
+            llm.answer_and_check([random_prompt(5 * BLOCK + 1, seed=seed)])
+        assert llm.stats()["num_disk_hit_tokens"] > 0
+
+
+def test_folder_that_cannot_be_written_is_read(
+    reference: Reference, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with CheckedLLM(reference, **options) as llm:
+        llm.answer_and_check([QUESTIONS[0]])
+    open_file = os.open
+
+    def open_for_reading(path: str, flags: int, *args: Any, **kwargs: Any) -> int:
+        if flags & (os.O_RDWR | os.O_WRONLY):
+            raise OSError(30, os.strerror(30))
+        return open_file(path, flags, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", open_for_reading)
+    with CheckedLLM(reference, **options) as llm:
+        assert llm.answer_and_check([QUESTIONS[1]])[0]["num_cached_tokens"] == HIT
+        assert llm.answer_and_check([random_prompt(600, seed=1)])[0]["num_cached_tokens"] == 0
+        wait_until_stored(llm)
+        assert llm.stats()["num_disk_stored_bytes"] == 0
+    assert caplog.text.count("KV is only read from it") == 1
 
 
 def test_small_limit_keeps_the_beginning_of_a_document(reference: Reference, path: Path) -> None:
