@@ -59,14 +59,14 @@ class Files:
         self._num_loads = 0
 
     def write(self) -> None:
-        self._worker.submit(DiskMoves(self._extents))
-        while self._board.num_pending:
+        self._worker.submit(DiskMoves(1, self._extents))
+        while self._board.num_pending(1):
             time.sleep(0.001)
         assert len(self._store) == len(self._extents), "not everything was written"
 
     def load(self) -> None:
         self._num_loads += 1
-        self._worker.submit(DiskMoves((), self._extents, self._num_loads))
+        self._worker.submit(DiskMoves(1 + self._num_loads, (), self._extents, self._num_loads))
         while not (progress := self._board.progress(self._num_loads)).has_ended:
             time.sleep(0.0005)
         assert progress.num_loaded == len(self._extents), "not everything was loaded"

@@ -55,9 +55,10 @@ def document_disk_bytes(num_tokens: int, token_bytes: int) -> int:
 class DiskMoves(NamedTuple):
     """Extents to write, and perhaps one load: extents to read, one after the other, until one is missing.
 
-    A load's number is one more than that of the load before it.
+    Moves are numbered from 1. A load's number is one more than that of the load before it.
     """
 
+    number: int
     stores: Seq[Extent] = ()
     loads: Seq[Extent] = ()
     load_number: int = 0

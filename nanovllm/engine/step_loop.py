@@ -262,8 +262,8 @@ class StepLoop:
         self._executor.call(Runner.move_disk, disk.last_moves())
         start_s = time.monotonic()
         is_told = False
-        while disk.board.num_pending and (waited_s := time.monotonic() - start_s) < STORE_ALL_S:
+        while disk.num_pending and (waited_s := time.monotonic() - start_s) < STORE_ALL_S:
             if waited_s > 1 and not is_told:
-                logger.info("KV on disk: writing %d pieces of prompts before the end", disk.board.num_pending)
+                logger.info("KV on disk: writing %d pieces of prompts before the end", disk.num_pending)
                 is_told = True
             time.sleep(MASK_PAUSE_S)

@@ -48,8 +48,9 @@ def forget_all(llm: LLM) -> None:
 
 
 def wait_until_stored(llm: LLM) -> None:
-    board = llm.scheduler.disk.board  # type: ignore[union-attr]
-    while board.num_pending:
+    disk = llm.scheduler.disk
+    assert disk is not None
+    while disk.num_pending:
         time.sleep(0.001)
 
 
@@ -112,6 +113,15 @@ def test_two_ranks_keep_their_shards(reference: Reference, path: Path, cache: st
             oldest_last = sorted(about.glob("*.kv"), key=lambda file: -file.stat().st_mtime_ns)
             oldest_last[2].write_bytes(b"damaged")
     assert hits == [0, HIT, 2 * BLOCK, HIT]
+
+
+@pytest.mark.slow
+def test_closing_waits_for_all_ranks(reference: Reference, path: Path) -> None:
+    """The other ranks hear of the last stores when rank 0 may have made its own."""
+    options = {"tensor_parallel_size": 2, "kv_disk_path": str(path), "kv_disk_policy": "evict"}
+    for cached in (0, HIT, HIT):
+        with CheckedLLM(reference, **options, **CACHES["offload"]) as llm:
+            assert llm.answer_and_check([QUESTIONS[0]])[0]["num_cached_tokens"] == cached
 
 
 def test_engine_that_works_ahead_stores_and_loads(reference: Reference, path: Path) -> None:

@@ -75,6 +75,7 @@ class SimulatedDisk:
     def _submit(self, moves: DiskMoves) -> None:
         self._stores.extend(moves.stores)
         self.board.post_pending(0, len(self._stores))
+        self.board.post_moves(0, moves.number)
         if moves.loads:
             assert not self._loads, "a load begins before the last one has ended"
             assert moves.load_number == self._load_number + 1, "loads are numbered"

@@ -35,7 +35,7 @@ CLEANED_BLOCKS = 32  # written after one look
 MIN_SLOW_S = 0.25  # a load is not given up before
 HUNG_S = 10.0  # for an extent, where nothing is known about computing
 RATE_S = 60.0  # how long the rate of the last load is believed
-_RANK_CELLS = 5  # see DiskBoard
+_RANK_CELLS = 6  # see DiskBoard
 
 
 class RankLoad(NamedTuple):
@@ -51,7 +51,8 @@ class DiskBoard:
 
     Nothing waits for it. Each cell has one writer. Cell 0 is the number of the newest load that is cancelled. Then
     each rank has its load's number, the extents it has loaded, the number of the last load that has ended, its rate of
-    reading, and the extents it still has to write. The rest are the versions of blocks.
+    reading, the extents it still has to write, and the number of the newest moves it knows. The rest are the versions
+    of blocks.
 
     The board is a file without a name, which nobody can leave behind. All open it by rank 0's descriptor in /proc.
     """
@@ -86,6 +87,10 @@ class DiskBoard:
     def post_pending(self, rank: int, num_extents: int) -> None:
         self._ranks[rank, 4] = num_extents
 
+    def post_moves(self, rank: int, number: int) -> None:
+        """After post_pending, which then includes these moves."""
+        self._ranks[rank, 5] = number
+
     def progress(self, load_number: int) -> RankLoad:
         """That of the rank that is the last."""
         has_ended = bool((self._ranks[:, 2] == load_number).all())  # first, so that what follows is not older
@@ -94,10 +99,12 @@ class DiskBoard:
         slowest = int(rates.min())
         return RankLoad(int(np.where(known, self._ranks[:, 1], 0).min()), has_ended, slowest or None)
 
-    @property
-    def num_pending(self) -> int:
-        """Extents that the rank which is the last still has to write."""
-        return int(self._ranks[:, 4].max())
+    def num_pending(self, number: int) -> int:
+        """Extents that the rank which is the last still has to write. At least 1 if a rank does not know moves `number`
+        yet.
+        """
+        all_know = bool((self._ranks[:, 5] >= number).all())
+        return max(int(self._ranks[:, 4].max()), not all_know)
 
     def close(self) -> None:
         if self._fd >= 0:
@@ -156,7 +163,7 @@ class DiskTier:
         self._waiting: deque[Sequence] = deque()  # for a load to begin
         self._load: _Load | None = None  # the one that the ranks work on
         self._ready: list[Sequence] = []  # sequences that wait for no load any more
-        self._num_loads = 0
+        self._num_loads = self._num_moves = 0
         self._last_load_s = self._clock()  # when the last load ended
         self._stores: list[Extent] = []
         # Of blocks: version, key of the prefix before, keys of their extents
@@ -246,16 +253,25 @@ class DiskTier:
         if self._load is None and self._waiting:
             loads = self._begin_load()
         stores, self._stores = [extent for extent in self._stores if self._is_in_memory(extent)], []
-        if not stores and not self.board.num_pending:
+        if not stores and not self.num_pending:
             stores = self._clean()
-        return DiskMoves(stores, loads, self._num_loads) if stores or loads else None
+        return self._make_moves(stores, loads) if stores or loads else None
+
+    def _make_moves(self, stores: list[Extent], loads: tuple[Extent, ...] = ()) -> DiskMoves:
+        self._num_moves += 1
+        return DiskMoves(self._num_moves, stores, loads, self._num_loads)
+
+    @property
+    def num_pending(self) -> int:
+        """Extents that are still to be written."""
+        return self.board.num_pending(self._num_moves)
 
     def last_moves(self) -> DiskMoves:
         """Everything in memory that a prompt could match and that is not on disk, at the engine's end."""
         used_s = time.time()
         cached_ids = self.kv.pool.cached_ids
         stores = [extent for block_id in cached_ids for extent in self._extents_of_block(block_id, used_s)]
-        return DiskMoves([*(extent for extent in self._stores if self._is_in_memory(extent)), *stores])
+        return self._make_moves([*(extent for extent in self._stores if self._is_in_memory(extent)), *stores])
 
     def stats(self) -> dict[str, float | None]:
         return {

@@ -165,6 +165,7 @@ class DiskWorker:
                 self._stores.append(_Submitted(stores, fence))
                 self._num_to_store += len(stores)
                 self._board.post_pending(self._rank, self._num_to_store)
+            self._board.post_moves(self._rank, moves.number)
             if moves.loads:
                 self._loads.append(_Submitted(tuple(moves.loads), fence, moves.load_number))
             self._changed.notify_all()
