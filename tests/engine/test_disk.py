@@ -460,12 +460,14 @@ def test_small_limit_keeps_the_beginning_of_a_document(reference: Reference, pat
     extent_bytes = 256 * 512 + 4096
     limit_gb = 4.9 * extent_bytes / 2**30
     options = {"kv_disk_path": str(path), "kv_disk_gb": limit_gb, **ALL_GPU}
-    for cached in (0, 4 * BLOCK):
+    for cached in (0, 4 * BLOCK, 4 * BLOCK):
         with CheckedLLM(reference, **options) as llm:
-            output = llm.answer_and_check([QUESTIONS[0]])[0]
+            assert llm.answer_and_check([QUESTIONS[0]])[0]["num_cached_tokens"] == cached
             assert llm.stats()["num_disk_bytes"] <= limit_gb * 2**30
-        if cached:
-            assert 0 < output["num_cached_tokens"] <= cached
+    other = random_prompt(3 * BLOCK + 1, seed=9)
+    for cached in (0, 3 * BLOCK):  # a later document takes its place
+        with CheckedLLM(reference, **options) as llm:
+            assert llm.answer_and_check([other])[0]["num_cached_tokens"] == cached
 
 
 def test_refusals_name_the_remedy(reference: Reference, path: Path) -> None:

@@ -24,6 +24,7 @@ import errno
 import fcntl
 import json
 import logging
+import math
 import os
 import re
 import struct
@@ -257,7 +258,8 @@ class DiskStore:
         """Store an extent. When this returns True, not even a power failure loses it.
 
         `is_valid` is asked once the payload has been read: False if it may have changed meanwhile. Returns False, with
-        nothing stored, if so, and if the disk is full or fails. The latter is logged, and writing pauses.
+        nothing stored, if so, if the limit leaves no room beside extents that were used later, and if the disk is full
+        or fails. The last is logged, and writing pauses.
         """
         if self.is_paused:
             return False
@@ -272,7 +274,10 @@ class DiskStore:
         parts = [memoryview(header.pack()), *payload]
         size, path = sum(map(len, parts)), self._file(extent.key)
         try:
-            fd, temporary = self._reserve(size)
+            reserved = self._reserve(size, extent.used_s)
+            if reserved is None:
+                return False
+            fd, temporary = reserved
             try:
                 if _transfer(os.pwritev, fd, parts) != size:
                     raise OSError(errno.EIO, "the file could not be written to its end")
@@ -296,13 +301,18 @@ class DiskStore:
         self.touch(extent)
         return True
 
-    def _reserve(self, num_bytes: int) -> tuple[int, Path]:
-        """Make room and a file of this size, which other processes leave alone. Returns its descriptor and path."""
+    def _reserve(self, num_bytes: int, used_s: float) -> tuple[int, Path] | None:
+        """Make room and a file of this size, which other processes leave alone. Returns its descriptor and path.
+
+        None if there is no room, except that of extents that were used later.
+        """
         path = self.folder / f"{os.getpid()}-{time.time_ns()}.tmp"
         with self._lock:
             total = self._lock.total
             if total + num_bytes > self.limit_bytes:
-                total = self._evict(self.limit_bytes - num_bytes)
+                total = self._lock.total = self._evict(self.limit_bytes - num_bytes, used_s)
+                if total + num_bytes > self.limit_bytes:
+                    return None
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -321,16 +331,15 @@ class DiskStore:
                 temporary.unlink()
                 self._lock.total -= num_bytes
 
-    def _evict(self, most_bytes: int) -> int:
-        """Remove extents until so many bytes are in use, and some more. Returns the bytes that are still in use."""
+    def _evict(self, most_bytes: int, used_s: float) -> int:
+        """Remove extents that were used before, until so many bytes are in use, and some more. Returns the bytes in
+        use.
+        """
         listing = list_extents(self.path, removes_left_over=True)
-        removed = prune(listing, most_bytes - int(EVICTED_SHARE * self.limit_bytes))
+        removed = prune(listing, most_bytes - int(EVICTED_SHARE * self.limit_bytes), used_s)
         self.num_evicted += len(removed)
         self._known.difference_update(extent.key for extent in removed if extent.path.parent == self.folder)
-        total = listing.num_bytes - sum(extent.num_bytes for extent in removed)
-        if total > most_bytes:
-            raise OSError(errno.ENOSPC, f"other processes are writing {format_bytes(listing.busy_bytes)}")
-        return total
+        return listing.num_bytes - sum(extent.num_bytes for extent in removed)
 
     def close(self) -> None:
         self._lock.close()
@@ -464,11 +473,14 @@ def _remove_left_over(path: str) -> bool:
         os.close(fd)
 
 
-def prune(listing: Listing, most_bytes: int) -> list[StoredExtent]:
-    """Remove the extents that were used least recently, until so many bytes are left. Returns those removed."""
+def prune(listing: Listing, most_bytes: int, used_s: float = math.inf) -> list[StoredExtent]:
+    """Remove the extents that were used least recently, until so many bytes are left. Returns those removed.
+
+    `used_s`: keep what was used at this time or later.
+    """
     num_bytes, removed = listing.num_bytes, []
     for extent in sorted(listing.extents, key=lambda extent: extent.used_s):
-        if num_bytes <= most_bytes:
+        if num_bytes <= most_bytes or extent.used_s >= used_s:
             break
         extent.path.unlink(missing_ok=True)
         num_bytes -= extent.num_bytes

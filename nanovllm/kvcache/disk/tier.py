@@ -138,6 +138,15 @@ class _Load:
     begun_s: float
 
 
+class _Content(NamedTuple):
+    """What a block holds."""
+
+    version: int
+    used_s: float  # of the first extent; see Extent
+    parent: bytes  # the key of the prefix before
+    keys: tuple[bytes, ...]
+
+
 class DiskTier:
     def __init__(
         self,
@@ -163,11 +172,11 @@ class DiskTier:
         self._waiting: deque[Sequence] = deque()  # for a load to begin
         self._load: _Load | None = None  # the one that the ranks work on
         self._ready: list[Sequence] = []  # sequences that wait for no load any more
+        self._epoch_s = time.time() - time.perf_counter()  # of the clock by which sequences arrive
         self._num_loads = self._num_moves = 0
         self._last_load_s = self._clock()  # when the last load ended
         self._stores: list[Extent] = []
-        # Of blocks: version, key of the prefix before, keys of their extents
-        self._contents: dict[int, tuple[int, bytes, tuple[bytes, ...]]] = {}
+        self._contents: dict[int, _Content] = {}  # by block
         self._submitted: dict[int, int] = {}  # block -> its version when all its extents were submitted
         self._next_clean_s = 0.0
         self.num_loaded_tokens = self.num_cancelled_loads = 0
@@ -212,7 +221,7 @@ class DiskTier:
         not be read either.
         """
         if self.stores_prompts and seq.status is SequenceStatus.RUNNING and seq.can_use_prefix_cache:
-            self._stores.extend(self._extents(seq, seq.num_prompt_tokens, time.time()))
+            self._stores.extend(self._extents(seq, seq.num_prompt_tokens))
 
     def note_contents(self, seq: Sequence) -> None:
         """Note what the blocks of a sequence hold, before they are freed, so that they can be stored later."""
@@ -223,7 +232,8 @@ class DiskTier:
         for first in range(0, num_extents, per_block):
             block_id = seq.block_table[first // per_block]
             keys = tuple(self._key(seq, i) for i in range(first, min(first + per_block, num_extents)))
-            self._contents[block_id] = int(versions[block_id]), self._parent(seq, first), keys
+            used_s = self._used_s(seq) - first * LATER_S
+            self._contents[block_id] = _Content(int(versions[block_id]), used_s, self._parent(seq, first), keys)
 
     # -- what the step loop calls --------------------------------------------------------------------------------
 
@@ -268,10 +278,10 @@ class DiskTier:
 
     def last_moves(self) -> DiskMoves:
         """Everything in memory that a prompt could match and that is not on disk, at the engine's end."""
-        used_s = time.time()
-        cached_ids = self.kv.pool.cached_ids
-        stores = [extent for block_id in cached_ids for extent in self._extents_of_block(block_id, used_s)]
-        return self._make_moves([*(extent for extent in self._stores if self._is_in_memory(extent)), *stores])
+        stores = [extent for extent in self._stores if self._is_in_memory(extent)]
+        for block_id in reversed(self.kv.pool.cached_ids):  # what was used last, and the beginnings of prompts
+            stores.extend(self._extents_of_block(block_id))
+        return self._make_moves(stores)
 
     def stats(self) -> dict[str, float | None]:
         return {
@@ -344,7 +354,7 @@ class DiskTier:
                 return ()
             self._waiting.popleft()
             self._num_loads += 1
-            extents = tuple(self._extents(holder, end, time.time(), start))
+            extents = tuple(self._extents(holder, end, start))
             self._load = _Load(self._num_loads, seq, holder, start, len(extents), self._clock())
             return extents
         return ()
@@ -386,27 +396,31 @@ class DiskTier:
 
     # -- stores --------------------------------------------------------------------------------------------------
 
-    def _extents(self, owner: Sequence, end: int, used_s: float, start: int = 0) -> Iterator[Extent]:
+    def _used_s(self, seq: Sequence) -> float:
+        """When a sequence uses its extents: when it arrived."""
+        return self._epoch_s + seq.arrival_s
+
+    def _extents(self, owner: Sequence, end: int, start: int = 0) -> Iterator[Extent]:
         """The whole extents of tokens start..end-1, which are in the owner's blocks."""
         for extent_idx in range(start // self.grain, end // self.grain):
             block_idx, offset = divmod(extent_idx * self.grain, self.kv.block_size)
             block_id = owner.block_table[block_idx]
-            version, used_s = int(self.board.versions[block_id]), used_s - LATER_S
+            version, used_s = int(self.board.versions[block_id]), self._used_s(owner) - extent_idx * LATER_S
             key, parent = self._key(owner, extent_idx), self._parent(owner, extent_idx)
             yield Extent(key, parent, self._token_ids(owner, extent_idx), used_s, block_id, offset, version)
 
-    def _extents_of_block(self, block_id: int, used_s: float) -> Iterator[Extent]:
+    def _extents_of_block(self, block_id: int) -> Iterator[Extent]:
         """The extents of a block without owners that are neither on disk nor submitted."""
         version = int(self.board.versions[block_id])
-        noted, parent, keys = self._contents.get(block_id, (-1, b"", ()))
-        if noted != version or self._submitted.get(block_id) == version:
+        noted = self._contents.get(block_id)
+        if noted is None or noted.version != version or self._submitted.get(block_id) == version:
             return
         self._submitted[block_id] = version
-        token_ids = self.kv.pool.blocks[block_id].token_ids
-        for i, key in enumerate(keys[: len(token_ids) // self.grain]):
+        parent, token_ids = noted.parent, self.kv.pool.blocks[block_id].token_ids
+        for i, key in enumerate(noted.keys[: len(token_ids) // self.grain]):
             start = i * self.grain
             tokens = token_ids[start : start + self.grain].tobytes()
-            extent = Extent(key, parent, tokens, used_s - i * LATER_S, block_id, start, version)
+            extent = Extent(key, parent, tokens, noted.used_s - i * LATER_S, block_id, start, version)
             if key not in self.keys and self._is_in_memory(extent):
                 yield extent
             parent = key
@@ -423,11 +437,10 @@ class DiskTier:
         if num_soon <= 0 or now_s < self._next_clean_s:
             return []
         self._next_clean_s = now_s + CLEAN_INTERVAL_S
-        used_s = time.time()
         chosen: list[Extent] = []
         num_blocks = 0
         for block_id in islice(pool.cached_ids, num_soon):
-            of_block = list(self._extents_of_block(block_id, used_s))
+            of_block = list(self._extents_of_block(block_id))
             chosen += of_block
             num_blocks += bool(of_block)
             if num_blocks == CLEANED_BLOCKS:
