@@ -3,6 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from nanovllm.utils.version import __version__
+
 if TYPE_CHECKING:
     from nanovllm.async_llm import AsyncLLM
     from nanovllm.errors import CheckpointError, ConfigError, EngineError, RequestError, WorkerDiedError
@@ -21,8 +23,6 @@ __all__ = [
     "WorkerDiedError",
     "__version__",
 ]
-__version__ = "0.2.0"
-
 _MODULES = {
     "LLM": "nanovllm.llm",
     "AsyncLLM": "nanovllm.async_llm",

@@ -21,7 +21,10 @@ ATTENTION_BACKENDS = ("flash", "cudnn", "triton", "torch")
 _DEVICE = re.compile(r"auto|cpu|cuda(:(0|[1-9][0-9]?))?")
 _MAX_CPU_MEMORY_GB = 2**30  # one EiB
 _MAX_STEP_MS = 3_600_000  # an hour
-_MODEL, _KV_CACHE, _OFFLOAD, _SCHEDULING = "model and device", "KV cache", "CPU offload", "scheduling"  # groups
+_MODEL, _KV_CACHE, _DISK = "model and device", "KV cache", "KV on disk"  # groups
+_OFFLOAD, _SCHEDULING = "CPU offload", "scheduling"
+DEFAULT_DISK_GB = 64.0
+_MAX_DISK_GB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +115,28 @@ class Config:
         0.9, help="fraction of the GPU's memory that the engine may use", group=_KV_CACHE, above=0, most=1
     )
     num_kvcache_blocks: int = option(-1, help="blocks on the GPU without offload; -1: as many as fit", group=_KV_CACHE)
+
+    kv_disk_path: str | None = option(
+        None,
+        help="folder in which the KV of prompts is kept, so that it need not be computed again after a restart or when "
+        "it has left memory; several engines may share it; by default there is none",
+        group=_DISK,
+    )
+    kv_disk_gb: float | None = option(
+        None,
+        help=f"most GiB below kv_disk_path, for all models together; what was used least recently goes first; by "
+        f"default {DEFAULT_DISK_GB:g}",
+        group=_DISK,
+        above=0,
+        most=_MAX_DISK_GB,
+    )
+    kv_disk_policy: str = option(
+        "prompt",
+        help="what is written to kv_disk_path, always in the background; prompt: each prompt once it has been "
+        "computed, and what is about to leave memory; evict: only the latter, which writes less",
+        group=_DISK,
+        choices=("prompt", "evict"),
+    )
 
     enable_cpu_offload: bool = option(
         False, help="keep all KV in pinned CPU memory, and some of its blocks in slots on the GPU", group=_OFFLOAD
@@ -216,8 +241,27 @@ class Config:
             raise ConfigError(
                 "max_step_ms applies only to chunked prefill; leave it out, or leave out chunked_prefill=False"
             )
+        self._check_disk()
         self._check_offload()
         check_overrides(self.hf_overrides or {})
+
+    def _check_disk(self) -> None:
+        if self.kv_disk_path is None:
+            if self.kv_disk_gb is not None:
+                raise ConfigError(f"kv_disk_gb={self.kv_disk_gb:g} limits what is below kv_disk_path; add kv_disk_path")
+        elif not self.kv_disk_path:
+            raise ConfigError("kv_disk_path='' must be a folder ('.' for the current one)")
+        elif not self.enable_prefix_caching:
+            raise ConfigError(
+                "kv_disk_path keeps what the prefix cache knows; leave it out, or leave out enable_prefix_caching=False"
+            )
+
+    @property
+    def disk_bytes(self) -> int:
+        """Most bytes below kv_disk_path; 0 without it."""
+        if self.kv_disk_path is None:
+            return 0
+        return int((DEFAULT_DISK_GB if self.kv_disk_gb is None else self.kv_disk_gb) * 2**30)
 
     def _check_offload(self) -> None:
         if not self.enable_cpu_offload:

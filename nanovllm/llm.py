@@ -279,6 +279,17 @@ class LLM:
         - guess_acceptance: num_accepted_guesses / num_guesses; None without guesses.
         - tokens_per_pass: mean number of tokens that a step with guesses has yielded; None without guesses.
 
+        With KV on disk, for rank 0 where it says so; an extent is K and V of 256 tokens:
+        - num_disk_hit_tokens: tokens of prompts that were read from disk.
+        - num_waiting_for_disk: requests that wait for that. num_cancelled_disk_loads: loads that were given up,
+          because computing had become faster.
+        - num_disk_extents, num_disk_bytes: extents of this model, and bytes of all models, as far as rank 0 knows.
+        - num_disk_stored_bytes, num_disk_loaded_bytes, disk_write_byte_per_s, disk_read_byte_per_s: of rank 0. The
+          first rate is the mean, the second that of the last load; None without any.
+        - num_disk_misses: files that were damaged or had vanished. num_disk_evictions: files that rank 0 has removed.
+        - num_extents_to_store, num_dropped_extents: extents that wait to be written, and those that were left out.
+        - disk_buffer_bytes: memory of the buffers; 0 where the KV cache is in CPU memory.
+
         Raises EngineError if the engine has failed or is closed.
         """
         return self.engine.stats()

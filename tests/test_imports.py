@@ -32,7 +32,8 @@ ALLOWED: dict[str, set[str]] = {
     "attention.backends": OPTIONS | {"attention", "layers", "kernels", "device", "core"},
     "kvcache": {"kvcache.policy", "kvcache.transfer"},
     "kvcache.policy": OPTIONS | {"core"},
-    "kvcache.transfer": OPTIONS | {"core", "cpu_attention", "device", "kvcache.policy"},
+    "kvcache.disk": OPTIONS | {"core", "kvcache.policy"},
+    "kvcache.transfer": OPTIONS | {"core", "cpu_attention", "device", "kvcache.policy", "kvcache.disk"},
     "models": OPTIONS | {"attention", "layers", "device"},
     "runner": OPTIONS
     | {
@@ -43,11 +44,12 @@ ALLOWED: dict[str, set[str]] = {
         "layers",
         "attention",
         "attention.backends",
+        "kvcache.disk",
         "kvcache.transfer",
         "models",
     },
     "executor": {"errors", "device", "core"},
-    "scheduling": {"sampling_params", "core", "kvcache.policy", "speculation"},
+    "scheduling": {"sampling_params", "core", "kvcache.policy", "kvcache.disk", "speculation"},
     "speculation": OPTIONS | {"core"},
     "text": OPTIONS | {"core"},
     "engine": OPTIONS
@@ -59,6 +61,7 @@ ALLOWED: dict[str, set[str]] = {
         "attention.backends",
         "demo",
         "kvcache.policy",
+        "kvcache.disk",
         "runner",
         "executor",
         "scheduling",
@@ -70,11 +73,12 @@ ALLOWED: dict[str, set[str]] = {
     "async_llm": OPTIONS | {"core", "engine", "text", "llm", "request_stream"},
     "server": OPTIONS | {"core", "demo", "text", "llm", "request_stream", "async_llm", "nanovllm"},
     "cluster": OPTIONS | {"core", "capacity", "text", "llm", "request_stream", "async_llm", "server", "nanovllm"},
-    "cli": OPTIONS | {"cluster", "core", "capacity", "device", "engine", "text", "llm", "server", "demo", "nanovllm"},
-    "nanovllm": {"errors", "llm", "async_llm", "sampling_params"},
+    "cli": OPTIONS
+    | {"cluster", "core", "capacity", "device", "engine", "kvcache.disk", "text", "llm", "server", "demo", "nanovllm"},
+    "nanovllm": {"errors", "utils", "llm", "async_llm", "sampling_params"},
     "__main__": {"cli"},
 }
-TORCH_FREE = {"errors", "sampling_params", "config", "checkpoint", "core", "capacity", "kvcache.policy"}
+TORCH_FREE = {"errors", "sampling_params", "config", "checkpoint", "core", "capacity", "kvcache.policy", "kvcache.disk"}
 TORCH_FREE |= {"scheduling", "speculation"}
 MAY_IMPORT_TRITON = {"kernels"}
 MAY_IMPORT_RAY = {"nanovllm.cluster", "nanovllm.executor.ray_reservation"}

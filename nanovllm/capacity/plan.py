@@ -16,6 +16,7 @@ from nanovllm.capacity.costs import DeviceMemory, device_memory
 from nanovllm.capacity.machine import Machine, find_gpu
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
+from nanovllm.core.disk_moves import document_disk_bytes
 from nanovllm.core.kv_spec import KVCacheSpec, StagingSizes, kv_cache_spec
 from nanovllm.core.step_limits import expected_tokens, max_model_len
 from nanovllm.errors import ConfigError
@@ -85,6 +86,11 @@ class CapacityPlan:
     def cpu_pool_bytes(self) -> int:
         """Size of the CPU pools of all ranks together."""
         return self.num_cpu_blocks * self.spec.block_bytes * self.config.tensor_parallel_size
+
+    @property
+    def disk_bytes(self) -> int:
+        """What a document of `context` tokens takes on disk, on all ranks."""
+        return document_disk_bytes(self.context, self.kv_bytes_per_token) * self.config.tensor_parallel_size
 
     @property
     def fits_host(self) -> bool:
@@ -388,6 +394,11 @@ def _memory_rows(plan: CapacityPlan) -> list[Row]:
         remark = f"{plan.num_cpu_blocks} blocks, {num_tokens:,} tokens of all requests together"
         remark += f"; {format_bytes(plan.machine.host_bytes)} was available"
         rows.append(("CPU pool", format_bytes(plan.cpu_pool_bytes), remark + ("" if plan.fits_host else " (!)")))
+    if disk_limit := plan.config.disk_bytes:
+        remark = f"a document of {plan.context:,} tokens"
+        if plan.disk_bytes:
+            remark += f"; there is room for {disk_limit // plan.disk_bytes:,} in {format_bytes(disk_limit)}"
+        rows.append(("on disk", format_bytes(plan.disk_bytes), remark))
     return rows
 
 

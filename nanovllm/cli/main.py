@@ -1,9 +1,9 @@
-"""The command line: `nanovllm demo`, `chat`, `generate`, `serve`, `batch`, `plan` and `verify`.
+"""The command line: `nanovllm demo`, `chat`, `generate`, `serve`, `batch`, `plan`, `verify` and `cache`.
 
 flags.py makes the flags, their defaults and their help from the fields of Config, SamplingParams, DemoOptions,
 ServerOptions, ServiceOptions, BatchOptions, PlanOptions and VerifyOptions. Nothing heavy is imported before a command
-runs, and neither are the packages of an extra, which `--help` does not need. demo.py, verify.py and console.py have the
-commands of a terminal.
+runs, and neither are the packages of an extra, which `--help` does not need. demo.py, verify.py, cache.py and
+console.py have the commands of a terminal.
 
 Bad input raises ConfigError, RequestError or CheckpointError, which `main` prints as one line. An exception that `main`
 does not catch is a bug and keeps its traceback.
@@ -24,6 +24,7 @@ from nanovllm.capacity.fit import fit_table, fits
 from nanovllm.capacity.plan import PlanOptions, make_plan, plan_table
 from nanovllm.capacity.plan_check import check_plan
 from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.cli.cache import add_cache_command
 from nanovllm.cli.console import (
     choose_sampling,
     drop_closed_stdout,
@@ -115,6 +116,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     1: the plan cannot work, or the request or the engine failed. 2: bad input. 130: Ctrl-C. 141: stdout was closed.
     """
     args = _parser().parse_args(argv)
+    if getattr(args, "kv_disk_path", ""):  # engines in other processes run in other folders
+        args.kv_disk_path = str(Path(args.kv_disk_path).expanduser().absolute())
     logging.basicConfig(format="%(message)s")
     logging.getLogger("nanovllm").setLevel(logging.INFO)
     escape_unencodable_output()
@@ -345,6 +348,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_batch(commands)
     _add_plan(commands)
     _add_verify(commands)
+    add_cache_command(commands)
     return parser
 
 

@@ -61,6 +61,7 @@ class Sequence:
         self.hash_salt = hash_salt  # sequences with different salts never share blocks
         self.grain_hashes: list[int] = []
         self.num_registered_tokens = 0
+        self.disk_keys: list[bytes] = []  # of its first extents (core/disk_moves.py), as far as they were needed
 
         self.arrival_s = time.perf_counter()
         self.first_token_s: float | None = None

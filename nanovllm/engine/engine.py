@@ -186,6 +186,8 @@ class Engine:
             yield speculator.times
         if bound is not None:
             yield bound.times
+        elif self.scheduler.disk is not None:
+            yield self.scheduler.disk.times
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -328,13 +330,15 @@ class Engine:
         """Return counters since the start. See LLM.stats."""
         self._check_open()
         stats: dict[str, Any] = {
-            "num_waiting": len(self.scheduler.waiting),
+            "num_waiting": self.scheduler.num_waiting,
             "num_running": len(self.scheduler.running),
             "num_preemptions": self.scheduler.num_preemptions,
             "block_bytes": self.setup.plan.spec.block_bytes,
             "block_size": self.setup.plan.spec.block_size,
         }
         stats |= self._steps.stats() | self.scheduler.kv.stats() | dict(self.executor.runner.stats())
+        if self.scheduler.disk is not None:
+            stats |= self.scheduler.disk.stats()
         if self._link_meter is not None:
             stats |= self._link_meter.stats(self._link_byte_per_s)
         if self.scheduler.speculator is not None:
@@ -351,9 +355,15 @@ class Engine:
         self._in_turn(self._close)  # waits until another thread has finished its step
 
     def _close(self) -> None:
-        self.closed_because = self.closed_because or "it is closed"
+        is_first, self.closed_because = self.closed_because is None, self.closed_because or "it is closed"
         self._steps.wait_for_last()
-        self.executor.close()
+        try:
+            if is_first:  # after a failure nobody knows which K and V were written
+                self._steps.store_all()
+        finally:
+            self.executor.close()
+            if self.scheduler.disk is not None:
+                self.scheduler.disk.board.close()
 
     def _check_open(self) -> None:
         if self.closed_because is not None:

@@ -5,14 +5,16 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch
 
-from nanovllm.capacity.costs import token_keys
+from nanovllm.capacity.costs import prefill_flop, token_keys
 from nanovllm.capacity.plan import make_plan, plan_table
 from nanovllm.checkpoint.files import fetch_weights
 from nanovllm.config import Config
 from nanovllm.core.cpu_split import CpuSplit
+from nanovllm.core.disk_moves import DISK_GRAIN_TOKENS, DiskSetup
 from nanovllm.core.kv_spec import KVCacheSizes
 from nanovllm.core.step_limits import MAX_GRAPH_CHUNK_TOKENS, max_step_rows
 from nanovllm.device.devices import release_failed_start
@@ -21,6 +23,7 @@ from nanovllm.engine.setup import EngineSetup
 from nanovllm.errors import ConfigError
 from nanovllm.executor.base import Executor, LocalExecutor, Runner
 from nanovllm.executor.processes import ProcessExecutor
+from nanovllm.kvcache.disk.tier import DiskBoard, DiskTier
 from nanovllm.kvcache.policy.block_manager import BlockManager, KVCacheManager
 from nanovllm.kvcache.policy.hybrid_manager import HybridKVCacheManager
 from nanovllm.runner.model_runner import make_runner
@@ -90,6 +93,8 @@ def _start(setup: EngineSetup, executor: Executor, end_token_ids: Sequence[int])
     split = setup.internals.cpu_split or executor.call(Runner.measure_cpu_split)
     kv = _make_kv_manager(setup.config, sizes, setup.plan.spec.staging_group_blocks, split)
     speculator = _make_speculator(setup, executor, kv)
+    times = _chunk_times(setup)
+    disk = _open_disk(setup, executor, kv, times)
     if is_gpu:
         executor.call(Runner.freeze_objects)
     report = executor.runner.start_report()
@@ -101,7 +106,8 @@ def _start(setup: EngineSetup, executor: Executor, end_token_ids: Sequence[int])
         eos_token_ids=tuple(end_token_ids),
         speculator=speculator,
         max_step_rows=max_step_rows(setup.config, sizes.num_gpu_blocks),
-        step_bound=_make_step_bound(setup, report.link_byte_per_s),
+        step_bound=_make_step_bound(setup, times, report.link_byte_per_s),
+        disk=disk,
     )
     logger.info("started in %s", report.phases)
     if setup.config.enable_cpu_offload:
@@ -158,15 +164,52 @@ def _make_speculator(setup: EngineSetup, executor: Executor, kv: KVCacheManager)
     return Speculator(chosen, vocab_size=setup.model_config.vocab_size, max_guesses=config.max_guesses, times=times)
 
 
-def _make_step_bound(setup: EngineSetup, link_byte_per_s: float | None) -> StepBound | None:
+def _make_step_bound(setup: EngineSetup, times: ChunkTimes, link_byte_per_s: float | None) -> StepBound | None:
     """Make the bound; None if steps may take any time. If the link's rate is unknown, streaming counts as free."""
     if setup.config.max_step_ms is None:
         return None
     spec = setup.plan.spec
     missing_token_s = spec.block_bytes / spec.block_size / link_byte_per_s if link_byte_per_s else 0.0
-    has_graphs = setup.device.type == "cuda" and not setup.config.enforce_eager
-    times = ChunkTimes(token_keys(setup.model_config), MAX_GRAPH_CHUNK_TOKENS if has_graphs else 0)
     return StepBound(times, max_step_s=setup.config.max_step_ms / 1000, missing_token_s=missing_token_s)
+
+
+def _chunk_times(setup: EngineSetup) -> ChunkTimes:
+    has_graphs = setup.device.type == "cuda" and not setup.config.enforce_eager
+    return ChunkTimes(token_keys(setup.model_config), MAX_GRAPH_CHUNK_TOKENS if has_graphs else 0)
+
+
+def _open_disk(setup: EngineSetup, executor: Executor, kv: KVCacheManager, times: ChunkTimes) -> DiskTier | None:
+    """Open the cache on disk on all ranks; None if there is none."""
+    config, spec = setup.config, setup.plan.spec
+    if config.kv_disk_path is None:
+        return None
+    num_blocks = len(kv.pool.blocks)
+    board = DiskBoard(config.tensor_parallel_size, num_blocks)
+    path = str(Path(config.kv_disk_path).expanduser().resolve())
+    opened = DiskSetup(path, str(config.model), config.disk_bytes, board.address, num_blocks)
+    try:
+        keys = executor.call(Runner.open_disk, opened)
+    except BaseException:
+        board.close()
+        raise
+    return DiskTier(
+        keys,
+        kv,
+        board,
+        extent_bytes=DISK_GRAIN_TOKENS * spec.block_bytes // spec.block_size,
+        times=times,
+        stores_prompts=config.kv_disk_policy == "prompt",
+        least_prompt_s=partial(_least_prompt_s, setup),
+    )
+
+
+def _least_prompt_s(setup: EngineSetup, num_tokens: int, position: int) -> float | None:
+    """The time that the GPU's peak rate leaves for a part of a prompt. None if the rate is unknown, as on a CPU."""
+    plan = setup.plan
+    if not plan.machine.flop_per_s:
+        return None
+    flop = [prefill_flop(plan.config, plan.model, context) for context in (position + num_tokens, position) if context]
+    return (flop[0] - sum(flop[1:])) / plan.machine.flop_per_s
 
 
 def _make_kv_manager(

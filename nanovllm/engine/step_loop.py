@@ -7,6 +7,7 @@ Each request has a Receiver. It reads the request's tokens, may end the request 
 into the outbox of the call that waits for them (text/detokenizer.py).
 """
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -18,8 +19,10 @@ from nanovllm.core.outputs import PositionLogprobs, Receiver
 from nanovllm.core.sequence import Sequence
 from nanovllm.core.step_plan import StepPlan
 from nanovllm.errors import EngineError
-from nanovllm.executor.base import Executor, LaunchedStep
+from nanovllm.executor.base import Executor, LaunchedStep, Runner
 from nanovllm.scheduling.scheduler import Scheduler
+
+logger = logging.getLogger("nanovllm")
 
 
 class LinkMeter:
@@ -62,6 +65,7 @@ class LinkMeter:
 
 
 PAUSE_S = 0.05  # a caller has paused if it stays away so long between two steps
+STORE_ALL_S = 60.0  # for what is still to be written to disk when the engine is closed
 MASK_PAUSE_S = 0.5e-3  # between checks for masks that other threads compute, if there is nothing else to do
 
 
@@ -144,13 +148,22 @@ class StepLoop:
             self._num_steps += 1
             self._had_no_requests = False
         elif self._in_flight is None and self._scheduler.has_unfinished:
-            assert self._scheduler.waits_for_masks, "requests are waiting, but none of them can run"
+            disk = self._scheduler.disk
+            is_loading = disk is not None and bool(disk.num_waiting or disk.holders)
+            assert self._scheduler.waits_for_masks or is_loading, "requests are waiting, but none of them can run"
             self._had_no_requests = True  # for the meters, this is a pause, too
             time.sleep(MASK_PAUSE_S)
         if not self._works_ahead:
             self._in_flight, launched = launched, None
         self._commit_in_flight(launched)
+        self._move_disk()
         self._last_turn_s = time.perf_counter()
+
+    def _move_disk(self) -> None:
+        """Let the ranks move extents between memory and disk. All planned steps have been launched."""
+        disk = self._scheduler.disk
+        if disk is not None and (moves := disk.next_moves()) is not None:
+            self._executor.call(Runner.move_disk, moves)
 
     def _has_paused(self) -> bool:
         """Return True if a step that is launched now would follow a pause (see StepMeter)."""
@@ -240,3 +253,17 @@ class StepLoop:
         if in_flight is not None:
             with suppress(EngineError):  # if a rank died in this step, the GPU would wait for it forever
                 self._executor.wait_for(in_flight.launched)
+
+    def store_all(self) -> None:
+        """Write all that is not on disk yet, before the engine is closed, and wait for it."""
+        disk = self._scheduler.disk
+        if disk is None or self._planned is not None:  # what was planned has not been computed
+            return
+        self._executor.call(Runner.move_disk, disk.last_moves())
+        start_s = time.monotonic()
+        is_told = False
+        while disk.num_pending and (waited_s := time.monotonic() - start_s) < STORE_ALL_S:
+            if waited_s > 1 and not is_told:
+                logger.info("KV on disk: writing %d pieces of prompts before the end", disk.num_pending)
+                is_told = True
+            time.sleep(MASK_PAUSE_S)

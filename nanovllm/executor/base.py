@@ -5,10 +5,11 @@ All of them run the same calls in the same order, because they take part in the 
 single rank, in this process; ProcessExecutor (processes.py) has several.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from nanovllm.core.cpu_split import CpuSplit, LayerTimes
+from nanovllm.core.disk_moves import DiskMoves, DiskSetup
 from nanovllm.core.kv_spec import KVCacheSizes, StartReport
 from nanovllm.core.outputs import NO_LOGPROBS, StepLogprobs
 from nanovllm.core.step_plan import StepPlan
@@ -70,6 +71,15 @@ class Runner(Protocol):
 
     def measure_draft_s(self) -> float:
         """Time the drafting of one token with as many keys as the GPU holds. Needs an allocated KV cache."""
+
+    def open_disk(self, setup: DiskSetup) -> Container[bytes]:
+        """Open the cache on disk. Needs an allocated KV cache. Returns the keys of the extents that this rank finds.
+
+        Raises ConfigError if it cannot be opened.
+        """
+
+    def move_disk(self, moves: DiskMoves) -> None:
+        """Begin to move extents, in other threads. Called between steps, when all that are planned are launched."""
 
     def freeze_objects(self) -> None:
         """Exempt all objects that exist now from garbage collection, until `close`."""

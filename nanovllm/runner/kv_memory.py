@@ -26,6 +26,7 @@ from nanovllm.core.kv_spec import KVCacheSpec
 from nanovllm.core.step_plan import StepPlan
 from nanovllm.cpu_attention.job import AttentionJob
 from nanovllm.kvcache.transfer.cpu_attention import CpuAttention, CpuRows
+from nanovllm.kvcache.transfer.disk_worker import KVPool
 from nanovllm.kvcache.transfer.offload_engine import OffloadEngine
 from nanovllm.kvcache.transfer.streams import make_streams
 from nanovllm.layers.rotary_embedding import KVCells
@@ -246,6 +247,13 @@ class KVMemory:
             self._pool = self._make_pool(num_blocks=0)
         else:
             self.offload.drop_slots()
+
+    def disk_pool(self) -> KVPool:
+        """The memory that has room for all blocks."""
+        if self.offload is not None:
+            offload = self.offload
+            return KVPool(self.spec, offload.k_cache_cpu, offload.v_cache_cpu, offload.streams)
+        return KVPool(self.spec, *self._pool, make_streams(self.device))
 
     # -- one step ------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from nanovllm.attention.base import LibraryPlan
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
 from nanovllm.core.cpu_split import CpuSplit
+from nanovllm.core.disk_moves import DISK_GRAIN_TOKENS, DiskMoves, DiskSetup
 from nanovllm.core.kv_spec import KVCacheSizes, KVCacheSpec, StartReport, dtype_name
 from nanovllm.core.step_limits import max_model_len, max_step_rows
 from nanovllm.core.step_plan import StepPlan
@@ -20,6 +21,8 @@ from nanovllm.device import kernel_target
 from nanovllm.device.devices import current_device, memory_remedy, on_own_device, use_expandable_segments, used_bytes
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.kernels.compile_server import CompileServer, TritonStart, start_compile_server
+from nanovllm.kvcache.disk.store import DiskStore
+from nanovllm.kvcache.transfer.disk_worker import DiskWorker, open_worker, weights_identity
 from nanovllm.kvcache.transfer.offload_engine import OffloadEngine
 from nanovllm.models.loader import build_model, load_weights
 from nanovllm.runner.cpu_rates import make_cpu_attention, measure_split
@@ -32,6 +35,7 @@ from nanovllm.runner.step_runner import StepRunner, measure_draft_s
 from nanovllm.utils.arithmetic import format_bytes
 from nanovllm.utils.memory import available_host_bytes
 from nanovllm.utils.phases import Phases
+from nanovllm.utils.version import __version__
 
 logger = logging.getLogger("nanovllm")
 
@@ -52,6 +56,7 @@ class ModelRunner:
         self._make_offload_engine = make_offload_engine
         self._memory: KVMemory | None = None  # None: before `allocate_kv_cache` and after `close`
         self._steps: StepRunner | None = None  # exists as long as the memory does
+        self._disk: DiskWorker | None = None  # None: no KV is kept on disk
         self.phases = Phases()
         self.compile_server: CompileServer | None = None  # gets ready while the weights are loaded; until `close`
         self.triton_start: TritonStart | None = None  # likewise
@@ -85,6 +90,7 @@ class ModelRunner:
             self.model, directory, load_format=config.load_format, seed=config.seed, show_progress=tp.rank == 0
         )
         self.model.eval()
+        self._weights_identity = weights_identity(self.model) if config.kv_disk_path is not None else ""
         self.num_heads = model_config.num_heads // tp.size  # query heads of this rank
         self._unbuilt: Iterator[LibraryPlan] | None = None  # None before the first is built
 
@@ -232,6 +238,28 @@ class ModelRunner:
         with self.phases("drafts"):
             return measure_draft_s(num_blocks, self.spec.block_size, self.max_model_len, self.launch)
 
+    @on_own_device
+    @torch.inference_mode()
+    def open_disk(self, setup: DiskSetup) -> DiskStore:
+        """Open the cache on disk. What it holds belongs to this rank's weights and layout, and to no others."""
+        spec, model = self.spec, self.model_config
+        with self.phases("KV on disk"):
+            identity = {
+                "version": __version__,
+                "config": repr(model),
+                "weights": self._weights_identity,
+                "dtype": str(self.dtype),
+                "rank": f"{self.tp.rank} of {self.tp.size}",
+                "layout": [2, spec.num_layers, DISK_GRAIN_TOKENS, spec.num_kv_heads, spec.head_dim],
+            }
+            self._disk = open_worker(setup, self.memory.disk_pool(), identity, self.tp.rank, self.tp.size)
+        return self._disk.store
+
+    @on_own_device
+    def move_disk(self, moves: DiskMoves) -> None:
+        assert self._disk is not None, "open_disk comes first"
+        self._disk.submit(moves)
+
     def freeze_objects(self) -> None:
         """Exempt all objects that exist now from garbage collection, until `close`.
 
@@ -259,7 +287,9 @@ class ModelRunner:
 
     def stats(self) -> dict[str, Any]:
         """Counters of the copies of this rank, and the rate of its link."""
-        return {} if self._memory is None else self._memory.stats()
+        return ({} if self._memory is None else self._memory.stats()) | (
+            {} if self._disk is None else self._disk.stats()
+        )
 
     @on_own_device
     def close(self) -> None:
@@ -267,6 +297,8 @@ class ModelRunner:
         try:
             if self.device.type == "cuda":
                 torch.cuda.synchronize()
+            if self._disk is not None:
+                self._disk.close()
         finally:  # a GPU that has failed cannot finish, but the memory must be released all the same
             self.close_compile_server()
             self.reset_graphs()

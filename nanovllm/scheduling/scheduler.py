@@ -23,6 +23,7 @@ from nanovllm.core.logit_editor import LogitEdits
 from nanovllm.core.sequence import ErrorCause, Sequence, SequenceStatus
 from nanovllm.core.step_limits import MAX_DECODE_QUERIES, MAX_VERIFYING_ROWS
 from nanovllm.core.step_plan import PromptScores, SequenceStep, StepPlan
+from nanovllm.kvcache.disk.tier import DiskTier
 from nanovllm.kvcache.policy.block_manager import KVCacheManager, PagedKeys
 from nanovllm.sampling_params import INVALID_TOKEN
 from nanovllm.scheduling.step_bound import StepBound
@@ -234,11 +235,13 @@ class Scheduler:
         speculator: Speculator | None = None,
         max_step_rows: int | None = None,
         step_bound: StepBound | None = None,
+        disk: DiskTier | None = None,
     ) -> None:
         """`speculator`: None for no guesses. `max_step_rows`: the most tokens that a step can sample; by default
         `max_num_seqs`. `step_bound`: None for chunks as long as the budget; not used with `chunked_prefill` off.
+        `disk`: None if no KV is kept on disk.
         """
-        self.kv, self.speculator = kv, speculator
+        self.kv, self.speculator, self.disk = kv, speculator, disk
         self.sharing = PromptSharing(max_num_batched_tokens, step_bound)
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.chunked_prefill = chunked_prefill
@@ -261,11 +264,21 @@ class Scheduler:
     def add(self, seq: Sequence) -> None:
         """Queue a request. Raises RequestError if it could never run."""
         self.check_fits(seq)
-        self._expect_hits(seq)
-        insort(self.waiting, seq, key=_arrival)
         self.sequences[seq.seq_id] = seq
+        if self.disk is None or not self.disk.wait_for_load(seq):
+            self._queue(seq)
         if self.speculator is not None:
             self.speculator.add(seq)
+
+    def _queue(self, seq: Sequence) -> None:
+        """Let a sequence wait for its admission."""
+        self._expect_hits(seq)
+        insort(self.waiting, seq, key=_arrival)
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of sequences that wait for their admission, or for the disk before it."""
+        return len(self.waiting) + (0 if self.disk is None else self.disk.num_waiting)
 
     @property
     def has_unfinished(self) -> bool:
@@ -282,7 +295,9 @@ class Scheduler:
         """End a request. `error` and `cause` say what happened, and whose fault it is, if the reason is "error"."""
         if seq.status is SequenceStatus.RUNNING:
             self.running.remove(seq)
-        else:
+            if self.disk is not None:
+                self.disk.note_contents(seq)
+        elif self.disk is None or not self.disk.forget(seq):
             self._leave_queue(seq)
         self.kv.free(seq)
         seq.status = SequenceStatus.FINISHED
@@ -295,6 +310,8 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """Plan the next step. None if no request is left, or if none can run before a pending token arrives."""
+        for seq in self.disk.take_ready() if self.disk is not None else ():
+            self._queue(seq)
         self.kv.begin_step(self.running)
         self._step = PlannedStep(self.max_num_batched_tokens, self.max_step_rows)
         if self.speculator is not None:
@@ -421,6 +438,8 @@ class Scheduler:
         """Return True if a waiting sequence may start now. None may in a step that preempts."""
         if not self._step.admits or len(self.running) >= self.max_num_seqs:
             return False
+        if self.disk is not None and not self.disk.may_overtake(seq):
+            return False
         return not seq.num_pending_tokens and self.kv.can_admit(seq)
 
     def _admit(self, seq: Sequence) -> None:
@@ -432,10 +451,11 @@ class Scheduler:
 
     def _preempt(self, seq: Sequence) -> None:
         self.running.remove(seq)
+        if self.disk is not None:
+            self.disk.note_contents(seq)
         self.kv.preempt(seq)
         seq.status = SequenceStatus.WAITING
-        self._expect_hits(seq)
-        insort(self.waiting, seq, key=_arrival)
+        self._queue(seq)
         self._step.admits = False
         self.num_preemptions += 1
 
@@ -485,6 +505,8 @@ class Scheduler:
                 continue  # ended or aborted while this step ran, or nothing is sampled
             updated.append(seq)
             seq.num_pending_guesses = 0
+            if self.disk is not None and len(seq.token_ids) == seq.num_prompt_tokens:
+                self.disk.prompt_computed(seq)
             for i, token_id in enumerate(tokens):
                 if i > 0:  # the token before was guessed, so its K and V are there already
                     if seq.status is not SequenceStatus.RUNNING:
@@ -518,12 +540,13 @@ class Scheduler:
         read(seq)
 
     def check_integrity(self) -> None:
-        assert len(self.sequences) == len(self.waiting) + len(self.running), "a sequence is neither waiting nor running"
+        assert len(self.sequences) == self.num_waiting + len(self.running), "a sequence is neither waiting nor running"
         for seq in self.running:
             assert seq.status is SequenceStatus.RUNNING, f"sequence {seq.seq_id} runs with status {seq.status}"
         for seq in self.waiting:
             assert seq.status is SequenceStatus.WAITING, f"sequence {seq.seq_id} waits with status {seq.status}"
-        self.kv.check_integrity(list(self.sequences.values()))
+        holders = [] if self.disk is None else self.disk.holders
+        self.kv.check_integrity([*self.sequences.values(), *holders])
 
 
 def _arrival(seq: Sequence) -> int:

@@ -111,7 +111,7 @@ class KVView:
         """
         wanted = array("q", token_ids)
         by_parent: dict[int, list[Any]] = {}  # blocks by the prefix before them
-        for block in self._engine.scheduler.kv.pool.blocks:  # type: ignore[attr-defined]  # every manager has a pool
+        for block in self._engine.scheduler.kv.pool.blocks:
             if prefix_ids := tuple(block.prefix_ids):  # a copy, because the engine goes on
                 by_parent.setdefault(prefix_ids[0], []).append(block)
         block_ids: list[int] = []

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import xxhash
+from simulated_disk import SimulatedDisk
 
 from nanovllm.core.sequence import Sequence, SequenceStatus
 from nanovllm.core.step_plan import KVMoves, SequenceStep, StepPlan
@@ -259,9 +260,11 @@ class Simulation:
         max_guesses: int = 5,
         step_bound: StepBound | None = None,
         step_s: Callable[[], float | None] = lambda: None,
+        make_disk: Callable[[KVCacheManager, ContentRunner], SimulatedDisk] | None = None,
     ) -> None:
         self.kv, self.depth, self.change_plan, self.step_s = kv, depth, change_plan, step_s
         self.runner = make_runner(kv)
+        self.disk = None if make_disk is None else make_disk(kv, self.runner)
         speculator = None
         if make_drafter is not None:
             drafter = make_drafter(kv, self.runner)
@@ -275,6 +278,7 @@ class Simulation:
             speculator=speculator,
             max_step_rows=max(max_num_seqs, 1 + max_guesses),
             step_bound=step_bound,
+            disk=None if self.disk is None else self.disk.tier,
         )
         self.sequences: list[Sequence] = []
         self.in_flight: tuple[StepPlan, list[int]] | None = None
@@ -350,12 +354,15 @@ class Simulation:
             launched = plan, self.runner.launch(plan)
             self.plans.append(plan)
         elif self.in_flight is None and self.scheduler.has_unfinished:
-            assert self.scheduler.num_preemptions > preemptions, "sequences wait, and none can run"
+            is_loading = self.disk is not None and bool(self.disk.tier.num_waiting or self.disk.tier.holders)
+            assert is_loading or self.scheduler.num_preemptions > preemptions, "sequences wait, and none can run"
         if self.depth == 0:
             self.in_flight, launched = launched, None
         if self.in_flight is not None:
             self._commit(*self.in_flight)
         self.in_flight = launched
+        if self.disk is not None:
+            self.disk.step()
         self.check_integrity()
         return plan
 
@@ -371,7 +378,8 @@ class Simulation:
     def run(self, max_steps: int = 10_000) -> None:
         """Step until all is done; then nothing may be left over."""
         for _ in range(max_steps):
-            if not self.scheduler.has_unfinished and self.in_flight is None:
+            is_loading = self.disk is not None and bool(self.disk.tier.holders)
+            if not self.scheduler.has_unfinished and self.in_flight is None and not is_loading:
                 break
             self.step()
         else:

@@ -3,6 +3,7 @@
 A manager decides which sequence owns which block. It works on integers only.
 """
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
@@ -38,6 +39,9 @@ class KVCacheManager(ABC):
     """
 
     cpu_split: FollowingSplit | None = None  # how missing keys are divided; None if the CPU attends to none
+    pool: BlockPool
+    block_size: int
+    num_watermark_blocks: int
 
     @abstractmethod
     def check_fits(self, seq: Sequence) -> None:
@@ -103,9 +107,43 @@ class KVCacheManager(ABC):
         that the step copies from.
         """
 
+    # -- blocks that are loaded from disk ------------------------------------------------------------------------
+
+    def hold(self, seq: Sequence, num_tokens: int) -> Sequence | None:
+        """Give a waiting sequence's first `num_tokens` tokens blocks, those behind its full hits to be filled.
+
+        They belong to the holder that is returned until `fill`. None, and nothing happens, if the sequence could not
+        be admitted now for lack of blocks.
+        """
+        if not self.pool.has_room_for(seq, self.num_watermark_blocks):
+            return None
+        holder = copy.copy(seq)
+        holder.block_table = list(self.pool.match(seq).full_blocks)
+        holder.num_registered_tokens = len(holder.block_table) * self.block_size
+        for block_id in holder.block_table:
+            self.pool.retain(self.pool.blocks[block_id])
+        count = ceil_div(num_tokens, self.block_size) - len(holder.block_table)
+        for block in self.pool.choose_free_blocks(count):
+            self._empty(block)
+            holder.block_table.append(self.pool.allocate(block).block_id)
+        return holder
+
+    def fill(self, holder: Sequence, num_tokens: int) -> None:
+        """The holder's blocks have its first `num_tokens` tokens now. Prompts can match them; the holder is gone."""
+        self.pool.register(holder, num_tokens)
+        for block_id in reversed(holder.block_table):
+            self.pool.release(self.pool.blocks[block_id])
+
+    def _empty(self, block: Block) -> None:  # noqa: B027  # only a manager with slots needs it
+        """A free block is about to be filled from disk."""
+
+    @abstractmethod
+    def num_stored_tokens(self, block_id: int) -> int:
+        """Count the tokens of a block that are, after all planned steps, in the memory that holds whole blocks."""
+
     @abstractmethod
     def check_integrity(self, sequences: Seq[Sequence]) -> None:
-        """Assert that every block has the right owners. `sequences` are all unfinished ones."""
+        """Assert that every block has the right owners. `sequences` are all unfinished ones, and holders."""
 
     @abstractmethod
     def block_states(self) -> bytes:
@@ -194,6 +232,9 @@ class BlockManager(KVCacheManager):
             num_keys = seq.num_computed_tokens + num_tokens
             keys.append(PagedKeys(tuple(seq.block_table[: self._num_blocks(num_keys)]), num_keys))
         return keys, _NO_MOVES
+
+    def num_stored_tokens(self, block_id: int) -> int:
+        return self.block_size
 
     def check_integrity(self, sequences: Seq[Sequence]) -> None:
         self.pool.check_integrity(list(sequences))

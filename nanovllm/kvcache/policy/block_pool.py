@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
 import xxhash
 
 from nanovllm.core.sequence import Sequence, TokenIds
@@ -309,6 +310,7 @@ class BlockPool:
         # The free blocks: spare ones, and those whose content a prompt could still match. In both, the block to
         # allocate next comes first. A plain dict would be slow: finding its first key has to skip every key that was
         # deleted before it.
+        self.versions: np.ndarray | None = None  # how often each block was allocated; None: nobody asks
         self.spare_ids: OrderedDict[int, None] = OrderedDict.fromkeys(range(len(blocks)))
         self.cached_ids: OrderedDict[int, None] = OrderedDict()
 
@@ -359,6 +361,8 @@ class BlockPool:
     def allocate(self, block: Block | None = None) -> Block:
         """Allocate a free block, by default the next one, and forget its old content."""
         block = block or self.next_free_block
+        if self.versions is not None:
+            self.versions[block.block_id] += 1
         self.index.drop(block)
         self.retain(block)
         return block

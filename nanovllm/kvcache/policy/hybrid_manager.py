@@ -26,7 +26,7 @@ from nanovllm.core.step_limits import MAX_DECODE_QUERIES
 from nanovllm.core.step_plan import KVMoves
 from nanovllm.errors import RequestError
 from nanovllm.kvcache.policy.block_manager import WATERMARK, KVCacheManager, PagedKeys
-from nanovllm.kvcache.policy.block_pool import LONG_CHUNK_BLOCKS, BlockPool
+from nanovllm.kvcache.policy.block_pool import LONG_CHUNK_BLOCKS, Block, BlockPool
 from nanovllm.kvcache.policy.missing_keys import MissingKeys, divide_missing
 from nanovllm.kvcache.policy.step_slots import HybridBlock, SlotRing, StepSlots
 from nanovllm.utils.arithmetic import ceil_div
@@ -306,6 +306,23 @@ class HybridKVCacheManager(KVCacheManager):
             self.slots.remove_running_owner(self.blocks[block_id])
             self.pool.release(self.blocks[block_id])
         seq.block_table.clear()
+
+    # -- blocks that are loaded from disk ------------------------------------------------------------------------
+
+    def _empty(self, block: Block) -> None:
+        self.ring.free_slot_of(self.blocks[block.block_id])
+
+    def fill(self, holder: Sequence, num_tokens: int) -> None:
+        first = holder.num_registered_tokens // self.block_size
+        for i, block_id in enumerate(holder.block_table[first:], first):
+            block = self.blocks[block_id]
+            block.num_tokens = min(self.block_size, max(0, num_tokens - i * self.block_size))
+            block.num_offloaded_tokens = block.num_tokens
+            block.is_kept = self.keeps_first_blocks and i == 0
+        super().fill(holder, num_tokens)
+
+    def num_stored_tokens(self, block_id: int) -> int:
+        return self.blocks[block_id].num_offloaded_tokens
 
     # -- finishing -----------------------------------------------------------------------------------------------
 

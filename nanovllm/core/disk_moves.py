@@ -1,0 +1,74 @@
+"""KV on disk in plain data: how a piece of a prompt is named, and what moves between disk and memory.
+
+The unit is the extent: K and V of DISK_GRAIN_TOKENS consecutive tokens, in all layers of a rank. Its key is a
+cryptographic hash of the cache salt and of all tokens up to its last one, so equal keys mean equal prefixes. The size
+of blocks plays no part: engines with other blocks, with and without offload, share extents.
+"""
+
+from collections.abc import Sequence as Seq
+from hashlib import blake2b
+from typing import NamedTuple
+
+from nanovllm.config import BLOCK_SIZE_STEP
+
+DISK_GRAIN_TOKENS = BLOCK_SIZE_STEP  # every size of block is a multiple
+NUM_READERS = 4  # extents that a rank reads at once: while some wait for the disk, others are checked
+DISK_HEADER_BYTES = 4096  # of the file of an extent, before K and V
+KEY_BYTES = 20
+
+
+LATER_S = 1e-6  # how much older than the extent before it an extent counts
+
+
+def root_key(salt: int) -> bytes:
+    """The key of the empty prefix."""
+    return blake2b(b"nanovllm prefix %d" % salt, digest_size=KEY_BYTES).digest()
+
+
+def next_key(parent: bytes, token_ids: bytes) -> bytes:
+    """The key of the prefix that ends with these tokens, int64, and that has `parent` before them."""
+    return blake2b(parent + token_ids, digest_size=KEY_BYTES).digest()
+
+
+class Extent(NamedTuple):
+    """An extent, and its place in memory: the tokens from `start` on of a block.
+
+    `used_s` is the time of its last use, by time.time. That of a prompt's first extent is the latest, because the
+    others are of no use without it. The block is one in CPU memory with offload, and one on the GPU without. `version`
+    is the block's number of allocations. A block that has been allocated again holds, or will soon hold, other tokens.
+    """
+
+    key: bytes
+    parent: bytes  # the key of the prefix before it
+    token_ids: bytes
+    used_s: float
+    block_id: int
+    start: int
+    version: int
+
+
+def document_disk_bytes(num_tokens: int, token_bytes: int) -> int:
+    """The size of a document's files, with so many bytes of K and V a token. Its last tokens make no extent."""
+    return num_tokens // DISK_GRAIN_TOKENS * (DISK_GRAIN_TOKENS * token_bytes + DISK_HEADER_BYTES)
+
+
+class DiskMoves(NamedTuple):
+    """Extents to write, and perhaps one load: extents to read, one after the other, until one is missing.
+
+    Moves are numbered from 1. A load's number is one more than that of the load before it.
+    """
+
+    number: int
+    stores: Seq[Extent] = ()
+    loads: Seq[Extent] = ()
+    load_number: int = 0
+
+
+class DiskSetup(NamedTuple):
+    """What a rank needs to open the cache."""
+
+    path: str
+    model: str  # its name, for people
+    limit_bytes: int  # of all that is below the path
+    board: str  # the address of the DiskBoard
+    num_blocks: int

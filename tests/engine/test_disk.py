@@ -1,0 +1,483 @@
+"""KV on disk, through the engine: the right logits after a restart, whatever happens to the files meanwhile."""
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checked_engine import ALL_GPU, WORKS_AHEAD, CheckedLLM, Reference, cache_options, greedy
+from dense_model import random_prompt
+from tiny_models import write_tiny_model
+
+import nanovllm
+from nanovllm import LLM, AsyncLLM, SamplingParams
+from nanovllm.core.disk_moves import DISK_GRAIN_TOKENS
+from nanovllm.errors import ConfigError
+from nanovllm.kvcache.disk.store import check_extent, list_extents
+from nanovllm.kvcache.transfer.disk_worker import KVPool
+
+BLOCK = DISK_GRAIN_TOKENS
+DOCUMENT = random_prompt(5 * BLOCK + 17, seed=5)
+QUESTIONS = [[*DOCUMENT, *random_prompt(9, seed=i)] for i in range(3)]
+HIT = 5 * BLOCK
+CACHES: dict[str, dict[str, Any]] = {
+    "all GPU": cache_options(None),
+    "all GPU, large blocks": cache_options(None) | {"kvcache_block_size": 2 * BLOCK, "num_kvcache_blocks": 20},
+    "offload": cache_options(3),
+    "offload, CPU attends": cache_options(3) | {"cpu_attention": "on"},
+}
+
+
+def ask(llm: LLM, prompt: Any, max_tokens: int = 6) -> Any:
+    return llm.generate([prompt], greedy(max_tokens), use_tqdm=False)[0]
+
+
+def forget_all(llm: LLM) -> None:
+    """Empty the prefix cache in memory."""
+    pool = llm.scheduler.kv.pool
+    for block_id in list(pool.cached_ids):
+        llm.scheduler.kv._empty(pool.blocks[block_id])
+        pool.discard(pool.blocks[block_id])
+
+
+def wait_until_stored(llm: LLM) -> None:
+    disk = llm.scheduler.disk
+    assert disk is not None
+    while disk.num_pending:
+        time.sleep(0.001)
+
+
+def extents_below(path: Path) -> list[Path]:
+    return sorted(extent.path for extent in list_extents(path).extents)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "kv"
+
+
+@pytest.fixture
+def options(path: Path) -> dict[str, Any]:
+    return {"device": "cpu", "dtype": "float32", "kv_disk_path": str(path), **ALL_GPU}
+
+
+# -- a restart ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_restarted_engine_reads_the_document_from_disk(reference: Reference, path: Path, cache: str) -> None:
+    expected = HIT // 512 * 512 if "large" in cache else HIT
+    for i, question in enumerate(QUESTIONS):
+        with CheckedLLM(reference, kv_disk_path=str(path), **CACHES[cache]) as llm:
+            while i and not llm.stats()["disk_read_byte_per_s"]:
+                time.sleep(0.001)  # the start measures what it finds
+            output = llm.answer_and_check([question])[0]
+            assert output["num_cached_tokens"] == (expected if i else 0)
+            stats = llm.stats()
+            assert stats["num_disk_hit_tokens"] == output["num_cached_tokens"]
+            llm.assert_nothing_left()
+        assert len(extents_below(path)) == HIT // BLOCK
+    assert stats["num_disk_misses"] == stats["num_waiting_for_disk"] == 0
+    assert stats["num_disk_stored_bytes"] == 0, "what is on disk is not written again"
+    assert stats["disk_read_byte_per_s"] > 0
+
+
+def test_caches_of_all_kinds_share_extents(reference: Reference, path: Path) -> None:
+    """The files depend neither on the size of blocks nor on offload."""
+    hits = []
+    for cache in [*CACHES, *CACHES]:
+        with CheckedLLM(reference, kv_disk_path=str(path), **CACHES[cache]) as llm:
+            hits.append(llm.answer_and_check([QUESTIONS[0]])[0]["num_cached_tokens"])
+    assert hits == [0, 1024, HIT, HIT, HIT, 1024, HIT, HIT]
+
+
+@pytest.mark.parametrize("cache", [pytest.param("all GPU", marks=pytest.mark.slow), "offload"])
+def test_two_ranks_keep_their_shards(reference: Reference, path: Path, cache: str) -> None:
+    """A shard that one rank has lost is a miss for all; the tokens before it are a hit."""
+    options = CACHES[cache] | {"tensor_parallel_size": 2, "kv_disk_path": str(path)}
+    hits = []
+    for i in range(4):
+        with CheckedLLM(reference, **options) as llm:
+            hits.append(llm.answer_and_check([QUESTIONS[0]])[0]["num_cached_tokens"])
+        folders = [folder for folder in path.iterdir() if folder.is_dir()]
+        assert [len(list(folder.glob("*.kv"))) for folder in folders] == [5, 5]
+        if i == 1:  # damage the third extent of the rank that is not rank 0
+            about = next(folder for folder in folders if '"1 of 2"' in (folder / "model.json").read_text())
+            oldest_last = sorted(about.glob("*.kv"), key=lambda file: -file.stat().st_mtime_ns)
+            oldest_last[2].write_bytes(b"damaged")
+    assert hits == [0, HIT, 2 * BLOCK, HIT]
+
+
+@pytest.mark.slow
+def test_closing_waits_for_all_ranks(reference: Reference, path: Path) -> None:
+    """The other ranks hear of the last stores when rank 0 may have made its own."""
+    options = {"tensor_parallel_size": 2, "kv_disk_path": str(path), "kv_disk_policy": "evict"}
+    for cached in (0, HIT, HIT):
+        with CheckedLLM(reference, **options, **CACHES["offload"]) as llm:
+            assert llm.answer_and_check([QUESTIONS[0]])[0]["num_cached_tokens"] == cached
+
+
+def test_engine_that_works_ahead_stores_and_loads(reference: Reference, path: Path) -> None:
+    for cached in (0, HIT):
+        for num_gpu_blocks in (None, 3):
+            options = cache_options(num_gpu_blocks) | {"kv_disk_path": str(path / str(num_gpu_blocks))}
+            with CheckedLLM(reference, internals=WORKS_AHEAD, **options) as llm:
+                outputs = llm.answer_and_check([QUESTIONS[0], *([random_prompt(700, seed=8)] if cached else [])])
+                assert outputs[0]["num_cached_tokens"] == cached
+                llm.assert_nothing_left()
+
+
+def test_others_are_answered_while_a_prompt_is_loaded(reference: Reference, path: Path) -> None:
+    """A slow disk holds up only those who wait for it."""
+    with CheckedLLM(reference, kv_disk_path=str(path), **ALL_GPU) as llm:
+        llm.answer_and_check([QUESTIONS[0]])
+    with CheckedLLM(reference, kv_disk_path=str(path), **ALL_GPU) as llm:
+        may_read = slow_reads(llm)
+        waiting = llm.add_request(QUESTIONS[1], greedy())
+        other = llm.add_request(random_prompt(300, seed=1), greedy())
+        finished: dict[int, Any] = {}
+        while other not in finished:
+            finished |= llm.step().finished
+        assert waiting not in finished and llm.stats()["num_waiting_for_disk"] == 1
+        may_read.set()
+        finished |= llm.finish_all()
+        assert finished[waiting]["num_cached_tokens"] == HIT
+        llm.check(waiting, QUESTIONS[1], finished[waiting])
+        llm.assert_nothing_left()
+
+
+def slow_reads(llm: LLM) -> threading.Event:
+    """Reading waits for the event, and then takes as long as it takes."""
+    may_read = threading.Event()
+    store = llm.runner._disk.store
+    read = store.read
+
+    def slow_read(*args: Any) -> bool:
+        may_read.wait()
+        return bool(read(*args))
+
+    store.read = slow_read
+    return may_read
+
+
+def test_load_is_given_up_when_computing_is_faster(reference: Reference, path: Path) -> None:
+    """The disk answers no more, once prompts have been timed. The request is computed, and the engine can be closed."""
+    with CheckedLLM(reference, kv_disk_path=str(path), **ALL_GPU) as llm:
+        llm.answer_and_check([QUESTIONS[0]])
+        llm.answer_and_check([random_prompt(900, seed=3)])
+        wait_until_stored(llm)
+        forget_all(llm)
+        may_read = slow_reads(llm)
+        assert llm.answer_and_check([QUESTIONS[1]])[0]["num_cached_tokens"] == 0
+        stats = llm.stats()
+        assert stats["num_cancelled_disk_loads"] == 1
+        assert ask(llm, [*DOCUMENT[:600], 1])["num_cached_tokens"] == 512  # nobody waits for the disk meanwhile
+        may_read.set()
+        while llm.scheduler.disk.holders:  # type: ignore[union-attr]
+            ask(llm, [1, 2, 3], max_tokens=1)
+        llm.assert_nothing_left()
+
+
+def test_aborted_load_gives_its_blocks_back(reference: Reference, path: Path) -> None:
+    for num_gpu_blocks in (None, 3):
+        options = cache_options(num_gpu_blocks) | {"kv_disk_path": str(path)}
+        with CheckedLLM(reference, **options) as llm:
+            ask(llm, QUESTIONS[0])
+            wait_until_stored(llm)
+            forget_all(llm)
+            may_read = slow_reads(llm)
+            ids = [llm.add_request(question, greedy()) for question in QUESTIONS]
+            for _ in range(3):
+                llm.step()
+            assert llm.stats()["num_waiting_for_disk"] == 3
+            assert all(llm.abort(request_id) for request_id in (ids[0], ids[2]))
+            llm.scheduler.check_integrity()
+            may_read.set()
+            finished = llm.finish_all()
+            assert [finished[request_id]["finish_reason"] for request_id in ids] == ["abort", "length", "abort"]
+            llm.check(ids[1], QUESTIONS[1], finished[ids[1]])
+            llm.assert_nothing_left()
+
+
+# -- what is stored ----------------------------------------------------------------------------------------------------
+
+
+def test_policy_evict_stores_what_leaves_memory(reference: Reference, path: Path) -> None:
+    """And nothing before: neither a prompt that has been computed, nor one that stays in memory."""
+    options = cache_options(3) | {"kv_disk_path": str(path), "kv_disk_policy": "evict", "num_cpu_blocks": 16}
+    with CheckedLLM(reference, **options) as llm:
+        llm.answer_and_check([QUESTIONS[0]])
+        wait_until_stored(llm)
+        assert not extents_below(path)
+        for seed in range(4):
+            llm.answer_and_check([random_prompt(3 * BLOCK + 1, seed=seed)], max_tokens=30)
+            wait_until_stored(llm)
+        assert extents_below(path)
+        assert llm.answer_and_check([QUESTIONS[1]])[0]["num_cached_tokens"] == HIT, "it had left memory"
+        assert llm.stats()["num_disk_hit_tokens"] > 0
+    with CheckedLLM(reference, **options) as llm:  # closing has stored the rest
+        for prompt in (QUESTIONS[2], random_prompt(3 * BLOCK + 1, seed=3)):
+            hit = llm.answer_and_check([prompt])[0]["num_cached_tokens"]
+            assert hit == len(prompt) // BLOCK * BLOCK
+
+
+def test_answer_is_found_by_the_next_turn(reference: Reference, path: Path) -> None:
+    """The K and V of answers are stored when the engine is closed."""
+    options = {"kv_disk_path": str(path), **cache_options(None)}
+    with CheckedLLM(reference, **options) as llm:
+        answer = llm.answer_and_check([QUESTIONS[0]], max_tokens=2 * BLOCK)[0]["token_ids"]
+    with CheckedLLM(reference, **options) as llm:
+        turn = [*QUESTIONS[0], *answer, 1, 2, 3]
+        assert llm.answer_and_check([turn])[0]["num_cached_tokens"] == (len(turn) - 4) // BLOCK * BLOCK
+
+
+def test_salts_share_nothing_on_disk(reference: Reference, options: dict[str, Any]) -> None:
+    salts = ["a", "b", None]
+    for cached in (0, HIT):
+        with LLM(reference.directory, **options) as llm:
+            prompts = [{"prompt_token_ids": DOCUMENT, "cache_salt": salt} for salt in salts]
+            assert [ask(llm, prompt)["num_cached_tokens"] for prompt in prompts] == [cached] * 3
+    assert len(extents_below(Path(options["kv_disk_path"]))) == 3 * HIT // BLOCK
+
+
+def test_prompt_that_is_scored_reads_nothing(reference: Reference, options: dict[str, Any]) -> None:
+    params = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=1)
+    for _ in range(2):
+        with LLM(reference.directory, **options) as llm:
+            output = llm.generate([DOCUMENT], params, use_tqdm=False)[0]
+            assert output["num_cached_tokens"] == 0 and len(output["prompt_logprobs"]) == len(DOCUMENT)
+
+
+def test_other_weights_dtype_or_config_share_nothing(tmp_path: Path, options: dict[str, Any]) -> None:
+    first, moved = (write_tiny_model(tmp_path / name, max_position_embeddings=2048) for name in ("first", "moved"))
+    other = write_tiny_model(tmp_path / "other", max_position_embeddings=2048, seed=1)
+    theta = {"hf_overrides": {"rope_theta": 1234.0}}
+    variants = [(first, {}), (other, {}), (first, {"dtype": "bfloat16"}), (first, theta), (moved, {}), (first, {})]
+    hits = []
+    for directory, changes in variants:
+        with LLM(directory, **options | changes) as llm:
+            hits.append(ask(llm, DOCUMENT)["num_cached_tokens"])
+    assert hits == [0, 0, 0, 0, HIT, HIT]
+
+
+def test_async_engine_reads_from_disk(reference: Reference, options: dict[str, Any]) -> None:
+    async def cached() -> int:
+        async with AsyncLLM(reference.directory, **options) as engine:
+            outputs = [update.output async for update in engine.generate(DOCUMENT, greedy())]
+            assert outputs[-1] is not None
+            return outputs[-1]["num_cached_tokens"]
+
+    assert [asyncio.run(cached()) for _ in range(2)] == [0, HIT]
+
+
+def test_two_engines_share_a_path(reference: Reference, options: dict[str, Any]) -> None:
+    """What one stores the other one finds, while both run."""
+    with LLM(reference.directory, **options) as first, LLM(reference.directory, **options) as second:
+        ask(first, DOCUMENT)
+        wait_until_stored(first)
+        second.runner._disk.store.refresh()  # as its thread does every two seconds
+        assert ask(second, DOCUMENT)["num_cached_tokens"] == HIT
+
+
+def test_extents_go_through_a_buffer_where_the_cache_is_on_a_gpu(
+    reference: Reference, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU nothing needs the buffers; here they are used all the same."""
+    init = KVPool.__init__
+
+    monkeypatch.setattr(KVPool, "__init__", lambda pool, *args: init(pool, *args, needs_buffers=True))
+    outputs = []
+    for cached in (0, HIT):
+        with LLM(reference.directory, **options) as llm:
+            outputs.append(ask(llm, DOCUMENT))
+            assert outputs[-1]["num_cached_tokens"] == cached
+            assert llm.stats()["disk_buffer_bytes"] > 0
+    assert outputs[0]["token_ids"] == outputs[1]["token_ids"]
+
+
+# -- files that are damaged, disks that fail ---------------------------------------------------------------------------
+
+
+def damage(file: Path, rng: random.Random) -> None:
+    """At any place of the header or the payload, or as a whole."""
+    data = bytearray(file.read_bytes() or b"\0")  # it may have been damaged before
+    start = rng.choice([rng.randrange(min(4096, len(data))), rng.randrange(len(data))])
+    match rng.randrange(7):
+        case 0 | 1:
+            data[start] ^= 1 << rng.randrange(8)
+        case 2:
+            data[start : start + 4096] = rng.randbytes(len(data[start : start + 4096]))
+        case 3:
+            del data[start:]
+        case 4:
+            file.unlink()
+            return
+        case 5:
+            other = rng.choice([each for each in file.parent.glob("*.kv") if each != file] or [file])
+            data = bytearray(other.read_bytes()) if other != file else data[:-1]
+        case 6:
+            data += b"\0"
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("num_files", [40, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
+def test_damaged_files_change_no_token_and_fail_no_request(
+    reference: Reference, options: dict[str, Any], path: Path, num_files: int
+) -> None:
+    rng, num_damaged, num_hits = random.Random(num_files), 0, set()
+    with LLM(reference.directory, **options) as llm:
+        expected = [ask(llm, question)["token_ids"] for question in QUESTIONS]
+        while num_damaged < num_files:
+            wait_until_stored(llm)
+            forget_all(llm)
+            files = extents_below(path)
+            for file in rng.sample(files, min(len(files), rng.choice([1, 1, 2, 5]))):
+                damage(file, rng)
+                num_damaged += 1
+            i = rng.randrange(len(QUESTIONS))
+            output = ask(llm, QUESTIONS[i])
+            assert output["token_ids"] == expected[i] and output["finish_reason"] == "length"
+            num_hits.add(output["num_cached_tokens"])
+            llm.runner._disk.store.refresh()
+        llm.scheduler.check_integrity()
+    assert len(num_hits) >= 4, "damage at every extent of the document"
+
+
+ASKS_UNTIL_KILLED = """
+import random, sys
+sys.path.insert(0, sys.argv[3])
+from dense_model import random_prompt
+from nanovllm import LLM, SamplingParams
+with LLM(sys.argv[1], device="cpu", dtype="float32", num_kvcache_blocks=12, kv_disk_path=sys.argv[2]) as llm:
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    print("ready", flush=True)
+    while True:
+        prompt = random_prompt(random.randrange(300, 1500), seed=random.randrange(6))
+        llm.generate([prompt], params, use_tqdm=False)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_killed_engines_leave_right_tokens(reference: Reference, options: dict[str, Any], path: Path) -> None:
+    """Two engines at a time ask at random and are killed; what they leave gives the logits of transformers."""
+    rng = random.Random(0)
+    command = [sys.executable, "-c", ASKS_UNTIL_KILLED, str(reference.directory), str(path)]
+    command.append(str(Path(__file__).parents[1] / "support"))
+    environment = os.environ | {"PYTHONPATH": str(Path(nanovllm.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    hits = 0
+    for _ in range(10):
+        engines = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) for _ in range(2)]
+        for engine in engines:
+            assert engine.stdout is not None and engine.stdout.readline() == b"ready\n"
+        time.sleep(rng.random())
+        for engine in engines:
+            engine.send_signal(signal.SIGKILL)
+            assert engine.wait() == -signal.SIGKILL
+        assert [check_extent(file) for file in extents_below(path)]
+        with CheckedLLM(reference, **options) as llm:
+            for seed in range(6):
+                hits += llm.answer_and_check([random_prompt(1100, seed=seed)])[0]["num_cached_tokens"]
+            assert llm.stats()["num_disk_misses"] == 0
+    assert hits > 0
+
+
+def test_full_disk_leaves_the_engine_serving(
+    reference: Reference, options: dict[str, Any], path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object) -> int:
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr(os, "pwritev", fail)
+    with LLM(reference.directory, **options) as llm:
+        first = ask(llm, DOCUMENT)
+        wait_until_stored(llm)
+        stats = llm.stats()
+        assert (stats["num_disk_bytes"], stats["num_dropped_extents"]) == (0, HIT // BLOCK)
+        forget_all(llm)
+        assert ask(llm, DOCUMENT)["token_ids"] == first["token_ids"]
+    assert not extents_below(path)
+
+
+def test_slow_disk_holds_up_no_request(
+    reference: Reference, path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What cannot be written before its block is given away is left out."""
+    may_write = threading.Event()
+    sync = os.fdatasync
+
+    def slow_sync(fd: int) -> None:
+        may_write.wait()
+        sync(fd)
+
+    monkeypatch.setattr(os, "fdatasync", slow_sync)
+    options = cache_options(3) | {"kv_disk_path": str(path), "num_cpu_blocks": 16}
+    with CheckedLLM(reference, **options) as llm:
+        for seed in range(6):
+            llm.answer_and_check([random_prompt(5 * BLOCK + 1, seed=seed)])
+        assert not extents_below(path) and llm.stats()["num_extents_to_store"] > 0
+        may_write.set()
+        wait_until_stored(llm)
+        assert 0 < llm.stats()["num_dropped_extents"] < 30
+        llm.assert_nothing_left()
+    assert [check_extent(file) for file in extents_below(path)]
+    with CheckedLLM(reference, **options) as llm:
+        for seed in range(6):
+            llm.answer_and_check([random_prompt(5 * BLOCK + 1, seed=seed)])
+        assert llm.stats()["num_disk_hit_tokens"] > 0
+
+
+def test_folder_that_cannot_be_written_is_read(
+    reference: Reference, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with CheckedLLM(reference, **options) as llm:
+        llm.answer_and_check([QUESTIONS[0]])
+    open_file = os.open
+
+    def open_for_reading(path: str, flags: int, *args: Any, **kwargs: Any) -> int:
+        if flags & (os.O_RDWR | os.O_WRONLY):
+            raise OSError(30, os.strerror(30))
+        return open_file(path, flags, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", open_for_reading)
+    with CheckedLLM(reference, **options) as llm:
+        assert llm.answer_and_check([QUESTIONS[1]])[0]["num_cached_tokens"] == HIT
+        assert llm.answer_and_check([random_prompt(600, seed=1)])[0]["num_cached_tokens"] == 0
+        wait_until_stored(llm)
+        assert llm.stats()["num_disk_stored_bytes"] == 0
+    assert caplog.text.count("KV is only read from it") == 1
+
+
+def test_small_limit_keeps_the_beginning_of_a_document(reference: Reference, path: Path) -> None:
+    """Without its beginning the rest of a document would be of no use."""
+    extent_bytes = 256 * 512 + 4096
+    limit_gb = 4.9 * extent_bytes / 2**30
+    options = {"kv_disk_path": str(path), "kv_disk_gb": limit_gb, **ALL_GPU}
+    for cached in (0, 4 * BLOCK, 4 * BLOCK):
+        with CheckedLLM(reference, **options) as llm:
+            assert llm.answer_and_check([QUESTIONS[0]])[0]["num_cached_tokens"] == cached
+            assert llm.stats()["num_disk_bytes"] <= limit_gb * 2**30
+    other = random_prompt(3 * BLOCK + 1, seed=9)
+    for cached in (0, 3 * BLOCK):  # a later document takes its place
+        with CheckedLLM(reference, **options) as llm:
+            assert llm.answer_and_check([other])[0]["num_cached_tokens"] == cached
+
+
+def test_refusals_name_the_remedy(reference: Reference, path: Path) -> None:
+    for options, message in (
+        ({"kv_disk_gb": 1.0}, "kv_disk_gb=1 limits what is below kv_disk_path; add kv_disk_path"),
+        ({"kv_disk_path": ""}, "kv_disk_path='' must be a folder"),
+        ({"kv_disk_path": str(path), "enable_prefix_caching": False}, "leave out enable_prefix_caching=False"),
+        ({"kv_disk_path": str(path), "kv_disk_policy": "always"}, "choose one of prompt, evict"),
+        ({"kv_disk_path": str(path), "kv_disk_gb": 1e-6}, "raise kv_disk_gb"),
+        ({"kv_disk_path": "/dev/null/kv"}, "kv_disk_path='/dev/null/kv' cannot be used"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            LLM(reference.directory, device="cpu", **ALL_GPU, **options)

@@ -1,0 +1,18 @@
+"""The benchmark of KV on disk runs, and its last line has the figures that targets read."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import bench_disk
+
+
+def test_bench_disk_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "kv"
+    options = ["--gib", "0.03", "--runs", "1", "--restart", "--device", "cpu", "--context", "3000"]
+    monkeypatch.setattr("sys.argv", ["bench_disk", "--path", str(path), *options])
+    bench_disk.main()
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["load_share"] > 0 and result["restart_share"] > 0
+    assert not path.exists()

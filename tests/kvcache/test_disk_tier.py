@@ -1,0 +1,210 @@
+"""DiskTier over the content model: whatever the disk does, each sequence sees its own tokens, and nothing is lost."""
+
+import random
+from collections.abc import Iterator
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from content_model import ContentError, ContentRunner, Simulation
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from odd_drafters import KINDS
+from random_workloads import GRAIN, dense_manager, dense_operations, dense_schedule, odd_drafter, play
+from simulated_disk import SimulatedDisk
+from tiers import examples
+
+from nanovllm.core.sequence import Sequence
+from nanovllm.core.step_plan import StepPlan
+from nanovllm.kvcache.disk.tier import RATE_S, DiskBoard, DiskTier
+from nanovllm.kvcache.policy.block_manager import BlockManager, KVCacheManager
+from nanovllm.kvcache.transfer.disk_worker import _folded, weights_identity
+from nanovllm.sampling_params import SamplingParams
+
+QUICK = [HealthCheck.too_slow, HealthCheck.large_base_example]
+
+
+def make_disk(
+    rng: random.Random,
+    extents: dict[bytes, np.ndarray],
+    kv: KVCacheManager,
+    runner: ContentRunner,
+    checks_versions: bool = True,
+) -> SimulatedDisk:
+    is_hybrid = not isinstance(kv, BlockManager)
+    grain = GRAIN if is_hybrid else rng.choice([size for size in (1, 2, 4) if kv.block_size % size == 0])
+    return SimulatedDisk(kv, runner.cpu if is_hybrid else runner.gpu, grain, rng, extents, checks_versions)
+
+
+def play_on_disk(seed: int, hybrid: bool, drafter: str = "", checks_versions: bool = True) -> int:
+    """Several engines, one after the other, on one disk. Returns how many extents were loaded."""
+    rng = random.Random(seed)
+    extents: dict[bytes, np.ndarray] = {}
+    num_loaded, block_size = 0, rng.randint(1, 6)
+    for _ in range(3):
+        kv = BlockManager(rng.randint(8, 40), block_size) if not hybrid else dense_manager(rng, hybrid=True)
+        kv.pool.enable_prefix_caching = True
+        simulation = Simulation(
+            kv,
+            **dense_schedule(rng),
+            make_disk=partial(make_disk, rng, extents, checks_versions=checks_versions),
+            make_drafter=odd_drafter(drafter, seed) if drafter else None,
+        )
+        assert simulation.disk is not None
+        try:
+            play(simulation, dense_operations(rng))
+            for extent in simulation.disk.tier.last_moves().stores:
+                extents[extent.key] = simulation.disk._cells(extent).copy()
+        finally:
+            simulation.disk.board.close()
+        num_loaded += simulation.disk.num_loaded
+    return num_loaded
+
+
+@settings(max_examples=examples(300), deadline=None, suppress_health_check=QUICK)
+@given(seed=st.integers(0, 2**32), hybrid=st.booleans(), drafter=st.sampled_from(["", "", *KINDS]))
+def test_disk_changes_no_token_and_loses_nothing(seed: int, hybrid: bool, drafter: str) -> None:
+    play_on_disk(seed, hybrid, drafter)
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_workloads_load_from_disk(hybrid: bool) -> None:
+    """Else the test above would prove nothing."""
+    assert sum(play_on_disk(seed, hybrid) > 0 for seed in range(20)) >= 10
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_store_of_a_block_that_was_given_away_is_noticed(hybrid: bool) -> None:
+    """Without the versions of blocks, extents hold the tokens of other sequences, and the model sees it."""
+    with pytest.raises(ContentError):
+        for seed in range(200):
+            play_on_disk(seed, hybrid, checks_versions=False)
+
+
+def test_identity_of_weights_tells_every_change() -> None:
+    """Both the checksum of what is in CPU memory and the sums that a GPU computes."""
+    torch.manual_seed(0)
+    for size in (0, 1, 3, 5, 1000):
+        data = torch.randint(256, (size,), dtype=torch.uint8)
+        before = _folded(data)
+        assert torch.equal(before, _folded(data.clone()))
+        for i in {0, size // 2, size - 1} if size else ():
+            data[i] ^= 1
+            assert not torch.equal(before, _folded(data)), f"byte {i} of {size}"
+            data[i] ^= 1
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    before_all = weights_identity(model)
+    for change in (lambda: model[1].bias[-1].add_(1), lambda: model[0].weight.t_()):
+        with torch.no_grad():
+            change()
+        assert weights_identity(model) != before_all
+
+
+class FixedTimes:
+    """A token of a prompt takes a second to compute."""
+
+    def step_ended(self, plan: StepPlan, seconds: float | None) -> None:
+        raise NotImplementedError
+
+    def prompt_s(self, num_tokens: int, position: int) -> float | None:
+        return float(num_tokens)
+
+
+class Everything:
+    """A disk that has all extents."""
+
+    def __contains__(self, key: object) -> bool:
+        return True
+
+
+class Rates:
+    """A tier over 40 blocks of two tokens, an extent each, of 100 bytes; `now_s` is its clock."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.board = DiskBoard(2, 40)
+        self.kv = BlockManager(40, 2)
+        self.tier = DiskTier(
+            Everything(),
+            self.kv,
+            self.board,
+            extent_bytes=100,
+            times=FixedTimes(),
+            stores_prompts=True,
+            grain=2,
+            clock=lambda: self.now_s,
+        )
+        self.num_sequences = 0
+
+    def sequence(self, num_tokens: int = 21) -> Sequence:
+        self.num_sequences += 1
+        return Sequence(self.num_sequences, [self.num_sequences] * num_tokens, SamplingParams(max_tokens=1), seed=0)
+
+    def post(self, load_number: int, num_loaded: int, byte_per_s: float, *, has_ended: bool = False) -> None:
+        for rank in range(2):
+            self.board.post_progress(rank, load_number, num_loaded, byte_per_s * (1 + rank))
+            if has_ended:
+                self.board.post_end(rank, load_number)
+
+
+@pytest.fixture
+def rates() -> Iterator[Rates]:
+    rates = Rates()
+    yield rates
+    rates.board.close()
+
+
+def test_prompt_waits_for_the_disk_if_that_is_faster_than_computing(rates: Rates) -> None:
+    """Twenty tokens are ten extents: 1,000 bytes, against 20 s of computing. The slower rank counts."""
+    for byte_per_s, waits in ((51, True), (49, False)):
+        rates.post(0, 0, byte_per_s)
+        assert rates.tier.wait_for_load(rates.sequence()) == waits
+    assert not rates.tier.wait_for_load(rates.sequence(num_tokens=2)), "the last token of a prompt is computed"
+
+
+def test_rate_of_a_slow_load_is_not_believed_for_ever(rates: Rates) -> None:
+    rates.post(0, 0, 1)
+    assert not rates.tier.wait_for_load(rates.sequence())
+    rates.now_s += RATE_S + 1
+    assert rates.tier.wait_for_load(rates.sequence())
+
+
+def test_load_that_becomes_slow_is_cancelled_and_keeps_what_it_has_read(rates: Rates) -> None:
+    seq = rates.sequence()
+    assert rates.tier.wait_for_load(seq)
+    moves = rates.tier.next_moves()
+    assert moves is not None and len(moves.loads) == 10
+    rates.post(1, 3, 1000)
+    rates.now_s = 3.0
+    assert rates.tier.next_moves() is None and rates.tier.take_ready() == []
+    rates.now_s = 30.0
+    assert rates.tier.next_moves() is None and rates.tier.take_ready() == [seq]
+    assert rates.board.is_cancelled(1) and rates.tier.num_cancelled_loads == 1
+    assert not rates.tier.wait_for_load(rates.sequence()), "the blocks of the load are still in use"
+    assert rates.kv.pool.num_free == 30
+    rates.post(1, 4, 0.5, has_ended=True)
+    rates.tier.next_moves()
+    assert rates.kv.pool.num_free == 40
+    assert rates.kv.num_known_tokens(seq) == 8
+
+
+def test_one_rank_that_has_read_less_makes_the_hit_shorter(rates: Rates) -> None:
+    seq = rates.sequence()
+    assert rates.tier.wait_for_load(seq)
+    rates.tier.next_moves()
+    rates.post(1, 10, 1000, has_ended=True)
+    rates.board.post_progress(1, 1, 6, 1000)
+    rates.tier.next_moves()
+    assert rates.tier.take_ready() == [seq] and rates.kv.num_known_tokens(seq) == 12
+
+
+def test_prompt_that_lacks_blocks_is_not_overtaken_by_younger_ones(rates: Rates) -> None:
+    old, seq, young = rates.sequence(60), rates.sequence(), rates.sequence(5)
+    rates.kv.admit(old)
+    assert rates.tier.wait_for_load(seq)
+    assert rates.tier.next_moves() is None and not rates.tier.holders
+    assert rates.tier.may_overtake(old) and not rates.tier.may_overtake(young)
+    rates.kv.free(old)
+    assert rates.tier.next_moves() is not None
+    assert rates.tier.may_overtake(young), "its blocks are its own now"
