@@ -11,9 +11,17 @@ from dense_model import random_prompt
 from gpu_llm import GpuLLM
 
 from nanovllm.core.disk_moves import DISK_GRAIN_TOKENS, NUM_READERS
+from nanovllm.kvcache.disk.tier import DiskTier
 from nanovllm.kvcache.transfer.disk_worker import _folded, weights_identity
 
 pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def _compute_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU computes the prompts of a tiny model in less time than a disk needs to deliver them."""
+    monkeypatch.setattr(DiskTier, "_prompt_s", lambda tier, num_tokens, position: 60.0)
+
 
 BLOCK = DISK_GRAIN_TOKENS
 DOCUMENT = random_prompt(5 * BLOCK + 17, seed=5)
