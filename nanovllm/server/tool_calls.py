@@ -21,7 +21,7 @@ Llama 3 begins the answer with a JSON object, sometimes after a tag. Several obj
     <|python_tag|>{"name": "weather", "parameters": {"city": "Bern"}}; {"name": ...}
 
 Whatever turns out not to be a valid call is returned as content, unchanged and in its place; nothing is lost but the
-white space on either side of a call. A call in JSON is returned when it is complete, unless its arguments are asked for
+white space on either side of a call, and the beginning of a closing tag at the end. A call in JSON is returned when it is complete, unless its arguments are asked for
 in pieces. Then it is a call as soon as its name is known, even if the arguments turn out not to be valid, and so are
 calls between tags. The result does not depend on how the text was split, and the time is linear in its length.
 """
@@ -166,11 +166,14 @@ class ToolCallParser:
         return self._take()
 
     def finish(self) -> list[CallPart]:
-        """Return the rest, after the last text. A call that is not complete is content, unless it has begun."""
+        """Return the rest, after the last text. A call that lacks nothing but its closing is one; a call that is not
+        complete is content, unless it has begun.
+        """
         if self._has_begun:
             return []
         while self._state is not _State.CONTENT:
-            self._give_up()
+            if self._state is not _State.CLOSING or not self._end_call(len(self._text)):
+                self._give_up()
             while self._advance():
                 pass
         if not self._follows_call or self._text[self._start :].strip(_SPACE):
@@ -248,21 +251,25 @@ class ToolCallParser:
         follows = self._text[position : position + len(closing)]
         if len(follows) < len(closing) and closing.startswith(follows):
             return False
+        if follows != closing or not self._end_call(position + len(closing)):
+            self._give_up()
+        return True
+
+    def _end_call(self, end: int) -> bool:
+        """Return the call whose object is complete, or the end of one that has begun, if it is a call up to `end`."""
         if self._has_begun:
-            is_call = follows == closing and self._text[self._start : self._scan.end].strip(_SPACE) == "}"
+            is_call = self._text[self._start : self._scan.end].strip(_SPACE) == "}"
         else:
-            call = None if follows != closing else self._read_call(self._text[self._scan.start : self._scan.end])
+            call = self._read_call(self._text[self._scan.start : self._scan.end])
             is_call = call is not None
             self._deltas += [call] if call else []
-        if not is_call:
-            self._give_up()
-            return True
-        self._num_calls += 1
-        self._has_begun = False
-        self._follows_call = True
-        self._start = self._opening_end = position + len(closing)
-        self._state = _State.SEPARATOR if self._format.separator else _State.CONTENT
-        return True
+        if is_call:
+            self._num_calls += 1
+            self._has_begun = False
+            self._follows_call = True
+            self._start = self._opening_end = end
+            self._state = _State.SEPARATOR if self._format.separator else _State.CONTENT
+        return is_call
 
     def _give_up(self) -> None:
         """No call follows the opening, so it is content. The text after it is looked at once more."""

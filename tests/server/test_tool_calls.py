@@ -76,10 +76,11 @@ def calls_by_json(call_format: CallFormat, text: str) -> list[tuple[str, str]]:
         arguments = value[keys[0]] if keys else {}
         has_keys = bool(keys) or not call_format.needs_arguments
         is_call = isinstance(value, dict) and bool(value.get("name")) and has_keys and isinstance(arguments, dict)
-        if not is_call or value.keys() - {"name", *keys} or not after.startswith(call_format.closing):
+        is_closed = after.startswith(call_format.closing) or call_format.closing.startswith(after)
+        if not is_call or value.keys() - {"name", *keys} or not is_closed:
             continue
         calls.append((value["name"], json.dumps(arguments, ensure_ascii=False)))
-        position = len(text) - len(after) + len(call_format.closing)
+        position = min(len(text) - len(after) + len(call_format.closing), len(text))
         rest = text[position:].lstrip(" \t\r\n")
         if call_format.separator and rest.startswith(call_format.separator):
             position, may_begin = len(text) - len(rest) + 1, True
@@ -106,6 +107,14 @@ def test_parser_finds_the_calls_that_json_finds_and_keeps_the_rest(call_format: 
         position = text.index(content, position) + len(content)
     if not calls:
         assert "".join(content for content in parsed if isinstance(content, str)) == text
+
+
+def test_hermes_call_at_the_end_needs_no_closing_whether_streamed_or_not() -> None:
+    """Regression: an answer that was not streamed had it as content."""
+    call = ("weather", '{"city": "Zürich {\\"}"}')
+    for end in ("", "\n", "\n</tool_"):
+        text = f"Hm. <tool_call>{CALL}{end}"
+        assert parse(HERMES, [text]) == parse(HERMES, list(text)) == parse_pieces(HERMES, [text]) == ["Hm.", call]
 
 
 def test_hermes_several_calls_and_text_around_them() -> None:
