@@ -2,8 +2,6 @@
 
 A chunk's JSON is put together from parts made once per request, and only the new text is encoded. While the client or
 the event loop is busy, the stream merges updates, so a slow connection gets fewer and longer chunks.
-
-Log-probabilities have OpenAI's two forms, one for completions and one for chats, and vLLM's for prompts.
 """
 
 import asyncio
@@ -11,21 +9,21 @@ import json
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from nanovllm.core.outputs import Logprob, RequestOutput, TokenLogprobs
+from nanovllm.core.outputs import RequestOutput, TokenLogprobs
 from nanovllm.errors import EngineError
 from nanovllm.request_stream import RequestStream, RequestUpdate
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.admission import Service
 from nanovllm.server.errors import ApiError, ClientDisconnectedError, api_error, dumps_in_parts, json_response
+from nanovllm.server.logprobs import PromptEntries, chat_logprobs, completion_logprobs, prompt_logprobs
 from nanovllm.server.protocol import ChatRequest, CompletionRequest, SamplingFields
 from nanovllm.server.tool_calls import (
     CallFormat,
@@ -45,7 +43,6 @@ MAX_LEADING_TOKENS = 4  # white space before the tag of reasoning
 PROGRESS_S = 0.5  # between two reports of a prompt's progress
 Result = TypeVar("Result")
 BodyT = TypeVar("BodyT", bound=SamplingFields)
-PromptEntries: TypeAlias = Sequence[TokenLogprobs | None]
 
 
 class Answer(ABC, Generic[BodyT]):
@@ -369,89 +366,6 @@ def _call(delta: ToolCallDelta) -> dict[str, Any]:
     return {"id": delta.call_id, "type": "function", "function": function}
 
 
-BlockKind: TypeAlias = Literal["reasoning", "text", "call"]
-
-
-@dataclass
-class Block:
-    """A part of an answer: its reasoning, its text, or a tool call."""
-
-    kind: BlockKind
-    index: int
-    block_id: str
-    call_id: str = ""
-    name: str = ""
-    pieces: list[str] = field(default_factory=list)  # one string would be copied for each token
-
-    @property
-    def text(self) -> str:
-        """For a call its arguments."""
-        return "".join(self.pieces)
-
-
-class BlockAnswer(ChatAnswer):
-    """A chat answer as a sequence of blocks, each with events for its beginning, its pieces and its end.
-
-    The APIs of this form have one answer per request, and name the type of each event.
-    """
-
-    end = b""
-
-    def __init__(self, service: Service, body: ChatRequest, form: ChatForm) -> None:
-        super().__init__(service, body, form)
-        self._blocks: list[Block] = []
-        self._output: RequestOutput | None = None
-
-    @abstractmethod
-    def _body_of(self, output: RequestOutput | None) -> dict[str, Any]:
-        """The response with all blocks so far; `output` is None before its end."""
-
-    @abstractmethod
-    def _begun_events(self, block: Block) -> list[dict[str, Any]]: ...
-
-    @abstractmethod
-    def _piece_event(self, block: Block, piece: str) -> dict[str, Any]: ...
-
-    @abstractmethod
-    def _ended_events(self, block: Block) -> list[dict[str, Any]]: ...
-
-    def _sse(self, events: Iterable[dict[str, Any]]) -> str:
-        return "".join(f"event: {event['type']}\ndata: {json.dumps(event)}\n\n" for event in events)
-
-    def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
-        (self._output,) = outputs
-        self._count(0, self._output["token_ids"], self._output)
-        self._add(self._output["text"] or "", is_last=True)
-        return self._body_of(self._output)
-
-    def update_events(self, update: RequestUpdate) -> str:
-        if update.output is not None:
-            self._output = update.output
-            self._count(0, update.output["token_ids"], update.output)
-        return self._sse(self._add(update.text, is_last=update.output is not None))
-
-    def _add(self, text: str, is_last: bool) -> list[dict[str, Any]]:
-        """Add what `text` says to the blocks, and return the events of it."""
-        events = []
-        for delta in self._deltas(0, text, is_last):
-            kind: BlockKind
-            if isinstance(delta, ToolCallDelta):
-                kind, piece, call_id, name = "call", delta.arguments, delta.call_id, delta.name
-            else:
-                kind, piece = ("text", delta) if isinstance(delta, str) else ("reasoning", delta.text)
-                call_id = name = ""
-            if not self._blocks or kind != self._blocks[-1].kind or call_id:
-                self._blocks.append(Block(kind, len(self._blocks), secrets.token_hex(12), call_id, name))
-                events += self._ended_events(self._blocks[-2]) if len(self._blocks) > 1 else []
-                events += self._begun_events(self._blocks[-1])
-            if piece:
-                self._blocks[-1].pieces.append(piece)
-                events.append(self._piece_event(self._blocks[-1], piece))
-        if is_last and self._blocks:
-            events += self._ended_events(self._blocks[-1])
-        return events
-
-
 # -- sending -----------------------------------------------------------------------------------------------------------
 
 
@@ -557,76 +471,3 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -
 async def _until_disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-# -- log-probabilities -------------------------------------------------------------------------------------------------
-
-
-def completion_logprobs(
-    entries: Iterable[TokenLogprobs | None], num_top: int, *, first_text: str = "", offset: int = 0
-) -> dict[str, Any]:
-    """One entry per token. The entry of a prompt's first token is None, and its text is `first_text`.
-
-    offset: where the first token begins in the text.
-    """
-    columns: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-    for entry in entries:
-        text, logprob, top = first_text, None, None
-        if entry is not None:
-            token_id, own = next(iter(entry.items()))
-            text, logprob, top = _token_text(token_id, own), own.logprob, _top_by_text(entry, num_top)
-        columns["tokens"].append(text)
-        columns["token_logprobs"].append(logprob)
-        columns["top_logprobs"].append(top)
-        columns["text_offset"].append(offset)
-        offset += len(text)
-    return columns
-
-
-def chat_logprobs(entries: Iterable[TokenLogprobs], num_top: int) -> dict[str, Any]:
-    content = []
-    for entry in entries:
-        top = sorted((each for each in entry.items() if each[1].rank <= num_top), key=lambda each: each[1].rank)
-        own = _chat_token(*next(iter(entry.items())))
-        content.append(own | {"top_logprobs": [_chat_token(*each) for each in top]})
-    return {"content": content, "refusal": None}
-
-
-def prompt_logprobs(entries: PromptEntries, num_top: int) -> Iterator[dict[str, Any] | None]:
-    """vLLM's form: token id -> logprob, rank and text. An iterator, because those of a book would take gigabytes."""
-    for entry in entries:
-        yield (
-            None
-            if entry is None
-            else {
-                str(token_id): {"logprob": each.logprob, "rank": each.rank, "decoded_token": each.text}
-                for token_id, each in _own_and_top(entry, num_top)
-            }
-        )
-
-
-def _own_and_top(entry: TokenLogprobs, num_top: int) -> list[tuple[int, Logprob]]:
-    """The token itself, which comes first, and the most likely ones."""
-    return [(token_id, each) for i, (token_id, each) in enumerate(entry.items()) if i == 0 or each.rank <= num_top]
-
-
-def _top_by_text(entry: TokenLogprobs, num_top: int) -> dict[str, float]:
-    """Text -> log-probability of the token itself and of the most likely ones.
-
-    Several tokens can have the same text, such as parts of a character. The most likely of them counts.
-    """
-    top: dict[str, float] = {}
-    for token_id, each in _own_and_top(entry, num_top):
-        text = _token_text(token_id, each)
-        top[text] = max(each.logprob, top.get(text, each.logprob))
-    return top
-
-
-def _token_text(token_id: int, logprob: Logprob) -> str:
-    """The token's text, or its id in vLLM's form without a tokenizer."""
-    return f"token_id:{token_id}" if logprob.text is None else logprob.text
-
-
-def _chat_token(token_id: int, logprob: Logprob) -> dict[str, Any]:
-    text = _token_text(token_id, logprob)
-    return {"token": text, "logprob": logprob.logprob, "bytes": list(text.encode())}

@@ -21,9 +21,10 @@ Llama 3 begins the answer with a JSON object, sometimes after a tag. Several obj
     <|python_tag|>{"name": "weather", "parameters": {"city": "Bern"}}; {"name": ...}
 
 Whatever turns out not to be a valid call is returned as content, unchanged and in its place; nothing is lost but the
-white space on either side of a call, and the beginning of a closing tag at the end. A call in JSON is returned when it is complete, unless its arguments are asked for
-in pieces. Then it is a call as soon as its name is known, even if the arguments turn out not to be valid, and so are
-calls between tags. The result does not depend on how the text was split, and the time is linear in its length.
+white space on either side of a call, and what there is of a closing tag at the end. A call in JSON is returned when it
+is complete, unless its arguments are asked for in pieces. Then it is a call as soon as its name is known, even if the
+arguments turn out not to be valid, and so are calls between tags. The result does not depend on how the text was split,
+and the time is linear in its length.
 """
 
 import itertools
