@@ -266,6 +266,12 @@ def test_answer_can_be_copied_and_asked_for_again(server: FakeServer, page: Page
     wait_for_end(page)
     assert answers(page) == ["You said: one <b>so</b> & so."]
     assert server.bodies[0] == server.bodies[1]
+    ask(page, "two")
+    wait_for_end(page)
+    page.get_by_role("button", name="Retry").click()  # the only one, so that nothing that follows is lost
+    wait_for_end(page)
+    assert answers(page) == ["You said: one <b>so</b> & so.", "You said: two <b>so</b> & so."]
+    assert server.bodies[2] == server.bodies[3]
 
 
 def test_edited_question_replaces_what_follows(server: FakeServer, page: Page) -> None:

@@ -52,6 +52,7 @@ def test_page_fits_and_can_be_read(
         expect(page.locator("#side")).to_be_hidden()
         expect(page.locator("#side-button")).to_be_focused()
     page.get_by_role("button", name="Settings").click()
+    expect(page.get_by_role("button", name="Done")).to_be_in_viewport(ratio=1)
     look(page, tmp_path / "6-settings.png")
     page.get_by_role("button", name="Cancel").click()
 

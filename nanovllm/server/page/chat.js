@@ -307,10 +307,11 @@ async function requestThatFits(path, body, signal) {
 
 // -- what can be done with a question or an answer
 
+/** Only the last answer is asked for again, because what follows would be lost. Edit, which says so, does it for others. */
 function answerActions(message, idx) {
+  if (idx !== conversation.messages.length - 1) return [];
   const retry = { label: "Retry", run: () => redo(() => conversation.messages.splice(idx)) };
-  const canContinue = message.note && message.content && idx === conversation.messages.length - 1;
-  return canContinue ? [{ label: "Continue", run: () => redo(() => {}) }, retry] : [retry];
+  return message.note && message.content ? [{ label: "Continue", run: () => redo(() => {}) }, retry] : [retry];
 }
 
 function redo(prepare) {
