@@ -103,6 +103,21 @@ def test_products_with_any_number_of_rows(device: str, kind: str, num_rows: int,
 
 
 @on_device
+def test_products_with_numbers_in_e4m3_that_are_all_subnormal(device: str) -> None:
+    """They read as subnormal 16-bit numbers, which a matrix unit might take for 0."""
+    from nanovllm.kernels import packed_linear as kernels
+
+    codes = torch.randint(1, 8, (16, 256), dtype=torch.uint8)
+    values = codes.view(torch.float8_e4m3fn).double().to(device)
+    scales, words = torch.ones(1, 16, device=device), kernels.pack_codes(codes, 8, 64).to(device)
+    weight = kernels.Packed(words, scales, kernels.E4M3.value, torch.float32, 1, 256, 64)
+    x = torch.randn(3, 256, device=device).to(DTYPE)
+    for tile in TILES:
+        got = kernels.products(x, weight, tile=tile and kernels.Tile(*tile))
+        assert_close(got, x, values, F.linear(x.double(), values))
+
+
+@on_device
 @pytest.mark.parametrize("kind", KINDS)
 def test_gated_products(device: str, kind: str) -> None:
     from nanovllm.kernels import packed_linear as kernels
