@@ -62,12 +62,16 @@ class TaggedJson:
 
 
 class TaggedValue(NamedTuple):
-    """A value between tags of its own. schema: of its JSON; None for any text."""
+    """A value between tags of its own.
+
+    schema: of its JSON; None for a text, which is one of `choices` if there are any.
+    """
 
     begin: str
     schema: Mapping[str, Any] | None
     end: str
     is_required: bool
+    choices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

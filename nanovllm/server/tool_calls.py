@@ -460,8 +460,14 @@ def _takes_text(schema: Any) -> bool:
     return "'string'" in kinds or (kinds == "[]" and not schema.keys() & {"$ref", "allOf", "oneOf", "const"})
 
 
+def _choices(schema: Any) -> tuple[str, ...]:
+    """The texts that an `enum` allows; none if it allows anything else, too."""
+    choices = _list(schema.get("enum")) if isinstance(schema, dict) else []
+    return tuple(choices) if all(isinstance(choice, str) for choice in choices) else ()
+
+
 def _parameters(schema: Mapping[str, Any]) -> tuple[TaggedValue, ...]:
-    """The tags of the arguments. Texts are free, whatever else the schema says of them."""
+    """The tags of the arguments. Of texts only an `enum` is enforced."""
     properties, required = schema.get("properties"), _list(schema.get("required"))
     definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
     return tuple(
@@ -470,6 +476,7 @@ def _parameters(schema: Mapping[str, Any]) -> tuple[TaggedValue, ...]:
             None if _takes_text(each) else {**definitions, **each},
             "\n</parameter>\n",
             name in required,
+            _choices(each) if _takes_text(each) else (),
         )
         for name, each in (properties.items() if isinstance(properties, Mapping) else ())
     )

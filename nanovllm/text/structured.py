@@ -493,7 +493,10 @@ def _tagged_grammar(tagged: TaggedJson, added_tokens: Mapping[str, int]) -> str:
         values = schema if isinstance(schema, tuple) else [TaggedValue("", schema, "", True)]
         body = ""
         for j, value in enumerate(values):
-            if value.schema is None:
+            if value.choices:
+                choices = " | ".join(literal(choice) or '""' for choice in value.choices)
+                rule = f"{literal(value.begin)}({choices}) {literal(value.end)}"
+            elif value.schema is None:
                 rules.append(f"text_{i}_{j}[lazy]: TEXT {_literal(value.end, {})}")
                 rule = f"{literal(value.begin)}text_{i}_{j} "
             else:

@@ -334,7 +334,17 @@ def test_tagged_calls_are_constrained_by_their_tags() -> None:
     schema["$defs"] = {"d": {"type": "integer"}}
     ((begin, values, end),) = QWEN_TAGS.constraint([("f", schema)], is_required=True, is_single=False).tags
     assert (begin, end) == ("<tool_call>\n<function=f>\n", "</function>\n</tool_call>")
-    assert [value[1:] for value in values] == [
+    assert [value[1:4] for value in values] == [
         (None, "\n</parameter>\n", True),
         ({"$defs": schema["$defs"], "$ref": "#/$defs/d"}, "\n</parameter>\n", False),
     ]
+
+
+def test_enum_of_texts_is_enforced_between_tags() -> None:
+    schemas = {
+        "a": {"enum": ["x", "y"]},
+        "b": {"type": "string"},
+        "c": {"type": ["string", "null"], "enum": ["x", None]},
+    }
+    constraint = QWEN_TAGS.constraint([("f", {"properties": schemas})], is_required=True, is_single=True)
+    assert [value.choices for value in constraint.tags[0][1]] == [("x", "y"), (), ()]

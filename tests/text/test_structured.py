@@ -445,6 +445,20 @@ def test_tagged_json_that_is_too_large_or_wrong_is_refused(case: Case) -> None:
             case.matcher(tagged_json=TaggedJson(tags=tags, trigger="<"))
 
 
+def test_tagged_text_is_one_of_its_choices(case: Case) -> None:
+    values = (TaggedValue("<a>\n", None, "\n</a>", True, ("red", "", 'a "b"')),)
+    tagged = TaggedJson(tags=(("<call>", values, "</call>"),), trigger="<call>")
+    for text, is_right in (
+        ("red", True),
+        ("", True),
+        ('a "b"', True),
+        ("re", False),
+        ("redred", False),
+        ("blue", False),
+    ):
+        assert matches(case, tagged, f"<call><a>\n{text}\n</a></call>") == is_right, text
+
+
 def test_tagged_values_have_their_own_tags(case: Case) -> None:
     values = (TaggedValue("<a>", None, "</a>", True), TaggedValue("<b>", {"enum": [1, 2]}, "</b>", False))
     tagged = TaggedJson(tags=(("<call>", values, "</call>"),), trigger="<call>")
