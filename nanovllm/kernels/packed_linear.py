@@ -38,7 +38,6 @@ DENSE, INT4, INT8, E4M3 = (tl.constexpr(kind) for kind in range(4))
 BLOCK_WORDS = (64, 32, 16)  # that a block may have; more are faster
 MAX_BLOCK_M = 128
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-_TRITON_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 class Packed(NamedTuple):
@@ -47,10 +46,14 @@ class Packed(NamedTuple):
     codes: torch.Tensor  # int32 words [N, K / 8] or [N, K / 4]; dense: the values [N, K]
     scales: torch.Tensor | None = None  # [K / group_size, N / scale_rows]: fp32, or words of `pack_scales`
     kind: int = DENSE.value
-    scale_dtype: torch.dtype = torch.float32  # bf16 or fp16 in words
+    scale_dtype: torch.dtype | None = None  # bf16 or fp16 in words; None is fp32
     scale_rows: int = 1
     group_size: int = 128
     block_words: int = 16
+
+    @property
+    def scale_type(self) -> tl.dtype:
+        return tl.float32 if self.scale_dtype is None else getattr(tl, str(self.scale_dtype).removeprefix("torch."))
 
     @property
     def num_columns(self) -> int:
@@ -459,7 +462,7 @@ def products(
         K=size,
         GROUP=weight.group_size,
         SCALE_ROWS=weight.scale_rows,
-        SCALE_DTYPE=_TRITON_TYPES[weight.scale_dtype],
+        SCALE_DTYPE=weight.scale_type,
         KIND=weight.kind,
         GATED=gated,
         BIAS=bias is not None,
@@ -522,7 +525,7 @@ def unpack(weight: Packed, first_row: int, out: torch.Tensor) -> torch.Tensor:
         K=weight.num_columns,
         GROUP=weight.group_size,
         SCALE_ROWS=weight.scale_rows,
-        SCALE_DTYPE=_TRITON_TYPES[weight.scale_dtype],
+        SCALE_DTYPE=weight.scale_type,
         KIND=weight.kind,
         WORDS=weight.block_words,
         BLOCK_N=block_n,

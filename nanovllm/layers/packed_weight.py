@@ -159,9 +159,8 @@ def packed(weight: nn.Parameter | PackedWeight) -> "Packed":
     from nanovllm.kernels.packed_linear import Packed
 
     if isinstance(weight, PackedWeight):
-        dtype = weight.scale_dtype or torch.float16
         tensors, sizes = (weight.codes, weight.scales), (weight.scale_rows, weight.group_size, weight.block_words)
-        return Packed(*tensors, weight.kind, dtype, *sizes)
+        return Packed(*tensors, weight.kind, weight.scale_dtype, *sizes)
     return Packed(weight)
 
 

@@ -145,8 +145,8 @@ def launch_packed(size: int, dtype: torch.dtype) -> None:
         packed_linear.Packed(words[:, : size // 8], scales, packed_linear.INT4.value, torch.bfloat16, group_size=32),
         packed_linear.Packed(words[:, : size // 8], scales, packed_linear.INT4.value, torch.float16, 1, 512, 64),
         packed_linear.Packed(words, scales, packed_linear.INT8.value, torch.float16),
-        packed_linear.Packed(words, scales.float(), packed_linear.E4M3.value, torch.float32, 128, 128, 32),
-        packed_linear.Packed(words, scales.float(), packed_linear.E4M3.value, torch.float32, 1, size, 64),
+        packed_linear.Packed(words, scales.float(), packed_linear.E4M3.value, None, 128, 128, 32),
+        packed_linear.Packed(words, scales.float(), packed_linear.E4M3.value, None, 1, size, 64),
     ):
         for gated in (False, True):
             for rows in (1, 16, 64):

@@ -57,7 +57,7 @@ def make_weight(  # type: ignore[no-untyped-def]
         words = block_words or kernels.choose_block_words(size, 8, group)
         packed = kernels.pack_codes(codes.view(torch.uint8), 8, words)
         tensors = packed.to(device), scales.t().contiguous().to(device), kernels.E4M3.value
-        return kernels.Packed(*tensors, torch.float32, scale_rows, group, words), values.to(device)
+        return kernels.Packed(*tensors, None, scale_rows, group, words), values.to(device)
     bits, dtype = (8, torch.bfloat16) if "int8" in kind else (4, torch.float16)
     codes = torch.randint(2**bits, (num_rows, size), dtype=torch.uint8)
     scales = (torch.rand(num_rows, size // group) * 4 / 2**bits / size**0.5).to(dtype)
@@ -110,7 +110,7 @@ def test_products_with_numbers_in_e4m3_that_are_all_subnormal(device: str) -> No
     codes = torch.randint(1, 8, (16, 256), dtype=torch.uint8)
     values = codes.view(torch.float8_e4m3fn).double().to(device)
     scales, words = torch.ones(1, 16, device=device), kernels.pack_codes(codes, 8, 64).to(device)
-    weight = kernels.Packed(words, scales, kernels.E4M3.value, torch.float32, 1, 256, 64)
+    weight = kernels.Packed(words, scales, kernels.E4M3.value, None, 1, 256, 64)
     x = torch.randn(3, 256, device=device).to(DTYPE)
     for tile in TILES:
         got = kernels.products(x, weight, tile=tile and kernels.Tile(*tile))
