@@ -1,4 +1,4 @@
-"""What runs on one GPU: models, formats of their weights and contexts, with the options and bounds of each.
+"""The models, formats of weights and contexts that run on one GPU, with the options and bounds of each.
 
 Every entry is the plan of one sequence that `check_plan` accepts, of the fastest of SETTINGS that work. All figures of
 speed are projected: they are the plan's bounds, which no run exceeds.

@@ -89,7 +89,7 @@ class CapacityPlan:
 
     @property
     def disk_bytes(self) -> int:
-        """What a document of `context` tokens takes on disk, on all ranks."""
+        """Size on disk of a document of `context` tokens, on all ranks."""
         return document_disk_bytes(self.context, self.kv_bytes_per_token) * self.config.tensor_parallel_size
 
     @property

@@ -101,7 +101,7 @@ def _list(folders: list[Path]) -> None:
 
 
 def _about(folder: Path) -> dict[str, str]:
-    """What an engine has noted beside its files, for people."""
+    """Read the note for people that an engine leaves beside its files."""
     try:
         about = json.loads((folder / "model.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

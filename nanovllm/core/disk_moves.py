@@ -65,7 +65,7 @@ class DiskMoves(NamedTuple):
 
 
 class DiskSetup(NamedTuple):
-    """What a rank needs to open the cache."""
+    """Parameters with which a rank opens the cache."""
 
     path: str
     model: str  # its name, for people

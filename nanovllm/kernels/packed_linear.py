@@ -171,7 +171,7 @@ def _enlarged(x, KIND: tl.constexpr):
 
 @triton.jit
 def _scale(bits, SCALE_DTYPE: tl.constexpr, KIND: tl.constexpr, dtype: tl.constexpr):
-    """What `scales` holds -> fp32; for e4m3 with the other half of the factor."""
+    """Scales as they are stored -> fp32. Those of e4m3 numbers include the other half of the factor."""
     if KIND == E4M3:
         scale = bits * (2.0**8 if dtype == tl.float16 else 2.0**60)
     else:
@@ -202,8 +202,8 @@ def _values(words, scale_bits, PART: tl.constexpr, KIND: tl.constexpr, SCALE_DTY
 
 
 class Tile(NamedTuple):
-    """What a program computes: rows or pairs, and features. Each of its warps has columns of its own (`split` is their
-    number), or they share all columns (1).
+    """The rows (or pairs) and features that a program computes. If `split` is above 1, it is the number of warps, and
+    each of them sums over columns of its own. If it is 1, all warps share the columns.
     """
 
     block_m: int

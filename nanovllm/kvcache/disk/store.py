@@ -66,7 +66,7 @@ class MissError(Exception):
 
 
 class Header(NamedTuple):
-    """What an extent's file says about it."""
+    """The header of an extent's file."""
 
     payload_bytes: int
     fingerprint: bytes

@@ -39,7 +39,7 @@ _RANK_CELLS = 6  # see DiskBoard
 
 
 class RankLoad(NamedTuple):
-    """How far a rank is with a load."""
+    """A rank's progress with a load."""
 
     num_loaded: int  # extents, without gaps
     has_ended: bool
@@ -139,7 +139,7 @@ class _Load:
 
 
 class _Content(NamedTuple):
-    """What a block holds."""
+    """The content of a block."""
 
     version: int
     used_s: float  # of the first extent; see Extent
