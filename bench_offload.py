@@ -32,6 +32,7 @@ from benchmarks.reporting import Samples, report, run_options, versions
 from benchmarks.speculation import run_speculation
 from nanovllm import LLM
 from nanovllm.capacity.costs import num_full_blocks, num_missing_blocks
+from nanovllm.core.shadow_spec import SHADOW_BITS
 from nanovllm.utils.arithmetic import ceil_div
 
 ENGINE_FIGURES = (  # of LLM.stats
@@ -226,11 +227,12 @@ def main() -> None:
     parser.add_argument("--cpu-memory-gb", type=float, help="size of the CPU pool in GiB; default: what the runs need")
     parser.add_argument(
         "--speculation",
-        choices=("resident", "prompt_lookup"),
+        choices=("resident", "shadow", "prompt_lookup"),
         help="measure decode with guesses instead, by an oracle whose guesses cost as much as this drafter's; "
         "--num-gpu-blocks 0: all on the GPU",
     )
-    parser.add_argument("--num-speculative-tokens", type=int, default=15, help="maximum guesses in a step")
+    parser.add_argument("--num-speculative-tokens", type=int, help="maximum guesses in a step; default: the engine's")
+    parser.add_argument("--shadow-bits", type=int, choices=SHADOW_BITS, help="with --speculation shadow")
     args = parser.parse_args()
     compare = {name for name in args.compare.split(",") if name}
     if unknown := compare - {"gpu", "hf"}:

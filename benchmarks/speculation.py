@@ -1,10 +1,10 @@
 """Decode against the share of right guesses: `bench_offload.py --speculation` measures it.
 
 Random weights say nothing about how often guesses are right, so an oracle guesses. It knows the answer, because the
-same engine has given it before without guesses, and errs with a given probability. With `resident` every guess also
-costs the draft that it would have taken; with `prompt_lookup` guesses are free. How many there are, the engine decides
-as always. To make the answer robust against rounding, the embedding is scaled up until the model repeats its last
-token, which changes no shape and no work.
+same engine has given it before without guesses, and errs with a given probability. With `resident` and `shadow` every
+guess also costs the draft that it would have taken; with `prompt_lookup` guesses are free. How many there are, the
+engine decides as always. To make the answer robust against rounding, the embedding is scaled up until the model repeats
+its last token, which changes no shape and no work.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from nanovllm.speculation.drafters import NO_GUESSES, Guesses
 from nanovllm.speculation.speculator import load_of
 from nanovllm.utils.arithmetic import ceil_div
 
-ACCEPTANCES = (0.0, 0.5, 0.7, 0.8, 0.9, 1.0)
+ACCEPTANCES = (0.0, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 1.0)
 EMBEDDING_SCALE = 100.0
 
 
@@ -66,9 +66,11 @@ def run_speculation(
     args: argparse.Namespace, ceilings: Ceilings, header: dict[str, Any], make_llm: Callable[..., LLM]
 ) -> dict[str, Any]:
     """One sequence of --max-model-len tokens, with --num-gpu-blocks slots, or with 0 all on the GPU."""
-    oracle = DraftingOracle() if args.speculation == "resident" else Oracle()
+    oracle = Oracle() if args.speculation == "prompt_lookup" else DraftingOracle()
     num_slots, longest = args.num_gpu_blocks, 8 * args.decode_tokens
-    options: dict[str, Any] = {"speculation": "auto", "num_speculative_tokens": args.num_speculative_tokens}
+    options: dict[str, Any] = {"speculation": args.speculation, "num_speculative_tokens": args.num_speculative_tokens}
+    if args.speculation == "shadow":
+        options |= {"shadow_bits": args.shadow_bits}
     options |= {"internals": Internals(drafters=(oracle,))}
     if num_slots:
         options |= {"enable_cpu_offload": True, "num_gpu_blocks": num_slots, "kvcache_block_size": args.block_size}
@@ -120,10 +122,12 @@ def measure(
     point |= {"tokens_per_step": len(answer) / num_passes, "guesses_per_step": num_guesses / num_passes}
     if times is not None:
         load = load_of(1, len(prompt) + len(answer))
-        point |= {"draft_s": times.draft_s, "plain_s": times.plain_s(load), "pass_s": times.pass_s(load)}
+        num_guesses_per_pass = round(point["guesses_per_step"])
+        pass_s = times.pass_s(load, num_guesses_per_pass)
+        point |= {"draft_s": times.draft_s(load), "plain_s": times.plain_s(load), "pass_s": pass_s}
     shown = ", ".join(f"{name} {1e3 * (point[f'{name}_s'] or 0):.2f} ms" for name in ("draft", "plain", "pass"))
     print(
-        f"oracle at acceptance {acceptance:.1f}: {rate:7.1f} tok/s, {rate / plain:.2f} times; "
+        f"oracle at acceptance {acceptance:.2f}: {rate:7.1f} tok/s, {rate / plain:.2f} times; "
         f"{point['tokens_per_step']:.1f} tokens and {point['guesses_per_step']:.1f} guesses a step; {shown}",
         flush=True,
     )

@@ -14,8 +14,9 @@ from nanovllm.utils.options import check_options, option
 BLOCK_SIZE_STEP = 256  # block sizes are multiples of this; with offload, it is also the grain of prefix hits
 DEFAULT_BLOCK_SIZE = 256
 GIVEN_SLOTS_BLOCK_SIZE = 4096
-SPECULATION = ("off", "prompt_lookup", "resident", "auto")
-MAX_GUESSES = 15  # with them, the queries of a sequence fill one tile of the decode kernels
+SPECULATION = ("off", "prompt_lookup", "resident", "shadow", "auto")
+MAX_GUESSES = 63
+DEFAULT_GUESSES = 15  # with them, the queries of a sequence fill one tile of the decode kernels
 ATTENTION_BACKENDS = ("flash", "cudnn", "triton", "torch")
 
 _DEVICE = re.compile(r"auto|cpu|cuda(:(0|[1-9][0-9]?))?")
@@ -162,7 +163,7 @@ class Config:
     cpu_attention: str = option(
         "auto",
         help="whether the CPU attends to blocks in CPU memory while others are streamed, in steps in which no sequence "
-        "has more than 16 new tokens; auto: as far as that is faster; on: always some; off: never",
+        "has more than 64 new tokens; auto: as far as that is faster; on: always some; off: never",
         group=_OFFLOAD,
         choices=("auto", "on", "off"),
     )
@@ -196,16 +197,34 @@ class Config:
         "off",
         help="guess the next tokens and verify all guesses in one step, which changes no token; prompt_lookup: what "
         "followed the same words before in prompt or answer; resident: the model over the keys on the GPU, with CPU "
-        "offload; auto: the first, else the second; off: never",
+        "offload; shadow: the model over a copy of all keys in 2 to 4 bits on the GPU; auto: prompt_lookup and, with "
+        "CPU offload, resident, whichever gains more; off: never",
         group=_SCHEDULING,
         choices=SPECULATION,
     )
-    num_speculative_tokens: int = option(
-        15,
-        help="maximum guesses of a sequence in one step, 1 to 15; there are fewer where fewer are faster",
+    num_speculative_tokens: int | None = option(
+        None,
+        help=f"maximum guesses of a sequence in one step, 1 to {MAX_GUESSES}; there are fewer where fewer are faster; "
+        f"by default {MAX_GUESSES} with a shadow, else {DEFAULT_GUESSES}",
         group=_SCHEDULING,
         least=1,
         most=MAX_GUESSES,
+    )
+    shadow_bits: int | None = option(
+        None,
+        help="bits of a number in the shadow, the copy of the KV that drafts read: 4, 3 or 2; by default, as many as "
+        "fit",
+        group=_SCHEDULING,
+        least=2,
+        most=4,
+    )
+    shadow_memory_gb: float | None = option(
+        None,
+        help="most GiB for the shadow on each GPU; by default, what the slots of num_gpu_blocks leave, or half of what "
+        "is free",
+        group=_SCHEDULING,
+        above=0,
+        most=_MAX_CPU_MEMORY_GB,
     )
 
     def __post_init__(self) -> None:
@@ -237,6 +256,9 @@ class Config:
                 "speculation='resident' drafts by the keys on the GPU, which are all keys without CPU offload; "
                 "use 'prompt_lookup' or 'auto', or add enable_cpu_offload=True"
             )
+        for name in ("shadow_bits", "shadow_memory_gb"):
+            if getattr(self, name) is not None and not self.has_shadow:
+                raise ConfigError(f"{name} applies only to speculation='shadow'; leave it out, or set speculation")
         if self.max_step_ms is not None and not self.chunked_prefill:
             raise ConfigError(
                 "max_step_ms applies only to chunked prefill; leave it out, or leave out chunked_prefill=False"
@@ -281,9 +303,16 @@ class Config:
             raise ConfigError("cpu_attention_threads has no effect with cpu_attention='off'; leave one of them out")
 
     @property
+    def has_shadow(self) -> bool:
+        """True if drafts read a copy of the KV in a few bits."""
+        return self.speculation == "shadow"
+
+    @property
     def max_guesses(self) -> int:
         """Guesses of a sequence in one step; 0 without speculation."""
-        return 0 if self.speculation == "off" else self.num_speculative_tokens
+        if self.speculation == "off":
+            return 0
+        return self.num_speculative_tokens or (MAX_GUESSES if self.has_shadow else DEFAULT_GUESSES)
 
     @property
     def block_size(self) -> int:

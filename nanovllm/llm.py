@@ -278,6 +278,10 @@ class LLM:
           the first wrong one count as wrong.
         - guess_acceptance: num_accepted_guesses / num_guesses; None without guesses.
         - tokens_per_pass: mean number of tokens that a step with guesses has yielded; None without guesses.
+        - drafters: by the name of each drafter that has guessed, its num_guesses and num_accepted_guesses, and in
+          accepted_by_position the share of passes that kept the first guess, the second and so on.
+        - num_shadow_pages, num_used_shadow_pages: KV blocks that the shadow has room for, and those that it holds;
+          without a shadow they are left out.
 
         With KV on disk, for rank 0 where it says so; an extent is K and V of 256 tokens:
         - num_disk_hit_tokens: tokens of prompts that were read from disk.

@@ -56,13 +56,13 @@ def arguments(model: str, **options: Any) -> argparse.Namespace:
 
 
 @pytest.mark.usefixtures("made")
-@pytest.mark.parametrize(("drafter", "num_gpu_blocks"), [("resident", 3), ("prompt_lookup", 0)])
+@pytest.mark.parametrize(("drafter", "num_gpu_blocks"), [("resident", 3), ("shadow", 3), ("prompt_lookup", 0)])
 def test_bench_speculation_the_oracle_changes_no_token(
     model: str, drafter: str, num_gpu_blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     args = arguments(model, speculation=drafter, num_gpu_blocks=num_gpu_blocks, decode_tokens=6, cpu_attention="auto")
-    args.max_model_len, args.num_speculative_tokens = CONTEXT, 15
+    args.max_model_len, args.num_speculative_tokens, args.shadow_bits = CONTEXT, 15, 4
     header = {"model": "tiny", "gpu": "none", "num_speculative_tokens": 15}
     result = speculation.run_speculation(args, CEILINGS, header, bench_offload.make_llm)
     targets = [target for target in TARGETS if all(job.startswith("guesses-") for job in target.jobs)]

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from nanovllm.config import MAX_GUESSES, Config
+from nanovllm.config import DEFAULT_GUESSES, MAX_GUESSES, Config
 from nanovllm.core.kv_spec import KVCacheSpec
-from nanovllm.core.step_limits import MAX_DECODE_QUERIES
+from nanovllm.core.step_limits import MAX_DECODE_QUERIES, MAX_VERIFYING_ROWS
 from nanovllm.errors import ConfigError
 
 OFFLOAD = {"enable_cpu_offload": True}
@@ -40,7 +40,9 @@ def test_defaults_are_those_of_the_specification() -> None:
         "chunked_prefill": True,
         "max_step_ms": None,
         "speculation": "off",
-        "num_speculative_tokens": 15,
+        "num_speculative_tokens": None,
+        "shadow_bits": None,
+        "shadow_memory_gb": None,
         "enable_prefix_caching": True,
         "attn_backend": "auto",
         "device": "auto",
@@ -114,7 +116,11 @@ def test_value_out_of_range_is_refused_with_the_limit() -> None:
         *(({name: 0}, f"{name}=0 must be 1 or more") for name in ("max_model_len", "max_num_seqs")),
         *(({name: 0}, f"{name}=0 must be 1 or more") for name in ("kvcache_block_size", "num_kvcache_blocks")),
         *(({"tensor_parallel_size": n}, f"tensor_parallel_size={n} must be between 1 and 8") for n in (0, 9)),
-        *(({"num_speculative_tokens": n}, f"speculative_tokens={n} must be between 1 and 15") for n in (0, -1, 16)),
+        *(({"num_speculative_tokens": n}, f"speculative_tokens={n} must be between 1 and 63") for n in (0, -1, 64)),
+        *(({"speculation": "shadow", "shadow_bits": n}, f"shadow_bits={n} must be between 2 and 4") for n in (1, 5)),
+        ({"speculation": "shadow", "shadow_memory_gb": 0.0}, "shadow_memory_gb=0.0 must be above 0"),
+        ({"speculation": "auto", "shadow_bits": 4}, "shadow_bits applies only to speculation='shadow'; leave it out"),
+        (OFFLOAD | {"speculation": "resident", "shadow_memory_gb": 2.0}, "shadow_memory_gb applies only to"),
         *((OFFLOAD | {"num_gpu_blocks": n}, f"num_gpu_blocks={n} must be 2 or more") for n in (1, -3)),
         ({"max_num_batched_tokens": -1}, "max_num_batched_tokens=-1 must be 1 or more"),
         ({"kvcache_block_size": 300}, "kvcache_block_size=300 must be a multiple of 256; try 512"),
@@ -153,5 +159,10 @@ def test_device_that_may_exist_is_kept() -> None:
         assert Config(model="m", device=device).device == device
 
 
-def test_a_sequence_with_all_its_guesses_fits_the_decode_kernel() -> None:
-    assert 1 + MAX_GUESSES == MAX_DECODE_QUERIES
+def test_a_sequence_with_all_its_guesses_fits_a_step() -> None:
+    """By default also the decode kernel."""
+    assert 1 + MAX_GUESSES == MAX_VERIFYING_ROWS and 1 + DEFAULT_GUESSES == MAX_DECODE_QUERIES
+    for options, most in (({}, 0), ({"speculation": "prompt_lookup"}, DEFAULT_GUESSES), ({"speculation": "auto"}, 15)):
+        assert Config(model="m", **options).max_guesses == most
+        assert Config(model="m", **(OFFLOAD | options)).max_guesses == most
+    assert Config(model="m", speculation="shadow").max_guesses == MAX_GUESSES

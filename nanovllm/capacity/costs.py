@@ -19,6 +19,7 @@ from nanovllm.config import Config
 from nanovllm.core.kv_spec import KVCacheSpec, kv_cache_spec
 from nanovllm.core.step_limits import (
     MAX_GRAPH_CHUNKS,
+    draft_graph_sizes,
     graph_sizes,
     max_step_rows,
     mixed_graph_sizes,
@@ -212,6 +213,7 @@ class DeviceMemory:
 
     weight_bytes: int
     kv_bytes: int  # all blocks: the slots, or without offload the whole cache
+    shadow_bytes: int
     staging_bytes: int
     logits_bytes: int  # one static buffer that all graphs write their logits to
     input_bytes: int  # static inputs of the graphs
@@ -222,7 +224,7 @@ class DeviceMemory:
 
     @property
     def exact_bytes(self) -> int:
-        return self.weight_bytes + self.kv_bytes + self.staging_bytes + self.logits_bytes
+        return self.weight_bytes + self.kv_bytes + self.shadow_bytes + self.staging_bytes + self.logits_bytes
 
     @property
     def total_bytes(self) -> int:
@@ -235,7 +237,13 @@ class DeviceMemory:
 
 
 def device_memory(
-    config: Config, model: ModelConfig, machine: Machine, spec: KVCacheSpec, max_model_len: int, num_gpu_blocks: int
+    config: Config,
+    model: ModelConfig,
+    machine: Machine,
+    spec: KVCacheSpec,
+    max_model_len: int,
+    num_gpu_blocks: int,
+    shadow_bytes: int = 0,
 ) -> DeviceMemory:
     """Memory use of an engine with `num_gpu_blocks` blocks on each GPU."""
     num_rows, is_gpu = max_step_rows(config, num_gpu_blocks), machine.gpu_bytes is not None
@@ -245,6 +253,7 @@ def device_memory(
     return DeviceMemory(
         weight_bytes=weight_bytes(config, model, is_packed=is_gpu),
         kv_bytes=num_gpu_blocks * spec.block_bytes,
+        shadow_bytes=shadow_bytes,
         staging_bytes=spec.staging_bytes if config.enable_cpu_offload else 0,
         logits_bytes=num_rows * model.vocab_size * spec.itemsize if has_graphs else 0,
         input_bytes=_input_bytes(config, model, max_model_len, num_rows) if has_graphs else 0,
@@ -276,11 +285,12 @@ def _graph_bytes(config: Config, model: ModelConfig, spec: KVCacheSpec, num_rows
     """Size of all graphs.
 
     With offload these include the graphs in pieces and those of the staging groups, which are captured for fewer batch
-    sizes. With speculation there is another kind of each, which verifies guesses. The last kind runs steps with chunks
-    of prompts.
+    sizes. With speculation there is another kind of each, which verifies guesses, and with a shadow one for drafts. The
+    last kind runs steps with chunks of prompts.
     """
     whole = NODES_PER_LAYER * model.num_layers + NODES_BESIDE_LAYERS
     sizes = [graph_sizes(num_rows), *([verifying_graph_sizes(num_rows)] if config.max_guesses else [])]
+    sizes += [draft_graph_sizes(num_rows)] if config.has_shadow else []
     num_nodes, num_pools = sum(map(len, sizes)) * whole, len(sizes)
     if config.enable_cpu_offload:
         per_size = whole + COPIES_PER_CUT * model.num_layers + spec.staging.num_groups * NODES_PER_GROUP

@@ -17,7 +17,8 @@ from nanovllm.capacity.machine import Machine, find_gpu
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
 from nanovllm.core.disk_moves import document_disk_bytes
-from nanovllm.core.kv_spec import KVCacheSpec, StagingSizes, kv_cache_spec
+from nanovllm.core.kv_spec import KVCacheSizes, KVCacheSpec, StagingSizes, kv_cache_spec
+from nanovllm.core.shadow_spec import ShadowSpec, divide_memory
 from nanovllm.core.step_limits import expected_tokens, max_model_len
 from nanovllm.errors import ConfigError
 from nanovllm.utils.arithmetic import ceil_div, format_bytes
@@ -25,7 +26,7 @@ from nanovllm.utils.options import check_options, option
 
 MAX_HOST_SHARE = 0.7  # fraction of the available memory; limits a CPU pool whose size the user left open
 SHORT_SEQUENCE_TOKENS = 1024  # prompt and answer of a short sequence, for sizing a CPU pool
-ACCEPTANCES = (0.5, 0.7, 0.9)  # shares of right guesses that the bound of decode is shown for
+ACCEPTANCES = (0.8, 0.9, 0.95, 0.98)  # shares of right guesses that the bound of decode is shown for
 MAX_TOKENS = 10**9  # of a context, which bounds the loop over its chunks
 MAX_GB = 10**9  # of memory, or moved per second: beyond any machine
 _WORK, _MACHINE = "the work", "the machine, if not this one"  # groups
@@ -57,6 +58,8 @@ class CapacityPlan:
     num_sequences: int
     num_gpu_blocks: int  # slots, or without offload the whole cache
     num_cpu_blocks: int  # 0 without offload
+    num_pages: int = 0  # of the shadow; 0 without one
+    shadow_bits: int = 0
 
     # -- memory ----------------------------------------------------------------------------------------------------
 
@@ -68,7 +71,13 @@ class CapacityPlan:
     def memory(self) -> DeviceMemory:
         """The GPU memory in use, part by part."""
         limit = max_model_len(self.config, self.model)
-        return device_memory(self.config, self.model, self.machine, self.spec, limit, self.num_gpu_blocks)
+        return device_memory(
+            self.config, self.model, self.machine, self.spec, limit, self.num_gpu_blocks, self.shadow_bytes
+        )
+
+    @property
+    def shadow_bytes(self) -> int:
+        return self.num_pages * ShadowSpec.of(self.spec, self.shadow_bits).page_bytes if self.num_pages else 0
 
     @property
     def gpu_limit_bytes(self) -> int | None:
@@ -162,13 +171,27 @@ class CapacityPlan:
         return _least(missing, self.memory_decode_tok_per_s)
 
     def guessing_decode_tok_per_s(self, acceptance: float) -> float | None:
-        """The bound of decode with as many guesses in each step as allowed, of which this share is right.
+        """The bound of decode with the best number of guesses in each step, of which this share is right.
 
-        Drafts are taken to cost nothing. None without speculation, or if no bound of decode is known.
+        Drafts take the time in which the GPU reads the weights and the shadow; without one they are taken to cost
+        nothing. None without speculation, or if no bound of decode is known.
         """
         if not (self.config.max_guesses and self.decode_tok_per_s):
             return None
-        return self.decode_tok_per_s * expected_tokens(acceptance, self.config.max_guesses)
+        pass_s, draft_s = self.num_sequences / self.decode_tok_per_s, self._draft_s
+        return max(
+            self.num_sequences * expected_tokens(acceptance, n) / (pass_s + n * draft_s)
+            for n in range(self.config.max_guesses + 1)
+        )
+
+    @property
+    def _draft_s(self) -> float:
+        if not (self.num_pages and self.machine.memory_byte_per_s):
+            return 0.0
+        token_bytes = ShadowSpec.of(self.spec, self.shadow_bits).page_bytes // self.spec.block_size
+        num_keys = self.num_sequences * self.context
+        num_bytes = costs.decode_bytes(self.config, self.model, self.num_sequences, num_keys, token_bytes)
+        return num_bytes / self.machine.memory_byte_per_s
 
     @property
     def link_prefill_tok_per_s(self) -> float | None:
@@ -210,14 +233,14 @@ def make_plan(
     *,
     context: int | None = None,
     num_sequences: int = 1,
-    num_gpu_blocks: int | None = None,
+    sizes: KVCacheSizes | None = None,
     staging: StagingSizes = StagingSizes(),
 ) -> CapacityPlan:
     """The plan of an engine with these options that runs `num_sequences` sequences of `context` tokens together.
 
-    `context` defaults to max_model_len. `num_gpu_blocks` is the number that start-up has chosen, once it has. Raises
-    ConfigError if max_model_len exceeds what the model's rope covers, and if the kv heads cannot be split evenly.
-    plan_check.py checks everything else.
+    `context` defaults to max_model_len. `sizes` are those that start-up has chosen, once it has. Raises ConfigError if
+    max_model_len exceeds what the model's rope covers, and if the kv heads cannot be split evenly. plan_check.py checks
+    everything else.
     """
     limit = max_model_len(config, model)
     if model.num_kv_heads % config.tensor_parallel_size:
@@ -227,8 +250,7 @@ def make_plan(
         )
     spec = kv_cache_spec(config, model, config.tensor_parallel_size, staging)
     num_cpu_blocks = _num_cpu_blocks(config, model, machine, spec, limit) if config.enable_cpu_offload else 0
-    given = config.num_gpu_blocks if config.enable_cpu_offload else max(config.num_kvcache_blocks, 0)
-    num_gpu_blocks = num_gpu_blocks or given or _num_fitting_blocks(config, model, machine, spec, limit, num_cpu_blocks)
+    sizes = sizes or _sizes(config, model, machine, spec, limit, num_cpu_blocks)
     return CapacityPlan(
         config=config,
         model=model,
@@ -236,8 +258,10 @@ def make_plan(
         spec=spec,
         context=context or limit,
         num_sequences=num_sequences,
-        num_gpu_blocks=num_gpu_blocks,
+        num_gpu_blocks=sizes.num_gpu_blocks,
         num_cpu_blocks=num_cpu_blocks,
+        num_pages=sizes.num_pages,
+        shadow_bits=sizes.shadow_bits,
     )
 
 
@@ -255,7 +279,7 @@ def _num_cpu_blocks(config: Config, model: ModelConfig, machine: Machine, spec: 
         return int(config.cpu_memory_gb * 2**30) // block_bytes
     two_long = 2 * ceil_div(limit, config.block_size)
     useful = two_long + config.max_num_seqs * ceil_div(min(limit, SHORT_SEQUENCE_TOKENS), config.block_size)
-    num_slots = config.num_gpu_blocks or _num_fitting_blocks(config, model, machine, spec, limit, useful)
+    num_slots = _sizes(config, model, machine, spec, limit, useful).num_gpu_blocks
     wanted = max(two_long, min(num_slots, useful))
     return min(wanted, int(machine.host_bytes * MAX_HOST_SHARE) // block_bytes)
 
@@ -265,23 +289,30 @@ def least_gpu_blocks(config: Config) -> int:
     return 2 if config.enable_cpu_offload else 1
 
 
-def _num_fitting_blocks(
+def _sizes(
     config: Config, model: ModelConfig, machine: Machine, spec: KVCacheSpec, limit: int, num_cpu_blocks: int
-) -> int:
-    """Estimate how many blocks start-up will have room for; at least the fewest that work."""
+) -> KVCacheSizes:
+    """The blocks and pages that the user asks for, or an estimate of those that start-up will have room for; at least
+    the fewest blocks that work.
+    """
+    given = (config.num_gpu_blocks or 0) if config.enable_cpu_offload else max(config.num_kvcache_blocks, 0)
     useful = config.max_num_seqs * ceil_div(limit, config.block_size)
     if config.enable_cpu_offload:
         useful = min(useful, num_cpu_blocks)
-    if machine.gpu_bytes is None:  # the same rule as ModelRunner.measure_num_gpu_blocks
+    if machine.gpu_bytes is None:  # the same rule as ModelRunner.measure_kv_room
         room = int(machine.host_bytes * config.gpu_memory_utilization / 2 / config.tensor_parallel_size)
         room -= spec.staging_bytes if config.enable_cpu_offload else 0
-        return max(least_gpu_blocks(config), min(room // spec.block_bytes, useful))
-    room = int(machine.gpu_bytes * config.gpu_memory_utilization)
+    else:
+        room = int(machine.gpu_bytes * config.gpu_memory_utilization)
 
-    def total_bytes(num_blocks: int) -> int:
-        return device_memory(config, model, machine, spec, limit, num_blocks).total_bytes
+        def other_bytes(num_blocks: int) -> int:
+            return device_memory(config, model, machine, spec, limit, num_blocks).total_bytes - num_blocks * block_bytes
 
-    return max(least_gpu_blocks(config), bisect_right(range(useful + 1), room, key=total_bytes) - 1)
+        block_bytes = spec.block_bytes  # what else is needed grows with the number of blocks
+        num_fitting = bisect_right(range(useful + 1), room, key=lambda n: other_bytes(n) + n * block_bytes) - 1
+        room -= other_bytes(given or max(0, num_fitting))
+    sizes = divide_memory(config, spec, room, given=given, useful=useful, num_cpu_blocks=num_cpu_blocks)
+    return replace(sizes, num_gpu_blocks=max(least_gpu_blocks(config), sizes.num_gpu_blocks))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -377,6 +408,7 @@ def _memory_rows(plan: CapacityPlan) -> list[Row]:
     parts = (
         ("weights", "", memory.weight_bytes, ""),
         ("slots" if offload else "KV cache", "", memory.kv_bytes, blocks),
+        ("shadow", "", memory.shadow_bytes, f"{plan.num_pages} blocks in {plan.shadow_bits} bits"),
         ("staging", "", memory.staging_bytes, ""),
         ("logits", "", memory.logits_bytes, "one buffer for all graphs"),
         ("inputs", "~", memory.input_bytes, "static inputs of the graphs"),

@@ -79,6 +79,7 @@ def _gpu_problem(plan: CapacityPlan, with_estimates: bool) -> str | None:
     parts = {
         "the weights": memory.weight_bytes,
         f"{_blocks_option(plan)}={plan.num_gpu_blocks}": memory.kv_bytes,
+        "the shadow": memory.shadow_bytes,
         "staging": memory.staging_bytes,
         "the logits": memory.logits_bytes,
     }
@@ -210,11 +211,12 @@ def _first_working(plan: CapacityPlan, changes: Iterable[Change], problem: Probl
 
 def _changed(plan: CapacityPlan, change: Change) -> CapacityPlan | None:
     """The plan with other options; None if they are invalid together."""
-    options, work = dict(change), {"context": plan.context, "num_sequences": plan.num_sequences}
+    options = dict(change)
     try:
         model = plan.model.quantized(options.pop("quantization", None))
         config = replace(plan.config, **options)
-        return make_plan(config, model, plan.machine, staging=plan.spec.staging, **work)
+        context, num_sequences, staging = plan.context, plan.num_sequences, plan.spec.staging
+        return make_plan(config, model, plan.machine, context=context, num_sequences=num_sequences, staging=staging)
     except ConfigError:
         return None
 

@@ -53,6 +53,7 @@ PATHS: Mapping[str, tuple[dict[str, Any], str]] = {  # options, and the counter 
     "link alone": ({"cpu_attention": "off"}, "num_missed_blocks"),
     "link and CPU": ({"cpu_attention": "on"}, "num_cpu_tokens"),
     "with guesses": ({"cpu_attention": "on", "speculation": "auto"}, "num_guesses"),
+    "with a shadow": ({"cpu_attention": "on", "speculation": "shadow"}, "num_guesses"),
 }
 
 

@@ -49,10 +49,14 @@ class KVCacheSpec:
 
 @dataclass(frozen=True)
 class KVCacheSizes:
-    """Blocks on the GPU and, with offload, in CPU memory, as measured at start-up or set by the user."""
+    """Blocks on the GPU, in CPU memory with offload, and pages of the shadow, as measured at start-up or set by the
+    user.
+    """
 
     num_gpu_blocks: int
     num_cpu_blocks: int = 0  # 0 without offload
+    num_pages: int = 0  # of the shadow; 0 without one
+    shadow_bits: int = 0
 
 
 def dtype_name(config: Config, model: ModelConfig) -> str:

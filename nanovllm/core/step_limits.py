@@ -48,6 +48,11 @@ def streamed_verifying_graph_sizes(max_num_rows: int) -> list[int]:
     return _sizes_up_to((16, MAX_VERIFYING_ROWS), max_num_rows)
 
 
+def draft_graph_sizes(max_num_rows: int) -> list[int]:
+    """Numbers of sequences to capture graphs of drafts for. Each has a row for its newest token and one for a guess."""
+    return _sizes_up_to((1, 2, 4, 8, 16, MAX_VERIFYING_ROWS // 2), max_num_rows)
+
+
 MAX_GRAPH_CHUNKS = 8  # chunks of prompts in a step with answers that a graph can run
 MAX_GRAPH_CHUNK_TOKENS = 1024  # in all of these chunks
 

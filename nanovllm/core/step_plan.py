@@ -40,12 +40,14 @@ class StreamedGroup(NamedTuple):
     """Full CPU blocks that are copied to one staging group and attended to in one call.
 
     `tables[row]`: the blocks, as indices into `cpu_block_ids`, that sequence `row` of the step attends to. The CPU
-    attends to the last `num_cut_tokens` tokens of the last block; they are not copied.
+    attends to the last `num_cut_tokens` tokens of the last block; they are not copied. `pages`: for each block, the
+    page of the shadow that it fills, or -1; empty if none does.
     """
 
     cpu_block_ids: tuple[int, ...]
     tables: tuple[tuple[int, ...], ...]
     num_cut_tokens: int = 0
+    pages: tuple[int, ...] = ()
 
     def num_tokens(self, block_size: int) -> int:
         """Count the tokens that are copied."""
@@ -68,14 +70,21 @@ class CpuSpan(NamedTuple):
     end: int
 
 
+class PageFill(NamedTuple):
+    """A full block on the GPU whose K and V, in every layer, are quantized into a page of the shadow."""
+
+    gpu_block_id: int
+    page: int
+
+
 @dataclass(frozen=True)
 class KVMoves:
-    """Moves between CPU memory and the GPU in a step. Empty without offload.
+    """Moves between CPU memory and the GPU in a step, and into the shadow. Without either, there are none.
 
     Everything takes effect in this order. First the flushes: they copy evicted blocks out before anything overwrites
-    their slots. Then, in each layer, the loads, the storing of the new K/V, the copies, the offloads, attention over
-    the paged keys, and attention over the streamed groups. Beside the last two, the CPU attends to `cpu_spans`, a tuple
-    for each sequence of the step, or none at all.
+    their slots. Then the page fills, before any draft. Then, in each layer, the loads, the storing of the new K/V, the
+    copies, the offloads, attention over the paged keys, and attention over the streamed groups, which may fill pages
+    too. Beside the last two, the CPU attends to `cpu_spans`, a tuple for each sequence of the step, or none at all.
     """
 
     flushes: tuple[SlotOffload, ...] = ()
@@ -85,11 +94,17 @@ class KVMoves:
     streamed: tuple[StreamedGroup, ...] = ()
     cpu_spans: tuple[tuple[CpuSpan, ...], ...] = ()
     taken_slots: tuple[int, ...] = ()  # slots given to another block in this step, which writes to them
+    page_fills: tuple[PageFill, ...] = ()
 
     @property
     def brings_in_keys(self) -> bool:
         """True if a sequence attends to keys that are not on the GPU."""
         return bool(self.streamed or self.cpu_spans)
+
+    @property
+    def fills_pages_by_layer(self) -> bool:
+        """True if streamed blocks fill pages of the shadow."""
+        return any(group.pages for group in self.streamed)
 
 
 class SamplingRow(NamedTuple):
@@ -118,6 +133,24 @@ class PromptScores(NamedTuple):
     num_logprobs: int  # most likely tokens to report for each
 
 
+class DraftTimes(NamedTuple):
+    """Seconds of a draft, measured at start-up: with no keys but the newest, and for each further one."""
+
+    base_s: float = 0.0
+    key_s: float = 0.0
+
+
+class DraftKeys(NamedTuple):
+    """The keys that a sequence's drafts attend to: full blocks in pages of the shadow, and the newest keys as they are.
+
+    The last of the `num_paged_keys` keys in `block_table` are those of the step's new tokens, as in SequenceStep.
+    """
+
+    pages: tuple[int, ...]
+    block_table: tuple[int, ...]  # gpu_block_ids
+    num_paged_keys: int
+
+
 class SequenceStep(NamedTuple):
     """The new tokens of one sequence and where its paged keys are.
 
@@ -139,6 +172,7 @@ class SequenceStep(NamedTuple):
     previous_row: int = -1  # row of the previous step whose sampled token is this step's last token
     num_guesses: int = 0
     num_drafts: int = 0  # tokens that the ranks draft one after another, of which those with id -1 become guesses
+    draft_keys: DraftKeys | None = None  # what drafts attend to; None: the paged keys
     edits: LogitEdits | None = None
     num_logprobs: int | None = None  # most likely tokens to report beside each sampled one; None: no log-probabilities
     scores: PromptScores | None = None
@@ -190,6 +224,10 @@ class StepPlan:
     @cached_property
     def has_guesses(self) -> bool:
         return any(seq.num_guesses for seq in self.sequences)
+
+    @property
+    def reads_shadow(self) -> bool:
+        return any(seq.draft_keys is not None for seq in self.sequences)
 
     @property
     def has_pending(self) -> bool:

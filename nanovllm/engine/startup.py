@@ -16,6 +16,7 @@ from nanovllm.config import Config
 from nanovllm.core.cpu_split import CpuSplit
 from nanovllm.core.disk_moves import DISK_GRAIN_TOKENS, DiskSetup
 from nanovllm.core.kv_spec import KVCacheSizes
+from nanovllm.core.shadow_spec import ShadowSpec, divide_memory
 from nanovllm.core.step_limits import MAX_GRAPH_CHUNK_TOKENS, max_step_rows
 from nanovllm.device.devices import release_failed_start
 from nanovllm.engine.engine import Engine
@@ -26,10 +27,11 @@ from nanovllm.executor.processes import ProcessExecutor
 from nanovllm.kvcache.disk.tier import DiskBoard, DiskTier
 from nanovllm.kvcache.policy.block_manager import BlockManager, KVCacheManager
 from nanovllm.kvcache.policy.hybrid_manager import HybridKVCacheManager
+from nanovllm.kvcache.policy.shadow_pages import ShadowPages
 from nanovllm.runner.model_runner import make_runner
 from nanovllm.scheduling.scheduler import Scheduler
 from nanovllm.scheduling.step_bound import ChunkTimes, StepBound
-from nanovllm.speculation.drafters import Drafter, PromptLookupDrafter, ResidentDrafter
+from nanovllm.speculation.drafters import Drafter, ModelDrafter, PromptLookupDrafter
 from nanovllm.speculation.speculator import Speculator, StepTimes
 from nanovllm.utils.arithmetic import ceil_div, format_bytes
 from nanovllm.utils.interrupt import deferred_interrupt
@@ -111,12 +113,12 @@ def _start(setup: EngineSetup, executor: Executor, end_token_ids: Sequence[int])
     )
     logger.info("started in %s", report.phases)
     if setup.config.enable_cpu_offload:
-        num_slots, plan, together = sizes.num_gpu_blocks, setup.plan, None
+        plan, together = setup.plan, None
         if split is not None and split.link_byte_per_s and split.cpu_byte_per_s:
             together = (split.link_byte_per_s + split.cpu_byte_per_s) * plan.config.tensor_parallel_size
         machine = plan.machine.with_link(report.link_byte_per_s, "measured")
         machine = replace(machine, cpu_byte_per_s=together, cpu_source="measured, the link and the CPU together")
-        plan = make_plan(plan.config, plan.model, machine, num_gpu_blocks=num_slots, staging=plan.spec.staging)
+        plan = make_plan(plan.config, plan.model, machine, sizes=sizes, staging=plan.spec.staging)
         logger.info("%s", plan_table(plan))
         setup = replace(setup, plan=plan)
     return Engine(setup, executor, scheduler, sizes, report)
@@ -127,23 +129,32 @@ def _kv_cache_sizes(setup: EngineSetup, executor: Executor) -> KVCacheSizes:
 
     On the CPU, memory is not reserved in advance, so the given numbers are not checked against it.
     """
-    config, num_cpu_blocks = setup.config, setup.plan.num_cpu_blocks
+    config, plan, spec = setup.config, setup.plan, setup.plan.spec
     name, least = ("num_gpu_blocks", 2) if config.enable_cpu_offload else ("num_kvcache_blocks", 1)
-    given = max(getattr(config, name) or 0, 0)
+    given, num_cpu_blocks = max(getattr(config, name) or 0, 0), plan.num_cpu_blocks
     if given and setup.device.type == "cpu":
-        return KVCacheSizes(given, num_cpu_blocks)
-    useful = config.max_num_seqs * ceil_div(setup.max_model_len, config.block_size)
-    if config.enable_cpu_offload:
-        useful = max(2, min(useful, num_cpu_blocks))
-    fitting, room = executor.call(Runner.measure_num_gpu_blocks, num_cpu_blocks, given or useful)
-    if fitting < max(given, least):
-        lower = f"lower {name} to {fitting}" if fitting >= least else "lower kvcache_block_size"
+        sizes, room = KVCacheSizes(given, num_cpu_blocks, plan.num_pages, plan.shadow_bits), "memory is short"
+    else:
+        useful = config.max_num_seqs * ceil_div(setup.max_model_len, config.block_size)
+        if config.enable_cpu_offload:
+            useful = max(2, min(useful, num_cpu_blocks))
+        num_bytes, room = executor.call(Runner.measure_kv_room, num_cpu_blocks, given or useful)
+        sizes = divide_memory(config, spec, num_bytes, given=given, useful=useful, num_cpu_blocks=num_cpu_blocks)
+        fitting = num_bytes // spec.block_bytes if given else sizes.num_gpu_blocks
+        if fitting < max(given, least):
+            lower = f"lower {name} to {fitting}" if fitting >= least else "lower kvcache_block_size"
+            raise ConfigError(
+                f"there is no room for {name}={max(given, least)} blocks of "
+                f"{format_bytes(spec.block_bytes)}: {room}; {lower}, lower max_num_batched_tokens or "
+                "max_num_seqs, raise gpu_memory_utilization, or use a smaller model or more ranks"
+            )
+    if config.has_shadow and not sizes.num_pages:
+        page = format_bytes(ShadowSpec.of(spec, sizes.shadow_bits).page_bytes)
         raise ConfigError(
-            f"there is no room for {name}={max(given, least)} blocks of "
-            f"{format_bytes(setup.plan.spec.block_bytes)}: {room}; {lower}, lower max_num_batched_tokens or "
-            "max_num_seqs, raise gpu_memory_utilization, or use a smaller model or more ranks"
+            f"there is no room for the shadow: a block takes {page} in {sizes.shadow_bits} bits; {room}; lower {name} "
+            "or kvcache_block_size, raise shadow_memory_gb or gpu_memory_utilization, or use another speculation"
         )
-    return KVCacheSizes(given or min(fitting, useful), num_cpu_blocks)
+    return sizes
 
 
 def _make_speculator(setup: EngineSetup, executor: Executor, kv: KVCacheManager) -> Speculator | None:
@@ -155,12 +166,14 @@ def _make_speculator(setup: EngineSetup, executor: Executor, kv: KVCacheManager)
     if config.speculation in ("prompt_lookup", "auto"):
         drafters.append(PromptLookupDrafter())
     if config.speculation in ("resident", "auto") and config.enable_cpu_offload:
-        drafters.append(ResidentDrafter(kv.misses_keys))
+        drafters.append(ModelDrafter("resident", kv.misses_keys))
+    if config.speculation == "shadow":
+        drafters.append(ModelDrafter("shadow", kv.has_shadow))
     chosen = drafters if internals.drafters is None else internals.drafters
     times = None
     if not internals.always_guesses:
         drafts = any(drafter.costs_drafts for drafter in chosen)
-        times = StepTimes(executor.call(Runner.measure_draft_s) if drafts else 0.0)
+        times = StepTimes(executor.call(Runner.measure_drafts) if drafts else None)
     return Speculator(chosen, vocab_size=setup.model_config.vocab_size, max_guesses=config.max_guesses, times=times)
 
 
@@ -215,8 +228,9 @@ def _least_prompt_s(setup: EngineSetup, num_tokens: int, position: int) -> float
 def _make_kv_manager(
     config: Config, sizes: KVCacheSizes, staging_group_blocks: int, split: CpuSplit | None
 ) -> KVCacheManager:
+    shadow = ShadowPages(sizes.num_pages) if sizes.num_pages else None
     if not config.enable_cpu_offload:
-        return BlockManager(sizes.num_gpu_blocks, config.block_size, config.enable_prefix_caching)
+        return BlockManager(sizes.num_gpu_blocks, config.block_size, config.enable_prefix_caching, shadow=shadow)
     return HybridKVCacheManager(
         sizes.num_cpu_blocks,
         sizes.num_gpu_blocks,
@@ -225,4 +239,5 @@ def _make_kv_manager(
         config.enable_prefix_caching,
         split,
         keeps_first_blocks=config.speculation in ("resident", "auto"),
+        shadow=shadow,
     )

@@ -12,7 +12,7 @@ from nanovllm.core.cpu_split import CpuSplit, LayerTimes
 from nanovllm.core.disk_moves import DiskMoves, DiskSetup
 from nanovllm.core.kv_spec import KVCacheSizes, StartReport
 from nanovllm.core.outputs import NO_LOGPROBS, StepLogprobs
-from nanovllm.core.step_plan import StepPlan
+from nanovllm.core.step_plan import DraftTimes, StepPlan
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.errors import EngineError
 
@@ -50,8 +50,8 @@ class LaunchedStep(Protocol):
 class Runner(Protocol):
     """One rank: its part of the model, and its part of the KV cache."""
 
-    def measure_num_gpu_blocks(self, num_cpu_blocks: int, most_gpu_blocks: int) -> tuple[int, str]:
-        """The number of KV blocks that fit on every rank, and a description of rank 0's memory for error messages.
+    def measure_kv_room(self, num_cpu_blocks: int, most_gpu_blocks: int) -> tuple[int, str]:
+        """The bytes that every rank has for KV on its GPU, and a description of rank 0's memory for error messages.
 
         `num_cpu_blocks`: blocks of the CPU pool, 0 without offload. `most_gpu_blocks`: the largest number of blocks on
         the GPU that the engine could use. Raises ConfigError if memory runs out.
@@ -69,8 +69,8 @@ class Runner(Protocol):
         This is the last measurement of the start, because it runs decode steps as requests will.
         """
 
-    def measure_draft_s(self) -> float:
-        """Time the drafting of one token with as many keys as the GPU holds. Needs an allocated KV cache."""
+    def measure_drafts(self) -> DraftTimes:
+        """Time the drafting of one token. Needs an allocated KV cache."""
 
     def open_disk(self, setup: DiskSetup) -> Container[bytes]:
         """Open the cache on disk. Needs an allocated KV cache. Returns the keys of the extents that this rank finds.

@@ -14,7 +14,7 @@ import torch
 from nanovllm.config import Config
 from nanovllm.core.cpu_split import CpuRate, CpuSplit
 from nanovllm.core.kv_spec import KVCacheSpec
-from nanovllm.core.step_limits import streamed_graph_sizes
+from nanovllm.core.step_limits import MAX_VERIFYING_ROWS, streamed_graph_sizes
 from nanovllm.core.step_plan import CpuSpan, KVMoves, SamplingRow, SequenceStep, StepPlan
 from nanovllm.cpu_attention.job import AttentionJob
 from nanovllm.cpu_attention.kernels import choose_kernel
@@ -29,7 +29,7 @@ from nanovllm.runner.step_result import StepResult
 
 MAX_QUERIES = 512  # in a step in which the CPU attends, unless max_num_seqs is larger
 NUM_TIMED_STEPS = 8
-NUM_QUERIES = (1, 4, 16)  # of one sequence that are measured: a decode step's, and those of a few guesses
+NUM_QUERIES = (1, 4, 16, MAX_VERIFYING_ROWS)  # of one sequence that are measured: a decode step's, and with guesses
 LINK_S = 0.04  # for which the link is kept busy
 JOB_S = 0.004  # duration of a timed call of the CPU's kernel, long against its start and end
 FIRST_JOB_BYTES = 2**24  # read by the first call, which tells how large such a job is

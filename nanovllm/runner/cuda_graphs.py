@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import cache
 from itertools import takewhile
 from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
@@ -28,7 +29,9 @@ from nanovllm.kvcache.transfer.cpu_attention import CpuRows
 from nanovllm.layers.rotary_embedding import KVCells
 from nanovllm.models.decoder import CausalLM
 from nanovllm.runner.graph_inputs import GraphBuffers, GraphShape
-from nanovllm.runner.inputs import StepInputs
+from nanovllm.runner.inputs import StepInputs, to_device
+from nanovllm.runner.kv_memory import KVMemory
+from nanovllm.utils.arithmetic import ceil_div
 from nanovllm.utils.progress import progress_bar
 
 
@@ -159,7 +162,11 @@ class StepGraphs(GraphKind[int]):
     def paged(self, make_attention: Callable[[torch.Tensor, PagedBatch], Attention], size: int) -> Attention:
         """The attention of a graph over the keys that are on the GPU."""
         slot_mapping = self.buffers.tensors(GraphShape.decode(size)).slot_mapping
-        return make_attention(slot_mapping, self.buffers.decode_batch(size, self.max_query_len))
+        return make_attention(slot_mapping, self.buffers.decode_batch(size, self.query_len(size)))
+
+    def query_len(self, size: int) -> int:
+        """The most rows of a sequence in the graph of a size. Up to 16 have a faster kernel."""
+        return min(size, self.max_query_len)
 
     @abstractmethod
     def replay(self, inputs: StepInputs, cpu_rows: CpuRows | None = None) -> torch.Tensor:
@@ -179,6 +186,37 @@ class DecodeGraphs(StepGraphs):
         self.buffers.fill_decode(inputs, size)
         self._graphs[size][0].replay()
         return self.buffers.logits(num_rows)
+
+
+class DraftGraphs(DecodeGraphs):
+    """Drafts that read the shadow: one token of each sequence."""
+
+    def __init__(self, buffers: GraphBuffers, sizes: list[int], memory: KVMemory) -> None:
+        super().__init__(buffers, "draft", sizes, max_query_len=1)
+        self.memory = memory
+        num_columns = ceil_div(buffers.max_model_len, memory.spec.block_size)
+        self._lens = torch.zeros(sizes[-1], dtype=torch.int32, device=buffers.device)
+        self._tables = torch.zeros(sizes[-1], num_columns, dtype=torch.int32, device=buffers.device)
+        self._held = b""  # what the two hold
+
+    def launch_kernels(self, model: CausalLM, make_attention: MakeAttention, size: int) -> None:
+        batch = self.buffers.decode_batch(size, 1)
+        shadow = replace(batch, context_lens=self._lens[:size], block_tables=self._tables[:size], causal=False)
+        slot_mapping = self.buffers.tensors(GraphShape.decode(size)).slot_mapping
+        self.buffers.forward(model, size, self.memory.draft_attention(slot_mapping, batch, shadow))
+
+    def replay(self, inputs: StepInputs, cpu_rows: CpuRows | None = None) -> torch.Tensor:
+        assert inputs.shadow is not None, "only drafts that read the shadow run here"
+        lens, tables = inputs.shadow
+        held = lens.tobytes() + tables.tobytes()
+        if held != self._held:  # the drafts of a step read the same pages
+            self._held = held
+            padded = np.zeros((len(self._lens), 1 + tables.shape[1]), np.int32)
+            padded[: len(lens), 0], padded[: len(lens), 1:] = lens, tables
+            on_device = torch.as_tensor(to_device(padded, self.device))
+            self._lens.copy_(on_device[:, 0])
+            self._tables[:, : tables.shape[1]].copy_(on_device[:, 1:])
+        return super().replay(inputs)
 
 
 # -- answers beside short chunks of prompts ----------------------------------------------------------------------

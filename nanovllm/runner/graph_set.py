@@ -1,6 +1,6 @@
 """All graphs of a rank: of decode steps whose keys are all on the GPU and, with offload, of streamed ones. With
-speculation there is one more kind of each, for steps that verify guesses. The last kind is for steps with short chunks
-of prompts.
+speculation there is one more kind of each, for steps that verify guesses, and with a shadow one for drafts. The last
+kind is for steps with short chunks of prompts.
 """
 
 from collections.abc import Sequence
@@ -10,6 +10,7 @@ import torch
 
 from nanovllm.core.step_limits import (
     MixedSize,
+    draft_graph_sizes,
     graph_sizes,
     streamed_graph_sizes,
     streamed_verifying_graph_sizes,
@@ -19,7 +20,7 @@ from nanovllm.core.step_plan import StepPlan
 from nanovllm.device.devices import memory_remedy
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.models.decoder import CausalLM
-from nanovllm.runner.cuda_graphs import DecodeGraphs, GraphKind, MixedGraphs, Size, StepGraphs
+from nanovllm.runner.cuda_graphs import DecodeGraphs, DraftGraphs, GraphKind, MixedGraphs, Size, StepGraphs
 from nanovllm.runner.graph_inputs import GraphBuffers
 from nanovllm.runner.kv_memory import KVMemory
 from nanovllm.runner.streamed_graphs import StreamedDecodeGraphs
@@ -47,6 +48,9 @@ class GraphSet:
         if max_guesses:
             sizes = verifying_graph_sizes(rows), streamed_verifying_graph_sizes(rows)
             self._add(" verifying", *sizes, max_query_len=1 + max_guesses)
+        self._drafts: DraftGraphs | None = None  # None: drafts attend to the keys on the GPU alone
+        if memory.shadow is not None:
+            self._drafts = DraftGraphs(buffers, draft_graph_sizes(rows), memory)
         self.mixed = MixedGraphs(buffers, model.config.hidden_size, memory.dtype)
 
     def _add(self, suffix: str, sizes: list[int], streamed_sizes: list[int], max_query_len: int = 1) -> None:
@@ -65,13 +69,18 @@ class GraphSet:
 
     @property
     def kinds(self) -> Sequence[GraphKind[Any]]:
-        return [*self._by_kind.values(), self.mixed]
+        drafts = [] if self._drafts is None else [self._drafts]
+        return [*self._by_kind.values(), *drafts, self.mixed]
 
-    def find(self, plan: StepPlan) -> StepGraphs | None:
+    def find(self, plan: StepPlan, is_draft: bool = False) -> StepGraphs | None:
         """The graphs that can run a decode step from token ids to sampled tokens, if there are any."""
-        if not plan.is_decode or plan.moves.loads or plan.moves.copies:
+        moves = plan.moves
+        if not plan.is_decode or moves.loads or moves.copies or moves.fills_pages_by_layer:
             return None
-        graphs = self._by_kind[plan.moves.brings_in_keys, plan.has_guesses]
+        graphs: StepGraphs = self._by_kind[moves.brings_in_keys, plan.has_guesses]
+        if is_draft and plan.reads_shadow:
+            assert self._drafts is not None, "the plan reads the shadow, but there is none"
+            graphs = self._drafts
         return graphs if plan.num_tokens <= graphs.sizes[-1] else None
 
     def find_mixed(self, plan: StepPlan) -> MixedSize | None:
@@ -103,7 +112,9 @@ class GraphSet:
         """Launch the graphs' kernels one by one, for the largest size and for each size that is a power of two. Steps
         with chunks need no other kernels.
         """
-        for graphs in self._by_kind.values():
+        for graphs in self.kinds:
+            if not isinstance(graphs, StepGraphs):
+                continue
             for size in graphs.sizes:
                 if size & (size - 1) == 0 or size == graphs.sizes[-1]:
                     graphs.launch_kernels(self.model, self.memory.paged_attention, size)

@@ -27,10 +27,10 @@ SAMPLING_DTYPES = (*_ROW_DTYPES, np.dtype(np.int64))  # those of SamplingTensors
 
 
 class GroupInputs(NamedTuple):
-    """The keys of one streamed group that each sequence attends to."""
+    """The keys of one streamed group, or of the shadow, that each sequence attends to."""
 
     context_lens: Array  # int32 [B]
-    block_tables: Array  # int32 [B, blocks of a group]
+    block_tables: Array  # int32 [B, blocks of a group, or pages]
 
 
 class StepInputs(NamedTuple):
@@ -49,6 +49,7 @@ class StepInputs(NamedTuple):
     logits_rows: Array  # int64 [S], the tokens after which they sample: the last ones of each
     sampling: SamplingTensors  # each [S]
     groups: tuple[GroupInputs, ...]
+    shadow: GroupInputs | None  # pages of the shadow, in a draft that reads it
 
 
 class EditInputs(NamedTuple):
@@ -108,7 +109,14 @@ def build_inputs(plan: StepPlan, block_size: int, group_blocks: int) -> StepInpu
             GroupInputs(np.array(group.context_lens(block_size), np.int32), pad_tables(group.tables, group_blocks))
             for group in plan.moves.streamed
         ),
+        shadow=_shadow_inputs(plan, block_size) if plan.reads_shadow else None,
     )
+
+
+def _shadow_inputs(plan: StepPlan, block_size: int) -> GroupInputs:
+    tables = [() if step.draft_keys is None else step.draft_keys.pages for step in plan.sequences]
+    lens = np.array([len(table) * block_size for table in tables], np.int32)
+    return GroupInputs(lens, pad_tables(tables, max(1, *map(len, tables))))
 
 
 def sampling_arrays(rows: Iterable[SamplingRow], num_tokens: np.ndarray, positions: np.ndarray) -> SamplingTensors:

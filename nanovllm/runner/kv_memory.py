@@ -23,6 +23,7 @@ from nanovllm.attention.base import (
     StepAttention,
 )
 from nanovllm.core.kv_spec import KVCacheSpec
+from nanovllm.core.shadow_spec import ShadowSpec
 from nanovllm.core.step_plan import StepPlan
 from nanovllm.cpu_attention.job import AttentionJob
 from nanovllm.kvcache.transfer.cpu_attention import CpuAttention, CpuRows
@@ -31,6 +32,7 @@ from nanovllm.kvcache.transfer.offload_engine import OffloadEngine
 from nanovllm.kvcache.transfer.streams import make_streams
 from nanovllm.layers.rotary_embedding import KVCells
 from nanovllm.runner.inputs import StepInputs
+from nanovllm.runner.shadow import Shadow
 from nanovllm.runner.step_result import StepTimes
 
 
@@ -40,6 +42,7 @@ class StepBatches(NamedTuple):
     paged: PagedBatch
     groups: tuple[PagedBatch, ...] = ()
     cpu: CpuRows | None = None  # None: the CPU attends to nothing
+    shadow: PagedBatch | None = None  # None: no draft reads it
 
 
 class PagedAttention:
@@ -74,6 +77,28 @@ class PagedAttention:
         return self.backend.attend(q_THD, self.k_cache[layer], self.v_cache[layer], batch, self.scale)
 
 
+class DraftAttention(PagedAttention):
+    """The StepAttention of a draft: the newest keys as they are, and all others from the shadow."""
+
+    def __init__(
+        self,
+        backend: AttentionBackend,
+        cache: tuple[torch.Tensor, torch.Tensor],
+        slot_mapping_T: torch.Tensor,
+        batch: PagedBatch,
+        scale: float,
+        shadow: Shadow,
+        shadow_batch: PagedBatch,
+    ) -> None:
+        super().__init__(backend, cache, slot_mapping_T, batch, batch, scale)
+        self.shadow, self.shadow_batch = shadow, shadow_batch
+
+    def attend_paged(self, layer: int, q_THD: torch.Tensor) -> PartialAttention:
+        exact = super().attend_paged(layer, q_THD)
+        rest = self.shadow.attend(layer, q_THD, self.shadow_batch, self.scale, self.backend)
+        return self.backend.merge((exact, rest), q_THD.dtype)
+
+
 class MergedAttention(PagedAttention):
     """A StepAttention with offload. The caches are the slots, where new K and V go."""
 
@@ -86,12 +111,16 @@ class MergedAttention(PagedAttention):
         batches: StepBatches,
         last_batches: StepBatches,
         scale: float,
+        fills: Sequence[torch.Tensor | None] = (),
+        shadow: Shadow | None = None,
     ) -> None:
+        """`fills`: for each group, the pages of the shadow that it fills; empty if none does."""
         cache = offload.k_cache_gpu, offload.v_cache_gpu
         super().__init__(backend, cache, slot_mapping_T, batches.paged, last_batches.paged, scale)
         self.offload, self.cpu = offload, cpu
         self.groups, self.last_groups = batches.groups, last_batches.groups
         self.job, self.last_job = self._job(batches.cpu), self._job(last_batches.cpu)
+        self.fills, self.shadow = fills or (None,) * len(self.groups), shadow
 
     def _job(self, rows: CpuRows | None) -> AttentionJob | None:
         if rows is None:
@@ -111,8 +140,8 @@ class MergedAttention(PagedAttention):
         offload.stored(layer)
         if len(q_THD) == 0:  # nothing is sampled: only release what was brought in for this layer
             offload.attended()
-            for _ in offload.groups():
-                pass
+            for fill, (k_group, v_group) in zip(self.fills, offload.groups(), strict=True):
+                self._fill(layer, fill, k_group, v_group)
             return q_THD
         if job is not None:  # the CPU computes beside the GPU, so it begins first and is waited for last
             assert self.cpu is not None
@@ -120,12 +149,18 @@ class MergedAttention(PagedAttention):
         merged = RunningMerge(self.backend.merge, 1 + len(groups) + (job is not None))
         merged.add(self.attend_paged(layer, q_THD))
         offload.attended()
-        for (k_group, v_group), batch in zip(offload.groups(), groups, strict=True):
+        for fill, (k_group, v_group), batch in zip(self.fills, offload.groups(), groups, strict=True):
             merged.add(self.backend.attend(q_THD, k_group, v_group, batch, self.scale))
+            self._fill(layer, fill, k_group, v_group)
         if job is not None:
             assert self.cpu is not None
             merged.add(PartialAttention(*self.cpu.results(q_THD)))
         return merged.result().out_THD
+
+    def _fill(self, layer: int, fill: torch.Tensor | None, k_NPKD: torch.Tensor, v_NPKD: torch.Tensor) -> None:
+        if fill is not None:
+            assert self.shadow is not None, "the plan fills pages, but there is no shadow"
+            self.shadow.fill_layer(layer, fill, k_NPKD, v_NPKD)
 
 
 def build_batches(plan: StepPlan, tensors: StepInputs, block_size: int) -> StepBatches:
@@ -161,7 +196,12 @@ def build_batches(plan: StepPlan, tensors: StepInputs, block_size: int) -> StepB
         batch(*on_device, group.context_lens(block_size), group.tables, causal=False)
         for on_device, group in zip(tensors.groups, plan.moves.streamed, strict=True)
     )
-    return StepBatches(paged, tuple(groups), cpu_rows(plan))
+    shadow = None
+    if tensors.shadow is not None:
+        tables = [() if step.draft_keys is None else step.draft_keys.pages for step in plan.sequences]
+        lens = [len(table) * block_size for table in tables]
+        shadow = batch(*tensors.shadow, lens, tables, causal=False)
+    return StepBatches(paged, tuple(groups), cpu_rows(plan), shadow)
 
 
 def last_token_batches(plan: StepPlan, batches: StepBatches, tensors: StepInputs) -> StepBatches:
@@ -217,6 +257,7 @@ class KVMemory:
         """
         self.spec, self.backend, self.dtype, self.device = spec, backend, dtype, device
         self.offload, self.cpu = offload, cpu
+        self.shadow: Shadow | None = None  # until `allocate_shadow`
         self.scale = spec.head_dim**-0.5
         self._pool = self._make_pool(num_blocks=0)
 
@@ -241,8 +282,12 @@ class KVMemory:
         else:
             self.offload.allocate_slots(num_gpu_blocks)
 
+    def allocate_shadow(self, spec: ShadowSpec, num_pages: int) -> None:
+        self.shadow = Shadow(spec, num_pages, self.device)
+
     def drop(self) -> None:
-        """Release the blocks on the GPU, so that others can be allocated."""
+        """Release the blocks on the GPU and the shadow, so that others can be allocated."""
+        self.shadow = None
         if self.offload is None:
             self._pool = self._make_pool(num_blocks=0)
         else:
@@ -257,14 +302,29 @@ class KVMemory:
 
     # -- one step ------------------------------------------------------------------------------------------------
 
-    def attention(self, slot_mapping: torch.Tensor, batches: StepBatches, last_batches: StepBatches) -> StepAttention:
+    def attention(
+        self,
+        plan: StepPlan,
+        slot_mapping: torch.Tensor,
+        batches: StepBatches,
+        last_batches: StepBatches,
+    ) -> StepAttention:
         """The attention of a step that is launched kernel by kernel.
 
         `last_batches` are the batches for the rows that the last layer returns.
         """
         if self.offload is not None:
+            fills = [self.shadow.moves(group) for group in plan.moves.streamed] if self.shadow is not None else ()
             return MergedAttention(
-                self.backend, self.offload, self.cpu, slot_mapping, batches, last_batches, self.scale
+                self.backend,
+                self.offload,
+                self.cpu,
+                slot_mapping,
+                batches,
+                last_batches,
+                self.scale,
+                fills,
+                self.shadow,
             )
         return PagedAttention(self.backend, self.cache, slot_mapping, batches.paged, last_batches.paged, self.scale)
 
@@ -272,10 +332,22 @@ class KVMemory:
         """The attention of a decode step whose keys are all on the GPU."""
         return PagedAttention(self.backend, self.cache, slot_mapping, batch, batch, self.scale)
 
+    def draft_attention(
+        self, slot_mapping: torch.Tensor, batch: PagedBatch, shadow: PagedBatch | None
+    ) -> PagedAttention:
+        """The attention of a draft. `shadow`: None if drafts attend to the keys on the GPU alone."""
+        if shadow is None:
+            return self.paged_attention(slot_mapping, batch)
+        assert self.shadow is not None, "the plan reads the shadow, but there is none"
+        return DraftAttention(self.backend, self.cache, slot_mapping, batch, self.scale, self.shadow, shadow)
+
     def begin_step(self, plan: StepPlan) -> None:
         """Called before any of the step's work is enqueued. Hot: once per step."""
         if self.offload is not None:
             self.offload.begin_step(plan.moves, chain.from_iterable(step.block_table for step in plan.sequences))
+        if plan.moves.page_fills:
+            assert self.shadow is not None, "the plan fills pages, but there is no shadow"
+            self.shadow.fill(plan.moves.page_fills, *self.cache)
 
     def begin_all_layers(self) -> None:
         """Called before a single graph that runs all layers."""

@@ -15,8 +15,9 @@ from nanovllm.config import Config
 from nanovllm.core.cpu_split import CpuSplit
 from nanovllm.core.disk_moves import DISK_GRAIN_TOKENS, DiskMoves, DiskSetup
 from nanovllm.core.kv_spec import KVCacheSizes, KVCacheSpec, StartReport, dtype_name
+from nanovllm.core.shadow_spec import ShadowSpec
 from nanovllm.core.step_limits import max_model_len, max_step_rows
-from nanovllm.core.step_plan import StepPlan
+from nanovllm.core.step_plan import DraftTimes, StepPlan
 from nanovllm.device import kernel_target
 from nanovllm.device.devices import current_device, memory_remedy, on_own_device, use_expandable_segments, used_bytes
 from nanovllm.device.tp_group import TPGroup
@@ -31,7 +32,7 @@ from nanovllm.runner.graph_set import GraphSet
 from nanovllm.runner.kv_memory import KVMemory, OffloadEngineFactory
 from nanovllm.runner.startup_memory import profile_memory
 from nanovllm.runner.step_result import StepResult
-from nanovllm.runner.step_runner import StepRunner, measure_draft_s
+from nanovllm.runner.step_runner import StepRunner
 from nanovllm.utils.arithmetic import format_bytes
 from nanovllm.utils.memory import available_host_bytes
 from nanovllm.utils.phases import Phases
@@ -123,8 +124,8 @@ class ModelRunner:
         return None if self._memory is None else self._memory.offload
 
     @on_own_device
-    def measure_num_gpu_blocks(self, num_cpu_blocks: int, most_gpu_blocks: int) -> tuple[int, str]:
-        """The number of KV blocks that fit on every rank, and a description of this rank's memory.
+    def measure_kv_room(self, num_cpu_blocks: int, most_gpu_blocks: int) -> tuple[int, str]:
+        """The bytes that every rank has for KV on its GPU, and a description of this rank's memory.
 
         On a GPU, this runs the largest steps and captures the largest graphs that an engine of up to `most_gpu_blocks`
         blocks can need.
@@ -136,13 +137,15 @@ class ModelRunner:
             num_bytes = int(available_host_bytes() * self.config.gpu_memory_utilization / 2) // self.tp.size
             num_bytes -= self.spec.staging_bytes if num_cpu_blocks else 0
             room = f"{format_bytes(max(0, num_bytes))} of memory is available"
-        fitting = torch.tensor([max(0, num_bytes // self.spec.block_bytes)], device=self.device)
-        return int(self.tp.all_gather(fitting).min()), room
+        available = torch.tensor([max(0, num_bytes)], device=self.device)
+        return int(self.tp.all_gather(available).min()), room
 
     def launch_attention_kernels(self, num_tokens: int) -> None:
         """AttentionBackend.launch_kernels for chunks of up to `num_tokens` tokens."""
         k_cache, _ = self.memory.cache
         self.backend.launch_kernels(self._queries(num_tokens), k_cache[0])
+        if self.memory.shadow is not None:
+            self.memory.shadow.launch_kernels(self._queries(1), *self.memory.cache, self.max_model_len)
 
     def library_plans(self) -> Sequence[LibraryPlan]:
         """AttentionBackend.library_plans for the chunks that steps can hold."""
@@ -183,6 +186,8 @@ class ModelRunner:
                 self._memory = KVMemory(self.spec, self.backend, self.dtype, self.device, offload, cpu)
                 self._steps = StepRunner(self.model, self._memory, self.tp)
             self._memory.allocate(sizes.num_gpu_blocks)
+            if sizes.num_pages:
+                self._memory.allocate_shadow(ShadowSpec.of(self.spec, sizes.shadow_bits), sizes.num_pages)
 
     # -- graphs --------------------------------------------------------------------------------------------------
 
@@ -232,11 +237,10 @@ class ModelRunner:
             return measure_split(offload, cpu, self.launch, self.tp, is_forced=self.config.cpu_attention == "on")
 
     @on_own_device
-    def measure_draft_s(self) -> float:
-        """Measure how long drafting a token takes with as many keys as the GPU holds. Runs decode steps."""
-        num_blocks = self.memory.cache[0].shape[1]
+    def measure_drafts(self) -> DraftTimes:
+        """Measure how long drafting a token takes. Runs decode steps."""
         with self.phases("drafts"):
-            return measure_draft_s(num_blocks, self.spec.block_size, self.max_model_len, self.launch)
+            return self.steps.measure_drafts(self.max_model_len)
 
     @on_own_device
     @torch.inference_mode()

@@ -18,6 +18,7 @@ from nanovllm.attention.base import LibraryPlan
 from nanovllm.config import Config
 from nanovllm.core.kv_spec import KVCacheSizes, KVCacheSpec
 from nanovllm.core.logit_editor import Biases, LogitEdits, Penalties, RowEdits
+from nanovllm.core.shadow_spec import SHADOW_BITS
 from nanovllm.core.step_limits import MAX_DECODE_QUERIES, max_step_rows
 from nanovllm.core.step_plan import KVMoves, PromptScores, SamplingRow, SequenceStep, StepPlan, StreamedGroup
 from nanovllm.device.devices import (
@@ -158,7 +159,9 @@ def profile_memory(runner: MeasuredRunner, num_cpu_blocks: int, most_gpu_blocks:
     `most_gpu_blocks`: the largest number of blocks that the engine could use.
     """
     config, spec = runner.config, runner.spec
-    runner.allocate_kv_cache(KVCacheSizes(1, num_cpu_blocks))
+    num_pages = int(config.has_shadow)
+    sizes = KVCacheSizes(1, num_cpu_blocks, num_pages, config.shadow_bits or SHADOW_BITS[0])
+    runner.allocate_kv_cache(sizes)
     steps = largest_steps(
         num_tokens=config.max_num_batched_tokens,
         max_num_seqs=max_step_rows(config, most_gpu_blocks),

@@ -2,14 +2,13 @@
 
 import time
 from collections import deque
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from nanovllm.attention.base import StepAttention
-from nanovllm.core.step_plan import KVMoves, SamplingRow, SequenceStep, StepPlan
+from nanovllm.core.step_plan import DraftKeys, DraftTimes, KVMoves, SamplingRow, SequenceStep, StepPlan
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.layers.sampler import resample_edited, sample
 from nanovllm.models.decoder import CausalLM
@@ -45,10 +44,12 @@ def draft_steps(plan: StepPlan) -> list[StepPlan]:
 def _draft(step: SequenceStep, i: int, previous_row: int) -> SequenceStep:
     """Draft number i: the step's known token, or a draft after it, with the noise of the token that it guesses."""
     assert step.sampling is not None and step.num_tokens == 1 + step.num_guesses, "only a decoding sequence drafts"
+    keys = step.draft_keys
     return step._replace(
+        block_table=step.block_table if keys is None else keys.block_table,
         token_ids=step.token_ids[:1] if i == 0 else np.array([-1]),
         position=step.position + i,
-        num_paged_keys=step.num_paged_keys - step.num_guesses + i,
+        num_paged_keys=(step if keys is None else keys).num_paged_keys - step.num_guesses + i,
         previous_row=previous_row,
         num_guesses=0,
         num_drafts=0,
@@ -57,27 +58,19 @@ def _draft(step: SequenceStep, i: int, previous_row: int) -> SequenceStep:
     )
 
 
-def measure_draft_s(
-    num_blocks: int, block_size: int, max_model_len: int, launch: Callable[[StepPlan], StepResult]
-) -> float:
-    """Seconds of a decode step of one sequence whose keys fill the GPU's blocks, or as many as it can have."""
-    num_keys = min(num_blocks * block_size, max_model_len)
+def _timed_draft(position: int, block_table: tuple[int, ...], num_keys: int, pages: tuple[int, ...]) -> StepPlan:
+    """A draft of one sequence, whose newest `num_keys` keys are in `block_table`. `pages`: empty without a shadow."""
     step = SequenceStep(
         seq_id=0,
         token_ids=np.zeros(1, dtype=np.int64),
-        position=num_keys - 1,
-        num_prompt_tokens=num_keys,
-        block_table=tuple(range(ceil_div(num_keys, block_size))),
+        position=position,
+        num_prompt_tokens=position + 1,
+        block_table=block_table,
         num_paged_keys=num_keys,
         sampling=SamplingRow(),
+        draft_keys=DraftKeys(pages, block_table, num_keys) if pages else None,
     )
-    plan = StepPlan((step,), KVMoves())
-    for _ in range(2):
-        launch(plan).token_ids()
-    start_s = time.perf_counter()
-    results = [launch(plan) for _ in range(NUM_TIMED_STEPS)]
-    results[-1].token_ids()
-    return (time.perf_counter() - start_s) / NUM_TIMED_STEPS
+    return StepPlan((step,), KVMoves())
 
 
 class _Pass(NamedTuple):
@@ -147,9 +140,32 @@ class StepRunner:
         self._share_with_graphs()
         return self._sampled_ids
 
+    @torch.inference_mode()
+    def measure_drafts(self, max_model_len: int) -> DraftTimes:
+        """Time drafts of one sequence that has as many keys as fit into the GPU's blocks, or into the shadow."""
+        size, num_blocks = self.spec.block_size, self.memory.cache[0].shape[1]
+        if self.memory.shadow is None:
+            num_keys = min(num_blocks * size, max_model_len)
+            table = tuple(range(ceil_div(num_keys, size)))
+            return DraftTimes(self._draft_s(_timed_draft(num_keys - 1, table, num_keys, ())))
+        num_pages = max(1, min(self.memory.shadow.pages_LNKW.shape[1], max_model_len // size))
+        few, many = (
+            self._draft_s(_timed_draft(max_model_len - 1, (0,), size, tuple(range(pages)))) for pages in (1, num_pages)
+        )
+        key_s = max(0.0, many - few) / (num_pages * size)
+        return DraftTimes(many - num_pages * size * key_s, key_s)
+
+    def _draft_s(self, plan: StepPlan) -> float:
+        for num_steps in (2, NUM_TIMED_STEPS):  # the first ones may be slow
+            start_s = time.perf_counter()
+            for _ in range(num_steps):
+                ran = self._run(plan, self._build_inputs(plan), is_draft=True)
+            ran.sampled_ids.cpu()
+        return (time.perf_counter() - start_s) / NUM_TIMED_STEPS
+
     def _run(self, plan: StepPlan, inputs: StepInputs, is_draft: bool = False) -> _Pass:
         """One pass of the model, by graphs if they can run it."""
-        graphs = None if self.graphs is None else self.graphs.find(plan)
+        graphs = None if self.graphs is None else self.graphs.find(plan, is_draft)
         if graphs is None:
             return self._run_in_parts(plan, inputs, is_draft)
         if plan.moves.brings_in_keys:
@@ -207,9 +223,9 @@ class StepRunner:
         """`needs_all`: the last layer returns all rows."""
         batches = build_batches(plan, tensors, self.spec.block_size)
         if is_draft:
-            return self.memory.paged_attention(tensors.slot_mapping, batches.paged)
+            return self.memory.draft_attention(tensors.slot_mapping, batches.paged, batches.shadow)
         last = batches if needs_all else last_token_batches(plan, batches, tensors)
-        return self.memory.attention(tensors.slot_mapping, batches, last)
+        return self.memory.attention(plan, tensors.slot_mapping, batches, last)
 
     def _keep_sampled(self, sampled_ids: torch.Tensor) -> None:
         """Keep the tokens of a pass, those of rank 0 on every rank, where the next one finds them."""

@@ -100,10 +100,10 @@ class GroupGraphs:
         """Launch the kernels that the graph of this size and buffer captures."""
         spec = self.offload.spec
         batch = PagedBatch(
-            cu_seqlens_q=self.buffers.cu_seqlens_q(size, self.max_query_len),
+            cu_seqlens_q=self.buffers.cu_seqlens_q(size, min(size, self.max_query_len)),
             context_lens=self._lens[buffer, :size],
             block_tables=self._tables[buffer, :size],
-            max_query_len=self.max_query_len,
+            max_query_len=min(size, self.max_query_len),
             max_context_len=spec.staging_group_blocks * spec.block_size,
             causal=False,
         )

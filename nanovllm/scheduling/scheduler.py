@@ -73,7 +73,9 @@ class PlannedStep:
         can_draft = not (moves.loads or moves.copies or has_pending)
         steps, num_sampled = [], 0
         for (seq, num_tokens), paged in zip(self._placed, keys, strict=True):
-            step = self._sequence_step(seq, num_tokens, paged, can_draft)
+            step = self._sequence_step(seq, num_tokens, paged, can_draft and not kv.is_filling_pages(seq))
+            if step.num_drafts:
+                step = step._replace(draft_keys=kv.draft_keys(seq, step.num_tokens))
             steps.append(step)
             seq.num_computed_tokens += num_tokens - len(self._guesses_of(seq).token_ids)
             if step.sampling is not None:

@@ -32,6 +32,8 @@ _FIGURES = (
     ("num_cpu_blocks", "num_cpu_blocks", "Blocks in CPU memory", False),
     ("num_free_cpu_blocks", "num_free_cpu_blocks", "Blocks in CPU memory that are not in use", False),
     ("num_resident_blocks", "num_resident_blocks", "Slots that hold a block", False),
+    ("num_shadow_pages", "num_shadow_pages", "Blocks that the shadow has room for", False),
+    ("num_used_shadow_pages", "num_used_shadow_pages", "Blocks that the shadow holds", False),
     ("num_hit_blocks", "resident_block_reads", "Blocks that steps read where they were, on the GPU", True),
     ("num_missed_blocks", "streamed_block_reads", "Blocks that steps read from CPU memory", True),
     ("num_cpu_tokens", "cpu_attention_tokens", "Tokens whose keys the CPU attended to", True),
@@ -139,6 +141,21 @@ class Metrics(Collector):
         for entry, name, about, is_counter in _FIGURES:
             if (value := stats.get(entry)) is not None:
                 yield self._metric(CounterMetricFamily if is_counter else GaugeMetricFamily, name, about, value)
+        yield from self._drafters(stats.get("drafters", {}))
+
+    def _drafters(self, drafters: Mapping[str, Any]) -> Iterator[Metric]:
+        labels = [*self._labels, "drafter"]
+        guesses = CounterMetricFamily(
+            PREFIX + "spec_decode_drafter_tokens", "Tokens guessed by a drafter", labels=labels
+        )
+        about = "Share of passes that kept a drafter's guess at this position"
+        shares = GaugeMetricFamily(PREFIX + "spec_decode_acceptance_rate_per_pos", about, labels=[*labels, "position"])
+        for name, figures in drafters.items():
+            values = [*self._labels.values(), name]
+            guesses.add_metric(values, figures["num_guesses"])
+            for position, share in enumerate(figures["accepted_by_position"]):
+                shares.add_metric([*values, str(position)], share)
+        yield from (guesses, shares) if drafters else ()
 
     def _metric(self, kind: Any, name: str, about: str, value: float) -> Metric:
         family = kind(PREFIX + name, about, labels=list(self._labels))

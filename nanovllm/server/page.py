@@ -101,6 +101,7 @@ class KVView:
             },
             "guess_acceptance": stats.get("guess_acceptance"),
             "tokens_per_pass": stats.get("tokens_per_pass"),
+            "drafters": stats.get("drafters", {}),
         }
 
     def locate(self, token_ids: list[int]) -> dict[str, Any]:

@@ -39,7 +39,7 @@ NO_GUESSES = Guesses()
 class Drafter(Protocol):
     """Guesses how sequences go on."""
 
-    name: ClassVar[str]
+    name: str
     costs_drafts: ClassVar[bool]  # its guesses are drafted on the GPU, which takes time
 
     def forget(self, seq: Sequence) -> None:
@@ -106,7 +106,7 @@ def _length_of_match(token_ids: TokenIds, end: int, known: int) -> int:
 class PromptLookupDrafter:
     """Guesses what followed the longest suffix of prompt and answer where it occurred before."""
 
-    name: ClassVar[str] = "prompt_lookup"
+    name = "prompt_lookup"
     costs_drafts: ClassVar[bool] = False
 
     def __init__(self) -> None:
@@ -144,33 +144,30 @@ class PromptLookupDrafter:
         return match
 
 
-class ResidentDrafter:
-    """Guesses with the model itself, which attends only to the keys that are on the GPU.
+class ModelDrafter:
+    """Guesses with the model itself, which attends only to keys on the GPU: some of them (resident), or a copy of all
+    in a few bits (shadow).
 
-    Drafts are sampled with the noise of the request, so they differ from the model's own tokens only where the missing
-    keys matter.
+    Drafts are sampled with the noise of the request, so they differ from the model's own tokens only where that
+    matters.
     """
 
-    name: ClassVar[str] = "resident"
     costs_drafts: ClassVar[bool] = True
 
-    def __init__(self, misses_keys: Callable[[Sequence], bool]) -> None:
-        """`misses_keys`: returns True if some keys of a running sequence are not on the GPU.
-
-        With all keys there, a draft would cost as much as the token itself.
-        """
-        self._misses_keys = misses_keys
+    def __init__(self, name: str, can_guess: Callable[[Sequence], bool]) -> None:
+        """`can_guess`: returns True if a draft of a running sequence is cheaper than the token itself."""
+        self.name, self._can_guess = name, can_guess
 
     def forget(self, seq: Sequence) -> None:
         """Do nothing: nothing is kept."""
 
     def can_guess(self, seq: Sequence) -> bool:
-        return self._misses_keys(seq)
+        return self._can_guess(seq)
 
     def kind(self, seq: Sequence) -> str:
         return self.name
 
     def guess(self, seq: Sequence, max_guesses: int) -> Guesses:
-        if not self._misses_keys(seq):
+        if not self._can_guess(seq):
             return NO_GUESSES
         return Guesses((DRAFTED,) * max_guesses, max_guesses)

@@ -4,16 +4,17 @@ import logging
 from collections import defaultdict, deque
 from collections.abc import Sequence as Seq
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from nanovllm.config import MAX_GUESSES
 from nanovllm.core.sequence import Sequence
-from nanovllm.core.step_limits import expected_tokens
-from nanovllm.core.step_plan import StepPlan
+from nanovllm.core.step_plan import DraftTimes, StepPlan
 from nanovllm.speculation.drafters import DRAFTED, NO_GUESSES, Drafter, Guesses
 
 logger = logging.getLogger("nanovllm")
 
 PRIOR_ACCEPTANCE, PRIOR_WEIGHT = 0.7, 2.0  # of a sequence that begins to guess; the weight is in guesses
+PRIORS = {"quote": 0.95, "shadow": 0.95}  # of the kinds of guesses that are nearly always right
 DECAY, COMMON_DECAY = 0.9, 0.98  # of the acceptance of a sequence and of all together
 MIN_GAIN = 1.02  # in tokens per second; less is within the error of the times
 REST_STEPS = 64  # from one trial of all resting sequences to the next
@@ -31,6 +32,11 @@ class Load(NamedTuple):
     num_seqs: int
     magnitude: int  # the number of binary digits of the number of keys
 
+    @property
+    def num_keys(self) -> float:
+        """About how many keys the sequences have."""
+        return 0.75 * 2**self.magnitude
+
 
 def load_of(num_seqs: int, num_keys: int) -> Load:
     return Load(num_seqs, num_keys.bit_length())
@@ -42,14 +48,18 @@ class StepTimes:
     A step's time runs from the end of the step before to its own, so it contains the time in which the GPU waits for
     guesses. It counts if both are decode steps of the same kind, or if the step has guesses: then none of it can have
     run before the other step ended. The time of a draft was measured at start-up.
+
+    With more guesses a pass takes longer, so its time is known by the number of binary digits of the most guesses that
+    a sequence has. A number with one digit more than those that are known may be tried.
     """
 
-    def __init__(self, draft_s: float = 0.0) -> None:
-        self.draft_s = draft_s
+    def __init__(self, drafts: DraftTimes | None = None) -> None:
+        """`drafts`: None if nothing is drafted."""
+        self._drafts = drafts or DraftTimes()
         self._plain_s: dict[Load, deque[float]] = defaultdict(_newest_times)
-        self._pass_s: dict[Load, deque[float]] = defaultdict(_newest_times)
+        self._pass_s: dict[tuple[Load, int], deque[float]] = defaultdict(_newest_times)
         self.num_steps = 0  # that have ended
-        self._last_pass: dict[Load, int] = {}  # number of the newest step in _pass_s
+        self._last_pass: dict[tuple[Load, int], int] = {}  # number of the newest step in _pass_s
         self._num_passes = 0  # with guesses, since a step without any was measured
         self._last_had_guesses: bool | None = None  # None: the step before was not a decode step
 
@@ -65,10 +75,11 @@ class StepTimes:
         load = load_of(len(plan.sequences), sum(step.position for step in plan.sequences))
         if plan.has_guesses:
             self._num_passes += 1
-            if self._is_expired(load):
-                self._pass_s[load].clear()
-            self._last_pass[load] = self.num_steps
-            self._pass_s[load].append(max(0.0, seconds - len(plan.draft_rows()) * self.draft_s))
+            key = load, max(step.num_guesses for step in plan.sequences).bit_length()
+            if self._is_expired(key):
+                self._pass_s[key].clear()
+            self._last_pass[key] = self.num_steps
+            self._pass_s[key].append(max(0.0, seconds - len(plan.draft_rows()) * self.draft_s(load)))
         else:
             self._num_passes = 0
             self._plain_s[load].append(seconds)
@@ -77,35 +88,66 @@ class StepTimes:
         """Return the time of a step of this load without guesses; None if there was none."""
         return median(times) if (times := self._plain_s.get(load)) else None
 
-    def pass_s(self, load: Load) -> float | None:
-        """Return the time of a step of this load with guesses, without its drafts; None while too few are known."""
-        times = self._pass_s.get(load, ())
-        return median(times) if len(times) >= NUM_KNOWN_PASSES and not self._is_expired(load) else None
+    def draft_s(self, load: Load) -> float:
+        return self._drafts.base_s + self._drafts.key_s * load.num_keys
 
-    def _is_expired(self, load: Load) -> bool:
-        return self.num_steps - self._last_pass.get(load, 0) > PASS_EXPIRY_STEPS
+    def pass_s(self, load: Load, num_guesses: int) -> float | None:
+        """Return the time of a step of this load with so many guesses, without its drafts. If none with as many digits
+        is known, that of the nearest number with fewer, or else of the least; None if nothing is known.
+        """
+        return _nearest(self._pass_times(load), num_guesses)
+
+    def _pass_times(self, load: Load) -> dict[int, float]:
+        """By digits, in rising order."""
+        times = {}
+        for digits in range(1, MAX_GUESSES.bit_length() + 1):
+            known = self._pass_s.get((load, digits), ())
+            if len(known) >= NUM_KNOWN_PASSES and not self._is_expired((load, digits)):
+                times[digits] = median(known)
+        return times
+
+    def _is_expired(self, key: tuple[Load, int]) -> bool:
+        return self.num_steps - self._last_pass.get(key, 0) > PASS_EXPIRY_STEPS
 
     def is_measured(self, load: Load) -> bool:
         """Return True if the time of a step without guesses is known and recent."""
         return load in self._plain_s and self._num_passes < REMEASURE_PASSES
 
-    def best_num_guesses(self, load: Load, acceptance: float, max_guesses: int, *, costs_drafts: bool) -> int:
-        """Return 0 if guesses gain nothing. `costs_drafts`: each guess is drafted.
+    def best_guesses(self, load: Load, acceptance: float, max_guesses: int, *, costs_drafts: bool) -> "Gain":
+        """Find the number of guesses with the most tokens per second; 0 if guesses gain nothing.
 
-        While the time of a pass is unknown, it is taken to be that of a step without guesses, and there are only a few
-        guesses.
+        `costs_drafts`: each guess is drafted. While the time of a pass is unknown, it is taken to be that of a step
+        without guesses, and there are only a few guesses.
         """
-        plain_s, pass_s = self.plain_s(load), self.pass_s(load)
+        plain_s = self.plain_s(load)
         assert plain_s is not None, "no guesses are made before a step without them is measured"
-        most = max_guesses if pass_s is not None else min(max_guesses, MAX_TRIAL_GUESSES)
-        pass_s = max(plain_s, pass_s or 0.0)
-        draft_s = self.draft_s if costs_drafts else 0.0
+        known = self._pass_times(load)
+        most = min(max_guesses, 2 ** (max(known) + 1) - 1 if known else MAX_TRIAL_GUESSES)
+        draft_s = self.draft_s(load) if costs_drafts else 0.0
+        best, num_tokens, chance = Gain(0, MIN_GAIN / max(1e-9, plain_s)), 1.0, 1.0
+        for num_guesses in range(1, most + 1):
+            chance *= acceptance
+            num_tokens += chance
+            pass_s = max(plain_s, _nearest(known, num_guesses) or 0.0)
+            best = max(best, Gain(num_guesses, num_tokens / max(1e-9, pass_s + num_guesses * draft_s)), key=_rate)
+        return best
 
-        def tokens_per_s(num_guesses: int) -> float:
-            return expected_tokens(acceptance, num_guesses) / max(1e-9, pass_s + num_guesses * draft_s)
 
-        best = max(range(1, most + 1), key=tokens_per_s, default=0)
-        return best if best and tokens_per_s(best) >= MIN_GAIN / max(1e-9, plain_s) else 0
+class Gain(NamedTuple):
+    """A number of guesses, and the tokens per second that they are expected to bring."""
+
+    num_guesses: int
+    tokens_per_s: float
+
+
+def _nearest(times: dict[int, float], num_guesses: int) -> float | None:
+    """See StepTimes.pass_s."""
+    below = [digits for digits in times if digits <= num_guesses.bit_length()]
+    return times[below[-1] if below else min(times)] if times else None
+
+
+def _rate(gain: Gain) -> float:
+    return gain.tokens_per_s
 
 
 def _newest_times() -> deque[float]:
@@ -154,7 +196,7 @@ class Pace:
 
 
 class Speculator:
-    """Gives the scheduler guesses. It asks the drafters in order, each at its own pace.
+    """Gives the scheduler guesses. Each drafter has its own pace.
 
     A pass with k guesses yields `expected_tokens` on average, and takes the time of the pass and of k drafts. The k
     with the most tokens per second is chosen, or 0 if that gains nothing.
@@ -168,7 +210,9 @@ class Speculator:
         self._acceptances: dict[str, Acceptance] = defaultdict(lambda: Acceptance(PRIOR_ACCEPTANCE, COMMON_DECAY))
         self._paces: dict[int, dict[str, Pace]] = {}  # by seq_id and kind of guesses
         self._asked: dict[int, str] = {}  # by seq_id: the kind of guesses that are being verified
+        self._guessed_by: dict[int, str] = {}  # by seq_id: whose they are
         self.num_passes = self.num_guesses = self.num_accepted = 0
+        self._counts: dict[str, list[list[int]]] = {}  # by drafter: for each position, passes, and those that kept it
         self._refused: set[str] = set()  # drafters that have guessed tokens that do not exist
 
     def add(self, seq: Sequence) -> None:
@@ -177,6 +221,8 @@ class Speculator:
     def forget(self, seq: Sequence) -> None:
         del self._paces[seq.seq_id]
         self._asked.pop(seq.seq_id, None)
+        if seq.num_pending_guesses:  # they will not be verified
+            self._guessed_by.pop(seq.seq_id, None)
         for drafter in self.drafters:
             drafter.forget(seq)
 
@@ -194,35 +240,36 @@ class Speculator:
     def _pace(self, drafter: Drafter, seq: Sequence, load: Load) -> Pace:
         kind, paces = drafter.kind(seq), self._paces[seq.seq_id]
         if kind not in paces:
-            paces[kind] = Pace(PRIOR_ACCEPTANCE if load.num_seqs <= NUM_FEW else self._acceptances[kind].estimate)
+            prior = PRIORS.get(kind, PRIOR_ACCEPTANCE)
+            paces[kind] = Pace(prior if load.num_seqs <= NUM_FEW else self._acceptances[kind].estimate)
         return paces[kind]
 
     def guess(self, seq: Sequence, max_guesses: int, load: Load) -> Guesses:
-        """Return up to `max_guesses` guesses by the first drafter whose guesses gain time. `load`: of the step."""
+        """Return up to `max_guesses` guesses, by the drafter whose guesses gain most. `load`: of the step."""
         most = min(max_guesses, self.max_guesses)
-        for drafter in self.drafters if most > 0 else ():
-            if not self._is_active(drafter, seq, load):
-                continue
-            num_guesses = self._num_worthwhile(drafter, seq, most, load)
+        active = [drafter for drafter in self.drafters if most > 0 and self._is_active(drafter, seq, load)]
+        gains = [self._gain(drafter, seq, most, load) for drafter in active]
+        for (num_guesses, _), drafter in sorted(
+            zip(gains, active, strict=True), key=lambda pair: -pair[0].tokens_per_s
+        ):
             guesses = drafter.guess(seq, num_guesses).first(num_guesses) if num_guesses else NO_GUESSES
             if _must_know_guesses(seq):
                 guesses = guesses.without_drafts()
             if (guesses := self._existing(drafter, guesses)).token_ids:
                 if self.times is not None:
                     self._asked[seq.seq_id] = drafter.kind(seq)
+                self._guessed_by[seq.seq_id] = drafter.name
                 return guesses
         return NO_GUESSES
 
-    def _num_worthwhile(self, drafter: Drafter, seq: Sequence, most: int, load: Load) -> int:
+    def _gain(self, drafter: Drafter, seq: Sequence, most: int, load: Load) -> Gain:
         if self.times is None:
-            return most
+            return Gain(most, 0.0)
         pace = self._pace(drafter, seq, load)
-        num_guesses = self.times.best_num_guesses(
-            load, pace.acceptance.estimate, most, costs_drafts=drafter.costs_drafts
-        )
-        if not num_guesses:
+        gain = self.times.best_guesses(load, pace.acceptance.estimate, most, costs_drafts=drafter.costs_drafts)
+        if not gain.num_guesses:
             pace.rest(self.times.num_steps)
-        return num_guesses
+        return gain
 
     def _existing(self, drafter: Drafter, guesses: Guesses) -> Guesses:
         """Return the guesses before the first one that is not in the vocabulary."""
@@ -241,17 +288,32 @@ class Speculator:
         self.num_passes += 1
         self.num_guesses += num_guesses
         self.num_accepted += num_accepted
+        if (drafter := self._guessed_by.pop(seq.seq_id, None)) is not None:
+            counts = self._counts.setdefault(drafter, [[0, 0] for _ in range(self.max_guesses)])
+            for position in range(num_guesses):
+                counts[position][0] += 1
+                counts[position][1] += position < num_accepted
         if (kind := self._asked.pop(seq.seq_id, None)) is not None:
             for acceptance in (self._paces[seq.seq_id][kind].acceptance, self._acceptances[kind]):
                 acceptance.verified(num_guesses, num_accepted)
 
-    def stats(self) -> dict[str, float | None]:
+    def stats(self) -> dict[str, Any]:
         """Return the figures of LLM.stats. tokens_per_pass is over the passes that had guesses."""
+        drafters = {}
+        for name, counts in list(self._counts.items()):
+            tried, kept = ([column for column in columns if column] for columns in zip(*counts, strict=True))
+            kept += [0] * (len(tried) - len(kept))
+            drafters[name] = {
+                "num_guesses": sum(tried),
+                "num_accepted_guesses": sum(kept),
+                "accepted_by_position": [k / t for k, t in zip(kept, tried, strict=True)],
+            }
         return {
             "num_guesses": self.num_guesses,
             "num_accepted_guesses": self.num_accepted,
             "guess_acceptance": self.num_accepted / self.num_guesses if self.num_guesses else None,
             "tokens_per_pass": 1 + self.num_accepted / self.num_passes if self.num_passes else None,
+            "drafters": drafters,
         }
 
 

@@ -121,7 +121,10 @@ def test_cell_of_several_blocks_shows_their_highest_state(server: FakeServer, pa
 def test_meters_and_figures_follow_the_counters(server: FakeServer, page: Page) -> None:
     counters = server.engine.counters
     counters.update(num_running=1, num_waiting=2, guess_acceptance=0.87, tokens_per_pass=4.23)
+    counters.update(drafters={"shadow": {"accepted_by_position": [0.97, 0.9, 0.85, 0.8, 0.5]}})
     expect(page.locator("#acceptance")).to_have_text("87%, 4.2 a pass")
+    by_place = "shadow, guess kept at position 1: 97%, 4: 80%, 5: 50%"
+    expect(page.locator("#guesses")).to_have_attribute("title", by_place)
     expect(page.locator("#requests")).to_have_text("1 running, 2 waiting")
     counters.update(num_decode_tokens=300, num_prefill_tokens=9000, num_loaded_bytes=10e9, num_cpu_tokens=2000)
     expect(page.locator("#link-meter")).not_to_have_attribute("aria-valuenow", "0")

@@ -18,6 +18,7 @@ from nanovllm.capacity.machine import Machine, find_gpu
 from nanovllm.capacity.plan import CapacityPlan, PlanOptions, make_plan
 from nanovllm.checkpoint.model_config import ModelConfig
 from nanovllm.config import Config
+from nanovllm.core.kv_spec import KVCacheSizes
 from nanovllm.core.step_plan import CpuSpan, KVMoves, SamplingRow, SequenceStep, SlotLoad, StepPlan, StreamedGroup
 from nanovllm.device.tp_group import TPGroup
 from nanovllm.engine.setup import measure_cpu_memory
@@ -162,7 +163,8 @@ def test_plan_link_and_cpu_together_are_bounded_by_cpu_memory() -> None:
     assert slow.link_decode_tok_per_s == slow.decode_tok_per_s == pytest.approx(20e9 / missing_bytes)
     alone = make_plan(replace(config, cpu_attention="off"), model, desktop, context=1_000_000)
     assert alone.decode_tok_per_s == alone.link_decode_tok_per_s and alone.link_and_cpu_decode_tok_per_s is None
-    ranks = make_plan(replace(config, tensor_parallel_size=2), model, desktop, context=1_000_000, num_gpu_blocks=2)
+    two = KVCacheSizes(2, plan.num_cpu_blocks)
+    ranks = make_plan(replace(config, tensor_parallel_size=2), model, desktop, context=1_000_000, sizes=two)
     assert ranks.link_and_cpu_decode_tok_per_s == pytest.approx(60e9 / (3905 * plan.spec.block_bytes), rel=1e-3)
 
 

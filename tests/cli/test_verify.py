@@ -54,7 +54,7 @@ def test_verify_sound_paths_agree(dtype: str, capsys: pytest.CaptureFixture[str]
     out = capsys.readouterr().out
     report = report_of(out)
     assert [path["path"] for path in report["paths"]] == [
-        *("all resident", "other chunks", "link alone", "link and CPU", "with guesses")
+        *("all resident", "other chunks", "link alone", "link and CPU", "with guesses", "with a shadow")
     ]
     assert report["agrees"] and all(path["agrees"] for path in report["paths"][1:])
     assert all(path["num_work"] > 0 for path in report["paths"][2:])
@@ -71,7 +71,7 @@ def test_verify_a_lost_block_is_found(dtype: str, capsys: pytest.CaptureFixture[
     assert run_verify("demo", VerifyOptions(num_tokens=2048), engine, internals) == 1
     out = capsys.readouterr().out
     agree = [path["agrees"] for path in report_of(out)["paths"][1:]]
-    assert agree == [True, False, False, False]
+    assert agree == [True, False, False, False, False]
     assert "DIFFERS" in out and "NOT verified" in out
 
 

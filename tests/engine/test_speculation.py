@@ -144,8 +144,9 @@ def test_everything_with_simulated_streams(reference: Reference, mode: Mode, see
         serve_everything(llm)
 
 
-def test_two_ranks(reference: Reference, answers: dict[str, list[list[int]]]) -> None:
-    options = OFFLOAD | {"num_gpu_blocks": 2, "speculation": "auto", "tensor_parallel_size": 2}
+@pytest.mark.parametrize("speculation", ["shadow", pytest.param("auto", marks=pytest.mark.slow)])
+def test_two_ranks(reference: Reference, answers: dict[str, list[list[int]]], speculation: str) -> None:
+    options = OFFLOAD | {"num_gpu_blocks": 2, "speculation": speculation, "tensor_parallel_size": 2}
     with LLM(
         str(reference.directory),
         device="cpu",
@@ -193,7 +194,7 @@ def test_drafts_that_do_not_wait_for_copies_are_noticed(
     for seed in range(4):
         streams = SimulatedStreams("late", seed)
         internals = speculating(drafter_of("drafts", answers["greedy"]))
-        options = OFFLOAD | {"num_gpu_blocks": 2, "speculation": "auto"}
+        options = OFFLOAD | {"num_gpu_blocks": 2, "speculation": "resident"}
         with CheckedLLM(reference, streams=streams, internals=internals, **options) as llm:
             llm.runner.memory.begin_all_layers = lambda: None
             try:

@@ -15,7 +15,11 @@ from tiny_models import write_tiny_model
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.core.sequence import Sequence
+from nanovllm.core.shadow_spec import SHADOW_BITS
+from nanovllm.demo.haystack import build_haystack
+from nanovllm.demo.retrieval_model import build_retrieval_model
 from nanovllm.engine.setup import Internals
+from nanovllm.speculation.speculator import load_of
 
 pytestmark = pytest.mark.gpu
 
@@ -73,7 +77,7 @@ def test_the_cpu_attends_beside_the_link(
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True])
-@pytest.mark.parametrize("speculation", ["prompt_lookup", "resident", "auto"])
+@pytest.mark.parametrize("speculation", ["prompt_lookup", "resident", "shadow", "auto"])
 def test_drafters_with_everything(reference: Reference, speculation: str, enforce_eager: bool) -> None:
     """Preemption, an abort, partial hits. Then answers that repeat themselves."""
     internals = Internals(always_guesses=True)
@@ -89,7 +93,28 @@ def test_measured_pace_is_exact_and_reported(reference: Reference) -> None:
     with GpuLLM(reference, **options) as llm:
         llm.answer_and_check(PROMPTS, max_tokens=100)
         times = llm.scheduler.speculator.times
-        assert times.draft_s > 0 and times._plain_s
+        assert times.draft_s(load_of(1, 1000)) > 0 and times._plain_s
+
+
+@CACHES
+@pytest.mark.parametrize("bits", SHADOW_BITS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_drafts_that_read_the_shadow_in_graphs(
+    tmp_path: Path, num_gpu_blocks: int | None, bits: int, dtype: str
+) -> None:
+    """The model copies a text from far back, which drafts cannot do without the shadow."""
+    model, passkey = build_retrieval_model(tmp_path / "model"), "q7m2x9kd4tzb0wy6"
+    options = {"speculation": "shadow", "shadow_bits": bits, "dtype": dtype, "max_model_len": 6500}
+    cache = {"num_kvcache_blocks": 60} if num_gpu_blocks is None else OFFLOAD | {"num_gpu_blocks": num_gpu_blocks}
+    options |= cache | {"kvcache_block_size": 256, "device": "cuda"}
+    with LLM(str(model), internals=Internals(always_guesses=True), **options) as llm:
+        params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+        for depth in (0.1, 0.6):
+            (output,) = llm.generate([build_haystack(6000, depth, passkey)], params, use_tqdm=False)
+            assert output["text"].startswith(passkey)
+        stats = llm.stats()
+        assert stats["num_used_shadow_pages"] >= 23
+        assert stats["drafters"]["shadow"]["accepted_by_position"][8] > 0.8, stats["drafters"]
 
 
 @pytest.mark.parametrize("num_gpu_blocks", [None, 3])

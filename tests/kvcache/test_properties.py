@@ -16,7 +16,7 @@ from random_workloads import GRAIN, LONG_CHUNK_BLOCKS, Abort, Add, Operation, Pr
 from tiers import examples
 
 from nanovllm.core.sequence import Sequence, TokenIds
-from nanovllm.core.step_plan import StepPlan
+from nanovllm.core.step_plan import SequenceStep, StepPlan
 from nanovllm.kvcache.policy.block_manager import BlockManager, KVCacheManager
 from nanovllm.kvcache.policy.block_pool import Block, PrefixIndex
 from nanovllm.kvcache.policy.hybrid_manager import HybridKVCacheManager
@@ -115,7 +115,7 @@ def test_hybrid_manager_dense_workload_every_sequence_sees_its_tokens(seed: int,
     seed=st.integers(0, 2**32),
     hybrid=st.booleans(),
     with_cpu=st.booleans(),
-    drafter=any_of([*KINDS, "resident", "resident"]),
+    drafter=any_of([*KINDS, "resident", "shadow", "shadow"]),
 )
 def test_guesses_of_any_kind_change_no_token_and_lose_nothing(
     seed: int, hybrid: bool, with_cpu: bool, drafter: str
@@ -209,6 +209,46 @@ def test_content_model_faulty_plan_is_noticed(fault: str) -> None:
                 play_dense(seed, hybrid=True, with_cpu=seed % 2 == 1, change_plan=PLAN_FAULTS[fault])
             except ContentError:
                 return
+    pytest.fail("not noticed")
+
+
+@pytest.mark.parametrize(("seed", "hybrid"), [(4, True), (5, True), (8, True), (10, False), (43, True), (54, True)])
+def test_pages_are_those_of_their_blocks(seed: int, hybrid: bool) -> None:
+    """Blocks that another sequence computes, loads or fills in the same step: a page must wait for their keys."""
+    play_dense(seed, hybrid=hybrid, with_cpu=seed % 2 == 1, drafter="shadow")
+
+
+def forget_streamed_pages(plan: StepPlan) -> StepPlan:
+    groups = tuple(group._replace(pages=()) for group in plan.moves.streamed)
+    return replace(plan, moves=replace(plan.moves, streamed=groups))
+
+
+def swap_page(plan: StepPlan) -> StepPlan:
+    """A page is missing, another one is read twice."""
+
+    def swapped(step: SequenceStep) -> SequenceStep:
+        if step.draft_keys is None or len(step.draft_keys.pages) < 2:
+            return step
+        _, second, *others = step.draft_keys.pages
+        return step._replace(draft_keys=step.draft_keys._replace(pages=(second, second, *others)))
+
+    return replace(plan, sequences=tuple(map(swapped, plan.sequences)))
+
+
+SHADOW_FAULTS = {
+    "page fill lost": without_first("page_fills"),
+    "pages of streamed blocks not filled": forget_streamed_pages,
+    "page read twice": swap_page,
+}
+
+
+@pytest.mark.parametrize("fault", SHADOW_FAULTS)
+def test_content_model_faulty_shadow_is_noticed(fault: str) -> None:
+    for seed in range(80):
+        try:
+            play_dense(seed, hybrid=True, drafter="shadow", change_plan=SHADOW_FAULTS[fault])
+        except (ContentError, KeyError):
+            return
     pytest.fail("not noticed")
 
 

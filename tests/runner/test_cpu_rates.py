@@ -66,7 +66,7 @@ def test_rates_are_right_whichever_side_is_slow(cpu_byte_per_s: float, monkeypat
     offload.link_byte_per_s = LINK_BYTE_PER_S
     caches = {"k_cache": offload.k_cache_cpu, "v_cache": offload.v_cache_cpu}
     kernel = TimedKernel(cpu_byte_per_s, clock)
-    cpu = CpuAttention(kernel, offload.streams, **caches, num_heads=4, max_rows=16, is_pinned=False)  # type: ignore[arg-type]
+    cpu = CpuAttention(kernel, offload.streams, **caches, num_heads=4, max_rows=64, is_pinned=False)  # type: ignore[arg-type]
     num_meetings = 0
 
     def meet() -> None:

@@ -89,7 +89,7 @@ def by_name(inputs: Any) -> dict[str, Any]:
     """The arrays of a step's inputs, those of `sampling` as `sampling.temperature` and so on."""
     fields: dict[str, Any] = inputs._asdict()
     sampling = fields.pop("sampling")._asdict()
-    assert not fields.pop("groups", ())
+    assert not fields.pop("groups", ()) and fields.pop("shadow", None) is None
     return fields | {f"sampling.{name}": values for name, values in sampling.items()}
 
 
@@ -351,7 +351,7 @@ def test_batches_of_the_last_tokens_are_those_of_the_sequences_that_sample(
     tensors = to_device(inputs, torch.device("cpu"))
     batches = build_batches(plan, tensors, BLOCK_SIZE)
     assert batches.cpu == CpuRows((3, 1, 2), spans)
-    paged, (group_batch,), cpu = last_token_batches(plan, batches, tensors)
+    paged, (group_batch,), cpu, _ = last_token_batches(plan, batches, tensors)
     query_lens = [1 + g for g, does in zip(num_guesses, samples, strict=True) if does]
     expected_spans = tuple(row for row, does in zip(spans, samples, strict=True) if does)
     assert cpu == CpuRows(tuple(query_lens), expected_spans)

@@ -59,7 +59,7 @@ class MixedLLM(CheckedLLM):
         self.mixed._graphs = {size: [SimpleNamespace(replay=lambda size=size: self._run_size(size))] for size in sizes}
         self.used: list[MixedSize] = []
         graphs: Any = SimpleNamespace(
-            find=lambda plan: None, mixed=self.mixed, buffers=buffers, kinds=[], reset=lambda: None
+            find=lambda *args: None, mixed=self.mixed, buffers=buffers, kinds=[], reset=lambda: None
         )
         graphs.find_mixed = lambda plan: GraphSet.find_mixed(graphs, plan)
         runner.steps.graphs = graphs

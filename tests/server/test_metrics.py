@@ -33,6 +33,7 @@ STATS: dict[str, Any] = {
     "num_preemptions": 1,
     "load_byte_per_s": None,
     "guess_acceptance": 0.5,
+    "drafters": {"shadow": {"num_guesses": 9, "num_accepted_guesses": 6, "accepted_by_position": [0.75, 0.5]}},
 }
 
 
@@ -86,6 +87,8 @@ def test_metrics_read_the_engine_when_they_are_rendered() -> None:
         "num_requests_waiting": 2,
         "num_preemptions_total": 1,
         "spec_decode_draft_acceptance_rate": 0.5,
+        "spec_decode_drafter_tokens_total[shadow]": 9,
+        "spec_decode_acceptance_rate_per_pos[shadow,1]": 0.5,
         "num_answers_in_queue": 7,
         "engine_is_running": 1,
     }

@@ -18,8 +18,8 @@ from nanovllm.speculation.drafters import (
     NUM_FEW_PLACES,
     QUOTE_TOKENS,
     Guesses,
+    ModelDrafter,
     PromptLookupDrafter,
-    ResidentDrafter,
     longest_match,
 )
 
@@ -160,7 +160,7 @@ def test_requests_that_have_ended_take_no_memory() -> None:
 
 def test_drafter_of_resident_keys_needs_missing_ones() -> None:
     misses: list[int] = []
-    drafter = ResidentDrafter(lambda seq: seq.seq_id in misses)
+    drafter = ModelDrafter("resident", lambda seq: seq.seq_id in misses)
     seq = sequence([1], 3)
     assert not drafter.can_guess(seq) and drafter.guess(seq, 3) == NO_GUESSES
     misses.append(3)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from nanovllm.core.step_limits import expected_tokens
-from nanovllm.core.step_plan import KVMoves, SamplingRow, SequenceStep, StepPlan
+from nanovllm.core.step_plan import DraftTimes, KVMoves, SamplingRow, SequenceStep, StepPlan
 from nanovllm.speculation import speculator
 from nanovllm.speculation.speculator import Acceptance, Load, Pace, StepTimes, load_of
 
@@ -24,7 +24,7 @@ def load(num_seqs: int) -> Load:
 
 def measured(*steps: tuple[StepPlan, float | None], draft_s: float = 0.0) -> StepTimes:
     """The times after these steps, which took so many seconds."""
-    times = StepTimes(draft_s)
+    times = StepTimes(DraftTimes(draft_s))
     for plan, seconds in steps:
         times.step_ended(plan, seconds)
     return times
@@ -41,17 +41,34 @@ def test_best_number_of_guesses_by_hand() -> None:
     """A pass of 10 s, drafts of 1 s. Acceptance 0.5: 1.5 tokens in 11 s, 1.75 in 12, 1.875 in 13, 1.9375 in 14."""
     times = measured(*[(step_plan(), 10.0)] * 3, *[(step_plan(4), 10.0)] * 3, draft_s=1.0)
     best = max(range(1, 16), key=lambda k: expected_tokens(0.5, k) / (10 + k))
-    assert times.best_num_guesses(load(1), 0.5, 15, costs_drafts=True) == best == 2
-    assert times.best_num_guesses(load(1), 1.0, 15, costs_drafts=True) == 15
-    assert times.best_num_guesses(load(1), 1.0, 4, costs_drafts=True) == 4
-    assert times.best_num_guesses(load(1), 0.05, 15, costs_drafts=True) == 0  # 1.05 tokens in 11 s
-    assert times.best_num_guesses(load(1), 0.05, 15, costs_drafts=False) > 0  # 1.05 tokens in 10 s
+    assert times.best_guesses(load(1), 0.5, 15, costs_drafts=True).num_guesses == best == 2
+    assert times.best_guesses(load(1), 1.0, 15, costs_drafts=True).num_guesses == 15
+    assert times.best_guesses(load(1), 1.0, 4, costs_drafts=True).num_guesses == 4
+    assert times.best_guesses(load(1), 0.05, 15, costs_drafts=True).num_guesses == 0  # 1.05 tokens in 11 s
+    assert times.best_guesses(load(1), 0.05, 15, costs_drafts=False).num_guesses > 0  # 1.05 tokens in 10 s
 
 
 def test_a_slow_pass_makes_guesses_not_worth_their_time() -> None:
     times = measured(*[(step_plan(), 1.0)] * 2, *[(step_plan(4), 3.0)] * speculator.NUM_KNOWN_PASSES)
-    assert times.best_num_guesses(load(1), 0.5, 15, costs_drafts=False) == 0
-    assert times.best_num_guesses(load(1), 0.9, 15, costs_drafts=False) == 15
+    assert times.best_guesses(load(1), 0.5, 15, costs_drafts=False).num_guesses == 0
+    assert times.best_guesses(load(1), 0.9, 15, costs_drafts=False).num_guesses == 15
+
+
+def test_the_time_of_a_pass_depends_on_the_number_of_its_guesses() -> None:
+    """More are tried step by step. From 16 guesses on a pass takes four times as long, so 15 are best."""
+    steps = [(step_plan(), 1.0)] * 2
+    tried = []
+    for _ in range(7):
+        times = measured(*steps)
+        tried.append(times.best_guesses(load(1), 0.95, 63, costs_drafts=False).num_guesses)
+        steps += [(step_plan(tried[-1]), 1.0 if tried[-1] < 16 else 4.0)] * speculator.NUM_KNOWN_PASSES
+    assert tried == [4, 15, 31, 15, 15, 15, 15]
+    assert [times.pass_s(load(1), n) for n in (1, 15, 16, 63)] == [1.0, 1.0, 4.0, 4.0]
+
+
+def test_drafts_take_longer_with_more_keys() -> None:
+    times = StepTimes(DraftTimes(1.0, 0.5))
+    assert times.draft_s(load_of(1, 6)) == 1.0 + 0.5 * 6 and times.draft_s(load_of(4, 1000)) == 1.0 + 0.5 * 768
 
 
 def test_the_time_of_a_pass_is_known_after_some_and_expires() -> None:
@@ -59,14 +76,19 @@ def test_the_time_of_a_pass_is_known_after_some_and_expires() -> None:
     steps = [(step_plan(), 1.0)] * 3 + [(step_plan(4), 50.0)] * speculator.NUM_KNOWN_PASSES
     for num_passes in range(speculator.NUM_KNOWN_PASSES):
         times = measured(*steps[: 3 + num_passes])
-        assert times.pass_s(load(1)) is None and times.best_num_guesses(load(1), 0.9, 15, costs_drafts=False) == 4
+        assert (
+            times.pass_s(load(1), 4) is None
+            and times.best_guesses(load(1), 0.9, 15, costs_drafts=False).num_guesses == 4
+        )
     times = measured(*steps)
-    assert times.pass_s(load(1)) == 50.0 and times.best_num_guesses(load(1), 0.9, 15, costs_drafts=False) == 0
-    assert times.pass_s(load(2)) is None
+    assert (
+        times.pass_s(load(1), 4) == 50.0 and times.best_guesses(load(1), 0.9, 15, costs_drafts=False).num_guesses == 0
+    )
+    assert times.pass_s(load(2), 4) is None
     later = [*steps, *[(step_plan(), 1.0)] * (speculator.PASS_EXPIRY_STEPS + 1)]
-    assert measured(*later).pass_s(load(1)) is None
-    assert measured(*later, (step_plan(4), 2.0)).pass_s(load(1)) is None
-    assert measured(*later, *[(step_plan(4), 2.0)] * speculator.NUM_KNOWN_PASSES).pass_s(load(1)) == 2.0
+    assert measured(*later).pass_s(load(1), 4) is None
+    assert measured(*later, (step_plan(4), 2.0)).pass_s(load(1), 4) is None
+    assert measured(*later, *[(step_plan(4), 2.0)] * speculator.NUM_KNOWN_PASSES).pass_s(load(1), 4) == 2.0
 
 
 def test_times_are_those_of_steps_with_about_as_many_keys() -> None:
@@ -77,7 +99,7 @@ def test_times_are_those_of_steps_with_about_as_many_keys() -> None:
 
 def test_times_are_medians_of_the_newest_steps() -> None:
     times = measured(*[(step_plan(), seconds) for seconds in (9.0, 9.0, 9.0, 1.0, 2.0, 3.0, 50.0, 4.0)])
-    assert times.plain_s(load(1)) == 3.0 and times.plain_s(load(2)) is None and times.pass_s(load(1)) is None
+    assert times.plain_s(load(1)) == 3.0 and times.plain_s(load(2)) is None and times.pass_s(load(1), 4) is None
 
 
 def test_times_are_of_steps_of_the_same_kind_in_a_row() -> None:
@@ -95,7 +117,7 @@ def test_times_are_of_steps_of_the_same_kind_in_a_row() -> None:
 
 def test_time_of_a_pass_is_without_its_drafts() -> None:
     times = measured((step_plan(), 9.0), (step_plan(), 10.0), *[(step_plan(4, num_drafts=4), 14.0)] * 3, draft_s=1.0)
-    assert times.pass_s(load(1)) == pytest.approx(10.0) and times.plain_s(load(1)) == pytest.approx(10.0)
+    assert times.pass_s(load(1), 4) == pytest.approx(10.0) and times.plain_s(load(1)) == pytest.approx(10.0)
 
 
 def test_steps_without_guesses_are_measured_again_after_many_passes() -> None:

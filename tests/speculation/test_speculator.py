@@ -164,6 +164,9 @@ def test_stats_count_guesses_and_passes() -> None:
         "num_accepted_guesses": 5,
         "guess_acceptance": 5 / 8,
         "tokens_per_pass": 3.5,
+        "drafters": {
+            "fives": {"num_guesses": 8, "num_accepted_guesses": 5, "accepted_by_position": [1.0, 0.5, 0.5, 0.5]}
+        },
     }
     speculator.guess(seq, 4, load(1))
     speculator.forget(seq)

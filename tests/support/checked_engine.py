@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from simulated_streams import SimulatedStreams, TrackedAttention, TrackedBackend
+from simulated_streams import SimulatedStreams, TrackedAttention, TrackedBackend, tracked_fill
 from tiny_models import reference_model
 
 from nanovllm import LLM, SamplingParams
@@ -98,9 +98,11 @@ class CheckedLLM(LLM):
     def _track(self, streams: SimulatedStreams) -> None:
         """Let `streams` know what the model reads and writes."""
         runner, memory = self.runner, self.runner.memory
-        attention, paged_attention = memory.attention, memory.paged_attention  # of a step, and of its drafts
+        attention, draft_attention = memory.attention, memory.draft_attention  # of a step, and of its drafts
         memory.attention = lambda *args: TrackedAttention(attention(*args), streams)
-        memory.paged_attention = lambda *args: TrackedAttention(paged_attention(*args), streams)
+        memory.draft_attention = lambda *args: TrackedAttention(draft_attention(*args), streams)
+        if memory.shadow is not None:
+            memory.shadow._fill = tracked_fill(memory.shadow._fill, streams)
         memory.backend = TrackedBackend(memory.backend, streams)
         for name in ("k_cache_cpu", "v_cache_cpu", "k_cache_gpu", "v_cache_gpu", "k_staging", "v_staging"):
             streams.name_region(name, getattr(runner.offload, name))

@@ -102,15 +102,25 @@ class _Content:
 
 
 class ContentRunner:
-    """A ModelRunner of one layer whose K/V are tags. It drafts the right token with probability `draft_acceptance`."""
+    """A ModelRunner of one layer whose K/V are tags. It drafts the right token with probability `draft_acceptance`.
+
+    `lacks_pages`: the shadow has not a page for every block.
+    """
 
     def __init__(
-        self, num_gpu_blocks: int, num_cpu_blocks: int, block_size: int, draft_acceptance: float = 0.5
+        self,
+        num_gpu_blocks: int,
+        num_cpu_blocks: int,
+        block_size: int,
+        draft_acceptance: float = 0.5,
+        lacks_pages: bool = False,
     ) -> None:
         self.block_size = block_size
+        self.lacks_pages = lacks_pages
         self.draft_acceptance, self._rng = draft_acceptance, random.Random(0)
         self.gpu = np.full((num_gpu_blocks, block_size), _EMPTY, dtype=np.int64)
         self.cpu = np.full((num_cpu_blocks, block_size), _EMPTY, dtype=np.int64)
+        self.pages: dict[int, list[int]] = {}  # of the shadow: the tags of a block
         self.contents: dict[int, _Content] = {}
         self._sampled: list[int] = []
 
@@ -119,6 +129,7 @@ class ContentRunner:
 
     def launch(self, plan: StepPlan) -> list[int]:
         """The sampled tokens, then the drafted ones. Raises ContentError. Order of effects: see KVMoves."""
+        self.pages |= {page: self.gpu[block].tolist() for block, page in plan.moves.page_fills}
         drafted = self._draft(plan)
         runs = [self._tokens(row, step, drafted) for row, step in enumerate(plan.sequences)]
         self._copy_in(plan.moves)
@@ -131,6 +142,9 @@ class ContentRunner:
             self.cpu[cpu_block_id, start:end] = self.gpu[slot, start:end]
         for row, (step, run) in enumerate(zip(plan.sequences, runs, strict=True)):
             self._check_keys(row, step, run, plan.moves)
+        for group in plan.moves.streamed:
+            for block_id, page in zip(group.cpu_block_ids, group.pages, strict=False):
+                self.pages[page] = self.cpu[block_id].tolist()
         return self._sample_all(plan, runs, drafted)
 
     def _sample_all(self, plan: StepPlan, runs: list[_Content], drafted: list[dict[int, int]]) -> list[int]:
@@ -151,6 +165,7 @@ class ContentRunner:
             ids = {}
             for row in rows:
                 step = plan.sequences[row]
+                self._check_draft_keys(step)
                 run = self.contents[step.seq_id].copy()
                 for before in drafted:
                     run.append(before[row])
@@ -158,6 +173,25 @@ class ContentRunner:
                 ids[row] = next_token(run.tags[-1]) if is_right else self._rng.randrange(VOCAB_SIZE)
             drafted.append(ids)
         return drafted
+
+    def _check_draft_keys(self, step: SequenceStep) -> None:
+        """Drafts read the keys before the step's, once each; where pages are missing, some of them, and the newest."""
+        if step.draft_keys is None:
+            return
+        pages, block_table, num_paged_keys = step.draft_keys
+        exact = self.gpu[list(block_table)].reshape(-1)[: num_paged_keys - step.num_tokens].tolist()
+        seen = [tag for page in pages for tag in self.pages[page]] + exact
+        expected = self.contents[step.seq_id].tags[: step.position]
+        missing = set(expected) - set(seen)
+        num_newest = step.position % self.block_size
+        if (
+            len(set(seen)) < len(seen)
+            or set(seen) - set(expected)
+            or missing & set(expected[-num_newest or step.position :])
+        ):
+            raise ContentError(f"a draft of sequence {step.seq_id} reads {seen} of {expected}")
+        if missing and not self.lacks_pages:
+            raise ContentError(f"a draft of sequence {step.seq_id} misses {missing}")
 
     def _tokens(self, row: int, step: SequenceStep, drafted: list[dict[int, int]]) -> _Content:
         """All tokens of the sequence up to the last one of the step, guesses included."""
@@ -232,10 +266,11 @@ class ContentRunner:
 
 
 def make_content_runner(kv: KVCacheManager) -> ContentRunner:
+    lacks_pages = kv.shadow is not None and len(kv.shadow) < len(kv.pool.blocks)
     if isinstance(kv, HybridKVCacheManager):
-        return ContentRunner(len(kv.ring), len(kv.blocks), kv.block_size)
+        return ContentRunner(len(kv.ring), len(kv.blocks), kv.block_size, lacks_pages=lacks_pages)
     assert isinstance(kv, BlockManager)
-    return ContentRunner(len(kv.pool.blocks), 0, kv.block_size)
+    return ContentRunner(len(kv.pool.blocks), 0, kv.block_size, lacks_pages=lacks_pages)
 
 
 class Simulation:

@@ -15,8 +15,9 @@ from nanovllm.core.sequence import Sequence
 from nanovllm.kvcache.policy.block_manager import BlockManager, KVCacheManager
 from nanovllm.kvcache.policy.block_pool import PrefixIndex
 from nanovllm.kvcache.policy.hybrid_manager import HybridKVCacheManager
+from nanovllm.kvcache.policy.shadow_pages import ShadowPages
 from nanovllm.scheduling.step_bound import ChunkTimes, StepBound
-from nanovllm.speculation.drafters import Drafter, ResidentDrafter
+from nanovllm.speculation.drafters import Drafter, ModelDrafter
 
 GRAIN = 2  # tokens, instead of 256
 LONG_CHUNK_BLOCKS = 3  # instead of 16, so that small workloads have long chunks
@@ -110,18 +111,25 @@ def dense_schedule(rng: random.Random) -> dict[str, Any]:
 
 
 def dense_manager(
-    rng: random.Random, hybrid: bool, cpu_split: CpuSplit | None = None, keeps_first_blocks: bool = False
+    rng: random.Random,
+    hybrid: bool,
+    cpu_split: CpuSplit | None = None,
+    keeps_first_blocks: bool = False,
+    has_shadow: bool = False,
 ) -> KVCacheManager:
+    num_blocks = rng.randint(8, 60 if hybrid else 40)
+    shadow = ShadowPages(rng.choice([1, 3, num_blocks, num_blocks])) if has_shadow else None
     if not hybrid:
-        return BlockManager(rng.randint(8, 40), rng.randint(1, 5), rng.random() < 0.8)
+        return BlockManager(num_blocks, rng.randint(1, 5), rng.random() < 0.8, shadow=shadow)
     return HybridKVCacheManager(
-        rng.randint(8, 60),
+        num_blocks,
         rng.randint(2, 8),
         GRAIN * rng.randint(1, 3),
         rng.randint(1, 3),
         rng.random() < 0.8,
         cpu_split,
         keeps_first_blocks=keeps_first_blocks,
+        shadow=shadow,
         grain=GRAIN,
         long_chunk_blocks=LONG_CHUNK_BLOCKS,
         progress_tokens=rng.choice([1, 4, 30]),
@@ -140,11 +148,13 @@ def odd_step_s(rng: random.Random) -> float | None:
 
 
 def odd_drafter(kind: str, seed: int) -> Callable[[KVCacheManager, ContentRunner], Drafter]:
-    """What a Simulation needs to speculate with an OddDrafter of this kind, or with "resident" drafts."""
+    """What a Simulation needs to speculate with an OddDrafter of this kind, or with "resident" or "shadow" drafts."""
 
     def make(kv: KVCacheManager, runner: ContentRunner) -> Drafter:
         if kind == "resident":
-            return ResidentDrafter(kv.misses_keys)
+            return ModelDrafter("resident", kv.misses_keys)
+        if kind == "shadow":
+            return ModelDrafter("shadow", kv.has_shadow)
 
         def next_tokens(seq: Sequence, count: int) -> list[int]:
             run = runner.contents[seq.seq_id].copy()
@@ -178,7 +188,8 @@ def play_dense(
     if drafter:
         options |= {"make_drafter": odd_drafter(drafter, seed), "max_guesses": rng.choice([1, 2, 3, 5, 9])}
     split = RandomSplit(generator=random.Random(seed)) if with_cpu else None
-    kv = dense_manager(rng, hybrid, split, keeps_first_blocks=bool(drafter))
+    has_shadow = drafter == "shadow"
+    kv = dense_manager(rng, hybrid, split, keeps_first_blocks=bool(drafter) and not has_shadow, has_shadow=has_shadow)
     simulation = Simulation(kv, **(dense_schedule(rng) | options))
     if hash_bytes is not None:
         old = simulation.pool.index

@@ -27,7 +27,7 @@ A wait can be cut out to show that it is needed: run once, then again for each e
 import random
 import sys
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
@@ -340,6 +340,19 @@ def write_cells(streams: SimulatedStreams, cells: KVCells) -> None:
         for cache_NPKD in (cells.k_cache_NPKD, cells.v_cache_NPKD):
             if len(run):
                 streams.compute.write(cache_NPKD.view(-1, *cache_NPKD.shape[2:])[run[0] : run[-1] + 1])
+
+
+def tracked_fill(fill: Callable[..., None], streams: SimulatedStreams) -> Callable[..., None]:
+    """Shadow._fill, which declares what it reads."""
+
+    def read_and_fill(moves: torch.Tensor, k_LNPKD: torch.Tensor, v_LNPKD: torch.Tensor, *pages: torch.Tensor) -> None:
+        for block in moves[:, 0].tolist():
+            for layer in range(len(k_LNPKD)):
+                for cache_LNPKD in (k_LNPKD, v_LNPKD):
+                    streams.compute.read(cache_LNPKD[layer, block])
+        fill(moves, k_LNPKD, v_LNPKD, *pages)
+
+    return read_and_fill
 
 
 class TrackedBackend(AttentionBackend):

@@ -11,14 +11,18 @@ from typing import NamedTuple
 from nanovllm.core.cpu_split import FollowingSplit
 from nanovllm.core.kv_spec import BlockState
 from nanovllm.core.sequence import Sequence
-from nanovllm.core.step_plan import KVMoves
+from nanovllm.core.step_plan import DraftKeys, KVMoves
 from nanovllm.errors import RequestError
 from nanovllm.kvcache.policy.block_pool import Block, BlockPool
+from nanovllm.kvcache.policy.shadow_pages import Fills, ShadowPages
 from nanovllm.utils.arithmetic import ceil_div
 
 # Fraction of the blocks that admission leaves free, so that running sequences can grow for a while. Without it a newly
 # admitted sequence is soon preempted when the others need their next blocks, and must compute its prompt again.
 WATERMARK = 0.03
+
+# Drafts attend to at least so many of the newest keys as they are, if these are on the GPU: most attention goes there.
+EXACT_TOKENS = 128
 
 
 class PagedKeys(NamedTuple):
@@ -39,6 +43,7 @@ class KVCacheManager(ABC):
     """
 
     cpu_split: FollowingSplit | None = None  # how missing keys are divided; None if the CPU attends to none
+    shadow: ShadowPages | None = None  # None: there is no shadow
     pool: BlockPool
     block_size: int
     num_watermark_blocks: int
@@ -91,6 +96,10 @@ class KVCacheManager(ABC):
         """Return True if some keys of a running sequence are not on the GPU."""
         return self.num_missing_tokens(seq) > 0
 
+    def has_shadow(self, seq: Sequence) -> bool:
+        """Return True if the shadow has keys of a running sequence."""
+        return self.shadow is not None and self.shadow.has_pages(seq)
+
     @abstractmethod
     def preempt(self, seq: Sequence) -> None:
         """Take away a running sequence's room. If that loses tokens, num_computed_tokens is set back accordingly."""
@@ -106,6 +115,57 @@ class KVCacheManager(ABC):
         With offload this also loads missing blocks into unread slots, counts hits and misses, and releases the blocks
         that the step copies from.
         """
+
+    # -- the shadow ----------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _gpu_block(self, block: Block) -> int | None:
+        """The gpu_block_id that holds a full block before and during the step; -1 if it is not on the GPU, and None if
+        the step brings it there to stay.
+        """
+
+    def _fill_shadow(self, placed: Seq[tuple[Sequence, int]]) -> Fills:
+        """Give pages of the shadow to the full blocks of the step's sequences."""
+        fills = Fills([], {})
+        if self.shadow is None:
+            return fills
+        size, written = self.block_size, set[int]()  # the latter also as hits of other sequences
+        for seq, num_tokens in placed:
+            start = seq.num_computed_tokens
+            written.update(seq.block_table[start // size : ceil_div(start + num_tokens, size)])
+
+        def gpu_block(block: Block) -> int | None:
+            return None if block.block_id in written else self._gpu_block(block)
+
+        for seq, _ in placed:
+            self.shadow.fill(seq, seq.num_computed_tokens // size, self.pool.blocks, gpu_block, fills)
+        return fills
+
+    def is_filling_pages(self, seq: Sequence) -> bool:
+        """Return True if the step streams blocks of the sequence into the shadow, where its drafts would miss them."""
+        return self.shadow is not None and self.shadow.is_filling(seq)
+
+    def _shadow_stats(self) -> dict[str, float | None]:
+        if self.shadow is None:
+            return {}
+        return {"num_shadow_pages": len(self.shadow), "num_used_shadow_pages": self.shadow.num_used}
+
+    def draft_keys(self, seq: Sequence, num_tokens: int) -> DraftKeys | None:
+        """The keys for drafts of a sequence that has `num_tokens` new tokens in the step. Called after finish_step."""
+        if self.shadow is None:
+            return None
+        start = seq.num_computed_tokens
+        first, end = start // self.block_size, start + num_tokens
+        pages = self.shadow.filled(seq)
+        if first and start % self.block_size < EXACT_TOKENS:
+            before = self.pool.blocks[seq.block_table[first - 1]]
+            if self._gpu_block(before) not in (-1, None):
+                first -= 1
+                pages = [page for page in pages if page != before.page]
+        block_ids = seq.block_table[first : ceil_div(end, self.block_size)]
+        exact = [self._gpu_block(self.pool.blocks[block_id]) for block_id in block_ids]
+        assert None not in exact, f"sequence {seq.seq_id} drafts in a step that loads its newest block"
+        return DraftKeys(tuple(pages), tuple(block_id or 0 for block_id in exact), end - first * self.block_size)
 
     # -- blocks that are loaded from disk ------------------------------------------------------------------------
 
@@ -167,9 +227,15 @@ class BlockManager(KVCacheManager):
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True, *, watermark: float = WATERMARK
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool = True,
+        *,
+        watermark: float = WATERMARK,
+        shadow: ShadowPages | None = None,
     ) -> None:
-        self.block_size = block_size
+        self.block_size, self.shadow = block_size, shadow
         self.pool = BlockPool([Block(i) for i in range(num_blocks)], block_size, block_size, enable_prefix_caching)
         self.num_watermark_blocks = int(watermark * num_blocks)
 
@@ -221,6 +287,8 @@ class BlockManager(KVCacheManager):
         seq.num_computed_tokens = seq.num_registered_tokens = 0
 
     def free(self, seq: Sequence) -> None:
+        if self.shadow is not None:
+            self.shadow.forget(seq)
         self.pool.register(seq, seq.num_computed_tokens)
         for block_id in reversed(seq.block_table):  # so that the tail of a prefix is evicted before its head
             self.pool.release(self.pool.blocks[block_id])
@@ -231,7 +299,11 @@ class BlockManager(KVCacheManager):
         for seq, num_tokens in placed:
             num_keys = seq.num_computed_tokens + num_tokens
             keys.append(PagedKeys(tuple(seq.block_table[: self._num_blocks(num_keys)]), num_keys))
-        return keys, _NO_MOVES
+        fills = self._fill_shadow(placed).resident
+        return keys, KVMoves(page_fills=tuple(fills)) if fills else _NO_MOVES
+
+    def _gpu_block(self, block: Block) -> int | None:
+        return block.block_id
 
     def num_stored_tokens(self, block_id: int) -> int:
         return self.block_size
@@ -247,4 +319,5 @@ class BlockManager(KVCacheManager):
         return bytes([(owned if block.ref_count else unowned)[bool(block.grain_hashes)] for block in self.pool.blocks])
 
     def stats(self) -> dict[str, float | None]:
-        return {"num_gpu_blocks": len(self.pool.blocks), "num_free_gpu_blocks": self.pool.num_free}
+        stats = {"num_gpu_blocks": len(self.pool.blocks), "num_free_gpu_blocks": self.pool.num_free}
+        return stats | self._shadow_stats()

@@ -37,6 +37,7 @@ class Block:
     token_ids: TokenIds = field(default_factory=lambda: array("q"))
     grain_hashes: list[int] = field(default_factory=list)
     prefix_ids: list[int] = field(default_factory=list)
+    page: int = -1  # of the shadow; -1: none
 
     @property
     def hash(self) -> int:
@@ -47,6 +48,7 @@ class Block:
         del self.token_ids[:]
         self.grain_hashes.clear()
         self.prefix_ids.clear()
+        self.page = -1
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from nanovllm.errors import RequestError
 from nanovllm.kvcache.policy.block_manager import WATERMARK, KVCacheManager, PagedKeys
 from nanovllm.kvcache.policy.block_pool import LONG_CHUNK_BLOCKS, Block, BlockPool
 from nanovllm.kvcache.policy.missing_keys import MissingKeys, divide_missing
+from nanovllm.kvcache.policy.shadow_pages import ShadowPages
 from nanovllm.kvcache.policy.step_slots import HybridBlock, SlotRing, StepSlots
 from nanovllm.utils.arithmetic import ceil_div
 
@@ -84,9 +85,12 @@ class Histories:
         """Drop what is cached for a sequence that no longer runs."""
         self._known.pop(seq.seq_id, None)
 
-    def missing_keys(self, rows: list[History], num_queries: list[int]) -> MissingKeys:
-        """Plan how a step of these sequences, with so many new tokens each, attends to the blocks that they miss."""
-        split = None if self._split is None else self._split.now
+    def missing_keys(self, rows: list[History], num_queries: list[int], *, streams_all: bool) -> MissingKeys:
+        """Plan how a step of these sequences, with so many new tokens each, attends to the blocks that they miss.
+
+        `streams_all`: the CPU takes no part.
+        """
+        split = None if self._split is None or streams_all else self._split.now
         if self._last_rows != (rows, num_queries) or self._last_split is not split:
             missing = [[block.block_id for block in history.missing] for history in rows]
             self._last_rows, self._last_split = (rows, num_queries), split
@@ -123,6 +127,7 @@ class HybridKVCacheManager(KVCacheManager):
         cpu_split: CpuSplit | None = None,
         *,
         keeps_first_blocks: bool = False,
+        shadow: ShadowPages | None = None,
         grain: int = BLOCK_SIZE_STEP,
         long_chunk_blocks: int = LONG_CHUNK_BLOCKS,
         progress_tokens: int = PROGRESS_TOKENS,
@@ -132,7 +137,7 @@ class HybridKVCacheManager(KVCacheManager):
         attention goes to a text's first tokens. `grain`: tokens that prefix hits are counted in, of which `block_size`
         is a multiple. `progress_tokens`: see PROGRESS_TOKENS.
         """
-        self.block_size, self.progress_tokens = block_size, progress_tokens
+        self.block_size, self.progress_tokens, self.shadow = block_size, progress_tokens, shadow
         self.cpu_split = None if cpu_split is None else FollowingSplit(cpu_split)
         self.num_watermark_blocks = int(WATERMARK * num_cpu_blocks)
         self.keeps_first_blocks = keeps_first_blocks
@@ -299,6 +304,8 @@ class HybridKVCacheManager(KVCacheManager):
         self.pool.register(seq, seq.num_computed_tokens)
         del self._running[seq.seq_id]
         self.histories.forget(seq)
+        if self.shadow is not None:
+            self.shadow.forget(seq)
         block_idx = seq.num_computed_tokens // self.block_size
         if block_idx < len(seq.block_table):
             self.slots.stop_writing(self.blocks[seq.block_table[block_idx]])
@@ -339,14 +346,21 @@ class HybridKVCacheManager(KVCacheManager):
                 histories = [self.histories.find(seq) for seq, _ in placed]
         keys = [self._paged_keys(seq, history, n) for (seq, n), history in zip(placed, histories, strict=True)]
         num_queries = [num_tokens for _, num_tokens in placed]
-        missing_keys = self.histories.missing_keys(histories, num_queries) if missing else MissingKeys()
+        fills = self._fill_shadow(placed)
+        missing_keys = MissingKeys()
+        if missing:
+            missing_keys = self.histories.missing_keys(histories, num_queries, streams_all=bool(fills.streamed))
+            missing_keys = missing_keys.filling(fills.streamed)
         self.num_cpu_tokens += sum(span.end - span.start for row in missing_keys.cpu_spans for span in row)
         self.slots.copy_out_accepted()
-        self._last_moves = moves = self.slots.moves(missing_keys)
+        self._last_moves = moves = self.slots.moves(missing_keys, tuple(fills.resident))
         for source in self._copy_sources:
             self.pool.release(source)
         self._copy_sources.clear()
         return keys, moves
+
+    def _gpu_block(self, block: Block) -> int | None:
+        return self.slots.slot_before_step(self.blocks[block.block_id])
 
     def _bring_back_first_blocks(self, placed: Seq[tuple[Sequence, int]]) -> None:
         """Give the first blocks of sequences that decode the slots of other blocks."""
@@ -419,7 +433,7 @@ class HybridKVCacheManager(KVCacheManager):
             "num_missed_blocks": self.num_missed_blocks,
             "num_cpu_tokens": self.num_cpu_tokens,
             "cpu_attention_byte_per_s": None if self.cpu_split is None else self.cpu_split.now.cpu_byte_per_s,
-        }
+        } | self._shadow_stats()
 
 
 def _state_between_steps(block: HybridBlock) -> BlockState:

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from nanovllm.core.step_plan import KVMoves, SlotCopy, SlotLoad, SlotOffload
+from nanovllm.core.step_plan import KVMoves, PageFill, SlotCopy, SlotLoad, SlotOffload
 from nanovllm.kvcache.policy.block_pool import Block, BlockPool
 from nanovllm.kvcache.policy.missing_keys import MissingKeys
 
@@ -170,7 +170,13 @@ class StepSlots:
         self._pinned.clear()
         self._begin_moves()
 
-    def moves(self, missing: MissingKeys) -> KVMoves:
+    def slot_before_step(self, block: HybridBlock) -> int | None:
+        """The slot of a full block that keeps it during the step; -1 if it has none, None if the step loads it."""
+        if any(load.ring_slot == block.ring_slot for load in self._loads):
+            return None
+        return block.ring_slot
+
+    def moves(self, missing: MissingKeys, page_fills: tuple[PageFill, ...] = ()) -> KVMoves:
         """All moves of the step. `missing`: how the keys without a slot are attended to."""
         return KVMoves(
             tuple(self._flushes),
@@ -180,6 +186,7 @@ class StepSlots:
             missing.streamed,
             missing.cpu_spans,
             tuple(self._taken_slots),
+            page_fills,
         )
 
     # -- pins and owners -----------------------------------------------------------------------------------------

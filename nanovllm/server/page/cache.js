@@ -227,6 +227,7 @@ export class CacheView {
 
   #showFigures() {
     const { rates, guess_acceptance: acceptance, tokens_per_pass: tokens, num_running, num_waiting } = this.#snapshot;
+    byId("guesses").title = Object.entries(this.#snapshot.drafters).map(drafterText).join("\n");
     byId("decode-rate").textContent = tokenRate(rates.decode_token_per_s);
     byId("prefill-rate").textContent = tokenRate(rates.prefill_token_per_s);
     byId("guesses").hidden = acceptance === null;
@@ -235,6 +236,14 @@ export class CacheView {
     const waiting = num_waiting ? `, ${whole(num_waiting)} waiting` : "";
     byId("requests").textContent = `${whole(num_running)} running${waiting}`;
   }
+}
+
+/** How often a drafter's guesses were kept, at the first positions and at the last one. */
+function drafterText([name, figures]) {
+  const shares = figures.accepted_by_position;
+  const places = [1, 4, 16, shares.length].filter((place, i, all) => place <= shares.length && all.indexOf(place) === i);
+  const byPlace = places.map((place) => `${place}: ${whole(shares[place - 1] * 100)}%`).join(", ");
+  return `${name}, guess kept at position ${byPlace}`;
 }
 
 const byteRate = (rate) => (rate >= 1e9 ? `${short(rate / 1e9)} GB/s` : `${short(rate / 1e6)} MB/s`);
