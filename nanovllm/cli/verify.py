@@ -5,12 +5,12 @@ text, so each answer depends on other blocks, and most blocks have no slot. An a
 a path takes another token than the reference, that counts, and the path goes on from the reference's tokens. So every
 log-probability is compared for equal prefixes.
 
-In fp32 all tokens must be equal, except where two are equally likely: if the reference's log-probabilities of both
-differ by less than TIE, either is right. In lower precision no two orders of summation give the same bits, and near
-ties are common. There the root mean square of the differences in log-probability, answer by answer, must stay below
-NOISE times what the resident path differs from itself when its chunks end elsewhere, where this bound is at least ULPS
-and at most MAX_ULPS units in the last place. That does not prove equal tokens, but a block that is lost or wrong
-changes the quoted tokens by far more.
+The root mean square of the differences in log-probability, answer by answer, must stay within a bound. In fp32 the
+bound is TIE, and all tokens must be equal besides, except where two are equally likely: if the reference's
+log-probabilities of both differ by less than TIE, either is right. In lower precision no two orders of summation give
+the same bits, and near ties are common. There the bound is NOISE times what the resident path differs from itself when
+its chunks end elsewhere, but at least ULPS and at most MAX_ULPS units in the last place. That does not prove equal
+tokens, but a block that is lost or wrong changes the quoted tokens by far more.
 """
 
 import json
@@ -111,19 +111,20 @@ def run_verify(
         reference = ask(llm, prompts)
         paths = [_path("all resident", llm, reference[0], None)]
         again = compare(llm, prompts, reference, ask(llm, prompts, salt="again", filler=prompts[0][:FILLER_TOKENS]))
-    bound = 0.0
-    if dtype != "float32":
+    needs_equal, bound = dtype == "float32", TIE
+    if not needs_equal:
         bound = EPSILON[dtype] * min(max(NOISE * again.rms / EPSILON[dtype], ULPS), MAX_ULPS)
-    paths.append(_judged({"path": "other chunks"}, again, bound))
+    paths.append(_judged({"path": "other chunks"}, again, bound, needs_equal))
     pool = {"enable_cpu_offload": True, "num_cpu_blocks": num_blocks + 2 * NUM_ANSWERS}
     pool["num_gpu_blocks"] = max(NUM_ANSWERS + 1, num_blocks // 4)
     for name, (path, work) in PATHS.items():
         chosen = replace(internals or Internals(), always_guesses=True)  # also where guesses gain nothing
         with LLM(model, internals=chosen, **common, **pool, **path) as llm:
             answers = ask(llm, prompts)
-            paths.append(_judged(_path(name, llm, answers[0], work), compare(llm, prompts, reference, answers), bound))
+            found = compare(llm, prompts, reference, answers)
+            paths.append(_judged(_path(name, llm, answers[0], work), found, bound, needs_equal))
     agrees = all(path["agrees"] for path in paths[1:])
-    print(_verdict(agrees, bound))
+    print(_verdict(agrees, bound, needs_equal))
     seconds = time.perf_counter() - start_s
     print(json.dumps({"agrees": agrees, "dtype": dtype, "bound_logprob": bound, "seconds": seconds, "paths": paths}))
     return 0 if agrees else 1
@@ -236,16 +237,16 @@ def _path(name: str, llm: "LLM", answer: "RequestOutput", work: str | None) -> d
     return figures
 
 
-def _judged(path: dict[str, Any], found: Comparison, bound: float) -> dict[str, Any]:
+def _judged(path: dict[str, Any], found: Comparison, bound: float, needs_equal: bool) -> dict[str, Any]:
     """Print how a path compares with the reference, and return its figures with the verdict.
 
-    With a bound of 0 its tokens must be equal, but for ties. A path that had nothing to do has not been checked.
+    `needs_equal`: its tokens must be equal, but for ties. A path that had nothing to do has not been checked.
     """
     is_checked = path.get("num_work") != 0
-    agrees = is_checked and (found.rms <= bound if bound else found.num_different == 0)
+    agrees = is_checked and found.rms <= bound and not (needs_equal and found.num_different)
     tokens = "the same tokens" if not found.num_different else f"{found.num_different} other tokens"
     tokens += f" but for {found.num_ties} ties" if found.num_ties else ""
-    text = f"{tokens}; log-probabilities differ by {found.rms:.2g}{f' of {bound:.2g} allowed' if bound else ''}"
+    text = f"{tokens}; log-probabilities differ by {found.rms:.2g} of {bound:.2g} allowed"
     text = text if is_checked else "this path had nothing to do, so nothing was checked"
     print(f"  {path['path']:<13} {'agrees' if agrees else 'DIFFERS' if is_checked else 'FAILED'}: {text}", flush=True)
     return path | {
@@ -256,10 +257,10 @@ def _judged(path: dict[str, Any], found: Comparison, bound: float) -> dict[str, 
     }
 
 
-def _verdict(agrees: bool, bound: float) -> str:
+def _verdict(agrees: bool, bound: float, needs_equal: bool) -> str:
     if not agrees:
         return "NOT verified: some path does not answer like the one with all KV on the GPU. Please report this."
-    if bound:
+    if not needs_equal:
         return (
             f"Verified within {bound:.2g}: the paths differ by no more than rounding does. Only --dtype float32 can "
             "show that tokens are equal."

@@ -60,12 +60,14 @@ def test_verify_sound_paths_agree(dtype: str, capsys: pytest.CaptureFixture[str]
     assert all(path["num_work"] > 0 for path in report["paths"][2:])
     assert ("Verified within 0.062" in out and "--dtype float32" in out) == (dtype == "bfloat16")
     assert ("takes the tokens of the one with all KV" in out) == (dtype == "float32")
-    assert (report["bound_logprob"] > 0) == (dtype == "bfloat16")
+    assert report["bound_logprob"] == 0.002 if dtype == "float32" else 0.01 < report["bound_logprob"] < 0.1
 
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_verify_a_lost_block_is_found(dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Only one of the answers reads the block."""
+    """Only one of the answers reads the block, whose loss changed log-probabilities by 0.12, but no token: verify had
+    looked at nothing but tokens in fp32.
+    """
     internals = Internals(make_offload_engine=losing_engine)
     engine = {"device": "cpu", "dtype": dtype}
     assert run_verify("demo", VerifyOptions(num_tokens=2048), engine, internals) == 1
