@@ -3,9 +3,11 @@
     python -m benchmarks.bench_disk --path /data/kv                              # files of Qwen3-0.6B's KV, 2 GiB
     python -m benchmarks.bench_disk --path /data/kv --restart --model demo       # and an engine with the demo model
     python -m benchmarks.bench_disk --path /data/kv --restart --model qwen3-0.6b # random weights, on the GPU if any
+    python -m benchmarks.bench_disk --path /data/kv --beside --model qwen3-0.6b  # rates while prompts are written
 
 Plain reading reads the files one after the other in pieces of 8 MiB. Both it and loading start without the files in the
-page cache. For a restart, an engine reads a document, is closed, and a new one answers another question about it. The
+page cache. For a restart, an engine reads a document, is closed, and a new one answers another question about it. With
+--beside, an engine that writes its prompts reads documents and decodes, and one without a disk does the same. The
 folder must not exist; it is removed at the end. The last line is JSON.
 """
 
@@ -14,6 +16,7 @@ import os
 import random
 import shutil
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,7 @@ from benchmarks.common import NUM_RUNS, first_token_s, greedy
 from benchmarks.reporting import Samples, report, run_options, versions
 from nanovllm import LLM
 from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.cli.console import decode_tok_per_s, prefill_tok_per_s
 from nanovllm.core.disk_moves import KEY_BYTES, DiskMoves, Extent
 from nanovllm.core.kv_spec import KVCacheSpec
 from nanovllm.kvcache.disk.store import DiskStore
@@ -33,6 +37,7 @@ from nanovllm.kvcache.transfer.streams import ImmediateStreams
 
 PIECE_BYTES = 8 * 2**20
 BLOCK_SIZE = 256
+DECODE_TOKENS = 256
 
 
 class Files:
@@ -117,13 +122,18 @@ def time_files(path: Path, config: ModelConfig, num_bytes: int, num_runs: int) -
     return result | shares.as_json("load_share")
 
 
-def time_restart(path: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """Time to the first token of the first reading, and after a restart."""
-    options: dict[str, Any] = {"device": args.device, "kv_disk_path": str(path), "max_model_len": args.context + 64}
+def engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    options: dict[str, Any] = {"device": args.device, "max_model_len": args.context + DECODE_TOKENS + 1}
     if args.model != "demo":
         options["load_format"] = "dummy"
     if args.offload:
         options["enable_cpu_offload"] = True
+    return options
+
+
+def time_restart(path: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Time to the first token of the first reading, and after a restart."""
+    options = engine_options(args) | {"kv_disk_path": str(path)}
     rng = random.Random(0)
     document = [rng.randrange(200) for _ in range(args.context)]
     seconds: list[float] = []
@@ -138,6 +148,33 @@ def time_restart(path: Path, args: argparse.Namespace) -> dict[str, Any]:
     return {"first_reading_s": seconds[0], "after_restart_s": seconds[1], "restart_share": seconds[1] / seconds[0]}
 
 
+def time_beside(path: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Rates of prefill and decode while prompts are written, and without a disk, in turn."""
+    rates: dict[str, list[float]] = defaultdict(list)
+    rng = random.Random(1)
+    num_bytes = 0
+    for disk in ({}, {"kv_disk_path": str(path), "kv_disk_gb": 64}) * 2:
+        name = "writing" if disk else "alone"
+        with LLM(args.model, **engine_options(args), **disk) as llm:
+            for run in range(args.runs + 1):
+                document = [rng.randrange(200) for _ in range(args.context)]
+                output = llm.generate([document], greedy(DECODE_TOKENS), use_tqdm=False)[0]
+                if run:  # the first is the warm-up
+                    rates[f"{name}_prefill"].append(prefill_tok_per_s(output) or 0.0)
+                    rates[f"{name}_decode"].append(decode_tok_per_s(output) or 0.0)
+            if disk:
+                num_bytes += llm.stats()["num_disk_stored_bytes"]
+    assert num_bytes > 0, "nothing was written"
+    samples = {name: Samples(tuple(each)) for name, each in rates.items()}
+    result: dict[str, Any] = {"num_bytes_written_beside": num_bytes}
+    for name, each in samples.items():
+        result |= each.as_json(f"{name}_tok_per_s")
+    for kind in ("prefill", "decode"):
+        shares = samples[f"writing_{kind}"].median / samples[f"alone_{kind}"].median
+        result[f"{kind}_share_while_writing"] = shares
+    return result
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--path", type=Path, required=True, help="a folder to be made, on the disk in question")
@@ -145,6 +182,7 @@ def main() -> None:
     parser.add_argument("--gib", type=float, default=2.0, help="of files")
     parser.add_argument("--runs", type=int, default=NUM_RUNS)
     parser.add_argument("--restart", action="store_true", help="time a restarted engine, too")
+    parser.add_argument("--beside", action="store_true", help="time prefill and decode while prompts are written, too")
     parser.add_argument("--model", default="demo", help="of that engine: demo, or a preset with random weights")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--offload", action="store_true")
@@ -167,6 +205,12 @@ def main() -> None:
             print(
                 f"{args.context:,} tokens: first reading {result['first_reading_s']:.2f} s, after a restart "
                 f"{result['after_restart_s']:.3f} s, {result['restart_share']:.3f} of it"
+            )
+        if args.beside:
+            result |= time_beside(args.path / "beside", args)
+            print(
+                f"while prompts are written: {result['prefill_share_while_writing']:.3f} of the prefill rate without a "
+                f"disk, {result['decode_share_while_writing']:.3f} of the decode rate"
             )
     finally:
         shutil.rmtree(args.path, ignore_errors=True)
