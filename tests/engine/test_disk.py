@@ -1,6 +1,7 @@
 """KV on disk, through the engine: the right logits after a restart, whatever happens to the files meanwhile."""
 
 import asyncio
+import gc
 import os
 import random
 import signal
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +58,17 @@ def wait_until_stored(llm: LLM) -> None:
 
 def extents_below(path: Path) -> list[Path]:
     return sorted(extent.path for extent in list_extents(path).extents)
+
+
+@pytest.mark.parametrize("cache", ["all GPU", "offload"])
+def test_closed_engine_keeps_none_of_its_kv_cache(path: Path, cache: str) -> None:
+    """What stores and loads blocks kept the cache, so the next engine of a process found no room on the GPU."""
+    llm = LLM("demo", device="cpu", kv_disk_path=str(path), **CACHES[cache])
+    k_cache = weakref.ref(llm.runner.memory.disk_pool()._caches[0])
+    ask(llm, QUESTIONS[0])
+    llm.close()
+    gc.collect()
+    assert k_cache() is None
 
 
 @pytest.fixture

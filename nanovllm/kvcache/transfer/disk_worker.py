@@ -60,7 +60,8 @@ class KVPool:
         needs_buffers: bool | None = None,
     ) -> None:
         """`needs_buffers`: by default, if the caches are on a GPU."""
-        self._caches, self._streams, self._device = (k_LNPKD, v_LNPKD), streams, k_LNPKD.device
+        self._caches: tuple[torch.Tensor, ...] = k_LNPKD, v_LNPKD
+        self._streams, self._device = streams, k_LNPKD.device
         self._shape = (2, spec.num_layers, DISK_GRAIN_TOKENS, spec.num_kv_heads, spec.head_dim)
         self.extent_bytes = DISK_GRAIN_TOKENS * spec.block_bytes // spec.block_size
         self.needs_buffers = k_LNPKD.is_cuda if needs_buffers is None else needs_buffers
@@ -119,6 +120,8 @@ class KVPool:
         return buffer
 
     def close(self) -> None:
+        """Release the buffers and let go of the caches, which an engine that is closed must not keep."""
+        self._caches = ()
         for buffer in self._buffers:
             buffer.close()
 
