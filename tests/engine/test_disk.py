@@ -65,7 +65,7 @@ def test_closed_engine_keeps_none_of_its_kv_cache(path: Path, cache: str) -> Non
     """What stores and loads blocks kept the cache, so the next engine of a process found no room on the GPU."""
     llm = LLM("demo", device="cpu", kv_disk_path=str(path), **CACHES[cache])
     k_cache = weakref.ref(llm.runner.memory.disk_pool()._caches[0])
-    ask(llm, QUESTIONS[0])
+    ask(llm, list(range(200)) * 5)
     llm.close()
     gc.collect()
     assert k_cache() is None
