@@ -132,7 +132,7 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def time_restart(path: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """Time to the first token of the first reading, and after a restart."""
+    """Time to the first token of the first reading, and after a restart, which loads only if that is the faster way."""
     options = engine_options(args) | {"kv_disk_path": str(path)}
     rng = random.Random(0)
     document = [rng.randrange(200) for _ in range(args.context)]
@@ -144,8 +144,12 @@ def time_restart(path: Path, args: argparse.Namespace) -> dict[str, Any]:
             output = llm.generate([[*document, 7 + run]], greedy(4), use_tqdm=False)[0]
             seconds.append(first_token_s(output))
             cached = output["num_cached_tokens"]
-    assert cached >= args.context - BLOCK_SIZE * 16, f"only {cached} tokens were read from disk"
-    return {"first_reading_s": seconds[0], "after_restart_s": seconds[1], "restart_share": seconds[1] / seconds[0]}
+    return {
+        "first_reading_s": seconds[0],
+        "after_restart_s": seconds[1],
+        "restart_share": seconds[1] / seconds[0],
+        "num_loaded_tokens": cached,
+    }
 
 
 def time_beside(path: Path, args: argparse.Namespace) -> dict[str, Any]:
@@ -204,7 +208,8 @@ def main() -> None:
             result |= time_restart(args.path / "engine", args)
             print(
                 f"{args.context:,} tokens: first reading {result['first_reading_s']:.2f} s, after a restart "
-                f"{result['after_restart_s']:.3f} s, {result['restart_share']:.3f} of it"
+                f"{result['after_restart_s']:.3f} s, {result['restart_share']:.3f} of it; "
+                f"{result['num_loaded_tokens']:,} tokens came from disk"
             )
         if args.beside:
             result |= time_beside(args.path / "beside", args)
