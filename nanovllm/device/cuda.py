@@ -56,7 +56,9 @@ def pinned_view(pinned: torch.Tensor, device: torch.device) -> torch.Tensor:
     return view.view(pinned.dtype).view(pinned.shape)
 
 
-MAX_PITCH = 2**31 - 1  # bytes from one row to the next that CUDA allows (CU_DEVICE_ATTRIBUTE_MAX_PITCH)
+# CUDA allows less than 2^31 bytes from one row to the next, and has refused 28 rows that were 1.3e9 bytes apart. It has
+# taken 28 rows over 3e10 bytes.
+MAX_PITCH, MAX_SPAN = 2**30, 2**34
 _HOST, _DEVICE = 1, 2  # CUmemorytype
 
 
@@ -91,11 +93,12 @@ def copy_rows(stream: torch.cuda.Stream, dst: torch.Tensor, src: torch.Tensor) -
     """Enqueue dst <- src as one copy, although the rows need not follow each other in memory. Hot.
 
     Both are [R, ...] with equal shapes and dtypes, each row is contiguous, and host memory is pinned. Rows that are
-    further apart than MAX_PITCH are copied one by one. torch has no such call: it would make a contiguous copy first.
+    further apart than MAX_PITCH, or take more than MAX_SPAN bytes with what is between them, are copied one by one.
+    torch has no such call: it would make a contiguous copy first.
     """
     row_bytes = dst[0].nbytes
     pitches = dst.stride(0) * dst.itemsize, src.stride(0) * src.itemsize
-    if max(pitches) > MAX_PITCH:
+    if max(pitches) > MAX_PITCH or max(pitches) * len(dst) > MAX_SPAN:
         with torch.cuda.stream(stream):
             for dst_row, src_row in zip(dst, src, strict=True):
                 dst_row.copy_(src_row, non_blocking=True)
