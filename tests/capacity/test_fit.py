@@ -1,4 +1,4 @@
-"""What fits on one GPU: every entry works with the options that it names, and none that could work is missing."""
+"""Models that fit on one GPU: every entry works with the options that it names, and none that could work is missing."""
 
 from pathlib import Path
 

@@ -92,7 +92,7 @@ class DiskBoard:
         self._ranks[rank, 5] = number
 
     def progress(self, load_number: int) -> RankLoad:
-        """That of the rank that is the last."""
+        """Return the number of the rank that is furthest behind."""
         has_ended = bool((self._ranks[:, 2] == load_number).all())  # first, so that what follows is not older
         known = self._ranks[:, 0] == load_number
         rates = self._ranks[:, 3]
