@@ -16,6 +16,8 @@ DEFAULT_BLOCK_SIZE = 256
 GIVEN_SLOTS_BLOCK_SIZE = 4096
 SPECULATION = ("off", "prompt_lookup", "resident", "shadow", "auto")
 MAX_GUESSES = 63
+# Left free beside all that was measured, for cuBLAS workspaces of more threads and gaps in the allocator's segments
+GPU_RESERVE_BYTES = 128 * 2**20
 DEFAULT_GUESSES = 15  # with them, the queries of a sequence fill one tile of the decode kernels
 ATTENTION_BACKENDS = ("flash", "cudnn", "triton", "torch")
 
