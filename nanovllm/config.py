@@ -121,8 +121,8 @@ class Config:
 
     kv_disk_path: str | None = option(
         None,
-        help="folder that keeps the KV of prompts, so that it is not computed again after a restart or once it has left "
-        "memory; several engines may share it; by default, none is kept",
+        help="folder that keeps the KV of prompts, so that it is not computed again after a restart or once it has "
+        "left memory; several engines may share it; by default, none is kept",
         group=_DISK,
     )
     kv_disk_gb: float | None = option(

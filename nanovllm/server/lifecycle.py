@@ -246,7 +246,7 @@ class Connection(H11Protocol):
     def __init__(self, *args: Any, limits: ConnectionLimits, **options: Any) -> None:
         super().__init__(*args, **options)
         self._limits = limits
-        self._timers: dict[str, asyncio.TimerHandle] = {}  # "head": it is awaited. "unread": the client has stopped reading
+        self._timers: dict[str, asyncio.TimerHandle] = {}  # "head": awaited. "unread": the client is not reading
         self._num_unread_bytes = 0  # when that timer was started
 
     def connection_made(self, transport: Any) -> None:
