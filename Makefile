@@ -60,7 +60,7 @@ format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 
 docs: $(INSTALLED)
-	$(BIN)/python -m nanovllm.cli.flags docs/options.md README.md
+	$(BIN)/python -m nanovllm.cli.flags docs/options.md docs/planning.md README.md
 	$(BIN)/python tests/package/recipes.py
 
 bench-micro: $(INSTALLED)

@@ -117,7 +117,7 @@ class Session:
         return num_steps * self.batch / (time.perf_counter() - start_s)
 
     def cpu_share(self) -> float:
-        """Of the missing tokens of the last step."""
+        """The CPU's share of the last step's missing tokens."""
         moves = self.kv._last_moves
         cpu = sum(span.end - span.start for spans in moves.cpu_spans for span in spans)
         return cpu / max(1, cpu + sum(group.num_tokens(self.kv.block_size) for group in moves.streamed))

@@ -16,6 +16,8 @@ DEFAULT_BLOCK_SIZE = 256
 GIVEN_SLOTS_BLOCK_SIZE = 4096
 SPECULATION = ("off", "prompt_lookup", "resident", "shadow", "auto")
 MAX_GUESSES = 63
+# Left free beside all that was measured, for cuBLAS workspaces of more threads and gaps in the allocator's segments
+GPU_RESERVE_BYTES = 128 * 2**20
 DEFAULT_GUESSES = 15  # with them, the queries of a sequence fill one tile of the decode kernels
 ATTENTION_BACKENDS = ("flash", "cudnn", "triton", "torch")
 
@@ -80,8 +82,8 @@ class Config:
     )
     distributed_executor_backend: str = option(
         "mp",
-        help="which GPUs of this machine the ranks of tensor_parallel_size have; mp: rank r has cuda:r; ray: Ray "
-        "reserves them, so nobody else who asks Ray gets the same",
+        help="how the ranks of tensor_parallel_size get GPUs of this machine; mp: rank r has cuda:r; ray: Ray reserves "
+        "them, so that nothing else on this Ray gets the same ones",
         group=_MODEL,
         choices=("mp", "ray"),
     )
@@ -119,8 +121,8 @@ class Config:
 
     kv_disk_path: str | None = option(
         None,
-        help="folder in which the KV of prompts is kept, so that it need not be computed again after a restart or when "
-        "it has left memory; several engines may share it; by default there is none",
+        help="folder that keeps the KV of prompts, so that it is not computed again after a restart or once it has "
+        "left memory; several engines may share it; by default, none is kept",
         group=_DISK,
     )
     kv_disk_gb: float | None = option(
@@ -133,8 +135,8 @@ class Config:
     )
     kv_disk_policy: str = option(
         "prompt",
-        help="what is written to kv_disk_path, always in the background; prompt: each prompt once it has been "
-        "computed, and what is about to leave memory; evict: only the latter, which writes less",
+        help="when KV is written to kv_disk_path, always in the background; prompt: as soon as it has been computed, "
+        "and before it leaves memory; evict: only before it leaves memory, which writes less",
         group=_DISK,
         choices=("prompt", "evict"),
     )
@@ -162,8 +164,8 @@ class Config:
     )
     cpu_attention: str = option(
         "auto",
-        help="whether the CPU attends to blocks in CPU memory while others are streamed, in steps in which no sequence "
-        "has more than 64 new tokens; auto: as far as that is faster; on: always some; off: never",
+        help="let the CPU attend to blocks in its memory while others are streamed, in steps in which no sequence has "
+        "more than 64 new tokens; auto: as far as that is faster; on: always to some; off: never",
         group=_OFFLOAD,
         choices=("auto", "on", "off"),
     )

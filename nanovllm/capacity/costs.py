@@ -36,7 +36,7 @@ NUM_WORKSPACES = 2  # torch keeps one per stream that calls cuBLAS: the capturin
 WORKSPACE_BYTES = 32 * MIB  # with compute capability 9.0 and above
 OLD_WORKSPACE_BYTES = 8320 * 2**10  # below 9.0
 GRAPH_NODE_BYTES = 2**10  # one kernel of an instantiated graph; 10 to 20 MiB for all graphs of an engine
-GRAPH_POOL_BYTES = 22 * MIB  # a large and a small segment of torch's allocator, for tensors between the kernels
+GRAPH_POOL_BYTES = 4 * MIB  # two pages of torch's allocator, beside the activations of a pool's graphs
 NODES_PER_LAYER = 10  # kernels: 2 norms, 4 products, rotation, attention and its merge, SiLU
 NODES_BESIDE_LAYERS = 12  # embedding, cos and sin, last norm, head, sampler
 COPIES_PER_CUT = 3  # query, result and log-sum-exp, at each cut of a streamed graph
@@ -117,18 +117,16 @@ def weight_bytes(config: Config, model: ModelConfig, *, is_packed: bool) -> int:
     return int(_layers_bytes(config, model, is_packed=is_packed) + unquantized) // config.tensor_parallel_size
 
 
-def activation_bytes(config: Config, model: ModelConfig, max_model_len: int, max_num_rows: int) -> int:
-    """Estimate of the activations that the largest step holds at its peak, which is in a layer or at the head.
+def layer_bytes(config: Config, model: ModelConfig, num_tokens: int) -> int:
+    """Activations that a step of `num_tokens` tokens holds at the peak of a layer.
 
     - In attention: q, two parts and a piece of a third, and in fp32 the merged result and three log-sum-exps.
     - In the MLP: gate, up and their product. For the experts of MAX_ROUTED_TOKENS tokens at a time also what each of
       them yields; on a CPU, where one expert may have all tokens, its input and output, and the sum in fp32.
     - In both: two hidden states and two residuals, of this layer and of the previous one, and the cosines and sines of
       the rotation in fp32.
-    - At the head: one row of logits for each of the `max_num_rows` sequences that one step can sample.
     """
     tp, size = config.tensor_parallel_size, itemsize(config, model)
-    num_tokens = min(config.max_num_batched_tokens, max_num_rows * max_model_len)
     attention = ((4 * size + max(4, size)) * model.head_dim + 3 * 4) * model.num_heads // tp
     mlp = size * 3 * model.intermediate_size // tp
     routed = 0
@@ -137,9 +135,18 @@ def activation_bytes(config: Config, model: ModelConfig, max_model_len: int, max
         mlp = max(mlp, size * (features + 2 * model.hidden_size) + 4 * model.hidden_size)
         num_pairs = min(num_tokens, MAX_ROUTED_TOKENS) * model.experts.num_experts_per_token
         routed = num_pairs * size * (features + model.hidden_size)
-    in_layer = num_tokens * (size * 4 * model.hidden_size + max(attention, mlp) + 4 * model.head_dim) + routed
-    at_head = size * (2 * num_tokens * model.hidden_size + min(max_num_rows, num_tokens) * model.vocab_size)
-    return max(in_layer, at_head)
+    return num_tokens * (size * 4 * model.hidden_size + max(attention, mlp) + 4 * model.head_dim) + routed
+
+
+def activation_bytes(config: Config, model: ModelConfig, max_model_len: int, max_num_rows: int) -> int:
+    """Activations that the largest step holds at its peak: in a layer, or at the head, where each of the `max_num_rows`
+    sequences that one step can sample has a row of logits.
+    """
+    num_tokens = min(config.max_num_batched_tokens, max_num_rows * max_model_len)
+    at_head = itemsize(config, model) * (
+        2 * num_tokens * model.hidden_size + min(max_num_rows, num_tokens) * model.vocab_size
+    )
+    return max(layer_bytes(config, model, num_tokens), at_head)
 
 
 def prefill_flop(config: Config, model: ModelConfig, num_tokens: int) -> float:
@@ -258,10 +265,19 @@ def device_memory(
         logits_bytes=num_rows * model.vocab_size * spec.itemsize if has_graphs else 0,
         input_bytes=_input_bytes(config, model, max_model_len, num_rows) if has_graphs else 0,
         activation_bytes=int(activations * (1 + ALLOCATOR_SHARE)) if is_gpu else activations,
-        graph_bytes=_graph_bytes(config, model, spec, num_rows) if has_graphs else 0,
+        graph_bytes=_graph_bytes(config, model, spec, num_rows) + _pool_bytes(config, model, num_rows)
+        if has_graphs
+        else 0,
         workspace_bytes=NUM_WORKSPACES * workspace if is_gpu else 0,
         context_bytes=CONTEXT_BYTES + NCCL_BYTES * (config.tensor_parallel_size > 1) if is_gpu else 0,
     )
+
+
+def _pool_bytes(config: Config, model: ModelConfig, num_rows: int) -> int:
+    """Activations of the largest graph of each kind, which its pool keeps. See _graph_bytes for the kinds."""
+    num_kinds = (1 + config.enable_cpu_offload) * (1 + (config.max_guesses > 0)) + config.has_shadow
+    mixed = mixed_graph_sizes(config.max_num_batched_tokens, num_rows)[-1].num_tokens
+    return num_kinds * layer_bytes(config, model, num_rows) + layer_bytes(config, model, mixed)
 
 
 def _input_bytes(config: Config, model: ModelConfig, max_model_len: int, num_rows: int) -> int:

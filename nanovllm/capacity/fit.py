@@ -7,6 +7,7 @@ speed are projected: they are the plan's bounds, which no run exceeds.
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 from nanovllm.capacity.machine import Machine, find_gpu
@@ -127,19 +128,20 @@ def fit_table(machine: Machine, found: Sequence[Fit]) -> str:
     return "\n".join((title, *lines, how))
 
 
-def doc_table() -> str:
-    """The table of README.md: of each model on each of DOC_GPUS, the format with the most bits that has all KV on the
-    GPU, else the fastest with offload.
+def doc_table(models: Sequence[str] = DOC_MODELS) -> str:
+    """A table for the documents. It has the format with the most bits that keeps all KV on the GPU, or else the fastest
+    with offload, for each model on each of DOC_GPUS.
     """
     lines = ["| GPU | model | " + " | ".join(f"{n:,} tokens" for n in CONTEXTS[:3]) + " |", "|" + "---|" * 5]
-    for name in DOC_GPUS:
-        gpu = find_gpu(name)
-        found = fits(Machine.gpu(DOC_HOST_GIB * 2**30, gpu), DOC_MODELS)
-        for model in DOC_MODELS:
-            cells = [_doc_cell([f for f in found if (f.model, f.plan.context) == (model, n)]) for n in CONTEXTS[:3]]
-            if any(cells):
-                lines.append(f"| {name}, {round(gpu.memory_gib)} GiB | {model} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    return "\n".join(lines + [row for name in DOC_GPUS for model in models if (row := _doc_row(name, model))])
+
+
+@cache
+def _doc_row(name: str, model: str) -> str:
+    gpu = find_gpu(name)
+    found = fits(Machine.gpu(DOC_HOST_GIB * 2**30, gpu), [model])
+    cells = [_doc_cell([fit for fit in found if fit.plan.context == n]) for n in CONTEXTS[:3]]
+    return f"| {name}, {round(gpu.memory_gib)} GiB | {model} | {' | '.join(cells)} |" if any(cells) else ""
 
 
 def _doc_cell(found: Sequence[Fit]) -> str:

@@ -2,7 +2,7 @@
 
 The table's rates are from the vendor's data sheets and architecture papers: memory bandwidth, and dense bf16 arithmetic
 on tensor cores with fp32 accumulation, which GeForce cards do at half the rate of fp16 accumulation. No kernel reaches
-these peaks. Only the H200's rates are measured (docs/design.md, "The planner"); they are lower than the 4.8 TB/s
+these peaks. Only the H200's rates are measured (docs/planning.md, "The formulas"); they are lower than the 4.8 TB/s
 and 989 TFLOP/s of its data sheet. The memory is the total that CUDA reports, as quoted in public bug reports. It is
 less than the name says, and varies a little with the driver and with ECC.
 

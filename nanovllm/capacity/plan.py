@@ -15,7 +15,7 @@ from nanovllm.capacity import costs
 from nanovllm.capacity.costs import DeviceMemory, device_memory
 from nanovllm.capacity.machine import Machine, find_gpu
 from nanovllm.checkpoint.model_config import ModelConfig
-from nanovllm.config import Config
+from nanovllm.config import GPU_RESERVE_BYTES, Config
 from nanovllm.core.disk_moves import document_disk_bytes
 from nanovllm.core.kv_spec import KVCacheSizes, KVCacheSpec, StagingSizes, kv_cache_spec
 from nanovllm.core.shadow_spec import ShadowSpec, divide_memory
@@ -303,7 +303,7 @@ def _sizes(
         room = int(machine.host_bytes * config.gpu_memory_utilization / 2 / config.tensor_parallel_size)
         room -= spec.staging_bytes if config.enable_cpu_offload else 0
     else:
-        room = int(machine.gpu_bytes * config.gpu_memory_utilization)
+        room = int(machine.gpu_bytes * config.gpu_memory_utilization) - GPU_RESERVE_BYTES
 
         def other_bytes(num_blocks: int) -> int:
             return device_memory(config, model, machine, spec, limit, num_blocks).total_bytes - num_blocks * block_bytes

@@ -1,7 +1,7 @@
 """The fields of the classes of options, as flags of the command line and as the tables of docs/options.md.
 
-`python -m nanovllm.cli.flags docs/options.md README.md` (or `make docs`) writes the tables between their marker lines.
-README.md has the one that `plan` computes of what runs on common GPUs.
+`python -m nanovllm.cli.flags FILE...` (or `make docs`) writes the tables between their marker lines. README.md and
+docs/planning.md have what `plan` computes for common GPUs.
 """
 
 import argparse
@@ -10,13 +10,14 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
+from functools import partial
 from importlib import import_module
 from itertools import groupby
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn, get_args
 
-from nanovllm.capacity.fit import doc_table
+from nanovllm.capacity.fit import DOC_MODELS, doc_table
 from nanovllm.cluster.options import BatchOptions, ServiceOptions
 from nanovllm.config import Config
 from nanovllm.demo import DEMO_MODEL
@@ -30,7 +31,6 @@ CPU_STEP_TOKENS = 512  # about a second with a small model; the progress bar and
 # Fields of SamplingParams without a flag: several answers (but `generate` has them), other results than text, and what
 # no flag can hold
 PYTHON_ONLY = ("n", "detokenize", "logprobs", "prompt_logprobs", "logit_bias", "structured_outputs")
-MARKERS = {name: (f"<!-- {name}: begin -->", f"<!-- {name}: end -->") for name in ("options", "fits")}
 
 
 def add_flags(
@@ -232,14 +232,21 @@ def _row(field: Field[Any]) -> str:
     return f"| `{field.name}` | `{default}` | {meaning} |"
 
 
+TABLES: dict[str, Callable[[], str]] = {
+    "options": options_tables,
+    "fits": partial(doc_table, DOC_MODELS[-2:]),
+    "all fits": partial(doc_table, DOC_MODELS),
+}
+
+
 def write_tables(text: str) -> str:
-    """`text` with the tables in place of what is between their markers."""
-    found = {name: markers for name, markers in MARKERS.items() if all(marker in text for marker in markers)}
-    assert found, f"the text has no lines of MARKERS to put a table between: {MARKERS}"
-    for name, (begin, end) in found.items():
-        table = options_tables() if name == "options" else doc_table()
+    """`text` with its tables, each between two marker lines that have its name in TABLES."""
+    begins = {name: f"<!-- {name}: begin -->" for name in TABLES if f"<!-- {name}: begin -->" in text}
+    assert begins, f"the text has no lines that mark one of these tables: {', '.join(TABLES)}"
+    for name, begin in begins.items():
         before, rest = text.split(begin)
-        text = f"{before}{begin}\n\n{table}\n\n{end}{rest.split(end)[1]}"
+        _, after = rest.split(end := f"<!-- {name}: end -->")
+        text = f"{before}{begin}\n\n{TABLES[name]()}\n\n{end}{after}"
     return text
 
 

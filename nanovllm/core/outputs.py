@@ -46,7 +46,7 @@ class PositionLogprobs(NamedTuple):
         return PositionLogprobs(*(array.copy() for array in self))
 
     def as_dicts(self, text_of: TextOf) -> list[TokenLogprobs]:
-        """As users see them. Takes 10 us a position with 20 most likely tokens."""
+        """Return what users see. Takes 10 us a position with 20 most likely tokens."""
         dicts = []
         for own_id, own_logprob, own_rank, top_ids, top_logprobs in zip(*(a.tolist() for a in self), strict=True):
             found = {own_id: Logprob(own_logprob, own_rank, text_of(own_id))}

@@ -224,7 +224,7 @@ def divide(rows: Sequence[RowSpans], num_threads: int, max_partial_rows: int) ->
 
 
 def _tiles(num_tokens: float) -> int:
-    """As many tokens or a few more, which fill whole tiles."""
+    """Round up to tokens that fill whole tiles."""
     return math.ceil(num_tokens / TILE_TOKENS) * TILE_TOKENS
 
 

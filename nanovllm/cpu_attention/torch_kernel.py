@@ -314,5 +314,5 @@ def _spoil(job: AttentionJob) -> None:
 
 
 def _wrapped(number: int) -> int:
-    """As int32."""
+    """Return the number as int32."""
     return (number + 2**31) % 2**32 - 2**31

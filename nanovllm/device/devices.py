@@ -13,7 +13,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 
-from nanovllm.config import Config
+from nanovllm.config import GPU_RESERVE_BYTES, Config
 from nanovllm.errors import ConfigError
 from nanovllm.utils.arithmetic import format_bytes
 
@@ -120,8 +120,6 @@ def on_own_device(method: Callable[Concatenate[Owner, P], R]) -> Callable[Concat
     return wrapper
 
 
-# Left free in addition to what was measured, for cuBLAS workspaces of more threads and gaps in the allocator's segments
-MARGIN_BYTES = 128 * 2**20
 GRAPH_LAYER_BYTES = 64 * 1024  # per decoder layer of an instantiated graph; 43 KiB measured with Qwen3-0.6B
 
 
@@ -146,14 +144,14 @@ class MemoryProfile:
     @property
     def free_bytes(self) -> int:
         """Memory left for the KV cache."""
-        return self.limit_bytes - self.used_bytes - self.step_bytes - self.graph_bytes - MARGIN_BYTES
+        return self.limit_bytes - self.used_bytes - self.step_bytes - self.graph_bytes - GPU_RESERVE_BYTES
 
     def __str__(self) -> str:
         return (
             f"{format_bytes(max(0, self.free_bytes))} of the {format_bytes(self.limit_bytes)} that "
             f"gpu_memory_utilization={self.utilization} allows is left after {format_bytes(self.used_bytes)} in use "
             f"(weights, CUDA, other programs), {format_bytes(self.step_bytes)} for the largest step and "
-            f"{format_bytes(self.graph_bytes + MARGIN_BYTES)} for CUDA graphs and a reserve"
+            f"{format_bytes(self.graph_bytes + GPU_RESERVE_BYTES)} for CUDA graphs and a reserve"
         )
 
 

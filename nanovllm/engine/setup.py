@@ -114,7 +114,7 @@ def _check_parts(config: Config, model_config: ModelConfig, device: torch.device
 
 
 def find_machine(config: Config) -> Machine:
-    """Describe this machine for a plan. A GPU's rates are looked up by its name (gpus.py).
+    """Describe this machine for a plan. A GPU's rates are looked up by its name (capacity/machine.py).
 
     If there is no GPU and `config` does not ask for the CPU, assume an H200, so that users can plan for a machine that
     they do not have yet.

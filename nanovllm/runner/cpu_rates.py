@@ -46,7 +46,7 @@ def make_cpu_attention(config: Config, offload: OffloadEngine, num_heads: int, t
     if config.cpu_attention == "off":
         return None
     if config.cpu_attention == "auto" and is_gpu and len(available_cpus()) < 2 * tp.size:
-        logger.info("attention on the CPU: none, since the only CPU drives the GPU")
+        logger.info("attention on the CPU: off, because the only CPU drives the GPU")
         return None
     cpus = attention_cpus(config.cpu_attention_threads, tp.rank, tp.size, memory_node(offload.device))
     kernel = choose_kernel(

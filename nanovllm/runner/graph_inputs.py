@@ -65,7 +65,7 @@ _INT64, _INT32 = np.dtype(np.int64), np.dtype(np.int32)
 
 @cache
 def _layout(shape: GraphShape) -> tuple[list[tuple[int, int, np.dtype]], int]:
-    """Where each array starts and ends, with its dtype, and the size of them all, in bytes."""
+    """The start, the end and the dtype of each array, and the size of them all, in bytes."""
     lengths: dict[str, tuple[int, np.dtype]] = {
         "input_ids": (shape.num_tokens, _INT64),
         "token_source": (shape.num_tokens, _INT64),

@@ -297,7 +297,7 @@ def _with_tensors(tree: Any, tensors: Iterator[torch.Tensor]) -> Any:
 
 
 def packed_starts(sizes: Iterable[int]) -> list[int]:
-    """Where arrays of so many bytes start in a buffer that holds them one behind the other, and where it ends."""
+    """Return where arrays of these sizes start in a buffer that holds one behind the other, and where it ends."""
     return list(accumulate((ceil_div(size, _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0))
 
 

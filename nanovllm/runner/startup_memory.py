@@ -274,12 +274,14 @@ def product_rows(num_tokens: int) -> list[int]:
 
 
 def _measure_graph_bytes(runner: MeasuredRunner, most_gpu_blocks: int) -> int:
-    """Capture the largest sizes of each kind, whose memory the others share. What these need on top is an estimate."""
-    before = used_bytes()
+    """Capture the largest sizes of each kind, whose memory the others share. What these need on top is an estimate.
+
+    Kernels and workspaces that the captures load stay in use, so they are not counted here.
+    """
     graphs = runner.make_graphs(most_gpu_blocks)
     graphs.capture_largest()
-    num_bytes = used_bytes() - before
+    with_graphs = used_bytes()
     num_others = sum(len(kind.sizes) - len(kind.largest_sizes) for kind in graphs.kinds)
     del graphs
     runner.reset_graphs()
-    return num_bytes + num_others * runner.spec.num_layers * GRAPH_LAYER_BYTES
+    return with_graphs - used_bytes() + num_others * runner.spec.num_layers * GRAPH_LAYER_BYTES

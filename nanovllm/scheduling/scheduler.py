@@ -487,7 +487,7 @@ class Scheduler:
         return any(self._can_guess(seq) and self.speculator.wants_to_guess(seq, load) for seq in self.running)
 
     def _next_load(self) -> Load:
-        """That of a step in which all running sequences decode."""
+        """Return the load of a step in which all running sequences decode."""
         return load_of(len(self.running), sum(seq.num_computed_tokens for seq in self.running))
 
     # -- results -------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@
 A second signal ends the process at once. A step on the GPU cannot be interrupted, but the kernel frees everything.
 
 It also limits what a client can hold open, and for how long. Uvicorn closes connections only between requests. Here a
-connection ends, too, if the head of a request does not arrive in time, or if the client takes nothing of an answer that
+connection ends, too, if the head of a request does not arrive in time, or if the client stops reading an answer that
 waits for it. Each of these has a timer of its own, so that thousands of idle connections cost nothing. The Gate limits
 the time of a body. Connections beyond the limit on open files get status 503 and are closed, so that files and the
 ranks' sockets can still be opened.
@@ -246,7 +246,7 @@ class Connection(H11Protocol):
     def __init__(self, *args: Any, limits: ConnectionLimits, **options: Any) -> None:
         super().__init__(*args, **options)
         self._limits = limits
-        self._timers: dict[str, asyncio.TimerHandle] = {}  # "head": it is awaited. "unread": the client takes nothing
+        self._timers: dict[str, asyncio.TimerHandle] = {}  # "head": awaited. "unread": the client is not reading
         self._num_unread_bytes = 0  # when that timer was started
 
     def connection_made(self, transport: Any) -> None:
@@ -283,7 +283,7 @@ class Connection(H11Protocol):
         super().resume_writing()
 
     def _watch_reader(self) -> None:
-        """Cut the connection if the client takes nothing of what waits for it."""
+        """Cut the connection if the client has stopped reading what waits for it."""
         self._stop("unread")
         self._num_unread_bytes = self.transport.get_write_buffer_size()
         if self._num_unread_bytes:

@@ -72,7 +72,7 @@ class ServerOptions:
     )
     max_wait_s: float = _limit(600.0, "seconds that a request may wait for its first token; then, status 503")
     max_receive_s: float = _limit(60.0, "seconds that a client may take to send the head of a request, and its body")
-    max_unread_s: float = _limit(300.0, "seconds after which a client that takes nothing of its answer is cut off")
+    max_unread_s: float = _limit(300.0, "seconds after which a client that stops reading its answer is cut off")
     max_body_mb: float = _limit(32.0, "maximum size of a body in MiB")
     max_prompt_chars: int | None = option(
         None,

@@ -1,4 +1,4 @@
-"""How the page fits and looks: widths from a phone's to a desktop's, light and dark, with the keyboard alone.
+"""Fit and looks of the page: widths from a phone's to a desktop's, light and dark, with the keyboard alone.
 
 The screenshots are kept in a temporary folder of pytest, whose name the test prints.
 """

@@ -41,7 +41,8 @@ def test_memory_of_readmes_example_by_hand() -> None:
     num_nodes = 4 * whole  # at 1, 2, 4 and 8 sequences
     num_nodes += 3 * (whole + 3 * 28 + 3 * 3)  # in pieces at 1, 4 and 8
     num_nodes += 10 * (whole + 4 * 28)  # 64, 128, 256, 512 and 1024 tokens of chunks beside 4 or 8 answers
-    assert got.graph_bytes == num_nodes * parts.GRAPH_NODE_BYTES + 4 * parts.GRAPH_POOL_BYTES
+    in_layer = (1024 + 3 * 8) * (4 * 2 * 1024 + (6 * 2 * 128 + 12) * 16 + 4 * 128)  # of 16 heads of 128, in 3 pools
+    assert got.graph_bytes == num_nodes * parts.GRAPH_NODE_BYTES + 4 * parts.GRAPH_POOL_BYTES + in_layer
     assert got.total_bytes == got.exact_bytes + got.estimated_bytes
     assert got.exact_bytes == got.weight_bytes + got.kv_bytes + got.staging_bytes + got.logits_bytes
 
@@ -140,6 +141,15 @@ def test_activation_bytes_of_a_large_mlp_are_shared_by_ranks() -> None:
         config = Config(model="qwen3-8b", tensor_parallel_size=ranks)
         hidden, mlp, rotation = 4 * 2 * 4096, 3 * 2 * 12288 // ranks, 4 * 128
         assert parts.activation_bytes(config, model, 40960, max_num_rows=4) == num_tokens * (hidden + mlp + rotation)
+
+
+def test_activation_bytes_are_what_torch_allocated_on_an_h100() -> None:
+    """Peak of the largest steps of a start, beyond what was allocated before them."""
+    for name, gib in (("qwen3-8b", 1.634), ("qwen3-0.6b", 0.512)):
+        model = ModelConfig.without_weights(name)
+        for num_rows in (8, 320):
+            got = parts.activation_bytes(Config(model=name), model, 40960, num_rows)
+            assert got / GIB == pytest.approx(gib, rel=0.005)
 
 
 def test_memory_never_falls_with_more_blocks() -> None:

@@ -1,12 +1,13 @@
-"""What fits on one GPU: every entry works with the options that it names, and none that could work is missing."""
+"""Models that fit on one GPU: every entry works with the options that it names, and none that could work is missing."""
 
 from pathlib import Path
 
-from nanovllm.capacity.fit import CONTEXTS, SETTINGS, doc_table, fit_table, fits
+from nanovllm.capacity.fit import CONTEXTS, SETTINGS, fit_table, fits
 from nanovllm.capacity.machine import Machine, find_gpu
 from nanovllm.capacity.plan import make_plan
 from nanovllm.capacity.plan_check import any_problem
 from nanovllm.checkpoint.model_config import ModelConfig
+from nanovllm.cli.flags import write_tables
 from nanovllm.config import Config
 
 GIB = 2**30
@@ -47,6 +48,8 @@ def test_fit_table_names_bounds_as_projected_and_says_when_nothing_runs() -> Non
     assert "unknown" in fit_table(unknown, fits(unknown, ["qwen3-8b"], context=32768))
 
 
-def test_table_in_the_readme_is_what_plan_computes() -> None:
-    """`make docs` writes it."""
-    assert doc_table() in (ROOT / "README.md").read_text()
+def test_tables_in_the_documents_are_what_plan_computes() -> None:
+    """`make docs` writes them."""
+    for name in ("README.md", "docs/planning.md"):
+        text = (ROOT / name).read_text()
+        assert "RTX 4060" in text and write_tables(text) == text, name

@@ -1,4 +1,4 @@
-"""Which files of a model are read and fetched, that none lies outside its directory, and that none of them is run."""
+"""Files of a model that are read and fetched. None lies outside its directory, and none of them is run."""
 
 import ast
 import json

@@ -25,19 +25,12 @@ from nanovllm.errors import RequestError
 
 ROOT = Path(__file__).parents[2]
 ENGINE = ["--device", "cpu", "--max-model-len", "4096", "--num-kvcache-blocks", "20"]
+pytestmark = pytest.mark.usefixtures("cache_directory")
 GREEDY = SamplingParams(temperature=0, max_tokens=64)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cache_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    with pytest.MonkeyPatch.context() as patch:
-        directory = tmp_path_factory.mktemp("cache")
-        patch.setenv("XDG_CACHE_HOME", str(directory))
-        yield directory
-
-
 @pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
+def llm(cache_directory: Path) -> Iterator[LLM]:
     with LLM(str(build_retrieval_model()), device="cpu", max_model_len=400, num_kvcache_blocks=20) as engine:
         yield engine
 

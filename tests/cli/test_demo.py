@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +14,8 @@ from nanovllm.cli.main import main
 from nanovllm.demo import haystack
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.usefixtures("cache_directory")
 SMALL = ["demo", "--num-tokens", "3000", "--device", "cpu"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cache_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """For the module, because the first demo compiles a kernel there."""
-    with pytest.MonkeyPatch.context() as patch:
-        directory = tmp_path_factory.mktemp("cache")
-        patch.setenv("XDG_CACHE_HOME", str(directory))
-        yield directory
 
 
 def _last_line(text: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What `nanovllm batch` does without Ray: its plan of units, its rows and columns, its folder."""
+"""The parts of `nanovllm batch` that need no Ray: its plan of units, its rows and columns, its folder."""
 
 import json
 from pathlib import Path

@@ -65,7 +65,7 @@ def scope(method: str = "POST", path: str = "/v1/completions") -> Scope:
 
 
 def ask(app: ASGIApp, asked: Scope, *, leaves: Callable[[list[ASGIMessage]], bool] = lambda sent: False) -> list[Any]:
-    """What the application sends. leaves: whether the client disconnects after what was sent."""
+    """Return what the application sends. leaves: whether the client disconnects after what was sent."""
 
     async def run() -> list[ASGIMessage]:
         sent: list[ASGIMessage] = []

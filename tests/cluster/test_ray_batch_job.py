@@ -43,7 +43,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(cluster: Cluster, prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What one engine answers that nothing disturbs."""
+    """Return what one engine answers that nothing disturbs."""
     output = tmp_path_factory.mktemp("expected") / "out"
     summary = run_job(make_job([prompts], output, cluster.address, num_engines=1))
     assert summary[:3] == (NUM_ROWS, 0, 0)

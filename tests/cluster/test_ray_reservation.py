@@ -1,4 +1,4 @@
-"""Which GPUs Ray gives the ranks, on a machine that claims four, and engines in scripts and in Ray actors."""
+"""GPUs that Ray gives the ranks, on a machine that claims four, and engines in scripts and in Ray actors."""
 
 import os
 import signal

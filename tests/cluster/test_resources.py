@@ -1,4 +1,4 @@
-"""What the options of a job and of a service mean for Ray, without Ray."""
+"""The options of a job and of a service as Ray gets them, without Ray."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""How many missing tokens the CPU takes: both sides end together, and where that gains nothing, none."""
+"""The number of missing tokens that the CPU takes: both sides end together, and where that gains nothing, none."""
 
 import random
 from dataclasses import replace

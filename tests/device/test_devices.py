@@ -1,4 +1,4 @@
-"""Which device rank 0 is planned for, on machines that are made up."""
+"""The device that rank 0 is planned for, on machines that are made up."""
 
 from typing import Any
 

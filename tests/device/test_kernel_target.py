@@ -1,4 +1,4 @@
-"""What kernels are chosen by: a GPU's capability and shared memory, not its name; and forcing another GPU's choices."""
+"""Kernels are chosen by a GPU's capability and shared memory, not its name; and forcing another GPU's choices."""
 
 import itertools
 

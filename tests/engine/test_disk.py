@@ -291,7 +291,7 @@ def test_async_engine_reads_from_disk(reference: Reference, options: dict[str, A
 
 
 def test_two_engines_share_a_path(reference: Reference, options: dict[str, Any]) -> None:
-    """What one stores the other one finds, while both run."""
+    """Each finds what the other one stores, while both run."""
     with LLM(reference.directory, **options) as first, LLM(reference.directory, **options) as second:
         ask(first, DOCUMENT)
         wait_until_stored(first)
@@ -422,7 +422,7 @@ def test_full_disk_leaves_the_engine_serving(
 def test_slow_disk_holds_up_no_request(
     reference: Reference, path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What cannot be written before its block is given away is left out."""
+    """Leave out what cannot be written before its block is given away."""
     may_write = threading.Event()
     sync = os.fdatasync
 

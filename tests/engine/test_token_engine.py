@@ -46,7 +46,7 @@ class CountedStep(LaunchedStep):
 
 
 class CountingExecutor(Executor):
-    """What an engine that has started calls, in order. `dies_at`: the number of the step in which a rank dies."""
+    """Records what an engine that has started calls. `dies_at`: the number of the step in which a rank dies."""
 
     def __init__(self, dies_at: int | None = None) -> None:
         self.calls: list[str] = []

@@ -187,7 +187,7 @@ MAX_HOST_GROWTH_BYTES = 64 * 2**20
 
 
 def footprint(llm: LLM) -> dict[str, int]:
-    """What must not grow with the number of requests served."""
+    """Figures that must not grow with the number of requests served."""
     gc.collect()
     torch.cuda.synchronize()
     stats, scheduler = llm.stats(), llm.scheduler

@@ -1,4 +1,4 @@
-"""What the engine holds on a GPU: less than it promised, after any workload; nothing, after a start that failed."""
+"""Memory of an engine on a GPU: less than it promised, after any workload; nothing, after a start that failed."""
 
 import gc
 import random

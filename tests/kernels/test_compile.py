@@ -171,7 +171,7 @@ def launch_shadow(head_dim: int, dtype: torch.dtype, bits: int) -> None:
 
 
 def faults(kernel: Compiled, target: KernelTarget) -> Iterator[str]:
-    """What keeps a kernel from running well: too much shared memory, spilled registers, tiles loaded synchronously.
+    """Yield what slows a kernel down: too much shared memory, spilled registers, tiles loaded synchronously.
 
     Of the attention kernels only the queries may be loaded through registers; keys and values go to shared memory, by
     TMA or in copies of 16 bytes a thread.

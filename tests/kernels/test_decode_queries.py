@@ -79,7 +79,7 @@ def test_few_queries_match_naive(device, heads, head_dim, page, dtype, num_split
 @pytest.mark.parametrize("num_queries", [2, 5, 16])
 @pytest.mark.parametrize("num_splits", [1, 2, 3, 5])
 def test_few_queries_limits_around_edges_match_naive(device, num_splits, num_queries):
-    """What the first and the last query see ends before, at and after the edges of tiles of 16 keys, and of splits.
+    """Keys of the first and the last query end before, at and after the edges of tiles of 16 keys, and of splits.
 
     With 3 splits of 33 keys the last split has one key, which only the last query sees.
     """

@@ -1,4 +1,4 @@
-"""What `block_states` shows of each block, in every situation that a block can be in."""
+"""The states that `block_states` shows, in every situation that a block can be in."""
 
 from collections import Counter
 

@@ -372,3 +372,27 @@ async def test_ended_requests_have_their_output() -> None:
     dispatcher.hand_over(StepOutput(finished={0: OUTPUT}))
     await asyncio.gather(*consumers.tasks)
     assert consumers.taken == [0] and not dispatcher.remove(0)
+
+
+def test_consumers_of_a_loop_that_was_replaced_get_what_had_arrived() -> None:
+    """All requests have ended, but only some of their consumers have been woken when another loop follows."""
+    dispatcher, first_loop = (
+        Dispatcher(rests=lambda: True, rest_ratio=1e9, max_rest_s=ENDLESS_S),
+        asyncio.new_event_loop(),
+    )
+
+    async def end_all() -> Consumers:
+        consumers = Consumers(dispatcher, num_streams=2 * MAX_WOKEN)
+        await consumers.ready()
+        dispatcher.hand_over(StepOutput(finished=dict.fromkeys(range(2 * MAX_WOKEN), OUTPUT)))
+        await wait_until(lambda: not dispatcher._streams)
+        return consumers
+
+    async def bind() -> None:
+        dispatcher.bind()
+
+    consumers = first_loop.run_until_complete(end_all())
+    assert not all(task.done() for task in consumers.tasks)
+    asyncio.run(bind())
+    first_loop.run_until_complete(asyncio.wait_for(asyncio.gather(*consumers.tasks), TIME_LIMIT_S))
+    first_loop.close()

@@ -92,7 +92,7 @@ class DiskBoard:
         self._ranks[rank, 5] = number
 
     def progress(self, load_number: int) -> RankLoad:
-        """That of the rank that is the last."""
+        """Return the number of the rank that is furthest behind."""
         has_ended = bool((self._ranks[:, 2] == load_number).all())  # first, so that what follows is not older
         known = self._ranks[:, 0] == load_number
         rates = self._ranks[:, 3]
@@ -100,7 +100,7 @@ class DiskBoard:
         return RankLoad(int(np.where(known, self._ranks[:, 1], 0).min()), has_ended, slowest or None)
 
     def num_pending(self, number: int) -> int:
-        """Extents that the rank which is the last still has to write. At least 1 if a rank does not know moves `number`
+        """Extents that the slowest rank still has to write. At least 1 if a rank does not know moves `number`
         yet.
         """
         all_know = bool((self._ranks[:, 5] >= number).all())
@@ -397,7 +397,7 @@ class DiskTier:
     # -- stores --------------------------------------------------------------------------------------------------
 
     def _used_s(self, seq: Sequence) -> float:
-        """When a sequence uses its extents: when it arrived."""
+        """Return when a sequence uses its extents: when it arrived."""
         return self._epoch_s + seq.arrival_s
 
     def _extents(self, owner: Sequence, end: int, start: int = 0) -> Iterator[Extent]:

@@ -49,7 +49,7 @@ logger = logging.getLogger("nanovllm")
 
 
 class KVPool:
-    """Where extents lie: the caches [L, N, P, K, D] of a rank that hold all blocks, in CPU memory or on the GPU."""
+    """The places of extents: the caches [L, N, P, K, D] of a rank that hold all blocks, in CPU memory or on the GPU."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class KVPool:
                 time.sleep(POLL_S)
 
     def _buffer(self) -> torch.Tensor:
-        """This thread's, [2, L, G, K, D]."""
+        """Return this thread's buffer, [2, L, G, K, D]."""
         if not hasattr(self._of_thread, "buffer"):
             self._of_thread.buffer = self._unused.popleft()
         buffer: torch.Tensor = self._of_thread.buffer

@@ -57,7 +57,7 @@ class CpuStream(Protocol):
         """Enqueue the job's attention in one layer. The event stands for its end; the job must live until then."""
 
     def close(self) -> None:
-        """Finish what has begun. Nothing waits for the rest any more."""
+        """Finish what has begun, and discard queued work."""
 
 
 class Streams(Protocol):
