@@ -38,6 +38,7 @@ from nanovllm.text.request_check import Prompt
 
 DONE = b"data: [DONE]\n\n"
 COMMENT = b": no new text yet\n\n"  # which readers of server-sent events skip
+PROGRESS = '], "prompt_progress": '  # begins the report of a prompt's progress; in a text its quotes would be escaped
 MAX_SILENCE_S = 10.0
 MAX_LEADING_TOKENS = 4  # white space before the tag of reasoning
 PROGRESS_S = 0.5  # between two reports of a prompt's progress
@@ -128,7 +129,7 @@ class Answer(ABC, Generic[BodyT]):
             "processed": sum(min(seq.num_computed_tokens, seq.num_prompt_tokens) for seq in stream.sequences),
             "time_ms": round(1000 * elapsed_s),
         }
-        return f'{self._chunk_start}], "prompt_progress": {json.dumps(progress)}}}\n\n'
+        return f"{self._chunk_start}{PROGRESS}{json.dumps(progress)}}}\n\n"
 
     def error_events(self, error: ApiError) -> str:
         """The events of a stream that fails."""
@@ -441,6 +442,11 @@ class EventStream(Response):
             yield self._answer.error_events(api_error(error))
             if not isinstance(error, EngineError | ApiError):
                 raise  # a bug, which the server logs
+
+
+def is_sign_of_life(body: bytes) -> bool:
+    """Return True if this part of an event stream has nothing of the answer yet: a comment, or a prompt's progress."""
+    return body == COMMENT or PROGRESS.encode() in body
 
 
 def check_output(output: RequestOutput) -> None:
