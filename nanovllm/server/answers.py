@@ -22,17 +22,18 @@ from nanovllm.errors import EngineError
 from nanovllm.request_stream import RequestStream, RequestUpdate
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.admission import Service
+from nanovllm.server.call_formats import CallFormat
 from nanovllm.server.errors import ApiError, ClientDisconnectedError, api_error, dumps_in_parts, json_response
 from nanovllm.server.logprobs import PromptEntries, chat_logprobs, completion_logprobs, prompt_logprobs
 from nanovllm.server.protocol import ChatRequest, CompletionRequest, SamplingFields
 from nanovllm.server.tool_calls import (
-    CallFormat,
     Delta,
     ReasoningDelta,
     ReasoningSplitter,
     TaggedCallParser,
     ToolCallDelta,
     ToolCallParser,
+    make_parser,
 )
 from nanovllm.text.request_check import Prompt
 
@@ -315,7 +316,7 @@ class ChatAnswer(Answer[ChatRequest]):
             return [*deltas, text] if text else deltas
         if index not in self._parsers:
             schemas = {tool.function.name: tool.function.parameters or {} for tool in self._body.offered_tools}
-            self._parsers[index] = form.call_format.parser(schemas, in_pieces=bool(self._body.stream))
+            self._parsers[index] = make_parser(form.call_format, schemas, in_pieces=bool(self._body.stream))
         parser = self._parsers[index]
         deltas += parser.feed(text)
         if is_last:
