@@ -39,8 +39,8 @@ class Config:
     """
 
     model: str = option(
-        help="local directory, hub name (owner/name), demo (the built-in model), or a preset of "
-        "benchmarks/configs with load_format=dummy",
+        help="local directory, hub name (owner/name), demo (the built-in model), or a preset, "
+        "such as qwen3-0.6b, with load_format=dummy",
         group=_MODEL,
     )
     device: str = option("auto", help="cpu, cuda or cuda:N; auto: the GPU if there is one", group=_MODEL)

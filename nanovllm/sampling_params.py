@@ -1,7 +1,8 @@
 """SamplingParams: the options that choose the tokens of one request and end its answer."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from copy import copy
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -271,5 +272,17 @@ class SamplingParams:
         if self.n == 1:
             return [self]
         seeds = [None if self.seed is None else _wrapped(self.seed + i) for i in range(self.n)]
-        first, *others = (replace(self, n=1, seed=seed) for seed in seeds)
-        return [first, *(replace(other, prompt_logprobs=None) for other in others)]
+        first, *others = (self._changed(n=1, seed=seed) for seed in seeds)
+        return [first, *(other._changed(prompt_logprobs=None) for other in others)]
+
+    def with_max_tokens(self, max_tokens: int) -> "SamplingParams":
+        """Return the parameters with this limit. Raises RequestError if it is below min_tokens."""
+        _require(self.min_tokens <= max_tokens, "min_tokens", self.min_tokens, "at most max_tokens")
+        return self._changed(max_tokens=max_tokens)
+
+    def _changed(self, **valid: Any) -> "SamplingParams":
+        """Return a copy with other values. The rest is not checked again, as a logit_bias can be large."""
+        changed = copy(self)
+        for name, value in valid.items():
+            object.__setattr__(changed, name, value)
+        return changed

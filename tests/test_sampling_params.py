@@ -168,6 +168,18 @@ def test_parameters_can_be_pickled_replaced_compared_and_hashed() -> None:
     assert len({params, replace(params, logit_bias=None), replace(params, logit_bias={5: 2.0})}) == 3
 
 
+def test_parameters_of_n_answers_are_checked_once() -> None:
+    """Regression: 128 answers with a large logit_bias checked it 256 times."""
+    params = SamplingParams(n=3, seed=MAX_SEED, prompt_logprobs=2, max_tokens=None, logit_bias={5: 1.0})
+    answers = [each.with_max_tokens(7) for each in params.per_answer()]
+    expected = SamplingParams(seed=MAX_SEED, prompt_logprobs=2, max_tokens=7, logit_bias={5: 1.0})
+    others = [replace(expected, seed=MIN_SEED + i, prompt_logprobs=None) for i in range(2)]
+    assert answers == [expected, *others] and params.n == 3
+    assert all(each.logit_bias is params.logit_bias for each in answers), "it was copied, and so checked, again"
+    with pytest.raises(RequestError, match=r"min_tokens=9 must be at most max_tokens"):
+        SamplingParams(min_tokens=9, max_tokens=None).with_max_tokens(7)
+
+
 def test_parameters_are_given_by_name() -> None:
     """vLLM's first parameter by position is `n`: a temperature there would mean something else."""
     with pytest.raises(TypeError):

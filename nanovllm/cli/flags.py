@@ -20,7 +20,6 @@ from typing import Any, NoReturn, get_args
 from nanovllm.capacity.fit import DOC_MODELS, doc_table
 from nanovllm.cluster.options import BatchOptions, ServiceOptions
 from nanovllm.config import Config
-from nanovllm.demo import DEMO_MODEL
 from nanovllm.errors import ConfigError
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.options import ServerOptions
@@ -91,8 +90,10 @@ def name_flags(message: str, option_types: Sequence[type]) -> str:
 def _flag_settings(field: Field[Any], options: type, default: Any) -> dict[str, Any]:
     """Arguments of `add_argument` for a field, from its type and help. default: the default that the help shows."""
     settings: dict[str, Any] = {"default": argparse.SUPPRESS, "help": flag_help(options, field.name)}
+    if field.type is bool and field.default:
+        return settings | {"action": argparse.BooleanOptionalAction, "help": f"{settings['help']} (default: on)"}
     if field.type is bool:
-        return settings | {"action": argparse.BooleanOptionalAction if field.default else "store_true"}
+        return settings | {"action": "store_true"}
     kind = _scalar_type(field.type)
     metavar = {int: "N", float: "X", str: "TEXT", _json_object: "JSON"}[kind]
     settings |= {"type": _integer if kind is int else kind, "metavar": metavar}
@@ -168,7 +169,7 @@ def add_command(
 
 
 def add_model_flag(group: Any) -> None:
-    about = f"{flag_help(Config, 'model')}; {DEMO_MODEL}: the built-in model"
+    about = flag_help(Config, "model")
     group.add_argument("--model", required=True, metavar="MODEL", help=about)
 
 

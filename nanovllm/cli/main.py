@@ -221,6 +221,7 @@ def _verify(args: argparse.Namespace) -> int:
     options = VerifyOptions(**given_fields(args, VerifyOptions))
     given = given_fields(args, Config)
     Config(model=args.model, enable_cpu_offload=True, **given)
+    logging.getLogger("nanovllm").setLevel(logging.WARNING)  # the report is enough; each path logs an engine's start
     return run_verify(args.model, options, given)
 
 

@@ -1,7 +1,8 @@
 """Front: the ASGI application that has replicas answer, with one process' HTTP server around it.
 
-A request whose replica is lost is sent to another one if nothing of its answer has reached the client. It is sent
-again only once, because it may be the request that ended the replica. After that it ends with an error.
+A request whose replica is lost is sent to another one if nothing of its answer has reached the client. What a stream
+says while its prompt is computed does not count. The request is sent again only once, because it may be the one that
+ended the replica. After that it ends with an error.
 
 In the replica, an AppCall gives the request to the application. A part of an answer costs the front 0.4 ms, whatever
 its length. So each call rests after a part, longer if more calls are open. The application waits meanwhile, and a
@@ -20,8 +21,8 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.types import Message as ASGIMessage
 
-from nanovllm.server.answers import COMMENT, DONE, while_connected
-from nanovllm.server.errors import ApiError, ClientDisconnectedError, Refusal, json_response
+from nanovllm.server.answers import DONE, is_sign_of_life, while_connected
+from nanovllm.server.errors import ApiError, ClientDisconnectedError, Refusal, json_response, sse_error
 from nanovllm.server.gate import CACHE_SALT
 from nanovllm.server.metrics import CONTENT_TYPE, PREFIX
 
@@ -114,10 +115,10 @@ class Front:
 
     async def _answer(self, request: WholeRequest, scope: Scope, receive: Receive, send: Send) -> None:
         lost: set[str] = set()
+        reply = _Reply(scope["path"], send)
         for attempt in range(MAX_SENDS):
             if attempt:
                 self._resent.inc()
-            reply = _Reply(send)
             try:
                 async with aclosing(self._replicas.answer(request, lost)) as parts:
                     async for part in parts:
@@ -126,15 +127,14 @@ class Front:
                 return
             except ReplicaLostError as error:
                 if reply.has_begun:
-                    self._cut.inc()
-                    return await reply.end_with_error(scope["path"])
+                    break
                 if error.replica is not None:
                     lost.add(error.replica)
             except Refusal as refusal:
                 self.refused(refusal.reason)
-                return await refusal.response(scope["path"])(scope, receive, send)
+                return await reply.end_with_error(refusal, scope, receive)
         self._cut.inc()
-        await _lost_error().response(scope["path"])(scope, receive, send)
+        await reply.end_with_error(_lost_error(), scope, receive)
 
     def _health(self) -> Response:
         if self._replicas.num_ready:
@@ -146,34 +146,46 @@ class Front:
 
 
 class _Reply:
-    """Passes an answer on. It keeps the head until the first part of the body follows."""
+    """Passes an answer on. It keeps the head until the first part of the body follows.
 
-    def __init__(self, send: Send) -> None:
-        self._send = send
-        self._head: ASGIMessage | None = None
-        self._is_event_stream = False
+    has_begun: something of the answer itself was sent, so no other replica may answer any more.
+    """
+
+    def __init__(self, path: str, send: Send) -> None:
+        self._path, self._send = path, send
+        self._head: ASGIMessage | None = None  # of the replica that answers now
+        self._is_head_sent = self._is_event_stream = False
         self.has_begun = False
 
     async def pass_on(self, message: ASGIMessage) -> None:
         if message["type"] == "http.response.start":
             self._head = message
-            self._is_event_stream = any(
-                name == b"content-type" and value.startswith(b"text/event-stream") for name, value in message["headers"]
-            )
             return
-        if self._head is not None and message.get("body") == COMMENT:  # until text follows, another replica may answer
-            return
-        if self._head is not None:
-            head, self._head = self._head, None
-            self.has_begun = True
-            await self._send(head)
+        assert self._head is not None, "the head of an answer comes first"
+        body = message.get("body", b"")
+        if not self._is_head_sent:
+            self._is_head_sent, self._is_event_stream = True, _is_event_stream(self._head)
+            await self._send(self._head)
+        elif self._is_event_stream and not _is_event_stream(self._head):  # another replica has refused the request
+            return await self._end_stream(sse_error(body.decode(), self._path))
+        self.has_begun = self.has_begun or not (self._is_event_stream and is_sign_of_life(body))
         await self._send(message)
 
-    async def end_with_error(self, path: str) -> None:
-        """End a stream with an event. Any other answer stays incomplete, and the server closes its connection."""
-        if self._is_event_stream:
-            event = _lost_error().event(path).encode()
-            await self._send({"type": "http.response.body", "body": event + DONE, "more_body": False})
+    async def end_with_error(self, error: ApiError, scope: Scope, receive: Receive) -> None:
+        """Answer with the error, or end a stream with an event. Any other answer that has begun stays incomplete, and
+        the server closes its connection.
+        """
+        if not self._is_head_sent:
+            await error.response(self._path)(scope, receive, self._send)
+        elif self._is_event_stream:
+            await self._end_stream(error.event(self._path))
+
+    async def _end_stream(self, event: str) -> None:
+        await self._send({"type": "http.response.body", "body": event.encode() + DONE, "more_body": False})
+
+
+def _is_event_stream(head: ASGIMessage) -> bool:
+    return any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in head["headers"])
 
 
 def no_replica() -> Refusal:

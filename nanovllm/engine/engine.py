@@ -15,7 +15,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -72,7 +71,7 @@ class Admission:
         drawn = (self._seed * 1_000_003 + request_id) & (2**63 - 1)
         seed = drawn if params.seed is None else params.seed
         if params.max_tokens is None:
-            params = replace(params, max_tokens=max(1, self.max_request_tokens - len(token_ids)))
+            params = params.with_max_tokens(max(1, self.max_request_tokens - len(token_ids)))
         limit = self._max_shared_prompt_tokens
         salt = len(token_ids) if limit is not None and len(token_ids) > limit else 0
         if cache_salt is not None:

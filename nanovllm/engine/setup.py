@@ -83,7 +83,8 @@ def prepare(model: str | Path, options: Mapping[str, Any], internals: Internals 
     device = resolve_device(config)
     _check_parts(config, model_config, device)
     machine = find_machine(replace(config, device=str(device)))
-    plan = make_plan(config, model_config, machine, staging=internals.staging)
+    named = replace(config, model=str(model))  # not the path of the built-in model's files
+    plan = make_plan(named, model_config, machine, staging=internals.staging)
     check_start(plan)
     return EngineSetup(
         config=config,

@@ -9,7 +9,6 @@ into the outbox of the call that waits for them (text/detokenizer.py).
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
 from functools import partial
@@ -193,7 +192,7 @@ class StepLoop:
         for seq_id, prompt in logprobs.of_prompts(plan):
             if seq_id in self.receivers:
                 self.receivers[seq_id].read_prompt(prompt)
-        num_new: Counter[int] = Counter()  # tokens by seq_id
+        num_new: dict[int, int] = {}  # tokens by seq_id
         read = partial(self._read, num_new, logprobs.by_sequence(plan))
         updated = self._scheduler.commit(plan, token_ids, read)
         with self._delivering:
@@ -203,15 +202,16 @@ class StepLoop:
         if not self._scheduler.has_unfinished:
             self._had_no_requests = True
 
-    def _read(self, num_new: Counter[int], logprobs: Mapping[int, PositionLogprobs], seq: Sequence) -> None:
-        """Let the receiver read a sequence's new token, and end the sequence if it says so.
+    def _read(self, num_new: dict[int, int], logprobs: Mapping[int, PositionLogprobs], seq: Sequence) -> None:
+        """Let the receiver read a sequence's new token, and end the sequence if it says so. Hot.
 
         `logprobs`: by seq_id, of all tokens that the step has sampled for a sequence.
         """
-        number = num_new[seq.seq_id]
-        num_new[seq.seq_id] += 1
-        known = logprobs.get(seq.seq_id)
-        ending = self.receivers[seq.seq_id].read(seq, known and known.part(number, number + 1))
+        seq_id = seq.seq_id
+        number = num_new.get(seq_id, 0)
+        num_new[seq_id] = number + 1
+        known = logprobs.get(seq_id) if logprobs else None
+        ending = self.receivers[seq_id].read(seq, known and known.part(number, number + 1))
         if ending is None:
             return
         if seq.finish_reason is None:
@@ -219,7 +219,7 @@ class StepLoop:
         elif seq.finish_reason != "error":  # both ended it at this token; the receiver's reason is the more precise
             seq.finish_reason, seq.error = ending
 
-    def _count_tokens(self, plan: StepPlan, num_new: Counter[int]) -> None:
+    def _count_tokens(self, plan: StepPlan, num_new: Mapping[int, int]) -> None:
         """Count the step's prompt tokens and the tokens that answers got, in all and by caller."""
         for step in plan.sequences:
             receiver = self.receivers.get(step.seq_id)
@@ -227,8 +227,9 @@ class StepLoop:
                 continue  # aborted while the step ran
             content = receiver.outbox.content
             if step.num_tokens == step.num_sampled:
-                content.num_decode_tokens += num_new[step.seq_id]
-                self._num_decode_tokens += num_new[step.seq_id]
+                num_tokens = num_new.get(step.seq_id, 0)
+                content.num_decode_tokens += num_tokens
+                self._num_decode_tokens += num_tokens
             else:
                 content.num_prefill_tokens += step.num_tokens
                 self._num_prefill_tokens += step.num_tokens

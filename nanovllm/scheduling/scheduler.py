@@ -91,7 +91,7 @@ class PlannedStep:
     def _sequence_step(self, seq: Sequence, num_tokens: int, paged: PagedKeys, can_draft: bool) -> SequenceStep:
         """Hot: once per sequence and step."""
         placed = self._guesses_of(seq)
-        guesses = placed if can_draft else placed.without_drafts()
+        guesses = placed if can_draft or placed is NO_GUESSES else placed.without_drafts()
         num_dropped = len(placed.token_ids) - len(guesses.token_ids)
         start = seq.num_computed_tokens
         end = start + num_tokens - len(placed.token_ids)

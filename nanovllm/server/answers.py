@@ -22,22 +22,24 @@ from nanovllm.errors import EngineError
 from nanovllm.request_stream import RequestStream, RequestUpdate
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.admission import Service
+from nanovllm.server.call_formats import CallFormat
 from nanovllm.server.errors import ApiError, ClientDisconnectedError, api_error, dumps_in_parts, json_response
 from nanovllm.server.logprobs import PromptEntries, chat_logprobs, completion_logprobs, prompt_logprobs
 from nanovllm.server.protocol import ChatRequest, CompletionRequest, SamplingFields
 from nanovllm.server.tool_calls import (
-    CallFormat,
     Delta,
     ReasoningDelta,
     ReasoningSplitter,
     TaggedCallParser,
     ToolCallDelta,
     ToolCallParser,
+    make_parser,
 )
 from nanovllm.text.request_check import Prompt
 
 DONE = b"data: [DONE]\n\n"
 COMMENT = b": no new text yet\n\n"  # which readers of server-sent events skip
+PROGRESS = '], "prompt_progress": '  # begins the report of a prompt's progress; in a text its quotes would be escaped
 MAX_SILENCE_S = 10.0
 MAX_LEADING_TOKENS = 4  # white space before the tag of reasoning
 PROGRESS_S = 0.5  # between two reports of a prompt's progress
@@ -128,7 +130,7 @@ class Answer(ABC, Generic[BodyT]):
             "processed": sum(min(seq.num_computed_tokens, seq.num_prompt_tokens) for seq in stream.sequences),
             "time_ms": round(1000 * elapsed_s),
         }
-        return f'{self._chunk_start}], "prompt_progress": {json.dumps(progress)}}}\n\n'
+        return f"{self._chunk_start}{PROGRESS}{json.dumps(progress)}}}\n\n"
 
     def error_events(self, error: ApiError) -> str:
         """The events of a stream that fails."""
@@ -314,7 +316,7 @@ class ChatAnswer(Answer[ChatRequest]):
             return [*deltas, text] if text else deltas
         if index not in self._parsers:
             schemas = {tool.function.name: tool.function.parameters or {} for tool in self._body.offered_tools}
-            self._parsers[index] = form.call_format.parser(schemas, in_pieces=bool(self._body.stream))
+            self._parsers[index] = make_parser(form.call_format, schemas, in_pieces=bool(self._body.stream))
         parser = self._parsers[index]
         deltas += parser.feed(text)
         if is_last:
@@ -441,6 +443,11 @@ class EventStream(Response):
             yield self._answer.error_events(api_error(error))
             if not isinstance(error, EngineError | ApiError):
                 raise  # a bug, which the server logs
+
+
+def is_sign_of_life(body: bytes) -> bool:
+    """Return True if this part of an event stream has nothing of the answer yet: a comment, or a prompt's progress."""
+    return body == COMMENT or PROGRESS.encode() in body
 
 
 def check_output(output: RequestOutput) -> None:

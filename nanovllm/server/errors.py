@@ -74,9 +74,8 @@ class ApiError(Exception):
         return json_response(self.body(path), self.status, self._headers)
 
     def event(self, path: str = "") -> str:
-        """The event that ends a stream. Anthropic's clients skip events without a name."""
-        name = "event: error\n" if path.startswith(MESSAGES_PATH) else ""
-        return f"{name}data: {json.dumps(self.body(path))}\n\n"
+        """The event that ends a stream."""
+        return sse_error(json.dumps(self.body(path)), path)
 
 
 class Refusal(ApiError):
@@ -105,6 +104,12 @@ class Refusal(ApiError):
             headers["Connection"] = "close"
         super().__init__(message, status=status, param=param, code=code or RETRY_CODES.get(status), headers=headers)
         self.reason = reason
+
+
+def sse_error(body: str, path: str) -> str:
+    """Return the event with this error, in JSON. Anthropic's clients skip events without a name."""
+    name = "event: error\n" if path.startswith(MESSAGES_PATH) else ""
+    return f"{name}data: {body}\n\n"
 
 
 class ClientDisconnectedError(Exception):

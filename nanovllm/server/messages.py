@@ -14,6 +14,7 @@ from nanovllm.server.protocol import (
     ChatRequest,
     Content,
     Items,
+    WholeBody,
     chat_request,
     check_kind,
     content_branch,
@@ -117,7 +118,7 @@ class OutputConfig(Body):
     format: OutputFormat | None = None
 
 
-class CountTokensRequest(Body):
+class CountTokensRequest(WholeBody):
     NEUTRAL: ClassVar = {"container": (None,), "mcp_servers": (None, [])}
     HINTS = frozenset(
         (

@@ -27,8 +27,8 @@ class ServerOptions:
     port: int = option(8000, help="port to listen on; 0: any free one", group=_SERVER, least=0, most=65535)
     served_model_name: tuple[str, ...] = option(
         (),
-        help="names that clients may call the model by; answers carry the first; by default, model, or the last part "
-        "of its path if it is a directory",
+        help="names that clients may call the model by; answers carry the first; by default, the model's name, or "
+        "the last part of a directory's path",
         group=_SERVER,
     )
     drain_s: float = option(

@@ -32,11 +32,12 @@ from pydantic_core import CoreSchema, PydanticCustomError
 
 from nanovllm.errors import RequestError
 from nanovllm.sampling_params import MAX_LOGPROBS, SamplingParams, StructuredOutputs, TaggedJson
+from nanovllm.server.call_formats import CallFormat
 from nanovllm.server.errors import ApiError
-from nanovllm.server.tool_calls import CallFormat
 
 COMPLETION_MAX_TOKENS = 16  # as OpenAI
 MAX_NAME_CHARS = 100  # of an unknown field, in the message
+MAX_BODY_VALUES = 1 << 17  # checking so many takes a third of a second
 
 
 class _FirstError(FailFast):
@@ -106,6 +107,34 @@ class Body(BaseModel):
         return described
 
 
+class WholeBody(Body):
+    """The body of a request. Checking a value in it takes microseconds, and meanwhile the server answers nobody."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _limit_values(cls, body: Any) -> Any:
+        num_left = MAX_BODY_VALUES
+        for name, value in body.items() if isinstance(body, dict) else ():
+            num_left -= _num_values(value, num_left)
+            if num_left < 0:
+                message = f"the body has more than {MAX_BODY_VALUES} values; send the text in fewer and longer parts"
+                raise refuse(_printable(name), message)
+        return body
+
+
+def _num_values(value: Any, limit: int) -> int:
+    """Count the objects, lists and other values in a JSON value, at most to `limit` + 1. Token ids do not count."""
+    found, rest = 0, [value]
+    while rest and found <= limit:
+        found += 1
+        each = rest.pop()
+        if isinstance(each, dict):
+            rest.extend(each.values())
+        elif isinstance(each, list) and not (each and isinstance(each[0], int)):
+            rest.extend(each)
+    return found
+
+
 class StreamOptions(Body):
     NEUTRAL = {"include_obfuscation": (None, False)}
 
@@ -132,7 +161,7 @@ class StructuredOutputsField(Body):
     choice: Items[str] | None = None
 
 
-class SamplingFields(Body):
+class SamplingFields(WholeBody):
     """Fields that both kinds of completions take. None stands for the default, as if the field were missing."""
 
     model: str | None = None
@@ -356,7 +385,7 @@ def chat_request(**fields: Any) -> ChatRequest:
         raise RequestValidationError([{**each, "loc": ("body", *each["loc"])} for each in error.errors()]) from error
 
 
-class TokenizeRequest(Body):
+class TokenizeRequest(WholeBody):
     """Either `prompt`, or `messages` and what belongs to them."""
 
     model: str | None = None
@@ -375,7 +404,7 @@ class TokenizeRequest(Body):
         return self
 
 
-class DetokenizeRequest(Body):
+class DetokenizeRequest(WholeBody):
     model: str | None = None
     tokens: Items[int]
 

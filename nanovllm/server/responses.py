@@ -19,6 +19,7 @@ from nanovllm.server.protocol import (
     Body,
     ChatRequest,
     Items,
+    WholeBody,
     chat_request,
     check_kind,
     choice_branch,
@@ -134,7 +135,7 @@ class ReasoningOptions(Body):
     effort: str | None = None
 
 
-class ResponsesRequest(Body):
+class ResponsesRequest(WholeBody):
     NEUTRAL: ClassVar = {
         "background": (None, False),
         "conversation": (None,),

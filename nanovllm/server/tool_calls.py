@@ -1,25 +1,5 @@
 """Reasoning and tool calls in a model's text, found while the text arrives piece by piece.
 
-Three formats of calls are known. Qwen (and other models in Hermes' format) writes, once or several times:
-
-    <tool_call>
-    {"name": "weather", "arguments": {"city": "Bern"}}
-    </tool_call>
-
-Qwen3-Coder and its successors write values between tags, strings without quotes:
-
-    <tool_call>
-    <function=weather>
-    <parameter=city>
-    Bern
-    </parameter>
-    </function>
-    </tool_call>
-
-Llama 3 begins the answer with a JSON object, sometimes after a tag. Several objects are separated by semicolons:
-
-    <|python_tag|>{"name": "weather", "parameters": {"city": "Bern"}}; {"name": ...}
-
 Whatever turns out not to be a valid call is returned as content, unchanged and in its place; nothing is lost but the
 white space on either side of a call, and what there is of a closing tag at the end. A call in JSON is returned when it
 is complete, unless its arguments are asked for in pieces. Then it is a call as soon as its name is known, even if the
@@ -31,12 +11,12 @@ import itertools
 import json
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from enum import Enum, auto
 from typing import Any, NamedTuple, TypeAlias
 
-from nanovllm.sampling_params import TaggedJson, TaggedValue
+from nanovllm.server.call_formats import QWEN_TAGS, CallFormat, takes_text
 
 
 class ReasoningDelta(NamedTuple):
@@ -58,63 +38,6 @@ CallPart: TypeAlias = str | ToolCallDelta
 Delta: TypeAlias = CallPart | ReasoningDelta  # a string is content
 Schemas: TypeAlias = Mapping[str, Mapping[str, Any]]  # of the arguments, by the name of the tool
 
-
-class CallFormat(NamedTuple):
-    """The way in which a model writes its calls."""
-
-    opening: str  # precedes a call
-    closing: str  # follows a call; may be empty
-    separator: str  # stands in for the opening of a second call; may be empty
-    is_bare: bool  # True if a call at the start of the answer needs no opening
-    argument_keys: tuple[str, ...]
-    needs_arguments: bool  # without tags, an object that has only a name is an ordinary answer
-    is_json: bool = True  # else each argument has a tag of its own
-
-    def parser(self, schemas: Schemas, *, in_pieces: bool) -> "ToolCallParser | TaggedCallParser":
-        """in_pieces: return the arguments while they arrive."""
-        return ToolCallParser(self, in_pieces) if self.is_json else TaggedCallParser(schemas)
-
-    def constraint(
-        self, tools: Sequence[tuple[str, Mapping[str, Any]]], *, is_required: bool, is_single: bool
-    ) -> TaggedJson:
-        """Return the form of calls to these tools, each a name and the schema of its arguments.
-
-        is_required: the answer is a call. is_single: it has no more than one.
-        """
-        opening, closing = ("", "") if self.is_bare else (f"{self.opening}\n", f"\n{self.closing}")
-        if not self.is_json:
-            return TaggedJson(
-                tags=tuple(
-                    (f"{opening}<function={name}>\n", _parameters(schema), f"</function>{closing}")
-                    for name, schema in tools
-                ),
-                trigger=self.opening,
-                separator="\n",
-                is_required=is_required,
-                is_single=is_single,
-            )
-        begins = (
-            f'{opening}{{"name": {json.dumps(name, ensure_ascii=False)}, "{self.argument_keys[0]}": '
-            for name, _ in tools
-        )
-        return TaggedJson(
-            tags=tuple((begin, schema, f"}}{closing}") for begin, (_, schema) in zip(begins, tools, strict=True)),
-            trigger="" if self.is_bare else self.opening,
-            separator=f"{self.separator} " if self.separator else "\n",
-            is_required=is_required,
-            is_single=is_single,
-        )
-
-
-HERMES = CallFormat("<tool_call>", "</tool_call>", "", False, ("arguments",), False)
-LLAMA = CallFormat("<|python_tag|>", "", ";", True, ("parameters", "arguments"), True)
-QWEN_TAGS = CallFormat("<tool_call>", "</tool_call>", "", False, (), False, is_json=False)
-
-_MARKS = (
-    (QWEN_TAGS, ("<function=",)),  # within the tags of the next
-    (HERMES, ("<tool_call>", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")),
-    (LLAMA, ("<|python_tag|>", '"parameters": dictionary', "LlamaForCausalLM")),
-)
 MAX_HEAD_CHARS = 1000  # of a call up to its arguments, where they are asked for in pieces
 _HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(\w+)"\s*:\s*(?=\{)')
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>")
@@ -125,15 +48,9 @@ _NEXT = re.compile(f"[^{_SPACE}]")
 _OUTSIDE_STRINGS = frozenset(_SPACE + '{}[]:,"0123456789+-.eEtrufalsn')  # with the letters of true, false and null
 
 
-def call_format_of(template_and_architecture: str) -> CallFormat | None:
-    """Return how a model writes its calls, going by its chat template or, less surely, by its architecture.
-
-    Returns None for a format that is not known. The caller should then refuse requests with tools.
-    """
-    for call_format, marks in _MARKS:
-        if any(mark in template_and_architecture for mark in marks):
-            return call_format
-    return None
+def make_parser(call_format: CallFormat, schemas: Schemas, *, in_pieces: bool) -> "ToolCallParser | TaggedCallParser":
+    """Make the parser of one answer. in_pieces: return the arguments while they arrive."""
+    return ToolCallParser(call_format, in_pieces) if call_format.is_json else TaggedCallParser(schemas)
 
 
 class _State(Enum):
@@ -440,46 +357,10 @@ class TaggedCallParser:
         """Return a value as JSON: as a string, unless the schema allows none, or it does not fit."""
         properties = self._schemas.get(self._name, {}).get("properties")
         schema = properties.get(parameter) if isinstance(properties, dict) else None
-        if not _takes_text(schema):
+        if not takes_text(schema):
             with suppress(ValueError, RecursionError):
                 return json.dumps(json.loads(text), ensure_ascii=False, allow_nan=False)
         return json.dumps(text, ensure_ascii=False)
-
-
-def _list(value: Any) -> list[Any]:
-    """Return a part of a schema that nobody has checked, as a list."""
-    return value if isinstance(value, list) else []
-
-
-def _takes_text(schema: Any) -> bool:
-    """Return True if a parameter with this schema is written as text, and not as JSON."""
-    if not isinstance(schema, dict):
-        return True
-    options = [schema, *(each for each in _list(schema.get("anyOf")) if isinstance(each, dict))]
-    kinds = str([each["type"] for each in options if "type" in each])
-    return "'string'" in kinds or (kinds == "[]" and not schema.keys() & {"$ref", "allOf", "oneOf", "const"})
-
-
-def _choices(schema: Any) -> tuple[str, ...]:
-    """The texts that an `enum` allows; none if it allows anything else, too."""
-    choices = _list(schema.get("enum")) if isinstance(schema, dict) else []
-    return tuple(choices) if all(isinstance(choice, str) for choice in choices) else ()
-
-
-def _parameters(schema: Mapping[str, Any]) -> tuple[TaggedValue, ...]:
-    """The tags of the arguments. Of texts only an `enum` is enforced."""
-    properties, required = schema.get("properties"), _list(schema.get("required"))
-    definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-    return tuple(
-        TaggedValue(
-            f"<parameter={name}>\n",
-            None if _takes_text(each) else {**definitions, **each},
-            "\n</parameter>\n",
-            name in required,
-            _choices(each) if _takes_text(each) else (),
-        )
-        for name, each in (properties.items() if isinstance(properties, Mapping) else ())
-    )
 
 
 class ReasoningSplitter:

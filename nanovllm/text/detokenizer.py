@@ -10,6 +10,7 @@ A TextReceiver is the Receiver of a request that has text: it decodes, and ends 
 
 import io
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -230,8 +231,9 @@ class TextReceiver(Receiver, TextSource):
     ) -> None:
         super().__init__(outbox, with_tokens, text_of)
         self.detokenizer = detokenizer
+        self._decodes_each = detokenizer.has_stop_strings
+        self._new_token_ids: deque[int] = deque()  # not decoded yet; the engine's thread appends without the lock
         self._lock = threading.Lock()  # guards the detokenizer and what follows: the reader has a thread of its own
-        self._new_token_ids: list[int] = []  # not decoded yet
         self._piece = ""  # decoded, but not read yet
         self._failure: Ending | None = None
         self._is_whole = False  # nothing is held back for later tokens
@@ -240,16 +242,17 @@ class TextReceiver(Receiver, TextSource):
     def read(self, seq: Sequence, logprobs: PositionLogprobs | None = None) -> Ending | None:
         """Take the new token. The request ends at a stop string, or if its text cannot be decoded."""
         self._is_delivered = False
-        super().read(seq, logprobs)
+        if logprobs is not None:
+            super().read(seq, logprobs)
+        if seq.error is None:
+            self._new_token_ids.append(seq.token_ids[-1])
         finished = seq.finish_reason is not None
-        with self._lock:
-            if seq.error is None:
-                self._new_token_ids.append(seq.token_ids[-1])
-            if finished or self.detokenizer.has_stop_strings:
+        if finished or self._decodes_each:
+            with self._lock:
                 self._decode(finished, at_end_token=finished and seq.error is None and seq.has_end_token)
-        if self._failure is not None:
-            return self._failure
-        return Ending("stop") if self.detokenizer.stopped else None
+            if self.detokenizer.stopped:
+                return self._failure or Ending("stop")
+        return self._failure
 
     def deliver(self, seq: Sequence) -> None:
         if not self._is_delivered or (seq.finish_reason is not None and not self._is_whole):
@@ -275,7 +278,7 @@ class TextReceiver(Receiver, TextSource):
 
     def _decode(self, finished: bool = False, at_end_token: bool = False) -> None:
         """Decode the new tokens. If that fails, the request ends with an error when its next token arrives."""
-        token_ids, self._new_token_ids = self._new_token_ids, []
+        token_ids = [self._new_token_ids.popleft() for _ in range(len(self._new_token_ids))]
         if (token_ids or finished) and not self._is_whole and self._failure is None:
             self._is_whole = finished
             try:

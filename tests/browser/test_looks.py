@@ -4,19 +4,23 @@ The screenshots are kept in a temporary folder of pytest, whose name the test pr
 """
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from page_server import MODEL, FakeServer, OpenPage
 from playwright.sync_api import Page, expect
 
+from nanovllm.demo.retrieval_model import CHAT_TEMPLATE
+
 pytestmark = pytest.mark.browser
 
 SIZES = {"320": (320, 640), "390": (390, 844), "landscape": (844, 390), "1440": (1440, 900)}
+SCHEMES, WIDTHS = pytest.mark.parametrize("scheme", ["light", "dark"]), pytest.mark.parametrize("size", SIZES)
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("size", SIZES)
+@SCHEMES
+@WIDTHS
 def test_page_fits_and_can_be_read(
     server: FakeServer, open_page: OpenPage, tmp_path: Path, size: str, scheme: str
 ) -> None:
@@ -65,6 +69,29 @@ def test_page_fits_and_can_be_read(
     expect(page.get_by_role("progressbar")).to_have_attribute("aria-valuenow", "40")
     look(page, tmp_path / "7-reading.png")
     server.may_go_on.set()
+    print(tmp_path)
+
+
+@SCHEMES
+@WIDTHS
+def test_first_screen_of_the_built_in_model(
+    server: FakeServer, open_page: OpenPage, tmp_path: Path, size: str, scheme: str
+) -> None:
+    server.model = "demo"
+    server.engine.tokenizer = SimpleNamespace(chat_template=CHAT_TEMPLATE)
+    server.engine.max_request_tokens = server.max_model_len = 20_000
+    width, height = SIZES[size]
+    page = open_page(server.url, viewport={"width": width, "height": height}, color_scheme=scheme)
+    offer = page.get_by_role("button", name="Try it: a long document")
+    expect(offer).to_be_in_viewport(ratio=1)
+    expect(page.locator("#built-in-note")).to_be_visible()
+    look(page, tmp_path / "1-offer.png")
+    offer.click()
+    questions = page.locator("#suggestions button")
+    expect(questions).to_have_count(3)
+    for question in questions.all():
+        expect(question).to_be_in_viewport(ratio=1)
+    look(page, tmp_path / "2-questions.png")
     print(tmp_path)
 
 

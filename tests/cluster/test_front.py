@@ -20,6 +20,7 @@ from nanovllm.cluster.front import (
     join_metrics,
     no_replica,
 )
+from nanovllm.server.answers import COMMENT, DONE, PROGRESS
 from nanovllm.server.gate import CACHE_SALT
 
 Parts = list[list[ASGIMessage] | Exception]
@@ -108,6 +109,29 @@ def test_request_is_sent_again_to_another_replica_if_nothing_was_sent() -> None:
         assert ask(front, scope()) == [head(), body(b"{}")]
         assert replicas.without == [set(), {"a"}]
         assert counted(front, "requests_resent_total") == 1 and counted(front, "answers_cut_total") == 0
+
+
+def test_signs_of_life_reach_the_client_and_do_not_count_as_an_answer() -> None:
+    """Regression: comments were dropped, so a stream was silent while a replica computed its prompt, and a request
+    that asked for progress was not sent again.
+    """
+    progress = body(f'data: {{"id": "1", "choices": [{PROGRESS}{{"total": 9}}}}\n\n'.encode(), True)
+    text = body(json.dumps({"choices": [{"text": PROGRESS}]}).encode(), True)
+    lost = [[STREAM], [body(COMMENT, True)], [progress], ReplicaLostError("a")]
+    replicas = FakeReplicas(lost, [[STREAM, body(COMMENT, True)], [text, body(DONE)]])
+    front = Front(replicas, "tiny")
+    assert ask(front, scope()) == [STREAM, body(COMMENT, True), progress, body(COMMENT, True), text, body(DONE)]
+    assert replicas.without == [set(), {"a"}] and counted(front, "requests_resent_total") == 1
+    # A text that looks like progress is part of the answer
+    cut = FakeReplicas([[STREAM, text], ReplicaLostError("a")])
+    assert len(ask(Front(cut, "tiny"), scope())) == 3 and len(cut.without) == 1
+    # The client waits for events, so what another replica refuses is an event
+    refusal = [[head(status=429), body(b'{"error": {"code": "busy"}}')]]
+    for second in (refusal, [no_replica()], [ReplicaLostError("b")]):
+        *_, last = ask(Front(FakeReplicas(lost, second), "tiny"), scope())
+        event, done = last["body"].decode().strip().split("\n\n")
+        assert "code" in json.loads(event.removeprefix("data: "))["error"]
+        assert done == "data: [DONE]" and not last["more_body"]
 
 
 def test_request_is_sent_again_only_once() -> None:

@@ -10,16 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiers import examples
 
-from nanovllm.server.tool_calls import (
-    HERMES,
-    LLAMA,
-    QWEN_TAGS,
-    CallFormat,
-    ReasoningSplitter,
-    ToolCallDelta,
-    ToolCallParser,
-    call_format_of,
-)
+from nanovllm.server.call_formats import HERMES, LLAMA, QWEN_TAGS, CallFormat, call_format_of
+from nanovllm.server.tool_calls import ReasoningSplitter, ToolCallDelta, ToolCallParser, make_parser
 
 FORMATS = pytest.mark.parametrize("call_format", [HERMES, LLAMA], ids=["hermes", "llama"])
 CALL = '{"name": "weather", "arguments": {"city": "Zürich {\\"}"}}'
@@ -201,7 +193,7 @@ def test_call_format_comes_from_the_template_or_the_architecture() -> None:
 
 def parse_pieces(call_format: CallFormat, pieces: list[str], schemas: dict[str, Any] | None = None) -> list[Any]:
     """As `parse`, with the arguments of each call put together."""
-    parser = call_format.parser(schemas or {}, in_pieces=True)
+    parser = make_parser(call_format, schemas or {}, in_pieces=True)
     joined: list[Any] = []
     for delta in [delta for piece in pieces for delta in parser.feed(piece)] + parser.finish():
         if isinstance(delta, ToolCallDelta) and delta.call_id:
@@ -225,7 +217,7 @@ def test_pieces_any_split_gives_the_same_result(call_format: CallFormat, text: s
 
 
 def test_pieces_begin_as_soon_as_the_name_is_known() -> None:
-    parser = HERMES.parser({}, in_pieces=True)
+    parser = make_parser(HERMES, {}, in_pieces=True)
     fed = [
         parser.feed(text)
         for text in ('<tool_call>\n{"name": "f", "arguments": ', '{"city"', ': "Bern"}', "}\n</tool_call>")

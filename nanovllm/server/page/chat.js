@@ -402,6 +402,7 @@ byId("try-example").addEventListener("click", async () => {
   byId("try-example").hidden = true;
   showRest();
   byId("suggestions").firstElementChild.focus();
+  scrollToEnd(); // all of them are in view, on a small screen too
   await documents.add(name, text);
 });
 
