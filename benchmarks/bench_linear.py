@@ -31,8 +31,8 @@ LAYERS = {"qkv": (1, 6144, 4096), "o": (1, 4096, 4096), "gate_up": (1, 24576, 40
 EXPERTS = {"experts gate_up": (128, 1536, 2048), "experts down": (128, 2048, 768)}  # number, rows, columns
 NUM_CHOSEN = 8
 CACHE_BYTES = 256 * 2**20  # more than any GPU's cache
-SPLIT_TILES = [(n, warps, warps, stages) for n, warps, stages in itertools.product((16, 32), (4, 8), (2, 3, 4))]
-WHOLE_TILES = [(n, 1, warps, stages) for n, warps, stages in itertools.product((64, 128), (4, 8), (3, 4))]
+FEW_ROWS_TILES = [kernels.FewRowsTile(*sizes) for sizes in itertools.product((8, 16), (4, 8, 16), (1, 2, 3))]
+TILES = [kernels.Tile(*sizes) for sizes in itertools.product((16, 32, 64, 128), (64, 128), (4, 8), (3, 4))]
 
 
 def make_weight(num_rows: int, size: int, name: str) -> torch.nn.Parameter | PackedWeight:
@@ -77,14 +77,16 @@ def ways(
         is_routed = chosen and experts.numel() > MAX_SINGLE_PAIRS
         given = {"routing": kernels.route(experts, num_experts)} if is_routed else chosen
         yield "default", partial(kernels.products, x, **given)
-    for rows in (8, 16, 32, 64, 128) if all_tiles else ():
-        mean = len(x) * NUM_CHOSEN / num_experts if chosen and len(x) > 4 else 1 if chosen else len(x)
+    mean = len(x) * NUM_CHOSEN / num_experts if chosen and len(x) > 4 else 1 if chosen else len(x)  # rows of a weight
+    for tile in (*FEW_ROWS_TILES, *TILES) if all_tiles else ():
+        rows = tile.block_m
         if (rows < mean / 2 and rows < 128) or (rows > 8 and rows > 4 * mean):
             continue
         routed = {"routing": kernels.route(experts, num_experts, rows)} if chosen and len(x) > 4 else chosen
-        for tile in (SPLIT_TILES if rows <= 32 else []) + (WHOLE_TILES if rows >= 32 else []):
-            way = f"{rows} {' '.join(map(str, tile))}"
-            yield way, partial(kernels.products, x, tile=kernels.Tile(rows, *tile), **routed)
+        yield " ".join(map(str, tile)), partial(kernels.products, x, tile=tile, **routed)
+    if chosen and experts.numel() <= MAX_SINGLE_PAIRS:
+        factors, pairs = torch.rand(experts.shape, device="cuda"), x.repeat_interleave(NUM_CHOSEN, 0)
+        yield "sum", lambda weight: kernels.sum_of_experts(pairs, weight, experts, num_experts, factors)
     if num_experts == 1:
         yield "unpacked", lambda weight: unpacked_linear(x, weight, None)
 

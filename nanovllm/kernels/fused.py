@@ -298,3 +298,59 @@ def norm_rotate_store(
             **pdl_options(q.device),
         )
     return q_out
+
+
+@triton.jit
+def _choose_experts_kernel(
+    logits_ptr,
+    experts_ptr,
+    weights_ptr,
+    NUM_EXPERTS: tl.constexpr,
+    NUM_CHOSEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_CHOSEN: tl.constexpr,
+    NORM: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    let_next_start(PDL)
+    wait_for_previous(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    expert, place = tl.arange(0, BLOCK), tl.arange(0, BLOCK_CHOSEN)
+    logits = tl.load(logits_ptr + token * NUM_EXPERTS + expert, mask=expert < NUM_EXPERTS, other=-float("inf"))
+    shares = tl.exp(logits - tl.max(logits, 0))
+    shares /= tl.sum(shares, 0)
+    chosen = tl.zeros((BLOCK_CHOSEN,), tl.int64)
+    weights = tl.zeros((BLOCK_CHOSEN,), tl.float32)
+    for i in tl.static_range(NUM_CHOSEN):
+        weight, best = tl.max(shares, 0, return_indices=True)
+        best = tl.minimum(best, NUM_EXPERTS - 1)  # among logits that are NaN, it might be none
+        chosen = tl.where(place == i, best, chosen)
+        weights = tl.where(place == i, weight, weights)
+        shares = tl.where(expert == best, -1.0, shares)
+    if NORM:
+        weights /= tl.sum(weights, 0)
+    tl.store(experts_ptr + token * NUM_CHOSEN + place, chosen, mask=place < NUM_CHOSEN)
+    tl.store(weights_ptr + token * NUM_CHOSEN + place, weights, mask=place < NUM_CHOSEN)
+
+
+def choose_experts(logits: torch.Tensor, num_chosen: int, norms: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The experts with the largest logits, fp32 [T, E], and their shares of a softmax, which with `norms` add up to 1:
+    int64 [T, C] and fp32 [T, C]. Hot: once per layer.
+    """
+    num_tokens, num_experts = logits.shape
+    experts = torch.empty((num_tokens, num_chosen), dtype=torch.int64, device=logits.device)
+    weights = torch.empty((num_tokens, num_chosen), dtype=torch.float32, device=logits.device)
+    if num_tokens:
+        on_grid(_choose_experts_kernel, (num_tokens,))(
+            logits,
+            experts,
+            weights,
+            NUM_EXPERTS=num_experts,
+            NUM_CHOSEN=num_chosen,
+            BLOCK=triton.next_power_of_2(num_experts),
+            BLOCK_CHOSEN=triton.next_power_of_2(num_chosen),
+            NORM=norms,
+            num_warps=1,
+            **pdl_options(logits.device),
+        )
+    return experts, weights

@@ -4,19 +4,19 @@ A packed weight (layers/packed_weight.py) consists of int32 words that hold code
 columns and `scale_rows` rows share a scale, and integers also a zero: a value is (code - zero) * scale. The weights of
 several experts are one weight, with an expert's rows together.
 
-`block_words` words of a row, W, are a block. The codes are arranged so that the tensor cores can use them with few
-instructions: a shift and a mask leave two codes of a word in the halves of a register, in the mantissas of two 16-bit
-numbers, and these are neighbours in the weight. Word w of a block has, from bit B * s + 16 * h on, the code of column
-2 * W * s + 2 * w + h, for B bits per code, h of 0 and 1, and s from 0 to 16 / B - 1. The columns with the same s are a
+16 words of a row are a block. The codes are arranged so that the tensor cores can use them with few instructions: a
+shift and a mask leave two codes of a word in the halves of a register, in the mantissas of two 16-bit numbers, and
+these are neighbours in the weight. Word w of a block has, from bit B * s + 16 * h on, the code of column
+32 * s + 2 * w + h, for B bits per code, h of 0 and 1, and s from 0 to 16 / B - 1. The 32 columns with the same s are a
 slice, which has one scale.
 
 - An integer of 4 bits reads as 16 + code. 8 bits are two such integers.
 - The bits of an e4m3 number at the place of those of a bf16 number read as 2^-120 of its value.
 
-`products` multiplies tiles of weight and input. For few rows each warp of a program has columns of its own, and their
-sums are added at the end; scales and zeros are applied to the sums of a group. For many rows all warps work on one
-tile, and the values are computed before they are multiplied. `unpack` writes the values of some rows, so that cuBLAS
-can multiply them by many.
+There are two kernels for products. For few rows each warp of a program has columns of its own, and their sums are added
+at the end; scales and zeros are applied to the sums of a group. For many rows all warps work on one tile, and the
+values are computed before they are multiplied. `unpack` writes the values of some rows, so that cuBLAS can multiply
+them by many.
 
 Legend: M rows, N output features, K input features; a pair is a row and one of the experts that it has chosen.
 """
@@ -24,7 +24,7 @@ Legend: M rows, N output features, K input features; a pair is a row and one of 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -35,8 +35,9 @@ from nanovllm.device.kernel_target import KernelTarget
 from nanovllm.kernels.launch import let_next_start, on_grid, pdl_options, wait_for_previous
 
 DENSE, INT4, INT8, E4M3 = (tl.constexpr(kind) for kind in range(4))
-BLOCK_WORDS = (64, 32, 16)  # that a block may have; more are faster
-MAX_BLOCK_M = 128
+BLOCK_WORDS, SLICE = (tl.constexpr(size) for size in (16, 32))  # words of a block, columns of a slice
+MAX_FEW_ROWS, MAX_BLOCK_M = 16, 128
+MAX_SUMMED = 16  # experts of a token
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
@@ -49,7 +50,6 @@ class Packed(NamedTuple):
     scale_dtype: torch.dtype | None = None  # bf16 or fp16 in words; None is fp32
     scale_rows: int = 1
     group_size: int = 128
-    block_words: int = 16
 
     @property
     def scale_type(self) -> tl.dtype:
@@ -60,19 +60,14 @@ class Packed(NamedTuple):
         return self.codes.shape[1] * (1 if self.kind == DENSE.value else 8 if self.kind == INT4.value else 4)
 
 
-def choose_block_words(num_columns: int, bits: int, group_size: int) -> int | None:
-    """Words of a block, if possible with one scale for all of it. None: no block fits such rows and groups."""
-    for words in BLOCK_WORDS:
-        block = words * 32 // bits
-        if num_columns % block == 0 and group_size % block == 0:
-            return words
-    words = BLOCK_WORDS[-1]
-    return words if num_columns % (words * 32 // bits) == 0 and group_size % (2 * words) == 0 else None
+def can_pack(num_columns: int, bits: int, group_size: int) -> bool:
+    """Return True if rows consist of whole blocks, and groups of whole slices."""
+    return num_columns % (BLOCK_WORDS.value * 32 // bits) == 0 and group_size % SLICE.value == 0
 
 
-def pack_codes(codes: torch.Tensor, bits: int, block_words: int) -> torch.Tensor:
+def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """Codes uint8 [n, K] -> words int32 [n, K * bits / 32]."""
-    slices = codes.reshape(len(codes), -1, 16 // bits, block_words, 2).int()
+    slices = codes.reshape(len(codes), -1, 16 // bits, BLOCK_WORDS.value, 2).int()
     words = torch.zeros_like(slices[:, :, 0, :, 0])
     for part in range(16 // bits):
         for half in range(2):
@@ -136,10 +131,12 @@ def _nibbles(words, PLACE: tl.constexpr, dtype: tl.constexpr, IS_HIGH: tl.conste
 @triton.jit
 def _ones(words, dtype: tl.constexpr):
     """1 for each column of a slice. They seem to depend on the words, so that they get the same layout."""
-    if dtype == tl.bfloat16:
-        ones = _mask_and_set(words, 0, 0x3F803F80, "lop3.b32 $0, $1, 0, 0x3F803F80, 0xEA;")
+    if _INTERPRETED:
+        ones = words * 0 + (0x3F803F80 if dtype == tl.bfloat16 else 0x3C003C00)
+    elif dtype == tl.bfloat16:
+        ones = tl.inline_asm_elementwise("mov.b32 $0, 0x3F803F80;", "=r,r", [words], tl.int32, is_pure=True, pack=1)
     else:
-        ones = _mask_and_set(words, 0, 0x3C003C00, "lop3.b32 $0, $1, 0, 0x3C003C00, 0xEA;")
+        ones = tl.inline_asm_elementwise("mov.b32 $0, 0x3C003C00;", "=r,r", [words], tl.int32, is_pure=True, pack=1)
     return _halves(ones, dtype)
 
 
@@ -162,10 +159,22 @@ def _small_e4m3(words, PLACE: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def _enlarged(x, KIND: tl.constexpr):
-    """Half of the factor by which numbers in e4m3 are too small; all of it at once could overflow."""
-    if KIND == E4M3 and x.dtype != tl.float16:
-        x = (x.to(tl.float32) * 2.0**60).to(x.dtype)
+def _enlarged(words, dtype: tl.constexpr):
+    """The numbers in words [.., n], times half of the factor by which those in e4m3 are too small: [.., 2 n]. All of it
+    at once could overflow.
+    """
+    if dtype == tl.float16:  # there the scales include all of the factor
+        x = _halves(words, dtype)
+    elif _INTERPRETED:
+        x = (_halves(words, dtype).to(tl.float32) * 2.0**60).to(dtype)
+    else:
+        asm: tl.constexpr = """{
+            .reg .b32 factor, zero;
+            mov.b32 factor, 0x5D805D80;
+            mov.b32 zero, 0x80008000;
+            fma.rn.bf16x2 $0, $1, factor, zero;
+        }"""
+        x = _halves(tl.inline_asm_elementwise(asm, "=r,r", [words], tl.int32, is_pure=True, pack=1), dtype)
     return x
 
 
@@ -201,45 +210,84 @@ def _values(words, scale_bits, PART: tl.constexpr, KIND: tl.constexpr, SCALE_DTY
 # -- products ----------------------------------------------------------------------------------------------------
 
 
+class FewRowsTile(NamedTuple):
+    """How a program multiplies 16 rows of the weight by up to `block_m` rows (or pairs)."""
+
+    block_m: int  # 8 or 16
+    num_warps: int  # that sum over columns of their own
+    num_ahead: int  # blocks of each row that a warp loads ahead
+
+
 class Tile(NamedTuple):
-    """The rows (or pairs) and features that a program computes. If `split` is above 1, it is the number of warps, and
-    each of them sums over columns of its own. If it is 1, all warps share the columns.
-    """
+    """The rows (or pairs) and features that a program multiplies, all warps together."""
 
     block_m: int
     block_n: int
-    split: int
     num_warps: int
     num_stages: int
-    num_words: int = 16  # of a row that are multiplied at once; at most those of a block
 
 
 @triton.jit
-def _load(ptrs, is_there, EVEN: tl.constexpr):
-    if EVEN:
-        loaded = tl.load(ptrs, eviction_policy="evict_first")
+def _load_block(low_row, high_row, scale_row, step, first, scale_first, STRIDE: tl.constexpr, IS_EVEN: tl.constexpr,
+                num_scales, K: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, SHARED: tl.constexpr):
+    """The words of a block of each warp's 16 rows, [SPLIT, 2, 8, 4, 4], and its scales [SPLIT, 16, 1] for every SHARED
+    columns. Past the last block both are 0.
+    """
+    chunk = step * STRIDE + first
+    low, high = low_row + chunk * BLOCK_WORDS, high_row + chunk * BLOCK_WORDS
+    if IS_EVEN:
+        low, high = tl.load(low, eviction_policy="evict_first"), tl.load(high, eviction_policy="evict_first")
     else:
-        loaded = tl.load(ptrs, mask=is_there, other=0, eviction_policy="evict_first")
-    return loaded
+        is_block = chunk < K // COLUMNS
+        low = tl.load(low, mask=is_block, other=0, eviction_policy="evict_first")
+        high = tl.load(high, mask=is_block, other=0, eviction_policy="evict_first")
+    words = tl.join(low, high)
+    words = words.reshape(words.shape[0] // 32, 8, 4, 4, 2).permute(0, 4, 1, 2, 3)
+    scales = ()
+    if scale_row is not None:
+        column = (step * STRIDE + scale_first) * COLUMNS
+        for start in tl.static_range(0, COLUMNS, SHARED):
+            scales = scales + (tl.load(scale_row + (column + start) // GROUP * num_scales, mask=column < K, other=0),)
+    return words, scales
+
+
+@triton.jit
+def _weight_operand(numbers):
+    """Numbers of a slice [SPLIT, 2, 8, 4, 8] -> [SPLIT, 16, 32]. Each stays in the thread that has it."""
+    SPLIT: tl.constexpr = numbers.shape[0]
+    return numbers.reshape(SPLIT, 2, 8, 4, 2, 2, 2).permute(0, 1, 2, 5, 3, 4, 6).reshape(SPLIT, 16, 32)
+
+
+@triton.jit
+def _x_operand(words, KIND: tl.constexpr, dtype: tl.constexpr):
+    """Words of a slice [SPLIT * 32, 4, rows / 8] -> [SPLIT, 32, rows], with columns in the order of the weight's."""
+    SPLIT: tl.constexpr = words.shape[0] // 32
+    EIGHTS: tl.constexpr = words.shape[2]
+    numbers = _enlarged(words, dtype) if KIND == E4M3 else _halves(words, dtype)
+    numbers = numbers.reshape(SPLIT, 8, 4, 2, 2, EIGHTS, 2).permute(0, 4, 2, 3, 6, 5, 1)
+    return numbers.reshape(SPLIT, 32, 8 * EIGHTS)
 
 
 @triton.jit(do_not_specialize=["num_pairs"])  # compile once for all numbers of rows
-def _products_kernel(
+def _few_products_kernel(
     x_ptr,
     codes_ptr,
     scales_ptr,
     bias_ptr,
     factors_ptr,  # fp32 [pairs], by which the results are multiplied; None: 1
     pairs_ptr,  # int32 [blocks * BLOCK_M]: the pairs of each block, sorted by expert; None: all in order
-    experts_ptr,  # of each block: int32, num_experts for one without pairs; None: there is one weight
+    experts_ptr,  # of each block, or each pair; num_experts for a block without pairs; None: there is one weight
     out_ptr,
-    x_stride,
+    x_stride,  # in 16 bytes, from one row to the next
     num_pairs,
     num_experts,
     num_scales,  # of a group of columns
     N,  # features of the result
     CHOSEN: tl.constexpr,  # pairs of a row of x
+    SUMMED: tl.constexpr,  # pairs of a row of the result, each of which is a warp's; 0: nothing is summed
     K: tl.constexpr,
+    COLUMNS: tl.constexpr,  # of a block
+    SHARED: tl.constexpr,  # columns of a block that have one scale
     GROUP: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
     SCALE_DTYPE: tl.constexpr,
@@ -247,106 +295,207 @@ def _products_kernel(
     GATED: tl.constexpr,  # the result is silu(first half) * second half
     BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    SPLIT: tl.constexpr,  # warps
+    AHEAD: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Multiply 16 rows of a weight. The tensor cores want them as two times 8, with four threads for a row. So a thread
+    loads words 4 * q to 4 * q + 3 of a block of two rows, 16 bytes each. These are its parts of all operands, in both
+    layouts: nothing passes through shared memory before the end.
+    """
+    let_next_start(PDL)
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    CODES: tl.constexpr = 2 if KIND == DENSE else 8 if KIND == INT4 else 4  # of a word
+    NUM_CHUNKS: tl.constexpr = K // COLUMNS
+    STRIDE: tl.constexpr = 1 if SUMMED else SPLIT
+    STEPS: tl.constexpr = (NUM_CHUNKS + STRIDE - 1) // STRIDE
+    AT_END: tl.constexpr = KIND == E4M3 and GROUP == K  # the scale of a row is applied to its sum
+    # Tensors of a step are [lanes, 4 words]. Lane 4 * m + q of a warp has a part of rows m and m + 8.
+    lane, warp = tl.arange(0, SPLIT * 32)[:, None], tl.arange(0, SPLIT)[:, None, None]
+    part, m = lane // 32, lane % 32 // 4
+    word = lane % 4 * 4 + tl.arange(0, 4)[None, :]
+    block, in_tile = tl.program_id(1), tl.arange(0, 16)
+    ROWS: tl.constexpr = 2 if GATED else 1  # of a feature
+    FEATURES: tl.constexpr = 16 // ROWS
+    feature = tl.program_id(0) * FEATURES
+    row = tl.minimum(feature + in_tile % FEATURES, N - 1) + in_tile // FEATURES * N
+    low = tl.minimum(feature + m, N - 1)
+    high = low + N if GATED else tl.minimum(feature + m + 8, N - 1)
+    pair = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    expert, warp_expert = 0, 0
+    if experts_ptr is not None:
+        wait_for_previous(PDL)  # for the router's choice
+        if SUMMED:
+            expert = tl.load(experts_ptr + block * SUMMED + tl.minimum(part, SUMMED - 1))
+            warp_expert = tl.load(experts_ptr + block * SUMMED + tl.minimum(warp, SUMMED - 1))
+        else:
+            expert = tl.load(experts_ptr + block).to(tl.int64)
+            warp_expert = expert
+            if expert >= num_experts:
+                return
+        if pairs_ptr is not None:
+            pair = tl.load(pairs_ptr + pair)
+        else:  # a block for each pair, or for each sum
+            pair = tl.where(tl.arange(0, BLOCK_M) == 0, block, num_pairs)
+    code_ptr = codes_ptr.to(tl.pointer_type(tl.int32)) + word
+    low_row = code_ptr + (expert * (ROWS * N) + low).to(tl.int64) * (K // CODES)
+    high_row = code_ptr + (expert * (ROWS * N) + high).to(tl.int64) * (K // CODES)
+    scale_row = None
+    if KIND != DENSE:
+        scale_row = scales_ptr + (warp_expert * (ROWS * N) + row[None, :, None] + 0 * warp) // SCALE_ROWS
+    block_scale_row = None if AT_END else scale_row
+    first, scale_first = (0 * part, 0 * warp) if SUMMED else (part, warp)
+    queue = ()
+    for step in tl.static_range(AHEAD):
+        ahead = _load_block(low_row, high_row, block_scale_row, step, first, scale_first, STRIDE, (step + 1) * STRIDE <= NUM_CHUNKS, num_scales, K, COLUMNS, GROUP, SHARED)
+        queue = queue + (ahead,)
+    if experts_ptr is None:
+        wait_for_previous(PDL)  # before this only weights may be read; other kernels use x and out
+    # Rows of x that do not exist are copies of others
+    x_ptr = x_ptr.to(tl.pointer_type(tl.int32)) + word
+    x_row = ()
+    for i in tl.static_range(BLOCK_M // 8):
+        if SUMMED:
+            of_x = block * SUMMED + tl.minimum(part, SUMMED - 1)
+        elif experts_ptr is None:
+            of_x = tl.minimum(block * BLOCK_M + 8 * i + m, num_pairs - 1)
+        elif pairs_ptr is None:
+            of_x = block + 0 * m
+        else:
+            of_x = tl.minimum(tl.load(pairs_ptr + block * BLOCK_M + 8 * i + m), num_pairs - 1)
+        x_row = x_row + (x_ptr + (of_x // CHOSEN).to(tl.int64) * (4 * x_stride),)
+    sums = tl.zeros((SPLIT, 16, BLOCK_M), tl.float32)
+    for step in tl.range(STEPS, num_stages=1, loop_unroll_factor=AHEAD):
+        words, scales = queue[0]
+        ahead = _load_block(low_row, high_row, block_scale_row, step + AHEAD, first, scale_first, STRIDE, False, num_scales, K, COLUMNS, GROUP, SHARED)
+        queue = queue[1:] + (ahead,)
+        column = tl.minimum((step * STRIDE + first) * COLUMNS, K - COLUMNS)
+        for start in tl.static_range(0, COLUMNS, SHARED):
+            code_sums = sums if AT_END or KIND == DENSE else tl.zeros_like(sums)
+            x_sums = tl.zeros_like(sums)
+            for i in tl.static_range(start // SLICE, (start + SHARED) // SLICE):
+                x = tl.load(x_row[0] + (column + i * SLICE) // 2)[:, :, None]
+                if BLOCK_M == 16:
+                    x = tl.join(x.reshape(x.shape[0], 4), tl.load(x_row[1] + (column + i * SLICE) // 2))
+                x = _x_operand(x, KIND, dtype)
+                if KIND == DENSE:
+                    code_sums = tl.dot(_weight_operand(_halves(words, dtype)), x, code_sums)
+                elif KIND == E4M3:
+                    code_sums = tl.dot(_weight_operand(_small_e4m3(words, 8 * i, dtype)), x, code_sums)
+                else:
+                    if KIND == INT4:
+                        code_sums = tl.dot(_weight_operand(_nibbles(words, 4 * i, dtype)), x, code_sums)
+                    else:
+                        code_sums = tl.dot(_weight_operand(_nibbles(words, 8 * i, dtype)), x, code_sums)
+                        code_sums = tl.dot(_weight_operand(_nibbles(words, 8 * i + 4, dtype, True)), x, code_sums)
+                    x_sums = tl.dot(_weight_operand(_ones(words, dtype)), x, x_sums)
+            if AT_END or KIND == DENSE:
+                sums = code_sums
+            else:
+                scale_bits = scales[start // SHARED]
+                if KIND != E4M3:
+                    code_sums -= x_sums * (scale_bits >> 16).to(tl.float32)
+                sums += code_sums * _scale(scale_bits, SCALE_DTYPE, KIND, dtype)
+    if AT_END:
+        sums *= _scale(tl.load(scale_row), SCALE_DTYPE, KIND, dtype)
+    if SUMMED:
+        sums *= tl.load(factors_ptr + block * SUMMED + warp, mask=warp < SUMMED, other=0.0)
+    sums = tl.sum(sums, 0)
+    if BIAS:
+        sums += tl.load(bias_ptr + row).to(tl.float32)[:, None]
+    if GATED:
+        sums = _gated(sums, dtype)
+    if factors_ptr is not None and not SUMMED:
+        sums *= tl.load(factors_ptr + pair, mask=pair < num_pairs, other=0.0)[None, :]
+    feature += tl.arange(0, FEATURES)
+    out = out_ptr + pair.to(tl.int64)[None, :] * N + feature[:, None]
+    tl.store(out, sums.to(dtype), mask=(pair < num_pairs)[None, :] & (feature < N)[:, None])
+
+
+@triton.jit
+def _gated(sums, dtype: tl.constexpr):
+    """silu(first half of the rows) * second half, rounded where torch rounds."""
+    HALF: tl.constexpr = sums.shape[0] // 2
+    sums = sums.to(dtype).to(tl.float32)
+    gate, up = tl.split(tl.permute(tl.reshape(sums, (2, HALF, sums.shape[1])), (1, 2, 0)))
+    return (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32) * up
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def _products_kernel(
+    x_ptr,
+    codes_ptr,
+    scales_ptr,
+    bias_ptr,
+    factors_ptr,  # these and the others as above
+    pairs_ptr,
+    experts_ptr,
+    out_ptr,
+    x_stride,
+    num_pairs,
+    num_experts,
+    num_scales,
+    N,
+    CHOSEN: tl.constexpr,
+    K: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    SCALE_DTYPE: tl.constexpr,
+    KIND: tl.constexpr,
+    GATED: tl.constexpr,
+    BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    WORDS: tl.constexpr,  # of a row that are multiplied at once; dense: columns
-    BLOCK_WORDS: tl.constexpr,
-    SPLIT: tl.constexpr,
+    WORDS: tl.constexpr,  # of a row that are multiplied at once: a block; dense: columns
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     let_next_start(PDL)
     wait_for_previous(PDL)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
-    # Without SPLIT tiles have no first dimension: [BLOCK_N, words], [columns, BLOCK_M] and [BLOCK_N, BLOCK_M]
     CODES: tl.constexpr = 1 if KIND == DENSE else 8 if KIND == INT4 else 4  # of a word
-    NUM_STEPS: tl.constexpr = K // CODES // WORDS
+    ROW_WORDS: tl.constexpr = K // CODES
     block, in_tile = tl.program_id(1), tl.arange(0, BLOCK_N)
-    if GATED:  # a tile has features of both halves
-        HALF: tl.constexpr = BLOCK_N // 2
-        feature = tl.program_id(0) * HALF + in_tile % HALF
-        row = tl.minimum(feature, N - 1) + in_tile // HALF * N
-    else:
-        feature = tl.program_id(0) * BLOCK_N + in_tile
-        row = tl.minimum(feature, N - 1)
+    ROWS: tl.constexpr = 2 if GATED else 1  # of a feature
+    FEATURES: tl.constexpr = BLOCK_N // ROWS
+    feature = tl.program_id(0) * FEATURES
+    row = tl.minimum(feature + in_tile % FEATURES, N - 1) + in_tile // FEATURES * N
     pair = block * BLOCK_M + tl.arange(0, BLOCK_M)
     weight_row = row.to(tl.int64)
     if experts_ptr is not None:
         expert = tl.load(experts_ptr + block).to(tl.int64)
         if expert >= num_experts:
             return
-        weight_row += expert * (2 * N if GATED else N)
+        weight_row += expert * (ROWS * N)
         if pairs_ptr is not None:
             pair = tl.load(pairs_ptr + pair)
         else:  # a block for each pair
             pair = tl.where(tl.arange(0, BLOCK_M) == 0, block, num_pairs)
     is_pair = pair < num_pairs
-    EVEN: tl.constexpr = NUM_STEPS % SPLIT == 0
-    COLUMNS: tl.constexpr = WORDS if KIND == DENSE else 2 * WORDS  # of a slice
-    SLICES: tl.constexpr = CODES // 2
-    # Slices of a group, or all of a block, have one scale
-    SHARING: tl.constexpr = (
-        min(GROUP // (2 * BLOCK_WORDS), SLICES)
-        if (CODES * BLOCK_WORDS) % GROUP == 0 or GROUP % (CODES * BLOCK_WORDS) == 0
-        else 1
-    )
-    if SPLIT > 1:
-        part = tl.arange(0, SPLIT)[:, None, None]
-        code_row = codes_ptr + weight_row[None, :, None] * (NUM_STEPS * WORDS) + tl.arange(0, WORDS)[None, None, :]
-        scale_row = scales_ptr + (weight_row // SCALE_ROWS)[None, :, None] if KIND != DENSE else 0
-        x_column = (
-            x_ptr + (pair // CHOSEN).to(tl.int64)[None, None, :] * x_stride + tl.arange(0, COLUMNS)[None, :, None]
-        )
-        is_x = is_pair[None, None, :]
-        sums = tl.zeros((SPLIT, BLOCK_N, BLOCK_M), tl.float32)
-    else:
-        part = 0
-        code_row = codes_ptr + weight_row[:, None] * (NUM_STEPS * WORDS) + tl.arange(0, WORDS)[None, :]
-        scale_row = scales_ptr + (weight_row // SCALE_ROWS)[:, None] if KIND != DENSE else 0
-        x_column = x_ptr + (pair // CHOSEN).to(tl.int64)[None, :] * x_stride + tl.arange(0, COLUMNS)[:, None]
-        is_x = is_pair[None, :]
-        sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    for index in tl.range(0, tl.cdiv(NUM_STEPS, SPLIT), num_stages=STAGES):
-        step = index * SPLIT + part
-        is_step = step < NUM_STEPS
-        words = _load(code_row + step * WORDS, is_step, EVEN)
+    COLUMNS: tl.constexpr = WORDS if KIND == DENSE else SLICE
+    code_row = codes_ptr + weight_row[:, None] * ROW_WORDS + tl.arange(0, WORDS)[None, :]
+    scale_row = scales_ptr + (weight_row // SCALE_ROWS)[:, None] if KIND != DENSE else 0
+    x_column = x_ptr + (pair // CHOSEN).to(tl.int64)[None, :] * x_stride + tl.arange(0, COLUMNS)[:, None]
+    sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for start in tl.range(0, ROW_WORDS, WORDS, num_stages=STAGES):
+        words = tl.load(code_row + start, eviction_policy="evict_first")
         if KIND == DENSE:
-            x = tl.load(x_column + step * WORDS, mask=is_x & is_step, other=0.0)
+            x = tl.load(x_column + start, mask=is_pair[None, :], other=0.0)
             sums = tl.dot(words, x, sums, input_precision="ieee")
         else:
-            in_block = step * WORDS % BLOCK_WORDS
-            column = (step * WORDS - in_block) * CODES + 2 * in_block
-            for first in tl.static_range(0, SLICES, SHARING):
-                scale_bits = _load(scale_row + (column + first * 2 * BLOCK_WORDS) // GROUP * num_scales, is_step, EVEN)
-                code_sums, x_sums = tl.zeros_like(sums), tl.zeros_like(sums)
-                for i in tl.static_range(first, first + SHARING):
-                    x = tl.load(x_column + column + i * 2 * BLOCK_WORDS, mask=is_x & is_step, other=0.0)
-                    if SPLIT == 1:
-                        values = _values(words, scale_bits, i, KIND, SCALE_DTYPE, dtype)
-                        sums = tl.dot(values, x, sums, input_precision="ieee")
-                    elif KIND == E4M3:
-                        code_sums = tl.dot(_small_e4m3(words, 8 * i, dtype), _enlarged(x, KIND), code_sums)
-                    else:
-                        if KIND == INT4:
-                            code_sums = tl.dot(_nibbles(words, 4 * i, dtype), x, code_sums)
-                        else:
-                            code_sums = tl.dot(_nibbles(words, 8 * i, dtype), x, code_sums)
-                            code_sums = tl.dot(_nibbles(words, 8 * i + 4, dtype, True), x, code_sums)
-                        x_sums = tl.dot(_ones(words, dtype), x, x_sums)
-                if SPLIT > 1:
-                    if KIND != E4M3:
-                        code_sums -= x_sums * (scale_bits >> 16).to(tl.float32)
-                    sums += code_sums * _scale(scale_bits, SCALE_DTYPE, KIND, dtype)
-    if SPLIT > 1:
-        sums = tl.sum(sums, 0)
+            for i in tl.static_range(CODES // 2):
+                column = start * CODES + i * SLICE
+                scale_bits = tl.load(scale_row + column // GROUP * num_scales, eviction_policy="evict_first")
+                x = tl.load(x_column + column, mask=is_pair[None, :], other=0.0)
+                values = _values(words, scale_bits, i, KIND, SCALE_DTYPE, dtype)
+                sums = tl.dot(values, x, sums, input_precision="ieee")
     if BIAS:
         sums += tl.load(bias_ptr + row).to(tl.float32)[:, None]
     if GATED:
-        sums = sums.to(dtype).to(tl.float32)  # round where torch rounds
-        gate, up = tl.split(tl.permute(tl.reshape(sums, (2, HALF, BLOCK_M)), (1, 2, 0)))
-        sums = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32) * up
-        feature = tl.program_id(0) * HALF + tl.arange(0, HALF)
+        sums = _gated(sums, dtype)
     if factors_ptr is not None:
         sums *= tl.load(factors_ptr + pair, mask=is_pair, other=0.0)[None, :]
+    feature += tl.arange(0, FEATURES)
     out = out_ptr + pair.to(tl.int64)[None, :] * N + feature[:, None]
     tl.store(out, sums.to(dtype), mask=is_pair[None, :] & (feature < N)[:, None])
 
@@ -382,21 +531,19 @@ def route(experts: torch.Tensor, num_experts: int, block_m: int | None = None) -
     return Routing(pairs, block_experts, block_m, num_experts, num_pairs)
 
 
-def choose_tile(num_rows: int, total_features: int, target: KernelTarget, is_dense: bool) -> Tile:
-    """The fastest of those that benchmarks/bench_linear.py tried on an H200 for most layers of Qwen3-8B and -30B-A3B.
+def choose_tile(
+    num_rows: int, target: KernelTarget, *, is_dense: bool, is_few: bool
+) -> Tile | FewRowsTile:
+    """The fastest of those that benchmarks/bench_linear.py tried for most layers of Qwen3-8B and -30B-A3B.
 
-    `num_rows`: that a weight multiplies; `total_features`: of all programs.
+    `num_rows`: that a weight multiplies; `is_few`: the kernel for few rows can multiply them.
     """
-    block_m, is_wide = min(max(8, triton.next_power_of_2(num_rows)), MAX_BLOCK_M), total_features >= 6144
-    if block_m <= 16 and not is_dense:
-        if is_wide:
-            return Tile(block_m, 32, 4, 4, 3, 32)
-        return Tile(8, 16, 8, 8, 3, 32) if block_m == 8 else Tile(16, 16, 4, 4, 3, 32)
-    if block_m <= 16:
-        return Tile(block_m, 16, 4, 4, 3)
+    block_m = min(max(8, triton.next_power_of_2(num_rows)), MAX_BLOCK_M)
+    if is_few:
+        return FewRowsTile(block_m, 8, 2)
     if block_m < MAX_BLOCK_M:
-        return Tile(block_m, 64, 1, 4, 3 if is_dense else 4)
-    return Tile(block_m, 128, 1, 8, 3) if target.shared_bytes >= 200 * 1024 else Tile(block_m, 64, 1, 8, 2)
+        return Tile(block_m, 64, 4, 3 if is_dense else 4)
+    return Tile(block_m, 128, 8, 3) if target.shared_bytes >= 200 * 1024 else Tile(block_m, 64, 8, 2)
 
 
 def products(
@@ -409,7 +556,7 @@ def products(
     routing: Routing | None = None,
     num_experts: int = 1,
     factors: torch.Tensor | None = None,
-    tile: Tile | None = None,
+    tile: Tile | FewRowsTile | None = None,
 ) -> torch.Tensor:
     """x [M, K] by the weight -> [M, N], or with `gated` silu(first half) * second half. Hot: several times per layer.
 
@@ -420,31 +567,101 @@ def products(
     num_pairs = len(x) if experts is None else experts.numel()
     if routing is not None:
         num_pairs, num_experts = routing.num_pairs, routing.num_experts
-    expert_rows = weight.codes.shape[0] // num_experts
-    num_features = expert_rows // 2 if gated else expert_rows
-    out = torch.empty((num_pairs, num_features), dtype=x.dtype, device=x.device)
-    if not num_pairs:
-        return out
+    out = torch.empty((num_pairs, _num_features(weight, num_experts, gated)), dtype=x.dtype, device=x.device)
     num_blocks, block_rows, pairs, block_experts = 1, num_pairs, None, None
     if routing is not None:
         num_blocks, block_rows = len(routing.block_experts), routing.block_m
         pairs, block_experts = routing.pairs, routing.block_experts
     elif experts is not None:
-        assert experts.is_contiguous(), "the kernel reads experts in order"
         num_blocks, block_rows, block_experts = num_pairs, 1, experts
-    is_dense = weight.kind == DENSE.value
     if tile is None:
-        tile = choose_tile(block_rows, expert_rows * num_blocks, kernel_target.target_of(x.device), is_dense)
+        is_few = block_rows <= MAX_FEW_ROWS and _suits_few_rows(x, weight)
+        target = kernel_target.target_of(x.device)
+        tile = choose_tile(block_rows, target, is_dense=weight.kind == DENSE.value, is_few=is_few)
     if block_experts is None:
         num_blocks = triton.cdiv(num_pairs, tile.block_m)
-    if x.dtype == torch.float32:  # the tensor cores would round it
-        tile = tile._replace(split=1)
-    size = weight.num_columns
-    num_words = math.gcd(size, 128) if is_dense else min(tile.num_words, weight.block_words)
-    assert num_words >= 16 and x.stride(-1) == 1, "a row must consist of whole steps"
     assert routing is None or routing.block_m == tile.block_m, "pairs are sorted into blocks of another size"
-    block_features = tile.block_n // 2 if gated else tile.block_n
-    on_grid(_products_kernel, (triton.cdiv(num_features, block_features), num_blocks))(
+    _launch(x, weight, bias, factors, pairs, block_experts, out, num_blocks, num_pairs, num_experts, gated, 0, tile)
+    return out
+
+
+def _suits_few_rows(x: torch.Tensor, weight: Packed) -> bool:
+    """Return True if the kernel for few rows can multiply: tensor cores would round fp32, and it needs whole slices."""
+    return x.dtype != torch.float32 and weight.num_columns % SLICE.value == 0
+
+
+def can_sum_experts(x: torch.Tensor, weight: Packed, experts: torch.Tensor) -> bool:
+    """Return True if `sum_of_experts` can: each expert of a token takes a warp."""
+    return _suits_few_rows(x, weight) and experts.shape[1] <= MAX_SUMMED
+
+
+def sum_of_experts(
+    x: torch.Tensor,
+    weight: Packed,
+    experts: torch.Tensor,
+    num_experts: int,
+    factors: torch.Tensor,
+    num_ahead: int = 2,
+) -> torch.Tensor:
+    """The sum over the experts [T, C] of a token, each of which multiplies a row of x [T * C, K] and is weighted by
+    `factors`, fp32 [T, C] -> [T, N]. Every pair reads its expert, in a warp of its own. Hot.
+    """
+    num_tokens, num_chosen = experts.shape
+    out = torch.empty((num_tokens, _num_features(weight, num_experts, False)), dtype=x.dtype, device=x.device)
+    tile = FewRowsTile(8, triton.next_power_of_2(num_chosen), num_ahead)
+    _launch(x, weight, None, factors, None, experts, out, num_tokens, num_tokens, num_experts, False, num_chosen, tile)
+    return out
+
+
+def _num_features(weight: Packed, num_experts: int, gated: bool) -> int:
+    return weight.codes.shape[0] // num_experts // (2 if gated else 1)
+
+
+def _launch(
+    x: torch.Tensor,
+    weight: Packed,
+    bias: torch.Tensor | None,
+    factors: torch.Tensor | None,
+    pairs: torch.Tensor | None,
+    block_experts: torch.Tensor | None,
+    out: torch.Tensor,
+    num_blocks: int,
+    num_pairs: int,
+    num_experts: int,
+    gated: bool,
+    num_summed: int,
+    tile: Tile | FewRowsTile,
+) -> None:
+    num_features = out.shape[1]
+    if not num_pairs:
+        return
+    assert x.stride(-1) == 1 and (block_experts is None or block_experts.is_contiguous())
+    constants: dict[str, Any] = {
+        "CHOSEN": max(1, num_pairs // len(x)),
+        "K": weight.num_columns,
+        "GROUP": weight.group_size,
+        "SCALE_ROWS": weight.scale_rows,
+        "SCALE_DTYPE": weight.scale_type,
+        "KIND": weight.kind,
+        "GATED": gated,
+        "BIAS": bias is not None,
+        "BLOCK_M": tile.block_m,
+        "num_warps": tile.num_warps,
+    }
+    if isinstance(tile, FewRowsTile):
+        kernel, x_stride, block_n = _few_products_kernel, x.stride(0) // 8, 16
+        assert len(x) <= 1 or x.stride(0) % 8 == 0, "the stride between rows must be a multiple of 16 bytes"
+        columns, group = weight.num_columns // weight.codes.view(torch.int32).shape[1] * BLOCK_WORDS.value, weight.group_size
+        shared = min(group, columns) if columns % group == 0 or group % columns == 0 else SLICE.value
+        constants |= {"COLUMNS": columns, "SHARED": columns if weight.scales is None else shared}
+        constants |= {"SUMMED": num_summed, "SPLIT": tile.num_warps, "AHEAD": tile.num_ahead}
+    else:
+        kernel, x_stride, block_n = _products_kernel, x.stride(0), tile.block_n
+        num_words = math.gcd(weight.num_columns, 128) if weight.kind == DENSE.value else BLOCK_WORDS.value
+        assert num_words >= 16, "a row must consist of whole steps"
+        constants |= {"BLOCK_N": block_n, "WORDS": num_words, "STAGES": tile.num_stages}
+    num_scales = 0 if weight.scales is None else weight.scales.shape[1]
+    on_grid(kernel, (triton.cdiv(num_features, block_n // 2 if gated else block_n), num_blocks))(
         x,
         weight.codes,
         weight.scales,
@@ -453,29 +670,14 @@ def products(
         pairs,
         block_experts,
         out,
-        x.stride(0),
+        x_stride,
         num_pairs,
         num_experts,
-        0 if weight.scales is None else weight.scales.shape[1],
+        num_scales,
         num_features,
-        CHOSEN=num_pairs // len(x),
-        K=size,
-        GROUP=weight.group_size,
-        SCALE_ROWS=weight.scale_rows,
-        SCALE_DTYPE=weight.scale_type,
-        KIND=weight.kind,
-        GATED=gated,
-        BIAS=bias is not None,
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        WORDS=num_words,
-        BLOCK_WORDS=weight.block_words,
-        SPLIT=tile.split,
-        STAGES=tile.num_stages,
-        num_warps=tile.num_warps,
+        **constants,
         **pdl_options(x.device),
     )
-    return out
 
 
 # -- values ------------------------------------------------------------------------------------------------------
@@ -494,27 +696,27 @@ def _unpack_kernel(
     SCALE_ROWS: tl.constexpr,
     SCALE_DTYPE: tl.constexpr,
     KIND: tl.constexpr,
-    WORDS: tl.constexpr,  # of a block
     BLOCK_N: tl.constexpr,
 ):
     out_row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
     is_row, block = out_row < num_rows, tl.program_id(1)
     row = (first_row + out_row).to(tl.int64)
     CODES: tl.constexpr = 8 if KIND == INT4 else 4
-    words = tl.load(codes_ptr + row * (K // CODES) + block * WORDS + tl.arange(0, WORDS)[None, :], mask=is_row, other=0)
+    word = block * BLOCK_WORDS + tl.arange(0, BLOCK_WORDS)[None, :]
+    words = tl.load(codes_ptr + row * (K // CODES) + word, mask=is_row, other=0)
     for part in tl.static_range(CODES // 2):
-        column = block * WORDS * CODES + part * 2 * WORDS
+        column = block * BLOCK_WORDS * CODES + part * SLICE
         scale_bits = tl.load(scales_ptr + column // GROUP * num_scales + row // SCALE_ROWS, mask=is_row, other=0)
         values = _values(words, scale_bits, part, KIND, SCALE_DTYPE, out_ptr.dtype.element_ty)
-        at = out_row.to(tl.int64) * K + column + tl.arange(0, 2 * WORDS)[None, :]
+        at = out_row.to(tl.int64) * K + column + tl.arange(0, SLICE)[None, :]
         tl.store(out_ptr + at, values, mask=is_row)
 
 
 def unpack(weight: Packed, first_row: int, out: torch.Tensor) -> torch.Tensor:
     """Write the values of as many rows, from `first_row` on, as `out` [rows, K] has. Hot."""
     assert weight.scales is not None and out.is_contiguous(), "a dense weight has its values"
-    block_n = 512 // weight.block_words
-    num_blocks = weight.codes.shape[1] // weight.block_words
+    block_n = 32
+    num_blocks = weight.codes.shape[1] // BLOCK_WORDS.value
     on_grid(_unpack_kernel, (triton.cdiv(len(out), block_n), num_blocks))(
         weight.codes,
         weight.scales,
@@ -527,7 +729,6 @@ def unpack(weight: Packed, first_row: int, out: torch.Tensor) -> torch.Tensor:
         SCALE_ROWS=weight.scale_rows,
         SCALE_DTYPE=weight.scale_type,
         KIND=weight.kind,
-        WORDS=weight.block_words,
         BLOCK_N=block_n,
     )
     return out

@@ -26,6 +26,7 @@ from nanovllm.layers.linear import (
 )
 from nanovllm.layers.packed_weight import PackedWeight, packed
 
+MAX_ROUTER_ROWS = 4  # tokens up to which our kernel computes the router's logits
 MAX_SINGLE_PAIRS = 32  # pairs of a token and an expert up to which each reads the expert by itself
 
 
@@ -39,6 +40,12 @@ class Router(nn.Module):
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[T, hidden_size] -> the chosen experts, int64 [T, C], and their weights, fp32 [T, C]. Hot: once per layer."""
+        if x.is_cuda:
+            from nanovllm.kernels import fused, small_linear
+
+            few = len(x) <= MAX_ROUTER_ROWS and self.weight.shape[1] % 8 == 0
+            logits = small_linear.small_linear(x, self.weight, None) if few else F.linear(x.float(), self.weight)
+            return fused.choose_experts(logits, self.num_chosen, self.norms)
         probabilities = F.linear(x.float(), self.weight).softmax(dim=-1)
         weights, experts = probabilities.topk(self.num_chosen, dim=-1)
         return experts, weights / weights.sum(dim=-1, keepdim=True) if self.norms else weights
@@ -107,7 +114,10 @@ class Experts(nn.Module):
         if experts.numel() > MAX_SINGLE_PAIRS:
             chosen = {"routing": kernels.route(experts, self.num_experts)}
         hidden = kernels.products(x, packed(self.gate_up), gated=True, **chosen)
-        out = kernels.products(hidden, packed(self.down), factors=weights.flatten(), **chosen)
+        down = packed(self.down)
+        if experts.numel() <= MAX_SINGLE_PAIRS and kernels.can_sum_experts(hidden, down, experts):
+            return kernels.sum_of_experts(hidden, down, experts, self.num_experts, weights)
+        out = kernels.products(hidden, down, factors=weights.flatten(), **chosen)
         return out.view(*experts.shape, self.hidden_size).sum(1, dtype=torch.float32).to(x.dtype)
 
     def weight_shards(self) -> Iterator[NamedShard]:

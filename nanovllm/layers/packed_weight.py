@@ -65,14 +65,12 @@ class PackedWeight(nn.Module):
         )
         self.scale_rows = math.gcd(block_rows, *part_sizes)
         self.group_size = math.gcd(block_columns, num_columns)
-        block_words = kernels.choose_block_words(num_columns, quantization.bits, self.group_size)
-        if block_words is None:
+        if not kernels.can_pack(num_columns, quantization.bits, self.group_size):
             raise ConfigError(
                 f"a quantized weight has {num_columns} columns on each rank, in groups of {self.group_size}; on a GPU "
                 f"the columns must be a multiple of {512 // quantization.bits} and the groups of 32; use fewer ranks, "
                 "or device='cpu'"
             )
-        self.block_words = block_words
         num_scales = num_columns // self.group_size, num_rows // self.scale_rows
         self.codes = _buffer(num_rows, num_columns * quantization.bits // 32, dtype=torch.int32)
         self.scales = _buffer(*num_scales, dtype=torch.float32 if self.is_float else torch.int32)
@@ -144,7 +142,7 @@ class PackedRows:
         else:
             weight.choose_scales(scales.dtype, where)
             scales = kernels.pack_scales(scales, given.zeros[::step][:, columns], weight.bits)
-        weight.codes[rows] = kernels.pack_codes(given.codes.view(torch.uint8), weight.bits, weight.block_words).to(
+        weight.codes[rows] = kernels.pack_codes(given.codes.view(torch.uint8), weight.bits).to(
             self.device
         )
         weight.scales[:, self._start // step : self._end // step] = scales.t().to(self.device)
@@ -159,8 +157,8 @@ def packed(weight: nn.Parameter | PackedWeight) -> "Packed":
     from nanovllm.kernels.packed_linear import Packed
 
     if isinstance(weight, PackedWeight):
-        tensors, sizes = (weight.codes, weight.scales), (weight.scale_rows, weight.group_size, weight.block_words)
-        return Packed(*tensors, weight.kind, weight.scale_dtype, *sizes)
+        sizes = weight.scale_rows, weight.group_size
+        return Packed(weight.codes, weight.scales, weight.kind, weight.scale_dtype, *sizes)
     return Packed(weight)
 
 

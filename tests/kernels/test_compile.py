@@ -124,6 +124,7 @@ def launch_layers(hidden_size: int, vocab_size: int, dtype: torch.dtype) -> None
     for bias in (None, weight[0, :6]):
         small_linear.small_linear(x[:1], weight, bias)
         small_linear.small_gate_up(x[:1], weight, bias)
+    fused.choose_experts(small_linear.small_linear(x, weight.float(), None), 4, norms=True)
     numbers, ids = torch.zeros(2), torch.zeros(2, dtype=torch.int64)
     params = SamplingTensors(numbers, ids, numbers, numbers, ids, ids)
     logits = torch.zeros(2, vocab_size, dtype=dtype)
@@ -144,10 +145,10 @@ def launch_packed(size: int, dtype: torch.dtype) -> None:
         packed_linear.Packed(torch.zeros(256, size, dtype=dtype)),
         packed_linear.Packed(words[:, : size // 8], scales, packed_linear.INT4.value, torch.float16),
         packed_linear.Packed(words[:, : size // 8], scales, packed_linear.INT4.value, torch.bfloat16, group_size=32),
-        packed_linear.Packed(words[:, : size // 8], scales, packed_linear.INT4.value, torch.float16, 1, 512, 64),
+        packed_linear.Packed(words[:, : size // 8], scales, packed_linear.INT4.value, torch.float16, 1, size),
         packed_linear.Packed(words, scales, packed_linear.INT8.value, torch.float16),
-        packed_linear.Packed(words, scales.float(), packed_linear.E4M3.value, None, 128, 128, 32),
-        packed_linear.Packed(words, scales.float(), packed_linear.E4M3.value, None, 1, size, 64),
+        packed_linear.Packed(words, scales.float(), packed_linear.E4M3.value, None, 128, 128),
+        packed_linear.Packed(words, scales.float(), packed_linear.E4M3.value, None, 1, size),
     ):
         for gated in (False, True):
             for rows in (1, 16, 64):
@@ -156,6 +157,8 @@ def launch_packed(size: int, dtype: torch.dtype) -> None:
             for block_m in (16, 32, 64, 128):
                 routing = packed_linear.route(experts, 2, block_m)
                 packed_linear.products(x[:1], weight, gated=gated, routing=routing, factors=torch.zeros(2))
+        if dtype != FP32:
+            packed_linear.sum_of_experts(x[:2], weight, experts, 2, torch.zeros(1, 2))
         if weight.scales is not None:
             packed_linear.unpack(weight, 0, torch.zeros(256, size, dtype=dtype))
 

@@ -26,10 +26,16 @@ SIZES = [(6, 512), (17, 128)] if INTERPRETED else [(6, 256), (1024, 4096), (4100
 KINDS = ("dense", "int4", "int8", "e4m3", "e4m3 in blocks")
 
 
-# Rows, features, parts of the columns, warps and stages; None: the default
-TILES = [None, (8, 16, 4, 4, 2), (16, 16, 1, 4, 2, 32)]
+# Rows, warps and blocks ahead; or rows, features, warps and stages; None: the default
+TILES = [None, (8, 2, 1), (16, 4, 3), (16, 16, 4, 2)]
 if not INTERPRETED:
-    TILES = [None, (8, 32, 8, 8, 3), (8, 16, 4, 4, 3, 64), (16, 64, 1, 4, 3), (64, 128, 1, 8, 3, 32)]
+    TILES = [None, (8, 8, 1), (16, 4, 3), (16, 64, 4, 3), (64, 128, 8, 3)]
+
+
+def as_tile(sizes: tuple[int, ...] | None):  # type: ignore[no-untyped-def]
+    from nanovllm.kernels import packed_linear as kernels
+
+    return sizes and (kernels.FewRowsTile(*sizes) if len(sizes) == 3 else kernels.Tile(*sizes))
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +46,7 @@ def _seed() -> Iterator[None]:
 
 
 def make_weight(  # type: ignore[no-untyped-def]
-    kind: str, num_rows: int, size: int, group: int, device: str, block_words: int | None = None
+    kind: str, num_rows: int, size: int, group: int, device: str
 ):
     """A packed weight and its values in fp64; outputs are near 1."""
     from nanovllm.kernels import packed_linear as kernels
@@ -54,21 +60,19 @@ def make_weight(  # type: ignore[no-untyped-def]
         scale_rows = 2 if "blocks" in kind and num_rows % 2 == 0 else 1
         scales = torch.rand(num_rows // scale_rows, size // group) / size**0.5
         values = codes.double() * scales.double().repeat_interleave(group, 1).repeat_interleave(scale_rows, 0)
-        words = block_words or kernels.choose_block_words(size, 8, group)
-        packed = kernels.pack_codes(codes.view(torch.uint8), 8, words)
+        packed = kernels.pack_codes(codes.view(torch.uint8), 8)
         tensors = packed.to(device), scales.t().contiguous().to(device), kernels.E4M3.value
-        return kernels.Packed(*tensors, None, scale_rows, group, words), values.to(device)
+        return kernels.Packed(*tensors, None, scale_rows, group), values.to(device)
     bits, dtype = (8, torch.bfloat16) if "int8" in kind else (4, torch.float16)
     codes = torch.randint(2**bits, (num_rows, size), dtype=torch.uint8)
     scales = (torch.rand(num_rows, size // group) * 4 / 2**bits / size**0.5).to(dtype)
     zeros = torch.randint(2**bits, (num_rows, size // group))
     values = codes.double() - zeros.double().repeat_interleave(group, 1)
     values *= scales.double().repeat_interleave(group, 1)
-    words = block_words or kernels.choose_block_words(size, bits, group)
-    tensors = kernels.pack_codes(codes, bits, words).to(device), kernels.pack_scales(scales, zeros, bits).t()
+    tensors = kernels.pack_codes(codes, bits).to(device), kernels.pack_scales(scales, zeros, bits).t()
     tensors = tensors[0], tensors[1].contiguous().to(device)
     kind = kernels.INT4 if bits == 4 else kernels.INT8
-    return kernels.Packed(*tensors, kind.value, dtype, 1, group, words), values.to(device)
+    return kernels.Packed(*tensors, kind.value, dtype, 1, group), values.to(device)
 
 
 def assert_close(got: torch.Tensor, x: torch.Tensor, values: torch.Tensor, exact: torch.Tensor) -> None:
@@ -94,7 +98,7 @@ def test_products_with_any_number_of_rows(device: str, kind: str, num_rows: int,
         for num_inputs, tile in itertools.product((1, 3, 19), TILES):
             x = torch.randn(num_inputs, size + 16, device=device).to(DTYPE)[:, :size]
             exact = F.linear(x.double(), values) + exact_bias
-            assert_close(kernels.products(x, weight, bias, tile=tile and kernels.Tile(*tile)), x, values, exact)
+            assert_close(kernels.products(x, weight, bias, tile=as_tile(tile)), x, values, exact)
         if kind != "dense":
             some = torch.empty(min(5, num_rows), size, dtype=torch.float32, device=device)
             torch.testing.assert_close(kernels.unpack(weight, 1, some).double(), values[1 : 1 + len(some)])
@@ -109,11 +113,11 @@ def test_products_with_numbers_in_e4m3_that_are_all_subnormal(device: str) -> No
 
     codes = torch.randint(1, 8, (16, 256), dtype=torch.uint8)
     values = codes.view(torch.float8_e4m3fn).double().to(device)
-    scales, words = torch.ones(1, 16, device=device), kernels.pack_codes(codes, 8, 64).to(device)
-    weight = kernels.Packed(words, scales, kernels.E4M3.value, None, 1, 256, 64)
+    scales, words = torch.ones(1, 16, device=device), kernels.pack_codes(codes, 8).to(device)
+    weight = kernels.Packed(words, scales, kernels.E4M3.value, None, 1, 256)
     x = torch.randn(3, 256, device=device).to(DTYPE)
     for tile in TILES:
-        got = kernels.products(x, weight, tile=tile and kernels.Tile(*tile))
+        got = kernels.products(x, weight, tile=as_tile(tile))
         assert_close(got, x, values, F.linear(x.double(), values))
 
 
@@ -127,7 +131,7 @@ def test_gated_products(device: str, kind: str) -> None:
     for tile, given in itertools.product(TILES, (None, bias)):
         x = torch.randn(2, 256, device=device).to(DTYPE)
         gate, up = (F.linear(x.double(), values) + (0.0 if given is None else given.double())).chunk(2, dim=-1)
-        got = kernels.products(x, weight, given, gated=True, tile=tile and kernels.Tile(*tile))
+        got = kernels.products(x, weight, given, gated=True, tile=as_tile(tile))
         assert_close(got, x, values, F.silu(gate) * up)
 
 
@@ -156,6 +160,45 @@ def test_products_with_the_chosen_experts(device: str, kind: str) -> None:
         one_each = x.repeat_interleave(num_chosen, 0)  # as in the second product of an MLP
         tiles = kernels.products(one_each, weight, routing=routing, factors=factors)
         assert_close(tiles.view(exact.shape), x, values, exact * factors.view(num_inputs, num_chosen, 1).double())
+
+
+@on_device
+@pytest.mark.parametrize("kind", KINDS)
+def test_sums_over_the_chosen_experts(device: str, kind: str) -> None:
+    """As many experts as warps and fewer, each with a block of columns and with several."""
+    from nanovllm.kernels import packed_linear as kernels
+
+    num_experts, num_rows, size = (5, 24, 384) if INTERPRETED else (20, 200, 768)
+    weight, values = make_weight(kind, num_experts * num_rows, size, 64, device)
+    for num_chosen in (1, 3, 4) if INTERPRETED else (1, 6, 8, 16):
+        experts = torch.rand(3, num_experts, device=device).argsort(1)[:, :num_chosen].contiguous()
+        x = torch.randn(3 * num_chosen, size, device=device).to(DTYPE)
+        factors = torch.rand(3, num_chosen, device=device)
+        chosen = values.view(num_experts, num_rows, size)[experts]
+        exact = torch.einsum("mck,mcnk,mc->mn", x.double().view(3, num_chosen, size), chosen, factors.double())
+        got = kernels.sum_of_experts(x, weight, experts, num_experts, factors)
+        assert_close(got, x, values, exact)
+
+
+@on_device
+@pytest.mark.parametrize(("num_experts", "num_chosen", "norms"), [(128, 8, True), (60, 6, False), (4, 1, True)])
+def test_choose_experts_has_the_numbers_of_torch(device: str, num_experts: int, num_chosen: int, norms: bool) -> None:
+    from nanovllm.kernels import fused
+
+    logits = 3 * torch.randn(7, num_experts, device=device)
+    experts, weights = fused.choose_experts(logits, num_chosen, norms)
+    expected, best = logits.softmax(-1).topk(num_chosen, dim=-1)
+    assert torch.equal(experts, best)
+    torch.testing.assert_close(weights, expected / expected.sum(-1, keepdim=True) if norms else expected)
+
+
+@on_device
+def test_choose_experts_among_logits_that_are_nan(device: str) -> None:
+    """Whatever is chosen exists, so that no memory of others is read."""
+    from nanovllm.kernels import fused
+
+    experts, _ = fused.choose_experts(torch.full((2, 60), float("nan"), device=device), 6, norms=True)
+    assert experts.min() >= 0 and experts.max() < 60
 
 
 @on_device
