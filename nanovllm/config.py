@@ -260,8 +260,8 @@ class Config:
         for name in ("shadow_bits", "shadow_memory_gb"):
             if getattr(self, name) is not None and not self.wants_shadow:
                 raise ConfigError(
-                    f"{name} applies only to speculation='shadow' and, with CPU offload, to 'auto'; leave it out, or set "
-                    "speculation"
+                    f"{name} applies only to speculation='shadow' and, with CPU offload, to 'auto'; leave it out, or "
+                    "set speculation"
                 )
         if self.max_step_ms is not None and not self.chunked_prefill:
             raise ConfigError(

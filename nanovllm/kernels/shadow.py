@@ -352,12 +352,13 @@ def _quantize(x, inside, AXIS: tl.constexpr, SECOND_AXIS: tl.constexpr, BITS: tl
     scale = tl.minimum(tl.div_rn(highest - lowest, 2.0**BITS - 1), 65504.0 / 2**BITS).to(tl.float16)
     wide = scale.to(tl.float32)
     offset = tl.minimum(tl.maximum(lowest - wide * 2**BITS, -65504.0), 65504.0).to(tl.float16)
-    code = tl.div_rn(x - offset.to(tl.float32), tl.where(wide == 0.0, 1.0, wide)) - 2**BITS + 0.5
+    inverse = tl.div_rn(tl.full(wide.shape, 1.0, tl.float32), tl.where(wide == 0.0, 1.0, wide))
+    code = (x - offset.to(tl.float32)) * inverse + (0.5 - 2**BITS)
     code = tl.minimum(tl.maximum(code, 0.0), 2**BITS - 1).to(tl.int32)  # rounded, as code is not negative
     return code, scale, offset
 
 
-@triton.jit(do_not_specialize=["source_stride", "page_stride"], do_not_specialize_on_alignment=["moves_ptr"])
+@triton.jit(do_not_specialize_on_alignment=["moves_ptr"])  # the strides are multiples of 16, so loads are wide
 def _quantize_kernel(
     k_ptr,  # [L, N, P, K, D]
     v_ptr,
@@ -391,17 +392,17 @@ def _quantize_kernel(
     GROUP_SLICES: tl.constexpr = 4
     KEY_UNIT: tl.constexpr = 4 // KEY_BITS  # groups of 64 tokens in a unit of K
     VALUE_UNIT: tl.constexpr = 4 // VALUE_BITS
-    # [slices, tokens of a slice, pairs, halves]
+    # Tiles are loaded as they lie, and then seen as [slices, tokens of a slice, pairs, halves]
     s = tl.arange(0, GROUP_SLICES)[:, None, None, None]
     token, pair = tl.arange(0, _SLICE), tl.arange(0, BLOCK_D // 2)
-    half = tl.arange(0, 2)
-    k_token = s * _SLICE + token[None, :, None, None]
+    half, row, dim = tl.arange(0, 2), tl.arange(0, _GROUP)[:, None], tl.arange(0, BLOCK_D)[None, :]
     k_dim = pair[None, None, :, None] * 2 + half[None, None, None, :]
     is_pair = pair < D // 2
     words = tl.zeros((_SLICE, BLOCK_D // 2), tl.int32)
     scale_ptr = (pages_ptr + KEY_WORDS + VALUE_WORDS).to(tl.pointer_type(tl.float16))
     for group in tl.static_range(CHUNK // _GROUP):
-        k = tl.load(k_ptr + (group * _GROUP + k_token) * (NUM_KV_HEADS * D) + k_dim, mask=k_dim < D, other=0.0)
+        k = tl.load(k_ptr + (group * _GROUP + row) * (NUM_KV_HEADS * D) + dim, mask=dim < D, other=0.0)
+        k = k.reshape([GROUP_SLICES, _SLICE, BLOCK_D // 2, 2])
         code, scale, offset = _quantize(k.to(tl.float32), k_dim < D, 0, 1, KEY_BITS)
         at = (part * (CHUNK // _GROUP) + group) * D + k_dim
         tl.store(scale_ptr + at, scale, mask=k_dim < D)
@@ -423,7 +424,10 @@ def _quantize_kernel(
         v_dim = d[None, None, None, :]
         words = tl.zeros((_SLICE // 2, VALUE_GROUP), tl.int32)
         for group in tl.static_range(CHUNK // _GROUP):
-            v = tl.load(v_ptr + (group * _GROUP + v_token) * (NUM_KV_HEADS * D) + v_dim, mask=v_dim < D, other=0.0)
+            v = tl.load(
+                v_ptr + (group * _GROUP + row) * (NUM_KV_HEADS * D) + d[None, :], mask=d[None, :] < D, other=0.0
+            )
+            v = v.reshape([GROUP_SLICES, _SLICE // 2, 2, VALUE_GROUP])
             code, scale, offset = _quantize(v.to(tl.float32), v_dim < D, 3, -1, VALUE_BITS)
             at = g * PAGE + part * CHUNK + group * _GROUP + v_token
             tl.store(scale_ptr + at, scale)
@@ -459,4 +463,5 @@ def quantize(
         BLOCK_D=triton.next_power_of_2(head_dim),
         **_layout(spec),
         num_warps=4,
+        enable_fp_fusion=False,  # the reference does not fuse, and a code may depend on the last bit
     )

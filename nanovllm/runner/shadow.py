@@ -26,8 +26,8 @@ def _quantized(x: torch.Tensor, dim: int, bits: int) -> tuple[torch.Tensor, torc
     lowest, highest = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
     scale = ((highest - lowest) / (2**bits - 1)).clamp(max=_MAX_HALF / 2**bits).half()
     offset = (lowest - scale.float() * 2**bits).clamp(-_MAX_HALF, _MAX_HALF).half()
-    divisor = torch.where(scale == 0, 1.0, scale.float())
-    codes = ((x - offset.float()) / divisor - 2**bits + 0.5).clamp(0, 2**bits - 1).int()
+    inverse = 1.0 / torch.where(scale == 0, 1.0, scale.float())
+    codes = ((x - offset.float()) * inverse + (0.5 - 2**bits)).clamp(0, 2**bits - 1).int()
     return codes, scale, offset
 
 
