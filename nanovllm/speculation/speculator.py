@@ -19,6 +19,7 @@ PRIORS = {"quote": 0.95, "shadow": 0.95}  # of the kinds of guesses that are nea
 DECAY, COMMON_DECAY = 0.9, 0.98  # of the acceptance of a sequence and of all together
 MIN_GAIN = 1.02  # in tokens per second; less is within the error of the times
 REST_STEPS = 64  # from one trial of all resting sequences to the next
+MAX_REST_DOUBLINGS = 2  # of a rest, while trials fail without a right guess
 NUM_FEW = 4  # up to so many sequences, each begins with the prior acceptance; beyond, with that of all
 RECENT_DECAY = 0.8  # of what a sequence's passes have brought; each pass multiplies the weight of older ones by this
 NUM_KNOWN_PASSES = 3  # the time of a pass is known after so many passes: the first one may be slow
@@ -185,8 +186,15 @@ class Pace:
     """
 
     def __init__(self, prior_acceptance: float) -> None:
+        self._prior = prior_acceptance
         self.acceptance = Acceptance(prior_acceptance, DECAY)
         self._rest_end: int | None = None  # number of a step
+        self._num_failed = 0  # rests since a guess was right
+
+    def verified(self, num_guesses: int, num_accepted: int) -> None:
+        self.acceptance.verified(num_guesses, num_accepted)
+        if num_accepted:
+            self._num_failed = 0
 
     def rests(self, num_steps: int) -> bool:
         """Return True if the sequence must wait for the next trial, at which it starts afresh.
@@ -194,11 +202,13 @@ class Pace:
         `num_steps`: the number of steps that have ended.
         """
         if self._rest_end is not None and num_steps >= self._rest_end:
-            self.acceptance, self._rest_end = Acceptance(PRIOR_ACCEPTANCE, DECAY), None
+            self.acceptance, self._rest_end = Acceptance(self._prior, DECAY), None
         return self._rest_end is not None
 
     def rest(self, num_steps: int) -> None:
-        self._rest_end = (num_steps // REST_STEPS + 1) * REST_STEPS
+        steps = REST_STEPS << min(self._num_failed, MAX_REST_DOUBLINGS)
+        self._rest_end = (num_steps // steps + 1) * steps
+        self._num_failed += 1
 
 
 @dataclass(slots=True)
@@ -348,8 +358,8 @@ class Speculator:
                 self._learn(answer, kind, num_compared, num_right)
 
     def _learn(self, answer: _Answer, kind: str, num_guesses: int, num_right: int) -> None:
-        for acceptance in (answer.paces[kind].acceptance, self._acceptances[kind]):
-            acceptance.verified(num_guesses, num_right)
+        answer.paces[kind].verified(num_guesses, num_right)
+        self._acceptances[kind].verified(num_guesses, num_right)
 
     def stats(self) -> dict[str, Any]:
         """Return the figures of LLM.stats. tokens_per_pass is over the passes that had guesses."""
